@@ -5,9 +5,10 @@ out, and the bus transfers both ways at once.
 """
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
-from math import prod
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,10 +21,9 @@ from normserve.backends.cuda.parcels import (
     views,
     written,
 )
-from normserve.backends.cuda.streams import Flight, Pipeline
+from normserve.backends.cuda.streams import DividedFlight, Flight, Pipeline
 from normserve.backends.launch import call_of, destinations, launch, parameters_of
 from normserve.backends.tensors import (
-    TORCH_DTYPES,
     channels_first,
     payload_order,
     results_of,
@@ -41,8 +41,7 @@ _CHUNK_BYTES = 4 * 2**20
 # More would keep the thread that launches them from everything else for longer, and save little: of n chunks the
 # first copy in and the last copy out overlap with nothing.
 _MOST_CHUNKS = 6
-# A device computes fewer rows at less than its bandwidth.
-_FEWEST_UNITS = 4
+_ALIGNMENT = 16
 
 
 def transfer_of(batch: Batch, slabs: SlabPool, library: ModuleType, device: str) -> "Whole | Divided":
@@ -71,13 +70,26 @@ def chunks_of(job: NormJob) -> Sequence[range]:
         return ()
     if any(tensor.fortran_order for tensor in job.tensors.values()):
         return ()
-    unit = max(1, job.heads)
+    if job.nbytes < 2 * _CHUNK_BYTES:
+        return ()
+    unit = _aligned_rows(job)
     units = job.rows // unit
-    count = min(job.nbytes // _CHUNK_BYTES, _MOST_CHUNKS, units // _FEWEST_UNITS)
+    count = min(job.nbytes // _CHUNK_BYTES, _MOST_CHUNKS, units)
     if count < 2:
         return ()
-    edges = [unit * (units * number // count) for number in range(count + 1)]
-    return [range(first, end) for first, end in itertools.pairwise(edges)]
+    edges = [unit * (units * number // count) for number in range(count)]
+    return [range(first, end) for first, end in itertools.pairwise([*edges, job.rows])]
+
+
+def _aligned_rows(job: NormJob) -> int:
+    """Of how many rows, or samples, every tensor has whole multiples of the alignment that kernels want."""
+    heads = max(1, job.heads)
+    count = job.rows // heads
+    given = {name: (tensor.dtype, tensor.shape) for name, tensor in job.tensors.items() if not is_parameter(name)}
+    sizes = [
+        dtype.itemsize * math.prod(shape) for dtype, shape in (*given.values(), *results_of(job, job.rows).values())
+    ]
+    return heads * max([_ALIGNMENT // math.gcd(_ALIGNMENT, nbytes // count) for nbytes in sizes])
 
 
 class Whole:
@@ -99,7 +111,8 @@ class Whole:
     @torch.inference_mode()
     def start(self, pipeline: Pipeline) -> Flight:
         """Put the stages on a pipeline's streams."""
-        flight = pipeline.start(self._copy_in, self._compute, self._copy_out, held=(self._batch, self._parcel))
+        stages = self._copy_in, self._compute, self._copy_out
+        flight = pipeline.start(*stages, first=(self._batch, self._parcel))
         self.results = flight.value
         return flight
 
@@ -149,59 +162,76 @@ class Divided:
     ) -> None:
         """Args: chunks: the rows of each."""
         self._job = job
-        self._chunks = chunks
         self._library = library
         self._device = device
-        # On the device, from the first chunk on.
-        self._parameters: dict[str, Tensor] = {}
+        unit = max(1, job.heads)
+        self._counts = [len(chunk) // unit for chunk in chunks]
         described = results_of(job, job.rows)
         if job.places is None:
             slab, offsets = room_for(described, slabs)
             self.results: Mapping[str, HostTensor] = views(slab, offsets, described)
         else:
             self.results = {
-                name: HostTensor(dtype, shape, job.places[name][: prod(shape) * dtype.itemsize])
+                name: HostTensor(dtype, shape, job.places[name][: math.prod(shape) * dtype.itemsize])
                 for name, (dtype, shape) in described.items()
             }
 
     @torch.inference_mode()
-    def start(self, pipeline: Pipeline) -> Flight:
+    def start(self, pipeline: Pipeline) -> DividedFlight:
         """Put the stages of all chunks on a pipeline's streams."""
-        stages = self._copy_in, self._compute, self._copy_out
-        return pipeline.start(*stages, firsts=self._chunks, held=(self._job, self.results))
-
-    def _copy_in(self, rows: range) -> tuple[range, dict[str, Tensor]]:
         job = self._job
-        if not self._parameters:
-            self._parameters = {
-                name: view(tensor).to(self._device, non_blocking=True)
-                for name, tensor in job.tensors.items()
-                if is_parameter(name)
-            }
-        came = {}
-        for name, tensor in job.tensors.items():
-            if not is_parameter(name):
-                part = torch.frombuffer(_rows_of(tensor, rows, job.rows), dtype=TORCH_DTYPES[tensor.dtype])
-                came[name] = part.to(self._device, non_blocking=True).view(shape_of(job, name, len(rows)))
-        return rows, came
+        came = {name: view(tensor, shape_of(job, name, job.rows)) for name, tensor in job.tensors.items()}
+        goes = {name: view(tensor) for name, tensor in self.results.items()}
+        there: dict[str, Tensor] = {}
 
-    def _compute(self, chunk: tuple[range, dict[str, Tensor]]) -> tuple[range, Bundle]:
-        rows, tensors = chunk
-        job = self._job
-        inputs = {name: channels_first(job.spec, name, tensor) for name, tensor in tensors.items()}
-        inputs |= self._parameters if job.layer is None else parameters_of(job.layer.resident)
-        bundle = Bundle.empty(results_of(job, len(rows)), self._device)
-        call_of(self._library, job.spec, inputs, {"out": destinations(job.spec, bundle.tensors())})()
-        return rows, bundle
+        def allocate() -> None:
+            for name, tensor in (came | goes).items():
+                there[name] = torch.empty_like(tensor, device=self._device)
 
-    def _copy_out(self, chunk: tuple[range, Bundle]) -> None:
-        rows, bundle = chunk
-        for name, tensor in bundle.tensors().items():
-            place = torch.frombuffer(_rows_of(self.results[name], rows, self._job.rows), dtype=torch.uint8)
-            place.copy_(tensor.reshape(-1).view(torch.uint8), non_blocking=True)
+        # As of one stream always, for torch's allocator: it is given back when no stream uses it any more.
+        pipeline.aside(allocate)
+        parameters = {name: there[name] for name in came if is_parameter(name)}
+        parts = [
+            _Chunk(*each)
+            for each in zip(
+                self._divided({name: tensor for name, tensor in came.items() if name not in parameters}),
+                self._divided({name: there[name] for name in came if name not in parameters}),
+                self._divided({name: there[name] for name in goes}),
+                self._divided(goes),
+                strict=True,
+            )
+        ]
+        for name, tensor in parameters.items():
+            parts[0].came[name], parts[0].inputs[name] = came[name], tensor
+        self._parameters = parameters if job.layer is None else parameters_of(job.layer.resident)
+        return pipeline.start_parts(_copy_in, self._compute, _copy_out, parts=parts, held=(job, parts))
+
+    def _divided(self, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+        """Views of the tensors' rows, for each chunk."""
+        pieces = [tensor.split(self._counts) for tensor in tensors.values()]
+        return [dict(zip(tensors, each, strict=True)) for each in zip(*pieces, strict=True)]
+
+    def _compute(self, chunk: "_Chunk") -> None:
+        spec = self._job.spec
+        inputs = {name: channels_first(spec, name, tensor) for name, tensor in chunk.inputs.items()}
+        written = {"out": destinations(spec, chunk.results)}
+        call_of(self._library, spec, {**inputs, **self._parameters}, written)()
 
 
-def _rows_of(tensor: HostTensor, rows: range, of: int) -> memoryview:
-    """The bytes of some rows of a tensor that has `of` of them."""
-    row_bytes = len(tensor.data) // of
-    return tensor.data[rows.start * row_bytes : rows.stop * row_bytes]
+class _Chunk(NamedTuple):
+    """The tensors of one chunk by their names: as they came, on the device, the results there, and their places."""
+
+    came: dict[str, Tensor]
+    inputs: dict[str, Tensor]
+    results: dict[str, Tensor]
+    places: dict[str, Tensor]
+
+
+def _copy_in(chunk: _Chunk) -> None:
+    for name, tensor in chunk.inputs.items():
+        tensor.copy_(chunk.came[name], non_blocking=True)
+
+
+def _copy_out(chunk: _Chunk) -> None:
+    for name, tensor in chunk.places.items():
+        tensor.copy_(chunk.results[name], non_blocking=True)

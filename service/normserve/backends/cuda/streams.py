@@ -5,9 +5,11 @@ This module keeps the order.  The stages, streams and events themselves belong t
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+_P = TypeVar("_P")
 
 
 class Event(Protocol):
@@ -36,10 +38,7 @@ class Streams(Protocol):
 
 
 class StageSeconds(NamedTuple):
-    """How long each stage took on the device, without its wait for the one before.
-
-    Of a batch in several parts, `copy_out` is what came after the last part was copied in, without `compute`.
-    """
+    """How long each stage took on the device, without its wait for the one before."""
 
     copy_in: float
     compute: float
@@ -56,12 +55,11 @@ class Flight:
     def __init__(
         self,
         value: Any,
-        spans: list[list[tuple[Event, Event]]],
+        spans: list[tuple[Event, Event]],
         held: list[Any],
         marks: list[Event],
         spare: list[Event],
     ) -> None:
-        """Args: spans: of each stage the begin and the end of each of its parts."""
         self.value = value
         self._spans = spans
         self._held = held
@@ -79,19 +77,51 @@ class Flight:
         if not self._has_landed:
             self._marks[-1].synchronize()
         self._held.clear()
-        took = self._took()
+        took = [began.elapsed_time(ended) / 1000 for began, ended in self._spans]
         self._spare.extend(self._marks)
+        return StageSeconds(*took)
+
+
+class DividedFlight:
+    """A batch that is on its way through the stages in parts, whose stages overlap."""
+
+    def __init__(
+        self, began: Event, came: list[Event], computed: list[Event], ended: Event, held: Any, spare: list[Event]
+    ) -> None:
+        """Args: came, computed: the end of copy-in and of compute of each part."""
+        self._began, self._ended = began, ended
+        self._came, self._computed = came, computed
+        self._held = held
+        self._spare = spare
+        self._has_landed = False
+
+    def lands_within(self, seconds: float) -> bool:
+        """Watch for the end of the last part, for so long at most; whether it is over."""
+        self._has_landed = _passes_within(self._ended, seconds)
+        return self._has_landed
+
+    def wait(self) -> StageSeconds:
+        """Block until all parts are over, and let go of what the stages worked on; called once.
+
+        Copy-in lasts until the last part has come; copy-out is what is left of the whole, so that the sum is the
+        whole.
+        """
+        if not self._has_landed:
+            self._ended.synchronize()
+        self._held = None
+        compute_s = before = 0.0
+        for came, computed in zip(self._came, self._computed, strict=True):
+            done = self._after(computed)
+            compute_s += done - max(before, self._after(came))
+            before = done
+        copy_in_s = self._after(self._came[-1])
+        took = StageSeconds(copy_in_s, compute_s, max(0.0, self._after(self._ended) - copy_in_s - compute_s))
+        self._spare += (self._began, *self._came, *self._computed, self._ended)
         return took
 
-    def _took(self) -> StageSeconds:
-        copies_in, computed, copies_out = self._spans
-        compute_s = sum([_seconds(*span) for span in computed])
-        if len(computed) == 1:
-            return StageSeconds(_seconds(*copies_in[0]), compute_s, _seconds(*copies_out[0]))
-        # Stages of several parts overlap: the last one gets what is left, so that the sum is the whole.
-        copy_in_s = _seconds(copies_in[0][0], copies_in[-1][1])
-        whole_s = _seconds(self._marks[0], self._marks[-1])
-        return StageSeconds(copy_in_s, compute_s, max(0.0, whole_s - copy_in_s - compute_s))
+    def _after(self, event: Event) -> float:
+        """Seconds from the beginning on."""
+        return self._began.elapsed_time(event) / 1000
 
 
 class LoneFlight:
@@ -136,49 +166,66 @@ class Pipeline:
         # Events of flights that are over; whoever waited for one adds its own.
         self._spare: list[Event] = []
 
-    def start(self, *stages: Callable[[Any], Any], firsts: Sequence[Any] = (None,), held: Any = None) -> Flight:
+    def start(self, *stages: Callable[[Any], Any], first: Any = None) -> Flight:
         """Put copy-in, compute and copy-out on their streams, each after the one before it; blocks for none.
 
         Args:
-            stages: each is called with what the one before it gave.  What they gave stays alive until the flight is
-                over: a device's allocator knows one stream for each block of memory, so a block may be given back
-                only when no stream uses it.
-            firsts: for each part of the batch what the first stage is called with; the parts follow one another on
-                each stream.
-            held: stays alive, too.
+            stages: each is called with what the one before it gave, `first` the first.  What they gave stays alive
+                until the flight is over: a device's allocator knows one stream for each block of memory, so a block
+                may be given back only when no stream uses it.
         """
-        kept = [held]
-        spans: list[list[tuple[Event, Event]]] = [[] for _ in stages]
+        held = [first]
+        spans: list[tuple[Event, Event]] = []
         marks: list[Event] = []
+        current: Stream | None = None
         try:
-            for first in firsts:
-                self._put(stages, first, spans, marks, kept)
+            for stream, stage in zip(self._streams, stages, strict=True):
+                with self._source.use(stream):
+                    if stream is not current:
+                        current = stream
+                        if marks:
+                            stream.wait_event(marks[-1])
+                        marks.append(self._mark(stream))
+                    held.append(stage(held[-1]))
+                    marks.append(self._mark(stream))
+                    spans.append((marks[-2], marks[-1]))
         except BaseException:
             self._settle()
             raise
-        return Flight(kept[-1], spans, kept, marks, self._spare)
+        return Flight(held[-1], spans, held, marks, self._spare)
 
-    def _put(
-        self,
-        stages: Sequence[Callable[[Any], Any]],
-        value: Any,
-        spans: list[list[tuple[Event, Event]]],
-        marks: list[Event],
-        kept: list[Any],
-    ) -> None:
-        """Put one part on the streams, and add its spans and marks and what its stages gave."""
-        current: Stream | None = None
-        for stream, stage, own in zip(self._streams, stages, spans, strict=True):
-            with self._source.use(stream):
-                if stream is not current:
-                    if current is not None:
-                        stream.wait_event(marks[-1])
-                    current = stream
-                    marks.append(self._mark(stream))
-                value = stage(value)
-                kept.append(value)
-                marks.append(self._mark(stream))
-                own.append((marks[-2], marks[-1]))
+    def start_parts(self, *stages: Callable[[_P], object], parts: Iterable[_P], held: object) -> DividedFlight:
+        """Put copy-in, compute and copy-out of each part on their streams; blocks for none.
+
+        While a part is copied in, the one before it is copied out.
+
+        Args:
+            stages: each is called with every part.
+            held: stays alive until the flight is over; what the stages work on.
+        """
+        copy_in, compute, copy_out = stages
+        on_way_in, on_device, on_way_out = self._streams
+        came, computed = [], []
+        try:
+            with self._source.use(on_way_in):
+                began = self._mark(on_way_in)
+            for part in parts:
+                with self._source.use(on_way_in):
+                    copy_in(part)
+                    came.append(self._mark(on_way_in))
+                with self._source.use(on_device):
+                    on_device.wait_event(came[-1])
+                    compute(part)
+                    computed.append(self._mark(on_device))
+                with self._source.use(on_way_out):
+                    on_way_out.wait_event(computed[-1])
+                    copy_out(part)
+            with self._source.use(on_way_out):
+                ended = self._mark(on_way_out)
+        except BaseException:
+            self._settle()
+            raise
+        return DividedFlight(began, came, computed, ended, held, self._spare)
 
     def start_one(self, stage: Callable[[Any], Any], first: Any) -> LoneFlight:
         """Put a compute stage alone on its stream; as `start` with nothing to copy, in half of its steps."""
@@ -209,10 +256,6 @@ class Pipeline:
             # The error that is on its way says more than the same device's next.
             with contextlib.suppress(Exception):
                 stream.synchronize()
-
-
-def _seconds(began: Event, ended: Event) -> float:
-    return began.elapsed_time(ended) / 1000
 
 
 def _passes_within(event: Event, seconds: float) -> bool:

@@ -54,12 +54,18 @@ def equal(results, right, names):
         assert torch.equal(back(results[name]), getattr(right, name)), name
 
 
-def test_chunks_cover_all_rows_once_and_are_about_equal():
-    for rows in (1000, 1003, 4099):
-        chunks = chunks_of(job_of(x=torch.randn(rows, 8)))
-        assert len(chunks) == 6
-        assert [row for chunk in chunks for row in chunk] == list(range(rows))
-        assert max(map(len, chunks)) - min(map(len, chunks)) <= 1
+@pytest.mark.parametrize(
+    ("cols", "dtype", "unit"),
+    [(8, torch.float32, 4), (7, torch.float16, 8), (7, torch.float32, 4)],
+    ids=["statistics are narrow", "rows of 14 bytes", "rows of 28 bytes"],
+)
+@pytest.mark.parametrize("rows", [1000, 1003, 4099])
+def test_chunks_cover_all_rows_and_begin_at_multiples_of_16_bytes(rows, cols, dtype, unit):
+    chunks = chunks_of(job_of(x=torch.randn(rows, cols).to(dtype)))
+    assert len(chunks) == 6
+    assert [row for chunk in chunks for row in chunk] == list(range(rows))
+    assert all(chunk.start % unit == 0 for chunk in chunks)
+    assert max(map(len, chunks)) - min(map(len, chunks)) < 2 * unit
 
 
 def test_chunks_of_heads_hold_whole_tokens():
@@ -68,16 +74,23 @@ def test_chunks_of_heads_hold_whole_tokens():
     assert all(edge % 3 == 0 for chunk in chunks for edge in (chunk.start, chunk.stop))
 
 
+def test_few_large_samples_are_divided():
+    spec = NormSpec(Op.GROUP_NORM, Pass.FORWARD, 1e-5, 4)
+    assert list(map(len, chunks_of(job_of(spec, x=torch.randn(3, 8, 30, 30))))) == [1, 1, 1]
+
+
 @pytest.mark.parametrize(
     "job",
     [
-        job_of(x=torch.randn(7, 4096)),
+        job_of(x=torch.randn(1, 4096)),
         job_of(x=torch.randn(255, 2)),
         job_of(NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5, dropout=0.5, seed=1), x=torch.randn(100, 64)),
         job_of(NormSpec(Op.LAYER_NORM, Pass.BACKWARD, 1e-5), x=torch.randn(100, 64), dy=torch.randn(100, 64)),
-        NormJob(FORWARD, {"x": HostTensor(DType.FLOAT32, (64, 64), memoryview(bytearray(2**14)), fortran_order=True)}),
+        NormJob(
+            FORWARD, {"x": HostTensor(DType.FLOAT32, (64, 64), memoryview(bytearray(2**14)), fortran_order=True)}
+        ),
     ],
-    ids=["few rows", "little", "dropout", "backward", "column-major"],
+    ids=["one row", "little", "dropout", "backward", "column-major"],
 )
 def test_what_is_not_divided(job, slabs, library):
     assert not chunks_of(job)

@@ -90,7 +90,7 @@ def stages(device, label=""):
 
 
 def test_each_stage_is_on_its_stream_behind_the_one_before(device, pipeline):
-    flight = pipeline.start(*stages(device), firsts=("x",))
+    flight = pipeline.start(*stages(device), first="x")
     assert flight.value == "x>in>compute>out"
     assert device.log == [
         ("in", "reaches", 1),
@@ -108,7 +108,7 @@ def test_each_stage_is_on_its_stream_behind_the_one_before(device, pipeline):
 
 
 def test_stages_on_one_stream_wait_for_nothing_and_share_their_moments(device):
-    flight = Pipeline(device, apart=False).start(*stages(device), firsts=("x",))
+    flight = Pipeline(device, apart=False).start(*stages(device), first="x")
     assert device.log == [
         ("in", "reaches", 1),
         ("in", "runs", "x"),
@@ -124,8 +124,8 @@ def test_stages_on_one_stream_wait_for_nothing_and_share_their_moments(device):
 
 
 def test_next_batch_comes_in_before_anybody_waits_for_the_last(device, pipeline):
-    first = pipeline.start(*stages(device, " 1"), firsts=("a",))
-    second = pipeline.start(*stages(device, " 2"), firsts=("b",))
+    first = pipeline.start(*stages(device, " 1"), first="a")
+    second = pipeline.start(*stages(device, " 2"), first="b")
     assert not [entry for entry in device.log if entry[0] == "host"]
     # Nothing on the copy-in stream waits, so the second copy runs beside the first one's kernel.
     assert not [entry for entry in device.log if entry[:2] == ("in", "waits for")]
@@ -142,26 +142,68 @@ def test_stages_are_timed_without_their_waits(device, pipeline):
     assert (took.copy_in, took.compute, took.copy_out) == (1.0, 1.0, 1.0)
 
 
-def test_parts_of_a_batch_follow_one_another_on_each_stream(device, pipeline):
-    flight = pipeline.start(*stages(device), firsts=("a", "b"))
-    assert flight.value == "b>in>compute>out"
-    runs = [entry for entry in device.log if entry[1] == "runs"]
-    assert runs[3:] == [("in", "runs", "b"), ("compute", "runs", "b>in"), ("out", "runs", "b>in>compute")]
-    # Each part waits for its own stages only: the second is copied in while the first is computed.
-    waits = [entry for entry in device.log if entry[1] == "waits for"]
-    assert waits == [
+def stages_of_parts(device):
+    def stage(part):
+        device.log.append((device.current.name, "runs", part))
+
+    return stage, stage, stage
+
+
+def test_parts_of_a_batch_wait_for_their_own_stages_alone(device, pipeline):
+    pipeline.start_parts(*stages_of_parts(device), parts="ab", held=None)
+    assert device.log == [
+        ("in", "reaches", 1),
+        ("in", "runs", "a"),
+        ("in", "reaches", 2),
         ("compute", "waits for", 2),
-        ("out", "waits for", 4),
-        ("compute", "waits for", 8),
-        ("out", "waits for", 10),
+        ("compute", "runs", "a"),
+        ("compute", "reaches", 3),
+        ("out", "waits for", 3),
+        ("out", "runs", "a"),
+        ("in", "runs", "b"),
+        ("in", "reaches", 4),
+        ("compute", "waits for", 4),
+        ("compute", "runs", "b"),
+        ("compute", "reaches", 5),
+        ("out", "waits for", 5),
+        ("out", "runs", "b"),
+        ("out", "reaches", 6),
     ]
 
 
 def test_stages_of_parts_that_overlap_add_up_to_the_whole(device, pipeline):
-    took = pipeline.start(*stages(device), firsts="abc").wait()
-    assert device.log[-1] == ("host", "waits for", 18)
-    # From the first part's begin to the last one's end in, what was computed, and the rest of all.
-    assert (took.copy_in, took.compute, took.copy_out) == (13.0, 3.0, 1.0)
+    held = Memory()
+    alive = weakref.ref(held)
+    flight = pipeline.start_parts(*stages_of_parts(device), parts="ab", held=held)
+    del held
+    assert alive() is not None
+    device.reached = 5
+    assert not flight.lands_within(0)
+    device.reached = 6
+    assert flight.lands_within(0)
+    took = flight.wait()
+    # The last part has come at 4, each was computed for 1 since it had come, and 6 was the end.
+    assert (took.copy_in, took.compute, took.copy_out) == (3.0, 2.0, 0.0)
+    assert alive() is None
+    assert not [entry for entry in device.log if entry[0] == "host"]
+    # Its events serve the next.
+    pipeline.start_parts(*stages_of_parts(device), parts="ab", held=None).wait()
+    assert device.events == 6
+    assert device.log[-1][:2] == ("host", "waits for")
+
+
+@pytest.mark.parametrize("broken", range(3))
+def test_a_part_that_fails_settles_the_streams(device, pipeline, broken):
+    def fail(part):
+        if part == "b":
+            raise MemoryError("dry")
+
+    three = list(stages_of_parts(device))
+    three[broken] = fail
+    with pytest.raises(MemoryError):
+        pipeline.start_parts(*three, parts="ab", held=None)
+    assert device.log[-3:] == [("host", "settles", name) for name in NAMES]
+    assert device.current is None
 
 
 def test_stage_alone_takes_two_moments_and_the_others_no_time(device):
@@ -216,7 +258,7 @@ def test_memory_of_every_stage_lives_until_the_flight_is_over(pipeline):
 
     given = Memory()
     alive.append(weakref.ref(given))
-    flight = pipeline.start(stage, stage, stage, held=given)
+    flight = pipeline.start(stage, stage, stage, first=given)
     del given
     assert all(memory() is not None for memory in alive)
     flight.wait()
