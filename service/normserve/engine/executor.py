@@ -20,7 +20,9 @@ from normserve.memory.host_tensors import HostTensor
 log = logging.getLogger(__name__)
 
 # What small batches take many times over, and nobody on the event loop misses.
-_SOON_S = 1e-3
+_SOON_S = 0.2e-3
+# What batches of some MiB take.
+_WATCHED_S = 2e-3
 
 # What lies in a device's memory is computed at that memory's speed: as many in a fraction of that.
 _INLINE_DEVICE_BYTES = 512 * 2**20
@@ -154,9 +156,24 @@ class Executor:
         except Exception as error:
             return self._failed(started, error)
 
-    def await_landing(self, outcome: Outcome, flight: InFlight, lane: Lane, reply: Reply) -> None:
-        """Have a thread wait for a batch that `run_here` has set going; the reply's value is an `Execution`."""
-        started = outcome.started
+    @property
+    def watched_s(self) -> float:
+        """How long to ask `landed` for a batch before a thread waits for it."""
+        return _WATCHED_S
+
+    def landed(self, outcome: Outcome) -> Outcome | None:
+        """What became of a batch in flight; None where that is not known yet.  Does not block."""
+        flight = outcome.value
+        assert isinstance(flight, InFlight)
+        try:
+            return outcome._replace(value=flight.wait()) if flight.lands_within(0.0) else None
+        except Exception as error:
+            return self._failed(outcome.started, error)
+
+    def await_landing(self, outcome: Outcome, lane: Lane, reply: Reply) -> None:
+        """Have a thread wait for a batch in flight; the reply's value is an `Execution`."""
+        started, flight = outcome.started, outcome.value
+        assert isinstance(flight, InFlight)
         self._waiters[lane].put(_Work(flight.wait, lambda done: reply(done._replace(started=started)), lane))
 
     def load(self, op: Op, weight: HostTensor, bias: HostTensor | None, reply: Reply) -> None:
@@ -189,7 +206,7 @@ class Executor:
         if isinstance(outcome.value, InFlight):
             if work.on_launched is not None:
                 work.on_launched(outcome)
-            self.await_landing(outcome, outcome.value, work.lane, work.reply)
+            self.await_landing(outcome, work.lane, work.reply)
         else:
             work.reply(outcome)
 

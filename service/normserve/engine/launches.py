@@ -1,15 +1,30 @@
 """The batches that the device has not finished.
 
+A batch in flight is watched on the event loop, between its other callbacks: a thread that waits for it must be
+woken, must take Python's lock, and must wake the loop in turn, which is several times what a small batch takes.
+Only a batch that takes longer is left to such a thread.
+
 Not thread-safe: it belongs to the event loop's thread.
 """
 
+import asyncio
 import functools
+import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from normserve.backends.base import InFlight
 from normserve.engine.executor import Executor, Outcome, Reply, on_loop
 from normserve.engine.progress import Progress
 from normserve.jobs.job import Batch, Lane
+
+
+class _Watched(NamedTuple):
+    """A batch in flight, and until when the event loop watches it, by `time.perf_counter`."""
+
+    batch: Batch
+    outcome: Outcome
+    until: float
 
 
 class Launches:
@@ -32,6 +47,8 @@ class Launches:
         # would keep all later batches from being launched on this thread, and two threads that launch and answer
         # by turns wait for Python's lock at every call that releases it.
         self._handed_over: Batch | None = None
+        self._watched: list[_Watched] = []
+        self._is_to_look = False
         self._running = dict.fromkeys(Lane, 0)
         self._launched = 0
         self.progress = Progress()
@@ -64,7 +81,7 @@ class Launches:
             self._handed_over = batch
             executor.run(batch, on_loop(functools.partial(self._note_launched, batch)), self._reply(batch))
         elif isinstance(outcome.value, InFlight):
-            executor.await_landing(outcome, outcome.value, batch.lane, self._reply(batch))
+            self._watch(_Watched(batch, outcome, time.perf_counter() + executor.watched_s))
         else:
             return outcome
         self._running[batch.lane] += 1
@@ -74,6 +91,26 @@ class Launches:
 
     def _reply(self, batch: Batch) -> Reply:
         return on_loop(functools.partial(self._end, batch))
+
+    def _watch(self, flight: _Watched) -> None:
+        self._watched.append(flight)
+        if not self._is_to_look:
+            self._is_to_look = True
+            asyncio.get_running_loop().call_soon(self._look)
+
+    def _look(self) -> None:
+        """Conclude what has landed; what has not is looked at in the next turn of the loop, or left to a thread."""
+        self._is_to_look = False
+        watched, self._watched = self._watched, []
+        for flight in watched:
+            batch, outcome, until = flight
+            landed = self._executor.landed(outcome)
+            if landed is not None:
+                self._end(batch, landed)
+            elif time.perf_counter() < until:
+                self._watch(flight)
+            else:
+                self._executor.await_landing(outcome, batch.lane, self._reply(batch))
 
     def _note_launched(self, batch: Batch, _: Outcome) -> None:
         self._forget_handed_over(batch)

@@ -52,6 +52,9 @@ class FakeExecutor:
         self.handed_over = 0
         self.launching: list[tuple[Batch, Callable]] = []
         self.launches_quickly = True
+        self.watched_s = 0.0
+        self.looks = 0
+        self.lands_at_look: int | None = None
         self.is_slow = False
         self.launches_at_once = False
         self.loaded: list = []
@@ -82,8 +85,12 @@ class FakeExecutor:
         self.here.append(batch)
         return Outcome(time.perf_counter(), value=Flying(batch)) if self.is_slow else self._outcome(batch)
 
-    def await_landing(self, outcome, flight, lane, reply):
-        self.running.append((flight.batch, reply))
+    def landed(self, outcome):
+        self.looks += 1
+        return self._outcome(outcome.value.batch) if self.looks == self.lands_at_look else None
+
+    def await_landing(self, outcome, lane, reply):
+        self.running.append((outcome.value.batch, reply))
 
     def load(self, op, weight, bias, reply):
         self.loaded.append((op, weight, bias))

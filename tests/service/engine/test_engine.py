@@ -135,6 +135,42 @@ async def test_what_is_quick_to_launch_is_launched_where_it_comes_from(scene):
 
 
 @scene
+async def test_a_flight_that_lands_soon_is_left_to_no_thread(scene):
+    executor = scene.executor
+    executor.backend = Deep()
+    executor.launches_at_once = True
+    executor.watched_s = 60.0
+    executor.lands_at_look = 3
+    first, second = (scene.submit(large_job()) for _ in range(2))
+    await turn()
+    # Both were launched by then, and looked at by turns.
+    assert first.done() != second.done()
+    assert executor.running == []
+    executor.lands_at_look = executor.looks + 1
+    await turn()
+    assert first.done()
+    assert second.done()
+    looks = executor.looks
+    await turn()
+    assert executor.looks == looks
+
+
+@scene
+async def test_a_flight_that_takes_long_is_left_to_a_thread(scene):
+    executor = scene.executor
+    executor.backend = Deep()
+    executor.launches_at_once = True
+    executor.watched_s = 0.1
+    task = scene.submit(large_job())
+    await turn()
+    assert executor.looks > 1
+    while not executor.running:
+        await asyncio.sleep(0.01)
+    executor.finish()
+    await task
+
+
+@scene
 async def test_the_executors_thread_gets_one_batch_at_a_time_to_launch(scene):
     executor = scene.executor
     executor.backend = Deep()

@@ -124,7 +124,7 @@ def test_batch_that_takes_long_is_not_waited_for_here(executor, backend, replies
     landing = Landing()
     backend.results.append(landing)
     outcome = executor.run_here(Batch((job(1, 4),)))
-    executor.await_landing(outcome, outcome.value, Lane.SMALL, replies)
+    executor.await_landing(outcome, Lane.SMALL, replies)
     took_off = time.perf_counter()
     landing.may_end.set()
     outcome = replies.next()
@@ -141,9 +141,22 @@ def test_a_batch_is_launched_here_while_the_owner_has_nothing_to_do(executor, ba
     outcome = executor.launch_here(batch)
     assert outcome.value is landing
     assert threading.get_ident() in backend.threads
-    executor.await_landing(outcome, outcome.value, Lane.LARGE, replies)
+    executor.await_landing(outcome, Lane.LARGE, replies)
     landing.may_end.set()
     assert replies.next().value is EXECUTION
+
+
+def test_what_became_of_a_flight_is_known_once_it_has_landed(executor, backend):
+    landing = Landing()
+    backend.results.append(landing)
+    outcome = executor.launch_here(Batch((job(1, 4),)))
+    assert executor.landed(outcome) is None
+    landing.may_end.set()
+    landed = executor.landed(outcome)
+    assert landed.value is EXECUTION
+    assert landed.started == outcome.started
+    landing.error = MemoryError()
+    assert isinstance(executor.landed(outcome).error, DeviceOutOfMemoryError)
 
 
 def test_the_launch_of_a_batch_is_reported_before_its_end(executor, backend, replies):
