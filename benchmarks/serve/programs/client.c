@@ -5,8 +5,9 @@
  *   http     the file is a whole HTTP request; answers have a Content-Length and must be 200
  *   raw      the file is sent as it is and as many bytes come back
  * Writes one line: answers a second, the median and the 99th percentile of one's time in seconds, and how many
- * processors the client kept busy.  A fifth of the time is spent before anything is counted; each connection counts one answer at least.  Its
- * rate is taken from its first counted request to its last answer, and the rates of all are added.
+ * processors the client kept busy.  The first fifth of the time is not counted.  A request counts by the share of its
+ * time that lies in the rest, so that one that began before or ends after it is neither lost nor counted whole.
+ * The median is of requests that were sent in that time, at least one of each connection.
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -30,7 +31,7 @@ struct line {
     pthread_t thread;
     int fd;
     char piece[PIECE + 1];
-    double *times, began, ended;
+    double *times, answered;
     size_t count, room;
 };
 
@@ -104,6 +105,11 @@ static void read_answer(struct line *on) {
     skip(on, strtoull(length + 17, NULL, 10) - (held - (stop + 4 - piece)));
 }
 
+static double share_counted(double sent, double answered) {
+    double first = sent > begin ? sent : begin, last = answered < end ? answered : end;
+    return last > first ? (last - first) / (answered - sent) : 0;
+}
+
 static void note(struct line *on, double seconds) {
     if (on->count == on->room) {
         on->room = on->room ? 2 * on->room : 4096;
@@ -122,11 +128,8 @@ static void *run(void *line) {
         else
             read_answer(on);
         double answered = now();
-        if (sending >= begin) {
-            if (!on->count) on->began = sending;
-            on->ended = answered;
-            note(on, answered - sending);
-        }
+        on->answered += share_counted(sending, answered);
+        if (sending >= begin) note(on, answered - sending);
         sending = answered;
     }
     return NULL;
@@ -162,12 +165,12 @@ int main(int argc, char **argv) {
     end = opened + seconds;
     for (size_t i = 0; i < connections; i++)
         if (pthread_create(&lines[i].thread, NULL, run, &lines[i])) die("pthread_create");
-    double rate = 0;
+    double answered = 0;
     for (size_t i = 0; i < connections; i++) {
         struct line *on = &lines[i];
         pthread_join(on->thread, NULL);
         count += on->count;
-        if (on->count) rate += on->count / (on->ended - on->began);
+        answered += on->answered;
     }
     double busy = (processor_seconds() - used) / (now() - opened);
     double *times = malloc((count + 1) * sizeof *times);
@@ -175,6 +178,6 @@ int main(int argc, char **argv) {
     for (size_t i = 0, filled = 0; i < connections; filled += lines[i].count, i++)
         if (lines[i].count) memcpy(times + filled, lines[i].times, lines[i].count * sizeof *times);
     qsort(times, count, sizeof *times, ascending);
-    printf("%.6f %.9f %.9f %.4f\n", rate, times[count / 2], times[count * 99 / 100], busy);
+    printf("%.6f %.9f %.9f %.4f\n", answered / (end - begin), times[count / 2], times[count * 99 / 100], busy);
     return 0;
 }

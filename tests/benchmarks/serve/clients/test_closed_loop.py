@@ -15,14 +15,16 @@ from benchmarks.serve.servers.launch import Served
 
 CORES = {0}
 
-# Answers the first request when so many have come as it is told, and not before.
+# Answers the first request when so many have come as it is told, and not before; the first one of each connection
+# after so many seconds more, and the others after a tenth of that.
 SERVER = """
 import asyncio, sys
 
-opened, awaited, status = asyncio.Event(), int(sys.argv[1]), sys.argv[2].encode()
+opened, awaited, status, delay = asyncio.Event(), int(sys.argv[1]), sys.argv[2].encode(), float(sys.argv[3])
 
 async def serve(reader, writer):
     global awaited
+    rest = delay
     try:
         while head := await reader.readuntil(b"\\r\\n\\r\\n"):
             length = int(head.lower().partition(b"content-length:")[2].partition(b"\\r\\n")[0])
@@ -31,6 +33,8 @@ async def serve(reader, writer):
             if not awaited:
                 opened.set()
             await opened.wait()
+            await asyncio.sleep(rest)
+            rest = delay / 10
             # In two pieces, the second one in the middle of the body.
             writer.write(b"HTTP/1.1 %s OK\\r\\nContent-Length: 6\\r\\n\\r\\nabc" % status)
             await writer.drain()
@@ -58,18 +62,26 @@ def client(folder) -> ClosedLoop:
 
 
 @contextlib.contextmanager
-def served(at_once: int, status: str = "200") -> Iterator[Served]:
-    with launch.process([sys.executable, "-c", SERVER, str(at_once), status], CORES, {}) as running:
+def served(at_once: int, status: str = "200", delay_s: float = 0.0) -> Iterator[Served]:
+    command = [sys.executable, "-c", SERVER, str(at_once), status, str(delay_s)]
+    with launch.process(command, CORES, {}) as running:
         yield Served("test", running.stdout.readline().strip(), "/", running.pid)
 
 
 def test_connections_are_asked_side_by_side(client):
     with served(8) as server:
-        turn = client.turn(server, "a/b", b"1234", 0.001, 8)
-    # One answer each at least, however short the turn.
+        turn = client.turn(server, "a/b", b"1234", 0.1, 8)
+    # However long an answer took, a part of it counts.
     assert turn.per_second >= 8 / 60
     assert turn.p50_s > 0
     assert 0 <= turn.client_cores < 8
+
+
+def test_connections_that_waited_long_do_not_count_as_fast_ones(client):
+    # Each connection gets an answer in 0.4 s and then one every 0.04 s at most, of which 0.4 s count.
+    with served(1, delay_s=0.4) as server:
+        turn = client.turn(server, "a/b", b"1234", 0.5, 8)
+    assert 0 < turn.per_second <= 8 * (0.75 + 0.1 / 0.04) / 0.4
 
 
 def test_an_error_is_no_answer(client):
