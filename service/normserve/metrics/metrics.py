@@ -70,6 +70,10 @@ class Metrics:
         """Report for how long nothing has been finished; asked at each scrape."""
         self._state.watched.append((self._state.stall_seconds(), seconds))
 
+    def watch_traces(self, dropped_spans: Callable[[], int]) -> None:
+        """Report how many spans did not reach the collector; asked at each scrape."""
+        self._state.read_dropped_spans = dropped_spans
+
     def watch_device(self, backend: str, device: DeviceInfo, memory_bytes: Callable[[], Mapping[str, int]]) -> None:
         """Report what runs, its roof and its memory."""
         self._state.build_info(__version__, backend, device.name).set(1)

@@ -4,7 +4,7 @@ import logging
 import os
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from urllib.parse import urlsplit
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -20,14 +20,14 @@ from normserve.traces.traces import Traces
 
 log = logging.getLogger(__name__)
 
-# Of one batch, with what is tried again; those that end meanwhile wait, up to the processor's 2048.
+# Of one batch, with what is tried again.
 _EXPORT_S = 5.0
 _PATH = "/v1/traces"
 _SCOPE = "normserve"
 
 
-def export_to(endpoint: str, ratio: float, process: str | None = None) -> Traces:
-    """Traces that a collector is sent.
+def export_to(endpoint: str, ratio: float, process: str | None = None) -> tuple[Traces, Callable[[], int]]:
+    """Traces that a collector is sent, and a function that returns how many of their spans were dropped.
 
     What the OpenTelemetry SDK reads from the environment holds beside: headers of its requests, certificates, the
     service's name and attributes.
@@ -39,7 +39,7 @@ def export_to(endpoint: str, ratio: float, process: str | None = None) -> Traces
     """
     exporter = _Telling(OTLPSpanExporter(url_of(endpoint), timeout=_EXPORT_S), endpoint)
     provider = TracerProvider(ALWAYS_ON, _resource(process), shutdown_on_exit=False)
-    processor = BatchSpanProcessor(exporter)
+    processor = _Counting(exporter)
     provider.add_span_processor(processor)
     scope = InstrumentationScope(_SCOPE, __version__)
 
@@ -65,7 +65,8 @@ def export_to(endpoint: str, ratio: float, process: str | None = None) -> Traces
         thread.start()
         thread.join(within_s)
 
-    return Traces(provider.get_tracer(_SCOPE, __version__), make_stage, ratio, shut_down)
+    traces = Traces(provider.get_tracer(_SCOPE, __version__), make_stage, ratio, shut_down)
+    return traces, lambda: processor.dropped + exporter.dropped
 
 
 def url_of(endpoint: str) -> str:
@@ -99,20 +100,48 @@ class _HashedOnce(Resource):
         return self._hash
 
 
+class _Counting(BatchSpanProcessor):
+    """Counts the spans that it drops because too many wait for the exporter's thread.
+
+    Attributes:
+        dropped: so many; by all but what the exporter takes in the same moment.
+    """
+
+    def __init__(self, exporter: "_Telling") -> None:
+        self._telling = exporter
+        self._ended = self.dropped = 0
+        self._most_waiting: int = self._default_max_queue_size()  # type: ignore[no-untyped-call]
+        super().__init__(exporter, max_queue_size=self._most_waiting)
+
+    def on_end(self, span: ReadableSpan) -> None:
+        self._ended += 1
+        if self._ended - self.dropped - self._telling.taken > self._most_waiting:
+            self.dropped += 1
+        super().on_end(span)
+
+
 class _Telling(SpanExporter):
-    """Exports by another, and logs when that begins to fail and when it works again."""
+    """Exports by another, and logs when that begins to fail and when it works again.
+
+    Attributes:
+        taken: spans that it was given so far.
+        dropped: of these, the spans that the collector did not accept.
+    """
 
     def __init__(self, exporter: SpanExporter, endpoint: str) -> None:
         self._exporter = exporter
         self._endpoint = endpoint
         self._lost = 0
+        self.taken = self.dropped = 0
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self.taken += len(spans)
         result = self._exporter.export(spans)
         if result is not SpanExportResult.SUCCESS:
             if not self._lost:
                 log.warning("%s accepts no traces: they are dropped until it does", self._endpoint)
             self._lost += len(spans)
+            self.dropped += len(spans)
         elif self._lost:
             log.info("%s accepts traces again: %d spans were dropped", self._endpoint, self._lost)
             self._lost = 0

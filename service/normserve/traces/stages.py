@@ -5,6 +5,9 @@ from typing import NamedTuple
 
 from normserve.metrics.requests import NONE, RequestRecord
 
+# Shorter ones would be most of what traces cost, and are not to be seen beside the others.
+_SHORTEST_S = 10e-6
+
 
 class Stage(NamedTuple):
     """One stage; `began` and `ended` by `time.perf_counter`."""
@@ -17,8 +20,9 @@ class Stage(NamedTuple):
 def stages_of(record: RequestRecord, ended: float) -> list[Stage]:
     """Those that a request went through until `ended`, in their order.
 
-    Of a launch that several requests share, each has the whole.  An operation that was refused or given up has the
-    stage as well that it was in then.
+    The shortest are left out, such as copies of small requests and bodies that come with their header.  Requests
+    that share a launch have its stages in full.  An operation that was refused or given up also has the stage that
+    it was in then.
     """
     queue = record.stages.get("queue", 0.0)
     stages = [
@@ -37,5 +41,6 @@ def _one_by_one(record: RequestRecord, began: float, *names: str) -> Iterator[St
     for name in names:
         seconds = record.stages.get(name)
         if seconds is not None:
-            yield Stage(name, began, began + seconds)
+            if seconds >= _SHORTEST_S:
+                yield Stage(name, began, began + seconds)
             began += seconds

@@ -28,6 +28,13 @@ def test_a_result_has_every_stage():
     assert (done.launch_bytes, done.kernel_bytes, done.batch_size) == (128, 64, 2)
 
 
+def test_the_shortest_stages_are_left_out():
+    done = record(status=200, stages={"recv": 9e-6, "parse": 0.5})
+    done.note_result(NormResult({}, 3.0, 0.0, 2.0, 9e-6, 64, 128, 2, started=105.0), answering=108.0)
+    done.stages |= {"serialize": 0.5, "send": 1.5}
+    assert [stage.name for stage in stages_of(done, 110.5)] == ["parse", "queue", "kernel", "serialize", "send"]
+
+
 @pytest.mark.parametrize(
     ("stages", "waiting_in", "last"),
     [
