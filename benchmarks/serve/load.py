@@ -66,7 +66,7 @@ def _measure(
     asked = replace(server, path=exchange.target)
     url = f"http://127.0.0.1:{server.address}" if transport == "tcp" else f"http+unix://{server.address}"
     worker = Worker(Setup(url, "normserve", None, 60.0, [(case, 1.0)], 0, 0.02, 0, 1))
-    worker.ask_all()
+    worker.send_all()
     for number in range(rounds):
         turns: dict[str, Turn] = {}
         for which in random.Random(number).sample(("c", "normload"), 2):

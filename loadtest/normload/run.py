@@ -125,7 +125,7 @@ def run(
         conductor = _Conductor(scenario, fleet, watcher)
         conductor.warm_up()
         echo = conductor.echo(address)
-        conductor.go_through()
+        conductor.run_phases()
     return conductor.result(target, seed, info, started, most, echo)
 
 
@@ -144,7 +144,7 @@ class _Conductor:
     def warm_up(self) -> None:
         """Send every request once."""
         self._watcher.stage("sending every request once", None)
-        self._apart.append(self._fleet.ask_all())
+        self._apart.append(self._fleet.send_all())
 
     def echo(self, address: Address) -> Echo | None:
         """The loopback bandwidth for messages of the load's mean size, if the server is on this machine."""
@@ -159,7 +159,7 @@ class _Conductor:
             return measure_echo(nbytes, self._fleet.processes, is_unix=is_unix)
         return None
 
-    def go_through(self) -> None:
+    def run_phases(self) -> None:
         """Run every phase, after a warm-up with the load of the first one."""
         scenario = self._scenario
         if scenario.needs_capacity:

@@ -108,4 +108,4 @@ async def _frames_end_whole(pieces: list[bytes], heard: list[bytes]) -> bool:
 async def _answer_in(pieces: list[bytes]) -> bytes:
     async with _arriving(pieces) as connection:
         link = Link(0, connection.reader, connection)  # type: ignore[arg-type]
-        return await link.ask({"do": "metrics"}, timeout_s=60)
+        return await link.request({"do": "metrics"}, timeout_s=60)

@@ -64,7 +64,7 @@ class Post:
 
     async def by(self, wire: Wire, *, waits_for_leave: bool = False) -> Answered:
         """Send it and check the answer, if it is one."""
-        answered = await wire.ask(self.head, self.body, waits_for_leave=waits_for_leave)
+        answered = await wire.request(self.head, self.body, waits_for_leave=waits_for_leave)
         if answered.status == 200:
             self.check(answered.body)
         return answered

@@ -40,7 +40,7 @@ class Wire:
             await self._loop.sock_sendall(self._socket, memoryview(data)[start : start + _PIECE_BYTES])
             await asyncio.sleep(0)
 
-    async def ask(self, head: bytes, body: bytes, *, waits_for_leave: bool) -> Answered:
+    async def request(self, head: bytes, body: bytes, *, waits_for_leave: bool) -> Answered:
         """One request and its answer; a body that is refused before it was sent is not sent."""
         if waits_for_leave:
             await self.send(head + b"Expect: 100-continue\r\n\r\n")

@@ -71,7 +71,7 @@ def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
                         for transport, context in contexts.items()
                     }
                     for line in lines.values():
-                        require_right(x, parameters, bytes(line.ask()))
+                        require_right(x, parameters, bytes(line.request()))
                     for number in range(asked.rounds):
                         _round(results, lines, size, number, asked.seconds)
 
@@ -87,7 +87,7 @@ class Line:
         cipher = connection.cipher() if isinstance(connection, ssl.SSLSocket) else None
         self.cipher = cipher[0] if cipher else ""
 
-    def ask(self) -> memoryview:
+    def request(self) -> memoryview:
         """Send the request and read the whole answer; its body.
 
         Raises:
@@ -148,7 +148,7 @@ def _turn(line: Line, seconds: float) -> list[float]:
     began = time.perf_counter()
     while not times or time.perf_counter() - began < seconds:
         sent = time.perf_counter()
-        line.ask()
+        line.request()
         if sent - began >= seconds / 5:
             times.append(time.perf_counter() - sent)
     return times

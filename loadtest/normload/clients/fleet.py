@@ -82,7 +82,7 @@ class Fleet:
         """Return when every process has made its requests."""
         self._gather()
 
-    def ask_all(self) -> Tally:
+    def send_all(self) -> Tally:
         """Have every process send every request once."""
         self._tell([AskAll()] * self.processes)
         return _merged(self._gather())[0]

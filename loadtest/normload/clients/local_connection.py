@@ -85,7 +85,7 @@ class LocalConnection(Waiting):
             placed = self._placed.get(id(request))
             if placed is None:
                 placed = yield from self._place(self._open, request)
-            told = yield from self._open.ask(placed.frame)
+            told = yield from self._open.request(placed.frame)
         except _RefusedError as refused:
             self.close()
             return understood(refused.answer, {})
@@ -141,7 +141,7 @@ class _Link:
     def begin(self, path: str, api_key: str | None) -> Steps[None]:
         """Connect and greet."""
         yield from connecting(self._socket, path)
-        _require((yield from self.ask(frames.write(_TAG, frames.Hello(VERSION, api_key)))))
+        _require((yield from self.request(frames.write(_TAG, frames.Hello(VERSION, api_key)))))
 
     def is_quiet(self) -> bool:
         """Whether nothing was received between requests, such as the connection's end."""
@@ -153,7 +153,7 @@ class _Link:
             return False
         return False
 
-    def ask(self, frame: bytes) -> Steps[frames.Answer]:
+    def request(self, frame: bytes) -> Steps[frames.Answer]:
         """Send a frame and wait for its response.
 
         Raises:
@@ -190,9 +190,9 @@ class _Link:
             _RefusedError: the server has no more.
         """
         sizes = growth(lacking, self.arena.nbytes)
-        answer = yield from self.ask(frames.write(_TAG, frames.Grow(sizes[0])))
+        answer = yield from self.request(frames.write(_TAG, frames.Grow(sizes[0])))
         if answer.status >= 400 and sizes[1] < sizes[0]:
-            answer = yield from self.ask(frames.write(_TAG, frames.Grow(sizes[1])))
+            answer = yield from self.request(frames.write(_TAG, frames.Grow(sizes[1])))
         _require(answer)
 
     def close(self) -> None:

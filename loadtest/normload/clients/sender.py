@@ -131,7 +131,7 @@ class Sender:
         """As `Recorder.take`."""
         return self._recorder.take()
 
-    def ask_all(self) -> list[Record]:
+    def send_all(self) -> list[Record]:
         """Send each request of the pool once, one after another, and check every response.
 
         It ends early when too many were waited for in vain: each of them takes the whole of the timeout.

@@ -111,7 +111,7 @@ def main(setup: Setup, pipe: "Connection[Done | Progress | Failed, AskAll | Load
         pipe.send(Done([], 0.0))
         while (command := pipe.recv()) is not None:
             if isinstance(command, AskAll):
-                pipe.send(worker.ask_all())
+                pipe.send(worker.send_all())
             elif isinstance(command, Load):
                 pipe.send(worker.load(command, pipe))
     except EOFError:
@@ -137,10 +137,10 @@ class Worker:
             api_key=setup.api_key,
         )
 
-    def ask_all(self) -> Done:
+    def send_all(self) -> Done:
         """Send every request once, to warm up connections and the server."""
         tally = Tally(1.0)
-        tally.add(self._sender.ask_all())
+        tally.add(self._sender.send_all())
         return Done([tally], 0.0)
 
     def load(

@@ -130,8 +130,8 @@ class AsyncClient:
         if recurring is None or key is None:
             return await self._run(build(*args, **kwargs))
 
-        async def ask(deadline: Deadline) -> R:
-            known: R | None = await transport.ask_again(recurring, key, deadline)
+        async def exchange(deadline: Deadline) -> R:
+            known: R | None = await transport.repeat(recurring, key, deadline)
             if known is not None:
                 return known
             call = build(*args, **kwargs)
@@ -139,13 +139,13 @@ class AsyncClient:
             recurring.learn(key, call, result)
             return result
 
-        return await self._repeated(ask)
+        return await self._repeated(exchange)
 
     async def _run(self, call: Call[R]) -> R:
-        async def ask(deadline: Deadline) -> R:
+        async def exchange(deadline: Deadline) -> R:
             return call.read(await self._transport.exchange(call, deadline), self._server.api_key)
 
-        return await self._repeated(ask)
+        return await self._repeated(exchange)
 
     async def _repeated(self, attempt: Callable[[Deadline], Awaitable[R]]) -> R:
         deadline = Deadline(self._server.timeout_s)

@@ -151,8 +151,8 @@ class Client:
         if recurring is None or key is None:
             return self._run(build(*args, **kwargs))
 
-        def ask(deadline: Deadline) -> R:
-            known: R | None = transport.ask_again(recurring, key, deadline)
+        def exchange(deadline: Deadline) -> R:
+            known: R | None = transport.repeat(recurring, key, deadline)
             if known is not None:
                 return known
             call = build(*args, **kwargs)
@@ -160,7 +160,7 @@ class Client:
             recurring.learn(key, call, result)
             return result
 
-        return self._repeated(ask)
+        return self._repeated(exchange)
 
     def _run(self, call: Call[R]) -> R:
         return self._repeated(

@@ -86,10 +86,10 @@ class Service:
             return LayerChanges(self.layers, self.siblings, make)
         return FleetLayerChanges(self.layers, self.siblings, make, place.folder)
 
-    def tell_crash(self, what: str, error: BaseException | None = None) -> None:
+    def report_crash(self, what: str, error: BaseException | None = None) -> None:
         """Log a crash report; without an error of its own it tells of the device's last."""
         engine = self.engine
-        crash.tell(
+        crash.report(
             what,
             version=__version__,
             settings=self.settings.changed(),
@@ -117,7 +117,7 @@ class Service:
             keys = Keyring.of_one(self.settings.api_key.get_secret_value())
         else:
             return None
-        self.metrics.know_keys(keys.names)
+        self.metrics.announce_keys(keys.names)
         return keys
 
     async def watch_keys(self) -> None:
@@ -128,7 +128,7 @@ class Service:
     def _replace_keys(self, keys: tuple[ApiKey, ...]) -> None:
         assert self.keys is not None
         self.keys.replace(keys)
-        self.metrics.know_keys(self.keys.names)
+        self.metrics.announce_keys(self.keys.names)
         audit.keys_loaded(self.keys.names)
 
     def _choose_backend(self) -> Backend:

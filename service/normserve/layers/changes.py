@@ -196,9 +196,9 @@ class FleetLayerChanges(LayerChanges):
             ChangeFailedError: one cannot, or does not answer.
         """
 
-        async def ask(link: Link) -> str | None:
+        async def request(link: Link) -> str | None:
             try:
-                await link.ask(question, timeout_s)
+                await link.request(question, timeout_s)
             except ConnectionError:
                 links.remove(link)
             except RefusedError as error:
@@ -207,7 +207,7 @@ class FleetLayerChanges(LayerChanges):
                 return f"process {link.index} does not answer"
             return None
 
-        faults = [fault for fault in await asyncio.gather(*map(ask, tuple(links))) if fault is not None]
+        faults = [fault for fault in await asyncio.gather(*map(request, tuple(links))) if fault is not None]
         if faults:
             raise ChangeFailedError(f"no process has changed the layer, because {faults[0]}")
 

@@ -65,7 +65,7 @@ class Session:
             record.key = grant.key.name
             grant.require_scope(needed, time.time())
         except (UnauthorizedError, ForbiddenError) as error:
-            self._refusals.tell(error.code, "local", record.op, key=record.key, address=self.caller.address)
+            self._refusals.log(error.code, "local", record.op, key=record.key, address=self.caller.address)
             raise
         grant.take_request()
         return self.caller

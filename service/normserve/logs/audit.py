@@ -51,11 +51,11 @@ class Refusals:
         self._left_out = 0
         self._timer: asyncio.TimerHandle | None = None
 
-    def tell(self, reason: str, method: str, path: str, **who: str | None) -> None:
+    def log(self, reason: str, method: str, path: str, **who: str | None) -> None:
         """A request was refused."""
         now = self._clock()
         if now - self._second >= 1:
-            self.tell_count()
+            self.log_count()
             self._second, self._told = now, 0
         if self._told < _REFUSALS_A_SECOND:
             self._told += 1
@@ -63,9 +63,9 @@ class Refusals:
             return
         self._left_out += 1
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(1, self.tell_count)
+            self._timer = asyncio.get_running_loop().call_later(1, self.log_count)
 
-    def tell_count(self) -> None:
+    def log_count(self) -> None:
         """How many were left out since it was told last, if any were."""
         if self._timer is not None:
             self._timer.cancel()

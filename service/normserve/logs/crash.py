@@ -17,7 +17,7 @@ _DRIVER = Path("/sys/module/nvidia/version")
 _PACKAGES = ("torch", "triton", "numpy", "fastapi", "uvicorn")
 
 
-def tell(
+def report(
     what: str,
     *,
     version: str,

@@ -85,9 +85,9 @@ class Metrics:
         """Report whether the server takes work."""
         self._state.ready().set(ready)
 
-    def know_keys(self, names: Iterable[str]) -> None:
+    def announce_keys(self, names: Iterable[str]) -> None:
         """Show the series of API keys of these names from now on."""
-        self._requests.know_keys(names)
+        self._requests.announce_keys(names)
 
     def observe_launch(self, batch: Batch, execution: Execution) -> None:
         """Count one launch."""

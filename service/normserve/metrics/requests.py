@@ -135,7 +135,7 @@ class Requests:
         for stage in ("recv", "parse", "queue", "send"):
             self.cancelled(stage)
 
-    def know_keys(self, names: Iterable[str]) -> None:
+    def announce_keys(self, names: Iterable[str]) -> None:
         """Show these keys' series before their first request; those of keys that are gone stay."""
         for name in names:
             self._key_requests(name, "200")

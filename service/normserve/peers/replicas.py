@@ -127,7 +127,7 @@ class Replicas(Siblings):
         texts[self._name] = own
         return merged(texts, texts)
 
-    async def keep_posted(self, render: Callable[[], bytes]) -> None:
+    async def post_regularly(self, render: Callable[[], bytes]) -> None:
         """Tell the board of oneself until cancelled."""
         while True:
             await self._post(render())

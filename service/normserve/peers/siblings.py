@@ -78,7 +78,7 @@ class Link:
         self.index = index
         self._reader, self._writer = reader, writer
 
-    async def ask(self, question: Question, timeout_s: float) -> bytes:
+    async def request(self, question: Question, timeout_s: float) -> bytes:
         """What the sibling answers.
 
         Raises:
@@ -133,13 +133,13 @@ class Siblings:
     def require_changeable(self) -> None:
         """Raises: NormserveError: layers cannot be registered or removed here."""
 
-    async def ask(self, what: str) -> dict[int, bytes]:
+    async def request(self, what: str) -> dict[int, bytes]:
         """What the others answer, by index; without those that do not."""
 
         async def answer(index: int) -> bytes | None:
             try:
                 async with asyncio.timeout(_ANSWER_S), self._linked(index) as link:
-                    return await link.ask({"do": what}, _ANSWER_S)
+                    return await link.request({"do": what}, _ANSWER_S)
             except (OSError, TimeoutError, RefusedError):
                 return None
 
@@ -151,7 +151,7 @@ class Siblings:
         """The metrics' rendered text that answers a scrape: of every process."""
         if self.place is None or not self.place.is_shown:
             return own
-        texts = {str(index): text for index, text in (await self.ask("metrics")).items()}
+        texts = {str(index): text for index, text in (await self.request("metrics")).items()}
         return merged({str(self.place.index): own} | texts, [str(index) for index in range(self.place.count)])
 
     @contextlib.asynccontextmanager

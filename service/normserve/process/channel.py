@@ -49,12 +49,12 @@ class Channel:
         asyncio.get_running_loop().add_reader(self._channel, self._receive)
         self._beat()
 
-    def tell(self, *, ready: bool) -> None:
+    def report(self, *, ready: bool) -> None:
         """Let the other process know, now and with every beat."""
         self._is_ready = ready
         self._report()
 
-    def ask_for_link(self) -> None:
+    def request_link(self) -> None:
         """Have the other process link this one with those that it has no link with."""
         self._reports.send(LINK)
 

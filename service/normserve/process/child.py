@@ -123,7 +123,7 @@ class Process:
         self._handed[number] = connection
         return True
 
-    def tell(self, number: int, along: socket.socket | None = None) -> bool:
+    def send(self, number: int, along: socket.socket | None = None) -> bool:
         """Give it a message, and a socket with it; whether it took it."""
         return self._channel is not None and hand_over(self._channel, number, along)
 

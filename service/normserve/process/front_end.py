@@ -48,12 +48,12 @@ class FrontEndServer(HttpServer):
             on_link=front_end.connect,
             on_closed=self._drain_once,
         )
-        front_end.on_link_lost = self._channel.ask_for_link
+        front_end.on_link_lost = self._channel.request_link
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])
         self._channel.open()
-        self._channel.tell(ready=True)
+        self._channel.report(ready=True)
 
     def _take_connection(self, connection: socket.socket, on_end: Callable[[], None]) -> None:
         self._front_end.count_connections(1)
@@ -64,7 +64,7 @@ class FrontEndServer(HttpServer):
         on_end()
 
     def _begin_drain(self) -> None:
-        self._channel.tell(ready=False)
+        self._channel.report(ready=False)
 
     async def _drain(self) -> None:
         give_up = time.monotonic() + CLOSE_S

@@ -72,7 +72,7 @@ class _WarmApplication:
                 except NormserveError as error:
                     message = {"type": "lifespan.startup.failed", "message": error.detail}
                 else:
-                    posting = asyncio.create_task(self._replicas.keep_posted(service.metrics.render))
+                    posting = asyncio.create_task(self._replicas.post_regularly(service.metrics.render))
             await send(message)
 
         try:

@@ -93,7 +93,7 @@ class Server(HttpServer):
             loop.default_exception_handler(context)
         elif not self._is_failing:
             log.critical("out of memory: the server ends")
-            self._service.tell_crash("there is no memory left to go on with", context["exception"])
+            self._service.report_crash("there is no memory left to go on with", context["exception"])
             self._fail()
 
     def _begin_drain(self) -> None:
@@ -141,9 +141,9 @@ class Server(HttpServer):
 
     def _tell(self, *, ready: bool) -> None:
         """Let the process that accepts connections know, if there is one, and the front ends."""
-        self._relays.tell(ready=ready)
+        self._relays.report(ready=ready)
         if self._channel is not None:
-            self._channel.tell(ready=ready)
+            self._channel.report(ready=ready)
 
     def _count_connections(self) -> int:
         return len(self.server_state.connections) + self._relays.connections
@@ -167,7 +167,7 @@ class Server(HttpServer):
             self._fail()
             return
         except Exception as error:
-            self._service.tell_crash("the server cannot start", error)
+            self._service.report_crash("the server cannot start", error)
             self._fail()
             return
         engine = self._service.engine
@@ -186,7 +186,7 @@ class Server(HttpServer):
         announce(self._settings, url)
 
     def _fail_with_device(self) -> None:
-        self._service.tell_crash("the device failed")
+        self._service.report_crash("the device failed")
         self._fail()
 
     def _fail(self) -> None:

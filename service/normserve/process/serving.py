@@ -66,7 +66,7 @@ def serve(settings: Settings, app: FastAPI | None = None, channel: socket.socket
         try:
             server.run()
         except Exception as error:
-            service.tell_crash("the server ended with an error that nobody expected", error)
+            service.report_crash("the server ended with an error that nobody expected", error)
             server.exit_code = 1
         audit.ended(server.exit_code)
     return server.exit_code

@@ -136,8 +136,8 @@ class Fleet:
             if front_end.is_there and owner.is_there:
                 here, there = socket.socketpair()
                 with here, there:
-                    front_end.tell(LINK, here)
-                    owner.tell(LINK, there)
+                    front_end.send(LINK, here)
+                    owner.send(LINK, there)
 
     def _reload(self) -> None:
         for process in self._front_ends or self._owners:
@@ -176,7 +176,7 @@ class Fleet:
                 await asyncio.sleep(0.05)
 
     def _count_refused(self, reason: str) -> None:
-        any(process.tell(REFUSED[reason]) for process in self._owners)
+        any(process.send(REFUSED[reason]) for process in self._owners)
 
     async def _announce(self, listener: socket.socket) -> None:
         for process in self._processes:

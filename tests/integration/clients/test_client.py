@@ -153,7 +153,7 @@ def test_the_load_test_asks_at_a_socket(at_a_socket):
     drawn = Workload(max_bytes=2**12, pool=5).drawn(0)
     pool = [make_request(case, Native(), address, None) for case, _ in drawn]
     sender = Sender(address, pool, Judge(Native(), pool), check_share=1.0, seed=0, timeout_s=20.0)
-    assert {(record.code, record.fault) for record in sender.ask_all()} == {("ok", None)}
+    assert {(record.code, record.fault) for record in sender.send_all()} == {("ok", None)}
     start = time.perf_counter()
     sender.run(ClosedLoop(phase, start, Draws((0,), [1.0] * 5)), 4, [start], lambda: None)
     records = [record for _, record in sender.take_records()]

@@ -26,7 +26,7 @@ class LocalConnection:
         self._descriptors: list[int] = []
         self._tag = 0
         if greet:
-            assert self.ask(frames.Hello(frames.VERSION, key)).status == 200
+            assert self.request(frames.Hello(frames.VERSION, key)).status == 200
 
     def __enter__(self) -> "LocalConnection":
         return self
@@ -59,7 +59,7 @@ class LocalConnection:
         tag, content = self._found.pop(0)
         return tag, frames.read_answer(content)
 
-    def ask(self, message) -> frames.Answer:
+    def request(self, message) -> frames.Answer:
         """Send a message and return its answer, which must be the next."""
         self._tag += 1
         self.send(message, self._tag)
@@ -70,7 +70,7 @@ class LocalConnection:
 
     def grow(self, nbytes: int = 2**20) -> int:
         """The number of a new segment."""
-        answer = self.ask(frames.Grow(nbytes))
+        answer = self.request(frames.Grow(nbytes))
         assert answer.status == 200, answer
         assert answer.segment is not None
         descriptor = self._descriptors.pop()
@@ -87,7 +87,7 @@ class LocalConnection:
         if not self.segments:
             self.grow()
         self.array(0, 0, x.shape)[:] = x
-        return self.ask(msgspec.structs.replace(request(x.shape), **changes))
+        return self.request(msgspec.structs.replace(request(x.shape), **changes))
 
     def y(self, shape) -> np.ndarray:
         return self.array(0, HALF, shape).copy()

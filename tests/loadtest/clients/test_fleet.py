@@ -22,4 +22,4 @@ def test_a_process_that_dies_is_noticed():
         fleet.wait_until_ready()
         fleet._running[0].kill()
         with pytest.raises(HarnessError, match="ended unexpectedly"):
-            fleet.ask_all()
+            fleet.send_all()

@@ -252,7 +252,7 @@ def test_one_thread_drives_many_and_checks_every_answer(server):
     address = Address.of(f"unix://{server.path}")
     pool = [request(rows, rows) for rows in (1, 2, 3, 40)]
     sender = Sender(address, pool, Judge(Native(), pool), check_share=1.0, seed=0, timeout_s=5.0)
-    assert [record.code for record in sender.ask_all()] == ["ok"] * 4
+    assert [record.code for record in sender.send_all()] == ["ok"] * 4
     start = time.perf_counter()
     arrivals = ClosedLoop(Phase("a", "closed", 0.2, connections=6), start, Draws((0, 1), [1.0] * 4))
     sender.run(arrivals, 6, [start], lambda: None)

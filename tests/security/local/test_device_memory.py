@@ -32,7 +32,7 @@ class Wire(LocalConnection):
         super().__init__(path)
 
     def grow_device(self, nbytes: int = 1) -> int:
-        answer = self.ask(frames.Grow(nbytes, "device"))
+        answer = self.request(frames.Grow(nbytes, "device"))
         assert answer.status == 200, answer
         descriptor = self._descriptors.pop()
         device = Device.find(answer.device, self.driver)
@@ -62,7 +62,7 @@ def wire(serving, path):
         # Whatever came before.
         number = wire.grow_device()
         wire.view(number)[:24] = X.flatten()
-        assert wire.ask(forward(number)).status == 200
+        assert wire.request(forward(number)).status == 200
         np.testing.assert_allclose(wire.view(number)[1024:1048].reshape(2, 12), normalised(X), atol=1e-5)
 
 
@@ -108,7 +108,7 @@ END = GRANULARITY
 def test_references_that_lie(wire, changes):
     number = wire.grow_device()
     assert len(wire.mapped[number]) == END
-    answer = wire.ask(forward(number, **changes))
+    answer = wire.request(forward(number, **changes))
     assert 400 <= answer.status < 500
     assert str(wire.mapped[number].address) not in str(answer.problem)
     assert not wire.view(number).any()
@@ -117,11 +117,11 @@ def test_references_that_lie(wire, changes):
 def test_the_memories_do_not_mix(wire):
     device, host = wire.grow_device(), wire.grow()
     for places in ({"segment": device, "of_y": host}, {"segment": host, "of_y": device}):
-        answer = wire.ask(forward(**places))
+        answer = wire.request(forward(**places))
         assert answer.status == 422
         assert "all in device memory" in answer.problem["detail"]
     put = frames.PutLayer("l", "op=layer_norm", {"weight": frames.Located(device, 0, "float32", (12,))})
-    answer = wire.ask(put)
+    answer = wire.request(put)
     assert answer.status == 422
     assert "in host memory" in answer.problem["detail"]
 
@@ -132,17 +132,17 @@ def test_anothers_segment_is_not_there(wire, path):
         own = other.grow_device()
         for number in numbers:
             if number != own:
-                assert other.ask(forward(number)).status == 422
-                assert other.ask(forward(own, of_y=number)).status == 422
+                assert other.request(forward(number)).status == 422
+                assert other.request(forward(own, of_y=number)).status == 422
 
 
 def test_what_is_given_back_is_of_no_use_and_comes_again_cleared(wire):
     number = wire.grow_device()
     wire.view(number)[:] = 5
-    assert wire.ask(forward(number)).status == 200
+    assert wire.request(forward(number)).status == 200
     wire.send(frames.Free(number))
     wire.send(frames.Free(number))
-    assert wire.ask(forward(number)).status == 422
+    assert wire.request(forward(number)).status == 422
     again = wire.grow_device()
     assert again != number
     assert not wire.view(again).any()
@@ -152,9 +152,9 @@ def test_requests_come_again_and_see_what_changed(wire):
     number = wire.grow_device()
     for factor in (1, 3, -2):
         wire.view(number)[:24] = factor * X.flatten()
-        assert wire.ask(forward(number)).status == 200
+        assert wire.request(forward(number)).status == 200
         np.testing.assert_allclose(wire.view(number)[1024:1048].reshape(2, 12), normalised(factor * X), atol=1e-5)
-    assert wire.ask(forward(number, y=0)).status == 200
+    assert wire.request(forward(number, y=0)).status == 200
     np.testing.assert_allclose(wire.view(number)[:24].reshape(2, 12), normalised(-2 * X), atol=1e-5)
 
 
@@ -171,9 +171,9 @@ def test_connecting_anew_does_not_get_past_the_quota(serving, path, until):
             wire.segments.clear()
         assert device_bytes(serving) <= QUOTA
     with Wire(path) as wire:
-        assert wire.ask(frames.Grow(QUOTA + 1, "device")).status == 413
+        assert wire.request(frames.Grow(QUOTA + 1, "device")).status == 413
         kept = 0
-        while (answer := wire.ask(frames.Grow(GRANULARITY, "device"))).status == 200:
+        while (answer := wire.request(frames.Grow(GRANULARITY, "device"))).status == 200:
             kept += 1
         assert answer.status == 429
         assert kept <= QUOTA // GRANULARITY
@@ -212,7 +212,7 @@ def test_a_process_that_is_killed_gives_its_memory_back(launched, tmp_path, unti
     with Wire(path) as wire:
         number = wire.grow_device()
         wire.send(frames.Free(number))
-        assert wire.ask(forward(number)).status == 422
+        assert wire.request(forward(number)).status == 422
         # It is mapped still, whatever was said.
         assert [device_bytes(serving) for _ in range(10)] == [GRANULARITY] * 10
 
@@ -221,9 +221,9 @@ def test_a_server_without_a_device_lends_none(launched, tmp_path):
     path = tmp_path / "plain.sock"
     serving = launched("--local", str(path))
     with LocalConnection(path, greet=False) as connection:
-        greeting = connection.ask(frames.Hello(frames.VERSION))
+        greeting = connection.request(frames.Hello(frames.VERSION))
         assert greeting.document["device"] is None
-        answer = connection.ask(frames.Grow(1, "device"))
+        answer = connection.request(frames.Grow(1, "device"))
         assert (answer.status, answer.problem["code"]) == (422, "invalid_parameter")
         elsewhere = b'{"do":"grow","nbytes":1,"memory":"elsewhere"}'
         connection.socket.sendall(frames.PREFIX.pack(len(elsewhere), 9) + elsewhere)

@@ -127,15 +127,15 @@ def test_a_frame_of_many_messages_is_answered_under_tags_that_follow(connection)
 def test_nothing_is_answered_before_hello(local, path):
     for message in (frames.Info(), frames.Grow(4096), request(X.shape), frames.Layers()):
         with LocalConnection(path, greet=False) as connection:
-            answer = connection.ask(message)
+            answer = connection.request(message)
             assert (answer.status, answer.problem["detail"]) == (400, "the first message must be hello")
             assert answer.segment is None
 
 
 def test_another_version_is_refused(local, path):
     with LocalConnection(path, greet=False) as connection:
-        assert connection.ask(frames.Hello(2)).status == 422
-        assert connection.ask(frames.Info()).status == 400
+        assert connection.request(frames.Hello(2)).status == 422
+        assert connection.request(frames.Info()).status == 400
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_another_version_is_refused(local, path):
 )
 def test_requests_that_mean_nothing(connection, changes, status, code):
     connection.grow()
-    answer = connection.ask(msgspec.structs.replace(request(X.shape), **changes))
+    answer = connection.request(msgspec.structs.replace(request(X.shape), **changes))
     assert (answer.status, answer.problem["code"]) == (status, code)
     assert answer.problem["request_id"] == answer.request_id
     assert "q" * 100 not in json.dumps(answer.problem)

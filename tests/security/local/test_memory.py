@@ -72,10 +72,10 @@ def shared_bytes(server) -> float:
 def test_tensors_and_places_outside_are_refused(connection, segment, offset, shape):
     asked = request(X.shape)
     tensors = {"x": located(shape, offset, segment)}
-    answer = connection.ask(msgspec.structs.replace(asked, tensors=tensors))
+    answer = connection.request(msgspec.structs.replace(asked, tensors=tensors))
     assert (answer.status, answer.problem["code"]) == (422, "invalid_parameter")
     place = Place(segment, offset, 4 * int(np.prod(shape, dtype=object)))
-    answer = connection.ask(msgspec.structs.replace(asked, results={"y": place}))
+    answer = connection.request(msgspec.structs.replace(asked, results={"y": place}))
     assert answer.status == 422
 
 
@@ -83,13 +83,13 @@ def test_tensors_and_places_outside_are_refused(connection, segment, offset, sha
 def test_results_that_overlap_are_refused(connection, offset):
     tensors = {"x": located(X.shape), "residual": located(X.shape, HALF)}
     places = {"y": Place(0, HALF + 16 if offset else 16, 96), "residual_out": Place(0, offset, 96)}
-    answer = connection.ask(msgspec.structs.replace(request(X.shape), tensors=tensors, results=places))
+    answer = connection.request(msgspec.structs.replace(request(X.shape), tensors=tensors, results=places))
     assert (answer.status, answer.problem["code"]) == (422, "invalid_parameter")
     assert "overlap" in answer.problem["detail"]
 
 
 def test_a_place_that_is_too_small_is_refused(connection):
-    answer = connection.ask(msgspec.structs.replace(request(X.shape), results={"y": Place(0, HALF, 95)}))
+    answer = connection.request(msgspec.structs.replace(request(X.shape), results={"y": Place(0, HALF, 95)}))
     assert (answer.status, answer.problem["code"]) == (422, "invalid_shape")
 
 
@@ -104,11 +104,11 @@ def test_x_is_written_over_only_where_the_client_says_so(connection, rows):
     in_arena[:] = x
     shown = {"x": located(x.shape, 0, last)}
     asked = msgspec.structs.replace(request(x.shape), tensors=shown)
-    elsewhere = connection.ask(msgspec.structs.replace(asked, results={"y": Place(last - 1, 0, x.nbytes)}))
+    elsewhere = connection.request(msgspec.structs.replace(asked, results={"y": Place(last - 1, 0, x.nbytes)}))
     assert elsewhere.status == 200
     assert (in_arena == x).all()
     y = connection.array(last - 1, 0, x.shape).copy()
-    over = connection.ask(msgspec.structs.replace(asked, results={"y": Place(last, 0, x.nbytes)}))
+    over = connection.request(msgspec.structs.replace(asked, results={"y": Place(last, 0, x.nbytes)}))
     assert over.status == 200
     assert (in_arena == y).all()
 
@@ -117,10 +117,12 @@ def test_a_segment_of_another_connection_is_nobodys(connection, path):
     with LocalConnection(path) as other:
         assert other.layer_norm(X).status == 200
         assert other.grow() == 1
-        answer = connection.ask(msgspec.structs.replace(request(X.shape), tensors={"x": located((2, 12), 0, 1)}))
+        answer = connection.request(
+            msgspec.structs.replace(request(X.shape), tensors={"x": located((2, 12), 0, 1)})
+        )
         assert answer.status == 422
         connection.send(frames.Free(1))
-        assert other.ask(request((2, 12), segment=1)).status == 200
+        assert other.request(request((2, 12), segment=1)).status == 200
 
 
 def test_segments_that_are_given_back_are_gone(connection, until, settled, local):
@@ -130,7 +132,7 @@ def test_segments_that_are_given_back_are_gone(connection, until, settled, local
     kept[:] = 3
     connection.send(frames.Free(number))
     connection.send(frames.Free(number))
-    assert connection.ask(request((2, 12), segment=number)).status == 422
+    assert connection.request(request((2, 12), segment=number)).status == 422
     until(lambda: shared_bytes(local) == before)
     # What this process still maps holds nothing any more, and no memory of the server's.
     until(lambda: (kept == 0).all())
@@ -180,9 +182,9 @@ def test_quotas_are_a_users_and_hold_for_who_disconnects_and_lives_on(connection
         statuses = process.stdout.readline().split()
         assert statuses[:6] == ["200"] * 6
         assert statuses[-4:] == ["429"] * 4
-        assert connection.ask(frames.Grow(2**22)).status == 429
-        assert connection.ask(frames.Grow(2**30)).status == 413
-        assert connection.ask(frames.Grow(2**63 - 1)).status == 413
+        assert connection.request(frames.Grow(2**22)).status == 429
+        assert connection.request(frames.Grow(2**30)).status == 413
+        assert connection.request(frames.Grow(2**63 - 1)).status == 413
         process.stdin.close()
     until(lambda: shared_bytes(local) == before)
 
@@ -203,8 +205,8 @@ def test_tensors_that_change_while_they_are_read_harm_their_owner_alone(connecti
     thread.start()
     try:
         for _ in range(50):
-            assert connection.ask(request(x.shape)).status == 200
-            assert victim.ask(request(x.shape)).status == 200
+            assert connection.request(request(x.shape)).status == 200
+            assert victim.request(request(x.shape)).status == 200
             assert (victim.y(x.shape) == expected).all()
     finally:
         stop.set()

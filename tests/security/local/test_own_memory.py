@@ -44,7 +44,7 @@ class Owner(LocalConnection):
     def offer(self, nbytes: int = NBYTES) -> tuple[int, int]:
         """A new allocation: its address, and its number at the server."""
         address = self.driver.allocate(nbytes)
-        answer = self.ask(self.message(address))
+        answer = self.request(self.message(address))
         assert answer.status == 200, answer
         assert (answer.nbytes, answer.device) == (nbytes, self.device.uuid)
         return address, answer.opened
@@ -86,12 +86,12 @@ def owner(serving, path, until):
 
 def assert_computed(owner, address, number):
     owner.view(address)[:24] = X.flatten()
-    assert owner.ask(forward(number)).status == 200
+    assert owner.request(forward(number)).status == 200
     np.testing.assert_allclose(owner.view(address)[1024:1048].reshape(2, 12), normalised(X), atol=1e-5)
 
 
 def test_the_greeting_and_info_say_that_it_may_be(serving, owner):
-    assert owner.ask(frames.Hello(frames.VERSION)).document["device"]["own"] is True
+    assert owner.request(frames.Hello(frames.VERSION)).document["device"]["own"] is True
     assert httpx.get(serving.url + "/v1/info").json()["local"]["own_memory"] is True
 
 
@@ -99,7 +99,7 @@ def test_what_a_client_has_allocated_is_computed_where_it_lies(owner):
     address, number = owner.offer()
     for factor in (1, -3):
         owner.view(address)[:24] = factor * X.flatten()
-        assert owner.ask(forward(number)).status == 200
+        assert owner.request(forward(number)).status == 200
         expected = normalised(factor * X)
         np.testing.assert_allclose(owner.view(address)[1024:1048].reshape(2, 12), expected, atol=1e-5)
 
@@ -115,7 +115,7 @@ def test_a_handle_of_another_form_is_no_message(owner, change):
 
 def test_a_handle_of_nothing(owner):
     for handle in ("00" * 64, os.urandom(64).hex()):
-        answer = owner.ask(frames.Own(handle, NBYTES))
+        answer = owner.request(frames.Own(handle, NBYTES))
         assert (answer.status, answer.problem["code"]) == (422, "invalid_parameter")
         assert answer.opened is None
         assert handle not in str(answer.problem)
@@ -124,7 +124,7 @@ def test_a_handle_of_nothing(owner):
 @pytest.mark.parametrize("nbytes", [0, NBYTES + 1, 2**40, 2**63 - 1])
 def test_a_false_extent(serving, owner, nbytes, until):
     message = owner.message(owner.driver.allocate(NBYTES))
-    answer = owner.ask(frames.Own(message.handle, nbytes))
+    answer = owner.request(frames.Own(message.handle, nbytes))
     assert answer.status == 422
     assert "bytes" in answer.problem["detail"]
     until(lambda: opened_by(serving) == 0)
@@ -132,10 +132,10 @@ def test_a_false_extent(serving, owner, nbytes, until):
 
 def test_less_than_all_of_it_is_all_that_is_used(owner):
     message = owner.message(owner.driver.allocate(NBYTES))
-    answer = owner.ask(frames.Own(message.handle, 4096))
+    answer = owner.request(frames.Own(message.handle, 4096))
     assert answer.status == 200
-    assert owner.ask(forward(answer.opened, y=4096)).status == 422
-    assert owner.ask(forward(answer.opened, y=2048)).status == 200
+    assert owner.request(forward(answer.opened, y=4096)).status == 422
+    assert owner.request(forward(answer.opened, y=2048)).status == 200
 
 
 @pytest.mark.parametrize(
@@ -144,21 +144,21 @@ def test_less_than_all_of_it_is_all_that_is_used(owner):
 )
 def test_references_past_the_end(owner, changes):
     address, number = owner.offer()
-    assert owner.ask(forward(number, **changes)).status == 422
+    assert owner.request(forward(number, **changes)).status == 422
     assert not owner.view(address).any()
 
 
 def test_anothers_is_not_there(owner, path):
     _, number = owner.offer()
     with Owner(path) as other:
-        assert other.ask(forward(number)).status == 422
+        assert other.request(forward(number)).status == 422
 
 
 def test_too_many(serving, owner, until):
     address = owner.driver.allocate(NBYTES)
-    numbers = [owner.ask(owner.message(address)).opened for _ in range(MOST_OPEN)]
+    numbers = [owner.request(owner.message(address)).opened for _ in range(MOST_OPEN)]
     assert len({*numbers}) == MOST_OPEN
-    refused = owner.ask(owner.message(address))
+    refused = owner.request(owner.message(address))
     assert (refused.status, refused.retry_after_s) == (429, 1)
     # As one frame, where each is looked at before any is open.
     owner.send([owner.message(address)] * 4, 1000)
@@ -173,9 +173,9 @@ def test_what_was_withdrawn_is_of_no_use(serving, owner, until):
     assert_computed(owner, address, number)
     owner.send(frames.Free(number))
     owner.send(frames.Free(number))
-    assert owner.ask(forward(number)).status == 422
+    assert owner.request(forward(number)).status == 422
     until(lambda: opened_by(serving) == 0)
-    assert owner.ask(owner.message(address)).opened != number
+    assert owner.request(owner.message(address)).opened != number
 
 
 def test_requests_that_are_under_way_keep_what_is_withdrawn(serving, owner, until):
@@ -255,8 +255,8 @@ def test_switched_off(launched, tmp_path, environment):
     path = tmp_path / "off.sock"
     launched("--local", str(path), script=SCRIPT, env=environment)
     with Owner(path) as owner:
-        assert owner.ask(frames.Hello(frames.VERSION)).document["device"]["own"] is False
-        answer = owner.ask(owner.message(owner.driver.allocate(NBYTES)))
+        assert owner.request(frames.Hello(frames.VERSION)).document["device"]["own"] is False
+        answer = owner.request(owner.message(owner.driver.allocate(NBYTES)))
         assert (answer.status, answer.problem["code"]) == (403, "forbidden")
         assert "--local-own-memory" in answer.problem["detail"]
 
@@ -265,4 +265,4 @@ def test_a_server_without_a_device(launched, tmp_path):
     path = tmp_path / "plain.sock"
     launched("--local", str(path), "--local-own-memory")
     with Owner(path) as owner:
-        assert owner.ask(owner.message(owner.driver.allocate(NBYTES))).status == 422
+        assert owner.request(owner.message(owner.driver.allocate(NBYTES))).status == 422

@@ -156,7 +156,7 @@ async def test_whoever_ends_in_the_middle_of_a_change_leaves_it_done_or_undone(f
         name = f"committed {committed}"
         async with fleet.a.changes._turn(), fleet.a.siblings.linked() as links:
             await fleet.a.journal.stage(name, "change", b"first", [BODY])
-            await links[0].ask({"do": "prepare", "name": name, "change": "change"}, 1)
+            await links[0].request({"do": "prepare", "name": name, "change": "change"}, 1)
             if committed:
                 await fleet.a.journal.commit(name)
     restarted = await Process(0, 2, fleet.folder).start()

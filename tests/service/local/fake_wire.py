@@ -106,7 +106,7 @@ class Client:
         self.engine.open()
         self.connection.serve(self.wire)
         if greet:
-            assert (await self.ask(frames.Hello(frames.VERSION))).status == 200
+            assert (await self.request(frames.Hello(frames.VERSION))).status == 200
 
     def send(self, message, tag: int = 0) -> None:
         """Have a frame come in: a message, several, or bytes."""
@@ -114,7 +114,7 @@ class Client:
         now = time.perf_counter()
         self.connection.on_frame(tag, content, now, now)
 
-    async def ask(self, message) -> frames.Answer:
+    async def request(self, message) -> frames.Answer:
         """Send a message and wait for its answer, which must be the last that came."""
         self._tag += 1
         before = len(self.wire.sent)
@@ -159,7 +159,7 @@ def played(body: Callable, **options) -> None:
     async def run() -> None:
         client = Client(**options)
         await client.start()
-        assert (await client.ask(frames.Grow(1))).segment == 0
+        assert (await client.request(frames.Grow(1))).segment == 0
         client.wire.sent.clear()
         await turn()
         await body(client)

@@ -69,7 +69,7 @@ def test_before_hello_nothing_is_done():
         client = Client()
         await client.start(greet=False)
         for message in (frames.Grow(1), frames.Info(), frames.Layers(), frames.Layer("a"), client.compute()):
-            answer = await client.ask(message)
+            answer = await client.request(message)
             assert (answer.status, answer.segment) == (400, None)
             assert "hello" in answer.problem["detail"]
         assert client.memory.nbytes == 0

@@ -47,7 +47,7 @@ def test_nothing_of_a_connection_that_has_ended_is_kept():
     async def run():
         client = Client()
         await client.start()
-        await client.ask(frames.Grow(1))
+        await client.request(frames.Grow(1))
         client.send(client.compute(), 1)
         await client.finish()
         client.wire.close()
@@ -78,7 +78,7 @@ def test_a_segment_that_comes_too_late_is_kept_until_the_process_has_ended():
 def test_device_memory_that_the_client_had_stays_charged_when_it_leaves_while_it_is_lent_again(fails, pid):
     # What its process has mapped it has still, whatever the driver says of lending it again.
     async def body(client):
-        answer = await client.ask(frames.Grow(1, "device"))
+        answer = await client.request(frames.Grow(1, "device"))
         client.send(frames.Free(answer.segment))
         if fails:
             client.driver.refusals["cuMemsetD8"] = 999
@@ -102,9 +102,9 @@ def test_growing_leaves_no_descriptor_behind():
     async def body(client):
         before = descriptors()
         for _ in range(3):
-            await client.ask(frames.Grow(1))
+            await client.request(frames.Grow(1))
         for _ in range(3):
-            assert (await client.ask(frames.Grow(2**62))).status == 413
+            assert (await client.request(frames.Grow(2**62))).status == 413
         await turn()
         # Each mapping has one.
         assert descriptors() == before + 3

@@ -26,7 +26,7 @@ class Refusals:
     def __init__(self) -> None:
         self.told = []
 
-    def tell(self, reason, method, path, **who):
+    def log(self, reason, method, path, **who):
         self.told.append((reason, method, path, who))
 
 

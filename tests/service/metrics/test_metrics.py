@@ -110,7 +110,7 @@ def test_error_is_counted_by_cause_and_rejection_by_reason(metrics):
 
 
 def test_requests_are_counted_by_the_name_of_their_key(metrics):
-    metrics.know_keys(["a", "b"])
+    metrics.announce_keys(["a", "b"])
     assert value(metrics, "key_requests_total", key="a", code="200") == 0
     for status, key in ((200, "a"), (200, "a"), (403, "a"), (200, "b"), (200, None)):
         metrics.observe_request(RequestRecord("info", status=status, key=key, received=10, sent=100))
@@ -122,8 +122,8 @@ def test_requests_are_counted_by_the_name_of_their_key(metrics):
 
 
 def test_a_key_that_is_gone_keeps_its_series(metrics):
-    metrics.know_keys(["a"])
-    metrics.know_keys(["b"])
+    metrics.announce_keys(["a"])
+    metrics.announce_keys(["b"])
     assert value(metrics, "key_bytes_total", key="a", direction="in") == 0
 
 

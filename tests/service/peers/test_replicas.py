@@ -81,7 +81,7 @@ def test_a_replica_keeps_the_board_informed(board):
     async def play():
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
-                await Replicas("a", exchange).keep_posted(lambda: next(texts))
+                await Replicas("a", exchange).post_regularly(lambda: next(texts))
 
     asyncio.run(play())
     assert posted == [("a", 1, b"first")]

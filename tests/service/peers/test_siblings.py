@@ -43,7 +43,7 @@ def saying(text: bytes, after_s: float = 0.0):
 def test_those_that_answer_are_heard(place):
     async def play() -> None:
         async with listening(other(place), metrics=saying(b"text")):
-            assert await Siblings(place).ask("metrics") == {1: b"text"}
+            assert await Siblings(place).request("metrics") == {1: b"text"}
 
     asyncio.run(play())
 
@@ -53,14 +53,14 @@ def test_one_that_takes_long_holds_nothing_up(place, monkeypatch):
 
     async def play() -> None:
         async with listening(other(place), metrics=saying(b"text", after_s=0.2)):
-            assert await Siblings(place).ask("metrics") == {}
+            assert await Siblings(place).request("metrics") == {}
 
     asyncio.run(play())
 
 
 def test_one_that_is_not_there_holds_nothing_up(place):
     async def play() -> None:
-        assert await Siblings(place).ask("metrics") == {}
+        assert await Siblings(place).request("metrics") == {}
         async with Siblings(place).linked() as links:
             assert links == []
 
@@ -79,7 +79,7 @@ def test_one_that_ends_after_it_was_connected_is_gone_each_time_it_is_asked(plac
             connected[0][1].transport.abort()
             for _ in range(3):
                 with pytest.raises(ConnectionError):
-                    await link.ask({"do": "greet"}, 20)
+                    await link.request({"do": "greet"}, 20)
 
     run(play())
 
@@ -87,7 +87,7 @@ def test_one_that_ends_after_it_was_connected_is_gone_each_time_it_is_asked(plac
 def test_no_fleet_no_siblings():
     async def play() -> None:
         assert await Siblings(None).listen() is None
-        assert await Siblings(None).ask("metrics") == {}
+        assert await Siblings(None).request("metrics") == {}
         assert await Siblings(None).exposition(b"own") == b"own"
 
     asyncio.run(play())
@@ -105,9 +105,9 @@ def test_a_sibling_says_why_it_cannot(place):
         async with there, Siblings(place).linked() as links:
             for question in ({"do": "break_down"}, {"do": "unheard of"}):
                 with pytest.raises(RefusedError, match="an error of its own"):
-                    await links[0].ask(question, 1)
+                    await links[0].request(question, 1)
             with pytest.raises(RefusedError, match="not this"):
-                await links[0].ask({"do": "refuse", "what": "this"}, 1)
+                await links[0].request({"do": "refuse", "what": "this"}, 1)
 
     asyncio.run(play())
 
@@ -122,10 +122,10 @@ def test_what_is_to_be_done_at_the_end_is_done_however_it_comes(place):
     async def play() -> None:
         async with listening(other(place), begin=begin):
             async with Siblings(place).linked() as links:
-                await links[0].ask({"do": "begin", "name": "closed"}, 1)
+                await links[0].request({"do": "begin", "name": "closed"}, 1)
                 assert ended == []
             async with Siblings(place).linked() as links:
-                await links[0].ask({"do": "begin", "name": "aborted"}, 1)
+                await links[0].request({"do": "begin", "name": "aborted"}, 1)
                 links[0]._writer.transport.abort()
             while len(ended) < 2:
                 await asyncio.sleep(0.001)
@@ -195,7 +195,7 @@ def test_what_is_no_question_ends_the_connection(place, raw):
     async def play() -> None:
         async with listening(other(place), metrics=saying(b"text")):
             assert await said_to(place, raw) == b""
-            assert await Siblings(place).ask("metrics") == {1: b"text"}
+            assert await Siblings(place).request("metrics") == {1: b"text"}
 
     asyncio.run(play())
 
@@ -226,8 +226,8 @@ def test_what_is_no_answer_is_no_success(place, said, reason):
         there = await asyncio.start_unix_server(say, place.socket_of(1))
         async with there, Siblings(place).linked() as links:
             with pytest.raises(RefusedError, match=reason):
-                await links[0].ask({"do": "metrics"}, 1)
-            assert await Siblings(place).ask("metrics") == {}
+                await links[0].request({"do": "metrics"}, 1)
+            assert await Siblings(place).request("metrics") == {}
 
     asyncio.run(play())
 

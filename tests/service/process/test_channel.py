@@ -38,14 +38,14 @@ class Process:
 def test_a_process_says_whether_it_finishes_work(sockets):
     process = Process(sockets[0])
     process.channel._report()
-    process.channel.tell(ready=True)
+    process.channel.report(ready=True)
     assert Heard().feed(sockets[1].recv(64)) == [NOT_READY, READY]
     process.is_stalled = True
     process.channel._report()
     assert Heard().feed(sockets[1].recv(64)) == [NOT_READY]
     process.is_stalled = False
     process.channel._report()
-    process.channel.tell(ready=False)
+    process.channel.report(ready=False)
     assert Heard().feed(sockets[1].recv(64)) == [READY, NOT_READY]
 
 

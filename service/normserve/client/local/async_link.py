@@ -74,9 +74,9 @@ class AsyncLink:
         return arena
 
     async def _greet(self) -> None:
-        answer = await self.ask(frames.Hello(VERSION, self._api_key))
+        answer = await self.request(frames.Hello(VERSION, self._api_key))
         required(answer)
-        self._offers.hear(answer.document)
+        self._offers.read_greeting(answer.document)
 
     async def connect(self, path: str, api_key: str | None) -> None:
         """Raises: ClientError: the server is not there, or does not want this client."""
@@ -96,7 +96,7 @@ class AsyncLink:
             self._fail(functools.partial(ConnectionFailedError, quoted(str(error), 200)))
             raise
 
-    async def ask(
+    async def request(
         self,
         message: Message | msgspec.Raw,
         used: object = None,
@@ -104,7 +104,7 @@ class AsyncLink:
     ) -> frames.Answer:
         """Send a message and wait for its answer.
 
-        Args: as `link.Link.ask`.
+        Args: as `link.Link.request`.
 
         Raises:
             ConnectionFailedError, UnexpectedAnswerError: the connection has ended, or is of no more use.
@@ -142,7 +142,7 @@ class AsyncLink:
                 if isinstance(lacking, Busy):
                     await asyncio.to_thread(lacking.wait)
                 elif isinstance(lacking, Offer):
-                    lacking.hear(await self.ask(lacking.message))
+                    lacking.take_answer(await self.request(lacking.message))
                 else:
                     await self._grow_by(growth_on_device(lacking, arena.nbytes), "device")
         except StopIteration as done:
@@ -173,9 +173,9 @@ class AsyncLink:
         await self._grow_by(growth(lacking, self.arena.nbytes), "host")
 
     async def _grow_by(self, sizes: Sequence[int], memory: Literal["host", "device"]) -> None:
-        answer = await self.ask(frames.Grow(sizes[0], memory))
+        answer = await self.request(frames.Grow(sizes[0], memory))
         if answer.status >= 400 and sizes[1] < sizes[0]:
-            answer = await self.ask(frames.Grow(sizes[1], memory))
+            answer = await self.request(frames.Grow(sizes[1], memory))
         required(answer)
 
     def _send(self, frame: bytes) -> None:

@@ -40,9 +40,9 @@ class AsyncLocalTransport:
                 arena = None if x is None else await link.device_arena(x.tensor.device.index)
                 if arena is not None:
                     there = await link.filled_on_device(prepare_on_device(call, arena), arena)
-                    return understood_on_device(await link.ask(there.message, there), arena, there.results)
+                    return understood_on_device(await link.request(there.message, there), arena, there.results)
                 prepared = await link.filled(prepare(call, link.arena))
-                return understood(await link.ask(prepared.message, prepared), prepared.results)
+                return understood(await link.request(prepared.message, prepared), prepared.results)
         except TimeoutError:
             raise deadline.error() from None
 
@@ -53,7 +53,7 @@ class AsyncLocalTransport:
             return None
         return link.recurring_on_device if on_device else link.recurring
 
-    async def ask_again(self, recurring: Recurring, key: Hashable, deadline: Deadline) -> Any:
+    async def repeat(self, recurring: Recurring, key: Hashable, deadline: Deadline) -> Any:
         """As `LocalTransport.ask_again`."""
         link = self._link
         if link is None or (recurring is not link.recurring and recurring is not link.recurring_on_device):
@@ -65,7 +65,7 @@ class AsyncLocalTransport:
                 again = recurring.begin(key)
                 if again is None:
                     return None
-                told = await link.ask(again.content, again.blocks, again.make_results)
+                told = await link.request(again.content, again.blocks, again.make_results)
         except TimeoutError:
             raise deadline.error() from None
         return recurring.end(key, again, told, self._api_key)

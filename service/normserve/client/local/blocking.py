@@ -33,9 +33,9 @@ class LocalTransport:
         arena = None if x is None else link.device_arena(x.tensor.device.index, deadline)
         if arena is not None:
             there = link.filled_on_device(prepare_on_device(call, arena), arena, deadline)
-            return understood_on_device(link.ask(there.message, deadline, there), arena, there.results)
+            return understood_on_device(link.request(there.message, deadline, there), arena, there.results)
         prepared = link.filled(prepare(call, link.arena), deadline)
-        return understood(link.ask(prepared.message, deadline, prepared), prepared.results)
+        return understood(link.request(prepared.message, deadline, prepared), prepared.results)
 
     def recurring(self, *, on_device: bool) -> Recurring | None:
         """What is known of calls in memory of that kind; None before there was one, or over this connection."""
@@ -44,7 +44,7 @@ class LocalTransport:
             return None
         return link.recurring_on_device if on_device else link.recurring
 
-    def ask_again(self, recurring: Recurring, key: Hashable, deadline: Deadline) -> Any:
+    def repeat(self, recurring: Recurring, key: Hashable, deadline: Deadline) -> Any:
         """The result of a call that was answered before; None where that is not known.
 
         Raises:
@@ -58,7 +58,7 @@ class LocalTransport:
         again = recurring.begin(key)
         if again is None:
             return None
-        told = link.ask(again.content, deadline, again.blocks, again.make_results)
+        told = link.request(again.content, deadline, again.blocks, again.make_results)
         return recurring.end(key, again, told, self._api_key)
 
     def memory(self, nbytes: int, deadline: Deadline) -> memoryview:

@@ -90,7 +90,7 @@ class Link:
         """Whether it is open, and this process's own: one that was forked has its parent's socket, and no other."""
         return self._is_open and self._pid == os.getpid()
 
-    def ask(
+    def request(
         self,
         message: Message | msgspec.Raw,
         deadline: Deadline,
@@ -149,7 +149,7 @@ class Link:
                 if isinstance(lacking, Busy):
                     lacking.wait()
                 elif isinstance(lacking, Offer):
-                    lacking.hear(self.ask(lacking.message, deadline))
+                    lacking.take_answer(self.request(lacking.message, deadline))
                 else:
                     self._grow_by(growth_on_device(lacking, arena.nbytes), "device", deadline)
         except StopIteration as done:
@@ -165,17 +165,17 @@ class Link:
         self._offers.once_empty(self.arena, self._leave)
 
     def _greet(self, deadline: Deadline) -> None:
-        answer = self.ask(frames.Hello(VERSION, self._api_key), deadline)
+        answer = self.request(frames.Hello(VERSION, self._api_key), deadline)
         required(answer)
-        self._offers.hear(answer.document)
+        self._offers.read_greeting(answer.document)
 
     def _grow(self, lacking: int, deadline: Deadline) -> None:
         self._grow_by(growth(lacking, self.arena.nbytes), "host", deadline)
 
     def _grow_by(self, sizes: Sequence[int], memory: Literal["host", "device"], deadline: Deadline) -> None:
-        answer = self.ask(frames.Grow(sizes[0], memory), deadline)
+        answer = self.request(frames.Grow(sizes[0], memory), deadline)
         if answer.status >= 400 and sizes[1] < sizes[0]:
-            answer = self.ask(frames.Grow(sizes[1], memory), deadline)
+            answer = self.request(frames.Grow(sizes[1], memory), deadline)
         required(answer)
 
     def _do(self, meanwhile: Callable[[], None], tag: int) -> None:

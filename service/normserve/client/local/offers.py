@@ -25,7 +25,7 @@ class Offers:
         """Whether the server has told: one that starts does not know yet."""
         return self._offer is not _UNKNOWN
 
-    def hear(self, greeting: Any) -> None:
+    def read_greeting(self, greeting: Any) -> None:
         """What the server's greeting says."""
         if isinstance(greeting, dict):
             self._offer = greeting.get("device", _UNKNOWN)

@@ -44,8 +44,8 @@ class Offer:
         self.message = frames.Own(allocation.handle.hex(), allocation.nbytes)
         self._told = home, identity, allocation, storage
 
-    def hear(self, answer: frames.Answer) -> None:
-        """What the server says of it."""
+    def take_answer(self, answer: frames.Answer) -> None:
+        """Note whether the server has opened it."""
         home, identity, allocation, storage = self._told
         home.take_answer(answer, identity, allocation, storage)
 

@@ -42,7 +42,7 @@ class Authorisation:
             _require(token, grant, needed).take_request()
         except (UnauthorizedError, ForbiddenError) as error:
             refusals = self._refused_strangers if grant is None else self._refused_keys
-            refusals.tell(
+            refusals.log(
                 _reason(error, token, grant),
                 scope["method"],
                 scope["path"],

@@ -112,7 +112,7 @@ class Asked:
     uses_regions: bool = False
 
 
-def ask(model: Model, header: Header, json_bytes: int, body_bytes: int) -> Asked:
+def check_header(model: Model, header: Header, json_bytes: int, body_bytes: int) -> Asked:
     """Check a header.
 
     Args: body_bytes: of the JSON and everything behind it.
@@ -135,7 +135,7 @@ def ask(model: Model, header: Header, json_bytes: int, body_bytes: int) -> Asked
     return Asked(spec, _layer_of(model, values), inputs, outputs, all_binary, timeout_ms, header.id, uses_regions)
 
 
-def ask_raw(model: Model, row: tuple[int, ...] | None, body_bytes: int) -> Asked:
+def check_raw(model: Model, row: tuple[int, ...] | None, body_bytes: int) -> Asked:
     """What a body asks for that is x and nothing else: float32, the model's rows or one row.
 
     Args: row: the shape of a layer's, [N], or [H, N] of heads; None where one row has any length.

@@ -123,7 +123,7 @@ class Catalogue:
         """What each process of the fleet has counted, as far as it answers."""
         if self.siblings.place is None:
             return [self.statistics.plain()]
-        answers = await self.siblings.ask(_QUESTION)
+        answers = await self.siblings.request(_QUESTION)
         return [self.statistics.plain(), *map(json.loads, answers.values())]
 
     def _model(self, name: str, version: str | None) -> tuple[Model, Layer | None]:

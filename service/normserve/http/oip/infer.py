@@ -13,7 +13,7 @@ from normserve.http.curl import is_form, with_curl_hint
 from normserve.http.direct import DirectRoute
 from normserve.http.exchange import Exchange
 from normserve.http.oip.answer import answer, require_possible
-from normserve.http.oip.asked import Asked, ask, ask_raw
+from normserve.http.oip.asked import Asked, check_header, check_raw
 from normserve.http.oip.header import LENGTH, json_bytes, read_header, require_short
 from normserve.http.oip.models import Model, Models
 from normserve.http.oip.notes import TRANSPORT
@@ -113,19 +113,19 @@ class Infer:
 def _read(model: Model, row: tuple[int, ...] | None, of_json: int | None, body: memoryview) -> Asked:
     """What a body asks for, checked against the model."""
     if of_json == 0:
-        return ask_raw(model, row, len(body))
+        return check_raw(model, row, len(body))
     if of_json is None:
         of_json = len(body)
         require_short(of_json)
-        return ask(model, read_header(body), of_json, len(body))
+        return check_header(model, read_header(body), of_json, len(body))
     if of_json > len(body):
         raise MalformedPayloadError(f"the JSON must end within the body of {len(body)} bytes, ends at {of_json}")
     if of_json > _LONGEST_KEPT:
-        return ask(model, read_header(body[:of_json]), of_json, len(body))
+        return check_header(model, read_header(body[:of_json]), of_json, len(body))
     return _known(model, bytes(body[:of_json]), of_json, len(body))
 
 
 @functools.lru_cache(maxsize=1024)
 def _known(model: Model, text: bytes, of_json: int, body_bytes: int) -> Asked:
     """Clients send the same few headers again and again."""
-    return ask(model, read_header(text), of_json, body_bytes)
+    return check_header(model, read_header(text), of_json, body_bytes)

@@ -78,7 +78,7 @@ class Relays:
         if self._beating is None:
             self._beat()
 
-    def tell(self, *, ready: bool) -> None:
+    def report(self, *, ready: bool) -> None:
         """Let front ends know whether this process takes work."""
         self._is_ready = ready
         for each in self._front_ends:

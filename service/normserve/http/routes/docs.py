@@ -71,7 +71,7 @@ def _described(app: FastAPI, scopes: RouteScopes | None) -> dict[str, Any]:
             operation["operationId"] = operation_id(method, path)
             _name_parameters(operation, path)
             _show_answers(operation, method, path)
-            if scopes is not None and scopes.ask_for_key(method.upper(), path):
+            if scopes is not None and scopes.needs_key(method.upper(), path):
                 operation["security"] = [{"key": []}]
     return description
 

@@ -80,7 +80,7 @@ class RouteScopes:
         # A path without parameters is its own template.
         self._exact = {place: needed for place, needed in self._declared.items() if "{" not in place[1]}
 
-    def ask_for_key(self, method: str, template: str) -> bool:
+    def needs_key(self, method: str, template: str) -> bool:
         """Whether a route asks for a key, where keys are asked for."""
         return self._declared.get((method, template)) != PUBLIC
 

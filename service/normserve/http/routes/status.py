@@ -128,7 +128,7 @@ class Status:
         place = self.siblings.place
         if place is None or not place.is_shown:
             return None
-        answers = await self.siblings.ask("info")
+        answers = await self.siblings.request("info")
         known = {place.index: self._process()} | {index: json.loads(answer) for index, answer in answers.items()}
         return [known.get(index, {"index": index, "state": "gone"}) for index in range(place.count)]
 

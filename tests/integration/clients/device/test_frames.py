@@ -18,7 +18,7 @@ class Wire(LocalConnection):
     """With segments of the device's memory."""
 
     def grow_device(self, nbytes: int = MIB):
-        answer = self.ask(frames.Grow(nbytes, "device"))
+        answer = self.request(frames.Grow(nbytes, "device"))
         assert answer.status == 200, answer
         mapped = Device.find(answer.device).open(self._descriptors.pop(), answer.nbytes, DeviceSegment)
         return answer.segment, torch.as_tensor(mapped.whole(), device="cuda").view(torch.float32)
@@ -45,7 +45,7 @@ def test_y_over_x_and_beside_it(wire):
     for y in (4096, 0):
         memory[:1024] = rows.flatten()
         torch.cuda.synchronize()
-        assert wire.ask(forward(number, y=y)).status == 200
+        assert wire.request(forward(number, y=y)).status == 200
         torch.testing.assert_close(memory[y // 4 :][:1024].view(4, 256), right, rtol=1e-5, atol=1e-5)
 
 
@@ -65,25 +65,25 @@ def test_references_that_lie(wire, changes, text):
     number, memory = wire.grow_device()
     # From the segment's end.
     changes = {name: memory.nbytes + at if name != "shape" and at < 0 else at for name, at in changes.items()}
-    answer = wire.ask(forward(number, **changes))
+    answer = wire.request(forward(number, **changes))
     assert 400 <= answer.status < 500
     assert text in answer.problem["detail"]
-    assert wire.ask(forward(number)).status == 200
+    assert wire.request(forward(number)).status == 200
 
 
 def test_memories_do_not_mix_and_segments_are_a_connections_own(wire, path):
     number, _ = wire.grow_device()
-    of_host = wire.ask(frames.Grow(MIB)).segment
-    assert "all in device memory" in wire.ask(forward(number, of_y=of_host)).problem["detail"]
-    assert wire.ask(forward(number)).status == 200
+    of_host = wire.request(frames.Grow(MIB)).segment
+    assert "all in device memory" in wire.request(forward(number, of_y=of_host)).problem["detail"]
+    assert wire.request(forward(number)).status == 200
     with Wire(path) as other:
-        assert other.ask(forward(number)).status == 422
+        assert other.request(forward(number)).status == 422
 
 
 def test_a_segment_that_is_given_back_is_of_no_use(wire):
     number, _ = wire.grow_device()
     wire.send(frames.Free(number))
-    assert wire.ask(forward(number)).status == 422
+    assert wire.request(forward(number)).status == 422
     again, memory = wire.grow_device()
     assert again != number
     assert not memory.any()

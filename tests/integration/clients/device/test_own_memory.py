@@ -189,22 +189,22 @@ def wire(serving, path):
 
 def test_the_extent_is_what_the_driver_says(wire):
     x = torch.ones(16 * MIB, device="cuda")
-    greeting = wire.ask(frames.Hello(frames.VERSION)).document["device"]
+    greeting = wire.request(frames.Hello(frames.VERSION)).document["device"]
     assert greeting["own"] is True
     found = allocation_of(Device.find(greeting["uuid"]), x.data_ptr())
     assert found.nbytes >= x.nbytes
     handle = found.handle.hex()
     for nbytes in (0, found.nbytes + 1, 2**40, 2**63 - 1):
-        assert wire.ask(frames.Own(handle, nbytes)).status == 422
-    answer = wire.ask(frames.Own(handle, found.nbytes))
+        assert wire.request(frames.Own(handle, nbytes)).status == 422
+    answer = wire.request(frames.Own(handle, found.nbytes))
     assert answer.status == 200
     reference = frames.Located(answer.opened, found.nbytes, "float32", (4, 16))
     place = frames.Place(answer.opened, 0, 256)
-    refused = wire.ask(frames.Compute(op="layer_norm", tensors={"x": reference}, results={"y": place}))
+    refused = wire.request(frames.Compute(op="layer_norm", tensors={"x": reference}, results={"y": place}))
     assert refused.status == 422
     for nothing in ("00" * 64, os.urandom(64).hex()):
-        assert wire.ask(frames.Own(nothing, MIB)).status == 422
-    assert wire.ask(frames.Info()).status == 200
+        assert wire.request(frames.Own(nothing, MIB)).status == 422
+    assert wire.request(frames.Info()).status == 200
 
 
 def test_nothing_of_it_stays_open(serving, path):

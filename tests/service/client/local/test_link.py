@@ -82,7 +82,7 @@ def test_what_follows_a_frame_that_was_cut_is_not_sent(tmp_path):
             heard.wait(20)
             message = msgspec.Raw(msgspec.json.encode(frames.Compute("layer_norm", LONG, {})))
             with pytest.raises(RequestTimeoutError):
-                link.ask(message, Deadline(0.1))
+                link.request(message, Deadline(0.1))
             # Nobody knows where a next frame would begin.
             assert not link.is_usable
         finally:
@@ -92,6 +92,6 @@ def test_what_follows_a_frame_that_was_cut_is_not_sent(tmp_path):
 
 def ask(link, message, timeout_s):
     try:
-        link.ask(message, Deadline(timeout_s))
+        link.request(message, Deadline(timeout_s))
     except (RequestTimeoutError, ConnectionFailedError):
         return

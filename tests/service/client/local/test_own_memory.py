@@ -49,7 +49,7 @@ def found(own, tensor):
 def accept(own, tensor, number=OWN):
     offer = found(own, tensor)
     assert isinstance(offer, Offer)
-    offer.hear(frames.Answer(200, opened=number))
+    offer.take_answer(frames.Answer(200, opened=number))
     return offer
 
 
@@ -110,7 +110,7 @@ def test_two_threads_that_offer_the_same_leave_one(own, driver):
     tensor = tensor_at(driver.allocate(NBYTES), 4)
     offers = [found(own, tensor), found(own, tensor)]
     for number, offer in enumerate(offers, OWN):
-        offer.hear(frames.Answer(200, opened=number))
+        offer.take_answer(frames.Answer(200, opened=number))
     assert found(own, tensor) == (OWN, 0)
     assert own.withdrawn() == [OWN + 1]
 
@@ -127,7 +127,7 @@ def test_expandable_segments_are_copied_and_not_asked_for_again(own, driver, cap
 @pytest.mark.parametrize(("status", "is_offered"), [(403, False), (422, False), (429, True)])
 def test_what_the_server_refuses_is_copied(own, driver, status, is_offered):
     tensor = tensor_at(driver.allocate(NBYTES), 4)
-    found(own, tensor).hear(frames.Answer(status, problem={"detail": "no"}))
+    found(own, tensor).take_answer(frames.Answer(status, problem={"detail": "no"}))
     assert isinstance(found(own, tensor), Offer) is is_offered
     other = tensor_at(driver.allocate(NBYTES), 4)
     assert isinstance(found(own, other), Offer) is (status != 403)
@@ -157,7 +157,7 @@ def test_calls_name_it_keep_it_and_put_results_into_the_arena(arena, driver):
     needs = prepare_on_device(call_of(x, weight=torch.ones(256)), arena)
     offer = next(needs)
     assert isinstance(offer, Offer)
-    offer.hear(frames.Answer(200, opened=OWN))
+    offer.take_answer(frames.Answer(200, opened=OWN))
     prepared = finished(needs)
     message = prepared.message
     assert message.tensors["x"] == frames.Located(OWN, 0, "float32", (4, 256))
@@ -181,5 +181,5 @@ def test_other_tensors_are_copied(arena, driver, kind):
         x = torch.ones(4, 64)
     needs = prepare_on_device(call_of(x), arena)
     if kind == "refused":
-        next(needs).hear(frames.Answer(422, problem={"detail": "no"}))
+        next(needs).take_answer(frames.Answer(422, problem={"detail": "no"}))
     assert finished(needs).message.tensors["x"].segment == 3

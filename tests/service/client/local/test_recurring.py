@@ -40,7 +40,7 @@ class FakeLink:
         self.asked: list[frames.Compute] = []
         self.status, self.shape = 200, (4, 256)
 
-    def ask(self, recurring, key):
+    def request(self, recurring, key):
         """What the clients do, each in its own way."""
         recurring.busy(key)
         again = recurring.begin(key)
@@ -93,13 +93,13 @@ def test_what_is_asked_again_is_the_same_message(recurring, arena):
     x = shown(arena)
     key = learnt(recurring, arena, x, eps=0.5)
     link = FakeLink()
-    result = link.ask(recurring, key)
+    result = link.request(recurring, key)
     (asked,) = link.asked
     assert (asked.op, asked.direction, asked.query) == ("layer_norm", "forward", "eps=0.5")
     assert asked.tensors == {"x": frames.Located(3, 0, "float32", (4, 256))}
     assert arena.locate_tensor(result.y) == (3, asked.results["y"].offset)
     assert (result.mean, result.timing.kernel_bytes) == (None, 7)
-    other = link.ask(recurring, key)
+    other = link.request(recurring, key)
     assert other.y.data_ptr() != result.y.data_ptr()
     assert link.asked[1].results != asked.results
 
@@ -138,8 +138,8 @@ def test_answers_that_changed_are_asked_for_anew(recurring, arena):
         key = learnt(recurring, arena, shown(arena))
         link = FakeLink()
         vars(link).update(changes)
-        assert link.ask(recurring, key) is None
-        assert FakeLink().ask(recurring, key) is None
+        assert link.request(recurring, key) is None
+        assert FakeLink().request(recurring, key) is None
 
 
 def test_a_refusal_is_the_callers_and_the_call_is_learnt_anew(recurring, arena):
@@ -147,9 +147,9 @@ def test_a_refusal_is_the_callers_and_the_call_is_learnt_anew(recurring, arena):
     link = FakeLink()
     link.status = 429
     with pytest.raises(OverloadedError) as refused:
-        link.ask(recurring, key)
+        link.request(recurring, key)
     assert "the key" not in str(refused.value)
-    assert FakeLink().ask(recurring, key) is None
+    assert FakeLink().request(recurring, key) is None
 
 
 def test_no_tensor_is_kept(recurring, arena):
@@ -159,7 +159,7 @@ def test_no_tensor_is_kept(recurring, arena):
     del x
     gc.collect()
     assert alive() is None
-    assert FakeLink().ask(recurring, key) is not None
+    assert FakeLink().request(recurring, key) is not None
     arena.busy_stream()
     gc.collect()
     assert arena.take_block(2**21) is not None
@@ -170,9 +170,9 @@ def test_an_arena_that_is_full_is_the_slow_ways_to_enlarge(recurring, arena):
     gc.collect()
     kept = arena.take_block(2**21 - 2048)
     assert kept is not None
-    assert FakeLink().ask(recurring, key) is None
+    assert FakeLink().request(recurring, key) is None
     del kept
-    assert FakeLink().ask(recurring, key) is not None
+    assert FakeLink().request(recurring, key) is not None
 
 
 @pytest.fixture
@@ -200,7 +200,7 @@ def learnt_on_host(on_host, x):
 def test_arrays_in_the_hosts_memory_are_asked_for_again(on_host):
     x = written(on_host.arena)
     key, link = learnt_on_host(on_host, x), FakeLink()
-    result = link.ask(on_host.recurring, key)
+    result = link.request(on_host.recurring, key)
     (asked,) = link.asked
     assert asked.tensors == {"x": frames.Located(5, 0, "float32", (4, 256))}
     assert (type(result.y), result.y.dtype, result.y.shape) == (np.ndarray, np.float32, (4, 256))
@@ -212,7 +212,7 @@ def test_arrays_in_the_hosts_memory_are_asked_for_again(on_host):
 def test_a_result_keeps_its_block_and_nothing_else_does(on_host):
     x = written(on_host.arena)
     key, link = learnt_on_host(on_host, x), FakeLink()
-    row = link.ask(on_host.recurring, key).y[1]
+    row = link.request(on_host.recurring, key).y[1]
     taken = link.asked[0].results["y"]
     assert on_host.arena.take(4096).place != taken
     del row

@@ -12,7 +12,7 @@ from normserve.errors import (
     UnexpectedTensorError,
     UnsupportedDtypeError,
 )
-from normserve.http.oip.asked import Asked, Binary, Region, ask, ask_raw
+from normserve.http.oip.asked import Asked, Binary, Region, check_header, check_raw
 from normserve.http.oip.header import MAX_JSON_BYTES, json_bytes, read_header
 from normserve.http.oip.models import OPERATIONS, Model
 from normserve.jobs.job import Op, Pass
@@ -25,7 +25,7 @@ LAYER = Model("a.norm", Op.LAYER_NORM, Pass.FORWARD, is_layer=True)
 def read(model="layer_norm", binary_bytes=24, **said) -> Asked:
     text = json.dumps({"inputs": [X], **said}).encode()
     model = model if isinstance(model, Model) else OPERATIONS[model]
-    return ask(model, read_header(text), len(text), len(text) + binary_bytes)
+    return check_header(model, read_header(text), len(text), len(text) + binary_bytes)
 
 
 def test_binary_tensors_lie_behind_the_json_one_after_another():
@@ -171,16 +171,16 @@ def test_a_length_is_within_the_body_and_the_limit():
 
 
 def test_a_body_without_json():
-    (x,) = ask_raw(OPERATIONS["rms_norm"], None, 12).inputs
+    (x,) = check_raw(OPERATIONS["rms_norm"], None, 12).inputs
     assert x.shape == (3,)
-    (x,) = ask_raw(LAYER, (4,), 32).inputs
+    (x,) = check_raw(LAYER, (4,), 32).inputs
     assert x.shape == (2, 4)
-    (x,) = ask_raw(LAYER, (2, 4), 96).inputs
+    (x,) = check_raw(LAYER, (2, 4), 96).inputs
     assert x.shape == (3, 2, 4)
     with pytest.raises(InvalidShapeError, match="FP32 \\[rows, 2, 4\\]"):
-        ask_raw(LAYER, (2, 4), 48)
+        check_raw(LAYER, (2, 4), 48)
     for nbytes in (30, 36):
         with pytest.raises(InvalidShapeError, match="FP32 \\[rows, 4\\]"):
-            ask_raw(LAYER, (4,), nbytes)
+            check_raw(LAYER, (4,), nbytes)
     with pytest.raises(MalformedPayloadError, match="JSON header"):
-        ask_raw(OPERATIONS["group_norm"], None, 16)
+        check_raw(OPERATIONS["group_norm"], None, 16)

@@ -51,7 +51,7 @@ class SpokenFor:
     def _end(self) -> None:
         self.ended += 1
 
-    def ask(
+    def request(
         self,
         number: int,
         body: bytes | None = BODY,
@@ -111,7 +111,7 @@ class OwnerScene:
     async def open(self) -> None:
         await self.service.engine.start()
         self.service.engine.open()
-        self.relays.tell(ready=True)
+        self.relays.report(ready=True)
 
     def front_end(self) -> SpokenFor:
         here, there = socket.socketpair()

@@ -7,7 +7,7 @@ from tests.service.http.relay.owner_scene import OwnerScene, either_way, until
 
 async def running(owner: OwnerScene, front_end) -> None:
     """One request runs on the device."""
-    front_end.ask(1)
+    front_end.request(1)
     await until(lambda: owner.executor.running)
     assert owner.service.limits.requests == 1
 
@@ -29,7 +29,7 @@ async def test_a_permit_comes_home_when_the_work_is_over_though_its_front_end_is
 async def test_what_waits_is_not_run_for_a_front_end_that_is_gone(owner):
     other, front_end = owner.front_end(), owner.front_end()
     await running(owner, other)
-    front_end.ask(1)
+    front_end.request(1)
     await until(lambda: owner.service.limits.requests == 2)
     front_end.link.close()
     await until(lambda: owner.service.limits.requests == 1)
@@ -46,7 +46,7 @@ async def test_a_permit_is_kept_until_the_work_is_over_of_a_client_that_left(own
     await running(owner, front_end)
     front_end.link.send(messages.Left(1))
     # Answered in order: the departure has been heard.
-    front_end.ask(2, method="GET", path="/livez", body=None, announced=0)
+    front_end.request(2, method="GET", path="/livez", body=None, announced=0)
     assert (await front_end.answer(2)).status == 200
     assert front_end.said_of(1) == []
     assert owner.service.limits.requests == 1

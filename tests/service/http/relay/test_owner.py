@@ -16,7 +16,7 @@ def samples(owner: OwnerScene) -> dict[str, float]:
 @either_way
 async def test_an_operation_is_answered(owner):
     front_end = owner.front_end()
-    front_end.ask(7)
+    front_end.request(7)
     await until(lambda: owner.executor.running)
     assert owner.service.limits.requests == 1
     owner.executor.finish()
@@ -34,12 +34,12 @@ async def test_what_goes_wrong_as_a_request_begins_ends_that_one_alone(owner):
         raise ZeroDivisionError
 
     begin, owner.relays._direct.begin = owner.relays._direct.begin, fail
-    front_end.ask(1)
+    front_end.request(1)
     answer = await front_end.answer(1)
     assert answer.status == 500
     assert json.loads(answer.data)["code"] == "internal"
     owner.relays._direct.begin = begin
-    front_end.ask(2)
+    front_end.request(2)
     await until(lambda: owner.executor.running)
     owner.executor.finish()
     assert (await front_end.answer(2)).status == 200
@@ -52,7 +52,7 @@ async def test_what_goes_wrong_later_ends_the_link_and_all_that_was_on_it(owner)
     front_end, other = owner.front_end(), owner.front_end()
     loop, faults = asyncio.get_running_loop(), []
     loop.call_exception_handler = lambda context: faults.append(type(context.get("exception")))
-    front_end.ask(1)
+    front_end.request(1)
     await until(lambda: owner.executor.running)
     front_end.link.send(messages.Connections(3))
     await until(lambda: owner.relays.connections == 3)
@@ -66,7 +66,7 @@ async def test_what_goes_wrong_later_ends_the_link_and_all_that_was_on_it(owner)
     await until(lambda: owner.is_idle)
     assert [each.status for each in owner.records] == [499]
     assert owner.relays.connections == 0
-    other.ask(1)
+    other.request(1)
     await until(lambda: owner.executor.running)
     owner.executor.finish()
     assert (await other.answer(1)).status == 200
@@ -97,7 +97,7 @@ async def test_readiness_is_told_at_once_and_with_every_beat(owner):
     front_end = owner.front_end()
     await until(lambda: front_end.heard)
     assert set(map(repr, front_end.heard)) == {repr(messages.Readiness(True))}
-    owner.relays.tell(ready=False)
+    owner.relays.report(ready=False)
     await until(lambda: messages.Readiness(False) in front_end.heard)
     said = len(front_end.heard)
     await until(lambda: len(front_end.heard) > said)
@@ -122,7 +122,7 @@ async def test_a_front_end_that_reads_nothing_is_not_told_more_and_more(owner):
 @either_way
 async def test_the_end_waits_for_what_is_under_way(owner):
     front_end = owner.front_end()
-    front_end.ask(1)
+    front_end.request(1)
     await until(lambda: owner.executor.running)
     closing = asyncio.ensure_future(owner.relays.close(20))
     await asyncio.sleep(0.05)

@@ -61,7 +61,7 @@ async def asked(owner: OwnerScene, count: int, error, before, options):
     front_end = owner.front_end()
     answers = []
     for number in range(count):
-        front_end.ask(number, **options)
+        front_end.request(number, **options)
         await until(functools.partial(is_answered_or_runs, owner, front_end, number))
         if owner.executor.running:
             owner.executor.finish(error)
