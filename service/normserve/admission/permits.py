@@ -56,7 +56,7 @@ class Outflow:
 
 
 class Limits:
-    """A budget of requests and bytes, taken by try-acquire: nobody ever waits for a permit.
+    """A budget of requests and bytes, taken by try-acquire: no request ever waits for a permit.
 
     Not thread-safe: it belongs to the event loop's thread.
     """
@@ -286,7 +286,7 @@ class Permit:
             self._limits.watch(self, body, due_bytes_per_s)
 
     def complete_body(self) -> None:
-        """The body is whole: nobody takes the permit away any more."""
+        """The body is whole: the permit can no longer be revoked."""
         if self._is_receiving and self._limits is not None:
             self._is_receiving = False
             self._limits.unwatch(self)

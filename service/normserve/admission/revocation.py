@@ -23,7 +23,7 @@ class Body(Protocol):
     is_complete: bool
 
     def fail(self, error: NormserveError) -> None:
-        """End it: its memory is let go of at once, and whoever waits for it gets the error."""
+        """End it: its memory is freed at once, and the caller that waits for it gets the error."""
 
 
 class Inflow:

@@ -62,7 +62,7 @@ class Client:
             time.
         retries: how a request is repeated that may succeed later; by default five attempts.
         max_connections: requests under way at once; more wait for one of them.
-        verify: of https: True trusts well-known authorities, a path those in a PEM file, False anybody.
+        verify: of https: True trusts well-known authorities, a path those in a PEM file, False any certificate.
         certificate: of https: a PEM file with the client's certificate and key, or one for each.
         transport: httpx's, for a Unix socket for example: `httpx.HTTPTransport(uds=path)`.  One of another
             make is given the time that is left at an attempt's beginning, for each of its waits.

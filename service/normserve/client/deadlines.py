@@ -54,7 +54,7 @@ class Deadline:
 
 
 class TimeLeft(float):
-    """Seconds that were left of a deadline when this was made; whoever waits again asks the deadline itself.
+    """Seconds that were left of a deadline when this was made; for a further wait, ask the deadline itself.
 
     httpx hands one number to every wait of a request.  To transports of any kind this is that number.
     """

@@ -11,7 +11,7 @@ def quoted(text: object, most: int = 1000, api_key: str | None = None) -> str:
     Args:
         text: whatever a document holds where a text is due.
         most: characters to keep.
-        api_key: left out wherever it occurs: the server knows it, whoever reads the message need not.
+        api_key: left out wherever it occurs: a reader of the message must not learn it.
     """
     if not isinstance(text, str):
         return ""

@@ -13,7 +13,7 @@ class _ReadLater:
     __slots__ = ("_said", "_understand")
 
     def __getattr__(self, name: str) -> Any:
-        """What is not there yet; whoever looks at the same time finds the same."""
+        """Compute what is missing; threads that read at the same time get the same object."""
         if name not in Timing.__slots__:
             raise AttributeError(f"{type(self).__name__} has no attribute {name}")
         for field_name, value in zip(Timing.__slots__, self._understand(*self._said), strict=True):

@@ -42,7 +42,7 @@ class Compilation:
         self._compiled.update(kinds)
 
     def wait_for(self, kind: Hashable, job: NormJob) -> bool:
-        """Let a job wait for its class; whether somebody has to see to it that it is compiled.
+        """Let a job wait for its class; whether the caller has to start its compilation.
 
         Raises:
             OverloadedError: as many classes are compiled as may be, or too many of late.

@@ -181,12 +181,12 @@ class Engine:
             self.end(job)
             raise
         if not self._arrivals:
-            # When this turn of the loop ends: what else came in it shares the launch, and nobody has waited.
+            # When this turn of the loop ends: what else came in it shares the launch, without a wait.
             asyncio.get_running_loop().call_soon(self._admit)
         self._arrivals[job] = is_compiled
 
     def end(self, job: NormJob) -> None:
-        """Nobody waits for a job any more: it leaves the queue, if it is still there."""
+        """The caller no longer waits for a job: it leaves the queue, if it is still there."""
         if not self._replies.forget(job):
             self._withdraw(job)
 
@@ -283,7 +283,7 @@ class Engine:
         execution = outcome.value
         assert isinstance(execution, Execution)
         self._replies.give(batch, execution, outcome.started)
-        # Nobody waits for this.
+        # No caller waits for this.
         self._metrics.observe_launch(batch, execution)
 
     def _note_failure(self, error: NormserveError, batch: Batch | None = None) -> None:

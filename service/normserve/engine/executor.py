@@ -19,7 +19,7 @@ from normserve.memory.host_tensors import HostTensor
 
 log = logging.getLogger(__name__)
 
-# What small batches take many times over, and nobody on the event loop misses.
+# Many times what small batches take, and short enough for the event loop.
 _SOON_S = 0.2e-3
 # What batches of some MiB take.
 _WATCHED_S = 2e-3
@@ -91,7 +91,7 @@ class _Thread:
                 self._work(work)
             except MemoryError:
                 _give_up(work)
-            # Whoever waits for the next piece must not keep this one's memory.
+            # The wait for the next piece must not keep this one's memory.
             del work
 
 
@@ -227,7 +227,7 @@ class Executor:
                 self.last_error = "".join(traceback.format_exception(error))
             return Outcome(started, error=meaning)
         except Exception:
-            # There may be no memory for the words; whoever waits must hear of it all the same.
+            # There may be no memory for a message; the caller must get an error all the same.
             return Outcome(started, error=_WORDLESS)
 
     def _translate(self, error: Exception) -> NormserveError:
@@ -246,7 +246,7 @@ _PAUSE_S = 0.05
 
 
 def _give_up(work: _Work) -> None:
-    """Answer what there was no memory to answer, as soon as there is some: somebody waits for it."""
+    """Answer what there was no memory to answer, as soon as there is some: a caller waits for it."""
     while True:
         try:
             work.reply(Outcome(time.perf_counter(), error=_WORDLESS))

@@ -32,7 +32,7 @@ class Replies:
     """The jobs whose callers wait."""
 
     def __init__(self, on_late: Callable[[NormJob], None]) -> None:
-        """Args: on_late: called with a job that has not run by its deadline, before its caller hears of it."""
+        """Args: on_late: called with a job that has not run by its deadline, before its caller is told."""
         self._on_late = on_late
         self._waiting: dict[NormJob, _Waiting] = {}
 
@@ -55,19 +55,19 @@ class Replies:
         return waiting.is_running
 
     def is_awaited(self, job: NormJob) -> bool:
-        """Whether anybody still waits for its result."""
+        """Whether a caller still waits for its result."""
         waiting = self._waiting.get(job)
         return waiting is not None and not waiting.is_told
 
     def has_begun(self, job: NormJob) -> bool:
-        """Whether somebody waits for a job that runs."""
+        """Whether a caller waits for a job that runs."""
         waiting = self._waiting.get(job)
         return waiting is not None and waiting.is_running
 
     def keep_deadline(self, job: NormJob) -> None:
         """Let the clock run for a job that does not run yet."""
         waiting = self._waiting.get(job)
-        # Of one that has run already nobody may wait any more.
+        # The caller of one that has run may no longer wait.
         if waiting is not None and not waiting.is_running:
             left = max(0.0, waiting.deadline - time.perf_counter())
             waiting.timer = asyncio.get_running_loop().call_later(left, self._expire, job)
@@ -121,7 +121,7 @@ class Replies:
 
 
 def settling(future: asyncio.Future[NormResult]) -> OnEnd:
-    """What settles a future, unless nobody wants that any more."""
+    """A callback that settles a future, unless it is done or cancelled."""
 
     def settle(ended: NormResult | NormserveError) -> None:
         if future.done():

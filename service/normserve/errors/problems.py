@@ -74,7 +74,7 @@ def retry_after(error: RetryLaterError) -> int:
 
 
 def unexpected(error: BaseException) -> NormserveError:
-    """What a client hears of an error that nobody expected: nothing but whether it may pass."""
+    """What a client is told of an unexpected error: only whether to try again."""
     if isinstance(error, MemoryError):
         return DeviceOutOfMemoryError("there is not enough memory for this request now")
     return NormserveError("internal error in the server")

@@ -45,7 +45,7 @@ from normserve.peers.siblings import Siblings
 from normserve.requests.admission import Admission
 from normserve.settings import Settings
 
-# How long the device's thread may take to end what it is doing once nobody waits for it any more.
+# How long the device's thread may take to end what it is doing once no request waits for it.
 _STOP_S = 2.0
 # How long a collector may take for the last traces.
 _LAST_TRACES_S = 2.0

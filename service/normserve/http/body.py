@@ -10,7 +10,7 @@ from normserve.errors import OverloadedError, TooLargeError, UnsupportedMediaTyp
 from normserve.http.exchange import Exchange
 from normserve.memory.slabs import SlabPool, plain_memory
 
-# The first slab of a body whose length nobody announced.
+# The first slab of a body of unknown length.
 _FIRST_BYTES = 2**20
 # Shorter ones are packed into other memory in any case.
 _PACKED_BYTES = 256 * 1024
@@ -119,7 +119,7 @@ class _Room:
             self.slab = await asyncio.to_thread(self._take, self.announced)
 
     def make(self, nbytes: int) -> memoryview:
-        """A slab for so many bytes, within the permit; with room to grow where nobody knows how long it gets."""
+        """A slab for so many bytes, within the permit; larger where the length is unknown."""
         if self.slab is not None:
             slab, self.slab = self.slab, None
             return slab
@@ -128,11 +128,11 @@ class _Room:
         self.reader.require_short(nbytes)
         nbytes = min(max(2 * nbytes, _FIRST_BYTES), self.reader.max_body_bytes)
         self.permit.grow(nbytes - self.permit.nbytes)
-        # Slow memory is made once the length is known; nobody can wait for it between two chunks.
+        # Slow memory is made once the length is known: between two chunks there is no time for it.
         return plain_memory(nbytes).data if self.reader.slabs.source.is_slow else self._take(nbytes)
 
     async def settled(self, body: memoryview) -> memoryview:
-        """A body whose length nobody announced, in such memory as one that was announced.
+        """A body of unknown length, in the kind of memory that one of known length gets.
 
         Raises:
             OverloadedError: there is none.

@@ -54,7 +54,7 @@ class Exchange:
             self.progress.begin()
 
     def end_work(self) -> None:
-        """The answer is there, or nobody waits for it; a second call does nothing."""
+        """The answer is there, or is no longer wanted; a second call does nothing."""
         if self._is_in_work:
             self._is_in_work = False
             assert self.progress is not None

@@ -35,13 +35,13 @@ def problem(
 ) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
     """Render an error as a response: its status, its headers and its body.
 
-    Args: target: the request's path, or its whole target; empty where nobody knows it.
+    Args: target: the request's path, or its whole target; empty where it is unknown.
     """
     status = status_of(error)
     is_plain = _INFERENCE_PROTOCOL.match(target) is not None
     told: dict[str, Any] = {"error": error.detail} if is_plain else document(error, request_id)
     if isinstance(error, errors.TooManyConnectionsError):
-        # Before anybody knows what is spoken: a problem document, and a member that clients of `/v2` look for.
+        # Before the protocol is known: a problem document, and a member that clients of `/v2` look for.
         told["error"] = error.detail
     body = json.dumps(told).encode()
     headers = [

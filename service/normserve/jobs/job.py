@@ -161,7 +161,7 @@ class NormJob:
         tensors: by their names in the API; with a layer, neither weight nor bias.  All are in the host's memory, or
             all of them `DeviceTensor`s: such a job runs alone, and its places are `DeviceBytes`.
         layer: the registered parameters, if the request named some.
-        may_overwrite: nobody reads the tensors after the job; results may be written over them.
+        may_overwrite: the tensors are not read after the job; results may be written over them.
         places: where the caller wants results, by their names in the API, each of at least their bytes; None
             where the backend's own memory will do.
         recurrence: shared with the jobs before and after it that are its like; None where nothing is known of any.
@@ -201,7 +201,7 @@ class NormJob:
         """Jobs of equal class may be rows of one launch; None: this job runs alone.
 
         Dropout's mask depends on the row's index and parameter gradients are sums over the rows, so neither
-        survives company.  GroupNorm's scale and shift belong to the samples and go along with them.
+        is the same in a shared launch.  GroupNorm's scale and shift are batched with their samples.
         """
         has_parameters = self.layer is not None or any(map(is_parameter, self.tensors))
         if self.is_on_device or self.spec.dropout or (self.spec.direction is Pass.BACKWARD and has_parameters):

@@ -17,7 +17,7 @@ PIECE_ELEMENTS = 128 * 1024
 """Elements that the CPU backend computes at once, so that its float32 intermediates stay in a core's cache."""
 
 REUSED_ELEMENTS = 256 * 1024
-"""A y of more elements is written over x on the CPU, where it is as large and nobody reads x any more."""
+"""A y of more elements is written over x on the CPU, where it is as large and x is not read again."""
 
 SCRATCH_BYTES = 64 * 2**20
 """Of the CPU backend, which computes one batch at a time: pieces, small results, and what malloc keeps of them."""

@@ -105,7 +105,7 @@ class FleetLayerChanges(LayerChanges):
                 elif entry.name in self._layers:
                     self._layers.remove(entry.name)
                 self._changes[entry.name] = entry.change
-            # Whoever changes a layer from now on finds this process ready to hear of it.
+            # From now on this process receives every change of a layer.
             self._has_joined = True
 
     async def _register(self, name: str, query: bytes, body: memoryview) -> tuple[Layer, bool]:
@@ -137,7 +137,7 @@ class FleetLayerChanges(LayerChanges):
             await self._have_applied(links, name)
 
     async def _to_its_end(self, change: Coroutine[Any, Any, _T]) -> _T:
-        """What has begun is not left half done because somebody leaves."""
+        """What has begun is finished even if the client leaves."""
         task = asyncio.get_running_loop().create_task(change)
         self._going.add(task)
         task.add_done_callback(self._forget)
@@ -146,12 +146,12 @@ class FleetLayerChanges(LayerChanges):
     def _forget(self, task: asyncio.Task[Any]) -> None:
         self._going.discard(task)
         if not task.cancelled():
-            # Whoever asked may have left.
+            # The client may have left.
             task.exception()
 
     @contextlib.asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
-        """Nobody else changes layers meanwhile.
+        """No other process changes layers meanwhile.
 
         Raises:
             ChangeFailedError: others did all the time.
@@ -212,14 +212,14 @@ class FleetLayerChanges(LayerChanges):
             raise ChangeFailedError(f"no process has changed the layer, because {faults[0]}")
 
     async def _have_applied(self, links: list[Link], name: str) -> None:
-        """Have all register what they have made; whoever does not say so now does so as soon as it can."""
+        """Have all processes register what they made; those that do not confirm now do so as soon as they can."""
         try:
             await self._ask_all(links, {"do": "apply", "name": name}, _APPLY_S)
         except ChangeFailedError as error:
             log.warning("a change of a layer is in effect, but not yet in every process: %s", error.detail)
 
     async def _made(self, name: str, query: bytes, body: memoryview) -> Layer:
-        """A layer that can be registered: within a time, so that nobody waits for a device that hangs.
+        """A layer that can be registered: within a time, so that no request waits for a device that hangs.
 
         Raises:
             NormserveError: it cannot.

@@ -34,8 +34,8 @@ class Entry:
 class Journal:
     """One file for each layer, and one for a layer that is about to be.
 
-    Whoever writes holds the fleet's lock.  Everything is done on a thread of the journal's own, for which nothing
-    else waits; every failure of the disk is a `StorageError`.
+    The process that writes holds the fleet's lock.  All work is done on a thread of the journal's own; every failure
+    of the disk is a `StorageError`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -44,7 +44,7 @@ class Journal:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
 
     async def stage(self, name: str, change: str, query: bytes | None, body: Iterable[bytes | memoryview]) -> None:
-        """Write what a change is to make of a layer; nobody's layers are changed by that.
+        """Write what a change is to make of a layer; no process's layers are changed by that.
 
         Raises:
             StorageError: it could not be written; nothing is left of it.

@@ -12,7 +12,7 @@ _POLL_S = 0.005
 
 
 class ProcessLock:
-    """Two locked files: whoever has the turn waits for the lock, everybody else waits for the turn.
+    """Two locked files: the holder of the turn waits for the lock, all other processes wait for the turn.
 
     With one file alone, a process whose own tasks queue for the lock would take it again each time before another
     process looks.  No thread ever waits here, so the holder finds every thread that it needs; the kernel unlocks

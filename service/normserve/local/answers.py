@@ -39,7 +39,7 @@ class Answers:
 
     @property
     def is_open(self) -> bool:
-        """Whether anybody may read them."""
+        """Whether they can still be sent."""
         return self.wire is not None and self.wire.is_open
 
     def close(self) -> None:

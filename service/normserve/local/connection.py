@@ -113,12 +113,12 @@ class Connection:
         return said
 
     def on_fault(self, error: NormserveError) -> None:
-        """Say what is wrong, and end: nobody knows where the next frame begins."""
+        """Say what is wrong, and end: it is unknown where the next frame begins."""
         self._answers.refuse(0, error, RequestRecord(transport="local"), new_request_id())
         self.close()
 
     def on_end(self) -> None:
-        """The client is gone: what waits is dropped, what runs completes for nobody."""
+        """The client has left: what waits is dropped, and results of what runs are discarded."""
         self._waiting.clear()
         self._known.clear()
         self._computations.abandon()
@@ -128,7 +128,7 @@ class Connection:
         """What the client has of the server's memory; this connection has that no more, nor the client's own."""
         owned, segments = _divided(self._arena)
         if owned:
-            # Nobody is charged for what the client has allocated, and nobody keeps it.
+            # What the client has allocated counts towards no quota, and is not kept.
             give_back(owned)
         segments += self._spent
         # In its place: what is lent again while the connection ends may return there.
@@ -236,7 +236,7 @@ class Connection:
         """Make the segment that is asked for and say so in the answer; the descriptor to go with it."""
         service = self._service
         service.operations.engine.require_ready()
-        # Of a connection that has ended meanwhile nobody could say any more whose it was.
+        # If the connection ends meanwhile, its peer can no longer be found.
         watch = self._watch()
         try:
             return await self._grown(message, answer)

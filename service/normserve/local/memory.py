@@ -19,12 +19,12 @@ _RETRY_AFTER_S = 5.0
 class LentSegment(Segment):
     """Shared memory that a user is charged for until its mapping here has ended.
 
-    Whoever has it mapped may look at it for as long as its process lives, so its content is taken away only once
+    A process that has mapped it can read it for as long as it lives, so its content is removed only once
     the client has given it back, or has ended.
 
     Attributes:
         uid: whose it is.
-        is_given_back: nobody looks at it any more.
+        is_given_back: no view of it is left.
         registration: what keeps the device's driver aware of it; it goes before the memory does.
         home: is told the user and the bytes once it has gone.
     """
@@ -47,7 +47,7 @@ class Lent(Protocol):
     """A segment of any kind of memory that a user is charged for.
 
     Attributes:
-        is_given_back: nobody looks at it any more.
+        is_given_back: no view of it is left.
     """
 
     is_given_back: bool
@@ -214,7 +214,7 @@ class Leftovers:
 
 
 def give_back(segments: list[Lent]) -> None:
-    """Nobody looks at these any more; they go with the last request that uses them."""
+    """No view of these is left; they are freed with the last request that uses them."""
     for segment in segments:
         segment.is_given_back = True
     # To take pages away and to unmap them takes a millisecond for 16 MiB, or for a piece of a device's memory.

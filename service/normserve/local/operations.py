@@ -179,7 +179,7 @@ def _planned(message: Compute, spec: NormSpec, layer: Layer | None, arena: Arena
         for name, (dtype, shape) in results.items()
     }
     parameters = filter(is_parameter, tensors)
-    # On the device a job runs alone: there parameters are read by its own launch, and by nobody before.
+    # On the device a job runs alone: there parameters are read by its own launch only.
     shared = tuple(
         name for name in parameters if not job.is_on_device and tensors[name].nbytes <= MAX_COMPARED_PARAMETER_BYTES
     )

@@ -15,7 +15,7 @@ _RETRY_AFTER_S = 1.0
 
 
 class LentAllocation(OpenedAllocation):
-    """What a client has allocated and lets the server use; nobody is charged for it.
+    """What a client has allocated and lets the server use; it counts towards no quota.
 
     Attributes:
         is_given_back: the client wants it used no more.
@@ -38,7 +38,7 @@ class OwnMemory:
     def may(self, peer: Peer) -> bool:
         """Whether a client may have its memory opened: the server's own user alone.
 
-        Whoever knows a handle can open it, and who frees too early harms the server: neither is for others.
+        A process that knows a handle can open it, and one that frees too early harms the server: both need trust.
         """
         return self._is_allowed and peer.uid == os.geteuid()
 

@@ -32,7 +32,7 @@ class Peer:
         """Who connected.
 
         Raises:
-            OSError: nobody is there any more.
+            OSError: the peer has ended.
         """
         told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         pid, uid, _ = _CREDENTIALS.unpack(told)
@@ -72,7 +72,7 @@ class Users:
 
     @property
     def are_several(self) -> bool:
-        """Whether anybody but the server's own user may connect."""
+        """Whether users other than the server's own may connect."""
         return len(self._keys) > 1
 
     def admit(self, uid: int) -> str | None:

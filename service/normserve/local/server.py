@@ -69,7 +69,7 @@ class LocalServer:
         self, connection: Connection, connected: socket.socket, on_end: Callable[[], None], left: list[Lent]
     ) -> None:
         self._connections.discard(connection)
-        # Where nothing is left over nobody need be watched.
+        # Where nothing is left over, no process need be watched.
         watch = connection.peer.watch(connected) if left else None
         self._leftovers.keep(connection.peer.pid, watch, left)
         on_end()

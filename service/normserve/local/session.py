@@ -44,12 +44,12 @@ class Session:
             raise InvalidParameterError(f"the protocol's version must be {VERSION}, got {message.version}")
         self._is_greeted = True
         self._token = None if message.key is None else message.key.encode()
-        # Nobody until the key is known: what is refused is not logged as another's.
+        # No key's name until it is known: what is refused is not logged as another's.
         self.caller = Caller(self.caller.address)
         return {"version": VERSION, "alignment": ALIGNMENT, "max_frame_bytes": MAX_FRAME_BYTES, **offered}
 
     def authorise(self, needed: Set[KeyScope], record: RequestRecord) -> Caller:
-        """Let a message pass, if it comes from somebody who may send it; who that is.
+        """Check that the client may send a message; returns the caller.
 
         Raises:
             MalformedPayloadError: the client has not said hello.

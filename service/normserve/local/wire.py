@@ -68,7 +68,7 @@ class Wire:
             self._loop.add_reader(self._connection, self._receive)
         else:
             self._loop.remove_reader(self._connection)
-        # While nobody reads, the rest of a frame cannot come.
+        # While nothing is read, the rest of a frame cannot come.
         self._time_frame(runs=wanted and self._frames.is_within)
 
     def send(self, frame: bytes, descriptors: Sequence[int] = ()) -> None:

@@ -37,7 +37,7 @@ def keys_loaded(names: Sequence[str]) -> None:
 
 
 def layer_changed(method: str, path: str, result: str, **who: str | None) -> None:
-    """Somebody asked to register or to remove a layer; `result` is what became of that."""
+    """A client requested to register or to remove a layer; `result` says with what outcome."""
     _note("layer_change", method=method, path=path[:_LONGEST_PATH], result=result, **who)
 
 

@@ -150,7 +150,7 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 class Throttled:
-    """Logs at most once a second what strangers can bring about as often as they like."""
+    """Logs at most once a second what any client can cause any number of times."""
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log

@@ -194,7 +194,7 @@ class DeviceSegment:
         return self._nbytes
 
     def whole(self) -> memoryview:
-        """All of it, as a `DeviceBytes`: to those who pass memory on and do not look at it, the same as any."""
+        """All of it, as a `DeviceBytes`: for code that passes memory on and does not read it, the same as any."""
         return cast(memoryview, DeviceBytes(self, 0, self._nbytes))
 
     def __del__(self) -> None:
@@ -206,7 +206,7 @@ class DeviceSegment:
 
 
 class DeviceBytes:
-    """A flat view of a segment, which it keeps mapped; as a `memoryview`, but nobody on the host sees its bytes.
+    """A flat view of a segment, which it keeps mapped; as a `memoryview`, but its bytes cannot be read on the host.
 
     Attributes:
         obj: the segment.

@@ -22,7 +22,7 @@ _VERSION_1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_ina
 
 
 def available_bytes(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
-    """What could be taken without taking it from anybody.
+    """What could be taken without taking it from another process.
 
     Args:
         proc: where the kernel says what the host has, and the control group of this process.
@@ -67,7 +67,7 @@ def _left_in(group: Path, files: _Files) -> int | None:
         if limit == "max":
             return None
         taken = int((group / files.taken).read_text(encoding="ascii"))
-        # Files that were read are counted, and are dropped before anybody is ended.
+        # Cached files are counted, and are dropped before a process is killed.
         droppable = _amounts(group / "memory.stat").get(files.droppable, 0)
         return max(0, int(limit) - taken + droppable)
     except (OSError, ValueError):

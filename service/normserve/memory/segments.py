@@ -16,7 +16,7 @@ from normserve.memory.limits import available_bytes
 PAGE_BYTES = mmap.PAGESIZE
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-# Since Linux 6.3; nobody shall run what it holds.
+# Since Linux 6.3: its content must not be executable.
 _MFD_NOEXEC_SEAL = 8
 
 
@@ -30,7 +30,7 @@ class Segment(mmap.mmap):
     """
 
     def discard(self) -> None:
-        """Take its content and its pages away, for whoever maps it; from then on it reads as zeros."""
+        """Remove its content and its pages from all mappings; from then on it reads as zeros."""
         with contextlib.suppress(OSError, ValueError):
             self.madvise(mmap.MADV_REMOVE)
 

@@ -17,10 +17,10 @@ _SMALLEST_BYTES = 64 * 1024
 
 
 class _Lease(np.ndarray[tuple[int], np.dtype[np.uint8]]):
-    """A slab's memory as one borrower sees it: it goes home with the last view of it.
+    """A slab's memory as one borrower sees it: it returns to the pool with the last view of it.
 
     What refers to the memory is not only the request: a transport that still sends from it, a device that still
-    reads it for a client who has left.  So nobody returns a slab; it returns when none of them is left.
+    reads it for a client that has left.  So a slab is not returned explicitly, but with its last view.
     """
 
     memory: Bytes | None = None
@@ -49,8 +49,8 @@ class Source:
     Attributes:
         allocate: makes it, or raises MemoryError.
         steps: in how many sizes to each power of two.
-        is_slow: it takes so long that whoever must not wait has it made elsewhere.
-        segments: what other processes map as well, which the memory is to lie in; None where nobody does.
+        is_slow: it takes so long that the event loop has another thread make it.
+        segments: what other processes map as well, in which the memory is to be; None where there are none.
     """
 
     allocate: Callable[[int], Bytes]
@@ -64,7 +64,7 @@ PLAIN = Source(plain_memory, steps=4, is_slow=False)
 
 
 class SlabPool:
-    """Lends slabs and keeps those that come home for the next borrower.
+    """Lends slabs and keeps returned ones for the next borrower.
 
     Slabs in use are bounded by the permits of those who borrow, idle ones by `max_idle_bytes`.  Any thread may
     borrow and give back.
@@ -145,7 +145,7 @@ class SlabPool:
         return idle.pop()
 
     def _collect(self) -> None:
-        """Take in what has come home, and let go what is too much, the longest unused sizes first."""
+        """Collect returned slabs, and free those beyond the limit, the longest unused sizes first."""
         while not self._returned.empty():
             memory = self._returned.get()
             self._used_bytes -= memory.nbytes

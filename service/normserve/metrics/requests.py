@@ -25,7 +25,7 @@ _BANDWIDTH_BUCKETS = tuple(10 ** (6 + k / 4) for k in range(21))
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What one request turned out to be; filled in as it walks, observed once at its end.
+    """What one request turned out to be; filled in while it is processed, observed once at its end.
 
     Attributes:
         op: an operation, the name of another route, or `UNMATCHED`.

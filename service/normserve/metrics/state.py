@@ -77,7 +77,7 @@ class State:
         self.layers_are_kept_on = ""
 
     def refresh(self) -> None:
-        """Ask for everything that nobody tells."""
+        """Read everything that is not reported."""
         for gauge, read in self.watched:
             gauge.set(read())
         if self.layers_are_kept_on:

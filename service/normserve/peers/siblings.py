@@ -164,7 +164,7 @@ class Siblings:
         async with contextlib.AsyncExitStack() as stack:
             links = []
             for index in self._others():
-                # Nobody listens where no process is: not yet, or not any more.
+                # No process listens there: not yet, or no longer.
                 with contextlib.suppress(FileNotFoundError, ConnectionError):
                     links.append(await stack.enter_async_context(self._linked(index)))
             yield links

@@ -67,7 +67,7 @@ def _listening_at(path: Path, mode: int = 0o777) -> socket.socket:
         path.unlink()
     listener = socket.socket(socket.AF_UNIX)
     try:
-        # Before anybody can connect: Linux makes the path with the mode that the socket has.
+        # Before a client can connect: Linux makes the path with the mode that the socket has.
         os.fchmod(listener.fileno(), mode)
         listener.bind(str(path))
         listener.listen(_BACKLOG)

@@ -88,7 +88,7 @@ class Server(HttpServer):
         self._spawn(self._announce())
 
     def _note_error_of_loop(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """What a callback raised.  One that found no memory may have left somebody waiting for ever."""
+        """What a callback raised.  One that found no memory may have left a caller waiting forever."""
         if not isinstance(context.get("exception"), MemoryError):
             loop.default_exception_handler(context)
         elif not self._is_failing:

@@ -23,8 +23,8 @@ from normserve.settings import Settings
 
 log = logging.getLogger(__name__)
 
-# A thread that compiles runs Python for a second on end, and whoever wants Python's lock meanwhile waits so long
-# for it: at the default of 5 ms a server answers a tenth as often as else, at this two fifths.
+# A thread that compiles runs Python for a second on end, and each other thread that needs Python's lock waits this
+# long for it: at the default of 5 ms a server answers a tenth as often as otherwise, at this two fifths.
 _SWITCH_S = 0.0005
 
 
@@ -66,7 +66,7 @@ def serve(settings: Settings, app: FastAPI | None = None, channel: socket.socket
         try:
             server.run()
         except Exception as error:
-            service.report_crash("the server ended with an error that nobody expected", error)
+            service.report_crash("the server ended with an unexpected error", error)
             server.exit_code = 1
         audit.ended(server.exit_code)
     return server.exit_code

@@ -120,7 +120,7 @@ class Fleet:
                 process.note_silence(BEAT_S)
 
     def _end(self) -> None:
-        # At the second signal nobody is waited for.
+        # At the second signal it waits for no process.
         processes = self._processes if self._ending.is_set() else self._owners
         self._ending.set()
         for process in processes:

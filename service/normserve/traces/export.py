@@ -60,7 +60,7 @@ def export_to(endpoint: str, ratio: float, process: str | None = None) -> tuple[
         )
 
     def shut_down(within_s: float) -> None:
-        # It may wait for a collector that hangs; nobody waits for it.
+        # It may wait for a collector that hangs; no caller waits for it.
         thread = threading.Thread(target=provider.shutdown, name="traces-end", daemon=True)
         thread.start()
         thread.join(within_s)

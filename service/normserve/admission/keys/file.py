@@ -103,7 +103,7 @@ def parse_keys(content: bytes) -> tuple[ApiKey, ...]:
     try:
         tables = tomllib.loads(content.decode())
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError, ValueError):
-        # Errors of the parser quote the file, in which somebody may have written a key.
+        # Errors of the parser quote the file, which may contain a key.
         raise KeysFileError("it is not well-formed TOML in UTF-8") from None
     try:
         keys = tuple(entry.key() for entry in _File.model_validate(tables).keys)
@@ -117,7 +117,7 @@ def parse_keys(content: bytes) -> tuple[ApiKey, ...]:
 def _fault(error: ValidationError) -> str:
     """The first fault, by where it is: `keys[2].sha256: …`."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    # A field that nobody knows may be a key that was written in the wrong place.
+    # An unknown field may be a key that was written in the wrong place.
     known = {*_File.model_fields, *_Entry.model_fields}
     where = ""
     for part in first["loc"]:

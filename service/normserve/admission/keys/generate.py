@@ -10,7 +10,7 @@ _RANDOM_BYTES = 32
 
 
 def new_key() -> str:
-    """A key that nobody can guess: 256 random bits."""
+    """A key of 256 random bits."""
     return secrets.token_urlsafe(_RANDOM_BYTES)
 
 

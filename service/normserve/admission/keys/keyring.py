@@ -70,7 +70,7 @@ class Keyring:
     Keys are found by their SHA-256, so how long a look-up takes tells of a guess only how its hash compares, from
     which nothing can be learnt about the key.  Tokens that were right are remembered, to spare them the hashing; to
     be compared with one of those byte by byte, a guess must have the same keyed 64-bit hash (SipHash) first.  There
-    is one for each key at most, and none for what was wrong: strangers add nothing.
+    is one for each key at most, and none for wrong ones: clients without a key add nothing.
     """
 
     def __init__(self, keys: Iterable[ApiKey], clock: Callable[[], float] = time.monotonic) -> None:

@@ -59,7 +59,7 @@ class KeysFile:
                 # A file may lie where reading takes long.
                 keys = await asyncio.to_thread(self._read_if_changed)
             except Exception as error:
-                # Whatever it is: a server that stopped looking would never hear of a key that was revoked.
+                # Whatever it is: a server that stopped reading the file would never learn of a revoked key.
                 said = str(error) if isinstance(error, KeysFileError) else f"{self._path}: {type(error).__name__}"
                 if said != complaint:
                     log.error("the new file of API keys cannot be used, the old keys stay in use: %s", said)
@@ -79,7 +79,7 @@ class KeysFile:
         keys = self.read()
         try:
             if _fingerprint(self._path.stat()) != now:
-                # Somebody is writing: a part of a file may look like a whole one with fewer keys.
+                # The file is being written: a part of it may look like a whole one with fewer keys.
                 self._seen = None
                 return None
         except OSError:

@@ -152,7 +152,7 @@ class TorchBackend:
         return self._slab(tensor.shape, tensor.dtype)
 
     def _slab(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor in a slab, which goes home when the result has been sent."""
+        """A tensor in a slab, which returns to the pool when the result has been sent."""
         nbytes = prod(shape) * dtype.itemsize
         return torch.frombuffer(self._slabs.take(nbytes)[:nbytes], dtype=dtype).view(shape)
 

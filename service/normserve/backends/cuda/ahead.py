@@ -77,7 +77,7 @@ class CompilingAhead:
         if missing:
             self._start(model, missing, cache)
         imported.wait()
-        with contextlib.suppress(Exception):  # Whoever needs these next says why they fail.
+        with contextlib.suppress(Exception):  # The next use of these reports why they fail.
             from triton.backends.nvidia.driver import CudaUtils
             from triton.runtime.cache import triton_key
 
@@ -112,7 +112,7 @@ class CompilingAhead:
         log.info("waited %.1f s for kernels to be compiled", time.perf_counter() - began)
 
     def abandon(self) -> None:
-        """End them: nobody needs what they compile."""
+        """End them: what they compile is not needed."""
         self._await_preparation()
         if self._compiler is not None and self._compiler.poll() is None:
             # With all that it has started: they are a session.

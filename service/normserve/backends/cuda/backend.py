@@ -179,7 +179,7 @@ class TritonBackend:
             packed_s = time.perf_counter() - began
             pipeline = self._pipelines[batch.lane]
             flight = pipeline.start_one(Workplace.compute, workplace)
-            # While the device is at it.
+            # While the device computes it.
             if workplace.is_worth_a_graph:
                 pipeline.aside(workplace.capture)
             shares = workplace.shares()
@@ -202,7 +202,7 @@ class TritonBackend:
         # Whatever its size: graphs share memory, so that all of them follow one another on one stream.
         pipeline = self._pipelines[Lane.SMALL]
         flight = pipeline.start_one(DeviceWork.compute, work)
-        # While the device is at it.
+        # While the device computes it.
         if work.is_worth_a_graph:
             pipeline.aside(work.capture)
 

@@ -24,7 +24,7 @@ class PinnedMemory(np.ndarray[tuple[int], np.dtype[np.uint8]]):
 
     Attributes:
         on_device: the same bytes as a tensor of the device, for as long as the memory is there.
-        calls: launches on parts of that tensor, for whoever makes the same ones again; they go with the memory.
+        calls: launches on parts of that tensor, kept for repeated launches; they are freed with the memory.
         registration: what has the driver know it, of memory that the driver did not make.
     """
 
@@ -48,7 +48,7 @@ def pinned_memory(nbytes: int) -> Bytes:
     except RuntimeError as error:
         # That is no fault of the device's, though CUDA tells it so.
         raise MemoryError(f"{nbytes} bytes cannot be pinned") from error
-    # Whoever asks for it may do without autograd for the moment; the memory outlives that.
+    # The caller may be in inference mode; the memory outlives that.
     with torch.inference_mode(False):
         return with_device_view(pinned, torch.as_tensor(_DeviceArray(pinned), device="cuda"))
 

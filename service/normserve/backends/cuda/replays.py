@@ -13,7 +13,7 @@ from typing import Any, Protocol
 log = logging.getLogger(__name__)
 
 # On an H200 a capture and the first replay take 0.6 ms, and each replay saves 15 microseconds: forty pay for them.
-# After as few calls, whoever sends something else as soon as one is captured would have a quarter of the time go to
+# After as few calls, a client that sends something else after each capture would have a quarter of the time go to
 # captures.  Two hundred take 11 ms with the rest of their turns, which leaves captures a twentieth.
 _CALLS_BEFORE_CAPTURE = 200
 

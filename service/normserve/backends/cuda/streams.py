@@ -163,7 +163,7 @@ class Pipeline:
         """Args: apart: each stage has a stream of its own; else all share one, which starts sooner."""
         self._source = streams
         self._streams = [streams.stream() for _ in range(3)] if apart else [streams.stream()] * 3
-        # Events of flights that are over; whoever waited for one adds its own.
+        # Events of flights that are over; `wait` adds them.
         self._spare: list[Event] = []
 
     def start(self, *stages: Callable[[Any], Any], first: Any = None) -> Flight:

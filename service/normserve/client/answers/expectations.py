@@ -88,7 +88,7 @@ class Expectation:
             if fault := output.fault(tensor):
                 raise UnexpectedAnswerError(f"the answer's {name} must {fault}")
             known += 1
-        # Names that nobody knows may be anything, so the message does not repeat them.
+        # Unknown names may be anything, so the message does not repeat them.
         if len(tensors) > known:
             raise UnexpectedAnswerError(f"the answer must hold no more than {', '.join(self.outputs)}, it does")
         if "mean" in tensors and "rstd" in tensors and tensors["mean"].shape != tensors["rstd"].shape:

@@ -38,7 +38,7 @@ _FROM_BETWEEN = (500, 502)
 
 
 def api_error(status: int, headers: Mapping[str, str], body: bytes, api_key: str | None = None) -> ApiError:
-    """Make the error of an answer with a status of 400 or above, whoever on the way sent it.
+    """Make the error of an answer with a status of 400 or above, from the server or a proxy.
 
     Args:
         status, headers, body: of the answer; none of the last is needed.

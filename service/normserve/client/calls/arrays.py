@@ -30,7 +30,7 @@ _first_byte: Callable[[Any], ctypes.c_char] = ctypes.c_char.from_buffer
 def to_host(name: str, value: object) -> HostTensor:
     """Describe an array's memory; only what is no contiguous, little-endian host memory is copied.
 
-    What lies in the memory of a device is copied once somebody wants it in the host's.
+    What is in a device's memory is copied to the host's when it is needed there.
 
     Raises:
         TypeError: it is neither a numpy array nor a torch tensor, or of no element type of the API.

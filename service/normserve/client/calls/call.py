@@ -64,7 +64,7 @@ class Call(Generic[R]):
         Args: api_key: what no error may repeat.
 
         Raises:
-            ApiError: it is a problem document, or an error of whoever stands between.
+            ApiError: it is a problem document, or an error of a proxy.
             UnexpectedAnswerError: it is nothing that was asked for.
         """
         if answer.status >= 400:

@@ -50,7 +50,7 @@ class Sockets:
         """Args:
         trust: of connections with TLS.
         most: in use at once; who wants more waits.
-        keep_s: how long a connection that nobody uses is kept.
+        keep_s: how long an idle connection is kept.
         """
         self._trust = trust
         self._most = most

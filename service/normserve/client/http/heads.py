@@ -13,7 +13,7 @@ import httpx
 HEAD_BYTES = 64 * 1024
 
 _NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-# What would end a line, or a string in somebody's C.
+# What would end a line, or a string in C.
 _NO_VALUE = re.compile(rb"[\0\r\n]")
 _NO_TARGET = re.compile(rb"[^!-~]")
 
@@ -193,7 +193,7 @@ class _Found:
         self.reason += reason
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        # Behind the body they are trailers, which nobody wants.
+        # Behind the body they are trailers, which are not read.
         if not self.is_complete:
             self.fields.append((name, value))
 

@@ -1,4 +1,4 @@
-"""Connections that nobody uses now."""
+"""Idle connections."""
 
 import collections
 import time
@@ -38,7 +38,7 @@ class IdleConnections:
         return found
 
     def give(self, connection: Connection) -> None:
-        """Keep one more; what nobody has used for long, or what is too many, is closed."""
+        """Keep one more; those idle for long, and those beyond the limit, are closed."""
         self._idle.append(connection)
         while self._idle:
             try:

@@ -57,7 +57,7 @@ class Receiver:
         self._failure: OSError | None = None
 
     def is_quiet(self) -> bool:
-        """Whether there is nothing to read while nobody asks: neither an end nor what nobody asked for."""
+        """Whether an idle connection has nothing to read: neither its end nor unrequested bytes."""
         return not self._poll.poll(0)
 
     def _take(self, most_bytes: int) -> memoryview:
@@ -114,7 +114,7 @@ class Receiver:
                     got = self._filled(fill, view, whole=True)
                 else:
                     if not few:
-                        # Nobody is woken for less, but at the end.
+                        # The thread is not woken for less, except at the end.
                         least = min(_LEAST_BYTES, len(view))
                         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
                     got = yield from self._receive(view)

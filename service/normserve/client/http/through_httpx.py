@@ -1,4 +1,4 @@
-"""Calls through httpx: by way of a proxy, or of a transport that somebody made for it."""
+"""Calls through httpx: by way of a proxy, or of a transport that the caller made for it."""
 
 from collections.abc import AsyncIterator, Iterator, Sequence
 from http.cookiejar import CookieJar

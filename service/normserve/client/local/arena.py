@@ -24,7 +24,7 @@ _MOST_SPARE, _MOST_SPARE_BYTES = 8, 2**20
 
 
 class Block(np.ndarray[tuple[int], np.dtype[np.uint8]]):
-    """Bytes of the arena as whoever took them sees them.
+    """Bytes of the arena that were taken.
 
     Attributes:
         place: where they lie, as the protocol says it.
@@ -39,7 +39,7 @@ class Block(np.ndarray[tuple[int], np.dtype[np.uint8]]):
 
 
 class Part:
-    """One segment: where it is mapped, and what of it nobody has.
+    """One segment: where it is mapped, and which parts of it are free.
 
     Attributes:
         memory: what keeps it mapped.
@@ -143,12 +143,12 @@ class Arena:
             self._look_if_empty()
 
     def once_empty(self, then: Callable[[], None]) -> None:
-        """Call this once nobody has a block any more, which may be now; nothing may be taken from here on."""
+        """Call this once no block is in use, which may be now; nothing may be taken from here on."""
         self._on_empty = then
         self._look_if_empty()
 
     def _look_if_empty(self) -> None:
-        # Whoever holds the lock while another block returns looks again.
+        # The thread that holds the lock while another block returns checks again.
         while self._returned or not self._taken:
             if not self._lock.acquire(blocking=False):
                 return

@@ -43,7 +43,7 @@ class AsyncLink:
         self.is_open = True
         self._loop = asyncio.get_running_loop()
         self._tags = itertools.count(1)
-        # What a request uses, until it has its answer: whoever waited for that may have given up.
+        # What a request uses, until it has its answer: the thread that waited for it may have given up.
         self._used: dict[int, tuple[asyncio.Future[frames.Answer], object]] = {}
         self._unsent = bytearray()
         self._socket = socket.socket(socket.AF_UNIX)
@@ -150,7 +150,7 @@ class AsyncLink:
             return result
 
     def retire(self) -> None:
-        """Close, once nobody has a block of the arenas."""
+        """Close, once no block of the arenas is in use."""
         if self.is_open:
             self._from_anywhere(self._withdraw_all)
             self._offers.once_empty(self.arena, functools.partial(self._from_anywhere, self._leave))
@@ -199,7 +199,7 @@ class AsyncLink:
         except BlockingIOError:
             return
         except OSError:
-            # The server may have said why it closed; whoever receives will hear.
+            # The server may have said why it closed; the thread that receives reads that.
             self._unsent.clear()
 
     def _receive(self) -> None:
@@ -232,7 +232,7 @@ class AsyncLink:
         self._used.clear()
 
     def _leave(self) -> None:
-        """Give the arena back: nobody looks at it."""
+        """Give the arena back: no view of it is left."""
         if self.is_open:
             with suppress(OSError):
                 for number in [*self.arena.segments, *self._offers.given_up()]:

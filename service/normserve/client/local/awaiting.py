@@ -96,7 +96,7 @@ class AsyncLocalTransport:
             raise deadline.error() from None
 
     async def close(self) -> None:
-        """End the connection, once nobody looks at a result any more."""
+        """End the connection, once no view of a result is left."""
         self._forget()
         self._link = None
 
@@ -110,7 +110,7 @@ class AsyncLocalTransport:
                 await link.connect(self._path, self._api_key)
                 self._forget()
                 self._link = link
-                # Without a client nobody asks any more, but somebody may still look at results.
+                # Without a client there are no more requests, but views of results may be left.
                 self._finalizer = weakref.finalize(self, link.retire)
             return self._link
 

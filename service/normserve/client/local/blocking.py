@@ -86,7 +86,7 @@ class LocalTransport:
         return arena.tensor(link.filled_on_device(taken_on_device(arena, nbytes), arena, deadline), dtype, shape)
 
     def close(self) -> None:
-        """End the connection, once nobody looks at a result any more."""
+        """End the connection, once no view of a result is left."""
         with self._connecting:
             link, self._link = self._link, None
             if link is not None:
@@ -101,7 +101,7 @@ class LocalTransport:
             if self._link is None or not self._link.is_usable:
                 self._forget()
                 self._link = link = Link(self._path, self._api_key, deadline)
-                # Without a client nobody asks any more, but somebody may still look at results.
+                # Without a client there are no more requests, but views of results may be left.
                 self._finalizer = weakref.finalize(self, link.retire)
             return self._link
 

@@ -75,7 +75,7 @@ class DeviceArena(Arena):
         self._device = device
         self.ordinal = device.ordinal
         self._name = f"cuda:{device.ordinal}"
-        # Blocks that nobody looks at, each with the stream that may use it still.
+        # Blocks without a view, each with the stream that may still use it.
         self._dying: deque[tuple[Place, Any]] = deque()
         self._streams: dict[tuple[int, int, int], Any] = {}
 
@@ -145,7 +145,7 @@ class DeviceArena(Arena):
         try:
             stream = self._current_stream()
             if stream is None:
-                # Whoever replays the graph that is being captured uses what lies there.
+                # A replay of the graph that is being captured uses this memory.
                 return
             if self._on_empty is None:
                 self._dying.append((place, stream))
@@ -165,7 +165,7 @@ class DeviceArena(Arena):
         super().once_empty(then)
 
     def unmap(self) -> None:
-        """Let go of all segments, which nobody has a block of."""
+        """Unmap all segments; no block of them is in use."""
         self._spare.clear()
         self._parts.clear()
 

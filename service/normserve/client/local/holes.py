@@ -1,4 +1,4 @@
-"""What of a segment nobody has."""
+"""The free parts of a segment."""
 
 import bisect
 
@@ -21,7 +21,7 @@ class Holes:
         return None
 
     def put(self, start: int, stop: int) -> None:
-        """These are nobody's again."""
+        """These are free again."""
         holes = self._holes
         index = bisect.bisect(holes, (start, stop))
         if index < len(holes) and holes[index][0] == stop:

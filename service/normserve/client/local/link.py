@@ -56,16 +56,16 @@ class Link:
         self._pid = os.getpid()
         self._tags = itertools.count(1)
         self._sending = threading.Lock()
-        # Entered directly where nobody waits: a condition is Python code around it.
+        # Entered directly where no thread waits: a condition is Python code around it.
         self._lock = threading.Lock()
         self._state = threading.Condition(self._lock)
         self._is_receiving = False
         self._waiting = 0
-        # What a request uses, until it has its answer: whoever waited for that may have given up.
+        # What a request uses, until it has its answer: the thread that waited for it may have given up.
         self._used: dict[int, object] = {}
         self._given_up: set[int] = set()
         self._answers: dict[int, frames.Answer] = {}
-        # Makes a new error for each that hears of it: what is raised holds the frames that it went through.
+        # Makes a new error for each caller: an error that was raised holds the frames that it went through.
         self._failure: Callable[[], ClientError] | None = None
         self._wait_s = _WAIT_S
         self._socket = socket.socket(socket.AF_UNIX)
@@ -101,8 +101,8 @@ class Link:
 
         Args:
             message: a `msgspec.Raw` is encoded already.
-            used: kept until there is an answer, also if nobody waits for it any more.
-            meanwhile: called while the server is at it.
+            used: kept until there is an answer, even if the caller no longer waits for it.
+            meanwhile: called while the server works.
 
         Raises:
             ConnectionFailedError, UnexpectedAnswerError: the connection has ended, or is of no more use.
@@ -157,7 +157,7 @@ class Link:
             return result
 
     def retire(self) -> None:
-        """Close, once nobody has a block of the arenas."""
+        """Close, once no block of the arenas is in use."""
         if self.is_usable:
             with suppress(OSError):
                 for number in self._offers.withdraw_all():
@@ -179,7 +179,7 @@ class Link:
         required(answer)
 
     def _do(self, meanwhile: Callable[[], None], tag: int) -> None:
-        """Call it; if that goes wrong nobody waits for the answer."""
+        """Call it; if it raises, the answer is given up."""
         try:
             meanwhile()
         except BaseException:
@@ -187,7 +187,7 @@ class Link:
             raise
 
     def _give_up(self, tag: int) -> None:
-        """Nobody waits for this answer any more."""
+        """This answer is no longer wanted."""
         with self._lock:
             if tag in self._used:
                 self._given_up.add(tag)
@@ -210,7 +210,7 @@ class Link:
                             self._fail(functools.partial(ConnectionFailedError, "a request was cut off"))
                         raise deadline.error() from None
                 except OSError:
-                    # The server may have said why it closed; whoever receives will hear.
+                    # The server may have said why it closed; the thread that receives reads that.
                     return
 
     def _wait_for(self, tag: int, deadline: Deadline) -> frames.Answer:
@@ -236,7 +236,7 @@ class Link:
                         self._state.notify_all()
 
     def _sleep(self, deadline: Deadline) -> None:
-        """Until whoever receives has received something."""
+        """Wait until the receiving thread has received something."""
         self._waiting += 1
         try:
             if not self._state.wait(deadline.left_s()):
@@ -274,7 +274,7 @@ class Link:
             except OSError as error:
                 raise self._fail(functools.partial(ConnectionFailedError, quoted(str(error), 200))) from error
             except BaseException:
-                # Whether anything came nobody knows any more.
+                # It is unknown whether anything came.
                 self._fail(functools.partial(ConnectionFailedError, "an answer was lost to an interruption"))
                 raise
 
@@ -291,7 +291,7 @@ class Link:
         return failure()
 
     def _leave(self) -> None:
-        """Give the arena back: nobody looks at it."""
+        """Give the arena back: no view of it is left."""
         if not self.is_usable:
             self._socket.close()
             return

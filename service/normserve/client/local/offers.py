@@ -60,7 +60,7 @@ class Offers:
         return () if own is None else own.withdraw_all()
 
     def once_empty(self, host: Arena, then: Callable[[], None]) -> None:
-        """Call this once nobody has a block of any arena; nothing may be taken from here on."""
+        """Call this once no block of any arena is in use; nothing may be taken from here on."""
         device = self._arena
         host.once_empty(then if device is None else lambda: device.once_empty(then))
 

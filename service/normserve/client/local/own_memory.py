@@ -38,7 +38,7 @@ class _Offered:
 
 
 class Offer:
-    """An allocation that the server does not know yet: its message is to be sent, and `hear` told the answer."""
+    """An allocation that the server does not know yet: send its message, then call `take_answer`."""
 
     def __init__(self, home: "OwnMemory", identity: int, allocation: Allocation, storage: Any) -> None:
         self.message = frames.Own(allocation.handle.hex(), allocation.nbytes)

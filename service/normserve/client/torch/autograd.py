@@ -55,7 +55,7 @@ class _Norm(torch.autograd.Function):
             ctx.operation = operation
             kept = _for_backward(tensors, operation, needs_bias, needs_shift)
             ctx.save_for_backward(*map(kept.get, _INPUTS), _alone(result.mean), _alone(result.rstd))
-        # Not as a view of what was received: autograd lets nobody change such a result in place.
+        # Not as a view of what was received: autograd does not allow such a result to be changed in place.
         return result.y.data
 
     @staticmethod
@@ -157,7 +157,7 @@ def normalise(
     """
     global _untraced
     operation = Operation(client, name, options, _out_dtype(name, x))
-    # Nobody compiles where this is not loaded, which takes longer than all the client does in its first second.
+    # Where this is not loaded nothing is compiled; loading it takes longer than the client's first second of work.
     if "torch._dynamo" not in sys.modules:
         return _computed(operation, x, weight, bias, scale, shift)
     if _untraced is None:

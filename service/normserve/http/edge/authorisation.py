@@ -17,7 +17,7 @@ class Authorisation:
     def __init__(self, keys: Keyring, scopes: RouteScopes) -> None:
         self._keys = keys
         self._scopes = scopes
-        # Apart, so that strangers who guess do not crowd out what is told of a known key.
+        # Separate, so that guessed keys do not crowd out log lines about known keys.
         self._refused_strangers, self._refused_keys = Refusals(), Refusals()
 
     def admit(self, scope: Scope, token: bytes | None, exchange: Exchange) -> None:

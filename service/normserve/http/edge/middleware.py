@@ -75,7 +75,7 @@ class Edge:
             await self._app(scope, receive, send)
             return
         if scope["type"] != "http":
-            # Nothing is served on WebSockets, and nobody would be asked for a key there.
+            # Nothing is served on WebSockets, and no key would be required there.
             await send({"type": "websocket.close", "code": 1008, "reason": ""})
             return
         headers: dict[bytes, bytes] = dict(scope["headers"])
@@ -229,7 +229,7 @@ class _Outgoing:
         self._exchange.record.status = message["status"]
         named = (b"x-request-id", self._exchange.request_id.encode())
         headers = [*message["headers"], *self.shared, named]
-        # Of a body that was cut off nobody can tell when the rest comes.
+        # It is unknown when the rest of a body that was cut off comes.
         is_cut_off = self._exchange.reception.is_cut_off
         if not self._incoming.complete and self._incoming.is_quick_to_drop and not is_cut_off:
             await self._incoming.drop()

@@ -90,7 +90,7 @@ def json_bytes(said: bytes | None, announced: int | None) -> int | None:
 
     Args:
         said: the value of `LENGTH`, None where it is absent.
-        announced: the body's own length, None where nobody announced it.
+        announced: the body's length, None where it is unknown.
 
     Raises:
         MalformedPayloadError: it is no length, or longer than the body.

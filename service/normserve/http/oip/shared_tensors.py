@@ -21,7 +21,7 @@ _WRITTEN_OVER = {Pass.FORWARD: {"y": "x"}, Pass.BACKWARD: {"dx": "x"}}
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Where a request's tensors lie, by name; what is found stays open, whoever unregisters it.
+    """Where a request's tensors lie, by name; what is found stays open even if it is unregistered.
 
     Attributes:
         is_on_device: all of them, and the places of all results, are in regions of CUDA memory.

@@ -48,7 +48,7 @@ class RelayedReception(Reception):
         self._front_end = front_end
         self._number = request.number
         self._early = request.body or bytearray()
-        # What the front end writes to: nobody else's before it says that it does not any more.
+        # What the front end writes to: not reused before the front end says that it has stopped.
         self._lent: memoryview | None = None
         self._is_coming = False
         self._piece: asyncio.Future[messages.Piece] | None = None
@@ -72,7 +72,7 @@ class RelayedReception(Reception):
         return await super().into(make, **limits)
 
     async def receive(self) -> Message:
-        """The next message, for whoever asks the ASGI way."""
+        """The next message, in ASGI's form."""
         if self.is_complete and self._early:
             body, self._early = bytes(self._early), bytearray()
             return {"type": "http.request", "body": body, "more_body": False}
@@ -220,7 +220,7 @@ class RelayedDeparture(Departure):
                 self.on_departure()
 
     def on_front_end_lost(self) -> None:
-        """Nobody sends it any more."""
+        """It will not be sent."""
         self.on_left()
         self.on_sent(messages.Sent(self._number, self._seconds, is_delivered=False))
 

@@ -34,7 +34,7 @@ class Owner(Protocol):
 
 
 def decline(link: Link, message: Any) -> None:
-    """Answer what was said of a request to which nobody sees any more."""
+    """Answer messages about a request that no longer has a handler."""
     match message:
         case messages.Respond() | messages.Send():
             link.send(messages.Sent(message.number, 0.0, is_delivered=False))

@@ -41,8 +41,8 @@ class FrontEnd:
         """Args: index: of all front ends, this one's."""
         self._index = index
         self.on_link_lost: Callable[[], None] = lambda: None
-        # While there is nobody to relay to there is one answer to all requests.  It needs no names of hosts and no
-        # keys, and the other process counts it once that is there.
+        # While there is no process to relay to, all requests get the same answer, which needs no check of host or
+        # key.  The other process counts these answers once it is there.
         self._alone = Edge(self._refuse, Metrics(), Progress(), Origins(None))
         self._owners: list[_Owner] = []
         self._turns = itertools.count()

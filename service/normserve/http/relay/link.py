@@ -72,7 +72,7 @@ class Link:
         if not self.is_open or self._is_ending:
             return
         content = encode(message)
-        # Until the kernel has taken it nobody else may close it.
+        # Until the kernel has taken it, nothing else may close it.
         kept = None if descriptor is None else os.dup(descriptor)
         self._unsent.append((LENGTH.pack(len(content)) + content, kept))
         if not self._is_flushing:
@@ -147,7 +147,7 @@ class Link:
             try:
                 self._on_message(self._decode(memoryview(data)[begin:following]))
             except BaseException:
-                # The rest of what was read would be lost: nobody shall wait for an answer to that.
+                # The rest of what was read would be lost, and no request in it may wait for an answer.
                 self._give_up()
                 raise
             if not self.is_open:

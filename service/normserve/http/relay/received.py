@@ -39,7 +39,7 @@ class ReceivedRequest(DirectRequest):
         self._began = request.began
         self._hand_over = hand_over
         self._layer: Layer | None = None
-        # What the front end writes to: nobody else's before it says that it does not any more.
+        # What the front end writes to: not reused before the front end says that it has stopped.
         self._room: memoryview | None = None
         self._watch: PaceWatch | None = None
         self._failure: NormserveError | None = None

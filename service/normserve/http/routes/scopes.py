@@ -85,7 +85,7 @@ class RouteScopes:
         return self._declared.get((method, template)) != PUBLIC
 
     def needed(self, scope: Scope) -> Needed | None:
-        """What a request needs; None where no key will do, since nobody declared what will.
+        """What a request needs; None where no key is sufficient, since the route declares no scope.
 
         What no route handles needs any key: who has none is not told which paths there are.
         """

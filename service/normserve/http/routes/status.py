@@ -145,7 +145,7 @@ class Status:
         }
 
     async def sample(self, request: Request) -> Response:
-        """A small npy array to try the operations with, for whoever has nothing but curl."""
+        """A small npy array to try the operations with curl alone."""
         _note(request, "sample")
         rows, cols = _SAMPLE_SHAPE
         values = memoryview(bytearray(rows * cols * 4)).cast("f")

@@ -45,7 +45,7 @@ class _Body:
             self.reception.complete()
 
     async def receive(self) -> Message:
-        """The next message, for whoever asks the ASGI way."""
+        """The next message, in ASGI's form."""
         self.stop()
         message = await self._receive()
         if message["type"] == "http.request" and not message.get("more_body", False):
@@ -53,7 +53,7 @@ class _Body:
         return message
 
     def stop(self) -> None:
-        """Nobody will take more of it."""
+        """No more of it will be read."""
         if self._pump is not None:
             self._pump.cancel()
 

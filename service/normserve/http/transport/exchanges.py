@@ -179,7 +179,7 @@ class ExchangeProtocol(HttpToolsProtocol):
             self.transport.abort()
 
     def timeout_keep_alive_handler(self) -> None:
-        # Bytes that nobody fetched all this time will not be fetched: closing would wait for them forever.
+        # Bytes that the client has not read all this time will not be read: closing would wait for them forever.
         if self.transport.get_write_buffer_size():
             self.transport.abort()
         super().timeout_keep_alive_handler()

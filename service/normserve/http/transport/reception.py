@@ -12,7 +12,7 @@ from normserve.http.transport.pace import Pace, PaceWatch
 class Reception:
     """Between the connection, which has bytes, and the route, which has memory for them.
 
-    A body that nobody asks for here stays with uvicorn, as any ASGI application expects it.
+    A body that is not requested here stays with uvicorn, as any ASGI application expects it.
 
     Attributes:
         announced: its length in bytes; None when it is chunked, 0 when there is none.
@@ -118,7 +118,7 @@ class Reception:
     def fail(self, error: NormserveError) -> None:
         """The rest will not come, or is not wanted: what still comes is uvicorn's again."""
         self.is_filling = False
-        # One that is never raised: a traceback would hold whoever waits for this body, and through him this.
+        # One that is never raised: a traceback would hold the frame that waits for this body.
         self._failure = copy.copy(error)
         if not self.is_complete:
             # Others may be waiting for it; one that is whole belongs to the route, which has not run yet.

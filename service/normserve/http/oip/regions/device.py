@@ -79,7 +79,7 @@ class DeviceMemory:
         """Refuse whom the memory is not opened for.
 
         Raises:
-            UnusableRegionError: nobody's is.
+            UnusableRegionError: no region has that name.
             ForbiddenError: the client came over a network.
         """
         if not self._is_allowed:

@@ -23,7 +23,7 @@ class Transfer:
     slabs: SlabPool
 
     async def read(self, spans: Sequence[Span]) -> list[memoryview]:
-        """Copy parts of regions into a slab: for each part, its place there, which nobody else writes.
+        """Copy parts of regions into a slab: for each part, its place there, which nothing else writes.
 
         The caller's permit covers them.
 
