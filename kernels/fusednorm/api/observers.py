@@ -13,7 +13,7 @@ _tracing_state = torch._C._get_tracing_state
 
 
 def is_observed(*tensors: Tensor | None) -> bool:
-    """Whether somebody traces, transforms or watches the call, or a tensor is of a kind that does so itself."""
+    """Whether the call is traced, transformed or observed, or a tensor is of a kind that does so itself."""
     # First: while Dynamo traces, the others are not for it to see.
     if is_compiling() or _dispatch_modes() or _function_modes() or _functorch_transform() or _tracing_state():
         return True

@@ -72,7 +72,7 @@ def is_number(value: object) -> bool:
 
 
 def is_integer(value: object) -> bool:
-    """Whether a value is an int, or stands for one while torch traces; a bool is none."""
+    """Whether a value is an int, or represents one while torch traces; a bool is none."""
     return type(value) is int or isinstance(value, torch.SymInt)
 
 

@@ -45,7 +45,7 @@ class Report:
         registers: per thread.
         spilled_bytes: stores and loads to local memory, per thread.
         shared_bytes: static and dynamic shared memory of a program.
-        access_bytes: how often each access width, in bytes a thread, stands in the code; by "ld", "st", "cp".
+        access_bytes: how often each access width, in bytes a thread, occurs in the code; by "ld", "st", "cp".
     """
 
     kernel: str

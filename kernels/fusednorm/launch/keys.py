@@ -35,7 +35,7 @@ def _called(function: Any) -> Iterator[Any]:
 
 
 def _value(node: ast.AST, names: dict[str, Any]) -> Any:
-    """What a name stands for, or an attribute of a module."""
+    """The value of a name, or of an attribute of a module."""
     if isinstance(node, ast.Name):
         return names.get(node.id)
     if isinstance(node, ast.Attribute):

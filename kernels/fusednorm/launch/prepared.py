@@ -47,7 +47,7 @@ _LOOKS: dict[Any, tuple[str, ...]] = {}
 
 
 def undisturbed() -> bool:
-    """Whether Triton need not be asked: nobody watches launches or wants kernels compiled in another way."""
+    """Whether Triton can be bypassed: no hook observes launches or changes how kernels are compiled."""
     runtime = knobs.runtime
     try:
         watched = runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls

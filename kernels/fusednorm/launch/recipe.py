@@ -164,7 +164,7 @@ class _Own:
 
     @classmethod
     def of(cls, launches: list[Launch], others: Iterable[Tensor]) -> "_Own | None":
-        """That of the launches beside `others`; None where a tensor is neither room to write to nor a workspace."""
+        """That of the launches beside `others`; None where a tensor is neither a destination nor a workspace."""
         theirs, memory_of_others = (
             {tensor.data_ptr() for tensor in others},
             {_memory(tensor)[0] for tensor in others},
@@ -190,7 +190,7 @@ class _Own:
 
 
 class _Table:
-    """The list that launches take their parameters from: where each stands in it."""
+    """The list that launches take their parameters from: the position of each."""
 
     def __init__(self, tensors: tuple[Tensor, ...], own: _Own, launches: list[Launch]) -> None:
         addresses = (*(tensor.data_ptr() for tensor in tensors), *own.parts, *own.workspaces)
@@ -221,7 +221,7 @@ class _Table:
         return self._rows + 1 + self.rules.index((by_rows.tile, by_rows.most))
 
     def places(self, launch: Launch, constants: tuple[Any, ...]) -> tuple[int, ...]:
-        """Where the parameters of a launch stand in the list."""
+        """The positions of a launch's parameters in the list."""
         places = [*map(self._argument, launch.arguments), *map(self._value, constants)]
         by_rows = launch.by_rows
         if by_rows is not None and self.rules:

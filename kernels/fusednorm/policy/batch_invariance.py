@@ -8,7 +8,7 @@ _required = False
 
 
 def require_batch_invariance(required: bool) -> None:
-    """From now on let samples have the same bits in any company, or, as at first, be quick where they are few.
+    """From now on let samples have the same bits in any batch, or, as at first, be quick where they are few.
 
     For callers that put samples of several askers into one launch.  All samples are then cut as if each were alone.
     """

@@ -92,7 +92,7 @@ class Warming:
         """Compile it in so many processes; how many kernels are missing.
 
         Args:
-            until_gone: a process without which nobody wants it.
+            until_gone: a process after whose end it is not needed.
         """
         done: dict[int, Done] = {}
         for each in work_off(range(len(self._tickets)), self._compile, jobs, lambda: _runs(until_gone)):
@@ -134,7 +134,7 @@ def _size(key: str) -> int:
 
 
 def _runs(process: int | None) -> bool:
-    """Whether there still is such a process; None stands for one that always is."""
+    """Whether there still is such a process; None means that there always is."""
     return process is None or Path(f"/proc/{process}").exists()
 
 

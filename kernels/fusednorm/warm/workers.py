@@ -116,7 +116,7 @@ def _heard(to_give: int, to_hear: int, tickets: list[bytes], is_wanted: Callable
 def _work_until_none_is_left(to_take: int, to_report: int, work: Work) -> None:
     """A worker's life; does not return."""
     parent = os.getppid()
-    # A parent that is killed can tell nobody.
+    # A parent that is killed cannot say so.
     while (taken := os.read(to_take, _TICKET.size)) and os.getppid() == parent:
         (ticket,) = _TICKET.unpack(taken)
         began = time.perf_counter()

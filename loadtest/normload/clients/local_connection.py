@@ -73,7 +73,7 @@ class LocalConnection(Waiting):
     def steps(self, request: Request) -> Steps[Answer]:
         """As `Connection.steps`; the results of its response are valid until the next exchange."""
         if self._last is not None:
-            # Whoever has the answer still looks at its figures alone; the blocks are wanted.
+            # Of an earlier answer only the figures are still read; its blocks are needed again.
             self._last[1].clear()
             self._last = None
         if self._open is not None and not self._open.is_quiet():

@@ -102,7 +102,7 @@ def destinations(spec: NormSpec, results: Mapping[str, Tensor]) -> Forward | Bac
 def _function_and_options(
     library: ModuleType, spec: NormSpec
 ) -> tuple[Callable[..., Forward | Backward], tuple[str, ...], Mapping[str, Any]]:
-    """The library's function, the tensors that it wants first, and what it is told besides tensors."""
+    """The library's function, its leading tensor arguments, and its options."""
     options = {"eps": spec.eps, "activation": spec.activation, "dropout": spec.dropout, "seed": spec.seed}
     if spec.op is not Op.GROUP_NORM:
         options["weight_offset"] = spec.weight_offset

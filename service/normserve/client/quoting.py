@@ -1,4 +1,4 @@
-"""Text that a server sent, as it may stand in a message: short, printable, and without the API key."""
+"""Text that a server sent, as a message may contain it: short, printable, and without the API key."""
 
 _UNPRINTABLE = "\N{REPLACEMENT CHARACTER}"
 

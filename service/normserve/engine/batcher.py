@@ -58,7 +58,7 @@ class Batcher:
                 self._count -= 1
 
     def take(self, lanes: Collection[Lane] = tuple(Lane)) -> Batch | None:
-        """Take out the next batch for a device with room in these lanes; None where nothing waits in them."""
+        """Take out the next batch for a device with capacity in these lanes; None where nothing waits in them."""
         waiting = [lane for lane in Lane if lane in lanes and self._lanes[lane]]
         if not waiting:
             return None

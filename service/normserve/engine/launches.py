@@ -39,7 +39,7 @@ class Launches:
     ) -> None:
         """Args:
         on_end: is told what became of a batch that `run` did not wait for.
-        on_room: called when there may be room for another batch although none has ended.
+        on_room: called when another batch may be launched although none has ended.
         """
         self._executor = executor
         self._on_end, self._on_room = on_end, on_room

@@ -34,7 +34,7 @@ class Entry:
 class Journal:
     """One file for each layer, and one for a layer that is about to be.
 
-    The process that writes holds the fleet's lock.  All work is done on a thread of the journal's own; every failure
+    The process that writes holds the fleet's lock.  All work is done on the journal's own thread; every failure
     of the disk is a `StorageError`.
     """
 

@@ -47,7 +47,7 @@ class LayerRegistry:
 
     @contextlib.contextmanager
     def expecting(self, name: str, nbytes: int) -> Iterator[None]:
-        """Keep room for a layer of so many bytes while its parameters are brought to the device.
+        """Reserve memory for a layer of so many bytes while its parameters are brought to the device.
 
         Raises:
             TooLargeError: there are as many layers, or bytes, as may be.

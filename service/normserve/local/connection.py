@@ -48,7 +48,7 @@ class Connection:
 
     def __init__(self, service: Service, peer: Peer, key_name: str | None, watch: Callable[[], int | None]) -> None:
         """Args:
-        key_name: of the API key that stands for the peer's user.
+        key_name: of the API key that is used for the peer's user.
         watch: makes a descriptor that can be read once the peer has ended, while the connection is open; None
             where there is none.
         """
@@ -173,7 +173,7 @@ class Connection:
         self._on_room()
 
     def _let_go(self, message: frames.Cancel | frames.Free) -> None:
-        """What has no answer: of what is not there, or not any more, there is nothing to let go."""
+        """What has no answer: unknown numbers are ignored."""
         if isinstance(message, frames.Free):
             memory = self._arena.segments.pop(message.segment, None)
             # What is known may lie there, and would keep it.

@@ -59,7 +59,7 @@ class Peer:
 
 
 class Users:
-    """Who may connect, and which API key stands for whom."""
+    """Which users may connect, and which API key is used for each."""
 
     def __init__(self, listed: str) -> None:
         """Args: listed: as the setting has it, `UID` or `UID=KEY`, divided by commas."""
@@ -67,7 +67,7 @@ class Users:
         self._keys: Mapping[int, str | None] = {os.geteuid(): None} | {
             int(uid): key or None for uid, _, key in entries
         }
-        # Stands for every user of another user namespace.
+        # The id of every user of another user namespace.
         self._overflow_uid = _read_overflow_uid()
 
     @property
@@ -76,7 +76,7 @@ class Users:
         return len(self._keys) > 1
 
     def admit(self, uid: int) -> str | None:
-        """The name of the API key whose scopes and limits a user has, if one stands for them.
+        """The name of the API key whose scopes and limits a user has, if there is one.
 
         Raises:
             ForbiddenError: that user may not connect.

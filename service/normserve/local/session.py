@@ -21,7 +21,7 @@ class Session:
 
     def __init__(self, uid: int, key_name: str | None, keys: Keyring | None, refusals: Refusals) -> None:
         """Args:
-        key_name: of the API key that stands for the user.
+        key_name: of the API key that is used for the user.
         keys: None where no key is asked for.
         refusals: is told of messages that were refused for want of a key.
         """

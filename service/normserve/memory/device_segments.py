@@ -124,7 +124,7 @@ class Device:
         call(self.driver.cuMemAddressFree, address, nbytes)
 
     def release(self, handle: Any) -> None:
-        """Let go of memory: it is free once nothing maps it."""
+        """Release memory: it is free once nothing maps it."""
         call(self.driver.cuMemRelease, handle)
 
     def _mapped(self, handle: Any, nbytes: int, kind: type[_S]) -> _S:

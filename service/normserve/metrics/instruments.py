@@ -88,7 +88,7 @@ class Histogram:
         self.sum += sum(values)
 
     def show(self, exemplar: Exemplar) -> None:
-        """Have a value that has been counted stand for its bucket."""
+        """Attach a counted value to its bucket, as an exemplar."""
         self.exemplars[bisect_left(self.bounds, exemplar.value)] = exemplar
 
     def cumulative(self) -> Iterator[tuple[float, int]]:

@@ -185,7 +185,7 @@ class Requests:
             self._bandwidth(*labels).observe_all(rates)
 
     def _show(self, record: RequestRecord) -> None:
-        """Have a request that is traced stand for the buckets that it was counted in."""
+        """Attach a traced request to the buckets that it was counted in."""
         assert record.trace_id is not None
         observed = time.time() - (time.perf_counter() - record.began - record.seconds)
         duration = self._duration(record.op, record.direction, record.transport)

@@ -20,7 +20,7 @@ async def make_layer(engine: Engine, layers: LayerRegistry, name: str, query: by
     """The layer that a query and a safetensors body describe, its parameters on the device; not registered yet.
 
     Raises:
-        TooLargeError: `layers` has no room for it.
+        TooLargeError: `layers` is full.
         NormserveError: by what is wrong with them, or with the device.
     """
     values = parse_query(query, LAYER_PARAMETERS)

@@ -98,7 +98,7 @@ def normalised_and_activated(
 
 
 def replace_block(module: nn.Module) -> Replacement | None:
-    """What stands for the forward of a module around patched GroupNorms; None if it is none.
+    """What replaces the forward of a module around patched GroupNorms; None if it is none.
 
     Each is taken with its activation.
 
@@ -184,14 +184,14 @@ def _small_copy(module: Any) -> Any:
 
 
 def _may_be_fused(norm: Any, activation: nn.Module) -> bool:
-    """Whether a patched GroupNorm and an activation stand there, and nobody watches either."""
+    """Whether these are a patched GroupNorm and an activation, neither with hooks."""
     if not isinstance(norm, nn.Module) or not _takes_activation(norm):
         return False
     return activation_of(activation) is not None and not (_has_hooks(norm) or _has_hooks(activation))
 
 
 def _takes_activation(norm: Any) -> bool:
-    """Whether the forward of a module stands for that of a norm that takes the activation behind it."""
+    """Whether the forward of a module replaces that of a norm that takes the activation behind it."""
     forward = norm.forward
     return isinstance(forward, PatchedForward) and forward.takes_activation
 

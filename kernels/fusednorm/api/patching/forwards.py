@@ -115,7 +115,7 @@ _OF_OPERATIONS: dict[str, type[PatchedForward]] = {
 
 
 def replace_norm(module: nn.Module) -> Replacement | None:
-    """What stands for the forward of a norm; None for a module that does not look like one.
+    """What replaces the forward of a norm; None for a module that does not look like one.
 
     Raises:
         NotRecognisedError: it is to be left alone.

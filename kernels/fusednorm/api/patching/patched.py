@@ -81,7 +81,7 @@ class PatchedForward:
 
     @property
     def __wrapped__(self) -> MethodType:
-        """The forward that it stands for, whose signature `inspect` shows."""
+        """The forward that it replaces, whose signature `inspect` shows."""
         return MethodType(type(self.module).forward, self.module)
 
     @property
@@ -105,7 +105,7 @@ class Replacement(NamedTuple):
 
     Attributes:
         description: what the module is computed as.
-        forward: what stands for its forward.
+        forward: what replaces its forward.
     """
 
     description: str

@@ -80,7 +80,7 @@ class Probe:
         for name, values in self._parameters.items():
             parameters[name] = nn.Parameter(values.to(parameter_dtype), requires_grad=False)
         copied.__dict__.update(self._module.__dict__, _parameters=parameters)
-        # torch warns of dtypes that nobody but this mixes.
+        # torch warns of mixed dtypes, which only this check has.
         with torch.no_grad(), warnings.catch_warnings(action="ignore"):
             return type(copied).forward(copied, self._x.to(x_dtype))
 

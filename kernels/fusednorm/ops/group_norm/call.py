@@ -182,7 +182,7 @@ class BackwardCall(Call):
         return tuple(self.affine)
 
     def parts(self, splits: int) -> tuple[Tensor, Tensor]:
-        """Room for the sums of dz and of dz * x_hat, float32 [N * splits, C] each."""
+        """Memory for the sums of dz and of dz * x_hat, float32 [N * splits, C] each."""
         return pair(self.x, self.n * splits, self.sample.c)
 
     def wanted_parts(self, splits: int) -> tuple[Tensor | None, Tensor | None]:

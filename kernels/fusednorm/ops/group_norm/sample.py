@@ -76,12 +76,12 @@ def stays_in_l2(threads: int, tiles: int, programs: int) -> bool:
 
 
 def empty_statistics(x: Tensor, sample: Sample) -> tuple[Tensor, Tensor]:
-    """Room for two float32 values of each group, [N, groups]."""
+    """Memory for two float32 values of each group, [N, groups]."""
     shape = (x.shape[0], sample.groups)
     return x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.float32)
 
 
 def pair(like: Tensor, *shape: int) -> tuple[Tensor, Tensor]:
-    """Room for two float32 tensors of that shape where another is, one behind the other."""
+    """Memory for two adjacent float32 tensors of that shape, on the device of another tensor."""
     first, second = like.new_empty((2, *shape), dtype=torch.float32).unbind()
     return first, second

@@ -139,7 +139,7 @@ class Call:
         """How rows lie, or tokens of heads.
 
         Raises:
-            UnsupportedShapeError: too many heads, or heads that lie in no way that kernels walk.
+            UnsupportedShapeError: too many heads, or heads whose strides no kernel supports.
         """
         cols, tensors = self.cols, self.strided
         if self.x.ndim == 2:

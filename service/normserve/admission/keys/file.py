@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 #: Each key has series of its own in the metrics.
 MAX_KEYS = 1000
 
-#: What a key may be called: names stand in logs and metrics.
+#: Allowed names of keys: they appear in logs and metrics.
 KEY_NAME = r"[A-Za-z0-9._-]{1,64}"
 
 

@@ -63,10 +63,10 @@ class _Layout:
 
 @dataclass(frozen=True, slots=True)
 class Workplace:
-    """A packed batch and room for its results, in one slab.
+    """A packed batch and memory for its results, in one slab.
 
     Attributes:
-        call: launches it on what came, packed, and into the room; wants a registered layer's parameters by name.
+        call: launches it on the packed tensors; takes a registered layer's parameters by name.
     """
 
     call: Call

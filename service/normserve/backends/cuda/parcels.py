@@ -61,7 +61,7 @@ class Bundle:
 
     @classmethod
     def empty(cls, described: Described, device: str) -> "Bundle":
-        """Room for such results."""
+        """Memory for such results."""
         offsets, end = places_of(described)
         return cls(torch.empty(end, dtype=torch.uint8, device=device), offsets, described)
 

@@ -46,7 +46,7 @@ def pinned_memory(nbytes: int) -> Bytes:
     try:
         pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as error:
-        # That is no fault of the device's, though CUDA tells it so.
+        # CUDA reports it like an error of the device, which it is not.
         raise MemoryError(f"{nbytes} bytes cannot be pinned") from error
     # The caller may be in inference mode; the memory outlives that.
     with torch.inference_mode(False):

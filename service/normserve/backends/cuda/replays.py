@@ -51,7 +51,7 @@ class Repeated:
 
         Args:
             call: wants a layer's parameters by name; they are given each time and not held.
-            what: it is, as the log tells it.
+            what: its name in the log.
             replays: of whose graphs it has one.
         """
         self._call = call
@@ -86,7 +86,7 @@ class Repeated:
             self._stay_as_it_is(error)
 
     def forget(self) -> None:
-        """Let go of the graph; the call earns another as it did this one."""
+        """Release the graph; the call gets another one in the same way."""
         if self._graph is not None:
             self._graph, self._times = None, 0
 

@@ -73,7 +73,7 @@ class Flight:
         return self._has_landed
 
     def wait(self) -> StageSeconds:
-        """Block until the last stage is over, and let go of what the stages worked on; called once."""
+        """Block until the last stage is over, and release what the stages worked on; called once."""
         if not self._has_landed:
             self._marks[-1].synchronize()
         self._held.clear()
@@ -101,7 +101,7 @@ class DividedFlight:
         return self._has_landed
 
     def wait(self) -> StageSeconds:
-        """Block until all parts are over, and let go of what the stages worked on; called once.
+        """Block until all parts are over, and release what the stages worked on; called once.
 
         Copy-in lasts until the last part has come; copy-out is what is left of the whole, so that the sum is the
         whole.
@@ -147,7 +147,7 @@ class LoneFlight:
         return self._has_landed
 
     def wait(self) -> StageSeconds:
-        """Block until it is over, and let go of what it worked on; called once."""
+        """Block until it is over, and release what it worked on; called once."""
         if not self._has_landed:
             self._ended.synchronize()
         self._held = None

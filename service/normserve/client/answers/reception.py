@@ -12,7 +12,7 @@ from normserve.client.quoting import quoted
 #: What a description of one thing may have: a problem document, a layer, the server itself.  All are a few KiB.
 DOCUMENT_BYTES = 2**20
 #: What the list of all layers may have.  How many there are is the server's to say: some 300 bytes each, and by
-#: default 10,000 at most; here is room for twenty times as many.
+#: default 10,000 at most; this limit is twenty times as many.
 LIST_BYTES = 64 * 2**20
 
 _FIRST_ERROR = 400

@@ -23,7 +23,7 @@ _SEVERAL = (list, tuple)
 
 
 class Place(NamedTuple):
-    """Room for one argument.
+    """A buffer for one argument.
 
     Attributes:
         parts: what goes there.
@@ -62,7 +62,7 @@ class Joined:
         self._counts = [part.shape[0] if part.ndim > 1 else 0 for part in self._arguments["x"]]
 
     def places(self) -> Iterator[tuple[str, Place]]:
-        """Room that is wanted, by the arguments' names.
+        """Buffers that are needed, by the arguments' names.
 
         Raises:
             ValueError: tensors cannot be joined.

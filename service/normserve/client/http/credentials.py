@@ -6,7 +6,7 @@ import httpx
 
 
 def checked(api_key: str) -> str:
-    """Return the key if it can stand in a header.
+    """Return the key if a header can contain it.
 
     Raises:
         ValueError: it cannot.

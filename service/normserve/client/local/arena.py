@@ -84,7 +84,7 @@ class Arena:
         self._add(Part(number, memory, memory.__array_interface__["data"][0], len(segment)))
 
     def take(self, nbytes: int) -> Block | None:
-        """A block of at least so many bytes; None where there is no room."""
+        """A block of at least so many bytes; None where there is no space."""
         found = self._find(nbytes)
         if found is None:
             return None

@@ -115,7 +115,7 @@ class AsyncLocalTransport:
             return self._link
 
     def _forget(self) -> None:
-        """Let go of a connection that is of no more use here."""
+        """Release a connection that cannot be used here any more."""
         if self._finalizer is not None:
             self._finalizer.detach()
         if self._link is not None:

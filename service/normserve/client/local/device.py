@@ -92,7 +92,7 @@ class DeviceArena(Arena):
         self._add(Part(number, segment, segment.address, nbytes))
 
     def take_block(self, nbytes: int) -> DeviceBlock | None:
-        """A block of at least so many bytes; None where there is no room."""
+        """A block of at least so many bytes; None where there is no space."""
         found = self._find(nbytes)
         if found is None:
             return None

@@ -73,7 +73,7 @@ def prepare(call: Call[Any], arena: Arena) -> Needs[Prepared]:
         return Prepared(_administration(call, located), inputs)
     results, places = {}, {}
     for name, output in call.outputs.items():
-        # What `taken` does, without a generator of its own: there is room but for the first few.
+        # What `taken` does, without a generator of its own: there is space except at first.
         while (room := arena.take(output.most_bytes)) is None:
             yield output.most_bytes
         results[name], places[name] = room, room.place

@@ -52,7 +52,7 @@ class Memory(Protocol):
         """The segment and the offset of a call's tensor; None where it lies elsewhere."""
 
     def take(self, nbytes: int) -> Taken | None:
-        """A block of at least so many bytes; None where there is no room."""
+        """A block of at least so many bytes; None where there is no space."""
 
     def tensor(self, block: Any, dtype: DType, shape: tuple[int, ...]) -> Any:
         """What a caller gets: a tensor in a block, which it keeps."""

@@ -129,7 +129,7 @@ def hosts_of(host: str, allowed: str) -> list[str] | None:
 
 
 async def _nothing(*_: object) -> None:
-    """Stands for the application: the middleware is asked for its responses and wraps nothing."""
+    """A placeholder for the application: the middleware is used for its responses and wraps nothing."""
 
 
 def _is_loopback(host: str) -> bool:

@@ -40,7 +40,7 @@ _ABSENT = (b"", b"null")
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """A tensor that stands in the JSON."""
+    """A tensor in the JSON."""
 
     json: msgspec.Raw
 

@@ -122,7 +122,7 @@ def read_header(text: bytes | memoryview) -> Header:
     """What the JSON says.
 
     Raises:
-        MalformedPayloadError: it is no such JSON, or one name stands for two tensors.
+        MalformedPayloadError: it is no such JSON, or two tensors have the same name.
         InvalidParameterError: a tensor has a parameter that is not known.
         TooLargeError: there are too many tensors.
     """

@@ -107,7 +107,7 @@ def placed(found: Found, job: NormJob) -> NormJob:
     This is before the work, so that what cannot be written does not cost any.
 
     Raises:
-        UnusableRegionError: there is too little room for a result; or on the device, none, or a tensor that the
+        UnusableRegionError: there is too little memory for a result; or on the device, none, or a tensor that the
             result may not be written over.
     """
     results = _sizes(job)

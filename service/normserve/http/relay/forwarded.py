@@ -30,7 +30,7 @@ class Owner(Protocol):
     receiving: dict[int, Reception]
 
     def watch(self, number: int, reception: Reception) -> None:
-        """Tell it how far a body is, if that takes its time."""
+        """Report how much of a slow body has come."""
 
 
 def decline(link: Link, message: Any) -> None:
@@ -83,7 +83,7 @@ class Forwarded:
         return self._has_begun
 
     async def _is_taken(self) -> bool:
-        """Wait until the other process has read what it was told before; False where the client left first."""
+        """Wait until the other process has read earlier messages; False where the client left first."""
         if self._sending.is_delivered is not None:
             return False
         left = asyncio.get_running_loop().create_future()

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 # Heads that are remembered: clients send the like again and again.
 _MOST_KNOWN, _LONGEST_KNOWN = 1024, 2048
 _POLL_S = 0.02
-# How often front ends are given a sign, and told of memory that the pool has let go.
+# How often front ends get a heartbeat, and are told of memory that the pool has freed.
 _BEAT_S = 0.5
 
 _ASGI = {"version": "3.0", "spec_version": "2.3"}
@@ -213,7 +213,7 @@ class _FrontEnd:
         self._link.send(message)
 
     def beat(self, readiness: Readiness) -> None:
-        """Give it a sign, unless it has yet to take what it was told before."""
+        """Send a heartbeat, unless earlier messages are still unsent."""
         if not self._link.is_behind:
             self._link.send(readiness)
 

@@ -22,7 +22,7 @@ TILE_ELEMENTS, MAX_PARTIALS, MIN_COLS = 2048, 1024, 8
 
 @dataclass(frozen=True, slots=True)
 class Partials:
-    """Room for what each program of a backward kernel sums, float32.
+    """Memory for the sums of each program of a backward kernel, float32.
 
     Attributes:
         count: sums for each element of a parameter.
@@ -35,11 +35,11 @@ class Partials:
 
     @classmethod
     def of(cls, x: Tensor, out: Backward, own: bool, programs: int, most: int | None = None) -> "Partials":
-        """Those of `programs` programs, for each head if x has heads; with room for `most` where that is given.
+        """Those of `programs` programs, for each head if x has heads; with space for `most` where that is given.
 
         `own` says whether heads have parameters of their own.
         """
-        # Room for a multiple of 16 bytes each, so that both are aligned whatever the number of programs.
+        # A multiple of 16 bytes each, so that both are aligned whatever the number of programs.
         room = cdiv(most or programs, 4) * 4
         wanted = (out.dweight is not None) + (out.dbias is not None)
         both = x.new_empty((wanted, room, *x.shape[1:]), dtype=torch.float32)

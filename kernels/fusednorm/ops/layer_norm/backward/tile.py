@@ -45,7 +45,7 @@ class BackwardTile:
     ahead: int = 0
 
     def stages_of(self, column_bytes: int) -> int:
-        """As many stages as shared memory has room for, with `column_bytes` for each column of a tile.
+        """As many stages as fit into shared memory, with `column_bytes` for each column of a tile.
 
         Residuals, and parameters that are not held, go through it with x and dy; the tables foresee the two.
         """

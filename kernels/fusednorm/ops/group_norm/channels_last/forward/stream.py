@@ -25,7 +25,7 @@ _REDUCE_CHANNELS = 512
 """Channels at a time, at most, for which a reduction writes coefficients."""
 
 _REDUCE_WARPS = 4
-"""Of a program that reduces a group's moments; one warp, which has nobody to wait for, is quicker where few do."""
+"""Of a program that reduces a group's moments; one warp needs no synchronisation: faster for few."""
 
 
 @dataclass(frozen=True, slots=True)
