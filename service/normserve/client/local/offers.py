@@ -9,6 +9,9 @@ from normserve.client.local.sockets import Incoming
 
 _UNKNOWN = object()
 
+# Of closed connections whose arenas are still in use.
+_LEAVING: set[Callable[[], None]] = set()
+
 
 class Offers:
     """Of one connection."""
@@ -60,9 +63,19 @@ class Offers:
         return () if own is None else own.withdraw_all()
 
     def once_empty(self, host: Arena, then: Callable[[], None]) -> None:
-        """Call this once no block of any arena is in use; nothing may be taken from here on."""
+        """Call this once no block of any arena is in use; nothing may be taken from here on.
+
+        Until then the connection is kept: the memory stays mapped for a captured graph, and a block in a reference
+        cycle is collected without the connection's open socket.
+        """
         device = self._arena
-        host.once_empty(then if device is None else lambda: device.once_empty(then))
+
+        def leave() -> None:
+            _LEAVING.discard(leave)
+            then()
+
+        _LEAVING.add(leave)
+        host.once_empty(leave if device is None else lambda: device.once_empty(leave))
 
     def given_up(self) -> Sequence[int]:
         """The numbers of the device's segments, which are not mapped any more from here on."""

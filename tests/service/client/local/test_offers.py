@@ -1,0 +1,60 @@
+"""When a closed connection leaves: with the last block of its arenas, however that block is collected."""
+
+import gc
+import os
+import socket
+import warnings
+import weakref
+
+from normserve.client.local.arena import Arena
+from normserve.client.local.offers import Offers
+from normserve.client.local.sockets import Incoming
+from normserve.memory.segments import Segment, make_segment
+
+
+class Link:
+    """Of the client's, what an arena refers to."""
+
+    def __init__(self) -> None:
+        self.arena = Arena()
+        self.socket = socket.socket()
+        descriptor, segment = make_segment(2**16, Segment)
+        os.close(descriptor)
+        self.arena.add(0, segment)
+
+    def leave(self) -> None:
+        self.socket.close()
+
+
+def test_a_block_in_a_reference_cycle_leaves_no_open_socket():
+    link = Link()
+    cycle: list[object] = [link.arena.take(64)]
+    cycle.append(cycle)
+    Offers(Incoming(link.socket, link.arena)).once_empty(link.arena, link.leave)
+    left = weakref.ref(link)
+    del link
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        del cycle
+        gc.collect()
+    assert not warned
+    gc.collect()
+    assert left() is None
+
+
+def test_memory_that_a_captured_graph_uses_stays_mapped():
+    link = Link()
+    block = link.arena.take(64)
+    assert block is not None
+    # As device memory whose last view died while a graph was captured: it does not return.
+    place, block.home = block.place, None
+    Offers(Incoming(link.socket, link.arena)).once_empty(link.arena, link.leave)
+    left = weakref.ref(link)
+    del link, block
+    gc.collect()
+    kept = left()
+    assert kept is not None
+    kept.arena.note_return(place)
+    del kept
+    gc.collect()
+    assert left() is None
