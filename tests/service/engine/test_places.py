@@ -56,7 +56,9 @@ def test_a_result_lies_in_its_place_and_another_jobs_where_it_was(rows):
 
 def test_what_the_backend_has_placed_is_not_looked_at():
     value = execution(np.zeros((3, 16), np.float32))._replace(are_placed=True)
-    assert in_places(Batch((job(3, memoryview(bytearray(192))),)), value) is value
+    batch = Batch((job(3, memoryview(bytearray(192))),))
+    assert in_places(batch, value) is value
+    assert in_places(batch, Flying(value)).wait() is value
 
 
 def test_what_lies_there_already_stays():

@@ -17,7 +17,7 @@ from normserve.backends.base import Depth, InFlight
 from normserve.backends.cuda.ahead import CompilingAhead, Model
 from normserve.backends.cuda.copies import transfer_of
 from normserve.backends.cuda.cuda_streams import CudaStreams
-from normserve.backends.cuda.device_work import DeviceWork, device_work, shareable
+from normserve.backends.cuda.device_work import DeviceWork, device_work, is_in_reach, shareable
 from normserve.backends.cuda.flights import InItsPlaces, OnTheDevice
 from normserve.backends.cuda.graphs import CudaGraphs
 from normserve.backends.cuda.in_place import Workplace, Workplaces
@@ -138,16 +138,17 @@ class TritonBackend:
 
     def launches_at_once(self, batch: Batch) -> bool:
         job = batch.jobs[0]
-        if job.is_on_device:
-            return job.recurrence is not None and job.recurrence.prepared is not None
+        is_prepared = job.recurrence is not None and job.recurrence.prepared is not None
+        if job.is_on_device or (is_prepared and len(batch.jobs) == 1):
+            return is_prepared
         nbytes = self._ran.get(_launch_class(batch))
         if nbytes is None or any(each.x.fortran_order for each in batch.jobs):
             return False
         return (job.places is not None and len(batch.jobs) == 1) or self._slabs.has_idle(nbytes)
 
     def run(self, batch: Batch) -> InFlight:
-        if batch.jobs[0].is_on_device:
-            return self._run_on_device(batch)
+        if len(batch.jobs) == 1 and is_in_reach(batch.jobs[0]):
+            return self._run_in_reach(batch)
         flight = self._run_from_host(batch)
         # What is computed in place goes where it comes from, if it is alone.
         if not is_packed(batch):
@@ -196,8 +197,8 @@ class TritonBackend:
 
         return OnTheDevice(flight, execution)
 
-    def _run_on_device(self, batch: Batch) -> InFlight:
-        """A job alone, from where its tensors lie to where its results go: nothing is copied."""
+    def _run_in_reach(self, batch: Batch) -> InFlight:
+        """A job alone, whose tensors and results are accessed where they are: nothing is copied."""
         work = device_work(batch.jobs[0], fusednorm, self._replays)
         # Whatever its size: graphs share memory, so that all of them follow one another on one stream.
         pipeline = self._pipelines[Lane.SMALL]

@@ -1,4 +1,4 @@
-"""Jobs whose tensors and results are in device memory."""
+"""Jobs whose tensors and results are accessed where they are: in device memory, or in registered host memory."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from normserve.backends.cuda.pinned import device_view, is_registered
 from normserve.backends.cuda.replays import Repeated, Replays
 from normserve.backends.launch import call_of, destinations, launch, parameters_of
 from normserve.backends.tensors import (
@@ -28,6 +29,9 @@ from normserve.memory.host_tensors import DType, HostTensor
 
 log = logging.getLogger(__name__)
 
+# Of host memory, all tensors and results.
+_MOST_HOST_BYTES = 2**21 + 2**16
+
 
 def shareable(ordinal: int) -> Device | None:
     """A device whose memory clients may have; None where that cannot be."""
@@ -39,7 +43,7 @@ def shareable(ordinal: int) -> Device | None:
 
 
 class DeviceWork:
-    """One job's launch, on the memory that its client has: it keeps that memory mapped, and nothing else does.
+    """One job's launch, on the memory that its client has: it keeps that memory mapped.
 
     Attributes:
         results: where they lie.
@@ -54,8 +58,9 @@ class DeviceWork:
         assert job.places is not None
         given = {name: (tensor.dtype, tensor.shape) for name, tensor in job.tensors.items()}
         described = results.results_of(job.spec, given, job.layer)
+        kind = DeviceTensor if job.is_on_device else HostTensor
         self.results: Mapping[str, HostTensor] = {
-            name: DeviceTensor(dtype, shape, job.places[name][: prod(shape) * dtype.itemsize])
+            name: kind(dtype, shape, job.places[name][: prod(shape) * dtype.itemsize])
             for name, (dtype, shape) in described.items()
         }
         self.kernel_bytes = kernel_bytes(job, self.results)
@@ -77,8 +82,29 @@ class DeviceWork:
         self._repeated.capture({})
 
 
+def is_in_reach(job: NormJob) -> bool:
+    """Whether a job alone in its launch is computed where its tensors are.
+
+    In host memory that is what comes again and again, in registered memory, and is small: kernels read and write
+    it over the bus at once, while of larger tensors copies use the bus better.
+    """
+    if job.is_on_device:
+        return True
+    if job.recurrence is None or job.places is None:
+        return False
+    if job.recurrence.prepared is not None:
+        return True
+    wanted = results_to_write(job, job.rows)
+    if wanted is None or job.may_overwrite or not len(job.x.data):
+        return False
+    places = [job.places[name] for name in wanted]
+    nbytes = job.nbytes + sum([dtype.itemsize * prod(shape) for dtype, shape in wanted.values()])
+    memory = [*[tensor.data for tensor in job.tensors.values()], *places]
+    return nbytes <= _MOST_HOST_BYTES and all(map(is_registered, memory))
+
+
 def device_work(job: NormJob, library: ModuleType, replays: Replays) -> DeviceWork:
-    """The work of a job on the device; of jobs that follow one another in the same memory it is found out once."""
+    """The work of a job that `is_in_reach`; prepared once for jobs that follow one another in the same memory."""
     recurrence = job.recurrence
     if recurrence is None:
         return DeviceWork(job, library, replays)
@@ -115,4 +141,5 @@ def _seen(data: Any, dtype: DType, shape: tuple[int, ...]) -> Tensor:
     """What lies there as a tensor, which keeps it mapped."""
     if not len(data):
         return torch.empty(shape, dtype=TORCH_DTYPES[dtype], device="cuda")
-    return torch.as_tensor(data, device="cuda").view(TORCH_DTYPES[dtype]).view(shape)
+    flat = device_view(data) if isinstance(data, memoryview) else torch.as_tensor(data, device="cuda")
+    return flat.view(TORCH_DTYPES[dtype]).view(shape)

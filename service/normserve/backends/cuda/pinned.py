@@ -7,7 +7,7 @@ used as a device tensor in any kernel.
 import logging
 from collections.abc import Callable
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -89,6 +89,8 @@ def registered(memory: memoryview) -> "RegisteredMemory | None":
 class RegisteredMemory:
     """Known to the driver for as long as this lives, which must be no longer than the memory is mapped."""
 
+    #: Of all that there are, the bytes from each address on.
+    known: ClassVar[dict[int, int]] = {}
     _address: int | None = None
 
     def __init__(self, memory: memoryview) -> None:
@@ -96,10 +98,25 @@ class RegisteredMemory:
         address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, len(memory), 0))
         self._address = address
+        self.known[address] = len(memory)
 
     def __del__(self) -> None:
         if self._address is not None:
+            del self.known[self._address]
             torch.cuda.cudart().cudaHostUnregister(self._address)
+
+
+def is_registered(memory: memoryview) -> bool:
+    """Whether kernels can read and write this memory of the host: it is within a `RegisteredMemory`."""
+    begin = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    # Of a copy: memory comes and goes on any thread.
+    known = tuple(RegisteredMemory.known.items())
+    return any(start <= begin and begin + len(memory) <= start + nbytes for start, nbytes in known)
+
+
+def device_view(memory: memoryview) -> Tensor:
+    """Registered memory as bytes of the device; the tensor keeps the memory mapped."""
+    return torch.as_tensor(_DeviceArray(torch.frombuffer(memory, dtype=torch.uint8)), device="cuda")
 
 
 def with_device_view(host: Tensor, on_device: Tensor) -> PinnedMemory:
@@ -113,6 +130,7 @@ class _DeviceArray:
     """Says to torch, as libraries on CUDA tell one another, where an array lies."""
 
     def __init__(self, pinned: Tensor) -> None:
+        self._memory = pinned
         self.__cuda_array_interface__ = {
             "shape": (pinned.nbytes,),
             "typestr": "|u1",

@@ -1,16 +1,20 @@
 """Small batches that the CUDA backend computes in pinned memory: the bits are those of copies; needs a GPU."""
 
+import os
+
 import pytest
 import torch
 from fusednorm import reference
 from normserve.backends.cuda import in_place
-from normserve.jobs.job import LAYER_OPS, Batch, Layout, NormJob, NormSpec, Op, Pass
+from normserve.jobs.job import LAYER_OPS, Batch, Layout, NormJob, NormSpec, Op, Pass, Recurrence
+from normserve.memory.host_tensors import HostTensor
+from normserve.memory.segments import Segment, make_segment
 from normserve.memory.slabs import SlabPool
 
 from tests.service.backends.answers import assert_right
 from tests.service.backends.cuda.on_gpu import backend, run
 from tests.service.jobs.fake_jobs import layer
-from tests.service.memory.host_tensors import DTYPES, host
+from tests.service.memory.host_tensors import DTYPES, back, host
 
 __all__ = ["backend"]
 
@@ -69,6 +73,31 @@ def test_rows_of_any_length_in_place(backend, rows, cols, dtype):
         x, weight, bias, residual=residual, eps=1e-5, stats=True, precision=torch.float64
     )
     assert_right(got, want, moved=False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 256])
+def test_registered_memory_is_computed_where_it_is(backend, rows, dtype):
+    descriptor, segment = make_segment(2**22, Segment)
+    os.close(descriptor)
+    memory = memoryview(segment)
+    registration = backend.share(memory)
+    assert registration is not None
+    nbytes = rows * 1024 * dtype.itemsize
+    shape, recurrence = (rows, 1024), Recurrence()
+    x = HostTensor(DTYPES[dtype], shape, memory[:nbytes])
+    places = {"y": memory[2**21 : 2**21 + nbytes]}
+    spec = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5)
+    # Often enough for its graph to be replayed.
+    for _ in range(300):
+        torch.frombuffer(x.data, dtype=dtype).normal_()
+        job = NormJob(spec, {"x": x}, places=places, recurrence=recurrence)
+        execution = backend.run(Batch((job,))).wait()
+        assert execution.are_placed
+    (got,) = execution.outputs
+    copied = NormJob(spec, {"x": host(back(x))})
+    assert torch.equal(back(got["y"]), run(backend, copied)[0]["y"])
+    del registration
 
 
 def test_gradients_of_parameters_in_place(backend):

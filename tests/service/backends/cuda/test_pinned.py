@@ -24,7 +24,7 @@ def test_device_sees_pinned_memory_where_it_lies():
 def test_shared_memory_is_known_to_the_driver_for_as_long_as_it_is_registered():
     import os
 
-    from normserve.backends.cuda.pinned import registered
+    from normserve.backends.cuda.pinned import device_view, is_registered, registered
     from normserve.memory.segments import Segment, make_segment
 
     descriptor, segment = make_segment(1 << 20, Segment)
@@ -34,8 +34,15 @@ def test_shared_memory_is_known_to_the_driver_for_as_long_as_it_is_registered():
     seen = torch.frombuffer(segment, dtype=torch.uint8)
     assert registration is not None
     assert seen.is_pinned()
+    with memoryview(segment) as whole, whole[1000:] as part:
+        assert is_registered(whole)
+        assert is_registered(part)
+        assert device_view(part).data_ptr() == seen.data_ptr() + 1000
+    assert not is_registered(memoryview(bytearray(1000)))
     seen.copy_(torch.full((1 << 20,), 7, dtype=torch.uint8, device="cuda"), non_blocking=True)
     torch.cuda.synchronize()
     assert set(seen.tolist()) == {7}
     del registration
     assert not seen.is_pinned()
+    with memoryview(segment) as whole:
+        assert not is_registered(whole)

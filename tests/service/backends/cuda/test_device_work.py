@@ -1,0 +1,98 @@
+"""Jobs that come again and again in shared host memory, with the CPU's kernels in place of a device's."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from normserve.backends.cuda import device_work
+from normserve.jobs.job import Batch, Lane, NormJob, Recurrence
+from normserve.memory.host_tensors import DType, HostTensor
+
+from tests.service.backends.cuda.test_host import FORWARD, backend, graphs, library, slabs
+from tests.service.memory.host_tensors import back
+
+__all__ = ["backend", "graphs", "library", "slabs"]
+
+SPEC = replace(FORWARD, stats=False)
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    """The memory that kernels can access."""
+    known: list[memoryview] = []
+    monkeypatch.setattr(device_work, "is_registered", lambda memory: any(memory.obj is each.obj for each in known))
+    monkeypatch.setattr(device_work, "device_view", lambda memory: torch.frombuffer(memory, dtype=torch.uint8))
+    return known
+
+
+@pytest.fixture
+def memory(registered):
+    made = memoryview(bytearray(2**22))
+    registered.append(made)
+    return made
+
+
+def job_in(memory, recurrence, rows=3, start=0):
+    nbytes = rows * 128 * 4
+    x = HostTensor(DType.FLOAT32, (rows, 128), memory[start : start + nbytes])
+    torch.frombuffer(x.data, dtype=torch.float32).normal_()
+    place = memory[start + nbytes : start + 2 * nbytes + 100]
+    return NormJob(SPEC, {"x": x}, places={"y": place}, recurrence=recurrence)
+
+
+def run(backend, *jobs):
+    return backend.run(Batch(jobs)).wait()
+
+
+def assert_placed(execution, job):
+    (outputs,) = execution.outputs
+    assert execution.are_placed
+    assert outputs["y"].data.obj is job.places["y"].obj
+    right = torch.nn.functional.layer_norm(back(job.x), (128,))
+    torch.testing.assert_close(back(outputs["y"]), right)
+
+
+def test_a_job_is_computed_where_its_tensors_are_and_is_prepared_once(backend, slabs, library, memory):
+    recurrence = Recurrence()
+    first = job_in(memory, recurrence)
+    assert not backend.launches_at_once(Batch((first,)))
+    assert_placed(run(backend, first), first)
+    prepared = recurrence.prepared
+    assert isinstance(prepared, device_work.DeviceWork)
+    again = job_in(memory, recurrence)
+    assert backend.launches_at_once(Batch((again,)))
+    assert_placed(run(backend, again), again)
+    assert recurrence.prepared is prepared
+    # Into their place at once, without memory of the server's.
+    at = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    assert library.written == [{at + 3 * 128 * 4}] * 2
+    assert slabs.used_bytes == 0
+
+
+@pytest.mark.parametrize("slabs", ["copied"], indirect=True)
+def test_what_is_not_computed_there(backend, memory):
+    other = memoryview(bytearray(2**16))
+    jobs = {
+        "in memory that kernels cannot access": job_in(other, Recurrence()),
+        "large": job_in(memory, Recurrence(), rows=3000),
+        "not to come again": job_in(memory, None),
+        "without a place": NormJob(SPEC, {"x": job_in(memory, None).x}, recurrence=Recurrence()),
+    }
+    for what, job in jobs.items():
+        execution = run(backend, job)
+        assert not execution.are_placed, what
+        assert job.recurrence is None or job.recurrence.prepared is None, what
+
+
+@pytest.mark.parametrize("slabs", ["copied"], indirect=True)
+def test_jobs_that_share_a_launch_are_copied_even_if_they_came_alone_before(backend, memory):
+    recurrences = Recurrence(), Recurrence()
+    for number, each in enumerate(recurrences):
+        run(backend, job_in(memory, each, start=number * 2**16))
+    jobs = tuple(job_in(memory, each, start=number * 2**16) for number, each in enumerate(recurrences))
+    assert not backend.launches_at_once(Batch(jobs, Lane.SMALL))
+    execution = run(backend, *jobs)
+    assert not execution.are_placed
+    for job, outputs in zip(jobs, execution.outputs, strict=True):
+        right = torch.nn.functional.layer_norm(back(job.x), (128,))
+        torch.testing.assert_close(back(outputs["y"]), right)
