@@ -5,6 +5,9 @@ from typing import NamedTuple
 
 from normserve.metrics.requests import NONE, RequestRecord
 
+# A span costs the server about as much time as such a stage takes.
+SHORTEST_S = 20e-6
+
 
 class Stage(NamedTuple):
     """One stage; `began` and `ended` by `time.perf_counter`."""
@@ -17,8 +20,9 @@ class Stage(NamedTuple):
 def stages_of(record: RequestRecord, ended: float) -> list[Stage]:
     """Those that a request went through until `ended`, in their order.
 
-    Of a launch that several requests share, each has the whole.  An operation that was refused or given up has the
-    stage as well that it was in then.
+    Of a launch that several requests share, each has the whole.  Of a request that succeeded, stages shorter than
+    `SHORTEST_S` are left out, except for `kernel`.  An operation that was refused or given up has all of them, and
+    the stage that it was in then.
     """
     queue = record.stages.get("queue", 0.0)
     stages = [
@@ -26,7 +30,9 @@ def stages_of(record: RequestRecord, ended: float) -> list[Stage]:
         *_one_by_one(record, record.launched - queue, "queue", "copy_in", "kernel", "copy_out"),
         *_one_by_one(record, record.answering, "serialize", "send"),
     ]
-    if record.status >= 400 and record.direction != NONE and record.waiting_in not in record.stages:
+    if record.status < 400:
+        return [stage for stage in stages if stage.name == "kernel" or stage.ended - stage.began >= SHORTEST_S]
+    if record.direction != NONE and record.waiting_in not in record.stages:
         began = stages[-1].ended if stages else record.began
         stages.append(Stage(record.waiting_in, began, max(began, ended)))
     return stages

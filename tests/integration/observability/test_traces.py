@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+from normserve.traces.stages import SHORTEST_S
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from tests.integration.harness.collector import SOON, Collector, collecting
@@ -87,7 +88,9 @@ def test_stages_lie_one_behind_the_other_within_their_request(traced, collector,
     after = time.time_ns()
     span = span_of(answer)
     stages = collector.children(span)
-    assert [stage.name for stage in stages] == STAGES
+    names = [stage.name for stage in stages]
+    assert names == [name for name in STAGES if name in names]
+    assert "kernel" in names
     assert {stage.trace_id for stage in stages} == {TRACE}
     assert {stage.kind for stage in stages} == {INTERNAL}
     assert before < span.began < span.ended
@@ -97,7 +100,9 @@ def test_stages_lie_one_behind_the_other_within_their_request(traced, collector,
         name: float(milliseconds)
         for name, milliseconds in (part.split(";dur=") for part in answer.headers["server-timing"].split(", "))
     }
+    assert {name for name, milliseconds in timing.items() if milliseconds >= 1000 * SHORTEST_S} <= set(names)
     for stage in stages:
+        assert stage.name == "kernel" or stage.ended - stage.began >= 1e9 * SHORTEST_S - 1
         assert span.began <= stage.began <= stage.ended <= span.ended
         if stage.name in timing:
             assert (stage.ended - stage.began) / 1e6 == pytest.approx(timing[stage.name], abs=0.001)
@@ -262,7 +267,9 @@ def test_clients_that_share_memory_are_traced(launched, tmp_path, until):
         said = {"normserve.transport": "local", "normserve.rows": 2, "normserve.status": 200}
         assert said.items() <= span.attributes.items()
         stages = collector.children(span)
-        assert [stage.name for stage in stages] == STAGES[:-1]
+        names = [stage.name for stage in stages]
+        assert names == [name for name in STAGES[:-1] if name in names]
+        assert "kernel" in names
         for earlier, later in itertools.pairwise(stages):
             assert earlier.ended <= later.began + 2
         assert collector.of_request(refused.request_id).attributes["normserve.error"] == "invalid_parameter"
