@@ -4,7 +4,7 @@ import logging
 import os
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from urllib.parse import urlsplit
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -25,8 +25,11 @@ _EXPORT_S = 5.0
 _PATH = "/v1/traces"
 _SCOPE = "normserve"
 
+OnDropped = Callable[[str, int], None]
+"""Told why spans are dropped, one of `metrics.SPANS_DROPPED`, and how many; each reason by a thread of its own."""
 
-def export_to(endpoint: str, ratio: float, process: str | None = None) -> Traces:
+
+def export_to(endpoint: str, ratio: float, on_dropped: OnDropped, process: str | None = None) -> Traces:
     """Traces that a collector is sent.
 
     What the OpenTelemetry SDK reads from the environment holds beside: headers of its requests, certificates, the
@@ -35,11 +38,12 @@ def export_to(endpoint: str, ratio: float, process: str | None = None) -> Traces
     Args:
         endpoint: a URL; without a path, OTLP's own is meant.
         ratio: share of requests that are traced of those whose parent is not sampled.
+        on_dropped: told of spans that the collector does not get.
         process: its name, where there are several.
     """
-    exporter = _Telling(OTLPSpanExporter(url_of(endpoint), timeout=_EXPORT_S), endpoint)
+    exporter = _Telling(OTLPSpanExporter(url_of(endpoint), timeout=_EXPORT_S), endpoint, on_dropped)
     provider = TracerProvider(ALWAYS_ON, _resource(process), shutdown_on_exit=False)
-    processor = BatchSpanProcessor(exporter)
+    processor = _CountingProcessor(exporter, on_dropped)
     provider.add_span_processor(processor)
     scope = InstrumentationScope(_SCOPE, __version__)
 
@@ -99,12 +103,28 @@ class _HashedOnce(Resource):
         return self._hash
 
 
-class _Telling(SpanExporter):
-    """Exports by another, and logs when that begins to fail and when it works again."""
+class _CountingProcessor(BatchSpanProcessor):
+    """Tells of each span that is dropped because the queue is full, which the SDK only logs."""
 
-    def __init__(self, exporter: SpanExporter, endpoint: str) -> None:
+    def __init__(self, exporter: SpanExporter, on_dropped: OnDropped) -> None:
+        super().__init__(exporter)
+        self._on_dropped = on_dropped
+
+    def on_end(self, span: ReadableSpan) -> None:
+        # The SDK's own condition; what is added then pushes the oldest span out.
+        batches = self._batch_processor
+        if len(batches._queue) == batches._max_queue_size:
+            self._on_dropped("queue_full", 1)
+        super().on_end(span)
+
+
+class _Telling(SpanExporter):
+    """Exports by another, counts what that fails to, and logs when it begins to fail and when it works again."""
+
+    def __init__(self, exporter: SpanExporter, endpoint: str, on_dropped: OnDropped) -> None:
         self._exporter = exporter
         self._endpoint = endpoint
+        self._on_dropped = on_dropped
         self._lost = 0
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
@@ -113,6 +133,7 @@ class _Telling(SpanExporter):
             if not self._lost:
                 log.warning("%s accepts no traces: they are dropped until it does", self._endpoint)
             self._lost += len(spans)
+            self._on_dropped("export_failed", len(spans))
         elif self._lost:
             log.info("%s accepts traces again: %d spans were dropped", self._endpoint, self._lost)
             self._lost = 0
