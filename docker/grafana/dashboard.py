@@ -236,6 +236,12 @@ def resources() -> list[timeseries.Panel]:
             "short",
             [(rate("process_cpu_seconds_total", "instance", f'job="normserve",{HERE}'), "{{instance}}")],
         ).span(6),
+        lines(
+            "Dropped spans",
+            "Spans of traces a second that the collector did not get, by reason.",
+            "short",
+            [(rate("normserve_trace_spans_dropped_total", "reason", HERE), "{{reason}}")],
+        ).span(6),
     ]
 
 

@@ -5,10 +5,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from normserve.client.deadlines import Deadline
-from normserve.client.errors import ClientError
+from normserve.client.errors import ClientError, ConnectionFailedError
 
 # Beyond so many doublings of any pause a float overflows.
 _MOST_DOUBLINGS = 60
+
+# Between attempts to connect again, so that a server that is back is noticed soon.
+_LONGEST_RECONNECT_PAUSE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +27,15 @@ class RetryPolicy:
             repeated until the call's timeout, about as often as its Retry-After says.
         first_pause_s: before the second attempt.
         longest_pause_s: the most that is waited before any attempt.
+        reconnect_s: how long a call keeps connecting again, counted from its first failed connection, whatever
+            `tries` says (but 1), with pauses of at most a second; within the call's timeout.  A call outlasts a
+            restart that takes less.  None counts failed connections as attempts.
     """
 
     tries: int = 5
     first_pause_s: float = 0.1
     longest_pause_s: float = 30.0
+    reconnect_s: float | None = None
 
 
 class Attempts:
@@ -46,11 +53,15 @@ class Attempts:
         self._deadline = deadline
         self._jitter = jitter
         self._made = 0
+        self._reconnects = 0
+        self._reconnecting: Deadline | None = None
 
     def pause_after(self, failure: ClientError) -> float | None:
         """Return the seconds to wait before the next attempt, or None when this failure is the last."""
         if not failure.retryable:
             return None
+        if isinstance(failure, ConnectionFailedError) and self._policy.reconnect_s is not None:
+            return self._pause_before_reconnect(self._policy.reconnect_s)
         is_starting = self._is_starting(failure)
         if is_starting and failure.retry_after_s is not None:
             pause_s = self._pause_s(failure.retry_after_s, doublings=0)
@@ -61,16 +72,29 @@ class Attempts:
             pause_s = self._pause_s(failure.retry_after_s, doublings=self._made - 1)
         return None if pause_s is None or self._deadline.is_over(pause_s) else pause_s
 
+    def _pause_before_reconnect(self, reconnect_s: float) -> float | None:
+        if self._policy.tries <= 1:
+            return None
+        self._reconnecting = self._reconnecting or Deadline(reconnect_s)
+        longest = min(self._policy.longest_pause_s, _LONGEST_RECONNECT_PAUSE_S)
+        backoff = self._backoff_s(self._reconnects, longest)
+        self._reconnects += 1
+        pause_s = backoff / 2 * (1 + self._jitter())
+        return None if self._reconnecting.is_over(pause_s) or self._deadline.is_over(pause_s) else pause_s
+
     def _is_starting(self, failure: ClientError) -> bool:
         """Whether the server is still starting, which is waited for until the call's timeout."""
         return self._policy.tries > 1 and getattr(failure, "code", "") == "not_ready"
 
     def _pause_s(self, retry_after_s: float | None, *, doublings: int) -> float | None:
         longest = self._policy.longest_pause_s
-        backoff = min(self._policy.first_pause_s * 2.0 ** min(doublings, _MOST_DOUBLINGS), longest)
+        backoff = self._backoff_s(doublings, longest)
         jitter = backoff / 2 * self._jitter()
         if retry_after_s is None:
             return backoff / 2 + jitter
         if retry_after_s > longest:
             return None
         return min(retry_after_s + jitter, longest)
+
+    def _backoff_s(self, doublings: int, longest: float) -> float:
+        return min(self._policy.first_pause_s * 2.0 ** min(doublings, _MOST_DOUBLINGS), longest)

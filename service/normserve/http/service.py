@@ -105,9 +105,9 @@ class Service:
         # Late, because only those have the SDK who ask for traces.
         from normserve.traces.export import export_to
 
-        traces, dropped_spans = export_to(endpoint, self.settings.trace_ratio, self.siblings.process)
-        self.metrics.watch_traces(dropped_spans)
-        return traces
+        return export_to(
+            endpoint, self.settings.trace_ratio, self.metrics.observe_dropped_spans, self.siblings.process
+        )
 
     def _known_keys(self) -> Keyring | None:
         """The API keys that are asked for; None where none are."""

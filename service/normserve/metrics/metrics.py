@@ -15,6 +15,8 @@ from normserve.metrics.registrar import Registrar
 from normserve.metrics.requests import RequestRecord, Requests
 from normserve.metrics.state import State
 
+SPANS_DROPPED = ("queue_full", "export_failed")
+
 
 class Metrics:
     """The server's metrics."""
@@ -24,6 +26,11 @@ class Metrics:
         make = Registrar()
         self._requests = Requests(make)
         self._launches = Launches(make)
+        self._dropped_spans = make.counter(
+            "trace_spans_dropped_total", "Spans of traces that the collector did not get, by reason.", ("reason",)
+        )
+        for reason in SPANS_DROPPED:
+            self._dropped_spans(reason)
         self._state = State(make)
         self.catalogue = tuple(make.families)
         self._exposition = Exposition(self.catalogue, {} if process is None else {"process": process})
@@ -70,10 +77,6 @@ class Metrics:
         """Report for how long nothing has been finished; asked at each scrape."""
         self._state.watched.append((self._state.stall_seconds(), seconds))
 
-    def watch_traces(self, dropped_spans: Callable[[], int]) -> None:
-        """Report how many spans did not reach the collector; asked at each scrape."""
-        self._state.read_dropped_spans = dropped_spans
-
     def watch_device(self, backend: str, device: DeviceInfo, memory_bytes: Callable[[], Mapping[str, int]]) -> None:
         """Report what runs, its roof and its memory."""
         self._state.build_info(__version__, backend, device.name).set(1)
@@ -108,6 +111,10 @@ class Metrics:
     def observe_revocation(self, reason: str) -> None:
         """Count a body that was cut off so that others could come in, by one of `revocation.REASONS`."""
         self._requests.revoked(reason).inc()
+
+    def observe_dropped_spans(self, reason: str, count: int) -> None:
+        """Count spans that are not exported, by one of `SPANS_DROPPED`; one thread for each reason."""
+        self._dropped_spans(reason).inc(count)
 
     def observe_request(self, record: RequestRecord) -> None:
         """Count one request, at its very end."""

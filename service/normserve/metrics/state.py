@@ -61,11 +61,6 @@ class State:
         self.stall_seconds = make.gauge(
             "stall_seconds", "Time since the last operation finished, while others wait; 0 if none waits."
         )
-        self.trace_spans_dropped = make.counter(
-            "trace_spans_dropped_total",
-            "Spans of traces that did not reach the collector: it accepted none, or too many waited for it.",
-            (),
-        )
         self._process = ProcessCollector(registry=None)
         self._of_process = {each.name: make.foreign(each) for each in self._process.collect()}
         self._front_ends = FrontEndProcesses(make)
@@ -73,7 +68,6 @@ class State:
         self.watched: list[tuple[Gauge, Callable[[], float]]] = []
         self.read_device_memory: Callable[[], Mapping[str, int]] = dict
         self.read_layer_bytes: Callable[[], int] = int
-        self.read_dropped_spans: Callable[[], int] = int
         self.layers_are_kept_on = ""
 
     def refresh(self) -> None:
@@ -85,6 +79,5 @@ class State:
         for kind, nbytes in self.read_device_memory().items():
             self.device_memory(kind).set(nbytes)
         self._front_ends.refresh(self.read_front_ends())
-        self.trace_spans_dropped().value = self.read_dropped_spans()
         for metric in self._process.collect():
             self._of_process[metric.name]().value = metric.samples[0].value

@@ -20,14 +20,17 @@ from normserve.traces.traces import Traces
 
 log = logging.getLogger(__name__)
 
-# Of one batch, with what is tried again.
+# Of one batch, with what is tried again; those that end meanwhile wait, up to the processor's 2048.
 _EXPORT_S = 5.0
 _PATH = "/v1/traces"
 _SCOPE = "normserve"
 
+OnDropped = Callable[[str, int], None]
+"""Told why spans are dropped, one of `metrics.SPANS_DROPPED`, and how many; each reason by a thread of its own."""
 
-def export_to(endpoint: str, ratio: float, process: str | None = None) -> tuple[Traces, Callable[[], int]]:
-    """Traces that a collector is sent, and a function that returns how many of their spans were dropped.
+
+def export_to(endpoint: str, ratio: float, on_dropped: OnDropped, process: str | None = None) -> Traces:
+    """Traces that a collector is sent.
 
     What the OpenTelemetry SDK reads from the environment holds beside: headers of its requests, certificates, the
     service's name and attributes.
@@ -35,11 +38,12 @@ def export_to(endpoint: str, ratio: float, process: str | None = None) -> tuple[
     Args:
         endpoint: a URL; without a path, OTLP's own is meant.
         ratio: share of requests that are traced of those whose parent is not sampled.
+        on_dropped: told of spans that the collector does not get.
         process: its name, where there are several.
     """
-    exporter = _Telling(OTLPSpanExporter(url_of(endpoint), timeout=_EXPORT_S), endpoint)
+    exporter = _Telling(OTLPSpanExporter(url_of(endpoint), timeout=_EXPORT_S), endpoint, on_dropped)
     provider = TracerProvider(ALWAYS_ON, _resource(process), shutdown_on_exit=False)
-    processor = _Counting(exporter)
+    processor = _CountingProcessor(exporter, on_dropped)
     provider.add_span_processor(processor)
     scope = InstrumentationScope(_SCOPE, __version__)
 
@@ -60,13 +64,12 @@ def export_to(endpoint: str, ratio: float, process: str | None = None) -> tuple[
         )
 
     def shut_down(within_s: float) -> None:
-        # It may wait for a collector that hangs; no caller waits for it.
+        # It may wait for a collector that hangs: the server does not wait for it.
         thread = threading.Thread(target=provider.shutdown, name="traces-end", daemon=True)
         thread.start()
         thread.join(within_s)
 
-    traces = Traces(provider.get_tracer(_SCOPE, __version__), make_stage, ratio, shut_down)
-    return traces, lambda: processor.dropped + exporter.dropped
+    return Traces(provider.get_tracer(_SCOPE, __version__), make_stage, ratio, shut_down)
 
 
 def url_of(endpoint: str) -> str:
@@ -100,39 +103,38 @@ class _HashedOnce(Resource):
         return self._hash
 
 
-class _Counting(BatchSpanProcessor):
-    """Counts the spans that it drops because too many wait for the exporter's thread.
+class _CountingProcessor(BatchSpanProcessor):
+    """Tells of each span that is dropped because the queue is full, which the SDK only logs."""
 
-    Attributes:
-        dropped: so many; by all but what the exporter takes in the same moment.
-    """
-
-    def __init__(self, exporter: "_Telling") -> None:
+    def __init__(self, exporter: "_Telling", on_dropped: OnDropped) -> None:
         self._telling = exporter
-        self._ended = self.dropped = 0
+        self._on_dropped = on_dropped
+        self._ended = self._dropped = 0
         self._most_waiting: int = self._default_max_queue_size()  # type: ignore[no-untyped-call]
         super().__init__(exporter, max_queue_size=self._most_waiting)
 
     def on_end(self, span: ReadableSpan) -> None:
         self._ended += 1
-        if self._ended - self.dropped - self._telling.taken > self._most_waiting:
-            self.dropped += 1
+        if self._ended - self._dropped - self._telling.taken > self._most_waiting:
+            # What is added now pushes the oldest span out.
+            self._dropped += 1
+            self._on_dropped("queue_full", 1)
         super().on_end(span)
 
 
 class _Telling(SpanExporter):
-    """Exports by another, and logs when that begins to fail and when it works again.
+    """Exports by another, counts what that fails to, and logs when it begins to fail and when it works again.
 
     Attributes:
         taken: spans that it was given so far.
-        dropped: of these, the spans that the collector did not accept.
     """
 
-    def __init__(self, exporter: SpanExporter, endpoint: str) -> None:
+    def __init__(self, exporter: SpanExporter, endpoint: str, on_dropped: OnDropped) -> None:
         self._exporter = exporter
         self._endpoint = endpoint
+        self._on_dropped = on_dropped
         self._lost = 0
-        self.taken = self.dropped = 0
+        self.taken = 0
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         self.taken += len(spans)
@@ -141,7 +143,7 @@ class _Telling(SpanExporter):
             if not self._lost:
                 log.warning("%s accepts no traces: they are dropped until it does", self._endpoint)
             self._lost += len(spans)
-            self.dropped += len(spans)
+            self._on_dropped("export_failed", len(spans))
         elif self._lost:
             log.info("%s accepts traces again: %d spans were dropped", self._endpoint, self._lost)
             self._lost = 0

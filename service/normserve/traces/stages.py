@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from normserve.metrics.requests import NONE, RequestRecord
 
-# Shorter ones would be most of what traces cost, and are not to be seen beside the others.
-_SHORTEST_S = 10e-6
+# A span costs the server about as much time as such a stage takes.
+SHORTEST_S = 20e-6
 
 
 class Stage(NamedTuple):
@@ -20,9 +20,9 @@ class Stage(NamedTuple):
 def stages_of(record: RequestRecord, ended: float) -> list[Stage]:
     """Those that a request went through until `ended`, in their order.
 
-    The shortest are left out, such as copies of small requests and bodies that come with their header.  Requests
-    that share a launch have its stages in full.  An operation that was refused or given up also has the stage that
-    it was in then.
+    Of a launch that several requests share, each has the whole.  Of a request that succeeded, stages shorter than
+    `SHORTEST_S` are left out, except for `kernel`.  An operation that was refused or given up has all of them, and
+    the stage that it was in then.
     """
     queue = record.stages.get("queue", 0.0)
     stages = [
@@ -30,7 +30,9 @@ def stages_of(record: RequestRecord, ended: float) -> list[Stage]:
         *_one_by_one(record, record.launched - queue, "queue", "copy_in", "kernel", "copy_out"),
         *_one_by_one(record, record.answering, "serialize", "send"),
     ]
-    if record.status >= 400 and record.direction != NONE and record.waiting_in not in record.stages:
+    if record.status < 400:
+        return [stage for stage in stages if stage.name == "kernel" or stage.ended - stage.began >= SHORTEST_S]
+    if record.direction != NONE and record.waiting_in not in record.stages:
         began = stages[-1].ended if stages else record.began
         stages.append(Stage(record.waiting_in, began, max(began, ended)))
     return stages
@@ -41,6 +43,5 @@ def _one_by_one(record: RequestRecord, began: float, *names: str) -> Iterator[St
     for name in names:
         seconds = record.stages.get(name)
         if seconds is not None:
-            if seconds >= _SHORTEST_S:
-                yield Stage(name, began, began + seconds)
+            yield Stage(name, began, began + seconds)
             began += seconds

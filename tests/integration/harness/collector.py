@@ -77,6 +77,10 @@ class Collector:
         """Answer nobody from now on."""
         self._lets_go.clear()
 
+    def resume(self) -> None:
+        """Answer again, those who wait first."""
+        self._lets_go.set()
+
     def stop(self) -> None:
         self._lets_go.set()
         self._http.shutdown()

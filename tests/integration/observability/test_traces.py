@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+from normserve.traces.stages import SHORTEST_S
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from tests.integration.harness.collector import SOON, Collector, collecting
@@ -46,13 +47,6 @@ def span_of(collector, until):
         return among.of_request(answer.headers["x-request-id"])
 
     return find
-
-
-def assert_in_order(stages) -> None:
-    """The shortest have no span."""
-    names = [stage.name for stage in stages]
-    assert names == [name for name in STAGES if name in names]
-    assert "kernel" in names
 
 
 def test_a_request_is_a_child_of_its_clients_span(traced, collector, span_of):
@@ -94,7 +88,9 @@ def test_stages_lie_one_behind_the_other_within_their_request(traced, collector,
     after = time.time_ns()
     span = span_of(answer)
     stages = collector.children(span)
-    assert_in_order(stages)
+    names = [stage.name for stage in stages]
+    assert names == [name for name in STAGES if name in names]
+    assert "kernel" in names
     assert {stage.trace_id for stage in stages} == {TRACE}
     assert {stage.kind for stage in stages} == {INTERNAL}
     assert before < span.began < span.ended
@@ -104,7 +100,9 @@ def test_stages_lie_one_behind_the_other_within_their_request(traced, collector,
         name: float(milliseconds)
         for name, milliseconds in (part.split(";dur=") for part in answer.headers["server-timing"].split(", "))
     }
+    assert {name for name, milliseconds in timing.items() if milliseconds >= 1000 * SHORTEST_S} <= set(names)
     for stage in stages:
+        assert stage.name == "kernel" or stage.ended - stage.began >= 1e9 * SHORTEST_S - 1
         assert span.began <= stage.began <= stage.ended <= span.ended
         if stage.name in timing:
             assert (stage.ended - stage.began) / 1e6 == pytest.approx(timing[stage.name], abs=0.001)
@@ -190,35 +188,6 @@ def test_requests_of_one_launch_link_to_its_span(launched, tmp_path, until, span
         assert alone.links == set()
 
 
-def test_spans_that_reach_no_collector_are_counted(start_server, until):
-    def dropped(http) -> float:
-        (line,) = [line for line in http.get("/metrics").text.splitlines() if line.startswith(f"{counter} ")]
-        return float(line.split()[1])
-
-    counter = "normserve_trace_spans_dropped_total"
-    with collecting() as collector:
-        server = start_server("--trace-endpoint", collector.url, "--trace-ratio", "1", env=SOON)
-        with server.client() as http:
-            answer = post(http)
-            until(lambda: collector.of_request(answer.headers["x-request-id"]) is not None)
-            assert dropped(http) == 0
-            collector.status = 400
-            assert post(http).status_code == 200
-            until(lambda: dropped(http) > 3)
-        # More wait than may: each that is too many is dropped.
-        collector.hang()
-        env = {
-            "OTEL_BSP_SCHEDULE_DELAY": "600000",
-            "OTEL_BSP_MAX_QUEUE_SIZE": "8",
-            "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "8",
-        }
-        full = start_server("--trace-endpoint", collector.url, "--trace-ratio", "1", env=env)
-        with full.client() as http:
-            for _ in range(20):
-                assert post(http).status_code == 200
-            until(lambda: dropped(http) > 20)
-
-
 @pytest.mark.parametrize("fault", ["down", "hangs", "refuses"])
 def test_a_collector_that_fails_hurts_nobody(start_server, until, fault):
     with collecting() as collector:
@@ -298,8 +267,9 @@ def test_clients_that_share_memory_are_traced(launched, tmp_path, until):
         said = {"normserve.transport": "local", "normserve.rows": 2, "normserve.status": 200}
         assert said.items() <= span.attributes.items()
         stages = collector.children(span)
-        assert_in_order(stages)
-        assert "send" not in {stage.name for stage in stages}
+        names = [stage.name for stage in stages]
+        assert names == [name for name in STAGES[:-1] if name in names]
+        assert "kernel" in names
         for earlier, later in itertools.pairwise(stages):
             assert earlier.ended <= later.began + 2
         assert collector.of_request(refused.request_id).attributes["normserve.error"] == "invalid_parameter"

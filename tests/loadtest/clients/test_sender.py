@@ -1,5 +1,6 @@
 """Who sends, against a server that answers well, badly, or not for a while."""
 
+import socket
 import threading
 import time
 
@@ -171,6 +172,27 @@ def test_a_server_that_is_gone_is_not_asked_as_fast_as_can_be(fake_server, sende
     records = played(sender, Phase("a", "closed", 0.3, connections=1), connections=1)
     assert 0 < len(records) < 30
     assert {record.code for record in records} == {"connection_failed"}
+
+
+def test_a_run_goes_on_while_the_server_restarts(fake_server, sender):
+    fake_server.shutdown()
+    fake_server.server_close()
+    sender._connections[0].close()
+    restarted = threading.Thread(target=fake_server.serve_forever, args=(0.01,))
+
+    def restart():
+        if restarted.ident is None:
+            fake_server.socket = socket.create_server(fake_server.server_address, backlog=128)
+            restarted.start()
+
+    start = time.perf_counter()
+    arrivals = ClosedLoop(Phase("a", "closed", 1.0, connections=2), start, draws())
+    sender.run(arrivals, 2, [start], restart)
+    fake_server.shutdown()
+    restarted.join()
+    codes = [record.code for _, record in sender.take_records()]
+    assert set(codes) == {"connection_failed", "ok"}
+    assert codes == sorted(codes), "once it is back no connection fails"
 
 
 def test_what_the_server_says_of_its_device_is_kept(sender):

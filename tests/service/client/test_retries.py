@@ -2,6 +2,7 @@
 
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
+from itertools import islice
 
 import httpx
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from normserve import client as api
 from normserve.client.answers.failures import api_error
 from normserve.client.deadlines import Deadline
-from normserve.client.errors import ApiError
+from normserve.client.errors import ApiError, ConnectionFailedError
 from normserve.client.retries import Attempts, RetryPolicy
 
 from .harness.fake_server import FakeServer, problem_answer, tensors_answer
@@ -195,3 +196,48 @@ def test_a_server_that_starts_is_asked_about_as_often_as_it_says():
     assert [attempts.pause_after(overloaded()) for _ in range(3)] == [2, 4, None]
     ending = Attempts(RetryPolicy(first_pause_s=0), Deadline(1.5), lambda: 1.0)
     assert ending.pause_after(starting) is None
+
+
+def test_a_call_outlasts_a_restart_that_takes_no_longer_than_reconnect_s():
+    refused, starting = httpx.ConnectError("refused"), problem_answer(503, "not_ready")
+    server = FakeServer(*[refused] * 9, starting, SUCCESS)
+    retries = RetryPolicy(tries=2, first_pause_s=0, reconnect_s=60)
+    with api.Client(transport=httpx.MockTransport(server), retries=retries) as client:
+        np.testing.assert_array_equal(client.layer_norm(X).y, X)
+    assert len(server.requests) == 11
+
+
+def test_reconnecting_pauses_for_a_second_at_most_and_leaves_the_tries():
+    policy = RetryPolicy(tries=3, first_pause_s=0.25, reconnect_s=1000)
+    attempts = Attempts(policy, Deadline(None), lambda: 1.0)
+    gone = ConnectionFailedError("refused")
+    assert [attempts.pause_after(gone) for _ in range(5)] == [0.25, 0.5, 1, 1, 1]
+    assert [attempts.pause_after(overloaded()) for _ in range(3)] == [0.25, 0.5, None]
+    jittered = Attempts(policy, Deadline(None), lambda: 0.0)
+    assert list(islice(iter(lambda: jittered.pause_after(gone), None), 4)) == [0.125, 0.25, 0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("options", "timeout_s"),
+    [
+        ({"tries": 9, "reconnect_s": 0.5}, None),
+        ({"tries": 9, "reconnect_s": 1000}, 0.5),
+        ({"tries": 1, "reconnect_s": 1000}, None),
+    ],
+    ids=["its own time", "the call's timeout", "nothing is repeated"],
+)
+def test_reconnecting_ends(options, timeout_s):
+    policy = RetryPolicy(first_pause_s=1, **options)
+    assert pauses(policy, ConnectionFailedError("refused"), timeout_s=timeout_s) == []
+
+
+def test_the_time_to_reconnect_begins_with_the_first_failed_connection(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    attempts = Attempts(RetryPolicy(reconnect_s=10), Deadline(None), lambda: 1.0)
+    gone = ConnectionFailedError("refused")
+    waited = []
+    while (pause_s := attempts.pause_after(gone)) is not None:
+        waited.append(pause_s)
+        now += pause_s
+    assert 9 < sum(waited) < 10

@@ -3,7 +3,7 @@
 import pytest
 from normserve.jobs.job import NormResult
 from normserve.metrics.requests import RequestRecord
-from normserve.traces.stages import Stage, stages_of
+from normserve.traces.stages import SHORTEST_S, Stage, stages_of
 
 
 def record(**of_record: object) -> RequestRecord:
@@ -28,11 +28,21 @@ def test_a_result_has_every_stage():
     assert (done.launch_bytes, done.kernel_bytes, done.batch_size) == (128, 64, 2)
 
 
-def test_the_shortest_stages_are_left_out():
-    done = record(status=200, stages={"recv": 9e-6, "parse": 0.5})
-    done.note_result(NormResult({}, 3.0, 0.0, 2.0, 9e-6, 64, 128, 2, started=105.0), answering=108.0)
-    done.stages |= {"serialize": 0.5, "send": 1.5}
-    assert [stage.name for stage in stages_of(done, 110.5)] == ["parse", "queue", "kernel", "serialize", "send"]
+def test_short_stages_are_left_out_except_for_the_kernel():
+    short, long = SHORTEST_S / 2, SHORTEST_S * 2
+    done = record(status=200, stages={"recv": 0.0, "parse": long})
+    done.note_result(NormResult({}, short, short, short, long, 64, 64, 1, started=105.0), answering=108.0)
+    done.stages |= {"serialize": short, "send": long}
+    stages = stages_of(done, 110.0)
+    assert [stage.name for stage in stages] == ["parse", "kernel", "copy_out", "send"]
+    # Those that follow one that is left out begin at its end.
+    began = [100.0, 105.0 + short, 105.0 + 2 * short, 108.0 + short]
+    assert [stage.began for stage in stages] == pytest.approx(began, rel=0, abs=1e-9)
+
+
+def test_a_failed_request_has_its_short_stages():
+    failed = record(status=400, stages={"recv": 0.0}, waiting_in="parse")
+    assert [stage.name for stage in stages_of(failed, 100.0)] == ["recv", "parse"]
 
 
 @pytest.mark.parametrize(
