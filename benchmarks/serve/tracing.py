@@ -2,12 +2,14 @@
 
 Servers that trace nothing, one request in a hundred, and every request, on the same cores; the C client and a
 collector that takes whatever it is sent run on another.  LayerNorm of a row of 1024 float32 with a registered
-layer, npy in and out.  In each round each server has its turn, in an order that changes from round to round; ratios
-are taken within a round.
+layer, npy in and out.  In each round one server of each kind has its turn, in an order that changes from round to
+round; ratios are taken within a round.  There are several servers of each kind, which take turns: processes with the
+same settings differ by several percent.
 """
 
 import argparse
 import contextlib
+import itertools
 import os
 import random
 import sys
@@ -28,6 +30,7 @@ COLUMNS = ("connections", "traced", "round", "per_second", "p50_ms", "p99_ms", "
 #: What is traced, and the server's ratio; None traces nothing.
 TRACED = {"nothing": None, "one in a hundred": "0.01", "everything": "1"}
 _CONNECTIONS = (1, 64)
+_SERVERS_OF_A_KIND = 3
 _X_BYTES = 4096
 
 
@@ -43,20 +46,21 @@ def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
     server_cores, client_cores = asked.cores
     parameters, body = make_parameters(), npy(make_x(_X_BYTES))
     with contextlib.ExitStack() as stack:
-        served = {}
+        served: dict[str, list[Served]] = {}
         endpoint = stack.enter_context(_collector())
-        for number, (traced, ratio) in enumerate(TRACED.items()):
-            own = folder / str(number)
+        for number, (traced, ratio) in itertools.product(range(_SERVERS_OF_A_KIND), TRACED.items()):
+            own = folder / f"{traced} {number}"
             own.mkdir()
             options = () if ratio is None else ("--trace-endpoint", endpoint, "--trace-ratio", ratio)
             running = launch.normserve(server_cores, own, parameters, asked.backend, options)
-            served[traced] = stack.enter_context(running)[0]
+            served.setdefault(traced, []).append(stack.enter_context(running)[0])
         os.sched_setaffinity(0, client_cores)
         client = ClosedLoop(folder, client_cores)
         for connections in _CONNECTIONS:
             with results.part(f"{connections} connections"):
                 for number in range(asked.rounds):
-                    _round(results, client, served, body, connections, number, asked.seconds)
+                    turn = {traced: servers[number % len(servers)] for traced, servers in served.items()}
+                    _round(results, client, turn, body, connections, number, asked.seconds)
 
 
 def _round(
