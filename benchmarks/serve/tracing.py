@@ -3,8 +3,8 @@
 Servers that trace nothing, one request in a hundred, and every request, on the same cores; the C client and a
 collector that takes whatever it is sent run on another.  LayerNorm of a row of 1024 float32 with a registered
 layer, npy in and out.  In each round one server of each kind has its turn, in an order that changes from round to
-round; ratios are taken within a round.  There are several servers of each kind, which take turns: processes with the
-same settings differ by several percent.
+round; ratios are taken within a round.  Several servers of each kind take turns: processes with the same settings
+differ by several percent.
 """
 
 import argparse
