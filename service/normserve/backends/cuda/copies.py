@@ -36,7 +36,7 @@ from normserve.jobs.tensor_names import is_parameter
 from normserve.memory.host_tensors import HostTensor
 from normserve.memory.slabs import SlabPool
 
-# A chunk costs the host some 50 microseconds, in which the bus transfers 2.5 MiB each way.
+# The host takes about as long to launch a chunk as the bus takes to transfer this many bytes each way.
 _CHUNK_BYTES = 4 * 2**20
 # More would keep the thread that launches them from everything else for longer, and save little: of n chunks the
 # first copy in and the last copy out overlap with nothing.
