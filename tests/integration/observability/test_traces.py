@@ -188,30 +188,6 @@ def test_requests_of_one_launch_link_to_its_span(launched, tmp_path, until, span
         assert alone.links == set()
 
 
-@pytest.mark.parametrize("fault", ["down", "hangs", "refuses"])
-def test_a_collector_that_fails_hurts_nobody(start_server, until, fault):
-    with collecting() as collector:
-        if fault == "refuses":
-            collector.status = 503
-        elif fault == "hangs":
-            collector.hang()
-        url = "http://127.0.0.1:9" if fault == "down" else collector.url
-        server = start_server("--trace-endpoint", url, "--trace-ratio", "1", env=SOON)
-        with server.client() as http:
-            for _ in range(50):
-                assert post(http).status_code == 200
-            if fault != "down":
-                until(lambda: collector.paths)
-            assert post(http).status_code == 200
-        began = time.monotonic()
-        server.terminate()
-        assert server.wait() == 0
-        # The last traces have two seconds of the drain.
-        assert time.monotonic() - began < 10
-        assert "Traceback" not in server.log
-        assert "opentelemetry" not in server.log
-
-
 def test_the_end_of_a_server_exports_what_is_left(start_server, until):
     with collecting() as collector:
         # Nothing is sent by itself within the test.
@@ -224,18 +200,6 @@ def test_the_end_of_a_server_exports_what_is_left(start_server, until):
         server.stop()
         assert collector.of_request(answer.headers["x-request-id"]) is not None
         assert collector.paths == ["/v1/traces"]
-
-
-def test_it_says_when_a_collector_begins_to_fail_and_when_it_is_back(start_server, until, span_of):
-    with collecting() as collector:
-        collector.status = 400
-        server = start_server("--trace-endpoint", collector.url, "--trace-ratio", "1", env=SOON)
-        with server.client() as http:
-            post(http)
-            until(lambda: "accepts no traces" in server.log)
-            collector.status = 200
-            until(lambda: post(http).status_code == 200 and "accepts traces again" in server.log)
-        assert server.log.count("accepts no traces") == 1
 
 
 def test_a_scrape_of_openmetrics_names_the_trace(traced, span_of):

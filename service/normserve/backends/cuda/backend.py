@@ -24,7 +24,7 @@ from normserve.backends.cuda.in_place import Workplace, Workplaces
 from normserve.backends.cuda.parcels import is_packed, places_of
 from normserve.backends.cuda.pinned import pinned_memory, pinned_segments, registered
 from normserve.backends.cuda.replays import Replays
-from normserve.backends.cuda.streams import DividedFlight, Flight, LoneFlight, Pipeline, StageSeconds
+from normserve.backends.cuda.streams import AnyFlight, Pipeline, StageSeconds
 from normserve.backends.launch import ResidentParameters, call_of, destinations, launch, parameters_of
 from normserve.backends.tensors import (
     TORCH_DTYPES,
@@ -173,7 +173,7 @@ class TritonBackend:
         if workplace is None:
             transfer = transfer_of(batch, self._slabs, fusednorm, _DEVICE)
             packed_s = time.perf_counter() - began
-            flight: Flight | DividedFlight | LoneFlight = transfer.start(self._pipelines[batch.lane])
+            flight: AnyFlight = transfer.start(self._pipelines[batch.lane])
             shares = split(batch, transfer.results)
             kernel_bytes = kernel_bytes_of(batch, shares)
         else:

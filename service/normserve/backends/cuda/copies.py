@@ -15,6 +15,7 @@ from torch import Tensor
 
 from normserve.backends.cuda.parcels import (
     Bundle,
+    at_places,
     collected,
     parcel_of,
     room_for,
@@ -171,10 +172,7 @@ class Divided:
             slab, offsets = room_for(described, slabs)
             self.results: Mapping[str, HostTensor] = views(slab, offsets, described)
         else:
-            self.results = {
-                name: HostTensor(dtype, shape, job.places[name][: math.prod(shape) * dtype.itemsize])
-                for name, (dtype, shape) in described.items()
-            }
+            self.results = at_places(job.places, described)
 
     @torch.inference_mode()
     def start(self, pipeline: Pipeline) -> DividedFlight:

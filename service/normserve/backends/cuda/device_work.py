@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from normserve.backends.cuda.parcels import at_places
 from normserve.backends.cuda.pinned import device_view, is_registered
 from normserve.backends.cuda.replays import Repeated, Replays
 from normserve.backends.launch import call_of, destinations, launch, parameters_of
@@ -59,10 +60,7 @@ class DeviceWork:
         given = {name: (tensor.dtype, tensor.shape) for name, tensor in job.tensors.items()}
         described = results.results_of(job.spec, given, job.layer)
         kind = DeviceTensor if job.is_on_device else HostTensor
-        self.results: Mapping[str, HostTensor] = {
-            name: kind(dtype, shape, job.places[name][: prod(shape) * dtype.itemsize])
-            for name, (dtype, shape) in described.items()
-        }
+        self.results: Mapping[str, HostTensor] = at_places(job.places, described, kind)
         self.kernel_bytes = kernel_bytes(job, self.results)
         # What is made in inference mode can be used nowhere else.
         with torch.inference_mode(False):

@@ -4,16 +4,14 @@ from collections.abc import Callable
 
 from normserve.backends.base import InFlight
 from normserve.backends.cuda.device_work import DeviceWork
-from normserve.backends.cuda.streams import DividedFlight, Flight, LoneFlight, StageSeconds
+from normserve.backends.cuda.streams import AnyFlight, LoneFlight, StageSeconds
 from normserve.jobs.job import Execution
 
 
 class OnTheDevice(InFlight):
     """A batch whose results are shared out once it has landed."""
 
-    def __init__(
-        self, flight: Flight | DividedFlight | LoneFlight, execution: Callable[[StageSeconds], Execution]
-    ) -> None:
+    def __init__(self, flight: AnyFlight, execution: Callable[[StageSeconds], Execution]) -> None:
         self._flight = flight
         self._execution = execution
 

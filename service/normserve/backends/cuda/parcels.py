@@ -152,6 +152,16 @@ def written(outputs: Mapping[str, Tensor], places: Mapping[str, memoryview]) -> 
     return results
 
 
+def at_places(
+    places: Mapping[str, memoryview], tensors: Described, kind: type[HostTensor] = HostTensor
+) -> dict[str, HostTensor]:
+    """Tensors in memory of at least their bytes, of the device where `kind` is `DeviceTensor`."""
+    return {
+        name: kind(dtype, shape, places[name][: prod(shape) * dtype.itemsize])
+        for name, (dtype, shape) in tensors.items()
+    }
+
+
 def views(slab: memoryview, offsets: Mapping[str, int], tensors: Described) -> dict[str, HostTensor]:
     """Tensors that lie in a slab, each from its offset on."""
     return {

@@ -5,6 +5,7 @@ This module keeps the order.  The stages, streams and events themselves belong t
 
 import contextlib
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -45,99 +46,19 @@ class StageSeconds(NamedTuple):
     copy_out: float
 
 
-class Flight:
-    """A batch that is on its way through the stages.
+class AnyFlight(ABC):
+    """A batch on the device, which has landed once its last event is over."""
 
-    Attributes:
-        value: what the last stage gave; its memory is written to until `wait` returns.
-    """
+    __slots__ = ("_ended", "_has_landed", "_held", "_spare")
 
-    def __init__(
-        self,
-        value: Any,
-        spans: list[tuple[Event, Event]],
-        held: list[Any],
-        marks: list[Event],
-        spare: list[Event],
-    ) -> None:
-        self.value = value
-        self._spans = spans
-        self._held = held
-        self._marks = marks
-        self._spare = spare
-        self._has_landed = False
-
-    def lands_within(self, seconds: float) -> bool:
-        """Watch for the end of the last stage, for so long at most; whether it is over."""
-        self._has_landed = _passes_within(self._marks[-1], seconds)
-        return self._has_landed
-
-    def wait(self) -> StageSeconds:
-        """Block until the last stage is over, and release what the stages worked on; called once."""
-        if not self._has_landed:
-            self._marks[-1].synchronize()
-        self._held.clear()
-        took = [began.elapsed_time(ended) / 1000 for began, ended in self._spans]
-        self._spare.extend(self._marks)
-        return StageSeconds(*took)
-
-
-class DividedFlight:
-    """A batch that is on its way through the stages in parts, whose stages overlap."""
-
-    def __init__(
-        self, began: Event, came: list[Event], computed: list[Event], ended: Event, held: Any, spare: list[Event]
-    ) -> None:
-        """Args: came, computed: the end of copy-in and of compute of each part."""
-        self._began, self._ended = began, ended
-        self._came, self._computed = came, computed
-        self._held = held
-        self._spare = spare
-        self._has_landed = False
-
-    def lands_within(self, seconds: float) -> bool:
-        """Watch for the end of the last part, for so long at most; whether it is over."""
-        self._has_landed = _passes_within(self._ended, seconds)
-        return self._has_landed
-
-    def wait(self) -> StageSeconds:
-        """Block until all parts are over, and release what the stages worked on; called once.
-
-        Copy-in lasts until the last part has come; copy-out is what is left of the whole, so that the sum is the
-        whole.
+    def __init__(self, held: object, ended: Event, spare: list[Event]) -> None:
+        """Args:
+        held: what the stages work on.
+        ended: the end of all of them.
+        spare: takes the events once they are over.
         """
-        if not self._has_landed:
-            self._ended.synchronize()
-        self._held = None
-        compute_s = before = 0.0
-        for came, computed in zip(self._came, self._computed, strict=True):
-            done = self._after(computed)
-            compute_s += done - max(before, self._after(came))
-            before = done
-        copy_in_s = self._after(self._came[-1])
-        took = StageSeconds(copy_in_s, compute_s, max(0.0, self._after(self._ended) - copy_in_s - compute_s))
-        self._spare += (self._began, *self._came, *self._computed, self._ended)
-        return took
-
-    def _after(self, event: Event) -> float:
-        """Seconds from the beginning on."""
-        return self._began.elapsed_time(event) / 1000
-
-
-class LoneFlight:
-    """A batch that is computed where it lies: one stage, between two events.
-
-    Attributes:
-        value: what the stage gave; its memory is written to until `wait` returns.
-    """
-
-    __slots__ = ("_began", "_ended", "_has_landed", "_held", "_spare", "value")
-
-    def __init__(self, value: Any, held: Any, began: Event, ended: Event, spare: list[Event]) -> None:
-        """Args: held: what the stage works on."""
-        self.value = value
         self._held = held
-        self._began, self._ended = began, ended
+        self._ended = ended
         self._spare = spare
         self._has_landed = False
 
@@ -151,6 +72,89 @@ class LoneFlight:
         if not self._has_landed:
             self._ended.synchronize()
         self._held = None
+        return self._took()
+
+    @abstractmethod
+    def _took(self) -> StageSeconds:
+        """Read the events and give them back."""
+
+
+class Flight(AnyFlight):
+    """A batch that is on its way through the stages.
+
+    Attributes:
+        value: what the last stage gave; its memory is written to until `wait` returns.
+    """
+
+    __slots__ = ("_marks", "_spans", "value")
+
+    def __init__(
+        self,
+        value: Any,
+        spans: list[tuple[Event, Event]],
+        held: list[Any],
+        marks: list[Event],
+        spare: list[Event],
+    ) -> None:
+        super().__init__(held, marks[-1], spare)
+        self.value = value
+        self._spans = spans
+        self._marks = marks
+
+    def _took(self) -> StageSeconds:
+        took = [began.elapsed_time(ended) / 1000 for began, ended in self._spans]
+        self._spare.extend(self._marks)
+        return StageSeconds(*took)
+
+
+class DividedFlight(AnyFlight):
+    """A batch that is on its way through the stages in parts, whose stages overlap.
+
+    Copy-in lasts until the last part has come; copy-out is what is left of the whole, so that the sum is the whole.
+    """
+
+    __slots__ = ("_began", "_came", "_computed")
+
+    def __init__(
+        self, began: Event, came: list[Event], computed: list[Event], ended: Event, held: object, spare: list[Event]
+    ) -> None:
+        """Args: came, computed: the end of copy-in and of compute of each part."""
+        super().__init__(held, ended, spare)
+        self._began = began
+        self._came, self._computed = came, computed
+
+    def _took(self) -> StageSeconds:
+        compute_s = before = 0.0
+        for came, computed in zip(self._came, self._computed, strict=True):
+            done = self._after(computed)
+            compute_s += done - max(before, self._after(came))
+            before = done
+        copy_in_s = self._after(self._came[-1])
+        copy_out_s = max(0.0, self._after(self._ended) - copy_in_s - compute_s)
+        self._spare += (self._began, *self._came, *self._computed, self._ended)
+        return StageSeconds(copy_in_s, compute_s, copy_out_s)
+
+    def _after(self, event: Event) -> float:
+        """Seconds from the beginning on."""
+        return self._began.elapsed_time(event) / 1000
+
+
+class LoneFlight(AnyFlight):
+    """A batch that is computed where it lies: one stage, between two events.
+
+    Attributes:
+        value: what the stage gave; its memory is written to until `wait` returns.
+    """
+
+    __slots__ = ("_began", "value")
+
+    def __init__(self, value: Any, held: object, began: Event, ended: Event, spare: list[Event]) -> None:
+        """Args: held: what the stage works on."""
+        super().__init__(held, ended, spare)
+        self.value = value
+        self._began = began
+
+    def _took(self) -> StageSeconds:
         took = self._began.elapsed_time(self._ended) / 1000
         self._spare += (self._began, self._ended)
         return StageSeconds(0.0, took, 0.0)

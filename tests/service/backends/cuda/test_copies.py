@@ -1,5 +1,7 @@
 """Batches that are copied, whole and in chunks of rows, with the CPU's kernels in place of a device's."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from normserve.backends import cpu
@@ -72,6 +74,15 @@ def test_chunks_of_heads_hold_whole_tokens():
     chunks = chunks_of(job_of(x=torch.randn(101, 3, 16), weight=torch.randn(3, 16)))
     assert chunks
     assert all(edge % 3 == 0 for chunk in chunks for edge in (chunk.start, chunk.stop))
+
+
+def test_heads_in_chunks_have_the_bits_of_the_whole(run):
+    x, weight = torch.randn(101, 3, 16), torch.randn(3, 16)
+    equal(
+        run(job_of(replace(FORWARD, stats=False), x=x, weight=weight)),
+        cpu.layer_norm_forward(x, weight, eps=1e-5),
+        ("y",),
+    )
 
 
 def test_few_large_samples_are_divided():

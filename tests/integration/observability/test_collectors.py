@@ -1,8 +1,10 @@
-"""Spans that a collector does not get are counted."""
+"""Collectors that fail: requests are answered all the same, and the spans that are lost are counted and logged."""
 
 import asyncio
+import time
 from collections import Counter
 
+import pytest
 from normserve.metrics.requests import RequestRecord
 from normserve.traces.export import export_to
 
@@ -57,3 +59,39 @@ def test_spans_beyond_the_queue_and_of_refused_batches_are_counted(monkeypatch, 
         until(lambda: count["export_failed"] == 5)
         assert count["queue_full"] == 2
         asyncio.run(traces.close(2.0))
+
+
+@pytest.mark.parametrize("fault", ["down", "hangs", "refuses"])
+def test_a_collector_that_fails_hurts_nobody(start_server, until, fault):
+    with collecting() as collector:
+        if fault == "refuses":
+            collector.status = 503
+        elif fault == "hangs":
+            collector.hang()
+        url = "http://127.0.0.1:9" if fault == "down" else collector.url
+        server = start_server("--trace-endpoint", url, "--trace-ratio", "1", env=SOON)
+        with server.client() as http:
+            for _ in range(50):
+                assert post(http).status_code == 200
+            if fault != "down":
+                until(lambda: collector.paths)
+            assert post(http).status_code == 200
+        began = time.monotonic()
+        server.terminate()
+        assert server.wait() == 0
+        # The last traces have two seconds of the drain.
+        assert time.monotonic() - began < 10
+        assert "Traceback" not in server.log
+        assert "opentelemetry" not in server.log
+
+
+def test_it_says_when_a_collector_begins_to_fail_and_when_it_is_back(start_server, until):
+    with collecting() as collector:
+        collector.status = 400
+        server = start_server("--trace-endpoint", collector.url, "--trace-ratio", "1", env=SOON)
+        with server.client() as http:
+            post(http)
+            until(lambda: "accepts no traces" in server.log)
+            collector.status = 200
+            until(lambda: post(http).status_code == 200 and "accepts traces again" in server.log)
+        assert server.log.count("accepts no traces") == 1
