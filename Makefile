@@ -41,15 +41,13 @@ check: .venv/.dev
 	$(BIN)/shellcheck .ci/containers .ci/release-check .ci/run docker/*.sh examples/*.sh
 	$(BIN)/yamllint --strict docker
 
-# test-gpu and bench run on any python3 that has CUDA torch, triton, numpy and pytest; the tree need not be
-# installed.  On a terminal bench wants rich, too.
+# test-gpu and bench run on any python3 that has CUDA torch and triton, and the packages of the extra `dev` that tests
+# or benchmarks import; the tree need not be installed.  On a terminal bench wants rich, too.
 ON_GPU = PYTHONPATH=kernels:service:loadtest:. $(PYTHON) -m
 
 test-gpu:
-	$(ON_GPU) pytest tests/kernels tests/service/backends/cuda/test_backend.py \
-		tests/service/backends/cuda/test_chain_gpu.py tests/service/backends/cuda/test_in_place_gpu.py \
-		tests/service/backends/cuda/test_pinned.py tests/service/backends/cuda/test_replays_gpu.py \
-		tests/integration/api/operations/test_gpu.py
+	$(ON_GPU) pytest -m gpu tests/kernels tests/service/backends tests/integration/api/operations/test_gpu.py \
+		tests/integration/clients/device tests/integration/oip/device
 
 # Tests that start no server and run no kernel, for the time between two edits.
 test-fast: .venv/.dev
