@@ -46,7 +46,7 @@ check: .venv/.dev
 ON_GPU = PYTHONPATH=kernels:service:loadtest:. $(PYTHON) -m
 
 test-gpu:
-	$(ON_GPU) pytest -m gpu tests/kernels tests/service/backends tests/integration/api/operations/test_gpu.py \
+	$(ON_GPU) pytest -p no:benchmark -m gpu tests/kernels tests/service/backends tests/integration/api/operations/test_gpu.py \
 		tests/integration/clients/device tests/integration/oip/device
 
 # Tests that start no server and run no kernel, for the time between two edits.

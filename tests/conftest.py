@@ -96,6 +96,16 @@ def pytest_runtest_call() -> Generator[None, object, object]:
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
+    """Memory of the GPU that torch keeps for later tests of one process is missing in the others' tests."""
+    try:
+        return (yield)
+    finally:
+        if item.get_closest_marker("gpu"):
+            torch.cuda.empty_cache()
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """What is collected stays to the end, so the garbage collector need never look through it."""
     gc.disable()
