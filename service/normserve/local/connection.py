@@ -30,8 +30,9 @@ MOST_UNDER_WAY = 64
 
 _ANY = frozenset(KeyScope)
 
-# Frames that are remembered of each connection: those of a few requests that come by turns.
-_MOST_KNOWN, _LONGEST_KNOWN = 64, 2048
+# Frames that are remembered of each connection.  A model of fifty norms sends a hundred in each step, and each of them
+# with a few places for its results.
+_MOST_KNOWN, _LONGEST_KNOWN = 512, 2048
 
 _UNANSWERED = (frames.Cancel, frames.Free)
 
@@ -108,7 +109,7 @@ class Connection:
         is_like_others = not any(isinstance(each, Request) and each.headers for each in said)
         if is_like_others and len(content) <= _LONGEST_KNOWN:
             if len(self._known) >= _MOST_KNOWN:
-                self._known.clear()
+                del self._known[next(iter(self._known))]
             self._known[content] = said
         return said
 

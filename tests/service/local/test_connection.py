@@ -139,14 +139,30 @@ def test_a_frame_that_comes_again_is_checked_by_what_holds_now():
     played(body)
 
 
+def test_frames_of_a_step_with_many_norms_are_parsed_in_the_first_step_only(monkeypatch):
+    async def body(client):
+        parsed = []
+        read_messages = frames.read_messages
+        monkeypatch.setattr(
+            frames, "read_messages", lambda content: parsed.append(content) or read_messages(content)
+        )
+        for _ in range(3):
+            for tag in range(200):
+                client.send(client.compute(query=f"eps={tag + 1}e-5"), tag)
+                await client.finish()
+        assert len(parsed) == 200
+
+    played(body)
+
+
 def test_frames_by_the_thousand_are_not_remembered():
     async def body(client):
-        for offset in range(0, 16 * 300, 16):
-            client.send(client.compute(offset=offset), offset)
+        for tag in range(600):
+            client.send(client.compute(query=f"eps={tag + 1}e-5"), tag)
             await client.finish()
         client.send([client.compute(query="eps=1e-5")] * 64, 0)
         await client.finish()
-        assert len(client.connection._known) <= 64
+        assert len(client.connection._known) <= 512
         assert max(map(len, client.connection._known)) <= 2048
 
     played(body)

@@ -4,6 +4,7 @@ A block is taken for a tensor and returns with the last view of it.  Returning m
 any thread, so that a block is only noted there, and joined to its neighbours when the next one is taken.
 """
 
+import bisect
 import ctypes
 import threading
 from collections import deque
@@ -19,8 +20,10 @@ from normserve.memory.segments import Segment
 # Whole cache lines keep neighbours apart, and kernels want tensors at multiples of 16 bytes.
 _ALIGNMENT = 64
 
-# Of so many sizes the block that returned last is kept as it was, for the next one of its size.
-_MOST_SPARE, _MOST_SPARE_BYTES = 8, 2**20
+# Of so many sizes so many free blocks each stay as they are.  The next block of that size is the free one with the
+# lowest address, whichever was freed last: autograd's thread frees its tensors in any order, and a call is repeated
+# quickest at places where it was made before.
+_MOST_SIZES, _MOST_SPARE, _MOST_SPARE_BYTES = 8, 8, 2**20
 
 
 class Block(np.ndarray[tuple[int], np.dtype[np.uint8]]):
@@ -64,7 +67,7 @@ class Arena:
         self.nbytes = 0
         self._parts: dict[int, Part] = {}
         self._returned: deque[Place] = deque()
-        self._spare: dict[int, tuple[Part, Place]] = {}
+        self._spare: dict[int, list[tuple[Part, Place]]] = {}
         self._lock = threading.Lock()
         self._taken = 0
         self._on_empty: Callable[[], None] | None = None
@@ -110,7 +113,7 @@ class Arena:
         size = max(1, -(-nbytes // _ALIGNMENT)) * _ALIGNMENT
         with self._lock:
             self._collect()
-            found = self._spare.pop(size, None) or self._cut(size)
+            found = self._pop_spare(size) or self._cut(size)
             if found is None and self._spare:
                 self._give_up_spare()
                 found = self._cut(size)
@@ -125,9 +128,19 @@ class Arena:
                 return part, Place(part.number, start, size)
         return None
 
+    def _pop_spare(self, size: int) -> tuple[Part, Place] | None:
+        free = self._spare.get(size)
+        if free is None:
+            return None
+        lowest = free.pop(0)
+        if not free:
+            del self._spare[size]
+        return lowest
+
     def _give_up_spare(self) -> None:
         while self._spare:
-            _join(*self._spare.popitem()[1])
+            for part, place in self._spare.popitem()[1]:
+                _join(part, place)
 
     def locate_address(self, address: int) -> tuple[int, int] | None:
         """As `locate`, of what begins at an address."""
@@ -169,15 +182,19 @@ class Arena:
         while self._returned:
             place = self._returned.popleft()
             returned = self._parts[place.segment], place
-            nbytes, spare = place.nbytes, self._spare
-            if nbytes <= _MOST_SPARE_BYTES and (nbytes in spare or len(spare) < _MOST_SPARE):
-                before = spare.get(nbytes)
-                spare[nbytes] = returned
-                if before is not None:
-                    _join(*before)
+            free = self._spare.get(place.nbytes)
+            if free is not None and len(free) < _MOST_SPARE:
+                bisect.insort(free, returned, key=_address_of)
+            elif free is None and place.nbytes <= _MOST_SPARE_BYTES and len(self._spare) < _MOST_SIZES:
+                self._spare[place.nbytes] = [returned]
             else:
                 _join(*returned)
             self._taken -= 1
+
+
+def _address_of(free: tuple[Part, Place]) -> tuple[int, int]:
+    _, place = free
+    return place.segment, place.offset
 
 
 def _join(part: Part, place: Place) -> None:

@@ -83,14 +83,33 @@ def test_once_empty_is_told_once_by_whoever_returns_the_last_block(arena):
     assert told == [1, 2]
 
 
-def test_the_block_that_returned_last_is_the_next_one_of_its_size(arena):
-    first, second = arena.take(100), arena.take(100)
-    places = [first.place, second.place]
-    del second
-    assert arena.take(64).place not in places
-    del first
+def test_the_next_block_of_a_size_is_the_lowest_free_one(arena):
+    blocks = [arena.take(100) for _ in range(4)]
+    places = [block.place for block in blocks]
+    del blocks[1]
+    del blocks[0]
     gc.collect()
+    assert arena.take(64).place not in places
     assert arena.take(128).place == places[0]
+    taken = [arena.take(128) for _ in range(2)]
+    assert [block.place for block in taken] == places[:2]
+
+
+def test_steps_that_free_their_blocks_in_any_order_use_the_same_places(arena):
+    choose = random.Random(0)
+    kept: list[np.ndarray] = []
+    seen = set()
+    for _ in range(300):
+        forward = [arena.take(nbytes) for nbytes in (8192, 64, 64)]
+        backward = [arena.take(nbytes) for nbytes in (8192, 512, 512)]
+        seen.add(tuple(block.place for block in (*forward, *backward)))
+        freed = forward + kept
+        forward, kept = [], backward
+        choose.shuffle(freed)
+        while freed:
+            del freed[-1]
+    # Gradients of one step are alive while the next one computes its own.
+    assert len(seen) <= 3
 
 
 def test_blocks_that_wait_for_their_size_are_there_for_larger_ones(arena):
