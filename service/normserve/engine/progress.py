@@ -31,6 +31,11 @@ class Progress:
         self._since = self._clock()
 
     @property
+    def is_idle(self) -> bool:
+        """Whether everything that was begun has ended."""
+        return not self._open
+
+    @property
     def idle_s(self) -> float:
         """Seconds since anything was finished, or since there was anything to finish; 0 while there is nothing."""
         return self._clock() - self._since if self._open else 0.0

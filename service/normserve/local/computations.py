@@ -36,6 +36,8 @@ class Computations:
         self._arena = arena
         self._answers = answers
         self._on_end = on_end
+        # By `time.perf_counter`.
+        self._responded = 0.0
         self.jobs: dict[NormJob, int] = {}
 
     def begin(self, tag: int, request: Request, record: RequestRecord, request_id: str) -> None:
@@ -91,6 +93,9 @@ class Computations:
         record.waiting_in = "send"
         answers.send(frame)
         answers.account(record, request_id)
+        if service.polling is not None:
+            service.polling.follow(record.began, self._responded)
+            self._responded = time.perf_counter()
 
     def _guarded(self, asked: "_Asked", work: Callable[..., None], *arguments: Any) -> None:
         """Do something for a request that answers it, now or later; refuse it if that goes wrong."""

@@ -30,8 +30,8 @@ MOST_UNDER_WAY = 64
 
 _ANY = frozenset(KeyScope)
 
-# Frames that are remembered of each connection.  A model of fifty norms sends a hundred in each step, and each of them
-# with a few places for its results.
+# Frames that are remembered of each connection.  A model of fifty norms sends a hundred in each step, each with one
+# of a few places for its results.
 _MOST_KNOWN, _LONGEST_KNOWN = 512, 2048
 
 _UNANSWERED = (frames.Cancel, frames.Free)

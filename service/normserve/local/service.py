@@ -11,6 +11,7 @@ from normserve.local.layers import LayerMessages
 from normserve.local.memory import Leftovers, SharedMemory
 from normserve.local.operations import Operations
 from normserve.local.own_memory import OwnMemory
+from normserve.local.polling import Polling
 from normserve.logs.audit import Refusals
 from normserve.metrics.metrics import Metrics
 
@@ -29,6 +30,7 @@ class Service:
         progress: is told when work begins and ends.
         is_logged: whether the access log has a line for each message.
         traces: where operations are traced.
+        polling: None where the event loop sleeps between requests.
         leftovers: segments of connections that have ended.
         describe: what `/v1/info` answers.
     """
@@ -46,3 +48,4 @@ class Service:
     describe: Callable[[], Awaitable[dict[str, Any]]]
     is_logged: bool = False
     traces: "Traces | None" = None
+    polling: Polling | None = None

@@ -10,6 +10,7 @@ from normserve.local.memory import Leftovers, SharedMemory
 from normserve.local.operations import Operations
 from normserve.local.own_memory import OwnMemory
 from normserve.local.peer import Users
+from normserve.local.polling import polling
 from normserve.local.server import LocalServer, refusal
 from normserve.local.service import Service as LocalService
 from normserve.logs.audit import Refusals
@@ -55,6 +56,7 @@ def local_server(service: Service, describe: Callable[[], Awaitable[dict[str, An
             describe,
             settings.access_log,
             service.traces,
+            polling(progress),
         ),
         Users(settings.local_users),
         frame_s=settings.header_timeout_s,
