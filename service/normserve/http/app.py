@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from normserve import __version__
 from normserve.backends.base import Backend
 from normserve.codec.local_frames import VERSION
+from normserve.engine.polling import polling
 from normserve.errors import (
     NormserveError,
 )
@@ -79,7 +80,9 @@ def create_app(
         },
     )
     app.state.service = service
-    relays = app.state.relays = Relays(service.shared, service.slabs, service.metrics)
+    relays = app.state.relays = Relays(
+        service.shared, service.slabs, service.metrics, polling(service.stalls.requests)
+    )
     # Of several processes with a device one tells of those that are linked to all.
     if service.siblings.place is None or service.siblings.place.index == 0:
         service.metrics.watch_front_ends(lambda: [(each["index"], each["pid"]) for each in relays.described()])

@@ -36,12 +36,12 @@ class Computations:
         self._arena = arena
         self._answers = answers
         self._on_end = on_end
-        # By `time.perf_counter`.
-        self._responded = 0.0
         self.jobs: dict[NormJob, int] = {}
 
     def begin(self, tag: int, request: Request, record: RequestRecord, request_id: str) -> None:
         """Have an operation run; it is answered, now or later, whatever becomes of it."""
+        if self._service.polling is not None:
+            self._service.polling.note_received()
         self._guarded(_Asked(tag, request, record, request_id), self._run)
 
     def withdraw(self, tag: int) -> None:
@@ -94,8 +94,7 @@ class Computations:
         answers.send(frame)
         answers.account(record, request_id)
         if service.polling is not None:
-            service.polling.follow(record.began, self._responded)
-            self._responded = time.perf_counter()
+            service.polling.note_sent()
 
     def _guarded(self, asked: "_Asked", work: Callable[..., None], *arguments: Any) -> None:
         """Do something for a request that answers it, now or later; refuse it if that goes wrong."""

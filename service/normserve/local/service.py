@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from normserve.admission.keys import Keyring
+from normserve.engine.polling import Polling
 from normserve.engine.progress import Progress
 from normserve.local.device import DeviceArenas
 from normserve.local.layers import LayerMessages
 from normserve.local.memory import Leftovers, SharedMemory
 from normserve.local.operations import Operations
 from normserve.local.own_memory import OwnMemory
-from normserve.local.polling import Polling
 from normserve.logs.audit import Refusals
 from normserve.metrics.metrics import Metrics
 

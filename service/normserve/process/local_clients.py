@@ -3,6 +3,7 @@
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from normserve.engine.polling import polling
 from normserve.http.service import Service
 from normserve.local.device import DeviceArenas
 from normserve.local.layers import LayerMessages
@@ -10,7 +11,6 @@ from normserve.local.memory import Leftovers, SharedMemory
 from normserve.local.operations import Operations
 from normserve.local.own_memory import OwnMemory
 from normserve.local.peer import Users
-from normserve.local.polling import polling
 from normserve.local.server import LocalServer, refusal
 from normserve.local.service import Service as LocalService
 from normserve.logs.audit import Refusals

@@ -261,3 +261,23 @@ def test_who_leaves_is_forgotten_with_all_that_waits():
         assert client.wire.sent == []
 
     played(body)
+
+
+def test_requests_and_responses_are_noted_for_polling():
+    noted = []
+
+    class Noting:
+        def note_received(self):
+            noted.append("received")
+
+        def note_sent(self):
+            noted.append("sent")
+
+    async def body(client):
+        object.__setattr__(client.service, "polling", Noting())
+        for tag in range(3):
+            client.send(client.compute(), tag)
+            await client.finish()
+
+    played(body)
+    assert noted == ["received", "sent"] * 3

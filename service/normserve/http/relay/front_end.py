@@ -12,6 +12,7 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
+from normserve.engine.polling import Polling, polling
 from normserve.engine.progress import Progress
 from normserve.errors import NormserveError, NotReadyError
 from normserve.errors.problems import status_of
@@ -49,6 +50,8 @@ class FrontEnd:
         self._untold: Counter[tuple[int, str]] = Counter()
         self._untold_departures = 0
         self._connections = 0
+        # Nothing here is left to other threads.
+        self._polling = polling()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         owner = self._next()
@@ -62,7 +65,7 @@ class FrontEnd:
 
     def connect(self, connected: socket.socket) -> None:
         """A process that owns a device is there."""
-        owner = _Owner(connected)
+        owner = _Owner(connected, self._polling)
         owner.on_gone = functools.partial(self._lose, owner)
         owner.link.send(messages.Hello(self._index, os.getpid()))
         owner.link.on_drained = self._tell
@@ -128,7 +131,7 @@ class _Owner:
         told_connections: how many clients it knows to be connected.
     """
 
-    def __init__(self, connected: socket.socket) -> None:
+    def __init__(self, connected: socket.socket, polling: Polling | None) -> None:
         self.told_connections = 0
         self._says_ready = False
         self._heard_at = 0.0
@@ -139,7 +142,7 @@ class _Owner:
         self._numbers = itertools.count()
         self._ticking: asyncio.TimerHandle | None = None
         self._told: dict[int, int] = {}
-        self.link = Link(connected, messages.from_owner, self._on_message, self._on_end)
+        self.link = Link(connected, messages.from_owner, self._on_message, self._on_end, polling=polling)
 
     @property
     def was_heard(self) -> bool:

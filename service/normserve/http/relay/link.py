@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from normserve.engine.polling import Polling
 from normserve.http.relay.messages import LENGTH, encode
 
 _READ_BYTES = 256 * 1024
@@ -36,12 +37,14 @@ class Link:
         on_end: Callable[[], None],
         *,
         lends: bool = False,
+        polling: Polling | None = None,
     ) -> None:
         """Args:
         on_message: is given each message as it comes; if it raises, the link ends.
         on_end: told once that the other process is gone, or has ended the link.
         lends: the other writes to memory of this process.  After a fault here, it is still lent until the other
             has ended the link.
+        polling: None where the event loop sleeps between messages.
         """
         connected.setblocking(False)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
@@ -51,6 +54,7 @@ class Link:
         self._on_message = on_message
         self._on_end = on_end
         self._lends = lends
+        self._polling = polling
         self._is_ending = False
         self._loop = asyncio.get_running_loop()
         self._rest = b""
@@ -135,6 +139,8 @@ class Link:
             return
         if self._is_ending:
             return
+        if self._polling is not None:
+            self._polling.note_received()
         if self._rest:
             data = self._rest + data
         position, end = 0, len(data)
@@ -169,6 +175,8 @@ class Link:
             self._give_up()
             return
         self._is_flushing = False
+        if self._polling is not None:
+            self._polling.note_sent()
         self._settle()
         if self.is_behind:
             self.is_behind = False

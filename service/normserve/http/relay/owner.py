@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 from starlette.types import ASGIApp, Scope
 
+from normserve.engine.polling import Polling
 from normserve.errors import NormserveError
 from normserve.errors.problems import unexpected
 from normserve.http.edge.middleware import request_id_of
@@ -39,11 +40,17 @@ _ASGI = {"version": "3.0", "spec_version": "2.3"}
 class Relays:
     """Serves the front ends of this process.  Belongs to the event loop's thread."""
 
-    def __init__(self, shared: SharedSlabs, slabs: SlabPool, metrics: Metrics) -> None:
-        """Args: slabs: whose memory is of `shared`."""
+    def __init__(
+        self, shared: SharedSlabs, slabs: SlabPool, metrics: Metrics, polling: Polling | None = None
+    ) -> None:
+        """Args:
+        slabs: whose memory is of `shared`.
+        polling: for messages of front ends; None where the event loop sleeps between them.
+        """
         self._shared = shared
         self._slabs = slabs
         self._metrics = metrics
+        self._polling = polling
         self._entrance: ASGIApp | None = None
         self._direct: Direct | None = None
         self._known: dict[tuple[bytes, bool], _Known] = {}
@@ -72,7 +79,8 @@ class Relays:
 
     def serve(self, connected: socket.socket) -> None:
         """A front end is there."""
-        front_end = _FrontEnd(connected, self._shared, self._slabs, self._metrics, self._begin, self._admit)
+        of_all = self._shared, self._slabs, self._metrics, self._begin, self._admit, self._polling
+        front_end = _FrontEnd(connected, *of_all)
         front_end.on_gone = functools.partial(self._front_ends.discard, front_end)
         self._front_ends.add(front_end)
         if self._beating is None:
@@ -192,6 +200,7 @@ class _FrontEnd:
         metrics: Metrics,
         begin: Callable[["_FrontEnd", messages.Request], DirectRequest | Relayed],
         on_hello: Callable[["_FrontEnd"], None],
+        polling: Polling | None,
     ) -> None:
         self.slabs = slabs
         self.hello = messages.Hello(-1, 0)
@@ -202,7 +211,9 @@ class _FrontEnd:
         self._begin, self._on_hello = begin, on_hello
         self._mapped: set[int] = set()
         self._under_way: dict[int, DirectRequest | Relayed] = {}
-        self._link = Link(connected, messages.from_front_end, self._on_message, self._on_end, lends=True)
+        self._link = Link(
+            connected, messages.from_front_end, self._on_message, self._on_end, lends=True, polling=polling
+        )
 
     @property
     def is_busy(self) -> bool:

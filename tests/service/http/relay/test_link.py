@@ -255,3 +255,27 @@ def test_it_says_when_it_is_behind_and_when_not_any_more():
         front_end.link.close()
 
     asyncio.run(run())
+
+
+def test_what_comes_and_what_leaves_is_noted_for_polling():
+    noted = []
+
+    class Noting:
+        def note_received(self):
+            noted.append("received")
+
+        def note_sent(self):
+            noted.append("sent")
+
+    async def run():
+        here, there = linked(polling=Noting())
+        here.link.send(messages.Readiness(True))
+        await until(lambda: there.heard)
+        assert noted == ["sent"]
+        there.link.send(messages.Connections(3))
+        await until(lambda: here.heard)
+        assert noted == ["sent", "received"]
+        here.link.close()
+        there.link.close()
+
+    asyncio.run(run())

@@ -1,14 +1,11 @@
-"""When the event loop polls for the next request instead of sleeping."""
+"""When the event loop polls for the next message instead of sleeping."""
 
 import asyncio
-import itertools
 
 import pytest
+from normserve.engine import polling as module
+from normserve.engine.polling import Polling
 from normserve.engine.progress import Progress
-from normserve.local import polling
-from normserve.local.polling import Polling
-
-from tests.service.local.fake_wire import played
 
 
 class Clock:
@@ -25,7 +22,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(polling, "time", clock)
+    monkeypatch.setattr(module, "time", clock)
     return clock
 
 
@@ -51,20 +48,28 @@ def iterations(begin) -> int:
     return asyncio.run(run())
 
 
-def test_after_a_prompt_request_it_polls_for_a_while(clock):
-    seen = iterations(lambda: Polling(Progress()).follow(clock.now, clock.now - 50e-6))
+def exchange(polling, clock, pause_s) -> None:
+    """A message is sent, another one comes after a pause and is answered."""
+    polling.note_sent()
+    clock.now += pause_s
+    polling.note_received()
+    polling.note_sent()
+
+
+def test_after_a_prompt_message_it_polls_for_a_while(clock):
+    seen = iterations(lambda: exchange(Polling(), clock, 50e-6))
     assert 15 <= seen <= 25
 
 
 def test_after_a_pause_it_sleeps(clock):
-    assert iterations(lambda: Polling(Progress()).follow(clock.now, clock.now - 1e-3)) == 0
+    assert iterations(lambda: exchange(Polling(), clock, 1e-3)) == 0
 
 
 def test_several_connections_poll_as_one(clock):
     def begin():
-        shared = Polling(Progress())
+        shared = Polling()
         for _ in range(10):
-            shared.follow(clock.now, clock.now)
+            exchange(shared, clock, 0)
 
     assert iterations(begin) <= 40
 
@@ -72,29 +77,12 @@ def test_several_connections_poll_as_one(clock):
 def test_it_does_not_poll_while_requests_are_computed(clock):
     progress = Progress()
     progress.begin()
-    assert iterations(lambda: Polling(progress).follow(clock.now, clock.now)) == 1
+    assert iterations(lambda: exchange(Polling(progress), clock, 0)) == 1
+    progress.end()
+    assert iterations(lambda: exchange(Polling(progress), clock, 0)) > 10
 
 
 @pytest.mark.parametrize(("cores", "polls"), [(1, False), (3, False), (4, True), (64, True)])
 def test_a_small_machine_has_no_core_for_it(monkeypatch, cores, polls):
-    monkeypatch.setattr(polling.os, "sched_getaffinity", lambda pid: set(range(cores)))
-    assert (polling.polling(Progress()) is not None) == polls
-
-
-def test_a_connection_says_when_its_requests_came_and_were_answered():
-    followed = []
-
-    class Noting:
-        def follow(self, received, responded):
-            followed.append((received, responded))
-
-    async def body(client):
-        object.__setattr__(client.service, "polling", Noting())
-        for tag in range(3):
-            client.send(client.compute(), tag)
-            await client.finish()
-
-    played(body)
-    assert followed[0][1] == 0.0
-    for (earlier, _), (later, responded) in itertools.pairwise(followed):
-        assert earlier < responded < later
+    monkeypatch.setattr(module.os, "sched_getaffinity", lambda pid: set(range(cores)))
+    assert (module.polling() is not None) == polls

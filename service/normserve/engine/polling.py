@@ -1,0 +1,58 @@
+"""Polling for the next message of a process that sends one right after each response."""
+
+import asyncio
+import os
+import time
+
+from normserve.engine.progress import Progress
+
+# From a message that was sent to the one that it leads to: the other process must be woken, and does its part.
+_SOON_S = 200e-6
+
+# On fewer, the other process may need the core that polls.
+_LEAST_CORES = 4
+
+
+class Polling:
+    """Keeps the event loop from sleeping while such a message is due.
+
+    To wake a thread that sleeps takes as long as a small request, above all on virtual machines.  The loop polls
+    its sockets in each iteration as always; nothing that is ready waits for this.
+    """
+
+    def __init__(self, progress: Progress | None = None) -> None:
+        """Args: progress: of all requests; while there are any, other threads need Python's lock.  None where there
+        are no such threads.
+        """
+        self._progress = progress
+        self._sent = self._until = 0.0
+        self._is_prompt = self._is_polling = False
+
+    def note_received(self) -> None:
+        """A message has come; if it came soon after the last one was sent, so may the next one."""
+        self._is_prompt = time.perf_counter() - self._sent <= _SOON_S
+
+    def note_sent(self) -> None:
+        """A message has been sent: poll from now on, if those before it were followed by others soon."""
+        self._sent = time.perf_counter()
+        if not self._is_prompt:
+            return
+        self._until = self._sent + _SOON_S
+        if not self._is_polling:
+            self._is_polling = True
+            asyncio.get_running_loop().call_soon(self._poll)
+
+    def _poll(self) -> None:
+        may_poll = self._progress is None or self._progress.is_idle
+        if may_poll and time.perf_counter() < self._until:
+            asyncio.get_running_loop().call_soon(self._poll)
+        else:
+            self._is_polling = False
+
+
+def polling(progress: Progress | None = None) -> Polling | None:
+    """For this process; None where it may run on too few cores.
+
+    Args: progress: as of `Polling`.
+    """
+    return Polling(progress) if len(os.sched_getaffinity(0)) >= _LEAST_CORES else None
