@@ -9,8 +9,8 @@ from normserve.engine.progress import Progress
 # From a message that was sent to the one that it leads to: the other process must be woken, and does its part.
 _SOON_S = 200e-6
 
-# On fewer, the other process may need the core that polls.
-_LEAST_CORES = 4
+# On one core the other process would wait until the polling ends.
+_LEAST_CORES = 2
 
 
 class Polling:
