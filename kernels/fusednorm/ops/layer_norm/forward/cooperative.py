@@ -175,7 +175,7 @@ def layer_norm_forward_cooperative_kernel(
     own = first_col + unaligned_zero(cols, NARROW)
     weights = load_piece(weight_ptr, own, slab_cols, FULL, BLOCK_N, CHUNKS, GROUP, "")
     biases = load_piece(bias_ptr, own, slab_cols, FULL, BLOCK_N, CHUNKS, GROUP, "")
-    # The written sum is exact, so the second read takes it instead of x and residual.
+    # A sum that is written in float32 is exact, so the second read takes it instead of x and residual.
     EXACT_SUM: tl.constexpr = residual_out_ptr is not None and residual_out_ptr.dtype.element_ty == tl.float32
     KEEP: tl.constexpr = "" if NARROW else "evict_last"
     DROP: tl.constexpr = "" if NARROW else "evict_first"

@@ -142,7 +142,7 @@ def layer_norm_forward_split_stats_kernel(
     CHUNKS: tl.constexpr, GROUP: tl.constexpr, SLOTS: tl.constexpr, PREFETCH: tl.constexpr, EARLY: tl.constexpr,
     IS_RMS: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Write the moments of a row's parts, whole pieces of CHUNKS * BLOCK_N columns, to `parts_ptr` [rows, parts, 4].
+    """Write the moments of a row's parts, pieces of CHUNKS * BLOCK_N columns, to `parts_ptr` [rows, parts, 4].
 
     The last program of a row to finish merges them in the order of the parts, writes the result to `moments_ptr`
     [rows, 4] and to mean and rstd, each unless it is None, and resets the row's counter to 0.
