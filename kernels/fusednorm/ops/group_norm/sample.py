@@ -71,7 +71,7 @@ def column_width(sample: Sample, itemsize: int) -> int:
 
 
 def stays_in_l2(threads: int, tiles: int, programs: int) -> bool:
-    """Whether L2 holds the last `tiles` tiles of x and dy of each program, 16 bytes per thread, at a second read."""
+    """Whether L2 holds each program's last `tiles` tiles of x and dy, 16 bytes per thread, at a second read."""
     return 2 * 16 * threads * tiles * programs <= L2_BYTES
 
 
