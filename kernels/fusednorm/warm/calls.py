@@ -23,7 +23,7 @@ _META = torch.device("meta")
 
 
 def launches(gpu: Gpu, length: int, only_warm_up: bool) -> list[Launch]:
-    """Launches that a server on `gpu` compiles for rows of `length` elements: each kernel once, the first needed first.
+    """Launches that a server on `gpu` compiles for rows of `length` elements: each kernel once, in order of need.
 
     First are the launches of its warm-up: every operation on x of each dtype, forward before backward, with float32
     parameters before those without parameters; a row is a sample of GroupNorm with up to 32 groups.  Then, unless
