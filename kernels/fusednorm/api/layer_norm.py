@@ -146,9 +146,8 @@ def layer_norm_backward(
         out: tensors to write the gradients to, as in the forward pass.
 
     Returns:
-        Backward: dx [..., cols] contiguous in x's dtype; dresidual, the same gradient in the residual's dtype,
-            or dx
-        itself if the dtypes are equal; dweight in weight's dtype if weight is not None, and dbias likewise, both
+        Backward: dx [..., cols] contiguous in x's dtype; dresidual, the same gradient in the residual's dtype, or
+        dx itself if the dtypes are equal; dweight in weight's dtype if weight is not None, and dbias likewise, both
         only if they are wanted.
 
     Raises:

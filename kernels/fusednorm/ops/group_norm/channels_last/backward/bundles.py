@@ -79,10 +79,10 @@ def group_norm_nhwc_backward_cooperative_kernel(
 
     `members` programs share a unit; each has a block of `block_units` vectors over a slab of PIECES * CHUNKS * ROWS
     positions, in tiles of ROWS positions.  A vector has GROUP columns and touches at most LABELS groups; a block
-    touches at
-    most SPAN groups, a group at most OVERLAP blocks.  If DIRECT, a block is a group.  A program reads every piece
-    twice: first for sums, which it posts after the slab's last piece, and LAG pieces later out of L1 or L2 for dx.
-    It writes sums over channels to [N, splits, C].  Programs are persistent; the launch must be cooperative.
+    touches at most SPAN groups, a group at most OVERLAP blocks.  If DIRECT, a block is a group.  A program reads
+    every piece twice: first for sums, which it posts after the slab's last piece, and LAG pieces later out of L1 or
+    L2 for dx.  It writes sums over channels to [N, splits, C].  Programs are persistent; the launch must be
+    cooperative.
     """
     let_next_start(EARLY)
     BEHIND: tl.constexpr = PIECES - 1 + LAG
