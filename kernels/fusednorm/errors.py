@@ -6,7 +6,7 @@ KernelInputError (a ValueError)      an argument breaks the input contract
 
 
 class KernelInputError(ValueError):
-    """An argument breaks the input contract; the message says what was expected and what came."""
+    """An argument breaks the input contract; the message has the expected and the actual value."""
 
 
 class UnsupportedShapeError(KernelInputError):

@@ -7,7 +7,7 @@ def cdiv(dividend: int, divisor: int) -> int:
 
 
 def next_power_of_2(number: int) -> int:
-    """The least power of two that is `number` or more; 1 up to 1."""
+    """The smallest power of two that is at least `number`; 1 for numbers below 1."""
     return 1 << max(0, number - 1).bit_length()
 
 

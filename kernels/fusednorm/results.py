@@ -6,15 +6,15 @@ from torch import Tensor
 
 
 class Forward(NamedTuple):
-    """Result of a forward pass; what was not asked for is None.
+    """Result of a forward pass; results that were not requested are None.
 
     Attributes:
         y: the normalised tensor, in x's shape.
-        mean: float32 mean of each row or group (never for RMSNorm), when statistics were asked for.
-        rstd: float32 reciprocal standard deviation of each row or group, when statistics were asked for.
-        residual_out: h = x + residual, the tensor that was normalised, when a residual came in; in the residual's
+        mean: float32 mean of each row or group (never for RMSNorm), if statistics were requested.
+        rstd: float32 reciprocal standard deviation of each row or group, if statistics were requested.
+        residual_out: h = x + residual, the tensor that was normalised, if there is a residual; in the residual's
             dtype, for GroupNorm in x's.
-        scale: float32 scale of each row, when y is float8_e4m3fn: the normalised row is y * scale.
+        scale: float32 scale of each row, if y is float8_e4m3fn: the normalised row is y * scale.
     """
 
     y: Tensor
@@ -25,16 +25,16 @@ class Forward(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """Result of a backward pass; what was not asked for is None.
+    """Result of a backward pass; results that were not requested are None.
 
     Attributes:
         dx: the gradient of x, in x's shape and dtype.
-        dweight: the gradient of weight, when weight came in.
-        dbias: the gradient of bias, when bias came in.
-        dresidual: the gradient of the residual, when one came in: dx itself, unless the residual's dtype is another
-            than x's.  GroupNorm's is always dx.
-        dscale: the gradient of GroupNorm's scale [N, C], when one came in.
-        dshift: the gradient of GroupNorm's shift [N, C], when one came in.
+        dweight: the gradient of weight, if there is one.
+        dbias: the gradient of bias, if there is one.
+        dresidual: the gradient of the residual, if there is one: dx itself, unless the residual's dtype differs
+            from x's.  For GroupNorm it is always dx.
+        dscale: the gradient of GroupNorm's scale [N, C], if there is one.
+        dshift: the gradient of GroupNorm's shift [N, C], if there is one.
     """
 
     dx: Tensor

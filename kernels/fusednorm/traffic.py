@@ -1,10 +1,11 @@
 """The fewest bytes an operation must move through device memory, for metrics and benchmarks alike.
 
-A forward pass reads x and writes y; a backward pass reads dy and x and writes dx.  A residual costs one more
-read, its sum one more write, an outside gradient one more read, and where the residual's type is not x's, its
-gradient one more write.  Parameters, statistics and their gradients are vectors and do not count, nor does the
-scale of each row of a float8 y, whose elements are one byte each.  A chain of norms is one forward pass.  Bandwidth
-everywhere in this project is these bytes over device time, whatever a kernel really moves.
+A forward pass reads x and writes y; a backward pass reads dy and x and writes dx.  A residual costs one more read,
+its sum one more write, the gradient of that sum (dresidual_out) one more read, and, if the residual's dtype is not
+x's, its gradient one more write.  Parameters, statistics and their gradients are vectors and do not count, nor do
+the scales of the rows of a float8 y, whose elements have one byte each.  A chain of norms is one forward pass.
+Everywhere in this project bandwidth is these bytes divided by device time, independent of the bytes that a kernel
+really moves.
 """
 
 
@@ -13,7 +14,7 @@ def forward_bytes(numel: int, x: int, y: int, *, residual: int = 0, residual_out
 
     Args:
         numel: elements of x.
-        x: bytes of one element of x; likewise y, residual and residual_out, 0 where the tensor is absent.
+        x: bytes of one element of x; likewise y, residual and residual_out, 0 if the tensor is absent.
     """
     return numel * (x + y + residual + residual_out)
 
@@ -32,7 +33,7 @@ def backward_bytes(
 
     Args:
         numel: elements of x.
-        x: bytes of one element of x; likewise dy, dx (x's when None), residual, dresidual_out and dresidual, 0
-            where the tensor is absent and where dresidual is dx.
+        x: bytes of one element of x; likewise dy, dx (x's when None), residual, dresidual_out and dresidual, 0 if
+            the tensor is absent or dresidual is dx.
     """
     return numel * (x + dy + (x if dx is None else dx) + residual + dresidual_out + dresidual)

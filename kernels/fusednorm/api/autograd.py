@@ -34,7 +34,7 @@ class Added(NamedTuple):
 
     Attributes:
         y: the normalised sum.
-        residual_out: x + residual, in the residual's dtype; after a group norm, in x's.
+        residual_out: x + residual, in the residual's dtype; for a group norm in x's dtype.
     """
 
     y: Tensor
@@ -193,10 +193,10 @@ _Inputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | No
 
 
 def library_of(op: str, x: Tensor) -> Any:
-    """The module that computes `op` where x is.
+    """The module that computes `op` on x's device.
 
     Raises:
-        ModuleNotFoundError: that would be kernels, and Triton is not installed.
+        ModuleNotFoundError: the kernels would compute it, but Triton is not installed.
     """
     if x.device.type == "cpu":
         return cpu
@@ -206,7 +206,7 @@ def library_of(op: str, x: Tensor) -> Any:
 
 
 def _again(op: str, inputs: _Inputs, settings: tuple[Any, ...], stats: bool) -> Forward | None:
-    """The result of a call with nothing new about it, or None: see `launch.replay`."""
+    """The result of a call of a known kind, else None: see `launch.replay`."""
     *known, dropout, seed = settings
     if dropout or seed or not HAS_TRITON:
         return None
@@ -222,14 +222,14 @@ def _again(op: str, inputs: _Inputs, settings: tuple[Any, ...], stats: bool) -> 
 def _forward_options(
     op: str, num_groups: int, eps: float, weight_offset: float, activation: str, *, stats: bool
 ) -> tuple[Any, ...]:
-    """Options of the forward pass of a call, as the pass itself tells its calls apart."""
+    """Options of the forward pass of a call, as in the key of the pass."""
     if op == "group_norm":
         return num_groups, eps, activation, None, stats
     return op == "rms_norm", eps, weight_offset, activation, None, stats
 
 
 def _define(extension: Any, op: str, *known: Any) -> None:
-    """Tell the host extension which passes and options a differentiable call consists of."""
+    """Define a differentiable call in the host extension by its passes and options."""
     num_groups, eps, weight_offset, activation = known
     groups = op == "group_norm"
     passes = group_norm_passes if groups else layer_norm_passes
@@ -251,9 +251,10 @@ def _backward(
     dresidual_out: Tensor | None,
     parameter_gradients: bool,
 ) -> tuple[Tensor | None, ...]:
-    """The backward pass of a call that the host extension made, where it does not know that pass.
+    """The backward pass of a call that the host extension made, if the extension does not know that pass.
 
-    `saved` and the gradients are of x, residual, weight, bias, scale and shift; mean and rstd are saved, too.
+    `saved` and the gradients are in the order x, residual, weight, bias, scale, shift; `saved` also has mean and
+    rstd.
     """
     op, *settings = known
     x, residual, weight, bias, *others = saved
@@ -272,7 +273,7 @@ def _backward_of(
     x: Tensor,
     *saved: Tensor | None,
 ) -> Callable[..., Any]:
-    """What computes the backward pass over these tensors."""
+    """The function that computes the backward pass over these tensors."""
     if is_observed(dy, dresidual_out, x, *saved) or torch.is_grad_enabled():
         run: Callable[..., Any] = getattr(torch.ops.fusednorm, f"{op}_backward")
         return run
@@ -280,7 +281,7 @@ def _backward_of(
 
 
 class _Norm(torch.autograd.Function):
-    """The derivative of the operators, without their way through torch's dispatcher."""
+    """The derivative of the operators without torch's dispatcher."""
 
     @staticmethod
     def forward(
@@ -311,7 +312,7 @@ class _Norm(torch.autograd.Function):
         return *gradients(op, run, saved, ctx.settings, dy, dresidual_out), None, None
 
 
-# `apply` less its care for functorch, of which there is none where this is called.
+# `apply` without its handling of functorch, which is never active here.
 _apply_norm: Callable[..., Any] = super(torch.autograd.Function, _Norm).apply
 
 

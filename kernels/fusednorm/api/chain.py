@@ -19,7 +19,7 @@ CHAIN = Pass(Forward, like_x=1)
 """Inputs x, weights and biases."""
 
 MAX_NORMS = 8
-"""Norms in a chain; each number of them is a kernel of its own, with that many norms in its code."""
+"""The most norms in a chain; each number of norms is a separate kernel with that many norms in its code."""
 
 
 def layer_norm_chain(
@@ -33,27 +33,27 @@ def layer_norm_chain(
 ) -> Tensor:
     """y = LN_k(... LN_2(LN_1(x))) over the last axis, LN_i(h) = (h - mean(h)) * rstd(h) * weights[i] + biases[i].
 
-    What one norm hands to the next stays float32, so that only y is rounded to its dtype; k separate calls round k
-    times.  Every norm takes its moments as `layer_norm_forward` does.  There is no backward pass.
+    Values between norms stay float32, so that only y is rounded to its dtype; k separate calls round k times.
+    Every norm computes its moments as `layer_norm_forward` does.  There is no backward pass.
 
     Args:
         x: [..., cols], float32, float16 or bfloat16, CUDA; the last axis contiguous, rows one stride apart.
-        weights: 1 to 8 of [cols], any of these dtypes, or None for ones; as many as there are norms.
-        biases: as many of [cols], any of these dtypes, or None for zeros; None for no biases at all.
+        weights: one per norm, 1 to 8: [cols], any of these dtypes, or None for ones.
+        biases: one per norm: [cols], any of these dtypes, or None for zeros; None for no biases at all.
         eps: added to each variance; positive and finite.
         out_dtype: y's dtype; x's when None.
-        out: where y is written, contiguous, of its shape and dtype, in memory of its own; None allocates it.
+        out: the tensor for y, contiguous, of its shape and dtype, in memory of its own; None allocates it.
 
     Returns:
-        y: [..., cols] contiguous; `out` where that is given.
+        y: [..., cols] contiguous; `out` if it is not None.
 
     Raises:
         KernelInputError: a wrong number of norms, shape, dtype, device or value; or gradients are enabled and an
             argument requires one.
         UnsupportedShapeError: strides that no kernel handles; nothing is copied to make them fit.
 
-    Traffic: `traffic.forward_bytes`: x and y once each, however many norms.  Rows beyond 16384 columns are read
-    once more from L1 or L2 for every norm.
+    Traffic: `traffic.forward_bytes`: x and y once each, for any number of norms.  Rows beyond 16384 columns are
+    read once more from L1 or L2 for every norm.
 
     Source: as `layer_norm_forward`.
     """

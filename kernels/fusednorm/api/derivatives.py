@@ -14,10 +14,10 @@ from torch.autograd import forward_ad
 
 Results = tuple[Tensor, ...]
 Plain = Callable[..., Results]
-"""An operator in plain torch: takes its arguments, returns its results."""
+"""An operator in plain torch, with the operator's arguments and results."""
 
 Setup = Callable[[Any, tuple[Any, ...], Results], None]
-"""Keeps in a context what the derivative needs of the arguments and results."""
+"""Saves the arguments and results that the derivative needs in a context."""
 
 Derivative = Callable[..., tuple[Tensor | None, ...]]
 """Takes the context and the gradients of the results, returns those of the arguments."""
@@ -29,10 +29,10 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 def register_derivatives(
     library: torch.library.Library, name: str, plain: Plain, setup: Setup, derivative: Derivative
 ) -> None:
-    """Make the operator `name` of `library` differentiable in both modes, and let `torch.vmap` take it.
+    """Make the operator `name` of `library` differentiable in both modes and usable in `torch.vmap`.
 
-    Unlike what `torch.library.register_autograd` makes of a formula, it may be used in transforms of `torch.func`,
-    within one another, and where there are tangents they are not lost.
+    Unlike with `torch.library.register_autograd`, the operator works in (nested) transforms of `torch.func`, and
+    tangents are not lost.
     """
     operator = getattr(getattr(torch.ops, library.ns), name).default
     below_autograd = torch._C._after_autograd_keyset
@@ -45,7 +45,7 @@ def register_derivatives(
     class Node(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, keyset: torch._C.DispatchKeySet, *arguments: Any) -> Results:
-            # Disabled in a Function's forward, both; but there may be transforms around this one.
+            # A Function's forward disables both modes, but there may be transforms around this one.
             with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
                 results = dispatch_on(keyset, arguments)
             setup(ctx, arguments, results)
@@ -55,7 +55,7 @@ def register_derivatives(
         def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
             return None, *derivative(ctx, *gradients)
 
-    # `Node.apply` less its refusal of transforms: a dispatcher's kernel meets them one at a time.
+    # `Node.apply` without its refusal of transforms: the dispatcher's kernel handles one transform at a time.
     apply: Callable[..., Results] = super(torch.autograd.Function, Node).apply
 
     def differentiate(keyset: torch._C.DispatchKeySet, *arguments: Any) -> Results:
@@ -72,21 +72,21 @@ def register_derivatives(
 
 
 def has_tangent(argument: Any) -> bool:
-    """Whether forward mode goes through an argument."""
-    # Level 0: torch has no other yet.
+    """Whether an argument has a forward-mode tangent."""
+    # Level 0: torch has no other level yet.
     return isinstance(argument, Tensor) and torch._VF._unpack_dual(argument, level=0)[1] is not None
 
 
 def derivative_of_plain(
     plain: Plain, arguments: tuple[Any, ...], needed: tuple[bool, ...], gradients: tuple[Tensor | None, ...]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of the arguments that are needed, from those of the results, and differentiable in their turn.
+    """Gradients of the needed arguments from gradients of the results; they are differentiable themselves.
 
     Args:
-        plain: what is differentiated.
+        plain: the function to differentiate.
         arguments: its arguments.
-        needed: of which of them a gradient is wanted.
-        gradients: of its results; None is zero.
+        needed: for each argument, whether its gradient is wanted.
+        gradients: gradients of its results; None is zero.
     """
     places = [place for place, wanted in enumerate(needed) if wanted]
     used = [place for place, gradient in enumerate(gradients) if gradient is not None]

@@ -54,12 +54,12 @@ def group_norm_forward(
 ) -> Forward:
     """y = dropout(act(z * (1 + scale) + shift)), z = (h - mean) * rstd * weight + bias, moments over each group.
 
-    h = x + residual.  scale and shift are adaptive GroupNorm's, a sample's own affine step after the common one, in
-    the form that diffusion models use (`scale_shift` of a time embedding).
+    h = x + residual.  scale and shift are those of adaptive GroupNorm: an affine step per sample after the common
+    one, in the form that diffusion models use (`scale_shift` of a time embedding).
 
-    Statistics and every intermediate are float32; variances are taken about pivots among the values and
-    merged by Chan's formula, so a mean far from zero does not cancel.  A sample's bits do not depend on the
-    others.
+    Statistics and every intermediate are float32; variances are computed about pivots within the range of the
+    values and merged by Chan's formula, so a mean far from zero causes no cancellation.  A sample's bits do not
+    depend on the other samples.
 
     Args:
         x: [N, C, *spatial], float32, float16 or bfloat16, CUDA; contiguous, or channels-last by its strides.
@@ -67,36 +67,36 @@ def group_norm_forward(
         weight: [C], any of these dtypes, or None for ones.
         bias: [C], any of these dtypes, or None for zeros.
         eps: added to the variance; positive and finite.
-        residual: in x's shape, any of these dtypes, contiguous or channels-last.  h is summed in float32 and
-            returned rounded to x's dtype, in x's layout.
+        residual: x's shape, any of these dtypes, contiguous or channels-last.  h is summed in float32 and returned
+            rounded to x's dtype, in x's layout.
         scale: [N, C] float32 or any of these dtypes, or None for zeros; each sample's channels contiguous.
-        shift: as scale, and with its stride from sample to sample: both may be halves of one [N, 2 * C].
+        shift: as scale, with the same stride between samples: both may be halves of one [N, 2 * C].
         activation: none, relu, silu, gelu (erf) or gelu_tanh.
         dropout: probability of a zero, in [0, 1).  The mask counts a sample's elements in memory order, so a
-            channels-last x draws another than a contiguous one.
+            channels-last x has another mask than a contiguous one.
         seed: int64, required with dropout; the same seed gives the same mask in backward.
         out_dtype: y's dtype; x's when None.
         stats: also return mean and rstd, float32 [N, num_groups].
-        out: tensors to write results to, each of its result's shape, dtype and layout, in memory of its own; what
-            is None there is allocated.
+        out: tensors to write results to, each with its result's shape, dtype and layout, in memory of its own;
+            results for fields that are None are allocated.
 
     Returns:
         Forward: y in x's layout; mean and rstd with `stats`; residual_out with a residual.
 
     Raises:
         KernelInputError: a wrong shape, dtype, device or value, or an empty group.
-        UnsupportedShapeError: x or residual is neither contiguous nor channels-last, or scale and shift lie
-            otherwise than above; nothing is copied to make them fit.
+        UnsupportedShapeError: x or residual is neither contiguous nor channels-last, or scale and shift have other
+            strides than above; nothing is copied to make them fit.
 
-    Traffic: `traffic.forward_bytes`: x, y, residual and residual_out once each.  Groups too large for one
-    program's registers are read a second time from L1 or L2, and those too large for that from memory.  Where
-    residual is laid out otherwise than x, both are read twice from memory, and residual slowly.
+    Traffic: `traffic.forward_bytes`: x, y, residual and residual_out once each.  Groups too large for one program's
+    registers are read a second time from L1 or L2, still larger ones from memory.  If residual has another layout
+    than x, both are read twice from memory, and residual slowly.
 
     Source: Wu, He: Group Normalization, arXiv:1803.08494; partial moments merged as in Chan, Golub, LeVeque:
     Updating formulae and a pairwise algorithm for computing sample variances, 1979.
     """
     inputs, options = (x, residual, weight, bias, scale, shift), (num_groups, eps, activation, out_dtype, stats)
-    # A seed changes from call to call; one that nothing is drawn from is still checked.
+    # A seed differs between calls; without dropout it is not used, but still checked.
     may_repeat = not (dropout or seed)
     repeated = FORWARD.again(inputs, options, out) if may_repeat else None
     if repeated is not None:
@@ -150,34 +150,33 @@ def group_norm_backward(
 ) -> Backward:
     """dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) + dresidual_out, over groups.
 
-    dz is dy taken back through dropout and the activation, f = 1 + scale and g = dz * f * weight.  Over positions
-    dshift = sum(dz) and dscale = sum(dz * (x_hat * weight + bias)); over samples and positions dbias = sum(dz * f)
-    and dweight = sum(dz * f * x_hat).  Sums are float32 of centred values in fixed order, without atomics: every
+    dz is the gradient of the affine step's output, f = 1 + scale and g = dz * f * weight.  Over positions dshift =
+    sum(dz) and dscale = sum(dz * (x_hat * weight + bias)); over samples and positions dbias = sum(dz * f) and
+    dweight = sum(dz * f * x_hat).  Sums of centred values are float32, in fixed order and without atomics: every
     run gives the same bits.
 
     Args:
         dy: gradient of y, in x's shape, float32, float16 or bfloat16; contiguous or channels-last.
-        x, num_groups, weight, bias, eps, residual, scale, shift, activation, dropout, seed: as they went into
-            forward.
-        mean, rstd: the statistics it returned, float32 [N, num_groups], both or neither; taken anew when
-            absent.
-        dresidual_out: as dy; what reached h from elsewhere, added to dx.
+        x, num_groups, weight, bias, eps, residual, scale, shift, activation, dropout, seed: the arguments of the
+            forward pass.
+        mean, rstd: the statistics from the forward pass, float32 [N, num_groups], both or neither; computed
+            again if absent.
+        dresidual_out: as dy; the gradient of residual_out, added to dx.
         parameter_gradients: whether dweight and dbias are wanted; without them there is less to compute.
         out: tensors to write the gradients to, as in the forward pass.
 
     Returns:
-        Backward: dx in x's dtype and layout, the gradient of x and of residual alike; dweight in weight's
-        dtype when weight came in; dbias, dscale and dshift likewise; dweight and dbias only if they are wanted.
+        Backward: dx in x's dtype and layout, the gradient of both x and residual; dweight in weight's dtype if
+        weight is not None; dbias, dscale and dshift likewise; dweight and dbias only if they are wanted.
 
     Raises:
         KernelInputError: a wrong shape, dtype, device or value, or one statistic without the other.
-        UnsupportedShapeError: x, dy, residual or dresidual_out is neither contiguous nor channels-last, or scale
-            and shift lie otherwise than forward takes them.
+        UnsupportedShapeError: x, dy, residual or dresidual_out is neither contiguous nor channels-last, or
+            scale and shift have strides that the forward pass does not support.
 
-    Traffic: `traffic.backward_bytes`: dy, x and dx once each; larger groups read dy and x a second time from
-    L2, and those too large for that from memory, where absent statistics cost another read of x.  Where dy,
-    residual or dresidual_out is laid out otherwise than x, everything is read twice from memory, and that tensor
-    slowly.
+    Traffic: `traffic.backward_bytes`: dy, x and dx once each; larger groups read dy and x a second time from L2,
+    still larger ones from memory, where absent statistics cost another read of x.  If dy, residual or dresidual_out
+    has another layout than x, everything is read twice from memory, and that tensor slowly.
 
     Source: the derivative of `group_norm_forward`; see docs/numerics.md.
     """

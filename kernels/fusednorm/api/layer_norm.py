@@ -48,38 +48,39 @@ def layer_norm_forward(
 ) -> Forward:
     """y = dropout(act((h - mean) * rstd * (weight + weight_offset) + bias)) over the last axis, h = x + residual.
 
-    Statistics and every intermediate are float32; the variance is taken about a pivot among the row's values,
-    so a mean far from zero does not cancel.  A row's bits do not depend on the rows that came with it.
+    Statistics and every intermediate are float32; the variance is computed about a pivot within the range of the
+    row's values, so a mean far from zero causes no cancellation.  A row's bits do not depend on the other rows.
 
     Args:
-        x: [..., cols], float32, float16 or bfloat16, CUDA; the last axis contiguous.  Rows lie one stride apart; or
-            a token's rows [heads, cols] cols apart and tokens one stride, as do the queries of a fused q, k, v.
-        weight: [cols], any of these dtypes, or None for ones; [heads, cols] gives each head of x its own.
+        x: [..., cols], float32, float16 or bfloat16, CUDA; the last axis contiguous.  Rows are one constant
+            stride apart; or the heads of a token [heads, cols] are contiguous and tokens one constant stride apart,
+            like the queries in a fused q, k, v.
+        weight: [cols], any of these dtypes, or None for ones; [heads, cols] for a separate weight per head of x.
         bias: as weight, or None for zeros.
         eps: added to the variance; positive and finite.
-        weight_offset: 0, or 1 for a weight that is kept around zero, as Gemma's; the sum is float32.
-        residual: in x's shape, any of these dtypes, whatever x's.  h is summed in float32, normalised as it is and
-            returned rounded to the residual's dtype: a float32 residual stream stays one.
+        weight_offset: 0, or 1 for a weight that is stored around zero, as Gemma's; the sum is float32.
+        residual: x's shape, any of these dtypes, independent of x's.  h is summed in float32, normalised
+            unrounded and returned rounded to the residual's dtype: a float32 residual stream stays float32.
         activation: none, relu, silu, gelu (erf) or gelu_tanh.
         dropout: probability of a zero, in [0, 1).
         seed: int64, required with dropout; the same seed gives the same mask in backward.
-        out_dtype: y's dtype, float32, float16, bfloat16 or float8_e4m3fn; x's when None.  A float8 row is divided
-            by a scale of its own, max(largest |y| / 448, 2^-126), and needs compute capability 8.9.
+        out_dtype: y's dtype, float32, float16, bfloat16 or float8_e4m3fn; x's when None.  Each float8 row is
+            divided by its own scale, max(largest |y| / 448, 2^-126); float8 needs compute capability 8.9.
         stats: also return mean and rstd, float32 [...].
-        out: tensors to write results to, contiguous, each of its result's shape and dtype, in memory of its own;
-            what is None there is allocated.
+        out: tensors to write results to, contiguous, each with its result's shape and dtype, in memory of its own;
+            results for fields that are None are allocated.
 
     Returns:
         Forward: y [..., cols] contiguous; mean and rstd with `stats`; residual_out with a residual; scale, float32
-        [...], with a float8 y, which times its scale is what the formula says.
+        [...], with a float8 y: y * scale is the result of the formula.
 
     Raises:
         KernelInputError: a wrong shape, dtype, device or value.
-        UnsupportedShapeError: strides that no kernel handles, for nothing is copied to make them fit; over 65535
-            heads, or 2^30 columns.
+        UnsupportedShapeError: strides that no kernel handles (nothing is copied to make them fit); over 65535 heads
+            or 2^30 columns.
 
-    Traffic: `traffic.forward_bytes`: x, y, residual and residual_out once each.  Rows longer than one tile
-    are read a second time from L1 or L2, for a float8 y those beyond 16384 columns a second and third time.
+    Traffic: `traffic.forward_bytes`: x, y, residual and residual_out once each.  Rows longer than one tile are read
+    a second time from L1 or L2; for a float8 y rows beyond 16384 columns are read a second and third time.
 
     Source: Ba, Kiros, Hinton: Layer Normalization, arXiv:1607.06450; partial moments merged as in Chan,
     Golub, LeVeque: Updating formulae and a pairwise algorithm for computing sample variances, 1979.
@@ -132,31 +133,30 @@ def layer_norm_backward(
 ) -> Backward:
     """dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat)) + dresidual_out with g = dz * w.
 
-    w is weight + weight_offset.  dz is dy taken back through dropout and the activation; dweight = sum(dz * x_hat)
-    and dbias = sum(dz) over the rows.  Sums are float32 in fixed order, without atomics: every run gives the same
-    bits on a device.
+    w is weight + weight_offset.  dz is the gradient of the affine step's output; dweight = sum(dz * x_hat) and
+    dbias = sum(dz) over the rows.  Sums are float32 in fixed order, without atomics: every run on a device gives
+    the same bits.
 
     Args:
-        dy: gradient of y, shaped and strided as x may be, float32, float16 or bfloat16.
-        x, weight, bias, eps, weight_offset, residual, activation, dropout, seed: as they went into the forward
-            pass.
-        mean, rstd: the statistics it returned, float32 [...], both or neither; taken anew when absent.
-        dresidual_out: in x's shape, any of these dtypes; what reached h from elsewhere, added to dx.
+        dy: gradient of y, x's shape, with strides that x may have, float32, float16 or bfloat16.
+        x, weight, bias, eps, weight_offset, residual, activation, dropout, seed: the arguments of the forward pass.
+        mean, rstd: the statistics from the forward pass, float32 [...], both or neither; computed again if absent.
+        dresidual_out: x's shape, any of these dtypes; the gradient of residual_out, added to dx.
         parameter_gradients: whether dweight and dbias are wanted; without them there is less to compute.
         out: tensors to write the gradients to, as in the forward pass.
 
     Returns:
-        Backward: dx [..., cols] contiguous in x's dtype; dresidual, the same gradient in the residual's dtype, dx
-        itself if that is x's; dweight in weight's dtype when weight came in; dbias in bias's when bias came in;
-        neither of these unless they are wanted.
+        Backward: dx [..., cols] contiguous in x's dtype; dresidual, the same gradient in the residual's dtype, or
+        dx itself if the dtypes are equal; dweight in weight's dtype if weight is not None, and dbias likewise, both
+        only if they are wanted.
 
     Raises:
         KernelInputError: a wrong shape, dtype, device or value, or one statistic without the other.
-        UnsupportedShapeError: strides that no kernel handles; over 2^30 columns, or over 8192 where heads have
-            parameters of their own, or where rows lie two strides apart.
+        UnsupportedShapeError: strides that no kernel handles; over 2^30 columns; or over 8192 columns if heads have
+            parameters of their own or rows need two strides.
 
-    Traffic: `traffic.backward_bytes`: dy, x and dx once each, and a residual and a dresidual
-    of another dtype than dx; rows too long for a tile cost dy and x twice.
+    Traffic: `traffic.backward_bytes`: dy, x and dx once each, also a residual, and a dresidual of another dtype
+    than dx; for rows too long for a tile, dy and x twice.
 
     Source: the derivative of `layer_norm_forward`; see docs/numerics.md.
     """
@@ -197,7 +197,7 @@ def _forward(
     seed: int | None,
     out: Forward | None,
 ) -> Forward:
-    # A seed changes from call to call; one that nothing is drawn from is still checked.
+    # A seed differs between calls; without dropout it is not used, but still checked.
     may_repeat = not (dropout or seed)
     repeated = FORWARD.again(inputs, options, out) if may_repeat else None
     if repeated is not None:

@@ -10,9 +10,9 @@ from fusednorm.arguments.checks import activation_of, check_weight_offset
 
 
 class _Fused(nn.Module):
-    """What stands before each of torch's modules: an activation behind the norm."""
+    """Mixin for torch's modules: an activation after the norm."""
 
-    #: Added to the weight; of modules that normalise over the last axes alone.
+    #: Added to the weight; only for modules that normalise over the last axes.
     weight_offset: float = 0.0
 
     def __init__(self, *args: Any, activation: str = "none", **kwargs: Any) -> None:
@@ -21,7 +21,7 @@ class _Fused(nn.Module):
         self.activation = activation
 
     def extra_repr(self) -> str:
-        """torch's, and what differs from torch's module."""
+        """torch's string, extended by the settings that torch's module does not have."""
         text = super().extra_repr()
         if self.weight_offset:
             text += f", weight_offset={self.weight_offset}"
@@ -38,7 +38,7 @@ class _OfRows(_Fused):
         check_weight_offset(weight_offset, self._parameters["weight"])
 
     def reset_parameters(self) -> None:
-        """As torch's: x_hat is multiplied by one, so a weight with an offset starts at zero."""
+        """The initial factor of x_hat is one, as in torch, so a weight with an offset starts at zero."""
         for name, parameter in self.named_parameters(recurse=False):
             nn.init.constant_(parameter, 1.0 - self.weight_offset if name == "weight" else 0.0)
 
@@ -59,7 +59,7 @@ class LayerNorm(_OfRows, nn.LayerNorm):
             KernelInputError: x ends in other axes, or what the function refuses.
         """
         weight, bias, shape = self.weight, self.bias, self.normalized_shape
-        # Most are of one axis; then the function sees by weight whether x fits.
+        # Most shapes have one axis; then the function checks x against the weight.
         is_whole = len(shape) == 1 and weight is not None
         y = layer_norm(
             x if is_whole else rows_of(x, shape),
@@ -111,7 +111,7 @@ class GroupNorm(_Fused, nn.GroupNorm):
     def forward(self, x: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
         """x [N, C, *spatial], contiguous or channels-last; the output keeps its layout.
 
-        scale and shift [N, C] are a sample's own affine step after the norm's: y = act(z * (1 + scale) + shift).
+        scale and shift [N, C] are an affine step per sample after the norm's: y = act(z * (1 + scale) + shift).
         """
         return group_norm(
             x,

@@ -11,7 +11,7 @@ def rows_of(x: Tensor, normalized_shape: tuple[int, ...]) -> Tensor:
     """x [..., *normalized_shape] with those axes as one.
 
     Raises:
-        KernelInputError: x has another shape, or there are no such axes.
+        KernelInputError: x has another shape, or normalized_shape has no axes.
     """
     axes = len(normalized_shape)
     if not axes or tuple(x.shape[-axes:]) != tuple(normalized_shape):
@@ -35,11 +35,11 @@ def one_axis(name: str, parameter: Tensor | None, normalized_shape: tuple[int, .
 
 
 def machine_epsilon(x: Tensor) -> float:
-    """What torch adds to the mean square where a module's eps is None.
+    """The number that torch adds to the mean square if a module's eps is None.
 
     Raises:
-        KernelInputError: x is no float.
+        KernelInputError: x is not a float tensor.
     """
     check_float("x", x)
-    # Of the type that torch computes in, which for float16 and bfloat16 is float32.
+    # The epsilon of the dtype in which torch computes, which for float16 and bfloat16 is float32.
     return torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps

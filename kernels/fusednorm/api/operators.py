@@ -34,14 +34,14 @@ _BACKWARD_SCHEMA = (
 
 
 def _check_dtypes(**tensors: Tensor | None) -> None:
-    """Raises KernelInputError for a tensor that no device takes: a trace has no pass to refuse it."""
+    """Raises KernelInputError for a dtype that no device supports: in a trace no pass runs that would refuse it."""
     for name, tensor in tensors.items():
         if tensor is not None:
             check_float(name, tensor)
 
 
 def _absent(x: Tensor) -> Tensor:
-    """What an operator returns for a result that was not asked for: it cannot return None."""
+    """The placeholder for an unwanted result of an operator, which cannot return None."""
     return x.new_empty(0)
 
 
@@ -68,7 +68,7 @@ def _define(library: torch.library.Library, op: str) -> None:
         rstd: Tensor | None,
         *arguments: Any,
     ) -> tuple[Tensor, ...]:
-        # Statistics that came are numbers; those that are taken here are functions of x.
+        # Saved statistics are constants; statistics computed here are functions of x.
         results = run_backward(reference, op, dy, x, weight, bias, None, None, *arguments)
         return tuple(_absent(x) if t is None else t for t in results)
 
@@ -137,7 +137,7 @@ def _define(library: torch.library.Library, op: str) -> None:
     def differentiate_backward(ctx: Any, *of_results: Tensor | None) -> tuple[Tensor | None, ...]:
         dy, x, weight, bias, residual, scale, shift, dresidual_out = ctx.saved_tensors
         arguments = dy, x, weight, bias, None, None, residual, scale, shift, dresidual_out, *ctx.settings
-        # After the first, which is the dispatcher's.
+        # Without the first argument, which is the dispatcher's.
         return derivative_of_plain(plain_backward, arguments, ctx.needs_input_grad[1:], of_results)
 
     for name, schema, kernel, fake in (
@@ -161,6 +161,6 @@ _LIBRARY = torch.library.Library("fusednorm", "DEF")
 
 
 def register() -> None:
-    """Make them known to torch, once in a process."""
+    """Register the operators with torch, once in a process."""
     for op in OPERATIONS:
         _define(_LIBRARY, op)

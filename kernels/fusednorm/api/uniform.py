@@ -73,7 +73,7 @@ def run_backward(
     *,
     parameter_gradients: bool = True,
 ) -> Results:
-    """dx, dweight, dbias, dscale and dshift of the backward pass of `op`, and dresidual unless that is dx."""
+    """dx, dweight, dbias, dresidual (None if it is dx), dscale and dshift of the backward pass of `op`."""
     run: Callable[..., Backward] = getattr(library, f"{op}_backward")
     statistics = {"rstd": rstd} if op == "rms_norm" else {"mean": mean, "rstd": rstd}
     result = run(
@@ -103,10 +103,10 @@ def gradients(
     dy: Tensor | None,
     dresidual_out: Tensor | None,
 ) -> Results:
-    """The derivative of `op` by `run`, its operator or `run_backward` of a library.
+    """The derivative of `op`, computed by `run`: its operator, or `run_backward` of a library.
 
-    `saved` is x, weight, bias, residual, scale, shift, mean and rstd of the forward pass, `settings` its arguments
-    after those.
+    `saved` is x, weight, bias, residual, scale, shift, mean and rstd of the forward pass; `settings` are its other
+    arguments.
     """
     x, weight, bias, residual, scale, shift, mean, rstd = saved
     dy = torch.zeros_like(x) if dy is None else _laid_out_as(op, x, dy)
@@ -143,12 +143,12 @@ def _of_samples(op: str, scale: Tensor | None, shift: Tensor | None) -> dict[str
 
 
 def has_own_gradient(residual: Tensor | None, op: str, x: Tensor) -> TypeGuard[Tensor]:
-    """Whether the residual's gradient is a tensor of its own, and not dx."""
+    """Whether the residual's gradient is a separate tensor, not dx."""
     return residual is not None and residual.dtype != x.dtype and op != "group_norm"
 
 
 def _laid_out_as(op: str, x: Tensor, gradient: Tensor) -> Tensor:
-    """A gradient as the kernels take it; autograd may hand over an expanded or permuted one, which costs a copy."""
+    """A gradient in a layout that kernels support; an expanded or permuted one from autograd is copied."""
     if op == "group_norm":
         walkable = in_layout(gradient, False) or in_layout(gradient, True)
         return gradient if walkable else laid_out(gradient, not x.is_contiguous())

@@ -24,7 +24,7 @@ from fusednorm.policy.waiting import may_wait
 _OPERATIONS = ("layer_norm", "rms_norm")
 
 _MANY = 1 << 20
-"""Samples that keep any device busy."""
+"""A number of samples that is enough to use any device fully."""
 
 
 def warmup(
@@ -39,18 +39,18 @@ def warmup(
     backward: bool = True,
     device: torch.device | None = None,
 ) -> None:
-    """Compile what `op` runs on aligned rows of `cols` elements, however many, by running it on one or two of them.
+    """Compile the kernels of `op` for any number of aligned rows of `cols` elements, by running it on one or two.
 
-    Forward passes with and without statistics, and backward passes that are given them or take them anew, all of
-    them with a weight, and with a bias where `op` has one.  A call with other options, without parameters, or with
-    rows that do not start at multiples of 16 bytes compiles at its first use.
+    These are forward passes with and without statistics and backward passes with and without saved statistics, all
+    with a weight, and with a bias if `op` has one.  A call with other options, without parameters, or with rows
+    that do not start at multiples of 16 bytes compiles at its first use.
 
     Args:
         op: layer_norm or rms_norm.
-        dtype: of x, y and dy.
+        dtype: dtype of x, y and dy.
         cols: elements of a row.
-        parameter_dtype: of weight and bias; `dtype` when None.
-        residual: whether a residual of `dtype` comes with x.
+        parameter_dtype: dtype of weight and bias; `dtype` when None.
+        residual: whether calls have a residual, of `dtype`.
         activation: as in `layer_norm_forward`.
         dropout: as in `layer_norm_forward`; only whether it is 0 matters here.
         backward: whether to compile the backward passes, too.
@@ -67,7 +67,7 @@ def warmup(
     parameters = [torch.zeros(cols, dtype=parameter_dtype or dtype, device=device)] * (1 + (op == "layer_norm"))
     forward = getattr(layer_norm_passes, f"{op}_forward")
     differentiate = getattr(layer_norm_passes, f"{op}_backward")
-    # A very long row that comes alone is taken in another way than several.
+    # A single very long row uses another algorithm than several rows.
     for rows in (1, 2) if cols >= SINGLE_ROW_COLS else (1,):
         x = torch.zeros(rows, cols, dtype=dtype, device=device)
         options: dict[str, Any] = {
@@ -99,20 +99,20 @@ def warmup_group_norm(
     backward: bool = True,
     device: torch.device | None = None,
 ) -> None:
-    """Compile what a group norm of aligned samples of one shape runs, however many, by running it on a few.
+    """Compile the kernels of a group norm for any number of aligned samples of one shape, by running it on a few.
 
-    Forward passes with and without statistics, and backward passes that are given them or take them anew, all of
-    them with weight and bias.  A call with other options or without parameters compiles at its first use, as does
-    a backward pass over so many samples that their gradients of weight and bias are reduced in two steps.
+    These are forward passes with and without statistics and backward passes with and without saved statistics, all
+    with weight and bias.  A call with other options or without parameters compiles at its first use, as does a
+    backward pass over so many samples that their gradients of weight and bias are reduced in two steps.
 
     Args:
-        dtype: of x, y and dy.
+        dtype: dtype of x, y and dy.
         num_groups: divides C.
-        shape: of a sample, (C, *spatial).
-        channels_last: how samples lie in memory.
-        parameter_dtype: of weight, bias, scale and shift; `dtype` when None.
-        scale, shift: whether they come.
-        residual: whether a residual of `dtype` comes with x.
+        shape: the shape of a sample, (C, *spatial).
+        channels_last: whether samples are channels-last in memory.
+        parameter_dtype: dtype of weight, bias, scale and shift; `dtype` when None.
+        scale, shift: whether calls have them.
+        residual: whether calls have a residual, of `dtype`.
         activation: as in `group_norm_forward`.
         dropout: as in `group_norm_forward`; only whether it is 0 matters here.
         backward: whether to compile the backward passes, too.
@@ -151,7 +151,7 @@ def warmup_group_norm(
     sample = Sample(num_groups, shape[0] // num_groups, math.prod(shape[1:]), channels_last)
     config = choose_forward(sample, dtype.itemsize, multiprocessors, may_wait())
     if isinstance(config, ForwardResident | ForwardResidentBlock) and config.writers > 1:
-        # Few groups or blocks are written by several programs each, which is another kernel than for many.
+        # If there are few groups or blocks, several programs write each: another kernel than for many.
         of_sample = num_groups if isinstance(config, ForwardResident) else -(-num_groups // config.block_groups)
         run(multiprocessors // (2 * of_sample) + 1)
     configs: list[ForwardConfig | BackwardConfig] = [config]
@@ -163,7 +163,7 @@ def warmup_group_norm(
         return [stream_partition(sample, dtype.itemsize, stream, samples, device) for stream in streams]
 
     samples = 1
-    # The fewer there are, the finer they are cut.
+    # Fewer samples are split into more parts.
     while partitions(samples) != partitions(_MANY):
         samples *= 2
         run(samples)

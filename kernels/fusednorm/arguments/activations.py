@@ -1,6 +1,6 @@
-"""The activations that may follow the affine step: what each is and its derivative, in plain torch.
+"""The activations that may follow the affine step, and their derivatives, in plain torch.
 
-`jit.epilogue` has the same in kernels.
+`jit.epilogue` implements them for kernels.
 """
 
 import math
@@ -14,7 +14,7 @@ _TANH_SCALE, _TANH_CUBE = math.sqrt(2.0 / math.pi), 0.044715
 
 
 class Activation(NamedTuple):
-    """Of a tensor of any floating dtype, in that dtype.
+    """An activation and its derivative; both keep the floating dtype of their argument.
 
     Attributes:
         apply: act(z).

@@ -1,4 +1,4 @@
-"""The input contract: the checks of all launchers before they allocate or launch anything."""
+"""The input contract: checks that all launchers run before they allocate or launch anything."""
 
 import math
 from collections.abc import Callable
@@ -16,18 +16,18 @@ from fusednorm.errors import KernelInputError, UnsupportedShapeError
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FLOAT8 = torch.float8_e4m3fn
 MAX_COLS = 2**30
-"""Of a row: kernels count its columns, and what a block reaches beyond them, in 32 bits."""
+"""The longest row: column numbers in kernels are 32-bit, also those of a block that extends past the row's end."""
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Epilogue:
-    """What follows the affine step, checked: see `fusednorm.jit.epilogue`.
+    """Checked activation and dropout, which follow the affine step: see `fusednorm.jit.epilogue`.
 
     Raises:
-        KernelInputError: an unknown activation, dropout that is no number in [0, 1), dropout without a seed, or a
-            seed that is no int64.
+        KernelInputError: the activation is unknown, dropout is not a number in [0, 1), dropout has no seed, or the
+            seed is not an int64.
     """
 
     activation: str = "none"
@@ -45,12 +45,12 @@ class Epilogue:
 
     @property
     def dropout_arguments(self) -> tuple[int, int, float]:
-        """Seed, threshold and scale, as the kernels that fuse dropout take them."""
+        """Seed, threshold and scale: the arguments of kernels that fuse dropout."""
         return self.seed or 0, dropout_threshold(self.dropout), 1.0 / (1.0 - self.dropout)
 
     @property
     def options(self) -> dict[str, object]:
-        """The constexprs by which kernels know it."""
+        """The constexprs of kernels for this epilogue."""
         return {"ACTIVATION": self.activation, "DROPOUT": self.dropout > 0.0, "FAST": not INTERPRETED}
 
 
@@ -58,7 +58,7 @@ def activation_of(name: str) -> Activation:
     """The activation of that name.
 
     Raises:
-        KernelInputError: there is none.
+        KernelInputError: there is no such activation.
     """
     found = ACTIVATIONS.get(name) if isinstance(name, str) else None
     if found is None:
@@ -67,12 +67,12 @@ def activation_of(name: str) -> Activation:
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a real number; a bool is none."""
+    """Whether a value is a real number; a bool is not."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def is_integer(value: object) -> bool:
-    """Whether a value is an int, or represents one while torch traces; a bool is none."""
+    """Whether a value is an int, or represents one while torch traces; a bool is not."""
     return type(value) is int or isinstance(value, torch.SymInt)
 
 
@@ -83,7 +83,7 @@ def checked_eps(eps: float) -> float:
     """eps as a float: a kernel is compiled for the type of its arguments.
 
     Raises:
-        KernelInputError: it is no number, not positive, or not finite.
+        KernelInputError: eps is not a number, not positive, or not finite.
     """
     if not ((type(eps) is float or is_number(eps)) and eps > 0.0 and math.isfinite(eps)):
         raise KernelInputError(f"eps must be positive and finite, got {eps!r}")
@@ -91,14 +91,14 @@ def checked_eps(eps: float) -> float:
 
 
 def check_out_dtype(dtype: torch.dtype, *more: torch.dtype) -> None:
-    """Raises KernelInputError for a y that is neither of a dtype that x may have nor of one `more`."""
+    """Raises KernelInputError unless y's dtype is one that x may have or one of `more`."""
     if dtype not in (*FLOAT_DTYPES, *more):
         *names, last = (str(each).removeprefix("torch.") for each in (*FLOAT_DTYPES, *more))
         raise KernelInputError(f"out_dtype must be {', '.join(names)} or {last}, got {dtype}")
 
 
 def check_weight_offset(weight_offset: float, weight: Tensor | None) -> None:
-    """Raises KernelInputError unless weight_offset is 0 or 1, and 0 where there is no weight."""
+    """Raises KernelInputError unless weight_offset is 0 or 1; without a weight it must be 0."""
     if weight_offset not in (0.0, 1.0):
         raise KernelInputError(f"weight_offset must be 0 or 1, got {weight_offset}")
     if weight_offset and weight is None:
@@ -106,11 +106,11 @@ def check_weight_offset(weight_offset: float, weight: Tensor | None) -> None:
 
 
 def check_tensor(name: str, tensor: Tensor, like: Tensor | None = None) -> None:
-    """A float tensor that a kernel can reach; with `like`, of its shape and on its device.
+    """Check that a kernel can read a float tensor; with `like`, also that shape and device are those of `like`.
 
     Raises:
-        KernelInputError: wrong dtype, device or shape, or a lazy negation (`torch.conj(z).imag`), which lies in
-            memory with the other sign.
+        KernelInputError: wrong dtype, device or shape, or a lazy negation (`torch.conj(z).imag`), whose memory
+            holds values of the opposite sign.
     """
     if tensor.is_neg():
         raise KernelInputError(f"{name} is a lazily negated view: kernels read memory, so call resolve_neg() first")
@@ -126,18 +126,18 @@ def check_tensor(name: str, tensor: Tensor, like: Tensor | None = None) -> None:
 
 
 def has_heads(weight: Tensor | None, bias: Tensor | None) -> bool:
-    """Whether parameters come as [heads, cols], each head of x [..., heads, cols] with its own."""
+    """Whether parameters are [heads, cols]: each head of x [..., heads, cols] has its own."""
     return (weight is not None and weight.ndim == 2) or (bias is not None and bias.ndim == 2)
 
 
 def check_shape(name: str, parameter: Tensor, shape: torch.Size | tuple[int, ...], x: Tensor) -> None:
-    """Raises KernelInputError unless the parameter has the shape that x needs; the message names both shapes."""
+    """Raises KernelInputError unless the parameter has the shape that x needs; the message has both shapes."""
     if parameter.shape != shape:
         raise KernelInputError(f"x {list(x.shape)} needs {name} {list(shape)}, got {list(parameter.shape)}")
 
 
 def check_parameter(name: str, parameter: Tensor | None, shape: torch.Size, x: Tensor) -> None:
-    """A contiguous float tensor of that shape on x's device, or None.
+    """Check that a parameter is None or a contiguous float tensor of `shape` on x's device.
 
     Raises:
         KernelInputError: wrong dtype, device or shape.
@@ -154,7 +154,7 @@ def check_parameter(name: str, parameter: Tensor | None, shape: torch.Size, x: T
 
 
 def check_statistics(mean: Tensor | None, rstd: Tensor | None, shape: torch.Size, x: Tensor) -> None:
-    """Saved statistics: contiguous float32 of `shape` on x's device, or None.
+    """Check that saved statistics are each None or contiguous float32 of `shape` on x's device.
 
     Raises:
         KernelInputError: wrong dtype, device or shape.
@@ -173,7 +173,7 @@ def check_statistics(mean: Tensor | None, rstd: Tensor | None, shape: torch.Size
 
 
 def has_common_stride(tensor: Tensor) -> bool:
-    """Whether one constant stride leads from row to row of [..., cols]."""
+    """Whether the rows of [..., cols] are one constant stride apart."""
     if tensor.ndim < 3 or tensor.is_contiguous():
         return True
     try:
@@ -184,12 +184,12 @@ def has_common_stride(tensor: Tensor) -> bool:
 
 
 def as_rows(name: str, tensor: Tensor) -> Tensor:
-    """[rows, cols] view of [..., cols] whose rows lie one constant stride apart; never a copy.
+    """[rows, cols] view of [..., cols] whose rows are one constant stride apart; never a copy.
 
     Raises:
-        KernelInputError: no axis, or an empty last one.
-        UnsupportedShapeError: rows that no single stride reaches, or of over 2^30 columns, or a last axis that is
-            not contiguous.
+        KernelInputError: the tensor has no axis, or its last axis is empty.
+        UnsupportedShapeError: the rows are not one constant stride apart or have over 2^30 columns, or the last
+            axis is not contiguous.
     """
     _check_last_axis(name, tensor)
     cols = tensor.shape[-1]
@@ -205,12 +205,12 @@ def as_rows(name: str, tensor: Tensor) -> Tensor:
 
 
 def as_heads(name: str, tensor: Tensor) -> Tensor:
-    """[tokens, heads, cols] view of [..., heads, cols] whose tokens lie one constant stride apart; never a copy.
+    """[tokens, heads, cols] view of [..., heads, cols] whose tokens are one constant stride apart; never a copy.
 
     Raises:
-        KernelInputError: an empty last axis.
-        UnsupportedShapeError: tokens that no single stride reaches, rows of over 2^30 columns, or a last axis that
-            is not contiguous.
+        KernelInputError: the last axis is empty.
+        UnsupportedShapeError: the tokens are not one constant stride apart, rows have over 2^30 columns, or the
+            last axis is not contiguous.
     """
     _check_last_axis(name, tensor)
     if tensor.ndim == 3:
@@ -225,7 +225,7 @@ def as_heads(name: str, tensor: Tensor) -> Tensor:
 
 
 def view_of_rows(own_parameters: bool, *tensors: Tensor | None) -> Callable[[str, Tensor], Tensor]:
-    """`as_rows`; `as_heads` where heads have parameters of their own, or some tensor's rows no common stride."""
+    """`as_heads` if heads have parameters of their own or some tensor's rows no common stride; else `as_rows`."""
     if own_parameters:
         return as_heads
     for tensor in tensors:
@@ -248,11 +248,11 @@ def _check_last_axis(name: str, tensor: Tensor) -> None:
 
 
 def check_groups(x: Tensor, num_groups: int) -> None:
-    """Refuse what has no groups to normalise.
+    """Check that x can be divided into groups.
 
     Raises:
-        KernelInputError: x has no channel axis, the number of groups is no int or does not divide the channels, or
-            a group is empty.
+        KernelInputError: x has no channel axis, num_groups is not an int or does not divide the number of channels,
+            or a group is empty.
     """
     shape = list(x.shape)
     if x.dim() < 2:
@@ -268,11 +268,11 @@ def check_groups(x: Tensor, num_groups: int) -> None:
 
 
 def check_scale_and_shift(scale: Tensor | None, shift: Tensor | None, x: Tensor) -> None:
-    """Each [N, C] on x's device, or None; rows of contiguous channels, as far apart in one as in the other.
+    """Check that scale and shift are each None or [N, C] on x's device: contiguous channels, equal row strides.
 
     Raises:
         KernelInputError: wrong dtype, device or shape.
-        UnsupportedShapeError: channels that are not contiguous, or strides that differ.
+        UnsupportedShapeError: the channels are not contiguous, or the strides differ.
     """
     strides = set()
     for name, tensor in (("scale", scale), ("shift", shift)):

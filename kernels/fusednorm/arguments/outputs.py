@@ -21,10 +21,10 @@ class Output(NamedTuple):
     """One result of a pass, on x's device.
 
     Attributes:
-        name: its field.
-        dtype: the tensor's.
-        shape: the tensor's; x's, less the last `axes_less` axes, where None.
-        as_x: whether it is laid out as x is, in one of the two layouts of samples; else it is contiguous.
+        name: the field of the result.
+        dtype: the tensor's dtype.
+        shape: the tensor's shape; None for x's shape without its last `axes_less` axes.
+        as_x: whether the tensor has x's layout, one of the two layouts of samples; else it is contiguous.
     """
 
     name: str
@@ -34,13 +34,13 @@ class Output(NamedTuple):
     as_x: bool = False
 
     def shape_for(self, x: Tensor) -> torch.Size:
-        """The shape that it has for x."""
+        """The tensor's shape for a call with x."""
         if self.shape is not None:
             return self.shape
         return x.shape[: x.dim() - self.axes_less]
 
     def fits(self, given: Tensor, x: Tensor) -> bool:
-        """Whether the result may be written to a tensor."""
+        """Whether the result can be written to the tensor `given`."""
         return (
             given.dtype == self.dtype
             and given.shape == self.shape_for(x)
@@ -69,14 +69,14 @@ class Output(NamedTuple):
 
 
 Outputs = tuple[Output | None, ...]
-"""One for each field of a result, None where nothing is returned; the same one twice is one tensor in both."""
+"""One `Output` per field of a result, or None for no tensor; fields with the same `Output` share one tensor."""
 
 
 def places(result: type[Result], outputs: Outputs, x: Tensor, out: Result | None) -> Result:
-    """Tensors for all results of a pass, those in `out` where it has some.
+    """Tensors for all results of a pass: the tensors of `out` where it has some, else new ones.
 
     Raises:
-        KernelInputError: one of `out` does not fit its result, or there is no such result.
+        KernelInputError: a tensor of `out` does not fit its result, or the call does not return that result.
     """
     given: Sequence[Tensor | None] = out or (None,) * len(outputs)
     made: dict[int, Tensor] = {}

@@ -1,4 +1,4 @@
-"""The operations on CPU tensors, fast: torch's own norms and their derivatives, with the other options around them.
+"""Fast operations on CPU tensors: torch's own norms and their derivatives, with the other options added.
 
 The functions of `fusednorm.reference` with the same arguments and results, except `out_dtype` and `precision`.
 The reference computes what torch's kernels do not support or compute less accurately: float64, dropout, parameters

@@ -10,7 +10,7 @@ _ATEN = torch.ops.aten
 
 
 def activated(z: Tensor, activation: str) -> Tensor:
-    """act(z); z itself where there is no activation."""
+    """act(z), or z itself without an activation."""
     match activation:
         case "relu":
             return torch.relu(z)

@@ -9,11 +9,11 @@ from fusednorm.cpu.taken import summed
 from fusednorm.results import Backward
 
 _PIECE = 2**17
-"""Elements that are widened at a time: about what stays in the cache while it is computed with."""
+"""The number of elements that are widened at a time: about as many as stay in the cache during the computation."""
 
 
 class Gradients:
-    """What a backward pass returns; 16-bit tensors and sums are widened, computed with and narrowed by pieces."""
+    """The results of a backward pass; 16-bit tensors and sums are widened, used and narrowed in pieces."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Gradients:
         self._piece = slice(0)
 
     def pieces(self, dy: Tensor, mean: Tensor, rstd: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """h and dy, [rows, cols], mean and rstd, [rows, 1], all float32, of some rows after others."""
+        """h and dy, [rows, cols], mean and rstd, [rows, 1], all float32, of one piece of rows after another."""
         count, cols = self._rows.shape
         gradient, centre, inverse = dy.reshape(-1, cols), mean.reshape(-1, 1), rstd.reshape(-1, 1)
         is_wide = self._x.dtype == dy.dtype == torch.float32 and self._residual is None
@@ -54,7 +54,7 @@ class Gradients:
             yield h, gradient[piece].float(), centre[piece], inverse[piece]
 
     def write(self, dx: Tensor, dweight: Tensor | None, dbias: Tensor | None) -> None:
-        """Take the gradients of the piece that came last."""
+        """Store the gradients of the last piece."""
         piece = self._piece
         if self._outside is not None:
             dx = dx.add_(self._outside[piece])
@@ -83,5 +83,5 @@ def _added(total: Tensor | None, more: Tensor | None) -> Tensor | None:
 
 
 def _as(gradient: Tensor | None, parameter: Tensor | None) -> Tensor | None:
-    """The gradient in its parameter's dtype, or None where there is no parameter."""
+    """The gradient in its parameter's dtype, or None without a parameter."""
     return None if gradient is None or parameter is None else gradient.to(parameter.dtype)

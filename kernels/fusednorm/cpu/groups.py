@@ -44,15 +44,15 @@ def takes(
 
 
 def is_channels_last_of_torch(x: Tensor) -> bool:
-    """Whether torch has a kernel for x's layout, where it is not contiguous."""
-    # torch sees by the strides which layout an axis of one element is in, and not always as this library does.
+    """Whether torch has a kernel for the layout of x, which is not contiguous."""
+    # With axes of one element, torch's choice of layout by strides may differ from this library's.
     if x.dim() not in (4, 5) or 1 in x.shape[1:]:
         return False
     return x.is_contiguous(memory_format=_channels_last(x))
 
 
 def is_far_from_zero(mean: Tensor, rstd: Tensor) -> bool:
-    """Whether a channels-last group's mean is so far from zero that torch's variance cancels, or is no number."""
+    """Whether a channels-last group's mean is NaN or so far from zero that torch's variance has cancellation."""
     farthest = float(torch.linalg.vector_norm(mean.detach() * rstd.detach(), math.inf))
     return not farthest <= _FARTHEST_MEAN
 
@@ -111,7 +111,7 @@ def group_norm_backward(
     seed: int | None = None,
     parameter_gradients: bool = True,
 ) -> Backward:
-    """See `fusednorm.reference.group_norm_backward`; statistics must have come, or the reference takes them."""
+    """See `fusednorm.reference.group_norm_backward`; without saved statistics the reference computes the call."""
     options: dict[str, Any] = {"eps": eps, "activation": activation, "dropout": dropout}
     is_taken = (
         takes(x, num_groups, weight, bias, residual, **options)
@@ -136,7 +136,7 @@ def group_norm_backward(
     h = _in_view(summed(x, _like(x, residual)) if is_wide else x, x)
     gradient = _in_view(_like(x, dy.float() if is_wide else dy), x)
     n, c, positions = x.shape[0], x.shape[1], math.prod(x.shape[2:])
-    # torch has no gradient of a bias without a weight, and would have the statistics in a 16-bit x's dtype.
+    # torch has no gradient of a bias without a weight, and would need the statistics in a 16-bit x's dtype.
     factor = torch.ones(c) if weight is None else wide(weight)
     if activation != "none":
         z = torch.native_group_norm(h, factor, wide(bias), n, c, positions, num_groups, eps)[0]
@@ -159,21 +159,21 @@ def group_norm_backward(
 def _normalised(
     h: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """The norm of h, mean and rstd [N, num_groups] float32; None where the variance cancels."""
+    """The norm of h, mean and rstd [N, num_groups] float32; None if the variance has cancellation."""
     n, c = h.shape[:2]
-    # With parameters in float32 statistics are float32, too.
+    # With float32 parameters torch's statistics are float32, too.
     factor = torch.ones(c) if weight is bias is None and h.dtype != torch.float32 else wide(weight)
     z, mean, rstd = torch.native_group_norm(h, factor, wide(bias), n, c, math.prod(h.shape[2:]), num_groups, eps)
     return None if not h.is_contiguous() and is_far_from_zero(mean, rstd) else (z, mean, rstd)
 
 
 def _in_view(tensor: Tensor, x: Tensor) -> Tensor:
-    """[N, C, positions] of a contiguous x, so that torch takes it for no other; a channels-last one as it is."""
+    """[N, C, positions] for a contiguous x, so that torch treats it as contiguous; a channels-last x as is."""
     return tensor.view(x.shape[0], x.shape[1], -1) if x.is_contiguous() else tensor
 
 
 def _like(x: Tensor, tensor: Any) -> Any:
-    """A companion of x in x's layout, or None."""
+    """A tensor with x's shape in x's layout, or None."""
     channels_last = not x.is_contiguous()
     return tensor if tensor is None or in_layout(tensor, channels_last) else laid_out(tensor, channels_last)
 

@@ -1,4 +1,4 @@
-"""Norms without options, as torch's differentiable functions: torch's derivatives without a Python step."""
+"""Norms without options by torch's differentiable functions, whose derivatives need no Python."""
 
 import math
 
@@ -13,7 +13,7 @@ from fusednorm.cpu.taken import are_floats, is_epsilon, wide
 def norm(
     op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int, eps: float, trains: bool
 ) -> Tensor | None:
-    """`layer_norm`, `rms_norm` or `group_norm` of these arguments, as far as it takes them."""
+    """`layer_norm`, `rms_norm` or `group_norm` of these arguments, with those that the function has."""
     if op == "layer_norm":
         return layer_norm(x, weight, bias, eps, trains)
     if op == "rms_norm":
@@ -22,13 +22,13 @@ def norm(
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, trains: bool) -> Tensor | None:
-    """LayerNorm over the last axis, or None where torch's is not as good.
+    """LayerNorm over the last axis, or None if torch's is less accurate.
 
     Args:
         x: [..., cols].
         weight, bias: [cols], or None.
         eps: added to the variance.
-        trains: whether the result is to be differentiated: torch sums gradients of parameters in x's dtype.
+        trains: whether the result will be differentiated: torch sums gradients of parameters in x's dtype.
     """
     dtype = x.dtype
     if dtype not in FLOAT_DTYPES or (trains and dtype != torch.float32):
@@ -41,22 +41,22 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, trains: bool) -> Tensor | None:
-    """RMSNorm over the last axis, or None where it is to be differentiated: torch has no derivative of its own."""
+    """RMSNorm over the last axis, or None if it will be differentiated: torch has no derivative of its own."""
     return None if trains else rows.rms_norm_forward(x, weight, eps=eps).y
 
 
 def group_norm(
     x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, trains: bool
 ) -> Tensor | None:
-    """GroupNorm of [N, C, *spatial], or None where torch's is not as good.
+    """GroupNorm of [N, C, *spatial], or None if torch's is less accurate.
 
     Args:
         x: contiguous or channels-last.
         num_groups: divides C.
         weight, bias: [C], or None.
         eps: added to the variance.
-        trains: whether the result is to be differentiated: torch has no gradient of a bias without a weight, and
-            without one it keeps statistics in x's dtype.
+        trains: whether the result will be differentiated: torch has no gradient of a bias without a weight, and
+            without a weight it keeps statistics in x's dtype.
     """
     if trains and weight is None and (bias is not None or x.dtype != torch.float32):
         return None
@@ -64,11 +64,11 @@ def group_norm(
         return None
     weight, bias = wide(weight), wide(bias)
     if x.is_contiguous():
-        # torch might take these for channels-last.
+        # torch might treat these as channels-last.
         if x.dim() > 3 and 1 in x.shape[1:]:
             return None
         return torch.group_norm(x, num_groups, weight, bias, eps, False)
-    # torch writes to the gradient of a channels-last x even where it has none, and crashes.
+    # torch writes to the gradient of a channels-last x even if there is none, and crashes.
     if trains and not x.requires_grad:
         return None
     n, c = x.shape[:2]

@@ -13,7 +13,7 @@ from fusednorm.cpu.taken import are_floats, are_plain, is_offset, summed, wide
 from fusednorm.results import Backward, Forward
 
 _LONGEST = 2**16
-"""Columns of an RMSNorm row: torch adds up their squares in a few float32 sums, of ever more terms each."""
+"""The most columns of an RMSNorm row: torch adds squares in a few float32 sums, so errors grow with length."""
 
 _backward_of_torch: Any = torch.ops.aten.native_layer_norm_backward
 
@@ -30,7 +30,7 @@ def takes(
 ) -> bool:
     """Whether torch's kernels compute this call: see `fusednorm.cpu`.
 
-    Not rows of one value: their gradient is 0, and torch's what rounding leaves times rstd.
+    Not for rows of one value: their gradient is 0, but torch's is a rounding error times rstd.
     """
     shape = x.shape
     return (
@@ -67,7 +67,7 @@ def layer_norm_forward(
         h = summed(x, residual)
     else:
         h = x
-        # Parameters in float32 make torch give statistics in float32.
+        # With float32 parameters torch returns float32 statistics.
         if stats and factor is None and shift is None:
             factor = torch.ones(cols)
     y, mean, rstd = torch.native_layer_norm(h, cols, factor, shift, eps)
@@ -129,7 +129,7 @@ def layer_norm_backward(
     seed: int | None = None,
     parameter_gradients: bool = True,
 ) -> Backward:
-    """See `fusednorm.reference.layer_norm_backward`; statistics must have come, or the reference takes them."""
+    """See `fusednorm.reference.layer_norm_backward`; without saved statistics the reference computes the call."""
     options: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset, "activation": activation}
     of_x = x.shape[:-1]
     is_taken = (
@@ -169,9 +169,9 @@ def rms_norm_backward(
     seed: int | None = None,
     parameter_gradients: bool = True,
 ) -> Backward:
-    """See `fusednorm.reference.rms_norm_backward`; rstd must have come, or the reference takes it.
+    """See `fusednorm.reference.rms_norm_backward`; without a saved rstd the reference computes the call.
 
-    dx is LayerNorm's about a mean of zero, which is less by rstd * mean(g): that is added again.
+    dx is LayerNorm's for a mean of zero plus rstd * mean(g), which LayerNorm's formula subtracts.
     """
     options: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset, "activation": activation}
     is_taken = (
@@ -202,7 +202,7 @@ def rms_norm_backward(
 
 @lru_cache(maxsize=64)
 def _scalar(value: float) -> Tensor:
-    """A float32 tensor of one number, to be added to and never changed."""
+    """A constant float32 tensor of one number, used as a summand."""
     return torch.tensor(value)
 
 
@@ -211,11 +211,11 @@ def _are_statistics(shape: torch.Size, *statistics: Tensor | None) -> bool:
 
 
 def _factor(weight: Tensor | None, weight_offset: float) -> Tensor | None:
-    """What x_hat is multiplied by, float32."""
+    """The factor of x_hat in float32."""
     factor = wide(weight)
     return factor + weight_offset if factor is not None and weight_offset else factor
 
 
 def _returned(h: Tensor, residual: Tensor) -> Tensor:
-    """The sum as the functions return it: in the residual's dtype, contiguous."""
+    """The sum in the form of the results: in the residual's dtype, contiguous."""
     return h.to(residual.dtype).contiguous()

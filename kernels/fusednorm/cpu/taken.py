@@ -12,7 +12,7 @@ Shape = tuple[int, ...]
 
 
 def are_floats(shape: Shape, *tensors: Tensor | None) -> bool:
-    """Whether the tensors are float32 or 16-bit, of that shape and on the CPU; None is nothing to ask about."""
+    """Whether the tensors are float32 or 16-bit, of the given shape and on the CPU; None is ignored."""
     for tensor in tensors:
         if tensor is not None and not (tensor.dtype in FLOAT_DTYPES and tensor.is_cpu and tensor.shape == shape):
             return False
@@ -25,22 +25,22 @@ def is_epsilon(eps: float) -> bool:
 
 
 def is_zero(dropout: float) -> bool:
-    """Whether a probability is 0, and a number."""
+    """Whether a probability is a number and 0."""
     return type(dropout) in (float, int) and dropout == 0.0
 
 
 def are_plain(eps: float, activation: str, dropout: float) -> bool:
-    """Whether eps and activation are such as the functions take, and there is no dropout."""
+    """Whether the functions support eps and activation, and there is no dropout."""
     return is_epsilon(eps) and isinstance(activation, str) and activation in ACTIVATIONS and is_zero(dropout)
 
 
 def is_offset(weight_offset: float, weight: Tensor | None) -> bool:
-    """Whether weight_offset is 0, or 1 with a weight to be added to."""
+    """Whether weight_offset is 0, or 1 with a weight."""
     return weight_offset == 0.0 or (weight_offset == 1.0 and weight is not None)
 
 
 def wide(tensor: Tensor | None) -> Tensor | None:
-    """In float32: a tensor that is already is not copied."""
+    """The tensor in float32, without a copy if it already is."""
     return tensor if tensor is None or tensor.dtype == torch.float32 else tensor.float()
 
 
@@ -48,5 +48,5 @@ def summed(x: Tensor, residual: Tensor | None) -> Tensor:
     """x + residual, or x alone, in float32."""
     if residual is None:
         return x.float()
-    # Of two 16-bit tensors torch would round the sum.
+    # torch would round the sum of two 16-bit tensors.
     return torch.add(x.float(), residual)

@@ -1,4 +1,4 @@
-"""Properties of a device that plans use, also of a device that is not present; cached."""
+"""Device properties that plans use, also of a device that is not present; cached."""
 
 from functools import cache
 from statistics import median
@@ -12,24 +12,24 @@ except ModuleNotFoundError:
     HAS_TRITON = INTERPRETED = False
 else:
     HAS_TRITON, INTERPRETED = True, bool(knobs.runtime.interpret)
-"""Whether Triton is installed, without which there are no kernels; and whether kernels run in its interpreter, on
-CPU tensors (TRITON_INTERPRET=1 at import)."""
+"""Whether Triton is installed, which all kernels need; and whether kernels run in its interpreter, on CPU tensors
+(TRITON_INTERPRET=1 at import)."""
 
 
 def needs_triton(what: str) -> ModuleNotFoundError:
-    """The error of a call that runs kernels where Triton is not installed."""
+    """The error of a call that runs kernels if Triton is not installed."""
     return ModuleNotFoundError(
         f"{what} runs Triton kernels, and Triton is not installed: install the package triton", name="triton"
     )
 
 
 class Gpu(NamedTuple):
-    """A GPU as plans see it.
+    """The properties of a GPU that plans use.
 
     Attributes:
-        name: of the model.
+        name: the name of the model.
         capability: its compute capability, major and minor.
-        multiprocessors: how many it has.
+        multiprocessors: the number of its multiprocessors.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Gpu(NamedTuple):
 
     @property
     def arch(self) -> int:
-        """The compute capability as compilers write it: 90 for 9.0."""
+        """The compute capability in the notation of compilers: 90 for 9.0."""
         major, minor = self.capability
         return 10 * major + minor
 
@@ -49,9 +49,9 @@ _stand_in: Gpu | None = None
 
 
 def stand_in(gpu: Gpu | None) -> None:
-    """Take meta tensors for those of an absent GPU: calls on them note their launches (`launch.absent`).
+    """Treat meta tensors as tensors of an absent GPU: calls on them record their launches (`launch.absent`).
 
-    For a process that compiles ahead.  With None, as at first, such calls are refused.
+    For a process that compiles in advance.  With None, the initial state, such calls are refused.
     """
     global _stand_in
     _stand_in = gpu
@@ -60,18 +60,18 @@ def stand_in(gpu: Gpu | None) -> None:
 
 
 def stands_in(device: torch.device) -> bool:
-    """Whether tensors of the device are taken for those of an absent GPU."""
+    """Whether tensors of the device are treated as tensors of an absent GPU."""
     return _stand_in is not None and device.type == "meta"
 
 
 def _absent() -> Gpu:
-    """What tensors of meta are planned for: an H200 for inspection, unless another one was named."""
+    """The GPU for which calls on meta tensors are planned: that of `stand_in`, or an H200, for inspection."""
     return _stand_in or H200
 
 
 @cache
 def multiprocessor_count(device: torch.device) -> int:
-    """Streaming multiprocessors of a CUDA device; those of an absent one for meta, and few of a CPU."""
+    """Streaming multiprocessors of a CUDA device; for meta those of the absent GPU, for a CPU a small number."""
     if device.type != "cuda":
         return _absent().multiprocessors if device.type == "meta" else 2
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -79,8 +79,8 @@ def multiprocessor_count(device: torch.device) -> int:
 
 @cache
 def since_hopper(device: torch.device) -> bool:
-    """Whether the device has what came with compute capability 9.0: bulk prefetches into L2, and launches of a
-    kernel before the one that it depends on ends."""
+    """Whether the device has the features of compute capability 9.0: bulk prefetches into L2, and launches of a
+    kernel before the kernel that it depends on ends."""
     if device.type != "cuda":
         return device.type == "meta" and _absent().capability >= (9, 0)
     return torch.cuda.get_device_capability(device) >= (9, 0)
@@ -88,7 +88,7 @@ def since_hopper(device: torch.device) -> bool:
 
 @cache
 def copy_bandwidth(device: torch.device, nbytes: int = 1 << 30) -> float:
-    """Bytes per second, read plus written, of a copy of `nbytes` on the device: the roof of this library.
+    """Bytes per second, read plus written, of a copy of `nbytes` on the device: the limit for this library.
 
     Median of 20 timed copies, measured at the first call.  CUDA only.
     """

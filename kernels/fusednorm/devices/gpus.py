@@ -9,12 +9,12 @@ GPUS = (
     Gpu("A40", (8, 6), 84),
     Gpu("L40S", (8, 9), 142),
     Gpu("L4", (8, 9), 58),
-    # The H100 with SXM has as many.
+    # The H100 with SXM has the same number of multiprocessors.
     H200,
     Gpu("H100 PCIe", (9, 0), 114),
     Gpu("B200", (10, 0), 148),
 )
-"""Models in data centres; for each architecture the one that is most often met first."""
+"""Models in data centres; for each architecture the most common model is first."""
 
 
 def of_architectures(archs: frozenset[int]) -> tuple[Gpu, ...]:

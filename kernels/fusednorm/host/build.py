@@ -1,6 +1,6 @@
 """Compilation of the host extension for the installed versions of torch, Python and CUDA.
 
-The extension is stored in Triton's cache beside the kernels, under a hash of everything it was built from.
+The extension is stored in Triton's cache with the kernels, under a hash of all inputs of its build.
 """
 
 import hashlib
@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 
 FOLDER = Path(__file__).with_name("extension")
-"""One translation unit: `extension.cpp`, and the headers that are its parts."""
+"""The sources, one translation unit: `extension.cpp` and the headers that are its parts."""
 
 MODULE = "fusednorm_host"
 
 
 def key() -> str:
-    """What tells an extension from others: its sources and what it is compiled against."""
+    """The key of a build: a hash of the sources and of the versions against which it is compiled."""
     sources = (f"{path.name}\n{path.read_text()}" for path in sorted(FOLDER.iterdir()) if path.is_file())
     facts = (torch.__version__, torch.version.git_version, sys.implementation.cache_tag, platform.machine())
     return hashlib.sha256("\n".join((*sources, *map(str, facts))).encode()).hexdigest()
@@ -31,7 +31,7 @@ def command(target: Path) -> list[str]:
     """The compiler's command line.
 
     Raises:
-        FileNotFoundError: torch's or Triton's headers are not there.
+        FileNotFoundError: torch's or Triton's headers are missing.
     """
     spec = find_spec("triton")
     if spec is None or spec.origin is None:
@@ -58,17 +58,17 @@ def command(target: Path) -> list[str]:
 
 
 def _cuda_includes(packages: Path) -> list[Path]:
-    """Where the CUDA runtime's headers may be: beside torch, as its wheels have them, or a toolkit's."""
+    """The folders that may have the CUDA runtime's headers: those of wheels next to torch, or of a toolkit."""
     candidates = [*packages.glob("nvidia/*/include"), Path("/usr/local/cuda/include")]
     return [path for path in candidates if (path / "cuda_runtime_api.h").exists()]
 
 
 def build() -> bytes:
-    """The extension, compiled.
+    """The compiled extension.
 
     Raises:
-        RuntimeError: the compiler's own words, where it fails.
-        FileNotFoundError: there is no compiler, or no headers.
+        RuntimeError: the compiler failed; the message is the compiler's.
+        FileNotFoundError: there is no compiler, or headers are missing.
     """
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / f"{MODULE}.so"

@@ -12,13 +12,13 @@ _FILE = f"{MODULE}.so"
 
 
 def keep(extension: bytes) -> str:
-    """Put a compiled extension where `load` finds it, and say where that is."""
+    """Store a compiled extension where `load` finds it; returns its path."""
     path: str = get_cache_manager(key()).put(extension, _FILE, binary=True)
     return path
 
 
 def load() -> Any:
-    """The extension's module, None where none was compiled for what is installed here."""
+    """The extension's module, or None if none was compiled for the installed versions."""
     path = get_cache_manager(key()).get_file(_FILE)
     if path is None:
         return None

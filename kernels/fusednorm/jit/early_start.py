@@ -1,8 +1,9 @@
-"""Kernels of one pass that start before the one before them ends (programmatic dependent launch).
+"""Kernels of one pass that start before the previous kernel ends (programmatic dependent launch).
 
-From compute capability 9.0 on, a launch with `launch_pdl` starts as soon as every program of the kernel before has
-said `let_next_start` or ended.  What it does before `await_previous` must neither read what that kernel writes nor
-write what it reads; after it, all is there that the kernels before wrote, for each of them waits in its turn.
+From compute capability 9.0 on, a launch with `launch_pdl` starts as soon as every program of the previous kernel
+has called `let_next_start` or ended.  Code before `await_previous` must neither read memory that the previous
+kernel writes nor write memory that it reads.  After `await_previous` the writes of all earlier kernels are visible,
+because each of these kernels waited for its own predecessor.
 """
 
 import triton
@@ -12,13 +13,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def let_next_start(EARLY: tl.constexpr):
-    """Said first in every program of a kernel that another one follows."""
+    """Allow the next kernel to start; every program of a kernel that has a successor calls this first."""
     if EARLY:
         gdc_launch_dependents()
 
 
 @triton.jit
 def await_previous(EARLY: tl.constexpr):
-    """Wait until the kernel before has ended and what it wrote can be read."""
+    """Wait until the previous kernel has ended and its writes are visible."""
     if EARLY:
         gdc_wait()

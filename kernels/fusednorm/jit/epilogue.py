@@ -1,15 +1,15 @@
-"""What is fused after the affine step: activations with their derivatives, and dropout.
+"""Operations that are fused after the affine step: activations with their derivatives, and dropout.
 
-The jit functions here are called by every kernel; `reference` has their meaning in plain torch.  A tensor
-stands left of a constexpr in every product: the other way round the interpreter makes a constexpr of it.
-Dropout's mask is what `fusednorm.arguments.dropout` says.
+The kernels call these jit functions; `reference` has the same functions in plain torch.  In every product of a
+tensor and a constexpr the tensor stands on the left: in the other order the interpreter makes the product a
+constexpr.  `fusednorm.arguments.dropout` defines the dropout mask.
 """
 
 import triton
 import triton.language as tl
 
 PHILOX_ROUNDS = tl.constexpr(7)
-"""As many as `fusednorm.arguments.dropout` has."""
+"""The same number as in `fusednorm.arguments.dropout`."""
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
@@ -20,7 +20,7 @@ _GELU_CUBIC = tl.constexpr(0.044715)
 
 @triton.jit
 def _reciprocal(x, FAST: tl.constexpr):
-    """1 / x; FAST is the hardware's, good to 1 ulp, which the interpreter lacks."""
+    """1 / x; FAST uses the hardware's approximation (error of 1 ulp), which the interpreter lacks."""
     if FAST:
         return tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -37,7 +37,7 @@ def sigmoid(z, FAST: tl.constexpr):
 
 @triton.jit
 def _sigmoid_pair(z, FAST: tl.constexpr):
-    """sigmoid(z) and 1 - sigmoid(z), the second without cancellation where the first is near 1."""
+    """sigmoid(z) and 1 - sigmoid(z); the second has no cancellation where the first is near 1."""
     # Below -87 the exponential would be infinite, and its product with the reciprocal NaN.
     e = tl.exp2(tl.minimum(z * -_LOG2E, 126.0, propagate_nan=tl.PropagateNan.ALL))
     s = _reciprocal(1.0 + e, FAST)
@@ -63,7 +63,7 @@ def activate(z, ACTIVATION: tl.constexpr, FAST: tl.constexpr):
 
 @triton.jit
 def tanh(x, FAST: tl.constexpr):
-    """tanh(x) to a relative error of 2^-11, in one instruction; the interpreter's is exact."""
+    """tanh(x) with a relative error of 2^-11, in one instruction; the interpreter computes it exactly."""
     if FAST:
         return tl.inline_asm_elementwise(
             "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -76,8 +76,8 @@ def tanh(x, FAST: tl.constexpr):
 def activate_to(z, DTYPE: tl.constexpr, ACTIVATION: tl.constexpr, FAST: tl.constexpr):
     """`activate` for a result that is rounded to DTYPE.
 
-    For 16 bits silu and gelu_tanh take the hardware's tanh: their error stays below |z| * 2^-12, which is less
-    than half a step of the largest results; of small results, z far below 0, it may be a large part.
+    For 16-bit results silu and gelu_tanh use the hardware's tanh.  Their error stays below |z| * 2^-12: less than
+    half a rounding step of the largest results, but possibly a large part of small results, where z is far below 0.
     """
     if ACTIVATION == "silu" and DTYPE.primitive_bitwidth == 16:
         half = z * 0.5
@@ -120,7 +120,7 @@ def _random_words(seed, row, quad):
 
 @triton.jit
 def dropout_keep(seed, row, position, threshold):
-    """Whether each element is kept, for any shape of `position` (int64 or int32, its place in the row)."""
+    """Whether each element is kept; `position` is its place in the row (int64 or int32), in a tile of any shape."""
     w0, w1, w2, w3 = _random_words(seed, row, position // 4)
     lane = position % 4
     word = tl.where(lane < 2, tl.where(lane == 0, w0, w1), tl.where(lane == 2, w2, w3))
@@ -129,7 +129,7 @@ def dropout_keep(seed, row, position, threshold):
 
 @triton.jit
 def dropout_keep_tile(seed, row, first_quad, threshold, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """`dropout_keep` of a [ROWS, COLS] tile from column 4 * first_quad on: one Philox for four elements.
+    """`dropout_keep` of a [ROWS, COLS] tile from column 4 * first_quad on: one Philox call for four elements.
 
     `row` is [ROWS, 1] int64; COLS is a multiple of 4.
     """
@@ -151,7 +151,7 @@ def finish(
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """What follows the affine step: activation and dropout of a tile that starts at column `first_col`."""
+    """Activation and dropout of a tile that starts at column `first_col`."""
     y = activate(y, ACTIVATION, FAST)
     if DROPOUT:
         keep = dropout_keep_tile(seed, row, first_col // 4, dropout_threshold, y.shape[0], y.shape[1])

@@ -20,7 +20,7 @@ HEADER_WORDS = tl.constexpr(2)
 SLOT_WORDS = tl.constexpr(4)
 
 PAIR_WORDS = tl.constexpr(2)
-"""8-byte words of a slot of `post_pairs`, a float32 and the tag of its round in each."""
+"""8-byte words of a slot of `post_pairs`; each holds a float32 and the tag of its round."""
 
 _POST = """{
 .reg .pred writer;
@@ -103,7 +103,7 @@ def first_tag(exchange_ptr):
 
 @triton.jit
 def slot_of(exchange_ptr, group, tag, member, members, DEPTH: tl.constexpr):
-    """Where a member of a group posts in the round `tag`; `member` may be a tile of numbers."""
+    """The slot to which a member of a group posts in the round `tag`; `member` may be a tile of numbers."""
     turn = (tag & (DEPTH - 1)).to(tl.int32)
     return exchange_ptr + HEADER_WORDS + ((group * DEPTH + turn) * members + member) * SLOT_WORDS
 
@@ -121,7 +121,7 @@ def post(slot_ptr, tag, a, b, c):
 
 @triton.jit
 def collect(slot_ptrs, tag):
-    """The values posted to each slot of a 1-D tile in the round `tag`, three float32 tiles; waits for all of them.
+    """Wait for the values posted to each slot of a 1-D tile in the round `tag`; returns three float32 tiles.
 
     Use the results in 1-D reductions only: the compiler repeats the wait for every other layout that it needs.
     """
@@ -137,7 +137,7 @@ def collect(slot_ptrs, tag):
 
 @triton.jit
 def pair_slot_of(exchange_ptr, team, tag, member, members, pair, pairs, DEPTH: tl.constexpr):
-    """Where a member of a team posts one of its `pairs` pairs in the round `tag`; tiles of numbers broadcast."""
+    """The slot to which a member of a team posts one of its `pairs` pairs in the round `tag`; tiles broadcast."""
     turn = (tag & (DEPTH - 1)).to(tl.int32)
     return exchange_ptr + HEADER_WORDS + (((team * DEPTH + turn) * members + member) * pairs + pair) * PAIR_WORDS
 
@@ -157,11 +157,10 @@ def post_pairs(slot_ptrs, wanted, tag, a, b):
 
 @triton.jit
 def collect_pairs(slot_ptrs, tag):
-    """The values that `post_pairs` stored in each slot of a tile in the round `tag`, two float32 tiles; waits for
-    all.
+    """Wait for the values that `post_pairs` stores in each slot of a tile in the round `tag`; two float32 tiles.
 
-    The loop runs once.  The compiler keeps the results of a loop; without it, it would repeat the wait for every
-    layout in which the results are used.
+    The loop runs once.  The compiler keeps the results of a loop; without the loop, it would repeat the wait for
+    every layout in which the results are used.
     """
     a = tl.zeros(slot_ptrs.shape, tl.float32)
     b = tl.zeros(slot_ptrs.shape, tl.float32)
@@ -182,7 +181,8 @@ def collect_pairs(slot_ptrs, tag):
 @triton.jit
 def leave(exchange_ptr, last_tag):
     """The last program to finish stores the highest tag; `last_tag` is the same number in every program."""
-    # Relaxed is sufficient: the tag was read long before, and the next launch starts after all of this one.
+    # Relaxed is sufficient: this launch has already read the tag, and the next launch starts after this one has
+    # ended.
     left = tl.atomic_add(exchange_ptr + 1, 1, sem="relaxed")
     if left == tl.num_programs(0) - 1:
         tl.store(exchange_ptr + 1, 0)

@@ -1,15 +1,15 @@
-"""Rows that are the heads of tokens: which of them a program takes, where they lie, whose parameters they have.
+"""Rows that are heads of tokens: the rows of a program, their addresses, and the addresses of their parameters.
 
-HEADS says how a pass over x [tokens, heads, cols] goes; a row's number is token * heads + head in each.
+HEADS is the layout of x [tokens, heads, cols]; the number of a row is token * heads + head in every layout.
 
-- "none": there are no heads, a token is a row; rows lie one stride apart.
-- "shared": a token's heads lie one after another, tokens one stride apart; parameters [cols].
-- "own": they lie as for "shared"; parameters [heads, cols].
-- "own_uniform": all rows lie one stride apart, whichever their token; parameters [heads, cols].
+- "none": no heads; each token is one row, and a constant stride separates rows.
+- "shared": the heads of a token are contiguous, and a constant stride separates tokens; parameters are [cols].
+- "own": the layout of "shared"; parameters are [heads, cols].
+- "own_uniform": a constant stride separates all rows, also those of different tokens; parameters are [heads, cols].
 
-A program keeps to one head, and the grid's second axis counts heads.  Without heads these functions cost nothing:
-they return constants and what they were given.  Each return has a branch of its own: Triton compiles what follows a
-branch that returns, and wants its type to be that of the other.
+A program processes rows of one head only, and the grid's second axis is the head.  Without heads these functions
+cost nothing: they return constants or their arguments.  Every return stands in a branch: Triton also compiles the
+code after a branch that returns, and requires both to return the same type.
 """
 
 import triton
@@ -18,11 +18,11 @@ import triton.language as tl
 
 @triton.jit
 def programs_of_head(HEADS: tl.constexpr):
-    """This program's number among those of its head, how many they are, its head, and the number of heads."""
+    """This program's number among the programs of its head, their number, its head, and the number of heads."""
     if HEADS == "none":
         return tl.program_id(0), tl.num_programs(0), 0, 1
     else:
-        # Programs that start together take the heads of the same tokens, which lie together in memory.
+        # Programs that start together process the heads of the same tokens, which are adjacent in memory.
         heads = tl.num_programs(1)
         place = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
         return place // heads, tl.num_programs(0), place % heads, heads
@@ -30,7 +30,7 @@ def programs_of_head(HEADS: tl.constexpr):
 
 @triton.jit
 def row_of_token(token, head, heads, HEADS: tl.constexpr):
-    """The number of a token's row of this head; `token` is int64."""
+    """The number of the row of a token and a head; `token` is int64."""
     if HEADS == "none":
         return token
     else:
@@ -39,7 +39,7 @@ def row_of_token(token, head, heads, HEADS: tl.constexpr):
 
 @triton.jit
 def row_start(token, row, head, stride, cols, HEADS: tl.constexpr):
-    """Elements from the start of a tensor to its rows; `stride` int64 between tokens, or else between rows."""
+    """Offset of a row in elements; `stride` (int64) is between tokens for "shared" and "own", else between rows."""
     if HEADS == "shared" or HEADS == "own":
         return token * stride + head.to(tl.int64) * cols
     else:
@@ -48,7 +48,7 @@ def row_start(token, row, head, stride, cols, HEADS: tl.constexpr):
 
 @triton.jit
 def parameter_start(head, cols, HEADS: tl.constexpr):
-    """Elements from the start of weight and bias to those of this head."""
+    """Offset of this head's parameters in weight and bias, in elements."""
     if HEADS == "own" or HEADS == "own_uniform":
         return head.to(tl.int64) * cols
     else:

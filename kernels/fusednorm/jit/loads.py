@@ -1,4 +1,4 @@
-"""Loads: masks of columns, values as float32, x plus what is added to it, parameters as they are used."""
+"""Loads: masks of columns, conversion to float32, the sum of x and residual, and the offset of the weight."""
 
 import triton
 import triton.language as tl
@@ -21,7 +21,7 @@ def load_sum(x_ptr, residual_ptr, at, residual_at, mask, EVICT: tl.constexpr):
 
 @triton.jit
 def column_mask(col, cols, EVEN: tl.constexpr):
-    """Which columns exist; a constant, which the compiler folds away, where every block is full."""
+    """Which columns exist; where every block is full (EVEN), a constant that the compiler folds away."""
     if EVEN:
         return tl.full(col.shape, True, tl.int1)
     else:
@@ -30,10 +30,10 @@ def column_mask(col, cols, EVEN: tl.constexpr):
 
 @triton.jit
 def unaligned_zero(cols, NARROW: tl.constexpr):
-    """0; where accesses are NARROW, one of which the compiler does not know that it is aligned.
+    """0; where accesses are NARROW, a 0 that the compiler cannot prove to be aligned.
 
-    Were it to know that parameters are, each thread would hold the neighbours that one wide access of theirs
-    brings, and the narrow accesses of x would leave gaps between lanes.
+    If the compiler knew that parameters are aligned, it would load them with wide accesses, each thread would hold
+    neighbouring elements, and the narrow accesses of x would leave gaps between lanes.
     """
     if NARROW:
         return cols >> 30
@@ -43,11 +43,11 @@ def unaligned_zero(cols, NARROW: tl.constexpr):
 
 @triton.jit
 def widened(value, FAST: tl.constexpr):
-    """float32 of a tile.
+    """A tile converted to float32.
 
-    bfloat16 takes one instruction an element here, where the compiler's own conversion takes three for two, at
-    half the rate.  Being opaque, conversions also stay where they are written: what is used twice, or by every turn
-    of a loop, is held in 16 bits and not in twice as many registers of converted values.
+    For bfloat16 this takes one instruction per element; the compiler's own conversion takes three instructions per
+    two elements, at half the rate.  The compiler cannot move these opaque conversions, so values that are used
+    twice, or in every iteration of a loop, stay in 16 bits instead of twice as many registers of converted values.
     """
     if FAST and value.dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
@@ -73,7 +73,7 @@ def widened(value, FAST: tl.constexpr):
 
 @triton.jit
 def offset_weight(weight, WEIGHT_OFFSET: tl.constexpr):
-    """weight + WEIGHT_OFFSET, what x_hat is multiplied by; without an offset, weight itself."""
+    """The factor of x_hat: weight + WEIGHT_OFFSET, or weight itself without an offset."""
     if WEIGHT_OFFSET == 0.0:
         return weight
     else:

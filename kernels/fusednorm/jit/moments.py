@@ -1,6 +1,6 @@
-"""Moments of rows: what forward and backward kernels of LayerNorm and RMSNorm share.
+"""Moments of rows, for forward and backward kernels of LayerNorm and RMSNorm.
 
-Mean and variance are taken about a pivot that lies among the values, never as E[x^2] - mean^2.
+Mean and variance are computed about a pivot within the range of the values, never as E[x^2] - mean^2.
 """
 
 import triton
@@ -14,8 +14,8 @@ from fusednorm.jit.reductions import rounded_product, sum_pair
 def tile_moments(chunks, masks, count, EVEN: tl.constexpr, IS_RMS: tl.constexpr, FAST: tl.constexpr):
     """Pivot, shift and sum of squares of rows held as a tuple of [ROWS, BLOCK_N] chunks, `count` columns in all.
 
-    The mean is pivot + shift; subtract the pivot first, then the shift.  The squares are about the mean, for
-    RMSNorm about 0, which is then its pivot and shift.
+    The mean is pivot + shift; subtract the pivot first, then the shift.  The squares are about the mean.  For
+    RMSNorm pivot and shift are 0, and the squares are about 0.
     """
     if IS_RMS:
         squares = chunks[0] * chunks[0]
@@ -28,7 +28,7 @@ def tile_moments(chunks, masks, count, EVEN: tl.constexpr, IS_RMS: tl.constexpr,
         total = chunks[0]
         for i in tl.static_range(1, len(chunks)):
             total += chunks[i]
-        # A pivot near the mean makes the second pass exact; what it is off by comes out of that pass.
+        # A pivot near the mean makes the second pass exact; that pass also computes the pivot's error, the shift.
         pivot = tl.sum(total, 1, keep_dims=True) / count
         shifts = tl.zeros_like(total)
         squares = tl.zeros_like(total)
@@ -46,7 +46,7 @@ def tile_moments(chunks, masks, count, EVEN: tl.constexpr, IS_RMS: tl.constexpr,
 
 @triton.jit
 def store_row_statistics(mean_ptr, rstd_ptr, row, mean, shift, rstd, mask):
-    """Write mean + shift and rstd of rows, each unless its pointer is None; mask None for all of them."""
+    """Write mean + shift and rstd of rows, each unless its pointer is None; mask None writes all rows."""
     if mean_ptr is not None:
         tl.store(mean_ptr + row, mean + shift, mask=mask)
     if rstd_ptr is not None:
@@ -58,12 +58,13 @@ def lane_moments(pivot, sum_1, sum_2, count, n, FAST: tl.constexpr):
     """Mean and population variance of a row from sums about pivots, one for each lane (Chan's merge).
 
     A lane's pivot is the mean of its first values, so (pivot - lane mean)^2 is at most a few times the lane's own
-    spread for each chunk: what cancels is bounded by the number of chunks times 2^-24 of the result, for any row.
+    spread for each chunk.  The error from cancellation is thus at most the number of chunks times 2^-24 of the
+    result, for any row.
 
     Args:
         pivot, sum_1, sum_2: [LANES, 1], the pivot and the sums of x - pivot and (x - pivot)^2.
-        count: [LANES, 1] float32, values in each lane, 0 where a lane has none.
-        n: float32, values in the row.
+        count: [LANES, 1] float32, the number of values in each lane, possibly 0.
+        n: float32, the number of values in the row.
     """
     lane_shift = sum_1 / tl.maximum(count, 1.0)
     rough = tl.sum(rounded_product(count, pivot + lane_shift, FAST), 0, keep_dims=True) / n

@@ -1,4 +1,4 @@
-"""Pieces of rows that stay in registers in the format of memory: loads, moments, stores.
+"""Pieces of rows that stay in registers in the dtype that they have in memory: loads, moments, stores.
 
 A 16-bit piece needs half the registers of its float32 values; it is converted again each time it is used.
 """
@@ -13,11 +13,12 @@ from fusednorm.jit.reductions import rounded_product, sum_pair
 
 @triton.jit
 def merge_even(count_a, mean_a, shift_a, square_a, count_b, mean_b, shift_b, square_b):
-    """Chan's merge of the moments of two sets of as many values: of a reduction whose tree is a full one.
+    """Chan's merge of the moments of two sets of equal size, for a reduction whose tree is full.
 
-    Within a thread the compiler takes one element after another, so that a thread may hold two at most.
+    Within a thread the compiler merges one element after another, so a thread may hold at most two elements.
 
-    The mean of a set is mean + shift; mean stays what the first set's is, so that only differences are rounded.
+    The mean of a set is mean + shift.  The result keeps the first set's `mean`, so that only differences are
+    rounded.
     """
     delta = (mean_b - mean_a) + (shift_b - shift_a)
     square = square_a + square_b + delta * delta * (count_a * 0.5)
@@ -26,12 +27,12 @@ def merge_even(count_a, mean_a, shift_a, square_a, count_b, mean_b, shift_b, squ
 
 @triton.jit
 def merge(count_a, mean_a, shift_a, square_a, count_b, mean_b, shift_b, square_b):
-    """`merge_even` of two sets of any size, also of none."""
+    """`merge_even` of two sets of any size; a set may be empty."""
     count = count_a + count_b
     delta = (mean_b - mean_a) + (shift_b - shift_a)
     share = count_b / tl.maximum(count, 1.0)
     square = square_a + square_b + delta * delta * (count_a * share)
-    # A set of none has no mean worth keeping.
+    # The mean of an empty set is arbitrary, so the other set's is kept.
     empty = count_a == 0.0
     mean = tl.where(empty, mean_b, mean_a)
     shift = tl.where(empty, shift_b, shift_a + delta * share)
@@ -43,7 +44,7 @@ def load_piece(
     ptr, start, piece_cols, FULL: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr,
     EVICT: tl.constexpr,
 ):  # fmt: skip
-    """CHUNKS chunks of BLOCK_N columns from ptr + start on, as they lie in memory: a tuple of [lanes, GROUP].
+    """CHUNKS chunks of BLOCK_N columns from ptr + start on, in the dtype of memory: a tuple of [lanes, GROUP].
 
     The tuple is empty where ptr is None.  A lane is the GROUP columns of each chunk that one thread loads at once.
     """
@@ -63,7 +64,7 @@ def write_sums(
     chunks, residuals, residual_out_ptr, at, piece_cols,
     FULL: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """h, the sum of x and residual, of a piece `at` elements from the pointer on; nothing where that is None."""
+    """Write h = x + residual of a piece, `at` elements after residual_out_ptr, unless that pointer is None."""
     if residual_out_ptr is not None:
         col = tl.arange(0, BLOCK_N // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         for i in tl.static_range(len(chunks)):
@@ -77,7 +78,7 @@ def _distance(
     chunks, residuals, i: tl.constexpr, mean, piece_cols, FULL: tl.constexpr, BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr, IS_RMS: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Chunk i of h less `mean`, or h for RMSNorm; 0 past the piece's end."""
+    """Chunk i of h - mean, or of h for RMSNorm; 0 past the piece's end."""
     d = chunk_of(chunks, residuals, i, FAST)
     if not IS_RMS:
         d = d - mean
@@ -94,8 +95,9 @@ def piece_moments(
 ):  # fmt: skip
     """Count, mean, shift and sum of squares of each lane of a piece, [lanes, 1]; the lane's mean is mean + shift.
 
-    The squares are about that mean, taken through sums about the mean of the lane's first chunk: once about values
-    of its own, no lane is far from its pivot for its own spread.  For RMSNorm both are 0 and the squares about 0.
+    The squares are about that mean.  They are computed from sums about the mean of the lane's first chunk: a pivot
+    from the lane's own values is near its mean in relation to the lane's spread.  For RMSNorm mean and shift are 0,
+    and the squares are about 0.
     """
     lanes: tl.constexpr = BLOCK_N // GROUP
     count = tl.zeros((lanes, 1), tl.float32)
@@ -113,7 +115,7 @@ def piece_moments(
             count += tl.minimum(tl.maximum(left - i * BLOCK_N, 0), GROUP).to(tl.float32)
     if not IS_RMS:
         first = tl.sum(chunk_of(chunks, residuals, 0, FAST), 1, keep_dims=True)
-        # What the shift is about must be what is returned: contracted into the subtraction, it would be unrounded.
+        # The subtraction must use the rounded mean that is returned: a contracted product would be unrounded.
         mean = rounded_product(first, 1.0 / tl.maximum(first_count, 1.0), FAST)
     for i in tl.static_range(len(chunks)):
         d = _distance(chunks, residuals, i, mean, piece_cols, FULL, BLOCK_N, GROUP, IS_RMS, FAST)
@@ -131,8 +133,8 @@ def piece_moments(
 def _standardised(h, mean, rest, rstd, FAST: tl.constexpr):
     """(h - mean) * rstd - rest.
 
-    A reduction tree that merges moments leaves in each thread a mean and a shift that are right together, but not
-    those of the next thread.  FAST takes both in one step, between which no element changes threads.
+    After a reduction tree that merges moments, mean and shift may differ between threads; only their combination in
+    one thread is right.  FAST uses both in one asm statement, within which no value moves to another thread.
     """
     if FAST:
         return tl.inline_asm_elementwise(
@@ -155,9 +157,9 @@ def write_chunk(
     WEIGHT_OFFSET: tl.constexpr,
     IS_RMS: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """y of chunk i of a piece that starts at column `first_col` and `y_at` elements from the pointer.
+    """Write y of chunk i of a piece that starts at column `first_col`, `y_at` elements after y_ptr.
 
-    weights and biases are tuples of one chunk as it lies in memory, or of none.
+    weights and biases are tuples of one chunk in the dtype of memory, or empty.
     """
     at = tl.arange(0, BLOCK_N // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :] + i * BLOCK_N
     mask = column_mask(at, piece_cols, i < FULL)
@@ -195,8 +197,8 @@ def write_piece(
     WEIGHT_OFFSET: tl.constexpr,
     IS_RMS: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """`write_chunk` of every chunk; its parameters, from `parameter_at` on, are loaded one chunk before."""
-    # A hint takes five instructions of an access: too many for narrow ones.
+    """`write_chunk` of every chunk; the parameters, from `parameter_at` on, are loaded one chunk ahead."""
+    # An eviction hint adds five instructions to an access: too many for narrow ones.
     KEEP: tl.constexpr = "" if NARROW else "evict_last"
     DROP: tl.constexpr = "" if NARROW else "evict_first"
     weights = load_piece(weight_ptr, parameter_at, piece_cols, FULL, BLOCK_N, 1, GROUP, KEEP)
@@ -220,7 +222,7 @@ def write_piece(
 def total_moments(count, mean, shift, square, EVEN: tl.constexpr, FAST: tl.constexpr):
     """Mean, shift and sum of squares of all lanes together, as scalars; the arguments are [lanes, 1].
 
-    FAST merges pairs of sets in one reduction tree; the interpreter, which would go from lane to lane, takes sums.
+    FAST merges pairs of sets in one reduction tree; the interpreter uses sums, because its trees go lane by lane.
     """
     if not FAST:
         n = tl.maximum(tl.sum(count, 0, keep_dims=True), 1.0)
@@ -242,9 +244,9 @@ def _whole_moments(
     chunks, residuals, piece_cols,
     FULL: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, IS_RMS: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Mean, shift and sum of squares of a piece, as scalars, in two passes over what is held.
+    """Mean, shift and sum of squares of a piece, as scalars, in two passes over the registers.
 
-    For narrow accesses, which make every element a lane of its own: merging as many moments would cost more.
+    For narrow accesses, where every element is a lane of its own: merging that many moments would cost more.
     """
     n = piece_cols.to(tl.float32)
     mean = 0.0
@@ -276,7 +278,7 @@ def moments_of_piece(
     chunks, residuals, piece_cols, FULL: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
     NARROW: tl.constexpr, IS_RMS: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Mean, shift and sum of squares of a piece, as scalars; the mean is mean + shift, the squares are about it."""
+    """Mean, shift and sum of squares of a piece, as scalars; the squares are about the true mean, mean + shift."""
     if NARROW:
         mean, shift, square = _whole_moments(chunks, residuals, piece_cols, FULL, BLOCK_N, GROUP, IS_RMS, FAST)
     else:

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 FEW_PROGRAMS = tl.constexpr(132)
-"""A launch of no more programs than this has nothing that hides a program's latency; it asks for all it needs."""
+"""With at most this many programs in a launch, none hides another's latency, so each prefetches all it needs."""
 
 _PREFETCH = """{
 .reg .pred asker;
@@ -19,14 +19,14 @@ PREFETCH: tl.constexpr = tl.constexpr(_PREFETCH)
 
 @triton.jit
 def prefetch(ptr, count):
-    """Bring `count` elements from `ptr` on, both multiples of 16 bytes, into L2, without waiting for them."""
+    """Start the prefetch of `count` elements from `ptr` on into L2; address and size are multiples of 16 bytes."""
     nbytes = count * (ptr.dtype.element_ty.primitive_bitwidth // 8)
     tl.inline_asm_elementwise(PREFETCH, "=r,l,r", [ptr.to(tl.int64), nbytes], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
 def prefetch_parameters(weight_ptr, bias_ptr, start, count):
-    """`prefetch` of `count` elements from `start` on of each that is not None."""
+    """`prefetch` of `count` elements of weight and of bias from `start` on, each unless it is None."""
     if weight_ptr is not None:
         prefetch(weight_ptr + start, count)
     if bias_ptr is not None:
@@ -35,7 +35,7 @@ def prefetch_parameters(weight_ptr, bias_ptr, start, count):
 
 @triton.jit
 def prefetch_row_ahead(x_ptr, residual_ptr, ahead, x_row_size, residual_row_size, cols):
-    """A program a row: ask for the row of the program `ahead` programs on, unless that is 0 or there is none."""
+    """For one program per row: prefetch the row of the program `ahead` programs later, if it exists; 0 for none."""
     program = tl.program_id(0)
     if ahead > 0 and program + ahead < tl.num_programs(0):
         row = program.to(tl.int64) + ahead
@@ -61,7 +61,7 @@ TOUCH: tl.constexpr = tl.constexpr(_TOUCH)
 
 @triton.jit
 def touch(ptr, count):
-    """Bring about `count` elements from `ptr` on into L2, for any address; a line a thread, so for small ones."""
+    """Prefetch roughly `count` elements from `ptr` on into L2, for any address; at most one line per thread."""
     nbytes = count * (ptr.dtype.element_ty.primitive_bitwidth // 8)
     tl.inline_asm_elementwise(TOUCH, "=r,l,r", [ptr.to(tl.int64), nbytes], dtype=tl.int32, is_pure=False, pack=1)
 
@@ -89,7 +89,7 @@ TOUCH_ROWS: tl.constexpr = tl.constexpr(_TOUCH_ROWS)
 
 @triton.jit
 def touch_rows(ptr, rows, stride, width):
-    """Bring `rows` rows of `width` elements (up to 256 bytes), `stride` elements apart, into L2, a row a thread."""
+    """Prefetch `rows` rows of `width` elements (up to 256 bytes), `stride` elements apart, into L2."""
     SIZE: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
     tl.inline_asm_elementwise(
         TOUCH_ROWS,

@@ -1,4 +1,4 @@
-"""Reductions that several kernels use, and a product that they may use."""
+"""Reductions that several kernels use, and a rounded product for their terms."""
 
 import triton
 import triton.language as tl
@@ -13,8 +13,8 @@ def _add_pairs(a0, b0, a1, b1):
 def sum_pair(a, b, AXIS: tl.constexpr, FAST: tl.constexpr):
     """Sums of a and of b along AXIS, keeping the axis.
 
-    FAST takes both through one reduction tree, so one round of shuffles and one barrier; the interpreter
-    would run that element by element and gets two sums.
+    FAST reduces both in one tree, with one series of shuffles and one barrier; the interpreter would run that
+    element by element, so it computes two separate sums.
     """
     if FAST:
         total_a, total_b = tl.reduce((a, b), AXIS, _add_pairs, keep_dims=True)
@@ -39,9 +39,9 @@ def total_pair(a, b, FAST: tl.constexpr):
 def rounded_product(a, b, FAST: tl.constexpr):
     """a * b, rounded; never contracted into an addition.
 
-    A sum over lanes is a butterfly: each lane adds what it holds to what another sends.  Contracted, a lane would
-    add its own product unrounded to the other's rounded one, and lanes would end with different sums.  Where they
-    must agree, as about a rough mean that a shift corrects afterwards, the products of a sum are taken here.
+    In a sum over lanes each lane adds its own value to the value of another lane (a butterfly).  With contraction,
+    a lane would add its own unrounded product to the other lane's rounded one, and lanes would get different sums.
+    Sums that must be equal in all lanes, such as a rough mean that a shift corrects later, use this product.
     """
     if FAST:
         return tl.inline_asm_elementwise(
@@ -60,7 +60,7 @@ def _larger(a, b):
 def maximum(a, AXIS: tl.constexpr, FAST: tl.constexpr):
     """The largest of a >= 0 along AXIS, keeping the axis; NaN where any element is NaN, unlike `tl.max`.
 
-    The interpreter would run that element by element and compares bits: integers in the same order, NaN last.
+    The interpreter would run that element by element, so it compares bits as integers: same order, NaN the largest.
     """
     if FAST:
         return tl.reduce(a, AXIS, _larger, keep_dims=True)

@@ -11,9 +11,9 @@ def load_tile(
     x_ptr, residual_ptr, x_row, residual_row, row_mask, cols,
     EVEN: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """A tile of x, or x + residual: tuples of CHUNKS blocks' columns, their masks, and values [ROWS, BLOCK_N].
+    """A tile of x or x + residual in CHUNKS blocks: tuples of columns, of masks, and of values [ROWS, BLOCK_N].
 
-    x_row, residual_row and row_mask are [ROWS, 1]: elements to each row, and which rows exist.
+    x_row, residual_row and row_mask are [ROWS, 1]: the offset of each row in elements, and which rows exist.
     """
     columns = ()
     col_masks = ()
@@ -33,7 +33,7 @@ def normalised(
     h, rough, shift, rstd, weight_ptr, bias_ptr, at, mask,
     IS_RMS: tl.constexpr, WEIGHT_OFFSET: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """The affine step of values whose moments are known; `at` says where their parameters are."""
+    """Normalisation and affine step of values with known moments; `at` is the offset of their parameters."""
     if IS_RMS:
         y = h * rstd
     else:

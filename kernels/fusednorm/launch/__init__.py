@@ -1,1 +1,1 @@
-"""From a plan to the device: how launches are made, repeated and inspected."""
+"""Execution, repetition and inspection of planned launches."""

@@ -10,13 +10,13 @@ _noted: list[Launch] = []
 
 
 def note(launches: Iterable[Launch]) -> None:
-    """Keep launches that a call on meta tensors would make."""
+    """Record launches that a call on meta tensors would make."""
     _noted.extend(launches)
 
 
 @contextmanager
 def launches_for(gpu: Gpu) -> Iterator[list[Launch]]:
-    """Calls on meta tensors are calls on such a GPU, as long as this lasts; their launches, as they come."""
+    """In this context, calls on meta tensors are planned for `gpu`; yields the list that records their launches."""
     stand_in(gpu)
     _noted.clear()
     try:

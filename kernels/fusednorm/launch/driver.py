@@ -14,12 +14,12 @@ _PARAMETERS = (object(), object())
 
 
 class Launcher(NamedTuple):
-    """How a compiled kernel is launched with no hook.
+    """The function that launches a compiled kernel, without hooks.
 
     Attributes:
-        call: takes the grid's three sizes, the stream, `head`, and then every parameter of the kernel.
-        head: what is the same at each launch.
-        packed: whether the parameters come in one tuple.
+        call: called with the grid's three sizes, the stream, `head`, and then every parameter of the kernel.
+        head: the arguments that are the same at each launch.
+        packed: whether the parameters are passed as one tuple.
     """
 
     call: Any
@@ -34,7 +34,7 @@ def launcher_of(run: Any, function: int, metadata: Any) -> Launcher:
 
 
 def _under(run: Any, head: tuple[Any, ...]) -> Launcher | None:
-    """What `run` calls with the same at each launch, if that is all it does."""
+    """The driver function that `run` calls and its constant arguments; None if `run` does more than that."""
     if getattr(run, "global_scratch_size", None) != 0 or getattr(run, "profile_scratch_size", None) != 0:
         return None
     # Triton's sanitizer keeps state for each launch.

@@ -42,10 +42,10 @@ class Report:
 
     Attributes:
         kernel: its name.
-        registers: per thread.
-        spilled_bytes: stores and loads to local memory, per thread.
+        registers: registers per thread.
+        spilled_bytes: bytes of stores to and loads from local memory, per thread.
         shared_bytes: static and dynamic shared memory of a program.
-        access_bytes: how often each access width, in bytes a thread, occurs in the code; by "ld", "st", "cp".
+        access_bytes: for "ld", "st" and "cp", how often each access width, in bytes per thread, occurs in the code.
     """
 
     kernel: str
@@ -57,11 +57,11 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Specialisation:
-    """What Triton compiles for a launch.
+    """The input of Triton's compiler for a launch.
 
     Attributes:
         source: the kernel, with types for its arguments and values for its constexprs.
-        options: those of the compiler.
+        options: the compiler's options.
     """
 
     source: ASTSource
@@ -110,7 +110,7 @@ def _fits_32_bits(value: int) -> bool:
 
 
 def inspect(launch: Launch, target: GPUTarget = SM_90) -> Report:
-    """Compile a launch for `target`, as Triton would specialise it; tensors of meta start at address 0."""
+    """Compile a launch for `target`, as Triton would specialise it; meta tensors have address 0."""
     specialised = specialise(launch)
     compiled = triton.compile(specialised.source, target=target, options=specialised.options)
     registers, spilled, static_shared = _assemble(compiled.asm["ptx"], target)
@@ -124,7 +124,7 @@ def inspect(launch: Launch, target: GPUTarget = SM_90) -> Report:
 
 
 def _assemble(ptx: str, target: GPUTarget) -> tuple[int, int, int]:
-    """Registers a thread, spilled bytes and static shared memory, from the assembler's own report."""
+    """Registers per thread, spilled bytes and static shared memory, from the assembler's report."""
     text = _assemblers_report(ptx, target)
     registers = int(re.findall(r"Used (\d+) registers", text)[-1])
     spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill", text))
@@ -133,7 +133,7 @@ def _assemble(ptx: str, target: GPUTarget) -> tuple[int, int, int]:
 
 
 def _assemblers_report(ptx: str, target: GPUTarget) -> str:
-    """What the assembler writes of a kernel; kept where Triton keeps what it compiles."""
+    """The assembler's report on a kernel; stored in Triton's cache."""
     ptxas = nvidia.get_ptxas(target.arch)
     options = ["-v", f"-arch=sm_{target.arch}{'a' if target.arch >= 90 else ''}"]
     key = "\0".join([ptxas.version, *options, ptx])

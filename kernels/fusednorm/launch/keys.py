@@ -13,12 +13,12 @@ from typing import Any
 
 from triton.runtime.jit import JITFunction
 
-# While a key is computed, others would take it for there.
+# While one thread computes a key, other threads would treat the key as complete.
 _SETTLING = RLock()
 
 
 def settle(function: Any) -> None:
-    """Have the key of a jit function computed, those of the functions that it calls before it."""
+    """Compute the key of a jit function, after the keys of the functions that it calls."""
     if not isinstance(function, JITFunction):
         return
     with _SETTLING:

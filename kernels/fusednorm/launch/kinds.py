@@ -1,4 +1,4 @@
-"""The key that distinguishes calls of a pass: all that checks, plan and compiler depend on; not addresses."""
+"""The key that distinguishes calls of a pass: all that checks, plan and compiler depend on, without addresses."""
 
 from collections.abc import Hashable
 from typing import Any
@@ -13,10 +13,10 @@ Options = tuple[Hashable, ...]
 
 
 def kind_of(whose: Hashable, inputs: Inputs, options: Options) -> Hashable:
-    """What tells a call of a pass from others.
+    """The key of a call of a pass.
 
     Raises:
-        TypeError: an option has no hash, once the kind is looked for.
+        TypeError: an option has no hash; raised when the key is first looked up.
     """
     kind: list[Hashable] = [whose, may_wait(), is_batch_invariant(), options]
     for tensor in inputs:
@@ -30,11 +30,12 @@ def kind_of(whose: Hashable, inputs: Inputs, options: Options) -> Hashable:
 def kind_of_any_rows(
     whose: Hashable, like_x: int, of_rows: int, inputs: Inputs, options: Options
 ) -> Hashable | None:
-    """What tells a call of a pass but for its number of rows; None where that is part of how the rows lie.
+    """The key of a call without its number of rows; None if the memory layout of the rows depends on that number.
 
     Args:
-        like_x: as many inputs, x first, have x's shape; 0 where calls differ by more than their number of rows.
-        of_rows: from there to here they have that of x's rows.
+        like_x: the first `like_x` inputs, x first, have x's shape; 0 if calls differ by more than their number
+            of rows.
+        of_rows: inputs from `like_x` to `of_rows` have x's shape without the last axis.
     """
     x: Any = inputs[0]
     shape = x.shape
@@ -45,7 +46,7 @@ def kind_of_any_rows(
         if tensor is None:
             kind.append(None)
             continue
-        # A single row is contiguous, wherever the next one would be.
+        # A single row is contiguous for any stride between rows.
         strides: Any = tensor.is_contiguous()
         if not strides:
             if len(shape) != 2:

@@ -1,4 +1,4 @@
-"""Launches as plans describe them, and functions that several plans use; `launch.run` makes the launches."""
+"""Descriptions of launches, and functions that several plans use; `launch.run` executes the launches."""
 
 import sys
 from collections.abc import Mapping
@@ -16,14 +16,14 @@ REGISTERS_PER_SM = 65536
 
 @dataclass(frozen=True, slots=True)
 class ByRows:
-    """How a launch over rows follows from their number, where nothing else of it does.
+    """How a launch over rows depends on the number of rows; nothing else in the launch depends on it.
 
-    There are as many programs as tiles of `tile` rows, at most `most`.
+    The number of programs is the number of tiles of `tile` rows, at most `most`.
 
     Attributes:
-        tile, most: as above; what follows one another in a pass and has both in common has as many programs.
-        grid: whether the launch is of that many; else its grid is always the same.
-        rows, programs: where the number of rows and that of programs stand among the arguments, if they do.
+        tile, most: as above; launches of one pass with the same `tile` and `most` have the same number of programs.
+        grid: whether the launch's grid has that number of programs; else the grid is constant.
+        rows, programs: the positions of the numbers of rows and of programs among the arguments, or None.
     """
 
     tile: int = 1
@@ -45,12 +45,12 @@ class Launch:
 
 
 def dependent(early: bool) -> dict[str, object]:
-    """Options of a launch of a kernel that awaits the one before it: `early`, it starts before that one ends."""
+    """Options of a launch whose kernel waits for the previous one; if `early`, it starts before that one ends."""
     return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
 
 
 class Resident(Protocol):
-    """A configuration of programs of which so many are to be on a multiprocessor at once."""
+    """A configuration that wants a given number of programs resident on a multiprocessor."""
 
     @property
     def num_warps(self) -> int: ...
@@ -65,12 +65,12 @@ def registers_for(config: Resident) -> int:
 
 
 def resident_options(config: Resident) -> dict[str, object]:
-    """Options of a launch whose programs wait for one another: all of them fit the registers, or none starts."""
+    """Options of a launch whose programs wait for one another: either all are resident, or none starts."""
     return {"maxnreg": registers_for(config), "launch_cooperative_grid": True}
 
 
 def can_prefetch(vec: int, *tensors: torch.Tensor | None) -> bool:
-    """Whether runs of vectors of `vec` elements of the tensors start and end on 16 bytes, and may be asked for."""
+    """Whether runs of vectors of `vec` elements of the tensors start and end on 16 bytes and can be prefetched."""
     return all(
         tensor is None
         or (vec * tensor.element_size() % 16 == 0 and tensor.data_ptr() % 16 == 0 and since_hopper(tensor.device))
@@ -79,18 +79,19 @@ def can_prefetch(vec: int, *tensors: torch.Tensor | None) -> bool:
 
 
 def has_lane_a_thread(width: int, *tensors: torch.Tensor | None) -> bool:
-    """Whether accesses to tensors, `width` bytes where these start at multiples of 16, are of 16 bytes.
+    """Whether accesses to tensors have 16 bytes; they have `width` bytes if the tensors start at multiples of 16.
 
-    Narrower ones the compiler gives to neighbouring threads, and several lanes to each: `merge_even` then has no
-    full tree.
+    The compiler distributes narrower accesses over adjacent threads and gives each several lanes, so that the
+    reduction tree of `merge_even` is not full.
     """
     return width == 16 and all(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors)
 
 
 def known_whole(length: int, block: int, chunks: int, lane_a_thread: bool) -> int:
-    """FULL of a program that has all of `length` in `chunks` chunks: those that are known to be whole.
+    """FULL of a program that has all of `length` in `chunks` chunks: the number of chunks known to be whole.
 
-    Moments of chunks that are all whole are merged as equals, so without a lane a thread one fewer than all.
+    If all chunks are whole, moments are merged as sets of equal size; without one lane per thread FULL is therefore
+    at most chunks - 1.
     """
     return min(length // block, chunks if lane_a_thread else chunks - 1)
 

@@ -14,18 +14,18 @@ from fusednorm.launch.recipe import Recipe, Start
 from fusednorm.launch.workspace import workspace_of
 
 Parameter = tuple[bool, int]
-"""Whether a kernel's parameter is a constant, and its bits; else its slot."""
+"""Whether a kernel's parameter is a constant, and the constant's bits or the parameter's slot."""
 
 _FIXED, _AS_X, _AS_ROWS = range(3)
-"""How the extension is told the shape of a result."""
+"""The codes for the shape of a result in the extension."""
 
 
 def loaded(backward: Callable[..., tuple[Tensor | None, ...]], most: int) -> Any:
-    """The extension, set up, or None where it was not compiled or does not load.
+    """The extension, set up, or None if it was not compiled or cannot be loaded.
 
     Args:
-        backward: the backward pass of a differentiable call that it does not know.
-        most: kinds of calls that it may keep.
+        backward: the backward pass of a differentiable call that the extension does not know.
+        most: the most kinds of calls that it may keep.
     """
     try:
         extension = load()
@@ -43,7 +43,7 @@ def set_up(
     most: int,
     launch: Callable[..., None] | None = None,
 ) -> None:
-    """Tell the extension what it calls back; `launch` takes launches in place of the driver."""
+    """Pass the callbacks to the extension; `launch`, if set, receives launches in place of the driver."""
     extension.set_up(backward, _workspace, (Tensor, torch.nn.Parameter), most, launch)
 
 
@@ -53,11 +53,11 @@ def _workspace(index: int, stream: int, words: int, purpose: str) -> Tensor:
 
 
 def described(recipe: Recipe, outputs: Outputs, x: Tensor, any_rows: bool) -> tuple[Any, ...] | None:
-    """What the extension's `learn` takes of a call of any number of rows or of as many; None where it cannot.
+    """The arguments of the extension's `learn` for a call, with any number of rows or its own; None if unsupported.
 
     Args:
-        outputs: of the call, the same one twice where one tensor is two results.
-        x: of the call.
+        outputs: the call's outputs; the same `Output` twice if one tensor is two results.
+        x: the call's x.
     """
     starts = [_start(start, recipe) for start in recipe.starts]
     if None in starts:
@@ -86,12 +86,12 @@ def _output(outputs: Outputs, place: int, x: Tensor, any_rows: bool) -> tuple[An
 
 
 def _strides(output: Output, x: Tensor) -> tuple[int, ...]:
-    """Of a result that is laid out as x and not contiguous; else none."""
+    """The strides of a result that has x's layout and is not contiguous; else an empty tuple."""
     return tuple(x.stride()) if output.as_x and not x.is_contiguous() else ()
 
 
 def _start(start: Start, recipe: Recipe) -> tuple[Any, ...] | None:
-    """A launch as the driver takes it; None where the kernel wants what only Triton's launcher gives."""
+    """The driver's arguments of a launch; None if the kernel needs features of Triton's launcher."""
     compiled = start.kernel.kernel
     metadata = getattr(compiled, "metadata", None)
     if metadata is None or metadata.num_ctas != 1 or metadata.global_scratch_size or metadata.profile_scratch_size:
@@ -114,7 +114,7 @@ def _parameters(places: tuple[int, ...], kinds: Any, recipe: Recipe) -> Iterator
 
 
 def _bits(value: Any, kind: str) -> int:
-    """A constant as the lowest bytes of a parameter of that type."""
+    """The bits of a constant as the lowest bytes of a parameter of type `kind`."""
     if kind == "fp32":
         return int(struct.unpack("<I", struct.pack("<f", value))[0])
     return int(value) & (2**64 - 1)

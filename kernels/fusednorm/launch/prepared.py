@@ -24,13 +24,13 @@ Key = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A compiled kernel with all that its launch takes besides grid, stream and arguments.
+    """A compiled kernel, with everything that its launch needs besides grid, stream and arguments.
 
     Attributes:
-        launcher: how it is launched.
-        constants: its constexprs, the last of its parameters.
-        stream_of: the current stream of a device's index, as the driver takes it.
-        kernel: what the driver's handle lives as long as.
+        launcher: the function that launches it.
+        constants: its constexprs, which are its last parameters.
+        stream_of: returns the driver's handle of the current stream for a device index.
+        kernel: the object that keeps the driver's handle valid.
     """
 
     launcher: Launcher
@@ -39,10 +39,10 @@ class Prepared:
     kernel: Any
 
 
-# As many as Triton keeps compiled kernels, or few times that where `_described` looks at more: bounded as they are.
+# As many as Triton's compiled kernels, or a few times more where `_described` distinguishes more; so bounded too.
 _PREPARED: dict[Key, Prepared] = {}
 
-# What Triton looks at in an integer for each parameter, by the function of a kernel.
+# For each parameter, the properties of an integer on which Triton's choice depends; by the function of a kernel.
 _LOOKS: dict[Any, tuple[str, ...]] = {}
 
 
@@ -51,7 +51,7 @@ def undisturbed() -> bool:
     runtime = knobs.runtime
     try:
         watched = runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls
-    except AttributeError:  # A hook that is no chain of hooks.
+    except AttributeError:  # A hook that is not a chain of hooks.
         return False
     return not (
         watched or runtime.debug or runtime.add_stages_inspection_hook or knobs.compilation.instrumentation_mode
@@ -61,7 +61,7 @@ def undisturbed() -> bool:
 def start(
     kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: Mapping[str, Any], device: int
 ) -> None:
-    """Launch on the current device, whose index is given, and its current stream; compiled at the first use."""
+    """Launch on the current stream of the current device, which has index `device`; compiles at the first use."""
     if INTERPRETED or not undisturbed():
         _start_through_triton(kernel, grid, arguments, options)
         return
@@ -79,7 +79,7 @@ def start(
 
 
 def find(kernel: Any, arguments: tuple[Any, ...], options: Mapping[str, Any], device: int) -> Prepared | None:
-    """What such a launch takes, if there has been one on the device of that index."""
+    """The prepared kernel for such a launch, or None if the device of that index has not had one."""
     return None if INTERPRETED else _PREPARED.get(_described(kernel, arguments, options, device)[0])
 
 
@@ -87,7 +87,7 @@ def _start_through_triton(
     kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: Mapping[str, Any]
 ) -> Any:
     settle(kernel)
-    # Pinned: later versions of Triton change this default, and with it the last bits.
+    # Set explicitly: later versions of Triton change this default, which changes the last bits of results.
     return kernel[grid](*arguments, enable_fp_fusion=True, **options)
 
 
@@ -101,8 +101,8 @@ def _prepare(kernel: Any, compiled: Any, arguments: int, options: Mapping[str, A
 def _described(
     kernel: Any, arguments: tuple[Any, ...], options: Mapping[str, Any], device: int
 ) -> tuple[Key, list[Any]]:
-    """What Triton chooses the compiled kernel by, and the arguments with addresses in place of tensors."""
-    # Not the kernel itself: its hash is that of its source.
+    """The key by which Triton chooses the compiled kernel, and the arguments with addresses in place of tensors."""
+    # Not the kernel object, whose hash is computed from its source.
     function = kernel.fn
     looks = _LOOKS.get(function)
     if looks is None:
@@ -139,7 +139,7 @@ def _each_described(looks: Iterable[str], arguments: tuple[Any, ...]) -> tuple[l
 
 
 def _looks_at_integer(parameter: Any) -> str:
-    """What of an integer Triton looks at: "type" where it is declared, else its "width", and its "value" too."""
+    """The properties of an integer that Triton uses: "type" if declared, else "width", or also its "value"."""
     if not parameter.do_not_specialize:
         return "value"
     return "type" if parameter.annotation_type else "width"

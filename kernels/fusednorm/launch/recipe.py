@@ -20,20 +20,20 @@ from fusednorm.launch.launch import Launch
 from fusednorm.launch.workspace import purpose_of, workspace_of
 
 Pick = Callable[[list[Any]], tuple[Any, ...]]
-"""Takes some of a list's items, in an order of its own."""
+"""Selects some items of a list, in a fixed order."""
 
 _ALIGNED = 256
-"""Bytes at whose multiples parts of a launch's own memory start, as tensors of their own would."""
+"""Parts of a launch's own memory start at multiples of this number of bytes, as separate tensors would."""
 
 
 class Start(NamedTuple):
     """One launch.
 
     Attributes:
-        kernel: what to launch.
-        grid: of which the first size is the item at `programs` of the list of parameters, where that is not None.
-        places: of its parameters in that list.
-        pick: takes them out of it.
+        kernel: the kernel to launch.
+        grid: the grid; if `programs` is not None, its first size is item `programs` of the list of parameters.
+        places: the positions of the launch's parameters in that list.
+        pick: selects these parameters from the list.
     """
 
     kernel: prepared.Prepared
@@ -47,16 +47,16 @@ class Start(NamedTuple):
 class Recipe:
     """Launches over tensors that start at multiples of 16 bytes.
 
-    Parameters are taken out of one list: the addresses of the tensors, of the launches' own memory at `offsets`,
-    and of workspaces; the number of rows and the programs of each of `rules`; then, at `first_value`, `values`, and
-    then a tuple for each of `tuples`, which are places of their items.
+    Parameters are selected from one list: the addresses of the tensors, of the launches' own memory at `offsets`,
+    and of workspaces; the number of rows and the number of programs of each of `rules`; then, at `first_value`,
+    `values`; then a tuple for each of `tuples`, which contain the positions of their items.
 
     Attributes:
-        device: where, and its `index`.
-        words: float32 elements of the launches' own memory, made from `empty`, which has none.
+        device: the device of the launches, with its `index`.
+        words: float32 elements of the launches' own memory, allocated by the empty tensor `empty`.
         workspaces: words and purpose of each.
-        rules: `tile` and `most` of each way in which programs follow from the number of rows; none where that
-            number is always the same.
+        rules: `tile` and `most` of each rule by which a number of programs depends on the number of rows; empty
+            if the number of rows is fixed.
         starts: the launches, in order.
     """
 
@@ -74,13 +74,13 @@ class Recipe:
 
     @classmethod
     def of(cls, launches: list[Launch], tensors: tuple[Tensor, ...]) -> "Recipe | None":
-        """That of launches that have been made; None where not all of it follows from the tensors.
+        """The recipe of executed launches; None if an argument cannot be derived from the tensors.
 
         Args:
-            tensors: those that the launches were planned over, the first of them where they run.
+            tensors: the tensors for which the launches were planned; the launches run on the first one's device.
         """
         addresses = [tensor.data_ptr() for tensor in tensors]
-        # A tensor that is two would stand for either in the launches; the next time these may be two.
+        # If one tensor is two arguments, launches do not show which of them they use; next time they may differ.
         if len(set(addresses)) != len(addresses):
             return None
         if any(address % 16 for address in addresses):
@@ -113,17 +113,17 @@ class Recipe:
         )
 
     def launch(self, at: list[Any], rows: int = 0) -> bool:
-        """Launch on this device, which is the current one, and its current stream, if all is aligned to 16 bytes.
+        """Launch on the current stream of this device, the current one, if all tensors are aligned to 16 bytes.
 
         Args:
-            at: addresses of the tensors, in their order; of no use afterwards.
-            rows: their number, at least 1, which matters where the launches follow from it.
+            at: addresses of the tensors, in their order; not to be used after the call.
+            rows: the number of rows, at least 1; used only if the launches depend on it.
         """
         if reduce(or_, at) % 16:
             return False
         stream = self.starts[0].kernel.stream_of(self.index)
         if self.words:
-            # Held until all is launched: who gets its memory then uses it after these launches.
+            # Kept until everything is launched: the memory's next user then runs after these launches.
             own = self.empty.new_empty(self.words)
             start = own.data_ptr()
             at += [start + offset for offset in self.offsets]
@@ -151,11 +151,11 @@ class Recipe:
 
 @dataclass(slots=True)
 class _Own:
-    """Memory of launches that is not that of the tensors they were planned over.
+    """Memory of launches besides the tensors for which they were planned.
 
     Attributes:
-        parts: where tensors of float32 lie in one piece of `nbytes` bytes, by their addresses.
-        workspaces: words and purpose of the stream's, by their addresses.
+        parts: offsets of float32 tensors in one allocation of `nbytes` bytes, by their addresses.
+        workspaces: words and purpose of the stream's workspaces, by their addresses.
     """
 
     parts: dict[int, int]
@@ -164,7 +164,7 @@ class _Own:
 
     @classmethod
     def of(cls, launches: list[Launch], others: Iterable[Tensor]) -> "_Own | None":
-        """That of the launches beside `others`; None where a tensor is neither a destination nor a workspace."""
+        """The launches' memory besides `others`; None if a tensor is neither a destination nor a workspace."""
         theirs, memory_of_others = (
             {tensor.data_ptr() for tensor in others},
             {_memory(tensor)[0] for tensor in others},
@@ -190,7 +190,7 @@ class _Own:
 
 
 class _Table:
-    """The list that launches take their parameters from: the position of each."""
+    """The positions of parameters in the list from which launches select them."""
 
     def __init__(self, tensors: tuple[Tensor, ...], own: _Own, launches: list[Launch]) -> None:
         addresses = (*(tensor.data_ptr() for tensor in tensors), *own.parts, *own.workspaces)
@@ -214,7 +214,7 @@ class _Table:
         return tuple(self._tuples)
 
     def programs(self, launch: Launch) -> int | None:
-        """Where the first size of a launch's grid stands, if it follows from the number of rows."""
+        """The position of the first size of a launch's grid, if it depends on the number of rows."""
         by_rows = launch.by_rows
         if by_rows is None or not self.rules or not by_rows.grid:
             return None
@@ -235,7 +235,7 @@ class _Table:
         if isinstance(argument, Tensor):
             return self._addresses[argument.data_ptr()]
         if type(argument) is tuple:
-            # Tuples end the list.
+            # Tuples are at the end of the list.
             return self._tuples[tuple(map(self._argument, argument))] - len(self._tuples)
         return self._value(argument)
 
@@ -244,14 +244,14 @@ class _Table:
 
 
 def _rules(launches: list[Launch]) -> tuple[tuple[int, int], ...]:
-    """How programs follow from the number of rows, none unless every launch says so."""
+    """The rules by which numbers of programs depend on the number of rows; empty unless every launch has one."""
     rules = [(launch.by_rows.tile, launch.by_rows.most) for launch in launches if launch.by_rows is not None]
     return tuple(dict.fromkeys(rules)) if len(rules) == len(launches) else ()
 
 
 def _pick(places: tuple[int, ...]) -> Pick:
     if len(places) == 1:
-        # An item getter of one item gives no tuple.
+        # An item getter of one item does not return a tuple.
         return lambda table: (table[places[0]],)
     return itemgetter(*places)
 
@@ -265,6 +265,6 @@ def _tensors(arguments: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
-    """Address and bytes of what a tensor is a view of."""
+    """Address and size in bytes of a tensor's storage."""
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.nbytes()

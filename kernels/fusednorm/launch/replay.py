@@ -27,24 +27,24 @@ from fusednorm.policy.waiting import may_wait
 from fusednorm.results import Backward, Forward
 
 MAX_KINDS = 4096
-"""Kinds of calls that are kept; beyond them the oldest goes, and is learnt again when it comes again."""
+"""The most kinds of calls that are kept; the oldest is dropped, and learnt again at its next call."""
 
-# Without torch's own care to initialise CUDA first: there is a CUDA tensor.
+# Without torch's check that CUDA is initialised: a CUDA tensor exists already.
 current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 Allocate = Callable[[Tensor, Sequence[int], Sequence[int]], Tensor]
-"""Makes a result for x, whose shape is given, and that shape less its last axis."""
+"""Allocates a result; arguments are x, x's shape, and that shape without its last axis."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Replay:
-    """What a call of a known kind has to do.
+    """The work of a call of a known kind.
 
     Attributes:
-        results: what allocates each field of the result that has a tensor of its own.
-        outputs: what may take such a tensor's place.
-        same: fields that are another field's tensor, and which.
-        recipe: its launches over the tensors that came and the results.
+        results: for each field of the result with a tensor of its own, the function that allocates it.
+        outputs: the `Output` of each of these fields, which checks a tensor of the caller.
+        same: pairs of a field and the other field whose tensor it shares.
+        recipe: the call's launches over inputs and results.
     """
 
     results: tuple[Allocate | None, ...]
@@ -55,7 +55,7 @@ class _Replay:
     def within(
         self, out: Forward | Backward, x: Tensor, shape: Sequence[int], leading: Sequence[int]
     ) -> list[Tensor | None] | None:
-        """Tensors for the results, those in `out` where it has some; None where one of these does not fit."""
+        """Tensors for the results, from `out` where it has some; None if one of these does not fit."""
         results: list[Tensor | None] = []
         for new, output, given in zip(self.results, self.outputs, out, strict=True):
             if given is None:
@@ -68,7 +68,7 @@ class _Replay:
 
 
 _KNOWN: dict[Hashable, _Replay | None] = {}
-"""By kind; None for a kind of any number of rows where each number is a kind of its own."""
+"""Replays by kind; None for a kind of any number of rows if each number of rows needs a kind of its own."""
 
 _NOTHING: Any = object()
 
@@ -85,13 +85,13 @@ _load: Callable[[], Any] | None = None
 
 
 def use_when_needed(load: Callable[[], Any]) -> None:
-    """Have known calls made by the host extension that `load` gives, if any, from the first launch on a GPU on."""
+    """From the first launch on a GPU on, let the host extension that `load` returns, if any, make known calls."""
     global _load
     _load = load
 
 
 def use(extension: Any) -> None:
-    """Have known calls made by the host extension, or by Python where it is None or does not know them."""
+    """Let the host extension make known calls; Python makes those that it does not know, or all for None."""
     global _extension, _load
     _extension, _load = extension, None
     if extension is not None:
@@ -101,35 +101,36 @@ def use(extension: Any) -> None:
 
 
 def forget() -> None:
-    """Know no call any more."""
+    """Forget all known calls."""
     _KNOWN.clear()
     if _extension is not None:
         _extension.forget()
 
 
 def in_use() -> Any:
-    """The host extension, if it is to make known calls."""
+    """The host extension, if it makes known calls; else None."""
     return _extension
 
 
 def policy() -> int:
-    """What the process asks of every launch, as the extension takes it."""
+    """The process's settings for all launches, encoded for the extension."""
     return may_wait() + 2 * is_batch_invariant()
 
 
 class Pass(Generic[Result]):
-    """A pass of an operation, whose calls are told apart by their inputs and options.
+    """A pass of an operation; its inputs and options distinguish its calls.
 
-    Inputs come in this order: x, then what has its shape, then what has it but for the last axis, then whatever
-    stays as it is when the number of rows changes.
+    The order of inputs is: x, tensors with x's shape, tensors with x's shape without the last axis, then tensors
+    that do not depend on the number of rows.
 
     Attributes:
-        number: what the host extension calls it by, where that is in use.
+        number: the pass's number in the host extension, if that is in use.
 
     Args:
-        result: what it returns.
-        like_x: how many inputs have x's shape, x among them, where launches may follow from the number of rows.
-        of_rows: how many have that of its rows.
+        result: the type of its result.
+        like_x: the number of inputs with x's shape, including x; 0 if launches never depend only on the number
+            of rows.
+        of_rows: the number of inputs with x's shape without the last axis.
     """
 
     def __init__(self, result: type[Result], like_x: int = 0, of_rows: int = 0) -> None:
@@ -141,7 +142,7 @@ class Pass(Generic[Result]):
 
     @property
     def follows(self) -> tuple[int, int]:
-        """How many inputs have x's shape, and how many that of its rows."""
+        """The number of inputs with x's shape, and the number of those with that shape without the last axis."""
         return self._like_x, self._others - self._like_x
 
     def again(self, inputs: Inputs, options: Options, out: Result | None = None) -> Result | None:
@@ -154,7 +155,7 @@ class Pass(Generic[Result]):
                 return made
         try:
             known = self._known(inputs, options)
-        except TypeError:  # An option without a hash; checks know better what is wrong with it.
+        except TypeError:  # An option without a hash; the checks raise the right error.
             return None
         if known is None:
             return None
@@ -163,7 +164,7 @@ class Pass(Generic[Result]):
             with torch.cuda.device(recipe.index):
                 return self.again(inputs, options, out)
         at = [tensor.data_ptr() for tensor in inputs if tensor is not None]
-        # Tensors without elements, and those that tracers have, lie at 0.
+        # Tensors without elements, and those of tracers, have address 0.
         if not all(at):
             return None
         x: Any = inputs[0]
@@ -187,7 +188,7 @@ class Pass(Generic[Result]):
     def learn(
         self, launches: list[Launch], outputs: Outputs, result: Result, inputs: Inputs, options: Options
     ) -> None:
-        """Keep what `again` needs of a call that was checked, planned and has just been launched."""
+        """Store the data that `again` needs, from a call that was checked, planned and has just been launched."""
         same = dict(_repeated(outputs))
         own = tuple(None if place in same else output for place, output in enumerate(outputs))
         results: Any = zip(own, result, strict=True)
@@ -221,7 +222,7 @@ class Pass(Generic[Result]):
 
 
 def _keep(kind: Hashable, replay: _Replay | None) -> None:
-    """Note what a call of that kind has to do, at the cost of the oldest kind where there are many."""
+    """Store the work of a kind of call; if there are too many kinds, the oldest is dropped."""
     with _LEARNING:
         if len(_KNOWN) >= MAX_KINDS and kind not in _KNOWN:
             del _KNOWN[next(iter(_KNOWN))]
@@ -229,7 +230,7 @@ def _keep(kind: Hashable, replay: _Replay | None) -> None:
 
 
 def _repeated(outputs: Outputs) -> Iterator[tuple[int, int]]:
-    """Fields that are another field's tensor, and which."""
+    """Pairs of a field and the other field whose tensor it shares."""
     places: dict[int, int] = {}
     for place, output in enumerate(outputs):
         first = places.setdefault(id(output), place)
@@ -238,10 +239,10 @@ def _repeated(outputs: Outputs) -> Iterator[tuple[int, int]]:
 
 
 def _allocation(output: Output, x: Tensor, any_rows: bool) -> Allocate:
-    """What allocates a result for an x that is like this one, its number of rows excepted where that may differ."""
+    """The function that allocates a result for an x like this one; with `any_rows`, for any number of rows."""
     if output.as_x and not x.is_contiguous():
         return lambda x, *_: torch.empty_like(x, dtype=output.dtype)
-    # Sizes are given one by one, if there are any: torch reads a tuple of them several times slower.
+    # Sizes are passed one by one, if there are any: torch reads a tuple of them several times slower.
     new = x.new_empty(0, dtype=output.dtype).new_empty
     if output.shape is None and any_rows:
         if not output.axes_less:

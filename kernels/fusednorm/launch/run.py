@@ -9,7 +9,7 @@ from fusednorm.launch.launch import Launch
 
 
 def run(device: torch.device, launches: Iterable[Launch]) -> None:
-    """Launch in order on the device's current stream; for an absent GPU, note what would be launched."""
+    """Launch in order on the device's current stream; for an absent GPU, record the launches."""
     if device.type == "meta":
         absent.note(launches)
         return

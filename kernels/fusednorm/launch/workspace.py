@@ -12,12 +12,12 @@ _PURPOSES = WeakIdKeyDictionary()
 
 
 def exchange_buffer(device: torch.device, slots: int) -> Tensor:
-    """The workspace of `jit.exchange` for a launch that uses `slots` slots in all."""
+    """The workspace of `jit.exchange` for a launch with a total of `slots` slots."""
     return _workspace(device, 2 + 4 * slots, EXCHANGE_BUFFER)
 
 
 def counters(device: torch.device, count: int) -> Tensor:
-    """At least as many int64 counters, all 0, which a launch must leave at 0."""
+    """At least `count` int64 counters, all 0; a launch must leave them at 0."""
     return _workspace(device, count, COUNTERS)
 
 
@@ -39,7 +39,7 @@ def workspace_of(device: torch.device, stream: int, words: int, purpose: str) ->
 
 
 def _workspace(device: torch.device, words: int, purpose: str) -> Tensor:
-    """At least that many 8-byte words: one workspace for each stream and purpose, zero when it is new."""
+    """At least `words` 8-byte words: one workspace for each stream and purpose, zero when it is new."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     return workspace_of(device, stream, 1 << words.bit_length(), purpose)
 

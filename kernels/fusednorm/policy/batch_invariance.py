@@ -8,14 +8,15 @@ _required = False
 
 
 def require_batch_invariance(required: bool) -> None:
-    """From now on let samples have the same bits in any batch, or, as at first, be quick where they are few.
+    """Require from now on that a sample has the same bits in any batch; initially not required.
 
-    For callers that put samples of several askers into one launch.  All samples are then cut as if each were alone.
+    For callers that put samples of several requests into one launch.  Every sample is then split as if it were
+    alone.
     """
     global _required
     _required = required
 
 
 def is_batch_invariant() -> bool:
-    """Whether bits of the next launch may not depend on the number of samples."""
+    """Whether the bits of the next launch must not depend on the number of samples."""
     return _required

@@ -12,15 +12,15 @@ _allowed = True
 
 
 def allow_waiting(allowed: bool) -> None:
-    """From now on let launches of this process be cooperative, as at first, or none.
+    """Allow (the initial state) or forbid cooperative launches of this process from now on.
 
-    For a device that refuses them, or whose other work must never be held up by one.  Kernels of both forms round
-    differently.
+    Forbid them for a device that refuses them, or whose other work they must never delay.  The kernels used instead
+    round differently.
     """
     global _allowed
     _allowed = allowed
 
 
 def may_wait() -> bool:
-    """Whether the next launch may be cooperative; none is in the interpreter, which runs one program at a time."""
+    """Whether the next launch may be cooperative; never in the interpreter, which runs one program at a time."""
     return _allowed and not INTERPRETED

@@ -26,10 +26,10 @@ def layer_norm_chain(
         weights, biases: [cols] or None for each norm, the same number of both; biases None for no biases at all.
         eps: added to each variance; positive and finite.
         out_dtype: y's dtype, any of these; x's when None.
-        precision: torch.float32 or torch.float64, of every step.
+        precision: the dtype of every step, torch.float32 or torch.float64.
 
     Raises:
-        KernelInputError: no norm, another number of biases, or what `reference.layer_norm_forward` refuses.
+        KernelInputError: no norm, a wrong number of biases, or an argument that `layer_norm_forward` refuses.
     """
     check_float("x", x)
     check_results(out_dtype, float8=False)

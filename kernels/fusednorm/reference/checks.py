@@ -20,7 +20,7 @@ def check_float(name: str, tensor: Tensor) -> None:
 
 
 def check_companion(name: str, tensor: Tensor | None, x: Tensor, shape: tuple[int, ...] | None = None) -> None:
-    """A float tensor of that shape, x's if none is given, on x's device; or None.
+    """Check that a tensor is None or a float tensor of `shape` (x's shape if None) on x's device.
 
     Raises:
         KernelInputError: wrong dtype, device or shape.
@@ -37,7 +37,7 @@ def check_companion(name: str, tensor: Tensor | None, x: Tensor, shape: tuple[in
 
 
 def check_results(out_dtype: torch.dtype | None, *, float8: bool) -> None:
-    """Raises KernelInputError unless y may have that dtype: one of the floats, or with `float8` float8_e4m3fn."""
+    """Raises KernelInputError unless out_dtype is None, a float dtype or, with `float8`, float8_e4m3fn."""
     if out_dtype is None or out_dtype in DTYPES or (float8 and out_dtype == FLOAT8):
         return
     allowed = "float32, float16, bfloat16, float64 or float8_e4m3fn" if float8 else "float32, float16 or bfloat16"
@@ -45,6 +45,6 @@ def check_results(out_dtype: torch.dtype | None, *, float8: bool) -> None:
 
 
 def check_precision(precision: torch.dtype | None) -> None:
-    """Raises KernelInputError unless sums may be taken in that dtype, or it is left open."""
+    """Raises KernelInputError unless `precision` is a dtype for sums, or None."""
     if precision is not None and precision not in PRECISIONS:
         raise KernelInputError(f"precision must be float32 or float64, got {precision}")

@@ -12,8 +12,8 @@ SMALLEST_SCALE = 2.0**-126
 def quantised_rows(y: Tensor) -> tuple[Tensor, Tensor]:
     """y / scale in float8_e4m3fn, and scale = max(largest |y| of the row / 448, 2^-126), in y's dtype.
 
-    2^-126 is the smallest normal float32: it keeps a row of zeros zero.  In a row with a NaN or an infinity the
-    scale is that too, and every element times the scale NaN.
+    2^-126 is the smallest normal float32: with it a row of zeros stays zero.  The scale of a row with a NaN or an
+    infinity is NaN or infinite too, and every element times the scale is NaN.
 
     Args:
         y: [..., cols], float32 or float64.

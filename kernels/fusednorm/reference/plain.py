@@ -1,21 +1,20 @@
 """The oracle: every operation of the library in plain torch, on any device and in either precision.
 
-It follows the formulas as they are written and is made to be read and trusted, not to be fast.  Sums are
-taken in `precision`: float64 when that is asked for or x is float64, float32 otherwise.  Three decisions hold
-here and bind every kernel:
+It follows the formulas literally, to be readable and trustworthy, not fast.  Sums are computed in `precision`:
+float64 if requested or if x is float64, otherwise float32.  Three decisions apply here and to every kernel:
 
-- y = dropout(act(x_hat * (weight + weight_offset) + bias)), and backward takes dy with respect to y; GroupNorm's
-  scale and shift of a sample's channels stand between: act((x_hat * weight + bias) * (1 + scale) + shift);
-- with a residual the statistics are taken of h = x + residual as summed in `precision`, *before* it is
-  rounded for `residual_out`; backward forms h again from x and residual in the same way;
-- dx is the gradient of h, so dresidual is the same gradient, and is dx itself unless its dtype is another;
-  `dresidual_out`, what reached `residual_out` from elsewhere, is added to it.
+- y = dropout(act(x_hat * (weight + weight_offset) + bias)), and dy of the backward pass is the gradient of this y;
+  GroupNorm applies scale and shift of a sample first: act((x_hat * weight + bias) * (1 + scale) + shift);
+- with a residual the statistics are those of h = x + residual as summed in `precision`, *before* it is rounded for
+  `residual_out`; the backward pass computes h again from x and residual in the same way;
+- dx is the gradient of h, so dresidual is the same gradient, and is dx itself unless its dtype differs;
+  `dresidual_out`, the gradient of `residual_out`, is added to it.
 
 y has `out_dtype` or else x's dtype, dx x's, residual_out and dresidual the residual's (for GroupNorm x's), dweight
-weight's, dbias bias's; mean and rstd come in `precision`.  Rows in float8_e4m3fn are quantised as in
-`reference.float8`, their scale in `precision` too; a group has no such scale.
+weight's, dbias bias's; mean and rstd have dtype `precision`.  Rows in float8_e4m3fn are quantised as in
+`reference.float8`, with a scale of dtype `precision` too; a group has no such scale.
 
-All six functions stand in one file so that their two formulas, forward and backward, are written once.
+All six functions are in one file so that their two formulas, forward and backward, are written once.
 """
 
 import math
@@ -44,13 +43,13 @@ from fusednorm.results import Backward, Forward
 
 @dataclass(frozen=True)
 class _View:
-    """How one operation sees its tensors: x as an array of `shape`, normalised over `axes`.
+    """The view of tensors in one operation: x as an array of `shape`, normalised over `axes`.
 
     Parameters broadcast as `parameter_shape`; their gradients are sums over `parameter_axes`.
-    `rows` x `positions` is the grid on which dropout's mask is defined, and `mask` brings a mask of that grid
-    into `shape`.  `work` is the dtype of every sum, `stream` that of residual_out and dresidual; `weight_offset`
-    is added to weight.  `scale` and `shift` of a sample's channels follow the affine step.  Results of x's shape
-    are channels-last in memory if `channels_last`, else contiguous.
+    `rows` x `positions` is the grid on which dropout's mask is defined, and `mask` converts a mask of that grid to
+    `shape`.  `work` is the dtype of every sum, `stream` that of residual_out and dresidual; `weight_offset` is
+    added to weight.  `scale` and `shift` of a sample's channels are applied after the affine step.  Results of x's
+    shape are channels-last in memory if `channels_last`, else contiguous.
     """
 
     shape: tuple[int, ...]
@@ -107,8 +106,8 @@ def layer_norm_forward(
         Forward: y and residual_out contiguous.
 
     Raises:
-        KernelInputError: an empty last axis, a tensor of another shape, dtype or device, an eps, activation,
-            dropout or seed that is none.
+        KernelInputError: the last axis is empty, a tensor has a wrong shape, dtype or device, or eps, activation,
+            dropout or seed is invalid.
     """
     check_results(out_dtype, float8=True)
     view = _rows_view(x, weight, bias, weight_offset, residual, centre=True, precision=precision)
@@ -130,7 +129,10 @@ def rms_norm_forward(
     stats: bool = False,
     precision: torch.dtype | None = None,
 ) -> Forward:
-    """y = dropout(act(h * rstd * (weight + weight_offset))), rstd = 1 / sqrt(mean(h^2) + eps); else as above."""
+    """y = dropout(act(h * rstd * (weight + weight_offset))), rstd = 1 / sqrt(mean(h^2) + eps).
+
+    Everything else is as in `layer_norm_forward`.
+    """
     check_results(out_dtype, float8=True)
     view = _rows_view(x, weight, None, weight_offset, residual, centre=False, precision=precision)
     epilogue = Epilogue(activation, dropout, seed)
@@ -157,14 +159,14 @@ def group_norm_forward(
     """y = dropout(act(z * (1 + scale) + shift)), z = (h - mean) * rstd * weight + bias; statistics over groups.
 
     Dropout's row is the sample; its position is the offset inside the sample in *memory* order, channel first
-    for a contiguous x and channel last for a channels-last one, so the two layouts draw different masks.
+    for a contiguous x and channel last for a channels-last x, so the two layouts have different masks.
 
     Args:
         x: [N, C, *spatial], contiguous or channels-last by its strides; results keep that layout.
         num_groups: divides C.
         weight: [C], or None for ones.
         bias: [C], or None for zeros.
-        scale, shift: [N, C], or None for zeros: adaptive GroupNorm, a sample's affine step after the common one.
+        scale, shift: [N, C], or None for zeros: adaptive GroupNorm, an affine step per sample after the common one.
         stats: whether to return mean and rstd, [N, num_groups] each.
         eps, residual, activation, dropout, seed, out_dtype, precision: as for `layer_norm_forward`.
 
@@ -203,8 +205,8 @@ def layer_norm_backward(
 
     Args:
         dy: the gradient of y, in x's shape, any dtype that x may have.
-        mean, rstd: [...], float32 or float64, what forward returned; both are computed again unless both came.
-        dresidual_out: the gradient that reached residual_out, in x's shape.
+        mean, rstd: [...], float32 or float64, from the forward pass; computed again unless both are passed.
+        dresidual_out: the gradient of residual_out, in x's shape.
         parameter_gradients: whether dweight and dbias are wanted.
         x, weight, bias, eps, weight_offset, residual, activation, dropout, seed, precision: as in forward.
 
@@ -264,7 +266,7 @@ def group_norm_backward(
 
     With scale or shift [N, C], z = (x_hat * weight + bias) * (1 + scale) + shift; dscale and dshift are sums over
     positions.
-    Dropout's mask is that of `group_norm_forward` for x's layout, whatever dy's.
+    Dropout's mask is that of `group_norm_forward` for x's layout, independent of dy's layout.
     """
     view = _groups_view(x, num_groups, weight, bias, residual, scale, shift, precision=precision)
     epilogue = Epilogue(activation, dropout, seed)
@@ -460,7 +462,7 @@ def _summed(view: _View, x: Tensor, residual: Tensor | None) -> Tensor:
 
 
 def _statistics(view: _View, h: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Mean (zero where the operation does not centre) and reciprocal standard deviation, broadcastable."""
+    """Mean (zero if the operation does not centre) and reciprocal standard deviation, broadcastable."""
     if view.centre:
         mean = h.mean(view.axes, keepdim=True)
         variance = (h - mean).square().mean(view.axes, keepdim=True)
@@ -480,7 +482,7 @@ def _affine(view: _View, xhat: Tensor, weight: Tensor | None, bias: Tensor | Non
 
 
 def _of_samples(view: _View, z: Tensor) -> Tensor:
-    """The affine step of a sample's own channels, where there is one."""
+    """z after the affine step per sample, if there is one."""
     if view.scale is not None:
         z = z * _scales(view, view.scale)
     if view.shift is not None:
@@ -489,7 +491,7 @@ def _of_samples(view: _View, z: Tensor) -> Tensor:
 
 
 def _scales(view: _View, scale: Tensor) -> Tensor:
-    """What a sample's channels are multiplied by, broadcastable."""
+    """The factors of a sample's channels, broadcastable."""
     return 1.0 + _by_sample(view, scale)
 
 
@@ -499,7 +501,7 @@ def _by_sample(view: _View, parameter: Tensor) -> Tensor:
 
 
 def _factors(view: _View, weight: Tensor) -> Tensor:
-    """What x_hat is multiplied by, broadcastable."""
+    """The factors of x_hat, broadcastable."""
     return weight.to(view.work).reshape(view.parameter_shape) + view.weight_offset
 
 
@@ -515,5 +517,5 @@ def _parameter_gradient(view: _View, terms: Tensor, parameter: Tensor) -> Tensor
 
 def _laid_out(view: _View, x: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
     """A result of x's shape, in the memory order of results."""
-    # Not into an empty tensor: under vmap x may be one tensor and its results several.
+    # Not written into an empty tensor: under vmap x may be one tensor and its results several.
     return laid_out(values.reshape(x.shape).to(dtype), view.channels_last)

@@ -1,8 +1,8 @@
 """Compile the kernels of a server's warm-up in advance, without a GPU: `python -m fusednorm.warm --arch 80,90`.
 
 Kernels are written to Triton's cache, TRITON_CACHE_DIR, where a process on such a GPU finds them; kernels that are
-in the cache already are kept.  With TRITON_STORE_BINARY_ONLY=1, files that are only for people are omitted.  The
-exit code is 1 if a kernel was not compiled.
+in the cache already are kept.  With TRITON_STORE_BINARY_ONLY=1, files that only people read are omitted.  The exit
+code is 1 if a kernel was not compiled.
 """
 
 import argparse
@@ -28,17 +28,17 @@ from fusednorm.warm.stamps import is_warm, lock_path, note_warm
 from fusednorm.warm.workers import Done, work_off
 
 DEFAULT_LENGTHS = "1024"
-"""A server's, if it is told nothing else."""
+"""The default of a server."""
 
 Part = tuple[int, int]
-"""Place of a GPU, and a length of rows."""
+"""The index of a GPU, and a row length."""
 
 
 def main(arguments: list[str] | None = None, hashing: threading.Thread | None = None) -> int:
-    """Compile; the exit code.
+    """Compile; returns the exit code.
 
     Args:
-        hashing: runs `triton_key`, where that was begun before.
+        hashing: a thread that already runs `triton_key`, if any.
     """
     parser = _parser()
     asked = parser.parse_args(arguments)
@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None, hashing: threading.Thread | None = 
             parser.error(f"no GPU of architecture {arch} is known, but of {known}: give --multiprocessors")
     began = time.perf_counter()
     if hashing is None:
-        # It reads all of Triton, with Python's lock released.
+        # It reads all of Triton's files, with Python's lock released.
         hashing = threading.Thread(target=triton_key)
         hashing.start()
     try:
@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None, hashing: threading.Thread | None = 
     with lock_file as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         warming = Warming(gpus, _integers(asked.lengths), asked.only_warm_up)
-        # Nothing may run beside a fork.
+        # No other thread may run during a fork.
         hashing.join()
         missing = warming.compile(asked.jobs, asked.until_gone)
     print(f"{time.perf_counter() - began:.1f} s in all", flush=True)
@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None, hashing: threading.Thread | None = 
 
 
 class Warming:
-    """What is to be compiled for some GPUs and lengths of rows, and what was."""
+    """The compilation for some GPUs and row lengths, and its results so far."""
 
     def __init__(self, gpus: Sequence[Gpu], lengths: Sequence[int], only_warm_up: bool) -> None:
         self._gpus = gpus
@@ -89,10 +89,10 @@ class Warming:
         driver.set_active(self._driver)
 
     def compile(self, jobs: int, until_gone: int | None) -> int:
-        """Compile it in so many processes; how many kernels are missing.
+        """Compile in `jobs` processes; returns the number of missing kernels.
 
         Args:
-            until_gone: a process after whose end it is not needed.
+            until_gone: the id of a process; compilation stops when that process has ended.
         """
         done: dict[int, Done] = {}
         for each in work_off(range(len(self._tickets)), self._compile, jobs, lambda: _runs(until_gone)):
@@ -116,7 +116,7 @@ class Warming:
         hits: list[bool] = []
         knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
         compiled = warm(launch)
-        # Two GPUs of an architecture, or two lengths, may have the same kernel: a process has it at hand then.
+        # Two GPUs of an architecture, or two lengths, may have the same kernel: a process then has it in memory.
         was_there = not hits or hits[0]
         build_launcher(compiled)
         return _size(compiled.hash), was_there
@@ -134,7 +134,7 @@ def _size(key: str) -> int:
 
 
 def _runs(process: int | None) -> bool:
-    """Whether there still is such a process; None means that there always is."""
+    """Whether the process with this id still runs; always true for None."""
     return process is None or Path(f"/proc/{process}").exists()
 
 

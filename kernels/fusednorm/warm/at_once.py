@@ -14,12 +14,12 @@ from fusednorm.warm.driver import build_launcher
 
 
 def compile_at_once(gpu: Gpu, call: Callable[[], object]) -> None:
-    """Compile what `call` on meta tensors would launch on this process's GPU, whose facts are given; one at a time.
+    """Compile the kernels that `call` on meta tensors would launch on `gpu`, this process's GPU; a call at a time.
 
-    A single kernel is left to the call that needs it.  The current device is the first.
+    A single kernel is not compiled here, but by the call that needs it.  The current device is the first.
 
     Raises:
-        KernelInputError: as the call does.
+        KernelInputError: the call raises it.
     """
     with launches_for(gpu) as noted:
         call()

@@ -23,12 +23,12 @@ _META = torch.device("meta")
 
 
 def launches(gpu: Gpu, length: int, only_warm_up: bool) -> list[Launch]:
-    """What a server on such a GPU compiles for rows of `length` elements; each kernel once, the first needed first.
+    """Launches that a server on `gpu` compiles for rows of `length` elements: each kernel once, in order of need.
 
-    First what its warm-up runs: every operation on x of each dtype, forward before backward, with parameters of
-    float32 before without; a row is a sample of GroupNorm with up to 32 groups.  Then, unless `only_warm_up`, what
-    LayerNorm and RMSNorm run with parameters of x's dtype, as registered layers have them: with and without
-    statistics, forward and backward.
+    First are the launches of its warm-up: every operation on x of each dtype, forward before backward, with float32
+    parameters before those without parameters; a row is a sample of GroupNorm with up to 32 groups.  Then, unless
+    `only_warm_up`, the launches of LayerNorm and RMSNorm with parameters of x's dtype, as registered layers have
+    them: with and without statistics, forward and backward.
     """
     require_batch_invariance(True)
     with launches_for(gpu) as noted:
@@ -51,7 +51,7 @@ def _call_each(length: int, direction: str, dtype: torch.dtype, with_parameters:
             named = {"weight": parameter} if op == "rms_norm" else {"weight": parameter, "bias": parameter}
         if op == "group_norm":
             groups = (math.gcd(length, _MOST_GROUPS),)
-            # Where torch allocates it by itself, it loads half a second's worth of modules for meta tensors.
+            # If torch allocated the results, it would load modules for meta tensors, which takes half a second.
             named["out"] = Forward(x) if direction == "forward" else Backward(x)
         getattr(fusednorm, f"{op}_{direction}")(*tensors, *groups, **named)
 
@@ -67,7 +67,7 @@ def distinct(launches: Iterable[Launch]) -> Iterator[Launch]:
 
 
 def kernel_of(launch: Launch) -> Hashable:
-    """What a launch needs compiled: equal of launches that share a compiled kernel."""
+    """The key of a launch's compiled kernel; launches that share a compiled kernel have equal keys."""
     specialised = specialise(launch)
     source = specialised.source
     return (
@@ -80,7 +80,7 @@ def kernel_of(launch: Launch) -> Hashable:
 
 
 def warm(launch: Launch) -> Any:
-    """Compile what a launch needs, for the device that Triton's driver says is current; the compiled kernel."""
+    """Compile the kernel of a launch for the current device of Triton's driver; returns the compiled kernel."""
     options = {"enable_fp_fusion": True, **launch.options}
     settle(launch.kernel)
     return launch.kernel.warmup(*launch.arguments, grid=launch.grid, **options)

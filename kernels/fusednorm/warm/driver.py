@@ -15,7 +15,7 @@ _THREADS_OF_A_WARP = 32
 
 
 class AbsentDriver:
-    """Has as many devices as GPUs were named, one of them current, and launches nothing."""
+    """A driver with one device for each named GPU, one of them current; it launches nothing."""
 
     def __init__(self, gpus: Sequence[Gpu]) -> None:
         self._gpus = gpus
@@ -32,9 +32,9 @@ class AbsentDriver:
 
 
 def build_launcher(kernel: Any) -> None:
-    """Have in the cache what launches a compiled kernel: before 3.7 Triton compiles a stub in C for its parameters.
+    """Compile a kernel's launcher into the cache: before version 3.7 Triton needs a C stub for its parameters.
 
-    That needs CUDA's driver, without which it is left to be done at the first launch, as it is where it fails.
+    This needs CUDA's driver; without it, or if the compilation fails, Triton compiles the stub at the first launch.
     """
     if hasattr(nvidia, "make_launcher") and _has_driver():
         with contextlib.suppress(Exception):

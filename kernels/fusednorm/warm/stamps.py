@@ -19,17 +19,17 @@ from triton._C.libtriton import get_cache_invalidating_env_vars
 import fusednorm
 
 FOLDER = "fusednorm-warm"
-"""Of the notes, in Triton's cache."""
+"""The folder of the records in Triton's cache."""
 
 
 def is_warm(arch: int, multiprocessors: int, length: int, only_warm_up: bool) -> bool:
-    """Whether everything was compiled for such a GPU and rows of that length."""
+    """Whether all kernels were compiled for such a GPU and this row length."""
     enough = (True, False) if only_warm_up else (False,)
     return any(_path(arch, multiprocessors, length, each).exists() for each in enough)
 
 
 def note_warm(arch: int, multiprocessors: int, length: int, only_warm_up: bool) -> None:
-    """From now on `is_warm`.
+    """Record that all kernels were compiled: `is_warm` is true from now on.
 
     Raises:
         OSError: Triton's cache cannot be written to.
@@ -40,7 +40,7 @@ def note_warm(arch: int, multiprocessors: int, length: int, only_warm_up: bool) 
 
 
 def lock_path() -> Path:
-    """What a process locks while it compiles ahead, so that others do not compile the same beside it."""
+    """The file that a process locks while it compiles in advance, so that no other compiles the same kernels."""
     folder = Path(knobs.cache.dir) / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     return folder / "lock"
@@ -53,7 +53,7 @@ def _path(arch: int, multiprocessors: int, length: int, only_warm_up: bool) -> P
 
 @functools.cache
 def _versions() -> str:
-    """What compiled kernels depend on, that is the same in every process of an installation."""
+    """The versions that compiled kernels depend on, the same in every process of an installation."""
     sources = hashlib.sha256()
     for folder, _, names in sorted(os.walk(Path(fusednorm.__file__).parent)):
         for name in sorted(names):

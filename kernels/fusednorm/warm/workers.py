@@ -24,12 +24,12 @@ _POLL_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What became of a ticket.
+    """The result of a ticket.
 
     Attributes:
-        seconds: that it took.
-        nbytes: that it has in the cache; -1 where it failed.
-        was_there: whether nothing was left to do.
+        seconds: the time that it took.
+        nbytes: its size in the cache; -1 if it failed.
+        was_there: whether it was in the cache already.
     """
 
     ticket: int
@@ -39,16 +39,16 @@ class Done:
 
 
 Work = Callable[[int], tuple[int, bool]]
-"""Takes a ticket; bytes in the cache, and whether they were there."""
+"""Processes a ticket; returns its bytes in the cache, and whether they were there already."""
 
 
 def work_off(tickets: Sequence[int], work: Work, jobs: int, is_wanted: Callable[[], bool]) -> Iterator[Done]:
-    """Have each ticket worked off by one of `jobs` processes, in the order in which they are done.
+    """Process each ticket in one of `jobs` processes; yields results in order of completion.
 
-    A ticket whose process dies is given out once more.
+    A ticket whose process dies is processed once more.
 
     Args:
-        is_wanted: asked twice a second; once it says no, the processes are killed.
+        is_wanted: called twice a second; when it returns False, the processes are killed.
     """
     for _ in range(_ROUNDS):
         left = set(tickets)
@@ -75,7 +75,7 @@ def _round(tickets: Sequence[int], work: Work, jobs: int, is_wanted: Callable[[]
     os.close(to_take)
     os.close(to_report)
     try:
-        # A pipe holds some thousands, and the workers take them meanwhile.
+        # A pipe holds a few thousand tickets, and the workers read them meanwhile.
         os.set_blocking(to_give, False)
         yield from _heard(to_give, to_hear, [_TICKET.pack(ticket) for ticket in tickets], is_wanted)
     finally:
@@ -86,7 +86,7 @@ def _round(tickets: Sequence[int], work: Work, jobs: int, is_wanted: Callable[[]
 
 
 def _heard(to_give: int, to_hear: int, tickets: list[bytes], is_wanted: Callable[[], bool]) -> Iterator[Done]:
-    """Give out tickets and hear of them until no worker is left."""
+    """Send tickets and receive results until no worker is left."""
     tickets.reverse()
     asked = time.monotonic()
     while True:
@@ -114,9 +114,9 @@ def _heard(to_give: int, to_hear: int, tickets: list[bytes], is_wanted: Callable
 
 
 def _work_until_none_is_left(to_take: int, to_report: int, work: Work) -> None:
-    """A worker's life; does not return."""
+    """The main loop of a worker; does not return."""
     parent = os.getppid()
-    # A parent that is killed cannot say so.
+    # A parent that was killed cannot notify its workers.
     while (taken := os.read(to_take, _TICKET.size)) and os.getppid() == parent:
         (ticket,) = _TICKET.unpack(taken)
         began = time.perf_counter()

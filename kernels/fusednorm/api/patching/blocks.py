@@ -16,7 +16,7 @@ from fusednorm.errors import KernelInputError
 
 
 def activation_of(module: nn.Module) -> str | None:
-    """The name by which kernels know a module of torch's, or None."""
+    """The kernels' name for one of torch's activation modules, or None."""
     kind = type(module)
     if kind is nn.SiLU:
         return "silu"
@@ -45,7 +45,7 @@ class SequentialForward(PatchedForward):
 
 
 class ResnetBlockForward(PatchedForward):
-    """That of diffusers' ResnetBlock2D which neither samples up nor down."""
+    """The forward of diffusers' ResnetBlock2D without upsampling or downsampling."""
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         module: Any = self.module
@@ -56,12 +56,12 @@ class ResnetBlockForward(PatchedForward):
         return type(module).forward(module, *inputs, **named)
 
     def compute(self, module: Any, x: Tensor, temb: Tensor | None = None) -> Any:
-        """The block's y of x [N, C, H, W] and temb [N, T]; None where its norms are not to be fused."""
+        """The block's y for x [N, C, H, W] and temb [N, T]; None if its norms must not be fused."""
         if (temb is None) != (module.time_emb_proj is None):
             return None
         norm1, norm2, activation = module.norm1, module.norm2, module.nonlinearity
         hidden = normalised_and_activated(norm1, activation, x)
-        # The second may be fused where the first is, save for a scale and shift that it does not take.
+        # The second norm may be fused if the first is, unless there is a scale and shift that it does not support.
         if hidden is None or not _may_be_fused(norm2, activation):
             return None
         hidden = module.conv1(hidden)
@@ -87,7 +87,7 @@ class ResnetBlockForward(PatchedForward):
 def normalised_and_activated(
     norm: Any, activation: nn.Module, x: Any, scale: Tensor | None = None, shift: Tensor | None = None
 ) -> Tensor | None:
-    """activation(norm(x) * (1 + scale) + shift) in one pass; None where that is not to be had."""
+    """activation(norm(x) * (1 + scale) + shift) in one pass; None if that is not possible."""
     if not (_may_be_fused(norm, activation) and may_be_taken(x)):
         return None
     try:
@@ -98,12 +98,12 @@ def normalised_and_activated(
 
 
 def replace_block(module: nn.Module) -> Replacement | None:
-    """What replaces the forward of a module around patched GroupNorms; None if it is none.
+    """The replacement for the forward of a module around patched GroupNorms; None for other modules.
 
-    Each is taken with its activation.
+    It fuses each GroupNorm with its activation.
 
     Raises:
-        NotRecognisedError: it is one that is left alone.
+        NotRecognisedError: it is such a module, but must not be patched.
     """
     if type(module).forward is nn.Sequential.forward:
         return _sequential(module)
@@ -138,7 +138,7 @@ def _resnet_block(module: Any) -> Replacement:
     forward = ResnetBlockForward(module, input_name(module))
     try:
         is_as_known = _computes_as_known(module)
-    # The forward of another version of the class.
+    # The forward may be that of another version of the class.
     except Exception as error:
         raise NotRecognisedError(f"a small one of its kind raised {type(error).__name__}") from error
     if not is_as_known:
@@ -147,7 +147,7 @@ def _resnet_block(module: Any) -> Replacement:
 
 
 def _computes_as_known(module: Any) -> bool:
-    """Whether a copy with few channels does on random samples what `ResnetBlockForward` does."""
+    """Whether a copy with few channels gives the results of `ResnetBlockForward` on random samples."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         small = _small_copy(module)
@@ -184,14 +184,14 @@ def _small_copy(module: Any) -> Any:
 
 
 def _may_be_fused(norm: Any, activation: nn.Module) -> bool:
-    """Whether these are a patched GroupNorm and an activation, neither with hooks."""
+    """Whether `norm` is a patched GroupNorm and `activation` an activation, both without hooks."""
     if not isinstance(norm, nn.Module) or not _takes_activation(norm):
         return False
     return activation_of(activation) is not None and not (_has_hooks(norm) or _has_hooks(activation))
 
 
 def _takes_activation(norm: Any) -> bool:
-    """Whether the forward of a module replaces that of a norm that takes the activation behind it."""
+    """Whether a module has a replaced forward that can fuse the activation after the norm."""
     forward = norm.forward
     return isinstance(forward, PatchedForward) and forward.takes_activation
 

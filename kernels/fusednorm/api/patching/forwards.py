@@ -22,7 +22,7 @@ _MAX_COLS_OF_HEADS = 8192
 
 
 class LayerNormForward(PatchedForward):
-    """torch.nn.LayerNorm's."""
+    """The forward of torch.nn.LayerNorm."""
 
     def compute(self, module: Any, x: Tensor) -> Tensor:
         weight, bias = _affine(module)
@@ -31,14 +31,14 @@ class LayerNormForward(PatchedForward):
             x = x.float()
         if len(shape) == 1 and weight is not None:
             return layer_norm(x if x.is_contiguous() else _walkable(x), weight, bias, module.eps)
-        # With one axis of several made one, or without a weight to tell by whether x fits.
+        # Several axes are joined into one, or there is no weight against which x could be checked.
         rows = rows_of(x, shape).contiguous()
         y = layer_norm(rows, one_axis("weight", weight, shape), one_axis("bias", bias, shape), module.eps)
         return y.view(x.shape)
 
 
 class RMSNormForward(PatchedForward):
-    """torch.nn.RMSNorm's."""
+    """The forward of torch.nn.RMSNorm."""
 
     def compute(self, module: Any, x: Tensor) -> Tensor:
         weight, shape, eps = _weight(module), module.normalized_shape, module.eps
@@ -53,7 +53,7 @@ class RMSNormForward(PatchedForward):
 
 
 class GroupNormForward(PatchedForward):
-    """torch.nn.GroupNorm's."""
+    """The forward of torch.nn.GroupNorm."""
 
     is_traced = True
     takes_activation = True
@@ -66,7 +66,7 @@ class GroupNormForward(PatchedForward):
         scale: Tensor | None = None,
         shift: Tensor | None = None,
     ) -> Tensor:
-        """act(y * (1 + scale) + shift); the name of an activation and [N, C], as `group_norm` takes them."""
+        """act(y * (1 + scale) + shift), with the arguments `activation`, `scale` and `shift` of `group_norm`."""
         weight, bias = _affine(module)
         if _any_autocast() and casts_to_float32(x):
             x = x.float()
@@ -77,11 +77,11 @@ class GroupNormForward(PatchedForward):
 
 
 class ObservedRMSNormForward(PatchedForward):
-    """That of an RMSNorm whose formula was found by its results.
+    """The forward of an RMSNorm whose formula was determined from its results.
 
     Args:
-        module, input_name: as for every other.
-        observed: what they were.
+        module, input_name: as in `PatchedForward`.
+        observed: the properties that the results showed.
     """
 
     def __init__(self, module: nn.Module, input_name: str, observed: Observed) -> None:
@@ -115,10 +115,10 @@ _OF_OPERATIONS: dict[str, type[PatchedForward]] = {
 
 
 def replace_norm(module: nn.Module) -> Replacement | None:
-    """What replaces the forward of a norm; None for a module that does not look like one.
+    """The replacement for the forward of a norm; None for a module that does not look like a norm.
 
     Raises:
-        NotRecognisedError: it is to be left alone.
+        NotRecognisedError: the module must not be patched.
     """
     norm = recognise_norm(module)
     if norm is None:
@@ -130,10 +130,10 @@ def replace_norm(module: nn.Module) -> Replacement | None:
 
 
 def _weight(module: Any) -> Tensor | None:
-    """A module's weight as it is at this call.
+    """A module's current weight.
 
     Raises:
-        KernelInputError: it has become a tensor of another kind since the module was patched.
+        KernelInputError: the weight has been replaced by a tensor of another kind since the module was patched.
     """
     parameters = module._parameters
     # A module's own look-up of an attribute takes as long as all else here; parametrised modules need it.
@@ -144,7 +144,7 @@ def _weight(module: Any) -> Tensor | None:
 
 
 def _affine(module: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Weight and bias, as `_weight` has the one."""
+    """A module's current weight and bias, checked as in `_weight`."""
     parameters = module._parameters
     bias: Tensor | None = parameters["bias"] if "bias" in parameters else module.bias  # noqa: SIM401
     if type(bias) is not Parameter and bias is not None and not is_plain(bias):
@@ -153,20 +153,20 @@ def _affine(module: Any) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _is_of_images(x: Tensor) -> bool:
-    """Whether x is channels-last [N, C, H, W], as torch sees without a view."""
+    """Whether x is channels-last [N, C, H, W], which torch determines without a view."""
     return x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
 
 
 def _walkable(x: Tensor) -> Tensor:
-    """x [..., cols] as the kernels take it, which need a copy for some strides."""
-    # How views succeed is not for Dynamo to see.
+    """x [..., cols] with strides that the kernels support; a copy for other strides."""
+    # Dynamo must not trace whether views succeed.
     if not is_compiling() and x.stride(-1) == 1 and (has_common_stride(x) or _has_common_tokens(x)):
         return x
     return x.contiguous()
 
 
 def _has_common_tokens(x: Tensor) -> bool:
-    """Whether both passes take x [..., heads, cols], whose rows no single stride reaches."""
+    """Whether both passes support x [..., heads, cols], whose rows are not one constant stride apart."""
     if x.shape[-1] > _MAX_COLS_OF_HEADS:
         return False
     try:

@@ -12,31 +12,31 @@ from fusednorm.api.patching.report import PatchReport
 
 
 def patch(model: nn.Module, only: Callable[[str, nn.Module], bool] | None = None) -> PatchReport:
-    """Compute the norms of a model by this library's kernels, from now on and in place.
+    """Compute the norms of a model with this library's kernels, from now on and in place.
 
-    What is replaced is `forward` of single modules.  Classes, parameters and their names, state_dict and hooks
-    stay, and so does what a call returns, its dtype under autocast included; a float16 or bfloat16 result is
-    rounded once.  A call that the kernels do not take, such as one in float64, goes to the forward of the module's
-    class.  Copies by `copy.deepcopy` and by pickle are patched as well.
+    It replaces `forward` of single modules.  Classes, parameters and their names, state_dict and hooks stay, and so
+    do the results of a call, including their dtype under autocast; a float16 or bfloat16 result is rounded once.  A
+    call that the kernels do not support, such as one in float64, goes to the forward of the module's class.  Copies
+    by `copy.deepcopy` and by pickle are patched as well.
 
-    Patched are torch's LayerNorm, RMSNorm and GroupNorm and classes that inherit their forward; timm's that do the
-    same in a forward of their own; and RMSNorms as transformers writes them, with a weight [cols] and an eps, whose
-    results on a little random data on the CPU are those of `rms_norm`, with a `weight_offset` of 0 or 1.  A
-    GroupNorm and the SiLU, ReLU or GELU after it are one pass in a Sequential and in diffusers' ResnetBlock2D, as
-    long as neither has hooks.
+    It patches torch's LayerNorm, RMSNorm and GroupNorm and classes that inherit their forward; timm's classes that
+    do the same in a forward of their own; and RMSNorms in the style of transformers, with a weight [cols] and an
+    eps, if their results on a little random data on the CPU are those of `rms_norm` with a `weight_offset` of 0 or
+    1.  A GroupNorm and the SiLU, ReLU or GELU after it are one pass in a Sequential and in diffusers'
+    ResnetBlock2D, as long as neither has hooks.
 
     Args:
         model: on any device; nothing is moved, and parameters are not changed.
-        only: takes the path and the module of what could be patched, a norm or a block around norms, and says
-            whether it is to be.
+        only: called with the path and the module of each norm, or block around norms, that could be patched;
+            returns whether to patch it.
 
     Returns:
-        PatchReport: by path, what was patched, and what was left alone and why; `str` of it is for people.
+        PatchReport: by path, the patched modules, and the others with the reason; its `str` is for people.
     """
     patched: dict[str, str] = {}
     skipped: dict[str, str] = {}
     modules = list(model.named_modules())
-    # Blocks last: which pairs they take as one depends on the norms that are patched.
+    # Blocks last: the pairs that they fuse depend on the norms that are patched.
     for replace in (replace_norm, replace_block):
         for path, module in modules:
             try:
@@ -55,7 +55,7 @@ def patch(model: nn.Module, only: Callable[[str, nn.Module], bool] | None = None
 
 
 def unpatch(model: nn.Module) -> None:
-    """Take back everything that `patch` did to a model and the modules in it."""
+    """Undo everything that `patch` did to a model and its modules."""
     for module in model.modules():
         if isinstance(module.__dict__.get("forward"), PatchedForward):
             del module.forward

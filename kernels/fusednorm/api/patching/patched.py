@@ -20,30 +20,31 @@ from fusednorm.errors import KernelInputError
 
 
 class PatchedForward:
-    """Stands as `forward` in a module's instance; call it as the forward of the module's class.
+    """The attribute `forward` of a module's instance; called like the forward of the module's class.
 
     Args:
-        module: whose forward it is.
-        input_name: of the tensor that is normalised, among that forward's parameters.
+        module: the module whose forward it replaces.
+        input_name: the name of that forward's parameter for the tensor that is normalised.
     """
 
     is_traced = False
-    """Whether compilers see the library's operator, not the forward of the module's class.
+    """Whether compilers trace the library's operator, not the forward of the module's class.
 
-    What they make of a LayerNorm or an RMSNorm they fuse with what stands around it: a compiled step with ours was
-    0.99 to 1.34 of its time.  GroupNorm reads its samples twice there: with ours a step took 0.69 to 0.96.
+    Compilers fuse their own LayerNorm or RMSNorm with adjacent operations: a compiled step with this library's took
+    0.99 to 1.34 of the time.  Their GroupNorm reads its samples twice: a step with this library's took 0.69 to
+    0.96.
     """
 
     takes_activation = False
-    """Whether `compute` takes more: the name of an activation behind the norm, and scale and shift before that."""
+    """Whether `compute` also takes the name of an activation after the norm, and scale and shift before it."""
 
     def __init__(self, module: nn.Module, input_name: str) -> None:
         self._module = ref(module)
         self.input_name = input_name
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """The forward of the module's class, computed by the kernels where they take x."""
-        # Not the property: it costs a call for each of a model's norms.
+        """The forward of the module's class, computed by the kernels if they support x."""
+        # Not the property, which would cost one more call for each norm of a model.
         module = self._module()
         if module is None:
             module = self.module
@@ -60,19 +61,19 @@ class PatchedForward:
         return type(module).forward(module, *inputs, **named)
 
     def compute(self, module: nn.Module, x: Tensor) -> Tensor:
-        """The module's y of a float32, float16 or bfloat16 x.
+        """The module's y for a float32, float16 or bfloat16 x.
 
         Raises:
-            KernelInputError: the kernels do not take the call.
+            KernelInputError: the kernels do not support the call.
         """
         raise NotImplementedError
 
     @property
     def module(self) -> nn.Module:
-        """Whose forward it is.
+        """The module whose forward it replaces.
 
         Raises:
-            ReferenceError: it is gone.
+            ReferenceError: the module no longer exists.
         """
         module = self._module()
         if module is None:
@@ -86,7 +87,7 @@ class PatchedForward:
 
     @property
     def __code__(self) -> CodeType:
-        """By which torch.export names the inputs of a module that it is given alone."""
+        """The code object from which torch.export takes the input names of a module that is exported alone."""
         return self.__wrapped__.__func__.__code__
 
     def __getstate__(self) -> dict[str, Any]:
@@ -96,16 +97,16 @@ class PatchedForward:
         self.__dict__.update(state, _module=ref(state["_module"]))
 
     def _only_input(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """The one argument that was given, if by its name; None if there were others."""
+        """The only argument, if it was passed by name; None if there were other arguments."""
         return None if inputs or len(named) != 1 else named.get(self.input_name)
 
 
 class Replacement(NamedTuple):
-    """Of the forward of a module.
+    """The replacement for the forward of a module.
 
     Attributes:
-        description: what the module is computed as.
-        forward: what replaces its forward.
+        description: the operation as which the module is computed.
+        forward: the new forward.
     """
 
     description: str
@@ -113,12 +114,12 @@ class Replacement(NamedTuple):
 
 
 def may_be_taken(x: Any) -> bool:
-    """Whether an argument is a tensor of a kind, dtype and device that there are kernels for."""
+    """Whether an argument is a tensor of a class, dtype and device that the kernels support."""
     return is_plain(x) and x.dtype in FLOAT_DTYPES and (x.is_cuda or x.is_cpu)
 
 
 def is_plain(x: Any) -> bool:
-    """Whether a value is a tensor, and none that consists of others, as DTensor does."""
+    """Whether a value is a tensor that does not consist of other tensors, unlike a DTensor."""
     kind = type(x)
     if kind is Tensor or kind is Parameter:
         return True

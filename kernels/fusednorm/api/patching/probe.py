@@ -1,6 +1,6 @@
 """Determines what a norm computes by calling its class's forward on a little random data on the CPU.
 
-The module itself is not called, but a shallow copy with random parameters and without its hooks.
+It calls not the module itself, but a shallow copy with random parameters and without hooks.
 """
 
 import math
@@ -21,10 +21,10 @@ _TOLERANCES = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (2**-6, 2**-6)}
 """Relative and absolute.  A module may round x_hat before it multiplies, and the offset's sum: each half an ulp."""
 
 Dtypes = dict[tuple[torch.dtype, torch.dtype], torch.dtype]
-"""The dtype of y by those of x and of the parameters."""
+"""The dtype of y, by the dtypes of x and of the parameters."""
 
 Formula = Callable[[Tensor, dict[str, Tensor], float], Tensor]
-"""y in float32 of x, the module's parameters by name, all float32, and eps."""
+"""y in float32 from x, the module's parameters by name (all float32) and eps."""
 
 
 def rms_norm_formula(weight_offset: float) -> Formula:
@@ -55,8 +55,8 @@ class Probe:
 
     Args:
         module: a norm without submodules.
-        shape: of x, the samples first.
-        eps: what the formula adds: x has samples whose squares are about as small as that.
+        shape: the shape of x, the samples first.
+        eps: the number that the formula adds; x has samples with squares of about that size.
     """
 
     def __init__(self, module: nn.Module, shape: tuple[int, ...], eps: float) -> None:
@@ -70,26 +70,26 @@ class Probe:
         }
 
     def __call__(self, x_dtype: torch.dtype, parameter_dtype: torch.dtype) -> Any:
-        """What the forward returns.
+        """The result of the forward.
 
         Raises:
-            Exception: whatever the forward does.
+            Exception: any exception of the forward.
         """
         copied = object.__new__(type(self._module))
         parameters: dict[str, nn.Parameter | None] = dict.fromkeys(self._module._parameters)
         for name, values in self._parameters.items():
             parameters[name] = nn.Parameter(values.to(parameter_dtype), requires_grad=False)
         copied.__dict__.update(self._module.__dict__, _parameters=parameters)
-        # torch warns of mixed dtypes, which only this check has.
+        # torch warns about mixed dtypes, which only this check uses.
         with torch.no_grad(), warnings.catch_warnings(action="ignore"):
             return type(copied).forward(copied, self._x.to(x_dtype))
 
     def matches(self, formula: Formula) -> bool:
-        """Whether float32 and bfloat16 come out as the formula says, to within a rounding of intermediates."""
+        """Whether float32 and bfloat16 results agree with the formula, up to rounding of intermediates."""
         return all(self._matches(formula, dtype) for dtype in _TOLERANCES)
 
     def dtypes(self) -> Dtypes:
-        """Without those that the forward refuses."""
+        """The dtypes of y, without combinations that the forward refuses."""
         found = {}
         for x_dtype in FLOAT_DTYPES:
             for parameter_dtype in FLOAT_DTYPES:
@@ -100,7 +100,7 @@ class Probe:
         return found
 
     def autocast_dtypes(self) -> Dtypes:
-        """The same as under CUDA's autocast, which is not there on the CPU: what it casts is cast."""
+        """The same under CUDA's autocast, whose casts are emulated because it does not exist on the CPU."""
         with _CudaAutocast():
             return self.dtypes()
 
@@ -136,7 +136,7 @@ _CAST = (
     torch.reciprocal,
     Tensor.reciprocal,
 )
-"""Of the functions whose arguments CUDA's autocast casts to float32, those that norms are written with."""
+"""The functions that norms use and whose arguments CUDA's autocast casts to float32."""
 
 
 class _CudaAutocast(TorchFunctionMode):

@@ -1,4 +1,4 @@
-"""Decides which norm a module is, by its class or by what it computes, or why it is not replaced."""
+"""Decides which norm a module is, by its class or by its results, or why it is not replaced."""
 
 import inspect
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from fusednorm.errors import KernelInputError
 
 _EPS_NAMES = ("variance_epsilon", "eps")
 _PLAIN = (bool, int, float, str, tuple, list, torch.dtype, torch.device, type(None))
-"""Types of what a norm's class may keep in an instance besides its parameters."""
+"""Types of the attributes that an instance of a norm may have besides its parameters."""
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
@@ -32,17 +32,17 @@ TIMM = {
     "timm.layers.norm.GroupNorm": nn.GroupNorm,
     "timm.layers.norm.GroupNorm1": nn.GroupNorm,
 }
-"""Classes of timm that call torch's function in a forward of their own, and what they derive from."""
+"""Classes of timm that call torch's function in a forward of their own, and their base classes."""
 
 
 @dataclass(frozen=True)
 class Observed:
-    """What the results of an RMSNorm's own forward showed.
+    """The properties that the results of an RMSNorm's own forward showed.
 
     Attributes:
-        eps_name: the module's attribute that is added to the mean square.
-        weight_offset: 0, or 1 for a weight that is kept around zero.
-        dtypes: what the module returns; autocast_dtypes: the same under CUDA's autocast.
+        eps_name: the name of the module's attribute that is added to the mean square.
+        weight_offset: 0, or 1 for a weight that is stored around zero.
+        dtypes: the dtypes that the module returns; autocast_dtypes: the same under CUDA's autocast.
     """
 
     eps_name: str
@@ -57,8 +57,8 @@ class Norm:
 
     Attributes:
         operation: layer_norm, rms_norm or group_norm.
-        observed: of one that is known by its results alone.
-        name: of its class, then.
+        observed: the observed properties of a module that is recognised only by its results.
+        name: the name of that module's class.
     """
 
     operation: str
@@ -67,7 +67,7 @@ class Norm:
 
     @property
     def description(self) -> str:
-        """What it is computed as."""
+        """The operation as which it is computed."""
         if self.observed is None:
             return self.operation
         offset = ", weight_offset=1" if self.observed.weight_offset else ""
@@ -75,14 +75,14 @@ class Norm:
 
 
 class NotRecognisedError(Exception):
-    """The module is left alone; the message says why."""
+    """The module is not patched; the message has the reason."""
 
 
 def recognise_norm(module: nn.Module) -> Norm | None:
     """The norm that a module is; None if it does not look like one.
 
     Raises:
-        NotRecognisedError: it is none that the kernels compute, or not to be touched.
+        NotRecognisedError: the kernels cannot compute the norm, or it must not be patched.
     """
     if not _looks_like_norm(module):
         return None
@@ -104,7 +104,7 @@ def recognise_norm(module: nn.Module) -> Norm | None:
 
 
 def _looks_like_norm(module: nn.Module) -> bool:
-    """Whether a report must say something of a module: a norm by its class's name, or one of torch's."""
+    """Whether a report must mention a module: its class has the name of a norm, or is one of torch's norms."""
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)):
         return True
     return "norm" in type(module).__name__.lower() and not module._modules
@@ -179,7 +179,7 @@ def _by_behaviour(module: Any) -> Norm:
 def _agrees(probe: Probe, formula: Formula) -> bool:
     try:
         return probe.matches(formula)
-    # The forward of a class of which nothing is known.
+    # The forward of an unknown class may raise anything.
     except Exception as error:
         raise NotRecognisedError(f"its forward of a few random samples raised {type(error).__name__}") from error
 
@@ -189,7 +189,7 @@ def _eps_name(module: nn.Module) -> str | None:
 
 
 def input_name(module: nn.Module) -> str:
-    """Of the first parameter of the forward of a module's class."""
+    """The name of the first parameter of the forward of a module's class."""
     return list(inspect.signature(type(module).forward).parameters)[1]
 
 
@@ -201,7 +201,7 @@ def _check_eps(eps: float) -> None:
 
 
 def _check_shapes(module: Any, shape: tuple[int, ...]) -> None:
-    """Raises NotRecognisedError for a shape or parameters that no kernel takes."""
+    """Raises NotRecognisedError for a shape or parameters that no kernel supports."""
     size = torch.Size(shape).numel()
     if not shape or not 0 < size <= MAX_COLS:
         raise NotRecognisedError(f"no kernel takes normalized_shape {list(shape)}")

@@ -1,4 +1,4 @@
-"""The result of `patch`: what it replaced and what not."""
+"""The result of `patch`: the modules that it replaced, and those that it did not."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class PatchReport:
-    """Every norm of a model, by its path within the model; a module in several places has the first.
+    """Every norm of a model, by its path within the model; a module in several places has its first path.
 
     Attributes:
-        patched: what each is computed as.
-        skipped: why each was left alone.
-        on_cpu: how many of the patched have their parameters on the CPU.
+        patched: for each patched module, the operation as which it is computed.
+        skipped: for each module that was not patched, the reason.
+        on_cpu: the number of patched modules with parameters on the CPU.
     """
 
     patched: dict[str, str]

@@ -1,4 +1,4 @@
-// A known call made: its results and its own memory allocated, its kernels launched.
+// Execution of a known call: allocates its results and its own memory, and launches its kernels.
 
 #pragma once
 
@@ -33,7 +33,7 @@ Tensor allocated(const Output& output, const Tensor& x) {
   }
 }
 
-// The stream's workspaces; false where there are none yet.
+// Collects the stream's workspaces; false if there are none yet.
 bool workspaces_of(Replay& replay, void* stream, std::vector<uint64_t>& slots) {
   std::lock_guard lock(replay.mutex);
   for (const auto& [of, tensors] : replay.of_streams) {
@@ -59,12 +59,12 @@ void make_workspaces(Replay& replay, void* stream) {
   replay.of_streams.emplace_back(stream, std::move(made));
 }
 
-// Makes a known call: results in the order of their fields.  False where Python has to.
+// Makes a known call; results are in the order of their fields.  False if Python has to make it.
 bool make(Replay& replay, const Inputs& inputs, std::array<Tensor, kMostResults>& results) {
   c10::OptionalDeviceGuard guard;
   if (!is_current(replay.device))
     guard.reset_device(c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(replay.device)));
-  at::AutoDispatchBelowADInplaceOrView below;  // Nobody differentiates an allocation.
+  at::AutoDispatchBelowADInplaceOrView below;  // An allocation is never differentiated.
   const Tensor& x = inputs[0];
   thread_local std::vector<uint64_t> slots;
   slots.clear();
@@ -95,7 +95,7 @@ bool make(Replay& replay, const Inputs& inputs, std::array<Tensor, kMostResults>
     if (address % 16) return false;
     slots.push_back(address);
   }
-  Tensor own;  // Held until all is launched: who gets its memory then uses it after these launches.
+  Tensor own;  // Kept until everything is launched: the memory's next user then runs after these launches.
   if (replay.words != 0) {
     own = at::empty({replay.words}, x.options().dtype(at::kFloat).requires_grad(false));
     const auto start = reinterpret_cast<uint64_t>(own.data_ptr());

@@ -27,9 +27,9 @@ using torch::autograd::Node;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
-// The derivative of a norm, which knows x, residual, weight, bias, scale, shift, mean and rstd.
+// The derivative of a norm; it holds x, residual, weight, bias, scale, shift, mean and rstd.
 struct NormBackward : public Node {
-  const Differentiable* what = nullptr;  // Of which there is one for good.
+  const Differentiable* what = nullptr;  // There is one such object, and it is never freed.
   uint32_t policy = 0;
   std::array<SavedVariable, 8> saved;
   std::array<bool, 8> present{};
@@ -84,7 +84,7 @@ struct NormBackward : public Node {
   }
 };
 
-// A node and what owns it, which is another kind of pointer in newer versions of torch.
+// A node and its owning pointer, whose type differs in newer versions of torch.
 template <class Pointer, class Made = NormBackward>
 std::pair<Made*, Pointer> new_node() {
   if constexpr (std::is_same_v<Pointer, std::shared_ptr<Node>>) {

@@ -1,4 +1,4 @@
-// The CUDA driver: streams of a device, and the launch of a kernel on one.
+// The CUDA driver: streams of a device, and the launch of a kernel on a stream.
 
 #pragma once
 
@@ -26,7 +26,7 @@ IsCapturing g_is_capturing = nullptr;
 RetainContext g_retain_context = nullptr;
 SetContext g_set_context = nullptr;
 
-// Makes torch's context of a device the thread's, which has none before its first call of the CUDA runtime.
+// Sets torch's context of a device for the thread, which has none before its first call of the CUDA runtime.
 CUresult enter_context(int device) {
   CUcontext context = nullptr;
   const CUresult result = g_retain_context(&context, device);
@@ -55,7 +55,7 @@ bool is_captured(int device, void* stream) {
   return status != CU_STREAM_CAPTURE_STATUS_NONE;
 }
 
-// Hands a launch to Python; only where tests want it so.
+// Passes a launch to Python; only for tests.
 void launch_through_python(const Start& start, unsigned x, const std::vector<uint64_t>& values) {
   pybind11::gil_scoped_acquire lock;
   PyObject* list = PyList_New(0);
@@ -82,7 +82,7 @@ void launch(const Start& start, int device, void* stream, const std::vector<uint
     launch_through_python(start, x, values);
     return;
   }
-  // Behind its own parameters every Triton kernel has addresses of two scratch memories, which none here uses.
+  // After its own parameters every Triton kernel has two addresses of scratch memory, which no kernel here uses.
   values.push_back(0);
   values.push_back(0);
   pointers.clear();

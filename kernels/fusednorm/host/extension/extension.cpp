@@ -1,10 +1,10 @@
-// Replays of known calls without Python: what `launch.replay` and `launch.recipe` do, and the differentiable call.
+// Replays known calls without Python, like `launch.replay` and `launch.recipe`, and makes the differentiable call.
 //
-// Python learns a call and describes it here; a call of the same kind is then recognised, its results are allocated
-// and its kernels launched by the driver, with no Python in between.  Whatever is not known here is answered with
-// None, and Python goes its own way.
+// Python learns a call and describes it here.  The extension then recognises a call of the same kind, allocates its
+// results and launches its kernels through the driver, without Python.  For a call that it does not know it returns
+// None, and Python makes the call.
 //
-// The headers are parts of this one translation unit.  This file has the module and what Python calls of it.
+// The headers are parts of this one translation unit.  This file has the module and its Python functions.
 
 #include <Python.h>
 

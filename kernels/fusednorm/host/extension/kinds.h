@@ -1,4 +1,4 @@
-// What tells calls of a pass apart, as `launch.kinds` has it, and the replay of a call of a known kind.
+// The key that distinguishes calls of a pass, as in `launch.kinds`, and the replay of a call of a known kind.
 
 #pragma once
 
@@ -20,7 +20,7 @@ void put(std::string& key, T value) {
   key.append(reinterpret_cast<const char*>(&value), sizeof(T));
 }
 
-// Whether a tensor's memory may be read by its address.
+// Whether kernels may read a tensor's memory through its address.
 bool is_plain(const Tensor& tensor) {
   using c10::DispatchKey;
   static const c10::DispatchKeySet wrapped(
@@ -59,7 +59,7 @@ void put_whole(std::string& key, const Tensor& tensor) {
   put_sizes(key, tensor.strides());
 }
 
-// As `launch.kinds` has it; false where the number of rows is part of how they lie.
+// The key as in `launch.kinds`; false if the memory layout of the rows depends on their number.
 bool key_of_any_rows(std::string& key, int pass, uint32_t policy, uint32_t options, const Inputs& inputs) {
   const Pass facts = g_passes[pass];
   const Tensor& x = inputs[0];

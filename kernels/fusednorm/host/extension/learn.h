@@ -1,4 +1,4 @@
-// A call learnt, from what `launch.native` says of it.
+// Learns a call from its description by `launch.native`.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// What is kept of a known call, and how its kernels are launched again.
+// The stored data of a known call, with which its kernels are launched again.
 
 #pragma once
 
@@ -19,9 +19,9 @@ using at::Tensor;
 
 constexpr size_t kMostResults = 6;
 
-using Inputs = std::vector<Tensor>;  // Undefined where nothing came.
+using Inputs = std::vector<Tensor>;  // Undefined for an absent input.
 
-// Where a parameter of a kernel comes from: `kSlot` of the addresses and numbers of a call, or a constant.
+// The source of a kernel's parameter: `kSlot` of the addresses and numbers of a call, or a constant.
 struct Parameter {
   bool constant;
   uint32_t slot;
@@ -31,7 +31,7 @@ struct Parameter {
 struct Start {
   CUfunction function;
   std::array<unsigned, 3> grid;
-  int programs;  // The slot with the first size of the grid; -1 where that is always the same.
+  int programs;  // The slot with the first size of the grid; -1 if that size is constant.
   unsigned threads, shared;
   bool early, cooperative;
   std::vector<Parameter> parameters;
@@ -41,7 +41,7 @@ enum class Shape { kFixed, kX, kRows };
 
 struct Output {
   bool absent;
-  int same;  // The earlier result that this one is; -1 where it is one of its own.
+  int same;  // The earlier result whose tensor this one shares; -1 if it has its own.
   Shape shape;
   at::ScalarType dtype;
   std::vector<int64_t> sizes, strides;
@@ -61,7 +61,7 @@ struct Replay {
   std::vector<Start> starts;
   std::vector<Output> outputs;
   std::mutex mutex;
-  // Workspaces of streams that launched this before.
+  // Workspaces of streams that have launched this call.
   std::vector<std::pair<void*, std::vector<Tensor>>> of_streams;
 };
 
@@ -74,7 +74,7 @@ struct Differentiable {
   uint32_t saving, plain;        // Options: forward with and without statistics,
   uint32_t back, frozen;         // backward with and without gradients of parameters.
   bool groups;
-  PyObject* settings;  // What Python's way of the backward pass takes.
+  PyObject* settings;  // Arguments of the backward pass in Python.
 };
 
 }  // namespace

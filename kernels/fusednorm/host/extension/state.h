@@ -1,4 +1,4 @@
-// What the process knows: passes, calls by their kinds, options by their numbers, and what Python has told.
+// The state of the process: passes, calls by their kinds, numbered options, and objects set by Python.
 
 #pragma once
 
@@ -19,16 +19,16 @@ constexpr Py_ssize_t kMostOptions = 1 << 16;
 
 std::shared_mutex g_mutex;
 std::vector<Pass> g_passes;
-std::unordered_map<std::string, std::shared_ptr<Replay>> g_known;  // Null where each number of rows is a kind.
+std::unordered_map<std::string, std::shared_ptr<Replay>> g_known;  // Null if each number of rows is a kind.
 std::deque<std::string> g_order;
 size_t g_most = 4096;
 
-// All that follows is touched with the interpreter's lock held.
-PyObject* g_options = nullptr;         // Options, by what they are, numbered.
-PyObject* g_specifications = nullptr;  // Differentiable calls, by their settings, numbered.
+// Everything below is accessed only while the interpreter's lock is held.
+PyObject* g_options = nullptr;         // The number of each tuple of options.
+PyObject* g_specifications = nullptr;  // The number of each differentiable call, by its settings.
 std::deque<Differentiable> g_differentiable;
-PyObject* g_backward = nullptr;   // Python's way of a backward pass.
-PyObject* g_workspace = nullptr;  // Python's workspaces.
+PyObject* g_backward = nullptr;   // The backward pass in Python.
+PyObject* g_workspace = nullptr;  // Returns a workspace, in Python.
 PyObject* g_launch = nullptr;     // Takes launches in place of the driver, in tests.
 PyObject* g_tensor_types = nullptr;
 
@@ -39,7 +39,7 @@ bool number_of(PyObject* numbers, PyObject* what, uint32_t& number) {
   return true;
 }
 
-// False with no error where there are too many already: whoever draws options at random is left to Python.
+// False without an error if there are too many already: Python handles callers with ever new options.
 bool numbered(PyObject* numbers, PyObject* what, uint32_t& number) {
   if (number_of(numbers, what, number)) return true;
   if (PyErr_Occurred() || PyDict_Size(numbers) >= kMostOptions) return false;

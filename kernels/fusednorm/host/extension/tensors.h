@@ -1,4 +1,4 @@
-// Tensors as Python hands them over and takes them, and who watches it do so.
+// Conversion of tensors from and to Python, and detection of code that observes torch's calls.
 
 #pragma once
 
@@ -14,7 +14,7 @@
 
 namespace {
 
-// Whether somebody traces, transforms or watches torch's calls.
+// Whether something traces, transforms or observes torch's calls.
 bool is_watched() {
   return c10::impl::TorchDispatchModeTLS::stack_len() != 0 || at::impl::torch_function_mode_enabled() ||
          torch::jit::tracer::isTracing() ||

@@ -1,1 +1,1 @@
-"""GroupNorm: what both memory layouts share."""
+"""GroupNorm: code for both memory layouts."""

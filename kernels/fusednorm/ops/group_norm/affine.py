@@ -1,7 +1,7 @@
-"""What follows x_hat in GroupNorm: weight and bias of a channel, then scale and shift of it in its sample.
+"""GroupNorm's affine step: weight and bias of a channel, then scale and shift of a channel in a sample.
 
-y = act((x_hat * weight + bias) * (1 + scale) + shift), each of the four present or not.  What is loaded stays in
-its own type until it is used, so that loads may be written some time before.
+y = act((x_hat * weight + bias) * (1 + scale) + shift), where each of the four is optional.  Loaded values keep
+their dtype until they are used, so that the code may load them early.
 """
 
 from typing import NamedTuple
@@ -12,11 +12,11 @@ from torch import Tensor
 
 
 class Affine(NamedTuple):
-    """The four of a call.
+    """The four optional parameters of a call.
 
     Attributes:
         weight, bias: [C].
-        scale, shift: [N, C], with one stride from sample to sample.
+        scale, shift: [N, C], both with the same stride between samples.
     """
 
     weight: Tensor | None = None
@@ -26,14 +26,14 @@ class Affine(NamedTuple):
 
     @property
     def stride(self) -> int:
-        """Elements from sample to sample of scale and of shift; 0 where it does not matter."""
+        """The stride of scale and shift between samples; 0 if there is one sample or neither tensor."""
         tensor = self.shift if self.scale is None else self.scale
         return 0 if tensor is None or tensor.shape[0] == 1 else tensor.stride(0)
 
 
 @triton.jit
 def _load_one(ptr, at):
-    """(value,) or, where there is none, ()."""
+    """(value,), or () if ptr is None."""
     loaded = ()
     if ptr is not None:
         loaded = loaded + (tl.load(ptr + at),)
@@ -42,7 +42,7 @@ def _load_one(ptr, at):
 
 @triton.jit
 def load_affine(parameters, channel, sample_channel):
-    """weight, bias, scale and shift, a tuple of one value or of none each.
+    """weight, bias, scale and shift, each a tuple of one value, or an empty tuple if absent.
 
     Args:
         parameters: the four pointers, weight and bias [C], scale and shift [N, C].
@@ -59,7 +59,7 @@ def load_affine(parameters, channel, sample_channel):
 
 @triton.jit
 def _load_weight(weight_ptr, channel, mask):
-    """weight of each channel in float32; ones, which the compiler drops from a product, where there is none."""
+    """weight of each channel in float32; if absent, ones, which the compiler removes from products."""
     if weight_ptr is None:
         return tl.full(channel.shape, 1.0, tl.float32)
     else:
@@ -68,7 +68,7 @@ def _load_weight(weight_ptr, channel, mask):
 
 @triton.jit
 def _load_bias(bias_ptr, channel, mask):
-    """bias of each channel in float32; zeros, which cost a product nothing once fused, where there is none."""
+    """bias of each channel in float32; if absent, zeros, which cost nothing once fused with a product."""
     if bias_ptr is None:
         return tl.zeros(channel.shape, tl.float32)
     else:
@@ -77,7 +77,7 @@ def _load_bias(bias_ptr, channel, mask):
 
 @triton.jit
 def load_masked_affine(parameters, channel, sample_channel, mask):
-    """What x_hat is multiplied by and what is added to it, float32; masked elements are anything finite."""
+    """Slope and offset of x_hat in float32; masked elements have arbitrary finite values."""
     weight = _load_weight(parameters[0], channel, mask)
     bias = _load_bias(parameters[1], channel, mask)
     if parameters[2] is not None:
@@ -91,7 +91,7 @@ def load_masked_affine(parameters, channel, sample_channel, mask):
 
 @triton.jit
 def slope_and_offset(affine, rstd, rest):
-    """a and b such that the result is (h - mean) * a + b, where the group's mean is mean + rest."""
+    """a and b such that the affine step is (h - mean) * a + b; the group's mean is mean + rest."""
     a = rstd
     if len(affine[0]) > 0:
         a = a * affine[0][0].to(tl.float32)

@@ -39,16 +39,16 @@ from fusednorm.ops.group_norm.statistics import plan_statistics
 from fusednorm.policy.waiting import may_wait
 
 MOST_LABELS = 2
-"""Groups that a vector of a shared block touches at most: each takes registers for its statistics and sums."""
+"""The most groups that a vector of a shared block touches; each needs registers for its statistics and sums."""
 
 MAX_WASTE = 1.15
-"""Lanes of an entry of the tables for each element, at most."""
+"""The most lanes per element that an entry of the tables may use."""
 
 
 def idle_share(
     config: BackwardCooperative | BackwardCooperativeBlock, sample: Sample, itemsize: int, multiprocessors: int
 ) -> float:
-    """The part of the resident programs that is left over when as many teams are made as can be."""
+    """The fraction of the resident programs that is idle with the largest possible number of teams."""
     programs = config.programs_per_sm * multiprocessors
     return programs % config.members(sample, itemsize) / programs
 
@@ -76,7 +76,7 @@ def choose_backward(sample: Sample, itemsize: int, multiprocessors: int, waits: 
     """The backward configuration for samples of elements of `itemsize` bytes.
 
     Args:
-        waits: whether programs may wait for one another, which takes a cooperative launch.
+        waits: whether programs may wait for one another, which requires a cooperative launch.
     """
     if sample.channels_last:
         measured = measured_blocks(sample, itemsize, multiprocessors) if waits else None
@@ -98,7 +98,7 @@ def choose_backward(sample: Sample, itemsize: int, multiprocessors: int, waits: 
 
 
 def cooperative_backward(sample: Sample, itemsize: int, multiprocessors: int) -> BackwardCooperative | None:
-    """The configuration in which programs share a group, or None where it does not fit the device."""
+    """The configuration in which programs share a group, or None if it does not fit the device."""
     for channels, most, config in tables.BACKWARD_CONTIGUOUS[itemsize]:
         if (
             (channels == sample.channels and sample.hw <= most)
@@ -125,7 +125,7 @@ def cooperative_backward(sample: Sample, itemsize: int, multiprocessors: int) ->
 
 
 def stream_backward(sample: Sample, itemsize: int) -> BackwardStream | None:
-    """The configuration that streams samples twice, or None where lanes do not take all columns."""
+    """The configuration that streams samples twice, or None if the lanes cannot cover all columns."""
     num_warps = stream_warps(sample, itemsize)
     if num_warps is None:
         return None
@@ -136,7 +136,7 @@ def stream_backward(sample: Sample, itemsize: int) -> BackwardStream | None:
 
 
 def measured_blocks(sample: Sample, itemsize: int, multiprocessors: int) -> BackwardCooperativeBlock | None:
-    """The entry of the tables for the sample's class, or None where there is none that fits."""
+    """The entry of the tables for the sample's class, or None if no entry fits."""
     if sample.c % (16 // itemsize) or most_touched(sample.channels, 16 // itemsize) > MOST_LABELS:
         return None
     for channels, most, config in tables.BACKWARD_CHANNELS_LAST[itemsize]:
@@ -150,7 +150,7 @@ def measured_blocks(sample: Sample, itemsize: int, multiprocessors: int) -> Back
 
 
 def cooperative_blocks(sample: Sample, itemsize: int, multiprocessors: int) -> BackwardCooperativeBlock | None:
-    """The configuration in which programs share blocks of columns, or None where it does not fit the device."""
+    """The configuration in which programs share blocks of columns, or None if it does not fit the device."""
     vector = 16 // itemsize
     labels = most_touched(sample.channels, vector)
     if sample.c % vector or labels > MOST_LABELS:
@@ -198,5 +198,5 @@ def split_backward(sample: Sample, itemsize: int) -> BackwardSplit | BackwardCol
 
 
 def _pieces(positions: int, piece: int, most: int) -> int:
-    """Pieces of a program: as many as make at most `most` parts, and 4, unless there are fewer."""
+    """Pieces per program: enough for at most `most` parts, and at least 4 unless there are fewer in all."""
     return min(-(-positions // piece), max(4, -(-positions // (piece * most))))

@@ -1,7 +1,7 @@
-"""What the backward passes whose programs wait for nothing, and read x and dy twice, share in both layouts.
+"""Code of the split backward passes of both layouts: their programs wait for nothing, and read x and dy twice.
 
-Each program has pieces of some channels of one sample.  x lies with channels last where LAST, and a companion of it
-in the other layout where that is OTHER: its elements are then read one by one.
+Each program processes pieces of some channels of one sample.  LAST says that x is channels-last.  A tensor for
+which OTHER is set is in the other layout than x; its elements are read one by one.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ def sums_and_apply(
     options: Mapping[str, object],
     splits: int,
 ) -> list[Launch]:
-    """Sums of channels, their reduction to groups, dx, and the reduction to gradients of parameters."""
+    """The launches: sums of channels, their reduction to groups, dx, and the reduction to parameter gradients."""
     sample = call.sample
     parts = call.parts(splits)
     sums_of_groups = empty_statistics(call.x, sample)
@@ -60,9 +60,9 @@ def _start_of(
     sample, channel, position, hw, c, lane_channel, lane_position,
     STEP: tl.constexpr, LAST: tl.constexpr, OTHER: tl.constexpr,
 ):  # fmt: skip
-    """Where a tile starts, where its elements lie behind that, and how far the next tile is.
+    """The offset of a tile's start, the offsets of its elements from there, and the step to the next tile.
 
-    Offsets behind the start are 32-bit where x itself lies so, 64-bit in the OTHER layout.
+    The offsets from the start are 32-bit for a tensor in x's layout, 64-bit in the OTHER layout.
     """
     if LAST != OTHER:
         start = (sample * hw + position) * c + channel
@@ -82,18 +82,19 @@ def _start_of(
 def _load_piece(
     ptr, where, lanes, left, STEP: tl.constexpr, CHUNKS: tl.constexpr, EVEN: tl.constexpr, EVICT: tl.constexpr
 ):
-    """`load_tiles` of what lies `where` `_start_of` says.
+    """`load_tiles` of a piece; `where` is the result of `_start_of`.
 
-    `lanes` is channel, position and existence of each element of a tile, or of its lane, behind the tile's start.
+    `lanes` is (channel, position, exists) of each element of a tile, or of each lane, counted from the tile's
+    start.
     """
     return load_tiles(ptr, where[0], where[1], where[2], lanes[1], left, lanes[2], True, EVEN, STEP, CHUNKS, EVICT)
 
 
 @triton.jit
 def _inside(start, at, places, elements, LAST: tl.constexpr):
-    """Where in its sample a tile's elements lie, `places` positions or `elements` behind the first tile's.
+    """Offsets in the sample of a tile's elements; the tile is `places` positions, or `elements`, after the first.
 
-    The order decides what the compiler makes of it: each layout has the one that it was measured with.
+    The order of the additions changes the compiled code; each layout keeps the order of its measurements.
     """
     if LAST:
         return start + elements + at
@@ -108,11 +109,11 @@ def sums_of_pieces(
     LAST: tl.constexpr, DY_OTHER: tl.constexpr, RESIDUAL_OTHER: tl.constexpr,
     ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, GAIN: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Sums of GAIN * dz, and of that times h - mean, [LANES, WIDTH]: WIDTH 1, of each lane; else of each element.
+    """Sums of GAIN * dz and of GAIN * dz * (h - mean), [LANES, WIDTH]: per lane if WIDTH is 1, else per element.
 
     Args:
-        sample, channel, first: in which the first piece starts, `first` being a position.
-        lanes: as `_load_piece` takes them.
+        sample, channel, first: sample, channel and position at which the first piece starts.
+        lanes: the argument `lanes` of `_load_piece`.
         dropout: seed, threshold and scale.
     """
     RUN: tl.constexpr = CHUNKS * STEP
@@ -152,7 +153,7 @@ def write_pieces(
     LAST: tl.constexpr, DY_OTHER: tl.constexpr, RESIDUAL_OTHER: tl.constexpr, OUTSIDE_OTHER: tl.constexpr,
     ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, GAIN: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """dx of what `sums_of_pieces` takes, the last piece first, by `constant` and `factor` of `write_tile`."""
+    """Write dx of the pieces of `sums_of_pieces`, last piece first; `constant` and `factor` are `write_tile`'s."""
     RUN: tl.constexpr = CHUNKS * STEP
     for back in range(0, pieces):
         position = first + (pieces - 1 - back) * RUN

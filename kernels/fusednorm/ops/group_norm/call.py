@@ -17,7 +17,7 @@ from fusednorm.results import Backward, Forward
 NO_PARAMETERS = Affine()
 
 USUAL_REGISTERS = 20
-"""Registers of a thread beside what it holds, at the least."""
+"""The fewest registers that a thread needs besides those for its part of x and residual."""
 
 
 def derivative_gain(activation: str, itemsize: int) -> float:
@@ -27,7 +27,7 @@ def derivative_gain(activation: str, itemsize: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """What the calls of both passes have."""
+    """The arguments that both passes have."""
 
     x: Tensor
     sample: Sample
@@ -42,7 +42,7 @@ class Call:
 
     @property
     def early(self) -> bool:
-        """Whether a kernel may start before the one before it ends."""
+        """Whether a kernel may start before the previous kernel ends."""
         return since_hopper(self.x.device)
 
 
@@ -54,7 +54,7 @@ class ForwardCall(Call):
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """x, what is added to it, what follows the norm, and the outputs."""
+        """x, residual, the parameters of the affine step, and the outputs."""
         return self.x, self.residual, *self.affine, self.out.y, self.out.residual_out
 
     @property
@@ -63,7 +63,7 @@ class ForwardCall(Call):
 
     @property
     def group_vec(self) -> int:
-        """Elements of one access where groups are contiguous."""
+        """Elements of one access for contiguous groups."""
         return vector_width(self.x.element_size(), self.sample.group_length)
 
     @property
@@ -72,7 +72,7 @@ class ForwardCall(Call):
 
     @property
     def channel_indexing(self) -> tuple[int, ...]:
-        """`indexing` of kernels that find the channel of each vector of `group_vec` elements, where it has one."""
+        """`indexing` in vectors of `group_vec` elements if every vector has one channel, else in elements."""
         return self.indexing(self.group_vec if self.sample.hw % self.group_vec == 0 else 1)
 
     @property
@@ -94,11 +94,11 @@ class ForwardCall(Call):
 
     @property
     def fused_registers(self) -> int:
-        """Registers for what is fused, beyond the usual."""
+        """Registers that dropout or the activation needs in addition to USUAL_REGISTERS."""
         return 48 if self.epilogue.dropout else 16 if self.epilogue.activation == "gelu" else 0
 
     def indexing(self, unit: int) -> tuple[int, ...]:
-        """Groups, channels, what finds the channel of a unit of elements, and the stride of scale and shift."""
+        """Groups, channels, the division that gives the channel of a unit, and the stride of scale and shift."""
         return self.sample.groups, self.sample.channels, *_division(self.sample.hw // unit), self.affine.stride
 
     def contiguous_options(self, units: int, num_warps: int) -> dict[str, object]:
@@ -113,17 +113,17 @@ class ForwardCall(Call):
 
     @property
     def can_prefetch_groups(self) -> bool:
-        """Whether what is read of a contiguous group starts and ends at multiples of 16 bytes."""
+        """Whether the memory that is read for a contiguous group starts and ends at multiples of 16 bytes."""
         return can_prefetch(16 // self.x.element_size() if self.is_skewed else self.group_vec, self.x)
 
     @property
     def piece_indexing(self) -> tuple[int, ...]:
-        """`indexing` in 16 bytes, or in elements where these may be of two channels."""
+        """`indexing` in vectors of 16 bytes, or in elements if such a vector may have two channels."""
         vector = 16 // self.x.element_size()
         return self.indexing(vector if self.sample.hw % vector == 0 else 1)
 
     def parameters_mode(self, block: int, piece: int) -> str:
-        """What has one channel and so one value of each parameter; or "two", which a vector has at most."""
+        """The largest unit with one channel, so one value of each parameter; "two" if a vector has at most two."""
         vector = 16 // self.x.element_size()
         for mode, length in (("piece", piece), ("chunk", block), ("vector", vector)):
             if self.sample.hw % length == 0:
@@ -131,7 +131,7 @@ class ForwardCall(Call):
         return "two" if self.sample.hw > vector else "element"
 
     def chunk_options(self, block: int, chunks: int, num_warps: int) -> dict[str, object]:
-        """Constexprs of the kernels that take a piece of a contiguous group in chunks of `block` elements."""
+        """Constexprs of the kernels that load a piece of a contiguous group in chunks of `block` elements."""
         return {
             "VEC": self.group_vec,
             "BLOCK": block,
@@ -142,7 +142,7 @@ class ForwardCall(Call):
 
 
 def _division(divisor: int) -> tuple[int, int, int]:
-    """The divisor, and the multiplier and shift that divide any i < 2^31 by it."""
+    """The divisor, and the multiplier and shift for the division of any i < 2^31 by it."""
     shift = (divisor - 1).bit_length()
     return divisor, -(-(1 << (31 + shift)) // divisor), shift
 
@@ -163,22 +163,22 @@ class BackwardCall(Call):
 
     @property
     def gradient_options(self) -> dict[str, object]:
-        """The constexprs that say how dy leads back to dz."""
+        """The constexprs for the computation of dz from dy."""
         gain = derivative_gain(self.epilogue.activation, self.x.element_size())
         return {"GAIN": gain, **self.epilogue.options}
 
     def lies_otherwise(self, tensor: Tensor | None) -> bool:
-        """Whether a companion of x is in the other of the two layouts."""
+        """Whether a tensor is in the other layout than x."""
         return lies_otherwise(tensor, self.sample.channels_last)
 
     @property
     def channel_vec(self) -> int:
-        """Elements of one access where channels are contiguous."""
+        """Elements of one access for contiguous channels."""
         return vector_width(self.x.element_size(), self.sample.hw)
 
     @property
     def parameters(self) -> tuple[Tensor | None, ...]:
-        """`affine` as kernels take it."""
+        """`affine` as an argument of kernels."""
         return tuple(self.affine)
 
     def parts(self, splits: int) -> tuple[Tensor, Tensor]:
@@ -186,7 +186,7 @@ class BackwardCall(Call):
         return pair(self.x, self.n * splits, self.sample.c)
 
     def wanted_parts(self, splits: int) -> tuple[Tensor | None, Tensor | None]:
-        """`parts`, or twice None where nothing will be reduced from them."""
+        """`parts`, or (None, None) if no gradient is computed from them."""
         out = self.out
         if out.dweight is out.dbias is out.dscale is out.dshift is None:
             return None, None
@@ -199,11 +199,11 @@ class ForwardConfig(ABC):
     __slots__ = ()
 
     def is_resident(self, sample: Sample, itemsize: int, multiprocessors: int, waits: bool) -> bool:
-        """Whether its programs that wait for one another, if there are any, may, and fit the device together."""
+        """Whether its programs that wait for one another, if any, are allowed to and fit the device together."""
         return True
 
     def fitted(self, call: ForwardCall) -> Self | None:
-        """With as few resident programs as what is fused leaves registers for; None where it leaves none."""
+        """The configuration with so few resident programs that the call's registers suffice, or None."""
         return self
 
     @abstractmethod
@@ -217,7 +217,7 @@ class BackwardConfig(ABC):
     __slots__ = ()
 
     takes_statistics: ClassVar[bool] = True
-    """Whether mean and rstd must be there; if not, the algorithm computes them where they did not come."""
+    """Whether the algorithm needs mean and rstd; if not, it computes them when the call has none."""
 
     @abstractmethod
     def launches(self, call: BackwardCall) -> list[Launch]:
@@ -236,11 +236,11 @@ Fewer = TypeVar("Fewer", bound=_Fewer)
 def with_registers(
     config: Fewer, call: ForwardCall, held_bytes: int, extra: int = 0, members: int = 1
 ) -> Fewer | None:
-    """`config` with as few resident programs as leave a thread registers for what it holds; None if none do.
+    """`config` with fewer resident programs, so that a thread's registers suffice; None if they never do.
 
     Args:
-        held_bytes: what a thread holds.
-        extra: registers, beyond those of what is fused.
+        held_bytes: bytes of x and residual that a thread holds.
+        extra: further registers, in addition to those for dropout and the activation.
         members: programs that must be resident together.
     """
     multiprocessors = multiprocessor_count(call.x.device)
@@ -254,7 +254,7 @@ def with_registers(
 
 
 def writers_of_one(units: int, most: int, multiprocessors: int) -> int:
-    """Programs that share the writing of a group or block; the bits do not depend on it."""
+    """The number of programs that write a group or block together; it does not change the bits of the result."""
     writers = 1
     while writers < most and 2 * writers * units <= multiprocessors:
         writers *= 2

@@ -42,22 +42,22 @@ MAX_PROGRAM_BYTES = 256 * 1024
 """Bytes of x above which a group that a program reads twice is split over programs."""
 
 MIN_RUN_BYTES = 64
-"""Bytes of neighbouring channels that a channels-last program reads at each position, where groups allow."""
+"""Bytes of adjacent channels that a channels-last program reads at each position, if groups allow it."""
 
 MAX_BLOCK_COLUMNS = 256
-"""Columns of a block at most; groups that need more to start and end on 16 bytes are read twice."""
+"""The most columns of a block; groups that need more to start and end on 16 bytes are read twice."""
 
 MAX_PADDING = 1.1
-"""Of what programs share in place of a faster form, for each element: 1.14 costs more than a second read from L2.
+"""The most padded elements per element for groups that programs share; 1.14 costs more than a second read from L2.
 
-With a residual, of a copy: 0.71 where shared, 0.81 where read twice (32x256x56x56, float32, 1.14); 0.82 and 0.81
-without padding (8x512x64x64, bfloat16).
+Fractions of a copy's speed with a residual: 0.71 if shared, 0.81 if read twice (32x256x56x56, float32, padding
+1.14); 0.82 and 0.81 without padding (8x512x64x64, bfloat16).
 """
 
 _BLOCK_CHUNKS = {1: 12, 2: 12, 4: 6}
-"""Accesses that a thread holds at most, by the runs in which its columns are kept apart: each has sums of its own.
+"""The most accesses that a thread holds, by the number of runs of its columns; each run has separate sums.
 
-With 8 runs, one for each column, too few accesses are left: such samples are read twice.
+With 8 runs, one for each column, too few accesses would remain: such samples are read twice.
 """
 
 
@@ -80,10 +80,10 @@ def plan_forward(call: ForwardCall, config: ForwardConfig | None = None) -> list
 
 
 def choose_forward(sample: Sample, itemsize: int, multiprocessors: int, waits: bool = True) -> ForwardConfig:
-    """The forward configuration for samples of elements of `itemsize` bytes, where nothing is fused.
+    """The forward configuration for samples of elements of `itemsize` bytes, with nothing fused.
 
     Args:
-        waits: whether programs may wait for one another, which takes a cooperative launch.
+        waits: whether programs may wait for one another, which requires a cooperative launch.
     """
     return next(iter(candidates(sample, itemsize, multiprocessors, waits)), None) or never_waiting(sample, itemsize)
 
@@ -92,9 +92,9 @@ def choose_forward(sample: Sample, itemsize: int, multiprocessors: int, waits: b
 def candidates(
     sample: Sample, itemsize: int, multiprocessors: int, waits: bool = True
 ) -> tuple[ForwardConfig, ...]:
-    """The configurations that read samples once, or were measured for them, the fastest first; there may be none.
+    """The configurations that read samples once, or were measured for them, the fastest first; possibly none.
 
-    One with less in registers follows one with more, so that a pass that fuses more has a choice, too.
+    A configuration that uses fewer registers follows one that uses more, for passes that fuse more.
     """
     tile = None if sample.channels_last else _tile(sample, itemsize)
     if tile is not None:
@@ -108,7 +108,8 @@ def candidates(
     if sample.channels_last and sample.hw * sample.c * itemsize < STREAM_FROM:
         block = _block(sample, itemsize, multiprocessors, waits)
         if isinstance(block, ForwardResidentBlock):
-            # What one program holds needs no team: 0.79 for 0.50 (2x512x16x16), 0.73 for 0.71 (8x512x32x32).
+            # Data that one program can hold needs no team: 0.79, not 0.50 (2x512x16x16), 0.73, not 0.71
+            # (8x512x32x32).
             chosen = [config for config in chosen if not isinstance(config, ForwardCooperativeBlock)]
         if block is not None:
             chosen.append(block)
@@ -122,7 +123,7 @@ def _padding(config: ForwardCooperative, sample: Sample) -> float:
 
 @lru_cache(maxsize=4096)
 def never_waiting(sample: Sample, itemsize: int) -> ForwardConfig:
-    """The configuration of a pass whose registers neither hold nor share its groups: it reads them twice."""
+    """The configuration for groups that do not fit registers, not even those of a team: it reads them twice."""
     if sample.channels_last:
         return stream_forward(sample, itemsize) or split_forward(sample, itemsize)
     if sample.group_length * itemsize <= MAX_PROGRAM_BYTES:
@@ -141,7 +142,7 @@ def _tile(sample: Sample, itemsize: int) -> ForwardTile | None:
 
 
 def _measured(sample: Sample, itemsize: int) -> Iterator[ForwardConfig]:
-    """Entries of the tables for the sample's class; what programs share comes out even between them."""
+    """Entries of the tables for the sample's class; programs that share data get equal amounts of it."""
     if not sample.channels_last:
         for most, config in tables.FORWARD_CONTIGUOUS[itemsize]:
             if sample.group_length > most:
@@ -168,7 +169,7 @@ def _measured(sample: Sample, itemsize: int) -> Iterator[ForwardConfig]:
 
 
 def _in_blocks(sample: Sample, groups: int, itemsize: int) -> bool:
-    """Whether blocks of so many groups start and end on 16 bytes, and 32 bits count a sample's elements."""
+    """Whether blocks of `groups` groups start and end on 16 bytes, and 32-bit offsets reach a whole sample."""
     width = vector_width(itemsize, sample.c, groups * sample.channels)
     return groups <= sample.groups and width * itemsize == 16 and sample.hw < 2**31 // sample.c
 
@@ -178,7 +179,7 @@ def _warps(elements: int, a_thread: int) -> int:
 
 
 def block_groups(sample: Sample, itemsize: int) -> tuple[int, ...]:
-    """Numbers of groups whose columns, from 64 bytes on, may make a block; what wastes the fewest lanes first."""
+    """Numbers of groups whose columns, at least 64 bytes, may form a block; fewest wasted lanes first."""
     whole = lcm(sample.channels, 16 // itemsize) // sample.channels
     counts = list(range(whole, sample.groups + 1, whole)) or [sample.groups]
     counts = [count for count in counts if count * sample.channels <= MAX_BLOCK_COLUMNS]
@@ -194,10 +195,11 @@ def block_groups(sample: Sample, itemsize: int) -> tuple[int, ...]:
 def _block(
     sample: Sample, itemsize: int, multiprocessors: int, waits: bool
 ) -> ForwardResidentBlock | ForwardCooperativeBlock | None:
-    """Blocks of the columns that waste the fewest lanes, or None where a sample is better streamed.
+    """Blocks of the columns that waste the fewest lanes, or None if a sample is better streamed.
 
-    That is where registers do not hold enough, and, of STREAM_POSITIONS on, where programs would share a block or
-    keep sums of several runs in a lane; with fewer positions, where they would do both.
+    Streaming is better if registers do not hold enough.  From STREAM_POSITIONS positions on it is also better if
+    programs would share a block or keep sums of several runs in a lane; with fewer positions, if they would do
+    both.
     """
     counts = block_groups(sample, itemsize)
     if not counts or sample.hw >= 2**31 // sample.c:
@@ -221,7 +223,7 @@ def _block(
 
 
 def stream_forward(sample: Sample, itemsize: int) -> ForwardStream | None:
-    """The configuration that streams samples twice, or None where lanes do not take all columns."""
+    """The configuration that streams samples twice, or None if the lanes cannot cover all columns."""
     num_warps = stream_warps(sample, itemsize)
     if num_warps is None:
         return None

@@ -1,14 +1,14 @@
-"""From dy back to dz, and the affine step of a channel in its sample: what GroupNorm's backward kernels share.
+"""Code of GroupNorm's backward kernels: dz from dy, and the affine step of a channel in its sample.
 
-z = x_hat * slope + offset with slope = weight * (1 + scale) and offset = bias * (1 + scale) + shift, each of the
-four present or not, and dz = dy * act'(z), dropout's factor included.  For 16-bit results silu and gelu_tanh take
-the hardware's tanh of z / 2, and 2 dz costs an instruction less than dz: kernels work with GAIN * dz and with
-slopes and offsets over GAIN, where GAIN is 1 or 2; sums of GAIN * dz are put right once, at their end.
+z = x_hat * slope + offset with slope = weight * (1 + scale) and offset = bias * (1 + scale) + shift, where each of
+the four is optional, and dz = dy * act'(z), including dropout's factor.  For 16-bit results silu and gelu_tanh use
+the hardware's tanh of z / 2, and 2 * dz costs one instruction less than dz.  Kernels therefore use GAIN * dz and
+slopes and offsets divided by GAIN, which is 1 or 2; each sum of GAIN * dz is divided by GAIN once, at its end.
 
-What is read of dy, x and residual comes in pieces.  A tile is [LANES, GROUP], a lane for each thread and GROUP
-neighbouring elements what it loads at once.  A piece is CHUNKS tiles behind one another along the positions, held
-as they lie in memory: 16-bit values take half the registers.  `place` is where in the first tile each element is,
-or each lane, by position; `others` says which exist otherwise: those of channels that there are.
+Kernels read dy, x and residual in pieces.  A tile is [LANES, GROUP]: one lane per thread, which loads GROUP
+adjacent elements at once.  A piece is CHUNKS consecutive tiles along the positions, held in the dtype of memory:
+16-bit values need half the registers.  `place` is the position, in the first tile, of each element or of each lane;
+`others` is the mask of elements whose channel exists.
 """
 
 import triton
@@ -24,7 +24,7 @@ _TANH_CUBIC = tl.constexpr(8.0 * 0.7978845608028654 * 0.044715)
 
 @triton.jit
 def load_gained_affine(parameters, channel, sample_channel, mask, GAIN: tl.constexpr):
-    """`load_masked_affine`, slope and offset over GAIN."""
+    """`load_masked_affine` with slope and offset divided by GAIN."""
     slope, offset = load_masked_affine(parameters, channel, sample_channel, mask)
     return slope * (1.0 / GAIN), offset * (1.0 / GAIN)
 
@@ -68,10 +68,10 @@ def gained_gradient(
 
 @triton.jit
 def tile_mask(place, left, others, wanted, EVEN: tl.constexpr):
-    """Which elements of a tile exist: all wanted ones where EVEN, else those of `others` at places below `left`."""
+    """Mask of a tile's elements: all wanted ones if EVEN, else only those in `others` at places below `left`."""
     mask = tl.full(place.shape, True, tl.int1) & wanted
     if not EVEN:
-        # The order decides what the compiler makes of it: each layout has the one that it was measured with.
+        # The order of the operands changes the compiled code; each layout keeps the order of its measurements.
         if place.shape[1] == 1:
             mask = mask & (place < left) & others
         else:
@@ -84,10 +84,10 @@ def load_tiles(
     ptr, start, at, step, place, left, others, wanted,
     EVEN: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
-    """A piece, a tuple of CHUNKS tiles STEP places apart, as they lie in memory; empty where ptr is None.
+    """A piece: a tuple of CHUNKS tiles STEP places apart, in the dtype of memory; empty if ptr is None.
 
-    The first tile's elements lie `start` + `at` from ptr on, the next one's `step` further; `left` places are there
-    from the first tile on.
+    The elements of the first tile are at ptr + `start` + `at`, those of the next `step` elements further; `left`
+    places exist from the first tile on.
     """
     tiles = ()
     if ptr is not None:
@@ -102,7 +102,7 @@ def load_gradient_tiles(
     dy_ptr, x_ptr, residual_ptr, start, at, step, place, left, others, wanted,
     EVEN: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
-    """`load_tiles` of dy, x and residual, which lie alike."""
+    """`load_tiles` of dy, x and residual, which have the same layout."""
     dys = load_tiles(dy_ptr, start, at, step, place, left, others, wanted, EVEN, STEP, CHUNKS, EVICT)
     xs = load_tiles(x_ptr, start, at, step, place, left, others, wanted, EVEN, STEP, CHUNKS, EVICT)
     residuals = load_tiles(residual_ptr, start, at, step, place, left, others, wanted, EVEN, STEP, CHUNKS, EVICT)
@@ -115,13 +115,13 @@ def tile_gradient(
     mean, slope, offset, sample, sample_position, seed, dropout_threshold, dropout_scale,
     EVEN: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, GAIN: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """h - mean and GAIN * dz of tile i of a piece, z being (h - mean) * slope + offset times GAIN.
+    """h - mean and GAIN * dz of tile i of a piece, with z = GAIN * ((h - mean) * slope + offset).
 
-    `place` and `sample_position` are the tile's own: where its elements are in the piece and in the sample.
+    `place` and `sample_position` are the positions of the tile's elements in the piece and in the sample.
     """
     centred = chunk_of(piece[1], piece[2], i, FAST) - mean
     if not EVEN:
-        # z of what is not there may be infinite, and 0 * inf would spoil a sum.
+        # z of an element that does not exist may be infinite, and 0 * inf = NaN would spoil a sum.
         centred = tl.where(tile_mask(place, left, others, True, False), centred, 0.0)
     dz = gained_gradient(
         widened(piece[0][i], FAST), centred, slope, offset, sample, sample_position,
@@ -134,7 +134,7 @@ def tile_gradient(
 def write_tile(
     centred, dz, dx_ptr, outside, at, mask, scale, constant, factor, FAST: tl.constexpr, EVICT: tl.constexpr
 ):
-    """dx = scale * dz - (constant + factor * centred) + outside, which is a tuple of one tile or of none."""
+    """Write dx = scale * dz - (constant + factor * centred) + outside, a tuple of one tile or an empty tuple."""
     dx = dz * scale - (centred * factor + constant)
     if len(outside) > 0:
         dx += widened(outside[0], FAST)

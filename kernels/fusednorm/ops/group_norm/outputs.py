@@ -8,7 +8,7 @@ from fusednorm.ops.group_norm.sample import Sample
 
 
 def forward_outputs(x: Tensor, sample: Sample, residual: Tensor | None, dtype: torch.dtype, stats: bool) -> Outputs:
-    """Of a forward pass whose y has that dtype, a field of `Forward` each."""
+    """The outputs of a forward pass whose y has the given dtype, one per field of `Forward`."""
     groups = torch.Size((x.shape[0], sample.groups))
     return (
         Output("y", dtype, as_x=True),
@@ -20,9 +20,9 @@ def forward_outputs(x: Tensor, sample: Sample, residual: Tensor | None, dtype: t
 
 
 def backward_outputs(x: Tensor, parameters: tuple[Tensor | None, ...], residual: bool) -> Outputs:
-    """Of a backward pass, a field of `Backward` each; `parameters` are weight, bias, scale and shift.
+    """The outputs of a backward pass, one per field of `Backward`; `parameters` are weight, bias, scale and shift.
 
-    There is no gradient of those that are None.
+    A parameter that is None has no gradient.
     """
     dx = Output("dx", x.dtype, as_x=True)
     dweight, dbias, dscale, dshift = (

@@ -1,7 +1,7 @@
 """Reduction of partial moments in a fixed order.
 
-Partial results of every GroupNorm algorithm lie as [N, splits, columns] in float32, a column being a channel
-or, where a group is contiguous, a whole group.
+Partial results of every GroupNorm algorithm are float32 [N, splits, columns]; a column is a channel or, if groups
+are contiguous, a whole group.
 """
 
 import triton
@@ -28,7 +28,7 @@ def moments_reduction(
     split_length: int,
     column_length: int,
 ) -> Launch:
-    """mean and rstd of every group from partial results of its columns, as `reduce_moments` takes them."""
+    """The launch that computes mean and rstd of every group from partial results of its columns."""
     arguments = (
         *parts, mean, rstd, mean.shape[1], group_columns, splits, split_length, column_length, eps
     )  # fmt: skip
@@ -41,7 +41,7 @@ def moments_reduction(
 
 
 def reduction_tile(splits: int, columns: int) -> dict[str, int]:
-    """The tile in which one group's partial results are reduced, as wide as its columns where they fit."""
+    """The tile for the reduction of one group's partial results; as wide as its columns if they fit."""
     block_columns = min(64, next_power_of_2(columns))
     block_splits = min(REDUCE_BLOCK // block_columns, next_power_of_2(splits))
     return {
@@ -70,7 +70,7 @@ def reduce_moments(
     Args:
         mean_part_ptr, square_part_ptr: [splits, columns] of the sample; means and sums of squared deviations.
         first_column, group_columns: the group's columns.
-        split_length: values of a column in each split, the last excepted.
+        split_length: values of a column in each split except the last.
         column_length: values of a column in all splits.
     """
     split = tl.arange(0, BLOCK_SPLITS)[:, None]
@@ -123,7 +123,7 @@ def group_norm_reduce_moments_kernel(
     FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """mean and rstd of one group a program."""
+    """One program per group: writes its mean and rstd."""
     let_next_start(EARLY)
     await_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)

@@ -1,8 +1,8 @@
 """Reduction of the backward pass's partial sums in a fixed order: a group's two sums, and gradients of parameters.
 
-Partial sums of dz and of dz * x_hat lie as [N * splits, C] in float32.  BESIDE is for a kernel that follows one
-with which it shares nothing, and which lets it start only when the partial sums are there: it goes on beside that
-one, and ends after it for the sake of what comes next.
+Partial sums of dz and of dz * x_hat are float32 [N * splits, C].  BESIDE is for a kernel that shares no data with
+the previous kernel, which lets it start only when the partial sums are complete.  It runs in parallel with the
+previous kernel and ends after it, because later kernels rely on that order.
 """
 
 import triton
@@ -19,16 +19,16 @@ from fusednorm.ops.group_norm.sample import Sample, pair
 from fusednorm.results import Backward
 
 SUMS_ELEMENTS, SUMS_COLUMNS = 4096, 64
-"""Elements of a tile of the kernel that reduces one group's two sums, and columns, at most."""
+"""The most elements and columns in a tile of the kernel that reduces one group's two sums."""
 
 REDUCE_ROWS, REDUCE_COLUMNS, REDUCE_NUM_WARPS = 512, 8, 8
-"""Tile and warps of the kernel that reduces dweight and dbias: one step for most, and many programs."""
+"""Tile and warps of the kernel that reduces dweight and dbias: many programs, and for most calls one step."""
 
 REDUCE_TWICE_ABOVE, REDUCE_RUNS = 2048, 64
 """Partial rows above which dweight and dbias are reduced in two steps, the first into REDUCE_RUNS rows."""
 
 FEW_ROWS, SOME_ROWS = tl.constexpr(16), tl.constexpr(128)
-"""Rows up to which column sums take tiles of as many: a larger one would be masked for the most part."""
+"""Column sums of at most this many rows use tiles with this many rows: most of a larger tile would be masked."""
 
 
 def group_reduction(
@@ -39,10 +39,10 @@ def group_reduction(
     sums: tuple[Tensor, Tensor],
     early: bool,
 ) -> Launch:
-    """The two sums of each group, [N, groups], from both of channels, [N * splits, C].
+    """The launch that computes the two sums of each group, [N, groups], from those of channels, [N * splits, C].
 
     Args:
-        early: whether the kernel may start before the one before it ends.
+        early: whether the kernel may start before the previous kernel ends.
     """
     block_columns = min(SUMS_COLUMNS, next_power_of_2(sample.channels))
     block_splits = min(SUMS_ELEMENTS // block_columns, next_power_of_2(splits))
@@ -68,13 +68,13 @@ def parameter_reductions(
     *,
     beside: bool = False,
 ) -> list[Launch]:
-    """Gradients of parameters, into `out`, from partial sums [N * splits, C]; none for none.
+    """The launches that write gradients of parameters into `out` from partial sums [N * splits, C]; possibly none.
 
-    dbias and dweight in two steps where there are many samples, or where scale or shift want a sum for each sample.
+    dbias and dweight take two steps if there are many samples, or if scale or shift need a sum for each sample.
 
     Args:
-        early: whether a kernel may start before the one before it ends.
-        beside: whether the kernel before lets the next one start when the partial sums are there.
+        early: whether a kernel may start before the previous kernel ends.
+        beside: whether the previous kernel lets the next one start when the partial sums are complete.
     """
     dz, dz_xhat = parts
     if dz is None or all(t is None for t in (out.dbias, out.dweight, out.dscale, out.dshift)):
@@ -118,7 +118,7 @@ def parameter_reductions(
 
 @triton.jit
 def _sum_rows(first_ptr, second_ptr, first_row, last_row, columns, column, ROWS: tl.constexpr, FAST: tl.constexpr):
-    """Sums over rows from `first_row` to before `last_row` of both [rows, columns], [1, COLUMNS] each."""
+    """Sums of two [rows, columns] tensors over the rows first_row <= row < last_row, [1, COLUMNS] each."""
     sum_1 = tl.zeros((ROWS, column.shape[1]), tl.float32)
     sum_2 = tl.zeros((ROWS, column.shape[1]), tl.float32)
     for first in range(first_row, last_row, ROWS):
@@ -134,7 +134,7 @@ def _sum_rows(first_ptr, second_ptr, first_row, last_row, columns, column, ROWS:
 def _sum_columns(
     first_ptr, second_ptr, first_row, last_row, columns, column, ROWS: tl.constexpr, FAST: tl.constexpr
 ):
-    """`_sum_rows` in tiles of ROWS rows, or of fewer where there are few."""
+    """`_sum_rows` in tiles of ROWS rows, or of fewer for few rows."""
     rows = last_row - first_row
     if rows <= FEW_ROWS:
         sums = _sum_rows(first_ptr, second_ptr, first_row, last_row, columns, column, FEW_ROWS, FAST)
@@ -147,7 +147,7 @@ def _sum_columns(
 
 @triton.jit
 def _slope(weight_ptr, scale_ptr, scale_at, first_column, column, group_columns):
-    """What dz of a group's columns is multiplied by, weight * (1 + scale), float32."""
+    """weight * (1 + scale) of a group's columns, the factor of dz, in float32."""
     mask = column < group_columns
     slope = tl.full(column.shape, 1.0, tl.float32)
     if weight_ptr is not None:
@@ -175,7 +175,7 @@ def group_norm_reduce_sums_kernel(
     FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Sums of g = slope * dz and of g * x_hat over one group a program, from sums over channels."""
+    """One program per group: sums of g = slope * dz and of g * x_hat, from sums over channels."""
     let_next_start(EARLY)
     row = tl.program_id(0).to(tl.int64)
     sample = row // groups
@@ -271,10 +271,9 @@ def group_norm_reduce_rows_kernel(
     EARLY: tl.constexpr,
     BESIDE: tl.constexpr,
 ):
-    """Column sums of [rows, columns], one run of rows a program, cast to the outputs' dtypes.
+    """Column sums of [rows, columns], one run of rows per program, cast to the outputs' dtypes.
 
-    Run once over everything it gives dbias and dweight; run over many runs it gives a shorter array of the
-    same kind.
+    With one run of all rows the result is dbias and dweight; with many runs it is a shorter [runs, columns] array.
     """
     let_next_start(EARLY)
     if not BESIDE:

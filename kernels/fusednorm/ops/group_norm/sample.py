@@ -8,21 +8,21 @@ from torch import Tensor
 from fusednorm.integers import next_power_of_2
 
 MAX_PARTS = 65536
-"""Partial results of one sample that are aimed at, so that reducing them stays a small part of the work."""
+"""The target number of partial results per sample, so that their reduction is a small part of the work."""
 
 WIDE_GROUP = 2**31
-"""Elements from which offsets inside one contiguous group are 64-bit."""
+"""From this number of elements on, offsets inside one contiguous group are 64-bit."""
 
 L2_BYTES = 30 << 20
-"""Of x and dy under way at once that are still found in L2 when they are read again; an H200 has 60 MB."""
+"""Bytes of x and dy that programs can process at once and find in L2 at the second read; an H200 has 60 MB."""
 
 MAX_OFFSET = 2**31
-"""Elements that 32-bit offsets count."""
+"""The number of elements that 32-bit offsets can address."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One sample of x: `groups` groups of `channels` channels of `hw` positions, as memory orders them."""
+    """One sample of x: `groups` groups of `channels` channels of `hw` positions, and its memory layout."""
 
     groups: int
     channels: int
@@ -41,7 +41,7 @@ class Sample:
 
     @property
     def frame_length(self) -> int:
-        """Elements from the 16 bytes on in which a contiguous group starts to its end, at most."""
+        """The most elements between the 16-byte boundary before a contiguous group's start and the group's end."""
         return self.group_length + (7 if self.group_length % 8 else 0)
 
 
@@ -54,14 +54,14 @@ def vector_width(itemsize: int, *sizes: int) -> int:
 
 
 def max_splits(columns: int) -> int:
-    """Parts to cut each of a sample's columns into, at most."""
+    """The most parts into which each column of a sample is divided."""
     return min(512, max(32, MAX_PARTS // columns))
 
 
 def column_width(sample: Sample, itemsize: int) -> int:
-    """Columns of a block: the power of two from 32 to 256 bytes that pads C least, the widest of equals.
+    """Columns of a block: the power of two from 32 to 256 bytes with the least padding of C, the widest if equal.
 
-    Fewer channels than 32 bytes get a block of their own size.
+    If C has fewer than 32 bytes, the block has the size of C.
     """
     vec = vector_width(itemsize, sample.c)
     widths = [max(vec, size // itemsize) for size in (256, 128, 64, 32)]
@@ -71,7 +71,7 @@ def column_width(sample: Sample, itemsize: int) -> int:
 
 
 def stays_in_l2(threads: int, tiles: int, programs: int) -> bool:
-    """Whether the last `tiles` tiles of x and dy of each program, 16 bytes a thread, are found when read again."""
+    """Whether L2 holds each program's last `tiles` tiles of x and dy, 16 bytes per thread, at a second read."""
     return 2 * 16 * threads * tiles * programs <= L2_BYTES
 
 
@@ -82,6 +82,6 @@ def empty_statistics(x: Tensor, sample: Sample) -> tuple[Tensor, Tensor]:
 
 
 def pair(like: Tensor, *shape: int) -> tuple[Tensor, Tensor]:
-    """Memory for two adjacent float32 tensors of that shape, on the device of another tensor."""
+    """Memory for two adjacent float32 tensors of the given shape on the device of `like`."""
     first, second = like.new_empty((2, *shape), dtype=torch.float32).unbind()
     return first, second

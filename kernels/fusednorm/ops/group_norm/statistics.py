@@ -1,4 +1,4 @@
-"""Mean and rstd alone, and the forward pass that starts with them: programs split groups and do not wait."""
+"""Mean and rstd alone, and the forward pass that computes them first: programs split groups and do not wait."""
 
 from functools import lru_cache
 
@@ -12,7 +12,7 @@ from fusednorm.ops.group_norm.sample import Sample, column_width, max_splits, ve
 
 @lru_cache(maxsize=4096)
 def split_forward(sample: Sample, itemsize: int) -> ForwardSplit | ForwardColumns:
-    """The forward configuration that splits groups, whatever their size."""
+    """The forward configuration that splits groups of any size."""
     if sample.channels_last:
         return _columns(sample, itemsize)
     vec = vector_width(itemsize, sample.group_length)
@@ -24,12 +24,12 @@ def split_forward(sample: Sample, itemsize: int) -> ForwardSplit | ForwardColumn
 def plan_statistics(
     x: Tensor, sample: Sample, eps: float, residual: Tensor | None, mean: Tensor, rstd: Tensor
 ) -> list[Launch]:
-    """The launches that fill mean and rstd alone, for a backward pass that needs them and came without."""
+    """The launches that compute only mean and rstd, for a backward pass that needs them and has none."""
     return split_forward(sample, x.element_size()).statistics(x, sample, eps, residual, mean, rstd)
 
 
 def sweep_units(vec: int) -> int:
-    """Vectors of a tile of 16 warps: 16 elements a thread, or 8 where each is an access of its own."""
+    """Vectors of a tile of 16 warps: 16 elements per thread, or 8 if each element is a separate access."""
     return 8192 // vec if vec > 1 else 4096
 
 

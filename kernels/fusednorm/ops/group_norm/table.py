@@ -1,10 +1,10 @@
-"""Launch configurations of GroupNorm by class of groups, a line each, by bytes of an element.
+"""Launch configurations of GroupNorm by class of groups, one per line, by bytes of an element.
 
-`benchmarks.tune.group_norm` times what may stand here.  An entry of FORWARD_CONTIGUOUS serves every group up to its
-number of elements; those of the other tables serve groups of as many channels up to their number of positions, or,
-where samples are streamed, all samples of as many channels and about as many positions (`measured_stream`).
-The first entry that fits the sample and the device is taken; for classes without one `forward_choice`
-and `backward_choice` find a configuration by what it wastes.
+`benchmarks.tune.group_norm` measures the candidates for these tables.  An entry of FORWARD_CONTIGUOUS is for every
+group up to its number of elements.  Entries of the other tables are for groups with its number of channels, up to
+its number of positions; for streamed samples, for all samples with its number of channels and about its number of
+positions (`measured_stream`).  The first entry that fits the sample and the device is used; for classes without an
+entry `forward_choice` and `backward_choice` choose the configuration that wastes the least.
 """
 
 from fusednorm.ops.group_norm.channels_last.backward.cooperative import BackwardCooperativeBlock
@@ -19,8 +19,9 @@ from fusednorm.ops.group_norm.contiguous.forward.resident import ForwardResident
 Contiguous = ForwardResident | ForwardCooperative
 ChannelsLast = ForwardResidentBlock | ForwardCooperativeBlock
 
-# Up to 64 elements a thread are held, by as many warps as leave registers for two programs on a multiprocessor or
-# more; above, what programs share is read again from L1 or L2, and 64 KB a multiprocessor are under way.
+# A thread holds up to 64 elements; the number of warps leaves registers for at least two programs on a
+# multiprocessor.  For larger groups the programs that share one read it again from L1 or L2, and 64 KB per
+# multiprocessor are being loaded.
 FORWARD_CONTIGUOUS: dict[int, tuple[tuple[int, Contiguous], ...]] = {
     2: (
         # 0.80-0.83 (2x640x32x32, 2x1280x16x16)
@@ -65,7 +66,7 @@ FORWARD_CHANNELS_LAST: dict[int, tuple[tuple[int, int, ChannelsLast], ...]] = {
     4: (),
 }
 
-# Parts that channels fill, four programs of four warps on a multiprocessor.
+# Parts that are filled by whole channels; four programs of four warps on a multiprocessor.
 BACKWARD_CONTIGUOUS: dict[int, tuple[tuple[int, int, BackwardCooperative], ...]] = {
     2: (
         # 0.71 (4x128x512x512)
@@ -109,7 +110,7 @@ BACKWARD_CONTIGUOUS: dict[int, tuple[tuple[int, int, BackwardCooperative], ...]]
     ),
 }
 
-# Blocks of 64 to 256 bytes; three programs a multiprocessor where groups straddle vectors.
+# Blocks of 64 to 256 bytes; three programs per multiprocessor if a vector may belong to two groups.
 BACKWARD_CHANNELS_LAST: dict[int, tuple[tuple[int, int, BackwardCooperativeBlock], ...]] = {
     2: (
         # 0.61 (2x1280x16x16)
@@ -118,7 +119,7 @@ BACKWARD_CHANNELS_LAST: dict[int, tuple[tuple[int, int, BackwardCooperativeBlock
     4: (),
 }
 
-# Splits that make one turn of the resident programs, or two, of the samples that were measured.
+# With these splits the resident programs process the measured samples in one iteration, or in two.
 FORWARD_STREAM: dict[int, tuple[tuple[int, int, ForwardStream], ...]] = {
     2: (
         # 0.70 (16x128x64x64)
@@ -142,7 +143,7 @@ FORWARD_STREAM: dict[int, tuple[tuple[int, int, ForwardStream], ...]] = {
     ),
     4: (),
 }
-# Of 4x128x512x512, 1x128x1024x1024 and a video, 32x256x56x56, 4x256x256x256, 16x320x64x64, 8x512x64x64,
+# Measured with 4x128x512x512, 1x128x1024x1024 and a video, 32x256x56x56, 4x256x256x256, 16x320x64x64, 8x512x64x64,
 # 1x512x128x128 and 2x960x128x128.
 BACKWARD_STREAM: dict[int, tuple[tuple[int, int, BackwardStream], ...]] = {
     2: (

@@ -13,26 +13,26 @@ from fusednorm.launch.launch import MAX_VEC, ByRows, can_prefetch, has_lane_a_th
 from fusednorm.results import Backward, Forward
 
 MAX_HEADS = 65535
-"""They are a launch's second axis."""
+"""The limit of the second axis of a launch's grid, which counts heads."""
 
 SINGLE_ROW_COLS = 524289
-"""Columns from which a row that comes alone is taken in parts."""
+"""From this row length on, a call with a single row uses the split algorithm, which divides the row into parts."""
 
 
 class Statistics(NamedTuple):
-    """Results of a forward pass that takes mean and rstd alone."""
+    """Results of a forward pass that computes only mean and rstd."""
 
     mean: Tensor | None
     rstd: Tensor
 
 
 class Layout(NamedTuple):
-    """How the rows of a call's tensors lie.
+    """The memory layout of the rows of a call's tensors.
 
     Attributes:
         heads: HEADS of `jit.heads`.
-        vec: elements of one access: what divides the row length and every stride.
-        sizes: the row length and each tensor's stride, from row to row or from token to token, in units of `vec`.
+        vec: elements of one access, a divisor of the row length and of every stride.
+        sizes: the row length and each tensor's stride between rows or between tokens, in units of `vec`.
     """
 
     heads: str
@@ -48,7 +48,7 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """What the calls of all passes have: x is [rows, cols], or [tokens, heads, cols]."""
+    """The arguments that all passes have; x is [rows, cols] or [tokens, heads, cols]."""
 
     x: Tensor
     weight: Tensor | None = None
@@ -66,7 +66,7 @@ class Call:
 
     @property
     def rows(self) -> int:
-        """Rows, or tokens."""
+        """The number of rows, or of tokens if x has heads."""
         return self.x.shape[0]
 
     @property
@@ -84,7 +84,7 @@ class Call:
 
     @property
     def early(self) -> bool:
-        """Whether a kernel may start before the one before it ends."""
+        """Whether a kernel may start before the previous kernel ends."""
         return since_hopper(self.x.device)
 
     @property
@@ -102,12 +102,12 @@ class Call:
         return (programs,) if self.x.ndim == 2 else (programs, self.x.shape[1])
 
     def most_programs(self, programs_per_sm: int) -> int:
-        """Programs for each head of x that are resident together."""
+        """The number of programs for each head of x that can be resident at the same time."""
         resident = self.multiprocessors * programs_per_sm
         return resident if self.x.ndim == 2 else resident // self.x.shape[1]
 
     def options(self, vec: int) -> dict[str, object]:
-        """Constexprs of every kernel with an epilogue whose sizes come in units of `vec` elements."""
+        """Constexprs of every kernel with an epilogue and with sizes in units of `vec` elements."""
         return {
             "VEC": vec,
             "WEIGHT_OFFSET": float(self.weight_offset),
@@ -115,7 +115,7 @@ class Call:
         }
 
     def refuse_heads(self) -> None:
-        """For kernels that know none.
+        """Refuse heads, for kernels that do not support them.
 
         Raises:
             UnsupportedShapeError: there are heads.
@@ -127,7 +127,7 @@ class Call:
             )
 
     def layout_of_rows(self, max_vec: int = MAX_VEC) -> Layout:
-        """How rows lie, for kernels that know no heads.
+        """The layout of rows, for kernels that do not support heads.
 
         Raises:
             UnsupportedShapeError: there are heads.
@@ -136,10 +136,10 @@ class Call:
         return Layout.of("none", self.cols, row_strides(self.cols, *self.strided), max_vec)
 
     def layout_of_heads(self) -> Layout:
-        """How rows lie, or tokens of heads.
+        """The layout of rows, or of tokens with heads.
 
         Raises:
-            UnsupportedShapeError: too many heads, or heads whose strides no kernel supports.
+            UnsupportedShapeError: there are too many heads, or no kernel supports their strides.
         """
         cols, tensors = self.cols, self.strided
         if self.x.ndim == 2:
@@ -176,34 +176,34 @@ class ForwardCall(Call):
 
     @property
     def scale(self) -> Tensor | None:
-        """Where the scales of float8 rows go."""
+        """The tensor for the scales of float8 rows."""
         return None if isinstance(self.out, Statistics) else self.out.scale
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """The first arguments of the kernels that take a row at once."""
+        """The first arguments of the kernels that do not split a row."""
         return self.x, self.residual, self.weight, self.bias, *self.outputs
 
     def access(self, vec: int) -> dict[str, object]:
-        """How many columns a thread loads at once, and whether those are taken as fewer than 16 bytes.
+        """GROUP, the number of columns that a thread loads at once, and NARROW, whether they have under 16 bytes.
 
-        Where a row may also come in parts, its bits must be those of the parts.
+        Rows that the split algorithm may also process are never NARROW, so that both algorithms give the same bits.
         """
         group = 16 // self.itemsize
         narrow = vec < group and self.cols < SINGLE_ROW_COLS
         return {"GROUP": vec if narrow else group, "NARROW": narrow}
 
     def may_prefetch_rows(self, layout: Layout) -> bool:
-        """Whether rows and parameters may be asked into L2, by the programs of one row each."""
+        """Whether programs of one row each may prefetch rows and parameters into L2."""
         return layout.heads == "none" and can_prefetch(layout.vec, self.x, self.weight, self.bias, self.residual)
 
     @property
     def program_a_row(self) -> ByRows | None:
-        """How a launch of a program for each row follows from their number."""
+        """How a launch with one program per row depends on the number of rows; None with heads."""
         return ByRows() if self.x.ndim == 2 else None
 
     def merges_as_equals(self, vec: int) -> bool:
-        """Whether the moments of lanes may be merged as those of sets of as many values."""
+        """Whether the moments of lanes may be merged as moments of sets of equal size."""
         # Narrow accesses are not merged at all.
         return bool(self.access(vec)["NARROW"]) or has_lane_a_thread(min(16, vec * self.itemsize), *self.tensors)
 
@@ -230,7 +230,7 @@ class BackwardCall(Call):
 
     @property
     def gradients(self) -> tuple[Tensor | None, ...]:
-        """dx, and dresidual where that is another tensor."""
+        """dx, and dresidual if it is a separate tensor."""
         return self.out.dx, None if self.out.dresidual is self.out.dx else self.out.dresidual
 
     @property
@@ -240,10 +240,10 @@ class BackwardCall(Call):
 
     @property
     def early_reduce(self) -> bool:
-        """Whether a kernel follows that adds up partials, and may start before the one before it ends."""
+        """Whether a kernel that adds up partials follows and may start before the previous kernel ends."""
         return (self.out.dweight is not None or self.out.dbias is not None) and self.early
 
 
 def row_strides(cols: int, *tensors: Tensor | None) -> tuple[int, ...]:
-    """Elements from row to row, or token to token; cols where it does not matter: it costs no vector width."""
+    """Strides between rows or tokens in elements; for None or one row cols, which does not narrow the accesses."""
     return tuple(cols if tensor is None or tensor.shape[0] == 1 else tensor.stride(0) for tensor in tensors)

@@ -1,8 +1,8 @@
-"""Several LayerNorms in a row: x is read once, y written once, all between stays float32.
+"""Several LayerNorms one after another; y is written once, and values between the norms stay float32.
 
-`weight_ptrs` and `bias_ptrs` are tuples with an entry for each of NORMS norms, None where it has no such parameter;
-Triton 3.6 cannot take the length of a tuple with None in it.  Sizes and strides arrive in units of VEC elements, as
-in `forward.tile`.
+`weight_ptrs` and `bias_ptrs` are tuples with an entry for each of NORMS norms, None where a norm has no such
+parameter.  NORMS is an argument because Triton 3.6 cannot compute the length of a tuple that contains None.  Sizes
+and strides are in units of VEC elements, as in `forward.tile`.
 """
 
 from dataclasses import dataclass
@@ -42,12 +42,12 @@ class ChainCall:
 
     @property
     def layout(self) -> Layout:
-        """How rows lie."""
+        """The layout of the rows."""
         cols = self.x.shape[1]
         return Layout.of("none", cols, row_strides(cols, self.x), MAX_VEC)
 
     def ahead(self, ahead_per_sm: int) -> int:
-        """Programs from that of a row to that of the row that it asks into L2."""
+        """How many programs ahead of its own a program prefetches a row into L2."""
         return ahead_per_sm * multiprocessor_count(self.x.device)
 
     def options(self, vec: int) -> dict[str, object]:
@@ -102,9 +102,9 @@ def layer_norm_chain_tile_kernel(
     PREFETCH: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """A tile of ROWS rows a program, held in registers as CHUNKS blocks of BLOCK_N columns from norm to norm.
+    """One tile of ROWS rows per program; it stays in registers, as CHUNKS blocks of BLOCK_N columns, for all norms.
 
-    With PREFETCH, ROWS 1, the row of the program `ahead` programs on is asked into L2.
+    With PREFETCH (ROWS is 1) a program prefetches the row of the program `ahead` programs later into L2.
     """
     cols = col_units * VEC
     n = cols.to(tl.float32)
@@ -138,7 +138,7 @@ def layer_norm_chain_tile_kernel(
 def _after_norms(
     x_ptr, x_row, weight_ptrs, bias_ptrs, roughs, shifts, rstds, at, mask, EVICT: tl.constexpr, FAST: tl.constexpr
 ):
-    """A chunk of x after as many norms as have their moments in `roughs`, `shifts` and `rstds`."""
+    """A chunk of x after the first norms, those whose moments are in `roughs`, `shifts` and `rstds`."""
     h = load_rows(x_ptr, None, x_row + at, x_row + at, mask, EVICT, FAST)
     for norm in tl.static_range(len(rstds)):
         h = normalised(
@@ -174,7 +174,7 @@ def _sweep_moments(
 ):
     """`jit.moments.sweep_moments` of x after the norms whose moments are known, for rows longer than BLOCK_N.
 
-    The first chunk, a full one, has the pivots; every other norm goes through the rest of them backwards.
+    The pivots are from the first chunk, which is full; every second norm reads the other chunks backwards.
     """
     lanes: tl.constexpr = BLOCK_N // GROUP
     col = tl.arange(0, lanes)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -217,9 +217,9 @@ def layer_norm_chain_sweep_kernel(
     PREFETCH: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """One row a program: a sweep for each norm's moments, which applies the norms before it, then one that writes.
+    """One row per program: for each norm a sweep that computes its moments, then a sweep that writes y.
 
-    Sweeps change direction, so that each begins with what the one before it left in the cache.
+    Sweeps alternate in direction, so that each starts with data that the previous sweep left in the cache.
     """
     cols = col_units * VEC
     row = tl.program_id(0).to(tl.int64) + tl.zeros((1, 1), tl.int64)

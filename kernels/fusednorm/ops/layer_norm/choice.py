@@ -31,10 +31,10 @@ from fusednorm.ops.layer_norm.table import BackwardConfig, ForwardConfig
 from fusednorm.policy.waiting import may_wait
 
 MOST_BYTES_WITH_RESIDUAL = 96 << 10
-"""Of a row that one program holds with a residual: at 128 KB, nothing but the next row's prefetch overlaps."""
+"""The largest row that one program holds with a residual: at 128 KB, only the next row's prefetch would overlap."""
 
 _REGISTERS_BESIDE = 48
-"""Of a thread, for all but the row that it holds."""
+"""Registers of a thread besides those for its part of the row."""
 
 Config = TypeVar("Config", ForwardConfig, BackwardConfig)
 
@@ -60,8 +60,8 @@ def choose_forward(
 ) -> ForwardConfig:
     """The forward configuration for rows of `cols` elements of `itemsize` bytes.
 
-    A residual needs more registers; programs that share rows know no heads.  A `single` row may be taken in another
-    way than several, for the same bits.
+    A residual needs more registers; programs that share rows do not support heads.  A `single` row may use another
+    algorithm than several rows, with the same bits.
     """
     choices = _choices(cols, itemsize, tables.FORWARD, tables.FORWARD_UNALIGNED)
     if residual:
@@ -74,7 +74,8 @@ def choose_forward(
         if heads:
             return choose_sweep(cols)
         if not may_wait():
-            # Beyond, one program a row reaches 0.20 of a copy, and parts 0.54 (bfloat16, 16 rows of 2^20).
+            # For longer rows one program a row reaches 0.20 of a copy's speed, and parts 0.54 (bfloat16, 16 rows of
+            # 2^20).
             return choose_sweep(cols) if cols < SINGLE_ROW_COLS else tables.FORWARD_SPLIT[itemsize]
         if residual:
             choice = replace(choice, programs_per_sm=12 // choice.num_warps)
@@ -85,15 +86,15 @@ def choose_forward(
 
 
 def _with_residual(choice: ForwardResident, itemsize: int) -> ForwardResident | None:
-    """`choice` with as many programs as leave registers for a residual, or None if not even one has them.
+    """`choice` with fewer programs, so that registers suffice for a residual; None if they do not suffice for one.
 
-    With twice the bytes of a row, one row a multiprocessor is far enough ahead: 1.01 of a copy with one, 0.98 with
-    two (8192 columns in bfloat16, 4096 in float32).
+    A residual doubles the bytes of a row, so a prefetch of one row per multiprocessor is enough: 1.01 of a copy
+    with one, 0.98 with two (8192 columns in bfloat16, 4096 in float32).
     """
     registers = 2 * choice.chunks * 2 * itemsize + _REGISTERS_BESIDE
     programs = REGISTERS_PER_SM // (32 * choice.num_warps * registers)
     if itemsize == 4:
-        programs = max(1, programs)  # In float32 the sum takes the row's place.
+        programs = max(1, programs)  # In float32 the sum replaces the row in its registers.
     if not programs:
         return None
     ahead = min(1, choice.ahead_per_sm)
@@ -101,13 +102,13 @@ def _with_residual(choice: ForwardResident, itemsize: int) -> ForwardResident | 
 
 
 def choose_statistics(cols: int, itemsize: int, multiprocessors: int, residual: bool) -> ForwardConfig:
-    """The configuration for mean and rstd alone."""
+    """The configuration of a pass that computes only mean and rstd."""
     choice = choose_forward(cols, itemsize, multiprocessors, residual)
     return choose_sweep(cols) if isinstance(choice, ForwardTile | ForwardResident) else choice
 
 
 def choose_sweep(cols: int) -> ForwardSweep:
-    """The configuration that reads rows of `cols` columns twice, whatever their dtype."""
+    """The configuration that reads rows of `cols` columns twice, the same for all dtypes."""
     block = min(1 << (cols.bit_length() - 2), 8192)
     return ForwardSweep(block, num_warps=max(1, block // 256))
 
@@ -127,7 +128,7 @@ def choose_backward(cols: int, itemsize: int, multiprocessors: int, plain: bool)
 
 
 def choose_tile(cols: int) -> ForwardTile | None:
-    """The tile of float8 passes and chains over rows of `cols` columns, None where they are too long to hold."""
+    """The tile of float8 passes and chains for rows of `cols` columns; None if registers cannot hold such a row."""
     return next((tile for limit, tile in tables.TILES if cols <= limit), None)
 
 
@@ -175,7 +176,7 @@ def plan_backward(call: BackwardCall, config: BackwardConfig | None = None) -> l
 
 
 def plan_float8(call: ForwardCall) -> list[Launch]:
-    """The launch of a forward pass whose y is float8_e4m3fn and whose scale takes rows' scales.
+    """The launch of a forward pass that writes y as float8_e4m3fn, and a scale for each row.
 
     Raises:
         UnsupportedShapeError: x has heads.
@@ -198,7 +199,7 @@ def plan_chain(call: ChainCall) -> list[Launch]:
 
 
 def _with_statistics(call: BackwardCall) -> tuple[BackwardCall, list[Launch]]:
-    """The call with mean and rstd, and what fills them first where they did not come."""
+    """The call with mean and rstd; if it had none, also the launches that compute them first."""
     if call.rstd is not None:
         return call, []
     rstd = call.x.new_empty(call.rows, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Parameters, the affine step's gradient and h's: what the backward kernels of LayerNorm and RMSNorm share."""
+"""Code of LayerNorm's and RMSNorm's backward kernels: parameters, and the gradients of the affine step and of h."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from fusednorm.jit.epilogue import activation_derivative, dropout_keep_tile
 
 @triton.jit
 def stored_parameter(ptr, col, col_mask, DEFAULT: tl.constexpr):
-    """weight or bias as it lies in memory, or DEFAULT where there is none."""
+    """weight or bias in the dtype of memory, or DEFAULT if ptr is None."""
     if ptr is not None:
         return tl.load(ptr + col, mask=col_mask, other=0.0)
     else:
@@ -36,7 +36,7 @@ def affine_gradient(
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """dz: dy taken back through dropout and the activation to the output of the affine step."""
+    """dz: the gradient of the affine step's output, from dy through dropout and the activation."""
     dz = dy
     if DROPOUT:
         keep = dropout_keep_tile(seed, row, first_col // 4, dropout_threshold, dy.shape[0], dy.shape[1])
@@ -48,7 +48,7 @@ def affine_gradient(
 
 @triton.jit
 def store_input_gradient(gradient, dx_ptr, dresidual_ptr, start, col, mask, EVICT: tl.constexpr):
-    """The gradient of h, in x's dtype and once more in the residual's where that has another."""
+    """Write the gradient of h in x's dtype, and also in the residual's dtype if it differs."""
     tl.store(
         dx_ptr + start + col,
         gradient.to(dx_ptr.dtype.element_ty),

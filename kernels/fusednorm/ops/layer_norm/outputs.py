@@ -8,7 +8,7 @@ from fusednorm.arguments.outputs import Output, Outputs
 
 
 def forward_outputs(residual: Tensor | None, dtype: torch.dtype, stats: bool, is_rms: bool) -> Outputs:
-    """Of a forward pass whose y has that dtype, a field of `Forward` each."""
+    """The outputs of a forward pass whose y has the given dtype, one per field of `Forward`."""
     return (
         Output("y", dtype),
         Output("mean", torch.float32, axes_less=1) if stats and not is_rms else None,
@@ -19,7 +19,7 @@ def forward_outputs(residual: Tensor | None, dtype: torch.dtype, stats: bool, is
 
 
 def backward_outputs(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> Outputs:
-    """Of a backward pass, a field of `Backward` each; without a parameter's gradient where that is None."""
+    """The outputs of a backward pass, one per field of `Backward`; no gradient for a parameter that is None."""
     dx = Output("dx", x.dtype)
     dresidual = None if residual is None else dx
     if residual is not None and residual.dtype != x.dtype:

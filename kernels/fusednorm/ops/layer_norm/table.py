@@ -1,7 +1,7 @@
-"""Launch tables of LayerNorm and RMSNorm: for each row length, the configuration that was fastest.
+"""Launch tables of LayerNorm and RMSNorm: the fastest configuration for each row length.
 
-They are indexed by the bytes of an element of x.  An entry is used for all rows up to its number of columns, so
-the number of compiled kernels is bounded.
+They are indexed by the size of an element of x in bytes.  An entry is used for all rows up to its number of
+columns, so the number of compiled kernels is bounded.
 """
 
 from fusednorm.ops.layer_norm.backward.cooperative import BackwardCooperative
@@ -16,7 +16,7 @@ from fusednorm.ops.layer_norm.forward.tile import ForwardTile
 ForwardConfig = ForwardTile | ForwardResident | ForwardSweep | ForwardCooperative | ForwardSplit
 BackwardConfig = BackwardTile | BackwardCooperative | BackwardSplit
 
-# Measured on an H200 (`benchmarks.tune.layer_norm`), x of 256 MiB; the comment is the fraction of a copy reached.
+# Measured on an H200 (`benchmarks.tune.layer_norm`), x of 256 MiB; comments are fractions of a copy's speed.
 FORWARD: dict[int, tuple[tuple[int, ForwardConfig], ...]] = {
     2: (
         (16, ForwardTile(32, 1, 16, num_warps=2)),
@@ -77,15 +77,15 @@ FORWARD: dict[int, tuple[tuple[int, ForwardConfig], ...]] = {
         (2**31, ForwardCooperative(2, num_warps=8, programs_per_sm=2, lag=3, ahead=1)),  # 0.81
     ),
 }
-# Rows beyond what resident programs share, and a single one from SINGLE_ROW_COLS on: parts like the slabs of the
-# last entry above, so that a row has the same bits either way.
+# Rows that are too long for the resident programs together, and a single row from SINGLE_ROW_COLS on.  The parts
+# have the size of the slabs of the last entry above, so that a row has the same bits with both algorithms.
 FORWARD_SPLIT = {
     2: ForwardSplit(4, num_warps=8, slab_chunks=2, slab_num_warps=4, rows=16),  # 0.54-0.60
     4: ForwardSplit(2, num_warps=8, slab_chunks=1, slab_num_warps=4, rows=16),  # 0.48-0.61
 }
 
-# In place of the entry for rows of first to last columns that are no multiple of 16 bytes: narrow accesses, no
-# prefetch, so more warps.
+# These entries replace those of FORWARD for rows of (first, last) columns whose size is no multiple of 16 bytes:
+# accesses are narrow and nothing is prefetched, so there are more warps.
 FORWARD_UNALIGNED: dict[int, tuple[tuple[int, int, ForwardConfig], ...]] = {
     2: (
         (513, 1024, ForwardResident(4, num_warps=1, programs_per_sm=16)),  # 0.80 (1001)
@@ -95,7 +95,7 @@ FORWARD_UNALIGNED: dict[int, tuple[tuple[int, int, ForwardConfig], ...]] = {
     4: ((513, 1024, ForwardResident(4, num_warps=1, programs_per_sm=12)),),  # 0.99 (1001)
 }
 
-# In place of the entry for rows of first to last columns that come with a residual.
+# These entries replace those of FORWARD for rows of (first, last) columns with a residual.
 FORWARD_WITH_RESIDUAL: dict[int, tuple[tuple[int, int, ForwardConfig], ...]] = {
     2: (),
     4: (
@@ -172,15 +172,15 @@ BACKWARD_UNALIGNED: dict[int, tuple[tuple[int, int, BackwardConfig], ...]] = {
     ),
 }
 
-# Where programs cannot wait for one another, or a row is too long for all of them together.
+# For devices where programs cannot wait for one another, and rows that are too long for all programs together.
 BACKWARD_SPLIT = {
     2: BackwardSplit(4096, 8, rows=1, block_n=2048, num_warps=4, stages=4, programs_per_sm=2),  # 0.56-0.58
     4: BackwardSplit(4096, 8, rows=1, block_n=1024, num_warps=4, stages=4, programs_per_sm=2),  # 0.55-0.59
 }
 
-# For float8 and for chains: tiles held in registers from the first pass to the last, float32 whatever x's dtype.
-# 16 to 56 values a thread: with what else a kernel needs about twice as many registers, so that 64 KB and more
-# of 16-bit rows are under way on a multiprocessor.  An entry serves every row up to its number of columns.
+# For float8 and for chains: tiles stay in registers for all passes, as float32 for every dtype of x.  A thread has
+# 16 to 56 values; a kernel needs about twice as many registers in total, so that a multiprocessor loads 64 KB or
+# more of 16-bit rows at a time.  An entry is used for every row up to its number of columns.
 TILES = (
     (16, ForwardTile(32, 1, 16, num_warps=2)),
     (64, ForwardTile(32, 1, 64, num_warps=4)),
@@ -204,15 +204,15 @@ TILES = (
     (16384, ForwardTile(1, 1, 16384, num_warps=16)),
 )
 
-# Float8 rows that are not held.  Two programs a multiprocessor, one of which reads while the other reduces, as long
-# as all rows under way fit L2 with room to spare; then one.
+# Float8 rows that do not stay in registers.  A multiprocessor has two programs, one of which reads while the other
+# reduces, as long as the rows of all programs fit well into L2; longer rows have one program.
 FLOAT8_SWEEP: dict[int, tuple[tuple[int, ForwardSweep], ...]] = {
     2: ((65536, ForwardSweep(8192, num_warps=16, ahead_per_sm=1)), (2**31, ForwardSweep(16384, num_warps=32))),
     4: ((32768, ForwardSweep(4096, num_warps=16, ahead_per_sm=1)), (2**31, ForwardSweep(8192, num_warps=32))),
 }
 
-# Rows of chains that are not held: one access a thread in each chunk, which leaves registers for the parameters of
-# several norms.
+# Rows of chains that do not stay in registers: each thread has one access per chunk, which leaves registers for the
+# parameters of several norms.
 CHAIN_SWEEP = {
     2: ForwardSweep(4096, num_warps=16, ahead_per_sm=1),
     4: ForwardSweep(2048, num_warps=16, ahead_per_sm=1),

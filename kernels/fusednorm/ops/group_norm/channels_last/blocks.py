@@ -1,8 +1,8 @@
-"""Blocks of channels-last columns, and vectors of them, as the backward kernels take them; and runs of a vector.
+"""Blocks of channels-last columns in the backward kernels, their vectors, and runs of a vector.
 
-A tile is [LANES, GROUP], a lane for each thread and GROUP neighbouring columns, a vector, what it loads at once.
-CV lanes side by side are a block's columns, the next ones those of the next position.  A lane keeps its columns for
-all positions.
+A tile is [LANES, GROUP]: one lane per thread, which loads a vector of GROUP adjacent columns at once.  CV adjacent
+lanes hold a block's columns of one position, the next CV lanes those of the next position.  A lane has the same
+columns at all positions.
 """
 
 import triton
@@ -18,7 +18,7 @@ ASK: tl.constexpr = tl.constexpr(_ASK)
 
 
 def most_touched(size: int, window: int) -> int:
-    """Intervals of `size`, one behind another, that a window at a multiple of its own size touches at most."""
+    """The most consecutive intervals of `size` that a window, at a multiple of its own size, overlaps."""
     if window % size == 0:
         return window // size
     return 1 if size % window == 0 else (window - 2) // size + 2
@@ -35,7 +35,7 @@ def vector_mask(vector, block_units, first_column, c, EVEN: tl.constexpr):
 
 @triton.jit
 def of_columns(values, place):
-    """A value for each column from those of the groups that its vector touches, `place` being which of them."""
+    """A value for each column from the values of the groups that its vector touches; `place` selects the group."""
     value = values[0]
     for i in tl.static_range(1, len(values)):
         value = tl.where(place == i, values[i], value)
@@ -44,7 +44,7 @@ def of_columns(values, place):
 
 @triton.jit
 def load_statistic(ptr, first_group, vector_group, last_group, place, LABELS: tl.constexpr):
-    """A float32 statistic for each column, whose vector touches LABELS groups from `vector_group` on at most."""
+    """A float32 statistic for each column; its vector touches at most LABELS groups from `vector_group` on."""
     values = ()
     for i in tl.static_range(LABELS):
         values = values + (tl.load(ptr + first_group + tl.minimum(vector_group + i, last_group)),)
@@ -53,7 +53,7 @@ def load_statistic(ptr, first_group, vector_group, last_group, place, LABELS: tl
 
 @triton.jit
 def prefetch_tile(ptrs, wanted):
-    """Bring what a tile points to into L2, without waiting for it."""
+    """Prefetch the addresses of a tile into L2, without waiting."""
     tl.inline_asm_elementwise(
         ASK, "=r,l,r", [ptrs.to(tl.int64), wanted.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
     )

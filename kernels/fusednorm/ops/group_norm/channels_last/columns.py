@@ -1,12 +1,11 @@
-"""Blocks of channels-last columns read in tiles: their moments, then what is written.
+"""Blocks of channels-last columns read in tiles: their moments and their outputs.
 
-A program owns a block of columns (channels) and takes positions in tiles [ROWS, CV, VEC]: VEC channels are
-one 128-bit access of one thread, and a thread keeps its channels throughout, so parameters and
-statistics are loaded once.  Groups of any width share tiles: moments are kept per channel and reduced to
-groups at the end.
+A program owns a block of columns (channels) and processes positions in tiles [ROWS, CV, VEC]: VEC channels are one
+128-bit access of one thread, and a thread has the same channels at all positions, so it loads parameters and
+statistics once.  A tile may hold groups of any width: moments are per channel and reduced to groups at the end.
 
-Each row of a tile holds its own pivot of a channel; as in the contiguous kernels, with n values a row of the
-tile what cancels is n * 2^-24 of the result at worst.
+Each row of a tile has its own pivot of a channel; as in the contiguous kernels, with n values per row of the tile
+the error from cancellation is at most n * 2^-24 of the result.
 """
 
 import triton
@@ -19,7 +18,7 @@ from fusednorm.jit.reductions import rounded_product, sum_pair
 
 @triton.jit
 def _residual_at(at, row, column, hw, OTHER: tl.constexpr):
-    """Where the residual of positions `row` of each column lies: where x does, or, OTHER, with positions last."""
+    """Offsets of the residual at positions `row` of each column: those of x or, if OTHER, with positions last."""
     if OTHER:
         return column * hw + row
     else:
@@ -45,7 +44,7 @@ def channel_moments(
 
     Args:
         x_ptr, residual_ptr: the sample's first element.
-        hw, OTHER: positions of the sample, and whether the residual is contiguous, as `_residual_at` takes them.
+        hw, OTHER: the number of positions, and whether the residual is contiguous: arguments of `_residual_at`.
         column: [1, CV, VEC] int32.
         column_mask: [1, CV, 1], which vectors of columns exist.
     """
@@ -116,10 +115,10 @@ def normalise_rows(
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """Write first_row <= row < last_row of a block of columns, the last rows first, UNROLL tiles a step.
+    """Write first_row <= row < last_row of a block of columns, the last rows first, UNROLL tiles per step.
 
-    The loads of a step come first, so that all are in flight while one tile at a time is held in float32.
-    `mean`, `scale` and `bias` are [1, CV, VEC]; pointers are the sample's.
+    A step starts with all its loads, so that they are in flight together, and then holds one tile at a time in
+    float32.  `mean`, `scale` and `bias` are [1, CV, VEC]; pointers are the sample's.
     """
     row = tl.arange(0, ROWS)[:, None, None]
     at = row.to(tl.int64) * row_stride + column
@@ -154,7 +153,7 @@ def statistic_of_columns(ptr, column, column_mask):
 
 @triton.jit
 def block_of_columns(first_unit, end_unit, CV: tl.constexpr, VEC: tl.constexpr, EVEN: tl.constexpr):
-    """The columns [1, CV, VEC] of CV vectors from first_unit on, and which vectors exist: all when EVEN.
+    """The columns [1, CV, VEC] of CV vectors from first_unit on, and which vectors exist: all if EVEN.
 
     A constant mask is dropped.
     """

@@ -1,16 +1,16 @@
-"""Programs that share several groups tell one another two sums a group, while all of them run.
+"""Exchange of two sums per group between running programs that share several groups.
 
-Two steps, since a block of columns holds many groups and a group many contributors: each program posts its part of
-every group that it touches; one program for each group, its leader, collects the parts and posts their total; and
-whoever touches the group collects that.  Where a group is all that its programs share, each collects the parts
-itself, which spares a step.  For cooperative launches alone; tags, the header and the last program's duty are those
+It has two steps, since a block of columns holds many groups and a group has many contributors.  Each program posts
+its part of every group that it touches.  One program for each group, its leader, collects the parts and posts their
+total, which all programs that touch the group collect.  If programs share a single group, each collects the parts
+itself, which saves a step.  Only for cooperative launches; tags, the header and the last program's task are those
 of `jit.exchange`.
 
-Slots are those of `post_pairs`: one for a group's total and one for each contributor behind it.  Turns take turns
-in DEPTH sets of slots, a power of two.  A program that collects the totals of turn n - LAG before it posts its
-parts of turn n needs DEPTH >= LAG: the leader had then read the parts of turn n - LAG; and before it posts a total
-anew, all contributors have posted parts of the same turn.  Without a leader it needs DEPTH >= 2 * LAG, as rounds
-of `jit.exchange` do.
+Slots are those of `post_pairs`: one for a group's total, followed by one for each contributor.  Rounds use DEPTH
+sets of slots in turn; DEPTH is a power of two.  A program that collects the totals of round n - LAG before it posts
+its parts of round n needs DEPTH >= LAG: the leader has then read the parts of round n - LAG; and before it posts
+another total in the same slot, all contributors have posted parts of that round.  Without a leader it needs DEPTH
+>= 2 * LAG, as rounds of `jit.exchange` do.
 """
 
 import triton
@@ -22,7 +22,7 @@ from fusednorm.jit.reductions import total_pair
 
 @triton.jit
 def slots_of_group(exchange_ptr, team, tag, group, team_groups, contributors, DEPTH: tl.constexpr):
-    """Where a group's total is posted in the turn `tag`; its contributors' parts follow, PAIR_WORDS each."""
+    """The slot of a group's total in the round `tag`; slots of its contributors' parts follow, PAIR_WORDS each."""
     turn = (tag & (DEPTH - 1)).to(tl.int32)
     return (
         exchange_ptr
@@ -33,7 +33,7 @@ def slots_of_group(exchange_ptr, team, tag, group, team_groups, contributors, DE
 
 @triton.jit
 def total_of_parts(total_ptr, tag, present, SLOTS: tl.constexpr, FAST: tl.constexpr):
-    """Both sums of the parts behind `total_ptr`, of which `present` [SLOTS] exist, the first among them; waits."""
+    """Wait for the parts after `total_ptr` and add them up; `present` [SLOTS] masks them, and the first exists."""
     slot = tl.where(present, tl.arange(0, SLOTS), 0)
     part_g, part_g_xhat = collect_pairs(total_ptr + PAIR_WORDS + slot * PAIR_WORDS, tag)
     return total_pair(tl.where(present, part_g, 0.0), tl.where(present, part_g_xhat, 0.0), FAST)
@@ -44,9 +44,9 @@ def post_totals(
     exchange_ptr, team, tag, member, members, groups, team_groups, channels, block_columns, contributors,
     OVERLAP: tl.constexpr, SLOTS: tl.constexpr, DEPTH: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Add up, and post, the parts of every `members`th of the `groups` groups, of which `member` is the leader.
+    """Add up the parts of the groups whose leader is `member`, every `members`th of `groups`, and post the totals.
 
-    A group has parts from each block of `block_columns` columns that it lies in, OVERLAP at most.
+    A group has parts from each block of `block_columns` columns that it overlaps, at most OVERLAP.
     """
     slot = tl.arange(0, SLOTS)
     for group in range(member, groups, members):

@@ -1,10 +1,10 @@
-"""Pieces of channels-last samples that stay in registers as they lie in memory: loading, moments, writing.
+"""Pieces of channels-last samples that stay in registers in the dtype of memory: loads, moments, stores.
 
-A piece is some positions of a block of columns (channels of whole groups): a tuple of chunks [LANES, VEC], a lane
-for each thread and VEC neighbouring columns, a vector, what it loads at once.  CV lanes side by side are a block's
-columns, the next ones those of the next of ROWS positions.  (Of [ROWS, CV, VEC] the compiler gives neighbouring
-threads neighbouring positions.)  A lane keeps its columns for the whole piece, and its sums apart for KEEP runs of
-them, each of which lies in one group: 1 where groups are multiples of VEC columns.
+A piece is some positions of a block of columns (channels of whole groups): a tuple of chunks [LANES, VEC], with one
+lane per thread, which loads a vector of VEC adjacent columns at once.  CV adjacent lanes hold a block's columns of
+one position, the next CV lanes those of the next of ROWS positions.  (For [ROWS, CV, VEC] the compiler would give
+adjacent threads adjacent positions.)  A lane has the same columns in the whole piece.  It has separate sums for
+KEEP runs of its columns, each within one group; KEEP is 1 if groups are multiples of VEC columns.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from fusednorm.ops.group_norm.sample import Sample, vector_width
 class BlockTile:
     """A chunk of a block of columns: `rows` positions of `vectors` accesses of `vec` elements.
 
-    Each thread's columns are kept apart as `keep` runs, of which none spans groups.
+    Each thread has separate sums for `keep` runs of its columns; no run spans two groups.
     """
 
     vec: int
@@ -36,7 +36,7 @@ class BlockTile:
 
 
 def block_tile(sample: Sample, block_groups: int, num_warps: int, itemsize: int) -> BlockTile:
-    """The chunk in which one access a thread covers a block of `block_groups` groups' columns."""
+    """The chunk in which one access per thread covers the columns of a block of `block_groups` groups."""
     columns = block_groups * sample.channels
     vec = vector_width(itemsize, sample.c, columns)
     vectors = next_power_of_2(columns // vec)
@@ -44,7 +44,7 @@ def block_tile(sample: Sample, block_groups: int, num_warps: int, itemsize: int)
 
 
 def block_options(sample: Sample, block_groups: int, num_warps: int, tile: BlockTile) -> dict[str, object]:
-    """Constexprs of the kernels that take pieces of blocks, and their warps."""
+    """Constexprs of the kernels that process pieces of blocks, and their number of warps."""
     columns = block_groups * sample.channels
     return {
         "VEC": tile.vec,
@@ -74,7 +74,7 @@ def row_of_lane(ROWS: tl.constexpr, CV: tl.constexpr):
 def columns_of(
     block, block_units, column_units, ROWS: tl.constexpr, CV: tl.constexpr, VEC: tl.constexpr, EVEN: tl.constexpr
 ):
-    """The columns [LANES, VEC] of a block, and which lanes' vectors exist, [LANES, 1]: all when EVEN."""
+    """The columns [LANES, VEC] of a block, and which lanes' vectors exist, [LANES, 1]: all if EVEN."""
     unit = tl.arange(0, ROWS * CV)[:, None] % CV
     column = (block * block_units + unit) * VEC + tl.arange(0, VEC)[None, :]
     if EVEN:
@@ -89,9 +89,9 @@ def load_rows(
     ptr, base, at, stride, rows, column_mask,
     FULL: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
-    """`rows` positions from ptr + base on; masked elements are 0.  The tuple is empty where ptr is None.
+    """Load `rows` positions from ptr + base on; masked elements are 0, and the tuple is empty if ptr is None.
 
-    `at` [LANES, VEC] are the offsets of a chunk's elements and `stride` leads from position to position.
+    `at` [LANES, VEC] are the offsets of a chunk's elements; `stride` is between positions.
     """
     row = row_of_lane(ROWS, at.shape[0] // ROWS)
     chunks = ()
@@ -111,8 +111,8 @@ def run_moments(
 ):
     """Mean and sum of squared deviations of each run of columns over a piece's `rows` positions, [1, CV * KEEP].
 
-    A thread's sums are about a pivot, the mean of its first values; with n positions a thread, what cancels is
-    n * 2^-24 of the result at worst.
+    A thread's sums are about a pivot, the mean of its first values; with n positions per thread, the error from
+    cancellation is at most n * 2^-24 of the result.
     """
     first = runs_of(chunk_of(chunks, residuals, 0, FAST), KEEP)
     lanes: tl.constexpr = first.shape[0]
@@ -136,7 +136,7 @@ def run_moments(
     distance = sum_1 / tl.maximum(count, 1.0)
     share = rounded_product(count / total + tl.zeros_like(pivot), pivot + distance, FAST)
     rough = tl.sum(_by_position(share, ROWS), 0, keep_dims=True)
-    # The same for all positions of a run, as lanes.
+    # A lane for each position; all positions of a run have the same value.
     rough_of_lane = tl.reshape(tl.broadcast_to(rough, (ROWS, rough.shape[1])), pivot.shape)
     delta = (pivot - rough_of_lane) + distance
     weighted = count * delta
@@ -155,13 +155,13 @@ def _by_position(value, ROWS: tl.constexpr):
 
 @triton.jit
 def reduce_to_groups(mean, square, belongs, runs, run_length, FAST: tl.constexpr):
-    """Mean and sum of squared deviations of each group, [GROUPS], from those of runs of as many values each.
+    """Mean and sum of squared deviations of each group, [GROUPS], from those of runs of equal size.
 
     Args:
         mean, square: [1, CV * KEEP].
-        belongs: [CV * KEEP, GROUPS], whether a run is of a group.
-        runs: runs of a group, float32.
-        run_length: values of a run, float32.
+        belongs: [CV * KEEP, GROUPS], whether a run belongs to a group.
+        runs: the number of runs of a group, float32.
+        run_length: the number of values of a run, float32.
     """
     shape: tl.constexpr = belongs.shape
     mean = tl.reshape(mean, (shape[0], 1))
@@ -180,7 +180,7 @@ def reduce_to_groups(mean, square, belongs, runs, run_length, FAST: tl.constexpr
 def merge_members(mean, square, count, total, FAST: tl.constexpr):
     """Mean and sum of squared deviations of each group, [GROUPS], from [SLOTS, GROUPS] of all members.
 
-    `count` [SLOTS, 1] is the values of each member, 0 where there is none; `total` their sum.
+    `count` [SLOTS, 1] is the number of values of each member, 0 in unused slots; `total` is their sum.
     """
     mean = tl.where(count > 0.0, mean, 0.0)
     square = tl.where(count > 0.0, square, 0.0)
@@ -196,7 +196,7 @@ def merge_members(mean, square, count, total, FAST: tl.constexpr):
 
 @triton.jit
 def of_runs(value, belongs, ROWS: tl.constexpr, KEEP: tl.constexpr, VEC: tl.constexpr):
-    """A value of each group [GROUPS] for each column, [LANES, VEC]."""
+    """For each column, [LANES, VEC], the value of its group in [GROUPS]."""
     runs: tl.constexpr = belongs.shape[0]
     value = tl.sum(tl.where(belongs, value[None, :], 0.0), 1)
     wide = tl.broadcast_to(value[None, :, None], (ROWS, runs, VEC // KEEP))
@@ -205,7 +205,7 @@ def of_runs(value, belongs, ROWS: tl.constexpr, KEEP: tl.constexpr, VEC: tl.cons
 
 @triton.jit
 def load_columns(ptr, column, column_mask):
-    """(value,) of each column, [LANES, VEC], or, where ptr is None, ()."""
+    """(value,) with a value for each column, [LANES, VEC], or () if ptr is None."""
     loaded = ()
     if ptr is not None:
         loaded = loaded + (tl.load(ptr + column, mask=column_mask, other=0.0),)
@@ -219,20 +219,20 @@ def write_rows(
     FULL: tl.constexpr, ROWS: tl.constexpr, SHARED: tl.constexpr, EVICT: tl.constexpr,
     ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """y, and h, of a piece; of its chunk i when SHARED only where i % writers == writer.
+    """Write y and h of a piece; if SHARED, only of its chunks i with i % writers == writer.
 
     Args:
-        affine: weight, bias, scale and shift of the columns, a tuple of one [LANES, VEC] or of none each.
+        affine: weight, bias, scale and shift of the columns, each a tuple of one [LANES, VEC] or an empty tuple.
         base, at, stride, rows, column_mask: as in `load_rows`.
-        mean, rstd: of each column's group.
-        first: where in the sample the piece starts, in elements.
+        mean, rstd: statistics of each column's group.
+        first: the piece's start in the sample, in elements.
         dropout: seed, threshold and scale.
     """
     a, b = slope_and_offset(affine, rstd, tl.zeros_like(rstd))
     for i in tl.static_range(len(chunks)):
         mask = column_mask
         if SHARED:
-            # A branch for each chunk is too much for the compiler.
+            # A mask, because the compiler does not cope with a branch for each chunk.
             mask = (i & (writers - 1) == writer) & column_mask
         _write_chunk(
             chunk_of(chunks, residuals, i, FAST), y_ptr, residual_out_ptr, base, at, stride, rows, mask,

@@ -1,10 +1,10 @@
-"""Whole positions of channels-last samples, as the kernels that stream them take them.
+"""Whole positions of channels-last samples, for the kernels that stream them.
 
-A tile is [LANES, VEC], a lane for each thread and VEC neighbouring columns (channels), a vector, what it loads at
-once.  `units` lanes side by side are all columns of a position, the next ones those of the next position.  A lane
-keeps its columns for all positions.
+A tile is [LANES, VEC]: one lane per thread, which loads a vector of VEC adjacent columns (channels) at once.
+`units` adjacent lanes hold all columns of one position, the next `units` lanes those of the next position.  A lane
+has the same columns at all positions.
 
-Lanes that are too few for one more position idle: they share the place of the last one's.
+Remaining lanes, too few for another position, are idle: they have the position of the last lanes.
 """
 
 import triton
@@ -22,7 +22,7 @@ def places(units, LANES: tl.constexpr, VEC: tl.constexpr):
 
 @triton.jit
 def turns_of(split, hw, splits, step):
-    """How many steps of `step` positions a split takes of a sample, and the positions of the last of them."""
+    """The number of steps of `step` positions in a split of a sample, and the positions of its last step."""
     steps = tl.cdiv(hw, step)
     turns = tl.cdiv(steps - split, splits)
     return turns, tl.minimum(hw - (split + (turns - 1) * splits) * step, step)
@@ -33,10 +33,10 @@ def load_positions(
     ptr, start, column, c, position, positions, left,
     CHUNKS: tl.constexpr, WHOLE: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
-    """CHUNKS tiles of positions of c columns from ptr + start on, as they lie in memory; none where ptr is None.
+    """Load CHUNKS tiles of positions of c columns from ptr + start on, in the dtype of memory; () if ptr is None.
 
-    Unless they are WHOLE, `left` positions exist, 1 or more, and the last one stands for those that do not.
-    Nothing is masked: ptxas puts a masked load behind the arithmetic of the one before it.
+    Unless they are WHOLE, `left` positions exist, 1 or more, and the last one replaces those that do not exist.
+    Nothing is masked, because ptxas places a masked load after the arithmetic of the previous load.
     """
     tiles = ()
     if ptr is not None:
@@ -60,7 +60,7 @@ def position_mask(position, positions, left, i: tl.constexpr, WHOLE: tl.constexp
 
 @triton.jit
 def stored_mask(position, positions, units, left, i: tl.constexpr, WHOLE: tl.constexpr, IDLE: tl.constexpr):
-    """Which lanes' positions of tile i exist and are no idle lane's."""
+    """Which lanes' positions of tile i exist, without idle lanes."""
     mask = position_mask(position, positions, left, i, WHOLE)
     if IDLE:
         mask = mask & (tl.arange(0, position.shape[0])[:, None] < positions * units)

@@ -1,7 +1,7 @@
 """Parts of channels-last samples: their moments by group, and y of their pieces.
 
-Tiles are those of `channels_last.positions`; a lane's sums are kept apart for KEEP runs of its columns, each of
-which lies in one group.
+Tiles are those of `channels_last.positions`; a lane has separate sums for KEEP runs of its columns, each within one
+group.
 """
 
 import triton
@@ -19,7 +19,7 @@ from fusednorm.ops.group_norm.channels_last.positions import (
     turns_of,
 )
 
-# What is read for its moments is read again for y: rather let what was there before go.
+# Data that is read for its moments is read again for y, so older data should be evicted first.
 KEPT = tl.constexpr("evict_last")
 
 
@@ -28,7 +28,7 @@ def _add_tiles(
     tiles, residuals, pivot, sum_1, sum_2, positions, left, position,
     WHOLE: tl.constexpr, KEEP: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Sums about the pivot of each run of columns, [LANES, KEEP], and of squares, with those of the tiles."""
+    """Add the tiles to the sums about the pivot of each run of columns, [LANES, KEEP], and to those of squares."""
     for i in tl.static_range(len(tiles)):
         d = runs_of(chunk_of(tiles, residuals, i, FAST), KEEP) - pivot[:, :, None]
         if not WHOLE:
@@ -40,13 +40,13 @@ def _add_tiles(
 
 @triton.jit
 def small_quotient(a, b):
-    """a // b of 0 <= a < 2**20 and 1 <= b < 2**20, in fewer instructions than integers take."""
+    """a // b for 0 <= a < 2**20 and 1 <= b < 2**20, in fewer instructions than integer division."""
     return ((a.to(tl.float32) + 0.5) * (1.0 / b)).to(tl.int32)
 
 
 @triton.jit
 def positions_taken(place, turns, left, positions, chunks):
-    """Positions that the lanes of place `place` of a tile of `positions` take in all turns."""
+    """The number of positions, over all iterations, of the lanes at place `place` of a tile of `positions`."""
     return (turns - 1) * chunks + small_quotient(tl.maximum(left - place, 0) + positions - 1, positions)
 
 
@@ -55,13 +55,13 @@ def groups_of_tile(
     units, positions, channels, turns, left, chunks,
     VEC: tl.constexpr, KEEP: tl.constexpr, GROUPS: tl.constexpr, RUNS: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
-    """Where what lanes hold of each run of columns, [LANES, KEEP], lies by group, and of how many values it is.
+    """Indices that sort the lanes' runs of columns, [LANES, KEEP], by group, and the number of values of each run.
 
-    Both are [RUNS // ACROSS, GROUPS, ACROSS], so that a thread's elements, where there are GROUPS * ACROSS lanes,
-    are of one group; no values where there is no such run.
+    Both are [RUNS // ACROSS, GROUPS, ACROSS], so that with GROUPS * ACROSS lanes all elements of a thread belong to
+    one group.  The number of values is 0 for a run that does not exist.
 
     Args:
-        turns, left, chunks: as `positions_taken` takes them.
+        turns, left, chunks: arguments of `positions_taken`.
     """
     WIDTH: tl.constexpr = VEC // KEEP
     element = tl.arange(0, GROUPS * RUNS)
@@ -82,11 +82,11 @@ def moments_by_group(
     pivot, sum_1, sum_2, where_in_tile, units, channels, turns, left, chunks,
     LANES: tl.constexpr, VEC: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Mean and sum of squared deviations, [GROUPS], of what lanes summed about their pivots, [LANES, KEEP] each.
+    """Mean and sum of squared deviations, [GROUPS], from the lanes' sums about their pivots, [LANES, KEEP] each.
 
     Args:
         where_in_tile: index and counts of `groups_of_tile`.
-        turns, left, chunks: as `positions_taken` takes them.
+        turns, left, chunks: arguments of `positions_taken`.
     """
     index, counts = where_in_tile
     KEEP: tl.constexpr = pivot.shape[1]
@@ -96,7 +96,7 @@ def moments_by_group(
     distance = sum_1 / tl.maximum(count, 1.0)
     means = (pivot + distance).to(tl.int32, bitcast=True).to(tl.int64)
     squares = (sum_2 - sum_1 * distance).to(tl.int32, bitcast=True).to(tl.int64)
-    # Through shared memory together.
+    # Both values in one exchange through shared memory.
     both = tl.gather(tl.reshape((means << 32) | (squares & 0xFFFFFFFF), (LANES * KEEP,)), index, 0)
     both = tl.reshape(both, counts.shape)
     means = (both >> 32).to(tl.int32).to(tl.float32, bitcast=True)
@@ -125,14 +125,14 @@ def split_moments(
 ):  # fmt: skip
     """Mean and sum of squared deviations, [GROUPS], of every `splits`th step of CHUNKS tiles of a sample.
 
-    All programs of a sample read it side by side, so that what memory is asked for at a time lies together.
+    The programs of a sample read adjacent steps at the same time, so that simultaneous reads are close in memory.
     """
     c = units * VEC
     width: tl.constexpr = VEC // KEEP
     position, column, positions = places(units, LANES, VEC)
     step = positions * CHUNKS
     turns, left = turns_of(split, hw, splits, step)
-    # All turns are whole but the last of the last program.
+    # All iterations are whole, except the last one of the last program.
     whole = turns
     if not WHOLE:
         whole = turns - (left < step).to(tl.int32)
@@ -141,7 +141,7 @@ def split_moments(
 
     ACROSS: tl.constexpr = min(RUNS, max(1, min(32, LANES // GROUPS)))
     where_in_tile = groups_of_tile(units, positions, channels, turns, left, CHUNKS, VEC, KEEP, GROUPS, RUNS, ACROSS)
-    # The first step gives the pivots: loads of one would come before all others.
+    # The pivots are from the whole first step: separate loads for them would delay all others.
     first_left = tl.minimum(hw - split * step, step)
     tiles = load_positions(x_ptr, start, column, c, position, positions, first_left, CHUNKS, WHOLE, KEPT)
     residuals = load_positions(residual_ptr, start, column, c, position, positions, first_left, CHUNKS, WHOLE, KEPT)
@@ -176,7 +176,7 @@ def load_sample_piece(
     ptr, sample, first, hw, units, left,
     VEC: tl.constexpr, LANES: tl.constexpr, CHUNKS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """CHUNKS tiles from position `first` of a sample on, `left` of which exist; none where ptr is None."""
+    """Load CHUNKS tiles from position `first` of a sample on; `left` positions exist; () if ptr is None."""
     position, column, positions = places(units, LANES, VEC)
     c = units * VEC
     start = (sample * hw + first) * c
@@ -189,10 +189,10 @@ def write_sample_piece(
     VEC: tl.constexpr, LANES: tl.constexpr, WHOLE: tl.constexpr, IDLE: tl.constexpr,
     ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """y = act((h - mean) * slope + offset), and h, of what `load_sample_piece` loaded.
+    """Write y = act((h - mean) * slope + offset), and h, of the tiles from `load_sample_piece`.
 
     Args:
-        mean, slope, offset: of each lane's columns, [LANES, VEC].
+        mean, slope, offset: values for each lane's columns, [LANES, VEC].
         dropout: seed, threshold and scale.
     """
     position, column, positions = places(units, LANES, VEC)

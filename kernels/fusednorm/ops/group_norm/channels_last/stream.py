@@ -1,4 +1,4 @@
-"""How both GroupNorm passes stream channels-last samples: which, in how many parts, and in what partition."""
+"""Streaming of channels-last samples in both GroupNorm passes: which samples, how many parts, which partition."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,28 +13,28 @@ from fusednorm.ops.group_norm.sample import Sample, vector_width
 from fusednorm.policy.batch_invariance import is_batch_invariant
 
 STREAM_WARPS, STREAM_IDLE = (4, 8, 16), 1 / 8
-"""Of programs that stream channels-last samples: the fewest that leave at most that share of lanes no column."""
+"""Warps of programs that stream channels-last samples: the first number with at most this share of idle lanes."""
 
 STREAM_FROM = 3 << 19
-"""Bytes of x in a sample from which streaming it twice is faster than what fewer kernels do."""
+"""From this size of a sample's x in bytes on, streaming it twice is faster than algorithms with fewer kernels."""
 
 STREAM_POSITIONS = 1024
-"""Positions of a sample from which that holds for smaller ones, too, against what programs share."""
+"""From this number of positions on, streaming smaller samples is also faster than programs that share blocks."""
 
 MEASURED_RANGE = 8
-"""How many times as many positions as a sample has a measured way to stream one may be for, at most."""
+"""A table entry is used only for samples with more than 1 / MEASURED_RANGE of its positions."""
 
 STREAM_BYTES, MAX_STREAM_SPLITS = 32 << 10, 512
-"""Of x for each program that takes sums of a streamed sample, and the most of these for one sample."""
+"""Bytes of x per program that computes sums of a streamed sample, and the most such programs for one sample."""
 
 STREAM_LEAST_WARPS = 7
-"""On a multiprocessor, of the programs that take sums of streamed samples, however few samples there are."""
+"""The fewest warps per multiprocessor for programs that compute sums of streamed samples, even with few samples."""
 
 Config = TypeVar("Config")
 
 
 class Streaming(Protocol):
-    """What configurations of both passes say of their programs; see `ForwardStream`."""
+    """Fields that the configurations of both passes have; see `ForwardStream`."""
 
     @property
     def num_warps(self) -> int: ...
@@ -47,7 +47,7 @@ class Streaming(Protocol):
 
 
 def stream_warps(sample: Sample, itemsize: int) -> int | None:
-    """Warps whose lanes take all columns of a position or of several, or None where these are too many."""
+    """The number of warps whose lanes hold all columns of one or more positions, or None if there are too many."""
     units = sample.c // vector_width(itemsize, sample.c)
     fitting = [warps for warps in STREAM_WARPS if 32 * warps >= units]
     if not fitting or sample.hw >= 2**30:
@@ -60,12 +60,12 @@ def stream_warps(sample: Sample, itemsize: int) -> int | None:
 
 
 def stream_splits(sample: Sample, itemsize: int) -> int:
-    """Parts of a streamed sample, by its size alone."""
+    """The number of parts of a streamed sample; it depends only on the sample's size."""
     return max(1, min(MAX_STREAM_SPLITS, sample.hw * sample.c * itemsize // STREAM_BYTES))
 
 
 def measured_stream(entries: Iterable[tuple[int, int, Config]], sample: Sample) -> Config | None:
-    """The first entry of a table for samples of as many columns and up to as many positions, and not far fewer."""
+    """The first entry of a table for samples with its columns and at most its positions, but not many fewer."""
     return next(
         (
             config
@@ -78,15 +78,15 @@ def measured_stream(entries: Iterable[tuple[int, int, Config]], sample: Sample) 
 
 @dataclass(frozen=True, slots=True)
 class StreamPartition:
-    """How programs of `lanes` lanes divide a streamed sample: `units` vectors of `vec` columns a position.
+    """How programs of `lanes` lanes divide a streamed sample: a position has `units` vectors of `vec` columns.
 
-    Lanes that are too few for one more position are `idle`.
+    Remaining lanes, too few for another position, are `idle`.
 
     Attributes:
-        positions: of a tile.
-        step: positions that a program takes sums of at a time; every `splits`th step is one program's.
+        positions: the number of positions of a tile.
+        step: positions that a program adds up at a time; each program has every `splits`th step.
         apply_chunks: tiles of a piece that is written.
-        is_cut_finer: there are more splits than the configuration says, for so few samples.
+        is_cut_finer: whether there are more splits than in the configuration, because of few samples.
     """
 
     vec: int
@@ -103,17 +103,17 @@ class StreamPartition:
         return self.lanes % self.units != 0
 
     def tile(self, num_warps: int) -> dict[str, object]:
-        """Constexprs of the kernels that stream a sample, and their warps."""
+        """Constexprs of the kernels that stream a sample, and their number of warps."""
         return {"VEC": self.vec, "LANES": self.lanes, "num_warps": num_warps}
 
     def moments(self, sample: Sample) -> dict[str, int]:
-        """Constexprs of those that take moments of its groups: tiles of these, and of runs of a group in a tile.
+        """Constexprs of kernels that compute moments of its groups: tile sizes for groups and runs of a group.
 
-        A lane's columns are kept apart as runs each of which lies in one group.
+        A lane has separate sums for runs of its columns, each within one group.
         """
         keep = self.vec // gcd(self.vec, sample.channels)
         runs = self.positions * sample.channels * keep // self.vec
-        # A tile to gather from has more than one element.
+        # A tile for tl.gather needs more than one element.
         return {"KEEP": keep, "GROUPS": max(2, next_power_of_2(sample.groups)), "RUNS": next_power_of_2(runs)}
 
 
@@ -122,8 +122,9 @@ def stream_partition(
 ) -> StreamPartition:
     """The partition of `samples` samples of elements of `itemsize` bytes.
 
-    Few samples are cut finer until their programs have STREAM_LEAST_WARPS warps on each multiprocessor; no further,
-    for parts have to be reduced.  Where bits may not depend on `samples`, there is one.
+    Few samples are split into more parts until their programs have STREAM_LEAST_WARPS warps on each multiprocessor,
+    and no further, because parts have to be reduced.  If bits may not depend on `samples`, the partition is that of
+    one.
     """
     if is_batch_invariant():
         samples = 1
@@ -138,7 +139,7 @@ def stream_partition(
     is_cut_finer = splits > config.splits
     splits = min(splits, steps)
     if is_cut_finer:
-        # As many steps for each: a program with one more would be waited for.
+        # An equal number of steps for each program, so that none waits for a program with one more.
         splits = cdiv(steps, steps // splits)
     while apply_chunks > 1 and cdiv(sample.hw, positions * apply_chunks) < least:
         apply_chunks //= 2

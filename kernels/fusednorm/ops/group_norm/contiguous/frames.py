@@ -1,8 +1,8 @@
-"""Contiguous groups that start and end anywhere, read and written in accesses of 16 bytes all the same.
+"""Contiguous groups with any start and end, read and written in 16-byte accesses.
 
-The frame of a group starts at the 16 bytes in which the group does, GROUP elements; `before` of its elements, fewer
-than GROUP, belong to what lies before the group.  SKEWED says whether there may be any.  Samples are whole 16
-bytes, so that a frame never reaches into what is not there, and that all samples' frames are alike.
+The frame of a group starts at the multiple of 16 bytes (GROUP elements) at or before the group's start.  Its first
+`before` elements, fewer than GROUP, do not belong to the group; SKEWED says whether `before` may be above 0.  The
+size of a sample is a multiple of 16 bytes, so a frame never leaves its sample, and all samples have equal frames.
 """
 
 import triton
@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def frame_of(row, length, GROUP: tl.constexpr, SKEWED: tl.constexpr):
-    """Where the frame of the group `row`, int64, of `length` elements starts, and its elements before the group."""
+    """The start of the frame of group `row` (int64) with `length` elements, and its `before`."""
     start = row * length
     if SKEWED:
         frame = start // GROUP * GROUP
@@ -22,7 +22,7 @@ def frame_of(row, length, GROUP: tl.constexpr, SKEWED: tl.constexpr):
 
 @triton.jit
 def is_inside(element, before, length, SKEWED: tl.constexpr):
-    """Which elements of a piece are its group's: those below `length` and, SKEWED, not below `before`."""
+    """Mask of a piece's elements that belong to its group: before <= element < length (`before` only if SKEWED)."""
     inside = element < length
     if SKEWED:
         inside = inside & (element >= before)
@@ -31,7 +31,7 @@ def is_inside(element, before, length, SKEWED: tl.constexpr):
 
 @triton.jit
 def count_inside(start, before, length, size, SKEWED: tl.constexpr):
-    """How many of `size` elements from `start` on are inside."""
+    """The number of elements, of `size` from `start` on, that belong to the group."""
     count = tl.minimum(tl.maximum(length - start, 0), size)
     if SKEWED:
         count -= tl.minimum(tl.maximum(before - start, 0), size)
@@ -40,13 +40,13 @@ def count_inside(start, before, length, size, SKEWED: tl.constexpr):
 
 @triton.jit
 def whole_vectors(count, GROUP: tl.constexpr):
-    """Elements of the vectors that the first `count` elements of a frame are in."""
+    """The number of elements in the vectors that contain the first `count` elements of a frame."""
     return (count + (GROUP - 1)) // GROUP * GROUP
 
 
 @triton.jit
 def load_chunk(ptr, element, length, IS_FULL: tl.constexpr, EVICT: tl.constexpr, SKEWED: tl.constexpr):
-    """Elements of a chunk, [lanes, GROUP], from ptr on; past `length` 0 or, SKEWED, the rest of its 16 bytes."""
+    """Load a chunk, [lanes, GROUP], from ptr; 0 past `length` or, if SKEWED, past the last element's 16 bytes."""
     if IS_FULL:
         return tl.load(ptr + element, eviction_policy=EVICT)
     elif SKEWED:
@@ -61,7 +61,7 @@ def load_chunk(ptr, element, length, IS_FULL: tl.constexpr, EVICT: tl.constexpr,
 def store_chunk(
     ptr, element, value, before, length, IS_FULL: tl.constexpr, EVICT: tl.constexpr, SKEWED: tl.constexpr
 ):
-    """Elements of a chunk, [lanes, GROUP], to ptr on: those inside."""
+    """Store the elements of a chunk, [lanes, GROUP], that belong to the group."""
     value = value.to(ptr.dtype.element_ty)
     if IS_FULL:
         tl.store(ptr + element, value, eviction_policy=EVICT)

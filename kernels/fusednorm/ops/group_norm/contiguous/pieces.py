@@ -1,8 +1,8 @@
-"""Pieces of contiguous groups that stay in registers as they lie in memory: loading, moments, writing.
+"""Pieces of contiguous groups that stay in registers in the dtype of memory: loads, moments, stores.
 
-A piece is a tuple of chunks [lanes, GROUP] of BLOCK elements; a lane is what one thread loads at once of each.
-All chunks below FULL are known to be whole, but for the first where SKEWED.  `before` and `length` say where in a
-piece its group starts and ends: see `contiguous.frames`.
+A piece is a tuple of chunks [lanes, GROUP] of BLOCK elements; a lane is the elements of a chunk that one thread
+loads at once.  All chunks below FULL are known to be whole, except the first if SKEWED.  The group starts at
+`before` and ends at `length` in a piece: see `contiguous.frames`.
 """
 
 import triton
@@ -28,7 +28,7 @@ def load_chunks(
     FULL: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr, EVICT: tl.constexpr,
     SKEWED: tl.constexpr = False,
 ):  # fmt: skip
-    """A piece from ptr + at on, up to `length` of its elements.  The tuple is empty where ptr is None."""
+    """Load a piece from ptr + at, up to `length` of its elements; the tuple is empty if ptr is None."""
     element = element_of_chunk(BLOCK, GROUP)
     chunks = ()
     if ptr is not None:
@@ -46,8 +46,8 @@ def moments_of_lanes(
 ):  # fmt: skip
     """Count, mean, shift and sum of squares of each lane, [lanes, 1]; the lane's mean is mean + shift.
 
-    In one pass about a pivot, the mean of the lane's first vector: with n vectors a lane, what cancels is
-    n * 2^-24 of the result at worst.
+    They are computed in one pass about a pivot, the mean of the lane's first vector: with n vectors per lane, the
+    error from cancellation is at most n * 2^-24 of the result.
     """
     lanes: tl.constexpr = BLOCK // GROUP
     element = element_of_chunk(BLOCK, GROUP)
@@ -72,7 +72,7 @@ def moments_of_lanes(
             count += count_inside(start + i * BLOCK, before, length, GROUP, SKEWED).to(tl.float32)
         sum_1 += tl.sum(d, 1, keep_dims=True)
         sum_2 += tl.sum(d * d, 1, keep_dims=True)
-    # Told as one rounded mean and what is left of it: the pivot may be far from it.
+    # Returned as a rounded mean and its rounding error, because the pivot may be far from the mean.
     distance = rounded_product(sum_1, 1.0 / tl.maximum(count, 1.0), FAST)
     mean = pivot + distance
     square = tl.maximum(sum_2 - sum_1 * distance, 0.0, propagate_nan=tl.PropagateNan.ALL)
@@ -81,11 +81,11 @@ def moments_of_lanes(
 
 @triton.jit
 def same_for_all(mean, rest, means, index, PARAMETERS: tl.constexpr):
-    """mean and rest of the same sum, with a mean that every thread has: that of `means` where `index` is 0.
+    """A pair (mean, rest) with the same sum and a mean that is equal in all threads: `means` where `index` is 0.
 
-    What a reduction merges into mean and rest is right in each thread as a pair, but in one it may be another pair
-    than in the next.  Where parameters are tiles, h - mean and what makes up for rest may be computed in different
-    threads, for each has the layout in which it was loaded.
+    After a reduction, the sum mean + rest is right in each thread, but the pairs of two threads may differ.  If
+    parameters are tiles, different threads may compute h - mean and the correction for rest, because each tile has
+    the layout in which it was loaded.
     """
     if PARAMETERS == "piece" or PARAMETERS == "chunk":
         return mean, rest
@@ -100,9 +100,9 @@ def _channel(
     first, indexing, i: tl.constexpr,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, PARAMETERS: tl.constexpr,
 ):  # fmt: skip
-    """The channel inside its group of chunk i of a piece that starts at `first`; one for what shares parameters.
+    """The channel in its group of each unit PARAMETERS of chunk i of a piece that starts at `first`.
 
-    Where PARAMETERS is "two", that of a vector's first element, and also where the next channel starts behind it.
+    If PARAMETERS is "two", the channel of each vector's first element, and the next channel's offset in the vector.
     """
     next_channel = ()
     if PARAMETERS == "element" or PARAMETERS == "two":
@@ -119,7 +119,7 @@ def _channel(
         if PARAMETERS == "vector":
             vector += tl.arange(0, BLOCK // GROUP)[:, None]
         channel = quotient(vector, indexing[2], indexing[3], indexing[4], False)
-    # Past the end, where nothing is written.
+    # Limited for elements past the end, which are not written.
     return tl.minimum(channel, indexing[1] - 1), next_channel
 
 
@@ -128,14 +128,13 @@ def load_chunk_affine(
     parameters, row, first, indexing,
     i: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PARAMETERS: tl.constexpr,
 ):  # fmt: skip
-    """What `chunk_slope_and_offset` takes of chunk i of a piece that starts `first` elements into the group `row`.
+    """`chunk_slope_and_offset`'s argument for chunk i of a piece that starts `first` elements into group `row`.
 
     Args:
-        indexing: groups of a sample, channels of a group, what divides by a channel's length (in elements where
-            PARAMETERS is "element" or "two", else in vectors), and what leads from sample to sample of scale and
-            shift.
-        PARAMETERS: what has one channel: "piece", "chunk", "vector" or "element"; or "two", the most that a vector
-            has.
+        indexing: groups of a sample, channels of a group, the division by a channel's length (in elements if
+            PARAMETERS is "element" or "two", else in vectors), and the stride of scale and shift between samples.
+        PARAMETERS: the unit with one channel: "piece", "chunk", "vector" or "element"; or "two" if a vector has at
+            most two channels.
     """
     channel, next_channel = _channel(first, indexing, i, BLOCK, GROUP, PARAMETERS)
     sample = row.to(tl.int32) // indexing[0]
@@ -169,12 +168,12 @@ def write_chunks(
     SHARED: tl.constexpr, EVICT: tl.constexpr,
     ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr, SKEWED: tl.constexpr = False,
 ):  # fmt: skip
-    """y, and h, of a piece; of its chunk i when SHARED only where i % writers == writer.
+    """Write y and h of a piece; if SHARED, only of its chunks i with i % writers == writer.
 
     Args:
-        affine: of the first chunk; that of each other one is loaded a chunk before.
-        base: where in the outputs the piece starts.
-        row, first: the group, and where in it the piece starts, below 0 where that is `before` it.
+        affine: parameters of the first chunk; those of each later chunk are loaded one chunk ahead.
+        base: the offset of the piece in the outputs.
+        row, first: the group, and the piece's start in the group, negative if the piece starts `before` the group.
         mean, rest: the group's mean is mean + rest.
         dropout: seed, threshold and scale.
     """
@@ -208,7 +207,7 @@ def write_chunk(
     IS_FULL: tl.constexpr, GROUP: tl.constexpr, PARAMETERS: tl.constexpr, EVICT: tl.constexpr,
     ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr, SKEWED: tl.constexpr = False,
 ):  # fmt: skip
-    """y, and h, of one chunk of `length` elements at `base` of the outputs and `first` of the group."""
+    """Write y and h of one chunk of `length` elements at offset `base` of the outputs and `first` of the group."""
     if residual_out_ptr is not None:
         store_chunk(residual_out_ptr + base, element, h, before, length, IS_FULL, "", SKEWED)
     a, b = chunk_slope_and_offset(affine, rstd, rest, GROUP, PARAMETERS)

@@ -1,13 +1,13 @@
-"""Ranges of vectors of contiguous groups: their moments, then what is written.
+"""Ranges of vectors of contiguous groups: their moments and their outputs.
 
-A group is a run of `group_units` vectors of VEC elements, taken in tiles [ROWS, UNITS, VEC] whose last axis
-is one 128-bit access of one thread.  Where a channel is whole vectors (ALIGNED), the channel, its weight and
-its bias are found once a vector.  No size is a constexpr: lengths arrive in units of VEC, so addresses are
-known multiples of it, and division by the channel's length is a multiplication by `magic` and a shift.
+A group is a run of `group_units` vectors of VEC elements, processed in tiles [ROWS, UNITS, VEC] whose last axis is
+one 128-bit access of one thread.  If a channel is whole vectors (ALIGNED), the channel, its weight and its bias are
+determined once per vector.  No size is a constexpr: lengths are in units of VEC, so the compiler knows that
+addresses are multiples of it, and division by the channel's length is a multiplication by `magic` and a shift.
 
 Statistics hold a pivot for each vector lane, one of that lane's own values, and sums of differences from it;
-they are merged across lanes and programs by Chan's formula.  With n values a lane, (pivot - lane mean)^2 is
-at most n times the lane's own variance, so what cancels is n * 2^-24 of the result at worst, whatever the
+they are merged across lanes and programs by Chan's formula.  With n values per lane, (pivot - lane mean)^2 is at
+most n times the lane's own variance, so the error from cancellation is at most n * 2^-24 of the result for any
 data.
 """
 
@@ -32,9 +32,9 @@ def quotient(i, divisor, magic, shift, WIDE: tl.constexpr):
 
 @triton.jit
 def residual_at(at, elsewhere, OTHER: tl.constexpr):
-    """Where the residual of elements `at` of a group lies: there, or, OTHER, in its sample with channels last.
+    """Offsets of the residual of a group's elements `at`: `at` itself or, if OTHER, in the channels-last sample.
 
-    `elsewhere` is the group's first channel, the positions of a channel and the sample's channels.
+    `elsewhere` is the group's first channel, the number of positions and the sample's number of channels.
     """
     if OTHER:
         channel = at // elsewhere[1]
@@ -47,7 +47,7 @@ def residual_at(at, elsewhere, OTHER: tl.constexpr):
 def _accumulate(
     x_ptr, residual_ptr, elsewhere, unit, mask, pivot, sum_1, sum_2, VEC: tl.constexpr, OTHER: tl.constexpr
 ):
-    """Add a tile to the lanes' sums of h - pivot and (h - pivot)^2; each sum over VEC stays in its thread."""
+    """Add a tile to the lanes' sums of h - pivot and (h - pivot)^2; a thread computes its sum over VEC alone."""
     at = unit * VEC + tl.arange(0, VEC)[None, None, :]
     h = load_sum(x_ptr, residual_ptr, at, residual_at(at, elsewhere, OTHER), mask, "evict_last")
     d = tl.where(mask, h - pivot, 0.0)
@@ -68,7 +68,7 @@ def range_moments(
 ):
     """Mean and sum of squared deviations of the vectors first <= unit < last, each [1, 1, 1].
 
-    `elsewhere` and OTHER are those of `residual_at`.
+    `elsewhere` and OTHER are arguments of `residual_at`.
     """
     lane = tl.arange(0, UNITS)[None, :, None]
     units = last - first
@@ -134,12 +134,12 @@ def store_normalised(
 ):
     """Affine step, activation, dropout and the stores of one tile.
 
-    `group` counts inside its sample; `channels` a group; `channel_length` is in vectors when ALIGNED.
+    `group` is the number in the sample; `channels` is per group; `channel_length` is in vectors if ALIGNED.
     """
     at = unit * VEC + tl.arange(0, VEC)[None, None, :]
     if residual_out_ptr is not None:
         tl.store((residual_out_ptr + base) + at, h.to(residual_out_ptr.dtype.element_ty), mask=mask)
-    # The parameters come after the reductions, so that they hold no registers during them.
+    # The parameters are loaded after the reductions, so that they use no registers during them.
     if ALIGNED:
         channel = group * channels + quotient(unit, channel_length, magic, shift, WIDE)
     else:
@@ -186,7 +186,7 @@ def normalise_range(
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """Write the vectors first <= unit < last of one group, last tile first: that end is still in cache."""
+    """Write the vectors first <= unit < last of one group, last tile first: the end is still in the cache."""
     base = row * (group_units.to(tl.int64) * VEC)
     sample = row // groups
     group = (row - sample * groups).to(tl.int32)

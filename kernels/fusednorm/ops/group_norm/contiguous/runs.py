@@ -1,6 +1,6 @@
-"""Runs of channels, as the backward kernels hold them where each group is contiguous.
+"""Runs of channels in the registers of the backward kernels for contiguous groups.
 
-In a tile of `group_norm.gradients` UNITS lanes side by side are of one channel, the next ones of the next channel.
+In a tile of `group_norm.gradients` UNITS adjacent lanes belong to one channel, the next ones to the next channel.
 """
 
 import triton
@@ -11,13 +11,13 @@ from fusednorm.jit.prefetch import prefetch
 
 @triton.jit
 def run_position(LANES: tl.constexpr, UNITS: tl.constexpr, GROUP: tl.constexpr):
-    """Where in a tile's run of its channel each element is, [LANES, GROUP]."""
+    """The position of each element, [LANES, GROUP], in the tile's run of its channel."""
     return (tl.arange(0, LANES) % UNITS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
 
 
 @triton.jit
 def prefetch_runs(ptr, channel_size, channels_left, left, RUN: tl.constexpr, CHANNELS: tl.constexpr):
-    """Ask for RUN positions, or `left` if fewer, of each channel of a piece."""
+    """Prefetch RUN positions, or `left` if fewer, of each channel of a piece."""
     count = tl.minimum(left, RUN)
     if CHANNELS == 1:
         if count > 0:

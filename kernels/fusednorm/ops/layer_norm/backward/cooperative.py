@@ -23,10 +23,10 @@ from fusednorm.ops.layer_norm.gradients import affine_gradient, store_input_grad
 
 @dataclass(frozen=True, slots=True)
 class BackwardCooperative:
-    """Programs that share rows, a slab of `block_n` columns each; they exchange the row's sums.
+    """Programs that share rows, a slab of `block_n` columns each, and exchange the row's sums.
 
-    `programs_per_sm` of them are resident; a slab is read again `lag` rows after its sums went out.
-    The slabs `ahead` rows on are asked into L2 meanwhile.
+    `programs_per_sm` programs are resident on a multiprocessor.  A program reads a slab again `lag` rows after it
+    posted the slab's sums, and prefetches the slabs `ahead` rows later into L2.
     """
 
     block_n: int
@@ -37,7 +37,7 @@ class BackwardCooperative:
 
 
 def backward_cooperative_launches(call: BackwardCall, config: BackwardCooperative) -> list[Launch]:
-    """The launches, the first of them cooperative, of a pass that is given mean and rstd."""
+    """The launches of a pass with known mean and rstd; the first launch is cooperative."""
     layout = call.layout_of_rows()
     members = cdiv(call.cols, config.block_n)
     most_groups = call.multiprocessors * config.programs_per_sm // members
@@ -86,7 +86,7 @@ def _gradient(
     FAST: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
 ):
-    """d = h - mean, with which x_hat = d * rstd, and dz of a slab as it was loaded."""
+    """d = h - mean, so that x_hat = d * rstd, and dz of a loaded slab."""
     d = widened(x, FAST)
     if HAS_RESIDUAL:
         d += widened(residual, FAST)
@@ -159,11 +159,11 @@ def layer_norm_backward_cooperative_kernel(
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """A row belongs to `members` programs, a slab of BLOCK_N columns each; mean and rstd are given.
+    """`members` programs share a row, a slab of BLOCK_N columns each; mean and rstd are inputs.
 
-    Every slab is read twice: once for its part of c1 and c2, which is posted, and LAG rows later,
-    by when the other members' parts have come, out of L1 or L2 for the gradients.  Programs are persistent; the
-    launch must be cooperative.  Instructions are what limits it in 16 bits: x_hat is not formed where d will do.
+    A program reads every slab twice: first for the slab's part of c1 and c2, which it posts, and LAG rows later,
+    when the other members have posted theirs, out of L1 or L2 for the gradients.  Programs are persistent; the
+    launch must be cooperative.  Instructions limit its speed in 16 bits, so it uses d, not x_hat, where possible.
     """
     let_next_start(EARLY_REDUCE)
     cols = col_units * VEC

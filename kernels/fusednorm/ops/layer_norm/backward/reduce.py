@@ -1,7 +1,7 @@
-"""The last launch of a backward pass: it adds up what each program summed for dweight and dbias.
+"""The last launch of a backward pass: it adds up the partial sums of all programs for dweight and dbias.
 
-It is made while the kernel before it still runs (programmatic dependent launch, compute capability 9.0), so that
-only its own work adds to the time of the pass.
+Its kernel is launched while the previous kernel still runs (programmatic dependent launch, compute capability 9.0),
+so that only its own work adds to the time of the pass.
 """
 
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from fusednorm.launch.launch import ByRows, Launch, dependent
 from fusednorm.results import Backward
 
 TILE_ELEMENTS, MAX_PARTIALS, MIN_COLS = 2048, 1024, 8
-"""Of the tile in which partial gradients are added up: in one access where there are as few of them."""
+"""Limits of the tile that adds up partial gradients; up to MAX_PARTIALS partials are one access."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,8 @@ class Partials:
     """Memory for the sums of each program of a backward kernel, float32.
 
     Attributes:
-        count: sums for each element of a parameter.
-        dweight, dbias: [programs, *x.shape[1:]] each, None where the gradient is not wanted.
+        count: the number of sums for each element of a parameter.
+        dweight, dbias: [programs, *x.shape[1:]] each, None if the gradient is not wanted.
     """
 
     count: int
@@ -35,11 +35,11 @@ class Partials:
 
     @classmethod
     def of(cls, x: Tensor, out: Backward, own: bool, programs: int, most: int | None = None) -> "Partials":
-        """Those of `programs` programs, for each head if x has heads; with space for `most` where that is given.
+        """Partials of `programs` programs (per head of x, if any), allocated for `most` programs if that is set.
 
         `own` says whether heads have parameters of their own.
         """
-        # A multiple of 16 bytes each, so that both are aligned whatever the number of programs.
+        # Each has a multiple of 16 bytes, so that both are aligned for any number of programs.
         room = cdiv(most or programs, 4) * 4
         wanted = (out.dweight is not None) + (out.dbias is not None)
         both = x.new_empty((wanted, room, *x.shape[1:]), dtype=torch.float32)
@@ -48,7 +48,7 @@ class Partials:
 
 
 def reduce_tile(most_partials: int) -> dict[str, int]:
-    """Tile and warps for at most that many partials: all at once, in columns as narrow as a sector."""
+    """Tile and warps for up to `most_partials` partials: all at once if possible, columns as narrow as a sector."""
     block_p = min(next_power_of_2(most_partials), MAX_PARTIALS)
     block_n = max(MIN_COLS, TILE_ELEMENTS // block_p)
     return {"BLOCK_P": block_p, "BLOCK_N": block_n, "num_warps": max(4, block_p * block_n // 512)}
@@ -57,11 +57,11 @@ def reduce_tile(most_partials: int) -> dict[str, int]:
 def reduce_launches(
     partials: Partials, out: Backward, early: bool, most_partials: int, by_rows: ByRows | None = None
 ) -> list[Launch]:
-    """The launch that adds up partials, of which there are `most_partials` at most for any number of rows.
+    """The launch that adds up partials: at most `most_partials` for any number of rows.
 
     Args:
-        early: whether it may start before the kernel before it ends.
-        by_rows: how the programs that sum them follow from the number of rows.
+        early: whether it may start before the previous kernel ends.
+        by_rows: how the number of programs that write partials depends on the number of rows.
     """
     gradients = [gradient for gradient in (out.dweight, out.dbias) if gradient is not None]
     if not gradients:
@@ -100,9 +100,9 @@ def layer_norm_backward_reduce_kernel(
     BLOCK_N: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Sum [partials, cols] float32 down the partials in fixed order, and cast.
+    """Sum [partials, cols] float32 over the partials in fixed order, and cast.
 
-    The second axis of the grid is over the gradients: dweight first, and dbias, as far as they are not None.
+    The second axis of the grid counts the gradients that are not None: dweight first, then dbias.
     """
     await_previous(EARLY)
     if dweight_ptr is not None and tl.program_id(1) == 0:

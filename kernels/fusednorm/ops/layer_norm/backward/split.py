@@ -113,9 +113,9 @@ def layer_norm_backward_split_sums_kernel(
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """One row a program: mean, rstd, c1 and c2 of the row, to `constants` [rows, 4] float32.
+    """One row per program: writes mean, rstd, c1 and c2 of the row to `constants` [rows, 4] float32.
 
-    Without saved statistics a first sweep takes them; the second sweep then finds x in the cache.
+    Without saved statistics a first sweep computes them; the second sweep then finds x in the cache.
     """
     cols = col_units * VEC
     inverse_n = 1.0 / cols.to(tl.float32)
@@ -221,9 +221,9 @@ def layer_norm_backward_split_apply_kernel(
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """A slab of BLOCK_N columns a program, over every num_programs(1)-th tile of rows, last rows first.
+    """One slab of BLOCK_N columns per program, over every num_programs(1)-th tile of rows, last rows first.
 
-    `constants` [rows, 4] is from `layer_norm_backward_split_sums_kernel`, which leaves the last rows in the cache.
+    `layer_norm_backward_split_sums_kernel` wrote `constants` [rows, 4] and left the last rows in the cache.
     """
     cols = col_units * VEC
     first_col = tl.program_id(0) * BLOCK_N

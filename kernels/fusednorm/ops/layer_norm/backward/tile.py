@@ -24,15 +24,15 @@ from fusednorm.ops.layer_norm.call import BackwardCall
 from fusednorm.ops.layer_norm.gradients import affine_gradient, load_parameter, store_input_gradient
 
 SHARED_BYTES_PER_SM = 200 << 10
-"""Shared memory for tiles under way; a Hopper multiprocessor has 228 KB, some of it the system's."""
+"""Shared memory for tiles that are being loaded; a Hopper multiprocessor has 228 KB, some used by the system."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardTile:
     """Persistent programs over tiles of `rows` rows by `chunks` blocks, `stages` - 1 tiles ahead in shared memory.
 
-    `hold_weight` keeps weight in registers across tiles; otherwise each tile loads it again from L1.  The tiles
-    `ahead` turns on are asked into L2.
+    `hold_weight` keeps weight in registers for all tiles; otherwise each tile loads it again from L1.  A program
+    prefetches its tile `ahead` iterations later into L2.
     """
 
     rows: int
@@ -45,9 +45,9 @@ class BackwardTile:
     ahead: int = 0
 
     def stages_of(self, column_bytes: int) -> int:
-        """As many stages as fit into shared memory, with `column_bytes` for each column of a tile.
+        """The number of stages that fit into shared memory, with `column_bytes` for each column of a tile.
 
-        Residuals, and parameters that are not held, go through it with x and dy; the tables foresee the two.
+        The tables assume that only x and dy use it; residuals and parameters not held in registers use it too.
         """
         if self.stages == 1:
             return 1
@@ -64,7 +64,7 @@ def backward_tile_launches(call: BackwardCall, config: BackwardTile) -> list[Lau
     column_bytes = sum(tensor.element_size() for tensor in pipelined if tensor is not None)
     most = max(1, call.most_programs(config.programs_per_sm))
     programs = min(cdiv(call.rows, config.rows), most)
-    # The same memory for any number of rows, where nothing but the number of programs depends on it.
+    # Without heads the allocation is the same for any number of rows, on which only the number of programs depends.
     partials = Partials.of(call.x, call.out, call.has_own_parameters, programs, most if call.x.ndim == 2 else None)
     cols, dy_row, x_row, *_ = layout.sizes
     is_dense = dy_row == x_row == cols
@@ -142,9 +142,9 @@ def layer_norm_backward_tile_kernel(
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """Persistent programs over tiles of ROWS rows of CHUNKS blocks; statistics not saved are taken from the tile.
+    """Persistent programs over tiles of ROWS rows of CHUNKS blocks; statistics that are not saved are computed.
 
-    With AHEAD > 0, for rows without gaps, tiles AHEAD turns on are asked into L2.
+    With AHEAD > 0, for rows without gaps, a program prefetches its tile AHEAD iterations later into L2.
     """
     let_next_start(EARLY_REDUCE)
     cols = col_units * VEC
@@ -250,7 +250,7 @@ def layer_norm_backward_tile_kernel(
                 new_dbiases = new_dbiases + (dbiases[i] + dz,)
             g = dz * weight
             if not EVEN:
-                # Past the row's end x_hat is no zero, and without a weight g may not be one either.
+                # Past the row's end x_hat is not zero, and without a weight g may not be zero either.
                 g = tl.where(col_masks[i], g, 0.0)
             x_hats = x_hats + (x_hat,)
             gs = gs + (g,)

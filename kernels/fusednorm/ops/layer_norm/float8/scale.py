@@ -1,8 +1,8 @@
-"""y that is float8_e4m3fn with one scale a row.
+"""y as float8_e4m3fn with one scale per row.
 
-The scale is the row's largest |y| over 448, the type's largest value, so it is known only when the whole row has
-been through activation and dropout: a third pass over a row that is held, or a third sweep of one that is not.
-Elements are multiplied by the reciprocal of the scale, one division a row, and rounded once, to nearest even.
+The scale is the row's largest |y| divided by 448, the type's largest value.  It is known only after activation and
+dropout of the whole row, so y needs a third pass over the registers, or a third sweep over a row in memory.
+Elements are multiplied by the reciprocal of the scale (one division per row) and rounded once, to nearest even.
 """
 
 import triton
@@ -13,7 +13,7 @@ from fusednorm.jit.tiles import normalised
 
 _LARGEST = tl.constexpr(448.0)
 _SMALLEST_SCALE = tl.constexpr(2.0**-126)
-"""The smallest normal float32: its reciprocal is finite, so that a row of zeros stays one."""
+"""The smallest normal float32; its reciprocal is finite, so that a row of zeros stays zero."""
 
 
 @triton.jit
@@ -23,14 +23,14 @@ def unscaled(
     IS_RMS: tl.constexpr, WEIGHT_OFFSET: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
 ):  # fmt: skip
-    """y of a tile in float32, before its row's scale is known; `first_col` starts each row of the tile."""
+    """y of a tile in float32, before division by the scale; `first_col` is the tile's first column."""
     y = normalised(h, rough, shift, rstd, weight_ptr, bias_ptr, col, mask, IS_RMS, WEIGHT_OFFSET, FAST)
     return finish(y, row, first_col, seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT, FAST)
 
 
 @triton.jit
 def magnitude(y, mask, EVEN: tl.constexpr):
-    """|y|, 0 in columns that do not exist: a bias or an activation may have put something there."""
+    """|y|, and 0 in columns that do not exist, where a bias or an activation may have made y nonzero."""
     if EVEN:
         return tl.abs(y)
     else:

@@ -15,7 +15,8 @@ from fusednorm.ops.layer_norm.forward.sweep import ForwardSweep
 
 def float8_sweep_launches(call: ForwardCall, config: ForwardSweep) -> list[Launch]:
     """The launch of a pass over rows of any length."""
-    # Not more elements than one 16-byte load of x: for wider stores of y the compiler would widen a thread's share.
+    # At most the elements of one 16-byte load of x: for wider stores of y the compiler gives a thread more
+    # elements.
     layout = call.layout_of_rows(16 // call.itemsize)
     options = {
         **config.options(call.cols, call.itemsize),
@@ -60,7 +61,7 @@ def layer_norm_float8_sweep_kernel(
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """One row a program in three sweeps: moments, largest magnitude (backwards), y; later ones find it in L1 or L2.
+    """One row per program in three sweeps: moments, largest |y| (backwards), y; the last two read from L1 or L2.
 
     A lane is the GROUP columns that one thread loads at once, as in `sweep_moments`.
     """

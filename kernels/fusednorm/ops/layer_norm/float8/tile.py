@@ -1,4 +1,4 @@
-"""Float8 pass over tiles of rows that stay in registers from moments to y."""
+"""Float8 pass over tiles of rows that stay in registers for all of its steps."""
 
 import triton
 import triton.language as tl
@@ -16,7 +16,8 @@ from fusednorm.ops.layer_norm.forward.tile import TILE_AHEAD_PER_SM, ForwardTile
 
 def float8_tile_launches(call: ForwardCall, config: ForwardTile) -> list[Launch]:
     """The launch of a pass over rows that fit a tile."""
-    # Not more elements than one 16-byte load of x: for wider stores of y the compiler would widen a thread's share.
+    # At most the elements of one 16-byte load of x: for wider stores of y the compiler gives a thread more
+    # elements.
     layout = call.layout_of_rows(16 // call.itemsize)
     options = {
         **config.options(call.cols),
@@ -73,9 +74,9 @@ def layer_norm_float8_tile_kernel(
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """A tile of ROWS rows a program, held in registers as CHUNKS blocks of BLOCK_N columns from moments to y.
+    """One tile of ROWS rows per program; it stays in registers as CHUNKS blocks of BLOCK_N columns.
 
-    With PREFETCH, ROWS 1, the row of the program `ahead` programs on is asked into L2.
+    With PREFETCH (ROWS is 1) a program prefetches the row of the program `ahead` programs later into L2.
     """
     cols = col_units * VEC
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)

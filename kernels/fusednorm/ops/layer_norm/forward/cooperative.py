@@ -26,10 +26,10 @@ from fusednorm.ops.layer_norm.call import ForwardCall
 
 @dataclass(frozen=True, slots=True)
 class ForwardCooperative:
-    """Programs that share a row, a slab of `chunks` chunks of 8 columns a thread each, read twice.
+    """Programs that share rows: each reads a slab of `chunks` chunks, 8 columns per thread in a chunk, twice.
 
-    `programs_per_sm` of them are resident; they exchange the row's moments, and a slab is read again `lag` rows
-    after its moments went out.  The slab `ahead` rows on is asked into L2 meanwhile.
+    `programs_per_sm` programs are resident on a multiprocessor, and exchange the row's moments.  A program reads a
+    slab again `lag` rows after it posted the slab's moments, and prefetches the slab `ahead` rows later into L2.
     """
 
     chunks: int
@@ -50,7 +50,7 @@ class ForwardCooperative:
 
 
 def forward_cooperative_launches(call: ForwardCall, config: ForwardCooperative) -> list[Launch]:
-    """The cooperative launch of a pass over rows that the resident programs hold together."""
+    """The cooperative launch of a pass over rows that fit the resident programs together."""
     layout = call.layout_of_rows()
     members = cdiv(call.cols, config.slab)
     resident = call.multiprocessors * config.programs_per_sm
@@ -60,7 +60,7 @@ def forward_cooperative_launches(call: ForwardCall, config: ForwardCooperative) 
     merges_as_equals = call.merges_as_equals(layout.vec)
     options = {
         "FULL": known_whole_in_slabs(call.cols, config.block_n, config.chunks, merges_as_equals),
-        # A lane of one reduction for each member, all of equal weight or not.
+        # Each member is one lane of a reduction; EQUAL_SLABS says whether all lanes have the same weight.
         "EQUAL_SLABS": call.cols == config.slab * slots and slots <= 32 * config.num_warps,
         "SLOTS": slots,
         "BLOCK_N": config.block_n,
@@ -84,9 +84,9 @@ def _row_moments(
     exchange_ptr, group, tag, members, other, count, cols, eps,
     DEPTH: tl.constexpr, EQUAL_SLABS: tl.constexpr, IS_RMS: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """mean, shift and rstd of a row, whose mean is mean + shift, from what all members posted; waits for that.
+    """Wait for the moments of all members; mean, shift and rstd of the row, whose true mean is mean + shift.
 
-    `other` [slots] numbers the members, `count` [slots] is the columns of each, 0 past the last.
+    `other` [slots] is the number of each member; `count` [slots] is its number of columns, 0 after the last member.
     """
     present = other < members
     slot_ptrs = slot_of(exchange_ptr, group, tag, tl.where(present, other, 0), members, DEPTH)
@@ -152,11 +152,11 @@ def layer_norm_forward_cooperative_kernel(
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """A row belongs to `members` programs, a slab of CHUNKS * BLOCK_N columns each; every slab is read twice.
+    """`members` programs share a row, a slab of CHUNKS * BLOCK_N columns each; a program reads every slab twice.
 
-    First for its moments, which are posted, and the sum with a residual, which is written; LAG rows later, by when
-    the other members' moments have come, out of L1 or L2 for y.  Parameters stay in registers.  Programs are
-    persistent; the launch must be cooperative.
+    The first read is for the moments, which it posts, and the sum with a residual, which it writes.  The second is
+    LAG rows later, when the other members have posted their moments, out of L1 or L2, for y.  Parameters stay in
+    registers.  Programs are persistent; the launch must be cooperative.
     """
     cols = col_units * VEC
     slab: tl.constexpr = CHUNKS * BLOCK_N
@@ -175,14 +175,14 @@ def layer_norm_forward_cooperative_kernel(
     own = first_col + unaligned_zero(cols, NARROW)
     weights = load_piece(weight_ptr, own, slab_cols, FULL, BLOCK_N, CHUNKS, GROUP, "")
     biases = load_piece(bias_ptr, own, slab_cols, FULL, BLOCK_N, CHUNKS, GROUP, "")
-    # What was written is the sum itself, to be read again in place of its two parts.
+    # A sum that is written in float32 is exact, so the second read takes it instead of x and residual.
     EXACT_SUM: tl.constexpr = residual_out_ptr is not None and residual_out_ptr.dtype.element_ty == tl.float32
     KEEP: tl.constexpr = "" if NARROW else "evict_last"
     DROP: tl.constexpr = "" if NARROW else "evict_first"
 
     tag = start
     for turn in range(0, turns + LAG):
-        # The row whose moments are taken; after the last turn, the last row again, for nothing.
+        # The row whose moments are computed; after the last iteration, the last row again, without use.
         row = group + tl.minimum(turn, turns - 1) * groups
         x_at = row * x_row_size + first_col
         chunks = load_piece(x_ptr, x_at, slab_cols, FULL, BLOCK_N, CHUNKS, GROUP, KEEP)

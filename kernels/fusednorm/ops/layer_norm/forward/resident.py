@@ -1,4 +1,4 @@
-"""Forward pass of LayerNorm and RMSNorm in which a program keeps a row in registers in the format of memory."""
+"""Forward pass of LayerNorm and RMSNorm in which a program keeps a row in registers, in the dtype of memory."""
 
 from dataclasses import dataclass
 
@@ -16,10 +16,10 @@ from fusednorm.ops.layer_norm.call import ForwardCall
 
 @dataclass(frozen=True, slots=True)
 class ForwardResident:
-    """One row a program, held as it lies in memory: `chunks` chunks of 8 columns a thread each.
+    """One row per program, held in the dtype of memory as `chunks` chunks, 8 columns per thread in a chunk.
 
-    Registers are kept to what lets `programs_per_sm` of them be resident.  The row that many multiprocessors times
-    `ahead_per_sm` on is asked into L2 meanwhile.
+    Registers are limited so that `programs_per_sm` programs are resident on a multiprocessor.  A program prefetches
+    the row (number of multiprocessors * `ahead_per_sm`) rows later into L2.
     """
 
     chunks: int
@@ -34,7 +34,7 @@ class ForwardResident:
 
 
 def forward_resident_launches(call: ForwardCall, config: ForwardResident) -> list[Launch]:
-    """The launch of a pass over rows that a program's registers hold."""
+    """The launch of a pass over rows that fit the registers of one program."""
     layout = call.layout_of_heads()
     options = {
         "FULL": known_whole(call.cols, config.block_n, config.chunks, call.merges_as_equals(layout.vec)),
@@ -91,10 +91,10 @@ def layer_norm_forward_resident_kernel(
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """One row a program, of CHUNKS chunks of BLOCK_N columns; read once, parameters after the reduction.
+    """One row of CHUNKS chunks of BLOCK_N columns per program; x is read once, parameters after the reduction.
 
-    The row of the program `ahead` programs on is asked into L2 meanwhile; 0 for none.  ALONE is for programs that
-    have a multiprocessor each.
+    A program prefetches the row of the program `ahead` programs later into L2; 0 for none.  ALONE is for one
+    program per multiprocessor.
     """
     cols = col_units * VEC
     program, _, head, heads = programs_of_head(HEADS)
@@ -117,7 +117,7 @@ def layer_norm_forward_resident_kernel(
     rstd = 1.0 / tl.sqrt(square / cols.to(tl.float32) + eps)
     store_row_statistics(mean_ptr, rstd_ptr, row, mean, shift, rstd, None)
     if PREFETCH and ALONE:
-        # Before, it would come between this row and its statistics, with no other program to fill the gap.
+        # Any earlier, the prefetch would delay this row's statistics, with no other program to fill the gap.
         prefetch_row_ahead(x_ptr, residual_ptr, ahead, x_row_units * VEC, residual_row_units * VEC, cols)
     write_piece(
         chunks, residuals, weight_ptr, bias_ptr, own,

@@ -1,8 +1,8 @@
-"""Forward pass of LayerNorm and RMSNorm for rows too long, with their parameters, for cooperative programs.
+"""Forward pass of LayerNorm and RMSNorm for rows that are too long for cooperative programs.
 
 The first kernel computes the moments of parts of rows, the second writes blocks of columns; no program waits for
 another.  The second kernel is launched while the first runs (programmatic dependent launch, compute capability
-9.0): it has loaded its parameters when the moments are complete, and reads as much of x from L2 as L2 still holds.
+9.0): it loads its parameters before the moments are complete, and then reads x from L2 as far as L2 still holds it.
 """
 
 from dataclasses import dataclass
@@ -22,21 +22,21 @@ from fusednorm.launch.workspace import counters
 from fusednorm.ops.layer_norm.call import ForwardCall
 
 MAX_PARTS = 1024
-"""Parts of a long row, whose moments one program merges."""
+"""The largest number of parts of a row; one program merges their moments."""
 
 PARTS_PROGRAMS, MAX_PARTS_A_PROGRAM = 2048, 8
-"""Programs over parts that are aimed at, a few for each place on the device, and the most parts of one of them."""
+"""The target number of programs over parts, a few times those that are resident, and the most parts per program."""
 
 MOMENTS = tl.constexpr(4)
-"""float32 of a part or a row: mean, shift, then the sum of squares or rstd; 16 bytes with one that is not used."""
+"""float32 numbers of a part or row: mean, shift, sum of squares or rstd, and one unused number: 16 bytes in all."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardSplit:
-    """A kernel for the moments of parts of rows, then one for slabs of up to `rows` rows.
+    """A kernel for the moments of parts of rows, then a kernel for slabs of up to `rows` rows.
 
-    A part is as few pieces of `chunks` chunks as MAX_PARTS a row allow, a slab is `slab_chunks` chunks; a chunk is
-    8 columns a thread, and either kernel has warps of its own.
+    A part has the fewest pieces of `chunks` chunks for which a row has at most MAX_PARTS parts; a slab has
+    `slab_chunks` chunks.  A chunk is 8 columns per thread; each kernel has its own number of warps.
     """
 
     chunks: int
@@ -57,12 +57,12 @@ class ForwardSplit:
 
 
 def parts_a_program(parts: int) -> int:
-    """How many of all rows' parts one program takes; a row has the same bits for any number."""
+    """The number of parts per program for `parts` parts of all rows; it does not change the bits of a row."""
     return max(1, min(MAX_PARTS_A_PROGRAM, parts // PARTS_PROGRAMS))
 
 
 def forward_split_launches(call: ForwardCall, config: ForwardSplit) -> list[Launch]:
-    """The two launches of a pass over rows of any length, or the first of them for the statistics alone."""
+    """The two launches of a pass over rows of any length; only the first if just the statistics are wanted."""
     y, residual_out, mean, rstd = call.outputs
     x, residual, rows, cols = call.x, call.residual, call.rows, call.cols
     layout = call.layout_of_rows()
@@ -142,10 +142,10 @@ def layer_norm_forward_split_stats_kernel(
     CHUNKS: tl.constexpr, GROUP: tl.constexpr, SLOTS: tl.constexpr, PREFETCH: tl.constexpr, EARLY: tl.constexpr,
     IS_RMS: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """The moments of parts of a row, whole pieces of CHUNKS * BLOCK_N columns, to `parts_ptr` [rows, parts, 4].
+    """Write the moments of a row's parts, pieces of CHUNKS * BLOCK_N columns, to `parts_ptr` [rows, parts, 4].
 
-    The last program of a row to come merges them in the order of the parts, to `moments_ptr` [rows, 4] and to mean
-    and rstd, as far as these are not None; and leaves the row's counter at 0, as it was.
+    The last program of a row to finish merges them in the order of the parts, writes the result to `moments_ptr`
+    [rows, 4] and to mean and rstd, each unless it is None, and resets the row's counter to 0.
     """
     let_next_start(EARLY)
     cols = col_units * VEC
@@ -203,7 +203,7 @@ def layer_norm_forward_split_stats_kernel(
         slot = tl.arange(0, SLOTS)
         present = slot < parts
         slot_ptrs = row_parts_ptr + slot * MOMENTS
-        # Past L1, which may hold what was there before the others wrote.
+        # Bypass L1, which may hold values from before the other programs' writes.
         part_means = tl.load(slot_ptrs, mask=present, other=0.0, cache_modifier=".cg")
         part_shifts = tl.load(slot_ptrs + 1, mask=present, other=0.0, cache_modifier=".cg")
         part_squares = tl.load(slot_ptrs + 2, mask=present, other=0.0, cache_modifier=".cg")
@@ -212,7 +212,7 @@ def layer_norm_forward_split_stats_kernel(
             shift = 0.0
             square = tl.sum(part_squares)
         else:
-            # In 64 bits: parts of padding would start past 2^31.
+            # In 64 bits: slots past the last part would start past 2^31.
             counts = tl.minimum(tl.maximum(cols - slot.to(tl.int64) * part_cols, 0), part_cols).to(tl.float32)
             mean, shift, square = total_moments(
                 tl.expand_dims(counts, 1),
@@ -241,9 +241,9 @@ def layer_norm_forward_split_apply_kernel(
     ROWS: tl.constexpr, PREFETCH: tl.constexpr, EARLY: tl.constexpr, WEIGHT_OFFSET: tl.constexpr,
     IS_RMS: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """y of a slab of CHUNKS * BLOCK_N columns of up to ROWS rows, by `moments_ptr` [rows, 4]: mean, shift, rstd.
+    """Write y of a slab of CHUNKS * BLOCK_N columns, up to ROWS rows; `moments_ptr` [rows, 4] is mean, shift, rstd.
 
-    The last slabs come first: of them L2 holds most.
+    The last slabs are processed first: L2 still holds most of them.
     """
     cols = col_units * VEC
     slab: tl.constexpr = CHUNKS * BLOCK_N

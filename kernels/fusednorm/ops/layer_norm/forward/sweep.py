@@ -16,13 +16,14 @@ from fusednorm.ops.layer_norm.call import ForwardCall
 
 @dataclass(frozen=True, slots=True)
 class ForwardSweep:
-    """One row a program, swept twice in chunks of `block_n` columns.
+    """One row per program, read twice in chunks of `block_n` columns.
 
-    It alone serves heads whose rows no program holds: over 65536 columns in 16 bits and 32768 in float32, with
-    a residual over 32768 and 24576.  `ForwardSplit` could take the rest, slower: such rows up to 524288 columns
-    without heads where programs may not wait, and the statistics alone of shorter ones, for a cooperative backward.
+    It is the only algorithm for heads whose rows do not fit one program: over 65536 columns in 16 bits and 32768 in
+    float32, with a residual over 32768 and 24576.  Its other uses are such rows without heads up to 524288 columns
+    where programs may not wait, and only the statistics of shorter rows, for a cooperative backward; `ForwardSplit`
+    would be slower there.
 
-    The row that many multiprocessors times `ahead_per_sm` on is asked into L2 meanwhile.
+    A program prefetches the row (number of multiprocessors * `ahead_per_sm`) rows later into L2.
     """
 
     block_n: int
@@ -86,9 +87,9 @@ def layer_norm_forward_sweep_kernel(
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """One row a program in two sweeps; the second walks backwards and finds the row in L1 or L2.
+    """One row per program in two sweeps; the second goes backwards and reads the row from L1 or L2.
 
-    The row of the program `ahead` programs on is asked into L2 meanwhile; 0 for none.
+    A program prefetches the row of the program `ahead` programs later into L2; 0 for none.
     """
     cols = col_units * VEC
     program, _, head, heads = programs_of_head(HEADS)
@@ -103,7 +104,7 @@ def layer_norm_forward_sweep_kernel(
 
     if PREFETCH:
         if tl.num_programs(0) <= FEW_PROGRAMS:
-            # Nothing else hides this program's latency: everything that it reads at once.
+            # Nothing else hides this program's latency, so it prefetches all of its row at once.
             prefetch(x_ptr + tl.program_id(0).to(tl.int64) * (x_row_units * VEC), cols)
             prefetch_parameters(weight_ptr, bias_ptr, 0, cols)
         else:

@@ -1,7 +1,7 @@
 """Forward pass of LayerNorm and RMSNorm over tiles of several rows, or of one short row.
 
-Sizes and strides arrive in units of VEC elements, a constexpr: multiplied back inside, every address is a
-known multiple of VEC and the compiler emits 128-bit accesses without specialising on the row length.
+Sizes and strides are in units of VEC elements, a constexpr.  The kernel multiplies them by VEC, so the compiler
+knows that every address is a multiple of VEC and emits 128-bit accesses without specialising on the row length.
 """
 
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ from fusednorm.launch.launch import ByRows, Launch
 from fusednorm.ops.layer_norm.call import ForwardCall
 
 TILE_AHEAD_PER_SM = 2
-"""Of tiles of one row: how many turns of the device ahead float8 passes and chains ask a row into L2."""
+"""For tiles of one row: float8 passes and chains prefetch the row this many times the multiprocessors later."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardTile:
-    """A program for each tile of `rows` rows by `chunks` blocks of `block_n` columns."""
+    """One program per tile of `rows` rows by `chunks` blocks of `block_n` columns."""
 
     rows: int
     chunks: int
@@ -89,9 +89,9 @@ def layer_norm_forward_tile_kernel(
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """A tile of ROWS rows a program, read once and held as CHUNKS blocks of BLOCK_N columns.
+    """One tile of ROWS rows per program, read once and held as CHUNKS blocks of BLOCK_N columns.
 
-    Several blocks waste no lanes on row lengths like 5 * 1024.
+    Several blocks waste no lanes for row lengths like 5 * 1024.
     """
     cols = col_units * VEC
     program, _, head, heads = programs_of_head(HEADS)

@@ -75,13 +75,14 @@ def group_norm_nhwc_backward_cooperative_kernel(
     FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """A unit is one sample's bundle of `bundle_groups` groups, which lie in `bundle_blocks` blocks of columns.
+    """A unit is one sample's bundle of `bundle_groups` groups, which occupy `bundle_blocks` blocks of columns.
 
-    `members` programs share it, each a block of `block_units` vectors over a slab of PIECES * CHUNKS * ROWS
-    positions, in tiles of ROWS positions.  A vector is GROUP columns and touches LABELS groups, a block SPAN
-    groups, a group OVERLAP blocks, each at most; DIRECT, a block is a group.  Every piece is read twice: once for
-    sums, which are posted after the slab's last one, and LAG pieces after that out of L1 or L2 for dx.  Sums over
-    channels go to [N, splits, C].  Programs are persistent; the launch must be cooperative.
+    `members` programs share a unit; each has a block of `block_units` vectors over a slab of PIECES * CHUNKS * ROWS
+    positions, in tiles of ROWS positions.  A vector has GROUP columns and touches at most LABELS groups; a block
+    touches at most SPAN groups, a group at most OVERLAP blocks.  If DIRECT, a block is a group.  A program reads
+    every piece twice: first for sums, which it posts after the slab's last piece, and LAG pieces later out of L1 or
+    L2 for dx.  It writes sums over channels to [N, splits, C].  Programs are persistent; the launch must be
+    cooperative.
     """
     let_next_start(EARLY)
     BEHIND: tl.constexpr = PIECES - 1 + LAG
@@ -191,8 +192,8 @@ def group_norm_nhwc_backward_cooperative_kernel(
             slope, offset = load_gained_affine(
                 parameters, late_channel, late_sample * scale_stride + late_channel, late_columns, GAIN
             )
-            # Only totals that wait for this program's own part may be waited for: of others the next one may have
-            # taken the place.  So a lane keeps to groups of the block, and a block without columns to none.
+            # A program may wait only for totals that need its own part: a later total may have replaced any other.
+            # So a lane collects only groups of the block, and a block without columns collects none.
             late_end = tl.minimum(tl.minimum(block_first + block_columns, bundle_columns), c - late_first)
             if (late_run == 0) & (block_first < late_end):
                 late_tag = start + late_turn.to(tl.uint32)
@@ -229,7 +230,7 @@ def group_norm_nhwc_backward_cooperative_kernel(
                     tile_at - late_sample * sample_size + at, seed, dropout_threshold, dropout_scale,
                     True, ACTIVATION, DROPOUT, GAIN, FAST,
                 )  # fmt: skip
-                # Not `write_tile`: machine code would be another with what is loaded first.
+                # Not `write_tile`: the different order of loads would change the machine code.
                 dx = dz * scale - (centred * late_factor + late_constant)
                 outside = load_tiles(
                     dresidual_out_ptr, tile_at, at, step_size, row, late_left - i * ROWS, late_columns, True,

@@ -24,12 +24,13 @@ _SIZES = ["splits", "blocks", "pieces", "hw", "column_units", "groups", "channel
 
 @dataclass(frozen=True, slots=True)
 class BackwardColumns(BackwardConfig):
-    """Slabs of `columns` columns, a power of two, one a program, in a kernel for sums and one for dx.
+    """Slabs of `columns` columns, a power of two, one per program, in a kernel for sums and a kernel for dx.
 
-    A slab is `pieces` pieces of `chunks` tiles of as many positions as one vector a thread makes.
+    A slab is `pieces` pieces of `chunks` tiles; a tile has one vector per thread.
 
-    Alone serves C above 512 vectors (see `ForwardColumns`) where nothing may wait, where C is not whole 16 bytes,
-    or where samples are too large to be shared; and dy, residual or dresidual_out in the other layout.
+    It is the only algorithm for C above 512 vectors (see `ForwardColumns`) if programs may not wait, if C is not a
+    multiple of 16 bytes, or if samples are too large to share; and for dy, residual or dresidual_out in the other
+    layout.
     """
 
     columns: int
@@ -101,7 +102,7 @@ def group_norm_nhwc_backward_columns_sums_kernel(
     FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Sums of dz and dz * x_hat of CV vectors of columns over a slab of positions a program, to [N, splits, C]."""
+    """One slab of CV vectors of columns per program: writes its sums of dz and dz * x_hat to [N, splits, C]."""
     let_next_start(EARLY)
     ROWS: tl.constexpr = LANES // CV
     RUN: tl.constexpr = CHUNKS * ROWS
@@ -176,7 +177,7 @@ def group_norm_nhwc_backward_columns_apply_kernel(
     FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """dx of CV vectors of columns over a slab a program; what the sums kernel left in the cache comes first."""
+    """One slab of CV vectors of columns per program: writes its dx, starting with data still in the cache."""
     let_next_start(EARLY)
     ROWS: tl.constexpr = LANES // CV
     RUN: tl.constexpr = CHUNKS * ROWS

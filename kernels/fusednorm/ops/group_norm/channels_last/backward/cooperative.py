@@ -18,9 +18,8 @@ from fusednorm.ops.group_norm.sample import MAX_OFFSET, Sample, stays_in_l2
 class BackwardCooperativeBlock(BackwardConfig):
     """Programs that share channels-last groups: a block of `columns` columns over a slab of positions each.
 
-    A slab is `pieces` pieces, a piece `chunks` tiles of as many positions as a vector of 16 bytes of x a thread
-    makes. Blocks that groups straddle go together.  `programs_per_sm`, `lag` and `ahead` are those of
-    `BackwardCooperative`.
+    A slab is `pieces` pieces, a piece `chunks` tiles; a tile has one 16-byte vector of x per thread.  Blocks with
+    parts of the same group form a bundle.  `programs_per_sm`, `lag` and `ahead` are those of `BackwardCooperative`.
     """
 
     columns: int
@@ -32,7 +31,7 @@ class BackwardCooperativeBlock(BackwardConfig):
     ahead: int
 
     def vectors(self, itemsize: int) -> int:
-        """Threads side by side along the columns, some of which may have none."""
+        """The number of adjacent threads along the columns; some of them may have no column."""
         return next_power_of_2(self.columns * itemsize // 16)
 
     def rows(self, itemsize: int) -> int:
@@ -48,7 +47,7 @@ class BackwardCooperativeBlock(BackwardConfig):
         return -(-sample.hw // self.slab_rows(itemsize))
 
     def bundle_blocks(self, sample: Sample) -> int:
-        """Blocks that go together: the fewest that hold whole groups."""
+        """Blocks of a bundle: the fewest that hold whole groups."""
         blocks = sample.channels // gcd(self.columns, sample.channels)
         return min(blocks, -(-sample.c // self.columns))
 
@@ -80,7 +79,7 @@ class BackwardCooperativeBlock(BackwardConfig):
         units = call.n * bundles
         resident = multiprocessor_count(call.x.device) * self.programs_per_sm
         teams = max(1, min(units, resident // members))
-        # Then no other block has columns of its group.
+        # If so, no other block has columns of its group.
         direct = self.columns == sample.channels
         depth = next_power_of_2((2 if direct else 1) * cdiv(self.lag, self.pieces))
         overlap = min(blocks, most_touched(self.columns, sample.channels))

@@ -1,4 +1,4 @@
-"""Positions of dy, x and residual as the backward kernels that stream samples take them, and sums of columns.
+"""Positions of dy, x and residual in the backward kernels that stream samples, and sums of columns.
 
 Tiles are those of `channels_last.positions`.
 """
@@ -18,9 +18,9 @@ def load_masked_positions(
     ptr, start, at, position, positions, units, step, left,
     CHUNKS: tl.constexpr, WHOLE: tl.constexpr, IDLE: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
-    """CHUNKS tiles from ptr + start on, `step` elements apart; what does not exist, or where lanes idle, is 0.
+    """Load CHUNKS tiles from ptr + start on, `step` elements apart; 0 in idle lanes and where nothing exists.
 
-    One load at a time, that is, and fewer registers: for what was asked into L2 before, more programs are faster.
+    Masked loads run one at a time and need fewer registers: for data prefetched into L2, more programs are faster.
     """
     tiles = ()
     if ptr is not None:
@@ -35,7 +35,7 @@ def load_gradient_positions(
     dy_ptr, x_ptr, residual_ptr, start, at, position, positions, units, tile, left,
     CHUNKS: tl.constexpr, WHOLE: tl.constexpr, IDLE: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
-    """`load_masked_positions` of dy, x and residual, which lie alike."""
+    """`load_masked_positions` of dy, x and residual, which have the same layout."""
     return (
         load_masked_positions(
             dy_ptr, start, at, position, positions, units, tile, left, CHUNKS, WHOLE, IDLE, EVICT
@@ -49,7 +49,7 @@ def load_gradient_positions(
 
 @triton.jit
 def prefetch_gradient_positions(dy_ptr, x_ptr, residual_ptr, start, size):
-    """`prefetch` of `size` elements from `start` on of each that is not None."""
+    """`prefetch` of `size` elements of each tensor from `start` on, unless it is None."""
     prefetch(dy_ptr + start, size)
     prefetch(x_ptr + start, size)
     if residual_ptr is not None:
@@ -63,11 +63,11 @@ def add_gradient_positions(
     WHOLE: tl.constexpr, IDLE: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, GAIN: tl.constexpr,
     FAST: tl.constexpr,
 ):  # fmt: skip
-    """Sums of GAIN * dz, and of that times h - mean, of each column, [LANES, VEC], with those of the tiles."""
+    """Add the tiles to the sums of GAIN * dz and of GAIN * dz * (h - mean) of each column, [LANES, VEC]."""
     for i in tl.static_range(len(tiles[0])):
         centred = chunk_of(tiles[1], tiles[2], i, FAST) - mean
         if not WHOLE:
-            # z of what is not there may be infinite, and 0 * inf would spoil a sum.
+            # z of an element that does not exist may be infinite, and 0 * inf = NaN would spoil a sum.
             centred = tl.where(position_mask(position, positions, left, i, WHOLE), centred, 0.0)
         dz = gained_gradient(
             widened(tiles[0][i], FAST), centred, scale, offset, sample, sample_at + i * tile,
@@ -84,7 +84,7 @@ def sums_of_columns(
 ):
     """Sums of two tiles [LANES, VEC] over all positions, [1, COLUMNS] each, and which of these columns exist.
 
-    Where no lane is idle, lanes are POSITIONS times COLUMNS; else positions start at any multiple of `units` lanes.
+    If no lane is idle, lanes are [POSITIONS, COLUMNS]; else positions start at any multiple of `units` lanes.
     """
     lanes: tl.constexpr = a.shape[0] * a.shape[1]
     if IDLE:

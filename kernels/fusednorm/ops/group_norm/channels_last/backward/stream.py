@@ -31,9 +31,9 @@ from fusednorm.ops.group_norm.sample import empty_statistics
 
 @dataclass(frozen=True, slots=True)
 class BackwardStream(BackwardConfig):
-    """Sums over up to `splits` parts of each channels-last sample, all columns of a position side by side.
+    """Sums over up to `splits` parts of each channels-last sample, with all columns of a position in a tile.
 
-    `chunks` accesses of a thread a step; dx of `apply_pieces` pieces of `apply_chunks` accesses a program.
+    A thread has `chunks` accesses per step; for dx a program has `apply_pieces` pieces of `apply_chunks` accesses.
     """
 
     num_warps: int
@@ -128,7 +128,7 @@ def group_norm_nhwc_backward_stream_sums_kernel(
 ):
     """Sums of dz and dz * x_hat of each column over every `splits`th step of CHUNKS tiles, to [N, splits, C].
 
-    With PREFETCH the step after is asked into L2 meanwhile.
+    With PREFETCH a program prefetches its next step into L2.
     """
     let_next_start(EARLY)
     c = units * VEC
@@ -152,7 +152,7 @@ def group_norm_nhwc_backward_stream_sums_kernel(
     base = sample * hw * c
     if PREFETCH:  # noqa: SIM102 (a constexpr and a run-time condition)
         if whole > 0:
-            # Parameters and statistics come from memory, too, and what follows waits for them.
+            # Parameters and statistics are loaded from memory too, and the code below waits for them.
             prefetch_gradient_positions(dy_ptr, x_ptr, residual_ptr, base + inside, CHUNKS * tile)
     mean = load_statistic(mean_ptr, sample * groups, first_group, groups - 1, place, LABELS)
     rstd = load_statistic(rstd_ptr, sample * groups, first_group, groups - 1, place, LABELS)
@@ -230,9 +230,9 @@ def group_norm_nhwc_backward_stream_apply_kernel(
     FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """dx of `pieces` pieces of CHUNKS tiles; the last positions of all samples first, for they were read last.
+    """Write dx of `pieces` pieces of CHUNKS tiles; the last positions of all samples first, as they were read last.
 
-    What starts next finds all sums of columns there.
+    A kernel that starts next can rely on complete sums of columns.
     """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     sample = (program % samples).to(tl.int64)

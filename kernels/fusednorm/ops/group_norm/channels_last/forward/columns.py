@@ -1,6 +1,6 @@
-"""Forward pass of blocks of channels-last columns: a kernel for moments of channels, then one for y.
+"""Forward pass of blocks of channels-last columns: a kernel for moments of channels, then a kernel for y.
 
-Nothing waits.  A residual may be contiguous.
+No program waits for another.  A residual may be contiguous.
 """
 
 from collections.abc import Mapping
@@ -29,12 +29,14 @@ from fusednorm.ops.group_norm.sample import Sample, empty_statistics, pair, vect
 
 @dataclass(frozen=True, slots=True)
 class ForwardColumns(ForwardConfig):
-    """Blocks of `width` columns: statistics over `split_rows` positions in tiles of `rows`, `unroll` a step,
-    then runs of `run_rows` in tiles of `apply_rows`.
+    """Blocks of `width` columns: statistics, then y.
 
-    Alone serves C above 512 vectors (2048 channels in float32, 4096 in 16 bits, fewer where C is not whole
-    vectors) whose blocks no program holds and programs may not or cannot share, a residual in the other layout,
-    and, by its first kernel, backward passes that came without statistics.
+    Statistics are over `split_rows` positions in tiles of `rows`, `unroll` tiles per step; y is written in runs of
+    `run_rows` positions in tiles of `apply_rows`.
+
+    It is the only algorithm for C above 512 vectors (2048 channels in float32, 4096 in 16 bits, fewer if C is not a
+    multiple of a vector) whose blocks do not fit one program and programs may not or cannot share, for a residual
+    in the other layout and, with its first kernel, for statistics that were not saved.
     """
 
     width: int
@@ -73,7 +75,7 @@ class ForwardColumns(ForwardConfig):
     def statistics(
         self, x: Tensor, sample: Sample, eps: float, residual: Tensor | None, mean: Tensor, rstd: Tensor
     ) -> list[Launch]:
-        """The launches that fill mean and rstd: moments of channels over splits of the positions, reduced."""
+        """The launches that compute mean and rstd: moments of channels over splits of positions, then reduction."""
         splits = cdiv(sample.hw, self.split_rows)
         blocks = cdiv(sample.c, self.width)
         tile = self._tile(sample, x.element_size())
@@ -125,7 +127,7 @@ def group_norm_nhwc_columns_moments_kernel(
     FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Moments of a block of columns over one split of the positions; parts lie as [N, splits, C]."""
+    """Write the moments of a block of columns over one split of the positions to [N, splits, C]."""
     let_next_start(EARLY)
     program = tl.program_id(0)
     block = program % blocks
@@ -180,7 +182,7 @@ def group_norm_nhwc_columns_apply_kernel(
     FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write one run of positions of a block of columns; the last run comes first."""
+    """Write y of one run of positions of a block of columns; the last run is first."""
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     block = program % blocks
     run = (program // blocks).to(tl.int64)

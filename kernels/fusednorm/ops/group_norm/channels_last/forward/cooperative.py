@@ -78,7 +78,7 @@ class ForwardCooperativeBlock(ForwardConfig):
             **resident_options(self),
             **call.epilogue.options,
         }
-        # A pair of words for each group of a block, where a slot of the exchange buffer is four.
+        # Two words for each group of a block; a slot of the exchange buffer has four.
         buffer = exchange_buffer(call.x.device, -(-depth * programs * next_power_of_2(self.block_groups) // 2))
         arguments = (
             *call.tensors, *call.statistics, buffer, units, members, sample.hw, sample.c // tile.vec,
@@ -135,11 +135,12 @@ def group_norm_nhwc_cooperative_kernel(
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """A block of columns of one sample belongs to `members` programs, CHUNKS * ROWS positions each.
+    """`members` programs share a block of columns of one sample, CHUNKS * ROWS positions each.
 
-    A piece is read for its groups' moments, which are posted, and LAG blocks later, by when the other members'
-    moments have come, again out of L1 or L2 for y.  With LAG 0 it stays in registers while its program waits.
-    The piece AHEAD blocks on is asked into L2.  Programs are persistent; the launch must be cooperative.
+    A program reads a piece for its groups' moments, which it posts, and again LAG blocks later, when the other
+    members have posted theirs, out of L1 or L2 for y.  With LAG 0 the piece stays in registers while the program
+    waits.  It prefetches the piece AHEAD blocks later into L2.  Programs are persistent; the launch must be
+    cooperative.
     """
     piece: tl.constexpr = CHUNKS * ROWS
     width: tl.constexpr = VEC // KEEP
@@ -166,7 +167,7 @@ def group_norm_nhwc_cooperative_kernel(
 
     tag = start
     for turn in range(0, turns + LAG):
-        # The block whose moments are taken; after the last turn, the last one again, for nothing.
+        # The block whose moments are computed; after the last iteration, the last block again, without use.
         unit = team + tl.minimum(turn, turns - 1) * teams
         sample = (unit // blocks).to(tl.int64)
         block = unit % blocks
@@ -260,7 +261,7 @@ def _post_moments(
     FULL: tl.constexpr, ROWS: tl.constexpr, KEEP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
     DEPTH: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Tell the other members the moments of a piece, a pair for each group."""
+    """Post the moments of a piece to the other members, a pair for each group."""
     mean, square = run_moments(chunks, residuals, rows, FULL, ROWS, KEEP, FAST)
     mean, square = reduce_to_groups(mean, square, belongs, runs, rows.to(tl.float32) * WIDTH, FAST)
     slots = pair_slot_of(exchange_ptr, team, tag, member, members, group, GROUPS, DEPTH)

@@ -32,9 +32,9 @@ from fusednorm.ops.group_norm.channels_last.pieces import (
 
 @dataclass(frozen=True, slots=True)
 class ForwardResidentBlock(ForwardConfig):
-    """A block of `block_groups` groups of one sample a program, held as it lies in memory.
+    """One block of `block_groups` groups of one sample per program, held in the dtype of memory.
 
-    Otherwise as `ForwardResident`: 16 bytes a thread for each chunk of positions.
+    Otherwise as `ForwardResident`: each chunk of positions has 16 bytes per thread.
     """
 
     block_groups: int
@@ -62,7 +62,7 @@ class ForwardResidentBlock(ForwardConfig):
             "CHUNKS": cdiv(sample.hw, tile.rows),
             "FULL": sample.hw // tile.rows,
             "SHARED": writers > 1,
-            # Shared groups are few: a program has its multiprocessor to itself.
+            # Shared groups are few, so each program has a multiprocessor of its own.
             "maxnreg": registers_for(replace(self, programs_per_sm=1) if writers > 1 else self),
             **call.epilogue.options,
         }
@@ -111,9 +111,10 @@ def group_norm_nhwc_resident_kernel(
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """A block of whole groups' columns of one sample a program, read once; SHARED, `writers` programs a block.
+    """One block of columns of whole groups of one sample per program, read once; if SHARED, `writers` per block.
 
-    Those each take all of its moments and write a share of its chunks; see `group_norm_nchw_resident_kernel`.
+    Each of these programs computes all moments and writes a share of the chunks: see
+    `group_norm_nchw_resident_kernel`.
     """
     program = tl.program_id(0)
     if SHARED:

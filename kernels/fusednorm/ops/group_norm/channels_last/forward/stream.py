@@ -22,17 +22,17 @@ from fusednorm.ops.group_norm.channels_last.stream import stream_partition
 from fusednorm.ops.group_norm.sample import pair
 
 _REDUCE_CHANNELS = 512
-"""Channels at a time, at most, for which a reduction writes coefficients."""
+"""The most channels for which a reduction writes coefficients at a time."""
 
 _REDUCE_WARPS = 4
-"""Of a program that reduces a group's moments; one warp needs no synchronisation: faster for few."""
+"""Warps of a program that reduces a group's moments; for few moments one warp is faster: it needs no barrier."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardStream(ForwardConfig):
-    """Moments of up to `splits` parts of each sample, `chunks` accesses of a thread a step; then y of pieces.
+    """Moments of up to `splits` parts of each sample, then y of pieces.
 
-    A piece is `apply_chunks` accesses of a thread.
+    For moments a thread has `chunks` accesses per step; a piece is `apply_chunks` accesses of a thread.
     """
 
     num_warps: int
@@ -120,7 +120,7 @@ def group_norm_nhwc_stream_moments_kernel(
     FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Moments of each group over a split of a sample, to [N, splits, groups]."""
+    """Write the moments of each group over a split of a sample to [N, splits, groups]."""
     let_next_start(EARLY)
     program = tl.program_id(0).to(tl.int64)
     mean, square = split_moments(
@@ -156,9 +156,9 @@ def group_norm_nhwc_stream_reduce_kernel(
     FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Statistics of one group a program, and what its channels are normalised by.
+    """One program per group: writes its statistics, and the coefficients that normalise its channels.
 
-    With the three coefficients of `columns` columns each, y is act((h - first) * second + third).
+    The three coefficients have `columns` columns each; y is act((h - first) * second + third).
     """
     let_next_start(EARLY)
     program = tl.program_id(0)
@@ -173,7 +173,7 @@ def group_norm_nhwc_stream_reduce_kernel(
     parameters = (weight_ptr, bias_ptr, scale_ptr, shift_ptr)
     slope, offset = _affine(parameters, sample, group, channels, 0, scale_stride, BLOCK_CHANNELS)
     await_previous(EARLY)
-    # About the first split's mean, which lies among the values.
+    # The pivot is the first split's mean, which is within the range of the values.
     pivot = tl.load(mean_part_ptr + sample * splits * groups + group)
     delta = tl.load(mean_part_ptr + at, mask=present, other=0.0) - pivot
     squares = tl.load(square_part_ptr + at, mask=present, other=0.0)
@@ -229,7 +229,7 @@ def group_norm_nhwc_stream_apply_kernel(
     FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write one piece of CHUNKS tiles; the last positions of all samples first, for they were read last."""
+    """Write y of one piece of CHUNKS tiles; the last positions of all samples first, as they were read last."""
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     sample = (program % samples).to(tl.int64)
     positions = LANES // units

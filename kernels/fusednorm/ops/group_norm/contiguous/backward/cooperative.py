@@ -1,7 +1,7 @@
 """Backward pass of contiguous groups that several programs share.
 
-The formulas are in `contiguous.backward.tile`; z's slope and offset, and GAIN, in `gradients`.  This file is longer
-than others by its one kernel: the half that takes sums and the half that writes share nearly every value.
+The formulas are in `contiguous.backward.tile`; z's slope and offset, and GAIN, in `gradients`.  This file is long
+because of its one kernel: the half that computes sums and the half that writes dx share nearly every value.
 """
 
 from dataclasses import dataclass
@@ -34,9 +34,9 @@ from fusednorm.ops.group_norm.sample import MAX_OFFSET, Sample, stays_in_l2
 class BackwardCooperative(BackwardConfig):
     """Programs that share a contiguous group, parts of `channels` neighbouring channels each.
 
-    A part is `pieces` pieces, a piece `chunks` tiles along its channels, a tile a vector of 16 bytes of x a thread.
-    `programs_per_sm` programs are resident; they exchange the group's sums, and a piece is read again `lag` pieces
-    after the part's sums went out.  The piece `ahead` pieces on is asked into L2 meanwhile.
+    A part is `pieces` pieces, a piece `chunks` tiles along its channels, a tile one 16-byte vector of x per thread.
+    `programs_per_sm` programs are resident on a multiprocessor, and exchange the group's sums.  A program reads a
+    piece again `lag` pieces after it posted the part's sums, and prefetches the piece `ahead` pieces later into L2.
     """
 
     channels: int
@@ -49,7 +49,7 @@ class BackwardCooperative(BackwardConfig):
 
     @property
     def units(self) -> int:
-        """Threads side by side along a channel."""
+        """The number of adjacent threads along a channel."""
         return 32 * self.num_warps // self.channels
 
     def part_positions(self, itemsize: int) -> int:
@@ -82,7 +82,7 @@ class BackwardCooperative(BackwardConfig):
         parts = cdiv(sample.hw, self.part_positions(itemsize))
         resident = multiprocessor_count(call.x.device) * self.programs_per_sm
         rows = call.n * sample.groups
-        # A team that is not resident is refused by the device.
+        # The device refuses the launch if a team is not resident.
         teams = max(1, min(rows, resident // members))
         depth = next_power_of_2(2 * cdiv(self.lag, self.pieces))
         partial = call.wanted_parts(parts)
@@ -160,12 +160,12 @@ def group_norm_nchw_backward_cooperative_kernel(
     FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """A group, of `rows` in all, belongs to `members` programs: `parts` parts of every CHANNELS channels.
+    """`members` programs share each of `rows` groups: `parts` parts for every CHANNELS channels.
 
-    A part is PIECES pieces of CHUNKS tiles along each channel.  Every piece is read twice: once for sums over the
-    group, which are posted after the last one, and LAG pieces after that, by when the other members' sums have
-    come, out of L1 or L2 for dx.  Sums over channels go to [N, parts, C].  Programs are persistent; the launch must
-    be cooperative.
+    A part is PIECES pieces of CHUNKS tiles along each channel.  A program reads every piece twice: first for sums
+    over the group, which it posts after the last piece, and LAG pieces later, when the other members have posted
+    theirs, out of L1 or L2 for dx.  It writes sums over channels to [N, parts, C].  Programs are persistent; the
+    launch must be cooperative.
     """
     let_next_start(EARLY)
     UNITS: tl.constexpr = LANES // CHANNELS

@@ -25,10 +25,11 @@ _SIZES = [
 
 @dataclass(frozen=True, slots=True)
 class BackwardSplit(BackwardConfig):
-    """Parts of groups as in `BackwardCooperative`, one a program, in a kernel for sums and one for dx.
+    """Parts of groups as in `BackwardCooperative`, one per program, in a kernel for sums and a kernel for dx.
 
-    Alone serves groups larger than a tile where nothing may wait, where channels are not whole 16 bytes, or where
-    the device's programs or L2 do not hold a group; and dy, residual or dresidual_out in the other layout.
+    It is the only algorithm for groups larger than a tile if programs may not wait, if a channel's size is not a
+    multiple of 16 bytes, or if the device's programs or L2 cannot hold a group; and for dy, residual or
+    dresidual_out in the other layout.
     """
 
     channels: int
@@ -115,7 +116,7 @@ def group_norm_nchw_backward_split_sums_kernel(
     FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Sums of dz and dz * x_hat over a part of CHANNELS channels a program, to [N, parts, C]."""
+    """One part of CHANNELS channels per program: writes its sums of dz and dz * x_hat to [N, parts, C]."""
     let_next_start(EARLY)
     UNITS: tl.constexpr = LANES // CHANNELS
     STEP: tl.constexpr = UNITS * GROUP
@@ -187,7 +188,7 @@ def group_norm_nchw_backward_split_apply_kernel(
     FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """dx of a part of CHANNELS channels a program; what the sums kernel left in the cache comes first."""
+    """One part of CHANNELS channels per program: writes its dx, starting with data that is still in the cache."""
     let_next_start(EARLY)
     UNITS: tl.constexpr = LANES // CHANNELS
     STEP: tl.constexpr = UNITS * GROUP

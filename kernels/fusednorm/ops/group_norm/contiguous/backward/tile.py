@@ -2,8 +2,8 @@
 
 With z = x_hat * slope + offset, dz = dy * act'(z) (dropout's factor included) and g = slope * dz, over a group of M
 values: dx = rstd * (g - (sum(g) + x_hat * sum(g * x_hat)) / M).  Both sums come from the sums of dz and of
-dz * x_hat over each channel of the sample, which are what the gradients of slope and offset need too; x_hat is
-centred, so neither cancels.
+dz * x_hat over each channel of the sample, which the gradients of slope and offset need too; x_hat is centred, so
+there is no cancellation in either.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from fusednorm.ops.group_norm.reduce_sums import parameter_reductions
 
 @dataclass(frozen=True, slots=True)
 class BackwardTile(BackwardConfig):
-    """`rows` whole groups a program, padded to `channels` x `positions` elements, in registers."""
+    """`rows` whole groups per program, padded to `channels` x `positions` elements, in registers."""
 
     rows: int
     channels: int
@@ -89,7 +89,7 @@ def group_norm_nchw_backward_tile_kernel(
     FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """ROWS whole groups a program, [ROWS, CHANNELS, POSITIONS] in registers: dy and x are read once."""
+    """ROWS whole groups per program, [ROWS, CHANNELS, POSITIONS] in registers: dy and x are read once."""
     let_next_start(EARLY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None, None]
     channel = tl.arange(0, CHANNELS)[None, :, None]

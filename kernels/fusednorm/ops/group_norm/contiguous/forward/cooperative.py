@@ -27,10 +27,11 @@ from fusednorm.ops.group_norm.sample import Sample
 
 @dataclass(frozen=True, slots=True)
 class ForwardCooperative(ForwardConfig):
-    """Programs that share a group, a slab of `chunks` chunks of 8 elements a thread each.
+    """Programs that share a group, each a slab of `chunks` chunks, 8 elements per thread in a chunk.
 
-    `programs_per_sm` of them are resident.  A slab is read again `lag` groups after its moments went out; with 0
-    it stays in registers.  The slab `ahead` groups on is asked into L2 meanwhile.
+    `programs_per_sm` programs are resident on a multiprocessor.  A program reads a slab again `lag` groups after it
+    posted the slab's moments; with lag 0 the slab stays in registers.  It prefetches the slab `ahead` groups later
+    into L2.
     """
 
     chunks: int
@@ -53,7 +54,7 @@ class ForwardCooperative(ForwardConfig):
 
     def fitted(self, call: ForwardCall) -> Self | None:
         slabs = 1 if self.lag == 0 else 2
-        # Vectors in two channels take the parameters of both.
+        # A vector in two channels needs the parameters of both.
         extra = 48 if call.sample.hw * call.x.element_size() % 16 else 0
         return with_registers(
             self, call, slabs * self.chunks * 8 * call.held_bytes, extra, self.members(call.sample)
@@ -74,7 +75,7 @@ class ForwardCooperative(ForwardConfig):
             **call.chunk_options(self.block, self.chunks, self.num_warps),
             "FULL": known_whole_in_slabs(sample.group_length, self.block, self.chunks, call.has_lane_a_thread),
             "LANE_A_THREAD": call.has_lane_a_thread,
-            # A full tree of the compiler's; the interpreter goes from slot to slot.
+            # The compiler's reduction tree is full; the interpreter goes from slot to slot.
             "EQUAL": sample.group_length == slab * slots and slots <= 32 * self.num_warps and not INTERPRETED,
             "SKEWED": call.is_skewed,
             "SLOTS": slots,
@@ -93,9 +94,9 @@ def _group_moments(
     exchange_ptr, team, tag, members, other, before, length, eps,
     SLAB: tl.constexpr, DEPTH: tl.constexpr, EQUAL: tl.constexpr, PARAMETERS: tl.constexpr, SKEWED: tl.constexpr,
 ):  # fmt: skip
-    """mean, rest and rstd of a group, whose mean is mean + rest, from what all members posted; waits for that.
+    """Wait for the moments of all members; mean, rest and rstd of the group, whose true mean is mean + rest.
 
-    `other` [slots] numbers the members, each of whom has a slab of the group's frame.
+    `other` [slots] is the number of each member; each member has one slab of the group's frame.
     """
     count = count_inside(other * SLAB, before, before + length, SLAB, SKEWED).to(tl.float32)
     present = other < members
@@ -115,7 +116,7 @@ def _slab_moments(
     FULL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, SKEWED: tl.constexpr,
     LANE_A_THREAD: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Mean, rest and sum of squares of a slab; without masks where it is whole, whether or not all are."""
+    """Mean, rest and sum of squares of a slab; without masks if this slab is whole, even if others are not."""
     CHUNKS: tl.constexpr = len(chunks)
     if FULL == CHUNKS or (LANE_A_THREAD and ((before <= 0) & (end == CHUNKS * BLOCK))):
         count, means, rests, squares = moments_of_lanes(chunks, residuals, 0, end, CHUNKS, BLOCK, GROUP, FAST)
@@ -135,7 +136,7 @@ def _write_slab(
     FULL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, SKEWED: tl.constexpr, PARAMETERS: tl.constexpr,
     EVICT: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """`write_chunks` of a slab; without masks where it is whole, whether or not all are."""
+    """`write_chunks` of a slab; without masks if this slab is whole, even if others are not."""
     CHUNKS: tl.constexpr = len(chunks)
     if FULL == CHUNKS or (before <= 0) & (end == CHUNKS * BLOCK):
         write_chunks(
@@ -199,11 +200,12 @@ def group_norm_nchw_cooperative_kernel(
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """A group belongs to `members` programs, a slab of CHUNKS * BLOCK elements each.
+    """`members` programs share a group, a slab of CHUNKS * BLOCK elements each.
 
-    A slab is read for its moments, which are posted, and LAG groups later, by when the other members' moments have
-    come, again out of L1 or L2 for y.  With LAG 0 it stays in registers while its program waits for the others.
-    The slab AHEAD groups on is asked into L2.  Programs are persistent; the launch must be cooperative.
+    A program reads a slab for its moments, which it posts, and again LAG groups later, when the other members have
+    posted theirs, out of L1 or L2 for y.  With LAG 0 the slab stays in registers while the program waits for the
+    others.  It prefetches the slab AHEAD groups later into L2.  Programs are persistent; the launch must be
+    cooperative.
     """
     length = group_units * VEC
     slab: tl.constexpr = CHUNKS * BLOCK
@@ -221,7 +223,7 @@ def group_norm_nchw_cooperative_kernel(
 
     tag = start
     for turn in range(0, turns + LAG):
-        # The group whose moments are taken; after the last turn, the last one again, for nothing.
+        # The group whose moments are computed; after the last iteration, the last group again, without use.
         row = team + tl.minimum(turn, turns - 1) * teams
         frame, before = frame_of(row, length, GROUP, SKEWED)
         x_at = frame + first

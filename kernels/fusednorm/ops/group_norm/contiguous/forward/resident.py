@@ -1,4 +1,4 @@
-"""Forward pass of contiguous groups that one program holds as they lie in memory."""
+"""Forward pass of contiguous groups that one program holds in registers, in the dtype of memory."""
 
 from dataclasses import dataclass, replace
 from typing import Self
@@ -29,11 +29,11 @@ from fusednorm.ops.group_norm.contiguous.pieces import (
 
 @dataclass(frozen=True, slots=True)
 class ForwardResident(ForwardConfig):
-    """One group a program, held as it lies in memory in chunks of 8 elements a thread.
+    """One group per program, held in the dtype of memory in chunks of 8 elements per thread.
 
-    Registers are kept to what lets `programs_per_sm` of them be resident.  Launches with fewer programs than half
-    the multiprocessors take up to `writers` programs a group.  The group that many multiprocessors times
-    `ahead_per_sm` on is asked into L2 meanwhile.
+    Registers are limited so that `programs_per_sm` programs are resident on a multiprocessor.  Launches with fewer
+    programs than half the multiprocessors use up to `writers` programs per group.  A program prefetches the group
+    (number of multiprocessors * `ahead_per_sm`) groups later into L2.
     """
 
     num_warps: int
@@ -66,7 +66,7 @@ class ForwardResident(ForwardConfig):
             "PREFETCH": call.can_prefetch_groups,
             "PARAMETERS": call.parameters_mode(self.block, self.block * chunks),
             "SHARED": writers > 1,
-            # Shared groups are few: a program has its multiprocessor to itself.
+            # Shared groups are few, so each program has a multiprocessor of its own.
             "maxnreg": registers_for(replace(self, programs_per_sm=1) if writers > 1 else self),
             **call.epilogue.options,
         }
@@ -116,11 +116,11 @@ def group_norm_nchw_resident_kernel(
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """One group a program, read once; SHARED, `writers` programs a group, a power of two.
+    """One group per program, read once; if SHARED, `writers` programs per group, a power of two.
 
-    Those each read the whole group and take all of its moments, the same bits as one would, and write a share of
-    its chunks: for launches of fewer groups than multiprocessors, where reading twice out of L2 costs less than
-    telling one another.  The group of the program `ahead` programs on is asked into L2 meanwhile.
+    Each of these reads the whole group, computes its moments with the same bits as a single program, and writes a
+    share of its chunks.  This is for launches of fewer groups than multiprocessors, where several reads out of L2
+    cost less than an exchange.  A program prefetches the group of the program `ahead` programs later into L2.
     """
     if SHARED:
         row = (tl.program_id(0) // writers).to(tl.int64)

@@ -1,6 +1,6 @@
-"""Forward pass of contiguous groups whose parts several programs read: a kernel for moments, then one for y.
+"""Forward pass of contiguous groups whose parts several programs read: a kernel for moments, then a kernel for y.
 
-Nothing waits.  A residual may be channels-last.
+No program waits for another.  A residual may be channels-last.
 """
 
 from dataclasses import dataclass
@@ -22,11 +22,11 @@ from fusednorm.ops.group_norm.sample import WIDE_GROUP, Sample, pair, vector_wid
 
 @dataclass(frozen=True, slots=True)
 class ForwardSplit(ForwardConfig):
-    """Statistics over parts of `split_units` vectors, then runs of `program_units`; tiles of `units`.
+    """Statistics over parts of `split_units` vectors, then y in runs of `program_units` vectors; tiles of `units`.
 
-    Alone serves groups above 256 KiB where nothing may wait or the device's programs together do not hold one (on
-    132 multiprocessors from some 2**22 16-bit or 2**20 float32 elements, fewer beside what is fused), a residual
-    in the other layout, and, by its first kernel, backward passes that came without statistics.
+    It is the only algorithm for groups above 256 KiB if programs may not wait or all programs together cannot hold
+    a group (on 132 multiprocessors from about 2**22 16-bit or 2**20 float32 elements on, fewer with fused
+    operations), for a residual in the other layout and, with its first kernel, for statistics that were not saved.
     """
 
     units: int
@@ -55,7 +55,7 @@ class ForwardSplit(ForwardConfig):
     def statistics(
         self, x: Tensor, sample: Sample, eps: float, residual: Tensor | None, mean: Tensor, rstd: Tensor
     ) -> list[Launch]:
-        """The launches that fill mean and rstd alone."""
+        """The launches that compute only mean and rstd."""
         vec = vector_width(x.element_size(), sample.group_length)
         parts, splits, partial = self._parts(x, sample, residual)
         reduce = moments_reduction(parts, splits, mean, rstd, eps, 1, self.split_units * vec, sample.group_length)
@@ -64,7 +64,7 @@ class ForwardSplit(ForwardConfig):
     def _parts(
         self, x: Tensor, sample: Sample, residual: Tensor | None
     ) -> tuple[tuple[Tensor, Tensor], int, Launch]:
-        """Moments of parts of contiguous groups, [N, splits, groups] each, their splits, and what computes them."""
+        """Moments of parts of contiguous groups, [N, splits, groups] each, the number of splits, and the launch."""
         vec = vector_width(x.element_size(), sample.group_length)
         group_units = sample.group_length // vec
         splits = cdiv(group_units, self.split_units)
@@ -103,7 +103,7 @@ def group_norm_nchw_split_moments_kernel(
     FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Moments of one part of one group; parts lie as [N, splits, G]."""
+    """Write the moments of one part of one group to [N, splits, G]."""
     let_next_start(EARLY)
     program = tl.program_id(0).to(tl.int64)
     row = program // splits
@@ -171,7 +171,7 @@ def group_norm_nchw_split_apply_kernel(
     FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Reduce the parts of one group, then write one run of it; the last run comes first."""
+    """Reduce the parts of one group, then write one run of its y; the last run is first."""
     await_previous(EARLY)
     program = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     row = program // programs_a_group

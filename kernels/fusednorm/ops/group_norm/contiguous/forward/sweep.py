@@ -1,4 +1,4 @@
-"""Forward pass of contiguous groups that one program each reads twice."""
+"""Forward pass of contiguous groups that reads a group twice, one program for each group."""
 
 from dataclasses import dataclass
 
@@ -12,10 +12,10 @@ from fusednorm.ops.group_norm.contiguous.ranges import normalise_range, range_mo
 
 @dataclass(frozen=True, slots=True)
 class ForwardSweep(ForwardConfig):
-    """One group a program, swept twice in tiles of `units` vectors.
+    """One group per program, read twice in tiles of `units` vectors.
 
-    Alone serves groups up to 256 KiB that registers do not hold where nothing may wait; where programs may, a
-    16-bit x with a float32 residual and dropout whose channels are not whole 16 bytes.
+    If programs may not wait, it is the only algorithm for groups up to 256 KiB that do not fit registers.  If they
+    may, it is for a 16-bit x with a float32 residual and dropout whose channels are not multiples of 16 bytes.
     """
 
     units: int
@@ -62,7 +62,7 @@ def group_norm_nchw_sweep_kernel(
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """One group a program in two sweeps; the second goes backwards and finds the group in L1 or L2."""
+    """One group per program in two sweeps; the second goes backwards and reads the group from L1 or L2."""
     row = tl.program_id(0).to(tl.int64)
     base = row * (group_units.to(tl.int64) * VEC)
     group_residual_ptr = residual_ptr + base if residual_ptr is not None else None

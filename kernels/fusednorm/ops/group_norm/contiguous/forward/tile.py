@@ -15,7 +15,7 @@ from fusednorm.ops.group_norm.contiguous.ranges import store_normalised
 
 @dataclass(frozen=True, slots=True)
 class ForwardTile(ForwardConfig):
-    """`rows` whole groups a program, each padded to `units` vectors, in registers."""
+    """`rows` whole groups per program, each padded to `units` vectors, in registers."""
 
     rows: int
     units: int
@@ -74,7 +74,7 @@ def group_norm_nchw_tile_kernel(
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """ROWS whole groups a program, held in registers: read once, two-pass statistics, written once."""
+    """ROWS whole groups per program, held in registers: read once, two-pass statistics, written once."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None, None]
     unit = tl.arange(0, UNITS)[None, :, None]
     at = unit * VEC + tl.arange(0, VEC)[None, None, :]
