@@ -32,7 +32,7 @@ _FAREWELL_S = 0.3
 
 
 class Server(HttpServer):
-    """The process that owns the device; it finishes admitted requests before it stops and reports failures as 1."""
+    """The process that owns the device: it finishes admitted requests before it stops; a failure exits with 1."""
 
     def __init__(
         self,
