@@ -77,7 +77,7 @@ class Folder:
         return found[1]
 
     def _require_usable(self, status: os.stat_result) -> None:
-        """Require a regular file on the same file system, of this user, without hard links, which others may make."""
+        """Require a regular file on the same file system, of this user, without hard links."""
         if (
             not stat.S_ISREG(status.st_mode)
             or status.st_dev != self._device
