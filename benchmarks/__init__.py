@@ -1,1 +1,1 @@
-"""Kernel timing against peers, on the machine it runs on."""
+"""Kernels timed against peers, on this machine."""

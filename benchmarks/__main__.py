@@ -1,4 +1,4 @@
-"""Times fusednorm against its peers: correctness first, then speed, one CSV row a cell and provider.
+"""Times fusednorm against its peers: correctness first, then speed, one CSV row per cell and provider.
 
     python -m benchmarks --suite plain --out benchmarks/results/plain.csv
     python -m benchmarks --suite plain --cells 'backward .*x8192 ' --providers fusednorm,quack --out part.csv
@@ -6,12 +6,13 @@
     python -m benchmarks --suite host --out benchmarks/results/host.csv
     python -m benchmarks --suite models --cells 'gpt2|bert' --out benchmarks/results/models.csv
 
-A provider that is wrong is not timed.  `of_copy` is the fewest bytes of the pass over its time, as a fraction of
-what a device-to-device copy of x reaches in the same run.  Where y is all that a forward pass adds to x, that is
-the copy's time over the pass's, which is how to read small shapes: there neither is a matter of bytes.
+A provider with wrong results is not timed.  `of_copy` is the minimum number of bytes of the pass divided by its
+time, as a fraction of the rate of a device-to-device copy of x in the same run.  If a forward pass only reads x and
+writes y, that is the copy's time divided by the pass's.  For small shapes it must be read that way, because neither
+time depends on the bytes.
 
-`host` and `models`, each by itself, take time as a program sees it (`benchmarks.host`, `benchmarks.models`): their
-rows have no such fraction.  They start no cell after three and after ten minutes unless `--seconds` says otherwise.
+`host` and `models`, which must run alone, measure the time of a program (`benchmarks.host`, `benchmarks.models`):
+their rows have no such fraction.  By default they start no cell after three and ten minutes (`--seconds`).
 """
 
 import argparse
@@ -32,10 +33,10 @@ from benchmarks.providers.registry import PROVIDERS, importable
 from benchmarks.workload.suites import SUITES, shard
 
 ALONE: dict[str, type[HostSuite | ModelSuite]] = {"host": HostSuite, "models": ModelSuite}
-"""Suites of which a run has one."""
+"""Suites that a run cannot combine with others."""
 
 NAMES = tuple(dict.fromkeys((*PROVIDERS, *HostSuite.providers, *ModelSuite.providers)))
-"""Of all providers."""
+"""The names of all providers."""
 
 
 def main() -> None:
@@ -67,7 +68,7 @@ def main() -> None:
 
 
 def suite_of(names: Sequence[str]) -> Suite:
-    """What is timed under these names, of which one may be in `ALONE`."""
+    """The suite of these names, of which at most one may be in `ALONE`."""
     return ALONE[names[0]]() if names[0] in ALONE else KernelSuite(names)
 
 
@@ -77,7 +78,7 @@ def _chosen(suite: Suite, pattern: str, part: tuple[int, int]) -> list[Any]:
 
 
 def _figure(row: Row) -> str:
-    """What the progress says of a row."""
+    """The text of a row in the progress output."""
     if row["of_copy"]:
         return f"{row['provider']} {row['of_copy']}"
     value = f"{row['ms_p50']} ms" if row["ms_p50"] else "wrong"

@@ -3,9 +3,9 @@
     python -m benchmarks.cpu --out benchmarks/results/cpu.csv
     python -m benchmarks.cpu --table benchmarks/results/cpu.csv
 
-Rounds alternate between the two, and a round's processor time over its calls is one sample, so that neither what
-else the machine does nor its clock is held against one of them.  The CSV has medians, of both times and of the
-quotients of rounds that followed one another; `--table` prints it as Markdown.
+Rounds alternate between the two, and a round's processor time per call is one sample, so that the machine's other
+work and its clock affect both alike.  The CSV has medians, of both times and of the ratios of consecutive rounds;
+`--table` prints it as Markdown.
 """
 
 import argparse
@@ -91,7 +91,7 @@ def table(records: list[dict[str, str]]) -> Iterator[str]:
 def alternately(
     first: Callable[[], object], second: Callable[[], object], seconds: float
 ) -> tuple[float, float, float]:
-    """Median processor seconds of a call of each, in rounds that take turns, and the median quotient of these."""
+    """Median processor seconds of a call of each, in alternating rounds, and the median ratio."""
     calls = first, second
     counts: list[int] = []
     samples: tuple[list[float], list[float]] = [], []
@@ -114,7 +114,7 @@ def _timed(call: Callable[[], object], count: int) -> float:
 
 
 def _modules(op: str, dtype: torch.dtype, nbytes: int) -> tuple[nn.Module, nn.Module, Tensor]:
-    """Ours, torch's and x."""
+    """Our module, torch's, and x."""
     elements = nbytes // dtype.itemsize
     pair: tuple[nn.Module, nn.Module]
     if op == "layer_norm":

@@ -1,6 +1,6 @@
-"""Which shapes choose which algorithm, as the plans of calls over tensors without memory say.
+"""Which shapes choose which algorithm, from the plans of calls with tensors on the meta device.
 
-A plan's launches name their kernels, and a kernel's name its algorithm: nothing here repeats a table's entry or
-a condition.  Row lengths and samples are walked in ascending order, and where two neighbours differ, the limit
-between them is searched for.
+A plan's launches name their kernels, and a kernel's name identifies its algorithm: nothing here repeats a table's
+entry or a condition.  Row lengths and samples are tried in ascending order; if two neighbours differ, a search
+finds the limit between them.
 """

@@ -2,7 +2,7 @@
 
     python -m benchmarks.algorithms [--write docs/architecture.md]
 
-Without a GPU, in some ten seconds.  The exit status is 1 if an algorithm is chosen by no shape.
+It needs no GPU and some ten seconds.  The exit status is 1 if no shape chooses some algorithm.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from benchmarks.algorithms.page import Page, with_tables
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print or write; the exit status."""
+    """Print or write the tables; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.algorithms", description=__doc__)
     parser.add_argument("--write", type=Path, metavar="PAGE", help="a page that has the comments of `page`")
     options = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""The algorithms that there are, and those of a planned call: both by the names of kernels."""
+"""All algorithms, and those of a planned call, both from the names of kernels."""
 
 import importlib
 import pkgutil
@@ -21,10 +21,10 @@ PASSES = (
     "group_norm.channels_last.forward",
     "group_norm.channels_last.backward",
 )
-"""By the folder of their algorithms."""
+"""Passes by the folder of their algorithms."""
 
 REFUSED = "refused"
-"""In place of an algorithm, for calls that raise."""
+"""Used instead of an algorithm for calls that raise."""
 
 _OPS = fusednorm.ops.__name__
 _NAMES = ("tile", "resident", "cooperative", "stream", "split", "columns", "sweep")
@@ -32,7 +32,7 @@ _NAME = re.compile(f"_({'|'.join(_NAMES)}|reduce)_")
 
 
 class Algorithm(NamedTuple):
-    """One way of one pass."""
+    """One algorithm of one pass."""
 
     pass_: str
     name: str
@@ -40,10 +40,10 @@ class Algorithm(NamedTuple):
 
 @cache
 def algorithm_of(module: str, kernel: str) -> Algorithm | None:
-    """That of the kernel defined in `module`, or None if it reduces what any of several left.
+    """The algorithm of a kernel in `module`; None for a kernel that reduces the results of several algorithms.
 
     Raises:
-        ValueError: neither the folder nor the name is known.
+        ValueError: the folder or the name is unknown.
     """
     name = _NAME.search(kernel)
     if name is not None and name[1] == "reduce":
@@ -55,7 +55,7 @@ def algorithm_of(module: str, kernel: str) -> Algorithm | None:
 
 
 def every_algorithm() -> list[Algorithm]:
-    """All that a kernel is written for, pass by pass."""
+    """All algorithms that have a kernel, pass by pass."""
     found: dict[Algorithm, None] = {}
     for info in pkgutil.walk_packages(fusednorm.ops.__path__, f"{_OPS}."):
         module = importlib.import_module(info.name)

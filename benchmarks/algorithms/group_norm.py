@@ -1,4 +1,4 @@
-"""The algorithms of GroupNorm by samples: by elements of a group where that is contiguous, else by positions."""
+"""The algorithms of GroupNorm by samples: by elements of a group if it is contiguous, else by positions."""
 
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -23,7 +23,7 @@ OTHERWISE = "a residual or dy in the other memory format"
 
 CHANNELS = (1, 3, 4, 8, 10, 16, 20, 30, 32, 40, 60, 64, 80, 160)
 FEW_CHANNELS = (1, 3, 8, 10, 30, 80)
-"""Of a group."""
+"""Numbers of channels of a group."""
 
 _TRAITS: dict[tuple[str, str], tuple[tuple[str, ...], ...]] = {
     ("contiguous.forward", ""): (("", OTHERWISE), ("", ALONE), ("", RAGGED), ("", RESIDUAL, MOST)),
@@ -33,7 +33,7 @@ _TRAITS: dict[tuple[str, str], tuple[tuple[str, ...], ...]] = {
     ("channels_last.forward", STATISTICS): (("", ALONE),),
     ("channels_last.backward", ""): (("", OTHERWISE), ("", ALONE)),
 }
-"""Of the calls of each pass, and of those for a purpose."""
+"""Traits of the calls of each pass, and of passes with a purpose."""
 
 
 def pass_tables() -> Iterator[Table]:
@@ -49,12 +49,12 @@ def pass_tables() -> Iterator[Table]:
 
 
 def _is_possible(call: Call) -> bool:
-    """What lies otherwise is a residual itself."""
+    """Whether the traits can be combined: only a residual can have another layout."""
     return OTHERWISE not in call or not {RESIDUAL, MOST} & {*call}
 
 
 def benchmark_shapes() -> Iterator[tuple[Algorithm, int, str]]:
-    """What each shape of the benchmarks chooses: the algorithm, the bytes of an element, the shape."""
+    """The choice for each shape of the benchmarks: the algorithm, the bytes of an element, the shape."""
     cells = {
         (cell.pass_, cell.layout, cell.shape, cell.groups, ITEMSIZE[cell.dtype]): None
         for cell in SUITES["group_norm"]()
@@ -70,7 +70,7 @@ def benchmark_shapes() -> Iterator[tuple[Algorithm, int, str]]:
 
 
 def call_case(pass_: str, purpose: str, call: Call, dtype: torch.dtype, sample: Sample, **others: Any) -> Case:
-    """A call with such traits over `sample`, and with `others` of a `Variant`."""
+    """A call with these traits over `sample`, and with `others` of a `Variant`."""
     kind: Pass = "backward" if pass_.endswith("backward") or purpose == STATISTICS else "forward"
     has: dict[str, Any] = {"stats": purpose == "", "weight": False, "bias": False}
     if MOST in call:
@@ -91,7 +91,7 @@ def _walks(pass_: str, purpose: str, call: Call) -> tuple[dict[int, Walk], dict[
 
 
 def _channels(pass_: str, purpose: str) -> tuple[int, ...]:
-    """0 where only the number of a group's elements matters."""
+    """The numbers of channels; 0 if only the number of a group's elements matters."""
     if "channels_last" in pass_:
         return CHANNELS
     return FEW_CHANNELS if pass_.endswith("backward") or purpose else (0,)
@@ -100,9 +100,9 @@ def _channels(pass_: str, purpose: str) -> tuple[int, ...]:
 def _walk(pass_: str, purpose: str, call: Call, dtype: torch.dtype, channels: int) -> Walk:
     vector = 16 // dtype.itemsize
     last = "channels_last" in pass_
-    # Groups of so many channels are of whole 16 bytes whatever their positions.
+    # Groups of this many channels are multiples of 16 bytes for any number of positions.
     of_group = channels or (vector if RAGGED in call else 1)
-    # A sample of one position lies in either layout.
+    # A sample of one position is in both layouts.
     positions: Sizes = ragged(vector) if RAGGED in call else whole(vector)
     if last:
         positions = _from_two
@@ -118,10 +118,10 @@ def _walk(pass_: str, purpose: str, call: Call, dtype: torch.dtype, channels: in
 
 
 def _grid(last: bool, otherwise: bool, channels: int) -> Iterable[int]:
-    """Points between which nothing escapes, as calls at random show.
+    """Grid points between which the search misses no limit, as random calls have shown.
 
-    What programs pad grows just above multiples of 1024 elements of a group, or of powers of two of channels and of
-    positions; only the layout matters to what lies otherwise.
+    The padding of programs grows just above multiples of 1024 elements of a group, or of powers of two of channels
+    and of positions.  For a residual with another layout, only the layout matters.
     """
     if last or otherwise:
         return ()

@@ -24,7 +24,7 @@ _TRAITS: dict[tuple[str, str], tuple[tuple[str, ...], ...]] = {
     ("layer_norm.float8", ""): (("", ALONE), ("", HEADS), ("", RAGGED)),
     ("layer_norm.chain", ""): (("", RAGGED),),
 }
-"""Of the calls of each pass, and of those for a purpose."""
+"""Traits of the calls of each pass, and of passes with a purpose."""
 
 
 def pass_tables() -> Iterator[Table]:
@@ -36,7 +36,7 @@ def pass_tables() -> Iterator[Table]:
 
 
 def call_case(pass_: str, purpose: str, call: Call, dtype: torch.dtype, cols: int, **others: Any) -> Case:
-    """A call with such traits, and with `others` of a `Variant`."""
+    """A call with these traits, and with `others` of a `Variant`."""
     if pass_ == "layer_norm.chain":
         return chain_case(dtype, cols, 2)
     kind: Pass = "float8" if pass_ == "layer_norm.float8" else "forward"

@@ -1,4 +1,4 @@
-"""What is said of an algorithm: lines, each of a kind of call and of the sizes that choose it there."""
+"""The description of an algorithm: lines, each with a kind of call and the sizes that choose it there."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ STATISTICS = "statistics for a backward pass"
 """A purpose of a pass."""
 
 Call = tuple[str, ...]
-"""What a call has of each of several traits, "" where it has none."""
+"""A call's value of each of several traits, "" if it has none."""
 
 Ranges = tuple[tuple[int, int], ...]
 """First and last sizes."""
@@ -22,12 +22,12 @@ Cell = Mapping[int, Ranges]
 """Sizes by the channels of a group, or by 0."""
 
 Cells = tuple[Cell, Cell]
-"""With elements of two bytes, and of four."""
+"""The cells for elements of two bytes, and of four."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Sizes that choose an algorithm in calls that have at least these traits; of some channels, or of all."""
+    """Sizes that choose an algorithm in calls with at least these traits; for some or all numbers of channels."""
 
     call: Call
     cells: Cells
@@ -38,15 +38,15 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """One pass, or one that is for the sake of another.
+    """One pass, possibly with a purpose.
 
     Attributes:
         pass_: of `chosen.PASSES`.
-        purpose: of such a pass, or "".
-        calls: those that were walked.
-        channels: likewise.
-        lines: of each algorithm that is chosen; of those that fit a call and its channels, the last one holds.
-        text: a cell in words.
+        purpose: such as `STATISTICS`, or "".
+        calls: those whose sizes were searched.
+        channels: the numbers of channels that were searched.
+        lines: of each chosen algorithm; of those that match a call and its channels, the last one applies.
+        text: formats a cell.
     """
 
     pass_: str
@@ -66,7 +66,7 @@ class Table:
         ]
 
     def says(self, call: Call, place: int, channels: int, size: int) -> list[str]:
-        """The algorithms that it names for a call; `place`: in `Cells`."""
+        """The algorithms in the table for a call; `place`: the index in `Cells`."""
         return [
             name
             for name, lines in self.lines.items()
@@ -88,8 +88,8 @@ def lines_of(
     """Lines by algorithm, given the walks of each call by channels, with two bytes and with four.
 
     Args:
-        calls: each behind those that have fewer of its traits.
-        whole_cells: a cell has all channels or none; else those for which no line before holds.
+        calls: each after those with fewer of its traits.
+        whole_cells: a cell has all channels or none; else those to which no earlier line applies.
     """
     found: dict[str, list[Line]] = {}
     for call in calls:
@@ -129,7 +129,7 @@ def _by_algorithm(walks: Mapping[int, Walk]) -> dict[str, dict[int, Ranges]]:
 
 
 def text_by_channels(count: int) -> Callable[[Cell], str]:
-    """Sizes, each with the channels that have these if they are not all of so many, or 0."""
+    """A function that formats sizes, each with its numbers of channels unless these are all `count`, or 0."""
 
     def text(cell: Cell) -> str:
         channels_of: dict[Ranges, list[int]] = {}
@@ -145,7 +145,7 @@ def text_by_channels(count: int) -> Callable[[Cell], str]:
 
 
 def text_of_some(count: int) -> Callable[[Cell], str]:
-    """Sizes for all of `count` numbers of channels, then those for some of them, joined where they are close."""
+    """A function that formats sizes for all `count` numbers of channels, then those for some, joined if close."""
 
     def text(cell: Cell) -> str:
         edges = sorted({edge for ranges in cell.values() for first, last in ranges for edge in (first, last + 1)})
@@ -182,7 +182,7 @@ def _range(first: int, last: int) -> str:
 
 
 def _number(size: int) -> str:
-    """In digits, or what is a power of two or next to one from 2^20 on as that."""
+    """A size in digits; from 2^20 on, powers of two and their neighbours as powers."""
     for offset, suffix in ((0, ""), (1, " - 1"), (-1, " + 1")):
         power = size + offset
         if power >= 1 << 20 and power & (power - 1) == 0:

@@ -9,7 +9,7 @@ from benchmarks.algorithms.walks import LONGEST
 from benchmarks.fingerprints.group_norm import GROUPS
 
 BEGIN, END = "<!-- algorithms: begin -->", "<!-- algorithms: end -->"
-"""The comments, lines of their own."""
+"""The comments, each on a separate line."""
 
 UNREACHED = "**no shape chooses it**"
 
@@ -47,7 +47,7 @@ class Page:
     Attributes:
         tables: one for each pass and purpose.
         chosen: the algorithms that some size chooses.
-        unreached: those that none does.
+        unreached: the algorithms that no size chooses.
         text: in Markdown.
     """
 
@@ -87,7 +87,7 @@ def _rows(
 
 
 def _lines(table: Table, lines: Iterable[Line]) -> Iterator[tuple[str, str, str]]:
-    """Those that do not say again what one before them says of the same calls."""
+    """The lines without those that repeat an earlier one for the same calls."""
     shown: list[tuple[Line, tuple[str, str]]] = []
     for line in lines:
         two, four = map(table.text, line.cells)
@@ -108,7 +108,7 @@ def with_tables(page: str, text: str) -> str:
     """A page with `text` between the comments.
 
     Raises:
-        ValueError: they are not there, once each.
+        ValueError: the page does not contain each of them once.
     """
     before, begin, rest = page.partition(f"{BEGIN}\n")
     _, end, after = rest.partition(f"{END}\n")

@@ -1,17 +1,17 @@
-"""Walks over sizes: up to which one an algorithm is chosen, searched for between the points of a grid."""
+"""Searches over sizes for the limits up to which an algorithm is chosen, between the points of a grid."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 
 LONGEST = (1 << 30) - 1
-"""The last size of a walk."""
+"""The largest size of a search."""
 
 Sizes = Callable[[int], int]
-"""The size with a number, from 1 on; ascending, and none below its number."""
+"""The size with an index, from 1 on; ascending, and none is smaller than its index."""
 
 Walk = list[tuple[int, str]]
-"""Last sizes, ascending, and what is chosen up to each; that of the last one is LONGEST."""
+"""Limits, ascending, and the choice up to each; the last limit is LONGEST."""
 
 
 def whole(step: int) -> Sizes:
@@ -20,25 +20,25 @@ def whole(step: int) -> Sizes:
 
 
 def ragged(vector: int, step: int = 1) -> Sizes:
-    """`step` times each number from 2 on that is no multiple of `vector`."""
+    """`step` times each number from 2 on that is not a multiple of `vector`."""
     return lambda number: (number + 1 + number // (vector - 1)) * step
 
 
 def octaves(points: int, last: int) -> list[int]:
-    """As many points in each octave up to the one that ends with `last`, a power of two."""
+    """`points` sizes in each octave, up to the octave that ends with `last`, a power of two."""
     return [
         (points + point) << power for power in range((last // points).bit_length() - 1) for point in range(points)
     ]
 
 
 def walk(sizes: Sizes, grid: Iterable[int], choose: Callable[[int], str], slack: int = 0) -> Walk:
-    """What `choose` says of sizes, by their numbers.
+    """The results of `choose` for all sizes.
 
-    What is chosen between two neighbours of the grid may escape where both agree.
+    If two neighbours of the grid agree, another choice between them is not found.
 
     Args:
         grid: sizes; powers of two from 2^4 to 2^24 are added.
-        slack: by which a limit may be too high.
+        slack: how much too high a limit may be.
     """
     count = _number(sizes, LONGEST)
     numbers = {_number(sizes, size) for size in (*grid, *(1 << power for power in range(4, 25)))}
@@ -62,11 +62,11 @@ def walk(sizes: Sizes, grid: Iterable[int], choose: Callable[[int], str], slack:
 
 
 def _number(sizes: Sizes, most: int) -> int:
-    """Of the last size up to `most`, 0 if there is none."""
+    """The index of the last size up to `most`, 0 if there is none."""
     return bisect_right(range(1, most + 1), most, key=sizes)
 
 
 def _roundest(first: int, last: int) -> int:
-    """The number from first to last that the highest power of two divides: any of them is the same limit."""
+    """The number from first to last with the most factors of two: all of them are the same limit."""
     power = next(power for power in reversed(range(last.bit_length())) if last >> power << power >= first)
     return last >> power << power

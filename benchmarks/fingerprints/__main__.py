@@ -3,10 +3,10 @@
     python -m benchmarks.fingerprints [launches] [ttir] [sm_90] [--all] [--out FOLDER]
     python -m benchmarks.fingerprints show TEXT
 
-Without names, all three files, of specialisations that have every value that a kernel branches on.  `--all` takes
-every specialisation, into files of their own: `ttir_all.txt` takes seven minutes of a core, `sm_90_all.txt` two
-hours.  Code that the file has already, made by the same version of Triton from the same IR, is not compiled again:
-where `ttir_all.txt` and the launches of two commits are equal, so is their code.  `show` prints the launches of the
+Without names it writes all three files, for specialisations that cover every value that a kernel branches on.
+`--all` uses every specialisation and separate files: `ttir_all.txt` takes seven minutes of a core, `sm_90_all.txt`
+two hours.  Code that the file already has, from the same version of Triton and the same IR, is not compiled again:
+if `ttir_all.txt` and the launches of two commits are equal, so is their code.  `show` prints the launches of the
 cases whose names contain a text, with arguments and options.
 """
 
@@ -27,7 +27,7 @@ from benchmarks.fingerprints.workers import code_line, ir_hash, on_all_cores
 
 PARTS = ("launches", "ttir", "sm_90")
 _WRITTEN_EVERY = 50
-"""Lines of code: compiling takes long, and what is done stays done."""
+"""Lines of code between writes: compiling takes long, and finished lines must not be lost."""
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""A case: tensors without memory, a call on them, and the policy under which its launches are planned."""
+"""A case: tensors on the meta device, a call on them, and the policy under which its launches are planned."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,17 +16,17 @@ DTYPES = tuple(SHORT_NAMES)
 
 
 def other_dtype(dtype: torch.dtype) -> torch.dtype:
-    """One that companions of a tensor of `dtype` may have."""
+    """Another dtype that tensors used together with one of `dtype` may have."""
     return torch.bfloat16 if dtype == torch.float32 else torch.float32
 
 
 @dataclass(slots=True)
 class Tensors:
-    """Tensors of one call, on the meta device, which plans take for an H200.
+    """Tensors of one call, on the meta device, for which plans assume an H200.
 
     Attributes:
         unaligned: whether each starts one element after a multiple of 16 bytes.
-        roles: what each storage is to the call.
+        roles: the role of each storage in the call.
     """
 
     unaligned: bool = False
@@ -34,7 +34,7 @@ class Tensors:
     _kept: list[Tensor] = field(default_factory=list)
 
     def new(self, role: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A contiguous tensor of a storage of its own."""
+        """A contiguous tensor with a separate storage."""
         if self.unaligned:
             size = torch.Size(shape)
             tensor = torch.empty(size.numel() + 1, dtype=dtype, device="meta")[1:].view(size)
@@ -46,7 +46,7 @@ class Tensors:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """What tells the storage of a tensor from those of others that are alive."""
+    """An identifier of the storage of a tensor, unique among living storages."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -55,10 +55,10 @@ class Case:
     """One call.
 
     Attributes:
-        name: operation, dtype, shape and variant; of no other case.
-        plan: the launches of the call over tensors that it makes.
+        name: operation, dtype, shape and variant; unique.
+        plan: creates tensors and returns the launches of the call.
         waits: whether programs may wait for one another.
-        batch_invariant: whether bits may not depend on the number of samples.
+        batch_invariant: whether bits must not depend on the number of samples.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """The launches of a case, None where the call is refused, and its tensors."""
+    """The launches of a case, None if the call is refused, and its tensors."""
 
     case: Case
     launches: list[Launch] | None
@@ -90,7 +90,7 @@ def planned(case: Case) -> Planned:
 
 @contextmanager
 def _policy(case: Case) -> Iterator[None]:
-    """The case's, and afterwards that of a new process."""
+    """Use the case's policy, and afterwards that of a new process."""
     allow_waiting(case.waits)
     require_batch_invariance(case.batch_invariant)
     try:

@@ -1,4 +1,4 @@
-"""What Triton makes of a specialisation for sm_90: its IR before any pass, and machine code; neither has names."""
+"""Triton's output for a specialisation on sm_90: its IR before any pass, and machine code, both without names."""
 
 import re
 import struct
@@ -13,11 +13,11 @@ from triton.compiler.compiler import make_backend
 _FUNCTION = re.compile(r'@(?:"[^"]*"|[\w.$-]+)')
 _SECTION_HEADER = struct.Struct("<IIQQQQIIQQ")
 _NO_BITS = 8
-"""The type of a section that takes as much memory and nothing in the file."""
+"""The type of a section that takes memory but nothing in the file."""
 _LOADED = (b".text.", b".nv.constant", b".nv.info.", b".nv.shared.")
-"""How the names of sections begin that belong to one kernel; they end in its name."""
+"""Beginnings of the names of a kernel's sections, which end in its name."""
 _REGISTER_COUNT, _FRAME_SIZE = 0x2F, 0x11
-"""Attributes in `.nv.info`, a symbol and a value each."""
+"""Attributes in `.nv.info`, each with a symbol and a value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,10 @@ class Code:
     """Machine code of one kernel.
 
     Attributes:
-        content: the sections that are loaded and what tells the driver of them, in their order.
+        content: the sections that are loaded, and their descriptions for the driver, in order.
         registers: per thread.
-        local_bytes: memory of a thread for what registers do not hold.
-        shared_bytes: of a program, static and dynamic.
+        local_bytes: local memory per thread, for spilled values.
+        shared_bytes: shared memory per program, static and dynamic.
     """
 
     content: bytes
@@ -38,7 +38,7 @@ class Code:
 
 
 class Compilation:
-    """One specialisation on its way to machine code, whatever is in Triton's cache.
+    """The compilation of one specialisation to machine code, without Triton's cache.
 
     Attributes:
         ir: Triton's, before any pass, without locations; functions are numbered by their first appearance.
@@ -48,7 +48,7 @@ class Compilation:
         self._backend = make_backend(SM_90)
         self._options = self._backend.parse_options(dict(specialisation.options))
         self._source = specialisation.source
-        # What is made in it lives no longer than the context does.
+        # Objects that are created in the context do not outlive it.
         self._context = ir.context()
         ir.load_dialects(self._context)
         self._backend.load_dialects(self._context)
@@ -58,7 +58,7 @@ class Compilation:
         self.ir = _without_names(self._module.str_nodebug())
 
     def code(self) -> Code:
-        """Machine code without line information.  Can be taken once: the passes change what there is."""
+        """Machine code without line information.  Can be called once: the passes change the IR in place."""
         knobs.compilation.disable_line_info = True
         stages: dict[str, Any] = {}
         self._backend.add_stages(stages, self._options, self._source.language)
@@ -78,7 +78,7 @@ def _without_names(text: str) -> str:
 
 
 def _sections(elf: bytes) -> list[tuple[bytes, bytes]]:
-    """Names of sections and what is in them; of those without bits, the size."""
+    """Names of sections and their content; for those without content, the size."""
     (start,) = struct.unpack_from("<Q", elf, 0x28)
     count, names = struct.unpack_from("<HH", elf, 0x3C)
     headers = [_SECTION_HEADER.unpack_from(elf, start + place * _SECTION_HEADER.size) for place in range(count)]
@@ -92,7 +92,7 @@ def _sections(elf: bytes) -> list[tuple[bytes, bytes]]:
 
 
 def _attributes(info: bytes) -> dict[int, int]:
-    """Attributes of the one kernel of a `.nv.info`: each a format, a name, a size, and a symbol and a value."""
+    """Attributes of the only kernel of a `.nv.info`: each has a format, a name, a size, a symbol and a value."""
     attributes = {}
     at = 0
     while at < len(info):

@@ -17,7 +17,7 @@ def version() -> str:
 
 
 def read(path: Path) -> tuple[str, dict[str, str]]:
-    """Its head, and what it says of each name; nothing where there is no such file."""
+    """A file's head, and its lines by name; both empty if there is no such file."""
     if not path.exists():
         return "", {}
     head, *lines = path.read_text().splitlines()

@@ -1,4 +1,4 @@
-"""Cases of GroupNorm: samples at the limits of every table's entries, and a grid of those that no entry serves."""
+"""Cases of GroupNorm: samples at the limits of every table's entries, and a grid of samples without an entry."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,15 +21,15 @@ from torch import Tensor
 from benchmarks.fingerprints.cases import DTYPES, SHORT_NAMES, Case, Tensors, other_dtype
 
 SAMPLES, GROUPS, CHANNELS = 4, 32, 8
-"""Of x; channels of a group where a table gives its elements alone."""
+"""Sizes of x; channels of a group if a table only has its number of elements."""
 
 EPS = 1e-5
 
 GRID_CHANNELS, GRID_POSITIONS = (1, 3, 10, 64), (1, 49, 1023, 4096, 36864)
-"""Of samples that are served by what is computed, not measured."""
+"""Sizes of samples whose configuration is computed, not taken from a table."""
 
 BEYOND = 1 << 23
-"""Elements of a group that all programs of a device together do not hold."""
+"""Number of elements of a group, too many for all programs of a device to hold together."""
 
 Pass = Literal["forward", "backward"]
 Shape = tuple[int, int]
@@ -38,15 +38,15 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What a call asks for.
+    """The options of a call.
 
     Attributes:
-        residual: "own" with a result of its own, "in place", of the "other dtype", or in the "other layout".
-        outside: whether dresidual_out comes; with a residual where that is not said.
-        other_dtypes: of the parameters and of y.
-        other_layout: whether dy lies otherwise than x.
-        adaptive: scale and shift come, halves of one [N, 2 * C].
-        samples: of x.
+        residual: "own" with a separate result, "in place", of the "other dtype", or in the "other layout".
+        outside: whether dresidual_out is given; by default, if there is a residual.
+        other_dtypes: whether the parameters and y have another dtype.
+        other_layout: whether dy has another layout than x.
+        adaptive: whether scale and shift are given, as halves of one [N, 2 * C].
+        samples: number of samples of x.
     """
 
     name: str
@@ -75,7 +75,7 @@ USUAL = (
     Variant("silu", activation="silu"),
     Variant("dropout", dropout=0.1),
 )
-"""For a sample at every limit of a table."""
+"""Variants for a sample at every limit of a table."""
 
 RARE = (
     Variant("bare", weight=False, bias=False),
@@ -99,11 +99,11 @@ RARE = (
     Variant("residual alone", residual="own", outside=False),
     Variant("dresidual_out alone", outside=True),
 )
-"""For one sample of every algorithm."""
+"""Variants for one sample of every algorithm."""
 
 
 def cases() -> Iterator[Case]:
-    """All of them, under each policy."""
+    """All cases, under each policy."""
     for channels_last, dtype in product((False, True), DTYPES):
         yield from _of_pass("forward", dtype, channels_last)
         yield from _of_pass("backward", dtype, channels_last)
@@ -133,7 +133,7 @@ def _of_pass(kind: Pass, dtype: torch.dtype, channels_last: bool) -> Iterator[Ca
 
 
 def _measured(kind: Pass, itemsize: int, channels_last: bool) -> Iterator[tuple[Shape, object]]:
-    """A sample that each entry of the tables serves: with as many positions where these are given."""
+    """A sample for each entry of the tables, with the entry's number of positions if it has one."""
     if channels_last:
         forward = kind == "forward"
         blocks: tuple[tuple[int, int, object], ...]
@@ -150,14 +150,14 @@ def _measured(kind: Pass, itemsize: int, channels_last: bool) -> Iterator[tuple[
         for limit, config in tables.FORWARD_CONTIGUOUS[itemsize]:
             longest = before + before // 4 if limit >= BEYOND else limit
             yield (CHANNELS, longest // CHANNELS), config
-            # Groups that start anywhere, and vectors in two channels.
+            # Groups with unaligned starts, and vectors that span two channels.
             yield (5, longest // 5 - 1 | 1), config
             before = limit
         yield (CHANNELS, BEYOND // CHANNELS), None
 
 
 def case(kind: Pass, dtype: torch.dtype, sample: Sample, variant: Variant, waits: bool = True) -> Case:
-    """A call over such samples of `dtype`; `waits`: whether programs may wait for one another."""
+    """A call with samples of `dtype`; `waits`: whether programs may wait for one another."""
     layout = "channels-last" if sample.channels_last else "contiguous"
     policy = "" if waits else ", nothing waits"
     plan = _forward if kind == "forward" else _backward
@@ -173,7 +173,7 @@ def case(kind: Pass, dtype: torch.dtype, sample: Sample, variant: Variant, waits
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:
-    """Tensors that forward and backward passes have in common."""
+    """Tensors of both forward and backward passes."""
 
     x: Tensor
     weight: Tensor | None

@@ -13,7 +13,7 @@ from benchmarks.fingerprints.cases import SHORT_NAMES, Planned, storage_of
 _DTYPES = {**SHORT_NAMES, torch.float8_e4m3fn: "f8", torch.int64: "i64"}
 
 REFUSED = "refused"
-"""What is said of a call for which there are no launches."""
+"""Used for a call that has no launches."""
 
 
 def summary(planned: Planned) -> tuple[str, str]:
@@ -25,7 +25,7 @@ def summary(planned: Planned) -> tuple[str, str]:
 
 
 def digest(planned: Planned) -> str:
-    """Of grids, arguments and options of all launches, without the names of kernels and of their parameters."""
+    """A hash of grids, arguments and options of all launches, without the names of kernels and parameters."""
     text = "\n".join(
         " ".join((str(launch.grid), *_arguments(launch, roles), *_options(launch, names=False)))
         for launch, roles in _with_roles(planned)
@@ -34,7 +34,7 @@ def digest(planned: Planned) -> str:
 
 
 def full_text(planned: Planned) -> str:
-    """Everything that `digest` sees, with the names: the case, and a line for each of its launches."""
+    """The input of `digest`, with names: the case, and a line for each of its launches."""
     lines = [planned.case.name if planned.launches is not None else f"{planned.case.name}: {REFUSED}"]
     for launch, roles in _with_roles(planned):
         grid = ",".join(map(str, launch.grid))
@@ -44,12 +44,12 @@ def full_text(planned: Planned) -> str:
 
 
 def short_hash(data: bytes) -> str:
-    """Enough of one to tell some thousand texts apart."""
+    """A hash prefix long enough to distinguish some thousand texts."""
     return hashlib.sha256(data).hexdigest()[:16]
 
 
 def _with_roles(planned: Planned) -> Iterator[tuple[Launch, dict[int, str]]]:
-    """Each launch with what storages are to the call: its tensors, and workspaces in the order of their use."""
+    """Each launch with the roles of storages: the call's tensors, and workspaces in the order of their use."""
     roles = dict(planned.tensors.roles)
     workspaces = 0
     for launch in planned.launches or ():
@@ -73,7 +73,7 @@ def _arguments(launch: Launch, roles: dict[int, str]) -> Iterator[str]:
 
 
 def _argument(value: Any, roles: dict[int, str]) -> str:
-    """A scalar as it is, a tensor with its role, dtype, shape, and what is unusual of its strides and its start."""
+    """A scalar unchanged; a tensor as role, dtype and shape, with strides and start if they are unusual."""
     if isinstance(value, tuple):
         return f"({' '.join(_argument(inner, roles) for inner in value)})"
     if not isinstance(value, Tensor):

@@ -21,7 +21,7 @@ from benchmarks.fingerprints.cases import DTYPES, SHORT_NAMES, Case, Tensors, ot
 ROWS, TOKENS, HEADS = 4096, 512, 4
 EPS = 1e-5
 LONGEST = 1 << 23
-"""Columns of a row that all programs of a device together do not hold."""
+"""Number of columns of a row, too many for all programs of a device to hold together."""
 
 Pass = Literal["forward", "backward", "float8"]
 PASSES: tuple[Pass, ...] = ("forward", "backward", "float8")
@@ -29,15 +29,15 @@ PASSES: tuple[Pass, ...] = ("forward", "backward", "float8")
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What a call asks for.
+    """The options of a call.
 
     Attributes:
-        residual: "own" with a result of its own, "in place", or of the "other dtype".
-        outside: whether dresidual_out comes; with a residual where that is not said.
-        other_dtypes: of the parameters and of y.
-        heads: how x comes as [tokens, heads, cols]: parameters "shared" by heads of a wider tensor, "own" ones of
-            packed heads, or "uniform", own ones of padded rows.
-        rows: of x, without heads.
+        residual: "own" with a separate result, "in place", or of the "other dtype".
+        outside: whether dresidual_out is given; by default, if there is a residual.
+        other_dtypes: whether the parameters and y have another dtype.
+        heads: x is [tokens, heads, cols]: "shared" parameters for the heads of a wider tensor, "own" parameters for
+            each of packed heads, or "uniform": own parameters for padded rows.
+        rows: number of rows of x, without heads.
     """
 
     name: str
@@ -68,7 +68,7 @@ USUAL = (
     Variant("rms", bias=False, is_rms=True),
     Variant("one row", rows=1),
 )
-"""At the longest row of every entry of a table."""
+"""Variants for the longest row of every entry of a table."""
 
 RARE = (
     Variant("bare", weight=False, bias=False),
@@ -91,11 +91,11 @@ RARE = (
     Variant("residual alone", residual="own", outside=False),
     Variant("dresidual_out alone", outside=True),
 )
-"""At one row length of every algorithm."""
+"""Variants for one row length of every algorithm."""
 
 
 def cases() -> Iterator[Case]:
-    """All of them, under each policy."""
+    """All cases, under each policy."""
     for dtype in DTYPES:
         for kind in PASSES:
             yield from _of_pass(kind, dtype)
@@ -112,7 +112,7 @@ def _of_pass(kind: Pass, dtype: torch.dtype) -> Iterator[Case]:
         algorithms.add(type(config))
         wanted = [(cols, variant) for variant in (*USUAL, *rare)]
         wanted += [(length, variant) for length in (cols - vector, cols - 1) for variant in (PLAIN, FUSED)]
-        # Also what serves where programs may not wait.
+        # Also the configurations for programs that may not wait.
         waiting = [(*each, True) for each in wanted] + [(cols, PLAIN, False), (cols, FUSED, False)]
         for length, variant, waits in waiting:
             if length > 0 and (length, variant, waits) not in done:
@@ -121,7 +121,7 @@ def _of_pass(kind: Pass, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def entries(kind: Pass, itemsize: int) -> Iterator[tuple[int, object]]:
-    """A row length that each entry of the tables serves, its longest where that is not beyond bounds."""
+    """A row length for each entry of the tables, its longest one if that is within limits."""
     if kind == "float8":
         yield from tables.TILES
         longest = tables.TILES[-1][0]
@@ -151,7 +151,7 @@ def case(kind: Pass, dtype: torch.dtype, cols: int, variant: Variant, waits: boo
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:
-    """Tensors that forward and backward passes have in common."""
+    """Tensors of both forward and backward passes."""
 
     x: Tensor
     weight: Tensor | None
@@ -160,7 +160,7 @@ class _Inputs:
 
 
 def _rows(tensors: Tensors, role: str, cols: int, dtype: torch.dtype, variant: Variant) -> Tensor:
-    """An input of [rows, cols], or [tokens, heads, cols] as the variant has it."""
+    """An input of [rows, cols], or [tokens, heads, cols] if the variant has heads."""
     if variant.heads == "shared":
         return tensors.new(role, (TOKENS, 3 * HEADS, cols), dtype)[:, :HEADS]
     if variant.heads == "own":
@@ -288,7 +288,7 @@ def chain_case(dtype: torch.dtype, cols: int, norms: int, unaligned: bool = Fals
 
 
 def _chain(dtype: torch.dtype, cols: int, norms: int, tensors: Tensors) -> list[Launch]:
-    """Some of its parameters are absent."""
+    """A chain of which some parameters are absent."""
     x, y = (tensors.new(role, (ROWS, cols), dtype) for role in ("x", "y"))
     weights, biases = (
         tuple(

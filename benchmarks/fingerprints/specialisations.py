@@ -1,4 +1,4 @@
-"""What Triton compiles for the launches of cases, each once."""
+"""The specialisations that Triton compiles for the launches of cases, each once."""
 
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from benchmarks.fingerprints.cases import Planned
 
 @dataclass(frozen=True, slots=True)
 class Labelled:
-    """A specialisation, named by the first case that has it and by the place of its launch among the case's."""
+    """A specialisation, named by the first case that has it and the index of its launch within the case."""
 
     label: str
     specialisation: Specialisation
@@ -28,7 +28,7 @@ def distinct(plans: Iterable[Planned]) -> list[Labelled]:
 
 
 def of_every_branch(labelled: Iterable[Labelled]) -> list[Labelled]:
-    """Those with a trait of a kernel that no earlier one has: some have each value that a kernel branches on."""
+    """Those with a trait of a kernel that no earlier one has: together they cover every branch of each kernel."""
     seen: set[Hashable] = set()
     chosen = []
     for each in labelled:
@@ -52,7 +52,7 @@ def _identity(specialisation: Specialisation) -> Hashable:
 
 
 def _traits(specialisation: Specialisation) -> Iterator[Hashable]:
-    """Which arguments come, the dtype of the first, what constexprs say, and which numbers are 0, 1 or more."""
+    """Which arguments are given, the dtype of the first, the constexprs, and which numbers are 0, 1 or more."""
     source = specialisation.source
     yield "dtype", next(iter(source.signature.values()))
     for index, kind in enumerate(source.signature.values()):

@@ -1,4 +1,4 @@
-"""Hashes of many specialisations, taken on all cores: they are forked, since kernels go to no other process."""
+"""Hashes of many specialisations, on all cores: workers are forked, because kernels cannot be pickled."""
 
 import multiprocessing
 import os
@@ -13,11 +13,11 @@ from benchmarks.fingerprints.specialisations import Labelled
 Work = Callable[[Specialisation], str]
 
 _TASKS_A_PROCESS = 200
-"""After which its memory is given back."""
+"""Tasks after which a process ends, to free its memory."""
 
 
 def ir_hash(specialisation: Specialisation) -> str:
-    """Of Triton's IR before any pass."""
+    """The hash of Triton's IR before any pass."""
     return short_hash(Compilation(specialisation).ir.encode())
 
 
@@ -25,7 +25,7 @@ def code_line(specialisation: Specialisation, known: Mapping[str, str]) -> str:
     """Two hashes, of the IR with the compiler's options and of the code; registers, local and shared memory.
 
     Args:
-        known: lines by their first hash, for the same version of Triton: what they are of is not compiled again.
+        known: lines by their first hash, from the same version of Triton: these are not compiled again.
     """
     compilation = Compilation(specialisation)
     options = sorted(specialisation.options.items())
@@ -38,7 +38,7 @@ def code_line(specialisation: Specialisation, known: Mapping[str, str]) -> str:
 
 
 def on_all_cores(work: Work, labelled: Sequence[Labelled]) -> Iterator[tuple[str, str]]:
-    """Labels and what `work` makes of each specialisation, in the order in which they are done."""
+    """Labels and the results of `work` for each specialisation, in the order of completion."""
     context = multiprocessing.get_context("fork")
     cores = len(os.sched_getaffinity(0))
     with context.Pool(cores, _begin, (work, labelled), maxtasksperchild=_TASKS_A_PROCESS) as pool:
@@ -49,7 +49,7 @@ _given: list[tuple[Work, Sequence[Labelled]]] = []
 
 
 def _begin(work: Work, labelled: Sequence[Labelled]) -> None:
-    """What a process was forked with."""
+    """Keep the work and the specialisations in a new process."""
     _given[:] = [(work, labelled)]
 
 

@@ -1,1 +1,1 @@
-"""How a run goes: what is right, what is compiled ahead and where, how a call is timed, and the CSV of it all."""
+"""The parts of a run: expected results, compilation in advance, timing of calls, and the CSV."""

@@ -1,4 +1,4 @@
-"""What is right: every element of every result against float64, before anything is timed."""
+"""The check of results: every element of every result against float64, before anything is timed."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +17,7 @@ from benchmarks.workload.problem import EPS, SEED, Problem, Results, Run, presen
 _PART_NUMEL = 1 << 24
 
 _FLOAT8_ROUNDING = 2.0**-4
-"""Of an element: half a step of float8_e4m3fn's three bits; what is subnormal is far below the tolerance."""
+"""Relative rounding error: half a step of float8_e4m3fn's three bits; subnormals are far below the tolerance."""
 
 
 class WrongResultError(ValueError):
@@ -25,7 +25,7 @@ class WrongResultError(ValueError):
 
 
 class Oracle:
-    """The exact results of a problem, computed once unless a provider draws a dropout mask of its own."""
+    """The exact results of a problem, computed once unless a provider draws its own dropout mask."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
@@ -85,10 +85,10 @@ class Oracle:
 
 
 def exact_results(problem: Problem, keep: Tensor | None = None) -> Results:
-    """The results of `Run.call` in float64, taken part by part to bound the memory; y of float8 as it is before.
+    """The results of `Run.call` in float64, computed in parts to limit the memory; a float8 y without rounding.
 
     Args:
-        keep: what dropout kept, bool like x; the mask that fusednorm defines when None.
+        keep: the elements that dropout kept, bool like x; None for fusednorm's mask.
     """
     if problem.cell.pass_ == "forward":
         parts = [_forward(problem, part, keep) for part in _parts(problem.x)]
@@ -103,7 +103,7 @@ def exact_results(problem: Problem, keep: Tensor | None = None) -> Results:
 
 
 def _parts(x: Tensor) -> Iterator[slice]:
-    """Slices of rows or samples, one at least."""
+    """Slices of rows or samples, at least one each."""
     step = max(1, _PART_NUMEL // (x.numel() // x.shape[0]))
     return (slice(start, min(start + step, x.shape[0])) for start in range(0, x.shape[0], step))
 
@@ -133,14 +133,14 @@ def _backward(problem: Problem, part: slice, keep: Tensor | None) -> Results:
 
 
 def _inputs(problem: Problem, part: slice) -> tuple[Any, ...]:
-    """x, the groups and the parameters, wide, so that what comes back is not rounded."""
+    """x, the groups and the parameters in float64, so that results are not rounded."""
     groups = (problem.cell.groups,) if problem.cell.groups else ()
     parameters = (tensor.double() for tensor in present((problem.weight, problem.bias)))
     return (problem.x[part].double(), *groups, *parameters)
 
 
 def _options(problem: Problem, part: slice) -> dict[str, Any]:
-    """Dropout is left out: a part does not know the index of its first row, on which the mask depends."""
+    """Options without dropout: a part does not know the index of its first row, on which the mask depends."""
     residual = None if problem.residual is None else problem.residual[part].double()
     of_samples = {name: tensor[part].double() for name, tensor in problem.of_samples.items()}
     return {"eps": EPS, "activation": problem.cell.spec.activation, "residual": residual, **of_samples}
@@ -153,7 +153,7 @@ def _dropout_factors(problem: Problem, part: slice, keep: Tensor | None) -> Tens
 
 
 def keep_of_seed(x: Tensor, part: slice, p: float) -> Tensor:
-    """What fusednorm's dropout of x [rows, cols] with `SEED` keeps of the rows in `part`."""
+    """The mask of fusednorm's dropout of x [rows, cols] with `SEED`, for the rows in `part`."""
     row = torch.arange(part.start, part.stop, device=x.device)[:, None]
     quad = torch.arange(-(-x.shape[1] // 4), device=x.device)[None, :]
     words = torch.stack(philox_words(SEED, row, quad), dim=-1).flatten(1)

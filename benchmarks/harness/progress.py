@@ -1,4 +1,4 @@
-"""How far a run is, on stderr: a bar under the lines on a terminal, lines alone elsewhere."""
+"""The progress of a run on stderr: lines, and on a terminal a bar below them."""
 
 import sys
 from types import TracebackType
@@ -6,10 +6,10 @@ from typing import Self
 
 
 class Progress:
-    """Lines and a bar; to be entered.
+    """Lines and a bar; a context manager.
 
     Args:
-        total: how many steps there will be.
+        total: number of steps.
     """
 
     def __init__(self, total: int) -> None:
@@ -36,14 +36,14 @@ class Progress:
             self._bar.stop()
 
     def note(self, line: str) -> None:
-        """A line that is no step."""
+        """Print a line that is not a step."""
         if self._bar is not None:
             self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
         else:
             print(line, file=sys.stderr, flush=True)
 
     def step(self, line: str) -> None:
-        """One step is done, and this came of it."""
+        """Print the result of a finished step."""
         self._done += 1
         self.note(f"[{self._done}/{self._total}] {line}")
         if self._bar is not None:

@@ -21,7 +21,7 @@ COLUMNS = (
 )
 
 CELL = ("op", "pass", "variant", "shape", "dtype", "layout")
-"""The columns that say what was timed, of which every provider has a row."""
+"""The columns that identify a cell; every provider has a row for each."""
 
 _cell: Callable[[Mapping[str, str]], tuple[str, ...]] = itemgetter(*CELL)
 
@@ -32,7 +32,7 @@ MODEL = "model"
 
 
 class Timed(Protocol):
-    """What the columns tell of a row but for its provider and figures."""
+    """The columns of a row without its provider and figures."""
 
     @property
     def op(self) -> str: ...
@@ -54,18 +54,18 @@ class Timed(Protocol):
 
 
 def machine(commit: str = "") -> dict[str, object]:
-    """What is the same in every row of a run; the commit is asked of git when it is empty."""
+    """The columns that are equal in all rows of a run; an empty commit is read from git."""
     return {
         "gpu": torch.cuda.get_device_name(),
-        "driver": _ask("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0],
+        "driver": _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0],
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "commit": commit or _ask("git", "rev-parse", "--short", "HEAD"),
-        "dirty": int(bool(_ask("git", "status", "--porcelain", "--untracked-files=no"))),
+        "commit": commit or _output_of("git", "rev-parse", "--short", "HEAD"),
+        "dirty": int(bool(_output_of("git", "status", "--porcelain", "--untracked-files=no"))),
     }
 
 
-def _ask(*command: str) -> str:
+def _output_of(*command: str) -> str:
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     return answer.stdout.strip() if answer.returncode == 0 else ""
 
@@ -81,8 +81,8 @@ def row(
     """One provider's row of a cell.
 
     Args:
-        time_ms: None where the result is wrong, and its time left out.
-        nbytes: the fewest bytes of the cell's pass; None where the time is not the device's.
+        time_ms: None if the result is wrong.
+        nbytes: minimum bytes of the cell's pass; None if the time is not the device's.
         roof: bytes per millisecond of a copy, in the same run.
     """
     rate = None if nbytes is None or time_ms is None else nbytes / time_ms.p50
@@ -105,7 +105,7 @@ def row(
 
 
 def is_sweep(record: Mapping[str, str]) -> bool:
-    """Whether a row of the CSV is of a sweep over row lengths, x of 256 MiB, so that its length says its shape."""
+    """Whether a row of the CSV is of a sweep over row lengths with x of 256 MiB: its length defines its shape."""
     if record["layout"] != "rows":
         return False
     rows, cols = map(int, record["shape"].split("x"))
@@ -113,10 +113,10 @@ def is_sweep(record: Mapping[str, str]) -> bool:
 
 
 def read(paths: Iterable[Path]) -> list[dict[str, str]]:
-    """The rows of several files; where two have the same provider of the same cell, the first holds.
+    """The rows of several files; if several have the same provider and cell, the first file counts.
 
-    In one file the last such row holds, for what is measured again is appended.  Each row has one column more,
-    `ours`: the fraction of a copy that fusednorm reached in the same file and cell, empty where the file has none.
+    Within a file the last such row counts, because repeated measurements are appended.  Each row has an additional
+    column, `ours`: fusednorm's fraction of a copy in the same file and cell, empty if the file has none.
     """
     rows: dict[tuple[str, ...], dict[str, str]] = {}
     for path in paths:
@@ -128,6 +128,6 @@ def read(paths: Iterable[Path]) -> list[dict[str, str]]:
 
 
 def plain(path: Path) -> list[dict[str, str]]:
-    """The rows of any CSV as they stand there."""
+    """The unchanged rows of any CSV."""
     with path.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))

@@ -1,4 +1,4 @@
-"""What a suite is to the command that runs it: cells, each of which gives rows of the CSV."""
+"""The interface of a suite: cells, each of which produces rows of the CSV."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
@@ -8,11 +8,11 @@ Note = Callable[[str], None]
 
 
 class Named(Protocol):
-    """A cell, as far as the command looks at it."""
+    """The part of a cell that the command uses."""
 
     @property
     def name(self) -> str:
-        """What `--cells` is matched with."""
+        """The name that `--cells` is matched with."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -28,8 +28,8 @@ class Suite(Protocol):
     """A kind of benchmark.
 
     Attributes:
-        providers: those that take part, unless fewer are chosen.
-        seconds: after which no cell is started, unless told.
+        providers: the default providers.
+        seconds: default time after which no cell is started.
     """
 
     @property
@@ -40,10 +40,10 @@ class Suite(Protocol):
 
     @property
     def cells(self) -> Sequence[Any]:
-        """What is timed, each `Named`, in order."""
+        """The cells to time, each `Named`, in order."""
 
     def warm(self, cells: Sequence[Any], providers: Iterable[str], seconds: float) -> None:
-        """Compile ahead, for so long at most."""
+        """Compile in advance, for at most `seconds`."""
 
     def rows(self, cell: Any, providers: Iterable[str], note: Note) -> Iterable[Row]:
-        """Rows of one cell as they are timed; `note` hears of what fails."""
+        """Rows of one cell as they are timed; `note` receives failures."""

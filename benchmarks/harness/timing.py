@@ -1,4 +1,4 @@
-"""How one call is timed: device events around it, the L2 cache flushed before it, quantiles of many calls."""
+"""Timing of a call: device events around it, the L2 cache flushed before it, quantiles of many calls."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ def synchronize() -> None:
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Have no garbage collected meanwhile."""
+    """Disable garbage collection meanwhile."""
     collects = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -59,7 +59,7 @@ class Timer:
         warmup: int = 3,
         before: Callable[[], object] | None = None,
     ) -> Quantiles:
-        """Quantiles of `repeats` calls after `warmup` more; `before` runs ahead of each, outside its time."""
+        """Quantiles of `repeats` calls after `warmup` others; `before` runs before each, outside its time."""
         for _ in range(warmup):
             if before is not None:
                 before()

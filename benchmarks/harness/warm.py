@@ -1,8 +1,8 @@
-"""Compiles what a benchmark will run, ahead and in parallel, into the caches on disk.
+"""Compiles the kernels of a benchmark in advance and in parallel, into the caches on disk.
 
-Inductor's, Triton's and QuACK's caches are keyed by what is compiled, shapes among it, so each item is run once as
-it will be timed.  Inductor would also choose among configurations by timing them, and remember; beside other
-workers that is noise, so it remembers nothing here and chooses again, alone, in the benchmark itself.
+The keys of Inductor's, Triton's and QuACK's caches include shapes, so each item is run once as it will be timed.
+Inductor also chooses among configurations by timing them, and stores the choice.  With other workers running these
+times are noise, so nothing is stored here, and the benchmark itself chooses again, alone.
 """
 
 import os
@@ -20,12 +20,12 @@ from benchmarks.workload.problem import Problem, Tensors
 
 
 def name_cache() -> None:
-    """Keep Triton's cache where it is: Inductor moves it as soon as it is used, unless the place has been named."""
+    """Keep Triton's cache in its folder: Inductor moves it at its first use, unless the folder has been set."""
     os.environ.setdefault("TRITON_CACHE_DIR", str(triton.knobs.cache.dir))
 
 
 def compile_alone() -> None:
-    """Have Inductor compile in this process alone and remember no choice of configurations."""
+    """Make Inductor compile in this process only, and store no choice of configurations."""
     from torch._inductor import config
 
     config.compile_threads = 1
@@ -33,7 +33,7 @@ def compile_alone() -> None:
 
 
 def warm(cells: Iterable[Cell], providers: Iterable[str], seconds: float) -> None:
-    """Run every provider of every cell once, on most processors at a time, for `seconds` at most."""
+    """Run every provider of every cell once, on most cores in parallel, for at most `seconds`."""
     name_cache()
     work = [(cell, provider) for cell in cells for provider in providers if provider != "torch"]
     began = time.monotonic()

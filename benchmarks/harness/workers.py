@@ -1,4 +1,4 @@
-"""One task over many items in processes of their own, some of which may die or hang."""
+"""Runs a task over many items in worker processes, some of which may die or hang."""
 
 import multiprocessing
 import sys
@@ -11,10 +11,10 @@ _POLL_SECONDS = 0.05
 
 
 def run_in_workers(task: Callable[[Any], object], items: Sequence[Any], workers: int, seconds: float) -> int:
-    """How many of `items` a worker has taken on when all are done or `seconds` have passed.
+    """The number of `items` that workers have started when all are done or `seconds` have passed.
 
-    An exception costs its item.  An exception of the device that lasts, or a crash, costs a worker, and another
-    takes its place.  Those still busy at the end are stopped.
+    An exception ends its item.  A permanent device error or a crash ends a worker, and another one replaces it.
+    Workers still busy at the end are stopped.
 
     Args:
         task: importable by name.
@@ -55,5 +55,5 @@ def _work(task: Callable[[Any], object], items: Sequence[Any], taken: Any) -> No
             task(items[index])
         except Exception as error:
             print(f"{items[index]}: {str(error)[:200]}", file=sys.stderr)
-            if "CUDA error" in str(error):  # sticks to the process
+            if "CUDA error" in str(error):  # permanent for the process
                 raise SystemExit(1) from None

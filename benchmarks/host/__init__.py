@@ -1,1 +1,1 @@
-"""What one call costs the host, and what a loop of calls costs in all: functions and modules over small work."""
+"""Host time of one call, and wall time of a loop of calls: functions and modules on small tensors."""

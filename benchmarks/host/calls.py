@@ -1,4 +1,4 @@
-"""What each provider calls: every argument is at hand, so that little but the call itself is timed."""
+"""The calls of each provider, with prepared arguments, so that little but the call itself is timed."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,7 +18,7 @@ from benchmarks.workload.cells import Cell
 from benchmarks.workload.problem import EPS, Problem, Results
 
 PROVIDERS = ("torch", "fusednorm", "fusednorm_python", "liger")
-"""`fusednorm` has its host extension, `fusednorm_python` does without."""
+"""`fusednorm` uses its host extension, `fusednorm_python` does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,8 @@ class HostCall:
     """One call.
 
     Attributes:
-        call: what is timed.
-        results: of what it returned, y alone, or the gradients of x, weight and bias.
+        call: the timed function.
+        results: selects from its return value y alone, or the gradients of x, weight and bias.
     """
 
     call: Callable[[], Any]
@@ -35,7 +35,7 @@ class HostCall:
 
 
 def call_of(provider: str, problem: Problem) -> HostCall | None:
-    """A provider's call for a problem; None where it has none."""
+    """A provider's call for a problem; None if it has none."""
     if problem.cell.pass_ == FORWARD_BACKWARD:
         return _module_call(provider, problem)
     if provider == "liger":
@@ -61,7 +61,7 @@ def _our_function(problem: Problem) -> Callable[[], Any]:
 
 
 def _torch_function(problem: Problem) -> Callable[[], Any]:
-    """The operators that autograd calls; those of GroupNorm want contiguous tensors, which are made ahead."""
+    """The operators that autograd calls; those of GroupNorm need contiguous tensors, which are made in advance."""
     cell, aten = problem.cell, torch.ops.aten
     native: Any = torch
     x, dy, parameters = problem.x.contiguous(), problem.dy.contiguous(), _parameters(problem)
@@ -100,7 +100,7 @@ def _module_call(provider: str, problem: Problem) -> HostCall | None:
     if module is None:
         return None
     x = problem.x.clone().requires_grad_()
-    dy = problem.dy.clone()  # Liger's RMSNorm writes its gradient over it.
+    dy = problem.dy.clone()  # Liger's RMSNorm overwrites it with its gradient.
     parameters = list(module.parameters())
     forward: Callable[[Tensor], Tensor] = module
     if provider == "torch" and problem.cell.spec.activation == "silu":
@@ -157,11 +157,11 @@ def _liger_module(op: str, size: int) -> nn.Module:
 
 
 class NoExtensionError(RuntimeError):
-    """What is to be timed with the host extension has none."""
+    """A call to be timed with the host extension does not have it."""
 
 
 def settings(provider: str) -> AbstractContextManager[object]:
-    """What a provider's calls are made and timed within."""
+    """The context in which a provider's calls are made and timed."""
     if provider == "fusednorm":
         return _with_extension()
     return _without_extension() if provider == "fusednorm_python" else nullcontext()
@@ -171,7 +171,7 @@ def settings(provider: str) -> AbstractContextManager[object]:
 def _with_extension() -> Any:
     """
     Raises:
-        NoExtensionError: it was not compiled or does not load.
+        NoExtensionError: it was not compiled or cannot be loaded.
     """
     _load_extension()
     if replay.in_use() is None:
@@ -191,6 +191,6 @@ def _without_extension() -> Any:
 
 
 def _load_extension() -> None:
-    """Have the extension loaded, if there is one, by a first launch."""
+    """Load the extension, if there is one, by a first launch."""
     if torch.cuda.is_available() and replay.in_use() is None:
         fusednorm.layer_norm_forward(torch.zeros(1, 16, device="cuda"), eps=EPS)

@@ -1,6 +1,6 @@
-"""What is timed: the functions that autograd calls, and modules forward and backward; the tightest targets first.
+"""The timed cells: functions that autograd calls, and modules forward and backward; the hardest targets first.
 
-A forward function writes statistics, a backward function is given them.  The pass `forward_backward` is a module,
+A forward function writes statistics, a backward function reads them.  The pass `forward_backward` is a module,
 whose gradients are those of x and of the parameters.
 """
 

@@ -1,7 +1,7 @@
-"""The suite `host`: for each provider the host time of a call and the wall time of a loop of them.
+"""The suite `host`: for each provider the host time of a call and the wall time of a loop of calls.
 
-Variants are `queued`, 300 calls behind a device that has other work, and `loop`, 300 calls and one synchronisation;
-`queued_silu` and `loop_silu` where SiLU follows.  Calls and gradients are right before they are timed.
+Variants are `queued`, 300 calls while the device has other work, and `loop`, 300 calls and one synchronisation;
+`queued_silu` and `loop_silu` with SiLU.  Results and gradients are checked before calls are timed.
 """
 
 import os
@@ -25,14 +25,14 @@ from benchmarks.workload.problem import Problem, Run, Tensors
 _WARMUP = 5
 
 _SHARE_OF_COMPILING = 0.5
-"""Of the time that there is."""
+"""Fraction of the available time."""
 
 
 class HostSuite:
-    """Every cell once, each provider in both ways.
+    """Times every cell once, with each provider in both ways.
 
     Args:
-        device, tensors: what is timed and where x lies; the current CUDA device's unless told.
+        device, tensors: the device to time and the tensors' device; by default the current CUDA device.
     """
 
     providers = PROVIDERS
@@ -44,12 +44,12 @@ class HostSuite:
         self._ready: Device | None = None
 
     def warm(self, cells: Sequence[Cell], providers: Iterable[str], seconds: float) -> None:
-        """Compile ahead, on most processors at a time, for a part of `seconds` at most."""
+        """Compile in advance, on most cores in parallel, for at most a part of `seconds`."""
         work = [(cell, provider) for cell in cells for provider in providers if provider in ("fusednorm", "liger")]
         run_in_workers(run_once, work, max(1, (os.cpu_count() or 2) - 2), seconds * _SHARE_OF_COMPILING)
 
     def rows(self, cell: Cell, providers: Iterable[str], note: Note) -> Iterator[Row]:
-        """Rows of every provider that has the cell and computes it right; `note` hears of failures."""
+        """Rows of every provider that has the cell and computes it correctly; `note` receives failures."""
         if self._ready is None:
             self._ready = self._device()
         problem = Problem(cell, self._tensors)
@@ -60,7 +60,7 @@ class HostSuite:
                     yield from self._timed(provider, problem, oracle, self._ready)
             except Exception as error:
                 note(f"{provider}: {cell.name}: {str(error)[:300]}")
-                synchronize()  # raises, and ends the run, where the device is lost
+                synchronize()  # raises, and ends the run, if the device has failed
 
     def _timed(self, provider: str, problem: Problem, oracle: Oracle, device: Device) -> Iterator[Row]:
         made = call_of(provider, problem)
@@ -76,7 +76,7 @@ class HostSuite:
 
 
 def _checked_cell(cell: Cell) -> Cell:
-    """The cell whose exact results are those of the call: gradients say of a module's forward what matters."""
+    """The cell whose exact results are the call's: for a module, gradients are enough to check its forward pass."""
     return replace(cell, pass_="backward") if cell.pass_ == FORWARD_BACKWARD else cell
 
 

@@ -1,4 +1,4 @@
-"""Two ways to time calls that are short: the host's part alone, and the wall time of a loop."""
+"""Two ways to time short calls: the host's part alone, and the wall time of a loop."""
 
 import time
 from collections.abc import Callable
@@ -9,25 +9,25 @@ import torch
 from benchmarks.harness.timing import Quantiles, quantiles, synchronize, without_collection
 
 CALLS = 300
-"""Of one sample."""
+"""Calls per sample."""
 
 AT_ONCE = 50
-"""Calls that are queued behind a busy device; their launches stay below the 1024 at which launching blocks."""
+"""Calls queued while the device is busy; their launches stay below the 1024 at which a launch blocks."""
 
 ROUNDS = 5
-"""Samples of each."""
+"""Samples of each call."""
 
 _LEAST_BUSY_S = 0.002
 
 
 class Device(Protocol):
-    """What is kept busy."""
+    """The device that is kept busy."""
 
     def synchronize(self) -> None:
         """Wait until it is idle."""
 
     def occupy(self, seconds: float) -> None:
-        """Queue so much work for it."""
+        """Queue work for it that takes `seconds`."""
 
 
 class Cuda:
@@ -86,4 +86,4 @@ def loop(call: Callable[[], object], device: Device) -> Quantiles:
 
 
 WAYS: dict[str, Callable[[Callable[[], object], Device], Quantiles]] = {"queued": queued, "loop": loop}
-"""By the variant that stands in the CSV."""
+"""Ways by the variant in the CSV."""

@@ -1,1 +1,1 @@
-"""Kernels, timed: each provider's pass over a cell, each algorithm in place of another, tiles of two trees."""
+"""Timed kernels: each provider's pass over a cell, alternative algorithms, and tiles of two source trees."""

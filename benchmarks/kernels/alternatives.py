@@ -1,8 +1,9 @@
-"""What each form of a forward pass is worth: the table's choice beside the forms that would serve in its place.
+"""Times each form of a forward pass: the table's choice, and the forms that could replace it.
 
     python -m benchmarks.kernels.alternatives --out alternatives.csv
 
-A form that is nowhere faster and serves no shape alone can go.  Fractions are of a copy of x in the same run.
+A form that is never faster and is not the only one for any shape can be removed.  Fractions are of a copy of x in
+the same run.
 """
 
 import argparse
@@ -122,7 +123,7 @@ def plan(cell: Cell, device: str) -> tuple[list[Launch], Tensor, Tensor]:
 
 
 def compile_kernels(cell: Cell) -> None:
-    """Fill Triton's cache, in a process of its own."""
+    """Fill Triton's cache, in a worker process."""
     for step in plan(cell, "meta")[0]:
         step.kernel.warmup(*step.arguments, grid=step.grid, enable_fp_fusion=True, **step.options)
 

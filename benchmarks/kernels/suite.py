@@ -1,4 +1,4 @@
-"""The suites of kernels: each provider's pass over a cell, the device's time beside that of a copy of x."""
+"""The suites of kernels: device time of each provider's pass over a cell, compared with a copy of x."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -16,10 +16,10 @@ from benchmarks.workload.suites import cells_of
 
 
 class KernelSuite:
-    """Cells of several lists, those over the same tensors side by side.
+    """Cells of several lists; those with the same tensors are neighbours.
 
     Args:
-        names: in `benchmarks.workload.suites.SUITES`.
+        names: of lists in `benchmarks.workload.suites.SUITES`.
     """
 
     providers = tuple(PROVIDERS)
@@ -37,11 +37,11 @@ class KernelSuite:
         return Tensors()
 
     def warm(self, cells: Sequence[Cell], providers: Iterable[str], seconds: float) -> None:
-        """Compile ahead, for `seconds` at most."""
+        """Compile in advance, for at most `seconds`."""
         warm(cells, providers, seconds)
 
     def rows(self, cell: Cell, providers: Iterable[str], note: Note) -> Iterator[Row]:
-        """The copy's row, and those of every provider that has the cell and computes it right."""
+        """The copy's row, and those of every provider that has the cell and computes it correctly."""
         chosen = {name: PROVIDERS[name] for name in providers}
         yield from time_cell(Problem(cell, self._tensors), chosen, self._timer, note)
 
@@ -49,7 +49,7 @@ class KernelSuite:
 def time_cell(
     problem: Problem, providers: Mapping[str, Provider], timer: Timer, note: Callable[[str], None]
 ) -> Iterator[Row]:
-    """Rows of the copy and of every provider that has the cell and computes it right; `note` hears of failures."""
+    """Rows of the copy and of every provider that has the cell and is correct; `note` receives failures."""
     cell = problem.cell
     oracle = Oracle(problem)
     nbytes = 2 * problem.x.nbytes
@@ -65,4 +65,4 @@ def time_cell(
             yield records.row(cell, name, timer(run.call, before=run.before), error, problem.min_bytes, roof)
         except Exception as error_of_provider:
             note(f"{name}: {cell.name}: {str(error_of_provider)[:300]}")
-            synchronize()  # raises, and ends the run, where the device is lost
+            synchronize()  # raises, and ends the run, if the device has failed

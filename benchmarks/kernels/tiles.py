@@ -1,10 +1,10 @@
-"""Times the forward pass over rows that tiles take, with the kernels of whatever tree comes first on the path.
+"""Times the forward pass over rows that tiles handle, with the kernels of the source tree first on the path.
 
     PYTHONPATH=BEFORE/kernels:. python -m benchmarks.kernels.tiles --out before.csv
     PYTHONPATH=kernels:. python -m benchmarks.kernels.tiles --out after.csv
 
-x of 256 MiB, into a given y; `bits` is a sum of y's bits, equal where results are.  Take turns, several processes
-each.
+x has 256 MiB, y is preallocated; `bits` is a sum of y's bits, equal if results are.  Alternate between the trees,
+with several processes each.
 """
 
 import argparse

@@ -1,1 +1,1 @@
-"""What a whole model sees: a training step and a forward pass with every norm a provider's."""
+"""Whole models: a training step and a forward pass in which all norms are a provider's."""

@@ -1,6 +1,6 @@
-"""The models: real architectures with random weights, no dropout, and what goes in and comes out.
+"""The models: real architectures with random weights and no dropout, with their inputs and losses.
 
-transformers and timm give theirs, where they are installed; image models without them are written here.
+Models of transformers and timm need these packages; other image models are defined here.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ Inputs = dict[str, Any]
 DTYPE = torch.bfloat16
 
 _VOCABULARY = 30_000
-"""Tokens are drawn from; of no model's more."""
+"""Number of tokens to draw from; no model has fewer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +26,11 @@ class Architecture:
     """One model.
 
     Attributes:
-        build: it, for a shape of its batch, parameters in float32 on the default device.
-        forward_inputs: of its forward pass by name, for the batch's shape, on a device.
-        step_inputs: what a training step has beyond those.
-        loss: a scalar of what its forward pass returned for both together.
-        channels_last: whether images lie so.
+        build: creates it for a shape of the batch, with parameters in float32 on the default device.
+        forward_inputs: inputs of its forward pass by name, for the batch's shape, on a device.
+        step_inputs: additional inputs of a training step.
+        loss: computes a scalar from the result of its forward pass with all inputs.
+        channels_last: whether images have this layout.
     """
 
     build: Callable[[Shape], nn.Module]
@@ -42,7 +42,7 @@ class Architecture:
     def made(self, shape: Shape, device: str, seed: int = 0) -> nn.Module:
         """The model in bfloat16; the same weights for the same seed, no vector of them ones or zeros.
 
-        What a norm's weight and bias do shows in a loss only where they are not as torch starts them.
+        The effect of a norm's weight and bias shows in a loss only if they do not have torch's initial values.
         """
         torch.manual_seed(seed)
         with torch.device(device):
@@ -120,7 +120,7 @@ def _images(name: str, channels_last: bool = False) -> Callable[[Shape, str], In
 
 
 def _latents(shape: Shape, device: str) -> Inputs:
-    """For images of that shape, which are eight times as high and wide."""
+    """Latents for images of that shape, which are eight times as high and wide."""
     n, _, h, w = shape
     return _images("input", channels_last=True)((n, LATENT_CHANNELS, h // 8, w // 8), device)
 
@@ -144,5 +144,5 @@ ARCHITECTURES = {
     ),
     "vae_decoder": Architecture(lambda _: vae_decoder(), _latents, _nothing, _mean_square, channels_last=True),
 }
-"""By the name that stands in the CSV as layout: GPT-2 small, BERT-base, four layers of Llama 7B, ViT-B/16, eight
-residual blocks, Stable Diffusion's decoder."""
+"""Architectures by their name in the CSV's column layout: GPT-2 small, BERT-base, four layers of Llama 7B,
+ViT-B/16, eight residual blocks, Stable Diffusion's decoder."""

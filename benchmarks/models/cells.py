@@ -1,4 +1,4 @@
-"""What is timed of which model, in the order of its weight: eager and graphs first, then what takes compiling."""
+"""The timed passes of each model, the most important first: eager and graphs, then compiled ones."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class ModelCell:
-    """One model at one batch, in some passes and variants."""
+    """One model with one batch shape, in some passes and variants."""
 
     architecture: str
     shape: tuple[int, ...]
@@ -56,7 +56,7 @@ class ModelCell:
         return f"model {self.architecture} {self.shape_name} {' '.join(self.variants)}, {' '.join(self.passes)}"
 
     def figure(self, pass_: str, variant: str) -> Figure:
-        """What a row of it is called."""
+        """The name of a row of this cell."""
         return Figure(MODEL, pass_, variant, self.shape_name, self.dtype, self.layout)
 
 

@@ -1,4 +1,4 @@
-"""Models of images that are written here: residual blocks of GroupNorm, SiLU and convolution, and a VAE decoder."""
+"""Image models defined here: residual blocks of GroupNorm, SiLU and convolution, and a VAE decoder."""
 
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
@@ -6,7 +6,7 @@ from torch import Tensor, nn
 GROUPS = 32
 
 DECODER_CHANNELS = (512, 512, 256, 128)
-"""Of Stable Diffusion's decoder, by level from the latent's resolution on, each of twice the one before."""
+"""Channels of Stable Diffusion's decoder by level, each with twice the resolution of the one before."""
 
 LATENT_CHANNELS = 4
 
@@ -31,7 +31,7 @@ def _normalised_convolution(channels: int, out_channels: int) -> nn.Sequential:
 
 
 class Attention(nn.Module):
-    """Attention of one head among all positions of x [N, C, H, W], after GroupNorm."""
+    """Attention with one head among all positions of x [N, C, H, W], after GroupNorm."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Upsampling(nn.Module):
 
 
 def residual_blocks(channels: int, count: int = 8) -> nn.Sequential:
-    """So many blocks of as many channels."""
+    """`count` blocks with equal numbers of channels."""
     return nn.Sequential(*(ResidualBlock(channels, channels) for _ in range(count)))
 
 

@@ -1,4 +1,4 @@
-"""One model with one provider's norms: its training step and forward pass, as they stand, as a graph, compiled."""
+"""One model with one provider's norms: its training step and forward pass, eager, as a CUDA graph, compiled."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ _BEFORE_CAPTURE = 3
 
 
 class Outcome(NamedTuple):
-    """What a training step comes to.
+    """The result of a training step.
 
     Attributes:
         loss: of the batch.
@@ -25,7 +25,7 @@ class Outcome(NamedTuple):
     gradient_norm: float
 
     def error(self, other: "Outcome") -> float:
-        """The larger relative difference from another, which is taken for right; NaN if either is."""
+        """The larger relative difference from a reference; NaN if either is."""
         errors = torch.tensor([abs(a - b) / max(abs(b), 1e-12) for a, b in zip(self, other, strict=True)])
         return float(errors.max())
 
@@ -44,19 +44,19 @@ class Passes:
         self._called: Callable[..., Any] = model
 
     def compile(self) -> None:
-        """Have the model called through torch.compile from now on, for these shapes alone."""
+        """Call the model through torch.compile from now on, for these shapes only."""
         self._called = torch.compile(self._model, dynamic=False)
 
     def call(self, pass_: str) -> Call:
-        """What is timed: `step` or `forward`."""
+        """The timed function: `step` or `forward`."""
         return self._step if pass_ == "step" else self._forward
 
     def clear(self) -> None:
-        """Have no gradients."""
+        """Drop all gradients."""
         self._model.zero_grad(set_to_none=True)
 
     def outcome(self) -> Outcome:
-        """Of one training step."""
+        """The outcome of one training step."""
         loss = float(self._step())
         outcome = Outcome(loss, self._gradient_norm())
         self.clear()
@@ -67,7 +67,7 @@ class Passes:
         return Graph(self.call(pass_), self.clear)
 
     def graphed_outcome(self, graph: "Graph") -> Outcome:
-        """Of one replay of the training step's graph."""
+        """The outcome of one replay of the training step's graph."""
         loss = float(graph.replay())
         return Outcome(loss, self._gradient_norm())
 
@@ -87,10 +87,10 @@ class Passes:
 
 
 class Graph:
-    """A call captured as a CUDA graph, with all that it allocates.
+    """A call captured as a CUDA graph, with all its allocations.
 
     Args:
-        clear: what frees the gradients that other calls left, before capturing.
+        clear: frees the gradients of earlier calls, before the capture.
     """
 
     def __init__(self, call: Call, clear: Callable[[], None]) -> None:
@@ -106,6 +106,6 @@ class Graph:
             self._result = call()
 
     def replay(self) -> Any:
-        """Replay it; its result, in place."""
+        """Replay the graph; return its result, which is overwritten in place."""
         self._graph.replay()
         return self._result

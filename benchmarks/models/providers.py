@@ -1,4 +1,4 @@
-"""Whose norms a model has: what each provider makes of one that has torch's."""
+"""Providers of norms: how each replaces torch's norms in a model."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,14 +12,14 @@ class NothingToReplaceError(ValueError):
 
 
 def as_built(model: nn.Module) -> None:
-    """torch: nothing is done."""
+    """torch: replace nothing."""
 
 
 def patched(model: nn.Module) -> None:
-    """fusednorm: `fusednorm.patch`, on whatever it takes.
+    """fusednorm: apply `fusednorm.patch`.
 
     Raises:
-        NothingToReplaceError: it took nothing.
+        NothingToReplaceError: it replaced nothing.
     """
     library: Any = fusednorm
     report = library.patch(model)
@@ -28,17 +28,17 @@ def patched(model: nn.Module) -> None:
 
 
 def with_liger(model: nn.Module) -> None:
-    """Liger: its modules in place of LayerNorms and RMSNorms, with the parameters that these have.
+    """Liger: its modules replace LayerNorms and RMSNorms, with their parameters.
 
     Raises:
-        NothingToReplaceError: there are none.
+        NothingToReplaceError: the model has none.
     """
     if not sum(_replace_children(module) for module in list(model.modules())):
         raise NothingToReplaceError("the model has no LayerNorm and no RMSNorm")
 
 
 def _replace_children(module: nn.Module) -> int:
-    """How many of its own children were replaced."""
+    """Replace norms below a module; return their number."""
     count = 0
     for name, child in list(module.named_children()):
         replacement = _liger_module(child)
@@ -73,4 +73,4 @@ PROVIDERS: dict[str, Callable[[nn.Module], None]] = {
     "fusednorm": patched,
     "liger": with_liger,
 }
-"""By the name that stands in the CSV; torch's results are what others are compared with."""
+"""Providers by their name in the CSV; others are compared with torch's results."""

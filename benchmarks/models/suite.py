@@ -29,20 +29,20 @@ TOLERANCE = Outcome(loss=0.01, gradient_norm=0.05)
 """Relative differences that rounding to bfloat16 through a whole model explains."""
 
 COMPILED = ("torch", "fusednorm")
-"""Whose models are compiled."""
+"""Providers whose models are compiled."""
 
 _MOST_COMPILERS = 6
-"""Whole models are compiled ahead at a time: each has its own in the device's memory."""
+"""Maximum number of models compiled in parallel: each is in the device's memory."""
 
 _SHARE_OF_COMPILING = 0.3
-"""Of the time that there is."""
+"""Fraction of the available time."""
 
 
 class ModelSuite:
-    """Every cell once, its providers in turn.
+    """Times every cell once, with its providers in turn.
 
     Args:
-        device: where models lie.
+        device: of the models.
     """
 
     providers = tuple(PROVIDERS)
@@ -55,14 +55,14 @@ class ModelSuite:
         self._ahead: Callable[[], object] | None = None
 
     def warm(self, cells: Sequence[ModelCell], providers: Iterable[str], seconds: float) -> None:
-        """Have what torch.compile makes compiled in parallel once the first cell needs it, not before."""
+        """Keep the cells and the time, to compile in parallel once the first cell needs torch.compile."""
         compiled = [cell for cell in cells if "compile" in cell.variants]
         work = [(cell, name) for cell in compiled for name in providers if name in COMPILED]
         workers = min(_MOST_COMPILERS, max(1, (os.cpu_count() or 2) - 2))
         self._ahead = lambda: run_in_workers(run_once, work, workers, seconds * _SHARE_OF_COMPILING)
 
     def rows(self, cell: ModelCell, providers: Iterable[str], note: Note) -> Iterator[Row]:
-        """Rows of every provider that can be timed; `note` hears of failures."""
+        """Rows of every provider that can be timed; `note` receives failures."""
         if "compile" in cell.variants:
             name_cache()
             torch.compiler.reset()
@@ -85,7 +85,7 @@ class ModelSuite:
         for name in providers:
             if cell.variants == ("compile",) and name not in COMPILED:
                 continue
-            _free()  # Of what the one before left where it failed.
+            _free()  # Memory of an earlier one that failed.
             try:
                 passes = of_torch if name == REFERENCE else self._passes(cell, name)
                 if "compile" in cell.variants:
@@ -115,7 +115,7 @@ class ModelSuite:
                     yield records.row(cell.figure(pass_, variant), name, time_ms, errors[name])
 
     def _note_extension(self, provider: str, note: Note) -> None:
-        """Say once that ours are timed without the host extension, if so."""
+        """Note once if ours is timed without the host extension."""
         if provider == records.OURS and replay.in_use() is None and not self._noted:
             note("fusednorm is timed without its host extension: python -m fusednorm.host compiles it")
             self._noted = True
@@ -125,7 +125,7 @@ class ModelSuite:
 
 
 def passes_of(cell: ModelCell, provider: str, device: str) -> Passes:
-    """The passes of a cell's model with a provider's norms: weights and inputs are the same every time."""
+    """The passes of a cell's model with a provider's norms; weights and inputs are always the same."""
     architecture = ARCHITECTURES[cell.architecture]
     model = architecture.made(cell.shape, device)
     PROVIDERS[provider](model)
@@ -134,7 +134,7 @@ def passes_of(cell: ModelCell, provider: str, device: str) -> Passes:
 
 
 def agrees(outcome: Outcome, reference: Outcome) -> bool:
-    """Whether rounding explains what differs."""
+    """Whether rounding explains the difference."""
     return all(
         abs(a - b) <= tolerance * abs(b) for a, b, tolerance in zip(outcome, reference, TOLERANCE, strict=True)
     )
@@ -147,7 +147,7 @@ def _wrong(cell: ModelCell, provider: str, error: float) -> Iterator[Row]:
 
 
 def _timed(made: dict[str, Passes], pass_: str, cell: ModelCell, note: Note) -> dict[str, Quantiles]:
-    """Of those whose pass runs, in turn."""
+    """Times of the providers whose pass runs, in turn."""
     calls = {}
     for name, passes in made.items():
         try:
@@ -166,7 +166,7 @@ def _timed(made: dict[str, Passes], pass_: str, cell: ModelCell, note: Note) -> 
 def _graphed(
     made: dict[str, Passes], pass_: str, reference: Outcome, cell: ModelCell, note: Note
 ) -> dict[str, Quantiles | None]:
-    """One after the other, since each graph keeps all that its pass allocates; None for one that computes wrong."""
+    """Times of graphs, one after the other because each keeps its pass's memory; None if one is wrong."""
     times: dict[str, Quantiles | None] = {}
     for name, passes in made.items():
         try:
@@ -182,7 +182,7 @@ def _graphed(
 
 
 def _graph_time(passes: Passes, pass_: str, reference: Outcome) -> Quantiles | None:
-    """Of replays, or None where they compute something else."""
+    """Times of replays, or None if their result differs."""
     graph = passes.graph(pass_)
     if pass_ == "step" and not agrees(passes.graphed_outcome(graph), reference):
         return None
@@ -194,7 +194,7 @@ def _said(error: Exception) -> str:
 
 
 def _free() -> None:
-    """Give the device's memory back; an error of the device that lasts is raised here and ends the run."""
+    """Free the device's memory; a permanent device error is raised here and ends the run."""
     synchronize()
     gc.collect()
     if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Wall time of passes that each end with a synchronisation, those of all providers in turn."""
+"""Wall time of passes, each with a synchronisation at its end; providers take turns."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -6,22 +6,22 @@ from collections.abc import Callable, Mapping
 from benchmarks.harness.timing import Quantiles, quantiles, synchronize, without_collection
 
 CALLS = 3
-"""Timed ones of a provider in a round, in which every provider has its turn: what drifts is shared."""
+"""Timed calls of a provider per round; every provider has a turn in each round, so that drift affects all."""
 
 ROUNDS = 8
-"""At least."""
+"""Minimum number of rounds."""
 
 MOST_ROUNDS = 40
-"""For passes so short that the host's other work shows."""
+"""Maximum, for passes so short that other work of the host affects them."""
 
 SECONDS = 1.5
-"""Of timed calls of each provider, unless `MOST_ROUNDS` end before."""
+"""Time of the timed calls of each provider, unless `MOST_ROUNDS` are reached before."""
 
 _WARMUP = 3
 
 
 def timed_in_turn(calls: Mapping[str, Callable[[], object]]) -> dict[str, Quantiles]:
-    """Quantiles of the calls of each, in milliseconds, after a few more."""
+    """Quantiles of each one's calls, in milliseconds, after a few warm-up calls."""
     for call in calls.values():
         for _ in range(_WARMUP):
             call()

@@ -1,1 +1,1 @@
-"""Other servers of LayerNorm, each as its makers would write it, to be driven by the same load as normserve."""
+"""Other servers of LayerNorm, each in its usual form, driven by the same load as normserve."""

@@ -1,11 +1,10 @@
 """Drive normserve and other servers with the same load: `python -m benchmarks.peers --out FILE.csv`.
 
 Closed loops of LayerNorm over float32 rows of 1024 with parameters that the server holds, npy in and out (Triton
-takes its own protocol), on one connection and on eight.  Servers are on one core, if not told otherwise, and the
-client on another; in each round each server has its turn, in an order that changes, while the others are stopped;
-medians over the rounds count.  Answers are compared with torch's.  A server whose package is not installed is left
-out and said to be; packages that cannot live beside each other may live in environments of their own:
-`--python pytriton=/path/to/bin/python`.
+uses its own protocol), on one connection and on eight.  By default servers are on one core and the client on
+another.  In each round each server has a turn, in a changing order, while the others are stopped; results are
+medians over the rounds.  Responses are compared with torch's.  A server whose package is not installed is skipped
+with a message; incompatible packages can be in separate environments: `--python pytriton=/path/to/bin/python`.
 """
 
 import argparse
@@ -85,7 +84,7 @@ def measure(
 
 
 def scenario(nbytes: int, seconds: float) -> Scenario:
-    """Closed loops over x of so many bytes."""
+    """Closed loops with x of `nbytes`."""
     case = Case("layer_norm", (nbytes // 4 // COLS, COLS), DType.FLOAT32)
     phases = tuple(Phase(str(count), "closed", seconds, connections=count) for count in CONNECTIONS)
     workload = Workload(cases=((case, 1.0),))
@@ -109,7 +108,7 @@ def _rows(result: Result) -> Iterator[dict[str, object]]:
 def _start(
     stack: contextlib.ExitStack, folder: Path, cores: set[int], device: str, interpreters: Mapping[str, str]
 ) -> dict[str, Running]:
-    """Start what is installed; each sleeps until its turn."""
+    """Start the installed servers; each is stopped until its turn."""
     ((case, _),) = scenario(SIZES["4 KiB"], 1.0).workload.drawn(0)
     held = parameters(case)
     file = folder / "parameters.npz"
@@ -128,7 +127,7 @@ def _start(
             print(f"{name} is left out: {interpreter} has no {each.package}", flush=True)
     for server in running.values():
         server.sleep()
-        # However the run ends, processes that are to end must be awake.
+        # Stopped processes could not end with the run.
         stack.callback(server.wake)
     return running
 

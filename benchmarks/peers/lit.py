@@ -20,7 +20,7 @@ _MAX_BODY_BYTES = 2**30
 
 
 class Payload(bytes):
-    """A body; LitServe writes every request into the text of a debug message, and bytes would be so in full."""
+    """A body with a short text: LitServe formats every request for a debug message, bytes in full."""
 
     def __repr__(self) -> str:
         return f"{len(self)} bytes"

@@ -1,4 +1,4 @@
-"""Servers of other makers: how they are started, and what they speak."""
+"""Servers of other makers: how they are started, and their protocols."""
 
 import contextlib
 import os
@@ -23,10 +23,10 @@ class Other:
 
     Attributes:
         package: what must be installed.
-        module: of this folder, which serves with it.
-        path: that takes tensors.
-        ready: that answers 200 once it does.
-        adapter: of normload, that speaks to it.
+        module: the module of this folder that runs it.
+        path: of requests with tensors.
+        ready: path that returns 200 once the server is ready.
+        adapter: normload's adapter for its protocol.
     """
 
     package: str
@@ -50,10 +50,10 @@ OTHERS = {
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A server that runs, in a process group of its own.
+    """A running server, in a separate process group.
 
     Attributes:
-        target: how it is reached.
+        target: its address and protocol.
         pid: of its first process, and of the group.
     """
 
@@ -61,20 +61,20 @@ class Running:
     pid: int
 
     def sleep(self) -> None:
-        """Stop all its processes; some poll while nobody asks them, and all share cores."""
+        """Stop all its processes; some poll while idle, and all servers share cores."""
         os.killpg(self.pid, signal.SIGSTOP)
 
     def wake(self) -> None:
-        """Let them go on."""
+        """Continue its processes."""
         os.killpg(self.pid, signal.SIGCONT)
 
 
 @contextlib.contextmanager
 def other(started: Other, interpreter: str, cores: set[int], parameters: Path, device: str) -> Iterator[Running]:
-    """Run one on a free port of this machine, with malloc tuned in its favour; yield it when it is ready.
+    """Run one on a free port of this machine, with malloc tuned for it; yield it when it is ready.
 
     Raises:
-        TimeoutError: it did not become so.
+        TimeoutError: it did not become ready.
     """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

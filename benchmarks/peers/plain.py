@@ -1,7 +1,7 @@
-"""What one writes first: LayerNorm behind FastAPI, with nothing clever.
+"""The simplest server: LayerNorm behind FastAPI, without optimisations.
 
 usage: python -m benchmarks.peers.plain PARAMETERS.npz cpu|cuda
-Writes the port that it listens on.
+Prints the port that it listens on.
 """
 
 import io

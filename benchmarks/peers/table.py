@@ -9,7 +9,7 @@ OURS = "normserve"
 def table(rows: Iterable[Mapping[str, object]]) -> str:
     """A line for each server; a column for each size and number of connections.
 
-    Answers a second, medians over the rounds; behind a comma, how many times as many normserve gives.
+    Responses per second, medians over the rounds; after a comma, normserve's as a multiple.
     """
     rows = list(rows)
     columns = list(dict.fromkeys((str(row["size"]), str(row["connections"])) for row in rows))

@@ -37,7 +37,7 @@ def main() -> None:
         metrics_port=free_port(),
         log_verbose=0,
     )
-    # Else PyTriton asks for a token where regions of shared memory are registered.
+    # By default PyTriton requires a token to register regions of shared memory.
     unrestricted = TritonSecurityConfig(restricted_endpoints=[])
     with Triton(config=config, security_config=unrestricted) as triton:
         triton.bind(

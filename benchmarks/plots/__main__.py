@@ -2,12 +2,12 @@
 
     python -m benchmarks.plots benchmarks/results/plain.csv [more.csv ...] --out docs/plots
 
-One PNG for each operation, pass, variant and dtype.  Of rows, GB/s against the row length, a line a provider, the
-copy's own rate above them: of the sweep with x of 256 MiB, and of every series with the same number of rows.  Rows
-of an odd number of elements, which no vector access fits, are left to the tables.  Of groups, the fraction of a
-copy and the time of each shape, a bar a provider, in both layouts (`charts`).  Of models, the time of a pass over
-the size of the batch, and over torch's (`models`).  Of servers, requests a second over the number of processes that
-speak HTTP (`front_ends`).
+One PNG for each operation, pass, variant and dtype.  Rows: GB/s against the row length with a line per provider and
+the copy's rate, for the sweep with x of 256 MiB and for every series with the same number of rows; row lengths with
+an odd number of elements, which vector accesses do not fit, are only in the tables.  Groups: the fraction of a copy
+and the time of each shape, with a bar per provider, in both layouts (`charts`).  Models: the time of a pass against
+the batch size, and its ratio to torch's (`models`).  Servers: requests per second against the number of HTTP
+processes (`front_ends`).
 """
 
 import argparse

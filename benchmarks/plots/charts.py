@@ -1,4 +1,4 @@
-"""Charts of GroupNorm: for each shape the fraction of a copy and the time, a bar a provider, a column a layout."""
+"""Charts of GroupNorm: fraction of a copy and time of each shape, a bar per provider, a column per layout."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -9,13 +9,13 @@ from benchmarks.plots.style import STYLES, of_machine, save
 Row = dict[str, str]
 
 LEAST_SHAPES = 3
-"""Shapes that make a chart."""
+"""Minimum number of shapes of a chart."""
 
 LAYOUTS = {"nchw": "contiguous", "nhwc": "channels-last"}
 
 
 def charts(rows: Iterable[Row]) -> Iterator[tuple[str, str, list[Row]]]:
-    """(file stem, title, rows) of every chart that the rows give."""
+    """(file stem, title, rows) of every chart of the rows."""
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         if row["layout"] in LAYOUTS and row["of_copy"]:
@@ -55,7 +55,7 @@ def draw_chart(rows: list[Row], title: str, path: Path) -> None:
 
 
 def _bars(axes: Any, rows: list[Row], shapes: list[str], column: str, factor: float) -> None:
-    """One panel: a group of bars for each shape; the copy's own only where there are units, as times."""
+    """One panel: a group of bars for each shape; the copy's own bar only for columns with units, such as times."""
     providers = [p for p in STYLES if any(row["provider"] == p for row in rows)]
     if column == "of_copy":
         providers = [p for p in providers if p != "copy"]

@@ -1,4 +1,4 @@
-"""A plot of servers with processes that speak HTTP: requests a second over how many there are."""
+"""A plot of servers with HTTP processes: requests per second against the number of these processes."""
 
 import csv
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ def is_of_front_ends(path: Path) -> bool:
 
 
 def loads(rows: Sequence[Row]) -> Iterator[tuple[str, str, Sequence[Row]]]:
-    """(file stem, title, rows) of the one plot that such rows give."""
+    """(file stem, title, rows) of the only plot of such rows."""
     if rows:
         yield "front-ends", "Requests a second over those without front ends", rows
 

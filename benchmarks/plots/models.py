@@ -1,4 +1,4 @@
-"""Plots of models: the time of a pass over the size of the batch, and its ratio to torch's, a line a provider."""
+"""Plots of models: the time of a pass against the batch size, and its ratio to torch's; a line per provider."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -9,11 +9,11 @@ from benchmarks.plots.style import STYLES, of_machine, save
 Row = dict[str, str]
 
 LEAST_BATCHES = 3
-"""Sizes that make a plot."""
+"""Minimum number of batch sizes of a plot."""
 
 
 def curves(rows: Iterable[Row]) -> Iterator[tuple[str, str, list[Row]]]:
-    """(file stem, title, rows) of every plot that the rows give: a model at batches of several sizes."""
+    """(file stem, title, rows) of every plot of the rows: a model with several batch sizes."""
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         if row["op"] == MODEL and row["ms_p50"]:
@@ -27,7 +27,7 @@ def curves(rows: Iterable[Row]) -> Iterator[tuple[str, str, list[Row]]]:
 
 
 def draw_curve(rows: list[Row], title: str, path: Path) -> None:
-    """Write one plot as a PNG: below 1 in its lower half a provider is faster than torch."""
+    """Write one plot as a PNG; below 1 in its lower half, a provider is faster than torch."""
     import matplotlib
 
     matplotlib.use("agg")

@@ -1,4 +1,4 @@
-"""Plots of rows: GB/s against the row length, a line a provider."""
+"""Plots of rows: GB/s against the row length, a line per provider."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -9,11 +9,11 @@ from benchmarks.plots.style import STYLES, of_machine, save
 Row = dict[str, str]
 
 LEAST_POINTS = 3
-"""Row lengths that make a series."""
+"""Minimum number of row lengths of a series."""
 
 
 def series(rows: Iterable[Row]) -> Iterator[tuple[str, str, list[Row]]]:
-    """(file stem, title, rows) of every plot that the rows give."""
+    """(file stem, title, rows) of every plot of the rows."""
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         if row["layout"] != "rows" or not row["of_copy"] or _cols(row) % 2:
@@ -36,7 +36,7 @@ def draw(rows: list[Row], title: str, path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(7.2, 4.2), layout="constrained")
     for provider, style in STYLES.items():
-        # Of a cell that several files have, as they have the copy of each run, the first.
+        # If several files have a cell, for example the copy of each run, the first one counts.
         points = {_cols(row): int(row["gbps"]) for row in reversed(rows) if row["provider"] == provider}
         if points:
             lengths, rates = zip(*sorted(points.items()), strict=True)

@@ -1,4 +1,4 @@
-"""How plots look: a style for each provider, and small files."""
+"""The style of plots: colours for each provider, and small files."""
 
 from collections.abc import Mapping, Sequence
 from io import BytesIO
@@ -18,12 +18,12 @@ STYLES: dict[str, dict[str, Any]] = {
 
 
 def of_machine(rows: Sequence[Mapping[str, str]]) -> str:
-    """What the rows of a run were timed with."""
+    """The hardware and software of a run's rows."""
     return f"{rows[0]['gpu']}, torch {rows[0]['torch']}, Triton {rows[0]['triton']}"
 
 
 def save(figure: Any, path: Path) -> None:
-    """As a PNG of few colours, a third of the size."""
+    """Save as a PNG with few colours, which has a third of the size."""
     from PIL import Image
 
     buffer = BytesIO()

@@ -1,1 +1,1 @@
-"""Who is timed: fusednorm, torch and other makers' kernels, each as one function of a problem."""
+"""The providers: fusednorm, torch and other libraries' kernels, each as one function of a problem."""

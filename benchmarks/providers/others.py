@@ -1,4 +1,4 @@
-"""Other people's kernels, each through the functions that its own modules call; see `registry` for the contract.
+"""Other libraries' kernels, called through the functions that their modules call; see `registry` for the contract.
 
 Checked against liger-kernel 0.8.5 and quack-kernels 0.6.5.
 """
@@ -47,7 +47,7 @@ def _liger_rms_norm(problem: Problem) -> Run:
     dy = torch.empty_like(problem.dy)
 
     def backward() -> Results:
-        """In place, as the module does it: dx takes dy's memory."""
+        """In place, as in the module: dx overwrites dy."""
         dx, dweight = rms_norm_backward(dy, x, weight, rstd, 0.0, mode, block, num_warps, True, None)
         return dx, dweight
 
@@ -85,10 +85,10 @@ _LIGER = {
 
 
 def quack(problem: Problem) -> Run | None:
-    """LayerNorm, with parameters in float32 as it asks for them, and RMSNorm.
+    """LayerNorm, with parameters in float32, which it requires, and RMSNorm.
 
     RMSNorm also by head, and forward with a residual.  Backward with a residual stream of another dtype gives dx in
-    the stream's dtype alone, which is another operation.
+    the stream's dtype only, which is another operation.
     """
     cell = problem.cell
     if cell.op == "layer_norm" and cell.variant == "plain":
@@ -129,7 +129,7 @@ def _quack_rms_norm(problem: Problem) -> Run:
 
 
 def tutorial(problem: Problem) -> Run | None:
-    """LayerNorm forward over rows of at most 64 KB, where the tutorial stops too."""
+    """LayerNorm forward over rows of at most 64 KB, which is the tutorial's limit too."""
     from benchmarks.providers.tutorial import layer_norm_forward, takes
 
     cell = problem.cell

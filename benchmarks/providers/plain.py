@@ -1,4 +1,4 @@
-"""Torch as a provider, as it stands and compiled, and the copy; see `registry` for the contract."""
+"""Torch as a provider, eager and compiled, and the copy; see `registry` for the contract."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,9 +22,9 @@ def plain_torch(
     scale: Tensor | None = None,
     shift: Tensor | None = None,
 ) -> Any:
-    """The operation as one writes it in torch: y, (y, h) with a residual, or (y, scale) in float8.
+    """The operation in plain torch: y, (y, h) with a residual, or (y, scale) in float8.
 
-    A residual stream that is wider than x is rounded before the norm, as models that keep one do.
+    A residual stream wider than x is rounded before the norm, as in models that have one.
     """
     h = x if residual is None else x + residual
     y = _normalised(cell, h.to(x.dtype), weight, bias)
@@ -72,12 +72,12 @@ def _quantised(y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def eager(problem: Problem) -> Run:
-    """`plain_torch` as it stands."""
+    """`plain_torch` without compilation."""
     return _differentiated(problem, lambda function: function)
 
 
 def compiled(problem: Problem) -> Run:
-    """`plain_torch` under torch.compile, for this shape alone; the compiler leaves no processes beside it."""
+    """`plain_torch` under torch.compile, for this shape only; no compiler processes remain while it is timed."""
     from torch._inductor import config
 
     config.compile_threads = 1
@@ -93,14 +93,14 @@ def _y_alone(
     residual: Tensor | None,
     **of_samples: Tensor,
 ) -> Tensor:
-    """y of `plain_torch`: a compiled graph that returned the residual's sum too would expect its gradient."""
+    """y of `plain_torch`; a compiled graph that also returned the residual's sum would expect its gradient."""
     result = plain_torch(cell, x, weight, bias, residual, **of_samples)
     y: Tensor = result[0] if isinstance(result, tuple) else result
     return y
 
 
 def _differentiated(problem: Problem, prepare: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Run:
-    """The pass through autograd: the backward graph is kept, so that it alone is timed."""
+    """The pass through autograd; the backward graph is kept, so that only the backward pass is timed."""
     cell = problem.cell
     if cell.pass_ == "forward":
         function = prepare(plain_torch)
@@ -130,7 +130,7 @@ def _differentiated(problem: Problem, prepare: Callable[[Callable[..., Any]], Ca
     y, leaves = graph(inputs, problem.residual)
     mask = None
     if cell.spec.dropout:
-        # Of ones everywhere y is not 0 but where the same mask makes it 0.
+        # With inputs of ones, y is 0 only where the mask makes it 0.
         ones = {name: torch.ones_like(tensor) for name, tensor in inputs.items()}
         residual = None if problem.residual is None else torch.ones_like(problem.residual)
         mask = graph(ones, residual)[0].detach() != 0
@@ -141,6 +141,6 @@ def _differentiated(problem: Problem, prepare: Callable[[Callable[..., Any]], Ca
 
 
 def copy(problem: Problem) -> Run:
-    """The roof: a copy of x."""
+    """The upper bound: a copy of x."""
     target = torch.empty_like(problem.x)
     return Run(lambda: (target.copy_(problem.x),))

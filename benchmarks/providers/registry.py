@@ -1,7 +1,6 @@
-"""Who is timed: one function a provider, which turns a problem into a run, or into None where it has none.
+"""The providers: one function each, which returns a run for a problem, or None if the provider does not support it.
 
-Every run is the whole pass: with a residual, an activation or dropout, whatever the provider needs for them is
-inside.
+Every run is the whole pass, including all work of the provider for a residual, an activation or dropout.
 """
 
 import importlib
@@ -25,17 +24,17 @@ PROVIDERS: dict[str, Provider] = {
 }
 
 PACKAGES = {"liger": "liger_kernel", "quack": "quack"}
-"""What must be importable for a provider to take part."""
+"""The packages that providers need."""
 
 
 def importable(names: Iterable[str]) -> list[str]:
-    """Those of `names` whose packages can be imported, in that order; stderr says who is left out and why."""
+    """Those of `names` whose packages can be imported, in that order; stderr has the others' errors."""
     found = []
     for name in names:
         try:
             if name in PACKAGES:
                 importlib.import_module(PACKAGES[name])
-        except Exception as error:  # a package may be there and fail in its own ways, a missing .so among them
+        except Exception as error:  # an installed package may fail in other ways, such as a missing .so
             print(f"{name} is left out: {error}", file=sys.stderr)
         else:
             found.append(name)

@@ -1,9 +1,9 @@
-"""LayerNorm forward by the scheme of Triton's tutorial, in our own writing: one program a row, one block a sweep.
+"""LayerNorm forward as in Triton's tutorial, in our own code: one program per row, one block per step.
 
-A program goes over its row three times, for the mean, for the variance about it and for the result; a row of one
-block comes from cache after the first.  The tutorial's backward is left out: its programs add to shared partial
-sums of dweight and dbias under a spin lock, which trusts that the holder of a lock runs on while others spin.  It
-was seen to hang an H200.
+A program reads its row three times, for the mean, for the variance and for the result; a row of one block comes
+from cache after the first time.  The tutorial's backward pass is omitted: its programs add to shared partial sums
+of dweight and dbias under a spin lock, which assumes that the holder of a lock makes progress while others spin.
+It has hung an H200.
 
 Source: https://triton-lang.org/main/getting-started/tutorials/05-layer-norm.html
 """
@@ -66,7 +66,7 @@ def takes(x: Tensor) -> bool:
 
 
 def layer_norm_forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """y of contiguous x [rows, cols], weight and bias [cols]; statistics are written, as for a backward pass."""
+    """y of contiguous x [rows, cols], weight and bias [cols]; statistics are written for a backward pass."""
     rows, cols = x.shape
     y = torch.empty_like(x)
     mean, rstd = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))

@@ -2,8 +2,8 @@
 
     python -m benchmarks.report
 
-The text is in `benchmarks/report/templates`: Jinja, with the queries of `benchmarks.report.figures` where a figure
-stands.  `benchmarks.report.documents` lists the documents and says which part of each is rendered.
+The text is in `benchmarks/report/templates`: Jinja, with queries of `benchmarks.report.figures` in place of
+figures.  `benchmarks.report.documents` lists the documents and defines which part of each is rendered.
 """
 
 from benchmarks.report.documents import DOCUMENTS, ROOT, Renderer

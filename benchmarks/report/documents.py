@@ -1,11 +1,11 @@
-"""Which documents have rendered parts, and how such a part comes from its template.
+"""The documents with rendered parts, and the rendering of such a part from its template.
 
-A part stands between two comments, which name its template:
+A part is between two comments, of which the first names its template:
 
     <!-- figures: models.md -->
     <!-- end of figures -->
 
-Templates are Jinja: `{{ … }}` holds a query of `benchmarks.report.figures`, and no figure stands anywhere else
+Templates are Jinja: `{{ … }}` contains a query of `benchmarks.report.figures`, and no figure is anywhere else
 (`benchmarks.report.literal`).  Paragraphs are wrapped after rendering, since a query is longer than its figure.
 """
 
@@ -33,7 +33,7 @@ DOCUMENTS = (
     "benchmarks/results/layer_norm.md",
     "benchmarks/results/models.md",
 )
-"""From the root of the repository."""
+"""Paths from the root of the repository."""
 
 PART = re.compile(
     r"(?P<begin><!-- figures: (?P<template>\S+) [^\n]*-->\n)(?P<text>.*?)(?P<end><!-- end of figures -->\n)",
@@ -49,7 +49,7 @@ class Renderer:
     """Renders templates, whose queries read CSVs once."""
 
     def __init__(self) -> None:
-        # Not HTML: what is rendered is Markdown of this repository.
+        # Not HTML: the output is Markdown of this repository.
         self._environment = Environment(
             loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
         )
@@ -66,7 +66,7 @@ class Renderer:
             self._environment.filters[shown.__name__] = shown
 
     def document(self, text: str) -> str:
-        """A document's text with every part rendered anew."""
+        """A document's text with every part rendered again."""
         return PART.sub(lambda part: f"{part['begin']}\n{self.template(part['template'])}\n{part['end']}", text)
 
     def template(self, name: str) -> str:
@@ -75,12 +75,12 @@ class Renderer:
 
 
 def by_hand(command: str, commit: str, caller: Callable[[], str]) -> str:
-    """A passage whose figures have no CSV, and says so: `{% call by_hand("a command", "a commit") %}`."""
+    """A passage whose figures have no CSV, marked as such: `{% call by_hand("a command", "a commit") %}`."""
     return f"{caller().rstrip()} (By hand, in no CSV: {command}, commit {commit}.)\n"
 
 
 def wrapped(markdown: str) -> str:
-    """Markdown whose paragraphs and items fill lines of 120; tables, headings, code and comments as they are."""
+    """Markdown with paragraphs and items wrapped at 120; tables, headings, code and comments are unchanged."""
     return "\n".join(_wrapped_blocks(markdown)).strip("\n") + "\n"
 
 

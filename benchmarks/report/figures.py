@@ -1,9 +1,9 @@
-"""Queries of benchmarks' CSVs: the vocabulary of the templates.
+"""Queries of benchmarks' CSVs, for the templates.
 
     {% set models = csv("models.csv").where(pass="step", variant="eager") %}
     {{ models.where(layout="vit").ratio("ms_p50", "fusednorm", "torch") | span(3) }}
 
-A query that finds nothing, or several values where one is meant, is an error: no figure is silently of other rows.
+A query that finds nothing, or several values instead of one, is an error: no figure silently uses other rows.
 """
 
 import re
@@ -27,18 +27,18 @@ _cell: Callable[[Row], tuple[str, ...]] = itemgetter(*CELL)
 
 
 class FigureError(ValueError):
-    """A query finds something else than meant: no rows, several values, or runs that do not belong together."""
+    """A query has an unexpected result: no rows, several values, or rows of different runs."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one CSV or of several, and where they come from."""
+    """Rows of one or several CSVs, and their source."""
 
     source: str
     rows: tuple[Row, ...]
 
     def where(self, **columns: str | int | Iterable[str | int]) -> "Rows":
-        """Those whose columns have the given values, or one of them where several are given."""
+        """The rows whose columns have the given values, or one of several given values."""
         kept = self.rows
         for name, values in columns.items():
             texts = _texts(values)
@@ -46,7 +46,7 @@ class Rows:
         return self._only(kept, columns)
 
     def like(self, **patterns: str) -> "Rows":
-        """Those whose columns match the given regular expressions from end to end."""
+        """The rows whose columns fully match the given regular expressions."""
         kept = self.rows
         for name, pattern in patterns.items():
             matches = re.compile(pattern).fullmatch
@@ -54,7 +54,7 @@ class Rows:
         return self._only(kept, patterns)
 
     def between(self, column: str, least: int, most: int) -> "Rows":
-        """Those whose whole number in a column lies between two, both included."""
+        """The rows whose integer in a column is between two values, both included."""
         return self._only(
             (row for row in self.rows if row[column] and least <= int(row[column]) <= most), (column, least, most)
         )
@@ -69,10 +69,10 @@ class Rows:
         return f"{', '.join(others)} and {last}" if others else last
 
     def ratio(self, column: str, provider: str, over: str) -> Values:
-        """A provider's number over another's in each cell that both got right.
+        """A provider's number divided by another's in each cell that both computed correctly.
 
         Raises:
-            FigureError: no cell has both, or two commits meet in one.
+            FigureError: no cell has both, or a cell has rows of two commits.
         """
         return tuple(
             Decimal(upper[column]) / Decimal(lower[column]) for upper, lower in self._pairs(provider, over)
@@ -90,24 +90,24 @@ class Rows:
         )
 
     def medians(self, column: str, by: str, upper: str, lower: str) -> Values:
-        """The median of the rows that say `upper` in the column `by`, over that of those that say `lower`."""
+        """The median of the rows with `upper` in the column `by`, divided by that of the rows with `lower`."""
         first, second = (median(self.where(**{by: value}).of(column)) for value in (upper, lower))
         return (first / second,)
 
     def among(self, others: "Rows") -> "Rows":
-        """Those of cells that other rows have, too."""
+        """The rows of cells that `others` have too."""
         cells = {_cell(row) for row in others.rows}
         return self._only((row for row in self.rows if _cell(row) in cells), f"cells of {others.source}")
 
     def cells(self) -> list[dict[str, Row]]:
-        """Rows by provider, cell by cell; of two rows of one provider the later holds."""
+        """Rows by provider, cell by cell; of two rows of one provider the later counts."""
         found: dict[tuple[str, ...], dict[str, Row]] = {}
         for row in self.rows:
             found.setdefault(_cell(row), {})[row["provider"]] = row
         return list(found.values())
 
     def _pairs(self, provider: str, over: str) -> list[tuple[Row, Row]]:
-        """The rows of two providers in each cell that both got right, both of one run."""
+        """The rows of two providers in each cell that both computed correctly, both of one run."""
         pairs = [
             (of_cell[provider], of_cell[over])
             for of_cell in self.cells()
@@ -130,12 +130,12 @@ class Rows:
 
 @dataclass(frozen=True)
 class Standing:
-    """How ours stands beside the best of the others, cell by cell.
+    """Ours compared with the best of the others, cell by cell.
 
     Attributes:
-        ahead: how far ours is ahead, as fractions of a copy, of the cells where no peer is faster.
-        behind: how far ours is behind, by the name of the faster peer.
-        alone: cells where no peer was right.
+        ahead: the lead of ours, as fractions of a copy, in the cells where no peer is faster.
+        behind: the lead of the faster peer, by its name.
+        alone: number of cells where no peer was correct.
     """
 
     ahead: Values
@@ -144,17 +144,17 @@ class Standing:
 
     @property
     def compared(self) -> int:
-        """Cells that have a peer."""
+        """The number of cells with a peer."""
         return len(self.ahead) + self.lost
 
     @property
     def lost(self) -> int:
-        """Cells where a peer is faster."""
+        """The number of cells where a peer is faster."""
         return sum(map(len, self.behind.values()))
 
 
 def standing(rows: Rows) -> Standing:
-    """Ours against the best peer of each cell; ours of the peer's own file where that has it."""
+    """Ours against the best peer of each cell; ours from the peer's file if that has it."""
     ahead: list[Decimal] = []
     behind: dict[str, list[Decimal]] = {}
     alone = 0
@@ -170,7 +170,7 @@ def standing(rows: Rows) -> Standing:
 
 
 def apart(one: Rows, other: Rows, column: str = "of_copy") -> Values:
-    """How far ours of the first file is above ours of the second, in each cell that both have."""
+    """Ours in the first file minus ours in the second, in each cell that both have."""
     first, second = (
         {_cell(row): Decimal(row[column]) for row in rows.where(provider=OURS).rows} for rows in (one, other)
     )
@@ -184,7 +184,7 @@ def apart(one: Rows, other: Rows, column: str = "of_copy") -> Values:
 def csv(*names: str) -> Rows:
     """The rows of files in `benchmarks/results`, as `records.read` joins them.
 
-    Rows of row lengths have two columns more: `cols`, and `sweep`, "1" where x has 256 MiB.
+    Rows of row lengths have two additional columns: `cols`, and `sweep`, "1" if x has 256 MiB.
     """
     paths = [RESULTS / name for name in names]
     if len(names) == 1 and "provider" not in (rows := records.plain(paths[0]))[0]:
@@ -215,13 +215,13 @@ def most(values: Values, digits: int = 2, scale: float = 1) -> str:
 
 
 def span(values: Values, digits: int = 2, scale: float = 1) -> str:
-    """From the least to the greatest; one figure where both are written alike."""
+    """The range from the least to the greatest; one figure if both have the same text."""
     ends = dict.fromkeys((least(values, digits, scale), most(values, digits, scale)))
     return " to ".join(ends)
 
 
 def around(values: Values, digits: int = 2, scale: float = 1) -> str:
-    """The median and, behind it, the least and the greatest where they are written otherwise."""
+    """The median, followed by the least and the greatest if their texts differ."""
     inner, ends = middle(values, digits, scale), span(values, digits, scale)
     return inner if ends == inner else f"{inner} ({ends})"
 
@@ -233,7 +233,7 @@ def _some(values: Values) -> Values:
 
 
 def _text(value: Decimal, digits: int, scale: float) -> str:
-    """Rounded as on paper, half away from zero, since the CSV's own digits are decimal."""
+    """A number rounded half away from zero, because the CSV's digits are decimal."""
     return f"{(value * Decimal(str(scale))).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP):,}"
 
 

@@ -1,4 +1,4 @@
-"""Finds figures that stand in a text as they are, where only a query can be held against a CSV."""
+"""Finds literal figures in a text; only queries can be checked against a CSV."""
 
 import re
 from collections.abc import Iterator

@@ -2,11 +2,11 @@
 
     python -m benchmarks.report.table benchmarks/results/plain.csv [more.csv ...] [--long | --over PROVIDER]
 
-A table for each operation, pass and variant; beside ours, for each dtype, the best of the others with its name, the
-better of the two in bold.  Ours is that of the other's file, where the file has both.  With --long every provider
-has its column.  Calls of the suite `host` come in microseconds, models in milliseconds with ours over torch.  With
---over it is how many times as fast as that provider ours is, in the same file: for each operation, pass, variant
-and layout in how many cells, and where least and most.
+A table for each operation, pass and variant.  For each dtype it has ours and the best of the others with its name,
+the better of the two in bold.  Ours is from the other's file, if the file has both.  With --long every provider has
+a column.  Calls of the suite `host` are in microseconds, models in milliseconds with the ratio of ours to torch.
+With --over the tables have the speedup of ours over that provider, in the same file: for each operation, pass,
+variant and layout the number of cells, and the cells with the least and the greatest speedup.
 """
 
 import argparse
@@ -24,7 +24,7 @@ Row = dict[str, str]
 
 
 def tables(rows: Iterable[Row], long: bool = False) -> Iterator[str]:
-    """Lines of Markdown, tables in the order in which their first rows come."""
+    """Lines of Markdown, tables in the order of their first rows."""
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         if row["op"] == MODEL:
@@ -47,7 +47,7 @@ def tables(rows: Iterable[Row], long: bool = False) -> Iterator[str]:
 
 
 def ratios(rows: Iterable[Row], provider: str) -> Iterator[str]:
-    """Lines of Markdown: ours over a provider's, where the file of the latter has both."""
+    """Lines of Markdown: the speedup of ours over a provider, if the provider's file has both."""
     groups: dict[tuple[str, ...], list[tuple[float, str]]] = {}
     for row in rows:
         if row["provider"] == provider and row["ours"]:
@@ -75,7 +75,7 @@ def _table(rows: list[Row]) -> Iterator[str]:
 
 
 def pair(rows: Sequence[Mapping[str, str]]) -> str:
-    """Ours | the best of the others, both of its file if that has ours."""
+    """Ours | the best of the others, both from the latter's file if that has ours."""
     ours = next((row["of_copy"] for row in rows if row["provider"] == OURS), None)
     peers = [row for row in rows if row["provider"] not in (OURS, "copy")]
     peer = max(peers, key=lambda row: float(row["of_copy"]), default=None)

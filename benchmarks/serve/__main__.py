@@ -1,9 +1,9 @@
 """Time whole requests: `python -m benchmarks.serve --out FILE.csv`.
 
-Every server runs at once on one core, if not told otherwise, the C client on another; one connection is kept
-alive, npy in and out, LayerNorm of [rows, 1024] float32 with a registered layer.  In each round each server has its
-turn, in an order that changes from round to round; ratios are taken within a round, and their median counts.
-Answers are compared with torch's before anything is timed.
+By default all servers run at once on one core and the C client on another; one connection is kept alive, npy in
+and out, LayerNorm of [rows, 1024] float32 with a registered layer.  In each round each server has a turn, in an
+order that changes from round to round; ratios are computed within a round, and their median is the result.
+Responses are compared with torch's before anything is timed.
 """
 
 import argparse
@@ -89,7 +89,7 @@ def _rounds(
 
 
 def _require_right(server: Served, x: np.ndarray, body: bytes, parameters: Mapping[str, np.ndarray]) -> None:
-    """Compare one answer with torch's."""
+    """Compare one response with torch's."""
     is_port = server.address.isdigit()
     transport = httpx.HTTPTransport(uds=None if is_port else server.address)
     url = f"http://127.0.0.1:{server.address}" if is_port else "http://localhost"

@@ -1,4 +1,4 @@
-"""What the commands of this package have in common: their options, and the way from those to a CSV and a table."""
+"""Common parts of this package's commands: options, and the run that writes a CSV and prints a table."""
 
 import argparse
 import tempfile
@@ -9,15 +9,15 @@ from benchmarks.serve.report import system
 from benchmarks.serve.report.results import Results
 
 SIZES = {"4 KiB": 2**12, "1 MiB": 2**20, "16 MiB": 2**24, "64 MiB": 2**26}
-"""Bytes of x where a command asks for a number of sizes."""
+"""Bytes of x for commands with several sizes."""
 
 
 def parser(name: str, cores_of: str) -> argparse.ArgumentParser:
-    """Of a command's options, with those that all have.
+    """The parser of a command, with the options that all commands have.
 
     Args:
         name: of the command in this package; "" is the package itself.
-        cores_of: whose cores the two of `--cores` are.
+        cores_of: names the users of the two values of `--cores`.
     """
     options = argparse.ArgumentParser(prog=f"python -m benchmarks.serve{name and '.' + name}")
     options.add_argument("--out", type=Path, required=True, help="the CSV to write")
@@ -32,18 +32,18 @@ def parser(name: str, cores_of: str) -> argparse.ArgumentParser:
 
 
 def add_turns(options: argparse.ArgumentParser, whose: str, seconds: float, rounds: int = 7) -> None:
-    """Add how often and for how long each has its turn.
+    """Add options for the number and the duration of turns.
 
     Args:
         whose: whose turns these are.
-        seconds, rounds: where not given.
+        seconds, rounds: defaults.
     """
     options.add_argument("--rounds", type=int, default=rounds, help=f"turns of {whose}")
     options.add_argument("--seconds", type=float, default=seconds, help="of each turn")
 
 
 def add_sizes(options: argparse.ArgumentParser, sizes: Mapping[str, int] = SIZES) -> None:
-    """Add which of the sizes of x to measure."""
+    """Add an option for the sizes of x to measure."""
     options.add_argument("--size", choices=sizes, action="append", default=None, help="of x; all if not given")
 
 
@@ -53,13 +53,13 @@ def run(
     measure: Callable[[Results, Path, argparse.Namespace], None],
     table: Callable[[Sequence[Mapping[str, object]]], str] | None = None,
 ) -> int:
-    """Measure, with a folder for what servers and clients leave there; print the table; return the exit code.
+    """Measure, with a folder for files of servers and clients; print the table; return the exit code.
 
     Args:
         asked: the options.
         columns: of the CSV.
         measure: adds the rows.
-        table: of all rows; None where the measuring prints what it finds.
+        table: formats all rows; None if `measure` prints the results.
     """
     results = Results(asked.out, columns)
     with tempfile.TemporaryDirectory() as folder:

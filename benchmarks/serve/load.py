@@ -1,7 +1,7 @@
-"""What normload itself costs: `python -m benchmarks.serve.load --out FILE.csv`.
+"""The overhead of normload itself: `python -m benchmarks.serve.load --out FILE.csv`.
 
 One process of normload and the client in C in alternating turns, the same request from both: LayerNorm of float32
-rows of 1024, closed loops, over TCP and the Unix socket.  The server is on one core, who asks on another.
+rows of 1024, closed loops, over TCP and the Unix socket.  The server is on one core, the clients on another.
 """
 
 import argparse
@@ -92,7 +92,7 @@ def _measure(
 
 
 class _Nobody:
-    """A parent that only listens."""
+    """A parent process that only receives."""
 
     def poll(self) -> bool:
         return False

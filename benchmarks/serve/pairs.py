@@ -1,9 +1,9 @@
 """Two versions of the server in alternating turns: `python -m benchmarks.serve.pairs --before CHECKOUT --out FILE`.
 
 CHECKOUT is a checkout of the older version (`git worktree add CHECKOUT COMMIT`); the newer one is what runs this.
-Each server holds the same layer on the same core, the C client runs on another, and only one of them is asked at a
-time.  A pair is a turn of each, in an order that alternates; what counts is the median of the ratios within pairs,
-and the interval that holds it with a confidence of 95 % whatever the distribution (order statistics).
+Both servers have the same layer on the same core, the C client runs on another, and only one server receives
+requests at a time.  A pair is a turn of each, in alternating order; the result is the median of the ratios within
+pairs, with its confidence interval of 95 % for any distribution (order statistics).
 """
 
 import argparse
@@ -89,13 +89,13 @@ def _measure(
 
 
 def interval(values: list[float]) -> tuple[float, float]:
-    """Between which of the sorted values the median of the distribution lies with a confidence of 95 % or more.
+    """The sorted values between which the median of the distribution is with a confidence of at least 95 %.
 
-    The widest pair of values where there are too few for that.
+    With too few values, the widest pair.
     """
     ordered, count = sorted(values), len(values)
     rank, below = 0, 1
-    # The median lies below the value of that rank with the probability of so many heads or fewer.
+    # The median is below the value of this rank with the probability of at most `rank` heads in `count` tosses.
     while rank < (count - 1) // 2 and 2 * (below + comb(count, rank + 1)) <= 0.05 * 2**count:
         rank += 1
         below += comb(count, rank)

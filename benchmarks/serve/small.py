@@ -1,9 +1,9 @@
-"""What a device and its batching do to small requests: `python -m benchmarks.serve.small --out FILE.csv`.
+"""Effect of the device and of batching on small requests: `python -m benchmarks.serve.small --out FILE.csv`.
 
-LayerNorm of one row of 4096 bfloat16 with a registered layer, safetensors in and out, asked for by one connection
-and by 64 at once.  normserve as it comes, normserve without batching, and the same server with a device that
-answers at once (`deviceless`) have their turns in each round.  Where 64 connections get no more answers from the
-last one, it is HTTP that limits them and not the device.
+LayerNorm of one row of 4096 bfloat16 with a registered layer, safetensors in and out, sent by one connection and by
+64 at once.  normserve with default settings, normserve without batching, and the same server with a device that
+returns at once (`deviceless`) have turns in each round.  If 64 connections get no more responses from the last one,
+HTTP is the limit and not the device.
 """
 
 import argparse
@@ -34,7 +34,7 @@ COLUMNS = (
     *("rate_over_unbatched", "rate_over_deviceless", "p50_over_deviceless"),
 )
 _SAFETENSORS = "application/x-safetensors"
-# Of values up to about ten, rounded to eight bits.
+# For values up to about ten, rounded to eight bits.
 _TOLERANCE = 2e-2
 
 
@@ -66,7 +66,7 @@ def request_body() -> bytes:
 
 
 def require_right(body: bytes, parameters: Mapping[str, np.ndarray], answer: bytes) -> None:
-    """Raises: AssertionError: the answer is not LayerNorm of the request's row."""
+    """Raises: AssertionError: the response is not LayerNorm of the request's row."""
     x, y = (_row(payload, name) for payload, name in ((body, "x"), (answer, "y")))
     right = posts.expected(x.float().numpy(), parameters)
     torch.testing.assert_close(y.double(), right, rtol=_TOLERANCE, atol=_TOLERANCE)

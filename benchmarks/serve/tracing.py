@@ -1,10 +1,10 @@
-"""What traces cost: `python -m benchmarks.serve.tracing --out FILE.csv`.
+"""The cost of traces: `python -m benchmarks.serve.tracing --out FILE.csv`.
 
-Servers that trace nothing, one request in a hundred, and every request, on the same cores; the C client and a
-collector that takes whatever it is sent run on another.  LayerNorm of a row of 1024 float32 with a registered
-layer, npy in and out.  In each round one server of each kind has its turn, in an order that changes from round to
-round; ratios are taken within a round.  Several servers of each kind take turns: processes with the same settings
-differ by several percent.
+Servers that trace no request, one in a hundred, and every request, on the same cores; the C client and a collector
+that accepts all data run on other cores.  LayerNorm of a row of 1024 float32 with a registered layer, npy in and
+out.  In each round one server of each kind has a turn, in an order that changes from round to round; ratios are
+computed within a round.  Several servers of each kind take turns, because processes with the same settings differ
+by several percent.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from benchmarks.serve.servers import launch
 from benchmarks.serve.servers.launch import Served
 
 COLUMNS = ("connections", "traced", "round", "per_second", "p50_ms", "p99_ms", "rate_over_untraced")
-#: What is traced, and the server's ratio; None traces nothing.
+#: Kinds of servers and their trace ratio; None: no traces.
 TRACED = {"nothing": None, "one in a hundred": "0.01", "everything": "1"}
 _CONNECTIONS = (1, 64)
 _SERVERS_OF_A_KIND = 3
@@ -97,12 +97,12 @@ class _Sink(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *_: object) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
 @contextlib.contextmanager
 def _collector() -> Iterator[str]:
-    """Takes spans and keeps none; its URL."""
+    """A collector that accepts spans and drops them; its URL."""
     http = ThreadingHTTPServer(("127.0.0.1", 0), _Sink)
     thread = threading.Thread(target=http.serve_forever)
     thread.start()
@@ -115,7 +115,7 @@ def _collector() -> Iterator[str]:
 
 
 def table(rows: Sequence[Mapping[str, object]]) -> str:
-    """A line for each number of connections and what is traced: medians of the rounds."""
+    """A line for each number of connections and kind of server: medians of the rounds."""
     lines = [
         "| connections | traced | answers a second | p50, ms | rate over none traced |",
         "|---|---|---|---|---|",

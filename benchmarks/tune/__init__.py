@@ -1,1 +1,1 @@
-"""Launch configurations, timed: of LayerNorm passes and of GroupNorm passes."""
+"""Timing of launch configurations of LayerNorm passes and of GroupNorm passes."""

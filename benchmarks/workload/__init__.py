@@ -1,1 +1,1 @@
-"""What is timed: cells, the variants of a pass that they ask for, suites of them, and their tensors."""
+"""The timed work: cells, their variants of a pass, suites of cells, and their tensors."""

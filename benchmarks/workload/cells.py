@@ -1,11 +1,11 @@
-"""What is timed: one cell is one pass of one operation over one shape, dtype and layout."""
+"""The cells: one is one pass of one operation over one shape, dtype and layout."""
 
 from dataclasses import dataclass
 
 from benchmarks.workload.variants import VARIANTS, Variant
 
 X_BYTES = 256 << 20
-"""Bytes of x in a sweep over row lengths; cells that name their rows are outside such a sweep."""
+"""Bytes of x in a sweep over row lengths; cells with a given number of rows do not belong to such a sweep."""
 
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -35,12 +35,12 @@ class Cell:
 
     @property
     def spec(self) -> Variant:
-        """What the variant's name stands for."""
+        """The variant with this name."""
         return VARIANTS[self.variant]
 
     @property
     def parameter_shape(self) -> tuple[int, ...]:
-        """Of weight and of bias."""
+        """The shape of weight and of bias."""
         if self.groups:
             return self.shape[1:2]
         if self.spec.per_head:
@@ -59,5 +59,5 @@ class Cell:
 
 
 def sweep_rows(cols: int, dtype: str) -> int:
-    """Rows of an x of `X_BYTES`, or its tokens if a token has `cols` elements in all."""
+    """Rows of an x of `X_BYTES`; or its tokens, if a token has `cols` elements in total."""
     return max(1, X_BYTES // ITEMSIZE[dtype] // cols)

@@ -1,4 +1,4 @@
-"""The tensors of a cell, and what a provider makes of them."""
+"""The tensors of a cell, and a provider's run with them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ Results = tuple[Tensor, ...]
 
 
 class Tensors:
-    """Random tensors by role, kept while x's shape, dtype and layout last: neighbouring cells share them."""
+    """Random tensors by role, kept until x's shape, dtype or layout changes: neighbouring cells share them."""
 
     def __init__(self, device: str = "cuda") -> None:
         self._device = device
@@ -23,7 +23,7 @@ class Tensors:
         self._kept: dict[object, Tensor] = {}
 
     def of(self, role: str, cell: Cell) -> Tensor:
-        """x, dy or residual as x lies in `cell`; weight or bias as its parameters; scale or shift [N, C]."""
+        """x, dy or residual in x's layout; weight or bias in the parameters' shape; scale or shift [N, C]."""
         key = (cell.shape, cell.dtype, cell.layout)
         if key != self._key:
             self._key, self._kept = key, {}
@@ -48,7 +48,7 @@ class Tensors:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One cell with its tensors; those that it does not have are None."""
+    """One cell with its tensors; absent ones are None."""
 
     cell: Cell
     tensors: Tensors
@@ -81,20 +81,20 @@ class Problem:
 
     @property
     def min_bytes(self) -> int:
-        """The fewest bytes that the pass must move."""
+        """The minimum number of bytes that the pass must move."""
         return self.cell.spec.min_bytes(self.cell.pass_, self.x.numel(), self.x.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a provider makes of a problem.
+    """A provider's implementation of a problem.
 
     Attributes:
-        call: the whole pass, whatever it needs inside: (y[, residual_out][, scale]), or
-            (dx[, dweight][, dbias][, dscale, dshift][, dresidual]) with dresidual only where it is not dx.
+        call: the whole pass, with all work that it needs; returns (y[, residual_out][, scale]), or
+            (dx[, dweight][, dbias][, dscale, dshift][, dresidual]) with dresidual only if it is not dx.
         keep: which elements the provider's own dropout kept, bool like x, given the results of a call; None
             where there is no dropout or the mask is fusednorm's.
-        before: what must be put back before each call, outside the time.
+        before: restores inputs before each call, outside the measured time.
     """
 
     call: Callable[[], Results]
@@ -103,5 +103,5 @@ class Run:
 
 
 def present(tensors: tuple[Tensor | None, ...]) -> Results:
-    """Those that are there."""
+    """The tensors that are not None."""
     return tuple(tensor for tensor in tensors if tensor is not None)

@@ -1,8 +1,9 @@
 """Lists of cells by name.
 
 The suites of LayerNorm and RMSNorm: `plain`, `residual`, `activation` and `dropout` sweep the row length with x of
-256 MiB, `odd` likewise over lengths that suit neither vectors nor blocks, `features` over a few lengths of every
-other variant; `few_rows`, `small`, `tutorial` and `published` name their rows.  `layer_norm` is all of these.
+256 MiB, `odd` does the same over lengths that suit neither vectors nor blocks, `features` over a few lengths of
+every other variant; `few_rows`, `small`, `tutorial` and `published` have given numbers of rows.  `layer_norm` is
+all of these.
 
 Those of GroupNorm, each in both layouts: `group_images` has what diffusion models, autoencoders and classifiers
 normalise, with SiLU in 16 bits; `group_float32` the same in float32, `group_variants` a few of them with everything
@@ -39,7 +40,7 @@ PUBLISHED_SHAPES = (
     (1024, 131072),
     (256, 262144),
 )
-"""That QuACK publishes, and others after it: the same rows in every dtype, so x is twice as large in float32."""
+"""Shapes that QuACK publishes, and others use: equal rows in every dtype, so x is twice as large in float32."""
 
 TUTORIAL_SHAPES = tuple((4096, cols) for cols in range(1024, 15873, 512))
 GROUP_SHAPES = (
@@ -56,7 +57,7 @@ GROUP_SHAPES = (
     (1, 128, 1024, 1024),
     (1, 128, 20, 256, 256),
 )
-"""Small ones, then groups that fit a program and fill the device, then larger ones; a video last."""
+"""Small groups, then groups that fit a program and fill the device, then larger ones; a video last."""
 
 ODD_GROUPS = (
     ((16, 128, 64, 64), 128),
@@ -69,7 +70,7 @@ ODD_GROUPS = (
     ((16, 512, 4096), 32),
     ((2, 256, 16, 64, 64), 32),
 )
-"""InstanceNorm, one group, groups of three channels, of ten and thirty over primes, sound, and a volume."""
+"""InstanceNorm, one group, groups of 3 channels, of 10 and 30 with prime sizes, audio, and a volume."""
 
 
 def sweep(
@@ -90,7 +91,7 @@ def shapes(
     ops: Iterable[str] = ROW_OPS,
     passes: Iterable[str] = PASSES,
 ) -> Iterator[Cell]:
-    """(rows, cols) as they are named."""
+    """Cells of the given (rows, cols)."""
     for dtype, shape, op, pass_ in product(dtypes, of, ops, passes):
         yield Cell(op, pass_, "plain", shape, 0, dtype, "rows")
 
@@ -129,7 +130,7 @@ def _features() -> Iterator[Cell]:
 
 
 def _tutorial() -> Iterator[Cell]:
-    """The series of Triton's LayerNorm tutorial, and one more shape that others publish."""
+    """The series of Triton's LayerNorm tutorial, and another shape that others publish."""
     yield from shapes(TUTORIAL_SHAPES, ("float16",), ops=("layer_norm",))
     yield from shapes([(2048, 8192)], ("float32",), ops=("layer_norm",))
 
@@ -181,7 +182,7 @@ SUITES: dict[str, Callable[[], Iterable[Cell]]] = {
 
 
 def cells_of(suites: Iterable[str]) -> list[Cell]:
-    """The cells of several suites, each once, those over the same tensors side by side."""
+    """The cells of several suites, each once; those with the same tensors are neighbours."""
     cells = list(dict.fromkeys(cell for suite in suites for cell in SUITES[suite]()))
     order: dict[object, int] = {}
     for cell in cells:
@@ -190,7 +191,7 @@ def cells_of(suites: Iterable[str]) -> list[Cell]:
 
 
 def shard(cells: Iterable[Cell], index: int, count: int) -> list[Cell]:
-    """Shard `index`, from 1, of `count` about equal ones; neighbours over the same tensors stay together."""
+    """Shard `index`, from 1, of `count` about equal ones; neighbours with the same tensors stay together."""
     shards: list[list[Cell]] = [[] for _ in range(count)]
     for _, neighbours in groupby(cells, _tensors_of):
         min(shards, key=len).extend(neighbours)

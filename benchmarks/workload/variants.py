@@ -1,4 +1,4 @@
-"""What a cell asks for beyond the plain normalisation: one table, with the fewest bytes of each entry."""
+"""The options of a cell beyond the plain normalisation: a table, with the minimum bytes of each entry."""
 
 from dataclasses import dataclass
 
@@ -12,14 +12,14 @@ class Variant:
 
     Attributes:
         activation: after the affine step; one of `fusednorm.arguments.activations.ACTIVATIONS`.
-        residual: x + residual is what is normalised; forward returns the sum too.
+        residual: x + residual is normalised; forward also returns the sum.
         stream: the residual's dtype; x's when None.
         dropout: probability of a zero, after everything else.
-        out_dtype: y's dtype, x's when None; a float8 y comes with a scale for each row.
+        out_dtype: y's dtype, x's when None; a float8 y has a scale for each row.
         per_head: every head of x [tokens, heads, cols] has parameters of its own, [heads, cols].
-        norms: how many follow one another, in place of one; parameters are [norms, cols].
-        affine: weight and bias come.
-        of_samples: scale and shift [N, C] come, an affine step of each sample after the common one.
+        norms: number of consecutive norms of a chain; parameters are [norms, cols].
+        affine: whether weight and bias are given.
+        of_samples: scale and shift [N, C] are given, an affine step of each sample after the common one.
     """
 
     activation: str = "none"
@@ -33,7 +33,7 @@ class Variant:
     of_samples: bool = False
 
     def min_bytes(self, pass_: str, numel: int, dtype: torch.dtype) -> int:
-        """The fewest bytes that a pass over an x of `numel` elements must move."""
+        """The minimum bytes that a pass over an x of `numel` elements must move."""
         size, y = dtype.itemsize, (self.out_dtype or dtype).itemsize
         residual = (self.stream or dtype).itemsize if self.residual else 0
         if pass_ == "forward":
@@ -43,11 +43,11 @@ class Variant:
 
     @property
     def roles_of_samples(self) -> tuple[str, ...]:
-        """Names of the tensors [N, C] that come."""
+        """Names of the given tensors [N, C]."""
         return ("scale", "shift") if self.of_samples else ()
 
     def has_dresidual(self, dtype: torch.dtype) -> bool:
-        """Whether the residual's gradient is a result beside that of an x of `dtype`, rather than the same."""
+        """Whether the residual's gradient is a separate result from that of an x of `dtype`."""
         return self.residual and self.stream not in (None, dtype)
 
 
@@ -66,4 +66,4 @@ VARIANTS = {
     "no_affine": Variant(affine=False),
     "scale_shift_silu": Variant(activation="silu", of_samples=True),
 }
-"""By the name that stands in a cell and in the CSV."""
+"""Variants by their name in cells and in the CSV."""

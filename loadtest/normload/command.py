@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; the process's exit code."""
+    """Run a command; return the process's exit code."""
     try:
         from normload.cli import main as run
 

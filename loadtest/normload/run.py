@@ -35,10 +35,10 @@ class Target:
     """The server.
 
     Attributes:
-        url: where it listens; of adapters but normserve's with the path that takes tensors.
+        url: where it listens; for adapters other than normserve's with the path that takes tensors.
         adapter: its protocol, a key of `ADAPTERS`.
         api_key: sent as a bearer token.
-        timeout_s: the most that a request may take.
+        timeout_s: longest time of a request.
     """
 
     url: str
@@ -73,7 +73,7 @@ class Watcher:
 
 
 def default_processes(connections: int) -> int:
-    """Half of the cores that this process may use, two at least, but never more than there are connections."""
+    """Half of the cores that this process may use, at least two, but at most one per connection."""
     return max(1, min(connections, _MAX_PROCESSES, max(2, len(os.sched_getaffinity(0)) // 2)))
 
 
@@ -91,7 +91,7 @@ def run(
     Args:
         scenario: the workload and its phases.
         target: the server.
-        seed: of everything random.
+        seed: of all random choices.
         processes: the number of client processes; None for the default.
         verify: check every response, and not a sample.
         watcher: receives the progress.

@@ -1,4 +1,4 @@
-"""Everything that can be set, and the only place that reads the environment."""
+"""All settings.  No other module reads the environment."""
 
 import difflib
 import os
@@ -23,13 +23,13 @@ _UNITS = {
 
 
 def _read_size(value: object) -> object:
-    """Bytes of a size with a unit, as 1.5GiB or 512 MB; anything else as it is."""
+    """Convert a size with a unit, such as 1.5GiB or 512 MB, to bytes; return any other value unchanged."""
     found = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
     return value if found is None else int(Decimal(found[1]) * _UNITS[found[2]])
 
 
 Size = Annotated[int, BeforeValidator(_read_size)]
-"""A number of bytes, also with a unit: KiB, MiB, GiB and TiB, or KB, MB, GB and TB of 1000."""
+"""A number of bytes, optionally with a unit: KiB, MiB, GiB, TiB (powers of 1024), KB, MB, GB, TB (of 1000)."""
 
 
 class Settings(BaseSettings):
@@ -48,16 +48,16 @@ class Settings(BaseSettings):
         "",
         pattern=r"^(\d{1,10}(=[A-Za-z0-9._-]{1,64})?(,\d{1,10}(=[A-Za-z0-9._-]{1,64})?)*)?$",
         description="Numeric ids of users that may connect in addition to the server's own, as in "
-        "1000,1001=batch: the second has the scopes and limits of the API key of that "
+        "1000,1001=batch: the second has the scopes and limits of the API key with that "
         "name.",
     )
     local_bytes: Size = Field(
-        2**30, ge=2**20, description="Bytes of shared memory for all connections of one user."
+        2**30, ge=2**20, description="Bytes of shared memory for all --local connections of one user."
     )
     local_device_bytes: Size = Field(
         2**30,
         ge=0,
-        description="Bytes of device memory for all connections of one user; 0 for none.",
+        description="Bytes of device memory for all --local connections of one user; 0 for none.",
     )
     local_own_memory: bool = Field(
         False,
@@ -65,51 +65,49 @@ class Settings(BaseSettings):
         "themselves, without a copy. A process that frees such memory while it is in "
         "use can crash the server.",
     )
-    local_connections: int = Field(
-        64, ge=1, description="Maximum number of connections to that socket for one user."
-    )
+    local_connections: int = Field(64, ge=1, description="Maximum number of --local connections of one user.")
     oip_shared_memory: str = Field(
         "",
         pattern=r"^([A-Za-z0-9_-][A-Za-z0-9._-]{0,63})?$",
         description="Prefix of shared-memory names that clients of /v2 may register; the memory "
-        "must belong to the server's user. Empty: none. Every client that may send "
-        "requests can read and write all memory of such names.",
+        "must belong to the server's user. Empty: clients may register none. Every client "
+        "that may send requests can read and write all shared memory with such a name.",
     )
     oip_shared_memory_bytes: Size = Field(
         4 * 2**30,
         ge=1,
-        description="Bytes of shared-memory and CUDA regions that all clients may have registered.",
+        description="Maximum bytes of shared-memory and CUDA regions registered by all clients together.",
     )
     oip_cuda_shared_memory: bool = Field(
         False,
         description="Let clients of /v2 on loopback or the Unix socket register CUDA memory that "
-        "they have allocated, which is then used without a copy. A client that frees it"
+        "they have allocated; the server uses it without a copy. A client that frees it"
         " while it is in use can crash the server.",
     )
     tls_cert: Path | None = Field(
         None,
         description="PEM file with the server's certificate and its chain; the TCP port then uses "
-        "TLS. It is read again on SIGHUP, as are the next two.",
+        "TLS. The server reads this file and those of the next two settings again on SIGHUP.",
     )
     tls_key: Path | None = Field(
         None,
         description="PEM file with the certificate's key, not encrypted; by default it is read from --tls-cert.",
     )
     tls_client_ca: Path | None = Field(
-        None, description="PEM file with certificate authorities: clients must have a certificate of one of them."
+        None, description="PEM file with certificate authorities; clients must have a certificate from one of them."
     )
     backend: Literal["auto", "triton", "torch"] = Field(
-        "auto", description="triton needs a CUDA device, torch runs on the CPU; auto uses triton if it can."
+        "auto", description="triton needs a CUDA device, torch runs on the CPU; auto uses triton if possible."
     )
     devices: str = Field(
         "",
         pattern=r"^((cpu|\d{1,3})(,(cpu|\d{1,3}))*)?$",
-        description="CUDA devices by number, or cpu, as in 0,1: one process for each, all on one port.",
+        description="CUDA devices by number, or cpu, as in 0,1: one process per device, all on one port.",
     )
     frontends: str = Field(
         "0",
         pattern=r"^(auto|\d{1,3})$",
-        description="Number of HTTP processes in front of those that own a device; 0 for none, auto"
+        description="Number of HTTP processes in front of those that own a device; 0 for none; auto"
         " to choose by the number of cores.",
     )
     checkpoint: Path | None = Field(
@@ -122,24 +120,24 @@ class Settings(BaseSettings):
         "probes, pages and /metrics.",
     )
     api_keys_file: Path | None = Field(
-        None, description="TOML file of named API keys, instead of --api-key; /metrics then needs one as well."
+        None, description="TOML file of named API keys, instead of --api-key; /metrics then needs a key as well."
     )
     allowed_hosts: str = Field(
         "",
         pattern=rf"^(\*|{_HOST}(,{_HOST})*)?$",
-        description="Host names that requests may have beside loopback, as in api.example,10.0.0.5;"
-        " * allows all. Empty: none if the server listens on a loopback address, "
+        description="Host names that requests may use besides loopback, as in api.example,10.0.0.5;"
+        " * allows all. Empty: no others if the server listens on a loopback address, "
         "otherwise all.",
     )
     cors_origins: str = Field(
         "",
         pattern=rf"^({_ORIGIN}(,{_ORIGIN})*)?$",
         description="Origins whose pages may use the server (CORS), as in https://app.example; "
-        "otherwise only its own.",
+        "empty: only the server's own pages.",
     )
     max_body_bytes: Size = Field(2**30, ge=1, description="Maximum size of a request body.")
     max_inflight_requests: int = Field(
-        256, ge=1, description="Maximum number of concurrent requests; more are answered with 429."
+        256, ge=1, description="Maximum number of concurrent requests; others receive status 429."
     )
     max_inflight_bytes: Size = Field(
         4 * 2**30,
@@ -147,7 +145,7 @@ class Settings(BaseSettings):
         description="Maximum memory of concurrent requests: bodies, results and temporary buffers.",
     )
     max_connections: int = Field(
-        4096, ge=1, description="Maximum number of open connections over all processes; more are answered with 503."
+        4096, ge=1, description="Maximum number of open connections to all processes; others receive status 503."
     )
     max_connections_per_address: int = Field(
         2048,
@@ -156,11 +154,11 @@ class Settings(BaseSettings):
         "user of the Unix socket.",
     )
     max_idle_slab_bytes: Size = Field(
-        2**30, ge=0, description="Memory kept for the bodies and results of later requests."
+        2**30, ge=0, description="Maximum memory kept for the bodies and results of later requests."
     )
     max_layers: int = Field(10_000, ge=0, description="Maximum number of registered layers.")
     max_layer_bytes: Size = Field(
-        2**28, ge=0, description="Maximum size of the parameters of all registered layers, on the device."
+        2**28, ge=0, description="Maximum device memory for the parameters of all registered layers."
     )
     timeout_ms: float = Field(
         30_000, gt=0, description="Default deadline: time from a request's arrival to its start on the device."
@@ -174,7 +172,7 @@ class Settings(BaseSettings):
     warm_sizes: str = Field(
         "1024",
         pattern=r"^[1-9]\d{0,8}(,[1-9]\d{0,8})*$",
-        description="Row lengths whose kernels are compiled before the server is ready, as in 768,4096.",
+        description="Row lengths for which kernels are compiled before the server is ready, as in 768,4096.",
     )
     max_compiled_classes: int = Field(
         4096,
@@ -185,7 +183,7 @@ class Settings(BaseSettings):
     max_compiles_per_minute: int = Field(
         60,
         ge=1,
-        description="Maximum number of request classes compiled in a minute, not counting those compiled at start.",
+        description="Maximum number of request classes compiled per minute, not counting those compiled at start.",
     )
     cpu_threads: int = Field(0, ge=0, description="Threads of the torch backend; 0 leaves one core to the network.")
     header_timeout_s: float = Field(10, gt=0, description="Maximum time until a request's header is complete.")
@@ -211,7 +209,7 @@ class Settings(BaseSettings):
     stall_s: float = Field(
         60,
         gt=0,
-        description="Time without a finished operation, while others wait, after which the server is not ready.",
+        description="Time after which the server is not ready if operations wait and none finishes.",
     )
     hang_s: float = Field(
         20,
@@ -223,7 +221,7 @@ class Settings(BaseSettings):
         "info", description="Minimum level of log events."
     )
     log_format: Literal["text", "json"] = Field("text", description="Format of log events: text or JSON.")
-    access_log: bool = Field(False, description="Log each completed request, at any log level.")
+    access_log: bool = Field(False, description="Log each completed request, whatever the log level.")
     trace_endpoint: str | None = Field(
         None,
         pattern=r"^https?://[^/?#@\s]+(/[^?#\s]*)?$",
@@ -231,7 +229,7 @@ class Settings(BaseSettings):
         "http://localhost:4318; needs the extra `otel`.",
     )
     trace_ratio: float = Field(
-        0.01, ge=0, le=1, description="Fraction of requests to trace, of those without a sampled traceparent."
+        0.01, ge=0, le=1, description="Fraction to trace of the requests without a sampled traceparent."
     )
 
     @model_validator(mode="after")
@@ -252,19 +250,19 @@ class Settings(BaseSettings):
 
     @property
     def frontend_count(self) -> int:
-        """How many processes speak HTTP for those that own a device."""
+        """The number of HTTP processes in front of those that own a device."""
         if self.frontends != "auto":
             return int(self.frontends)
         cores = len(os.sched_getaffinity(0))
-        # Of fewer cores the process with the device needs what there is.
+        # With fewer cores, the process that owns the device needs all of them.
         return 0 if cores < _CORES_FOR_FRONTENDS else min(cores // 2, _MOST_AUTOMATIC)
 
     def shown(self) -> dict[str, Any]:
-        """Every setting as JSON has it, secrets masked."""
+        """All settings as JSON values, secrets masked."""
         return self.model_dump(mode="json")
 
     def changed(self) -> dict[str, Any]:
-        """Those that differ from their defaults, as `shown` has them."""
+        """The settings that differ from their defaults, in the format of `shown`."""
         return self.model_dump(mode="json", exclude_defaults=True)
 
     @field_validator("tls_key", "tls_client_ca")
@@ -276,7 +274,7 @@ class Settings(BaseSettings):
 
 
 def unknown_in_environment() -> dict[str, str]:
-    """Variables that begin as settings do and are none, each with the name that comes closest, or ""."""
+    """Environment variables with the settings' prefix that are not settings, each with the closest name, or ""."""
     prefix = str(Settings.model_config["env_prefix"])
     known = {f"{prefix}{name}".upper() for name in Settings.model_fields}
     unknown = sorted(name for name in os.environ if name.upper().startswith(prefix) and name.upper() not in known)
@@ -284,7 +282,7 @@ def unknown_in_environment() -> dict[str, str]:
 
 
 def environment_of(device: str) -> dict[str, str]:
-    """The environment of a process that owns a device of `--devices`: it sees no other.  "" is all there are."""
+    """The environment of a process that owns one device of `--devices` and sees no other; with "" it sees all."""
     if not device:
         return dict(os.environ)
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -1,1 +1,1 @@
-"""How the server bears up under load, loss and mixtures of requests."""
+"""Behaviour of the server under overload, disconnects and mixtures of requests."""

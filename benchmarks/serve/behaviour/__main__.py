@@ -1,7 +1,7 @@
-"""How the server bears up: `python -m benchmarks.serve.behaviour --out FILE.csv`.
+"""Behaviour of the server under stress: `python -m benchmarks.serve.behaviour --out FILE.csv`.
 
-Three times the load that it can take, clients that go away at every stage, a mixture for as long as one likes, many
-single rows.  The server is on one core and the client on another; answers are compared with torch's.
+Three times its maximum load, clients that disconnect at every stage, a mixture of requests for any time, many
+single rows.  The server is on one core and the client on another; responses are compared with torch's.
 """
 
 import argparse
@@ -24,13 +24,13 @@ from benchmarks.serve.servers.launch import Served
 
 COLUMNS = ("scenario", "measure", "value", "wanted")
 
-# In flight at once before the next is refused: one that comes in, and one that is computed or sent.
+# Requests in flight before the next is refused: one that is received, and one that is computed or sent.
 _AT_ONCE = 2
 _SMALL, _MEDIUM, _LARGE, _HUGE = 2**12, 2**18, 2**21, 2**24
 
 Play = Callable[[Served, Callable[[int], Post], bool], Awaitable[list[Measured]]]
 
-# The server's options, and what happens to it; with `full`, for as long as it takes to be sure.
+# The server's options and the scenario; with `full` it runs long enough to be sure.
 SCENARIOS: dict[str, tuple[Sequence[str], Play]] = {
     "overload": (
         ("--max-inflight-requests", str(_AT_ONCE)),
@@ -65,7 +65,7 @@ def main() -> int:
 
 
 def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
-    """Run everything; a row for each scenario and what is measured in it."""
+    """Run everything; a row for each measured number of each scenario."""
     server_cores, client_cores = asked.cores
     os.sched_setaffinity(0, client_cores)
     print("| scenario | measure | value | wanted |\n|---|---|---|---|")

@@ -1,4 +1,4 @@
-"""What happens to a server besides being asked nicely; each returns what was measured and what is wanted of it."""
+"""Scenarios of stress for a server; each returns the measured numbers and their requirements."""
 
 import asyncio
 import random
@@ -22,7 +22,7 @@ _PAGE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A number, and in words what it should be."""
+    """A number, and its requirement as text."""
 
     measure: str
     value: float
@@ -31,7 +31,7 @@ class Measured:
 
 @dataclass(slots=True)
 class _Tally:
-    """Seconds of each answer by its kind, and how often the connection broke."""
+    """Seconds of each response by its kind, and the number of broken connections."""
 
     served: list[float] = field(default_factory=list)
     refused: list[float] = field(default_factory=list)
@@ -40,11 +40,11 @@ class _Tally:
 
 
 async def overload(server: Served, post: Post, seconds: float, at_once: int) -> list[Measured]:
-    """An open loop at rising rates until latency bends, then at three times that rate.
+    """An open loop at rising rates up to the knee of the latency, then at three times that rate.
 
     Args:
-        at_once: how many requests the server admits.  As many connections tell what it can do at most; one alone
-            leaves it idle while the client reads, and no rate up to that would bend anything.
+        at_once: number of requests that the server admits.  As many connections measure its maximum rate; with one
+            connection it is idle while the client reads, and the latency has no knee up to that rate.
     """
     port = int(server.address)
     alone = (await _open_loop(port, post, 1.0, 3)).served
@@ -55,7 +55,7 @@ async def overload(server: Served, post: Post, seconds: float, at_once: int) -> 
         if knee and (tally.refused or tally.broken or median(tally.served) > 2 * median(alone)):
             break
         knee, at_knee = fraction * capacity, tally
-    # The first part is for the slabs to find their number.
+    # The first part lets the number of slabs settle.
     await _open_loop(port, post, 3 * knee, seconds)
     before = _resident_bytes(server.pid)
     began = time.perf_counter()
@@ -78,7 +78,7 @@ async def overload(server: Served, post: Post, seconds: float, at_once: int) -> 
 
 
 async def disturbance(server: Served, posts: list[Post], count: int) -> list[Measured]:
-    """Clients of which half leave at a random moment: in their header, their body, the wait, the answer."""
+    """Clients of which half disconnect at a random moment: in the header, the body, the wait or the response."""
     port, rng = int(server.address), random.Random(0)
     for post in posts:
         await _on_a_wire(port, post)
@@ -127,7 +127,7 @@ async def flatness(server: Served, posts: list[Post], seconds: float) -> list[Me
 
     async def watch() -> None:
         while time.monotonic() < end:
-            # The first half is for the slabs to find their number.
+            # The first half lets the number of slabs settle.
             if time.monotonic() > end - seconds / 2:
                 resident.append(_resident_bytes(server.pid))
             await asyncio.sleep(0.2)
@@ -141,7 +141,7 @@ async def flatness(server: Served, posts: list[Post], seconds: float) -> list[Me
 
 
 async def single_rows(server: Served, post: Post, seconds: float) -> list[Measured]:
-    """64 connections that each ask for one row again and again."""
+    """64 connections that each send requests of one row in a closed loop."""
     port, answers = int(server.address), 0
     before = await _samples(port)
     end = time.monotonic() + seconds
@@ -163,7 +163,7 @@ async def single_rows(server: Served, post: Post, seconds: float) -> list[Measur
 
 
 async def _closed_loop(port: int, post: Post, seconds: float, connections: int) -> float:
-    """Answers a second of so many connections that each ask again and again."""
+    """Responses per second of `connections` in a closed loop."""
     began, answers = time.perf_counter(), 0
 
     async def client() -> None:
@@ -179,7 +179,7 @@ async def _closed_loop(port: int, post: Post, seconds: float, connections: int) 
 
 
 async def _open_loop(port: int, post: Post, rate: float, seconds: float) -> _Tally:
-    """Requests at a constant rate, whatever becomes of those before; on as many connections as that takes."""
+    """Requests at a constant rate, independent of earlier responses, on as many connections as necessary."""
     tally = _Tally()
     idle: list[Wire] = []
 
@@ -222,7 +222,7 @@ async def _on_a_wire(port: int, post: Post) -> int:
 
 
 async def _disturbed(port: int, post: Post, rng: random.Random) -> None:
-    """One client that goes away."""
+    """One client that disconnects."""
     try:
         wire = await Wire.open(port)
     except OSError:
@@ -247,7 +247,7 @@ async def _disturbed(port: int, post: Post, rng: random.Random) -> None:
 
 
 async def _left_inside(port: int) -> dict[str, float]:
-    """What the server says is inside, once that does not change any more."""
+    """Requests and memory in use in the server's metrics, once all are 0 or after ten seconds."""
     names = (
         "normserve_inflight_requests",
         "normserve_inflight_bytes",

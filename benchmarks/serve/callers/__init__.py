@@ -1,1 +1,1 @@
-"""What the service costs its callers in Python: calls of its clients, over shared memory too, and modules."""
+"""The cost of the service for Python callers: calls of its clients, also over shared memory, and modules."""

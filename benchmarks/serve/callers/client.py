@@ -1,11 +1,11 @@
-"""What a Python caller sees: `python -m benchmarks.serve.callers.client --out FILE.csv`.
+"""Time of whole calls from Python: `python -m benchmarks.serve.callers.client --out FILE.csv`.
 
-Whole calls, arrays in and out, LayerNorm of [rows, 1024] float32 with a registered layer over one connection: the
-clients of `normserve.client`, plain httpx, and some thirty lines over a socket that do what any caller must.  TCP
-and the Unix socket are one server's, TLS another's, on the same core; the callers have another core.  In each round
-each caller has its turn, in an order that changes from round to round; ratios are taken within a round, and their
-median counts.  Answers are compared with torch's before anything is timed.  What a call adds to a process's memory
-at most is taken in processes of their own.
+Arrays in and out, LayerNorm of [rows, 1024] float32 with a registered layer over one connection: the clients of
+`normserve.client`, plain httpx, and some thirty lines over a socket with the minimum work of a caller.  One server
+has TCP and the Unix socket, another has TLS, both on the same core; the callers have another core.  In each round
+each caller has a turn, in an order that changes from round to round; ratios are computed within a round, and their
+median is the result.  Responses are compared with torch's before anything is timed.  The peak memory of a call is
+measured in separate processes.
 """
 
 import argparse
@@ -94,7 +94,7 @@ def _endpoints(
 def _rounds(
     chosen: Sequence[str], endpoint: Endpoint, x: np.ndarray, right: np.ndarray, rounds: int, seconds: float
 ) -> Iterator[dict[str, dict[str, float]]]:
-    """What each caller took in each round."""
+    """The times of each caller in each round."""
     with asyncio.Runner() as runner, contextlib.ExitStack() as stack:
         asked = {name: stack.enter_context(CALLERS[name](endpoint, x, runner)) for name in chosen}
         for caller in asked.values():
@@ -116,7 +116,7 @@ def _rounds(
 
 
 def _peak(name: str, endpoint: Endpoint, x: np.ndarray) -> int:
-    """Bytes that a call adds to a process's memory at most, beyond what it holds before: x is there already."""
+    """Peak memory that a call adds to that of its process, which already has x."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_grow, args=(name, endpoint, x.shape, theirs))
@@ -138,7 +138,7 @@ def _grow(
         with CALLERS[name](endpoint, small, runner) as warm:
             warm.times(3, 0.0)
         before = _memory("VmRSS")
-        # So the peak is counted anew.
+        # Reset the peak.
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
         caller.times(1, 0.0)
         pipe.send(_memory("VmHWM") - before)
@@ -150,7 +150,7 @@ def _memory(field: str) -> int:
 
 
 def table(rows: Sequence[Mapping[str, object]]) -> str:
-    """For each transport a line for each size: p50 over the socket's, and of each caller its ratio to that."""
+    """For each transport a line for each size: the socket's p50, and each caller's ratio to it."""
     names = list(dict.fromkeys(str(row["caller"]) for row in rows))
     lines = []
     for transport in dict.fromkeys(str(row["transport"]) for row in rows):

@@ -1,10 +1,10 @@
-"""What sharing a GPU's memory saves: `python -m benchmarks.serve.callers.device --out FILE.csv`; needs a GPU.
+"""Time saved by sharing a GPU's memory: `python -m benchmarks.serve.callers.device --out FILE.csv`; needs a GPU.
 
-A server with Triton's kernels and callers in processes of their own.  LayerNorm forward of [rows, 1024] float32,
-whole calls: x and y in the device's memory, in pinned memory that both share, by HTTP, beside torch's operation in
-the caller's process and a copy of as many bytes on the device, each complete when it returns.  Then forward and
-backward of a module of 16 rows of 4096 bfloat16, in the service and in process; then several clients at once.
-Answers are compared with torch's before anything is timed.
+A server with Triton's kernels, and callers in separate processes.  LayerNorm forward of [rows, 1024] float32, whole
+calls: x and y in device memory, in shared pinned memory, or over HTTP, compared with torch's operation in the
+caller's process and a copy of as many bytes on the device, each complete when it returns.  Then forward and
+backward of a module with 16 rows of 4096 bfloat16, in the service and in process; then several clients at once.
+Results are compared with torch's before anything is timed.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def main() -> int:
 
 
 def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
-    """Run everything; a row for each thing, caller and round."""
+    """Run everything; a row for each measurement, caller and round."""
     server_cores, caller_cores = map(system.cores, asked.cores)
     shared = folder / "local.sock"
     quotas = ("--local-bytes", str(_QUOTA), "--local-device-bytes", str(_QUOTA))
@@ -147,7 +147,7 @@ def _complete(call: Call) -> Call:
 
 
 def _copies(nbytes: int) -> Call:
-    """To the device and back at the same time, in pinned memory."""
+    """Copies to the device and back at the same time, in pinned memory."""
     host = [torch.empty(nbytes, dtype=torch.uint8).pin_memory() for _ in range(2)]
     device = [torch.empty(nbytes, dtype=torch.uint8, device="cuda") for _ in range(2)]
     streams = [torch.cuda.Stream() for _ in range(2)]
@@ -165,7 +165,7 @@ def _copies(nbytes: int) -> Call:
 def time_calls(
     results: Results, what: str, nbytes: int, calls: Mapping[str, Call], asked: argparse.Namespace
 ) -> None:
-    """Each call by turns for a while; a row for each of its turns.
+    """Time the calls in turns; a row for each turn.
 
     Args: nbytes: of x.
     """
@@ -240,7 +240,7 @@ def _client(url: str, nbytes: int, device: str | None, begin: Event, ready: Any,
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A line for each thing and caller: medians of the rounds."""
+    """A line for each measurement and caller: medians of the rounds."""
     lines = [
         "| what | caller | p50, µs | p99, µs | calls a second | GB/s, in and out |",
         "|---|---|---|---|---|---|",

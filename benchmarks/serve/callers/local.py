@@ -1,11 +1,11 @@
-"""What sharing memory saves: `python -m benchmarks.serve.callers.local --out FILE.csv`.
+"""Time saved by sharing memory: `python -m benchmarks.serve.callers.local --out FILE.csv`.
 
 Whole calls, arrays in and out, LayerNorm of [rows, 1024] float32 with a registered layer over one connection: the
-clients of `normserve.client` with shared memory, with x there already and with x copied there, beside some thirty
-lines of HTTP over the Unix socket, and torch's own operation in the caller's process with as many threads as the
-server has.  The server is on one core and the callers on another, if not told otherwise.  In each round each caller
-has its turn, in an order that changes from round to round; ratios are taken within a round, and their median
-counts.  Answers are compared with torch's before anything is timed.
+clients of `normserve.client` with shared memory, with x already in it or copied into it, compared with some thirty
+lines of HTTP over the Unix socket, and with torch's operation in the caller's process with as many threads as the
+server.  By default the server is on one core and the callers on another.  In each round each caller has a turn, in
+an order that changes from round to round; ratios are computed within a round, and their median is the result.
+Responses are compared with torch's before anything is timed.
 """
 
 import argparse
@@ -122,7 +122,7 @@ def _time(
 
 
 def table(rows: Sequence[Mapping[str, object]]) -> str:
-    """A line for each size and caller: medians of p50, and of how much longer the socket and the process take."""
+    """A line for each size and caller: medians of p50, and of the ratios of the socket and of the process to it."""
     lines = [
         "| size | caller | p50, ms | thirty lines of HTTP over this | in process over this |",
         "|---|---|---|---|---|",

@@ -1,10 +1,10 @@
-"""What a module costs whose passes run in the service: `python -m benchmarks.serve.callers.modules --out FILE.csv`.
+"""Times of modules whose passes run in the service: `python -m benchmarks.serve.callers.modules --out FILE.csv`.
 
 Forward and backward of a LayerNorm of x [rows, cols] with weight and bias, all gradients: `normserve.client.torch`
-over shared memory (x and dy there already, and elsewhere), over HTTP by the Unix socket and by TCP, beside
-fusednorm's and torch's modules in the caller's process with as many threads as the server has.  In each round each
-has its turn, in an order that changes from round to round; ratios are taken within a round, and their median
-counts.  Results and gradients are compared with torch's of the same tensors in float64 before anything is timed.
+over shared memory (x and dy already in it, or in other memory), over HTTP by the Unix socket and by TCP, compared
+with fusednorm's and torch's modules in the caller's process with as many threads as the server.  In each round each
+has a turn, in an order that changes from round to round; ratios are computed within a round, and their median is
+the result.  Results and gradients are compared with torch's in float64 before anything is timed.
 """
 
 import argparse
@@ -33,7 +33,7 @@ FUSEDNORM, TORCH = "fusednorm in process", "torch in process"
 COLUMNS = ("module", "device", "rows", "cols", "dtype", "round", "per_second", "p50_ms", "over_fusednorm")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
-# Of values up to about ten, and of sums over the rows.
+# For values up to about ten, and sums over the rows.
 _TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
 
 Step = Callable[[], Sequence[Tensor]]
@@ -72,7 +72,7 @@ def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
 
 
 def _steps(clients: Mapping[str, Client], rows: int, asked: argparse.Namespace) -> Iterator[tuple[str, Step]]:
-    """A pass forward and one backward of each module, all of the same tensors."""
+    """A forward and a backward pass of each module, all with the same tensors."""
     dtype, cols = DTYPES[asked.dtype], asked.cols
     numbers = torch.Generator().manual_seed(0)
     x, dy = (torch.randn(rows, cols, generator=numbers).to(asked.device, dtype) for _ in range(2))
@@ -90,7 +90,7 @@ def _steps(clients: Mapping[str, Client], rows: int, asked: argparse.Namespace) 
         if name == SHARED and asked.device == "cpu":
             there = clients[SHARED].empty(x.shape, dtype).copy_(x), clients[SHARED].empty(x.shape, dtype).copy_(dy)
         step = _step(module, *there, weight, bias)
-        # On the CPU torch adds up the parameters' gradients in their own type.
+        # On the CPU torch sums the parameters' gradients in their own type.
         compared = 2 if name == TORCH else len(right)
         for got, expected in zip(step()[:compared], right[:compared], strict=True):
             tolerance = _TOLERANCES[asked.dtype] * max(1.0, expected.abs().max().item() / 10)
@@ -150,7 +150,7 @@ def _times(step: Step, seconds: float) -> list[float]:
 
 
 def table(rows: Sequence[Mapping[str, object]]) -> str:
-    """A line for each number of rows and module: medians of p50, and of how many times what fusednorm takes."""
+    """A line for each number of rows and module: medians of p50, and of its ratio to fusednorm's."""
     lines = ["| rows | module | p50, ms | over fusednorm in process |", "|---|---|---|---|"]
     for count, module in dict.fromkeys((row["rows"], row["module"]) for row in rows):
         of = [row for row in rows if (row["rows"], row["module"]) == (count, module)]

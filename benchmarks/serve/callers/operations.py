@@ -1,9 +1,9 @@
-"""What one request saves over several: `python -m benchmarks.serve.callers.operations --out FILE.csv`; needs a GPU.
+"""Time saved by one request instead of several: `python -m benchmarks.serve.callers.operations --out FILE.csv`.
 
-A server with Triton's kernels and a caller in a process of its own; x is bfloat16 [rows, 4096] with float32
-parameters.  Whole calls over memory of the device and over HTTP: a chain of three LayerNorms beside three requests,
-each of which takes the one before's y; float8 results beside bfloat16 ones; eight tensors in one request beside one
-request each.  Results of both are compared before anything is timed.
+It needs a GPU.  A server with Triton's kernels and a caller in a separate process; x is bfloat16 [rows, 4096] with
+float32 parameters.  Whole calls over device memory and over HTTP: a chain of three LayerNorms against three
+requests, each with the previous one's y as input; float8 results against bfloat16 ones; eight tensors in one
+request against one request each.  The results of both are compared before anything is timed.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def main() -> int:
 
 
 def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
-    """Run everything; a row for each thing, caller and round."""
+    """Run everything; a row for each measurement, caller and round."""
     server_cores, caller_cores = map(system.cores, asked.cores)
     shared = folder / "local.sock"
     quotas = ("--local-bytes", str(_QUOTA), "--local-device-bytes", str(_QUOTA))

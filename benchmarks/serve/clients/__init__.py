@@ -1,1 +1,1 @@
-"""Who asks: a closed loop in C, connections in Python, and requests whose answers are checked."""
+"""Clients: a closed loop in C, connections in Python, and requests with checked responses."""

@@ -23,12 +23,12 @@ _SAFETENSORS = "application/x-safetensors"
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where to ask, and whom to believe.
+    """The address of a server, and its certificate authority.
 
     Attributes:
         url: of the server.
         layer: the registered layer.
-        authority: of https: the file that the server's certificate goes back to.
+        authority: for https, the file of the certificate authority.
     """
 
     url: str
@@ -37,35 +37,35 @@ class Endpoint:
 
     @property
     def target(self) -> str:
-        """Path and query."""
+        """The request's path and query."""
         return f"/v1/layer_norm?layer={self.layer}"
 
     def context(self) -> ssl.SSLContext | None:
-        """Of https."""
+        """The TLS context for https."""
         return None if self.authority is None else ssl.create_default_context(cafile=self.authority)
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """What some calls came to: how long each took, and the last result."""
+    """Times and last result of some calls."""
 
     seconds: list[float]
     results: list[np.ndarray]
 
 
 class Caller:
-    """Calls again and again."""
+    """Calls a function in a loop."""
 
-    def __init__(self, ask: Callable[[], np.ndarray]) -> None:
-        self._ask = ask
+    def __init__(self, call: Callable[[], np.ndarray]) -> None:
+        self._call = call
 
     def times(self, least: int, seconds: float) -> Times:
-        """Call for so long, and so often at least."""
+        """Call for `seconds`, and at least `least` times."""
         taken: list[float] = []
         began = ended = time.perf_counter()
         while len(taken) < least or ended - began < seconds:
             sent = time.perf_counter()
-            y = self._ask()
+            y = self._call()
             ended = time.perf_counter()
             taken.append(ended - sent)
             result = y
@@ -74,7 +74,7 @@ class Caller:
 
 
 class AsyncCaller:
-    """The same of an event loop."""
+    """Calls an asynchronous client in a loop."""
 
     def __init__(self, runner: asyncio.Runner, client: AsyncClient, x: np.ndarray, layer: str) -> None:
         self._runner = runner
@@ -100,13 +100,13 @@ class AsyncCaller:
 
 
 def _over_a_socket(connected: socket.socket, endpoint: Endpoint, x: np.ndarray) -> Callable[[], np.ndarray]:
-    """What any caller must do, and nothing else: send a request that was made before, receive what comes."""
+    """Do only the necessary work of a caller: send a prepared request and receive its response."""
     header = safetensors.encode_header({"x": (DType.FLOAT32, x.shape)})
     head = f"POST {endpoint.target} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {_SAFETENSORS}\r\n"
     head += f"Content-Length: {len(header) + x.nbytes}\r\n\r\n"
     request = head.encode() + header + x.tobytes()
 
-    def ask() -> np.ndarray:
+    def call() -> np.ndarray:
         connected.sendall(request)
         came = b""
         while (end := came.find(b"\r\n\r\n")) < 0:
@@ -121,7 +121,7 @@ def _over_a_socket(connected: socket.socket, endpoint: Endpoint, x: np.ndarray) 
         start = 8 + int.from_bytes(view[:8], "little")
         return body[start:].view(np.float32).reshape(x.shape)
 
-    return ask
+    return call
 
 
 @contextlib.contextmanager
@@ -156,20 +156,20 @@ def _async_client(endpoint: Endpoint, x: np.ndarray, runner: asyncio.Runner) -> 
 
 @contextlib.contextmanager
 def _httpx(endpoint: Endpoint, x: np.ndarray, _: asyncio.Runner) -> Iterator[Caller]:
-    """A request as httpx's documentation makes it, with the codec's own encoding."""
+    """A request in the form of httpx's documentation, with the codec's own encoding."""
     address = Address.of(endpoint.url)
     header = safetensors.encode_header({"x": (DType.FLOAT32, x.shape)})
     transport = httpx.HTTPTransport(uds=address.socket_path, verify=endpoint.context() or True)
     url = "http://localhost" if address.socket_path is not None else endpoint.url
 
-    def ask(http: httpx.Client) -> np.ndarray:
+    def call(http: httpx.Client) -> np.ndarray:
         answer = http.post(endpoint.target, content=header + x.tobytes(), headers={"content-type": _SAFETENSORS})
         answer.raise_for_status()
         data = safetensors.decode(memoryview(answer.content))["y"].data
         return np.frombuffer(data, np.float32).reshape(x.shape)
 
     with httpx.Client(base_url=url, transport=transport, timeout=60) as http:
-        yield Caller(lambda: ask(http))
+        yield Caller(lambda: call(http))
 
 
 #: By the names in the results.

@@ -1,4 +1,4 @@
-"""The client in C: connections that each send a request again as soon as it is answered."""
+"""The client in C: connections that each repeat a request as soon as its response arrived."""
 
 import os
 import subprocess
@@ -10,18 +10,18 @@ from types import MappingProxyType
 from benchmarks.serve.programs.build import compiled
 from benchmarks.serve.servers.launch import Served
 
-# Longer than a turn and its last answers: a server that does not answer ends the part, not the run.
+# Longer than a turn and its last responses: a server that does not respond ends the part, not the run.
 _PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What came of a turn.
+    """The result of a turn.
 
     Attributes:
-        per_second: answers a second, of all connections together.
-        p50_s, p99_s: median and 99th percentile of one's time.
-        client_cores: how many cores the client kept busy.
+        per_second: responses per second, of all connections together.
+        p50_s, p99_s: median and 99th percentile of a response's time.
+        client_cores: number of cores that the client kept busy.
     """
 
     per_second: float
@@ -31,7 +31,7 @@ class Turn:
 
 
 class ClosedLoop:
-    """The compiled client, on cores of its own."""
+    """The compiled client, on separate cores."""
 
     def __init__(self, folder: Path, cores: set[int]) -> None:
         self._program = compiled(folder, "client")
@@ -47,12 +47,12 @@ class ClosedLoop:
         connections: int = 1,
         fields: Mapping[str, object] = MappingProxyType({}),
     ) -> Turn:
-        """Have a server answer the same request for so long; a server without a path echoes the body.
+        """Send the same request to a server for `seconds`; a server without a path echoes the body.
 
-        Args: fields: more of the request's header.
+        Args: fields: additional header fields of the request.
 
         Raises:
-            subprocess.SubprocessError: an answer was not 200, or did not come.
+            subprocess.SubprocessError: a response was not 200, or missing.
         """
         head = f"POST {server.path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {content_type}\r\n"
         head += "".join(f"{name}: {value}\r\n" for name, value in fields.items())

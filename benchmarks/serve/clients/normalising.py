@@ -1,9 +1,9 @@
 """A process that normalises: `python -m benchmarks.serve.clients.normalising WHERE BYTES CORES`.
 
-WHERE is the URL of a server that shares memory, with #device where that is a GPU's, or "own cpu" or "own cuda":
-with kernels of its own.  It says when it had its first answer, by `time.perf_counter`; then for each line that says
-until when to work, the calls that ended meanwhile.  Without a reason it does not import torch: that is a part of
-what a server saves.
+WHERE is the URL of a server that shares memory, with #device for a GPU's memory, or "own cpu" or "own cuda" to use
+its own kernels.  It prints the time of its first result, by `time.perf_counter`; then, for each line of input with
+the time until which to work, the calls that ended meanwhile.  It imports torch only if necessary, because a server
+also saves that import.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def taken_until(until: float, call: Call) -> Mapping[str, Any]:
-    """Call again and again: of each call when it ended and the seconds that it took, and how many raised."""
+    """Call in a loop; return the end and the seconds of each call, and the number of errors."""
     calls: list[tuple[float, float]] = []
     errors = 0
     ended = time.perf_counter()
@@ -59,7 +59,7 @@ def _require_right(x: np.ndarray, y: np.ndarray) -> None:
 
 @contextlib.contextmanager
 def _caller(where: str, x: np.ndarray) -> Iterator[Call]:
-    """What normalises x, with a server or without."""
+    """A function that normalises x, with or without a server."""
     if where == "own cpu":
         yield _torch_in_process(x)
         return

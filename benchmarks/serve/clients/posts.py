@@ -1,4 +1,4 @@
-"""Requests, and what their answers must be."""
+"""Requests, and the check of their responses."""
 
 import io
 from collections.abc import Mapping
@@ -10,10 +10,10 @@ from benchmarks.serve.clients.wire import Answered, Wire
 
 COLS = 1024
 
-# Answers up to here are compared whole.
+# Responses up to this size are compared completely.
 _WHOLE_BYTES, _WINDOW_BYTES = 4 * 2**20, 2**20
 
-# In float32, of values up to about ten; as in the tests of the CUDA backend.
+# For values up to about ten in float32; as in the tests of the CUDA backend.
 _ATOL = 3e-5
 
 
@@ -24,7 +24,7 @@ def make_parameters(cols: int = COLS) -> dict[str, np.ndarray]:
 
 
 def make_x(nbytes: int) -> np.ndarray:
-    """float32 [rows, COLS] of so many bytes."""
+    """float32 [rows, COLS] with `nbytes`."""
     return np.random.default_rng(0).standard_normal((nbytes // 4 // COLS, COLS), dtype=np.float32)
 
 
@@ -35,7 +35,7 @@ def npy(x: np.ndarray) -> bytes:
 
 
 def require_right(x: np.ndarray, parameters: Mapping[str, np.ndarray], answer: bytes) -> None:
-    """Raises: AssertionError: the answer is not LayerNorm of x, within what sums in another order may differ by."""
+    """Raises: AssertionError: the response is not LayerNorm of x, up to errors by another order of sums."""
     got = torch.from_numpy(np.load(io.BytesIO(answer)))
     torch.testing.assert_close(got, expected(x, parameters).float(), rtol=1e-5, atol=_ATOL)
 
@@ -47,10 +47,10 @@ def expected(x: np.ndarray, parameters: Mapping[str, np.ndarray]) -> torch.Tenso
 
 
 class Post:
-    """LayerNorm of float32 rows with the registered layer; its answers are compared, the first with torch's.
+    """LayerNorm of float32 rows with the registered layer; its responses are compared, the first with torch's.
 
-    A row's bits do not depend on its company, so all other answers must be the first one's, byte for byte.  Of long
-    ones a window is compared, each time another: the client must not be what limits.
+    A row's bits do not depend on the other rows of its batch, so all later responses must equal the first one.  Of
+    long responses a window is compared, a different one each time, so that the client does not limit the rate.
     """
 
     def __init__(self, path: str, nbytes: int, parameters: Mapping[str, np.ndarray]) -> None:
@@ -63,14 +63,14 @@ class Post:
         self.head = f"{head}Content-Length: {len(self.body)}\r\n".encode()
 
     async def by(self, wire: Wire, *, waits_for_leave: bool = False) -> Answered:
-        """Send it and check the answer, if it is one."""
+        """Send it and check the response, if it is successful."""
         answered = await wire.request(self.head, self.body, waits_for_leave=waits_for_leave)
         if answered.status == 200:
             self.check(answered.body)
         return answered
 
     def check(self, answer: bytearray) -> None:
-        """Raises: AssertionError: it is not what it must be."""
+        """Raises: AssertionError: the response is wrong."""
         if self._right is None:
             self._right = bytes(answer)
             require_right(self._x, self._parameters, self._right)

@@ -1,4 +1,4 @@
-"""tritonclient with tensors in system shared memory: x lies there already, as load generators have it."""
+"""tritonclient with tensors in system shared memory; x is already there, as in load generators."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ import tritonclient.http as triton
 from tritonclient.utils import shared_memory
 
 PREFIX = f"normserve-bench-{os.getpid()}-"
-"""Of the names that a server must let be registered."""
+"""Prefix of the names that a server must allow to register."""
 
 
 class InRegions:
@@ -23,20 +23,20 @@ class InRegions:
         self._wanted.set_shared_memory("y", x.nbytes)
 
     def __call__(self) -> np.ndarray:
-        """Infer, and look at y."""
+        """Infer, and return a view of y."""
         self._client.infer(self._model, [self._source], outputs=[self._wanted])
         y: np.ndarray = shared_memory.get_contents_as_numpy(self._target, self._x.dtype, self._x.shape)
         return y
 
     def body(self) -> bytes:
-        """What such a call sends."""
+        """The body that such a call sends."""
         body, _ = triton.InferenceServerClient.generate_request_body([self._source], outputs=[self._wanted])
         return bytes(body)
 
 
 @contextlib.contextmanager
 def in_regions(client: triton.InferenceServerClient, server: str, model: str, x: np.ndarray) -> Iterator[InRegions]:
-    """Regions of a server, until the end; each server has its own."""
+    """Regions registered with a server while the context lasts; each server has its own."""
     with contextlib.ExitStack() as stack:
         handles = []
         for name in ("x", "y"):

@@ -1,4 +1,4 @@
-"""An HTTP client that does what well-behaved ones do not: sends on a schedule, waits for leave, goes away."""
+"""An HTTP client with unusual functions: it sends on a schedule, waits for 100 Continue, and disconnects early."""
 
 import asyncio
 import socket
@@ -9,7 +9,7 @@ _PIECE_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """An answer: its status, its body until the next one comes, and whether the connection can be used again."""
+    """A response: status, body (valid until the next one), and whether the connection can be used again."""
 
     status: int
     body: bytearray
@@ -21,7 +21,7 @@ class Wire:
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
-        # New memory for each answer would take longer than the answer.
+        # New memory for each response would take longer than the response.
         self._body = bytearray()
         self._loop = asyncio.get_running_loop()
 
@@ -36,12 +36,12 @@ class Wire:
 
     async def send(self, data: bytes | memoryview) -> None:
         for start in range(0, len(data), _PIECE_BYTES):
-            # One call of the kernel's takes as much as the server reads meanwhile, and holds up whoever is timed.
+            # One system call continues as long as the server reads, and would delay the timed requests.
             await self._loop.sock_sendall(self._socket, memoryview(data)[start : start + _PIECE_BYTES])
             await asyncio.sleep(0)
 
     async def request(self, head: bytes, body: bytes, *, waits_for_leave: bool) -> Answered:
-        """One request and its answer; a body that is refused before it was sent is not sent."""
+        """One request and its response; the body is not sent if the server refuses the request before."""
         if waits_for_leave:
             await self.send(head + b"Expect: 100-continue\r\n\r\n")
             first = await self.answer()
@@ -54,7 +54,7 @@ class Wire:
         return await self.answer()
 
     async def answer(self) -> Answered:
-        """The next answer, whole."""
+        """Receive the next response completely."""
         received = bytearray()
         while (end := received.find(b"\r\n\r\n")) < 0:
             piece = await self._loop.sock_recv(self._socket, 65536)
@@ -72,11 +72,11 @@ class Wire:
         return Answered(int(head.split(b" ")[1]), body, b"\r\nconnection: close" not in head)
 
     async def read_some(self, nbytes: int) -> None:
-        """So much of whatever comes."""
+        """Receive `nbytes` of any data."""
         await self._fill(memoryview(bytearray(nbytes)))
 
     def leave(self) -> None:
-        """Go, whatever is under way."""
+        """Disconnect at once."""
         self._socket.close()
 
     async def _fill(self, memory: memoryview) -> None:

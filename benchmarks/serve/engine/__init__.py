@@ -1,1 +1,1 @@
-"""The engine without HTTP: in this process, or one for each device in processes of their own."""
+"""The engine without HTTP: in this process, or one per device in separate processes."""

@@ -1,9 +1,9 @@
 """The engine without HTTP, host slab to host slab: `python -m benchmarks.serve.engine --out FILE.csv`.
 
-Many requests of one size in flight, against what copies in both directions at once reach on the same device: on
-CUDA between pinned memory and the device, on the CPU from memory to memory.  A row says where a request's time
-went; `elsewhere` is what no stage accounts for, waits for the device's streams among it.  With `host_cores` near
-one and short stages, it is Python's lock that limits.
+Many requests of one size in flight, compared with simultaneous copies in both directions on the same device: on
+CUDA between pinned memory and the device, on the CPU from memory to memory.  A row has a request's time in each
+stage; `elsewhere` is the rest, for example waits for the device's streams.  With `host_cores` near one and short
+stages, the GIL is the limit.
 """
 
 import argparse
@@ -76,7 +76,7 @@ def _said(passage: Passage, ceiling: float) -> str:
 
 
 def _copied(copies: Callable[[int], None], nbytes: int, seconds: float) -> float:
-    """Bytes a second of both directions together."""
+    """Bytes per second of both directions together."""
     copies(2)
     began, count = time.perf_counter(), 0
     while time.perf_counter() - began < seconds:
@@ -86,7 +86,7 @@ def _copied(copies: Callable[[int], None], nbytes: int, seconds: float) -> float
 
 
 def _pinned_copies(nbytes: int) -> Callable[[int], None]:
-    """So many copies to the device, and beside them as many back."""
+    """A function that makes n copies to the device and, at the same time, n copies back."""
     there, back = (torch.empty(nbytes, dtype=torch.uint8, device="cuda") for _ in range(2))
     out, home = (torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2))
     going, coming = torch.cuda.Stream(), torch.cuda.Stream()

@@ -1,4 +1,4 @@
-"""An engine on a device of its own, and how requests went through it."""
+"""An engine on a separate device, and the times of requests in it."""
 
 import asyncio
 import time
@@ -24,12 +24,12 @@ _WARM_S, _WARM_PASSES = 0.5, 4
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """How requests went through the engine.
+    """Rates and times of requests in the engine.
 
     Attributes:
-        bytes_per_second: in and out, of all together.
-        stages_ms: of a request, in the mean, by the stage; `elsewhere` is what no stage accounts for.
-        host_cores: how many cores this process kept busy.
+        bytes_per_second: in both directions, of all requests together.
+        stages_ms: mean time of a request in each stage; `elsewhere` is the rest.
+        host_cores: number of cores that this process kept busy.
     """
 
     bytes_per_second: float
@@ -38,30 +38,30 @@ class Passage:
 
 
 class EngineAlone:
-    """An engine on a device of its own, with no server before it."""
+    """An engine on a separate device, without a server."""
 
     def __init__(self, backend: str) -> None:
         self.slabs = SlabPool(max_idle_bytes=2**36)
-        # What is not warmed up is compiled at the first request, and that is one class.
+        # Without a warm-up the only class of requests is compiled at the first one.
         self._executor = Executor(lambda: choose_backend(backend, 0, self.slabs, warm_sizes=()))
         batcher = Batcher(max_requests=64, max_bytes=4 * 2**20)
         compilation = Compilation(max_classes=100, max_per_minute=100)
         self._engine = Engine(self._executor, batcher, compilation, Metrics())
 
     async def start(self) -> str:
-        """Start the device; its kind."""
+        """Start the device; return its kind."""
         device = await self._engine.start()
         self._engine.open()
         return device.kind
 
     async def jobs(self, nbytes: int, count: int) -> list[NormJob]:
-        """LayerNorm of so many inputs in slabs of their own; kernels and slabs for the results are there."""
+        """LayerNorm jobs with `count` inputs in separate slabs; compile kernels and allocate slabs for results."""
         jobs = [_job(self.slabs, nbytes) for _ in range(count)]
         await self.turn(jobs, _WARM_S, _WARM_PASSES)
         return jobs
 
     async def turn(self, jobs: list[NormJob], seconds: float, passes: int = 1) -> Passage:
-        """Each job again as soon as it is done, for so long and at least so often."""
+        """Submit each job again as soon as it is done, for `seconds` and at least `passes` times."""
         results: list[tuple[float, NormResult]] = []
         moved, began, used = 0, time.perf_counter(), time.process_time()
 
@@ -72,7 +72,7 @@ class EngineAlone:
                 again, asked = NormJob(job.spec, job.tensors), time.perf_counter()
                 result = await self._engine.submit(again, _FAR)
                 moved += job.nbytes + sum(tensor.nbytes for tensor in result.tensors.values())
-                # Without its tensors: their slabs go home for the next one.
+                # Without its tensors, so that their slabs return to the pool for the next one.
                 results.append((time.perf_counter() - asked, result._replace(tensors={})))
                 del result
                 done += 1

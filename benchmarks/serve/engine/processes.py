@@ -1,4 +1,4 @@
-"""Engines in processes of their own, one for each device, that go when they are told to."""
+"""Engines in separate processes, one per device, which run on command."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ _START_S, _TURN_S = 180.0, 60.0
 
 
 class EngineProcess:
-    """One engine, seen from outside."""
+    """One engine, controlled from another process."""
 
     def __init__(self, device: str, nbytes: int, in_flight: int) -> None:
         spawning = multiprocessing.get_context("spawn")
@@ -36,11 +36,11 @@ class EngineProcess:
         self._here.send(seconds)
 
     def bytes_per_second(self) -> float:
-        """What the turn reached."""
+        """The rate of the turn."""
         return float(self._hear(_TURN_S))
 
     def end(self) -> None:
-        """End the process, whatever it does."""
+        """End the process at once."""
         self._process.terminate()
         self._process.join()
 
@@ -65,7 +65,7 @@ def engines(devices: Sequence[str], nbytes: int, in_flight: int) -> Iterator[lis
 
 @contextlib.contextmanager
 def _environment(changed: dict[str, str]) -> Iterator[None]:
-    """This process's environment, for what it starts."""
+    """Change this process's environment, for the processes that it starts."""
     before = dict(os.environ)
     os.environ.update(changed)
     try:
@@ -85,6 +85,6 @@ async def _turns(channel: Connection, backend: str, nbytes: int, in_flight: int)
     jobs = await engine.jobs(nbytes, in_flight)
     channel.send("ready")
     while True:
-        # Nothing else is to be done between turns.
+        # A blocking read: there is no other work between turns.
         seconds = channel.recv()
         channel.send((await engine.turn(jobs, seconds)).bytes_per_second)

@@ -1,1 +1,1 @@
-"""A server's processes: one server over several of them or of devices, and how long a start takes."""
+"""A server's processes: servers with several processes or devices, and the time of a start."""

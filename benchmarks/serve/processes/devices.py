@@ -1,10 +1,10 @@
-"""Several devices against one of them: `python -m benchmarks.serve.processes.devices --devices 0,1 --out FILE.csv`.
+"""Several devices against one: `python -m benchmarks.serve.processes.devices --devices 0,1 --out FILE.csv`.
 
-First the engines alone, a process for each device: what the wires and kernels of all reach together.  Then servers,
-`normserve serve --devices 0` against all, with as many connections as it takes: each size is work for whose wires
-one process's event loop is the limit.  Each has its turn in each round, and ratios are taken within a round.  How
-many cores the client and each process kept busy says who was the limit: the client, if it is near the cores that it
-has; the process that accepts (`front`), if it is near one.
+First the engines alone, one process per device: the combined rate of all buses and kernels.  Then servers,
+`normserve serve --devices 0` against all devices, with as many connections as necessary.  Each has a turn in each
+round, and ratios are computed within a round.  The numbers of cores that the client and each process kept busy show
+the limit: the client, if its number is near that of its cores; the accepting process (`front`), if its number is
+near one.
 """
 
 import argparse
@@ -34,7 +34,7 @@ COLUMNS = (
 )
 _ENGINE_MIB = (16, 64)
 _IN_FLIGHT = 8
-# Bytes of a request, and connections that ask for it.
+# Bytes of a request, and number of connections.
 _REQUESTS = ((2**12, 64), (2**20, 32), (2**24, 16), (2**26, 8))
 
 
@@ -121,7 +121,7 @@ def _measure_servers(
     body = posts.npy(x)
     for fleet in fleets:
         _require_right(fleet, x, body)
-        # Once for the slabs of as many at once.
+        # A first turn, to allocate slabs for this many requests.
         client.turn(fleet.served, "application/x-npy", body, seconds, connections)
     for number in range(rounds):
         alone = 0.0
@@ -150,7 +150,7 @@ def _measure_servers(
 
 
 def _require_right(fleet: _Fleet, x: np.ndarray, body: bytes) -> None:
-    """Compare one answer of each process with torch's: connections go to them in turn."""
+    """Compare one response of each process with torch's; connections go to the processes in turn."""
     url = f"http://127.0.0.1:{fleet.served.address}{fleet.served.path}"
     for _ in range(fleet.devices):
         answer = httpx.post(url, content=body, headers={"content-type": "application/x-npy"}, timeout=60)

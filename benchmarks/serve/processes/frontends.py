@@ -1,8 +1,8 @@
 """Front ends for the process with the device: `python -m benchmarks.serve.processes.frontends --out FILE.csv`.
 
-LayerNorm of float32 rows of 1024 with a registered layer, npy in and out, asked for by the client in C.  A server
-without front ends and one with each number of them have their turns in each round, and ratios are taken within a
-round.  How many cores the client and each process kept busy says who was the limit.
+LayerNorm of float32 rows of 1024 with a registered layer, npy in and out, sent by the C client.  A server without
+front ends and one with each number of them have turns in each round, and ratios are computed within a round.  The
+numbers of cores that the client and each process kept busy show the limit.
 """
 
 import argparse
@@ -30,13 +30,13 @@ COLUMNS = (
     *("rate_over_none", "p50_over_none", "requests_a_launch", "client_cores", "server_cores"),
 )
 _NPY = "application/x-npy"
-# Bytes of x, and connections that ask for it.
+# Bytes of x, and number of connections.
 _REQUESTS = ((2**12, 1), (2**12, 64), (2**20, 1), (2**20, 64), (2**24, 1), (2**24, 16))
 
 
 @dataclass(frozen=True, slots=True)
 class _Server:
-    """A server, its processes by name, and how many of them speak HTTP for it."""
+    """A server, its processes by name, and its number of HTTP processes."""
 
     served: Served
     pids: dict[str, int]
@@ -90,7 +90,7 @@ def _server(stack: contextlib.ExitStack, folder: Path, cores: set[int], backend:
     told = httpx.get(f"http://127.0.0.1:{served.address}/v1/info", timeout=30).raise_for_status().json()
     pids = {f"front end {each['index']}": each["pid"] for each in told.get("front_ends", ())}
     if count:
-        # What the server has started besides has the device.
+        # The remaining child process owns the device.
         children = Path(f"/proc/{served.pid}/task/{served.pid}/children").read_text(encoding="ascii").split()
         (pids["owner"],) = set(map(int, children)).difference(pids.values())
     pids["server"] = served.pid
@@ -112,7 +112,7 @@ def _measure(
         url = f"http://127.0.0.1:{server.served.address}{server.served.path}"
         answer = httpx.post(url, content=body, headers={"content-type": _NPY}, timeout=300)
         posts.require_right(x, posts.make_parameters(), answer.raise_for_status().content)
-        # Once for the slabs of as many at once.
+        # A first turn, to allocate slabs for this many requests.
         client.turn(server.served, _NPY, body, seconds / 3, connections)
     for number in range(rounds):
         turns = {}

@@ -1,10 +1,11 @@
-"""What one server for many processes saves: `python -m benchmarks.serve.processes.many --out FILE.csv`.
+"""Savings by one server for many processes: `python -m benchmarks.serve.processes.many --out FILE.csv`.
 
-1, 4 and 16 processes that normalise, all through one server, which shares its memory with each, or with kernels (on
-a GPU: and a CUDA context) of their own.  LayerNorm forward of [rows, 1024] float32, whole calls, complete when they
-return: rates and latencies with all at work, how long a process takes from its start to its first answer, what
-memory all take together, the server with them, and what the others notice when one is killed.  Then the server's
-latencies for one client while another process keeps the device, or a core, busy with kernels of its own.
+1, 4 and 16 processes that normalise, either all through one server, which shares its memory with each, or each with
+its own kernels (and on a GPU its own CUDA context).  LayerNorm forward of [rows, 1024] float32, whole calls,
+complete when they return: rates and latencies with all processes active, the time from a process's start to its
+first result, the memory of all processes including the server, and the effect on the others when one is killed.
+Then the server's latencies for one client while another process keeps the device, or a core, busy with its own
+kernels.
 """
 
 import argparse
@@ -36,7 +37,7 @@ COLUMNS = (
     *("first_answer_s", "resident_bytes", "device_bytes", "killed_errors", "killed_worst_us"),
 )
 _QUOTA = 2**33
-# Of the second after a process was killed.
+# Seconds before and after the kill of a process.
 _BEFORE_KILL_S, _AFTER_KILL_S = 0.3, 1.0
 
 
@@ -81,7 +82,7 @@ def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
 
 
 class _Load:
-    """So many processes with tensors of one size."""
+    """A number of processes with tensors of one size."""
 
     def __init__(self, size: str, count: int, asked: argparse.Namespace, device_before: int) -> None:
         self._size, self._count, self._asked = size, count, asked
@@ -90,7 +91,7 @@ class _Load:
     def row(
         self, caller: str, number: int, cores: set[int], where: str, server: int | None, beside: str = ""
     ) -> Mapping[str, object]:
-        """Start them, let them work, kill one, and say how it went."""
+        """Start the processes, let them work, kill one, and return the measurements."""
         with contextlib.ExitStack() as stack:
             clients = [_Process(cores, where, SIZES[self._size]) for _ in range(self._count)]
             for client in clients:
@@ -132,18 +133,18 @@ class _Process:
         self.pid = self._running.pid
 
     def ready(self) -> float:
-        """Wait for its first answer; the seconds from its start to that."""
+        """Wait for its first result; return the seconds since its start."""
         answered: float = self._told()
         return answered - self._began
 
     def begin(self, until: float) -> None:
-        """Have it work until then, by `time.perf_counter`."""
+        """Let it work until this time, by `time.perf_counter`."""
         assert self._running.stdin is not None
         self._running.stdin.write(f"{until}\n")
         self._running.stdin.flush()
 
     def taken(self) -> Mapping[str, Any]:
-        """What came of it: see `normalising.taken_until`."""
+        """The result of `normalising.taken_until`."""
         taken: Mapping[str, Any] = self._told()
         return taken
 
@@ -170,13 +171,13 @@ def _work(clients: Sequence[_Process], seconds: float) -> list[Mapping[str, Any]
 
 
 def _rate(one: Mapping[str, Any]) -> float:
-    """Calls a second."""
+    """Calls per second."""
     calls = one["calls"]
     return float(len(calls) / sum(seconds for _, seconds in calls))
 
 
 def _kill_one(clients: Sequence[_Process]) -> tuple[int, str]:
-    """Errors of the others, and the longest that one of their calls took in the second after a process' death."""
+    """Errors of the others, and their longest call in the second after a process's death."""
     first, *others = clients
     began = time.perf_counter()
     for client in clients:
@@ -191,7 +192,7 @@ def _kill_one(clients: Sequence[_Process]) -> tuple[int, str]:
 
 @contextlib.contextmanager
 def _busy(cores: set[int], device: str) -> Iterator[None]:
-    """A process that computes without an end."""
+    """A process that computes without end."""
     context = multiprocessing.get_context("spawn")
     ready = context.Event()
     process = context.Process(target=_compute, args=(ready, cores, device), daemon=True)

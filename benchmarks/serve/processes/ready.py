@@ -1,10 +1,9 @@
-"""How long a start takes: `python -m benchmarks.serve.processes.ready --backend triton --out FILE.csv`.
+"""Time of a server's start: `python -m benchmarks.serve.processes.ready --backend triton --out FILE.csv`.
 
-A server is started with an empty kernel cache, then with what that start left in it, and so on in each round.
-Timed from before the process is made: until it answers at all, until it is ready, and until it has answered a
-request.  Then what the first request of a class takes that no setting foresaw, and the second: with an empty cache
-its kernels are compiled, with a full one they are loaded.  The server's log, on stderr, says how long it waited for
-compilers.
+In each round a server is started with an empty kernel cache, then with the cache of that start.  Times are measured
+from before the process is created: until its first response, until it is ready, and until it has answered a
+request.  Then the first and second request of a class that no setting names: with an empty cache its kernels are
+compiled, with a full one they are loaded.  The server's log, on stderr, has the time that it waited for compilers.
 """
 
 import argparse
@@ -43,7 +42,7 @@ class Request:
     shapes: Mapping[str, tuple[int, ...]]
 
     def body(self) -> bytes:
-        """As safetensors."""
+        """The body, as safetensors."""
         numbers = np.random.default_rng(0)
         tensors = {}
         for name, shape in self.shapes.items():
@@ -93,7 +92,7 @@ def main() -> int:
 
 
 def table(rows: list[Mapping[str, object]]) -> list[str]:
-    """Medians of the rounds, a line for each thing that was timed."""
+    """Medians of the rounds, a line for each measured time."""
     times: dict[tuple[object, object], list[float]] = {}
     for row in rows:
         times.setdefault((row["cache"], row["what"]), []).append(float(str(row["ms"])))
@@ -104,7 +103,7 @@ def table(rows: list[Mapping[str, object]]) -> list[str]:
 
 
 def _start(backend: str, cores: set[int], cache: Path) -> Iterator[tuple[str, float]]:
-    """What was timed of one server, and the seconds that it took."""
+    """The names of one server's measured times, and their seconds."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "normserve", "serve", "--port", str(port), "--backend", backend]
@@ -118,12 +117,12 @@ def _start(backend: str, cores: set[int], cache: Path) -> Iterator[tuple[str, fl
         yield "listens", time.perf_counter() - began
         _await(http, "/readyz", running, began)
         yield "ready", time.perf_counter() - began
-        _ask(http, FORESEEN)
+        _send(http, FORESEEN)
         yield "answered", time.perf_counter() - began
         for request in (FORESEEN, *UNFORESEEN):
             for which in ("first", "second"):
                 asked = time.perf_counter()
-                _ask(http, request)
+                _send(http, request)
                 yield f"{request.what}, {which} answer", time.perf_counter() - asked
 
 
@@ -137,7 +136,7 @@ def _await(http: httpx.Client, path: str, running: subprocess.Popen[str], began:
         time.sleep(_POLL_S)
 
 
-def _ask(http: httpx.Client, request: Request) -> None:
+def _send(http: httpx.Client, request: Request) -> None:
     answer = http.post(request.path, content=request.body(), headers={"content-type": _SAFETENSORS})
     answer.raise_for_status()
 

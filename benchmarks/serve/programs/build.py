@@ -1,4 +1,4 @@
-"""The programs in C, compiled where they are needed."""
+"""The programs in C, compiled when they are needed."""
 
 import subprocess
 from pathlib import Path

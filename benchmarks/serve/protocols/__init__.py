@@ -1,1 +1,1 @@
-"""Protocols beside plain HTTP: TLS, and the Open Inference Protocol."""
+"""Protocols besides plain HTTP: TLS, and the Open Inference Protocol."""

@@ -1,12 +1,12 @@
-"""The Open Inference Protocol beside NVIDIA Triton and `/v1`: `python -m benchmarks.serve.protocols.oip`.
+"""The Open Inference Protocol against NVIDIA Triton and `/v1`: `python -m benchmarks.serve.protocols.oip`.
 
 LayerNorm of [rows, 1024] float32 with parameters that the server holds, over one connection that is kept alive:
-whole calls of tritonclient, arrays in and out, and the C client with the same bytes, so that the client is not what
-is measured; both with x and y in system shared memory, where x lies already; the C client on /v1, with npy.
-Servers are on one core, if not told otherwise, and the clients on another.  In each round each caller has its
-turn, in an order that changes from round to round, while the other server is stopped; ratios are taken within a
-round, and their median counts.  Answers are compared with torch's before anything is timed.  Triton is left out
-unless `--python` names an interpreter that has pytriton.
+whole calls of tritonclient, arrays in and out, and the C client with the same bytes, so that the client is not part
+of the measurement; both also with x and y in system shared memory, where x is already; the C client on /v1, with
+npy.  By default servers are on one core and the clients on another.  In each round each caller has a turn, in an
+order that changes from round to round, while the other server is stopped; ratios are computed within a round, and
+their median is the result.  Responses are compared with torch's before anything is timed.  Triton is skipped unless
+`--python` names an interpreter that has pytriton.
 """
 
 import argparse
@@ -56,11 +56,11 @@ _SHARED = {OURS: (OURS_SHARED, OURS_SHARED_IN_C), TRITON: (TRITON_SHARED, TRITON
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who has a turn.
+    """A caller that has turns.
 
     Attributes:
-        turn: calls for so many seconds: calls a second, and the median time of one in seconds.
-        is_theirs: it calls Triton.
+        turn: calls for some seconds; returns calls per second, and the median time of a call in seconds.
+        is_theirs: whether it calls Triton.
     """
 
     turn: Turn
@@ -100,7 +100,7 @@ def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
 def _nvidia(
     asked: argparse.Namespace, folder: Path, cores: set[int], parameters: Mapping[str, np.ndarray]
 ) -> Iterator[Running | None]:
-    """NVIDIA Triton Inference Server, or None without an interpreter that has it."""
+    """NVIDIA Triton Inference Server; None without an interpreter that has it."""
     if asked.python is None:
         print("NVIDIA Triton is left out: no --python", flush=True)
         yield None
@@ -202,7 +202,7 @@ def _time(
 
 @contextlib.contextmanager
 def _stopped(server: Running | None) -> Iterator[None]:
-    """Another server polls while nobody asks it, on the same core."""
+    """Stop another server, which would poll on the same core while idle."""
     if server is None:
         yield
         return
@@ -214,7 +214,7 @@ def _stopped(server: Running | None) -> Iterator[None]:
 
 
 def table(rows: Sequence[Mapping[str, object]]) -> str:
-    """A line for each size and caller: medians of calls a second and of the ratios."""
+    """A line for each size and caller: medians of calls per second and of the ratios."""
     lines = ["| size | caller | calls a second | over /v1 in C | over Triton's |", "|---|---|---|---|---|"]
     for size, caller in dict.fromkeys((str(row["size"]), str(row["caller"])) for row in rows):
         of = [row for row in rows if (row["size"], row["caller"]) == (size, caller)]

@@ -1,9 +1,9 @@
-"""What TLS costs: `python -m benchmarks.serve.protocols.tls --out FILE.csv`.
+"""The cost of TLS: `python -m benchmarks.serve.protocols.tls --out FILE.csv`.
 
 Two servers, one with TLS, run at once on the same cores; one connection to each is kept alive, npy in and out,
-LayerNorm of [rows, 1024] float32 with a registered layer.  In each round each has its turn, in an order that
-changes from round to round.  The client is Python's blocking sockets for both, on other cores: its own encryption
-is in the times, as it is for whoever uses TLS.  The first answer of each connection is compared with torch's.
+LayerNorm of [rows, 1024] float32 with a registered layer.  In each round each has a turn, in an order that changes
+from round to round.  The client uses Python's blocking sockets for both, on other cores; the times include its own
+encryption, as in any use of TLS.  The first response of each connection is compared with torch's.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
 
 
 class Line:
-    """A kept-alive connection that sends the same request again and again."""
+    """A kept-alive connection that repeats the same request."""
 
     def __init__(self, connection: socket.socket, request: bytes, body_bytes: int) -> None:
         self._connection = connection
@@ -88,10 +88,10 @@ class Line:
         self.cipher = cipher[0] if cipher else ""
 
     def request(self) -> memoryview:
-        """Send the request and read the whole answer; its body.
+        """Send the request and read the whole response; return its body.
 
         Raises:
-            RuntimeError: the answer was not 200, or not whole.
+            RuntimeError: the response was not 200, or incomplete.
         """
         self._connection.sendall(self._request)
         came, expected, start = 0, None, 0
@@ -143,7 +143,7 @@ def _round(results: Results, lines: Mapping[str, Line], size: str, number: int, 
 
 
 def _turn(line: Line, seconds: float) -> list[float]:
-    """How long each answer took; those of the first fifth do not count, and one counts at least."""
+    """The time of each response; those of the first fifth are dropped, but at least one is kept."""
     times: list[float] = []
     began = time.perf_counter()
     while not times or time.perf_counter() - began < seconds:
@@ -155,7 +155,7 @@ def _turn(line: Line, seconds: float) -> list[float]:
 
 
 def table(rows: Sequence[Mapping[str, object]]) -> str:
-    """A line for each size: p50 over either transport, and the median of their ratios within a round."""
+    """A line for each size: p50 over each transport, and the median of their ratios within a round."""
     lines = ["| | TCP, p50 ms | TLS, p50 ms | TLS over TCP |", "|---|---|---|---|"]
     for size in dict.fromkeys(str(row["size"]) for row in rows):
         of = {

@@ -1,1 +1,1 @@
-"""What comes of a run: a CSV, what it was measured on, and tables."""
+"""The output of a run: a CSV with a description of the machine, and tables."""

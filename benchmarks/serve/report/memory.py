@@ -1,4 +1,4 @@
-"""What memory processes take."""
+"""Memory of processes."""
 
 import subprocess
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def resident_bytes(pids: Sequence[int]) -> int:
-    """Of the host's memory, all together; what several share counts once among them."""
+    """Host memory of all processes together; memory that several share counts once."""
     kib = 0
     for pid in pids:
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines():
@@ -16,7 +16,7 @@ def resident_bytes(pids: Sequence[int]) -> int:
 
 
 def device_bytes() -> int:
-    """Of the first GPU's memory, whoever has it."""
+    """Used memory of the first GPU, by all processes."""
     command = ["nvidia-smi", "--id=0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     said = subprocess.run(command, capture_output=True, text=True, check=True)
     return int(said.stdout) * 2**20

@@ -1,4 +1,4 @@
-"""What a run has found so far."""
+"""The results of a run."""
 
 import contextlib
 import csv
@@ -11,7 +11,7 @@ from benchmarks.serve.report import system
 
 
 class Results:
-    """A CSV that is written row by row, by parts of which one may fail without the others.
+    """A CSV that is written row by row; one part of a run may fail without the others.
 
     Attributes:
         rows: as they were added.
@@ -28,14 +28,14 @@ class Results:
             csv.DictWriter(file, self._columns).writeheader()
 
     def add(self, row: Mapping[str, object]) -> None:
-        """Write a row; what it was measured on goes before it."""
+        """Write a row, after the columns that describe the machine."""
         self.rows.append(row)
         with self._path.open("a", newline="", encoding="utf-8") as file:
             csv.DictWriter(file, self._columns).writerow(self._machine | dict(row))
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Something that may fail by itself: it is said, and the run goes on."""
+        """A part of the run; its failure is printed, and the run continues."""
         try:
             yield
         except Exception:
@@ -44,5 +44,5 @@ class Results:
 
 
 def median_of(rows: Sequence[Mapping[str, object]], column: str) -> float:
-    """Of what the rows have in a column."""
+    """The median of a column."""
     return median(float(str(row[column])) for row in rows)

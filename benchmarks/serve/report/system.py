@@ -1,4 +1,4 @@
-"""What a row of results was measured on."""
+"""The machine on which a row was measured."""
 
 import os
 import platform
@@ -11,7 +11,7 @@ COLUMNS = ("machine", "kernel", "torch", "commit")
 
 
 def cores(text: str) -> set[int]:
-    """Cores as `taskset` writes them: 0, 0-7 or 0,2-3."""
+    """Parse cores in the format of `taskset`: 0, 0-7 or 0,2-3."""
     numbers: set[int] = set()
     for part in text.split(","):
         first, _, last = part.partition("-")
@@ -20,12 +20,12 @@ def cores(text: str) -> set[int]:
 
 
 def own_cores() -> set[int]:
-    """All that this process may use."""
+    """All cores that this process may use."""
     return os.sched_getaffinity(0)
 
 
 def described() -> dict[str, object]:
-    """The columns that every CSV begins with."""
+    """The first columns of every CSV."""
     said = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     device = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
     return {

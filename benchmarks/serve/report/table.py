@@ -7,7 +7,7 @@ OURS = "normserve"
 
 
 def table(rows: Iterable[Mapping[str, object]]) -> str:
-    """A line for each server: answers a second, and how many times as many ours gives; medians over the rounds."""
+    """A line for each server: responses per second, and ours as a multiple; medians over the rounds."""
     rows = list(rows)
     sizes = list(dict.fromkeys(str(row["size"]) for row in rows))
     lines = ["| server | " + " | ".join(sizes) + " |", "|---|" + "---|" * len(sizes)]

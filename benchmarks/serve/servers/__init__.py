@@ -1,1 +1,1 @@
-"""Who is asked: how each server is started, one that has no device, and what they report."""
+"""The servers: how each is started, a server without a device, and their metrics."""

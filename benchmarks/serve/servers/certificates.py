@@ -1,4 +1,4 @@
-"""Whom a server with TLS shows, and whom its clients believe."""
+"""Certificates of a server with TLS and of its authority."""
 
 import ssl
 from pathlib import Path
@@ -7,7 +7,7 @@ import trustme
 
 
 def certificates(folder: Path) -> ssl.SSLContext:
-    """Of a server, in server.pem, and who vouches for it, in authority.pem; what a client of it trusts."""
+    """Write the server's certificate, server.pem, and its authority's, authority.pem; return a client's context."""
     authority = trustme.CA()
     authority.issue_cert("localhost", "127.0.0.1").private_key_and_cert_chain_pem.write_to_path(
         folder / "server.pem"

@@ -1,7 +1,7 @@
-"""normserve with a device that answers at once: what a request costs besides its device.
+"""normserve with a device that returns at once, to measure a request's cost without the device.
 
 usage: python -m benchmarks.serve.servers.deviceless
-Takes its settings from the environment, as `normserve serve` does.
+Reads its settings from the environment, like `normserve serve`.
 """
 
 import sys
@@ -19,7 +19,7 @@ from normserve.settings import Settings
 
 
 class NoDevice:
-    """Gives x for y, on the thread that asks."""
+    """Returns x as y, on the calling thread."""
 
     name = "none"
     depth = ONE_AT_A_TIME
@@ -41,7 +41,7 @@ class NoDevice:
         return False
 
     def compile(self, job: NormJob) -> None:
-        """There is nothing to compile."""
+        """Do nothing: there is nothing to compile."""
 
     def share(self, memory: memoryview) -> object:
         return None

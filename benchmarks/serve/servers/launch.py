@@ -1,4 +1,4 @@
-"""The servers of a run."""
+"""Starts the servers of a run."""
 
 import contextlib
 import os
@@ -19,11 +19,11 @@ from normserve.client import Client
 
 LAYER = "bench"
 
-# glibc gives memory above the first back to the kernel at each free, and faults it in again at the next request.
+# By default glibc returns large memory to the kernel at each free, and faults it in again at the next request.
 TUNED_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
 
 
-# A cold start compiles every kernel that the configuration foresees.
+# A cold start compiles every kernel of the configuration.
 _START_S = 420.0
 # Longer than a drain.
 _END_S = 40.0
@@ -31,11 +31,11 @@ _END_S = 40.0
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A running server as the client reaches it.
+    """A running server and its address.
 
     Attributes:
         address: a port, or the path of a socket.
-        path: of the URL; empty for a server that speaks no HTTP.
+        path: of the URL; empty for a server without HTTP.
         pid: of its process.
     """
 
@@ -47,7 +47,7 @@ class Served:
 
 @contextlib.contextmanager
 def process(command: list[str], cores: set[int], environment: Mapping[str, str]) -> Iterator[subprocess.Popen[str]]:
-    """A process on these cores, ended on leaving."""
+    """A process on these cores, ended with the context."""
 
     def pin() -> None:
         os.sched_setaffinity(0, cores)
@@ -69,7 +69,7 @@ def process(command: list[str], cores: set[int], environment: Mapping[str, str])
         except subprocess.TimeoutExpired:
             running.kill()
             running.wait()
-        # Some servers leave processes of theirs behind.
+        # Some servers leave child processes behind.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(running.pid, signal.SIGKILL)
         assert running.stdout is not None
@@ -77,7 +77,7 @@ def process(command: list[str], cores: set[int], environment: Mapping[str, str])
 
 
 def _first(running: subprocess.Popen[str], matches: Callable[[str], str | None]) -> str:
-    """What the first line says that says anything."""
+    """The first match in the process's output lines."""
     assert running.stdout is not None
     late = threading.Timer(_START_S, running.kill)
     late.start()
@@ -103,7 +103,7 @@ def normserve(
     """normserve over TCP and over a Unix domain socket, with a registered layer.
 
     Args:
-        trust: of its clients, where the options give it a certificate.
+        trust: the clients' context, if the options set a certificate.
     """
     uds = folder / "normserve.sock"
     command = [sys.executable, "-m", "normserve", "serve", "--port", "0", "--backend", backend, "--uds", str(uds)]
@@ -115,7 +115,7 @@ def normserve(
 
 @contextlib.contextmanager
 def deviceless(cores: set[int], parameters: Mapping[str, np.ndarray]) -> Iterator[Served]:
-    """The same server with nothing behind it."""
+    """The same server without a device."""
     environment = {"PYTHONUNBUFFERED": "1", "NORMSERVE_PORT": "0", "NORMSERVE_LOG_LEVEL": "warning"}
     with process([sys.executable, "-m", "benchmarks.serve.servers.deviceless"], cores, environment) as running:
         yield _with_layer("deviceless", running, parameters)
@@ -127,7 +127,7 @@ def _with_layer(
     parameters: Mapping[str, np.ndarray],
     trust: ssl.SSLContext | None = None,
 ) -> Served:
-    """A normserve once it is ready and knows the layer."""
+    """A normserve server, once it is ready and has the layer."""
     url = _first(
         running, lambda line: found[1] if (found := re.search(r"POST .* (https?://\S+?)/v1", line)) else None
     )
@@ -140,7 +140,7 @@ def _with_layer(
 def plain(
     cores: set[int], folder: Path, parameters: Mapping[str, np.ndarray], device: str
 ) -> Iterator[list[Served]]:
-    """The plain FastAPI server, with malloc tuned in its favour."""
+    """The plain FastAPI server, with malloc tuned for it."""
     file = folder / "parameters.npz"
     np.savez(file, weight=parameters["weight"], bias=parameters["bias"])
     command = [sys.executable, "-m", "benchmarks.peers.plain", str(file), device]

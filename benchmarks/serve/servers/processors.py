@@ -1,4 +1,4 @@
-"""How busy the processes of a server keep the processors."""
+"""Processor time of a server's processes."""
 
 import os
 from collections.abc import Mapping
@@ -8,10 +8,10 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def processor_seconds(pids: Mapping[str, int]) -> dict[str, float]:
-    """What each process, by its name, has taken so far."""
+    """The processor seconds of each process so far, by name."""
     seconds = {}
     for name, pid in pids.items():
-        # After the program's name, which may hold anything.
+        # After the program's name, which may contain any characters.
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         seconds[name] = (int(fields[11]) + int(fields[12])) / _TICKS
     return seconds

@@ -1,4 +1,4 @@
-"""What a server says of itself at /metrics."""
+"""The metrics of a server, from /metrics."""
 
 import re
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ _SAMPLE = re.compile(r"^(normserve_\S+) (\S+)$", re.MULTILINE)
 
 
 def parsed(text: str) -> dict[str, float]:
-    """The samples of a scrape, by name and labels as they are written."""
+    """The samples of a scrape, by the text of name and labels."""
     return {name: float(value) for name, value in _SAMPLE.findall(text)}
 
 
@@ -20,18 +20,18 @@ def samples(port: str) -> dict[str, float]:
 
 
 def requests_a_launch(before: Mapping[str, float], after: Mapping[str, float]) -> float:
-    """How many shared a launch between two scrapes, in the mean; 0 when nothing was launched."""
+    """Mean number of requests per launch between two scrapes; 0 without launches."""
     return _mean(before, after, "normserve_batch_requests", "")
 
 
 def stage_ms(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    """How long a request was in each stage between two scrapes, in the mean."""
+    """Mean milliseconds of a request in each stage between two scrapes."""
     name = "normserve_stage_duration_seconds"
     return {stage: 1000 * _mean(before, after, name, f'{{stage="{stage}"}}') for stage in _STAGES}
 
 
 def stages_said(before: Mapping[str, float], after: Mapping[str, float]) -> str:
-    """The same for people."""
+    """The result of `stage_ms` as text."""
     return "stages, ms: " + ", ".join(f"{stage} {ms:.3f}" for stage, ms in stage_ms(before, after).items())
 
 

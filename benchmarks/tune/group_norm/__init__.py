@@ -1,1 +1,1 @@
-"""Launch configurations of GroupNorm passes, timed."""
+"""Timing of launch configurations of GroupNorm passes."""

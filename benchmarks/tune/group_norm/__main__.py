@@ -1,9 +1,9 @@
-"""Times every plausible launch configuration of a GroupNorm pass: what its launch tables rest on.
+"""Times every plausible launch configuration of a GroupNorm pass, the basis of its launch tables.
 
     python -m benchmarks.tune.group_norm --out tune.csv [--pass forward] [--shape 8x512x64x64] [--layout nchw]
 
-Each configuration must agree with torch in float32 before it is timed; what fails stands in the file with its
-error.  32 groups, SiLU after the norm.  A cell is written when it is done, its best configurations printed.
+Each configuration must agree with torch in float32 before it is timed; a failed one is in the file with its error.
+32 groups, SiLU after the norm.  A cell is written when it is done, and its best configurations are printed.
 """
 
 import argparse
@@ -32,13 +32,13 @@ SHAPES = (
     (1, 512, 128, 128),
     (2, 1280, 16, 16),
 )
-"""Those of the targets; one of each class first."""
+"""The shapes of the targets; one of each class first."""
 
 _COMPILING = 0.5
-"""Of the seconds that a run may take, at most."""
+"""Maximum fraction of a run's time."""
 
 _LONGEST_CELL = 60.0
-"""Seconds after which a cell that was begun in time is given up."""
+"""Seconds after which a cell that was begun in time is stopped."""
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
-"""Launch configurations that may suit a GroupNorm backward pass: what `benchmarks.tune.group_norm` times.
+"""Launch configurations that may suit a GroupNorm backward pass; `benchmarks.tune.group_norm` times them.
 
-Some 20 of a large sample, the likeliest of each algorithm.  Bounds on registers are estimates of what the compiler
-makes of a kernel; they leave out what cannot be fast, not everything that is slow.
+Some 20 for a large sample, the most promising of each algorithm.  Limits on registers are estimates of the
+compiler's results; they exclude configurations that cannot be fast, not all slow ones.
 """
 
 from collections.abc import Iterator
@@ -23,14 +23,14 @@ from fusednorm.ops.group_norm.sample import Sample, vector_width
 Timed = TypeVar("Timed", BackwardCooperative, BackwardCooperativeBlock)
 
 _MULTIPROCESSORS = 132
-"""Of an H200: programs that share groups must all be resident."""
+"""Number on an H200: programs that share groups must all be resident."""
 
 _WASTE = 1.13
-"""Of lanes, at most, unless nothing wastes less."""
+"""Maximum ratio of lanes to elements, unless no shape wastes less."""
 
 _LAG_AHEAD = ((2, 1), (1, 1), (2, 2), (3, 1), (2, 0))
 _LAGS_OF_SHAPES = (5, 3, 2, 1, 1, 1, 1)
-"""How many lags the first shape of part is tried with, the second, and so on."""
+"""Number of lags to try with the first shape of part, the second, and so on."""
 
 
 def candidates(sample: Sample, itemsize: int, samples: int) -> Iterator[BackwardConfig]:
@@ -51,7 +51,7 @@ def _candidates(sample: Sample, itemsize: int, samples: int) -> Iterator[Backwar
 
 
 def _cooperative(sample: Sample, itemsize: int, samples: int) -> list[BackwardCooperative]:
-    """Of the shapes of part that waste little those that are expected to be fast, with lags."""
+    """Shapes of part with little waste that are expected to be fast, with lags."""
     fitting = [
         config
         for warps, resident_warps, chunks, pieces, channels in product(
@@ -108,7 +108,7 @@ def _cooperative_blocks(sample: Sample, itemsize: int, samples: int) -> list[Bac
 
 
 def _with_lags(shapes: list[Timed]) -> list[Timed]:
-    """The first of these that differ in what a program holds, each with as many lags as its place is worth."""
+    """The first shapes that differ in a program's data, each with the number of lags for its rank."""
     chosen: dict[tuple[int, ...], Timed] = {}
     for config in shapes:
         chosen.setdefault((config.chunks, config.num_warps, config.programs_per_sm), config)
@@ -126,7 +126,7 @@ def _bundles(config: BackwardCooperativeBlock, sample: Sample) -> int:
 def _preference(
     config: BackwardCooperative | BackwardCooperativeBlock, sample: Sample, itemsize: int, units: int
 ) -> float:
-    """Small for what is expected to be fast: a few chunks and pieces, and few programs idle in the last turn."""
+    """A cost, small for a few chunks and pieces, and for few idle programs in the last wave."""
     programs = config.programs_per_sm * _MULTIPROCESSORS
     members = config.members(sample, itemsize)
     turns = ceil(units / (programs // members))
@@ -135,7 +135,7 @@ def _preference(
 
 
 def _splits(sample: Sample, itemsize: int) -> Iterator[BackwardSplit]:
-    """Parts that waste least, of a few lengths."""
+    """Parts of a few lengths with the least waste."""
     shapes = [
         BackwardSplit(channels, chunks, pieces, warps)
         for channels, chunks, pieces, warps in product((1, 2, 4, 8), (2, 3, 4), (1, 2, 4, 8), (4, 8))

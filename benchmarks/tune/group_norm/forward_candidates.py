@@ -1,8 +1,8 @@
-"""Launch configurations that may suit a GroupNorm forward pass: what `benchmarks.tune.group_norm` times.
+"""Launch configurations that may suit a GroupNorm forward pass; `benchmarks.tune.group_norm` times them.
 
-Some 20 of a large sample, the likeliest of each algorithm: those whose programs fill the device in whole turns, and
-whose registers and L1 keep what covers the latency of memory.  Bounds on registers are estimates of what the
-compiler makes of a kernel.
+Some 20 for a large sample, the most promising of each algorithm: those whose programs fill the device in whole
+waves, and whose registers and L1 hold enough data to hide the latency of memory.  Limits on registers are estimates
+of the compiler's results.
 """
 
 from collections.abc import Iterable, Iterator
@@ -27,19 +27,19 @@ from triton import next_power_of_2
 Timed = TypeVar("Timed", ForwardCooperative, ForwardResidentBlock, ForwardCooperativeBlock)
 
 _MULTIPROCESSORS = 132
-"""Of an H200: programs that share a group must all be resident."""
+"""Number on an H200: programs that share a group must all be resident."""
 
 _RESIDENT_BYTES = 128 << 10
-"""Groups up to as many bytes are held by one program."""
+"""Groups up to this size are held by one program."""
 
 _COOPERATIVE_BYTES = 16 << 10
-"""Groups of fewer bytes are not shared."""
+"""Smaller groups are not shared by programs."""
 
 _REDUCE_REGISTERS = 40
-"""Of a thread, for reducing columns to groups, and 5 more for each run of columns that is kept apart."""
+"""Registers of a thread to reduce columns to groups; 5 more for each separate run of columns."""
 
 _COOPERATIVE_BY_LAG = {0: 6, 1: 2, 2: 4, 3: 2}
-"""Configurations that share groups, by lag; twice as many of 0 where lags are not worth their second read."""
+"""Number of configurations that share groups, by lag; twice as many of lag 0 if lags do not pay."""
 
 _WORTH_LAGS = 256 << 10
 """Bytes of the smallest groups whose slabs are read again some groups later."""
@@ -63,7 +63,7 @@ def _candidates(sample: Sample, itemsize: int, samples: int) -> Iterator[Forward
 
 
 def resident(sample: Sample, itemsize: int, samples: int) -> Iterator[ForwardResident]:
-    """Groups in the registers of one program; what is asked ahead, and by how many it is written."""
+    """Groups in the registers of one program, with numbers of prefetched groups and of writing programs."""
     if sample.group_length * itemsize > _RESIDENT_BYTES:
         return
     units = samples * sample.groups
@@ -112,7 +112,7 @@ def resident_blocks(sample: Sample, itemsize: int, samples: int) -> Iterator[For
 
 
 def cooperative_blocks(sample: Sample, itemsize: int, samples: int) -> Iterator[ForwardCooperativeBlock]:
-    """Pieces of as many positions for each program, in registers or read again some blocks later."""
+    """Pieces with equal numbers of positions for each program, in registers or read again some blocks later."""
     for lag, count in _by_lag(sample.group_length * itemsize):
         found: dict[ForwardCooperativeBlock, float] = {}
         for groups, warps, programs_per_sm, most in product(
@@ -124,7 +124,7 @@ def cooperative_blocks(sample: Sample, itemsize: int, samples: int) -> Iterator[
                 groups, ceil(sample.hw / (members * tile.rows)), warps, programs_per_sm, lag, 1
             )
             members = config.members(sample, itemsize)
-            # What a thread collects of all members and groups at once.
+            # Values that a thread collects of all members and groups at once.
             pairs = next_power_of_2(members) * next_power_of_2(groups) // (32 * warps)
             sums = _REDUCE_REGISTERS + 5 * tile.keep + 3 * pairs
             if _fits(config, config.chunks * (4 if lag == 0 else 8), sums):
@@ -144,7 +144,7 @@ def cooperative_blocks(sample: Sample, itemsize: int, samples: int) -> Iterator[
 
 
 def streams(sample: Sample, itemsize: int) -> Iterator[ForwardStream]:
-    """Two sweeps of all columns of a position."""
+    """Two sweeps over all columns of a position."""
     usual = stream_forward(sample, itemsize)
     if usual is None:
         return
@@ -163,27 +163,27 @@ def _by_lag(group_bytes: int) -> Iterable[tuple[int, int]]:
 
 
 def _cost(members: int, units: int, programs_per_sm: int, sm_bytes: int, lag: int) -> float:
-    """Time of a shared pass, relative: of programs that share nothing, idle in the last turn, or wait too much."""
+    """Relative time of a shared pass, by idle programs (without a group, or in the last wave) and by waits."""
     programs = _MULTIPROCESSORS * programs_per_sm
     if not 1 < members <= programs:
         return float("inf")
     teams = min(units, programs // members)
     turns = ceil(units / teams)
     busy = units * members / (turns * programs)
-    # In registers a multiprocessor holds about 128 KB; what is read again should stay in L1.
+    # A multiprocessor holds about 128 KB in registers; data that is read again should stay in L1.
     wanted = 128 << 10 if lag == 0 else 48 << 10
-    # A turn costs an exchange; more programs to a multiprocessor hide more of it.
+    # Each wave costs an exchange; more programs per multiprocessor hide more of it.
     return (1 + 0.25 * abs(sm_bytes / wanted - 1) + (0.3 if lag == 0 else 0.1) / programs_per_sm) / busy
 
 
 def _width_cost(sample: Sample, groups: int, lanes: int, itemsize: int) -> float:
-    """Lanes of all blocks for each column, and what runs of less than 128 bytes cost beyond."""
+    """Lanes of all blocks per column, plus the cost of runs of less than 128 bytes."""
     nbytes = groups * sample.channels * itemsize
     return ceil(sample.groups / groups) * lanes / sample.c * (1 + 0.3 * max(0.0, 128 / nbytes - 1))
 
 
 def _best(found: dict[Timed, float], count: int) -> list[Timed]:
-    """The `count` of least cost, of those that differ in the number of resident programs alone the best."""
+    """The `count` of least cost; of those that differ only in the number of resident programs, the best."""
     chosen: dict[Timed, Timed] = {}
     for config in sorted(found, key=lambda config: found[config]):
         if len(chosen) == count or found[config] == float("inf"):
@@ -197,6 +197,6 @@ def _fits(
     held: int,
     sums: int = 0,
 ) -> bool:
-    """Whether the registers hold what a thread does and some 20 to 90 more, at 8 warps a multiprocessor or more."""
+    """Whether registers hold a thread's data and some 20 to 90 more, with at least 8 warps per multiprocessor."""
     rest = registers_for(config) - held - sums
     return 20 <= rest <= 90 and 8 <= config.num_warps * config.programs_per_sm <= 32

@@ -1,4 +1,4 @@
-"""What tuning a GroupNorm pass runs: a cell's tensors, its launches under a configuration, and what is right."""
+"""The passes of GroupNorm tuning: a cell's tensors, its launches with a configuration, and expected results."""
 
 import math
 import re
@@ -64,14 +64,14 @@ class Cell:
         return f"{self.pass_} {self.dtype} {'x'.join(map(str, self.shape))} {self.layout}"
 
     def configs(self, only: str = "") -> Iterator[Config]:
-        """Its candidates whose repr matches."""
+        """The cell's candidates whose repr matches."""
         for config in CANDIDATES[self.pass_](self.sample, self.torch_dtype.itemsize, self.shape[0]):
             if re.search(only, repr(config)):
                 yield config
 
 
 class Pass:
-    """The tensors of a cell, and its launches under a configuration."""
+    """The tensors of a cell, and its launches with a configuration."""
 
     def __init__(self, cell: Cell, device: str) -> None:
         self.cell = cell
@@ -97,7 +97,7 @@ class Pass:
         self.results = tuple(map(torch.empty_like, like))
 
     def plan(self, config: Config) -> list[Launch]:
-        """Into `results`."""
+        """Launches that write into `results`."""
         epilogue = Epilogue(ACTIVATION)
         x, sample, affine = self.x, self.cell.sample, Affine(self.weight, self.bias)
         if self.dy is None:
@@ -131,12 +131,12 @@ class Pass:
 
     @property
     def min_bytes(self) -> int:
-        """The fewest bytes that the pass must move."""
+        """The minimum number of bytes that the pass must move."""
         fewest = traffic.forward_bytes if self.dy is None else traffic.backward_bytes
         return fewest(self.x.numel(), self.x.element_size(), self.x.element_size())
 
     def check(self) -> None:
-        """Raises ValueError unless `results` are what torch makes of the same tensors."""
+        """Raises ValueError unless `results` agree with torch's."""
         for index, (actual, right) in enumerate(zip(self.results, self.expected, strict=True)):
             if not torch.allclose(actual.float(), right, rtol=2e-2, atol=float(right.abs().max()) * 1e-2):
                 raise ValueError(f"result {index} is wrong")

@@ -17,7 +17,7 @@ from benchmarks.tune.group_norm.passes import Cell, Config, Pass, name_of
 COLUMNS = ("pass", "shape", "layout", "dtype", "config", "ms", "of_copy", "error")
 
 SHOWN = 5
-"""Of a cell's configurations, the fastest, in the line that is printed."""
+"""Number of a cell's fastest configurations in the printed line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +76,14 @@ class Item:
 
 
 def compile_kernels(item: tuple[Cell, Config]) -> None:
-    """Fill Triton's cache, in a process of its own."""
+    """Fill Triton's cache, in a worker process."""
     cell, config = item
     for step in Pass(cell, "meta").plan(config):
         step.kernel.warmup(*step.arguments, grid=step.grid, enable_fp_fusion=True, **step.options)
 
 
 def kernels_of(work: dict[Cell, list[Config]]) -> dict[Cell, list[tuple[Cell, Config]]]:
-    """One item for each set of kernels, at the first cell that needs it: cells and configurations share theirs."""
+    """One item for each set of kernels, at the first cell that needs it; cells and configurations share kernels."""
     known: set[object] = set()
     kernels: dict[Cell, list[tuple[Cell, Config]]] = {}
     for cell, configs in work.items():
@@ -101,13 +101,13 @@ def kernels_of(work: dict[Cell, list[Config]]) -> dict[Cell, list[tuple[Cell, Co
 
 
 def compiled_cells(kernels: dict[Cell, list[tuple[Cell, Config]]], seconds: float) -> list[Cell]:
-    """Compile for each cell in turn; those for which that came to its end in time."""
+    """Compile for each cell in turn; return the cells that were finished in time."""
     workers = max(1, (os.cpu_count() or 2) - 2)
     items = [item for of_cell in kernels.values() for item in of_cell]
     began = time.monotonic()
     taken = run_in_workers(compile_kernels, items, workers, seconds)
     spent = time.monotonic() - began
-    # Those taken last were given up where time ran out.
+    # If time ran out, the last items were not finished.
     done = taken - workers if spent > seconds else taken
     print(f"{done} of {len(items)} sets of kernels compiled in {spent:.0f} s", flush=True)
     cells = []
@@ -120,7 +120,7 @@ def compiled_cells(kernels: dict[Cell, list[tuple[Cell, Config]]], seconds: floa
 
 
 def time_cell(cell: Cell, configs: Iterable[Config], timer: Timer, device: str = "cuda") -> Outcome:
-    """Every configuration that agrees with torch, timed; none after an error that the device does not get over."""
+    """Time every configuration that agrees with torch; stop after a permanent device error."""
     of = Pass(cell, device)
     roof = 2 * of.x.nbytes / timer(lambda: of.results[0].copy_(of.x)).p50
     timed, failed = [], []
@@ -142,7 +142,7 @@ def time_cell(cell: Cell, configs: Iterable[Config], timer: Timer, device: str =
 
 
 def time_item(item: Item) -> None:
-    """Time one cell in a process that times several, and write and print what comes of it."""
+    """Time one cell in a process that times several, and write and print the outcome."""
     if time.monotonic() > item.latest:
         return
     outcome = time_cell(item.cell, item.configs, _timer())

@@ -1,1 +1,1 @@
-"""Launch configurations of LayerNorm passes, timed."""
+"""Timing of launch configurations of LayerNorm passes."""

@@ -1,7 +1,7 @@
-"""Launch configurations that may suit a row length: what `benchmarks.tune.layer_norm` times.
+"""Launch configurations that may suit a row length; `benchmarks.tune.layer_norm` times them.
 
-Bounds on registers are estimates of what the compiler makes of a kernel; they leave out what cannot be fast, not
-everything that is slow.
+Limits on registers are estimates of the compiler's results; they exclude configurations that cannot be fast, not
+all slow ones.
 """
 
 from collections.abc import Iterator
@@ -18,17 +18,17 @@ from fusednorm.ops.layer_norm.forward.tile import ForwardTile
 from fusednorm.ops.layer_norm.table import BackwardConfig, ForwardConfig
 
 _TILE_REGISTERS = 82_000
-"""Of a multiprocessor, by an estimate that is high for the larger tiles: a little over what there is."""
+"""Registers of a multiprocessor, a little more than exist: the estimate is too high for large tiles."""
 
 _TILE_SHARED_BYTES = 220_000
 _SHARED_ROWS = 8192
 """Rows up to this many columns are not shared by programs."""
 
 _PARTED_ROWS = 1 << 18
-"""Rows up to this many columns are not taken in parts."""
+"""Rows up to this many columns are not processed in parts."""
 
 _MULTIPROCESSORS = 132
-"""Of an H200: programs that share a row must all be resident."""
+"""Number on an H200: programs that share a row must all be resident."""
 
 
 def candidates(pass_: str, cols: int, itemsize: int) -> Iterator[ForwardConfig | BackwardConfig]:
@@ -54,7 +54,7 @@ def candidates(pass_: str, cols: int, itemsize: int) -> Iterator[ForwardConfig |
 
 
 def forward_tiles(cols: int, itemsize: int) -> Iterator[ForwardTile]:
-    """A program a tile."""
+    """One program per tile."""
     if cols * itemsize > 64 << 10:
         return
     for chunks, block in _chunks(cols):
@@ -65,7 +65,7 @@ def forward_tiles(cols: int, itemsize: int) -> Iterator[ForwardTile]:
 
 
 def backward_tiles(cols: int, itemsize: int) -> Iterator[BackwardTile]:
-    """Persistent programs with tiles under way in shared memory; long rows also without weight in registers."""
+    """Persistent programs with tiles in flight in shared memory; long rows also without weight in registers."""
     if cols * itemsize > 32 << 10:
         return
     whole = _power_of_2(cols)
@@ -80,7 +80,7 @@ def backward_tiles(cols: int, itemsize: int) -> Iterator[BackwardTile]:
 
 
 def _chunks(cols: int) -> Iterator[tuple[int, int]]:
-    """(chunks, block) that hold a row with the least waste, and one block if it wastes an eighth at most."""
+    """(chunks, block) that hold a row with the least waste, and one block if it wastes at most an eighth."""
     least = min((chunks * _power_of_2(-(-cols // chunks)), chunks) for chunks in (1, 3, 5, 7))
     slab, chunks = least
     yield chunks, slab // chunks
@@ -100,7 +100,7 @@ def _tilings(slab: int, tensors: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _stages(slab: int, tile_bytes: int, registers: int) -> Iterator[tuple[int, int]]:
-    """(stages, programs_per_sm) that keep enough bytes of tiles under way, and no more than there is room for."""
+    """(stages, programs_per_sm) that keep enough bytes of tiles in flight and fit shared memory and registers."""
     least_shared = 16_000 if slab <= 128 else 30_000
     for stages, per_sm in product((3, 4), (1, 2, 3, 4, 6, 8, 12, 16)):
         shared = tile_bytes * (stages - 1) * per_sm
@@ -109,7 +109,7 @@ def _stages(slab: int, tile_bytes: int, registers: int) -> Iterator[tuple[int, i
 
 
 def forward_sweeps(cols: int, itemsize: int) -> Iterator[ForwardSweep]:
-    """Two chunks a row and more, of 8 to 32 elements a thread; rows over 16 KB also ask for later ones."""
+    """Two or more chunks per row, with 8 to 32 elements per thread; rows over 16 KB also with prefetch."""
     for block, warps in product((512, 1024, 2048, 4096, 8192, 16384), (2, 4, 8, 16, 32)):
         if 8 <= block // (32 * warps) <= 32 and 2 * block <= cols:
             for ahead_per_sm in (0, 1, 2, 3, 4) if cols * itemsize > 16384 else (0,):
@@ -117,9 +117,9 @@ def forward_sweeps(cols: int, itemsize: int) -> Iterator[ForwardSweep]:
 
 
 def forward_resident(cols: int, itemsize: int) -> Iterator[ForwardResident]:
-    """Chunks that a row fills but for the last; as many programs as leave a row's data its registers.
+    """Chunks that a row fills except for the last; as many programs as the registers for a row's data allow.
 
-    Rows of 4 KB and more also ask for later ones.
+    Rows of 4 KB and more also with prefetch.
     """
     for chunks, warps in product(range(1, 17), (1, 2, 4, 8, 16, 32)):
         if cols <= chunks * 256 * warps < cols + 256 * warps:
@@ -130,7 +130,7 @@ def forward_resident(cols: int, itemsize: int) -> Iterator[ForwardResident]:
 
 
 def forward_cooperative(cols: int, itemsize: int) -> Iterator[ForwardCooperative]:
-    """Slabs of 1 to 32 thousand columns, fewer than programs; as many as leave a slab's data its registers."""
+    """Slabs of 1 to 32 thousand columns, fewer than programs; as many programs as the registers for slabs allow."""
     for (chunks, warps, per_sm), lag, ahead in product(_slabs(itemsize), (1, 2, 3), (1, 2)):
         slab = chunks * 256 * warps
         if slab < cols <= slab * per_sm * _MULTIPROCESSORS:
@@ -152,7 +152,7 @@ def _slabs(itemsize: int) -> Iterator[tuple[int, int, int]]:
 
 
 def backward_cooperative(cols: int, itemsize: int) -> Iterator[BackwardCooperative]:
-    """Slabs of 8 or 16 columns a thread, fewer than programs; as many as leave a slab's data its registers."""
+    """Slabs of 8 or 16 columns per thread, fewer than programs; as many programs as registers for slabs allow."""
     for warps, per_thread, lag, ahead in product((4, 8), (8, 16), (1, 2, 3), (1, 2)):
         block = 32 * warps * per_thread
         for resident_warps in (8, 12, 16, 20, 24):
@@ -164,5 +164,5 @@ def backward_cooperative(cols: int, itemsize: int) -> Iterator[BackwardCooperati
 
 
 def _power_of_2(size: int) -> int:
-    """The least that is not below `size`."""
+    """The smallest power of two that is not below `size`."""
     return 1 << (size - 1).bit_length()

@@ -1,4 +1,4 @@
-"""What tuning a LayerNorm pass runs: a cell's tensors, and its launches under a configuration."""
+"""The passes of LayerNorm tuning: a cell's tensors, and its launches with a configuration."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ Config = ForwardConfig | BackwardConfig
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One pass over rows of one length; as many as make x 256 MiB unless `rows` says how many."""
+    """One pass over rows of one length; x has `rows` rows, by default 256 MiB."""
 
     pass_: str
     cols: int
@@ -36,7 +36,7 @@ class Cell:
 
 
 class Pass:
-    """The tensors of a cell, and its launches under a configuration."""
+    """The tensors of a cell, and its launches with a configuration."""
 
     def __init__(self, cell: Cell, device: str) -> None:
         rows, cols = cell.rows or sweep_rows(cell.cols, cell.dtype), cell.cols
@@ -50,7 +50,7 @@ class Pass:
         self.results = tuple(map(torch.empty_like, shapes))
 
     def plan(self, config: Config | None = None) -> list[Launch]:
-        """Into `results`; under the table's own choice when None."""
+        """Launches that write into `results`; with the table's own choice when None."""
         if self._pass == "forward":
             assert config is None or isinstance(config, ForwardConfig)
             out = Forward(*self.results)
@@ -63,11 +63,11 @@ class Pass:
         return plan_backward(call, config)
 
     def run(self, plan: Iterable[Launch]) -> None:
-        """Make the launches of a plan."""
+        """Execute the launches of a plan."""
         run(self.x.device, plan)
 
     @property
     def min_bytes(self) -> int:
-        """The fewest bytes that the pass must move."""
+        """The minimum number of bytes that the pass must move."""
         fewest = traffic.forward_bytes if self._pass == "forward" else traffic.backward_bytes
         return fewest(self.x.numel(), self.x.element_size(), self.x.element_size())

@@ -27,14 +27,14 @@ class Timed(NamedTuple):
 
 
 def compile_kernels(item: tuple[Cell, Config]) -> None:
-    """Fill Triton's cache, in a process of its own."""
+    """Fill Triton's cache, in a worker process."""
     cell, config = item
     for step in Pass(cell, "meta").plan(config):
         step.kernel.warmup(*step.arguments, grid=step.grid, enable_fp_fusion=True, **step.options)
 
 
 def kernels_of(work: Iterable[tuple[Cell, Config]]) -> list[tuple[Cell, Config]]:
-    """One item for each set of kernels: tiles that differ in the number of programs alone share theirs."""
+    """One item for each set of kernels: tiles that differ only in the number of programs share kernels."""
     shared = (
         (cell, replace(config, programs_per_sm=1) if isinstance(config, BackwardTile) else config)
         for cell, config in work
@@ -43,7 +43,7 @@ def kernels_of(work: Iterable[tuple[Cell, Config]]) -> list[tuple[Cell, Config]]
 
 
 def time_cell(cell: Cell, configs: Iterable[Config], timer: Timer, device: str = "cuda") -> list[Timed]:
-    """Every configuration that agrees with the table's choice, fastest first; stderr hears of the others."""
+    """Every configuration that agrees with the table's choice, fastest first; the others are printed on stderr."""
     of = Pass(cell, device)
     roof = 2 * of.x.nbytes / timer(lambda: of.results[0].copy_(of.x)).p50
     of.run(of.plan())

@@ -1,4 +1,4 @@
-"""Protocols of different servers: from the tensors of a request to HTTP, and from the response to tensors."""
+"""Protocols of different servers: conversion of tensors to HTTP requests, and of responses to tensors."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,13 +12,13 @@ from normload.load.cases import Case
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A request as HTTP has it.
+    """An HTTP request.
 
     Attributes:
         method, target: the target is a path with its query, below the server's URL.
         parts: the body in pieces.
-        most_bytes: what the body of a successful answer can have.
-        headers: besides Host and Content-Length.
+        most_bytes: largest possible body of a successful response.
+        headers: all but Host and Content-Length.
     """
 
     method: str
@@ -32,14 +32,14 @@ class Adapter(Protocol):
     """A protocol for tensors."""
 
     def refusal(self, case: Case) -> str | None:
-        """What such servers are limited to, if the case is beyond that; None if they support it."""
+        """The limits of such servers, if they do not support the case; None if they do."""
 
     def exchange(self, case: Case, tensors: Mapping[str, HostTensor]) -> Exchange:
-        """What to send."""
+        """The request to send."""
 
     def tensors(self, case: Case, answer: Answer) -> dict[str, HostTensor]:
         """The tensors of a successful response by the names of normserve's API, as views of it.
 
         Raises:
-            ClientError: it is none that such a server gives.
+            ClientError: such a server does not send this response.
         """

@@ -14,7 +14,7 @@ from normload.load.cases import Case
 
 _Result = ForwardResult[HostTensor] | BackwardResult[HostTensor]
 
-# Parameters, of chains as well, and their gradients.
+# Parameters, also of chains, and their gradients.
 _OF_ALL = ("weight", "bias", "dweight", "dbias")
 
 
@@ -41,13 +41,13 @@ class Native:
         return build(**tensors, **case.parameters())
 
     def tensors(self, case: Case, answer: Answer) -> dict[str, HostTensor]:
-        """Every tensor in the body, those of several joined again."""
+        """Every tensor in the body; results of several tensors are joined again."""
         tensors = answer.tensors()
         return joined(tensors) if case.parts else tensors
 
 
 def divided(case: Case, tensors: Mapping[str, HostTensor]) -> dict[str, HostTensor | list[HostTensor]]:
-    """Tensors of a request or a response, with lists of `case.parts` of what belongs to rows or samples."""
+    """Tensors of a request or a response; those with rows or samples are split into lists of `case.parts`."""
     count = case.shape[0]
     ends = [count * part // case.parts for part in range(case.parts + 1)]
     return {
@@ -62,7 +62,7 @@ def _rows(tensor: HostTensor, start: int, stop: int) -> HostTensor:
 
 
 def joined(tensors: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
-    """Numbered tensors as one each; what belongs to all of them, and the norms of a chain, as they are."""
+    """Join numbered tensors; tensors of all parts, and those of the norms of a chain, stay unchanged."""
     found: dict[str, list[HostTensor]] = {}
     for name, tensor in tensors.items():
         base, _, number = name.partition(".")

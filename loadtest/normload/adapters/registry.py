@@ -6,5 +6,5 @@ from normload.adapters import Adapter
 from normload.adapters.native import Native
 from normload.adapters.rows import KServe, Npy
 
-#: The first is what is meant when nothing is said.
+#: The first is the default.
 ADAPTERS: Mapping[str, Callable[[], Adapter]] = {"normserve": Native, "npy": Npy, "kserve": KServe}

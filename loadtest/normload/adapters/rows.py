@@ -1,7 +1,7 @@
 """Servers that hold the parameters and normalise rows: x goes in and y comes out.
 
-They cannot do more than LayerNorm, forward, with weight and bias; what those are is theirs to know, so a server for
-a comparison is given `parameters(case)`.
+They support only LayerNorm, forward, with weight and bias.  The server holds these, so a server for a comparison
+must be started with `parameters(case)`.
 """
 
 import json
@@ -23,13 +23,13 @@ from normload.load.elements import widen
 
 _NPY = "application/x-npy"
 _LENGTH_HEADER = "Inference-Header-Content-Length"
-# Before the data; some hundred bytes say what there is to say.
+# Limit of the header before the data, which has some hundred bytes.
 _HEADER_BYTES = 2**16
 _DATATYPES = {DType.FLOAT32: "FP32", DType.FLOAT16: "FP16"}
 
 
 def refusal(case: Case) -> str | None:
-    """What such a server is limited to, if the case is beyond that; None if it supports it."""
+    """The limits of such a server, if it does not support the case; None if it does."""
     if case.operation != "layer_norm" or case.activation != "none" or case.residual:
         return "only layer_norm forward, without activation and residual"
     if case.weight_offset or case.heads or case.out_dtype is not None or case.parts:
@@ -46,14 +46,14 @@ def parameters(case: Case) -> dict[str, NDArray[np.float32]]:
 
 
 class Npy:
-    """An npy body to the server's own URL, and y as npy back."""
+    """Sends x as npy to the server's URL, and receives y as npy."""
 
     def refusal(self, case: Case) -> str | None:
-        """As of all such servers."""
+        """The limits of all such servers."""
         return refusal(case)
 
     def exchange(self, case: Case, tensors: Mapping[str, HostTensor]) -> Exchange:
-        """x alone."""
+        """A request with x alone."""
         x = tensors["x"]
         return Exchange("POST", "", npy.encode(x), x.nbytes + _HEADER_BYTES, {"Content-Type": _NPY})
 
@@ -66,17 +66,17 @@ class Npy:
 
 
 class KServe:
-    """Version 2 of KServe's protocol with tensors as raw bytes behind the JSON, as NVIDIA Triton takes them.
+    """Version 2 of KServe's protocol with tensors as raw bytes after the JSON, in NVIDIA Triton's form.
 
     Source: https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_binary_data.md
     """
 
     def refusal(self, case: Case) -> str | None:
-        """As of all such servers."""
+        """The limits of all such servers."""
         return refusal(case)
 
     def exchange(self, case: Case, tensors: Mapping[str, HostTensor]) -> Exchange:
-        """x alone, to the model that the URL names."""
+        """A request with x alone, to the model in the URL."""
         x = tensors["x"]
         given = {
             "name": "x",
@@ -97,7 +97,7 @@ class KServe:
             (output,) = read_json(bytes(answer.body[: max(0, length)]))["outputs"]
             dtype = {name: dtype for dtype, name in _DATATYPES.items()}[output["datatype"]]
             tensor = HostTensor(dtype, _shape(output["shape"]), data)
-        # What they say repeats what the server sent.
+        # Their messages would repeat the server's data.
         except (KeyError, ValueError, TypeError):
             raise UnexpectedAnswerError("the answer is not one of KServe's with binary tensors") from None
         if tensor.nbytes != data.nbytes:

@@ -1,7 +1,7 @@
-"""A connection of the load test: `normserve.client`'s, opened when it is first used and again after it broke.
+"""A connection of the load test: that of `normserve.client`, opened at its first use and again after it broke.
 
-A body is sent from where it lies, and an answer received into memory that is there already.  One thread drives many
-of them by their `steps`.
+A body is sent without a copy, and a response received into memory that is already mapped.  One thread drives many
+connections by their `steps`.
 """
 
 from collections.abc import Sequence
@@ -22,15 +22,15 @@ from normserve.client.http.waits import WholeCall
 
 from normload.clients.pool import Request
 
-# Reading the certificates that are trusted takes longer than a handshake.
+# Shared, because reading the trusted certificates takes longer than a handshake.
 _TRUST = Trust(verify=True)
 
 
 class Waiting:
-    """Run steps to their end, and wait for each of them."""
+    """Runs steps to their end, and waits for each of them."""
 
     def __init__(self, timeout_s: float) -> None:
-        """Args: timeout_s: the most that an exchange may take."""
+        """Args: timeout_s: longest time of an exchange."""
         self.timeout_s = timeout_s
 
     def wait_for(self, steps: Steps[Answer]) -> Answer:
@@ -38,8 +38,8 @@ class Waiting:
 
         Raises:
             ConnectionFailedError: there is no connection, or it broke.
-            RequestTimeoutError: there was no whole answer in time.
-            UnexpectedAnswerError: what came is no answer that this understands, or more than can be one.
+            RequestTimeoutError: there was no complete response in time.
+            UnexpectedAnswerError: the received bytes are not a valid response, or longer than one can be.
         """
         deadline = Deadline(self.timeout_s)
         try:
@@ -51,17 +51,17 @@ class Waiting:
 
 
 class Connection(Waiting):
-    """Opens itself when it is first used, and again after it broke or was closed."""
+    """Opens itself at its first use, and again after it broke or was closed."""
 
     def __init__(self, address: Address, timeout_s: float) -> None:
         """Args:
-        address: where to.
-        timeout_s: the most that an exchange may take, from connecting to the last byte of the answer.
+        address: of the server.
+        timeout_s: longest time of an exchange, from connecting to the last byte of the response.
         """
         super().__init__(timeout_s)
         self._address = address
         self._open: http.Connection | None = None
-        # Memory that was used before is there already; new memory is faulted in page by page.
+        # Memory that was used before is mapped already; new memory is faulted in page by page.
         self._room: memoryview | None = None
 
     def exchange(self, head: bytes, parts: Sequence[bytes | memoryview], most_bytes: int) -> Answer:
@@ -69,7 +69,7 @@ class Connection(Waiting):
 
         Args:
             head, parts: of the request.
-            most_bytes: what the body of a successful answer can have; an error's is left out if it is too long.
+            most_bytes: largest possible body of a successful response; an error's is dropped if it is longer.
 
         Raises:
             ClientError: as `wait_for`.
@@ -81,7 +81,7 @@ class Connection(Waiting):
         return self._exchanging(request.head, request.parts, request.most_bytes)
 
     def _exchanging(self, head: bytes, parts: Sequence[bytes | memoryview], most_bytes: int) -> Steps[Answer]:
-        # The server may have closed it between requests: then its end can be read.
+        # The server may have closed the connection between requests: then its end can be read.
         if self._open is not None and not self._open.is_quiet():
             self.close()
         try:
@@ -132,7 +132,7 @@ class Connection(Waiting):
         return places(getaddrinfo(self._address.host, self._address.port, type=SOCK_STREAM))
 
 
-#: What ends an exchange without an answer; a UnicodeError is a host's name of which no query can be made.
+#: Errors that end an exchange without a response; a UnicodeError: the host name cannot be encoded for a query.
 FAILURES = (ClientError, httpx.TransportError, OSError, UnicodeError)
 
 

@@ -14,17 +14,17 @@ AnyConnection = Connection | LocalConnection
 
 @dataclass(slots=True)
 class Exchange:
-    """A request under way, or ended.
+    """A request in flight, or ended.
 
     Attributes:
-        connection: that it is on.
+        connection: the one it uses.
         slot: the request, and its scheduled time.
-        free, sent, ended: by the clock.
-        check: whether the answer is compared with the right one.
-        steps: what is left to do.
-        descriptor: that it waits for.
-        answer: what came.
-        code: as in `Record`; "" of an answer whose status says it.
+        free, sent, ended: when the connection was free, and the request was sent and ended, by the clock.
+        check: whether the response is compared with the expected one.
+        steps: the remaining steps.
+        descriptor: the one that it waits for.
+        answer: the response.
+        code: as in `Record`; "" if it follows from the response.
     """
 
     connection: AnyConnection

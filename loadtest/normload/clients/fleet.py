@@ -1,4 +1,4 @@
-"""The client processes, as their parent sees them."""
+"""The client processes, controlled by their parent."""
 
 import multiprocessing
 import time
@@ -14,7 +14,7 @@ from normload.clients.worker import AskAll, Done, Failed, Load, Progress, Setup,
 from normload.load.scenario import Phase
 from normload.measurements.tally import Tally
 
-# Until every process has read its command and started its threads.
+# Time until every process has read its command and started its threads.
 _HEAD_START_S = 0.15
 _END_S = 5.0
 
@@ -30,7 +30,7 @@ class Fleet:
 
     def __init__(self, setup: Setup, on_progress: Callable[[Progress], None]) -> None:
         """Args:
-        setup: of every process but for its index; how many there are is in it.
+        setup: of every process, except for its index; it has the number of processes.
         on_progress: receives the progress.
         """
         self.processes = setup.processes
@@ -79,11 +79,11 @@ class Fleet:
         return self._stopped
 
     def wait_until_ready(self) -> None:
-        """Return when every process has made its requests."""
+        """Return when every process has created its requests."""
         self._gather()
 
     def send_all(self) -> Tally:
-        """Have every process send every request once."""
+        """Make every process send every request once."""
         self._tell([AskAll()] * self.processes)
         return _merged(self._gather())[0]
 
@@ -99,7 +99,7 @@ class Fleet:
         return start, _merged(done)
 
     def stop(self) -> None:
-        """End the segment under way; no other must be started."""
+        """End the current segment; no other must be started."""
         self._stopped = True
         for pipe in self._pipes:
             with suppress(OSError):

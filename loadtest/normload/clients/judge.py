@@ -15,14 +15,14 @@ from normload.clients.pool import Request
 class Judge:
     """Compares responses with the expected ones.
 
-    The first right answer to a request is kept.  A later one that has the same bits is right as well, which takes
-    no more than a comparison to see; for one that differs everything is computed again, in torch and float64.
+    The first correct response to a request is kept.  A later one with the same bits is correct as well, which only
+    needs a comparison; for one that differs the expected response is computed again, in torch and float64.
     """
 
     def __init__(self, adapter: Adapter, pool: Sequence[Request]) -> None:
         """Args:
-        adapter: reads answers.
-        pool: the requests that are answered.
+        adapter: reads responses.
+        pool: the requests.
         """
         self._adapter = adapter
         self._pool = pool
@@ -41,12 +41,12 @@ class Judge:
             return self._compute(number, answer)
 
     def _compute(self, number: int, answer: Answer) -> str | None:
-        # torch takes seconds to import, and is optional for those who only measure times.
+        # torch takes seconds to import, and is not needed to measure times.
         import torch
 
         from normload.clients import oracle
 
-        # The other cores are the server's, and other processes'.
+        # The other cores are for the server and other processes.
         torch.set_num_threads(1)
         request = self._pool[number]
         try:
@@ -61,7 +61,7 @@ class Judge:
 
 
 def _is_same(right: Sequence[NDArray[np.uint8]], content: Sequence[memoryview]) -> bool:
-    # numpy compares many bytes at once, a memoryview one after another.
+    # numpy compares many bytes at once, a memoryview one by one.
     return len(right) == len(content) and all(
         np.array_equal(each, np.frombuffer(came, np.uint8)) for each, came in zip(right, content, strict=True)
     )

@@ -1,7 +1,7 @@
 """A connection of the load test to a server on the same host that shares memory with it.
 
-Driven by steps, as `Connection` is.  One request at a time is on it, so that all have the same tag and a request
-that comes again is the same bytes: its tensors stay in the arena where they were placed for the first time.
+It is driven by steps, like `Connection`.  It has one request at a time, so all have the same tag and a repeated
+request has the same bytes: its tensors stay in the arena where they were first placed.
 """
 
 import socket
@@ -28,7 +28,7 @@ _KEPT_BYTES = 4 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """A request whose tensors lie in the arena.
+    """A request whose tensors are in the arena.
 
     Attributes:
         frame: of the request.
@@ -54,26 +54,26 @@ class _RefusedError(Exception):
 
 
 class LocalConnection(Waiting):
-    """Opens itself when it is first used, and again after it broke or was closed."""
+    """Opens itself at its first use, and again after it broke or was closed."""
 
     def __init__(self, path: str, api_key: str | None, timeout_s: float) -> None:
         """Args:
         path: of the server's socket.
-        api_key: given to the server where it is not None.
-        timeout_s: how long an exchange may take, from connecting to the answer.
+        api_key: sent to the server if it is not None.
+        timeout_s: longest time of an exchange, from connecting to the response.
         """
         super().__init__(timeout_s)
         self._path = path
         self._api_key = api_key
         self._open: _Link | None = None
         self._placed: OrderedDict[int, _Placed] = OrderedDict()
-        # The request that was answered last, and where its results lie.
+        # The request of the last response, and the blocks of its results.
         self._last: tuple[int, dict[str, Block]] | None = None
 
     def steps(self, request: Request) -> Steps[Answer]:
         """As `Connection.steps`; the results of its response are valid until the next exchange."""
         if self._last is not None:
-            # Of an earlier answer only the figures are still read; its blocks are needed again.
+            # Only the figures of the earlier response are still read; its blocks are needed again.
             self._last[1].clear()
             self._last = None
         if self._open is not None and not self._open.is_quiet():
@@ -139,7 +139,7 @@ class _Link:
         self._is_asked = False
 
     def begin(self, path: str, api_key: str | None) -> Steps[None]:
-        """Connect and greet."""
+        """Connect and exchange greetings."""
         yield from connecting(self._socket, path)
         _require((yield from self.request(frames.write(_TAG, frames.Hello(VERSION, api_key)))))
 
@@ -158,7 +158,7 @@ class _Link:
 
         Raises:
             _RefusedError: the server refuses the connection.
-            ClientError, OSError: the connection has ended, or is of no more use.
+            ClientError, OSError: the connection has ended, or cannot be used any more.
         """
         self._is_asked = True
         rest = memoryview(frame)
@@ -168,7 +168,7 @@ class _Link:
             except BlockingIOError:
                 yield self._socket.fileno(), WRITE
             except BrokenPipeError:
-                # The server may have said why it closed.
+                # The server may have sent a reason before it closed.
                 break
         while True:
             yield self._socket.fileno(), READ
@@ -184,10 +184,10 @@ class _Link:
                     raise _RefusedError(answer)
 
     def grow(self, lacking: int) -> Steps[None]:
-        """Have another segment, of at least so many bytes.
+        """Request another segment of at least `lacking` bytes.
 
         Raises:
-            _RefusedError: the server has no more.
+            _RefusedError: the server grants no more memory.
         """
         sizes = growth(lacking, self.arena.nbytes)
         answer = yield from self.request(frames.write(_TAG, frames.Grow(sizes[0])))

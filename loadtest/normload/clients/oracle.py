@@ -22,24 +22,24 @@ _ACTIVATIONS: dict[str, Any] = {
     "gelu_tanh": lambda z: functional.gelu(z, approximate="tanh"),
 }
 
-# How far an element may be off: a few roundings of the element type, relative to its size and to what is
-# usual in its tensor, and some roundings of float32, relative to the terms that it was summed from.
+# Largest error of an element: a few roundings of the element type, relative to its size and to the typical size in
+# its tensor, and some roundings of float32, relative to the terms of its sum.
 _ELEMENT_TOLERANCE = {DType.FLOAT32: 1e-5, DType.FLOAT16: 4e-3, DType.BFLOAT16: 3e-2, DType.FLOAT8_E4M3FN: 7e-2}
 _LARGEST_FLOAT8 = 448.0
 _SUM_TOLERANCE = 2e-6
 _ALWAYS_ALLOWED = 1e-7
 
-# Of what a server makes up, so many names or sizes are shown.
+# Number of unexpected names or sizes of a server's response that are shown.
 _NAMED = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A tensor as it should be.
+    """An expected tensor.
 
     Attributes:
         values: exact.
-        terms: how large, element by element, are the terms that were summed to the values, and may cancel.
+        terms: the size, for each element, of the terms that were summed to its value, which may cancel.
     """
 
     values: Tensor
@@ -51,13 +51,13 @@ class _Forward:
     """Intermediate tensors in the computation of y, in x's shape unless noted.
 
     Attributes:
-        h: what was normalised, x or x + residual.
+        h: the input of the normalisation, x or x + residual.
         affine: x_hat * weight + bias.
         z: affine * (1 + scale) + shift.
         y: the activation of z.
-        affine_terms, z_terms: what affine and z were summed from.
+        affine_terms, z_terms: the terms of affine and z.
         rstd: of each element's row or group.
-        noise: how much larger than x_hat's own are the roundings that it carries: |h| >> sigma costs digits.
+        noise: the rounding errors in x_hat relative to its own rounding: |h| >> sigma costs digits.
         factor: 1 + scale, in a shape that broadcasts.
     """
 
@@ -106,7 +106,7 @@ def fault(case: Case, tensors: Mapping[str, HostTensor], answer: Mapping[str, Ho
 
 
 def dtype_of(case: Case, name: str, tensors: Mapping[str, HostTensor]) -> DType:
-    """Of a tensor of the answer: a gradient has its tensor's, and a sum its residual's."""
+    """The type of a tensor of the response: a gradient has its tensor's, residual_out the residual's."""
     if case.is_backward:
         return tensors[name.removeprefix("d")].dtype
     if name == "scale":
@@ -118,7 +118,7 @@ def dtype_of(case: Case, name: str, tensors: Mapping[str, HostTensor]) -> DType:
 
 
 def _has_own_type(case: Case) -> bool:
-    """Whether the residual's gradient is a tensor of its own."""
+    """Whether the residual's gradient is a separate tensor."""
     return case.residual and case.op != "group_norm" and case.residual_dtype not in (None, case.dtype)
 
 
@@ -165,7 +165,7 @@ def _forward(case: Case, given: Mapping[str, Tensor]) -> _Forward:
 
 
 def _chain(case: Case, given: Mapping[str, Tensor]) -> Reference:
-    """Each norm scales what the ones before it were off by, which moves a row's moments as well."""
+    """The result of a chain; each norm scales the errors of earlier ones, which also change a row's moments."""
     y, terms = given["x"], torch.zeros(1)
     for norm in range(case.norms):
         weight, bias = given[f"weight.{norm}"], given[f"bias.{norm}"]

@@ -17,13 +17,13 @@ from normload.load.tables import ScenarioError
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A case as it is sent.
+    """A case, ready to be sent.
 
     Attributes:
         case, tensors: the request.
         head, parts: its bytes over HTTP; empty with shared memory.
-        nbytes: of the body, or of the tensors.
-        most_bytes: what the body of a successful answer, or its tensors, can have.
+        nbytes: size of the body, or of the tensors.
+        most_bytes: largest possible body of a successful response, or size of its tensors.
         call: the request over shared memory; None over HTTP.
     """
 
@@ -37,7 +37,7 @@ class Request:
 
 
 def require_askable(adapter: Adapter, cases: Sequence[Case], address: Address) -> None:
-    """Raises: ScenarioError: servers of this kind do not share memory, or there is a case that they do not do."""
+    """Raises: ScenarioError: servers of this kind do not share memory, or do not support one of the cases."""
     if address.shares_memory and not isinstance(adapter, Native):
         raise ScenarioError("only normserve shares memory: unix://PATH takes no other adapter")
     for case in cases:
@@ -46,7 +46,7 @@ def require_askable(adapter: Adapter, cases: Sequence[Case], address: Address) -
 
 
 def make_request(case: Case, adapter: Adapter, address: Address, api_key: str | None) -> Request:
-    """Make the tensors and the bytes of a request."""
+    """Create the tensors and the bytes of a request."""
     tensors = case.tensors()
     if address.shares_memory:
         assert isinstance(adapter, Native)

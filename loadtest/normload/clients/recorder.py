@@ -1,4 +1,4 @@
-"""The records of completed exchanges, made and checked while no response is waiting."""
+"""Creates the records of completed exchanges, and checks responses, while no response is waiting."""
 
 import collections
 import re
@@ -14,35 +14,35 @@ from normload.clients.pool import Request
 from normload.load.arrivals import Slot
 from normload.measurements.tally import CONNECTION_FAILED, NOT_SENT, OK, TIMEOUT, UNEXPECTED_ANSWER, Record
 
-# The API's codes are some twenty; a server that makes up more must not fill the report with them.
+# The API has some twenty codes; a server with invented ones must not fill the report.
 _CODE = re.compile("[a-z][a-z0-9_]{0,63}")
 _MOST_CODES = 64
 
-# Ended exchanges, and bytes of answers to check, that may be left over until there is time.
+# Limits of the ended exchanges, and of the bytes of responses to check, that may wait.
 _MOST_LEFT, _MOST_LEFT_BYTES = 4096, 64 * 2**20
 
 Records = list[tuple[int, Record]]
 
 
 class Recorder:
-    """Makes the records of one process's exchanges."""
+    """Creates the records of one process's exchanges."""
 
     def __init__(self, pool: Sequence[Request], judge: Judge) -> None:
         """Args:
-        pool: what is sent.
-        judge: of the answers that are to be checked.
+        pool: the requests.
+        judge: checks responses.
         """
         self._pool = pool
         self._judge = judge
         self._records: Records = []
-        # Ended, with the start of their phase, and not looked at yet.
+        # Ended exchanges without a record, with the start of their phase.
         self._left: collections.deque[tuple[Exchange, float]] = collections.deque()
         self._left_bytes = 0
         self._codes: set[str] = set()
 
     @property
     def is_behind(self) -> bool:
-        """Whether some ended whose records are not made yet."""
+        """Whether ended exchanges wait for their records."""
         return bool(self._left)
 
     def take(self) -> Records:
@@ -51,15 +51,15 @@ class Recorder:
         return taken
 
     def end(self, exchange: Exchange, start: float) -> None:
-        """Keep an exchange that ended until there is time for it, or too much is kept.
+        """Keep an ended exchange until there is time for its record, or too many wait.
 
         Args:
-            exchange: it.
+            exchange: the ended exchange.
             start: of its phase, by the clock.
         """
         answer = exchange.answer
         if answer is None or answer.status != 200:
-            # Its text is there until the next exchange.
+            # Its text is valid until the next exchange.
             exchange.code = exchange.code or self._problem(answer)
             exchange.check = False
         elif exchange.check:
@@ -70,10 +70,10 @@ class Recorder:
             self.settle()
 
     def leave_out(self, slot: Slot, start: float, cutoff: float) -> None:
-        """Make the record of a request that was due and is not sent any more.
+        """Create the record of a request that was due and is not sent any more.
 
         Args:
-            slot: what was due.
+            slot: the request that was due.
             start: of its phase, by the clock.
             cutoff: when sending ended, by the clock.
         """
@@ -82,14 +82,14 @@ class Recorder:
         self._records.append((slot.phase, Record(operation, slot.due - start, never, never, never, 0, NOT_SENT)))
 
     def settle(self) -> None:
-        """Make the record of an exchange that ended, the first of those that are left."""
+        """Create the record of the first ended exchange that waits."""
         exchange, start = self._left.popleft()
         if exchange.check and exchange.answer is not None:
             self._left_bytes -= exchange.answer.nbytes
         self._records.append((exchange.slot.phase, self.record(exchange, start)))
 
     def record(self, exchange: Exchange, start: float) -> Record:
-        """Look at an exchange that ended, at once.
+        """Create the record of an ended exchange at once.
 
         Args: as `end`.
         """
@@ -101,7 +101,7 @@ class Recorder:
             code = exchange.code or self._problem(answer)
             return Record(request.case.operation, *times, status, code, request.nbytes)
         timing = answer.timing()
-        # A launch's time is every request's of its batch: each gets an equal part of it.
+        # The server reports the launch's time for every request of a batch: each gets an equal part.
         kernel_s = timing.stages_ms.get("kernel", 0.0) / 1000 / max(1, timing.batch_size)
         return Record(
             request.case.operation,
@@ -117,7 +117,7 @@ class Recorder:
         )
 
     def _problem(self, answer: Answer | None) -> str:
-        """The API's code of an error; the status where there is none."""
+        """The API's code of an error; without one, the status."""
         if answer is None:
             return UNEXPECTED_ANSWER
         try:
@@ -134,7 +134,7 @@ class Recorder:
 
 
 def code_of(error: ClientError) -> str:
-    """As in `Record`, of a request without a response."""
+    """The code in the `Record` of a request without a response."""
     if isinstance(error, ConnectionFailedError):
         return CONNECTION_FAILED
     return TIMEOUT if isinstance(error, RequestTimeoutError) else UNEXPECTED_ANSWER

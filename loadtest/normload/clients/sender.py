@@ -1,6 +1,6 @@
-"""Sends requests on a number of connections, all of them in one thread, and has a record made of every one.
+"""Sends requests on a number of connections, all in one thread, and records every one.
 
-The thread waits for answers and for requests to come due.  Records are made (`recorder`) while nothing comes.
+The thread waits for responses and scheduled requests.  It creates records (`recorder`) while none arrive.
 """
 
 import collections
@@ -22,34 +22,34 @@ from normload.clients.recorder import Recorder, Records, code_of
 from normload.load.arrivals import Arrivals, Slot
 from normload.measurements.tally import CONNECTION_FAILED, TIMEOUT, Record
 
-# After a connection failed, so that connections to a stopped server are not tried in a busy loop.
+# Pause after a failed connection, so that connections to a stopped server are not tried in a busy loop.
 _PAUSE_S = 0.02
 
 # If a server leaves so many of the first requests unanswered, the rest of the warm-up is skipped.
 _MOST_TIMEOUTS = 3
 
-# How often it is looked whether an exchange takes too long, and how often who runs this is called.
+# Interval of the checks for timeouts, and of the calls of `report`.
 _LOOK_S = 0.05
 _REPORT_S = 0.2
 
-# There is time to look at an answer if nothing is due for so long.
+# There is time to check a response if nothing is due for this long.
 _SETTLE_S = 0.0005
 
-# A wait that ends with a request's time is exact only by select(), which waits for microseconds.
+# Shorter waits for a scheduled request use select(), whose timeout is exact to microseconds.
 _EXACT_S = 0.01
 
 
 @dataclass(slots=True)
 class _Run:
-    """A segment under way.
+    """The current segment.
 
     Attributes:
         arrivals, starts: of the segment.
-        free: unused connections and since when, the longest first.
-        resting: those that failed, and until when.
+        free: unused connections and since when, the longest unused first.
+        resting: failed connections, and until when they pause.
         busy: exchanges by the descriptor that they wait for.
-        events: those that the selector waits for.
-        is_over: whether nothing more comes due.
+        events: the ones that the selector waits for.
+        is_over: whether no more requests will be due.
     """
 
     arrivals: Arrivals
@@ -76,13 +76,13 @@ class Sender:
         api_key: str | None = None,
     ) -> None:
         """Args:
-        address: where to.
-        pool: what to send.
-        judge: of the answers.
-        check_share: how many of them it sees, from 0 to 1.
-        seed: of the choice of those.
+        address: of the server.
+        pool: the requests.
+        judge: checks responses.
+        check_share: fraction of responses to check, from 0 to 1.
+        seed: of the choice of responses to check.
         timeout_s: longest wait for the server.
-        api_key: said to a server that shares memory; by HTTP every request has it.
+        api_key: sent to a server that shares memory; over HTTP every request has it.
         """
         self._address = address
         self._pool = pool
@@ -96,11 +96,11 @@ class Sender:
     def run(
         self, arrivals: Arrivals, connections: int, starts: Sequence[float], report: Callable[[], None]
     ) -> None:
-        """Send all that comes due.
+        """Send all scheduled requests.
 
         Args:
-            arrivals: when to send what.
-            connections: requests under way at once, at most.
+            arrivals: the schedule.
+            connections: maximum number of requests in flight.
             starts: of the segment's phases, by the clock.
             report: called several times a second; it may take the records, and stop the arrivals.
         """
@@ -134,7 +134,7 @@ class Sender:
     def send_all(self) -> list[Record]:
         """Send each request of the pool once, one after another, and check every response.
 
-        It ends early when too many were waited for in vain: each of them takes the whole of the timeout.
+        It ends early after too many timeouts, each of which takes the full time.
         """
         (connection,) = self._opened(1)
         records: list[Record] = []
@@ -169,7 +169,7 @@ class Sender:
         return Connection(self._address, self._timeout_s)
 
     def _send_due(self, run: _Run) -> float | None:
-        """Send all that is due and has a connection; the seconds until more is due, or None if no request waits."""
+        """Send due requests while connections are free; return the seconds until the next, None if none waits."""
         now = time.perf_counter()
         while run.resting and run.resting[0][0] <= now:
             until, connection = run.resting.popleft()
@@ -230,7 +230,7 @@ class Sender:
         else:
             exchange.descriptor = descriptor
             run.busy[descriptor] = exchange
-            # Registered anew for each wait: a connection that was opened in place of another may have its number.
+            # Registered again for each wait: a new connection may have the descriptor of a closed one.
             try:
                 run.events.modify(descriptor, events | select.EPOLLONESHOT)
             except FileNotFoundError:

@@ -25,10 +25,10 @@ class Setup:
 
     Attributes:
         url, adapter, api_key, timeout_s: of the server.
-        cases: the pool, with how often each is drawn.
-        seed: of the order and of the answers that are checked.
-        check_share: how many of them are, from 0 to 1.
-        index, processes: which one this is, of how many.
+        cases: the pool, with the relative frequency of each.
+        seed: of the order, and of the choice of responses to check.
+        check_share: fraction of responses to check, from 0 to 1.
+        index, processes: this process's index, and the number of processes.
     """
 
     url: str
@@ -53,9 +53,9 @@ class Load:
 
     Attributes:
         number: of the segment, for its seed.
-        phases: their rates in requests a second, of all processes together.
-        start: by time.perf_counter, which processes of a machine share.
-        connections: of this process.
+        phases: with their rates in requests per second, of all processes together.
+        start: by time.perf_counter, which is the same in all processes of a machine.
+        connections: number of connections of this process.
         grace_s: how long after the last phase late requests are still sent.
     """
 
@@ -68,12 +68,12 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """End the segment under way."""
+    """End the current segment."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What has happened since the last report."""
+    """The progress since the last report."""
 
     requests: int
     errors: int
@@ -86,7 +86,7 @@ class Done:
 
     Attributes:
         tallies: of each phase.
-        cpu: the part of a core that this process was busy.
+        cpu: the fraction of a core that this process used.
     """
 
     tallies: list[Tally]
@@ -95,14 +95,14 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The process could not go on."""
+    """The process failed."""
 
     reason: str
 
 
 def main(setup: Setup, pipe: "Connection[Done | Progress | Failed, AskAll | Load | Stop | None]") -> None:
-    """Do what comes through the pipe, until None comes or its other end is closed."""
-    # Ctrl-C goes to all processes of a terminal; the parent decides.
+    """Execute commands from the pipe, until None arrives or its other end is closed."""
+    # Ctrl-C reaches all processes of a terminal; the parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         worker = Worker(setup)
@@ -146,7 +146,7 @@ class Worker:
     def load(
         self, command: Load, pipe: "Connection[Done | Progress | Failed, AskAll | Load | Stop | None]"
     ) -> Done:
-        """Send a segment, and say every now and then how far it is."""
+        """Send a segment, and report the progress regularly."""
         starts = [command.start]
         for phase in command.phases[:-1]:
             starts.append(starts[-1] + phase.duration_s)
@@ -169,7 +169,7 @@ class Worker:
         setup, (first, *_) = self._setup, command.phases
         shares = [share for _, share in setup.cases]
         if first.arrivals == "closed":
-            # Who has an answer first sends next, so there is no order that processes could share.
+            # The order of requests depends on the responses, so processes cannot share one.
             draws = Draws((setup.seed, command.number, setup.index), shares)
             return ClosedLoop(first, command.start, draws)
         draws = Draws((setup.seed, command.number), shares)

@@ -1,8 +1,8 @@
-"""When the next request is sent, and which.
+"""The schedule: when each request is sent, and which.
 
-A schedule is the same whatever the server, and however many processes share it: each of them walks the whole of it
-and sends every n-th request.  Where all connections are busy when one comes due it is late, and its latency counts
-from when it was due.
+A schedule does not depend on the server or on the number of processes that share it: each of n processes computes
+all of it and sends every n-th request.  A request is late if all connections are busy when it is due; its latency
+counts from its scheduled time.
 """
 
 import itertools
@@ -18,12 +18,12 @@ _CHUNK = 4096
 
 
 class Slot(NamedTuple):
-    """A request that is due.
+    """A scheduled request.
 
     Attributes:
-        phase: its place in the segment.
-        due: by the clock, in seconds.
-        request: its place in the pool.
+        phase: index of its phase in the segment.
+        due: its scheduled time by the clock, in seconds.
+        request: its index in the pool.
     """
 
     phase: int
@@ -34,18 +34,18 @@ class Slot(NamedTuple):
 class Arrivals(Protocol):
     """A source of scheduled requests."""
 
-    #: By the clock; what is due but not sent by then is not sent any more.
+    #: By the clock; requests that are due but not sent by then are not sent any more.
     cutoff: float
 
     def next(self, now: float) -> Slot | float | None:
-        """A request that is due now; else the seconds until one is, or None when all are sent, or at a stop."""
+        """A request that is due now; else the seconds until the next one; None after the last or a stop."""
 
     def stop(self) -> None:
         """Schedule no more requests."""
 
 
 class OpenLoop:
-    """Requests of consecutive phases at their rates, whatever becomes of those before."""
+    """Requests of consecutive phases at their rates, independent of the responses to earlier ones."""
 
     def __init__(
         self,
@@ -56,11 +56,11 @@ class OpenLoop:
         share: tuple[int, int] = (0, 1),
     ) -> None:
         """Args:
-        phases: one after another, their rates in requests a second.
+        phases: one after another, with their rates in requests per second.
         start: of the first one, by the clock.
-        grace_s: how long after the last one's end a late request is still sent.
-        draws: when and which.
-        share: send the requests whose number leaves the first as remainder after division by the second.
+        grace_s: how long after the last phase's end a late request is still sent.
+        draws: the random times and requests.
+        share: (r, n): send the requests whose number leaves the remainder r after division by n.
         """
         self.cutoff = start + sum(phase.duration_s for phase in phases) + grace_s
         self._slots: Iterator[Slot] = itertools.islice(draws.schedule(phases, start), share[0], None, share[1])
@@ -84,7 +84,7 @@ class OpenLoop:
 class ClosedLoop:
     """A request as soon as a connection has its response, until the phase ends.
 
-    The rate follows from the server: a slow one gets fewer requests.
+    The rate depends on the server: a slow one gets fewer requests.
     """
 
     def __init__(
@@ -114,14 +114,14 @@ class Draws:
 
     def __init__(self, seed: Sequence[int], shares: Sequence[float]) -> None:
         """Args:
-        seed: of everything.
-        shares: how often each request of the pool is drawn next to the others.
+        seed: of all random choices.
+        shares: relative frequency of each request of the pool.
         """
         self._seed = seed
         self._shares = np.asarray(shares, np.float64) / sum(shares)
 
     def requests(self) -> Iterator[int]:
-        """Indices into the pool, without end."""
+        """An endless sequence of indices into the pool."""
         numbers = np.random.default_rng([*self._seed, 0])
         while True:
             yield from numbers.choice(len(self._shares), _CHUNK, p=self._shares).tolist()

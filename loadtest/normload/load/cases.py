@@ -1,4 +1,4 @@
-"""One request, described, and its tensors, which follow from the description."""
+"""The description of a request, from which its tensors are computed."""
 
 from dataclasses import dataclass
 
@@ -22,23 +22,23 @@ LAYOUTS = ("nchw", "nhwc")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One request, described; its numbers follow from `seed`.
+    """The description of a request; its values follow from `seed`.
 
     Attributes:
         operation: as in the API's path, such as "layer_norm/backward".
         shape, dtype: of x.
         num_groups: of GroupNorm, 0 elsewhere.
         layout: of GroupNorm, "nchw" or "nhwc".
-        residual: whether one comes with x.
-        affine: whether weight and bias come.
-        adaptive: whether scale and shift of each sample come, of GroupNorm.
-        seed: of the numbers.
+        residual: whether the request has one.
+        affine: whether the request has weight and bias.
+        adaptive: whether the request has scale and shift for each sample; only GroupNorm.
+        seed: of the values.
         weight_offset: 0 or 1, added to weight; not of GroupNorm.
         heads: whether each head of x [..., heads, cols] has weight and bias of its own; not of GroupNorm.
-        residual_dtype: of the residual; x's where None.
-        out_dtype: of y; x's where None.
-        norms: of a chain, 0 elsewhere.
-        parts: as how many tensors that share parameters x and all of its shape are sent; one where 0.
+        residual_dtype: of the residual; None for x's.
+        out_dtype: of y; None for x's.
+        norms: number of norms of a chain, 0 elsewhere.
+        parts: number of tensors, with the same parameters, into which x and tensors of its shape are split; 0: one.
     """
 
     operation: str
@@ -70,11 +70,11 @@ class Case:
 
     @property
     def channel_axis(self) -> int:
-        """Where x has the size that weight and bias have."""
+        """The axis of x whose size weight and bias have."""
         return 1 if self.op == "group_norm" and self.layout == "nchw" else -1
 
     def parameters(self) -> dict[str, str | int]:
-        """The request's query, as the client's methods take it."""
+        """The request's query, in the form that the client's methods take."""
         parameters: dict[str, str | int] = {} if self.norms else {"activation": self.activation}
         if self.weight_offset:
             parameters["weight_offset"] = self.weight_offset

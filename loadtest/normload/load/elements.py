@@ -31,7 +31,7 @@ def widen(tensor: HostTensor) -> Floats:
 
 
 def _values_of_float8() -> Floats:
-    """What each byte is in float8_e4m3fn: sign, four bits of exponent, three of fraction; NaN where all are set."""
+    """The value of each byte in float8_e4m3fn: sign, 4 bits of exponent, 3 of fraction; NaN if these 7 are set."""
     codes = np.arange(256)
     exponents, fractions = codes >> 3 & 15, (codes & 7) / 8
     normal, subnormal = (1 + fractions) * 2.0 ** (exponents - 7), fractions * 2.0**-6

@@ -1,25 +1,25 @@
 """A scenario, read from TOML: the workload and its phases.
 
     description = "…"
-    connections = 64            # the most requests under way at once
-    warmup_s = 2.0              # of the first phase's load, before anything counts
-    settle_s = 0.5              # between phases; without it one runs into the next
-    cycles = 1                  # how often the phases are gone through
+    connections = 64            # maximum number of requests in flight
+    warmup_s = 2.0              # with the first phase's load, before the measurement
+    settle_s = 0.5              # pause between phases; without it there is none
+    cycles = 1                  # how often the phases are repeated
 
     [workload]                  # see `Workload`
 
-    [capacity]                  # of a closed loop, once, for rates in per cent of what it reaches
+    [capacity]                  # a closed loop at the start, for rates in per cent of its rate
     connections = 16
     duration_s = 3.0
 
     [[phases]]
     name = "steady"
     arrivals = "poisson"        # or "constant" or "closed"
-    rate = "60%"                # or requests a second; a list makes a phase of each; not for "closed"
-    connections = 8             # of "closed": how many are under way at all times
+    rate = "60%"                # or requests per second; a list makes a phase of each; not for "closed"
+    connections = 8             # of "closed": number of requests in flight
     duration_s = 30.0
 
-What is left out has the value that stands here, but for the phases and `settle_s`.
+The values here are the defaults, except for the phases and `settle_s`.
 """
 
 import tomllib
@@ -41,15 +41,15 @@ _MOST_CYCLES = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Load of one kind.
+    """A period with one kind of load.
 
     Attributes:
-        name: phases of one name in several cycles are counted together.
+        name: phases with the same name in several cycles are counted together.
         arrivals: "poisson" and "constant" send on a schedule that does not depend on responses, "closed" sends a
             request after the response to the previous one.
         duration_s: of the schedule.
-        rate: requests a second of a schedule; of the capacity, 1 being all of it, where `of_capacity` is set.
-        connections: of a closed loop, requests under way.
+        rate: of a schedule, in requests per second; with `of_capacity`, as a fraction of the capacity.
+        connections: of a closed loop, requests in flight.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Phase:
     connections: int = 0
 
     def at(self, capacity: float) -> "Phase":
-        """The same with its rate in requests a second."""
+        """The same phase with its rate in requests per second."""
         return replace(self, rate=self.rate * capacity, of_capacity=False) if self.of_capacity else self
 
 
@@ -79,7 +79,7 @@ class Scenario:
     capacity: Phase = Phase("capacity", "closed", 3.0, connections=16)
 
     def segments(self) -> list[tuple[Phase, ...]]:
-        """Phases without a pause between them, together; before each new segment all responses are awaited."""
+        """Groups of phases without a pause between them; before each segment all responses are awaited."""
         found: list[tuple[Phase, ...]] = []
         for phase in self.phases * self.cycles:
             follows = self.settle_s is None and phase.arrivals != "closed"
@@ -96,7 +96,7 @@ class Scenario:
 
     @property
     def duration_s(self) -> float:
-        """Of all phases, without pauses."""
+        """Duration of all phases, without pauses."""
         return self.cycles * sum(phase.duration_s for phase in self.phases)
 
     def lasting(self, duration_s: float) -> "Scenario":
@@ -117,7 +117,7 @@ def load(name_or_path: str) -> Scenario:
     """Return a built-in scenario by its name, or the one in a file.
 
     Raises:
-        ScenarioError: there is none, or it is not valid.
+        ScenarioError: there is no such scenario, or it is not valid.
     """
     known = built_in()
     if name_or_path in known:
@@ -143,7 +143,7 @@ def parse(name: str, text: str) -> Scenario:
     """
     try:
         document = tomllib.loads(text)
-    # The first of numbers that are too long, too; the second of arrays within arrays.
+    # Also ValueError for too many digits, RecursionError for too deeply nested arrays.
     except (ValueError, RecursionError) as error:
         raise ScenarioError(f"{name}: {error}") from None
     table = Table(name, document)
@@ -204,5 +204,5 @@ def _rate(where: str, given: Any) -> tuple[float, bool]:
 
 
 def describe(scenarios: Mapping[str, Scenario]) -> list[tuple[str, str, float]]:
-    """Name, description and seconds of each."""
+    """Name, description and duration in seconds of each scenario."""
     return [(name, each.description, each.duration_s) for name, each in scenarios.items()]

@@ -9,10 +9,10 @@ from normserve.codec.shapes import MAX_RANK
 
 _MISSING: Any = object()
 
-#: The most that an amount, a share or a rate may be: far beyond use, and far from where floats and clocks end.
+#: Limit of amounts, shares and rates: far above any use, and far below the limits of floats and clocks.
 MOST = 1e9
 
-# Of one tensor: the servers' own limits are far lower.
+# Limit of one tensor; the servers' own limits are far lower.
 _MOST_ELEMENTS = 2**32
 
 
@@ -34,7 +34,7 @@ class Table:
         return key in self._entries
 
     def take(self, key: str, default: Any = _MISSING) -> Any:
-        """The value as TOML has it.
+        """The value of the TOML file.
 
         Raises:
             ScenarioError: it is missing, and there is no default.
@@ -51,7 +51,7 @@ class Table:
         return str(self._checked(key, default, lambda value: isinstance(value, str), "a string"))
 
     def one_of(self, key: str, allowed: Sequence[str], default: str = _MISSING) -> str:
-        """A string out of a few."""
+        """One of the allowed strings."""
         return str(self._checked(key, default, lambda value: value in allowed, f"one of {', '.join(allowed)}"))
 
     def flag(self, key: str, default: bool = _MISSING) -> bool:
@@ -89,12 +89,12 @@ class Table:
         return tuple(value)
 
     def table(self, key: str) -> "Table":
-        """A table below this one; an empty one when it is not there."""
+        """A table within this one; an empty one if it is missing."""
         value = self._checked(key, {}, lambda value: isinstance(value, dict), "a table")
         return Table(f"{self.where}: [{key}]", value)
 
     def tables(self, key: str) -> list["Table"]:
-        """An array of tables; none when it is not there."""
+        """An array of tables; empty if it is missing."""
         value = self._checked(
             key,
             [],
@@ -127,7 +127,7 @@ class Table:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether TOML has a number there: no truth value, no NaN."""
+    """Whether a TOML value is a number; not a boolean, not NaN."""
     return isinstance(value, int | float) and not isinstance(value, bool) and value == value
 
 
@@ -135,7 +135,7 @@ def shown(value: object) -> str:
     """A value for a message, truncated if it is long."""
     try:
         text = repr(value)
-    # A whole number of thousands of digits.
+    # An integer with thousands of digits.
     except ValueError:
         text = "a number too long to show"
     return text if len(text) <= 100 else text[:99] + "…"

@@ -2,17 +2,17 @@
 
     [workload]
     mix = { layer_norm = 3, "group_norm/backward" = 1 }   # operations and their relative frequencies
-    min_kib = 1                 # of x; sizes are spread evenly on a logarithmic scale between the two
+    min_kib = 1                 # size of x; sizes are distributed evenly on a logarithmic scale
     max_mib = 1.0
-    pool = 64                   # how many different requests there are
+    pool = 64                   # number of different requests
 
-or, in place of those, requests one by one:
+or, instead, individual requests:
 
     [[workload.cases]]
     operation = "layer_norm"
     shape = [4096, 1024]
     dtype = "bfloat16"          # float32 if left out
-    share = 2                   # how often it is drawn next to the others
+    share = 2                   # relative frequency
     activation = "silu"         # also residual, affine, num_groups, layout, adaptive, weight_offset, heads,
                                 # residual_dtype, out_dtype, norms and parts: see `Case`
 
@@ -49,7 +49,7 @@ _MOST_NORMS = 8
 _MOST_PARTS = 12
 _SIDES = (1, 3, 8, 16, 32, 56, 64)
 
-# Of a gradient of parameters that are of each head.
+# Limit for gradients of parameters of each head.
 _MOST_COLS_OF_HEADS = 8192
 
 _MOST_MIB = 2**14
@@ -58,13 +58,13 @@ _MOST_REQUESTS = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What requests there are.
+    """The requests of a run.
 
     Attributes:
-        cases: requests and how often each is drawn; with none of them, the rest says what they are.
-        mix: operations and how often each is drawn.
-        min_bytes, max_bytes: of x.
-        pool: how many different requests.
+        cases: requests and their relative frequencies; if empty, the other attributes define the requests.
+        mix: operations and their relative frequencies.
+        min_bytes, max_bytes: limits of x's size.
+        pool: number of different requests.
     """
 
     cases: tuple[tuple[Case, float], ...] = ()
@@ -74,7 +74,7 @@ class Workload:
     pool: int = 64
 
     def drawn(self, seed: int) -> list[tuple[Case, float]]:
-        """The requests and how often each is drawn next to the others."""
+        """The requests and their relative frequencies."""
         choices = random.Random(seed)
         if self.cases:
             return [(replace(case, seed=choices.getrandbits(32)), share) for case, share in self.cases]
@@ -105,7 +105,7 @@ class Workload:
 
 
 def _varied(case: Case, choices: random.Random) -> Case:
-    """The same rows, of models that keep weights, residuals or heads otherwise."""
+    """The same rows, with other weights, residuals or heads, as some models have them."""
     rows, cols = case.shape
     if case.affine and choices.random() < 0.2:
         case = replace(case, weight_offset=1)
@@ -121,7 +121,7 @@ def _varied(case: Case, choices: random.Random) -> Case:
 
 
 def _in_parts(case: Case, choices: random.Random) -> Case:
-    """The same, now and then as several tensors."""
+    """The same case, sometimes split into several tensors."""
     if choices.random() < 0.1 and case.shape[0] > 1:
         return replace(case, parts=choices.randint(2, min(_MOST_PARTS, case.shape[0])))
     return case
@@ -131,7 +131,7 @@ def read_workload(table: Table) -> Workload:
     """Read `[workload]`.
 
     Raises:
-        ScenarioError: it says something that means nothing.
+        ScenarioError: the table is not valid.
     """
     if cases := tuple(_read_case(each) for each in table.tables("cases")):
         for key in ("mix", "min_kib", "max_mib", "pool"):

@@ -22,9 +22,9 @@ class Echo:
     """The results of the echo.
 
     Attributes:
-        nbytes: of a message.
-        pairs: of sockets, at once.
-        round_trips_per_second: of all of them.
+        nbytes: size of a message.
+        pairs: number of socket pairs at once.
+        round_trips_per_second: of all pairs together.
         p50_s: of one round trip.
     """
 
@@ -35,15 +35,15 @@ class Echo:
 
     @property
     def bytes_per_second(self) -> float:
-        """In and out, of all pairs."""
+        """Bytes per second in both directions, of all pairs."""
         return 2 * self.nbytes * self.round_trips_per_second
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host name is of a loopback address."""
+    """Whether a host name is a loopback address."""
     try:
         found = {entry[4][0] for entry in socket.getaddrinfo(host, None)}
-    # The latter of a name that cannot be resolved at all.
+    # UnicodeError: the name cannot be encoded for resolution.
     except (OSError, UnicodeError):
         return False
     return bool(found) and all(ipaddress.ip_address(address).is_loopback for address in found)
@@ -101,7 +101,7 @@ def _require(pipe: "Connection[None, tuple[float, Histogram]]", timeout_s: float
 
 
 def _echo(end: socket.socket, nbytes: int) -> None:
-    """Give back every message, until the other end is closed."""
+    """Return every message, until the other end is closed."""
     message = memoryview(bytearray(nbytes))
     while _filled(end, message):
         end.sendall(message)
@@ -110,7 +110,7 @@ def _echo(end: socket.socket, nbytes: int) -> None:
 def _measure(
     end: socket.socket, nbytes: int, seconds: float, pipe: "Connection[tuple[float, Histogram], None]"
 ) -> None:
-    """Send messages one after another, and report round trips a second and their latencies."""
+    """Send messages one after another, and report round trips per second and their latencies."""
     message, times = memoryview(bytearray(nbytes)), Histogram()
     pipe.send((0.0, times))
     pipe.recv()

@@ -1,7 +1,7 @@
 """Latencies in bounded memory: counts in buckets whose width grows with the value.
 
-The layout is HdrHistogram's: linear within each power of two, so that a value is known to better than 1 %, from
-100 ns to hours, and two histograms of whatever processes add up.
+The layout is HdrHistogram's: linear within each power of two, so that the error of a value is below 1 % from
+100 ns to hours, and histograms of several processes can be added.
 
 Source: G. Tene, http://hdrhistogram.org.
 """
@@ -32,21 +32,21 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of latencies."""
         return int(self._counts.sum())
 
     @property
     def counts(self) -> NDArray[np.int64]:
-        """How many are in each bucket."""
+        """The number of latencies in each bucket."""
         return self._counts
 
     @property
     def mean_s(self) -> float:
-        """NaN when there is none."""
+        """The mean; NaN without latencies."""
         return self.sum_s / self.count if self.count else math.nan
 
     def add(self, seconds: Sequence[float]) -> None:
-        """Count these, none of them negative."""
+        """Count latencies, none of them negative."""
         if not seconds:
             return
         values = np.asarray(seconds, np.float64)
@@ -59,13 +59,13 @@ class Histogram:
         self.max_s = max(self.max_s, float(values.max()))
 
     def merge(self, other: "Histogram", times: int = 1) -> None:
-        """Count another's, too, `times` over."""
+        """Add another histogram, `times` times."""
         self._counts += other._counts * times
         self.sum_s += other.sum_s * times
         self.max_s = max(self.max_s, other.max_s)
 
     def percentile(self, percent: float) -> float:
-        """Seconds that at least `percent` of all do not exceed, to the upper end of a bucket; NaN of none."""
+        """Seconds that at least `percent` of all do not exceed, as the end of a bucket; NaN without latencies."""
         total = self.count
         if not total:
             return math.nan
@@ -82,7 +82,7 @@ class Histogram:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """What `to_json` wrote."""
+        """Read the document of `to_json`."""
         made = cls()
         made._counts[np.asarray(document["buckets"], np.int64)] = document["counts"]
         made.sum_s, made.max_s = float(document["sum_s"]), float(document["max_s"])

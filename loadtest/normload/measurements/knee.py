@@ -1,4 +1,4 @@
-"""What phases of rising load show of a server: the knee of its latency, and the load that it sustains."""
+"""Results of phases with rising load: the knee of the latency, and the load that the server sustains."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ class Point:
 
     Attributes:
         name: of the phase.
-        offered: scheduled requests a second.
-        rate: successful requests a second, of those that ended during the phase.
+        offered: scheduled requests per second.
+        rate: successful requests per second, of those that ended during the phase.
         mean_s: mean latency of successful requests, from their scheduled time.
         errors: the fraction of all requests that failed.
     """
@@ -33,13 +33,13 @@ class Sweep:
     """Results of a sweep.
 
     Attributes:
-        knee: the load with the greatest power, the ratio of requests a second to mean latency.  Above it, more load
-            adds more delay than throughput (L. Kleinrock, Power and deterministic rules of thumb, 1979).  None if
-            that is the lowest load, or if no higher load has less than 80 % of its power: then the knee, if there
-            is one, lies outside of the sweep.
+        knee: the load with the greatest power, the ratio of requests per second to mean latency.  Above it, more
+            load adds more delay than throughput (L. Kleinrock, Power and deterministic rules of thumb, 1979).  None
+            if that is the lowest load, or if no higher load has less than 80 % of its power: then the knee, if
+            there is one, is outside the sweep.
         sustained: the greatest load whose rate was at least 95 % of the offered one with at most 1 % errors; None
             if no load was sustained.
-        peak: the highest number of requests a second that were answered, at any load.
+        peak: the highest number of answered requests per second, at any load.
     """
 
     knee: Point | None

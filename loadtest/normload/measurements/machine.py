@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _STAT = Path("/proc/stat")
-# Of a line of /proc/stat, after the core's name.
+# Fields of a line of /proc/stat, after the core's name.
 _IDLE, _IOWAIT, _STEAL_END = 3, 4, 8
 
 
 @dataclass(frozen=True, slots=True)
 class CpuTimes:
-    """Cumulated CPU time of the cores that this process may use, in clock ticks.
+    """Accumulated CPU time of the cores that this process may use, in clock ticks.
 
     Attributes:
         busy, total: without idle time, and with it.
@@ -28,11 +28,11 @@ class CpuTimes:
 
 @dataclass(frozen=True, slots=True)
 class MachineUse:
-    """How busy the client's machine was while it was busiest.
+    """The use of the client's machine while it was busiest.
 
     Attributes:
-        cores: that the client may use.
-        busy: the fraction of their time that any process used, from 0 to 1.
+        cores: number of cores that the client may use.
+        busy: the fraction of their time that all processes used, from 0 to 1.
         client: the fraction that the client's processes used.
     """
 
@@ -42,7 +42,7 @@ class MachineUse:
 
 
 def available_cores() -> int:
-    """How many cores this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -54,7 +54,7 @@ def cpu_times(stat: Path = _STAT) -> CpuTimes | None:
         for line in stat.read_text("ascii").splitlines():
             name, *fields = line.split()
             if name in names:
-                # The last two fields, time of guests, are part of the first two.
+                # The last two fields, guest time, are contained in the first two.
                 ticks = [int(field) for field in fields[:_STEAL_END]]
                 total += sum(ticks)
                 busy += sum(ticks) - ticks[_IDLE] - ticks[_IOWAIT]

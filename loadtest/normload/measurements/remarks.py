@@ -32,7 +32,7 @@ def remarks_on(result: Result, *, stopped: bool) -> list[str]:
 
 
 def _client(result: Result) -> list[str]:
-    """Of the CPU time of the client and of its machine."""
+    """Remarks on the CPU time of the client and of its machine."""
     remarks = []
     busiest = max(result.cpu, default=0.0)
     if busiest > _BUSY:

@@ -1,4 +1,4 @@
-"""A finished run, and the JSON that it is kept as."""
+"""A finished run, and its JSON."""
 
 import json
 import math
@@ -29,10 +29,10 @@ class PhaseResult:
     """The results of a phase.
 
     Attributes:
-        phase: its rate in requests a second.
-        start_s: since the run's first phase began.
-        segment_s: from its start until the last of the phases ends that follow without a pause; until then its
-            late answers are the run's, if no longer its own.
+        phase: with its rate in requests per second.
+        start_s: seconds since the run's first phase began.
+        segment_s: from its start to the end of the last phase that follows without a pause; late responses until
+            then count in the run's rate, but not in this phase's.
         tally: of its requests.
     """
 
@@ -47,12 +47,12 @@ class Part:
     """Phases of one name together, or all of them.
 
     Attributes:
-        name: theirs; "all" of all of them.
-        phases: each time that it was gone through.
-        offered: requests a second on the schedule; NaN of a closed loop.
-        duration_s: of them together.
+        name: of the phases; "all" for all phases.
+        phases: one for each cycle.
+        offered: scheduled requests per second; NaN for a closed loop.
+        duration_s: sum over the phases.
         total: all requests.
-        in_time: what ended while its phase, or the whole, lasted, of which rates are made.
+        in_time: requests that ended within their phase, or the whole run; rates are computed from these.
     """
 
     name: str
@@ -74,17 +74,17 @@ class Part:
 
     @property
     def rate(self) -> float:
-        """Successful requests a second; NaN of no phases."""
+        """Successful requests per second; NaN without phases."""
         return per_second(self.in_time.ok, self.duration_s)
 
     @property
     def bytes_per_second(self) -> float:
-        """In and out, of successful requests; NaN of no phases."""
+        """Bytes per second in both directions, of successful requests; NaN without phases."""
         return per_second(self.in_time.moved_bytes, self.duration_s)
 
     @property
     def errors(self) -> float:
-        """The part of all requests that failed; NaN of none."""
+        """The fraction of all requests that failed; NaN without requests."""
         return self.total.errors / self.total.requests if self.total.requests else math.nan
 
     def of(self, operation: str) -> tuple[Cell, Cell]:
@@ -110,13 +110,13 @@ class Result:
         processes, connections: of the client.
         cpu: the greatest fraction of a core that each client process used.
         machine: how busy the client's machine was; None if that is not known.
-        echo: the loopback's ceiling; None where the server is on another machine.
-        capacity: successful requests a second of the closed loop that relative rates refer to; None without
+        echo: the upper bound by the loopback; None if the server is on another machine.
+        capacity: successful requests per second of the closed loop that relative rates refer to; None without
             relative rates.
-        apart: requests by status and code that do not count: warming up, finding the capacity.
-        phases: in the order of time.
-        checked, wrong, faults: answers that were compared, in and before the phases.
-        remarks: what a reader should know before believing a number.
+        apart: requests by status and code that do not count: warm-up and measurement of the capacity.
+        phases: in chronological order.
+        checked, wrong, faults: results of checked responses, in and before the phases.
+        remarks: what a reader should know before using a number.
     """
 
     scenario: str
@@ -145,7 +145,7 @@ class Result:
         return Part(_ALL, self.phases)
 
     def parts(self) -> list[Part]:
-        """Phases by name, in the order of their first time."""
+        """Phases by name, in the order of their first start."""
         names = dict.fromkeys(each.phase.name for each in self.phases)
         return [Part(name, [each for each in self.phases if each.phase.name == name]) for name in names]
 
@@ -176,12 +176,12 @@ class Result:
 
     @property
     def copy_bandwidth(self) -> float | None:
-        """Bytes a second of the device's copy; None if the server gives no valid number."""
+        """Bytes per second of a copy on the device; None if the server reports no valid number."""
         said = self.server.get("copy_bandwidth_bytes_per_second")
         return float(said) if is_number(said) and 0 < said < 1e18 else None
 
     def kernel_bandwidth(self) -> float:
-        """Bytes a second on the device, as reported by the server; NaN if it does not."""
+        """Bytes per second on the device, as reported by the server; NaN if it reports none."""
         total = self.whole.total
         return per_second(total.kernel_bytes, total.kernel_s)
 
@@ -197,7 +197,7 @@ class Result:
         file.write_text(json.dumps(self.to_json(), separators=(",", ":")) + "\n", encoding="utf-8")
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON has it; `summary` is for readers and follows from the rest."""
+        """The result as JSON; `summary` is for readers and derived from the other fields."""
         sweep = self.sweep()
         return {
             "format": FORMAT,
@@ -225,10 +225,10 @@ class Result:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """What `to_json` wrote.
+        """Read the document of `to_json`.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: the document has another form.
         """
         if not isinstance(document, Mapping) or document.get("format") != FORMAT:
             raise ValueError(f"this is not a result of normload: its format must be {FORMAT}")
@@ -257,7 +257,7 @@ def read_result(file: Path) -> Result:
     """Read a result.
 
     Raises:
-        ValueError: the file holds none.
+        ValueError: the file contains no result.
         OSError: it cannot be read.
     """
     try:
@@ -286,5 +286,5 @@ def _summary(part: Part) -> dict[str, Any]:
 
 
 def _number(value: float) -> float | None:
-    """JSON has no NaN."""
+    """None for NaN, which JSON does not have."""
     return None if math.isnan(value) else value

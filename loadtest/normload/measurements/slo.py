@@ -19,8 +19,8 @@ class Objective:
 
     Attributes:
         text: as given.
-        metric: p50, p99.9 and the like or max of latency in seconds; errors as a part of all requests; rate of
-            successful requests a second.
+        metric: p50, p99.9 etc. or max of latency in seconds; errors as a fraction of all requests; rate of
+            successful requests per second.
         at_most: whether the bound is an upper one.
         inclusive: whether a value equal to the bound passes.
         bound: in the metric's unit.

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple, Self
 
 from normload.measurements.histogram import Histogram
 
-#: Parts of a phase's time for which sums are kept apart, for plots and to know how much they vary.
+#: Number of parts of a phase's time with separate sums, for plots and to measure the variation.
 INTERVALS = 60
 
 OK = "ok"
 NOT_SENT = "not_sent"
 
-# What kept an answer away: no connection, or a broken one; none in time; bytes that are no answer to the request.
+# Reasons for a missing response: no or a broken connection; a timeout; bytes that are not a valid response.
 CONNECTION_FAILED = "connection_failed"
 TIMEOUT = "timeout"
 UNEXPECTED_ANSWER = "unexpected_answer"
@@ -27,16 +27,16 @@ class Record(NamedTuple):
 
     Attributes:
         operation: as in the API's path.
-        due_s: when it was meant to be sent.
+        due_s: its scheduled time.
         free_s: when a connection was free to send it.
         sent_s: when it was sent.
-        ended_s: when the answer was complete, or none was to be expected any more.
-        status: of HTTP, 0 without an answer.
-        code: "ok", the API's code of an error, or what kept the answer away.
+        ended_s: when the response was complete, or no longer expected.
+        status: of HTTP, 0 without a response.
+        code: "ok", the API's code of an error, or the reason for a missing response.
         sent_bytes, received_bytes: of bodies.
-        kernel_bytes, kernel_s: what the server says of its device; of a launch this request's part.
-        checked: whether the answer was compared with the right one.
-        fault: what was wrong with it.
+        kernel_bytes, kernel_s: device bytes and time as reported by the server; this request's part of a launch.
+        checked: whether the response was compared with the expected one.
+        fault: the fault of a wrong response.
     """
 
     operation: str
@@ -59,8 +59,8 @@ class Cell:
     """Requests of one operation that ended in one interval.
 
     Attributes:
-        outcomes: how many by status and code.
-        latency: of the successful ones, from when they were due.
+        outcomes: counts by status and code.
+        latency: of the successful ones, from their scheduled times.
         sent_bytes, received_bytes, kernel_bytes, kernel_s: of the successful ones.
     """
 
@@ -72,7 +72,7 @@ class Cell:
     kernel_s: float = 0.0
 
     def merge(self, other: "Cell") -> None:
-        """Add another's."""
+        """Add another cell."""
         self.outcomes.update(other.outcomes)
         self.latency.merge(other.latency)
         self.sent_bytes += other.sent_bytes
@@ -82,26 +82,26 @@ class Cell:
 
     @property
     def requests(self) -> int:
-        """All of them, those included that were never sent."""
+        """The number of requests, including those that were never sent."""
         return self.outcomes.total()
 
     @property
     def ok(self) -> int:
-        """The successful ones."""
+        """The number of successful requests."""
         return sum(count for (_, code), count in self.outcomes.items() if code == OK)
 
     @property
     def errors(self) -> int:
-        """The others."""
+        """The number of failed requests."""
         return self.requests - self.ok
 
     @property
     def moved_bytes(self) -> int:
-        """In and out."""
+        """Bytes in both directions."""
         return self.sent_bytes + self.received_bytes
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The content as JSON."""
         return {
             "outcomes": [[status, code, count] for (status, code), count in self.outcomes.items()],
             "latency": self.latency.to_json(),
@@ -110,7 +110,7 @@ class Cell:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """What `to_json` wrote."""
+        """Read the document of `to_json`."""
         outcomes = Counter({(status, code): count for status, code, count in document["outcomes"]})
         sums = {name: document[name] for name in _SUMS}
         return cls(outcomes, Histogram.from_json(document["latency"]), **sums)
@@ -123,13 +123,13 @@ class Tally:
     """All requests of a phase.
 
     Attributes:
-        interval_s: the phase's time in `INTERVALS` parts; answers that come later are in parts after those.
+        interval_s: 1 / `INTERVALS` of the phase's time; later responses are in additional intervals.
         cells: by operation and interval.
-        service: latency of successful requests from when they were really sent.
-        lag: how much later than it could the harness itself began to send.
-        checked: answers that were compared with the right ones.
-        wrong: those that differed.
-        faults: what was wrong with the first of them.
+        service: latency of successful requests from the time when they were sent.
+        lag: delay that the load test itself added before it sent requests.
+        checked: number of responses that were compared with the expected ones.
+        wrong: number of those that differed.
+        faults: descriptions of the first of them.
     """
 
     def __init__(self, duration_s: float) -> None:
@@ -142,7 +142,7 @@ class Tally:
         self.faults: list[str] = []
 
     def add(self, records: Iterable[Record]) -> None:
-        """Count these."""
+        """Add records."""
         latencies: dict[tuple[str, int], list[float]] = {}
         service, lag = [], []
         for record in records:
@@ -177,7 +177,7 @@ class Tally:
         self.faults = (self.faults + other.faults)[:FAULTS_KEPT]
 
     def total(self, operation: str | None = None) -> Cell:
-        """Everything, or everything of one operation."""
+        """The sum of all requests, or of those of one operation."""
         total = Cell()
         for (of, _), cell in self.cells.items():
             if operation in (None, of):
@@ -185,7 +185,7 @@ class Tally:
         return total
 
     def in_time(self, operation: str | None = None, within_s: float | None = None) -> Cell:
-        """What ended within a time, the phase's own if none is given: what rates are made of."""
+        """The requests that ended within a time, by default the phase's; rates are computed from these."""
         intervals = INTERVALS if within_s is None else round(within_s / self.interval_s)
         total = Cell()
         for (of, interval), cell in self.cells.items():
@@ -194,7 +194,7 @@ class Tally:
         return total
 
     def operations(self) -> list[str]:
-        """Those that occur."""
+        """The operations that occur."""
         return sorted({operation for operation, _ in self.cells})
 
     def intervals(self) -> dict[int, Cell]:
@@ -205,7 +205,7 @@ class Tally:
         return dict(sorted(found.items()))
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The content as JSON."""
         return {
             "interval_s": self.interval_s,
             "cells": [[operation, interval, cell.to_json()] for (operation, interval), cell in self.cells.items()],
@@ -218,7 +218,7 @@ class Tally:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """What `to_json` wrote."""
+        """Read the document of `to_json`."""
         made = cls(document["interval_s"] * INTERVALS)
         cells = document["cells"]
         made.cells = {(operation, interval): Cell.from_json(cell) for operation, interval, cell in cells}
@@ -235,5 +235,5 @@ class Tally:
 
 
 def per_second(amount: float, seconds: float) -> float:
-    """A rate; NaN where there is no time."""
+    """A rate; NaN if the time is 0."""
     return amount / seconds if seconds > 0 else math.nan

@@ -1,1 +1,1 @@
-"""How a result is shown: on the terminal, as a page of plots, and beside another."""
+"""Presentation of results: on the terminal, as a page of plots, and compared with other results."""

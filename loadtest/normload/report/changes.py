@@ -55,8 +55,8 @@ def markdown(title: str, changes: Sequence[Change], remarks: Sequence[str] = ())
 def spreadsheet(changes: Sequence[Change]) -> str:
     """Return CSV with a line for every metric of every phase, changed or not.
 
-    Rates are in requests or bytes a second, latencies in seconds, errors a fraction.  The interval is of
-    after/before, of errors of after - before.  A spread is a standard deviation between runs, relative to their
+    Rates are in requests or bytes per second, latencies in seconds, errors a fraction.  The interval is that of
+    after/before, for errors of after - before.  A spread is a standard deviation between runs, relative to their
     mean except for errors, and empty for a single run.  `result` is better, worse or same.
     """
     text = io.StringIO()

@@ -1,12 +1,12 @@
 """Changes between runs beyond noise.
 
-Of one run a side, the variation within each is estimated by a block bootstrap: its intervals are drawn again a
-thousand times, with repetition, in short blocks, since neighbours resemble each other.  A difference is a change if
-its 99 % interval lies beyond what runs of one server on one machine differ by anyway.
+With one run per side, the variation within each is estimated by a block bootstrap: its intervals are drawn a
+thousand times with replacement, in short blocks, because neighbours are correlated.  A difference is a change if
+its 99 % interval is beyond the usual difference between runs of one server on one machine.
 
-Of several runs a side, the variation between runs is measured, which includes that within them.  Intervals are
+With several runs per side, the variation between runs is measured, which includes that within them.  Intervals are
 Student's, of logarithms except for errors.  They are so wide (Bonferroni) that in 19 of 20 comparisons of equal
-servers no number at all is called a change.
+servers no number is called a change.
 
 Source: H. R. Künsch, The jackknife and the bootstrap for general stationary observations, 1989.
 """
@@ -30,7 +30,7 @@ _BLOCK = 4
 _CONFIDENCE = (0.5, 99.5)
 # Single runs differ by this much for reasons that do not vary within a run, such as memory placement.
 _BETWEEN_RUNS = 0.05
-# Of several runs, whose differences contain it: too small to act on.
+# With several runs, smaller changes are irrelevant, even if they are beyond noise.
 _SMALL = 0.01
 _FALSE_ALARMS = 0.05
 _FEW_ERRORS = 0.001
@@ -38,17 +38,17 @@ _FEW_ERRORS = 0.001
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A number of both sides.
+    """A number and its values on both sides.
 
     Attributes:
-        phase, metric: whose and which.
-        before, after: its values; of several runs their mean.
-        low, high: bounds of after/before; of errors, of the difference.
+        phase, metric: identify the number.
+        before, after: its values; the mean of several runs.
+        low, high: bounds of after/before; for errors, of the difference.
         spread_before, spread_after: the standard deviation between runs, relative to their mean except for errors;
-            NaN of a single run.
+            NaN for a single run.
         is_change: whether the difference is beyond noise.
-        is_worse: whether it is, and for the worse.
-        shown: writes a value in the unit of the metric.
+        is_worse: whether it is a change for the worse.
+        shown: formats a value in the unit of the metric.
     """
 
     phase: str
@@ -66,12 +66,12 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class _Metric:
-    """How a number comes from drawn intervals.
+    """Computes a number from drawn intervals.
 
     Attributes:
-        name: for the reader.
+        name: in reports.
         more_is_better: whether an increase is good.
-        shown: writes a value.
+        shown: formats a value.
         of: from the number of times that each interval is drawn, [draws, intervals], to a value for each draw.
     """
 
@@ -82,7 +82,7 @@ class _Metric:
 
 
 class _Intervals:
-    """The intervals of a part as arrays, one entry an interval."""
+    """The intervals of a part as arrays, with one entry per interval."""
 
     def __init__(self, part: Part) -> None:
         cells: list[Cell] = []
@@ -106,7 +106,7 @@ class _Intervals:
         return len(self.seconds)
 
     def percentile(self, times: Floats, percent: float) -> Floats:
-        """Of the latencies in the drawn intervals, each as often as it was drawn."""
+        """The percentile of the latencies in the drawn intervals, each counted as often as it was drawn."""
         if not len(self.upper_s):
             return np.full(len(times), math.nan)
         cumulated = np.cumsum(times @ self.counts, axis=1)
@@ -161,7 +161,7 @@ def compare(before: Sequence[Result], after: Sequence[Result]) -> list[Change]:
     """Compare every number of every phase.
 
     Args:
-        before, after: one run each, or several of at least one of the two.
+        before, after: one run each, or several on at least one side.
 
     Raises:
         ValueError: the runs are of different scenarios.
@@ -188,7 +188,7 @@ def compare(before: Sequence[Result], after: Sequence[Result]) -> list[Change]:
 
 
 def loads_differ(before: Sequence[Result], after: Sequence[Result]) -> list[str]:
-    """Phases whose schedules offered another load, so that their latencies say little; in sentences."""
+    """Sentences about phases whose offered loads differ, so that their latencies are hardly comparable."""
     sentences = []
     for number, part in enumerate(before[0].parts()):
         old, new = (float(np.mean([run.parts()[number].offered for run in side])) for side in (before, after))
@@ -219,7 +219,7 @@ def _change_of_several(
         bounds = spread.interval(before, after, confidence) if known else (0.0, 0.0)
     elif all(0 < value < math.inf for value in (*before, *after)):
         low, high = spread.interval(np.log(before).tolist(), np.log(after).tolist(), confidence)
-        # More than any change, and still a number.
+        # Larger than any change, and still finite.
         bounds = math.exp(max(low, -50.0)), math.exp(min(high, 50.0))
     else:
         bounds = (1.0, 1.0)
@@ -248,7 +248,7 @@ def _judged(
     spreads: tuple[float, float],
     least: float,
 ) -> Change:
-    """A change if all of the interval lies beyond `least`."""
+    """A change if the whole interval is beyond `least`."""
     low, high = bounds
     band = (-_FEW_ERRORS, _FEW_ERRORS) if metric.name == ERRORS else (1 / (1 + least), 1 + least)
     rises, falls = low > band[1], high < band[0]

@@ -14,9 +14,9 @@ from normload.measurements.result import PERCENTILES, PhaseResult, Result
 from normload.measurements.tally import OK, Cell, per_second
 from normload.report import tables
 
-# The least distance between points of a plot over time.
+# The smallest distance between points of a plot over time.
 _POINT_S = 0.25
-# Of 1000: a bin that a phase covers so far is whole, but for rounding.
+# In thousandths: a phase that covers this much of a bin covers all of it, except for rounding.
 _WHOLE = 999
 _CURVE = (0.0, 25.0, 50.0, 75.0, 90.0, 95.0, 99.0, 99.5, 99.9)
 
@@ -44,7 +44,7 @@ def render(result: Result, outcomes: Sequence[tables.Outcome] = ()) -> str:
 
 
 def plots(result: Result) -> dict[str, Any]:
-    """The plotted numbers as uPlot takes them: in columns, the first of them x; None is a gap."""
+    """The plotted numbers in uPlot's form: columns, of which the first is x; None is a gap."""
     return {"time": _over_time(result), "latency": _curves(result), "load": _against_load(result)}
 
 
@@ -72,8 +72,8 @@ class _Bin:
     """A point of the plots over time.
 
     Attributes:
-        middle_s: since the first phase began.
-        seconds: how much of it lies in a phase; all of it if responses arrived after a phase.
+        middle_s: its middle, in seconds since the first phase began.
+        seconds: the part of it within a phase; all of it if responses arrived after a phase.
         cell: the requests that ended in it; None between phases.
     """
 
@@ -96,7 +96,7 @@ def _bins(phases: Sequence[PhaseResult]) -> list[_Bin]:
 
     Consecutive phases share the bins in which both have responses.
     """
-    # A whole number of intervals, so that all bins have the same number of them.
+    # A multiple of the interval, so that all bins have the same number of intervals.
     interval_s = max((each.tally.interval_s for each in phases), default=_POINT_S)
     width = interval_s * math.ceil(_POINT_S / interval_s)
     cells: dict[int, Cell] = {}
@@ -109,11 +109,11 @@ def _bins(phases: Sequence[PhaseResult]) -> list[_Bin]:
         first, last = (round(1000 * at / width) for at in (each.start_s, each.start_s + each.phase.duration_s))
         for number in range(first // 1000, -(-last // 1000)):
             covered[number] += min(last, 1000 * (number + 1)) - max(first, 1000 * number)
-    # A run shorter than a bin has only that.
+    # A run shorter than a bin has only one, incomplete bin.
     whole = [number for number, part in covered.items() if part >= _WHOLE]
     last = max(whole or covered, default=-1)
     if whole:
-        # A phase ends within these, and the rate of a short time, with late responses, is no rate of the phase.
+        # A phase ends within these bins; the rate of a short time, with late responses, is not the phase's.
         for number, part in list(covered.items()):
             if part < _WHOLE and not covered[number + 1]:
                 covered[number] = 0

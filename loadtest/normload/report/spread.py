@@ -1,4 +1,4 @@
-"""How far the mean of a number moved between two sets of runs, and how sure that is."""
+"""The confidence interval of the change of a number's mean between two sets of runs."""
 
 import functools
 import math
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# Of the integral below; its error is far below what such an interval is known to.
+# Points of the integral below; its error is far below the accuracy of such an interval.
 _POINTS = 100_001
 
 
@@ -14,8 +14,8 @@ def interval(before: Sequence[float], after: Sequence[float], confidence: float)
     """Bounds of the difference of means, after less before, of numbers with the same spread in both sets.
 
     Args:
-        before, after: a number of each run; three or more together, all finite.
-        confidence: the part of such intervals that hold the true difference, below 1.
+        before, after: a number for each run; three or more together, all finite.
+        confidence: the fraction of such intervals that contain the true difference, below 1.
     """
     degrees = len(before) + len(after) - 2
     squares = sum(float(np.var(side)) * len(side) for side in (before, after))

@@ -19,7 +19,7 @@ PART_HEADINGS = (
 OPERATION_HEADINGS = ("operation", "requests", "errors", "ok/s", "GB/s", "p50 ms", "p99 ms", "kernel GB/s")
 OBJECTIVE_HEADINGS = ("objective", "measured", "result")
 
-# What a server says about itself may contain markup.
+# A server's description of itself may contain markup.
 _MARKUP = str.maketrans({character: f"\\{character}" for character in "\\`*_[]<>|&"} | {"\n": " ", "\r": " "})
 
 Outcome = tuple[Objective, float, bool]

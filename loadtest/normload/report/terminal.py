@@ -15,7 +15,7 @@ from normload.clients import worker
 from normload.measurements.result import Result
 from normload.report import tables
 
-# In a pipe or a log there is no window to fit.
+# Width for output to a pipe or a file.
 _UNATTENDED_WIDTH = 120
 
 
@@ -108,7 +108,7 @@ def _server(result: Result) -> str:
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """A table whose last row is the total."""
-    # Narrow enough for 80 columns: the box brings a blank between the columns, so they need no padding.
+    # Narrow enough for 80 columns: the box separates columns with a blank, so they need no padding.
     table = Table(box=SIMPLE_HEAD, show_edge=False, padding=0)
     table.add_column(headings[0], no_wrap=True)
     for heading in headings[1:]:

@@ -1,4 +1,4 @@
-"""The command line: `normserve serve`, `normserve api-key` and `normserve version`."""
+"""The commands `normserve serve`, `normserve api-key` and `normserve version`."""
 
 import argparse
 import logging
@@ -31,7 +31,7 @@ _EXAMPLES = """examples:
 """
 
 _ENVIRONMENT = (
-    "Each option can be set in the environment as well: --max-body-bytes as NORMSERVE_MAX_BODY_BYTES.\n\n"
+    "Each option can also be set in the environment, for example --max-body-bytes as NORMSERVE_MAX_BODY_BYTES.\n\n"
 )
 
 
@@ -73,22 +73,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except KeysFileError as error:
             _complain("api_keys_file", str(error))
             return 2
-    # Before the processes of a fleet start, each of which would fail by itself.
+    # Before a fleet starts: each of its processes would fail for the same reason.
     if util.find_spec("torch") is None:
         raise ModuleNotFoundError("the server needs torch", name="torch")
-    # Until the server handles it: as a container's first process this one has no default for SIGTERM.
+    # Until the server handles SIGTERM: the first process of a container has no default action for it.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     if settings.devices or settings.frontend_count:
         return serve_fleet(settings)
-    # Late, because it takes a second to load what `version` and `--help` do without.
+    # A late import: it takes a second, and `version` and `--help` do not need it.
     from normserve.process.serving import serve
 
     return serve(settings)
 
 
 def _complain(name: str, what: str) -> None:
-    """Say what is wrong with a setting."""
-    # What is wrong with several at once has no place of its own.
+    """Print the error of a setting."""
+    # An error of several settings together has no name.
     where = f"{_option(name)} (NORMSERVE_{name.upper()}): " if name else ""
     print(f"normserve serve: {where}{what}", file=sys.stderr)
 
@@ -117,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Make a random API key. The key itself goes to stderr, once and nowhere else; its entry for the"
         " file of --api-keys-file goes to stdout, so that it can be appended: normserve api-key NAME >> keys.toml",
     )
-    make_key.add_argument("key_name", metavar="NAME", help="what logs and metrics call it")
+    make_key.add_argument("key_name", metavar="NAME", help="name of the key in logs and metrics")
     commands.add_parser("version", help="print the version")
     return parser
 
@@ -139,7 +139,7 @@ def _option(name: str) -> str:
 
 
 def _argument(name: str, field: FieldInfo) -> dict[str, Any]:
-    """How a setting looks on the command line; Settings itself checks the value."""
+    """The `add_argument` options of a setting; Settings itself checks the value."""
     if field.annotation is bool:
         return {"action": argparse.BooleanOptionalAction, "help": field.description, "default": None}
     default = "" if field.default is None else f" [default: {field.default}]"

@@ -12,7 +12,7 @@ _SETTINGS = """# Settings
 
 Settings are read once, at start. A command-line option takes precedence over the environment variable, which takes
 precedence over the default. `normserve serve --help` lists the same settings. Sizes in bytes may have a unit:
-`512MiB`, `1.5GiB`, or `2GB` (decimal). For an unknown variable that begins with `NORMSERVE_` the log has a warning.
+`512MiB`, `1.5GiB`, or `2GB` (decimal). The server warns about unknown variables that begin with `NORMSERVE_`.
 
 """
 

@@ -1,4 +1,4 @@
-"""The command `normserve`, which says in one line what to install where something is missing."""
+"""The command `normserve`.  If a package is missing, it prints one line that says what to install."""
 
 import sys
 from collections.abc import Sequence

@@ -1,23 +1,23 @@
-"""Everything that can go wrong with a request, as one tree.  No HTTP here: `problems` maps it to statuses.
+"""All errors of a request, as one tree of exceptions.  No HTTP here: `problems` maps each to a status.
 
 NormserveError
-├── MalformedHttpError           malformed_http         the bytes are no well-formed HTTP request
+├── MalformedHttpError           malformed_http         the bytes are not a well-formed HTTP request
 ├── UnsupportedTransferEncodingError  unsupported_transfer_encoding
 ├── HeadersTooLargeError         headers_too_large
-├── RequestTimeoutError          request_timeout        header or body came too slowly
-├── MalformedPayloadError        malformed_payload      the bytes are no well-formed safetensors or npy
+├── RequestTimeoutError          request_timeout        header or body arrived too slowly
+├── MalformedPayloadError        malformed_payload      the bytes are not well-formed safetensors or npy
 ├── UnusableRegionError          unusable_region        shared memory that is not registered, or cannot be
-├── UnauthorizedError            unauthorized           no API key, one that is not known or one that has expired
+├── UnauthorizedError            unauthorized           the API key is missing, unknown or expired
 ├── ForbiddenError               forbidden              the API key may not do this
 ├── ForbiddenOriginError         forbidden_origin       a page of another origin sent it
 ├── MisdirectedRequestError      misdirected_request    Host names another server
 ├── NotFoundError                not_found
 │   └── UnknownLayerError        unknown_layer
 ├── MethodNotAllowedError        method_not_allowed
-├── NotAcceptableError           not_acceptable         no representation that the client accepts
+├── NotAcceptableError           not_acceptable         the client accepts none of the representations
 ├── UnsupportedMediaTypeError    unsupported_media_type
 ├── TooLargeError                too_large
-├── InvalidRequestError                                 well-formed, but means nothing
+├── InvalidRequestError                                 well-formed, but the content is invalid
 │   ├── InvalidParameterError    invalid_parameter
 │   ├── InvalidShapeError        invalid_shape
 │   ├── UnsupportedDtypeError    unsupported_dtype
@@ -25,15 +25,15 @@ NormserveError
 │   └── UnexpectedTensorError    unexpected_tensor
 ├── ClientLeftError              client_left
 ├── DeadlineExceededError        deadline_exceeded
-├── DeviceFailureError           device_failure         sticky: the process is of no more use
+├── DeviceFailureError           device_failure         permanent: the process must be replaced
 └── RetryLaterError                                     carries retry_after_s
     ├── OverloadedError          overloaded
     ├── TooManyConnectionsError  too_many_connections
-    ├── RateLimitedError         rate_limited           more requests a second than the API key may send
+    ├── RateLimitedError         rate_limited           more requests per second than the API key allows
     ├── DrainingError            draining
     ├── NotReadyError            not_ready
-    ├── StalledError             stalled                work waits and none is finished
-    ├── ChangeFailedError        change_failed          of a layer: not made by every process, so by none
+    ├── StalledError             stalled                operations wait and none finishes
+    ├── ChangeFailedError        change_failed          not every process could change a layer, so none did
     ├── StorageError             storage_failure        the disk is full or fails
     └── DeviceOutOfMemoryError   device_out_of_memory
 """
@@ -43,7 +43,7 @@ from typing import ClassVar
 
 
 class NormserveError(Exception):
-    """Base of the tree.  `detail` says what was expected and what came, never the payload itself."""
+    """Base of the tree.  `detail` says what was expected and what was received, never the payload itself."""
 
     code: ClassVar[str] = "internal"
 
@@ -101,7 +101,7 @@ class UnknownLayerError(NotFoundError):
 
 
 class MethodNotAllowedError(NormserveError):
-    """Carries the methods that the resource does take."""
+    """Carries the methods that the resource allows."""
 
     code = "method_not_allowed"
 
@@ -123,7 +123,7 @@ class TooLargeError(NormserveError):
 
 
 class InvalidRequestError(NormserveError):
-    """The request is well-formed, but what it asks for means nothing."""
+    """The request is well-formed, but its content is invalid."""
 
 
 class InvalidParameterError(InvalidRequestError):
@@ -159,7 +159,7 @@ class DeviceFailureError(NormserveError):
 
 
 class RetryLaterError(NormserveError):
-    """The request is fine, the moment is not: try again after `retry_after_s` seconds."""
+    """The request is valid, but cannot be served now: try again after `retry_after_s` seconds."""
 
     def __init__(self, detail: str, retry_after_s: float = 1.0) -> None:
         super().__init__(detail)

@@ -1,6 +1,6 @@
-"""From errors to what clients are told: the one table of statuses, and problem documents (RFC 9457).
+"""From errors to responses: the only table of statuses, and problem documents (RFC 9457).
 
-Every transport answers with these; the statuses are those of HTTP.
+Every transport uses these; the statuses are those of HTTP.
 """
 
 import math
@@ -51,7 +51,7 @@ STATUSES: dict[type[NormserveError], int] = {
 
 
 def status_of(error: NormserveError) -> int:
-    """The status that answers an error."""
+    """The HTTP status of an error."""
     return STATUSES[type(error)]
 
 
@@ -69,17 +69,17 @@ def document(error: NormserveError, request_id: str) -> dict[str, Any]:
 
 
 def retry_after(error: RetryLaterError) -> int:
-    """After how many seconds the request may come again."""
+    """The number of seconds after which the client may send the request again."""
     return max(1, math.ceil(error.retry_after_s))
 
 
 def unexpected(error: BaseException) -> NormserveError:
-    """What a client is told of an unexpected error: only whether to try again."""
+    """The error that a client receives for an unexpected one: it says only whether to try again."""
     if isinstance(error, MemoryError):
         return DeviceOutOfMemoryError("there is not enough memory for this request now")
     return NormserveError("internal error in the server")
 
 
 def title_of(status: int) -> str:
-    """What a status is called."""
+    """The name of a status."""
     return "Client Closed Request" if status == 499 else HTTPStatus(status).phrase

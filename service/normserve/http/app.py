@@ -46,20 +46,20 @@ from normserve.peers.siblings import Siblings
 from normserve.requests.admission import Admission
 from normserve.settings import Settings
 
-# How long the device's thread may take to end what it is doing once no request waits for it.
+# How long the device's thread may take to finish its current work once no request waits for it.
 _STOP_S = 2.0
-# How long a collector may take for the last traces.
+# How long a collector may take to accept the last traces.
 _LAST_TRACES_S = 2.0
 
 
 def create_app(
     settings: Settings, make_backend: Callable[[], Backend] | None = None, siblings: Siblings | None = None
 ) -> FastAPI:
-    """The application; `app.state.entrance` is what a server calls, `app.state.service` what it works with.
+    """The application; a server calls `app.state.entrance`, and `app.state.service` has the objects that it uses.
 
     Args:
-        make_backend: called on the thread that will own the device; chosen by the settings if not given.
-        siblings: the others, if this is one process of several.
+        make_backend: called on the thread that will own the device; by default the settings choose the backend.
+        siblings: the other processes, if this is one of several.
     """
     service = Service(settings, make_backend, siblings)
     app = FastAPI(
@@ -70,7 +70,7 @@ def create_app(
         redirect_slashes=False,
         docs_url=None,
         redoc_url=None,
-        # Most requests never reach it, and those that do have spans of the server's own.
+        # Most requests never reach FastAPI, and those that do have the server's own spans.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
         exception_handlers={
             HTTPException: error_handlers.answer_http_exception,
@@ -83,7 +83,7 @@ def create_app(
     relays = app.state.relays = Relays(
         service.shared, service.slabs, service.metrics, polling(service.stalls.requests)
     )
-    # Of several processes with a device one tells of those that are linked to all.
+    # The front ends are linked to all processes with a device; only the first of these reports them.
     if service.siblings.place is None or service.siblings.place.index == 0:
         service.metrics.watch_front_ends(lambda: [(each["index"], each["pid"]) for each in relays.described()])
     status = _status(service, relays)
@@ -99,7 +99,7 @@ def create_app(
         Page(service.keys is not None, settings.tls_client_ca is not None).router(),
     ]
     app.state.routes = [route for router in routers for route in router.routes]
-    # Included routers are matched twice for each request, and FastAPI's own pages before them.
+    # Included routers would be matched twice for each request, and after FastAPI's own pages.
     app.router.routes[:0] = app.state.routes
     scopes = RouteScopes(app.router.routes, metrics_are_public=settings.api_keys_file is None)
     app.openapi = describe(app, None if service.keys is None else scopes)  # type: ignore[method-assign]
@@ -115,7 +115,7 @@ def create_app(
         AccessLog(scopes) if settings.access_log else None,
         spans,
     )
-    # The access log has a line of the application's for each request.
+    # With an access log every request must pass through the application, which writes its line.
     relays.relay_to(
         app.state.entrance, None if settings.access_log else _direct(service, operations, origins, spans)
     )
@@ -137,7 +137,7 @@ def _direct(service: Service, operations: Operations, origins: Origins, spans: H
 
 
 def _inference_protocol(service: Service, computing: Computing) -> list[APIRouter]:
-    """What answers below `/v2`."""
+    """The routers of the paths below `/v2`."""
     models, statistics = Models(service.layers), Statistics()
     regions = service.regions
     device_memory = DeviceMemory(service.settings.oip_cuda_shared_memory, service.engine)
@@ -216,7 +216,7 @@ def _bodies(service: Service) -> BodyReader:
 @contextlib.asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     service: Service = app.state.service
-    # The server listens while it warms up, and says so at /readyz.
+    # The server listens while it warms up, and /readyz reports that.
     warming = asyncio.create_task(service.warm_up())
     app.state.warming = warming
     watching = asyncio.create_task(service.watch_keys())
@@ -226,10 +226,10 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         watching.cancel()
         service.engine.close()
         warming.cancel()
-        # What went wrong at the start was told then.
+        # An error of the start was reported then.
         with contextlib.suppress(asyncio.CancelledError, Exception):
             await warming
-        # Whatever runs still keeps what it uses; the driver unmaps the rest while there is one.
+        # Work that still runs keeps its regions; the driver unmaps the others while it is still loaded.
         service.regions.close()
         await asyncio.to_thread(service.engine.stop, _STOP_S)
         if service.traces is not None:

@@ -12,16 +12,16 @@ from normserve.memory.slabs import SlabPool, plain_memory
 
 # The first slab of a body of unknown length.
 _FIRST_BYTES = 2**20
-# Shorter ones are packed into other memory in any case.
+# Shorter bodies are packed into other memory in any case.
 _PACKED_BYTES = 256 * 1024
-# Memory for shorter ones is there in less time than another thread.
+# Below this, allocating memory takes less time than a hand-over to another thread.
 _LONG_BYTES = 2**20
-# Bytes a second: what comes more slowly comes not at all, to those who wait for its place.
+# Bytes per second: a slower body loses its permit if other requests wait for it.
 _SLOWEST = 1.0
 
 
 def require_identity(content_encoding: str) -> None:
-    """Raises: UnsupportedMediaTypeError: a body is compressed."""
+    """Raises: UnsupportedMediaTypeError: the body is compressed."""
     if content_encoding.strip().lower() not in ("", "identity"):
         raise UnsupportedMediaTypeError("the body must be uncompressed, without a Content-Encoding")
 
@@ -31,9 +31,9 @@ class BodyReader:
     """Admits requests and receives their bodies.
 
     Attributes:
-        max_body_bytes: of one body.
-        pause_s, total_s: longest pause of a body, and longest time for all of it.
-        min_bytes_per_s, grace_s: least mean rate of a body, and after how long it counts.
+        max_body_bytes: limit of one body.
+        pause_s, total_s: longest pause within a body, and longest time for the whole body.
+        min_bytes_per_s, grace_s: minimum mean rate of a body, and the time after which it applies.
     """
 
     limits: Limits
@@ -45,13 +45,13 @@ class BodyReader:
     grace_s: float = 0.0
 
     async def read(self, exchange: Exchange) -> memoryview:
-        """Take a permit, and only then let the body come.  Without a body nothing is kept of the permit.
+        """Acquire a permit, and only then receive the body.  After an error the permit is released.
 
         Raises:
-            TooLargeError: it is longer than bodies may be; an announced one is refused unread.
-            OverloadedError: there is no permit or no memory for it, or others were given those that it had.
+            TooLargeError: the body is longer than allowed; if its length is announced, it is refused unread.
+            OverloadedError: there is no permit or no memory, or they were taken away for other requests.
             RequestTimeoutError: the client was too slow.
-            ClientLeftError: the client went away.
+            ClientLeftError: the client disconnected.
         """
         reception, caller = exchange.reception, exchange.caller
         announced = reception.announced
@@ -77,18 +77,18 @@ class BodyReader:
                 permit.grow(max(0, len(body) - permit.nbytes))
                 body = await room.settled(body)
         except BaseException:
-            # The error's way to a client that still sends may take a while, and it holds this frame.
+            # Sending the error to a client that still sends may take a while, and the traceback holds this frame.
             permit.release()
             room.slab = None
             raise
         return body
 
     def due_bytes_per_s(self, announced: int) -> float:
-        """What others may take the place of a body for that comes more slowly: it would not be whole in time."""
+        """The rate below which a body may lose its permit to other requests: it would not be complete in time."""
         return max(self.min_bytes_per_s, announced / self.total_s, _SLOWEST)
 
     def require_short(self, nbytes: int) -> None:
-        """Raises: TooLargeError: no body may have so many bytes."""
+        """Raises: TooLargeError: no body may be this long."""
         if nbytes > self.max_body_bytes:
             raise TooLargeError(
                 f"a body must be at most {self.max_body_bytes} bytes, {nbytes} were received or announced"
@@ -105,11 +105,11 @@ class _Room:
     slab: memoryview | None = None
 
     async def prepare(self) -> None:
-        """Where memory takes long to make, have it made while the event loop serves others: pinning takes
-        milliseconds for what others wait microseconds for.
+        """Allocate slow memory on another thread, while the event loop serves other requests: pinning takes
+        milliseconds, and other requests take microseconds.
 
         Raises:
-            OverloadedError: there is none.
+            OverloadedError: there is no memory.
         """
         slabs = self.reader.slabs
         if self.announced is None or self.announced < _LONG_BYTES:
@@ -119,7 +119,7 @@ class _Room:
             self.slab = await asyncio.to_thread(self._take, self.announced)
 
     def make(self, nbytes: int) -> memoryview:
-        """A slab for so many bytes, within the permit; larger where the length is unknown."""
+        """A slab of `nbytes`, within the permit; larger if the body's length is unknown."""
         if self.slab is not None:
             slab, self.slab = self.slab, None
             return slab
@@ -128,14 +128,14 @@ class _Room:
         self.reader.require_short(nbytes)
         nbytes = min(max(2 * nbytes, _FIRST_BYTES), self.reader.max_body_bytes)
         self.permit.grow(nbytes - self.permit.nbytes)
-        # Slow memory is made once the length is known: between two chunks there is no time for it.
+        # Slow memory is allocated once the length is known: between two chunks it would take too long.
         return plain_memory(nbytes).data if self.reader.slabs.source.is_slow else self._take(nbytes)
 
     async def settled(self, body: memoryview) -> memoryview:
-        """A body of unknown length, in the kind of memory that one of known length gets.
+        """Move a body of unknown length into the kind of memory that a body of known length gets.
 
         Raises:
-            OverloadedError: there is none.
+            OverloadedError: there is no memory.
         """
         if not self.reader.slabs.source.is_slow or len(body) <= _PACKED_BYTES:
             return body
@@ -156,5 +156,5 @@ class _Room:
 
 
 def _copy(source: memoryview, target: memoryview) -> None:
-    # Unlike a memoryview's own, this copy leaves Python's lock to others.
+    # Unlike a memoryview's own copy, this one releases the GIL.
     np.frombuffer(target, np.uint8, len(source))[:] = np.frombuffer(source, np.uint8)

@@ -19,10 +19,10 @@ _TIMING = b", ".join(b"%b;dur=%%.9f" % stage for stage in (b"recv", b"queue", b"
 
 @dataclass(frozen=True, slots=True)
 class Computing:
-    """What operations are received and run with.
+    """Receives and runs operations.
 
     Attributes:
-        timeout_ms: from a request's arrival to its start on the device, where it does not say.
+        timeout_ms: default time from a request's arrival to its start on the device.
     """
 
     engine: Engine
@@ -31,10 +31,10 @@ class Computing:
     timeout_ms: float
 
     async def receive(self, exchange: Exchange) -> memoryview:
-        """The body of a request whose head has nothing wrong; what begins with it is the work on the request.
+        """Receive the body of a request whose head is valid; the server's work on the request begins then.
 
         Raises:
-            NormserveError: it is not admitted, or it does not come.
+            NormserveError: the request is not admitted, or its body does not arrive.
         """
         self.engine.require_ready()
         body = await self.bodies.read(exchange)
@@ -50,14 +50,14 @@ class Computing:
         """Charge a job to the request's permit and compute it, unless the client leaves first.
 
         Args:
-            body_bytes: that the permit covers already.
-            timeout_ms: None where the server's holds.
+            body_bytes: bytes that the permit covers already.
+            timeout_ms: None for the server's default.
 
         Raises:
-            NormserveError: it takes too much memory, its deadline passes, or the device says so.
+            NormserveError: the job takes too much memory, its deadline passes, or the device reports an error.
         """
         self.admit(exchange.permit, exchange.record, job, cost, body_bytes)
-        # What runs already is waited for: the permit is held as long as the device works.
+        # A job that already runs is waited for: the permit is held as long as the device works.
         exchange.sending.on_departure = functools.partial(self.engine.withdraw, job)
         try:
             return await self.engine.submit(job, self.deadline(exchange.record, timeout_ms))
@@ -69,10 +69,10 @@ class Computing:
     ) -> None:
         """Charge a job to a request's permit.
 
-        Args: body_bytes: that the permit covers already.
+        Args: body_bytes: bytes that the permit covers already.
 
         Raises:
-            TooLargeError, OverloadedError: it takes too much memory, or too much now.
+            TooLargeError, OverloadedError: the job takes too much memory, ever or now.
         """
         self.admission.charge(permit, job, cost, body_bytes)
         record.dtype, record.rows = job.x.dtype.label, job.rows
@@ -80,22 +80,22 @@ class Computing:
         record.waiting_in = "queue"
 
     def deadline(self, record: RequestRecord, timeout_ms: float | None) -> float:
-        """When a request's execution must have begun, by `time.perf_counter`.
+        """The latest time at which a request's execution may begin, by `time.perf_counter`.
 
-        Args: timeout_ms: None where the server's holds.
+        Args: timeout_ms: None for the server's default.
         """
         return record.began + (self.timeout_ms if timeout_ms is None else timeout_ms) / 1000
 
 
 def note_operation(exchange: Exchange, op: Op, direction: Pass) -> None:
-    """Tell the request's record what it asks for."""
+    """Write the operation and its direction into the request's record."""
     exchange.record.op, exchange.record.direction = op.label, direction.label
 
 
 def note_result(record: RequestRecord, result: NormResult, began: float) -> Headers:
-    """Tell the request's record where the time went; and the headers that tell the client.
+    """Write a result's times into the request's record; return the response headers with them.
 
-    Args: began: when the answer began to be written, by `time.perf_counter`.
+    Args: began: when serialisation of the response began, by `time.perf_counter`.
     """
     record.note_result(result, began)
     record.stages["serialize"] = time.perf_counter() - began

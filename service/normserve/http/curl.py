@@ -3,42 +3,42 @@
 from normserve.errors import NormserveError
 
 _FORM = "application/x-www-form-urlencoded"
-# What `curl -d @FILE` leaves out.
+# Bytes that `curl -d @FILE` removes.
 _LEFT_OUT = (b"\0", b"\r", b"\n")
-# A file in either format has one of them in its first bytes.
+# A file in either format has one of these bytes within its beginning.
 _EXAMINED_BYTES = 4096
 
 
 def curl_line(url: str, *, with_key: bool, with_certificate: bool = False) -> str:
-    """A line that normalises the sample with nothing but curl and a shell."""
+    """A command line that normalises the sample with only curl and a shell."""
     curl = curl_command(url, with_certificate=with_certificate)
     key = ' -H "Authorization: Bearer $NORMSERVE_API_KEY"' if with_key else ""
     return f"{curl} {url}/sample.npy | {curl}{key} --data-binary @- -D - -o y.npy {url}/v1/layer_norm"
 
 
 def curl_command(url: str, *, with_certificate: bool) -> str:
-    """curl with the files that TLS needs: of the server's authority, and a client's certificate with its key."""
+    """curl with its TLS options: the server's certificate authority, and a client certificate with its key."""
     if not url.startswith("https:"):
         return "curl -s"
     return "curl -s --cacert ca.pem" + (" --cert client.pem" if with_certificate else "")
 
 
 def is_form(content_type: str) -> bool:
-    """Whether a Content-Type is curl's for a body that it is told nothing about."""
+    """Whether a Content-Type is curl's default for a body."""
     return content_type.partition(";")[0].strip().lower() == _FORM
 
 
 def with_curl_hint(error: NormserveError, body: memoryview) -> NormserveError:
-    """An error about a body that was sent as a form, with advice where `curl -d` seems to have changed the body."""
+    """An error about a body that was sent as a form, with a hint if `curl -d` seems to have changed the body."""
     if not _is_changed(body):
         return error
     return type(error)(f"{error.detail}; curl leaves out line breaks and zeros with -d, not with --data-binary")
 
 
 def _is_changed(body: memoryview) -> bool:
-    """Whether a body may be a file that `curl -d @FILE` sent, which leaves out zero bytes and line breaks.
+    """Whether a body may be a file sent with `curl -d @FILE`, which removes zero bytes and line breaks.
 
-    Args: body: of a file that has such bytes near its beginning: npy, safetensors or another binary format.
+    Args: body: a format with such bytes near its beginning: npy, safetensors or another binary format.
     """
     beginning = bytes(body[:_EXAMINED_BYTES])
     return bool(beginning) and not any(byte in beginning for byte in _LEFT_OUT)

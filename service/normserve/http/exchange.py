@@ -1,4 +1,4 @@
-"""One request and its response, with everything recorded about them from the first header to the last byte."""
+"""One request and its response, with all records about them from the first header to the last byte."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,20 +13,20 @@ from normserve.traces.parent import log_fields
 
 @dataclass(slots=True)
 class Exchange:
-    """What the routes and the edge of the application share about a request.
+    """The data of a request that the routes and the edge of the application share.
 
     Attributes:
-        request_id: the client's own, if it sent a sane one.
-        path: the request's, below where the application lies.
-        headers: the request's by lower-case name; of one that came twice, the last.
-        caller: who sent it.
-        record: what the metrics will be told.
-        reception: the request's body on the wire.
-        sending: the response on the wire.
-        respond: sends a whole response: status, headers, the body in pieces, their bytes.
-        permit: once the request is admitted; the edge gives it back.
-        client_left: the connection went before the response was complete.
-        progress: is told when work on the request begins and ends.
+        request_id: the client's own, if it sent a valid one.
+        path: the request's path, without the application's root path.
+        headers: the request's headers by lower-case name; the last one of repeated headers.
+        caller: the client.
+        record: the values for the metrics.
+        reception: receives the request's body.
+        sending: sends the response.
+        respond: sends a whole response: status, headers, the body in pieces, and its length in bytes.
+        permit: set once the request is admitted; the edge releases it.
+        client_left: the connection ended before the response was complete.
+        progress: counts requests on which work has begun and not ended.
     """
 
     request_id: str
@@ -44,17 +44,17 @@ class Exchange:
 
     @property
     def log_fields(self) -> dict[str, str]:
-        """What names the request in a line of the log."""
+        """The log fields that identify the request."""
         return log_fields(self.request_id, self.record.trace_id, self.headers)
 
     def begin_work(self) -> None:
-        """The request has been received whole: whether it is answered is up to the server now."""
+        """The request has been received completely: from now on the server is responsible for a response."""
         if self.progress is not None:
             self._is_in_work = True
             self.progress.begin()
 
     def end_work(self) -> None:
-        """The answer is there, or is no longer wanted; a second call does nothing."""
+        """The response is ready, or no longer wanted; a second call does nothing."""
         if self._is_in_work:
             self._is_in_work = False
             assert self.progress is not None

@@ -16,7 +16,7 @@ JSON = "application/json"
 
 _INFERENCE_PROTOCOL = re.compile(r"(?:[A-Za-z][A-Za-z0-9+.-]*://[^/?#]*)?/v2(?:[/?#]|$)")
 
-# Where the error itself ends the connection's use: nothing more will be answered on it.
+# Errors after which the server answers no more requests on the connection.
 _CLOSING = (
     errors.DrainingError,
     errors.MalformedHttpError,
@@ -27,7 +27,7 @@ _CLOSING = (
 )
 
 NO_SNIFFING = (b"x-content-type-options", b"nosniff")
-"""Stands on every response: a browser takes a body for what it is said to be."""
+"""On every response: browsers must use the declared content type."""
 
 
 def problem(
@@ -35,13 +35,13 @@ def problem(
 ) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
     """Render an error as a response: its status, its headers and its body.
 
-    Args: target: the request's path, or its whole target; empty where it is unknown.
+    Args: target: the request's path, or its whole target; empty if unknown.
     """
     status = status_of(error)
     is_plain = _INFERENCE_PROTOCOL.match(target) is not None
     told: dict[str, Any] = {"error": error.detail} if is_plain else document(error, request_id)
     if isinstance(error, errors.TooManyConnectionsError):
-        # Before the protocol is known: a problem document, and a member that clients of `/v2` look for.
+        # The protocol is not known yet: add the member that clients of `/v2` expect to the problem document.
         told["error"] = error.detail
     body = json.dumps(told).encode()
     headers = [
@@ -54,9 +54,9 @@ def problem(
 
 
 def render(error: NormserveError, target: str = "") -> bytes:
-    """The whole response to what never became a request, as it goes over the wire.
+    """The whole response, in bytes, to input that never became a request.
 
-    Args: target: what it said that it was for, as far as it did.
+    Args: target: the request target, as far as it was received.
     """
     request_id = secrets.token_hex(16)
     status, headers, body = problem(error, request_id, target)

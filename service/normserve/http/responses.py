@@ -8,14 +8,14 @@ from normserve.http.transport import Buffers, Headers
 
 
 def headers_of(nbytes: int, media_type: bytes, headers: Headers) -> list[tuple[bytes, bytes]]:
-    """All headers of a response of so many bytes, but those that every response carries."""
+    """The headers of a response of `nbytes`, without those that every response has."""
     return [(b"content-type", media_type), (b"content-length", b"%d" % nbytes), *headers]
 
 
 class BuffersResponse(Response):
-    """A body in pieces, sent as they are; complete when the kernel has taken the last of them.
+    """A body in several buffers, sent without a copy; complete when the kernel has taken the last of them.
 
-    For requests whose body has come: it goes past the messages of ASGI.
+    For requests whose body has been received: it does not use ASGI messages.
     """
 
     def __init__(self, buffers: Buffers, media_type: bytes, headers: Headers) -> None:

@@ -1,4 +1,4 @@
-"""The objects that exist as long as the server."""
+"""The objects that live as long as the server."""
 
 import functools
 import gc
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Service:
-    """What the parts of the application and the processes that serve it share."""
+    """The objects that the parts of the application and the server's process share."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Service:
             on_revoked=self.metrics.observe_revocation,
         )
         self.metrics.watch_inflight(lambda: self.limits.requests, lambda: self.limits.bytes)
-        # What front ends receive into and send from.
+        # The memory that front ends receive into and send from.
         self.shared = SharedSlabs()
         source = self.shared.source() if settings.frontend_count else PLAIN
         self.slabs = SlabPool(max_idle_bytes=settings.max_idle_slab_bytes, source=source)
@@ -87,7 +87,7 @@ class Service:
         return FleetLayerChanges(self.layers, self.siblings, make, place.folder)
 
     def report_crash(self, what: str, error: BaseException | None = None) -> None:
-        """Log a crash report; without an error of its own it tells of the device's last."""
+        """Log a crash report; without `error` it has the device's last error."""
         engine = self.engine
         crash.report(
             what,
@@ -102,7 +102,7 @@ class Service:
         endpoint = self.settings.trace_endpoint
         if endpoint is None:
             return None
-        # Late, because only those have the SDK who ask for traces.
+        # A late import: the SDK is installed only where traces are used.
         from normserve.traces.export import export_to
 
         return export_to(
@@ -110,7 +110,7 @@ class Service:
         )
 
     def _known_keys(self) -> Keyring | None:
-        """The API keys that are asked for; None where none are."""
+        """The accepted API keys; None if no key is required."""
         if self._keys_file is not None:
             keys = Keyring(self._keys_file.read())
         elif self.settings.api_key is not None:
@@ -136,7 +136,7 @@ class Service:
         return choose_backend(self.settings.backend, self.settings.cpu_threads, self.slabs, sizes)
 
     async def warm_up(self) -> None:
-        """Start the device, register the checkpoint's layers, then take work.
+        """Start the device, register the checkpoint's layers, then open for requests.
 
         Raises:
             NormserveError: the device cannot be used, or the checkpoint cannot be read.
@@ -145,8 +145,8 @@ class Service:
         await self.engine.start()
         if self.settings.checkpoint is not None:
             await register_checkpoint(self.settings.checkpoint, self.engine, self.layers)
-        # What torch and the routes left behind stays for good: without this the first full collection walks through
-        # it under load and holds every request for a tenth of a second.
+        # The objects of torch and the routes are permanent.  Without this, the first full garbage collection visits
+        # them all under load and delays every request by a tenth of a second.
         gc.collect()
         gc.freeze()
         await self.changes.join()

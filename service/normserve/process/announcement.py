@@ -5,7 +5,7 @@ from normserve.settings import Settings
 
 
 def announce(settings: Settings, url: str) -> None:
-    """Print where to POST, with a line to try; nothing to those who read lines of JSON."""
+    """Print where to POST, with an example command; print nothing if the log format is JSON."""
     if settings.log_format == "json":
         return
     with_key = settings.api_key is not None or settings.api_keys_file is not None

@@ -15,7 +15,7 @@ _REASONS = {number: reason for reason, number in REFUSED.items()}
 
 
 class Channel:
-    """Takes the connections that another process accepted, and tells it whether this one can take more."""
+    """Receives connections that another process accepted, and reports to it whether this process can take more."""
 
     def __init__(
         self,
@@ -28,11 +28,11 @@ class Channel:
         on_closed: Callable[[], None],
     ) -> None:
         """Args:
-        is_stalled: whether this process finishes nothing, however ready it is.
-        on_connection: serves a connection; calls what it is given with it when the connection has ended.
-        on_refused: the other process refused one; the argument names the setting.
-        on_link: takes one end of the way between a front end and a process that owns a device.
-        on_closed: the other process is gone.
+        is_stalled: whether this process finishes no operations, even if it is ready.
+        on_connection: serves a connection; calls its second argument when the connection has ended.
+        on_refused: called when the other process refused a connection; the argument names the setting.
+        on_link: receives one end of the link between a front end and a process that owns a device.
+        on_closed: called when the other process has ended.
         """
         self._channel = channel
         self._reports = Reports(channel)
@@ -45,17 +45,17 @@ class Channel:
         self._lost_log = Throttled(log)
 
     def open(self) -> None:
-        """Take connections from now on, and give a sign at every beat."""
+        """Receive connections from now on, and send a report at every beat."""
         asyncio.get_running_loop().add_reader(self._channel, self._receive)
         self._beat()
 
     def report(self, *, ready: bool) -> None:
-        """Let the other process know, now and with every beat."""
+        """Report to the other process whether this one is ready, now and at every beat."""
         self._is_ready = ready
         self._report()
 
     def request_link(self) -> None:
-        """Have the other process link this one with those that it has no link with."""
+        """Ask the other process to link this one with the processes that it has no link with."""
         self._reports.send(LINK)
 
     def _receive(self) -> None:
@@ -74,7 +74,7 @@ class Channel:
             self._lost_log.warning("a connection was lost: no descriptor is free")
             if number != LINK:
                 self._reports.send(number)
-            # That it has ended; of a link, that another is wanted.
+            # The connection has ended; for a link: another one is needed.
             self._reports.send(number)
         for descriptor in descriptors:
             connection = socket.socket(fileno=descriptor)
@@ -82,12 +82,12 @@ class Channel:
             if number == LINK:
                 self._on_link(connection)
                 continue
-            # Received: if this process ends, the connection ends with it.
+            # The connection is received: if this process ends now, the connection ends with it.
             self._reports.send(number)
             self._on_connection(connection, functools.partial(self._reports.send, number))
 
     def _beat(self) -> None:
-        """Give a sign: the event loop turns."""
+        """Report regularly; this shows that the event loop runs."""
         if not self._reports.is_behind:
             self._report()
         asyncio.get_running_loop().call_later(BEAT_S, self._beat)

@@ -16,20 +16,20 @@ log = logging.getLogger(__name__)
 
 OWNER, FRONT_END = "normserve.process.worker", "normserve.process.front_end"
 
-# Who has given no sign for so long gets no new connections.
+# A process that has sent nothing for this long gets no new connections.
 _QUIET_S = 3.0
-# Descriptors may be free again by then.
+# Pause before another link: descriptors may be free again by then.
 _LINK_AGAIN_S = 0.5
 
 
 @dataclasses.dataclass
 class Handed:
-    """A connection that a process was handed.
+    """A connection that was handed over to a process.
 
     Attributes:
-        connection: itself until the process has received it, then None.
-        on_end: told when it has ended.
-        on_unreceived: takes the connection back if the process ends without having received it.
+        connection: the socket until the process has received it, then None.
+        on_end: called when the connection has ended.
+        on_unreceived: takes the connection back if the process ends before it has received it.
     """
 
     connection: socket.socket | None
@@ -38,46 +38,46 @@ class Handed:
 
 
 class Process:
-    """One place of the fleet, and the process that is in it now."""
+    """One position of the fleet, and the process that has it now."""
 
     def __init__(self, name: str, command: str, say: Callable[[int], object], device: str, hang_s: float) -> None:
         """Args:
-        name: what the log calls it.
-        command: the module that it runs, which is given its channel.
-        say: what it is told, given how often one in this place has ended before it was to.
-        device: as `--devices` names it, what it sees.
-        hang_s: one that gives no sign for so long is killed.
+        name: its name in the log.
+        command: the module that it runs, with the channel's descriptor as its argument.
+        say: makes the object that it reads from standard input, from the number of restarts in this position.
+        device: the device that it sees, in the format of `--devices`.
+        hang_s: a process that sends nothing for this long is killed.
         """
         self.name = name
         self._command, self._say, self._device, self._hang_s = command, say, device, hang_s
-        # The connections that the process has, by their numbers.
+        # The connections of the process, by number.
         self._handed: dict[int, Handed] = {}
         self._channel: socket.socket | None = None
         self._running: asyncio.subprocess.Process | None = None
-        # Before it has said anything, a SIGHUP would end it.
+        # SIGHUP ends a process that has not sent anything yet.
         self._minds_signals = self._reloads_late = False
         self.restarts = 0
         self.was_ready = asyncio.Event()
         self.on_start: Callable[[], None] = lambda: None
         self._says_ready = False
-        # Whether this one, of all that have been in this place, has been ready.
+        # Whether the current process, not an earlier one in this position, has been ready.
         self._has_served = False
         self._silence_s = 0.0
 
     @property
     def fields(self) -> dict[str, object]:
-        """Which process is in this place, or was last, for a line of the log."""
+        """Log fields of the process that is in this position now, or was the last."""
         pid = None if self._running is None else self._running.pid
         return {"child": self.name, "device": self._device or "all", "pid": pid}
 
     @property
     def is_there(self) -> bool:
-        """It can be handed connections, be it that it answers that it is not ready."""
+        """Whether it can receive connections; it may answer them that it is not ready."""
         return self._channel is not None and self._silence_s < _QUIET_S
 
     @property
     def is_ready(self) -> bool:
-        """It takes work."""
+        """Whether it serves requests."""
         return self._says_ready and self.is_there
 
     async def run(self) -> int:
@@ -90,7 +90,7 @@ class Process:
                 stdin=asyncio.subprocess.PIPE,
                 pass_fds=[there.fileno()],
                 env=environment_of(self._device),
-                # A terminal's interrupt is for this process, which tells the others.
+                # The supervisor alone receives a terminal's interrupt, and signals the others.
                 start_new_session=True,
             )
         self._channel, self._has_served, self._silence_s = here, False, 0.0
@@ -117,31 +117,31 @@ class Process:
                     each.on_unreceived(each.connection)
 
     def take(self, number: int, connection: Handed) -> bool:
-        """Hand it a connection, which is its own from then on; whether it could be sent."""
+        """Hand over a connection, which belongs to it from then on; return whether it could be sent."""
         if self._channel is None or not hand_over(self._channel, number, connection.connection):
             return False
         self._handed[number] = connection
         return True
 
     def send(self, number: int, along: socket.socket | None = None) -> bool:
-        """Give it a message, and a socket with it; whether it took it."""
+        """Send a message, and a socket with it; return whether it could be sent."""
         return self._channel is not None and hand_over(self._channel, number, along)
 
     def signal(self) -> None:
-        """Have it drain, or stop at once if it does."""
+        """Make it drain, or stop at once if it already drains."""
         if self._running is not None and self._running.returncode is None:
             self._running.send_signal(signal.SIGTERM)
 
     def reload(self) -> None:
-        """Have it read the TLS files again, as soon as it minds the signal that says so."""
+        """Make it read the TLS files again, as soon as it handles SIGHUP."""
         if self._minds_signals and self._running is not None and self._running.returncode is None:
             self._running.send_signal(signal.SIGHUP)
         else:
             self._reloads_late = True
 
     def note_silence(self, seconds: float) -> None:
-        """So much time has passed; a process that has been ready and gives no sign for long is killed."""
-        # One that starts loads libraries, and says nothing for long.
+        """Add time in which nothing arrived; a process that has been ready and is silent for too long is killed."""
+        # A process that starts loads libraries and is silent for long.
         if not self._has_served or self._running is None or self._running.returncode is not None:
             return
         before, self._silence_s = self._silence_s, self._silence_s + seconds
@@ -156,7 +156,7 @@ class Process:
         log.log(level, message, *arguments, extra={"fields": self.fields})
 
     def _hear(self, channel: socket.socket, heard: Heard) -> bool:
-        """Read what the process has sent; whether there may be more."""
+        """Read the messages of the process; return whether there may be more."""
         try:
             said = channel.recv(4096)
         except OSError:
@@ -196,11 +196,11 @@ class Process:
 
 
 def ending(code: int) -> dict[str, object]:
-    """How a process has ended, by its exit code as `asyncio` has it, for a line of the log."""
+    """Log fields that say how a process ended, from its exit code in asyncio's form."""
     if code >= 0:
         return {"exit_code": code}
     try:
         return {"signal": signal.Signals(-code).name}
     except ValueError:
-        # Of real time.
+        # A real-time signal.
         return {"signal": str(-code)}

@@ -1,6 +1,6 @@
-"""Limits on the number of open connections, in total and from one address; more are refused.
+"""Limits on the number of open connections, in total and from one address; others are refused.
 
-Connections are counted by the process that accepts them: the server itself, or the supervisor of several
+The process that accepts connections counts them: the server itself, or the supervisor of several
 processes.
 """
 
@@ -22,20 +22,20 @@ log = logging.getLogger(__name__)
 
 Reason = Literal["max_connections", "max_connections_per_address", "local_connections"]
 
-# What the server has open beside its clients' connections: sockets of its own, files, the device's libraries.
+# Descriptors besides clients' connections: the server's own sockets, files, the device's libraries.
 _OTHER_DESCRIPTORS = 256
-# A refused client may still be sending its request: closing at once would reset what it has to read.
+# A refused client may still be sending its request; closing at once would reset the response before it is read.
 _LINGER_S = 1.0
 _MAX_LINGERING = 64
 _PAUSE_S = 0.1
 
 
 class ConnectionLimits:
-    """Counts connections and refuses those that are too many.
+    """Counts connections and refuses those beyond the limits.
 
     Attributes:
-        open: connections that were admitted and have not ended.
-        max_all: how many there may be.
+        open: number of connections that were admitted and have not ended.
+        max_all: limit on `open`.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class ConnectionLimits:
         farewell: Callable[[NormserveError], bytes] = render,
     ) -> None:
         """Args:
-        of_address: the setting that `max_per_address` is of.
-        farewell: what a refused client is sent.
+        of_address: the setting that defines `max_per_address`.
+        farewell: makes the response to a refused client.
         """
         self.open = 0
         self._of_address = of_address
@@ -62,7 +62,7 @@ class ConnectionLimits:
         self._refused_log, self._failed_log = Throttled(log), Throttled(log)
 
     def admit(self, connection: socket.socket) -> str | None:
-        """Count a connection that was accepted: its address for `release`; None if it was refused and is closed."""
+        """Count an accepted connection; return its address for `release`, or None if it was refused and closed."""
         address = address_of(connection)
         of_address = self._by_address.get(address, 0)
         if self.open >= self.max_all:
@@ -76,7 +76,7 @@ class ConnectionLimits:
         return address
 
     def release(self, address: str) -> None:
-        """A connection from there has ended."""
+        """Count the end of a connection from this address."""
         self.open -= 1
         left = self._by_address[address] - 1
         if left:
@@ -85,13 +85,13 @@ class ConnectionLimits:
             del self._by_address[address]
 
     async def accept(self, listener: socket.socket, take: Callable[[socket.socket, str], Awaitable[None]]) -> None:
-        """Accept until cancelled; `take` owns each connection and sees to the release of its address."""
+        """Accept until cancelled; `take` owns each connection and arranges the release of its address."""
         loop = asyncio.get_running_loop()
         while True:
             try:
                 connection, _ = await loop.sock_accept(listener)
             except OSError as error:
-                # Out of descriptors, for one: connections wait in the kernel until some are given back.
+                # For example out of descriptors: connections wait in the kernel until some are free.
                 self._failed_log.warning("a connection could not be accepted: %s", error)
                 await asyncio.sleep(_PAUSE_S)
                 continue
@@ -101,7 +101,7 @@ class ConnectionLimits:
                 if connection.family != socket.AF_UNIX:
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 await take(connection, address)
-            # What waits already is accepted without a turn of the loop: others shall have theirs.
+            # `sock_accept` does not yield while connections wait: let other tasks run.
             await asyncio.sleep(0)
 
     def _refuse(self, connection: socket.socket, reason: Reason, limit: int) -> None:
@@ -122,13 +122,13 @@ class ConnectionLimits:
 
 
 def _close(connection: socket.socket) -> None:
-    """Close what has been answered: unread bytes would make the kernel reset it."""
+    """Close a connection after its response; unread bytes would make the kernel reset it."""
     with connection, contextlib.suppress(OSError):
         connection.recv(65536)
 
 
 def address_of(connection: socket.socket) -> str:
-    """Whose it is: an IPv4 address, an IPv6 network of 64 bits, or the user at the other end of a Unix socket."""
+    """The client: an IPv4 address, an IPv6 network of 64 bits, or the user at the other end of a Unix socket."""
     try:
         if connection.family == socket.AF_UNIX:
             credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
@@ -139,12 +139,12 @@ def address_of(connection: socket.socket) -> str:
     if ":" not in peer:
         return str(peer)
     address = ipaddress.IPv6Address(peer.partition("%")[0])
-    # One host is given at least so many addresses.
+    # One host usually has at least a /64 network.
     return str(address.ipv4_mapped or ipaddress.IPv6Network((int(address) >> 64 << 64, 64)))
 
 
 def connections_for_descriptors(wanted: int) -> int:
-    """How many connections the process may hold: `wanted`, or fewer where the system's hard limit is lower.
+    """How many connections the process may hold: `wanted`, or fewer if the system's hard limit is lower.
 
     Raises the soft limit of descriptors as far as needed.
     """

@@ -1,6 +1,6 @@
 """A front end: `python -m normserve.process.front_end CHANNEL`, started by `supervisor` only.
 
-It speaks HTTP and owns no device: it relays every request to a process that owns a device and runs the
+It serves HTTP and owns no device: it relays every request to a process that owns a device and runs the
 application.  It reads its settings, pickled, from standard input; connections, and links to those processes,
 arrive over the channel.
 """
@@ -28,7 +28,7 @@ _POLL_S = 0.02
 
 
 class FrontEndServer(HttpServer):
-    """Serves the connections that come over a channel."""
+    """Serves the connections that arrive over a channel."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class FrontEndServer(HttpServer):
 
 
 def main() -> int:
-    """Serve; the exit code."""
+    """Serve; return the exit code."""
     settings, index = pickle.load(sys.stdin.buffer)
     configure_logging(settings.log_level, settings.log_format, f"front end {index}")
     channel = socket.socket(fileno=int(sys.argv[1]))

@@ -1,6 +1,6 @@
-"""What the process that accepts and those that serve say to one another, over a pair of stream sockets.
+"""Messages between the process that accepts connections and those that serve them, over a stream socket pair.
 
-Every message is one number of eight bytes.  A connection is handed over under a number that no other has.  The
+Every message is one number of eight bytes.  A connection is handed over with a unique number.  The
 process that serves sends that number back twice: when it has received the connection, and when the connection has
 ended.  Until the first of these the process that accepted the connection keeps it open as well, and hands it to
 another process if this one ends.
@@ -14,7 +14,7 @@ import struct
 MESSAGE = struct.Struct("<Q")
 
 READY, NOT_READY = 2**64 - 1, 2**64 - 2
-"""A process that serves can take connections, or cannot: told as soon as it changes, and every `BEAT_S`."""
+"""A serving process can take connections, or cannot: sent at each change and every `BEAT_S`."""
 
 BEAT_S = 0.5
 
@@ -23,15 +23,15 @@ REFUSED = {
     "max_connections_per_address": 2**64 - 4,
     "local_connections": 2**64 - 5,
 }
-"""The process that accepts has refused a connection: the others have the metrics."""
+"""The accepting process has refused a connection: a serving process counts it, since it has the metrics."""
 
 
 LINK = 2**64 - 6
-"""What comes along is no connection of a client's, but the way from a front end to a process that owns a device."""
+"""The socket in this message is a link between a front end and a process that owns a device, not a client's."""
 
 
 class Reports:
-    """Messages of a process that serves, in order, none of them lost while the other side is busy."""
+    """Messages of a serving process, sent in order; none is lost while the other side is busy."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
@@ -39,7 +39,7 @@ class Reports:
 
     @property
     def is_behind(self) -> bool:
-        """The other side has not taken everything yet."""
+        """Whether messages wait because the other side has not read earlier ones."""
         return bool(self._unsent)
 
     def send(self, number: int) -> None:
@@ -61,12 +61,12 @@ class Reports:
         except BlockingIOError:
             pass
         except OSError:
-            # The other process is gone, and this one is about to end.
+            # The other process has ended, and this one is about to end.
             self._unsent.clear()
 
 
 class Heard:
-    """Messages as they come out of a stream."""
+    """Splits a stream into messages."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -79,7 +79,7 @@ class Heard:
 
 
 def hand_over(channel: socket.socket, number: int, connection: socket.socket | None = None) -> bool:
-    """Send a message, and a connection with it; whether it could be sent."""
+    """Send a message, and a connection with it; return whether it could be sent."""
     descriptors = [] if connection is None else [connection.fileno()]
     with contextlib.suppress(OSError):
         socket.send_fds(channel, [MESSAGE.pack(number)], descriptors)
@@ -88,10 +88,10 @@ def hand_over(channel: socket.socket, number: int, connection: socket.socket | N
 
 
 def receive(channel: socket.socket) -> tuple[int, list[int]] | None:
-    """The next message and the descriptors that came with it; None where the other process is gone.
+    """The next message and its descriptors; None if the other process has ended.
 
     Raises:
-        BlockingIOError: there is none.
+        BlockingIOError: there is no message now.
     """
     try:
         said, descriptors, _, _ = socket.recv_fds(channel, MESSAGE.size, 1)

@@ -37,7 +37,7 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Drain on the first signal, stop at once on the second; on a fatal one, write where each thread was."""
+        """Drain on the first signal, stop at once on the second; on a fatal one, print each thread's traceback."""
         faulthandler.enable()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -50,10 +50,10 @@ class HttpServer(uvicorn.Server):
 
     @abstractmethod
     async def _drain(self) -> None:
-        """Finish what was admitted, then have the server end."""
+        """Finish the admitted requests, then make the server end."""
 
     def _begin_drain(self) -> None:
-        """What is to be done at once."""
+        """The first step of a drain, which must happen at once."""
 
     def _on_signal(self, number: signal.Signals) -> None:
         log.info("%s came%s", number.name, ", again: the server ends at once" if self._draining else "")
@@ -64,7 +64,7 @@ class HttpServer(uvicorn.Server):
         self._drain_once()
 
     def _drain_once(self) -> None:
-        """Begin to drain, unless that has begun."""
+        """Begin to drain, unless a drain has already begun."""
         if self._draining:
             return
         self._draining = True
@@ -90,18 +90,18 @@ class HttpServer(uvicorn.Server):
         try:
             await asyncio.get_running_loop().connect_accepted_socket(lambda: protocol, connection, **handshake)
         except OSError:
-            # Gone before it was a connection, or without a handshake, of which TLS has told it why.
+            # The client disconnected early, or the handshake failed, in which case TLS has sent an alert.
             connection.close()
             on_end()
 
     def _handshake(self) -> dict[str, Any]:
-        """What the event loop is told about TLS; nothing where there is none."""
+        """The event loop's TLS options; none without TLS."""
         if self._tls is None:
             return {}
         return {
             "ssl": self._tls,
             "ssl_handshake_timeout": self._settings.header_timeout_s,
-            # The rest of a response may leave until then.
+            # The rest of a response may be sent until then.
             "ssl_shutdown_timeout": self._settings.send_timeout_s,
         }
 
@@ -119,7 +119,7 @@ def http_config(
     refuse: Callable[[NormserveError, str], bytes],
     on_late_departure: Callable[[], None],
 ) -> uvicorn.Config:
-    """How uvicorn is to speak HTTP.
+    """The configuration of uvicorn.
 
     Args:
         entrance: the ASGI application.

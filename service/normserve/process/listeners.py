@@ -14,10 +14,10 @@ _BACKLOG = 2048
 
 @contextlib.contextmanager
 def listening(settings: Settings) -> Iterator[list[socket.socket]]:
-    """Every address of the host at the port, then the Unix socket; closed, and its path removed, at the end.
+    """Listeners at every address of the host, then at the Unix socket; closed, and its path removed, at the end.
 
     Raises:
-        OSError: an address is in use, or not this host's.
+        OSError: an address is in use, or does not belong to this host.
     """
     with contextlib.ExitStack() as stack:
         listeners: list[socket.socket] = []
@@ -26,7 +26,7 @@ def listening(settings: Settings) -> Iterator[list[socket.socket]]:
         for family, _, _, _, address in dict.fromkeys(found):
             bound = socket.create_server((str(address[0]), port), family=family, backlog=_BACKLOG)
             listeners.append(stack.enter_context(bound))
-            # A port that the system chose is the same at the host's other addresses.
+            # If the system chose the port, the other addresses use the same one.
             port = bound.getsockname()[1]
         if settings.uds is not None:
             listeners.append(stack.enter_context(_listening_at(settings.uds)))
@@ -41,7 +41,7 @@ def listening_locally(settings: Settings) -> Iterator[socket.socket]:
     """The Unix socket for clients that share memory; closed, and its path removed, at the end.
 
     Raises:
-        OSError: nothing can be bound there.
+        OSError: the path cannot be bound.
     """
     path = settings.local
     assert path is not None
@@ -54,20 +54,20 @@ def listening_locally(settings: Settings) -> Iterator[socket.socket]:
 
 
 def is_local(connection: socket.socket, settings: Settings) -> bool:
-    """Whether an accepted connection came to the socket for clients that share memory."""
+    """Whether an accepted connection was made to the socket for clients that share memory."""
     return connection.family == socket.AF_UNIX and connection.getsockname() == str(settings.local)
 
 
 def _listening_at(path: Path, mode: int = 0o777) -> socket.socket:
-    """A socket that an earlier process left there is replaced, nothing else is.
+    """Listen at a path; a socket that an earlier process left there is replaced, any other file is not.
 
-    Args: mode: of the path, less what the process's mask takes away.
+    Args: mode: of the path, before the process's umask applies.
     """
     if path.is_socket():
         path.unlink()
     listener = socket.socket(socket.AF_UNIX)
     try:
-        # Before a client can connect: Linux makes the path with the mode that the socket has.
+        # Before a client can connect: Linux creates the path with the mode of the socket.
         os.fchmod(listener.fileno(), mode)
         listener.bind(str(path))
         listener.listen(_BACKLOG)
@@ -78,9 +78,9 @@ def _listening_at(path: Path, mode: int = 0o777) -> socket.socket:
 
 
 def url_of(listener: socket.socket, *, encrypted: bool) -> str:
-    """Where clients on this host reach it."""
+    """The URL at which clients on this host reach a listener."""
     host, port = listener.getsockname()[:2]
-    # A server that listens everywhere is reached here by the loopback address.
+    # A server that listens on all addresses is reached from this host by the loopback address.
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     scheme = "https" if encrypted else "http"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -20,7 +20,7 @@ from normserve.settings import Settings
 
 
 def local_limits(settings: Settings, on_refused: Callable[[str], None]) -> ConnectionLimits:
-    """How many connections of such clients there may be."""
+    """The limits on connections of such clients."""
     return ConnectionLimits(
         max_all=settings.max_connections,
         max_per_address=settings.local_connections,
@@ -31,9 +31,9 @@ def local_limits(settings: Settings, on_refused: Callable[[str], None]) -> Conne
 
 
 def local_server(service: Service, describe: Callable[[], Awaitable[dict[str, Any]]]) -> LocalServer:
-    """Answers them with what HTTP is answered with.
+    """A server for such clients, which uses the same objects as the HTTP routes.
 
-    Args: describe: what `/v1/info` answers.
+    Args: describe: makes the response of `/v1/info`.
     """
     settings, progress = service.settings, service.stalls.requests
     admission = Admission(service.engine, settings.max_inflight_bytes)

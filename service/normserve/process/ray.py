@@ -20,12 +20,12 @@ from normserve.http.transport import PlainAsgi
 from normserve.peers.replicas import Board, Replicas, Scale
 from normserve.settings import Settings
 
-# One line a request costs more than a small request.
+# One line per request costs more than a small request.
 _QUIET = {"enable_access_log": False}
 
 
 class Replica:
-    """One process that owns one device; Ray Serve makes and ends it."""
+    """One process that owns one device; Ray Serve starts and ends it."""
 
     def __init__(self, settings: Settings, board: DeploymentHandle) -> None:
         self._board = board
@@ -33,11 +33,11 @@ class Replica:
         self._app = create_app(settings, siblings=self._replicas)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        """Called by Ray Serve on the event loop that will serve."""
+        """Called by Ray Serve on the event loop that will serve requests."""
         return _WarmApplication(self._app, self._replicas)
 
     def check_health(self) -> None:
-        """Raises: RuntimeError: the device has failed, and another process must take this one's place."""
+        """Raises: RuntimeError: the device has failed, and another process must replace this one."""
         service: Service = self._app.state.service
         if service.engine.state is State.FAILED:
             raise RuntimeError("the device has failed")
@@ -51,7 +51,7 @@ class Replica:
 
 
 class _WarmApplication:
-    """Has started only once it is warm: Ray Serve sends requests from then on."""
+    """Completes its startup only once it is warm, because Ray Serve sends requests from then on."""
 
     def __init__(self, app: FastAPI, replicas: Replicas) -> None:
         self._app, self._replicas = app, replicas
@@ -85,7 +85,7 @@ class _WarmApplication:
 
 
 async def _send_without_id(send: Send, message: Message) -> None:
-    """Ray Serve names every response itself, by the id that it gave the request or found there."""
+    """Drop our x-request-id: Ray Serve adds its own to every response, from the request or generated."""
     if message["type"] == "http.response.start":
         headers = [(name, value) for name, value in message["headers"] if name != b"x-request-id"]
         message = {**message, "headers": headers}
@@ -93,7 +93,7 @@ async def _send_without_id(send: Send, message: Message) -> None:
 
 
 def build(scale: Scale) -> serve.Application:
-    """The Serve application; settings are those of the environment that it is built in.
+    """The Serve application, with the settings of the environment in which it is built.
 
     Args:
         scale: Serve's `args`.

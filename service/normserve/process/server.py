@@ -27,12 +27,12 @@ from normserve.process.tls import TlsContext
 log = logging.getLogger(__name__)
 
 _DRAIN_POLL_S = 0.02
-# Answers that say that it is over may still leave.
+# Time to send the last error responses.
 _FAREWELL_S = 0.3
 
 
 class Server(HttpServer):
-    """The process that owns the device: it finishes what it admitted before it stops, and exits with a meaning."""
+    """The process that owns the device: it finishes admitted requests before it stops; a failure exits with 1."""
 
     def __init__(
         self,
@@ -45,8 +45,8 @@ class Server(HttpServer):
         local_listener: socket.socket | None = None,
     ) -> None:
         """Args:
-        listeners, channel: where connections come from, the one or the other.
-        local_listener: where those of clients come from that share memory.
+        listeners, channel: the source of connections, one or the other.
+        local_listener: the source of connections of clients that share memory.
         """
         self._app = app
         self._service: Service = app.state.service
@@ -88,7 +88,7 @@ class Server(HttpServer):
         self._spawn(self._announce())
 
     def _note_error_of_loop(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """What a callback raised.  One that found no memory may have left a caller waiting forever."""
+        """Log a callback's exception.  A MemoryError ends the server: a caller may be left waiting forever."""
         if not isinstance(context.get("exception"), MemoryError):
             loop.default_exception_handler(context)
         elif not self._is_failing:
@@ -113,16 +113,16 @@ class Server(HttpServer):
         self.should_exit = True
 
     async def _take_connection(self, connection: socket.socket, address: str) -> None:
-        """This process accepted it."""
+        """Serve a connection that this process accepted."""
         self._spawn(self._serve_connection(connection, functools.partial(self._limits.release, address)))
 
     async def _take_local(self, connection: socket.socket, address: str) -> None:
-        """This process accepted it, of a client that shares memory."""
+        """Serve a connection that this process accepted from a client that shares memory."""
         assert self._local is not None
         self._local.serve(connection, functools.partial(self._local_limits.release, address))
 
     def _channel_of(self, channel: socket.socket) -> Channel:
-        """Connections that another process accepts; when that one is gone, this one ends as well."""
+        """A channel for connections that another process accepts; when that process ends, this one ends as well."""
         service = self._service
         return Channel(
             channel,
@@ -140,7 +140,7 @@ class Server(HttpServer):
             self._spawn(self._serve_connection(connection, on_end))
 
     def _tell(self, *, ready: bool) -> None:
-        """Let the process that accepts connections know, if there is one, and the front ends."""
+        """Report readiness to the process that accepts connections, if there is one, and to the front ends."""
         self._relays.report(ready=ready)
         if self._channel is not None:
             self._channel.report(ready=ready)

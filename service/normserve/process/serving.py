@@ -23,16 +23,16 @@ from normserve.settings import Settings
 
 log = logging.getLogger(__name__)
 
-# A thread that compiles runs Python for a second on end, and each other thread that needs Python's lock waits this
-# long for it: at the default of 5 ms a server answers a tenth as often as otherwise, at this two fifths.
+# A thread that compiles runs Python for a whole second, and every other thread waits this long each time it needs
+# the GIL.  At the default of 5 ms, throughput falls to a tenth during that time; at this value to two fifths.
 _SWITCH_S = 0.0005
 
 
 def serve(settings: Settings, app: FastAPI | None = None, channel: socket.socket | None = None) -> int:
-    """Run the server until it is told to stop; the process's exit code.
+    """Run the server until a signal stops it; return the process's exit code.
 
     Args:
-        channel: where connections come from that another process accepts, in place of a port.
+        channel: the source of connections that another process accepts, in place of a port.
     """
     app = app or create_app(settings)
     service: Service = app.state.service

@@ -33,12 +33,12 @@ from normserve.settings import Settings
 log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 30.0
-# One that ran so long did not fail at its start.
+# A process that ran for this long did not fail at its start.
 _STEADY_S = 60.0
 
 
 class Fleet:
-    """Every process, and the sockets that they serve."""
+    """All processes, and the sockets that they serve."""
 
     def __init__(self, settings: Settings, folder: Path) -> None:
         self._settings = settings
@@ -55,13 +55,13 @@ class Fleet:
             process.on_start = functools.partial(self._link, process)
         self._numbers = itertools.count()
         self._turns = itertools.count()
-        # Connections that a process which ended had not received.
+        # Connections that a process had not received when it ended.
         self._again: set[asyncio.Task[None]] = set()
         self._ending = asyncio.Event()
         self._exit_code = 0
 
     async def run(self) -> int:
-        """Serve until told to stop; the exit code."""
+        """Serve until a signal; return the exit code."""
         loop = asyncio.get_running_loop()
         with contextlib.ExitStack() as stack:
             listeners = stack.enter_context(listening(self._settings))
@@ -79,7 +79,7 @@ class Fleet:
             accepting = [asyncio.create_task(each) for each in accepted]
             serving = [asyncio.create_task(self._keep(process)) for process in self._front_ends]
             await asyncio.gather(*(self._keep(process) for process in self._owners))
-            # What the owners had admitted has been answered by way of these.
+            # The front ends have sent the responses to all requests that the owners had admitted.
             for process in self._front_ends:
                 process.signal()
             await asyncio.gather(*serving)
@@ -88,13 +88,13 @@ class Fleet:
         return self._exit_code
 
     async def _keep(self, process: Process) -> None:
-        """Run a process again when it ends before it is to."""
+        """Run a process, and restart it when it ends unexpectedly."""
         pause = _FIRST_PAUSE_S
         while not self._ending.is_set():
             began = time.monotonic()
             code = await process.run()
             if self._ending.is_set() or not process.was_ready.is_set():
-                # What cannot even start will not the next time; the others are not kept for it.
+                # A process that cannot even start would fail again: the whole fleet ends.
                 self._exit_code = self._exit_code or int(code != 0)
                 if not self._ending.is_set():
                     ended = {**process.fields, **ending(code)}
@@ -109,10 +109,10 @@ class Fleet:
                 await asyncio.wait_for(self._ending.wait(), pause)
 
     async def _watch(self) -> None:
-        """Count the time in which processes give no sign.
+        """Count the time in which processes are silent.
 
-        Never more at once than what was slept for: a while in which this process itself was stopped, or the whole
-        machine, is nobody's silence.
+        Each step adds at most the time slept: time in which this process or the whole machine was stopped does not
+        count.
         """
         while True:
             await asyncio.sleep(BEAT_S)
@@ -120,14 +120,14 @@ class Fleet:
                 process.note_silence(BEAT_S)
 
     def _end(self) -> None:
-        # At the second signal it waits for no process.
+        # At the second signal the supervisor waits for no process.
         processes = self._processes if self._ending.is_set() else self._owners
         self._ending.set()
         for process in processes:
             process.signal()
 
     def _link(self, process: Process) -> None:
-        """Connect one that has started with those of the other kind that are there."""
+        """Link a process that has started with the running processes of the other kind."""
         if process in self._front_ends:
             pairs = [(process, owner) for owner in self._owners]
         else:
@@ -146,7 +146,7 @@ class Fleet:
     def _hand_over_from(
         self, limits: ConnectionLimits, takers: Sequence[Process]
     ) -> Callable[[socket.socket, str], Coroutine[None, None, None]]:
-        """What takes the connections that these limits admit."""
+        """The function that takes the connections that these limits admit."""
 
         async def hand_over(connection: socket.socket, address: str) -> None:
             await self._hand_over(connection, takers, functools.partial(limits.release, address))
@@ -156,7 +156,7 @@ class Fleet:
     async def _hand_over(
         self, connection: socket.socket, takers: Sequence[Process], on_end: Callable[[], None]
     ) -> None:
-        """To the next that is ready, else to one that says that it is not, else as soon as there is one."""
+        """Hand over to the next process that is ready, else to one that is not ready, else wait for one."""
 
         def hand_over_again(connection: socket.socket) -> None:
             again = asyncio.create_task(self._hand_over(connection, takers, on_end))
@@ -188,8 +188,8 @@ class Fleet:
 
 
 def _owners(settings: Settings, folder: Path) -> list[Process]:
-    """A place for each device."""
-    # Without a choice of devices there is one process, which sees all and takes what a single one would.
+    """A position for each device."""
+    # Without `--devices` there is one process, which sees all devices and chooses as a single server does.
     devices = settings.devices.split(",") if settings.devices else [""]
 
     def said(index: int, restarts: int) -> object:
@@ -203,7 +203,7 @@ def _owners(settings: Settings, folder: Path) -> list[Process]:
 
 
 def _front_ends(settings: Settings) -> list[Process]:
-    """A place for each process that speaks HTTP in the others' stead."""
+    """A position for each process that serves HTTP for those that own a device."""
     return [
         Process(f"front end {index}", FRONT_END, functools.partial(_told, settings, index), "cpu", settings.hang_s)
         for index in range(settings.frontend_count)
@@ -215,7 +215,7 @@ def _told(settings: Settings, index: int, restarts: int) -> object:
 
 
 def _settings_of(settings: Settings, device: str, count: int) -> Settings:
-    """What one process with a device is told."""
+    """The settings of one process that owns a device."""
     threads = settings.cpu_threads or max(1, len(os.sched_getaffinity(0)) // count)
     own: dict[str, Any] = {"uds": None, "devices": ""}
     if device:
@@ -224,7 +224,7 @@ def _settings_of(settings: Settings, device: str, count: int) -> Settings:
 
 
 def serve_fleet(settings: Settings) -> int:
-    """Run what `settings.devices` and `settings.frontends` ask for until told to stop; the exit code."""
+    """Run the processes of `settings.devices` and `settings.frontends` until a signal; return the exit code."""
     with tempfile.TemporaryDirectory(prefix="normserve-") as folder:
 
         async def run() -> int:

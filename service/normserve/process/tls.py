@@ -1,4 +1,4 @@
-"""TLS on the port: the server's certificate and key from files, which may be replaced while the server runs."""
+"""TLS on the port, with certificate and key from files, which may be replaced while the server runs."""
 
 import ssl
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from normserve.settings import Settings
 
 
 class TlsFileError(Exception):
-    """A file that TLS cannot be served with.
+    """A file that cannot be used for TLS.
 
     Attributes:
         setting: the name of the setting that names the file.
@@ -22,17 +22,17 @@ class TlsFileError(Exception):
 
 
 class _EncryptedKeyError(Exception):
-    """The key asks for a password."""
+    """The key is encrypted with a password."""
 
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """What the settings say about TLS; all files are PEM.
+    """The files of the TLS settings, all in PEM format.
 
     Attributes:
-        certificate: the server's, and behind it those between it and its authority.
-        key: of the certificate; None where the certificate's file holds it.
-        client_ca: the authorities of which a client must have a certificate; None asks clients for none.
+        certificate: the server's certificate, followed by the intermediate certificates of its chain.
+        key: the certificate's private key; None if it is in the certificate's file.
+        client_ca: certificate authorities for clients; None: clients need no certificate.
     """
 
     certificate: Path
@@ -41,16 +41,16 @@ class TlsFiles:
 
     @classmethod
     def of(cls, settings: Settings) -> Self | None:
-        """None where the server speaks plain HTTP."""
+        """The files of the settings; None if the server uses plain HTTP."""
         if settings.tls_cert is None:
             return None
         return cls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
 
     def load(self) -> ssl.SSLContext:
-        """TLS 1.2 or newer with these files, as they are now.
+        """A context for TLS 1.2 or newer, with the current content of the files.
 
         Raises:
-            TlsFileError: one cannot be used.
+            TlsFileError: a file cannot be used.
         """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -79,7 +79,7 @@ class TlsFiles:
 
 
 class TlsContext(ssl.SSLContext):
-    """Begins each handshake with the files as they were last read; those before go on as they began."""
+    """Begins each handshake with the files as last read; earlier handshakes keep the files they began with."""
 
     def __new__(cls, files: TlsFiles) -> Self:
         return super().__new__(cls, ssl.PROTOCOL_TLS_SERVER)
@@ -90,7 +90,7 @@ class TlsContext(ssl.SSLContext):
         self._current = files.load()
 
     def reload(self) -> None:
-        """Read the files again, for the handshakes to come.
+        """Read the files again, for later handshakes.
 
         Raises:
             TlsFileError: one of them cannot be used; nothing has changed.
@@ -98,7 +98,7 @@ class TlsContext(ssl.SSLContext):
         self._current = self._files.load()
 
     def wrap_bio(self, *arguments: Any, **options: Any) -> ssl.SSLObject:
-        """What event loops begin a handshake with."""
+        """Called by event loops to begin a handshake."""
         return self._current.wrap_bio(*arguments, **options)
 
 

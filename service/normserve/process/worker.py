@@ -15,7 +15,7 @@ from normserve.process.serving import serve
 
 
 def main() -> int:
-    """Serve; the exit code."""
+    """Serve; return the exit code."""
     settings, place = pickle.load(sys.stdin.buffer)
     configure_logging(settings.log_level, settings.log_format, str(place.index))
     channel = socket.socket(fileno=int(sys.argv[1]))

@@ -11,13 +11,13 @@ _log = logging.getLogger("normserve.access")
 
 
 class AccessLog:
-    """Notes requests."""
+    """Writes the access log."""
 
     def __init__(self, scopes: RouteScopes) -> None:
         self._scopes = scopes
 
     def note(self, scope: Scope, exchange: Exchange) -> None:
-        """Log a request that has ended, with the template of its route: anybody can ask for any path."""
+        """Log a request that has ended, with its route's template, because clients can send any path."""
         record = exchange.record
         fields = {
             "method": scope["method"],

@@ -1,4 +1,4 @@
-"""Whether a request is allowed, by its API key and its route."""
+"""Decides by API key and route whether a request is allowed."""
 
 import time
 
@@ -12,7 +12,7 @@ from normserve.logs.audit import Refusals
 
 
 class Authorisation:
-    """Admits requests, where keys are asked for."""
+    """Admits requests, if keys are required."""
 
     def __init__(self, keys: Keyring, scopes: RouteScopes) -> None:
         self._keys = keys
@@ -21,15 +21,15 @@ class Authorisation:
         self._refused_strangers, self._refused_keys = Refusals(), Refusals()
 
     def admit(self, scope: Scope, token: bytes | None, exchange: Exchange) -> None:
-        """Let a request through, and note in its exchange whose it is.
+        """Admit a request, and write its caller into its exchange.
 
         Args:
-            token: what it brings as its key, None if nothing.
+            token: the request's key, None if it has none.
 
         Raises:
-            UnauthorizedError: it needs a key and brings none, one that is not known or one that has expired.
-            ForbiddenError: its key may not do this.
-            RateLimitedError: its key sent more requests a second than it may.
+            UnauthorizedError: the request needs a key, and its key is missing, unknown or expired.
+            ForbiddenError: its key does not allow this.
+            RateLimitedError: its key sent more requests per second than it may.
         """
         needed = self._scopes.needed(scope)
         if needed == PUBLIC:
@@ -54,7 +54,7 @@ class Authorisation:
 
 
 def _require(token: bytes | None, grant: Grant | None, needed: Needed | None) -> Grant:
-    """The grant, if it is one for this."""
+    """Return the grant if it allows the request."""
     if token is None:
         raise UnauthorizedError("an API key must be given as Authorization: Bearer KEY")
     if grant is None:

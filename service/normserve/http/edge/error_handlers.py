@@ -26,7 +26,7 @@ from normserve.http.exchange import Exchange
 
 _LONGEST_COMPARED, _CLOSE = 100, 0.6
 
-# What the framework may refuse by a status.
+# The errors for statuses with which the framework refuses requests.
 _FRAMEWORKS_ERRORS: dict[int, type[NormserveError]] = {
     400: MalformedPayloadError,
     401: UnauthorizedError,
@@ -37,7 +37,7 @@ _FRAMEWORKS_ERRORS: dict[int, type[NormserveError]] = {
 
 
 class ProblemResponse(Response):
-    """An error as the edge answers it."""
+    """An error, answered by the edge's `respond_problem`."""
 
     def __init__(self, error: NormserveError, exchange: Exchange) -> None:
         super().__init__(status_code=500)
@@ -48,7 +48,7 @@ class ProblemResponse(Response):
 
 
 async def answer_http_exception(request: Request, error: Exception) -> Response:
-    """What the framework has to say: no such path or not with this method, or what is wrong with the request."""
+    """Answer an error of the framework: an unknown path, a wrong method, or an invalid request."""
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
         return await answer_error(request, NotFoundError(_nothing_there(request)))
@@ -61,7 +61,7 @@ async def answer_http_exception(request: Request, error: Exception) -> Response:
 
 
 async def answer_invalid_request(request: Request, error: Exception) -> Response:
-    """What the framework finds wrong with parameters that a handler declares; never what came."""
+    """Answer an error in parameters that a handler declares, without the values that were sent."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])
@@ -69,18 +69,18 @@ async def answer_invalid_request(request: Request, error: Exception) -> Response
 
 
 async def answer_unexpected(request: Request, error: Exception) -> Response:
-    """In place of the framework's bare text; the framework raises the error again, and the edge logs it."""
+    """Answer in place of the framework's bare text; the framework raises the error again, and the edge logs it."""
     return await answer_error(request, unexpected(error))
 
 
 async def answer_error(request: Request, error: Exception) -> Response:
-    """Before FastAPI's own layers see it; those of direct routes come to the edge as they are."""
+    """Answer before FastAPI's own layers see the error; errors of direct routes reach the edge unchanged."""
     assert isinstance(error, NormserveError)
     return ProblemResponse(error, request.state.exchange)
 
 
 def _nothing_there(request: Request) -> str:
-    """The message for a path that has no route, with the closest one that has."""
+    """The message for a path that has no route, with the closest path that has one."""
     closest, similarity = "", _CLOSE
     for template in {getattr(route, "path", "") for route in request.app.state.routes}:
         asked, known = _without_parameters(request.url.path[:_LONGEST_COMPARED], template)

@@ -6,9 +6,9 @@ from normserve.http.exchange import Exchange
 from normserve.logs import audit
 
 LAYERS = "layers"
-"""The `op` of a request to a route of layers, as its record has it."""
+"""The `op` in the record of a request to a route of layers."""
 
-# By method: to register, to remove, and to unload as `/v2` calls that.
+# Results by method and status: PUT registers, DELETE removes, POST unloads (`/v2`).
 _RESULTS = {
     "PUT": {200: "replaced", 201: "registered"},
     "DELETE": {204: "removed"},
@@ -17,7 +17,7 @@ _RESULTS = {
 
 
 def note_layer_change(scope: Scope, exchange: Exchange) -> None:
-    """Tell of a request that asked to change a layer, once it is known what became of that."""
+    """Log a request to change a layer, once its result is known."""
     results = _RESULTS.get(scope["method"])
     if results is None:
         return

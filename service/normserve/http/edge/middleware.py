@@ -35,9 +35,9 @@ _SANE_ID = re.compile(rb"[A-Za-z0-9._~+/=:-]{1,128}")
 
 _names = random.Random()
 
-# An unread body up to this long is read and dropped, so that the connection can be used again.
+# An unread body up to this length is read and dropped, so that the connection can be used again.
 _SMALL_BODY_BYTES = 64 * 1024
-# After an early answer the client may be sending still; closing at once could destroy the answer on its way.
+# After an early response the client may still be sending; closing at once could destroy the response in transit.
 _LINGER_S = 2.0
 _LINGER_BYTES = 64 * 2**20
 
@@ -56,11 +56,11 @@ class Edge:
         spans: HttpSpans | None = None,
     ) -> None:
         """Args:
-        progress: is told of the requests that have been received whole.
+        progress: counts the requests that have been received completely.
         origins: which hosts and origins a request may name.
-        authorisation: where keys are asked for.
-        access_log: where one is kept.
-        spans: where requests are traced.
+        authorisation: None if no keys are required.
+        access_log: None if there is none.
+        spans: None if requests are not traced.
         """
         self._app = app
         self._metrics = metrics
@@ -106,7 +106,7 @@ class Edge:
             self._close(scope, exchange, outgoing)
 
     def _log_fields(self, exchange: Exchange) -> dict[str, str | None]:
-        """Which request it is, and whose."""
+        """Log fields that identify the request and its caller."""
         if self._spans is not None:
             self._spans.decide(exchange.record, exchange.headers)
         return {**exchange.log_fields, "key": exchange.caller.key}
@@ -143,20 +143,20 @@ async def respond_problem(error: NormserveError, exchange: Exchange, send: Send)
 
 
 class _Incoming:
-    """What comes of the request's body that no route has asked for."""
+    """The part of the request's body that no route has read."""
 
     def __init__(self, headers: dict[bytes, bytes], receive: Receive, exchange: Exchange) -> None:
         self._receive = receive
         self._exchange = exchange
         length = exchange.reception.announced
-        # A client that waits for leave sends nothing once it is refused.
+        # A client that waits for "100 Continue" sends no body after a refusal.
         self._awaits_leave = headers.get(b"expect", b"").lower() == b"100-continue"
         is_small = length is not None and length <= _SMALL_BODY_BYTES
         self.is_quick_to_drop = is_small and not self._awaits_leave
 
     @property
     def complete(self) -> bool:
-        """There is nothing more to come."""
+        """Whether nothing more will arrive."""
         return self._exchange.reception.is_complete or self._exchange.client_left
 
     async def receive(self) -> Message:
@@ -167,7 +167,7 @@ class _Incoming:
         return message
 
     async def drop(self) -> None:
-        """Read what is still to come and forget it, within bounds."""
+        """Read the rest of the body and drop it, within limits of time and bytes."""
         if self._awaits_leave:
             return
         dropped = 0
@@ -180,7 +180,7 @@ class _Incoming:
 
 
 class _Outgoing:
-    """The response, with what every response carries.
+    """The response, with the headers that every response has.
 
     Attributes:
         shared: headers for the page that sent the request, if a page did.
@@ -194,7 +194,7 @@ class _Outgoing:
         self.shared: Headers = ()
 
     async def respond(self, status: int, headers: Headers, buffers: Buffers, nbytes: int) -> None:
-        """A whole response, to a request that has been received whole."""
+        """Send a whole response to a request that has been received completely."""
         exchange = self._exchange
         self.started = True
         exchange.end_work()
@@ -204,7 +204,7 @@ class _Outgoing:
         await exchange.sending.respond(status, named, buffers, nbytes)
 
     async def respond_problem(self, error: NormserveError) -> None:
-        """Answer with an error; an answer that is on its way already is cut off by the connection's end."""
+        """Answer with an error; if a response has already begun, the connection's end cuts it off."""
         if not self.started:
             await respond_problem(error, self._exchange, self.send)
             return
@@ -229,7 +229,7 @@ class _Outgoing:
         self._exchange.record.status = message["status"]
         named = (b"x-request-id", self._exchange.request_id.encode())
         headers = [*message["headers"], *self.shared, named]
-        # It is unknown when the rest of a body that was cut off comes.
+        # It is unknown when the rest of a body that was cut off will arrive.
         is_cut_off = self._exchange.reception.is_cut_off
         if not self._incoming.complete and self._incoming.is_quick_to_drop and not is_cut_off:
             await self._incoming.drop()
@@ -239,7 +239,7 @@ class _Outgoing:
 
 
 def bearer_token(headers: Mapping[bytes, bytes]) -> bytes | None:
-    """What the request gives as `Authorization: Bearer TOKEN`; None where it gives nothing of the kind."""
+    """The token of `Authorization: Bearer TOKEN`; None without such a header."""
     scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
     return token.strip(b" ") or None if scheme.lower() == b"bearer" else None
 
@@ -258,9 +258,9 @@ def _exchange(scope: Scope, headers: dict[bytes, bytes]) -> Exchange:
 
 
 def request_id_of(headers: Mapping[bytes, bytes]) -> str:
-    """What names a request: the client's own name for it, if that is a sane one."""
+    """The id of a request: the client's own, if it is valid."""
     given = headers.get(b"x-request-id", b"")
     if given and _SANE_ID.fullmatch(given):
         return given.decode()
-    # Names, no secrets: the system's source of those takes a call for each.
+    # Ids are no secrets, so the system's random source, a system call for each id, is not needed.
     return f"{_names.getrandbits(128):032x}"

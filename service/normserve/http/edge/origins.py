@@ -32,7 +32,7 @@ _EXPOSED = (
 _AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9_-]+(?:\.[a-z0-9_-]+)*)\.?(?::(\d{0,5}))?")
 _ORIGIN = re.compile(r"(https?)://(.+)")
 _PORTS = {"http": 80, "https": 443}
-# Of a name, a port and what stands between them.
+# Characters of a name, a port and the separators.
 _LONGEST_AUTHORITY = 300
 _MOST_KEPT = 1024
 
@@ -42,9 +42,9 @@ class Origins:
 
     def __init__(self, hosts: Iterable[str] | None, cors_origins: Iterable[str] = ()) -> None:
         """Args:
-        hosts: names and addresses that the server answers for, without ports, beside those of the loopback
-            interface; None answers for any.
-        cors_origins: whose pages may send requests and read the responses, as `https://app.example`.
+        hosts: names and addresses of the server, without ports, besides those of the loopback interface; None
+            allows any.
+        cors_origins: origins whose pages may send requests and read the responses, as `https://app.example`.
         """
         self._hosts = None if hosts is None else _LOOPBACK | {name for each in hosts if (name := _name(each))}
         self._accepted: set[bytes] = set()
@@ -57,7 +57,7 @@ class Origins:
             expose_headers=_EXPOSED,
             allow_private_network=True,
         )
-        # A response that a cache keeps must not lack what another origin needs.
+        # A cached response may lack headers that another origin needs.
         vary = ((b"vary", b"Origin"),) if allowed else ()
         self._plain: tuple[Headers, None] = (vary, None)
         exposed = (b"access-control-expose-headers", ", ".join(_EXPOSED).encode())
@@ -67,11 +67,11 @@ class Origins:
         }
 
     def admit(self, scope: Scope, headers: Mapping[bytes, bytes]) -> tuple[Headers, Response | None]:
-        """The headers that the response needs besides its own; and the response, where this is a preflight request.
+        """The additional headers of the response; and the response itself, if this is a preflight request.
 
         Raises:
             MisdirectedRequestError: the request names a host that is not the server's.
-            ForbiddenOriginError: it comes from a page that may not send it.
+            ForbiddenOriginError: a page sent it that may not.
         """
         if scope["client"] is None:
             return (), None
@@ -114,12 +114,12 @@ class Origins:
 
 
 def hosts_of(host: str, allowed: str) -> list[str] | None:
-    """What a server answers for, as `Origins` takes it.
+    """The hosts of a server, in the form that `Origins` takes.
 
     Args:
-        host: where it listens.
-        allowed: the setting; where it is empty, a server on a loopback address answers for that alone, since nobody
-            but this machine reaches it.
+        host: the address that it listens on.
+        allowed: the setting; if it is empty, a server on a loopback address accepts only that, since only this
+            machine can reach it.
     """
     if allowed == "*":
         return None
@@ -140,9 +140,9 @@ def _is_loopback(host: str) -> bool:
 
 
 def _is_own(origin: bytes, scheme: str, host: bytes) -> bool:
-    """Whether a page of that origin came from this server, by whatever name.
+    """Whether an origin is this server, under the host name of the request.
 
-    A server that speaks plain HTTP may stand behind a proxy that speaks TLS.
+    A server that uses plain HTTP may be behind a proxy that uses TLS.
     """
     said = _ORIGIN.fullmatch(origin.decode("latin-1").lower())
     if said is None or (scheme == "https" and said[1] != scheme):
@@ -155,14 +155,14 @@ def _is_own(origin: bytes, scheme: str, host: bytes) -> bool:
 
 
 def _name(host: str) -> str | None:
-    """A name or an address of the settings as `_authority` gives it; None where it is neither."""
+    """A name or an address of the settings in the form of `_authority`; None if it is neither."""
     bare = host.count(":") > 1 and not host.startswith("[")
     found = _authority(f"[{host}]" if bare else host)
     return None if found is None else found[0]
 
 
 def _authority(text: str) -> tuple[str, int | None] | None:
-    """Name and port of `name[:port]`, in one form for all of its spellings; None where it is no such thing."""
+    """Name and port of `name[:port]`, in one form for all spellings; None if it has another form."""
     if len(text) > _LONGEST_AUTHORITY or (found := _AUTHORITY.fullmatch(text.lower())) is None:
         return None
     name, port = found[1], int(found[2]) if found[2] else None

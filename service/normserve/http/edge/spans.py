@@ -9,14 +9,14 @@ from normserve.http.routes.scopes import UNMATCHED, RouteScopes
 from normserve.metrics.requests import RequestRecord
 
 if TYPE_CHECKING:
-    # It imports OpenTelemetry, which only those have who ask for traces.
+    # It imports OpenTelemetry, which is installed only where traces are used.
     from normserve.traces.traces import Attributes, Traces
 
 _LONGEST_PATH = 200
 
 
 class HttpSpans:
-    """Makes them."""
+    """Makes spans of HTTP requests."""
 
     def __init__(self, traces: "Traces", scopes: RouteScopes) -> None:
         self._traces = traces

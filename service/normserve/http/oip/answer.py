@@ -21,13 +21,13 @@ _JSON, _BINARY = b"application/json", b"application/octet-stream"
 
 
 def require_possible(model: Model, asked: Asked, job: NormJob, several: Several | None = None) -> None:
-    """Say before the work, not after it, that an answer cannot be given as it is wanted.
+    """Refuse, before the work, a request whose response cannot have the requested form.
 
-    Args: several: how results are divided where x came as several.
+    Args: several: how results are divided if x was sent as several tensors.
 
     Raises:
-        UnexpectedTensorError: these inputs give none of the outputs that are wanted.
-        TooLargeError: one is wanted as JSON and too long for it.
+        UnexpectedTensorError: these inputs produce none of the requested outputs.
+        TooLargeError: an output is requested as JSON and too long for it.
     """
     if asked.outputs is None and asked.all_binary:
         return
@@ -44,10 +44,10 @@ def require_possible(model: Model, asked: Asked, job: NormJob, several: Several 
 
 
 def answer(model: Model, asked: Asked, results: Mapping[str, HostTensor]) -> tuple[Buffers, bytes, Headers]:
-    """A response's body in pieces, its media type, and the header that says where the JSON ends.
+    """A response's body in pieces, its media type, and the header with the length of the JSON.
 
     Raises:
-        NotAcceptableError: JSON cannot say what a result holds.
+        NotAcceptableError: JSON cannot represent a value of a result.
     """
     described: list[dict[str, object]] = []
     buffers: list[bytes | memoryview] = []
@@ -76,10 +76,10 @@ def answer(model: Model, asked: Asked, results: Mapping[str, HostTensor]) -> tup
 
 
 def _wanted(model: Model, asked: Asked, results: Mapping[str, object]) -> Sequence[Output]:
-    """The outputs that are sent: of those that are asked for, the ones that there are."""
+    """The outputs to send: those of the requested ones that exist."""
     if asked.outputs is not None:
         return [each for each in asked.outputs if each.name in results]
     order = {name: place for place, name in enumerate(output_names(model))}
-    # Those of several tensors stay in the order of their numbers.
+    # Outputs of several tensors stay in the order of their numbers.
     names = results if len(results) == 1 else sorted(results, key=lambda name: order[name.partition(".")[0]])
     return [Output(name, asked.all_binary) for name in names]

@@ -47,14 +47,14 @@ class Data:
 
 @dataclass(frozen=True, slots=True)
 class Binary:
-    """A tensor in the body, from byte `start` on as far as its shape says."""
+    """A tensor in the body, from byte `start` on, with the length that its shape requires."""
 
     start: int
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A tensor in memory that the client registered, or that is to be written there."""
+    """A tensor that is read from or written to memory that the client registered."""
 
     name: str
     offset: int
@@ -63,10 +63,10 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """One tensor that comes.
+    """One input tensor.
 
     Attributes:
-        nbytes: that its shape and its dtype ask for.
+        nbytes: number of bytes for its shape and dtype.
     """
 
     name: str
@@ -78,11 +78,11 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One tensor that is wanted.
+    """One requested output tensor.
 
     Attributes:
-        is_binary: it is sent behind the JSON, and not in it.
-        region: where it is written in place of being sent.
+        is_binary: whether it is sent after the JSON, and not in it.
+        region: where it is written instead of being sent.
     """
 
     name: str
@@ -92,14 +92,14 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request, without the memory that its tensors lie in.
+    """One request, without its tensors' memory.
 
     Attributes:
         layer: name of the layer whose parameters are used.
-        outputs: None where all are wanted.
-        all_binary: how they are sent where nothing is said of one.
-        timeout_ms: None where the server's holds.
-        uses_regions: a tensor lies in one, or is to be written there.
+        outputs: None if all are requested.
+        all_binary: whether outputs are sent as binary by default.
+        timeout_ms: None for the server's default.
+        uses_regions: whether a tensor is read from or written to a region.
     """
 
     spec: NormSpec
@@ -115,10 +115,10 @@ class Asked:
 def check_header(model: Model, header: Header, json_bytes: int, body_bytes: int) -> Asked:
     """Check a header.
 
-    Args: body_bytes: of the JSON and everything behind it.
+    Args: body_bytes: length of the JSON and everything after it.
 
     Raises:
-        NormserveError: by what is wrong with it.
+        NormserveError: the header is invalid.
     """
     if header.model_name not in (None, model.name) or header.model_version not in (None, "", VERSION):
         raise MalformedPayloadError("model_name and model_version must be those of the path, or absent")
@@ -136,12 +136,12 @@ def check_header(model: Model, header: Header, json_bytes: int, body_bytes: int)
 
 
 def check_raw(model: Model, row: tuple[int, ...] | None, body_bytes: int) -> Asked:
-    """What a body asks for that is x and nothing else: float32, the model's rows or one row.
+    """The request of a body that consists of x alone: float32, rows of the model's length or one row.
 
-    Args: row: the shape of a layer's, [N], or [H, N] of heads; None where one row has any length.
+    Args: row: the shape of a layer's row, [N], or [H, N] with heads; None: one row of any length.
 
     Raises:
-        NormserveError: the model does more than that, or the bytes are no such x.
+        NormserveError: the model needs more than x, or the bytes are not such an x.
     """
     if model.direction is Pass.BACKWARD or model.op is Op.GROUP_NORM:
         raise MalformedPayloadError(
@@ -161,12 +161,12 @@ def check_raw(model: Model, row: tuple[int, ...] | None, body_bytes: int) -> Ask
 
 
 def input_names(model: Model) -> tuple[str, ...]:
-    """The tensors that a model takes."""
+    """The inputs of a model."""
     return tensor_names(model.op, model.direction, with_layer=model.is_layer)
 
 
 def output_names(model: Model) -> tuple[str, ...]:
-    """The tensors that a model may give, in their order."""
+    """The possible outputs of a model, in their order."""
     if model.direction is Pass.BACKWARD:
         of_input = [f"d{name}" for name in (*PARAMETERS, "scale", "shift") if name in input_names(model)]
         return ("dx", *of_input) if model.op is Op.GROUP_NORM else ("dx", "dresidual", *of_input)
@@ -180,7 +180,7 @@ def _layer_of(model: Model, values: dict[str, Any]) -> str | None:
 
 
 def _spec_of(model: Model, values: dict[str, Any]) -> NormSpec:
-    """What a layer fixes is filled in where the job is made."""
+    """The spec without the values that a layer fixes, which are added when the job is made."""
     layer = {"layer": model.name} if model.is_layer else {}
     return make_spec(model.op, model.direction, values | layer)
 
@@ -193,7 +193,7 @@ def _taken_flag(given: dict[str, Value], name: str) -> bool:
 
 
 def _taken_timeout(given: dict[str, Value]) -> float | None:
-    """Milliseconds; 0 microseconds are the server's own timeout."""
+    """The timeout in milliseconds; 0 microseconds mean the server's default."""
     value = given.pop("timeout", 0)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_TIMEOUT_US:
         raise InvalidParameterError("timeout must be a whole number of microseconds, a day at most")
@@ -222,7 +222,7 @@ def _parameters(model: Model) -> Sequence[Parameter]:
 
 
 def _text(value: Value) -> str:
-    """A parameter as a query would say it."""
+    """A parameter in the form of a query's value."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     return str(value)
@@ -247,7 +247,7 @@ def _output(model: Model, header: OutputHeader, all_binary: bool) -> Output:
 
 
 def _inputs(headers: Iterable[InputHeader], json_bytes: int, body_bytes: int) -> tuple[Input, ...]:
-    """The inputs in order; what is binary lies behind the JSON one after another, up to the body's last byte."""
+    """The inputs in order; binary ones follow the JSON one after another, up to the body's last byte."""
     inputs = []
     position = json_bytes
     for header in headers:

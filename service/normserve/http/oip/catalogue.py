@@ -29,10 +29,10 @@ _QUESTION = "oip_statistics"
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """What these routes work with.
+    """The routes for metadata, health, configuration and statistics.
 
     Attributes:
-        regions, device_memory: say which regions of shared memory clients may register.
+        regions, device_memory: whether clients may register regions of shared memory and of CUDA memory.
     """
 
     engine: Engine
@@ -45,12 +45,12 @@ class Catalogue:
     device_memory: DeviceMemory
 
     def router(self) -> APIRouter:
-        """All that is read."""
+        """The routes, all of which only read."""
         router = APIRouter(tags=["open inference protocol"])
         router.add_api_route("/v2", self.server, methods=_READS)
         router.add_api_route("/v2/health/live", self.live, methods=_READS)
         router.add_api_route("/v2/health/ready", self.ready, methods=_READS)
-        # Before the model of that name, which has its statistics below its version.
+        # Before a model of the name `stats`, whose own statistics are below its version.
         router.add_api_route("/v2/models/stats", self.all_statistics, methods=_READS)
         for model in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}"):
             router.add_api_route(model, self.show, methods=_READS)
@@ -60,7 +60,7 @@ class Catalogue:
         return router
 
     def answer_siblings(self) -> None:
-        """Tell the other processes of the fleet what this one has counted."""
+        """Send this process's counts to the other processes of the fleet on request."""
 
         async def counted(question: Question, at_end: AsyncExitStack) -> bytes:
             return json.dumps(self.statistics.plain()).encode()
@@ -68,19 +68,19 @@ class Catalogue:
         self.siblings.handlers[_QUESTION] = counted
 
     async def server(self, request: Request) -> JSONResponse:
-        """The server and the extensions of the protocol that it has."""
+        """The server and its extensions of the protocol."""
         note(request, "info")
         of_memory = {"system_shared_memory": self.regions.is_on, "cuda_shared_memory": self.device_memory.is_on}
         extensions = [*EXTENSIONS, *(name for name, is_on in of_memory.items() if is_on)]
         return JSONResponse({"name": PLATFORM, "version": __version__, "extensions": extensions})
 
     async def live(self, request: Request) -> JSONResponse:
-        """200 while the process is sane."""
+        """200 while the process works."""
         note(request, "livez")
         return JSONResponse({"live": True})
 
     async def ready(self, request: Request) -> JSONResponse:
-        """200 once warmed up and while work is taken and finished, else 400 with the reason."""
+        """200 once warmed up and while requests are accepted and finished, else 400 with the reason."""
         note(request, "readyz")
         try:
             self._require_ready()
@@ -89,12 +89,12 @@ class Catalogue:
         return JSONResponse({"ready": True})
 
     async def show(self, request: Request, name: str, version: str | None = None) -> JSONResponse:
-        """What a model takes and gives."""
+        """The inputs and outputs of a model."""
         note(request, "models")
         return JSONResponse(metadata(*self._model(name, version)))
 
     async def model_ready(self, request: Request, name: str, version: str | None = None) -> Response:
-        """200 where there is such a model and the server is ready, else 404 or 400."""
+        """200 if the model exists and the server is ready, else 404 or 400."""
         note(request, "models")
         try:
             self._model(name, version)
@@ -109,18 +109,18 @@ class Catalogue:
         return JSONResponse(configuration(*self._model(name, version)))
 
     async def model_statistics(self, request: Request, name: str, version: str | None = None) -> JSONResponse:
-        """What has been inferred with a model."""
+        """Statistics of a model's inferences."""
         note(request, "model_stats")
         self._model(name, version)
         return JSONResponse(document([name], await self._counted()))
 
     async def all_statistics(self, request: Request) -> JSONResponse:
-        """What has been inferred with each model."""
+        """Statistics of the inferences of all models."""
         note(request, "model_stats")
         return JSONResponse(document([each.name for each in self.models.all()], await self._counted()))
 
     async def _counted(self) -> list[dict[str, object]]:
-        """What each process of the fleet has counted, as far as it answers."""
+        """The counts of each process of the fleet that answers."""
         if self.siblings.place is None:
             return [self.statistics.plain()]
         answers = await self.siblings.request(_QUESTION)

@@ -11,7 +11,7 @@ def dtype_of(name: str, datatype: str) -> DType:
     """The element type of the tensor `name`.
 
     Raises:
-        UnsupportedDtypeError: it is none that is computed in.
+        UnsupportedDtypeError: the server does not support it.
     """
     dtype = DTYPES.get(datatype)
     if dtype is None:

@@ -14,9 +14,9 @@ _ANY = -1
 
 
 def metadata(model: Model, layer: Layer | None) -> dict[str, Any]:
-    """The model metadata.  A size that is any is -1; x may have any other rank as well.
+    """The model metadata.  An arbitrary size is -1; x may also have any other rank.
 
-    Args: layer: the registered layer that the model is.
+    Args: layer: the registered layer, if the model is one.
     """
     return {
         "name": model.name,
@@ -28,7 +28,7 @@ def metadata(model: Model, layer: Layer | None) -> dict[str, Any]:
 
 
 def configuration(model: Model, layer: Layer | None) -> dict[str, Any]:
-    """The model configuration, as far as it means anything here."""
+    """The model configuration, as far as it applies to this server."""
     required = ("x", "dy")
 
     def tensor(name: str) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def configuration(model: Model, layer: Layer | None) -> dict[str, Any]:
 
 
 def _described(model: Model, layer: Layer | None, name: str) -> dict[str, Any]:
-    """One tensor.  Each may be of any type that the server takes; what most send is named."""
+    """One tensor.  The server accepts other types as well; this is the most usual one."""
     dtype = DType.FLOAT32
     if layer is not None and model.direction is Pass.FORWARD and name not in STATISTICS:
         dtype = layer.dtype

@@ -1,6 +1,6 @@
 """The JSON header of an inference request, with strict validation of its fields.
 
-This module does not know the meaning of tensors, which is in `asked`.
+The meaning of the tensors is checked in `asked`.
 """
 
 import difflib
@@ -13,13 +13,13 @@ from msgspec import Meta
 from normserve.errors import InvalidParameterError, MalformedPayloadError, TooLargeError
 
 LENGTH = b"inference-header-content-length"
-"""The field that says how many bytes of the body are JSON."""
+"""The header field with the number of bytes of JSON in the body."""
 
 MAX_JSON_BYTES = 4 * 2**20
-"""Parsing JSON holds up everybody; tensors of more bytes come as they are."""
+"""Parsing JSON delays all clients; larger tensors must be sent as binary data."""
 
 MAX_TENSORS = 64
-"""Inputs, and outputs, of one request."""
+"""Limit of the inputs, and of the outputs, of one request."""
 
 _MAX_NAMED = 64
 _MAX_DIGITS = 18
@@ -32,7 +32,7 @@ _NO_DATA = msgspec.Raw(b"")
 
 
 class InputParameters(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """Where an input's bytes are, if they are not in the JSON."""
+    """The place of an input's bytes, if they are not in the JSON."""
 
     binary_data_size: Size | None = None
     shared_memory_region: str | None = None
@@ -51,7 +51,7 @@ class InputHeader(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class OutputParameters(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """Where an output's bytes are wanted."""
+    """The requested place of an output's bytes."""
 
     binary_data: bool | None = None
     classification: int = 0
@@ -61,7 +61,7 @@ class OutputParameters(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class OutputHeader(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """One output that is asked for."""
+    """One requested output."""
 
     name: str
     parameters: OutputParameters | None = None
@@ -71,7 +71,7 @@ class Header(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """A whole request without its binary data.
 
     Attributes:
-        model_name, model_version: some clients say here again what the path says.
+        model_name, model_version: some clients repeat here the values of the path.
     """
 
     inputs: tuple[InputHeader, ...]
@@ -86,15 +86,15 @@ _DECODER = msgspec.json.Decoder(Header)
 
 
 def json_bytes(said: bytes | None, announced: int | None) -> int | None:
-    """How many bytes of a body its header says are JSON; None where all of them are.
+    """The number of bytes of JSON in a body, from its header; None if the whole body is JSON.
 
     Args:
-        said: the value of `LENGTH`, None where it is absent.
-        announced: the body's length, None where it is unknown.
+        said: the value of `LENGTH`, None if it is absent.
+        announced: the body's length, None if it is unknown.
 
     Raises:
-        MalformedPayloadError: it is no length, or longer than the body.
-        TooLargeError: so much JSON is not read.
+        MalformedPayloadError: the value is not a length, or longer than the body.
+        TooLargeError: the JSON is too long.
     """
     if said is None:
         require_short(announced or 0)
@@ -111,7 +111,7 @@ def json_bytes(said: bytes | None, announced: int | None) -> int | None:
 
 
 def require_short(nbytes: int) -> None:
-    """Raises: TooLargeError: so much JSON is not read."""
+    """Raises: TooLargeError: the JSON is too long."""
     if nbytes > MAX_JSON_BYTES:
         raise TooLargeError(
             f"a request's JSON must be at most {MAX_JSON_BYTES} bytes, got {nbytes}: send tensors as binary data"
@@ -119,11 +119,11 @@ def require_short(nbytes: int) -> None:
 
 
 def read_header(text: bytes | memoryview) -> Header:
-    """What the JSON says.
+    """Parse the JSON header.
 
     Raises:
-        MalformedPayloadError: it is no such JSON, or two tensors have the same name.
-        InvalidParameterError: a tensor has a parameter that is not known.
+        MalformedPayloadError: the JSON has another form, or two tensors have the same name.
+        InvalidParameterError: a tensor has an unknown parameter.
         TooLargeError: there are too many tensors.
     """
     try:
@@ -139,12 +139,12 @@ def read_header(text: bytes | memoryview) -> Header:
 
 
 def closest(name: str, known: Iterable[str]) -> str:
-    """The known name that was perhaps meant."""
+    """The known name closest to `name`."""
     return difflib.get_close_matches(name[:_MAX_NAMED], list(known), n=1, cutoff=0.0)[0]
 
 
 def _fault(told: str) -> MalformedPayloadError | InvalidParameterError:
-    """What a client is told of JSON that is something else; of an unknown field, what it perhaps meant."""
+    """The error for JSON of another form; for an unknown field it names the closest known one."""
     _, unknown, rest = told.partition("unknown field `")
     where = told.rpartition(" - at `")[2].rstrip("`") if " - at `" in told else "$"
     if not unknown:

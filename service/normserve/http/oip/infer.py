@@ -26,13 +26,13 @@ from normserve.jobs.validation import costed_job
 from normserve.layers.registry import LayerRegistry
 from normserve.requests.several import joined
 
-# Longer headers are read anew each time.
+# Longer headers are not cached.
 _LONGEST_KEPT = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Infer:
-    """What inference requests are handled with."""
+    """Handles inference requests."""
 
     computing: Computing
     models: Models
@@ -54,7 +54,7 @@ class Infer:
         return router
 
     async def handle(self, request: Request) -> BuffersResponse:
-        """Refuse what can be refused before the body, then receive, compute and answer."""
+        """Check what can be checked before the body, then receive, compute and answer."""
         exchange: Exchange = request.scope["state"]["exchange"]
         exchange.record.transport = TRANSPORT
         model = self.models.get(**request.path_params)
@@ -68,13 +68,13 @@ class Infer:
     async def _infer(self, exchange: Exchange, model: Model) -> BuffersResponse:
         require_identity(exchange.headers.get(b"content-encoding", b"").decode("latin-1"))
         of_json = json_bytes(exchange.headers.get(LENGTH), exchange.reception.announced)
-        # One that is removed while the body comes is still there for this request.
+        # A layer that is removed while the body arrives stays valid for this request.
         layer = self.layers.get(model.name) if model.is_layer else None
         body = await self.computing.receive(exchange)
         try:
             asked = _read(model, None if layer is None else layer.row, of_json, body)
         except MalformedPayloadError as error:
-            # JSON alone loses nothing that matters.
+            # A body of JSON alone loses nothing that matters to `curl -d`.
             if of_json is None or not is_form(exchange.headers.get(b"content-type", b"").decode("latin-1")):
                 raise
             raise with_curl_hint(error, body) from None
@@ -111,7 +111,7 @@ class Infer:
 
 
 def _read(model: Model, row: tuple[int, ...] | None, of_json: int | None, body: memoryview) -> Asked:
-    """What a body asks for, checked against the model."""
+    """The request in a body, checked against the model."""
     if of_json == 0:
         return check_raw(model, row, len(body))
     if of_json is None:
@@ -127,5 +127,5 @@ def _read(model: Model, row: tuple[int, ...] | None, of_json: int | None, body: 
 
 @functools.lru_cache(maxsize=1024)
 def _known(model: Model, text: bytes, of_json: int, body_bytes: int) -> Asked:
-    """Clients send the same few headers again and again."""
+    """Cached, because clients send the same few headers repeatedly."""
     return check_header(model, read_header(text), of_json, body_bytes)

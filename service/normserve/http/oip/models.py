@@ -7,15 +7,15 @@ from normserve.jobs.job import Layer, Op, Pass
 from normserve.layers.registry import LayerRegistry
 
 VERSION = "1"
-"""Of every model."""
+"""The version of every model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What can be inferred with under one name.
+    """An operation or a registered layer, under one name.
 
     Attributes:
-        is_layer: its parameters are those of the registered layer of that name.
+        is_layer: whether its parameters are those of the registered layer of this name.
     """
 
     name: str
@@ -33,7 +33,7 @@ OPERATIONS = {
 
 
 class Models:
-    """Finds models.  A layer that has the name of an operation is hidden by it."""
+    """Finds models.  A layer with the name of an operation is hidden by the operation."""
 
     def __init__(self, layers: LayerRegistry) -> None:
         self._layers = layers
@@ -42,7 +42,7 @@ class Models:
         """The model of that name.
 
         Raises:
-            NotFoundError: there is none, or not in this version.
+            NotFoundError: there is no such model, or not in this version.
             NotReadyError: layers are still being loaded.
         """
         model = OPERATIONS.get(name)

@@ -8,7 +8,7 @@ TRANSPORT = "oip"
 
 
 def note(request: Request, route: str) -> Exchange:
-    """Count a request as one of that route, and of this protocol."""
+    """Set the request's metric labels to this route and protocol."""
     exchange: Exchange = request.scope["state"]["exchange"]
     exchange.record.op, exchange.record.transport = route, TRANSPORT
     return exchange

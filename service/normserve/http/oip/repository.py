@@ -21,14 +21,14 @@ _JSON = msgspec.json.Decoder(dict[str, Any])
 
 @dataclass(frozen=True, slots=True)
 class Repository:
-    """What these routes work with."""
+    """The routes for the list of models and for layers."""
 
     models: Models
     changes: LayerChanges
     bodies: BodyReader
 
     def router(self) -> APIRouter:
-        """The index, and what changes it."""
+        """The index, and the routes that load and unload models."""
         router = APIRouter(prefix="/v2/repository", tags=["open inference protocol"])
         router.add_api_route("/index", self.index, methods=["POST"])
         router.add_api_route("/models/{name}/load", self.load, methods=["POST"])
@@ -48,7 +48,7 @@ class Repository:
         return JSONResponse(models)
 
     async def load(self, request: Request, name: str) -> Response:
-        """Nothing, of a model that there is; no other can be loaded, nor one in another way."""
+        """Do nothing for an existing model; no other can be loaded, and no parameters are allowed."""
         exchange = note(request, "repository")
         parameters = _parameters(await self._said(exchange))
         if parameters:
@@ -59,7 +59,7 @@ class Repository:
         return JSONResponse({})
 
     async def unload(self, request: Request, name: str) -> Response:
-        """Forget a registered layer; requests that already use it are not disturbed."""
+        """Remove a registered layer; requests that already use it are not affected."""
         exchange = note(request, "layers")
         parameters = _parameters(await self._said(exchange))
         _require_known(parameters, ("unload_dependents",))
@@ -70,10 +70,10 @@ class Repository:
         return JSONResponse({})
 
     async def _said(self, exchange: Exchange) -> dict[str, Any]:
-        """The JSON object that came; an empty one for no body.
+        """The body's JSON object; an empty one for no body.
 
         Raises:
-            NormserveError: it is none, or too long.
+            NormserveError: the body is not a JSON object, or too long.
         """
         require_identity(exchange.headers.get(b"content-encoding", b"").decode("latin-1"))
         require_short(exchange.reception.announced or 0)

@@ -21,7 +21,7 @@ from normserve.http.oip.regions.registry import Regions, require_name
 from normserve.memory.allocations import HANDLE_BYTES
 
 TRANSPORT_SYSTEM, TRANSPORT_CUDA = "oip_shm", "oip_cuda"
-"""Labels of the metrics, for what is about regions of either kind."""
+"""Metric labels of requests that use or register regions of either kind."""
 
 _OP = "regions"
 _MAX_BODY_BYTES = 64 * 1024
@@ -30,7 +30,7 @@ _Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
 class _SystemRegion(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """What registers system shared memory."""
+    """The body that registers system shared memory."""
 
     key: str
     byte_size: _Size
@@ -42,7 +42,7 @@ class _RawHandle(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class _CudaRegion(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """What registers CUDA shared memory."""
+    """The body that registers CUDA shared memory."""
 
     raw_handle: _RawHandle
     device_id: _Size
@@ -56,7 +56,7 @@ _SYSTEM, _CUDA = msgspec.json.Decoder(_SystemRegion), msgspec.json.Decoder(_Cuda
 
 @dataclass(frozen=True, slots=True)
 class SharedMemory:
-    """What the handlers work with."""
+    """The handlers of these routes."""
 
     regions: Regions
     device_memory: DeviceMemory
@@ -86,13 +86,13 @@ class SharedMemory:
         exchange, name = _begun(request, TRANSPORT_SYSTEM)
         said: _SystemRegion = await self._said(exchange, _SYSTEM)
         assert name is not None
-        # To look through what the process has mapped takes a millisecond.
+        # The search of the process's mappings takes a millisecond.
         region = await asyncio.to_thread(self.regions.open, name, said.key, said.offset, said.byte_size)
         self.regions.register(exchange.caller.key, name, region)
         return Response()
 
     async def register_cuda(self, request: Request) -> Response:
-        """Open memory of the device that the client has allocated and give it a name."""
+        """Open device memory that the client has allocated and give it a name."""
         exchange, name = _begun(request, TRANSPORT_CUDA)
         said: _CudaRegion = await self._said(exchange, _CUDA)
         assert name is not None
@@ -103,17 +103,17 @@ class SharedMemory:
         return Response()
 
     async def status_system(self, request: Request) -> Response:
-        """What is registered of system shared memory."""
+        """The registered regions of system shared memory."""
         exchange, name = _begun(request, TRANSPORT_SYSTEM)
         return JSONResponse(self.regions.status(exchange.caller.key, RegionFile.kind, name))
 
     async def status_cuda(self, request: Request) -> Response:
-        """What is registered of CUDA memory."""
+        """The registered regions of CUDA memory."""
         exchange, name = _begun(request, TRANSPORT_CUDA)
         return JSONResponse(self.regions.status(exchange.caller.key, DeviceRegion.kind, name))
 
     async def unregister_system(self, request: Request) -> Response:
-        """Forget a region, or all; requests that use them end as if they were there."""
+        """Unregister a region, or all; requests that already use them are not affected."""
         exchange, name = _begun(request, TRANSPORT_SYSTEM)
         self.regions.unregister(exchange.caller.key, RegionFile.kind, name)
         return Response()
@@ -137,7 +137,7 @@ class SharedMemory:
 
 
 def _begun(request: Request, transport: str) -> tuple[Exchange, str | None]:
-    """The request as it is accounted for, and the region that its path names."""
+    """Set the request's metric labels; return its exchange, and the region that its path names."""
     exchange: Exchange = request.scope["state"]["exchange"]
     exchange.record.op, exchange.record.transport = _OP, transport
     return exchange, request.path_params.get("region")

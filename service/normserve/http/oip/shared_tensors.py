@@ -15,16 +15,16 @@ from normserve.jobs.job import NormJob, Pass
 from normserve.jobs.results import results_of
 from normserve.memory.host_tensors import HostTensor
 
-# A result that a kernel may write over a tensor, at exactly the same bytes.
+# Results that a kernel may write over an input, at exactly the same bytes.
 _WRITTEN_OVER = {Pass.FORWARD: {"y": "x"}, Pass.BACKWARD: {"dx": "x"}}
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Where a request's tensors lie, by name; what is found stays open even if it is unregistered.
+    """The regions of a request's tensors, by name; they stay open even if they are unregistered.
 
     Attributes:
-        is_on_device: all of them, and the places of all results, are in regions of CUDA memory.
+        is_on_device: whether all inputs, and the places of all results, are in regions of CUDA memory.
     """
 
     inputs: Mapping[str, Span]
@@ -33,12 +33,12 @@ class Found:
 
 
 NONE = Found({}, {})
-"""Of a request that names no region."""
+"""For a request that names no region."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedTensors:
-    """Finds regions for requests, and copies from and to those that are not on the device."""
+    """Finds regions for requests, and copies from and to regions that are not on the device."""
 
     regions: Regions
     transfer: Transfer
@@ -48,7 +48,7 @@ class SharedTensors:
         """The regions that a request names.
 
         Raises:
-            UnusableRegionError: one is not there or has no such part, two outputs overlap, or only some of the
+            UnusableRegionError: a region is missing or has no such part, two outputs overlap, or only some of the
                 tensors are in CUDA memory.
             ForbiddenError: this client may not use CUDA memory.
         """
@@ -75,7 +75,7 @@ class SharedTensors:
         return Found(inputs, outputs, is_on_device=True)
 
     async def read(self, found: Found) -> dict[str, memoryview]:
-        """The inputs, by name: copies of them, or on the device themselves.
+        """The inputs, by name: copies, or for CUDA memory the regions themselves.
 
         Raises:
             UnusableRegionError: a region has become shorter.
@@ -86,11 +86,11 @@ class SharedTensors:
         return dict(zip(found.inputs, await self.transfer.read([*found.inputs.values()]), strict=True))
 
     async def write(self, found: Found, results: Mapping[str, HostTensor]) -> None:
-        """Copy results to where they are wanted, if they are not there already.
+        """Copy results into their regions, if they are not there already.
 
         Raises:
             UnusableRegionError: a region has become shorter.
-            StorageError: there is no memory for one.
+            StorageError: there is no memory for a region.
         """
         if not found.is_on_device:
             await self.transfer.write(
@@ -104,11 +104,11 @@ class SharedTensors:
 def placed(found: Found, job: NormJob) -> NormJob:
     """The job, with the places of its results if it is computed on the device.
 
-    This is before the work, so that what cannot be written does not cost any.
+    This happens before the work, so that a result that cannot be written costs none.
 
     Raises:
-        UnusableRegionError: there is too little memory for a result; or on the device, none, or a tensor that the
-            result may not be written over.
+        UnusableRegionError: a region is too small for a result; or, on the device, a result has no region or would
+            overwrite a tensor that is still read.
     """
     results = _sizes(job)
     for name, nbytes in results.items():

@@ -14,10 +14,10 @@ def tensors_of(
 ) -> Mapping[str, HostTensor]:
     """The tensors by name; binary ones are views of the body.
 
-    Args: shared: those that lie in regions, by name: copies, or `DeviceBytes` of the regions themselves.
+    Args: shared: the tensors in regions, by name: copies, or `DeviceBytes` of the regions themselves.
 
     Raises:
-        NormserveError: by what is wrong with one.
+        NormserveError: a tensor is invalid.
     """
     return {each.name: _tensor(each, body, shared) for each in inputs}
 
@@ -35,5 +35,5 @@ def _tensor(each: Input, body: memoryview, shared: Mapping[str, memoryview]) -> 
 
 
 def brought_bytes(inputs: tuple[Input, ...]) -> int:
-    """Bytes of the tensors that lie in other memory than the body."""
+    """Bytes of the tensors that are in other memory than the body."""
     return sum([each.nbytes for each in inputs if type(each.source) is not Binary])

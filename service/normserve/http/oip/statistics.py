@@ -8,7 +8,7 @@ from typing import Any
 from normserve.http.oip.models import VERSION
 from normserve.jobs.job import NormResult
 
-# Names of models are those of layers, which come and go.
+# Names of models include those of layers, which are registered and removed.
 _MOST_FORGOTTEN = 1024
 _STAGES = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output")
 # Results are never kept for the next request.
@@ -17,10 +17,10 @@ _NEVER = ("cache_hit", "cache_miss")
 
 @dataclass(slots=True)
 class Tally:
-    """Of one model.
+    """The statistics of one model.
 
     Attributes:
-        launches: requests that shared one count as its parts.
+        launches: each of n requests that share a launch counts as 1/n.
         last_ms: when the last one ended, in milliseconds since 1970; 0 before the first.
         counts, seconds: by stage.
     """
@@ -31,7 +31,7 @@ class Tally:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_STAGES, 0.0))
 
     def add(self, other: Mapping[str, Any]) -> None:
-        """Count what another process has counted."""
+        """Add the counts of another process."""
         self.launches += other["launches"]
         self.last_ms = max(self.last_ms, other["last_ms"])
         for stage in _STAGES:
@@ -39,7 +39,7 @@ class Tally:
             self.seconds[stage] += other["seconds"][stage]
 
     def plain(self) -> dict[str, Any]:
-        """What `add` takes."""
+        """The counts in the form that `add` takes."""
         return {"launches": self.launches, "last_ms": self.last_ms, "counts": self.counts, "seconds": self.seconds}
 
 
@@ -50,11 +50,11 @@ class Statistics:
         self._tallies: dict[str, Tally] = {}
 
     def note_success(self, model: str, result: NormResult, seconds: float, output_s: float) -> None:
-        """An inference was computed.
+        """Count an inference that was computed.
 
         Args:
-            seconds: from its header to its answer.
-            output_s: what writing the answer took.
+            seconds: from its header to its response.
+            output_s: time to serialise the response.
         """
         tally = self._tally(model)
         tally.launches += 1 / max(1, result.batch_size)
@@ -70,19 +70,19 @@ class Statistics:
             tally.seconds[stage] += took
 
     def note_failure(self, model: str, seconds: float) -> None:
-        """An inference was refused or failed."""
+        """Count an inference that was refused or failed."""
         tally = self._tally(model)
         tally.counts["fail"] += 1
         tally.seconds["fail"] += seconds
 
     def forget_others(self, models: Iterable[str]) -> None:
-        """Keep what is known of these models, once too much is known of others."""
+        """Keep only the statistics of these models, once there are too many others."""
         known = set(models)
         if len(self._tallies) > len(known) + _MOST_FORGOTTEN:
             self._tallies = {name: tally for name, tally in self._tallies.items() if name in known}
 
     def plain(self) -> dict[str, Any]:
-        """Everything, for another process to add."""
+        """All counts, for another process to add."""
         return {name: tally.plain() for name, tally in self._tallies.items()}
 
     def _tally(self, model: str) -> Tally:
@@ -93,9 +93,9 @@ class Statistics:
 
 
 def document(models: Iterable[str], counted: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The statistics of models as the protocol has them.
+    """The statistics of models in the protocol's form.
 
-    Args: counted: what each process has counted, as `Statistics.plain` gives it.
+    Args: counted: the counts of each process, from `Statistics.plain`.
     """
     counted = list(counted)
     return {

@@ -16,7 +16,7 @@ from normserve.errors.problems import STATUSES, document
 from normserve.http.routes.examples import PARAMETERS, Example, example_of
 from normserve.http.routes.scopes import RouteScopes
 
-# Swagger UI 4 refuses 3.1, of which nothing here makes use.
+# Swagger UI 4 refuses 3.1; nothing here needs it.
 OPENAPI_VERSION = "3.0.3"
 
 _KEY_SCHEME = {"type": "http", "scheme": "bearer", "description": "The API key."}
@@ -28,7 +28,7 @@ _HEADERS = {
     "X-Kernel-Bandwidth": ("integer", "These bytes a second of the kernel's time."),
     "X-Batch-Size": ("integer", "Requests that shared the launch."),
 }
-# Of each of these the description shows a document.
+# The description shows a problem document of each of these errors.
 _SHOWN_ERRORS = (
     errors.InvalidShapeError("x must be [..., 768] to match weight [768], got [2, 512]"),
     errors.UnknownLayerError("no layer of that name is registered"),
@@ -39,10 +39,10 @@ _REQUEST_ID = "2688c9a37667b02a0161b9894444878d"
 
 
 def describe(app: FastAPI, scopes: RouteScopes | None) -> Callable[[], dict[str, Any]]:
-    """What makes the application's description, once.
+    """A function that creates the application's description once.
 
     Args:
-        scopes: what asks for an API key; None where nothing does.
+        scopes: which routes require an API key; None if no keys are required.
     """
 
     def described() -> dict[str, Any]:
@@ -62,7 +62,7 @@ def _described(app: FastAPI, scopes: RouteScopes | None) -> dict[str, Any]:
         description=app.description,
         routes=list(_without_head(app)),
     )
-    # FastAPI's own are of errors that nothing here answers with.
+    # FastAPI's own schemas describe errors that this server never sends.
     description["components"] = {"schemas": {"Problem": _problem_schema(), "Error": _error_schema()}}
     if scopes is not None:
         description["components"]["securitySchemes"] = {"key": _KEY_SCHEME}
@@ -77,12 +77,12 @@ def _described(app: FastAPI, scopes: RouteScopes | None) -> dict[str, Any]:
 
 
 def operation_id(method: str, path: str) -> str:
-    """What generated clients call an operation: its method and path, not what the server's code calls it."""
+    """The name of an operation in generated clients: its method and path, not the name in the server's code."""
     return "_".join([method, *re.findall(r"\w+", path)])
 
 
 def _without_head(app: FastAPI) -> Iterator[APIRoute]:
-    """The routes.  Each GET takes HEAD as well, which is described no second time."""
+    """The routes, without HEAD, which every GET route also accepts."""
     for route in app.routes:
         if isinstance(route, APIRoute) and route.include_in_schema:
             alone = copy.copy(route)
@@ -91,7 +91,7 @@ def _without_head(app: FastAPI) -> Iterator[APIRoute]:
 
 
 def _name_parameters(operation: dict[str, Any], path: str) -> None:
-    """The path's own parameters, and examples.  FastAPI, which gives a schema a title, takes arguments for them."""
+    """Set path parameters and examples; drop FastAPI's parameters for handlers' arguments, which have a title."""
     of_path = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         for name in _PARAMETER.findall(path)
@@ -123,7 +123,7 @@ def _show_tensors(operation: dict[str, Any], *, is_forward: bool) -> None:
     else:
         # One array is not enough for gradients.
         operation["requestBody"]["content"] = {name: each for name, each in sent.items() if name != NPY}
-    # FastAPI adds what it would answer with itself.
+    # FastAPI adds its own default response type.
     answer["content"].pop("application/json", None)
     answer["headers"] = {
         name: {"description": what, "schema": {"type": kind}} for name, (kind, what) in _HEADERS.items()
@@ -151,7 +151,7 @@ def _kind_of(value: object) -> dict[str, Any]:
 
 
 def _failures() -> dict[str, Any]:
-    """What answers with a status of 400 or above, of any path but those below `/v2`."""
+    """The error responses of all paths but those below `/v2`."""
     shown = {
         error.code: {"summary": f"{STATUSES[type(error)]} {error.code}", "value": document(error, _REQUEST_ID)}
         for error in _SHOWN_ERRORS

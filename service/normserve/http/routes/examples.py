@@ -21,17 +21,17 @@ PARAMETERS: Mapping[str, str | int] = {
     "region": "input",
     "num_groups": 2,
 }
-"""Of a path or a query, by name."""
+"""Parameters of paths and queries, by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """What may be sent and what comes back.
+    """A request and its response.
 
     Attributes:
-        answer: with status 200, or 201 of what is new; None: it has no body.  Bytes that are no text are not shown.
-        media_type: the answer's.
-        request: JSON that may be sent; None where there is nothing to say in JSON.
+        answer: the response with status 200, or 201 for a new resource; None: it has no body.  Bytes are not shown.
+        media_type: of the response.
+        request: the request's JSON; None if it has none.
     """
 
     answer: Any = None
@@ -161,12 +161,12 @@ _EXAMPLES: Mapping[str, Example] = {**_OF_STATUS, **_OF_LAYERS, **_OF_INFERENCE_
 
 
 def example_of(method: str, path: str) -> Example | None:
-    """The example of a route, in any version of a model; None of operations, whose bodies are not JSON."""
+    """The example of a route, in any version of a model; None for operations, whose bodies are not JSON."""
     return _EXAMPLES.get(f"{method} {path.replace('/versions/{version}', '')}")
 
 
 def lines_of(op: Op, direction: Pass) -> str:
-    """What to try an operation with: curl, or Python where that needs more than the sample."""
+    """A command to try an operation: curl, or Python if the operation needs more than the sample."""
     if op is Op.LAYER_NORM_CHAIN:
         return "normserve.client.Client(URL).layer_norm_chain(x, [weight, weight])"
     if direction is Pass.FORWARD:

@@ -24,7 +24,7 @@ from normserve.requests.parameters import (
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """What the layers' handlers work with."""
+    """The handlers of these routes."""
 
     engine: Engine
     layers: LayerRegistry
@@ -59,14 +59,14 @@ class Layers:
         return JSONResponse(layer_document(self.layers.get(name)))
 
     async def remove(self, request: Request, name: str) -> Response:
-        """Forget a layer; requests that already use it are not disturbed."""
+        """Remove a layer; requests that already use it are not affected."""
         _note(request)
         _exchange(request).begin_work()
         await self.changes.remove(name)
         return Response(status_code=204)
 
     async def register(self, request: Request, name: str) -> JSONResponse:
-        """Keep a weight, and a bias if there is one, under a name."""
+        """Store a weight, and optionally a bias, under a name."""
         _note(request)
         if not is_layer_name(name):
             raise InvalidParameterError(f"a layer's name must be {LAYER_NAMES}")

@@ -15,10 +15,10 @@ _LENGTH_END = 8
 
 
 def declared_format(content_type: str, content_encoding: str) -> str | None:
-    """The format that the headers announce; None where the body's first bytes decide.
+    """The format that the headers announce; None if the body's first bytes decide.
 
     Raises:
-        UnsupportedMediaTypeError: it is not ours, or it is compressed.
+        UnsupportedMediaTypeError: the format is not supported, or the body is compressed.
     """
     require_identity(content_encoding)
     media_type = content_type.partition(";")[0].strip().lower()
@@ -30,11 +30,11 @@ def declared_format(content_type: str, content_encoding: str) -> str | None:
 
 
 def sniffed_format(body: memoryview) -> str:
-    """The format that an undeclared body's first bytes show.
+    """The format of an undeclared body, from its first bytes.
 
     Raises:
         MalformedPayloadError: there is no body.
-        UnsupportedMediaTypeError: they show neither.
+        UnsupportedMediaTypeError: they are of neither format.
     """
     if not body:
         raise MalformedPayloadError("the body must be safetensors or npy, got none")
@@ -46,15 +46,15 @@ def sniffed_format(body: memoryview) -> str:
 
 
 def with_hints(error: NormserveError, body: memoryview, declared: str | None, *, is_form: bool) -> NormserveError:
-    """An error about a body that cannot be read, with what its bytes show about the cause.
+    """An error about a body that cannot be read, with hints from its first bytes about the cause.
 
     Args:
-        declared: the format that Content-Type names; None where it names none.
-        is_form: whether Content-Type is that of a form, as curl sends it unless told otherwise.
+        declared: the format of Content-Type; None if it has none.
+        is_form: whether Content-Type is that of a form, which is curl's default.
     """
     found = sniff(body)
     if found == SAFETENSORS and body[_LENGTH_END - 1]:
-        # Text: as the length of a header these bytes would be more than 2^56.
+        # Probably text: as the length of a header these bytes would be more than 2^56.
         found = None
     what = "" if found else guess(body)
     detail = error.detail
@@ -77,10 +77,10 @@ class Accepted:
                 self._weights[CANONICAL.get(media_range, media_range)] = _weight(arguments)
 
     def choose(self, request_format: str) -> str:
-        """The format of the answer to a request in `request_format`, which wins a tie.
+        """The format of the response to a request in `request_format`, which is preferred in a tie.
 
         Raises:
-            NotAcceptableError: the client takes neither.
+            NotAcceptableError: the client accepts neither format.
         """
         if not self._weights:
             return request_format
@@ -98,12 +98,12 @@ class Accepted:
 
 
 def prefers(accept: str, media_type: str, default: str) -> bool:
-    """Whether a client asks for a type by its name, and for another by its name not more."""
+    """Whether a client names `media_type`, with at least the weight of `default`."""
     weights = {media_type: 0.0, default: 0.0}
     for item in accept.split(","):
         named, *arguments = (part.strip().lower() for part in item.split(";"))
         if named in weights:
-            # Of several versions the one that is wanted most.
+            # Of several versions, the highest weight counts.
             weights[named] = max(weights[named], _weight(arguments))
     return weights[media_type] > 0 and weights[media_type] >= weights[default]
 

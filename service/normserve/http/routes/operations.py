@@ -35,15 +35,15 @@ from normserve.requests.parameters import (
 )
 from normserve.requests.several import Several, joined
 
-# Besides the query, what a request's head asks for.
+# Header fields that, besides the query, define the request.
 _ASKING_HEADERS = (b"content-type", b"content-encoding", b"accept")
-# Longer heads are read anew each time.
+# Longer heads are not cached.
 _LONGEST_KEPT = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """What the operations' handlers work with."""
+    """Creates the operations' handlers."""
 
     computing: Computing
     layers: LayerRegistry
@@ -66,7 +66,7 @@ class Operations:
         return router
 
     def by_path(self) -> "dict[str, Operation]":
-        """Every operation in each of its directions, by where it is asked for."""
+        """Every operation in each of its directions, by path."""
         return {
             _path(op, direction): Operation(self.computing, self.layers, op, direction)
             for op in Op
@@ -88,7 +88,7 @@ class Operation:
     direction: Pass
 
     async def handle(self, request: Request) -> BuffersResponse:
-        """Read what is asked, refuse what can be refused before the body, then receive, compute and answer."""
+        """Read the head, check what can be checked before the body, then receive, compute and answer."""
         exchange: Exchange = request.scope["state"]["exchange"]
         note_operation(exchange, self.op, self.direction)
         head = self.read_head(request.scope["query_string"], exchange.headers)
@@ -103,15 +103,15 @@ class Operation:
         """The layer that a request names, if it names one.
 
         Raises:
-            UnknownLayerError: there is none of that name.
+            UnknownLayerError: there is no layer of that name.
         """
         return None if head.layer is None else self.layers.named(self.op, head.layer)
 
     def read_head(self, query: bytes, headers: Mapping[bytes, bytes]) -> "Head":
-        """What a request's head says.
+        """Parse a request's head.
 
         Raises:
-            NormserveError: by what is wrong with it.
+            NormserveError: the head is invalid.
         """
         said = [query, *[headers.get(name, b"") for name in _ASKING_HEADERS]]
         is_kept = sum(map(len, said)) <= _LONGEST_KEPT
@@ -120,13 +120,13 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What a request's head says, checked as far as it can be without the body.
+    """A request's head, checked as far as possible without the body.
 
     Attributes:
-        layer: its name; of a chain the names, joined by commas.
-        body_format: None where the body's first bytes decide.
-        timeout_ms: None where the server's holds.
-        is_form: whether the body is announced as a form.
+        layer: its name; for a chain the names, joined by commas.
+        body_format: None if the body's first bytes decide.
+        timeout_ms: None for the server's default.
+        is_form: whether Content-Type is that of a form.
     """
 
     spec: NormSpec
@@ -139,9 +139,9 @@ class Head:
     def with_body(
         self, body: memoryview, layer: Layer | None, charge_copy: Callable[[int], None]
     ) -> tuple[NormJob, MemoryCost, "Told"]:
-        """The job, what it takes of the memory, and how its answer is told.
+        """The job, its memory cost, and the format of its response.
 
-        Args: charge_copy: called with the bytes of what has to be copied before it is; may refuse it.
+        Args: charge_copy: called before a copy with its size in bytes; may refuse it.
         """
         try:
             body_format = self.body_format or sniffed_format(body)
@@ -157,11 +157,11 @@ class Head:
 
 
 class Told(NamedTuple):
-    """How an answer is told.
+    """The form of a response.
 
     Attributes:
-        media_type: of its format.
-        several: how results are divided where x came as several.
+        media_type: of the response.
+        several: how results are divided if x was sent as several tensors.
     """
 
     media_type: str
@@ -182,12 +182,12 @@ def _head(
     )
 
 
-# Clients send the same few again and again.
+# Clients send the same few heads repeatedly.
 _known_head = functools.lru_cache(maxsize=1024)(_head)
 
 
 def _require_expressible(told: Told, job: NormJob) -> None:
-    """Say before the work, not after it, that the answer cannot be written down."""
+    """Refuse, before the work, a response that its format cannot represent."""
     if told.media_type != NPY:
         return
     if told.several is not None:
@@ -200,7 +200,7 @@ def _require_expressible(told: Told, job: NormJob) -> None:
 
 
 def answer(record: RequestRecord, told: Told, result: NormResult) -> tuple[Buffers, bytes, Headers]:
-    """A result as a response has it: the body in pieces, its media type, and headers besides."""
+    """The response of a result: the body in pieces, its media type, and additional headers."""
     began = time.perf_counter()
     if told.media_type == NPY:
         buffers = npy.encode(result.tensors["y" if "y" in result.tensors else "dx"])

@@ -30,31 +30,31 @@ _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self';"
     " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-# Swagger UI's style sheet holds its images.
+# Swagger UI's style sheet contains its images.
 _DOCS_POLICY = _POLICY.replace("img-src 'self'", "img-src 'self' data:")
 
 _HEADERS = {
     "referrer-policy": "no-referrer",
-    # To be asked for each time, and answered with 304 unless the server is another version.
+    # Browsers revalidate each time, and receive 304 unless the server's version changed.
     "cache-control": "no-cache",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What the page's handlers work with.
+    """The handlers of the pages.
 
     Attributes:
-        with_key: whether the operations ask for an API key.  The page does not; where /metrics does, whoever looks
-            at the page is asked for one.
-        with_certificate: whether TLS asks clients for a certificate.
+        with_key: whether the operations require an API key.  The page itself does not; if /metrics does, the page
+            asks its user for one.
+        with_certificate: whether TLS requires client certificates.
     """
 
     with_key: bool
     with_certificate: bool = False
 
     def router(self) -> APIRouter:
-        """The page and what it is made of."""
+        """The pages and their files."""
         router = APIRouter(include_in_schema=False)
         router.add_api_route("/", self.page, methods=_READS)
         router.add_api_route("/docs", self.docs, methods=_READS)
@@ -62,7 +62,7 @@ class Page:
         return router
 
     async def page(self, request: Request) -> Response:
-        """The page, with lines to try that reach the server as this request did."""
+        """The page, with example commands that use the same URL as this request."""
         _note(request, "page")
         url = str(request.base_url).rstrip("/")
         lines = commands(url, with_key=self.with_key, with_certificate=self.with_certificate)
@@ -72,7 +72,7 @@ class Page:
         return _answer(request, "html", content, _tag(content))
 
     async def docs(self, request: Request) -> Response:
-        """The HTTP API, to read and to try."""
+        """The documentation of the HTTP API, where requests can be tried."""
         _note(request, "docs")
         return _answer(request, "html", *_FILES["docs.html"], _DOCS_POLICY)
 
@@ -85,7 +85,7 @@ class Page:
 
 
 def commands(url: str, *, with_key: bool, with_certificate: bool = False) -> list[str]:
-    """Lines for a shell that try the server, the first of them what its start prints."""
+    """Shell commands to try the server; the first is the one that the server prints at start."""
     key = '-H "Authorization: Bearer $NORMSERVE_API_KEY" ' if with_key else ""
     curl = curl_command(url, with_certificate=with_certificate)
     sample = f"{curl} {url}/sample.npy | {curl} {key}--data-binary @- -o y.npy"

@@ -11,7 +11,7 @@ from starlette.types import Scope
 from normserve.admission.keys import KeyScope
 from normserve.jobs.job import Op, Pass
 
-#: A key with any of these will do; where there are none, so does no key at all.
+#: A key with any of these scopes is sufficient; if the set is empty, no key is needed.
 Needed = frozenset[KeyScope]
 
 PUBLIC: Needed = frozenset()
@@ -27,7 +27,7 @@ _PROBES = ("/livez", "/readyz", "/v2/health/live", "/v2/health/ready")
 
 
 def _rows() -> Iterator[tuple[Sequence[str], str, Needed]]:
-    """Methods, path template, what is needed."""
+    """Methods, path template, accepted scopes."""
     for op in Op:
         for direction in op.passes:
             yield ("POST",), f"/v1/{op.value}" + ("" if direction is Pass.FORWARD else "/backward"), _INFER
@@ -65,10 +65,10 @@ DECLARED: Mapping[tuple[str, str], Needed] = {
 
 
 class RouteScopes:
-    """What each request needs, by the route that will handle it.
+    """The scopes that each request needs, by the route that will handle it.
 
-    The routes themselves say which one that is, so that no way to write a path is understood here in one way and by
-    the router in another.
+    The routes themselves match the request, so that a spelling of a path cannot be interpreted differently here and
+    by the router.
     """
 
     def __init__(self, routes: Sequence[BaseRoute], *, metrics_are_public: bool) -> None:
@@ -81,13 +81,13 @@ class RouteScopes:
         self._exact = {place: needed for place, needed in self._declared.items() if "{" not in place[1]}
 
     def needs_key(self, method: str, template: str) -> bool:
-        """Whether a route asks for a key, where keys are asked for."""
+        """Whether a route needs a key, if keys are required."""
         return self._declared.get((method, template)) != PUBLIC
 
     def needed(self, scope: Scope) -> Needed | None:
-        """What a request needs; None where no key is sufficient, since the route declares no scope.
+        """The scopes that a request needs; None if no key is sufficient, because the route declares no scope.
 
-        What no route handles needs any key: who has none is not told which paths there are.
+        A request that no route handles needs any key: clients without one cannot find out which paths exist.
         """
         exact = self._exact.get((scope["method"], scope["path"]))
         below = scope.get("root_path")
@@ -106,7 +106,7 @@ class RouteScopes:
         return getattr(self._route(scope), "path", UNMATCHED)
 
     def _route(self, scope: Scope) -> BaseRoute | None:
-        """The route that handles a request; None where the answer is that there is none, or not by this method."""
+        """The route that handles a request; None if there is none for this path and method."""
         for route in self._routes:
             if route.matches(scope)[0] is Match.FULL:
                 return route

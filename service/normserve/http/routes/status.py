@@ -1,4 +1,4 @@
-"""Routes beside the operations: liveness, readiness, information, and a sample tensor."""
+"""Routes besides the operations: liveness, readiness, metrics, information, and a sample tensor."""
 
 import json
 import os
@@ -30,13 +30,13 @@ _SAMPLE_SHAPE = (4, 8)
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What the handlers around the operations work with.
+    """The handlers of these routes.
 
     Attributes:
-        stalls: whether anything is still finished.
-        limits: what `/v1/info` tells about them.
-        local: what it tells about clients on the same host; None where they cannot share memory.
-        front_ends: the processes that speak HTTP for this one.
+        stalls: whether operations still finish.
+        limits: the limits in `/v1/info`.
+        local: the values in `/v1/info` for clients on the same host; None if they cannot share memory.
+        front_ends: the HTTP processes in front of this one.
     """
 
     engine: Engine
@@ -59,7 +59,7 @@ class Status:
         return router
 
     def answer_siblings(self) -> None:
-        """Tell the other processes of the fleet what this one would be asked by clients."""
+        """Send this process's metrics and information to the other processes of the fleet on request."""
 
         async def metrics(question: Question, at_end: AsyncExitStack) -> bytes:
             return self.metrics.render()
@@ -70,19 +70,19 @@ class Status:
         self.siblings.handlers |= {"metrics": metrics, "info": info}
 
     async def livez(self, request: Request) -> Response:
-        """200 while the process is sane."""
+        """200 while the process works."""
         _note(request, "livez")
         return Response("ok\n", media_type="text/plain")
 
     async def readyz(self, request: Request) -> Response:
-        """200 once warmed up and while work is taken and finished, else 503 with the reason."""
+        """200 once warmed up and while requests are accepted and finished, else 503 with the reason."""
         _note(request, "readyz")
         self.engine.require_ready()
         self.stalls.require_progress()
         return Response("ready\n", media_type="text/plain")
 
     async def scrape(self, request: Request) -> Response:
-        """Every metric, as Prometheus' text or as OpenMetrics; in a fleet, of every process."""
+        """All metrics, as Prometheus text or OpenMetrics; in a fleet, of all processes."""
         _note(request, "metrics")
         text = await self.siblings.exposition(self.metrics.render())
         if prefers(request.headers.get("accept", ""), OPEN_METRICS, "text/plain"):
@@ -95,7 +95,7 @@ class Status:
         return JSONResponse(await self.describe())
 
     async def describe(self) -> dict[str, Any]:
-        """What the server is, whatever transport asks."""
+        """The content of `/v1/info`, for all transports."""
         device = self.engine.device
         processes = await self._processes()
         return {
@@ -116,7 +116,7 @@ class Status:
         }
 
     def _local(self) -> dict[str, Any] | None:
-        """How clients on the same host share memory; the device's as far as it is known."""
+        """How clients on the same host share memory, with the device's UUID if it is known."""
         if self.local is None:
             return None
         engine = self.engine
@@ -124,7 +124,7 @@ class Status:
         return {**self.local, "device": None if memory is None else memory.uuid}
 
     async def _processes(self) -> list[dict[str, Any]] | None:
-        """Every process of the fleet, by its index; None where there is no fleet."""
+        """Every process of the fleet, by its index; None if there is no fleet."""
         place = self.siblings.place
         if place is None or not place.is_shown:
             return None
@@ -145,7 +145,7 @@ class Status:
         }
 
     async def sample(self, request: Request) -> Response:
-        """A small npy array to try the operations with curl alone."""
+        """A small npy array, to try the operations with curl alone."""
         _note(request, "sample")
         rows, cols = _SAMPLE_SHAPE
         values = memoryview(bytearray(rows * cols * 4)).cast("f")

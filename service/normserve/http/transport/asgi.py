@@ -1,6 +1,6 @@
-"""The transport for any other ASGI server, over `receive` and `send`.
+"""The transport for other ASGI servers, over `receive` and `send`.
 
-It copies each byte once more in either direction, and the server below it reads bodies before they are admitted.
+It copies each byte once more in each direction, and the server below it reads bodies before they are admitted.
 It is for deployments in which another program chooses the server.
 """
 
@@ -26,7 +26,7 @@ class PlainAsgi:
             return
         body, response = _Body(scope, receive), PlainSending(send)
         state = {**scope.get("state", {}), "reception": body.reception, "sending": response}
-        # Only our own connections leave the client out, of those on a Unix socket.
+        # The application takes a scope without a client for a connection of our own Unix socket.
         client = scope.get("client") or ("", 0)
         try:
             await self._entrance({**scope, "state": state, "client": client}, body.receive, response.send)
@@ -35,7 +35,7 @@ class PlainAsgi:
 
 
 class _Body:
-    """One request's body: handed to its reception once a route asks for it there, else as it comes."""
+    """One request's body: passed to its reception once a route requests it there, else as ASGI messages."""
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
         self._receive = receive
@@ -53,7 +53,7 @@ class _Body:
         return message
 
     def stop(self) -> None:
-        """No more of it will be read."""
+        """Read no more of the body."""
         if self._pump is not None:
             self._pump.cancel()
 
@@ -69,7 +69,7 @@ class _Body:
             if message["type"] == "http.disconnect":
                 reception.fail(ClientLeftError("the client left while its body was received"))
                 return
-            # It may have been cut off meanwhile.
+            # The reception may have failed meanwhile.
             if reception.is_filling and (piece := message.get("body", b"")):
                 reception.append(piece)
             if not message.get("more_body", False):
@@ -77,7 +77,7 @@ class _Body:
 
 
 class PlainSending(Departure):
-    """One response on its way into a server that takes its bytes and does not say what becomes of them.
+    """One response, sent through a server that does not report whether the client received it.
 
     `on_departure` is never called: such a server cancels the call of a client that has left.
     """
@@ -93,7 +93,7 @@ class PlainSending(Departure):
         await self.send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def send(self, message: Message) -> None:
-        """Hand a message on, its body as the bytes that ASGI promises: a server may pickle it."""
+        """Forward a message, with its body as `bytes`, which ASGI requires: a server may pickle it."""
         if message["type"] == "http.response.start":
             self._began = time.perf_counter()
         if isinstance(message.get("body"), memoryview):

@@ -4,14 +4,14 @@ import re
 
 from normserve.errors import HeadersTooLargeError, MalformedHttpError
 
-# Of the line that begins a chunk, and of a trailer.
+# Limit of a line that begins a chunk, and of a trailer.
 _MAX_LINE_BYTES = 4096
 _MAX_TRAILER_BYTES = 16 * 1024
-# Beside its data a chunk of one byte takes five bytes, a usual one less than a thousandth of its length.
+# Besides its data a chunk of one byte takes five bytes, a usual one less than a thousandth of its length.
 _FREE_FRAMING_BYTES = 64 * 1024
 _FRAMING_BYTES_PER_BYTE = 8
 
-# Fifteen digits keep far away from where 64 bits end.
+# Fifteen hexadecimal digits stay far below 64 bits.
 _SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:;[\t -~\x80-\xff]*)?\r\n")
 _TRAILER_LINE = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t -~\x80-\xff]*\r\n")
 
@@ -19,18 +19,18 @@ _TRAILER_LINE = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t -~\x80-\xff]*\r\n"
 class ChunkedBody:
     """Finds the data in a chunked body.
 
-    It keeps no more than one unfinished line, and looks at each byte once.  What it says depends on the bytes
-    alone, not on how they were cut on their way.
+    It keeps at most one unfinished line, and reads each byte once.  The result depends on the bytes alone, not on
+    how they were split in transit.
 
     Attributes:
-        is_complete: the last chunk and the trailer section have come.
-        remaining: bytes that the chunk which is arriving still has.
+        is_complete: the last chunk and the trailer section have been received.
+        remaining: bytes still to come of the current chunk.
     """
 
     def __init__(self) -> None:
         self.is_complete = False
         self.remaining = 0
-        # Bytes still to come of the line end behind a chunk's data.
+        # Bytes still to come of the line end after a chunk's data.
         self._line_end = b""
         self._line = b""
         self._in_trailers = False
@@ -39,10 +39,10 @@ class ChunkedBody:
         self._data_bytes = 0
 
     def feed(self, received: bytes) -> tuple[bytes, int]:
-        """Take what came next: the data in it, and how many bytes of it belonged to this body.
+        """Take the next bytes; return the data in them, and how many of them belong to this body.
 
         Raises:
-            MalformedHttpError: it is not chunked, or its framing takes too many bytes for its data.
+            MalformedHttpError: the bytes are not chunked, or the framing takes too many bytes for the data.
             HeadersTooLargeError: the trailer section is too long.
         """
         pieces: list[bytes] = []
@@ -64,7 +64,7 @@ class ChunkedBody:
         return b"".join(pieces), at
 
     def _take_line(self, received: bytes, at: int) -> int:
-        """Take a line, or what has come of it; where it ends."""
+        """Take a line, or the received part of one; return where it ends."""
         limit = min(len(received), at + _MAX_LINE_BYTES - len(self._line))
         found = received.find(b"\n", at, limit)
         end = found + 1 if found >= 0 else limit
@@ -88,7 +88,7 @@ class ChunkedBody:
         if size is None:
             raise MalformedHttpError("a chunk must begin with its size in hexadecimal digits and CR LF")
         self.remaining = int(size[1], 16)
-        # With the line end behind its data.
+        # With the line end after the chunk's data.
         self._framing_bytes += len(line) + 2
         self._data_bytes += self.remaining
         if self._framing_bytes > _FREE_FRAMING_BYTES + _FRAMING_BYTES_PER_BYTE * self._data_bytes:

@@ -8,19 +8,19 @@ from normserve.http.transport.exchanges import HEAD_BYTES, Manners
 from normserve.http.transport.http import HttpProtocol
 from normserve.http.transport.reception import Reception
 
-# Of a chunked or an unwanted body.
+# Bytes per read of a chunked or an unwanted body.
 _PIECE_BYTES = 256 * 1024
-# Chunks of one byte take a microsecond each, and everybody waits while those of one read are looked at.
+# Chunks of one byte take a microsecond each; all clients wait while those of one read are decoded.
 _TINY_CHUNKS_BYTES = 32 * 1024
 
 
 class Connection(asyncio.BufferedProtocol):
-    """Receives into the memory that a request's body is meant for, else into scratch memory that the parser reads.
+    """Receives into the memory of a request's body, else into scratch memory that the parser reads.
 
-    An idle connection owns no memory: between asking for a buffer and telling that it was written to, the event
-    loop does nothing else, so all connections of a loop share the scratch.
+    An idle connection owns no memory: between `get_buffer` and `buffer_updated` the event loop does nothing else,
+    so all connections of a loop share the scratch memory.
 
-    uvicorn's protocol is held and not inherited from, because an event loop hands `bytes` to whatever is an
+    uvicorn's protocol is an attribute and not a base class, because an event loop passes `bytes` to every
     `asyncio.Protocol`.
 
     Attributes:
@@ -70,7 +70,7 @@ class Connection(asyncio.BufferedProtocol):
 
 
 def listen(manners: Manners) -> Callable[..., Connection]:
-    """What uvicorn calls for each connection that it accepts."""
+    """The factory that uvicorn calls for each accepted connection."""
     scratch = memoryview(bytearray(_PIECE_BYTES))
 
     def accept(**of_uvicorn: Any) -> Connection:

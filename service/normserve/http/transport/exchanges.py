@@ -20,8 +20,8 @@ from normserve.http.transport.patience import HeaderWatch, Patience, SendWatch
 from normserve.http.transport.reception import Reception
 from normserve.http.transport.sending import TLS_PORTION_BYTES, Sending, unread_bytes
 
-# Read at once while a header is expected: enough for it and a small body, and little enough that of a large body,
-# whose first bytes come along and must be copied, most goes straight to its place.
+# Bytes per read while a header is expected: enough for it and a small body, and few enough that most of a large
+# body, whose first bytes arrive with the header and must be copied, is received directly into its own memory.
 HEAD_BYTES = 16 * 1024
 _UNIX_BUFFER_BYTES = 4 * 2**20
 _TLS_END_S = 0.2
@@ -30,11 +30,12 @@ _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 @dataclass(frozen=True, slots=True)
 class Manners:
-    """What all connections share.
+    """Limits and callbacks that all connections share.
 
     Attributes:
-        refuse: counts what never became a request, and renders the answer to it; its target, as far as that came.
-        on_late_departure: a client left with a response that the kernel had taken and that it had not read.
+        refuse: counts input that never became a request, and renders the response; the second argument is the
+            request target, as far as it was received.
+        on_late_departure: called when a client left without reading a response that the kernel had taken.
     """
 
     patience: Patience
@@ -43,7 +44,7 @@ class Manners:
 
 
 class ExchangeProtocol(HttpToolsProtocol):
-    """Receives bodies and sends responses, in order, and gives up clients that are late, slow or gone.
+    """Receives bodies and sends responses, in order, and disconnects clients that are late, slow or gone.
 
     Attributes:
         unparsed: bytes still to come of a body of announced length.
@@ -54,14 +55,14 @@ class ExchangeProtocol(HttpToolsProtocol):
         super().__init__(**of_uvicorn)
         self._manners = manners
         self.url = b""
-        # Of a request whose header is not complete.
+        # Whether a header has begun and is not complete.
         self._header_began = False
         self._header_watch = HeaderWatch(self.loop, manners.patience, self._header_is_late)
         self._send_watch: SendWatch | None = None
         self._half_closed_watch: HalfClosedWatch | None = None
         self._reception: Reception | None = None
         self._sending: Sending | None = None
-        # Requests whose answer is not out: the one that is worked on, and those pipelined behind it.
+        # Requests whose response is not complete: the current one, and those pipelined behind it.
         self._unanswered: dict[Sending, tuple[RequestResponseCycle, Reception]] = {}
         self._refusal: NormserveError | None = None
         self._left_unread = False
@@ -71,7 +72,7 @@ class ExchangeProtocol(HttpToolsProtocol):
 
     @property
     def filling(self) -> Reception | None:
-        """The body whose next bytes belong straight into its memory, if there is one."""
+        """The body into whose memory the next bytes can be received directly, if there is one."""
         reception = self._reception
         return reception if self.unparsed and reception is not None and reception.is_filling else None
 
@@ -81,9 +82,9 @@ class ExchangeProtocol(HttpToolsProtocol):
             # TCP grows its buffers by itself, up to about this.
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER_BYTES)
         super().connection_made(transport)
-        # Paused means that anything is unsent, and resumed that the kernel has all of it.  uvloop's TLS pauses at
-        # its limit already, and hands what it encrypted to a transport that holds a write or two of its own.  The
-        # end of its handshake may be unsent now.
+        # With these limits, "paused" means that any byte is unsent, and "resumed" that the kernel has all of them.
+        # uvloop's TLS pauses already at its limit, and passes encrypted data to a transport that buffers a write or
+        # two.  The end of its handshake may be unsent now.
         self._is_encrypted = transport.get_extra_info("ssl_object") is not None
         unseen = TLS_PORTION_BYTES if self._is_encrypted else 0
         self._send_watch = SendWatch(self.loop, self._manners.patience, transport, unseen_bytes=unseen)
@@ -109,8 +110,8 @@ class ExchangeProtocol(HttpToolsProtocol):
         self._reception = self._sending = None
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends no more; whether it may still read the answers to what it has sent whole."""
-        # A reset would say so itself; a client that leaves in the middle of a transfer sends an end first.
+        """The client sends no more; return whether it may still read responses to its complete requests."""
+        # A client that leaves in the middle of a response sends FIN first; a reset is visible by itself.
         self._left_unread = unread_bytes(self.transport) > 0
         whole = [cycle for cycle, _ in self._unanswered.values() if not cycle.more_body]
         if not whole or self.scheme == "https":
@@ -125,13 +126,13 @@ class ExchangeProtocol(HttpToolsProtocol):
 
     @property
     def _takes_requests(self) -> bool:
-        """Whether what comes next can still become one."""
+        """Whether the next bytes can still become a request."""
         if self._refusal is not None or self.transport.is_closing():
             return False
         return self.cycle is None or self.cycle.keep_alive
 
     def filled(self, nbytes: int) -> None:
-        """So many bytes came into the memory of `filling`."""
+        """Count bytes that were received into the memory of `filling`."""
         assert self._reception is not None
         self.unparsed -= nbytes
         self._reception.advance(nbytes)
@@ -147,7 +148,7 @@ class ExchangeProtocol(HttpToolsProtocol):
             super().on_body(body)
 
     def _end_body(self) -> None:
-        """The request is whole."""
+        """The request is complete."""
         if self.transport.is_closing():
             return
         cycle = self.cycle
@@ -160,7 +161,7 @@ class ExchangeProtocol(HttpToolsProtocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         assert self._send_watch is not None
-        # Those before it are out, and those behind it wait for it.
+        # The first unanswered one: earlier responses are sent, and later ones wait for it.
         self._send_watch.start(next(iter(self._unanswered), None))
 
     def resume_writing(self) -> None:
@@ -174,12 +175,12 @@ class ExchangeProtocol(HttpToolsProtocol):
             self.loop.call_later(_TLS_END_S, self._end_tls)
 
     def _end_tls(self) -> None:
-        """An idle client may never answer that TLS ends, and need not."""
+        """Abort the connection of a client that does not answer the end of TLS, which it need not do."""
         if self.transport.get_extra_info("socket") is not None and not unread_bytes(self.transport):
             self.transport.abort()
 
     def timeout_keep_alive_handler(self) -> None:
-        # Bytes that the client has not read all this time will not be read: closing would wait for them forever.
+        # A client that has not read these bytes in all this time never will: closing would wait for it forever.
         if self.transport.get_write_buffer_size():
             self.transport.abort()
         super().timeout_keep_alive_handler()
@@ -187,7 +188,7 @@ class ExchangeProtocol(HttpToolsProtocol):
     def _attend(self, cycle: RequestResponseCycle, announced: int | None) -> None:
         """Follow a request's body and response.
 
-        Args: announced: bytes of the body; None is a chunked one.
+        Args: announced: bytes of the body; None if it is chunked.
         """
         reception = Reception(announced, functools.partial(self._begin_body, cycle))
         sending = Sending(self.transport, self.loop, cycle, is_encrypted=self._is_encrypted)
@@ -204,11 +205,11 @@ class ExchangeProtocol(HttpToolsProtocol):
         else:
             self.unparsed = announced
             if announced > HEAD_BYTES:
-                # The rest of the body is not read before there is a place for it.
+                # The rest of the body is not read before there is memory for it.
                 self.flow.pause_reading()
 
     def _begin_body(self, cycle: RequestResponseCycle) -> bytearray:
-        """Let a body come; what came already is handed over."""
+        """Start to receive a body; return the bytes that were already received."""
         early, cycle.body = cycle.body, bytearray()
         if cycle.more_body:
             if cycle.waiting_for_100_continue:
@@ -222,7 +223,7 @@ class ExchangeProtocol(HttpToolsProtocol):
         self._unanswered.pop(sending, None)
         self.on_response_complete()
         if self.pipeline:
-            # Each answer would let in another read full of small requests.
+            # Each response would otherwise allow another read full of small requests.
             self.flow.pause_reading()
         elif self._refusal is not None and not self._unanswered:
             self._refuse(self._refusal)
@@ -234,15 +235,15 @@ class ExchangeProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, error: NormserveError) -> None:
-        """Answer what never became a request, after the answers to those before it, and close."""
+        """Answer invalid input with an error, after the responses to earlier requests, and close."""
         if self.transport.is_closing():
             return
         self._header_began = False
         self._header_watch.stop()
-        # What is wrong with a body is the answer to its request, unless that has been given.
+        # An error in a body is the response to its request, unless a response has already begun.
         cycle = self.cycle if self._unanswered and self.cycle.more_body else None
         if cycle is not None and len(self._unanswered) > 1:
-            # It has not begun: those before it are answered first.
+            # Its processing has not begun: earlier requests are answered first.
             self.pipeline.popleft()
             self._unanswered.popitem()
             cycle = None

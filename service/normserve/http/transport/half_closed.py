@@ -4,8 +4,8 @@ import asyncio
 import select
 import socket
 
-# Every response begins with these bytes, so they can go ahead of it.  A host whose client has gone answers them
-# with a reset; one whose client reads takes them.
+# Every response begins with these bytes, so they can be sent ahead of it.  If the client has gone, its host answers
+# them with a reset; otherwise it accepts them.
 PROBE = b"HTTP/1.1 "
 
 _FIRST_LOOK_S, _LONGEST_PAUSE_S = 0.005, 0.5
@@ -14,7 +14,7 @@ _FIRST_LOOK_S, _LONGEST_PAUSE_S = 0.005, 0.5
 class HalfClosedWatch:
     """Aborts a transport whose client has gone.
 
-    The end of the client's data does not tell whether it has, and the event loop looks no further than to that.
+    The end of the client's data does not show whether it has gone, and the event loop detects nothing beyond that.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
@@ -28,7 +28,7 @@ class HalfClosedWatch:
         self._timer.cancel()
 
     def _look(self, pause_s: float) -> None:
-        # Only a hang-up or an error can be reported where nothing is asked for.
+        # With an empty event mask, only a hang-up or an error is reported.
         if self._poll.poll(0):
             self._transport.abort()
             return
@@ -37,5 +37,5 @@ class HalfClosedWatch:
 
 
 def tells_departures(transport: asyncio.Transport) -> bool:
-    """Whether the kernel tells by itself that the client has gone, without anything being sent."""
+    """Whether the kernel reports by itself that the client has gone, without anything being sent."""
     return bool(transport.get_extra_info("socket").family == socket.AF_UNIX)

@@ -25,17 +25,17 @@ class HttpProtocol(ExchangeProtocol):
 
     def __init__(self, manners: Manners, **of_uvicorn: Any) -> None:
         super().__init__(manners, **of_uvicorn)
-        # Of the header that is arriving: how much of it came, and the last bytes, in which its end may begin.
+        # Of the current header: the number of received bytes, and the last of them, in which its end may begin.
         self._header_bytes = 0
         self._header_tail = b""
-        # The last whole one of a request with a body, as long as the parser stands at its end.
+        # The last complete header of a request with a body, as long as the parser is at its end.
         self._last_header: bytes | None = None
         self._header_ended = False
         self._singular: dict[bytes, bytes] = {}
         self._repeated: bytes | None = None
 
     def data_received(self, data: memoryview) -> None:  # type: ignore[override]
-        """What came next, in scratch memory."""
+        """Process the next received bytes, which are in scratch memory."""
         self._unset_keepalive_if_required()
         had_begun = self._header_began
         rest = data
@@ -48,8 +48,8 @@ class HttpProtocol(ExchangeProtocol):
                 rest = self._take_header(rest)
             else:
                 return
-        # Most headers come whole, and need no watch.  Empty lines do: they end the wait for a next request, and
-        # begin that for its header.
+        # Most headers arrive complete and need no timeout.  Empty lines need one: they end the wait for the next
+        # request, and begin the wait for its header.
         begins = self._header_began and not had_begun
         if begins or not (self._unanswered or self._header_watch.is_running):
             self._header_watch.start()
@@ -79,13 +79,13 @@ class HttpProtocol(ExchangeProtocol):
     def _take_header(self, data: memoryview) -> memoryview:
         """Take bytes up to the end of a header, or of empty lines before it."""
         end = self._end_of_header(data)
-        # Beyond the limit nothing is looked at, so that what is refused does not depend on how bytes arrive.
+        # Bytes beyond the limit are ignored, so that a refusal does not depend on how bytes arrive.
         piece = bytes(data[: min(end or len(data), _MAX_HEADER_BYTES - self._header_bytes)])
         if piece == self._last_header:
             self._begin_alike()
             return data[end:]
         if self._last_header is not None:
-            # The parser waits for a body that it will never see.
+            # The parser waits for a body that it never receives.
             self.parser = httptools.HttpRequestParser(self)
             self._last_header = None
         came_before = self._header_bytes
@@ -98,7 +98,7 @@ class HttpProtocol(ExchangeProtocol):
             upgrades = True
         except httptools.HttpParserError as error:
             if isinstance(error.__context__, MemoryError):
-                # A callback of ours failed, and not the request.
+                # One of our callbacks failed; the request is valid.
                 self._refuse(OverloadedError("there is no memory for a request now"))
             else:
                 self.send_400_response("")
@@ -118,7 +118,7 @@ class HttpProtocol(ExchangeProtocol):
         return data[len(piece) :]
 
     def _begin_alike(self) -> None:
-        """A header came that is the last one's, byte for byte: the parser still stands at its end."""
+        """Begin a request whose header is identical to the last one: the parser is still at its end."""
         headers, url, expects = self.headers.copy(), self.url, self.expect_100_continue
         super().on_message_begin()
         self.headers += headers
@@ -128,7 +128,7 @@ class HttpProtocol(ExchangeProtocol):
         self._attend(self.cycle, body_bytes(self._singular))
 
     def _end_of_header(self, data: memoryview) -> int:
-        """Where the first empty line ends; 0 if it is not there yet."""
+        """The position after the first empty line; 0 if there is none yet."""
         if (tail := self._header_tail) and (found := _find_end(tail + bytes(data[:3]))):
             return found.end() - len(tail)
         found = _find_end(data)
@@ -165,17 +165,17 @@ class HttpProtocol(ExchangeProtocol):
             self._name_host_of_target()
         super().on_headers_complete()
         self._header_bytes, self._header_began = 0, False
-        # uvicorn has made a task of the application by now, which has not run yet.
+        # uvicorn has created the application's task by now, which has not run yet.
         self._attend(self.cycle, body_bytes(self._singular))
 
     def _name_host_of_target(self) -> None:
-        """Of `GET http://name/path` the name counts, and not what Host says (RFC 9112, section 3.2.2)."""
+        """With `GET http://name/path` the name applies, and not the Host field (RFC 9112, section 3.2.2)."""
         if target := _ABSOLUTE.match(self.url):
             self.headers[:] = [header for header in self.headers if header[0] != b"host"]
             self.headers.append((b"host", target[1]))
 
     def on_message_complete(self) -> None:
-        """The parser's word for the end of a header: of bodies it knows nothing."""
+        """Do nothing: the parser, which sees no bodies, calls this at the end of a header."""
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(MalformedHttpError(_NO_HTTP))

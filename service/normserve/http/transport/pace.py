@@ -5,22 +5,22 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-# A body that is always just fast enough is not looked at more often.
+# Shortest time between two checks of a body that is only just fast enough.
 _SHORTEST_LOOK_S = 0.1
 _SECOND_LOOK_S = 0.01
 
 
 @dataclass(slots=True)
 class Pace:
-    """The limits of the slowness of one body, of a request or a response, and what has been seen of it.
+    """The speed limits of one body, of a request or a response, and its progress so far.
 
     Attributes:
-        began: when it was first waited for, by `time.perf_counter`.
+        began: when the wait for it began, by `time.perf_counter`.
         pause_s: longest time without a byte.
-        total_s: longest time for all of it.
-        min_bytes_per_s: least mean rate from the beginning on; 0 for none.
-        grace_s: after which that rate counts.
-        unseen_bytes: so many may have passed without showing yet; the rate allows for them.
+        total_s: longest time for the whole body.
+        min_bytes_per_s: minimum mean rate since the beginning; 0 for none.
+        grace_s: time after which that rate applies.
+        unseen_bytes: bytes that may have been transferred without being counted yet; the rate allows for them.
     """
 
     began: float
@@ -36,7 +36,7 @@ class Pace:
         self._progressed = self.began
 
     def fault(self, now: float, received: int) -> str | None:
-        """What is wrong with a body of which so many bytes have come, if anything is."""
+        """The fault of a body of which `received` bytes have arrived; None if it is fast enough."""
         if received != self._received:
             self._received, self._progressed = received, now
         if now >= self.began + self.total_s:
@@ -48,19 +48,19 @@ class Pace:
         return None
 
     def next_look_s(self, now: float, received: int) -> float:
-        """How long there need be no other look at a body that was in order."""
+        """The time until the next check of a body that is fast enough now."""
         due = max(self._due(received), now + _SHORTEST_LOOK_S)
         return max(0.0, min(self.began + self.total_s, self._progressed + self.pause_s, due) - now)
 
     def _due(self, received: int) -> float:
-        """When more than what has come should have."""
+        """The time at which more than `received` bytes must have arrived."""
         if not self.min_bytes_per_s:
             return self.began + self.total_s
         return self.began + max(self.grace_s, (received + self.unseen_bytes) / self.min_bytes_per_s)
 
 
 class PaceWatch:
-    """Calls once when a body is too slow."""
+    """Calls a function once when a body is too slow."""
 
     def __init__(
         self,
@@ -70,8 +70,8 @@ class PaceWatch:
         at_fault: Callable[[str], None],
     ) -> None:
         """Args:
-        passed: how many bytes of it have come, or left.
-        at_fault: is told what is wrong.
+        passed: returns the number of bytes received or sent.
+        at_fault: called with a description of the fault.
         """
         self._loop = loop
         self._pace = pace
@@ -95,5 +95,5 @@ class PaceWatch:
             at_fault(fault)
 
     def _look_again(self, fault: str) -> None:
-        # After a stall of the server's own, its timers come due before its sockets are looked at.
+        # After a stall of the server itself, its timers run before its sockets are read: check once more.
         self._timer = self._loop.call_later(_SECOND_LOOK_S, self._look, self._at_fault)

@@ -14,11 +14,11 @@ class Patience:
     """The limits, in seconds and bytes.
 
     Attributes:
-        header_s: for a complete header, from its first byte or from the connection's start.
-        send_s: for a client that reads nothing of its response.
-        transfer_s: for a response that the kernel could not take at once, however steadily it is read.
-        min_bytes_per_s: least mean rate at which such a response leaves from then on; 0 for none.
-        grace_s: after which that rate counts.
+        header_s: time for a complete header, from its first byte or from the connection's start.
+        send_s: time for which a client may read nothing of its response.
+        transfer_s: time for a response that the kernel could not take at once, even if it is read steadily.
+        min_bytes_per_s: minimum mean rate of such a response from then on; 0 for none.
+        grace_s: time after which that rate applies.
     """
 
     header_s: float
@@ -29,7 +29,7 @@ class Patience:
 
 
 class HeaderWatch:
-    """Calls when a header is late."""
+    """Calls a function when a header is late."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, patience: Patience, on_late: Callable[[], None]) -> None:
         self._loop = loop
@@ -62,7 +62,7 @@ class SendWatch:
         *,
         unseen_bytes: int = 0,
     ) -> None:
-        """Args: unseen_bytes: so many may leave before the transport says so."""
+        """Args: unseen_bytes: bytes that may be sent before the transport reports them."""
         self._loop = loop
         self._patience = patience
         self._transport = transport
@@ -70,9 +70,9 @@ class SendWatch:
         self._watch: PaceWatch | None = None
 
     def start(self, response: Sending | None) -> None:
-        """The kernel takes no more for now.
+        """Watch, because the kernel takes no more bytes for now.
 
-        Args: response: whose bytes it does not take; None for the last of one that is complete.
+        Args: response: the one whose bytes wait; None for the last bytes of a complete response.
         """
         self.stop()
         unsent = self._transport.get_write_buffer_size

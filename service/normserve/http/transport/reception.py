@@ -10,20 +10,20 @@ from normserve.http.transport.pace import Pace, PaceWatch
 
 
 class Reception:
-    """Between the connection, which has bytes, and the route, which has memory for them.
+    """Moves a body from the connection, which has the bytes, to the route, which has memory for them.
 
-    A body that is not requested here stays with uvicorn, as any ASGI application expects it.
+    A body that is not requested here stays with uvicorn, as ASGI applications expect.
 
     Attributes:
         announced: its length in bytes; None when it is chunked, 0 when there is none.
-        began: when its header was complete, by `time.perf_counter`.
-        received: bytes that have come into the route's memory.
-        is_complete: its last byte has come.
-        is_filling: bytes are for `room` and `append` here, not for uvicorn.
+        began: when the header was complete, by `time.perf_counter`.
+        received: number of bytes in the route's memory.
+        is_complete: its last byte has arrived.
+        is_filling: received bytes belong to `room` and `append` here, not to uvicorn.
     """
 
     def __init__(self, announced: int | None, begin: Callable[[], bytearray]) -> None:
-        """Args: begin: lets the body come, and returns what came already."""
+        """Args: begin: starts to receive the body, and returns the bytes that were already received."""
         self.announced = announced
         self.began = time.perf_counter()
         self.received = 0
@@ -38,16 +38,16 @@ class Reception:
 
     @property
     def seconds(self) -> float:
-        """From the header to the last byte that came."""
+        """Seconds from the header to the last byte."""
         return self._ended - self.began
 
     @property
     def is_cut_off(self) -> bool:
-        """The rest will not come, or is not wanted."""
+        """Whether the rest will not arrive, or is not wanted."""
         return self._failure is not None
 
     def require_open(self) -> None:
-        """Raises: NormserveError: what `fail` was called with."""
+        """Raises: NormserveError: the error of `fail`, if it was called."""
         if self._failure is not None:
             raise copy.copy(self._failure)
 
@@ -62,18 +62,18 @@ class Reception:
     ) -> memoryview:
         """Receive the whole body.
 
-        A body that came in one piece with its header is returned where it lies, without asking for memory.
+        A body that arrived in one piece with its header is returned in place, without a call of `make_room`.
 
         Args:
-            make_room: gives memory of at least so many bytes; called again when a chunked body outgrows it, with
-                whatever errors that may raise.
+            make_room: allocates memory of at least this many bytes; called again when a chunked body outgrows it.
+                It may raise any error.
             pause_s: longest pause of the client.
-            total_s: longest time for all of it.
-            min_bytes_per_s: least mean rate, once `grace_s` are over; 0 for none.
+            total_s: longest time for the whole body.
+            min_bytes_per_s: minimum mean rate, after `grace_s`; 0 for none.
 
         Raises:
             RequestTimeoutError: the client was too slow.
-            ClientLeftError: it went away.
+            ClientLeftError: the client disconnected.
             NormserveError: what `fail` was called with.
         """
         self.require_open()
@@ -94,34 +94,34 @@ class Reception:
             self._let_go()
 
     def room(self) -> memoryview:
-        """Where the next bytes of an announced body belong."""
+        """The memory for the next bytes of an announced body."""
         return self._memory[self.received : self.announced]
 
     def advance(self, nbytes: int) -> None:
-        """So many bytes were written to `room`."""
+        """Count bytes that were written to `room`."""
         self.received += nbytes
 
     def append(self, data: bytes) -> None:
-        """The next piece of a chunked body."""
+        """Add the next piece of a chunked body."""
         try:
             self._take(data)
         except NormserveError as error:
             self.fail(error)
 
     def complete(self) -> None:
-        """The last byte has come."""
+        """The last byte has arrived."""
         self.is_complete = True
         self._ended = time.perf_counter()
         if self._arrival is not None and not self._arrival.done():
             self._arrival.set_result(None)
 
     def fail(self, error: NormserveError) -> None:
-        """The rest will not come, or is not wanted: what still comes is uvicorn's again."""
+        """The rest will not arrive, or is not wanted: later bytes go to uvicorn again."""
         self.is_filling = False
-        # One that is never raised: a traceback would hold the frame that waits for this body.
+        # A copy that is never raised: a traceback would hold the frame that waits for this body.
         self._failure = copy.copy(error)
         if not self.is_complete:
-            # Others may be waiting for it; one that is whole belongs to the route, which has not run yet.
+            # Other requests may wait for this memory.  A complete body belongs to the route, which has not run yet.
             self._memory = memoryview(b"")
         if self._arrival is not None and not self._arrival.done():
             self._arrival.set_exception(error)
@@ -158,7 +158,7 @@ class Reception:
 
 
 def announced_bytes(headers: Iterable[tuple[bytes, bytes]]) -> int | None:
-    """A body's length as its header says; the parser has refused what contradicts itself."""
+    """A body's length from its header; the parser has refused contradictory headers."""
     length = 0
     for name, value in headers:
         if name == b"content-length":

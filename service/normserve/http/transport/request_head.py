@@ -5,15 +5,15 @@ from collections.abc import Mapping
 from normserve.errors import MalformedHttpError, NormserveError, UnsupportedTransferEncodingError
 
 SINGULAR = frozenset({b"authorization", b"content-length", b"host", b"transfer-encoding"})
-"""Fields by which two readers of the same bytes could see different requests, were they allowed to come twice."""
+"""Fields that must not be repeated: two readers of the same bytes could see different requests."""
 
 
 def fault_in(version: str, singular: Mapping[bytes, bytes]) -> NormserveError | None:
-    """Why a request is not served that the parser lets pass; None where there is nothing to say.
+    """The error of a request that the parser accepts but the server refuses; None if it is valid.
 
     Args:
         version: of HTTP, as in "1.1".
-        singular: those of its fields that may come once, by lower-case name.
+        singular: its fields that may appear once, by lower-case name.
     """
     if version != "1.1" and version != "1.0":
         return MalformedHttpError("this server speaks HTTP/1.1 and HTTP/1.0")
@@ -33,7 +33,7 @@ def fault_in(version: str, singular: Mapping[bytes, bytes]) -> NormserveError | 
 
 
 def body_bytes(singular: Mapping[bytes, bytes]) -> int | None:
-    """The announced length of the body of a request that has no fault; None when it is chunked."""
+    """The announced length of the body of a valid request; None when it is chunked."""
     if b"transfer-encoding" in singular:
         return None
     return int(singular.get(b"content-length", 0))

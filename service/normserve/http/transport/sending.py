@@ -16,20 +16,21 @@ from normserve.http.transport.pace import Pace
 Headers = Sequence[tuple[bytes, bytes]]
 Buffers = Sequence[bytes | memoryview]
 
-# Up to here one write with a copy is cheaper than a gathering one.
+# Up to this size one write of a copy is cheaper than a gathering write.
 _JOIN_BYTES = 16 * 1024
-# Of a write: to a client that reads as fast the kernel takes 16 MiB in one call of 5 ms, and everybody waits.
+# Limit of one write: if the client reads fast enough, the kernel takes 16 MiB in one call of 5 ms, and all clients
+# wait.
 _PORTION_BYTES = 2 * 2**20
-# TLS encrypts a portion at once, and its progress shows in whole portions.
+# TLS encrypts a portion at once, and reports its progress in whole portions.
 TLS_PORTION_BYTES = 256 * 2**10
 
 
 class Departure(ABC):
-    """A response on its way, as the routes see it.
+    """The sending of a response, as the routes see it.
 
     Attributes:
         on_departure: called if the client leaves before its response is complete.
-        is_delivered: the last byte was taken while the client was there; None until one or the other.
+        is_delivered: whether the last byte was taken while the client was connected; None before the end.
     """
 
     def __init__(self) -> None:
@@ -40,30 +41,30 @@ class Departure(ABC):
 
     @abstractmethod
     async def respond(self, status: int, headers: Headers, buffers: Buffers, nbytes: int) -> None:
-        """Send a response at once; over when the last byte was taken.
+        """Send a whole response; returns when the last byte was taken.
 
         Args:
-            headers: all of them, but those that every response carries; content-length is `nbytes`.
-            buffers: the body in pieces, which are not joined where copying them would cost more.
+            headers: all but those that every response has; content-length is `nbytes`.
+            buffers: the body in pieces, which are not joined if copying them would cost more.
         """
 
     @property
     def seconds(self) -> float:
-        """From the first byte of the response to the moment when the last one was taken."""
+        """Seconds from the first byte of the response until the last one was taken."""
         return (self._ended or time.perf_counter()) - self._began if self._began else 0.0
 
 
 class Sending(Departure):
-    """Takes the transport's place in uvicorn's cycle and gathers what it writes: header and body leave together.
+    """Replaces the transport in uvicorn's cycle and gathers writes, so that header and body are sent together.
 
     The kernel takes the bytes.
 
     Attributes:
-        pace: how fast it leaves, since the kernel could take no more for the first time.
-        unfinished: bytes that were unsent then, and those that came after them.
+        pace: the response's speed, since the kernel could take no more for the first time.
+        unfinished: bytes that were unsent then, and those written after them.
     """
 
-    # Of the class, for small responses need neither.
+    # Class attributes, because small responses need neither.
     pace: Pace | None = None
     unfinished = 0
 
@@ -87,7 +88,7 @@ class Sending(Departure):
         self._held_bytes = 0
 
     async def respond(self, status: int, headers: Headers, buffers: Buffers, nbytes: int) -> None:
-        """What uvicorn's cycle does for a response that comes in messages, in one step."""
+        """Do in one step what uvicorn's cycle does for a response in several messages."""
         cycle = self._cycle
         if cycle is None or not await self._can_write(cycle):
             return
@@ -100,8 +101,8 @@ class Sending(Departure):
             self._transport.write(b"".join([*whole, *buffers]))
         else:
             for number, portion in enumerate(_portions([b"".join(whole), *buffers], self._portion_bytes)):
-                # Others have their turn between, though the kernel took all of it.  None after the last: the client
-                # may read it and leave before this goes on.
+                # Let other tasks run between portions, even if the kernel took all of one.  Not after the last: the
+                # client may read it and leave before this task continues.
                 if number:
                     await asyncio.sleep(0)
                     if cycle.disconnected:
@@ -117,13 +118,13 @@ class Sending(Departure):
         cycle.on_response()
 
     async def _can_write(self, cycle: RequestResponseCycle) -> bool:
-        """Whether the client is there, once the kernel has taken what was written before."""
+        """Wait until the kernel has taken all earlier writes; return whether the client is connected."""
         if cycle.flow.write_paused and not cycle.disconnected:
             await cycle.flow.drain()
         return not cycle.disconnected
 
     def write(self, data: bytes | memoryview) -> None:
-        """Send, or hold for what follows; nothing is held longer than the running step of the loop."""
+        """Send, or hold until more follows; data is held at most until the current step of the loop ends."""
         if not self._began:
             data = self._begin_with(data)
         if not len(data):
@@ -136,18 +137,18 @@ class Sending(Departure):
             self._loop.call_soon(self.flush)
 
     def probe(self) -> None:
-        """Send the response's first bytes ahead of it, if it has not begun: a client that has gone resets them."""
+        """Send the response's first bytes ahead, if it has not begun; a client that has gone resets them."""
         if not self._began:
             self._is_probed = True
             self._transport.write(PROBE)
 
     def _begin_with(self, data: bytes | memoryview) -> bytes | memoryview:
-        """The first of the response that is still to be sent."""
+        """The first data of the response, without the bytes that `probe` has sent."""
         self._began = time.perf_counter()
         return data[len(PROBE) :] if self._is_probed else data
 
     def flush(self) -> None:
-        """Send what is held."""
+        """Send the data that is held."""
         held, nbytes = self._held, self._held_bytes
         if not nbytes:
             return
@@ -159,7 +160,7 @@ class Sending(Departure):
             self._transport.write(b"".join(held))
 
     def finish(self) -> None:
-        """The response is complete, and all but what is held has been taken by the kernel."""
+        """The response is complete, and the kernel has taken all data except what is held."""
         self.flush()
         if self.is_delivered is None:
             was_closing = self._was_closing if self._is_closed else self._transport.is_closing()
@@ -180,18 +181,18 @@ class Sending(Departure):
         return self._transport.is_closing()
 
     async def cut_off(self) -> None:
-        """Give no answer at all, where there is no memory for one: the client sees the connection end."""
+        """Send no response, if there is no memory for one: the client sees the connection end."""
         self._transport.abort()
 
     def close(self) -> None:
-        """Called by uvicorn's cycle just before the end of a connection's last response, or instead of its rest."""
+        """Called by uvicorn's cycle just before a connection's last response ends, or in place of its rest."""
         self.flush()
         self._was_closing, self._is_closed = self._transport.is_closing(), True
         self._transport.close()
 
 
 def _portions(buffers: Buffers, portion_bytes: int) -> Iterator[list[bytes | memoryview]]:
-    """The buffers in order, so many bytes of them at a time."""
+    """The buffers in order, `portion_bytes` at a time."""
     portion: list[bytes | memoryview] = []
     room = portion_bytes
     for buffer in buffers:
@@ -206,6 +207,6 @@ def _portions(buffers: Buffers, portion_bytes: int) -> Iterator[list[bytes | mem
 
 
 def unread_bytes(transport: asyncio.Transport) -> int:
-    """Bytes that went to the kernel and that the client's side has not acknowledged."""
+    """Bytes that the kernel has taken and the client's host has not acknowledged."""
     answer = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
     return int(struct.unpack("i", answer)[0])

@@ -14,7 +14,7 @@ def server():
         yield running
 
 
-def ask(server, body: bytes) -> bytes:
+def send(server, body: bytes) -> bytes:
     url = f"http://127.0.0.1:{server.address}{server.path}"
     answer = httpx.post(url, content=body, headers={"content-type": "application/x-safetensors"})
     return answer.raise_for_status().content
@@ -23,12 +23,12 @@ def ask(server, body: bytes) -> bytes:
 def test_it_goes_all_the_way_but_to_a_device(server):
     before = scrape.samples(server.address)
     body = small.request_body()
-    assert ask(server, body)[-2 * small.COLS :] == body[-2 * small.COLS :]
+    assert send(server, body)[-2 * small.COLS :] == body[-2 * small.COLS :]
     assert scrape.requests_a_launch(before, scrape.samples(server.address)) == 1
 
 
 def test_its_answer_is_not_taken_for_layer_norm(server):
     body = small.request_body()
-    answer = ask(server, body)
+    answer = send(server, body)
     with pytest.raises(AssertionError):
         small.require_right(body, posts.make_parameters(small.COLS), answer)

@@ -1,4 +1,4 @@
-"""Regions of shared memory that clients register by name, which tensors are read from and written to.
+"""Regions of shared memory that clients register by name; tensors are read from and written to them.
 
     folder (which files may be opened) → files (one open region) → registry (by name) → transfer (for a request)
     device (CUDA memory: what may be opened, and one open region) → registry

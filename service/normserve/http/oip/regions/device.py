@@ -15,11 +15,11 @@ OFF = "this server registers no CUDA shared memory; its operator can allow that 
 
 
 class DeviceRegion(OpenedAllocation):
-    """A region that is mapped for as long as anything refers to it: a registration, a request, a launch.
+    """A region that stays mapped while anything refers to it: a registration, a request, a launch.
 
     Attributes:
-        device_id: as the client gave it.
-        home: is told the bytes once the region is closed; unlike a lock it is reentrant.
+        device_id: the client's value.
+        home: receives the region's size once it is closed; a queue, because unlike a lock it is reentrant.
     """
 
     kind: Kind = "cuda"
@@ -28,16 +28,16 @@ class DeviceRegion(OpenedAllocation):
 
     @property
     def start(self) -> int:
-        """The address of its first byte."""
+        """The address of the first byte."""
         return self.address
 
     @property
     def nbytes(self) -> int:
-        """Of the region."""
+        """The region's size."""
         return len(self)
 
     def described(self) -> dict[str, Any]:
-        """What the protocol tells of it beside its name."""
+        """The region's fields in the protocol, without its name."""
         return {"device_id": self.device_id, "byte_size": self.nbytes}
 
     def shares_memory_with(self, other: object) -> bool:
@@ -45,7 +45,7 @@ class DeviceRegion(OpenedAllocation):
         return isinstance(other, DeviceRegion)
 
     def require_present(self, offset: int, nbytes: int) -> None:
-        """Raises: UnusableRegionError: a tensor cannot begin there."""
+        """Raises: UnusableRegionError: a tensor cannot begin at this offset."""
         if (self.address + offset) % ALIGNMENT:
             raise UnusableRegionError(
                 f"the offset in a region of CUDA memory must be a multiple of {ALIGNMENT}, got {offset}"
@@ -62,25 +62,25 @@ class DeviceRegion(OpenedAllocation):
 
 
 class DeviceMemory:
-    """Opens what clients on this host have allocated, if it may."""
+    """Opens memory that clients on this host have allocated, if the settings allow it."""
 
     def __init__(self, is_allowed: bool, engine: Engine) -> None:
-        """Args: is_allowed: the operator wants it."""
+        """Args: is_allowed: whether the operator has enabled it."""
         self._is_allowed = is_allowed
         self._engine = engine
 
     @property
     def is_on(self) -> bool:
-        """Whether regions may be registered: false as well without a device, or before it has started."""
+        """Whether regions may be registered; also false without a device, or before it has started."""
         engine = self._engine
         return self._is_allowed and engine.device is not None and engine.device_memory is not None
 
     def require_allowed(self, caller: Caller) -> None:
-        """Refuse whom the memory is not opened for.
+        """Refuse clients for which no memory may be opened.
 
         Raises:
-            UnusableRegionError: no region has that name.
-            ForbiddenError: the client came over a network.
+            UnusableRegionError: the server registers no CUDA memory.
+            ForbiddenError: the client is connected over a network.
         """
         if not self._is_allowed:
             raise UnusableRegionError(OFF)
@@ -88,15 +88,15 @@ class DeviceMemory:
             raise ForbiddenError("CUDA shared memory is for clients that come over loopback or a Unix socket")
 
     async def open(self, caller: Caller, handle: bytes, device_id: int, nbytes: int) -> DeviceRegion:
-        """Open what is to be registered.
+        """Open memory that is to be registered.
 
         Args:
-            device_id: the client's number of the device, which may be another here: the handle says which it is.
-            nbytes: that the client says it has.
+            device_id: the client's number of the device, which may differ here: the handle identifies the device.
+            nbytes: its size according to the client.
 
         Raises:
             UnusableRegionError: there is no device whose memory can be opened, or this memory cannot be.
-            ForbiddenError: the client may not.
+            ForbiddenError: the client is connected over a network.
             NotReadyError, DrainingError: the server is not ready.
         """
         self.require_allowed(caller)
@@ -113,7 +113,7 @@ class DeviceMemory:
 
 
 def is_on_this_host(address: str) -> bool:
-    """Whether a caller's address is of loopback, or of a Unix socket."""
+    """Whether a caller's address is loopback or a Unix socket."""
     if address == "unix":
         return True
     try:

@@ -10,29 +10,29 @@ from normserve.http.oip.regions.region import Kind
 
 
 class RegionFile:
-    """A region that is open for as long as anything refers to it: a registration, a request, a thread that reads.
+    """A region that stays open while anything refers to it: a registration, a request, a thread that reads.
 
-    It is read and written by calls of the system, never mapped: what a client has cut off is an error here, and
-    would be the end of the process there.
+    It is read and written by system calls, never mapped: if the client has truncated the file, a call returns an
+    error, whereas an access to a mapping would kill the process.
 
     Attributes:
-        key: as the client gave it.
-        start: of the region in the file, in bytes.
-        nbytes: of the region.
-        home: is told the bytes once the region is closed; unlike a lock it is reentrant.
+        key: the client's value.
+        start: offset of the region in the file, in bytes.
+        nbytes: the region's size.
+        home: receives the region's size once it is closed; a queue, because unlike a lock it is reentrant.
     """
 
     kind: Kind = "system"
     home: "queue.SimpleQueue[int] | None" = None
 
     def __init__(self, descriptor: int, key: str, start: int, nbytes: int) -> None:
-        """Args: descriptor: of the file, closed with the region."""
+        """Args: descriptor: of the file; closed with the region."""
         self._descriptor = descriptor
         self.key, self.start, self.nbytes = key, start, nbytes
         self._inode = os.fstat(descriptor).st_ino
 
     def described(self) -> dict[str, Any]:
-        """What the protocol tells of it beside its name."""
+        """The region's fields in the protocol, without its name."""
         return {"key": self.key, "offset": self.start, "byte_size": self.nbytes}
 
     def shares_memory_with(self, other: object) -> bool:
@@ -40,7 +40,7 @@ class RegionFile:
         return isinstance(other, RegionFile) and self._inode == other._inode
 
     def require_present(self, offset: int, nbytes: int) -> None:
-        """Raises: UnusableRegionError: the file does not have these bytes of the region any more."""
+        """Raises: UnusableRegionError: the file no longer has these bytes of the region."""
         size = os.fstat(self._descriptor).st_size
         if self.start + offset + nbytes > size:
             raise UnusableRegionError(
@@ -52,10 +52,10 @@ class RegionFile:
 
         Args:
             offset: in the region.
-            into: so many bytes as are copied.
+            into: the target; its length is the number of bytes copied.
 
         Raises:
-            UnusableRegionError: the file ends before.
+            UnusableRegionError: the file is too short.
         """
         position, end = self.start + offset, self.start + offset + len(into)
         while position < end:
@@ -69,10 +69,10 @@ class RegionFile:
 
         Args:
             offset: in the region.
-            data: one byte an element.
+            data: a view of single bytes.
 
         Raises:
-            UnusableRegionError: the file ends before; it is not made longer.
+            UnusableRegionError: the file is too short; it is not extended.
             StorageError: there is no memory for the file.
         """
         self.require_present(offset, len(data))
@@ -83,7 +83,7 @@ class RegionFile:
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
                 raise StorageError("there is no memory for the pages of the region to write to") from None
-            # Sealed against writing or the like: its client's own doing.
+            # For example sealed against writing: caused by the client itself.
             raise UnusableRegionError(f"the region's file cannot be written: {error.strerror}") from None
 
     def __del__(self) -> None:

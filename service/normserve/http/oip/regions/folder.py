@@ -9,9 +9,9 @@ from normserve.errors import UnusableRegionError
 from normserve.http.oip.regions.files import RegionFile
 
 SHARED_MEMORY = Path("/dev/shm")
-"""Where the system keeps shared memory that has a name."""
+"""The system's folder of named shared memory."""
 
-# What a name may be is said by what it may hold, and not by what it may not.
+# Names are restricted by a list of allowed characters, not of forbidden ones.
 _KEY = re.compile(r"/?([A-Za-z0-9_-][A-Za-z0-9._-]{0,249})")
 _FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _MAPPINGS = Path("/proc/self/maps")
@@ -22,7 +22,7 @@ class Folder:
     """Opens files of one folder whose names begin with a prefix.
 
     Attributes:
-        prefix: of the names.
+        prefix: the required beginning of the names.
     """
 
     def __init__(self, prefix: str, path: Path = SHARED_MEMORY) -> None:
@@ -37,16 +37,16 @@ class Folder:
 
         Args:
             key: the file's name, with or without a slash before it.
-            start: of the region in the file, in bytes.
-            nbytes: of the region.
+            start: offset of the region in the file, in bytes.
+            nbytes: the region's size.
 
         Raises:
-            UnusableRegionError: the name is not allowed, there is no such file, it is none that the server may use,
-                or the region lies beyond its end.  Why a file that is there may not be used is not said.
+            UnusableRegionError: the name is not allowed, there is no such file, the server may not use it, or the
+                region exceeds it.  The message does not say why an existing file may not be used.
         """
         name = self._name(key)
         try:
-            # Opening alone can do something to what is no file.
+            # Opening something that is not a regular file can have side effects.
             self._require_usable(os.stat(name, dir_fd=self._descriptor, follow_symlinks=False))
             descriptor = os.open(name, _FLAGS, dir_fd=self._descriptor)
         except OSError:
@@ -64,7 +64,7 @@ class Folder:
         return region
 
     def close(self) -> None:
-        """Open no more."""
+        """Close the folder; nothing can be opened afterwards."""
         os.close(self._descriptor)
 
     def _name(self, key: str) -> str:
@@ -77,7 +77,7 @@ class Folder:
         return found[1]
 
     def _require_usable(self, status: os.stat_result) -> None:
-        """A file, on the same file system, of this user, and with no second name, which others could have made."""
+        """Require a regular file on the same file system, of this user, without hard links."""
         if (
             not stat.S_ISREG(status.st_mode)
             or status.st_dev != self._device
@@ -88,7 +88,7 @@ class Folder:
 
 
 def _is_mapped(status: os.stat_result) -> bool:
-    """Whether the file is memory of this process: a library may have made it, under whatever name."""
+    """Whether this process has mapped the file: a library may have created it, under any name."""
     device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}".encode()
     inode = b"%d" % status.st_ino
     with _MAPPINGS.open("rb") as mappings:

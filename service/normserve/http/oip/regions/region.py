@@ -7,11 +7,11 @@ Kind = Literal["system", "cuda"]
 
 
 class Region(Protocol):
-    """Memory of a client that stays open for as long as anything refers to it.
+    """Memory of a client that stays open while anything refers to it.
 
     Attributes:
-        kind: of shared memory.
-        home: is told the bytes once the region is closed.
+        kind: the kind of shared memory.
+        home: receives the region's size once it is closed.
     """
 
     kind: Kind
@@ -19,17 +19,17 @@ class Region(Protocol):
 
     @property
     def start(self) -> int:
-        """Where it begins in what `shares_memory_with` compares, in bytes."""
+        """The region's first byte, in the memory that `shares_memory_with` compares."""
 
     @property
     def nbytes(self) -> int:
-        """Of the region."""
+        """The region's size."""
 
     def described(self) -> dict[str, Any]:
-        """What the protocol tells of it beside its name."""
+        """The region's fields in the protocol, without its name."""
 
     def shares_memory_with(self, other: object) -> bool:
-        """Whether `start` of both is in the same memory."""
+        """Whether `start` of both regions is an offset in the same memory."""
 
     def require_present(self, offset: int, nbytes: int) -> None:
-        """Raises: UnusableRegionError: there cannot be a tensor at this place in the region."""
+        """Raises: UnusableRegionError: a tensor cannot be at this place in the region."""

@@ -10,7 +10,7 @@ from normserve.http.oip.regions.folder import Folder
 from normserve.http.oip.regions.region import Kind, Region
 
 MOST_REGIONS = 1024
-"""At once, of all clients; each takes a descriptor."""
+"""Limit of the open regions of all clients; each needs a descriptor."""
 
 _LONGEST_NAME = 256
 _RETRY_AFTER_S = 5.0
@@ -22,7 +22,7 @@ class Span(NamedTuple):
     """A part of a region.
 
     Attributes:
-        offset: in the region, in bytes.
+        offset: of the part in the region, in bytes.
     """
 
     region: Region
@@ -30,7 +30,7 @@ class Span(NamedTuple):
     nbytes: int
 
     def overlaps(self, other: "Span") -> bool:
-        """Whether they have a byte in common, as far as the registrations tell."""
+        """Whether the parts have a byte in common, as far as the registrations show."""
         return (
             self.region.shares_memory_with(other.region)
             and self.region.start + self.offset < other.region.start + other.offset + other.nbytes
@@ -40,7 +40,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Name:
-    """Clients with keys of different names have names of their own."""
+    """A region's name; clients with different API keys have separate namespaces."""
 
     owner: str | None
     name: str
@@ -49,7 +49,7 @@ class _Name:
 class Regions:
     """Registers regions of both kinds and finds them; belongs to the event loop's thread, except for `open`.
 
-    A region that was unregistered stays open for the requests that have found it, and counts until they are done.
+    An unregistered region stays open for the requests that have found it, and counts until they are done.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class Regions:
         shares_device_memory: bool = False,
     ) -> None:
         """Args:
-        folder: where those of system shared memory are; None where none may be registered.
-        max_bytes, max_regions: of all regions of both kinds at once.
-        shares_device_memory: regions of CUDA memory may be registered.
+        folder: the folder of system shared memory; None if none may be registered.
+        max_bytes, max_regions: limits of all open regions of both kinds.
+        shares_device_memory: whether regions of CUDA memory may be registered.
         """
         self._folder = folder
         self._shares_device_memory = shares_device_memory
@@ -79,18 +79,18 @@ class Regions:
 
     @property
     def open_bytes(self) -> int:
-        """Of all regions that are open."""
+        """The bytes of all open regions."""
         self._collect()
         return self._open_bytes
 
     @property
     def open_regions(self) -> int:
-        """How many are open: registered, or unregistered and in use."""
+        """The number of open regions: registered, or unregistered and in use."""
         self._collect()
         return self._open_regions
 
     def open(self, name: str, key: str, start: int, nbytes: int) -> RegionFile:
-        """Open system shared memory that is to be registered; by any thread.
+        """Open system shared memory that is to be registered; any thread may call this.
 
         Raises:
             UnusableRegionError: it cannot be registered under this name, or at all.
@@ -103,11 +103,11 @@ class Regions:
     def register(self, owner: str | None, name: str, region: Region) -> None:
         """Give an open region a name.
 
-        Args: owner: the name of the API key that the client has given, None where none is asked for.
+        Args: owner: the name of the client's API key, None if no key is required.
 
         Raises:
             UnusableRegionError: there is a region of this name.
-            OverloadedError: there are too many, or too many bytes of them.
+            OverloadedError: there are too many regions, or they have too many bytes.
         """
         named = _Name(owner, name)
         if named in self._regions:
@@ -129,26 +129,26 @@ class Regions:
         self._regions[named] = region
 
     def unregister(self, owner: str | None, kind: Kind, name: str | None = None) -> None:
-        """Forget a region, or all of a kind that this owner has; what does not exist is forgotten already."""
+        """Remove a region, or all regions of a kind of this owner; a missing region is no error."""
         for named in [*self._regions] if name is None else [_Name(owner, name)]:
             region = self._regions.get(named)
             if named.owner == owner and region is not None and region.kind == kind:
                 del self._regions[named]
 
     def close(self) -> None:
-        """Forget everybody's."""
+        """Remove the regions of all clients."""
         self._regions.clear()
 
     def find(self, owner: str | None, name: str, offset: int, nbytes: int) -> Span:
         """A part of a region, for as long as the caller needs it.
 
         Raises:
-            UnusableRegionError: there is no such region, it has no such part, or its file has it no more.
+            UnusableRegionError: there is no such region, it has no such part, or its file no longer has it.
         """
         region = self._regions.get(_Name(owner, name))
         if region is None:
             raise self._unknown(name)
-        # Of ever so many digits, a Python integer does not wrap.
+        # Python integers do not overflow.
         if offset < 0 or nbytes < 0 or offset + nbytes > region.nbytes:
             raise UnusableRegionError(
                 f"{nbytes} bytes at offset {offset} do not lie within the {region.nbytes} bytes of the region"
@@ -158,7 +158,7 @@ class Regions:
         return Span(region, offset, nbytes)
 
     def status(self, owner: str | None, kind: Kind, name: str | None = None) -> list[dict[str, Any]]:
-        """What of a kind is registered, as the protocol tells it: all, or the one of that name.
+        """The registered regions of a kind in the protocol's form: all, or the one of this name.
 
         Raises:
             UnusableRegionError: there is no such region.

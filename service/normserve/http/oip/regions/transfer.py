@@ -9,26 +9,26 @@ from normserve.http.oip.regions.files import RegionFile
 from normserve.http.oip.regions.registry import Span
 from normserve.memory.slabs import SlabPool
 
-# To copy less takes no longer than to have another thread do it.
+# A shorter copy takes no longer than a hand-over to another thread.
 _LONG_BYTES = 2**20
-# One thread copies at a fraction of what memory gives; each of these is worth another one.
+# One thread copies at a fraction of the memory bandwidth; each piece of this size is worth another thread.
 _PIECE_BYTES = 16 * 2**20
 _ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Copies between regions and the server's own memory, what is long beside the event loop."""
+    """Copies between regions and the server's own memory; long copies run on other threads."""
 
     slabs: SlabPool
 
     async def read(self, spans: Sequence[Span]) -> list[memoryview]:
-        """Copy parts of regions into a slab: for each part, its place there, which nothing else writes.
+        """Copy parts of regions into a slab; return for each part its place there, which nothing else writes.
 
-        The caller's permit covers them.
+        The caller's permit covers their bytes.
 
         Raises:
-            UnusableRegionError: a file ends before.
+            UnusableRegionError: a file is too short.
             OverloadedError: there is no memory.
         """
         starts, end = [], 0
@@ -50,10 +50,10 @@ class Transfer:
         return places
 
     async def write(self, results: Sequence[tuple[Span, memoryview]]) -> None:
-        """Copy results into parts of regions, each at its beginning.
+        """Copy results into parts of regions, each from the part's beginning.
 
         Raises:
-            UnusableRegionError: a file ends before.
+            UnusableRegionError: a file is too short.
             StorageError: there is no memory for it.
         """
         if sum([len(data) for _, data in results]) <= _LONG_BYTES:
