@@ -114,6 +114,7 @@ def _passes(client: Client) -> dict[str, Call]:
     x, dy = (client.empty(shape, torch.bfloat16, device="cuda").normal_() for _ in range(2))
     steps = {
         "device memory": _step(there, x, dy),
+        "device memory, autograd on one thread": _on_one_thread(_step(there, x, dy)),
         "device memory, tensors elsewhere": _step(elsewhere, x.clone(), dy.clone()),
         "fusednorm in process": _step(own, x.clone(), dy.clone()),
         "torch in process": _step(of_torch, x.clone(), dy.clone()),
@@ -135,6 +136,16 @@ def _step(module: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], Sequence[Ten
         return found
 
     return step
+
+
+def _on_one_thread(step: Callable[[], Sequence[Tensor]]) -> Callable[[], Sequence[Tensor]]:
+    """With the backward pass on the calling thread, not on autograd's own."""
+
+    def run() -> Sequence[Tensor]:
+        with torch.autograd.set_multithreading_enabled(False):
+            return step()
+
+    return run
 
 
 def _complete(call: Call) -> Call:

@@ -10,6 +10,7 @@ from normserve.local import computations
 from normserve.local.connection import MOST_UNDER_WAY
 
 from tests.service.engine.fake_engine import turn
+from tests.service.engine.fake_polling import FakePolling
 from tests.service.jobs.fake_jobs import layer
 from tests.service.local.fake_wire import Client, played
 
@@ -264,20 +265,13 @@ def test_who_leaves_is_forgotten_with_all_that_waits():
 
 
 def test_requests_and_responses_are_noted_for_polling():
-    noted = []
-
-    class Noting:
-        def note_received(self):
-            noted.append("received")
-
-        def note_sent(self):
-            noted.append("sent")
+    polling = FakePolling()
 
     async def body(client):
-        object.__setattr__(client.service, "polling", Noting())
+        object.__setattr__(client.service, "polling", polling)
         for tag in range(3):
             client.send(client.compute(), tag)
             await client.finish()
 
     played(body)
-    assert noted == ["received", "sent"] * 3
+    assert polling.noted == ["received", "sent"] * 3

@@ -10,6 +10,8 @@ import pytest
 from normserve.http.relay import messages
 from normserve.http.relay.link import Link
 
+from tests.service.engine.fake_polling import FakePolling
+
 
 class End:
     """One end, and what it heard."""
@@ -258,23 +260,16 @@ def test_it_says_when_it_is_behind_and_when_not_any_more():
 
 
 def test_what_comes_and_what_leaves_is_noted_for_polling():
-    noted = []
-
-    class Noting:
-        def note_received(self):
-            noted.append("received")
-
-        def note_sent(self):
-            noted.append("sent")
+    polling = FakePolling()
 
     async def run():
-        here, there = linked(polling=Noting())
+        here, there = linked(polling=polling)
         here.link.send(messages.Readiness(True))
         await until(lambda: there.heard)
-        assert noted == ["sent"]
+        assert polling.noted == ["sent"]
         there.link.send(messages.Connections(3))
         await until(lambda: here.heard)
-        assert noted == ["sent", "received"]
+        assert polling.noted == ["sent", "received"]
         here.link.close()
         there.link.close()
 
