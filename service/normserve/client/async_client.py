@@ -125,7 +125,7 @@ class AsyncClient:
         kwargs: dict[str, Any],
     ) -> R:
         """As `Client._run_again`."""
-        recurring = transport.recurring(on_device=arrays.is_on_device(args, kwargs))
+        recurring = transport.recurring(arrays.kind_of_x(args, kwargs))
         key = None if recurring is None else recurring.key(build, args, kwargs)
         if recurring is None or key is None:
             return await self._run(build(*args, **kwargs))

@@ -146,7 +146,7 @@ class Client:
         self, transport: LocalTransport, build: Callable[..., Call[R]], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> R:
         """What was asked before with tensors at the same places is not made anew."""
-        recurring = transport.recurring(on_device=arrays.is_on_device(args, kwargs))
+        recurring = transport.recurring(arrays.kind_of_x(args, kwargs))
         key = None if recurring is None else recurring.key(build, args, kwargs)
         if recurring is None or key is None:
             return self._run(build(*args, **kwargs))

@@ -8,6 +8,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -16,6 +17,21 @@ from normserve.client.calls.on_device import OnDevice, bytes_of
 from normserve.memory.host_tensors import FLOATS, DType, HostTensor
 
 T = TypeVar("T")
+
+
+class Kind(Enum):
+    """Of an array: whose type it has, and where it lies.
+
+    Attributes:
+        NUMPY: numpy's, or described memory.
+        TORCH: torch's, in host memory.
+        CUDA: torch's, in device memory.
+    """
+
+    NUMPY = "numpy"
+    TORCH = "torch"
+    CUDA = "cuda"
+
 
 _FLOATS = {dtype.value: dtype for dtype in FLOATS}
 _NOT_OF_NUMPY = {dtype.value: dtype for dtype in (DType.BFLOAT16, DType.FLOAT8_E4M3FN)}
@@ -112,10 +128,12 @@ def empty_on(device: object, dtype: DType, shape: tuple[int, ...]) -> Any:
     return torch.empty(shape, dtype=getattr(torch, dtype.value), device=device)
 
 
-def is_on_device(arguments: Sequence[object], named: Mapping[str, object]) -> bool:
-    """Whether an operation's first tensor lies on a device."""
+def kind_of_x(arguments: Sequence[object], named: Mapping[str, object]) -> Kind:
+    """The kind of an operation's first tensor, which its results have as well."""
     first = arguments[0] if arguments else named.get("x")
-    return bool(getattr(first, "is_cuda", False))
+    if type(first) is np.ndarray or not _is_torch(first):
+        return Kind.NUMPY
+    return Kind.CUDA if cast(Any, first).is_cuda else Kind.TORCH
 
 
 def check_holds(like: object, dtype: str) -> None:

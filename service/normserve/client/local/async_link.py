@@ -20,7 +20,7 @@ from normserve.client.local.device_messages import (
 from normserve.client.local.messages import Needs, growth, in_current_span, refusal_of, required
 from normserve.client.local.offers import Offers
 from normserve.client.local.own_memory import Offer
-from normserve.client.local.recurring import DeviceMemory, HostMemory, Recurring
+from normserve.client.local.recurring import KindsOfRecurring
 from normserve.client.local.sockets import Incoming
 from normserve.client.quoting import quoted
 from normserve.codec import local_frames as frames
@@ -33,13 +33,12 @@ class AsyncLink:
     """One connection, its arena, and the tasks that wait for answers on it.
 
     Attributes:
-        recurring, recurring_on_device: as of `link.Link`.
+        recurring: as of `link.Link`.
     """
 
     def __init__(self) -> None:
         self.arena = Arena()
-        self.recurring = Recurring(HostMemory(self.arena))
-        self.recurring_on_device: Recurring | None = None
+        self.recurring = KindsOfRecurring(self.arena)
         self.is_open = True
         self._loop = asyncio.get_running_loop()
         self._tags = itertools.count(1)
@@ -69,8 +68,8 @@ class AsyncLink:
         if not offers.is_known:
             await self._greet()
         arena = offers.arena(index)
-        if arena is not None and self.recurring_on_device is None:
-            self.recurring_on_device = Recurring(DeviceMemory(arena))
+        if arena is not None:
+            self.recurring.share_device(arena)
         return arena
 
     async def _greet(self) -> None:

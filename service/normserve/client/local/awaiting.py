@@ -7,6 +7,7 @@ from math import prod
 from typing import Any
 
 from normserve.client.answers.answer import Answer
+from normserve.client.calls.arrays import Kind
 from normserve.client.calls.call import Call
 from normserve.client.deadlines import Deadline
 from normserve.client.local.async_link import AsyncLink
@@ -46,17 +47,17 @@ class AsyncLocalTransport:
         except TimeoutError:
             raise deadline.error() from None
 
-    def recurring(self, *, on_device: bool) -> Recurring | None:
+    def recurring(self, kind: Kind) -> Recurring | None:
         """As `LocalTransport.recurring`."""
         link = self._link
         if link is None or not link.is_usable:
             return None
-        return link.recurring_on_device if on_device else link.recurring
+        return link.recurring.of(kind)
 
     async def repeat(self, recurring: Recurring, key: Hashable, deadline: Deadline) -> Any:
         """As `LocalTransport.ask_again`."""
         link = self._link
-        if link is None or (recurring is not link.recurring and recurring is not link.recurring_on_device):
+        if link is None or recurring not in link.recurring:
             return None
         try:
             async with deadline.ends():

@@ -7,6 +7,7 @@ from math import prod
 from typing import Any
 
 from normserve.client.answers.answer import Answer
+from normserve.client.calls.arrays import Kind
 from normserve.client.calls.call import Call
 from normserve.client.deadlines import Deadline
 from normserve.client.local.device_messages import prepare_on_device, taken_on_device, understood_on_device, x_of
@@ -37,12 +38,12 @@ class LocalTransport:
         prepared = link.filled(prepare(call, link.arena), deadline)
         return understood(link.request(prepared.message, deadline, prepared), prepared.results)
 
-    def recurring(self, *, on_device: bool) -> Recurring | None:
-        """What is known of calls in memory of that kind; None before there was one, or over this connection."""
+    def recurring(self, kind: Kind) -> Recurring | None:
+        """Recurring calls with arrays of that kind over this connection; None before there can be any."""
         link = self._link
         if link is None or not link.is_usable:
             return None
-        return link.recurring_on_device if on_device else link.recurring
+        return link.recurring.of(kind)
 
     def repeat(self, recurring: Recurring, key: Hashable, deadline: Deadline) -> Any:
         """The result of a call that was answered before; None where that is not known.
@@ -51,7 +52,7 @@ class LocalTransport:
             ClientError: there is no answer, or it is an error.
         """
         link = self._link
-        if link is None or (recurring is not link.recurring and recurring is not link.recurring_on_device):
+        if link is None or recurring not in link.recurring:
             return None
         if busy := recurring.busy(key):
             busy.wait()

@@ -20,7 +20,7 @@ from normserve.client.local.device_messages import DeviceNeeds, growth_on_device
 from normserve.client.local.messages import Needs, growth, in_current_span, refusal_of, required
 from normserve.client.local.offers import Offers
 from normserve.client.local.own_memory import Offer
-from normserve.client.local.recurring import DeviceMemory, HostMemory, Recurring
+from normserve.client.local.recurring import KindsOfRecurring
 from normserve.client.local.sockets import SHORTEST_WAIT_S, Incoming
 from normserve.client.quoting import quoted
 from normserve.codec import local_frames as frames
@@ -39,8 +39,7 @@ class Link:
     Of the threads that wait one receives, for all of them.
 
     Attributes:
-        recurring: calls in the host's memory.
-        recurring_on_device: in the device's; None until there was one.
+        recurring: calls that are asked for again.
     """
 
     def __init__(self, path: str, api_key: str | None, deadline: Deadline) -> None:
@@ -50,8 +49,7 @@ class Link:
             ClientError: the server is not there, or does not want this client.
         """
         self.arena = Arena()
-        self.recurring = Recurring(HostMemory(self.arena))
-        self.recurring_on_device: Recurring | None = None
+        self.recurring = KindsOfRecurring(self.arena)
         self._is_open = True
         self._pid = os.getpid()
         self._tags = itertools.count(1)
@@ -137,8 +135,8 @@ class Link:
         if not offers.is_known:
             self._greet(deadline)
         arena = offers.arena(index)
-        if arena is not None and self.recurring_on_device is None:
-            self.recurring_on_device = Recurring(DeviceMemory(arena))
+        if arena is not None:
+            self.recurring.share_device(arena)
         return arena
 
     def filled_on_device(self, needs: DeviceNeeds[_R], arena: DeviceArena, deadline: Deadline) -> _R:

@@ -4,108 +4,27 @@ How to wait for the device and for answers is the clients', each in its own way;
 """
 
 import functools
-import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
-import numpy as np
 
 from normserve.client.answers.failures import api_error
-from normserve.client.calls import arrays
+from normserve.client.calls.arrays import Kind
 from normserve.client.calls.call import Call
-from normserve.client.calls.on_device import OnDevice
-from normserve.client.local.arena import Arena, Block
+from normserve.client.local.arena import Arena
 from normserve.client.local.device import Busy, DeviceArena
+from normserve.client.local.memories import CudaMemory, Memory, NumpyMemory, Taken, TorchMemory
 from normserve.client.local.messages import compute, timing_of, understood
 from normserve.codec import local_frames as frames
-from normserve.codec.local_frames import ALIGNMENT, Located, Place
-from normserve.memory.host_tensors import DType, HostTensor
+from normserve.codec.local_frames import Located
+from normserve.memory.host_tensors import DType
 
 _MOST_CALLS, _MOST_PLACES = 256, 16
 
-# Of others numpy finds the name slowly.
-_NUMPY = frozenset([np.dtype("<f4"), np.dtype("<f2")])
-
 _PLAIN = frozenset([int, float, bool, str, type(None)])
-
-
-class Taken(Protocol):
-    """A block.
-
-    Attributes:
-        place: where it lies, as the protocol says it.
-    """
-
-    place: Place
-
-
-class Memory(Protocol):
-    """Of one kind, which a connection shares with the server."""
-
-    def described(self, value: Any) -> Hashable:
-        """A tensor that the server finds as it is: by its place, dtype and shape; () of anything else."""
-
-    def located(self, tensor: HostTensor) -> tuple[int, int] | None:
-        """The segment and the offset of a call's tensor; None where it lies elsewhere."""
-
-    def take(self, nbytes: int) -> Taken | None:
-        """A block of at least so many bytes; None where there is no space."""
-
-    def tensor(self, block: Any, dtype: DType, shape: tuple[int, ...]) -> Any:
-        """What a caller gets: a tensor in a block, which it keeps."""
-
-    def busy(self) -> Busy | None:
-        """What must be waited for before the server may read what the caller has written, if anything."""
-
-
-class HostMemory:
-    """The host's: calls of numpy's arrays."""
-
-    def __init__(self, arena: Arena) -> None:
-        self._arena = arena
-
-    def described(self, value: Any) -> Hashable:
-        if type(value) is not np.ndarray or not value.flags.c_contiguous or value.dtype not in _NUMPY:
-            return ()
-        found = self._arena.locate_address(arrays.address(value))
-        return () if found is None or found[1] % ALIGNMENT else (found, value.dtype, value.shape)
-
-    def located(self, tensor: HostTensor) -> tuple[int, int] | None:
-        return self._arena.locate(tensor.data)
-
-    def take(self, nbytes: int) -> Block | None:
-        return self._arena.take(nbytes)
-
-    def tensor(self, block: Block, dtype: DType, shape: tuple[int, ...]) -> Any:
-        # Through a memoryview, so that whatever is made of it keeps the block itself.
-        return np.frombuffer(block.data[: prod(shape) * dtype.itemsize], arrays.numpy_dtype(dtype)).reshape(shape)
-
-    def busy(self) -> None:
-        return None
-
-
-class DeviceMemory:
-    """A device's: calls of torch's tensors."""
-
-    def __init__(self, arena: DeviceArena) -> None:
-        self._arena = arena
-        torch: Any = sys.modules["torch"]
-        self._types = frozenset([torch.Tensor, torch.nn.Parameter])
-        self.take = arena.take_block
-        self.tensor = arena.tensor
-        self.busy = arena.busy_stream
-
-    def described(self, value: Any) -> Hashable:
-        if type(value) not in self._types or not value.is_cuda or value.is_neg():
-            return ()
-        found = self._arena.locate_tensor(value)
-        return () if found is None or found[1] % ALIGNMENT else (found, value.dtype, value.shape)
-
-    def located(self, tensor: HostTensor) -> tuple[int, int] | None:
-        return self._arena.locate_tensor(tensor.tensor) if isinstance(tensor, OnDevice) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +88,7 @@ class Again:
 
 
 class Recurring:
-    """Those of one connection, in memory of one kind."""
+    """Those of one connection with arrays of one kind."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
@@ -263,6 +182,31 @@ class Recurring:
         kind: Callable[..., Any] = type(result)
         # Not the call, which has its tensors.
         self._known[key] = _Known(compute(call, located, {}), results, functools.partial(kind, **absent))
+
+
+class KindsOfRecurring:
+    """The recurring calls of one connection, by the kind of their arrays."""
+
+    def __init__(self, arena: Arena) -> None:
+        """Args: arena: in host memory."""
+        self._arena = arena
+        self._found = {Kind.NUMPY: Recurring(NumpyMemory(arena))}
+
+    def of(self, kind: Kind) -> Recurring | None:
+        """Those of one kind; None of `Kind.CUDA` before `share_device`."""
+        found = self._found.get(kind)
+        if found is None and kind is Kind.TORCH:
+            # Only now, because torch is imported only by callers that use it.
+            found = self._found[kind] = Recurring(TorchMemory(self._arena))
+        return found
+
+    def share_device(self, arena: DeviceArena) -> None:
+        """Tensors in device memory can recur from now on."""
+        if Kind.CUDA not in self._found:
+            self._found[Kind.CUDA] = Recurring(CudaMemory(arena))
+
+    def __contains__(self, recurring: Recurring) -> bool:
+        return recurring in self._found.values()
 
 
 def _are_as_known(told: Mapping[str, Located], known: _Known) -> bool:

@@ -4,8 +4,10 @@ import asyncio
 
 import numpy as np
 import pytest
+import torch
 from normserve.client import AsyncClient, Client, ConnectionFailedError, RetryPolicy, UnknownLayerError
 from normserve.client.calls import operations
+from normserve.client.calls.arrays import Kind
 
 ONCE = RetryPolicy(tries=1)
 ROWS = (6, 48)
@@ -61,9 +63,9 @@ def there(client):
     return made
 
 
-def known(client):
-    """Whether the short path has anything to go by."""
-    return len(client._transport._link.recurring._known)
+def known(client, kind=Kind.NUMPY):
+    """How many calls are known that may come again."""
+    return len(client._transport._link.recurring.of(kind)._known)
 
 
 def test_arrays_that_change_in_their_places_are_read_anew(client, http, there):
@@ -83,6 +85,24 @@ def test_arrays_that_change_in_their_places_are_read_anew(client, http, there):
         assert gradients.dbias is None
         assert y.timing.request_id
     assert known(client) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_tensors_of_torch_that_change_in_their_places_are_read_anew(client, http, dtype):
+    x, weight, dy = (client.empty(shape, dtype).normal_() for shape in (ROWS, ROWS[1:], ROWS))
+    for turn in range(4):
+        x += turn
+        weight *= 1.5
+        y = client.layer_norm(x, weight, eps=1e-3, stats=True)
+        expected = http.layer_norm(x.clone(), weight.clone(), eps=1e-3, stats=True)
+        for name in ("y", "mean", "rstd"):
+            torch.testing.assert_close(getattr(y, name), getattr(expected, name), rtol=0, atol=0)
+        gradients = client.layer_norm_backward(dy, x, weight)
+        expected = http.layer_norm_backward(dy.clone(), x.clone(), weight.clone())
+        for name in ("dx", "dweight"):
+            torch.testing.assert_close(getattr(gradients, name), getattr(expected, name), rtol=0, atol=0)
+        assert gradients.dbias is None
+    assert (known(client), known(client, Kind.TORCH)) == (0, 2)
 
 
 def test_results_that_are_kept_are_not_written_over(client, there):

@@ -1,28 +1,27 @@
 """Calls that come again in shared memory: the same message and the same results, and nothing is kept."""
 
 import gc
-import os
 import weakref
 from types import SimpleNamespace
 
-import msgspec
-import numpy as np
 import pytest
 import torch
 from normserve.client.calls import operations
+from normserve.client.calls.arrays import Kind
 from normserve.client.calls.on_device import OnDevice
 from normserve.client.errors import OverloadedError
 from normserve.client.local import device
 from normserve.client.local.arena import Arena
 from normserve.client.local.device import DeviceArena
-from normserve.client.local.recurring import DeviceMemory, HostMemory, Recurring
+from normserve.client.local.memories import CudaMemory, NumpyMemory
+from normserve.client.local.recurring import KindsOfRecurring, Recurring
 from normserve.client.results import ForwardResult, Timing
 from normserve.codec import local_frames as frames
 from normserve.memory.device_segments import Device
 from normserve.memory.host_tensors import DType
-from normserve.memory.segments import Segment, make_segment
 
 from tests.service.client.local.fake_cuda import FakeTorch
+from tests.service.client.local.fake_link import FakeLink
 from tests.service.client.local.test_device import grow
 from tests.service.memory.fake_driver import FakeDriver
 
@@ -31,32 +30,6 @@ class Shown(torch.Tensor):
     """A tensor of the host that says it is on the device."""
 
     is_cuda = True
-
-
-class FakeLink:
-    """Answers with the results where they are wanted, as `shape` says."""
-
-    def __init__(self) -> None:
-        self.asked: list[frames.Compute] = []
-        self.status, self.shape = 200, (4, 256)
-
-    def request(self, recurring, key):
-        """What the clients do, each in its own way."""
-        recurring.busy(key)
-        again = recurring.begin(key)
-        if again is None:
-            return None
-        told = self._answer(msgspec.json.decode(bytes(again.content), type=frames.Compute))
-        again.make_results()
-        return recurring.end(key, again, told, "the key")
-
-    def _answer(self, asked):
-        self.asked.append(asked)
-        if self.status >= 400:
-            return frames.Answer(self.status, "id", problem={"code": "overloaded", "detail": "the key"})
-        place = asked.results["y"]
-        found = {"y": frames.Located(place.segment, place.offset, "float32", self.shape)}
-        return frames.Answer(self.status, "id", results=found, stages_ms={"kernel": 1.0}, kernel_bytes=7)
 
 
 @pytest.fixture
@@ -70,7 +43,7 @@ def arena(monkeypatch):
 
 @pytest.fixture
 def recurring(arena):
-    memory = DeviceMemory(arena)
+    memory = CudaMemory(arena)
     memory._types = frozenset([Shown])
     return Recurring(memory)
 
@@ -175,75 +148,12 @@ def test_an_arena_that_is_full_is_the_slow_ways_to_enlarge(recurring, arena):
     assert FakeLink().request(recurring, key) is not None
 
 
-@pytest.fixture
-def on_host():
-    descriptor, segment = make_segment(2**20, Segment)
-    os.close(descriptor)
-    arena = Arena()
-    arena.add(5, segment)
-    return SimpleNamespace(arena=arena, recurring=Recurring(HostMemory(arena)))
-
-
-def written(arena, dtype="<f4"):
-    x = np.frombuffer(arena.take(4096).data, dtype, 1024).reshape(4, 256)
-    x[:] = 3
-    return x
-
-
-def learnt_on_host(on_host, x):
-    key = on_host.recurring.key(operations.layer_norm, (x,), {})
-    y = np.zeros((4, 256), np.float32)
-    on_host.recurring.learn(key, operations.layer_norm(x), ForwardResult(y, None, None, None, Timing()))
-    return key
-
-
-def test_arrays_in_the_hosts_memory_are_asked_for_again(on_host):
-    x = written(on_host.arena)
-    key, link = learnt_on_host(on_host, x), FakeLink()
-    result = link.request(on_host.recurring, key)
-    (asked,) = link.asked
-    assert asked.tensors == {"x": frames.Located(5, 0, "float32", (4, 256))}
-    assert (type(result.y), result.y.dtype, result.y.shape) == (np.ndarray, np.float32, (4, 256))
-    assert on_host.arena.locate(result.y.data.cast("B")) == (5, asked.results["y"].offset)
-    result.y[:] = 1
-    assert (x == 3).all()
-
-
-def test_a_result_keeps_its_block_and_nothing_else_does(on_host):
-    x = written(on_host.arena)
-    key, link = learnt_on_host(on_host, x), FakeLink()
-    row = link.request(on_host.recurring, key).y[1]
-    taken = link.asked[0].results["y"]
-    assert on_host.arena.take(4096).place != taken
-    del row
-    assert on_host.arena.take(4096).place == taken
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda x: x.copy(),
-        lambda x: x[:, 1:],
-        lambda x: x.T,
-        lambda x: x[1:, :1],
-        lambda x: x.reshape(-1)[1:],
-        lambda x: x.astype(">f4"),
-        lambda x: x.view(">f4"),
-        lambda x: x.view("<i4"),
-        lambda x: x.view(np.recarray),
-        lambda x: np.ma.masked_array(x),
-        lambda x: x.tolist(),
-        lambda x: torch.from_numpy(x),
-    ],
-)
-def test_arrays_that_must_be_copied_are_not_known(on_host, change):
-    x = written(on_host.arena)
-    assert on_host.recurring.key(operations.layer_norm, (x,), {}) is not None
-    assert on_host.recurring.key(operations.layer_norm, (change(x),), {}) is None
-    assert on_host.recurring.key(operations.layer_norm, (x, change(x)), {}) is None
-
-
-def test_arrays_of_another_shape_or_type_are_other_calls(on_host):
-    x = written(on_host.arena)
-    arrays = [x, x.reshape(256, 4), x[:2], x[1:], x.view("<f2")]
-    assert len({on_host.recurring.key(operations.layer_norm, (array,), {}) for array in arrays}) == len(arrays)
+def test_each_kind_of_arrays_has_its_own_recurring_calls(arena):
+    kinds = KindsOfRecurring(Arena())
+    assert kinds.of(Kind.CUDA) is None
+    kinds.share_device(arena)
+    found = [kinds.of(kind) for kind in Kind]
+    assert [kinds.of(kind) for kind in Kind] == found
+    assert len(set(map(id, found))) == len(Kind)
+    assert all(each in kinds for each in found)
+    assert Recurring(NumpyMemory(Arena())) not in kinds

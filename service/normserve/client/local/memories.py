@@ -1,0 +1,119 @@
+"""The kinds of memory that a connection shares with the server, each with the arrays that lie in it."""
+
+import sys
+from collections.abc import Hashable
+from math import prod
+from typing import Any, Protocol
+
+import numpy as np
+
+from normserve.client.calls import arrays
+from normserve.client.calls.on_device import OnDevice
+from normserve.client.local.arena import Arena, Block
+from normserve.client.local.device import Busy, DeviceArena
+from normserve.codec.local_frames import ALIGNMENT, Place
+from normserve.memory.host_tensors import DType, HostTensor
+
+# Of others numpy finds the name slowly.
+_NUMPY = frozenset([np.dtype("<f4"), np.dtype("<f2")])
+
+
+class Taken(Protocol):
+    """A block.
+
+    Attributes:
+        place: its segment, offset and bytes.
+    """
+
+    place: Place
+
+
+class Memory(Protocol):
+    """Shared memory, and one kind of arrays in it."""
+
+    def described(self, value: Any) -> Hashable:
+        """The place, dtype and shape of an array that the server reads without a copy; () of anything else."""
+
+    def located(self, tensor: HostTensor) -> tuple[int, int] | None:
+        """The segment and the offset of a call's tensor; None where it lies elsewhere."""
+
+    def take(self, nbytes: int) -> Taken | None:
+        """A block of at least so many bytes; None where there is no space."""
+
+    def tensor(self, block: Any, dtype: DType, shape: tuple[int, ...]) -> Any:
+        """An array for the caller in a block, which it keeps."""
+
+    def busy(self) -> Busy | None:
+        """What must end before the server may read what the caller has written, if anything."""
+
+
+class _HostMemory:
+    """Memory of the host."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+
+    def located(self, tensor: HostTensor) -> tuple[int, int] | None:
+        return self._arena.locate(tensor.data)
+
+    def take(self, nbytes: int) -> Block | None:
+        return self._arena.take(nbytes)
+
+    def busy(self) -> None:
+        return None
+
+
+class NumpyMemory(_HostMemory):
+    """Memory of the host with numpy's arrays."""
+
+    def described(self, value: Any) -> Hashable:
+        if type(value) is not np.ndarray or not value.flags.c_contiguous or value.dtype not in _NUMPY:
+            return ()
+        found = self._arena.locate_address(arrays.address(value))
+        return () if found is None or found[1] % ALIGNMENT else (found, value.dtype, value.shape)
+
+    def tensor(self, block: Block, dtype: DType, shape: tuple[int, ...]) -> Any:
+        # Through a memoryview, so that whatever is made of it keeps the block itself.
+        return np.frombuffer(block.data[: prod(shape) * dtype.itemsize], arrays.numpy_dtype(dtype)).reshape(shape)
+
+
+class TorchMemory(_HostMemory):
+    """Memory of the host with torch's tensors."""
+
+    def __init__(self, arena: Arena) -> None:
+        super().__init__(arena)
+        torch: Any = sys.modules["torch"]
+        self._torch = torch
+        self._types = frozenset([torch.Tensor, torch.nn.Parameter])
+
+    def described(self, value: Any) -> Hashable:
+        if type(value) not in self._types or not value.is_cpu or value.is_neg() or not value.is_contiguous():
+            return ()
+        found = self._arena.locate_address(value.data_ptr())
+        return () if found is None or found[1] % ALIGNMENT else (found, value.dtype, value.shape)
+
+    def tensor(self, block: Block, dtype: DType, shape: tuple[int, ...]) -> Any:
+        # Through a memoryview, as numpy's.
+        data = block.data[: prod(shape) * dtype.itemsize]
+        return self._torch.frombuffer(data, dtype=getattr(self._torch, dtype.label)).view(shape)
+
+
+class CudaMemory:
+    """Memory of a device with torch's tensors."""
+
+    def __init__(self, arena: DeviceArena) -> None:
+        self._arena = arena
+        torch: Any = sys.modules["torch"]
+        self._types = frozenset([torch.Tensor, torch.nn.Parameter])
+        self.take = arena.take_block
+        self.tensor = arena.tensor
+        self.busy = arena.busy_stream
+
+    def described(self, value: Any) -> Hashable:
+        if type(value) not in self._types or not value.is_cuda or value.is_neg():
+            return ()
+        found = self._arena.locate_tensor(value)
+        return () if found is None or found[1] % ALIGNMENT else (found, value.dtype, value.shape)
+
+    def located(self, tensor: HostTensor) -> tuple[int, int] | None:
+        return self._arena.locate_tensor(tensor.tensor) if isinstance(tensor, OnDevice) else None
