@@ -262,12 +262,15 @@ class Engine:
         self._replies.keep_deadline(job)
 
     def _feed(self) -> None:
-        while self._failure is None and (batch := self._batcher.take(self._on_device.free_lanes())) is not None:
+        batcher = self._batcher
+        while (
+            batcher and self._failure is None and (batch := batcher.take(self._on_device.free_lanes())) is not None
+        ):
             self._launch(batch)
 
     def _launch(self, batch: Batch) -> None:
         self._replies.note_start(batch)
-        outcome = self._on_device.run(batch)
+        outcome = self._on_device.run(batch, is_last=not self._batcher)
         if outcome is not None:
             self._conclude(batch, outcome)
 

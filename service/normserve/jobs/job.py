@@ -246,9 +246,16 @@ class NormJob:
 
 
 class Lane(Enum):
-    """The two queues before a device: what is small overtakes what is large, and neither starves."""
+    """The queues before a device: what is small overtakes what is large, and none starves.
+
+    Attributes:
+        SMALL: in host memory.
+        DEVICE: small, and in the device's memory.
+        LARGE: in any memory.
+    """
 
     SMALL = "small"
+    DEVICE = "device"
     LARGE = "large"
 
     __hash__ = object.__hash__

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from normserve.engine.batcher import Batcher
 from normserve.jobs.job import Lane, NormJob
+from normserve.memory.device_tensors import DeviceTensor
 from normserve.memory.host_tensors import DType, HostTensor
 
 from tests.service.jobs.fake_jobs import job
@@ -15,7 +16,7 @@ from tests.service.jobs.fake_jobs import job
 MAX_REQUESTS, MAX_BYTES = 3, 2000
 # Bytes of x by how it is to run: with others, alone though small, alone.
 ROWS = st.sampled_from([1, 3, 30, 62, 63, 200])
-LANES = st.sampled_from([tuple(Lane), (Lane.SMALL,), (Lane.LARGE,), ()])
+LANES = st.sampled_from([tuple(Lane), (Lane.SMALL,), (Lane.DEVICE,), (Lane.LARGE,), ()])
 
 
 class Batching(RuleBasedStateMachine):
@@ -37,19 +38,25 @@ class Batching(RuleBasedStateMachine):
         self.restricts = restricts
 
     def lane(self, each: NormJob) -> Lane:
-        return Lane.SMALL if each.nbytes <= MAX_BYTES else Lane.LARGE
+        if each.nbytes > MAX_BYTES:
+            return Lane.LARGE
+        return Lane.DEVICE if each.is_on_device else Lane.SMALL
 
     @property
     def both_wait(self) -> bool:
-        return {self.lane(each) for each in self.waiting} == set(Lane)
+        return {self.lane(each) for each in self.waiting} >= {Lane.SMALL, Lane.LARGE}
 
-    @rule(sizes=st.lists(ROWS, min_size=1, max_size=6), eps=st.sampled_from([1e-5, 1e-6, 1e-7]))
-    def add(self, sizes, eps):
+    @rule(
+        sizes=st.lists(ROWS, min_size=1, max_size=6),
+        eps=st.sampled_from([1e-5, 1e-6, 1e-7]),
+        kind=st.sampled_from([HostTensor, DeviceTensor]),
+    )
+    def add(self, sizes, eps, kind):
         for rows in sizes:
             before = self.both_wait
             memory = np.zeros((rows, 8), np.float32)
             self.memory.append(weakref.ref(memory))
-            x = HostTensor(DType.FLOAT32, memory.shape, memory.data.cast("B"))
+            x = kind(DType.FLOAT32, memory.shape, memory.data.cast("B"))
             self.waiting.append(job(rows, 8, eps=eps, tensors={"x": x}))
             self.batcher.add(self.waiting[-1])
             if not before:
@@ -86,7 +93,7 @@ class Batching(RuleBasedStateMachine):
     def expected(self, queue: list[NormJob]) -> list[NormJob]:
         """The oldest of a lane and, in order, those of its class that fit beside it."""
         head = queue[0]
-        if head.nbytes > MAX_BYTES:
+        if head.nbytes > MAX_BYTES or head.is_on_device:
             return [head]
         members, nbytes = [], 0
         for each in queue:

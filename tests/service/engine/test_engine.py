@@ -8,7 +8,9 @@ from normserve.errors import (
     DrainingError,
     NotReadyError,
 )
-from normserve.jobs.job import Lane, Op
+from normserve.jobs.job import Lane, NormJob, Op
+from normserve.memory.device_tensors import DeviceTensor
+from normserve.memory.host_tensors import DType
 
 from tests.service.engine.fake_engine import Deep, Quick, Scene, large_job, scene, turn
 from tests.service.jobs.fake_jobs import job, tensor
@@ -153,6 +155,42 @@ async def test_a_flight_that_lands_soon_is_left_to_no_thread(scene):
     looks = executor.looks
     await turn()
     assert executor.looks == looks
+
+
+def device_job() -> NormJob:
+    return job(1, 4, tensors={"x": DeviceTensor(DType.FLOAT32, (1, 4), tensor(1, 4).data)})
+
+
+@scene
+async def test_jobs_in_the_devices_memory_that_come_together_are_all_launched_before_one_is_looked_at(scene):
+    executor = scene.executor
+    executor.backend = Deep()
+    # In place of `runs_soon`, which waits for the one that it is given.
+    executor.backend.inline_bytes = 64
+    executor.launches_at_once = True
+    executor.watched_s = 60.0
+    first, second = (scene.submit(device_job()) for _ in range(2))
+    await turn()
+    assert len(executor.here) == 2
+    assert executor.looks >= 1
+    assert not first.done()
+    assert not second.done()
+    for each in (first, second):
+        executor.lands_at_look = executor.looks + 1
+        await turn()
+        assert each.done()
+
+
+@scene
+async def test_a_job_in_the_devices_memory_that_comes_alone_is_waited_for(scene):
+    executor = scene.executor
+    executor.backend = Deep()
+    executor.backend.inline_bytes = 64
+    executor.launches_at_once = True
+    task = scene.submit(device_job())
+    await turn()
+    assert task.done()
+    assert executor.looks == 0
 
 
 @scene

@@ -62,8 +62,9 @@ class TritonBackend:
 
     name = "triton"
     # Of large batches one on each wire and one that is computed.  Of small ones one: most run where they come from,
-    # and would not again if there were always another under way.
-    depth = Depth(4, {Lane.SMALL: 1, Lane.LARGE: 3})
+    # and would not again if there were always another under way.  Those in the device's memory are only launched: the
+    # next one while the device computes those before it.
+    depth = Depth(12, {Lane.SMALL: 1, Lane.DEVICE: 8, Lane.LARGE: 3})
     # Such a batch is on the device, and on the bus each way, for less time than two threads take to be told of it.
     inline_bytes = 1024 * 1024
 
