@@ -180,10 +180,25 @@ class Engine:
         except NormserveError:
             self.end(job)
             raise
+        if job.is_on_device and job.is_prepared and self._launched_at_once(job):
+            return
         if not self._arrivals:
             # When this turn of the loop ends: what else came in it shares the launch, without a wait.
             asyncio.get_running_loop().call_soon(self._admit)
         self._arrivals[job] = is_compiled
+
+    def _launched_at_once(self, job: NormJob) -> bool:
+        """Launch a job that shares no launch, unless others wait or the device has no room for it."""
+        lane = self._batcher.lane_of(job)
+        if self._arrivals or self._batcher or not self._on_device.has_room(lane):
+            return False
+        batch = Batch((job,), lane)
+        self._replies.note_start(batch)
+        outcome = self._on_device.run(batch)
+        if outcome is not None:
+            # Who began it is told later, also where the launch failed.
+            asyncio.get_running_loop().call_soon(self._conclude, batch, outcome)
+        return True
 
     def end(self, job: NormJob) -> None:
         """The caller no longer waits for a job: it leaves the queue, if it is still there."""
@@ -209,7 +224,7 @@ class Engine:
         """
         if self._executor.backend.compiled is None:
             return True
-        if job.recurrence is not None and job.recurrence.prepared is not None:
+        if job.is_prepared:
             # The like of it has run.
             return True
         kind = job.kernel_class()
@@ -270,7 +285,7 @@ class Engine:
 
     def _launch(self, batch: Batch) -> None:
         self._replies.note_start(batch)
-        outcome = self._on_device.run(batch, is_last=not self._batcher)
+        outcome = self._on_device.run(batch)
         if outcome is not None:
             self._conclude(batch, outcome)
 

@@ -64,21 +64,20 @@ class Launches:
         """Of which lanes the device would take another batch now."""
         return [lane for lane in Lane if self.has_room(lane)]
 
-    def run(self, batch: Batch, *, is_last: bool = True) -> Outcome | None:
-        """Run a batch; what became of it, or None where `on_end` will be told.
-
-        Args: is_last: whether no other job waits; else the device computes this one while that is launched.
-        """
+    def run(self, batch: Batch) -> Outcome | None:
+        """Run a batch; what became of it, or None where `on_end` will be told."""
         executor = self._executor
         outcome: Outcome | None = None
-        is_followed = not is_last and batch.lane is Lane.DEVICE and executor.launches_here(batch)
+        launches_here = executor.launches_here(batch)
+        # While the device computes what is in its memory, the next such batch is launched.
+        is_only_launched = launches_here and batch.jobs[0].is_on_device
         # Nothing is with the executor's threads, so that none of them uses the device meanwhile.
-        if not self._launched and not is_followed and executor.runs_soon(batch):
+        if not is_only_launched and not self._launched and executor.runs_soon(batch):
             if batch.lane is Lane.LARGE and batch.nbytes <= executor.backend.inline_bytes:
                 # Nothing is there that its copies could overlap with: one stream starts sooner than three.
                 batch = Batch(batch.jobs, Lane.SMALL)
             outcome = executor.run_here(batch)
-        elif is_followed or executor.launches_here(batch):
+        elif launches_here:
             # Threads that take turns with Python's lock would set it going later, and hold up this one meanwhile.
             outcome = executor.launch_here(batch)
         if outcome is None:

@@ -197,6 +197,11 @@ class NormJob:
         """Whether its tensors, and the places of its results, lie in the device's memory."""
         return isinstance(self.tensors["x"], DeviceTensor)
 
+    @property
+    def is_prepared(self) -> bool:
+        """Whether the backend has prepared a job like it, in the same memory."""
+        return self.recurrence is not None and self.recurrence.prepared is not None
+
     def batch_class(self) -> Hashable | None:
         """Jobs of equal class may be rows of one launch; None: this job runs alone.
 
