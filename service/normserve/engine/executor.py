@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 
 # Many times what small batches take, and short enough for the event loop.
 _SOON_S = 0.2e-3
-# What batches of up to 64 MiB take, which are copied to the device and back.
-_WATCHED_S = 3e-3
+# What batches of some MiB take.
+_WATCHED_S = 2e-3
 
 # What lies in a device's memory is computed at that memory's speed: as many in a fraction of that.
 _INLINE_DEVICE_BYTES = 512 * 2**20

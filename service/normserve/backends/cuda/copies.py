@@ -41,7 +41,7 @@ from normserve.memory.slabs import SlabPool
 _CHUNK_BYTES = 4 * 2**20
 # More would keep the thread that launches them from everything else for longer, and save little: of n chunks the
 # first copy in and the last copy out overlap with nothing.
-_MOST_CHUNKS = 8
+_MOST_CHUNKS = 6
 _ALIGNMENT = 16
 
 

@@ -6,7 +6,7 @@ This module keeps the order.  The stages, streams and events themselves belong t
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -198,11 +198,10 @@ class Pipeline:
             raise
         return Flight(held[-1], spans, held, marks, self._spare)
 
-    def start_parts(self, *stages: Callable[[_P], object], parts: Sequence[_P], held: object) -> DividedFlight:
+    def start_parts(self, *stages: Callable[[_P], object], parts: Iterable[_P], held: object) -> DividedFlight:
         """Put copy-in, compute and copy-out of each part on their streams; blocks for none.
 
-        While a part is copied in, the one before it is copied out.  All copies in are put on their stream first:
-        they take the bus longer than the host needs to launch what follows them.
+        While a part is copied in, the one before it is copied out.
 
         Args:
             stages: each is called with every part.
@@ -214,12 +213,12 @@ class Pipeline:
         try:
             with self._source.use(on_way_in):
                 began = self._mark(on_way_in)
-                for part in parts:
+            for part in parts:
+                with self._source.use(on_way_in):
                     copy_in(part)
                     came.append(self._mark(on_way_in))
-            for part, arrived in zip(parts, came, strict=True):
                 with self._source.use(on_device):
-                    on_device.wait_event(arrived)
+                    on_device.wait_event(came[-1])
                     compute(part)
                     computed.append(self._mark(on_device))
                 with self._source.use(on_way_out):

@@ -155,14 +155,14 @@ def test_parts_of_a_batch_wait_for_their_own_stages_alone(device, pipeline):
         ("in", "reaches", 1),
         ("in", "runs", "a"),
         ("in", "reaches", 2),
-        ("in", "runs", "b"),
-        ("in", "reaches", 3),
         ("compute", "waits for", 2),
         ("compute", "runs", "a"),
-        ("compute", "reaches", 4),
-        ("out", "waits for", 4),
+        ("compute", "reaches", 3),
+        ("out", "waits for", 3),
         ("out", "runs", "a"),
-        ("compute", "waits for", 3),
+        ("in", "runs", "b"),
+        ("in", "reaches", 4),
+        ("compute", "waits for", 4),
         ("compute", "runs", "b"),
         ("compute", "reaches", 5),
         ("out", "waits for", 5),
@@ -182,8 +182,8 @@ def test_stages_of_parts_that_overlap_add_up_to_the_whole(device, pipeline):
     device.reached = 6
     assert flight.lands_within(0)
     took = flight.wait()
-    # It began at 1.  The last part came at 3; the first was computed from 2 to 4, the second to 5; 6 was the end.
-    assert (took.copy_in, took.compute, took.copy_out) == (2.0, 3.0, 0.0)
+    # The last part has come at 4, each was computed for 1 since it had come, and 6 was the end.
+    assert (took.copy_in, took.compute, took.copy_out) == (3.0, 2.0, 0.0)
     assert alive() is None
     assert not [entry for entry in device.log if entry[0] == "host"]
     # Its events serve the next.
