@@ -17,7 +17,7 @@ class Depth:
     """How many batches a device may have at once: copied in, computed and copied out side by side.
 
     Attributes:
-        total: of all lanes.
+        total: of both lanes.
         lanes: of each.
     """
 

@@ -4,10 +4,9 @@ Jobs of one class (see `NormJob.batch_class`) become rows of one launch.  No job
 batch consists of jobs that arrived while the device was busy.  A free device takes the oldest job of a lane
 together with the other jobs of its class.
 
-Small jobs, small jobs in the device's memory and large jobs wait in separate lanes, which share the device by bytes
-(start-time fair queueing; Goyal, Vin, Cheng, 1996): after one large job the small ones may use the same number of
-bytes.  A small job therefore waits for at most one large job, however many are waiting, unless small jobs alone use
-half of the device.
+Small and large jobs wait in separate lanes, which share the device by bytes (start-time fair queueing; Goyal, Vin,
+Cheng, 1996): after one large job the small ones may use the same number of bytes.  A small job therefore waits for
+at most one large job, however many are waiting, unless small jobs alone use half of the device.
 """
 
 from collections.abc import Collection, Hashable, Iterable, Iterator
@@ -25,7 +24,7 @@ class Batcher:
         self._max_requests = max_requests
         self._max_bytes = max_bytes
         self._lanes = {lane: _Queue() for lane in Lane}
-        self._taken = dict.fromkeys(Lane, 0)  # bytes, raised to the others' when one comes back from idling
+        self._taken = dict.fromkeys(Lane, 0)  # bytes, raised to the other lane's when one comes back from idling
         self._last_start = 0
         self._count = 0
 
@@ -41,9 +40,7 @@ class Batcher:
 
     def lane_of(self, job: NormJob) -> Lane:
         """Where a job would wait."""
-        if job.nbytes > min(self._max_bytes, _LARGE_BYTES):
-            return Lane.LARGE
-        return Lane.DEVICE if job.is_on_device else Lane.SMALL
+        return Lane.SMALL if job.nbytes <= min(self._max_bytes, _LARGE_BYTES) else Lane.LARGE
 
     def add(self, job: NormJob) -> None:
         """Queue a job."""

@@ -180,25 +180,10 @@ class Engine:
         except NormserveError:
             self.end(job)
             raise
-        if job.is_on_device and job.is_prepared and self._launched_at_once(job):
-            return
         if not self._arrivals:
             # When this turn of the loop ends: what else came in it shares the launch, without a wait.
             asyncio.get_running_loop().call_soon(self._admit)
         self._arrivals[job] = is_compiled
-
-    def _launched_at_once(self, job: NormJob) -> bool:
-        """Launch a job that shares no launch, unless others wait or the device has no room for it."""
-        lane = self._batcher.lane_of(job)
-        if self._arrivals or self._batcher or not self._on_device.has_room(lane):
-            return False
-        batch = Batch((job,), lane)
-        self._replies.note_start(batch)
-        outcome = self._on_device.run(batch)
-        if outcome is not None:
-            # Who began it is told later, also where the launch failed.
-            asyncio.get_running_loop().call_soon(self._conclude, batch, outcome)
-        return True
 
     def end(self, job: NormJob) -> None:
         """The caller no longer waits for a job: it leaves the queue, if it is still there."""
@@ -224,7 +209,7 @@ class Engine:
         """
         if self._executor.backend.compiled is None:
             return True
-        if job.is_prepared:
+        if job.recurrence is not None and job.recurrence.prepared is not None:
             # The like of it has run.
             return True
         kind = job.kernel_class()
@@ -277,10 +262,7 @@ class Engine:
         self._replies.keep_deadline(job)
 
     def _feed(self) -> None:
-        batcher = self._batcher
-        while (
-            batcher and self._failure is None and (batch := batcher.take(self._on_device.free_lanes())) is not None
-        ):
+        while self._failure is None and (batch := self._batcher.take(self._on_device.free_lanes())) is not None:
             self._launch(batch)
 
     def _launch(self, batch: Batch) -> None:

@@ -68,16 +68,13 @@ class Launches:
         """Run a batch; what became of it, or None where `on_end` will be told."""
         executor = self._executor
         outcome: Outcome | None = None
-        launches_here = executor.launches_here(batch)
-        # While the device computes what is in its memory, the next such batch is launched.
-        is_only_launched = launches_here and batch.jobs[0].is_on_device
         # Nothing is with the executor's threads, so that none of them uses the device meanwhile.
-        if not is_only_launched and not self._launched and executor.runs_soon(batch):
+        if not self._launched and executor.runs_soon(batch):
             if batch.lane is Lane.LARGE and batch.nbytes <= executor.backend.inline_bytes:
                 # Nothing is there that its copies could overlap with: one stream starts sooner than three.
                 batch = Batch(batch.jobs, Lane.SMALL)
             outcome = executor.run_here(batch)
-        elif launches_here:
+        elif executor.launches_here(batch):
             # Threads that take turns with Python's lock would set it going later, and hold up this one meanwhile.
             outcome = executor.launch_here(batch)
         if outcome is None:

@@ -197,11 +197,6 @@ class NormJob:
         """Whether its tensors, and the places of its results, lie in the device's memory."""
         return isinstance(self.tensors["x"], DeviceTensor)
 
-    @property
-    def is_prepared(self) -> bool:
-        """Whether the backend has prepared a job like it, in the same memory."""
-        return self.recurrence is not None and self.recurrence.prepared is not None
-
     def batch_class(self) -> Hashable | None:
         """Jobs of equal class may be rows of one launch; None: this job runs alone.
 
@@ -251,16 +246,9 @@ class NormJob:
 
 
 class Lane(Enum):
-    """The queues before a device: what is small overtakes what is large, and none starves.
-
-    Attributes:
-        SMALL: in host memory.
-        DEVICE: small, and in the device's memory.
-        LARGE: in any memory.
-    """
+    """The two queues before a device: what is small overtakes what is large, and neither starves."""
 
     SMALL = "small"
-    DEVICE = "device"
     LARGE = "large"
 
     __hash__ = object.__hash__

@@ -148,7 +148,7 @@ class Quick(FakeBackend):
 class Deep(FakeBackend):
     """Takes several batches at once."""
 
-    depth = Depth(3, dict.fromkeys(Lane, 2))
+    depth = Depth(3, {Lane.SMALL: 2, Lane.LARGE: 2})
 
 
 def large_job() -> NormJob:

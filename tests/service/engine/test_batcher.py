@@ -3,7 +3,6 @@
 import pytest
 from normserve.engine.batcher import Batcher
 from normserve.jobs.job import Lane, Op, Pass
-from normserve.memory.device_tensors import DeviceTensor
 from normserve.memory.host_tensors import DType
 
 from tests.service.jobs.fake_jobs import job, layer, tensor
@@ -120,21 +119,6 @@ class TestLanes:
         batcher = Batcher(max_requests=3, max_bytes=2**22)
         assert batcher.lane_of(job(2**16, 1)) is Lane.SMALL
         assert batcher.lane_of(job(2**16 + 1, 1)) is Lane.LARGE
-
-    def test_what_is_small_and_on_the_device_has_a_lane_of_its_own(self, batcher):
-        on_device = [
-            job(rows, 4, tensors={"x": DeviceTensor(DType.FLOAT32, (rows, 4), tensor(rows, 4).data)})
-            for rows in (1, 1, 2**17)
-        ]
-        for each in (job(1, 4), *on_device):
-            batcher.add(each)
-        small, *alone = on_device
-        assert batcher.lane_of(small) is Lane.DEVICE
-        assert batcher.lane_of(alone[-1]) is Lane.LARGE
-        # Each is launched by itself.
-        assert batcher.take((Lane.DEVICE,)).jobs == (small,)
-        assert batcher.take((Lane.DEVICE,)).jobs == (alone[0],)
-        assert batcher.take((Lane.DEVICE,)) is None
 
     def test_batch_says_its_lane(self, batcher):
         batcher.add(job(100, 4))

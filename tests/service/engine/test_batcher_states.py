@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from normserve.engine.batcher import Batcher
 from normserve.jobs.job import Lane, NormJob
-from normserve.memory.device_tensors import DeviceTensor
 from normserve.memory.host_tensors import DType, HostTensor
 
 from tests.service.jobs.fake_jobs import job
@@ -16,7 +15,7 @@ from tests.service.jobs.fake_jobs import job
 MAX_REQUESTS, MAX_BYTES = 3, 2000
 # Bytes of x by how it is to run: with others, alone though small, alone.
 ROWS = st.sampled_from([1, 3, 30, 62, 63, 200])
-LANES = st.sampled_from([tuple(Lane), (Lane.SMALL,), (Lane.DEVICE,), (Lane.LARGE,), ()])
+LANES = st.sampled_from([tuple(Lane), (Lane.SMALL,), (Lane.LARGE,), ()])
 
 
 class Batching(RuleBasedStateMachine):
@@ -38,25 +37,19 @@ class Batching(RuleBasedStateMachine):
         self.restricts = restricts
 
     def lane(self, each: NormJob) -> Lane:
-        if each.nbytes > MAX_BYTES:
-            return Lane.LARGE
-        return Lane.DEVICE if each.is_on_device else Lane.SMALL
+        return Lane.SMALL if each.nbytes <= MAX_BYTES else Lane.LARGE
 
     @property
     def both_wait(self) -> bool:
-        return {self.lane(each) for each in self.waiting} >= {Lane.SMALL, Lane.LARGE}
+        return {self.lane(each) for each in self.waiting} == set(Lane)
 
-    @rule(
-        sizes=st.lists(ROWS, min_size=1, max_size=6),
-        eps=st.sampled_from([1e-5, 1e-6, 1e-7]),
-        kind=st.sampled_from([HostTensor, DeviceTensor]),
-    )
-    def add(self, sizes, eps, kind):
+    @rule(sizes=st.lists(ROWS, min_size=1, max_size=6), eps=st.sampled_from([1e-5, 1e-6, 1e-7]))
+    def add(self, sizes, eps):
         for rows in sizes:
             before = self.both_wait
             memory = np.zeros((rows, 8), np.float32)
             self.memory.append(weakref.ref(memory))
-            x = kind(DType.FLOAT32, memory.shape, memory.data.cast("B"))
+            x = HostTensor(DType.FLOAT32, memory.shape, memory.data.cast("B"))
             self.waiting.append(job(rows, 8, eps=eps, tensors={"x": x}))
             self.batcher.add(self.waiting[-1])
             if not before:
@@ -93,7 +86,7 @@ class Batching(RuleBasedStateMachine):
     def expected(self, queue: list[NormJob]) -> list[NormJob]:
         """The oldest of a lane and, in order, those of its class that fit beside it."""
         head = queue[0]
-        if head.nbytes > MAX_BYTES or head.is_on_device:
+        if head.nbytes > MAX_BYTES:
             return [head]
         members, nbytes = [], 0
         for each in queue:

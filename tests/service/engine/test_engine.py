@@ -3,17 +3,14 @@
 import asyncio
 
 import pytest
-from normserve.engine.executor import Outcome
 from normserve.errors import (
     DeviceOutOfMemoryError,
     DrainingError,
     NotReadyError,
 )
-from normserve.jobs.job import Lane, NormJob, NormResult, Op, Recurrence
-from normserve.memory.device_tensors import DeviceTensor
-from normserve.memory.host_tensors import DType
+from normserve.jobs.job import Lane, Op
 
-from tests.service.engine.fake_engine import FAR, Deep, Quick, Scene, large_job, scene, turn
+from tests.service.engine.fake_engine import Deep, Quick, Scene, large_job, scene, turn
 from tests.service.jobs.fake_jobs import job, tensor
 
 
@@ -156,81 +153,6 @@ async def test_a_flight_that_lands_soon_is_left_to_no_thread(scene):
     looks = executor.looks
     await turn()
     assert executor.looks == looks
-
-
-def device_job(*, is_prepared: bool = True) -> NormJob:
-    x = DeviceTensor(DType.FLOAT32, (1, 4), tensor(1, 4).data)
-    made = job(1, 4, tensors={"x": x})
-    made.recurrence = Recurrence()
-    made.recurrence.prepared = "by the backend" if is_prepared else None
-    return made
-
-
-def begin(scene: Scene, work: NormJob) -> list:
-    """Begin a job; what its caller is told."""
-    told: list = []
-    scene.engine.begin(work, FAR, told.append)
-    return told
-
-
-def prepare(scene: Scene) -> None:
-    """A device that launches quickly, and runs what is small at once."""
-    executor = scene.executor
-    executor.backend = Deep()
-    executor.backend.inline_bytes = 64
-    executor.launches_at_once = True
-    executor.watched_s = 60.0
-
-
-@scene
-async def test_prepared_jobs_in_the_devices_memory_are_launched_as_they_come(scene):
-    prepare(scene)
-    executor = scene.executor
-    first, second, third = (begin(scene, device_job()) for _ in range(3))
-    # As many as its lane takes; the next when one is over.
-    assert len(executor.here) == 2
-    await turn()
-    assert executor.looks >= 1
-    assert not first
-    executor.lands_at_look = executor.looks + 1
-    await turn()
-    assert isinstance((first or second)[0], NormResult)
-    assert len(executor.here) == 3
-    for _ in range(2):
-        executor.lands_at_look = executor.looks + 1
-        await turn()
-    assert [len(told) for told in (first, second, third)] == [1, 1, 1]
-
-
-@scene
-async def test_one_that_waits_is_launched_before_a_prepared_one_that_came_later(scene):
-    prepare(scene)
-    waiting, later = job(1, 4), device_job()
-    begin(scene, waiting)
-    begin(scene, later)
-    assert scene.executor.here == []
-    await turn()
-    assert [batch.jobs[0] for batch in scene.executor.here] == [waiting, later]
-
-
-@scene
-async def test_the_first_of_its_like_is_waited_for(scene):
-    prepare(scene)
-    scene.executor.launches_at_once = False
-    told = begin(scene, device_job(is_prepared=False))
-    await turn()
-    assert isinstance(told[0], NormResult)
-    assert scene.executor.looks == 0
-
-
-@scene
-async def test_a_launch_that_fails_at_once_is_told_later(scene):
-    prepare(scene)
-    scene.executor.launch_here = lambda batch: Outcome(0.0, error=DeviceOutOfMemoryError("full"))
-    told = begin(scene, device_job())
-    assert not told
-    await turn()
-    assert isinstance(told[0], DeviceOutOfMemoryError)
 
 
 @scene

@@ -62,9 +62,8 @@ class TritonBackend:
 
     name = "triton"
     # Of large batches one on each wire and one that is computed.  Of small ones one: most run where they come from,
-    # and would not again if there were always another under way.  Those in the device's memory are only launched,
-    # each while the device computes those before it.
-    depth = Depth(12, {Lane.SMALL: 1, Lane.DEVICE: 8, Lane.LARGE: 3})
+    # and would not again if there were always another under way.
+    depth = Depth(4, {Lane.SMALL: 1, Lane.LARGE: 3})
     # Such a batch is on the device, and on the bus each way, for less time than two threads take to be told of it.
     inline_bytes = 1024 * 1024
 
@@ -139,8 +138,9 @@ class TritonBackend:
 
     def launches_at_once(self, batch: Batch) -> bool:
         job = batch.jobs[0]
-        if job.is_on_device or (job.is_prepared and len(batch.jobs) == 1):
-            return job.is_prepared
+        is_prepared = job.recurrence is not None and job.recurrence.prepared is not None
+        if job.is_on_device or (is_prepared and len(batch.jobs) == 1):
+            return is_prepared
         nbytes = self._ran.get(_launch_class(batch))
         if nbytes is None or any(each.x.fortran_order for each in batch.jobs):
             return False

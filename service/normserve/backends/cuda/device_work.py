@@ -90,7 +90,7 @@ def is_in_reach(job: NormJob) -> bool:
         return True
     if job.recurrence is None or job.places is None:
         return False
-    if job.is_prepared:
+    if job.recurrence.prepared is not None:
         return True
     wanted = results_to_write(job, job.rows)
     if wanted is None or job.may_overwrite or not len(job.x.data):
