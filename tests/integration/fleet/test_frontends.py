@@ -1,6 +1,7 @@
 """Processes that speak HTTP for the one with the device: one server to its clients, whoever of them dies."""
 
 import os
+import select
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -59,6 +60,11 @@ def sockets_of(pid: int) -> int:
     """How many a process has open."""
     opened = [os.readlink(f"/proc/{pid}/fd/{each}") for each in os.listdir(f"/proc/{pid}/fd")]  # noqa: PTH115, PTH208
     return len([each for each in opened if each.startswith("socket:")])
+
+
+def has_ended(connection: Connection) -> bool:
+    """Whether the server has closed a connection without a response."""
+    return bool(select.select([connection], [], [], 0)[0]) and not connection.everything()
 
 
 def load(url: str) -> Load:
@@ -178,21 +184,22 @@ def test_what_was_admitted_is_answered_before_the_end(stage):
 def test_one_that_is_killed_takes_only_its_own_connections_along(mortal, until):
     with mortal.client() as api:
         body = npy(np.ones((2**12, 1024), np.float32))
+        sockets = {each["pid"]: sockets_of(each["pid"]) for each in front_ends(api)}
         with Connection(mortal.address) as one, Connection(mortal.address) as other:
-            # One of them has a body half received.
             for connection in (one, other):
                 connection.sendall(head("/v1/layer_norm", f"Content-Length: {len(body)}") + body[:100_000])
             until(lambda: samples(api)["normserve_inflight_requests"] == 2)
+            # A body is half received there; connections of the load may be idle at the moment, and notice nothing.
+            killed = max(sockets, key=lambda pid: sockets_of(pid) - sockets[pid])
             with load(mortal.url) as asking:
                 until(lambda: min(asking.right) > 5)
-                killed = max([each["pid"] for each in front_ends(api)], key=sockets_of)
                 os.kill(killed, signal.SIGKILL)
-                until(lambda: sum(asking.broken) > 0)
+                until(lambda: has_ended(one) or has_ended(other))
                 before = list(asking.right)
                 until(lambda: all(now > was + 5 for now, was in zip(asking.right, before, strict=True)))
             assert asking.wrong == []
             assert sum(asking.not_ready) == 0
-            assert max(asking.broken) == 1
+            assert max(asking.broken) <= 1
     with mortal.client() as api:
         until(lambda: nothing_is_held(api))
         until(lambda: len(front_ends(api)) == 2)
