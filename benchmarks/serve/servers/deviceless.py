@@ -11,7 +11,7 @@ from normserve.backends.base import ONE_AT_A_TIME
 from normserve.errors import NormserveError
 from normserve.http.app import create_app
 from normserve.jobs.device import DeviceInfo
-from normserve.jobs.job import Batch, Execution, NormJob, Op
+from normserve.jobs.job import Batch, Execution, NormJob, Op, Recurrence
 from normserve.logs.configuration import configure_logging
 from normserve.memory.host_tensors import HostTensor
 from normserve.process.serving import serve
@@ -44,6 +44,12 @@ class NoDevice:
         """Do nothing: there is nothing to compile."""
 
     def share(self, memory: memoryview) -> object:
+        return None
+
+    def replay(self, recurrence: Recurrence) -> None:
+        return None
+
+    def make_replayer(self) -> None:
         return None
 
     def translate(self, error: Exception) -> NormserveError | None:

@@ -31,11 +31,11 @@ class Outflow:
         self._requests = 0.0
         self._bytes = 0.0
 
-    def note(self, nbytes: int) -> None:
-        """A request has left now, and so many bytes with it."""
+    def note(self, nbytes: int, requests: int = 1) -> None:
+        """A request has left now, or several, and so many bytes with them."""
         now = self._clock()
         kept = math.exp((self._last - now) / _MEMORY_S)
-        self._requests = self._requests * kept + 1
+        self._requests = self._requests * kept + requests
         self._bytes = self._bytes * kept + nbytes
         self._last = now
 
@@ -126,6 +126,22 @@ class Limits:
         if quota is not None:
             permit.quota = quota
         return permit
+
+    @property
+    def room(self) -> tuple[int, int]:
+        """Requests and bytes that are free, and that nobody has a better claim to."""
+        if self._tenants.owed:
+            return 0, 0
+        return self._max_requests - self.requests, self._max_bytes - self.bytes
+
+    def hold(self, requests: int, nbytes: int) -> None:
+        """Count requests without permits, which found `room`; negative numbers give that back."""
+        self.requests += requests
+        self.bytes += nbytes
+
+    def note_departure(self, requests: int, nbytes: int) -> None:
+        """So many requests without permits have left, and so many bytes with them."""
+        self._out.note(nbytes, requests)
 
     def grow(self, permit: "Permit", nbytes: int) -> None:
         """Take more bytes for a permit that is held; see `Permit.grow`."""

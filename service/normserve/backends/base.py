@@ -5,9 +5,10 @@ from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from normserve.backends.replayer import Replay, Replayer
 from normserve.errors import NormserveError
 from normserve.jobs.device import DeviceInfo
-from normserve.jobs.job import Batch, Execution, Lane, NormJob, Op
+from normserve.jobs.job import Batch, Execution, Lane, NormJob, Op, Recurrence
 from normserve.memory.device_segments import Device
 from normserve.memory.host_tensors import HostTensor
 
@@ -86,6 +87,12 @@ class Backend(Protocol):
 
         Called from any thread; where it cannot be prepared, copies take longer.
         """
+
+    def replay(self, recurrence: Recurrence) -> Replay | None:
+        """The captured launch of such jobs, if there is one."""
+
+    def make_replayer(self) -> Replayer | None:
+        """What launches captured launches again; None without one.  Called on the thread that it will serve on."""
 
     @property
     def device_memory(self) -> Device | None:

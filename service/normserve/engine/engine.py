@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Hashable
 from enum import Enum
 
+from normserve.backends.replayer import Replay, Replayer
 from normserve.engine.batcher import Batcher
 from normserve.engine.compilation import Compilation
 from normserve.engine.executor import Executor, Outcome, Reply, on_loop
@@ -25,7 +26,7 @@ from normserve.errors import (
     NotReadyError,
 )
 from normserve.jobs.device import DeviceInfo
-from normserve.jobs.job import Batch, Execution, NormJob, NormResult, Op
+from normserve.jobs.job import Batch, Execution, NormJob, NormResult, Op, Recurrence
 from normserve.memory.device_segments import Device
 from normserve.memory.host_tensors import HostTensor
 from normserve.metrics.metrics import Metrics
@@ -143,6 +144,28 @@ class Engine:
     def device_memory(self) -> Device | None:
         """Whose memory clients on this host may have; None where none can be shared.  Asked once it is ready."""
         return self._executor.backend.device_memory
+
+    def make_replayer(self) -> Replayer | None:
+        """What answers recurring requests without `begin`; None where there is none.  Called once it is ready."""
+        return self._executor.backend.make_replayer()
+
+    def replay(self, recurrence: Recurrence) -> Replay | None:
+        """The captured launch of jobs that recur, if there is one."""
+        return self._executor.backend.replay(recurrence)
+
+    @property
+    def may_replay(self) -> bool:
+        """Whether captured launches may be launched now, on this thread."""
+        return self.state is State.READY and not self._on_device.is_launching
+
+    def note_failed_replay(self, code: int) -> NormserveError:
+        """A captured launch has failed, and with it the device: what its caller is told.
+
+        Args: code: the driver's.
+        """
+        error = self._executor.translated(RuntimeError(f"CUDA error: {code}, of a captured launch"))
+        self._note_failure(error)
+        return error
 
     async def submit(self, job: NormJob, deadline: float) -> NormResult:
         """Run a job.  Cancelling the call takes the job out of the queue if it is still there.

@@ -176,6 +176,12 @@ class Executor:
         assert isinstance(flight, InFlight)
         self._waiters[lane].put(_Work(flight.wait, lambda done: reply(done._replace(started=started)), lane))
 
+    def translated(self, error: Exception) -> NormserveError:
+        """What an error that a launch has ended with means for its caller."""
+        meaning = self._failed(0.0, error).error
+        assert meaning is not None
+        return meaning
+
     def load(self, op: Op, weight: HostTensor, bias: HostTensor | None, reply: Reply) -> None:
         """Keep parameters on the device, beside the work; the reply's value is the backend's handle for them."""
         self._compiler.put(_Work(lambda: self.backend.load(op, weight, bias), reply, Lane.SMALL))

@@ -53,6 +53,11 @@ class Launches:
         self._launched = 0
         self.progress = Progress()
 
+    @property
+    def is_launching(self) -> bool:
+        """Whether a thread of the executor may be launching a batch now."""
+        return self._handed_over is not None
+
     def has_room(self, lane: Lane) -> bool:
         """Whether the device would take another batch of that lane now."""
         if self._handed_over is not None:

@@ -6,8 +6,8 @@ import time
 
 from normserve.engine.progress import Progress
 
-# From a message that was sent to the one that it leads to: the other process must be woken, and does its part.
-_SOON_S = 200e-6
+SOON_S = 200e-6
+"""From a message that was sent to the one that it leads to: the other process must be woken, and does its part."""
 
 # On one core the other process would wait until the polling ends.
 _LEAST_CORES = 2
@@ -30,14 +30,14 @@ class Polling:
 
     def note_received(self) -> None:
         """A message has come; if it came soon after the last one was sent, so may the next one."""
-        self._is_prompt = time.perf_counter() - self._sent <= _SOON_S
+        self._is_prompt = time.perf_counter() - self._sent <= SOON_S
 
     def note_sent(self) -> None:
         """A message has been sent: poll from now on, if those before it were followed by others soon."""
         self._sent = time.perf_counter()
         if not self._is_prompt:
             return
-        self._until = self._sent + _SOON_S
+        self._until = self._sent + SOON_S
         if not self._is_polling:
             self._is_polling = True
             asyncio.get_running_loop().call_soon(self._poll)

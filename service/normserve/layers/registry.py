@@ -33,6 +33,8 @@ class LayerRegistry:
         self._nbytes = 0
         self._coming: dict[object, tuple[str, int]] = {}
         self._chains: dict[str, Layer] = {}
+        #: Another number after each change.
+        self.version = 0
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -71,7 +73,7 @@ class LayerRegistry:
         replaced = name in self._layers
         self._nbytes += layer.nbytes - self._bytes_of(name)
         self._layers[name] = layer
-        self._chains.clear()
+        self._note_change()
         return replaced
 
     def require_room(self, name: str, nbytes: int) -> None:
@@ -133,11 +135,15 @@ class LayerRegistry:
         """
         self._nbytes -= self.get(name).nbytes
         del self._layers[name]
-        self._chains.clear()
+        self._note_change()
 
     def all(self) -> list[Layer]:
         """Every layer, by name."""
         return [self._layers[name] for name in sorted(self._layers)]
+
+    def _note_change(self) -> None:
+        self._chains.clear()
+        self.version += 1
 
     def _bytes_of(self, name: str) -> int:
         """What a layer of that name would replace."""

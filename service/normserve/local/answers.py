@@ -42,6 +42,11 @@ class Answers:
         """Whether they can still be sent."""
         return self.wire is not None and self.wire.is_open
 
+    @property
+    def flights(self) -> int:
+        """Answers that a replayer will send."""
+        return 0 if self.wire is None else self.wire.flights
+
     def close(self) -> None:
         """End the connection from this side."""
         if self.wire is not None:

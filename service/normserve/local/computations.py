@@ -75,6 +75,7 @@ class Computations:
         del self.jobs[asked.job]
         service.operations.engine.end(asked.job)
         service.progress.end()
+        nbytes = asked.permit.nbytes
         asked.permit.release()
         if isinstance(ended, DrainingError | DeviceFailureError):
             # It may run still, and would write where the client, once it has an answer, keeps something else.
@@ -93,6 +94,8 @@ class Computations:
         record.waiting_in = "send"
         answers.send(frame)
         answers.account(record, request_id)
+        if service.replaying is not None and asked.request.content is not None:
+            service.replaying.learn(asked.request, asked.job, record, nbytes, answers, self._session)
         if service.polling is not None:
             service.polling.note_sent()
 

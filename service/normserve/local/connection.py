@@ -73,7 +73,7 @@ class Connection:
     @property
     def is_busy(self) -> bool:
         """Whether requests of it are under way."""
-        return bool(self._tasks or self._computations.jobs)
+        return bool(self._tasks or self._computations.jobs or self._answers.flights)
 
     def serve(self, wire: Wire) -> None:
         """Begin."""
@@ -111,6 +111,8 @@ class Connection:
             if len(self._known) >= _MOST_KNOWN:
                 del self._known[next(iter(self._known))]
             self._known[content] = said
+            if isinstance(first := said[0], Request) and len(said) == 1:
+                first.content = content
         return said
 
     def on_fault(self, error: NormserveError) -> None:
@@ -121,7 +123,7 @@ class Connection:
     def on_end(self) -> None:
         """The client has left: what waits is dropped, and results of what runs are discarded."""
         self._waiting.clear()
-        self._known.clear()
+        self._forget()
         self._computations.abandon()
         self.on_gone(self._segments_left())
 
@@ -178,7 +180,7 @@ class Connection:
         if isinstance(message, frames.Free):
             memory = self._arena.segments.pop(message.segment, None)
             # What is known may lie there, and would keep it.
-            self._known.clear()
+            self._forget()
             if memory is not None:
                 segment = _lent(memory)
                 if isinstance(segment, LentDeviceSegment):
@@ -187,6 +189,11 @@ class Connection:
                     give_back([segment])
             return
         self._computations.withdraw(message.request)
+
+    def _forget(self) -> None:
+        self._known.clear()
+        if self._service.replaying is not None:
+            self._service.replaying.forget(self._answers)
 
     async def _attend(self, tag: int, message: Message, record: RequestRecord, request_id: str) -> None:
         """Answer one message but an operation, whatever becomes of it, and account for it."""

@@ -102,12 +102,14 @@ class Request:
         headers: what it says of its trace, as headers of HTTP do.
         asked: None until its parameters have been read once.
         plan: None until it has been checked once.
+        content: of its frame, if that has no other message; None also of frames that do not come again.
     """
 
-    __slots__ = ("asked", "headers", "message", "plan")
+    __slots__ = ("asked", "content", "headers", "message", "plan")
 
     def __init__(self, message: Compute) -> None:
         self.message = message
+        self.content: bytes | None = None
         said = message.traceparent
         self.headers: Mapping[bytes, bytes] = {} if isinstance(said, UnsetType) else {b"traceparent": said.encode()}
         self.asked: Asked | None = None

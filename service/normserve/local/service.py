@@ -16,6 +16,9 @@ from normserve.logs.audit import Refusals
 from normserve.metrics.metrics import Metrics
 
 if TYPE_CHECKING:
+    # It uses answers, which are made of this.
+    from normserve.local.replaying import Replaying
+
     # It imports OpenTelemetry, which only those have who ask for traces.
     from normserve.traces.traces import Traces
 
@@ -31,6 +34,7 @@ class Service:
         is_logged: whether the access log has a line for each message.
         traces: where operations are traced.
         polling: None where the event loop sleeps between requests.
+        replaying: answers requests that recur; None where all are answered by Python code.
         leftovers: segments of connections that have ended.
         describe: what `/v1/info` answers.
     """
@@ -49,3 +53,4 @@ class Service:
     is_logged: bool = False
     traces: "Traces | None" = None
     polling: Polling | None = None
+    replaying: "Replaying | None" = None

@@ -32,6 +32,14 @@ class Session:
         self._token: bytes | None = None
         self._is_greeted = False
 
+    @property
+    def is_unlimited(self) -> bool:
+        """Whether nothing but a change of the keys can keep the client from sending what it has sent before."""
+        if self._keys is None:
+            return True
+        grant = self._grant(self._keys)
+        return grant is not None and grant.rate is None and grant.quota is None and grant.key.expires is None
+
     def greet(self, message: Hello, offered: Mapping[str, Any]) -> dict[str, Any]:
         """What a client must know before it asks.
 
@@ -70,11 +78,13 @@ class Session:
         grant.take_request()
         return self.caller
 
-    def _granted(self, keys: Keyring) -> Grant:
+    def _grant(self, keys: Keyring) -> Grant | None:
         if self._token is not None:
-            grant = keys.find(self._token)
-        else:
-            grant = None if self._key_name is None else keys.named(self._key_name)
+            return keys.find(self._token)
+        return None if self._key_name is None else keys.named(self._key_name)
+
+    def _granted(self, keys: Keyring) -> Grant:
+        grant = self._grant(keys)
         if grant is not None:
             return grant
         if self._token is None:

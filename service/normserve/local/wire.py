@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
+from normserve.backends.replayer import Replayer
 from normserve.codec.local_frames import MAX_FRAME_BYTES, Frames
 from normserve.errors import NormserveError
 
@@ -53,9 +54,31 @@ class Wire:
         self._unsent: deque[tuple[memoryview, Sequence[int]]] = deque()
         self._frame_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
+        self._replayer: Replayer | None = None
         self._is_reading = False
         self._wants_input = False
         self.is_open = True
+
+    @property
+    def descriptor(self) -> int:
+        """The socket's."""
+        return self._connection.fileno()
+
+    @property
+    def flights(self) -> int:
+        """Requests that the replayer has not answered yet."""
+        return 0 if self._replayer is None or not self.is_open else self._replayer.flights(self.descriptor)
+
+    def receive_through(self, replayer: Replayer) -> None:
+        """Have a replayer receive from now on, which answers some frames itself; the others go to `take`."""
+        was_reading, wanted = self._is_reading, self._wants_input
+        self.read(wanted=False)
+        replayer.open(self.descriptor)
+        self._replayer = replayer
+        self._tell_replayer()
+        self._wants_input = wanted
+        if was_reading:
+            self.read(wanted=True)
 
     def read(self, *, wanted: bool) -> None:
         """Whether more frames are wanted now."""
@@ -64,7 +87,9 @@ class Wire:
         if wanted == self._is_reading:
             return
         self._is_reading = wanted
-        if wanted:
+        if self._replayer is not None:
+            self._replayer.read(self.descriptor, wanted)
+        elif wanted:
             self._loop.add_reader(self._connection, self._receive)
         else:
             self._loop.remove_reader(self._connection)
@@ -91,6 +116,7 @@ class Wire:
             self._loop.add_writer(self._connection, self._flush)
             self._send_timer = self._loop.call_later(self._send_s, self.close)
         self._unsent.append((memoryview(frame), descriptors))
+        self._tell_replayer()
         self.read(wanted=self._wants_input)
 
     def close(self) -> None:
@@ -107,6 +133,8 @@ class Wire:
         for _, descriptors in self._unsent:
             _close(descriptors)
         self._unsent.clear()
+        if self._replayer is not None:
+            self._replayer.close(self.descriptor)
         self._listener.on_end()
         self._connection.close()
 
@@ -117,6 +145,10 @@ class Wire:
             return
         except OSError:
             data = b""
+        self.take(data)
+
+    def take(self, data: bytes) -> None:
+        """Bytes have come; none where the client has ended the connection."""
         if not data:
             self.close()
             return
@@ -133,6 +165,7 @@ class Wire:
         if is_within:
             self._began = ended if found else began
             self._time_frame(runs=True)
+        self._tell_replayer()
         for tag, content in found:
             if not self.is_open:
                 return
@@ -176,7 +209,13 @@ class Wire:
             self._send_timer = self._loop.call_later(self._send_s, self.close)
         else:
             self._loop.remove_writer(self._connection)
+            self._tell_replayer()
         self.read(wanted=self._wants_input)
+
+    def _tell_replayer(self) -> None:
+        """What is begun here must be ended here: a frame, and answers that the client does not read."""
+        if self._replayer is not None and self.is_open:
+            self._replayer.hold(self.descriptor, self._frames.is_within, bool(self._unsent))
 
 
 def _close(descriptors: Sequence[int]) -> None:

@@ -77,6 +77,19 @@ class Launches:
         if len(self._ended) >= COUNTED_AT_ONCE:
             self.settle()
 
+    def observe_alike(
+        self, kind: tuple[Op, Pass, DType], nbytes: int, kernel_bytes: int, seconds: Sequence[float]
+    ) -> None:
+        """Count launches of one request each, in place, that differ only in their device time.
+
+        Args:
+            nbytes: of the tensors that came with each.
+            kernel_bytes: the fewest bytes that each must move.
+        """
+        op, direction, dtype = kind
+        launches = [_Launch(1, nbytes, 0, kernel_bytes, each, 0.0, 0.0) for each in seconds]
+        self._count((op.value, direction.value, dtype.value), launches)
+
     def settle(self) -> None:
         """Count what has ended since the last time."""
         alike: dict[tuple[Op, Pass, DType], list[_Launch]] = {}

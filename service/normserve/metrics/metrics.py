@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Mapping
 
 from normserve import __version__
 from normserve.jobs.device import DeviceInfo
-from normserve.jobs.job import Batch, Execution
+from normserve.jobs.job import Batch, Execution, NormJob
 from normserve.metrics.exposition import Exposition
 from normserve.metrics.launches import Launches
 from normserve.metrics.registrar import Registrar
-from normserve.metrics.requests import RequestRecord, Requests
+from normserve.metrics.requests import RequestRecord, Requests, Times
 from normserve.metrics.state import State
 
 SPANS_DROPPED = ("queue_full", "export_failed")
@@ -24,6 +24,7 @@ class Metrics:
     def __init__(self, process: str | None = None) -> None:
         """Args: process: its name, where there are several; a label of every series."""
         make = Registrar()
+        self._collect: Callable[[], None] = lambda: None
         self._requests = Requests(make)
         self._launches = Launches(make)
         self._dropped_spans = make.counter(
@@ -120,8 +121,25 @@ class Metrics:
         """Count one request, at its very end."""
         self._requests.observe(record)
 
+    def observe_replays(self, record: RequestRecord, times: Times, job: NormJob) -> None:
+        """Count requests that were answered by a captured launch each.
+
+        Args:
+            record: of any of them.
+            times: with a stage "kernel".
+            job: of any of them.
+        """
+        self._requests.observe_alike(record, times)
+        kind = job.spec.op, job.spec.direction, job.x.dtype
+        self._launches.observe_alike(kind, job.nbytes, record.kernel_bytes, times.stages["kernel"])
+
+    def watch_replays(self, collect: Callable[[], None]) -> None:
+        """Have what is counted elsewhere counted here before a scrape: `collect` calls `observe_replays`."""
+        self._collect = collect
+
     def render(self) -> bytes:
         """The text of everything; `exposition.plain` and `exposition.open_metrics` make an answer of it."""
+        self._collect()
         self._requests.settle()
         self._launches.settle()
         self._state.refresh()

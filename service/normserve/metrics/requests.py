@@ -1,8 +1,9 @@
 """The metrics of a request, which are updated at its end."""
 
 import time
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from normserve.admission import revocation
 from normserve.errors import NormserveError
@@ -78,6 +79,18 @@ class RequestRecord:
         self.answering = answering
 
 
+class Times(NamedTuple):
+    """What requests took that are otherwise alike.
+
+    Attributes:
+        stages: by stage the seconds of each request.
+        seconds: of each, from its header to its end.
+    """
+
+    stages: Mapping[str, Sequence[float]]
+    seconds: Sequence[float]
+
+
 class Requests:
     """What is known of a request at its end."""
 
@@ -148,6 +161,11 @@ class Requests:
         if len(self._ended) >= COUNTED_AT_ONCE:
             self.settle()
 
+    def observe_alike(self, record: RequestRecord, times: Times) -> None:
+        """Count requests that are like this one but for their times."""
+        count = len(times.seconds)
+        self._count(record, times, [record.received] * count, [record.sent] * count)
+
     def settle(self) -> None:
         """Count what has ended since the last time."""
         alike: dict[Hashable, list[RequestRecord]] = {}
@@ -158,31 +176,35 @@ class Requests:
             )
         self._ended.clear()
         for records in alike.values():
-            self._count(records)
+            first = records[0]
+            stages = {stage: [record.stages[stage] for record in records] for stage in first.stages}
+            times = Times(stages, [record.seconds for record in records])
+            received, sent = [record.received for record in records], [record.sent for record in records]
+            self._count(first, times, received, sent)
+            for record in [record for record in records if record.trace_id is not None]:
+                self._show(record)
 
-    def _count(self, records: Sequence[RequestRecord]) -> None:
+    def _count(self, record: RequestRecord, times: Times, received: Sequence[int], sent: Sequence[int]) -> None:
         """Count requests of the same labels, that went through the same stages."""
-        first, count = records[0], len(records)
-        labels = (first.op, first.direction, first.transport)
-        self._total(first.op, first.direction, first.dtype, first.transport, str(first.status)).inc(count)
-        self._duration(*labels).observe_all([record.seconds for record in records])
-        for stage in first.stages:
-            self._stage_duration(stage).observe_all([record.stages[stage] for record in records])
-        for record in [record for record in records if record.trace_id is not None]:
-            self._show(record)
-        if first.key is not None:
-            self._key_requests(first.key, str(first.status)).inc(count)
-            self._key_bytes(first.key, "in").inc(sum([record.received for record in records]))
-            self._key_bytes(first.key, "out").inc(sum([record.sent for record in records]))
-        if first.error is not None:
-            self._errors(first.error).inc(count)
-        if first.error in REJECTIONS:
-            self._rejected(first.error).inc(count)
-        if first.status == CLIENT_LEFT:
-            self.cancelled(first.waiting_in).inc(count)
-        elif first.status < 300 and "kernel" in first.stages:
-            rates = [(record.received + record.sent) / record.seconds for record in records]
-            self._bandwidth(*labels).observe_all(rates)
+        count = len(times.seconds)
+        labels = (record.op, record.direction, record.transport)
+        self._total(record.op, record.direction, record.dtype, record.transport, str(record.status)).inc(count)
+        self._duration(*labels).observe_all(times.seconds)
+        for stage, seconds in times.stages.items():
+            self._stage_duration(stage).observe_all(seconds)
+        if record.key is not None:
+            self._key_requests(record.key, str(record.status)).inc(count)
+            self._key_bytes(record.key, "in").inc(sum(received))
+            self._key_bytes(record.key, "out").inc(sum(sent))
+        if record.error is not None:
+            self._errors(record.error).inc(count)
+        if record.error in REJECTIONS:
+            self._rejected(record.error).inc(count)
+        if record.status == CLIENT_LEFT:
+            self.cancelled(record.waiting_in).inc(count)
+        elif record.status < 300 and "kernel" in times.stages:
+            bodies = zip(received, sent, times.seconds, strict=True)
+            self._bandwidth(*labels).observe_all([(came + went) / seconds for came, went, seconds in bodies])
 
     def _show(self, record: RequestRecord) -> None:
         """Attach a traced request to the buckets that it was counted in."""

@@ -3,7 +3,7 @@
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from normserve.engine.polling import polling
+from normserve.engine.polling import SOON_S, polling
 from normserve.http.service import Service
 from normserve.local.device import DeviceArenas
 from normserve.local.layers import LayerMessages
@@ -11,6 +11,7 @@ from normserve.local.memory import Leftovers, SharedMemory
 from normserve.local.operations import Operations
 from normserve.local.own_memory import OwnMemory
 from normserve.local.peer import Users
+from normserve.local.replaying import Replaying
 from normserve.local.server import LocalServer, refusal
 from normserve.local.service import Service as LocalService
 from normserve.logs.audit import Refusals
@@ -41,6 +42,7 @@ def local_server(service: Service, describe: Callable[[], Awaitable[dict[str, An
     layers = LayerMessages(operations, service.changes, progress)
     memory = SharedMemory(settings.local_bytes, service.engine.share)
     device_memory = DeviceArenas(settings.local_device_bytes, lambda: service.engine.device_memory)
+    polls = polling(progress)
     local = LocalServer(
         LocalService(
             operations,
@@ -56,7 +58,8 @@ def local_server(service: Service, describe: Callable[[], Awaitable[dict[str, An
             describe,
             settings.access_log,
             service.traces,
-            polling(progress),
+            polls,
+            _replaying(service, operations, 0.0 if polls is None else SOON_S),
         ),
         Users(settings.local_users),
         frame_s=settings.header_timeout_s,
@@ -64,3 +67,20 @@ def local_server(service: Service, describe: Callable[[], Awaitable[dict[str, An
     )
     service.metrics.watch_local(lambda: local.connections, lambda: memory.nbytes, lambda: device_memory.nbytes)
     return local
+
+
+def _replaying(service: Service, operations: Operations, poll_s: float) -> Replaying | None:
+    """What answers recurring requests; None where each request is logged or may be traced."""
+    settings, progress = service.settings, service.stalls.requests
+    if settings.access_log or service.traces is not None:
+        return None
+    return Replaying(
+        operations.engine,
+        operations.limits,
+        operations.layers,
+        service.keys,
+        progress,
+        service.metrics,
+        timeout_ms=operations.timeout_ms,
+        poll_s=poll_s,
+    )

@@ -10,6 +10,7 @@ from normserve.engine.batcher import Batcher
 from normserve.engine.compilation import Compilation
 from normserve.engine.engine import Engine
 from normserve.engine.executor import Outcome
+from normserve.errors import DeviceFailureError
 from normserve.jobs.device import DeviceInfo
 from normserve.jobs.job import Batch, Execution, Lane, NormJob
 from normserve.metrics.metrics import Metrics
@@ -91,6 +92,9 @@ class FakeExecutor:
 
     def await_landing(self, outcome, lane, reply):
         self.running.append((outcome.value.batch, reply))
+
+    def translated(self, error):
+        return DeviceFailureError(str(error))
 
     def load(self, op, weight, bias, reply):
         self.loaded.append((op, weight, bias))

@@ -34,7 +34,10 @@ class FakeWire:
     Attributes:
         sent: answers with their tags.
         is_wanted: whether frames are read.
+        flights: answers that something else will send.
     """
+
+    flights = 0
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

@@ -71,6 +71,9 @@ class Keyring:
     which nothing can be learnt about the key.  Tokens that were right are remembered, to spare them the hashing; to
     be compared with one of those byte by byte, a guess must have the same keyed 64-bit hash (SipHash) first.  There
     is one for each key at most, and none for wrong ones: clients without a key add nothing.
+
+    Attributes:
+        version: another number after each change.
     """
 
     def __init__(self, keys: Iterable[ApiKey], clock: Callable[[], float] = time.monotonic) -> None:
@@ -78,6 +81,7 @@ class Keyring:
         self._by_digest: dict[bytes, Grant] = {}
         self._by_token: dict[bytes, Grant] = {}
         self._by_name: dict[str, Grant] = {}
+        self.version = 0
         self.replace(keys)
 
     @classmethod
@@ -97,6 +101,7 @@ class Keyring:
         self._by_digest = {key.digest: Grant(key, self._rate(key, rates.get(key.name))) for key in keys}
         self._by_name = {grant.key.name: grant for grant in self._by_digest.values()}
         self._by_token = {}
+        self.version += 1
 
     def find(self, token: bytes) -> Grant | None:
         """What a key is known as; None if it is not."""

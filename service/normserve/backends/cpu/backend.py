@@ -29,7 +29,7 @@ from normserve.backends.tensors import (
 from normserve.backends.warmup import warm_up_batches
 from normserve.errors import DeviceOutOfMemoryError, InvalidShapeError, NormserveError
 from normserve.jobs.device import DeviceInfo
-from normserve.jobs.job import Batch, Execution, NormJob, Op, Pass
+from normserve.jobs.job import Batch, Execution, NormJob, Op, Pass, Recurrence
 from normserve.jobs.tensor_names import is_parameter
 from normserve.memory.host_tensors import HostTensor
 from normserve.memory.slabs import SlabPool
@@ -116,6 +116,12 @@ class TorchBackend:
 
     def share(self, memory: memoryview) -> object:
         """Kernels work in it as it is."""
+        return None
+
+    def replay(self, recurrence: Recurrence) -> None:
+        return None
+
+    def make_replayer(self) -> None:
         return None
 
     def translate(self, error: Exception) -> NormserveError | None:

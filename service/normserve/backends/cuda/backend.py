@@ -3,7 +3,7 @@
 import functools
 import platform
 import time
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 
 import fusednorm
 import torch
@@ -23,9 +23,11 @@ from normserve.backends.cuda.graphs import CudaGraphs
 from normserve.backends.cuda.in_place import Workplace, Workplaces
 from normserve.backends.cuda.parcels import is_packed, places_of
 from normserve.backends.cuda.pinned import pinned_memory, pinned_segments, registered
+from normserve.backends.cuda.replayer import build, driver
 from normserve.backends.cuda.replays import Replays
 from normserve.backends.cuda.streams import AnyFlight, Pipeline, StageSeconds
 from normserve.backends.launch import ResidentParameters, call_of, destinations, launch, parameters_of
+from normserve.backends.replayer import Replay, Replayer
 from normserve.backends.tensors import (
     TORCH_DTYPES,
     channels_first,
@@ -43,7 +45,7 @@ from normserve.errors import (
     NormserveError,
 )
 from normserve.jobs.device import DeviceInfo
-from normserve.jobs.job import Batch, Execution, Lane, NormJob, Op
+from normserve.jobs.job import Batch, Execution, Lane, NormJob, Op, Recurrence
 from normserve.memory.device_segments import Device
 from normserve.memory.host_tensors import HostTensor
 from normserve.memory.slabs import SlabPool, Source
@@ -86,6 +88,7 @@ class TritonBackend:
         self.device_memory: Device | None = None
         self._slabs = slabs or SlabPool(max_idle_bytes=0)
         self._replays = Replays(CudaGraphs())
+        self._new_replayer: Callable[..., Replayer] | None = None
         self._workplaces = Workplaces(self._slabs, fusednorm, self._replays)
         # What launches have run, each with the bytes of the slab that its results take.
         self._ran: dict[Hashable, int] = {}
@@ -106,6 +109,7 @@ class TritonBackend:
         device = torch.device("cuda", torch.cuda.current_device())
         self.device_memory = shareable(torch.cuda.current_device())
         # While other processes compile.
+        self._new_replayer = build.load()
         bandwidth = copy_bandwidth(device)
         if self._ahead is not None:
             model = _model(device)
@@ -225,6 +229,20 @@ class TritonBackend:
 
     def share(self, memory: memoryview) -> object:
         return registered(memory)
+
+    def replay(self, recurrence: Recurrence) -> Replay | None:
+        work = recurrence.prepared
+        if not isinstance(work, DeviceWork) or (graph := work.graph) is None:
+            return None
+        stream = self._pipelines[Lane.SMALL].compute_stream
+        return Replay(graph.raw_cuda_graph_exec(), stream.cuda_stream, (graph, work))
+
+    def make_replayer(self) -> Replayer | None:
+        if self._new_replayer is None:
+            return None
+        # Makes the device's context the thread's own.
+        torch.cuda.set_device(torch.cuda.current_device())
+        return self._new_replayer(**driver.addresses())
 
     def translate(self, error: Exception) -> NormserveError | None:
         if isinstance(error, KernelInputError):

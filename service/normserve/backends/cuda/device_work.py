@@ -75,6 +75,11 @@ class DeviceWork:
         """Whether it came so often by now that `capture` pays."""
         return self._repeated.is_due
 
+    @property
+    def graph(self) -> Any:
+        """What is replayed; None before it has been captured."""
+        return self._repeated.graph
+
     def capture(self) -> None:
         """Have it replayed when it comes again; on the stream that it was computed on."""
         self._repeated.capture({})

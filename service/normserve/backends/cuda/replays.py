@@ -73,6 +73,11 @@ class Repeated:
         self._times += 1
 
     @property
+    def graph(self) -> Graph | None:
+        """What is replayed, once it has been captured."""
+        return self._graph
+
+    @property
     def is_due(self) -> bool:
         """Whether it was made so often that it is worth a graph now."""
         return self._times == _CALLS_BEFORE_CAPTURE

@@ -170,6 +170,11 @@ class Pipeline:
         # Events of flights that are over; `wait` adds them.
         self._spare: list[Event] = []
 
+    @property
+    def compute_stream(self) -> Any:
+        """The compute stage's stream."""
+        return self._streams[1]
+
     def start(self, *stages: Callable[[Any], Any], first: Any = None) -> Flight:
         """Put copy-in, compute and copy-out on their streams, each after the one before it; blocks for none.
 

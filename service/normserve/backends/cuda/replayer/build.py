@@ -1,0 +1,76 @@
+"""Compilation of the extension, once for each version of Python, with the compiler that Triton needs as well."""
+
+import hashlib
+import logging
+import platform
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+from typing import Any
+
+from triton.runtime.cache import get_cache_manager
+
+from normserve.backends.replayer import Replayer
+
+log = logging.getLogger(__name__)
+
+FOLDER = Path(__file__).with_name("extension")
+"""The sources, one translation unit: `replayer.c` and the headers that are its parts."""
+
+MODULE = "normserve_replayer"
+_FILE = f"{MODULE}.so"
+_COMPILER_S = 60.0
+
+
+def command(target: Path) -> list[str]:
+    """The compiler's command line."""
+    return [
+        "gcc", "-std=c11", "-O2", "-fPIC", "-shared", "-fvisibility=hidden",
+        f"-I{sysconfig.get_paths()['include']}", str(FOLDER / "replayer.c"), "-o", str(target),
+    ]  # fmt: skip
+
+
+def load() -> Callable[..., Replayer] | None:
+    """The extension's class, compiled now if it was not before; None, with a warning, where that cannot be done."""
+    try:
+        loaded: Callable[..., Replayer] = _module(_compiled()).Replayer
+    except (OSError, RuntimeError, ImportError, subprocess.TimeoutExpired) as error:
+        log.warning("recurring requests of clients on this host are answered by Python code: %s", error)
+        return None
+    return loaded
+
+
+def _compiled() -> str:
+    """The path of the compiled extension, in Triton's cache."""
+    cache = get_cache_manager(_key())
+    path: str | None = cache.get_file(_FILE)
+    return path or str(cache.put(_build(), _FILE, binary=True))
+
+
+def _key() -> str:
+    sources = (f"{path.name}\n{path.read_text()}" for path in sorted(FOLDER.iterdir()))
+    facts = (sys.implementation.cache_tag, platform.machine(), *command(Path()))
+    return hashlib.sha256("\n".join((*sources, *map(str, facts))).encode()).hexdigest()
+
+
+def _build() -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / _FILE
+        done = subprocess.run(command(target), capture_output=True, text=True, check=False, timeout=_COMPILER_S)
+        if done.returncode:
+            raise RuntimeError(f"the extension does not compile:\n{done.stderr}")
+        return target.read_bytes()
+
+
+def _module(path: str) -> Any:
+    loader = ExtensionFileLoader(MODULE, path)
+    spec = spec_from_loader(MODULE, loader)
+    assert spec is not None
+    module = module_from_spec(spec)
+    loader.exec_module(module)
+    return module

@@ -1,0 +1,26 @@
+"""The functions of the CUDA driver that the extension calls, by their addresses."""
+
+import ctypes
+
+_FUNCTIONS = {
+    "graph_launch": "cuGraphLaunch",
+    "event_create": "cuEventCreate",
+    "event_record": "cuEventRecord",
+    "event_query": "cuEventQuery",
+    "event_elapsed": "cuEventElapsedTime",
+}
+
+
+def addresses() -> dict[str, int]:
+    """Each function's address, by the name of the extension's argument.
+
+    Raises:
+        OSError, AttributeError: there is no such driver.
+    """
+    driver = ctypes.CDLL("libcuda.so.1")
+    found = {}
+    for argument, name in _FUNCTIONS.items():
+        address = ctypes.cast(getattr(driver, name), ctypes.c_void_p).value
+        assert address is not None
+        found[argument] = address
+    return found

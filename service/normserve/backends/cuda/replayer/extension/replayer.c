@@ -1,0 +1,337 @@
+/* The module `normserve_replayer`: answers requests that recur without Python's lock; ../__init__.py says for whom. */
+
+#define PY_SSIZE_T_CLEAN
+#define _GNU_SOURCE
+#include <Python.h>
+
+#include <sys/random.h>
+#include <unistd.h>
+
+#include "replayer.h"
+
+/* All methods are called on one thread; while it serves, no other may be. */
+static bool may_use(const Replayer *self)
+{
+    if (self->is_serving)
+        PyErr_SetString(PyExc_RuntimeError, "the replayer serves on another thread");
+    return !self->is_serving;
+}
+
+/* The connection of a descriptor, or NULL with an exception. */
+static Connection *connection_of(Replayer *self, int descriptor)
+{
+    if (!may_use(self))
+        return NULL;
+    Connection *connection = find_connection(&self->connections, descriptor);
+    if (connection == NULL)
+        PyErr_Format(PyExc_KeyError, "no connection has the descriptor %d", descriptor);
+    return connection;
+}
+
+static PyObject *replayer_new(PyTypeObject *type, PyObject *arguments, PyObject *named)
+{
+    static char *names[] = {"graph_launch", "event_create", "event_record", "event_query", "event_elapsed", NULL};
+    unsigned long long launch, create, record, query, elapsed;
+    if (!PyArg_ParseTupleAndKeywords(arguments, named, "KKKKK", names, &launch, &create, &record, &query, &elapsed))
+        return NULL;
+    Replayer *self = (Replayer *)type->tp_alloc(type, 0);
+    if (self == NULL)
+        return NULL;
+    self->driver.graph_launch = (int (*)(void *, void *))(uintptr_t)launch;
+    self->driver.event_create = (int (*)(void **, unsigned))(uintptr_t)create;
+    self->driver.event_record = (int (*)(void *, void *))(uintptr_t)record;
+    self->driver.event_query = (int (*)(void *))(uintptr_t)query;
+    self->driver.event_elapsed = (int (*)(float *, void *, void *))(uintptr_t)elapsed;
+    self->epoll = epoll_create1(EPOLL_CLOEXEC);
+    if (self->epoll < 0 || getrandom(&self->names, sizeof self->names, 0) != sizeof self->names) {
+        PyErr_SetFromErrno(PyExc_OSError);
+        Py_DECREF(self);
+        return NULL;
+    }
+    return (PyObject *)self;
+}
+
+static void drop_samples(Replayer *self)
+{
+    while (self->sampled != NULL) {
+        Request *request = self->sampled;
+        self->sampled = request->next_sampled;
+        request->sample_count = 0;
+        release_request(request);
+    }
+    self->sample_count = 0;
+}
+
+/* What is in flight keeps its memory, which the device may be writing to. */
+static void replayer_dealloc(Replayer *self)
+{
+    for (size_t index = 0; index < self->connections.size; index++)
+        if (self->connections.by_descriptor[index] != NULL)
+            close_connection(&self->connections, self->connections.by_descriptor[index]);
+    drop_samples(self);
+    free(self->connections.by_descriptor);
+    free(self->events);
+    free(self->answer);
+    if (self->epoll >= 0)
+        close(self->epoll);
+    PyTypeObject *type = Py_TYPE(self);
+    type->tp_free((PyObject *)self);
+    Py_DECREF(type);
+}
+
+static PyObject *replayer_fileno(Replayer *self, PyObject *nothing)
+{
+    return PyLong_FromLong(self->epoll);
+}
+
+static PyObject *replayer_open(Replayer *self, PyObject *arguments)
+{
+    int descriptor;
+    if (!PyArg_ParseTuple(arguments, "i", &descriptor) || !may_use(self))
+        return NULL;
+    if (descriptor < 0 || find_connection(&self->connections, descriptor) != NULL)
+        return PyErr_Format(PyExc_ValueError, "the descriptor %d is in use or is none", descriptor);
+    if (open_connection(&self->connections, descriptor) == NULL)
+        return PyErr_NoMemory();
+    Py_RETURN_NONE;
+}
+
+static PyObject *replayer_read(Replayer *self, PyObject *arguments)
+{
+    int descriptor, wanted;
+    if (!PyArg_ParseTuple(arguments, "ip", &descriptor, &wanted) || connection_of(self, descriptor) == NULL)
+        return NULL;
+    struct epoll_event event = {.events = EPOLLIN, .data.fd = descriptor};
+    int done = epoll_ctl(self->epoll, wanted ? EPOLL_CTL_ADD : EPOLL_CTL_DEL, descriptor, &event);
+    if (done < 0 && errno != EEXIST && errno != ENOENT)
+        return PyErr_SetFromErrno(PyExc_OSError);
+    Py_RETURN_NONE;
+}
+
+static PyObject *replayer_hold(Replayer *self, PyObject *arguments)
+{
+    int descriptor, is_within_frame, is_behind;
+    if (!PyArg_ParseTuple(arguments, "ipp", &descriptor, &is_within_frame, &is_behind))
+        return NULL;
+    Connection *connection = connection_of(self, descriptor);
+    if (connection == NULL)
+        return NULL;
+    connection->is_within_frame = is_within_frame;
+    connection->is_behind = is_behind;
+    Py_RETURN_NONE;
+}
+
+static PyObject *replayer_close(Replayer *self, PyObject *arguments)
+{
+    int descriptor;
+    if (!PyArg_ParseTuple(arguments, "i", &descriptor))
+        return NULL;
+    Connection *connection = connection_of(self, descriptor);
+    if (connection == NULL)
+        return NULL;
+    epoll_ctl(self->epoll, EPOLL_CTL_DEL, descriptor, NULL);
+    close_connection(&self->connections, connection);
+    Py_RETURN_NONE;
+}
+
+static PyObject *replayer_learn(Replayer *self, PyObject *arguments)
+{
+    int descriptor;
+    const char *content, *results;
+    Py_ssize_t length, results_length;
+    unsigned long long graph, stream;
+    long long kernel_bytes, admitted_bytes;
+    PyObject *held;
+    if (!PyArg_ParseTuple(arguments, "iy#KKy#LLO", &descriptor, &content, &length, &graph, &stream, &results,
+            &results_length, &kernel_bytes, &admitted_bytes, &held))
+        return NULL;
+    Connection *connection = connection_of(self, descriptor);
+    if (connection == NULL)
+        return NULL;
+    if (length > RECEIVED_BYTES - PREFIX_BYTES)
+        return PyErr_Format(PyExc_ValueError, "a frame of %zd bytes is too long", length);
+    Request *request = new_request(content, (size_t)length, results, (size_t)results_length);
+    if (request == NULL)
+        return PyErr_NoMemory();
+    request->graph = (void *)(uintptr_t)graph;
+    request->stream = (void *)(uintptr_t)stream;
+    request->kernel_bytes = kernel_bytes;
+    request->admitted_bytes = admitted_bytes;
+    request->held = Py_NewRef(held);
+    for (size_t index = 0; index < connection->known_count; index++) {
+        Request *other = connection->known[index];
+        if (other->length == request->length && !memcmp(other->content, content, request->length)) {
+            connection->known[index] = request;
+            release_request(other);
+            Py_RETURN_NONE;
+        }
+    }
+    if (connection->known_count == MOST_KNOWN)
+        forget_requests(connection);
+    connection->known[connection->known_count++] = request;
+    Py_RETURN_NONE;
+}
+
+static PyObject *replayer_forget(Replayer *self, PyObject *arguments)
+{
+    int descriptor;
+    if (!PyArg_ParseTuple(arguments, "i", &descriptor))
+        return NULL;
+    Connection *connection = connection_of(self, descriptor);
+    if (connection == NULL)
+        return NULL;
+    forget_requests(connection);
+    Py_RETURN_NONE;
+}
+
+static PyObject *replayer_forget_all(Replayer *self, PyObject *nothing)
+{
+    if (!may_use(self))
+        return NULL;
+    for (size_t index = 0; index < self->connections.size; index++)
+        if (self->connections.by_descriptor[index] != NULL)
+            forget_requests(self->connections.by_descriptor[index]);
+    Py_RETURN_NONE;
+}
+
+/* An event as Python sees it; releases what it has. */
+static PyObject *told(Event *event)
+{
+    PyObject *found;
+    if (event->request != NULL)
+        found = Py_BuildValue("iiIiO", event->kind, event->descriptor, event->tag, event->code, event->request->held);
+    else
+        found = Py_BuildValue("iiIiy#", event->kind, event->descriptor, event->tag, event->code,
+            event->data == NULL ? "" : event->data, (Py_ssize_t)event->length);
+    free(event->data);
+    if (event->request != NULL)
+        release_request(event->request);
+    return found;
+}
+
+static PyObject *replayer_serve(Replayer *self, PyObject *arguments)
+{
+    Turn turn;
+    int may_launch;
+    long long requests, bytes;
+    double most_s;
+    if (!PyArg_ParseTuple(
+            arguments, "LLpdid", &requests, &bytes, &may_launch, &turn.poll_s, &turn.others, &most_s)
+        || !may_use(self))
+        return NULL;
+    turn.requests = requests;
+    turn.bytes = bytes;
+    turn.may_launch = may_launch;
+    self->is_serving = true;
+    Py_BEGIN_ALLOW_THREADS
+    serve_turn(self, turn, most_s);
+    Py_END_ALLOW_THREADS
+    self->is_serving = false;
+    size_t count = self->event_count;
+    self->event_count = 0;
+    PyObject *events = PyList_New(0);
+    for (size_t index = 0; index < count; index++) {
+        PyObject *event = told(&self->events[index]);
+        if (event == NULL || events == NULL || PyList_Append(events, event) < 0)
+            Py_CLEAR(events);
+        Py_XDECREF(event);
+    }
+    return events;
+}
+
+static PyObject *replayer_samples(Replayer *self, PyObject *nothing)
+{
+    if (!may_use(self))
+        return NULL;
+    PyObject *found = PyList_New(0);
+    for (Request *request = self->sampled; found != NULL && request != NULL; request = request->next_sampled) {
+        PyObject *samples = PyList_New((Py_ssize_t)request->sample_count);
+        for (size_t index = 0; samples != NULL && index < request->sample_count; index++) {
+            const Sample *each = &request->samples[index];
+            PyObject *sample = Py_BuildValue(
+                "ddddd", each->received, each->launched, each->kernel, each->answering, each->ended);
+            if (sample == NULL)
+                Py_CLEAR(samples);
+            else
+                PyList_SET_ITEM(samples, (Py_ssize_t)index, sample);
+        }
+        PyObject *of_request = samples == NULL ? NULL : Py_BuildValue("ON", request->held, samples);
+        if (of_request == NULL || PyList_Append(found, of_request) < 0)
+            Py_CLEAR(found);
+        Py_XDECREF(of_request);
+    }
+    if (found != NULL)
+        drop_samples(self);
+    return found;
+}
+
+static PyObject *replayer_flights(Replayer *self, PyObject *arguments)
+{
+    int descriptor;
+    if (!PyArg_ParseTuple(arguments, "i", &descriptor))
+        return NULL;
+    Connection *connection = connection_of(self, descriptor);
+    return connection == NULL ? NULL : PyLong_FromLong(connection->flights);
+}
+
+static PyObject *replayer_state(Replayer *self, PyObject *nothing)
+{
+    return Py_BuildValue("nLn", (Py_ssize_t)self->flight_count, (long long)self->admitted_bytes,
+        (Py_ssize_t)self->sample_count);
+}
+
+static PyMethodDef methods[] = {
+    {"fileno", (PyCFunction)replayer_fileno, METH_NOARGS, NULL},
+    {"open", (PyCFunction)replayer_open, METH_VARARGS, NULL},
+    {"close", (PyCFunction)replayer_close, METH_VARARGS, NULL},
+    {"read", (PyCFunction)replayer_read, METH_VARARGS, NULL},
+    {"hold", (PyCFunction)replayer_hold, METH_VARARGS, NULL},
+    {"learn", (PyCFunction)replayer_learn, METH_VARARGS, NULL},
+    {"forget", (PyCFunction)replayer_forget, METH_VARARGS, NULL},
+    {"forget_all", (PyCFunction)replayer_forget_all, METH_NOARGS, NULL},
+    {"serve", (PyCFunction)replayer_serve, METH_VARARGS, NULL},
+    {"samples", (PyCFunction)replayer_samples, METH_NOARGS, NULL},
+    {"flights", (PyCFunction)replayer_flights, METH_VARARGS, NULL},
+    {"state", (PyCFunction)replayer_state, METH_NOARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot slots[] = {
+    {Py_tp_new, replayer_new},
+    {Py_tp_dealloc, replayer_dealloc},
+    {Py_tp_methods, methods},
+    {0, NULL},
+};
+
+static PyType_Spec spec = {
+    .name = "normserve_replayer.Replayer",
+    .basicsize = sizeof(Replayer),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = slots,
+};
+
+static int add_contents(PyObject *module)
+{
+    PyObject *type = PyType_FromSpec(&spec);
+    if (type == NULL)
+        return -1;
+    int done = PyModule_AddObjectRef(module, "Replayer", type);
+    Py_DECREF(type);
+    return done;
+}
+
+static PyModuleDef_Slot module_slots[] = {
+    {Py_mod_exec, add_contents},
+    {0, NULL},
+};
+
+static PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "normserve_replayer",
+    .m_slots = module_slots,
+};
+
+PyMODINIT_FUNC PyInit_normserve_replayer(void)
+{
+    return PyModuleDef_Init(&definition);
+}

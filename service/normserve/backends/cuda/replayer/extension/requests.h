@@ -1,0 +1,96 @@
+/* Requests that recur on a connection: a frame's content, and the launch and the answer that it leads to. */
+
+#pragma once
+
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* Of one connection; beyond that all are forgotten, and learned again. */
+#define MOST_KNOWN 512
+
+/* Seconds, by the clock of `time.perf_counter`. */
+typedef struct {
+    double received, launched, kernel, answering, ended;
+} Sample;
+
+typedef struct Request {
+    /* Flights, the connection's list and the list of those that have samples; the last one frees it. */
+    int users;
+    uint64_t hash;
+    size_t length;
+    char *content;
+    void *graph, *stream;
+    /* The results in JSON. */
+    char *results;
+    size_t results_length;
+    int64_t kernel_bytes;
+    /* What the request's permit counts. */
+    int64_t admitted_bytes;
+    /* A Python object that keeps the graph and all memory that it reads and writes. */
+    PyObject *held;
+    /* What was measured and not been collected yet. */
+    Sample *samples;
+    size_t sample_count, sample_capacity;
+    struct Request *next_sampled;
+} Request;
+
+static uint64_t hash_of(const char *content, size_t length)
+{
+    uint64_t hash = length * 0x9E3779B97F4A7C15u;
+    for (size_t position = 0; position < length; position += 8) {
+        uint64_t word = 0;
+        memcpy(&word, content + position, length - position < 8 ? length - position : 8);
+        hash = (hash ^ word) * 0x9E3779B97F4A7C15u;
+        hash ^= hash >> 29;
+    }
+    return hash;
+}
+
+/* NULL without memory. */
+static Request *new_request(const char *content, size_t length, const char *results, size_t results_length)
+{
+    Request *request = calloc(1, sizeof *request);
+    if (request == NULL)
+        return NULL;
+    request->users = 1;
+    request->hash = hash_of(content, length);
+    request->length = length;
+    request->results_length = results_length;
+    request->content = malloc(length + results_length + 1);
+    if (request->content == NULL) {
+        free(request);
+        return NULL;
+    }
+    request->results = request->content + length;
+    memcpy(request->content, content, length);
+    memcpy(request->results, results, results_length);
+    return request;
+}
+
+/* One user less; called with Python's lock. */
+static void release_request(Request *request)
+{
+    if (--request->users > 0)
+        return;
+    Py_XDECREF(request->held);
+    free(request->content);
+    free(request->samples);
+    free(request);
+}
+
+/* Whether there was memory for it: metrics may miss a request, a client may not miss its answer. */
+static bool add_sample(Request *request, Sample sample)
+{
+    if (request->sample_count == request->sample_capacity) {
+        size_t capacity = request->sample_capacity ? 2 * request->sample_capacity : 16;
+        Sample *samples = realloc(request->samples, capacity * sizeof *samples);
+        if (samples == NULL)
+            return false;
+        request->samples = samples;
+        request->sample_capacity = capacity;
+    }
+    request->samples[request->sample_count++] = sample;
+    return true;
+}

@@ -1,0 +1,126 @@
+"""Calls that recur until they are answered without Python code in the server; needs a GPU."""
+
+import multiprocessing
+import re
+
+import httpx
+import pytest
+import torch
+from normserve.client import Client
+from normserve.client import torch as remote
+
+from tests.integration.clients.device.serving import ONCE
+
+pytestmark = pytest.mark.gpu
+
+# More than make a launch worth its capture.
+CALLS = 300
+
+
+def replayed(serving) -> int:
+    """Requests of local clients that were answered so: others have no stage in which they are sent."""
+    found = re.search(
+        r'^normserve_stage_duration_seconds_count{stage="send"} (\S+)$', scraped(serving), re.MULTILINE
+    )
+    return int(float(found.group(1))) if found else 0
+
+
+def scraped(serving) -> str:
+    return httpx.get(serving.url + "/metrics").text
+
+
+@pytest.mark.parametrize("device", ["cuda", None])
+@pytest.mark.parametrize("rows", [1, 200])
+def test_results_are_of_what_lies_there_at_the_time(serving, local, until, device, rows):
+    x = local.empty((rows, 256), torch.float32, device=device)
+    before = replayed(serving)
+    for _ in range(CALLS):
+        result = local.layer_norm(x.normal_(), eps=1e-5).y
+        torch.testing.assert_close(
+            result, torch.nn.functional.layer_norm(x, (256,), eps=1e-5), rtol=1e-5, atol=1e-5
+        )
+    until(lambda: replayed(serving) - before > CALLS // 10)
+    assert replayed(serving) - before <= CALLS - 200
+
+
+def test_several_results_are_kept_apart(local):
+    x = local.empty((3, 256), torch.float32, device="cuda")
+    expected, kept = [], []
+    for _ in range(3 * CALLS):
+        kept.append(local.rms_norm(x.normal_()).y)
+        expected.append(torch.nn.functional.rms_norm(x, (256,), eps=1e-5))
+        if len(kept) == 3:
+            for got, right in zip(kept, expected, strict=True):
+                torch.testing.assert_close(got, right, rtol=1e-5, atol=1e-5)
+            kept.clear()
+            expected.clear()
+
+
+def test_a_module_trains_as_before(serving, local, until):
+    """Forward and backward, whose parameters change in place with each step."""
+    like = {"device": "cuda", "dtype": torch.float32}
+    module, right = remote.LayerNorm(256, client=local, **like), torch.nn.LayerNorm(256, **like)
+    for parameter in module.parameters():
+        place = local.empty(parameter.shape, torch.float32, device="cuda")
+        parameter.data = place.copy_(parameter.data)
+    x, dy = (local.empty((16, 256), torch.float32, device="cuda") for _ in range(2))
+    before = replayed(serving)
+    for _ in range(CALLS):
+        x.normal_()
+        dy.normal_()
+        for each in (module, right):
+            each.zero_grad(set_to_none=True)
+            each(x).backward(dy)
+        for got, expected in zip(module.parameters(), right.parameters(), strict=True):
+            torch.testing.assert_close(got.grad, expected.grad, rtol=1e-4, atol=1e-4)
+            with torch.no_grad():
+                got -= 0.01 * got.grad
+                expected -= 0.01 * expected.grad
+    until(lambda: replayed(serving) - before > CALLS // 10)
+
+
+def test_a_layer_that_changes_is_used_at_once(http, local):
+    weight = torch.full((256,), 1.0)
+    x = local.empty((2, 256), torch.float32, device="cuda").normal_()
+    right = torch.nn.functional.rms_norm(x, (256,), eps=1e-5)
+    for factor in (1.0, 2.0, 3.0):
+        http.put_layer("changing", "rms_norm", weight * factor, eps=1e-5)
+        for _ in range(CALLS):
+            y = local.rms_norm(x, layer="changing").y
+        torch.testing.assert_close(y, right * factor, rtol=1e-5, atol=1e-5)
+    http.delete_layer("changing")
+
+
+def computing(url, ready, mistakes):
+    """Call until killed; note wrong results."""
+    with Client(url, retries=ONCE) as client:
+        x = client.empty((4, 256), torch.float32, device="cuda")
+        calls = 0
+        while True:
+            y = client.layer_norm(x.normal_(), eps=1e-5).y
+            if not torch.allclose(y, torch.nn.functional.layer_norm(x, (256,), eps=1e-5), rtol=1e-5, atol=1e-5):
+                mistakes.put(calls)
+            calls += 1
+            if calls == CALLS:
+                ready.put(calls)
+
+
+def test_clients_that_are_killed_harm_nobody(serving, local, path, until):
+    context = multiprocessing.get_context("spawn")
+    ready, mistakes = context.Queue(), context.Queue()
+    processes = [
+        context.Process(target=computing, args=(f"unix://{path}", ready, mistakes), daemon=True) for _ in range(3)
+    ]
+    for process in processes:
+        process.start()
+    for _ in processes:
+        ready.get(timeout=120)
+    x = local.empty((4, 256), torch.float32, device="cuda")
+    for process in processes:
+        for _ in range(CALLS):
+            y = local.layer_norm(x.normal_(), eps=1e-5).y
+            torch.testing.assert_close(y, torch.nn.functional.layer_norm(x, (256,), eps=1e-5), rtol=1e-5, atol=1e-5)
+        process.kill()
+        process.join()
+    assert mistakes.empty()
+    until(lambda: "normserve_inflight_requests 0" in scraped(serving))

@@ -1,0 +1,73 @@
+"""The functions of a driver that a replayer calls: launches end when a test says so."""
+
+import ctypes
+import itertools
+from collections.abc import Callable
+
+NOT_READY = 600
+
+_Handle = ctypes.c_void_p
+
+
+class FakeDriver:
+    """One stream.
+
+    Attributes:
+        launched: graphs, in their order.
+        ends_at_once: launches end as soon as they are launched.
+        codes: by a function's name, what it returns from now on in place of success.
+        on_launch: called with each graph.
+    """
+
+    def __init__(self) -> None:
+        self.launched: list[int] = []
+        self.ends_at_once = True
+        self.codes: dict[str, int] = {}
+        self.on_launch: Callable[[int], None] = lambda graph: None
+        self.events = 0
+        self._ended = 0
+        self._numbers = itertools.count(1)
+        # How many launches must have ended for each event to be over.
+        self._after: dict[int, int] = {}
+        self._functions = {
+            "graph_launch": ctypes.CFUNCTYPE(ctypes.c_int, _Handle, _Handle)(self._launch),
+            "event_create": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_Handle), ctypes.c_uint)(self._create),
+            "event_record": ctypes.CFUNCTYPE(ctypes.c_int, _Handle, _Handle)(self._record),
+            "event_query": ctypes.CFUNCTYPE(ctypes.c_int, _Handle)(self._query),
+            "event_elapsed": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_float), _Handle, _Handle)(
+                self._elapsed
+            ),
+        }
+
+    def addresses(self) -> dict[str, int]:
+        """As `normserve.backends.cuda.replayer.driver.addresses`."""
+        return {name: ctypes.cast(each, _Handle).value or 0 for name, each in self._functions.items()}
+
+    def end(self, launches: int = 1) -> None:
+        """The next launches have ended."""
+        self._ended += launches
+
+    def _launch(self, graph, stream):
+        if code := self.codes.get("graph_launch", 0):
+            return code
+        self.launched.append(graph)
+        self.on_launch(graph)
+        if self.ends_at_once:
+            self._ended = len(self.launched)
+        return 0
+
+    def _create(self, event, flags):
+        self.events += 1
+        event[0] = next(self._numbers)
+        return self.codes.get("event_create", 0)
+
+    def _record(self, event, stream):
+        self._after[event] = len(self.launched)
+        return self.codes.get("event_record", 0)
+
+    def _query(self, event):
+        return self.codes.get("event_query", 0 if self._ended >= self._after[event] else NOT_READY)
+
+    def _elapsed(self, milliseconds, began, ended):
+        milliseconds[0] = 0.25
+        return self.codes.get("event_elapsed", 0)

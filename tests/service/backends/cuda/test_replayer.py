@@ -1,0 +1,387 @@
+"""The extension that answers recurring requests, on a driver that does what a test says."""
+
+import socket
+import threading
+import time
+
+import pytest
+from normserve.backends.cuda.replayer import build
+from normserve.backends.replayer import FAILED, LEFT, RECEIVED, UNSENT
+from normserve.codec import local_frames as frames
+
+from tests.service.backends.cuda.fake_driver import FakeDriver
+
+CONTENT = b'{"do":"compute"}'
+RESULTS = b'{"y":{"segment":0,"offset":16,"dtype":"float32","shape":[2,4]}}'
+MANY = 10**9
+
+
+class Client:
+    """A connection that a replayer receives on, and one request that it has learned: graph 7 on stream 8."""
+
+    def __init__(self):
+        self.driver = FakeDriver()
+        self.replayer = build.load()(**self.driver.addresses())
+        self.ours, self.theirs = socket.socketpair()
+        self.ours.setblocking(False)
+        self.theirs.settimeout(20)
+        self.descriptor = self.ours.fileno()
+        self.replayer.open(self.descriptor)
+        self.replayer.read(self.descriptor, True)
+        self.held = ["what the launch reads"]
+        self.learn()
+
+    def learn(self, content=CONTENT, graph=7, results=RESULTS, nbytes=100, held=None):
+        held = self.held if held is None else held
+        self.replayer.learn(self.descriptor, content, graph, 8, results, 5000, nbytes, held)
+
+    def serve(self, *, requests=MANY, nbytes=MANY, may_launch=True, poll_s=0.0, others=-1, most_s=1.0):
+        return self.replayer.serve(requests, nbytes, may_launch, poll_s, others, most_s)
+
+    def send(self, *contents, tag=1):
+        self.theirs.sendall(b"".join(frame(tag + place, each) for place, each in enumerate(contents)))
+
+    def answers(self, count):
+        """The next so many answers, with their tags."""
+        cut, found = frames.Frames(2**20), []
+        while len(found) < count:
+            found += cut.feed(self.theirs.recv(2**16))
+        return [(tag, frames.read_answer(content)) for tag, content in found]
+
+    def has_answer(self):
+        self.theirs.settimeout(0)
+        try:
+            return bool(self.theirs.recv(1, socket.MSG_PEEK))
+        except BlockingIOError:
+            return False
+        finally:
+            self.theirs.settimeout(20)
+
+
+def frame(tag, content):
+    return frames.PREFIX.pack(len(content), tag) + content
+
+
+@pytest.fixture
+def client():
+    client = Client()
+    with client.ours, client.theirs:
+        yield client
+
+
+def test_a_known_request_is_launched_and_answered(client):
+    client.send(CONTENT, tag=2**32 - 5)
+    before = time.perf_counter()
+    assert client.serve() == []
+    assert client.driver.launched == [7]
+    [(tag, answer)] = client.answers(1)
+    assert tag == 2**32 - 5
+    assert (answer.status, answer.batch_size) == (200, 1)
+    assert answer.results == {"y": frames.Located(0, 16, "float32", (2, 4))}
+    assert answer.stages_ms["kernel"] == 0.25
+    assert set(answer.stages_ms) == {"recv", "queue", "copy_in", "kernel", "copy_out"}
+    assert (answer.kernel_bytes, answer.kernel_bandwidth) == (5000, 5000 / 0.25e-3)
+    [(held, [sample])] = client.replayer.samples()
+    assert held is client.held
+    received, launched, kernel, answering, ended = sample
+    assert before < received < launched < answering < ended < time.perf_counter()
+    assert kernel == 0.25e-3
+    assert client.replayer.samples() == []
+
+
+def test_each_answer_has_a_name_of_its_own(client):
+    client.send(*[CONTENT] * 20)
+    client.serve()
+    names = {answer.request_id for _, answer in client.answers(20)}
+    assert len(names) == 20
+    assert {len(name) for name in names} == {32}
+
+
+def test_what_is_not_known_goes_to_the_caller_as_it_came(client):
+    client.send(CONTENT, b"{}", CONTENT)
+    assert client.serve() == [(RECEIVED, client.descriptor, 0, 0, frame(2, b"{}") + frame(3, CONTENT))]
+    assert [tag for tag, _ in client.answers(1)] == [1]
+    assert client.driver.launched == [7]
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 8 + len(CONTENT) - 1])
+def test_a_frame_that_is_not_whole_goes_to_the_caller_and_so_does_its_rest(client, length):
+    whole = frame(1, CONTENT)
+    client.theirs.sendall(whole[:length])
+    assert client.serve() == [(RECEIVED, client.descriptor, 0, 0, whole[:length])]
+    client.replayer.hold(client.descriptor, True, False)
+    client.theirs.sendall(whole[length:] + whole)
+    assert client.serve() == [(RECEIVED, client.descriptor, 0, 0, whole[length:] + whole)]
+    client.replayer.hold(client.descriptor, False, False)
+    client.theirs.sendall(whole)
+    assert client.serve() == []
+    assert client.driver.launched == [7]
+
+
+@pytest.mark.parametrize("length", [0, 2**16, 2**31, 2**32 - 1])
+def test_a_length_that_cannot_be_is_for_the_caller(client, length):
+    said = frames.PREFIX.pack(length, 1) + CONTENT
+    client.theirs.sendall(said)
+    assert client.serve() == [(RECEIVED, client.descriptor, 0, 0, said)]
+    assert client.driver.launched == []
+
+
+@pytest.mark.parametrize("limits", [{"requests": 0}, {"nbytes": 99}, {"may_launch": False}])
+def test_nothing_is_launched_beyond_what_may_be(client, limits):
+    client.send(CONTENT)
+    assert client.serve(**limits) == [(RECEIVED, client.descriptor, 0, 0, frame(1, CONTENT))]
+    assert client.driver.launched == []
+
+
+def test_the_limits_are_of_a_whole_turn(client):
+    client.send(*[CONTENT] * 5)
+    [(kind, _, _, _, rest)] = client.serve(requests=3)
+    assert (kind, rest) == (RECEIVED, frame(4, CONTENT) + frame(5, CONTENT))
+    client.send(*[CONTENT] * 5)
+    [(_, _, _, _, rest)] = client.serve(nbytes=250)
+    assert rest == b"".join(frame(tag, CONTENT) for tag in (3, 4, 5))
+
+
+def test_a_launch_that_has_not_ended_is_answered_in_a_later_turn(client):
+    client.driver.ends_at_once = False
+    client.send(CONTENT, CONTENT)
+    assert client.serve(most_s=0.01) == []
+    assert client.replayer.state() == (2, 200, 0)
+    assert client.replayer.flights(client.descriptor) == 2
+    assert not client.has_answer()
+    client.driver.end()
+    assert client.serve(most_s=0.01) == []
+    assert client.replayer.state() == (1, 100, 1)
+    assert [tag for tag, _ in client.answers(1)] == [1]
+    client.driver.end()
+    client.serve(most_s=0.01)
+    assert client.replayer.state() == (0, 0, 2)
+    assert [tag for tag, _ in client.answers(1)] == [2]
+    # Those of the first two are used again.
+    client.driver.ends_at_once = True
+    client.send(CONTENT)
+    client.serve()
+    assert client.driver.events == 4
+
+
+def test_more_launches_than_are_watched_are_for_the_caller(client):
+    client.driver.ends_at_once = False
+    client.send(*[CONTENT] * 40)
+    [(kind, _, _, _, rest)] = client.serve()
+    assert (kind, rest[:8]) == (RECEIVED, frames.PREFIX.pack(len(CONTENT), 33))
+    assert client.replayer.state() == (32, 3200, 0)
+    client.driver.end(32)
+    client.serve()
+    assert [tag for tag, _ in client.answers(32)] == [*range(1, 33)]
+
+
+def test_answers_follow_those_that_the_caller_has_not_sent(client):
+    client.replayer.hold(client.descriptor, False, True)
+    client.send(CONTENT)
+    [(kind, descriptor, _, _, whole)] = client.serve()
+    assert (kind, descriptor) == (UNSENT, client.descriptor)
+    assert not client.has_answer()
+    assert frames.read_answer(whole[8:]).status == 200
+
+
+def test_the_rest_of_an_answer_that_is_not_read_goes_to_the_caller(client):
+    client.ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    client.learn(b"long", 9, b'{"y":"' + b"x" * 2**20 + b'"}')
+    client.send(b"long", CONTENT)
+    sent, last = client.serve()
+    assert [sent[0], last[0]] == [UNSENT, UNSENT]
+    got = b""
+    while len(got) + len(sent[4]) < 2**20 or client.has_answer():
+        got += client.theirs.recv(2**16)
+    whole = got + sent[4] + last[4]
+    [(first, _), (second, answer)] = frames.Frames(2**21).feed(whole)
+    assert (first, second, answer[:13]) == (1, 2, b'{"status":200')
+
+
+def test_a_client_that_has_gone_is_reported(client):
+    client.theirs.close()
+    assert client.serve() == [(RECEIVED, client.descriptor, 0, 0, b"")]
+
+
+def test_what_is_in_flight_keeps_what_it_uses_after_its_connection_is_closed(client):
+    client.driver.ends_at_once = False
+    held = Held()
+    client.learn(held=held)
+    client.send(CONTENT)
+    client.serve(most_s=0.01)
+    client.replayer.close(client.descriptor)
+    del held
+    assert Held.there == 1
+    assert client.replayer.state()[:2] == (1, 100)
+    client.driver.end()
+    [(kind, _, tag, _, kept)] = client.serve(most_s=0.01)
+    assert (kind, tag, type(kept)) == (LEFT, 1, Held)
+    del kept
+    assert Held.there == 0
+    assert client.replayer.state() == (0, 0, 0)
+    assert not client.has_answer()
+
+
+class Held:
+    there = 0
+
+    def __init__(self):
+        Held.there += 1
+
+    def __del__(self):
+        Held.there -= 1
+
+
+@pytest.mark.parametrize("forget", ["forget", "forget_all", "learn", "close"])
+def test_what_is_forgotten_is_released(client, forget):
+    client.learn(held=Held())
+    client.send(CONTENT)
+    client.serve()
+    assert Held.there == 1
+    client.replayer.samples()
+    if forget == "learn":
+        client.learn(graph=10)
+    elif forget == "forget_all":
+        client.replayer.forget_all()
+    else:
+        getattr(client.replayer, forget)(client.descriptor)
+    assert Held.there == 0
+
+
+def test_a_forgotten_request_is_for_the_caller_and_a_newly_learned_one_is_launched(client):
+    client.replayer.forget(client.descriptor)
+    client.send(CONTENT)
+    [(kind, *_)] = client.serve()
+    assert kind == RECEIVED
+    client.learn(graph=11)
+    client.learn(graph=12)
+    client.send(CONTENT)
+    client.serve()
+    assert client.driver.launched == [12]
+
+
+def test_more_requests_than_are_kept_are_forgotten_at_once(client):
+    for number in range(1000):
+        client.learn(str(number).encode(), number)
+    client.send(b"999", b"0")
+    [(kind, _, _, _, rest)] = client.serve()
+    assert (kind, rest) == (RECEIVED, frame(2, b"0"))
+    assert client.driver.launched == [999]
+
+
+@pytest.mark.parametrize("function", ["event_create", "graph_launch"])
+def test_what_cannot_be_launched_is_for_the_caller(client, function):
+    client.driver.codes[function] = 2
+    client.send(CONTENT)
+    assert client.serve() == [(RECEIVED, client.descriptor, 0, 0, frame(1, CONTENT))]
+    assert client.replayer.state() == (0, 0, 0)
+    client.driver.codes.clear()
+    client.send(CONTENT)
+    assert client.serve() == []
+
+
+@pytest.mark.parametrize("function", ["event_query", "event_elapsed"])
+def test_a_launch_that_fails_is_reported_with_its_code(client, function):
+    client.driver.codes[function] = 700
+    client.send(CONTENT)
+    [(kind, descriptor, tag, code, held)] = client.serve()
+    assert (kind, descriptor, tag, code) == (FAILED, client.descriptor, 1, 700)
+    assert held is client.held
+    assert not client.has_answer()
+    assert client.replayer.state() == (0, 0, 0)
+
+
+def test_a_connection_that_is_not_read_keeps_its_frames(client):
+    client.replayer.read(client.descriptor, False)
+    client.replayer.read(client.descriptor, False)
+    client.send(CONTENT)
+    assert client.serve() == []
+    assert client.driver.launched == []
+    client.replayer.read(client.descriptor, True)
+    client.serve()
+    assert client.driver.launched == [7]
+
+
+def test_a_request_that_follows_an_answer_closely_is_waited_for(client):
+    client.send(CONTENT)
+    client.serve(poll_s=20.0)
+    client.answers(1)
+    # The first came at any time, the second soon after the first answer: a third may, too.
+    client.send(CONTENT)
+    thread = threading.Thread(target=lambda: (client.answers(1), client.send(CONTENT)))
+    thread.start()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        client.driver.on_launch = lambda graph: len(client.driver.launched) == 3 and theirs.send(b"x")
+        assert client.serve(poll_s=20.0, others=ours.fileno(), most_s=20.0) == []
+    thread.join()
+    assert client.driver.launched == [7, 7, 7]
+
+
+def test_other_work_ends_a_wait(client):
+    client.driver.ends_at_once = False
+    client.send(CONTENT)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.send(b"x")
+        began = time.perf_counter()
+        assert client.serve(others=ours.fileno(), most_s=20.0) == []
+        assert time.perf_counter() - began < 10
+
+
+def test_connections_do_not_share_what_they_know(client):
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        client.replayer.open(ours.fileno())
+        client.replayer.read(ours.fileno(), True)
+        theirs.sendall(frame(1, CONTENT))
+        assert client.serve() == [(RECEIVED, ours.fileno(), 0, 0, frame(1, CONTENT))]
+
+
+@pytest.mark.parametrize("method", ["close", "read", "hold", "learn", "forget", "flights"])
+def test_a_descriptor_that_is_not_known_is_refused(client, method):
+    arguments = {"read": (True,), "hold": (True, True), "learn": (b"", 1, 1, b"", 0, 0, None)}.get(method, ())
+    for descriptor in (-1, 10**6, client.theirs.fileno()):
+        with pytest.raises(KeyError):
+            getattr(client.replayer, method)(descriptor, *arguments)
+    for descriptor in (client.descriptor, -1):
+        with pytest.raises(ValueError, match="in use or is none"):
+            client.replayer.open(descriptor)
+
+
+def test_other_threads_run_while_it_serves_and_may_not_use_it(client):
+    client.driver.ends_at_once = False
+    client.send(CONTENT)
+    refused = []
+
+    def use():
+        while not client.driver.launched:
+            time.sleep(0.001)
+        try:
+            client.replayer.samples()
+        except RuntimeError as error:
+            refused.append(error)
+        client.driver.end()
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    assert client.serve(most_s=20.0) == []
+    thread.join()
+    assert len(refused) == 1
+    assert client.replayer.state()[2] == 1
+
+
+def test_nothing_is_left_of_a_replayer():
+    client = Client()
+    with client.ours, client.theirs:
+        client.learn(held=Held())
+        client.send(CONTENT, b"{}")
+        client.serve()
+        client.replayer = None
+        assert Held.there == 0
+
+
+def test_a_source_that_does_not_compile_leaves_requests_to_python(monkeypatch, caplog):
+    monkeypatch.setattr(build, "command", lambda target: ["sh", "-c", "echo broken >&2; exit 1"])
+    assert build.load() is None
+    assert "broken" in caplog.text

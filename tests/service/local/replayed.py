@@ -1,0 +1,135 @@
+"""A connection with a socket, on an engine whose launches are captured at once, and a replayer on a fake driver."""
+
+import asyncio
+import dataclasses
+import os
+import re
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from normserve.admission.keys import Keyring
+from normserve.backends.cuda.replayer import build
+from normserve.backends.replayer import Replay
+from normserve.codec import local_frames as frames
+from normserve.local.connection import Connection
+from normserve.local.peer import Peer
+from normserve.local.replaying import Replaying
+from normserve.local.wire import Wire
+
+from tests.service.backends.cuda.fake_driver import FakeDriver
+from tests.service.local.fake_wire import Client
+
+GRAPH = 7
+
+
+class Replayed:
+    """A client of such a connection.
+
+    Attributes:
+        driver: where captured launches go.
+        is_captured: whether launches are captured from now on.
+        by_python: jobs that the engine has had.
+    """
+
+    def __init__(self, keys: Keyring | None = None, **options: Any) -> None:
+        self.behind = Client(**options)
+        self.driver = FakeDriver()
+        self.is_captured = True
+        self.by_python = 0
+        backend = self.behind.executor.backend
+        backend.make_replayer = lambda: build.load()(**self.driver.addresses())
+        backend.replay = lambda recurrence: Replay(GRAPH, 8, recurrence) if self.is_captured else None
+        replaying = Replaying(
+            self.behind.engine,
+            self.behind.limits,
+            self.behind.layers,
+            keys,
+            self.behind.progress,
+            self.behind.scene.metrics,
+            timeout_ms=20_000,
+            poll_s=0.0,
+        )
+        service = dataclasses.replace(self.behind.service, keys=keys, replaying=replaying)
+        self.replaying = replaying
+        self.connection = Connection(service, Peer(os.getpid(), os.geteuid()), None, lambda: None)
+        self.ended: list[object] = []
+        self.connection.on_gone = self.ended.append
+        self._frames = frames.Frames(2**20)
+        self._found: list[tuple[int, bytes]] = []
+
+    async def start(self, key: str | None = None) -> None:
+        """Connect, say hello and get a segment."""
+        await self.behind.engine.start()
+        self.behind.engine.open()
+        ours, self.theirs = socket.socketpair()
+        self.theirs.setblocking(False)
+        self.wire = Wire(ours, self.connection, frame_s=20.0, send_s=20.0, most_unsent=8)
+        self.connection.serve(self.wire)
+        assert (await self.ask(frames.Hello(frames.VERSION, key))).status == 200
+        # The descriptor is not received: nothing here looks into the segment.
+        assert (await self.ask(frames.Grow(1))).status == 200
+
+    async def send(self, message: Any, tag: int = 1) -> None:
+        """Send a message, or bytes as they are."""
+        data = message if isinstance(message, bytes) else framed(message, tag)
+        await asyncio.get_running_loop().sock_sendall(self.theirs, data)
+
+    async def answer(self) -> tuple[int, frames.Answer]:
+        """The next answer, with its tag; jobs of the engine are run meanwhile."""
+        loop = asyncio.get_running_loop()
+        while not self._found:
+            receiving = asyncio.ensure_future(loop.sock_recv(self.theirs, 2**16))
+            while not receiving.done():
+                if self.behind.executor.running:
+                    self.by_python += len(self.behind.executor.finish().jobs)
+                await asyncio.sleep(0)
+            data = receiving.result()
+            if not data:
+                raise EOFError
+            self._found += self._frames.feed(data)
+        tag, content = self._found.pop(0)
+        return tag, frames.read_answer(content)
+
+    async def ask(self, message: Any, tag: int = 1) -> frames.Answer:
+        """Send a message and wait for its answer."""
+        await self.send(message, tag)
+        told, answer = await self.answer()
+        assert told == tag
+        return answer
+
+    def compute(self, query: str = "", offset: int = 0) -> frames.Compute:
+        """LayerNorm of 2 rows of 4."""
+        return self.behind.compute(offset=offset, query=query)
+
+    def counted(self, name: str) -> float:
+        """The sum of a metric's series."""
+        text = self.behind.scene.metrics.render().decode()
+        found = re.findall(rf"^normserve_{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
+        return sum(map(float, found))
+
+
+def framed(message: Any, tag: int) -> bytes:
+    content = msgspec.json.encode(message)
+    return frames.PREFIX.pack(len(content), tag) + content
+
+
+def played(body: Callable, key: str | None = None, **options: Any) -> None:
+    """Run `body(client)` with a client that has a segment; afterwards nothing may be held."""
+
+    async def run() -> None:
+        client = Replayed(**options)
+        await client.start(key)
+        with client.theirs:
+            await body(client)
+            client.wire.close()
+        client.driver.end(100)
+        while client.behind.limits.requests:
+            await asyncio.sleep(0.001)
+        assert client.behind.limits.bytes == 0
+        assert client.behind.progress.idle_s == 0
+        assert not client.connection.is_busy
+        assert len(client.ended) == 1
+
+    asyncio.run(asyncio.wait_for(run(), 20))
