@@ -1,13 +1,16 @@
 """Jobs that come again and again in shared host memory, with the CPU's kernels in place of a device's."""
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
 import torch
-from normserve.backends.cuda import device_work
+from normserve.backends.cuda import device_work, replays
 from normserve.jobs.job import Batch, Lane, NormJob, Recurrence
 from normserve.memory.host_tensors import DType, HostTensor
 
+from tests.service.backends.cuda.no_device import Instant
 from tests.service.backends.cuda.test_host import FORWARD, backend, graphs, library, slabs
 from tests.service.memory.host_tensors import back
 
@@ -96,3 +99,29 @@ def test_jobs_that_share_a_launch_are_copied_even_if_they_came_alone_before(back
     for job, outputs in zip(jobs, execution.outputs, strict=True):
         right = torch.nn.functional.layer_norm(back(job.x), (128,))
         torch.testing.assert_close(back(outputs["y"]), right)
+
+
+@pytest.mark.parametrize("slabs", ["copied"], indirect=True)
+def test_what_is_captured_can_be_replayed_by_others(backend, memory, graphs, monkeypatch):
+    monkeypatch.setattr(replays, "_CALLS_BEFORE_CAPTURE", 2)
+    recurrence = Recurrence()
+    assert backend.replay(recurrence) is None
+    run(backend, job_in(memory, recurrence))
+    assert backend.replay(recurrence) is None
+    run(backend, job_in(memory, recurrence))
+    [graph] = graphs.alive
+    replay = backend.replay(recurrence)
+    assert (replay.graph, replay.stream) == (id(graph), Instant.cuda_stream)
+    # It is kept, and so is the memory that it reads, for as long as somebody may launch it.
+    kept = weakref.ref(recurrence.prepared)
+    del recurrence, graph
+    assert kept() is not None
+    assert len(graphs.alive) == 1
+    del replay
+    gc.collect()
+    assert kept() is None
+    assert len(graphs.alive) == 0
+
+
+def test_without_the_extension_nothing_is_replayed_by_others(backend):
+    assert backend.make_replayer() is None
