@@ -1,5 +1,6 @@
 """What answers requests that recur, by launching again what was captured of their first launches."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 
@@ -8,11 +9,14 @@ class Replay(NamedTuple):
 
     Attributes:
         graph, stream: the driver's handles.
+        marks: of each of its parts, the events at the end of its copy-in and of its computation; none where nothing
+            is copied.
         held: keeps the graph, and the memory that it reads and writes.
     """
 
     graph: int
     stream: int
+    marks: Sequence[tuple[int, int]]
     held: object
 
 
@@ -23,10 +27,10 @@ RECEIVED, UNSENT, FAILED, LEFT = range(4)
 Event = tuple[int, int, int, int, Any]
 """Kind, descriptor, tag, the driver's code; and bytes of the first two kinds, else what `learn` was given."""
 
-Sample = tuple[float, float, float, float, float]
-"""When a request had come and was launched, its kernel's seconds, when its answer was begun and had been sent.
+Sample = tuple[float, float, float, float, float, float, float]
+"""When a request had come and was launched; seconds of its stages; when its answer was begun and had been sent.
 
-Moments are by `time.perf_counter`.
+Moments are by `time.perf_counter`, and the stages are copy-in, kernel and copy-out.
 """
 
 
@@ -57,6 +61,7 @@ class Replayer(Protocol):
         content: bytes,
         graph: int,
         stream: int,
+        marks: Sequence[tuple[int, int]],
         results: bytes,
         kernel_bytes: int,
         admitted_bytes: int,
@@ -65,7 +70,7 @@ class Replayer(Protocol):
         """Answer a frame of this content from now on.
 
         Args:
-            graph, stream: as of `Replay`.
+            graph, stream, marks: as of `Replay`.
             kernel_bytes: the fewest bytes that the launch must move.
             results: of the answer, in JSON.
             admitted_bytes: that such a request takes of the server's budget.

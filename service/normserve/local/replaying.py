@@ -121,6 +121,7 @@ class Replaying:
             request.content,
             replay.graph,
             replay.stream,
+            replay.marks,
             bytes(request.plan.described),
             record.kernel_bytes,
             admitted_bytes,
@@ -232,15 +233,15 @@ def _record_of(learned: _Learned, status: int, error: str | None) -> RequestReco
 
 
 def _times(samples: list[Sample]) -> Times:
-    received, launched, kernel, answering, ended = zip(*samples, strict=True)
+    received, launched, copy_in, kernel, copy_out, answering, ended = zip(*samples, strict=True)
     none = [0.0] * len(samples)
     stages = {
         "recv": none,
         "parse": [each - before for before, each in zip(received, launched, strict=True)],
         "queue": none,
-        "copy_in": none,
+        "copy_in": copy_in,
         "kernel": kernel,
-        "copy_out": none,
+        "copy_out": copy_out,
         "send": [each - before for before, each in zip(answering, ended, strict=True)],
     }
     return Times(stages, [each - before for before, each in zip(received, ended, strict=True)])

@@ -40,7 +40,7 @@ class Replayed:
         self.by_python = 0
         backend = self.behind.executor.backend
         backend.make_replayer = lambda: build.load()(**self.driver.addresses())
-        backend.replay = lambda recurrence: Replay(GRAPH, 8, recurrence) if self.is_captured else None
+        backend.replay = lambda recurrence: Replay(GRAPH, 8, (), recurrence) if self.is_captured else None
         replaying = Replaying(
             self.behind.engine,
             self.behind.limits,

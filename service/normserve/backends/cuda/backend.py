@@ -1,9 +1,10 @@
 """A CUDA device, through the fusednorm kernels."""
 
 import functools
+import itertools
 import platform
 import time
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 
 import fusednorm
 import torch
@@ -15,17 +16,19 @@ from torch import Tensor
 
 from normserve.backends.base import Depth, InFlight
 from normserve.backends.cuda.ahead import CompilingAhead, Model
+from normserve.backends.cuda.chunked_work import Workspace, chunked_work, workspace
 from normserve.backends.cuda.copies import transfer_of
 from normserve.backends.cuda.cuda_streams import CudaStreams
-from normserve.backends.cuda.device_work import DeviceWork, device_work, is_in_reach, shareable
+from normserve.backends.cuda.device_work import Work, device_work, is_in_reach, shareable
 from normserve.backends.cuda.flights import InItsPlaces, OnTheDevice
 from normserve.backends.cuda.graphs import CudaGraphs
+from normserve.backends.cuda.in_flight import AnyFlight, StageSeconds
 from normserve.backends.cuda.in_place import Workplace, Workplaces
 from normserve.backends.cuda.parcels import is_packed, places_of
 from normserve.backends.cuda.pinned import pinned_memory, pinned_segments, registered
 from normserve.backends.cuda.replayer import build, driver
 from normserve.backends.cuda.replays import Replays
-from normserve.backends.cuda.streams import AnyFlight, Pipeline, StageSeconds
+from normserve.backends.cuda.streams import Pipeline
 from normserve.backends.launch import ResidentParameters, call_of, destinations, launch, parameters_of
 from normserve.backends.replayer import Replay, Replayer
 from normserve.backends.tensors import (
@@ -88,6 +91,7 @@ class TritonBackend:
         self.device_memory: Device | None = None
         self._slabs = slabs or SlabPool(max_idle_bytes=0)
         self._replays = Replays(CudaGraphs())
+        self._workspaces: Iterator[Workspace] = iter(())
         self._new_replayer: Callable[..., Replayer] | None = None
         self._workplaces = Workplaces(self._slabs, fusednorm, self._replays)
         # What launches have run, each with the bytes of the slab that its results take.
@@ -107,6 +111,8 @@ class TritonBackend:
             Lane.LARGE: Pipeline(CudaStreams(urgent=False)),
         }
         device = torch.device("cuda", torch.cuda.current_device())
+        # Two, so that jobs of several clients overlap.
+        self._workspaces = itertools.cycle([workspace(CudaStreams(urgent=False), _DEVICE) for _ in range(2)])
         self.device_memory = shareable(torch.cuda.current_device())
         # While other processes compile.
         self._new_replayer = build.load()
@@ -151,8 +157,8 @@ class TritonBackend:
         return (job.places is not None and len(batch.jobs) == 1) or self._slabs.has_idle(nbytes)
 
     def run(self, batch: Batch) -> InFlight:
-        if len(batch.jobs) == 1 and is_in_reach(batch.jobs[0]):
-            return self._run_in_reach(batch)
+        if len(batch.jobs) == 1 and (work := self._work_of(batch.jobs[0])) is not None:
+            return self._run_work(work)
         flight = self._run_from_host(batch)
         # What is computed in place goes where it comes from, if it is alone.
         if not is_packed(batch):
@@ -201,16 +207,27 @@ class TritonBackend:
 
         return OnTheDevice(flight, execution)
 
-    def _run_in_reach(self, batch: Batch) -> InFlight:
-        """A job alone, whose tensors and results are accessed where they are: nothing is copied."""
-        work = device_work(batch.jobs[0], fusednorm, self._replays)
-        # Whatever its size: graphs share memory, so that all of them follow one another on one stream.
-        pipeline = self._pipelines[Lane.SMALL]
-        flight = pipeline.start_one(DeviceWork.compute, work)
+    def _work_of(self, job: NormJob) -> Work | None:
+        """The work of a job that is computed where it lies, or recurs; prepared once for those that follow."""
+        recurrence = job.recurrence
+        if recurrence is not None and recurrence.prepared is not None:
+            assert isinstance(recurrence.prepared, Work)
+            return recurrence.prepared
+        if is_in_reach(job):
+            # Whatever its size: graphs share memory, so that all of them follow one another on one stream.
+            work: Work | None = device_work(job, fusednorm, self._pipelines[Lane.SMALL], self._replays)
+        else:
+            work = chunked_work(job, fusednorm, self._workspaces)
+        if recurrence is not None:
+            recurrence.prepared = work
+        return work
+
+    def _run_work(self, work: Work) -> InFlight:
+        """A job alone, in memory that its client has."""
+        flight = work.pipeline.start_one(Work.compute, work, work.marks)
         # While the device computes it.
         if work.is_worth_a_graph:
-            pipeline.aside(work.capture)
-
+            work.pipeline.aside(work.capture)
         return InItsPlaces(flight, work)
 
     @torch.inference_mode()
@@ -232,10 +249,10 @@ class TritonBackend:
 
     def replay(self, recurrence: Recurrence) -> Replay | None:
         work = recurrence.prepared
-        if not isinstance(work, DeviceWork) or (graph := work.graph) is None:
+        if not isinstance(work, Work) or (graph := work.graph) is None:
             return None
-        stream = self._pipelines[Lane.SMALL].compute_stream
-        return Replay(graph.raw_cuda_graph_exec(), stream.cuda_stream, (graph, work))
+        marks = [(came.cuda_event, computed.cuda_event) for came, computed in work.marks]
+        return Replay(graph.raw_cuda_graph_exec(), work.pipeline.compute_stream.cuda_stream, marks, (graph, work))
 
     def make_replayer(self) -> Replayer | None:
         if self._new_replayer is None:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from normserve.backends.cuda.in_flight import DividedFlight, Flight
 from normserve.backends.cuda.parcels import (
     Bundle,
     at_places,
@@ -22,7 +23,7 @@ from normserve.backends.cuda.parcels import (
     views,
     written,
 )
-from normserve.backends.cuda.streams import DividedFlight, Flight, Pipeline
+from normserve.backends.cuda.streams import Pipeline
 from normserve.backends.launch import call_of, destinations, launch, parameters_of
 from normserve.backends.tensors import (
     channels_first,
@@ -62,8 +63,10 @@ def transfer_of(batch: Batch, slabs: SlabPool, library: ModuleType, device: str)
     return Whole(batch, slabs, library, device)
 
 
-def chunks_of(job: NormJob) -> Sequence[range]:
+def chunks_of(job: NormJob, chunk_bytes: int | None = None, most: int | None = None) -> Sequence[range]:
     """The rows, or samples, of each chunk; none of a job that is not divided.
+
+    Args: chunk_bytes, most: the fewest bytes of a chunk, and how many there may be.
 
     A gradient of parameters is a sum over all rows, and dropout's mask depends on a row's number.
     """
@@ -71,11 +74,12 @@ def chunks_of(job: NormJob) -> Sequence[range]:
         return ()
     if any(tensor.fortran_order for tensor in job.tensors.values()):
         return ()
-    if job.nbytes < 2 * _CHUNK_BYTES:
+    chunk_bytes, most = chunk_bytes or _CHUNK_BYTES, most or _MOST_CHUNKS
+    if job.nbytes < 2 * chunk_bytes:
         return ()
     unit = _aligned_rows(job)
     units = job.rows // unit
-    count = min(job.nbytes // _CHUNK_BYTES, _MOST_CHUNKS, units)
+    count = min(job.nbytes // chunk_bytes, most, units)
     if count < 2:
         return ()
     edges = [unit * (units * number // count) for number in range(count)]
@@ -162,61 +166,89 @@ class Divided:
         self, job: NormJob, chunks: Sequence[range], slabs: SlabPool, library: ModuleType, device: str
     ) -> None:
         """Args: chunks: the rows of each."""
-        self._job = job
-        self._library = library
-        self._device = device
-        unit = max(1, job.heads)
-        self._counts = [len(chunk) // unit for chunk in chunks]
         described = results_of(job, job.rows)
         if job.places is None:
             slab, offsets = room_for(described, slabs)
             self.results: Mapping[str, HostTensor] = views(slab, offsets, described)
         else:
             self.results = at_places(job.places, described)
+        self._stages = Chunked(job, chunks, self.results, library)
+        self._device = device
 
     @torch.inference_mode()
     def start(self, pipeline: Pipeline) -> DividedFlight:
         """Put the stages of all chunks on a pipeline's streams."""
-        job = self._job
-        came = {name: view(tensor, shape_of(job, name, job.rows)) for name, tensor in job.tensors.items()}
-        goes = {name: view(tensor) for name, tensor in self.results.items()}
+        stages = self._stages
         there: dict[str, Tensor] = {}
 
         def allocate() -> None:
-            for name, tensor in (came | goes).items():
+            for name, tensor in stages.on_host().items():
                 there[name] = torch.empty_like(tensor, device=self._device)
 
         # As of one stream always, for torch's allocator: it is given back when no stream uses it any more.
         pipeline.aside(allocate)
+        parts = stages.parts(there)
+        return pipeline.start_parts(copy_in, stages.compute, copy_out, parts=parts, held=(stages, parts))
+
+
+class Chunked:
+    """A job's tensors in chunks of rows, and what is computed of each."""
+
+    def __init__(
+        self, job: NormJob, chunks: Sequence[range], results: Mapping[str, HostTensor], library: ModuleType
+    ) -> None:
+        """Args:
+        chunks: the rows of each.
+        results: where they go.
+        """
+        self._job = job
+        self._library = library
+        unit = max(1, job.heads)
+        self._counts = [len(chunk) // unit for chunk in chunks]
+        self._came = {name: view(tensor, shape_of(job, name, job.rows)) for name, tensor in job.tensors.items()}
+        self._goes = {name: view(tensor) for name, tensor in results.items()}
+        self._parameters: Mapping[str, Tensor] = {}
+
+    def on_host(self) -> Mapping[str, Tensor]:
+        """All tensors that come and go, by their names."""
+        return self._came | self._goes
+
+    def parts(self, there: Mapping[str, Tensor]) -> "list[Chunk]":
+        """The chunks; parameters come with the first.
+
+        Args: there: tensors of the device, like `on_host`.
+        """
+        came, job = self._came, self._job
         parameters = {name: there[name] for name in came if is_parameter(name)}
         parts = [
-            _Chunk(*each)
+            Chunk(*each)
             for each in zip(
                 self._divided({name: tensor for name, tensor in came.items() if name not in parameters}),
                 self._divided({name: there[name] for name in came if name not in parameters}),
-                self._divided({name: there[name] for name in goes}),
-                self._divided(goes),
+                self._divided({name: there[name] for name in self._goes}),
+                self._divided(self._goes),
                 strict=True,
             )
         ]
         for name, tensor in parameters.items():
             parts[0].came[name], parts[0].inputs[name] = came[name], tensor
         self._parameters = parameters if job.layer is None else parameters_of(job.layer.resident)
-        return pipeline.start_parts(_copy_in, self._compute, _copy_out, parts=parts, held=(job, parts))
+        return parts
+
+    def compute(self, chunk: "Chunk") -> None:
+        """Launch one, on the thread's current stream."""
+        spec = self._job.spec
+        inputs = {name: channels_first(spec, name, tensor) for name, tensor in chunk.inputs.items()}
+        written = {"out": destinations(spec, chunk.results)}
+        call_of(self._library, spec, {**inputs, **self._parameters}, written)()
 
     def _divided(self, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         """Views of the tensors' rows, for each chunk."""
         pieces = [tensor.split(self._counts) for tensor in tensors.values()]
         return [dict(zip(tensors, each, strict=True)) for each in zip(*pieces, strict=True)]
 
-    def _compute(self, chunk: "_Chunk") -> None:
-        spec = self._job.spec
-        inputs = {name: channels_first(spec, name, tensor) for name, tensor in chunk.inputs.items()}
-        written = {"out": destinations(spec, chunk.results)}
-        call_of(self._library, spec, {**inputs, **self._parameters}, written)()
 
-
-class _Chunk(NamedTuple):
+class Chunk(NamedTuple):
     """The tensors of one chunk by their names: as they came, on the device, the results there, and their places."""
 
     came: dict[str, Tensor]
@@ -225,11 +257,13 @@ class _Chunk(NamedTuple):
     places: dict[str, Tensor]
 
 
-def _copy_in(chunk: _Chunk) -> None:
+def copy_in(chunk: Chunk) -> None:
+    """Bring one to the device, by the thread's current stream."""
     for name, tensor in chunk.inputs.items():
         tensor.copy_(chunk.came[name], non_blocking=True)
 
 
-def _copy_out(chunk: _Chunk) -> None:
+def copy_out(chunk: Chunk) -> None:
+    """Bring its results to their places, by the thread's current stream."""
     for name, tensor in chunk.places.items():
         tensor.copy_(chunk.results[name], non_blocking=True)

@@ -21,6 +21,9 @@ class CudaStreams:
     def event(self) -> torch.cuda.Event:
         return torch.cuda.Event(enable_timing=True, blocking=self._sleeps)
 
+    def mark(self) -> torch.cuda.Event:
+        return torch.cuda.Event(enable_timing=True, external=True)
+
     def use(self, stream: torch.cuda.Stream) -> "_Use":
         return _Use(stream)
 

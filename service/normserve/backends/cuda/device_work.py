@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from normserve.backends.cuda.in_flight import Marks
 from normserve.backends.cuda.parcels import at_places
 from normserve.backends.cuda.pinned import device_view, is_registered
 from normserve.backends.cuda.replays import Repeated, Replays
+from normserve.backends.cuda.streams import Pipeline
 from normserve.backends.launch import call_of, destinations, launch, parameters_of
 from normserve.backends.tensors import (
     TORCH_DTYPES,
@@ -43,31 +45,32 @@ def shareable(ordinal: int) -> Device | None:
         return None
 
 
-class DeviceWork:
-    """One job's launch, on the memory that its client has: it keeps that memory mapped.
+class Work:
+    """One job's launch in memory that its client has, made again and again: it keeps that memory mapped.
 
     Attributes:
         results: where they lie.
         kernel_bytes: the fewest bytes that the launch must move.
+        pipeline: whose compute stage's stream it is made on, always.
+        marks: of its parts, which are copied; none where nothing is.
     """
 
-    def __init__(self, job: NormJob, library: ModuleType, replays: Replays) -> None:
-        """Args:
-        library: the kernels.
-        replays: of graphs; what comes many times is replayed.
-        """
-        assert job.places is not None
-        given = {name: (tensor.dtype, tensor.shape) for name, tensor in job.tensors.items()}
-        described = results.results_of(job.spec, given, job.layer)
-        kind = DeviceTensor if job.is_on_device else HostTensor
-        self.results: Mapping[str, HostTensor] = at_places(job.places, described, kind)
-        self.kernel_bytes = kernel_bytes(job, self.results)
-        # What is made in inference mode can be used nowhere else.
-        with torch.inference_mode(False):
-            self._repeated = Repeated(_call(job, self.results, library), job.spec, replays)
+    def __init__(
+        self,
+        results: Mapping[str, HostTensor],
+        kernel_bytes: int,
+        pipeline: Pipeline,
+        repeated: Repeated,
+        marks: Marks = (),
+    ) -> None:
+        self.results = results
+        self.kernel_bytes = kernel_bytes
+        self.pipeline = pipeline
+        self.marks = marks
+        self._repeated = repeated
 
     def compute(self) -> None:
-        """Launch it on the thread's current stream."""
+        """Put it on the thread's current stream."""
         self._repeated.make({})
 
     @property
@@ -95,8 +98,6 @@ def is_in_reach(job: NormJob) -> bool:
         return True
     if job.recurrence is None or job.places is None:
         return False
-    if job.recurrence.prepared is not None:
-        return True
     wanted = results_to_write(job, job.rows)
     if wanted is None or job.may_overwrite or not len(job.x.data):
         return False
@@ -106,16 +107,22 @@ def is_in_reach(job: NormJob) -> bool:
     return nbytes <= _MOST_HOST_BYTES and all(map(is_registered, memory))
 
 
-def device_work(job: NormJob, library: ModuleType, replays: Replays) -> DeviceWork:
-    """The work of a job that `is_in_reach`; prepared once for jobs that follow one another in the same memory."""
-    recurrence = job.recurrence
-    if recurrence is None:
-        return DeviceWork(job, library, replays)
-    known = recurrence.prepared
-    if known is None:
-        known = recurrence.prepared = DeviceWork(job, library, replays)
-    assert isinstance(known, DeviceWork)
-    return known
+def device_work(job: NormJob, library: ModuleType, pipeline: Pipeline, replays: Replays) -> Work:
+    """The work of a job that `is_in_reach`.
+
+    Args:
+        library: the kernels.
+        replays: of graphs; what comes many times is replayed.
+    """
+    assert job.places is not None
+    given = {name: (tensor.dtype, tensor.shape) for name, tensor in job.tensors.items()}
+    described = results.results_of(job.spec, given, job.layer)
+    kind = DeviceTensor if job.is_on_device else HostTensor
+    found: Mapping[str, HostTensor] = at_places(job.places, described, kind)
+    # What is made in inference mode can be used nowhere else.
+    with torch.inference_mode(False):
+        repeated = Repeated(_call(job, found, library), job.spec, replays)
+    return Work(found, kernel_bytes(job, found), pipeline, repeated)
 
 
 def _call(job: NormJob, found: Mapping[str, HostTensor], library: ModuleType) -> Callable[[], object]:

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from normserve.backends.base import InFlight
-from normserve.backends.cuda.device_work import DeviceWork
-from normserve.backends.cuda.streams import AnyFlight, LoneFlight, StageSeconds
+from normserve.backends.cuda.device_work import Work
+from normserve.backends.cuda.in_flight import AnyFlight, LoneFlight, StageSeconds
 from normserve.jobs.job import Execution
 
 
@@ -23,9 +23,9 @@ class OnTheDevice(InFlight):
 
 
 class InItsPlaces(InFlight):
-    """A job alone, on tensors in the device's memory."""
+    """A job alone, on tensors where its client has them."""
 
-    def __init__(self, flight: LoneFlight, work: DeviceWork) -> None:
+    def __init__(self, flight: LoneFlight, work: Work) -> None:
         self._flight = flight
         self._work = work
 
@@ -35,4 +35,4 @@ class InItsPlaces(InFlight):
     def wait(self) -> Execution:
         work = self._work
         took = self._flight.wait()
-        return Execution((work.results,), (work.kernel_bytes,), 0.0, took.compute, 0.0, are_placed=True)
+        return Execution((work.results,), (work.kernel_bytes,), *took, are_placed=True)

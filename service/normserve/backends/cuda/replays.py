@@ -46,14 +46,16 @@ class Graphs(Protocol):
 class Repeated:
     """One call with the same tensors each time."""
 
-    def __init__(self, call: Call, what: object, replays: "Replays") -> None:
+    def __init__(self, call: Call, what: object, replays: "Replays", calls: int | None = None) -> None:
         """Make it.
 
         Args:
             call: wants a layer's parameters by name; they are given each time and not held.
             what: its name in the log.
             replays: of whose graphs it has one.
+            calls: after how many it is worth a graph; many by default.
         """
+        self._calls = _CALLS_BEFORE_CAPTURE if calls is None else calls
         self._call = call
         self._what = what
         self._replays = replays
@@ -80,7 +82,7 @@ class Repeated:
     @property
     def is_due(self) -> bool:
         """Whether it was made so often that it is worth a graph now."""
-        return self._times == _CALLS_BEFORE_CAPTURE
+        return self._times == self._calls
 
     def capture(self, parameters: Mapping[str, object]) -> None:
         """Replay it from now on, or never; raises nothing.  Called where it is made, but not in its time."""

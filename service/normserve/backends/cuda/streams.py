@@ -4,22 +4,13 @@ This module keeps the order.  The stages, streams and events themselves belong t
 """
 
 import contextlib
-import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
+
+from normserve.backends.cuda.in_flight import DividedFlight, Event, Flight, LoneFlight, Marks
 
 _P = TypeVar("_P")
-
-
-class Event(Protocol):
-    """A moment on a stream, as of CUDA."""
-
-    def record(self, stream: Any) -> None: ...
-    def query(self) -> bool: ...
-    def synchronize(self) -> None: ...
-    def elapsed_time(self, end_event: Any) -> float: ...
 
 
 class Stream(Protocol):
@@ -34,130 +25,11 @@ class Streams(Protocol):
 
     def stream(self) -> Stream: ...
     def event(self) -> Event: ...
+    def mark(self) -> Event:
+        """An event that each replay of a graph records, if it was recorded in the graph's capture."""
+
     def use(self, stream: Any) -> AbstractContextManager[object]:
         """Work of this thread is put on that stream inside; afterwards on any."""
-
-
-class StageSeconds(NamedTuple):
-    """How long each stage took on the device, without its wait for the one before."""
-
-    copy_in: float
-    compute: float
-    copy_out: float
-
-
-class AnyFlight(ABC):
-    """A batch on the device, which has landed once its last event is over."""
-
-    __slots__ = ("_ended", "_has_landed", "_held", "_spare")
-
-    def __init__(self, held: object, ended: Event, spare: list[Event]) -> None:
-        """Args:
-        held: what the stages work on.
-        ended: the end of all of them.
-        spare: takes the events once they are over.
-        """
-        self._held = held
-        self._ended = ended
-        self._spare = spare
-        self._has_landed = False
-
-    def lands_within(self, seconds: float) -> bool:
-        """Watch for its end, for so long at most; whether it is over."""
-        self._has_landed = _passes_within(self._ended, seconds)
-        return self._has_landed
-
-    def wait(self) -> StageSeconds:
-        """Block until it is over, and release what it worked on; called once."""
-        if not self._has_landed:
-            self._ended.synchronize()
-        self._held = None
-        return self._took()
-
-    @abstractmethod
-    def _took(self) -> StageSeconds:
-        """Read the events and give them back."""
-
-
-class Flight(AnyFlight):
-    """A batch that is on its way through the stages.
-
-    Attributes:
-        value: what the last stage gave; its memory is written to until `wait` returns.
-    """
-
-    __slots__ = ("_marks", "_spans", "value")
-
-    def __init__(
-        self,
-        value: Any,
-        spans: list[tuple[Event, Event]],
-        held: list[Any],
-        marks: list[Event],
-        spare: list[Event],
-    ) -> None:
-        super().__init__(held, marks[-1], spare)
-        self.value = value
-        self._spans = spans
-        self._marks = marks
-
-    def _took(self) -> StageSeconds:
-        took = [began.elapsed_time(ended) / 1000 for began, ended in self._spans]
-        self._spare.extend(self._marks)
-        return StageSeconds(*took)
-
-
-class DividedFlight(AnyFlight):
-    """A batch that is on its way through the stages in parts, whose stages overlap.
-
-    Copy-in lasts until the last part has come; copy-out is what is left of the whole, so that the sum is the whole.
-    """
-
-    __slots__ = ("_began", "_came", "_computed")
-
-    def __init__(
-        self, began: Event, came: list[Event], computed: list[Event], ended: Event, held: object, spare: list[Event]
-    ) -> None:
-        """Args: came, computed: the end of copy-in and of compute of each part."""
-        super().__init__(held, ended, spare)
-        self._began = began
-        self._came, self._computed = came, computed
-
-    def _took(self) -> StageSeconds:
-        compute_s = before = 0.0
-        for came, computed in zip(self._came, self._computed, strict=True):
-            done = self._after(computed)
-            compute_s += done - max(before, self._after(came))
-            before = done
-        copy_in_s = self._after(self._came[-1])
-        copy_out_s = max(0.0, self._after(self._ended) - copy_in_s - compute_s)
-        self._spare += (self._began, *self._came, *self._computed, self._ended)
-        return StageSeconds(copy_in_s, compute_s, copy_out_s)
-
-    def _after(self, event: Event) -> float:
-        """Seconds from the beginning on."""
-        return self._began.elapsed_time(event) / 1000
-
-
-class LoneFlight(AnyFlight):
-    """A batch that is computed where it lies: one stage, between two events.
-
-    Attributes:
-        value: what the stage gave; its memory is written to until `wait` returns.
-    """
-
-    __slots__ = ("_began", "value")
-
-    def __init__(self, value: Any, held: object, began: Event, ended: Event, spare: list[Event]) -> None:
-        """Args: held: what the stage works on."""
-        super().__init__(held, ended, spare)
-        self.value = value
-        self._began = began
-
-    def _took(self) -> StageSeconds:
-        took = self._began.elapsed_time(self._ended) / 1000
-        self._spare += (self._began, self._ended)
-        return StageSeconds(0.0, took, 0.0)
 
 
 class Pipeline:
@@ -236,8 +108,50 @@ class Pipeline:
             raise
         return DividedFlight(began, came, computed, ended, held, self._spare)
 
-    def start_one(self, stage: Callable[[Any], Any], first: Any) -> LoneFlight:
-        """Put a compute stage alone on its stream; as `start` with nothing to copy, in half of its steps."""
+    def put_parts(self, *stages: Callable[[_P], object], parts: Sequence[_P], marks: Marks) -> None:
+        """Put copy-in, compute and copy-out of each part on their streams.
+
+        They come after all that the compute stage's stream has, and before all that it gets afterwards.  It is the
+        thread's, before and after, and what is put on the three streams can be captured from it.
+
+        Args:
+            stages: each is called with every part.
+            marks: of each part; from `marks`.
+        """
+        copy_in, compute, copy_out = stages
+        on_way_in, on_device, on_way_out = self._streams
+        begun = self._mark(on_device)
+        on_way_in.wait_event(begun)
+        on_way_out.wait_event(begun)
+        passed = [begun]
+        for part, (came, computed) in zip(parts, marks, strict=True):
+            with self._source.use(on_way_in):
+                copy_in(part)
+                came.record(on_way_in)
+                passed.append(self._mark(on_way_in))
+            with self._source.use(on_device):
+                on_device.wait_event(passed[-1])
+                compute(part)
+                computed.record(on_device)
+                passed.append(self._mark(on_device))
+            with self._source.use(on_way_out):
+                on_way_out.wait_event(passed[-1])
+                copy_out(part)
+        passed.append(self._mark(on_way_out))
+        on_device.wait_event(passed[-1])
+        with self._source.use(on_device):
+            # Waits that were put on a stream are for what an event was recorded after then.
+            self._spare += passed
+
+    def marks(self, count: int) -> Marks:
+        """For so many parts."""
+        return [(self._source.mark(), self._source.mark()) for _ in range(count)]
+
+    def start_one(self, stage: Callable[[Any], Any], first: Any, marks: Marks = ()) -> LoneFlight:
+        """Put a stage alone on the compute stage's stream; as `start` with nothing to copy, in half of its steps.
+
+        Args: marks: that the stage records.
+        """
         stream = self._streams[1]
         try:
             with self._source.use(stream):
@@ -247,7 +161,7 @@ class Pipeline:
         except BaseException:
             self._settle()
             raise
-        return LoneFlight(value, (first, value), began, ended, self._spare)
+        return LoneFlight(value, (first, value), began, ended, self._spare, marks)
 
     def aside(self, work: Callable[[], object]) -> None:
         """Do something with the compute stage's stream as the thread's own, in no flight's time."""
@@ -265,14 +179,3 @@ class Pipeline:
             # The error that is on its way says more than the same device's next.
             with contextlib.suppress(Exception):
                 stream.synchronize()
-
-
-def _passes_within(event: Event, seconds: float) -> bool:
-    """Watch for an event, for so long at most; whether it is over."""
-    if event.query():
-        return True
-    give_up = time.perf_counter() + seconds
-    while not event.query():
-        if time.perf_counter() >= give_up:
-            return False
-    return True

@@ -123,3 +123,22 @@ def test_clients_that_are_killed_harm_nobody(serving, local, path, until):
         process.join()
     assert mistakes.empty()
     until(lambda: "normserve_inflight_requests 0" in scraped(serving))
+
+
+@pytest.mark.parametrize("stats", [False, True])
+def test_large_tensors_of_the_host_are_copied_in_chunks_by_a_graph(serving, http, local, until, stats):
+    weight, bias = torch.rand(1024), torch.rand(1024)
+    http.put_layer("chunked", "layer_norm", weight, bias, eps=1e-5)
+    x = local.empty((4099, 1024), torch.float32)
+    before = replayed(serving)
+    for number in range(100):
+        x[number::7].normal_()
+        result = local.layer_norm(x, layer="chunked", stats=stats or None)
+        if number % 9 == 0:
+            on_device = x.cuda()
+            right = torch.nn.functional.layer_norm(on_device, (1024,), weight.cuda(), bias.cuda(), eps=1e-5)
+            torch.testing.assert_close(result.y.cuda(), right, rtol=1e-5, atol=2e-5)
+            if stats:
+                torch.testing.assert_close(result.mean.cuda(), on_device.mean(1), rtol=1e-4, atol=1e-5)
+    until(lambda: replayed(serving) - before > 20)
+    http.delete_layer("chunked")

@@ -61,7 +61,7 @@ def test_a_job_is_computed_where_its_tensors_are_and_is_prepared_once(backend, s
     assert not backend.launches_at_once(Batch((first,)))
     assert_placed(run(backend, first), first)
     prepared = recurrence.prepared
-    assert isinstance(prepared, device_work.DeviceWork)
+    assert isinstance(prepared, device_work.Work)
     again = job_in(memory, recurrence)
     assert backend.launches_at_once(Batch((again,)))
     assert_placed(run(backend, again), again)

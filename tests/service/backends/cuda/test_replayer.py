@@ -31,9 +31,9 @@ class Client:
         self.held = ["what the launch reads"]
         self.learn()
 
-    def learn(self, content=CONTENT, graph=7, results=RESULTS, nbytes=100, held=None):
+    def learn(self, content=CONTENT, graph=7, results=RESULTS, *, stream=8, marks=(), held=None):
         held = self.held if held is None else held
-        self.replayer.learn(self.descriptor, content, graph, 8, results, 5000, nbytes, held)
+        self.replayer.learn(self.descriptor, content, graph, stream, marks, results, 5000, 100, held)
 
     def serve(self, *, requests=MANY, nbytes=MANY, may_launch=True, poll_s=0.0, others=-1, most_s=1.0):
         return self.replayer.serve(requests, nbytes, may_launch, poll_s, others, most_s)
@@ -83,9 +83,9 @@ def test_a_known_request_is_launched_and_answered(client):
     assert (answer.kernel_bytes, answer.kernel_bandwidth) == (5000, 5000 / 0.25e-3)
     [(held, [sample])] = client.replayer.samples()
     assert held is client.held
-    received, launched, kernel, answering, ended = sample
+    received, launched, *stages, answering, ended = sample
     assert before < received < launched < answering < ended < time.perf_counter()
-    assert kernel == 0.25e-3
+    assert stages == [0, 0.25e-3, 0]
     assert client.replayer.samples() == []
 
 
@@ -173,6 +173,41 @@ def test_more_launches_than_are_watched_are_for_the_caller(client):
     client.driver.end(32)
     client.serve()
     assert [tag for tag, _ in client.answers(32)] == [*range(1, 33)]
+
+
+def test_launches_of_one_stream_do_not_wait_for_those_of_another(client):
+    client.learn(b"slow", 9, stream=3)
+    client.driver.slow.add(3)
+    client.send(b"slow", CONTENT, b"slow", CONTENT)
+    client.serve(most_s=0.01)
+    assert [tag for tag, _ in client.answers(2)] == [2, 4]
+    assert client.replayer.state() == (2, 200, 2)
+    client.driver.slow.clear()
+    client.serve(most_s=0.01)
+    assert [tag for tag, _ in client.answers(2)] == [1, 3]
+
+
+def test_a_launch_in_parts_is_measured_by_its_marks(client):
+    """Two parts: copied in by 1 and 3 ms, computed by 2 and 7 ms; a whole of 10 ms."""
+    client.learn(b"parts", 9, marks=[(101, 102), (103, 104)])
+    client.driver.elapsed_ms = {101: 1.0, 102: 2.0, 103: 3.0, 104: 7.0} | dict.fromkeys((1, 2), 10.0)
+    client.send(b"parts")
+    assert client.serve() == []
+    [(_, answer)] = client.answers(1)
+    assert answer.stages_ms | {"queue": 0} == pytest.approx(
+        {"recv": 0, "queue": 0, "copy_in": 3, "kernel": 1 + 4, "copy_out": 2}
+    )
+    [(_, [sample])] = client.replayer.samples()
+    assert sample[2:5] == pytest.approx((3e-3, 5e-3, 2e-3))
+
+
+@pytest.mark.parametrize("marks", [7, [7], [(1,)], [(1, 2, 3)], [(1, "2")]])
+def test_marks_that_are_no_pairs_of_handles_are_refused(client, marks):
+    with pytest.raises(TypeError):
+        client.learn(b"parts", marks=marks)
+    client.send(b"parts")
+    [(kind, *_)] = client.serve()
+    assert kind == RECEIVED
 
 
 def test_answers_follow_those_that_the_caller_has_not_sent(client):
@@ -340,7 +375,7 @@ def test_connections_do_not_share_what_they_know(client):
 
 @pytest.mark.parametrize("method", ["close", "read", "hold", "learn", "forget", "flights"])
 def test_a_descriptor_that_is_not_known_is_refused(client, method):
-    arguments = {"read": (True,), "hold": (True, True), "learn": (b"", 1, 1, b"", 0, 0, None)}.get(method, ())
+    arguments = {"read": (True,), "hold": (True, True), "learn": (b"", 1, 1, (), b"", 0, 0, None)}.get(method, ())
     for descriptor in (-1, 10**6, client.theirs.fileno()):
         with pytest.raises(KeyError):
             getattr(client.replayer, method)(descriptor, *arguments)

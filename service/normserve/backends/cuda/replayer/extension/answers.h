@@ -38,19 +38,19 @@ static uint64_t next_name(uint64_t *state)
 
 /* Write a frame to memory for the request's results and LONGEST_REST more; returns its length. */
 static size_t write_answer(
-    char *to, const Request *request, uint32_t tag, const uint64_t name[2], double queue_s, double kernel_s)
+    char *to, const Request *request, uint32_t tag, const uint64_t name[2], double queue_s, Stages stages)
 {
     char *content = to + PREFIX_BYTES;
-    int64_t bandwidth = kernel_s > 0 ? (int64_t)((double)request->kernel_bytes / kernel_s) : 0;
+    int64_t bandwidth = stages.kernel > 0 ? (int64_t)((double)request->kernel_bytes / stages.kernel) : 0;
     int head = sprintf(
         content, "{\"status\":200,\"request_id\":\"%016" PRIx64 "%016" PRIx64 "\",\"results\":", name[0], name[1]);
     memcpy(content + head, request->results, request->results_length);
     char *rest = content + head + request->results_length;
     int tail = sprintf(
         rest,
-        ",\"stages_ms\":{\"recv\":0.0,\"queue\":" MS_FORMAT ",\"copy_in\":0.0,\"kernel\":" MS_FORMAT
-        ",\"copy_out\":0.0},\"kernel_bytes\":%" PRId64 ",\"kernel_bandwidth\":%" PRId64 ",\"batch_size\":1}",
-        MS_OF(queue_s), MS_OF(kernel_s), request->kernel_bytes, bandwidth);
+        ",\"stages_ms\":{\"recv\":0.0,\"queue\":" MS_FORMAT ",\"copy_in\":" MS_FORMAT ",\"kernel\":" MS_FORMAT
+        ",\"copy_out\":" MS_FORMAT "},\"kernel_bytes\":%" PRId64 ",\"kernel_bandwidth\":%" PRId64 ",\"batch_size\":1}",
+        MS_OF(queue_s), MS_OF(stages.copy_in), MS_OF(stages.kernel), MS_OF(stages.copy_out), request->kernel_bytes, bandwidth);
     size_t length = (size_t)head + request->results_length + (size_t)tail;
     write_u32((unsigned char *)to, (uint32_t)length);
     write_u32((unsigned char *)to + 4, tag);

@@ -7,7 +7,7 @@
 #include <sys/random.h>
 #include <unistd.h>
 
-#include "replayer.h"
+#include "serving.h"
 
 /* All methods are called on one thread; while it serves, no other may be. */
 static bool may_use(const Replayer *self)
@@ -134,16 +134,41 @@ static PyObject *replayer_close(Replayer *self, PyObject *arguments)
     Py_RETURN_NONE;
 }
 
+/* Take over the handles of a sequence of pairs; false with an exception. */
+static bool add_marks(Request *request, PyObject *pairs)
+{
+    PyObject *marks = PySequence_Fast(pairs, "marks are a sequence");
+    if (marks == NULL)
+        return false;
+    Py_ssize_t count = PySequence_Fast_GET_SIZE(marks);
+    request->marks = calloc((size_t)count + 1, sizeof *request->marks);
+    if (request->marks == NULL)
+        PyErr_NoMemory();
+    for (Py_ssize_t index = 0; index < count && !PyErr_Occurred(); index++) {
+        unsigned long long came, computed;
+        PyObject *pair = PySequence_Fast_GET_ITEM(marks, index);
+        if (!PyTuple_Check(pair))
+            PyErr_SetString(PyExc_TypeError, "a mark is a pair of handles");
+        else if (PyArg_ParseTuple(pair, "KK", &came, &computed)) {
+            request->marks[index] = (Mark){(void *)(uintptr_t)came, (void *)(uintptr_t)computed};
+            request->mark_count++;
+        }
+    }
+    Py_DECREF(marks);
+    return !PyErr_Occurred();
+}
+
 static PyObject *replayer_learn(Replayer *self, PyObject *arguments)
 {
     int descriptor;
     const char *content, *results;
+    PyObject *marks;
     Py_ssize_t length, results_length;
     unsigned long long graph, stream;
     long long kernel_bytes, admitted_bytes;
     PyObject *held;
-    if (!PyArg_ParseTuple(arguments, "iy#KKy#LLO", &descriptor, &content, &length, &graph, &stream, &results,
-            &results_length, &kernel_bytes, &admitted_bytes, &held))
+    if (!PyArg_ParseTuple(arguments, "iy#KKOy#LLO", &descriptor, &content, &length, &graph, &stream, &marks,
+            &results, &results_length, &kernel_bytes, &admitted_bytes, &held))
         return NULL;
     Connection *connection = connection_of(self, descriptor);
     if (connection == NULL)
@@ -153,6 +178,10 @@ static PyObject *replayer_learn(Replayer *self, PyObject *arguments)
     Request *request = new_request(content, (size_t)length, results, (size_t)results_length);
     if (request == NULL)
         return PyErr_NoMemory();
+    if (!add_marks(request, marks)) {
+        release_request(request);
+        return NULL;
+    }
     request->graph = (void *)(uintptr_t)graph;
     request->stream = (void *)(uintptr_t)stream;
     request->kernel_bytes = kernel_bytes;
@@ -249,7 +278,8 @@ static PyObject *replayer_samples(Replayer *self, PyObject *nothing)
         for (size_t index = 0; samples != NULL && index < request->sample_count; index++) {
             const Sample *each = &request->samples[index];
             PyObject *sample = Py_BuildValue(
-                "ddddd", each->received, each->launched, each->kernel, each->answering, each->ended);
+                "ddddddd", each->received, each->launched, each->stages.copy_in, each->stages.kernel,
+                each->stages.copy_out, each->answering, each->ended);
             if (sample == NULL)
                 Py_CLEAR(samples);
             else

@@ -10,10 +10,22 @@
 /* Of one connection; beyond that all are forgotten, and learned again. */
 #define MOST_KNOWN 512
 
-/* Seconds, by the clock of `time.perf_counter`. */
+/* Seconds that a launch takes. */
 typedef struct {
-    double received, launched, kernel, answering, ended;
+    double copy_in, kernel, copy_out;
+} Stages;
+
+/* Moments by the clock of `time.perf_counter`. */
+typedef struct {
+    double received, launched;
+    Stages stages;
+    double answering, ended;
 } Sample;
+
+/* Of a part of a launch, the events at the end of its copy-in and of its computation. */
+typedef struct {
+    void *came, *computed;
+} Mark;
 
 typedef struct Request {
     /* Flights, the connection's list and the list of those that have samples; the last one frees it. */
@@ -22,6 +34,9 @@ typedef struct Request {
     size_t length;
     char *content;
     void *graph, *stream;
+    /* None where nothing is copied. */
+    Mark *marks;
+    size_t mark_count;
     /* The results in JSON. */
     char *results;
     size_t results_length;
@@ -76,6 +91,7 @@ static void release_request(Request *request)
         return;
     Py_XDECREF(request->held);
     free(request->content);
+    free(request->marks);
     free(request->samples);
     free(request);
 }

@@ -1,0 +1,156 @@
+"""Large jobs that recur in shared host memory, with the CPU's kernels in place of a device's."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from normserve.backends.cuda import backend as triton
+from normserve.backends.cuda import chunked_work
+from normserve.backends.cuda.chunked_work import Workspace
+from normserve.backends.cuda.device_work import Work
+from normserve.backends.cuda.streams import Pipeline
+from normserve.backends.launch import ResidentParameters
+from normserve.jobs.job import Batch, Lane, NormJob, Recurrence
+from normserve.memory.host_tensors import DType, HostTensor
+
+from tests.service.backends.cuda.no_device import HostStreams
+from tests.service.backends.cuda.test_host import FORWARD, backend, graphs, library, slabs
+from tests.service.jobs.fake_jobs import layer
+from tests.service.memory.host_tensors import back, host
+
+__all__ = ["backend", "graphs", "library", "slabs"]
+
+pytestmark = pytest.mark.parametrize("slabs", ["copied"], indirect=True)
+
+ROWS, COLS = 300, 32
+NBYTES = 4 * ROWS * COLS
+
+
+@pytest.fixture(autouse=True)
+def spaces(backend, graphs, monkeypatch):
+    """Two, as of a device, and jobs of some KiB are large."""
+    monkeypatch.setattr(chunked_work, "_CHUNK_BYTES", 4096)
+    monkeypatch.setattr(chunked_work, "_MOST_BYTES", 2**18)
+    monkeypatch.setattr(chunked_work, "_CALLS_BEFORE_CAPTURE", 3)
+    monkeypatch.setattr(chunked_work, "is_registered", lambda memory: not memory.readonly)
+    monkeypatch.setattr(triton, "is_in_reach", lambda job: False)
+    made = [Workspace(HostStreams(urgent=False), graphs, "cpu") for _ in range(2)]
+    backend._workspaces = iter(2 * made)
+    return made
+
+
+def job_in(memory, recurrence, registered=None, **changes):
+    x = HostTensor(DType.FLOAT32, (ROWS, COLS), memory[:NBYTES])
+    torch.frombuffer(x.data, dtype=torch.float32).normal_()
+    places = {
+        name: memory[start * NBYTES : (start + 1) * NBYTES] for start, name in enumerate(("y", "mean", "rstd"), 1)
+    }
+    spec = replace(FORWARD, **changes)
+    return NormJob(spec, {"x": x}, registered, places=places, recurrence=recurrence)
+
+
+@pytest.fixture
+def memory():
+    return memoryview(bytearray(4 * NBYTES))
+
+
+def run(backend, *jobs):
+    return backend.run(Batch(jobs, Lane.LARGE)).wait()
+
+
+def assert_right(execution, job):
+    (outputs,) = execution.outputs
+    assert execution.are_placed
+    x = back(job.x)
+    torch.testing.assert_close(back(outputs["y"]), torch.nn.functional.layer_norm(x, (COLS,)))
+    torch.testing.assert_close(back(outputs["mean"]), x.mean(1))
+    for name, tensor in outputs.items():
+        assert tensor.data.obj is job.places[name].obj
+
+
+def test_each_job_is_computed_of_what_lies_there_then_and_captured_in_the_end(backend, memory, library, graphs):
+    recurrence = Recurrence()
+    for number in range(6):
+        job = job_in(memory, recurrence)
+        assert_right(run(backend, job), job)
+        assert graphs.captured == (number >= 2)
+    assert graphs.replayed == 3
+    # In nine chunks.
+    assert len(library.written) == 9 * 6
+    assert isinstance(recurrence.prepared, Work)
+    assert backend.launches_at_once(Batch((job,), Lane.LARGE))
+    replay = backend.replay(recurrence)
+    assert len(replay.marks) == 9
+
+
+def test_jobs_take_turns_with_the_memory_of_the_device(backend, memory):
+    works = []
+    for _ in range(3):
+        recurrence = Recurrence()
+        run(backend, job_in(memory, recurrence))
+        works.append(recurrence.prepared)
+    first, second, third = (each.pipeline for each in works)
+    assert first is third
+    assert first is not second
+
+
+def test_parameters_of_layers_are_used(backend, memory):
+    weight, bias = torch.randn(COLS), torch.randn(COLS)
+    named = replace(layer(size=COLS), resident=ResidentParameters(weight, bias))
+    job = job_in(memory, Recurrence(), named)
+    (outputs,) = run(backend, job).outputs
+    torch.testing.assert_close(
+        back(outputs["y"]), torch.nn.functional.layer_norm(back(job.x), (COLS,), weight, bias)
+    )
+
+
+def test_stages_are_measured(backend, memory):
+    execution = run(backend, job_in(memory, Recurrence()))
+    assert execution.copy_in_s > 0
+    assert execution.kernel_s > 0
+    assert execution.copy_out_s >= 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"recurrence": None},
+        {"places": None},
+        {"may_overwrite": True},
+        {"tensors": {"x": host(torch.randn(ROWS, COLS))}, "places": {"y": memoryview(bytes(NBYTES))}},
+    ],
+    ids=["not to come again", "no place", "over x", "memory that is not registered"],
+)
+def test_what_is_computed_in_another_way(backend, memory, changes):
+    job = job_in(memory, Recurrence(), stats=False)
+    given = {name: getattr(job, name) for name in ("tensors", "places", "recurrence", "may_overwrite")} | changes
+    other = NormJob(job.spec, given["tensors"], None, given["may_overwrite"], given["places"], given["recurrence"])
+    assert chunked_work.chunked_work(other, None, iter(())) is None
+
+
+def test_what_does_not_fit_is_computed_in_another_way(backend, memory, spaces, monkeypatch):
+    monkeypatch.setattr(chunked_work, "_MOST_BYTES", 2 * NBYTES)
+    assert chunked_work.chunked_work(job_in(memory, Recurrence(), stats=False), None, iter(spaces)) is None
+
+
+def test_without_memory_of_the_device_jobs_are_computed_in_another_way(backend, memory, library, monkeypatch):
+    def refuse(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    place = Workspace(HostStreams(urgent=False), None, "cpu")
+    monkeypatch.setattr(torch, "empty", refuse)
+    for _ in range(2):
+        assert chunked_work.chunked_work(job_in(memory, Recurrence()), library, iter([place])) is None
+
+
+def test_the_thread_stays_on_the_stream_that_is_captured():
+    used = []
+
+    class Streams(HostStreams):
+        def use(self, stream):
+            used.append(stream)
+            return super().use(stream)
+
+    pipeline = Pipeline(Streams(urgent=False))
+    pipeline.put_parts(*[lambda part: None] * 3, parts=[1, 2], marks=pipeline.marks(2))
+    assert used[-1] is pipeline.compute_stream
