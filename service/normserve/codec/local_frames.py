@@ -56,7 +56,7 @@ class Located(msgspec.Struct, forbid_unknown_fields=True, frozen=True, gc=False)
     shape: Shape
 
 
-class Place(msgspec.Struct, forbid_unknown_fields=True, frozen=True, gc=False):
+class Place(msgspec.Struct, forbid_unknown_fields=True, frozen=True, order=True, gc=False):
     """Where a result is to be written, and how many bytes there are for it."""
 
     segment: Whole

@@ -17,6 +17,8 @@ from normserve.client.local.holes import Holes
 from normserve.codec.local_frames import Place
 from normserve.memory.segments import Segment
 
+_BYTES = np.dtype(np.uint8)
+
 # Whole cache lines keep neighbours apart, and kernels want tensors at multiples of 16 bytes.
 _ALIGNMENT = 64
 
@@ -27,18 +29,21 @@ _MOST_SIZES, _MOST_SPARE, _MOST_SPARE_BYTES = 8, 8, 2**20
 
 
 class Block(np.ndarray[tuple[int], np.dtype[np.uint8]]):
-    """Bytes of the arena that were taken.
+    """Bytes of the arena that were taken; an array whose base it is keeps it.
 
     Attributes:
         place: where they lie, as the protocol says it.
     """
 
+    __slots__ = ("home", "place")
+
+    home: "Arena"
     place: Place
-    home: "Arena | None" = None
 
     def __del__(self) -> None:
-        if self.home is not None:
-            self.home.note_return(self.place)
+        # A slice of it, which is of this class as well, has no home.
+        if (home := getattr(self, "home", None)) is not None:
+            home.note_return(self.place)
 
 
 class Part:
@@ -67,7 +72,7 @@ class Arena:
         self.nbytes = 0
         self._parts: dict[int, Part] = {}
         self._returned: deque[Place] = deque()
-        self._spare: dict[int, list[tuple[Part, Place]]] = {}
+        self._spare: dict[int, list[Place]] = {}
         self._lock = threading.Lock()
         self._taken = 0
         self._on_empty: Callable[[], None] | None = None
@@ -83,16 +88,15 @@ class Arena:
         Raises:
             ValueError: there is a segment of that number.
         """
-        memory = np.frombuffer(segment, np.uint8)
-        self._add(Part(number, memory, memory.__array_interface__["data"][0], len(segment)))
+        self._add(Part(number, segment, ctypes.addressof(ctypes.c_char.from_buffer(segment)), len(segment)))
 
     def take(self, nbytes: int) -> Block | None:
         """A block of at least so many bytes; None where there is no space."""
-        found = self._find(nbytes)
-        if found is None:
+        place = self._find(nbytes)
+        if place is None:
             return None
-        part, place = found
-        block = Block((place.nbytes,), np.uint8, part.memory, place.offset)
+        # Not in an array: numpy would take that for the base of arrays in the block, and they would not keep it.
+        block = Block((place.nbytes,), _BYTES, self._parts[place.segment].memory, place.offset)
         block.place = place
         block.home = self
         return block
@@ -108,39 +112,38 @@ class Arena:
             self._parts[part.number] = part
             self.nbytes += part.nbytes
 
-    def _find(self, nbytes: int) -> tuple[Part, Place] | None:
-        """A place of at least so many bytes, taken, and the segment that it is in."""
-        size = max(1, -(-nbytes // _ALIGNMENT)) * _ALIGNMENT
+    def _find(self, nbytes: int) -> Place | None:
+        """A place of at least so many bytes, taken."""
+        size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT or _ALIGNMENT
         with self._lock:
             self._collect()
-            found = self._pop_spare(size) or self._cut(size)
-            if found is None and self._spare:
-                self._give_up_spare()
-                found = self._cut(size)
-            if found is not None:
+            if free := self._spare.get(size):
+                place: Place | None = free.pop(0)
+                if not free:
+                    del self._spare[size]
+            else:
+                place = self._cut(size)
+                if place is None and self._spare:
+                    self._give_up_spare()
+                    place = self._cut(size)
+            if place is not None:
                 self._taken += 1
-        return found
+        return place
 
-    def _cut(self, size: int) -> tuple[Part, Place] | None:
+    def _cut(self, size: int) -> Place | None:
         for part in self._parts.values():
             start = part.holes.take(size)
             if start is not None:
-                return part, Place(part.number, start, size)
+                return Place(part.number, start, size)
         return None
-
-    def _pop_spare(self, size: int) -> tuple[Part, Place] | None:
-        free = self._spare.get(size)
-        if free is None:
-            return None
-        lowest = free.pop(0)
-        if not free:
-            del self._spare[size]
-        return lowest
 
     def _give_up_spare(self) -> None:
         while self._spare:
-            for part, place in self._spare.popitem()[1]:
-                _join(part, place)
+            for place in self._spare.popitem()[1]:
+                self._join(place)
+
+    def _join(self, place: Place) -> None:
+        self._parts[place.segment].holes.put(place.offset, place.offset + place.nbytes)
 
     def locate_address(self, address: int) -> tuple[int, int] | None:
         """As `locate`, of what begins at an address."""
@@ -181,24 +184,14 @@ class Arena:
     def _collect(self) -> None:
         while self._returned:
             place = self._returned.popleft()
-            returned = self._parts[place.segment], place
             free = self._spare.get(place.nbytes)
             if free is not None and len(free) < _MOST_SPARE:
-                bisect.insort(free, returned, key=_address_of)
+                bisect.insort(free, place)
             elif free is None and place.nbytes <= _MOST_SPARE_BYTES and len(self._spare) < _MOST_SIZES:
-                self._spare[place.nbytes] = [returned]
+                self._spare[place.nbytes] = [place]
             else:
-                _join(*returned)
+                self._join(place)
             self._taken -= 1
-
-
-def _address_of(free: tuple[Part, Place]) -> tuple[int, int]:
-    _, place = free
-    return place.segment, place.offset
-
-
-def _join(part: Part, place: Place) -> None:
-    part.holes.put(place.offset, place.offset + place.nbytes)
 
 
 def _address(data: memoryview) -> int:

@@ -93,11 +93,10 @@ class DeviceArena(Arena):
 
     def take_block(self, nbytes: int) -> DeviceBlock | None:
         """A block of at least so many bytes; None where there is no space."""
-        found = self._find(nbytes)
-        if found is None:
+        place = self._find(nbytes)
+        if place is None:
             return None
-        part, place = found
-        return DeviceBlock(self, place, part.address + place.offset)
+        return DeviceBlock(self, place, self._parts[place.segment].address + place.offset)
 
     def locate_tensor(self, tensor: Any) -> tuple[int, int] | None:
         """The segment and the offset at which a contiguous tensor lies; None of any other, and elsewhere."""

@@ -121,3 +121,32 @@ def test_blocks_that_wait_for_their_size_are_there_for_larger_ones(arena):
     gc.collect()
     whole = [arena.take(SEGMENT) for _ in range(2)]
     assert {block.place.segment for block in whole} == {3, 7}
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda block: np.ndarray((4, 4), np.float32, block),
+        lambda block: np.ndarray((4, 4), np.float32, block)[1:].view("<i4").T[1:],
+        lambda block: np.ndarray((4, 4), np.float32, block).data[1:],
+        lambda block: block[1:].data,
+    ],
+)
+def test_whatever_is_made_of_a_block_keeps_it(arena, view):
+    whole = [arena.take(SEGMENT) for _ in range(2)]
+    made = view(whole.pop())
+    gc.collect()
+    assert arena.take(1) is None
+    del made
+    gc.collect()
+    assert arena.take(1) is not None
+
+
+def test_a_block_does_not_return_with_a_slice_of_it(arena):
+    whole = [arena.take(SEGMENT) for _ in range(2)]
+    part = whole[0][:64]
+    whole[0][:64] = 1
+    assert part.sum() == 64
+    del part
+    gc.collect()
+    assert arena.take(1) is None
