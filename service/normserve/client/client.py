@@ -12,7 +12,7 @@ import numpy as np
 
 from normserve.client.calls import administration, arrays, operations
 from normserve.client.calls.call import Call
-from normserve.client.calls.several import Joined, is_several
+from normserve.client.calls.several import SEVERAL, Joined, first_of
 from normserve.client.connecting import Server, transport_to
 from normserve.client.deadlines import Deadline
 from normserve.client.errors import ClientError
@@ -29,9 +29,10 @@ def _operation(build: Callable[P, Call[R]]) -> "Callable[Concatenate[Client, P],
     def operation(self: "Client", /, *args: P.args, **kwargs: P.kwargs) -> R:
         transport = self._transport
         if isinstance(transport, LocalTransport):
-            if is_several(args, kwargs):
+            first = first_of(args, kwargs)
+            if type(first) in SEVERAL:
                 return self._run_joined(transport, build, Joined(build, args, kwargs))
-            return self._run_again(transport, build, args, kwargs)
+            return self._run_again(transport, first, build, args, kwargs)
         return self._run(build(*args, **kwargs))
 
     adopt(operation, build)
@@ -140,19 +141,26 @@ class Client:
             name: place.fill(self.empty(place.shape, place.dtype, device=place.device))
             for name, place in joined.places()
         }
-        return joined.divided(self._run_again(transport, build, (), joined.arguments(arguments)))
+        named = joined.arguments(arguments)
+        return joined.divided(self._run_again(transport, first_of((), named), build, (), named))
 
     def _run_again(
-        self, transport: LocalTransport, build: Callable[..., Call[R]], args: Sequence[Any], kwargs: dict[str, Any]
+        self,
+        transport: LocalTransport,
+        first: object,
+        build: Callable[..., Call[R]],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
     ) -> R:
         """What was asked before with tensors at the same places is not made anew."""
-        recurring = transport.recurring(arrays.kind_of_x(args, kwargs))
+        link = transport.usable_link()
+        recurring = None if link is None else link.recurring.of(first)
         key = None if recurring is None else recurring.key(build, args, kwargs)
-        if recurring is None or key is None:
+        if link is None or recurring is None or key is None:
             return self._run(build(*args, **kwargs))
 
         def exchange(deadline: Deadline) -> R:
-            known: R | None = transport.repeat(recurring, key, deadline)
+            known: R | None = transport.repeat(link, recurring, key, deadline)
             if known is not None:
                 return known
             call = build(*args, **kwargs)

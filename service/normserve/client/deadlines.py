@@ -20,6 +20,8 @@ def check_timeout(timeout_s: float | None) -> None:
 class Deadline:
     """The end of a call's time, which begins when this is made."""
 
+    __slots__ = ("_end", "_timeout_s")
+
     def __init__(self, timeout_s: float | None) -> None:
         """Args: timeout_s: all the time that there is; None is for ever."""
         self._timeout_s = timeout_s

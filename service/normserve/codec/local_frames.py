@@ -192,6 +192,16 @@ class Answer(msgspec.Struct, omit_defaults=True):
     retry_after_s: Whole | None = None
 
 
+class Reply(Answer, omit_defaults=True):
+    """An `Answer` as a client reads it.
+
+    Attributes:
+        results: encoded; `read_results` reads them.
+    """
+
+    results: msgspec.Raw = msgspec.Raw(b"{}")  # type: ignore[assignment]
+
+
 class Stages(msgspec.Struct, gc=False):
     """Milliseconds in the stages of an operation, as the server writes them."""
 
@@ -218,7 +228,10 @@ _messages = msgspec.json.Decoder(
     Message | Annotated[list[Message], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
 )
 _answers = msgspec.json.Decoder(Answer)
+_replies = msgspec.json.Decoder(Reply)
+_results = msgspec.json.Decoder(dict[str, Located])
 _encode = msgspec.json.Encoder().encode
+_NOT_AS_DECLARED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def read_messages(content: bytes) -> Sequence[Message]:
@@ -229,7 +242,7 @@ def read_messages(content: bytes) -> Sequence[Message]:
     """
     try:
         said = _messages.decode(content)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except _NOT_AS_DECLARED as error:
         raise MalformedPayloadError(f"the frame is not a valid message: {_quoted(str(error))}") from None
     return said if isinstance(said, list) else (said,)
 
@@ -242,8 +255,34 @@ def read_answer(content: bytes) -> Answer:
     """
     try:
         return _answers.decode(content)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise MalformedPayloadError(f"the frame is not a valid answer: {_quoted(str(error))}") from None
+    except _NOT_AS_DECLARED as error:
+        raise _malformed(error) from None
+
+
+def read_reply(content: bytes) -> Reply:
+    """As `read_answer`, but for the results."""
+    try:
+        return _replies.decode(content)
+    except _NOT_AS_DECLARED as error:
+        raise _malformed(error) from None
+
+
+def read_results(answer: Answer) -> dict[str, Located]:
+    """The results of an answer, or of a reply.
+
+    Raises:
+        MalformedPayloadError: they are anything else.
+    """
+    if not isinstance(answer, Reply):
+        return answer.results
+    try:
+        return _results.decode(answer.results)
+    except _NOT_AS_DECLARED as error:
+        raise _malformed(error) from None
+
+
+def _malformed(error: Exception) -> MalformedPayloadError:
+    return MalformedPayloadError(f"the frame is not a valid answer: {_quoted(str(error))}")
 
 
 def write(tag: int, message: Message | Answer | Done | msgspec.Raw | Sequence[Message]) -> bytes:

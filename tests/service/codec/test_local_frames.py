@@ -85,9 +85,28 @@ def test_an_answer_whose_results_are_encoded_already_is_an_answer():
     assert (tag, frames.read_answer(content)) == (9, expected)
 
 
+def test_a_reply_is_an_answer_whose_results_are_read_when_asked_for():
+    results = {"y": frames.Located(3, 64, "float16", (2, 5))}
+    answer = frames.Answer(200, "an-id", results, {"recv": 0.5}, 7, 1.5, 2, 4, "device", 9, 5, [1], {"a": 1}, 3)
+    reply = frames.read_reply(msgspec.json.encode(answer))
+    assert frames.read_results(reply) == frames.read_results(answer) == results
+    told = msgspec.structs.asdict(reply) | {"results": results}
+    assert told == msgspec.structs.asdict(answer)
+    assert frames.read_results(frames.read_reply(b'{"status":200}')) == {}
+
+
+@pytest.mark.parametrize("results", ["[]", '{"y":{}}', '{"y":{"segment":-1,"offset":0,"dtype":"x","shape":[]}}'])
+def test_results_of_a_reply_that_are_none_are_refused_when_asked_for(results):
+    reply = frames.read_reply(f'{{"status":200,"results":{results}}}'.encode())
+    with pytest.raises(MalformedPayloadError):
+        frames.read_results(reply)
+
+
 @pytest.mark.parametrize(
     "content", [b"", b"{}", b'{"status":"200"}', b"[" * 10_000, b'{"status":200,"segment":-1}']
 )
 def test_what_is_no_answer_is_refused(content):
     with pytest.raises(MalformedPayloadError):
         frames.read_answer(content)
+    with pytest.raises(MalformedPayloadError):
+        frames.read_reply(content)

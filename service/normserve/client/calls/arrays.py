@@ -7,8 +7,7 @@ import ctypes
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from enum import Enum
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -17,20 +16,6 @@ from normserve.client.calls.on_device import OnDevice, bytes_of
 from normserve.memory.host_tensors import FLOATS, DType, HostTensor
 
 T = TypeVar("T")
-
-
-class Kind(Enum):
-    """Of an array: whose type it has, and where it lies.
-
-    Attributes:
-        NUMPY: numpy's, or described memory.
-        TORCH: torch's, in host memory.
-        CUDA: torch's, in device memory.
-    """
-
-    NUMPY = "numpy"
-    TORCH = "torch"
-    CUDA = "cuda"
 
 
 _FLOATS = {dtype.value: dtype for dtype in FLOATS}
@@ -53,7 +38,7 @@ def to_host(name: str, value: object) -> HostTensor:
     """
     if isinstance(value, HostTensor):
         return value
-    if _is_torch(value):
+    if is_torch(value):
         return _from_torch(name, value)
     if isinstance(value, np.ndarray):
         return _from_numpy(name, value)
@@ -68,7 +53,7 @@ def from_host(tensor: HostTensor, like: T) -> T:
     """
     if isinstance(like, HostTensor):
         return cast(T, tensor)
-    return cast(T, _to_torch(tensor, like) if _is_torch(like) else _to_numpy(tensor))
+    return cast(T, _to_torch(tensor, like) if is_torch(like) else _to_numpy(tensor))
 
 
 def described_dtype(dtype: object) -> tuple[DType, bool]:
@@ -128,14 +113,6 @@ def empty_on(device: object, dtype: DType, shape: tuple[int, ...]) -> Any:
     return torch.empty(shape, dtype=getattr(torch, dtype.value), device=device)
 
 
-def kind_of_x(arguments: Sequence[object], named: Mapping[str, object]) -> Kind:
-    """The kind of an operation's first tensor, which its results have as well."""
-    first = arguments[0] if arguments else named.get("x")
-    if type(first) is np.ndarray or not _is_torch(first):
-        return Kind.NUMPY
-    return Kind.CUDA if cast(Any, first).is_cuda else Kind.TORCH
-
-
 def check_holds(like: object, dtype: str) -> None:
     """Refuse an element type that the kind of array `like` cannot hold, before anything is sent.
 
@@ -146,7 +123,8 @@ def check_holds(like: object, dtype: str) -> None:
         numpy_dtype(_NOT_OF_NUMPY[dtype])
 
 
-def _is_torch(value: object) -> bool:
+def is_torch(value: object) -> bool:
+    """Whether it is a tensor of torch, of any class."""
     torch: Any = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 

@@ -19,7 +19,8 @@ R = TypeVar("R")
 
 _signature = functools.cache(inspect.signature)
 
-_SEVERAL = (list, tuple)
+SEVERAL = (list, tuple)
+"""What an operation's first argument is where it is several tensors."""
 
 
 class Place(NamedTuple):
@@ -43,9 +44,9 @@ class Place(NamedTuple):
         return torch.cat([part.detach() for part in self.parts], out=memory)
 
 
-def is_several(arguments: Sequence[object], named: Mapping[str, object]) -> bool:
-    """Whether an operation's first argument is several tensors."""
-    return type(arguments[0] if arguments else named.get("x")) in _SEVERAL
+def first_of(arguments: Sequence[object], named: Mapping[str, object]) -> object:
+    """An operation's first tensor, or several tensors; None where there is none."""
+    return arguments[0] if arguments else named.get("x")
 
 
 class Joined:
@@ -71,7 +72,7 @@ class Joined:
             parts = self._arguments[name]
             if parts is None:
                 continue
-            if type(parts) not in _SEVERAL or len(parts) != len(self._counts) or not parts:
+            if type(parts) not in SEVERAL or len(parts) != len(self._counts) or not parts:
                 raise ValueError(f"{name} must be as many tensors as x, {len(self._counts)}, at least one")
             first = parts[0]
             for number, (part, count) in enumerate(zip(parts, self._counts, strict=True)):

@@ -43,7 +43,7 @@ class AsyncLink:
         self._loop = asyncio.get_running_loop()
         self._tags = itertools.count(1)
         # What a request uses, until it has its answer: the thread that waited for it may have given up.
-        self._used: dict[int, tuple[asyncio.Future[frames.Answer], object]] = {}
+        self._used: dict[int, tuple[asyncio.Future[frames.Reply], object]] = {}
         self._unsent = bytearray()
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.setblocking(False)
@@ -100,7 +100,7 @@ class AsyncLink:
         message: Message | msgspec.Raw,
         used: object = None,
         meanwhile: Callable[[], None] | None = None,
-    ) -> frames.Answer:
+    ) -> frames.Reply:
         """Send a message and wait for its answer.
 
         Args: as `link.Link.request`.
@@ -109,7 +109,7 @@ class AsyncLink:
             ConnectionFailedError, UnexpectedAnswerError: the connection has ended, or is of no more use.
         """
         tag = next(self._tags) % (TAGS - 1) + 1
-        answer: asyncio.Future[frames.Answer] = self._loop.create_future()
+        answer: asyncio.Future[frames.Reply] = self._loop.create_future()
         self._used[tag] = (answer, used)
         if self._offers.has_withdrawals:
             for number in self._offers.withdrawn():

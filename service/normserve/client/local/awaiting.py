@@ -7,7 +7,6 @@ from math import prod
 from typing import Any
 
 from normserve.client.answers.answer import Answer
-from normserve.client.calls.arrays import Kind
 from normserve.client.calls.call import Call
 from normserve.client.deadlines import Deadline
 from normserve.client.local.async_link import AsyncLink
@@ -47,26 +46,24 @@ class AsyncLocalTransport:
         except TimeoutError:
             raise deadline.error() from None
 
-    def recurring(self, kind: Kind) -> Recurring | None:
-        """As `LocalTransport.recurring`."""
+    def usable_link(self) -> AsyncLink | None:
+        """As `LocalTransport.usable_link`."""
         link = self._link
-        if link is None or not link.is_usable:
-            return None
-        return link.recurring.of(kind)
+        return link if link is not None and link.is_usable else None
 
-    async def repeat(self, recurring: Recurring, key: Hashable, deadline: Deadline) -> Any:
-        """As `LocalTransport.ask_again`."""
-        link = self._link
-        if link is None or recurring not in link.recurring:
+    async def repeat(self, link: AsyncLink, recurring: Recurring, key: Hashable, deadline: Deadline) -> Any:
+        """As `LocalTransport.repeat`."""
+        known = recurring.known.get(key)
+        if known is None or not link.is_open:
             return None
         try:
             async with deadline.ends():
-                if busy := recurring.busy(key):
+                if busy := recurring.busy():
                     await asyncio.to_thread(busy.wait)
-                again = recurring.begin(key)
+                again = recurring.begin(known)
                 if again is None:
                     return None
-                told = await link.request(again.content, again.blocks, again.make_results)
+                told = await link.request(again.content, again, again.make_results)
         except TimeoutError:
             raise deadline.error() from None
         return recurring.end(key, again, told, self._api_key)

@@ -7,7 +7,6 @@ from math import prod
 from typing import Any
 
 from normserve.client.answers.answer import Answer
-from normserve.client.calls.arrays import Kind
 from normserve.client.calls.call import Call
 from normserve.client.deadlines import Deadline
 from normserve.client.local.device_messages import prepare_on_device, taken_on_device, understood_on_device, x_of
@@ -38,28 +37,28 @@ class LocalTransport:
         prepared = link.filled(prepare(call, link.arena), deadline)
         return understood(link.request(prepared.message, deadline, prepared), prepared.results)
 
-    def recurring(self, kind: Kind) -> Recurring | None:
-        """Recurring calls with arrays of that kind over this connection; None before there can be any."""
+    def usable_link(self) -> Link | None:
+        """The connection, if there is one that can be used."""
         link = self._link
-        if link is None or not link.is_usable:
-            return None
-        return link.recurring.of(kind)
+        return link if link is not None and link.is_usable else None
 
-    def repeat(self, recurring: Recurring, key: Hashable, deadline: Deadline) -> Any:
+    def repeat(self, link: Link, recurring: Recurring, key: Hashable, deadline: Deadline) -> Any:
         """The result of a call that was answered before; None where that is not known.
+
+        Args: link, recurring: that it was answered on, and is known to.
 
         Raises:
             ClientError: there is no answer, or it is an error.
         """
-        link = self._link
-        if link is None or recurring not in link.recurring:
+        known = recurring.known.get(key)
+        if known is None or not link.is_open:
             return None
-        if busy := recurring.busy(key):
+        if busy := recurring.busy():
             busy.wait()
-        again = recurring.begin(key)
+        again = recurring.begin(known)
         if again is None:
             return None
-        told = link.request(again.content, deadline, again.blocks, again.make_results)
+        told = link.request(again.content, deadline, again, again.make_results)
         return recurring.end(key, again, told, self._api_key)
 
     def memory(self, nbytes: int, deadline: Deadline) -> memoryview:

@@ -40,6 +40,7 @@ class Link:
 
     Attributes:
         recurring: calls that are asked for again.
+        is_open: nothing has failed, and it is not given back.
     """
 
     def __init__(self, path: str, api_key: str | None, deadline: Deadline) -> None:
@@ -50,7 +51,7 @@ class Link:
         """
         self.arena = Arena()
         self.recurring = KindsOfRecurring(self.arena)
-        self._is_open = True
+        self.is_open = True
         self._pid = os.getpid()
         self._tags = itertools.count(1)
         self._sending = threading.Lock()
@@ -62,7 +63,7 @@ class Link:
         # What a request uses, until it has its answer: the thread that waited for it may have given up.
         self._used: dict[int, object] = {}
         self._given_up: set[int] = set()
-        self._answers: dict[int, frames.Answer] = {}
+        self._answers: dict[int, frames.Reply] = {}
         # Makes a new error for each caller: an error that was raised holds the frames that it went through.
         self._failure: Callable[[], ClientError] | None = None
         self._wait_s = _WAIT_S
@@ -86,7 +87,7 @@ class Link:
     @property
     def is_usable(self) -> bool:
         """Whether it is open, and this process's own: one that was forked has its parent's socket, and no other."""
-        return self._is_open and self._pid == os.getpid()
+        return self.is_open and self._pid == os.getpid()
 
     def request(
         self,
@@ -94,7 +95,7 @@ class Link:
         deadline: Deadline,
         used: object = None,
         meanwhile: Callable[[], None] | None = None,
-    ) -> frames.Answer:
+    ) -> frames.Reply:
         """Send a message and wait for its answer.
 
         Args:
@@ -114,10 +115,11 @@ class Link:
         try:
             self._send(frames.write(tag, in_current_span(message)), deadline)
             if meanwhile is not None:
-                self._do(meanwhile, tag)
+                meanwhile()
             return self._wait_for(tag, deadline)
-        except TimeoutError:
-            self._give_up(tag)
+        except BaseException:
+            if self.is_open:
+                self._give_up(tag)
             raise
 
     def filled(self, needs: Needs[_R], deadline: Deadline) -> _R:
@@ -176,14 +178,6 @@ class Link:
             answer = self.request(frames.Grow(sizes[1], memory), deadline)
         required(answer)
 
-    def _do(self, meanwhile: Callable[[], None], tag: int) -> None:
-        """Call it; if it raises, the answer is given up."""
-        try:
-            meanwhile()
-        except BaseException:
-            self._give_up(tag)
-            raise
-
     def _give_up(self, tag: int) -> None:
         """This answer is no longer wanted."""
         with self._lock:
@@ -198,10 +192,7 @@ class Link:
             rest: bytes | memoryview = frame
             while rest:
                 try:
-                    sent = self._socket.send(rest)
-                    if sent == len(rest):
-                        return
-                    rest = memoryview(rest)[sent:]
+                    rest = rest[self._socket.send(rest) :]
                 except BlockingIOError:
                     if deadline.is_over():
                         if len(rest) < len(frame):
@@ -211,7 +202,7 @@ class Link:
                     # The server may have said why it closed; the thread that receives reads that.
                     return
 
-    def _wait_for(self, tag: int, deadline: Deadline) -> frames.Answer:
+    def _wait_for(self, tag: int, deadline: Deadline) -> frames.Reply:
         lock, answers = self._lock, self._answers
         while True:
             with lock:
@@ -222,7 +213,7 @@ class Link:
                 if self._failure is not None:
                     raise self._failure()
                 self._is_receiving = True
-            found: list[tuple[int, frames.Answer]] = []
+            found: list[tuple[int, frames.Reply]] = []
             try:
                 found = self._receive(deadline)
             finally:
@@ -232,6 +223,9 @@ class Link:
                         self._take_in(other, answer)
                     if self._waiting:
                         self._state.notify_all()
+                    own = answers.pop(tag, None)
+            if own is not None:
+                return own
 
     def _sleep(self, deadline: Deadline) -> None:
         """Wait until the receiving thread has received something."""
@@ -242,7 +236,7 @@ class Link:
         finally:
             self._waiting -= 1
 
-    def _take_in(self, tag: int, answer: frames.Answer) -> None:
+    def _take_in(self, tag: int, answer: frames.Reply) -> None:
         if tag not in self._used:
             if not tag and answer.status >= 400:
                 self._fail(functools.partial(refusal_of, answer))
@@ -253,7 +247,7 @@ class Link:
         else:
             self._answers[tag] = answer
 
-    def _receive(self, deadline: Deadline) -> list[tuple[int, frames.Answer]]:
+    def _receive(self, deadline: Deadline) -> list[tuple[int, frames.Reply]]:
         """Answers, as soon as there are any."""
         while True:
             left_s = deadline.left_s()
@@ -283,7 +277,7 @@ class Link:
     def _fail(self, failure: Callable[[], ClientError]) -> ClientError:
         """The connection is of no more use; what clients see of its arena stays as it is."""
         self._failure = failure
-        self._is_open = False
+        self.is_open = False
         self._incoming.close()
         self._socket.close()
         return failure()
@@ -293,7 +287,7 @@ class Link:
         if not self.is_usable:
             self._socket.close()
             return
-        self._is_open = False
+        self.is_open = False
         with suppress(OSError):
             for number in [*self.arena.segments, *self._offers.given_up()]:
                 self._socket.send(frames.write(0, frames.Free(number)), socket.MSG_DONTWAIT)

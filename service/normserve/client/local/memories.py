@@ -1,8 +1,8 @@
 """The kinds of memory that a connection shares with the server, each with the arrays that lie in it."""
 
+import functools
 import sys
-from collections.abc import Hashable
-from math import prod
+from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
 import numpy as np
@@ -10,12 +10,14 @@ import numpy as np
 from normserve.client.calls import arrays
 from normserve.client.calls.on_device import OnDevice
 from normserve.client.local.arena import Arena, Block
-from normserve.client.local.device import Busy, DeviceArena
+from normserve.client.local.device import Busy, DeviceArena, DeviceBlock
 from normserve.codec.local_frames import ALIGNMENT, Place
 from normserve.memory.host_tensors import DType, HostTensor
 
-# Of others numpy finds the name slowly.
 _NUMPY = frozenset([np.dtype("<f4"), np.dtype("<f2")])
+
+# Elements of a torch tensor that numpy has no type for are counted in one of their size.
+_SIZED: dict[DType, np.dtype[Any]] = {DType.BFLOAT16: np.dtype("<i2"), DType.FLOAT8_E4M3FN: np.dtype("u1")}
 
 
 class Taken(Protocol):
@@ -40,8 +42,8 @@ class Memory(Protocol):
     def take(self, nbytes: int) -> Taken | None:
         """A block of at least so many bytes; None where there is no space."""
 
-    def tensor(self, block: Any, dtype: DType, shape: tuple[int, ...]) -> Any:
-        """An array for the caller in a block, which it keeps."""
+    def maker(self, dtype: DType, shape: tuple[int, ...]) -> Callable[[Any], Any]:
+        """What makes an array for the caller in a block, which the array keeps."""
 
     def busy(self) -> Busy | None:
         """What must end before the server may read what the caller has written, if anything."""
@@ -52,12 +54,10 @@ class _HostMemory:
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
+        self.take = arena.take
 
     def located(self, tensor: HostTensor) -> tuple[int, int] | None:
         return self._arena.locate(tensor.data)
-
-    def take(self, nbytes: int) -> Block | None:
-        return self._arena.take(nbytes)
 
     def busy(self) -> None:
         return None
@@ -67,14 +67,15 @@ class NumpyMemory(_HostMemory):
     """Memory of the host with numpy's arrays."""
 
     def described(self, value: Any) -> Hashable:
-        if type(value) is not np.ndarray or not value.flags.c_contiguous or value.dtype not in _NUMPY:
+        if type(value) is not np.ndarray or not value.flags.c_contiguous:
             return ()
-        found = self._arena.locate_address(arrays.address(value))
-        return () if found is None or found[1] % ALIGNMENT else (found, value.dtype, value.shape)
+        dtype = value.dtype
+        found = self._arena.locate_address(arrays.address(value)) if dtype in _NUMPY else None
+        return () if found is None or found[1] % ALIGNMENT else (found, dtype, value.shape)
 
-    def tensor(self, block: Block, dtype: DType, shape: tuple[int, ...]) -> Any:
-        # Through a memoryview, so that whatever is made of it keeps the block itself.
-        return np.frombuffer(block.data[: prod(shape) * dtype.itemsize], arrays.numpy_dtype(dtype)).reshape(shape)
+    def maker(self, dtype: DType, shape: tuple[int, ...]) -> Callable[[Block], Any]:
+        of_numpy = arrays.numpy_dtype(dtype)
+        return lambda block: np.ndarray(shape, of_numpy, block)
 
 
 class TorchMemory(_HostMemory):
@@ -92,10 +93,14 @@ class TorchMemory(_HostMemory):
         found = self._arena.locate_address(value.data_ptr())
         return () if found is None or found[1] % ALIGNMENT else (found, value.dtype, value.shape)
 
-    def tensor(self, block: Block, dtype: DType, shape: tuple[int, ...]) -> Any:
-        # Through a memoryview, as numpy's.
-        data = block.data[: prod(shape) * dtype.itemsize]
-        return self._torch.frombuffer(data, dtype=getattr(self._torch, dtype.label)).view(shape)
+    def maker(self, dtype: DType, shape: tuple[int, ...]) -> Callable[[Block], Any]:
+        # torch's own `frombuffer` knows no shape, and each view of a tensor takes as long as this.
+        from_numpy = self._torch.from_numpy
+        if dtype not in _SIZED:
+            of_numpy = arrays.numpy_dtype(dtype)
+            return lambda block: from_numpy(np.ndarray(shape, of_numpy, block))
+        sized, of_torch = _SIZED[dtype], getattr(self._torch, dtype.label)
+        return lambda block: from_numpy(np.ndarray(shape, sized, block)).view(of_torch)
 
 
 class CudaMemory:
@@ -106,7 +111,6 @@ class CudaMemory:
         torch: Any = sys.modules["torch"]
         self._types = frozenset([torch.Tensor, torch.nn.Parameter])
         self.take = arena.take_block
-        self.tensor = arena.tensor
         self.busy = arena.busy_stream
 
     def described(self, value: Any) -> Hashable:
@@ -114,6 +118,9 @@ class CudaMemory:
             return ()
         found = self._arena.locate_tensor(value)
         return () if found is None or found[1] % ALIGNMENT else (found, value.dtype, value.shape)
+
+    def maker(self, dtype: DType, shape: tuple[int, ...]) -> Callable[[DeviceBlock], Any]:
+        return functools.partial(self._arena.tensor, dtype=dtype, shape=shape)
 
     def located(self, tensor: HostTensor) -> tuple[int, int] | None:
         return self._arena.locate_tensor(tensor.tensor) if isinstance(tensor, OnDevice) else None

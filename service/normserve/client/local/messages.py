@@ -21,6 +21,7 @@ from normserve.client.results import Timing
 from normserve.client.trace_context import current_traceparent
 from normserve.codec import local_frames as frames
 from normserve.codec.local_frames import ALIGNMENT, Located, Message, Place
+from normserve.errors import MalformedPayloadError
 from normserve.memory.host_tensors import DType, HostTensor
 
 _LAYERS = "/v1/layers"
@@ -150,7 +151,7 @@ class LocalAnswer(Answer):
     @property
     def nbytes(self) -> int:
         """Of all results."""
-        told = self.told.results.values()
+        told = self._located().values()
         return sum(prod(each.shape) * DTYPES[each.dtype].itemsize for each in told if each.dtype in DTYPES)
 
     def content(self) -> list[memoryview]:
@@ -171,11 +172,17 @@ class LocalAnswer(Answer):
         Raises:
             UnexpectedAnswerError: the answer says what cannot be.
         """
-        return {name: self._tensor(name, each) for name, each in self.told.results.items()}
+        return {name: self._tensor(name, each) for name, each in self._located().items()}
 
     def timing(self) -> Timing:
         """What the server says about how it answered."""
         return timing_of(self.told)
+
+    def _located(self) -> dict[str, Located]:
+        try:
+            return frames.read_results(self.told)
+        except MalformedPayloadError as error:
+            raise UnexpectedAnswerError(f"the server sent a malformed answer: {error}") from None
 
     def _tensor(self, name: str, located: Located) -> HostTensor:
         dtype, block = DTYPES.get(located.dtype), self.blocks.get(name)

@@ -3,119 +3,178 @@
 How to wait for the device and for answers is the clients', each in its own way; all else is here.
 """
 
-import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import msgspec
+import numpy as np
 
 from normserve.client.answers.failures import api_error
-from normserve.client.calls.arrays import Kind
+from normserve.client.calls import arrays
 from normserve.client.calls.call import Call
 from normserve.client.local.arena import Arena
-from normserve.client.local.device import Busy, DeviceArena
+from normserve.client.local.device import DeviceArena
 from normserve.client.local.memories import CudaMemory, Memory, NumpyMemory, Taken, TorchMemory
 from normserve.client.local.messages import compute, timing_of, understood
 from normserve.codec import local_frames as frames
-from normserve.codec.local_frames import Located
+from normserve.codec.local_frames import Located, Place
+from normserve.errors import MalformedPayloadError
 from normserve.memory.host_tensors import DType
 
 _MOST_CALLS, _MOST_PLACES = 256, 16
+
+_TIMING = "timing"
 
 _PLAIN = frozenset([int, float, bool, str, type(None)])
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _Result:
+    """A tensor of a call's result.
+
+    Attributes:
+        name: in the API, and of the field that holds it.
+        position: of that field.
+        nbytes: that it needs.
+        make: makes it in a block.
+    """
+
+    name: str
+    position: int
+    nbytes: int
+    dtype: str
+    shape: tuple[int, ...]
+    make: Callable[[Any], Any]
+
+
+@dataclass(slots=True)
+class Asked:
+    """A call with places for its results.
+
+    Attributes:
+        content: the message, encoded.
+        results: as the last answer that was understood told them, encoded; an answer that says the same is as good.
+    """
+
+    content: msgspec.Raw
+    results: msgspec.Raw | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
     """A call that was answered once.
 
     Attributes:
         message: without places for the results.
-        results: of each its name, its bytes, its dtype and its shape.
-        make: what the client makes of them.
-        contents: the message as it is sent, by the places of its results.
+        kind: of what the client makes of the answer, a dataclass.
+        fields, timing: how many fields that has, and the position of `timing`.
+        results: the tensors in it.
+        asked: what is sent, by the places of the results.
     """
 
     message: frames.Message
-    results: Sequence[tuple[str, int, DType, tuple[int, ...]]]
-    make: Callable[..., Any]
-    contents: dict[Hashable, msgspec.Raw] = field(default_factory=dict)
+    kind: Callable[..., Any]
+    fields: int
+    timing: int
+    results: Sequence[_Result]
+    asked: dict[tuple[Place, ...], Asked] = field(default_factory=dict)
 
-    def content(self, blocks: Sequence[Taken]) -> msgspec.Raw:
-        """The message with these places."""
-        key = tuple([(block.place.segment, block.place.offset) for block in blocks])
-        known = self.contents.get(key)
-        if known is None:
-            if len(self.contents) >= _MOST_PLACES:
-                self.contents.clear()
-            places = {name: block.place for (name, *_), block in zip(self.results, blocks, strict=True)}
-            whole = msgspec.structs.replace(self.message, results=places)
-            known = self.contents[key] = msgspec.Raw(msgspec.json.encode(whole))
-        return known
+    def at(self, places: tuple[Place, ...]) -> Asked:
+        """The call with its results at these places."""
+        asked = self.asked.get(places)
+        if asked is None:
+            if len(self.asked) >= _MOST_PLACES:
+                self.asked.clear()
+            named = {result.name: place for result, place in zip(self.results, places, strict=True)}
+            whole = msgspec.structs.replace(self.message, results=named)
+            asked = self.asked[places] = Asked(msgspec.Raw(msgspec.json.encode(whole)))
+        return asked
+
+    def fits(self, told: frames.Reply) -> bool:
+        """Whether an answer's results are what they were before."""
+        try:
+            located = frames.read_results(told)
+        except MalformedPayloadError:
+            return False
+        found = {name: (each.dtype, each.shape) for name, each in located.items()}
+        return found == {result.name: (result.dtype, result.shape) for result in self.results}
 
 
 class Again:
-    """A call that is asked for again: what is sent, and what to make of the answer.
+    """A call that is asked for again: what is sent, and what to make of the answer.  It keeps the results' memory.
 
     Attributes:
         content: the message, encoded.
-        blocks: where the results will lie.
     """
 
-    __slots__ = ("_found", "_known", "_memory", "blocks", "content")
+    __slots__ = ("_asked", "_blocks", "_fields", "_known", "content")
 
-    def __init__(self, memory: Memory, known: _Known, blocks: Sequence[Taken]) -> None:
-        self._memory = memory
+    def __init__(self, known: Known, blocks: Sequence[tuple[_Result, Taken]], asked: Asked) -> None:
         self._known = known
-        self._found: dict[str, Any] = {}
-        self.blocks = blocks
-        self.content = known.content(blocks)
+        self._blocks = blocks
+        self._asked = asked
+        self._fields: list[Any] = [None] * known.fields
+        self.content = asked.content
 
     def make_results(self) -> None:
         """Make the results' tensors, while the server computes what they hold."""
-        for (name, _, dtype, shape), block in zip(self._known.results, self.blocks, strict=True):
-            self._found[name] = self._memory.tensor(block, dtype, shape)
+        for result, block in self._blocks:
+            self._fields[result.position] = result.make(block)
 
-    def fits(self, told: frames.Answer) -> bool:
-        """Whether an answer is what it was before."""
-        return told.status == 200 and _are_as_known(told.results, self._known)
-
-    def result(self, told: frames.Answer) -> Any:
-        """The call's result, of an answer that fits."""
-        return self._known.make(**self._found, timing=timing_of(told))
+    def result(self, told: frames.Reply) -> Any:
+        """The call's result; None where the answer is not what it was before."""
+        known = self._known
+        if told.status != 200:
+            return None
+        if told.results != self._asked.results:
+            if not known.fits(told):
+                return None
+            # A copy, because what was read keeps all of the answer.
+            self._asked.results = msgspec.Raw(bytes(told.results))
+        self._fields[known.timing] = timing_of(told)
+        return known.kind(*self._fields)
 
 
 class Recurring:
-    """Those of one connection with arrays of one kind."""
+    """Those of one connection with arrays of one kind.
+
+    Attributes:
+        known: what is known of calls, by their keys: `busy`, and then `begin`, ask for one again.
+        busy: what must be waited for before that, if there is anything.
+    """
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
-        self._known: dict[Hashable, _Known] = {}
+        self._take = memory.take
+        self.busy = memory.busy
+        self.known: dict[Hashable, Known] = {}
 
     def key(self, build: Callable[..., object], arguments: Sequence[Any], named: Mapping[str, Any]) -> Hashable:
         """What calls have in common that differ in nothing but what their tensors hold; None of other calls."""
+        described = self._memory.described
         parts: list[Hashable] = [build]
         for value in arguments:
-            kind = type(value)
-            said = (kind, value) if kind in _PLAIN else self._said(kind, value)
+            said = described(value) or self._said(value)
             if not said:
                 return None
             parts.append(said)
         for name, value in named.items():
             if value is not None:
-                kind = type(value)
-                said = (kind, value) if kind in _PLAIN else self._said(kind, value)
+                said = described(value) or self._said(value)
                 if not said:
                     return None
                 parts += (name, said)
         return tuple(parts)
 
-    def _said(self, kind: type, value: Any) -> Hashable:
-        """A tensor, or of a chain several tensors or names; () of anything else."""
+    def _said(self, value: Any) -> Hashable:
+        """A plain value, or of a chain several tensors or names; () of anything else."""
+        kind = type(value)
+        if kind in _PLAIN:
+            return kind, value
         if kind is not list and kind is not tuple:
-            return self._memory.described(value)
+            return ()
         parts = []
         for each in value:
             said = (type(each), each) if each is None or type(each) is str else self._memory.described(each)
@@ -124,24 +183,18 @@ class Recurring:
             parts.append(said)
         return (kind, *parts)
 
-    def busy(self, key: Hashable) -> Busy | None:
-        """What must be waited for before a call is asked for again, if it is known, and if there is anything."""
-        return self._memory.busy() if key in self._known else None
-
-    def begin(self, key: Hashable) -> Again | None:
-        """Ask for a call again; None where nothing is known of it, or it needs more than was needed before."""
-        known = self._known.get(key)
-        if known is None:
-            return None
-        blocks = []
-        for _, nbytes, _, _ in known.results:
-            block = self._memory.take(nbytes)
+    def begin(self, known: Known) -> Again | None:
+        """Ask for a call again; None where it needs more memory than there is."""
+        blocks, places = [], []
+        for result in known.results:
+            block = self._take(result.nbytes)
             if block is None:
                 return None
-            blocks.append(block)
-        return Again(self._memory, known, blocks)
+            blocks.append((result, block))
+            places.append(block.place)
+        return Again(known, blocks, known.at(tuple(places)))
 
-    def end(self, key: Hashable, again: Again, told: frames.Answer, api_key: str | None) -> Any:
+    def end(self, key: Hashable, again: Again, told: frames.Reply, api_key: str | None) -> Any:
         """The call's result; None where it is not what it was before, and must be asked for anew.
 
         Args: api_key: what no error may repeat.
@@ -149,9 +202,10 @@ class Recurring:
         Raises:
             ApiError: the server refused.
         """
-        if again.fits(told):
-            return again.result(told)
-        self._known.pop(key, None)
+        result = again.result(told)
+        if result is not None:
+            return result
+        self.known.pop(key, None)
         if told.status < 400:
             return None
         refused = understood(told, {})
@@ -164,24 +218,26 @@ class Recurring:
         located = {}
         for name, tensor in call.tensors.items():
             there = self._memory.located(tensor)
-            assert there is not None
+            if there is None:
+                # The connection has ended, and its arena with it.
+                return
             located[name] = Located(*there, tensor.dtype.label, tensor.shape)
-        names = [name for name in result.__slots__ if name != "timing"]
-        found = {name: getattr(result, name) for name in names}
+        names = [each.name for each in fields(result)]
         results = []
-        for name, tensor in found.items():
-            if tensor is None:
+        for position, name in enumerate(names):
+            tensor = getattr(result, name)
+            if tensor is None or name == _TIMING:
                 continue
             dtype, shape = DType(str(tensor.dtype).removeprefix("torch.")), tuple(tensor.shape)
             if 0 in shape:
                 return
-            results.append((name, prod(shape) * dtype.itemsize, dtype, shape))
-        if len(self._known) >= _MOST_CALLS:
-            self._known.clear()
-        absent = {name: None for name, tensor in found.items() if tensor is None}
-        kind: Callable[..., Any] = type(result)
+            make = self._memory.maker(dtype, shape)
+            results.append(_Result(name, position, prod(shape) * dtype.itemsize, dtype.label, shape, make))
+        if len(self.known) >= _MOST_CALLS:
+            self.known.clear()
         # Not the call, which has its tensors.
-        self._known[key] = _Known(compute(call, located, {}), results, functools.partial(kind, **absent))
+        message, timing = compute(call, located, {}), names.index(_TIMING)
+        self.known[key] = Known(message, type(result), len(names), timing, results)
 
 
 class KindsOfRecurring:
@@ -190,30 +246,24 @@ class KindsOfRecurring:
     def __init__(self, arena: Arena) -> None:
         """Args: arena: in host memory."""
         self._arena = arena
-        self._found = {Kind.NUMPY: Recurring(NumpyMemory(arena))}
+        self._numpy = Recurring(NumpyMemory(arena))
+        self._torch: Recurring | None = None
+        self._cuda: Recurring | None = None
 
-    def of(self, kind: Kind) -> Recurring | None:
-        """Those of one kind; None of `Kind.CUDA` before `share_device`."""
-        found = self._found.get(kind)
-        if found is None and kind is Kind.TORCH:
+    def of(self, x: object) -> Recurring | None:
+        """Those of the kind that x is; None of no array, and of a tensor on a device before `share_device`."""
+        if type(x) is np.ndarray:
+            return self._numpy
+        if not arrays.is_torch(x):
+            return None
+        if cast(Any, x).is_cuda:
+            return self._cuda
+        if self._torch is None:
             # Only now, because torch is imported only by callers that use it.
-            found = self._found[kind] = Recurring(TorchMemory(self._arena))
-        return found
+            self._torch = Recurring(TorchMemory(self._arena))
+        return self._torch
 
     def share_device(self, arena: DeviceArena) -> None:
         """Tensors in device memory can recur from now on."""
-        if Kind.CUDA not in self._found:
-            self._found[Kind.CUDA] = Recurring(CudaMemory(arena))
-
-    def __contains__(self, recurring: Recurring) -> bool:
-        return recurring in self._found.values()
-
-
-def _are_as_known(told: Mapping[str, Located], known: _Known) -> bool:
-    if len(told) != len(known.results):
-        return False
-    for name, _, dtype, shape in known.results:
-        located = told.get(name)
-        if located is None or located.dtype != dtype.label or located.shape != shape:
-            return False
-    return True
+        if self._cuda is None:
+            self._cuda = Recurring(CudaMemory(arena))

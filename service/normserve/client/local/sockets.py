@@ -34,7 +34,7 @@ class Incoming:
         # Of segments in a device's memory: the number, the descriptor, which stays the caller's, and the bytes.
         self.on_device_segment: Callable[[int, int, int], None] = _unasked
 
-    def receive(self) -> list[tuple[int, frames.Answer]]:
+    def receive(self) -> list[tuple[int, frames.Reply]]:
         """What one call of the system brings: answers by their tags.
 
         Raises:
@@ -48,33 +48,36 @@ class Incoming:
                 self._descriptors += struct.unpack(f"{len(rights) // _INT}i", rights[: len(rights) // _INT * _INT])
         if not data:
             raise ConnectionFailedError("the server closed the connection")
+        found = []
         try:
-            return [self._answer(*frame) for frame in self._frames.feed(data)]
+            for tag, content in self._frames.feed(data):
+                answer = frames.read_reply(content)
+                if answer.segment is not None:
+                    self._take_segment(answer.segment, answer)
+                found.append((tag, answer))
         except (NormserveError, ValueError) as error:
             raise UnexpectedAnswerError(f"the server sent a malformed answer: {error}") from None
         finally:
             if self._descriptors and (flags & _WERE_CUT or not self._frames.is_within):
                 self.close()
+        return found
 
     def close(self) -> None:
         """Close descriptors that came and belong to no answer."""
         while self._descriptors:
             os.close(self._descriptors.popleft())
 
-    def _answer(self, tag: int, content: bytes) -> tuple[int, frames.Answer]:
-        answer = frames.read_answer(content)
-        if answer.segment is not None:
-            if not self._descriptors:
-                raise ValueError("a segment arrived without its descriptor")
-            descriptor = self._descriptors.popleft()
-            try:
-                if answer.device:
-                    self.on_device_segment(answer.segment, descriptor, answer.nbytes)
-                else:
-                    self._arena.add(answer.segment, map_segment(descriptor))
-            finally:
-                os.close(descriptor)
-        return tag, answer
+    def _take_segment(self, number: int, answer: frames.Reply) -> None:
+        if not self._descriptors:
+            raise ValueError("a segment arrived without its descriptor")
+        descriptor = self._descriptors.popleft()
+        try:
+            if answer.device:
+                self.on_device_segment(number, descriptor, answer.nbytes)
+            else:
+                self._arena.add(number, map_segment(descriptor))
+        finally:
+            os.close(descriptor)
 
 
 def _unasked(number: int, descriptor: int, nbytes: int) -> None:

@@ -5,16 +5,20 @@ from normserve.codec import local_frames as frames
 
 
 class FakeLink:
-    """Answers with the results where they are wanted, as `shape` says."""
+    """Answers with the results where they are wanted, as `shape` says, or with what is `written` in their place."""
 
     def __init__(self) -> None:
         self.asked: list[frames.Compute] = []
         self.status, self.shape = 200, (4, 256)
+        self.written: bytes | None = None
 
     def request(self, recurring, key):
         """What the clients do, each in its own way."""
-        recurring.busy(key)
-        again = recurring.begin(key)
+        known = recurring.known.get(key)
+        if known is None:
+            return None
+        recurring.busy()
+        again = recurring.begin(known)
         if again is None:
             return None
         told = self._answer(msgspec.json.decode(bytes(again.content), type=frames.Compute))
@@ -24,7 +28,8 @@ class FakeLink:
     def _answer(self, asked):
         self.asked.append(asked)
         if self.status >= 400:
-            return frames.Answer(self.status, "id", problem={"code": "overloaded", "detail": "the key"})
+            return frames.Reply(self.status, "id", problem={"code": "overloaded", "detail": "the key"})
         place = asked.results["y"]
         found = {"y": frames.Located(place.segment, place.offset, "float32", self.shape)}
-        return frames.Answer(self.status, "id", results=found, stages_ms={"kernel": 1.0}, kernel_bytes=7)
+        results = msgspec.Raw(self.written or msgspec.json.encode(found))
+        return frames.Reply(self.status, "id", results=results, stages_ms={"kernel": 1.0}, kernel_bytes=7)

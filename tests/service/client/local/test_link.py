@@ -90,6 +90,57 @@ def test_what_follows_a_frame_that_was_cut_is_not_sent(tmp_path):
             link._socket.close()
 
 
+class StopError(Exception):
+    """Raised by the test."""
+
+
+def test_an_answer_is_taken_back_when_what_is_done_meanwhile_raises(tmp_path):
+    heard = []
+
+    def answer(connected, tag, message):
+        heard.append((tag, message))
+        if isinstance(message, frames.Cancel):
+            connected.sendall(frames.write(message.request, frames.Answer(409)))
+        elif isinstance(message, frames.Layers):
+            connected.sendall(frames.write(tag, frames.Answer(200, document="layers")))
+
+    def stop():
+        raise StopError
+
+    path = str(tmp_path / "socket")
+    with serving(path, answer):
+        link = Link(path, None, Deadline(20))
+        try:
+            with pytest.raises(StopError):
+                link.request(frames.Info(), Deadline(20), meanwhile=stop)
+            assert link.request(frames.Layers(), Deadline(20)).document == "layers"
+            assert [message for _, message in heard[:2]] == [frames.Info(), frames.Cancel(heard[0][0])]
+            assert not link._used
+            assert not link._answers
+            assert not link._given_up
+        finally:
+            link._socket.close()
+
+
+def test_malformed_results_are_no_answer(tmp_path):
+    def answer(connected, tag, message):
+        if isinstance(message, frames.Grow):
+            descriptor, _ = make_segment(2**22, Segment)
+            rights = struct.pack("i", descriptor)
+            frame = frames.write(tag, frames.Answer(200, segment=0))
+            connected.sendmsg([frame], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+            os.close(descriptor)
+        else:
+            connected.sendall(frames.write(tag, msgspec.Raw(b'{"status":200,"results":{"y":{}}}')))
+
+    path = str(tmp_path / "socket")
+    with serving(path, answer), Client(f"unix://{path}", retries=RetryPolicy(tries=1)) as client:
+        x = client.empty((4, 4))
+        with pytest.raises(UnexpectedAnswerError, match="malformed"):
+            client.layer_norm(x)
+        del x
+
+
 def ask(link, message, timeout_s):
     try:
         link.request(message, Deadline(timeout_s))

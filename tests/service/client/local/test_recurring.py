@@ -4,21 +4,21 @@ import gc
 import weakref
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from normserve.client.calls import operations
-from normserve.client.calls.arrays import Kind
 from normserve.client.calls.on_device import OnDevice
 from normserve.client.errors import OverloadedError
 from normserve.client.local import device
 from normserve.client.local.arena import Arena
 from normserve.client.local.device import DeviceArena
-from normserve.client.local.memories import CudaMemory, NumpyMemory
+from normserve.client.local.memories import CudaMemory
 from normserve.client.local.recurring import KindsOfRecurring, Recurring
 from normserve.client.results import ForwardResult, Timing
 from normserve.codec import local_frames as frames
 from normserve.memory.device_segments import Device
-from normserve.memory.host_tensors import DType
+from normserve.memory.host_tensors import DType, HostTensor
 
 from tests.service.client.local.fake_cuda import FakeTorch
 from tests.service.client.local.fake_link import FakeLink
@@ -115,6 +115,41 @@ def test_answers_that_changed_are_asked_for_anew(recurring, arena):
         assert FakeLink().request(recurring, key) is None
 
 
+@pytest.mark.parametrize(
+    "written",
+    [
+        b'{"y": {"shape": [4, 256], "dtype": "float32", "offset": 1, "segment": 3}}',
+        b'{"y":{"segment":4,"offset":64,"dtype":"float32","shape":[4,256]}}',
+    ],
+)
+def test_results_that_are_told_in_other_words_are_the_same(recurring, arena, written):
+    key = learnt(recurring, arena, shown(arena))
+    link = FakeLink()
+    link.written = written
+    assert all(link.request(recurring, key) is not None for _ in range(3))
+    link.written = None
+    assert link.request(recurring, key) is not None
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        b"{}",
+        b"[]",
+        b'{"y":{}}',
+        b'{"z":{"segment":3,"offset":0,"dtype":"float32","shape":[4,256]}}',
+        b'{"y":{"segment":3,"offset":0,"dtype":"float16","shape":[4,256]}}',
+    ],
+)
+def test_results_that_are_others_are_asked_for_anew(recurring, arena, written):
+    key = learnt(recurring, arena, shown(arena))
+    link = FakeLink()
+    assert link.request(recurring, key) is not None
+    link.written = written
+    assert link.request(recurring, key) is None
+    assert FakeLink().request(recurring, key) is None
+
+
 def test_a_refusal_is_the_callers_and_the_call_is_learnt_anew(recurring, arena):
     key = learnt(recurring, arena, shown(arena))
     link = FakeLink()
@@ -150,10 +185,12 @@ def test_an_arena_that_is_full_is_the_slow_ways_to_enlarge(recurring, arena):
 
 def test_each_kind_of_arrays_has_its_own_recurring_calls(arena):
     kinds = KindsOfRecurring(Arena())
-    assert kinds.of(Kind.CUDA) is None
+    on_device = shown(arena)
+    assert kinds.of(on_device) is None
     kinds.share_device(arena)
-    found = [kinds.of(kind) for kind in Kind]
-    assert [kinds.of(kind) for kind in Kind] == found
-    assert len(set(map(id, found))) == len(Kind)
-    assert all(each in kinds for each in found)
-    assert Recurring(NumpyMemory(Arena())) not in kinds
+    first = [np.ones(1), torch.ones(1), on_device]
+    found = [kinds.of(x) for x in first]
+    assert [kinds.of(x) for x in first] == found
+    assert len(set(map(id, found))) == len(first)
+    for other in (None, "x", np.float32(1), HostTensor(DType.FLOAT32, (), memoryview(bytes(4)))):
+        assert kinds.of(other) is None

@@ -12,6 +12,7 @@ from normserve.client.local.memories import NumpyMemory, TorchMemory
 from normserve.client.local.recurring import Recurring
 from normserve.client.results import ForwardResult, Timing
 from normserve.codec import local_frames as frames
+from normserve.memory.host_tensors import DType
 from normserve.memory.segments import Segment, make_segment
 
 from tests.service.client.local.fake_link import FakeLink
@@ -121,6 +122,23 @@ def test_tensors_in_host_memory_are_asked_for_again(in_torch):
     assert in_torch.arena.locate_address(result.y.data_ptr()) == (5, asked.results["y"].offset)
     result.y.fill_(1)
     assert (x == 3).all()
+
+
+@pytest.mark.parametrize("dtype", list(DType))
+def test_results_in_torch_are_of_every_type_and_keep_their_block(in_torch, dtype):
+    arena = in_torch.arena
+    block = arena.take(8 * dtype.itemsize)
+    place = block.place
+    y = TorchMemory(arena).maker(dtype, (2, 4))(block)
+    assert (y.dtype, y.shape, y.is_contiguous()) == (getattr(torch, dtype.label), (2, 4), True)
+    y.view(torch.uint8).fill_(1)
+    assert block[: 8 * dtype.itemsize].sum() == 8 * dtype.itemsize
+    del block
+    row = y[1].detach()
+    del y
+    assert arena.take(place.nbytes).place != place
+    del row
+    assert arena.take(place.nbytes).place == place
 
 
 def test_a_result_in_torch_keeps_its_block_and_nothing_else_does(in_torch):
