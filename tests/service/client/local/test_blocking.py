@@ -1,14 +1,33 @@
-"""The blocking client's calls that come again when their connection has ended meanwhile."""
+"""Calls of the blocking client that come again."""
 
-from types import SimpleNamespace
+from normserve.client import Client, RetryPolicy
+from normserve.codec import local_frames as frames
 
-from normserve.client.deadlines import Deadline
-from normserve.client.local.blocking import LocalTransport
+from tests.service.client.local.test_link import send_segment, serving
 
 
-def test_a_call_is_not_repeated_on_a_connection_that_has_ended():
-    # The next attempt connects anew in place of failing as the one before.
-    transport = LocalTransport("/nowhere", None)
-    recurring = SimpleNamespace(known={"key": object()})
-    assert transport.repeat(SimpleNamespace(is_open=False), recurring, "key", Deadline(1)) is None
-    assert transport.usable_link() is None
+def test_a_call_that_was_known_connects_anew_where_its_connection_ends(tmp_path):
+    computed = []
+
+    def answer(connected, tag, message):
+        if isinstance(message, frames.Grow):
+            send_segment(connected, tag)
+        elif isinstance(message, frames.Compute):
+            computed.append(message)
+            if len(computed) == 3:
+                return True
+            place = message.results["y"]
+            results = {"y": frames.Located(place.segment, place.offset, "float32", (4, 4))}
+            connected.sendall(frames.write(tag, frames.Answer(200, "id", results, {"recv": 0.5})))
+        return False
+
+    path = str(tmp_path / "socket")
+    retries = RetryPolicy(tries=2, first_pause_s=0.001)
+    with serving(path, answer, connections=2), Client(f"unix://{path}", retries=retries) as client:
+        x = client.empty((4, 4))
+        for _ in range(4):
+            result = client.layer_norm(x)
+            assert result.y.shape == (4, 4)
+            assert result.timing.stages_ms == {"recv": 0.5}
+        assert len(computed) == 5
+        del x, result

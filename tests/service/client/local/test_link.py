@@ -18,23 +18,30 @@ LONG = {str(number): frames.Located(0, 0, "x" * 200, (1,)) for number in range(2
 
 
 @contextmanager
-def serving(path, answer):
-    """A server of one connection; `answer(connection, tag, message)` is told of each message after hello."""
+def serving(path, answer, connections=1):
+    """A server, of one connection after another; `answer(connection, tag, message)` is told of all but hellos.
+
+    It returns whether the connection ends.
+    """
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen()
 
-    def serve():
-        connected, _ = listener.accept()
+    def converse(connected):
         found = frames.Frames(2**30)
-        with connected, suppress(OSError):
-            while data := connected.recv(2**16):
-                for tag, content in found.feed(data):
-                    (message,) = frames.read_messages(content)
-                    if isinstance(message, frames.Hello):
-                        connected.sendall(frames.write(tag, frames.Answer(200, document={})))
-                    elif answer(connected, tag, message):
-                        return
+        while data := connected.recv(2**16):
+            for tag, content in found.feed(data):
+                (message,) = frames.read_messages(content)
+                if isinstance(message, frames.Hello):
+                    connected.sendall(frames.write(tag, frames.Answer(200, document={})))
+                elif answer(connected, tag, message):
+                    return
+
+    def serve():
+        for _ in range(connections):
+            connected, _ = listener.accept()
+            with connected, suppress(OSError):
+                converse(connected)
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -45,14 +52,19 @@ def serving(path, answer):
         thread.join(20)
 
 
+def send_segment(connected, tag):
+    """What answers a request for memory."""
+    descriptor, _ = make_segment(2**22, Segment)
+    rights = struct.pack("i", descriptor)
+    frame = frames.write(tag, frames.Answer(200, segment=0))
+    connected.sendmsg([frame], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+    os.close(descriptor)
+
+
 def test_a_segment_whose_number_came_before_is_no_answer(tmp_path):
     # Its places would be those of another, which somebody has.
     def answer(connected, tag, message):
-        descriptor, _ = make_segment(2**22, Segment)
-        rights = struct.pack("i", descriptor)
-        frame = frames.write(tag, frames.Answer(200, segment=0))
-        connected.sendmsg([frame], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
-        os.close(descriptor)
+        send_segment(connected, tag)
 
     path = str(tmp_path / "socket")
     with serving(path, answer), Client(f"unix://{path}", retries=RetryPolicy(tries=1)) as client:
@@ -125,11 +137,7 @@ def test_an_answer_is_taken_back_when_what_is_done_meanwhile_raises(tmp_path):
 def test_malformed_results_are_no_answer(tmp_path):
     def answer(connected, tag, message):
         if isinstance(message, frames.Grow):
-            descriptor, _ = make_segment(2**22, Segment)
-            rights = struct.pack("i", descriptor)
-            frame = frames.write(tag, frames.Answer(200, segment=0))
-            connected.sendmsg([frame], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
-            os.close(descriptor)
+            send_segment(connected, tag)
         else:
             connected.sendall(frames.write(tag, msgspec.Raw(b'{"status":200,"results":{"y":{}}}')))
 
