@@ -40,7 +40,7 @@ class LocalTransport:
     def usable_link(self) -> Link | None:
         """The connection, if there is one that can be used."""
         link = self._link
-        return link if link is not None and link.is_usable else None
+        return None if link is None or not link.is_usable else link
 
     def repeat(self, link: Link, recurring: Recurring, key: Hashable, deadline: Deadline) -> Any:
         """The result of a call that was answered before; None where that is not known.

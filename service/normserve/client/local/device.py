@@ -104,17 +104,26 @@ class DeviceArena(Arena):
 
     def tensor(self, block: DeviceBlock, dtype: DType, shape: tuple[int, ...]) -> Any:
         """A tensor in a block, which it keeps."""
-        torch = self._torch
-        if not math.prod(shape):
-            return torch.empty(shape, dtype=getattr(torch, dtype.label), device=self._name)
-        block.__cuda_array_interface__ = {
-            "shape": shape,
-            "typestr": _TYPES[dtype],
-            "data": (block.address, False),
-            "version": 2,
-        }
-        made = torch.as_tensor(block)
-        return made.view(getattr(torch, dtype.label)) if dtype in _NOT_OF_OTHERS else made
+        if math.prod(shape):
+            return self.maker(dtype, shape)(block)
+        return self._torch.empty(shape, dtype=getattr(self._torch, dtype.label), device=self._name)
+
+    def maker(self, dtype: DType, shape: tuple[int, ...]) -> Callable[[DeviceBlock], Any]:
+        """What makes a tensor in a block, which it keeps; of at least one element."""
+        as_tensor, typestr = self._torch.as_tensor, _TYPES[dtype]
+        of_torch = getattr(self._torch, dtype.label) if dtype in _NOT_OF_OTHERS else None
+
+        def make(block: DeviceBlock) -> Any:
+            block.__cuda_array_interface__ = {
+                "shape": shape,
+                "typestr": typestr,
+                "data": (block.address, False),
+                "version": 2,
+            }
+            made = as_tensor(block)
+            return made if of_torch is None else made.view(of_torch)
+
+        return make
 
     def fill(self, tensor: Any, source: Any) -> None:
         """Copy to a tensor of the arena what another tensor, or memory of the host, has."""
@@ -137,7 +146,8 @@ class DeviceArena(Arena):
             # Those alone are sure to come before what is asked now: threads share streams.
             dying = self._take_dying()
             is_idle = stream.query()
-            self._sort(dying, {stream: is_idle})
+            if dying:
+                self._sort(dying, {stream: is_idle})
         return None if is_idle else Busy(self._torch.cuda, stream)
 
     def note_return(self, place: Place) -> None:

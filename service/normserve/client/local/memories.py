@@ -1,6 +1,5 @@
 """The kinds of memory that a connection shares with the server, each with the arrays that lie in it."""
 
-import functools
 import sys
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol
@@ -10,10 +9,11 @@ import numpy as np
 from normserve.client.calls import arrays
 from normserve.client.calls.on_device import OnDevice
 from normserve.client.local.arena import Arena, Block
-from normserve.client.local.device import Busy, DeviceArena, DeviceBlock
+from normserve.client.local.device import Busy, DeviceArena
 from normserve.codec.local_frames import ALIGNMENT, Place
 from normserve.memory.host_tensors import DType, HostTensor
 
+# Of others numpy finds the name slowly.
 _NUMPY = frozenset([np.dtype("<f4"), np.dtype("<f2")])
 
 # Elements of a torch tensor that numpy has no type for are counted in one of their size.
@@ -43,7 +43,7 @@ class Memory(Protocol):
         """A block of at least so many bytes; None where there is no space."""
 
     def maker(self, dtype: DType, shape: tuple[int, ...]) -> Callable[[Any], Any]:
-        """What makes an array for the caller in a block, which the array keeps."""
+        """What makes an array of at least one element for the caller in a block, which the array keeps."""
 
     def busy(self) -> Busy | None:
         """What must end before the server may read what the caller has written, if anything."""
@@ -111,6 +111,7 @@ class CudaMemory:
         torch: Any = sys.modules["torch"]
         self._types = frozenset([torch.Tensor, torch.nn.Parameter])
         self.take = arena.take_block
+        self.maker = arena.maker
         self.busy = arena.busy_stream
 
     def described(self, value: Any) -> Hashable:
@@ -118,9 +119,6 @@ class CudaMemory:
             return ()
         found = self._arena.locate_tensor(value)
         return () if found is None or found[1] % ALIGNMENT else (found, value.dtype, value.shape)
-
-    def maker(self, dtype: DType, shape: tuple[int, ...]) -> Callable[[DeviceBlock], Any]:
-        return functools.partial(self._arena.tensor, dtype=dtype, shape=shape)
 
     def located(self, tensor: HostTensor) -> tuple[int, int] | None:
         return self._arena.locate_tensor(tensor.tensor) if isinstance(tensor, OnDevice) else None
