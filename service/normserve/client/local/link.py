@@ -28,6 +28,17 @@ from normserve.codec.local_frames import TAGS, VERSION, Message
 
 _R = TypeVar("_R")
 
+# The number of this process, which costs a system call: it is another only after a fork.
+_process = os.getpid()
+
+
+def _after_fork() -> None:
+    global _process
+    _process = os.getpid()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
 # How long a wait in the kernel lasts before the deadline is looked at again.
 _WAIT_S = 1.0
 _TIMEVAL = struct.Struct("ll")
@@ -52,7 +63,7 @@ class Link:
         self.arena = Arena()
         self.recurring = KindsOfRecurring(self.arena)
         self.is_open = True
-        self._pid = os.getpid()
+        self._process = _process
         self._tags = itertools.count(1)
         self._sending = threading.Lock()
         # Entered directly where no thread waits: a condition is Python code around it.
@@ -87,7 +98,7 @@ class Link:
     @property
     def is_usable(self) -> bool:
         """Whether it is open, and this process's own: one that was forked has its parent's socket, and no other."""
-        return self.is_open and self._pid == os.getpid()
+        return self.is_open and self._process == _process
 
     def request(
         self,
