@@ -108,8 +108,10 @@ def _given(inputs: Sequence[Tensor | None]) -> dict[str, Tensor]:
 
 
 def _alone(tensor: Tensor | None) -> Tensor | None:
-    """A short tensor that is kept for long, in memory of its own: on the host results may be parts of an answer."""
-    return tensor if tensor is None or tensor.is_cuda else tensor.clone()
+    """A short tensor that is kept for long, in memory of its own: over HTTP results are parts of an answer."""
+    if tensor is None or tensor.is_cuda or tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    return tensor.clone()
 
 
 def _for_backward(
