@@ -1,4 +1,4 @@
-"""Messages between a front end and the process that owns a device, in MessagePack.
+"""Messages between a front end and the process that owns a device: lists of them, in MessagePack.
 
 Both are processes of one server with the same code, so messages are trusted.
 """
@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 LENGTH = struct.Struct("<I")
-"""Before each message: its bytes."""
+"""Before each list of messages: its bytes."""
 
 
 class Head(msgspec.Struct, array_like=True, gc=False):
@@ -204,7 +204,8 @@ class Done(msgspec.Struct, array_like=True, tag=8, gc=False):
 
 FromOwner = Readiness | Memory | Forget | Receive | Pull | Stop | Respond | Send | Done
 
-encode = msgspec.msgpack.Encoder().encode
+_encoder = msgspec.msgpack.Encoder()
+encode, encode_into = _encoder.encode, _encoder.encode_into
 read_head = msgspec.msgpack.Decoder(Head).decode
-from_front_end: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromFrontEnd)
-from_owner: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromOwner)
+from_front_end: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(list[FromFrontEnd])
+from_owner: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(list[FromOwner])

@@ -112,15 +112,15 @@ def test_a_message_cut_anywhere_is_heard_once_it_is_whole():
     async def run():
         here, there = socket.socketpair()
         end = End(there, messages.from_owner)
-        content = messages.encode(messages.Respond(5, 200, [(b"a", b"b")], [b"xyz", messages.Part(1, 2, 3)], 6))
+        response = messages.Respond(5, 200, [(b"a", b"b")], [b"xyz", messages.Part(1, 2, 3)], 6)
+        content = messages.encode([response, messages.Done(6)])
         with here:
             for byte in messages.LENGTH.pack(len(content)) + content:
                 assert end.heard == []
                 here.sendall(bytes([byte]))
                 await asyncio.sleep(0)
             await until(lambda: end.heard)
-        (heard,) = end.heard
-        assert (heard.number, heard.body) == (5, [b"xyz", messages.Part(1, 2, 3)])
+        assert end.heard == [response, messages.Done(6)]
         end.link.close()
 
     asyncio.run(run())
@@ -195,6 +195,40 @@ def test_a_callback_that_raises_ends_the_link():
         await until(lambda: owner.ended and front_end.ended)
         assert front_end.heard == [messages.Done(1)]
         assert (owner.ended, front_end.ended, faults) == (1, 1, [ZeroDivisionError])
+
+    asyncio.run(run())
+
+
+def test_a_message_that_cannot_be_encoded_ends_the_link():
+    async def run():
+        owner, front_end = linked()
+        faults = faults_of(asyncio.get_running_loop())
+        owner.link.send(messages.Done(object()))
+        owner.link.send(messages.Done(1))
+        await until(lambda: owner.ended and front_end.ended)
+        assert (front_end.heard, faults) == ([], [TypeError])
+        # Nothing is kept for it any more.
+        owner.link.send(messages.Done(2))
+        assert not owner.link._said
+
+    asyncio.run(run())
+
+
+def test_a_long_backlog_is_heard_in_one_go_and_in_order():
+    async def run():
+        owner, front_end = linked()
+        asyncio.get_running_loop().remove_reader(front_end.link._connected)
+        while not owner.link.is_behind:
+            owner.link.send(messages.Send(0, 200, [], bytes(2**20), more=True))
+            await asyncio.sleep(0)
+        said = [messages.Send(number, 0, [], bytes([number]) * 2**18, more=True) for number in range(64)]
+        for each in said:
+            owner.link.send(each)
+        asyncio.get_running_loop().add_reader(front_end.link._connected, front_end.link._receive)
+        await until(lambda: front_end.heard and front_end.heard[-1].number == 63)
+        assert front_end.heard[-64:] == said
+        owner.link.close()
+        front_end.link.close()
 
     asyncio.run(run())
 
