@@ -36,6 +36,12 @@ class Caller:
 
 
 @functools.lru_cache(maxsize=1024)
+def anonymous(address: str) -> Caller:
+    """A caller without a key; the same object each time, since each address sends many requests."""
+    return Caller(address)
+
+
+@functools.lru_cache(maxsize=1024)
 def _network(address: str) -> str:
     """The tenant of an IPv6 address."""
     try:

@@ -8,13 +8,11 @@ from normserve.admission.permits import Permit
 from normserve.engine.engine import Engine
 from normserve.http.body import BodyReader
 from normserve.http.exchange import Exchange
-from normserve.http.transport import Headers
+from normserve.http.measured import Measured
 from normserve.jobs.job import NormJob, NormResult, Op, Pass
 from normserve.jobs.memory_cost import MemoryCost
 from normserve.metrics.requests import RequestRecord
 from normserve.requests.admission import Admission
-
-_TIMING = b", ".join(b"%b;dur=%%.9f" % stage for stage in (b"recv", b"queue", b"copy_in", b"kernel", b"copy_out"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,18 +90,21 @@ def note_operation(exchange: Exchange, op: Op, direction: Pass) -> None:
     exchange.record.op, exchange.record.direction = op.label, direction.label
 
 
-def note_result(record: RequestRecord, result: NormResult, began: float) -> Headers:
-    """Write a result's times into the request's record; return the response headers with them.
+def note_result(record: RequestRecord, result: NormResult, began: float) -> Measured:
+    """Write a result's times into the request's record; return what the headers of its response say.
 
     Args: began: when serialisation of the response began, by `time.perf_counter`.
     """
     record.note_result(result, began)
     record.stages["serialize"] = time.perf_counter() - began
     record.waiting_in = "send"
-    timed = (record.stages["recv"], result.queue_s, result.copy_in_s, result.kernel_s, result.copy_out_s)
-    return [
-        (b"server-timing", _TIMING % tuple([1000 * seconds for seconds in timed])),
-        (b"x-kernel-bytes", b"%d" % result.kernel_bytes),
-        (b"x-kernel-bandwidth", b"%.0f" % result.kernel_bandwidth),
-        (b"x-batch-size", b"%d" % result.batch_size),
-    ]
+    return Measured(
+        record.stages["recv"],
+        result.queue_s,
+        result.copy_in_s,
+        result.kernel_s,
+        result.copy_out_s,
+        result.kernel_bytes,
+        result.kernel_bandwidth,
+        result.batch_size,
+    )

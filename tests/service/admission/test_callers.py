@@ -1,4 +1,4 @@
-from normserve.admission.callers import Caller
+from normserve.admission.callers import Caller, anonymous
 
 
 def test_a_caller_with_a_key_shares_with_whoever_else_has_it():
@@ -30,3 +30,8 @@ def test_a_link_local_address_is_one_too():
 
 def test_what_is_no_address_stays_what_it_is():
     assert Caller("odd:thing").tenant == "odd:thing"
+
+
+def test_an_anonymous_caller_is_its_address():
+    assert anonymous("10.0.0.1") == Caller("10.0.0.1")
+    assert anonymous("10.0.0.1") is anonymous("10.0.0.1")

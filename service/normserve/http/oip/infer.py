@@ -104,7 +104,7 @@ class Infer:
             await self.shared.write(shared, result.tensors)
         tensors = result.tensors if several is None else several.divided(result.tensors)
         buffers, media_type, headers = answer(model, asked, tensors)
-        headers = [*headers, *note_result(exchange.record, result, began)]
+        headers = [*headers, *note_result(exchange.record, result, began).headers()]
         ended = time.perf_counter()
         self.statistics.note_success(model.name, result, ended - exchange.record.began, ended - began)
         return BuffersResponse(buffers, media_type, headers)

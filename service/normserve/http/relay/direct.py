@@ -6,7 +6,6 @@ computed once per header.  All other requests are handled by the application.
 """
 
 import asyncio
-import functools
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -16,19 +15,19 @@ from typing import Any
 
 from starlette.types import Scope
 
-from normserve.admission.callers import Caller
+from normserve.admission.callers import Caller, anonymous
 from normserve.admission.keys import Grant, Keyring, KeyScope
 from normserve.admission.permits import Limits, Permit
 from normserve.engine.progress import Progress
 from normserve.errors import NormserveError
 from normserve.errors.problems import status_of, unexpected
-from normserve.http.edge.middleware import bearer_token, request_id_of
+from normserve.http.edge.middleware import bearer_token
 from normserve.http.edge.origins import Origins
 from normserve.http.edge.spans import HttpSpans
+from normserve.http.measured import Measured
 from normserve.http.problems import problem
 from normserve.http.relay import messages
-from normserve.http.relay.exchange import FrontEnd, part_at_once, part_of
-from normserve.http.responses import headers_of
+from normserve.http.relay.exchange import INLINE_BYTES, FrontEnd, part_at_once, part_of
 from normserve.http.routes.operations import Head, Operation, Told, answer
 from normserve.http.transport import Buffers, Headers
 from normserve.jobs.job import Layer, NormJob, NormResult
@@ -81,6 +80,13 @@ class Parts:
 class DirectRequest:
     """One request under way, until its response has been sent."""
 
+    _permit: Permit | None = None
+    _job: NormJob | None = None
+    _form: Told
+    # What the front end reads until it has sent it.
+    _held: Sequence[object] = ()
+    _is_lost = False
+
     def __init__(
         self, parts: Parts, front_end: FrontEnd, request: messages.Request, prepared: Prepared, caller: Caller
     ) -> None:
@@ -97,12 +103,7 @@ class DirectRequest:
             key=caller.key,
             began=request.began,
         )
-        self._request_id = request_id_of(prepared.headers)
-        self._permit: Permit | None = None
-        self._job: NormJob | None = None
-        # What the front end reads until it has sent it.
-        self._held: list[object] = []
-        self._is_lost = False
+        self._request_id = request.request_id
 
     def begin(self, body: memoryview) -> None:
         """Have it computed; it is answered then, or at once if something is wrong with it."""
@@ -131,16 +132,17 @@ class DirectRequest:
         record.received, record.stages["recv"] = len(body), received_s
         record.waiting_in = "parse"
         try:
-            charge_copy = functools.partial(computing.admission.charge_copy, self._permit)
-            job, cost, form = head.with_body(body, layer, charge_copy)
+            job, cost, self._form = head.with_body(body, layer, self._charge_copy)
             computing.admit(self._permit, record, job, cost, len(body))
-            conclude = functools.partial(self._conclude, form)
-            computing.engine.begin(job, computing.deadline(record, head.timeout_ms), conclude)
+            computing.engine.begin(job, computing.deadline(record, head.timeout_ms), self._conclude)
         except Exception as error:
             self._refuse(error)
             return
         self._job = job
         self._parts.progress.begin()
+
+    def _charge_copy(self, nbytes: int) -> None:
+        self._computing.admission.charge_copy(self._permit, nbytes)
 
     def on_message(self, message: Any) -> None:
         """What the front end says about it."""
@@ -174,14 +176,14 @@ class DirectRequest:
             record.status = CLIENT_LEFT
         if self._permit is not None:
             self._permit.release()
-        self._held.clear()
+        self._held = ()
         if (spans := self._parts.spans) is not None:
             prepared, address = self._prepared, self._caller.address
             spans.end(record, prepared.headers, prepared.scope, self._request_id, address)
         self._parts.metrics.observe_request(record)
         self._front_end.end(self._number)
 
-    def _conclude(self, form: Told, ended: NormResult | NormserveError) -> None:
+    def _conclude(self, ended: NormResult | NormserveError) -> None:
         assert self._job is not None
         self._computing.engine.end(self._job)
         self._parts.progress.end()
@@ -194,34 +196,33 @@ class DirectRequest:
             self._refuse(ended)
             return
         try:
-            buffers, media_type, headers = answer(self._record, form, ended)
+            buffers, measured = answer(self._record, self._form, ended)
             nbytes = sum(map(len, buffers))
-            named = [
-                *headers_of(nbytes, media_type, headers),
-                *self._prepared.shared,
-                (b"x-request-id", self._request_id.encode()),
-            ]
             self._record.status, self._record.sent = 200, nbytes
+            if nbytes <= INLINE_BYTES:
+                self._respond(measured, [b"".join(buffers)])
+                return
             told = [part_at_once(self._front_end, buffer) for buffer in buffers]
             if None in told:
-                self._copying = asyncio.get_running_loop().create_task(
-                    self._copy_and_respond(named, buffers, nbytes)
-                )
+                self._copying = asyncio.get_running_loop().create_task(self._copy_and_respond(measured, buffers))
             else:
-                self._respond(named, [part for part in told if part is not None], nbytes)
+                self._respond_parts(measured, [part for part in told if part is not None])
         except Exception as error:
             self._refuse(error)
 
-    def _respond(self, headers: Headers, told: Sequence[tuple[bytes | messages.Part, object]], nbytes: int) -> None:
-        self._held = [held for _, held in told]
-        body = [part for part, _ in told]
-        self._front_end.send(messages.Respond(self._number, 200, list(headers), body, nbytes))
-
-    async def _copy_and_respond(self, headers: Headers, buffers: Buffers, nbytes: int) -> None:
+    async def _copy_and_respond(self, measured: Measured, buffers: Buffers) -> None:
         try:
-            self._respond(headers, [await part_of(self._front_end, buffer) for buffer in buffers], nbytes)
+            self._respond_parts(measured, [await part_of(self._front_end, buffer) for buffer in buffers])
         except Exception as error:
             self._refuse(error)
+
+    def _respond_parts(self, measured: Measured, told: Sequence[tuple[bytes | messages.Part, object]]) -> None:
+        self._held = [held for _, held in told]
+        self._respond(measured, [part for part, _ in told])
+
+    def _respond(self, measured: Measured, body: list[bytes | messages.Part]) -> None:
+        media_type, shared = self._form.media_type, self._prepared.shared
+        self._front_end.send(messages.Result(self._number, media_type, measured, shared, body))
 
     def _refuse(self, error: BaseException) -> None:
         if isinstance(error, NormserveError):
@@ -298,7 +299,7 @@ class Direct:
         address = "unix" if request.client is None else request.client[0]
         keys = self.parts.keys
         if keys is None:
-            return None, Caller(address)
+            return None, anonymous(address)
         grant = None if prepared.token is None else keys.find(prepared.token)
         if grant is None:
             return None, None

@@ -15,8 +15,9 @@ from normserve.http.transport import Buffers, Departure, Headers, Reception
 from normserve.memory.shared_slabs import Located
 from normserve.memory.slabs import SlabPool
 
-# Shorter pieces of a response go along with the message.
-_INLINE_BYTES = 16 * 1024
+INLINE_BYTES = 16 * 1024
+"""Shorter pieces of a response go along with the message."""
+
 # To copy more would hold up the event loop for longer than a small request does.
 _COPIED_HERE_BYTES = 256 * 1024
 
@@ -251,7 +252,7 @@ async def part_of(front_end: FrontEnd, buffer: bytes | memoryview) -> tuple[byte
 
 def part_at_once(front_end: FrontEnd, buffer: bytes | memoryview) -> tuple[bytes | Part, object] | None:
     """`part_of`; None where the event loop should not wait for it."""
-    if len(buffer) <= _INLINE_BYTES:
+    if len(buffer) <= INLINE_BYTES:
         return bytes(buffer), None
     view = memoryview(buffer)
     located = _located(front_end, view)

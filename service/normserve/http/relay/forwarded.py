@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from starlette.types import Receive, Scope, Send
 
 from normserve.errors import ClientLeftError, NormserveError, NotReadyError
+from normserve.http.edge.middleware import request_id_of
 from normserve.http.relay import messages
 from normserve.http.relay.link import Link
 from normserve.http.transport import Reception
@@ -36,7 +37,7 @@ class Owner(Protocol):
 def decline(link: Link, message: Any) -> None:
     """Answer messages about a request that no longer has a handler."""
     match message:
-        case messages.Respond() | messages.Send():
+        case messages.Result() | messages.Respond() | messages.Send():
             link.send(messages.Sent(message.number, 0.0, is_delivered=False))
         case messages.Receive() | messages.Pull():
             link.send(messages.Ended(message.number, left=True))
@@ -50,6 +51,7 @@ class Forwarded:
         self._number = number
         self._scope = scope
         self._receive, self._send = receive, send
+        self._request_id = request_id_of(dict(scope["headers"]))
         self._reception: Reception = scope["state"]["reception"]
         self._sending: Sending = scope["state"]["sending"]
         # Whether the response has, and whether all of it is with the connection.
@@ -121,7 +123,13 @@ class Forwarded:
         if reception.is_complete and reception.announced:
             body = bytearray(await reception.into(_no_room, pause_s=_NO_LIMIT_S, total_s=_NO_LIMIT_S))
         return messages.Request(
-            self._number, messages.encode(head), scope["client"], reception.announced, body, reception.began
+            self._number,
+            messages.encode(head),
+            scope["client"],
+            reception.announced,
+            body,
+            reception.began,
+            self._request_id,
         )
 
     async def _next(self) -> Any:
@@ -132,6 +140,8 @@ class Forwarded:
 
     async def _do(self, message: Any) -> None:
         match message:
+            case messages.Result():
+                await self._respond(message.response(self._request_id))
             case messages.Respond():
                 await self._respond(message)
             case messages.Send():

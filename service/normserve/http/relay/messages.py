@@ -4,9 +4,13 @@ Both are processes of one server with the same code, so messages are trusted.
 """
 
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+
+from normserve.http.measured import Measured
+from normserve.http.responses import headers_of
 
 LENGTH = struct.Struct("<I")
 """Before each list of messages: its bytes."""
@@ -35,6 +39,7 @@ class Request(msgspec.Struct, array_like=True, tag=0, gc=False):
         announced: bytes of its body; None where it is chunked.
         body: if it came whole with the header.
         began: when the header was complete, by `time.perf_counter`.
+        request_id: what a `Result` names it.
     """
 
     number: int
@@ -43,6 +48,7 @@ class Request(msgspec.Struct, array_like=True, tag=0, gc=False):
     announced: int | None
     body: bytearray | None
     began: float
+    request_id: str
 
 
 class Received(msgspec.Struct, array_like=True, tag=1, gc=False):
@@ -202,7 +208,32 @@ class Done(msgspec.Struct, array_like=True, tag=8, gc=False):
     number: int
 
 
-FromOwner = Readiness | Memory | Forget | Receive | Pull | Stop | Respond | Send | Done
+class Result(msgspec.Struct, array_like=True, tag=9, gc=False):
+    """A whole response with the result of an operation; the front end makes its header.
+
+    Attributes:
+        shared: headers for the page that sent the request.
+        body: as of `Respond`.
+    """
+
+    number: int
+    media_type: str
+    measured: Measured
+    shared: Sequence[tuple[bytes, bytes]]
+    body: list[bytes | Part]
+
+    def response(self, request_id: str) -> Respond:
+        """The same with its header, for a request of this id."""
+        nbytes = sum([each.nbytes if isinstance(each, Part) else len(each) for each in self.body])
+        headers = [
+            *headers_of(nbytes, self.media_type.encode(), self.measured.headers()),
+            *self.shared,
+            (b"x-request-id", request_id.encode()),
+        ]
+        return Respond(self.number, 200, headers, self.body, nbytes)
+
+
+FromOwner = Readiness | Memory | Forget | Receive | Pull | Stop | Respond | Send | Done | Result
 
 _encoder = msgspec.msgpack.Encoder()
 encode, encode_into = _encoder.encode, _encoder.encode_into

@@ -13,7 +13,6 @@ from starlette.types import ASGIApp, Scope
 from normserve.engine.polling import Polling
 from normserve.errors import NormserveError
 from normserve.errors.problems import unexpected
-from normserve.http.edge.middleware import request_id_of
 from normserve.http.problems import problem
 from normserve.http.relay import messages
 from normserve.http.relay.direct import Direct, DirectRequest, Prepared
@@ -260,7 +259,7 @@ class _FrontEnd:
             try:
                 self._under_way[message.number] = self._begin(self, message)
             except Exception as error:
-                self._refuse(message.number, error)
+                self._refuse(message, error)
         elif kind is messages.Hello:
             self.hello = message
             self._on_hello(self)
@@ -279,13 +278,13 @@ class _FrontEnd:
         elif (request := self._under_way.get(message.number)) is not None:
             request.on_message(message)
 
-    def _refuse(self, number: int, error: Exception) -> None:
+    def _refuse(self, request: messages.Request, error: Exception) -> None:
         """Answer a request that met an error of this server's own before it began."""
         log.error("unexpected error in a relayed request", exc_info=error)
         known = unexpected(error)
-        status, headers, body = problem(known, request_id_of({}))
+        status, headers, body = problem(known, request.request_id)
         self._metrics.observe_request(RequestRecord(status=status, error=known.code))
-        self.send(messages.Send(number, status, headers, body, more=False))
+        self.send(messages.Send(request.number, status, headers, body, more=False))
 
     def _on_end(self) -> None:
         for request in tuple(self._under_way.values()):

@@ -15,11 +15,12 @@ from normserve.http.computing import Computing, note_operation, note_result
 from normserve.http.curl import is_form
 from normserve.http.direct import DirectRoute
 from normserve.http.exchange import Exchange
+from normserve.http.measured import Measured
 from normserve.http.responses import BuffersResponse
 from normserve.http.routes.examples import lines_of
 from normserve.http.routes.negotiation import Accepted, declared_format, sniffed_format, with_hints
 from normserve.http.routes.tensors import describe_tensors
-from normserve.http.transport import Buffers, Headers
+from normserve.http.transport import Buffers
 from normserve.jobs.job import Layer, NormJob, NormResult, NormSpec, Op, Pass
 from normserve.jobs.memory_cost import MemoryCost
 from normserve.jobs.validation import costed_job
@@ -97,7 +98,8 @@ class Operation:
         charge_copy = functools.partial(self.computing.admission.charge_copy, exchange.permit)
         job, cost, told = head.with_body(body, layer, charge_copy)
         result = await self.computing.run(exchange, job, cost, len(body), head.timeout_ms)
-        return BuffersResponse(*answer(exchange.record, told, result))
+        buffers, measured = answer(exchange.record, told, result)
+        return BuffersResponse(buffers, told.media_type.encode(), measured.headers())
 
     def layer_of(self, head: "Head") -> Layer | None:
         """The layer that a request names, if it names one.
@@ -199,15 +201,15 @@ def _require_expressible(told: Told, job: NormJob) -> None:
         )
 
 
-def answer(record: RequestRecord, told: Told, result: NormResult) -> tuple[Buffers, bytes, Headers]:
-    """The response of a result: the body in pieces, its media type, and additional headers."""
+def answer(record: RequestRecord, told: Told, result: NormResult) -> tuple[Buffers, Measured]:
+    """The response of a result: the body in pieces, and what its headers say of the computation."""
     began = time.perf_counter()
     if told.media_type == NPY:
         buffers = npy.encode(result.tensors["y" if "y" in result.tensors else "dx"])
     else:
         tensors = result.tensors if told.several is None else told.several.divided(result.tensors)
         buffers = safetensors.encode(tensors)
-    return buffers, told.media_type.encode(), note_result(record, result, began)
+    return buffers, note_result(record, result, began)
 
 
 def _code_samples(op: Op, direction: Pass) -> list[dict[str, str]]:

@@ -11,6 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from normserve.http.app import create_app
+from normserve.http.edge.middleware import request_id_of
 from normserve.http.relay import messages
 from normserve.http.relay.link import Link
 from normserve.http.relay.owner import Relays
@@ -45,6 +46,7 @@ class SpokenFor:
     def __init__(self, connected: socket.socket, index: int) -> None:
         self.heard: list[Any] = []
         self.ended = 0
+        self._request_ids: dict[int, str] = {}
         self.link = Link(connected, messages.from_owner, self.heard.append, self._end)
         self.link.send(messages.Hello(index, 1000 + index))
 
@@ -70,7 +72,8 @@ class SpokenFor:
         head = messages.Head(method, path, path.encode(), query, headers, "1.1", "http", ("localhost", 80))
         came = bytearray(body) if body else None
         encoded = messages.encode(head)
-        self.link.send(messages.Request(number, encoded, client, announced, came, time.perf_counter()))
+        request_id = self._request_ids[number] = request_id_of(dict(headers))
+        self.link.send(messages.Request(number, encoded, client, announced, came, time.perf_counter(), request_id))
 
     def said_of(self, number: int) -> list[Any]:
         """What has been said of a request."""
@@ -81,10 +84,10 @@ class SpokenFor:
         await until(lambda: [each for each in self.said_of(number) if isinstance(each, ANSWERS)])
         (answer,) = [each for each in self.said_of(number) if isinstance(each, ANSWERS)]
         self.link.send(messages.Sent(number, 0.001, is_delivered=True))
-        return answer
+        return answer.response(self._request_ids[number]) if isinstance(answer, messages.Result) else answer
 
 
-ANSWERS = messages.Respond, messages.Send
+ANSWERS = messages.Result, messages.Respond, messages.Send
 
 
 class OwnerScene:

@@ -16,7 +16,7 @@ PATIENT = {"pause_s": 20.0, "total_s": 20.0}
 
 
 def asked(announced, body=None):
-    return messages.Request(3, b"", ("127.0.0.1", 1), announced, body, began=1.5)
+    return messages.Request(3, b"", ("127.0.0.1", 1), announced, body, began=1.5, request_id="asked")
 
 
 @pytest.fixture

@@ -2,17 +2,21 @@
 
 import asyncio
 import json
+import re
 import socket
 from typing import Any
 
 import pytest
 from normserve.errors import HeadersTooLargeError
+from normserve.http.measured import Measured
 from normserve.http.relay import messages
 from normserve.http.relay.front_end import FrontEnd
 from normserve.http.relay.link import Link
 from normserve.http.transport import Reception
 
 from tests.service.http.relay.owner_scene import until
+
+MEASURED = Measured(0.0, 0.5, 0.0, 0.25, 0.0, 64, 256.0, 2)
 
 
 class Owner:
@@ -47,6 +51,7 @@ class FakeSending:
     def __init__(self) -> None:
         self.on_departure: Any = None
         self.is_delivered: bool | None = None
+        self.headers: dict[bytes, bytes] = {}
         self.responses: list[Any] = []
         self.is_cut_off = False
         self.error: Exception | None = None
@@ -54,6 +59,7 @@ class FakeSending:
     async def respond(self, status: int, headers: Any, buffers: Any, nbytes: int) -> None:
         if self.error is not None:
             raise self.error
+        self.headers = dict(headers)
         self.responses.append((status, b"".join(buffers)))
         if self.is_delivered is None:
             self.is_delivered = True
@@ -127,19 +133,36 @@ def test_a_request_goes_along_and_its_response_comes_back():
     asyncio.run(run())
 
 
+def test_a_result_is_sent_under_the_requests_own_id():
+    async def run():
+        front_end = FrontEnd(0)
+        owner = Owner(front_end)
+        asked = Asked(front_end, b"whole")
+        (request,) = await owner.hear(messages.Request)
+        assert re.fullmatch("[0-9a-f]{32}", request.request_id)
+        owner.link.send(messages.Result(request.number, "application/x-npy", MEASURED, [], [b"of ", b"it"]))
+        await asked.task
+        assert asked.sending.responses == [(200, b"of it")]
+        assert asked.sending.headers[b"x-request-id"] == request.request_id.encode()
+        assert asked.sending.headers[b"x-batch-size"] == b"2"
+        owner.link.close()
+
+    asyncio.run(run())
+
+
 def test_a_request_waits_for_a_process_that_is_behind():
     async def run():
         front_end = FrontEnd(0)
         owner = Owner(front_end)
         await fill(owner, front_end)
         link = front_end._owners[0].link
-        said = len(link._unsent)
+        said = len(link._said)
         stays, leaves = Asked(front_end), Asked(front_end)
         await asyncio.sleep(0.01)
         # However many come and go meanwhile, they take no memory of the link.
         leaves.sending.depart()
         await leaves.task
-        assert len(link._unsent) <= said
+        assert len(link._said) <= said
         owner.reads_again()
         (request,) = await owner.hear(messages.Request)
         owner.link.send(messages.Respond(request.number, 200, [], [b"y"], 1))
@@ -171,12 +194,12 @@ def test_what_a_process_counts_is_gathered_while_it_is_behind():
         owner = Owner(front_end)
         await fill(owner, front_end)
         link = front_end._owners[0].link
-        said = len(link._unsent)
+        said = len(link._said)
         for _ in range(1000):
             front_end.count_connections(1)
             front_end.count_refusal(HeadersTooLargeError("it is"))
             front_end.count_late_departure()
-        assert len(link._unsent) <= said
+        assert len(link._said) <= said
         owner.reads_again()
         assert await owner.hear(messages.LeftLate) == [messages.LeftLate(1000)]
         assert owner.heard_of(messages.Connections) == [messages.Connections(1000)]
@@ -292,6 +315,7 @@ def test_a_fault_of_a_request_ends_it_on_the_other_side():
     ("said", "answer"),
     [
         (messages.Respond(77, 200, [], [], 0), messages.Sent(77, 0.0, is_delivered=False)),
+        (messages.Result(77, "", MEASURED, [], []), messages.Sent(77, 0.0, is_delivered=False)),
         (messages.Send(77, 200, [], b"", more=True), messages.Sent(77, 0.0, is_delivered=False)),
         (messages.Receive(77, 1, 2, 3), messages.Ended(77, left=True)),
         (messages.Pull(77, all=True), messages.Ended(77, left=True)),

@@ -62,7 +62,7 @@ class Owner:
         self.asked = ReceivedRequest(
             direct.parts,
             self.front_end,
-            messages.Request(NUMBER, b"", ("127.0.0.1", 1), len(self.body), None, time.perf_counter()),
+            messages.Request(NUMBER, b"", ("127.0.0.1", 1), len(self.body), None, time.perf_counter(), "asked"),
             prepared,
             Caller("127.0.0.1"),
             lambda error, received: self.handed_over.append((type(error), received)),
@@ -109,7 +109,8 @@ def test_a_body_comes_to_its_place_and_is_answered_from_where_the_result_lies():
         await turn()
         owner.scene.executor.finish()
         await turn()
-        (response,) = owner.said(messages.Respond)
+        (result,) = owner.said(messages.Result)
+        response = result.response("asked")
         assert response.status == 200
         assert (b"content-length", b"%d" % response.nbytes) in response.headers
         np.testing.assert_array_equal(np.load(io.BytesIO(owner.front_end.body_of(response))), X)
