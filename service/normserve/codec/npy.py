@@ -8,6 +8,7 @@ Source: https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html
 
 import functools
 import re
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from normserve.codec.media_types import NPY_MAGIC
@@ -69,11 +70,34 @@ class _Array(NamedTuple):
     nbytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """The array of a body as the header describes it, its place checked.
+
+    Attributes:
+        start: of its data in the body, which it ends with.
+    """
+
+    dtype: DType
+    shape: tuple[int, ...]
+    fortran_order: bool
+    start: int
+
+    def tensor(self, body: memoryview) -> HostTensor:
+        """Return the array as a view of the body that this entry was read from, or of one with the same header."""
+        return HostTensor(self.dtype, self.shape, body[self.start :], self.fortran_order)
+
+
 def decode(body: memoryview) -> HostTensor:
-    """Return the array in `body`.
+    """Return the array in `body`, as `read_entry` describes it."""
+    return read_entry(body).tensor(body)
+
+
+def read_entry(body: memoryview) -> Entry:
+    """Return what the header says about the array in `body`, all of it checked.
 
     Args:
-        body: the whole payload, a flat view of bytes; the tensor is a view of it.
+        body: the whole payload, a flat view of bytes.
 
     Raises:
         MalformedPayloadError: the bytes are no well-formed npy of plain elements, or fewer or more than the
@@ -83,15 +107,15 @@ def decode(body: memoryview) -> HostTensor:
     start, stop, encoding = _header_place(body)
     text = bytes(body[start:stop])
     array = _known_array(text, encoding) if len(text) <= _LONGEST_KEPT else _parse_array(text, encoding)
-    data = body[stop:]
-    if len(data) != array.nbytes:
-        raise MalformedPayloadError(f"the shape asks for {array.nbytes} bytes of data, got {len(data)}")
+    nbytes = len(body) - stop
+    if nbytes != array.nbytes:
+        raise MalformedPayloadError(f"the shape asks for {array.nbytes} bytes of data, got {nbytes}")
     if array.dtype is None:
         raise UnsupportedDtypeError(
             f"an npy array must be little-endian float32 or float16, '<f4' or '<f2', got {array.descr!r};"
             " x.astype('<f4') converts it"
         )
-    return HostTensor(array.dtype, array.shape, data, array.fortran_order)
+    return Entry(array.dtype, array.shape, array.fortran_order, stop)
 
 
 def _header_place(body: memoryview) -> tuple[int, int, str]:

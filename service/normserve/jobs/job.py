@@ -103,7 +103,7 @@ class NormSpec:
         return self._hash
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Layer:
     """Parameters registered under a name, and what else a request that names it no longer says.
 
@@ -203,11 +203,16 @@ class NormJob:
         Dropout's mask depends on the row's index and parameter gradients are sums over the rows, so neither
         is the same in a shared launch.  GroupNorm's scale and shift are batched with their samples.
         """
-        has_parameters = self.layer is not None or any(map(is_parameter, self.tensors))
-        if self.is_on_device or self.spec.dropout or (self.spec.direction is Pass.BACKWARD and has_parameters):
+        spec, tensors = self.spec, self.tensors
+        if self.is_on_device or spec.dropout:
+            return None
+        if len(tensors) == 1 and spec.direction is Pass.FORWARD:
+            x = tensors["x"]
+            return None if x.fortran_order else (spec, self._unit, self.layer, ("x", x.dtype))
+        if spec.direction is Pass.BACKWARD and (self.layer is not None or any(map(is_parameter, tensors))):
             return None
         members: list[Hashable] = []
-        for name, tensor in sorted(self.tensors.items()):
+        for name, tensor in sorted(tensors.items()):
             if tensor.fortran_order:
                 return None
             if not is_parameter(name):
@@ -216,7 +221,7 @@ class NormJob:
                 return None
             else:
                 members.append((name, tensor.dtype, bytes(tensor.data)))
-        return (self.spec, self._unit, self.layer, *members)
+        return (spec, self._unit, self.layer, *members)
 
     def kernel_class(self) -> Hashable:
         """Jobs of equal class run the same compiled kernels, however many rows they bring."""

@@ -28,7 +28,8 @@ from normserve.http.measured import Measured
 from normserve.http.problems import problem
 from normserve.http.relay import messages
 from normserve.http.relay.exchange import INLINE_BYTES, FrontEnd, part_at_once, part_of
-from normserve.http.routes.operations import Head, Operation, Told, answer
+from normserve.http.routes.operations import Head, Operation, answer
+from normserve.http.routes.payloads import Told
 from normserve.http.transport import Buffers, Headers
 from normserve.jobs.job import Layer, NormJob, NormResult
 from normserve.logs import failures

@@ -4,7 +4,7 @@ import functools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from fastapi import APIRouter, Request
 
@@ -19,6 +19,7 @@ from normserve.http.measured import Measured
 from normserve.http.responses import BuffersResponse
 from normserve.http.routes.examples import lines_of
 from normserve.http.routes.negotiation import Accepted, declared_format, sniffed_format, with_hints
+from normserve.http.routes.payloads import KnownPayloads, Told, entries_of
 from normserve.http.routes.tensors import describe_tensors
 from normserve.http.transport import Buffers
 from normserve.jobs.job import Layer, NormJob, NormResult, NormSpec, Op, Pass
@@ -34,7 +35,7 @@ from normserve.requests.parameters import (
     operation_parameters,
     parse_query,
 )
-from normserve.requests.several import Several, joined
+from normserve.requests.several import joined
 
 # Header fields that, besides the query, define the request.
 _ASKING_HEADERS = (b"content-type", b"content-encoding", b"accept")
@@ -120,9 +121,9 @@ class Operation:
         return (_known_head if is_kept else _head)(self.op, self.direction, *said)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Head:
-    """A request's head, checked as far as possible without the body.
+    """A request's head, checked as far as possible without the body; the same object for many requests.
 
     Attributes:
         layer: its name; for a chain the names, joined by commas.
@@ -140,34 +141,26 @@ class Head:
 
     def with_body(
         self, body: memoryview, layer: Layer | None, charge_copy: Callable[[int], None]
-    ) -> tuple[NormJob, MemoryCost, "Told"]:
+    ) -> tuple[NormJob, MemoryCost, Told]:
         """The job, its memory cost, and the format of its response.
 
         Args: charge_copy: called before a copy with its size in bytes; may refuse it.
         """
+        if (known := _known_payloads.job(self, body, layer)) is not None:
+            return known
         try:
             body_format = self.body_format or sniffed_format(body)
             answer_format = self.accepted.choose(body_format)
-            decoded = {"x": npy.decode(body)} if body_format == NPY else safetensors.decode(body)
+            entries = entries_of(body, body_format)
+            decoded = {name: entry.tensor(body) for name, entry in entries.items()}
         except (MalformedPayloadError, UnsupportedMediaTypeError) as error:
             raise with_hints(error, body, self.body_format, is_form=self.is_form) from None
         tensors, several = joined(decoded, body, charge_copy)
         job, cost = costed_job(self.spec, tensors, layer, may_overwrite=not body.readonly)
         told = Told(answer_format, several)
         _require_expressible(told, job)
+        _known_payloads.keep(self, body, entries, job, cost, told)
         return job, cost, told
-
-
-class Told(NamedTuple):
-    """The form of a response.
-
-    Attributes:
-        media_type: of the response.
-        several: how results are divided if x was sent as several tensors.
-    """
-
-    media_type: str
-    several: Several | None
 
 
 def _head(
@@ -183,6 +176,8 @@ def _head(
         is_form=is_form(content_type.decode("latin-1")),
     )
 
+
+_known_payloads = KnownPayloads()
 
 # Clients send the same few heads repeatedly.
 _known_head = functools.lru_cache(maxsize=1024)(_head)
