@@ -23,6 +23,7 @@ class Batcher:
     def __init__(self, *, max_requests: int, max_bytes: int) -> None:
         self._max_requests = max_requests
         self._max_bytes = max_bytes
+        self._small_bytes = min(max_bytes, _LARGE_BYTES)
         self._lanes = {lane: _Queue() for lane in Lane}
         self._taken = dict.fromkeys(Lane, 0)  # bytes, raised to the other lane's when one comes back from idling
         self._last_start = 0
@@ -40,14 +41,15 @@ class Batcher:
 
     def lane_of(self, job: NormJob) -> Lane:
         """Where a job would wait."""
-        return Lane.SMALL if job.nbytes <= min(self._max_bytes, _LARGE_BYTES) else Lane.LARGE
+        return Lane.SMALL if job.nbytes <= self._small_bytes else Lane.LARGE
 
     def add(self, job: NormJob) -> None:
         """Queue a job."""
         lane = self.lane_of(job)
-        if not self._lanes[lane]:
+        queue = self._lanes[lane]
+        if not queue:
             self._taken[lane] = max(self._taken[lane], self._last_start)
-        self._lanes[lane].add(job, job.batch_class() if job.nbytes <= self._max_bytes else None)
+        queue.add(job, job.batch_class() if job.nbytes <= self._max_bytes else None)
         self._count += 1
 
     def discard(self, job: NormJob) -> None:

@@ -5,6 +5,7 @@ Not thread-safe: it belongs to the event loop's thread.
 
 import asyncio
 import copy
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -23,9 +24,13 @@ class _Waiting:
     on_end: OnEnd
     submitted: float
     deadline: float
-    timer: asyncio.TimerHandle | None = None
     is_running: bool = False
     is_told: bool = False
+
+    @property
+    def may_be_late(self) -> bool:
+        """Whether its deadline still counts."""
+        return not self.is_running and not self.is_told
 
 
 class Replies:
@@ -35,6 +40,9 @@ class Replies:
         """Args: on_late: called with a job that has not run by its deadline, before its caller is told."""
         self._on_late = on_late
         self._waiting: dict[NormJob, _Waiting] = {}
+        # One timer for all: on a busy device most jobs wait for a moment, and hardly one until its deadline.
+        self._timer: asyncio.TimerHandle | None = None
+        self._next_look = math.inf
 
     def expect(self, job: NormJob, deadline: float, on_end: OnEnd) -> None:
         """Have a caller wait for a job, until `deadline` by `time.perf_counter` if it does not run before.
@@ -49,10 +57,7 @@ class Replies:
 
     def forget(self, job: NormJob) -> bool:
         """The caller does not wait any more; whether the job had begun to run."""
-        waiting = self._waiting.pop(job)
-        if waiting.timer is not None:
-            waiting.timer.cancel()
-        return waiting.is_running
+        return self._waiting.pop(job).is_running
 
     def is_awaited(self, job: NormJob) -> bool:
         """Whether a caller still waits for its result."""
@@ -69,16 +74,12 @@ class Replies:
         waiting = self._waiting.get(job)
         # The caller of one that has run may no longer wait.
         if waiting is not None and not waiting.is_running:
-            left = max(0.0, waiting.deadline - time.perf_counter())
-            waiting.timer = asyncio.get_running_loop().call_later(left, self._expire, job)
+            self._look_at(waiting.deadline)
 
     def note_start(self, batch: Batch) -> None:
         """These run now, and are late no more."""
         for job in batch.jobs:
-            waiting = self._waiting[job]
-            waiting.is_running = True
-            if waiting.timer is not None:
-                waiting.timer.cancel()
+            self._waiting[job].is_running = True
 
     def give(self, batch: Batch, execution: Execution, started: float) -> None:
         """Tell everybody of a batch that began at `started`, by `time.perf_counter`, what came of it."""
@@ -115,9 +116,26 @@ class Replies:
         """Tell everybody."""
         self.refuse(tuple(self._waiting), error)
 
-    def _expire(self, job: NormJob) -> None:
-        self._on_late(job)
-        self.refuse((job,), _late(job))
+    def _look_at(self, deadline: float) -> None:
+        """Look for late jobs at a time by `time.perf_counter`, unless that is done before."""
+        if deadline >= self._next_look:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        left = max(0.0, deadline - time.perf_counter())
+        self._timer, self._next_look = asyncio.get_running_loop().call_later(left, self._expire), deadline
+
+    def _expire(self) -> None:
+        """Refuse what is late; look again when the next one will be."""
+        self._timer, self._next_look = None, math.inf
+        now = time.perf_counter()
+        may_be_late = [(job, waiting) for job, waiting in self._waiting.items() if waiting.may_be_late]
+        for job, waiting in may_be_late:
+            if waiting.deadline > now:
+                self._look_at(waiting.deadline)
+            else:
+                self._on_late(job)
+                self.refuse((job,), _late(job))
 
 
 def settling(future: asyncio.Future[NormResult]) -> OnEnd:

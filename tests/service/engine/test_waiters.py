@@ -1,6 +1,7 @@
 """Who waits for a job is told once, in time, and each for itself."""
 
 import asyncio
+import functools
 import time
 
 import pytest
@@ -92,6 +93,39 @@ async def test_late_job_is_taken_out_before_its_caller_hears_of_it():
     replies.keep_deadline(work)
     await told.wait()
     assert late == [work, DeadlineExceededError]
+
+
+@on_a_loop
+async def test_each_is_late_at_its_own_time_in_whatever_order_they_came():
+    late, told, began = [], {}, time.perf_counter()
+    replies, jobs, all_told = Replies(late.append), [job(1, 4) for _ in range(4)], asyncio.Event()
+
+    def hear(number, error):
+        told[number] = type(error), time.perf_counter() - began
+        if len(told) == 3:
+            all_told.set()
+
+    for number, seconds in enumerate((0.03, 0.01, 0.05, 60.0)):
+        replies.expect(jobs[number], began + seconds, functools.partial(hear, number))
+        replies.keep_deadline(jobs[number])
+    await all_told.wait()
+    assert late == [jobs[1], jobs[0], jobs[2]]
+    assert {error for error, _ in told.values()} == {DeadlineExceededError}
+    assert all(told[number][1] >= seconds for number, seconds in enumerate((0.03, 0.01, 0.05)))
+    assert replies.is_awaited(jobs[3])
+
+
+@on_a_loop
+async def test_a_deadline_is_kept_though_an_earlier_one_counts_no_more():
+    late, told = [], asyncio.Event()
+    replies, runs, gone, waits = Replies(late.append), job(1, 4), job(1, 4), job(1, 4)
+    for number, each in enumerate((runs, gone, waits)):
+        replies.expect(each, time.perf_counter() + 0.01 * (number + 1), lambda _: told.set())
+        replies.keep_deadline(each)
+    replies.note_start(Batch((runs,)))
+    replies.forget(gone)
+    await told.wait()
+    assert late == [waits]
 
 
 @on_a_loop
