@@ -59,6 +59,8 @@ class Link:
         self._polling = polling
         self._is_ending = False
         self._loop = asyncio.get_running_loop()
+        # Python's `recvmsg` takes new memory of the asked length each time, which costs more than the call itself.
+        self._read_buffer = memoryview(bytearray(_READ_BYTES))
         # The beginning of a frame, and how many bytes are missing until more can be done with it.
         self._begun: list[bytes] = []
         self._missing = LENGTH.size
@@ -132,31 +134,34 @@ class Link:
 
     def _receive(self) -> None:
         try:
-            data, ancillary, flags, _ = self._connected.recvmsg(_READ_BYTES, _RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC)
+            nbytes, ancillary, flags, _ = self._connected.recvmsg_into(
+                [self._read_buffer], _RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC
+            )
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
-            data, ancillary, flags = b"", [], 0
+            nbytes, ancillary, flags = 0, [], 0
         for _, _, rights in ancillary:
             self._descriptors += array.array("i", rights)
         # Where a descriptor was lost, since none is free, each that comes later would belong to another message.
-        if not data or flags & socket.MSG_CTRUNC:
+        if not nbytes or flags & socket.MSG_CTRUNC:
             self.close()
             return
         if self._is_ending:
             return
         if self._polling is not None:
             self._polling.note_received()
-        if len(data) < self._missing:
-            self._begun.append(data)
-            self._missing -= len(data)
+        data = self._read_buffer[:nbytes]
+        if nbytes < self._missing:
+            self._begun.append(bytes(data))
+            self._missing -= nbytes
             return
         if self._begun:
-            data = b"".join([*self._begun, data])
+            data = memoryview(b"".join([*self._begun, data]))
             self._begun.clear()
         self._read(data)
 
-    def _read(self, data: bytes) -> None:
+    def _read(self, data: memoryview) -> None:
         """Hear what whole frames say, and keep the beginning of the next one."""
         position, end = 0, len(data)
         while True:
@@ -166,7 +171,7 @@ class Link:
                 break
             position = following
             try:
-                for message in self._decode(memoryview(data)[begin:following]):
+                for message in self._decode(data[begin:following]):
                     self._on_message(message)
                     if not self.is_open:
                         return
@@ -175,7 +180,7 @@ class Link:
                 self._give_up()
                 raise
         if position < end:
-            self._begun.append(data[position:])
+            self._begun.append(bytes(data[position:]))
         self._missing = following - end
 
     def _flush(self) -> None:

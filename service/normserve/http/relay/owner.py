@@ -33,6 +33,8 @@ _POLL_S = 0.02
 # How often front ends get a heartbeat, and are told of memory that the pool has freed.
 _BEAT_S = 0.5
 
+_OF_A_REQUEST = frozenset([messages.Sent, messages.Received, messages.Piece, messages.Ended, messages.Left])
+
 _ASGI = {"version": "3.0", "spec_version": "2.3"}
 
 
@@ -255,7 +257,10 @@ class _FrontEnd:
 
     def _on_message(self, message: Any) -> None:
         kind = type(message)
-        if kind is messages.Request:
+        if kind in _OF_A_REQUEST:
+            if (request := self._under_way.get(message.number)) is not None:
+                request.on_message(message)
+        elif kind is messages.Request:
             try:
                 self._under_way[message.number] = self._begin(self, message)
             except Exception as error:
@@ -271,12 +276,11 @@ class _FrontEnd:
         elif kind is messages.LeftLate:
             for _ in range(message.count):
                 self._metrics.observe_late_departure()
-        elif kind is messages.Progress:
+        else:
+            assert kind is messages.Progress
             for number, nbytes in message.received.items():
                 if (request := self._under_way.get(number)) is not None:
                     request.on_progress(nbytes)
-        elif (request := self._under_way.get(message.number)) is not None:
-            request.on_message(message)
 
     def _refuse(self, request: messages.Request, error: Exception) -> None:
         """Answer a request that met an error of this server's own before it began."""
