@@ -125,6 +125,8 @@ class Operation:
 class Head:
     """A request's head, checked as far as possible without the body; the same object for many requests.
 
+    Compared by identity, which is quick: known payloads are looked up by it.
+
     Attributes:
         layer: its name; for a chain the names, joined by commas.
         body_format: None if the body's first bytes decide.
