@@ -1,7 +1,7 @@
 """The client's operations as differentiable functions of tensors."""
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +54,11 @@ class _Norm(torch.autograd.Function):
             *_, needs_bias, _, needs_shift = ctx.needs_input_grad
             ctx.operation = operation
             kept = _for_backward(tensors, operation, needs_bias, needs_shift)
-            ctx.save_for_backward(*map(kept.get, _INPUTS), _alone(result.mean), _alone(result.rstd))
+            statistics: Iterable[Tensor | None] = (result.mean, result.rstd)
+            if not operation.client.results_are_apart:
+                statistics = map(_alone, statistics)
+            # Where they are now the service finds them again without a copy.
+            ctx.save_for_backward(*map(kept.get, _INPUTS), *statistics)
         # Not as a view of what was received: autograd does not allow such a result to be changed in place.
         return result.y.data
 
@@ -108,10 +112,8 @@ def _given(inputs: Sequence[Tensor | None]) -> dict[str, Tensor]:
 
 
 def _alone(tensor: Tensor | None) -> Tensor | None:
-    """A short tensor that is kept for long, in memory of its own: over HTTP results are parts of an answer."""
-    if tensor is None or tensor.is_cuda or tensor.untyped_storage().nbytes() == tensor.nbytes:
-        return tensor
-    return tensor.clone()
+    """A short tensor that is kept for long, in memory of its own: on the host results may be parts of an answer."""
+    return tensor if tensor is None or tensor.is_cuda else tensor.clone()
 
 
 def _for_backward(
