@@ -61,12 +61,13 @@ def test_replayed_requests_are_counted_like_others():
 def test_many_replayed_requests_are_counted_without_a_scrape():
     async def body(client):
         await client.ask(client.compute())
-        for _ in range(2):
+        for _ in range(1024 // 32):
             await client.send(b"".join(framed(client.compute(), tag) for tag in range(1, 33)))
             for _ in range(32):
                 await client.answer()
         assert client.by_python == 1
         assert not client.replaying._replayer.state()[2]
+        assert client.counted("batch_requests_count") == 1 + 1024
 
     played(body)
 

@@ -13,7 +13,7 @@
 /* Connections that are looked at in one turn. */
 #define MOST_READY 32
 /* Samples are collected before there are more. */
-#define MOST_SAMPLES 256
+#define MOST_SAMPLES 4096
 
 typedef enum {
     /* Bytes that have come; without any, the client has gone. */
