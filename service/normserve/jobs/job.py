@@ -145,12 +145,14 @@ class Recurrence:
 
     Attributes:
         prepared: what the backend has made of the first for those that follow; its own, and opaque elsewhere.
+        is_alone: the backend computes each of them sooner by itself than with others; None before it knows.
     """
 
-    __slots__ = ("prepared",)
+    __slots__ = ("is_alone", "prepared")
 
     def __init__(self) -> None:
         self.prepared: object = None
+        self.is_alone: bool | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -204,7 +206,7 @@ class NormJob:
         is the same in a shared launch.  GroupNorm's scale and shift are batched with their samples.
         """
         spec, tensors = self.spec, self.tensors
-        if self.is_on_device or spec.dropout:
+        if self.is_on_device or spec.dropout or (self.recurrence is not None and self.recurrence.is_alone):
             return None
         if len(tensors) == 1 and spec.direction is Pass.FORWARD:
             x = tensors["x"]

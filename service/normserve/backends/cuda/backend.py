@@ -16,7 +16,7 @@ from torch import Tensor
 
 from normserve.backends.base import Depth, InFlight
 from normserve.backends.cuda.ahead import CompilingAhead, Model
-from normserve.backends.cuda.chunked_work import Workspace, chunked_work, workspace
+from normserve.backends.cuda.chunked_work import Workspace, chunked_work, is_chunked, workspace
 from normserve.backends.cuda.copies import transfer_of
 from normserve.backends.cuda.cuda_streams import CudaStreams
 from normserve.backends.cuda.device_work import Work, device_work, is_in_reach, shareable
@@ -157,7 +157,10 @@ class TritonBackend:
         return (job.places is not None and len(batch.jobs) == 1) or self._slabs.has_idle(nbytes)
 
     def run(self, batch: Batch) -> InFlight:
-        if len(batch.jobs) == 1 and (work := self._work_of(batch.jobs[0])) is not None:
+        if len(batch.jobs) > 1:
+            for job in batch.jobs:
+                self._note_recurrence(job)
+        elif (work := self._work_of(batch.jobs[0])) is not None:
             return self._run_work(work)
         flight = self._run_from_host(batch)
         # What is computed in place goes where it comes from, if it is alone.
@@ -207,20 +210,30 @@ class TritonBackend:
 
         return OnTheDevice(flight, execution)
 
+    def _note_recurrence(self, job: NormJob) -> None:
+        """Find out whether the next jobs like this one are computed where they lie, or by a graph."""
+        recurrence = job.recurrence
+        if recurrence is not None and recurrence.is_alone is None:
+            recurrence.is_alone = is_in_reach(job) or is_chunked(job)
+
     def _work_of(self, job: NormJob) -> Work | None:
         """The work of a job that is computed where it lies, or recurs; prepared once for those that follow."""
         recurrence = job.recurrence
-        if recurrence is not None and recurrence.prepared is not None:
-            assert isinstance(recurrence.prepared, Work)
-            return recurrence.prepared
+        if recurrence is None:
+            return self._new_work(job) if is_in_reach(job) else None
+        self._note_recurrence(job)
+        if recurrence.prepared is None and recurrence.is_alone:
+            recurrence.prepared = self._new_work(job)
+            recurrence.is_alone = recurrence.prepared is not None
+        work = recurrence.prepared
+        assert work is None or isinstance(work, Work)
+        return work
+
+    def _new_work(self, job: NormJob) -> Work | None:
         if is_in_reach(job):
             # Whatever its size: graphs share memory, so that all of them follow one another on one stream.
-            work: Work | None = device_work(job, fusednorm, self._pipelines[Lane.SMALL], self._replays)
-        else:
-            work = chunked_work(job, fusednorm, self._workspaces)
-        if recurrence is not None:
-            recurrence.prepared = work
-        return work
+            return device_work(job, fusednorm, self._pipelines[Lane.SMALL], self._replays)
+        return chunked_work(job, fusednorm, self._workspaces)
 
     def _run_work(self, work: Work) -> InFlight:
         """A job alone, in memory that its client has."""

@@ -70,8 +70,13 @@ def workspace(streams: Streams, device: str) -> Workspace:
     return Workspace(streams, CudaGraphs(), device)
 
 
+def is_chunked(job: NormJob) -> bool:
+    """Whether a job is a large one that recurs in registered memory."""
+    return bool(_chunks(job))
+
+
 def chunked_work(job: NormJob, library: ModuleType, places: Iterator[Workspace]) -> Work | None:
-    """The work of a large job that recurs in registered memory; None of any other.
+    """The work of a job that `is_chunked`; None of any other, and without memory of the device.
 
     Args:
         library: the kernels.

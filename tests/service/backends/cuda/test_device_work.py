@@ -125,3 +125,27 @@ def test_what_is_captured_can_be_replayed_by_others(backend, memory, graphs, mon
 
 def test_without_the_extension_nothing_is_replayed_by_others(backend):
     assert backend.make_replayer() is None
+
+
+@pytest.mark.parametrize("slabs", ["copied"], indirect=True)
+def test_jobs_that_always_came_together_are_computed_alone_from_then_on(backend, memory):
+    """Else several busy clients would never have their launches captured."""
+    recurrences = Recurrence(), Recurrence()
+    jobs = tuple(job_in(memory, each, start=number * 2**16) for number, each in enumerate(recurrences))
+    assert jobs[0].batch_class() == jobs[1].batch_class() is not None
+    run(backend, *jobs)
+    assert [each.is_alone for each in recurrences] == [True, True]
+    for job in jobs:
+        assert job.batch_class() is None
+        assert_placed(run(backend, job), job)
+
+
+@pytest.mark.parametrize("slabs", ["copied"], indirect=True)
+def test_jobs_that_are_not_computed_where_they_lie_share_launches_as_before(backend, memory):
+    recurrence = Recurrence()
+    other = memoryview(bytearray(2**16))
+    for _ in range(2):
+        job = job_in(other, recurrence)
+        run(backend, job)
+        assert job.batch_class() is not None
+    assert recurrence.is_alone is False
