@@ -66,6 +66,8 @@ def test_an_answer_has_the_form_of_its_example(http, method, path):
     if path == "/v1/info":
         # A server on the CPU has no Triton.
         assert shown["versions"].pop("triton") is str
+        # Only with front ends.
+        told.pop("front_ends", None)
     assert told == shown
 
 
