@@ -46,6 +46,9 @@ class NoDevice:
     def share(self, memory: memoryview) -> object:
         return None
 
+    def computes_alone(self, job: NormJob) -> bool:
+        return False
+
     def replay(self, recurrence: Recurrence) -> None:
         return None
 

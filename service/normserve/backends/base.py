@@ -88,6 +88,12 @@ class Backend(Protocol):
         Called from any thread; where it cannot be prepared, copies take longer.
         """
 
+    def computes_alone(self, job: NormJob) -> bool:
+        """Whether jobs that recur like this one are best computed each by itself, where their client has them.
+
+        Called from any thread, once it has started.
+        """
+
     def replay(self, recurrence: Recurrence) -> Replay | None:
         """The captured launch of such jobs, if there is one."""
 

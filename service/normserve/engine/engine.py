@@ -149,6 +149,10 @@ class Engine:
         """What answers recurring requests without `begin`; None where there is none.  Called once it is ready."""
         return self._executor.backend.make_replayer()
 
+    def computes_alone(self, job: NormJob) -> bool:
+        """Whether jobs that recur like this one are computed each by itself, where their client has them."""
+        return self._executor.backend.computes_alone(job)
+
     def replay(self, recurrence: Recurrence) -> Replay | None:
         """The captured launch of jobs that recur, if there is one."""
         return self._executor.backend.replay(recurrence)

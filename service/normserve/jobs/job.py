@@ -145,14 +145,14 @@ class Recurrence:
 
     Attributes:
         prepared: what the backend has made of the first for those that follow; its own, and opaque elsewhere.
-        is_alone: the backend computes each of them sooner by itself than with others; None before it knows.
+        is_alone: each of them is computed by itself, in the memory that its client has.
     """
 
     __slots__ = ("is_alone", "prepared")
 
     def __init__(self) -> None:
         self.prepared: object = None
-        self.is_alone: bool | None = None
+        self.is_alone = False
 
 
 @dataclass(slots=True, eq=False)

@@ -144,7 +144,7 @@ class Operations:
         self.engine.require_ready()
         plan = request.plan
         if plan is None or plan.layer is not layer:
-            plan = request.plan = _planned(message, spec, layer, arena)
+            plan = request.plan = self._planned(message, spec, layer, arena)
         permit = self.limits.acquire(plan.nbytes, caller.tenant, caller.quota)
         try:
             tensors = plan.tensors
@@ -166,37 +166,41 @@ class Operations:
         timeout_ms = self.timeout_ms if asked.timeout_ms is None else asked.timeout_ms
         return job, record.began + timeout_ms / 1000, permit
 
+    def _planned(self, message: Compute, spec: NormSpec, layer: Layer | None, arena: Arena) -> Plan:
+        located = {name: arena.tensor(name, each) for name, each in message.tensors.items()}
+        tensors = {name: tensor for name, (tensor, _) in located.items()}
+        places = {name: arena.place(name, place) for name, place in message.results.items()}
+        check_together(tensors, places)
+        job, cost = costed_job(spec, tensors, layer)
+        results = results_of(job.spec, {name: (each.dtype, each.shape) for name, each in tensors.items()}, layer)
+        spans = {name: span for name, (_, span) in located.items()}
+        is_over = check_places(results, message.results, spans, _WRITTEN_OVER[spec.direction])
+        recurrence = Recurrence()
+        alike = NormJob(job.spec, tensors, layer, is_over, places, recurrence)
+        recurrence.is_alone = job.is_on_device or self.engine.computes_alone(alike)
+        shared = () if recurrence.is_alone else _shared(tensors)
+        described = {
+            name: Located(message.results[name].segment, message.results[name].offset, dtype.label, shape)
+            for name, (dtype, shape) in results.items()
+        }
+        return Plan(
+            job.spec,
+            layer,
+            tensors,
+            places,
+            shared,
+            is_over,
+            None if shared else recurrence,
+            cost,
+            job.nbytes,
+            msgspec.Raw(msgspec.json.encode(described)),
+        )
 
-def _planned(message: Compute, spec: NormSpec, layer: Layer | None, arena: Arena) -> Plan:
-    located = {name: arena.tensor(name, each) for name, each in message.tensors.items()}
-    tensors = {name: tensor for name, (tensor, _) in located.items()}
-    places = {name: arena.place(name, place) for name, place in message.results.items()}
-    check_together(tensors, places)
-    job, cost = costed_job(spec, tensors, layer)
-    results = results_of(job.spec, {name: (each.dtype, each.shape) for name, each in tensors.items()}, layer)
-    spans = {name: span for name, (_, span) in located.items()}
-    is_over = check_places(results, message.results, spans, _WRITTEN_OVER[spec.direction])
-    described = {
-        name: Located(message.results[name].segment, message.results[name].offset, dtype.label, shape)
-        for name, (dtype, shape) in results.items()
-    }
-    parameters = filter(is_parameter, tensors)
-    # On the device a job runs alone: there parameters are read by its own launch only.
-    shared = tuple(
-        name for name in parameters if not job.is_on_device and tensors[name].nbytes <= MAX_COMPARED_PARAMETER_BYTES
-    )
-    return Plan(
-        job.spec,
-        layer,
-        tensors,
-        places,
-        shared,
-        is_over,
-        None if shared else Recurrence(),
-        cost,
-        job.nbytes,
-        msgspec.Raw(msgspec.json.encode(described)),
-    )
+
+def _shared(tensors: Mapping[str, HostTensor]) -> tuple[str, ...]:
+    """The parameters by which jobs share a launch."""
+    names = filter(is_parameter, tensors)
+    return tuple(name for name in names if tensors[name].nbytes <= MAX_COMPARED_PARAMETER_BYTES)
 
 
 def answered(request: Request, result: NormResult, request_id: str, record: RequestRecord, began: float) -> Done:

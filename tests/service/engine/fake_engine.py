@@ -29,6 +29,9 @@ class FakeBackend:
     def memory_bytes(self):
         return {"allocated": 7}
 
+    def computes_alone(self, job):
+        return False
+
 
 class Flying(InFlight):
     """Lands when the test says so."""

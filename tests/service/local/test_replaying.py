@@ -250,3 +250,19 @@ def test_a_client_that_does_not_read_gets_all_answers_in_the_end():
         assert (await client.ask(client.compute())).status == 200
 
     played(body)
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_parameters_that_are_sent_along_recur_where_jobs_are_computed_alone(is_alone):
+    """Else they decide which jobs share a launch, and are copied for each."""
+
+    async def body(client):
+        client.behind.executor.backend.computes_alone = lambda job: is_alone
+        plain = client.compute()
+        tensors = {**plain.tensors, "weight": frames.Located(0, 4096, "float32", (4,))}
+        message = frames.Compute("layer_norm", tensors, plain.results)
+        for _ in range(3):
+            assert (await client.ask(message)).status == 200
+        assert client.by_python == (1 if is_alone else 3)
+
+    played(body)

@@ -118,6 +118,9 @@ class TorchBackend:
         """Kernels work in it as it is."""
         return None
 
+    def computes_alone(self, job: NormJob) -> bool:
+        return False
+
     def replay(self, recurrence: Recurrence) -> None:
         return None
 

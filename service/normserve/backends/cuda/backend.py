@@ -157,10 +157,7 @@ class TritonBackend:
         return (job.places is not None and len(batch.jobs) == 1) or self._slabs.has_idle(nbytes)
 
     def run(self, batch: Batch) -> InFlight:
-        if len(batch.jobs) > 1:
-            for job in batch.jobs:
-                self._note_recurrence(job)
-        elif (work := self._work_of(batch.jobs[0])) is not None:
+        if len(batch.jobs) == 1 and (work := self._work_of(batch.jobs[0])) is not None:
             return self._run_work(work)
         flight = self._run_from_host(batch)
         # What is computed in place goes where it comes from, if it is alone.
@@ -210,21 +207,18 @@ class TritonBackend:
 
         return OnTheDevice(flight, execution)
 
-    def _note_recurrence(self, job: NormJob) -> None:
-        """Find out whether the next jobs like this one are computed where they lie, or by a graph."""
-        recurrence = job.recurrence
-        if recurrence is not None and recurrence.is_alone is None:
-            recurrence.is_alone = is_in_reach(job) or is_chunked(job)
+    def computes_alone(self, job: NormJob) -> bool:
+        return is_in_reach(job) or is_chunked(job)
 
     def _work_of(self, job: NormJob) -> Work | None:
         """The work of a job that is computed where it lies, or recurs; prepared once for those that follow."""
         recurrence = job.recurrence
         if recurrence is None:
-            return self._new_work(job) if is_in_reach(job) else None
-        self._note_recurrence(job)
-        if recurrence.prepared is None and recurrence.is_alone:
+            return self._new_work(job) if job.is_on_device else None
+        if not job.is_on_device and not recurrence.is_alone:
+            return None
+        if recurrence.prepared is None:
             recurrence.prepared = self._new_work(job)
-            recurrence.is_alone = recurrence.prepared is not None
         work = recurrence.prepared
         assert work is None or isinstance(work, Work)
         return work

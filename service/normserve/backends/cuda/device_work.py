@@ -26,6 +26,7 @@ from normserve.backends.tensors import (
 )
 from normserve.jobs import results
 from normserve.jobs.job import NormJob
+from normserve.jobs.tensor_names import is_parameter
 from normserve.memory.device_segments import Device, DeviceMemoryError
 from normserve.memory.device_tensors import DeviceTensor
 from normserve.memory.host_tensors import DType, HostTensor
@@ -34,6 +35,9 @@ log = logging.getLogger(__name__)
 
 # Of host memory, all tensors and results.
 _MOST_HOST_BYTES = 2**21 + 2**16
+
+# About as many run at a time.
+_PROGRAMS = 132
 
 
 def shareable(ordinal: int) -> Device | None:
@@ -103,6 +107,9 @@ def is_in_reach(job: NormJob) -> bool:
         return False
     places = [job.places[name] for name in wanted]
     nbytes = job.nbytes + sum([dtype.itemsize * prod(shape) for dtype, shape in wanted.values()])
+    # Programs read parameters each for itself.
+    parameters = [tensor.nbytes for name, tensor in job.tensors.items() if is_parameter(name)]
+    nbytes += min(job.rows, _PROGRAMS) * sum(parameters)
     memory = [*[tensor.data for tensor in job.tensors.values()], *places]
     return nbytes <= _MOST_HOST_BYTES and all(map(is_registered, memory))
 

@@ -46,7 +46,10 @@ def job_in(memory, recurrence, registered=None, **changes):
         name: memory[start * NBYTES : (start + 1) * NBYTES] for start, name in enumerate(("y", "mean", "rstd"), 1)
     }
     spec = replace(FORWARD, **changes)
-    return NormJob(spec, {"x": x}, registered, places=places, recurrence=recurrence)
+    job = NormJob(spec, {"x": x}, registered, places=places, recurrence=recurrence)
+    if recurrence is not None:
+        recurrence.is_alone = chunked_work.is_chunked(job)
+    return job
 
 
 @pytest.fixture
@@ -154,3 +157,16 @@ def test_the_thread_stays_on_the_stream_that_is_captured():
     pipeline = Pipeline(Streams(urgent=False))
     pipeline.put_parts(*[lambda part: None] * 3, parts=[1, 2], marks=pipeline.marks(2))
     assert used[-1] is pipeline.compute_stream
+
+
+def test_parameters_that_come_along_are_read_anew_each_time(backend, memory):
+    recurrence = Recurrence()
+    for _ in range(5):
+        job = job_in(memory, recurrence, stats=False)
+        weight = HostTensor(DType.FLOAT32, (COLS,), memory[3 * NBYTES : 3 * NBYTES + 4 * COLS])
+        torch.frombuffer(weight.data, dtype=torch.float32).normal_()
+        job = NormJob(job.spec, {"x": job.x, "weight": weight}, None, False, job.places, recurrence)
+        (outputs,) = run(backend, job).outputs
+        right = torch.nn.functional.layer_norm(back(job.x), (COLS,), back(weight))
+        torch.testing.assert_close(back(outputs["y"]), right)
+    assert recurrence.prepared.graph is not None

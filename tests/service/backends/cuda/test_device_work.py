@@ -40,7 +40,10 @@ def job_in(memory, recurrence, rows=3, start=0):
     x = HostTensor(DType.FLOAT32, (rows, 128), memory[start : start + nbytes])
     torch.frombuffer(x.data, dtype=torch.float32).normal_()
     place = memory[start + nbytes : start + 2 * nbytes + 100]
-    return NormJob(SPEC, {"x": x}, places={"y": place}, recurrence=recurrence)
+    job = NormJob(SPEC, {"x": x}, places={"y": place}, recurrence=recurrence)
+    if recurrence is not None:
+        recurrence.is_alone = device_work.is_in_reach(job)
+    return job
 
 
 def run(backend, *jobs):
@@ -128,24 +131,24 @@ def test_without_the_extension_nothing_is_replayed_by_others(backend):
 
 
 @pytest.mark.parametrize("slabs", ["copied"], indirect=True)
-def test_jobs_that_always_came_together_are_computed_alone_from_then_on(backend, memory):
-    """Else several busy clients would never have their launches captured."""
-    recurrences = Recurrence(), Recurrence()
-    jobs = tuple(job_in(memory, each, start=number * 2**16) for number, each in enumerate(recurrences))
-    assert jobs[0].batch_class() == jobs[1].batch_class() is not None
-    run(backend, *jobs)
-    assert [each.is_alone for each in recurrences] == [True, True]
-    for job in jobs:
-        assert job.batch_class() is None
-        assert_placed(run(backend, job), job)
+def test_what_is_computed_alone_shares_no_launch(backend, memory):
+    there, elsewhere = job_in(memory, Recurrence()), job_in(memoryview(bytearray(2**16)), Recurrence())
+    assert backend.computes_alone(there)
+    assert there.batch_class() is None
+    assert not backend.computes_alone(elsewhere)
+    assert elsewhere.batch_class() is not None
 
 
+@pytest.mark.parametrize(
+    ("rows", "cols", "is_read"), [(1, 1024, True), (64, 1024, True), (200, 1024, False), (3900, 64, True)]
+)
 @pytest.mark.parametrize("slabs", ["copied"], indirect=True)
-def test_jobs_that_are_not_computed_where_they_lie_share_launches_as_before(backend, memory):
-    recurrence = Recurrence()
-    other = memoryview(bytearray(2**16))
-    for _ in range(2):
-        job = job_in(other, recurrence)
-        run(backend, job)
-        assert job.batch_class() is not None
-    assert recurrence.is_alone is False
+def test_parameters_are_read_where_they_are_unless_many_programs_would_read_long_ones(
+    memory, slabs, rows, cols, is_read
+):
+    """Of 200 rows x and y have 1.6 MiB, and a weight of 4 KiB is read 132 times."""
+    x = HostTensor(DType.FLOAT32, (rows, cols), memory[: 4 * rows * cols])
+    weight = HostTensor(DType.FLOAT32, (cols,), memory[2**21 : 2**21 + 4 * cols])
+    places = {"y": memory[2**21 + 2**12 :][: 4 * rows * cols]}
+    job = NormJob(SPEC, {"x": x, "weight": weight}, places=places, recurrence=Recurrence())
+    assert device_work.is_in_reach(job) == is_read
