@@ -120,11 +120,6 @@ class Client:
             made = transport.device_tensor(index, dtype, shape, Deadline(self._server.timeout_s))
         return arrays.empty_on(device, dtype, shape) if made is None else made
 
-    @property
-    def results_are_apart(self) -> bool:
-        """Whether each result has memory of its own, as over shared memory; over HTTP they share their answer's."""
-        return isinstance(self._transport, LocalTransport)
-
     def close(self) -> None:
         """Close all connections."""
         self._transport.close()

@@ -109,6 +109,8 @@ class Wire:
                 self.close()
                 return
             if sent == len(frame):
+                # It may have been the rest of an answer.
+                self._tell_replayer()
                 return
             # What goes with a frame goes with its first byte.
             descriptors = () if sent else descriptors

@@ -1,9 +1,9 @@
 """The metrics of a launch."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from normserve.jobs.job import Batch, Execution, Op, Pass
+from normserve.jobs.job import Batch, Execution, NormJob, Op, Pass
 from normserve.memory.host_tensors import DType
 from normserve.metrics.registrar import COUNTED_AT_ONCE, KERNEL_LABELS, Registrar
 
@@ -78,16 +78,19 @@ class Launches:
             self.settle()
 
     def observe_alike(
-        self, kind: tuple[Op, Pass, DType], nbytes: int, kernel_bytes: int, seconds: Sequence[float]
+        self, job: NormJob, went: int, kernel_bytes: int, stages: Mapping[str, Sequence[float]]
     ) -> None:
-        """Count launches of one request each, in place, that differ only in their device time.
+        """Count launches of one job each that differ only in their times.
 
         Args:
-            nbytes: of the tensors that came with each.
+            job: any of theirs.
+            went: bytes of the results of each.
             kernel_bytes: the fewest bytes that each must move.
+            stages: seconds of each in "copy_in", "kernel" and "copy_out".
         """
-        op, direction, dtype = kind
-        launches = [_Launch(1, nbytes, 0, kernel_bytes, each, 0.0, 0.0) for each in seconds]
+        op, direction, dtype = job.spec.op, job.spec.direction, job.x.dtype
+        times = zip(stages["kernel"], stages["copy_in"], stages["copy_out"], strict=True)
+        launches = [_Launch(1, job.nbytes, went, kernel_bytes, *each) for each in times]
         self._count((op.value, direction.value, dtype.value), launches)
 
     def settle(self) -> None:

@@ -126,12 +126,11 @@ class Metrics:
 
         Args:
             record: of any of them.
-            times: with a stage "kernel".
+            times: with the stages of a launch.
             job: of any of them.
         """
         self._requests.observe_alike(record, times)
-        kind = job.spec.op, job.spec.direction, job.x.dtype
-        self._launches.observe_alike(kind, job.nbytes, record.kernel_bytes, times.stages["kernel"])
+        self._launches.observe_alike(job, record.sent, record.kernel_bytes, times.stages)
 
     def watch_replays(self, collect: Callable[[], None]) -> None:
         """Have what is counted elsewhere counted here before a scrape: `collect` calls `observe_replays`."""

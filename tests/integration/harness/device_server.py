@@ -1,19 +1,22 @@
 """`normserve` with a device whose memory is the host's: what clients have of it is shared as a GPU's is."""
 
 import sys
+import weakref
 from math import prod
 
 import normserve.http.service
 import torch
 from normserve.backends import cpu
 from normserve.backends.cpu.backend import TorchBackend
-from normserve.backends.cuda import device_work
-from normserve.backends.cuda.replays import Replays
+from normserve.backends.cuda import device_work, replays
+from normserve.backends.cuda.replayer import build
+from normserve.backends.replayer import Replay
 from normserve.backends.tensors import TORCH_DTYPES
 from normserve.cli.commands import main
 from normserve.jobs.job import Execution
 from normserve.memory.device_segments import Device
 
+from tests.service.backends.cuda.fake_driver import FakeDriver as LaunchingDriver
 from tests.service.memory.fake_driver import FakeDriver, bytes_at
 
 
@@ -25,27 +28,66 @@ def seen(data, dtype, shape):
     return torch.frombuffer(there, dtype=TORCH_DTYPES[dtype]).view(shape)
 
 
-class NoGraphs:
+class Graph:
+    """A call, which the driver launches by its number."""
+
+    def __init__(self, call, driver):
+        self._call = call
+        self._driver = driver
+        self._driver.graphs[id(self)] = self
+
+    def replay(self):
+        with torch.inference_mode():
+            self._call()
+
+
+class Driver(LaunchingDriver):
+    """Has the kernels of a captured launch run when it is launched."""
+
+    def __init__(self):
+        super().__init__()
+        self.graphs = weakref.WeakValueDictionary()
+        self.on_launch = lambda number: self.graphs[number].replay()
+
     def capture(self, call):
-        raise RuntimeError("there are no graphs here")
+        return Graph(call, self)
 
 
 class DeviceBackend(TorchBackend):
     def start(self):
         self.device_memory = Device(0, FakeDriver())
-        self._replays = Replays(NoGraphs())
+        self._driver = Driver()
+        self._replays = replays.Replays(self._driver)
         return super().start()
 
     @torch.inference_mode()
     def run(self, batch):
-        if not batch.jobs[0].is_on_device:
+        job = batch.jobs[0]
+        if not job.is_on_device:
             return super().run(batch)
-        work = device_work.device_work(batch.jobs[0], cpu, self._replays)
+        work = None if job.recurrence is None else job.recurrence.prepared
+        if work is None:
+            work = device_work.device_work(job, cpu, None, self._replays)
+            if job.recurrence is not None:
+                job.recurrence.prepared = work
         work.compute()
+        if work.is_worth_a_graph:
+            work.capture()
         return Execution((work.results,), (work.kernel_bytes,), 0.0, 1e-6, 0.0, are_placed=True)
+
+    def replay(self, recurrence):
+        work = recurrence.prepared
+        if not isinstance(work, device_work.Work) or work.graph is None:
+            return None
+        return Replay(id(work.graph), 1, (), (work, work.graph))
+
+    def make_replayer(self):
+        return build.load()(**self._driver.addresses())
 
 
 if __name__ == "__main__":
+    # What comes again is soon answered without Python code.
+    replays._CALLS_BEFORE_CAPTURE = 2
     device_work._seen = seen
     device_work.results_to_write = lambda job, rows: None
     normserve.http.service.choose_backend = lambda name, threads, slabs, sizes: DeviceBackend(threads, slabs)

@@ -158,6 +158,53 @@ def test_requests_come_again_and_see_what_changed(wire):
     np.testing.assert_allclose(wire.view(number)[:24].reshape(2, 12), normalised(-2 * X), atol=1e-5)
 
 
+def replayed(serving):
+    """Requests that were answered without Python code: others of local clients have no stage "send"."""
+    for line in httpx.get(serving.url + "/metrics").text.splitlines():
+        if line.startswith('normserve_stage_duration_seconds_count{stage="send"}'):
+            return int(float(line.split()[-1]))
+    return 0
+
+
+def test_what_comes_many_times_is_replayed_on_what_lies_there_then(serving, wire):
+    number = wire.grow_device()
+    before = replayed(serving)
+    for factor in range(1, 31):
+        wire.view(number)[:24] = factor * X.flatten()
+        answer = wire.request(forward(number))
+        assert answer.status == 200
+        assert answer.results["y"] == frames.Located(number, 4096, "float32", (2, 12))
+        np.testing.assert_allclose(wire.view(number)[1024:1048].reshape(2, 12), normalised(factor * X), atol=1e-5)
+    assert replayed(serving) - before >= 20
+    # Another frame, and parts of one, are told apart from it.
+    assert wire.request(forward(number, y=8192)).status == 200
+    assert wire.request(forward(number, nbytes=95)).status == 422
+    wire.view(number)[:24] = X.flatten()
+    assert wire.request(forward(number)).status == 200
+    np.testing.assert_allclose(wire.view(number)[1024:1048].reshape(2, 12), normalised(X), atol=1e-5)
+    # Nor is anything left of it once its memory is given back.
+    wire.send(frames.Free(number))
+    assert wire.request(forward(number)).status == 422
+
+
+def test_a_client_that_is_killed_amid_replays_harms_nobody(serving, path, wire, until):
+    number = wire.grow_device()
+    wire.view(number)[:24] = X.flatten()
+    for _ in range(5):
+        wire.request(forward(number))
+    with Wire(path) as other:
+        theirs = other.grow_device()
+        for _ in range(5):
+            other.request(forward(theirs))
+        # Gone with answers that nobody reads.
+        for tag in range(20):
+            other.send(forward(theirs), tag)
+    for _ in range(20):
+        assert wire.request(forward(number)).status == 200
+    np.testing.assert_allclose(wire.view(number)[1024:1048].reshape(2, 12), normalised(X), atol=1e-5)
+    until(lambda: "\nnormserve_inflight_requests 0" in httpx.get(serving.url + "/metrics").text)
+
+
 def test_connecting_anew_does_not_get_past_the_quota(serving, path, until):
     held = []
     for _ in range(8):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from normserve.client.client import Client
+from normserve.client.local.blocking import LocalTransport
 from normserve.client.results import BackwardResult, ForwardResult
 
 # Where autocast computes norms in float32 and returns that.
@@ -55,9 +56,9 @@ class _Norm(torch.autograd.Function):
             ctx.operation = operation
             kept = _for_backward(tensors, operation, needs_bias, needs_shift)
             statistics: Iterable[Tensor | None] = (result.mean, result.rstd)
-            if not operation.client.results_are_apart:
+            if not isinstance(operation.client._transport, LocalTransport):
                 statistics = map(_alone, statistics)
-            # Where they are now the service finds them again without a copy.
+            # In shared memory, the service finds them again without a copy.
             ctx.save_for_backward(*map(kept.get, _INPUTS), *statistics)
         # Not as a view of what was received: autograd does not allow such a result to be changed in place.
         return result.y.data

@@ -295,13 +295,47 @@ def test_a_forgotten_request_is_for_the_caller_and_a_newly_learned_one_is_launch
     assert client.driver.launched == [12]
 
 
-def test_more_requests_than_are_kept_are_forgotten_at_once(client):
-    for number in range(1000):
-        client.learn(str(number).encode(), number)
-    client.send(b"999", b"0")
-    [(kind, _, _, _, rest)] = client.serve()
-    assert (kind, rest) == (RECEIVED, frame(2, b"0"))
-    assert client.driver.launched == [999]
+def known(client, contents):
+    """Which of these contents are launched."""
+    found = []
+    for content in contents:
+        client.send(content)
+        if not client.serve():
+            client.answers(1)
+            found.append(content)
+    return found
+
+
+def test_of_more_requests_than_are_kept_any_are_forgotten(client):
+    contents = [b"%d" % number for number in range(600)]
+    for number, content in enumerate(contents):
+        client.learn(content, number)
+    assert len(known(client, contents)) in (255, 256)
+    assert known(client, contents[-1:])
+
+
+def test_of_more_requests_than_are_kept_of_all_a_connection_gives_up_its_own(client):
+    pairs = [socket.socketpair() for _ in range(9)]
+    try:
+        for ours, _ in pairs:
+            client.replayer.open(ours.fileno())
+            for number in range(256):
+                client.replayer.learn(ours.fileno(), b"%d" % number, 1, 8, (), RESULTS, 0, 0, None)
+        # The ninth found no place beside the first, which keeps its request, and can have another instead.
+        ours, theirs = pairs[-1]
+        client.replayer.read(ours.fileno(), True)
+        theirs.send(frame(1, b"0"))
+        assert known(client, [CONTENT]) == []
+        client.learn(b"other")
+        assert known(client, [CONTENT, b"other"]) == [b"other"]
+        # What others give up can be had.
+        client.replayer.close(pairs[0][0].fileno())
+        client.learn(CONTENT)
+        assert known(client, [CONTENT, b"other"]) == [CONTENT, b"other"]
+    finally:
+        for ours, theirs in pairs:
+            ours.close()
+            theirs.close()
 
 
 @pytest.mark.parametrize("function", ["event_create", "graph_launch"])

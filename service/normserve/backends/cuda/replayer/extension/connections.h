@@ -21,6 +21,8 @@ typedef struct {
 typedef struct {
     Connection **by_descriptor;
     size_t size;
+    /* Of all connections. */
+    size_t known_count;
 } Connections;
 
 static Connection *find_connection(const Connections *all, int descriptor)
@@ -57,10 +59,11 @@ static void release_connection(Connection *connection)
 }
 
 /* Forget all requests; those in flight go on.  Called with Python's lock. */
-static void forget_requests(Connection *connection)
+static void forget_requests(Connections *all, Connection *connection)
 {
     size_t count = connection->known_count;
     connection->known_count = 0;
+    all->known_count -= count;
     for (size_t index = 0; index < count; index++)
         release_request(connection->known[index]);
 }
@@ -69,17 +72,48 @@ static void close_connection(Connections *all, Connection *connection)
 {
     all->by_descriptor[connection->descriptor] = NULL;
     connection->is_open = false;
-    forget_requests(connection);
+    forget_requests(all, connection);
     release_connection(connection);
+}
+
+/* The place of a request with the same content, or `known_count`. */
+static size_t place_of(const Connection *connection, const char *content, size_t length)
+{
+    uint64_t hash = hash_of(content, length);
+    size_t place = 0;
+    for (; place < connection->known_count; place++) {
+        const Request *request = connection->known[place];
+        if (request->hash == hash && request->length == length && !memcmp(request->content, content, length))
+            break;
+    }
+    return place;
 }
 
 static Request *find_request(const Connection *connection, const char *content, size_t length)
 {
-    uint64_t hash = hash_of(content, length);
-    for (size_t index = 0; index < connection->known_count; index++) {
-        Request *request = connection->known[index];
-        if (request->hash == hash && request->length == length && !memcmp(request->content, content, length))
-            return request;
+    size_t place = place_of(connection, content, length);
+    return place < connection->known_count ? connection->known[place] : NULL;
+}
+
+/* Know a request from now on, in place of the one with the same content, or of any if there are too many; a connection
+ * that has none while there are too many of all gets none.  Called with Python's lock. */
+static void know_request(Connections *all, Connection *connection, Request *request, uint64_t random)
+{
+    size_t place = place_of(connection, request->content, request->length), count = connection->known_count;
+    bool is_full = count == MOST_KNOWN || all->known_count == MOST_KNOWN_OF_ALL;
+    if (place == count && is_full) {
+        if (!count) {
+            release_request(request);
+            return;
+        }
+        place = random % count;
     }
-    return NULL;
+    if (place < count) {
+        Request *other = connection->known[place];
+        connection->known[place] = request;
+        release_request(other);
+    } else {
+        connection->known[connection->known_count++] = request;
+        all->known_count++;
+    }
 }

@@ -187,17 +187,7 @@ static PyObject *replayer_learn(Replayer *self, PyObject *arguments)
     request->kernel_bytes = kernel_bytes;
     request->admitted_bytes = admitted_bytes;
     request->held = Py_NewRef(held);
-    for (size_t index = 0; index < connection->known_count; index++) {
-        Request *other = connection->known[index];
-        if (other->length == request->length && !memcmp(other->content, content, request->length)) {
-            connection->known[index] = request;
-            release_request(other);
-            Py_RETURN_NONE;
-        }
-    }
-    if (connection->known_count == MOST_KNOWN)
-        forget_requests(connection);
-    connection->known[connection->known_count++] = request;
+    know_request(&self->connections, connection, request, next_name(&self->names));
     Py_RETURN_NONE;
 }
 
@@ -209,7 +199,7 @@ static PyObject *replayer_forget(Replayer *self, PyObject *arguments)
     Connection *connection = connection_of(self, descriptor);
     if (connection == NULL)
         return NULL;
-    forget_requests(connection);
+    forget_requests(&self->connections, connection);
     Py_RETURN_NONE;
 }
 
@@ -219,7 +209,7 @@ static PyObject *replayer_forget_all(Replayer *self, PyObject *nothing)
         return NULL;
     for (size_t index = 0; index < self->connections.size; index++)
         if (self->connections.by_descriptor[index] != NULL)
-            forget_requests(self->connections.by_descriptor[index]);
+            forget_requests(&self->connections, self->connections.by_descriptor[index]);
     Py_RETURN_NONE;
 }
 

@@ -7,8 +7,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Of one connection; beyond that all are forgotten, and learned again. */
-#define MOST_KNOWN 512
+/* Of one connection, and of all: each keeps a graph, which takes memory of the driver and of the device. */
+#define MOST_KNOWN 256
+#define MOST_KNOWN_OF_ALL 2048
 
 /* Seconds that a launch takes. */
 typedef struct {
