@@ -1,6 +1,6 @@
 """The shared memory of one connection, and the validation of references into it.  Pure arithmetic and views."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
 from typing import NamedTuple
 
@@ -50,6 +50,10 @@ class Arena:
         self._next += 1
         self.segments[number] = memory
         return number
+
+    def has(self, references: Iterable[Located | Place]) -> bool:
+        """Whether the segments of all these are there still."""
+        return all(each.segment in self.segments for each in references)
 
     def tensor(self, name: str, located: Located) -> tuple[HostTensor, Span]:
         """A tensor in the arena, and its bytes.

@@ -94,7 +94,11 @@ class Computations:
         record.waiting_in = "send"
         answers.send(frame)
         answers.account(record, request_id)
-        if service.replaying is not None and asked.request.content is not None:
+        message = asked.request.message
+        # What it lies in may have been given back meanwhile.
+        if service.replaying is not None and self._arena.has(
+            [*message.tensors.values(), *message.results.values()]
+        ):
             service.replaying.learn(asked.request, asked.job, record, nbytes, answers, self._session)
         if service.polling is not None:
             service.polling.note_sent()

@@ -15,7 +15,7 @@ from normserve.admission.permits import Limits
 from normserve.backends.replayer import FAILED, LEFT, RECEIVED, UNSENT, Event, Replay, Replayer, Sample
 from normserve.engine.engine import Engine
 from normserve.engine.progress import Progress
-from normserve.errors import ClientLeftError
+from normserve.errors import ClientLeftError, NormserveError
 from normserve.jobs.job import NormJob
 from normserve.layers.registry import LayerRegistry
 from normserve.local.answers import Answers, new_request_id
@@ -103,16 +103,18 @@ class Replaying:
             job, record: what came of it.
             admitted_bytes: that its permit counted.
         """
-        replay = None if job.recurrence is None else self._engine.replay(job.recurrence)
-        if replay is None or not answers.is_open or not session.is_unlimited or self._is_hurried(request):
+        if (
+            job.recurrence is None
+            or request.content is None
+            or (replay := self._engine.replay(job.recurrence)) is None
+        ):
+            return
+        is_as_it_was = answers.is_open and session.is_unlimited and self._has_its_layer(request, job)
+        if not is_as_it_was or self._is_hurried(request) or (replayer := self._begun()) is None:
             return
         self._note_version()
-        replayer = self._begun()
         assert request.plan is not None
-        assert request.content is not None
         assert answers.wire is not None
-        if replayer is None:
-            return
         descriptor = answers.wire.descriptor
         if descriptor not in self._answers:
             answers.wire.receive_through(replayer)
@@ -146,6 +148,16 @@ class Replaying:
             assert isinstance(learned, _Learned)
             self._limits.note_departure(len(samples), len(samples) * learned.admitted_bytes)
             self._metrics.observe_replays(learned.record, _times(samples), learned.job)
+
+    def _has_its_layer(self, request: Request, job: NormJob) -> bool:
+        """Whether the layer that the request names is the one that it was computed with."""
+        assert request.asked is not None
+        if request.asked.layer is None:
+            return True
+        try:
+            return self._layers.named(job.spec.op, request.asked.layer) is job.layer
+        except NormserveError:
+            return False
 
     def _is_hurried(self, request: Request) -> bool:
         assert request.asked is not None

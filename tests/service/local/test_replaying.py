@@ -167,6 +167,49 @@ def test_a_change_of_layers_has_requests_checked_again():
     played(body)
 
 
+async def while_it_is_computed(client, message, change):
+    """Send a message, and make a change before it is computed."""
+    client.behind.executor.launches_quickly = False
+    await client.send(message, 9)
+    while not client.behind.executor.running:
+        await asyncio.sleep(0)
+    await change()
+    assert (await client.answer())[1].status == 200
+    client.behind.executor.launches_quickly = True
+
+
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_what_was_computed_with_a_layer_that_is_no_more_is_not_replayed(is_removed):
+    async def body(client):
+        client.behind.layers.put(layer(size=4))
+
+        async def change():
+            if is_removed:
+                client.behind.layers.remove("a")
+            else:
+                client.behind.layers.put(layer(size=4))
+
+        await while_it_is_computed(client, client.compute(query="layer=a"), change)
+        assert (await client.ask(client.compute(query="layer=a"))).status == (404 if is_removed else 200)
+        assert client.driver.launched == []
+
+    played(body)
+
+
+def test_what_lies_in_memory_that_is_no_more_is_not_replayed():
+    async def body(client):
+        async def change():
+            await client.send(frames.Free(0))
+            while client.connection._arena.segments:
+                await asyncio.sleep(0)
+
+        await while_it_is_computed(client, client.compute(), change)
+        assert (await client.ask(client.compute())).status == 422
+        assert client.driver.launched == []
+
+    played(body)
+
+
 def test_a_change_of_keys_has_clients_checked_again():
     keys = Keyring.of_one(SECRET)
 
