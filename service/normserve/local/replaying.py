@@ -10,7 +10,7 @@ import time
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
-from normserve.admission.keys import Keyring
+from normserve.admission.keys import Keyring, KeyScope
 from normserve.admission.permits import Limits
 from normserve.backends.replayer import FAILED, LEFT, RECEIVED, UNSENT, Event, Replay, Replayer, Sample
 from normserve.engine.engine import Engine
@@ -36,6 +36,8 @@ _SHORTEST_TIMEOUT_MS = 20.0
 
 # It takes about a millisecond, which one request in so many waits for.
 _COLLECTED_AT_ONCE = 1024
+
+_INFER = frozenset([KeyScope.INFER])
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,7 @@ class Replaying:
             or (replay := self._engine.replay(job.recurrence)) is None
         ):
             return
-        is_as_it_was = answers.is_open and session.is_unlimited and self._has_its_layer(request, job)
+        is_as_it_was = answers.is_open and session.may_always(_INFER) and self._has_its_layer(request, job)
         if not is_as_it_was or self._is_hurried(request) or (replayer := self._begun()) is None:
             return
         self._note_version()

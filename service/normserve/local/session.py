@@ -32,13 +32,14 @@ class Session:
         self._token: bytes | None = None
         self._is_greeted = False
 
-    @property
-    def is_unlimited(self) -> bool:
-        """Whether nothing but a change of the keys can keep the client from sending what it has sent before."""
+    def may_always(self, needed: Set[KeyScope]) -> bool:
+        """Whether the client may send a message now, and nothing but a change of the keys can alter that."""
         if self._keys is None:
             return True
         grant = self._grant(self._keys)
-        return grant is not None and grant.rate is None and grant.quota is None and grant.key.expires is None
+        if grant is None or not needed & grant.key.scopes:
+            return False
+        return grant.rate is None and grant.quota is None and grant.key.expires is None
 
     def greet(self, message: Hello, offered: Mapping[str, Any]) -> dict[str, Any]:
         """What a client must know before it asks.

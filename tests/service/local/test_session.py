@@ -163,3 +163,20 @@ def test_who_greets_anew_is_nobody_until_the_key_is_known():
         authorise(of)
     # Otherwise the access log would say that this key sent it.
     assert of.caller.key is None
+
+
+@pytest.mark.parametrize(
+    ("of", "may"),
+    [
+        (key("a", b"secret"), True),
+        (key("a", b"secret", LAYERS), False),
+        (key("a", b"secret", expires=4e9), False),
+        (key("a", b"secret", requests_per_second=5.0), False),
+        (key("a", b"secret", max_inflight_bytes=5), False),
+        (key("b", b"another"), False),
+    ],
+    ids=["plain", "another scope", "an end", "a rate", "a quota", "not the client's"],
+)
+def test_what_a_client_may_always_send(of, may):
+    assert session(keyring(of), hello=Hello(VERSION, "secret")).may_always(INFER) == may
+    assert session().may_always(INFER)
