@@ -4,9 +4,9 @@ usage: python -m benchmarks.serve.callers.pairs --before CHECKOUT --out FILE.csv
 
 CHECKOUT is a checkout of the older version of the server (`git worktree add CHECKOUT COMMIT`); the newer one is
 what runs this, and so is the client of both.  LayerNorm forward of [rows, 1024] float32, whole calls, x and y in
-memory that is shared with the server: the host's, and with `--backend triton` the device's; then forward and backward
-of a module.  A pair is a short turn with each server; the result is the median of the ratios within pairs, with its
-confidence interval of 95 %.
+memory that is shared with the server: the host's, and with `--backend triton` the device's; then forward and
+backward of a module.  A pair is a short turn with each server; the result is the median of the ratios within pairs,
+with its confidence interval of 95 %.
 """
 
 import argparse
