@@ -27,6 +27,7 @@ from normserve.client import Client
 from normserve.client.torch import LayerNorm
 from torch import Tensor, nn
 
+from benchmarks.serve.callers.timing import times
 from benchmarks.serve.clients import posts
 from benchmarks.serve.report import system
 from benchmarks.serve.report.results import Results
@@ -184,7 +185,7 @@ def time_calls(
     for number in range(asked.rounds):
         for caller, call in calls.items():
             _warm_up(call)
-            taken = _times(call, asked.seconds)
+            taken = times(call, asked.seconds)
             _add(results, what, caller, nbytes, number, taken, len(taken) / sum(taken))
 
 
@@ -195,17 +196,6 @@ def _warm_up(call: Call) -> None:
         call()
         if time.perf_counter() > ended:
             return
-
-
-def _times(call: Call, seconds: float) -> list[float]:
-    taken: list[float] = []
-    began = ended = time.perf_counter()
-    while len(taken) < 3 or ended - began < seconds:
-        begun = time.perf_counter()
-        call()
-        ended = time.perf_counter()
-        taken.append(ended - begun)
-    return taken
 
 
 def _add(
@@ -256,7 +246,7 @@ def _client(url: str, nbytes: int, device: str | None, begin: Event, ready: Any,
         _warm_up(lambda: client.layer_norm(x).y)
         ready.put("ready")
         begin.wait()
-        ready.put(_times(lambda: client.layer_norm(x).y, seconds))
+        ready.put(times(lambda: client.layer_norm(x).y, seconds))
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from statistics import median
@@ -23,6 +22,7 @@ from normserve.client import Client
 from normserve.client.torch import LayerNorm
 
 from benchmarks.serve import command
+from benchmarks.serve.callers.timing import times
 from benchmarks.serve.clients import posts
 from benchmarks.serve.pairs import interval
 from benchmarks.serve.report.results import Results
@@ -104,11 +104,11 @@ def _measure(
     results: Results, memory: str, what: str, calls: Mapping[str, Call], asked: argparse.Namespace
 ) -> None:
     for call in calls.values():
-        _times(call, _WARM_S)
+        times(call, _WARM_S)
     ratios = []
     for number in range(asked.pairs):
         turns = list(calls.items())[:: 1 if number % 2 else -1]
-        taken = {version: median(_times(call, asked.seconds)) for version, call in turns}
+        taken = {version: median(times(call, asked.seconds)) for version, call in turns}
         ratios.append(taken["after"] / taken["before"])
         results.add(
             {
@@ -122,17 +122,6 @@ def _measure(
         )
     low, high = interval(ratios)
     print(f"{memory}, {what}: {median(ratios):.3f} of before, 95 % interval {low:.3f} to {high:.3f}", flush=True)
-
-
-def _times(call: Call, seconds: float) -> list[float]:
-    taken: list[float] = []
-    began = ended = time.perf_counter()
-    while len(taken) < 3 or ended - began < seconds:
-        begun = time.perf_counter()
-        call()
-        ended = time.perf_counter()
-        taken.append(ended - begun)
-    return taken
 
 
 if __name__ == "__main__":

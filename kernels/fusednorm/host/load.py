@@ -20,10 +20,16 @@ def keep(extension: bytes) -> str:
 def load() -> Any:
     """The extension's module, or None if none was compiled for the installed versions."""
     path = get_cache_manager(key()).get_file(_FILE)
-    if path is None:
-        return None
-    loader = ExtensionFileLoader(MODULE, path)
-    spec = spec_from_loader(MODULE, loader)
+    return None if path is None else module_at(path, MODULE)
+
+
+def module_at(path: str, name: str) -> Any:
+    """The module of that name that was compiled to a file.
+
+    Raises: ImportError: it is none.
+    """
+    loader = ExtensionFileLoader(name, path)
+    spec = spec_from_loader(name, loader)
     assert spec is not None
     module = module_from_spec(spec)
     loader.exec_module(module)

@@ -8,11 +8,9 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable
-from importlib.machinery import ExtensionFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
-from typing import Any
 
+from fusednorm.host.load import module_at
 from triton.runtime.cache import get_cache_manager
 
 from normserve.backends.replayer import Replayer
@@ -38,7 +36,7 @@ def command(target: Path) -> list[str]:
 def load() -> Callable[..., Replayer] | None:
     """The extension's class, compiled now if it was not before; None, with a warning, where that cannot be done."""
     try:
-        loaded: Callable[..., Replayer] = _module(_compiled()).Replayer
+        loaded: Callable[..., Replayer] = module_at(_compiled(), MODULE).Replayer
     except (OSError, RuntimeError, ImportError, subprocess.TimeoutExpired) as error:
         log.warning("recurring requests of clients on this host are answered by Python code: %s", error)
         return None
@@ -65,12 +63,3 @@ def _build() -> bytes:
         if done.returncode:
             raise RuntimeError(f"the extension does not compile:\n{done.stderr}")
         return target.read_bytes()
-
-
-def _module(path: str) -> Any:
-    loader = ExtensionFileLoader(MODULE, path)
-    spec = spec_from_loader(MODULE, loader)
-    assert spec is not None
-    module = module_from_spec(spec)
-    loader.exec_module(module)
-    return module

@@ -28,6 +28,13 @@ static Connection *connection_of(Replayer *self, int descriptor)
     return connection;
 }
 
+/* As `connection_of`, where the descriptor is the only argument. */
+static Connection *argument_of(Replayer *self, PyObject *arguments)
+{
+    int descriptor;
+    return PyArg_ParseTuple(arguments, "i", &descriptor) ? connection_of(self, descriptor) : NULL;
+}
+
 static PyObject *replayer_new(PyTypeObject *type, PyObject *arguments, PyObject *named)
 {
     static char *names[] = {"graph_launch", "event_create", "event_record", "event_query", "event_elapsed", NULL};
@@ -123,13 +130,10 @@ static PyObject *replayer_hold(Replayer *self, PyObject *arguments)
 
 static PyObject *replayer_close(Replayer *self, PyObject *arguments)
 {
-    int descriptor;
-    if (!PyArg_ParseTuple(arguments, "i", &descriptor))
-        return NULL;
-    Connection *connection = connection_of(self, descriptor);
+    Connection *connection = argument_of(self, arguments);
     if (connection == NULL)
         return NULL;
-    epoll_ctl(self->epoll, EPOLL_CTL_DEL, descriptor, NULL);
+    epoll_ctl(self->epoll, EPOLL_CTL_DEL, connection->descriptor, NULL);
     close_connection(&self->connections, connection);
     Py_RETURN_NONE;
 }
@@ -193,10 +197,7 @@ static PyObject *replayer_learn(Replayer *self, PyObject *arguments)
 
 static PyObject *replayer_forget(Replayer *self, PyObject *arguments)
 {
-    int descriptor;
-    if (!PyArg_ParseTuple(arguments, "i", &descriptor))
-        return NULL;
-    Connection *connection = connection_of(self, descriptor);
+    Connection *connection = argument_of(self, arguments);
     if (connection == NULL)
         return NULL;
     forget_requests(&self->connections, connection);
@@ -287,10 +288,7 @@ static PyObject *replayer_samples(Replayer *self, PyObject *nothing)
 
 static PyObject *replayer_flights(Replayer *self, PyObject *arguments)
 {
-    int descriptor;
-    if (!PyArg_ParseTuple(arguments, "i", &descriptor))
-        return NULL;
-    Connection *connection = connection_of(self, descriptor);
+    Connection *connection = argument_of(self, arguments);
     return connection == NULL ? NULL : PyLong_FromLong(connection->flights);
 }
 
