@@ -148,7 +148,7 @@ class Recurrence:
         is_alone: each of them is computed by itself, in the memory that its client has.
     """
 
-    __slots__ = ("is_alone", "prepared")
+    __slots__ = ("__weakref__", "is_alone", "prepared")
 
     def __init__(self) -> None:
         self.prepared: object = None

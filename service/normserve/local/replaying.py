@@ -141,6 +141,8 @@ class Replaying:
             del self._answers[descriptor]
         elif self._replayer is not None:
             self._replayer.forget(descriptor)
+        # What has not been counted keeps the memory of its launch.
+        self.collect()
 
     def collect(self) -> None:
         """Count what has been answered."""
@@ -189,6 +191,7 @@ class Replaying:
             self._versions = versions
             if self._replayer is not None:
                 self._replayer.forget_all()
+                self.collect()
 
     def _serve(self) -> None:
         """Let the replayer have a turn."""

@@ -162,7 +162,7 @@ def test_no_key_is_ever_written_down(locked):
 
 
 def test_the_start_is_audited_without_secrets(locked):
-    (line,) = lines(locked, "normserve.audit: start version=")
+    (line,) = lines(locked, "normserve.audit: start ", "version=")
     assert "api_keys_file" in line
 
 

@@ -91,8 +91,10 @@ def test_limits_of_connections(limited, until):
 def test_room_of_a_process_that_dies_is_given_back(limited, until):
     server, _ = limited
     with server.client() as api:
-        processes = api.get("/v1/info").json().get("processes")
-    if not processes:
+        info = api.get("/v1/info").json()
+    processes = info.get("processes")
+    # Connections of front ends stay when a process with a device dies.
+    if not processes or info.get("front_ends"):
         return
     with contextlib.ExitStack() as stack:
         for _ in range(4):

@@ -5,6 +5,7 @@ import dataclasses
 import os
 import re
 import socket
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from normserve.admission.keys import Keyring
 from normserve.backends.cuda.replayer import build
 from normserve.backends.replayer import Replay
 from normserve.codec import local_frames as frames
+from normserve.jobs.job import Recurrence
 from normserve.local.connection import Connection
 from normserve.local.peer import Peer
 from normserve.local.replaying import Replaying
@@ -31,6 +33,7 @@ class Replayed:
         driver: where captured launches go.
         is_captured: whether launches are captured from now on.
         by_python: jobs that the engine has had.
+        recurrences: that are kept by anything.
     """
 
     def __init__(self, keys: Keyring | None = None, **options: Any) -> None:
@@ -38,9 +41,10 @@ class Replayed:
         self.driver = FakeDriver()
         self.is_captured = True
         self.by_python = 0
+        self.recurrences: weakref.WeakSet[Recurrence] = weakref.WeakSet()
         backend = self.behind.executor.backend
         backend.make_replayer = lambda: build.load()(**self.driver.addresses())
-        backend.replay = lambda recurrence: Replay(GRAPH, 8, (), recurrence) if self.is_captured else None
+        backend.replay = self._replay
         replaying = Replaying(
             self.behind.engine,
             self.behind.limits,
@@ -58,6 +62,10 @@ class Replayed:
         self.connection.on_gone = self.ended.append
         self._frames = frames.Frames(2**20)
         self._found: list[tuple[int, bytes]] = []
+
+    def _replay(self, recurrence: Recurrence) -> Replay | None:
+        self.recurrences.add(recurrence)
+        return Replay(GRAPH, 8, (), recurrence) if self.is_captured else None
 
     async def start(self, key: str | None = None) -> None:
         """Connect, say hello and get a segment."""

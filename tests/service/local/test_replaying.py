@@ -1,6 +1,7 @@
 """Requests that recur: who answers them, what they are counted as, and what ends it."""
 
 import asyncio
+import gc
 import socket
 
 import pytest
@@ -309,5 +310,26 @@ def test_parameters_that_are_sent_along_recur_where_jobs_are_computed_alone(is_a
         for _ in range(3):
             assert (await client.ask(message)).status == 200
         assert client.by_python == (1 if is_alone else 3)
+
+    played(body)
+
+
+@pytest.mark.parametrize("end", ["close", "free", "layers"])
+def test_what_is_forgotten_keeps_no_memory_until_the_next_scrape(end):
+    async def body(client):
+        for _ in range(3):
+            await client.ask(client.compute())
+        assert len(client.recurrences) == 1
+        if end == "close":
+            client.theirs.close()
+        elif end == "free":
+            await client.send(frames.Free(0))
+        else:
+            client.behind.layers.put(layer(size=4))
+            client.connection._known.clear()
+            await client.ask(frames.Layers())
+        while client.recurrences:
+            gc.collect()
+            await asyncio.sleep(0)
 
     played(body)
