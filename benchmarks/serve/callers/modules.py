@@ -12,7 +12,6 @@ import contextlib
 import os
 import random
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -24,6 +23,7 @@ from normserve.client.torch import LayerNorm
 from torch import Tensor, nn
 
 from benchmarks.serve import command
+from benchmarks.serve.callers.timing import times
 from benchmarks.serve.clients import posts
 from benchmarks.serve.report.results import Results
 from benchmarks.serve.servers import launch
@@ -119,10 +119,10 @@ def _time(results: Results, rows: int, steps: Mapping[str, Step], asked: argpars
     for number in range(asked.rounds):
         taken: dict[str, list[float]] = {}
         for name in random.Random(number).sample(list(steps), len(steps)):
-            _times(steps[name], asked.seconds / 5)
-            taken[name] = _times(steps[name], asked.seconds)
-        p50 = {name: median(times) for name, times in taken.items()}
-        for name, times in taken.items():
+            times(steps[name], asked.seconds / 5)
+            taken[name] = times(steps[name], asked.seconds)
+        p50 = {name: median(each) for name, each in taken.items()}
+        for name, each in taken.items():
             results.add(
                 {
                     "module": name,
@@ -131,22 +131,11 @@ def _time(results: Results, rows: int, steps: Mapping[str, Step], asked: argpars
                     "cols": asked.cols,
                     "dtype": asked.dtype,
                     "round": number,
-                    "per_second": f"{len(times) / sum(times):.5g}",
+                    "per_second": f"{len(each) / sum(each):.5g}",
                     "p50_ms": f"{1000 * p50[name]:.4g}",
                     "over_fusednorm": f"{p50[name] / p50[FUSEDNORM]:.4g}",
                 }
             )
-
-
-def _times(step: Step, seconds: float) -> list[float]:
-    taken: list[float] = []
-    began = ended = time.perf_counter()
-    while len(taken) < 3 or ended - began < seconds:
-        begun = time.perf_counter()
-        step()
-        ended = time.perf_counter()
-        taken.append(ended - begun)
-    return taken
 
 
 def table(rows: Sequence[Mapping[str, object]]) -> str:

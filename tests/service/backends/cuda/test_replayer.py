@@ -6,67 +6,12 @@ import time
 
 import pytest
 from normserve.backends.cuda.replayer import build
-from normserve.backends.replayer import FAILED, LEFT, RECEIVED, UNSENT
+from normserve.backends.replayer import FAILED, RECEIVED, UNSENT
 from normserve.codec import local_frames as frames
 
-from tests.service.backends.cuda.fake_driver import FakeDriver
+from tests.service.backends.cuda.replayer_client import CONTENT, client, frame
 
-CONTENT = b'{"do":"compute"}'
-RESULTS = b'{"y":{"segment":0,"offset":16,"dtype":"float32","shape":[2,4]}}'
-MANY = 10**9
-
-
-class Client:
-    """A connection that a replayer receives on, and one request that it has learned: graph 7 on stream 8."""
-
-    def __init__(self):
-        self.driver = FakeDriver()
-        self.replayer = build.load()(**self.driver.addresses())
-        self.ours, self.theirs = socket.socketpair()
-        self.ours.setblocking(False)
-        self.theirs.settimeout(20)
-        self.descriptor = self.ours.fileno()
-        self.replayer.open(self.descriptor)
-        self.replayer.read(self.descriptor, True)
-        self.held = ["what the launch reads"]
-        self.learn()
-
-    def learn(self, content=CONTENT, graph=7, results=RESULTS, *, stream=8, marks=(), held=None):
-        held = self.held if held is None else held
-        self.replayer.learn(self.descriptor, content, graph, stream, marks, results, 5000, 100, held)
-
-    def serve(self, *, requests=MANY, nbytes=MANY, may_launch=True, poll_s=0.0, others=-1, most_s=1.0):
-        return self.replayer.serve(requests, nbytes, may_launch, poll_s, others, most_s)
-
-    def send(self, *contents, tag=1):
-        self.theirs.sendall(b"".join(frame(tag + place, each) for place, each in enumerate(contents)))
-
-    def answers(self, count):
-        """The next so many answers, with their tags."""
-        cut, found = frames.Frames(2**20), []
-        while len(found) < count:
-            found += cut.feed(self.theirs.recv(2**16))
-        return [(tag, frames.read_answer(content)) for tag, content in found]
-
-    def has_answer(self):
-        self.theirs.settimeout(0)
-        try:
-            return bool(self.theirs.recv(1, socket.MSG_PEEK))
-        except BlockingIOError:
-            return False
-        finally:
-            self.theirs.settimeout(20)
-
-
-def frame(tag, content):
-    return frames.PREFIX.pack(len(content), tag) + content
-
-
-@pytest.fixture
-def client():
-    client = Client()
-    with client.ours, client.theirs:
-        yield client
+__all__ = ["client"]
 
 
 def test_a_known_request_is_launched_and_answered(client):
@@ -233,111 +178,6 @@ def test_the_rest_of_an_answer_that_is_not_read_goes_to_the_caller(client):
     assert (first, second, answer[:13]) == (1, 2, b'{"status":200')
 
 
-def test_a_client_that_has_gone_is_reported(client):
-    client.theirs.close()
-    assert client.serve() == [(RECEIVED, client.descriptor, 0, 0, b"")]
-
-
-def test_what_is_in_flight_keeps_what_it_uses_after_its_connection_is_closed(client):
-    client.driver.ends_at_once = False
-    held = Held()
-    client.learn(held=held)
-    client.send(CONTENT)
-    client.serve(most_s=0.01)
-    client.replayer.close(client.descriptor)
-    del held
-    assert Held.there == 1
-    assert client.replayer.state()[:2] == (1, 100)
-    client.driver.end()
-    [(kind, _, tag, _, kept)] = client.serve(most_s=0.01)
-    assert (kind, tag, type(kept)) == (LEFT, 1, Held)
-    del kept
-    assert Held.there == 0
-    assert client.replayer.state() == (0, 0, 0)
-    assert not client.has_answer()
-
-
-class Held:
-    there = 0
-
-    def __init__(self):
-        Held.there += 1
-
-    def __del__(self):
-        Held.there -= 1
-
-
-@pytest.mark.parametrize("forget", ["forget", "forget_all", "learn", "close"])
-def test_what_is_forgotten_is_released(client, forget):
-    client.learn(held=Held())
-    client.send(CONTENT)
-    client.serve()
-    assert Held.there == 1
-    client.replayer.samples()
-    if forget == "learn":
-        client.learn(graph=10)
-    elif forget == "forget_all":
-        client.replayer.forget_all()
-    else:
-        getattr(client.replayer, forget)(client.descriptor)
-    assert Held.there == 0
-
-
-def test_a_forgotten_request_is_for_the_caller_and_a_newly_learned_one_is_launched(client):
-    client.replayer.forget(client.descriptor)
-    client.send(CONTENT)
-    [(kind, *_)] = client.serve()
-    assert kind == RECEIVED
-    client.learn(graph=11)
-    client.learn(graph=12)
-    client.send(CONTENT)
-    client.serve()
-    assert client.driver.launched == [12]
-
-
-def known(client, contents):
-    """Which of these contents are launched."""
-    found = []
-    for content in contents:
-        client.send(content)
-        if not client.serve():
-            client.answers(1)
-            found.append(content)
-    return found
-
-
-def test_of_more_requests_than_are_kept_any_are_forgotten(client):
-    contents = [b"%d" % number for number in range(600)]
-    for number, content in enumerate(contents):
-        client.learn(content, number)
-    assert len(known(client, contents)) in (255, 256)
-    assert known(client, contents[-1:])
-
-
-def test_of_more_requests_than_are_kept_of_all_a_connection_gives_up_its_own(client):
-    pairs = [socket.socketpair() for _ in range(9)]
-    try:
-        for ours, _ in pairs:
-            client.replayer.open(ours.fileno())
-            for number in range(256):
-                client.replayer.learn(ours.fileno(), b"%d" % number, 1, 8, (), RESULTS, 0, 0, None)
-        # The ninth found no place beside the first, which keeps its request, and can have another instead.
-        ours, theirs = pairs[-1]
-        client.replayer.read(ours.fileno(), True)
-        theirs.send(frame(1, b"0"))
-        assert known(client, [CONTENT]) == []
-        client.learn(b"other")
-        assert known(client, [CONTENT, b"other"]) == [b"other"]
-        # What others give up can be had.
-        client.replayer.close(pairs[0][0].fileno())
-        client.learn(CONTENT)
-        assert known(client, [CONTENT, b"other"]) == [CONTENT, b"other"]
-    finally:
-        for ours, theirs in pairs:
-            ours.close()
-            theirs.close()
-
-
 @pytest.mark.parametrize("function", ["event_create", "graph_launch"])
 def test_what_cannot_be_launched_is_for_the_caller(client, function):
     client.driver.codes[function] = 2
@@ -398,26 +238,6 @@ def test_other_work_ends_a_wait(client):
         assert time.perf_counter() - began < 10
 
 
-def test_connections_do_not_share_what_they_know(client):
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        client.replayer.open(ours.fileno())
-        client.replayer.read(ours.fileno(), True)
-        theirs.sendall(frame(1, CONTENT))
-        assert client.serve() == [(RECEIVED, ours.fileno(), 0, 0, frame(1, CONTENT))]
-
-
-@pytest.mark.parametrize("method", ["close", "read", "hold", "learn", "forget", "flights"])
-def test_a_descriptor_that_is_not_known_is_refused(client, method):
-    arguments = {"read": (True,), "hold": (True, True), "learn": (b"", 1, 1, (), b"", 0, 0, None)}.get(method, ())
-    for descriptor in (-1, 10**6, client.theirs.fileno()):
-        with pytest.raises(KeyError):
-            getattr(client.replayer, method)(descriptor, *arguments)
-    for descriptor in (client.descriptor, -1):
-        with pytest.raises(ValueError, match="in use or is none"):
-            client.replayer.open(descriptor)
-
-
 def test_other_threads_run_while_it_serves_and_may_not_use_it(client):
     client.driver.ends_at_once = False
     client.send(CONTENT)
@@ -438,16 +258,6 @@ def test_other_threads_run_while_it_serves_and_may_not_use_it(client):
     thread.join()
     assert len(refused) == 1
     assert client.replayer.state()[2] == 1
-
-
-def test_nothing_is_left_of_a_replayer():
-    client = Client()
-    with client.ours, client.theirs:
-        client.learn(held=Held())
-        client.send(CONTENT, b"{}")
-        client.serve()
-        client.replayer = None
-        assert Held.there == 0
 
 
 def test_a_source_that_does_not_compile_leaves_requests_to_python(monkeypatch, caplog):
