@@ -3,12 +3,14 @@
 A server with Triton's kernels, and callers in separate processes.  LayerNorm forward of [rows, 1024] float32, whole
 calls: x and y in device memory, in shared pinned memory, or over HTTP, compared with torch's operation in the
 caller's process and a copy of as many bytes on the device, each complete when it returns.  Then forward and
-backward of a module with 16 rows of 4096 bfloat16, in the service and in process; then several clients at once.
+backward of one module, and of several in a row, with 16 rows of 4096 bfloat16, in the service and in process; then
+several clients at once.
 Results are compared with torch's before anything is timed.
 """
 
 import argparse
 import contextlib
+import functools
 import itertools
 import multiprocessing
 import os
@@ -37,6 +39,7 @@ SIZES = {"4 KiB": 2**12, "1 MiB": 2**20, "16 MiB": 2**24, "64 MiB": 2**26, "256 
 COLUMNS = ("what", "caller", "nbytes", "round", "calls", "per_second", "p50_us", "p99_us", "bytes_per_second")
 _COLS = 1024
 _MOST_OVER_HTTP = 2**26
+MODULES = {1: "module", 16: "16 modules in a row"}
 _MODULE_ROWS, _MODULE_COLS = 16, 4096
 _QUOTA = 2**33
 _WARM_CALLS, _WARM_S = 300, 0.5
@@ -70,9 +73,10 @@ def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
         for size, nbytes in SIZES.items():
             with results.part(size), Client(local) as client, Client(http) as over_http:
                 time_calls(results, size, nbytes, _forward(client, over_http, nbytes), asked)
-        with results.part("module"), Client(local) as client:
-            nbytes = 2 * _MODULE_ROWS * _MODULE_COLS
-            time_calls(results, "module, forward and backward", nbytes, _passes(client), asked)
+        for count, what in MODULES.items():
+            with results.part(what), Client(local) as client:
+                nbytes = 2 * _MODULE_ROWS * _MODULE_COLS
+                time_calls(results, f"{what}, forward and backward", nbytes, _passes(client, count), asked)
         for count, size, device in ((8, "4 KiB", "cuda"), (8, "4 KiB", None), (4, "64 MiB", None)):
             with results.part(f"{count} clients"):
                 _together(results, local, (count, size, device), asked)
@@ -103,16 +107,21 @@ def _forward(client: Client, over_http: Client, nbytes: int) -> dict[str, Call]:
     return calls
 
 
-def _passes(client: Client) -> dict[str, Call]:
+def _passes(client: Client, count: int) -> dict[str, Call]:
     shape = (_MODULE_ROWS, _MODULE_COLS)
     like: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
-    there = LayerNorm(_MODULE_COLS, client=client, **like)
+    there, elsewhere, own, of_torch = (
+        nn.Sequential(*(make(_MODULE_COLS, **like) for _ in range(count)))
+        for make in (
+            functools.partial(LayerNorm, client=client),
+            functools.partial(LayerNorm, client=client),
+            fusednorm.LayerNorm,
+            nn.LayerNorm,
+        )
+    )
     for parameter in there.parameters():
         place = client.empty(parameter.shape, torch.bfloat16, device="cuda")
         parameter.data = place.copy_(parameter.data)
-    elsewhere = LayerNorm(_MODULE_COLS, client=client, **like)
-    own = fusednorm.LayerNorm(_MODULE_COLS, **like)
-    of_torch = nn.LayerNorm(_MODULE_COLS, **like)
     x, dy = (client.empty(shape, torch.bfloat16, device="cuda").normal_() for _ in range(2))
     steps = {
         "device memory": _step(there, x, dy),

@@ -6,6 +6,9 @@ OpenTelemetry is never imported here: unless the program has done so, no span ca
 import sys
 from typing import Any
 
+#: The module of which spans are; until it is loaded there are none.
+TRACING = "opentelemetry.trace"
+
 
 def current_headers() -> list[tuple[str, str]]:
     """The headers `traceparent` and, where it is not empty, `tracestate`; none where no valid span is current."""
@@ -25,7 +28,7 @@ def current_traceparent() -> str | None:
 
 
 def _current_span_context() -> Any:
-    trace = sys.modules.get("opentelemetry.trace")
+    trace = sys.modules.get(TRACING)
     # Another thread may be importing the module, which lacks its functions until then.
     get_current_span = None if trace is None else getattr(trace, "get_current_span", None)
     if get_current_span is None:

@@ -8,7 +8,7 @@ import bisect
 import ctypes
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -92,14 +92,22 @@ class Arena:
 
     def take(self, nbytes: int) -> Block | None:
         """A block of at least so many bytes; None where there is no space."""
-        place = self._find(nbytes)
-        if place is None:
+        blocks = self.take_all((nbytes,))
+        return None if blocks is None else blocks[0]
+
+    def take_all(self, sizes: Sequence[int]) -> list[Block] | None:
+        """A block of at least so many bytes for each of several sizes; None where there is no space for all."""
+        places = self._find(sizes)
+        if places is None:
             return None
-        # Not in an array: numpy would take that for the base of arrays in the block, and they would not keep it.
-        block = Block((place.nbytes,), _BYTES, self._parts[place.segment].memory, place.offset)
-        block.place = place
-        block.home = self
-        return block
+        parts, blocks = self._parts, []
+        for place in places:
+            # Not in an array: numpy would take that for the base of arrays in the block, which they would not keep.
+            block = Block((place.nbytes,), _BYTES, parts[place.segment].memory, place.offset)
+            block.place = place
+            block.home = self
+            blocks.append(block)
+        return blocks
 
     def locate(self, data: memoryview) -> tuple[int, int] | None:
         """The segment and the offset at which these bytes lie; None where they lie elsewhere."""
@@ -112,23 +120,30 @@ class Arena:
             self._parts[part.number] = part
             self.nbytes += part.nbytes
 
-    def _find(self, nbytes: int) -> Place | None:
-        """A place of at least so many bytes, taken."""
-        size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT or _ALIGNMENT
+    def _find(self, sizes: Sequence[int]) -> list[Place] | None:
+        """Places of at least so many bytes, taken; none is where there is no space for all."""
+        places = []
         with self._lock:
             self._collect()
-            if free := self._spare.get(size):
-                place: Place | None = free.pop(0)
-                if not free:
-                    del self._spare[size]
-            else:
+            spare = self._spare
+            for nbytes in sizes:
+                size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT or _ALIGNMENT
+                if free := spare.get(size):
+                    places.append(free.pop(0))
+                    if not free:
+                        del spare[size]
+                    continue
                 place = self._cut(size)
-                if place is None and self._spare:
+                if place is None and spare:
                     self._give_up_spare()
                     place = self._cut(size)
-            if place is not None:
-                self._taken += 1
-        return place
+                if place is None:
+                    for taken in places:
+                        self._join(taken)
+                    return None
+                places.append(place)
+            self._taken += len(places)
+        return places
 
     def _cut(self, size: int) -> Place | None:
         for part in self._parts.values():

@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from normserve.client.local.arena import Arena, Part
@@ -26,6 +26,10 @@ _SPIN_S = 50e-6
 # As other libraries on CUDA are told of elements; they have no bfloat16 and no float8.
 _TYPES = {DType.FLOAT32: "<f4", DType.FLOAT16: "<f2", DType.BFLOAT16: "<i2", DType.FLOAT8_E4M3FN: "|u1"}
 _NOT_OF_OTHERS = (DType.BFLOAT16, DType.FLOAT8_E4M3FN)
+
+
+# Of a stream: its number, the index of its device and the type of that, as torch has them.
+_StreamKey = tuple[int, int, int]
 
 
 class DeviceBlock:
@@ -76,8 +80,8 @@ class DeviceArena(Arena):
         self.ordinal = device.ordinal
         self._name = f"cuda:{device.ordinal}"
         # Blocks without a view, each with the stream that may still use it.
-        self._dying: deque[tuple[Place, Any]] = deque()
-        self._streams: dict[tuple[int, int, int], Any] = {}
+        self._dying: deque[tuple[Place, _StreamKey]] = deque()
+        self._streams: dict[_StreamKey, Any] = {}
 
     def add_device_segment(self, number: int, descriptor: int, nbytes: int) -> None:
         """Take in what the server has made.
@@ -93,10 +97,16 @@ class DeviceArena(Arena):
 
     def take_block(self, nbytes: int) -> DeviceBlock | None:
         """A block of at least so many bytes; None where there is no space."""
-        place = self._find(nbytes)
-        if place is None:
+        blocks = self.take_blocks((nbytes,))
+        return None if blocks is None else blocks[0]
+
+    def take_blocks(self, sizes: Sequence[int]) -> list[DeviceBlock] | None:
+        """As `take_all`."""
+        places = self._find(sizes)
+        if places is None:
             return None
-        return DeviceBlock(self, place, self._parts[place.segment].address + place.offset)
+        parts = self._parts
+        return [DeviceBlock(self, place, parts[place.segment].address + place.offset) for place in places]
 
     def locate_tensor(self, tensor: Any) -> tuple[int, int] | None:
         """The segment and the offset at which a contiguous tensor lies; None of any other, and elsewhere."""
@@ -139,27 +149,28 @@ class DeviceArena(Arena):
         Raises:
             RuntimeError: the stream is being captured: the server is not a part of any graph.
         """
-        stream = self._current_stream()
-        if stream is None:
+        key = self._current_stream()
+        if key is None:
             raise RuntimeError("a call of the service cannot be captured in a CUDA graph")
+        stream = self._stream(key)
         with self._lock:
             # Those alone are sure to come before what is asked now: threads share streams.
             dying = self._take_dying()
             is_idle = stream.query()
             if dying:
-                self._sort(dying, {stream: is_idle})
+                self._sort(dying, {key: is_idle})
         return None if is_idle else Busy(self._torch.cuda, stream)
 
     def note_return(self, place: Place) -> None:
         try:
-            stream = self._current_stream()
-            if stream is None:
+            key = self._current_stream()
+            if key is None:
                 # A replay of the graph that is being captured uses this memory.
                 return
             if self._on_empty is None:
-                self._dying.append((place, stream))
+                self._dying.append((place, key))
                 return
-            stream.synchronize()
+            self._stream(key).synchronize()
         except Exception:
             # The process ends, or the device has failed: who knows what uses it still.
             return
@@ -168,8 +179,8 @@ class DeviceArena(Arena):
     def once_empty(self, then: Callable[[], None]) -> None:
         with self._lock:
             dying = self._take_dying()
-            for stream in {stream for _, stream in dying}:
-                stream.synchronize()
+            for key in {key for _, key in dying}:
+                self._stream(key).synchronize()
             self._returned.extend(place for place, _ in dying)
         super().once_empty(then)
 
@@ -181,32 +192,35 @@ class DeviceArena(Arena):
     def _collect(self) -> None:
         if self._dying:
             dying = self._take_dying()
-            self._sort(dying, {stream: stream.query() for stream in {stream for _, stream in dying}})
+            self._sort(dying, {key: self._stream(key).query() for key in {key for _, key in dying}})
         super()._collect()
 
     def _take_dying(self) -> list[tuple[Place, Any]]:
         return [self._dying.popleft() for _ in range(len(self._dying))]
 
-    def _sort(self, dying: list[tuple[Place, Any]], are_idle: Mapping[Any, bool]) -> None:
+    def _sort(self, dying: list[tuple[Place, _StreamKey]], are_idle: Mapping[_StreamKey, bool]) -> None:
         """Places whose streams are idle have returned; the others go on waiting."""
-        for place, stream in dying:
-            if are_idle.get(stream):
+        for place, key in dying:
+            if are_idle.get(key):
                 self._returned.append(place)
             else:
-                self._dying.append((place, stream))
+                self._dying.append((place, key))
 
-    def _current_stream(self) -> Any:
+    def _current_stream(self) -> _StreamKey | None:
         """This thread's; None while it is captured."""
         inside = self._torch._C
         if inside._cuda_isCurrentStreamCapturing():
             return None
-        # What torch.cuda.current_stream does, which makes a new object each time.
-        told = inside._cuda_getCurrentStream(self.ordinal)
-        stream = self._streams.get(told)
+        # What torch.cuda.current_stream makes a new object of each time.
+        key: _StreamKey = inside._cuda_getCurrentStream(self.ordinal)
+        return key
+
+    def _stream(self, key: _StreamKey) -> Any:
+        stream = self._streams.get(key)
         if stream is None:
-            number, index, kind = told
+            number, index, kind = key
             stream = self._torch.cuda.Stream(stream_id=number, device_index=index, device_type=kind)
-            self._streams[told] = stream
+            self._streams[key] = stream
         return stream
 
 

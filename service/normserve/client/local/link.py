@@ -5,6 +5,7 @@ import itertools
 import os
 import socket
 import struct
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -23,6 +24,7 @@ from normserve.client.local.own_memory import Offer
 from normserve.client.local.recurring import KindsOfRecurring
 from normserve.client.local.sockets import SHORTEST_WAIT_S, Incoming
 from normserve.client.quoting import quoted
+from normserve.client.trace_context import TRACING
 from normserve.codec import local_frames as frames
 from normserve.codec.local_frames import TAGS, VERSION, Message
 
@@ -124,7 +126,9 @@ class Link:
                 self._send(frames.write(0, frames.Free(number)), deadline)
         self._used[tag] = used
         try:
-            self._send(frames.write(tag, in_current_span(message)), deadline)
+            if TRACING in sys.modules:
+                message = in_current_span(message)
+            self._send(frames.write(tag, message), deadline)
             if meanwhile is not None:
                 meanwhile()
             return self._wait_for(tag, deadline)
@@ -260,15 +264,12 @@ class Link:
 
     def _receive(self, deadline: Deadline) -> list[tuple[int, frames.Reply]]:
         """Answers, as soon as there are any."""
+        incoming = self._incoming
         while True:
-            left_s = deadline.left_s()
-            if left_s is not None and left_s <= 0:
-                raise deadline.error()
-            wait_s = _WAIT_S if left_s is None or left_s > _WAIT_S else left_s
-            if wait_s != self._wait_s:
-                self._set_wait(wait_s)
+            if not incoming.is_soon:
+                self._limit_wait(deadline)
             try:
-                if found := self._incoming.receive():
+                if found := incoming.receive():
                     return found
             except BlockingIOError:
                 continue
@@ -280,6 +281,15 @@ class Link:
                 # It is unknown whether anything came.
                 self._fail(functools.partial(ConnectionFailedError, "an answer was lost to an interruption"))
                 raise
+
+    def _limit_wait(self, deadline: Deadline) -> None:
+        """Let the next wait in the kernel end in time."""
+        left_s = deadline.left_s()
+        if left_s is not None and left_s <= 0:
+            raise deadline.error()
+        wait_s = _WAIT_S if left_s is None or left_s > _WAIT_S else left_s
+        if wait_s != self._wait_s:
+            self._set_wait(wait_s)
 
     def _set_wait(self, seconds: float) -> None:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(max(seconds, SHORTEST_WAIT_S)))

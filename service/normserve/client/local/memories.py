@@ -1,7 +1,7 @@
 """The kinds of memory that a connection shares with the server, each with the arrays that lie in it."""
 
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -39,8 +39,8 @@ class Memory(Protocol):
     def located(self, tensor: HostTensor) -> tuple[int, int] | None:
         """The segment and the offset of a call's tensor; None where it lies elsewhere."""
 
-    def take(self, nbytes: int) -> Taken | None:
-        """A block of at least so many bytes; None where there is no space."""
+    def take_all(self, sizes: Sequence[int]) -> Sequence[Taken] | None:
+        """A block of at least so many bytes for each of several sizes; None where there is no space for all."""
 
     def maker(self, dtype: DType, shape: tuple[int, ...]) -> Callable[[Any], Any]:
         """What makes an array of at least one element for the caller in a block, which the array keeps."""
@@ -54,7 +54,7 @@ class _HostMemory:
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
-        self.take = arena.take
+        self.take_all = arena.take_all
 
     def located(self, tensor: HostTensor) -> tuple[int, int] | None:
         return self._arena.locate(tensor.data)
@@ -110,14 +110,14 @@ class CudaMemory:
         self._arena = arena
         torch: Any = sys.modules["torch"]
         self._types = frozenset([torch.Tensor, torch.nn.Parameter])
-        self.take = arena.take_block
+        self.take_all = arena.take_blocks
         self.maker = arena.maker
         self.busy = arena.busy_stream
 
     def described(self, value: Any) -> Hashable:
-        if type(value) not in self._types or not value.is_cuda or value.is_neg():
+        if type(value) not in self._types or not value.is_cuda or value.is_neg() or not value.is_contiguous():
             return ()
-        found = self._arena.locate_tensor(value)
+        found = self._arena.locate_address(value.data_ptr())
         return () if found is None or found[1] % ALIGNMENT else (found, value.dtype, value.shape)
 
     def located(self, tensor: HostTensor) -> tuple[int, int] | None:

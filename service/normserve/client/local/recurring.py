@@ -3,16 +3,16 @@
 How to wait for the device and for answers is the clients', each in its own way; all else is here.
 """
 
+import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from math import prod
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from normserve.client.answers.failures import api_error
-from normserve.client.calls import arrays
 from normserve.client.calls.call import Call
 from normserve.client.local.arena import Arena
 from normserve.client.local.device import DeviceArena
@@ -37,13 +37,11 @@ class _Result:
     Attributes:
         name: in the API, and of the field that holds it.
         position: of that field.
-        nbytes: that it needs.
         make: makes it in a block.
     """
 
     name: str
     position: int
-    nbytes: int
     dtype: str
     shape: tuple[int, ...]
     make: Callable[[Any], Any]
@@ -71,6 +69,7 @@ class Known:
         kind: of what the client makes of the answer, a dataclass.
         fields, timing: how many fields that has, and the position of `timing`.
         results: the tensors in it.
+        sizes: bytes that each of them needs.
         asked: what is sent, by the places of the results.
     """
 
@@ -79,6 +78,7 @@ class Known:
     fields: int
     timing: int
     results: Sequence[_Result]
+    sizes: Sequence[int]
     asked: dict[tuple[Place, ...], Asked] = field(default_factory=dict)
 
     def at(self, places: tuple[Place, ...]) -> Asked:
@@ -111,7 +111,7 @@ class Again:
 
     __slots__ = ("_asked", "_blocks", "_fields", "_known", "content")
 
-    def __init__(self, known: Known, blocks: Sequence[tuple[_Result, Taken]], asked: Asked) -> None:
+    def __init__(self, known: Known, blocks: Sequence[Taken], asked: Asked) -> None:
         self._known = known
         self._blocks = blocks
         self._asked = asked
@@ -120,8 +120,9 @@ class Again:
 
     def make_results(self) -> None:
         """Make the results' tensors, while the server computes what they hold."""
-        for result, block in self._blocks:
-            self._fields[result.position] = result.make(block)
+        made = self._fields
+        for result, block in zip(self._known.results, self._blocks, strict=True):
+            made[result.position] = result.make(block)
 
     def result(self, told: frames.Reply) -> Any:
         """The call's result; None where the answer is not what it was before."""
@@ -147,7 +148,7 @@ class Recurring:
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
-        self._take = memory.take
+        self._take = memory.take_all
         self.busy = memory.busy
         self.known: dict[Hashable, Known] = {}
 
@@ -156,23 +157,23 @@ class Recurring:
         described = self._memory.described
         parts: list[Hashable] = [build]
         for value in arguments:
-            said = described(value) or self._said(value)
+            kind = type(value)
+            said = (kind, value) if kind in _PLAIN else described(value) or self._several(value)
             if not said:
                 return None
             parts.append(said)
         for name, value in named.items():
             if value is not None:
-                said = described(value) or self._said(value)
+                kind = type(value)
+                said = (kind, value) if kind in _PLAIN else described(value) or self._several(value)
                 if not said:
                     return None
                 parts += (name, said)
         return tuple(parts)
 
-    def _said(self, value: Any) -> Hashable:
-        """A plain value, or of a chain several tensors or names; () of anything else."""
+    def _several(self, value: Any) -> Hashable:
+        """Of a chain several tensors or names; () of anything else."""
         kind = type(value)
-        if kind in _PLAIN:
-            return kind, value
         if kind is not list and kind is not tuple:
             return ()
         parts = []
@@ -185,14 +186,10 @@ class Recurring:
 
     def begin(self, known: Known) -> Again | None:
         """Ask for a call again; None where it needs more memory than there is."""
-        blocks, places = [], []
-        for result in known.results:
-            block = self._take(result.nbytes)
-            if block is None:
-                return None
-            blocks.append((result, block))
-            places.append(block.place)
-        return Again(known, blocks, known.at(tuple(places)))
+        blocks = self._take(known.sizes)
+        if blocks is None:
+            return None
+        return Again(known, blocks, known.at(tuple([block.place for block in blocks])))
 
     def end(self, key: Hashable, again: Again, told: frames.Reply, api_key: str | None) -> Any:
         """The call's result; None where it is not what it was before, and must be asked for anew.
@@ -223,7 +220,7 @@ class Recurring:
                 return
             located[name] = Located(*there, tensor.dtype.label, tensor.shape)
         names = [each.name for each in fields(result)]
-        results = []
+        results, sizes = [], []
         for position, name in enumerate(names):
             tensor = getattr(result, name)
             if tensor is None or name == _TIMING:
@@ -232,12 +229,13 @@ class Recurring:
             if 0 in shape:
                 return
             make = self._memory.maker(dtype, shape)
-            results.append(_Result(name, position, prod(shape) * dtype.itemsize, dtype.label, shape, make))
+            results.append(_Result(name, position, dtype.label, shape, make))
+            sizes.append(prod(shape) * dtype.itemsize)
         if len(self.known) >= _MOST_CALLS:
             self.known.clear()
         # Not the call, which has its tensors.
         message, timing = compute(call, located, {}), names.index(_TIMING)
-        self.known[key] = Known(message, type(result), len(names), timing, results)
+        self.known[key] = Known(message, type(result), len(names), timing, results, sizes)
 
 
 class KindsOfRecurring:
@@ -254,9 +252,10 @@ class KindsOfRecurring:
         """Those of the kind that x is; None of no array, and of a tensor on a device before `share_device`."""
         if type(x) is np.ndarray:
             return self._numpy
-        if not arrays.is_torch(x):
+        torch: Any = sys.modules.get("torch")
+        if torch is None or not isinstance(x, torch.Tensor):
             return None
-        if cast(Any, x).is_cuda:
+        if x.is_cuda:
             return self._cuda
         if self._torch is None:
             # Only now, because torch is imported only by callers that use it.

@@ -1,6 +1,5 @@
 """The client's end of a connection: what comes over its socket, descriptors included."""
 
-import contextlib
 import os
 import socket
 import struct
@@ -34,14 +33,19 @@ SHORTEST_WAIT_S = 1e-4
 
 
 class Incoming:
-    """Answers as they come out of a socket, and the segments that came with them."""
+    """Answers as they come out of a socket, and the segments that came with them.
+
+    Attributes:
+        is_soon: the last answer came soon after it was waited for, so that the next one is polled for.
+    """
 
     def __init__(self, connected: socket.socket, arena: Arena) -> None:
         self._connected = connected
         self._arena = arena
         self._frames = frames.Frames(LIST_BYTES)
-        # Whether the last answer came soon after it was waited for.
-        self._is_soon = False
+        self.is_soon = False
+        # For how long the one that is waited for was polled for, in vain.
+        self._polled_s = 0.0
         self._descriptors: deque[int] = deque()
         # Of segments in a device's memory: the number, the descriptor, which stays the caller's, and the bytes.
         self.on_device_segment: Callable[[int, int, int], None] = _unasked
@@ -50,13 +54,11 @@ class Incoming:
         """What one call of the system brings: answers by their tags.
 
         Raises:
-            BlockingIOError: nothing came.
+            BlockingIOError: nothing came; from now on it is waited for.
             ConnectionFailedError: the connection has ended.
             UnexpectedAnswerError: what came is no answer.
         """
-        began = time.perf_counter()
-        data, ancillary, flags, _ = self._polled(began) or self._connected.recvmsg(*_RECEIVED)
-        self._is_soon = time.perf_counter() - began <= _SOON_S
+        data, ancillary, flags, _ = self._polled() if self.is_soon else self._awaited()
         for level, kind, rights in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 self._descriptors += struct.unpack(f"{len(rights) // _INT}i", rights[: len(rights) // _INT * _INT])
@@ -76,19 +78,34 @@ class Incoming:
                 self.close()
         return found
 
-    def _polled(self, began: float) -> Any:
-        """What comes soon, if the last answer did; None if it is to be waited for.
+    def _polled(self) -> Any:
+        """What comes soon.
 
         A thread that sleeps takes longer to wake than a server with a GPU takes for a small request.  Other threads
         that want to run on this core do so meanwhile.
+
+        Raises: BlockingIOError: nothing has.
         """
-        if not self._is_soon or not _MAY_POLL:
-            return None
-        while time.perf_counter() - began <= _POLLED_S:
-            with contextlib.suppress(BlockingIOError):
-                return self._connected.recvmsg(*_RECEIVED_AT_ONCE)
+        receive = self._connected.recvmsg
+        try:
+            return receive(*_RECEIVED_AT_ONCE)
+        except BlockingIOError:
+            give_up = time.perf_counter() + _POLLED_S
+        while True:
             os.sched_yield()
-        return None
+            try:
+                return receive(*_RECEIVED_AT_ONCE)
+            except BlockingIOError:
+                if time.perf_counter() > give_up:
+                    self.is_soon, self._polled_s = False, _POLLED_S
+                    raise
+
+    def _awaited(self) -> Any:
+        """What comes at some time."""
+        began = time.perf_counter() - self._polled_s
+        received = self._connected.recvmsg(*_RECEIVED)
+        self.is_soon, self._polled_s = _MAY_POLL and time.perf_counter() - began <= _SOON_S, 0.0
+        return received
 
     def close(self) -> None:
         """Close descriptors that came and belong to no answer."""

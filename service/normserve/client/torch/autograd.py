@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,20 +16,20 @@ _AUTOCASTING_DEVICES = ("cuda",)
 _AUTOCASTS_RMS_NORM = bool(torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA"))
 
 
-@dataclass(frozen=True, slots=True)
 class Operation:
     """One of the client's operations, both of its passes.
 
     Attributes:
+        client: runs it.
         name: of the client's method that runs forward.
         options: what both passes are told beside tensors.
         out_dtype: of y; None is x's.
     """
 
-    client: Client
-    name: str
-    options: Mapping[str, object]
-    out_dtype: str | None
+    __slots__ = ("client", "name", "options", "out_dtype")
+
+    def __init__(self, client: Client, name: str, options: Mapping[str, object], out_dtype: str | None) -> None:
+        self.client, self.name, self.options, self.out_dtype = client, name, options, out_dtype
 
     def forward(self, tensors: Mapping[str, Tensor], *, stats: bool) -> ForwardResult[Tensor]:
         run: Callable[..., ForwardResult[Tensor]] = getattr(self.client, self.name)
@@ -52,14 +51,12 @@ class _Norm(torch.autograd.Function):
         tensors = _given(inputs)
         result = operation.forward(tensors, stats=is_differentiated)
         if is_differentiated:
-            *_, needs_bias, _, needs_shift = ctx.needs_input_grad
             ctx.operation = operation
-            kept = _for_backward(tensors, operation, needs_bias, needs_shift)
             statistics: Iterable[Tensor | None] = (result.mean, result.rstd)
             if not isinstance(operation.client._transport, LocalTransport):
                 statistics = map(_alone, statistics)
             # In shared memory, the service finds them again without a copy.
-            ctx.save_for_backward(*map(kept.get, _INPUTS), *statistics)
+            ctx.save_for_backward(*_for_backward(inputs, operation, ctx.needs_input_grad), *statistics)
         # Not as a view of what was received: autograd does not allow such a result to be changed in place.
         return result.y.data
 
@@ -70,14 +67,8 @@ class _Norm(torch.autograd.Function):
         else:
             gradients = _gradients(ctx.operation, dy, *ctx.saved_tensors)
         # The service computes the gradients of all that it is sent.
-        return (
-            None,
-            None,
-            *(
-                gradient if needed else None
-                for gradient, needed in zip(gradients, ctx.needs_input_grad[2:], strict=True)
-            ),
-        )
+        _, _, *needed = ctx.needs_input_grad
+        return None, None, *[each if is_needed else None for each, is_needed in zip(gradients, needed, strict=True)]
 
 
 class _Gradients(torch.autograd.Function):
@@ -118,17 +109,15 @@ def _alone(tensor: Tensor | None) -> Tensor | None:
 
 
 def _for_backward(
-    tensors: Mapping[str, Tensor], operation: Operation, needs_bias: bool, needs_shift: bool
-) -> dict[str, Tensor]:
+    inputs: Sequence[Tensor | None], operation: Operation, needs_grad: Sequence[bool]
+) -> Sequence[Tensor | None]:
     """The inputs that backward needs: what is added after all else only where its gradient is asked for."""
-    kept = dict(tensors)
+    x, weight, bias, scale, shift = inputs
     if operation.options["activation"] == "none":
-        if not needs_shift:
-            kept.pop("shift", None)
+        *_, needs_bias, _, needs_shift = needs_grad
         # The gradient of scale is that of a product with what bias is a part of.
-        if not needs_bias and "scale" not in tensors:
-            kept.pop("bias", None)
-    return kept
+        return x, weight, bias if needs_bias or scale is not None else None, scale, shift if needs_shift else None
+    return inputs
 
 
 def _computed(operation: Operation, *inputs: Tensor | None) -> Tensor:

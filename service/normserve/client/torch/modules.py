@@ -85,15 +85,15 @@ class _OfRows(_Remote):
             nn.init.constant_(parameter, 1.0 - self.weight_offset if name == "weight" else 0.0)
 
     def _normalised(
-        self, operation: str, x: Tensor, eps: float, weight: Tensor | None, *bias: Tensor | None
+        self, operation: str, x: Tensor, eps: float, weight: Tensor | None, bias: Tensor | None = None
     ) -> Tensor:
         shape, options = self.normalized_shape, self._options(eps)
         if self.weight_offset:
             options["weight_offset"] = self.weight_offset
-        weight = _one_axis("weight", weight, shape)
-        rest = [_one_axis("bias", each, shape) for each in bias]
-        y = normalise(self.client, operation, options, _rows_of(x, shape), weight, *rest)
-        return y if len(shape) == 1 else y.view(x.shape)
+        rows = _rows_of(x, shape)
+        weight, bias = _one_axis("weight", weight, shape), _one_axis("bias", bias, shape)
+        y = normalise(self.client, operation, options, rows, weight, bias)
+        return y if rows is x else y.view(x.shape)
 
 
 class LayerNorm(_OfRows, nn.LayerNorm):
@@ -158,7 +158,7 @@ class GroupNorm(_Remote, nn.GroupNorm):
 
 def _rows_of(x: Tensor, normalized_shape: tuple[int, ...]) -> Tensor:
     axes = len(normalized_shape)
-    if not axes or tuple(x.shape[-axes:]) != tuple(normalized_shape):
+    if not axes or x.shape[-axes:] != normalized_shape:
         raise ValueError(
             f"x must end in normalized_shape {list(normalized_shape)}, of at least one axis, got {list(x.shape)}"
         )
@@ -168,7 +168,7 @@ def _rows_of(x: Tensor, normalized_shape: tuple[int, ...]) -> Tensor:
 def _one_axis(name: str, parameter: Tensor | None, normalized_shape: tuple[int, ...]) -> Tensor | None:
     if parameter is None:
         return None
-    if tuple(parameter.shape) != tuple(normalized_shape):
+    if parameter.shape != normalized_shape:
         raise ValueError(f"{name} must be {list(normalized_shape)}, got {list(parameter.shape)}")
     return parameter if len(normalized_shape) == 1 else parameter.flatten()
 

@@ -46,7 +46,7 @@ def test_nothing_is_copied_of_what_lies_there(serving, local):
     torch.testing.assert_close(again, nn.functional.layer_norm(y, (1024,)), rtol=1e-5, atol=1e-5)
     del y, again
     gc.collect()
-    assert arena._find(1) is not None
+    assert arena._find((1,)) is not None
 
 
 def test_what_the_stream_still_writes_is_waited_for(local):
@@ -74,11 +74,11 @@ def test_a_place_is_not_used_again_while_a_stream_reads_it(serving, path):
         others = [client.layer_norm(ones, bias=torch.full((1024,), 9.0, device="cuda")).y for _ in range(3)]
         assert address not in [other.data_ptr() for other in others]
         arena = client._transport._link._offers._arena
-        assert side.cuda_stream in [stream.cuda_stream for _, stream in arena._dying]
+        assert side.stream_id in [number for _, (number, *_) in arena._dying]
         torch.cuda.synchronize()
         assert (kept == 7).all()
         client.layer_norm(ones)
-        assert side.cuda_stream not in [stream.cuda_stream for _, stream in arena._dying]
+        assert side.stream_id not in [number for _, (number, *_) in arena._dying]
 
 
 def test_a_client_that_is_killed_leaves_nothing_behind(serving, path, local, until, settled):

@@ -92,6 +92,7 @@ def test_registered_memory_is_computed_where_it_is(backend, rows, dtype):
     for _ in range(300):
         torch.frombuffer(x.data, dtype=dtype).normal_()
         job = NormJob(spec, {"x": x}, places=places, recurrence=recurrence)
+        recurrence.is_alone = backend.computes_alone(job)
         execution = backend.run(Batch((job,))).wait()
         assert execution.are_placed
     (got,) = execution.outputs

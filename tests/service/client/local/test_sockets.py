@@ -63,6 +63,9 @@ def test_an_answer_that_does_not_come_soon_is_waited_for_and_so_is_the_next(ends
     monkeypatch.setattr(sockets, "_POLLED_S", 0.0)
     thread = threading.Thread(target=lambda: (time.sleep(0.05), theirs.send(ANSWER)))
     thread.start()
+    with pytest.raises(BlockingIOError):
+        incoming.receive()
+    assert not incoming.is_soon
     assert tags(incoming) == [7]
     thread.join()
     tried = polled.at_once
@@ -70,6 +73,19 @@ def test_an_answer_that_does_not_come_soon_is_waited_for_and_so_is_the_next(ends
     theirs.send(ANSWER)
     assert tags(incoming) == [7]
     assert (polled.at_once, polled.waiting) == (tried, 3)
+
+
+def test_for_how_long_an_answer_was_polled_for_counts_as_waiting(ends, monkeypatch):
+    _, incoming, theirs = ends
+    theirs.send(ANSWER)
+    incoming.receive()
+    monkeypatch.setattr(sockets, "_POLLED_S", 0.001)
+    with pytest.raises(BlockingIOError):
+        incoming.receive()
+    monkeypatch.setattr(sockets, "_SOON_S", 0.0005)
+    theirs.send(ANSWER)
+    assert tags(incoming) == [7]
+    assert not incoming.is_soon
 
 
 def test_other_threads_run_while_an_answer_is_polled_for(ends, monkeypatch):
