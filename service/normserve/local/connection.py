@@ -32,7 +32,7 @@ _ANY = frozenset(KeyScope)
 
 # Frames that are remembered of each connection.  A model of fifty norms sends a hundred in each step, each with one
 # of a few places for its results.
-_MOST_KNOWN, _LONGEST_KNOWN = 512, 2048
+_MOST_KNOWN, _LONGEST_KNOWN = 1024, 2048
 
 _UNANSWERED = (frames.Cancel, frames.Free)
 

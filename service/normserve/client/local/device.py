@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from normserve.client.local.arena import Arena, Part
+from normserve.client.local.allocator import Allocator, Part
 from normserve.client.local.own_memory import OwnMemory
 from normserve.codec.local_frames import Place
 from normserve.memory.device_segments import Device, DeviceMemoryError, DeviceSegment
@@ -64,7 +64,7 @@ class _Mapping(DeviceSegment):
         super().__del__()
 
 
-class DeviceArena(Arena):
+class DeviceArena(Allocator):
     """Segments of a device's memory, and the blocks in them.  Threads share one.
 
     Attributes:
@@ -95,16 +95,21 @@ class DeviceArena(Arena):
             raise ValueError(f"the device's memory cannot be mapped: {error}") from None
         self._add(Part(number, segment, segment.address, nbytes))
 
-    def take_block(self, nbytes: int) -> DeviceBlock | None:
+    def take(self, nbytes: int) -> DeviceBlock | None:
         """A block of at least so many bytes; None where there is no space."""
-        blocks = self.take_blocks((nbytes,))
+        blocks = self.take_all((nbytes,))
         return None if blocks is None else blocks[0]
 
-    def take_blocks(self, sizes: Sequence[int]) -> list[DeviceBlock] | None:
-        """As `take_all`."""
+    def take_all(self, sizes: Sequence[int]) -> list[DeviceBlock] | None:
+        """As `Arena.take_all`."""
         places = self._find(sizes)
-        if places is None:
-            return None
+        return None if places is None else self._blocks(places)
+
+    def take_at(self, places: Sequence[Place]) -> list[DeviceBlock] | None:
+        """As `Arena.take_at`."""
+        return self._blocks(places) if self._occupy(places) else None
+
+    def _blocks(self, places: Sequence[Place]) -> list[DeviceBlock]:
         parts = self._parts
         return [DeviceBlock(self, place, parts[place.segment].address + place.offset) for place in places]
 
@@ -186,7 +191,6 @@ class DeviceArena(Arena):
 
     def unmap(self) -> None:
         """Unmap all segments; no block of them is in use."""
-        self._spare.clear()
         self._parts.clear()
 
     def _collect(self) -> None:

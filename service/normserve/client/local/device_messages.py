@@ -73,7 +73,7 @@ def prepare_on_device(call: Call[Any], arena: DeviceArena) -> DeviceNeeds[Prepar
 
 def taken_on_device(arena: DeviceArena, nbytes: int) -> DeviceNeeds[DeviceBlock]:
     """A block of the arena."""
-    while (block := arena.take_block(nbytes)) is None:
+    while (block := arena.take(nbytes)) is None:
         yield nbytes
     return block
 

@@ -1,6 +1,9 @@
 """The free parts of a segment."""
 
 import bisect
+from operator import itemgetter
+
+_start_of = itemgetter(0)
 
 
 class Holes:
@@ -19,6 +22,17 @@ class Holes:
                     self._holes[index] = (start + nbytes, stop)
                 return start
         return None
+
+    def cut(self, start: int, stop: int) -> bool:
+        """Take just these, if all of them are free."""
+        holes = self._holes
+        index = bisect.bisect(holes, start, key=_start_of) - 1
+        if index < 0 or holes[index][1] < stop:
+            return False
+        first, last = holes[index]
+        rest = [hole for hole in ((first, start), (stop, last)) if hole[0] < hole[1]]
+        holes[index : index + 1] = rest
+        return True
 
     def put(self, start: int, stop: int) -> None:
         """These are free again."""

@@ -42,6 +42,9 @@ class Memory(Protocol):
     def take_all(self, sizes: Sequence[int]) -> Sequence[Taken] | None:
         """A block of at least so many bytes for each of several sizes; None where there is no space for all."""
 
+    def take_at(self, places: Sequence[Place]) -> Sequence[Taken] | None:
+        """A block at each of several places where blocks were before; None where one of them is in use."""
+
     def maker(self, dtype: DType, shape: tuple[int, ...]) -> Callable[[Any], Any]:
         """What makes an array of at least one element for the caller in a block, which the array keeps."""
 
@@ -54,7 +57,7 @@ class _HostMemory:
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
-        self.take_all = arena.take_all
+        self.take_all, self.take_at = arena.take_all, arena.take_at
 
     def located(self, tensor: HostTensor) -> tuple[int, int] | None:
         return self._arena.locate(tensor.data)
@@ -110,7 +113,7 @@ class CudaMemory:
         self._arena = arena
         torch: Any = sys.modules["torch"]
         self._types = frozenset([torch.Tensor, torch.nn.Parameter])
-        self.take_all = arena.take_blocks
+        self.take_all, self.take_at = arena.take_all, arena.take_at
         self.maker = arena.maker
         self.busy = arena.busy_stream
 

@@ -23,7 +23,11 @@ from normserve.codec.local_frames import Located, Place
 from normserve.errors import MalformedPayloadError
 from normserve.memory.host_tensors import DType
 
-_MOST_CALLS, _MOST_PLACES = 256, 16
+_MOST_CALLS = 1024
+
+# So many places that a call's results had are taken again, if they are free: the server answers soonest what it has
+# been asked word for word, and the next call, which has these results for its tensors, is the same again, too.
+_MOST_PLACES = 4
 
 _TIMING = "timing"
 
@@ -52,10 +56,12 @@ class Asked:
     """A call with places for its results.
 
     Attributes:
+        places: of each of them.
         content: the message, encoded.
         results: as the last answer that was understood told them, encoded; an answer that says the same is as good.
     """
 
+    places: Sequence[Place]
     content: msgspec.Raw
     results: msgspec.Raw | None = None
 
@@ -70,7 +76,7 @@ class Known:
         fields, timing: how many fields that has, and the position of `timing`.
         results: the tensors in it.
         sizes: bytes that each of them needs.
-        asked: what is sent, by the places of the results.
+        asked: what was sent, with several places for the results, the last ones at the end.
     """
 
     message: frames.Message
@@ -79,17 +85,16 @@ class Known:
     timing: int
     results: Sequence[_Result]
     sizes: Sequence[int]
-    asked: dict[tuple[Place, ...], Asked] = field(default_factory=dict)
+    asked: list[Asked] = field(default_factory=list)
 
-    def at(self, places: tuple[Place, ...]) -> Asked:
-        """The call with its results at these places."""
-        asked = self.asked.get(places)
-        if asked is None:
-            if len(self.asked) >= _MOST_PLACES:
-                self.asked.clear()
-            named = {result.name: place for result, place in zip(self.results, places, strict=True)}
-            whole = msgspec.structs.replace(self.message, results=named)
-            asked = self.asked[places] = Asked(msgspec.Raw(msgspec.json.encode(whole)))
+    def at(self, places: Sequence[Place]) -> Asked:
+        """The call with its results at places where they have not been lately."""
+        named = {result.name: place for result, place in zip(self.results, places, strict=True)}
+        whole = msgspec.structs.replace(self.message, results=named)
+        asked = Asked(places, msgspec.Raw(msgspec.json.encode(whole)))
+        if len(self.asked) >= _MOST_PLACES:
+            del self.asked[0]
+        self.asked.append(asked)
         return asked
 
     def fits(self, told: frames.Reply) -> bool:
@@ -148,7 +153,7 @@ class Recurring:
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
-        self._take = memory.take_all
+        self._take_all, self._take_at = memory.take_all, memory.take_at
         self.busy = memory.busy
         self.known: dict[Hashable, Known] = {}
 
@@ -186,10 +191,12 @@ class Recurring:
 
     def begin(self, known: Known) -> Again | None:
         """Ask for a call again; None where it needs more memory than there is."""
-        blocks = self._take(known.sizes)
-        if blocks is None:
-            return None
-        return Again(known, blocks, known.at(tuple([block.place for block in blocks])))
+        for asked in known.asked:
+            blocks = self._take_at(asked.places)
+            if blocks is not None:
+                return Again(known, blocks, asked)
+        blocks = self._take_all(known.sizes)
+        return None if blocks is None else Again(known, blocks, known.at([block.place for block in blocks]))
 
     def end(self, key: Hashable, again: Again, told: frames.Reply, api_key: str | None) -> Any:
         """The call's result; None where it is not what it was before, and must be asked for anew.

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from normserve.backends.cuda import device_work, replays
+from normserve.backends.cuda import device_work
 from normserve.jobs.job import Batch, Lane, NormJob, Recurrence
 from normserve.memory.host_tensors import DType, HostTensor
 
@@ -106,7 +106,7 @@ def test_jobs_that_share_a_launch_are_copied_even_if_they_came_alone_before(back
 
 @pytest.mark.parametrize("slabs", ["copied"], indirect=True)
 def test_what_is_captured_can_be_replayed_by_others(backend, memory, graphs, monkeypatch):
-    monkeypatch.setattr(replays, "_CALLS_BEFORE_CAPTURE", 2)
+    monkeypatch.setattr(device_work, "_CALLS_BEFORE_CAPTURE", 2)
     recurrence = Recurrence()
     assert backend.replay(recurrence) is None
     run(backend, job_in(memory, recurrence))

@@ -50,7 +50,7 @@ def grow(arena, server, number, nbytes=GRANULARITY):
 
 
 def taken(arena, nbytes):
-    block = arena.take_block(nbytes)
+    block = arena.take(nbytes)
     assert block is not None
     return block
 
@@ -75,7 +75,7 @@ def test_a_tensor_keeps_its_place_until_its_last_view_is_gone(arena, dtype):
     view = tensor[1:].view(-1)
     del block, tensor
     gc.collect()
-    assert arena.take_block(GRANULARITY) is None
+    assert arena.take(GRANULARITY) is None
     del view
     gc.collect()
     assert taken(arena, GRANULARITY).place.offset == 0
@@ -85,11 +85,11 @@ def test_a_place_waits_for_the_stream_that_it_died_on(arena, fake):
     block = taken(arena, GRANULARITY)
     fake.stream.is_busy = True
     del block
-    assert arena.take_block(1) is None
+    assert arena.take(1) is None
     busy, fake.stream = fake.stream, type(fake.stream)()
-    assert arena.take_block(1) is None
+    assert arena.take(1) is None
     busy.is_busy = False
-    assert arena.take_block(GRANULARITY) is not None
+    assert arena.take(GRANULARITY) is not None
 
 
 def test_a_place_that_died_in_a_capture_is_never_used_again(arena, fake):
@@ -97,7 +97,7 @@ def test_a_place_that_died_in_a_capture_is_never_used_again(arena, fake):
     fake.stream.is_captured = True
     del block
     fake.stream.is_captured = False
-    assert arena.take_block(1) is None
+    assert arena.take(1) is None
 
 
 def test_what_another_thread_puts_on_the_stream_meanwhile_is_not_taken_for_done(arena, fake):

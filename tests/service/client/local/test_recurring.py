@@ -49,7 +49,7 @@ def recurring(arena):
 
 
 def shown(arena) -> Shown:
-    block = arena.take_block(4096)
+    block = arena.take(4096)
     return arena.tensor(block, DType.FLOAT32, (4, 256)).as_subclass(Shown)
 
 
@@ -57,7 +57,7 @@ def learnt(recurring, arena, x, **options):
     key = recurring.key(operations.layer_norm, (x,), options)
     call = operations.layer_norm(x.as_subclass(torch.Tensor), **options)
     object.__setattr__(call, "tensors", {"x": OnDevice(DType.FLOAT32, x)})
-    y = arena.tensor(arena.take_block(4096), DType.FLOAT32, (4, 256))
+    y = arena.tensor(arena.take(4096), DType.FLOAT32, (4, 256))
     recurring.learn(key, call, ForwardResult(y, None, None, None, Timing()))
     return key
 
@@ -170,13 +170,13 @@ def test_no_tensor_is_kept(recurring, arena):
     assert FakeLink().request(recurring, key) is not None
     arena.busy_stream()
     gc.collect()
-    assert arena.take_block(2**21) is not None
+    assert arena.take(2**21) is not None
 
 
 def test_an_arena_that_is_full_is_the_slow_ways_to_enlarge(recurring, arena):
     key = learnt(recurring, arena, shown(arena))
     gc.collect()
-    kept = arena.take_block(2**21 - 2048)
+    kept = arena.take(2**21 - 2048)
     assert kept is not None
     assert FakeLink().request(recurring, key) is None
     del kept

@@ -15,6 +15,8 @@ typedef struct {
     bool is_behind;
     int flights;
     size_t known_count;
+    /* Of the requests, in the same order: what is looked through for each frame lies side by side. */
+    uint64_t hashes[MOST_KNOWN];
     Request *known[MOST_KNOWN];
 } Connection;
 
@@ -83,7 +85,8 @@ static size_t place_of(const Connection *connection, const char *content, size_t
     size_t place = 0;
     for (; place < connection->known_count; place++) {
         const Request *request = connection->known[place];
-        if (request->hash == hash && request->length == length && !memcmp(request->content, content, length))
+        if (connection->hashes[place] == hash && request->length == length &&
+            !memcmp(request->content, content, length))
             break;
     }
     return place;
@@ -108,12 +111,13 @@ static void know_request(Connections *all, Connection *connection, Request *requ
         }
         place = random % count;
     }
-    if (place < count) {
-        Request *other = connection->known[place];
-        connection->known[place] = request;
+    Request *other = place < count ? connection->known[place] : NULL;
+    connection->known[place] = request;
+    connection->hashes[place] = hash_of(request->content, request->length);
+    if (other != NULL) {
         release_request(other);
     } else {
-        connection->known[connection->known_count++] = request;
+        connection->known_count++;
         all->known_count++;
     }
 }

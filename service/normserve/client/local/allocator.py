@@ -1,0 +1,137 @@
+"""Divides the memory that a client shares with the server; of whichever kind it is.
+
+A place is taken for a tensor and returns with the last view of it.  Returning may happen within any allocation of
+any thread, so that it is only noted there, and the place is joined to its neighbours when the next one is taken.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from normserve.client.local.holes import Holes
+from normserve.codec.local_frames import Place
+
+# Whole cache lines keep neighbours apart, and kernels want tensors at multiples of 16 bytes.
+_ALIGNMENT = 64
+
+
+class Part:
+    """One segment: where it is mapped, and which parts of it are free.
+
+    Attributes:
+        memory: what keeps it mapped.
+    """
+
+    def __init__(self, number: int, memory: Any, address: int, nbytes: int) -> None:
+        self.number = number
+        self.memory = memory
+        self.address = address
+        self.nbytes = nbytes
+        self.holes = Holes(nbytes)
+
+
+class Allocator:
+    """Segments, and the places in them that are taken.  Threads share one.
+
+    Attributes:
+        nbytes: of all segments.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._parts: dict[int, Part] = {}
+        self._returned: deque[Place] = deque()
+        self._lock = threading.Lock()
+        self._taken = 0
+        self._on_empty: Callable[[], None] | None = None
+
+    @property
+    def segments(self) -> list[int]:
+        """The numbers of all."""
+        return list(self._parts)
+
+    def locate_address(self, address: int) -> tuple[int, int] | None:
+        """The segment and the offset of what begins at an address; None of what lies elsewhere."""
+        for part in self._parts.values():
+            if part.address <= address < part.address + part.nbytes:
+                return part.number, address - part.address
+        return None
+
+    def note_return(self, place: Place) -> None:
+        """The last view of a place is gone."""
+        self._returned.append(place)
+        if self._on_empty is not None:
+            self._look_if_empty()
+
+    def once_empty(self, then: Callable[[], None]) -> None:
+        """Call this once no place is in use, which may be now; nothing may be taken from here on."""
+        self._on_empty = then
+        self._look_if_empty()
+
+    def _add(self, part: Part) -> None:
+        with self._lock:
+            if part.number in self._parts:
+                raise ValueError("a new segment has the number of another")
+            self._parts[part.number] = part
+            self.nbytes += part.nbytes
+
+    def _find(self, sizes: Sequence[int]) -> Sequence[Place] | None:
+        """Places of at least so many bytes, taken, with the lowest addresses; none where not all fit."""
+        with self._lock:
+            self._collect()
+            places: list[Place] = []
+            for nbytes in sizes:
+                place = self._cut(-(-nbytes // _ALIGNMENT) * _ALIGNMENT or _ALIGNMENT)
+                if place is None:
+                    self._join(places)
+                    return None
+                places.append(place)
+            self._taken += len(places)
+        return places
+
+    def _occupy(self, places: Sequence[Place]) -> bool:
+        """Take just these; False, and none is taken, where not all of them are free."""
+        with self._lock:
+            self._collect()
+            for index, place in enumerate(places):
+                if not self._parts[place.segment].holes.cut(place.offset, place.offset + place.nbytes):
+                    self._join(places[:index])
+                    return False
+            self._taken += len(places)
+        return True
+
+    def _cut(self, size: int) -> Place | None:
+        for part in self._parts.values():
+            start = part.holes.take(size)
+            if start is not None:
+                return Place(part.number, start, size)
+        return None
+
+    def _join(self, places: Sequence[Place]) -> None:
+        for place in places:
+            self._parts[place.segment].holes.put(place.offset, place.offset + place.nbytes)
+
+    def _collect(self) -> None:
+        while self._returned:
+            place = self._returned.popleft()
+            self._parts[place.segment].holes.put(place.offset, place.offset + place.nbytes)
+            self._taken -= 1
+
+    def _look_if_empty(self) -> None:
+        # The thread that holds the lock while another place returns checks again.
+        while self._returned or not self._taken:
+            if not self._lock.acquire(blocking=False):
+                return
+            try:
+                self._collect()
+                then = self._on_empty if not self._taken else None
+                if then is not None:
+                    self._on_empty = None
+            finally:
+                self._lock.release()
+            if then is not None:
+                then()
+                return
+            if not self._taken:
+                return
