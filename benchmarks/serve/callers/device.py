@@ -42,7 +42,7 @@ _MOST_OVER_HTTP = 2**26
 MODULES = {1: "module", 16: "16 modules in a row"}
 _MODULE_ROWS, _MODULE_COLS = 16, 4096
 _QUOTA = 2**33
-_WARM_CALLS, _WARM_S = 300, 0.5
+_WARM_CALLS, _WARM_S = 300, 1.5
 
 Call = Callable[[], object]
 

@@ -6,8 +6,9 @@ import fusednorm
 import numpy as np
 import pytest
 import torch
-from normserve.client import AsyncClient, OverloadedError, ServerFailureError, UnexpectedAnswerError
+from normserve.client import AsyncClient, Client, OverloadedError, ServerFailureError, UnexpectedAnswerError
 from normserve.client import torch as remote
+from normserve.client.results import BackwardResult, ForwardResult, Timing
 from normserve.client.torch import autograd
 from normserve.codec.activations import ACTIVATIONS
 from torch import nn
@@ -141,3 +142,39 @@ def test_an_activation_that_nobody_knows_is_refused_where_it_is_given(client, pa
     sizes = (3, 6) if kind == "GroupNorm" else (6,)
     with pytest.raises(ValueError, match=f"activation must be one of {', '.join(ACTIVATIONS)}, got 'swish'"):
         getattr(package, kind)(*sizes, activation="swish", **more)
+
+
+class OnGpu(torch.Tensor):
+    """A tensor of the host that says it is on a GPU."""
+
+    is_cuda = True
+
+
+class Answering(Client):
+    """A client without a server that keeps what it was asked for."""
+
+    def __init__(self):
+        self._transport = None
+        self.asked = []
+
+    def layer_norm(self, x, weight, bias, *, stats, **options):
+        self.asked.append(stats)
+        each = torch.zeros(x.shape[:-1]) if stats else None
+        return ForwardResult(x.detach().clone(), None, each, each, Timing())
+
+    def layer_norm_backward(self, dy, x, weight, bias, mean, rstd, **options):
+        self.asked.append((mean is not None, rstd is not None))
+        return BackwardResult(dy.clone(), weight.clone(), weight.clone(), None, None, Timing())
+
+
+@pytest.mark.parametrize(("rows", "is_on_gpu"), [(4, False), (4, True), (2**18 // 6 + 1, True)])
+def test_statistics_of_a_small_x_on_a_gpu_are_computed_again(rows, is_on_gpu):
+    client = Answering()
+    module = remote.LayerNorm(6, client=client)
+    x = torch.ones(rows, 6).as_subclass(OnGpu if is_on_gpu else torch.Tensor).requires_grad_()
+    with torch.no_grad():
+        module(x)
+    module(x).backward(torch.ones(rows, 6))
+    is_kept = not is_on_gpu or rows > 4
+    assert client.asked == [None, True if is_kept else None, (is_kept, is_kept)]
+    assert x.grad.shape == x.shape

@@ -1,7 +1,8 @@
 """Divides the memory that a client shares with the server; of whichever kind it is.
 
 A place is taken for a tensor and returns with the last view of it.  Returning may happen within any allocation of
-any thread, so that it is only noted there, and the place is joined to its neighbours when the next one is taken.
+any thread, so that it is only noted there.  A place that is free stays as it is until another one is looked for, since
+a call that comes again takes it again; then it is joined to its neighbours.
 """
 
 import threading
@@ -42,6 +43,8 @@ class Allocator:
         self.nbytes = 0
         self._parts: dict[int, Part] = {}
         self._returned: deque[Place] = deque()
+        # Free, and not in the holes.
+        self._whole: set[Place] = set()
         self._lock = threading.Lock()
         self._taken = 0
         self._on_empty: Callable[[], None] | None = None
@@ -80,11 +83,12 @@ class Allocator:
         """Places of at least so many bytes, taken, with the lowest addresses; none where not all fit."""
         with self._lock:
             self._collect()
+            self._join_all()
             places: list[Place] = []
             for nbytes in sizes:
                 place = self._cut(-(-nbytes // _ALIGNMENT) * _ALIGNMENT or _ALIGNMENT)
                 if place is None:
-                    self._join(places)
+                    self._whole.update(places)
                     return None
                 places.append(place)
             self._taken += len(places)
@@ -94,10 +98,14 @@ class Allocator:
         """Take just these; False, and none is taken, where not all of them are free."""
         with self._lock:
             self._collect()
-            for index, place in enumerate(places):
-                if not self._parts[place.segment].holes.cut(place.offset, place.offset + place.nbytes):
-                    self._join(places[:index])
-                    return False
+            if self._whole.issuperset(places):
+                self._whole.difference_update(places)
+            else:
+                self._join_all()
+                for index, place in enumerate(places):
+                    if not self._parts[place.segment].holes.cut(place.offset, place.offset + place.nbytes):
+                        self._whole.update(places[:index])
+                        return False
             self._taken += len(places)
         return True
 
@@ -108,14 +116,14 @@ class Allocator:
                 return Place(part.number, start, size)
         return None
 
-    def _join(self, places: Sequence[Place]) -> None:
-        for place in places:
+    def _join_all(self) -> None:
+        while self._whole:
+            place = self._whole.pop()
             self._parts[place.segment].holes.put(place.offset, place.offset + place.nbytes)
 
     def _collect(self) -> None:
         while self._returned:
-            place = self._returned.popleft()
-            self._parts[place.segment].holes.put(place.offset, place.offset + place.nbytes)
+            self._whole.add(self._returned.popleft())
             self._taken -= 1
 
     def _look_if_empty(self) -> None:

@@ -29,9 +29,11 @@ class Holes:
         index = bisect.bisect(holes, start, key=_start_of) - 1
         if index < 0 or holes[index][1] < stop:
             return False
-        first, last = holes[index]
-        rest = [hole for hole in ((first, start), (stop, last)) if hole[0] < hole[1]]
-        holes[index : index + 1] = rest
+        first, last = holes.pop(index)
+        if stop < last:
+            holes.insert(index, (stop, last))
+        if first < start:
+            holes.insert(index, (first, start))
         return True
 
     def put(self, start: int, stop: int) -> None:

@@ -6,14 +6,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from normserve.client.client import Client
 from normserve.client.local.blocking import LocalTransport
 from normserve.client.results import BackwardResult, ForwardResult
 
-# Where autocast computes norms in float32 and returns that.
-_AUTOCASTING_DEVICES = ("cuda",)
+# Where autocast computes norms in float32 and returns that; on the CPU it computes none.
+_AUTOCASTING = "cuda"
 _AUTOCASTS_RMS_NORM = bool(torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA"))
+
+# Tensors of each operation, in the order in which `_Norm` is given them, and its statistics.
+_OF_ROWS = "x", "weight", "bias"
+_INPUTS = {"layer_norm": _OF_ROWS, "rms_norm": _OF_ROWS[:2], "group_norm": (*_OF_ROWS, "scale", "shift")}
+_STATISTICS = "mean", "rstd"
+
+# On a GPU, kernels that have a small x in registers or caches compute its statistics again at no cost, while results
+# that are kept, and sent back, cost the client time.
+_MOST_RECOMPUTED_BYTES = 2**20
 
 
 class Operation:
@@ -22,7 +32,7 @@ class Operation:
     Attributes:
         client: runs it.
         name: of the client's method that runs forward.
-        options: what both passes are told beside tensors.
+        options: what both passes are told beside tensors; `activation` is among it.
         out_dtype: of y; None is x's.
     """
 
@@ -31,34 +41,34 @@ class Operation:
     def __init__(self, client: Client, name: str, options: Mapping[str, object], out_dtype: str | None) -> None:
         self.client, self.name, self.options, self.out_dtype = client, name, options, out_dtype
 
-    def forward(self, tensors: Mapping[str, Tensor], *, stats: bool) -> ForwardResult[Tensor]:
+    def forward(self, inputs: Sequence[Tensor | None], stats: bool | None) -> ForwardResult[Tensor]:
+        """Args: inputs: those of `_INPUTS`."""
         run: Callable[..., ForwardResult[Tensor]] = getattr(self.client, self.name)
-        return run(**tensors, **self.options, out_dtype=self.out_dtype, stats=stats or None)
+        named = dict(zip(_INPUTS[self.name], inputs, strict=True))
+        return run(**named, **self.options, out_dtype=self.out_dtype, stats=stats)
 
-    def backward(self, tensors: Mapping[str, Tensor]) -> BackwardResult[Tensor]:
+    def backward(self, dy: Tensor, saved: Sequence[Tensor | None]) -> BackwardResult[Tensor]:
+        """Args: saved: those of `_INPUTS`, and the statistics."""
         run: Callable[..., BackwardResult[Tensor]] = getattr(self.client, f"{self.name}_backward")
-        return run(**tensors, **self.options)
-
-
-_INPUTS = ("x", "weight", "bias", "scale", "shift")
+        named = dict(zip((*_INPUTS[self.name], *_STATISTICS), saved, strict=True))
+        if self.name == "rms_norm":
+            del named["mean"]
+        return run(dy=dy, **named, **self.options)
 
 
 class _Norm(torch.autograd.Function):
-    """y of an operation of x, weight, bias, scale and shift, and its derivative."""
+    """y of an operation of its inputs, and its derivative."""
 
     @staticmethod
-    def forward(ctx: Any, operation: Operation, is_differentiated: bool, *inputs: Tensor | None) -> Tensor:
-        tensors = _given(inputs)
-        result = operation.forward(tensors, stats=is_differentiated)
-        if is_differentiated:
-            ctx.operation = operation
-            statistics: Iterable[Tensor | None] = (result.mean, result.rstd)
-            if not isinstance(operation.client._transport, LocalTransport):
-                statistics = map(_alone, statistics)
-            # In shared memory, the service finds them again without a copy.
-            ctx.save_for_backward(*_for_backward(inputs, operation, ctx.needs_input_grad), *statistics)
-        # Not as a view of what was received: autograd does not allow such a result to be changed in place.
-        return result.y.data
+    def forward(ctx: Any, operation: Operation, *inputs: Tensor | None) -> Tensor:
+        result = operation.forward(inputs, stats=_keeps_statistics(inputs[0]) or None)
+        ctx.operation = operation
+        statistics: Iterable[Tensor | None] = (result.mean, result.rstd)
+        if not isinstance(operation.client._transport, LocalTransport):
+            statistics = map(_alone, statistics)
+        # In shared memory, the service finds them again without a copy.
+        ctx.save_for_backward(*_for_backward(inputs, operation, ctx.needs_input_grad), *statistics)
+        return _of_its_own(result.y)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
@@ -67,8 +77,8 @@ class _Norm(torch.autograd.Function):
         else:
             gradients = _gradients(ctx.operation, dy, *ctx.saved_tensors)
         # The service computes the gradients of all that it is sent.
-        _, _, *needed = ctx.needs_input_grad
-        return None, None, *[each if is_needed else None for each, is_needed in zip(gradients, needed, strict=True)]
+        _, *needed = ctx.needs_input_grad
+        return None, *[each if is_needed else None for each, is_needed in zip(gradients, needed, strict=False)]
 
 
 class _Gradients(torch.autograd.Function):
@@ -89,18 +99,13 @@ class _Gradients(torch.autograd.Function):
 
 
 def _gradients(operation: Operation, dy: Tensor, *saved: Tensor | None) -> tuple[Tensor | None, ...]:
-    *inputs, mean, rstd = saved
-    tensors = {"dy": dy, **_given(inputs)}
-    if mean is not None:
-        tensors["mean"] = mean
-    if rstd is not None:
-        tensors["rstd"] = rstd
-    result = operation.backward(tensors)
-    return result.dx, *map(_alone, (result.dweight, result.dbias, result.dscale, result.dshift))
+    result = operation.backward(dy, saved)
+    parameters: Iterable[Tensor | None] = (result.dweight, result.dbias, result.dscale, result.dshift)
+    return (result.dx, *(parameters if result.dx.is_cuda else map(_alone, parameters)))
 
 
-def _given(inputs: Sequence[Tensor | None]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in zip(_INPUTS, inputs, strict=True) if tensor is not None}
+def _keeps_statistics(x: Tensor | None) -> bool:
+    return x is None or not x.is_cuda or x.nbytes > _MOST_RECOMPUTED_BYTES
 
 
 def _alone(tensor: Tensor | None) -> Tensor | None:
@@ -108,59 +113,69 @@ def _alone(tensor: Tensor | None) -> Tensor | None:
     return tensor if tensor is None or tensor.is_cuda else tensor.clone()
 
 
+def _of_its_own(y: Tensor) -> Tensor:
+    """Not as a view of what was received: autograd does not allow such a result to be changed in place."""
+    return y.data
+
+
 def _for_backward(
     inputs: Sequence[Tensor | None], operation: Operation, needs_grad: Sequence[bool]
 ) -> Sequence[Tensor | None]:
     """The inputs that backward needs: what is added after all else only where its gradient is asked for."""
-    x, weight, bias, scale, shift = inputs
-    if operation.options["activation"] == "none":
-        *_, needs_bias, _, needs_shift = needs_grad
+    if operation.options["activation"] != "none" or len(inputs) < len(_OF_ROWS):
+        return inputs
+    x, weight, bias, *of_samples = inputs
+    _, _, _, needs_bias, *needs_of_samples = needs_grad
+    if of_samples:
+        scale, shift = of_samples
         # The gradient of scale is that of a product with what bias is a part of.
-        return x, weight, bias if needs_bias or scale is not None else None, scale, shift if needs_shift else None
-    return inputs
+        needs_bias = needs_bias or scale is not None
+        of_samples = [scale, shift if needs_of_samples[1] else None]
+    return x, weight, bias if needs_bias else None, *of_samples
 
 
-def _computed(operation: Operation, *inputs: Tensor | None) -> Tensor:
+def _computed(operation: Operation, inputs: Sequence[Tensor | None]) -> Tensor:
     if torch._C._get_tracing_state() is not None:
         raise RuntimeError("torch.jit.trace cannot record a call of the service: use the module as it is")
-    is_differentiated = torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in inputs
-    )
-    y: Tensor = _Norm.apply(operation, is_differentiated, *inputs)  # type: ignore[no-untyped-call]
-    return y
+    if _is_differentiated(inputs):
+        y: Tensor = _Norm.apply(operation, *inputs)  # type: ignore[no-untyped-call]
+        return y
+    return _of_its_own(operation.forward(inputs, stats=None).y)
+
+
+def _is_differentiated(inputs: Sequence[Tensor | None]) -> bool:
+    """Whether autograd must know of the call, if only to refuse it."""
+    if torch.is_grad_enabled():
+        for tensor in inputs:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
 _untraced: Callable[..., Tensor] | None = None
 
 
-def normalise(
-    client: Client,
-    name: str,
-    options: Mapping[str, object],
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None = None,
-    scale: Tensor | None = None,
-    shift: Tensor | None = None,
-) -> Tensor:
+def normalise(client: Client, name: str, options: Mapping[str, object], *inputs: Tensor | None) -> Tensor:
     """y of one of the client's operations, differentiable in all tensors; a graph break for `torch.compile`.
 
     Args:
         name, options: of the client's method, and what both of its passes are told beside tensors; `activation` is
             among it.
+        inputs: x and the operation's parameters, None where there is none: for LayerNorm weight and bias, for
+            RMSNorm weight, for GroupNorm weight, bias, scale and shift.
     """
     global _untraced
-    operation = Operation(client, name, options, _out_dtype(name, x))
+    out_dtype = _autocast_dtype(name, inputs[0]) if torch.is_autocast_enabled(_AUTOCASTING) else None
+    operation = Operation(client, name, options, out_dtype)
     # Where this is not loaded nothing is compiled; loading it takes longer than the client's first second of work.
     if "torch._dynamo" not in sys.modules:
-        return _computed(operation, x, weight, bias, scale, shift)
+        return _computed(operation, inputs)
     if _untraced is None:
         _untraced = torch.compiler.disable(_computed)
-    return _untraced(operation, x, weight, bias, scale, shift)
+    return _untraced(operation, inputs)
 
 
-def _out_dtype(name: str, x: Tensor) -> str | None:
-    device = x.device.type
-    if device not in _AUTOCASTING_DEVICES or not torch.is_autocast_enabled(device):
+def _autocast_dtype(name: str, x: Tensor | None) -> str | None:
+    if x is None or x.device.type != _AUTOCASTING or (name == "rms_norm" and not _AUTOCASTS_RMS_NORM):
         return None
-    return "float32" if name != "rms_norm" or _AUTOCASTS_RMS_NORM else None
+    return "float32"

@@ -84,16 +84,13 @@ class _OfRows(_Remote):
         for name, parameter in self.named_parameters(recurse=False):
             nn.init.constant_(parameter, 1.0 - self.weight_offset if name == "weight" else 0.0)
 
-    def _normalised(
-        self, operation: str, x: Tensor, eps: float, weight: Tensor | None, bias: Tensor | None = None
-    ) -> Tensor:
+    def _normalised(self, operation: str, x: Tensor, eps: float, **parameters: Tensor | None) -> Tensor:
         shape, options = self.normalized_shape, self._options(eps)
         if self.weight_offset:
             options["weight_offset"] = self.weight_offset
-        rows = _rows_of(x, shape)
-        weight, bias = _one_axis("weight", weight, shape), _one_axis("bias", bias, shape)
-        y = normalise(self.client, operation, options, rows, weight, bias)
-        return y if rows is x else y.view(x.shape)
+        inputs = [_rows_of(x, shape), *[_one_axis(name, each, shape) for name, each in parameters.items()]]
+        y = normalise(self.client, operation, options, *inputs)
+        return y if len(shape) == 1 else y.view(x.shape)
 
 
 class LayerNorm(_OfRows, nn.LayerNorm):
@@ -114,7 +111,7 @@ class LayerNorm(_OfRows, nn.LayerNorm):
             TypeError: x or a parameter is of another type.
             ClientError: see `normserve.client.errors`.
         """
-        return self._normalised("layer_norm", x, self.eps, self.weight, self.bias)
+        return self._normalised("layer_norm", x, self.eps, weight=self.weight, bias=self.bias)
 
 
 class RMSNorm(_OfRows, nn.RMSNorm):
@@ -129,7 +126,7 @@ class RMSNorm(_OfRows, nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """As `LayerNorm.forward`."""
         eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps
-        return self._normalised("rms_norm", x, eps, self.weight)
+        return self._normalised("rms_norm", x, eps, weight=self.weight)
 
 
 class GroupNorm(_Remote, nn.GroupNorm):

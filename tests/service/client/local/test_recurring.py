@@ -77,6 +77,31 @@ def test_what_is_asked_again_is_the_same_message(recurring, arena):
     assert link.asked[1].results != asked.results
 
 
+def test_results_lie_where_they_lay_before(recurring, arena):
+    x, link = shown(arena), FakeLink()
+    key = learnt(recurring, arena, x)
+
+    def place():
+        return link.asked[-1].results["y"]
+
+    first = link.request(recurring, key)
+    one = place()
+    second = link.request(recurring, key)
+    other = place()
+    assert other != one
+    for _ in range(3):
+        # Whatever else was taken and given back meanwhile.
+        del first
+        first = link.request(recurring, key)
+        assert place() == one
+        arena.take(100)
+        del second
+        second = link.request(recurring, key)
+        assert place() == other
+    kept = [link.request(recurring, key) for _ in range(10)]
+    assert len({each.y.data_ptr() for each in (first, second, *kept)}) == 12
+
+
 def test_calls_differ_by_all_that_they_say(recurring, arena):
     x, y = shown(arena), shown(arena)
 

@@ -1,0 +1,19 @@
+"""An arena of two segments in the host's memory."""
+
+import os
+
+import pytest
+from normserve.client.local.arena import Arena
+from normserve.memory.segments import Segment, make_segment
+
+SEGMENT = 2**16
+
+
+@pytest.fixture
+def arena():
+    arena = Arena()
+    for number in (3, 7):
+        descriptor, segment = make_segment(SEGMENT, Segment)
+        os.close(descriptor)
+        arena.add(number, segment)
+    return arena
