@@ -191,6 +191,7 @@ class DeviceArena(Allocator):
 
     def unmap(self) -> None:
         """Unmap all segments; no block of them is in use."""
+        self._whole.clear()
         self._parts.clear()
 
     def _collect(self) -> None:
@@ -199,7 +200,7 @@ class DeviceArena(Allocator):
             self._sort(dying, {key: self._stream(key).query() for key in {key for _, key in dying}})
         super()._collect()
 
-    def _take_dying(self) -> list[tuple[Place, Any]]:
+    def _take_dying(self) -> list[tuple[Place, _StreamKey]]:
         return [self._dying.popleft() for _ in range(len(self._dying))]
 
     def _sort(self, dying: list[tuple[Place, _StreamKey]], are_idle: Mapping[_StreamKey, bool]) -> None:
