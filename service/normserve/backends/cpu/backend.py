@@ -119,7 +119,8 @@ class TorchBackend:
         return None
 
     def computes_alone(self, job: NormJob) -> bool:
-        return False
+        # Sharing a launch saves little here; comparing parameters for it, and copying them before, takes longer.
+        return any(map(is_parameter, job.tensors))
 
     def replay(self, recurrence: Recurrence) -> None:
         return None

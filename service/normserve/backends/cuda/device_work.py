@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 # Of host memory, all tensors and results.
 _MOST_HOST_BYTES = 2**21 + 2**16
 
-# On an H100 a capture and the first replay take 0.08 ms, and each replay, which needs no Python code, saves at least
-# 0.1 ms of a request.
+# On an H100 a capture and the first replay take 0.08 ms, and each replay, which needs no Python code, saves 0.1 ms
+# of a request.
 _CALLS_BEFORE_CAPTURE = 20
 
 # About as many run at a time.

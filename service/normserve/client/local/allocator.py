@@ -1,8 +1,8 @@
 """Divides the memory that a client shares with the server; of whichever kind it is.
 
 A place is taken for a tensor and returns with the last view of it.  Returning may happen within any allocation of
-any thread, so that it is only noted there.  A place that is free stays as it is until another one is looked for, since
-a call that comes again takes it again; then it is joined to its neighbours.
+any thread, so that it is only noted there.  A place that is free stays as it is until another one is looked for,
+since a call that comes again takes it again; then it is joined to its neighbours.
 """
 
 import threading
