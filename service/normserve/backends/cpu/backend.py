@@ -119,8 +119,8 @@ class TorchBackend:
         return None
 
     def computes_alone(self, job: NormJob) -> bool:
-        # Sharing a launch saves little here; comparing parameters for it, and copying them before, takes longer.
-        return any(map(is_parameter, job.tensors))
+        # They share no launch in any case: gradients of parameters are sums over the rows.
+        return job.spec.direction is Pass.BACKWARD and any(map(is_parameter, job.tensors))
 
     def replay(self, recurrence: Recurrence) -> None:
         return None

@@ -144,9 +144,10 @@ def test_what_is_kept_goes_with_whoever_keeps_it(backend):
         gc.enable()
 
 
-def test_jobs_that_bring_their_parameters_are_computed_alone(backend):
+def test_jobs_that_could_share_no_launch_are_computed_alone(backend):
     x, weight = host(torch.randn(2, 8)), host(torch.randn(8))
-    assert backend.computes_alone(placed(FORWARD, {"x": x, "weight": weight}))
-    assert not backend.computes_alone(placed(FORWARD, {"x": x}))
     backward = NormSpec(Op.LAYER_NORM, Pass.BACKWARD, 1e-5)
-    assert not backend.computes_alone(placed(backward, {"x": x, "dy": x}))
+    for spec, tensors in ((FORWARD, {"x": x}), (backward, {"x": x, "dy": x})):
+        assert not backend.computes_alone(placed(spec, tensors))
+        job = placed(spec, tensors | {"weight": weight})
+        assert backend.computes_alone(job) == (job.batch_class() is None) == (spec is backward)
