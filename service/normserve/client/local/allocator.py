@@ -8,10 +8,12 @@ since a call that comes again takes it again; then it is joined to its neighbour
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from normserve.client.local.holes import Holes
 from normserve.codec.local_frames import Place
+
+B = TypeVar("B")
 
 # Whole cache lines keep neighbours apart, and kernels want tensors at multiples of 16 bytes.
 _ALIGNMENT = 64
@@ -32,8 +34,8 @@ class Part:
         self.holes = Holes(nbytes)
 
 
-class Allocator:
-    """Segments, and the places in them that are taken.  Threads share one.
+class Allocator(Generic[B]):
+    """Segments, and the blocks at places in them that are taken.  Threads share one.
 
     Attributes:
         nbytes: of all segments.
@@ -54,6 +56,20 @@ class Allocator:
         """The numbers of all."""
         return list(self._parts)
 
+    def take(self, nbytes: int) -> B | None:
+        """A block of at least so many bytes; None where there is no space."""
+        blocks = self.take_all((nbytes,))
+        return None if blocks is None else blocks[0]
+
+    def take_all(self, sizes: Sequence[int]) -> list[B] | None:
+        """A block of at least so many bytes for each of several sizes; None where there is no space for all."""
+        places = self._find(sizes)
+        return None if places is None else self._blocks(places)
+
+    def take_at(self, places: Sequence[Place]) -> list[B] | None:
+        """A block at each of several places where blocks were before; None where one of them is in use."""
+        return self._blocks(places) if self._occupy(places) else None
+
     def locate_address(self, address: int) -> tuple[int, int] | None:
         """The segment and the offset of what begins at an address; None of what lies elsewhere."""
         for part in self._parts.values():
@@ -71,6 +87,10 @@ class Allocator:
         """Call this once no place is in use, which may be now; nothing may be taken from here on."""
         self._on_empty = then
         self._look_if_empty()
+
+    def _blocks(self, places: Sequence[Place]) -> list[B]:
+        """What keeps each of these places, and notes its return."""
+        raise NotImplementedError
 
     def _add(self, part: Part) -> None:
         with self._lock:

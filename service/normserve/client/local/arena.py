@@ -30,7 +30,7 @@ class Block(np.ndarray[tuple[int], np.dtype[np.uint8]]):
             home.note_return(self.place)
 
 
-class Arena(Allocator):
+class Arena(Allocator[Block]):
     """Segments of the host's memory, and the blocks in them.  Threads share one."""
 
     def add(self, number: int, segment: Segment) -> None:
@@ -40,20 +40,6 @@ class Arena(Allocator):
             ValueError: there is a segment of that number.
         """
         self._add(Part(number, segment, ctypes.addressof(ctypes.c_char.from_buffer(segment)), len(segment)))
-
-    def take(self, nbytes: int) -> Block | None:
-        """A block of at least so many bytes; None where there is no space."""
-        blocks = self.take_all((nbytes,))
-        return None if blocks is None else blocks[0]
-
-    def take_all(self, sizes: Sequence[int]) -> list[Block] | None:
-        """A block of at least so many bytes for each of several sizes; None where there is no space for all."""
-        places = self._find(sizes)
-        return None if places is None else self._blocks(places)
-
-    def take_at(self, places: Sequence[Place]) -> list[Block] | None:
-        """A block at each of several places where blocks were before; None where one of them is in use."""
-        return self._blocks(places) if self._occupy(places) else None
 
     def locate(self, data: memoryview) -> tuple[int, int] | None:
         """The segment and the offset at which these bytes lie; None where they lie elsewhere."""

@@ -64,7 +64,7 @@ class _Mapping(DeviceSegment):
         super().__del__()
 
 
-class DeviceArena(Allocator):
+class DeviceArena(Allocator[DeviceBlock]):
     """Segments of a device's memory, and the blocks in them.  Threads share one.
 
     Attributes:
@@ -94,20 +94,6 @@ class DeviceArena(Allocator):
         except DeviceMemoryError as error:
             raise ValueError(f"the device's memory cannot be mapped: {error}") from None
         self._add(Part(number, segment, segment.address, nbytes))
-
-    def take(self, nbytes: int) -> DeviceBlock | None:
-        """A block of at least so many bytes; None where there is no space."""
-        blocks = self.take_all((nbytes,))
-        return None if blocks is None else blocks[0]
-
-    def take_all(self, sizes: Sequence[int]) -> list[DeviceBlock] | None:
-        """As `Arena.take_all`."""
-        places = self._find(sizes)
-        return None if places is None else self._blocks(places)
-
-    def take_at(self, places: Sequence[Place]) -> list[DeviceBlock] | None:
-        """As `Arena.take_at`."""
-        return self._blocks(places) if self._occupy(places) else None
 
     def _blocks(self, places: Sequence[Place]) -> list[DeviceBlock]:
         parts = self._parts
