@@ -6,6 +6,7 @@ since a call that comes again takes it again; then it is joined to its neighbour
 """
 
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
@@ -34,7 +35,7 @@ class Part:
         self.holes = Holes(nbytes)
 
 
-class Allocator(Generic[B]):
+class Allocator(ABC, Generic[B]):
     """Segments, and the blocks at places in them that are taken.  Threads share one.
 
     Attributes:
@@ -88,9 +89,9 @@ class Allocator(Generic[B]):
         self._on_empty = then
         self._look_if_empty()
 
+    @abstractmethod
     def _blocks(self, places: Sequence[Place]) -> list[B]:
         """What keeps each of these places, and notes its return."""
-        raise NotImplementedError
 
     def _add(self, part: Part) -> None:
         with self._lock:

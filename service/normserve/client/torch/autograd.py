@@ -21,8 +21,8 @@ _OF_ROWS = "x", "weight", "bias"
 _INPUTS = {"layer_norm": _OF_ROWS, "rms_norm": _OF_ROWS[:2], "group_norm": (*_OF_ROWS, "scale", "shift")}
 _STATISTICS = "mean", "rstd"
 
-# On a GPU, kernels that have a small x in registers or caches compute its statistics again at no cost, while
-# results that are kept, and sent back, cost the client time.
+# On a GPU, kernels have a small x in registers or caches and compute its statistics again, while results that are
+# kept, and sent back, cost the client time.
 _MOST_RECOMPUTED_BYTES = 2**20
 
 
