@@ -155,17 +155,17 @@ class Client:
         """What was asked before with tensors at the same places is not made anew."""
         link = transport.usable_link()
         recurring = None if link is None else link.recurring.of(first)
-        key = None if recurring is None else recurring.key(build, args, kwargs)
-        if link is None or recurring is None or key is None:
+        signature = None if recurring is None else recurring.signature(build, args, kwargs)
+        if link is None or recurring is None or signature is None:
             return self._run(build(*args, **kwargs))
 
         def exchange(deadline: Deadline) -> R:
-            known: R | None = transport.repeat(link, recurring, key, deadline)
+            known: R | None = transport.repeat(link, recurring, signature, deadline)
             if known is not None:
                 return known
             call = build(*args, **kwargs)
             result = call.read(transport.exchange(call, deadline), self._server.api_key)
-            recurring.learn(key, call, result)
+            recurring.learn(signature, call, result)
             return result
 
         return self._repeated(exchange)

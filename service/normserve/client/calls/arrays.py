@@ -81,9 +81,9 @@ def empty(data: memoryview, dtype: DType, shape: tuple[int, ...], *, as_torch: b
         return _to_numpy(tensor)
     torch: Any = sys.modules["torch"]
     of_dtype = getattr(torch, dtype.value)
-    return (
-        torch.frombuffer(data, dtype=of_dtype).reshape(shape) if len(data) else torch.empty(shape, dtype=of_dtype)
-    )
+    if not len(data):
+        return torch.empty(shape, dtype=of_dtype, device="cpu")
+    return torch.frombuffer(data, dtype=of_dtype).reshape(shape)
 
 
 def address(array: np.ndarray[Any, Any]) -> int:

@@ -78,6 +78,10 @@ class Allocator(ABC, Generic[B]):
                 return part.number, address - part.address
         return None
 
+    def address(self, place: Place) -> int:
+        """That at which a place begins."""
+        return self._parts[place.segment].address + place.offset
+
     def note_return(self, place: Place) -> None:
         """The last view of a place is gone."""
         self._returned.append(place)

@@ -2,7 +2,6 @@
 
 import asyncio
 import weakref
-from collections.abc import Hashable
 from math import prod
 from typing import Any
 
@@ -17,7 +16,7 @@ from normserve.client.local.device_messages import (
     x_of,
 )
 from normserve.client.local.messages import prepare, taken, understood
-from normserve.client.local.recurring import Recurring
+from normserve.client.local.recurring import Recurring, Signature
 from normserve.memory.host_tensors import DType
 
 
@@ -51,22 +50,24 @@ class AsyncLocalTransport:
         link = self._link
         return link if link is not None and link.is_usable else None
 
-    async def repeat(self, link: AsyncLink, recurring: Recurring, key: Hashable, deadline: Deadline) -> Any:
+    async def repeat(self, link: AsyncLink, recurring: Recurring, signature: Signature, deadline: Deadline) -> Any:
         """As `LocalTransport.repeat`."""
-        known = recurring.known.get(key)
+        known = recurring.known.get(signature.key)
         if known is None or not link.is_open:
             return None
         try:
             async with deadline.ends():
                 if busy := recurring.busy():
                     await asyncio.to_thread(busy.wait)
-                again = recurring.begin(known)
+                again = recurring.begin(known, signature.elsewhere)
                 if again is None:
                     return None
+                if signature.elsewhere and (busy := recurring.busy()):
+                    await asyncio.to_thread(busy.wait)
                 told = await link.request(again.content, again, again.make_results)
         except TimeoutError:
             raise deadline.error() from None
-        return recurring.end(key, again, told, self._api_key)
+        return recurring.end(signature.key, again, told, self._api_key)
 
     async def memory(self, nbytes: int, deadline: Deadline) -> memoryview:
         """As `LocalTransport.memory`."""

@@ -2,7 +2,6 @@
 
 import threading
 import weakref
-from collections.abc import Hashable
 from math import prod
 from typing import Any
 
@@ -12,7 +11,7 @@ from normserve.client.deadlines import Deadline
 from normserve.client.local.device_messages import prepare_on_device, taken_on_device, understood_on_device, x_of
 from normserve.client.local.link import Link
 from normserve.client.local.messages import prepare, taken, understood
-from normserve.client.local.recurring import Recurring
+from normserve.client.local.recurring import Recurring, Signature
 from normserve.memory.host_tensors import DType
 
 
@@ -42,7 +41,7 @@ class LocalTransport:
         link = self._link
         return None if link is None or not link.is_usable else link
 
-    def repeat(self, link: Link, recurring: Recurring, key: Hashable, deadline: Deadline) -> Any:
+    def repeat(self, link: Link, recurring: Recurring, signature: Signature, deadline: Deadline) -> Any:
         """The result of a call that was answered before; None where that is not known.
 
         Args: link, recurring: that it was answered on, and is known to.
@@ -50,16 +49,18 @@ class LocalTransport:
         Raises:
             ClientError: there is no answer, or it is an error.
         """
-        known = recurring.known.get(key)
+        known = recurring.known.get(signature.key)
         if known is None or not link.is_open:
             return None
         if busy := recurring.busy():
             busy.wait()
-        again = recurring.begin(known)
+        again = recurring.begin(known, signature.elsewhere)
         if again is None:
             return None
+        if signature.elsewhere and (busy := recurring.busy()):
+            busy.wait()
         told = link.request(again.content, deadline, again, again.make_results)
-        return recurring.end(key, again, told, self._api_key)
+        return recurring.end(signature.key, again, told, self._api_key)
 
     def memory(self, nbytes: int, deadline: Deadline) -> memoryview:
         """Bytes of the arena, which are the caller's until the last view of them is gone.

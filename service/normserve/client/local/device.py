@@ -52,6 +52,17 @@ class DeviceBlock:
         self._home.note_return(self.place)
 
 
+class _Spot:
+    """An address that a tensor is made at."""
+
+    __slots__ = ("__cuda_array_interface__", "address")
+
+    __cuda_array_interface__: dict[str, object]
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+
+
 class _Mapping(DeviceSegment):
     """A segment of the client's: it goes once the device uses it no more."""
 
@@ -78,7 +89,8 @@ class DeviceArena(Allocator[DeviceBlock]):
         self._torch: Any = importlib.import_module("torch")
         self._device = device
         self.ordinal = device.ordinal
-        self._name = f"cuda:{device.ordinal}"
+        # Told each time: a default device of torch's would have tensors made elsewhere, as copies.
+        self._place = self._torch.device(f"cuda:{device.ordinal}")
         # Blocks without a view, each with the stream that may still use it.
         self._dying: deque[tuple[Place, _StreamKey]] = deque()
         self._streams: dict[_StreamKey, Any] = {}
@@ -96,8 +108,7 @@ class DeviceArena(Allocator[DeviceBlock]):
         self._add(Part(number, segment, segment.address, nbytes))
 
     def _blocks(self, places: Sequence[Place]) -> list[DeviceBlock]:
-        parts = self._parts
-        return [DeviceBlock(self, place, parts[place.segment].address + place.offset) for place in places]
+        return [DeviceBlock(self, place, self.address(place)) for place in places]
 
     def locate_tensor(self, tensor: Any) -> tuple[int, int] | None:
         """The segment and the offset at which a contiguous tensor lies; None of any other, and elsewhere."""
@@ -107,21 +118,26 @@ class DeviceArena(Allocator[DeviceBlock]):
         """A tensor in a block, which it keeps."""
         if math.prod(shape):
             return self.maker(dtype, shape)(block)
-        return self._torch.empty(shape, dtype=getattr(self._torch, dtype.label), device=self._name)
+        return self._torch.empty(shape, dtype=getattr(self._torch, dtype.label), device=self._place)
 
-    def maker(self, dtype: DType, shape: tuple[int, ...]) -> Callable[[DeviceBlock], Any]:
+    def view(self, place: Place, dtype: DType, shape: tuple[int, ...]) -> Any:
+        """A tensor of at least one element at a place, which it does not keep; it can be written in any mode."""
+        with self._torch.inference_mode(False):
+            return self.maker(dtype, shape)(_Spot(self.address(place)))
+
+    def maker(self, dtype: DType, shape: tuple[int, ...]) -> Callable[["DeviceBlock | _Spot"], Any]:
         """What makes a tensor in a block, which it keeps; of at least one element."""
-        as_tensor, typestr = self._torch.as_tensor, _TYPES[dtype]
+        as_tensor, device, typestr = self._torch.as_tensor, self._place, _TYPES[dtype]
         of_torch = getattr(self._torch, dtype.label) if dtype in _NOT_OF_OTHERS else None
 
-        def make(block: DeviceBlock) -> Any:
+        def make(block: DeviceBlock | _Spot) -> Any:
             block.__cuda_array_interface__ = {
                 "shape": shape,
                 "typestr": typestr,
                 "data": (block.address, False),
                 "version": 2,
             }
-            made = as_tensor(block)
+            made = as_tensor(block, device=device)
             return made if of_torch is None else made.view(of_torch)
 
         return make

@@ -1,7 +1,9 @@
 """The kinds of memory that a connection shares with the server, each with the arrays that lie in it."""
 
+import ctypes
 import sys
 from collections.abc import Callable, Hashable, Sequence
+from math import prod
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,8 +35,11 @@ class Taken(Protocol):
 class Memory(Protocol):
     """Shared memory, and one kind of arrays in it."""
 
-    def described(self, value: Any) -> Hashable:
-        """The place, dtype and shape of an array that the server reads without a copy; () of anything else."""
+    def described(self, value: Any) -> tuple[Hashable, ...]:
+        """The place, dtype and shape of an array; () of what is none of this kind.
+
+        The place is None where the server cannot read it without a copy, which is made as it is.
+        """
 
     def located(self, tensor: HostTensor) -> tuple[int, int] | None:
         """The segment and the offset of a call's tensor; None where it lies elsewhere."""
@@ -47,6 +52,12 @@ class Memory(Protocol):
 
     def maker(self, dtype: DType, shape: tuple[int, ...]) -> Callable[[Any], Any]:
         """What makes an array of at least one element for the caller in a block, which the array keeps."""
+
+    def target(self, dtype: DType, shape: tuple[int, ...], place: Place) -> Any:
+        """What `copy` copies to at a place, which it does not keep; of at least one element."""
+
+    def copy(self, targets: Sequence[Any], sources: Sequence[Any]) -> None:
+        """Copy arrays that lie elsewhere, whose bytes follow one another."""
 
     def busy(self) -> Busy | None:
         """What must end before the server may read what the caller has written, if anything."""
@@ -62,6 +73,9 @@ class _HostMemory:
     def located(self, tensor: HostTensor) -> tuple[int, int] | None:
         return self._arena.locate(tensor.data)
 
+    def target(self, dtype: DType, shape: tuple[int, ...], place: Place) -> tuple[int, int]:
+        return self._arena.address(place), prod(shape) * dtype.itemsize
+
     def busy(self) -> None:
         return None
 
@@ -69,12 +83,17 @@ class _HostMemory:
 class NumpyMemory(_HostMemory):
     """Memory of the host with numpy's arrays."""
 
-    def described(self, value: Any) -> Hashable:
+    def described(self, value: Any) -> tuple[Hashable, ...]:
         if type(value) is not np.ndarray or not value.flags.c_contiguous:
             return ()
         dtype = value.dtype
-        found = self._arena.locate_address(arrays.address(value)) if dtype in _NUMPY else None
-        return () if found is None or found[1] % ALIGNMENT else (found, dtype, value.shape)
+        if dtype not in _NUMPY:
+            return ()
+        return _readable(self._arena.locate_address(arrays.address(value))), dtype, value.shape
+
+    def copy(self, targets: Sequence[tuple[int, int]], sources: Sequence[Any]) -> None:
+        for (address, nbytes), source in zip(targets, sources, strict=True):
+            ctypes.memmove(address, arrays.address(source), nbytes)
 
     def maker(self, dtype: DType, shape: tuple[int, ...]) -> Callable[[Block], Any]:
         of_numpy = arrays.numpy_dtype(dtype)
@@ -90,11 +109,14 @@ class TorchMemory(_HostMemory):
         self._torch = torch
         self._types = frozenset([torch.Tensor, torch.nn.Parameter])
 
-    def described(self, value: Any) -> Hashable:
+    def described(self, value: Any) -> tuple[Hashable, ...]:
         if type(value) not in self._types or not value.is_cpu or value.is_neg() or not value.is_contiguous():
             return ()
-        found = self._arena.locate_address(value.data_ptr())
-        return () if found is None or found[1] % ALIGNMENT else (found, value.dtype, value.shape)
+        return _readable(self._arena.locate_address(value.data_ptr())), value.dtype, value.shape
+
+    def copy(self, targets: Sequence[tuple[int, int]], sources: Sequence[Any]) -> None:
+        for (address, nbytes), source in zip(targets, sources, strict=True):
+            ctypes.memmove(address, source.data_ptr(), nbytes)
 
     def maker(self, dtype: DType, shape: tuple[int, ...]) -> Callable[[Block], Any]:
         # torch's own `frombuffer` knows no shape, and each view of a tensor takes as long as this.
@@ -115,13 +137,32 @@ class CudaMemory:
         self._types = frozenset([torch.Tensor, torch.nn.Parameter])
         self.take_all, self.take_at = arena.take_all, arena.take_at
         self.maker = arena.maker
+        self._copy_all = torch._foreach_copy_
         self.busy = arena.busy_stream
 
-    def described(self, value: Any) -> Hashable:
+    def described(self, value: Any) -> tuple[Hashable, ...]:
         if type(value) not in self._types or not value.is_cuda or value.is_neg() or not value.is_contiguous():
             return ()
-        found = self._arena.locate_address(value.data_ptr())
-        return () if found is None or found[1] % ALIGNMENT else (found, value.dtype, value.shape)
+        place = _readable(self._arena.locate_address(value.data_ptr()))
+        # The server may open the process's own memory, which is not copied; another device's never recurs.
+        if place is None and (self._arena.own is not None or value.get_device() != self._arena.ordinal):
+            return ()
+        return place, value.dtype, value.shape
+
+    def target(self, dtype: DType, shape: tuple[int, ...], place: Place) -> Any:
+        return self._arena.view(place, dtype, shape)
+
+    def copy(self, targets: Sequence[Any], sources: Sequence[Any]) -> None:
+        if len(targets) == 1:
+            targets[0].copy_(sources[0].detach())
+            return
+        # In one launch, if they are of one type.
+        self._copy_all(targets, [source.detach() for source in sources])
 
     def located(self, tensor: HostTensor) -> tuple[int, int] | None:
         return self._arena.locate_tensor(tensor.tensor) if isinstance(tensor, OnDevice) else None
+
+
+def _readable(found: tuple[int, int] | None) -> tuple[int, int] | None:
+    """A place that the server can read from; None of any other."""
+    return None if found is None or found[1] % ALIGNMENT else found

@@ -81,7 +81,7 @@ def prepare(call: Call[Any], arena: Arena) -> Needs[Prepared]:
     return Prepared(compute(call, located, places), inputs, results)
 
 
-def compute(call: Call[Any], located: dict[str, Located], places: dict[str, Place]) -> Message:
+def compute(call: Call[Any], located: dict[str, Located], places: dict[str, Place]) -> frames.Compute:
     """The message of an operation."""
     op, direction = _operation(call.path)
     return frames.Compute(op, located, places, direction, call.query)

@@ -42,6 +42,35 @@ def test_results_are_of_what_lies_there_at_the_time(serving, local, until, devic
     until(lambda: replayed(serving) - before > CALLS // 10)
 
 
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tensors_that_lie_elsewhere_are_copied_at_each_call(serving, local, until, device, dtype):
+    before = replayed(serving)
+    weight, bias = (torch.empty(256, device=device, dtype=each) for each in (torch.float32, dtype))
+    for turn in range(CALLS):
+        x = torch.empty(16, 256, device=device, dtype=torch.float32)
+        if device == "cuda" and turn % 50 == 0:
+            torch.cuda._sleep(1_000_000)
+        x.normal_()
+        # What is made in this mode may not be written outside of it.
+        with torch.inference_mode(turn % 3 == 0):
+            result = local.layer_norm(x, weight.normal_(), bias.normal_(), eps=1e-5).y
+        right = torch.nn.functional.layer_norm(x, (256,), weight, bias.float(), eps=1e-5)
+        torch.testing.assert_close(result.clone(), right, rtol=1e-5, atol=1e-5)
+    until(lambda: replayed(serving) - before > CALLS // 10)
+
+
+def test_results_lie_on_their_device_whatever_torch_takes_for_default(local):
+    x = local.empty((16, 256), torch.float32, device="cuda")
+    for _ in range(5):
+        with torch.device("cpu"):
+            result = local.layer_norm(x.normal_(), eps=1e-5).y
+        assert result.is_cuda
+        torch.testing.assert_close(
+            result, torch.nn.functional.layer_norm(x, (256,), eps=1e-5), rtol=1e-5, atol=1e-5
+        )
+
+
 def test_several_results_are_kept_apart(local):
     x = local.empty((3, 256), torch.float32, device="cuda")
     expected, kept = [], []

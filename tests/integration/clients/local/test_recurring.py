@@ -115,7 +115,34 @@ def test_results_that_are_kept_are_not_written_over(client, there):
         kept.append((client.rms_norm(x).y, client.rms_norm(x.copy()).y.copy()))
     for y, expected in kept:
         np.testing.assert_array_equal(y, expected)
-    assert known(client) == 1
+    assert known(client) == 2
+
+
+@pytest.mark.parametrize("make", [np.asarray, torch.tensor])
+def test_tensors_that_lie_elsewhere_are_copied_at_each_call(client, http, make):
+    rng = np.random.default_rng(5)
+    for _ in range(5):
+        x, weight, bias, dy = (
+            make(rng.standard_normal(shape).astype(np.float32)) for shape in (ROWS, ROWS[1:], ROWS[1:], ROWS)
+        )
+        got, expected = (each.layer_norm(x, weight, bias=bias, eps=1e-3, stats=True) for each in (client, http))
+        for name in ("y", "mean", "rstd"):
+            np.testing.assert_array_equal(getattr(got, name), getattr(expected, name), strict=True)
+        got, expected = (
+            each.layer_norm_backward(dy, x, weight, bias=bias, mean=expected.mean, rstd=expected.rstd)
+            for each in (client, http)
+        )
+        for name in ("dx", "dweight", "dbias"):
+            np.testing.assert_array_equal(getattr(got, name), getattr(expected, name), strict=True)
+    assert known(client, x) == 2
+
+
+def test_an_array_as_a_parameter_counts_each_time(client, http):
+    x = np.ones(ROWS, np.float32) * np.arange(ROWS[1], dtype=np.float32)
+    for eps in (1e-5, 1e3, 1.0):
+        got, expected = (each.layer_norm(x, eps=np.array(eps)).y for each in (client, http))
+        np.testing.assert_array_equal(got, expected)
+    assert known(client) == 0
 
 
 def test_a_layer_that_changes_counts_and_one_that_goes_is_missed(client, http, there):
@@ -140,6 +167,10 @@ def test_arguments_that_are_wrong_are_wrong_each_time(client, there):
             client.layer_norm()
         with pytest.raises(TypeError, match="x must be"):
             client.layer_norm("x")
+        with pytest.raises(TypeError, match="positional"):
+            client.layer_norm(*[x.copy()] * 20)
+        with pytest.raises(TypeError, match="float64"):
+            client.layer_norm(x, x.astype(np.float64))
 
 
 def test_out_of_types_that_numpy_lacks_nothing_is_sent(client, there, plain_numpy):
@@ -168,7 +199,7 @@ def test_another_connection_learns_for_itself(client, http, there, path):
     for _ in range(2):
         np.testing.assert_array_equal(client.rms_norm(x).y, expected)
     assert client._transport._link is not link
-    assert known(client) == 0
+    assert known(client) == 1
 
 
 def test_tasks_that_are_cancelled_keep_their_places_until_they_are_answered(http, path):

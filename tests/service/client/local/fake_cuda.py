@@ -64,10 +64,11 @@ class FakeTorch:
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
-    def empty(self, shape: Any, *, dtype: torch.dtype, device: str) -> torch.Tensor:
+    def empty(self, shape: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
 
-    def as_tensor(self, source: Any) -> torch.Tensor:
+    def as_tensor(self, source: Any, *, device: torch.device) -> torch.Tensor:
+        assert device == torch.device("cuda:0")
         told = source.__cuda_array_interface__
         dtype = {"<f4": torch.float32, "<f2": torch.float16, "<i2": torch.int16, "|u1": torch.uint8}[
             told["typestr"]

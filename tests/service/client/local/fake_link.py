@@ -12,18 +12,18 @@ class FakeLink:
         self.status, self.shape = 200, (4, 256)
         self.written: bytes | None = None
 
-    def request(self, recurring, key):
+    def request(self, recurring, signature):
         """What the clients do, each in its own way."""
-        known = recurring.known.get(key)
+        known = recurring.known.get(signature.key)
         if known is None:
             return None
         recurring.busy()
-        again = recurring.begin(known)
+        again = recurring.begin(known, signature.elsewhere)
         if again is None:
             return None
         told = self._answer(msgspec.json.decode(bytes(again.content), type=frames.Compute))
         again.make_results()
-        return recurring.end(key, again, told, "the key")
+        return recurring.end(signature.key, again, told, "the key")
 
     def _answer(self, asked):
         self.asked.append(asked)

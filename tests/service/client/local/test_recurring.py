@@ -23,13 +23,17 @@ from normserve.memory.host_tensors import DType, HostTensor
 from tests.service.client.local.fake_cuda import FakeTorch
 from tests.service.client.local.fake_link import FakeLink
 from tests.service.client.local.test_device import grow
-from tests.service.memory.fake_driver import FakeDriver
+from tests.service.memory.fake_driver import FakeDriver, bytes_at
 
 
 class Shown(torch.Tensor):
     """A tensor of the host that says it is on the device."""
 
     is_cuda = True
+    index = 0
+
+    def get_device(self):
+        return self.index
 
 
 @pytest.fixture
@@ -54,51 +58,51 @@ def shown(arena) -> Shown:
 
 
 def learnt(recurring, arena, x, **options):
-    key = recurring.key(operations.layer_norm, (x,), options)
+    signature = recurring.signature(operations.layer_norm, (x,), options)
     call = operations.layer_norm(x.as_subclass(torch.Tensor), **options)
     object.__setattr__(call, "tensors", {"x": OnDevice(DType.FLOAT32, x)})
     y = arena.tensor(arena.take(4096), DType.FLOAT32, (4, 256))
-    recurring.learn(key, call, ForwardResult(y, None, None, None, Timing()))
-    return key
+    recurring.learn(signature, call, ForwardResult(y, None, None, None, Timing()))
+    return signature
 
 
 def test_what_is_asked_again_is_the_same_message(recurring, arena):
     x = shown(arena)
-    key = learnt(recurring, arena, x, eps=0.5)
+    signature = learnt(recurring, arena, x, eps=0.5)
     link = FakeLink()
-    result = link.request(recurring, key)
+    result = link.request(recurring, signature)
     (asked,) = link.asked
     assert (asked.op, asked.direction, asked.query) == ("layer_norm", "forward", "eps=0.5")
     assert asked.tensors == {"x": frames.Located(3, 0, "float32", (4, 256))}
     assert arena.locate_tensor(result.y) == (3, asked.results["y"].offset)
     assert (result.mean, result.timing.kernel_bytes) == (None, 7)
-    other = link.request(recurring, key)
+    other = link.request(recurring, signature)
     assert other.y.data_ptr() != result.y.data_ptr()
     assert link.asked[1].results != asked.results
 
 
 def test_results_lie_where_they_lay_before(recurring, arena):
     x, link = shown(arena), FakeLink()
-    key = learnt(recurring, arena, x)
+    signature = learnt(recurring, arena, x)
 
     def place():
         return link.asked[-1].results["y"]
 
-    first = link.request(recurring, key)
+    first = link.request(recurring, signature)
     one = place()
-    second = link.request(recurring, key)
+    second = link.request(recurring, signature)
     other = place()
     assert other != one
     for _ in range(3):
         # Whatever else was taken and given back meanwhile.
         del first
-        first = link.request(recurring, key)
+        first = link.request(recurring, signature)
         assert place() == one
         arena.take(100)
         del second
-        second = link.request(recurring, key)
+        second = link.request(recurring, signature)
         assert place() == other
-    kept = [link.request(recurring, key) for _ in range(10)]
+    kept = [link.request(recurring, signature) for _ in range(10)]
     assert len({each.y.data_ptr() for each in (first, second, *kept)}) == 12
 
 
@@ -106,7 +110,7 @@ def test_calls_differ_by_all_that_they_say(recurring, arena):
     x, y = shown(arena), shown(arena)
 
     def key(*arguments, **named):
-        return recurring.key(operations.layer_norm, arguments, named)
+        return recurring.signature(operations.layer_norm, arguments, named).key
 
     keys = [
         key(x),
@@ -120,24 +124,55 @@ def test_calls_differ_by_all_that_they_say(recurring, arena):
     ]
     assert len(set(keys)) == len(keys)
     assert key(x, bias=None) == key(x)
-    assert recurring.key(operations.rms_norm, (x,), {}) != key(x)
+    assert recurring.signature(operations.rms_norm, (x,), {}).key != key(x)
 
 
 @pytest.mark.parametrize("strange", [torch.ones(4), [1], object(), SimpleNamespace(is_cuda=True)])
 def test_calls_with_anything_else_are_not_known(recurring, arena, strange):
     x = shown(arena)
-    assert recurring.key(operations.layer_norm, (x,), {"bias": strange}) is None
-    assert recurring.key(operations.layer_norm, (x[:, 1:],), {}) is None
+    assert recurring.signature(operations.layer_norm, (x,), {"bias": strange}) is None
+    assert recurring.signature(operations.layer_norm, (x[:, 1:],), {}) is None
+
+
+def test_a_tensor_of_the_same_device_that_lies_elsewhere_is_copied(recurring, arena):
+    made = [torch.full((4, 256), value).as_subclass(Shown) for value in (1.0, 2.0, 3.0)]
+    signature, link = learnt(recurring, arena, made[0]), FakeLink()
+    for x in made[1:]:
+        assert recurring.signature(operations.layer_norm, (x,), {}).key == signature.key
+        assert link.request(recurring, recurring.signature(operations.layer_norm, (x,), {})) is not None
+        place = link.asked[-1].tensors["x"]
+        there = bytes_at(arena._parts[place.segment].address + place.offset, x.nbytes)
+        assert torch.equal(torch.frombuffer(there, dtype=torch.float32).view(4, 256), x.as_subclass(torch.Tensor))
+    assert link.asked[0] == link.asked[1]
+
+
+def test_what_was_copied_to_in_inference_mode_is_copied_to_outside_of_it(recurring, arena):
+    x = torch.ones(4, 256).as_subclass(Shown)
+    signature, link = learnt(recurring, arena, x), FakeLink()
+    with torch.inference_mode():
+        assert link.request(recurring, signature).y.is_inference()
+    assert not link.request(recurring, signature).y.is_inference()
+    assert link.asked[0] == link.asked[1]
+
+
+def test_tensors_of_another_device_and_where_memory_is_opened_are_not_known(recurring, arena):
+    x = torch.ones(4, 256).as_subclass(Shown)
+    x.index = 1
+    assert recurring.signature(operations.layer_norm, (x,), {}) is None
+    x.index = 0
+    assert recurring.signature(operations.layer_norm, (x,), {}) is not None
+    arena.own = object()
+    assert recurring.signature(operations.layer_norm, (x,), {}) is None
 
 
 def test_answers_that_changed_are_asked_for_anew(recurring, arena):
-    key = learnt(recurring, arena, shown(arena))
+    signature = learnt(recurring, arena, shown(arena))
     for changes in ({"status": 204}, {"shape": (4, 255)}):
-        key = learnt(recurring, arena, shown(arena))
+        signature = learnt(recurring, arena, shown(arena))
         link = FakeLink()
         vars(link).update(changes)
-        assert link.request(recurring, key) is None
-        assert FakeLink().request(recurring, key) is None
+        assert link.request(recurring, signature) is None
+        assert FakeLink().request(recurring, signature) is None
 
 
 @pytest.mark.parametrize(
@@ -148,12 +183,12 @@ def test_answers_that_changed_are_asked_for_anew(recurring, arena):
     ],
 )
 def test_results_that_are_told_in_other_words_are_the_same(recurring, arena, written):
-    key = learnt(recurring, arena, shown(arena))
+    signature = learnt(recurring, arena, shown(arena))
     link = FakeLink()
     link.written = written
-    assert all(link.request(recurring, key) is not None for _ in range(3))
+    assert all(link.request(recurring, signature) is not None for _ in range(3))
     link.written = None
-    assert link.request(recurring, key) is not None
+    assert link.request(recurring, signature) is not None
 
 
 @pytest.mark.parametrize(
@@ -167,45 +202,45 @@ def test_results_that_are_told_in_other_words_are_the_same(recurring, arena, wri
     ],
 )
 def test_results_that_are_others_are_asked_for_anew(recurring, arena, written):
-    key = learnt(recurring, arena, shown(arena))
+    signature = learnt(recurring, arena, shown(arena))
     link = FakeLink()
-    assert link.request(recurring, key) is not None
+    assert link.request(recurring, signature) is not None
     link.written = written
-    assert link.request(recurring, key) is None
-    assert FakeLink().request(recurring, key) is None
+    assert link.request(recurring, signature) is None
+    assert FakeLink().request(recurring, signature) is None
 
 
 def test_a_refusal_is_the_callers_and_the_call_is_learnt_anew(recurring, arena):
-    key = learnt(recurring, arena, shown(arena))
+    signature = learnt(recurring, arena, shown(arena))
     link = FakeLink()
     link.status = 429
     with pytest.raises(OverloadedError) as refused:
-        link.request(recurring, key)
+        link.request(recurring, signature)
     assert "the key" not in str(refused.value)
-    assert FakeLink().request(recurring, key) is None
+    assert FakeLink().request(recurring, signature) is None
 
 
 def test_no_tensor_is_kept(recurring, arena):
     x = shown(arena)
     alive = weakref.ref(x)
-    key = learnt(recurring, arena, x)
+    signature = learnt(recurring, arena, x)
     del x
     gc.collect()
     assert alive() is None
-    assert FakeLink().request(recurring, key) is not None
+    assert FakeLink().request(recurring, signature) is not None
     arena.busy_stream()
     gc.collect()
     assert arena.take(2**21) is not None
 
 
 def test_an_arena_that_is_full_is_the_slow_ways_to_enlarge(recurring, arena):
-    key = learnt(recurring, arena, shown(arena))
+    signature = learnt(recurring, arena, shown(arena))
     gc.collect()
     kept = arena.take(2**21 - 2048)
     assert kept is not None
-    assert FakeLink().request(recurring, key) is None
+    assert FakeLink().request(recurring, signature) is None
     del kept
-    assert FakeLink().request(recurring, key) is not None
+    assert FakeLink().request(recurring, signature) is not None
 
 
 def test_each_kind_of_arrays_has_its_own_recurring_calls(arena):

@@ -38,16 +38,16 @@ def written(arena, dtype="<f4"):
 
 
 def learnt_on_host(on_host, x):
-    key = on_host.recurring.key(operations.layer_norm, (x,), {})
+    signature = on_host.recurring.signature(operations.layer_norm, (x,), {})
     y = np.zeros((4, 256), np.float32)
-    on_host.recurring.learn(key, operations.layer_norm(x), ForwardResult(y, None, None, None, Timing()))
-    return key
+    on_host.recurring.learn(signature, operations.layer_norm(x), ForwardResult(y, None, None, None, Timing()))
+    return signature
 
 
 def test_arrays_in_the_hosts_memory_are_asked_for_again(on_host):
     x = written(on_host.arena)
-    key, link = learnt_on_host(on_host, x), FakeLink()
-    result = link.request(on_host.recurring, key)
+    signature, link = learnt_on_host(on_host, x), FakeLink()
+    result = link.request(on_host.recurring, signature)
     (asked,) = link.asked
     assert asked.tensors == {"x": frames.Located(5, 0, "float32", (4, 256))}
     assert (type(result.y), result.y.dtype, result.y.shape) == (np.ndarray, np.float32, (4, 256))
@@ -58,8 +58,8 @@ def test_arrays_in_the_hosts_memory_are_asked_for_again(on_host):
 
 def test_a_result_keeps_its_block_and_nothing_else_does(on_host):
     x = written(on_host.arena)
-    key, link = learnt_on_host(on_host, x), FakeLink()
-    row = link.request(on_host.recurring, key).y[1]
+    signature, link = learnt_on_host(on_host, x), FakeLink()
+    row = link.request(on_host.recurring, signature).y[1]
     taken = link.asked[0].results["y"]
     assert on_host.arena.take(4096).place != taken
     del row
@@ -69,11 +69,9 @@ def test_a_result_keeps_its_block_and_nothing_else_does(on_host):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda x: x.copy(),
         lambda x: x[:, 1:],
         lambda x: x.T,
         lambda x: x[1:, :1],
-        lambda x: x.reshape(-1)[1:],
         lambda x: x.astype(">f4"),
         lambda x: x.view(">f4"),
         lambda x: x.view("<i4"),
@@ -83,17 +81,19 @@ def test_a_result_keeps_its_block_and_nothing_else_does(on_host):
         lambda x: torch.from_numpy(x),
     ],
 )
-def test_arrays_that_must_be_copied_are_not_known(on_host, change):
+def test_arrays_that_are_no_plain_bytes_are_not_known(on_host, change):
     x = written(on_host.arena)
-    assert on_host.recurring.key(operations.layer_norm, (x,), {}) is not None
-    assert on_host.recurring.key(operations.layer_norm, (change(x),), {}) is None
-    assert on_host.recurring.key(operations.layer_norm, (x, change(x)), {}) is None
+    assert on_host.recurring.signature(operations.layer_norm, (x,), {}) is not None
+    assert on_host.recurring.signature(operations.layer_norm, (change(x),), {}) is None
+    assert on_host.recurring.signature(operations.layer_norm, (x, change(x)), {}) is None
 
 
 def test_arrays_of_another_shape_or_type_are_other_calls(on_host):
     x = written(on_host.arena)
     arrays = [x, x.reshape(256, 4), x[:2], x[1:], x.view("<f2")]
-    assert len({on_host.recurring.key(operations.layer_norm, (array,), {}) for array in arrays}) == len(arrays)
+    assert len({on_host.recurring.signature(operations.layer_norm, (array,), {}).key for array in arrays}) == len(
+        arrays
+    )
 
 
 @pytest.fixture
@@ -106,16 +106,16 @@ def filled(arena, dtype=torch.float32):
 
 
 def learnt_in_torch(in_torch, x):
-    key = in_torch.recurring.key(operations.layer_norm, (x,), {})
+    signature = in_torch.recurring.signature(operations.layer_norm, (x,), {})
     y = torch.zeros(4, 256)
-    in_torch.recurring.learn(key, operations.layer_norm(x), ForwardResult(y, None, None, None, Timing()))
-    return key
+    in_torch.recurring.learn(signature, operations.layer_norm(x), ForwardResult(y, None, None, None, Timing()))
+    return signature
 
 
 def test_tensors_in_host_memory_are_asked_for_again(in_torch):
     x = filled(in_torch.arena)
-    key, link = learnt_in_torch(in_torch, x), FakeLink()
-    result = link.request(in_torch.recurring, key)
+    signature, link = learnt_in_torch(in_torch, x), FakeLink()
+    result = link.request(in_torch.recurring, signature)
     (asked,) = link.asked
     assert asked.tensors == {"x": frames.Located(5, 0, "float32", (4, 256))}
     assert (type(result.y), result.y.dtype, result.y.shape) == (torch.Tensor, torch.float32, (4, 256))
@@ -143,8 +143,8 @@ def test_results_in_torch_are_of_every_type_and_keep_their_block(in_torch, dtype
 
 def test_a_result_in_torch_keeps_its_block_and_nothing_else_does(in_torch):
     x = filled(in_torch.arena)
-    key, link = learnt_in_torch(in_torch, x), FakeLink()
-    row = link.request(in_torch.recurring, key).y[1]
+    signature, link = learnt_in_torch(in_torch, x), FakeLink()
+    row = link.request(in_torch.recurring, signature).y[1]
     taken = link.asked[0].results["y"]
     assert in_torch.arena.take(4096).place != taken
     del row
@@ -154,10 +154,8 @@ def test_a_result_in_torch_keeps_its_block_and_nothing_else_does(in_torch):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda x: x.clone(),
         lambda x: x[:, 1:],
         lambda x: x.t(),
-        lambda x: x.view(-1)[1:],
         lambda x: x._neg_view(),
         lambda x: x.as_subclass(Shown),
         lambda x: x.to("meta"),
@@ -165,14 +163,16 @@ def test_a_result_in_torch_keeps_its_block_and_nothing_else_does(in_torch):
         lambda x: x.tolist(),
     ],
 )
-def test_tensors_that_must_be_copied_are_not_known(in_torch, change):
+def test_tensors_that_are_no_plain_bytes_are_not_known(in_torch, change):
     x = filled(in_torch.arena)
-    assert in_torch.recurring.key(operations.layer_norm, (x,), {}) is not None
-    assert in_torch.recurring.key(operations.layer_norm, (change(x),), {}) is None
-    assert in_torch.recurring.key(operations.layer_norm, (x, change(x)), {}) is None
+    assert in_torch.recurring.signature(operations.layer_norm, (x,), {}) is not None
+    assert in_torch.recurring.signature(operations.layer_norm, (change(x),), {}) is None
+    assert in_torch.recurring.signature(operations.layer_norm, (x, change(x)), {}) is None
 
 
 def test_tensors_of_another_shape_or_type_are_other_calls(in_torch):
     x = filled(in_torch.arena)
     tensors = [x, x.view(256, 4), x[:2], x[1:], x.view(torch.float16), x.view(torch.bfloat16)]
-    assert len({in_torch.recurring.key(operations.layer_norm, (each,), {}) for each in tensors}) == len(tensors)
+    assert len({in_torch.recurring.signature(operations.layer_norm, (each,), {}).key for each in tensors}) == len(
+        tensors
+    )
