@@ -1,7 +1,7 @@
 """Time saved by sharing a GPU's memory: `python -m benchmarks.serve.callers.device --out FILE.csv`; needs a GPU.
 
 A server with Triton's kernels, and callers in separate processes.  LayerNorm forward of [rows, 1024] float32, whole
-calls: x and y in device memory, in shared pinned memory, or over HTTP, compared with torch's operation in the
+calls: x and y in device memory, in shared pinned memory, or over HTTP, x also elsewhere, compared with torch's operation in the
 caller's process and a copy of as many bytes on the device, each complete when it returns.  Then forward and
 backward of one module, and of several in a row, with 16 rows of 4096 bfloat16, in the service and in process; then
 several clients at once.
@@ -88,15 +88,16 @@ def _forward(client: Client, over_http: Client, nbytes: int) -> dict[str, Call]:
     shape = (nbytes // 4 // _COLS, _COLS)
     on_device = client.empty(shape, torch.float32, device="cuda").normal_()
     on_host = client.empty(shape, torch.float32).copy_(on_device)
-    elsewhere, copy = on_device.clone(), torch.empty_like(on_device)
+    elsewhere, pageable, copy = on_device.clone(), on_host.clone(), torch.empty_like(on_device)
     right = nn.functional.layer_norm(on_device, (_COLS,))
     norm = nn.functional.layer_norm
-    for x in (on_device, on_host, elsewhere):
+    for x in (on_device, on_host, elsewhere, pageable):
         torch.testing.assert_close(client.layer_norm(x).y.cuda(), right, rtol=1e-5, atol=3e-5)
     calls: dict[str, Call] = {
         "device memory": lambda: client.layer_norm(on_device).y,
         "device memory, x elsewhere": lambda: client.layer_norm(elsewhere).y,
         "host memory": lambda: client.layer_norm(on_host).y,
+        "host memory, x elsewhere": lambda: client.layer_norm(pageable).y,
         "torch in process": _complete(lambda: norm(elsewhere, (_COLS,))),
         "fusednorm in process": _complete(lambda: fusednorm.layer_norm(elsewhere)),
         "copy on the device": _complete(lambda: copy.copy_(elsewhere)),

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from normserve.client.local.holes import Holes
-from normserve.codec.local_frames import Place
+from normserve.codec.local_frames import ALIGNMENT, Place
 
 B = TypeVar("B")
 
@@ -76,6 +76,14 @@ class Allocator(ABC, Generic[B]):
         for part in self._parts.values():
             if part.address <= address < part.address + part.nbytes:
                 return part.number, address - part.address
+        return None
+
+    def locate_aligned(self, address: int) -> tuple[int, int] | None:
+        """As `locate_address`; None also where the server cannot read a tensor that begins there."""
+        for part in self._parts.values():
+            if part.address <= address < part.address + part.nbytes:
+                offset = address - part.address
+                return None if offset % ALIGNMENT else (part.number, offset)
         return None
 
     def address(self, place: Place) -> int:

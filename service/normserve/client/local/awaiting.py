@@ -52,22 +52,23 @@ class AsyncLocalTransport:
 
     async def repeat(self, link: AsyncLink, recurring: Recurring, signature: Signature, deadline: Deadline) -> Any:
         """As `LocalTransport.repeat`."""
-        known = recurring.known.get(signature.key)
+        key, elsewhere = signature
+        known = recurring.known.get(key)
         if known is None or not link.is_open:
             return None
         try:
             async with deadline.ends():
                 if busy := recurring.busy():
                     await asyncio.to_thread(busy.wait)
-                again = recurring.begin(known, signature.elsewhere)
+                again = recurring.begin(known, elsewhere)
                 if again is None:
                     return None
-                if signature.elsewhere and (busy := recurring.busy()):
+                if elsewhere and (busy := recurring.busy()):
                     await asyncio.to_thread(busy.wait)
                 told = await link.request(again.content, again, again.make_results)
         except TimeoutError:
             raise deadline.error() from None
-        return recurring.end(signature.key, again, told, self._api_key)
+        return recurring.end(key, again, told, self._api_key)
 
     async def memory(self, nbytes: int, deadline: Deadline) -> memoryview:
         """As `LocalTransport.memory`."""

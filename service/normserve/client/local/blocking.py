@@ -49,18 +49,19 @@ class LocalTransport:
         Raises:
             ClientError: there is no answer, or it is an error.
         """
-        known = recurring.known.get(signature.key)
+        key, elsewhere = signature
+        known = recurring.known.get(key)
         if known is None or not link.is_open:
             return None
         if busy := recurring.busy():
             busy.wait()
-        again = recurring.begin(known, signature.elsewhere)
+        again = recurring.begin(known, elsewhere)
         if again is None:
             return None
-        if signature.elsewhere and (busy := recurring.busy()):
+        if elsewhere and (busy := recurring.busy()):
             busy.wait()
         told = link.request(again.content, deadline, again, again.make_results)
-        return recurring.end(signature.key, again, told, self._api_key)
+        return recurring.end(key, again, told, self._api_key)
 
     def memory(self, nbytes: int, deadline: Deadline) -> memoryview:
         """Bytes of the arena, which are the caller's until the last view of them is gone.

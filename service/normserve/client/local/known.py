@@ -142,8 +142,10 @@ class Again:
 
     def make_results(self) -> None:
         """Make the results' tensors, while the server computes what they hold."""
-        made, known = self._fields, self._known
-        for result, block in zip(known.results, self._blocks[len(known.copied) :], strict=True):
+        made, known, blocks = self._fields, self._known, self._blocks
+        if known.copied:
+            blocks = blocks[len(known.copied) :]
+        for result, block in zip(known.results, blocks, strict=True):
             made[result.position] = result.make(block)
 
     def result(self, told: frames.Reply) -> Any:

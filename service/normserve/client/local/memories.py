@@ -12,7 +12,7 @@ from normserve.client.calls import arrays
 from normserve.client.calls.on_device import OnDevice
 from normserve.client.local.arena import Arena, Block
 from normserve.client.local.device import Busy, DeviceArena
-from normserve.codec.local_frames import ALIGNMENT, Place
+from normserve.codec.local_frames import Place
 from normserve.memory.host_tensors import DType, HostTensor
 
 # Of others numpy finds the name slowly.
@@ -89,7 +89,7 @@ class NumpyMemory(_HostMemory):
         dtype = value.dtype
         if dtype not in _NUMPY:
             return ()
-        return _readable(self._arena.locate_address(arrays.address(value))), dtype, value.shape
+        return self._arena.locate_aligned(arrays.address(value)), dtype, value.shape
 
     def copy(self, targets: Sequence[tuple[int, int]], sources: Sequence[Any]) -> None:
         for (address, nbytes), source in zip(targets, sources, strict=True):
@@ -112,7 +112,7 @@ class TorchMemory(_HostMemory):
     def described(self, value: Any) -> tuple[Hashable, ...]:
         if type(value) not in self._types or not value.is_cpu or value.is_neg() or not value.is_contiguous():
             return ()
-        return _readable(self._arena.locate_address(value.data_ptr())), value.dtype, value.shape
+        return self._arena.locate_aligned(value.data_ptr()), value.dtype, value.shape
 
     def copy(self, targets: Sequence[tuple[int, int]], sources: Sequence[Any]) -> None:
         for (address, nbytes), source in zip(targets, sources, strict=True):
@@ -143,7 +143,7 @@ class CudaMemory:
     def described(self, value: Any) -> tuple[Hashable, ...]:
         if type(value) not in self._types or not value.is_cuda or value.is_neg() or not value.is_contiguous():
             return ()
-        place = _readable(self._arena.locate_address(value.data_ptr()))
+        place = self._arena.locate_aligned(value.data_ptr())
         # The server may open the process's own memory, which is not copied; another device's never recurs.
         if place is None and (self._arena.own is not None or value.get_device() != self._arena.ordinal):
             return ()
@@ -161,8 +161,3 @@ class CudaMemory:
 
     def located(self, tensor: HostTensor) -> tuple[int, int] | None:
         return self._arena.locate_tensor(tensor.tensor) if isinstance(tensor, OnDevice) else None
-
-
-def _readable(found: tuple[int, int] | None) -> tuple[int, int] | None:
-    """A place that the server can read from; None of any other."""
-    return None if found is None or found[1] % ALIGNMENT else found

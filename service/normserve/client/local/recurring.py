@@ -9,7 +9,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from math import prod
 from typing import Any
 
@@ -33,17 +33,11 @@ _TIMING = "timing"
 _PLAIN = frozenset([int, float, bool, str, type(None)])
 
 
-@dataclass(slots=True)
-class Signature:
-    """What a call is, but for what its tensors hold.
+Signature = tuple[Hashable, Mapping[str, Any]]
+"""What a call is: a key, and by the names of their arguments the tensors that must be copied.
 
-    Attributes:
-        key: the same for calls that differ in nothing else.
-        elsewhere: the tensors that lie elsewhere, by the names of their arguments: their places are not in the key.
-    """
-
-    key: Hashable
-    elsewhere: dict[str, Any]
+Calls of the same key differ in nothing but what their tensors hold, and where those lie that must be copied.
+"""
 
 
 class Recurring:
@@ -65,29 +59,34 @@ class Recurring:
         self, build: Callable[..., object], arguments: Sequence[Any], named: Mapping[str, Any]
     ) -> Signature | None:
         """What a call is; None of one that is not known again."""
-        described, names = self._memory.described, _names(build)
-        if len(arguments) > len(names):
-            return None
-        parts: list[Hashable] = [build]
+        described = self._memory.described
+        parts: list[Any] = [build]
         elsewhere: dict[str, Any] = {}
         for position, value in enumerate(arguments):
             kind = type(value)
-            said = (kind, value) if kind in _PLAIN else described(value) or self._several(value)
+            if kind in _PLAIN:
+                parts += (kind, value)
+                continue
+            said = described(value) or self._several(value)
             if not said:
                 return None
             if said[0] is None:
-                elsewhere[names[position]] = value
+                elsewhere[_name(build, position)] = value
             parts.append(said)
         for name, value in named.items():
-            if value is not None:
-                kind = type(value)
-                said = (kind, value) if kind in _PLAIN else described(value) or self._several(value)
-                if not said:
-                    return None
-                if said[0] is None:
-                    elsewhere[name] = value
-                parts += (name, said)
-        return Signature(tuple(parts), elsewhere)
+            if value is None:
+                continue
+            kind = type(value)
+            if kind in _PLAIN:
+                parts += (name, kind, value)
+                continue
+            said = described(value) or self._several(value)
+            if not said:
+                return None
+            if said[0] is None:
+                elsewhere[name] = value
+            parts += (name, said)
+        return tuple(parts), elsewhere
 
     def _several(self, value: Any) -> tuple[Hashable, ...]:
         """Of a chain several tensors in shared memory, or names; () of anything else."""
@@ -107,22 +106,19 @@ class Recurring:
 
         Args: elsewhere: as of `Signature`; copied.
         """
-        again = self._at_known_places(known)
-        if again is None:
-            blocks = self._take_all(known.sizes)
-            if blocks is None:
-                return None
-            again = Again(known, blocks, known.at([block.place for block in blocks]))
-        if elsewhere:
-            again.copy(elsewhere, self._memory.copy)
-        return again
-
-    def _at_known_places(self, known: Known) -> Again | None:
         for asked in known.asked:
             blocks = self._take_at(asked.places)
             if blocks is not None:
-                return Again(known, blocks, asked)
-        return None
+                break
+        else:
+            blocks = self._take_all(known.sizes)
+            if blocks is None:
+                return None
+            asked = known.at([block.place for block in blocks])
+        again = Again(known, blocks, asked)
+        if elsewhere:
+            again.copy(elsewhere, self._memory.copy)
+        return again
 
     def end(self, key: Hashable, again: Again, told: frames.Reply, api_key: str | None) -> Any:
         """The call's result; None where it is not what it was before, and must be asked for anew.
@@ -143,13 +139,14 @@ class Recurring:
 
     def learn(self, signature: Signature, call: Call[Any], result: Any) -> None:
         """Remember an operation that was answered."""
-        if call.outputs is None or call.tensors is None or not signature.elsewhere.keys() <= call.tensors.keys():
+        key, elsewhere = signature
+        if call.outputs is None or call.tensors is None or not elsewhere.keys() <= call.tensors.keys():
             return
         located: dict[str, Located] = {}
         copied: list[Copied] = []
         sizes = []
         for name, tensor in call.tensors.items():
-            if name in signature.elsewhere:
+            if name in elsewhere:
                 target = functools.partial(self._memory.target, tensor.dtype, tensor.shape)
                 copied.append(Copied(name, tensor.dtype.label, tensor.shape, target))
                 sizes.append(tensor.nbytes)
@@ -174,13 +171,14 @@ class Recurring:
             self.known.clear()
         # Not the call, which has its tensors.
         message, timing = compute(call, located, {}), names.index(_TIMING)
-        self.known[signature.key] = Known(message, type(result), len(names), timing, copied, results, sizes)
+        self.known[key] = Known(message, type(result), len(names), timing, copied, results, sizes)
 
 
 @functools.cache
-def _names(build: Callable[..., object]) -> Sequence[str]:
-    """Of a method's arguments by their positions."""
-    return list(inspect.signature(build).parameters)
+def _name(build: Callable[..., object], position: int) -> str:
+    """Of a method's argument; "" where it has none there."""
+    names = list(inspect.signature(build).parameters)
+    return names[position] if position < len(names) else ""
 
 
 class KindsOfRecurring:

@@ -14,16 +14,17 @@ class FakeLink:
 
     def request(self, recurring, signature):
         """What the clients do, each in its own way."""
-        known = recurring.known.get(signature.key)
+        key, elsewhere = signature
+        known = recurring.known.get(key)
         if known is None:
             return None
         recurring.busy()
-        again = recurring.begin(known, signature.elsewhere)
+        again = recurring.begin(known, elsewhere)
         if again is None:
             return None
         told = self._answer(msgspec.json.decode(bytes(again.content), type=frames.Compute))
         again.make_results()
-        return recurring.end(signature.key, again, told, "the key")
+        return recurring.end(key, again, told, "the key")
 
     def _answer(self, asked):
         self.asked.append(asked)
