@@ -1,10 +1,10 @@
 """Time saved by sharing a GPU's memory: `python -m benchmarks.serve.callers.device --out FILE.csv`; needs a GPU.
 
 A server with Triton's kernels, and callers in separate processes.  LayerNorm forward of [rows, 1024] float32, whole
-calls: x and y in device memory, in shared pinned memory, or over HTTP, x also elsewhere, compared with torch's operation in the
-caller's process and a copy of as many bytes on the device, each complete when it returns.  Then forward and
-backward of one module, and of several in a row, with 16 rows of 4096 bfloat16, in the service and in process; then
-several clients at once.
+calls: x and y in device memory, in shared pinned memory, or over HTTP, x also elsewhere, compared with torch's
+operation in the caller's process and a copy of as many bytes on the device, each complete when it returns.  Then
+forward and backward of one module, and of several in a row, with 16 rows of 4096 bfloat16, in the service and in
+process; then several clients at once.
 Results are compared with torch's before anything is timed.
 """
 

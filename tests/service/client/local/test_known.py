@@ -11,6 +11,7 @@ from normserve.client.local.arena import Arena
 from normserve.client.local.memories import NumpyMemory, TorchMemory
 from normserve.client.local.recurring import Recurring
 from normserve.client.results import ForwardResult, Timing
+from normserve.memory.host_tensors import DType
 from normserve.memory.segments import Segment, make_segment
 
 from tests.service.client.local.fake_link import FakeLink
@@ -108,6 +109,21 @@ def test_parameters_that_are_arrays_are_no_part_of_a_known_call(here):
 def test_several_parameters_that_lie_elsewhere_are_not_known(here):
     signature = here.recurring.signature(operations.layer_norm_chain, (here.make(1), [here.make(2, (256,))]), {})
     assert signature is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_tensors_are_copied_as_small_ones_are(dtype):
+    descriptor, segment = make_segment(2**25, Segment)
+    os.close(descriptor)
+    arena = Arena()
+    arena.add(5, segment)
+    memory = TorchMemory(arena)
+    source = torch.randn(3, 2**21, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+    block = arena.take(source.nbytes)
+    of_api = DType[str(dtype).removeprefix("torch.").upper()]
+    memory.copy([memory.target(of_api, source.shape, block.place)], [source])
+    copied = torch.frombuffer(block.data, dtype=dtype)[: source.numel()].view(source.shape)
+    assert torch.equal(copied, source)
 
 
 @pytest.mark.parametrize("here", ["torch"], indirect=True)
