@@ -22,10 +22,6 @@ _NUMPY = frozenset([np.dtype("<f4"), np.dtype("<f2")])
 _SIZED: dict[DType, np.dtype[Any]] = {DType.BFLOAT16: np.dtype("<i2"), DType.FLOAT8_E4M3FN: np.dtype("u1")}
 
 
-# One core copies fewer before others have woken.
-_LEAST_DIVIDED_BYTES = 4 * 2**20
-
-
 class Taken(Protocol):
     """A block.
 
@@ -120,12 +116,8 @@ class TorchMemory(_HostMemory):
 
     def copy(self, targets: Sequence[tuple[int, int]], sources: Sequence[Any]) -> None:
         for (address, nbytes), source in zip(targets, sources, strict=True):
-            if nbytes < _LEAST_DIVIDED_BYTES:
-                ctypes.memmove(address, source.data_ptr(), nbytes)
-            else:
-                # By torch's threads.
-                target = self._torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=source.dtype)
-                target.copy_(source.detach().view(-1))
+            # Not by torch's threads, which take milliseconds where there are more of them than cores.
+            ctypes.memmove(address, source.data_ptr(), nbytes)
 
     def maker(self, dtype: DType, shape: tuple[int, ...]) -> Callable[[Block], Any]:
         # torch's own `frombuffer` knows no shape, and each view of a tensor takes as long as this.

@@ -67,11 +67,13 @@ def test_a_place_is_not_used_again_while_a_stream_reads_it(serving, path):
         y = client.layer_norm(ones, bias=bias).y
         address = y.data_ptr()
         with torch.cuda.stream(side):
-            torch.cuda._sleep(400_000_000)
+            # Longer than the calls take while other processes use the GPU.
+            torch.cuda._sleep(4_000_000_000)
             kept.copy_(y)
             # Its last view dies where it is read.
             del y
         others = [client.layer_norm(ones, bias=torch.full((1024,), 9.0, device="cuda")).y for _ in range(3)]
+        assert not side.query()
         assert address not in [other.data_ptr() for other in others]
         arena = client._transport._link._offers._arena
         assert side.stream_id in [number for _, (number, *_) in arena._dying]

@@ -20,7 +20,7 @@ from normserve.codec import local_frames as frames
 from normserve.memory.device_segments import Device
 from normserve.memory.host_tensors import DType, HostTensor
 
-from tests.service.client.local.fake_cuda import FakeTorch
+from tests.service.client.local.fake_cuda import FakeStream, FakeTorch
 from tests.service.client.local.fake_link import FakeLink
 from tests.service.client.local.test_device import grow
 from tests.service.memory.fake_driver import FakeDriver, bytes_at
@@ -37,8 +37,12 @@ class Shown(torch.Tensor):
 
 
 @pytest.fixture
-def arena(monkeypatch):
-    fake = FakeTorch()
+def fake():
+    return FakeTorch()
+
+
+@pytest.fixture
+def arena(monkeypatch, fake):
     monkeypatch.setattr(device.importlib, "import_module", lambda name: fake)
     made = DeviceArena(Device(0, FakeDriver()))
     grow(made, Device(0, FakeDriver()), 3)
@@ -153,6 +157,25 @@ def test_what_was_copied_to_in_inference_mode_is_copied_to_outside_of_it(recurri
         assert link.request(recurring, signature).y.is_inference()
     assert not link.request(recurring, signature).y.is_inference()
     assert link.asked[0] == link.asked[1]
+
+
+def test_a_result_that_another_stream_still_reads_is_not_written_over(recurring, arena, fake):
+    x, link = torch.ones(4, 256).as_subclass(Shown), FakeLink()
+    signature = learnt(recurring, arena, x)
+    result = link.request(recurring, signature)
+    place, default, side = link.asked[-1].results["y"], fake.stream, FakeStream()
+    side.is_busy, fake.stream = True, side
+    del result
+    gc.collect()
+    fake.stream = default
+    used = []
+    for _ in range(6):
+        link.request(recurring, signature)
+        used += [link.asked[-1].results["y"], link.asked[-1].tensors["x"]]
+    assert place.offset not in [each.offset for each in used]
+    side.is_busy = False
+    link.request(recurring, signature)
+    assert link.asked[-1].results["y"] == place
 
 
 def test_tensors_of_another_device_and_where_memory_is_opened_are_not_known(recurring, arena):
