@@ -182,3 +182,10 @@ def test_an_array_of_any_size_is_sent_from_where_it_lies(array, is_writable):
     assert (sent.shape, bytes(sent.data), sent.data.format) == (array.shape, array.tobytes(), "B")
     assert arrays.address(array) == array.__array_interface__["data"][0]
     assert not array.size or np.shares_memory(np.frombuffer(sent.data, np.uint8), array)
+
+
+@pytest.mark.parametrize("size", [0, 3])
+def test_memory_of_the_host_lies_there_whatever_torch_takes_for_default(size):
+    with torch.device("meta"):
+        made = arrays.empty(memoryview(bytearray(4 * size)), DType.FLOAT32, (size,), as_torch=True)
+    assert made.device.type == "cpu"
