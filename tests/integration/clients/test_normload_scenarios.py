@@ -43,7 +43,7 @@ def shortened(long: scenario.Scenario) -> scenario.Scenario:
         warmup_s=0.02,
         settle_s=0.02,
         cycles=min(long.cycles, 2),
-        capacity=replace(long.capacity, duration_s=0.1, connections=2),
+        capacity=replace(long.capacity, duration_s=0.5, connections=2),
     ).lasting(0.3)
 
 
