@@ -14,6 +14,9 @@ from normserve.client.http.steps import READ, WRITE, Steps
 #: A place to connect to: the family of its socket, and where.
 Place = tuple[socket.AddressFamily, Any]
 
+# TCP grows its buffers by itself, up to about this; the kernel may allow less.
+_UNIX_BUFFER_BYTES = 4 * 2**20
+
 # Of a host with more addresses, one that does not answer takes no more time than this.
 _FIRST_TRIES_S = 3.0
 
@@ -31,7 +34,9 @@ def unconnected(family: socket.AddressFamily) -> socket.socket:
     """
     made = socket.socket(family, socket.SOCK_STREAM)
     made.setblocking(False)
-    if family != socket.AF_UNIX:
+    if family == socket.AF_UNIX:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER_BYTES)
+    else:
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return made
 
