@@ -80,11 +80,8 @@ class Allocator(ABC, Generic[B]):
 
     def locate_aligned(self, address: int) -> tuple[int, int] | None:
         """As `locate_address`; None also where the server cannot read a tensor that begins there."""
-        for part in self._parts.values():
-            if part.address <= address < part.address + part.nbytes:
-                offset = address - part.address
-                return None if offset % ALIGNMENT else (part.number, offset)
-        return None
+        found = self.locate_address(address)
+        return None if found is None or found[1] % ALIGNMENT else found
 
     def address(self, place: Place) -> int:
         """That at which a place begins."""
