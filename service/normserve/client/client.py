@@ -152,7 +152,7 @@ class Client:
         args: Sequence[Any],
         kwargs: dict[str, Any],
     ) -> R:
-        """What was asked before with tensors at the same places is not made anew."""
+        """What was asked before is not made anew."""
         link = transport.usable_link()
         recurring = None if link is None else link.recurring.of(first)
         signature = None if recurring is None else recurring.signature(build, args, kwargs)

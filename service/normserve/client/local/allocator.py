@@ -16,8 +16,8 @@ from normserve.codec.local_frames import ALIGNMENT, Place
 
 B = TypeVar("B")
 
-# Whole cache lines keep neighbours apart, and kernels want tensors at multiples of 16 bytes.
-_ALIGNMENT = 64
+# Whole cache lines keep neighbours apart.
+_LINE_BYTES = 64
 
 
 class Part:
@@ -72,16 +72,12 @@ class Allocator(ABC, Generic[B]):
         return self._blocks(places) if self._occupy(places) else None
 
     def locate_address(self, address: int) -> tuple[int, int] | None:
-        """The segment and the offset of what begins at an address; None of what lies elsewhere."""
+        """The segment and the offset of what begins at an address; None where the server cannot read it."""
         for part in self._parts.values():
             if part.address <= address < part.address + part.nbytes:
-                return part.number, address - part.address
+                offset = address - part.address
+                return None if offset % ALIGNMENT else (part.number, offset)
         return None
-
-    def locate_aligned(self, address: int) -> tuple[int, int] | None:
-        """As `locate_address`; None also where the server cannot read a tensor that begins there."""
-        found = self.locate_address(address)
-        return None if found is None or found[1] % ALIGNMENT else found
 
     def address(self, place: Place) -> int:
         """That at which a place begins."""
@@ -116,7 +112,7 @@ class Allocator(ABC, Generic[B]):
             self._join_all()
             places: list[Place] = []
             for nbytes in sizes:
-                place = self._cut(-(-nbytes // _ALIGNMENT) * _ALIGNMENT or _ALIGNMENT)
+                place = self._cut(-(-nbytes // _LINE_BYTES) * _LINE_BYTES or _LINE_BYTES)
                 if place is None:
                     self._whole.update(places)
                     return None

@@ -42,7 +42,7 @@ class Arena(Allocator[Block]):
         self._add(Part(number, segment, ctypes.addressof(ctypes.c_char.from_buffer(segment)), len(segment)))
 
     def locate(self, data: memoryview) -> tuple[int, int] | None:
-        """The segment and the offset at which these bytes lie; None where they lie elsewhere."""
+        """As `locate_address` of these bytes."""
         return self.locate_address(_address(data))
 
     def _blocks(self, places: Sequence[Place]) -> list[Block]:

@@ -44,7 +44,9 @@ class LocalTransport:
     def repeat(self, link: Link, recurring: Recurring, signature: Signature, deadline: Deadline) -> Any:
         """The result of a call that was answered before; None where that is not known.
 
-        Args: link, recurring: that it was answered on, and is known to.
+        Args:
+            link, recurring: that it was answered on, and is known to.
+            signature: the call's.
 
         Raises:
             ClientError: there is no answer, or it is an error.

@@ -90,7 +90,7 @@ class DeviceArena(Allocator[DeviceBlock]):
         self._device = device
         self.ordinal = device.ordinal
         # Told each time: a default device of torch's would have tensors made elsewhere, as copies.
-        self._place = self._torch.device(f"cuda:{device.ordinal}")
+        self._torch_device = self._torch.device(f"cuda:{device.ordinal}")
         # Blocks without a view, each with the stream that may still use it.
         self._dying: deque[tuple[Place, _StreamKey]] = deque()
         self._streams: dict[_StreamKey, Any] = {}
@@ -111,14 +111,14 @@ class DeviceArena(Allocator[DeviceBlock]):
         return [DeviceBlock(self, place, self.address(place)) for place in places]
 
     def locate_tensor(self, tensor: Any) -> tuple[int, int] | None:
-        """The segment and the offset at which a contiguous tensor lies; None of any other, and elsewhere."""
+        """As `locate_address` of a contiguous tensor; None of any other."""
         return self.locate_address(tensor.data_ptr()) if tensor.is_contiguous() else None
 
     def tensor(self, block: DeviceBlock, dtype: DType, shape: tuple[int, ...]) -> Any:
         """A tensor in a block, which it keeps."""
         if math.prod(shape):
             return self.maker(dtype, shape)(block)
-        return self._torch.empty(shape, dtype=getattr(self._torch, dtype.label), device=self._place)
+        return self._torch.empty(shape, dtype=getattr(self._torch, dtype.label), device=self._torch_device)
 
     def view(self, place: Place, dtype: DType, shape: tuple[int, ...]) -> Any:
         """A tensor of at least one element at a place, which it does not keep; it can be written in any mode."""
@@ -127,7 +127,7 @@ class DeviceArena(Allocator[DeviceBlock]):
 
     def maker(self, dtype: DType, shape: tuple[int, ...]) -> Callable[["DeviceBlock | _Spot"], Any]:
         """What makes a tensor in a block, which it keeps; of at least one element."""
-        as_tensor, device, typestr = self._torch.as_tensor, self._place, _TYPES[dtype]
+        as_tensor, device, typestr = self._torch.as_tensor, self._torch_device, _TYPES[dtype]
         of_torch = getattr(self._torch, dtype.label) if dtype in _NOT_OF_OTHERS else None
 
         def make(block: DeviceBlock | _Spot) -> Any:

@@ -36,9 +36,9 @@ class Memory(Protocol):
     """Shared memory, and one kind of arrays in it."""
 
     def described(self, value: Any) -> tuple[Hashable, ...]:
-        """The place, dtype and shape of an array; () of what is none of this kind.
+        """The place, dtype and shape of an array; () of what is not of this kind, or whose bytes are not as sent.
 
-        The place is None where the server cannot read it without a copy, which is made as it is.
+        The place is None where the array lies elsewhere, and must be copied.
         """
 
     def located(self, tensor: HostTensor) -> tuple[int, int] | None:
@@ -89,7 +89,7 @@ class NumpyMemory(_HostMemory):
         dtype = value.dtype
         if dtype not in _NUMPY:
             return ()
-        return self._arena.locate_aligned(arrays.address(value)), dtype, value.shape
+        return self._arena.locate_address(arrays.address(value)), dtype, value.shape
 
     def copy(self, targets: Sequence[tuple[int, int]], sources: Sequence[Any]) -> None:
         for (address, nbytes), source in zip(targets, sources, strict=True):
@@ -112,7 +112,7 @@ class TorchMemory(_HostMemory):
     def described(self, value: Any) -> tuple[Hashable, ...]:
         if type(value) not in self._types or not value.is_cpu or value.is_neg() or not value.is_contiguous():
             return ()
-        return self._arena.locate_aligned(value.data_ptr()), value.dtype, value.shape
+        return self._arena.locate_address(value.data_ptr()), value.dtype, value.shape
 
     def copy(self, targets: Sequence[tuple[int, int]], sources: Sequence[Any]) -> None:
         for (address, nbytes), source in zip(targets, sources, strict=True):
@@ -144,7 +144,7 @@ class CudaMemory:
     def described(self, value: Any) -> tuple[Hashable, ...]:
         if type(value) not in self._types or not value.is_cuda or value.is_neg() or not value.is_contiguous():
             return ()
-        place = self._arena.locate_aligned(value.data_ptr())
+        place = self._arena.locate_address(value.data_ptr())
         # The server may open the process's own memory, which is not copied; another device's never recurs.
         if place is None and (self._arena.own is not None or value.get_device() != self._arena.ordinal):
             return ()

@@ -20,7 +20,7 @@ from normserve.client.quoting import quoted
 from normserve.client.results import Timing
 from normserve.client.trace_context import current_traceparent
 from normserve.codec import local_frames as frames
-from normserve.codec.local_frames import ALIGNMENT, Located, Message, Place
+from normserve.codec.local_frames import Located, Message, Place
 from normserve.errors import MalformedPayloadError
 from normserve.memory.host_tensors import DType, HostTensor
 
@@ -63,7 +63,7 @@ def prepare(call: Call[Any], arena: Arena) -> Needs[Prepared]:
     for name, tensor in (call.tensors or {}).items():
         nbytes = _checked_bytes(name, tensor)
         found = arena.locate(tensor.data) if nbytes else None
-        if found is None or found[1] % ALIGNMENT:
+        if found is None:
             block = yield from taken(arena, nbytes)
             if nbytes:
                 block[:nbytes] = np.frombuffer(tensor.data, np.uint8)

@@ -111,19 +111,13 @@ def test_several_parameters_that_lie_elsewhere_are_not_known(here):
     assert signature is None
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_large_tensors_are_copied_as_small_ones_are(dtype):
-    descriptor, segment = make_segment(2**25, Segment)
-    os.close(descriptor)
-    arena = Arena()
-    arena.add(5, segment)
-    memory = TorchMemory(arena)
-    source = torch.randn(3, 2**21, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
-    block = arena.take(source.nbytes)
-    of_api = DType[str(dtype).removeprefix("torch.").upper()]
-    memory.copy([memory.target(of_api, source.shape, block.place)], [source])
-    copied = torch.frombuffer(block.data, dtype=dtype)[: source.numel()].view(source.shape)
-    assert torch.equal(copied, source)
+@pytest.mark.parametrize("here", ["torch"], indirect=True)
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16])
+def test_tensors_of_every_type_of_torch_are_copied(here, dtype):
+    source = torch.arange(1.0, 15.0).to(getattr(torch, dtype.label)).view(2, 7)
+    memory, block = TorchMemory(here.arena), here.arena.take(source.nbytes)
+    memory.copy([memory.target(dtype, (2, 7), block.place)], [source])
+    assert torch.equal(torch.frombuffer(block.data, dtype=source.dtype)[:14].view(2, 7), source)
 
 
 @pytest.mark.parametrize("here", ["torch"], indirect=True)
