@@ -1,6 +1,5 @@
 """The two memory layouts of samples: contiguous, [N, C, *spatial], and channels-last, [N, *spatial, C]."""
 
-import torch
 from torch import Tensor
 
 from fusednorm.errors import UnsupportedShapeError
@@ -36,9 +35,11 @@ def in_layout(tensor: Tensor, channels_last: bool) -> bool:
 
 
 def laid_out(tensor: Tensor, channels_last: bool) -> Tensor:
-    """[N, C, *spatial] in the given layout; always a copy for channels-last, else only if not contiguous."""
-    if not channels_last:
-        return tensor.contiguous()
-    # Not `contiguous`, which keeps the strides of axes of one element.
-    by_position = tensor.permute(0, *range(2, tensor.dim()), 1).clone(memory_format=torch.contiguous_format)
-    return by_position.permute(0, -1, *range(1, tensor.dim() - 1))
+    """Return [N, C, *spatial] in the given layout with a new tensor's strides; only another layout is copied."""
+    if 1 not in tensor.shape and in_layout(tensor, channels_last):
+        return tensor
+    if channels_last:
+        by_position = laid_out(tensor.permute(0, *range(2, tensor.dim()), 1), False)
+        return by_position.permute(0, -1, *range(1, tensor.dim() - 1))
+    # Axes of one element may have any stride in a contiguous tensor, and torch chooses a layout by their strides.
+    return tensor.contiguous().view(tensor.shape)

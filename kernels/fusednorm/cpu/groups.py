@@ -9,7 +9,7 @@ from torch import Tensor
 from fusednorm import reference
 from fusednorm.arguments.layouts import in_layout, laid_out
 from fusednorm.cpu.epilogue import activated, through_activation
-from fusednorm.cpu.taken import are_floats, are_plain, summed, wide
+from fusednorm.cpu.taken import are_floats, are_plain, ones, summed, wide
 from fusednorm.results import Backward, Forward
 
 _FARTHEST_MEAN = 2.0
@@ -39,16 +39,9 @@ def takes(
         and are_floats(shape, x, residual)
         and are_floats(shape[1:2], weight, bias)
         and x.numel() > 0
-        and (x.is_contiguous() or is_channels_last_of_torch(x))
+        # torch has no kernel for channels-last tensors with another number of axes.
+        and (x.is_contiguous() or (x.dim() in (4, 5) and in_layout(x, True)))
     )
-
-
-def is_channels_last_of_torch(x: Tensor) -> bool:
-    """Whether torch has a kernel for the layout of x, which is not contiguous."""
-    # With axes of one element, torch's choice of layout by strides may differ from this library's.
-    if x.dim() not in (4, 5) or 1 in x.shape[1:]:
-        return False
-    return x.is_contiguous(memory_format=_channels_last(x))
 
 
 def is_far_from_zero(mean: Tensor, rstd: Tensor) -> bool:
@@ -78,17 +71,18 @@ def group_norm_forward(
     is_taken = takes(x, num_groups, weight, bias, residual, **options) and scale is shift is None
     if is_taken:
         is_wide = activation != "none" or residual is not None
-        h = _in_view(summed(x, _like(x, residual)) if is_wide else x, x)
+        h = _like(x, x)
+        h = summed(h, _like(x, residual)) if is_wide else h
         computed = _normalised(h, num_groups, weight, bias, eps)
     if computed is None:
         more: dict[str, Any] = {"residual": residual, "scale": scale, "shift": shift, "seed": seed, "stats": stats}
         return reference.group_norm_forward(x, num_groups, weight, bias, **options, **more)
     z, mean, rstd = computed
     return Forward(
-        activated(z, activation).to(x.dtype).view(x.shape),
+        activated(z, activation).to(x.dtype),
         mean if stats else None,
         rstd if stats else None,
-        None if residual is None else h.to(x.dtype).view(x.shape),
+        None if residual is None else h.to(x.dtype),
     )
 
 
@@ -133,11 +127,12 @@ def group_norm_backward(
             dy, x, num_groups, weight, bias, mean=mean, rstd=rstd, **options, **sums
         )
     is_wide = activation != "none" or residual is not None or dy.dtype != x.dtype or dresidual_out is not None
-    h = _in_view(summed(x, _like(x, residual)) if is_wide else x, x)
-    gradient = _in_view(_like(x, dy.float() if is_wide else dy), x)
+    h, gradient = _like(x, x), _like(x, dy)
+    if is_wide:
+        h, gradient = summed(h, _like(x, residual)), gradient.float()
     n, c, positions = x.shape[0], x.shape[1], math.prod(x.shape[2:])
     # torch has no gradient of a bias without a weight, and would need the statistics in a 16-bit x's dtype.
-    factor = torch.ones(c) if weight is None else wide(weight)
+    factor = ones(c) if weight is None else wide(weight)
     if activation != "none":
         z = torch.native_group_norm(h, factor, wide(bias), n, c, positions, num_groups, eps)[0]
         gradient = through_activation(gradient, z, activation)
@@ -146,8 +141,8 @@ def group_norm_backward(
         gradient, h, mean, rstd, factor, n, c, positions, num_groups, [True, *wanted]
     )
     if dresidual_out is not None:
-        dx = dx.add_(_in_view(_like(x, dresidual_out), x))
-    dx = dx.to(x.dtype).view(x.shape)
+        dx = dx.add_(_like(x, dresidual_out))
+    dx = dx.to(x.dtype)
     return Backward(
         dx,
         dweight.to(weight.dtype) if wanted[0] and weight is not None else None,
@@ -162,21 +157,11 @@ def _normalised(
     """The norm of h, mean and rstd [N, num_groups] float32; None if the variance has cancellation."""
     n, c = h.shape[:2]
     # With float32 parameters torch's statistics are float32, too.
-    factor = torch.ones(c) if weight is bias is None and h.dtype != torch.float32 else wide(weight)
+    factor = ones(c) if weight is bias is None and h.dtype != torch.float32 else wide(weight)
     z, mean, rstd = torch.native_group_norm(h, factor, wide(bias), n, c, math.prod(h.shape[2:]), num_groups, eps)
     return None if not h.is_contiguous() and is_far_from_zero(mean, rstd) else (z, mean, rstd)
 
 
-def _in_view(tensor: Tensor, x: Tensor) -> Tensor:
-    """[N, C, positions] for a contiguous x, so that torch treats it as contiguous; a channels-last x as is."""
-    return tensor.view(x.shape[0], x.shape[1], -1) if x.is_contiguous() else tensor
-
-
 def _like(x: Tensor, tensor: Any) -> Any:
     """A tensor with x's shape in x's layout, or None."""
-    channels_last = not x.is_contiguous()
-    return tensor if tensor is None or in_layout(tensor, channels_last) else laid_out(tensor, channels_last)
-
-
-def _channels_last(x: Tensor) -> torch.memory_format:
-    return torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+    return None if tensor is None else laid_out(tensor, not x.is_contiguous())

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.arguments.checks import FLOAT_DTYPES
+from fusednorm.arguments.layouts import laid_out
 from fusednorm.cpu import groups, rows
 from fusednorm.cpu.taken import are_floats, is_epsilon, wide
 
@@ -64,13 +65,11 @@ def group_norm(
         return None
     weight, bias = wide(weight), wide(bias)
     if x.is_contiguous():
-        # torch might treat these as channels-last.
-        if x.dim() > 3 and 1 in x.shape[1:]:
-            return None
-        return torch.group_norm(x, num_groups, weight, bias, eps, False)
+        return torch.group_norm(laid_out(x, False), num_groups, weight, bias, eps, False)
     # torch writes to the gradient of a channels-last x even if there is none, and crashes.
     if trains and not x.requires_grad:
         return None
     n, c = x.shape[:2]
-    y, mean, rstd = torch.native_group_norm(x, weight, bias, n, c, math.prod(x.shape[2:]), num_groups, eps)
+    h = laid_out(x, True)
+    y, mean, rstd = torch.native_group_norm(h, weight, bias, n, c, math.prod(x.shape[2:]), num_groups, eps)
     return None if groups.is_far_from_zero(mean, rstd) else y

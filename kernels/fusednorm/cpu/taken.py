@@ -44,6 +44,11 @@ def wide(tensor: Tensor | None) -> Tensor | None:
     return tensor if tensor is None or tensor.dtype == torch.float32 else tensor.float()
 
 
+def ones(count: int) -> Tensor:
+    """Return as many ones in float32: statistics and gradients have the dtype of parameters."""
+    return torch.ones(count, dtype=torch.float32, device="cpu")
+
+
 def summed(x: Tensor, residual: Tensor | None) -> Tensor:
     """x + residual, or x alone, in float32."""
     if residual is None:
