@@ -45,9 +45,9 @@ class Gradients:
             self._piece = slice(0, count)
             yield summed(self._rows, self._residual), gradient.float(), centre, inverse
             return
-        self._dx = torch.empty(self._rows.shape, dtype=self._x.dtype)
+        self._dx = torch.empty(self._rows.shape, dtype=self._x.dtype, device="cpu")
         if self._has_own_dresidual and self._residual is not None:
-            self._dresidual = torch.empty(self._rows.shape, dtype=self._residual.dtype)
+            self._dresidual = torch.empty(self._rows.shape, dtype=self._residual.dtype, device="cpu")
         for start in range(0, count, at_once):
             self._piece = piece = slice(start, start + at_once)
             h = summed(self._rows[piece], None if self._residual is None else self._residual[piece])
@@ -72,9 +72,10 @@ class Gradients:
     def result(self) -> Backward:
         x, dx, dresidual = self._x, self._dx, self._dresidual
         assert dx is not None
-        dx = dx.view(x.shape)
+        # Not views, which torch does not change in place if they are results of an autograd function.
+        dx.resize_(x.shape)
         if self._residual is not None:
-            dresidual = dx if dresidual is None else dresidual.view(x.shape)
+            dresidual = dx if dresidual is None else dresidual.resize_(x.shape)
         return Backward(dx, _as(self._dweight, self._weight), _as(self._dbias, self._bias), dresidual)
 
 

@@ -446,7 +446,7 @@ def _backward(
 
 
 def _sample_gradient(view: _View, terms: Tensor, parameter: Tensor) -> Tensor:
-    return terms.sum(-1).reshape(parameter.shape).to(parameter.dtype)
+    return terms.sum(-1).reshape(parameter.shape).to(parameter.dtype, copy=True)
 
 
 def _work_dtype(x: Tensor, precision: torch.dtype | None) -> torch.dtype:
@@ -512,10 +512,11 @@ def _dropout_factors(view: _View, epilogue: Epilogue, device: torch.device) -> T
 
 
 def _parameter_gradient(view: _View, terms: Tensor, parameter: Tensor) -> Tensor:
-    return terms.sum(view.parameter_axes).reshape(parameter.shape).to(parameter.dtype)
+    return terms.sum(view.parameter_axes).reshape(parameter.shape).to(parameter.dtype, copy=True)
 
 
 def _laid_out(view: _View, x: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
     """A result of x's shape, in the memory order of results."""
-    # Not written into an empty tensor: under vmap x may be one tensor and its results several.
-    return laid_out(values.reshape(x.shape).to(dtype), view.channels_last)
+    # Not a view, which torch would not change in place as the result of an autograd function; and not written into
+    # an empty tensor, since under vmap x may be one tensor and its results several.
+    return laid_out(values.reshape(x.shape), view.channels_last).to(dtype, copy=True)

@@ -93,6 +93,17 @@ def test_gradients_are_those_of_the_passes(options, residual, op, natively, pois
 
 
 @pytest.mark.parametrize("op", OPS)
+def test_results_may_be_changed_in_place(op, natively):
+    norm = Norm(op, torch.float32)
+    known(natively, norm)
+    norm()
+    wanted = torch.autograd.grad([(t + 0.5).relu() for t in norm()], norm.leaves, [norm.dy, norm.dy])
+    assert norm()[0].grad_fn.name() == "FusedNormBackward"
+    found = torch.autograd.grad([t.add_(0.5).relu_() for t in norm()], norm.leaves, [norm.dy, norm.dy])
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("op", OPS)
 def test_a_gradient_of_the_sum_is_added(op, natively, poisoned):
     norm = Norm(op, torch.float32)
     outside = torch.randn(norm.x.shape)
