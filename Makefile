@@ -5,7 +5,7 @@ BIN := .venv/bin
 
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: serve test test-fast release-check check docs test-frontends test-gpu test-kserve test-ray bench bench-serve bench-serve-gpu bench-peers plots fingerprints load fuzz chaos image test-image warm-image sbom
+.PHONY: serve test test-fast release-check check docs test-defaults test-frontends test-gpu test-kserve test-ray bench bench-serve bench-serve-gpu bench-peers plots fingerprints load fuzz chaos image test-image warm-image sbom
 .DEFAULT_GOAL := serve
 
 .venv/bin/python:
@@ -53,6 +53,14 @@ test-gpu:
 test-fast: .venv/.dev
 	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal tests/service tests/loadtest/load \
 		tests/loadtest/report tests/kernels/arguments tests/kernels/policy tests/kernels/reference
+
+# Tests that make tensors on the CPU once more, with another default dtype and device of torch for the packages.
+test-defaults: .venv/.dev
+	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal -p tests.torch_defaults tests/kernels/cpu \
+		tests/kernels/reference tests/kernels/api/patching tests/kernels/api/test_autograd.py \
+		tests/kernels/api/test_dtypes.py tests/kernels/api/test_in_place.py tests/kernels/api/test_operators.py \
+		tests/kernels/warm/test_calls.py tests/service/backends/cpu tests/service/client/calls \
+		tests/loadtest/clients/test_oracle.py
 
 release-check:
 	.ci/release-check

@@ -176,7 +176,7 @@ def _apply(
         if again is not None:
             return again.y, again.residual_out
     if dropout and seed is None:
-        settings = *settings[:-1], int(torch.randint(2**62, (), dtype=torch.int64))
+        settings = *settings[:-1], int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
     if observed or not (x.is_cuda or x.is_cpu):
         run = getattr(torch.ops.fusednorm, op)
         y, _, _, residual_out = run(x, weight, bias, residual, scale, shift, *settings)

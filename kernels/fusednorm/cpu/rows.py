@@ -1,6 +1,5 @@
 """LayerNorm and RMSNorm of rows with torch's kernels."""
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor
 from fusednorm import reference
 from fusednorm.cpu.epilogue import activated, through_activation
 from fusednorm.cpu.gradients import Gradients
-from fusednorm.cpu.taken import are_floats, are_plain, is_offset, summed, wide
+from fusednorm.cpu.taken import are_floats, are_plain, is_offset, ones, summed, wide
 from fusednorm.results import Backward, Forward
 
 _LONGEST = 2**16
@@ -69,12 +68,12 @@ def layer_norm_forward(
         h = x
         # With float32 parameters torch returns float32 statistics.
         if stats and factor is None and shift is None:
-            factor = torch.ones(cols)
+            factor = ones(x.shape[-1])
     y, mean, rstd = torch.native_layer_norm(h, cols, factor, shift, eps)
     return Forward(
         activated(y, activation).to(x.dtype),
-        mean.view(x.shape[:-1]) if stats else None,
-        rstd.view(x.shape[:-1]) if stats else None,
+        mean.squeeze_(-1) if stats else None,
+        rstd.squeeze_(-1) if stats else None,
         None if residual is None else _returned(h, residual),
     )
 
@@ -99,7 +98,7 @@ def rms_norm_forward(
     h = summed(x, residual)
     cols = x.shape[-1]
     norm = torch.linalg.vector_norm(h, dim=-1, keepdim=True)
-    rstd = torch.addcmul(_scalar(eps), norm, norm, value=1.0 / cols).rsqrt_()
+    rstd = norm.square_().mul_(1.0 / cols).add_(eps).rsqrt_()
     factor = _factor(weight, weight_offset)
     y = (h * rstd).contiguous()
     if factor is not None:
@@ -107,7 +106,7 @@ def rms_norm_forward(
     return Forward(
         activated(y, activation).to(x.dtype),
         None,
-        rstd.view(x.shape[:-1]) if stats else None,
+        rstd.squeeze_(-1) if stats else None,
         None if residual is None else _returned(h, residual),
     )
 
@@ -188,7 +187,7 @@ def rms_norm_backward(
     gradients = Gradients(x, of_weight, None, residual, dresidual_out)
     factor = _factor(weight, weight_offset)
     cols, needed = x.shape[-1:], [True, of_weight is not None, False]
-    of_mean = torch.full(cols, 1.0 / cols[0]) if factor is None else factor * (1.0 / cols[0])
+    of_mean = (ones(cols[0]) if factor is None else factor) * (1.0 / cols[0])
     for piece in gradients.pieces(dy, torch.zeros_like(rstd), rstd):
         h, gradient, zero, inverse = piece
         if activation != "none":
@@ -198,12 +197,6 @@ def rms_norm_backward(
         dx.add_(torch.mv(gradient, of_mean).unsqueeze_(-1).mul_(inverse))
         gradients.write(dx, dweight, None)
     return gradients.result()
-
-
-@lru_cache(maxsize=64)
-def _scalar(value: float) -> Tensor:
-    """A constant float32 tensor of one number, used as a summand."""
-    return torch.tensor(value)
 
 
 def _are_statistics(shape: torch.Size, *statistics: Tensor | None) -> bool:

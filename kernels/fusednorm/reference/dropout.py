@@ -31,8 +31,8 @@ def philox_words(seed: int, row: Tensor, quad: Tensor) -> tuple[Tensor, Tensor, 
 
 def dropout_mask(seed: int, rows: int, positions: int, p: float, device: torch.device | str) -> Tensor:
     """Which elements of a [rows, positions] array are kept, as bool."""
-    row = torch.arange(rows, device=device)[:, None]
-    quad = torch.arange((positions + 3) // 4, device=device)[None, :]
+    row = torch.arange(rows, dtype=torch.int64, device=device)[:, None]
+    quad = torch.arange((positions + 3) // 4, dtype=torch.int64, device=device)[None, :]
     words = torch.stack(philox_words(seed, row, quad), dim=-1).reshape(rows, -1)
     return words[:, :positions] >= dropout_threshold(p)
 

@@ -42,7 +42,7 @@ def launches(gpu: Gpu, length: int, only_warm_up: bool) -> list[Launch]:
 
 def _call_each(length: int, direction: str, dtype: torch.dtype, with_parameters: bool) -> None:
     x = torch.empty(_ROWS, length, dtype=dtype, device=_META)
-    parameter = torch.empty(length, device=_META)
+    parameter = torch.empty(length, dtype=torch.float32, device=_META)
     tensors = (x,) if direction == "forward" else (x, x)
     for op in ("layer_norm", "rms_norm", "group_norm"):
         groups: tuple[int, ...] = ()

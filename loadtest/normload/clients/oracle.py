@@ -166,7 +166,7 @@ def _forward(case: Case, given: Mapping[str, Tensor]) -> _Forward:
 
 def _chain(case: Case, given: Mapping[str, Tensor]) -> Reference:
     """The result of a chain; each norm scales the errors of earlier ones, which also change a row's moments."""
-    y, terms = given["x"], torch.zeros(1)
+    y, terms = given["x"], _number(0.0)
     for norm in range(case.norms):
         weight, bias = given[f"weight.{norm}"], given[f"bias.{norm}"]
         rstd, noise = _statistics(case, y)
@@ -193,7 +193,7 @@ def _norm(case: Case, h: Tensor, weight: Tensor | None, bias: Tensor | None) -> 
 def _modulation(case: Case, given: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """1 + scale and shift, in shapes that broadcast."""
     if not case.adaptive:
-        return torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+        return _number(1.0), _number(0.0)
     shape = [1] * len(case.shape)
     shape[0], shape[case.channel_axis] = case.shape[0], case.shape[case.channel_axis]
     return 1 + given["scale"].reshape(shape), given["shift"].reshape(shape)
@@ -202,9 +202,13 @@ def _modulation(case: Case, given: Mapping[str, Tensor]) -> tuple[Tensor, Tensor
 def _statistics(case: Case, h: Tensor) -> tuple[Tensor, Tensor]:
     """rstd and noise of each element."""
     grouped = _grouped(case, h)
-    mean = torch.zeros(1) if case.op == "rms_norm" else grouped.mean(-1, keepdim=True)
+    mean = _number(0.0) if case.op == "rms_norm" else grouped.mean(-1, keepdim=True)
     rstd = ((grouped - mean).square().mean(-1, keepdim=True) + _EPS[case.op]).rsqrt()
     return _ungrouped(case, rstd.expand_as(grouped), h), _ungrouped(case, 1 + grouped.abs() * rstd, h)
+
+
+def _number(value: float) -> Tensor:
+    return torch.full((1,), value, dtype=torch.float64, device="cpu")
 
 
 def _grouped(case: Case, values: Tensor) -> Tensor:

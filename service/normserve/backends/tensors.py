@@ -34,7 +34,7 @@ def view(tensor: HostTensor, shape: tuple[int, ...] | None = None) -> Tensor:
     """
     dtype, shape = TORCH_DTYPES[tensor.dtype], tensor.shape if shape is None else shape
     if not len(tensor.data):
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     flat = torch.frombuffer(tensor.data, dtype=dtype)
     if tensor.fortran_order:
         axes = range(len(tensor.shape) - 1, -1, -1)

@@ -63,7 +63,8 @@ class Probe:
         self._module = module
         self._eps = eps
         self._generator = torch.Generator("cpu").manual_seed(_SEED)
-        scales = torch.tensor([1.0, 30.0, math.sqrt(eps)], device="cpu").repeat(shape[0])[: shape[0]]
+        scales = torch.tensor([1.0, 30.0, math.sqrt(eps)], dtype=torch.float32, device="cpu")
+        scales = scales.repeat(shape[0])[: shape[0]]
         self._x = self._random(shape) * scales.reshape(-1, *(1 for _ in shape[1:]))
         self._parameters = {
             name: self._random(tuple(p.shape)) for name, p in module._parameters.items() if p is not None

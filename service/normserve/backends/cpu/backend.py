@@ -185,7 +185,7 @@ def _same(tensor: Tensor) -> Tensor:
 
 def _copy_bandwidth() -> float:
     """Bytes a second, read plus written: the best of a few copies of a tensor that no cache holds."""
-    source = torch.ones(_COPY_BYTES // 4)
+    source = torch.ones(_COPY_BYTES // 4, dtype=torch.float32, device="cpu")
     target = torch.zeros_like(source)
     fastest = float("inf")
     for _ in range(5):

@@ -206,7 +206,7 @@ class _Piece:
         x = self.share(self.cut.planes)
         if not x.is_contiguous():
             # Widened and put in order in one pass.
-            x = torch.empty(x.shape).copy_(x)
+            x = torch.empty(x.shape, dtype=torch.float32, device="cpu").copy_(x)
         of_residual = None if residual is None else self.share(_planes(residual))
         return summed(x, of_residual).contiguous()
 

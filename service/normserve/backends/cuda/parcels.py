@@ -178,7 +178,9 @@ def _who_bring(batch: Batch, name: str) -> Sequence[NormJob]:
 def _flat(tensor: HostTensor) -> Tensor:
     """A tensor's bytes, in row-major order."""
     data = _row_major(tensor)
-    return torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
+    if not len(data):
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(data, dtype=torch.uint8)
 
 
 def _row_major(tensor: HostTensor) -> memoryview:

@@ -44,7 +44,7 @@ def pinned_memory(nbytes: int) -> Bytes:
         MemoryError: the host has no more to pin.
     """
     try:
-        pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        pinned = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     except RuntimeError as error:
         # CUDA reports it like an error of the device, which it is not.
         raise MemoryError(f"{nbytes} bytes cannot be pinned") from error
