@@ -6,7 +6,8 @@ for each head, scale and shift, rows of RMSNorm with more than 65536 columns, an
 is far from zero.  It also handles all calls that the checks here reject.
 
 torch computes statistics of contiguous memory by Welford's algorithm, which has no cancellation for a mean far
-from zero; for channels-last groups it computes E[x^2] - E[x]^2, which has.  With 16-bit parameters torch saves
+from zero, though the mean that it subtracts is rounded to float32; for channels-last groups it computes
+E[x^2] - E[x]^2, which has.  With 16-bit parameters torch saves
 16-bit statistics, and it sums the gradients of LayerNorm's parameters in x's dtype; here both are float32.
 """
 

@@ -370,8 +370,8 @@ def _forward(
     stats: bool,
 ) -> Forward:
     h = _summed(view, x, residual)
-    mean, rstd = _statistics(view, h, checked_eps(eps))
-    z = _of_samples(view, _affine(view, (h - mean) * rstd, weight, bias))
+    centred, mean, rstd = _statistics(view, h, checked_eps(eps))
+    z = _of_samples(view, _affine(view, centred * rstd, weight, bias))
     y = activation_of(epilogue.activation).apply(z)
     if epilogue.dropout:
         y = y * _dropout_factors(view, epilogue, x.device)
@@ -380,7 +380,7 @@ def _forward(
         y, scale = quantised_rows(y)
     return Forward(
         y=_laid_out(view, x, y, out_dtype or x.dtype),
-        mean=mean.reshape(view.statistics_shape) if stats and view.centre else None,
+        mean=mean.reshape(view.statistics_shape) if stats and mean is not None else None,
         rstd=rstd.reshape(view.statistics_shape) if stats else None,
         residual_out=None if residual is None else _laid_out(view, x, h, view.stream),
         scale=None if scale is None else scale.reshape(view.statistics_shape),
@@ -408,13 +408,13 @@ def _backward(
     check_companion("rstd", rstd, x, view.statistics_shape)
     h = _summed(view, x, residual)
     if rstd is None or (view.centre and mean is None):
-        centre, inverse = _statistics(view, h, eps)
+        centred, _, inverse = _statistics(view, h, eps)
     else:
         aligned = tuple(1 if axis in view.axes else size for axis, size in enumerate(view.shape))
         inverse = rstd.to(work).reshape(aligned)
-        centre = torch.zeros_like(inverse) if mean is None else mean.to(work).reshape(aligned)
+        centred = h if mean is None else h - mean.to(work).reshape(aligned)
 
-    xhat = (h - centre) * inverse
+    xhat = centred * inverse
     dz = dy.to(work).reshape(view.shape)
     if epilogue.dropout:
         dz = dz * _dropout_factors(view, epilogue, x.device)
@@ -461,15 +461,20 @@ def _summed(view: _View, x: Tensor, residual: Tensor | None) -> Tensor:
     return h.reshape(view.shape)
 
 
-def _statistics(view: _View, h: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Mean (zero if the operation does not centre) and reciprocal standard deviation, broadcastable."""
+def _statistics(view: _View, h: Tensor, eps: float) -> tuple[Tensor, Tensor | None, Tensor]:
+    """h without its mean; the mean, None if the operation does not centre; and the reciprocal standard deviation.
+
+    The last two are broadcastable.
+    """
+    centred, mean = h, None
     if view.centre:
-        mean = h.mean(view.axes, keepdim=True)
-        variance = (h - mean).square().mean(view.axes, keepdim=True)
-    else:
-        variance = h.square().mean(view.axes, keepdim=True)
-        mean = torch.zeros_like(variance)
-    return mean, torch.rsqrt(variance + eps)
+        rounded = h.mean(view.axes, keepdim=True)
+        centred = h - rounded
+        # The rounding error of a large mean is large compared with the deviations.
+        rest = centred.mean(view.axes, keepdim=True)
+        centred, mean = centred - rest, rounded + rest
+    variance = centred.square().mean(view.axes, keepdim=True)
+    return centred, mean, torch.rsqrt(variance + eps)
 
 
 def _affine(view: _View, xhat: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:

@@ -158,6 +158,33 @@ def test_statistics_are_of_the_sum_before_it_is_rounded():
     assert forward.rstd.item() == pytest.approx(1 / (0.5 - 2.0**-13), rel=1e-6)
 
 
+@pytest.mark.parametrize("mean", [0.0, 1e2, 1e5])
+@pytest.mark.parametrize("operation", ["layer_norm", "group_norm", "group_norm channels-last"])
+def test_a_mean_far_from_zero_costs_no_accuracy(operation, mean):
+    operation, _, layout = operation.partition(" ")
+    x, dy = (random(4, 8, 5, 25, dtype=torch.float32, seed=seed) for seed in (1, 2))
+    x = x + mean
+    x, dy = (channels_last(t) for t in (x, dy)) if layout else (x, dy)
+    groups = () if operation == "layer_norm" else (2,)
+    parameters = random(2, 25 if operation == "layer_norm" else 8, dtype=torch.float32)
+    forward, backward = (getattr(reference, f"{operation}_{p}") for p in ("forward", "backward"))
+
+    def results(**precision):
+        made = forward(x, *groups, *parameters, stats=True, **precision)
+        gradients = backward(dy, x, *groups, *parameters, **precision)
+        return made.y, made.rstd, gradients.dx, gradients.dbias, gradients.dweight
+
+    found, wanted = results(), results(precision=torch.float64)
+    for got, want in zip(found, wanted, strict=True):
+        assert (got.double() - want).abs().max() <= 2e-6 * want.abs().max()
+    # A saved mean is rounded.
+    saved = forward(x, *groups, *parameters, stats=True)
+    dweight = backward(dy, x, *groups, *parameters, mean=saved.mean, rstd=saved.rstd).dweight
+    summed = [axis for axis in range(4) if axis != (3 if operation == "layer_norm" else 1)]
+    allowed = (mean * 2**-24 * 1.1 + 1e-6) * dy.double().abs().sum(summed)
+    assert ((dweight.double() - wanted[-1]).abs() <= allowed).all()
+
+
 def test_no_rows_give_empty_results():
     assert reference.layer_norm_forward(random(0, 5)).y.shape == (0, 5)
     grads = reference.group_norm_backward(random(0, 4, 3), random(0, 4, 3), 2, random(4), random(4))
