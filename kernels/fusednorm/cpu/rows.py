@@ -98,7 +98,7 @@ def rms_norm_forward(
     h = summed(x, residual)
     cols = x.shape[-1]
     norm = torch.linalg.vector_norm(h, dim=-1, keepdim=True)
-    rstd = norm.square_().mul_(1.0 / cols).add_(eps).rsqrt_()
+    rstd = torch.addcmul(norm.new_full((), eps), norm, norm, value=1.0 / cols).rsqrt_()
     factor = _factor(weight, weight_offset)
     y = (h * rstd).contiguous()
     if factor is not None:
