@@ -178,3 +178,26 @@ def test_statistics_of_a_small_x_on_a_gpu_are_computed_again(rows, is_on_gpu):
     is_kept = not is_on_gpu or rows > 4
     assert client.asked == [None, True if is_kept else None, (is_kept, is_kept)]
     assert x.grad.shape == x.shape
+
+
+class AnsweringParts(Answering):
+    """A client whose results are parts of what it received."""
+
+    def layer_norm(self, x, *parameters, stats, **options):
+        each = torch.zeros(x.shape[:-1]) if stats else None
+        return ForwardResult(part(x), None, each, each, Timing())
+
+    def layer_norm_backward(self, dy, x, weight, *others, **options):
+        return BackwardResult(part(dy), part(weight), part(weight), None, None, Timing())
+
+
+def part(tensor):
+    return torch.stack((tensor, tensor))[0]
+
+
+def test_results_and_gradients_may_be_changed_in_place():
+    module = remote.LayerNorm(6, client=AnsweringParts())
+    x = torch.ones(4, 6, requires_grad=True)
+    y = module(x).add_(1).relu_()
+    for gradient in torch.autograd.grad(y.sum(), (x, module.weight, module.bias), create_graph=True):
+        assert gradient.mul_(2).requires_grad

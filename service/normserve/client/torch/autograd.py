@@ -101,7 +101,7 @@ class _Gradients(torch.autograd.Function):
 def _gradients(operation: Operation, dy: Tensor, *saved: Tensor | None) -> tuple[Tensor | None, ...]:
     result = operation.backward(dy, saved)
     parameters: Iterable[Tensor | None] = (result.dweight, result.dbias, result.dscale, result.dshift)
-    return (result.dx, *(parameters if result.dx.is_cuda else map(_alone, parameters)))
+    return _of_its_own(result.dx), *map(_alone, parameters)
 
 
 def _keeps_statistics(x: Tensor | None) -> bool:
@@ -110,12 +110,14 @@ def _keeps_statistics(x: Tensor | None) -> bool:
 
 def _alone(tensor: Tensor | None) -> Tensor | None:
     """A short tensor that is kept for long, in memory of its own: on the host results may be parts of an answer."""
-    return tensor if tensor is None or tensor.is_cuda else tensor.clone()
+    if tensor is None:
+        return None
+    return _of_its_own(tensor) if tensor.is_cuda else tensor.clone()
 
 
-def _of_its_own(y: Tensor) -> Tensor:
+def _of_its_own(result: Tensor) -> Tensor:
     """Not as a view of what was received: autograd does not allow such a result to be changed in place."""
-    return y.data
+    return result.data
 
 
 def _for_backward(
