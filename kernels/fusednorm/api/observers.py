@@ -8,6 +8,7 @@ from torch.nn import Parameter
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
+_has_storage = torch._C._has_storage
 _functorch_transform = torch._C._functorch.peek_interpreter_stack
 _tracing_state = torch._C._get_tracing_state
 
@@ -23,8 +24,10 @@ def is_observed(*tensors: Tensor | None) -> bool:
     for tensor in tensors:
         if tensor is None:
             continue
-        # The dispatcher resolves lazy negation.
-        if (type(tensor) is not Tensor and type(tensor) is not Parameter) or tensor.is_neg():
+        if type(tensor) is not Tensor and type(tensor) is not Parameter:
+            return True
+        # The dispatcher resolves lazy negation, and batches of torch.autograd, which have no memory of their own.
+        if tensor.is_neg() or not _has_storage(tensor):
             return True
     return False
 

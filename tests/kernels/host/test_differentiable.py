@@ -234,6 +234,21 @@ def test_a_differentiated_copy_does_not_outlive_its_graph(natively, poisoned):
 
 
 @pytest.mark.parametrize("op", OPS)
+def test_a_batch_of_gradients_goes_through_python(op, natively, poisoned):
+    norm = Norm(op)
+    known(natively, norm)
+    norm()
+    y, _ = norm()
+    assert y.grad_fn.name() == "FusedNormBackward"
+    of_y = torch.stack([norm.dy, 2 * norm.dy])
+    found = torch.autograd.grad(y, norm.leaves, of_y, retain_graph=True, is_grads_batched=True)
+    for scale, gradients in zip((1, 2), zip(*found, strict=True), strict=True):
+        wanted = torch.autograd.grad(y, norm.leaves, scale * norm.dy, retain_graph=True)
+        for one, other in zip(gradients, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("op", OPS)
 def test_none_are_computed_of_frozen_parameters(op, natively, poisoned):
     norm = Norm(op)
     known(natively, norm)

@@ -5,7 +5,7 @@ from functools import partial
 import fusednorm
 import pytest
 import torch
-from fusednorm.api import autograd, operators
+from fusednorm.api import operators
 from fusednorm.arguments.activations import ACTIVATIONS
 from torch.autograd import forward_ad
 from torch.func import grad, jacrev, jvp
@@ -43,10 +43,7 @@ def test_second_derivatives_of_scale_and_shift_match_finite_differences():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["layer_norm", "add_layer_norm", "add_rms_norm of heads", "add_group_norm"])
-def test_second_derivatives_of_the_kernels_match_the_formula(name, dtype, device, monkeypatch):
-    # On the CPU the kernels are interpreted.
-    passes = autograd.group_norm_passes if "group" in name else autograd.layer_norm_passes
-    monkeypatch.setattr(autograd, "library_of", lambda op, x: passes)
+def test_second_derivatives_of_the_kernels_match_the_formula(name, dtype, device, on_kernels):
     tensors = inputs(name, device, dtype)
     wide = [t.detach().double().requires_grad_() for t in tensors]
     got, want = second(CALLS[name], tensors), second(formula(name), wide)

@@ -145,3 +145,30 @@ def test_scale_and_shift_are_differentiated_in_every_mode(float_device):
 
     for transform in (grad, hessian, jacfwd):
         assert_same([transform(ours)(both)], [transform(theirs)(both)], tolerance_of(dtype))
+
+
+def batched_derivatives(call, tensors):
+    """Derivatives that torch.autograd computes for a batch of directions."""
+    x, *others = tensors
+    of_x = partial(total, call)
+    jacobian = torch.autograd.functional.jacobian(lambda x: call(x, *others), x, vectorize=True)
+    hessian = torch.autograd.functional.hessian(lambda x: of_x(x, *others), x, vectorize=True)
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    of_results = torch.tensor([1.0, -2.0, 0.5], device=x.device, dtype=x.dtype)
+    batched = torch.autograd.grad(of_x(*leaves), leaves, of_results, is_grads_batched=True, allow_unused=True)
+    return (*((jacobian,) if isinstance(jacobian, torch.Tensor) else jacobian), hessian, *batched)
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm of heads"])
+def test_batches_of_gradients_match_the_formula(name, float_device):
+    device, dtype = float_device
+    tensors = detached(name, device, dtype)
+    got, want = (batched_derivatives(call, tensors) for call in (CALLS[name], formula(name)))
+    assert_same(got, want, tolerance_of(dtype))
+
+
+@pytest.mark.parametrize("name", [*FEW, "rms_norm", "group_norm"])
+def test_batches_of_gradients_of_the_kernels_match_the_formula(name, device, on_kernels):
+    tensors = detached(name, device, torch.float32)
+    got, want = (batched_derivatives(call, tensors) for call in (CALLS[name], formula(name)))
+    assert_same(got, want, tolerance_of(torch.float32))
