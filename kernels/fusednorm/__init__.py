@@ -9,7 +9,8 @@ Modules: `LayerNorm`, `RMSNorm`, `GroupNorm`; `patch` makes the norms of an exis
 sample's shape.  `allow_waiting` disables kernels whose programs wait for one another; `require_batch_invariance`
 makes the bits of a sample's result independent of the other samples in the batch.
 
-Differentiable functions and modules also take CPU tensors, with or without Triton.  Without Triton, launchers and
+Differentiable functions and modules take tensors of any strides, and copy those that no kernel supports.  They also
+take CPU tensors, with or without Triton.  Without Triton, launchers and
 warm-up functions raise ModuleNotFoundError when they are called.
 """
 

@@ -165,7 +165,7 @@ def _apply(
         _define(extension, *known)
     observed = is_observed(x, weight, bias, residual, scale, shift)
     differentiated = not observed and is_differentiated(x, weight, bias, residual, scale, shift)
-    if x.is_cpu and not observed and activation == "none" and residual is scale is shift is None:
+    if x.is_cpu and not observed and activation == "none" and residual is scale is shift is None and x.numel():
         has_options = weight_offset != 0.0 or dropout != 0.0 or library_of(op, x) is not cpu
         norm = None if has_options else plain.norm(op, x, weight, bias, num_groups, eps, differentiated)
         if norm is not None:

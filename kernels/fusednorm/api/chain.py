@@ -40,7 +40,7 @@ def layer_norm_chain(
         x: [..., cols], float32, float16 or bfloat16, CUDA; the last axis contiguous, rows one stride apart.
         weights: one per norm, 1 to 8: [cols], any of these dtypes, or None for ones.
         biases: one per norm: [cols], any of these dtypes, or None for zeros; None for no biases at all.
-        eps: added to each variance; positive and finite.
+        eps: added to each variance; at least 0 and finite.
         out_dtype: y's dtype; x's when None.
         out: the tensor for y, contiguous, of its shape and dtype, in memory of its own; None allocates it.
 

@@ -66,7 +66,7 @@ def group_norm_forward(
         num_groups: divides C.
         weight: [C], any of these dtypes, or None for ones.
         bias: [C], any of these dtypes, or None for zeros.
-        eps: added to the variance; positive and finite.
+        eps: added to the variance; at least 0 and finite.
         residual: x's shape, any of these dtypes, contiguous or channels-last.  h is summed in float32 and returned
             rounded to x's dtype, in x's layout.
         scale: [N, C] float32 or any of these dtypes, or None for zeros; each sample's channels contiguous.

@@ -57,7 +57,7 @@ def layer_norm_forward(
             like the queries in a fused q, k, v.
         weight: [cols], any of these dtypes, or None for ones; [heads, cols] for a separate weight per head of x.
         bias: as weight, or None for zeros.
-        eps: added to the variance; positive and finite.
+        eps: added to the variance; at least 0 and finite.
         weight_offset: 0, or 1 for a weight that is stored around zero, as Gemma's; the sum is float32.
         residual: x's shape, any of these dtypes, independent of x's.  h is summed in float32, normalised
             unrounded and returned rounded to the residual's dtype: a float32 residual stream stays float32.

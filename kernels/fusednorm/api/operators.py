@@ -14,7 +14,7 @@ from torch import Tensor
 from fusednorm import reference
 from fusednorm.api import autograd
 from fusednorm.api.derivatives import derivative_of_plain, register_derivatives
-from fusednorm.api.uniform import gradients, has_own_gradient, run_backward, run_forward
+from fusednorm.api.uniform import copy_unsupported, gradients, has_own_gradient, run_backward, run_forward
 from fusednorm.errors import KernelInputError
 from fusednorm.reference.checks import check_float
 
@@ -154,7 +154,8 @@ def _define(library: torch.library.Library, op: str) -> None:
 
 
 def _like(op: str, x: Tensor) -> Tensor:
-    return torch.empty_like(x) if op == "group_norm" else x.new_empty(x.shape)
+    """A result of x's shape, laid out as the passes return it."""
+    return torch.empty_like(copy_unsupported(op, x)[0]) if op == "group_norm" else x.new_empty(x.shape)
 
 
 _LIBRARY = torch.library.Library("fusednorm", "DEF")

@@ -83,10 +83,10 @@ def checked_eps(eps: float) -> float:
     """eps as a float: a kernel is compiled for the type of its arguments.
 
     Raises:
-        KernelInputError: eps is not a number, not positive, or not finite.
+        KernelInputError: eps is not a number, negative, or not finite.
     """
-    if not ((type(eps) is float or is_number(eps)) and eps > 0.0 and math.isfinite(eps)):
-        raise KernelInputError(f"eps must be positive and finite, got {eps!r}")
+    if not ((type(eps) is float or is_number(eps)) and eps >= 0.0 and math.isfinite(eps)):
+        raise KernelInputError(f"eps must be at least 0 and finite, got {eps!r}")
     return float(eps)
 
 
@@ -241,7 +241,7 @@ def _check_last_axis(name: str, tensor: Tensor) -> None:
         raise UnsupportedShapeError(
             f"the rows of {name} must have at most {MAX_COLS} columns, got {tensor.shape[-1]}"
         )
-    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1 and tensor.numel():
         raise UnsupportedShapeError(
             f"{name} must be contiguous along its last axis, got strides {list(tensor.stride())}"
         )
@@ -282,7 +282,7 @@ def check_scale_and_shift(scale: Tensor | None, shift: Tensor | None, x: Tensor)
         if tensor.device != x.device:
             raise KernelInputError(f"{name} must be on x's device {x.device}, got {tensor.device}")
         check_shape(name, tensor, x.shape[:2], x)
-        if tensor.shape[1] > 1 and tensor.stride(1) != 1:
+        if tensor.shape[1] > 1 and tensor.stride(1) != 1 and tensor.numel():
             raise UnsupportedShapeError(
                 f"the channels of {name} must be contiguous, got strides {list(tensor.stride())}"
             )

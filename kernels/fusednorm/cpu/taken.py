@@ -21,7 +21,7 @@ def are_floats(shape: Shape, *tensors: Tensor | None) -> bool:
 
 def is_epsilon(eps: float) -> bool:
     """Whether a number may be added to a variance."""
-    return type(eps) in (float, int) and 0.0 < eps < math.inf
+    return type(eps) in (float, int) and 0.0 <= eps < math.inf
 
 
 def is_zero(dropout: float) -> bool:

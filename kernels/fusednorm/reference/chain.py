@@ -24,7 +24,7 @@ def layer_norm_chain(
     Args:
         x: [..., cols], float32, float16, bfloat16 or float64, any strides.
         weights, biases: [cols] or None for each norm, the same number of both; biases None for no biases at all.
-        eps: added to each variance; positive and finite.
+        eps: added to each variance; at least 0 and finite.
         out_dtype: y's dtype, any of these; x's when None.
         precision: the dtype of every step, torch.float32 or torch.float64.
 

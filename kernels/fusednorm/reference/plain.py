@@ -92,7 +92,7 @@ def layer_norm_forward(
         x: [..., cols], float32, float16, bfloat16 or float64, any strides.
         weight: [cols], any of these dtypes, or None for ones; or [heads, cols] for x [..., heads, cols].
         bias: like weight, or None for zeros.
-        eps: added to the variance; positive and finite.
+        eps: added to the variance; at least 0 and finite.
         weight_offset: 0 or 1.
         residual: in x's shape, any of these dtypes.
         activation: one of `activations.ACTIVATIONS`.

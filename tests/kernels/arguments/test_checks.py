@@ -27,8 +27,8 @@ def x(device):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"eps": 0.0}, "eps must be positive and finite, got 0.0"),
-        ({"eps": float("nan")}, "eps must be positive and finite, got nan"),
+        ({"eps": -1e-5}, "eps must be at least 0 and finite, got -1e-05"),
+        ({"eps": float("nan")}, "eps must be at least 0 and finite, got nan"),
         ({"activation": "mish"}, f"activation must be one of {', '.join(ACTIVATIONS)}, got 'mish'"),
         ({"dropout": 1.0, "seed": 1}, r"dropout must be in \[0, 1\), got 1.0"),
         ({"dropout": 0.5}, "dropout needs a seed, got None"),
@@ -104,12 +104,14 @@ TAKES_EPS = {
 
 
 @pytest.mark.parametrize("call", TAKES_EPS)
-def test_eps_is_a_positive_finite_number(x, call):
+def test_eps_is_a_finite_number_of_at_least_0(x, call):
     call = TAKES_EPS[call]
-    for eps in (0, 0.0, -1e-5, float("nan"), float("inf"), True, "1e-5", None, [1e-5], torch.tensor(1e-5)):
-        with pytest.raises(KernelInputError, match="eps must be positive and finite, got"):
+    for eps in (-1, -1e-5, float("nan"), float("inf"), True, "1e-5", None, [1e-5], torch.tensor(1e-5)):
+        with pytest.raises(KernelInputError, match="eps must be at least 0 and finite, got"):
             call(x, eps)
     torch.testing.assert_close(call(x, 1), call(x, 1.0), rtol=0, atol=0)
+    # 2^-100 is lost in the sum with a variance.
+    torch.testing.assert_close(call(x, 0), call(x, 2.0**-100), rtol=0, atol=0)
 
 
 def test_an_int_as_eps_is_the_same_number(x):

@@ -148,7 +148,7 @@ SKIPPED = {
     "narrow": (LlamaRMSNorm(8).to(torch.float8_e4m3fn), "its weight is float8_e4m3fn"),
     "no axis": (nn.LayerNorm(()), "no kernel takes normalized_shape []"),
     "no element": (nn.RMSNorm((4, 0)), "no kernel takes normalized_shape [4, 0]"),
-    "no eps": (nn.LayerNorm(8, eps=0.0), "eps must be positive and finite, got 0.0"),
+    "negative eps": (nn.LayerNorm(8, eps=-1.0), "eps must be at least 0 and finite, got -1.0"),
     "own forward": (LayerNorm2d(8), "LayerNorm2d has a forward of its own"),
     "ours": (fusednorm.GroupNorm(2, 4), "on these kernels already"),
     "replaced": (replaced(nn.LayerNorm(8)), "its forward is replaced by another"),

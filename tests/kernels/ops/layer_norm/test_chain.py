@@ -152,7 +152,7 @@ def test_leading_axes_are_kept(device):
         ([None] * 2, {"biases": [None]}, "biases must be as many as weights, 2, got 1"),
         ([None, torch.ones(7)], {}, r"x \[\d+, 8\] needs weights\[1\] \[8\], got \[7\]"),
         ([None], {"biases": [torch.ones(8).int()]}, r"biases\[0\] must be float32, float16 or bfloat16"),
-        ([None], {"eps": 0.0}, "eps must be positive and finite"),
+        ([None], {"eps": -1.0}, "eps must be at least 0 and finite"),
         ([None], {"out_dtype": torch.float8_e4m3fn}, "out_dtype must be float32, float16 or bfloat16, got"),
         ([torch.ones(8, requires_grad=True)], {}, "layer_norm_chain has no derivative"),
     ],
