@@ -4,8 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fusednorm.api.autograd import group_norm, layer_norm, rms_norm
-from fusednorm.api.normalized_shape import machine_epsilon, one_axis, rows_of
+from fusednorm.api.torch_norms import torch_group_norm, torch_layer_norm, torch_rms_norm
 from fusednorm.arguments.checks import activation_of, check_weight_offset
 
 
@@ -52,24 +51,14 @@ class LayerNorm(_OfRows, nn.LayerNorm):
         weight_offset: 0, or 1 for a weight that is kept around zero and starts there.
     """
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., *normalized_shape] normalised over the last axes.
+    def forward(self, input: Tensor) -> Tensor:
+        """input [..., *normalized_shape] normalised over the last axes; float32 under CUDA's autocast.
 
         Raises:
-            KernelInputError: x ends in other axes, or what the function refuses.
+            KernelInputError: input ends in other axes, or the function refuses an argument.
         """
-        weight, bias, shape = self.weight, self.bias, self.normalized_shape
-        # Most shapes have one axis; then the function checks x against the weight.
-        is_whole = len(shape) == 1 and weight is not None
-        y = layer_norm(
-            x if is_whole else rows_of(x, shape),
-            weight if is_whole else one_axis("weight", weight, shape),
-            bias if is_whole else one_axis("bias", bias, shape),
-            self.eps,
-            weight_offset=self.weight_offset,
-            activation=self.activation,
-        )
-        return y if is_whole else y.view(x.shape)
+        shape, weight, bias = self.normalized_shape, self.weight, self.bias
+        return torch_layer_norm(input, shape, weight, bias, self.eps, self.weight_offset, self.activation)
 
 
 class RMSNorm(_OfRows, nn.RMSNorm):
@@ -83,21 +72,13 @@ class RMSNorm(_OfRows, nn.RMSNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., *normalized_shape] normalised over the last axes.
+        """x [..., *normalized_shape] normalised over the last axes; in the dtype of torch's under CUDA's autocast.
 
         Raises:
-            KernelInputError: x ends in other axes, or what the function refuses.
+            KernelInputError: x ends in other axes, or the function refuses an argument.
         """
-        weight, shape = self.weight, self.normalized_shape
-        is_whole = len(shape) == 1 and weight is not None
-        y = rms_norm(
-            x if is_whole else rows_of(x, shape),
-            weight if is_whole else one_axis("weight", weight, shape),
-            machine_epsilon(x) if self.eps is None else self.eps,
-            weight_offset=self.weight_offset,
-            activation=self.activation,
-        )
-        return y if is_whole else y.view(x.shape)
+        shape, weight = self.normalized_shape, self.weight
+        return torch_rms_norm(x, shape, weight, self.eps, self.weight_offset, self.activation)
 
 
 class GroupNorm(_Fused, nn.GroupNorm):
@@ -108,18 +89,13 @@ class GroupNorm(_Fused, nn.GroupNorm):
         activation: none, relu, silu, gelu (erf) or gelu_tanh, applied to the output.
     """
 
-    def forward(self, x: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
-        """x [N, C, *spatial], contiguous or channels-last; the output keeps its layout.
+    def forward(self, input: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
+        """input [N, C, *spatial]; the output keeps a channels-last layout, and is float32 under CUDA's autocast.
 
         scale and shift [N, C] are an affine step per sample after the norm's: y = act(z * (1 + scale) + shift).
+
+        Raises:
+            KernelInputError: the function refuses an argument.
         """
-        return group_norm(
-            x,
-            self.num_groups,
-            self.weight,
-            self.bias,
-            self.eps,
-            scale=scale,
-            shift=shift,
-            activation=self.activation,
-        )
+        weight, bias = self.weight, self.bias
+        return torch_group_norm(input, self.num_groups, weight, bias, self.eps, scale, shift, self.activation)

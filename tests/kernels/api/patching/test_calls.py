@@ -7,8 +7,8 @@ from itertools import product
 import fusednorm
 import pytest
 import torch
+from fusednorm.api import torch_norms
 from fusednorm.api.patching import forwards
-from fusednorm.arguments.checks import as_heads, as_rows
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -61,25 +61,6 @@ def test_what_torch_takes_is_taken(case, device):
     y = norm(x)
     assert y.dtype == want.dtype
     torch.testing.assert_close(y, want, **TOLERANCE)
-
-
-STRIDED = [case for case, (norm, _) in AS_THEY_COME.items() if not isinstance(norm, nn.GroupNorm)]
-
-
-@pytest.mark.parametrize("case", STRIDED)
-def test_kernels_get_rows_that_they_take(case, monkeypatch):
-    """On a CPU any strides are taken."""
-    norm, make = AS_THEY_COME[case]
-    norm, x, seen = copy.deepcopy(norm), make(), []
-    for name in ("layer_norm", "rms_norm"):
-        monkeypatch.setattr(forwards, name, lambda x, *arguments: seen.append(x) or x.contiguous())
-    fusednorm.patch(norm)
-    norm(x)
-    for rows in seen:
-        as_heads("x", rows) if rows.dim() > 2 else as_rows("x", rows)
-    assert len(seen) == (x.dtype != torch.float64)
-    copied = seen and seen[0].data_ptr() != x.data_ptr()
-    assert bool(copied) == (case in ("transposed", "several axes, permuted", "heads before tokens"))
 
 
 def test_a_model_that_became_float64_is_computed_by_torch(x):
@@ -162,8 +143,8 @@ def test_the_dtype_is_the_one_that_torch_returns(kind, x_dtype, weight_dtype, au
 @pytest.fixture
 def under_cudas_autocast(monkeypatch):
     """As it looks to a patched forward, also where there is no CUDA."""
-    monkeypatch.setattr(forwards, "_any_autocast", lambda: True)
-    monkeypatch.setattr(forwards, "casts_to_float32", lambda x: True)
+    for module in (forwards, torch_norms):
+        monkeypatch.setattr(module, "casts_to_float32", lambda x: True)
 
 
 @pytest.mark.parametrize("kind", ["llama", "t5"])
@@ -176,7 +157,7 @@ def test_a_wider_result_is_not_rounded_to_the_dtype_of_x(kind, device):
 
 
 AUTOCAST_RMS_NORM = pytest.mark.skipif(
-    not forwards.AUTOCASTS_RMS_NORM, reason="autocast of this torch leaves rms_norm as it is"
+    not torch_norms.AUTOCASTS_RMS_NORM, reason="autocast of this torch leaves rms_norm as it is"
 )
 
 

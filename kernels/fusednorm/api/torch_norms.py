@@ -1,0 +1,108 @@
+"""torch's norms by this library's functions: with any normalized_shape, and in the dtypes of autocast."""
+
+import torch
+from torch import Tensor
+
+from fusednorm.api.autocast import AUTOCASTS_RMS_NORM, casts_to_float32
+from fusednorm.api.autograd import group_norm, layer_norm, rms_norm
+from fusednorm.errors import KernelInputError
+from fusednorm.reference.checks import check_float
+
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+def torch_layer_norm(
+    x: Tensor,
+    normalized_shape: tuple[int, ...],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    weight_offset: float = 0.0,
+    activation: str = "none",
+) -> Tensor:
+    """`layer_norm` of x [..., *normalized_shape] over its last axes.
+
+    Raises:
+        KernelInputError: x ends in other axes, or the function refuses an argument.
+    """
+    if x.dtype in _LOW_PRECISION and casts_to_float32(x):
+        x = x.float()
+    # Most shapes have one axis; then the function checks x against the weight.
+    if len(normalized_shape) == 1 and weight is not None:
+        return layer_norm(x, weight, bias, eps, weight_offset=weight_offset, activation=activation)
+    rows = _join_axes(x, normalized_shape)
+    weight, bias = _as_row("weight", weight, normalized_shape), _as_row("bias", bias, normalized_shape)
+    y = layer_norm(rows, weight, bias, eps, weight_offset=weight_offset, activation=activation)
+    return y.view(x.shape)
+
+
+def torch_rms_norm(
+    x: Tensor,
+    normalized_shape: tuple[int, ...],
+    weight: Tensor | None,
+    eps: float | None,
+    weight_offset: float = 0.0,
+    activation: str = "none",
+) -> Tensor:
+    """`rms_norm` of x [..., *normalized_shape] over its last axes; eps None is the machine epsilon.
+
+    Raises:
+        KernelInputError: x ends in other axes, or the function refuses an argument.
+    """
+    if AUTOCASTS_RMS_NORM and x.dtype in _LOW_PRECISION and casts_to_float32(x):
+        x = x.float()
+    if eps is None:
+        check_float("x", x)
+        # The epsilon of the dtype in which torch computes, which for float16 and bfloat16 is float32.
+        eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
+    if len(normalized_shape) == 1 and weight is not None:
+        return rms_norm(x, weight, eps, weight_offset=weight_offset, activation=activation)
+    rows, weight = _join_axes(x, normalized_shape), _as_row("weight", weight, normalized_shape)
+    return rms_norm(rows, weight, eps, weight_offset=weight_offset, activation=activation).view(x.shape)
+
+
+def torch_group_norm(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    activation: str = "none",
+) -> Tensor:
+    """`group_norm` of x [N, C, *spatial].
+
+    Raises:
+        KernelInputError: the function refuses an argument.
+    """
+    if x.dtype in _LOW_PRECISION and casts_to_float32(x):
+        x = x.float()
+    return group_norm(x, num_groups, weight, bias, eps, scale=scale, shift=shift, activation=activation)
+
+
+def _join_axes(x: Tensor, normalized_shape: tuple[int, ...]) -> Tensor:
+    """x [..., *normalized_shape] with those axes as one.
+
+    Raises:
+        KernelInputError: x has another shape, or normalized_shape has no axes.
+    """
+    axes = len(normalized_shape)
+    if not axes or tuple(x.shape[-axes:]) != tuple(normalized_shape):
+        raise KernelInputError(
+            f"x must end in normalized_shape {list(normalized_shape)}, of at least one axis, got {list(x.shape)}"
+        )
+    return x.flatten(-axes)
+
+
+def _as_row(name: str, parameter: Tensor | None, normalized_shape: tuple[int, ...]) -> Tensor | None:
+    """A parameter [*normalized_shape] with those axes as one, or None.
+
+    Raises:
+        KernelInputError: it has another shape.
+    """
+    if parameter is None:
+        return None
+    if tuple(parameter.shape) != tuple(normalized_shape):
+        raise KernelInputError(f"{name} must be {list(normalized_shape)}, got {list(parameter.shape)}")
+    return parameter.flatten()
