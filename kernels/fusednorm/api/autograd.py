@@ -16,6 +16,7 @@ from torch.compiler import is_compiling
 
 from fusednorm import cpu
 from fusednorm.api.observers import is_differentiated, is_observed
+from fusednorm.api.sharding import register_shardings
 from fusednorm.api.uniform import gradients, run_backward, run_forward
 from fusednorm.cpu import plain
 from fusednorm.devices.device import HAS_TRITON, INTERPRETED, needs_triton
@@ -178,6 +179,7 @@ def _apply(
     if dropout and seed is None:
         settings = *settings[:-1], int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
     if observed or not (x.is_cuda or x.is_cpu):
+        register_shardings()
         run = getattr(torch.ops.fusednorm, op)
         y, _, _, residual_out = run(x, weight, bias, residual, scale, shift, *settings)
         return y, residual_out
