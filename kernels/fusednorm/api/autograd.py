@@ -20,6 +20,7 @@ from fusednorm.api.sharding import register_shardings
 from fusednorm.api.uniform import gradients, run_backward, run_forward
 from fusednorm.cpu import plain
 from fusednorm.devices.device import HAS_TRITON, INTERPRETED, needs_triton
+from fusednorm.errors import KernelInputError
 from fusednorm.results import Forward
 
 if HAS_TRITON:
@@ -164,6 +165,9 @@ def _apply(
         if made is not None:
             return made
         _define(extension, *known)
+    if x.is_nested:
+        options = eps, weight_offset, activation, dropout, seed
+        return _apply_to_nested(op, x, weight, bias, residual, num_groups, *options)
     observed = is_observed(x, weight, bias, residual, scale, shift)
     differentiated = not observed and is_differentiated(x, weight, bias, residual, scale, shift)
     if x.is_cpu and not observed and activation == "none" and residual is scale is shift is None and x.numel():
@@ -188,6 +192,32 @@ def _apply(
         return y, residual_out
     result = run_forward(library_of(op, x), op, x, weight, bias, residual, scale, shift, *settings)
     return result.y, result.residual_out
+
+
+def _apply_to_nested(
+    op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, *options: Any
+) -> tuple[Tensor, Any]:
+    """A call with a nested tensor, whose rows are those of one tensor with all of its values.
+
+    Raises:
+        KernelInputError: rows are not those of its values, or residual has another shape.
+    """
+    if op == "group_norm" or x.layout is not torch.jagged or x._ragged_idx == x.dim() - 1:
+        raise KernelInputError(
+            "a nested x must have the layout torch.jagged, rows of one length, and layer_norm or rms_norm, "
+            f"got {op} of a nested tensor with layout {x.layout}: call the function with each tensor of x.unbind()"
+        )
+    if residual is not None and not (residual.is_nested and residual.shape == x.shape):
+        raise KernelInputError("residual must be a nested tensor with x's offsets, as x is nested, got another one")
+    of_values = None if residual is None else residual.values()
+    results = _apply(op, x.values(), weight, bias, of_values, *options)
+    y, residual_out = (
+        None
+        if result is None
+        else torch.nested.nested_tensor_from_jagged(result, x.offsets(), x.lengths(), jagged_dim=x._ragged_idx)
+        for result in results
+    )
+    return y, residual_out
 
 
 _Inputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]

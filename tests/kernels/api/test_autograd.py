@@ -152,6 +152,57 @@ def test_modules_without_parameters(device):
     torch.testing.assert_close(module(x), F.layer_norm(x, (6,)))
 
 
+NESTED = {
+    "layer_norm": (fusednorm.LayerNorm(8), lambda x: x),
+    "layer_norm without parameters": (fusednorm.LayerNorm(8, elementwise_affine=False), lambda x: x),
+    "layer_norm of two axes": (fusednorm.LayerNorm((2, 8)), lambda x: x.unflatten(-1, (2, 8))),
+    "rms_norm of heads": (fusednorm.RMSNorm(8), lambda x: x.unflatten(-1, (2, 8)).transpose(1, 2)),
+}
+
+
+@pytest.mark.parametrize("case", NESTED)
+def test_rows_of_nested_tensors_are_normalised(case, device):
+    module, view = NESTED[case]
+    module = module.to(device)
+    parts = [torch.randn(length, 16, device=device, requires_grad=True) for length in (2, 5, 3)]
+    if "two" not in case and "heads" not in case:
+        parts = [part.detach()[:, :8].requires_grad_() for part in parts]
+    x = view(torch.nested.as_nested_tensor(parts, layout=torch.jagged))
+    y = module(x)
+    assert y.shape == x.shape
+    for got, row in zip(y.unbind(), x.unbind(), strict=True):
+        torch.testing.assert_close(got, module(row))
+    gradients = torch.autograd.grad((y * x).values().sum(), parts, retain_graph=True)
+    wanted = torch.autograd.grad(sum((module(row) * row).sum() for row in x.unbind()), parts)
+    torch.testing.assert_close(gradients, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_nested_residual_is_added(device):
+    x, residual = (
+        torch.nested.nested_tensor_from_jagged(torch.randn(10, 8, device=device), offsets)
+        for offsets in [torch.tensor([0, 2, 7, 10], device=device)]
+        for _ in range(2)
+    )
+    y, residual_out = fusednorm.add_rms_norm(x, residual)
+    torch.testing.assert_close(residual_out.values(), x.values() + residual.values())
+    torch.testing.assert_close(y.values(), fusednorm.rms_norm(residual_out.values()))
+    with pytest.raises(fusednorm.KernelInputError, match="residual must be a nested tensor"):
+        fusednorm.add_rms_norm(x, residual.values())
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+def test_other_nested_tensors_are_refused(device):
+    parts = [torch.randn(length, 8, device=device) for length in (2, 5)]
+    jagged = torch.nested.nested_tensor(parts, layout=torch.jagged)
+    for call in (
+        lambda: fusednorm.layer_norm(torch.nested.nested_tensor(parts)),
+        lambda: fusednorm.layer_norm(jagged.transpose(1, 2)),
+        lambda: fusednorm.group_norm(jagged.transpose(1, 2), 2),
+    ):
+        with pytest.raises(fusednorm.KernelInputError, match=r"a nested x must have the layout torch\.jagged"):
+            call()
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_without_gradients_the_results_are_the_same(name, device):
     tensors = inputs(name, device, torch.float32)

@@ -26,7 +26,7 @@ bool is_plain(const Tensor& tensor) {
   static const c10::DispatchKeySet wrapped(
       {DispatchKey::Python, DispatchKey::FuncTorchBatched, DispatchKey::FuncTorchGradWrapper,
        DispatchKey::Functionalize, DispatchKey::Negative, DispatchKey::Conjugate, DispatchKey::ZeroTensor});
-  return tensor.layout() == at::kStrided && !tensor.key_set().has_any(wrapped) && tensor.has_storage();
+  return tensor.layout() == at::kStrided && !tensor.is_nested() && !tensor.key_set().has_any(wrapped) && tensor.has_storage();
 }
 
 void put_type(std::string& key, const Tensor& tensor) {
