@@ -2,9 +2,10 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from fusednorm.api.torch_norms import torch_group_norm, torch_layer_norm, torch_rms_norm
+from fusednorm.api.torch_norms import script_norm, torch_group_norm, torch_layer_norm, torch_rms_norm
 from fusednorm.arguments.checks import activation_of, check_weight_offset
 
 
@@ -58,7 +59,9 @@ class LayerNorm(_OfRows, nn.LayerNorm):
             KernelInputError: input ends in other axes, or the function refuses an argument.
         """
         shape, weight, bias = self.normalized_shape, self.weight, self.bias
-        return torch_layer_norm(input, shape, weight, bias, self.eps, self.weight_offset, self.activation)
+        if not torch.jit.is_scripting():
+            return torch_layer_norm(input, shape, weight, bias, self.eps, self.weight_offset, self.activation)
+        return script_norm(input, shape, weight, bias, self.eps, self.weight_offset, self.activation, False)
 
 
 class RMSNorm(_OfRows, nn.RMSNorm):
@@ -78,7 +81,9 @@ class RMSNorm(_OfRows, nn.RMSNorm):
             KernelInputError: x ends in other axes, or the function refuses an argument.
         """
         shape, weight = self.normalized_shape, self.weight
-        return torch_rms_norm(x, shape, weight, self.eps, self.weight_offset, self.activation)
+        if not torch.jit.is_scripting():
+            return torch_rms_norm(x, shape, weight, self.eps, self.weight_offset, self.activation)
+        return script_norm(x, shape, weight, None, self.eps, self.weight_offset, self.activation, True)
 
 
 class GroupNorm(_Fused, nn.GroupNorm):
@@ -97,5 +102,9 @@ class GroupNorm(_Fused, nn.GroupNorm):
         Raises:
             KernelInputError: the function refuses an argument.
         """
-        weight, bias = self.weight, self.bias
-        return torch_group_norm(input, self.num_groups, weight, bias, self.eps, scale, shift, self.activation)
+        groups, weight, bias, eps, activation = self.num_groups, self.weight, self.bias, self.eps, self.activation
+        if not torch.jit.is_scripting():
+            return torch_group_norm(input, groups, weight, bias, eps, scale, shift, activation)
+        return torch.ops.fusednorm.group_norm(
+            input, weight, bias, None, scale, shift, groups, eps, 0.0, activation, 0.0, 0
+        )[0]

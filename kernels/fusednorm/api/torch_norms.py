@@ -81,6 +81,35 @@ def torch_group_norm(
     return group_norm(x, num_groups, weight, bias, eps, scale=scale, shift=shift, activation=activation)
 
 
+def script_norm(
+    x: Tensor,
+    normalized_shape: list[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float | None,
+    weight_offset: float,
+    activation: str,
+    is_rms: bool,
+) -> Tensor:
+    """`torch_layer_norm` or `torch_rms_norm` in TorchScript, which has operators and not the functions."""
+    rows = x.flatten(-len(normalized_shape))
+    if list(x.shape)[-len(normalized_shape) :] != normalized_shape:
+        raise RuntimeError(f"x must end in normalized_shape {normalized_shape}, got {x.shape}")
+    weight = None if weight is None else weight.flatten()
+    bias = None if bias is None else bias.flatten()
+    if eps is None:
+        eps = 2.0**-52 if x.dtype == torch.float64 else 2.0**-23
+    if is_rms:
+        y = torch.ops.fusednorm.rms_norm(
+            rows, weight, None, None, None, None, 0, eps, weight_offset, activation, 0.0, 0
+        )[0]
+    else:
+        y = torch.ops.fusednorm.layer_norm(
+            rows, weight, bias, None, None, None, 0, eps, weight_offset, activation, 0.0, 0
+        )[0]
+    return y.view(x.shape)
+
+
 def _join_axes(x: Tensor, normalized_shape: tuple[int, ...]) -> Tensor:
     """x [..., *normalized_shape] with those axes as one.
 

@@ -1,5 +1,7 @@
 """torch's modules and this library's: names of arguments, and dtypes under CUDA's autocast."""
 
+import io
+
 import fusednorm
 import pytest
 import torch
@@ -66,3 +68,28 @@ def test_the_input_has_the_name_that_it_has_in_torch(pair, device):
     x = torch.randn(3, 4, 8, device=device)
     name = "x" if "rms" in pair else "input"
     torch.testing.assert_close(ours(**{name: x}), theirs(**{name: x}), rtol=1e-4, atol=1e-4)
+
+
+SCRIPTED = {
+    "layer_norm": (fusednorm.LayerNorm(8, activation="silu"), (3, 8)),
+    "layer_norm of two axes": (fusednorm.LayerNorm((4, 8), elementwise_affine=False), (3, 4, 8)),
+    "rms_norm": (fusednorm.RMSNorm(8, weight_offset=1.0), (3, 8)),
+    "group_norm": (fusednorm.GroupNorm(2, 4), (3, 4, 8)),
+}
+
+
+@pytest.mark.parametrize("case", SCRIPTED)
+@pytest.mark.filterwarnings("ignore:`torch.jit.\\w+` is deprecated:DeprecationWarning")
+def test_scripted_modules_compute_and_are_saved(case):
+    norm, shape = SCRIPTED[case]
+    x = torch.randn(shape, requires_grad=True)
+    file = io.BytesIO()
+    torch.jit.save(torch.jit.script(norm), file)
+    file.seek(0)
+    scripted = torch.jit.load(file)
+    for module in (torch.jit.script(norm), scripted):
+        torch.testing.assert_close(module(x), norm(x))
+        got, want = (torch.autograd.grad(each(x).sin().sum(), x) for each in (module, norm))
+        torch.testing.assert_close(got, want)
+    with pytest.raises((RuntimeError, torch.jit.Error), match=r"x must end in normalized_shape|divide C"):
+        scripted(x[..., 1:] if case != "group_norm" else x[:, 1:])
