@@ -195,7 +195,7 @@ def _apply(
 
 
 def _apply_to_nested(
-    op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, *options: Any
+    op: str, x: Any, weight: Tensor | None, bias: Tensor | None, residual: Any, *options: Any
 ) -> tuple[Tensor, Any]:
     """A call with a nested tensor, whose rows are those of one tensor with all of its values.
 
@@ -209,15 +209,14 @@ def _apply_to_nested(
         )
     if residual is not None and not (residual.is_nested and residual.shape == x.shape):
         raise KernelInputError("residual must be a nested tensor with x's offsets, as x is nested, got another one")
-    of_values = None if residual is None else residual.values()
-    results = _apply(op, x.values(), weight, bias, of_values, *options)
-    y, residual_out = (
-        None
-        if result is None
-        else torch.nested.nested_tensor_from_jagged(result, x.offsets(), x.lengths(), jagged_dim=x._ragged_idx)
-        for result in results
-    )
-    return y, residual_out
+
+    def nested(values: Tensor) -> Tensor:
+        return torch.nested.nested_tensor_from_jagged(values, x.offsets(), x.lengths(), jagged_dim=x._ragged_idx)
+
+    if residual is None:
+        return nested(_apply(op, x.values(), weight, bias, None, *options)[0]), None
+    y, residual_out = _apply(op, x.values(), weight, bias, residual.values(), *options)
+    return nested(y), nested(residual_out)
 
 
 _Inputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]

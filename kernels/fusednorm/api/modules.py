@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._jit_internal import is_scripting
 
 from fusednorm.api.torch_norms import script_norm, torch_group_norm, torch_layer_norm, torch_rms_norm
 from fusednorm.arguments.checks import activation_of, check_weight_offset
@@ -59,9 +60,11 @@ class LayerNorm(_OfRows, nn.LayerNorm):
             KernelInputError: input ends in other axes, or the function refuses an argument.
         """
         shape, weight, bias = self.normalized_shape, self.weight, self.bias
-        if not torch.jit.is_scripting():
+        if not is_scripting():
             return torch_layer_norm(input, shape, weight, bias, self.eps, self.weight_offset, self.activation)
-        return script_norm(input, shape, weight, bias, self.eps, self.weight_offset, self.activation, False)
+        # TorchScript converts a tuple to a list.
+        options = self.eps, self.weight_offset, self.activation, False
+        return script_norm(input, shape, weight, bias, *options)  # type: ignore[arg-type]
 
 
 class RMSNorm(_OfRows, nn.RMSNorm):
@@ -81,9 +84,11 @@ class RMSNorm(_OfRows, nn.RMSNorm):
             KernelInputError: x ends in other axes, or the function refuses an argument.
         """
         shape, weight = self.normalized_shape, self.weight
-        if not torch.jit.is_scripting():
+        if not is_scripting():
             return torch_rms_norm(x, shape, weight, self.eps, self.weight_offset, self.activation)
-        return script_norm(x, shape, weight, None, self.eps, self.weight_offset, self.activation, True)
+        # TorchScript converts a tuple to a list.
+        options = self.eps, self.weight_offset, self.activation, True
+        return script_norm(x, shape, weight, None, *options)  # type: ignore[arg-type]
 
 
 class GroupNorm(_Fused, nn.GroupNorm):
@@ -103,8 +108,9 @@ class GroupNorm(_Fused, nn.GroupNorm):
             KernelInputError: the function refuses an argument.
         """
         groups, weight, bias, eps, activation = self.num_groups, self.weight, self.bias, self.eps, self.activation
-        if not torch.jit.is_scripting():
+        if not is_scripting():
             return torch_group_norm(input, groups, weight, bias, eps, scale, shift, activation)
-        return torch.ops.fusednorm.group_norm(
+        y: Tensor = torch.ops.fusednorm.group_norm(
             input, weight, bias, None, scale, shift, groups, eps, 0.0, activation, 0.0, 0
         )[0]
+        return y

@@ -100,7 +100,7 @@ def script_norm(
     if eps is None:
         eps = 2.0**-52 if x.dtype == torch.float64 else 2.0**-23
     if is_rms:
-        y = torch.ops.fusednorm.rms_norm(
+        y: Tensor = torch.ops.fusednorm.rms_norm(
             rows, weight, None, None, None, None, 0, eps, weight_offset, activation, 0.0, 0
         )[0]
     else:

@@ -224,7 +224,7 @@ def _forward_of_nothing(
     check_float("x", x)
     if op == "group_norm":
         check_groups(x.new_empty((*x.shape[:2], 1)), num_groups)
-        of_parameters, of_statistics = x.shape[1:2], (x.shape[0], num_groups)
+        of_parameters, of_statistics = x.shape[1:2], torch.Size((x.shape[0], num_groups))
     else:
         check_weight_offset(weight_offset, weight)
         of_parameters, of_statistics = x.shape[-2 if has_heads(weight, bias) else -1 :], x.shape[:-1]
