@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
 from fusednorm.arguments.checks import (
+    MAX_HEADS,
     Epilogue,
     as_heads,
     check_groups,
@@ -256,7 +257,9 @@ def _has_contiguous_heads(tensor: Tensor) -> bool:
     if tensor.is_contiguous():
         return True
     cols = tensor.shape[-1]
-    if tensor.dim() < 3 or cols > _MAX_COLS_OF_HEADS or tensor.stride()[-2:] != (cols, 1):
+    if tensor.dim() < 3 or tensor.stride()[-2:] != (cols, 1):
+        return False
+    if cols > _MAX_COLS_OF_HEADS or tensor.shape[-2] > MAX_HEADS:
         return False
     try:
         as_heads("x", tensor)

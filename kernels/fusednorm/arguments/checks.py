@@ -18,6 +18,9 @@ FLOAT8 = torch.float8_e4m3fn
 MAX_COLS = 2**30
 """The longest row: column numbers in kernels are 32-bit, also those of a block that extends past the row's end."""
 
+MAX_HEADS = 65535
+"""The limit of the second axis of a launch's grid, which counts heads."""
+
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 

@@ -163,6 +163,9 @@ def test_only_strides_that_no_kernel_supports_are_copied():
     heads, sliced = copy_unsupported("rms_norm", qkv[:, :, 0], torch.randn(2, 5, 2, 6)[..., :4])
     assert heads.data_ptr() == qkv.data_ptr()
     assert sliced.is_contiguous()
+    for heads, cols, is_copied in ((65536, 2, True), (65535, 2, False), (2, 8193, True), (2, 8192, False)):
+        (tokens,) = copy_unsupported("rms_norm", torch.empty(2, 2, heads, cols)[:, 0])
+        assert tokens.is_contiguous() == is_copied
 
 
 def test_a_copy_of_samples_has_the_layout_that_torch_chooses():

@@ -5,15 +5,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fusednorm.arguments.checks import NO_EPILOGUE, Epilogue, has_heads
+from fusednorm.arguments.checks import MAX_HEADS, NO_EPILOGUE, Epilogue, has_heads
 from fusednorm.devices.device import multiprocessor_count, since_hopper
 from fusednorm.errors import UnsupportedShapeError
 from fusednorm.integers import vector_width
 from fusednorm.launch.launch import MAX_VEC, ByRows, can_prefetch, has_lane_a_thread
 from fusednorm.results import Backward, Forward
-
-MAX_HEADS = 65535
-"""The limit of the second axis of a launch's grid, which counts heads."""
 
 SINGLE_ROW_COLS = 524289
 """From this row length on, a call with a single row uses the split algorithm, which divides the row into parts."""
