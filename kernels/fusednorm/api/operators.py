@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import is_contiguous_or_false, suggest_memory_format
 
 from fusednorm import reference
 from fusednorm.api import autograd
 from fusednorm.api.derivatives import derivative_of_plain, register_derivatives
-from fusednorm.api.uniform import copy_unsupported, gradients, has_own_gradient, run_backward, run_forward
+from fusednorm.api.uniform import gradients, has_own_gradient, run_backward, run_forward
+from fusednorm.arguments.layouts import laid_out
 from fusednorm.errors import KernelInputError
 from fusednorm.reference.checks import check_float
 
@@ -155,7 +157,13 @@ def _define(library: torch.library.Library, op: str) -> None:
 
 def _like(op: str, x: Tensor) -> Tensor:
     """A result of x's shape, laid out as the passes return it."""
-    return torch.empty_like(copy_unsupported(op, x)[0]) if op == "group_norm" else x.new_empty(x.shape)
+    if op != "group_norm":
+        return x.new_empty(x.shape)
+    # As `copy_unsupported` chooses, but without a condition on sizes that are unknown before the call.
+    layouts = (x, x.permute(0, *range(2, x.dim()), 1)) if x.dim() > 2 else (x,)
+    if any(map(is_contiguous_or_false, layouts)):
+        return torch.empty_like(x)
+    return laid_out(x, suggest_memory_format(x) is not torch.contiguous_format)
 
 
 _LIBRARY = torch.library.Library("fusednorm", "DEF")

@@ -81,6 +81,23 @@ def test_compiled_results_have_the_strides_of_eager_ones(op, device):
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "channels-last", "transposed"])
+def test_numbers_of_samples_that_no_trace_knows_are_compiled(layout, device):
+    def step(x, chosen):
+        x = x[chosen]
+        if layout == "transposed":
+            x = x.transpose(2, 3)
+        elif layout == "channels-last":
+            x = x.to(memory_format=torch.channels_last)
+        return fusednorm.group_norm(x, 2) + 1
+
+    x, chosen = torch.randn(3, 4, 2, 5, device=device), torch.tensor([True, False, True], device=device)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        y = torch.compile(step, backend="aot_eager", fullgraph=True)(x, chosen)
+    torch.testing.assert_close(y, step(x, chosen), check_stride=True)
+
+
 # Modules and inputs of models.
 STRIDED = {
     "pixels": (nn.LayerNorm(8), lambda: torch.randn(2, 8, 3, 5).permute(0, 2, 3, 1)),
