@@ -1,6 +1,7 @@
 """Modules that normalise in the service: what is settled before anything is sent, and what an answer may do."""
 
 import sys
+from inspect import signature
 
 import fusednorm
 import numpy as np
@@ -56,6 +57,13 @@ def test_modules_begin_as_torchs(client, kind):
     for got, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert got.dtype == expected.dtype
         assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm", "GroupNorm"])
+@pytest.mark.parametrize("package", [remote, fusednorm])
+def test_the_input_has_the_name_that_it_has_in_torch(package, kind):
+    of_torch, ours = (list(signature(getattr(each, kind).forward).parameters)[:2] for each in (nn, package))
+    assert ours == of_torch
 
 
 @pytest.mark.parametrize(

@@ -103,15 +103,15 @@ class LayerNorm(_OfRows, nn.LayerNorm):
         weight_offset: 0, or 1 for a weight that is kept around zero and starts there.
     """
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., *normalized_shape] of float32, float16 or bfloat16, normalised over the last axes.
+    def forward(self, input: Tensor) -> Tensor:
+        """input [..., *normalized_shape] of float32, float16 or bfloat16, normalised over the last axes.
 
         Raises:
-            ValueError: x or a parameter has other axes.
-            TypeError: x or a parameter is of another type.
+            ValueError: input or a parameter has other axes.
+            TypeError: input or a parameter is of another type.
             ClientError: see `normserve.client.errors`.
         """
-        return self._normalised("layer_norm", x, self.eps, weight=self.weight, bias=self.bias)
+        return self._normalised("layer_norm", input, self.eps, weight=self.weight, bias=self.bias)
 
 
 class RMSNorm(_OfRows, nn.RMSNorm):
@@ -137,13 +137,14 @@ class GroupNorm(_Remote, nn.GroupNorm):
         client, activation: as `LayerNorm`.
     """
 
-    def forward(self, x: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
-        """x [N, C, *spatial], contiguous or channels-last; the output keeps its layout.
+    def forward(self, input: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
+        """input [N, C, *spatial], contiguous or channels-last; the output keeps its layout.
 
         scale and shift [N, C] are a sample's own affine step after the norm's: y = act(z * (1 + scale) + shift).
 
         Raises: as `LayerNorm.forward`.
         """
+        x = input
         is_channels_last = x.dim() > 2 and not x.is_contiguous() and x.movedim(1, -1).is_contiguous()
         options = self._options(self.eps)
         options |= {"num_groups": self.num_groups, "layout": "nhwc" if is_channels_last else "nchw"}
