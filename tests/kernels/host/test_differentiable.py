@@ -233,6 +233,27 @@ def test_a_differentiated_copy_does_not_outlive_its_graph(natively, poisoned):
     assert not len(reference)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+@pytest.mark.parametrize("op", OPS)
+def test_strided_and_nested_inputs_go_through_python(op, natively, poisoned):
+    norm = Norm(op)
+    known(natively, norm)
+    norm()
+    y, _ = norm()
+    natively.launched.clear()
+    contiguous = norm.x.detach()
+    norm.x = contiguous.repeat_interleave(2, -1)[..., ::2].requires_grad_()
+    strided, _ = norm()
+    torch.testing.assert_close(strided, y, rtol=1e-4, atol=1e-4)
+    (got,), (want,) = (
+        torch.autograd.grad(result, x, norm.dy) for result, x in ((strided, norm.x), (y, norm.leaves[0]))
+    )
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    norm.x = torch.nested.nested_tensor(list(contiguous))
+    with pytest.raises(fusednorm.KernelInputError, match="a nested x must have the layout"):
+        norm()
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_a_batch_of_gradients_goes_through_python(op, natively, poisoned):
     norm = Norm(op)
