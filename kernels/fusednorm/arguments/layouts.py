@@ -36,7 +36,8 @@ def in_layout(tensor: Tensor, channels_last: bool) -> bool:
 
 def laid_out(tensor: Tensor, channels_last: bool) -> Tensor:
     """Return [N, C, *spatial] in the given layout with a new tensor's strides; only another layout is copied."""
-    if 1 not in tensor.shape and in_layout(tensor, channels_last):
+    # A trace may not know whether a size is 1.
+    if all(type(size) is int and size != 1 for size in tensor.shape) and in_layout(tensor, channels_last):
         return tensor
     if channels_last:
         by_position = laid_out(tensor.permute(0, *range(2, tensor.dim()), 1), False)
