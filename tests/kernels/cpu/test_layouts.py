@@ -84,7 +84,7 @@ def test_one_image_of_height_width_and_channels_is_computed_as_two_are(batch):
 @pytest.mark.parametrize("activation", ["none", "silu"])
 @pytest.mark.parametrize("op", OPS)
 def test_functions_and_patched_modules_compute_all_strides(op, activation):
-    chance, computed = random.Random(20), 0
+    chance = random.Random(20)
     for _ in range(100):
         shape = random_shape(chance)
         module = torchs(op, shape)
@@ -113,17 +113,10 @@ def test_functions_and_patched_modules_compute_all_strides(op, activation):
         patched.load_state_dict(module.state_dict())
         fusednorm.patch(patched)
         assert_close(results(lambda t, m=patched, a=act: a(m(t)), patched, x, dy), wanted)
-        if op == "group_norm" and not (in_layout(x, False) or in_layout(x, True)):
-            with pytest.raises(fusednorm.UnsupportedShapeError):
-                by_function(x)
-            continue
-        computed += 1
         found = results(by_function, module, x, dy)
         assert_close(found, wanted)
-        if op == "group_norm":
+        if op == "group_norm" and (in_layout(x, False) or in_layout(x, True)):
             assert in_layout(found[0], not in_layout(x, False))
         with torch.no_grad():
             torch.testing.assert_close(by_function(x), found[0].detach(), rtol=1e-5, atol=1e-5)
-        if of_rows(op) or in_layout(residual, False) or in_layout(residual, True):
-            assert_close(results(after_sum, module, x, dy), results(after_torchs_sum, module, x, dy))
-    assert computed > 50
+        assert_close(results(after_sum, module, x, dy), results(after_torchs_sum, module, x, dy))
