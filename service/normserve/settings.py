@@ -7,7 +7,15 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, SecretStr, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    SecretStr,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 _HOST = r"([A-Za-z0-9._-]+|\[?[0-9A-Fa-f:.]+\]?)"
@@ -24,12 +32,31 @@ _UNITS = {
 
 def _read_size(value: object) -> object:
     """Convert a size with a unit, such as 1.5GiB or 512 MB, to bytes; return any other value unchanged."""
-    found = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
-    return value if found is None else int(Decimal(found[1]) * _UNITS[found[2]])
+    if not isinstance(value, str) or value.strip().isdecimal():
+        return value
+    found = _SIZE.fullmatch(value.strip())
+    if found is None:
+        raise ValueError(f"must be a number of bytes, or one with a unit, as in 512MiB or 2GB, got {value[:100]!r}")
+    return int(Decimal(found[1]) * _UNITS[found[2]])
 
 
 Size = Annotated[int, BeforeValidator(_read_size)]
 """A number of bytes, optionally with a unit: KiB, MiB, GiB, TiB (powers of 1024), KB, MB, GB, TB (of 1000)."""
+
+
+def _matching(pattern: str, expected: str, *, shows_value: bool = True) -> AfterValidator:
+    """Make the check that a whole text matches a pattern, whose error says in words what is expected.
+
+    Args: shows_value: whether the error may repeat the text.
+    """
+
+    def check(text: str) -> str:
+        if re.fullmatch(pattern, text, re.ASCII) is None:
+            got = f", got {text[:100]!r}" if shows_value else ""
+            raise ValueError(f"must be {expected}{got}")
+        return text
+
+    return AfterValidator(check)
 
 
 class Settings(BaseSettings):
@@ -44,9 +71,14 @@ class Settings(BaseSettings):
         None,
         description="Path of a Unix domain socket for clients on this host that share memory with the server.",
     )
-    local_users: str = Field(
+    local_users: Annotated[
+        str,
+        _matching(
+            r"(\d{1,10}(=[A-Za-z0-9._-]{1,64})?(,\d{1,10}(=[A-Za-z0-9._-]{1,64})?)*)?",
+            "numeric user ids with commas between them, each alone or with the name of a key, as in 1000,1001=batch",
+        ),
+    ] = Field(
         "",
-        pattern=r"^(\d{1,10}(=[A-Za-z0-9._-]{1,64})?(,\d{1,10}(=[A-Za-z0-9._-]{1,64})?)*)?$",
         description="Numeric ids of users that may connect in addition to the server's own, as in "
         "1000,1001=batch: the second has the scopes and limits of the API key with that "
         "name.",
@@ -66,9 +98,14 @@ class Settings(BaseSettings):
         "use can crash the server.",
     )
     local_connections: int = Field(64, ge=1, description="Maximum number of --local connections of one user.")
-    oip_shared_memory: str = Field(
+    oip_shared_memory: Annotated[
+        str,
+        _matching(
+            r"([A-Za-z0-9_-][A-Za-z0-9._-]{0,63})?",
+            "1 to 64 of the characters A-Z a-z 0-9 . _ -, the first of them not a dot, as in norms-",
+        ),
+    ] = Field(
         "",
-        pattern=r"^([A-Za-z0-9_-][A-Za-z0-9._-]{0,63})?$",
         description="Prefix of shared-memory names that clients of /v2 may register; the memory "
         "must belong to the server's user. Empty: clients may register none. Every client "
         "that may send requests can read and write all shared memory with such a name.",
@@ -99,14 +136,18 @@ class Settings(BaseSettings):
     backend: Literal["auto", "triton", "torch"] = Field(
         "auto", description="triton needs a CUDA device, torch runs on the CPU; auto uses triton if possible."
     )
-    devices: str = Field(
+    devices: Annotated[
+        str,
+        _matching(
+            r"((cpu|\d{1,3})(,(cpu|\d{1,3}))*)?",
+            "numbers of CUDA devices, or cpu, with commas between them, as in 0,1",
+        ),
+    ] = Field(
         "",
-        pattern=r"^((cpu|\d{1,3})(,(cpu|\d{1,3}))*)?$",
         description="CUDA devices by number, or cpu, as in 0,1: one process per device, all on one port.",
     )
-    frontends: str = Field(
+    frontends: Annotated[str, _matching(r"auto|\d{1,3}", "auto or a number of at most 999")] = Field(
         "0",
-        pattern=r"^(auto|\d{1,3})$",
         description="Number of HTTP processes in front of those that own a device; 0 for none; auto"
         " to choose by the number of cores.",
     )
@@ -122,16 +163,26 @@ class Settings(BaseSettings):
     api_keys_file: Path | None = Field(
         None, description="TOML file of named API keys, instead of --api-key; /metrics then needs a key as well."
     )
-    allowed_hosts: str = Field(
+    allowed_hosts: Annotated[
+        str,
+        _matching(
+            rf"(\*|{_HOST}(,{_HOST})*)?",
+            "* or names and addresses without ports, with commas between them, as in api.example,10.0.0.5",
+        ),
+    ] = Field(
         "",
-        pattern=rf"^(\*|{_HOST}(,{_HOST})*)?$",
         description="Host names that requests may use besides loopback, as in api.example,10.0.0.5;"
         " * allows all. Empty: no others if the server listens on a loopback address, "
         "otherwise all.",
     )
-    cors_origins: str = Field(
+    cors_origins: Annotated[
+        str,
+        _matching(
+            rf"({_ORIGIN}(,{_ORIGIN})*)?",
+            "origins without a path, with commas between them, as in https://app.example,http://localhost:3000",
+        ),
+    ] = Field(
         "",
-        pattern=rf"^({_ORIGIN}(,{_ORIGIN})*)?$",
         description="Origins whose pages may use the server (CORS), as in https://app.example; "
         "empty: only the server's own pages.",
     )
@@ -169,9 +220,14 @@ class Settings(BaseSettings):
     max_batch_bytes: Size = Field(
         4 * 2**20, ge=0, description="Maximum size of the tensors in one launch; a larger request runs alone."
     )
-    warm_sizes: str = Field(
+    warm_sizes: Annotated[
+        str,
+        _matching(
+            r"[1-9]\d{0,8}(,[1-9]\d{0,8})*",
+            "whole numbers above 0, of at most nine digits, with commas between them, as in 768,4096",
+        ),
+    ] = Field(
         "1024",
-        pattern=r"^[1-9]\d{0,8}(,[1-9]\d{0,8})*$",
         description="Row lengths for which kernels are compiled before the server is ready, as in 768,4096.",
     )
     max_compiled_classes: int = Field(
@@ -185,7 +241,9 @@ class Settings(BaseSettings):
         ge=1,
         description="Maximum number of request classes compiled per minute, not counting those compiled at start.",
     )
-    cpu_threads: int = Field(0, ge=0, description="Threads of the torch backend; 0 leaves one core to the network.")
+    cpu_threads: int = Field(
+        0, ge=0, le=1024, description="Threads of the torch backend; 0 leaves one core to the network."
+    )
     header_timeout_s: float = Field(10, gt=0, description="Maximum time until a request's header is complete.")
     body_timeout_s: float = Field(30, gt=0, description="Maximum pause while a request body is received.")
     min_body_bytes_per_s: float = Field(
@@ -222,9 +280,18 @@ class Settings(BaseSettings):
     )
     log_format: Literal["text", "json"] = Field("text", description="Format of log events: text or JSON.")
     access_log: bool = Field(False, description="Log each completed request, whatever the log level.")
-    trace_endpoint: str | None = Field(
+    trace_endpoint: (
+        Annotated[
+            str,
+            _matching(
+                r"https?://[^/?#@\s]+(/[^?#\s]*)?",
+                "a URL without user, password or query, as in http://localhost:4318",
+                shows_value=False,
+            ),
+        ]
+        | None
+    ) = Field(
         None,
-        pattern=r"^https?://[^/?#@\s]+(/[^?#\s]*)?$",
         description="URL to which OpenTelemetry traces are sent by OTLP over HTTP, as "
         "http://localhost:4318; needs the extra `otel`.",
     )
@@ -236,6 +303,12 @@ class Settings(BaseSettings):
     def _has_one_source_of_keys(self) -> Self:
         if self.api_key is not None and self.api_keys_file is not None:
             raise ValueError("--api-key and --api-keys-file must not be given together")
+        return self
+
+    @model_validator(mode="after")
+    def _has_a_path_for_each_socket(self) -> Self:
+        if self.uds is not None and self.local is not None and self.uds.absolute() == self.local.absolute():
+            raise ValueError("--uds and --local must be two paths: the protocols are different")
         return self
 
     @model_validator(mode="after")

@@ -1,6 +1,7 @@
 """Settings come from where they should, once, and never change."""
 
 import json
+from pathlib import Path
 
 import pytest
 from normserve.settings import Settings
@@ -42,6 +43,16 @@ def test_every_setting_says_what_it_is(name):
         {"api_key": "a", "api_keys_file": "keys.toml"},
         {"log_format": "xml"},
         {"unknown": 1},
+        {"cpu_threads": 100_000},
+        {"local_users": "me"},
+        {"devices": "0,gpu"},
+        {"devices": "\u0661"},
+        {"frontends": "many"},
+        {"allowed_hosts": "https://a.test"},
+        {"cors_origins": "app.example"},
+        {"warm_sizes": "768,"},
+        {"warm_sizes": "768\n"},
+        {"warm_sizes": ""},
         {"drain_s": -1},
         {"oip_shared_memory": "/dev/shm/"},
         {"oip_shared_memory": "a/b"},
@@ -52,6 +63,14 @@ def test_every_setting_says_what_it_is(name):
 def test_nonsense_is_refused(wrong):
     with pytest.raises(ValidationError):
         Settings(**wrong)
+
+
+def test_two_protocols_have_two_sockets():
+    with pytest.raises(ValidationError, match="--uds and --local must be two paths"):
+        Settings(uds="a.sock", local="./a.sock")
+    with pytest.raises(ValidationError, match="--uds and --local must be two paths"):
+        Settings(uds="a.sock", local=Path.cwd() / "a.sock")
+    assert Settings(uds="a.sock", local="b.sock").local == Path("b.sock")
 
 
 def test_api_key_is_not_shown():

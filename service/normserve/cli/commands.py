@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValidationError as error:
         for fault in error.errors():
             name = "_".join(str(part) for part in fault["loc"])
-            _complain(name, fault["msg"])
+            _complain(name, fault["msg"].removeprefix("Value error, "))
         return 2
     try:
         if files := TlsFiles.of(settings):

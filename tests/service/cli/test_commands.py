@@ -96,6 +96,37 @@ def test_wrong_value_names_its_option(served, capsys):
     assert not served
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("--local-users", "me", "numeric user ids"),
+        ("--oip-shared-memory", "/x", "A-Z a-z 0-9 . _ -"),
+        ("--devices", "gpu", "numbers of CUDA devices, or cpu"),
+        ("--frontends", "many", "auto or a number"),
+        ("--allowed-hosts", "a:80/b", "names and addresses"),
+        ("--cors-origins", "app.example", "origins without a path"),
+        ("--warm-sizes", "0", "whole numbers above 0"),
+        ("--max-body-bytes", "1G", "512MiB"),
+    ],
+)
+def test_an_error_says_in_words_what_is_expected_and_what_came(served, capsys, option, value, expected):
+    assert main(["serve", option, value]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"normserve serve: {option} (NORMSERVE_")
+    assert expected in error
+    assert error.endswith(f"got {value!r}\n")
+    assert not set("^${}\\") & set(error)
+    assert not served
+
+
+def test_an_address_that_may_hold_a_password_is_not_repeated(served, capsys):
+    assert main(["serve", "--trace-endpoint", "http://user:s3cret@collector/?key=s3cret"]) == 2
+    error = capsys.readouterr().err
+    assert "must be a URL without user, password or query" in error
+    assert "s3cret" not in error
+    assert not served
+
+
 def test_a_new_key_is_shown_once_and_its_entry_can_be_appended(capsys):
     assert main(["api-key", "team-1"]) == 0
     shown = capsys.readouterr()
