@@ -12,25 +12,21 @@ from normserve.settings import Settings
 _BACKLOG = 2048
 
 
+class ListenError(OSError):
+    """The server cannot listen at an address or a path; the message names the setting."""
+
+
 @contextlib.contextmanager
 def listening(settings: Settings) -> Iterator[list[socket.socket]]:
-    """Listeners at every address of the host, then at the Unix socket; closed, and its path removed, at the end.
+    """Listen at every address of the host, then at the Unix socket; close all, and remove its path, at the end.
 
     Raises:
-        OSError: an address is in use, or does not belong to this host.
+        ListenError: an address is in use, or cannot be bound.
     """
     with contextlib.ExitStack() as stack:
-        listeners: list[socket.socket] = []
-        port = settings.port
-        found = socket.getaddrinfo(settings.host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, _, _, _, address in dict.fromkeys(found):
-            bound = socket.create_server((str(address[0]), port), family=family, backlog=_BACKLOG)
-            listeners.append(stack.enter_context(bound))
-            # If the system chose the port, the other addresses use the same one.
-            port = bound.getsockname()[1]
+        listeners = [stack.enter_context(listener) for listener in _tcp_listeners(settings)]
         if settings.uds is not None:
-            listeners.append(stack.enter_context(_listening_at(settings.uds)))
-            stack.callback(settings.uds.unlink, missing_ok=True)
+            listeners.append(stack.enter_context(_listening_at("uds", settings.uds)))
         for listener in listeners:
             listener.setblocking(False)
         yield listeners
@@ -38,19 +34,18 @@ def listening(settings: Settings) -> Iterator[list[socket.socket]]:
 
 @contextlib.contextmanager
 def listening_locally(settings: Settings) -> Iterator[socket.socket]:
-    """The Unix socket for clients that share memory; closed, and its path removed, at the end.
+    """Listen at the Unix socket for clients that share memory; close it, and remove its path, at the end.
 
     Raises:
-        OSError: the path cannot be bound.
+        ListenError: another server listens at the path, or it cannot be bound.
     """
     path = settings.local
     assert path is not None
-    with _listening_at(path, 0o600) as listener:
+    with _listening_at("local", path, 0o600) as listener:
         if Users(settings.local_users).are_several:
             path.chmod(0o666)
         listener.setblocking(False)
         yield listener
-    path.unlink(missing_ok=True)
 
 
 def is_local(connection: socket.socket, settings: Settings) -> bool:
@@ -58,23 +53,77 @@ def is_local(connection: socket.socket, settings: Settings) -> bool:
     return connection.family == socket.AF_UNIX and connection.getsockname() == str(settings.local)
 
 
-def _listening_at(path: Path, mode: int = 0o777) -> socket.socket:
-    """Listen at a path; a socket that an earlier process left there is replaced, any other file is not.
+def _tcp_listeners(settings: Settings) -> Iterator[socket.socket]:
+    """A listener at each address of the host, all at the same port."""
+    port = settings.port
+    # All addresses of IPv6 are taken to mean all of IPv4 too, which has a socket of its own: through one of IPv6,
+    # clients would have other addresses in logs, limits and shares.
+    host = None if settings.host in ("", "::") else settings.host
+    with _naming("host", settings.host):
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    for family, _, _, _, address in dict.fromkeys(found):
+        with _naming("host", settings.host):
+            listener = socket.create_server((str(address[0]), port), family=family, backlog=_BACKLOG)
+        # If the system chose the port, the other addresses use the same one.
+        port = listener.getsockname()[1]
+        yield listener
+
+
+@contextlib.contextmanager
+def _listening_at(option: str, path: Path, mode: int = 0o777) -> Iterator[socket.socket]:
+    """Listen at a path, which is removed at the end if it is still this listener's.
+
+    A socket that a dead server left there is replaced; that of a live one, and any other file, is not.
 
     Args: mode: of the path, before the process's umask applies.
     """
-    if path.is_socket():
-        path.unlink()
-    listener = socket.socket(socket.AF_UNIX)
+    with socket.socket(socket.AF_UNIX) as listener:
+        with _naming(option, path):
+            if _is_abandoned(path):
+                path.unlink()
+            # Before a client can connect: Linux creates the path with the mode of the socket.
+            os.fchmod(listener.fileno(), mode)
+            listener.bind(str(path))
+            bound = path.lstat()
+            listener.listen(_BACKLOG)
+        try:
+            yield listener
+        finally:
+            # Before the listener is closed: until then, no other file can have its inode.
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(path.lstat(), bound):
+                    path.unlink()
+
+
+def _is_abandoned(path: Path) -> bool:
+    """Whether a path is a socket at which nobody listens.
+
+    Raises:
+        OSError: somebody does, or that cannot be found out.
+    """
+    if not path.is_socket():
+        return False
+    with socket.socket(socket.AF_UNIX) as client:
+        client.setblocking(False)
+        try:
+            client.connect(str(path))
+        except ConnectionRefusedError:
+            return True
+        except BlockingIOError:
+            # Its queue is full.
+            pass
+    raise OSError("another server listens there; stop it first, or choose another path")
+
+
+@contextlib.contextmanager
+def _naming(option: str, value: object) -> Iterator[None]:
+    """Put the setting that an error is about into its message."""
     try:
-        # Before a client can connect: Linux creates the path with the mode of the socket.
-        os.fchmod(listener.fileno(), mode)
-        listener.bind(str(path))
-        listener.listen(_BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    return listener
+        yield
+    except UnicodeError as error:
+        raise ListenError(f"--{option} {value}: this is no host's name") from error
+    except OSError as error:
+        raise ListenError(f"--{option} {value}: {error.strerror or error}") from error
 
 
 def url_of(listener: socket.socket, *, encrypted: bool) -> str:
