@@ -75,7 +75,7 @@ class Settings(BaseSettings):
         str,
         _matching(
             r"(\d{1,10}(=[A-Za-z0-9._-]{1,64})?(,\d{1,10}(=[A-Za-z0-9._-]{1,64})?)*)?",
-            "numeric user ids with commas between them, each alone or with the name of a key, as in 1000,1001=batch",
+            "numeric user ids with commas between them, each alone or with a key's name, as in 1000,1001=batch",
         ),
     ] = Field(
         "",

@@ -1,5 +1,6 @@
 """The file of API keys: TOML, one table `[[keys]]` for each, with the SHA-256 of the key instead of the key."""
 
+import re
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,12 +55,26 @@ class _Entry(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
 
-    name: str = Field(pattern=f"^{KEY_NAME}$")
-    sha256: str = Field(pattern=r"^[0-9A-Fa-f]{64}$")
+    name: str
+    sha256: str
     may: list[str] = Field(min_length=1)
     expires: datetime | None = None
     requests_per_second: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = None
     max_inflight_bytes: Annotated[int, Field(ge=1, lt=2**63)] | None = None
+
+    @field_validator("name")
+    @classmethod
+    def _is_a_name(cls, name: str) -> str:
+        if re.fullmatch(KEY_NAME, name) is None:
+            raise ValueError("must be 1 to 64 of the characters A-Z a-z 0-9 . _ -")
+        return name
+
+    @field_validator("sha256")
+    @classmethod
+    def _is_a_digest(cls, sha256: str) -> str:
+        if re.fullmatch("[0-9A-Fa-f]{64}", sha256) is None:
+            raise ValueError("must be 64 hexadecimal digits; normserve api-key NAME makes an entry")
+        return sha256
 
     @field_validator("may")
     @classmethod
@@ -125,7 +140,7 @@ def _fault(error: ValidationError) -> str:
             where += f"[{part}]"
         else:
             where += ("." if where else "") + (part if part in known else "(another field)")
-    return f"{where}: {first['msg']}"
+    return f"{where}: {first['msg'].removeprefix('Value error, ')}"
 
 
 def _require_unlike(field: str, values: Sequence[object]) -> None:

@@ -87,6 +87,20 @@ def test_a_wrong_field_is_refused_by_its_place(field, value):
 
 
 @pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("name", '"two words"', "must be 1 to 64 of the characters"),
+        ("sha256", '"12"', "must be 64 hexadecimal digits"),
+        ("may", '["everything"]', "must be a list of infer, layers, metrics"),
+        ("expires", "2030-01-01T00:00:00", "must be a date and a time with an offset"),
+    ],
+)
+def test_an_error_says_in_words_what_is_expected(field, value, expected):
+    with pytest.raises(KeysFileError, match=rf"^keys\[0\]\.{field}: {expected}"):
+        parse_keys(one(**{field: value}))
+
+
+@pytest.mark.parametrize(
     "content",
     [
         b"",
