@@ -3,7 +3,7 @@
 from collections.abc import Collection
 
 from normserve.backends.base import Backend
-from normserve.errors import DeviceFailureError
+from normserve.errors import ConfigurationError
 from normserve.memory.slabs import SlabPool
 
 
@@ -15,7 +15,7 @@ def choose_backend(
     Imports only what it chose, as each takes seconds to load.
 
     Raises:
-        DeviceFailureError: triton was asked for by name and there is no CUDA device.
+        ConfigurationError: triton was asked for by name and there is no CUDA device.
     """
     if name != "torch":
         from normserve.backends.cuda.ahead import CompilingAhead
@@ -31,7 +31,7 @@ def choose_backend(
             return TritonBackend(slabs, warm_sizes, ahead)
         ahead.abandon()
         if name == "triton":
-            raise DeviceFailureError("the triton backend needs a CUDA device, torch sees none")
+            raise ConfigurationError("the triton backend needs a CUDA device, torch sees none")
     from normserve.backends.cpu.backend import TorchBackend
 
     return TorchBackend(cpu_threads, slabs, warm_sizes)

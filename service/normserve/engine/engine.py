@@ -105,6 +105,11 @@ class Engine:
         """Tell everybody who still waits that the server ends first."""
         self._replies.refuse_all(DrainingError("the server ends before this request was finished"))
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a thread of the device has not ended: it computes, or waits for work."""
+        return self._executor.is_running
+
     def stop(self, timeout_s: float) -> None:
         """End the device's thread; nothing may be submitted afterwards."""
         self._executor.stop(timeout_s)

@@ -85,6 +85,10 @@ class _Thread:
         if self._thread.is_alive():
             self._thread.join(timeout_s)
 
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
     def _run(self) -> None:
         while (work := self._inbox.get()) is not None:
             try:
@@ -195,6 +199,11 @@ class Executor:
         give_up = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.stop(max(0.0, give_up - time.monotonic()))
+
+    @property
+    def is_running(self) -> bool:
+        """Whether one of the threads has not ended."""
+        return any(thread.is_running for thread in self._threads)
 
     @property
     def backend(self) -> Backend:

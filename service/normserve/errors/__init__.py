@@ -25,6 +25,7 @@ NormserveError
 │   └── UnexpectedTensorError    unexpected_tensor
 ├── ClientLeftError              client_left
 ├── DeadlineExceededError        deadline_exceeded
+├── ConfigurationError           internal               the server cannot start with its settings; in no response
 ├── DeviceFailureError           device_failure         permanent: the process must be replaced
 └── RetryLaterError                                     carries retry_after_s
     ├── OverloadedError          overloaded
@@ -152,6 +153,10 @@ class ClientLeftError(NormserveError):
 
 class DeadlineExceededError(NormserveError):
     code = "deadline_exceeded"
+
+
+class ConfigurationError(NormserveError):
+    """The server cannot start with its settings, however often it is started."""
 
 
 class DeviceFailureError(NormserveError):

@@ -37,6 +37,7 @@ STATUSES: dict[type[NormserveError], int] = {
     errors.RateLimitedError: 429,
     errors.HeadersTooLargeError: 431,
     errors.ClientLeftError: 499,
+    errors.ConfigurationError: 500,
     errors.DeviceFailureError: 500,
     errors.UnsupportedTransferEncodingError: 501,
     errors.DrainingError: 503,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from normserve.codec.safetensors import CHECKPOINT_LIMITS, Entry, read_entries
 from normserve.engine.engine import Engine
-from normserve.errors import MalformedPayloadError, NormserveError
+from normserve.errors import ConfigurationError, MalformedPayloadError, NormserveError, TooLargeError
 from normserve.jobs.job import Layer, Op
 from normserve.layers.registry import LayerRegistry, is_layer_name
 from normserve.memory.host_tensors import HostTensor
@@ -30,19 +30,23 @@ async def register_checkpoint(path: Path, engine: Engine, layers: LayerRegistry)
     Their eps is the one that a `config.json` beside the file names, 1e-5 where none does.
 
     Raises:
-        NormserveError: the file cannot be read, its parameters are of no use, or they are more than may be kept.
+        ConfigurationError: the file cannot be read, its parameters are of no use or more than may be kept.
+        NormserveError: the device could not take them.
     """
     try:
         found = await asyncio.to_thread(_read_pairs, path)
         eps = await asyncio.to_thread(eps_beside, path)
     except OSError as error:
-        raise NormserveError(f"the checkpoint {path} cannot be read: {error.strerror}") from error
+        raise ConfigurationError(f"the checkpoint {path} cannot be read: {error.strerror}") from error
     except NormserveError as error:
-        raise type(error)(f"the checkpoint {path}: {error.detail}") from error
+        raise ConfigurationError(f"the checkpoint {path}: {error.detail}") from error
     for name, weight, bias in found:
         nbytes = weight.nbytes + bias.nbytes
-        with layers.expecting(name, nbytes):
-            resident = await engine.load(Op.LAYER_NORM, weight, bias)
+        try:
+            with layers.expecting(name, nbytes):
+                resident = await engine.load(Op.LAYER_NORM, weight, bias)
+        except TooLargeError as error:
+            raise ConfigurationError(f"the checkpoint {path}: {error.detail}") from error
         size, dtype = weight.shape[0], weight.dtype
         layers.put(Layer(name, Op.LAYER_NORM, eps, 0, "none", size, dtype, True, nbytes, resident))
     log.info("registered %d layers from %s with eps %g", len(layers), path, eps)

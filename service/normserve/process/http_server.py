@@ -15,6 +15,7 @@ import uvicorn
 from normserve.errors import NormserveError
 from normserve.http.problems import NO_SNIFFING
 from normserve.http.transport import Connection, Manners, Patience, listen
+from normserve.process.exit_codes import ExitCode
 from normserve.process.tls import TlsContext, TlsFileError
 from normserve.settings import Settings
 
@@ -33,7 +34,7 @@ class HttpServer(uvicorn.Server):
         self._tls = tls
         self._background: set[asyncio.Task[None]] = set()
         self._draining = False
-        self.exit_code = 0
+        self.exit_code = ExitCode.STOPPED
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -58,7 +59,7 @@ class HttpServer(uvicorn.Server):
     def _on_signal(self, number: signal.Signals) -> None:
         log.info("%s came%s", number.name, ", again: the server ends at once" if self._draining else "")
         if self._draining:
-            self.exit_code = 1
+            self.exit_code = ExitCode.FAILED
             self.should_exit = self.force_exit = True
             return
         self._drain_once()

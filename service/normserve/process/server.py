@@ -11,7 +11,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from normserve.errors import NormserveError
+from normserve.errors import ConfigurationError, NormserveError
 from normserve.http.relay.owner import Relays
 from normserve.http.service import Service
 from normserve.local.server import LocalServer
@@ -19,6 +19,7 @@ from normserve.logs import audit
 from normserve.process.announcement import announce
 from normserve.process.channel import Channel
 from normserve.process.connections import ConnectionLimits, connections_for_descriptors
+from normserve.process.exit_codes import ExitCode
 from normserve.process.http_server import CLOSE_S, HttpServer
 from normserve.process.listeners import is_local, url_of
 from normserve.process.local_clients import local_limits, local_server
@@ -164,7 +165,7 @@ class Server(HttpServer):
             await self._app.state.warming
         except NormserveError as error:
             log.critical("the server cannot start: %s", error.detail)
-            self._fail()
+            self._fail(ExitCode.MISCONFIGURED if isinstance(error, ConfigurationError) else ExitCode.FAILED)
             return
         except Exception as error:
             self._service.report_crash("the server cannot start", error)
@@ -189,8 +190,8 @@ class Server(HttpServer):
         self._service.report_crash("the device failed")
         self._fail()
 
-    def _fail(self) -> None:
+    def _fail(self, code: ExitCode = ExitCode.FAILED) -> None:
         self._is_failing = True
-        self.exit_code = 1
+        self.exit_code = code
         self._tell(ready=False)
         asyncio.get_running_loop().call_later(_FAREWELL_S, setattr, self, "should_exit", True)

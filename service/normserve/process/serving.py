@@ -2,8 +2,10 @@
 
 import contextlib
 import logging
+import os
 import socket
 import sys
+from typing import NoReturn
 
 from fastapi import FastAPI
 
@@ -15,8 +17,9 @@ from normserve.http.problems import render
 from normserve.http.service import Service
 from normserve.logs import audit
 from normserve.metrics.requests import RequestRecord
+from normserve.process.exit_codes import ExitCode
 from normserve.process.http_server import http_config
-from normserve.process.listeners import listening, listening_locally
+from normserve.process.listeners import ListenError, listening, listening_locally
 from normserve.process.server import Server
 from normserve.process.tls import TlsContext, TlsFiles
 from normserve.settings import Settings
@@ -54,9 +57,9 @@ def serve(settings: Settings, app: FastAPI | None = None, channel: socket.socket
             listeners = stack.enter_context(listening(settings)) if channel is None else []
             is_listening_locally = channel is None and settings.local is not None
             local_listener = stack.enter_context(listening_locally(settings)) if is_listening_locally else None
-        except OSError as error:
+        except ListenError as error:
             log.critical("the server cannot listen: %s", error)
-            return 1
+            return ExitCode.MISCONFIGURED
         files = TlsFiles.of(settings)
         tls = None if files is None else TlsContext(files)
         server = Server(config, app, listeners, stack.close, channel, tls, local_listener)
@@ -67,6 +70,18 @@ def serve(settings: Settings, app: FastAPI | None = None, channel: socket.socket
             server.run()
         except Exception as error:
             service.report_crash("the server ended with an unexpected error", error)
-            server.exit_code = 1
+            server.exit_code = ExitCode.FAILED
         audit.ended(server.exit_code)
+    if service.engine.is_running:
+        _end_without_threads(server.exit_code)
     return server.exit_code
+
+
+def _end_without_threads(code: int) -> NoReturn:
+    """End the process although a thread of the device still computes.
+
+    The interpreter's own end would unwind the stack of such a thread, which in C++ code aborts the process.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(code)

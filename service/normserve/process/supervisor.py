@@ -25,8 +25,9 @@ from normserve.peers.siblings import Place
 from normserve.process.announcement import announce
 from normserve.process.child import FRONT_END, OWNER, Handed, Process, ending
 from normserve.process.connections import ConnectionLimits, connections_for_descriptors
+from normserve.process.exit_codes import ExitCode
 from normserve.process.handover import BEAT_S, LINK, REFUSED
-from normserve.process.listeners import listening, listening_locally, url_of
+from normserve.process.listeners import ListenError, listening, listening_locally, url_of
 from normserve.process.local_clients import local_limits
 from normserve.settings import Settings
 
@@ -93,12 +94,11 @@ class Fleet:
         while not self._ending.is_set():
             began = time.monotonic()
             code = await process.run()
-            if self._ending.is_set() or not process.was_ready.is_set():
-                # A process that cannot even start would fail again: the whole fleet ends.
-                self._exit_code = self._exit_code or int(code != 0)
+            if self._ending.is_set() or self._would_fail_again(process, code):
+                self._exit_code = self._exit_code or (code if code in list(ExitCode) else ExitCode.FAILED)
                 if not self._ending.is_set():
                     ended = {**process.fields, **ending(code)}
-                    log.critical("%s ended before it was ready", process.name, extra={"fields": ended})
+                    log.critical("%s cannot start: the server ends", process.name, extra={"fields": ended})
                     self._end()
                 return
             process.restarts += 1
@@ -107,6 +107,16 @@ class Fleet:
             log.error("%s ended and is started again in %.1f s", process.name, pause, extra={"fields": ended})
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ending.wait(), pause)
+
+    def _would_fail_again(self, process: Process, code: int) -> bool:
+        """Whether the whole fleet ends with a process: it could not even start.
+
+        One that has been ready and can start no more, such as one whose device is gone, is tried again as long as
+        another one serves.
+        """
+        if not process.was_ready.is_set():
+            return True
+        return code == ExitCode.MISCONFIGURED and not any(owner.is_ready for owner in self._owners)
 
     async def _watch(self) -> None:
         """Count the time in which processes are silent.
@@ -230,4 +240,8 @@ def serve_fleet(settings: Settings) -> int:
         async def run() -> int:
             return await Fleet(settings, Path(folder)).run()
 
-        return asyncio.run(run())
+        try:
+            return asyncio.run(run())
+        except ListenError as error:
+            log.critical("the server cannot listen: %s", error)
+            return ExitCode.MISCONFIGURED

@@ -29,7 +29,7 @@ from tests.integration.harness.fleets import (
 )
 from tests.integration.harness.load import Load
 from tests.integration.harness.raw import Connection, head
-from tests.integration.harness.wire import assert_problem, from_npy, npy
+from tests.integration.harness.wire import assert_problem, from_npy, npy, packed
 
 HANG_S = 4
 LIMITED = str(Path(__file__).with_name("limited_files.py"))
@@ -210,3 +210,18 @@ def test_a_process_that_is_full_is_told_of_layers_all_the_same(small):
         occupying.sendall(npy(np.ones((3, 8), np.float32)))
         assert occupying.answer().status_code == 200
     assert "told" in assert_agreed(small.url)
+
+
+def test_a_process_that_can_start_no_more_ends_the_server_with_the_last_that_serves(start_server, tmp_path, until):
+    checkpoint = tmp_path / "model.safetensors"
+    checkpoint.write_bytes(packed(**{"ln.weight": WEIGHT, "ln.bias": WEIGHT + 1}))
+    fleet = start_server("--devices", "cpu,cpu", "--checkpoint", str(checkpoint))
+    first, second = pids(fleet.url)
+    checkpoint.unlink()
+    os.kill(first, signal.SIGKILL)
+    until(lambda: "exit_code=2" in fleet.log)
+    with fleet.client() as api:
+        assert api.get("/readyz").status_code == 200
+    assert fleet.process.poll() is None
+    os.kill(second, signal.SIGKILL)
+    assert fleet.wait() == 2

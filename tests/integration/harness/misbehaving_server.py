@@ -1,15 +1,18 @@
 """`normserve` with a CPU backend that obeys a test: rows of certain lengths make it wait, fail or run dry.
 
 It writes `ran ROWSxN` for each launch.  While it waits, it waits for the file that $GATE names: with $WAIT_AT_START
-also before its device starts, with $WAIT_AT_LOAD before it takes a second layer's parameters.
+also before its device starts, with $WAIT_AT_LOAD before it takes a second layer's parameters.  Its device never comes
+to the end of its start with $COMPUTE_AT_START.
 """
 
 import os
 import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import normserve.http.service
+import torch
 from normserve.backends.cpu.backend import TorchBackend
 from normserve.cli.commands import main
 from normserve.errors import DeviceFailureError
@@ -27,6 +30,8 @@ class MisbehavingBackend(TorchBackend):
     def start(self):
         if os.environ.get("WAIT_AT_START"):
             wait_for_gate()
+        if os.environ.get("COMPUTE_AT_START"):
+            compute_forever()
         return super().start()
 
     def load(self, op, weight, bias):
@@ -48,6 +53,14 @@ class MisbehavingBackend(TorchBackend):
             raise RuntimeError("injected")
         print(f"ran {sum(job.rows for job in batch.jobs)}x{cols}", flush=True)
         return super().run(batch)
+
+
+def compute_forever() -> NoReturn:
+    """Spend nearly all time in torch's own code."""
+    x = torch.ones(2**24)
+    print("computing", flush=True)
+    while True:
+        x.sum()
 
 
 def wait_for_gate() -> None:

@@ -6,29 +6,73 @@ import pytest
 import safetensors.torch
 import torch
 
+from tests.integration.harness.servers import of_one_process
+from tests.integration.harness.stage import SCRIPT
 from tests.integration.harness.wire import assert_alive
+
+#: A server and a fleet, whose first process listens.
+FLEET = ("--devices", "cpu")
+
+
+@pytest.mark.parametrize("more", [(), FLEET])
+@pytest.mark.parametrize(
+    ("option", "value"), [("--host", "a..b"), ("--uds", "/no/such/folder/socket"), ("--local", "/dev/null")]
+)
+def test_where_no_server_can_listen_no_restart_helps(start_server, more, option, value):
+    refused = start_server(option, value, *more, wait=False)
+    assert refused.wait() == 2
+    assert f"the server cannot listen: {option} {value}: " in refused.log
+    assert "Traceback" not in refused.log
 
 
 def test_port_in_use(start_server, server):
     refused = start_server("--port", str(server.address[1]), wait=False)
-    assert refused.wait() != 0
+    assert refused.wait() == 2
     assert "Address already in use" in refused.log
+
+
+@pytest.mark.parametrize("option", ["--uds", "--local"])
+@pytest.mark.parametrize("more", [(), FLEET])
+def test_the_socket_of_another_server_is_its_own(start_server, tmp_path, option, more):
+    path = tmp_path / "socket"
+    server = start_server(option, str(path))
+    refused = start_server(option, str(path), *more, wait=False)
+    assert refused.wait() == 2
+    assert f"{option} {path}: another server listens there" in refused.log
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
+    server.terminate()
+    assert server.wait() == 0
+    assert not path.exists()
+
+
+def test_the_socket_of_a_killed_server_is_replaced(start_server, tmp_path):
+    path = tmp_path / "socket"
+    killed = start_server("--uds", str(path))
+    killed.process.kill()
+    killed.wait()
+    assert path.is_socket()
+    start_server("--uds", str(path))
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_triton_without_a_device(start_server):
     refused = start_server("--backend", "triton", wait=False)
-    assert refused.wait() == 1
+    assert refused.wait() == 2
     assert "needs a CUDA device" in refused.log
+    assert "crash report" not in refused.log
 
 
+@pytest.mark.parametrize("more", [(), FLEET])
 @pytest.mark.parametrize("content", [None, b"no safetensors at all"])
-def test_checkpoint_that_cannot_be_read(start_server, tmp_path, content):
+def test_checkpoint_that_cannot_be_read(start_server, tmp_path, content, more):
     path = tmp_path / "model.safetensors"
     if content is not None:
         path.write_bytes(content)
-    refused = start_server("--checkpoint", str(path), wait=False)
-    assert refused.wait() == 1
+    refused = start_server("--checkpoint", str(path), *more, wait=False)
+    assert refused.wait() == 2
     assert str(path) in refused.log
     assert "Traceback" not in refused.log
 
@@ -58,6 +102,25 @@ def test_checkpoint_layers_go_by_their_names(start_server, tmp_path):
     assert layers.keys() == {"encoder.LayerNorm", "h.0.ln_1", "ln_f"}
     assert layers["encoder.LayerNorm"]["size"] == 8
     assert layers["ln_f"]["eps"] == 1e-5
+
+
+def test_more_layers_than_may_be_kept_need_another_setting(start_server, tmp_path):
+    path = tmp_path / "model.safetensors"
+    safetensors.torch.save_file({"ln.weight": torch.ones(64), "ln.bias": torch.ones(64)}, path)
+    refused = start_server("--checkpoint", str(path), "--max-layer-bytes", "100", wait=False)
+    assert refused.wait() == 2
+    assert str(path) in refused.log
+
+
+@of_one_process
+def test_sigterm_while_the_device_warms_up(start_server, until):
+    """A thread that is deep in torch does not abort the process that ends without it."""
+    # Not forked: this is about the end of the interpreter, which a forked process does not have.
+    server = start_server(env={"COMPUTE_AT_START": "1"}, script=SCRIPT, wait=False, preloaded=False)
+    until(lambda: "computing" in server.log)
+    server.terminate()
+    assert server.wait() == 0
+    assert "exit_code=0" in server.log
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")

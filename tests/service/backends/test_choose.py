@@ -3,7 +3,7 @@
 import pytest
 import torch
 from normserve.backends.choose import choose_backend
-from normserve.errors import DeviceFailureError
+from normserve.errors import ConfigurationError
 
 
 def test_torch_by_name():
@@ -13,5 +13,5 @@ def test_torch_by_name():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_no_device_means_the_cpu_and_is_an_error_for_triton():
     assert choose_backend("auto", 1).name == "torch"
-    with pytest.raises(DeviceFailureError, match="CUDA"):
+    with pytest.raises(ConfigurationError, match="CUDA"):
         choose_backend("triton", 1)
