@@ -60,7 +60,6 @@ class Engine:
         self._arrivals: dict[NormJob, bool] = {}
         self._on_device = Launches(executor, self._finish, self._feed)
         self.launches = self._on_device.progress
-        self._failure: NormserveError | None = None
         self.state = State.STARTING
         self.device: DeviceInfo | None = None
         self.failed_work: str | None = None
@@ -128,7 +127,7 @@ class Engine:
             case State.DRAINING:
                 raise DrainingError("the server is shutting down and finishes only what it has admitted")
             case State.FAILED:
-                raise NotReadyError("the device has failed, the server is about to exit")
+                raise _never_launched()
 
     async def load(self, op: Op, weight: HostTensor, bias: HostTensor | None) -> object:
         """Bring a layer's parameters to where the device wants them.
@@ -204,8 +203,8 @@ class Engine:
             DeadlineExceededError: the deadline has passed.
             NormserveError: the job cannot be run; there is nothing to end.
         """
-        if self._failure is not None:
-            raise copy.copy(self._failure)
+        if self.state is State.FAILED:
+            raise _never_launched()
         self._replies.expect(job, deadline, on_end)
         try:
             is_compiled = self._is_compiled(job)
@@ -264,14 +263,14 @@ class Engine:
 
     def _admit(self) -> None:
         """Give the device what it can take, and let the clock run for what must wait."""
-        if len(self._arrivals) == 1 and self._failure is None:
+        if len(self._arrivals) == 1 and self.state is not State.FAILED:
             self._admit_alone(*self._arrivals.popitem())
             return
         # Some may have left since.
         arrivals = {job: ready for job, ready in self._arrivals.items() if self._replies.is_awaited(job)}
         self._arrivals = {}
-        if self._failure is not None:
-            self._replies.refuse(arrivals, self._failure)
+        if self.state is State.FAILED:
+            self._replies.refuse(arrivals, _never_launched())
             return
         for job, is_compiled in arrivals.items():
             if is_compiled:
@@ -294,7 +293,10 @@ class Engine:
         self._replies.keep_deadline(job)
 
     def _feed(self) -> None:
-        while self._failure is None and (batch := self._batcher.take(self._on_device.free_lanes())) is not None:
+        while (
+            self.state is not State.FAILED
+            and (batch := self._batcher.take(self._on_device.free_lanes())) is not None
+        ):
             self._launch(batch)
 
     def _launch(self, batch: Batch) -> None:
@@ -319,17 +321,20 @@ class Engine:
         self._metrics.observe_launch(batch, execution)
 
     def _note_failure(self, error: NormserveError, batch: Batch | None = None) -> None:
-        """A failed device is of no more use: answer everybody who waits for it and tell the process."""
-        if not isinstance(error, DeviceFailureError) or self._failure is not None:
+        """A failed device is of no more use: refuse the jobs that wait for it and tell the process.
+
+        Only jobs of a launch that failed are told of the failure: one of them may be its cause, and would make the
+        next server fail.  Those that no launch had may be sent again.
+        """
+        if not isinstance(error, DeviceFailureError) or self.state is State.FAILED:
             return
-        self._failure = copy.copy(error)
         self.failed_work = None if batch is None else described(batch)
         self._enter(State.FAILED)
         log.critical("the device failed, the server ends: %s", error.detail)
         queued = (*self._batcher, *self._compilation.jobs())
         for job in queued:
             self._withdraw(job)
-        self._replies.refuse(queued, error)
+        self._replies.refuse(queued, _never_launched())
         self.on_failure()
 
     def _withdraw(self, job: NormJob) -> None:
@@ -349,3 +354,8 @@ class Engine:
             self._note_failure(outcome.error)
             raise copy.copy(outcome.error)
         return outcome.value
+
+
+def _never_launched() -> NotReadyError:
+    """The error of a job that a failed device has not been given."""
+    return NotReadyError("the device has failed before it was given this request, and the server is about to exit")

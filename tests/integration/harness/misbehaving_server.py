@@ -1,8 +1,8 @@
 """`normserve` with a CPU backend that obeys a test: rows of certain lengths make it wait, fail or run dry.
 
 It writes `ran ROWSxN` for each launch.  While it waits, it waits for the file that $GATE names: with $WAIT_AT_START
-also before its device starts, with $WAIT_AT_LOAD before it takes a second layer's parameters.  Its device never comes
-to the end of its start with $COMPUTE_AT_START.
+also before its device starts, with $WAIT_AT_LOAD before it takes a second layer's parameters.  With
+$COMPUTE_AT_START its device never comes to the end of its start.
 """
 
 import os

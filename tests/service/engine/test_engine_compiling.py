@@ -10,6 +10,7 @@ from normserve.errors import (
     DeadlineExceededError,
     DeviceFailureError,
     InvalidShapeError,
+    NotReadyError,
     OverloadedError,
 )
 
@@ -88,9 +89,10 @@ async def test_device_that_fails_answers_those_who_wait_for_a_compile(scene):
     waiting, doomed = scene.submit(job(1, 8)), scene.submit(job(1, 4))
     await turn()
     scene.executor.finish(DeviceFailureError("gone"))
-    for each in (waiting, doomed):
-        with pytest.raises(DeviceFailureError):
-            await each
+    with pytest.raises(DeviceFailureError):
+        await doomed
+    with pytest.raises(NotReadyError):
+        await waiting
 
 
 @compiling_scene
