@@ -19,6 +19,8 @@ NPY_MAGIC = b"\x93NUMPY"
 SNIFF_BYTES = 9
 
 
+_JSON_SPACE = frozenset((b" ", b"\t", b"\n", b"\r"))
+
 _ZIP = b"PK\x03\x04"
 # Where a zip archive says how long the name of its first file is, and where that begins.
 _ZIP_NAME_BYTES, _ZIP_NAME = slice(26, 28), 30
@@ -73,6 +75,7 @@ def sniff(head: bytes | memoryview) -> str | None:
     start = bytes(head[:SNIFF_BYTES])
     if start.startswith(NPY_MAGIC):
         return NPY
-    if start[8:9] == b"{":
+    # White space may precede the header; then its length, of which four bytes are 0, shows that this is no text.
+    if start[8:9] == b"{" or (start[8:9] in _JSON_SPACE and start[4:8] == bytes(4)):
         return SAFETENSORS
     return None

@@ -16,8 +16,10 @@ from normserve.codec.shapes import bits_of
 from normserve.errors import MalformedPayloadError, NotAcceptableError, UnsupportedDtypeError
 from normserve.memory.host_tensors import DType, HostTensor
 
-_DTYPES = {"<f4": DType.FLOAT32, "<f2": DType.FLOAT16}
-_DESCRS = {dtype: descr for descr, dtype in _DTYPES.items()}
+_DTYPES = {"f4": DType.FLOAT32, "f2": DType.FLOAT16}
+_DESCRS = {dtype: f"<{element}" for element, dtype in _DTYPES.items()}
+# Little-endian, or the order of this machine, which is the same.
+_NATIVE = re.compile(r"[<=|]?(f[0-9])")
 
 # Kinds of plain elements and the sizes in bytes that each comes in; None where any size will do.
 _ELEMENT_SIZES = {
@@ -31,7 +33,7 @@ _ELEMENT_SIZES = {
     "S": None,
     "U": None,
 }
-_DESCR = re.compile(r"(?P<order>[<>|])(?P<kind>[a-zA-Z])(?P<size>[0-9]{1,9})(?:\[[0-9]{0,9}[A-Za-z]{1,2}\])?")
+_DESCR = re.compile(r"[<>|=]?(?P<kind>[a-zA-Z])(?P<size>[0-9]{1,9})(?:\[[0-9]{0,9}[A-Za-z]{1,2}\])?")
 
 # Python's literals know more white space than numpy writes, and str.strip() more than they.
 _SPACE = " \t\r\n"
@@ -41,6 +43,8 @@ _ITEM = re.compile(
         [ \t\r\n]*(?:,[ \t\r\n]*|\Z)""",
     re.ASCII | re.VERBOSE,
 )
+# Python 2 wrote some sizes as 4L; numpy reads them in the versions of that time.
+_LONG = re.compile(r"(?<=[0-9])L(?=[ ,)])")
 _SIZE = re.compile("0|[1-9][0-9]{0,18}")
 
 # Version to the width of its length field and its header's encoding.
@@ -144,13 +148,17 @@ def _known_array(text: bytes, encoding: str) -> _Array:
 
 def _parse_array(text: bytes, encoding: str) -> _Array:
     try:
-        header = _parse_header(text.decode(encoding))
+        decoded = text.decode(encoding)
     except UnicodeDecodeError as error:
         raise MalformedPayloadError(f"the header must be UTF-8, byte {error.start} is not") from None
-    descr, fortran_order, shape = header
+    if encoding == "latin-1":
+        decoded = _LONG.sub("", decoded)
+    descr, fortran_order, shape = _parse_header(decoded)
     nbytes = bits_of(shape, 8 * _element_bytes(descr)) // 8
     # With fewer than two dimensions the orders are one.
-    return _Array(_DTYPES.get(descr), descr, fortran_order and len(shape) > 1, shape, nbytes)
+    native = _NATIVE.fullmatch(descr)
+    dtype = None if native is None else _DTYPES.get(native[1])
+    return _Array(dtype, descr, fortran_order and len(shape) > 1, shape, nbytes)
 
 
 def _parse_header(text: str) -> _Header:

@@ -157,8 +157,6 @@ def _header_end(body: memoryview, limits: Limits) -> int:
 
 
 def _read_header(raw: bytes) -> dict[str, object]:
-    if raw[:1] != b"{":
-        raise MalformedPayloadError("the header must begin with '{'")
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:
@@ -167,13 +165,16 @@ def _read_header(raw: bytes) -> dict[str, object]:
 
 
 def _check_metadata(metadata: object) -> None:
+    if metadata is None:
+        return
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise MalformedPayloadError(f"{_METADATA} must map strings to strings")
 
 
 def _read_entry(name: str, fields: object, data_start: int) -> Entry:
-    if not isinstance(fields, dict) or fields.keys() != _FIELDS:
-        raise MalformedPayloadError(f"{_label(name)} must have exactly dtype, shape and data_offsets")
+    # Other fields are ignored, as the format's own library ignores them.
+    if not isinstance(fields, dict) or not fields.keys() >= _FIELDS:
+        raise MalformedPayloadError(f"{_label(name)} must have dtype, shape and data_offsets")
     dtype, shape = fields["dtype"], fields["shape"]
     if not isinstance(dtype, str) or not (dtype in _ELEMENT_BITS or _FUTURE_DTYPE.fullmatch(dtype)):
         raise MalformedPayloadError(f"{_label(name)} has a dtype that safetensors does not define")

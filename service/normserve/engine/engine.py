@@ -293,10 +293,10 @@ class Engine:
         self._replies.keep_deadline(job)
 
     def _feed(self) -> None:
-        while (
-            self.state is not State.FAILED
-            and (batch := self._batcher.take(self._on_device.free_lanes())) is not None
-        ):
+        while self.state is not State.FAILED:
+            batch = self._batcher.take(self._on_device.free_lanes())
+            if batch is None:
+                return
             self._launch(batch)
 
     def _launch(self, batch: Batch) -> None:

@@ -22,6 +22,7 @@ def test_each_format_is_known_by_its_first_bytes():
     assert media_types.sniff(file.getvalue()) == media_types.NPY
     assert media_types.sniff(safetensors.numpy.save({"x": X})) == media_types.SAFETENSORS
     assert media_types.sniff(memoryview(safetensors.numpy.save({}))) == media_types.SAFETENSORS
+    assert media_types.sniff(b"\x04\0\0\0\0\0\0\0 \n{}") == media_types.SAFETENSORS
 
 
 @pytest.mark.parametrize("body", [b"", b"{}", b"a=1&b=2&c=3", b"\x80\x04\x95pickle", npz()])
@@ -47,6 +48,7 @@ def mangled(encoding):
         (b'{"x": [1, 2]}', "JSON"),
         (b"[[1.0, 2]]", "JSON"),
         (b"1.5,-2e3,4\n5", "CSV"),
+        (b"1.5,-2e3\n4,5", "CSV"),
         (b"7", "CSV"),
         (mangled("utf-8") + b"\x01\0", "as bytes, not as text"),
         (mangled("ascii") + b"\x01\0", "as bytes, not as text"),

@@ -1,5 +1,6 @@
 import io
 import struct
+import warnings
 
 import numpy as np
 import pytest
@@ -87,6 +88,24 @@ def test_a_header_may_be_laid_out_freely(text):
     assert npy.decode(by_hand(text, bytes(8))).nbytes == 8
 
 
+@pytest.mark.parametrize("version", [(1, 0), (2, 0)])
+@pytest.mark.parametrize("shape", ["(4L, 8L)", "(4, 8L)", "(4L,8L)", "(32L,)", "(4L, 8L, )"])
+def test_sizes_may_be_long_as_python_2_wrote_them(shape, version):
+    body = by_hand(header(shape=shape), bytes(128), version=version)
+    with pytest.warns(UserWarning, match="Python 2"):
+        expected = np.load(io.BytesIO(body))
+    assert npy.decode(body).shape == expected.shape
+
+
+@pytest.mark.parametrize("order", ["<", "=", "|", ""])
+@pytest.mark.parametrize("kind", ["f4", "f2"])
+def test_this_machines_order_has_several_spellings(order, kind):
+    array = np.arange(4).astype(kind)
+    body = by_hand(header(descr=f"'{order}{kind}'", shape="(4,)"), array.tobytes())
+    np.testing.assert_array_equal(np.load(io.BytesIO(body)), array)
+    np.testing.assert_array_equal(as_array(npy.decode(body)), array)
+
+
 NESTED = "(" * 30_000 + ")" * 30_000
 LIES = {
     "nothing": memoryview(b""),
@@ -147,7 +166,12 @@ LIES = {
     "structure": by_hand(header(descr="[('a', '<f4')]"), bytes(8)),
     "subarray": by_hand(header(descr="('<f4', (2,))", shape="()"), bytes(8)),
     "elements of three bytes": by_hand(header(descr="'<f3'"), bytes(6)),
-    "elements of no order": by_hand(header(descr="'f4'"), bytes(8)),
+    "elements of two orders": by_hand(header(descr="'<=f4'"), bytes(8)),
+    "elements by another name": by_hand(header(descr="'float32'"), bytes(8)),
+    "a long size in version 3": by_hand(header(shape="(2L,)"), bytes(8), version=(3, 0)),
+    "a size with two letters": by_hand(header(shape="(2LL,)"), bytes(8)),
+    "a letter between digits": by_hand(header(shape="(1L0,)"), bytes(40)),
+    "a letter alone": by_hand(header(shape="(L,)"), bytes(8)),
     "a comma-separated structure": by_hand(header(descr="'<f4,<f4'"), bytes(16)),
     "integers of a wrong size": by_hand(header(descr="'<i8'"), bytes(8)),
     "a pickled array": saved(np.zeros(2, "f4,i4")),
@@ -199,6 +223,9 @@ SCRAPS = [
     "'<f4'",
     "'>f2'",
     "'|O'",
+    "'=f4'",
+    "'f2'",
+    "3L",
     "'shape'",
     "'fortran_order'",
     "False",
@@ -221,4 +248,7 @@ def test_any_bytes_decode_or_raise_our_error(body):
     except NormserveError:
         return
     assert tensor.nbytes == tensor.data.nbytes
-    assert np.load(io.BytesIO(body)).shape == tensor.shape
+    with warnings.catch_warnings():
+        # Of sizes such as 4L.
+        warnings.filterwarnings("ignore", message=".*created on Python 2")
+        assert np.load(io.BytesIO(body)).shape == tensor.shape

@@ -110,6 +110,22 @@ def test_metadata_is_checked_and_left_out():
     assert list(codec.decode(memoryview(body))) == ["x"]
 
 
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"__metadata__": None, "x": entry()},
+        {"x": {**entry(), "strides": [1], "made by": "hand", "more": None}},
+        " \n\r\t" + json.dumps({"x": entry()}),
+        json.dumps({"x": entry()}) + " \n\r\t",
+    ],
+)
+def test_headers_that_the_reference_reads_are_read(header):
+    body = payload(header, bytes(range(8)))
+    (expected,) = safetensors.deserialize(bytes(body))
+    (name, tensor), *more = codec.decode(body).items()
+    assert (name, bytes(tensor.data), more) == (expected[0], bytes(expected[1]["data"]), [])
+
+
 def test_an_empty_set_of_tensors_is_well_formed():
     assert codec.decode(payload({})) == {}
 
@@ -133,7 +149,8 @@ LIES = {
     "header beyond the cap": payload(b"{" + b" " * (64 * 1024) + b"}"),
     "header length of 2^63": memoryview(struct.pack("<Q", 2**63) + b"{}"),
     "header length of 2^64 - 1": memoryview(struct.pack("<Q", 2**64 - 1) + b"{}"),
-    "header starts with a space": payload(b" {}"),
+    "a byte order mark": payload(b"\xef\xbb\xbf{}"),
+    "a space that JSON does not have": payload(b"\x0b{}"),
     "header is an array": payload([]),
     "header is a string": payload(b'"{}"'),
     "half an object": payload(b'{"x":'),
@@ -185,12 +202,14 @@ LIES = {
     "the same bytes twice": payload({"x": entry(), "y": entry()}, bytes(8)),
     "empty tensor inside another": payload({"x": entry(), "y": entry(shape=[0], offsets=[4, 4])}, bytes(8)),
     "missing field": payload({"x": {"dtype": "F32", "shape": [2]}}, bytes(8)),
-    "unknown field": payload({"x": {**entry(), "strides": [1]}}, bytes(8)),
+    "an unknown field of any depth": payload({"x": {**entry(), "more": [[1]]}}, bytes(8)),
+    "an unknown field twice": payload(
+        '{"x":{"a":1,"a":1,"dtype":"F32","shape":[2],"data_offsets":[0,8]}}', bytes(8)
+    ),
     "tensor is a number": payload({"x": 1}),
     "dtype is a number": payload({"x": entry(dtype=1)}, bytes(8)),
     "dtype of no format": payload({"x": entry(dtype="float32")}, bytes(8)),
     "metadata is a string": payload({"__metadata__": "x"}),
-    "metadata is null": payload({"__metadata__": None}),
     "metadata holds a number": payload({"__metadata__": {"a": 1}}),
     "metadata holds an object": payload({"__metadata__": {"a": {"b": "c"}}}),
     "integers of a wrong size": payload({"x": entry("I64", [2], [0, 8])}, bytes(8)),
