@@ -4,7 +4,7 @@ import difflib
 import math
 import re
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qsl
@@ -20,6 +20,8 @@ _DEFAULT_EPS = {Op.LAYER_NORM: 1e-5, Op.RMS_NORM: 1e-6, Op.GROUP_NORM: 1e-5, Op.
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?", re.ASCII)
 _WHOLE = re.compile(r"[+-]?[0-9]{1,19}", re.ASCII)
 _MAX_FIELDS = 64
+# What an error repeats of a name.
+_MAX_NAMED = 64
 
 
 def _number(text: str) -> float:
@@ -228,8 +230,13 @@ def _fields(raw: bytes) -> list[tuple[str, str]]:
 
 
 def _unknown(name: str, known: list[str]) -> str:
-    closest = difflib.get_close_matches(name[:64], known, n=1, cutoff=0.0)
-    return f"{name[:64]!r} is not a parameter of this operation; the closest is {closest[0]!r}"
+    return f"{name[:_MAX_NAMED]!r} is not a parameter of this operation; {expected_instead(name, known)}"
+
+
+def expected_instead(name: str, known: Collection[str]) -> str:
+    """The end of an error about an unknown name: the known one that may have been meant, else all of them."""
+    closest = difflib.get_close_matches(name[:_MAX_NAMED], known, n=1)
+    return f"the closest is {closest[0]!r}" if closest else f"expected {', '.join(known)}"
 
 
 def make_spec(op: Op, direction: Pass, values: dict[str, Any]) -> NormSpec:

@@ -34,6 +34,23 @@ def test_inference_with_json(api):
     np.testing.assert_allclose(y.std(1), 1, atol=1e-3)
 
 
+def test_json_may_begin_with_a_byte_order_mark(api):
+    text = b"\xef\xbb\xbf" + json.dumps(request_of()).encode()
+    assert api.post("/v2/models/layer_norm/infer", content=text).status_code == 200
+    # The same with its length, and for the other routes that read JSON.
+    headers = {"inference-header-content-length": str(len(text))}
+    assert api.post("/v2/models/layer_norm/infer", content=text, headers=headers).status_code == 200
+    assert api.post("/v2/repository/index", content=b"\xef\xbb\xbf{}").status_code == 200
+    assert api.post("/v2/repository/index", content=b"\xef\xbb\xbf" * 2 + b"{}").status_code == 400
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_the_server_is_there_with_and_without_a_slash(api, method):
+    with_slash, without = (api.request(method, path) for path in ("/v2/", "/v2"))
+    assert with_slash.status_code == without.status_code == 200
+    assert with_slash.content == without.content
+
+
 def test_inference_with_binary_tensors(api):
     x = {"name": "x", "shape": [2, 4], "datatype": "FP16", "parameters": {"binary_data_size": 16}}
     outputs = [{"name": "y", "parameters": {"binary_data": True}}]

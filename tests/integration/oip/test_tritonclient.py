@@ -241,7 +241,7 @@ INFERRED = [
     ({"parameters": {"timeout_ms": 5}}, "422", "closest is 'timeout'"),
     ({"priority": 3}, "422", "'priority' is not a parameter"),
     ({"sequence_id": 7}, "422", "'sequence_id' is not a parameter"),
-    ({"outputs": [triton.InferRequestedOutput("z")]}, "422", "closest is"),
+    ({"outputs": [triton.InferRequestedOutput("z")]}, "422", "expected y"),
     ({"outputs": [triton.InferRequestedOutput("residual_out")]}, "422", "these inputs give y, and nothing"),
     ({"outputs": [triton.InferRequestedOutput("y", class_count=3)]}, "422", "classification"),
     ({"outputs": [triton.InferRequestedOutput("y"), triton.InferRequestedOutput("y")]}, "400", "name of its own"),

@@ -187,6 +187,13 @@ def test_an_unknown_name_is_refused_with_the_closest(name, closest):
         parsed(f"{name}=1")
 
 
+@pytest.mark.parametrize("name", ["priority", "x", ""])
+def test_an_unknown_name_like_no_other_is_refused_with_those_that_there_are(name):
+    with pytest.raises(InvalidParameterError, match="expected eps, num_groups, layout") as refused:
+        parsed(f"{name}=1")
+    assert "closest" not in str(refused.value)
+
+
 @pytest.mark.parametrize("query", [b"eps=\xff", b"eps=%ff", b"eps"])
 def test_what_is_no_text_is_refused(query):
     with pytest.raises(InvalidParameterError):

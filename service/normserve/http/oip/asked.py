@@ -17,7 +17,6 @@ from normserve.http.oip.header import (
     OutputHeader,
     OutputParameters,
     Value,
-    closest,
 )
 from normserve.http.oip.models import VERSION, Model
 from normserve.jobs.job import NormSpec, Op, Pass
@@ -27,6 +26,7 @@ from normserve.memory.host_tensors import DType
 from normserve.requests.parameters import (
     FIXED_BY_LAYER,
     Parameter,
+    expected_instead,
     make_spec,
     named_layer,
     operation_parameters,
@@ -202,15 +202,13 @@ def _taken_timeout(given: dict[str, Value]) -> float | None:
 
 def _read_parameters(model: Model, given: dict[str, Value]) -> dict[str, Any]:
     known = _parameters(model)
-    names = {each.name for each in known}
+    names = [each.name for each in known]
     for name in given:
         if name.startswith(_RESERVED):
             raise MalformedPayloadError(f"{name[:64]!r} is reserved: no parameter may begin with {_RESERVED}")
         if name not in names:
-            near = closest(name, [*names, "timeout", "binary_data_output"])
-            raise InvalidParameterError(
-                f"{name[:64]!r} is not a parameter of {model.name}; the closest is {near!r}"
-            )
+            near = expected_instead(name, [*names, "timeout", "binary_data_output"])
+            raise InvalidParameterError(f"{name[:64]!r} is not a parameter of {model.name}; {near}")
     return parse_values([(name, _text(value)) for name, value in given.items()], known)
 
 
@@ -232,10 +230,8 @@ def _output(model: Model, header: OutputHeader, all_binary: bool) -> Output:
     known = output_names(model)
     base, _, number = header.name.partition(".")
     if header.name not in known and not (base in known and number.isdigit()):
-        near = closest(header.name, known)
-        raise UnexpectedTensorError(
-            f"{header.name[:64]!r} is not an output of {model.name}; the closest is {near!r}"
-        )
+        near = expected_instead(header.name, known)
+        raise UnexpectedTensorError(f"{header.name[:64]!r} is not an output of {model.name}; {near}")
     said = header.parameters or OutputParameters()
     if said.classification:
         raise InvalidParameterError("classification is not supported: outputs are tensors")

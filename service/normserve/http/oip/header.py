@@ -3,14 +3,13 @@
 The meaning of the tensors is checked in `asked`.
 """
 
-import difflib
-from collections.abc import Iterable
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from normserve.errors import InvalidParameterError, MalformedPayloadError, TooLargeError
+from normserve.requests.parameters import expected_instead
 
 LENGTH = b"inference-header-content-length"
 """The header field with the number of bytes of JSON in the body."""
@@ -21,7 +20,6 @@ MAX_JSON_BYTES = 4 * 2**20
 MAX_TENSORS = 64
 """Limit of the inputs, and of the outputs, of one request."""
 
-_MAX_NAMED = 64
 _MAX_DIGITS = 18
 
 Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -82,6 +80,7 @@ class Header(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     outputs: tuple[OutputHeader, ...] | None = None
 
 
+_MARK = "\ufeff".encode()
 _DECODER = msgspec.json.Decoder(Header)
 
 
@@ -127,7 +126,7 @@ def read_header(text: bytes | memoryview) -> Header:
         TooLargeError: there are too many tensors.
     """
     try:
-        header = _DECODER.decode(text)
+        header = _DECODER.decode(without_mark(text))
     except msgspec.ValidationError as error:
         raise _fault(str(error)) from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
@@ -138,13 +137,13 @@ def read_header(text: bytes | memoryview) -> Header:
     return header
 
 
-def closest(name: str, known: Iterable[str]) -> str:
-    """The known name closest to `name`."""
-    return difflib.get_close_matches(name[:_MAX_NAMED], list(known), n=1, cutoff=0.0)[0]
+def without_mark(text: bytes | memoryview) -> bytes | memoryview:
+    """Return JSON without the byte order mark that programs on Windows write before it."""
+    return text[len(_MARK) :] if text[: len(_MARK)] == _MARK else text
 
 
 def _fault(told: str) -> MalformedPayloadError | InvalidParameterError:
-    """The error for JSON of another form; for an unknown field it names the closest known one."""
+    """The error for JSON of another form; for an unknown field it says which are known."""
     _, unknown, rest = told.partition("unknown field `")
     where = told.rpartition(" - at `")[2].rstrip("`") if " - at `" in told else "$"
     if not unknown:
@@ -152,11 +151,11 @@ def _fault(told: str) -> MalformedPayloadError | InvalidParameterError:
     name = rest.partition("`")[0]
     of_input, of_output = where.startswith("$.inputs"), where.startswith("$.outputs")
     if where.endswith(".parameters") and where != "$.parameters":
-        near = closest(name, (InputParameters if of_input else OutputParameters).__struct_fields__)
-        return InvalidParameterError(f"{name[:64]!r} is not a parameter of a tensor; the closest is {near!r}")
+        near = expected_instead(name, (InputParameters if of_input else OutputParameters).__struct_fields__)
+        return InvalidParameterError(f"{name[:64]!r} is not a parameter of a tensor; {near}")
     said = InputHeader if of_input else OutputHeader if of_output else Header
-    near = closest(name, said.__struct_fields__)
-    return MalformedPayloadError(f"{name[:64]!r} is not a known field; the closest is {near!r}")
+    near = expected_instead(name, said.__struct_fields__)
+    return MalformedPayloadError(f"{name[:64]!r} is not a known field; {near}")
 
 
 def _require_distinct(what: str, names: list[str]) -> None:

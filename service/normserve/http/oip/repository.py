@@ -10,10 +10,11 @@ from fastapi.responses import JSONResponse
 from normserve.errors import InvalidParameterError, MalformedPayloadError, NormserveError
 from normserve.http.body import BodyReader, require_identity
 from normserve.http.exchange import Exchange
-from normserve.http.oip.header import closest, require_short
+from normserve.http.oip.header import require_short, without_mark
 from normserve.http.oip.models import VERSION, Models
 from normserve.http.oip.notes import note
 from normserve.layers.changes import LayerChanges
+from normserve.requests.parameters import expected_instead
 
 _READY = "READY"
 _JSON = msgspec.json.Decoder(dict[str, Any])
@@ -80,7 +81,7 @@ class Repository:
         body = await self.bodies.read(exchange)
         try:
             require_short(len(body))
-            return _JSON.decode(body) if body else {}
+            return _JSON.decode(without_mark(body)) if body else {}
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
             raise MalformedPayloadError("the body must be a JSON object, or none") from None
 
@@ -100,4 +101,4 @@ def _require_known(said: dict[str, Any], known: tuple[str, ...]) -> None:
 
 
 def _unknown(name: str, known: tuple[str, ...]) -> NormserveError:
-    return InvalidParameterError(f"{name[:64]!r} is not a known field; the closest is {closest(name, known)!r}")
+    return InvalidParameterError(f"{name[:64]!r} is not a known field; {expected_instead(name, known)}")

@@ -15,6 +15,7 @@ from normserve.errors import MalformedPayloadError, TooLargeError
 from normserve.http.body import BodyReader
 from normserve.http.direct import DirectRoute
 from normserve.http.exchange import Exchange
+from normserve.http.oip.header import without_mark
 from normserve.http.oip.regions.device import DeviceMemory, DeviceRegion
 from normserve.http.oip.regions.files import RegionFile
 from normserve.http.oip.regions.registry import Regions, require_name
@@ -130,7 +131,7 @@ class SharedMemory:
         exchange.begin_work()
         _require_short(len(body))
         try:
-            return decoder.decode(body)
+            return decoder.decode(without_mark(body))
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
             told = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
             raise MalformedPayloadError(f"the region's JSON cannot be read: {told}") from None
