@@ -64,7 +64,10 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="NORMSERVE_", frozen=True, extra="forbid")
 
-    host: str = Field("127.0.0.1", description="Address to listen on.")
+    host: str = Field(
+        "127.0.0.1",
+        description="Address or name to listen on; 0.0.0.0 for all of IPv4, :: for all of IPv4 and IPv6.",
+    )
     port: int = Field(8000, ge=0, le=65535, description="TCP port to listen on; 0 takes a free one.")
     uds: Path | None = Field(None, description="Path of an additional Unix domain socket to listen on.")
     local: Path | None = Field(

@@ -20,7 +20,8 @@ _METRICS = """# Metrics
 
 `GET /metrics` returns the Prometheus text format, or OpenMetrics if the `Accept` header contains
 `application/openmetrics-text`; the duration histograms then have exemplars with trace ids
-([observability.md](observability.md)). All values are in base units.
+([observability.md](observability.md)). It is compressed if `Accept-Encoding` names gzip, as Prometheus does. All
+values are in base units.
 
 The values of all labels are limited, so that clients cannot create new series:
 

@@ -59,7 +59,7 @@ LYING_SAFETENSORS = {
     "string size": safetensors(x_of(["1"], 0, 4), b"1234"),
     "rank 5000": safetensors(x_of([1] * 5000, 0, 4), b"1234"),
     "duplicate": safetensors(b'{"x":{"dtype":"F32","shape":[0],"data_offsets":[0,0]},' * 2 + b"}"),
-    "no brace": safetensors(b" " + json.dumps(x_of([1], 0, 4)).encode(), b"1234"),
+    "no brace": safetensors(b"\xef\xbb\xbf" + json.dumps(x_of([1], 0, 4)).encode(), b"1234"),
     "deep": safetensors(b'{"a":' * 10_000 + b"}" * 10_000),
     "bad utf-8": safetensors(b'{"\xff":1}'),
     "nan": safetensors(b'{"x":{"dtype":"F32","shape":[NaN],"data_offsets":[0,4]}}', b"1234"),

@@ -1,12 +1,13 @@
 """What a scrape says after real requests."""
 
+import gzip
 import re
 
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.integration.harness.raw import exchange
+from tests.integration.harness.raw import answered, exchange
 from tests.integration.harness.wire import NPY, SAFETENSORS, npy, packed, post
 
 
@@ -30,6 +31,36 @@ def fresh(launched):
     """A server that nobody else counts on."""
     with launched().client() as http:
         yield http
+
+
+@pytest.mark.parametrize(
+    ("accepted", "is_compressed"),
+    [
+        ("gzip", True),
+        ("GZIP;q=0.5, deflate", True),
+        ("gzip;q=0", False),
+        ("gzip;q=0.1, identity", False),
+        ("br", False),
+        ("", False),
+    ],
+)
+@pytest.mark.parametrize("accept", ["*/*", "application/openmetrics-text"])
+def test_a_scrape_is_compressed_if_the_scraper_accepts_that(server, accepted, is_compressed, accept):
+    lines = (
+        "GET /metrics HTTP/1.1",
+        "Host: localhost",
+        f"Accept-Encoding: {accepted}",
+        f"Accept: {accept}",
+        "",
+        "",
+    )
+    answer = answered(server.address, "\r\n".join(lines).encode())
+    assert answer.status_code == 200
+    assert answer.headers.get("content-encoding") == ("gzip" if is_compressed else None)
+    assert "accept-encoding" in answer.headers["vary"]
+    text = gzip.decompress(answer.content) if is_compressed else answer.content
+    assert b"normserve_requests_total" in text
+    assert text.endswith(b"# EOF\n") is (accept != "*/*")
 
 
 def test_counters_equal_what_was_sent(fresh):

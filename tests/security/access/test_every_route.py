@@ -33,6 +33,7 @@ SHARED = {
     if place or what != "register"
 }
 RELOADED = {("POST", f"/v2/repository/models/{{name}}/{change}") for change in ("load", "unload")}
+INFORMATION = ("/v1/info", "/v2", "/v2/")
 OPERATIONS = {f"/v1/{op.value}{way}" for op in LAYER_OPS for way in ("", "/backward")} | {"/v1/layer_norm_chain"}
 MAY = {
     INFER: {("POST", path) for path in OPERATIONS}
@@ -40,12 +41,12 @@ MAY = {
     | COUNTED
     | SHOWN
     | SHARED
-    | {(method, path) for method in READS for path in ("/v1/layers", "/v1/layers/{name}", "/v1/info", "/v2")},
+    | {(method, path) for method in READS for path in ("/v1/layers", "/v1/layers/{name}", *INFORMATION)},
     LAYERS: {(method, "/v1/layers/{name}") for method in ("PUT", "DELETE")}
     | RELOADED
     | SHOWN
-    | {(method, path) for method in READS for path in ("/v1/layers", "/v1/layers/{name}", "/v1/info", "/v2")},
-    METRICS: {(method, path) for method in READS for path in ("/metrics", "/v1/info", "/v2")} | COUNTED,
+    | {(method, path) for method in READS for path in ("/v1/layers", "/v1/layers/{name}", *INFORMATION)},
+    METRICS: {(method, path) for method in READS for path in ("/metrics", *INFORMATION)} | COUNTED,
 }
 
 
@@ -95,6 +96,9 @@ def test_without_a_valid_key_only_what_is_public_answers(app, key):
     for (method, path), answer in zip(places, ask(app, requests), strict=True):
         if path in PUBLIC and method in READS:
             assert answer.status_code in (200, 400 if path == "/v2/health/ready" else 503), (method, path)
+        elif path in PUBLIC and method == "OPTIONS":
+            # Proxies check by this method, unless told otherwise, whether a server is there.
+            assert answer.status_code == 204, path
         else:
             assert answer.status_code == 401, (method, path)
 

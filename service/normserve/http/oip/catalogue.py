@@ -48,6 +48,8 @@ class Catalogue:
         """The routes, all of which only read."""
         router = APIRouter(tags=["open inference protocol"])
         router.add_api_route("/v2", self.server, methods=_READS)
+        # As the protocol's own OpenAPI document writes the path.
+        router.add_api_route("/v2/", self.server, methods=_READS, include_in_schema=False)
         router.add_api_route("/v2/health/live", self.live, methods=_READS)
         router.add_api_route("/v2/health/ready", self.ready, methods=_READS)
         # Before a model of the name `stats`, whose own statistics are below its version.

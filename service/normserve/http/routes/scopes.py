@@ -42,7 +42,8 @@ def _rows() -> Iterator[tuple[Sequence[str], str, Needed]]:
 
 
 def _rows_of_inference_protocol() -> Iterator[tuple[Sequence[str], str, Needed]]:
-    yield _READS, "/v2", ANY_KEY
+    for server in ("/v2", "/v2/"):
+        yield _READS, server, ANY_KEY
     yield _READS, "/v2/models/stats", _INFER | _METRICS
     for model in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}"):
         yield ("POST",), f"{model}/infer", _INFER
@@ -89,6 +90,9 @@ class RouteScopes:
 
         A request that no route handles needs any key: clients without one cannot find out which paths exist.
         """
+        if scope["method"] == "OPTIONS" and self.needed({**scope, "method": "GET"}) == PUBLIC:
+            # Proxies check by this method whether a server is there.
+            return PUBLIC
         exact = self._exact.get((scope["method"], scope["path"]))
         below = scope.get("root_path")
         if exact is not None and not below:
