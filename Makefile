@@ -71,10 +71,12 @@ release-check:
 		--editable '.[ray]' pytest pytest-timeout safetensors
 	@touch $@
 
+FRONTEND_TESTS ?= tests/integration/api tests/integration/clients tests/integration/connections tests/integration/keys \
+	tests/integration/oip tests/integration/process tests/security
+
 # The tests of HTTP once more, with processes that speak it for the one with the device.
 test-frontends: .venv/.dev
-	FRONTENDS=2 $(BIN)/python -m pytest --numprocesses 3 --dist worksteal tests/integration/api tests/integration/clients \
-		tests/integration/connections tests/integration/keys tests/integration/oip tests/integration/process tests/security
+	FRONTENDS=2 $(BIN)/python -m pytest --numprocesses 3 --dist worksteal $(FRONTEND_TESTS)
 
 # Ray listens on the machine's own address and takes ports by its own lights: in a network and among processes that are
 # nobody else's, which root may make.
