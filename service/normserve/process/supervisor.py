@@ -95,6 +95,9 @@ class Fleet:
             began = time.monotonic()
             code = await process.run()
             if self._ending.is_set() or self._would_fail_again(process, code):
+                if self._ending.is_set() and code == -signal.SIGTERM:
+                    # It was starting and had no handler yet for the signal that it was sent.
+                    code = ExitCode.STOPPED
                 self._exit_code = self._exit_code or (code if code in list(ExitCode) else ExitCode.FAILED)
                 if not self._ending.is_set():
                     ended = {**process.fields, **ending(code)}
