@@ -265,7 +265,9 @@ class Settings(BaseSettings):
     transfer_timeout_s: float = Field(
         300, gt=0, description="Maximum time for a request body, and for a response to a slow reader."
     )
-    keep_alive_s: float = Field(75, gt=0, description="Time after which an idle connection is closed.")
+    keep_alive_s: float = Field(
+        75, gt=0, allow_inf_nan=False, description="Time after which an idle connection is closed."
+    )
     drain_s: float = Field(30, gt=0, description="Maximum time to finish admitted requests after SIGTERM.")
     stall_s: float = Field(
         60,

@@ -54,6 +54,8 @@ def test_every_setting_says_what_it_is(name):
         {"warm_sizes": "768\n"},
         {"warm_sizes": ""},
         {"drain_s": -1},
+        {"drain_s": "nan"},
+        {"keep_alive_s": "inf"},
         {"oip_shared_memory": "/dev/shm/"},
         {"oip_shared_memory": "a/b"},
         {"oip_shared_memory": ".."},

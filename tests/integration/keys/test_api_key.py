@@ -3,7 +3,7 @@
 import httpx
 import pytest
 
-from tests.integration.harness.raw import Connection, head
+from tests.integration.harness.raw import Connection, answered, head
 from tests.integration.harness.wire import X, assert_alive, assert_problem, npy
 
 WRONG = (None, "Bearer wrong", "s3cret-key", "Basic s3cret-key", "Bearer", "Bearer s3cret-ke\xff")
@@ -60,6 +60,19 @@ def test_other_words_for_the_key(locked, value):
 @pytest.mark.parametrize("path", ["/livez", "/readyz", "/metrics", "/", "/docs"])
 def test_probes_and_metrics_need_none(stranger, path):
     assert stranger.get(path).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/livez", "/readyz", "/", "/v2/health/ready", "/assets/live.js", "/metrics"])
+def test_the_default_check_of_a_proxy_needs_none(locked, path):
+    """HAProxy's, a request of HTTP/1.0 without Host."""
+    checked = answered(locked.address, f"OPTIONS {path} HTTP/1.0\r\n\r\n".encode())
+    assert checked.status_code == 204
+    assert checked.headers["allow"] == "GET, HEAD, OPTIONS"
+
+
+@pytest.mark.parametrize("path", ["/v1/layer_norm", "/v1/info", "/v1/layers/a", "/v2", "/nothing"])
+def test_other_paths_say_nothing_to_it(locked, path):
+    assert answered(locked.address, f"OPTIONS {path} HTTP/1.0\r\n\r\n".encode()).status_code == 401
 
 
 def test_key_is_not_told(locked):
