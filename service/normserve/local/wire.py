@@ -16,6 +16,7 @@ from typing import Protocol
 from normserve.backends.replayer import Replayer
 from normserve.codec.local_frames import MAX_FRAME_BYTES, Frames
 from normserve.errors import NormserveError
+from normserve.sockets import add_reader
 
 _READ_BYTES = 64 * 1024
 
@@ -90,7 +91,7 @@ class Wire:
         if self._replayer is not None:
             self._replayer.read(self.descriptor, wanted)
         elif wanted:
-            self._loop.add_reader(self._connection, self._receive)
+            add_reader(self._loop, self._connection, self._receive)
         else:
             self._loop.remove_reader(self._connection)
         # While nothing is read, the rest of a frame cannot come.

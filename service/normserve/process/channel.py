@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from normserve.logs.configuration import Throttled
 from normserve.process.handover import BEAT_S, LINK, NOT_READY, READY, REFUSED, Reports, receive
+from normserve.sockets import add_reader
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class Channel:
 
     def open(self) -> None:
         """Receive connections from now on, and send a report at every beat."""
-        asyncio.get_running_loop().add_reader(self._channel, self._receive)
+        add_reader(asyncio.get_running_loop(), self._channel, self._receive)
         self._beat()
 
     def report(self, *, ready: bool) -> None:

@@ -5,6 +5,7 @@ import os
 import socket
 
 import pytest
+import uvloop
 from normserve.codec.local_frames import MAX_FRAME_BYTES, PREFIX
 from normserve.local.wire import Wire
 
@@ -28,8 +29,11 @@ class Told:
         self.ends += 1
 
 
-def wired(body, **options):
-    """Run `body(wire, told, theirs)` with a wire on one end of a pair of sockets."""
+def wired(body, loop=asyncio.run, **options):
+    """Run `body(wire, told, theirs)` with a wire on one end of a pair of sockets.
+
+    Args: loop: runs the event loop.
+    """
 
     async def run():
         ours, theirs = socket.socketpair()
@@ -43,7 +47,7 @@ def wired(body, **options):
             wire.close()
         assert told.ends == 1
 
-    asyncio.run(asyncio.wait_for(run(), 20))
+    loop(asyncio.wait_for(run(), 20))
 
 
 async def until(condition):
@@ -84,6 +88,34 @@ def test_frames_behind_the_end_are_not_told_of():
         assert told.frames == [(1, b"abc")]
 
     wired(body)
+
+
+@pytest.mark.parametrize("loop", [asyncio.run, uvloop.run])
+def test_a_client_that_leaves_answers_unread_is_noticed(loop):
+    async def body(wire, told, theirs):
+        wire.send(frame(1, b"an answer"))
+        theirs.send(frame(2, b"abc"))
+        theirs.close()
+        await until(lambda: told.ends)
+        assert told.frames == [(2, b"abc")]
+
+    wired(body, loop)
+
+
+@pytest.mark.parametrize("loop", [asyncio.run, uvloop.run])
+def test_all_frames_of_a_client_that_has_left_are_read_in_time(loop):
+    async def body(wire, told, theirs):
+        wire.send(frame(1, b"an answer"))
+        wire.read(wanted=False)
+        for tag in range(2):
+            theirs.send(frame(tag, bytes(MAX_FRAME_BYTES // 2)))
+        theirs.close()
+        await asyncio.sleep(0)
+        wire.read(wanted=True)
+        await until(lambda: told.ends)
+        assert [tag for tag, _ in told.frames] == [0, 1]
+
+    wired(body, loop)
 
 
 def test_a_frame_that_is_too_long_is_a_fault():

@@ -4,6 +4,7 @@ import asyncio
 import socket
 
 import pytest
+import uvloop
 from normserve.process.channel import Channel
 from normserve.process.handover import LINK, NOT_READY, READY, REFUSED, Heard, hand_over
 
@@ -89,3 +90,20 @@ def test_connections_refusals_and_the_end_are_told(sockets):
         assert Heard().feed(sockets[1].recv(64)) == [NOT_READY, 7, 8, 8, LINK, 7]
 
     asyncio.run(play())
+
+
+@pytest.mark.parametrize("loop", [asyncio.run, uvloop.run])
+def test_the_end_of_a_process_that_has_left_reports_unread_is_told(loop):
+    async def play() -> None:
+        here, there = socket.socketpair()
+        here.setblocking(False)
+        with here:
+            process = Process(here)
+            process.channel.open()
+            for _ in range(3):
+                hand_over(there, REFUSED["max_connections"])
+            there.close()
+            await asyncio.wait_for(process.is_alone.wait(), 10)
+        assert process.refused == 3 * ["max_connections"]
+
+    loop(play())

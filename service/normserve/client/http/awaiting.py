@@ -22,6 +22,7 @@ from normserve.client.http.opening import (
 )
 from normserve.client.http.steps import READ, WRITE, Steps
 from normserve.client.http.waits import Waits, kind_of, late
+from normserve.sockets import has_error
 
 R = TypeVar("R")
 
@@ -153,6 +154,8 @@ class _Driven:
 
     def wait_for(self, descriptor: int, events: int) -> None:
         """Go on when one of these comes."""
+        if self._events and has_error(descriptor):
+            self._stop_monitoring()
         changed = events ^ self._events
         self._descriptor, self._events = descriptor, events
         if changed & READ:
@@ -172,6 +175,9 @@ class _Driven:
         """Wait for nothing more."""
         if self._timer is not None:
             self._timer.cancel()
+        self._stop_monitoring()
+
+    def _stop_monitoring(self) -> None:
         if self._events & READ:
             self._loop.remove_reader(self._descriptor)
         if self._events & WRITE:

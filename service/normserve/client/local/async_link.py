@@ -25,6 +25,7 @@ from normserve.client.local.sockets import Incoming
 from normserve.client.quoting import quoted
 from normserve.codec import local_frames as frames
 from normserve.codec.local_frames import TAGS, VERSION, Message
+from normserve.sockets import add_reader
 
 _R = TypeVar("_R")
 
@@ -88,7 +89,7 @@ class AsyncLink:
         except BaseException:
             self._socket.close()
             raise
-        self._loop.add_reader(self._socket, self._receive)
+        add_reader(self._loop, self._socket, self._receive)
         try:
             await self._greet()
         except BaseException as error:

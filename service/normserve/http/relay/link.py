@@ -13,6 +13,7 @@ import msgspec
 
 from normserve.engine.polling import Polling
 from normserve.http.relay.messages import LENGTH, encode_into
+from normserve.sockets import add_reader
 
 _READ_BYTES = 256 * 1024
 _MOST_DESCRIPTORS = 64
@@ -73,7 +74,7 @@ class Link:
         self.is_open = True
         self.is_behind = False
         self.on_drained: Callable[[], None] = lambda: None
-        self._loop.add_reader(connected, self._receive)
+        add_reader(self._loop, connected, self._receive)
 
     def send(self, message: msgspec.Struct, descriptor: int | None = None) -> None:
         """Say something; nothing happens once the other is gone.

@@ -7,6 +7,7 @@ import socket
 from pathlib import Path
 
 import pytest
+import uvloop
 from normserve.http.relay import messages
 from normserve.http.relay.link import Link
 
@@ -308,3 +309,17 @@ def test_what_comes_and_what_leaves_is_noted_for_polling():
         there.link.close()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("loop", [asyncio.run, uvloop.run])
+def test_a_process_that_ends_with_messages_unread_is_noticed(loop):
+    async def run():
+        here, there = socket.socketpair()
+        owner = End(here, messages.from_front_end)
+        owner.link.send(messages.Readiness(True))
+        await owner.link.drained()
+        there.send(b"the beginning of a frame")
+        there.close()
+        await until(lambda: owner.ended)
+
+    loop(run())

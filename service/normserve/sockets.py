@@ -1,0 +1,31 @@
+"""Monitoring of sockets by an event loop, also of those whose peer has closed.
+
+A Unix socket has an error, ECONNRESET, once its peer has closed without having read everything; what the peer had
+sent before is received first.  uvloop (libuv) calls back once for a socket with an error and then monitors it no
+more, so the rest of the bytes and the end would never be received.  asyncio's own loops call back until the end.
+"""
+
+import asyncio
+import select
+import socket
+from collections.abc import Callable
+
+
+def add_reader(loop: asyncio.AbstractEventLoop, connected: socket.socket, receive: Callable[[], object]) -> None:
+    """Call `receive` while there is something to receive, the end included, until the loop's `remove_reader`."""
+    loop.add_reader(connected, _receive, loop, connected, receive)
+
+
+def has_error(descriptor: int) -> bool:
+    """Whether a socket has an error that has not been received yet."""
+    asked = select.poll()
+    asked.register(descriptor, 0)
+    return any(events & select.POLLERR for _, events in asked.poll(0))
+
+
+def _receive(loop: asyncio.AbstractEventLoop, connected: socket.socket, receive: Callable[[], object]) -> None:
+    # First, because `receive` may end it.
+    if has_error(connected.fileno()):
+        loop.remove_reader(connected)
+        add_reader(loop, connected, receive)
+    receive()
