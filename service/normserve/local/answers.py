@@ -2,6 +2,7 @@
 
 import logging
 import random
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
@@ -52,10 +53,12 @@ class Answers:
         if self.wire is not None:
             self.wire.close()
 
-    def send(self, frame: bytes, descriptors: tuple[int, ...] = ()) -> None:
-        """Send an answer; descriptors that go with it are closed then."""
+    def send(
+        self, frame: bytes, descriptors: tuple[int, ...] = (), on_lost: Callable[[], None] | None = None
+    ) -> None:
+        """Send an answer, as `Wire.send`."""
         assert self.wire is not None
-        self.wire.send(frame, descriptors)
+        self.wire.send(frame, descriptors, on_lost)
 
     def refuse(self, tag: int, error: NormserveError, record: RequestRecord, request_id: str) -> None:
         """Answer a message with an error, and account for it."""

@@ -16,7 +16,7 @@ from normserve.local.arena import Arena
 from normserve.local.computations import Computations
 from normserve.local.device import LentDeviceSegment
 from normserve.local.layers import Sender
-from normserve.local.memory import Lent, LentSegment, give_back
+from normserve.local.memory import Lent, LentSegment
 from normserve.local.operations import Request
 from normserve.local.own_memory import LentAllocation
 from normserve.local.peer import Peer
@@ -56,7 +56,7 @@ class Connection:
         self._service = service
         self._watch = watch
         self.peer = peer
-        self.on_gone: Callable[[list[Lent]], None] = give_back
+        self.on_gone: Callable[[list[Lent]], None] = service.leftovers.give_back
         self._session = Session(peer.uid, key_name, service.keys, service.refusals)
         self._arena = Arena()
         # Of the device: given back, and charged until the client's process has ended.
@@ -132,7 +132,7 @@ class Connection:
         owned, segments = _divided(self._arena)
         if owned:
             # What the client has allocated counts towards no quota, and is not kept.
-            give_back(owned)
+            self._service.leftovers.give_back(owned)
         segments += self._spent
         # In its place: what is lent again while the connection ends may return there.
         self._spent.clear()
@@ -178,17 +178,21 @@ class Connection:
     def _let_go(self, message: frames.Cancel | frames.Free) -> None:
         """What has no answer: unknown numbers are ignored."""
         if isinstance(message, frames.Free):
-            memory = self._arena.segments.pop(message.segment, None)
-            # What is known may lie there, and would keep it.
-            self._forget()
-            if memory is not None:
-                segment = _lent(memory)
-                if isinstance(segment, LentDeviceSegment):
-                    self._spent.append(segment)
-                else:
-                    give_back([segment])
+            self._take_back(message.segment)
             return
         self._computations.withdraw(message.request)
+
+    def _take_back(self, number: int | None) -> None:
+        """Take a segment out of the arena, which the client has given back or has never received."""
+        memory = None if number is None else self._arena.segments.pop(number, None)
+        # What is known may lie there, and would keep it.
+        self._forget()
+        if memory is not None:
+            segment = _lent(memory)
+            if isinstance(segment, LentDeviceSegment):
+                self._spent.append(segment)
+            else:
+                self._service.leftovers.give_back([segment])
 
     def _forget(self) -> None:
         self._known.clear()
@@ -208,6 +212,7 @@ class Connection:
 
     async def _answer(self, tag: int, message: Message, record: RequestRecord, request_id: str) -> None:
         descriptors: tuple[int, ...] = ()
+        on_lost: Callable[[], None] | None = None
         answer = Answer(status=200, request_id=request_id)
         match message:
             case frames.Hello():
@@ -217,6 +222,7 @@ class Connection:
                 record.op = "grow"
                 self._session.authorise(_ANY, record)
                 descriptors = (await self._grow(message, answer),)
+                on_lost = functools.partial(self._take_back, answer.segment)
             case frames.Own():
                 record.op = "own"
                 self._session.authorise(_ANY, record)
@@ -230,7 +236,7 @@ class Connection:
                 sender = Sender(self._arena, functools.partial(self._session.authorise, record=record), request_id)
                 answer.document, answer.status = await self._service.layers.answer(message, sender)
         record.status = answer.status
-        self._answers.send(frames.write(tag, answer), descriptors)
+        self._answers.send(frames.write(tag, answer), descriptors, on_lost)
 
     def _offered(self) -> dict[str, Any]:
         """What the greeting says of the device's memory; nothing before the server is ready, which finds out."""
@@ -253,6 +259,7 @@ class Connection:
                 if watch is not None:
                     os.close(watch)
             else:
+                self._take_back(answer.segment)
                 service.leftovers.keep(self.peer.pid, watch, self._segments_left())
 
     async def _grown(self, message: frames.Grow, answer: Answer) -> int:
@@ -264,6 +271,8 @@ class Connection:
             answer.device, answer.nbytes = segment.device.uuid, len(segment)
             memory = segment.whole()
         else:
+            # What this client has just given back does not count.
+            await service.leftovers.settle()
             descriptor, segment = await service.memory.lend(self.peer.uid, message.nbytes)
             memory = memoryview(segment)
         answer.segment = self._arena.add(memory)
@@ -281,7 +290,7 @@ class Connection:
         finally:
             self._opening -= 1
         if not self._answers.is_open:
-            give_back([opened])
+            service.leftovers.give_back([opened])
             return
         answer.device, answer.nbytes = opened.device.uuid, len(opened)
         answer.opened = self._arena.add(opened.whole())

@@ -168,10 +168,14 @@ class SharedMemory:
 
 
 class Leftovers:
-    """Segments of connections that ended, for as long as their process lives, which may look at them still."""
+    """Segments that clients do not use any more, or may look at still.
+
+    Those that a connection leaves behind are kept for as long as the client's process lives.
+    """
 
     def __init__(self) -> None:
         self._of_process: dict[int, tuple[int, list[Lent]]] = {}
+        self._returning: set[asyncio.Future[None]] = set()
 
     def __len__(self) -> int:
         return sum([len(segments) for _, segments in self._of_process.values()])
@@ -188,7 +192,7 @@ class Leftovers:
         if watch is None or not segments:
             if watch is not None:
                 os.close(watch)
-            give_back(segments)
+            self.give_back(segments)
             return
         # Those in a namespace that this process does not see have no number here.
         key = pid or -watch
@@ -210,12 +214,18 @@ class Leftovers:
         watch, segments = self._of_process.pop(key)
         asyncio.get_running_loop().remove_reader(watch)
         os.close(watch)
-        give_back(segments)
+        self.give_back(segments)
 
+    def give_back(self, segments: list[Lent]) -> None:
+        """Free segments of which the client has no view, each with the last request that uses it."""
+        for segment in segments:
+            segment.is_given_back = True
+        # To take pages away and to unmap them takes a millisecond for 16 MiB, or for a piece of a device's memory.
+        returning = asyncio.get_running_loop().run_in_executor(None, segments.clear)
+        self._returning.add(returning)
+        returning.add_done_callback(self._returning.discard)
 
-def give_back(segments: list[Lent]) -> None:
-    """No view of these is left; they are freed with the last request that uses them."""
-    for segment in segments:
-        segment.is_given_back = True
-    # To take pages away and to unmap them takes a millisecond for 16 MiB, or for a piece of a device's memory.
-    asyncio.get_running_loop().run_in_executor(None, segments.clear)
+    async def settle(self) -> None:
+        """Wait until what was given back before is freed, if no request uses it, and charged to nobody."""
+        if self._returning:
+            await asyncio.wait(self._returning)

@@ -10,13 +10,13 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 from normserve.backends.replayer import Replayer
 from normserve.codec.local_frames import MAX_FRAME_BYTES, Frames
 from normserve.errors import NormserveError
-from normserve.sockets import add_reader
+from normserve.sockets import add_reader, has_error
 
 _READ_BYTES = 64 * 1024
 
@@ -32,6 +32,19 @@ class Listener(Protocol):
 
     def on_end(self) -> None:
         """The connection has ended; called once."""
+
+
+class _UnsentFrame(NamedTuple):
+    """The bytes of a frame that have not been sent yet.
+
+    Attributes:
+        descriptors: sent with the first byte of `rest`, and closed then.
+        on_lost: as of `Wire.send`.
+    """
+
+    rest: bytes | memoryview
+    descriptors: Sequence[int]
+    on_lost: Callable[[], None] | None
 
 
 class Wire:
@@ -52,7 +65,10 @@ class Wire:
         self._frames = Frames(MAX_FRAME_BYTES)
         self._frame_s, self._send_s, self._most_unsent = frame_s, send_s, most_unsent
         self._began = 0.0
-        self._unsent: deque[tuple[memoryview, Sequence[int]]] = deque()
+        self._unsent: deque[_UnsentFrame] = deque()
+        # Of the last frame that was sent whole.
+        self._on_last_lost: Callable[[], None] | None = None
+        self._was_reset = False
         self._frame_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
         self._replayer: Replayer | None = None
@@ -97,30 +113,22 @@ class Wire:
         # While nothing is read, the rest of a frame cannot come.
         self._time_frame(runs=wanted and self._frames.is_within)
 
-    def send(self, frame: bytes, descriptors: Sequence[int] = ()) -> None:
-        """Send a frame, now or once the client reads; the descriptors that go with it are closed then."""
+    def send(
+        self, frame: bytes, descriptors: Sequence[int] = (), on_lost: Callable[[], None] | None = None
+    ) -> None:
+        """Send a frame, now or once the client reads; the descriptors that go with it are closed then.
+
+        Args: on_lost: called at the connection's end, before its listener, if the client has certainly not read the
+            frame: it was not sent whole, or it was the last one and the client closed without reading everything.
+        """
         if not self.is_open:
             _close(descriptors)
             return
-        if not self._unsent:
-            try:
-                sent = self._pass_on(frame, descriptors)
-            except OSError:
-                _close(descriptors)
-                self.close()
-                return
-            if sent == len(frame):
-                # It may have been the rest of an answer.
-                self._tell_replayer()
-                return
-            # What goes with a frame goes with its first byte.
-            descriptors = () if sent else descriptors
-            frame = frame[sent:]
-            self._loop.add_writer(self._connection, self._flush)
-            self._send_timer = self._loop.call_later(self._send_s, self.close)
-        self._unsent.append((memoryview(frame), descriptors))
-        self._tell_replayer()
-        self.read(wanted=self._wants_input)
+        self._unsent.append(_UnsentFrame(frame, descriptors, on_lost))
+        if len(self._unsent) == 1:
+            self._flush()
+        else:
+            self.read(wanted=self._wants_input)
 
     def close(self) -> None:
         """End the connection."""
@@ -133,11 +141,19 @@ class Wire:
             self._send_timer.cancel()
         if self._unsent:
             self._loop.remove_writer(self._connection)
-        for _, descriptors in self._unsent:
-            _close(descriptors)
+        lost = [frame.on_lost for frame in self._unsent]
+        # Where there is a replayer it may have sent later frames.
+        may_be_last = self._on_last_lost is not None and self._replayer is None
+        if may_be_last and (self._was_reset or has_error(self.descriptor)):
+            lost.append(self._on_last_lost)
+        for frame in self._unsent:
+            _close(frame.descriptors)
         self._unsent.clear()
         if self._replayer is not None:
             self._replayer.close(self.descriptor)
+        for on_lost in lost:
+            if on_lost is not None:
+                on_lost()
         self._listener.on_end()
         self._connection.close()
 
@@ -147,6 +163,8 @@ class Wire:
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
+            # The client has closed and not read everything: not the end of what was sent last.
+            self._was_reset = True
             data = b""
         self.take(data)
 
@@ -195,25 +213,35 @@ class Wire:
 
     def _flush(self) -> None:
         while self._unsent:
-            frame, descriptors = self._unsent.popleft()
+            frame = self._unsent[0]
             try:
-                sent = self._pass_on(frame, descriptors)
+                sent = self._pass_on(frame.rest, frame.descriptors)
             except OSError:
-                self._unsent.appendleft((frame, descriptors))
                 self.close()
                 return
-            if sent < len(frame):
-                self._unsent.appendleft((frame[sent:], () if sent else descriptors))
+            if sent < len(frame.rest):
+                # What goes with a frame goes with its first byte.
+                descriptors = () if sent else frame.descriptors
+                self._unsent[0] = _UnsentFrame(memoryview(frame.rest)[sent:], descriptors, frame.on_lost)
                 break
+            self._unsent.popleft()
+            self._on_last_lost = frame.on_lost
+        self._time_sending(runs=bool(self._unsent))
+        self._tell_replayer()
+        self.read(wanted=self._wants_input)
+
+    def _time_sending(self, *, runs: bool) -> None:
+        """Wait until the client reads, for a while, or stop waiting."""
+        is_waiting = self._send_timer is not None
         if self._send_timer is not None:
             self._send_timer.cancel()
             self._send_timer = None
-        if self._unsent:
+        if runs:
             self._send_timer = self._loop.call_later(self._send_s, self.close)
-        else:
+        if runs and not is_waiting:
+            self._loop.add_writer(self._connection, self._flush)
+        elif is_waiting and not runs:
             self._loop.remove_writer(self._connection)
-            self._tell_replayer()
-        self.read(wanted=self._wants_input)
 
     def _tell_replayer(self) -> None:
         """What is begun here must be ended here: a frame, and answers that the client does not read."""

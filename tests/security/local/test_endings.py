@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -189,6 +190,17 @@ def test_many_connections_leave_nothing(local, http, path, until, settled):
         thread.join()
     until(lambda: held(local, http) == before)
     assert local.resident_bytes() < resident + 16 * 2**20
+
+
+def test_connections_that_leave_answers_unread_leave_nothing(local, http, path, until, settled):
+    before = settled(lambda: held(local, http))
+    for number in range(100):
+        with LocalConnection(path, greet=False) as client:
+            for message in (frames.Hello(frames.VERSION), frames.Grow(2**20), request((2, 12))):
+                client.send(message)
+            time.sleep(0.001 * (number % 10))
+            client.send(frames.Free(0))
+    until(lambda: held(local, http) == before)
 
 
 def test_the_servers_end_is_one_clear_error_and_results_stay(launched, tmp_path):

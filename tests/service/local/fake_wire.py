@@ -48,7 +48,7 @@ class FakeWire:
     def read(self, *, wanted: bool) -> None:
         self.is_wanted = wanted
 
-    def send(self, frame: bytes, descriptors: tuple[int, ...] = ()) -> None:
+    def send(self, frame: bytes, descriptors: tuple[int, ...] = (), on_lost=None) -> None:
         for descriptor in descriptors:
             os.close(descriptor)
         if self.is_open:

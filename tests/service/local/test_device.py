@@ -8,7 +8,7 @@ import weakref
 import pytest
 from normserve.errors import InvalidParameterError, OverloadedError, TooLargeError
 from normserve.local.device import DeviceArenas
-from normserve.local.memory import Leftovers, give_back
+from normserve.local.memory import Leftovers
 from normserve.local.peer import Peer
 from normserve.memory.device_segments import Device, DeviceSegment
 
@@ -34,7 +34,7 @@ class Lender:
     async def end_of_process(self) -> None:
         """What `Leftovers` does when a process has ended."""
         segments = [weakref.ref(each) for each in self.spent]
-        give_back([*self.spent])
+        self.leftovers.give_back([*self.spent])
         self.spent.clear()
         while any(segment() for segment in segments):
             await asyncio.sleep(0.001)

@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 from normserve.errors import OverloadedError, TooLargeError
-from normserve.local.memory import LEAST_BYTES, Leftovers, SharedMemory, give_back
+from normserve.local.memory import LEAST_BYTES, Leftovers, SharedMemory
 
 
 class Registration:
@@ -101,7 +101,7 @@ def test_what_is_given_back_reads_as_zeros_for_whoever_maps_it():
         theirs[3] = 9
         segments = [segment]
         del segment
-        give_back(segments)
+        Leftovers().give_back(segments)
         while memory.nbytes:
             await asyncio.sleep(0.01)
         assert theirs[3] == 0

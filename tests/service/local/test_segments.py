@@ -60,15 +60,25 @@ def test_nothing_of_a_connection_that_has_ended_is_kept():
     asyncio.run(asyncio.wait_for(run(), 20))
 
 
-def test_a_segment_that_comes_too_late_is_kept_until_the_process_has_ended():
+def test_a_segment_that_comes_too_late_is_freed_at_once():
     async def body(client):
         client.send(frames.Grow(2**20), 1)
         client.wire.close()
-        while not client.leftovers:
+        await asyncio.sleep(0)
+        assert client.memory.nbytes == 2 * 2**20
+        while client.memory.nbytes > 2**20:
             await asyncio.sleep(0.001)
         assert client.wire.sent == []
-        assert client.memory.nbytes == 2 * 2**20
-        client.leftovers.close()
+        assert len(client.leftovers) == 0
+
+    played(body)
+
+
+def test_what_is_freed_may_be_lent_again_at_once():
+    async def body(client):
+        for number in range(1, 5):
+            assert (await client.request(frames.Grow(63 * 2**20))).segment == number
+            client.send(frames.Free(number))
 
     played(body)
 

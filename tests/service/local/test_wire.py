@@ -1,6 +1,7 @@
 """A connection's socket: frames that come in parts, frames that wait to be read, descriptors, and the end."""
 
 import asyncio
+import functools
 import os
 import socket
 
@@ -116,6 +117,55 @@ def test_all_frames_of_a_client_that_has_left_are_read_in_time(loop):
         assert [tag for tag, _ in told.frames] == [0, 1]
 
     wired(body, loop)
+
+
+@pytest.mark.parametrize("loop", [asyncio.run, uvloop.run])
+@pytest.mark.parametrize(
+    ("sent_before", "sent_after", "read", "lost"),
+    [
+        (0, 0, 0, 1),
+        (100, 0, 0, 1),
+        (100, 0, 100, 1),
+        (100, 0, 150, 1),
+        (0, 0, 100, 0),
+        (0, 100, 0, 0),
+        (0, 100, 100, 0),
+    ],
+)
+def test_the_last_frame_is_lost_if_the_client_closes_before_it_has_read_its_end(
+    loop, sent_before, sent_after, read, lost
+):
+    async def body(wire, told, theirs):
+        called = []
+        if sent_before:
+            wire.send(bytes(sent_before))
+        wire.send(bytes(100), (), lambda: called.append(told.ends))
+        if sent_after:
+            wire.send(bytes(sent_after))
+        if read:
+            theirs.recv(read)
+        theirs.close()
+        await until(lambda: told.ends)
+        assert called == [0] * lost
+
+    wired(body, loop)
+
+
+def test_frames_that_were_not_sent_are_lost():
+    async def body(wire, told, theirs):
+        called = []
+        for number in range(100):
+            wire.send(bytes(10_000), (os.memfd_create("lost"),), functools.partial(called.append, number))
+        received = 0
+        while received < 10_000:
+            received += len(theirs.recv(10_000 - received))
+        wire.close()
+        # Those that the kernel has taken are the client's.
+        assert called
+        assert called == list(range(called[0], 100))
+        assert called[0] > 0
+
+    wired(body)
 
 
 def test_a_frame_that_is_too_long_is_a_fault():
