@@ -94,6 +94,16 @@ class Allocator(ABC, Generic[B]):
         self._on_empty = then
         self._look_if_empty()
 
+    def release_idle(self) -> list[int]:
+        """Forget all segments in which no place is in use; their numbers, for the caller to free them."""
+        with self._lock:
+            self._collect()
+            self._join_all()
+            idle = {number: part for number, part in self._parts.items() if part.holes.are_whole}
+            self._parts = {number: part for number, part in self._parts.items() if number not in idle}
+            self.nbytes -= sum([part.nbytes for part in idle.values()])
+        return list(idle)
+
     @abstractmethod
     def _blocks(self, places: Sequence[Place]) -> list[B]:
         """What keeps each of these places, and notes its return."""
@@ -102,7 +112,8 @@ class Allocator(ABC, Generic[B]):
         with self._lock:
             if part.number in self._parts:
                 raise ValueError("a new segment has the number of another")
-            self._parts[part.number] = part
+            # Other threads may be looking through it.
+            self._parts = {**self._parts, part.number: part}
             self.nbytes += part.nbytes
 
     def _find(self, sizes: Sequence[int]) -> Sequence[Place] | None:
@@ -129,7 +140,8 @@ class Allocator(ABC, Generic[B]):
             else:
                 self._join_all()
                 for index, place in enumerate(places):
-                    if not self._parts[place.segment].holes.cut(place.offset, place.offset + place.nbytes):
+                    part = self._parts.get(place.segment)
+                    if part is None or not part.holes.cut(place.offset, place.offset + place.nbytes):
                         self._whole.update(places[:index])
                         return False
             self._taken += len(places)

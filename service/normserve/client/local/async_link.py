@@ -10,7 +10,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from normserve.client.errors import ClientError, ConnectionFailedError
+from normserve.client.errors import ClientError, ConnectionFailedError, OverloadedError
 from normserve.client.local.arena import Arena
 from normserve.client.local.device import Busy, DeviceArena
 from normserve.client.local.device_messages import (
@@ -170,7 +170,15 @@ class AsyncLink:
                     self._socket.send(frames.write(0, frames.Free(number)))
 
     async def _grow(self, lacking: int) -> None:
-        await self._grow_by(growth(lacking, self.arena.nbytes), "host")
+        try:
+            await self._grow_by(growth(lacking, self.arena.nbytes), "host")
+        except OverloadedError:
+            idle = self.arena.release_idle()
+            if not idle:
+                raise
+            for number in idle:
+                self._send(frames.write(0, frames.Free(number)))
+            await self._grow_by(growth(lacking, self.arena.nbytes), "host")
 
     async def _grow_by(self, sizes: Sequence[int], memory: Literal["host", "device"]) -> None:
         answer = await self.request(frames.Grow(sizes[0], memory))

@@ -10,7 +10,13 @@ class Holes:
     """The pieces of a segment that are free: in order, and never side by side."""
 
     def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
         self._holes: list[tuple[int, int]] = [(0, nbytes)]
+
+    @property
+    def are_whole(self) -> bool:
+        """Whether all of the segment is free."""
+        return self._holes == [(0, self._nbytes)]
 
     def take(self, nbytes: int) -> int | None:
         """The offset of so many bytes; the first hole that has them is cut."""

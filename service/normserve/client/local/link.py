@@ -14,7 +14,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from normserve.client.deadlines import Deadline
-from normserve.client.errors import ClientError, ConnectionFailedError
+from normserve.client.errors import ClientError, ConnectionFailedError, OverloadedError
 from normserve.client.local.arena import Arena
 from normserve.client.local.device import Busy, DeviceArena
 from normserve.client.local.device_messages import DeviceNeeds, growth_on_device
@@ -185,7 +185,15 @@ class Link:
         self._offers.read_greeting(answer.document)
 
     def _grow(self, lacking: int, deadline: Deadline) -> None:
-        self._grow_by(growth(lacking, self.arena.nbytes), "host", deadline)
+        try:
+            self._grow_by(growth(lacking, self.arena.nbytes), "host", deadline)
+        except OverloadedError:
+            idle = self.arena.release_idle()
+            if not idle:
+                raise
+            for number in idle:
+                self._send(frames.write(0, frames.Free(number)), deadline)
+            self._grow_by(growth(lacking, self.arena.nbytes), "host", deadline)
 
     def _grow_by(self, sizes: Sequence[int], memory: Literal["host", "device"], deadline: Deadline) -> None:
         answer = self.request(frames.Grow(sizes[0], memory), deadline)

@@ -1,5 +1,6 @@
 """Memory that clients share with a real server: what is copied, what stays, what comes back."""
 
+import asyncio
 import gc
 import os
 import shutil
@@ -9,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 from normserve.client import (
+    AsyncClient,
     Client,
     OverloadedError,
     RetryPolicy,
@@ -53,6 +55,27 @@ def test_memory_comes_back_with_the_last_view(serving, path):
             kept += [client.layer_norm(x) for _ in range(20)]
         kept.clear()
         assert client.layer_norm(x).y.shape == x.shape
+
+
+# Of a quota of 256 MiB; all of them together do not fit beside the last.
+SIZES = [*(2**exponent for exponent in range(13)), 25 * 2**10]
+
+
+def test_segments_that_are_not_used_are_freed_for_a_larger_call(serving, path):
+    with Client(f"unix://{path}", retries=ONCE) as client:
+        kept = client.layer_norm(np.ones((1, 1024), np.float32), bias=np.full(1024, 5, np.float32)).y
+        for rows in SIZES + SIZES[:2]:
+            assert client.layer_norm(np.ones((rows, 1024), np.float32)).y.shape == (rows, 1024)
+        assert (kept == 5).all()
+
+
+def test_segments_that_are_not_used_are_freed_for_a_larger_call_of_a_task(serving, path):
+    async def run():
+        async with AsyncClient(f"unix://{path}", retries=ONCE) as client:
+            for rows in SIZES + SIZES[:2]:
+                assert (await client.layer_norm(np.ones((rows, 1024), np.float32))).y.shape == (rows, 1024)
+
+    asyncio.run(run())
 
 
 def test_what_no_quota_allows_is_refused_at_once(local):

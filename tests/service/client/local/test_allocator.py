@@ -137,3 +137,21 @@ def test_blocks_that_wait_for_their_size_are_there_for_larger_ones(arena):
     gc.collect()
     whole = [arena.take(SEGMENT) for _ in range(2)]
     assert {block.place.segment for block in whole} == {3, 7}
+
+
+def test_segments_without_a_place_in_use_are_released(arena):
+    kept = arena.take(64)
+    place = arena.take(SEGMENT).place
+    assert [kept.place.segment, place.segment] == [3, 7]
+    assert arena.take_at([place]) is not None
+    gc.collect()
+    assert arena.release_idle() == [7]
+    assert (arena.segments, arena.nbytes) == ([3], SEGMENT)
+    # A call that is made again looks for its places of before.
+    assert arena.take_at([place]) is None
+    assert arena.take_at([kept.place, place]) is None
+    del kept
+    gc.collect()
+    assert arena.take(SEGMENT).place.segment == 3
+    assert arena.release_idle() == [3]
+    assert arena.take(1) is None
