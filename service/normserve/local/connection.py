@@ -30,9 +30,13 @@ MOST_UNDER_WAY = 64
 
 _ANY = frozenset(KeyScope)
 
-# Frames that are remembered of each connection.  A model of fifty norms sends a hundred in each step, each with one
-# of a few places for its results.
-_MOST_KNOWN, _LONGEST_KNOWN = 1024, 2048
+# Memory for the frames that are remembered of each connection: about a thousand frames of one message.  A model of
+# fifty norms sends a hundred in each step, each with one of a few places for its results.
+_MOST_KNOWN_BYTES, _LONGEST_KNOWN = 8 * 2**20, 2048
+
+# What is remembered takes less than this for each message, with its plan and what the backend has prepared, and for
+# each byte of a frame, from which objects are made.
+_BYTES_PER_MESSAGE, _BYTES_PER_BYTE = 6 * 2**10, 4
 
 _UNANSWERED = (frames.Cancel, frames.Free)
 
@@ -66,6 +70,7 @@ class Connection:
         self._waiting: deque[tuple[int, Said, float, float]] = deque()
         # What frames said that came before: clients send the like again and again.
         self._known: dict[bytes, Sequence[Said]] = {}
+        self._known_bytes = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._answers = Answers(service, self._session)
         self._computations = Computations(service, self._session, self._arena, self._answers, self._on_room)
@@ -108,9 +113,11 @@ class Connection:
         # What names a span does not come again.
         is_like_others = not any(isinstance(each, Request) and each.headers for each in said)
         if is_like_others and len(content) <= _LONGEST_KNOWN:
-            if len(self._known) >= _MOST_KNOWN:
-                del self._known[next(iter(self._known))]
             self._known[content] = said
+            self._known_bytes += _remembered_bytes(content, said)
+            while self._known_bytes > _MOST_KNOWN_BYTES:
+                oldest = next(iter(self._known))
+                self._known_bytes -= _remembered_bytes(oldest, self._known.pop(oldest))
             if isinstance(first := said[0], Request) and len(said) == 1:
                 first.content = content
         return said
@@ -196,6 +203,7 @@ class Connection:
 
     def _forget(self) -> None:
         self._known.clear()
+        self._known_bytes = 0
         if self._service.replaying is not None:
             self._service.replaying.forget(self._answers)
 
@@ -294,6 +302,11 @@ class Connection:
             return
         answer.device, answer.nbytes = opened.device.uuid, len(opened)
         answer.opened = self._arena.add(opened.whole())
+
+
+def _remembered_bytes(content: bytes, messages: Sequence[Said]) -> int:
+    """An upper bound of the memory that is kept for a frame."""
+    return _BYTES_PER_MESSAGE * len(messages) + _BYTES_PER_BYTE * len(content)
 
 
 def _lent(memory: memoryview) -> LentSegment | LentDeviceSegment | LentAllocation:

@@ -158,13 +158,26 @@ def test_frames_of_a_step_with_many_norms_are_parsed_in_the_first_step_only(monk
 
 def test_frames_by_the_thousand_are_not_remembered():
     async def body(client):
-        for tag in range(1100):
+        for tag in range(1300):
             client.send(client.compute(query=f"eps={tag + 1}e-5"), tag)
             await client.finish()
         client.send([client.compute(query="eps=1e-5")] * 64, 0)
         await client.finish()
-        assert len(client.connection._known) <= 1024
+        assert 1000 < len(client.connection._known) < 1300
         assert max(map(len, client.connection._known)) <= 2048
+
+    played(body)
+
+
+def test_frames_of_many_messages_are_remembered_by_their_memory():
+    async def body(client):
+        for tag in range(180):
+            client.send([client.compute(offset=16 * number, query=f"eps={tag + 1}e-5") for number in range(8)], tag)
+            await client.finish()
+        known = client.connection._known
+        assert max(map(len, known)) <= 2048
+        # Each with a plan of some KiB.
+        assert 1000 < sum(map(len, known.values())) <= 1365
 
     played(body)
 
