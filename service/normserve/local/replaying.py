@@ -204,7 +204,8 @@ class Replaying:
         self._note_flights(flights, nbytes)
         if samples >= _COLLECTED_AT_ONCE:
             self.collect()
-        for event in events:
+        # The rest of an answer first: what came in the same turn may be answered at once.
+        for event in sorted(events, key=_is_later):
             self._conclude(event)
         if flights and not self._is_due:
             self._is_due = True
@@ -242,6 +243,10 @@ class Replaying:
             answers.refuse(tag, error, _record_of(said, 0, None), new_request_id())
             # The device may still write where the client, once it has an answer, keeps something else.
             answers.close()
+
+
+def _is_later(event: Event) -> bool:
+    return event[0] != UNSENT
 
 
 def _record_of(learned: _Learned, status: int, error: str | None) -> RequestRecord:

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import socket
 
+import msgspec
 import pytest
 from normserve.admission.keys import ApiKey, Keyring, KeyScope
 from normserve.codec import local_frames as frames
@@ -294,6 +295,28 @@ def test_a_client_that_does_not_read_gets_all_answers_in_the_end():
         # From now on answers are no longer sent by Python code.
         client.wire.send = None
         assert (await client.ask(client.compute())).status == 200
+
+    played(body)
+
+
+def test_the_rest_of_an_answer_is_sent_before_what_python_code_answers_in_the_same_turn():
+    async def body(client):
+        client.is_captured = False
+        await client.ask(client.compute())
+        # No real answer is so long that the kernel takes a part of it.
+        ((request,),) = [each for each in client.connection._known.values() if hasattr(each[0], "plan")]
+        described = bytes(request.plan.described)
+        object.__setattr__(request.plan, "described", msgspec.Raw(described[:-1] + b" " * 100_000 + b"}"))
+        client.is_captured = True
+        await client.ask(client.compute())
+        client.wire._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
+        await client.send(framed(client.compute(), 1) + frames.PREFIX.pack(4, 2) + b"null")
+        await asyncio.sleep(0.02)
+        assert [(tag, answer.status) for tag, answer in [await client.answer() for _ in range(2)]] == [
+            (1, 200),
+            (2, 400),
+        ]
+        assert client.driver.launched == [GRAPH]
 
     played(body)
 

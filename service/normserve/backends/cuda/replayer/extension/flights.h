@@ -44,7 +44,11 @@ static bool send_answer(Replayer *self, Connection *connection, size_t length)
         return false;
     if ((size_t)sent < length) {
         connection->is_behind = true;
-        return add_event(self, event, self->answer + sent, length - (size_t)sent);
+        if (!add_event(self, event, self->answer + sent, length - (size_t)sent)) {
+            /* Bytes are lost: the connection cannot go on. */
+            shutdown(connection->descriptor, SHUT_RDWR);
+            return false;
+        }
     }
     return true;
 }
