@@ -5,6 +5,7 @@ import pytest
 import torch
 from fusednorm.api import autograd
 from fusednorm.devices.device import INTERPRETED
+from fusednorm.launch import native
 from fusednorm.launch.native import set_up
 from fusednorm.launch.workspace import purpose_of
 from fusednorm.policy import batch_invariance, waiting
@@ -56,6 +57,34 @@ def test_launches_over_rows_are_the_planned_ones(waits, cols, pass_, natively, p
         result = result if isinstance(result, Forward | Backward) else Forward(*result)
         planned_into(result, lambda o=operands: o.call(pass_), monkeypatch)
         compare(natively.launched, *plans, addresses(*operands.tensors, *result), natively.workspaces, purpose_of)
+
+
+def test_a_call_while_workspaces_are_made_is_another_call(natively, plans, monkeypatch):
+    # As a finaliser may make, which Python runs whenever it likes.
+    monkeypatch.setattr(waiting, "INTERPRETED", False)
+    pass_, operands, others = "layer_norm_forward", of_rows(1, 40000), of_rows(5, 48)
+    for each in (operands, others):
+        each.call(pass_)
+    made = native.workspace_of
+
+    def made_beside_a_call(*arguments):
+        others.call(pass_)
+        return made(*arguments)
+
+    monkeypatch.setattr(native, "workspace_of", made_beside_a_call)
+    plans.clear()
+    natively.launched.clear()
+    result = operands.call(pass_)
+    assert not plans
+    planned_into(result, lambda: operands.call(pass_), monkeypatch)
+    assert len(natively.launched) > len(plans[0])
+    compare(
+        natively.launched[-len(plans[0]) :],
+        *plans,
+        addresses(*operands.tensors, *result),
+        natively.workspaces,
+        purpose_of,
+    )
 
 
 @pytest.mark.parametrize("pass_", rows.PASSES)

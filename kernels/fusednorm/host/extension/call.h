@@ -34,7 +34,7 @@ Tensor allocated(const Output& output, const Tensor& x) {
 }
 
 // Collects the stream's workspaces; false if there are none yet.
-bool workspaces_of(Replay& replay, void* stream, std::vector<uint64_t>& slots) {
+bool workspaces_of(Replay& replay, void* stream, Slots& slots) {
   std::lock_guard lock(replay.mutex);
   for (const auto& [of, tensors] : replay.of_streams) {
     if (of != stream) continue;
@@ -66,8 +66,7 @@ bool make(Replay& replay, const Inputs& inputs, std::array<Tensor, kMostResults>
     guard.reset_device(c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(replay.device)));
   at::AutoDispatchBelowADInplaceOrView below;  // An allocation is never differentiated.
   const Tensor& x = inputs[0];
-  thread_local std::vector<uint64_t> slots;
-  slots.clear();
+  Slots slots;
   uint64_t bits = 0;
   for (const Tensor& tensor : inputs) {
     if (!tensor.defined()) continue;
@@ -80,7 +79,7 @@ bool make(Replay& replay, const Inputs& inputs, std::array<Tensor, kMostResults>
   void* stream = current_stream(replay.device);
   if (!replay.workspaces.empty()) {
     if (is_captured(replay.device, stream)) return false;
-    std::vector<uint64_t> found;
+    Slots found;
     if (!workspaces_of(replay, stream, found)) make_workspaces(replay, stream);
   }
   for (size_t place = 0; place < replay.outputs.size(); ++place) {

@@ -71,7 +71,7 @@ void launch_through_python(const Start& start, unsigned x, const std::vector<uin
   Py_DECREF(done);
 }
 
-void launch(const Start& start, int device, void* stream, const std::vector<uint64_t>& slots) {
+void launch(const Start& start, int device, void* stream, const Slots& slots) {
   thread_local std::vector<uint64_t> values;
   thread_local std::vector<void*> pointers;
   values.clear();

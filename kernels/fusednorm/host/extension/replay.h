@@ -11,6 +11,7 @@
 #include <vector>
 
 #include <ATen/ATen.h>
+#include <c10/util/SmallVector.h>
 #include <cuda.h>
 
 namespace {
@@ -20,6 +21,9 @@ using at::Tensor;
 constexpr size_t kMostResults = 6;
 
 using Inputs = std::vector<Tensor>;  // Undefined for an absent input.
+
+// The addresses and numbers of one call. Not a thread's: where a call runs Python code, that may make another call.
+using Slots = c10::SmallVector<uint64_t, 48>;
 
 // The source of a kernel's parameter: `kSlot` of the addresses and numbers of a call, or a constant.
 struct Parameter {
