@@ -1,4 +1,4 @@
-"""Chaos of clients that share memory: they come, compute, check every answer and are killed, one after another.
+"""Chaos of clients that share memory: they compute, check every answer, leave at any moment and are killed.
 
 `python -m tests.chaos.local --calls 1000000 --connects 10000` ends with 0 if no answer was wrong, no client that
 lived lost one, and the server holds no connection, descriptor, thread or shared memory more than before, nor more
@@ -6,7 +6,9 @@ memory.
 """
 
 import argparse
+import contextlib
 import ctypes
+import gc
 import multiprocessing
 import os
 import re
@@ -24,12 +26,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from normserve.client import Client, RetryPolicy
+from normserve.client import Client, RequestTimeoutError, RetryPolicy
+from normserve.codec import local_frames as frames
 
-from tests.integration.harness.local_wire import LocalConnection
+from tests.integration.harness.local_wire import LocalConnection, request
 from tests.integration.harness.servers import ServerProcess, launch_server
 
 _CLIENTS, _CONNECTING = 8, 4
+_ONCE = RetryPolicy(tries=1)
 _MOST_GROWTH = 0.02
 _SETTLE_S = 30.0
 _TOLERANCE = 3e-5
@@ -126,6 +130,62 @@ def come_and_go(server: ServerProcess, path: Path, connects: int) -> Outcome:
             thread.join(0)
     outcome.faults += _settled(server, before)
     return outcome
+
+
+def leave_early(server: ServerProcess, path: Path, visits: int) -> Outcome:
+    """Clients of a living process that leave answers unread, that time out, and whose calls change size."""
+    outcome, before = Outcome(), held(server)
+
+    def visit(count: int, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        with Client(f"unix://{path}", retries=_ONCE, timeout_s=_SETTLE_S) as lasting:
+            for number in range(count):
+                try:
+                    if number % 3 == 0:
+                        _close_with_answers_unread(path, random)
+                    elif number % 3 == 1:
+                        _time_out(path, random)
+                    else:
+                        _call_of_any_size(lasting, random)
+                        outcome.calls += 1
+                except Exception as error:
+                    outcome.faults.append(f"a visit of kind {number % 3}: {error!r}")
+
+    threads = [threading.Thread(target=visit, args=(visits // _CONNECTING, seed)) for seed in range(_CONNECTING)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        outcome.resident.append(_status(server, "RssAnon") / 1024)
+        for thread in threads:
+            thread.join(_SAMPLE_S / _CONNECTING)
+    gc.collect()
+    outcome.faults += _settled(server, before)
+    return outcome
+
+
+def _close_with_answers_unread(path: Path, random: np.random.Generator) -> None:
+    with LocalConnection(path, greet=False) as connection:
+        for message in (frames.Hello(frames.VERSION), frames.Grow(int(random.integers(2**24))), request((2, 12))):
+            connection.send(message)
+            if random.random() < 0.5:
+                time.sleep(0.01 * random.random())
+        connection.send(frames.Free(0))
+
+
+def _time_out(path: Path, random: np.random.Generator) -> None:
+    x = np.ones((int(2 ** random.uniform(0, 10)), 256), np.float32)
+    with (
+        contextlib.suppress(RequestTimeoutError),
+        Client(f"unix://{path}", retries=_ONCE, timeout_s=0.01 * random.random()) as client,
+    ):
+        client.layer_norm(x)
+
+
+def _call_of_any_size(client: Client, random: np.random.Generator) -> None:
+    x = np.ones((int(2 ** random.uniform(0, 14)), 256), np.float32)
+    bias = random.standard_normal(256, np.float32)
+    if not (client.layer_norm(x, bias=bias).y == bias).all():
+        raise AssertionError(f"a wrong answer to {len(x)} rows")
 
 
 def churn(server: ServerProcess, path: Path, calls: int, *, every_s: float, clients: int = _CLIENTS) -> Outcome:
@@ -227,6 +287,7 @@ def main() -> int:
             faults = come_and_go(server, path, 100).faults
             parts = {
                 f"{asked.connects} connections": lambda: come_and_go(server, path, asked.connects),
+                f"{asked.connects} clients that leave early": lambda: leave_early(server, path, asked.connects),
                 f"{asked.calls} calls": lambda: churn(server, path, asked.calls, every_s=1.0),
             }
             for name, run in parts.items():
