@@ -24,8 +24,10 @@ def has_error(descriptor: int) -> bool:
 
 
 def _receive(loop: asyncio.AbstractEventLoop, connected: socket.socket, receive: Callable[[], object]) -> None:
-    # First, because `receive` may end it.
+    # First, because `receive` may end it.  uvloop has one monitor for a socket's reader and writer, and there is
+    # nothing left to write for: a peer that has closed takes no more bytes.
     if has_error(connected.fileno()):
         loop.remove_reader(connected)
+        loop.remove_writer(connected)
         add_reader(loop, connected, receive)
     receive()

@@ -66,8 +66,9 @@ class Wire:
         self._frame_s, self._send_s, self._most_unsent = frame_s, send_s, most_unsent
         self._began = 0.0
         self._unsent: deque[_UnsentFrame] = deque()
-        # Of the last frame that was sent whole.
+        # Of the last frame that was sent whole, and of those that were not.
         self._on_last_lost: Callable[[], None] | None = None
+        self._lost: list[Callable[[], None]] = []
         self._was_reset = False
         self._frame_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
@@ -141,19 +142,15 @@ class Wire:
             self._send_timer.cancel()
         if self._unsent:
             self._loop.remove_writer(self._connection)
-        lost = [frame.on_lost for frame in self._unsent]
+        self._drop_unsent()
+        was_reset = self._was_reset or has_error(self.descriptor)
         # Where there is a replayer it may have sent later frames.
-        may_be_last = self._on_last_lost is not None and self._replayer is None
-        if may_be_last and (self._was_reset or has_error(self.descriptor)):
-            lost.append(self._on_last_lost)
-        for frame in self._unsent:
-            _close(frame.descriptors)
-        self._unsent.clear()
+        if was_reset and self._on_last_lost is not None and self._replayer is None:
+            self._lost.append(self._on_last_lost)
         if self._replayer is not None:
             self._replayer.close(self.descriptor)
-        for on_lost in lost:
-            if on_lost is not None:
-                on_lost()
+        for on_lost in self._lost:
+            on_lost()
         self._listener.on_end()
         self._connection.close()
 
@@ -217,8 +214,9 @@ class Wire:
             try:
                 sent = self._pass_on(frame.rest, frame.descriptors)
             except OSError:
-                self.close()
-                return
+                # Frames that the client sent before it left are still to be received, and its end after them.
+                self._drop_unsent()
+                break
             if sent < len(frame.rest):
                 # What goes with a frame goes with its first byte.
                 descriptors = () if sent else frame.descriptors
@@ -229,6 +227,13 @@ class Wire:
         self._time_sending(runs=bool(self._unsent))
         self._tell_replayer()
         self.read(wanted=self._wants_input)
+
+    def _drop_unsent(self) -> None:
+        for frame in self._unsent:
+            _close(frame.descriptors)
+            if frame.on_lost is not None:
+                self._lost.append(frame.on_lost)
+        self._unsent.clear()
 
     def _time_sending(self, *, runs: bool) -> None:
         """Wait until the client reads, for a while, or stop waiting."""

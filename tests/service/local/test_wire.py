@@ -151,6 +151,23 @@ def test_the_last_frame_is_lost_if_the_client_closes_before_it_has_read_its_end(
     wired(body, loop)
 
 
+@pytest.mark.parametrize("loop", [asyncio.run, uvloop.run])
+@pytest.mark.parametrize("is_full", [False, True])
+def test_frames_of_a_client_that_has_left_are_read_although_nothing_can_be_sent(loop, is_full):
+    async def body(wire, told, theirs):
+        called = []
+        if is_full:
+            wire.send(bytes(10**6))
+        theirs.send(frame(1, b"a request") + frame(2, b"what is given back"))
+        theirs.close()
+        wire.send(frame(1, b"an answer"), (os.memfd_create("lost"),), lambda: called.append(told.ends))
+        await until(lambda: told.ends)
+        assert [tag for tag, _ in told.frames] == [1, 2]
+        assert called == [0]
+
+    wired(body, loop)
+
+
 def test_frames_that_were_not_sent_are_lost():
     async def body(wire, told, theirs):
         called = []

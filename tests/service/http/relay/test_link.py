@@ -312,12 +312,14 @@ def test_what_comes_and_what_leaves_is_noted_for_polling():
 
 
 @pytest.mark.parametrize("loop", [asyncio.run, uvloop.run])
-def test_a_process_that_ends_with_messages_unread_is_noticed(loop):
+@pytest.mark.parametrize("nbytes", [1, 30 * 2**20])
+@pytest.mark.parametrize("lends", [False, True])
+def test_a_process_that_ends_with_messages_unread_is_noticed(lends, nbytes, loop):
     async def run():
         here, there = socket.socketpair()
-        owner = End(here, messages.from_front_end)
-        owner.link.send(messages.Readiness(True))
-        await owner.link.drained()
+        owner = End(here, messages.from_front_end, lends=lends)
+        owner.link.send(messages.Send(1, 200, [], bytes(nbytes), more=False))
+        await asyncio.sleep(0.01)
         there.send(b"the beginning of a frame")
         there.close()
         await until(lambda: owner.ended)
