@@ -203,6 +203,17 @@ def test_connections_that_leave_answers_unread_leave_nothing(local, http, path, 
     until(lambda: held(local, http) == before)
 
 
+def test_memory_that_clients_did_not_wait_for_is_not_theirs(local, http, path, until, settled):
+    before = settled(lambda: held(local, http))
+    # More than the quota.
+    for number in range(300):
+        with LocalConnection(path, greet=False) as client:
+            client.send(frames.Hello(frames.VERSION))
+            client.send(frames.Grow(2**20))
+            time.sleep(0.001 * (number % 3))
+    until(lambda: held(local, http) == before)
+
+
 def test_the_servers_end_is_one_clear_error_and_results_stay(launched, tmp_path):
     path = tmp_path / "mortal.sock"
     server = launched("--local", str(path))
