@@ -13,21 +13,28 @@ from collections.abc import Callable
 
 def add_reader(loop: asyncio.AbstractEventLoop, connected: socket.socket, receive: Callable[[], object]) -> None:
     """Call `receive` while there is something to receive, the end included, until the loop's `remove_reader`."""
-    loop.add_reader(connected, _receive, loop, connected, receive)
+    loop.add_reader(connected, _receive, loop, connected, receive, _end_of(connected.fileno()))
 
 
 def has_error(descriptor: int) -> bool:
     """Whether a socket has an error that has not been received yet."""
-    asked = select.poll()
-    asked.register(descriptor, 0)
-    return any(events & select.POLLERR for _, events in asked.poll(0))
+    return any(events & select.POLLERR for _, events in _end_of(descriptor).poll(0))
 
 
-def _receive(loop: asyncio.AbstractEventLoop, connected: socket.socket, receive: Callable[[], object]) -> None:
+def _receive(
+    loop: asyncio.AbstractEventLoop, connected: socket.socket, receive: Callable[[], object], end: "select.poll"
+) -> None:
     # First, because `receive` may end it.  uvloop has one monitor for a socket's reader and writer, and there is
     # nothing left to write for: a peer that has closed takes no more bytes.
-    if has_error(connected.fileno()):
+    if end.poll(0):
         loop.remove_reader(connected)
         loop.remove_writer(connected)
         add_reader(loop, connected, receive)
     receive()
+
+
+def _end_of(descriptor: int) -> "select.poll":
+    """What tells of a socket's errors and of its peer's end, and of nothing else."""
+    end = select.poll()
+    end.register(descriptor, 0)
+    return end
