@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -159,6 +160,20 @@ def test_a_client_that_gives_up_keeps_the_places_until_they_are_written(stage):
         for _ in range(20):
             client.layer_norm(small)
         assert all((each == 1).all() for each in mine)
+
+
+def test_clients_closed_after_timeouts_leave_nothing(stage, until, settled):
+    stage.wait_for_queue(0)
+    before = settled(lambda: held(stage.server, stage.http))
+    own = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(3):
+        with Client(f"unix://{stage.path}", timeout_s=0.3, retries=ONCE) as client, pytest.raises(TimeoutError):
+            client.layer_norm(np.ones((1, WAITS), np.float32))
+    gc.collect()
+    assert len(list(Path("/proc/self/fd").iterdir())) == own
+    stage.open_gate()
+    until(lambda: held(stage.server, stage.http) == before)
+    assert_alive(stage.path)
 
 
 def test_a_client_that_is_stopped_while_results_are_owed(stage):

@@ -150,9 +150,9 @@ class AsyncLink:
             return result
 
     def retire(self) -> None:
-        """Close, once no block of the arenas is in use."""
+        """Close, once nobody has a block of the arenas: neither a result nor a call that still waits."""
         if self.is_open:
-            self._from_anywhere(self._withdraw_all)
+            self._from_anywhere(self._let_go)
             self._offers.once_empty(self.arena, functools.partial(self._from_anywhere, self._leave))
 
     def _from_anywhere(self, work: Callable[[], None]) -> None:
@@ -162,8 +162,11 @@ class AsyncLink:
         else:
             self._loop.call_soon_threadsafe(work)
 
-    def _withdraw_all(self) -> None:
-        """Let the server use this process's own memory no more."""
+    def _let_go(self) -> None:
+        """Keep nothing for calls that gave up, and let the server use this process's own memory no more."""
+        # Their answers may never come. The server itself keeps the memory that it works in.
+        for tag, (answer, _) in self._used.items():
+            self._used[tag] = answer, None
         if self.is_open:
             with suppress(OSError):
                 for number in self._offers.withdraw_all():

@@ -94,7 +94,7 @@ class Link:
         try:
             self._greet(deadline)
         except BaseException:
-            self._socket.close()
+            self._close()
             raise
 
     @property
@@ -172,7 +172,10 @@ class Link:
             return result
 
     def retire(self) -> None:
-        """Close, once no block of the arenas is in use."""
+        """Close, once nobody has a block of the arenas: neither a result nor a call that still waits."""
+        # Answers to calls that gave up may never come. The server itself keeps the memory that it works in.
+        for tag in list(self._used):
+            self._used[tag] = None
         if self.is_usable:
             with suppress(OSError):
                 for number in self._offers.withdraw_all():
@@ -307,20 +310,21 @@ class Link:
         """The connection is of no more use; what clients see of its arena stays as it is."""
         self._failure = failure
         self.is_open = False
+        self._close()
+        return failure()
+
+    def _close(self) -> None:
         self._incoming.close()
         self._socket.close()
-        return failure()
 
     def _leave(self) -> None:
         """Give the arena back: no view of it is left."""
-        if not self.is_usable:
-            self._socket.close()
-            return
-        self.is_open = False
-        with suppress(OSError):
-            for number in [*self.arena.segments, *self._offers.given_up()]:
-                self._socket.send(frames.write(0, frames.Free(number)), socket.MSG_DONTWAIT)
-        self._socket.close()
+        if self.is_usable:
+            self.is_open = False
+            with suppress(OSError):
+                for number in [*self.arena.segments, *self._offers.given_up()]:
+                    self._socket.send(frames.write(0, frames.Free(number)), socket.MSG_DONTWAIT)
+        self._close()
 
 
 def _timeval(seconds: float) -> bytes:

@@ -26,6 +26,7 @@ def serving(path, answer, connections=1):
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen()
+    accepted = []
 
     def converse(connected):
         found = frames.Frames(2**30)
@@ -40,14 +41,19 @@ def serving(path, answer, connections=1):
     def serve():
         for _ in range(connections):
             connected, _ = listener.accept()
+            accepted.append(connected)
             with connected, suppress(OSError):
                 converse(connected)
 
-    thread = threading.Thread(target=serve)
+    thread = threading.Thread(target=serve, daemon=True)
     thread.start()
     try:
         yield
     finally:
+        # Wakes the thread, which a client that failed would leave waiting.
+        for connected in (listener, *accepted):
+            with suppress(OSError):
+                connected.shutdown(socket.SHUT_RDWR)
         listener.close()
         thread.join(20)
 

@@ -1,0 +1,112 @@
+"""What a closed client leaves: nothing, unless somebody has a result still."""
+
+import asyncio
+import gc
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from normserve.client import AsyncClient, Client, ConnectionFailedError, RequestTimeoutError, RetryPolicy
+from normserve.codec import local_frames as frames
+
+from tests.service.client.local.test_link import send_segment, serving
+
+ONCE = RetryPolicy(tries=1)
+
+
+class SilentServer:
+    """Hands over memory, and never answers an operation."""
+
+    def __init__(self) -> None:
+        self.has_request = threading.Event()
+
+    def answer(self, connected, tag, message):
+        if isinstance(message, frames.Grow):
+            send_segment(connected, tag)
+        elif isinstance(message, frames.Compute):
+            self.has_request.set()
+
+
+def held() -> tuple[int, int]:
+    """How many descriptors and mappings of shared memory this process has."""
+    gc.collect()
+    return len(list(Path("/proc/self/fd").iterdir())), Path("/proc/self/maps").read_text().count("memfd:normserve")
+
+
+def wait_until_held(expected: tuple[int, int]) -> None:
+    deadline = time.monotonic() + 10
+    while held() != expected and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert held() == expected
+
+
+def time_out(path: str) -> None:
+    with Client(f"unix://{path}", timeout_s=0.05, retries=ONCE) as client, pytest.raises(RequestTimeoutError):
+        client.layer_norm(np.ones((4, 4), np.float32))
+
+
+async def time_out_in_a_task(path: str) -> None:
+    async with AsyncClient(f"unix://{path}", timeout_s=0.05, retries=ONCE) as client:
+        with pytest.raises(RequestTimeoutError):
+            await client.layer_norm(np.ones((4, 4), np.float32))
+
+
+@pytest.mark.parametrize("call", [time_out, lambda path: asyncio.run(time_out_in_a_task(path))])
+def test_a_client_closed_after_a_timeout_keeps_nothing(tmp_path, call):
+    path = str(tmp_path / "socket")
+    with serving(path, SilentServer().answer, connections=3):
+        before = held()
+        for _ in range(3):
+            call(path)
+            # Of the server's end as well, which ends with the client's.
+            wait_until_held(before)
+
+
+def test_a_result_outlives_a_client_closed_after_a_timeout(tmp_path):
+    path = str(tmp_path / "socket")
+    with serving(path, SilentServer().answer):
+        before = held()
+        with Client(f"unix://{path}", timeout_s=0.05, retries=ONCE) as client:
+            x = client.empty((4, 4))
+            x[:] = 3
+            with pytest.raises(RequestTimeoutError):
+                client.layer_norm(x)
+        assert (x == 3).all()
+        assert held() > before
+        del x
+        assert held()[1] == before[1]
+
+
+def test_a_call_that_times_out_after_the_client_was_closed_keeps_nothing(tmp_path):
+    path = str(tmp_path / "socket")
+    server = SilentServer()
+    with serving(path, server.answer):
+        before = held()
+        client = Client(f"unix://{path}", timeout_s=0.4, retries=ONCE)
+
+        def call():
+            with pytest.raises(RequestTimeoutError):
+                client.layer_norm(np.ones((4, 4), np.float32))
+
+        caller = threading.Thread(target=call)
+        caller.start()
+        server.has_request.wait(20)
+        client.close()
+        caller.join(20)
+        assert held()[1] == before[1]
+
+
+def test_a_client_closed_after_its_connection_broke_keeps_nothing(tmp_path):
+    def answer(connected, tag, message):
+        if isinstance(message, frames.Grow):
+            send_segment(connected, tag)
+        return isinstance(message, frames.Compute)
+
+    path = str(tmp_path / "socket")
+    with serving(path, answer):
+        before = held()
+        with Client(f"unix://{path}", retries=ONCE) as client, pytest.raises(ConnectionFailedError):
+            client.layer_norm(np.ones((4, 4), np.float32))
+        assert held()[1] == before[1]
