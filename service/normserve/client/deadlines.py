@@ -45,6 +45,15 @@ class Deadline:
         if self.is_over():
             raise self.error()
 
+    def acquire(self, lock: threading.Lock) -> None:
+        """Acquire a lock, which is the caller's to release.
+
+        Raises: RequestTimeoutError: it is over before.
+        """
+        left_s = self.left_s()
+        if not lock.acquire(timeout=-1 if left_s is None else max(0.0, left_s)):
+            raise self.error()
+
     def ends(self) -> asyncio.Timeout:
         """What ends the waiting of a task when it is over."""
         return asyncio.timeout(self.left_s())

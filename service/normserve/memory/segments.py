@@ -66,22 +66,29 @@ def make_segment(nbytes: int, kind: type[_S], *, is_there_at_once: bool = True) 
         raise
 
 
-def map_segment(descriptor: int, *, is_there_at_once: bool = True) -> Segment:
-    """Map what another process made; the descriptor stays the caller's.
+def map_segment(descriptor: int, nbytes: int | None = None, *, is_there_at_once: bool = True) -> Segment:
+    """Map memory that another process made; the descriptor stays the caller's.
 
-    Args: is_there_at_once: as in `make_segment`.
+    Args:
+        nbytes: how many of its bytes, from the first one; None maps all of them, however many the process made.
+        is_there_at_once: as in `make_segment`.
 
     Raises:
-        ValueError: it is no memory that keeps its size, or it is empty.
+        ValueError: it is no memory that keeps its size, or has fewer bytes.
     """
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-        nbytes = os.fstat(descriptor).st_size
-        if seals & fcntl.F_SEAL_SHRINK and nbytes:
-            return _mapped(descriptor, nbytes, Segment, is_there_at_once=is_there_at_once)
+        size = os.fstat(descriptor).st_size
+        if not seals & fcntl.F_SEAL_SHRINK:
+            raise ValueError("shared memory must be sealed against shrinking, this is not")
+        # Whoever touches a huge page when none is left gets a signal.
+        if os.fstatvfs(descriptor).f_bsize != PAGE_BYTES:
+            raise ValueError("shared memory must have no huge pages, this has")
+        if size < (nbytes or 1):
+            raise ValueError(f"shared memory must have at least {nbytes or 1} bytes, this has {size}")
+        return _mapped(descriptor, nbytes or size, Segment, is_there_at_once=is_there_at_once)
     except OSError as error:
         raise ValueError(f"the descriptor is not of shared memory: {error.strerror}") from None
-    raise ValueError("shared memory must be sealed against shrinking, this is not")
 
 
 def rounded(nbytes: int) -> int:

@@ -64,6 +64,24 @@ def test_what_could_shrink_is_not_mapped(tmp_path):
         map_segment(file.fileno())
 
 
+def test_only_as_much_as_is_asked_for_is_mapped(made):
+    descriptor, _ = made
+    assert len(map_segment(descriptor, PAGE_BYTES)) == PAGE_BYTES
+    with pytest.raises(ValueError, match="at least"):
+        map_segment(descriptor, 2 * PAGE_BYTES + 1)
+
+
+def test_huge_pages_are_not_mapped():
+    descriptor = os.memfd_create("test", os.MFD_ALLOW_SEALING | os.MFD_HUGETLB)
+    try:
+        os.ftruncate(descriptor, 2**30)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        with pytest.raises(ValueError, match="huge pages"):
+            map_segment(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def test_more_than_there_is_is_a_memory_error(monkeypatch):
     assert PAGE_BYTES < segments.available_bytes() < 2**50
     monkeypatch.setattr(segments, "available_bytes", lambda: 3 * PAGE_BYTES)

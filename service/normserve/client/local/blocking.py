@@ -101,13 +101,16 @@ class LocalTransport:
         link = self._link
         if link is not None and link.is_usable:
             return link
-        with self._connecting:
+        deadline.acquire(self._connecting)
+        try:
             if self._link is None or not self._link.is_usable:
                 self._forget()
                 self._link = link = Link(self._path, self._api_key, deadline)
                 # Without a client there are no more requests, but views of results may be left.
                 self._finalizer = weakref.finalize(self, link.retire)
             return self._link
+        finally:
+            self._connecting.release()
 
     def _forget(self) -> None:
         if self._finalizer is not None:

@@ -2,7 +2,9 @@
 
 import functools
 import itertools
+import math
 import os
+import select
 import socket
 import struct
 import sys
@@ -44,6 +46,8 @@ os.register_at_fork(after_in_child=_after_fork)
 # How long a wait in the kernel lasts before the deadline is looked at again.
 _WAIT_S = 1.0
 _TIMEVAL = struct.Struct("ll")
+# As an enumeration it takes a microsecond each time.
+_AT_ONCE = int(socket.MSG_DONTWAIT)
 
 
 class Link:
@@ -81,15 +85,20 @@ class Link:
         self._failure: Callable[[], ClientError] | None = None
         self._wait_s = _WAIT_S
         self._socket = socket.socket(socket.AF_UNIX)
+        self._writable = select.poll()
+        self._writable.register(self._socket, select.POLLOUT)
         self._incoming = Incoming(self._socket, self.arena)
         self._offers = Offers(self._incoming)
         self._api_key = api_key
         try:
             self._set_wait(_WAIT_S)
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(_WAIT_S))
+            # A server that accepts nobody is waited for so long.
+            wait_s = max(SHORTEST_WAIT_S, min(_WAIT_S, deadline.left_s() or _WAIT_S))
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(wait_s))
             self._socket.connect(path)
         except OSError as error:
             self._socket.close()
+            deadline.check()
             raise ConnectionFailedError(quoted(f"{path}: {error}", 200)) from error
         try:
             self._greet(deadline)
@@ -124,6 +133,8 @@ class Link:
         if self._offers.has_withdrawals:
             for number in self._offers.withdrawn():
                 self._send(frames.write(0, frames.Free(number)), deadline)
+        if isinstance(message, frames.Grow):
+            self._incoming.expect_segment(tag, message)
         self._used[tag] = used
         try:
             if TRACING in sys.modules:
@@ -179,7 +190,7 @@ class Link:
         if self.is_usable:
             with suppress(OSError):
                 for number in self._offers.withdraw_all():
-                    self._socket.send(frames.write(0, frames.Free(number)), socket.MSG_DONTWAIT)
+                    self._socket.send(frames.write(0, frames.Free(number)), _AT_ONCE)
         self._offers.once_empty(self.arena, self._leave)
 
     def _greet(self, deadline: Deadline) -> None:
@@ -210,23 +221,38 @@ class Link:
             if tag in self._used:
                 self._given_up.add(tag)
             self._answers.pop(tag, None)
-        with suppress(OSError), self._sending:
-            self._socket.send(frames.write(0, frames.Cancel(tag)), socket.MSG_DONTWAIT)
+        # Where another thread cannot send, nor can this one.
+        if self._sending.acquire(blocking=False):
+            with suppress(OSError):
+                self._socket.send(frames.write(0, frames.Cancel(tag)), _AT_ONCE)
+            self._sending.release()
 
     def _send(self, frame: bytes, deadline: Deadline) -> None:
-        with self._sending:
+        deadline.acquire(self._sending)
+        try:
             rest: bytes | memoryview = frame
             while rest:
                 try:
-                    rest = rest[self._socket.send(rest) :]
+                    rest = rest[self._socket.send(rest, _AT_ONCE) :]
                 except BlockingIOError:
-                    if deadline.is_over():
+                    if not self._wait_writable(deadline):
                         if len(rest) < len(frame):
                             self._fail(functools.partial(ConnectionFailedError, "a request was cut off"))
                         raise deadline.error() from None
                 except OSError:
                     # The server may have said why it closed; the thread that receives reads that.
                     return
+        finally:
+            self._sending.release()
+
+    def _wait_writable(self, deadline: Deadline) -> bool:
+        """Wait until the server has read some of what it was sent; False where it does not in time."""
+        left_s = deadline.left_s()
+        if left_s is not None and left_s <= 0:
+            return False
+        wait_s = _WAIT_S if left_s is None else min(_WAIT_S, left_s)
+        self._writable.poll(math.ceil(wait_s * 1000))
+        return True
 
     def _wait_for(self, tag: int, deadline: Deadline) -> frames.Reply:
         lock, answers = self._lock, self._answers
@@ -277,7 +303,9 @@ class Link:
         """Answers, as soon as there are any."""
         incoming = self._incoming
         while True:
-            if not incoming.is_soon:
+            if incoming.is_soon:
+                deadline.check()
+            else:
                 self._limit_wait(deadline)
             try:
                 if found := incoming.receive():
@@ -323,7 +351,7 @@ class Link:
             self.is_open = False
             with suppress(OSError):
                 for number in [*self.arena.segments, *self._offers.given_up()]:
-                    self._socket.send(frames.write(0, frames.Free(number)), socket.MSG_DONTWAIT)
+                    self._socket.send(frames.write(0, frames.Free(number)), _AT_ONCE)
         self._close()
 
 

@@ -48,8 +48,14 @@ class Incoming:
         # For how long the one that is waited for was polled for, in vain.
         self._polled_s = 0.0
         self._descriptors: deque[int] = deque()
+        # Segments that are still to come, by the tags of their requests.
+        self._requested: dict[int, frames.Grow] = {}
         # Of segments in a device's memory: the number, the descriptor, which stays the caller's, and the bytes.
         self.on_device_segment: Callable[[int, int, int], None] = _unasked
+
+    def expect_segment(self, tag: int, request: frames.Grow) -> None:
+        """Accept one segment of this size, in the answer with this tag; all others are refused."""
+        self._requested[tag] = request
 
     def receive(self) -> list[tuple[int, frames.Reply]]:
         """What one call of the system brings: answers by their tags.
@@ -67,10 +73,12 @@ class Incoming:
             raise ConnectionFailedError("the server closed the connection")
         found = []
         try:
+            if len(self._descriptors) > len(self._requested):
+                raise ValueError("a descriptor arrived that was not requested")
             for tag, content in self._frames.feed(data):
                 answer = frames.read_reply(content)
-                if answer.segment is not None:
-                    self._take_segment(answer.segment, answer)
+                if self._requested or answer.segment is not None:
+                    self._take_segment(self._requested.pop(tag, None), answer)
                 found.append((tag, answer))
         except (NormserveError, ValueError) as error:
             raise UnexpectedAnswerError(f"the server sent a malformed answer: {error}") from None
@@ -113,15 +121,24 @@ class Incoming:
         while self._descriptors:
             os.close(self._descriptors.popleft())
 
-    def _take_segment(self, number: int, answer: frames.Reply) -> None:
+    def _take_segment(self, request: frames.Grow | None, answer: frames.Reply) -> None:
+        """Map the segment that an answer brings, if it brings one: as much of it as was requested, and no more."""
+        if answer.segment is None:
+            if request is not None and answer.status < 400:
+                raise ValueError("the answer to a request for memory must bring a segment, it brings none")
+            return
+        if request is None or (request.memory == "device") != bool(answer.device):
+            raise ValueError("a segment arrived that was not requested")
         if not self._descriptors:
             raise ValueError("a segment arrived without its descriptor")
         descriptor = self._descriptors.popleft()
         try:
-            if answer.device:
-                self.on_device_segment(number, descriptor, answer.nbytes)
+            if not answer.device:
+                self._arena.add(answer.segment, map_segment(descriptor, request.nbytes))
+            elif answer.nbytes < request.nbytes:
+                raise ValueError(f"a segment must have at least {request.nbytes} bytes, it has {answer.nbytes}")
             else:
-                self._arena.add(number, map_segment(descriptor))
+                self.on_device_segment(answer.segment, descriptor, answer.nbytes)
         finally:
             os.close(descriptor)
 

@@ -1,15 +1,18 @@
 """A connection of the blocking client to servers that answer what they like, or not at all."""
 
 import os
+import signal
 import socket
 import struct
 import threading
+import time
 from contextlib import contextmanager, suppress
 
 import msgspec
 import pytest
 from normserve.client import Client, ConnectionFailedError, RequestTimeoutError, RetryPolicy, UnexpectedAnswerError
 from normserve.client.deadlines import Deadline
+from normserve.client.local import sockets
 from normserve.client.local.link import Link
 from normserve.codec import local_frames as frames
 from normserve.memory.segments import Segment, make_segment
@@ -153,6 +156,98 @@ def test_malformed_results_are_no_answer(tmp_path):
         with pytest.raises(UnexpectedAnswerError, match="malformed"):
             client.layer_norm(x)
         del x
+
+
+@pytest.mark.parametrize("flood", [frames.write(2**31, frames.Answer(200)), bytes(1)], ids=["answers", "bytes"])
+def test_a_server_that_sends_other_things_does_not_hold_a_call_past_its_timeout(tmp_path, monkeypatch, flood):
+    # What comes at once is polled for, and never waited for.
+    monkeypatch.setattr(sockets, "_MAY_POLL", True)
+    monkeypatch.setattr(sockets, "_SOON_S", 20.0)
+    monkeypatch.setattr(sockets, "_POLLED_S", 20.0)
+
+    def answer(connected, tag, message):
+        if isinstance(message, frames.Info):
+            connected.sendall(frames.PREFIX.pack(2**25, tag)) if len(flood) == 1 else None
+            while True:
+                connected.sendall(flood)
+
+    path = str(tmp_path / "socket")
+    with serving(path, answer):
+        link = Link(path, None, Deadline(20))
+        try:
+            with pytest.raises(RequestTimeoutError):
+                link.request(frames.Info(), Deadline(0.1))
+        finally:
+            link._socket.close()
+
+
+class LateError(Exception):
+    """Raised by the test where a wait has no end."""
+
+
+@pytest.fixture
+def stops():
+    """Has what still waits after seconds raise an error, whatever it waits for."""
+
+    def stop(*_):
+        raise LateError
+
+    signal.signal(signal.SIGALRM, stop)
+    yield lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+
+def test_a_thread_that_cannot_send_does_not_hold_others_past_their_timeouts(tmp_path, stops):
+    over = threading.Event()
+
+    def answer(connected, tag, message):
+        over.wait(20)
+        return True
+
+    path = str(tmp_path / "socket")
+    message = msgspec.Raw(msgspec.json.encode(frames.Compute("layer_norm", LONG, {})))
+    with serving(path, answer):
+        link = Link(path, None, Deadline(20))
+        link._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+        threads = [threading.Thread(target=ask, args=(link, message, 20)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        try:
+            while not link._sending.locked():
+                time.sleep(0.001)
+            stops(5)
+            with pytest.raises(RequestTimeoutError):
+                link.request(message, Deadline(0.05))
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join(20)
+            link._socket.close()
+
+
+def test_a_server_that_accepts_nobody_does_not_hold_a_call_past_its_timeout(tmp_path):
+    path = str(tmp_path / "socket")
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as first:
+        listener.bind(path)
+        listener.listen(0)
+        first.connect(path)
+        with pytest.raises(RequestTimeoutError):
+            Link(path, None, Deadline(0.05))
+
+
+def test_an_answer_that_brings_no_memory_is_no_answer_to_a_request_for_it(tmp_path):
+    asked = []
+
+    def answer(connected, tag, message):
+        asked.append(message)
+        connected.sendall(frames.write(tag, frames.Answer(200)))
+
+    path = str(tmp_path / "socket")
+    with serving(path, answer), Client(f"unix://{path}", retries=RetryPolicy(tries=1)) as client:
+        with pytest.raises(UnexpectedAnswerError):
+            client.empty((4, 4))
+    assert len(asked) == 1
 
 
 def ask(link, message, timeout_s):
