@@ -292,11 +292,15 @@ def write(tag: int, message: Message | Answer | Done | msgspec.Raw | Sequence[Me
 
 
 class Frames:
-    """Cuts a stream of bytes into frames; keeps no more of it than the frame that is not whole yet."""
+    """Cuts a stream of bytes into frames; keeps no more of it than the frame that is not whole yet.
+
+    Attributes:
+        max_bytes: of one frame's content.
+    """
 
     def __init__(self, max_bytes: int) -> None:
-        """Args: max_bytes: of one frame's content."""
-        self._max_bytes = max_bytes
+        """Args: max_bytes: as the attribute."""
+        self.max_bytes = max_bytes
         self._rest = bytearray()
         self._needed = 0
 
@@ -314,7 +318,7 @@ class Frames:
         if not self._rest and len(data) >= PREFIX.size:
             # Usually one whole frame has come, and nothing else.
             length, tag = PREFIX.unpack_from(data)
-            if length == len(data) - PREFIX.size <= self._max_bytes:
+            if length == len(data) - PREFIX.size <= self.max_bytes:
                 return [(tag, data[PREFIX.size :])]
         if self._rest:
             self._rest += data
@@ -327,8 +331,8 @@ class Frames:
         self._needed = PREFIX.size
         while end - position >= PREFIX.size:
             length, tag = PREFIX.unpack_from(data, position)
-            if length > self._max_bytes:
-                raise TooLargeError(f"a frame must have at most {self._max_bytes} bytes, {length} are announced")
+            if length > self.max_bytes:
+                raise TooLargeError(f"a frame must have at most {self.max_bytes} bytes, {length} are announced")
             begin = position + PREFIX.size
             if length > end - begin:
                 self._needed = PREFIX.size + length

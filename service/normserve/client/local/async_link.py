@@ -112,8 +112,7 @@ class AsyncLink:
         tag = next(self._tags) % (TAGS - 1) + 1
         answer: asyncio.Future[frames.Reply] = self._loop.create_future()
         self._used[tag] = (answer, used)
-        if isinstance(message, frames.Grow):
-            self._incoming.expect_segment(tag, message)
+        self._incoming.expect(tag, message)
         if self._offers.has_withdrawals:
             for number in self._offers.withdrawn():
                 self._send(frames.write(0, frames.Free(number)))

@@ -133,8 +133,7 @@ class Link:
         if self._offers.has_withdrawals:
             for number in self._offers.withdrawn():
                 self._send(frames.write(0, frames.Free(number)), deadline)
-        if isinstance(message, frames.Grow):
-            self._incoming.expect_segment(tag, message)
+        self._incoming.expect(tag, message)
         self._used[tag] = used
         try:
             if TRACING in sys.modules:

@@ -8,10 +8,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from normserve.client.answers.reception import LIST_BYTES
+import msgspec
+
+from normserve.client.answers.reception import DOCUMENT_BYTES, LIST_BYTES
 from normserve.client.errors import ConnectionFailedError, UnexpectedAnswerError
 from normserve.client.local.arena import Arena
 from normserve.codec import local_frames as frames
+from normserve.codec.local_frames import Message
 from normserve.errors import NormserveError
 from normserve.memory.segments import map_segment
 
@@ -43,7 +46,7 @@ class Incoming:
     def __init__(self, connected: socket.socket, arena: Arena) -> None:
         self._connected = connected
         self._arena = arena
-        self._frames = frames.Frames(LIST_BYTES)
+        self._frames = frames.Frames(DOCUMENT_BYTES)
         self.is_soon = False
         # For how long the one that is waited for was polled for, in vain.
         self._polled_s = 0.0
@@ -53,9 +56,12 @@ class Incoming:
         # Of segments in a device's memory: the number, the descriptor, which stays the caller's, and the bytes.
         self.on_device_segment: Callable[[int, int, int], None] = _unasked
 
-    def expect_segment(self, tag: int, request: frames.Grow) -> None:
-        """Accept one segment of this size, in the answer with this tag; all others are refused."""
-        self._requested[tag] = request
+    def expect(self, tag: int, message: Message | msgspec.Raw) -> None:
+        """Accept what a request's answer has beyond others': one segment of this size, or a long list."""
+        if isinstance(message, frames.Grow):
+            self._requested[tag] = message
+        elif isinstance(message, frames.Layers):
+            self._frames.max_bytes = LIST_BYTES
 
     def receive(self) -> list[tuple[int, frames.Reply]]:
         """What one call of the system brings: answers by their tags.

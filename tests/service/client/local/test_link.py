@@ -167,7 +167,7 @@ def test_a_server_that_sends_other_things_does_not_hold_a_call_past_its_timeout(
 
     def answer(connected, tag, message):
         if isinstance(message, frames.Info):
-            connected.sendall(frames.PREFIX.pack(2**25, tag)) if len(flood) == 1 else None
+            connected.sendall(frames.PREFIX.pack(2**20, tag)) if len(flood) == 1 else None
             while True:
                 connected.sendall(flood)
 
@@ -244,9 +244,12 @@ def test_an_answer_that_brings_no_memory_is_no_answer_to_a_request_for_it(tmp_pa
         connected.sendall(frames.write(tag, frames.Answer(200)))
 
     path = str(tmp_path / "socket")
-    with serving(path, answer), Client(f"unix://{path}", retries=RetryPolicy(tries=1)) as client:
-        with pytest.raises(UnexpectedAnswerError):
-            client.empty((4, 4))
+    with (
+        serving(path, answer),
+        Client(f"unix://{path}", retries=RetryPolicy(tries=1)) as client,
+        pytest.raises(UnexpectedAnswerError),
+    ):
+        client.empty((4, 4))
     assert len(asked) == 1
 
 

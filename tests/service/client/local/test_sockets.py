@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from normserve.client.answers.reception import DOCUMENT_BYTES
 from normserve.client.errors import ConnectionFailedError, UnexpectedAnswerError
 from normserve.client.local import sockets
 from normserve.client.local.arena import Arena
@@ -157,7 +158,7 @@ def incoming(descriptors):
     with ours, theirs:
         arena = Arena()
         incoming = Incoming(ours, arena)
-        incoming.expect_segment(7, frames.Grow(SEGMENT))
+        incoming.expect(7, frames.Grow(SEGMENT))
         yield incoming, theirs
         incoming.close()
         arena._parts.clear()
@@ -226,12 +227,27 @@ def test_descriptors_that_come_with_parts_of_an_answer_do_not_pile_up(incoming, 
         received.receive()
 
 
+def test_only_a_list_may_be_long(incoming):
+    received, theirs = incoming
+    head = frames.PREFIX.pack(DOCUMENT_BYTES + 1, 9)
+    received.expect(9, frames.Layers())
+    theirs.send(head)
+    assert received.receive() == []
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        received = Incoming(ours, Arena())
+        received.expect(9, frames.Info())
+        theirs.send(head)
+        with pytest.raises(UnexpectedAnswerError, match="at most"):
+            received.receive()
+
+
 def test_a_segment_on_a_device_is_no_smaller_than_requested(incoming):
     received, theirs = incoming
     opened = []
     received.on_device_segment = lambda number, descriptor, nbytes: opened.append((number, nbytes))
     for tag in (1, 2):
-        received.expect_segment(tag, frames.Grow(SEGMENT, "device"))
+        received.expect(tag, frames.Grow(SEGMENT, "device"))
     send_segment(theirs, 1, frames.Answer(200, segment=0, device="ab", nbytes=2 * SEGMENT))
     received.receive()
     assert opened == [(0, 2 * SEGMENT)]
