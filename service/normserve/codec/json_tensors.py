@@ -36,7 +36,7 @@ def decode(name: str, dtype: DType, shape: Sequence[int], data: bytes | memoryvi
     Raises:
         MalformedPayloadError: the array has another shape, holds something else than numbers, or one that the
             element type cannot hold.
-        TooLargeError: it has more than `MAX_ELEMENTS`.
+        TooLargeError: it has more than `MAX_ELEMENTS`, or more nested arrays.
     """
     bits_of(shape, dtype.itemsize * 8)
     count = prod(shape)
@@ -46,7 +46,7 @@ def decode(name: str, dtype: DType, shape: Sequence[int], data: bytes | memoryvi
         )
     values = _values(name, shape, data)
     if values.shape not in ((count,), tuple(shape)):
-        raise MalformedPayloadError(f"{name} must have {count} numbers of shape {list(shape)}, flat or nested")
+        raise _other_than(name, shape)
     with np.errstate(over="ignore"):
         stored = _rounded_to_bfloat16(values) if dtype is DType.BFLOAT16 else values.astype(_STORED[dtype])
         is_held = np.isfinite(_widened(stored, dtype)).all()
@@ -79,16 +79,33 @@ def require_few(name: str, count: int) -> None:
 
 
 def _values(name: str, shape: Sequence[int], data: bytes | memoryview) -> npt.NDArray[np.float64]:
+    text = bytes(data)
+    # Before anything is decoded, so that no more is than the shape declares.
+    arrays, commas = text.count(b"["), text.count(b",")
+    if arrays > MAX_ELEMENTS + 1:
+        raise TooLargeError(f"{name} must have at most {MAX_ELEMENTS} nested arrays, has {arrays}; send it flat")
+    if arrays not in (1, _array_count(shape)) or commas >= max(arrays, prod(shape)):
+        raise _other_than(name, shape)
     try:
-        return np.array(_FLAT.decode(data), np.float64)
+        return np.array(_FLAT.decode(text), np.float64)
     except (msgspec.MsgspecError, RecursionError):
         pass
     try:
-        return np.array(_nested(len(shape)).decode(data), np.float64)
+        return np.array(_nested(len(shape)).decode(text), np.float64)
     except (msgspec.MsgspecError, ValueError, RecursionError):
-        raise MalformedPayloadError(
-            f"{name} must be an array of numbers, flat or nested as its shape {list(shape)} says"
-        ) from None
+        raise _other_than(name, shape) from None
+
+
+def _array_count(shape: Sequence[int]) -> int:
+    """How many JSON arrays a tensor is that is nested by its shape."""
+    return 1 + sum([prod(shape[:rank]) for rank in range(1, len(shape))])
+
+
+def _other_than(name: str, shape: Sequence[int]) -> MalformedPayloadError:
+    count = prod(shape)
+    return MalformedPayloadError(
+        f"{name} must be an array of {count} numbers, flat or nested by shape {list(shape)}"
+    )
 
 
 @functools.cache

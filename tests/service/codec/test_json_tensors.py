@@ -67,6 +67,38 @@ def test_anything_else_is_refused(text):
         decode("x", DType.FLOAT32, [2, 3], text.encode())
 
 
+@pytest.mark.parametrize(
+    ("shape", "text"),
+    [
+        ([1, 4], "[[],[],[],[],[],[],[]]"),
+        ([1, 4], "[0,0,0,0,0]"),
+        ([1, 4], "[[0,0,0,0,0]]"),
+        ([1, 4], "[[[0],[0],[0],[0]]]"),
+        ([], "[[]]"),
+        ([2, 0], "[[],[],[]]"),
+        ([0, 2], "[[],[]]"),
+    ],
+)
+def test_more_than_the_shape_declares_is_not_decoded(monkeypatch, shape, text):
+    monkeypatch.setattr(json_tensors, "_FLAT", None)
+    monkeypatch.setattr(json_tensors, "_nested", None)
+    with pytest.raises(MalformedPayloadError, match="x must"):
+        decode("x", DType.FLOAT32, shape, text.encode())
+
+
+def test_more_arrays_than_a_tensor_may_have_elements_are_refused_unread():
+    with pytest.raises(TooLargeError, match="flat"):
+        decode("x", DType.FLOAT32, [MAX_ELEMENTS, 1, 1], b"[" * (2 * MAX_ELEMENTS + 1))
+
+
+@pytest.mark.parametrize("shape", [[0], [2, 0], [0, 2], [0, 0], [1], [1, 1, 1], [3, 1], [1, 3]])
+def test_flat_and_nested_are_read_of_every_shape(shape):
+    array = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    for nested in (array.tolist(), array.ravel().tolist()):
+        tensor = decode("x", DType.FLOAT32, shape, json.dumps(nested).encode())
+        assert np.array_equal(array_of(tensor), array)
+
+
 def test_what_a_narrower_type_cannot_hold_is_refused():
     decode("x", DType.FLOAT16, [1], b"[65504]")
     for dtype, text in ((DType.FLOAT16, b"[65520]"), (DType.BFLOAT16, b"[3.4e38]")):
