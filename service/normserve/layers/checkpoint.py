@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import mmap
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 from normserve.codec.safetensors import CHECKPOINT_LIMITS, Entry, read_entries
 from normserve.engine.engine import Engine
 from normserve.errors import ConfigurationError, MalformedPayloadError, NormserveError, TooLargeError
+from normserve.files import open_regular_file
 from normserve.jobs.job import Layer, Op
 from normserve.layers.registry import LayerRegistry, is_layer_name
 from normserve.memory.host_tensors import HostTensor
@@ -53,8 +55,8 @@ async def register_checkpoint(path: Path, engine: Engine, layers: LayerRegistry)
 
 
 def _read_pairs(path: Path) -> list[tuple[str, HostTensor, HostTensor]]:
-    with path.open("rb") as file:
-        if not path.stat().st_size:
+    with open_regular_file(path) as file:
+        if not os.fstat(file.fileno()).st_size:
             raise MalformedPayloadError("the file is empty")
         # Copy on write: torch wants memory that it could write to.
         body = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
@@ -69,7 +71,8 @@ def eps_beside(path: Path) -> float:
         MalformedPayloadError: it names no number in (0, 1).
     """
     try:
-        config = json.loads((path.parent / "config.json").read_bytes())
+        with open_regular_file(path.parent / "config.json") as file:
+            config = json.loads(file.read())
     except (OSError, ValueError):
         return _DEFAULT_EPS
     named = [config[key] for key in _EPS_KEYS if key in config] if isinstance(config, dict) else []

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from normserve.files import open_regular_file
 from normserve.settings import Settings
 
 
@@ -108,8 +109,7 @@ def _refuse_password() -> str:
 
 def _require_readable(setting: str, path: Path) -> None:
     try:
-        with path.open("rb"):
-            pass
+        open_regular_file(path).close()
     except OSError as error:
         raise TlsFileError(setting, f"{path} cannot be read: {error.strerror}") from None
 

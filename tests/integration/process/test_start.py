@@ -1,5 +1,6 @@
 """Starting: what is announced, and what keeps the server from it."""
 
+import os
 import socket
 
 import pytest
@@ -66,11 +67,14 @@ def test_triton_without_a_device(start_server):
 
 
 @pytest.mark.parametrize("more", [(), FLEET])
-@pytest.mark.parametrize("content", [None, b"no safetensors at all"])
-def test_checkpoint_that_cannot_be_read(start_server, tmp_path, content, more):
+@pytest.mark.parametrize(
+    "make",
+    [lambda path: None, lambda path: path.write_bytes(b"no safetensors at all"), os.mkfifo],
+    ids=["missing", "malformed", "pipe"],
+)
+def test_checkpoint_that_cannot_be_read(start_server, tmp_path, make, more):
     path = tmp_path / "model.safetensors"
-    if content is not None:
-        path.write_bytes(content)
+    make(path)
     refused = start_server("--checkpoint", str(path), *more, wait=False)
     assert refused.wait() == 2
     assert str(path) in refused.log

@@ -1,5 +1,7 @@
 """What a checkpoint's surroundings say; the server with a checkpoint is in tests/integration."""
 
+import os
+
 import pytest
 from normserve.errors import MalformedPayloadError
 from normserve.layers.checkpoint import eps_beside
@@ -20,3 +22,8 @@ def test_a_senseless_eps_beside_a_checkpoint_is_refused(eps, tmp_path):
     (tmp_path / "config.json").write_text(f'{{"layer_norm_eps": {eps}}}')
     with pytest.raises(MalformedPayloadError, match=r"config\.json"):
         eps_beside(tmp_path / "model.safetensors")
+
+
+def test_a_pipe_beside_a_checkpoint_is_no_configuration(tmp_path):
+    os.mkfifo(tmp_path / "config.json")
+    assert eps_beside(tmp_path / "model.safetensors") == 1e-5

@@ -1,5 +1,6 @@
 """TLS files: what is refused before a server starts, and what a reload may change."""
 
+import os
 import ssl
 
 import normserve.process.serving
@@ -59,7 +60,9 @@ def test_one_file_may_hold_both(ours, started, tmp_path):
         ("nowhere", "ours.key", None, "--tls-cert", "cannot be read: No such file"),
         ("ours.cert", "nowhere", None, "--tls-key", "cannot be read: No such file"),
         ("ours.cert", "ours.key", "nowhere", "--tls-client-ca", "cannot be read: No such file"),
-        ("folder", "ours.key", None, "--tls-cert", "cannot be read: Is a directory"),
+        ("folder", "ours.key", None, "--tls-cert", "cannot be read: not a regular file"),
+        ("pipe", "ours.key", None, "--tls-cert", "cannot be read: not a regular file"),
+        ("ours.cert", "pipe", None, "--tls-key", "cannot be read: not a regular file"),
         ("empty", "ours.key", None, "--tls-cert", "holds no certificate"),
         ("ours.key", "ours.key", None, "--tls-cert", "holds no certificate"),
         ("ours.cert", "ours.ca", None, "--tls-key", "holds no private key"),
@@ -75,6 +78,7 @@ def test_wrong_files_are_refused_with_the_reason(
 ):
     (tmp_path / "empty").touch()
     (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
     encrypted(ours, tmp_path / "encrypted")
 
     def path(name):

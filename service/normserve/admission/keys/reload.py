@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from normserve.admission.keys.file import ApiKey, KeysFileError, parse_keys
+from normserve.files import open_regular_file
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ class KeysFile:
             KeysFileError: it cannot be read, or is not what it must be.
         """
         try:
-            with self._path.open("rb") as file:
+            with open_regular_file(self._path) as file:
                 before = os.fstat(file.fileno())
                 content = file.read(_MAX_BYTES + 1)
                 self._seen = _fingerprint(before)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import os
 
 import pytest
 from normserve.admission.keys import KeysFile, KeysFileError
@@ -141,3 +142,9 @@ def test_a_file_that_is_none_says_so(tmp_path):
     for path in (tmp_path, tmp_path / "missing"):
         with pytest.raises(KeysFileError, match=str(path)):
             KeysFile(path).read()
+
+
+def test_a_pipe_is_no_file_of_keys(tmp_path):
+    os.mkfifo(tmp_path / "keys.toml")
+    with pytest.raises(KeysFileError, match="not a regular file"):
+        KeysFile(tmp_path / "keys.toml").read()
