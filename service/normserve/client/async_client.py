@@ -50,7 +50,7 @@ class AsyncClient:
         *,
         api_key: str | None = None,
         timeout_s: float | None = 60.0,
-        retries: RetryPolicy | None = None,
+        retries: RetryPolicy | int | None = None,
         max_connections: int = 100,
         verify: ssl.SSLContext | str | bool = True,
         certificate: str | tuple[str, str] | None = None,
@@ -58,7 +58,7 @@ class AsyncClient:
     ) -> None:
         """Args and errors: as `Client`; the transport is one of httpx's asynchronous ones, of any make."""
         self._server = Server.told(url, api_key, timeout_s, max_connections, verify, certificate)
-        self._retries = retries or RetryPolicy()
+        self._retries = RetryPolicy.of(retries)
         self._transport = async_transport_to(self._server, transport)
 
     layer_norm = _operation(operations.layer_norm)

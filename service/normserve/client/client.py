@@ -48,7 +48,7 @@ class Client:
         *,
         api_key: str | None = None,
         timeout_s: float | None = 60.0,
-        retries: RetryPolicy | None = None,
+        retries: RetryPolicy | int | None = None,
         max_connections: int = 100,
         verify: ssl.SSLContext | str | bool = True,
         certificate: str | tuple[str, str] | None = None,
@@ -61,7 +61,7 @@ class Client:
         timeout_s: how long a call may take as a whole: connecting, sending, receiving, all attempts and the
             pauses between them; None waits for ever.  Only the look-up of the host's name is the system's own
             time.
-        retries: how a request is repeated that may succeed later; by default five attempts.
+        retries: how a request is repeated that may succeed later, or how often; by default there are five attempts.
         max_connections: requests under way at once; more wait for one of them.
         verify: of https: True trusts well-known authorities, a path those in a PEM file, False any certificate.
         certificate: of https: a PEM file with the client's certificate and key, or one for each.
@@ -69,10 +69,10 @@ class Client:
             make is given the time that is left at an attempt's beginning, for each of its waits.
 
         Raises:
-            ValueError: the URL, the key or the timeout is none.
+            TypeError, ValueError: an argument is of another type, or none that can be used.
         """
         self._server = Server.told(url, api_key, timeout_s, max_connections, verify, certificate)
-        self._retries = retries or RetryPolicy()
+        self._retries = RetryPolicy.of(retries)
         self._transport = transport_to(self._server, transport)
 
     layer_norm = _operation(operations.layer_norm)

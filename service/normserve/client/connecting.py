@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 
+from normserve.client.argument_checks import check_count, check_type
 from normserve.client.deadlines import check_timeout
 from normserve.client.http.address import Address
 from normserve.client.http.awaiting import AsyncSockets
@@ -55,8 +56,13 @@ class Server:
         """Check what a client is told.
 
         Raises:
-            ValueError: the URL, the key or the timeout is none.
+            TypeError, ValueError: an argument is of another type, or none that can be used.
         """
+        check_type("url", url, str, "a str")
+        check_type("api_key", api_key, (str, None), "a str or None")
+        check_type("verify", verify, (bool, str, ssl.SSLContext), "a bool, a str or an SSLContext")
+        check_type("certificate", certificate, (str, tuple, None), "a str, a tuple or None")
+        check_count("max_connections", max_connections, 1)
         check_timeout(timeout_s)
         address = Address.of(url)
         if api_key is not None:
@@ -73,6 +79,7 @@ class Server:
 
 def transport_to(server: Server, own: httpx.BaseTransport | None) -> Transport:
     """The blocking client's transport; `own` is one of httpx's that its maker wants used."""
+    check_type("transport", own, (httpx.BaseTransport, None), "httpx's BaseTransport or None")
     if server.address.shares_memory:
         return LocalTransport(_shared_path(server, own), server.api_key)
     if isinstance(own, SocketTransport):
@@ -84,6 +91,7 @@ def transport_to(server: Server, own: httpx.BaseTransport | None) -> Transport:
 
 def async_transport_to(server: Server, own: httpx.AsyncBaseTransport | None) -> AsyncTransport:
     """As `transport_to`, of the asynchronous client."""
+    check_type("transport", own, (httpx.AsyncBaseTransport, None), "httpx's AsyncBaseTransport or None")
     if server.address.shares_memory:
         return AsyncLocalTransport(_shared_path(server, own), server.api_key)
     if isinstance(own, AsyncSocketTransport):

@@ -3,7 +3,9 @@
 import asyncio
 import threading
 import time
+from numbers import Real
 
+from normserve.client.argument_checks import check_type
 from normserve.client.errors import RequestTimeoutError
 
 
@@ -11,8 +13,9 @@ def check_timeout(timeout_s: float | None) -> None:
     """Refuse what is no time to wait.
 
     Raises:
-        ValueError: it is neither None nor a number of seconds above 0 that the operating system can wait.
+        TypeError, ValueError: it is neither None nor a number of seconds above 0 that the system can wait.
     """
+    check_type("timeout_s", timeout_s, (Real, None), "a number or None")
     if timeout_s is not None and not 0 < timeout_s <= threading.TIMEOUT_MAX:
         raise ValueError(f"timeout_s must be above 0 and finite, or None, got {timeout_s}")
 

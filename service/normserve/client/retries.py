@@ -3,7 +3,9 @@
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral
 
+from normserve.client.argument_checks import check_count, check_pause, check_type
 from normserve.client.deadlines import Deadline
 from normserve.client.errors import ClientError, ConnectionFailedError
 
@@ -36,6 +38,29 @@ class RetryPolicy:
     first_pause_s: float = 0.1
     longest_pause_s: float = 30.0
     reconnect_s: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raises: TypeError, ValueError: a value is no number of attempts, or no time to wait."""
+        check_count("tries", self.tries, 1)
+        check_pause("first_pause_s", self.first_pause_s)
+        check_pause("longest_pause_s", self.longest_pause_s)
+        if self.reconnect_s is not None:
+            check_pause("reconnect_s", self.reconnect_s)
+
+    @classmethod
+    def of(cls, retries: "RetryPolicy | int | None") -> "RetryPolicy":
+        """Read a client's argument; a number is how often a request is repeated.
+
+        Raises:
+            TypeError, ValueError: it is neither a policy, nor a number of at least 0, nor None.
+        """
+        if isinstance(retries, RetryPolicy):
+            return retries
+        check_type("retries", retries, (Integral, None), "a RetryPolicy, an int or None")
+        if retries is None:
+            return cls()
+        check_count("retries", retries, 0)
+        return cls(tries=retries + 1)
 
 
 class Attempts:

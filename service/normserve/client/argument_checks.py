@@ -1,0 +1,43 @@
+"""Checks of the arguments that a client is made with."""
+
+import threading
+from numbers import Integral, Real
+from typing import SupportsFloat, SupportsInt
+
+
+def check_type(name: str, value: object, kinds: type | tuple[type | None, ...], expected: str) -> None:
+    """Refuse an argument of another type.
+
+    Args:
+        kinds: None is one of them, too; a bool is a number only where bool is among them.
+        expected: says these.
+
+    Raises:
+        TypeError: the argument is of none of them.
+    """
+    allowed = kinds if isinstance(kinds, tuple) else (kinds,)
+    of_kind = (value is None and None in allowed) or isinstance(value, tuple(each for each in allowed if each))
+    if not of_kind or (isinstance(value, bool) and bool not in allowed):
+        raise TypeError(f"{name} must be {expected}, got {type(value).__name__}")
+
+
+def check_count(name: str, value: SupportsInt, least: int) -> None:
+    """Refuse what is no whole number of at least `least`.
+
+    Raises:
+        TypeError, ValueError: it is of another type, or less.
+    """
+    check_type(name, value, Integral, "an int")
+    if int(value) < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def check_pause(name: str, value: SupportsFloat) -> None:
+    """Refuse what is no time to wait.
+
+    Raises:
+        TypeError, ValueError: it is no number, or none of seconds that the operating system can wait.
+    """
+    check_type(name, value, Real, "a number")
+    if not 0 <= float(value) <= threading.TIMEOUT_MAX:
+        raise ValueError(f"{name} must be at least 0 and finite, got {value}")
