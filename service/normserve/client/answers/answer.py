@@ -1,6 +1,5 @@
 """An answer to a call, from whatever transport, and what its headers say about how it was made."""
 
-import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -108,7 +107,6 @@ def _timing(
     )
 
 
-@functools.lru_cache(maxsize=64)
 def _media_type(content_type: str) -> str:
     """Without its parameters."""
     return content_type.partition(";")[0].strip().lower()

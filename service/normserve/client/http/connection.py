@@ -17,7 +17,7 @@ import numpy as np
 from normserve.client.answers.answer import Answer
 from normserve.client.answers.reception import Reception
 from normserve.client.http.address import Address
-from normserve.client.http.heads import HEAD_BYTES, AnswerHead, read_head
+from normserve.client.http.heads import HEAD_BYTES, AnswerHead, HeadReader
 from normserve.client.http.parts import advance, coalesced
 from normserve.client.http.receiving import NOW, TURN_BYTES, Fill, Receiver
 from normserve.client.http.steps import READ, WRITE, Steps
@@ -52,6 +52,7 @@ class Connection(Receiver):
         self.is_reusable = True
         self.idle_since = time.monotonic()
         self._send_flags = 0 if blocks else NOW
+        self._heads = HeadReader()
         # Of the parts of a request, by the first call.
         self._already = 0
 
@@ -146,7 +147,7 @@ class Connection(Receiver):
         """Receive an answer's head; interim ones before it are left out.
 
         Args:
-            has_body: as in `read_head`.
+            has_body: as in `HeadReader.read`.
             fill: as in `exchange`.
         """
         while True:
@@ -156,7 +157,7 @@ class Connection(Receiver):
                 raw = self._next_head()
             if raw is None or len(raw) > HEAD_BYTES:
                 raise httpx.RemoteProtocolError(f"an answer's header must be at most {HEAD_BYTES} bytes")
-            head = read_head(raw, has_body=has_body)
+            head = self._heads.read(raw, has_body=has_body)
             if head.status >= 200:
                 return head
 

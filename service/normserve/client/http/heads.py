@@ -1,6 +1,5 @@
 """The heads of requests and answers: written here, read by httptools."""
 
-import functools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -70,81 +69,89 @@ class AnswerHead:
         return found.reason, found.fields
 
 
-def read_head(raw: bytes, *, has_body: bool = True) -> AnswerHead:
-    """Read a head, the empty line at its end included.
+class HeadReader:
+    """Reads the heads of one connection's answers.
 
-    Args:
-        raw: its bytes.
-        has_body: whether the request was one whose answer may have a body: not HEAD.
-
-    Raises:
-        httpx.RemoteProtocolError: it is none.
+    One with the same lines as an earlier one is read without the parser. Which lines those are is the server's
+    choice, so that no other server's answers count.
     """
-    if has_body and (as_before := _as_before(raw)) is not None:
-        return as_before
-    # Most other heads have each name once and a length, and need no Python call for each line.
-    quick = _Quick()
-    _feed(quick, raw)
-    headers = {_lower(name): value.decode("latin-1") for name, value in quick.found.items()}
-    stays, found = quick.stays, None
-    if raw.count(b"\r\n") != len(headers) + 2 or "transfer-encoding" in headers:
-        found = _Found()
-        _feed(found, raw)
-        headers = {}
-        for name, value in found.fields:
-            key, text = name.decode("latin-1").lower(), value.decode("latin-1")
-            headers[key] = f"{headers[key]}, {text}" if key in headers else text
-    status: int = quick.parser.get_status_code()
-    if not quick.is_complete or status < 100:
-        raise httpx.RemoteProtocolError("the header of the answer is not HTTP")
-    length: int | None = None
-    chunks = None
-    if not has_body or status < 200 or status in _NO_CONTENT:
-        length = 0
-    elif found is not None and "transfer-encoding" in headers:
-        if headers["transfer-encoding"].strip().lower() != "chunked":
-            raise httpx.RemoteProtocolError("the answer has an unknown transfer encoding")
-        chunks = Chunks(found)
-    elif "content-length" in headers:
-        length = int(headers["content-length"])
-        if found is None and stays:
-            _learn(raw, quick.found)
-    return AnswerHead(raw, status, headers, length, chunks, stays)
+
+    __slots__ = ("_patterns",)
+
+    def __init__(self) -> None:
+        # They are tried in turn; one server sends few kinds of heads.
+        self._patterns: list[tuple[re.Pattern[str], list[str]]] = []
+
+    def read(self, raw: bytes, *, has_body: bool = True) -> AnswerHead:
+        """Read a head, the empty line at its end included.
+
+        Args:
+            raw: its bytes.
+            has_body: whether the request was one whose answer may have a body: not HEAD.
+
+        Raises:
+            httpx.RemoteProtocolError: it is none.
+        """
+        if has_body and (as_before := self._as_before(raw)) is not None:
+            return as_before
+        # Most other heads have each name once and a length, and need no Python call for each line.
+        quick = _Quick()
+        _feed(quick, raw)
+        headers = {_lower(name): value.decode("latin-1") for name, value in quick.found.items()}
+        stays, found = quick.stays, None
+        if raw.count(b"\r\n") != len(headers) + 2 or "transfer-encoding" in headers:
+            found = _Found()
+            _feed(found, raw)
+            headers = {}
+            for name, value in found.fields:
+                key, text = _lower(name), value.decode("latin-1")
+                headers[key] = f"{headers[key]}, {text}" if key in headers else text
+        status: int = quick.parser.get_status_code()
+        if not quick.is_complete or status < 100:
+            raise httpx.RemoteProtocolError("the header of the answer is not HTTP")
+        length: int | None = None
+        chunks = None
+        if not has_body or status < 200 or status in _NO_CONTENT:
+            length = 0
+        elif found is not None and "transfer-encoding" in headers:
+            if headers["transfer-encoding"].strip().lower() != "chunked":
+                raise httpx.RemoteProtocolError("the answer has an unknown transfer encoding")
+            chunks = Chunks(found)
+        elif "content-length" in headers:
+            length = int(headers["content-length"])
+            if found is None and stays:
+                self._learn(raw, quick.found)
+        return AnswerHead(raw, status, headers, length, chunks, stays)
+
+    def _as_before(self, raw: bytes) -> AnswerHead | None:
+        """Read a head with the same lines as an earlier one, whatever their values; None for any other head."""
+        if raw.isascii():
+            text = raw.decode("ascii")
+            for pattern, names in self._patterns:
+                if found := pattern.fullmatch(text):
+                    headers = dict(zip(names, found.groups(), strict=True))
+                    return AnswerHead(raw, 200, headers, int(headers["content-length"]), None, True)
+        return None
+
+    def _learn(self, raw: bytes, names: Iterable[bytes]) -> None:
+        """Remember the line names of a result's head, if each comes once and none is about the connection."""
+        if len(self._patterns) >= _MOST_PATTERNS or not raw.startswith(_RESULT) or len(raw) > _LONGEST_LEARNT:
+            return
+        keys = [_lower(name) for name in names]
+        if "content-length" not in keys or not _OF_CONNECTIONS.isdisjoint(keys):
+            return
+        lines = [
+            f"{re.escape(name.decode('latin-1'))}: ({_LENGTH if key == 'content-length' else _VALUE})\r\n"
+            for name, key in zip(names, keys, strict=True)
+        ]
+        pattern = re.compile(f"{re.escape(_RESULT.decode('ascii'))}{''.join(lines)}\r\n")
+        if pattern.fullmatch(raw.decode("latin-1")):
+            self._patterns.append((pattern, keys))
 
 
-def _as_before(raw: bytes) -> AnswerHead | None:
-    """Read a head with the same lines as an earlier one, whatever their values; None for any other head."""
-    if raw.isascii():
-        text = raw.decode("ascii")
-        for pattern, names in _patterns:
-            if found := pattern.fullmatch(text):
-                headers = dict(zip(names, found.groups(), strict=True))
-                return AnswerHead(raw, 200, headers, int(headers["content-length"]), None, True)
-    return None
-
-
-def _learn(raw: bytes, names: Iterable[bytes]) -> None:
-    """Remember the line names of a result's head, if each comes once and none is about the connection."""
-    if len(_patterns) >= _MOST_PATTERNS or not raw.startswith(_RESULT) or len(raw) > _LONGEST_LEARNT:
-        return
-    keys = [_lower(name) for name in names]
-    if "content-length" not in keys or not _OF_CONNECTIONS.isdisjoint(keys):
-        return
-    lines = [
-        f"{re.escape(name.decode('latin-1'))}: ({_LENGTH if key == 'content-length' else _VALUE})\r\n"
-        for name, key in zip(names, keys, strict=True)
-    ]
-    pattern = re.compile(f"{re.escape(_RESULT.decode('ascii'))}{''.join(lines)}\r\n")
-    if pattern.fullmatch(raw.decode("latin-1")):
-        _patterns.append((pattern, keys))
-
-
-# They are tried in turn; one server sends few kinds of heads.
 _MOST_PATTERNS, _LONGEST_LEARNT = 4, 2048
-_patterns: list[tuple[re.Pattern[str], list[str]]] = []
 
 
-@functools.lru_cache(maxsize=256)
 def _lower(name: bytes) -> str:
     return name.decode("latin-1").lower()
 

@@ -5,7 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from normserve.client.http import heads
-from normserve.client.http.heads import HEAD_BYTES, read_head, request_head
+from normserve.client.http.heads import HEAD_BYTES, HeadReader, request_head
+
+
+def read_head(raw, **options):
+    """Read a head that is the first of its connection."""
+    return HeadReader().read(raw, **options)
 
 
 def head(*lines):
@@ -140,16 +145,17 @@ ANSWER = (
 
 
 @pytest.fixture
-def learnt(monkeypatch):
-    """One head came before."""
-    monkeypatch.setattr(heads, "_patterns", [])
-    read_head(head(*ANSWER))
-    assert len(heads._patterns) == 1
+def learnt():
+    """A reader of one head before."""
+    reader = HeadReader()
+    reader.read(head(*ANSWER))
+    assert len(reader._patterns) == 1
+    return reader
 
 
-def outcome(raw):
+def outcome(raw, reader):
     try:
-        found = read_head(raw)
+        found = reader.read(raw)
     except httpx.RemoteProtocolError:
         return None
     return found.status, found.headers, found.length, found.chunks is None, found.stays, found.lines()
@@ -157,7 +163,7 @@ def outcome(raw):
 
 def test_a_head_like_one_before_is_read_without_the_parser(learnt, monkeypatch):
     monkeypatch.setattr(heads, "_feed", None)
-    again = read_head(head(*ANSWER[:2], b"X-Request-ID: d: e", b"Content-Length: 17"))
+    again = learnt.read(head(*ANSWER[:2], b"X-Request-ID: d: e", b"Content-Length: 17"))
     assert (again.status, again.length, again.chunks, again.stays) == (200, 17, None, True)
     assert again.headers == {
         "server-timing": "recv;dur=0.25, kernel;dur=1.5",
@@ -194,11 +200,9 @@ def test_a_head_like_one_before_is_read_without_the_parser(learnt, monkeypatch):
         b"HTTP/1.1 2000 OK",
     ],
 )
-def test_what_came_before_changes_nothing_of_what_is_read(learnt, monkeypatch, place, line):
+def test_what_came_before_changes_nothing_of_what_is_read(learnt, place, line):
     raw = head(*ANSWER[:place], line, *ANSWER[place + 1 :])
-    quickly = outcome(raw)
-    monkeypatch.setattr(heads, "_patterns", [])
-    assert quickly == outcome(raw)
+    assert outcome(raw, learnt) == outcome(raw, HeadReader())
 
 
 @given(st.data())
@@ -206,12 +210,9 @@ def test_a_head_changed_anywhere_is_read_as_the_parser_reads_it(data):
     raw = bytearray(head(*ANSWER))
     for _ in range(data.draw(st.integers(1, 4))):
         raw[data.draw(st.integers(0, len(raw) - 5))] = data.draw(st.integers(0, 255))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(heads, "_patterns", [])
-        read_head(head(*ANSWER))
-        quickly = outcome(bytes(raw))
-        patch.setattr(heads, "_patterns", [])
-        assert quickly == outcome(bytes(raw))
+    reader = HeadReader()
+    reader.read(head(*ANSWER))
+    assert outcome(bytes(raw), reader) == outcome(bytes(raw), HeadReader())
 
 
 @pytest.mark.parametrize(
@@ -224,14 +225,26 @@ def test_a_head_changed_anywhere_is_read_as_the_parser_reads_it(data):
         [b"HTTP/1.1 200 OK", b"Content-Length: 5", b"X: " + b"a" * 4096],
     ],
 )
-def test_of_other_heads_nothing_is_remembered(monkeypatch, lines):
-    monkeypatch.setattr(heads, "_patterns", [])
-    read_head(head(*lines))
-    assert heads._patterns == []
+def test_of_other_heads_nothing_is_remembered(lines):
+    reader = HeadReader()
+    reader.read(head(*lines))
+    assert reader._patterns == []
 
 
-def test_of_many_kinds_of_heads_few_are_remembered(monkeypatch):
-    monkeypatch.setattr(heads, "_patterns", [])
+def fill(reader):
     for number in range(20):
-        read_head(head(b"HTTP/1.1 200 OK", b"Content-Length: 5", b"X-%d: a" % number))
-    assert len(heads._patterns) == 4
+        reader.read(head(b"HTTP/1.1 200 OK", b"Content-Length: 5", b"X-%d: a" % number))
+
+
+def test_of_many_kinds_of_heads_few_are_remembered():
+    reader = HeadReader()
+    fill(reader)
+    assert len(reader._patterns) == 4
+
+
+def test_what_one_server_sends_is_not_remembered_for_another(monkeypatch):
+    fill(HeadReader())
+    other = HeadReader()
+    other.read(head(*ANSWER))
+    monkeypatch.setattr(heads, "_feed", None)
+    assert other.read(head(*ANSWER)).length == 4096
