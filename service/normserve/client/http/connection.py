@@ -160,6 +160,8 @@ class Connection(Receiver):
             head = self._heads.read(raw, has_body=has_body)
             if head.status >= 200:
                 return head
+            # A server may send these faster than they are read, and the time is looked at only in a wait.
+            yield self._descriptor, READ | WRITE
 
     def piece(self, head: AnswerHead) -> Steps[bytes | memoryview | None]:
         """Receive the next piece of an answer's body; None is its end."""
@@ -168,6 +170,9 @@ class Connection(Receiver):
                 return None
             if self._start == self._stop:
                 into = np.empty(min(_PIECE_BYTES, head.length or _PIECE_BYTES), np.uint8).data
+                if self._tls:
+                    # As between interim answers.
+                    yield self._descriptor, READ | WRITE
                 got = yield from self._receive(into)
                 piece = into[:got]
             else:
