@@ -12,7 +12,7 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 class EndlessSocket(ssl.SSLSocket):
-    """A socket with TLS that always has more of the same to read; it counts how often it is read without a pause."""
+    """A socket with TLS that always has more of the same; it counts how often it is read without a pause."""
 
     def __new__(cls, *_):
         return super().__new__(cls)
