@@ -249,12 +249,15 @@ class Busy:
                 return
 
 
-def arena_on(offer: Any) -> DeviceArena | None:
-    """An arena in the memory of the device that a server offers; None where there is no use for it."""
+def arena_on(offer: Any, *, is_own_user: bool) -> DeviceArena | None:
+    """An arena in the memory of the device that a server offers; None where there is no use for it.
+
+    Args: is_own_user: the server's user is this process's. No other may have handles of its own memory.
+    """
     if not isinstance(offer, dict) or not isinstance(offer.get("uuid"), str):
         return None
     try:
-        return DeviceArena(Device.find(offer["uuid"]), is_own_opened=offer.get("own") is True)
+        return DeviceArena(Device.find(offer["uuid"]), is_own_opened=is_own_user and offer.get("own") is True)
     except DeviceMemoryError as error:
         log.warning("tensors on the device are copied through host memory: %s", error)
         return None

@@ -17,6 +17,9 @@ from normserve.errors import MalformedPayloadError
 # same, too.
 _MOST_PLACES = 4
 
+# Of results as they are told: those of a call have some hundred bytes, unless its server fills them up.
+_LONGEST_KEPT = 4096
+
 
 @dataclass(frozen=True, slots=True)
 class Copied:
@@ -157,6 +160,8 @@ class Again:
             if not known.fits(told):
                 return None
             # A copy, because what was read keeps all of the answer.
-            self._asked.results = msgspec.Raw(bytes(told.results))
+            results = bytes(told.results)
+            if len(results) <= _LONGEST_KEPT:
+                self._asked.results = msgspec.Raw(results)
         self._fields[known.timing] = timing_of(told)
         return known.kind(*self._fields)

@@ -40,7 +40,7 @@ class Offers:
         """
         if not self._is_looked_for and self.is_known:
             self._is_looked_for = True
-            self._arena = arena_on(self._offer)
+            self._arena = arena_on(self._offer, is_own_user=self._incoming.is_from_own_user)
             if self._arena is not None:
                 self._incoming.on_device_segment = self._arena.add_device_segment
         arena = self._arena

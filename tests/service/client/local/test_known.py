@@ -3,6 +3,7 @@
 import os
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -11,6 +12,7 @@ from normserve.client.local.arena import Arena
 from normserve.client.local.memories import NumpyMemory, TorchMemory
 from normserve.client.local.recurring import Recurring
 from normserve.client.results import ForwardResult, Timing
+from normserve.codec import local_frames as frames
 from normserve.memory.host_tensors import DType
 from normserve.memory.segments import Segment, make_segment
 
@@ -60,6 +62,20 @@ def test_a_call_is_known_wherever_its_tensors_lie(here):
         assert [float(held(here, asked[name]).min()) for name in ("x", "weight", "bias")] == [*values]
         assert [float(held(here, asked[name]).max()) for name in ("x", "weight", "bias")] == [*values]
     assert link.asked[0] == link.asked[1]
+
+
+def test_a_long_answer_is_not_kept(here):
+    learn(here, here.make(1))
+    link = FakeLink()
+    assert ask(here, link, here.make(2)) is not None
+    (asked,) = next(iter(here.recurring.known.values())).asked
+    kept = asked.results
+    assert kept is not None
+    place = link.asked[0].results["y"]
+    found = {"y": frames.Located(place.segment, place.offset, "float32", link.shape)}
+    link.written = msgspec.json.encode(found) + b" " * 2**19
+    assert ask(here, link, here.make(3)) is not None
+    assert bytes(asked.results) == bytes(kept)
 
 
 def test_some_tensors_lie_in_shared_memory_and_some_elsewhere(here):
