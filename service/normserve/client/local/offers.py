@@ -9,8 +9,8 @@ from normserve.client.local.sockets import Incoming
 
 _UNKNOWN = object()
 
-# Of closed connections whose arenas are still in use.
-_LEAVING: set[Callable[[], None]] = set()
+# What remains to be done of closed connections whose arenas are still in use.
+_LEAVING: dict["Offers", Callable[[], None]] = {}
 
 
 class Offers:
@@ -71,10 +71,11 @@ class Offers:
         device = self._arena
 
         def leave() -> None:
-            _LEAVING.discard(leave)
+            # Not by its own name, which would be a cycle: the memory is unmapped now, and not by the collector.
+            _LEAVING.pop(self, None)
             then()
 
-        _LEAVING.add(leave)
+        _LEAVING[self] = leave
         host.once_empty(leave if device is None else lambda: device.once_empty(leave))
 
     def given_up(self) -> Sequence[int]:

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -110,3 +111,40 @@ def test_a_client_closed_after_its_connection_broke_keeps_nothing(tmp_path):
         with Client(f"unix://{path}", retries=ONCE) as client, pytest.raises(ConnectionFailedError):
             client.layer_norm(np.ones((4, 4), np.float32))
         assert held()[1] == before[1]
+
+
+def normalise(path: str) -> None:
+    with Client(f"unix://{path}", retries=ONCE) as client:
+        client.layer_norm(np.ones((4, 4), np.float32))
+
+
+def time_out_quietly(path: str) -> None:
+    with Client(f"unix://{path}", timeout_s=0.05, retries=ONCE) as client, suppress(RequestTimeoutError):
+        client.layer_norm(np.ones((4, 4), np.float32))
+
+
+def answer_at_once(connected, tag, message):
+    if isinstance(message, frames.Grow):
+        send_segment(connected, tag)
+    elif isinstance(message, frames.Compute):
+        place = message.results["y"]
+        results = {"y": frames.Located(place.segment, place.offset, "float32", (4, 4))}
+        connected.sendall(frames.write(tag, frames.Answer(200, "id", results)))
+
+
+@pytest.mark.parametrize(
+    ("answer", "call"),
+    [(answer_at_once, normalise), (SilentServer().answer, time_out_quietly)],
+    ids=["normal", "late"],
+)
+def test_a_closed_client_does_not_wait_for_the_garbage_collector(tmp_path, answer, call):
+    path = str(tmp_path / "socket")
+    with serving(path, answer):
+        before = held()[1]
+        gc.disable()
+        try:
+            call(path)
+            mappings = Path("/proc/self/maps").read_text().count("memfd:normserve")
+        finally:
+            gc.enable()
+        assert mappings == before
