@@ -20,6 +20,8 @@ MAX_JSON_BYTES = 4 * 2**20
 MAX_TENSORS = 64
 """Limit of the inputs, and of the outputs, of one request."""
 
+# Colons, which are counted before anything is decoded: as many tensors as there may be have less than a third.
+_MAX_FIELDS = 4096
 _MAX_DIGITS = 18
 
 Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -121,10 +123,13 @@ def read_header(text: bytes | memoryview) -> Header:
     """Parse the JSON header.
 
     Raises:
-        MalformedPayloadError: the JSON has another form, or two tensors have the same name.
+        MalformedPayloadError: the JSON has another form or too many fields, or two tensors have the same name.
         InvalidParameterError: a tensor has an unknown parameter.
         TooLargeError: there are too many tensors.
     """
+    fields = bytes(text).count(b":")
+    if fields > _MAX_FIELDS:
+        raise MalformedPayloadError(f"a request's JSON must have at most {_MAX_FIELDS} fields, got {fields}")
     try:
         header = _DECODER.decode(without_mark(text))
     except msgspec.ValidationError as error:
