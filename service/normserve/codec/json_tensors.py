@@ -79,19 +79,19 @@ def require_few(name: str, count: int) -> None:
 
 
 def _values(name: str, shape: Sequence[int], data: bytes | memoryview) -> npt.NDArray[np.float64]:
-    text = bytes(data)
     # Before anything is decoded, so that no more is than the shape declares.
-    arrays, commas = text.count(b"["), text.count(b",")
+    text = np.frombuffer(data, np.uint8)
+    arrays, commas = (int(np.count_nonzero(text == ord(each))) for each in "[,")
     if arrays > MAX_ELEMENTS + 1:
         raise TooLargeError(f"{name} must have at most {MAX_ELEMENTS} nested arrays, has {arrays}; send it flat")
     if arrays not in (1, _array_count(shape)) or commas >= max(arrays, prod(shape)):
         raise _other_than(name, shape)
     try:
-        return np.array(_FLAT.decode(text), np.float64)
+        return np.array(_FLAT.decode(data), np.float64)
     except (msgspec.MsgspecError, RecursionError):
         pass
     try:
-        return np.array(_nested(len(shape)).decode(text), np.float64)
+        return np.array(_nested(len(shape)).decode(data), np.float64)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         raise _other_than(name, shape) from None
 
