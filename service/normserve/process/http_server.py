@@ -14,7 +14,7 @@ import uvicorn
 
 from normserve.errors import NormserveError
 from normserve.http.problems import NO_SNIFFING
-from normserve.http.transport import Connection, Manners, Patience, listen
+from normserve.http.transport import Connection, DrainLimits, Manners, Patience, listen
 from normserve.process.exit_codes import ExitCode
 from normserve.process.tls import TlsContext, TlsFileError
 from normserve.settings import Settings
@@ -133,7 +133,9 @@ def http_config(
         min_bytes_per_s=settings.min_body_bytes_per_s,
         grace_s=settings.body_grace_s,
     )
-    http: Any = listen(Manners(patience, refuse, on_late_departure))
+    # A body that is somewhat too long is received to its end, so that its client learns of the limit.
+    drains = DrainLimits(2 * settings.max_body_bytes)
+    http: Any = listen(Manners(patience, drains, refuse, on_late_departure))
     return uvicorn.Config(
         entrance,
         host=settings.host,

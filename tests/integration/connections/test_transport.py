@@ -105,11 +105,10 @@ def test_chunked_body_and_a_request_behind_it(plain, length):
 
 def test_bytes_of_a_chunked_body_are_admitted_as_they_come(start_server):
     small = start_server("--max-inflight-bytes", "3000000")
-    with Connection(small.address) as connection, contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        connection.sendall(head("/v1/layer_norm", "Transfer-Encoding: chunked") + chunked(BODY, 100_000))
-        answer = connection.answer()
-        assert_problem(answer, 429, "overloaded")
-        assert answer.headers["connection"] == "close"
+    with Connection(small.address) as connection:
+        for _ in range(2):
+            connection.sendall(head("/v1/layer_norm", "Transfer-Encoding: chunked") + chunked(BODY, 100_000))
+            assert_problem(connection.answer(), 429, "overloaded")
 
 
 def test_large_body_that_waits_for_leave(plain):
@@ -139,12 +138,9 @@ def test_pipelined_large_bodies_are_answered_in_order(plain):
 @pytest.mark.parametrize(("path", "status"), [("/livez", 200), ("/nope", 404), ("/v1/layer_norm", 405)])
 def test_large_body_to_a_route_that_takes_none(plain, path, status):
     with Connection(plain.address) as connection:
-        request = head(path, LENGTH).replace(b"POST", b"GET") + BODY
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            connection.sendall(request)
-        answer = connection.answer()
-    assert answer.status_code == status
-    assert answer.headers["connection"] == "close"
+        for _ in range(2):
+            connection.sendall(head(path, LENGTH).replace(b"POST", b"GET") + BODY)
+            assert connection.answer().status_code == status
 
 
 def test_refused_large_body_does_not_come_into_a_slab(plain, http_of):

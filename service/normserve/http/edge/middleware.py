@@ -1,10 +1,9 @@
 """The outermost layer of the application, which processes every request.
 
-It assigns request ids, checks the API key, turns errors into problem documents, closes connections whose body will
-not be read, releases permits and updates the metrics.
+It assigns request ids, checks the API key, turns errors into problem documents, releases permits and updates the
+metrics.
 """
 
-import asyncio
 import logging
 import random
 import re
@@ -34,12 +33,6 @@ log = logging.getLogger(__name__)
 _SANE_ID = re.compile(rb"[A-Za-z0-9._~+/=:-]{1,128}")
 
 _names = random.Random()
-
-# An unread body up to this length is read and dropped, so that the connection can be used again.
-_SMALL_BODY_BYTES = 64 * 1024
-# After an early response the client may still be sending; closing at once could destroy the response in transit.
-_LINGER_S = 2.0
-_LINGER_BYTES = 64 * 2**20
 
 
 class Edge:
@@ -82,18 +75,24 @@ class Edge:
         exchange = _exchange(scope, headers)
         exchange.progress = self._progress
         scope["state"]["exchange"] = exchange
-        incoming = _Incoming(headers, receive, exchange)
-        outgoing = _Outgoing(send, incoming, exchange)
+        outgoing = _Outgoing(send, exchange)
+
+        async def receive_body() -> Message:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                exchange.client_left = True
+            return message
+
         exchange.respond = outgoing.respond
         try:
             outgoing.shared, preflight = self._origins.admit(scope, headers)
             if preflight is None:
                 if self._authorisation is not None:
                     self._authorisation.admit(scope, bearer_token(headers), exchange)
-                await self._app(scope, incoming.receive, outgoing.send)
+                await self._app(scope, receive_body, outgoing.send)
             else:
                 exchange.record.op = "preflight"
-                await preflight(scope, incoming.receive, outgoing.send)
+                await preflight(scope, receive_body, outgoing.send)
         except NormserveError as error:
             if status_of(error) == HTTPStatus.INTERNAL_SERVER_ERROR:
                 failures.note(error.detail, self._log_fields(exchange))
@@ -142,43 +141,6 @@ async def respond_problem(error: NormserveError, exchange: Exchange, send: Send)
     await send({"type": "http.response.body", "body": body})
 
 
-class _Incoming:
-    """The part of the request's body that no route has read."""
-
-    def __init__(self, headers: dict[bytes, bytes], receive: Receive, exchange: Exchange) -> None:
-        self._receive = receive
-        self._exchange = exchange
-        length = exchange.reception.announced
-        # A client that waits for "100 Continue" sends no body after a refusal.
-        self._awaits_leave = headers.get(b"expect", b"").lower() == b"100-continue"
-        is_small = length is not None and length <= _SMALL_BODY_BYTES
-        self.is_quick_to_drop = is_small and not self._awaits_leave
-
-    @property
-    def complete(self) -> bool:
-        """Whether nothing more will arrive."""
-        return self._exchange.reception.is_complete or self._exchange.client_left
-
-    async def receive(self) -> Message:
-        self._awaits_leave = False
-        message = await self._receive()
-        if message["type"] == "http.disconnect":
-            self._exchange.client_left = True
-        return message
-
-    async def drop(self) -> None:
-        """Read the rest of the body and drop it, within limits of time and bytes."""
-        if self._awaits_leave:
-            return
-        dropped = 0
-        try:
-            async with asyncio.timeout(_LINGER_S):
-                while not self.complete and dropped < _LINGER_BYTES:
-                    dropped += len((await self.receive()).get("body", b""))
-        except TimeoutError:
-            return
-
-
 class _Outgoing:
     """The response, with the headers that every response has.
 
@@ -186,9 +148,8 @@ class _Outgoing:
         shared: headers for the page that sent the request, if a page did.
     """
 
-    def __init__(self, send: Send, incoming: _Incoming, exchange: Exchange) -> None:
+    def __init__(self, send: Send, exchange: Exchange) -> None:
         self._send = send
-        self._incoming = incoming
         self._exchange = exchange
         self.started = False
         self.shared: Headers = ()
@@ -216,26 +177,14 @@ class _Outgoing:
             await self._start(message)
             return
         self._exchange.record.sent += len(message.get("body", b""))
-        if self._incoming.complete or message.get("more_body", False):
-            await self._send(message)
-            return
-        await self._send({**message, "more_body": True})
-        await self._incoming.drop()
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        await self._send(message)
 
     async def _start(self, message: Message) -> None:
         self.started = True
         self._exchange.end_work()
         self._exchange.record.status = message["status"]
         named = (b"x-request-id", self._exchange.request_id.encode())
-        headers = [*message["headers"], *self.shared, named]
-        # It is unknown when the rest of a body that was cut off will arrive.
-        is_cut_off = self._exchange.reception.is_cut_off
-        if not self._incoming.complete and self._incoming.is_quick_to_drop and not is_cut_off:
-            await self._incoming.drop()
-        if not self._incoming.complete:
-            headers.append((b"connection", b"close"))
-        await self._send({**message, "headers": headers})
+        await self._send({**message, "headers": [*message["headers"], *self.shared, named]})
 
 
 def bearer_token(headers: Mapping[bytes, bytes]) -> bytes | None:

@@ -7,6 +7,7 @@ servers.
 
 from normserve.http.transport.asgi import PlainAsgi
 from normserve.http.transport.connection import Connection, listen
+from normserve.http.transport.draining import DrainLimits
 from normserve.http.transport.exchanges import Manners
 from normserve.http.transport.patience import Patience
 from normserve.http.transport.reception import Reception
@@ -16,6 +17,7 @@ __all__ = [
     "Buffers",
     "Connection",
     "Departure",
+    "DrainLimits",
     "Headers",
     "Manners",
     "Patience",

@@ -11,10 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from uvicorn._types import ASGISendCallable, ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from normserve.errors import ClientLeftError, NormserveError, RequestTimeoutError
 from normserve.http.transport.chunks import ChunkedBody
+from normserve.http.transport.draining import SMALL_BODY_BYTES, BodyDrain, DrainLimits
 from normserve.http.transport.half_closed import HalfClosedWatch, tells_departures
 from normserve.http.transport.patience import HeaderWatch, Patience, SendWatch
 from normserve.http.transport.reception import Reception
@@ -33,12 +35,14 @@ class Manners:
     """Limits and callbacks that all connections share.
 
     Attributes:
+        drains: limits of bodies that are dropped.
         refuse: counts input that never became a request, and renders the response; the second argument is the
             request target, as far as it was received.
         on_late_departure: called when a client left without reading a response that the kernel had taken.
     """
 
     patience: Patience
+    drains: DrainLimits
     refuse: Callable[[NormserveError, str], bytes]
     on_late_departure: Callable[[], None]
 
@@ -66,6 +70,8 @@ class ExchangeProtocol(HttpToolsProtocol):
         self._unanswered: dict[Sending, tuple[RequestResponseCycle, Reception]] = {}
         self._refusal: NormserveError | None = None
         self._left_unread = False
+        # The rest of the body of a refused request, which is the last one that came.
+        self._drain: BodyDrain | None = None
         self._is_encrypted = False
         self.unparsed = 0
         self.chunks: ChunkedBody | None = None
@@ -106,6 +112,7 @@ class ExchangeProtocol(HttpToolsProtocol):
             cycle.message_event.set()
             reception.fail(ClientLeftError("the client left while its body was received"))
             sending.depart()
+        self._stop_drain()
         self._unanswered.clear()
         self._reception = self._sending = None
 
@@ -140,7 +147,7 @@ class ExchangeProtocol(HttpToolsProtocol):
             self._end_body()
 
     def on_body(self, body: bytes) -> None:
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._drain is not None:
             return
         if self._reception is not None and self._reception.is_filling:
             self._reception.append(body)
@@ -152,11 +159,15 @@ class ExchangeProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         cycle = self.cycle
+        cycle.more_body = False
         if not cycle.response_complete:
-            cycle.more_body = False
             cycle.message_event.set()
         if self._reception is not None:
             self._reception.complete()
+        if self._drain is not None:
+            self._stop_drain()
+            if cycle.response_complete:
+                self._end_exchange(cycle)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -170,6 +181,10 @@ class ExchangeProtocol(HttpToolsProtocol):
         self._send_watch.stop()
 
     def shutdown(self) -> None:
+        if self._drain is not None:
+            # The server waits for connections for a moment before it ends.
+            self.cycle.keep_alive = False
+            return
         super().shutdown()
         if self._is_encrypted and self.transport.is_closing():
             self.loop.call_later(_TLS_END_S, self._end_tls)
@@ -191,7 +206,9 @@ class ExchangeProtocol(HttpToolsProtocol):
         Args: announced: bytes of the body; None if it is chunked.
         """
         reception = Reception(announced, functools.partial(self._begin_body, cycle))
-        sending = Sending(self.transport, self.loop, cycle, is_encrypted=self._is_encrypted)
+        sending = Sending(
+            self.transport, self.loop, cycle, is_encrypted=self._is_encrypted, close=self._close_after_body
+        )
         cycle.transport = sending  # type: ignore[assignment]
         cycle.on_response = functools.partial(self._end_response, sending)
         cycle.send_500_response = sending.cut_off  # type: ignore[method-assign]
@@ -202,11 +219,13 @@ class ExchangeProtocol(HttpToolsProtocol):
             self.chunks = ChunkedBody()
         elif announced == 0:
             self._end_body()
+            return
         else:
             self.unparsed = announced
             if announced > HEAD_BYTES:
                 # The rest of the body is not read before there is memory for it.
                 self.flow.pause_reading()
+        cycle.send = functools.partial(self._send, cycle, reception, cycle.send)  # type: ignore[method-assign]
 
     def _begin_body(self, cycle: RequestResponseCycle) -> bytearray:
         """Start to receive a body; return the bytes that were already received."""
@@ -218,10 +237,61 @@ class ExchangeProtocol(HttpToolsProtocol):
         cycle.waiting_for_100_continue = False
         return early
 
+    async def _send(
+        self, cycle: RequestResponseCycle, reception: Reception, send: ASGISendCallable, message: ASGISendEvent
+    ) -> None:
+        """Send a message of a response; before the first one, begin to drop the rest of the request's body."""
+        if message["type"] == "http.response.start" and cycle.more_body and not cycle.disconnected:
+            if cycle.waiting_for_100_continue and not cycle.body:
+                # The client sends no body after a refusal.
+                cycle.keep_alive = False
+            else:
+                await self._drop_body(cycle, reception, message["status"])
+        await send(message)
+
+    async def _drop_body(self, cycle: RequestResponseCycle, reception: Reception, status: int) -> None:
+        """Drop the rest of a body from now on.
+
+        The connection is kept for the next request if the rest arrives in time.
+        """
+        self._drain = drain = BodyDrain(self.loop, self._manners.drains, self.transport.close)
+        cycle.body = bytearray()
+        self.flow.resume_reading()
+        announced = reception.announced
+        # It is unknown when the rest of a body that was cut off will arrive.
+        if announced is not None and announced <= SMALL_BODY_BYTES and not reception.is_cut_off:
+            await drain.wait_for_small()
+        if self._drain is None:
+            return
+        rest_bytes = None if self.chunks is not None else self.unparsed
+        if not drain.limit(self._manners.patience, status, rest_bytes):
+            cycle.keep_alive = False
+
+    def _stop_drain(self) -> None:
+        if self._drain is not None:
+            self._drain.stop()
+            self._drain = None
+
+    def _close_after_body(self) -> None:
+        """Close the connection; if its last response is complete and its body is still dropped, after that."""
+        if self._drain is None or not self.cycle.response_complete:
+            self.transport.close()
+
+    def _end_exchange(self, cycle: RequestResponseCycle) -> None:
+        """After a response, its body is complete, too: wait for the next request or close."""
+        if not cycle.keep_alive:
+            self.transport.close()
+        elif self.timeout_keep_alive_task is None:
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+
     def _end_response(self, sending: Sending) -> None:
         sending.finish()
         self._unanswered.pop(sending, None)
         self.on_response_complete()
+        if self._drain is not None:
+            self._unset_keepalive_if_required()
         if self.pipeline:
             # Each response would otherwise allow another read full of small requests.
             self.flow.pause_reading()
@@ -240,6 +310,9 @@ class ExchangeProtocol(HttpToolsProtocol):
             return
         self._header_began = False
         self._header_watch.stop()
+        if self._drain is not None and self.cycle.response_complete:
+            self.transport.close()
+            return
         # An error in a body is the response to its request, unless a response has already begun.
         cycle = self.cycle if self._unanswered and self.cycle.more_body else None
         if cycle is not None and len(self._unanswered) > 1:

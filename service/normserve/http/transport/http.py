@@ -51,13 +51,18 @@ class HttpProtocol(ExchangeProtocol):
         # Most headers arrive complete and need no timeout.  Empty lines need one: they end the wait for the next
         # request, and begin the wait for its header.
         begins = self._header_began and not had_begun
-        if begins or not (self._unanswered or self._header_watch.is_running):
+        if begins or not (
+            self._unanswered or self._drain or self.timeout_keep_alive_task or self._header_watch.is_running
+        ):
             self._header_watch.start()
 
     def _take_announced(self, data: memoryview) -> memoryview:
         length = min(len(data), self.unparsed)
         self.unparsed -= length
-        self.on_body(bytes(data[:length]))
+        if self._drain is None:
+            self.on_body(bytes(data[:length]))
+        else:
+            self._drain.count(length)
         if not self.unparsed:
             self._end_body()
         return data[length:]
@@ -69,7 +74,9 @@ class HttpProtocol(ExchangeProtocol):
             self.chunks = None
             self._refuse(error)
             return data[:0]
-        if piece:
+        if self._drain is not None:
+            self._drain.count(length)
+        elif piece:
             self.on_body(piece)
         if chunks.is_complete:
             self.chunks = None

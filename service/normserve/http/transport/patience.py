@@ -16,8 +16,9 @@ class Patience:
     Attributes:
         header_s: time for a complete header, from its first byte or from the connection's start.
         send_s: time for which a client may read nothing of its response.
-        transfer_s: time for a response that the kernel could not take at once, even if it is read steadily.
-        min_bytes_per_s: minimum mean rate of such a response from then on; 0 for none.
+        transfer_s: time for a response that the kernel could not take at once, even if it is read steadily, and for
+            the rest of a body that is dropped.
+        min_bytes_per_s: minimum mean rate of such a response or body from then on; 0 for none.
         grace_s: time after which that rate applies.
     """
 

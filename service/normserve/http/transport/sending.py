@@ -75,12 +75,15 @@ class Sending(Departure):
         cycle: RequestResponseCycle,
         *,
         is_encrypted: bool = False,
+        close: Callable[[], None] | None = None,
     ) -> None:
+        """Args: close: called to close the transport; None closes it at once."""
         super().__init__()
         self._transport = transport
         self._portion_bytes = TLS_PORTION_BYTES if is_encrypted else _PORTION_BYTES
         self._loop = loop
         self._cycle: RequestResponseCycle | None = cycle
+        self._close = close
         self._is_probed = False
         self._was_closing = False
         self._is_closed = False
@@ -188,7 +191,7 @@ class Sending(Departure):
         """Called by uvicorn's cycle just before a connection's last response ends, or in place of its rest."""
         self.flush()
         self._was_closing, self._is_closed = self._transport.is_closing(), True
-        self._transport.close()
+        (self._close or self._transport.close)()
 
 
 def _portions(buffers: Buffers, portion_bytes: int) -> Iterator[list[bytes | memoryview]]:

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import uvicorn
 from normserve.errors import NormserveError
 from normserve.http.problems import render
-from normserve.http.transport import Manners, Patience, listen
+from normserve.http.transport import DrainLimits, Manners, Patience, listen
 from uvicorn.server import ServerState
 
 
@@ -47,6 +47,7 @@ Event = Request | Answer | Closed
 
 _ANSWER = re.compile(rb"HTTP/1\.1 (\d+) [^\r]*\r\n(?:content-type: (\S+json))?")
 _SLAB_STEPS = 1024
+_PATIENCE = Patience(60, 60, 60)
 _STEPS_UNTIL_QUIET = 12
 
 
@@ -100,7 +101,7 @@ class Application:
     def __init__(self) -> None:
         self.requests: list[Request] = []
 
-    async def serve(self, scope) -> None:
+    async def serve(self, scope, send) -> None:
         reception, sending = scope["state"]["reception"], scope["state"]["sending"]
         try:
             body = bytes(await reception.into(self._slab, pause_s=60, total_s=60))
@@ -119,7 +120,7 @@ class Application:
 
 
 async def _entrance(scope, receive, send) -> None:
-    await scope["state"]["application"].serve(scope)
+    await scope["state"]["application"].serve(scope, send)
 
 
 @functools.cache
@@ -132,15 +133,22 @@ def _config() -> uvicorn.Config:
 class Driver:
     """One connection and its application, on a loop of their own."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        application: Application | None = None,
+        patience: Patience = _PATIENCE,
+        drains: DrainLimits | None = None,
+    ) -> None:
         self._loop = loop
-        self.application = Application()
+        self.application = application or Application()
         self.refusals: list[NormserveError] = []
         self.wire = Wire()
-        accept = listen(Manners(Patience(60, 60, 60), self._refuse, lambda: None))
-        state = {"application": self.application}
-        self.connection = accept(config=_config(), server_state=ServerState(), app_state=state, _loop=loop)
+        accept = listen(Manners(patience, drains or DrainLimits(2**20), self._refuse, lambda: None))
+        state, server = {"application": self.application}, ServerState()
+        self.connection = accept(config=_config(), server_state=server, app_state=state, _loop=loop)
         self.connection.connection_made(self.wire)
+        (self.protocol,) = server.connections
 
     def _refuse(self, error: NormserveError, target: str) -> bytes:
         self.refusals.append(error)

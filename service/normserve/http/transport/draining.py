@@ -1,0 +1,115 @@
+"""The rest of a refused body is received and dropped.
+
+Many clients read a response only when they have sent their whole request.  If the connection were closed before,
+they would get a reset in place of the response.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from normserve.http.transport.pace import Pace, PaceWatch
+from normserve.http.transport.patience import Patience
+
+# Time for the rest of a body that gets no more, and longest pause of any.
+_SHORT_S = 2.0
+
+SMALL_BODY_BYTES = 2**20
+"""The response waits for a body up to this size: a client that reads while it sends would otherwise stop sending,
+and another connection costs more than the rest of the body."""
+
+# As many as requests are usually in progress at once.
+_MAX_LONG_DRAINS = 256
+# Statuses of requests that were refused before anything but their caller was looked at.
+_STRANGERS = frozenset({401, 403, 421})
+_STRANGERS_SHARE = 4
+
+
+class DrainLimits:
+    """Limits of all drains of a process together.
+
+    Attributes:
+        max_bytes: limit of one drain.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        # Strangers have their own.
+        self._free = {False: _MAX_LONG_DRAINS, True: _MAX_LONG_DRAINS // _STRANGERS_SHARE}
+
+    def take(self, status: int) -> Callable[[], None] | None:
+        """Take the place of a drain that may take long, after a response with this status.
+
+        Returns: its release; None if all are taken.
+        """
+        is_stranger = status in _STRANGERS
+        if not self._free[is_stranger]:
+            return None
+        self._free[is_stranger] -= 1
+
+        def release() -> None:
+            self._free[is_stranger] += 1
+
+        return release
+
+
+class BodyDrain:
+    """One body whose rest is dropped, until it is complete, too slow or too long."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, limits: DrainLimits, on_fault: Callable[[], None]) -> None:
+        """Args: on_fault: called if the body is too slow or too long; not called after `stop`."""
+        self._loop = loop
+        self._limits = limits
+        self._on_fault = on_fault
+        self._dropped_bytes = 0
+        self._watch: PaceWatch | None = None
+        self._release: Callable[[], None] | None = None
+        self._completion: asyncio.Future[None] | None = None
+
+    async def wait_for_small(self) -> None:
+        """Return when the body is complete, or has taken too long for a small one."""
+        self._completion = self._loop.create_future()
+        timer = self._loop.call_later(_SHORT_S, self._end_wait)
+        try:
+            await self._completion
+        finally:
+            timer.cancel()
+
+    def limit(self, patience: Patience, status: int, rest_bytes: int | None) -> bool:
+        """Limit the time of the rest; return whether it is likely to be enough.
+
+        Args:
+            status: of the response.
+            rest_bytes: length of the rest; None if it is unknown.
+        """
+        if rest_bytes is None or rest_bytes <= self._limits.max_bytes:
+            self._release = self._limits.take(status)
+        is_long = self._release is not None
+        pace = Pace(
+            time.perf_counter(),
+            _SHORT_S,
+            patience.transfer_s if is_long else min(patience.transfer_s, _SHORT_S),
+            patience.min_bytes_per_s,
+            _SHORT_S,
+        )
+        self._watch = PaceWatch(self._loop, pace, lambda: self._dropped_bytes, lambda fault: self._on_fault())
+        return is_long
+
+    def count(self, nbytes: int) -> None:
+        """Count received bytes."""
+        self._dropped_bytes += nbytes
+        if self._dropped_bytes > self._limits.max_bytes:
+            self._on_fault()
+
+    def stop(self) -> None:
+        """End the drain: the body is complete, or the connection ends."""
+        if self._watch is not None:
+            self._watch.stop()
+        if self._release is not None:
+            self._release()
+            self._release = None
+        self._end_wait()
+
+    def _end_wait(self) -> None:
+        if self._completion is not None and not self._completion.done():
+            self._completion.set_result(None)
