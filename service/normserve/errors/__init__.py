@@ -176,7 +176,17 @@ class OverloadedError(RetryLaterError):
 
 
 class TooManyConnectionsError(RetryLaterError):
+    """A connection, or a request on it, is beyond a limit.
+
+    Attributes:
+        limit: the setting that defines it.
+    """
+
     code = "too_many_connections"
+
+    def __init__(self, limit: str) -> None:
+        super().__init__(f"{limit} are open already")
+        self.limit = limit
 
 
 class RateLimitedError(RetryLaterError):

@@ -7,7 +7,16 @@ import socket
 from collections.abc import Callable
 
 from normserve.logs.configuration import Throttled
-from normserve.process.handover import BEAT_S, LINK, NOT_READY, READY, REFUSED, Reports, receive
+from normserve.process.handover import (
+    BEAT_S,
+    LINK,
+    NOT_READY,
+    READY,
+    REFUSED,
+    Reports,
+    read_number,
+    receive,
+)
 from normserve.sockets import add_reader
 
 log = logging.getLogger(__name__)
@@ -23,14 +32,15 @@ class Channel:
         channel: socket.socket,
         *,
         is_stalled: Callable[[], bool],
-        on_connection: Callable[[socket.socket, Callable[[], None]], None],
+        on_connection: Callable[[socket.socket, Callable[[], None], str | None], None],
         on_refused: Callable[[str], None],
         on_link: Callable[[socket.socket], None],
         on_closed: Callable[[], None],
     ) -> None:
         """Args:
         is_stalled: whether this process finishes no operations, even if it is ready.
-        on_connection: serves a connection; calls its second argument when the connection has ended.
+        on_connection: serves a connection; calls its second argument when the connection has ended.  The third
+            one is the limit that the connection exceeds, None if there is none.
         on_refused: called when the other process refused a connection; the argument names the setting.
         on_link: receives one end of the link between a front end and a process that owns a device.
         on_closed: called when the other process has ended.
@@ -55,6 +65,10 @@ class Channel:
         self._is_ready = ready
         self._report()
 
+    def report_refused(self, reason: str) -> None:
+        """Report that a connection was refused that the other process had accepted beyond a limit."""
+        self._reports.send(REFUSED[reason])
+
     def request_link(self) -> None:
         """Ask the other process to link this one with the processes that it has no link with."""
         self._reports.send(LINK)
@@ -68,7 +82,8 @@ class Channel:
             asyncio.get_running_loop().remove_reader(self._channel)
             self._on_closed()
             return
-        number, descriptors = received
+        message, descriptors = received
+        number, beyond = read_number(message)
         if (reason := _REASONS.get(number)) is not None:
             self._on_refused(reason)
         elif not descriptors:
@@ -85,7 +100,7 @@ class Channel:
                 continue
             # The connection is received: if this process ends now, the connection ends with it.
             self._reports.send(number)
-            self._on_connection(connection, functools.partial(self._reports.send, number))
+            self._on_connection(connection, functools.partial(self._reports.send, number), beyond)
 
     def _beat(self) -> None:
         """Report regularly; this shows that the event loop runs."""

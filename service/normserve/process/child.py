@@ -9,7 +9,7 @@ import socket
 import sys
 from collections.abc import Callable
 
-from normserve.process.handover import LINK, NOT_READY, READY, Heard, hand_over
+from normserve.process.handover import LINK, NOT_READY, READY, REFUSED, Heard, hand_over, numbered
 from normserve.settings import environment_of
 
 log = logging.getLogger(__name__)
@@ -18,6 +18,7 @@ OWNER, FRONT_END = "normserve.process.worker", "normserve.process.front_end"
 
 # A process that has sent nothing for this long gets no new connections.
 _QUIET_S = 3.0
+_REASONS = {number: reason for reason, number in REFUSED.items()}
 # Pause before another link: descriptors may be free again by then.
 _LINK_AGAIN_S = 0.5
 
@@ -29,12 +30,14 @@ class Handed:
     Attributes:
         connection: the socket until the process has received it, then None.
         on_end: called when the connection has ended.
+        beyond: the limit that it exceeds.
         on_unreceived: takes the connection back if the process ends before it has received it.
     """
 
     connection: socket.socket | None
     on_end: Callable[[], None]
     on_unreceived: Callable[[socket.socket], None]
+    beyond: str | None = None
 
 
 class Process:
@@ -59,6 +62,7 @@ class Process:
         self.restarts = 0
         self.was_ready = asyncio.Event()
         self.on_start: Callable[[], None] = lambda: None
+        self.on_refused: Callable[[str], None] = lambda reason: None
         self._says_ready = False
         # Whether the current process, not an earlier one in this position, has been ready.
         self._has_served = False
@@ -118,7 +122,8 @@ class Process:
 
     def take(self, number: int, connection: Handed) -> bool:
         """Hand over a connection, which belongs to it from then on; return whether it could be sent."""
-        if self._channel is None or not hand_over(self._channel, number, connection.connection):
+        message = numbered(number, connection.beyond)
+        if self._channel is None or not hand_over(self._channel, message, connection.connection):
             return False
         self._handed[number] = connection
         return True
@@ -177,6 +182,8 @@ class Process:
                 self._hear_of(number)
             elif number in (READY, NOT_READY):
                 self._says_ready = number == READY
+            elif (reason := _REASONS.get(number)) is not None:
+                self.on_refused(reason)
             elif number == LINK:
                 asyncio.get_running_loop().call_later(_LINK_AGAIN_S, self.on_start)
         if self._says_ready:

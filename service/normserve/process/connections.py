@@ -1,7 +1,8 @@
-"""Limits on the number of open connections, in total and from one address; others are refused.
+"""Limits on the number of open connections, in total and from one address.
 
-The process that accepts connections counts them: the server itself, or the supervisor of several
-processes.
+A few more are accepted beyond a limit: each takes the place of an idle connection, or is for a probe only.  All
+others are refused.  The process that accepts connections counts them: the server itself, or the supervisor of
+several processes.
 """
 
 import asyncio
@@ -12,7 +13,7 @@ import resource
 import socket
 import struct
 from collections.abc import Awaitable, Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from normserve.errors import NormserveError, TooManyConnectionsError
 from normserve.http.problems import render
@@ -26,8 +27,25 @@ Reason = Literal["max_connections", "max_connections_per_address", "local_connec
 _OTHER_DESCRIPTORS = 256
 # A refused client may still be sending its request; closing at once would reset the response before it is read.
 _LINGER_S = 1.0
+RESERVE = 64
+"""Number of connections that are accepted beyond a limit."""
 _MAX_LINGERING = 64
 _PAUSE_S = 0.1
+
+
+class Admission(NamedTuple):
+    """An accepted connection.
+
+    Attributes:
+        address: for `release`.
+        beyond: the limit that it exceeds.
+    """
+
+    address: str
+    beyond: Reason | None
+
+
+Take = Callable[[socket.socket, Admission], Awaitable[None]]
 
 
 class ConnectionLimits:
@@ -44,14 +62,17 @@ class ConnectionLimits:
         max_all: int,
         max_per_address: int,
         on_refused: Callable[[Reason], None],
+        reserve: int = RESERVE,
         of_address: Reason = "max_connections_per_address",
         farewell: Callable[[NormserveError], bytes] = render,
     ) -> None:
         """Args:
+        reserve: number of connections that are accepted beyond each limit.
         of_address: the setting that defines `max_per_address`.
         farewell: makes the response to a refused client.
         """
         self.open = 0
+        self._reserve = reserve
         self._of_address = of_address
         self._farewell = farewell
         self.max_all = max_all
@@ -59,21 +80,26 @@ class ConnectionLimits:
         self._on_refused = on_refused
         self._by_address: dict[str, int] = {}
         self._lingering = 0
-        self._refused_log, self._failed_log = Throttled(log), Throttled(log)
+        self._beyond_log, self._refused_log, self._failed_log = Throttled(log), Throttled(log), Throttled(log)
 
-    def admit(self, connection: socket.socket) -> str | None:
-        """Count an accepted connection; return its address for `release`, or None if it was refused and closed."""
+    def admit(self, connection: socket.socket) -> Admission | None:
+        """Count an accepted connection; None if it was refused and closed."""
         address = address_of(connection)
         of_address = self._by_address.get(address, 0)
-        if self.open >= self.max_all:
-            self._refuse(connection, "max_connections", self.max_all)
-            return None
-        if of_address >= self._max_per_address:
-            self._refuse(connection, self._of_address, self._max_per_address)
-            return None
+        beyond: Reason | None = None
+        for reason, count, limit in (
+            (self._of_address, of_address, self._max_per_address),
+            ("max_connections", self.open, self.max_all),
+        ):
+            if count >= limit + self._reserve:
+                self._refuse(connection, reason, limit)
+                return None
+            if count >= limit and beyond is None:
+                beyond = reason
+                self._beyond_log.warning("a connection is beyond the limit: %s is %d", reason, limit)
         self.open += 1
         self._by_address[address] = of_address + 1
-        return address
+        return Admission(address, beyond)
 
     def release(self, address: str) -> None:
         """Count the end of a connection from this address."""
@@ -84,7 +110,7 @@ class ConnectionLimits:
         else:
             del self._by_address[address]
 
-    async def accept(self, listener: socket.socket, take: Callable[[socket.socket, str], Awaitable[None]]) -> None:
+    async def accept(self, listener: socket.socket, take: Take) -> None:
         """Accept until cancelled; `take` owns each connection and arranges the release of its address."""
         loop = asyncio.get_running_loop()
         while True:
@@ -96,11 +122,11 @@ class ConnectionLimits:
                 await asyncio.sleep(_PAUSE_S)
                 continue
             connection.setblocking(False)
-            address = self.admit(connection)
-            if address is not None:
+            admission = self.admit(connection)
+            if admission is not None:
                 if connection.family != socket.AF_UNIX:
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                await take(connection, address)
+                await take(connection, admission)
             # `sock_accept` does not yield while connections wait: let other tasks run.
             await asyncio.sleep(0)
 
@@ -108,7 +134,7 @@ class ConnectionLimits:
         self._on_refused(reason)
         self._refused_log.warning("a connection was refused: %s is %d", reason, limit)
         with contextlib.suppress(OSError):
-            connection.send(self._farewell(TooManyConnectionsError(f"{reason} are open already")))
+            connection.send(self._farewell(TooManyConnectionsError(reason)))
             connection.shutdown(socket.SHUT_WR)
         if self._lingering >= _MAX_LINGERING:
             _close(connection)
@@ -149,13 +175,14 @@ def connections_for_descriptors(wanted: int) -> int:
     Raises the soft limit of descriptors as far as needed.
     """
     available, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = wanted + _OTHER_DESCRIPTORS
+    others = _OTHER_DESCRIPTORS + RESERVE
+    needed = wanted + others
     if available == resource.RLIM_INFINITY:
         available = needed
     elif available < needed and available != hard:
         available = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (available, hard))
-    possible = available - min(_OTHER_DESCRIPTORS, available // 2)
+    possible = available - min(others, available // 2)
     if possible < wanted:
         log.warning("%d connections are served at once: the limit of descriptors allows no more", possible)
     return min(wanted, possible)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import uvicorn
 
-from normserve.errors import NormserveError
+from normserve.errors import NormserveError, TooManyConnectionsError
 from normserve.http.problems import render
 from normserve.http.relay.front_end import FrontEnd
 from normserve.logs.configuration import configure_logging
@@ -50,14 +50,18 @@ class FrontEndServer(HttpServer):
         )
         front_end.on_link_lost = self._channel.request_link
 
+    def report_refused(self, limit: str) -> None:
+        """Have a connection counted that was accepted beyond this limit, and refused."""
+        self._channel.report_refused(limit)
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])
         self._channel.open()
         self._channel.report(ready=True)
 
-    def _take_connection(self, connection: socket.socket, on_end: Callable[[], None]) -> None:
+    def _take_connection(self, connection: socket.socket, on_end: Callable[[], None], beyond: str | None) -> None:
         self._front_end.count_connections(1)
-        self._spawn(self._serve_connection(connection, functools.partial(self._end_connection, on_end)))
+        self._spawn(self._serve_connection(connection, functools.partial(self._end_connection, on_end), beyond))
 
     def _end_connection(self, on_end: Callable[[], None]) -> None:
         self._front_end.count_connections(-1)
@@ -86,7 +90,10 @@ def _serve(settings: Settings, index: int, channel: socket.socket) -> int:
     front_end = FrontEnd(index)
 
     def refuse(error: NormserveError, target: str) -> bytes:
-        front_end.count_refusal(error)
+        if isinstance(error, TooManyConnectionsError):
+            server.report_refused(error.limit)
+        else:
+            front_end.count_refusal(error)
         return render(error, target)
 
     config = http_config(

@@ -23,11 +23,27 @@ REFUSED = {
     "max_connections_per_address": 2**64 - 4,
     "local_connections": 2**64 - 5,
 }
-"""The accepting process has refused a connection: a serving process counts it, since it has the metrics."""
+"""A connection was refused: a process that owns a device counts it, since it has the metrics."""
 
+_BEYOND = {"max_connections": 2**62, "max_connections_per_address": 2**61}
+# Numbers that are no connection's begin here.
+_SPECIAL = 2**63
 
 LINK = 2**64 - 6
 """The socket in this message is a link between a front end and a process that owns a device, not a client's."""
+
+
+def numbered(number: int, beyond: str | None) -> int:
+    """The message about a connection with this number, and with the limit that it exceeds, if there is one."""
+    return number if beyond is None else number | _BEYOND[beyond]
+
+
+def read_number(message: int) -> tuple[int, str | None]:
+    """The number of a connection, and the limit that it exceeds, from the message of `numbered`."""
+    for beyond, flag in _BEYOND.items():
+        if message < _SPECIAL and message & flag:
+            return message ^ flag, beyond
+    return message, None
 
 
 class Reports:

@@ -15,6 +15,7 @@ import uvicorn
 from normserve.errors import NormserveError
 from normserve.http.problems import NO_SNIFFING
 from normserve.http.transport import Connection, DrainLimits, Manners, Patience, listen
+from normserve.process.connections import address_of
 from normserve.process.exit_codes import ExitCode
 from normserve.process.tls import TlsContext, TlsFileError
 from normserve.settings import Settings
@@ -81,13 +82,20 @@ class HttpServer(uvicorn.Server):
         else:
             log.info("reloaded the TLS files: new connections use them")
 
-    async def _serve_connection(self, connection: socket.socket, on_end: Callable[[], None]) -> None:
+    async def _serve_connection(
+        self, connection: socket.socket, on_end: Callable[[], None], beyond: str | None
+    ) -> None:
+        """Serve a connection until its end.
+
+        Args: beyond: the limit that it exceeds.
+        """
         factory: Any = self.config.http_protocol_class
         protocol: Connection = factory(
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
         protocol.on_lost = on_end
-        handshake = {} if connection.family == socket.AF_UNIX else self._handshake()
+        header_s = protocol.admit(address_of(connection), beyond)
+        handshake = {} if connection.family == socket.AF_UNIX else self._handshake(header_s)
         try:
             await asyncio.get_running_loop().connect_accepted_socket(lambda: protocol, connection, **handshake)
         except OSError:
@@ -95,13 +103,13 @@ class HttpServer(uvicorn.Server):
             connection.close()
             on_end()
 
-    def _handshake(self) -> dict[str, Any]:
+    def _handshake(self, timeout_s: float) -> dict[str, Any]:
         """The event loop's TLS options; none without TLS."""
         if self._tls is None:
             return {}
         return {
             "ssl": self._tls,
-            "ssl_handshake_timeout": self._settings.header_timeout_s,
+            "ssl_handshake_timeout": timeout_s,
             # The rest of a response may be sent until then.
             "ssl_shutdown_timeout": self._settings.send_timeout_s,
         }

@@ -26,6 +26,7 @@ def local_limits(settings: Settings, on_refused: Callable[[str], None]) -> Conne
         max_all=settings.max_connections,
         max_per_address=settings.local_connections,
         on_refused=on_refused,
+        reserve=0,
         of_address="local_connections",
         farewell=refusal,
     )

@@ -18,7 +18,7 @@ from normserve.local.server import LocalServer
 from normserve.logs import audit
 from normserve.process.announcement import announce
 from normserve.process.channel import Channel
-from normserve.process.connections import ConnectionLimits, connections_for_descriptors
+from normserve.process.connections import Admission, ConnectionLimits, connections_for_descriptors
 from normserve.process.exit_codes import ExitCode
 from normserve.process.http_server import CLOSE_S, HttpServer
 from normserve.process.listeners import is_local, url_of
@@ -113,14 +113,15 @@ class Server(HttpServer):
             await asyncio.sleep(_FAREWELL_S)
         self.should_exit = True
 
-    async def _take_connection(self, connection: socket.socket, address: str) -> None:
+    async def _take_connection(self, connection: socket.socket, admission: Admission) -> None:
         """Serve a connection that this process accepted."""
-        self._spawn(self._serve_connection(connection, functools.partial(self._limits.release, address)))
+        on_end = functools.partial(self._limits.release, admission.address)
+        self._spawn(self._serve_connection(connection, on_end, admission.beyond))
 
-    async def _take_local(self, connection: socket.socket, address: str) -> None:
+    async def _take_local(self, connection: socket.socket, admission: Admission) -> None:
         """Serve a connection that this process accepted from a client that shares memory."""
         assert self._local is not None
-        self._local.serve(connection, functools.partial(self._local_limits.release, address))
+        self._local.serve(connection, functools.partial(self._local_limits.release, admission.address))
 
     def _channel_of(self, channel: socket.socket) -> Channel:
         """A channel for connections that another process accepts; when that process ends, this one ends as well."""
@@ -134,11 +135,11 @@ class Server(HttpServer):
             on_closed=self._drain_once,
         )
 
-    def _serve_handed_over(self, connection: socket.socket, on_end: Callable[[], None]) -> None:
+    def _serve_handed_over(self, connection: socket.socket, on_end: Callable[[], None], beyond: str | None) -> None:
         if self._local is not None and is_local(connection, self._service.settings):
             self._local.serve(connection, on_end)
         else:
-            self._spawn(self._serve_connection(connection, on_end))
+            self._spawn(self._serve_connection(connection, on_end, beyond))
 
     def _tell(self, *, ready: bool) -> None:
         """Report readiness to the process that accepts connections, if there is one, and to the front ends."""

@@ -10,7 +10,7 @@ from typing import NoReturn
 from fastapi import FastAPI
 
 from normserve import __version__
-from normserve.errors import NormserveError
+from normserve.errors import NormserveError, TooManyConnectionsError
 from normserve.errors.problems import status_of
 from normserve.http.app import create_app
 from normserve.http.problems import render
@@ -41,7 +41,10 @@ def serve(settings: Settings, app: FastAPI | None = None, channel: socket.socket
     service: Service = app.state.service
 
     def refuse(error: NormserveError, target: str) -> bytes:
-        service.metrics.observe_request(RequestRecord(status=status_of(error), error=error.code))
+        if isinstance(error, TooManyConnectionsError):
+            service.metrics.observe_refused_connection(error.limit)
+        else:
+            service.metrics.observe_request(RequestRecord(status=status_of(error), error=error.code))
         return render(error, target)
 
     config = http_config(

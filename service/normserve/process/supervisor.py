@@ -24,7 +24,7 @@ from typing import Any
 from normserve.peers.siblings import Place
 from normserve.process.announcement import announce
 from normserve.process.child import FRONT_END, OWNER, Handed, Process, ending
-from normserve.process.connections import ConnectionLimits, connections_for_descriptors
+from normserve.process.connections import Admission, ConnectionLimits, connections_for_descriptors
 from normserve.process.exit_codes import ExitCode
 from normserve.process.handover import BEAT_S, LINK, REFUSED
 from normserve.process.listeners import ListenError, listening, listening_locally, url_of
@@ -54,6 +54,7 @@ class Fleet:
         self._processes = [*self._owners, *self._front_ends]
         for process in self._processes:
             process.on_start = functools.partial(self._link, process)
+            process.on_refused = self._count_refused
         self._numbers = itertools.count()
         self._turns = itertools.count()
         # Connections that a process had not received when it ended.
@@ -158,25 +159,30 @@ class Fleet:
 
     def _hand_over_from(
         self, limits: ConnectionLimits, takers: Sequence[Process]
-    ) -> Callable[[socket.socket, str], Coroutine[None, None, None]]:
+    ) -> Callable[[socket.socket, Admission], Coroutine[None, None, None]]:
         """The function that takes the connections that these limits admit."""
 
-        async def hand_over(connection: socket.socket, address: str) -> None:
-            await self._hand_over(connection, takers, functools.partial(limits.release, address))
+        async def hand_over(connection: socket.socket, admission: Admission) -> None:
+            on_end = functools.partial(limits.release, admission.address)
+            await self._hand_over(connection, takers, on_end, admission.beyond)
 
         return hand_over
 
     async def _hand_over(
-        self, connection: socket.socket, takers: Sequence[Process], on_end: Callable[[], None]
+        self,
+        connection: socket.socket,
+        takers: Sequence[Process],
+        on_end: Callable[[], None],
+        beyond: str | None = None,
     ) -> None:
         """Hand over to the next process that is ready, else to one that is not ready, else wait for one."""
 
         def hand_over_again(connection: socket.socket) -> None:
-            again = asyncio.create_task(self._hand_over(connection, takers, on_end))
+            again = asyncio.create_task(self._hand_over(connection, takers, on_end, beyond))
             self._again.add(again)
             again.add_done_callback(self._again.discard)
 
-        number, handed = next(self._numbers), Handed(connection, on_end, hand_over_again)
+        number, handed = next(self._numbers), Handed(connection, on_end, hand_over_again, beyond)
         with contextlib.ExitStack() as stack:
             stack.enter_context(connection)
             while True:

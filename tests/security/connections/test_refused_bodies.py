@@ -182,3 +182,17 @@ def test_client_that_waits_for_leave_is_refused_at_once(guarded):
         assert_problem(answer, 401)
         assert answer.headers["connection"] == "close"
         assert connection.recv(1) == b""
+
+
+@pytest.mark.parametrize(
+    ("lines", "status"),
+    [(("Transfer-Encoding: gzip, chunked",), 501), (("Content-Length: 5", f"Content-Length: {5 * MIB}"), 400)],
+)
+def test_response_to_invalid_input_is_there_after_the_body(guarded, lines, status):
+    _, connect = guarded
+    with connect() as connection:
+        connection.sendall(head("/v1/layer_norm", *lines) + bytes(5 * MIB))
+        answer = received(connection)
+        assert_problem(answer, status)
+        assert answer.headers["connection"] == "close"
+        assert connection.recv(1) == b""

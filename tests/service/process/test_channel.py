@@ -6,7 +6,7 @@ import socket
 import pytest
 import uvloop
 from normserve.process.channel import Channel
-from normserve.process.handover import LINK, NOT_READY, READY, REFUSED, Heard, hand_over
+from normserve.process.handover import LINK, NOT_READY, READY, REFUSED, Heard, hand_over, numbered
 
 
 @pytest.fixture
@@ -22,14 +22,14 @@ class Process:
 
     def __init__(self, channel: socket.socket) -> None:
         self.is_stalled = False
-        self.came: list[tuple[socket.socket, object]] = []
+        self.came: list[tuple[socket.socket, object, str | None]] = []
         self.refused: list[str] = []
         self.is_alone = asyncio.Event()
         self.links = []
         self.channel = Channel(
             channel,
             is_stalled=lambda: self.is_stalled,
-            on_connection=lambda connection, on_end: self.came.append((connection, on_end)),
+            on_connection=lambda *come: self.came.append(come),
             on_refused=self.refused.append,
             on_link=self.links.append,
             on_closed=self.is_alone.set,
@@ -72,22 +72,25 @@ def test_connections_refusals_and_the_end_are_told(sockets):
         with accepted, client:
             hand_over(sockets[1], REFUSED["max_connections"])
             hand_over(sockets[1], LINK, accepted)
-            hand_over(sockets[1], 7, accepted)
+            hand_over(sockets[1], numbered(7, "max_connections"), accepted)
             # The descriptors of these were lost on the way.
             hand_over(sockets[1], 8)
             hand_over(sockets[1], LINK)
             sockets[1].shutdown(socket.SHUT_WR)
             await asyncio.wait_for(process.is_alone.wait(), 10)
-            ((connection, on_end),) = process.came
+            ((connection, on_end, beyond),) = process.came
+            assert beyond == "max_connections"
             with connection:
                 client.sendall(b"first")
                 assert connection.recv(16) == b"first"
                 assert not connection.getblocking()
+            process.channel.report_refused("max_connections_per_address")
             on_end()
             (link,) = process.links
             link.close()
         assert process.refused == ["max_connections"]
-        assert Heard().feed(sockets[1].recv(64)) == [NOT_READY, 7, 8, 8, LINK, 7]
+        refused = REFUSED["max_connections_per_address"]
+        assert Heard().feed(sockets[1].recv(64)) == [NOT_READY, 7, 8, 8, LINK, refused, 7]
 
     asyncio.run(play())
 

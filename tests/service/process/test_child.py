@@ -6,7 +6,7 @@ import socket
 
 import pytest
 from normserve.process.child import OWNER, Handed, Process, ending
-from normserve.process.handover import BEAT_S, MESSAGE, NOT_READY, READY, Heard
+from normserve.process.handover import BEAT_S, MESSAGE, NOT_READY, READY, REFUSED, Heard
 
 
 class Running:
@@ -62,6 +62,14 @@ def test_what_it_said_last_is_what_it_is(process):
     say(process, READY, NOT_READY)
     assert not process.is_ready
     assert process.is_there
+
+
+def test_it_says_that_it_refused_a_connection(process):
+    refused = []
+    process.on_refused = refused.append
+    say(process, READY, REFUSED["max_connections"], NOT_READY)
+    assert refused == ["max_connections"]
+    assert not process.is_ready
 
 
 def test_one_that_starts_may_be_silent(process, running):

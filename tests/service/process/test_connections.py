@@ -32,7 +32,7 @@ def refused() -> list[str]:
 
 @pytest.fixture
 def limits(refused):
-    return ConnectionLimits(max_all=3, max_per_address=2, on_refused=refused.append)
+    return ConnectionLimits(max_all=3, max_per_address=2, reserve=0, on_refused=refused.append)
 
 
 class Somewhere(socket.socket):
@@ -64,13 +64,28 @@ def comes_from(monkeypatch):
 
 @on_a_loop
 async def test_one_address_has_its_share(limits, refused, comes_from):
-    assert limits.admit(comes_from("1.1.1.1")) == "1.1.1.1"
-    assert limits.admit(comes_from("1.1.1.1")) == "1.1.1.1"
+    assert limits.admit(comes_from("1.1.1.1")) == ("1.1.1.1", None)
+    assert limits.admit(comes_from("1.1.1.1")) == ("1.1.1.1", None)
     assert limits.admit(comes_from("1.1.1.1")) is None
-    assert limits.admit(comes_from("2.2.2.2")) == "2.2.2.2"
+    assert limits.admit(comes_from("2.2.2.2")) == ("2.2.2.2", None)
     assert limits.admit(comes_from("3.3.3.3")) is None
     assert refused == ["max_connections_per_address", "max_connections"]
     assert limits.open == 3
+
+
+@on_a_loop
+async def test_a_few_more_are_accepted_and_marked(refused, comes_from):
+    limits = ConnectionLimits(max_all=4, max_per_address=2, reserve=2, on_refused=refused.append)
+    addresses = ["1.1.1.1"] * 5 + ["2.2.2.2"] * 4 + ["3.3.3.3"]
+    admitted = [limits.admit(comes_from(address)) for address in addresses]
+    address, all_of_them = "max_connections_per_address", "max_connections"
+    beyond = [None if admission is None else admission.beyond or "within" for admission in admitted]
+    assert beyond == ["within", "within", address, address, None, all_of_them, all_of_them, None, None, None]
+    assert refused == [address, all_of_them, all_of_them, all_of_them]
+    for _ in range(2):
+        limits.release("1.1.1.1")
+        limits.release("2.2.2.2")
+    assert limits.admit(comes_from("3.3.3.3")) == ("3.3.3.3", None)
 
 
 @on_a_loop
@@ -144,8 +159,8 @@ async def test_accepting_goes_on_when_descriptors_are_there_again(limits, caplog
 
     monkeypatch.setattr(loop, "sock_accept", sock_accept, raising=False)
 
-    async def take(connection, address):
-        accepted.set_result((connection, address))
+    async def take(connection, admission):
+        accepted.set_result((connection, admission.address))
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
@@ -166,12 +181,12 @@ async def test_accepting_goes_on_when_descriptors_are_there_again(limits, caplog
 @pytest.mark.parametrize(
     ("soft", "hard", "wanted", "raised", "possible"),
     [
-        (1024, 20000, 4096, 4352, 4096),
+        (1024, 20000, 4096, 4416, 4096),
         (20000, 20000, 4096, None, 4096),
-        (1024, 2000, 4096, 2000, 1744),
-        (1024, 1024, 4096, None, 768),
+        (1024, 2000, 4096, 2000, 1680),
+        (1024, 1024, 4096, None, 704),
         (64, 64, 4096, None, 32),
-        (1024, resource.RLIM_INFINITY, 4096, 4352, 4096),
+        (1024, resource.RLIM_INFINITY, 4096, 4416, 4096),
         (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 4096, None, 4096),
         (1024, 20000, 100, None, 100),
     ],

@@ -4,7 +4,18 @@ import asyncio
 import socket
 
 import pytest
-from normserve.process.handover import MESSAGE, READY, Heard, Reports, hand_over, receive
+from normserve.process.handover import (
+    LINK,
+    MESSAGE,
+    READY,
+    REFUSED,
+    Heard,
+    Reports,
+    hand_over,
+    numbered,
+    read_number,
+    receive,
+)
 
 
 @pytest.fixture
@@ -43,6 +54,16 @@ def test_messages_come_out_of_any_pieces(step):
     said = b"".join(map(MESSAGE.pack, [1, READY, 2**40]))
     heard = Heard()
     assert [n for at in range(0, 24, step) for n in heard.feed(said[at : at + step])] == [1, READY, 2**40]
+
+
+@pytest.mark.parametrize("beyond", [None, "max_connections", "max_connections_per_address"])
+def test_number_of_a_connection_says_which_limit_it_exceeds(beyond):
+    assert read_number(numbered(2**40 + 3, beyond)) == (2**40 + 3, beyond)
+
+
+@pytest.mark.parametrize("number", [LINK, READY, *REFUSED.values()])
+def test_other_numbers_name_no_limit(number):
+    assert read_number(number) == (number, None)
 
 
 def test_no_report_is_lost_while_nobody_listens(pair):

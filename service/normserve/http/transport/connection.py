@@ -33,6 +33,15 @@ class Connection(asyncio.BufferedProtocol):
         self._filling: Reception | None = None
         self.on_lost: Callable[[], None] | None = None
 
+    def admit(self, address: str, beyond: str | None) -> float:
+        """Admit the connection, before it is made; return the time for its handshake.
+
+        Args:
+            address: of the client, as the limits of connections have it.
+            beyond: the limit that it exceeds: it takes the place of an idle one, or else is for a probe only.
+        """
+        return self._http.admit(address, beyond)
+
     def get_buffer(self, sizehint: int) -> memoryview:
         http = self._http
         self._filling = http.filling

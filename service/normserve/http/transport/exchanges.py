@@ -8,7 +8,7 @@ import asyncio
 import functools
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from uvicorn._types import ASGISendCallable, ASGISendEvent
@@ -18,6 +18,7 @@ from normserve.errors import ClientLeftError, NormserveError, RequestTimeoutErro
 from normserve.http.transport.chunks import ChunkedBody
 from normserve.http.transport.draining import SMALL_BODY_BYTES, BodyDrain, DrainLimits
 from normserve.http.transport.half_closed import HalfClosedWatch, tells_departures
+from normserve.http.transport.idle import IdleConnections
 from normserve.http.transport.patience import HeaderWatch, Patience, SendWatch
 from normserve.http.transport.reception import Reception
 from normserve.http.transport.sending import TLS_PORTION_BYTES, Sending, unread_bytes
@@ -25,8 +26,14 @@ from normserve.http.transport.sending import TLS_PORTION_BYTES, Sending, unread_
 # Bytes per read while a header is expected: enough for it and a small body, and few enough that most of a large
 # body, whose first bytes arrive with the header and must be copied, is received directly into its own memory.
 HEAD_BYTES = 16 * 1024
+# Time for a handshake, and for a header, on a connection beyond the limits: others wait for its place.
+_HASTE_S = 1.0
 _UNIX_BUFFER_BYTES = 4 * 2**20
 _TLS_END_S = 0.2
+# Time and bytes for a client until it reads the response to invalid input; less time where others wait for the
+# connection's place.
+_LINGER_S, _LINGER_BEYOND_S = 1.0, 0.1
+_LINGER_BYTES = 8 * 2**20
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
@@ -38,6 +45,7 @@ class Manners:
         drains: limits of bodies that are dropped.
         refuse: counts input that never became a request, and renders the response; the second argument is the
             request target, as far as it was received.
+        idle: the connections that wait for a request.
         on_late_departure: called when a client left without reading a response that the kernel had taken.
     """
 
@@ -45,6 +53,7 @@ class Manners:
     drains: DrainLimits
     refuse: Callable[[NormserveError, str], bytes]
     on_late_departure: Callable[[], None]
+    idle: IdleConnections = field(default_factory=IdleConnections)
 
 
 class ExchangeProtocol(HttpToolsProtocol):
@@ -53,7 +62,12 @@ class ExchangeProtocol(HttpToolsProtocol):
     Attributes:
         unparsed: bytes still to come of a body of announced length.
         chunks: a chunked body that is arriving.
+        address: of the client, as the limits of connections have it.
+        beyond: the limit of connections that this one exceeds; then it is for a probe only.
     """
+
+    address = ""
+    beyond: str | None = None
 
     def __init__(self, manners: Manners, **of_uvicorn: Any) -> None:
         super().__init__(**of_uvicorn)
@@ -61,6 +75,8 @@ class ExchangeProtocol(HttpToolsProtocol):
         self.url = b""
         # Whether a header has begun and is not complete.
         self._header_began = False
+        # Bytes that arrived in one piece with the last complete header.
+        self._bytes_behind_header = 0
         self._header_watch = HeaderWatch(self.loop, manners.patience, self._header_is_late)
         self._send_watch: SendWatch | None = None
         self._half_closed_watch: HalfClosedWatch | None = None
@@ -72,9 +88,21 @@ class ExchangeProtocol(HttpToolsProtocol):
         self._left_unread = False
         # The rest of the body of a refused request, which is the last one that came.
         self._drain: BodyDrain | None = None
+        self._lingering: asyncio.TimerHandle | None = None
+        self._ignored_bytes = 0
         self._is_encrypted = False
         self.unparsed = 0
         self.chunks: ChunkedBody | None = None
+
+    def admit(self, address: str, beyond: str | None) -> float:
+        """As `Connection.admit`."""
+        self.address = address
+        patience, idle = self._manners.patience, self._manners.idle
+        if beyond is not None and not idle.close_oldest(None if beyond == "max_connections" else address):
+            self.beyond = beyond
+            patience = replace(patience, header_s=min(patience.header_s, _HASTE_S))
+            self._header_watch = HeaderWatch(self.loop, patience, self._header_is_late)
+        return patience.header_s
 
     @property
     def filling(self) -> Reception | None:
@@ -96,10 +124,15 @@ class ExchangeProtocol(HttpToolsProtocol):
         self._send_watch = SendWatch(self.loop, self._manners.patience, transport, unseen_bytes=unseen)
         transport.set_write_buffer_limits(1 if self._is_encrypted else 0)
         self._header_watch.start()
+        if self.beyond is None:
+            self._manners.idle.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._manners.idle.discard(self)
         self._header_watch.stop()
+        if self._lingering is not None:
+            self._lingering.cancel()
         for watch in (self._send_watch, self._half_closed_watch):
             if watch is not None:
                 watch.stop()
@@ -205,6 +238,7 @@ class ExchangeProtocol(HttpToolsProtocol):
 
         Args: announced: bytes of the body; None if it is chunked.
         """
+        self._end_idleness()
         reception = Reception(announced, functools.partial(self._begin_body, cycle))
         sending = Sending(
             self.transport, self.loop, cycle, is_encrypted=self._is_encrypted, close=self._close_after_body
@@ -219,13 +253,14 @@ class ExchangeProtocol(HttpToolsProtocol):
             self.chunks = ChunkedBody()
         elif announced == 0:
             self._end_body()
-            return
         else:
             self.unparsed = announced
             if announced > HEAD_BYTES:
                 # The rest of the body is not read before there is memory for it.
                 self.flow.pause_reading()
-        cycle.send = functools.partial(self._send, cycle, reception, cycle.send)  # type: ignore[method-assign]
+        if announced is None or announced > self._bytes_behind_header:
+            # The response may begin before the body is complete; the task that sends it has not run yet.
+            cycle.send = functools.partial(self._send, cycle, reception, cycle.send)  # type: ignore[method-assign]
 
     def _begin_body(self, cycle: RequestResponseCycle) -> bytearray:
         """Start to receive a body; return the bytes that were already received."""
@@ -241,7 +276,8 @@ class ExchangeProtocol(HttpToolsProtocol):
         self, cycle: RequestResponseCycle, reception: Reception, send: ASGISendCallable, message: ASGISendEvent
     ) -> None:
         """Send a message of a response; before the first one, begin to drop the rest of the request's body."""
-        if message["type"] == "http.response.start" and cycle.more_body and not cycle.disconnected:
+        is_connected = not (cycle.disconnected or self.transport.is_closing())
+        if message["type"] == "http.response.start" and cycle.more_body and is_connected:
             if cycle.waiting_for_100_continue and not cycle.body:
                 # The client sends no body after a refusal.
                 cycle.keep_alive = False
@@ -281,10 +317,17 @@ class ExchangeProtocol(HttpToolsProtocol):
         """After a response, its body is complete, too: wait for the next request or close."""
         if not cycle.keep_alive:
             self.transport.close()
-        elif self.timeout_keep_alive_task is None:
+        else:
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
+            self._manners.idle.add(self)
+
+    def _end_idleness(self) -> None:
+        """A request has begun."""
+        if self.timeout_keep_alive_task is not None:
+            self._unset_keepalive_if_required()
+        self._manners.idle.discard(self)
 
     def _end_response(self, sending: Sending) -> None:
         sending.finish()
@@ -292,6 +335,8 @@ class ExchangeProtocol(HttpToolsProtocol):
         self.on_response_complete()
         if self._drain is not None:
             self._unset_keepalive_if_required()
+        elif self.timeout_keep_alive_task is not None and not self._header_began:
+            self._manners.idle.add(self)
         if self.pipeline:
             # Each response would otherwise allow another read full of small requests.
             self.flow.pause_reading()
@@ -326,4 +371,24 @@ class ExchangeProtocol(HttpToolsProtocol):
             return
         if cycle is None or not cycle.response_started:
             self.transport.write(self._manners.refuse(error, self.url.decode("latin-1")))
-        self.transport.close()
+        if cycle is None:
+            self._refusal = error
+            self._linger()
+        else:
+            self.transport.close()
+
+    def _linger(self) -> None:
+        """Close the connection once its client has, or soon: what is still sent would reset the response."""
+        if self._is_encrypted or self.transport.is_closing():
+            # The end of TLS waits for the client's.
+            self.transport.close()
+            return
+        self.transport.write_eof()
+        linger_s = _LINGER_S if self.beyond is None else _LINGER_BEYOND_S
+        self._lingering = self.loop.call_later(linger_s, self.transport.close)
+
+    def _ignore(self, nbytes: int) -> None:
+        """Drop bytes that come after invalid input."""
+        self._ignored_bytes += nbytes
+        if self._ignored_bytes > _LINGER_BYTES:
+            self.transport.close()

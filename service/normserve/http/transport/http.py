@@ -9,10 +9,19 @@ from typing import Any
 
 import httptools
 
-from normserve.errors import HeadersTooLargeError, MalformedHttpError, NormserveError, OverloadedError
+from normserve.errors import (
+    HeadersTooLargeError,
+    MalformedHttpError,
+    NormserveError,
+    OverloadedError,
+    TooManyConnectionsError,
+)
 from normserve.http.transport.chunks import ChunkedBody
 from normserve.http.transport.exchanges import ExchangeProtocol, Manners
 from normserve.http.transport.request_head import SINGULAR, body_bytes, fault_in
+
+PROBES = frozenset({b"/livez", b"/readyz", b"/v2/health/live", b"/v2/health/ready", b"/metrics"})
+"""Paths that are answered on connections beyond the limits, too."""
 
 _MAX_HEADER_BYTES = 64 * 1024
 _ABSOLUTE = re.compile(rb"[A-Za-z][A-Za-z0-9+.-]*://([^/?#]*)")
@@ -47,6 +56,7 @@ class HttpProtocol(ExchangeProtocol):
             elif self._takes_requests:
                 rest = self._take_header(rest)
             else:
+                self._ignore(len(rest))
                 return
         # Most headers arrive complete and need no timeout.  Empty lines need one: they end the wait for the next
         # request, and begin the wait for its header.
@@ -54,6 +64,7 @@ class HttpProtocol(ExchangeProtocol):
         if begins or not (
             self._unanswered or self._drain or self.timeout_keep_alive_task or self._header_watch.is_running
         ):
+            self._end_idleness()
             self._header_watch.start()
 
     def _take_announced(self, data: memoryview) -> memoryview:
@@ -88,6 +99,7 @@ class HttpProtocol(ExchangeProtocol):
         end = self._end_of_header(data)
         # Bytes beyond the limit are ignored, so that a refusal does not depend on how bytes arrive.
         piece = bytes(data[: min(end or len(data), _MAX_HEADER_BYTES - self._header_bytes)])
+        self._bytes_behind_header = len(data) - end
         if piece == self._last_header:
             self._begin_alike()
             return data[end:]
@@ -162,7 +174,7 @@ class HttpProtocol(ExchangeProtocol):
         if self._repeated is not None:
             fault: NormserveError | None = MalformedHttpError(f"{self._repeated.decode()} must be given once")
         else:
-            fault = fault_in(version, self._singular)
+            fault = fault_in(version, self._singular) or self._fault_beyond_limits()
         if fault is not None or not self._header_ended:
             self._refuse(fault or MalformedHttpError(_NO_HTTP))
             return
@@ -171,9 +183,20 @@ class HttpProtocol(ExchangeProtocol):
         if not self.url.startswith(b"/"):
             self._name_host_of_target()
         super().on_headers_complete()
+        if self.beyond is not None:
+            self.cycle.keep_alive = False
         self._header_bytes, self._header_began = 0, False
         # uvicorn has created the application's task by now, which has not run yet.
         self._attend(self.cycle, body_bytes(self._singular))
+
+    def _fault_beyond_limits(self) -> NormserveError | None:
+        """The error of a request that is no probe, on a connection beyond a limit."""
+        if self.beyond is None:
+            return None
+        is_probe = self.url.partition(b"?")[0] in PROBES and self.parser.get_method() in (b"GET", b"HEAD")
+        if is_probe and body_bytes(self._singular) == 0:
+            return None
+        return TooManyConnectionsError(self.beyond)
 
     def _name_host_of_target(self) -> None:
         """With `GET http://name/path` the name applies, and not the Host field (RFC 9112, section 3.2.2)."""

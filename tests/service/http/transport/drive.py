@@ -17,6 +17,7 @@ import uvicorn
 from normserve.errors import NormserveError
 from normserve.http.problems import render
 from normserve.http.transport import DrainLimits, Manners, Patience, listen
+from normserve.http.transport.idle import IdleConnections
 from uvicorn.server import ServerState
 
 
@@ -82,7 +83,7 @@ class Wire:
     def close(self) -> None:
         self.is_closed = True
 
-    abort = close
+    abort = write_eof = close
 
     def pause_reading(self) -> None:
         self.is_reading = False
@@ -139,14 +140,18 @@ class Driver:
         application: Application | None = None,
         patience: Patience = _PATIENCE,
         drains: DrainLimits | None = None,
+        idle: IdleConnections | None = None,
+        admission: tuple[str, str | None] = ("a", None),
     ) -> None:
         self._loop = loop
         self.application = application or Application()
         self.refusals: list[NormserveError] = []
         self.wire = Wire()
-        accept = listen(Manners(patience, drains or DrainLimits(2**20), self._refuse, lambda: None))
+        self.idle = idle or IdleConnections()
+        accept = listen(Manners(patience, drains or DrainLimits(2**20), self._refuse, lambda: None, self.idle))
         state, server = {"application": self.application}, ServerState()
         self.connection = accept(config=_config(), server_state=server, app_state=state, _loop=loop)
+        self.header_s = self.connection.admit(*admission)
         self.connection.connection_made(self.wire)
         (self.protocol,) = server.connections
 

@@ -249,3 +249,15 @@ async def test_body_is_dropped_while_the_server_ends(hurried):
         assert not driver.wire.is_closed
         await receive(driver, b".")
         assert driver.wire.is_closed
+
+
+@on_a_loop
+async def test_connection_is_not_idle_if_the_next_request_has_come_with_the_end_of_the_body(monkeypatch):
+    monkeypatch.setattr("normserve.http.transport.idle._LEAST_IDLE_S", 0.0)
+    for request in (post("Content-Length: 5"), b"GET /"):
+        async with connected() as driver:
+            # Only with chunks does one read cross the end of a body.
+            await receive(driver, post("Transfer-Encoding: chunked") + b"1\r\n.\r\n")
+            await receive(driver, b"0\r\n\r\n" + request)
+            assert driver.protocol.timeout_keep_alive_task is None
+            assert not driver.idle.close_oldest(None)
