@@ -86,7 +86,7 @@ def group_norm_forward(
     Raises:
         KernelInputError: a wrong shape, dtype, device or value, or an empty group.
         UnsupportedShapeError: x or residual is neither contiguous nor channels-last, or scale and shift have other
-            strides than above; nothing is copied to make them fit.
+            strides than above; nothing is copied to make them fit.  Or the call needs 2^31 programs or more.
 
     Traffic: `traffic.forward_bytes`: x, y, residual and residual_out once each.  Groups too large for one program's
     registers are read a second time from L1 or L2, still larger ones from memory.  If residual has another layout
@@ -172,7 +172,8 @@ def group_norm_backward(
     Raises:
         KernelInputError: a wrong shape, dtype, device or value, or one statistic without the other.
         UnsupportedShapeError: x, dy, residual or dresidual_out is neither contiguous nor channels-last, or
-            scale and shift have strides that the forward pass does not support.
+            scale and shift have strides that the forward pass does not support.  Or the call needs 2^31 programs or
+            more.
 
     Traffic: `traffic.backward_bytes`: dy, x and dx once each; larger groups read dy and x a second time from L2,
     still larger ones from memory, where absent statistics cost another read of x.  If dy, residual or dresidual_out

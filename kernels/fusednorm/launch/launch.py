@@ -8,6 +8,10 @@ from typing import Any, Protocol
 import torch
 
 from fusednorm.devices.device import since_hopper
+from fusednorm.errors import UnsupportedShapeError
+
+MAX_GRID = (2**31 - 1, 65535, 65535)
+"""The most programs along each axis of a grid; of every architecture since Kepler."""
 
 MAX_VEC = 8
 REGISTERS_PER_SM = 65536
@@ -35,13 +39,24 @@ class ByRows:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One kernel launch, decided but not yet made; `options` holds constexprs and compile options."""
+    """One kernel launch, decided but not yet made; `options` holds constexprs and compile options.
+
+    Raises:
+        UnsupportedShapeError: the grid has more programs along an axis than a device takes.
+    """
 
     kernel: Any
     grid: tuple[int, ...]
     arguments: tuple[Any, ...]
     options: Mapping[str, Any]
     by_rows: ByRows | None = None
+
+    def __post_init__(self) -> None:
+        if any(size > most for size, most in zip(self.grid, MAX_GRID, strict=False)):
+            raise UnsupportedShapeError(
+                f"a grid must have at most {MAX_GRID[0]}, {MAX_GRID[1]} and {MAX_GRID[2]} programs along its axes, "
+                f"got {' x '.join(map(str, self.grid))}: divide the call into calls of fewer samples or rows"
+            )
 
 
 def dependent(early: bool) -> dict[str, object]:

@@ -93,7 +93,7 @@ def parameter_reductions(
             affine.stride,
         )  # fmt: skip
         launches.append(
-            Launch(group_norm_reduce_samples_kernel, (blocks, samples), of_samples, options | {"BESIDE": beside})
+            Launch(group_norm_reduce_samples_kernel, (samples * blocks,), of_samples, options | {"BESIDE": beside})
         )
         (dz, dz_xhat), rows = sums, samples
     if dz is None or not wants_sums:
@@ -231,8 +231,10 @@ def group_norm_reduce_samples_kernel(
     let_next_start(EARLY)
     if not BESIDE:
         await_previous(EARLY)
-    sample = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    # One axis, which has room for many samples and for many blocks; adjacent programs read adjacent columns.
+    blocks = tl.cdiv(columns, COLUMNS)
+    sample = (tl.program_id(0) // blocks).to(tl.int64)
+    column = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     column_mask = column < columns
     first = sample * splits
     dz, dz_xhat = _sum_columns(dz_part_ptr, dz_xhat_part_ptr, first, first + splits, columns, column, ROWS, FAST)

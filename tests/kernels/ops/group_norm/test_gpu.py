@@ -72,6 +72,20 @@ def test_dropout_on_the_gpu_draws_the_oracles_mask(last, device):
     assert torch.equal(case.forward(ours).y == 0, case.forward(reference).y == 0)
 
 
+@pytest.mark.parametrize("shape", [(70000, 4), (70000, 8, 3, 3), (3, 1 << 20, 2)])
+@pytest.mark.parametrize("last", [False, True])
+def test_many_samples_and_many_channels_have_gradients_of_scale_and_shift(shape, last, device, poisoned):
+    case = make_case(shape, 2, torch.float32, device, last and len(shape) > 2, activation="silu")
+    dy = torch.randn_like(case.x)
+    scale, shift = torch.randn(shape[0], 2 * shape[1], device=device).chunk(2, dim=1)
+    actual = case.backward(ours, dy, scale=scale, shift=shift)
+    exact = case.backward(reference, dy, scale=scale, shift=shift, precision=torch.float64)
+    for name in ("dx", "dweight", "dbias", "dscale", "dshift"):
+        wanted = getattr(exact, name)
+        atol = 1e-5 * float(wanted.abs().max())
+        torch.testing.assert_close(getattr(actual, name).double(), wanted.double(), rtol=1e-5, atol=atol)
+
+
 @pytest.mark.parametrize("groups", [1, 32])
 @pytest.mark.parametrize("last", [False, True])
 def test_more_elements_than_an_int32_counts(groups, last, device):
