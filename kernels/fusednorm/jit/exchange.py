@@ -70,6 +70,18 @@ mov.b64 word_b, {$4, $5};
 mov.u32 $0, 0;
 }"""
 
+_POST_TILE = """{
+.reg .pred writer;
+.reg .b64 word_a, word_b, word_c;
+setp.ne.s32 writer, $2, 0;
+mov.b64 word_a, {$3, $6};
+mov.b64 word_b, {$4, $6};
+mov.b64 word_c, {$5, $6};
+@writer st.relaxed.gpu.global.v2.b64 [$1], {word_a, word_b};
+@writer st.relaxed.gpu.global.b64 [$1+16], word_c;
+mov.u32 $0, 0;
+}"""
+
 # One 16-byte load for a pair; it is repeated until both words have the tag.
 _COLLECT_PAIR = """{
 .reg .pred waiting, lost;
@@ -91,6 +103,7 @@ setp.ne.u32 waiting, tag_a, 0;
 }"""
 POST: tl.constexpr = tl.constexpr(_POST)
 COLLECT: tl.constexpr = tl.constexpr(_COLLECT)
+POST_TILE: tl.constexpr = tl.constexpr(_POST_TILE)
 POST_PAIR: tl.constexpr = tl.constexpr(_POST_PAIR)
 COLLECT_PAIR: tl.constexpr = tl.constexpr(_COLLECT_PAIR)
 
@@ -136,10 +149,33 @@ def collect(slot_ptrs, tag):
 
 
 @triton.jit
-def pair_slot_of(exchange_ptr, team, tag, member, members, pair, pairs, DEPTH: tl.constexpr):
-    """The slot to which a member of a team posts one of its `pairs` pairs in the round `tag`; tiles broadcast."""
-    turn = (tag & (DEPTH - 1)).to(tl.int32)
-    return exchange_ptr + HEADER_WORDS + (((team * DEPTH + turn) * members + member) * pairs + pair) * PAIR_WORDS
+def post_tile(slot_ptrs, wanted, tag, a, b, c):
+    """`post` of tiles, to each slot where `wanted`; threads that hold copies of an element write the same."""
+    tl.inline_asm_elementwise(
+        POST_TILE,
+        "=r,l,r,r,r,r,r",
+        [slot_ptrs.to(tl.int64), wanted.to(tl.int32), a, b, c, tag],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def collect_tile(slot_ptrs, tag):
+    """`collect` of a tile of any rank.
+
+    The loop runs once.  The compiler keeps the results of a loop; without the loop, it would repeat the wait for
+    every layout in which the results are used.
+    """
+    a = tl.zeros(slot_ptrs.shape, tl.float32)
+    b = tl.zeros(slot_ptrs.shape, tl.float32)
+    c = tl.zeros(slot_ptrs.shape, tl.float32)
+    turn = tag
+    while turn == tag:
+        a, b, c = collect(slot_ptrs, tag)
+        turn += 1
+    return a, b, c
 
 
 @triton.jit
@@ -159,8 +195,7 @@ def post_pairs(slot_ptrs, wanted, tag, a, b):
 def collect_pairs(slot_ptrs, tag):
     """Wait for the values that `post_pairs` stores in each slot of a tile in the round `tag`; two float32 tiles.
 
-    The loop runs once.  The compiler keeps the results of a loop; without the loop, it would repeat the wait for
-    every layout in which the results are used.
+    The loop is that of `collect_tile`.
     """
     a = tl.zeros(slot_ptrs.shape, tl.float32)
     b = tl.zeros(slot_ptrs.shape, tl.float32)

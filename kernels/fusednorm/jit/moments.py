@@ -1,6 +1,8 @@
-"""Moments of rows, for forward and backward kernels of LayerNorm and RMSNorm.
+"""Moments of rows, for forward and backward kernels of LayerNorm and RMSNorm, and the merge of moments of sets.
 
-Mean and variance are computed about a pivot within the range of the values, never as E[x^2] - mean^2.
+Mean and variance are computed about a pivot within the range of the values, never as E[x^2] - mean^2.  A mean is
+two float32 numbers: one near it, and the rest.  A single number would be rounded, and if the mean is many standard
+deviations from zero, the rounding errors of several sets' means would be a part of the variance of their union.
 """
 
 import triton
@@ -51,6 +53,47 @@ def store_row_statistics(mean_ptr, rstd_ptr, row, mean, shift, rstd, mask):
         tl.store(mean_ptr + row, mean + shift, mask=mask)
     if rstd_ptr is not None:
         tl.store(rstd_ptr + row, rstd, mask=mask)
+
+
+@triton.jit
+def share_of_mean(count, mean, rest, total, FAST: tl.constexpr):
+    """A set's term of the rough mean of all sets: the sum of these terms is the same number in all threads."""
+    return rounded_product(count / total + tl.zeros_like(mean), mean + rest, FAST)
+
+
+@triton.jit
+def about_rough_mean(rough, count, mean, rest, square, FAST: tl.constexpr):
+    """A set's sum of x - rough, and its sum of (x - rough)^2, from its moments; the mean is mean + rest.
+
+    The former is not contracted into an addition either, so that a sum of them is the same in all threads.
+    """
+    delta = (mean - rough) + rest
+    weighted = rounded_product(count + tl.zeros_like(delta), delta, FAST)
+    return weighted, square + weighted * delta
+
+
+@triton.jit
+def about_mean(total, sum_1, sum_2):
+    """The rest of the mean, and the sum of squares about the mean, from sums of x - rough and of (x - rough)^2."""
+    rest = sum_1 / total
+    return rest, tl.maximum(sum_2 - total * rest * rest, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def merge_moments(count, mean, rest, square, total, AXIS: tl.constexpr, FAST: tl.constexpr):
+    """Mean, rest and sum of squares of the union of the sets along AXIS, keeping the axis (Chan's merge).
+
+    The mean is mean + rest, of the sets and of the union.  All results are the same numbers in all threads.
+
+    Args:
+        count: the number of values of each set, float32; a set of none has the mean, rest and square 0.
+        total: the number of values of all sets, float32.
+    """
+    rough = tl.sum(share_of_mean(count, mean, rest, total, FAST), AXIS, keep_dims=True)
+    sum_1, sum_2 = about_rough_mean(rough, count, mean, rest, square, FAST)
+    sum_1, sum_2 = sum_pair(sum_1, sum_2, AXIS, FAST)
+    rest, square = about_mean(total, sum_1, sum_2)
+    return rough, rest, square
 
 
 @triton.jit

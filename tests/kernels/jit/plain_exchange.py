@@ -31,6 +31,14 @@ def _collect(slot_ptrs, tag):
 
 
 @triton.jit
+def _post_tile(slot_ptrs, wanted, tag, a, b, c):
+    floats = slot_ptrs.to(tl.pointer_type(tl.float32), bitcast=True)
+    tl.store(floats, a, mask=wanted)
+    tl.store(floats + 2, b, mask=wanted)
+    tl.store(floats + 4, c, mask=wanted)
+
+
+@triton.jit
 def _post_pairs(slot_ptrs, wanted, tag, a, b):
     floats = slot_ptrs.to(tl.pointer_type(tl.float32), bitcast=True)
     tl.store(floats, a, mask=wanted)
@@ -53,6 +61,8 @@ _STANDINS = {
     "leave": _leave,
     "post": _post,
     "collect": _collect,
+    "post_tile": _post_tile,
+    "collect_tile": _collect,
     "post_pairs": _post_pairs,
     "collect_pairs": _collect_pairs,
 }

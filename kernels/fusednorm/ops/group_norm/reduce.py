@@ -1,7 +1,7 @@
 """Reduction of partial moments in a fixed order.
 
-Partial results of every GroupNorm algorithm are float32 [N, splits, columns]; a column is a channel or, if groups
-are contiguous, a whole group.
+Partial results of every GroupNorm algorithm are float32 [N, splits, columns] each: means, their rests, and sums of
+squared deviations from mean + rest.  A column is a channel or, if groups are contiguous, a whole group.
 """
 
 import triton
@@ -11,7 +11,7 @@ from torch import Tensor
 from fusednorm.devices.device import INTERPRETED, since_hopper
 from fusednorm.integers import next_power_of_2
 from fusednorm.jit.early_start import await_previous, let_next_start
-from fusednorm.jit.reductions import rounded_product
+from fusednorm.jit.moments import about_mean, about_rough_mean, share_of_mean
 from fusednorm.launch.launch import Launch, dependent
 
 REDUCE_BLOCK, REDUCE_NUM_WARPS = 512, 4
@@ -19,7 +19,7 @@ REDUCE_BLOCK, REDUCE_NUM_WARPS = 512, 4
 
 
 def moments_reduction(
-    parts: tuple[Tensor, Tensor],
+    parts: tuple[Tensor, Tensor, Tensor],
     splits: int,
     mean: Tensor,
     rstd: Tensor,
@@ -27,10 +27,14 @@ def moments_reduction(
     group_columns: int,
     split_length: int,
     column_length: int,
+    rest: Tensor | None = None,
 ) -> Launch:
-    """The launch that computes mean and rstd of every group from partial results of its columns."""
+    """The launch that computes mean and rstd of every group from partial results of its columns.
+
+    If `rest` is given, it gets the rounding error of the mean.
+    """
     arguments = (
-        *parts, mean, rstd, mean.shape[1], group_columns, splits, split_length, column_length, eps
+        *parts, mean, rest, rstd, mean.shape[1], group_columns, splits, split_length, column_length, eps
     )  # fmt: skip
     options = {
         **reduction_tile(splits, group_columns),
@@ -54,6 +58,7 @@ def reduction_tile(splits: int, columns: int) -> dict[str, int]:
 @triton.jit
 def reduce_moments(
     mean_part_ptr,
+    rest_part_ptr,
     square_part_ptr,
     first_column,
     group_columns,
@@ -65,10 +70,10 @@ def reduce_moments(
     BLOCK_COLUMNS: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """Mean and population variance of one group of one sample by Chan's formula; scalars.
+    """Mean, rest and population variance of one group of one sample, as `merge_moments`; scalars.
 
     Args:
-        mean_part_ptr, square_part_ptr: [splits, columns] of the sample; means and sums of squared deviations.
+        mean_part_ptr, rest_part_ptr, square_part_ptr: the partial results of the sample, [splits, columns].
         first_column, group_columns: the group's columns.
         split_length: values of a column in each split except the last.
         column_length: values of a column in all splits.
@@ -85,7 +90,8 @@ def reduce_moments(
             mask = (s < splits) & (first + column < group_columns)
             at = s.to(tl.int64) * columns + (first_column + first + column)
             part = tl.load(mean_part_ptr + at, mask=mask, other=0.0)
-            rough += rounded_product(length / total + tl.zeros_like(part), part, FAST)
+            part_rest = tl.load(rest_part_ptr + at, mask=mask, other=0.0)
+            rough += share_of_mean(length, part, part_rest, total, FAST)
     rough = tl.sum(tl.sum(rough, 1), 0)
 
     weighted = tl.zeros((BLOCK_SPLITS, BLOCK_COLUMNS), tl.float32)
@@ -97,20 +103,23 @@ def reduce_moments(
             mask = (s < splits) & (first + column < group_columns)
             at = s.to(tl.int64) * columns + (first_column + first + column)
             part = tl.load(mean_part_ptr + at, mask=mask, other=0.0)
-            delta = tl.where(mask, part - rough, 0.0)
-            weighted += length * delta
-            square += tl.load(square_part_ptr + at, mask=mask, other=0.0) + length * delta * delta
-    shift = tl.sum(tl.sum(weighted, 1), 0) / total
-    variance = tl.sum(tl.sum(square, 1), 0) / total - shift * shift
-    # maximum would lose a NaN.
-    return rough + shift, tl.where(variance < 0.0, 0.0, variance)
+            part_rest = tl.load(rest_part_ptr + at, mask=mask, other=0.0)
+            part_square = tl.load(square_part_ptr + at, mask=mask, other=0.0)
+            count = tl.where(mask, length, 0.0)
+            sum_1, sum_2 = about_rough_mean(rough, count, part, part_rest, part_square, FAST)
+            weighted += sum_1
+            square += sum_2
+    rest, square = about_mean(total, tl.sum(tl.sum(weighted, 1), 0), tl.sum(tl.sum(square, 1), 0))
+    return rough, rest, square / total
 
 
 @triton.jit(do_not_specialize=["groups", "group_columns", "splits", "split_length", "column_length"])
 def group_norm_reduce_moments_kernel(
     mean_part_ptr,
+    rest_part_ptr,
     square_part_ptr,
     mean_ptr,
+    rest_ptr,
     rstd_ptr,
     groups: tl.int32,
     group_columns: tl.int32,
@@ -123,14 +132,15 @@ def group_norm_reduce_moments_kernel(
     FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One program per group: writes its mean and rstd."""
+    """One program per group: writes its mean, the mean's rounding error, and rstd."""
     let_next_start(EARLY)
     await_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
     sample = row // groups
     columns = groups.to(tl.int64) * group_columns
-    mean, variance = reduce_moments(
+    mean, rest, variance = reduce_moments(
         mean_part_ptr + sample * splits * columns,
+        rest_part_ptr + sample * splits * columns,
         square_part_ptr + sample * splits * columns,
         (row - sample * groups) * group_columns,
         group_columns,
@@ -142,5 +152,8 @@ def group_norm_reduce_moments_kernel(
         BLOCK_COLUMNS,
         FAST,
     )
-    tl.store(mean_ptr + row, mean)
+    rounded = mean + rest
+    tl.store(mean_ptr + row, rounded)
+    if rest_ptr is not None:
+        tl.store(rest_ptr + row, (mean - rounded) + rest)
     tl.store(rstd_ptr + row, 1.0 / tl.sqrt(variance + eps))

@@ -81,6 +81,12 @@ def empty_statistics(x: Tensor, sample: Sample) -> tuple[Tensor, Tensor]:
     return x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.float32)
 
 
+def triple(like: Tensor, *shape: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for three adjacent float32 tensors of the given shape on the device of `like`: moments of parts."""
+    mean, rest, square = like.new_empty((3, *shape), dtype=torch.float32).unbind()
+    return mean, rest, square
+
+
 def pair(like: Tensor, *shape: int) -> tuple[Tensor, Tensor]:
     """Memory for two adjacent float32 tensors of the given shape on the device of `like`."""
     first, second = like.new_empty((2, *shape), dtype=torch.float32).unbind()

@@ -142,15 +142,14 @@ def test_split_groups_are_covered_by_their_parts(hw, splits, programs):
     assert (programs - 1) * 24 < units <= programs * 24
     assert partial.grid == (N * GROUPS * splits,)
     assert apply.grid == (N * GROUPS * programs,)
-    means, squares = partial.arguments[2:4]
-    assert means.shape == squares.shape == (N, splits, GROUPS)
-    assert means.dtype == squares.dtype == torch.float32
+    parts = partial.arguments[2:5]
+    assert {part.shape for part in parts} == {(N, splits, GROUPS)}
+    assert {part.dtype for part in parts} == {torch.float32}
     assert partial.arguments[0] is x
-    assert partial.arguments[4:] == (units, GROUPS, 2, splits, 40)
-    assert apply.arguments[8] is means
-    assert apply.arguments[9] is squares
+    assert partial.arguments[5:] == (units, GROUPS, 2, splits, 40)
+    assert all(read is written for read, written in zip(apply.arguments[8:11], parts, strict=True))
     assert apply.options["BLOCK_SPLITS"] == {2: 2, 3: 4}[splits]
-    assert splits in apply.arguments[12:]
+    assert named(apply)["splits"] == splits
 
 
 @pytest.mark.parametrize(("channels", "hw", "wide"), [(1, WIDE_GROUP - 4, False), (1, WIDE_GROUP, True)])
@@ -197,13 +196,14 @@ def test_columns_are_covered_by_splits_runs_and_blocks(channels, hw, splits, run
     assert {launch.options["EVEN"] for launch in (stats, apply)} == {even}
     assert {launch.options["VEC"] * launch.options["CV"] for launch in (stats, apply)} == {8}
     assert stats.arguments[2].shape == (N, splits, GROUPS * channels)
-    assert stats.arguments[4:] == (hw, GROUPS * channels // 4, splits, 16, blocks)
-    assert reduce.arguments[2] is out.mean
-    assert reduce.arguments[3] is out.rstd
-    assert reduce.arguments[4:] == (GROUPS, channels, splits, 16, hw, 1e-5)
+    assert stats.arguments[5:] == (hw, GROUPS * channels // 4, splits, 16, blocks)
+    assert named(reduce)["mean_ptr"] is out.mean
+    assert named(reduce)["rstd_ptr"] is out.rstd
+    assert reduce.arguments[6:] == (GROUPS, channels, splits, 16, hw, 1e-5)
     assert (stats.options["ROWS"], stats.options["UNROLL"], apply.options["ROWS"]) == (4, 2, 8)
-    assert apply.arguments[8] is out.mean
-    assert apply.arguments[9] is out.rstd
+    assert named(apply)["mean_ptr"] is out.mean
+    assert named(apply)["rest_ptr"] is named(reduce)["rest_ptr"]
+    assert named(apply)["rstd_ptr"] is out.rstd
 
 
 @pytest.mark.parametrize("given", ["mean", "rstd", None])
@@ -213,11 +213,10 @@ def test_statistics_that_nobody_wants_are_the_launches_own(given):
     out = Forward(torch.empty_like(x), **wanted)
     sample = Sample(GROUPS, 4, 36, True)
     _, reduce, apply = plan_forward(ForwardCall(x=x, sample=sample, eps=1e-5, out=out), COLUMNS)
-    own = reduce.arguments[2:4]
-    assert [each.shape for each in own] == [(N, GROUPS)] * 2
+    own = [named(reduce)[name] for name in ("mean_ptr", "rest_ptr", "rstd_ptr")]
+    assert [each.shape for each in own] == [(N, GROUPS)] * 3
     assert all(each is not other for each in own for other in wanted.values())
-    assert apply.arguments[8] is own[0]
-    assert apply.arguments[9] is own[1]
+    assert all(read is written for read, written in zip(apply.arguments[8:11], own, strict=True))
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -229,10 +228,11 @@ def test_statistics_alone_fill_mean_and_rstd(last):
     partial, reduce = launches
     assert names(launches)[1] == "group_norm_reduce_moments_kernel"
     assert reduce.grid == (N * GROUPS,)
-    assert reduce.arguments[:2] == partial.arguments[2:4]
-    assert reduce.arguments[2] is mean
-    assert reduce.arguments[3] is rstd
-    group_columns, splits, split_length, column_length, eps = reduce.arguments[5:]
+    assert all(read is written for read, written in zip(reduce.arguments, partial.arguments[2:5], strict=False))
+    assert named(reduce)["mean_ptr"] is mean
+    assert named(reduce)["rest_ptr"] is None
+    assert named(reduce)["rstd_ptr"] is rstd
+    group_columns, splits, split_length, column_length, eps = reduce.arguments[7:]
     assert (group_columns, column_length) == ((4, 36) if last else (1, 4 * 36))
     assert (splits - 1) * split_length < column_length <= splits * split_length
     assert eps == 1e-5

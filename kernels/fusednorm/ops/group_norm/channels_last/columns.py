@@ -13,7 +13,7 @@ import triton.language as tl
 
 from fusednorm.jit.epilogue import activate_to, dropout_keep
 from fusednorm.jit.loads import load_sum
-from fusednorm.jit.reductions import rounded_product, sum_pair
+from fusednorm.jit.moments import merge_moments
 
 
 @triton.jit
@@ -40,7 +40,9 @@ def channel_moments(
     OTHER: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """Mean and sum of squared deviations of each column over first_row <= row < last_row, [1, CV, VEC] each.
+    """Mean, rest and sum of squared deviations of each column, [1, CV, VEC]; the mean is mean + rest.
+
+    The column's values are those at first_row <= row < last_row.
 
     Args:
         x_ptr, residual_ptr: the sample's first element.
@@ -78,15 +80,8 @@ def channel_moments(
 
     count = ((rows + (ROWS - 1) - row) // ROWS).to(tl.float32)
     total = rows.to(tl.float32)
-    lane_shift = sum_1 / tl.maximum(count, 1.0)
-    rough = tl.sum(rounded_product(count / total, pivot + lane_shift, FAST), 0, keep_dims=True)
-    delta = (pivot - rough) + lane_shift
-    weighted = count * delta
-    shift, square = sum_pair(weighted, (sum_2 - sum_1 * lane_shift) + weighted * delta, 0, FAST)
-    shift /= total
-    square = square - total * shift * shift
-    # maximum would lose a NaN.
-    return rough + shift, tl.where(square < 0.0, 0.0, square)
+    shift = sum_1 / tl.maximum(count, 1.0)
+    return merge_moments(count, pivot, shift, sum_2 - sum_1 * shift, total, 0, FAST)
 
 
 @triton.jit

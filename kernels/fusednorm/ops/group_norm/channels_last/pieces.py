@@ -16,7 +16,8 @@ import triton.language as tl
 from fusednorm.integers import next_power_of_2
 from fusednorm.jit.epilogue import activate_to, dropout_keep
 from fusednorm.jit.loads import chunk_of
-from fusednorm.jit.reductions import rounded_product, sum_pair
+from fusednorm.jit.moments import about_mean, about_rough_mean, merge_moments, share_of_mean
+from fusednorm.jit.reductions import sum_pair
 from fusednorm.ops.group_norm.affine import slope_and_offset
 from fusednorm.ops.group_norm.channels_last.blocks import runs_of
 from fusednorm.ops.group_norm.sample import Sample, vector_width
@@ -58,9 +59,9 @@ def block_options(sample: Sample, block_groups: int, num_warps: int, tile: Block
 
 
 @triton.jit
-def store_statistics(mean_ptr, rstd_ptr, mean, rstd, at, mask):
+def store_statistics(mean_ptr, rstd_ptr, mean, rest, rstd, at, mask):
     if mean_ptr is not None:
-        tl.store(mean_ptr + at, mean, mask=mask)
+        tl.store(mean_ptr + at, mean + rest, mask=mask)
         tl.store(rstd_ptr + at, rstd, mask=mask)
 
 
@@ -106,13 +107,18 @@ def load_rows(
 
 
 @triton.jit
-def run_moments(
-    chunks, residuals, rows, FULL: tl.constexpr, ROWS: tl.constexpr, KEEP: tl.constexpr, FAST: tl.constexpr
-):
-    """Mean and sum of squared deviations of each run of columns over a piece's `rows` positions, [1, CV * KEEP].
+def piece_moments(
+    chunks, residuals, rows, channels, belongs,
+    FULL: tl.constexpr, ROWS: tl.constexpr, KEEP: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Mean, rest and sum of squared deviations of each group over a piece's `rows` positions, [GROUPS] each.
 
-    A thread's sums are about a pivot, the mean of its first values; with n positions per thread, the error from
-    cancellation is at most n * 2^-24 of the result.
+    The group's mean is mean + rest.  A thread's sums are about a pivot, the mean of its first values; with n
+    positions per thread, the error from cancellation is at most n * 2^-24 of the result.  All threads' sums are
+    then merged as in `merge_moments`: first over the positions of a run, then over the runs of a group.
+
+    Args:
+        belongs: [CV * KEEP, GROUPS], whether a run of columns belongs to a group of `channels` columns.
     """
     first = runs_of(chunk_of(chunks, residuals, 0, FAST), KEEP)
     lanes: tl.constexpr = first.shape[0]
@@ -129,22 +135,22 @@ def run_moments(
         sum_2 += tl.sum(d * d, 2)
     if len(chunks) == FULL:
         count = tl.full((lanes, 1), FULL * width, tl.float32)
-        total = FULL * ROWS * width + tl.zeros((1, 1), tl.float32)
     else:
         count = (tl.maximum(rows - row + (ROWS - 1), 0) // ROWS * width).to(tl.float32)
-        total = (rows * width).to(tl.float32) + tl.zeros((1, 1), tl.float32)
+    total = rows.to(tl.float32) * channels
     distance = sum_1 / tl.maximum(count, 1.0)
-    share = rounded_product(count / total + tl.zeros_like(pivot), pivot + distance, FAST)
-    rough = tl.sum(_by_position(share, ROWS), 0, keep_dims=True)
-    # A lane for each position; all positions of a run have the same value.
-    rough_of_lane = tl.reshape(tl.broadcast_to(rough, (ROWS, rough.shape[1])), pivot.shape)
-    delta = (pivot - rough_of_lane) + distance
-    weighted = count * delta
-    square = (sum_2 - sum_1 * distance) + weighted * delta
-    rest, square = sum_pair(_by_position(weighted, ROWS), _by_position(square, ROWS), 0, FAST)
-    rest = rest / total
-    square = tl.maximum(square - total * rest * rest, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    return rough + rest, square
+    share = share_of_mean(count, pivot, distance, total, FAST)
+    share = tl.reshape(tl.sum(_by_position(share, ROWS), 0), (belongs.shape[0], 1))
+    rough = tl.sum(tl.where(belongs, share, 0.0), 0)
+    sum_1, sum_2 = about_rough_mean(
+        _of_lanes(rough, belongs, ROWS, KEEP), count, pivot, distance, sum_2 - sum_1 * distance, FAST
+    )
+    sum_1, sum_2 = sum_pair(_by_position(sum_1, ROWS), _by_position(sum_2, ROWS), 0, FAST)
+    sum_1 = tl.where(belongs, tl.reshape(sum_1, (belongs.shape[0], 1)), 0.0)
+    sum_2 = tl.where(belongs, tl.reshape(sum_2, (belongs.shape[0], 1)), 0.0)
+    sum_1, sum_2 = sum_pair(sum_1, sum_2, 0, FAST)
+    rest, square = about_mean(total, sum_1, sum_2)
+    return rough, tl.reshape(rest, rough.shape), tl.reshape(square, rough.shape)
 
 
 @triton.jit
@@ -154,44 +160,25 @@ def _by_position(value, ROWS: tl.constexpr):
 
 
 @triton.jit
-def reduce_to_groups(mean, square, belongs, runs, run_length, FAST: tl.constexpr):
-    """Mean and sum of squared deviations of each group, [GROUPS], from those of runs of equal size.
-
-    Args:
-        mean, square: [1, CV * KEEP].
-        belongs: [CV * KEEP, GROUPS], whether a run belongs to a group.
-        runs: the number of runs of a group, float32.
-        run_length: the number of values of a run, float32.
-    """
-    shape: tl.constexpr = belongs.shape
-    mean = tl.reshape(mean, (shape[0], 1))
-    square = tl.reshape(square, (shape[0], 1))
-    rough = tl.sum(tl.where(belongs, mean, 0.0), 0, keep_dims=True) / runs
-    delta = mean - rough
-    rest, square = sum_pair(
-        tl.where(belongs, delta, 0.0), tl.where(belongs, square + run_length * delta * delta, 0.0), 0, FAST
-    )
-    rest = rest / runs
-    square = square - run_length * runs * rest * rest
-    return tl.reshape(rough + rest, (shape[1],)), tl.reshape(tl.where(square < 0.0, 0.0, square), (shape[1],))
+def _of_lanes(value, belongs, ROWS: tl.constexpr, KEEP: tl.constexpr):
+    """For each run of each lane, [LANES, KEEP], the value of its group in [GROUPS]."""
+    runs: tl.constexpr = belongs.shape[0]
+    value = tl.sum(tl.where(belongs, value[None, :], 0.0), 1)
+    return tl.reshape(tl.broadcast_to(value[None, :], (ROWS, runs)), (ROWS * runs // KEEP, KEEP))
 
 
 @triton.jit
-def merge_members(mean, square, count, total, FAST: tl.constexpr):
-    """Mean and sum of squared deviations of each group, [GROUPS], from [SLOTS, GROUPS] of all members.
+def merge_members(mean, rest, square, count, total, FAST: tl.constexpr):
+    """Mean, rest and sum of squared deviations of each group, [GROUPS], from [SLOTS, GROUPS] of all members.
 
     `count` [SLOTS, 1] is the number of values of each member, 0 in unused slots; `total` is their sum.
     """
-    mean = tl.where(count > 0.0, mean, 0.0)
-    square = tl.where(count > 0.0, square, 0.0)
-    rough = tl.sum(rounded_product(count / total + tl.zeros_like(mean), mean, FAST), 0, keep_dims=True)
-    delta = mean - rough
-    weighted = count * delta
-    rest, square = sum_pair(weighted, square + weighted * delta, 0, FAST)
-    rest = rest / total
-    square = square - total * rest * rest
+    used = count > 0.0
     groups: tl.constexpr = mean.shape[1]
-    return tl.reshape(rough + rest, (groups,)), tl.reshape(tl.where(square < 0.0, 0.0, square), (groups,))
+    mean, rest, square = merge_moments(
+        count, tl.where(used, mean, 0.0), tl.where(used, rest, 0.0), tl.where(used, square, 0.0), total, 0, FAST
+    )
+    return tl.reshape(mean, (groups,)), tl.reshape(rest, (groups,)), tl.reshape(square, (groups,))
 
 
 @triton.jit
@@ -215,7 +202,7 @@ def load_columns(ptr, column, column_mask):
 @triton.jit
 def write_rows(
     chunks, residuals, affine, y_ptr, residual_out_ptr, base, at, stride, rows, column_mask,
-    mean, rstd, sample, first, dropout, writer, writers,
+    mean, rest, rstd, sample, first, dropout, writer, writers,
     FULL: tl.constexpr, ROWS: tl.constexpr, SHARED: tl.constexpr, EVICT: tl.constexpr,
     ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
@@ -224,11 +211,11 @@ def write_rows(
     Args:
         affine: weight, bias, scale and shift of the columns, each a tuple of one [LANES, VEC] or an empty tuple.
         base, at, stride, rows, column_mask: as in `load_rows`.
-        mean, rstd: statistics of each column's group.
+        mean, rest, rstd: statistics of each column's group; its mean is mean + rest.
         first: the piece's start in the sample, in elements.
         dropout: seed, threshold and scale.
     """
-    a, b = slope_and_offset(affine, rstd, tl.zeros_like(rstd))
+    a, b = slope_and_offset(affine, rstd, rest)
     for i in tl.static_range(len(chunks)):
         mask = column_mask
         if SHARED:

@@ -9,7 +9,8 @@ import triton.language as tl
 
 from fusednorm.jit.epilogue import activate_to, dropout_keep
 from fusednorm.jit.loads import chunk_of
-from fusednorm.jit.reductions import rounded_product, sum_pair
+from fusednorm.jit.moments import about_mean, about_rough_mean, share_of_mean
+from fusednorm.jit.reductions import sum_pair
 from fusednorm.ops.group_norm.channels_last.blocks import runs_of
 from fusednorm.ops.group_norm.channels_last.positions import (
     load_positions,
@@ -82,7 +83,9 @@ def moments_by_group(
     pivot, sum_1, sum_2, where_in_tile, units, channels, turns, left, chunks,
     LANES: tl.constexpr, VEC: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Mean and sum of squared deviations, [GROUPS], from the lanes' sums about their pivots, [LANES, KEEP] each.
+    """Mean, rest and sum of squared deviations, [GROUPS], from the lanes' sums about their pivots, [LANES, KEEP].
+
+    It is `merge_moments` along two axes.
 
     Args:
         where_in_tile: index and counts of `groups_of_tile`.
@@ -94,27 +97,24 @@ def moments_by_group(
     position, _, positions = places(units, LANES, VEC)
     count = (positions_taken(position, turns, left, positions, chunks) * (VEC // KEEP)).to(tl.float32)
     distance = sum_1 / tl.maximum(count, 1.0)
-    means = (pivot + distance).to(tl.int32, bitcast=True).to(tl.int64)
-    squares = (sum_2 - sum_1 * distance).to(tl.int32, bitcast=True).to(tl.int64)
+    means = pivot.to(tl.int32, bitcast=True).to(tl.int64)
+    rests = distance.to(tl.int32, bitcast=True).to(tl.int64)
     # Both values in one exchange through shared memory.
-    both = tl.gather(tl.reshape((means << 32) | (squares & 0xFFFFFFFF), (LANES * KEEP,)), index, 0)
-    both = tl.reshape(both, counts.shape)
+    both = tl.gather(tl.reshape((means << 32) | (rests & 0xFFFFFFFF), (LANES * KEEP,)), index, 0)
+    squares = tl.gather(tl.reshape(sum_2 - sum_1 * distance, (LANES * KEEP,)), index, 0)
+    present = counts > 0.0
+    both = tl.where(present, tl.reshape(both, counts.shape), 0)
     means = (both >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-    squares = both.to(tl.int32).to(tl.float32, bitcast=True)
+    rests = both.to(tl.int32).to(tl.float32, bitcast=True)
+    squares = tl.where(present, tl.reshape(squares, counts.shape), 0.0)
     values = ((turns - 1) * (positions * chunks) + left).to(tl.float32) * channels
-    means = tl.where(counts > 0.0, means, 0.0)
-    share = tl.sum(rounded_product(counts / values, means, FAST), 0, keep_dims=True)
+    share = tl.sum(share_of_mean(counts, means, rests, values, FAST), 0, keep_dims=True)
     rough = tl.sum(share, 2, keep_dims=True)
-    delta = means - rough
-    weighted = counts * delta
-    square = tl.where(counts > 0.0, squares + weighted * delta, 0.0)
-    rest, square = sum_pair(weighted, square, 0, FAST)
+    rest, square = about_rough_mean(rough, counts, means, rests, squares, FAST)
+    rest, square = sum_pair(rest, square, 0, FAST)
     rest, square = sum_pair(rest, square, 2, FAST)
-    rest = rest / values
-    square = square - values * rest * rest
-    # maximum would lose a NaN.
-    square = tl.where(square < 0.0, 0.0, square)
-    return tl.reshape(rough + rest, (GROUPS,)), tl.reshape(square, (GROUPS,))
+    rest, square = about_mean(values, rest, square)
+    return tl.reshape(rough, (GROUPS,)), tl.reshape(rest, (GROUPS,)), tl.reshape(square, (GROUPS,))
 
 
 @triton.jit
@@ -123,7 +123,7 @@ def split_moments(
     VEC: tl.constexpr, LANES: tl.constexpr, CHUNKS: tl.constexpr, WHOLE: tl.constexpr,
     KEEP: tl.constexpr, GROUPS: tl.constexpr, RUNS: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Mean and sum of squared deviations, [GROUPS], of every `splits`th step of CHUNKS tiles of a sample.
+    """Mean, rest and sum of squared deviations, [GROUPS], of every `splits`th step of CHUNKS tiles of a sample.
 
     The programs of a sample read adjacent steps at the same time, so that simultaneous reads are close in memory.
     """

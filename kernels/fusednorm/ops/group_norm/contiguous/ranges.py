@@ -16,7 +16,7 @@ import triton.language as tl
 
 from fusednorm.jit.epilogue import activate_to, dropout_keep
 from fusednorm.jit.loads import load_sum
-from fusednorm.jit.reductions import rounded_product, sum_pair
+from fusednorm.jit.moments import merge_moments
 from fusednorm.ops.group_norm.affine import load_masked_affine
 
 
@@ -66,9 +66,9 @@ def range_moments(
     OTHER: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """Mean and sum of squared deviations of the vectors first <= unit < last, each [1, 1, 1].
+    """Mean, rest and sum of squared deviations of the vectors first <= unit < last, each [1, 1, 1].
 
-    `elsewhere` and OTHER are arguments of `residual_at`.
+    The mean is mean + rest.  `elsewhere` and OTHER are arguments of `residual_at`.
     """
     lane = tl.arange(0, UNITS)[None, :, None]
     units = last - first
@@ -91,21 +91,15 @@ def range_moments(
 
     count = ((full + (lane < tail).to(tl.int32)) * VEC).to(tl.float32)
     total = units.to(tl.float32) * VEC
-    lane_shift = sum_1 / tl.maximum(count, 1.0)
-    rough = tl.sum(rounded_product(count / total, pivot + lane_shift, FAST), 1, keep_dims=True)
-    delta = (pivot - rough) + lane_shift
-    weighted = count * delta
-    shift, square = sum_pair(weighted, (sum_2 - sum_1 * lane_shift) + weighted * delta, 1, FAST)
-    shift /= total
-    # maximum would lose a NaN.
-    square = square - total * shift * shift
-    return rough + shift, tl.where(square < 0.0, 0.0, square)
+    shift = sum_1 / tl.maximum(count, 1.0)
+    return merge_moments(count, pivot, shift, sum_2 - sum_1 * shift, total, 1, FAST)
 
 
 @triton.jit
 def store_normalised(
     h,
     mean,
+    rest,
     rstd,
     parameters,
     y_ptr,
@@ -132,7 +126,7 @@ def store_normalised(
     DROPOUT: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """Affine step, activation, dropout and the stores of one tile.
+    """Affine step, activation, dropout and the stores of one tile; the group's mean is mean + rest.
 
     `group` is the number in the sample; `channels` is per group; `channel_length` is in vectors if ALIGNED.
     """
@@ -146,7 +140,8 @@ def store_normalised(
         channel = group * channels + quotient(at, channel_length, magic, shift, WIDE)
     sample_channel = sample * scale_stride + channel
     weight, bias = load_masked_affine(parameters, channel, sample_channel, mask)
-    y = activate_to((h - mean) * (weight * rstd) + bias, y_ptr.dtype.element_ty, ACTIVATION, FAST)
+    slope = weight * rstd
+    y = activate_to((h - mean) * slope + (bias - rest * slope), y_ptr.dtype.element_ty, ACTIVATION, FAST)
     if DROPOUT:
         position = (group.to(tl.int64) * group_units) * VEC + at
         position += tl.zeros(y.shape, tl.int64)
@@ -163,6 +158,7 @@ def normalise_range(
     y_ptr,
     residual_out_ptr,
     mean,
+    rest,
     rstd,
     row,
     first,
@@ -205,7 +201,7 @@ def normalise_range(
         at = unit * VEC + inner
         h = load_sum(x_ptr, residual_ptr, at, residual_at(at, elsewhere, OTHER), mask, "evict_first")
         store_normalised(
-            h, mean, rstd, parameters, y_ptr, residual_out_ptr, base, sample, group, unit, mask,
+            h, mean, rest, rstd, parameters, y_ptr, residual_out_ptr, base, sample, group, unit, mask,
             group_units, groups, channels, channel_length, magic, shift, scale_stride,
             seed, dropout_threshold, dropout_scale, VEC, ALIGNED, WIDE, ACTIVATION, DROPOUT, FAST,
         )  # fmt: skip
@@ -215,7 +211,7 @@ def normalise_range(
         at = unit * VEC + inner
         h = load_sum(x_ptr, residual_ptr, at, residual_at(at, elsewhere, OTHER), whole, "evict_first")
         store_normalised(
-            h, mean, rstd, parameters, y_ptr, residual_out_ptr, base, sample, group, unit, whole,
+            h, mean, rest, rstd, parameters, y_ptr, residual_out_ptr, base, sample, group, unit, whole,
             group_units, groups, channels, channel_length, magic, shift, scale_stride,
             seed, dropout_threshold, dropout_scale, VEC, ALIGNED, WIDE, ACTIVATION, DROPOUT, FAST,
         )  # fmt: skip

@@ -6,6 +6,7 @@ No program waits for another.  A residual may be contiguous.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,7 +25,7 @@ from fusednorm.ops.group_norm.channels_last.columns import (
     statistic_of_columns,
 )
 from fusednorm.ops.group_norm.reduce import moments_reduction
-from fusednorm.ops.group_norm.sample import Sample, empty_statistics, pair, vector_width
+from fusednorm.ops.group_norm.sample import Sample, empty_statistics, triple, vector_width
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +54,12 @@ class ForwardColumns(ForwardConfig):
             mean, rstd = empty_statistics(call.x, sample)
         else:
             mean, rstd = out.mean, out.rstd
+        rest = torch.empty_like(mean)
         blocks = cdiv(sample.c, self.width)
         runs = cdiv(sample.hw, self.run_rows)
         tile = self._tile(sample, call.x.element_size())
         arguments = (
-            *call.tensors, mean, rstd, sample.hw, sample.c // tile["VEC"], sample.groups, sample.channels,
+            *call.tensors, mean, rest, rstd, sample.hw, sample.c // tile["VEC"], sample.groups, sample.channels,
             runs, self.run_rows, blocks, call.affine.stride, *call.epilogue.dropout_arguments,
         )  # fmt: skip
         options = {
@@ -68,18 +70,28 @@ class ForwardColumns(ForwardConfig):
             **call.epilogue.options,
         }
         return [
-            *self.statistics(call.x, sample, call.eps, call.residual, mean, rstd),
+            *self.statistics(call.x, sample, call.eps, call.residual, mean, rstd, rest),
             Launch(group_norm_nhwc_columns_apply_kernel, (call.n * runs * blocks,), arguments, options),
         ]
 
     def statistics(
-        self, x: Tensor, sample: Sample, eps: float, residual: Tensor | None, mean: Tensor, rstd: Tensor
+        self,
+        x: Tensor,
+        sample: Sample,
+        eps: float,
+        residual: Tensor | None,
+        mean: Tensor,
+        rstd: Tensor,
+        rest: Tensor | None = None,
     ) -> list[Launch]:
-        """The launches that compute mean and rstd: moments of channels over splits of positions, then reduction."""
+        """The launches that compute mean and rstd: moments of channels over splits of positions, then reduction.
+
+        If `rest` is given, it gets the rounding error of the mean.
+        """
         splits = cdiv(sample.hw, self.split_rows)
         blocks = cdiv(sample.c, self.width)
         tile = self._tile(sample, x.element_size())
-        parts = pair(x, x.shape[0], splits, sample.c)
+        parts = triple(x, x.shape[0], splits, sample.c)
         arguments = (
             x, residual, *parts, sample.hw, sample.c // tile["VEC"], splits, self.split_rows, blocks
         )  # fmt: skip
@@ -94,7 +106,7 @@ class ForwardColumns(ForwardConfig):
         grid = (x.shape[0] * splits * blocks,)
         return [
             Launch(group_norm_nhwc_columns_moments_kernel, grid, arguments, options),
-            moments_reduction(parts, splits, mean, rstd, eps, sample.channels, self.split_rows, sample.hw),
+            moments_reduction(parts, splits, mean, rstd, eps, sample.channels, self.split_rows, sample.hw, rest),
         ]
 
     def _tile(self, sample: Sample, itemsize: int) -> Mapping[str, int]:
@@ -112,6 +124,7 @@ def group_norm_nhwc_columns_moments_kernel(
     x_ptr,
     residual_ptr,
     mean_part_ptr,
+    rest_part_ptr,
     square_part_ptr,
     hw: tl.int64,
     column_units: tl.int32,
@@ -141,11 +154,12 @@ def group_norm_nhwc_columns_moments_kernel(
     x_ptr += base
     if residual_ptr is not None:
         residual_ptr += base
-    mean, square = channel_moments(
+    mean, rest, square = channel_moments(
         x_ptr, residual_ptr, first_row, tl.minimum(first_row + split_rows, hw), hw, c.to(tl.int64),
         column, column_mask, ROWS, UNROLL, RESIDUAL_OTHER, FAST,
     )  # fmt: skip
     tl.store(mean_part_ptr + run * c + column, mean, mask=column_mask)
+    tl.store(rest_part_ptr + run * c + column, rest, mask=column_mask)
     tl.store(square_part_ptr + run * c + column, square, mask=column_mask)
 
 
@@ -160,6 +174,7 @@ def group_norm_nhwc_columns_apply_kernel(
     y_ptr,
     residual_out_ptr,
     mean_ptr,
+    rest_ptr,
     rstd_ptr,
     hw: tl.int64,
     column_units: tl.int32,
@@ -201,6 +216,7 @@ def group_norm_nhwc_columns_apply_kernel(
     weight, bias = load_masked_affine(parameters, column, sample * scale_stride + column, column_mask)
     await_previous(EARLY)
     scale = statistic_of_columns(rstd_ptr, group, column_mask) * weight
+    bias -= statistic_of_columns(rest_ptr, group, column_mask) * scale
     normalise_rows(
         x_ptr, residual_ptr, y_ptr + base, residual_out_ptr,
         statistic_of_columns(mean_ptr, group, column_mask), scale, bias,

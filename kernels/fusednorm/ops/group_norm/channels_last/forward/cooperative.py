@@ -8,7 +8,7 @@ import triton.language as tl
 
 from fusednorm.devices.device import INTERPRETED, multiprocessor_count
 from fusednorm.integers import cdiv, next_power_of_2
-from fusednorm.jit.exchange import collect_pairs, first_tag, leave, pair_slot_of, post_pairs
+from fusednorm.jit.exchange import collect_tile, first_tag, leave, post_tile, slot_of
 from fusednorm.jit.prefetch import touch_rows
 from fusednorm.launch.launch import Launch, resident_options
 from fusednorm.launch.workspace import exchange_buffer
@@ -21,9 +21,8 @@ from fusednorm.ops.group_norm.channels_last.pieces import (
     load_rows,
     merge_members,
     of_runs,
-    reduce_to_groups,
+    piece_moments,
     row_of_lane,
-    run_moments,
     store_statistics,
     write_rows,
 )
@@ -78,8 +77,8 @@ class ForwardCooperativeBlock(ForwardConfig):
             **resident_options(self),
             **call.epilogue.options,
         }
-        # Two words for each group of a block; a slot of the exchange buffer has four.
-        buffer = exchange_buffer(call.x.device, -(-depth * programs * next_power_of_2(self.block_groups) // 2))
+        # A slot for each group of a block.
+        buffer = exchange_buffer(call.x.device, depth * programs * next_power_of_2(self.block_groups))
         arguments = (
             *call.tensors, *call.statistics, buffer, units, members, sample.hw, sample.c // tile.vec,
             sample.groups, sample.channels, blocks, self.block_groups, call.eps,
@@ -157,7 +156,6 @@ def group_norm_nhwc_cooperative_kernel(
     turns = tl.cdiv(units - team, teams)
     group = tl.arange(0, GROUPS)
     belongs = (tl.arange(0, CV * KEEP) * width // channels)[:, None] == group[None, :]
-    runs = channels.to(tl.float32) / width
     length = hw.to(tl.float32) * channels
     other = tl.arange(0, SLOTS)[:, None]
     rows_of_other = tl.minimum(tl.maximum(hw - other.to(tl.int64) * piece, 0), piece)
@@ -219,28 +217,25 @@ def group_norm_nhwc_cooperative_kernel(
             else:
                 _post_moments(
                     exchange_ptr, chunks, residuals, tag, team, member, members, rows,
-                    belongs, runs, group, FULL, ROWS, KEEP, GROUPS, width, DEPTH, FAST,
+                    channels, belongs, group, FULL, ROWS, KEEP, GROUPS, DEPTH, FAST,
                 )  # fmt: skip
             late_tag = tag - LAG
-            slots = pair_slot_of(
-                exchange_ptr,
-                team,
-                late_tag,
-                tl.where(other < members, other, 0),
-                members,
-                group[None, :],
-                GROUPS,
-                DEPTH,
-            )
-            means, squares = collect_pairs(slots, late_tag)
-            mean, square = merge_members(means, squares, count_of_other, length, FAST)
+            slots = slot_of(
+                exchange_ptr, team, late_tag, tl.where(other < members, other, 0) * GROUPS + group[None, :],
+                members * GROUPS, DEPTH,
+            )  # fmt: skip
+            means, rests, squares = collect_tile(slots, late_tag)
+            mean, rest, square = merge_members(means, rests, squares, count_of_other, length, FAST)
             rstd = 1.0 / tl.sqrt(square / length + eps)
             first_group = late_block * block_groups
             group_mask = (group < tl.minimum(block_groups, groups - first_group)) & (member == 0)
-            store_statistics(mean_ptr, rstd_ptr, mean, rstd, late_sample * groups + first_group + group, group_mask)
+            store_statistics(
+                mean_ptr, rstd_ptr, mean, rest, rstd, late_sample * groups + first_group + group, group_mask
+            )
             write_rows(
                 late, late_residuals, affine, y_ptr, residual_out_ptr, late_base, row + late_column, stride, rows,
-                late_mask, of_runs(mean, belongs, ROWS, KEEP, VEC), of_runs(rstd, belongs, ROWS, KEEP, VEC),
+                late_mask, of_runs(mean, belongs, ROWS, KEEP, VEC), of_runs(rest, belongs, ROWS, KEEP, VEC),
+                of_runs(rstd, belongs, ROWS, KEEP, VEC),
                 late_sample, first_row * stride, dropout, 0, 1,
                 FULL, ROWS, False, "evict_first" if LAG else "", ACTIVATION, DROPOUT, FAST,
             )  # fmt: skip
@@ -248,7 +243,7 @@ def group_norm_nhwc_cooperative_kernel(
         if LAG > 0 and turn < turns:
             _post_moments(
                 exchange_ptr, chunks, residuals, tag, team, member, members, rows,
-                belongs, runs, group, FULL, ROWS, KEEP, GROUPS, width, DEPTH, FAST,
+                channels, belongs, group, FULL, ROWS, KEEP, GROUPS, DEPTH, FAST,
             )  # fmt: skip
         tag += 1
 
@@ -257,12 +252,11 @@ def group_norm_nhwc_cooperative_kernel(
 
 @triton.jit
 def _post_moments(
-    exchange_ptr, chunks, residuals, tag, team, member, members, rows, belongs, runs, group,
-    FULL: tl.constexpr, ROWS: tl.constexpr, KEEP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
+    exchange_ptr, chunks, residuals, tag, team, member, members, rows, channels, belongs, group,
+    FULL: tl.constexpr, ROWS: tl.constexpr, KEEP: tl.constexpr, GROUPS: tl.constexpr,
     DEPTH: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Post the moments of a piece to the other members, a pair for each group."""
-    mean, square = run_moments(chunks, residuals, rows, FULL, ROWS, KEEP, FAST)
-    mean, square = reduce_to_groups(mean, square, belongs, runs, rows.to(tl.float32) * WIDTH, FAST)
-    slots = pair_slot_of(exchange_ptr, team, tag, member, members, group, GROUPS, DEPTH)
-    post_pairs(slots, group < GROUPS, tag, mean, square)
+    """Post the moments of a piece to the other members, in a slot for each group."""
+    mean, rest, square = piece_moments(chunks, residuals, rows, channels, belongs, FULL, ROWS, KEEP, FAST)
+    slots = slot_of(exchange_ptr, team, tag, member * GROUPS + group, members * GROUPS, DEPTH)
+    post_tile(slots, group < GROUPS, tag, mean, rest, square)

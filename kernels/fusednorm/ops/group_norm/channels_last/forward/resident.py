@@ -22,9 +22,8 @@ from fusednorm.ops.group_norm.channels_last.pieces import (
     load_columns,
     load_rows,
     of_runs,
-    reduce_to_groups,
+    piece_moments,
     row_of_lane,
-    run_moments,
     store_statistics,
     write_rows,
 )
@@ -144,19 +143,22 @@ def group_norm_nhwc_resident_kernel(
         load_columns(scale_ptr, sample * scale_stride + column, column_mask),
         load_columns(shift_ptr, sample * scale_stride + column, column_mask),
     )
-    run_mean, run_square = run_moments(chunks, residuals, hw, FULL, ROWS, KEEP, FAST)
-    width: tl.constexpr = VEC // KEEP
     length = (hw * channels).to(tl.float32)
-    mean, square = reduce_to_groups(
-        run_mean, run_square, belongs, channels.to(tl.float32) / width, hw.to(tl.float32) * width, FAST
-    )
+    mean, rest, square = piece_moments(chunks, residuals, hw, channels, belongs, FULL, ROWS, KEEP, FAST)
     rstd = 1.0 / tl.sqrt(square / length + eps)
     store_statistics(
-        mean_ptr, rstd_ptr, mean, rstd, sample * groups + block * block_groups + group, group_mask & (writer == 0)
+        mean_ptr,
+        rstd_ptr,
+        mean,
+        rest,
+        rstd,
+        sample * groups + block * block_groups + group,
+        group_mask & (writer == 0),
     )
     write_rows(
         chunks, residuals, affine, y_ptr, residual_out_ptr, base, at, stride, hw, column_mask,
-        of_runs(mean, belongs, ROWS, KEEP, VEC), of_runs(rstd, belongs, ROWS, KEEP, VEC), sample, 0,
+        of_runs(mean, belongs, ROWS, KEEP, VEC), of_runs(rest, belongs, ROWS, KEEP, VEC),
+        of_runs(rstd, belongs, ROWS, KEEP, VEC), sample, 0,
         (seed, dropout_threshold, dropout_scale), writer, writers,
         FULL, ROWS, SHARED, "", ACTIVATION, DROPOUT, FAST,
     )  # fmt: skip

@@ -12,14 +12,14 @@ import triton.language as tl
 from fusednorm.devices.device import INTERPRETED
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import await_previous, let_next_start
-from fusednorm.jit.reductions import total_pair
+from fusednorm.jit.moments import merge_moments
 from fusednorm.launch.launch import Launch, dependent
 from fusednorm.ops.group_norm.affine import load_masked_affine
 from fusednorm.ops.group_norm.call import ForwardCall, ForwardConfig
 from fusednorm.ops.group_norm.channels_last.positions import places, turns_of
 from fusednorm.ops.group_norm.channels_last.samples import load_sample_piece, split_moments, write_sample_piece
 from fusednorm.ops.group_norm.channels_last.stream import stream_partition
-from fusednorm.ops.group_norm.sample import pair
+from fusednorm.ops.group_norm.sample import triple
 
 _REDUCE_CHANNELS = 512
 """The most channels for which a reduction writes coefficients at a time."""
@@ -43,7 +43,7 @@ class ForwardStream(ForwardConfig):
     def launches(self, call: ForwardCall) -> list[Launch]:
         sample, x, out = call.sample, call.x, call.out
         partition = stream_partition(sample, x.element_size(), self, call.n, x.device)
-        parts = pair(x, call.n, partition.splits, sample.groups)
+        parts = triple(x, call.n, partition.splits, sample.groups)
         coefficients = x.new_empty((3, call.n, sample.c), dtype=torch.float32)
         piece = partition.positions * partition.apply_chunks
         moments = (
@@ -104,6 +104,7 @@ def group_norm_nhwc_stream_moments_kernel(
     x_ptr,
     residual_ptr,
     mean_part_ptr,
+    rest_part_ptr,
     square_part_ptr,
     hw: tl.int32,
     units: tl.int32,
@@ -123,18 +124,20 @@ def group_norm_nhwc_stream_moments_kernel(
     """Write the moments of each group over a split of a sample to [N, splits, groups]."""
     let_next_start(EARLY)
     program = tl.program_id(0).to(tl.int64)
-    mean, square = split_moments(
+    mean, rest, square = split_moments(
         x_ptr, residual_ptr, program // splits, (program % splits).to(tl.int32), splits, hw, units, channels,
         VEC, LANES, CHUNKS, WHOLE, KEEP, GROUPS, RUNS, FAST,
     )  # fmt: skip
     group = tl.arange(0, GROUPS)
     tl.store(mean_part_ptr + program * groups + group, mean, mask=group < groups)
+    tl.store(rest_part_ptr + program * groups + group, rest, mask=group < groups)
     tl.store(square_part_ptr + program * groups + group, square, mask=group < groups)
 
 
 @triton.jit(do_not_specialize=["hw", "groups", "channels", "splits", "step", "scale_stride", "columns"])
 def group_norm_nhwc_stream_reduce_kernel(
     mean_part_ptr,
+    rest_part_ptr,
     square_part_ptr,
     weight_ptr,
     bias_ptr,
@@ -173,19 +176,15 @@ def group_norm_nhwc_stream_reduce_kernel(
     parameters = (weight_ptr, bias_ptr, scale_ptr, shift_ptr)
     slope, offset = _affine(parameters, sample, group, channels, 0, scale_stride, BLOCK_CHANNELS)
     await_previous(EARLY)
-    # The pivot is the first split's mean, which is within the range of the values.
-    pivot = tl.load(mean_part_ptr + sample * splits * groups + group)
-    delta = tl.load(mean_part_ptr + at, mask=present, other=0.0) - pivot
+    means = tl.load(mean_part_ptr + at, mask=present, other=0.0)
+    rests = tl.load(rest_part_ptr + at, mask=present, other=0.0)
     squares = tl.load(square_part_ptr + at, mask=present, other=0.0)
-    weighted = counts * delta
-    rest, spread = total_pair(weighted, squares + weighted * delta, FAST)
-    rest = rest / total
-    variance = spread / total - rest * rest
-    mean = pivot + rest
-    rstd = 1.0 / tl.sqrt(tl.where(variance < 0.0, 0.0, variance) + eps)
+    mean, rest, square = merge_moments(counts, means, rests, squares, total, 0, FAST)
+    rstd = 1.0 / tl.sqrt(square / total + eps)
     if mean_ptr is not None:
-        tl.store(mean_ptr + program, mean)
-        tl.store(rstd_ptr + program, rstd)
+        here = program + tl.arange(0, 1)
+        tl.store(mean_ptr + here, mean + rest)
+        tl.store(rstd_ptr + here, rstd)
     coefficients = coefficient_ptr + sample * (groups * channels) + group * channels
     for start in range(0, channels, BLOCK_CHANNELS):
         if start > 0:
@@ -194,7 +193,7 @@ def group_norm_nhwc_stream_reduce_kernel(
         of_group = within < channels
         tl.store(coefficients + within, mean + tl.zeros((BLOCK_CHANNELS,), tl.float32), mask=of_group)
         tl.store(coefficients + columns + within, rstd * slope, mask=of_group)
-        tl.store(coefficients + 2 * columns + within, offset, mask=of_group)
+        tl.store(coefficients + 2 * columns + within, offset - rest * (rstd * slope), mask=of_group)
 
 
 @triton.jit

@@ -15,6 +15,7 @@ import triton.language as tl
 from fusednorm.integers import cdiv
 from fusednorm.jit.early_start import let_next_start
 from fusednorm.jit.loads import load_masked, load_sum
+from fusednorm.jit.moments import about_mean
 from fusednorm.jit.reductions import sum_pair
 from fusednorm.launch.launch import Launch
 from fusednorm.ops.group_norm.call import BackwardCall, BackwardConfig
@@ -108,17 +109,17 @@ def group_norm_nchw_backward_tile_kernel(
     if mean_ptr is None:
         pivot = tl.sum(tl.sum(h, 2, keep_dims=True), 1, keep_dims=True) / length
         d = tl.where(mask, h - pivot, 0.0)
-        shift, square = sum_pair(tl.sum(d, 2, keep_dims=True), tl.sum(d * d, 2, keep_dims=True), 1, FAST)
-        shift /= length
-        variance = square / length - shift * shift
-        mean = pivot + shift
-        rstd = 1.0 / tl.sqrt(tl.where(variance < 0.0, 0.0, variance) + eps)
+        rest, square = sum_pair(tl.sum(d, 2, keep_dims=True), tl.sum(d * d, 2, keep_dims=True), 1, FAST)
+        rest, square = about_mean(length, rest, square)
+        rstd = 1.0 / tl.sqrt(square / length + eps)
+        centred = (h - pivot) - rest
     else:
         mean = tl.load(mean_ptr + row, mask=row_mask, other=0.0)
         rstd = tl.load(rstd_ptr + row, mask=row_mask, other=0.0)
+        centred = h - mean
 
     slope, offset = load_gained_affine(parameters, parameter, sample * scale_stride + parameter, channel_mask, GAIN)
-    xhat = tl.where(mask, (h - mean) * rstd, 0.0)
+    xhat = tl.where(mask, centred * rstd, 0.0)
     sample_start = sample * groups * channels * (channel_units.to(tl.int64) * VEC)
     dz = gained_gradient(
         dy, xhat, slope, offset, sample, at - sample_start, seed, dropout_threshold, dropout_scale,

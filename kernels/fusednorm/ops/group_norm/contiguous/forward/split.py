@@ -17,7 +17,7 @@ from fusednorm.launch.launch import Launch, dependent
 from fusednorm.ops.group_norm.call import ForwardCall, ForwardConfig
 from fusednorm.ops.group_norm.contiguous.ranges import normalise_range, range_moments
 from fusednorm.ops.group_norm.reduce import REDUCE_BLOCK, moments_reduction, reduce_moments
-from fusednorm.ops.group_norm.sample import WIDE_GROUP, Sample, pair, vector_width
+from fusednorm.ops.group_norm.sample import WIDE_GROUP, Sample, triple, vector_width
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +63,12 @@ class ForwardSplit(ForwardConfig):
 
     def _parts(
         self, x: Tensor, sample: Sample, residual: Tensor | None
-    ) -> tuple[tuple[Tensor, Tensor], int, Launch]:
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], int, Launch]:
         """Moments of parts of contiguous groups, [N, splits, groups] each, the number of splits, and the launch."""
         vec = vector_width(x.element_size(), sample.group_length)
         group_units = sample.group_length // vec
         splits = cdiv(group_units, self.split_units)
-        parts = pair(x, x.shape[0], splits, sample.groups)
+        parts = triple(x, x.shape[0], splits, sample.groups)
         arguments = (
             x, residual, *parts, group_units, sample.groups, sample.channels, splits, self.split_units
         )  # fmt: skip
@@ -90,6 +90,7 @@ def group_norm_nchw_split_moments_kernel(
     x_ptr,
     residual_ptr,
     mean_part_ptr,
+    rest_part_ptr,
     square_part_ptr,
     group_units: tl.int64,
     groups: tl.int32,
@@ -119,9 +120,12 @@ def group_norm_nchw_split_moments_kernel(
     x_ptr += base
     if residual_ptr is not None:
         residual_ptr += sample * groups * (group_units * VEC) if RESIDUAL_OTHER else base
-    mean, square = range_moments(x_ptr, residual_ptr, elsewhere, first, last, VEC, UNITS, RESIDUAL_OTHER, FAST)
+    mean, rest, square = range_moments(
+        x_ptr, residual_ptr, elsewhere, first, last, VEC, UNITS, RESIDUAL_OTHER, FAST
+    )
     slot = (sample * splits + split) * groups + (row - sample * groups) + tl.zeros((1, 1, 1), tl.int32)
     tl.store(mean_part_ptr + slot, mean)
+    tl.store(rest_part_ptr + slot, rest)
     tl.store(square_part_ptr + slot, square)
 
 
@@ -142,6 +146,7 @@ def group_norm_nchw_split_apply_kernel(
     y_ptr,
     residual_out_ptr,
     mean_part_ptr,
+    rest_part_ptr,
     square_part_ptr,
     mean_ptr,
     rstd_ptr,
@@ -177,8 +182,9 @@ def group_norm_nchw_split_apply_kernel(
     row = program // programs_a_group
     part = program - row * programs_a_group
     sample = row // groups
-    mean, variance = reduce_moments(
+    mean, rest, variance = reduce_moments(
         mean_part_ptr + sample * splits * groups,
+        rest_part_ptr + sample * splits * groups,
         square_part_ptr + sample * splits * groups,
         row - sample * groups,
         1,
@@ -193,7 +199,7 @@ def group_norm_nchw_split_apply_kernel(
     rstd = 1.0 / tl.sqrt(variance + eps)
     if mean_ptr is not None:  # noqa: SIM102 (a constexpr and a run-time condition)
         if part == 0:
-            tl.store(mean_ptr + row, mean)
+            tl.store(mean_ptr + row, mean + rest)
             tl.store(rstd_ptr + row, rstd)
     first = part * program_units
     last = tl.minimum(first + program_units, group_units)
@@ -202,7 +208,7 @@ def group_norm_nchw_split_apply_kernel(
         last = last.to(tl.int32)
     parameters = (weight_ptr, bias_ptr, scale_ptr, shift_ptr)
     normalise_range(
-        x_ptr, residual_ptr, parameters, y_ptr, residual_out_ptr, mean, rstd, row, first, last,
+        x_ptr, residual_ptr, parameters, y_ptr, residual_out_ptr, mean, rest, rstd, row, first, last,
         group_units, groups, channels, channel_length, magic, shift, scale_stride,
         seed, dropout_threshold, dropout_scale,
         VEC, UNITS, ALIGNED, WIDE, RESIDUAL_OTHER, ACTIVATION, DROPOUT, FAST,

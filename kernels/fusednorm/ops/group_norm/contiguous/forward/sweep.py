@@ -66,14 +66,16 @@ def group_norm_nchw_sweep_kernel(
     row = tl.program_id(0).to(tl.int64)
     base = row * (group_units.to(tl.int64) * VEC)
     group_residual_ptr = residual_ptr + base if residual_ptr is not None else None
-    mean, square = range_moments(x_ptr + base, group_residual_ptr, None, 0, group_units, VEC, UNITS, False, FAST)
+    mean, rest, square = range_moments(
+        x_ptr + base, group_residual_ptr, None, 0, group_units, VEC, UNITS, False, FAST
+    )
     rstd = 1.0 / tl.sqrt(square / (group_units.to(tl.float32) * VEC) + eps)
     if mean_ptr is not None:
-        tl.store(mean_ptr + row + tl.zeros((1, 1, 1), tl.int32), mean)
+        tl.store(mean_ptr + row + tl.zeros((1, 1, 1), tl.int32), mean + rest)
         tl.store(rstd_ptr + row + tl.zeros((1, 1, 1), tl.int32), rstd)
     parameters = (weight_ptr, bias_ptr, scale_ptr, shift_ptr)
     normalise_range(
-        x_ptr, residual_ptr, parameters, y_ptr, residual_out_ptr, mean, rstd, row, 0, group_units,
+        x_ptr, residual_ptr, parameters, y_ptr, residual_out_ptr, mean, rest, rstd, row, 0, group_units,
         group_units, groups, channels, channel_length, magic, shift, scale_stride,
         seed, dropout_threshold, dropout_scale,
         VEC, UNITS, ALIGNED, False, False, ACTIVATION, DROPOUT, FAST,

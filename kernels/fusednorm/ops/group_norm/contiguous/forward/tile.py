@@ -7,6 +7,7 @@ import triton.language as tl
 
 from fusednorm.integers import cdiv
 from fusednorm.jit.loads import load_sum
+from fusednorm.jit.moments import about_mean
 from fusednorm.jit.reductions import sum_pair
 from fusednorm.launch.launch import Launch
 from fusednorm.ops.group_norm.call import ForwardCall, ForwardConfig
@@ -89,20 +90,18 @@ def group_norm_nchw_tile_kernel(
     h = load_sum(x_ptr, residual_ptr, at, at, mask, "evict_first")
     pivot = tl.sum(tl.sum(h, 2, keep_dims=True), 1, keep_dims=True) / length
     d = tl.where(mask, h - pivot, 0.0)
-    offset, square = sum_pair(tl.sum(d, 2, keep_dims=True), tl.sum(d * d, 2, keep_dims=True), 1, FAST)
-    offset /= length
-    variance = square / length - offset * offset
-    rstd = 1.0 / tl.sqrt(tl.where(variance < 0.0, 0.0, variance) + eps)
-    mean = pivot + offset
+    rest, square = sum_pair(tl.sum(d, 2, keep_dims=True), tl.sum(d * d, 2, keep_dims=True), 1, FAST)
+    rest, square = about_mean(length, rest, square)
+    rstd = 1.0 / tl.sqrt(square / length + eps)
     if mean_ptr is not None:
-        tl.store(mean_ptr + row, mean, mask=row_mask)
+        tl.store(mean_ptr + row, pivot + rest, mask=row_mask)
         tl.store(rstd_ptr + row, rstd, mask=row_mask)
 
     sample = row // groups
     group = (row - sample * groups).to(tl.int32)
     parameters = (weight_ptr, bias_ptr, scale_ptr, shift_ptr)
     store_normalised(
-        h, mean, rstd, parameters, y_ptr, residual_out_ptr, base, sample, group, unit, mask,
+        h, pivot, rest, rstd, parameters, y_ptr, residual_out_ptr, base, sample, group, unit, mask,
         group_units, groups, channels, channel_length, magic, shift, scale_stride,
         seed, dropout_threshold, dropout_scale,
         VEC, ALIGNED, False, ACTIVATION, DROPOUT, FAST,

@@ -1,0 +1,113 @@
+"""Statistics and y of groups whose mean is many standard deviations from zero, against float64 alone.
+
+Errors of the variance are counted in units of 2^-24 of it, as in docs/numerics.md.
+"""
+
+import fusednorm.api.group_norm as ours
+import fusednorm.ops.group_norm.channels_last.forward.cooperative as nhwc
+import fusednorm.ops.group_norm.contiguous.forward.cooperative as nchw
+import pytest
+import torch
+from fusednorm.launch.run import run
+from fusednorm.ops.group_norm import backward_choice, forward_choice
+from fusednorm.ops.group_norm.channels_last.forward.columns import ForwardColumns
+from fusednorm.ops.group_norm.channels_last.forward.cooperative import ForwardCooperativeBlock
+from fusednorm.ops.group_norm.channels_last.forward.resident import ForwardResidentBlock
+from fusednorm.ops.group_norm.channels_last.forward.stream import ForwardStream
+from fusednorm.ops.group_norm.contiguous.backward.tile import BackwardTile
+from fusednorm.ops.group_norm.contiguous.forward.cooperative import ForwardCooperative
+from fusednorm.ops.group_norm.contiguous.forward.resident import ForwardResident
+from fusednorm.ops.group_norm.contiguous.forward.split import ForwardSplit
+from fusednorm.ops.group_norm.contiguous.forward.sweep import ForwardSweep
+from fusednorm.ops.group_norm.contiguous.forward.tile import ForwardTile
+from fusednorm.ops.group_norm.sample import Sample
+
+from tests.kernels.jit.plain_exchange import use_plain_exchange
+from tests.kernels.ops.group_norm.cases import channels_last
+from tests.kernels.ops.group_norm.far_from_zero import (
+    UNIT,
+    check_forward,
+    check_variance,
+    exact_statistics,
+    far_from_zero,
+)
+
+MOST_UNITS = 12
+"""What rstd's own rounding, its square root and the sums may take; the old merges took up to 50,000."""
+
+# Groups of 8, 10 and 16 channels: of whole vectors, and of vectors that two groups share.
+SHAPES = (((1, 40, 8, 8), 4), ((1, 16, 20, 20), 2), ((2, 48, 5, 7), 3))
+MEANS = (0.0, 1e3, 1e6)
+"""In standard deviations."""
+
+# Without a GPU, programs that wait take one turn each: see `plain_exchange`.
+TOGETHER = 4 if torch.cuda.is_available() else 512
+
+CONTIGUOUS = {
+    "tile": ForwardTile(2, 1024, 4),
+    "resident": ForwardResident(2, 1),
+    "cooperative": ForwardCooperative(1, 1, programs_per_sm=TOGETHER, lag=1, ahead=1),
+    "split": ForwardSplit(32, 64, 64, 4),
+    "sweep": ForwardSweep(16, 4),
+}
+CHANNELS_LAST = {
+    "resident": ForwardResidentBlock(4, 4, 1),
+    "cooperative": ForwardCooperativeBlock(2, 2, 2, programs_per_sm=TOGETHER, lag=0, ahead=1),
+    "cooperative, one behind": ForwardCooperativeBlock(2, 2, 2, programs_per_sm=TOGETHER, lag=1, ahead=1),
+    "stream": ForwardStream(1, 4, 3, 3),
+    "columns": ForwardColumns(8, 4, 2, 16, 8, 24, 4),
+}
+CONFIGS = [
+    *(pytest.param(config, False, id=f"contiguous {name}") for name, config in CONTIGUOUS.items()),
+    *(pytest.param(config, True, id=f"channels-last {name}") for name, config in CHANNELS_LAST.items()),
+]
+
+
+@pytest.fixture
+def use(monkeypatch):
+    """Makes a configuration compute forward passes."""
+
+    def choose(config):
+        monkeypatch.setattr(forward_choice, "candidates", lambda *_: (config,))
+        waits = isinstance(config, ForwardCooperative | ForwardCooperativeBlock)
+        if waits and not torch.cuda.is_available():
+            use_plain_exchange(monkeypatch, nchw, nhwc)
+            made = forward_choice.plan_forward
+            monkeypatch.setattr(ours, "plan_forward", lambda call: 2 * made(call, config))
+
+    return choose
+
+
+@pytest.mark.parametrize(("config", "last"), CONFIGS)
+@pytest.mark.parametrize(("shape", "groups"), SHAPES)
+def test_statistics_and_y_do_not_depend_on_the_distance_from_zero(shape, groups, config, last, use, device):
+    use(config)
+    for mean in MEANS:
+        check_forward(shape, groups, mean, last, device, MOST_UNITS)
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(("shape", "groups"), SHAPES)
+def test_statistics_for_a_backward_pass_do_not_depend_on_the_distance_from_zero(shape, groups, last, device):
+    for mean in MEANS:
+        x = far_from_zero(shape, mean, device)
+        exact_mean, variance = exact_statistics(x, groups)
+        given = channels_last(x) if last else x
+        sample = Sample(groups, shape[1] // groups, shape[2] * shape[3], last)
+        results = torch.empty(2, shape[0], groups, device=device).unbind()
+        run(x.device, backward_choice.plan_statistics(given, sample, 1e-9, None, *results))
+        check_variance(results[1], variance, 1e-9, MOST_UNITS)
+        torch.testing.assert_close(results[0].double(), exact_mean, rtol=1.01 * UNIT, atol=4 * UNIT)
+
+
+@pytest.mark.parametrize("mean", MEANS)
+def test_a_tile_that_has_no_statistics_centres_x_exactly(mean, monkeypatch, device):
+    monkeypatch.setattr(backward_choice, "choose_backward", lambda *_, **__: BackwardTile(2, 4, 64, 4))
+    x, dy = far_from_zero((2, 8, 7, 7), mean, device), torch.randn(2, 8, 7, 7, device=device)
+    weight = torch.randn(8, device=device)
+    actual = ours.group_norm_backward(dy, x, 2, weight)
+    leaf, leaf_weight = x.double().requires_grad_(), weight.double().requires_grad_()
+    torch.nn.functional.group_norm(leaf, 2, leaf_weight, eps=1e-5).backward(dy.double())
+    torch.testing.assert_close(actual.dx.double(), leaf.grad, rtol=0, atol=1e-6 * float(leaf.grad.abs().max()))
+    scale = float(leaf_weight.grad.abs().max())
+    torch.testing.assert_close(actual.dweight.double(), leaf_weight.grad, rtol=0, atol=1e-6 * scale)
