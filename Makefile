@@ -5,7 +5,7 @@ BIN := .venv/bin
 
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: serve test test-fast release-check check docs test-defaults test-frontends test-gpu test-kserve test-ray bench bench-serve bench-serve-gpu bench-peers plots fingerprints load fuzz chaos image test-image warm-image sbom
+.PHONY: serve test test-fast release-check check docs test-defaults test-frontends test-gpu sanitize test-kserve test-ray bench bench-serve bench-serve-gpu bench-peers plots fingerprints load fuzz chaos image test-image warm-image sbom
 .DEFAULT_GOAL := serve
 
 .venv/bin/python:
@@ -48,6 +48,10 @@ ON_GPU = PYTHONPATH=kernels:service:loadtest:. $(PYTHON) -m
 test-gpu:
 	$(ON_GPU) pytest -p no:benchmark -m gpu tests/kernels tests/service/backends tests/integration/api/operations/test_gpu.py \
 		tests/integration/clients/device tests/integration/oip/device
+
+# Every algorithm under memcheck, racecheck, initcheck and synccheck of compute-sanitizer, SECONDS each.
+sanitize:
+	$(ON_GPU) tests.sanitize --seconds $(SECONDS)
 
 # Tests that start no server and run no kernel, for the time between two edits.
 test-fast: .venv/.dev

@@ -35,14 +35,21 @@ class Tensors:
 
     def new(self, role: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A contiguous tensor with a separate storage."""
-        if self.unaligned:
-            size = torch.Size(shape)
-            tensor = torch.empty(size.numel() + 1, dtype=dtype, device="meta")[1:].view(size)
-        else:
-            tensor = torch.empty(shape, dtype=dtype, device="meta")
+        size = torch.Size(shape)
+        tensor = self.memory(role, size.numel() + self.unaligned, dtype)[int(self.unaligned) :].view(size)
         self._kept.append(tensor)
         self.roles[storage_of(tensor)] = role
         return tensor
+
+
+    @property
+    def most_elements(self) -> int:
+        """The number of elements of the largest tensor."""
+        return max(tensor.numel() for tensor in self._kept)
+
+    def memory(self, role: str, count: int, dtype: torch.dtype) -> Tensor:
+        """The memory of a new tensor, of which an unaligned one leaves out the first element."""
+        return torch.empty(count, dtype=dtype, device="meta")
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -77,9 +84,10 @@ class Planned:
     tensors: Tensors
 
 
-def planned(case: Case) -> Planned:
-    """Plan a case under its policy."""
-    tensors = Tensors(case.unaligned)
+def planned(case: Case, tensors: Tensors | None = None) -> Planned:
+    """Plan a case under its policy, with `tensors` or with meta tensors."""
+    if tensors is None:
+        tensors = Tensors(case.unaligned)
     with _policy(case):
         try:
             launches = case.plan(tensors)

@@ -38,6 +38,7 @@ class Variant:
         heads: x is [tokens, heads, cols]: "shared" parameters for the heads of a wider tensor, "own" parameters for
             each of packed heads, or "uniform": own parameters for padded rows.
         rows: number of rows of x, without heads.
+        tokens: number of tokens of x, with heads.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Variant:
     unaligned: bool = False
     heads: Literal["", "shared", "own", "uniform"] = ""
     rows: int = ROWS
+    tokens: int = TOKENS
 
 
 PLAIN = Variant("plain")
@@ -162,11 +164,11 @@ class _Inputs:
 def _rows(tensors: Tensors, role: str, cols: int, dtype: torch.dtype, variant: Variant) -> Tensor:
     """An input of [rows, cols], or [tokens, heads, cols] if the variant has heads."""
     if variant.heads == "shared":
-        return tensors.new(role, (TOKENS, 3 * HEADS, cols), dtype)[:, :HEADS]
+        return tensors.new(role, (variant.tokens, 3 * HEADS, cols), dtype)[:, :HEADS]
     if variant.heads == "own":
-        return tensors.new(role, (TOKENS, HEADS, cols), dtype)
+        return tensors.new(role, (variant.tokens, HEADS, cols), dtype)
     if variant.heads == "uniform":
-        return tensors.new(role, (TOKENS, HEADS, cols + 64), dtype)[..., :cols]
+        return tensors.new(role, (variant.tokens, HEADS, cols + 64), dtype)[..., :cols]
     return tensors.new(role, (variant.rows, cols), dtype)
 
 
@@ -280,16 +282,16 @@ def _chains(dtype: torch.dtype) -> Iterator[Case]:
             yield chain_case(dtype, cols, norms, unaligned)
 
 
-def chain_case(dtype: torch.dtype, cols: int, norms: int, unaligned: bool = False) -> Case:
+def chain_case(dtype: torch.dtype, cols: int, norms: int, unaligned: bool = False, rows: int = ROWS) -> Case:
     """A chain of `norms` norms over rows of `cols` columns."""
     suffix = " unaligned" if unaligned else ""
-    name = f"layer_norm chain {SHORT_NAMES[dtype]} {ROWS}x{cols} of {norms}{suffix}"
-    return Case(name, partial(_chain, dtype, cols, norms), unaligned=unaligned)
+    name = f"layer_norm chain {SHORT_NAMES[dtype]} {rows}x{cols} of {norms}{suffix}"
+    return Case(name, partial(_chain, dtype, rows, cols, norms), unaligned=unaligned)
 
 
-def _chain(dtype: torch.dtype, cols: int, norms: int, tensors: Tensors) -> list[Launch]:
+def _chain(dtype: torch.dtype, rows: int, cols: int, norms: int, tensors: Tensors) -> list[Launch]:
     """A chain of which some parameters are absent."""
-    x, y = (tensors.new(role, (ROWS, cols), dtype) for role in ("x", "y"))
+    x, y = (tensors.new(role, (rows, cols), dtype) for role in ("x", "y"))
     weights, biases = (
         tuple(
             None if index % 3 == absent else tensors.new(f"{role}[{index}]", (cols,), dtype)

@@ -1,0 +1,146 @@
+"""Calls that together choose every algorithm, forward and backward, in tensors as small as the algorithm takes.
+
+Row lengths and samples are at the limits of the launch tables' entries, and odd ones beside them; the options are
+those of the fingerprints.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import TypeVar
+
+import torch
+from fusednorm.launch.launch import Launch
+from fusednorm.ops.group_norm import table as group_tables
+from fusednorm.ops.group_norm.channels_last.stream import MEASURED_RANGE
+from fusednorm.ops.group_norm.sample import Sample
+from fusednorm.ops.layer_norm.call import SINGLE_ROW_COLS
+
+from benchmarks.algorithms.chosen import Algorithm, algorithm_of
+from benchmarks.fingerprints import group_norm, layer_norm
+from benchmarks.fingerprints.cases import DTYPES, SHORT_NAMES, Case, planned
+
+MOST_ELEMENTS = 1 << 22
+"""Elements of the largest tensor of a call; entries of tables for larger ones are left out."""
+
+_GROUP_PASSES: tuple[group_norm.Pass, ...] = ("forward", "backward")
+_VARIANTS = 2
+"""Variants of a call for each shape, besides the plain one, of all that the fingerprints have."""
+
+Variant = TypeVar("Variant")
+
+_SEED = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call, the algorithms that its plan uses, and the name of x's dtype."""
+
+    case: Case
+    algorithms: frozenset[Algorithm]
+    dtype: str
+
+    @property
+    def combinations(self) -> frozenset[tuple[Algorithm, str]]:
+        return frozenset((algorithm, self.dtype) for algorithm in self.algorithms)
+
+
+def calls(count: int, dtypes: tuple[torch.dtype, ...] = DTYPES) -> list[Call]:
+    """At most `count` calls in an order that is always the same.
+
+    The first calls have every algorithm with every dtype, then also with tensors that start one element after a
+    multiple of 16 bytes; the others follow in a random order.
+    """
+    cases = {case.name: case for case in _cases(dtypes)}
+    everything = sorted(filter(None, map(_call, cases.values())), key=lambda sized: sized[0])
+    ordered = [call for _, call in everything]
+    first: dict[str, Call] = {}
+    for unaligned in (False, True):
+        seen: set[tuple[Algorithm, str]] = set()
+        for call in ordered:
+            if call.case.unaligned == unaligned and not call.combinations <= seen:
+                seen |= call.combinations
+                first.setdefault(call.case.name, call)
+    others = [call for call in ordered if call.case.name not in first]
+    random.Random(_SEED).shuffle(others)
+    return [*first.values(), *others][:count]
+
+
+def _call(case: Case) -> tuple[int, Call] | None:
+    """A case's size and its call; None if it is refused or too large."""
+    plan = planned(case)
+    size = plan.tensors.most_elements
+    if plan.launches is None or size > MOST_ELEMENTS:
+        return None
+    algorithms = frozenset(filter(None, map(_algorithm, plan.launches)))
+    dtype = next(name for name in SHORT_NAMES.values() if f" {name} " in case.name)
+    return size, Call(case, algorithms, dtype)
+
+
+def _algorithm(launch: Launch) -> Algorithm | None:
+    return algorithm_of(launch.kernel.fn.__module__, launch.kernel.fn.__name__)
+
+
+def _cases(dtypes: tuple[torch.dtype, ...]) -> Iterator[Case]:
+    chosen = random.Random(_SEED)
+    for dtype in dtypes:
+        for kind in layer_norm.PASSES:
+            lengths = dict.fromkeys(cols for cols, _ in layer_norm.entries(kind, dtype.itemsize))
+            for cols in (*lengths, SINGLE_ROW_COLS + 1):
+                yield from _rows(kind, dtype, cols, chosen)
+        for cols, norms, unaligned in product((16, 1000, 1024, 16384, 20000), (1, 3), (False, True)):
+            yield _named(layer_norm.chain_case(dtype, cols, norms, unaligned, rows=3), unaligned)
+        for last in (False, True):
+            for kind in _GROUP_PASSES:
+                for shape in dict.fromkeys(_samples(kind, dtype.itemsize, last)):
+                    yield from _groups(kind, dtype, Sample(*shape, channels_last=last), chosen)
+
+
+def _rows(kind: layer_norm.Pass, dtype: torch.dtype, cols: int, chosen: random.Random) -> Iterator[Case]:
+    """Calls of rows of `cols` columns, and of odd ones beside them."""
+    for length in (cols, cols - 1 | 1):
+        for variant, unaligned, waits in _options(layer_norm.PLAIN, layer_norm.USUAL + layer_norm.RARE, chosen):
+            small = replace(variant, rows=min(variant.rows, 3), tokens=2, unaligned=unaligned)
+            yield _named(layer_norm.case(kind, dtype, length, small, waits), unaligned)
+
+
+def _groups(kind: group_norm.Pass, dtype: torch.dtype, sample: Sample, chosen: random.Random) -> Iterator[Case]:
+    """Calls of such samples."""
+    for variant, unaligned, waits in _options(group_norm.PLAIN, group_norm.USUAL + group_norm.RARE, chosen):
+        small = replace(variant, samples=min(variant.samples, 2), unaligned=unaligned)
+        yield _named(group_norm.case(kind, dtype, sample, small, waits), unaligned)
+
+
+def _options(
+    plain: Variant, variants: tuple[Variant, ...], chosen: random.Random
+) -> Iterator[tuple[Variant, bool, bool]]:
+    """Variants, whether tensors start one element after 16 bytes, and whether programs may wait."""
+    yield from ((plain, unaligned, waits) for unaligned, waits in product((False, True), repeat=2))
+    for variant in chosen.sample(variants, _VARIANTS):
+        yield variant, chosen.random() < 0.5, chosen.random() < 0.5
+
+
+def _named(case: Case, unaligned: bool) -> Case:
+    return replace(case, name=f"{case.name}, offset") if unaligned else case
+
+
+def _samples(kind: group_norm.Pass, itemsize: int, last: bool) -> Iterator[tuple[int, int, int]]:
+    """Groups, channels of a group and positions: just above an entry's predecessor, and odd ones."""
+    yield from product((1, 32), (1, 3, 8, 10), (1, 49, 1023))
+    yield from ((2, 64, 5329), (4, 80, 12 * 12), (32, 160, 9 * 9), (32, 160, 13), (32, 80, 97), (2, 3, 10007))
+    if not last:
+        before = 0
+        for limit, _ in group_tables.FORWARD_CONTIGUOUS[itemsize]:
+            yield 2, 8, before // 8 + 64
+            yield 2, 5, before // 5 + 64 | 1
+            before = limit
+        yield from (
+            (2, channels, positions) for channels, positions, _ in group_tables.BACKWARD_CONTIGUOUS[itemsize]
+        )
+        return
+    forward = kind == "forward"
+    blocks = (group_tables.FORWARD_CHANNELS_LAST if forward else group_tables.BACKWARD_CHANNELS_LAST)[itemsize]
+    streams = (group_tables.FORWARD_STREAM if forward else group_tables.BACKWARD_STREAM)[itemsize]
+    yield from ((8, channels, positions) for channels, positions, _ in blocks)
+    yield from ((32, columns // 32, positions // MEASURED_RANGE + 1) for columns, positions, _ in streams)
