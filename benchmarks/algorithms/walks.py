@@ -4,8 +4,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 
-LONGEST = (1 << 30) - 1
-"""The largest size of a search."""
+LONGEST = (1 << 29) - 1
+"""The largest size of a search: larger samples may need more programs than a grid can have."""
 
 Sizes = Callable[[int], int]
 """The size with an index, from 1 on; ascending, and none is smaller than its index."""
