@@ -41,7 +41,6 @@ class Tensors:
         self.roles[storage_of(tensor)] = role
         return tensor
 
-
     @property
     def most_elements(self) -> int:
         """The number of elements of the largest tensor."""

@@ -17,13 +17,10 @@ SHAPES = [
     ((4, 64, 32, 32), 64),
 ]
 
-# What is outside of loops over chunks, stored and read again once a group or block: what finds channels, and, where
-# groups straddle vectors (ten channels), the moments of runs while they are reduced to groups and back.
+# What is outside of loops over chunks, stored and read again once a group or block: what finds channels.
 SPILLS = {
     "group_norm_nchw_cooperative_kernel": 16,
-    "group_norm_nhwc_cooperative_kernel": 104,
     "group_norm_nhwc_backward_cooperative_kernel": 16,
-    "group_norm_nhwc_resident_kernel": 8,
 }
 
 COMPILE = """
