@@ -7,11 +7,12 @@ from typing import Any
 from normserve.codec import local_frames as local_codec
 from normserve.errors import MalformedPayloadError, NormserveError, TooLargeError
 from normserve.local.arena import Arena, check_places, check_together
-from normserve.memory.allocations import HANDLE_BYTES, OpenedAllocation, open_allocation
+from normserve.memory.allocations import OpenedAllocation, open_allocation
 from normserve.memory.device_segments import DeviceBytes, DeviceSegment
 from normserve.memory.device_tensors import DeviceTensor
 
 from tests.fuzz.streams import cut
+from tests.service.memory.fake_driver import IpcHandle
 
 _LOCAL_FRAME_BYTES = 1024
 
@@ -92,11 +93,10 @@ class _Opening:
     def __init__(self) -> None:
         self.opened = 0
 
-    def CUipcMemHandle(self) -> SimpleNamespace:  # noqa: N802
-        return SimpleNamespace()
+    def CUipcMemHandle(self) -> IpcHandle:  # noqa: N802
+        return IpcHandle()
 
-    def cuIpcOpenMemHandle(self, handle: Any, flags: int) -> tuple[int, int]:  # noqa: N802
-        assert len(handle.reserved) == HANDLE_BYTES
+    def cuIpcOpenMemHandle(self, handle: IpcHandle, flags: int) -> tuple[int, int]:  # noqa: N802
         self.opened += 1
         return 0, 2**40 + 3072
 

@@ -7,6 +7,7 @@ mappings (including expandable segments) and the driver's pools have no handles.
 
 import asyncio
 import contextlib
+import ctypes
 import logging
 from typing import NamedTuple, TypeVar
 
@@ -73,7 +74,7 @@ def allocation_of(device: Device, address: int) -> Allocation:
             raise DeviceMemoryError("this kind of memory has no handle that another process could open")
         base, nbytes = (int(each) for each in call_for_all(driver.cuMemGetAddressRange, address))
         handle = call(driver.cuIpcGetMemHandle, base)
-    return Allocation(base, nbytes, bytes(handle.reserved))
+    return Allocation(base, nbytes, ctypes.string_at(handle.getPtr(), HANDLE_BYTES))
 
 
 def open_allocation(device: Device, handle: bytes, nbytes: int, kind: type[_A]) -> _A:
@@ -85,12 +86,15 @@ def open_allocation(device: Device, handle: bytes, nbytes: int, kind: type[_A]) 
         kind: `OpenedAllocation`, or what is made of that.
 
     Raises:
-        ValueError: it has fewer bytes, or is another device's.
+        ValueError: the handle has another length; or the memory has fewer bytes, or is another device's.
         DeviceMemoryError: it is none that this process can open.
     """
     driver = device.driver
+    if len(handle) != HANDLE_BYTES:
+        raise ValueError(f"the handle must have {HANDLE_BYTES} bytes, got {len(handle)}")
+    # Its field has no name in every version of cuda.bindings.
     told = driver.CUipcMemHandle()
-    told.reserved = handle
+    ctypes.memmove(told.getPtr(), handle, HANDLE_BYTES)
     with device.current():
         address = int(call(driver.cuIpcOpenMemHandle, told, _LAZY_PEER_ACCESS))
         try:

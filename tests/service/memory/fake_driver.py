@@ -71,6 +71,16 @@ class Allocation:
         os.close(self.descriptor)
 
 
+class IpcHandle:
+    """64 bytes, at the address that `getPtr` returns."""
+
+    def __init__(self) -> None:
+        self.content = ctypes.create_string_buffer(64)
+
+    def getPtr(self) -> int:  # noqa: N802
+        return ctypes.addressof(self.content)
+
+
 class FakeDriver:
     """One process's driver, which sees devices of these UUIDs.
 
@@ -234,22 +244,20 @@ class FakeDriver:
         self.allocations.pop(address).unmap()
 
     def CUipcMemHandle(self):  # noqa: N802
-        return SimpleNamespace(reserved=bytes(64))
+        return IpcHandle()
 
     def cuIpcGetMemHandle(self, address):  # noqa: N802
         found = self.allocations.get(address)
         if found is None or found.is_expandable:
             return 1, None
         handle = self.CUipcMemHandle()
-        handle.reserved = b"%d %d" % (os.getpid(), found.descriptor)
-        handle.reserved = handle.reserved.ljust(64, b"\0")
+        handle.content.raw = (b"%d %d" % (os.getpid(), found.descriptor)).ljust(64, b"\0")
         return 0, handle
 
     def cuIpcOpenMemHandle(self, handle, flags):  # noqa: N802
         assert flags == 1
-        assert len(handle.reserved) == 64
         try:
-            pid, number = map(int, handle.reserved.rstrip(b"\0").split())
+            pid, number = map(int, handle.content.raw.rstrip(b"\0").split())
             descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
         except (ValueError, OSError):
             return 1, None

@@ -58,7 +58,7 @@ def test_an_allocation_is_offered_once_for_all_that_lies_there(own, driver):
     first, second = tensor_at(address + 4096, 4, 256), tensor_at(address + 2**16, 4, 256)
     offer = accept(own, first)
     assert offer.message.nbytes == NBYTES
-    assert bytes.fromhex(offer.message.handle) == driver.cuIpcGetMemHandle(address)[1].reserved
+    assert bytes.fromhex(offer.message.handle) == driver.cuIpcGetMemHandle(address)[1].content.raw
     assert found(own, first) == (OWN, 4096)
     assert found(own, second) == (OWN, 2**16)
     assert found(own, first[2:]) == (OWN, 4096 + 2048)
