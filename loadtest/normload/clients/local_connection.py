@@ -190,10 +190,15 @@ class _Link:
             _RefusedError: the server grants no more memory.
         """
         sizes = growth(lacking, self.arena.nbytes)
-        answer = yield from self.request(frames.write(_TAG, frames.Grow(sizes[0])))
+        answer = yield from self._request_segment(sizes[0])
         if answer.status >= 400 and sizes[1] < sizes[0]:
-            answer = yield from self.request(frames.write(_TAG, frames.Grow(sizes[1])))
+            answer = yield from self._request_segment(sizes[1])
         _require(answer)
+
+    def _request_segment(self, nbytes: int) -> Steps[frames.Answer]:
+        message = frames.Grow(nbytes)
+        self._incoming.expect(_TAG, message)
+        return (yield from self.request(frames.write(_TAG, message)))
 
     def close(self) -> None:
         """End the connection, and free its memory once nothing refers to it."""
