@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusednorm.api.patching.patched import PatchedForward, Replacement, may_be_taken
+from fusednorm.api.patching.patched import PatchedForward, Replacement, is_forward_of_class, may_be_taken
 from fusednorm.api.patching.recognise import NotRecognisedError, check_not_replaced, input_name
 from fusednorm.errors import KernelInputError
 
 
 def activation_of(module: nn.Module) -> str | None:
-    """The kernels' name for one of torch's activation modules, or None."""
+    """The kernels' name for one of torch's activation modules, or None; also None if its forward is replaced."""
+    if not is_forward_of_class(module, vars(module).get("forward")):
+        return None
     kind = type(module)
     if kind is nn.SiLU:
         return "silu"

@@ -1,14 +1,17 @@
 """`patch` and `unpatch` for a whole model."""
 
 from collections.abc import Callable
+from inspect import unwrap
+from types import MethodType
 
 from torch import nn
 
 from fusednorm.api.patching.blocks import replace_block
 from fusednorm.api.patching.forwards import replace_norm
-from fusednorm.api.patching.patched import PatchedForward
+from fusednorm.api.patching.patched import PatchedForward, forward_attribute
 from fusednorm.api.patching.recognise import NotRecognisedError
 from fusednorm.api.patching.report import PatchReport
+from fusednorm.errors import KernelInputError
 
 
 def patch(model: nn.Module, only: Callable[[str, nn.Module], bool] | None = None) -> PatchReport:
@@ -48,14 +51,38 @@ def patch(model: nn.Module, only: Callable[[str, nn.Module], bool] | None = None
             except NotRecognisedError as reason:
                 skipped[path] = str(reason)
                 continue
-            module.forward = found.forward
+            setattr(module, forward_attribute(module), found.forward)
             patched[path] = found.description
     on_cpu = sum(any(parameter.is_cpu for parameter in dict(modules)[path].parameters()) for path in patched)
     return PatchReport(patched, skipped, on_cpu)
 
 
 def unpatch(model: nn.Module) -> None:
-    """Undo everything that `patch` did to a model and its modules."""
-    for module in model.modules():
-        if isinstance(module.__dict__.get("forward"), PatchedForward):
-            del module.forward
+    """Undo everything that `patch` did to a model and its modules.
+
+    Raises:
+        KernelInputError: other code has wrapped the forward of patched modules since; all others are unpatched.
+    """
+    wrapped = []
+    for path, module in model.named_modules():
+        attribute = forward_attribute(module)
+        forward = vars(module).get(attribute)
+        if forward is None:
+            continue
+        if isinstance(forward, PatchedForward):
+            if attribute == "forward":
+                del module.forward
+            else:
+                # A hook calls it.
+                setattr(module, attribute, MethodType(type(module).forward, module))
+        elif isinstance(unwrap(forward, stop=_is_patched), PatchedForward):
+            wrapped.append(path or "the model itself")
+    if wrapped:
+        raise KernelInputError(
+            f"unpatch expected forwards as patch left them, got wrapped ones in {', '.join(wrapped)}: "
+            "remove the wrappers, and call unpatch again"
+        )
+
+
+def _is_patched(forward: object) -> bool:
+    return isinstance(forward, PatchedForward)

@@ -113,6 +113,19 @@ class Replacement(NamedTuple):
     forward: PatchedForward
 
 
+def forward_attribute(module: nn.Module) -> str:
+    """Return the name of the attribute by which an instance replaces its class's forward.
+
+    A hook of accelerate replaces `forward` itself, and calls `_old_forward` until it is removed.
+    """
+    return "_old_forward" if {"_hf_hook", "_old_forward"} <= vars(module).keys() else "forward"
+
+
+def is_forward_of_class(module: nn.Module, forward: Any) -> bool:
+    """Whether an attribute of an instance is missing, or the bound method that accelerate leaves behind."""
+    return forward is None or forward == MethodType(type(module).forward, module)
+
+
 def may_be_taken(x: Any) -> bool:
     """Whether an argument is a tensor of a class, dtype and device that the kernels support."""
     return is_plain(x) and x.dtype in FLOAT_DTYPES and (x.is_cuda or x.is_cpu)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from fusednorm.api.patching.patched import PatchedForward
+from fusednorm.api.patching.patched import PatchedForward, forward_attribute, is_forward_of_class
 from fusednorm.api.patching.probe import (
     Dtypes,
     Formula,
@@ -25,7 +25,8 @@ _EPS_NAMES = ("variance_epsilon", "eps")
 _PLAIN = (bool, int, float, str, tuple, list, torch.dtype, torch.device, type(None))
 """Types of the attributes that an instance of a norm may have besides its parameters."""
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "forward", "_hf_hook", "_old_forward"})
+"""Attributes that do not change what a class's forward computes; the last two are accelerate's."""
 
 TIMM = {
     "timm.layers.norm.LayerNorm": nn.LayerNorm,
@@ -111,10 +112,12 @@ def _looks_like_norm(module: nn.Module) -> bool:
 
 
 def check_not_replaced(module: nn.Module) -> None:
-    """Raises NotRecognisedError for a module whose forward is not its class's."""
-    if "forward" in module.__dict__:
-        patched = isinstance(module.__dict__["forward"], PatchedForward)
-        raise NotRecognisedError("patched already" if patched else "its forward is replaced by another")
+    """Raises NotRecognisedError for a module whose forward, below accelerate's hooks, is not its class's."""
+    forward = vars(module).get(forward_attribute(module))
+    if isinstance(forward, PatchedForward):
+        raise NotRecognisedError("patched already")
+    if not is_forward_of_class(module, forward):
+        raise NotRecognisedError("its forward is replaced by another")
 
 
 def _layer_norm(module: Any) -> Norm:

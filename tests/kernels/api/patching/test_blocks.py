@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.kernels.api.norm_calls import Dispatched
-from tests.kernels.api.patching.norms import ResnetBlock2D, varied
+from tests.kernels.api.patching.norms import ResnetBlock2D, add_hook, remove_hook, varied
 
 ACTIVATIONS = {
     "silu": nn.SiLU(),
@@ -98,6 +98,17 @@ def test_whoever_watches_a_part_sees_what_it_returns(x):
     net(x)
     assert seen[1:] == [nn.GroupNorm, nn.SiLU, nn.Sequential]
     handle.remove()
+    assert calls(net, x).fused == ["silu"]
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_part_with_a_hook_of_accelerate_is_called_alone(place, x):
+    net = varied(nn.Sequential(nn.GroupNorm(2, 4), nn.SiLU())).to(x.device)
+    fusednorm.patch(net)
+    add_hook(net[place], shift=1.0)
+    torch.testing.assert_close(net(x), net[1](net[0](x)), **TOLERANCE)
+    assert calls(net, x).fused == ["none"]
+    remove_hook(net[place])
     assert calls(net, x).fused == ["silu"]
 
 

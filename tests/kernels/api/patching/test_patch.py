@@ -5,11 +5,13 @@ import gc
 import inspect
 import re
 import weakref
+from functools import partial, wraps
 from pathlib import Path
 
 import fusednorm
 import pytest
 import torch
+from fusednorm.errors import KernelInputError
 from torch import nn
 
 from tests.kernels.api.norm_calls import Dispatched
@@ -19,6 +21,8 @@ from tests.kernels.api.patching.norms import (
     LayerNorm2d,
     LlamaRMSNorm,
     Mixed,
+    add_hook,
+    remove_hook,
     varied,
 )
 
@@ -105,6 +109,70 @@ def test_a_second_patch_changes_nothing(x, device):
     assert not operators(model, x)
 
 
+def has_norms_of_class(model, x):
+    """Whether a call uses none of the library's operators, and `patch` would find the model as it was."""
+    return (
+        not operators(model, x) and "patched already" not in fusednorm.patch(copy.deepcopy(model)).skipped.values()
+    )
+
+
+@pytest.mark.parametrize("kind", [nn.LayerNorm, LlamaRMSNorm])
+def test_unpatching_reaches_below_a_hook_of_accelerate(kind, device, x):
+    norm = varied(kind(8)).to(device)
+    want = norm(x)
+    fusednorm.patch(norm)
+    add_hook(norm)
+    assert operators(norm, x)
+    fusednorm.unpatch(norm)
+    assert has_norms_of_class(norm, x)
+    remove_hook(norm)
+    assert has_norms_of_class(norm, x)
+    assert torch.equal(norm(x), want)
+    fusednorm.unpatch(norm)
+
+
+@pytest.mark.parametrize("kind", [nn.LayerNorm, LlamaRMSNorm, partial(nn.GroupNorm, 2)])
+def test_a_model_with_hooks_of_accelerate_is_patched(kind, device):
+    model, x = nn.Sequential(varied(kind(4)), nn.Linear(4, 4)).to(device), torch.randn(2, 4, 4, device=device)
+    for module in model.modules():
+        add_hook(module, shift=1.0)
+    want, before = model(x), attributes(model)
+    assert set(fusednorm.patch(model).patched) == {"0"}
+    assert len(operators(model, x)) == 1
+    torch.testing.assert_close(model(x), want, rtol=1e-4, atol=1e-4)
+    assert set(fusednorm.patch(model).skipped.values()) == {"patched already"}
+    fusednorm.unpatch(model)
+    assert attributes(model) == before
+    fusednorm.patch(model)
+    for module in model.modules():
+        remove_hook(module)
+    assert len(operators(model, x)) == 1
+    fusednorm.unpatch(model)
+    assert has_norms_of_class(model, x)
+
+
+def test_a_model_whose_hooks_were_removed_is_patched(device, x):
+    model = nn.Sequential(nn.LayerNorm(8), LlamaRMSNorm(8), nn.GroupNorm(2, 4), nn.SiLU()).to(device)
+    for module in model.modules():
+        add_hook(module)
+        remove_hook(module)
+    assert set(fusednorm.patch(model).patched) == {"", "0", "1", "2"}
+    assert len(operators(model, x)) == 3
+
+
+def test_unpatching_names_what_other_code_has_wrapped(device, x):
+    model = nn.Sequential(nn.LayerNorm(8), nn.LayerNorm(8)).to(device)
+    fusednorm.patch(model)
+    patched = model[1].forward
+    model[1].forward = wraps(patched)(lambda x: patched(x))
+    with pytest.raises(KernelInputError, match=r"got wrapped ones in 1: remove the wrappers"):
+        fusednorm.unpatch(model)
+    assert len(operators(model, x)) == 1
+    model[1].forward = patched
+    fusednorm.unpatch(model)
+    assert has_norms_of_class(model, x)
+
+
 def test_only_some_may_be_patched(device, x):
     model = Mixed().to(device)
     report = fusednorm.patch(model, only=lambda path, module: path == "gemma" or isinstance(module, nn.LayerNorm))
@@ -124,7 +192,7 @@ def without_values(norm):
 
 
 def replaced(norm):
-    norm.forward = norm.forward
+    norm.forward = partial(norm.forward)
     return norm
 
 
