@@ -35,7 +35,11 @@ def patch(model: nn.Module, only: Callable[[str, nn.Module], bool] | None = None
 
     Returns:
         PatchReport: by path, the patched modules, and the others with the reason; its `str` is for people.
+
+    Raises:
+        KernelInputError: the model is not an instance of nn.Module.
     """
+    _check_model(model)
     patched: dict[str, str] = {}
     skipped: dict[str, str] = {}
     modules = list(model.named_modules())
@@ -61,8 +65,10 @@ def unpatch(model: nn.Module) -> None:
     """Undo everything that `patch` did to a model and its modules.
 
     Raises:
-        KernelInputError: other code has wrapped the forward of patched modules since; all others are unpatched.
+        KernelInputError: the model is not an instance of nn.Module; or other code has wrapped forwards since they
+            were patched, and all others are unpatched.
     """
+    _check_model(model)
     wrapped = []
     for path, module in model.named_modules():
         attribute = forward_attribute(module)
@@ -82,6 +88,13 @@ def unpatch(model: nn.Module) -> None:
             f"unpatch expected forwards as patch left them, got wrapped ones in {', '.join(wrapped)}: "
             "remove the wrappers, and call unpatch again"
         )
+
+
+def _check_model(model: object) -> None:
+    if isinstance(model, type):
+        raise KernelInputError(f"model must be an instance of nn.Module, got the class {model.__name__}")
+    if not isinstance(model, nn.Module):
+        raise KernelInputError(f"model must be an instance of nn.Module, got {type(model).__name__}")
 
 
 def _is_patched(forward: object) -> bool:

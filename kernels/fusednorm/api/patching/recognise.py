@@ -28,6 +28,9 @@ _PLAIN = (bool, int, float, str, tuple, list, torch.dtype, torch.device, type(No
 _OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "forward", "_hf_hook", "_old_forward"})
 """Attributes that do not change what a class's forward computes; the last two are accelerate's."""
 
+_NORM_FUNCTIONS = frozenset({"layer_norm", "rms_norm", "group_norm"})
+_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+
 TIMM = {
     "timm.layers.norm.LayerNorm": nn.LayerNorm,
     "timm.layers.norm.GroupNorm": nn.GroupNorm,
@@ -80,15 +83,17 @@ class NotRecognisedError(Exception):
 
 
 def recognise_norm(module: nn.Module) -> Norm | None:
-    """The norm that a module is; None if it does not look like one.
+    """The norm that a module is; None if neither its class nor its forward's code names one.
 
     Raises:
         NotRecognisedError: the kernels cannot compute the norm, or it must not be patched.
     """
+    kind = type(module)
     if not _looks_like_norm(module):
+        if function := _norm_function_of(module):
+            raise NotRecognisedError(f"its forward calls the function {function}: only modules are patched")
         return None
     check_not_replaced(module)
-    kind = type(module)
     if kind.__module__.startswith("fusednorm."):
         raise NotRecognisedError("on these kernels already")
     for torch_class, recognise_one in _OF_TORCH.items():
@@ -101,14 +106,31 @@ def recognise_norm(module: nn.Module) -> Norm | None:
         return _of_timm(module, of_timm)
     if isinstance(module, (nn.LayerNorm, nn.GroupNorm)):
         raise NotRecognisedError(f"{kind.__name__} has a forward of its own")
+    if isinstance(module, _INSTANCE_NORMS) and not module.track_running_stats:
+        raise NotRecognisedError(f"{kind.__name__} is patched if written as a GroupNorm of one channel a group")
+    if kind.__module__.startswith("torch."):
+        raise NotRecognisedError(f"no kernel for {kind.__name__}")
     return _by_behaviour(module)
 
 
 def _looks_like_norm(module: nn.Module) -> bool:
-    """Whether a report must mention a module: its class has the name of a norm, or is one of torch's norms."""
+    """Whether a module is one of torch's norms, or has the name of a norm and contains no other norm."""
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)):
         return True
-    return "norm" in type(module).__name__.lower() and not module._modules
+    return _is_named_norm(module) and not any(map(_is_named_norm, list(module.modules())[1:]))
+
+
+def _is_named_norm(module: nn.Module) -> bool:
+    return "norm" in type(module).__name__.lower()
+
+
+def _norm_function_of(module: nn.Module) -> str | None:
+    """The function of a norm that the code of a module's forward names, and no submodule has as its name."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    for name in _NORM_FUNCTIONS.intersection(code.co_names if code else ()):
+        if all(path.rpartition(".")[2] != name for path, _ in module.named_modules()):
+            return name
+    return None
 
 
 def check_not_replaced(module: nn.Module) -> None:
@@ -161,10 +183,14 @@ def _of_timm(module: Any, base: type[nn.Module]) -> Norm:
 
 def _by_behaviour(module: Any) -> Norm:
     name = type(module).__name__
-    weight, eps_name = module._parameters.get("weight"), _eps_name(module)
-    others = [key for key, parameter in module._parameters.items() if parameter is not None and key != "weight"]
-    if weight is None or weight.dim() != 1 or eps_name is None or others or module._buffers:
-        raise NotRecognisedError(f"no kernel for {name}")
+    parameters = {key: parameter for key, parameter in module._parameters.items() if parameter is not None}
+    weight, eps_name = parameters.get("weight"), _eps_name(module)
+    others = parameters.keys() - {"weight", "bias"}
+    if weight is None or weight.dim() != 1 or eps_name is None or others or module._buffers or module._modules:
+        raise NotRecognisedError(
+            f"{name} is not compared with kernels: expected weight [cols], eps or variance_epsilon, and at most a "
+            "bias"
+        )
     for key, value in vars(module).items():
         if key not in _OF_EVERY_MODULE and not isinstance(value, _PLAIN):
             raise NotRecognisedError(f"{name} has {key}, which is unknown")
@@ -173,10 +199,14 @@ def _by_behaviour(module: Any) -> Norm:
     _check_parameter("weight", weight, tuple(weight.shape))
     probe = Probe(module, (3, 2, weight.shape[0]), eps)
     for offset in (0.0, 1.0):
-        if _agrees(probe, rms_norm_formula(offset)):
+        if "bias" not in parameters and _agrees(probe, rms_norm_formula(offset)):
             observed = Observed(eps_name, offset, probe.dtypes(), probe.autocast_dtypes())
             return Norm("rms_norm", observed, name)
-    raise NotRecognisedError(f"{name} computes nothing that a kernel does")
+    if _agrees(probe, layer_norm_formula):
+        raise NotRecognisedError(
+            f"{name} computes layer_norm: patched are classes with the forward of nn.LayerNorm"
+        )
+    raise NotRecognisedError(f"{name} computes neither rms_norm nor layer_norm")
 
 
 def _agrees(probe: Probe, formula: Formula) -> bool:

@@ -2,13 +2,20 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
 
 _SHOWN = 3
+_NO_MODEL = (
+    "PatchReport {}: patch changes the model in place and returns a report, so write `fusednorm.patch(model)` "
+    "instead of `model = fusednorm.patch(model)`"
+)
 
 
 @dataclass(frozen=True)
 class PatchReport:
-    """Every norm of a model, by its path within the model; a module in several places has its first path.
+    """The norms of a model, by their paths within it; a module in several places has its first path.
+
+    A norm is a module whose class is or is named like one, or whose forward names a norm's function.
 
     Attributes:
         patched: for each patched module, the operation as which it is computed.
@@ -22,6 +29,14 @@ class PatchReport:
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
+
+    def __call__(self, *_: object, **__: object) -> NoReturn:
+        raise TypeError(_NO_MODEL.format("is not callable"))
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(_NO_MODEL.format(f"has no attribute {name!r}"))
 
     def _lines(self) -> Iterator[str]:
         yield f"patched {len(self.patched)}, skipped {len(self.skipped)}"

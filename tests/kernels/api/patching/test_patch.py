@@ -3,6 +3,7 @@
 import copy
 import gc
 import inspect
+import pickle
 import re
 import weakref
 from functools import partial, wraps
@@ -322,6 +323,25 @@ def test_the_report_is_for_people():
         "on the CPU: 7 of the patched; torch computes them there, and nothing is gained"
     )
     assert str(fusednorm.patch(nn.Linear(2, 2))) == "patched 0, skipped 0"
+
+
+def test_a_report_taken_for_the_model_says_so():
+    report = fusednorm.patch(nn.LayerNorm(8))
+    with pytest.raises(TypeError, match=r"is not callable: .* write `fusednorm\.patch\(model\)` instead of"):
+        report(torch.ones(8))
+    with pytest.raises(AttributeError, match=r"has no attribute 'parameters': .* changes the model in place"):
+        report.parameters()
+    assert copy.deepcopy(pickle.loads(pickle.dumps(report))) == report
+
+
+@pytest.mark.parametrize("change", [fusednorm.patch, fusednorm.unpatch])
+@pytest.mark.parametrize(
+    ("model", "got"),
+    [(None, "NoneType"), (nn.LayerNorm, "the class LayerNorm"), (fusednorm.patch(nn.Identity()), "PatchReport")],
+)
+def test_what_is_no_model_is_refused(change, model, got):
+    with pytest.raises(KernelInputError, match=f"model must be an instance of nn.Module, got {got}$"):
+        change(model)
 
 
 def test_the_example_of_the_documentation_is_true(capsys):

@@ -1,6 +1,7 @@
 """Which classes of other libraries are norms that the kernels compute, seen by what they compute."""
 
 import warnings
+from functools import partial
 
 import fusednorm
 import pytest
@@ -66,6 +67,39 @@ class MultiplyingNorm(LlamaRMSNorm):
         return super().forward(x) * self.weight
 
 
+class BiasedLayerNorm(LlamaRMSNorm):
+    """LayerNorm with all its parameters, and not derived from torch's."""
+
+    def __init__(self, size):
+        super().__init__(size)
+        self.bias = nn.Parameter(torch.zeros(size))
+
+    def forward(self, x):
+        return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.variance_epsilon)
+
+
+class NamelessEpsLayerNorm(nn.Module):
+    """LayerNorm with an eps that only its code has."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x):
+        return F.layer_norm(x, x.shape[-1:], self.weight, None, 1e-5)
+
+
+class ActivatedNorm(LlamaRMSNorm):
+    """With a module inside."""
+
+    def __init__(self, size):
+        super().__init__(size)
+        self.activation = nn.SiLU()
+
+    def forward(self, x):
+        return self.activation(super().forward(x))
+
+
 class HalvingNorm(LlamaRMSNorm):
     """Right in float32, and far off in bfloat16."""
 
@@ -89,22 +123,65 @@ class BiasedNorm(LlamaRMSNorm):
         self.offset = nn.Parameter(torch.zeros(size))
 
 
+NEITHER = "{} computes neither rms_norm nor layer_norm"
+LAYER_NORM = "{} computes layer_norm: patched are classes with the forward of nn.LayerNorm"
+NOT_COMPARED = (
+    "{} is not compared with kernels: expected weight [cols], eps or variance_epsilon, and at most a bias"
+)
 NONE = {
-    UnscaledSquareNorm: "UnscaledSquareNorm computes nothing that a kernel does",
-    NormalisingNorm: "NormalisingNorm computes nothing that a kernel does",
-    MultiplyingNorm: "MultiplyingNorm computes nothing that a kernel does",
-    HalvingNorm: "HalvingNorm computes nothing that a kernel does",
+    UnscaledSquareNorm: NEITHER,
+    NormalisingNorm: LAYER_NORM,
+    BiasedLayerNorm: LAYER_NORM,
+    MultiplyingNorm: NEITHER,
+    HalvingNorm: NEITHER,
     RaisingNorm: "its forward of a few random samples raised ValueError",
-    RememberingNorm: "RememberingNorm has seen, which is unknown",
-    BiasedNorm: "no kernel for BiasedNorm",
+    RememberingNorm: "{} has seen, which is unknown",
+    BiasedNorm: NOT_COMPARED,
+    NamelessEpsLayerNorm: NOT_COMPARED,
+    ActivatedNorm: NOT_COMPARED,
+    nn.BatchNorm2d: "no kernel for BatchNorm2d",
+    partial(nn.InstanceNorm2d, track_running_stats=True): "no kernel for InstanceNorm2d",
+    nn.InstanceNorm2d: "InstanceNorm2d is patched if written as a GroupNorm of one channel a group",
 }
 
 
 @pytest.mark.parametrize("kind", NONE)
 def test_what_only_looks_like_one_is_left_alone(kind):
-    report = fusednorm.patch(kind(8))
+    norm = kind(8)
+    report = fusednorm.patch(norm)
     assert report.patched == {}
-    assert report.skipped == {"": NONE[kind]}
+    assert report.skipped == {"": NONE[kind].format(type(norm).__name__)}
+
+
+class PreNorm(nn.Module):
+    """Named like a norm, and has one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer_norm = nn.LayerNorm(8)
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.linear(self.layer_norm(x))
+
+
+def test_a_module_around_a_norm_is_not_taken_for_one():
+    report = fusednorm.patch(nn.Sequential(PreNorm()))
+    assert report.patched == {"0.layer_norm": "layer_norm"}
+    assert not report.skipped
+
+
+class Functional(nn.Module):
+    """Calls a norm's function, and has no norm."""
+
+    def forward(self, x):
+        return F.layer_norm(x, x.shape[-1:])
+
+
+def test_a_call_of_a_function_is_reported():
+    report = fusednorm.patch(nn.Sequential(Functional(), nn.Linear(8, 8)))
+    assert not report.patched
+    assert report.skipped == {"0": "its forward calls the function layer_norm: only modules are patched"}
 
 
 def test_timms_norms_are_known_by_name_and_results(device):
