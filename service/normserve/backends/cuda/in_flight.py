@@ -142,19 +142,21 @@ Marks = Sequence[tuple[Event, Event]]
 
 
 def took_of(began: Event, marks: Marks, ended: Event) -> StageSeconds:
-    """The stages of parts that overlap.
+    """Divide the time of parts that overlap among the stages, so that their sum is the whole.
 
-    Copy-in lasts until the last part has come; copy-out is what is left of the whole, so that the sum is the whole.
+    Copy-in is the time in which the next part is awaited and none is computed; copy-out is the time after the last
+    part is computed.
     """
     whole_s = began.elapsed_time(ended) / 1000
     if not marks:
         return StageSeconds(0.0, whole_s, 0.0)
     copy_in_s = compute_s = before = 0.0
     for came, computed in marks:
-        copy_in_s, done = began.elapsed_time(came) / 1000, began.elapsed_time(computed) / 1000
-        compute_s += done - max(before, copy_in_s)
+        arrived, done = began.elapsed_time(came) / 1000, began.elapsed_time(computed) / 1000
+        copy_in_s += max(0.0, arrived - before)
+        compute_s += done - max(before, arrived)
         before = done
-    return StageSeconds(copy_in_s, compute_s, max(0.0, whole_s - copy_in_s - compute_s))
+    return StageSeconds(copy_in_s, compute_s, whole_s - before)
 
 
 def _passes_within(event: Event, seconds: float) -> bool:

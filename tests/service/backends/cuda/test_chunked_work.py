@@ -1,5 +1,6 @@
 """Large jobs that recur in shared host memory, with the CPU's kernels in place of a device's."""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -108,10 +109,12 @@ def test_parameters_of_layers_are_used(backend, memory):
 
 
 def test_stages_are_measured(backend, memory):
+    began = time.perf_counter()
     execution = run(backend, job_in(memory, Recurrence()))
+    elapsed_s = time.perf_counter() - began
     assert execution.copy_in_s > 0
     assert execution.kernel_s > 0
-    assert execution.copy_out_s >= 0
+    assert execution.copy_in_s + execution.kernel_s + execution.copy_out_s <= elapsed_s
 
 
 @pytest.mark.parametrize(
