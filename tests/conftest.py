@@ -17,6 +17,18 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 
+# Where Hypothesis is missing, as on machines for `make test-gpu`, no test needs it.
+with contextlib.suppress(ImportError):
+    from hypothesis import HealthCheck, settings
+
+    # Examples take long on a busy machine.  Those that share a fixture leave it as it was.
+    settings.register_profile(
+        "busy machine",
+        deadline=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    )
+    settings.load_profile("busy machine")
+
 # Without a GPU kernels run in Triton's interpreter.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"

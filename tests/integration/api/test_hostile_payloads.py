@@ -10,7 +10,7 @@ from urllib.parse import quote
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.integration.harness.wire import NPY, SAFETENSORS, X, assert_alive, assert_problem, npy, packed, post
@@ -162,7 +162,7 @@ MUTANTS = st.tuples(st.integers(0, 200), st.binary(min_size=1, max_size=4))
 GENUINE = (npy(X), packed(x=torch.from_numpy(X), weight=torch.ones(12)))
 LAYER_NAMES = st.text(st.characters(codec="utf-8"), max_size=40)
 DECLARED = (NPY, SAFETENSORS, "application/octet-stream")
-QUICK = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUICK = settings(max_examples=150)
 
 
 @QUICK

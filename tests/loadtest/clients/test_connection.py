@@ -253,7 +253,7 @@ LINES = st.sampled_from(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(LINES, max_size=8), st.sampled_from([b"", b"\r\n\r\n", b"\r\n\r\nhello"]))
 def test_any_bytes_are_an_answer_or_an_error_of_the_client(lines, end):
     connection = Scripted([takes(WHOLE), says(b"\r\n".join(lines) + end)]).connection()

@@ -145,5 +145,5 @@ class Serving(RuleBasedStateMachine):
         self.loop.close()
 
 
-Serving.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+Serving.TestCase.settings = settings(max_examples=40, stateful_step_count=30)
 TestServing = Serving.TestCase

@@ -170,4 +170,4 @@ class Machine(RuleBasedStateMachine):
 
 
 TestMachine = Machine.TestCase
-TestMachine.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+TestMachine.settings = settings(max_examples=25, stateful_step_count=25)

@@ -264,7 +264,7 @@ async def test_a_replica_that_starts_meanwhile_has_them_all(fleet):
     assert len(await agreed(fleet)) == 10
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     st.lists(
         st.tuples(st.integers(0, 2), st.sampled_from("abc"), st.sampled_from(["put", "remove", "fail", "restart"])),

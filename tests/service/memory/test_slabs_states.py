@@ -92,5 +92,5 @@ class Lending(RuleBasedStateMachine):
         assert 0 <= self.pool.idle_bytes <= MAX_IDLE_BYTES
 
 
-Lending.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+Lending.TestCase.settings = settings(max_examples=50, stateful_step_count=40)
 TestLending = Lending.TestCase

@@ -138,7 +138,7 @@ def frame(content: bytes) -> bytes:
     return struct.pack(">I", len(content)) + content
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data())
 def test_frames_survive_every_cut(data):
     questions = data.draw(st.lists(st.binary(max_size=40), max_size=6))

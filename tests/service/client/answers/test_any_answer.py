@@ -7,7 +7,7 @@ import struct
 import httpx
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from normserve import client as api
 from normserve.client.answers.answer import Answer
@@ -136,7 +136,7 @@ POLICY = api.RetryPolicy(tries=2, first_pause_s=0, longest_pause_s=0)
 
 
 @pytest.mark.parametrize("call", CALLS)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(status=statuses, headers=header_lists, body=bodies)
 def test_any_status_headers_and_body(call, status, headers, body):
     server = FakeServer(httpx.Response(status, headers=headers, stream=httpx.ByteStream(body)))
@@ -180,7 +180,7 @@ LINES = st.sampled_from(
 )
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80)
 @given(
     lines=st.lists(LINES, max_size=9) | st.lists(LINES, max_size=9).map(lambda lines: [b"HTTP/1.1 200 OK", *lines]),
     end=st.sampled_from([b"", b"\r\n", b"\r\n\r\n"]),
@@ -211,7 +211,7 @@ def calls_of_raw_server(raw_server):
 
 
 @given(body=bodies, status=st.integers(400, 999), headers=header_lists)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_any_problem_document(body, status, headers):
     error = api_error(status, {name.decode(): value.decode() for name, value in headers}, body, KEY)
     assert error.status == status
@@ -219,7 +219,7 @@ def test_any_problem_document(body, status, headers):
 
 
 @given(header_lists)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_any_timing(headers):
     named = {name.decode(): value.decode() for name, value in headers}
     timing = Answer(200, named, memoryview(b"")).timing()
