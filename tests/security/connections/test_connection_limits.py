@@ -205,9 +205,10 @@ def test_two_thousand_slow_connections_leave_room_for_others(launched, until):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < 3000:
         pytest.skip("this system allows too few descriptors")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 3000), hard))
-    server = launched()
     with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 3000), hard))
+        server = launched()
         for _ in range(2000):
             stack.enter_context(Connection(server.address)).send(b"GET /livez HT")
         with server.client() as api:

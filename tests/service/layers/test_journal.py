@@ -1,6 +1,7 @@
 """What stands in the journal, also when the disk is full."""
 
 import asyncio
+import contextlib
 import resource
 
 import pytest
@@ -22,13 +23,15 @@ async def put(journal: Journal, name: str, change: str = "c", body: bytes = b"bo
     await journal.commit(name)
 
 
-@pytest.fixture
+@contextlib.contextmanager
 def no_space():
-    """Files may have 4096 bytes, and no more."""
+    """Files may have 4096 bytes, and no more; among them that to which pytest writes, if its output is a file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_what_is_committed_is_read(tmp_path):
@@ -66,12 +69,12 @@ def test_it_holds_what_is_registered_and_nothing_else(tmp_path):
     asyncio.run(play())
 
 
-def test_a_full_disk_leaves_nothing_half_written(tmp_path, no_space):
+def test_a_full_disk_leaves_nothing_half_written(tmp_path):
     async def play() -> None:
         journal = Journal(tmp_path)
         await put(journal, "a", "first")
         before = files(tmp_path)
-        with pytest.raises(StorageError, match="too large"):
+        with no_space(), pytest.raises(StorageError, match="too large"):
             await journal.stage("a", "second", b"", [b"x" * 5000])
         assert files(tmp_path) == before
         assert await journal.change_of("a") == "first"
