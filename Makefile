@@ -5,7 +5,7 @@ BIN := .venv/bin
 
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: serve test test-fast release-check check docs test-defaults test-frontends test-gpu sanitize test-kserve test-ray bench bench-serve bench-serve-gpu bench-peers plots fingerprints load fuzz chaos image test-image warm-image sbom
+.PHONY: serve test test-fast test-versions release-check check docs test-defaults test-frontends test-gpu sanitize test-kserve test-ray bench bench-serve bench-serve-gpu bench-peers plots fingerprints load fuzz chaos image test-image warm-image sbom
 .DEFAULT_GOAL := serve
 
 .venv/bin/python:
@@ -65,6 +65,10 @@ test-defaults: .venv/.dev
 		tests/kernels/api/test_dtypes.py tests/kernels/api/test_in_place.py tests/kernels/api/test_operators.py \
 		tests/kernels/warm/test_calls.py tests/service/backends/cpu tests/service/client/calls \
 		tests/loadtest/clients/test_oracle.py
+
+# The lowest and the newest versions of what pyproject.toml declares, and newer versions of Python.
+test-versions: .venv/.dev
+	$(BIN)/python .ci/versions.py
 
 release-check:
 	.ci/release-check

@@ -1,0 +1,26 @@
+"""pyproject.toml declares each project that is imported: what another brings along, its next version may not."""
+
+import re
+import tomllib
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("kernels", "service", "loadtest", "benchmarks", "tests")
+IMPORTED = re.compile(r"^\s*(?:import|from) (\w+)", re.MULTILINE)
+
+
+def normalised(name):
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_every_imported_project_is_declared():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    requirements = [project["dependencies"], *project["optional-dependencies"].values()]
+    declared = {normalised(re.match(r"[\w.-]+", each)[0]) for listed in requirements for each in listed}
+    files = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+    imported = {name for path in files for name in IMPORTED.findall(path.read_text())}
+    # Modules of the standard library, and projects that are not installed here, have no provider.
+    providers = {name: set(map(normalised, each)) for name, each in packages_distributions().items()}
+    assert {"torch", "starlette", "pytest"} <= imported & providers.keys()
+    assert not {name for name in imported & providers.keys() if not providers[name] & declared}
