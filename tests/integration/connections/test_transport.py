@@ -265,8 +265,10 @@ class TestUnixSocket:
             until(lambda: samples(through_it)["normserve_inflight_bytes"] == len(BODY))
         until(lambda: samples(through_it).get(name, 0) == before + 1)
 
-    def test_it_goes_with_the_server(self, path, both):
+    def test_it_goes_with_the_server(self, tmp_path, start_server):
+        path = tmp_path / "socket"
+        server = start_server("--uds", str(path))
         assert path.is_socket()
-        both.terminate()
-        assert both.wait() == 0
+        server.terminate()
+        assert server.wait() == 0
         assert not path.exists()

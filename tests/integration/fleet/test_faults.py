@@ -134,9 +134,9 @@ def test_a_process_that_is_stopped_for_a_moment_follows(fleet, until):
 
 def test_a_process_killed_under_load_takes_only_its_own_connections_with_it(fleet, until):
     with fleet.client() as api:
-        put(api, "loaded")
+        put(api, "survives")
         victim = processes(api)[0]["pid"]
-    with load(fleet.url, "loaded", [WEIGHT]) as asking, ThreadPoolExecutor(8) as pool:
+    with load(fleet.url, "survives", [WEIGHT]) as asking, ThreadPoolExecutor(8) as pool:
         until(lambda: sum(asking.right) > 20)
         changing = [pool.submit(_put_patiently, fleet.url, f"killed{index}") for index in range(8)]
         os.kill(victim, signal.SIGKILL)
