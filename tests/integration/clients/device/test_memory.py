@@ -63,10 +63,12 @@ def test_a_place_is_not_used_again_while_a_stream_reads_it(serving, path):
         ones = torch.ones(256, 1024, device="cuda")
         kept = torch.empty(256, 1024, device="cuda")
         side = torch.cuda.Stream()
-        bias = torch.full((1024,), 7.0, device="cuda")
-        y = client.layer_norm(ones, bias=bias).y
+        sevens, nines = (torch.full((1024,), value, device="cuda") for value in (7.0, 9.0))
+        # So many that no segment is mapped later, which may wait for all work of this process.
+        several = [client.layer_norm(ones, bias=nines).y for _ in range(8)]
+        y = client.layer_norm(ones, bias=sevens).y
         address = y.data_ptr()
-        nines = torch.full((1024,), 9.0, device="cuda")
+        del several
         torch.cuda.synchronize()
         with torch.cuda.stream(side):
             # Some seconds: longer than the calls take while other processes use the GPU.
