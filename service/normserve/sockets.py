@@ -21,6 +21,11 @@ def has_error(descriptor: int) -> bool:
     return any(events & select.POLLERR for _, events in _end_of(descriptor).poll(0))
 
 
+def has_ended(descriptor: int) -> bool:
+    """Whether the peer of a socket has closed it, whatever of its bytes is still to be received."""
+    return any(events & select.POLLHUP for _, events in _end_of(descriptor).poll(0))
+
+
 def _receive(
     loop: asyncio.AbstractEventLoop, connected: socket.socket, receive: Callable[[], object], end: "select.poll"
 ) -> None:

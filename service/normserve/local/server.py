@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import logging
 import socket
 from collections.abc import Callable
 
@@ -13,10 +14,15 @@ from normserve.local.memory import Lent
 from normserve.local.peer import Peer, Users
 from normserve.local.service import Service
 from normserve.local.wire import Wire
+from normserve.sockets import has_ended
+
+log = logging.getLogger(__name__)
 
 # Answers that wait for a client to read; no more of its requests are read meanwhile.
 _MOST_UNSENT = 64
 _POLL_S = 0.01
+# A client's end is noticed at once, and its requests are ended soon after.
+_SWEEP_S = 30.0
 
 
 class LocalServer:
@@ -30,8 +36,11 @@ class LocalServer:
         self._service = service
         self._users = users
         self._frame_s, self._send_s = frame_s, send_s
-        self._connections: set[Connection] = set()
+        self._connections: dict[Connection, socket.socket] = {}
         self._leftovers = service.leftovers
+        self._sweep_timer: asyncio.TimerHandle | None = None
+        # Connections whose clients had gone at the last sweep.
+        self._abandoned: set[Connection] = set()
 
     @property
     def connections(self) -> int:
@@ -52,7 +61,8 @@ class LocalServer:
             return
         connection = Connection(self._service, peer, key_name, functools.partial(peer.watch, connected))
         connection.on_gone = functools.partial(self._end, connection, connected, on_end)
-        self._connections.add(connection)
+        self._connections[connection] = connected
+        self._time_sweep()
         timing = {"frame_s": self._frame_s, "send_s": self._send_s}
         connection.serve(Wire(connected, connection, most_unsent=_MOST_UNSENT, **timing))
 
@@ -63,12 +73,29 @@ class LocalServer:
             await asyncio.sleep(_POLL_S)
         for connection in tuple(self._connections):
             connection.close()
+        if self._sweep_timer is not None:
+            self._sweep_timer.cancel()
         self._leftovers.close()
+
+    def _time_sweep(self) -> None:
+        if self._sweep_timer is None:
+            self._sweep_timer = asyncio.get_running_loop().call_later(_SWEEP_S, self._sweep)
+
+    def _sweep(self) -> None:
+        """End connections whose clients have been gone since the last sweep, which nobody should have to do."""
+        self._sweep_timer = None
+        gone = {each for each, connected in self._connections.items() if has_ended(connected.fileno())}
+        for connection in gone & self._abandoned:
+            log.error("a connection of uid %d outlived its client: please report this", connection.peer.uid)
+            connection.close()
+        self._abandoned = gone & self._connections.keys()
+        if self._connections:
+            self._time_sweep()
 
     def _end(
         self, connection: Connection, connected: socket.socket, on_end: Callable[[], None], left: list[Lent]
     ) -> None:
-        self._connections.discard(connection)
+        del self._connections[connection]
         # Where nothing is left over, no process need be watched.
         watch = connection.peer.watch(connected) if left else None
         self._leftovers.keep(connection.peer.pid, watch, left)

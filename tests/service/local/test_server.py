@@ -1,0 +1,41 @@
+"""Connected sockets from their first to their last byte."""
+
+import asyncio
+import socket
+
+import pytest
+import uvloop
+from normserve.local import server
+from normserve.local.peer import Users
+from normserve.local.server import LocalServer
+
+from tests.service.local.fake_wire import Client
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("loop", [asyncio.run, uvloop.run])
+def test_a_connection_whose_client_has_gone_unnoticed_is_swept(loop, monkeypatch):
+    monkeypatch.setattr(server, "_SWEEP_S", 0.01)
+
+    async def run():
+        serving = LocalServer(Client().service, Users(""), frame_s=5, send_s=5)
+        ended = []
+        pairs = [socket.socketpair() for _ in range(2)]
+        for number, (_, ours) in enumerate(pairs):
+            serving.serve(ours, lambda number=number: ended.append(number))
+        # Nothing tells of the end of the first one any more.
+        asyncio.get_running_loop().remove_reader(pairs[0][1])
+        pairs[0][0].close()
+        await asyncio.wait_for(until(lambda: ended), 20)
+        await asyncio.sleep(0.05)
+        assert ended == [0]
+        assert serving.connections == 1
+        await serving.close(1)
+        assert ended == [0, 1]
+        pairs[1][0].close()
+
+    loop(run())
