@@ -68,7 +68,10 @@ class _Mapping(DeviceSegment):
 
     def __del__(self) -> None:
         try:
-            importlib.import_module("torch").cuda.synchronize(self.device.ordinal)
+            cuda = importlib.import_module("torch").cuda
+            # Whenever garbage is collected, also while torch initialises CUDA and would wait for itself here.
+            if cuda.is_initialized():
+                cuda.synchronize(self.device.ordinal)
         except Exception:
             # The process ends, and everything with it; or the device has failed.
             return

@@ -52,6 +52,7 @@ class FakeTorch:
             Event=FakeEvent,
             Stream=lambda stream_id, device_index, device_type: self.streams[stream_id],
             synchronize=self._synchronize,
+            is_initialized=lambda: True,
         )
         self._C = SimpleNamespace(
             _cuda_getCurrentStream=self._current, _cuda_isCurrentStreamCapturing=lambda: self.stream.is_captured

@@ -150,6 +150,18 @@ def test_what_is_mapped_goes_after_the_device_is_done(arena, fake):
     assert fake.synchronised == before + 1
 
 
+def test_what_is_mapped_goes_at_once_while_torch_has_not_initialised_cuda(arena, fake):
+    # It may be collected while torch does, and would wait for itself.
+    gc.collect()
+    before, driver = fake.synchronised, arena._device.driver
+    fake.cuda.is_initialized = lambda: False
+    assert driver.mappings
+    arena.unmap()
+    gc.collect()
+    assert fake.synchronised == before
+    assert not driver.mappings
+
+
 def test_memory_that_is_none_is_refused(arena):
     descriptor = os.memfd_create("plain")
     with pytest.raises(ValueError, match="cannot be mapped"):
