@@ -175,8 +175,9 @@ def test_the_page_is_there_for_everybody_and_its_figures_are_not(locked):
         assert_problem(http.get("/metrics"), 401, "unauthorized")
 
 
-def test_the_file_is_read_again(locked, path, until):
-    """Last of those that share the server, which has its keys back afterwards."""
+def test_the_file_is_read_again(start_server, tmp_path, until):
+    path = write_keys(tmp_path)
+    locked = start_server("--api-keys-file", str(path), "--access-log")
     with client(locked, "new-key") as new, client(locked, INFER) as old:
         path.write_text(table("newcomer", "new-key", '["infer"]'))
         until(lambda: new.get("/v1/info").status_code == 200)
@@ -209,11 +210,13 @@ def test_a_server_without_its_keys_does_not_start(start_server, tmp_path, conten
     assert "another" not in server.log
 
 
+FLEET = ("--log-format", "json", "--access-log", "--devices", "cpu,cpu")
+
+
 @pytest.fixture(scope="module")
 def fleet(launched, tmp_path_factory):
     path = write_keys(tmp_path_factory.mktemp("fleet"))
-    options = ("--api-keys-file", str(path), "--log-format", "json", "--access-log", "--devices", "cpu,cpu")
-    return launched(*options), path
+    return launched("--api-keys-file", str(path), *FLEET), path
 
 
 def events(server) -> list[dict]:
@@ -279,9 +282,8 @@ def test_everything_that_a_fleet_logs_is_json(fleet, until):
     assert all({"time", "level", "logger", "message"} <= each.keys() for each in events(server))
 
 
-def test_the_end_is_audited(fleet):
-    """The last that the fleet is for."""
-    server, _ = fleet
+def test_the_end_is_audited(start_server, tmp_path):
+    server = start_server("--api-keys-file", str(write_keys(tmp_path)), *FLEET)
     server.terminate()
     assert server.wait() == 0
     for event in ("drain", "end"):
