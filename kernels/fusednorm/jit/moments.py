@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from fusednorm.jit.loads import column_mask, load_rows
-from fusednorm.jit.reductions import rounded_product, sum_pair
+from fusednorm.jit.reductions import multiply_terms, rounded_product, sum_pair
 
 
 @triton.jit
@@ -112,7 +112,7 @@ def lane_moments(pivot, sum_1, sum_2, count, n, FAST: tl.constexpr):
     lane_shift = sum_1 / tl.maximum(count, 1.0)
     rough = tl.sum(rounded_product(count, pivot + lane_shift, FAST), 0, keep_dims=True) / n
     delta = (pivot - rough) + lane_shift
-    weighted = count * delta
+    weighted = rounded_product(count, delta, FAST)
     square = (sum_2 - sum_1 * lane_shift) + weighted * delta
     shift, square = sum_pair(weighted, square, 0, FAST)
     shift = shift / n
@@ -147,27 +147,27 @@ def sweep_moments(
     sum_1 = tl.zeros((lanes, 1), tl.float32)
     if IS_RMS:
         pivot = sum_1
-        sum_2 = tl.sum(h * h, 1, keep_dims=True)
+        sum_2 = tl.sum(multiply_terms(h, h, FAST), 1, keep_dims=True)
     else:
         pivot = tl.sum(h, 1, keep_dims=True) / tl.maximum(first_count, 1.0)
         d = h - pivot
         if not EVEN:
             d = tl.where(mask, d, 0.0)
         sum_1 += tl.sum(d, 1, keep_dims=True)
-        sum_2 = tl.sum(d * d, 1, keep_dims=True)
+        sum_2 = tl.sum(multiply_terms(d, d, FAST), 1, keep_dims=True)
     count = first_count
     for chunk in range(1, tl.cdiv(cols, BLOCK_N)):
         at = col + chunk * BLOCK_N
         mask = column_mask(at, cols, EVEN)
         h = load_rows(x_ptr, residual_ptr, x_row + at, residual_row + at, mask, "evict_last", FAST)
         if IS_RMS:
-            sum_2 += tl.sum(h * h, 1, keep_dims=True)
+            sum_2 += tl.sum(multiply_terms(h, h, FAST), 1, keep_dims=True)
         else:
             d = h - pivot
             if not EVEN:
                 d = tl.where(mask, d, 0.0)
             sum_1 += tl.sum(d, 1, keep_dims=True)
-            sum_2 += tl.sum(d * d, 1, keep_dims=True)
+            sum_2 += tl.sum(multiply_terms(d, d, FAST), 1, keep_dims=True)
             count += tl.sum(mask.to(tl.float32), 1, keep_dims=True)
 
     if IS_RMS:

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from fusednorm.jit.epilogue import finish
 from fusednorm.jit.loads import chunk_of, column_mask, offset_weight, widened
-from fusednorm.jit.reductions import rounded_product, sum_pair
+from fusednorm.jit.reductions import multiply_terms, rounded_product, sum_pair
 
 
 @triton.jit
@@ -121,7 +121,7 @@ def piece_moments(
         d = _distance(chunks, residuals, i, mean, piece_cols, FULL, BLOCK_N, GROUP, IS_RMS, FAST)
         if not IS_RMS:
             shift += tl.sum(d, 1, keep_dims=True)
-        square += tl.sum(d * d, 1, keep_dims=True)
+        square += tl.sum(multiply_terms(d, d, FAST), 1, keep_dims=True)
     if not IS_RMS:
         inverse = 1.0 / tl.maximum(count, 1.0)
         square = tl.maximum(square - shift * shift * inverse, 0.0, propagate_nan=tl.PropagateNan.ALL)

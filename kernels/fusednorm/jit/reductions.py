@@ -41,7 +41,8 @@ def rounded_product(a, b, FAST: tl.constexpr):
 
     In a sum over lanes each lane adds its own value to the value of another lane (a butterfly).  With contraction,
     a lane would add its own unrounded product to the other lane's rounded one, and lanes would get different sums.
-    Sums that must be equal in all lanes, such as a rough mean that a shift corrects later, use this product.
+    Where lanes write their copies of a sum to one place, the result would then be any of them.  This product is for
+    sums over lanes that hold one term each; `multiply_terms` is for lanes that may hold several.
     """
     if FAST:
         return tl.inline_asm_elementwise(
@@ -49,6 +50,23 @@ def rounded_product(a, b, FAST: tl.constexpr):
         )
     else:
         return a * b
+
+
+@triton.jit
+def multiply_terms(a, b, FAST: tl.constexpr):
+    """Multiply a and b, the terms of a sum along the last axis, so that the sum is the same in all threads.
+
+    Only the first product is a `rounded_product`.  If a thread holds whole rows, it starts with that one and adds
+    the others by FMA, at no cost.  If several threads hold a row, as with unaligned tensors, the compiler does not
+    know which of them has the first, and contracts no product into the addition of another thread's.
+    """
+    product = a * b
+    if FAST:
+        place = tl.arange(0, product.shape[len(product.shape) - 1])
+        for _ in tl.static_range(len(product.shape) - 1):
+            place = tl.expand_dims(place, 0)
+        product = tl.where(place == 0, rounded_product(a, b, FAST), product)
+    return product
 
 
 @triton.jit

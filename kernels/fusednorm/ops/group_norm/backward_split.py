@@ -10,6 +10,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from fusednorm.jit.reductions import multiply_terms
 from fusednorm.launch.launch import Launch, dependent
 from fusednorm.ops.group_norm.call import BackwardCall
 from fusednorm.ops.group_norm.gradients import load_tiles, tile_gradient, tile_mask, write_tile
@@ -138,7 +139,7 @@ def sums_of_pieces(
             )  # fmt: skip
             if WIDTH == 1:
                 sum_dz += tl.sum(dz, 1, keep_dims=True)
-                sum_dz_centred += tl.sum(dz * centred, 1, keep_dims=True)
+                sum_dz_centred += tl.sum(multiply_terms(dz, centred, FAST), 1, keep_dims=True)
             else:
                 sum_dz += dz
                 sum_dz_centred += dz * centred

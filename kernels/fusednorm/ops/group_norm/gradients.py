@@ -16,6 +16,7 @@ import triton.language as tl
 
 from fusednorm.jit.epilogue import activation_derivative, dropout_keep, tanh
 from fusednorm.jit.loads import chunk_of, widened
+from fusednorm.jit.reductions import multiply_terms
 from fusednorm.ops.group_norm.affine import load_masked_affine
 
 _TANH_SLOPE = tl.constexpr(2.0 * 0.7978845608028654)
@@ -52,7 +53,7 @@ def gained_gradient(
     if ACTIVATION == "none":
         return dy
     elif GAIN == 1.0:
-        return dy * activation_derivative(argument * slope + offset, ACTIVATION, FAST)
+        return multiply_terms(dy, activation_derivative(argument * slope + offset, ACTIVATION, FAST), FAST)
     else:
         half = argument * slope + offset
         if ACTIVATION == "silu":

@@ -16,6 +16,7 @@ from fusednorm.integers import cdiv
 from fusednorm.jit.loads import column_mask, load_rows
 from fusednorm.jit.moments import lane_moments, tile_moments
 from fusednorm.jit.prefetch import prefetch_row_ahead
+from fusednorm.jit.reductions import multiply_terms
 from fusednorm.jit.tiles import load_tile, normalised
 from fusednorm.launch.launch import MAX_VEC, ByRows, Launch, can_prefetch
 from fusednorm.ops.layer_norm.call import Layout, row_strides
@@ -149,12 +150,12 @@ def _after_norms(
 
 
 @triton.jit
-def _lane_sums(h, pivot, mask, EVEN: tl.constexpr):
+def _lane_sums(h, pivot, mask, EVEN: tl.constexpr, FAST: tl.constexpr):
     """Each lane's sums of h - pivot and of its squares."""
     d = h - pivot
     if not EVEN:
         d = tl.where(mask, d, 0.0)
-    return tl.sum(d, 1, keep_dims=True), tl.sum(d * d, 1, keep_dims=True)
+    return tl.sum(d, 1, keep_dims=True), tl.sum(multiply_terms(d, d, FAST), 1, keep_dims=True)
 
 
 @triton.jit
@@ -183,7 +184,7 @@ def _sweep_moments(
     h = _after_norms(x_ptr, x_row, weight_ptrs, bias_ptrs, roughs, shifts, rstds, col, mask, "evict_last", FAST)
     count = tl.full((lanes, 1), GROUP, tl.float32)
     pivot = tl.sum(h, 1, keep_dims=True) / GROUP
-    sum_1, sum_2 = _lane_sums(h, pivot, mask, True)
+    sum_1, sum_2 = _lane_sums(h, pivot, mask, True, FAST)
     for step in range(1, chunks):
         if len(rstds) % 2 == 0:
             chunk = step
@@ -192,7 +193,7 @@ def _sweep_moments(
         at = col + chunk * BLOCK_N
         mask = column_mask(at, cols, EVEN)
         h = _after_norms(x_ptr, x_row, weight_ptrs, bias_ptrs, roughs, shifts, rstds, at, mask, "evict_last", FAST)
-        more_1, more_2 = _lane_sums(h, pivot, mask, EVEN)
+        more_1, more_2 = _lane_sums(h, pivot, mask, EVEN, FAST)
         sum_1 += more_1
         sum_2 += more_2
         count += tl.sum(mask.to(tl.float32), 1, keep_dims=True)

@@ -8,6 +8,8 @@ columns at all positions.
 import triton
 import triton.language as tl
 
+from fusednorm.jit.reductions import multiply_terms
+
 _ASK = """{
 .reg .pred asker;
 setp.ne.s32 asker, $2, 0;
@@ -63,3 +65,13 @@ def prefetch_tile(ptrs, wanted):
 def runs_of(value, KEEP: tl.constexpr):
     """[LANES, VEC] as [LANES, KEEP, VEC // KEEP]."""
     return tl.reshape(value, (value.shape[0], KEEP, value.shape[1] // KEEP))
+
+
+@triton.jit
+def sum_squares_of_runs(d, FAST: tl.constexpr):
+    """Sums of squares of runs, [LANES, KEEP], from [LANES, KEEP, VEC // KEEP]."""
+    if d.shape[2] == 1:
+        # Nothing is added over lanes, and the caller's addition can be an FMA.
+        return tl.sum(d * d, 2)
+    else:
+        return tl.sum(multiply_terms(d, d, FAST), 2)

@@ -19,7 +19,7 @@ from fusednorm.jit.loads import chunk_of
 from fusednorm.jit.moments import about_mean, about_rough_mean, merge_moments, share_of_mean
 from fusednorm.jit.reductions import sum_pair
 from fusednorm.ops.group_norm.affine import slope_and_offset
-from fusednorm.ops.group_norm.channels_last.blocks import runs_of
+from fusednorm.ops.group_norm.channels_last.blocks import runs_of, sum_squares_of_runs
 from fusednorm.ops.group_norm.sample import Sample, vector_width
 
 
@@ -132,7 +132,7 @@ def piece_moments(
         if i >= FULL:
             d = tl.where((row + i * ROWS < rows)[:, :, None], d, 0.0)
         sum_1 += tl.sum(d, 2)
-        sum_2 += tl.sum(d * d, 2)
+        sum_2 += sum_squares_of_runs(d, FAST)
     if len(chunks) == FULL:
         count = tl.full((lanes, 1), FULL * width, tl.float32)
     else:

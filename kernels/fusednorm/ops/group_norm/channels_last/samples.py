@@ -11,7 +11,7 @@ from fusednorm.jit.epilogue import activate_to, dropout_keep
 from fusednorm.jit.loads import chunk_of
 from fusednorm.jit.moments import about_mean, about_rough_mean, share_of_mean
 from fusednorm.jit.reductions import sum_pair
-from fusednorm.ops.group_norm.channels_last.blocks import runs_of
+from fusednorm.ops.group_norm.channels_last.blocks import runs_of, sum_squares_of_runs
 from fusednorm.ops.group_norm.channels_last.positions import (
     load_positions,
     places,
@@ -35,7 +35,7 @@ def _add_tiles(
         if not WHOLE:
             d = tl.where(position_mask(position, positions, left, i, WHOLE)[:, :, None], d, 0.0)
         sum_1 += tl.sum(d, 2)
-        sum_2 += tl.sum(d * d, 2)
+        sum_2 += sum_squares_of_runs(d, FAST)
     return sum_1, sum_2
 
 

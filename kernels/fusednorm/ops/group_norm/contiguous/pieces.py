@@ -10,7 +10,7 @@ import triton.language as tl
 
 from fusednorm.jit.epilogue import activate_to, dropout_keep
 from fusednorm.jit.loads import chunk_of
-from fusednorm.jit.reductions import rounded_product
+from fusednorm.jit.reductions import multiply_terms, rounded_product
 from fusednorm.ops.group_norm.affine import load_affine, slope_and_offset
 from fusednorm.ops.group_norm.contiguous.frames import count_inside, is_inside, load_chunk, store_chunk
 from fusednorm.ops.group_norm.contiguous.ranges import quotient
@@ -71,7 +71,7 @@ def moments_of_lanes(
             d = tl.where(is_inside(element + i * BLOCK, before, length, SKEWED), d, 0.0)
             count += count_inside(start + i * BLOCK, before, length, GROUP, SKEWED).to(tl.float32)
         sum_1 += tl.sum(d, 1, keep_dims=True)
-        sum_2 += tl.sum(d * d, 1, keep_dims=True)
+        sum_2 += tl.sum(multiply_terms(d, d, FAST), 1, keep_dims=True)
     # Returned as a rounded mean and its rounding error, because the pivot may be far from the mean.
     distance = rounded_product(sum_1, 1.0 / tl.maximum(count, 1.0), FAST)
     mean = pivot + distance

@@ -17,6 +17,7 @@ import triton.language as tl
 from fusednorm.jit.epilogue import activate_to, dropout_keep
 from fusednorm.jit.loads import load_sum
 from fusednorm.jit.moments import merge_moments
+from fusednorm.jit.reductions import multiply_terms
 from fusednorm.ops.group_norm.affine import load_masked_affine
 
 
@@ -45,13 +46,14 @@ def residual_at(at, elsewhere, OTHER: tl.constexpr):
 
 @triton.jit
 def _accumulate(
-    x_ptr, residual_ptr, elsewhere, unit, mask, pivot, sum_1, sum_2, VEC: tl.constexpr, OTHER: tl.constexpr
-):
+    x_ptr, residual_ptr, elsewhere, unit, mask, pivot, sum_1, sum_2,
+    VEC: tl.constexpr, OTHER: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
     """Add a tile to the lanes' sums of h - pivot and (h - pivot)^2; a thread computes its sum over VEC alone."""
     at = unit * VEC + tl.arange(0, VEC)[None, None, :]
     h = load_sum(x_ptr, residual_ptr, at, residual_at(at, elsewhere, OTHER), mask, "evict_last")
     d = tl.where(mask, h - pivot, 0.0)
-    return sum_1 + tl.sum(d, 2, keep_dims=True), sum_2 + tl.sum(d * d, 2, keep_dims=True)
+    return sum_1 + tl.sum(d, 2, keep_dims=True), sum_2 + tl.sum(multiply_terms(d, d, FAST), 2, keep_dims=True)
 
 
 @triton.jit
@@ -82,11 +84,13 @@ def range_moments(
     whole = tl.full((1, UNITS, 1), True, tl.int1)
     for tile in range(0, full):
         unit = first + tile * UNITS + lane
-        sum_1, sum_2 = _accumulate(x_ptr, residual_ptr, elsewhere, unit, whole, pivot, sum_1, sum_2, VEC, OTHER)
+        sum_1, sum_2 = _accumulate(
+            x_ptr, residual_ptr, elsewhere, unit, whole, pivot, sum_1, sum_2, VEC, OTHER, FAST
+        )
     if tail > 0:
         unit = first + full * UNITS + lane
         sum_1, sum_2 = _accumulate(
-            x_ptr, residual_ptr, elsewhere, unit, unit < last, pivot, sum_1, sum_2, VEC, OTHER
+            x_ptr, residual_ptr, elsewhere, unit, unit < last, pivot, sum_1, sum_2, VEC, OTHER, FAST
         )
 
     count = ((full + (lane < tail).to(tl.int32)) * VEC).to(tl.float32)

@@ -17,7 +17,7 @@ from fusednorm.jit.heads import parameter_start, programs_of_head, row_of_token,
 from fusednorm.jit.loads import column_mask, load_rows, offset_weight, unaligned_zero, widened
 from fusednorm.jit.moments import tile_moments
 from fusednorm.jit.prefetch import prefetch
-from fusednorm.jit.reductions import sum_pair
+from fusednorm.jit.reductions import multiply_terms, sum_pair
 from fusednorm.launch.launch import ByRows, Launch, can_prefetch
 from fusednorm.ops.layer_norm.backward.reduce import Partials, reduce_launches
 from fusednorm.ops.layer_norm.call import BackwardCall
@@ -248,7 +248,10 @@ def layer_norm_backward_tile_kernel(
                 new_dweights = new_dweights + (dweights[i] + dz * x_hat,)
             if dbias_partial_ptr is not None:
                 new_dbiases = new_dbiases + (dbiases[i] + dz,)
-            g = dz * weight
+            if i == 0:
+                g = multiply_terms(dz, weight, FAST)
+            else:
+                g = dz * weight
             if not EVEN:
                 # Past the row's end x_hat is not zero, and without a weight g may not be zero either.
                 g = tl.where(col_masks[i], g, 0.0)
@@ -257,7 +260,7 @@ def layer_norm_backward_tile_kernel(
         dweights = new_dweights
         dbiases = new_dbiases
 
-        products = gs[0] * x_hats[0]
+        products = multiply_terms(gs[0], x_hats[0], FAST)
         total = gs[0]
         for i in tl.static_range(1, CHUNKS):
             products += gs[i] * x_hats[i]

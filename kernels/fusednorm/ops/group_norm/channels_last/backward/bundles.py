@@ -9,7 +9,7 @@ import triton.language as tl
 from fusednorm.jit.early_start import let_next_start
 from fusednorm.jit.exchange import PAIR_WORDS, collect_pairs, first_tag, leave, post_pairs
 from fusednorm.jit.loads import widened
-from fusednorm.jit.reductions import sum_pair
+from fusednorm.jit.reductions import rounded_product, sum_pair
 from fusednorm.ops.group_norm.channels_last.blocks import load_statistic, of_columns, prefetch_tile, vector_mask
 from fusednorm.ops.group_norm.channels_last.group_sums import post_totals, slots_of_group, total_of_parts
 from fusednorm.ops.group_norm.gradients import (
@@ -263,8 +263,9 @@ def group_norm_nhwc_backward_cooperative_kernel(
                 sum_dz += dz
                 sum_dz_centred += dz * centred
             if piece == PIECES - 1:
+                sum_dz_xhat = rounded_product(sum_dz_centred, rstd, FAST)
                 channel_dz, channel_dz_xhat = sum_pair(
-                    tl.reshape(sum_dz, (ROWS, WIDTH)), tl.reshape(sum_dz_centred * rstd, (ROWS, WIDTH)), 0, FAST
+                    tl.reshape(sum_dz, (ROWS, WIDTH)), tl.reshape(sum_dz_xhat, (ROWS, WIDTH)), 0, FAST
                 )
                 block_column = tl.arange(0, WIDTH)[None, :]
                 there = (block_column < block_columns) & (bundle_first + block_first + block_column < c)

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from fusednorm.integers import cdiv
 from fusednorm.jit.early_start import await_previous, let_next_start
-from fusednorm.jit.reductions import sum_pair
+from fusednorm.jit.reductions import rounded_product, sum_pair
 from fusednorm.launch.launch import Launch
 from fusednorm.ops.group_norm.backward_split import sums_and_apply, sums_of_pieces, write_pieces
 from fusednorm.ops.group_norm.call import BackwardCall, BackwardConfig
@@ -130,8 +130,9 @@ def group_norm_nhwc_backward_columns_sums_kernel(
         mean, slope, rstd, offset, (seed, dropout_threshold, dropout_scale), LANES, GROUP, ROWS, CHUNKS, EVEN,
         True, DY_OTHER, RESIDUAL_OTHER, ACTIVATION, DROPOUT, GAIN, FAST,
     )  # fmt: skip
+    sum_dz_xhat = rounded_product(sum_dz_centred, rstd, FAST)
     channel_dz, channel_dz_xhat = sum_pair(
-        tl.reshape(sum_dz, (ROWS, WIDTH)), tl.reshape(sum_dz_centred * rstd, (ROWS, WIDTH)), 0, FAST
+        tl.reshape(sum_dz, (ROWS, WIDTH)), tl.reshape(sum_dz_xhat, (ROWS, WIDTH)), 0, FAST
     )
     block_column = block_first + tl.arange(0, WIDTH)[None, :]
     slot = (sample * splits + split) * c + block_column

@@ -12,6 +12,7 @@ import triton.language as tl
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import await_previous, let_next_start
 from fusednorm.jit.loads import chunk_of, widened
+from fusednorm.jit.reductions import rounded_product
 from fusednorm.launch.launch import Launch, can_prefetch, dependent
 from fusednorm.ops.group_norm.call import BackwardCall, BackwardConfig
 from fusednorm.ops.group_norm.channels_last.backward.positions import (
@@ -184,7 +185,7 @@ def group_norm_nhwc_backward_stream_sums_kernel(
                 position, seed, dropout_threshold, dropout_scale, False, IDLE, ACTIVATION, DROPOUT, GAIN, FAST,
             )  # fmt: skip
     sums *= 1.0 / GAIN
-    sums_centred *= rstd * (1.0 / GAIN)
+    sums_centred = rounded_product(sums_centred, rstd * (1.0 / GAIN), FAST)
     of_column, of_column_xhat, here = sums_of_columns(sums, sums_centred, units, POSITIONS, COLUMNS, IDLE, FAST)
     of_part = program.to(tl.int64) * c + tl.arange(0, COLUMNS)[None, :]
     tl.store(dz_part_ptr + of_part, of_column, mask=here)

@@ -13,7 +13,7 @@ from fusednorm.devices.device import multiprocessor_count
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import let_next_start
 from fusednorm.jit.exchange import collect, first_tag, leave, post, slot_of
-from fusednorm.jit.reductions import sum_pair, total_pair
+from fusednorm.jit.reductions import multiply_terms, rounded_product, sum_pair, total_pair
 from fusednorm.launch.launch import Launch, can_prefetch, resident_options
 from fusednorm.launch.workspace import exchange_buffer
 from fusednorm.ops.group_norm.call import BackwardCall, BackwardConfig
@@ -294,7 +294,7 @@ def group_norm_nchw_backward_cooperative_kernel(
                     EVEN, ACTIVATION, DROPOUT, GAIN, FAST,
                 )  # fmt: skip
                 sum_dz += tl.sum(dz, 1, keep_dims=True)
-                sum_dz_centred += tl.sum(dz * centred, 1, keep_dims=True)
+                sum_dz_centred += tl.sum(multiply_terms(dz, centred, FAST), 1, keep_dims=True)
             if piece == PIECES - 1:
                 if CHANNELS == 1:
                     run_dz, run_dz_xhat = total_pair(
@@ -304,7 +304,8 @@ def group_norm_nchw_backward_cooperative_kernel(
                     g = run_dz * slope
                     g_xhat = run_dz_xhat * slope
                 else:
-                    lane_g, lane_g_xhat = sum_dz * slope, sum_dz_centred * (slope * rstd)
+                    lane_g = rounded_product(sum_dz, slope, FAST)
+                    lane_g_xhat = rounded_product(sum_dz_centred, slope * rstd, FAST)
                     g, g_xhat = total_pair(tl.reshape(lane_g, (LANES,)), tl.reshape(lane_g_xhat, (LANES,)), FAST)
                 tag = start + turn.to(tl.uint32)
                 post(slot_of(exchange_ptr, team, tag, member, members, DEPTH), tag, g, g_xhat, 0.0)

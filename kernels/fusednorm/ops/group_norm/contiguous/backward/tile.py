@@ -16,7 +16,7 @@ from fusednorm.integers import cdiv
 from fusednorm.jit.early_start import let_next_start
 from fusednorm.jit.loads import load_masked, load_sum
 from fusednorm.jit.moments import about_mean
-from fusednorm.jit.reductions import sum_pair
+from fusednorm.jit.reductions import multiply_terms, rounded_product, sum_pair
 from fusednorm.launch.launch import Launch
 from fusednorm.ops.group_norm.call import BackwardCall, BackwardConfig
 from fusednorm.ops.group_norm.gradients import gained_gradient, load_gained_affine
@@ -109,7 +109,8 @@ def group_norm_nchw_backward_tile_kernel(
     if mean_ptr is None:
         pivot = tl.sum(tl.sum(h, 2, keep_dims=True), 1, keep_dims=True) / length
         d = tl.where(mask, h - pivot, 0.0)
-        rest, square = sum_pair(tl.sum(d, 2, keep_dims=True), tl.sum(d * d, 2, keep_dims=True), 1, FAST)
+        square = tl.sum(multiply_terms(d, d, FAST), 2, keep_dims=True)
+        rest, square = sum_pair(tl.sum(d, 2, keep_dims=True), square, 1, FAST)
         rest, square = about_mean(length, rest, square)
         rstd = 1.0 / tl.sqrt(square / length + eps)
         centred = (h - pivot) - rest
@@ -125,12 +126,14 @@ def group_norm_nchw_backward_tile_kernel(
         dy, xhat, slope, offset, sample, at - sample_start, seed, dropout_threshold, dropout_scale,
         ACTIVATION, DROPOUT, GAIN, FAST,
     )  # fmt: skip
-    sum_dz, sum_dz_xhat = sum_pair(dz, dz * xhat, 2, FAST)
+    sum_dz, sum_dz_xhat = sum_pair(dz, multiply_terms(dz, xhat, FAST), 2, FAST)
     if dz_part_ptr is not None:
         slot = row * channels + channel
         tl.store(dz_part_ptr + slot, sum_dz * (1.0 / GAIN), mask=channel_mask)
         tl.store(dz_xhat_part_ptr + slot, sum_dz_xhat * (1.0 / GAIN), mask=channel_mask)
-    sum_g, sum_g_xhat = sum_pair(sum_dz * slope, sum_dz_xhat * slope, 1, FAST)
+    sum_g, sum_g_xhat = sum_pair(
+        rounded_product(sum_dz, slope, FAST), rounded_product(sum_dz_xhat, slope, FAST), 1, FAST
+    )
     dx = rstd * (dz * slope - (sum_g + xhat * sum_g_xhat) / length)
     if dresidual_out_ptr is not None:
         dx += load_masked(dresidual_out_ptr, at, mask, "evict_first")

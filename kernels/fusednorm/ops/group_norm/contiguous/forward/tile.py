@@ -8,7 +8,7 @@ import triton.language as tl
 from fusednorm.integers import cdiv
 from fusednorm.jit.loads import load_sum
 from fusednorm.jit.moments import about_mean
-from fusednorm.jit.reductions import sum_pair
+from fusednorm.jit.reductions import multiply_terms, sum_pair
 from fusednorm.launch.launch import Launch
 from fusednorm.ops.group_norm.call import ForwardCall, ForwardConfig
 from fusednorm.ops.group_norm.contiguous.ranges import store_normalised
@@ -90,7 +90,8 @@ def group_norm_nchw_tile_kernel(
     h = load_sum(x_ptr, residual_ptr, at, at, mask, "evict_first")
     pivot = tl.sum(tl.sum(h, 2, keep_dims=True), 1, keep_dims=True) / length
     d = tl.where(mask, h - pivot, 0.0)
-    rest, square = sum_pair(tl.sum(d, 2, keep_dims=True), tl.sum(d * d, 2, keep_dims=True), 1, FAST)
+    square = tl.sum(multiply_terms(d, d, FAST), 2, keep_dims=True)
+    rest, square = sum_pair(tl.sum(d, 2, keep_dims=True), square, 1, FAST)
     rest, square = about_mean(length, rest, square)
     rstd = 1.0 / tl.sqrt(square / length + eps)
     if mean_ptr is not None:

@@ -1,0 +1,71 @@
+"""Sums over lanes, compiled for sm_90 without a GPU: every lane gets the same sum."""
+
+import json
+
+import pytest
+
+from tests.kernels.harness.compiled import compile_elsewhere
+
+ADDENDS = """
+import json, re, sys
+import torch, triton
+from dataclasses import replace
+from benchmarks.fingerprints import group_norm, layer_norm
+from benchmarks.fingerprints.cases import planned
+from fusednorm.launch.inspection import SM_90, specialise
+from fusednorm.ops.group_norm.sample import Sample
+
+SHUFFLE = re.compile(r"shfl\\.sync\\S* *\\t*(%\\w+)")
+MOVE = re.compile(r"mov\\.b32 *\\t*(%\\w+), (%\\w+);")
+FMA = re.compile(r"fma\\.rn\\.f32 *\\t*%\\w+, %\\w+, %\\w+, (%\\w+);")
+
+def shuffled_addends(ptx):
+    shuffled, count = set(), 0
+    for line in ptx.splitlines():
+        if match := SHUFFLE.search(line):
+            shuffled.add(match[1])
+        elif (match := MOVE.search(line)) and match[2] in shuffled:
+            shuffled.add(match[1])
+        elif match := FMA.search(line):
+            count += match[1] in shuffled
+    assert shuffled, "no sum over lanes"
+    return count
+
+def case(operation, kind, dtype, shape, unaligned, waits):
+    module = {"layer_norm": layer_norm, "group_norm": group_norm}[operation]
+    size = shape if operation == "layer_norm" else Sample(*shape)
+    return module.case(kind, getattr(torch, dtype), size, replace(module.PLAIN, unaligned=unaligned), waits)
+
+found = {}
+for kernel, call in json.loads(sys.argv[1]):
+    [launch] = [each for each in planned(case(*call)).launches if each.kernel.fn.__name__ == kernel]
+    specialised = specialise(launch)
+    found[kernel] = shuffled_addends(triton.compile(specialised.source, SM_90, specialised.options).asm["ptx"])
+print(json.dumps(found))
+"""
+
+# Unaligned tensors, whose vectors several threads hold, and lanes that are multiplied before they are added up.
+KERNELS = {
+    "group_norm": [
+        ("group_norm_nchw_backward_cooperative_kernel", "backward", "float32", (2, 40, 256, False), True, True),
+        ("group_norm_nchw_backward_split_sums_kernel", "backward", "float32", (1, 10, 1023, False), True, False),
+        ("group_norm_nchw_backward_tile_kernel", "backward", "float32", (2, 8, 49, False), True, False),
+        ("group_norm_nchw_split_moments_kernel", "backward", "float32", (2, 40, 256, False), True, False),
+        ("group_norm_nchw_tile_kernel", "forward", "float32", (2, 8, 8, False), True, False),
+        ("group_norm_nhwc_backward_stream_sums_kernel", "backward", "float32", (1, 1, 1, True), False, False),
+        ("group_norm_nhwc_backward_cooperative_kernel", "backward", "float32", (1, 8, 1, True), False, True),
+        ("group_norm_nhwc_stream_moments_kernel", "forward", "float32", (1, 10, 1023, True), True, False),
+    ],
+    "layer_norm": [
+        ("layer_norm_backward_tile_kernel", "backward", "float32", 15, True, False),
+        ("layer_norm_forward_sweep_kernel", "backward", "bfloat16", 65535, True, True),
+        ("layer_norm_forward_resident_kernel", "forward", "float32", 5120, True, False),
+    ],
+}
+
+
+@pytest.mark.parametrize("operation", KERNELS)
+def test_no_lane_adds_an_unrounded_product_to_the_value_of_another_lane(operation):
+    calls = [(kernel, (operation, *call)) for kernel, *call in KERNELS[operation]]
+    found = compile_elsewhere(ADDENDS, json.dumps(calls))
+    assert found == dict.fromkeys(found, 0)
