@@ -125,7 +125,7 @@ def piece_moments(
     if not IS_RMS:
         inverse = 1.0 / tl.maximum(count, 1.0)
         square = tl.maximum(square - shift * shift * inverse, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        shift = shift * inverse
+        shift = rounded_product(shift, inverse, FAST)
     return count, mean, shift, square
 
 

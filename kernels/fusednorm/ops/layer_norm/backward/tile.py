@@ -248,10 +248,12 @@ def layer_norm_backward_tile_kernel(
                 new_dweights = new_dweights + (dweights[i] + dz * x_hat,)
             if dbias_partial_ptr is not None:
                 new_dbiases = new_dbiases + (dbiases[i] + dz,)
+            g = dz * weight
             if i == 0:
-                g = multiply_terms(dz, weight, FAST)
-            else:
-                g = dz * weight
+                # Not g itself: if one of its columns is a rounded product, some specialisations spill.
+                total = multiply_terms(dz, weight, FAST)
+                if not EVEN:
+                    total = tl.where(col_masks[i], total, 0.0)
             if not EVEN:
                 # Past the row's end x_hat is not zero, and without a weight g may not be zero either.
                 g = tl.where(col_masks[i], g, 0.0)
@@ -261,7 +263,6 @@ def layer_norm_backward_tile_kernel(
         dbiases = new_dbiases
 
         products = multiply_terms(gs[0], x_hats[0], FAST)
-        total = gs[0]
         for i in tl.static_range(1, CHUNKS):
             products += gs[i] * x_hats[i]
             total += gs[i]
