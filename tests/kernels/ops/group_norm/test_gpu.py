@@ -86,6 +86,15 @@ def test_many_samples_and_many_channels_have_gradients_of_scale_and_shift(shape,
         torch.testing.assert_close(getattr(actual, name).double(), wanted.double(), rtol=1e-5, atol=atol)
 
 
+def test_programs_that_share_groups_never_wait_in_vain(device):
+    # Some sums of many calls are read late; once in 5,000 calls, they had been replaced by then.
+    case = make_case((64, 256, 16, 16), 32, torch.float32, device, True, activation="silu")
+    dy, statistics = torch.randn_like(case.x), case.forward(ours, stats=True)
+    for _ in range(40_000):
+        case.backward(ours, dy, mean=statistics.mean, rstd=statistics.rstd)
+    torch.cuda.synchronize()
+
+
 @pytest.mark.parametrize("groups", [1, 32])
 @pytest.mark.parametrize("last", [False, True])
 def test_more_elements_than_an_int32_counts(groups, last, device):

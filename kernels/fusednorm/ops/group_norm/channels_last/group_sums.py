@@ -8,9 +8,9 @@ of `jit.exchange`.
 
 Slots are those of `post_pairs`: one for a group's total, followed by one for each contributor.  Rounds use DEPTH
 sets of slots in turn; DEPTH is a power of two.  A program that collects the totals of round n - LAG before it posts
-its parts of round n needs DEPTH >= LAG: the leader has then read the parts of round n - LAG; and before it posts
-another total in the same slot, all contributors have posted parts of that round.  Without a leader it needs DEPTH
->= 2 * LAG, as rounds of `jit.exchange` do.
+its parts of round n needs DEPTH >= LAG: all warps of the leader have then read the parts of round n - LAG; and
+before it posts another total in the same slot, all contributors have posted parts of that round.  Without a leader
+it needs DEPTH >= 2 * LAG, as rounds of `jit.exchange` do.
 """
 
 import triton
@@ -54,4 +54,8 @@ def post_totals(
         present = (slot < contributors) & (slot % OVERLAP <= blocks)
         total_ptr = slots_of_group(exchange_ptr, team, tag, group, team_groups, contributors, DEPTH)
         g, g_xhat = total_of_parts(total_ptr, tag, present, SLOTS, FAST)
+        # Every warp waits for the parts itself.  Once a total is posted, contributors may replace their parts, for
+        # which a slower warp would then wait forever.
+        if FAST:
+            tl.debug_barrier()
         post_pairs(total_ptr, member >= 0, tag, g, g_xhat)
