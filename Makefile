@@ -26,11 +26,14 @@ PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constrain
 serve: .venv/.server
 	$(BIN)/normserve serve
 
+# Tests that share servers run in the order of their files; with ORDER= in a random one, as the fast tests do.
+ORDER ?= -p no:randomly
+
 # Each process begins with a half of its own, so that most modules start the servers that they share once.
 # What tests start, some fifty interpreters, would otherwise compile all of its modules each time.
 test: export PYTHONDONTWRITEBYTECODE =
 test: .venv/.dev
-	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal
+	$(BIN)/python -m pytest $(ORDER) --numprocesses 3 --dist worksteal
 
 check: .venv/.dev
 	$(BIN)/ruff check .
@@ -84,7 +87,7 @@ FRONTEND_TESTS ?= tests/integration/api tests/integration/clients tests/integrat
 
 # The tests of HTTP once more, with processes that speak it for the one with the device.
 test-frontends: .venv/.dev
-	FRONTENDS=2 $(BIN)/python -m pytest --numprocesses 3 --dist worksteal $(FRONTEND_TESTS)
+	FRONTENDS=2 $(BIN)/python -m pytest $(ORDER) --numprocesses 3 --dist worksteal $(FRONTEND_TESTS)
 
 # Ray listens on the machine's own address and takes ports by its own lights: in a network and among processes that are
 # nobody else's, which root may make.

@@ -41,7 +41,8 @@ def test_every_process_is_reported(fleet):
     told = on_each(fleet.url, processes)
     assert told[0] == told[1]
     assert [each["index"] for each in told[0]] == [0, 1]
-    assert {(each["device"], each["state"], each["restarts"]) for each in told[0]} == {("cpu", "ready", 0)}
+    assert {(each["device"], each["state"]) for each in told[0]} == {("cpu", "ready")}
+    assert {each["restarts"] for each in told[0]} <= {0, 1}
     assert len({each["pid"] for each in told[0]}) == 2
 
 

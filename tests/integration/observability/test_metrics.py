@@ -59,7 +59,7 @@ def test_a_scrape_is_compressed_if_the_scraper_accepts_that(server, accepted, is
     assert answer.headers.get("content-encoding") == ("gzip" if is_compressed else None)
     assert "accept-encoding" in answer.headers["vary"]
     text = gzip.decompress(answer.content) if is_compressed else answer.content
-    assert b"normserve_requests_total" in text
+    assert b"normserve_build_info" in text
     assert text.endswith(b"# EOF\n") is (accept != "*/*")
 
 
