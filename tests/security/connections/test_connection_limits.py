@@ -201,19 +201,21 @@ def test_room_of_a_process_that_dies_is_given_back(limited, until):
 
 
 def test_two_thousand_slow_connections_leave_room_for_others(launched, until):
-    """From one address; by the defaults, as far as this process may open sockets."""
+    """From one address; by the default limits, as far as this process may open sockets."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < 3000:
         pytest.skip("this system allows too few descriptors")
     with contextlib.ExitStack() as stack:
         stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 3000), hard))
-        server = launched()
+        # On a busy machine they need longer than a header may take.
+        server = launched("--header-timeout-s", "100")
         for _ in range(2000):
             stack.enter_context(Connection(server.address)).send(b"GET /livez HT")
         with server.client() as api:
             assert_alive(api)
-            assert connections(api) == 2001
+            # Front ends say at intervals how many they have.
+            until(lambda: connections(api) == 2001)
 
 
 @pytest.mark.parametrize("more", [(), ("--devices", "cpu,cpu")], ids=["one", "fleet"])
