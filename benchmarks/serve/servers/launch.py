@@ -46,14 +46,17 @@ class Served:
 
 
 @contextlib.contextmanager
-def process(command: list[str], cores: set[int], environment: Mapping[str, str]) -> Iterator[subprocess.Popen[str]]:
-    """A process on these cores, ended with the context."""
+def process(
+    command: list[str], cores: set[int], environment: Mapping[str, str], stdin: int | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    """A process on these cores, ended with the context; `stdin` as subprocess has it."""
 
     def pin() -> None:
         os.sched_setaffinity(0, cores)
 
     running = subprocess.Popen(
         command,
+        stdin=stdin,
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, **environment},
