@@ -5,7 +5,7 @@ BIN := .venv/bin
 
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: serve test test-fast test-versions release-check check docs test-defaults test-frontends test-gpu sanitize test-kserve test-ray bench bench-serve bench-serve-gpu bench-peers plots fingerprints load fuzz chaos image test-image warm-image sbom
+.PHONY: serve test test-fast test-versions release-check check docs test-defaults test-frontends corpus test-gpu sanitize test-kserve test-ray bench bench-serve bench-serve-gpu bench-peers plots fingerprints load fuzz chaos image test-image warm-image sbom
 .DEFAULT_GOAL := serve
 
 .venv/bin/python:
@@ -88,6 +88,10 @@ FRONTEND_TESTS ?= tests/integration/api tests/integration/clients tests/integrat
 # The tests of HTTP once more, with processes that speak it for the one with the device.
 test-frontends: .venv/.dev
 	FRONTENDS=2 $(BIN)/python -m pytest $(ORDER) --numprocesses 3 --dist worksteal $(FRONTEND_TESTS)
+
+# What a client, an operator and the audit trail see of every transport, compared with what is recorded of it.
+corpus: .venv/.dev
+	$(BIN)/python -m tests.corpus replay
 
 # Ray listens on the machine's own address and takes ports by its own lights: in a network and among processes that are
 # nobody else's, which root may make.

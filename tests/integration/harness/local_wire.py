@@ -70,13 +70,18 @@ class LocalConnection:
 
     def grow(self, nbytes: int = 2**20) -> int:
         """The number of a new segment."""
-        answer = self.request(frames.Grow(nbytes))
-        assert answer.status == 200, answer
-        assert answer.segment is not None
-        descriptor = self._descriptors.pop()
-        self.segments[answer.segment] = map_segment(descriptor)
-        os.close(descriptor)
+        answer = self.request_segment(nbytes)
+        assert answer.segment is not None, answer
         return answer.segment
+
+    def request_segment(self, nbytes: int) -> frames.Answer:
+        """Ask for a segment and map it, if the server grants it."""
+        answer = self.request(frames.Grow(nbytes))
+        if answer.segment is not None:
+            descriptor = self._descriptors.pop()
+            self.segments[answer.segment] = map_segment(descriptor)
+            os.close(descriptor)
+        return answer
 
     def array(self, segment: int, offset: int, shape, dtype=np.float32) -> np.ndarray:
         count = int(np.prod(shape))

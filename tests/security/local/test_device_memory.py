@@ -12,36 +12,15 @@ import httpx
 import numpy as np
 import pytest
 from normserve.codec import local_frames as frames
-from normserve.memory.device_segments import Device, DeviceSegment
 
+from tests.integration.harness.device_wire import DeviceConnection
 from tests.integration.harness.local_wire import LocalConnection
-from tests.service.memory.fake_driver import GRANULARITY, FakeDriver
+from tests.service.memory.fake_driver import GRANULARITY
 
 SCRIPT = str(Path(__file__).parents[2] / "integration" / "harness" / "device_server.py")
 ROOT = Path(__file__).parents[3]
 X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(2, 12)
 QUOTA = 6 * GRANULARITY
-
-
-class Wire(LocalConnection):
-    """With segments of the device's memory."""
-
-    def __init__(self, path) -> None:
-        self.driver = FakeDriver()
-        self.mapped: dict[int, DeviceSegment] = {}
-        super().__init__(path)
-
-    def grow_device(self, nbytes: int = 1) -> int:
-        answer = self.request(frames.Grow(nbytes, "device"))
-        assert answer.status == 200, answer
-        descriptor = self._descriptors.pop()
-        device = Device.find(answer.device, self.driver)
-        self.mapped[answer.segment] = device.open(descriptor, answer.nbytes, DeviceSegment)
-        os.close(descriptor)
-        return answer.segment
-
-    def view(self, number: int) -> np.ndarray:
-        return np.frombuffer(self.driver.content(self.mapped[number].address), np.float32)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +36,7 @@ def serving(launched, path):
 
 @pytest.fixture
 def wire(serving, path):
-    with Wire(path) as wire:
+    with DeviceConnection(path) as wire:
         yield wire
         # Whatever came before.
         number = wire.grow_device()
@@ -128,7 +107,7 @@ def test_the_memories_do_not_mix(wire):
 
 def test_anothers_segment_is_not_there(wire, path):
     numbers = [wire.grow_device(), wire.grow_device()]
-    with Wire(path) as other:
+    with DeviceConnection(path) as other:
         own = other.grow_device()
         for number in numbers:
             if number != own:
@@ -192,7 +171,7 @@ def test_a_client_that_is_killed_amid_replays_harms_nobody(serving, path, wire, 
     wire.view(number)[:24] = X.flatten()
     for _ in range(5):
         wire.request(forward(number))
-    with Wire(path) as other:
+    with DeviceConnection(path) as other:
         theirs = other.grow_device()
         for _ in range(5):
             other.request(forward(theirs))
@@ -208,7 +187,7 @@ def test_a_client_that_is_killed_amid_replays_harms_nobody(serving, path, wire, 
 def test_connecting_anew_does_not_get_past_the_quota(serving, path, until):
     held = []
     for _ in range(8):
-        with Wire(path) as wire:
+        with DeviceConnection(path) as wire:
             number = wire.grow_device(QUOTA // 2)
             held.append(wire.mapped[number])
             wire.view(number)[:] = 1
@@ -217,7 +196,7 @@ def test_connecting_anew_does_not_get_past_the_quota(serving, path, until):
                 wire.send(frames.Free(number))
             wire.segments.clear()
         assert device_bytes(serving) <= QUOTA
-    with Wire(path) as wire:
+    with DeviceConnection(path) as wire:
         assert wire.request(frames.Grow(QUOTA + 1, "device")).status == 413
         kept = 0
         while (answer := wire.request(frames.Grow(GRANULARITY, "device"))).status == 200:
@@ -232,9 +211,9 @@ def test_connecting_anew_does_not_get_past_the_quota(serving, path, until):
 CLIENT = """
     import sys
     from normserve.codec import local_frames as frames
-    from tests.integration.harness.local_wire import LocalConnection
-    from tests.security.local.test_device_memory import Wire, forward
-    wire = Wire(sys.argv[1])
+    from tests.integration.harness.device_wire import DeviceConnection
+    from tests.security.local.test_device_memory import forward
+    wire = DeviceConnection(sys.argv[1])
     number = wire.grow_device(2 ** 22)
     print("ready", flush=True)
     while True:
@@ -256,7 +235,7 @@ def test_a_process_that_is_killed_gives_its_memory_back(launched, tmp_path, unti
             assert device_bytes(serving) == 2**22
             client.send_signal(signal.SIGKILL)
         until(lambda: device_bytes(serving) == 0)
-    with Wire(path) as wire:
+    with DeviceConnection(path) as wire:
         number = wire.grow_device()
         wire.send(frames.Free(number))
         assert wire.request(forward(number)).status == 422
