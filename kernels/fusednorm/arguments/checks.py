@@ -115,8 +115,7 @@ def check_tensor(name: str, tensor: Tensor, like: Tensor | None = None) -> None:
         KernelInputError: wrong dtype, device or shape, or a lazy negation (`torch.conj(z).imag`), whose memory
             holds values of the opposite sign.
     """
-    if tensor.is_neg():
-        raise KernelInputError(f"{name} is a lazily negated view: kernels read memory, so call resolve_neg() first")
+    _check_sign(name, tensor)
     if tensor.dtype not in FLOAT_DTYPES:
         raise KernelInputError(f"{name} must be float32, float16 or bfloat16, got {tensor.dtype}")
     if tensor.device.type != "cuda" and not INTERPRETED and not stands_in(tensor.device):
@@ -126,6 +125,11 @@ def check_tensor(name: str, tensor: Tensor, like: Tensor | None = None) -> None:
             raise KernelInputError(f"{name} must be on x's device {like.device}, got {tensor.device}")
         if tensor.shape != like.shape:
             raise KernelInputError(f"{name} must have x's shape {list(like.shape)}, got {list(tensor.shape)}")
+
+
+def _check_sign(name: str, tensor: Tensor) -> None:
+    if tensor.is_neg():
+        raise KernelInputError(f"{name} is a lazily negated view: kernels read memory, so call resolve_neg() first")
 
 
 def has_heads(weight: Tensor | None, bias: Tensor | None) -> bool:
@@ -160,12 +164,13 @@ def check_statistics(mean: Tensor | None, rstd: Tensor | None, shape: torch.Size
     """Check that saved statistics are each None or contiguous float32 of `shape` on x's device.
 
     Raises:
-        KernelInputError: wrong dtype, device or shape.
+        KernelInputError: wrong dtype, device or shape, or a lazy negation.
         UnsupportedShapeError: not contiguous.
     """
     for name, tensor in (("mean", mean), ("rstd", rstd)):
         if tensor is None:
             continue
+        _check_sign(name, tensor)
         if tensor.dtype != torch.float32 or tensor.device != x.device or tensor.shape != shape:
             raise KernelInputError(
                 f"{name} must be float32 {list(shape)} on {x.device}, "

@@ -56,6 +56,17 @@ def test_lazily_negated_views_are_refused(x):
         layer_norm_forward(x, negated)
 
 
+@pytest.mark.parametrize("name", ["mean", "rstd"])
+def test_lazily_negated_statistics_are_refused(x, name):
+    statistics = {each: torch.rand(4, device=x.device) for each in ("mean", "rstd")}
+    statistics[name] = torch._neg_view(statistics[name])
+    with pytest.raises(KernelInputError, match=f"{name} is a lazily negated view"):
+        layer_norm_backward(x, x, **statistics)
+    grouped = {each: tensor[:, None] for each, tensor in statistics.items()}
+    with pytest.raises(KernelInputError, match=f"{name} is a lazily negated view"):
+        group_norm_backward(x, x, num_groups=1, **grouped)
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="compiled kernels take no tensor without memory")
 @pytest.mark.parametrize(
     "run", [layer_norm_forward, lambda x: layer_norm_backward(x, x), lambda x: layer_norm_chain(x, [None])]
