@@ -164,6 +164,16 @@ def test_lazily_negated_views_and_wrong_tensors_are_refused_after_right_ones(nat
         samples.call(activation=["silu"])
 
 
+@pytest.mark.parametrize("what", rows.WRONG_BACKWARD)
+def test_wrong_statistics_and_gradients_are_refused_after_right_ones(what, natively, plans):
+    rows.backward()
+    rows.backward(dresidual_out=torch.randn(3, rows.COLS))
+    with pytest.raises((fusednorm.KernelInputError, fusednorm.UnsupportedShapeError)):
+        rows.backward(**rows.WRONG_BACKWARD[what])
+    assert not natively.launched
+    assert natively.is_repeated(rows.backward)
+
+
 def test_kinds_are_bounded_and_the_oldest_goes(natively, plans, host_extension):
     set_up(host_extension, autograd._backward, 3, natively.launch)
     for eps in (1.0, 2.0, 3.0, 4.0):

@@ -22,6 +22,30 @@ def call(x=None, weight=WEIGHT, bias=BIAS, **options):
     return fusednorm.layer_norm_forward(torch.randn(3, COLS) if x is None else x, weight, bias, **options)
 
 
+def backward(**changed):
+    """A backward pass of three rows from saved statistics, with other arguments where they are given."""
+    given = {"mean": torch.randn(3), "rstd": torch.rand(3) + 0.5} | changed
+    dy, x = given.pop("dy", torch.randn(3, COLS)), torch.randn(3, COLS)
+    return fusednorm.layer_norm_backward(dy, x, WEIGHT, BIAS, **given)
+
+
+WRONG_BACKWARD = {
+    "one statistic": {"mean": None},
+    "statistics of more rows": {"mean": torch.randn(4), "rstd": torch.rand(4)},
+    "statistics of fewer rows": {"mean": torch.randn(2), "rstd": torch.rand(2)},
+    "statistics' axes": {"mean": torch.randn(3, 1), "rstd": torch.rand(3, 1)},
+    "the mean's shape": {"mean": torch.randn(4)},
+    "rstd's shape": {"rstd": torch.rand(1)},
+    "statistics' strides": {"mean": torch.randn(6)[::2], "rstd": torch.rand(6)[::2]},
+    "statistics' dtype": {"mean": torch.randn(3).half(), "rstd": torch.rand(3).half()},
+    "the mean's sign": {"mean": torch._neg_view(torch.randn(3))},
+    "dy's rows": {"dy": torch.randn(4, COLS)},
+    "dy's columns": {"dy": torch.randn(3, COLS - 1)},
+    "the outside gradient's rows": {"dresidual_out": torch.randn(4, COLS)},
+}
+"""Changes of `backward` that make it wrong."""
+
+
 class Operands:
     """Tensors of one call of each pass; each has memory of its own."""
 

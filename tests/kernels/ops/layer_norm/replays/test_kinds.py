@@ -12,7 +12,7 @@ from fusednorm.policy import waiting
 from fusednorm.results import Forward
 
 from tests.kernels.api.norm_calls import Dispatched
-from tests.kernels.ops.layer_norm.replays.operands import BIAS, COLS, WEIGHT, call
+from tests.kernels.ops.layer_norm.replays.operands import BIAS, COLS, WEIGHT, WRONG_BACKWARD, backward, call
 
 # Its driver stands in for one that is absent; launch/test_launches_gpu.py has the real one.
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs interpreted kernels")
@@ -108,6 +108,17 @@ def test_wrong_calls_are_refused_after_right_ones(what, replaying):
         with pytest.raises((fusednorm.KernelInputError, fusednorm.UnsupportedShapeError)):
             call(**WRONG[what])
     assert not replaying.launched
+
+
+@pytest.mark.parametrize("what", WRONG_BACKWARD)
+def test_wrong_backward_calls_are_refused_after_right_ones(what, replaying, plans):
+    backward()
+    backward(dresidual_out=torch.randn(3, COLS))
+    for _ in range(2):
+        with pytest.raises((fusednorm.KernelInputError, fusednorm.UnsupportedShapeError)):
+            backward(**WRONG_BACKWARD[what])
+    assert not replaying.launched
+    assert replaying.is_repeated(backward)
 
 
 def test_kinds_are_bounded_and_the_oldest_goes(replaying, monkeypatch):
