@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 import msgspec
+from normserve.admission.keys import Keyring
 from normserve.admission.permits import Limits
 from normserve.codec import local_frames as frames
 from normserve.layers.registry import LayerRegistry
@@ -68,8 +69,11 @@ class Client:
         left: segments of the connection, once it has ended.
     """
 
-    def __init__(self, *, most_requests: int = 1000, pid: int | None = None) -> None:
-        """Args: pid: what the kernel says of the client's process, which is this one."""
+    def __init__(self, *, most_requests: int = 1000, pid: int | None = None, keys: Keyring | None = None) -> None:
+        """Args:
+        pid: what the kernel says of the client's process, which is this one.
+        keys: None where no key is asked for.
+        """
         self.scene = Scene()
         self.engine, self.executor = self.scene.engine, self.scene.executor
         self.limits = Limits(max_requests=most_requests, max_bytes=2**40)
@@ -85,7 +89,7 @@ class Client:
         self.service = Service(
             operations,
             LayerMessages(operations, None, self.progress),
-            None,
+            keys,
             Refusals(),
             self.scene.metrics,
             self.progress,
