@@ -221,16 +221,12 @@ class Engine:
         if not self._replies.forget(job):
             self._withdraw(job)
 
-    def abandon(self, job: NormJob) -> None:
-        """The client of a job has left: take it out of the queue, or drop its result."""
-        self._withdraw(job)
-        self._replies.refuse((job,), ClientLeftError("the client left before its result was ready"))
-
     def withdraw(self, job: NormJob) -> None:
         """The client does not want a job any more: one that waits is refused, one that runs has its result."""
         if self._replies.has_begun(job):
             return
-        self.abandon(job)
+        self._withdraw(job)
+        self._replies.refuse((job,), ClientLeftError("the client left before its result was ready"))
 
     def _is_compiled(self, job: NormJob) -> bool:
         """Whether a job may run now; if not, it will be queued once its kernels are there.

@@ -50,9 +50,9 @@ class Computations:
             self._service.operations.engine.withdraw(job)
 
     def abandon(self) -> None:
-        """The client is gone."""
+        """The client is gone: what waits is refused; what runs keeps its permit until the device is done."""
         for job in tuple(self.jobs):
-            self._service.operations.engine.abandon(job)
+            self._service.operations.engine.withdraw(job)
 
     def _run(self, asked: "_Asked") -> None:
         """Have an operation run; it is answered from the engine's own callback, without a task that waits."""

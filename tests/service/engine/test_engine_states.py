@@ -67,10 +67,13 @@ class Serving(RuleBasedStateMachine):
     def leave(self, data, cancels, as_a_launch_ends):
         gone = self.drawn(data)
         was_launched = gone in self.launched
-        steps = [lambda: self.asked[gone].cancel() if cancels else self.scene.engine.abandon(gone)]
+        steps = [lambda: self.asked[gone].cancel() if cancels else self.scene.engine.withdraw(gone)]
         if as_a_launch_ends and self.executor.running and not cancels:
             steps.append(self.executor.finish)
         self.play(*steps)
+        if was_launched and not cancels:
+            # It has its result, once it is there.
+            return
         assert self.asked[gone].done()
         assert cancels or isinstance(self.asked[gone].exception(), ClientLeftError)
         if not was_launched:

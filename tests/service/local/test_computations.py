@@ -1,6 +1,7 @@
-"""Operations of local clients: their deadlines and permits."""
+"""Operations of local clients: their deadlines, their permits, and the memory of those that are abandoned."""
 
 import asyncio
+import gc
 import hashlib
 import time
 
@@ -112,3 +113,35 @@ def test_a_key_has_no_more_inside_than_its_quota(limit, status):
         client.wire.close()
 
     asyncio.run(asyncio.wait_for(run(), 20))
+
+
+def test_who_leaves_keeps_the_permit_and_the_memory_of_what_runs_until_the_device_is_done():
+    async def body(client):
+        client.send(client.compute(), 1)
+        await turn()
+        client.wire.close()
+        # Nobody but the job that runs has the segment now.
+        client.left.clear()
+        await turn()
+        gc.collect()
+        assert client.limits.requests == 1
+        assert client.memory.nbytes == MIB
+        client.executor.finish()
+        await turn()
+        gc.collect()
+        assert client.limits.requests == 0
+        assert client.memory.nbytes == 0
+
+    played(body)
+
+
+def test_who_leaves_is_counted_as_such():
+    async def body(client):
+        client.send(client.compute(), 1)
+        await turn()
+        client.wire.close()
+        client.executor.finish()
+        await turn()
+        assert 'code="499"' in client.scene.metrics.render().decode()
+
+    played(body)
