@@ -1,11 +1,16 @@
-"""The exit code of several processes, and which of their ends is the end of all."""
+"""The exit code of several processes, which of their ends is the end of all, and who is told to stop when."""
 
 import asyncio
+import os
 import signal
+import socket
 
 import pytest
+from normserve.process import supervisor
 from normserve.process.supervisor import Fleet
 from normserve.settings import Settings
+
+from tests.service.process.fake_processes import FakeProcesses
 
 
 @pytest.fixture
@@ -62,3 +67,80 @@ def test_the_first_that_failed_decides(fleet, later):
 
     asyncio.run(run())
     assert fleet._exit_code == 2
+
+
+@pytest.fixture
+def processes(tmp_path, monkeypatch):
+    return FakeProcesses(tmp_path, monkeypatch)
+
+
+def settings_for(owners: int, **more) -> Settings:
+    return Settings(devices=",".join(["cpu"] * owners), port=0, **more)
+
+
+@pytest.mark.parametrize("code", [0, 1, 2])
+def test_the_code_of_a_process_that_was_told_to_stop_is_the_servers(processes, code):
+    processes.let("owner", f"def at_signal(): sys.exit({code})")
+    assert processes.run(settings_for(1), lambda: processes.until("owner ready")) == code
+
+
+def test_a_process_that_hangs_is_killed_and_started_again(processes, caplog):
+    processes.let("owner", "if not count('ready'): note('ready'); send(READY); time.sleep(60)")
+
+    async def play() -> None:
+        await processes.until("owner ready", 2)
+
+    assert processes.run(settings_for(1, hang_s=0.5), play) == 0
+    said = [record.getMessage() for record in caplog.records]
+    assert any("has given no sign" in each and "is killed" in each for each in said)
+    assert processes.journal[:2] == ["owner ready"] * 2
+
+
+def test_front_ends_are_linked_and_told_to_stop_once_the_owners_have_ended(processes):
+    processes.let("owner", "def at_signal(): beat(0.1); note('ends'); sys.exit(0)")
+
+    async def play() -> None:
+        for role in ("owner", "front_end"):
+            await processes.until(f"{role} linked")
+
+    assert processes.run(settings_for(1, frontends="1"), play) == 0
+    assert processes.journal[-3:] == ["owner told", "owner ends", "front_end told"]
+
+
+def test_the_second_signal_is_for_all(processes):
+    processes.let("owner", "def at_signal(): count('told') > 1 and sys.exit(0)")
+
+    async def play() -> None:
+        for role in ("owner", "front_end"):
+            await processes.until(f"{role} ready")
+        os.kill(os.getpid(), signal.SIGTERM)
+        await processes.until("owner told")
+        assert "front_end told" not in processes.journal
+
+    assert processes.run(settings_for(1, frontends="1"), play) == 0
+    assert processes.journal.count("owner told") == 2
+    assert "front_end told" in processes.journal
+
+
+def test_connections_are_spread_evenly_and_closed_with_their_process_s_end_of_them(processes, monkeypatch):
+    listeners = []
+    url_of = supervisor.url_of
+    monkeypatch.setattr(
+        supervisor, "url_of", lambda listener, **more: (listeners.append(listener), url_of(listener, **more))[1]
+    )
+
+    def served_by(address) -> bytes:
+        with socket.create_connection(address, timeout=10) as client:
+            said = client.recv(100)
+            # No process keeps a copy of it.
+            assert client.recv(1) == b""
+            return said
+
+    async def play() -> None:
+        while not listeners:
+            await asyncio.sleep(0.005)
+        address = listeners[0].getsockname()
+        by = [await asyncio.to_thread(served_by, address) for _ in range(4)]
+        assert sorted(map(by.count, by)) == [2, 2, 2, 2]
+
+    assert processes.run(settings_for(2), play) == 0
