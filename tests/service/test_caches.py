@@ -1,0 +1,147 @@
+"""Whatever clients and callers send, what is remembered of it has a bound."""
+
+import functools
+import importlib
+import io
+import itertools
+import os
+import pkgutil
+import sys
+
+import fusednorm
+import normserve
+import numpy as np
+import pytest
+from normserve.client.calls import operations
+from normserve.client.http.address import Address
+from normserve.client.http.direct import Requests
+from normserve.client.local.arena import Arena
+from normserve.client.local.memories import NumpyMemory
+from normserve.client.local.recurring import Recurring
+from normserve.client.results import ForwardResult, Timing
+from normserve.http.edge.origins import Origins
+from normserve.http.oip.statistics import Statistics
+from normserve.http.routes.negotiation import Accepted
+from normserve.http.routes.operations import Head
+from normserve.jobs.job import NormSpec, Op, Pass
+from normserve.layers.registry import LayerRegistry
+from normserve.memory.segments import Segment, make_segment
+
+from tests.service.client.local.fake_link import FakeLink
+from tests.service.growth import assert_bounded
+from tests.service.jobs.fake_jobs import layer
+
+UNBOUNDED = {
+    "normserve.codec.json_tensors._nested": "one for each rank, which is bounded",
+    "normserve.client.calls.arrays.numpy_dtype": "one for each dtype",
+    "normserve.client.local.recurring._name": "one for each argument of each operation of the client",
+    "normserve.memory.device_segments._bindings": "one",
+    "fusednorm.devices.device.copy_bandwidth": "one for each device",
+    "fusednorm.devices.device.multiprocessor_count": "one for each device",
+    "fusednorm.devices.device.since_hopper": "one for each device",
+    "fusednorm.launch.workspace._kept": "one for each stream",
+    "fusednorm.warm.driver._has_driver": "one",
+    "fusednorm.warm.stamps._versions": "one",
+}
+"""Functions with a cache without a bound, and why it needs none."""
+
+
+def modules(*packages):
+    for package in packages:
+        for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+            # The one needs Ray, which is an extra; the others run programs.
+            if found.name != "normserve.process.ray" and not found.name.endswith("__main__"):
+                yield importlib.import_module(found.name)
+
+
+def test_functions_remember_so_many_calls():
+    unbounded = set()
+    for module in modules(normserve, fusednorm):
+        for holder in (module, *(each for each in vars(module).values() if isinstance(each, type))):
+            found = [each for each in vars(holder).values() if isinstance(each, functools._lru_cache_wrapper)]
+            names = {f"{each.__module__}.{each.__qualname__}": each.cache_parameters()["maxsize"] for each in found}
+            unbounded |= {name for name, most in names.items() if most is None and name.startswith(module.__name__)}
+    assert unbounded == UNBOUNDED.keys()
+
+
+def test_spellings_of_hosts():
+    origins = Origins(["localhost"])
+    scope = {"type": "http", "method": "POST", "scheme": "http", "path": "/", "client": ("127.0.0.1", 1)}
+    assert_bounded(lambda number: origins.admit(scope, {b"host": b"localhost:%d" % (number + 1)}), 1024)
+
+
+def test_chains_of_layers():
+    layers = LayerRegistry(max_layers=4, max_bytes=1000)
+    for name in "abcd":
+        layers.put(layer(name))
+    named = [",".join(each) for each in itertools.product("abcd", repeat=5)]
+    assert_bounded(lambda number: layers.named(Op.LAYER_NORM_CHAIN, named[number]), 256)
+
+
+def test_headers_of_bodies():
+    file = io.BytesIO()
+    np.save(file, np.zeros((3, 4), np.float32))
+    body = bytearray(file.getvalue())
+
+    def compute(number):
+        spec = NormSpec(Op.LAYER_NORM, Pass.FORWARD, eps=1e-5 + number * 1e-9)
+        head = Head(spec, None, None, Accepted(""), None, is_form=False)
+        head.with_body(memoryview(body), None, pytest.fail)
+
+    assert_bounded(compute, 1024)
+
+
+def test_names_of_models():
+    statistics = Statistics()
+
+    def infer(number):
+        statistics.note_failure(f"model {number}", 0.1)
+        if number % 16 == 0:
+            statistics.forget_others(["layer_norm"])
+
+    assert_bounded(infer, 1024)
+
+
+def test_heads_of_a_clients_requests():
+    requests = Requests(Address("localhost", 80), None, None)
+    x = np.zeros(4, np.float32)
+    assert_bounded(lambda number: requests.request(operations.layer_norm(x, eps=1 + number)), 256)
+
+
+@pytest.fixture
+def arena():
+    descriptor, segment = make_segment(2**20, Segment)
+    os.close(descriptor)
+    arena = Arena()
+    arena.add(5, segment)
+    return arena
+
+
+def test_calls_of_a_client_that_shares_memory(arena):
+    recurring = Recurring(NumpyMemory(arena))
+    x, y = np.zeros((2, 4, 256), np.float32)
+
+    def learn(number):
+        named = {"eps": 1.0 + number}
+        signature = recurring.signature(operations.layer_norm, (x,), named)
+        recurring.learn(signature, operations.layer_norm(x, **named), ForwardResult(y, None, None, None, Timing()))
+
+    assert_bounded(learn, 1024)
+
+
+def test_places_of_results_that_were_there_at_the_same_time(arena):
+    recurring, link = Recurring(NumpyMemory(arena)), FakeLink()
+    x, y = np.zeros((2, 4, 256), np.float32)
+    signature = recurring.signature(operations.layer_norm, (x,), {})
+    recurring.learn(signature, operations.layer_norm(x), ForwardResult(y, None, None, None, Timing()))
+
+    def ask(count):
+        asked = [link.request(recurring, signature) for _ in range(count)]
+        assert all(result is not None for result in asked)
+        link.asked.clear()
+
+    ask(4)
+    before = sys.getallocatedblocks()
+    ask(100)
+    # The arena has parts now; of a place, what was sent for it would be three times as much.
+    assert sys.getallocatedblocks() < before + 8 * 100
