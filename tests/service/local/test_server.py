@@ -1,6 +1,7 @@
 """Connected sockets from their first to their last byte."""
 
 import asyncio
+import os
 import socket
 
 import pytest
@@ -39,3 +40,28 @@ def test_a_connection_whose_client_has_gone_unnoticed_is_swept(loop, monkeypatch
         pairs[1][0].close()
 
     loop(run())
+
+
+@pytest.mark.parametrize("fails", ["user", "socket"])
+def test_a_connection_that_is_refused_is_closed_and_its_place_is_free_again(fails, monkeypatch):
+    def gone(*_):
+        raise OSError("the client has gone")
+
+    async def run():
+        if fails == "socket":
+            monkeypatch.setattr(server.Peer, "of", gone)
+        else:
+            monkeypatch.setattr(os, "geteuid", lambda: 4242)
+        serving = LocalServer(Client().service, Users(""), frame_s=5, send_s=5)
+        ended = []
+        theirs, ours = socket.socketpair()
+        with theirs:
+            theirs.settimeout(5)
+            serving.serve(ours, lambda: ended.append(1))
+            assert (ended, serving.connections, ours.fileno()) == ([1], 0, -1)
+            said = theirs.recv(2**16)
+            assert (b"403" in said) == (fails == "user")
+            assert not said or theirs.recv(1) == b""
+        await serving.close(1)
+
+    asyncio.run(run())

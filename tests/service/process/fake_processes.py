@@ -6,7 +6,7 @@ import os
 import signal
 from pathlib import Path
 
-from normserve.process import supervisor
+from normserve.process import connections, supervisor
 from normserve.process.supervisor import Fleet
 from normserve.settings import Settings
 
@@ -41,6 +41,8 @@ def beat(seconds):
             if not said:
                 sys.exit(7)
             (number,) = struct.unpack("<Q", said)
+            if not descriptors:
+                note("heard " + str(2**64 - number))
             for descriptor in descriptors:
                 take(number, socket.socket(fileno=descriptor))
 
@@ -92,6 +94,7 @@ class FakeProcesses:
         monkeypatch.setattr(supervisor, "FRONT_END", "fake_front_end")
         monkeypatch.setattr(supervisor, "BEAT_S", 0.05)
         monkeypatch.setattr(supervisor, "_FIRST_PAUSE_S", 0.01)
+        monkeypatch.setattr(connections, "_LINGER_S", 0.0)
         for role in ("owner", "front_end"):
             self.let(role, "")
 

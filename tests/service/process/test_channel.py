@@ -5,6 +5,7 @@ import socket
 
 import pytest
 import uvloop
+from normserve.process import channel
 from normserve.process.channel import Channel
 from normserve.process.handover import LINK, NOT_READY, READY, REFUSED, Heard, hand_over, numbered
 
@@ -64,6 +65,23 @@ def test_signs_do_not_pile_up_while_nobody_hears_them(sockets):
     asyncio.run(play())
 
 
+def test_signs_come_as_long_as_the_event_loop_runs(sockets, monkeypatch):
+    monkeypatch.setattr(channel, "BEAT_S", 0.001)
+
+    async def play() -> None:
+        process = Process(sockets[0])
+        process.channel.report(ready=True)
+        process.channel.open()
+        heard = Heard()
+        signs = 0
+        while signs < 5:
+            signs += len(heard.feed(await asyncio.to_thread(sockets[1].recv, 64)))
+        asyncio.get_running_loop().remove_reader(sockets[0])
+
+    sockets[1].settimeout(10)
+    asyncio.run(play())
+
+
 def test_connections_refusals_and_the_end_are_told(sockets):
     async def play() -> None:
         process = Process(sockets[0])
@@ -85,12 +103,13 @@ def test_connections_refusals_and_the_end_are_told(sockets):
                 assert connection.recv(16) == b"first"
                 assert not connection.getblocking()
             process.channel.report_refused("max_connections_per_address")
+            process.channel.request_link()
             on_end()
             (link,) = process.links
             link.close()
         assert process.refused == ["max_connections"]
         refused = REFUSED["max_connections_per_address"]
-        assert Heard().feed(sockets[1].recv(64)) == [NOT_READY, 7, 8, 8, LINK, refused, 7]
+        assert Heard().feed(sockets[1].recv(64)) == [NOT_READY, 7, 8, 8, LINK, refused, LINK, 7]
 
     asyncio.run(play())
 

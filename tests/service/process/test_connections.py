@@ -116,6 +116,23 @@ async def test_refusal_is_an_answer(limits, comes_from):
 
 
 @on_a_loop
+async def test_of_many_that_are_refused_few_linger(limits, comes_from, monkeypatch):
+    monkeypatch.setattr(connections, "_LINGER_S", 0.05)
+    for _ in range(2):
+        limits.admit(comes_from("1.1.1.1"))
+    for _ in range(2):
+        late = [comes_from("1.1.1.1") for _ in range(100)]
+        for each in late:
+            assert limits.admit(each) is None
+        lingering = [each for each in late if each.fileno() >= 0]
+        assert 0 < len(lingering) <= 64
+        while any(each.fileno() >= 0 for each in late):
+            await asyncio.sleep(0.001)
+        for each in late:
+            assert Answer(each.client.recv(65536)).status_code == 503
+
+
+@on_a_loop
 async def test_log_has_one_line_a_second(limits, comes_from, caplog):
     for _ in range(50):
         limits.admit(comes_from("1.1.1.1"))

@@ -4,9 +4,11 @@ import asyncio
 import os
 import signal
 import socket
+import time
 
 import pytest
 from normserve.process import supervisor
+from normserve.process.handover import REFUSED
 from normserve.process.supervisor import Fleet
 from normserve.settings import Settings
 
@@ -96,6 +98,21 @@ def test_a_process_that_hangs_is_killed_and_started_again(processes, caplog):
     assert processes.journal[:2] == ["owner ready"] * 2
 
 
+@pytest.mark.parametrize(("steady_s", "pauses"), [(60.0, ["0.1", "0.2"]), (0.0, ["0.0", "0.0"])])
+def test_a_process_that_ends_soon_is_started_after_longer_and_longer_pauses(
+    processes, monkeypatch, caplog, steady_s, pauses
+):
+    monkeypatch.setattr(supervisor, "_FIRST_PAUSE_S", 0.04)
+    monkeypatch.setattr(supervisor, "_STEADY_S", steady_s)
+    processes.let("owner", "if count('ready') < 2: note('ready'); beat(0.05); sys.exit(9)")
+    began = time.monotonic()
+    assert processes.run(settings_for(1), lambda: processes.until("owner ready", 3)) == 0
+    said = [record.getMessage() for record in caplog.records]
+    assert [each.split()[-2] for each in said if "started again" in each] == pauses
+    assert time.monotonic() - began > 0.1 + 0.04 * (6 if steady_s else 2)
+    assert [record.fields["exit_code"] for record in caplog.records if "started again" in record.msg] == [9, 9]
+
+
 def test_front_ends_are_linked_and_told_to_stop_once_the_owners_have_ended(processes):
     processes.let("owner", "def at_signal(): beat(0.1); note('ends'); sys.exit(0)")
 
@@ -122,25 +139,56 @@ def test_the_second_signal_is_for_all(processes):
     assert "front_end told" in processes.journal
 
 
-def test_connections_are_spread_evenly_and_closed_with_their_process_s_end_of_them(processes, monkeypatch):
+def served_by(family: int, address) -> bytes:
+    """What a connection is sent, to its end."""
+    with socket.socket(family) as client:
+        client.settimeout(10)
+        client.connect(address)
+        return b"".join(iter(lambda: client.recv(1000), b""))
+
+
+def test_connections_are_spread_evenly_and_no_copy_of_one_is_kept(processes, monkeypatch):
     listeners = []
     url_of = supervisor.url_of
     monkeypatch.setattr(
         supervisor, "url_of", lambda listener, **more: (listeners.append(listener), url_of(listener, **more))[1]
     )
 
-    def served_by(address) -> bytes:
-        with socket.create_connection(address, timeout=10) as client:
-            said = client.recv(100)
-            # No process keeps a copy of it.
-            assert client.recv(1) == b""
-            return said
-
     async def play() -> None:
         while not listeners:
             await asyncio.sleep(0.005)
         address = listeners[0].getsockname()
-        by = [await asyncio.to_thread(served_by, address) for _ in range(4)]
+        by = [await asyncio.to_thread(served_by, socket.AF_INET, address) for _ in range(4)]
         assert sorted(map(by.count, by)) == [2, 2, 2, 2]
 
     assert processes.run(settings_for(2), play) == 0
+
+
+def test_local_clients_are_the_owners_and_those_beyond_the_limit_are_counted_there(processes, tmp_path):
+    processes.let(
+        "owner",
+        "def take(number, connection): number == LINK or (send(number), kept.append(connection))\nkept = []",
+    )
+    path = str(tmp_path / "local")
+
+    async def play() -> None:
+        for role in ("owner", "front_end"):
+            await processes.until(f"{role} ready")
+        with socket.socket(socket.AF_UNIX) as first:
+            first.connect(path)
+            refused = await asyncio.to_thread(served_by, socket.AF_UNIX, path)
+            assert b"local_connections" in refused
+            await processes.until(f"owner heard {2**64 - REFUSED['local_connections']}")
+            assert not [line for line in processes.journal if line.startswith("front_end heard")]
+
+    assert processes.run(settings_for(1, frontends="1", local=path, local_connections=1), play) == 0
+
+
+def test_a_connection_that_a_front_end_refuses_is_counted_by_an_owner(processes):
+    processes.let("front_end", f"send({REFUSED['max_connections']})")
+
+    async def play() -> None:
+        await processes.until("front_end ready")
+        await processes.until(f"owner heard {2**64 - REFUSED['max_connections']}")
+
+    assert processes.run(settings_for(1, frontends="1"), play) == 0
