@@ -3,11 +3,14 @@
 import socket
 import struct
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 from normserve.client.deadlines import Deadline
-from normserve.client.http.blocking import filling
+from normserve.client.http.address import Address
+from normserve.client.http.blocking import Sockets, filling
+from normserve.client.http.opening import Trust
 from normserve.client.http.waits import WholeCall
 
 _PATIENCE_S = 1
@@ -58,3 +61,102 @@ def test_there_is_time_when_the_systems_patience_is_over(pair):
     late.start()
     assert filling(WholeCall(Deadline(30)))(ours, memoryview(bytearray(8)), whole=False) == 3
     late.join()
+
+
+LONG = WholeCall(Deadline(60))
+
+
+@pytest.fixture
+def address():
+    """Where connections can be made."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
+        yield Address("127.0.0.1", listener.getsockname()[1])
+
+
+@pytest.fixture
+def nowhere():
+    """Where none can be made."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield Address("127.0.0.1", taken.getsockname()[1])
+
+
+@pytest.fixture
+def sockets():
+    made = Sockets(Trust(False), 2, 30.0)
+    yield made
+    made.close()
+
+
+def late():
+    return WholeCall(Deadline(0.02))
+
+
+def room(sockets, address) -> int:
+    """How many connections can be taken now."""
+    taken = []
+    try:
+        while True:
+            taken.append(sockets.take(address, late())[0])
+    except httpx.PoolTimeout:
+        return len(taken)
+    finally:
+        for each in taken:
+            sockets.give(each)
+
+
+def test_so_many_connections_are_in_use_at_once_and_no_more(sockets, address):
+    assert room(sockets, address) == 2
+    assert room(sockets, address) == 2
+
+
+def test_who_waited_in_vain_takes_nothing(sockets, address):
+    taken = [sockets.take(address, LONG)[0] for _ in range(2)]
+    for _ in range(3):
+        with pytest.raises(httpx.PoolTimeout):
+            sockets.take(address, late())
+    for each in taken:
+        sockets.give(each)
+    assert room(sockets, address) == 2
+
+
+def test_a_connection_that_cannot_be_made_takes_no_place(sockets, address, nowhere):
+    for _ in range(5):
+        with pytest.raises(httpx.ConnectError):
+            sockets.take(nowhere, LONG)
+    assert room(sockets, address) == 2
+
+
+def test_who_waits_is_woken_by_whoever_gives_back(sockets, address):
+    taken = [sockets.take(address, LONG)[0] for _ in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        waiting = [threads.submit(sockets.take, address, LONG) for _ in range(2)]
+        for each in taken:
+            sockets.give(each)
+        again = [each.result(20) for each in waiting]
+    assert [was_used for _, was_used in again] == [True, True]
+    for each, _ in again:
+        sockets.give(each)
+    assert room(sockets, address) == 2
+
+
+def test_what_comes_back_to_a_closed_client_is_closed(sockets, address):
+    connection, _ = sockets.take(address, LONG)
+    idle, _ = sockets.take(address, LONG)
+    sockets.give(idle)
+    sockets.close()
+    assert not idle.is_reusable
+    assert connection.is_reusable
+    sockets.give(connection)
+    assert not connection.is_reusable
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="closed"):
+            sockets.take(address, late())
+
+
+def test_a_connection_that_must_be_new_is(sockets, address):
+    kept, _ = sockets.take(address, LONG)
+    sockets.give(kept)
+    fresh, was_used = sockets.take(address, LONG, fresh=True)
+    assert (fresh is kept, was_used) == (False, False)
+    sockets.give(fresh)
