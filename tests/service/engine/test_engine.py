@@ -35,6 +35,28 @@ async def test_result_comes_back_to_its_own_job(scene):
 
 
 @scene
+async def test_the_time_of_a_launch_counts_once_however_many_share_it(scene):
+    together = [scene.submit(job(rows, 4)) for rows in (1, 2, 3)]
+    await turn()
+    scene.executor.finish()
+    results = [await each for each in together]
+    # Each of them waited for the whole launch.
+    assert [(each.copy_in_s, each.kernel_s, each.copy_out_s) for each in results] == [(0.1, 0.5, 0.2)] * 3
+    lines = [line.rpartition(" ") for line in scene.metrics.render().decode().splitlines() if line[0] != "#"]
+    counted = {name.removeprefix("normserve_"): float(value) for name, _, value in lines}
+    kernel = 'op="layer_norm",pass="forward",dtype="float32"'
+    assert counted[f"kernel_seconds_total{{{kernel}}}"] == 0.5
+    assert counted[f"kernel_bytes_total{{{kernel}}}"] == 6
+    assert counted['transfer_seconds_total{direction="in"}'] == 0.1
+    assert counted['transfer_seconds_total{direction="out"}'] == 0.2
+    assert (counted["batch_requests_count"], counted["batch_requests_sum"], counted["batch_bytes_sum"]) == (
+        1,
+        3,
+        96,
+    )
+
+
+@scene
 async def test_idle_device_never_waits_for_company(scene):
     running = scene.submit(job(1, 4))
     await turn()

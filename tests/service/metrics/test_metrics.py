@@ -79,6 +79,7 @@ def test_launch_is_counted(metrics):
     assert value(metrics, "batch_bytes_sum") == 80
     assert value(metrics, "transfer_bytes_total", direction="in") == 80
     assert value(metrics, "transfer_bytes_total", direction="out") == 80
+    assert value(metrics, "transfer_seconds_total", direction="in") == 0.25
     assert value(metrics, "transfer_seconds_total", direction="out") == 0.125
 
 
