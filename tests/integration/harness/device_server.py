@@ -87,7 +87,7 @@ class DeviceBackend(TorchBackend):
 
 if __name__ == "__main__":
     # What comes again is soon answered without Python code.
-    device_work._CALLS_BEFORE_CAPTURE = 2
+    replays._CALLS_BEFORE_CAPTURE = 2
     device_work._seen = seen
     device_work.results_to_write = lambda job, rows: None
     normserve.http.service.choose_backend = lambda name, threads, slabs, sizes: DeviceBackend(threads, slabs)

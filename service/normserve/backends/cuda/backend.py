@@ -93,7 +93,7 @@ class TritonBackend:
         self._replays = Replays(CudaGraphs())
         self._workspaces: Iterator[Workspace] = iter(())
         self._new_replayer: Callable[..., Replayer] | None = None
-        self._workplaces = Workplaces(self._slabs, fusednorm, self._replays)
+        self._workplaces = Workplaces(self._slabs, fusednorm)
         # What launches have run, each with the bytes of the slab that its results take.
         self._ran: dict[Hashable, int] = {}
 
@@ -188,11 +188,8 @@ class TritonBackend:
             kernel_bytes = kernel_bytes_of(batch, shares)
         else:
             packed_s = time.perf_counter() - began
-            pipeline = self._pipelines[batch.lane]
-            flight = pipeline.start_one(Workplace.compute, workplace)
+            flight = self._pipelines[batch.lane].start_one(Workplace.compute, workplace)
             # While the device computes it.
-            if workplace.is_worth_a_graph:
-                pipeline.aside(workplace.capture)
             shares = workplace.shares()
             kernel_bytes = workplace.kernel_bytes(shares)
 

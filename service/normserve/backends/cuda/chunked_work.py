@@ -26,9 +26,6 @@ log = logging.getLogger(__name__)
 _CHUNK_BYTES = 2 * 2**20
 _MOST_CHUNKS = 16
 
-# A capture takes about as long as such a job itself.
-_CALLS_BEFORE_CAPTURE = 20
-
 # Of tensors and results; larger jobs gain little.
 _MOST_BYTES = 160 * 2**20
 _ALIGNMENT = 256
@@ -101,7 +98,7 @@ def chunked_work(job: NormJob, library: ModuleType, places: Iterator[Workspace])
         def put() -> None:
             place.pipeline.put_parts(copy_in, stages.compute, copy_out, parts=parts, marks=marks)
 
-        repeated = Repeated(put, job.spec, place.replays, _CALLS_BEFORE_CAPTURE)
+        repeated = Repeated(put, job.spec, place.replays)
     return Work(results, kernel_bytes(job, results), place.pipeline, repeated, marks)
 
 

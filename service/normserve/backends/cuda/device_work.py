@@ -36,10 +36,6 @@ log = logging.getLogger(__name__)
 # Of host memory, all tensors and results.
 _MOST_HOST_BYTES = 2**21 + 2**16
 
-# On an H100 a capture and the first replay take 0.08 ms, and each replay, which needs no Python code, saves 0.1 ms
-# of a request.
-_CALLS_BEFORE_CAPTURE = 20
-
 # About as many run at a time.
 _PROGRAMS = 132
 
@@ -79,7 +75,7 @@ class Work:
 
     def compute(self) -> None:
         """Put it on the thread's current stream."""
-        self._repeated.make({})
+        self._repeated.make()
 
     @property
     def is_worth_a_graph(self) -> bool:
@@ -93,7 +89,7 @@ class Work:
 
     def capture(self) -> None:
         """Have it replayed when it comes again; on the stream that it was computed on."""
-        self._repeated.capture({})
+        self._repeated.capture()
 
 
 def is_in_reach(job: NormJob) -> bool:
@@ -132,7 +128,7 @@ def device_work(job: NormJob, library: ModuleType, pipeline: Pipeline, replays: 
     found: Mapping[str, HostTensor] = at_places(job.places, described, kind)
     # What is made in inference mode can be used nowhere else.
     with torch.inference_mode(False):
-        repeated = Repeated(_call(job, found, library), job.spec, replays, _CALLS_BEFORE_CAPTURE)
+        repeated = Repeated(_call(job, found, library), job.spec, replays)
     return Work(found, kernel_bytes(job, found), pipeline, repeated)
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from normserve.backends.cuda.parcels import is_packed, pack, places_of, views
 from normserve.backends.cuda.pinned import PinnedMemory
-from normserve.backends.cuda.replays import Repeated, RepeatedByLayer, Replays
 from normserve.backends.launch import call_of, destinations, parameters_of
 from normserve.backends.tensors import (
     TORCH_DTYPES,
@@ -23,7 +22,7 @@ from normserve.backends.tensors import (
     shape_of,
     split,
 )
-from normserve.jobs.job import Batch, Lane, NormSpec
+from normserve.jobs.job import Batch, NormSpec
 from normserve.jobs.results import Described
 from normserve.memory.host_tensors import HostTensor
 from normserve.memory.slabs import SlabPool, memory_of
@@ -70,31 +69,14 @@ class Workplace:
     """
 
     call: Call
-    _repeated: Repeated | None
     _batch: Batch
     _slab: memoryview
     _layout: _Layout
 
     def compute(self) -> None:
-        """Launch it, with its layer's parameters; what came many times before is replayed."""
-        if self._repeated is None:
-            self.call(**self._parameters())
-        else:
-            self._repeated.make(self._parameters())
-
-    @property
-    def is_worth_a_graph(self) -> bool:
-        """Whether it came so often by now that `capture` pays."""
-        return self._repeated is not None and self._repeated.is_due
-
-    def capture(self) -> None:
-        """Have what is computed here replayed when it comes again; on the stream that it was computed on."""
-        if self._repeated is not None:
-            self._repeated.capture(self._parameters())
-
-    def _parameters(self) -> Mapping[str, Tensor]:
+        """Launch it, with its layer's parameters."""
         layer = self._batch.jobs[0].layer
-        return {} if layer is None else parameters_of(layer.resident)
+        self.call(**({} if layer is None else parameters_of(layer.resident)))
 
     def shares(self) -> tuple[dict[str, HostTensor], ...]:
         """Each job's results, as the host sees them; they keep the slab from going home."""
@@ -108,10 +90,9 @@ class Workplace:
 class Workplaces:
     """Where small batches are computed.  One thread at a time."""
 
-    def __init__(self, slabs: SlabPool, library: ModuleType, replays: Replays) -> None:
+    def __init__(self, slabs: SlabPool, library: ModuleType) -> None:
         self._slabs = slabs
         self._library = library
-        self._replays = replays
         self._layouts: dict[Hashable, _Layout | None] = {}
 
     def prepare(self, batch: Batch) -> Workplace | None:
@@ -127,13 +108,12 @@ class Workplaces:
             # Older than the device's start.
             return None
         pack(batch, slab, layout.offsets)
-        calls: RepeatedByLayer | None = memory.calls.get(layout)
-        if calls is None:
+        call: Call | None = memory.calls.get(layout)
+        if call is None:
             if len(memory.calls) >= _MOST_CALLS:
                 memory.calls.clear()
-            call = layout.call_in(memory, self._library)
-            calls = memory.calls[layout] = RepeatedByLayer(call, layout.spec, self._replays)
-        return Workplace(calls.call, _repeated(batch, calls), batch, slab, layout)
+            call = memory.calls[layout] = layout.call_in(memory, self._library)
+        return Workplace(call, batch, slab, layout)
 
     def _layout_of(self, batch: Batch) -> _Layout | None:
         job = batch.jobs[0]
@@ -153,15 +133,3 @@ class Workplaces:
             layout = _Layout(job.spec, came, goes, offsets, end) if end <= MOST_BYTES else None
         self._layouts[key] = layout
         return layout
-
-
-def _repeated(batch: Batch, calls: RepeatedByLayer) -> Repeated | None:
-    """What may be replayed of a batch: a small job that came alone.
-
-    Those of many spread the host's time over their jobs, and have any number of rows.  And replays share memory for
-    what a launch needs meanwhile, so that all of them follow one another on one stream, their lane's.
-    """
-    if len(batch.jobs) > 1 or batch.lane is not Lane.SMALL:
-        return None
-    layer = batch.jobs[0].layer
-    return calls.of(None if layer is None else layer.resident)

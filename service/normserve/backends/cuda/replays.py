@@ -4,26 +4,21 @@ This module decides which calls are captured and how long a graph is kept.  What
 is up to the caller.
 """
 
-import functools
 import logging
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 log = logging.getLogger(__name__)
 
-# On an H200 a capture and the first replay take 0.6 ms, and each replay saves 15 microseconds: forty pay for them.
-# After as few calls, a client that sends something else after each capture would have a quarter of the time go to
-# captures.  Two hundred take 11 ms with the rest of their turns, which leaves captures a twentieth.
-_CALLS_BEFORE_CAPTURE = 200
+# On an H100 a capture and the first replay take 0.08 ms, and each replay, which needs no Python code, saves 0.1 ms
+# of a request.  A capture of a large job's chunks takes about as long as the job itself.
+_CALLS_BEFORE_CAPTURE = 20
 
-# Of all slabs and requests together.  Each takes 0.1 MiB of the device's memory (measured on an H100).
+# Of all requests together.  Each takes 0.1 MiB of the device's memory (measured on an H100).
 _MOST_GRAPHS = 1024
 
-# Those whose calls a slab counts, for each kind of call.
-_MOST_LAYERS = 256
-
-Call = Callable[..., Any]
+Call = Callable[[], object]
 
 
 class Graph(Protocol):
@@ -36,7 +31,7 @@ class Graph(Protocol):
 class Graphs(Protocol):
     """Where graphs come from."""
 
-    def capture(self, call: Callable[[], object]) -> Graph:
+    def capture(self, call: Call) -> Graph:
         """What a call puts on the thread's current stream, recorded and not run.
 
         Whatever fails, the stream takes work as before.
@@ -46,23 +41,20 @@ class Graphs(Protocol):
 class Repeated:
     """One call with the same tensors each time."""
 
-    def __init__(self, call: Call, what: object, replays: "Replays", calls: int | None = None) -> None:
+    def __init__(self, call: Call, what: object, replays: "Replays") -> None:
         """Make it.
 
         Args:
-            call: wants a layer's parameters by name; they are given each time and not held.
             what: its name in the log.
             replays: of whose graphs it has one.
-            calls: after how many it is worth a graph; many by default.
         """
-        self._calls = _CALLS_BEFORE_CAPTURE if calls is None else calls
         self._call = call
         self._what = what
         self._replays = replays
         self._times = 0
         self._graph: Graph | None = None
 
-    def make(self, parameters: Mapping[str, object]) -> None:
+    def make(self) -> None:
         """Make the call, or replay it."""
         if self._graph is not None:
             try:
@@ -71,7 +63,7 @@ class Repeated:
             except Exception as error:
                 # A device that has failed fails the call as well.
                 self._stay_as_it_is(error)
-        self._call(**parameters)
+        self._call()
         self._times += 1
 
     @property
@@ -82,13 +74,13 @@ class Repeated:
     @property
     def is_due(self) -> bool:
         """Whether it was made so often that it is worth a graph now."""
-        return self._times == self._calls
+        return self._times == _CALLS_BEFORE_CAPTURE
 
-    def capture(self, parameters: Mapping[str, object]) -> None:
+    def capture(self) -> None:
         """Replay it from now on, or never; raises nothing.  Called where it is made, but not in its time."""
         self._times += 1
         try:
-            self._graph = self._replays.capture(self, functools.partial(self._call, **parameters))
+            self._graph = self._replays.capture(self, self._call)
         except Exception as error:
             self._stay_as_it_is(error)
 
@@ -99,7 +91,7 @@ class Repeated:
 
     def _stay_as_it_is(self, error: Exception) -> None:
         self._graph = None
-        # The text alone: an error's frames hold the parameters.
+        # The text alone: an error's frames hold the call's tensors.
         log.warning("%s is called and not replayed: %s: %s", self._what, type(error).__name__, str(error))
 
 
@@ -108,10 +100,10 @@ class Replays:
 
     def __init__(self, graphs: Graphs) -> None:
         self._graphs = graphs
-        # Those that have a graph, the oldest first; slabs and layers that go take theirs along.
+        # Those that have a graph, the oldest first; calls that go take theirs along.
         self._captured: list[weakref.ref[Repeated]] = []
 
-    def capture(self, repeated: Repeated, call: Callable[[], object]) -> Graph:
+    def capture(self, repeated: Repeated, call: Call) -> Graph:
         """A graph of the call; the oldest goes for it if there are too many."""
         graph = self._graphs.capture(call)
         self._captured = [each for each in self._captured if each() is not None]
@@ -121,30 +113,3 @@ class Replays:
                 oldest.forget()
         self._captured.append(weakref.ref(repeated))
         return graph
-
-
-class RepeatedByLayer:
-    """One call with the parameters of one registered layer or another, or with none.
-
-    Attributes:
-        call: makes it, whatever is known of it.
-    """
-
-    def __init__(self, call: Call, what: object, replays: Replays) -> None:
-        """Args: as of `Repeated`."""
-        self.call = call
-        self._new = functools.partial(Repeated, call, what, replays)
-        self._without = self._new()
-        # A layer that is deleted frees its parameters, and nothing reads them afterwards.
-        self._of_layers: weakref.WeakKeyDictionary[object, Repeated] = weakref.WeakKeyDictionary()
-
-    def of(self, resident: object | None) -> Repeated:
-        """That with a layer's parameters, as the backend keeps them."""
-        if resident is None:
-            return self._without
-        found = self._of_layers.get(resident)
-        if found is None:
-            if len(self._of_layers) >= _MOST_LAYERS:
-                self._of_layers.clear()
-            found = self._of_layers[resident] = self._new()
-        return found

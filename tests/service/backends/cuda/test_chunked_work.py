@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from normserve.backends.cuda import backend as triton
-from normserve.backends.cuda import chunked_work
+from normserve.backends.cuda import chunked_work, replays
 from normserve.backends.cuda.chunked_work import Workspace
 from normserve.backends.cuda.device_work import Work
 from normserve.backends.cuda.streams import Pipeline
@@ -32,7 +32,7 @@ def spaces(backend, graphs, monkeypatch):
     """Two, as of a device, and jobs of some KiB are large."""
     monkeypatch.setattr(chunked_work, "_CHUNK_BYTES", 4096)
     monkeypatch.setattr(chunked_work, "_MOST_BYTES", 2**18)
-    monkeypatch.setattr(chunked_work, "_CALLS_BEFORE_CAPTURE", 3)
+    monkeypatch.setattr(replays, "_CALLS_BEFORE_CAPTURE", 3)
     monkeypatch.setattr(chunked_work, "is_registered", lambda memory: not memory.readonly)
     monkeypatch.setattr(triton, "is_in_reach", lambda job: False)
     made = [Workspace(HostStreams(urgent=False), graphs, "cpu") for _ in range(2)]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from normserve.backends.cuda import device_work
+from normserve.backends.cuda import device_work, replays
 from normserve.jobs.job import Batch, Lane, NormJob, Recurrence
 from normserve.memory.host_tensors import DType, HostTensor
 
@@ -106,7 +106,7 @@ def test_jobs_that_share_a_launch_are_copied_even_if_they_came_alone_before(back
 
 @pytest.mark.parametrize("slabs", ["copied"], indirect=True)
 def test_what_is_captured_can_be_replayed_by_others(backend, memory, graphs, monkeypatch):
-    monkeypatch.setattr(device_work, "_CALLS_BEFORE_CAPTURE", 2)
+    monkeypatch.setattr(replays, "_CALLS_BEFORE_CAPTURE", 2)
     recurrence = Recurrence()
     assert backend.replay(recurrence) is None
     run(backend, job_in(memory, recurrence))
@@ -124,6 +124,53 @@ def test_what_is_captured_can_be_replayed_by_others(backend, memory, graphs, mon
     gc.collect()
     assert kept() is None
     assert len(graphs.alive) == 0
+
+
+@pytest.mark.parametrize("slabs", ["copied"], indirect=True)
+def test_a_job_that_recurs_is_captured_once_and_replayed_from_then_on(backend, memory, graphs):
+    calls = replays._CALLS_BEFORE_CAPTURE
+    recurrence = Recurrence()
+    for number in range(1, calls + 6):
+        job = job_in(memory, recurrence)
+        assert_placed(run(backend, job), job)
+        assert graphs.captured == (number >= calls)
+        assert graphs.replayed == max(0, number - calls)
+
+
+@pytest.mark.parametrize("slabs", ["copied"], indirect=True)
+def test_a_capture_falls_into_no_jobs_time(backend, memory, graphs, monkeypatch):
+    monkeypatch.setattr(replays, "_CALLS_BEFORE_CAPTURE", 1)
+    seen = []
+    pipeline = backend._pipelines[Lane.SMALL]
+    start_one, capture = pipeline.start_one, graphs.capture
+
+    def noting_flight(*stages):
+        seen.append("flight begins")
+        flight = start_one(*stages)
+        seen.append("flight is on its way")
+        return flight
+
+    def noting_capture(call):
+        seen.append("capture")
+        return capture(call)
+
+    monkeypatch.setattr(pipeline, "start_one", noting_flight)
+    monkeypatch.setattr(graphs, "capture", noting_capture)
+    run(backend, job_in(memory, Recurrence()))
+    assert seen == ["flight begins", "flight is on its way", "capture"]
+
+
+@pytest.mark.parametrize("slabs", ["copied"], indirect=True)
+def test_a_capture_that_fails_costs_no_response(backend, memory, graphs, monkeypatch, caplog):
+    monkeypatch.setattr(replays, "_CALLS_BEFORE_CAPTURE", 1)
+    graphs.broken = lambda: torch.OutOfMemoryError("dry")
+    recurrence = Recurrence()
+    for _ in range(3):
+        job = job_in(memory, recurrence)
+        assert_placed(run(backend, job), job)
+    [record] = caplog.records
+    assert "dry" in record.getMessage()
+    assert graphs.replayed == 0
 
 
 def test_without_the_extension_nothing_is_replayed_by_others(backend):

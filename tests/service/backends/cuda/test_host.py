@@ -1,8 +1,6 @@
 """The CUDA backend's way through its stages, with the CPU's kernels in place of a device's and no real streams."""
 
-import gc
 import time
-import weakref
 from dataclasses import replace
 
 import pytest
@@ -10,7 +8,6 @@ import torch
 from fusednorm.devices.device import H200
 from normserve.backends import cpu
 from normserve.backends.cuda import backend as triton
-from normserve.backends.cuda import replays
 from normserve.backends.cuda.pinned import with_device_view
 from normserve.backends.tensors import channels_first, payload_order
 from normserve.errors import DeviceOutOfMemoryError
@@ -22,7 +19,6 @@ from tests.service.backends.cuda.no_device import HostStreams, Instant, Writing
 from tests.service.backends.fake_graphs import FakeGraphs
 from tests.service.jobs.fake_jobs import layer
 from tests.service.memory.host_tensors import DTYPES, back
-from tests.service.memory.host_tensors import host as in_no_slab
 
 
 def memory_of_both_sides(nbytes):
@@ -156,66 +152,13 @@ def test_channels_last_and_a_registered_layer(backend, slabs):
 
 
 @pytest.mark.parametrize("slabs", ["in place"], indirect=True)
-def test_layer_that_is_deleted_takes_its_replays_along(backend, slabs, graphs, monkeypatch):
-    monkeypatch.setattr(replays, "_CALLS_BEFORE_CAPTURE", 2)
-    slabs._max_idle_bytes = 2**20
-
-    def serve(registered):
-        for _ in range(4):
-            x = torch.randn(3, 8)
-            job = NormJob(replace(FORWARD, stats=False), {"x": in_no_slab(x)}, registered)
-            (outputs,) = backend.run(Batch((job,))).wait().outputs
-            right = torch.nn.functional.layer_norm(x, (8,), registered.resident.weight)
-            torch.testing.assert_close(back(outputs["y"]), right)
-            del outputs
-
-    gone = []
-    for count in (1, 2):
-        registered = layer(size=8, has_bias=False, resident=triton.ResidentParameters(torch.randn(8), None))
-        serve(registered)
-        assert (graphs.captured, graphs.replayed) == (count, 2 * count)
-        gone += [weakref.ref(registered.resident), weakref.ref(registered.resident.weight)]
-        del registered
-        gc.collect()
-        assert [each() for each in gone] == [None] * 2 * count
-
-
-@pytest.mark.parametrize("slabs", ["in place"], indirect=True)
-def test_capture_falls_into_no_batchs_time(backend, slabs, graphs, monkeypatch):
-    monkeypatch.setattr(replays, "_CALLS_BEFORE_CAPTURE", 1)
-    seen = []
-    pipeline = backend._pipelines[Lane.SMALL]
-    start_one, capture = pipeline.start_one, graphs.capture
-
-    def noting_flight(stage, first):
-        seen.append("flight begins")
-        flight = start_one(stage, first)
-        seen.append("flight is on its way")
-        return flight
-
-    def noting_capture(call):
-        seen.append("capture")
-        return capture(call)
-
-    monkeypatch.setattr(pipeline, "start_one", noting_flight)
-    monkeypatch.setattr(graphs, "capture", noting_capture)
-    backend.run(Batch((NormJob(FORWARD, {"x": host(torch.randn(3, 8), slabs)}),))).wait()
-    assert seen == ["flight begins", "flight is on its way", "capture"]
-
-
-@pytest.mark.parametrize("slabs", ["in place"], indirect=True)
-def test_capture_that_fails_costs_no_answer(backend, slabs, graphs, monkeypatch, caplog):
-    monkeypatch.setattr(replays, "_CALLS_BEFORE_CAPTURE", 1)
-    graphs.broken = lambda: torch.OutOfMemoryError("dry")
-    slabs._max_idle_bytes = 2**20
-    for _ in range(3):
-        x = torch.randn(3, 8)
-        (outputs,) = backend.run(Batch((NormJob(FORWARD, {"x": in_no_slab(x)}),))).wait().outputs
-        torch.testing.assert_close(back(outputs["y"]), torch.nn.functional.layer_norm(x, (8,)))
-        del outputs
-    (told,) = caplog.records
-    assert "dry" in told.getMessage()
-    assert graphs.replayed == 0
+def test_equal_jobs_of_slabs_are_launched_each_time_and_never_captured(backend, slabs, library, graphs):
+    spec = replace(FORWARD, stats=False)
+    for _ in range(60):
+        run = backend.run(Batch((NormJob(spec, {"x": host(torch.randn(3, 8), slabs)}),)))
+        run.wait()
+    assert len(library.written) == 60
+    assert (graphs.captured, graphs.replayed) == (0, 0)
 
 
 def test_failed_launch_leaves_no_slab(backend, slabs, library, monkeypatch):

@@ -4,17 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from normserve.backends.cuda import replays
 from normserve.backends.cuda.in_place import MOST_BYTES, Workplaces
 from normserve.backends.cuda.pinned import with_device_view
-from normserve.backends.cuda.replays import Replays
-from normserve.backends.launch import ResidentParameters
 from normserve.backends.tensors import results_of
-from normserve.jobs.job import Batch, Lane, Layout, NormJob, NormSpec, Op, Pass
+from normserve.jobs.job import Batch, Layout, NormJob, NormSpec, Op, Pass
 from normserve.memory.host_tensors import DType
 from normserve.memory.slabs import PLAIN, SlabPool
 
-from tests.service.backends.fake_graphs import FakeGraphs
 from tests.service.jobs.fake_jobs import layer
 from tests.service.memory.host_tensors import host
 
@@ -48,13 +44,8 @@ class Library:
 
 
 @pytest.fixture
-def graphs():
-    return FakeGraphs()
-
-
-@pytest.fixture
-def workplaces(slabs, graphs):
-    return Workplaces(slabs, Library(), Replays(graphs))
+def workplaces(slabs):
+    return Workplaces(slabs, Library())
 
 
 def batch_of(*jobs: dict[str, torch.Tensor], spec: NormSpec = FORWARD, of: object = None) -> Batch:
@@ -192,74 +183,6 @@ def test_statistics_count_with_what_goes(workplaces):
 def test_memory_that_the_device_does_not_see_is_left_to_copies(workplaces, slabs):
     slabs.source = PLAIN
     assert workplaces.prepare(batch_of({"x": torch.zeros(3, 8)})) is None
-
-
-class Doubling:
-    """Writes twice x, times the weight, where it is wanted."""
-
-    def layer_norm_forward(self, x, weight=1, *, out, **options):
-        out.y.copy_(2 * x * weight)
-
-
-@pytest.fixture
-def doubling(slabs, graphs, monkeypatch):
-    """Runs a batch as the backend does, and gives back what y's bytes are."""
-    monkeypatch.setattr(replays, "_CALLS_BEFORE_CAPTURE", 2)
-    workplaces = Workplaces(slabs, Doubling(), Replays(graphs))
-
-    def run(batch: Batch) -> list[bytes]:
-        workplace = workplaces.prepare(batch)
-        workplace.compute()
-        if workplace.is_worth_a_graph:
-            workplace.capture()
-        return [bytes(share["y"].data) for share in workplace.shares()]
-
-    return run
-
-
-def test_job_that_comes_alone_and_again_is_replayed_on_what_came(doubling, graphs):
-    for number in range(6):
-        x = torch.randn(3, 8)
-        assert doubling(batch_of({"x": x})) == [bytes(host(2 * x).data)]
-        assert graphs.replayed == max(0, number - 1)
-    # Of other rows nothing is known yet.
-    doubling(batch_of({"x": torch.randn(4, 8)}))
-    assert (graphs.captured, graphs.replayed) == (1, 4)
-
-
-def test_layers_in_turn_are_each_replayed_with_their_own_parameters(doubling, graphs):
-    layers = [layer(size=8, resident=ResidentParameters(torch.randn(8), None)) for _ in range(2)]
-    for _ in range(4):
-        for each in layers:
-            x = torch.randn(3, 8)
-            assert doubling(batch_of({"x": x}, of=each)) == [bytes(host(2 * x * each.resident.weight).data)]
-    assert (graphs.captured, graphs.replayed) == (2, 4)
-
-
-def test_batches_of_many_and_of_the_other_lane_are_not_counted(doubling, graphs):
-    xs = [torch.randn(1, 8) for _ in range(3)]
-    for _ in range(5):
-        assert doubling(batch_of(*[{"x": x} for x in xs])) == [bytes(host(2 * x).data) for x in xs]
-        doubling(replace(batch_of({"x": torch.randn(3, 8)}), lane=Lane.LARGE))
-    assert (graphs.captured, graphs.replayed) == (0, 0)
-    # Alone, it is the same call on as many rows.
-    for _ in range(3):
-        doubling(batch_of({"x": torch.randn(3, 8)}))
-    assert (graphs.captured, graphs.replayed) == (1, 1)
-
-
-def test_each_slab_has_graphs_of_its_own_and_they_go_with_it(doubling, graphs, slabs):
-    for _ in range(3):
-        doubling(batch_of({"x": torch.randn(3, 8)}))
-    held = slabs.take(1)
-    for _ in range(3):
-        doubling(batch_of({"x": torch.randn(3, 8)}))
-    assert (graphs.captured, graphs.replayed) == (2, 2)
-    assert len(graphs.alive) == 2
-    del held
-    slabs._max_idle_bytes = 0
-    assert slabs.used_bytes == slabs.idle_bytes == 0
-    assert len(graphs.alive) == 0
 
 
 @pytest.mark.parametrize("op", Op)

@@ -1,24 +1,29 @@
-"""Small jobs that come alone and again, replayed by the CUDA backend; needs a GPU.
+"""Small jobs that recur in registered memory, replayed by the CUDA backend; needs a GPU.
 
-A batch of the other lane is computed by the same call and never replayed: its bits are the right ones.
+An equal job that does not recur is computed by the same kernels and never replayed: its bits are the right ones.
 """
 
 import gc
+import os
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from math import prod
 
 import pytest
 import torch
 from fusednorm import reference
 from normserve.backends.cuda import replays
 from normserve.backends.cuda.graphs import CudaGraphs
-from normserve.jobs.job import Batch, Lane, Layout, NormJob, NormSpec, Op, Pass
+from normserve.jobs.job import Batch, Layout, NormJob, NormSpec, Op, Pass, Recurrence
+from normserve.jobs.results import results_of
+from normserve.memory.host_tensors import HostTensor
+from normserve.memory.segments import Segment, make_segment
 from normserve.memory.slabs import SlabPool
 
 from tests.service.backends.answers import assert_right
 from tests.service.jobs.fake_jobs import layer
-from tests.service.memory.host_tensors import back, host
+from tests.service.memory.host_tensors import DTYPES, back, host
 
 pytestmark = pytest.mark.gpu
 
@@ -64,8 +69,20 @@ def backend():
 @pytest.fixture
 def graphs(backend, monkeypatch):
     counting = Counting()
-    monkeypatch.setattr(backend._workplaces._replays, "_graphs", counting)
+    monkeypatch.setattr(backend._replays, "_graphs", counting)
     return counting
+
+
+@pytest.fixture(scope="module")
+def memory(backend):
+    """Memory of a client, registered with the driver."""
+    descriptor, segment = make_segment(2**22, Segment)
+    os.close(descriptor)
+    made = memoryview(segment)
+    registration = backend.share(made)
+    assert registration is not None
+    yield made
+    del registration
 
 
 @pytest.fixture(autouse=True)
@@ -73,9 +90,44 @@ def seeded():
     torch.manual_seed(17)
 
 
-def computed(backend, job: NormJob, lane: Lane = Lane.SMALL) -> dict[str, torch.Tensor]:
-    (outputs,) = backend.run(Batch((job,), lane)).wait().outputs
+def computed(backend, job: NormJob) -> dict[str, torch.Tensor]:
+    (outputs,) = backend.run(Batch((job,))).wait().outputs
     return {name: back(tensor) for name, tensor in outputs.items()}
+
+
+class Caller:
+    """A client that sends the same request again, with other numbers in the same memory."""
+
+    def __init__(self, backend, memory, spec=None, registered=None):
+        self.backend, self.memory = backend, memory
+        self.spec = spec or LAYER_NORM
+        self.registered = registered
+        self.recurrence = Recurrence()
+
+    def call(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Its results, computed where they are."""
+        taken = 0
+
+        def take(nbytes: int) -> memoryview:
+            nonlocal taken
+            place = self.memory[taken : taken + nbytes]
+            taken += -(-nbytes // 256) * 256
+            return place
+
+        given = {}
+        for name, tensor in tensors.items():
+            place = take(tensor.nbytes)
+            torch.frombuffer(place, dtype=tensor.dtype).view(tensor.shape).copy_(tensor)
+            given[name] = HostTensor(DTYPES[tensor.dtype], tuple(tensor.shape), place)
+        described = {name: (tensor.dtype, tensor.shape) for name, tensor in given.items()}
+        places = {
+            name: take(dtype.itemsize * prod(shape))
+            for name, (dtype, shape) in results_of(self.spec, described, self.registered).items()
+        }
+        job = NormJob(self.spec, given, self.registered, places=places, recurrence=self.recurrence)
+        self.recurrence.is_alone = self.backend.computes_alone(job)
+        assert self.recurrence.is_alone
+        return computed(self.backend, job)
 
 
 def right(spec: NormSpec, tensors: dict[str, torch.Tensor]):
@@ -119,7 +171,7 @@ CLASSES = {
 
 
 @pytest.mark.parametrize(("spec", "shape", "dtype", "has_layer"), CLASSES.values(), ids=CLASSES)
-def test_every_replay_is_right_and_has_the_calls_bits(backend, graphs, spec, shape, dtype, has_layer):
+def test_every_replay_is_right_and_has_the_calls_bits(backend, graphs, memory, spec, shape, dtype, has_layer):
     size = 32 if spec.op is Op.GROUP_NORM else shape[-1]
     parameters, registered = {}, None
     if has_layer:
@@ -127,54 +179,58 @@ def test_every_replay_is_right_and_has_the_calls_bits(backend, graphs, spec, sha
         resident = backend.load(spec.op, host(parameters["weight"]), host(parameters["bias"]))
         registered = layer(op=spec.op, size=size, num_groups=spec.num_groups, resident=resident)
     names = ("x", "residual") if spec.direction is Pass.FORWARD else ("x", "dy")
+    caller = Caller(backend, memory, spec, registered)
     for number in range(SOON + 50):
         tensors = {name: torch.randn(shape).to(dtype) for name in names}
-        job = NormJob(spec, {name: host(tensor) for name, tensor in tensors.items()}, registered)
-        got = computed(backend, job)
+        got = caller.call(tensors)
         if 5 < number < SOON - 5:
             continue
         assert_right(got, right(spec, tensors | parameters), spec.layout is Layout.NHWC)
-        called = computed(backend, job, Lane.LARGE)
+        called = computed(
+            backend, NormJob(spec, {name: host(tensor) for name, tensor in tensors.items()}, registered)
+        )
         for name in got:
             assert torch.equal(got[name], called[name]), (name, number)
     assert graphs.captured == 1
     assert graphs.replayed == 50
 
 
-def test_layers_take_turns(backend, graphs):
+def test_layers_take_turns(backend, graphs, memory):
     layers = []
     for _ in range(2):
         weight, bias = torch.randn(2, 768)
-        layers.append((weight, bias, backend.load(Op.LAYER_NORM, host(weight), host(bias))))
+        resident = backend.load(Op.LAYER_NORM, host(weight), host(bias))
+        caller = Caller(backend, memory, registered=layer(size=768, resident=resident))
+        layers.append((weight, bias, caller))
     for number in range(SOON + 20):
-        for weight, bias, resident in layers:
+        for weight, bias, caller in layers:
             x = torch.randn(2, 768)
-            got = computed(backend, NormJob(LAYER_NORM, {"x": host(x)}, layer(size=768, resident=resident)))
+            got = caller.call({"x": x})
             if number > SOON - 5:
                 assert_right(got, right(LAYER_NORM, {"x": x, "weight": weight, "bias": bias}), False)
     assert (graphs.captured, graphs.replayed) == (2, 40)
 
 
-def test_layer_that_is_deleted_is_freed_and_another_takes_its_place(backend, graphs):
+def test_layer_that_is_deleted_is_freed_and_another_takes_its_place(backend, graphs, memory):
     gone = []
     for turn in range(3):
         weight, bias = torch.randn(2, 640)
         resident = backend.load(Op.LAYER_NORM, host(weight), host(bias))
-        registered = layer(size=640, resident=resident)
+        caller = Caller(backend, memory, registered=layer(size=640, resident=resident))
         for number in range(SOON + 10):
             x = torch.randn(3, 640)
-            got = computed(backend, NormJob(LAYER_NORM, {"x": host(x)}, registered))
+            got = caller.call({"x": x})
             if not 2 < number < SOON - 2:
                 assert_right(got, right(LAYER_NORM, {"x": x, "weight": weight, "bias": bias}), False)
         assert (graphs.captured, graphs.replayed) == (turn + 1, 10 * (turn + 1))
         gone += [weakref.ref(resident), weakref.ref(resident.weight)]
-        del resident, registered
+        del resident, caller
         gc.collect()
         # The next one's parameters most likely lie where these did.
         assert [each() for each in gone] == [None] * len(gone)
 
 
-def test_captures_beside_a_thread_that_allocates_and_waits(backend, graphs):
+def test_captures_beside_a_thread_that_allocates_and_waits(backend, graphs, memory):
     stop = threading.Event()
 
     def work() -> int:
@@ -196,9 +252,10 @@ def test_captures_beside_a_thread_that_allocates_and_waits(backend, graphs):
         rounds = other.submit(work)
         try:
             for rows in range(1, 9):
+                caller = Caller(backend, memory)
                 for number in range(SOON + 5):
                     x = torch.randn(rows, 512)
-                    got = computed(backend, NormJob(LAYER_NORM, {"x": host(x)}))
+                    got = caller.call({"x": x})
                     if number > SOON - 3:
                         assert_right(got, right(LAYER_NORM, {"x": x}), False)
         finally:
