@@ -40,6 +40,12 @@ def _read_size(value: object) -> object:
     return int(Decimal(found[1]) * _UNITS[found[2]])
 
 
+#: Settings of earlier versions, each with what to do instead.
+REMOVED = {
+    "local_own_memory": "the server copies tensors that lie in a client's own GPU memory; to avoid the copy, make "
+    "them in shared memory: client.empty(shape, dtype, device='cuda')",
+}
+
 Size = Annotated[int, BeforeValidator(_read_size)]
 """A number of bytes, optionally with a unit: KiB, MiB, GiB, TiB (powers of 1024), KB, MB, GB, TB (of 1000)."""
 
@@ -93,12 +99,6 @@ class Settings(BaseSettings):
         2**30,
         ge=0,
         description="Bytes of device memory for all --local connections of one user; 0 for none.",
-    )
-    local_own_memory: bool = Field(
-        False,
-        description="Use device memory that processes of the server's own user have allocated "
-        "themselves, without a copy. A process that frees such memory while it is in "
-        "use can crash the server.",
     )
     local_connections: int = Field(64, ge=1, description="Maximum number of --local connections of one user.")
     oip_shared_memory: Annotated[
@@ -303,6 +303,18 @@ class Settings(BaseSettings):
     trace_ratio: float = Field(
         0.01, ge=0, le=1, description="Fraction to trace of the requests without a sampled traceparent."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_no_removed_setting(cls, values: Any) -> Any:
+        given = {name.upper() for name in os.environ}
+        for name, instead in REMOVED.items():
+            variable = f"{cls.model_config['env_prefix']}{name}".upper()
+            if name in values or variable in given:
+                raise ValueError(
+                    f"--{name.replace('_', '-')} ({variable}) no longer exists; leave it out: {instead}"
+                )
+        return values
 
     @model_validator(mode="after")
     def _has_one_source_of_keys(self) -> Self:

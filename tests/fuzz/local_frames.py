@@ -1,18 +1,14 @@
 """What a client says that shares memory."""
 
 import contextlib
-from types import SimpleNamespace
-from typing import Any
 
 from normserve.codec import local_frames as local_codec
 from normserve.errors import MalformedPayloadError, NormserveError, TooLargeError
 from normserve.local.arena import Arena, check_places, check_together
-from normserve.memory.allocations import OpenedAllocation, open_allocation
 from normserve.memory.device_segments import DeviceBytes, DeviceSegment
 from normserve.memory.device_tensors import DeviceTensor
 
 from tests.fuzz.streams import cut
-from tests.service.memory.fake_driver import IpcHandle
 
 _LOCAL_FRAME_BYTES = 1024
 
@@ -29,8 +25,6 @@ def local_frames(data: bytes) -> None:
             for message in messages:
                 if isinstance(message, local_codec.Compute):
                     _refers_to_its_arena(message)
-                if isinstance(message, local_codec.Own):
-                    _opens_what_it_says(message)
         with contextlib.suppress(MalformedPayloadError):
             local_codec.read_answer(content)
 
@@ -83,44 +77,3 @@ def _lies_within(data: memoryview) -> None:
     if isinstance(data, DeviceBytes):
         start = data.__cuda_array_interface__["data"][0] - data.obj.address  # type: ignore[index]
         assert 0 <= start <= start + len(data) <= len(data.obj)
-
-
-class _Opening:
-    """A driver that opens any handle, as memory of 4096 bytes whose last 1024 the handle points to."""
-
-    CUpointer_attribute = SimpleNamespace(CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL=9)
-
-    def __init__(self) -> None:
-        self.opened = 0
-
-    def CUipcMemHandle(self) -> IpcHandle:  # noqa: N802
-        return IpcHandle()
-
-    def cuIpcOpenMemHandle(self, handle: IpcHandle, flags: int) -> tuple[int, int]:  # noqa: N802
-        self.opened += 1
-        return 0, 2**40 + 3072
-
-    def cuIpcCloseMemHandle(self, address: int) -> tuple[int]:  # noqa: N802
-        self.opened -= 1
-        return (0,)
-
-    def cuMemGetAddressRange(self, address: int) -> tuple[int, int, int]:  # noqa: N802
-        return 0, 2**40, 4096
-
-    def cuPointerGetAttribute(self, attribute: int, address: int) -> tuple[int, int]:  # noqa: N802
-        return 0, 0
-
-
-def _opens_what_it_says(message: local_codec.Own) -> None:
-    """An allocation is open if it has what the message says, and closed else, and afterwards."""
-    driver = _Opening()
-    device: Any = SimpleNamespace(driver=driver, ordinal=0, current=contextlib.nullcontext)
-    try:
-        opened = open_allocation(device, bytes.fromhex(message.handle), message.nbytes, OpenedAllocation)
-    except ValueError:
-        assert not 0 < message.nbytes <= 1024
-    else:
-        assert len(opened) == message.nbytes <= 1024
-        assert driver.opened == 1
-        del opened
-    assert driver.opened == 0

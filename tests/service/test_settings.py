@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from normserve.settings import Settings
+from normserve.settings import REMOVED, Settings
 from pydantic import ValidationError
 
 
@@ -65,6 +65,17 @@ def test_every_setting_says_what_it_is(name):
 def test_nonsense_is_refused(wrong):
     with pytest.raises(ValidationError):
         Settings(**wrong)
+
+
+@pytest.mark.parametrize("name", REMOVED)
+@pytest.mark.parametrize("value", ["true", ""])
+def test_a_setting_of_an_earlier_version_is_refused_with_what_to_do_instead(monkeypatch, name, value):
+    assert name not in Settings.model_fields
+    with pytest.raises(ValidationError, match=r"no longer exists; leave it out: \w+"):
+        Settings(**{name: value})
+    monkeypatch.setenv(f"normserve_{name}", value)
+    with pytest.raises(ValidationError, match=f"NORMSERVE_{name.upper()}"):
+        Settings()
 
 
 def test_two_protocols_have_two_sockets():

@@ -17,7 +17,7 @@ from normserve.admission.keys.generate import entry, new_key
 from normserve.logs.configuration import configure_logging
 from normserve.process.supervisor import serve_fleet
 from normserve.process.tls import TlsFileError, TlsFiles
-from normserve.settings import Settings, unknown_in_environment
+from normserve.settings import REMOVED, Settings, unknown_in_environment
 from normserve.traces import extra
 
 log = logging.getLogger(__name__)
@@ -111,6 +111,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     for name, field in Settings.model_fields.items():
         serve.add_argument(_option(name), dest=name, **_argument(name, field))
+    for name in REMOVED:
+        # For `Settings` to refuse, with what to do instead.
+        options = (_option(name), _option(f"no_{name}"))
+        serve.add_argument(*options, dest=name, nargs="?", const="", help=argparse.SUPPRESS)
     make_key = commands.add_parser(
         "api-key",
         help="make a key for --api-keys-file",

@@ -12,7 +12,8 @@ _SETTINGS = """# Settings
 
 Settings are read once, at start. A command-line option takes precedence over the environment variable, which takes
 precedence over the default. `normserve serve --help` lists the same settings. Sizes in bytes may have a unit:
-`512MiB`, `1.5GiB`, or `2GB` (decimal). The server warns about unknown variables that begin with `NORMSERVE_`.
+`512MiB`, `1.5GiB`, or `2GB` (decimal). The server warns about unknown variables that begin with `NORMSERVE_`,
+and refuses settings of earlier versions, with a line that says what to do instead.
 
 """
 

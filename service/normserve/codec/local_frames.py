@@ -31,9 +31,6 @@ PREFIX = struct.Struct("<II")
 
 _LONGEST_QUOTE = 200
 
-# Of CUDA: 64 bytes.
-_HANDLE = "^[0-9a-f]{128}$"
-
 Whole = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Name = Annotated[str, msgspec.Meta(max_length=256)]
@@ -81,18 +78,6 @@ class Grow(msgspec.Struct, tag_field="do", tag="grow", forbid_unknown_fields=Tru
 
     nbytes: Whole
     memory: Literal["host", "device"] = "host"
-
-
-class Own(msgspec.Struct, tag_field="do", tag="own", forbid_unknown_fields=True, frozen=True):
-    """Lets the server use an allocation of the client's on the device, as a segment until it is freed.
-
-    Attributes:
-        handle: what `cuIpcGetMemHandle` gives for its first byte, in hexadecimal.
-        nbytes: of all of it.
-    """
-
-    handle: Annotated[str, msgspec.Meta(pattern=_HANDLE, max_length=128)]
-    nbytes: Whole
 
 
 class Free(msgspec.Struct, tag_field="do", tag="free", forbid_unknown_fields=True, frozen=True):
@@ -155,7 +140,7 @@ class Info(msgspec.Struct, tag_field="do", tag="info", forbid_unknown_fields=Tru
     """Asks what the server is."""
 
 
-Message = Hello | Grow | Own | Free | Cancel | Compute | PutLayer | Layers | Layer | DeleteLayer | Info
+Message = Hello | Grow | Free | Cancel | Compute | PutLayer | Layers | Layer | DeleteLayer | Info
 
 
 class Answer(msgspec.Struct, omit_defaults=True):
@@ -170,7 +155,6 @@ class Answer(msgspec.Struct, omit_defaults=True):
         segment: the number of a new segment.
         device: of a segment in a device's memory, that device's UUID; "" is the host.
         nbytes: of such a segment.
-        opened: the number of a segment that the client has allocated itself.
         document: what was asked for beside operations.
         problem: of an error, its problem document.
         retry_after_s: after how long the request may come again.
@@ -186,7 +170,6 @@ class Answer(msgspec.Struct, omit_defaults=True):
     segment: Whole | None = None
     device: Name = ""
     nbytes: Whole = 0
-    opened: Whole | None = None
     document: Any = None
     problem: dict[str, Any] = {}
     retry_after_s: Whole | None = None

@@ -183,7 +183,6 @@ def _status(service: Service, relays: Relays) -> Status:
             "max_bytes": settings.local_bytes,
             "max_connections": settings.local_connections,
             "max_device_bytes": settings.local_device_bytes,
-            "own_memory": settings.local_own_memory,
         }
     stalls = service.stalls
     status = Status(

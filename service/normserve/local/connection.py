@@ -18,7 +18,6 @@ from normserve.local.device import LentDeviceSegment
 from normserve.local.layers import Sender
 from normserve.local.memory import Lent, LentSegment
 from normserve.local.operations import Request
-from normserve.local.own_memory import LentAllocation
 from normserve.local.peer import Peer
 from normserve.local.service import Service
 from normserve.local.session import Session
@@ -65,8 +64,6 @@ class Connection:
         self._arena = Arena()
         # Of the device: given back, and charged until the client's process has ended.
         self._spent: list[LentDeviceSegment] = []
-        # Allocations of the client's that are being opened.
-        self._opening = 0
         self._waiting: deque[tuple[int, Said, float, float]] = deque()
         # What frames said that came before: clients send the like again and again.
         self._known: dict[bytes, Sequence[Said]] = {}
@@ -135,12 +132,8 @@ class Connection:
         self.on_gone(self._segments_left())
 
     def _segments_left(self) -> list[Lent]:
-        """What the client has of the server's memory; this connection has that no more, nor the client's own."""
-        owned, segments = _divided(self._arena)
-        if owned:
-            # What the client has allocated counts towards no quota, and is not kept.
-            self._service.leftovers.give_back(owned)
-        segments += self._spent
+        """What the client has of the server's memory; this connection has that no more."""
+        segments: list[Lent] = [*map(_lent, self._arena.segments.values()), *self._spent]
         # In its place: what is lent again while the connection ends may return there.
         self._spent.clear()
         self._arena.segments.clear()
@@ -231,10 +224,6 @@ class Connection:
                 self._session.authorise(_ANY, record)
                 descriptors = (await self._grow(message, answer),)
                 on_lost = functools.partial(self._take_back, answer.segment)
-            case frames.Own():
-                record.op = "own"
-                self._session.authorise(_ANY, record)
-                await self._open(message, answer)
             case frames.Info():
                 record.op = "info"
                 self._session.authorise(_ANY, record)
@@ -251,8 +240,7 @@ class Connection:
         service = self._service
         if service.operations.engine.device is None:
             return {}
-        offer = service.device_memory.offer()
-        return {"device": None if offer is None else {**offer, "own": service.own_memory.may(self.peer)}}
+        return {"device": service.device_memory.offer()}
 
     async def _grow(self, message: frames.Grow, answer: Answer) -> int:
         """Make the segment that is asked for and say so in the answer; the descriptor to go with it."""
@@ -286,40 +274,13 @@ class Connection:
         answer.segment = self._arena.add(memory)
         return descriptor
 
-    async def _open(self, message: frames.Own, answer: Answer) -> None:
-        """Open what the client has allocated, and say its number in the answer."""
-        service = self._service
-        service.operations.engine.require_ready()
-        owned, _ = _divided(self._arena)
-        held = len(owned) + self._opening
-        self._opening += 1
-        try:
-            opened = await service.own_memory.open(self.peer, message.handle, message.nbytes, held)
-        finally:
-            self._opening -= 1
-        if not self._answers.is_open:
-            service.leftovers.give_back([opened])
-            return
-        answer.device, answer.nbytes = opened.device.uuid, len(opened)
-        answer.opened = self._arena.add(opened.whole())
-
 
 def _remembered_bytes(content: bytes, messages: Sequence[Said]) -> int:
     """An upper bound of the memory that is kept for a frame."""
     return _BYTES_PER_MESSAGE * len(messages) + _BYTES_PER_BYTE * len(content)
 
 
-def _lent(memory: memoryview) -> LentSegment | LentDeviceSegment | LentAllocation:
+def _lent(memory: memoryview) -> LentSegment | LentDeviceSegment:
     segment = memory.obj
-    assert isinstance(segment, LentSegment | LentDeviceSegment | LentAllocation)
+    assert isinstance(segment, LentSegment | LentDeviceSegment)
     return segment
-
-
-def _divided(arena: Arena) -> tuple[list[Lent], list[Lent]]:
-    """What the client has allocated itself, and what the server has lent."""
-    owned: list[Lent] = []
-    lent: list[Lent] = []
-    for memory in arena.segments.values():
-        segment = _lent(memory)
-        (owned if isinstance(segment, LentAllocation) else lent).append(segment)
-    return owned, lent

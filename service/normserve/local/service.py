@@ -11,7 +11,6 @@ from normserve.local.device import DeviceArenas
 from normserve.local.layers import LayerMessages
 from normserve.local.memory import Leftovers, SharedMemory
 from normserve.local.operations import Operations
-from normserve.local.own_memory import OwnMemory
 from normserve.logs.audit import Refusals
 from normserve.metrics.metrics import Metrics
 
@@ -47,7 +46,6 @@ class Service:
     progress: Progress
     memory: SharedMemory
     device_memory: DeviceArenas
-    own_memory: OwnMemory
     leftovers: Leftovers
     describe: Callable[[], Awaitable[dict[str, Any]]]
     is_logged: bool = False

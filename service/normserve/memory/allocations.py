@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import ctypes
 import logging
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from normserve.memory.device_segments import Device, DeviceMemoryError, DeviceSegment, call, call_for_all
 
@@ -23,19 +23,6 @@ HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
 
 
-class Allocation(NamedTuple):
-    """What a pointer points into.
-
-    Attributes:
-        address: of its first byte.
-        handle: `HANDLE_BYTES` for the process that is to open it.
-    """
-
-    address: int
-    nbytes: int
-    handle: bytes
-
-
 class OpenedAllocation(DeviceSegment):
     """Another process's allocation: open for as long as this, or a view of it, is."""
 
@@ -46,35 +33,6 @@ class OpenedAllocation(DeviceSegment):
         # Of a device that has failed, or a driver that has ended, all is gone anyway.
         with contextlib.suppress(DeviceMemoryError), self.device.current():
             call(self.device.driver.cuIpcCloseMemHandle, self.address)
-
-
-def identity_of(device: Device, address: int) -> int:
-    """A number of the allocation that an address lies in, which no other allocation of this process ever has.
-
-    Raises:
-        DeviceMemoryError: nothing is allocated there.
-    """
-    driver = device.driver
-    identity = call(
-        driver.cuPointerGetAttribute, driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID, address
-    )
-    return int(identity)
-
-
-def allocation_of(device: Device, address: int) -> Allocation:
-    """The whole allocation that an address lies in, for another process to open.
-
-    Raises:
-        DeviceMemoryError: its kind of memory has no handles.
-    """
-    driver = device.driver
-    capable = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
-    with device.current():
-        if not call(driver.cuPointerGetAttribute, capable, address):
-            raise DeviceMemoryError("this kind of memory has no handle that another process could open")
-        base, nbytes = (int(each) for each in call_for_all(driver.cuMemGetAddressRange, address))
-        handle = call(driver.cuIpcGetMemHandle, base)
-    return Allocation(base, nbytes, ctypes.string_at(handle.getPtr(), HANDLE_BYTES))
 
 
 def open_allocation(device: Device, handle: bytes, nbytes: int, kind: type[_A]) -> _A:

@@ -9,7 +9,6 @@ from normserve.local.device import DeviceArenas
 from normserve.local.layers import LayerMessages
 from normserve.local.memory import Leftovers, SharedMemory
 from normserve.local.operations import Operations
-from normserve.local.own_memory import OwnMemory
 from normserve.local.peer import Users
 from normserve.local.replaying import Replaying
 from normserve.local.server import LocalServer, refusal
@@ -54,7 +53,6 @@ def local_server(service: Service, describe: Callable[[], Awaitable[dict[str, An
             progress,
             memory,
             device_memory,
-            OwnMemory(settings.local_own_memory, lambda: device_memory.device),
             Leftovers(),
             describe,
             settings.access_log,

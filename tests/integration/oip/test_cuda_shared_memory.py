@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tritonclient.http as triton
-from normserve.memory.allocations import allocation_of
 from normserve.memory.device_segments import Device
 from tritonclient.utils import InferenceServerException
 
+from tests.service.memory.allocations import allocation_of
 from tests.service.memory.fake_driver import FakeDriver, bytes_at
 
 ROOT = Path(__file__).parents[3]

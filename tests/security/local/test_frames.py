@@ -71,6 +71,9 @@ NO_MESSAGES = {
     "negative dimensions": json.dumps(
         PLAIN | {"do": "compute", "tensors": {"x": dict(PLAIN["tensors"]["x"], shape=[-1, 2])}}
     ).encode(),
+    "memory of the client's own, as earlier versions took it": json.dumps(
+        {"do": "own", "handle": "00" * 64, "nbytes": 4096}
+    ).encode(),
     "a rank of 65": json.dumps(
         PLAIN | {"do": "compute", "tensors": {"x": dict(PLAIN["tensors"]["x"], shape=[1] * 65)}}
     ).encode(),

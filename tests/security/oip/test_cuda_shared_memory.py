@@ -12,11 +12,11 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from normserve.memory.allocations import allocation_of
 from normserve.memory.device_segments import Device
 
 from tests.security.keys import EVERYTHING, INFER, bearing, write_keys
 from tests.security.local.test_device_memory import ROOT, SCRIPT, X, normalised
+from tests.service.memory.allocations import allocation_of
 from tests.service.memory.fake_driver import FakeDriver, bytes_at
 
 NBYTES = 2**21

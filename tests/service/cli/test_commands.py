@@ -13,7 +13,7 @@ import normserve.process.serving
 import pytest
 from normserve.admission.keys import parse_keys
 from normserve.cli.commands import main
-from normserve.settings import Settings
+from normserve.settings import REMOVED, Settings
 
 
 @pytest.fixture
@@ -65,6 +65,15 @@ def test_help_shows_the_commands(capsys):
     shown = capsys.readouterr().out
     assert "serve" in shown
     assert "version" in shown
+
+
+@pytest.mark.parametrize("name", REMOVED)
+@pytest.mark.parametrize("spelling", ["--{}", "--no-{}", "--{}=1"])
+def test_an_option_of_an_earlier_version_is_refused_in_one_line(capsys, served, name, spelling):
+    assert main(["serve", spelling.format(name.replace("_", "-"))]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert REMOVED[name] in line
+    assert not served
 
 
 def test_a_variable_that_is_no_setting_is_a_warning(served, monkeypatch, caplog):

@@ -93,7 +93,7 @@ def test_an_answer_whose_results_are_encoded_already_is_an_answer():
 
 def test_a_reply_is_an_answer_whose_results_are_read_when_asked_for():
     results = {"y": frames.Located(3, 64, "float16", (2, 5))}
-    answer = frames.Answer(200, "an-id", results, {"recv": 0.5}, 7, 1.5, 2, 4, "device", 9, 5, [1], {"a": 1}, 3)
+    answer = frames.Answer(200, "an-id", results, {"recv": 0.5}, 7, 1.5, 2, 4, "device", 9, [1], {"a": 1}, 3)
     reply = frames.read_reply(msgspec.json.encode(answer))
     assert frames.read_results(reply) == frames.read_results(answer) == results
     told = msgspec.structs.asdict(reply) | {"results": results}

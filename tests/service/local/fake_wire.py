@@ -16,7 +16,6 @@ from normserve.local.device import DeviceArenas
 from normserve.local.layers import LayerMessages
 from normserve.local.memory import Leftovers, SharedMemory
 from normserve.local.operations import Operations
-from normserve.local.own_memory import OwnMemory
 from normserve.local.peer import Peer
 from normserve.local.service import Service
 from normserve.logs.audit import Refusals
@@ -95,7 +94,6 @@ class Client:
             self.progress,
             self.memory,
             self.device_memory,
-            OwnMemory(False, lambda: None),
             self.leftovers,
             self._describe,
         )

@@ -58,12 +58,10 @@ class Memory:
 class Allocation:
     """What the runtime has allocated, as a file that other processes of the user find by its process's number."""
 
-    def __init__(self, descriptor: int, *, is_expandable: bool = False, device: int = 0) -> None:
+    def __init__(self, descriptor: int, *, device: int = 0) -> None:
         self.descriptor = descriptor
         self.nbytes = os.fstat(descriptor).st_size
         self.address = _map(None, self.nbytes, descriptor)
-        self.identity = next(_names)
-        self.is_expandable = is_expandable
         self.device = device
 
     def unmap(self) -> None:
@@ -98,9 +96,7 @@ class FakeDriver:
     CUmemAllocationType = SimpleNamespace(CU_MEM_ALLOCATION_TYPE_PINNED=1)
     CUmemLocationType = SimpleNamespace(CU_MEM_LOCATION_TYPE_DEVICE=1)
     CUpointer_attribute = SimpleNamespace(
-        CU_POINTER_ATTRIBUTE_BUFFER_ID=7,
         CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL=9,
-        CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE=10,
     )
     CUmemAccess_flags = SimpleNamespace(CU_MEM_ACCESS_FLAGS_PROT_READWRITE=3)
 
@@ -248,7 +244,7 @@ class FakeDriver:
 
     def cuIpcGetMemHandle(self, address):  # noqa: N802
         found = self.allocations.get(address)
-        if found is None or found.is_expandable:
+        if found is None:
             return 1, None
         handle = self.CUipcMemHandle()
         handle.content.raw = (b"%d %d" % (os.getpid(), found.descriptor)).ljust(64, b"\0")
@@ -288,7 +284,7 @@ class FakeDriver:
         found = self._allocation_at(address)
         if found is None:
             return 1, None
-        return 0, {7: found.identity, 9: found.device, 10: not found.is_expandable}[attribute]
+        return 0, {9: found.device}[attribute]
 
     def _allocation_at(self, address: int) -> Allocation | None:
         for each in (*self.allocations.values(), *self.opened.values()):

@@ -3,15 +3,10 @@
 import gc
 
 import pytest
-from normserve.memory.allocations import (
-    HANDLE_BYTES,
-    OpenedAllocation,
-    allocation_of,
-    identity_of,
-    open_allocation,
-)
+from normserve.memory.allocations import HANDLE_BYTES, OpenedAllocation, open_allocation
 from normserve.memory.device_segments import Device, DeviceMemoryError
 
+from tests.service.memory.allocations import allocation_of
 from tests.service.memory.fake_driver import FakeDriver, bytes_at
 
 NBYTES = 2**21
@@ -93,19 +88,3 @@ def test_what_is_no_handle(sides):
     with pytest.raises(DeviceMemoryError):
         sides.open(handle=bytes(HANDLE_BYTES))
     assert not sides.opened
-
-
-def test_expandable_segments_have_no_handle(sides):
-    address = sides.client.driver.allocate(NBYTES, is_expandable=True)
-    with pytest.raises(DeviceMemoryError, match="no handle"):
-        allocation_of(sides.client, address)
-    assert "cuIpcGetMemHandle" not in sides.client.driver.calls
-
-
-def test_an_address_that_is_allocated_again_is_another_allocation(sides):
-    before = identity_of(sides.client, sides.address)
-    sides.client.driver.free(sides.address)
-    with pytest.raises(DeviceMemoryError):
-        identity_of(sides.client, sides.address)
-    again = sides.client.driver.allocate(NBYTES)
-    assert identity_of(sides.client, again) != before

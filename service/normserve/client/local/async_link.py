@@ -19,7 +19,6 @@ from normserve.client.local.device_messages import (
 )
 from normserve.client.local.messages import Needs, growth, in_current_span, refusal_of, required
 from normserve.client.local.offers import Offers
-from normserve.client.local.own_memory import Offer
 from normserve.client.local.recurring import KindsOfRecurring
 from normserve.client.local.sockets import Incoming
 from normserve.client.quoting import quoted
@@ -113,9 +112,6 @@ class AsyncLink:
         answer: asyncio.Future[frames.Reply] = self._loop.create_future()
         self._used[tag] = (answer, used)
         self._incoming.expect(tag, message)
-        if self._offers.has_withdrawals:
-            for number in self._offers.withdrawn():
-                self._send(frames.write(0, frames.Free(number)))
         self._send(frames.write(tag, in_current_span(message)))
         try:
             if meanwhile is not None:
@@ -142,8 +138,6 @@ class AsyncLink:
                 lacking = next(needs)
                 if isinstance(lacking, Busy):
                     await asyncio.to_thread(lacking.wait)
-                elif isinstance(lacking, Offer):
-                    lacking.take_answer(await self.request(lacking.message))
                 else:
                     await self._grow_by(growth_on_device(lacking, arena.nbytes), "device")
         except StopIteration as done:
@@ -164,14 +158,10 @@ class AsyncLink:
             self._loop.call_soon_threadsafe(work)
 
     def _let_go(self) -> None:
-        """Keep nothing for calls that gave up, and let the server use this process's own memory no more."""
+        """Keep nothing for calls that gave up."""
         # Their answers may never come. The server itself keeps the memory that it works in.
         for tag, (answer, _) in self._used.items():
             self._used[tag] = answer, None
-        if self.is_open:
-            with suppress(OSError):
-                for number in self._offers.withdraw_all():
-                    self._socket.send(frames.write(0, frames.Free(number)))
 
     async def _grow(self, lacking: int) -> None:
         try:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from normserve.client.local.allocator import Allocator, Part
-from normserve.client.local.own_memory import OwnMemory
 from normserve.codec.local_frames import Place
 from normserve.memory.device_segments import Device, DeviceMemoryError, DeviceSegment
 from normserve.memory.host_tensors import DType
@@ -83,12 +82,10 @@ class DeviceArena(Allocator[DeviceBlock]):
 
     Attributes:
         ordinal: the device's, as torch counts.
-        own: memory that the process has allocated itself; None where the server does not open it.
     """
 
-    def __init__(self, device: Device, *, is_own_opened: bool = False) -> None:
+    def __init__(self, device: Device) -> None:
         super().__init__()
-        self.own = OwnMemory(device) if is_own_opened else None
         self._torch: Any = importlib.import_module("torch")
         self._device = device
         self.ordinal = device.ordinal
@@ -252,15 +249,12 @@ class Busy:
                 return
 
 
-def arena_on(offer: Any, *, is_own_user: bool) -> DeviceArena | None:
-    """An arena in the memory of the device that a server offers; None where there is no use for it.
-
-    Args: is_own_user: the server's user is this process's. No other may have handles of its own memory.
-    """
+def arena_on(offer: Any) -> DeviceArena | None:
+    """An arena in the memory of the device that a server offers; None where there is no use for it."""
     if not isinstance(offer, dict) or not isinstance(offer.get("uuid"), str):
         return None
     try:
-        return DeviceArena(Device.find(offer["uuid"]), is_own_opened=is_own_user and offer.get("own") is True)
+        return DeviceArena(Device.find(offer["uuid"]))
     except DeviceMemoryError as error:
         log.warning("tensors on the device are copied through host memory: %s", error)
         return None

@@ -10,18 +10,17 @@ from normserve.client.calls.on_device import OnDevice
 from normserve.client.errors import UnexpectedAnswerError
 from normserve.client.local.device import Busy, DeviceArena, DeviceBlock
 from normserve.client.local.messages import DTYPES, LocalAnswer, compute, understood
-from normserve.client.local.own_memory import Offer, OwnMemory
 from normserve.client.quoting import quoted
 from normserve.codec import local_frames as frames
-from normserve.codec.local_frames import ALIGNMENT, Located, Message
+from normserve.codec.local_frames import Located, Message
 from normserve.memory.host_tensors import HostTensor
 
 _LEAST_GROWTH, _MOST_GROWTH = 64 * 2**20, 256 * 2**20
 
 _R = TypeVar("_R")
 
-DeviceNeeds = Generator[int | Busy | Offer, None, _R]
-"""Yields how many bytes the arena lacks, until it has them, what must be waited for, and what must be offered."""
+DeviceNeeds = Generator[int | Busy, None, _R]
+"""Yields how many bytes the arena lacks, until it has them, and what must be waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,22 +52,16 @@ def prepare_on_device(call: Call[Any], arena: DeviceArena) -> DeviceNeeds[Prepar
     if busy := arena.busy_stream():
         yield busy
     copies: list[Any] = []
-    owned: list[Any] = []
     located = {}
     for name, tensor in call.tensors.items():
-        found = None if arena.own is None else (yield from _in_own_memory(tensor, arena, arena.own))
-        if found is None:
-            found = yield from _located(tensor, arena, copies)
-        else:
-            owned.append(tensor)
-        located[name] = found
+        located[name] = yield from _located(tensor, arena, copies)
     results = {}
     for name, output in call.outputs.items():
         results[name] = yield from taken_on_device(arena, output.most_bytes)
     if copies and (busy := arena.busy_stream()):
         yield busy
     places = {name: block.place for name, block in results.items()}
-    return PreparedOnDevice(compute(call, located, places), copies + owned, results)
+    return PreparedOnDevice(compute(call, located, places), copies, results)
 
 
 def taken_on_device(arena: DeviceArena, nbytes: int) -> DeviceNeeds[DeviceBlock]:
@@ -76,20 +69,6 @@ def taken_on_device(arena: DeviceArena, nbytes: int) -> DeviceNeeds[DeviceBlock]
     while (block := arena.take(nbytes)) is None:
         yield nbytes
     return block
-
-
-def _in_own_memory(tensor: HostTensor, arena: DeviceArena, own: OwnMemory) -> DeviceNeeds[Located | None]:
-    """Where a tensor lies that the process has allocated itself; None if it is in the arena, or must be copied."""
-    source = tensor.tensor if isinstance(tensor, OnDevice) else None
-    if source is None or source.device.index != arena.ordinal or not tensor.nbytes or not source.is_contiguous():
-        return None
-    if source.data_ptr() % ALIGNMENT or arena.locate_tensor(source) is not None:
-        return None
-    found = own.find(source)
-    if isinstance(found, Offer):
-        yield found
-        found = own.find(source)
-    return Located(*found, tensor.dtype.label, tensor.shape) if isinstance(found, tuple) else None
 
 
 def _located(tensor: HostTensor, arena: DeviceArena, inputs: list[Any]) -> DeviceNeeds[Located]:

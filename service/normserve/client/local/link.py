@@ -22,7 +22,6 @@ from normserve.client.local.device import Busy, DeviceArena
 from normserve.client.local.device_messages import DeviceNeeds, growth_on_device
 from normserve.client.local.messages import Needs, growth, in_current_span, refusal_of, required
 from normserve.client.local.offers import Offers
-from normserve.client.local.own_memory import Offer
 from normserve.client.local.recurring import KindsOfRecurring
 from normserve.client.local.sockets import SHORTEST_WAIT_S, Incoming
 from normserve.client.quoting import quoted
@@ -130,9 +129,6 @@ class Link:
             RequestTimeoutError: there was no answer in time.
         """
         tag = next(self._tags) % (TAGS - 1) + 1
-        if self._offers.has_withdrawals:
-            for number in self._offers.withdrawn():
-                self._send(frames.write(0, frames.Free(number)), deadline)
         self._incoming.expect(tag, message)
         self._used[tag] = used
         try:
@@ -173,8 +169,6 @@ class Link:
                 lacking = next(needs)
                 if isinstance(lacking, Busy):
                     lacking.wait()
-                elif isinstance(lacking, Offer):
-                    lacking.take_answer(self.request(lacking.message, deadline))
                 else:
                     self._grow_by(growth_on_device(lacking, arena.nbytes), "device", deadline)
         except StopIteration as done:
@@ -186,10 +180,6 @@ class Link:
         # Answers to calls that gave up may never come. The server itself keeps the memory that it works in.
         for tag in list(self._used):
             self._used[tag] = None
-        if self.is_usable:
-            with suppress(OSError):
-                for number in self._offers.withdraw_all():
-                    self._socket.send(frames.write(0, frames.Free(number)), _AT_ONCE)
         self._offers.once_empty(self.arena, self._leave)
 
     def _greet(self, deadline: Deadline) -> None:

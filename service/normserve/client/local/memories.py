@@ -145,8 +145,8 @@ class CudaMemory:
         if type(value) not in self._types or not value.is_cuda or value.is_neg() or not value.is_contiguous():
             return ()
         place = self._arena.locate_address(value.data_ptr())
-        # The server may open the process's own memory, which is not copied; another device's never recurs.
-        if place is None and (self._arena.own is not None or value.get_device() != self._arena.ordinal):
+        # Tensors of another device never recur.
+        if place is None and value.get_device() != self._arena.ordinal:
             return ()
         return place, value.dtype, value.shape
 

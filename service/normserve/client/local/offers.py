@@ -40,27 +40,11 @@ class Offers:
         """
         if not self._is_looked_for and self.is_known:
             self._is_looked_for = True
-            self._arena = arena_on(self._offer, is_own_user=self._incoming.is_from_own_user)
+            self._arena = arena_on(self._offer)
             if self._arena is not None:
                 self._incoming.on_device_segment = self._arena.add_device_segment
         arena = self._arena
         return arena if arena is not None and index == arena.ordinal else None
-
-    @property
-    def has_withdrawals(self) -> bool:
-        """Whether memory of this process's own may be withdrawn: `withdrawn` tells."""
-        arena = self._arena
-        return arena is not None and arena.own is not None and arena.own.is_idle
-
-    def withdrawn(self) -> Sequence[int]:
-        """The numbers of segments of the process's own memory that are to be freed."""
-        own = None if self._arena is None else self._arena.own
-        return () if own is None else own.withdrawn()
-
-    def withdraw_all(self) -> Sequence[int]:
-        """The numbers of all such segments, none of which is used from here on."""
-        own = None if self._arena is None else self._arena.own
-        return () if own is None else own.withdraw_all()
 
     def once_empty(self, host: Arena, then: Callable[[], None]) -> None:
         """Call this once no block of any arena is in use; nothing may be taken from here on.

@@ -23,8 +23,6 @@ _READ_BYTES = 64 * 1024
 _CLOSE_ON_EXEC, _WERE_CUT = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_CTRUNC)
 _MOST_DESCRIPTORS = 4
 _INT = struct.calcsize("i")
-# The process, the user and the group at the other end.
-_CREDENTIALS = struct.Struct("iII")
 _RIGHTS_BYTES = socket.CMSG_SPACE(_MOST_DESCRIPTORS * _INT)
 _RECEIVED = _READ_BYTES, _RIGHTS_BYTES, _CLOSE_ON_EXEC
 _RECEIVED_AT_ONCE = _READ_BYTES, _RIGHTS_BYTES, _CLOSE_ON_EXEC | int(socket.MSG_DONTWAIT)
@@ -57,14 +55,6 @@ class Incoming:
         self._requested: dict[int, frames.Grow] = {}
         # Of segments in a device's memory: the number, the descriptor, which stays the caller's, and the bytes.
         self.on_device_segment: Callable[[int, int, int], None] = _unasked
-
-    @property
-    def is_from_own_user(self) -> bool:
-        """Whether the server's user is this process's."""
-        _, uid, _ = _CREDENTIALS.unpack(
-            self._connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        )
-        return bool(uid == os.geteuid())
 
     def expect(self, tag: int, message: Message | msgspec.Raw) -> None:
         """Accept what a request's answer has beyond others': one segment of this size, or a long list."""

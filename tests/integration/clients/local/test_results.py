@@ -126,7 +126,7 @@ def test_registered_layers(http, local):
 
 
 def test_what_the_server_is(http, local, path):
-    limits = {"max_bytes": 2**28, "max_connections": 64, "max_device_bytes": 2**30, "own_memory": False}
+    limits = {"max_bytes": 2**28, "max_connections": 64, "max_device_bytes": 2**30}
     assert local.info()["local"] == {"path": str(path), "version": 1, **limits, "device": None}
     assert local.info().keys() == http.info().keys()
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import httpx
 import torch
-from normserve.memory.allocations import allocation_of
 from normserve.memory.device_segments import Device
+
+from tests.service.memory.allocations import allocation_of
 
 DATATYPES = {torch.float32: "FP32", torch.float16: "FP16", torch.bfloat16: "BF16"}
 

@@ -227,13 +227,6 @@ def test_descriptors_that_come_with_parts_of_an_answer_do_not_pile_up(incoming, 
         received.receive()
 
 
-def test_whose_server_it_is_is_asked_of_the_system(incoming, monkeypatch):
-    received, _ = incoming
-    assert received.is_from_own_user
-    monkeypatch.setattr(os, "geteuid", lambda: 2**31 - 2)
-    assert not received.is_from_own_user
-
-
 def test_only_a_list_may_be_long(incoming):
     received, theirs = incoming
     head = frames.PREFIX.pack(DOCUMENT_BYTES + 1, 9)

@@ -13,12 +13,12 @@ from normserve.http.oip.regions.registry import Regions
 from normserve.http.oip.regions.transfer import Transfer
 from normserve.http.oip.shared_tensors import SharedTensors, placed
 from normserve.jobs.job import NormJob, NormSpec, Op, Pass
-from normserve.memory.allocations import allocation_of
 from normserve.memory.device_segments import Device
 from normserve.memory.device_tensors import DeviceTensor
 from normserve.memory.host_tensors import DType
 from normserve.memory.slabs import SlabPool
 
+from tests.service.memory.allocations import allocation_of
 from tests.service.memory.fake_driver import FakeDriver
 
 NBYTES = 2**21

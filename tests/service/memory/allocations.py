@@ -1,0 +1,29 @@
+"""The client's side of a shared allocation of CUDA's runtime: its handle, for a server to open."""
+
+import ctypes
+from typing import NamedTuple
+
+from normserve.memory.allocations import HANDLE_BYTES
+from normserve.memory.device_segments import Device, call, call_for_all
+
+
+class Allocation(NamedTuple):
+    """What a pointer points into.
+
+    Attributes:
+        address: of its first byte.
+        handle: `HANDLE_BYTES` for the process that is to open it.
+    """
+
+    address: int
+    nbytes: int
+    handle: bytes
+
+
+def allocation_of(device: Device, address: int) -> Allocation:
+    """The whole allocation that an address lies in, for another process to open."""
+    driver = device.driver
+    with device.current():
+        base, nbytes = (int(each) for each in call_for_all(driver.cuMemGetAddressRange, address))
+        handle = call(driver.cuIpcGetMemHandle, base)
+    return Allocation(base, nbytes, ctypes.string_at(handle.getPtr(), HANDLE_BYTES))
