@@ -18,7 +18,6 @@ from normserve.client.http.blocking import drive
 from normserve.client.http.opening import Place, Trust, connecting, encrypted, places, shaking_hands, unconnected
 from normserve.client.http.receiving import EndedEarlyError
 from normserve.client.http.steps import Steps
-from normserve.client.http.waits import WholeCall
 
 from normload.clients.pool import Request
 
@@ -43,7 +42,7 @@ class Waiting:
         """
         deadline = Deadline(self.timeout_s)
         try:
-            return drive(steps, WholeCall(deadline))
+            return drive(steps, deadline)
         except httpx.TimeoutException as error:
             raise deadline.error() from error
         except FAILURES as error:

@@ -11,8 +11,8 @@ A `HostTensor`, raw memory with a shape and an element type, passes for an array
 themselves when the server says "later" (429, 503) or the connection breaks: see `RetryPolicy`.
 
 The URL says where and how: `http://`, `https://`, or `http+unix://PATH` for HTTP over a Unix domain socket.  Both
-clients speak HTTP over sockets of their own, which `SocketTransport` and `AsyncSocketTransport` bring to httpx's
-clients as well; a proxy that the environment names is used by way of httpx.
+clients speak HTTP over sockets of their own; a proxy that the environment names is used by way of httpx.
+`SocketTransport` and `AsyncSocketTransport` are httpx's own transports for httpx's clients, with limits as here.
 
 A server is not trusted.  A call returns tensors of the shapes and element types that it asked for or raises a
 `ClientError`, takes no more bytes than they have, and is over when `timeout_s` is.  Redirections are not followed,
@@ -37,7 +37,7 @@ from normserve.client.errors import (
     UnexpectedAnswerError,
     UnknownLayerError,
 )
-from normserve.client.http.faces import AsyncSocketTransport, SocketTransport
+from normserve.client.http.through_httpx import AsyncSocketTransport, SocketTransport
 from normserve.client.methods import DEFAULT_URL
 from normserve.client.results import BackwardResult, ForwardResult, Timing
 from normserve.client.retries import RetryPolicy

@@ -3,7 +3,7 @@
 import ssl
 import sys
 import urllib.request
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -15,12 +15,14 @@ from normserve.client.http.awaiting import AsyncSockets
 from normserve.client.http.blocking import Sockets
 from normserve.client.http.credentials import checked, trust
 from normserve.client.http.direct import AsyncDirectTransport, DirectTransport, Requests
-from normserve.client.http.faces import KEEP_S, AsyncSocketTransport, SocketTransport
 from normserve.client.http.opening import Trust
 from normserve.client.http.through_httpx import AsyncHttpxTransport, HttpxTransport
 from normserve.client.local.awaiting import AsyncLocalTransport
 from normserve.client.local.blocking import LocalTransport
 from normserve.client.transport import AsyncTransport, Transport
+
+# How long an idle connection is kept, as httpx keeps them.
+_KEEP_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +84,9 @@ def transport_to(server: Server, own: httpx.BaseTransport | None) -> Transport:
     check_type("transport", own, (httpx.BaseTransport, None), "httpx's BaseTransport or None")
     if server.address.shares_memory:
         return LocalTransport(_shared_path(server, own), server.api_key)
-    if isinstance(own, SocketTransport):
-        return DirectTransport(_requests(server, own.uds), own.sockets)
     if own is not None or _needs_httpx(server):
         return HttpxTransport(own, **_options(server))
-    return DirectTransport(_requests(server), Sockets(Trust(server.verify), server.max_connections, KEEP_S))
+    return DirectTransport(_requests(server), Sockets(Trust(server.verify), server.max_connections, _KEEP_S))
 
 
 def async_transport_to(server: Server, own: httpx.AsyncBaseTransport | None) -> AsyncTransport:
@@ -94,11 +94,9 @@ def async_transport_to(server: Server, own: httpx.AsyncBaseTransport | None) -> 
     check_type("transport", own, (httpx.AsyncBaseTransport, None), "httpx's AsyncBaseTransport or None")
     if server.address.shares_memory:
         return AsyncLocalTransport(_shared_path(server, own), server.api_key)
-    if isinstance(own, AsyncSocketTransport):
-        return AsyncDirectTransport(_requests(server, own.uds), own.sockets)
     if own is not None or _needs_httpx(server):
         return AsyncHttpxTransport(own, **_options(server))
-    sockets = AsyncSockets(Trust(server.verify), server.max_connections, KEEP_S)
+    sockets = AsyncSockets(Trust(server.verify), server.max_connections, _KEEP_S)
     return AsyncDirectTransport(_requests(server), sockets)
 
 
@@ -109,12 +107,12 @@ def _shared_path(server: Server, own: object) -> str:
     return server.address.socket_path
 
 
-def _requests(server: Server, uds: str | None = None) -> Requests:
+def _requests(server: Server) -> Requests:
     address, userinfo = server.address, ""
     if address.socket_path is None:
         url = httpx.URL(server.url)
         userinfo = f"{url.username}:{url.password}" if url.userinfo else ""
-    return Requests(address if uds is None else replace(address, socket_path=uds), server.api_key, userinfo)
+    return Requests(address, server.api_key, userinfo)
 
 
 def _needs_httpx(server: Server) -> bool:
@@ -131,7 +129,7 @@ def _needs_httpx(server: Server) -> bool:
 
 def _options(server: Server) -> dict[str, Any]:
     if server.address.socket_path is not None:
-        raise ValueError("a URL that names a socket takes no transport of httpx's but a SocketTransport")
+        raise ValueError("a URL that names a socket takes no transport of httpx's")
     # Compression would cost more time than the bytes that it saves: floats hardly shrink.
     headers = {"accept-encoding": "identity"}
     if server.api_key is not None:

@@ -1,7 +1,7 @@
 """Where a server listens, as its URL says."""
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import httpx
 
@@ -58,13 +58,8 @@ class Address:
             missing = f"; http://{url} may be meant" if _BARE.fullmatch(url) else ""
             raise ValueError(f"the URL must be {FORMS}{missing}")
         prefix = parsed.raw_path.partition(b"?")[0].decode("ascii").rstrip("/")
-        return replace(cls.of_request(parsed), prefix=prefix, query=parsed.query.decode("ascii"))
-
-    @classmethod
-    def of_request(cls, url: httpx.URL) -> "Address":
-        """Where httpx sends a request for a URL with a host."""
-        tls = url.scheme == "https"
-        return cls(url.raw_host.decode("ascii"), url.port or _PORTS["https" if tls else "http"], tls)
+        host, port = parsed.raw_host.decode("ascii"), parsed.port or _PORTS[parsed.scheme]
+        return cls(host, port, parsed.scheme == "https", prefix, parsed.query.decode("ascii"))
 
     @property
     def host_header(self) -> str:

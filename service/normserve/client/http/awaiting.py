@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import httpx
 
+from normserve.client.deadlines import Deadline
 from normserve.client.http.address import Address
 from normserve.client.http.connection import Connection
 from normserve.client.http.idle import IdleConnections
@@ -21,7 +22,6 @@ from normserve.client.http.opening import (
     unconnected,
 )
 from normserve.client.http.steps import READ, WRITE, Steps
-from normserve.client.http.waits import Waits, kind_of, late
 from normserve.sockets import has_error
 
 R = TypeVar("R")
@@ -40,26 +40,19 @@ class AsyncSockets:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._idle = IdleConnections(most, keep_s)
 
-    async def take(self, address: Address, waits: Waits, *, fresh: bool = False) -> tuple[Connection, bool]:
-        """As `blocking.Sockets.take`."""
+    async def take(self, address: Address, deadline: Deadline, *, fresh: bool = False) -> tuple[Connection, bool]:
+        """As `blocking.Sockets.take`; the caller ends the waiting when the deadline is over."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop or self._process != os.getpid():
             self._begin(loop)
         free = self._free
-        if free.locked():
-            try:
-                async with asyncio.timeout(waits.left_s("pool")):
-                    await free.acquire()
-            except TimeoutError:
-                raise late("pool") from None
-        else:
-            await free.acquire()
+        await free.acquire()
         try:
             if self._closed:
                 raise RuntimeError("the client is closed")
             if not fresh and (kept := self._idle.take(address)) is not None:
                 return kept, True
-            return await self._opened(address, waits), False
+            return await self._opened(address, deadline), False
         except BaseException:
             free.release()
             raise
@@ -84,12 +77,12 @@ class AsyncSockets:
         self._free = asyncio.Semaphore(self._most)
         self._idle = IdleConnections(self._most, self._keep_s)
 
-    async def _opened(self, address: Address, waits: Waits) -> Connection:
+    async def _opened(self, address: Address, deadline: Deadline) -> Connection:
         try:
             found = await self._places(address)
             for place in found:
                 try:
-                    return await self._opened_at(place, address, waits, is_last=place == found[-1])
+                    return await self._opened_at(place, address, deadline, is_last=place == found[-1])
                 except (OSError, httpx.ConnectTimeout) as error:
                     failure = error
             raise failure if found else OSError("the host has no address")
@@ -103,34 +96,33 @@ class AsyncSockets:
         loop = asyncio.get_running_loop()
         return places(await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM))
 
-    async def _opened_at(self, place: Place, address: Address, waits: Waits, *, is_last: bool) -> Connection:
+    async def _opened_at(self, place: Place, address: Address, deadline: Deadline, *, is_last: bool) -> Connection:
         family, where = place
         made = unconnected(family)
         try:
-            async with asyncio.timeout(patience_s(waits.left_s("connect"), is_last=is_last)):
+            async with asyncio.timeout(patience_s(deadline.left_s(), is_last=is_last)):
                 await drive(connecting(made, where))
             if address.tls:
                 secured = encrypted(made, address, self._trust.context)
                 made = secured
-                async with asyncio.timeout(waits.left_s("connect")):
-                    await drive(shaking_hands(secured))
+                await drive(shaking_hands(secured))
             return Connection(made, address)
         except TimeoutError:
             made.close()
-            raise late("connect") from None
+            raise httpx.ConnectTimeout("there was no more time") from None
         except BaseException:
             made.close()
             raise
 
 
-async def drive(steps: Steps[R], waits: Waits | None = None) -> R:
-    """As `blocking.drive`; without waits of its own it waits until it is cancelled."""
+async def drive(steps: Steps[R]) -> R:
+    """As `blocking.drive`; it waits until it is cancelled."""
     try:
         descriptor, events = next(steps)
     except StopIteration as stop:
         at_once: R = stop.value
         return at_once
-    driven = _Driven(steps, waits)
+    driven = _Driven(steps)
     try:
         driven.wait_for(descriptor, events)
         outcome: R = await driven.outcome
@@ -143,19 +135,17 @@ async def drive(steps: Steps[R], waits: Waits | None = None) -> R:
 class _Driven:
     """Steps that the event loop takes when what they wait for has come, without waking the task in between."""
 
-    def __init__(self, steps: Steps[Any], waits: Waits | None) -> None:
+    def __init__(self, steps: Steps[Any]) -> None:
         self._loop = asyncio.get_running_loop()
         self.outcome: asyncio.Future[Any] = self._loop.create_future()
         self._steps = steps
-        self._waits = waits
         self._descriptor = -1
         self._events = 0
-        self._timer: asyncio.TimerHandle | None = None
 
     def wait_for(self, descriptor: int, events: int) -> None:
         """Go on when one of these comes."""
         if self._events and has_error(descriptor):
-            self._stop_monitoring()
+            self.end()
         changed = events ^ self._events
         self._descriptor, self._events = descriptor, events
         if changed & READ:
@@ -168,31 +158,14 @@ class _Driven:
                 self._loop.add_writer(descriptor, self._step, WRITE)
             else:
                 self._loop.remove_writer(descriptor)
-        if self._waits is not None:
-            self._time(self._waits, kind_of(events))
 
     def end(self) -> None:
         """Wait for nothing more."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._stop_monitoring()
-
-    def _stop_monitoring(self) -> None:
         if self._events & READ:
             self._loop.remove_reader(self._descriptor)
         if self._events & WRITE:
             self._loop.remove_writer(self._descriptor)
         self._events = 0
-
-    def _time(self, waits: Waits, kind: str) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        left_s = waits.left_s(kind)
-        if left_s is not None:
-            self._timer = self._loop.call_later(max(0.0, left_s), self._late, kind)
-
-    def _late(self, kind: str) -> None:
-        self._finish(late(kind))
 
     def _step(self, came: int) -> None:
         # Both events of one turn of the loop call this, and the first may have been the last one.
@@ -204,11 +177,7 @@ class _Driven:
             self.end()
             self.outcome.set_result(stop.value)
         except Exception as error:
-            self._finish(error)
+            self.end()
+            self.outcome.set_exception(error)
         else:
             self.wait_for(descriptor, events)
-
-    def _finish(self, error: Exception) -> None:
-        self.end()
-        if not self.outcome.done():
-            self.outcome.set_exception(error)

@@ -6,12 +6,12 @@ import select
 import socket
 import struct
 import threading
-import time
 from contextlib import suppress
 from typing import TypeVar
 
 import httpx
 
+from normserve.client.deadlines import Deadline
 from normserve.client.http.address import Address
 from normserve.client.http.connection import Connection
 from normserve.client.http.idle import IdleConnections
@@ -27,7 +27,6 @@ from normserve.client.http.opening import (
 )
 from normserve.client.http.receiving import Fill
 from normserve.client.http.steps import Steps
-from normserve.client.http.waits import Waits, kind_of, late
 
 R = TypeVar("R")
 
@@ -39,6 +38,8 @@ _LONGEST_S = 2.0**31 / 1000 - 1
 _SENDING_S = 0.02
 # It receives for so long at a time, unless there is less: what is set once need not be set for each answer.
 _RECEIVING_S = 1.0
+
+_LATE = "there was no more time"
 
 _ALL: int = getattr(socket, "MSG_WAITALL", 0)
 
@@ -58,12 +59,12 @@ class Sockets:
         self._closed = False
         self._begin()
 
-    def take(self, address: Address, waits: Waits, *, fresh: bool = False) -> tuple[Connection, bool]:
+    def take(self, address: Address, deadline: Deadline, *, fresh: bool = False) -> tuple[Connection, bool]:
         """Return a connection, and whether it was used before; `give` it back, whatever comes of it.
 
         Args:
             address: where to.
-            waits: how long opening it, and waiting for another's, may take.
+            deadline: of opening it, and of waiting for another's.
             fresh: take none that was used before.
 
         Raises:
@@ -74,16 +75,16 @@ class Sockets:
         if self._process != os.getpid():
             self._begin()
         free = self._free
-        left_s = waits.left_s("pool")
+        left_s = deadline.left_s()
         # What a timeout of the system's own waits for has a limit.
         if not free.acquire(None if left_s is None else max(0.0, min(left_s, threading.TIMEOUT_MAX))):
-            raise late("pool")
+            raise httpx.PoolTimeout(_LATE)
         try:
             if self._closed:
                 raise RuntimeError("the client is closed")
             if not fresh and (kept := self._idle.take(address)) is not None:
                 return kept, True
-            return self._opened(address, waits), False
+            return self._opened(address, deadline), False
         except BaseException:
             free.release()
             raise
@@ -106,12 +107,12 @@ class Sockets:
         self._free = _Permits(self._most)
         self._idle = IdleConnections(self._most, self._keep_s)
 
-    def _opened(self, address: Address, waits: Waits) -> Connection:
+    def _opened(self, address: Address, deadline: Deadline) -> Connection:
         try:
             found = self._places(address)
             for place in found:
                 try:
-                    return self._opened_at(place, address, waits, is_last=place == found[-1])
+                    return self._opened_at(place, address, deadline, is_last=place == found[-1])
                 except (OSError, httpx.ConnectTimeout) as error:
                     failure = error
             raise failure if found else OSError("the host has no address")
@@ -124,15 +125,16 @@ class Sockets:
             return [(socket.AF_UNIX, address.socket_path)]
         return places(socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM))
 
-    def _opened_at(self, place: Place, address: Address, waits: Waits, *, is_last: bool) -> Connection:
+    def _opened_at(self, place: Place, address: Address, deadline: Deadline, *, is_last: bool) -> Connection:
         family, where = place
+        late = httpx.ConnectTimeout
         made = unconnected(family)
         try:
-            drive(connecting(made, where), _Connecting(waits, is_last=is_last))
+            drive(connecting(made, where), Deadline(patience_s(deadline.left_s(), is_last=is_last)), late)
             if address.tls:
                 secured = encrypted(made, address, self._trust.context)
                 made = secured
-                drive(shaking_hands(secured), _Connecting(waits, is_last=True))
+                drive(shaking_hands(secured), deadline, late)
             else:
                 made.setblocking(True)
                 made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(_SENDING_S))
@@ -175,31 +177,20 @@ class _Permits:
         return self._left > 0
 
 
-class _Connecting:
-    """The waits of one try to connect."""
-
-    def __init__(self, waits: Waits, *, is_last: bool) -> None:
-        left_s = patience_s(waits.left_s("connect"), is_last=is_last)
-        self._end = None if left_s is None else time.monotonic() + left_s
-
-    def left_s(self, kind: str) -> float | None:
-        return None if self._end is None else self._end - time.monotonic()
-
-
-def filling(waits: Waits) -> Fill:
+def filling(deadline: Deadline) -> Fill:
     """Receives with calls of the kernel's that wait: a body with one, which wakes this thread when it is whole."""
 
     def fill(connected: socket.socket, view: memoryview, /, *, whole: bool) -> int:
         flags = _ALL if whole else 0
         while True:
-            left_s = waits.left_s("read")
+            left_s = deadline.left_s()
             if left_s is None or left_s >= _RECEIVING_S:
                 try:
                     return connected.recv_into(view, 0, flags)
                 except BlockingIOError:
                     continue
             if left_s <= 0:
-                raise late("read")
+                raise httpx.ReadTimeout(_LATE)
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(left_s))
             try:
                 with suppress(BlockingIOError):
@@ -216,26 +207,26 @@ def _timeval(seconds: float) -> bytes:
     return struct.pack("@ll", whole, max(1, int((min(seconds, _LONGEST_S) - whole) * 1e6)))
 
 
-def drive(steps: Steps[R], waits: Waits) -> R:
+def drive(steps: Steps[R], deadline: Deadline, late: type[httpx.TimeoutException] = httpx.ReadTimeout) -> R:
     """Wait for what the steps wait for, and return what they do.
 
-    Raises:
-        httpx.TimeoutException: a wait was too long.
+    Args:
+        deadline: of all of them.
+        late: what to raise when it is over.
     """
     try:
         descriptor, events = next(steps)
         while True:
-            kind = "connect" if isinstance(waits, _Connecting) else kind_of(events)
-            left_s = waits.left_s(kind)
+            left_s = deadline.left_s()
             if left_s is not None and left_s <= 0:
-                raise late(kind)
+                raise late(_LATE)
             poll = select.poll()
             poll.register(descriptor, events)
             came = poll.poll(None if left_s is None else math.ceil(min(left_s, _LONGEST_S) * 1000))
             if came:
                 descriptor, events = steps.send(came[0][1])
             elif left_s is not None and left_s <= _LONGEST_S:
-                raise late(kind)
+                raise late(_LATE)
     except StopIteration as stop:
         result: R = stop.value
         return result

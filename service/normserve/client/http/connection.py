@@ -82,7 +82,7 @@ class Connection(Receiver):
             httpx.TransportError: there is none, or the answer is not HTTP.
         """
         sent = yield from self.send([head, *parts])
-        answer = yield from self.head(fill=fill)
+        answer = yield from self.head(fill)
         status, headers = answer.status, answer.headers
         length, reception = answer.length, None
         # What is as it should be needs no second look.
@@ -143,12 +143,10 @@ class Connection(Receiver):
             return False
         return True
 
-    def head(self, *, has_body: bool = True, fill: Fill | None = None) -> Steps[AnswerHead]:
+    def head(self, fill: Fill | None = None) -> Steps[AnswerHead]:
         """Receive an answer's head; interim ones before it are left out.
 
-        Args:
-            has_body: as in `HeadReader.read`.
-            fill: as in `exchange`.
+        Args: fill: as in `exchange`.
         """
         while True:
             raw = self._next_head()
@@ -157,7 +155,7 @@ class Connection(Receiver):
                 raw = self._next_head()
             if raw is None or len(raw) > HEAD_BYTES:
                 raise httpx.RemoteProtocolError(f"an answer's header must be at most {HEAD_BYTES} bytes")
-            head = self._heads.read(raw, has_body=has_body)
+            head = self._heads.read(raw)
             if head.status >= 200:
                 return head
             # A server may send these faster than they are read, and the time is looked at only in a wait.

@@ -16,7 +16,6 @@ from normserve.client.http.awaiting import drive as drive_tasks
 from normserve.client.http.blocking import Sockets, drive, filling
 from normserve.client.http.connection import Connection
 from normserve.client.http.heads import request_head
-from normserve.client.http.waits import WholeCall
 from normserve.client.trace_context import current_headers
 from normserve.codec.media_types import SAFETENSORS
 
@@ -74,14 +73,13 @@ class DirectTransport:
     def exchange(self, call: Call[Any], deadline: Deadline) -> Answer:
         """As `Transport.exchange`."""
         head, parts = self._requests.request(call)
-        waits = WholeCall(deadline)
-        fill = filling(waits)
+        fill = filling(deadline)
         with TransportErrors(deadline):
             fresh = False
             while True:
-                connection, used = self._sockets.take(self._requests.address, waits, fresh=fresh)
+                connection, used = self._sockets.take(self._requests.address, deadline, fresh=fresh)
                 try:
-                    return _final(drive(connection.exchange(head, parts, call.most_bytes, fill=fill), waits))
+                    return _final(drive(connection.exchange(head, parts, call.most_bytes, fill=fill), deadline))
                 except (httpx.NetworkError, httpx.RemoteProtocolError):
                     if not (used and _may_go_again(call, connection)):
                         raise
@@ -104,12 +102,11 @@ class AsyncDirectTransport:
     async def exchange(self, call: Call[Any], deadline: Deadline) -> Answer:
         """As `Transport.exchange`."""
         head, parts = self._requests.request(call)
-        waits = WholeCall(deadline)
         with TransportErrors(deadline):
             fresh = False
             async with deadline.ends():
                 while True:
-                    connection, used = await self._sockets.take(self._requests.address, waits, fresh=fresh)
+                    connection, used = await self._sockets.take(self._requests.address, deadline, fresh=fresh)
                     try:
                         return _final(await drive_tasks(connection.exchange(head, parts, call.most_bytes)))
                     except (httpx.NetworkError, httpx.RemoteProtocolError):

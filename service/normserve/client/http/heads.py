@@ -47,7 +47,6 @@ class AnswerHead:
     """The head of an answer.
 
     Attributes:
-        raw: its bytes.
         status: of its first line.
         headers: by name in lower case; values of one name are joined by commas.
         length: of the body; None where its end says itself.
@@ -55,18 +54,11 @@ class AnswerHead:
         stays: whether the server keeps the connection behind it.
     """
 
-    raw: bytes
     status: int
     headers: dict[str, str]
     length: int | None
     chunks: "Chunks | None"
     stays: bool
-
-    def lines(self) -> tuple[bytes, list[tuple[bytes, bytes]]]:
-        """The reason that the first line gives, and all others as they came."""
-        found = _Found()
-        _feed(found, self.raw)
-        return found.reason, found.fields
 
 
 class HeadReader:
@@ -82,17 +74,13 @@ class HeadReader:
         # They are tried in turn; one server sends few kinds of heads.
         self._patterns: list[tuple[re.Pattern[str], list[str]]] = []
 
-    def read(self, raw: bytes, *, has_body: bool = True) -> AnswerHead:
+    def read(self, raw: bytes) -> AnswerHead:
         """Read a head, the empty line at its end included.
-
-        Args:
-            raw: its bytes.
-            has_body: whether the request was one whose answer may have a body: not HEAD.
 
         Raises:
             httpx.RemoteProtocolError: it is none.
         """
-        if has_body and (as_before := self._as_before(raw)) is not None:
+        if (as_before := self._as_before(raw)) is not None:
             return as_before
         # Most other heads have each name once and a length, and need no Python call for each line.
         quick = _Quick()
@@ -111,7 +99,7 @@ class HeadReader:
             raise httpx.RemoteProtocolError("the header of the answer is not HTTP")
         length: int | None = None
         chunks = None
-        if not has_body or status < 200 or status in _NO_CONTENT:
+        if status < 200 or status in _NO_CONTENT:
             length = 0
         elif found is not None and "transfer-encoding" in headers:
             if headers["transfer-encoding"].strip().lower() != "chunked":
@@ -121,7 +109,7 @@ class HeadReader:
             length = int(headers["content-length"])
             if found is None and stays:
                 self._learn(raw, quick.found)
-        return AnswerHead(raw, status, headers, length, chunks, stays)
+        return AnswerHead(status, headers, length, chunks, stays)
 
     def _as_before(self, raw: bytes) -> AnswerHead | None:
         """Read a head with the same lines as an earlier one, whatever their values; None for any other head."""
@@ -130,7 +118,7 @@ class HeadReader:
             for pattern, names in self._patterns:
                 if found := pattern.fullmatch(text):
                     headers = dict(zip(names, found.groups(), strict=True))
-                    return AnswerHead(raw, 200, headers, int(headers["content-length"]), None, True)
+                    return AnswerHead(200, headers, int(headers["content-length"]), None, True)
         return None
 
     def _learn(self, raw: bytes, names: Iterable[bytes]) -> None:
@@ -186,7 +174,6 @@ class _Found:
 
     def __init__(self) -> None:
         self.parser: Any = None
-        self.reason = b""
         self.fields: list[tuple[bytes, bytes]] = []
         self.is_complete = False
         self.pieces: list[bytes] = []
@@ -195,9 +182,6 @@ class _Found:
 
     def on_message_begin(self) -> None:
         self.messages += 1
-
-    def on_status(self, reason: bytes) -> None:
-        self.reason += reason
 
     def on_header(self, name: bytes, value: bytes) -> None:
         # Behind the body they are trailers, which are not read.

@@ -1,5 +1,6 @@
 """Calls through httpx: by way of a proxy, or of a transport that the caller made for it."""
 
+import ssl
 from collections.abc import AsyncIterator, Iterator, Sequence
 from http.cookiejar import CookieJar
 from typing import Any, cast
@@ -16,6 +17,36 @@ from normserve.codec.media_types import SAFETENSORS
 
 # Large enough for its overhead to be nothing, small enough for the transport's copy of it to stay in cache.
 _CHUNK_BYTES = 256 * 1024
+
+
+class SocketTransport(httpx.HTTPTransport):
+    """httpx's own transport, with as many connections as a `Client` of this package may have."""
+
+    def __init__(
+        self, *, verify: ssl.SSLContext | bool = True, max_connections: int = 100, uds: str | None = None
+    ) -> None:
+        """Make a transport for an `httpx.Client`.
+
+        Args:
+            verify: of https, as `httpx.HTTPTransport` has it.
+            max_connections: in use at once.
+            uds: the path of a Unix domain socket to connect to, whatever a request's URL says.
+        """
+        super().__init__(verify=verify, limits=_limits(max_connections), uds=uds)
+
+
+class AsyncSocketTransport(httpx.AsyncHTTPTransport):
+    """`SocketTransport` for an `httpx.AsyncClient`."""
+
+    def __init__(
+        self, *, verify: ssl.SSLContext | bool = True, max_connections: int = 100, uds: str | None = None
+    ) -> None:
+        """Args: as `SocketTransport`."""
+        super().__init__(verify=verify, limits=_limits(max_connections), uds=uds)
+
+
+def _limits(max_connections: int) -> httpx.Limits:
+    return httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections)
 
 
 class HttpxTransport:

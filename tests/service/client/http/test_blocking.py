@@ -11,7 +11,6 @@ from normserve.client.deadlines import Deadline
 from normserve.client.http.address import Address
 from normserve.client.http.blocking import Sockets, filling
 from normserve.client.http.opening import Trust
-from normserve.client.http.waits import WholeCall
 
 _PATIENCE_S = 1
 
@@ -32,7 +31,7 @@ def patience_s(connected: socket.socket) -> float:
 
 def test_what_comes_first_is_enough_unless_all_is_wanted(pair):
     ours, theirs = pair
-    fill = filling(WholeCall(Deadline(30)))
+    fill = filling(Deadline(30))
     room = memoryview(bytearray(8))
     theirs.send(b"abc")
     assert fill(ours, room, whole=False) == 3
@@ -50,7 +49,7 @@ def test_what_comes_first_is_enough_unless_all_is_wanted(pair):
 def test_no_longer_than_there_is_time_and_the_next_has_the_usual_patience(pair, whole):
     ours, _ = pair
     with pytest.raises(httpx.ReadTimeout):
-        filling(WholeCall(Deadline(0.02)))(ours, memoryview(bytearray(8)), whole=whole)
+        filling(Deadline(0.02))(ours, memoryview(bytearray(8)), whole=whole)
     assert patience_s(ours) == pytest.approx(_PATIENCE_S, abs=0.1)
 
 
@@ -59,11 +58,11 @@ def test_there_is_time_when_the_systems_patience_is_over(pair):
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", 0, 1000))
     late = threading.Timer(0.05, theirs.send, (b"abc",))
     late.start()
-    assert filling(WholeCall(Deadline(30)))(ours, memoryview(bytearray(8)), whole=False) == 3
+    assert filling(Deadline(30))(ours, memoryview(bytearray(8)), whole=False) == 3
     late.join()
 
 
-LONG = WholeCall(Deadline(60))
+LONG = Deadline(60)
 
 
 @pytest.fixture
@@ -89,7 +88,7 @@ def sockets():
 
 
 def late():
-    return WholeCall(Deadline(0.02))
+    return Deadline(0.02)
 
 
 def room(sockets, address) -> int:
