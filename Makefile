@@ -117,7 +117,6 @@ bench:
 bench-serve: .venv/.dev
 	PYTHONPATH=. $(BIN)/python -m benchmarks.serve --out benchmarks/results/serve.csv
 	PYTHONPATH=. $(BIN)/python -m benchmarks.serve.behaviour --out benchmarks/results/serve_behaviour.csv
-	PYTHONPATH=. $(BIN)/python -m benchmarks.serve.small --out benchmarks/results/serve_small.csv
 	PYTHONPATH=. $(BIN)/python -m benchmarks.serve.tracing --out benchmarks/results/serve_tracing.csv
 
 # Of the servers, of the client with one connection, and of that with many.
