@@ -1,13 +1,12 @@
 """Writes the fingerprints of this commit; `git diff` compares them with those of another.
 
-    python -m benchmarks.fingerprints [launches] [ttir] [sm_90] [--all] [--out FOLDER]
+    python -m benchmarks.fingerprints [launches] [sm_90] [--all] [--out FOLDER]
     python -m benchmarks.fingerprints show TEXT
 
-Without names it writes all three files, for specialisations that cover every value that a kernel branches on.
-`--all` uses every specialisation and separate files: `ttir_all.txt` takes seven minutes of a core, `sm_90_all.txt`
-two hours.  Code that the file already has, from the same version of Triton and the same IR, is not compiled again:
-if `ttir_all.txt` and the launches of two commits are equal, so is their code.  `show` prints the launches of the
-cases whose names contain a text, with arguments and options.
+Without names it writes both files, for specialisations that cover every value that a kernel branches on.  `--all`
+uses every specialisation and a file of its own: `sm_90_all.txt` takes two hours of a core.  Code that the file
+already has, from the same version of Triton and the same IR, is not compiled again.  `show` prints the launches of
+the cases whose names contain a text, with arguments and options: what it prints at two commits says which differ.
 """
 
 import argparse
@@ -21,11 +20,11 @@ from fusednorm.devices.device import INTERPRETED
 
 from benchmarks.fingerprints import files, group_norm, layer_norm
 from benchmarks.fingerprints.cases import Case, planned
-from benchmarks.fingerprints.launches import full_text, summary
+from benchmarks.fingerprints.launches import full_text, summaries
 from benchmarks.fingerprints.specialisations import distinct, of_every_branch
-from benchmarks.fingerprints.workers import code_line, ir_hash, on_all_cores
+from benchmarks.fingerprints.workers import code_line, on_all_cores
 
-PARTS = ("launches", "ttir", "sm_90")
+PARTS = ("launches", "sm_90")
 _WRITTEN_EVERY = 50
 """Lines of code between writes: compiling takes long, and finished lines must not be lost."""
 
@@ -33,7 +32,7 @@ _WRITTEN_EVERY = 50
 def main(arguments: list[str] | None = None) -> None:
     """Write the files, or show launches."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fingerprints", description=__doc__)
-    parser.add_argument("parts", nargs="*", metavar="part", help="launches, ttir, sm_90; or show and a text")
+    parser.add_argument("parts", nargs="*", metavar="part", help="launches, sm_90; or show and a text")
     parser.add_argument("--all", action="store_true", help="take every specialisation, to files of their own")
     parser.add_argument("--out", type=Path, default=files.FOLDER, help="the folder of the files")
     options = parser.parse_args(arguments)
@@ -62,15 +61,10 @@ def _show(text: str) -> None:
 def _write(parts: list[str] | tuple[str, ...], folder: Path, everything: bool) -> None:
     plans = list(map(planned, all_cases()))
     if "launches" in parts:
-        files.write(folder / files.LAUNCHES, "# Cases", dict(map(summary, plans)))
+        files.write(folder / files.LAUNCHES, "# Kernels", summaries(plans))
         print(f"launches: {len(plans)} cases, {sum(len(each.launches or ()) for each in plans)} launches")
-    specialisations = distinct(plans)
-    if "ttir" in parts:
-        chosen = specialisations if everything else of_every_branch(specialisations)
-        path = folder / (files.TTIR_ALL if everything else files.TTIR)
-        files.write(path, files.version(), dict(on_all_cores(ir_hash, chosen)))
-        print(f"ttir: {len(chosen)} of {len(specialisations)} specialisations")
     if "sm_90" in parts:
+        specialisations = distinct(plans)
         chosen = specialisations if everything else of_every_branch(specialisations)
         print(f"sm_90: {len(chosen)} of {len(specialisations)} specialisations")
         path = folder / (files.SM_90_ALL if everything else files.SM_90)

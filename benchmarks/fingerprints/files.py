@@ -7,7 +7,6 @@ import triton
 
 FOLDER = Path(__file__).parents[1] / "results" / "fingerprints"
 LAUNCHES = "launches.txt"
-TTIR, TTIR_ALL = "ttir.txt", "ttir_all.txt"
 SM_90, SM_90_ALL = "sm_90.txt", "sm_90_all.txt"
 
 

@@ -1,7 +1,8 @@
-"""Launches as text and as a hash."""
+"""Launches as text, and as a hash for each kernel."""
 
 import hashlib
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,25 +17,19 @@ REFUSED = "refused"
 """Used for a call that has no launches."""
 
 
-def summary(planned: Planned) -> tuple[str, str]:
-    """The case's name, and the hash of its launches with the names of their kernels."""
-    if planned.launches is None:
-        return planned.case.name, REFUSED
-    kernels = (launch.kernel.fn.__name__ for launch in planned.launches)
-    return planned.case.name, " ".join((digest(planned), *kernels))
-
-
-def digest(planned: Planned) -> str:
-    """A hash of grids, arguments and options of all launches, without the names of kernels and parameters."""
-    text = "\n".join(
-        " ".join((str(launch.grid), *_arguments(launch, roles), *_options(launch, names=False)))
-        for launch, roles in _with_roles(planned)
-    )
-    return short_hash(text.encode())
+def summaries(plans: Iterable[Planned]) -> dict[str, str]:
+    """For each kernel, the number of its launches and a hash of their cases, grids, arguments and options."""
+    texts: defaultdict[str, list[str]] = defaultdict(list)
+    for planned in plans:
+        for place, (launch, roles) in enumerate(_with_roles(planned)):
+            words = (*_arguments(launch, roles), *_options(launch, names=False))
+            text = f"{planned.case.name} #{place} {launch.grid} {' '.join(words)}"
+            texts[launch.kernel.fn.__name__].append(text)
+    return {kernel: f"{len(each)} launches {_hash_lines(each)}" for kernel, each in texts.items()}
 
 
 def full_text(planned: Planned) -> str:
-    """The input of `digest`, with names: the case, and a line for each of its launches."""
+    """The case and a line for each of its launches, with the names of kernels and parameters."""
     lines = [planned.case.name if planned.launches is not None else f"{planned.case.name}: {REFUSED}"]
     for launch, roles in _with_roles(planned):
         grid = ",".join(map(str, launch.grid))
@@ -46,6 +41,10 @@ def full_text(planned: Planned) -> str:
 def short_hash(data: bytes) -> str:
     """A hash prefix long enough to distinguish some thousand texts."""
     return hashlib.sha256(data).hexdigest()[:16]
+
+
+def _hash_lines(lines: list[str]) -> str:
+    return short_hash("\n".join(lines).encode())
 
 
 def _with_roles(planned: Planned) -> Iterator[tuple[Launch, dict[int, str]]]:

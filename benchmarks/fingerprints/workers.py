@@ -17,8 +17,8 @@ _TASKS_A_PROCESS = 200
 
 
 def ir_hash(specialisation: Specialisation) -> str:
-    """The hash of Triton's IR before any pass."""
-    return short_hash(Compilation(specialisation).ir.encode())
+    """The hash of Triton's IR before any pass with the compiler's options, the first word of `code_line`."""
+    return _ir_hash(specialisation, Compilation(specialisation))
 
 
 def code_line(specialisation: Specialisation, known: Mapping[str, str]) -> str:
@@ -28,13 +28,17 @@ def code_line(specialisation: Specialisation, known: Mapping[str, str]) -> str:
         known: lines by their first hash, from the same version of Triton: these are not compiled again.
     """
     compilation = Compilation(specialisation)
-    options = sorted(specialisation.options.items())
-    before = short_hash(f"{options}\n{compilation.ir}".encode())
+    before = _ir_hash(specialisation, compilation)
     if before in known:
         return known[before]
     code = compilation.code()
     after = short_hash(code.content)
     return f"{before} {after} {code.registers} registers, {code.local_bytes} local, {code.shared_bytes} shared"
+
+
+def _ir_hash(specialisation: Specialisation, compilation: Compilation) -> str:
+    options = sorted(specialisation.options.items())
+    return short_hash(f"{options}\n{compilation.ir}".encode())
 
 
 def on_all_cores(work: Work, labelled: Sequence[Labelled]) -> Iterator[tuple[str, str]]:

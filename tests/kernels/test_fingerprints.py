@@ -1,4 +1,4 @@
-"""A sample of the fingerprints: launches and machine code change where somebody means them to."""
+"""Launches, and a sample of machine code, change where somebody means them to."""
 
 import json
 
@@ -6,9 +6,6 @@ import pytest
 
 from benchmarks.fingerprints import files
 from tests.kernels.harness.compiled import compile_elsewhere
-
-LAUNCHES_EVERY = 25
-"""Cases, of which the launches of one are compared; the names of all are."""
 
 # One of most algorithms.
 OF_IR = (
@@ -36,11 +33,11 @@ FINGERPRINTS = """
 import json, sys
 from benchmarks.fingerprints.cases import planned
 from benchmarks.fingerprints.__main__ import all_cases
-from benchmarks.fingerprints.launches import summary
+from benchmarks.fingerprints.launches import summaries
 from benchmarks.fingerprints.workers import code_line, ir_hash
 from fusednorm.launch.inspection import specialise
 
-every, of_ir, of_code = json.loads(sys.argv[1])
+of_ir, of_code = json.loads(sys.argv[1])
 cases = {case.name: case for case in all_cases()}
 
 def specialisation(label):
@@ -48,22 +45,25 @@ def specialisation(label):
     return specialise(planned(cases[name]).launches[int(place)])
 
 print(json.dumps({
-    "cases": sorted(cases),
-    "launches.txt": dict(summary(planned(cases[name])) for name in sorted(cases)[::every]),
-    "ttir.txt": {label: ir_hash(specialisation(label)) for label in of_ir},
-    "sm_90.txt": {label: code_line(specialisation(label), {}) for label in of_code},
+    "launches": summaries(map(planned, cases.values())),
+    "ir": {label: ir_hash(specialisation(label)) for label in of_ir},
+    "code": {label: code_line(specialisation(label), {}) for label in of_code},
 }))
 """
 
 
 def test_launches_and_code_are_those_that_were_recorded():
-    head, _ = files.read(files.FOLDER / files.SM_90)
+    head, code = files.read(files.FOLDER / files.SM_90)
     if head != files.version():
         pytest.skip(f"machine code was recorded with {head}, and this is {files.version()}")
-    now = compile_elsewhere(FINGERPRINTS, json.dumps([LAUNCHES_EVERY, OF_IR, OF_CODE]))
-    recorded = {name: files.read(files.FOLDER / name)[1] for name in (files.LAUNCHES, files.TTIR, files.SM_90)}
+    now = compile_elsewhere(FINGERPRINTS, json.dumps([OF_IR, OF_CODE]))
+    _, launches = files.read(files.FOLDER / files.LAUNCHES)
     remedy = "; if that is meant, run `make fingerprints` and commit what it writes"
-    assert now.pop("cases") == sorted(recorded[files.LAUNCHES]), f"other cases{remedy}"
-    for name, lines in now.items():
-        changed = [label for label, line in lines.items() if recorded[name].get(label) != line]
-        assert not changed, f"other than in {name}: {'; '.join(changed)}{remedy}"
+    recorded = {
+        "launches": launches,
+        "ir": {label: code[label].split()[0] for label in OF_IR},
+        "code": {label: code[label] for label in OF_CODE},
+    }
+    for part, lines in recorded.items():
+        changed = [label for label in lines | now[part] if lines.get(label) != now[part].get(label)]
+        assert not changed, f"other {part}: {'; '.join(changed)}{remedy}"

@@ -8,7 +8,7 @@ from fusednorm.errors import UnsupportedShapeError
 from fusednorm.policy import batch_invariance, waiting
 
 from benchmarks.fingerprints.cases import Case, planned
-from benchmarks.fingerprints.launches import summary
+from benchmarks.fingerprints.launches import full_text
 from tests.kernels.harness.compiled import compile_elsewhere
 
 REACH = """
@@ -78,7 +78,7 @@ def test_a_call_that_is_refused_is_a_case_as_well():
     def refuse(_):
         raise UnsupportedShapeError("too long")
 
-    assert summary(planned(Case("a case", refuse))) == ("a case", "refused")
+    assert full_text(planned(Case("a case", refuse))) == "a case: refused"
 
 
 def test_the_policy_of_a_case_holds_for_it_alone():

@@ -4,10 +4,10 @@ import torch
 from fusednorm.launch.launch import Launch
 
 from benchmarks.fingerprints.cases import Case, Planned, Tensors
-from benchmarks.fingerprints.launches import digest, full_text, summary
+from benchmarks.fingerprints.launches import full_text, summaries
 
 
-def launch_of(name, parameter, block=128, rows=3, swapped=False):
+def launch_of(name, parameter, block=128, rows=3, swapped=False, case="a case"):
     """A launch of a kernel with one compile-time parameter, and the tensors of its case."""
     tensors = Tensors()
     x, y = (tensors.new(role, (rows, 8), torch.float32) for role in ("x", "y"))
@@ -15,19 +15,26 @@ def launch_of(name, parameter, block=128, rows=3, swapped=False):
     both = (y, x) if swapped else (x, y)
     work = torch.empty(5, device="meta")
     launch = Launch(kernel, (rows,), (*both, work, rows), {parameter: block, "num_warps": 2})
-    return Planned(Case("a case", lambda _: []), [launch], tensors)
+    return Planned(Case(case, lambda _: []), [launch], tensors)
 
 
-def test_the_hash_of_launches_sees_arguments_and_no_name():
+def test_the_hash_of_a_kernels_launches_sees_grids_constants_and_arguments_and_no_name_of_a_parameter():
     first = launch_of("a_kernel", "BLOCK")
-    assert summary(first) == ("a case", f"{digest(first)} a_kernel")
-    assert digest(launch_of("another_kernel", "WIDTH")) == digest(first)
+    [summary] = summaries([first]).values()
+    assert summaries([launch_of("another_kernel", "WIDTH")]) == {"another_kernel": summary}
     changed = (
         launch_of("a_kernel", "BLOCK", block=64),
         launch_of("a_kernel", "BLOCK", rows=4),
         launch_of("a_kernel", "BLOCK", swapped=True),
+        launch_of("a_kernel", "BLOCK", case="another case"),
     )
-    assert len({digest(each) for each in (first, *changed)}) == 4
+    assert len({summaries([each])["a_kernel"] for each in (first, *changed)}) == 5
+
+
+def test_launches_are_counted_by_kernel():
+    plans = [launch_of("a_kernel", "BLOCK"), launch_of("b_kernel", "BLOCK"), launch_of("a_kernel", "BLOCK")]
+    counts = {kernel: text.split()[0] for kernel, text in summaries(plans).items()}
+    assert counts == {"a_kernel": "2", "b_kernel": "1"}
 
 
 def test_launches_are_shown_in_full():
