@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterator
 
 import httpx
-import openapi_spec_validator
 import pytest
 from normserve.errors import NormserveError
 from normserve.errors.problems import STATUSES
@@ -28,6 +27,9 @@ def operations(described) -> Iterator[tuple[str, str, dict]]:
 
 
 def test_it_is_valid(described):
+    # Imported here, since it makes dozens of parsers, which takes longer than to import torch.
+    import openapi_spec_validator
+
     openapi_spec_validator.validate(described)
     locked = create_app(Settings(backend="torch", api_key="s3cret")).openapi()
     openapi_spec_validator.validate(locked)
