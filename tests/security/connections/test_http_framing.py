@@ -259,6 +259,15 @@ def test_tiny_chunks_take_the_memory_of_their_bytes(locked):
         b"Authorization: Bearer s3cret\r\n\r\n",
         b"POST /v1/layer_norm HTTP/1.0\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
         b"CONNECT a:443 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        operation(KEY, LENGTH, "Content-Length: 1") + BODY,
+        operation(KEY, LENGTH, LENGTH) + BODY,
+        operation(KEY, LENGTH, "X: a\0b") + BODY,
+        operation(KEY, LENGTH, "Bad Name: a") + BODY,
+        b"GET / HTTP/1.1\nHost: localhost\0\n\n",
+        "GET /\u00fc HTTP/1.1\r\nHost: localhost\r\n\r\n".encode(),
+        # The beginning of TLS.
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(100),
+        bytes(100),
     ],
 )
 def test_requests_that_are_none(locked, sent):
@@ -267,7 +276,7 @@ def test_requests_that_are_none(locked, sent):
     assert answer.headers["connection"] == "close"
 
 
-@pytest.mark.parametrize("method", ["CONNECT", "UPGRADE", "TRACE", "PURGE", "M-SEARCH", "SOURCE"])
+@pytest.mark.parametrize("method", ["CONNECT", "UPGRADE", "TRACE", "PURGE", "M-SEARCH", "BREW", "get"])
 @pytest.mark.parametrize("target", ["/livez", "http://a/livez"])
 def test_strange_methods_have_ordinary_bodies(locked, method, target):
     with Connection(locked.address) as connection:
