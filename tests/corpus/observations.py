@@ -126,6 +126,8 @@ def stable_response(response: Mapping[str, Any], request_id: str) -> dict[str, A
     for name in ("date", "x-kernel-bandwidth"):
         if name in headers:
             headers[name] = name.upper()
+    if headers.get("x-request-id", request_id) != request_id:
+        headers["x-request-id"] = "ID"
     if "retry-after" in headers:
         headers["retry-after"] = _magnitude_of_s(headers["retry-after"])
     if "server-timing" in headers:

@@ -8,10 +8,19 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from tests.corpus.calls import LONG, PLAIN, WEIGHT, NormCall, ramp, refusals, successes
+from tests.corpus.http_requests import INCOMPLETE_REQUEST, REQUESTS, ROUTES
 from tests.corpus.observations import describe_event, stable_response
-from tests.corpus.servers import TRANSPORTS, CorpusServer, Observation, start_server
+from tests.corpus.servers import (
+    HTTP_TRANSPORTS,
+    LOCAL_TRANSPORTS,
+    TRANSPORTS,
+    CorpusServer,
+    Observation,
+    start_server,
+)
 from tests.integration.harness import misbehaving_server
 from tests.integration.harness.misbehaving_server import FAILS, HAS_A_BUG, RUNS_DRY, WAITS
 from tests.security.keys import EVERYTHING, EXPIRED, INFER, KEYS, LAYERS, METRICS, SLOW, table, write_keys
@@ -88,6 +97,98 @@ def _burst(server: CorpusServer, connection: object) -> Observation:
     time.sleep(0.5)
     after = server.exchange(connection, PLAIN, key=_BURST)["status"]
     return {"at once": statuses, "after a pause": after}
+
+
+def layers(transport: str, folder: Path) -> Steps:
+    """Register, replace, read, list and remove a layer with each key, and call it after each change."""
+    path = write_keys(folder, _KEYS)
+    with start_server(transport, folder, "--api-keys-file", str(path), key=_WATCHER) as server:
+        connection = server.connect(transport if transport in LOCAL_TRANSPORTS else "http")
+        caller = server.connect()
+        of_layer = NormCall("call", "rms_norm", PLAIN.tensors, PLAIN.results, parameters={"layer": "a"}, key=INFER)
+        for change in ("register", "replace", "read", "list", "describe", "remove"):
+            for name, secret in _SECRETS.items():
+                request_id = f"{change} with {name}".replace(" ", "-")
+                response = connection.change_layer(change, WEIGHT, secret, request_id)
+                if change == "describe":
+                    response["body"] = _names_of(response["body"])
+                    response["headers"].pop("content-length", None)
+                yield f"{change} with {name}", stable_response(response, request_id)
+            yield change, server.changes()
+            if change in ("register", "replace", "remove"):
+                yield f"call after {change}", server.exchange(caller, of_layer)
+            # Refusals are audited so many a second.
+            time.sleep(1.1)
+        yield "calls", server.changes()
+
+
+def _names_of(value: Any) -> Any:
+    """Return the names in a document whose values depend on the machine."""
+    return {name: _names_of(each) for name, each in value.items()} if isinstance(value, dict) else None
+
+
+def requests(transport: str, folder: Path, *options: str) -> Steps:
+    """Send what only HTTP can carry, each on a connection of its own, and leave amid a body."""
+    limits = ("--max-body-bytes", "1000000", "--header-timeout-s", "0.5", "--body-timeout-s", "0.5")
+    with start_server(transport, folder, *limits, *options) as server:
+        for name, content in REQUESTS.items():
+            connection = server.connect()
+            connection.send_bytes(content)
+            yield name, stable_response(connection.receive(), "ID")
+            connection.close()
+        server.observer.wait_for("normserve_connections", 1)
+        yield "each request", server.changes()
+        connection = server.connect()
+        connection.send_bytes(INCOMPLETE_REQUEST)
+        server.observer.wait_for("normserve_inflight_requests", 1)
+        connection.close()
+        server.observer.wait_for("normserve_connections", 1)
+        yield "a client leaves amid its body", server.changes()
+
+
+def routes(transport: str, folder: Path) -> Steps:
+    """Send a request to each route with each key; only statuses are observed."""
+    path = write_keys(folder, _KEYS)
+    with start_server(transport, folder, "--api-keys-file", str(path), key=_WATCHER) as server:
+        connection = server.connect()
+        for method, path_of_route in ROUTES:
+            statuses = {}
+            for name, secret in _SECRETS.items():
+                connection.send_request(path_of_route, b"", secret, "ID", {}, method)
+                statuses[name] = connection.receive(has_body=method != "HEAD")["status"]
+            yield f"{method} {path_of_route}", statuses
+
+
+def start(transport: str, folder: Path) -> Steps:
+    """Call a server whose device has not started, and has; open more connections than are allowed."""
+    limits = ("--max-connections-per-address", "3", "--local-connections", "2", "--stall-s", "0.3")
+    script = str(misbehaving_server.__file__)
+    with start_server(transport, folder, *limits, script=script, waits_at_start=True) as server:
+        probe, connection = server.connect("http"), server.connect()
+        yield "probe before the start", _probe(probe)
+        yield "before the start", server.exchange(connection, PLAIN, "before") | server.changes()
+        (folder / "gate").touch()
+        server.observer.wait_for("normserve_ready", 1)
+        yield "started", server.changes()
+        yield "after the start", server.exchange(connection, PLAIN, "after") | server.changes()
+        (folder / "gate").unlink()
+        connection.send(_of_cols(WAITS, {}), "occupant")
+        while _probe(probe)["status"] == 200:
+            time.sleep(0.05)
+        yield "probe of a stalled server", _probe(probe)
+        (folder / "gate").touch()
+        yield "the occupant ends", stable_response(connection.receive(), "occupant")
+        yield "probe of a server that goes on", _probe(probe)
+        # Probes are as many as it took.
+        server.changes()
+        others = [server.connect() for _ in range(2)]
+        for number, other in enumerate(others):
+            yield f"connection {number}", server.exchange(other, PLAIN, f"connection-{number}")
+
+
+def _probe(connection: Any) -> Observation:
+    connection.send_request("/readyz", b"", None, "probe", {}, "GET")
+    return stable_response(connection.receive(), "probe")
 
 
 def repetitions(transport: str, folder: Path) -> Steps:
@@ -213,16 +314,27 @@ SCENES: dict[str, Callable[[str, Path], Steps]] = {
     "calls logged": with_access_log(calls),
     "keys": keys,
     "keys logged": with_access_log(keys),
+    "layers": layers,
     "repetitions": repetitions,
+    "requests": requests,
+    "requests logged": with_access_log(requests),
+    "routes": routes,
+    "start": start,
     "load": load,
     "load logged": with_access_log(load),
     "drain": drain,
 }
 
-RECORDED = [
-    (scene, transport)
-    for scene in SCENES
-    for transport in TRANSPORTS
-    # The device that replays calls has no gate to wait at.
-    if transport != "local device" or not scene.startswith(("load", "drain"))
-]
+_ONLY_HTTP = ("requests", "requests logged", "routes")
+# The device that replays calls has no gate to wait at.
+_AT_THE_GATE = ("start", "load", "load logged", "drain")
+
+
+def _is_recorded(scene: str, transport: str) -> bool:
+    if scene in _ONLY_HTTP:
+        return transport in HTTP_TRANSPORTS
+    return transport != "local device" or scene not in _AT_THE_GATE
+
+
+RECORDED = [(scene, transport) for scene in SCENES for transport in TRANSPORTS if _is_recorded(scene, transport)]
+"""Scenes and transports that have a recording."""

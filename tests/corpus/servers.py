@@ -3,7 +3,9 @@
 import contextlib
 import itertools
 import os
+import socket
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +38,7 @@ TRANSPORTS: dict[str, tuple[str, ...]] = {
 HTTP_TRANSPORTS = ("http", "http front ends")
 LOCAL_TRANSPORTS = ("local", "local device")
 _PREFIX = "corpus-"
+_PATIENCE_S = 60
 _ROOT = Path(__file__).parents[2]
 
 Observation = dict[str, Any]
@@ -107,21 +110,52 @@ class CorpusServer:
 
 @contextlib.contextmanager
 def start_server(
-    transport: str, folder: Path, *options: str, script: str | None = None, key: str | None = None
+    transport: str,
+    folder: Path,
+    *options: str,
+    script: str | None = None,
+    key: str | None = None,
+    waits_at_start: bool = False,
 ) -> Iterator[CorpusServer]:
     """Start a server that every transport of that name leads to.
 
     script: a file to run in place of `-m normserve`.
     key: an API key for its metrics.
+    waits_at_start: whether its device waits for the gate before it starts.
     """
     if transport == "local device":
         script = str(device_server.__file__)
     sockets = ("--local", str(folder / "local.sock"), "--oip-shared-memory", _PREFIX, "--log-format", "json")
     environment = {"GATE": str(folder / "gate"), "PYTHONPATH": os.pathsep.join([str(_ROOT), *sys.path])}
+    port = _free_port()
+    if waits_at_start:
+        environment["WAIT_AT_START"] = "1"
+        options = (*options, "--port", str(port))
     process = launch_server([*sockets, *TRANSPORTS[transport], *options], environment, script)
     with contextlib.ExitStack() as stack:
         stack.callback(process.stop)
-        process.wait_until_ready()
+        if waits_at_start:
+            process.url = f"http://127.0.0.1:{port}"
+            _wait_until_listening(port)
+        else:
+            process.wait_until_ready()
         server = CorpusServer(transport, process, folder, key)
         stack.callback(server.close)
         yield server
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+    return port
+
+
+def _wait_until_listening(port: int) -> None:
+    end = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port)).close()
+        except ConnectionRefusedError:
+            assert time.monotonic() < end, "the server does not listen"
+            time.sleep(0.05)
