@@ -13,7 +13,8 @@ from normserve.settings import Settings
 _PROGRAM = """
 import os, select, signal, socket, struct, sys, time
 
-READY, LINK = 2**64 - 1, 2**64 - 6
+READY, NOT_READY, LINK = 2**64 - 1, 2**64 - 2, 2**64 - 6
+SIGN = READY
 sys.stdin.buffer.read()
 channel = socket.socket(fileno=int(sys.argv[1]))
 
@@ -35,7 +36,7 @@ def count(what):
 def beat(seconds):
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        send(READY)
+        send(SIGN)
         if select.select([channel], [], [], 0.02)[0]:
             said, descriptors, _, _ = socket.recv_fds(channel, 8, 1)
             if not said:
@@ -63,6 +64,7 @@ def told(*_):
 
 
 signal.signal(signal.SIGTERM, told)
+signal.signal(signal.SIGHUP, lambda *_: note("reloads"))
 
 
 def at_signal():

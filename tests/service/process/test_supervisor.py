@@ -147,21 +147,60 @@ def served_by(family: int, address) -> bytes:
         return b"".join(iter(lambda: client.recv(1000), b""))
 
 
-def test_connections_are_spread_evenly_and_no_copy_of_one_is_kept(processes, monkeypatch):
-    listeners = []
+@pytest.fixture
+def listeners(monkeypatch):
+    """Those of a fleet, once all of its processes have been ready."""
+    told = []
     url_of = supervisor.url_of
     monkeypatch.setattr(
-        supervisor, "url_of", lambda listener, **more: (listeners.append(listener), url_of(listener, **more))[1]
+        supervisor, "url_of", lambda listener, **more: (told.append(listener), url_of(listener, **more))[1]
     )
+    return told
 
+
+async def address_of(listeners):
+    while not listeners:
+        await asyncio.sleep(0.005)
+    return listeners[0].getsockname()
+
+
+def test_connections_are_spread_evenly_and_no_copy_of_one_is_kept(processes, listeners):
     async def play() -> None:
-        while not listeners:
-            await asyncio.sleep(0.005)
-        address = listeners[0].getsockname()
+        address = await address_of(listeners)
         by = [await asyncio.to_thread(served_by, socket.AF_INET, address) for _ in range(4)]
         assert sorted(map(by.count, by)) == [2, 2, 2, 2]
 
     assert processes.run(settings_for(2), play) == 0
+
+
+def test_a_connection_waits_for_a_process_and_one_that_is_not_ready_is_better_than_none(processes, listeners):
+    # The first process ends once it was ready; the second one says no more than that it is there.
+    processes.let(
+        "owner", "if count('ready'): SIGN = NOT_READY\nelse: note('ready'); beat(0.05); note('ends'); sys.exit(9)"
+    )
+
+    async def play() -> None:
+        address = await address_of(listeners)
+        await processes.until("owner ends")
+        assert await asyncio.to_thread(served_by, socket.AF_INET, address)
+        assert processes.journal.count("owner ready") == 2
+
+    assert processes.run(settings_for(1), play) == 0
+
+
+def test_who_serves_tls_reads_its_files_again(processes, tmp_path):
+    files = {f"tls_{name}": tmp_path / name for name in ("cert", "key")}
+    for path in files.values():
+        path.touch()
+
+    async def play() -> None:
+        for role in ("owner", "front_end"):
+            await processes.until(f"{role} ready")
+        os.kill(os.getpid(), signal.SIGHUP)
+        await processes.until("front_end reloads")
+        assert "owner reloads" not in processes.journal
+
+    assert processes.run(settings_for(1, frontends="1", **files), play) == 0
 
 
 def test_local_clients_are_the_owners_and_those_beyond_the_limit_are_counted_there(processes, tmp_path):
