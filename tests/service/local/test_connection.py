@@ -208,6 +208,22 @@ def test_what_waits_can_be_taken_back_and_what_runs_cannot():
     played(body)
 
 
+def test_what_is_taken_back_is_what_was_named():
+    async def body(client):
+        client.send(client.compute(), 1)
+        await turn()
+        for tag in (2, 3, 4):
+            client.send(client.compute(offset=64 * tag), tag)
+        await turn()
+        client.send(frames.Cancel(3))
+        await turn()
+        assert client.statuses() == {3: 499}
+        await client.finish()
+        assert client.statuses() == {1: 200, 2: 200, 3: 499, 4: 200}
+
+    played(body)
+
+
 def test_an_error_of_the_device_is_the_answer_and_the_connection_goes_on():
     async def body(client):
         client.send(client.compute(), 1)
