@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import hashlib
 import re
 
 import numpy as np
@@ -165,3 +166,37 @@ def test_the_same_answer_either_way(case):
     answers, _, is_idle = directly
     assert [each[0] for each in answers] == [status] * 2
     assert is_idle == (case != "overloaded")
+
+
+KEYS = {
+    "may": ({}, [200, 200]),
+    "may not": ({"may": '["layers", "metrics"]'}, [403, 403]),
+    "has expired": ({"expires": "2020-01-01T00:00:00Z"}, [401, 401]),
+    "has one request": ({"requests_per_second": "0.001"}, [200, 429]),
+    "has as many requests as there are": ({"requests_per_second": "2"}, [200, 200]),
+    "has fewer bytes than the body": ({"max_inflight_bytes": "10"}, [413, 413]),
+    "has bytes enough": ({"max_inflight_bytes": "100_000"}, [200, 200]),
+}
+"""What a named key says, and the statuses of two requests with it."""
+
+
+@pytest.mark.parametrize("case", KEYS)
+def test_a_named_key_allows_the_same_either_way_and_counts_each_request_once(case, tmp_path):
+    said, statuses = KEYS[case]
+    digest = hashlib.sha256(b"secret").hexdigest()
+    fields = {"name": '"team"', "sha256": f'"{digest}"', "may": '["infer"]'} | said
+    file = tmp_path / "keys.toml"
+    file.write_text("\n".join(["[[keys]]", *(f"{name} = {value}" for name, value in fields.items())]))
+    options = {"headers": headers(authorization="Bearer secret")}
+
+    def play(*, is_direct: bool):
+        owner = OwnerScene(is_direct=is_direct, api_keys_file=file)
+        return asyncio.run(asked(owner, 2, None, None, options))
+
+    directly, by_application = play(is_direct=True), play(is_direct=False)
+    assert directly == by_application
+    answers, records, is_idle = directly
+    assert [each[0] for each in answers] == statuses
+    # By name, of the key.
+    assert {record[6] for record in records} == {"team"}
+    assert is_idle
