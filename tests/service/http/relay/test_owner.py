@@ -1,11 +1,14 @@
 """The process that owns the device, as its front ends see it."""
 
 import asyncio
+import gc
 import json
 
 from normserve.http.relay import messages
+from normserve.http.relay import owner as owner_module
+from normserve.http.relay.direct import Prepared
 
-from tests.service.http.relay.owner_scene import OwnerScene, either_way, scene, until
+from tests.service.http.relay.owner_scene import HEADERS, OwnerScene, either_way, scene, until
 
 
 def samples(owner: OwnerScene) -> dict[str, float]:
@@ -131,3 +134,20 @@ async def test_the_end_waits_for_what_is_under_way(owner):
     assert (await front_end.answer(1)).status == 200
     await closing
     await until(lambda: front_end.ended)
+
+
+def test_of_many_heads_few_are_remembered(monkeypatch):
+    monkeypatch.setattr(owner_module, "_MOST_KNOWN", 8)
+
+    @scene
+    async def play(owner):
+        front_end = owner.front_end()
+        for number in range(60):
+            front_end.request(number, b"nonsense", headers=(*HEADERS, (b"x-number", b"%d" % number)))
+        for number in range(60):
+            assert (await front_end.answer(number)).status == 400
+        await until(lambda: owner.is_idle)
+        gc.collect()
+        assert 0 < sum(type(each) is Prepared for each in gc.get_objects()) <= 8
+
+    play()
