@@ -138,7 +138,8 @@ def _direct(service: Service, operations: Operations, origins: Origins, spans: H
 
 def _inference_protocol(service: Service, computing: Computing) -> list[APIRouter]:
     """The routers of the paths below `/v2`."""
-    models, statistics = Models(service.layers), Statistics()
+    models = Models(service.layers)
+    statistics = Statistics(lambda: [model.name for model in models.all()])
     regions = service.regions
     device_memory = DeviceMemory(service.settings.oip_cuda_shared_memory, service.engine)
     catalogue = Catalogue(

@@ -1,15 +1,15 @@
 """Counts and times of each model's inferences, for the protocol's statistics extension."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from normserve.http.oip.models import VERSION
 from normserve.jobs.job import NormResult
 
-# Names of models include those of layers, which are registered and removed.
-_MOST_FORGOTTEN = 1024
+# Names of models include those of layers, which are registered and removed: so many of removed ones may be kept.
+_MOST_REMOVED = 1024
 _STAGES = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output")
 # Results are never kept for the next request.
 _NEVER = ("cache_hit", "cache_miss")
@@ -46,8 +46,11 @@ class Tally:
 class Statistics:
     """Counts the inferences of one process."""
 
-    def __init__(self) -> None:
+    def __init__(self, models: Callable[[], Iterable[str]]) -> None:
+        """Args: models: the names of all models that exist."""
+        self._models = models
         self._tallies: dict[str, Tally] = {}
+        self._most = _MOST_REMOVED
 
     def note_success(self, model: str, result: NormResult, seconds: float, output_s: float) -> None:
         """Count an inference that was computed.
@@ -75,12 +78,6 @@ class Statistics:
         tally.counts["fail"] += 1
         tally.seconds["fail"] += seconds
 
-    def forget_others(self, models: Iterable[str]) -> None:
-        """Keep only the statistics of these models, once there are too many others."""
-        known = set(models)
-        if len(self._tallies) > len(known) + _MOST_FORGOTTEN:
-            self._tallies = {name: tally for name, tally in self._tallies.items() if name in known}
-
     def plain(self) -> dict[str, Any]:
         """All counts, for another process to add."""
         return {name: tally.plain() for name, tally in self._tallies.items()}
@@ -88,8 +85,16 @@ class Statistics:
     def _tally(self, model: str) -> Tally:
         tally = self._tallies.get(model)
         if tally is None:
+            if len(self._tallies) >= self._most:
+                self._forget_removed()
             tally = self._tallies[model] = Tally()
         return tally
+
+    def _forget_removed(self) -> None:
+        """Forget the statistics of models that do not exist any more."""
+        existing = set(self._models())
+        self._tallies = {name: tally for name, tally in self._tallies.items() if name in existing}
+        self._most = len(self._tallies) + _MOST_REMOVED
 
 
 def document(models: Iterable[str], counted: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

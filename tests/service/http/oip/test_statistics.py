@@ -1,6 +1,7 @@
 """Counts and times of inferences, by model, of one process and of several."""
 
 import pytest
+from normserve.http.oip import statistics as module
 from normserve.http.oip.statistics import Statistics, document
 from normserve.jobs.job import NormResult
 
@@ -11,7 +12,7 @@ def result(batch_size: int) -> NormResult:
 
 @pytest.fixture
 def statistics():
-    return Statistics()
+    return Statistics(lambda: ["m"])
 
 
 def of_model(*counted):
@@ -38,12 +39,12 @@ def test_inferences_that_share_a_launch_are_one_execution_and_each_waits_for_it(
 
 
 def test_counts_of_several_processes_are_added_and_the_last_is_the_latest(statistics):
-    other = Statistics()
+    other = Statistics(lambda: ["m"])
     statistics.note_success("m", result(1), 1.0, 0.0)
     other.note_success("m", result(1), 2.0, 0.0)
     other.note_failure("m", 4.0)
     other.note_failure("another", 8.0)
-    model = of_model(statistics, other, Statistics())
+    model = of_model(statistics, other, Statistics(lambda: []))
     assert (model["inference_count"], model["execution_count"]) == (2, 2)
     assert model["inference_stats"]["success"] == {"count": 2, "ns": 3 * 10**9}
     assert model["inference_stats"]["fail"] == {"count": 1, "ns": 4 * 10**9}
@@ -55,11 +56,28 @@ def test_a_model_that_nothing_was_asked_of_has_zeros(statistics):
     assert (model["name"], model["inference_count"], model["last_inference"]) == ("m", 0, 0)
 
 
-def test_models_that_are_served_are_never_forgotten(statistics):
-    statistics.note_failure("served", 1.0)
-    for number in range(2000):
-        statistics.note_failure(f"gone {number}", 1.0)
-        statistics.forget_others(["served", "other"])
-    kept = statistics.plain()
-    assert "served" in kept
-    assert len(kept) <= 1100
+@pytest.fixture
+def models():
+    """The names of all models that exist."""
+    return ["layer_norm"]
+
+
+@pytest.fixture
+def counted(models, monkeypatch):
+    monkeypatch.setattr(module, "_MOST_REMOVED", 3)
+    return Statistics(lambda: models)
+
+
+def test_removed_models_are_forgotten_and_all_others_kept(counted, models):
+    counted.note_failure("layer_norm", 1.0)
+    for number in range(50):
+        models.append(f"layer {number}")
+        counted.note_failure(f"layer {number}", 1.0)
+        models.pop()
+    models += [f"kept {number}" for number in range(20)]
+    for name in models[1:]:
+        counted.note_failure(name, 1.0)
+    kept = counted.plain()
+    assert set(models) <= kept.keys()
+    assert len(kept) <= len(models) + 3
+    assert kept["layer_norm"]["counts"]["fail"] == 1
