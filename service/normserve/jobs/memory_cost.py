@@ -58,11 +58,6 @@ def memory_cost(spec: NormSpec, given: Described, layer: Registered | None) -> M
     return MemoryCost(sum(nbytes.values()), temporaries, reusable)
 
 
-def parameter_bytes(size: int, dtype: DType, bias: DType | None) -> int:
-    """Of a registered layer's parameters, wherever they stay."""
-    return size * (dtype.itemsize + (0 if bias is None else bias.itemsize))
-
-
 def _nbytes(dtype: DType, shape: tuple[int, ...]) -> int:
     return dtype.itemsize * prod(shape)
 

@@ -32,19 +32,6 @@ MAX_COLS_OF_HEADS = 8192
 """Of x in a backward pass whose parameters are of each head: its kernels hold a row at once."""
 
 
-def make_job(
-    spec: NormSpec, tensors: Mapping[str, HostTensor], layer: Layer | None = None, *, may_overwrite: bool = False
-) -> NormJob:
-    """Check that tensors, spec and layer fit one another, and make them one job.
-
-    Args: may_overwrite: the tensors' memory is the job's own.
-
-    Raises:
-        InvalidRequestError: by what does not fit; the detail says what was expected and what came.
-    """
-    return costed_job(spec, tensors, layer, may_overwrite=may_overwrite)[0]
-
-
 def costed_job(
     spec: NormSpec,
     tensors: Mapping[str, HostTensor],
@@ -53,9 +40,14 @@ def costed_job(
     may_overwrite: bool = False,
     places: Mapping[str, memoryview] | None = None,
 ) -> tuple[NormJob, MemoryCost]:
-    """`make_job`, and what the job takes of the host's memory beside its tensors.
+    """Check that tensors, spec and layer fit one another; return their job and the host memory that it takes.
 
-    Args: places: see `NormJob`; whether results fit there is the caller's to check.
+    Args:
+        may_overwrite: the tensors' memory is the job's own.
+        places: see `NormJob`; whether results fit there is the caller's to check.
+
+    Raises:
+        InvalidRequestError: by what does not fit; the detail says what was expected and what came.
     """
     of_layer = None if layer is None else _layer_facts(layer)
     described = tuple([(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()])

@@ -2,8 +2,8 @@
 
 import pytest
 from normserve.errors import InvalidParameterError, InvalidShapeError, MissingTensorError, UnexpectedTensorError
-from normserve.jobs.job import LAYER_OPS, Layout, NormSpec, Op, Pass
-from normserve.jobs.validation import check_parameters, make_job, tensor_names
+from normserve.jobs.job import LAYER_OPS, Layout, NormJob, NormSpec, Op, Pass
+from normserve.jobs.validation import check_parameters, costed_job, tensor_names
 from normserve.memory.host_tensors import DType
 
 from tests.service.jobs.fake_jobs import layer, tensor
@@ -11,6 +11,11 @@ from tests.service.jobs.fake_jobs import layer, tensor
 
 def spec(op: Op = Op.LAYER_NORM, direction: Pass = Pass.FORWARD, **more: object) -> NormSpec:
     return NormSpec(op, direction, eps=1e-5, **more)
+
+
+def make_job(*given: object, **options: object) -> NormJob:
+    job, _ = costed_job(*given, **options)
+    return job
 
 
 def test_what_may_be_overwritten_is_said_by_who_owns_it():
