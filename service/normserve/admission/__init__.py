@@ -1,1 +1,1 @@
-"""Admission of requests: permits for memory, the shares of tenants, quotas, and API keys."""
+"""Admission of requests: permits for memory, the shares of tenants, and API keys with their rates."""

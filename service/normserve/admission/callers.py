@@ -4,8 +4,6 @@ import functools
 import ipaddress
 from dataclasses import dataclass
 
-from normserve.admission.quotas import Quota
-
 # Of an IPv6 address: who has one has at least all others that begin alike.
 _IPV6_NETWORK_BITS = 64
 
@@ -17,12 +15,12 @@ class Caller:
     Attributes:
         address: the client's IP address; `unix` on a Unix socket.
         key: the name of its API key, never the key itself; None where no key was given or none is asked for.
-        quota: what its key may have at most; None where there is no such limit.
+        max_inflight_bytes: of all requests with its key together; None where there is no such limit.
     """
 
     address: str
     key: str | None = None
-    quota: Quota | None = None
+    max_inflight_bytes: int | None = None
 
     @property
     def tenant(self) -> str:

@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Callable
 
-from normserve.admission.quotas import Quota
 from normserve.admission.revocation import STALLED, Body, Inflow, Lacking, choose_revoked
 from normserve.admission.tenants import Tenant, Tenants
 from normserve.errors import NormserveError, OverloadedError, RequestTimeoutError, TooLargeError
@@ -93,29 +92,23 @@ class Limits:
         """Those that hold something, or were refused of late and are not forgotten yet."""
         return self._tenants.count
 
-    def acquire(self, nbytes: int, tenant: str = "", quota: Quota | None = None) -> "Permit":
+    def acquire(self, nbytes: int, tenant: str = "", max_inflight_bytes: int | None = None) -> "Permit":
         """Admit one request that brings `nbytes`.
 
         Args:
             tenant: whose share it takes.
-            quota: what that tenant may have at most, whatever is free.
+            max_inflight_bytes: of all requests of that tenant together, whatever is free; None is no limit.
 
         Raises:
-            OverloadedError: the budget of requests or of bytes is spent, or the quota is; it says when what is
-                inside now will have left, at the rate of late.
-            TooLargeError: the quota is less than `nbytes`.
+            OverloadedError: the budget of requests or of bytes is spent, or the tenant's own is; it says when what
+                is inside now will have left, at the rate of late.
+            TooLargeError: `max_inflight_bytes` is less than `nbytes`.
         """
         holder = self._by_name.get(tenant) or self._tenants.add(tenant)
-        if quota is not None:
-            self._check_quota(holder, nbytes, quota)
-            if quota.rate is not None and (wait_s := quota.rate.wait_s()):
-                raise OverloadedError(
-                    f"this key's requests_per_second allow {quota.rate.per_second:g}, and more came", _wait(wait_s)
-                )
+        if max_inflight_bytes is not None:
+            self._require_within(max_inflight_bytes, holder, nbytes)
         if self.requests >= self._max_requests or self.bytes + nbytes > self._max_bytes or self._tenants.owed:
             self._contend(holder, 1, nbytes, None)
-        if quota is not None and quota.rate is not None:
-            quota.rate.take()
         if not holder.requests and holder.refused_at is None:
             self._tenants.count += 1
         holder.requests += 1
@@ -123,8 +116,8 @@ class Limits:
         self.requests += 1
         self.bytes += nbytes
         permit = Permit(self, holder, nbytes)
-        if quota is not None:
-            permit.quota = quota
+        if max_inflight_bytes is not None:
+            permit.max_inflight_bytes = max_inflight_bytes
         return permit
 
     @property
@@ -146,8 +139,8 @@ class Limits:
     def grow(self, permit: "Permit", nbytes: int) -> None:
         """Take more bytes for a permit that is held; see `Permit.grow`."""
         holder = permit.tenant
-        if permit.quota is not None:
-            self._check_quota(holder, nbytes, permit.quota)
+        if permit.max_inflight_bytes is not None:
+            self._require_within(permit.max_inflight_bytes, holder, nbytes)
         if self.bytes + nbytes > self._max_bytes or self._tenants.owed:
             self._contend(holder, 0, nbytes, permit)
         holder.bytes += nbytes
@@ -176,9 +169,8 @@ class Limits:
         if not holder.requests and holder.refused_at is None:
             self._tenants.count -= 1
 
-    def _check_quota(self, holder: Tenant, nbytes: int, quota: Quota) -> None:
-        most = quota.max_inflight_bytes
-        if most is None or holder.bytes + nbytes <= most:
+    def _require_within(self, most: int, holder: Tenant, nbytes: int) -> None:
+        if holder.bytes + nbytes <= most:
             return
         if nbytes > most:
             raise TooLargeError(f"{nbytes} bytes are more than this key's max_inflight_bytes, {most}")
@@ -266,12 +258,12 @@ class Permit:
 
     Attributes:
         tenant: who holds it.
-        quota: what that one may have at most.
+        max_inflight_bytes: of all requests of that one together; None is no limit.
         nbytes: of the budget, that it holds.
     """
 
     # Of the class, as long as nothing else is said: most permits never are anything else.
-    quota: Quota | None = None
+    max_inflight_bytes: int | None = None
     _is_receiving = False
     _is_revoked = False
 
@@ -284,8 +276,8 @@ class Permit:
         """Ask for more bytes: of a body whose length was not announced, or for what its computation takes.
 
         Raises:
-            OverloadedError: the budget or the quota is spent, or the permit was revoked; what it holds stays held.
-            TooLargeError: the quota is less than `nbytes`.
+            OverloadedError: a budget is spent, or the permit was revoked; it holds what it held.
+            TooLargeError: the tenant's own budget is less than `nbytes`.
         """
         if self._is_revoked:
             raise OverloadedError("the permit was revoked while the body was received")

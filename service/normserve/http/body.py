@@ -57,7 +57,7 @@ class BodyReader:
         announced = reception.announced
         reception.require_open()
         self.require_short(announced or 0)
-        exchange.permit = permit = self.limits.acquire(announced or 0, caller.tenant, caller.quota)
+        exchange.permit = permit = self.limits.acquire(announced or 0, caller.tenant, caller.max_inflight_bytes)
         room = _Room(self, permit, announced)
         try:
             if self.slabs.source.is_slow:

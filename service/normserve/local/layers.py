@@ -90,7 +90,7 @@ class LayerMessages:
         operations = self.operations
         operations.engine.require_ready()
         nbytes = sum([len(tensor.data) for tensor in _tensors(arena, message.tensors).values()])
-        permit = operations.limits.acquire(nbytes, caller.tenant, caller.quota)
+        permit = operations.limits.acquire(nbytes, caller.tenant, caller.max_inflight_bytes)
         try:
             operations.admission.charge_copy(permit, nbytes)
             body = memoryview(b"".join(safetensors.encode(copied(_tensors(arena, message.tensors)))))

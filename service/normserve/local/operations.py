@@ -145,7 +145,7 @@ class Operations:
         plan = request.plan
         if plan is None or plan.layer is not layer:
             plan = request.plan = self._planned(message, spec, layer, arena)
-        permit = self.limits.acquire(plan.nbytes, caller.tenant, caller.quota)
+        permit = self.limits.acquire(plan.nbytes, caller.tenant, caller.max_inflight_bytes)
         try:
             tensors = plan.tensors
             if plan.shared:

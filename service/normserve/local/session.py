@@ -39,7 +39,7 @@ class Session:
         grant = self._grant(self._keys)
         if grant is None or not needed & grant.key.scopes:
             return False
-        return grant.rate is None and grant.quota is None and grant.key.expires is None
+        return grant.rate is None and grant.key.max_inflight_bytes is None and grant.key.expires is None
 
     def greet(self, message: Hello, offered: Mapping[str, Any]) -> dict[str, Any]:
         """What a client must know before it asks.

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from normserve.admission.permits import Limits
-from normserve.admission.quotas import Quota, RequestRate
 from normserve.errors import OverloadedError, TooLargeError
 
 
@@ -128,22 +127,21 @@ class TestWhenToComeBack:
         assert refused.value.retry_after_s == 1
 
 
-class TestQuotas:
+class TestBytesOfOneTenant:
     @pytest.fixture
     def limits(self, now) -> Limits:
         return Limits(max_requests=4, max_bytes=1000, clock=lambda: now[0])
 
     def test_bytes_in_flight_are_those_of_all_its_requests(self, limits):
-        quota = Quota(max_inflight_bytes=100)
-        first = limits.acquire(60, "team", quota)
+        first = limits.acquire(60, "team", 100)
         with pytest.raises(OverloadedError, match="max_inflight_bytes"):
-            limits.acquire(41, "team", quota)
+            limits.acquire(41, "team", 100)
         limits.acquire(41, "others")
         first.release()
-        limits.acquire(41, "team", quota)
+        limits.acquire(41, "team", 100)
 
     def test_growing_counts(self, limits):
-        permit = limits.acquire(60, "team", Quota(max_inflight_bytes=100))
+        permit = limits.acquire(60, "team", 100)
         permit.grow(40)
         with pytest.raises(OverloadedError, match="max_inflight_bytes"):
             permit.grow(1)
@@ -151,26 +149,5 @@ class TestQuotas:
 
     def test_what_never_fits_is_too_large(self, limits):
         with pytest.raises(TooLargeError, match="max_inflight_bytes"):
-            limits.acquire(101, "team", Quota(max_inflight_bytes=100))
+            limits.acquire(101, "team", 100)
         assert (limits.requests, limits.bytes) == (0, 0)
-
-    def test_requests_a_second(self, limits, now):
-        quota = Quota(rate=RequestRate(0.25, clock=lambda: now[0]))
-        limits.acquire(0, "team", quota)
-        with pytest.raises(OverloadedError, match="requests_per_second") as refused:
-            limits.acquire(0, "team", quota)
-        assert refused.value.retry_after_s == pytest.approx(4)
-        limits.acquire(0, "others")
-        now[0] += 4
-        limits.acquire(0, "team", quota)
-
-    def test_a_request_that_finds_no_room_does_not_count(self, limits, now):
-        held = [limits.acquire(0) for _ in range(4)]
-        quota = Quota(rate=RequestRate(1, clock=lambda: now[0]))
-        with pytest.raises(OverloadedError, match="4 requests"):
-            limits.acquire(0, "team", quota)
-        held[0].release()
-        limits.acquire(0, "team", quota)
-
-    def test_a_quota_without_limits_limits_nothing(self, limits):
-        limits.acquire(1000, "team", Quota()).grow(0)

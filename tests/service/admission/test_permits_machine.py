@@ -7,7 +7,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from normserve.admission.permits import Limits, Permit
-from normserve.admission.quotas import Quota, RequestRate
 from normserve.errors import NormserveError, OverloadedError, RequestTimeoutError, TooLargeError
 
 MAX_REQUESTS, MAX_BYTES, MAX_OF_KEY = 4, 100, 50
@@ -42,7 +41,6 @@ class Machine(RuleBasedStateMachine):
         self.limits = Limits(
             max_requests=MAX_REQUESTS, max_bytes=MAX_BYTES, clock=lambda: self.now, on_revoked=self.revoked.append
         )
-        self.quota = Quota(MAX_OF_KEY, RequestRate(2, clock=lambda: self.now))
         self.all: list[Held] = []
         self.cut_off: list[Held] = []
 
@@ -55,9 +53,9 @@ class Machine(RuleBasedStateMachine):
 
     @rule(tenant=st.sampled_from(TENANTS), nbytes=st.sampled_from((0, 1, 20, 34, 50, 100, 101)))
     def come(self, tenant: str, nbytes: int) -> None:
-        quota = self.quota if tenant.startswith("key:") else None
+        most = MAX_OF_KEY if tenant.startswith("key:") else None
         with contextlib.suppress(OverloadedError, TooLargeError):
-            self.all.append(Held(self.limits.acquire(nbytes, tenant, quota), tenant, nbytes))
+            self.all.append(Held(self.limits.acquire(nbytes, tenant, most), tenant, nbytes))
 
     @precondition(lambda self: self.inside)
     @rule(data=st.data())

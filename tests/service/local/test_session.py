@@ -83,7 +83,7 @@ def test_a_hello_of_another_version_leaves_what_was_said_before():
 
 def test_without_keys_a_client_is_its_user():
     caller, record = authorise(session())
-    assert (caller.address, caller.tenant, caller.key, caller.quota) == ("uid 7", "uid 7", None, None)
+    assert (caller.address, caller.tenant, caller.key, caller.max_inflight_bytes) == ("uid 7", "uid 7", None, None)
     assert record.key is None
 
 
@@ -95,7 +95,7 @@ def test_a_key_says_who_the_client_is():
     caller, record = authorise(
         session(keyring(key("batch", b"secret", max_inflight_bytes=9)), hello=Hello(VERSION, "secret"))
     )
-    assert (caller.tenant, caller.quota.max_inflight_bytes) == ("key:batch", 9)
+    assert (caller.tenant, caller.max_inflight_bytes) == ("key:batch", 9)
     assert record.key == "batch"
 
 

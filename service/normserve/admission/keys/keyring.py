@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Set
 
 from normserve.admission.callers import Caller
 from normserve.admission.keys.file import ApiKey, KeyScope
-from normserve.admission.quotas import Quota, RequestRate
+from normserve.admission.request_rate import RequestRate
 from normserve.errors import ForbiddenError, RateLimitedError, UnauthorizedError
 
 #: The name of the one key that `--api-key` sets.
@@ -20,15 +20,13 @@ class Grant:
 
     Attributes:
         rate: what its requests are counted in, those that need no permit as well; None where they are not.
-        quota: the limits of what it has inside at once; None where there are none.
     """
 
-    __slots__ = ("_callers", "key", "quota", "rate")
+    __slots__ = ("_callers", "key", "rate")
 
     def __init__(self, key: ApiKey, rate: RequestRate | None) -> None:
         self.key = key
         self.rate = rate
-        self.quota = None if key.max_inflight_bytes is None else Quota(key.max_inflight_bytes)
         self._callers: dict[str, Caller] = {}
 
     def caller(self, address: str) -> Caller:
@@ -37,7 +35,7 @@ class Grant:
         if caller is None:
             if len(self._callers) >= _MAX_CALLERS:
                 self._callers.clear()
-            caller = self._callers[address] = Caller(address, self.key.name, self.quota)
+            caller = self._callers[address] = Caller(address, self.key.name, self.key.max_inflight_bytes)
         return caller
 
     def require_valid(self, now: float) -> None:

@@ -124,7 +124,7 @@ class DirectRequest:
         layer = self._prepared.operation.layer_of(self._prepared.head)
         self._computing.engine.require_ready()
         self._computing.bodies.require_short(nbytes)
-        self._permit = self._parts.limits.acquire(nbytes, self._caller.tenant, self._caller.quota)
+        self._permit = self._parts.limits.acquire(nbytes, self._caller.tenant, self._caller.max_inflight_bytes)
         return layer
 
     def compute(self, body: memoryview, layer: Layer | None, received_s: float) -> None:

@@ -122,7 +122,7 @@ def test_callers_are_told_apart_by_key_and_by_address():
         for number in range(300):
             address = f"10.0.0.{number}"
             assert (one.caller(address).address, one.caller(address).key) == (address, "a")
-    assert one.caller("10.0.0.1").quota.max_inflight_bytes == 1000
+    assert one.caller("10.0.0.1").max_inflight_bytes == 1000
     assert two.caller("10.0.0.1") == Caller("10.0.0.1", "b")
 
 

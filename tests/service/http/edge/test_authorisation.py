@@ -50,7 +50,7 @@ def test_an_exchange_is_its_keys(authorisation, refusals):
     exchange = Exchange()
     authorisation.admit(scope(), b"infer-key", exchange)
     assert (exchange.caller.address, exchange.caller.key, exchange.record.key) == ("10.0.0.1", "reader", "reader")
-    assert exchange.caller.quota.max_inflight_bytes == 1000
+    assert exchange.caller.max_inflight_bytes == 1000
     assert not refusals()
 
 

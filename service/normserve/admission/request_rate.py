@@ -1,8 +1,7 @@
-"""The maximum for one tenant, however much is free."""
+"""The rate of a key's requests."""
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 
 class RequestRate:
@@ -29,16 +28,3 @@ class RequestRate:
     def take(self) -> None:
         """A request has come; `wait_s` said that it may."""
         self._tokens -= 1
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Quota:
-    """The limits of one tenant, which all of its requests share; None is no limit.
-
-    Attributes:
-        max_inflight_bytes: that its requests may hold together.
-        rate: of its requests.
-    """
-
-    max_inflight_bytes: int | None = None
-    rate: RequestRate | None = None

@@ -1,7 +1,7 @@
-"""A tenant's own limits."""
+"""The rate of a key's requests."""
 
 import pytest
-from normserve.admission.quotas import RequestRate
+from normserve.admission.request_rate import RequestRate
 
 
 @pytest.fixture
