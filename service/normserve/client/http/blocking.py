@@ -77,7 +77,7 @@ class Sockets:
         free = self._free
         left_s = deadline.left_s()
         # What a timeout of the system's own waits for has a limit.
-        if not free.acquire(None if left_s is None else max(0.0, min(left_s, threading.TIMEOUT_MAX))):
+        if not free.acquire(timeout=None if left_s is None else max(0.0, min(left_s, threading.TIMEOUT_MAX))):
             raise httpx.PoolTimeout(_LATE)
         try:
             if self._closed:
@@ -104,7 +104,7 @@ class Sockets:
 
     def _begin(self) -> None:
         self._process = os.getpid()
-        self._free = _Permits(self._most)
+        self._free = threading.Semaphore(self._most)
         self._idle = IdleConnections(self._most, self._keep_s)
 
     def _opened(self, address: Address, deadline: Deadline) -> Connection:
@@ -143,38 +143,6 @@ class Sockets:
         except BaseException:
             made.close()
             raise
-
-
-class _Permits:
-    """As `threading.Semaphore`, which takes three times as long while permits are left."""
-
-    def __init__(self, count: int) -> None:
-        self._left = count
-        self._waiting = 0
-        self._lock = threading.Lock()
-        self._returned = threading.Condition(self._lock)
-
-    def acquire(self, timeout_s: float | None) -> bool:
-        """Take one; whether there was one in time."""
-        with self._lock:
-            if self._left <= 0:
-                self._waiting += 1
-                try:
-                    if not self._returned.wait_for(self._has_any, timeout_s):
-                        return False
-                finally:
-                    self._waiting -= 1
-            self._left -= 1
-            return True
-
-    def release(self) -> None:
-        with self._lock:
-            self._left += 1
-            if self._waiting:
-                self._returned.notify()
-
-    def _has_any(self) -> bool:
-        return self._left > 0
 
 
 def filling(deadline: Deadline) -> Fill:
