@@ -1,5 +1,6 @@
-"""Every scenario that comes with the load test, short and small, over shared memory and HTTP on a Unix socket."""
+"""Every scenario that comes with the load test, short and small, over shared memory or HTTP on a Unix socket."""
 
+import itertools
 import multiprocessing
 from dataclasses import replace
 
@@ -20,7 +21,7 @@ def urls(launched, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def processes_that_have_imported_all(monkeypatch):
-    """Fourteen runs need not import torch as often, nor find out what the loopback could do."""
+    """Seven runs need not import torch as often, nor find out what the loopback could do."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["normload.clients.worker"])
     monkeypatch.setattr("multiprocessing.get_context", lambda method: context)
@@ -47,8 +48,9 @@ def shortened(long: scenario.Scenario) -> scenario.Scenario:
     ).lasting(0.3)
 
 
-@pytest.mark.parametrize("transport", ["shared memory", "HTTP"])
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize(
+    ("name", "transport"), list(zip(SCENARIOS, itertools.cycle(["shared memory", "HTTP"]), strict=False))
+)
 def test_it_runs_and_all_answers_are_right(urls, transport, name):
     short = shortened(SCENARIOS[name])
     result = run(short, Target(urls[transport]), seed=0, processes=1, verify=True)

@@ -1,6 +1,7 @@
 """Every operation, direction, dtype and flag over HTTP, against the oracle in float64 and against torch."""
 
 import itertools
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
@@ -20,15 +21,19 @@ def seeded():
 
 
 CASES = [
-    pytest.param(op, dtype, parameters, nhwc, id=f"{op}-{dtype}-{parameters}{'-nhwc' if nhwc else ''}")
+    (op, dtype, parameters, nhwc)
     for op in OPS
     for dtype, parameters in itertools.product(DTYPES, (*DTYPES, None))
     for nhwc in ((False, True) if op == "group_norm" else (False,))
 ]
 
 
-@pytest.mark.parametrize(("op", "dtype", "parameters", "nhwc"), CASES)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+def by_turns(activations: Iterable[str]) -> list[tuple[object, ...]]:
+    """Every case with one of the activations; `service/backends/test_combinations.py` combines them all."""
+    return [(*case, activation) for case, activation in zip(CASES, itertools.cycle(activations), strict=False)]
+
+
+@pytest.mark.parametrize(("op", "dtype", "parameters", "nhwc", "activation"), by_turns(ACTIVATIONS))
 def test_forward(api, op, dtype, parameters, nhwc, activation):
     case = Case(op, DTYPES[dtype], DTYPES.get(parameters), nhwc)
     content = packed(x=case.x, weight=case.weight, bias=case.bias)
@@ -54,8 +59,7 @@ def test_forward_with_residual_statistics_and_another_dtype(api, op, dtype, para
     assert_close(post(api, f"/v1/{op}", content, **query), right)
 
 
-@pytest.mark.parametrize(("op", "dtype", "parameters", "nhwc"), CASES)
-@pytest.mark.parametrize("activation", ["none", "gelu"])
+@pytest.mark.parametrize(("op", "dtype", "parameters", "nhwc", "activation"), by_turns(ACTIVATIONS))
 def test_backward(api, op, dtype, parameters, nhwc, activation):
     case = Case(op, DTYPES[dtype], DTYPES.get(parameters), nhwc)
     dy = case.like_x()
