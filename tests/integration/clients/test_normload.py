@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 
 import pytest
+from normload import cli
 
 from tests.integration.observability.test_metrics import scrape, value
 
@@ -62,14 +63,14 @@ def test_every_answer_is_right_and_every_request_counted(tight, tmp_path):
     assert value(samples, "normserve_rejected_total", reason="overloaded") == sent["429"]
 
 
+@pytest.mark.usefixtures("load_test_forks")
 def test_shared_memory_is_driven_too(launched, tmp_path, until):
     path = tmp_path / "normserve.sock"
     serving = launched("--local", str(path))
     (tmp_path / "own.toml").write_text(SCENARIO.replace('"400%"', '"60%"'))
-    command = [sys.executable, "-m", "normload", "run", str(tmp_path / "own.toml"), "--url", f"unix://{path}"]
+    command = ["run", str(tmp_path / "own.toml"), "--url", f"unix://{path}"]
     options = ["--verify", "--duration", "0.3", "--processes", "1", "--json", str(tmp_path / "a.json")]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert cli.main([*command, *options]) == 0
     document = json.loads((tmp_path / "a.json").read_text())
     sent = {status: count for status, count in document["summary"]["sent_by_status"].items() if status != "0"}
     assert sent.keys() == {"200"}

@@ -1,7 +1,6 @@
 """Every scenario that comes with the load test, short and small, over shared memory or HTTP on a Unix socket."""
 
 import itertools
-import multiprocessing
 from dataclasses import replace
 
 import pytest
@@ -20,11 +19,8 @@ def urls(launched, tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def processes_that_have_imported_all(monkeypatch):
-    """Seven runs need not import torch as often, nor find out what the loopback could do."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["normload.clients.worker"])
-    monkeypatch.setattr("multiprocessing.get_context", lambda method: context)
+def without_ceilings(monkeypatch, load_test_forks):
+    """Seven runs need not find out what the loopback could do."""
     monkeypatch.setattr("normload.run.measure_echo", lambda *amount, is_unix: None)
 
 

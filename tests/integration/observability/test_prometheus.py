@@ -6,13 +6,13 @@ One server with both transports, and a fleet of two processes with a device and 
 
 import json
 import subprocess
-import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
 
 import httpx
 import pytest
+from normload import cli
 
 from tests.integration.harness.servers import ServerProcess
 from tests.integration.observability.load import BAD, GOOD, Tally, drive, leave
@@ -114,12 +114,12 @@ def test_counters_equal_what_was_sent_by_code(scene):
     assert codes == {"200", "400", "415", "422", "499", "504"}
 
 
+@pytest.mark.usefixtures("load_test_forks")
 def test_counters_equal_what_the_harness_sent(scene, tmp_path):
     (tmp_path / "own.toml").write_text(HARNESS)
     before = scene.prometheus.values(REQUESTS, "op", "code")
-    command = [sys.executable, "-m", "normload", "run", str(tmp_path / "own.toml"), "--url", scene.server.url]
-    command += ["--processes", "1"]
-    subprocess.run([*command, "--json", str(tmp_path / "told.json")], check=True, capture_output=True)
+    command = ["run", str(tmp_path / "own.toml"), "--url", scene.server.url, "--processes", "1"]
+    assert cli.main([*command, "--json", str(tmp_path / "told.json")]) == 0
     sent = json.loads((tmp_path / "told.json").read_text())["summary"]["sent_by_status"]
     scene.prometheus.wait_for_scrapes()
     grown = Counter()
