@@ -64,31 +64,15 @@ def kserve_python() -> str:
 
 
 @pytest.fixture(scope="session")
-def float8_is_rounded_as_on_a_gpu() -> Iterator[None]:
-    """In the interpreter, too."""
-    with _interpreter_with("round_float8"):
-        yield
-
-
-@pytest.fixture(scope="session")
-def quickly_interpreted() -> Iterator[None]:
-    """Without what takes most of the interpreter's time and makes no difference to what is right."""
-    with _interpreter_with(
-        "prepare_once", "let_integers_overflow", "remember_types", "remember_operands", "call_directly"
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def _interpreter_with(*changes: str) -> Iterator[None]:
+def interpreter() -> Iterator[None]:
+    """Triton's interpreter runs the kernels of a GPU, where there is none."""
     from triton import knobs
 
     with pytest.MonkeyPatch.context() as patch:
         if knobs.runtime.interpret:
-            from tests import interpreter
+            from tests.interpreter import change
 
-            for change in changes:
-                getattr(interpreter, change)(patch)
+            change(patch)
         yield
 
 

@@ -1,14 +1,69 @@
-"""Triton's interpreter as tests use it: rounding as a GPU does, and without what takes most of its time."""
+"""Triton's interpreter as tests use it: it runs the kernels of a GPU, rounds as one does, and takes less time.
+
+The interpreter runs no inline assembly, and reductions by functions of kernels number by number.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from triton.language import core, semantic
 from triton.runtime import interpreter
+
+from tests.inline_assembly import COMPUTED
+
+
+def change(patch: pytest.MonkeyPatch) -> None:
+    """Make all changes."""
+    for each in (
+        compute_assembly,
+        reduce_in_trees,
+        round_float8,
+        prepare_once,
+        let_integers_overflow,
+        remember_types,
+        remember_operands,
+        call_directly,
+    ):
+        each(patch)
+
+
+def compute_assembly(patch: pytest.MonkeyPatch) -> None:
+    """Inline assembly is computed by numpy, each statement by a function that is known to do the same."""
+
+    def create_inline_asm(builder, statement, constraints, operands, types, is_pure, pack):
+        if statement not in COMPUTED:
+            raise NotImplementedError(
+                f"no function computes this inline assembly, add one to tests/inline_assembly.py: {statement}"
+            )
+        result = COMPUTED[statement](*[operand.data for operand in operands])
+        return _Results((interpreter.TensorHandle(result, types[0].scalar),))
+
+    patch.setattr(interpreter.InterpreterBuilder, "create_inline_asm", create_inline_asm)
+
+
+def reduce_in_trees(patch: pytest.MonkeyPatch) -> None:
+    """Functions of kernels combine halves of a tensor, as on a GPU, in place of one number after another."""
+
+    def generic_reduce(reduction, tensors):
+        axis = core._unwrap_if_constexpr(reduction.axis)
+        while (size := tensors[0].handle.data.shape[axis]) > 1:
+            halves = [np.split(tensor.handle.data, [size // 2], axis) for tensor in tensors]
+            operands = [
+                reduction.to_tensor(half, tensor.dtype)
+                for side in zip(*halves, strict=True)
+                for half, tensor in zip(side, tensors, strict=True)
+            ]
+            combined = reduction.combine_fn(*operands)
+            tensors = combined if len(tensors) > 1 else (combined,)
+        if reduction.keep_dims:
+            return tensors
+        return [reduction.to_tensor(tensor.handle.data.squeeze(axis)[()], tensor.dtype) for tensor in tensors]
+
+    patch.setattr(interpreter.ReduceOps, "generic_reduce", generic_reduce)
 
 
 def round_float8(patch: pytest.MonkeyPatch) -> None:
@@ -83,6 +138,9 @@ def _converting_once(check: Callable[..., Any]) -> Callable[..., Any]:
     constants: dict[tuple[Any, ...], Any] = {}
 
     def checked(language, left, right, *flags, **named):
+        if named:
+            # Operands of inline assembly, whose types stay as they are.
+            return check(language, left, right, *flags, **named)
         one, other = type(left), type(right)
         if one is other is core.tensor:
             name, another = left.type.scalar.name, right.type.scalar.name
@@ -97,24 +155,33 @@ def _converting_once(check: Callable[..., Any]) -> Callable[..., Any]:
                 return language.broadcast_impl_value(left, right)
         elif one is core.tensor and other in _NUMBERS:
             # Not by the value alone: 1 and 1.0 are equal, and so are 0.0 and -0.0.
-            key = (repr(right), left.type.name, flags, tuple(named.items()), False)
+            key = (repr(right), left.type.name, flags, False)
             if key in constants:
                 return left, constants[key]
-            before, (left, constant) = left, check(language, left, right, *flags, **named)
+            before, (left, constant) = left, check(language, left, right, *flags)
             if left is before:
                 constants[key] = constant
             return left, constant
         elif other is core.tensor and one in _NUMBERS:
-            key = (repr(left), right.type.name, flags, tuple(named.items()), True)
+            key = (repr(left), right.type.name, flags, True)
             if key in constants:
                 return constants[key], right
-            before, (constant, right) = right, check(language, left, right, *flags, **named)
+            before, (constant, right) = right, check(language, left, right, *flags)
             if right is before:
                 constants[key] = constant
             return constant, right
-        return check(language, left, right, *flags, **named)
+        return check(language, left, right, *flags)
 
     return checked
+
+
+class _Results(NamedTuple):
+    """What inline assembly computes, as the language asks for it."""
+
+    handles: tuple[interpreter.TensorHandle, ...]
+
+    def get_result(self, place):
+        return self.handles[place]
 
 
 def _widened(tensor):

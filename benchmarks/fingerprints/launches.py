@@ -87,8 +87,6 @@ def _options(launch: Launch, names: bool) -> Iterator[str]:
     """Constexprs in the order of the parameters, with their `names` or without, then the compiler's options."""
     parameters = launch.kernel.arg_names
     for parameter in parameters[len(launch.arguments) :]:
-        if parameter == "FAST":
-            continue
         value = repr(launch.options[parameter])
         yield f"{parameter}={value}" if names else value
     yield from (f"{name}={value!r}" for name, value in sorted(launch.options.items()) if name not in parameters)

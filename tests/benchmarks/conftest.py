@@ -16,7 +16,7 @@ MACHINE = {"gpu": "A GPU", "driver": "1", "torch": "2", "triton": "3", "commit":
 
 
 @pytest.fixture(scope="session", autouse=True)
-def interpreted(quickly_interpreted: None) -> None:
+def interpreted(interpreter: None) -> None:
     """Candidates are checked in the interpreter where there is no GPU."""
 
 

@@ -22,8 +22,8 @@ def device() -> torch.device:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def interpreted(float8_is_rounded_as_on_a_gpu: None, quickly_interpreted: None) -> None:
-    """What the interpreter needs in every test of kernels."""
+def interpreted(interpreter: None) -> None:
+    """Every test may run kernels."""
 
 
 @pytest.fixture(autouse=True)

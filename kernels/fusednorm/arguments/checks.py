@@ -54,7 +54,7 @@ class Epilogue:
     @property
     def options(self) -> dict[str, object]:
         """The constexprs of kernels for this epilogue."""
-        return {"ACTIVATION": self.activation, "DROPOUT": self.dropout > 0.0, "FAST": not INTERPRETED}
+        return {"ACTIVATION": self.activation, "DROPOUT": self.dropout > 0.0}
 
 
 def activation_of(name: str) -> Activation:

@@ -13,7 +13,7 @@ except ModuleNotFoundError:
 else:
     HAS_TRITON, INTERPRETED = True, bool(knobs.runtime.interpret)
 """Whether Triton is installed, which all kernels need; and whether kernels run in its interpreter, on CPU tensors
-(TRITON_INTERPRET=1 at import)."""
+(TRITON_INTERPRET=1 at import), to which only tests add what it lacks."""
 
 
 def needs_triton(what: str) -> ModuleNotFoundError:

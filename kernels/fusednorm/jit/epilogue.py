@@ -19,61 +19,53 @@ _GELU_CUBIC = tl.constexpr(0.044715)
 
 
 @triton.jit
-def _reciprocal(x, FAST: tl.constexpr):
-    """1 / x; FAST uses the hardware's approximation (error of 1 ulp), which the interpreter lacks."""
-    if FAST:
-        return tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        return 1.0 / x
+def _reciprocal(x):
+    """1 / x, the hardware's approximation: an error of 1 ulp."""
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
-def sigmoid(z, FAST: tl.constexpr):
+def sigmoid(z):
     """1 / (1 + exp(-z))."""
-    return _reciprocal(1.0 + tl.exp2(z * -_LOG2E), FAST)
+    return _reciprocal(1.0 + tl.exp2(z * -_LOG2E))
 
 
 @triton.jit
-def _sigmoid_pair(z, FAST: tl.constexpr):
+def _sigmoid_pair(z):
     """sigmoid(z) and 1 - sigmoid(z); the second has no cancellation where the first is near 1."""
     # Below -87 the exponential would be infinite, and its product with the reciprocal NaN.
     e = tl.exp2(tl.minimum(z * -_LOG2E, 126.0, propagate_nan=tl.PropagateNan.ALL))
-    s = _reciprocal(1.0 + e, FAST)
+    s = _reciprocal(1.0 + e)
     return s, e * s
 
 
 @triton.jit
-def activate(z, ACTIVATION: tl.constexpr, FAST: tl.constexpr):
+def activate(z, ACTIVATION: tl.constexpr):
     """act(z) in float32, elementwise."""
     if ACTIVATION == "relu":
         return tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
     elif ACTIVATION == "silu":
-        return z * sigmoid(z, FAST)
+        return z * sigmoid(z)
     elif ACTIVATION == "gelu":
         return 0.5 * z * (1.0 + tl.erf(z * _SQRT_HALF))
     elif ACTIVATION == "gelu_tanh":
         # sigmoid(2 u), with the factors of u and of the exponent's base in two constants.
         slope = z * z * (-2.0 * _SQRT_2_OVER_PI * _GELU_CUBIC * _LOG2E) + (-2.0 * _SQRT_2_OVER_PI * _LOG2E)
-        return z * _reciprocal(1.0 + tl.exp2(z * slope), FAST)
+        return z * _reciprocal(1.0 + tl.exp2(z * slope))
     else:
         return z
 
 
 @triton.jit
-def tanh(x, FAST: tl.constexpr):
-    """tanh(x) with a relative error of 2^-11, in one instruction; the interpreter computes it exactly."""
-    if FAST:
-        return tl.inline_asm_elementwise(
-            "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        return sigmoid(x * 2.0, False) * 2.0 - 1.0
+def tanh(x):
+    """tanh(x) with a relative error of 2^-11, in one instruction."""
+    return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
-def activate_to(z, DTYPE: tl.constexpr, ACTIVATION: tl.constexpr, FAST: tl.constexpr):
+def activate_to(z, DTYPE: tl.constexpr, ACTIVATION: tl.constexpr):
     """`activate` for a result that is rounded to DTYPE.
 
     For 16-bit results silu and gelu_tanh use the hardware's tanh.  Their error stays below |z| * 2^-12: less than
@@ -81,27 +73,27 @@ def activate_to(z, DTYPE: tl.constexpr, ACTIVATION: tl.constexpr, FAST: tl.const
     """
     if ACTIVATION == "silu" and DTYPE.primitive_bitwidth == 16:
         half = z * 0.5
-        return half * tanh(half, FAST) + half
+        return half * tanh(half) + half
     elif ACTIVATION == "gelu_tanh" and DTYPE.primitive_bitwidth == 16:
         half = z * 0.5
-        return half * tanh((z + z * z * z * _GELU_CUBIC) * _SQRT_2_OVER_PI, FAST) + half
+        return half * tanh((z + z * z * z * _GELU_CUBIC) * _SQRT_2_OVER_PI) + half
     else:
-        return activate(z, ACTIVATION, FAST)
+        return activate(z, ACTIVATION)
 
 
 @triton.jit
-def activation_derivative(z, ACTIVATION: tl.constexpr, FAST: tl.constexpr):
+def activation_derivative(z, ACTIVATION: tl.constexpr):
     """act'(z) in float32, elementwise."""
     if ACTIVATION == "relu":
         return tl.where(z > 0.0, 1.0, 0.0)
     elif ACTIVATION == "silu":
-        s, rest = _sigmoid_pair(z, FAST)
+        s, rest = _sigmoid_pair(z)
         return s + z * (s * rest)
     elif ACTIVATION == "gelu":
         density = tl.exp2(z * z * (-0.5 * _LOG2E)) * _INV_SQRT_2PI
         return 0.5 * (1.0 + tl.erf(z * _SQRT_HALF)) + z * density
     elif ACTIVATION == "gelu_tanh":
-        s, rest = _sigmoid_pair((z + z * z * z * _GELU_CUBIC) * (2.0 * _SQRT_2_OVER_PI), FAST)
+        s, rest = _sigmoid_pair((z + z * z * z * _GELU_CUBIC) * (2.0 * _SQRT_2_OVER_PI))
         slope = (1.0 + z * z * (3.0 * _GELU_CUBIC)) * (2.0 * _SQRT_2_OVER_PI)
         return s + z * (s * rest) * slope
     else:
@@ -149,10 +141,9 @@ def finish(
     dropout_scale,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
-    FAST: tl.constexpr,
 ):
     """Activation and dropout of a tile that starts at column `first_col`."""
-    y = activate(y, ACTIVATION, FAST)
+    y = activate(y, ACTIVATION)
     if DROPOUT:
         keep = dropout_keep_tile(seed, row, first_col // 4, dropout_threshold, y.shape[0], y.shape[1])
         y = tl.where(keep, y * dropout_scale, 0.0)

@@ -42,14 +42,14 @@ def unaligned_zero(cols, NARROW: tl.constexpr):
 
 
 @triton.jit
-def widened(value, FAST: tl.constexpr):
+def widened(value):
     """A tile converted to float32.
 
     For bfloat16 this takes one instruction per element; the compiler's own conversion takes three instructions per
     two elements, at half the rate.  The compiler cannot move these opaque conversions, so values that are used
     twice, or in every iteration of a loop, stay in 16 bits instead of twice as many registers of converted values.
     """
-    if FAST and value.dtype == tl.bfloat16:
+    if value.dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
             "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
             "=r,=r,r",
@@ -58,7 +58,7 @@ def widened(value, FAST: tl.constexpr):
             is_pure=False,
             pack=2,
         )
-    elif FAST and value.dtype == tl.float16:
+    elif value.dtype == tl.float16:
         return tl.inline_asm_elementwise(
             "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }",
             "=r,=r,r",
@@ -81,19 +81,19 @@ def offset_weight(weight, WEIGHT_OFFSET: tl.constexpr):
 
 
 @triton.jit
-def load_rows(x_ptr, residual_ptr, x_at, residual_at, mask, EVICT: tl.constexpr, FAST: tl.constexpr):
+def load_rows(x_ptr, residual_ptr, x_at, residual_at, mask, EVICT: tl.constexpr):
     """x, or x + residual, in float32; masked lanes are 0."""
-    h = widened(tl.load(x_ptr + x_at, mask=mask, other=0.0, eviction_policy=EVICT), FAST)
+    h = widened(tl.load(x_ptr + x_at, mask=mask, other=0.0, eviction_policy=EVICT))
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + residual_at, mask=mask, other=0.0, eviction_policy=EVICT)
-        h += widened(residual, FAST)
+        h += widened(residual)
     return h
 
 
 @triton.jit
-def chunk_of(chunks, residuals, i: tl.constexpr, FAST: tl.constexpr):
+def chunk_of(chunks, residuals, i: tl.constexpr):
     """Chunk i of h in float32."""
-    h = widened(chunks[i], FAST)
+    h = widened(chunks[i])
     if len(residuals) > 0:
-        h += widened(residuals[i], FAST)
+        h += widened(residuals[i])
     return h

@@ -13,7 +13,7 @@ from fusednorm.jit.reductions import multiply_terms, rounded_product, sum_pair
 
 
 @triton.jit
-def tile_moments(chunks, masks, count, EVEN: tl.constexpr, IS_RMS: tl.constexpr, FAST: tl.constexpr):
+def tile_moments(chunks, masks, count, EVEN: tl.constexpr, IS_RMS: tl.constexpr):
     """Pivot, shift and sum of squares of rows held as a tuple of [ROWS, BLOCK_N] chunks, `count` columns in all.
 
     The mean is pivot + shift; subtract the pivot first, then the shift.  The squares are about the mean.  For
@@ -40,7 +40,7 @@ def tile_moments(chunks, masks, count, EVEN: tl.constexpr, IS_RMS: tl.constexpr,
                 d = tl.where(masks[i], d, 0.0)
             shifts += d
             squares += d * d
-        shift, square = sum_pair(shifts, squares, 1, FAST)
+        shift, square = sum_pair(shifts, squares, 1)
         shift = shift / count
         square = tl.maximum(square - shift * shift * count, 0.0, propagate_nan=tl.PropagateNan.ALL)
     return pivot, shift, square
@@ -56,19 +56,19 @@ def store_row_statistics(mean_ptr, rstd_ptr, row, mean, shift, rstd, mask):
 
 
 @triton.jit
-def share_of_mean(count, mean, rest, total, FAST: tl.constexpr):
+def share_of_mean(count, mean, rest, total):
     """A set's term of the rough mean of all sets: the sum of these terms is the same number in all threads."""
-    return rounded_product(count / total + tl.zeros_like(mean), mean + rest, FAST)
+    return rounded_product(count / total + tl.zeros_like(mean), mean + rest)
 
 
 @triton.jit
-def about_rough_mean(rough, count, mean, rest, square, FAST: tl.constexpr):
+def about_rough_mean(rough, count, mean, rest, square):
     """A set's sum of x - rough, and its sum of (x - rough)^2, from its moments; the mean is mean + rest.
 
     The former is not contracted into an addition either, so that a sum of them is the same in all threads.
     """
     delta = (mean - rough) + rest
-    weighted = rounded_product(count + tl.zeros_like(delta), delta, FAST)
+    weighted = rounded_product(count + tl.zeros_like(delta), delta)
     return weighted, square + weighted * delta
 
 
@@ -80,7 +80,7 @@ def about_mean(total, sum_1, sum_2):
 
 
 @triton.jit
-def merge_moments(count, mean, rest, square, total, AXIS: tl.constexpr, FAST: tl.constexpr):
+def merge_moments(count, mean, rest, square, total, AXIS: tl.constexpr):
     """Mean, rest and sum of squares of the union of the sets along AXIS, keeping the axis (Chan's merge).
 
     The mean is mean + rest, of the sets and of the union.  All results are the same numbers in all threads.
@@ -89,15 +89,15 @@ def merge_moments(count, mean, rest, square, total, AXIS: tl.constexpr, FAST: tl
         count: the number of values of each set, float32; a set of none has the mean, rest and square 0.
         total: the number of values of all sets, float32.
     """
-    rough = tl.sum(share_of_mean(count, mean, rest, total, FAST), AXIS, keep_dims=True)
-    sum_1, sum_2 = about_rough_mean(rough, count, mean, rest, square, FAST)
-    sum_1, sum_2 = sum_pair(sum_1, sum_2, AXIS, FAST)
+    rough = tl.sum(share_of_mean(count, mean, rest, total), AXIS, keep_dims=True)
+    sum_1, sum_2 = about_rough_mean(rough, count, mean, rest, square)
+    sum_1, sum_2 = sum_pair(sum_1, sum_2, AXIS)
     rest, square = about_mean(total, sum_1, sum_2)
     return rough, rest, square
 
 
 @triton.jit
-def lane_moments(pivot, sum_1, sum_2, count, n, FAST: tl.constexpr):
+def lane_moments(pivot, sum_1, sum_2, count, n):
     """Mean and population variance of a row from sums about pivots, one for each lane (Chan's merge).
 
     A lane's pivot is the mean of its first values, so (pivot - lane mean)^2 is at most a few times the lane's own
@@ -110,11 +110,11 @@ def lane_moments(pivot, sum_1, sum_2, count, n, FAST: tl.constexpr):
         n: float32, the number of values in the row.
     """
     lane_shift = sum_1 / tl.maximum(count, 1.0)
-    rough = tl.sum(rounded_product(count, pivot + lane_shift, FAST), 0, keep_dims=True) / n
+    rough = tl.sum(rounded_product(count, pivot + lane_shift), 0, keep_dims=True) / n
     delta = (pivot - rough) + lane_shift
-    weighted = rounded_product(count, delta, FAST)
+    weighted = rounded_product(count, delta)
     square = (sum_2 - sum_1 * lane_shift) + weighted * delta
-    shift, square = sum_pair(weighted, square, 0, FAST)
+    shift, square = sum_pair(weighted, square, 0)
     shift = shift / n
     variance = tl.maximum(square / n - shift * shift, 0.0, propagate_nan=tl.PropagateNan.ALL)
     return rough, shift, variance
@@ -131,7 +131,6 @@ def sweep_moments(
     BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
     IS_RMS: tl.constexpr,
-    FAST: tl.constexpr,
 ):
     """(rough, shift, variance) of one row read in chunks of BLOCK_N, with mean = rough + shift; each [1, 1].
 
@@ -142,32 +141,32 @@ def sweep_moments(
     col = tl.arange(0, lanes)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     n = cols.to(tl.float32)
     mask = column_mask(col, cols, EVEN)
-    h = load_rows(x_ptr, residual_ptr, x_row + col, residual_row + col, mask, "evict_last", FAST)
+    h = load_rows(x_ptr, residual_ptr, x_row + col, residual_row + col, mask, "evict_last")
     first_count = tl.sum(mask.to(tl.float32), 1, keep_dims=True)
     sum_1 = tl.zeros((lanes, 1), tl.float32)
     if IS_RMS:
         pivot = sum_1
-        sum_2 = tl.sum(multiply_terms(h, h, FAST), 1, keep_dims=True)
+        sum_2 = tl.sum(multiply_terms(h, h), 1, keep_dims=True)
     else:
         pivot = tl.sum(h, 1, keep_dims=True) / tl.maximum(first_count, 1.0)
         d = h - pivot
         if not EVEN:
             d = tl.where(mask, d, 0.0)
         sum_1 += tl.sum(d, 1, keep_dims=True)
-        sum_2 = tl.sum(multiply_terms(d, d, FAST), 1, keep_dims=True)
+        sum_2 = tl.sum(multiply_terms(d, d), 1, keep_dims=True)
     count = first_count
     for chunk in range(1, tl.cdiv(cols, BLOCK_N)):
         at = col + chunk * BLOCK_N
         mask = column_mask(at, cols, EVEN)
-        h = load_rows(x_ptr, residual_ptr, x_row + at, residual_row + at, mask, "evict_last", FAST)
+        h = load_rows(x_ptr, residual_ptr, x_row + at, residual_row + at, mask, "evict_last")
         if IS_RMS:
-            sum_2 += tl.sum(multiply_terms(h, h, FAST), 1, keep_dims=True)
+            sum_2 += tl.sum(multiply_terms(h, h), 1, keep_dims=True)
         else:
             d = h - pivot
             if not EVEN:
                 d = tl.where(mask, d, 0.0)
             sum_1 += tl.sum(d, 1, keep_dims=True)
-            sum_2 += tl.sum(multiply_terms(d, d, FAST), 1, keep_dims=True)
+            sum_2 += tl.sum(multiply_terms(d, d), 1, keep_dims=True)
             count += tl.sum(mask.to(tl.float32), 1, keep_dims=True)
 
     if IS_RMS:
@@ -175,5 +174,5 @@ def sweep_moments(
         shift = tl.zeros((1, 1), tl.float32)
         variance = tl.sum(sum_2, 0, keep_dims=True) / n
     else:
-        rough, shift, variance = lane_moments(pivot, sum_1, sum_2, count, n, FAST)
+        rough, shift, variance = lane_moments(pivot, sum_1, sum_2, count, n)
     return rough, shift, variance

@@ -62,24 +62,24 @@ def load_piece(
 @triton.jit
 def write_sums(
     chunks, residuals, residual_out_ptr, at, piece_cols,
-    FULL: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, FAST: tl.constexpr,
+    FULL: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Write h = x + residual of a piece, `at` elements after residual_out_ptr, unless that pointer is None."""
     if residual_out_ptr is not None:
         col = tl.arange(0, BLOCK_N // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         for i in tl.static_range(len(chunks)):
             mask = column_mask(col + i * BLOCK_N, piece_cols, i < FULL)
-            h = chunk_of(chunks, residuals, i, FAST).to(residual_out_ptr.dtype.element_ty)
+            h = chunk_of(chunks, residuals, i).to(residual_out_ptr.dtype.element_ty)
             tl.store(residual_out_ptr + at + i * BLOCK_N + col, h, mask=mask)
 
 
 @triton.jit
 def _distance(
     chunks, residuals, i: tl.constexpr, mean, piece_cols, FULL: tl.constexpr, BLOCK_N: tl.constexpr,
-    GROUP: tl.constexpr, IS_RMS: tl.constexpr, FAST: tl.constexpr,
+    GROUP: tl.constexpr, IS_RMS: tl.constexpr,
 ):  # fmt: skip
     """Chunk i of h - mean, or of h for RMSNorm; 0 past the piece's end."""
-    d = chunk_of(chunks, residuals, i, FAST)
+    d = chunk_of(chunks, residuals, i)
     if not IS_RMS:
         d = d - mean
         if i >= FULL:
@@ -91,7 +91,7 @@ def _distance(
 @triton.jit
 def piece_moments(
     chunks, residuals, piece_cols,
-    FULL: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, IS_RMS: tl.constexpr, FAST: tl.constexpr,
+    FULL: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, IS_RMS: tl.constexpr,
 ):  # fmt: skip
     """Count, mean, shift and sum of squares of each lane of a piece, [lanes, 1]; the lane's mean is mean + shift.
 
@@ -114,39 +114,36 @@ def piece_moments(
         for i in tl.static_range(len(chunks)):
             count += tl.minimum(tl.maximum(left - i * BLOCK_N, 0), GROUP).to(tl.float32)
     if not IS_RMS:
-        first = tl.sum(chunk_of(chunks, residuals, 0, FAST), 1, keep_dims=True)
+        first = tl.sum(chunk_of(chunks, residuals, 0), 1, keep_dims=True)
         # The subtraction must use the rounded mean that is returned: a contracted product would be unrounded.
-        mean = rounded_product(first, 1.0 / tl.maximum(first_count, 1.0), FAST)
+        mean = rounded_product(first, 1.0 / tl.maximum(first_count, 1.0))
     for i in tl.static_range(len(chunks)):
-        d = _distance(chunks, residuals, i, mean, piece_cols, FULL, BLOCK_N, GROUP, IS_RMS, FAST)
+        d = _distance(chunks, residuals, i, mean, piece_cols, FULL, BLOCK_N, GROUP, IS_RMS)
         if not IS_RMS:
             shift += tl.sum(d, 1, keep_dims=True)
-        square += tl.sum(multiply_terms(d, d, FAST), 1, keep_dims=True)
+        square += tl.sum(multiply_terms(d, d), 1, keep_dims=True)
     if not IS_RMS:
         inverse = 1.0 / tl.maximum(count, 1.0)
         square = tl.maximum(square - shift * shift * inverse, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        shift = rounded_product(shift, inverse, FAST)
+        shift = rounded_product(shift, inverse)
     return count, mean, shift, square
 
 
 @triton.jit
-def _standardised(h, mean, rest, rstd, FAST: tl.constexpr):
+def _standardised(h, mean, rest, rstd):
     """(h - mean) * rstd - rest.
 
     After a reduction tree that merges moments, mean and shift may differ between threads; only their combination in
-    one thread is right.  FAST uses both in one asm statement, within which no value moves to another thread.
+    one thread is right.  Both are used in one asm statement, within which no value moves to another thread.
     """
-    if FAST:
-        return tl.inline_asm_elementwise(
-            "{ .reg .f32 d; sub.rn.f32 d, $1, $2; fma.rn.f32 $0, d, $3, $4; }",
-            "=f,f,f,f,f",
-            [h, mean, rstd, -rest],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        return (h - mean) * rstd - rest
+    return tl.inline_asm_elementwise(
+        "{ .reg .f32 d; sub.rn.f32 d, $1, $2; fma.rn.f32 $0, d, $3, $4; }",
+        "=f,f,f,f,f",
+        [h, mean, rstd, -rest],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -155,7 +152,7 @@ def write_chunk(
     mean, shift, rstd, seed, dropout_threshold, dropout_scale,
     FULL: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, EVICT: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
-    IS_RMS: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr,
+    IS_RMS: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """Write y of chunk i of a piece that starts at column `first_col`, `y_at` elements after y_ptr.
 
@@ -166,11 +163,11 @@ def write_chunk(
     if IS_RMS:
         y = h * rstd
     else:
-        y = _standardised(h, mean, shift * rstd, rstd, FAST)
+        y = _standardised(h, mean, shift * rstd, rstd)
     if len(weights) > 0:
-        y = y * offset_weight(widened(weights[0], FAST), WEIGHT_OFFSET)
+        y = y * offset_weight(widened(weights[0]), WEIGHT_OFFSET)
     if len(biases) > 0:
-        y = y + widened(biases[0], FAST)
+        y = y + widened(biases[0])
     if ACTIVATION != "none" or DROPOUT:
         y = tl.reshape(y, (1, BLOCK_N))
         y = finish(
@@ -182,7 +179,6 @@ def write_chunk(
             dropout_scale,
             ACTIVATION,
             DROPOUT,
-            FAST,
         )
         y = tl.reshape(y, (BLOCK_N // GROUP, GROUP))
     tl.store(y_ptr + y_at + at, y.to(y_ptr.dtype.element_ty), mask=mask, eviction_policy=EVICT)
@@ -195,7 +191,7 @@ def write_piece(
     mean, shift, rstd, seed, dropout_threshold, dropout_scale,
     FULL: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, NARROW: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
-    IS_RMS: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr,
+    IS_RMS: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """`write_chunk` of every chunk; the parameters, from `parameter_at` on, are loaded one chunk ahead."""
     # An eviction hint adds five instructions to an access: too many for narrow ones.
@@ -212,27 +208,16 @@ def write_piece(
             weights = load_piece(weight_ptr, parameter_at + at, left, FULL - i - 1, BLOCK_N, 1, GROUP, KEEP)
             biases = load_piece(bias_ptr, parameter_at + at, left, FULL - i - 1, BLOCK_N, 1, GROUP, KEEP)
         write_chunk(
-            chunk_of(chunks, residuals, i, FAST), these_weights, these_biases, i, y_ptr, y_at,
+            chunk_of(chunks, residuals, i), these_weights, these_biases, i, y_ptr, y_at,
             piece_cols, row, first_col, mean, shift, rstd, seed, dropout_threshold, dropout_scale,
-            FULL, BLOCK_N, GROUP, DROP, WEIGHT_OFFSET, IS_RMS, ACTIVATION, DROPOUT, FAST,
+            FULL, BLOCK_N, GROUP, DROP, WEIGHT_OFFSET, IS_RMS, ACTIVATION, DROPOUT,
         )  # fmt: skip
 
 
 @triton.jit
-def total_moments(count, mean, shift, square, EVEN: tl.constexpr, FAST: tl.constexpr):
-    """Mean, shift and sum of squares of all lanes together, as scalars; the arguments are [lanes, 1].
-
-    FAST merges pairs of sets in one reduction tree; the interpreter uses sums, because its trees go lane by lane.
-    """
-    if not FAST:
-        n = tl.maximum(tl.sum(count, 0, keep_dims=True), 1.0)
-        rough = tl.sum(count * mean, 0, keep_dims=True) / n
-        delta = (mean - rough) + shift
-        shift = tl.sum(count * delta, 0, keep_dims=True) / n
-        square = tl.sum(square + count * delta * delta, 0, keep_dims=True) - shift * shift * n
-        square = tl.maximum(square, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        mean = rough
-    elif EVEN:
+def total_moments(count, mean, shift, square, EVEN: tl.constexpr):
+    """Mean, shift and sum of squares of all lanes together, as scalars; the arguments are [lanes, 1]."""
+    if EVEN:
         _, mean, shift, square = tl.reduce((count, mean, shift, square), 0, merge_even, keep_dims=True)
     else:
         _, mean, shift, square = tl.reduce((count, mean, shift, square), 0, merge, keep_dims=True)
@@ -242,7 +227,7 @@ def total_moments(count, mean, shift, square, EVEN: tl.constexpr, FAST: tl.const
 @triton.jit
 def _whole_moments(
     chunks, residuals, piece_cols,
-    FULL: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, IS_RMS: tl.constexpr, FAST: tl.constexpr,
+    FULL: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, IS_RMS: tl.constexpr,
 ):  # fmt: skip
     """Mean, shift and sum of squares of a piece, as scalars, in two passes over the registers.
 
@@ -251,14 +236,14 @@ def _whole_moments(
     n = piece_cols.to(tl.float32)
     mean = 0.0
     if not IS_RMS:
-        total = chunk_of(chunks, residuals, 0, FAST)
+        total = chunk_of(chunks, residuals, 0)
         for i in tl.static_range(1, len(chunks)):
-            total += chunk_of(chunks, residuals, i, FAST)
+            total += chunk_of(chunks, residuals, i)
         mean = tl.sum(total) / n
     shifts = tl.zeros((BLOCK_N // GROUP, GROUP), tl.float32)
     squares = tl.zeros((BLOCK_N // GROUP, GROUP), tl.float32)
     for i in tl.static_range(len(chunks)):
-        d = _distance(chunks, residuals, i, mean, piece_cols, FULL, BLOCK_N, GROUP, IS_RMS, FAST)
+        d = _distance(chunks, residuals, i, mean, piece_cols, FULL, BLOCK_N, GROUP, IS_RMS)
         if not IS_RMS:
             shifts += d
         squares += d * d
@@ -266,8 +251,8 @@ def _whole_moments(
         shift = 0.0
         square = tl.sum(tl.sum(squares, 1))
     else:
-        shifts, squares = sum_pair(shifts, squares, 1, FAST)
-        shifts, squares = sum_pair(shifts, squares, 0, FAST)
+        shifts, squares = sum_pair(shifts, squares, 1)
+        shifts, squares = sum_pair(shifts, squares, 0)
         shift = tl.sum(shifts) / n
         square = tl.maximum(tl.sum(squares) - shift * shift * n, 0.0, propagate_nan=tl.PropagateNan.ALL)
     return mean, shift, square
@@ -276,14 +261,12 @@ def _whole_moments(
 @triton.jit
 def moments_of_piece(
     chunks, residuals, piece_cols, FULL: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
-    NARROW: tl.constexpr, IS_RMS: tl.constexpr, FAST: tl.constexpr,
+    NARROW: tl.constexpr, IS_RMS: tl.constexpr,
 ):  # fmt: skip
     """Mean, shift and sum of squares of a piece, as scalars; the squares are about the true mean, mean + shift."""
     if NARROW:
-        mean, shift, square = _whole_moments(chunks, residuals, piece_cols, FULL, BLOCK_N, GROUP, IS_RMS, FAST)
+        mean, shift, square = _whole_moments(chunks, residuals, piece_cols, FULL, BLOCK_N, GROUP, IS_RMS)
     else:
-        count, means, shifts, squares = piece_moments(
-            chunks, residuals, piece_cols, FULL, BLOCK_N, GROUP, IS_RMS, FAST
-        )
-        mean, shift, square = total_moments(count, means, shifts, squares, len(chunks) == FULL, FAST)
+        count, means, shifts, squares = piece_moments(chunks, residuals, piece_cols, FULL, BLOCK_N, GROUP, IS_RMS)
+        mean, shift, square = total_moments(count, means, shifts, squares, len(chunks) == FULL)
     return mean, shift, square

@@ -10,33 +10,19 @@ def _add_pairs(a0, b0, a1, b1):
 
 
 @triton.jit
-def sum_pair(a, b, AXIS: tl.constexpr, FAST: tl.constexpr):
-    """Sums of a and of b along AXIS, keeping the axis.
-
-    FAST reduces both in one tree, with one series of shuffles and one barrier; the interpreter would run that
-    element by element, so it computes two separate sums.
-    """
-    if FAST:
-        total_a, total_b = tl.reduce((a, b), AXIS, _add_pairs, keep_dims=True)
-    else:
-        total_a = tl.sum(a, AXIS, keep_dims=True)
-        total_b = tl.sum(b, AXIS, keep_dims=True)
-    return total_a, total_b
+def sum_pair(a, b, AXIS: tl.constexpr):
+    """Sums of a and of b along AXIS, keeping the axis: one tree, with one series of shuffles and one barrier."""
+    return tl.reduce((a, b), AXIS, _add_pairs, keep_dims=True)
 
 
 @triton.jit
-def total_pair(a, b, FAST: tl.constexpr):
-    """Sums of all of a and of all of b, both 1-D, as scalars; FAST as in `sum_pair`."""
-    if FAST:
-        total_a, total_b = tl.reduce((a, b), 0, _add_pairs)
-    else:
-        total_a = tl.sum(a)
-        total_b = tl.sum(b)
-    return total_a, total_b
+def total_pair(a, b):
+    """Sums of all of a and of all of b, both 1-D, as scalars, in one tree."""
+    return tl.reduce((a, b), 0, _add_pairs)
 
 
 @triton.jit
-def rounded_product(a, b, FAST: tl.constexpr):
+def rounded_product(a, b):
     """a * b, rounded; never contracted into an addition.
 
     In a sum over lanes each lane adds its own value to the value of another lane (a butterfly).  With contraction,
@@ -44,16 +30,13 @@ def rounded_product(a, b, FAST: tl.constexpr):
     Where lanes write their copies of a sum to one place, the result would then be any of them.  This product is for
     sums over lanes that hold one term each; `multiply_terms` is for lanes that may hold several.
     """
-    if FAST:
-        return tl.inline_asm_elementwise(
-            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        return a * b
+    return tl.inline_asm_elementwise(
+        "mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
-def multiply_terms(a, b, FAST: tl.constexpr):
+def multiply_terms(a, b):
     """Multiply a and b, the terms of a sum along the last axis, so that the sum is the same in all threads.
 
     Only the first product is a `rounded_product`.  If a thread holds whole rows, it starts with that one and adds
@@ -61,12 +44,10 @@ def multiply_terms(a, b, FAST: tl.constexpr):
     know which of them has the first, and contracts no product into the addition of another thread's.
     """
     product = a * b
-    if FAST:
-        place = tl.arange(0, product.shape[len(product.shape) - 1])
-        for _ in tl.static_range(len(product.shape) - 1):
-            place = tl.expand_dims(place, 0)
-        product = tl.where(place == 0, rounded_product(a, b, FAST), product)
-    return product
+    place = tl.arange(0, product.shape[len(product.shape) - 1])
+    for _ in tl.static_range(len(product.shape) - 1):
+        place = tl.expand_dims(place, 0)
+    return tl.where(place == 0, rounded_product(a, b), product)
 
 
 @triton.jit
@@ -75,12 +56,6 @@ def _larger(a, b):
 
 
 @triton.jit
-def maximum(a, AXIS: tl.constexpr, FAST: tl.constexpr):
-    """The largest of a >= 0 along AXIS, keeping the axis; NaN where any element is NaN, unlike `tl.max`.
-
-    The interpreter would run that element by element, so it compares bits as integers: same order, NaN the largest.
-    """
-    if FAST:
-        return tl.reduce(a, AXIS, _larger, keep_dims=True)
-    else:
-        return tl.max(a.to(tl.int32, bitcast=True), AXIS, keep_dims=True).to(tl.float32, bitcast=True)
+def maximum(a, AXIS: tl.constexpr):
+    """The largest of a along AXIS, keeping the axis; NaN where any element is NaN, unlike `tl.max`."""
+    return tl.reduce(a, AXIS, _larger, keep_dims=True)

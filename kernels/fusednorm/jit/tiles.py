@@ -9,7 +9,7 @@ from fusednorm.jit.loads import column_mask, load_rows, offset_weight, widened
 @triton.jit
 def load_tile(
     x_ptr, residual_ptr, x_row, residual_row, row_mask, cols,
-    EVEN: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, FAST: tl.constexpr,
+    EVEN: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """A tile of x or x + residual in CHUNKS blocks: tuples of columns, of masks, and of values [ROWS, BLOCK_N].
 
@@ -21,7 +21,7 @@ def load_tile(
     for i in tl.static_range(CHUNKS):
         col = i * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         col_mask = column_mask(col, cols, EVEN)
-        h = load_rows(x_ptr, residual_ptr, x_row + col, residual_row + col, row_mask & col_mask, "", FAST)
+        h = load_rows(x_ptr, residual_ptr, x_row + col, residual_row + col, row_mask & col_mask, "")
         columns = columns + (col,)
         col_masks = col_masks + (col_mask,)
         chunks = chunks + (h,)
@@ -31,7 +31,7 @@ def load_tile(
 @triton.jit
 def normalised(
     h, rough, shift, rstd, weight_ptr, bias_ptr, at, mask,
-    IS_RMS: tl.constexpr, WEIGHT_OFFSET: tl.constexpr, FAST: tl.constexpr,
+    IS_RMS: tl.constexpr, WEIGHT_OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Normalisation and affine step of values with known moments; `at` is the offset of their parameters."""
     if IS_RMS:
@@ -39,7 +39,7 @@ def normalised(
     else:
         y = (h - rough) * rstd - shift * rstd
     if weight_ptr is not None:
-        y = y * offset_weight(widened(tl.load(weight_ptr + at, mask=mask, other=0.0), FAST), WEIGHT_OFFSET)
+        y = y * offset_weight(widened(tl.load(weight_ptr + at, mask=mask, other=0.0)), WEIGHT_OFFSET)
     if bias_ptr is not None:
-        y = y + widened(tl.load(bias_ptr + at, mask=mask, other=0.0), FAST)
+        y = y + widened(tl.load(bias_ptr + at, mask=mask, other=0.0))
     return y

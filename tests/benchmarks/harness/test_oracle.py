@@ -39,7 +39,6 @@ def test_right_heads_pass(problem, provider, op, pass_):
     assert 0 < Oracle(it).error(provider(it)) < 1e-4
 
 
-@pytest.mark.usefixtures("float8_is_rounded_as_on_a_gpu")
 @pytest.mark.parametrize("provider", [ours, eager])
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
 def test_right_rows_of_float8_pass(problem, provider, op):

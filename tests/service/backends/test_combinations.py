@@ -49,7 +49,7 @@ def test_on_the_cpu(kind):
     assert check(lambda job: backend.run(Batch((job,))), kind) == 2**optional
 
 
-@pytest.mark.usefixtures("quickly_interpreted", "float8_is_rounded_as_on_a_gpu")
+@pytest.mark.usefixtures("interpreter")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to run all of them on")
 def test_some_interpreted(monkeypatch):
     monkeypatch.setattr(triton, "_DEVICE", "cpu")

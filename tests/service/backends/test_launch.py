@@ -13,6 +13,8 @@ from normserve.memory.host_tensors import DType
 
 from tests.service.backends.answers import assert_right
 
+pytestmark = pytest.mark.usefixtures("interpreter")
+
 GROUPS = 2
 KERNELS_RUN_ON = "cuda" if torch.cuda.is_available() else "cpu"
 LIBRARIES = {"cpu": (cpu, "cpu"), "kernels": (fusednorm, KERNELS_RUN_ON)}
@@ -95,7 +97,6 @@ ROWS = {
 }
 
 
-@pytest.mark.usefixtures("float8_is_rounded_as_on_a_gpu")
 @pytest.mark.parametrize("op", [Op.LAYER_NORM, Op.RMS_NORM])
 @pytest.mark.parametrize("asked", ROWS)
 @pytest.mark.parametrize("library", LIBRARIES)

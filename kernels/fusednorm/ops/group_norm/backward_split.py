@@ -108,7 +108,7 @@ def sums_of_pieces(
     dy_ptr, x_ptr, residual_ptr, sample, channel, first, pieces, hw, c, lanes, mean, slope, rstd, offset, dropout,
     LANES: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr, EVEN: tl.constexpr,
     LAST: tl.constexpr, DY_OTHER: tl.constexpr, RESIDUAL_OTHER: tl.constexpr,
-    ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, GAIN: tl.constexpr, FAST: tl.constexpr,
+    ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, GAIN: tl.constexpr,
 ):  # fmt: skip
     """Sums of GAIN * dz and of GAIN * dz * (h - mean), [LANES, WIDTH]: per lane if WIDTH is 1, else per element.
 
@@ -135,11 +135,11 @@ def sums_of_pieces(
             centred, dz = tile_gradient(
                 tiles, i, lanes[1] + i * STEP, left, lanes[2], mean, slope * rstd, offset, sample.to(tl.int64),
                 _inside(start - sample * c * hw, at, i * STEP, i * step, LAST), dropout[0], dropout[1], dropout[2],
-                EVEN, ACTIVATION, DROPOUT, GAIN, FAST,
+                EVEN, ACTIVATION, DROPOUT, GAIN,
             )  # fmt: skip
             if WIDTH == 1:
                 sum_dz += tl.sum(dz, 1, keep_dims=True)
-                sum_dz_centred += tl.sum(multiply_terms(dz, centred, FAST), 1, keep_dims=True)
+                sum_dz_centred += tl.sum(multiply_terms(dz, centred), 1, keep_dims=True)
             else:
                 sum_dz += dz
                 sum_dz_centred += dz * centred
@@ -152,7 +152,7 @@ def write_pieces(
     mean, scale, offset, constant, factor, dropout,
     STEP: tl.constexpr, CHUNKS: tl.constexpr, EVEN: tl.constexpr,
     LAST: tl.constexpr, DY_OTHER: tl.constexpr, RESIDUAL_OTHER: tl.constexpr, OUTSIDE_OTHER: tl.constexpr,
-    ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, GAIN: tl.constexpr, FAST: tl.constexpr,
+    ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, GAIN: tl.constexpr,
 ):  # fmt: skip
     """Write dx of the pieces of `sums_of_pieces`, last piece first; `constant` and `factor` are `write_tile`'s."""
     RUN: tl.constexpr = CHUNKS * STEP
@@ -173,10 +173,10 @@ def write_pieces(
             centred, dz = tile_gradient(
                 tiles, i, lanes[1] + i * STEP, left, lanes[2], mean, scale, offset, sample.to(tl.int64),
                 _inside(start - sample * c * hw, at, i * STEP, i * step, LAST), dropout[0], dropout[1], dropout[2],
-                True, ACTIVATION, DROPOUT, GAIN, FAST,
+                True, ACTIVATION, DROPOUT, GAIN,
             )  # fmt: skip
             write_tile(
                 centred, dz, dx_ptr, outsides[i : i + 1], start + i * step + at,
                 tile_mask(lanes[1] + i * STEP, left, lanes[2], True, EVEN),
-                scale, constant, factor, FAST, "evict_first",
+                scale, constant, factor, "evict_first",
             )  # fmt: skip

@@ -44,7 +44,6 @@ def gained_gradient(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     GAIN: tl.constexpr,
-    FAST: tl.constexpr,
 ):
     """GAIN * dz of a tile, with z / GAIN = argument * slope + offset."""
     if DROPOUT:
@@ -53,15 +52,15 @@ def gained_gradient(
     if ACTIVATION == "none":
         return dy
     elif GAIN == 1.0:
-        return multiply_terms(dy, activation_derivative(argument * slope + offset, ACTIVATION, FAST), FAST)
+        return multiply_terms(dy, activation_derivative(argument * slope + offset, ACTIVATION))
     else:
         half = argument * slope + offset
         if ACTIVATION == "silu":
-            t = tanh(half, FAST)
+            t = tanh(half)
             rise = half
         else:
             square = half * half
-            t = tanh(half * (square * _TANH_CUBIC + _TANH_SLOPE), FAST)
+            t = tanh(half * (square * _TANH_CUBIC + _TANH_SLOPE))
             rise = half * (square * (3.0 * _TANH_CUBIC) + _TANH_SLOPE)
         # act(z) = half + half * tanh(...), so 2 act'(z) = 1 + t + rise * (1 - t^2).
         return dy + dy * (t + rise * (1.0 - t * t))
@@ -114,29 +113,27 @@ def load_gradient_tiles(
 def tile_gradient(
     piece, i: tl.constexpr, place, left, others,
     mean, slope, offset, sample, sample_position, seed, dropout_threshold, dropout_scale,
-    EVEN: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, GAIN: tl.constexpr, FAST: tl.constexpr,
+    EVEN: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, GAIN: tl.constexpr,
 ):  # fmt: skip
     """h - mean and GAIN * dz of tile i of a piece, with z = GAIN * ((h - mean) * slope + offset).
 
     `place` and `sample_position` are the positions of the tile's elements in the piece and in the sample.
     """
-    centred = chunk_of(piece[1], piece[2], i, FAST) - mean
+    centred = chunk_of(piece[1], piece[2], i) - mean
     if not EVEN:
         # z of an element that does not exist may be infinite, and 0 * inf = NaN would spoil a sum.
         centred = tl.where(tile_mask(place, left, others, True, False), centred, 0.0)
     dz = gained_gradient(
-        widened(piece[0][i], FAST), centred, slope, offset, sample, sample_position,
-        seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT, GAIN, FAST,
+        widened(piece[0][i]), centred, slope, offset, sample, sample_position,
+        seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT, GAIN,
     )  # fmt: skip
     return centred, dz
 
 
 @triton.jit
-def write_tile(
-    centred, dz, dx_ptr, outside, at, mask, scale, constant, factor, FAST: tl.constexpr, EVICT: tl.constexpr
-):
+def write_tile(centred, dz, dx_ptr, outside, at, mask, scale, constant, factor, EVICT: tl.constexpr):
     """Write dx = scale * dz - (constant + factor * centred) + outside, a tuple of one tile or an empty tuple."""
     dx = dz * scale - (centred * factor + constant)
     if len(outside) > 0:
-        dx += widened(outside[0], FAST)
+        dx += widened(outside[0])
     tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask, eviction_policy=EVICT)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusednorm.devices.device import INTERPRETED, since_hopper
+from fusednorm.devices.device import since_hopper
 from fusednorm.integers import next_power_of_2
 from fusednorm.jit.early_start import await_previous, let_next_start
 from fusednorm.jit.moments import about_mean, about_rough_mean, share_of_mean
@@ -39,7 +39,6 @@ def moments_reduction(
     options = {
         **reduction_tile(splits, group_columns),
         **dependent(since_hopper(mean.device)),
-        "FAST": not INTERPRETED,
     }
     return Launch(group_norm_reduce_moments_kernel, (mean.numel(),), arguments, options)
 
@@ -68,7 +67,6 @@ def reduce_moments(
     column_length,
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
-    FAST: tl.constexpr,
 ):
     """Mean, rest and population variance of one group of one sample, as `merge_moments`; scalars.
 
@@ -91,7 +89,7 @@ def reduce_moments(
             at = s.to(tl.int64) * columns + (first_column + first + column)
             part = tl.load(mean_part_ptr + at, mask=mask, other=0.0)
             part_rest = tl.load(rest_part_ptr + at, mask=mask, other=0.0)
-            rough += share_of_mean(length, part, part_rest, total, FAST)
+            rough += share_of_mean(length, part, part_rest, total)
     rough = tl.sum(tl.sum(rough, 1), 0)
 
     weighted = tl.zeros((BLOCK_SPLITS, BLOCK_COLUMNS), tl.float32)
@@ -106,7 +104,7 @@ def reduce_moments(
             part_rest = tl.load(rest_part_ptr + at, mask=mask, other=0.0)
             part_square = tl.load(square_part_ptr + at, mask=mask, other=0.0)
             count = tl.where(mask, length, 0.0)
-            sum_1, sum_2 = about_rough_mean(rough, count, part, part_rest, part_square, FAST)
+            sum_1, sum_2 = about_rough_mean(rough, count, part, part_rest, part_square)
             weighted += sum_1
             square += sum_2
     rest, square = about_mean(total, tl.sum(tl.sum(weighted, 1), 0), tl.sum(tl.sum(square, 1), 0))
@@ -129,7 +127,6 @@ def group_norm_reduce_moments_kernel(
     eps: tl.float32,
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
-    FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """One program per group: writes its mean, the mean's rounding error, and rstd."""
@@ -150,7 +147,6 @@ def group_norm_reduce_moments_kernel(
         column_length,
         BLOCK_SPLITS,
         BLOCK_COLUMNS,
-        FAST,
     )
     rounded = mean + rest
     tl.store(mean_ptr + row, rounded)

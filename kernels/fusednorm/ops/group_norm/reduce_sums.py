@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusednorm.devices.device import INTERPRETED
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import await_previous, let_next_start
 from fusednorm.jit.reductions import sum_pair, total_pair
@@ -52,7 +51,6 @@ def group_reduction(
     options = {
         "BLOCK_SPLITS": block_splits,
         "BLOCK_COLUMNS": block_columns,
-        "FAST": not INTERPRETED,
         "num_warps": max(4, min(8, block_splits * block_columns // 256)),
         **dependent(early),
     }
@@ -81,7 +79,7 @@ def parameter_reductions(
         return []
     rows, c = dz.shape
     tile = {"ROWS": REDUCE_ROWS, "COLUMNS": REDUCE_COLUMNS, "num_warps": REDUCE_NUM_WARPS}
-    options = {**tile, "FAST": not INTERPRETED, **dependent(early)}
+    options = {**tile, **dependent(early)}
     blocks = cdiv(c, REDUCE_COLUMNS)
     launches: list[Launch] = []
     wants_sums = out.dbias is not None or out.dweight is not None
@@ -117,7 +115,7 @@ def parameter_reductions(
 
 
 @triton.jit
-def _sum_rows(first_ptr, second_ptr, first_row, last_row, columns, column, ROWS: tl.constexpr, FAST: tl.constexpr):
+def _sum_rows(first_ptr, second_ptr, first_row, last_row, columns, column, ROWS: tl.constexpr):
     """Sums of two [rows, columns] tensors over the rows first_row <= row < last_row, [1, COLUMNS] each."""
     sum_1 = tl.zeros((ROWS, column.shape[1]), tl.float32)
     sum_2 = tl.zeros((ROWS, column.shape[1]), tl.float32)
@@ -127,21 +125,19 @@ def _sum_rows(first_ptr, second_ptr, first_row, last_row, columns, column, ROWS:
         mask = (row < last_row) & (column < columns)
         sum_1 += tl.load(first_ptr + at, mask=mask, other=0.0)
         sum_2 += tl.load(second_ptr + at, mask=mask, other=0.0)
-    return sum_pair(sum_1, sum_2, 0, FAST)
+    return sum_pair(sum_1, sum_2, 0)
 
 
 @triton.jit
-def _sum_columns(
-    first_ptr, second_ptr, first_row, last_row, columns, column, ROWS: tl.constexpr, FAST: tl.constexpr
-):
+def _sum_columns(first_ptr, second_ptr, first_row, last_row, columns, column, ROWS: tl.constexpr):
     """`_sum_rows` in tiles of ROWS rows, or of fewer for few rows."""
     rows = last_row - first_row
     if rows <= FEW_ROWS:
-        sums = _sum_rows(first_ptr, second_ptr, first_row, last_row, columns, column, FEW_ROWS, FAST)
+        sums = _sum_rows(first_ptr, second_ptr, first_row, last_row, columns, column, FEW_ROWS)
     elif rows <= SOME_ROWS:
-        sums = _sum_rows(first_ptr, second_ptr, first_row, last_row, columns, column, SOME_ROWS, FAST)
+        sums = _sum_rows(first_ptr, second_ptr, first_row, last_row, columns, column, SOME_ROWS)
     else:
-        sums = _sum_rows(first_ptr, second_ptr, first_row, last_row, columns, column, ROWS, FAST)
+        sums = _sum_rows(first_ptr, second_ptr, first_row, last_row, columns, column, ROWS)
     return sums
 
 
@@ -172,7 +168,6 @@ def group_norm_reduce_sums_kernel(
     scale_stride: tl.int64,
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
-    FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """One program per group: sums of g = slope * dz and of g * x_hat, from sums over channels."""
@@ -202,7 +197,7 @@ def group_norm_reduce_sums_kernel(
             sum_g += slope * tl.load(dz_part_ptr + at, mask=mask, other=0.0)
             sum_g_xhat += slope * tl.load(dz_xhat_part_ptr + at, mask=mask, other=0.0)
     elements: tl.constexpr = BLOCK_SPLITS * BLOCK_COLUMNS
-    sum_g, sum_g_xhat = total_pair(tl.reshape(sum_g, (elements,)), tl.reshape(sum_g_xhat, (elements,)), FAST)
+    sum_g, sum_g_xhat = total_pair(tl.reshape(sum_g, (elements,)), tl.reshape(sum_g_xhat, (elements,)))
     tl.store(sum_g_ptr + row, sum_g)
     tl.store(sum_g_xhat_ptr + row, sum_g_xhat)
 
@@ -223,7 +218,6 @@ def group_norm_reduce_samples_kernel(
     scale_stride: tl.int64,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    FAST: tl.constexpr,
     EARLY: tl.constexpr,
     BESIDE: tl.constexpr,
 ):
@@ -237,7 +231,7 @@ def group_norm_reduce_samples_kernel(
     column = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     column_mask = column < columns
     first = sample * splits
-    dz, dz_xhat = _sum_columns(dz_part_ptr, dz_xhat_part_ptr, first, first + splits, columns, column, ROWS, FAST)
+    dz, dz_xhat = _sum_columns(dz_part_ptr, dz_xhat_part_ptr, first, first + splits, columns, column, ROWS)
     at = sample * columns + column
     if dshift_ptr is not None:
         tl.store(dshift_ptr + at, dz.to(dshift_ptr.dtype.element_ty), mask=column_mask)
@@ -269,7 +263,6 @@ def group_norm_reduce_rows_kernel(
     rows_a_program: tl.int64,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    FAST: tl.constexpr,
     EARLY: tl.constexpr,
     BESIDE: tl.constexpr,
 ):
@@ -285,7 +278,7 @@ def group_norm_reduce_rows_kernel(
     column_mask = column < columns
     first_row = run * rows_a_program
     last_row = tl.minimum(first_row + rows_a_program, rows)
-    bias, weight = _sum_columns(bias_part_ptr, weight_part_ptr, first_row, last_row, columns, column, ROWS, FAST)
+    bias, weight = _sum_columns(bias_part_ptr, weight_part_ptr, first_row, last_row, columns, column, ROWS)
     out = run * columns + column
     if dbias_ptr is not None:
         tl.store(dbias_ptr + out, bias.to(dbias_ptr.dtype.element_ty), mask=column_mask)

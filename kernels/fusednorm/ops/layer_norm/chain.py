@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusednorm.devices.device import INTERPRETED, multiprocessor_count
+from fusednorm.devices.device import multiprocessor_count
 from fusednorm.integers import cdiv
 from fusednorm.jit.loads import column_mask, load_rows
 from fusednorm.jit.moments import lane_moments, tile_moments
@@ -53,7 +53,7 @@ class ChainCall:
 
     def options(self, vec: int) -> dict[str, object]:
         """Constexprs of both kernels."""
-        return {"NORMS": len(self.weights), "VEC": vec, "FAST": not INTERPRETED}
+        return {"NORMS": len(self.weights), "VEC": vec}
 
 
 def chain_tile_launches(call: ChainCall, config: ForwardTile) -> list[Launch]:
@@ -101,7 +101,6 @@ def layer_norm_chain_tile_kernel(
     CHUNKS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PREFETCH: tl.constexpr,
-    FAST: tl.constexpr,
 ):
     """One tile of ROWS rows per program; it stays in registers, as CHUNKS blocks of BLOCK_N columns, for all norms.
 
@@ -112,17 +111,17 @@ def layer_norm_chain_tile_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
     row_mask = row < rows
     x_row = row * (x_row_units * VEC)
-    columns, col_masks, chunks = load_tile(x_ptr, None, x_row, x_row, row_mask, cols, EVEN, BLOCK_N, CHUNKS, FAST)
+    columns, col_masks, chunks = load_tile(x_ptr, None, x_row, x_row, row_mask, cols, EVEN, BLOCK_N, CHUNKS)
     if PREFETCH:
         prefetch_row_ahead(x_ptr, None, ahead, x_row_units * VEC, 0, cols)
     for norm in tl.static_range(NORMS):
-        pivot, shift, square = tile_moments(chunks, col_masks, n, EVEN, False, FAST)
+        pivot, shift, square = tile_moments(chunks, col_masks, n, EVEN, False)
         rstd = 1.0 / tl.sqrt(square / n + eps)
         after = ()
         for i in tl.static_range(CHUNKS):
             y = normalised(
                 chunks[i], pivot, shift, rstd, weight_ptrs[norm], bias_ptrs[norm], columns[i], col_masks[i],
-                False, 0.0, FAST,
+                False, 0.0,
             )  # fmt: skip
             if not EVEN:
                 y = tl.where(col_masks[i], y, 0.0)
@@ -136,26 +135,24 @@ def layer_norm_chain_tile_kernel(
 
 
 @triton.jit
-def _after_norms(
-    x_ptr, x_row, weight_ptrs, bias_ptrs, roughs, shifts, rstds, at, mask, EVICT: tl.constexpr, FAST: tl.constexpr
-):
+def _after_norms(x_ptr, x_row, weight_ptrs, bias_ptrs, roughs, shifts, rstds, at, mask, EVICT: tl.constexpr):
     """A chunk of x after the first norms, those whose moments are in `roughs`, `shifts` and `rstds`."""
-    h = load_rows(x_ptr, None, x_row + at, x_row + at, mask, EVICT, FAST)
+    h = load_rows(x_ptr, None, x_row + at, x_row + at, mask, EVICT)
     for norm in tl.static_range(len(rstds)):
         h = normalised(
             h, roughs[norm], shifts[norm], rstds[norm], weight_ptrs[norm], bias_ptrs[norm], at, mask,
-            False, 0.0, FAST,
+            False, 0.0,
         )  # fmt: skip
     return h
 
 
 @triton.jit
-def _lane_sums(h, pivot, mask, EVEN: tl.constexpr, FAST: tl.constexpr):
+def _lane_sums(h, pivot, mask, EVEN: tl.constexpr):
     """Each lane's sums of h - pivot and of its squares."""
     d = h - pivot
     if not EVEN:
         d = tl.where(mask, d, 0.0)
-    return tl.sum(d, 1, keep_dims=True), tl.sum(multiply_terms(d, d, FAST), 1, keep_dims=True)
+    return tl.sum(d, 1, keep_dims=True), tl.sum(multiply_terms(d, d), 1, keep_dims=True)
 
 
 @triton.jit
@@ -171,7 +168,6 @@ def _sweep_moments(
     EVEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
-    FAST: tl.constexpr,
 ):
     """`jit.moments.sweep_moments` of x after the norms whose moments are known, for rows longer than BLOCK_N.
 
@@ -181,10 +177,10 @@ def _sweep_moments(
     col = tl.arange(0, lanes)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     chunks = tl.cdiv(cols, BLOCK_N)
     mask = column_mask(col, cols, True)
-    h = _after_norms(x_ptr, x_row, weight_ptrs, bias_ptrs, roughs, shifts, rstds, col, mask, "evict_last", FAST)
+    h = _after_norms(x_ptr, x_row, weight_ptrs, bias_ptrs, roughs, shifts, rstds, col, mask, "evict_last")
     count = tl.full((lanes, 1), GROUP, tl.float32)
     pivot = tl.sum(h, 1, keep_dims=True) / GROUP
-    sum_1, sum_2 = _lane_sums(h, pivot, mask, True, FAST)
+    sum_1, sum_2 = _lane_sums(h, pivot, mask, True)
     for step in range(1, chunks):
         if len(rstds) % 2 == 0:
             chunk = step
@@ -192,12 +188,12 @@ def _sweep_moments(
             chunk = chunks - step
         at = col + chunk * BLOCK_N
         mask = column_mask(at, cols, EVEN)
-        h = _after_norms(x_ptr, x_row, weight_ptrs, bias_ptrs, roughs, shifts, rstds, at, mask, "evict_last", FAST)
-        more_1, more_2 = _lane_sums(h, pivot, mask, EVEN, FAST)
+        h = _after_norms(x_ptr, x_row, weight_ptrs, bias_ptrs, roughs, shifts, rstds, at, mask, "evict_last")
+        more_1, more_2 = _lane_sums(h, pivot, mask, EVEN)
         sum_1 += more_1
         sum_2 += more_2
         count += tl.sum(mask.to(tl.float32), 1, keep_dims=True)
-    return lane_moments(pivot, sum_1, sum_2, count, cols.to(tl.float32), FAST)
+    return lane_moments(pivot, sum_1, sum_2, count, cols.to(tl.float32))
 
 
 @triton.jit(do_not_specialize=["ahead", "col_units", "x_row_units"])
@@ -216,7 +212,6 @@ def layer_norm_chain_sweep_kernel(
     BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
     PREFETCH: tl.constexpr,
-    FAST: tl.constexpr,
 ):
     """One row per program: for each norm a sweep that computes its moments, then a sweep that writes y.
 
@@ -233,7 +228,7 @@ def layer_norm_chain_sweep_kernel(
     rstds = ()
     for _ in tl.static_range(NORMS):
         rough, shift, variance = _sweep_moments(
-            x_ptr, x_row, weight_ptrs, bias_ptrs, roughs, shifts, rstds, cols, EVEN, BLOCK_N, GROUP, FAST
+            x_ptr, x_row, weight_ptrs, bias_ptrs, roughs, shifts, rstds, cols, EVEN, BLOCK_N, GROUP
         )
         roughs = roughs + (rough,)
         shifts = shifts + (shift,)
@@ -248,5 +243,5 @@ def layer_norm_chain_sweep_kernel(
             chunk = chunks - 1 - step
         at = col + chunk * BLOCK_N
         mask = column_mask(at, cols, EVEN)
-        y = _after_norms(x_ptr, x_row, weight_ptrs, bias_ptrs, roughs, shifts, rstds, at, mask, "evict_first", FAST)
+        y = _after_norms(x_ptr, x_row, weight_ptrs, bias_ptrs, roughs, shifts, rstds, at, mask, "evict_first")
         tl.store(y_ptr + y_row + at, y.to(y_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")

@@ -34,7 +34,6 @@ def affine_gradient(
     dropout_scale,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
-    FAST: tl.constexpr,
 ):
     """dz: the gradient of the affine step's output, from dy through dropout and the activation."""
     dz = dy
@@ -42,7 +41,7 @@ def affine_gradient(
         keep = dropout_keep_tile(seed, row, first_col // 4, dropout_threshold, dy.shape[0], dy.shape[1])
         dz = tl.where(keep, dz * dropout_scale, 0.0)
     if ACTIVATION != "none":
-        dz = dz * activation_derivative(x_hat * weight + bias, ACTIVATION, FAST)
+        dz = dz * activation_derivative(x_hat * weight + bias, ACTIVATION)
     return dz
 
 

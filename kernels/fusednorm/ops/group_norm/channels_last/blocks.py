@@ -68,10 +68,10 @@ def runs_of(value, KEEP: tl.constexpr):
 
 
 @triton.jit
-def sum_squares_of_runs(d, FAST: tl.constexpr):
+def sum_squares_of_runs(d):
     """Sums of squares of runs, [LANES, KEEP], from [LANES, KEEP, VEC // KEEP]."""
     if d.shape[2] == 1:
         # Nothing is added over lanes, and the caller's addition can be an FMA.
         return tl.sum(d * d, 2)
     else:
-        return tl.sum(multiply_terms(d, d, FAST), 2)
+        return tl.sum(multiply_terms(d, d), 2)

@@ -38,7 +38,6 @@ def channel_moments(
     ROWS: tl.constexpr,
     UNROLL: tl.constexpr,
     OTHER: tl.constexpr,
-    FAST: tl.constexpr,
 ):
     """Mean, rest and sum of squared deviations of each column, [1, CV, VEC]; the mean is mean + rest.
 
@@ -81,7 +80,7 @@ def channel_moments(
     count = ((rows + (ROWS - 1) - row) // ROWS).to(tl.float32)
     total = rows.to(tl.float32)
     shift = sum_1 / tl.maximum(count, 1.0)
-    return merge_moments(count, pivot, shift, sum_2 - sum_1 * shift, total, 0, FAST)
+    return merge_moments(count, pivot, shift, sum_2 - sum_1 * shift, total, 0)
 
 
 @triton.jit
@@ -108,7 +107,6 @@ def normalise_rows(
     OTHER: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
-    FAST: tl.constexpr,
 ):
     """Write first_row <= row < last_row of a block of columns, the last rows first, UNROLL tiles per step.
 
@@ -133,7 +131,7 @@ def normalise_rows(
             h = tiles[k]
             if residual_out_ptr is not None:
                 tl.store(residual_out_ptr + offset, h.to(residual_out_ptr.dtype.element_ty), mask=mask)
-            y = activate_to((h - mean) * scale + bias, y_ptr.dtype.element_ty, ACTIVATION, FAST)
+            y = activate_to((h - mean) * scale + bias, y_ptr.dtype.element_ty, ACTIVATION)
             if DROPOUT:
                 keep = dropout_keep(seed, sample, offset, dropout_threshold)
                 y = tl.where(keep, y * dropout_scale, 0.0)

@@ -32,17 +32,17 @@ def slots_of_group(exchange_ptr, team, tag, group, team_groups, contributors, DE
 
 
 @triton.jit
-def total_of_parts(total_ptr, tag, present, SLOTS: tl.constexpr, FAST: tl.constexpr):
+def total_of_parts(total_ptr, tag, present, SLOTS: tl.constexpr):
     """Wait for the parts after `total_ptr` and add them up; `present` [SLOTS] masks them, and the first exists."""
     slot = tl.where(present, tl.arange(0, SLOTS), 0)
     part_g, part_g_xhat = collect_pairs(total_ptr + PAIR_WORDS + slot * PAIR_WORDS, tag)
-    return total_pair(tl.where(present, part_g, 0.0), tl.where(present, part_g_xhat, 0.0), FAST)
+    return total_pair(tl.where(present, part_g, 0.0), tl.where(present, part_g_xhat, 0.0))
 
 
 @triton.jit
 def post_totals(
     exchange_ptr, team, tag, member, members, groups, team_groups, channels, block_columns, contributors,
-    OVERLAP: tl.constexpr, SLOTS: tl.constexpr, DEPTH: tl.constexpr, FAST: tl.constexpr,
+    OVERLAP: tl.constexpr, SLOTS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Add up the parts of the groups whose leader is `member`, every `members`th of `groups`, and post the totals.
 
@@ -53,9 +53,8 @@ def post_totals(
         blocks = ((group + 1) * channels - 1) // block_columns - group * channels // block_columns
         present = (slot < contributors) & (slot % OVERLAP <= blocks)
         total_ptr = slots_of_group(exchange_ptr, team, tag, group, team_groups, contributors, DEPTH)
-        g, g_xhat = total_of_parts(total_ptr, tag, present, SLOTS, FAST)
+        g, g_xhat = total_of_parts(total_ptr, tag, present, SLOTS)
         # Every warp waits for the parts itself.  Once a total is posted, contributors may replace their parts, for
         # which a slower warp would then wait forever.
-        if FAST:
-            tl.debug_barrier()
+        tl.debug_barrier()
         post_pairs(total_ptr, member >= 0, tag, g, g_xhat)

@@ -109,7 +109,7 @@ def load_rows(
 @triton.jit
 def piece_moments(
     chunks, residuals, rows, channels, belongs,
-    FULL: tl.constexpr, ROWS: tl.constexpr, KEEP: tl.constexpr, FAST: tl.constexpr,
+    FULL: tl.constexpr, ROWS: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """Mean, rest and sum of squared deviations of each group over a piece's `rows` positions, [GROUPS] each.
 
@@ -120,7 +120,7 @@ def piece_moments(
     Args:
         belongs: [CV * KEEP, GROUPS], whether a run of columns belongs to a group of `channels` columns.
     """
-    first = runs_of(chunk_of(chunks, residuals, 0, FAST), KEEP)
+    first = runs_of(chunk_of(chunks, residuals, 0), KEEP)
     lanes: tl.constexpr = first.shape[0]
     width: tl.constexpr = first.shape[2]
     row = row_of_lane(ROWS, lanes // ROWS)
@@ -128,27 +128,27 @@ def piece_moments(
     sum_1 = tl.zeros(pivot.shape, tl.float32)
     sum_2 = tl.zeros(pivot.shape, tl.float32)
     for i in tl.static_range(len(chunks)):
-        d = runs_of(chunk_of(chunks, residuals, i, FAST), KEEP) - pivot[:, :, None]
+        d = runs_of(chunk_of(chunks, residuals, i), KEEP) - pivot[:, :, None]
         if i >= FULL:
             d = tl.where((row + i * ROWS < rows)[:, :, None], d, 0.0)
         sum_1 += tl.sum(d, 2)
-        sum_2 += sum_squares_of_runs(d, FAST)
+        sum_2 += sum_squares_of_runs(d)
     if len(chunks) == FULL:
         count = tl.full((lanes, 1), FULL * width, tl.float32)
     else:
         count = (tl.maximum(rows - row + (ROWS - 1), 0) // ROWS * width).to(tl.float32)
     total = rows.to(tl.float32) * channels
     distance = sum_1 / tl.maximum(count, 1.0)
-    share = share_of_mean(count, pivot, distance, total, FAST)
+    share = share_of_mean(count, pivot, distance, total)
     share = tl.reshape(tl.sum(_by_position(share, ROWS), 0), (belongs.shape[0], 1))
     rough = tl.sum(tl.where(belongs, share, 0.0), 0)
     sum_1, sum_2 = about_rough_mean(
-        _of_lanes(rough, belongs, ROWS, KEEP), count, pivot, distance, sum_2 - sum_1 * distance, FAST
+        _of_lanes(rough, belongs, ROWS, KEEP), count, pivot, distance, sum_2 - sum_1 * distance
     )
-    sum_1, sum_2 = sum_pair(_by_position(sum_1, ROWS), _by_position(sum_2, ROWS), 0, FAST)
+    sum_1, sum_2 = sum_pair(_by_position(sum_1, ROWS), _by_position(sum_2, ROWS), 0)
     sum_1 = tl.where(belongs, tl.reshape(sum_1, (belongs.shape[0], 1)), 0.0)
     sum_2 = tl.where(belongs, tl.reshape(sum_2, (belongs.shape[0], 1)), 0.0)
-    sum_1, sum_2 = sum_pair(sum_1, sum_2, 0, FAST)
+    sum_1, sum_2 = sum_pair(sum_1, sum_2, 0)
     rest, square = about_mean(total, sum_1, sum_2)
     return rough, tl.reshape(rest, rough.shape), tl.reshape(square, rough.shape)
 
@@ -168,7 +168,7 @@ def _of_lanes(value, belongs, ROWS: tl.constexpr, KEEP: tl.constexpr):
 
 
 @triton.jit
-def merge_members(mean, rest, square, count, total, FAST: tl.constexpr):
+def merge_members(mean, rest, square, count, total):
     """Mean, rest and sum of squared deviations of each group, [GROUPS], from [SLOTS, GROUPS] of all members.
 
     `count` [SLOTS, 1] is the number of values of each member, 0 in unused slots; `total` is their sum.
@@ -176,7 +176,7 @@ def merge_members(mean, rest, square, count, total, FAST: tl.constexpr):
     used = count > 0.0
     groups: tl.constexpr = mean.shape[1]
     mean, rest, square = merge_moments(
-        count, tl.where(used, mean, 0.0), tl.where(used, rest, 0.0), tl.where(used, square, 0.0), total, 0, FAST
+        count, tl.where(used, mean, 0.0), tl.where(used, rest, 0.0), tl.where(used, square, 0.0), total, 0
     )
     return tl.reshape(mean, (groups,)), tl.reshape(rest, (groups,)), tl.reshape(square, (groups,))
 
@@ -204,7 +204,7 @@ def write_rows(
     chunks, residuals, affine, y_ptr, residual_out_ptr, base, at, stride, rows, column_mask,
     mean, rest, rstd, sample, first, dropout, writer, writers,
     FULL: tl.constexpr, ROWS: tl.constexpr, SHARED: tl.constexpr, EVICT: tl.constexpr,
-    ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr,
+    ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """Write y and h of a piece; if SHARED, only of its chunks i with i % writers == writer.
 
@@ -222,8 +222,8 @@ def write_rows(
             # A mask, because the compiler does not cope with a branch for each chunk.
             mask = (i & (writers - 1) == writer) & column_mask
         _write_chunk(
-            chunk_of(chunks, residuals, i, FAST), y_ptr, residual_out_ptr, base, at, stride, rows, mask,
-            mean, a, b, sample, first, dropout, i, i < FULL, ROWS, EVICT, ACTIVATION, DROPOUT, FAST,
+            chunk_of(chunks, residuals, i), y_ptr, residual_out_ptr, base, at, stride, rows, mask,
+            mean, a, b, sample, first, dropout, i, i < FULL, ROWS, EVICT, ACTIVATION, DROPOUT,
         )  # fmt: skip
 
 
@@ -231,7 +231,7 @@ def write_rows(
 def _write_chunk(
     h, y_ptr, residual_out_ptr, base, at, stride, rows, column_mask, mean, a, b, sample, first, dropout,
     i: tl.constexpr, IS_FULL: tl.constexpr, ROWS: tl.constexpr, EVICT: tl.constexpr,
-    ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr,
+    ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     mask = column_mask
     if not IS_FULL:
@@ -239,7 +239,7 @@ def _write_chunk(
     start = base + stride * (i * ROWS)
     if residual_out_ptr is not None:
         tl.store(residual_out_ptr + start + at, h.to(residual_out_ptr.dtype.element_ty), mask=mask)
-    y = activate_to((h - mean) * a + b, y_ptr.dtype.element_ty, ACTIVATION, FAST)
+    y = activate_to((h - mean) * a + b, y_ptr.dtype.element_ty, ACTIVATION)
     if DROPOUT:
         keep = dropout_keep(dropout[0], sample, first + stride * (i * ROWS) + at, dropout[1])
         y = tl.where(keep, y * dropout[2], 0.0)

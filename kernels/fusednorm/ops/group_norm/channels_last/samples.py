@@ -27,15 +27,15 @@ KEPT = tl.constexpr("evict_last")
 @triton.jit
 def _add_tiles(
     tiles, residuals, pivot, sum_1, sum_2, positions, left, position,
-    WHOLE: tl.constexpr, KEEP: tl.constexpr, FAST: tl.constexpr,
+    WHOLE: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """Add the tiles to the sums about the pivot of each run of columns, [LANES, KEEP], and to those of squares."""
     for i in tl.static_range(len(tiles)):
-        d = runs_of(chunk_of(tiles, residuals, i, FAST), KEEP) - pivot[:, :, None]
+        d = runs_of(chunk_of(tiles, residuals, i), KEEP) - pivot[:, :, None]
         if not WHOLE:
             d = tl.where(position_mask(position, positions, left, i, WHOLE)[:, :, None], d, 0.0)
         sum_1 += tl.sum(d, 2)
-        sum_2 += sum_squares_of_runs(d, FAST)
+        sum_2 += sum_squares_of_runs(d)
     return sum_1, sum_2
 
 
@@ -81,7 +81,7 @@ def groups_of_tile(
 @triton.jit
 def moments_by_group(
     pivot, sum_1, sum_2, where_in_tile, units, channels, turns, left, chunks,
-    LANES: tl.constexpr, VEC: tl.constexpr, FAST: tl.constexpr,
+    LANES: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     """Mean, rest and sum of squared deviations, [GROUPS], from the lanes' sums about their pivots, [LANES, KEEP].
 
@@ -108,11 +108,11 @@ def moments_by_group(
     rests = both.to(tl.int32).to(tl.float32, bitcast=True)
     squares = tl.where(present, tl.reshape(squares, counts.shape), 0.0)
     values = ((turns - 1) * (positions * chunks) + left).to(tl.float32) * channels
-    share = tl.sum(share_of_mean(counts, means, rests, values, FAST), 0, keep_dims=True)
+    share = tl.sum(share_of_mean(counts, means, rests, values), 0, keep_dims=True)
     rough = tl.sum(share, 2, keep_dims=True)
-    rest, square = about_rough_mean(rough, counts, means, rests, squares, FAST)
-    rest, square = sum_pair(rest, square, 0, FAST)
-    rest, square = sum_pair(rest, square, 2, FAST)
+    rest, square = about_rough_mean(rough, counts, means, rests, squares)
+    rest, square = sum_pair(rest, square, 0)
+    rest, square = sum_pair(rest, square, 2)
     rest, square = about_mean(values, rest, square)
     return tl.reshape(rough, (GROUPS,)), tl.reshape(rest, (GROUPS,)), tl.reshape(square, (GROUPS,))
 
@@ -121,7 +121,7 @@ def moments_by_group(
 def split_moments(
     x_ptr, residual_ptr, sample, split, splits, hw, units, channels,
     VEC: tl.constexpr, LANES: tl.constexpr, CHUNKS: tl.constexpr, WHOLE: tl.constexpr,
-    KEEP: tl.constexpr, GROUPS: tl.constexpr, RUNS: tl.constexpr, FAST: tl.constexpr,
+    KEEP: tl.constexpr, GROUPS: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
     """Mean, rest and sum of squared deviations, [GROUPS], of every `splits`th step of CHUNKS tiles of a sample.
 
@@ -145,16 +145,14 @@ def split_moments(
     first_left = tl.minimum(hw - split * step, step)
     tiles = load_positions(x_ptr, start, column, c, position, positions, first_left, CHUNKS, WHOLE, KEPT)
     residuals = load_positions(residual_ptr, start, column, c, position, positions, first_left, CHUNKS, WHOLE, KEPT)
-    pivot = tl.sum(runs_of(chunk_of(tiles, residuals, 0, FAST), KEEP), 2) * (1.0 / width)
+    pivot = tl.sum(runs_of(chunk_of(tiles, residuals, 0), KEEP), 2) * (1.0 / width)
     zero = tl.zeros(pivot.shape, tl.float32)
-    sum_1, sum_2 = _add_tiles(
-        tiles, residuals, pivot, zero, zero, positions, first_left, position, WHOLE, KEEP, FAST
-    )
+    sum_1, sum_2 = _add_tiles(tiles, residuals, pivot, zero, zero, positions, first_left, position, WHOLE, KEEP)
     for _ in range(1, whole):
         start += stride
         tiles = load_positions(x_ptr, start, column, c, position, positions, 0, CHUNKS, True, KEPT)
         residuals = load_positions(residual_ptr, start, column, c, position, positions, 0, CHUNKS, True, KEPT)
-        sum_1, sum_2 = _add_tiles(tiles, residuals, pivot, sum_1, sum_2, positions, 0, position, True, KEEP, FAST)
+        sum_1, sum_2 = _add_tiles(tiles, residuals, pivot, sum_1, sum_2, positions, 0, position, True, KEEP)
     if not WHOLE:  # noqa: SIM102 (a constexpr and a run-time condition)
         if turns > 1 and whole < turns:
             start += stride
@@ -162,13 +160,9 @@ def split_moments(
             residuals = load_positions(
                 residual_ptr, start, column, c, position, positions, left, CHUNKS, False, KEPT
             )
-            sum_1, sum_2 = _add_tiles(
-                tiles, residuals, pivot, sum_1, sum_2, positions, left, position, False, KEEP, FAST
-            )
+            sum_1, sum_2 = _add_tiles(tiles, residuals, pivot, sum_1, sum_2, positions, left, position, False, KEEP)
 
-    return moments_by_group(
-        pivot, sum_1, sum_2, where_in_tile, units, channels, turns, left, CHUNKS, LANES, VEC, FAST
-    )
+    return moments_by_group(pivot, sum_1, sum_2, where_in_tile, units, channels, turns, left, CHUNKS, LANES, VEC)
 
 
 @triton.jit
@@ -187,7 +181,7 @@ def load_sample_piece(
 def write_sample_piece(
     tiles, residuals, y_ptr, residual_out_ptr, mean, slope, offset, sample, first, hw, units, left, dropout,
     VEC: tl.constexpr, LANES: tl.constexpr, WHOLE: tl.constexpr, IDLE: tl.constexpr,
-    ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr,
+    ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """Write y = act((h - mean) * slope + offset), and h, of the tiles from `load_sample_piece`.
 
@@ -202,10 +196,10 @@ def write_sample_piece(
     tile = positions * c
     for i in tl.static_range(len(tiles)):
         mask = stored_mask(position, positions, units, left, i, WHOLE, IDLE)
-        h = chunk_of(tiles, residuals, i, FAST)
+        h = chunk_of(tiles, residuals, i)
         if residual_out_ptr is not None:
             tl.store(residual_out_ptr + start + i * tile + at, h.to(residual_out_ptr.dtype.element_ty), mask=mask)
-        y = activate_to((h - mean) * slope + offset, y_ptr.dtype.element_ty, ACTIVATION, FAST)
+        y = activate_to((h - mean) * slope + offset, y_ptr.dtype.element_ty, ACTIVATION)
         if DROPOUT:
             keep = dropout_keep(dropout[0], sample, first * c + i * tile + at, dropout[1])
             y = tl.where(keep, y * dropout[2], 0.0)

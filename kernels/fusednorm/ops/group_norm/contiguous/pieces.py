@@ -41,7 +41,7 @@ def load_chunks(
 @triton.jit
 def moments_of_lanes(
     chunks, residuals, before, length,
-    FULL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, FAST: tl.constexpr,
+    FULL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
     SKEWED: tl.constexpr = False,
 ):  # fmt: skip
     """Count, mean, shift and sum of squares of each lane, [lanes, 1]; the lane's mean is mean + shift.
@@ -52,7 +52,7 @@ def moments_of_lanes(
     lanes: tl.constexpr = BLOCK // GROUP
     element = element_of_chunk(BLOCK, GROUP)
     start = tl.arange(0, lanes)[:, None] * GROUP
-    first = chunk_of(chunks, residuals, 0, FAST)
+    first = chunk_of(chunks, residuals, 0)
     if SKEWED:
         first = tl.where(is_inside(element, before, length, SKEWED), first, 0.0)
     if FULL > 0 and not SKEWED:
@@ -64,16 +64,16 @@ def moments_of_lanes(
     sum_1 = tl.zeros((lanes, 1), tl.float32)
     sum_2 = tl.zeros((lanes, 1), tl.float32)
     for i in tl.static_range(len(chunks)):
-        d = chunk_of(chunks, residuals, i, FAST) - pivot
+        d = chunk_of(chunks, residuals, i) - pivot
         if i < FULL and not (SKEWED and i == 0):
             count += GROUP
         else:
             d = tl.where(is_inside(element + i * BLOCK, before, length, SKEWED), d, 0.0)
             count += count_inside(start + i * BLOCK, before, length, GROUP, SKEWED).to(tl.float32)
         sum_1 += tl.sum(d, 1, keep_dims=True)
-        sum_2 += tl.sum(multiply_terms(d, d, FAST), 1, keep_dims=True)
+        sum_2 += tl.sum(multiply_terms(d, d), 1, keep_dims=True)
     # Returned as a rounded mean and its rounding error, because the pivot may be far from the mean.
-    distance = rounded_product(sum_1, 1.0 / tl.maximum(count, 1.0), FAST)
+    distance = rounded_product(sum_1, 1.0 / tl.maximum(count, 1.0))
     mean = pivot + distance
     square = tl.maximum(sum_2 - sum_1 * distance, 0.0, propagate_nan=tl.PropagateNan.ALL)
     return count, mean, (pivot - mean) + distance, square
@@ -166,7 +166,7 @@ def write_chunks(
     indexing, mean, rest, rstd, dropout, writer, writers,
     FULL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PARAMETERS: tl.constexpr,
     SHARED: tl.constexpr, EVICT: tl.constexpr,
-    ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr, SKEWED: tl.constexpr = False,
+    ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, SKEWED: tl.constexpr = False,
 ):  # fmt: skip
     """Write y and h of a piece; if SHARED, only of its chunks i with i % writers == writer.
 
@@ -185,18 +185,18 @@ def write_chunks(
         if SHARED:
             if i & (writers - 1) == writer:
                 write_chunk(
-                    chunk_of(chunks, residuals, i, FAST), current, y_ptr, residual_out_ptr, base + i * BLOCK,
+                    chunk_of(chunks, residuals, i), current, y_ptr, residual_out_ptr, base + i * BLOCK,
                     before - i * BLOCK, length - i * BLOCK, row, first + i * BLOCK, group_length, indexing,
                     mean, rest, rstd, dropout, element,
                     i < FULL and not (SKEWED and i == 0), GROUP, PARAMETERS, EVICT,
-                    ACTIVATION, DROPOUT, FAST, SKEWED,
+                    ACTIVATION, DROPOUT, SKEWED,
                 )  # fmt: skip
         else:
             write_chunk(
-                chunk_of(chunks, residuals, i, FAST), current, y_ptr, residual_out_ptr, base + i * BLOCK,
+                chunk_of(chunks, residuals, i), current, y_ptr, residual_out_ptr, base + i * BLOCK,
                 before - i * BLOCK, length - i * BLOCK, row, first + i * BLOCK, group_length, indexing,
                 mean, rest, rstd, dropout, element,
-                i < FULL and not (SKEWED and i == 0), GROUP, PARAMETERS, EVICT, ACTIVATION, DROPOUT, FAST, SKEWED,
+                i < FULL and not (SKEWED and i == 0), GROUP, PARAMETERS, EVICT, ACTIVATION, DROPOUT, SKEWED,
             )  # fmt: skip
 
 
@@ -205,13 +205,13 @@ def write_chunk(
     h, affine, y_ptr, residual_out_ptr, base, before, length, row, first, group_length, indexing,
     mean, rest, rstd, dropout, element,
     IS_FULL: tl.constexpr, GROUP: tl.constexpr, PARAMETERS: tl.constexpr, EVICT: tl.constexpr,
-    ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr, SKEWED: tl.constexpr = False,
+    ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, SKEWED: tl.constexpr = False,
 ):  # fmt: skip
     """Write y and h of one chunk of `length` elements at offset `base` of the outputs and `first` of the group."""
     if residual_out_ptr is not None:
         store_chunk(residual_out_ptr + base, element, h, before, length, IS_FULL, "", SKEWED)
     a, b = chunk_slope_and_offset(affine, rstd, rest, GROUP, PARAMETERS)
-    y = activate_to((h - mean) * a + b, y_ptr.dtype.element_ty, ACTIVATION, FAST)
+    y = activate_to((h - mean) * a + b, y_ptr.dtype.element_ty, ACTIVATION)
     if DROPOUT:
         sample = row // indexing[0]
         position = (row - sample * indexing[0]) * group_length + first + element

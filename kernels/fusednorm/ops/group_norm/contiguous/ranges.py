@@ -47,13 +47,13 @@ def residual_at(at, elsewhere, OTHER: tl.constexpr):
 @triton.jit
 def _accumulate(
     x_ptr, residual_ptr, elsewhere, unit, mask, pivot, sum_1, sum_2,
-    VEC: tl.constexpr, OTHER: tl.constexpr, FAST: tl.constexpr,
+    VEC: tl.constexpr, OTHER: tl.constexpr,
 ):  # fmt: skip
     """Add a tile to the lanes' sums of h - pivot and (h - pivot)^2; a thread computes its sum over VEC alone."""
     at = unit * VEC + tl.arange(0, VEC)[None, None, :]
     h = load_sum(x_ptr, residual_ptr, at, residual_at(at, elsewhere, OTHER), mask, "evict_last")
     d = tl.where(mask, h - pivot, 0.0)
-    return sum_1 + tl.sum(d, 2, keep_dims=True), sum_2 + tl.sum(multiply_terms(d, d, FAST), 2, keep_dims=True)
+    return sum_1 + tl.sum(d, 2, keep_dims=True), sum_2 + tl.sum(multiply_terms(d, d), 2, keep_dims=True)
 
 
 @triton.jit
@@ -66,7 +66,6 @@ def range_moments(
     VEC: tl.constexpr,
     UNITS: tl.constexpr,
     OTHER: tl.constexpr,
-    FAST: tl.constexpr,
 ):
     """Mean, rest and sum of squared deviations of the vectors first <= unit < last, each [1, 1, 1].
 
@@ -84,19 +83,17 @@ def range_moments(
     whole = tl.full((1, UNITS, 1), True, tl.int1)
     for tile in range(0, full):
         unit = first + tile * UNITS + lane
-        sum_1, sum_2 = _accumulate(
-            x_ptr, residual_ptr, elsewhere, unit, whole, pivot, sum_1, sum_2, VEC, OTHER, FAST
-        )
+        sum_1, sum_2 = _accumulate(x_ptr, residual_ptr, elsewhere, unit, whole, pivot, sum_1, sum_2, VEC, OTHER)
     if tail > 0:
         unit = first + full * UNITS + lane
         sum_1, sum_2 = _accumulate(
-            x_ptr, residual_ptr, elsewhere, unit, unit < last, pivot, sum_1, sum_2, VEC, OTHER, FAST
+            x_ptr, residual_ptr, elsewhere, unit, unit < last, pivot, sum_1, sum_2, VEC, OTHER
         )
 
     count = ((full + (lane < tail).to(tl.int32)) * VEC).to(tl.float32)
     total = units.to(tl.float32) * VEC
     shift = sum_1 / tl.maximum(count, 1.0)
-    return merge_moments(count, pivot, shift, sum_2 - sum_1 * shift, total, 1, FAST)
+    return merge_moments(count, pivot, shift, sum_2 - sum_1 * shift, total, 1)
 
 
 @triton.jit
@@ -128,7 +125,6 @@ def store_normalised(
     WIDE: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
-    FAST: tl.constexpr,
 ):
     """Affine step, activation, dropout and the stores of one tile; the group's mean is mean + rest.
 
@@ -145,7 +141,7 @@ def store_normalised(
     sample_channel = sample * scale_stride + channel
     weight, bias = load_masked_affine(parameters, channel, sample_channel, mask)
     slope = weight * rstd
-    y = activate_to((h - mean) * slope + (bias - rest * slope), y_ptr.dtype.element_ty, ACTIVATION, FAST)
+    y = activate_to((h - mean) * slope + (bias - rest * slope), y_ptr.dtype.element_ty, ACTIVATION)
     if DROPOUT:
         position = (group.to(tl.int64) * group_units) * VEC + at
         position += tl.zeros(y.shape, tl.int64)
@@ -184,7 +180,6 @@ def normalise_range(
     OTHER: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
-    FAST: tl.constexpr,
 ):
     """Write the vectors first <= unit < last of one group, last tile first: the end is still in the cache."""
     base = row * (group_units.to(tl.int64) * VEC)
@@ -207,7 +202,7 @@ def normalise_range(
         store_normalised(
             h, mean, rest, rstd, parameters, y_ptr, residual_out_ptr, base, sample, group, unit, mask,
             group_units, groups, channels, channel_length, magic, shift, scale_stride,
-            seed, dropout_threshold, dropout_scale, VEC, ALIGNED, WIDE, ACTIVATION, DROPOUT, FAST,
+            seed, dropout_threshold, dropout_scale, VEC, ALIGNED, WIDE, ACTIVATION, DROPOUT,
         )  # fmt: skip
     whole = tl.full((1, UNITS, 1), True, tl.int1)
     for step in range(0, full):
@@ -217,5 +212,5 @@ def normalise_range(
         store_normalised(
             h, mean, rest, rstd, parameters, y_ptr, residual_out_ptr, base, sample, group, unit, whole,
             group_units, groups, channels, channel_length, magic, shift, scale_stride,
-            seed, dropout_threshold, dropout_scale, VEC, ALIGNED, WIDE, ACTIVATION, DROPOUT, FAST,
+            seed, dropout_threshold, dropout_scale, VEC, ALIGNED, WIDE, ACTIVATION, DROPOUT,
         )  # fmt: skip

@@ -83,16 +83,15 @@ def _gradient(
     dropout_scale,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
-    FAST: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
 ):
     """d = h - mean, so that x_hat = d * rstd, and dz of a loaded slab."""
-    d = widened(x, FAST)
+    d = widened(x)
     if HAS_RESIDUAL:
-        d += widened(residual, FAST)
+        d += widened(residual)
     d -= mean
     dz = affine_gradient(
-        widened(dy, FAST),
+        widened(dy),
         d * rstd,
         weight,
         bias,
@@ -103,7 +102,6 @@ def _gradient(
         dropout_scale,
         ACTIVATION,
         DROPOUT,
-        FAST,
     )
     return d, dz
 
@@ -157,7 +155,6 @@ def layer_norm_backward_cooperative_kernel(
     IS_RMS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
-    FAST: tl.constexpr,
 ):
     """`members` programs share a row, a slab of BLOCK_N columns each; mean and rstd are inputs.
 
@@ -236,12 +233,12 @@ def layer_norm_backward_cooperative_kernel(
             part_1, part_2, _ = collect(
                 slot_of(exchange_ptr, group, late_tag, tl.where(present, other, 0), members, DEPTH), late_tag
             )
-            c1, c2 = total_pair(tl.where(present, part_1, 0.0), tl.where(present, part_2, 0.0), FAST)
-            weight = offset_weight(widened(weight_stored, FAST), WEIGHT_OFFSET)
-            bias = widened(bias_stored, FAST)
+            c1, c2 = total_pair(tl.where(present, part_1, 0.0), tl.where(present, part_2, 0.0))
+            weight = offset_weight(widened(weight_stored), WEIGHT_OFFSET)
+            bias = widened(bias_stored)
             d, dz = _gradient(
                 x_b, residual_b, dy_b, mean_b, rstd_b, weight, bias, row_b, first_col,
-                seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT, FAST, residual_ptr is not None,
+                seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT, residual_ptr is not None,
             )  # fmt: skip
             scaled = dz * rstd_b
             if dweight_partial_ptr is not None:
@@ -259,16 +256,16 @@ def layer_norm_backward_cooperative_kernel(
             store_input_gradient(dx, dx_ptr, dresidual_ptr, row_b * cols.to(tl.int64), first_col + lane, mask, DROP)
 
         if turn < turns:
-            weight = offset_weight(widened(weight_stored, FAST), WEIGHT_OFFSET)
-            bias = widened(bias_stored, FAST)
+            weight = offset_weight(widened(weight_stored), WEIGHT_OFFSET)
+            bias = widened(bias_stored)
             d, dz = _gradient(
                 x, residual, dy, mean, rstd, weight, bias, row, first_col,
-                seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT, FAST, residual_ptr is not None,
+                seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT, residual_ptr is not None,
             )  # fmt: skip
             g = dz * weight
             if not EVEN:
                 g = tl.where(mask, g, 0.0)
-            c1, c2 = sum_pair(g * d, g, 1, FAST)
+            c1, c2 = sum_pair(g * d, g, 1)
             c1 *= rstd
             post(slot_of(exchange_ptr, group, tag, member, members, DEPTH), tag, tl.sum(c1), tl.sum(c2), 0.0)
         tag += 1

@@ -111,7 +111,6 @@ def layer_norm_backward_split_sums_kernel(
     WEIGHT_OFFSET: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
-    FAST: tl.constexpr,
 ):
     """One row per program: writes mean, rstd, c1 and c2 of the row to `constants` [rows, 4] float32.
 
@@ -133,7 +132,7 @@ def layer_norm_backward_split_sums_kernel(
             rough = tl.load(mean_ptr + row)
     else:
         rough, shift, variance = sweep_moments(
-            x_ptr, residual_ptr, x_row, residual_row, cols, EVEN, BLOCK_N, GROUP, IS_RMS, FAST
+            x_ptr, residual_ptr, x_row, residual_row, cols, EVEN, BLOCK_N, GROUP, IS_RMS
         )
         rstd = 1.0 / tl.sqrt(variance + eps)
 
@@ -143,8 +142,8 @@ def layer_norm_backward_split_sums_kernel(
         first_col = chunk * BLOCK_N
         at = col + first_col
         mask = column_mask(at, cols, EVEN)
-        h = load_rows(x_ptr, residual_ptr, x_row + at, residual_row + at, mask, "", FAST)
-        dy = widened(tl.load(dy_ptr + dy_row + at, mask=mask, other=0.0), FAST)
+        h = load_rows(x_ptr, residual_ptr, x_row + at, residual_row + at, mask, "")
+        dy = widened(tl.load(dy_ptr + dy_row + at, mask=mask, other=0.0))
         x_hat = ((h - rough) - shift) * rstd
         weight = offset_weight(load_parameter(weight_ptr, at, mask, 1.0), WEIGHT_OFFSET)
         if ACTIVATION == "none":
@@ -163,7 +162,6 @@ def layer_norm_backward_split_sums_kernel(
             dropout_scale,
             ACTIVATION,
             DROPOUT,
-            FAST,
         )
         g = dz * weight
         if not EVEN:
@@ -171,7 +169,7 @@ def layer_norm_backward_split_sums_kernel(
         lane_c1 += g * x_hat
         if not IS_RMS:
             lane_c2 += g
-    c1, c2 = sum_pair(lane_c1, lane_c2, 1, FAST)
+    c1, c2 = sum_pair(lane_c1, lane_c2, 1)
     tl.store(constants_ptr + row * 4, rough + shift)
     tl.store(constants_ptr + row * 4 + 1, rstd)
     tl.store(constants_ptr + row * 4 + 2, c1 * inverse_n)
@@ -219,7 +217,6 @@ def layer_norm_backward_split_apply_kernel(
     WEIGHT_OFFSET: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
-    FAST: tl.constexpr,
 ):
     """One slab of BLOCK_N columns per program, over every num_programs(1)-th tile of rows, last rows first.
 
@@ -251,10 +248,9 @@ def layer_norm_backward_split_apply_kernel(
             row * (residual_row_units * VEC) + col,
             mask,
             "evict_first",
-            FAST,
         )
         dy_at = row * (dy_row_units * VEC) + col
-        dy = widened(tl.load(dy_ptr + dy_at, mask=mask, other=0.0, eviction_policy="evict_first"), FAST)
+        dy = widened(tl.load(dy_ptr + dy_at, mask=mask, other=0.0, eviction_policy="evict_first"))
         mean = tl.load(constants_ptr + row * 4, mask=row_mask, other=0.0)
         rstd = tl.load(constants_ptr + row * 4 + 1, mask=row_mask, other=0.0)
         c1 = tl.load(constants_ptr + row * 4 + 2, mask=row_mask, other=0.0)
@@ -272,7 +268,6 @@ def layer_norm_backward_split_apply_kernel(
             dropout_scale,
             ACTIVATION,
             DROPOUT,
-            FAST,
         )
         if dweight_partial_ptr is not None:
             dweight += dz * x_hat

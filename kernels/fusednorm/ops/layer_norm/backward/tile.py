@@ -140,7 +140,6 @@ def layer_norm_backward_tile_kernel(
     HEADS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
-    FAST: tl.constexpr,
 ):
     """Persistent programs over tiles of ROWS rows of CHUNKS blocks; statistics that are not saved are computed.
 
@@ -193,10 +192,10 @@ def layer_norm_backward_tile_kernel(
         dys = ()
         for i in tl.static_range(CHUNKS):
             mask = row_mask & col_masks[i]
-            h = load_rows(x_ptr, residual_ptr, x_row + columns[i], residual_row + columns[i], mask, EVICT, FAST)
+            h = load_rows(x_ptr, residual_ptr, x_row + columns[i], residual_row + columns[i], mask, EVICT)
             chunks = chunks + (h,)
             dy = tl.load(dy_ptr + dy_row + columns[i], mask=mask, other=0.0, eviction_policy=EVICT)
-            dys = dys + (widened(dy, FAST),)
+            dys = dys + (widened(dy),)
         if rstd_ptr is not None:
             rstd = tl.load(rstd_ptr + row, mask=row_mask, other=0.0)
             shift = tl.zeros_like(rstd)
@@ -205,7 +204,7 @@ def layer_norm_backward_tile_kernel(
             else:
                 mean = tl.load(mean_ptr + row, mask=row_mask, other=0.0)
         else:
-            mean, shift, square = tile_moments(chunks, col_masks, n, EVEN, IS_RMS, FAST)
+            mean, shift, square = tile_moments(chunks, col_masks, n, EVEN, IS_RMS)
             rstd = 1.0 / tl.sqrt(square * inverse_n + eps)
 
         x_hats = ()
@@ -220,14 +219,14 @@ def layer_norm_backward_tile_kernel(
             else:
                 x_hat = (chunks[i] - mean) * rstd - shift * rstd
             if HOLD_WEIGHT and weight_ptr is not None:
-                weight = widened(held[i], FAST)
+                weight = widened(held[i])
             else:
                 weight = load_parameter(weight_ptr, own + columns[i], col_masks[i], 1.0)
             weight = offset_weight(weight, WEIGHT_OFFSET)
             if ACTIVATION == "none":
                 bias = 0.0
             elif HOLD_WEIGHT and bias_ptr is not None:
-                bias = widened(held_biases[i], FAST)
+                bias = widened(held_biases[i])
             else:
                 bias = load_parameter(bias_ptr, own + columns[i], col_masks[i], 0.0)
             dz = affine_gradient(
@@ -242,7 +241,6 @@ def layer_norm_backward_tile_kernel(
                 dropout_scale,
                 ACTIVATION,
                 DROPOUT,
-                FAST,
             )
             if dweight_partial_ptr is not None:
                 new_dweights = new_dweights + (dweights[i] + dz * x_hat,)
@@ -251,7 +249,7 @@ def layer_norm_backward_tile_kernel(
             g = dz * weight
             if i == 0:
                 # Not g itself: if one of its columns is a rounded product, some specialisations spill.
-                total = multiply_terms(dz, weight, FAST)
+                total = multiply_terms(dz, weight)
                 if not EVEN:
                     total = tl.where(col_masks[i], total, 0.0)
             if not EVEN:
@@ -262,7 +260,7 @@ def layer_norm_backward_tile_kernel(
         dweights = new_dweights
         dbiases = new_dbiases
 
-        products = multiply_terms(gs[0], x_hats[0], FAST)
+        products = multiply_terms(gs[0], x_hats[0])
         for i in tl.static_range(1, CHUNKS):
             products += gs[i] * x_hats[i]
             total += gs[i]
@@ -270,7 +268,7 @@ def layer_norm_backward_tile_kernel(
             c1 = tl.sum(products, 1, keep_dims=True)
             c2 = tl.zeros_like(c1)
         else:
-            c1, c2 = sum_pair(products, total, 1, FAST)
+            c1, c2 = sum_pair(products, total, 1)
         for i in tl.static_range(CHUNKS):
             dx = gs[i] - x_hats[i] * (c1 * inverse_n)
             if not IS_RMS:

@@ -21,11 +21,10 @@ def unscaled(
     h, rough, shift, rstd, weight_ptr, bias_ptr, col, mask, row, first_col,
     seed, dropout_threshold, dropout_scale,
     IS_RMS: tl.constexpr, WEIGHT_OFFSET: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr,
-    FAST: tl.constexpr,
 ):  # fmt: skip
     """y of a tile in float32, before division by the scale; `first_col` is the tile's first column."""
-    y = normalised(h, rough, shift, rstd, weight_ptr, bias_ptr, col, mask, IS_RMS, WEIGHT_OFFSET, FAST)
-    return finish(y, row, first_col, seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT, FAST)
+    y = normalised(h, rough, shift, rstd, weight_ptr, bias_ptr, col, mask, IS_RMS, WEIGHT_OFFSET)
+    return finish(y, row, first_col, seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT)
 
 
 @triton.jit

@@ -59,7 +59,6 @@ def layer_norm_float8_sweep_kernel(
     WEIGHT_OFFSET: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
-    FAST: tl.constexpr,
 ):
     """One row per program in three sweeps: moments, largest |y| (backwards), y; the last two read from L1 or L2.
 
@@ -76,7 +75,7 @@ def layer_norm_float8_sweep_kernel(
     if PREFETCH:
         prefetch_row_ahead(x_ptr, residual_ptr, ahead, x_row_units * VEC, residual_row_units * VEC, cols)
     rough, shift, variance = sweep_moments(
-        x_ptr, residual_ptr, x_row, residual_row, cols, EVEN, BLOCK_N, GROUP, IS_RMS, FAST
+        x_ptr, residual_ptr, x_row, residual_row, cols, EVEN, BLOCK_N, GROUP, IS_RMS
     )
     rstd = 1.0 / tl.sqrt(variance + eps)
     store_row_statistics(mean_ptr, rstd_ptr, row, rough, shift, rstd, None)
@@ -86,14 +85,14 @@ def layer_norm_float8_sweep_kernel(
         first_col = lane_col + (chunks - 1 - step) * BLOCK_N
         at = first_col + tl.arange(0, GROUP)[None, :]
         mask = column_mask(at, cols, EVEN)
-        h = load_rows(x_ptr, residual_ptr, x_row + at, residual_row + at, mask, "evict_last", FAST)
+        h = load_rows(x_ptr, residual_ptr, x_row + at, residual_row + at, mask, "evict_last")
         y = unscaled(
             h, rough, shift, rstd, weight_ptr, bias_ptr, at, mask, row, first_col,
-            seed, dropout_threshold, dropout_scale, IS_RMS, WEIGHT_OFFSET, ACTIVATION, DROPOUT, FAST,
+            seed, dropout_threshold, dropout_scale, IS_RMS, WEIGHT_OFFSET, ACTIVATION, DROPOUT,
         )  # fmt: skip
-        of_lane = maximum(magnitude(y, mask, EVEN), 1, FAST)
+        of_lane = maximum(magnitude(y, mask, EVEN), 1)
         largest = tl.maximum(largest, of_lane, propagate_nan=tl.PropagateNan.ALL)
-    scale = scale_of(maximum(largest, 0, FAST))
+    scale = scale_of(maximum(largest, 0))
     tl.store(scale_ptr + row, scale)
 
     inverse = 1.0 / scale
@@ -101,12 +100,12 @@ def layer_norm_float8_sweep_kernel(
         first_col = lane_col + chunk * BLOCK_N
         at = first_col + tl.arange(0, GROUP)[None, :]
         mask = column_mask(at, cols, EVEN)
-        h = load_rows(x_ptr, residual_ptr, x_row + at, residual_row + at, mask, "evict_first", FAST)
+        h = load_rows(x_ptr, residual_ptr, x_row + at, residual_row + at, mask, "evict_first")
         if residual_out_ptr is not None:
             tl.store(residual_out_ptr + y_row + at, h.to(residual_out_ptr.dtype.element_ty), mask=mask)
         y = unscaled(
             h, rough, shift, rstd, weight_ptr, bias_ptr, at, mask, row, first_col,
-            seed, dropout_threshold, dropout_scale, IS_RMS, WEIGHT_OFFSET, ACTIVATION, DROPOUT, FAST,
+            seed, dropout_threshold, dropout_scale, IS_RMS, WEIGHT_OFFSET, ACTIVATION, DROPOUT,
         )  # fmt: skip
         y = (y * inverse).to(y_ptr.dtype.element_ty)
         tl.store(y_ptr + y_row + at, y, mask=mask, eviction_policy="evict_first")

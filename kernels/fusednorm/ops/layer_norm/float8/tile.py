@@ -72,7 +72,6 @@ def layer_norm_float8_tile_kernel(
     WEIGHT_OFFSET: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
-    FAST: tl.constexpr,
 ):
     """One tile of ROWS rows per program; it stays in registers as CHUNKS blocks of BLOCK_N columns.
 
@@ -84,12 +83,12 @@ def layer_norm_float8_tile_kernel(
     x_row = row * (x_row_units * VEC)
     residual_row = row * (residual_row_units * VEC)
     columns, col_masks, chunks = load_tile(
-        x_ptr, residual_ptr, x_row, residual_row, row_mask, cols, EVEN, BLOCK_N, CHUNKS, FAST
+        x_ptr, residual_ptr, x_row, residual_row, row_mask, cols, EVEN, BLOCK_N, CHUNKS
     )
     if PREFETCH:
         prefetch_row_ahead(x_ptr, residual_ptr, ahead, x_row_units * VEC, residual_row_units * VEC, cols)
     n = cols.to(tl.float32)
-    pivot, shift, square = tile_moments(chunks, col_masks, n, EVEN, IS_RMS, FAST)
+    pivot, shift, square = tile_moments(chunks, col_masks, n, EVEN, IS_RMS)
     rstd = 1.0 / tl.sqrt(square / n + eps)
     store_row_statistics(mean_ptr, rstd_ptr, row, pivot, shift, rstd, row_mask)
 
@@ -103,12 +102,12 @@ def layer_norm_float8_tile_kernel(
             tl.store(residual_out_ptr + at, residual_out, mask=mask)
         y = unscaled(
             chunks[i], pivot, shift, rstd, weight_ptr, bias_ptr, columns[i], col_masks[i], row, i * BLOCK_N,
-            seed, dropout_threshold, dropout_scale, IS_RMS, WEIGHT_OFFSET, ACTIVATION, DROPOUT, FAST,
+            seed, dropout_threshold, dropout_scale, IS_RMS, WEIGHT_OFFSET, ACTIVATION, DROPOUT,
         )  # fmt: skip
         magnitudes = magnitude(y, col_masks[i], EVEN)
         largest = tl.maximum(largest, magnitudes, propagate_nan=tl.PropagateNan.ALL)
         values = values + (y,)
-    scale = scale_of(maximum(largest, 1, FAST))
+    scale = scale_of(maximum(largest, 1))
     tl.store(scale_ptr + row, scale, mask=row_mask)
 
     inverse = 1.0 / scale

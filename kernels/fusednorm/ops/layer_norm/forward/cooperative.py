@@ -14,7 +14,6 @@ from fusednorm.jit.pieces import (
     merge,
     merge_even,
     moments_of_piece,
-    total_moments,
     write_chunk,
     write_sums,
 )
@@ -82,7 +81,7 @@ def forward_cooperative_launches(call: ForwardCall, config: ForwardCooperative) 
 @triton.jit
 def _row_moments(
     exchange_ptr, group, tag, members, other, count, cols, eps,
-    DEPTH: tl.constexpr, EQUAL_SLABS: tl.constexpr, IS_RMS: tl.constexpr, FAST: tl.constexpr,
+    DEPTH: tl.constexpr, EQUAL_SLABS: tl.constexpr, IS_RMS: tl.constexpr,
 ):  # fmt: skip
     """Wait for the moments of all members; mean, shift and rstd of the row, whose true mean is mean + shift.
 
@@ -95,15 +94,6 @@ def _row_moments(
         mean = 0.0
         shift = 0.0
         square = tl.sum(tl.where(present, squares, 0.0))
-    elif not FAST:
-        mean, shift, square = total_moments(
-            tl.expand_dims(count, 1),
-            tl.expand_dims(means, 1),
-            tl.expand_dims(shifts, 1),
-            tl.expand_dims(tl.where(present, squares, 0.0), 1),
-            EQUAL_SLABS,
-            FAST,
-        )
     elif EQUAL_SLABS:
         _, mean, shift, square = tl.reduce((count, means, shifts, squares), 0, merge_even)
     else:
@@ -150,7 +140,6 @@ def layer_norm_forward_cooperative_kernel(
     IS_RMS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
-    FAST: tl.constexpr,
 ):
     """`members` programs share a row, a slab of CHUNKS * BLOCK_N columns each; a program reads every slab twice.
 
@@ -209,25 +198,25 @@ def layer_norm_forward_cooperative_kernel(
                     )
             mean, shift, rstd = _row_moments(
                 exchange_ptr, group, tag - LAG, members, other, count_of_other,
-                cols, eps, DEPTH, EQUAL_SLABS, IS_RMS, FAST,
+                cols, eps, DEPTH, EQUAL_SLABS, IS_RMS,
             )  # fmt: skip
             if member == 0:
                 store_row_statistics(mean_ptr, rstd_ptr, late_row, mean, shift, rstd, None)
             if y_ptr is not None:
                 for i in tl.static_range(CHUNKS):
                     write_chunk(
-                        chunk_of(late, late_residuals, i, FAST), weights[i : i + 1], biases[i : i + 1], i,
+                        chunk_of(late, late_residuals, i), weights[i : i + 1], biases[i : i + 1], i,
                         y_ptr, late_y, slab_cols,
                         late_row, first_col,
                         mean, shift, rstd, seed, dropout_threshold, dropout_scale,
-                        FULL, BLOCK_N, GROUP, DROP, WEIGHT_OFFSET, IS_RMS, ACTIVATION, DROPOUT, FAST,
+                        FULL, BLOCK_N, GROUP, DROP, WEIGHT_OFFSET, IS_RMS, ACTIVATION, DROPOUT,
                     )  # fmt: skip
 
         if turn < turns:
             sums_at = row * cols.to(tl.int64) + first_col
-            write_sums(chunks, residuals, residual_out_ptr, sums_at, slab_cols, FULL, BLOCK_N, GROUP, FAST)
+            write_sums(chunks, residuals, residual_out_ptr, sums_at, slab_cols, FULL, BLOCK_N, GROUP)
             slab_mean, slab_shift, slab_square = moments_of_piece(
-                chunks, residuals, slab_cols, FULL, BLOCK_N, GROUP, NARROW, IS_RMS, FAST
+                chunks, residuals, slab_cols, FULL, BLOCK_N, GROUP, NARROW, IS_RMS
             )
             slot = slot_of(exchange_ptr, group, tag, member, members, DEPTH)
             post(slot, tag, slab_mean, slab_shift, slab_square)

@@ -89,7 +89,6 @@ def layer_norm_forward_resident_kernel(
     IS_RMS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
-    FAST: tl.constexpr,
 ):
     """One row of CHUNKS chunks of BLOCK_N columns per program; x is read once, parameters after the reduction.
 
@@ -112,8 +111,8 @@ def layer_norm_forward_resident_kernel(
             prefetch_parameters(weight_ptr, bias_ptr, 0, cols)
         elif not ALONE:
             prefetch_row_ahead(x_ptr, residual_ptr, ahead, x_row_units * VEC, residual_row_units * VEC, cols)
-    write_sums(chunks, residuals, residual_out_ptr, row * cols.to(tl.int64), cols, FULL, BLOCK_N, GROUP, FAST)
-    mean, shift, square = moments_of_piece(chunks, residuals, cols, FULL, BLOCK_N, GROUP, NARROW, IS_RMS, FAST)
+    write_sums(chunks, residuals, residual_out_ptr, row * cols.to(tl.int64), cols, FULL, BLOCK_N, GROUP)
+    mean, shift, square = moments_of_piece(chunks, residuals, cols, FULL, BLOCK_N, GROUP, NARROW, IS_RMS)
     rstd = 1.0 / tl.sqrt(square / cols.to(tl.float32) + eps)
     store_row_statistics(mean_ptr, rstd_ptr, row, mean, shift, rstd, None)
     if PREFETCH and ALONE:
@@ -123,5 +122,5 @@ def layer_norm_forward_resident_kernel(
         chunks, residuals, weight_ptr, bias_ptr, own,
         y_ptr, row * cols.to(tl.int64), cols, row, 0,
         mean, shift, rstd, seed, dropout_threshold, dropout_scale,
-        FULL, BLOCK_N, GROUP, NARROW, WEIGHT_OFFSET, IS_RMS, ACTIVATION, DROPOUT, FAST,
+        FULL, BLOCK_N, GROUP, NARROW, WEIGHT_OFFSET, IS_RMS, ACTIVATION, DROPOUT,
     )  # fmt: skip

@@ -94,7 +94,7 @@ def forward_split_launches(call: ForwardCall, config: ForwardSplit) -> list[Laun
             "PREFETCH": prefetches,
             "EARLY": early,
             "num_warps": config.num_warps,
-            **{name: options[name] for name in ("VEC", "GROUP", "IS_RMS", "FAST")},
+            **{name: options[name] for name in ("VEC", "GROUP", "IS_RMS")},
         },
     )  # fmt: skip
     if y is None:
@@ -140,7 +140,7 @@ def layer_norm_forward_split_stats_kernel(
     part_units, col_units, x_row_units: tl.int64, residual_row_units: tl.int64, eps: tl.float32,
     VEC: tl.constexpr, FULL: tl.constexpr, EQUAL_PARTS: tl.constexpr, BLOCK_N: tl.constexpr,
     CHUNKS: tl.constexpr, GROUP: tl.constexpr, SLOTS: tl.constexpr, PREFETCH: tl.constexpr, EARLY: tl.constexpr,
-    IS_RMS: tl.constexpr, FAST: tl.constexpr,
+    IS_RMS: tl.constexpr,
 ):  # fmt: skip
     """Write the moments of a row's parts, pieces of CHUNKS * BLOCK_N columns, to `parts_ptr` [rows, parts, 4].
 
@@ -179,7 +179,7 @@ def layer_norm_forward_split_stats_kernel(
             of_piece = piece_moments(
                 load_piece(x_ptr, x_at + at, piece, CHUNKS, BLOCK_N, CHUNKS, GROUP, "evict_last"),
                 load_piece(residual_ptr, residual_at + at, piece, CHUNKS, BLOCK_N, CHUNKS, GROUP, "evict_last"),
-                piece, CHUNKS, BLOCK_N, GROUP, IS_RMS, FAST,
+                piece, CHUNKS, BLOCK_N, GROUP, IS_RMS,
             )  # fmt: skip
             count, means, shifts, squares = merge(
                 count, means, shifts, squares, of_piece[0], of_piece[1], of_piece[2], of_piece[3]
@@ -188,12 +188,12 @@ def layer_norm_forward_split_stats_kernel(
         of_piece = piece_moments(
             load_piece(x_ptr, x_at + last, left, FULL, BLOCK_N, CHUNKS, GROUP, "evict_last"),
             load_piece(residual_ptr, residual_at + last, left, FULL, BLOCK_N, CHUNKS, GROUP, "evict_last"),
-            left, FULL, BLOCK_N, GROUP, IS_RMS, FAST,
+            left, FULL, BLOCK_N, GROUP, IS_RMS,
         )  # fmt: skip
         count, means, shifts, squares = merge(
             count, means, shifts, squares, of_piece[0], of_piece[1], of_piece[2], of_piece[3]
         )
-        part_mean, part_shift, part_square = total_moments(count, means, shifts, squares, FULL == CHUNKS, FAST)
+        part_mean, part_shift, part_square = total_moments(count, means, shifts, squares, FULL == CHUNKS)
         _store_moments(row_parts_ptr + part * MOMENTS, part_mean, part_shift, part_square)
     tl.debug_barrier()
 
@@ -220,7 +220,6 @@ def layer_norm_forward_split_stats_kernel(
                 tl.expand_dims(part_shifts, 1),
                 tl.expand_dims(part_squares, 1),
                 EQUAL_PARTS,
-                FAST,
             )
         rstd = 1.0 / tl.sqrt(square / cols.to(tl.float32) + eps)
         if moments_ptr is not None:
@@ -239,7 +238,7 @@ def layer_norm_forward_split_apply_kernel(
     dropout_scale: tl.float32,
     VEC: tl.constexpr, FULL: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr,
     ROWS: tl.constexpr, PREFETCH: tl.constexpr, EARLY: tl.constexpr, WEIGHT_OFFSET: tl.constexpr,
-    IS_RMS: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr,
+    IS_RMS: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """Write y of a slab of CHUNKS * BLOCK_N columns, up to ROWS rows; `moments_ptr` [rows, 4] is mean, shift, rstd.
 
@@ -264,14 +263,14 @@ def layer_norm_forward_split_apply_kernel(
         y_at = row * cols.to(tl.int64) + first_col
         chunks = load_piece(x_ptr, x_at, slab_cols, FULL, BLOCK_N, CHUNKS, GROUP, "evict_first")
         residuals = load_piece(residual_ptr, residual_at, slab_cols, FULL, BLOCK_N, CHUNKS, GROUP, "evict_first")
-        write_sums(chunks, residuals, residual_out_ptr, y_at, slab_cols, FULL, BLOCK_N, GROUP, FAST)
+        write_sums(chunks, residuals, residual_out_ptr, y_at, slab_cols, FULL, BLOCK_N, GROUP)
         mean = tl.load(moments_ptr + row * MOMENTS)
         shift = tl.load(moments_ptr + row * MOMENTS + 1)
         rstd = tl.load(moments_ptr + row * MOMENTS + 2)
         for i in tl.static_range(CHUNKS):
             write_chunk(
-                chunk_of(chunks, residuals, i, FAST), weights[i : i + 1], biases[i : i + 1], i,
+                chunk_of(chunks, residuals, i), weights[i : i + 1], biases[i : i + 1], i,
                 y_ptr, y_at, slab_cols, row, first_col,
                 mean, shift, rstd, seed, dropout_threshold, dropout_scale,
-                FULL, BLOCK_N, GROUP, "evict_first", WEIGHT_OFFSET, IS_RMS, ACTIVATION, DROPOUT, FAST,
+                FULL, BLOCK_N, GROUP, "evict_first", WEIGHT_OFFSET, IS_RMS, ACTIVATION, DROPOUT,
             )  # fmt: skip

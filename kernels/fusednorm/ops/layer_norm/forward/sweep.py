@@ -85,7 +85,6 @@ def layer_norm_forward_sweep_kernel(
     HEADS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
-    FAST: tl.constexpr,
 ):
     """One row per program in two sweeps; the second goes backwards and reads the row from L1 or L2.
 
@@ -110,7 +109,7 @@ def layer_norm_forward_sweep_kernel(
         else:
             prefetch_row_ahead(x_ptr, residual_ptr, ahead, x_row_units * VEC, residual_row_units * VEC, cols)
     rough, shift, variance = sweep_moments(
-        x_ptr, residual_ptr, x_row, residual_row, cols, EVEN, BLOCK_N, GROUP, IS_RMS, FAST
+        x_ptr, residual_ptr, x_row, residual_row, cols, EVEN, BLOCK_N, GROUP, IS_RMS
     )
     rstd = 1.0 / tl.sqrt(variance + eps)
     store_row_statistics(mean_ptr, rstd_ptr, row, rough, shift, rstd, None)
@@ -120,16 +119,16 @@ def layer_norm_forward_sweep_kernel(
             first_col = (chunks - 1 - step) * BLOCK_N
             at = col + first_col
             mask = column_mask(at, cols, EVEN)
-            h = load_rows(x_ptr, residual_ptr, x_row + at, residual_row + at, mask, "evict_first", FAST)
+            h = load_rows(x_ptr, residual_ptr, x_row + at, residual_row + at, mask, "evict_first")
             if residual_out_ptr is not None:
                 tl.store(residual_out_ptr + y_row + at, h.to(residual_out_ptr.dtype.element_ty), mask=mask)
             y = (h - rough) * rstd - shift * rstd
             if weight_ptr is not None:
-                weight = widened(tl.load(weight_ptr + own + at, mask=mask, other=0.0), FAST)
+                weight = widened(tl.load(weight_ptr + own + at, mask=mask, other=0.0))
                 y = y * offset_weight(weight, WEIGHT_OFFSET)
             if bias_ptr is not None:
-                y = y + widened(tl.load(bias_ptr + own + at, mask=mask, other=0.0), FAST)
-            y = finish(y, row, first_col, seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT, FAST).to(
+                y = y + widened(tl.load(bias_ptr + own + at, mask=mask, other=0.0))
+            y = finish(y, row, first_col, seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT).to(
                 y_ptr.dtype.element_ty
             )
             tl.store(y_ptr + y_row + at, y, mask=mask, eviction_policy="evict_first")

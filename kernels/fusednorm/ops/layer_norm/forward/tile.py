@@ -87,7 +87,6 @@ def layer_norm_forward_tile_kernel(
     HEADS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
-    FAST: tl.constexpr,
 ):
     """One tile of ROWS rows per program, read once and held as CHUNKS blocks of BLOCK_N columns.
 
@@ -113,9 +112,9 @@ def layer_norm_forward_tile_kernel(
     x_row = row_start(token, row, head, x_row_units * VEC, cols, HEADS)
     residual_row = row_start(token, row, head, residual_row_units * VEC, cols, HEADS)
     columns, col_masks, chunks = load_tile(
-        x_ptr, residual_ptr, x_row, residual_row, row_mask, cols, EVEN, BLOCK_N, CHUNKS, FAST
+        x_ptr, residual_ptr, x_row, residual_row, row_mask, cols, EVEN, BLOCK_N, CHUNKS
     )
-    pivot, shift, square = tile_moments(chunks, col_masks, n, EVEN, IS_RMS, FAST)
+    pivot, shift, square = tile_moments(chunks, col_masks, n, EVEN, IS_RMS)
     rstd = 1.0 / tl.sqrt(square / n + eps)
     store_row_statistics(mean_ptr, rstd_ptr, row, pivot, shift, rstd, row_mask)
 
@@ -130,9 +129,9 @@ def layer_norm_forward_tile_kernel(
         else:
             y = (chunks[i] - pivot) * rstd - shift * rstd
         if weight_ptr is not None:
-            y = y * offset_weight(widened(weights[i], FAST), WEIGHT_OFFSET)
+            y = y * offset_weight(widened(weights[i]), WEIGHT_OFFSET)
         if bias_ptr is not None:
-            y = y + widened(biases[i], FAST)
+            y = y + widened(biases[i])
         y = finish(
             y,
             row,
@@ -142,6 +141,5 @@ def layer_norm_forward_tile_kernel(
             dropout_scale,
             ACTIVATION,
             DROPOUT,
-            FAST,
         )
         tl.store(y_ptr + y_at, y.to(y_ptr.dtype.element_ty), mask=mask)

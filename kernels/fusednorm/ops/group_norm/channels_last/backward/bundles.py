@@ -72,7 +72,6 @@ def group_norm_nhwc_backward_cooperative_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     GAIN: tl.constexpr,
-    FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """A unit is one sample's bundle of `bundle_groups` groups, which occupy `bundle_blocks` blocks of columns.
@@ -166,7 +165,7 @@ def group_norm_nhwc_backward_cooperative_kernel(
                 there_are = tl.minimum(bundle_groups, groups - lead_bundle * bundle_groups)
                 post_totals(
                     exchange_ptr, team, lead_tag, member, members, there_are, bundle_groups, channels,
-                    block_columns, contributors, OVERLAP, SLOTS, DEPTH, FAST,
+                    block_columns, contributors, OVERLAP, SLOTS, DEPTH,
                 )  # fmt: skip
 
         if step >= BEHIND:
@@ -199,7 +198,7 @@ def group_norm_nhwc_backward_cooperative_kernel(
                 late_tag = start + late_turn.to(tl.uint32)
                 if DIRECT:
                     total_ptr = slots_of_group(exchange_ptr, team, late_tag, 0, 1, contributors, DEPTH)
-                    g, g_xhat = total_of_parts(total_ptr, late_tag, tl.arange(0, SLOTS) < contributors, SLOTS, FAST)
+                    g, g_xhat = total_of_parts(total_ptr, late_tag, tl.arange(0, SLOTS) < contributors, SLOTS)
                     constants = (tl.zeros((LANES, 1), tl.float32) + g * inverse_size,)
                     factors = (tl.zeros((LANES, 1), tl.float32) + g_xhat * inverse_size,)
                 else:
@@ -228,7 +227,7 @@ def group_norm_nhwc_backward_cooperative_kernel(
                 centred, dz = tile_gradient(
                     this, 0, row, late_left, late_columns, late_mean, scale, offset, late_sample.to(tl.int64),
                     tile_at - late_sample * sample_size + at, seed, dropout_threshold, dropout_scale,
-                    True, ACTIVATION, DROPOUT, GAIN, FAST,
+                    True, ACTIVATION, DROPOUT, GAIN,
                 )  # fmt: skip
                 # Not `write_tile`: the different order of loads would change the machine code.
                 dx = dz * scale - (centred * late_factor + late_constant)
@@ -237,7 +236,7 @@ def group_norm_nhwc_backward_cooperative_kernel(
                     EVEN, ROWS, 1, "evict_first",
                 )  # fmt: skip
                 if len(outside) > 0:
-                    dx += widened(outside[0], FAST)
+                    dx += widened(outside[0])
                 mask = tile_mask(row + i * ROWS, late_left, late_columns, True, EVEN)
                 tl.store(
                     dx_ptr + tile_at + at, dx.to(dx_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first"
@@ -258,14 +257,14 @@ def group_norm_nhwc_backward_cooperative_kernel(
                 centred, dz = tile_gradient(
                     tiles, i, row + i * ROWS, left, columns, mean, scale, offset, sample.to(tl.int64),
                     start_at - sample * sample_size + i * step_size + at, seed, dropout_threshold, dropout_scale,
-                    EVEN, ACTIVATION, DROPOUT, GAIN, FAST,
+                    EVEN, ACTIVATION, DROPOUT, GAIN,
                 )  # fmt: skip
                 sum_dz += dz
                 sum_dz_centred += dz * centred
             if piece == PIECES - 1:
-                sum_dz_xhat = rounded_product(sum_dz_centred, rstd, FAST)
+                sum_dz_xhat = rounded_product(sum_dz_centred, rstd)
                 channel_dz, channel_dz_xhat = sum_pair(
-                    tl.reshape(sum_dz, (ROWS, WIDTH)), tl.reshape(sum_dz_xhat, (ROWS, WIDTH)), 0, FAST
+                    tl.reshape(sum_dz, (ROWS, WIDTH)), tl.reshape(sum_dz_xhat, (ROWS, WIDTH)), 0
                 )
                 block_column = tl.arange(0, WIDTH)[None, :]
                 there = (block_column < block_columns) & (bundle_first + block_first + block_column < c)
@@ -283,7 +282,7 @@ def group_norm_nhwc_backward_cooperative_kernel(
                 )
                 g, g_xhat = sum_pair(
                     tl.where(mine, channel_dz * block_slope, 0.0), tl.where(mine, channel_dz_xhat * block_slope,
-                    0.0), 1, FAST,
+                    0.0), 1,
                 )  # fmt: skip
                 tag = start + turn.to(tl.uint32)
                 group = block_group + touched

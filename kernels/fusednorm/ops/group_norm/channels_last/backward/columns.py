@@ -99,7 +99,6 @@ def group_norm_nhwc_backward_columns_sums_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     GAIN: tl.constexpr,
-    FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """One slab of CV vectors of columns per program: writes its sums of dz and dz * x_hat to [N, splits, C]."""
@@ -128,11 +127,11 @@ def group_norm_nhwc_backward_columns_sums_kernel(
     sum_dz, sum_dz_centred = sums_of_pieces(
         dy_ptr, x_ptr, residual_ptr, sample, block_first, first, pieces, hw, c, (lane_column, row, columns),
         mean, slope, rstd, offset, (seed, dropout_threshold, dropout_scale), LANES, GROUP, ROWS, CHUNKS, EVEN,
-        True, DY_OTHER, RESIDUAL_OTHER, ACTIVATION, DROPOUT, GAIN, FAST,
+        True, DY_OTHER, RESIDUAL_OTHER, ACTIVATION, DROPOUT, GAIN,
     )  # fmt: skip
-    sum_dz_xhat = rounded_product(sum_dz_centred, rstd, FAST)
+    sum_dz_xhat = rounded_product(sum_dz_centred, rstd)
     channel_dz, channel_dz_xhat = sum_pair(
-        tl.reshape(sum_dz, (ROWS, WIDTH)), tl.reshape(sum_dz_xhat, (ROWS, WIDTH)), 0, FAST
+        tl.reshape(sum_dz, (ROWS, WIDTH)), tl.reshape(sum_dz_xhat, (ROWS, WIDTH)), 0
     )
     block_column = block_first + tl.arange(0, WIDTH)[None, :]
     slot = (sample * splits + split) * c + block_column
@@ -175,7 +174,6 @@ def group_norm_nhwc_backward_columns_apply_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     GAIN: tl.constexpr,
-    FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """One slab of CV vectors of columns per program: writes its dx, starting with data still in the cache."""
@@ -213,5 +211,5 @@ def group_norm_nhwc_backward_columns_apply_kernel(
         dy_ptr, x_ptr, residual_ptr, dresidual_out_ptr, dx_ptr, sample, block_first, first, pieces, hw, c,
         (lane_column, row, columns), mean, scale, offset, constant, factor,
         (seed, dropout_threshold, dropout_scale), ROWS, CHUNKS, EVEN,
-        True, DY_OTHER, RESIDUAL_OTHER, OUTSIDE_OTHER, ACTIVATION, DROPOUT, GAIN, FAST,
+        True, DY_OTHER, RESIDUAL_OTHER, OUTSIDE_OTHER, ACTIVATION, DROPOUT, GAIN,
     )  # fmt: skip

@@ -61,17 +61,16 @@ def add_gradient_positions(
     tiles, mean, scale, offset, sums, sums_centred, sample, sample_at, tile, positions, left, position,
     seed, dropout_threshold, dropout_scale,
     WHOLE: tl.constexpr, IDLE: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, GAIN: tl.constexpr,
-    FAST: tl.constexpr,
 ):  # fmt: skip
     """Add the tiles to the sums of GAIN * dz and of GAIN * dz * (h - mean) of each column, [LANES, VEC]."""
     for i in tl.static_range(len(tiles[0])):
-        centred = chunk_of(tiles[1], tiles[2], i, FAST) - mean
+        centred = chunk_of(tiles[1], tiles[2], i) - mean
         if not WHOLE:
             # z of an element that does not exist may be infinite, and 0 * inf = NaN would spoil a sum.
             centred = tl.where(position_mask(position, positions, left, i, WHOLE), centred, 0.0)
         dz = gained_gradient(
-            widened(tiles[0][i], FAST), centred, scale, offset, sample, sample_at + i * tile,
-            seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT, GAIN, FAST,
+            widened(tiles[0][i]), centred, scale, offset, sample, sample_at + i * tile,
+            seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT, GAIN,
         )  # fmt: skip
         sums += dz
         sums_centred += dz * centred
@@ -79,9 +78,7 @@ def add_gradient_positions(
 
 
 @triton.jit
-def sums_of_columns(
-    a, b, units, POSITIONS: tl.constexpr, COLUMNS: tl.constexpr, IDLE: tl.constexpr, FAST: tl.constexpr
-):
+def sums_of_columns(a, b, units, POSITIONS: tl.constexpr, COLUMNS: tl.constexpr, IDLE: tl.constexpr):
     """Sums of two tiles [LANES, VEC] over all positions, [1, COLUMNS] each, and which of these columns exist.
 
     If no lane is idle, lanes are [POSITIONS, COLUMNS]; else positions start at any multiple of `units` lanes.
@@ -100,5 +97,5 @@ def sums_of_columns(
             sum_b += tl.gather(flat_b, index, 0)
         return sum_a[None, :], sum_b[None, :], (column < columns)[None, :]
     else:
-        sum_a, sum_b = sum_pair(tl.reshape(a, (POSITIONS, COLUMNS)), tl.reshape(b, (POSITIONS, COLUMNS)), 0, FAST)
+        sum_a, sum_b = sum_pair(tl.reshape(a, (POSITIONS, COLUMNS)), tl.reshape(b, (POSITIONS, COLUMNS)), 0)
         return sum_a, sum_b, tl.full((1, COLUMNS), True, tl.int1)

@@ -124,7 +124,6 @@ def group_norm_nhwc_backward_stream_sums_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     GAIN: tl.constexpr,
-    FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Sums of dz and dz * x_hat of each column over every `splits`th step of CHUNKS tiles, to [N, splits, C].
@@ -171,7 +170,7 @@ def group_norm_nhwc_backward_stream_sums_kernel(
                 prefetch_gradient_positions(dy_ptr, x_ptr, residual_ptr, base + inside + stride, CHUNKS * tile)
         sums, sums_centred = add_gradient_positions(
             tiles, mean, scale, offset, sums, sums_centred, sample, inside + at, tile, positions, 0, position,
-            seed, dropout_threshold, dropout_scale, True, IDLE, ACTIVATION, DROPOUT, GAIN, FAST,
+            seed, dropout_threshold, dropout_scale, True, IDLE, ACTIVATION, DROPOUT, GAIN,
         )  # fmt: skip
         inside += stride
     if not WHOLE:  # noqa: SIM102 (a constexpr and a run-time condition)
@@ -182,11 +181,11 @@ def group_norm_nhwc_backward_stream_sums_kernel(
             )  # fmt: skip
             sums, sums_centred = add_gradient_positions(
                 tiles, mean, scale, offset, sums, sums_centred, sample, inside + at, tile, positions, left,
-                position, seed, dropout_threshold, dropout_scale, False, IDLE, ACTIVATION, DROPOUT, GAIN, FAST,
+                position, seed, dropout_threshold, dropout_scale, False, IDLE, ACTIVATION, DROPOUT, GAIN,
             )  # fmt: skip
     sums *= 1.0 / GAIN
-    sums_centred = rounded_product(sums_centred, rstd * (1.0 / GAIN), FAST)
-    of_column, of_column_xhat, here = sums_of_columns(sums, sums_centred, units, POSITIONS, COLUMNS, IDLE, FAST)
+    sums_centred = rounded_product(sums_centred, rstd * (1.0 / GAIN))
+    of_column, of_column_xhat, here = sums_of_columns(sums, sums_centred, units, POSITIONS, COLUMNS, IDLE)
     of_part = program.to(tl.int64) * c + tl.arange(0, COLUMNS)[None, :]
     tl.store(dz_part_ptr + of_part, of_column, mask=here)
     tl.store(dz_xhat_part_ptr + of_part, of_column_xhat, mask=here)
@@ -228,7 +227,6 @@ def group_norm_nhwc_backward_stream_apply_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     GAIN: tl.constexpr,
-    FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Write dx of `pieces` pieces of CHUNKS tiles; the last positions of all samples first, as they were read last.
@@ -277,14 +275,14 @@ def group_norm_nhwc_backward_stream_apply_kernel(
                     dy_ptr, x_ptr, residual_ptr, base + inside - CHUNKS * tile, CHUNKS * tile
                 )
         for i in tl.static_range(CHUNKS):
-            centred = chunk_of(tiles[1], tiles[2], i, FAST) - mean
+            centred = chunk_of(tiles[1], tiles[2], i) - mean
             dz = gained_gradient(
-                widened(tiles[0][i], FAST), centred, scale, offset, sample, inside + at + i * tile,
-                seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT, GAIN, FAST,
+                widened(tiles[0][i]), centred, scale, offset, sample, inside + at + i * tile,
+                seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT, GAIN,
             )  # fmt: skip
             dx = dz * scale - (centred * factor + constant)
             if len(outsides) > 0:
-                dx += widened(outsides[i], FAST)
+                dx += widened(outsides[i])
             tl.store(
                 dx_ptr + base + inside + i * tile + at, dx.to(dx_ptr.dtype.element_ty),
                 mask=stored_mask(position, positions, units, left, i, WHOLE, IDLE), eviction_policy="evict_first",

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fusednorm.arguments.layouts import lies_otherwise
-from fusednorm.devices.device import INTERPRETED, since_hopper
+from fusednorm.devices.device import since_hopper
 from fusednorm.integers import cdiv
 from fusednorm.jit.early_start import await_previous, let_next_start
 from fusednorm.launch.launch import Launch, dependent
@@ -100,7 +100,6 @@ class ForwardColumns(ForwardConfig):
             "UNROLL": self.unroll,
             "RESIDUAL_OTHER": lies_otherwise(residual, True),
             "EARLY": since_hopper(x.device),
-            "FAST": not INTERPRETED,
             **tile,
         }
         grid = (x.shape[0] * splits * blocks,)
@@ -137,7 +136,6 @@ def group_norm_nhwc_columns_moments_kernel(
     UNROLL: tl.constexpr,
     EVEN: tl.constexpr,
     RESIDUAL_OTHER: tl.constexpr,
-    FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Write the moments of a block of columns over one split of the positions to [N, splits, C]."""
@@ -156,7 +154,7 @@ def group_norm_nhwc_columns_moments_kernel(
         residual_ptr += base
     mean, rest, square = channel_moments(
         x_ptr, residual_ptr, first_row, tl.minimum(first_row + split_rows, hw), hw, c.to(tl.int64),
-        column, column_mask, ROWS, UNROLL, RESIDUAL_OTHER, FAST,
+        column, column_mask, ROWS, UNROLL, RESIDUAL_OTHER,
     )  # fmt: skip
     tl.store(mean_part_ptr + run * c + column, mean, mask=column_mask)
     tl.store(rest_part_ptr + run * c + column, rest, mask=column_mask)
@@ -194,7 +192,6 @@ def group_norm_nhwc_columns_apply_kernel(
     RESIDUAL_OTHER: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
-    FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Write y of one run of positions of a block of columns; the last run is first."""
@@ -221,5 +218,5 @@ def group_norm_nhwc_columns_apply_kernel(
         x_ptr, residual_ptr, y_ptr + base, residual_out_ptr,
         statistic_of_columns(mean_ptr, group, column_mask), scale, bias,
         sample, first_row, tl.minimum(first_row + run_rows, hw), hw, c.to(tl.int64), column, column_mask,
-        seed, dropout_threshold, dropout_scale, ROWS, 1, RESIDUAL_OTHER, ACTIVATION, DROPOUT, FAST,
+        seed, dropout_threshold, dropout_scale, ROWS, 1, RESIDUAL_OTHER, ACTIVATION, DROPOUT,
     )  # fmt: skip

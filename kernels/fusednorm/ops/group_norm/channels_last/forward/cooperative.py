@@ -6,7 +6,7 @@ from typing import Self
 import triton
 import triton.language as tl
 
-from fusednorm.devices.device import INTERPRETED, multiprocessor_count
+from fusednorm.devices.device import multiprocessor_count
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.exchange import collect_tile, first_tag, leave, post_tile, slot_of
 from fusednorm.jit.prefetch import touch_rows
@@ -73,7 +73,7 @@ class ForwardCooperativeBlock(ForwardConfig):
             "SLOTS": next_power_of_2(members),
             "DEPTH": depth,
             "LAG": self.lag,
-            "AHEAD": 0 if INTERPRETED else self.ahead,
+            "AHEAD": self.ahead,
             **resident_options(self),
             **call.epilogue.options,
         }
@@ -132,7 +132,6 @@ def group_norm_nhwc_cooperative_kernel(
     AHEAD: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
-    FAST: tl.constexpr,
 ):
     """`members` programs share a block of columns of one sample, CHUNKS * ROWS positions each.
 
@@ -217,7 +216,7 @@ def group_norm_nhwc_cooperative_kernel(
             else:
                 _post_moments(
                     exchange_ptr, chunks, residuals, tag, team, member, members, rows,
-                    channels, belongs, group, FULL, ROWS, KEEP, GROUPS, DEPTH, FAST,
+                    channels, belongs, group, FULL, ROWS, KEEP, GROUPS, DEPTH,
                 )  # fmt: skip
             late_tag = tag - LAG
             slots = slot_of(
@@ -225,7 +224,7 @@ def group_norm_nhwc_cooperative_kernel(
                 members * GROUPS, DEPTH,
             )  # fmt: skip
             means, rests, squares = collect_tile(slots, late_tag)
-            mean, rest, square = merge_members(means, rests, squares, count_of_other, length, FAST)
+            mean, rest, square = merge_members(means, rests, squares, count_of_other, length)
             rstd = 1.0 / tl.sqrt(square / length + eps)
             first_group = late_block * block_groups
             group_mask = (group < tl.minimum(block_groups, groups - first_group)) & (member == 0)
@@ -237,13 +236,13 @@ def group_norm_nhwc_cooperative_kernel(
                 late_mask, of_runs(mean, belongs, ROWS, KEEP, VEC), of_runs(rest, belongs, ROWS, KEEP, VEC),
                 of_runs(rstd, belongs, ROWS, KEEP, VEC),
                 late_sample, first_row * stride, dropout, 0, 1,
-                FULL, ROWS, False, "evict_first" if LAG else "", ACTIVATION, DROPOUT, FAST,
+                FULL, ROWS, False, "evict_first" if LAG else "", ACTIVATION, DROPOUT,
             )  # fmt: skip
 
         if LAG > 0 and turn < turns:
             _post_moments(
                 exchange_ptr, chunks, residuals, tag, team, member, members, rows,
-                channels, belongs, group, FULL, ROWS, KEEP, GROUPS, DEPTH, FAST,
+                channels, belongs, group, FULL, ROWS, KEEP, GROUPS, DEPTH,
             )  # fmt: skip
         tag += 1
 
@@ -254,9 +253,9 @@ def group_norm_nhwc_cooperative_kernel(
 def _post_moments(
     exchange_ptr, chunks, residuals, tag, team, member, members, rows, channels, belongs, group,
     FULL: tl.constexpr, ROWS: tl.constexpr, KEEP: tl.constexpr, GROUPS: tl.constexpr,
-    DEPTH: tl.constexpr, FAST: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Post the moments of a piece to the other members, in a slot for each group."""
-    mean, rest, square = piece_moments(chunks, residuals, rows, channels, belongs, FULL, ROWS, KEEP, FAST)
+    mean, rest, square = piece_moments(chunks, residuals, rows, channels, belongs, FULL, ROWS, KEEP)
     slots = slot_of(exchange_ptr, team, tag, member * GROUPS + group, members * GROUPS, DEPTH)
     post_tile(slots, group < GROUPS, tag, mean, rest, square)

@@ -108,7 +108,6 @@ def group_norm_nhwc_resident_kernel(
     SHARED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
-    FAST: tl.constexpr,
 ):
     """One block of columns of whole groups of one sample per program, read once; if SHARED, `writers` per block.
 
@@ -144,7 +143,7 @@ def group_norm_nhwc_resident_kernel(
         load_columns(shift_ptr, sample * scale_stride + column, column_mask),
     )
     length = (hw * channels).to(tl.float32)
-    mean, rest, square = piece_moments(chunks, residuals, hw, channels, belongs, FULL, ROWS, KEEP, FAST)
+    mean, rest, square = piece_moments(chunks, residuals, hw, channels, belongs, FULL, ROWS, KEEP)
     rstd = 1.0 / tl.sqrt(square / length + eps)
     store_statistics(
         mean_ptr,
@@ -160,5 +159,5 @@ def group_norm_nhwc_resident_kernel(
         of_runs(mean, belongs, ROWS, KEEP, VEC), of_runs(rest, belongs, ROWS, KEEP, VEC),
         of_runs(rstd, belongs, ROWS, KEEP, VEC), sample, 0,
         (seed, dropout_threshold, dropout_scale), writer, writers,
-        FULL, ROWS, SHARED, "", ACTIVATION, DROPOUT, FAST,
+        FULL, ROWS, SHARED, "", ACTIVATION, DROPOUT,
     )  # fmt: skip

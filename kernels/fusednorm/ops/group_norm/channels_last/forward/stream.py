@@ -9,7 +9,6 @@ import torch
 import triton
 import triton.language as tl
 
-from fusednorm.devices.device import INTERPRETED
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import await_previous, let_next_start
 from fusednorm.jit.moments import merge_moments
@@ -67,7 +66,6 @@ class ForwardStream(ForwardConfig):
                     **partition.moments(sample),
                     "CHUNKS": self.chunks,
                     "WHOLE": sample.hw % partition.step == 0,
-                    "FAST": not INTERPRETED,
                     "EARLY": call.early,
                 },
             ),
@@ -78,7 +76,6 @@ class ForwardStream(ForwardConfig):
                 {
                     "SPLITS": next_power_of_2(partition.splits),
                     "BLOCK_CHANNELS": min(_REDUCE_CHANNELS, next_power_of_2(sample.channels)),
-                    "FAST": not INTERPRETED,
                     "num_warps": 1 if partition.is_cut_finer else _REDUCE_WARPS,
                     **dependent(call.early),
                 },
@@ -118,7 +115,6 @@ def group_norm_nhwc_stream_moments_kernel(
     KEEP: tl.constexpr,
     GROUPS: tl.constexpr,
     RUNS: tl.constexpr,
-    FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Write the moments of each group over a split of a sample to [N, splits, groups]."""
@@ -126,7 +122,7 @@ def group_norm_nhwc_stream_moments_kernel(
     program = tl.program_id(0).to(tl.int64)
     mean, rest, square = split_moments(
         x_ptr, residual_ptr, program // splits, (program % splits).to(tl.int32), splits, hw, units, channels,
-        VEC, LANES, CHUNKS, WHOLE, KEEP, GROUPS, RUNS, FAST,
+        VEC, LANES, CHUNKS, WHOLE, KEEP, GROUPS, RUNS,
     )  # fmt: skip
     group = tl.arange(0, GROUPS)
     tl.store(mean_part_ptr + program * groups + group, mean, mask=group < groups)
@@ -156,7 +152,6 @@ def group_norm_nhwc_stream_reduce_kernel(
     eps: tl.float32,
     SPLITS: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
-    FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """One program per group: writes its statistics, and the coefficients that normalise its channels.
@@ -179,7 +174,7 @@ def group_norm_nhwc_stream_reduce_kernel(
     means = tl.load(mean_part_ptr + at, mask=present, other=0.0)
     rests = tl.load(rest_part_ptr + at, mask=present, other=0.0)
     squares = tl.load(square_part_ptr + at, mask=present, other=0.0)
-    mean, rest, square = merge_moments(counts, means, rests, squares, total, 0, FAST)
+    mean, rest, square = merge_moments(counts, means, rests, squares, total, 0)
     rstd = 1.0 / tl.sqrt(square / total + eps)
     if mean_ptr is not None:
         here = program + tl.arange(0, 1)
@@ -225,7 +220,6 @@ def group_norm_nhwc_stream_apply_kernel(
     IDLE: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
-    FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Write y of one piece of CHUNKS tiles; the last positions of all samples first, as they were read last."""
@@ -247,5 +241,5 @@ def group_norm_nhwc_stream_apply_kernel(
     write_sample_piece(
         tiles, residuals, y_ptr, residual_out_ptr, mean, slope, offset,
         sample, first, hw, units, left, (seed, dropout_threshold, dropout_scale),
-        VEC, LANES, WHOLE, IDLE, ACTIVATION, DROPOUT, FAST,
+        VEC, LANES, WHOLE, IDLE, ACTIVATION, DROPOUT,
     )  # fmt: skip

@@ -157,7 +157,6 @@ def group_norm_nchw_backward_cooperative_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     GAIN: tl.constexpr,
-    FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """`members` programs share each of `rows` groups: `parts` parts for every CHANNELS channels.
@@ -251,7 +250,7 @@ def group_norm_nchw_backward_cooperative_kernel(
                 tag = start + late_turn.to(tl.uint32)
                 slots = slot_of(exchange_ptr, team, tag, tl.where(present, other, 0), members, DEPTH)
                 part_1, part_2, _ = collect(slots, tag)
-                sum_g, sum_g_xhat = total_pair(tl.where(present, part_1, 0.0), tl.where(present, part_2, 0.0), FAST)
+                sum_g, sum_g_xhat = total_pair(tl.where(present, part_1, 0.0), tl.where(present, part_2, 0.0))
                 constant = sum_g * inverse_size
                 factor = sum_g_xhat * inverse_size
             scale = late_slope * late_rstd
@@ -269,7 +268,7 @@ def group_norm_nchw_backward_cooperative_kernel(
                     this, 0, position, late_left - i * STEP, channel_mask,
                     late_mean, scale, late_offset, late_sample.to(tl.int64),
                     late_position + i * STEP + at, seed, dropout_threshold, dropout_scale,
-                    True, ACTIVATION, DROPOUT, GAIN, FAST,
+                    True, ACTIVATION, DROPOUT, GAIN,
                 )  # fmt: skip
                 here = late_left - i * STEP
                 outside = load_tiles(
@@ -279,7 +278,7 @@ def group_norm_nchw_backward_cooperative_kernel(
                 write_tile(
                     centred, dz, dx_ptr, outside, late_at + i * STEP + at,
                     tile_mask(position, here, channel_mask, True, EVEN),
-                    scale, late_constant, late_factor, FAST, "evict_first",
+                    scale, late_constant, late_factor, "evict_first",
                 )  # fmt: skip
 
         if wanted:
@@ -291,22 +290,22 @@ def group_norm_nchw_backward_cooperative_kernel(
                     tiles, i, position + i * STEP, left, channel_mask,
                     mean, slope * rstd, offset, sample.to(tl.int64), sample_position + at + i * STEP,
                     seed, dropout_threshold, dropout_scale,
-                    EVEN, ACTIVATION, DROPOUT, GAIN, FAST,
+                    EVEN, ACTIVATION, DROPOUT, GAIN,
                 )  # fmt: skip
                 sum_dz += tl.sum(dz, 1, keep_dims=True)
-                sum_dz_centred += tl.sum(multiply_terms(dz, centred, FAST), 1, keep_dims=True)
+                sum_dz_centred += tl.sum(multiply_terms(dz, centred), 1, keep_dims=True)
             if piece == PIECES - 1:
                 if CHANNELS == 1:
                     run_dz, run_dz_xhat = total_pair(
-                        tl.reshape(sum_dz, (LANES,)), tl.reshape(sum_dz_centred, (LANES,)), FAST
+                        tl.reshape(sum_dz, (LANES,)), tl.reshape(sum_dz_centred, (LANES,))
                     )
                     run_dz_xhat *= rstd
                     g = run_dz * slope
                     g_xhat = run_dz_xhat * slope
                 else:
-                    lane_g = rounded_product(sum_dz, slope, FAST)
-                    lane_g_xhat = rounded_product(sum_dz_centred, slope * rstd, FAST)
-                    g, g_xhat = total_pair(tl.reshape(lane_g, (LANES,)), tl.reshape(lane_g_xhat, (LANES,)), FAST)
+                    lane_g = rounded_product(sum_dz, slope)
+                    lane_g_xhat = rounded_product(sum_dz_centred, slope * rstd)
+                    g, g_xhat = total_pair(tl.reshape(lane_g, (LANES,)), tl.reshape(lane_g_xhat, (LANES,)))
                 tag = start + turn.to(tl.uint32)
                 post(slot_of(exchange_ptr, team, tag, member, members, DEPTH), tag, g, g_xhat, 0.0)
                 if dz_part_ptr is not None:
@@ -318,7 +317,7 @@ def group_norm_nchw_backward_cooperative_kernel(
                     else:
                         run_dz, run_dz_xhat = sum_pair(
                             tl.reshape(sum_dz, (CHANNELS, UNITS)), tl.reshape(sum_dz_centred, (CHANNELS, UNITS)),
-                            1, FAST,
+                            1,
                         )  # fmt: skip
                         run = tl.arange(0, CHANNELS)[:, None]
                         there = first_channel + run < channels

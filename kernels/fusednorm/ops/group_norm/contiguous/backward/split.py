@@ -113,7 +113,6 @@ def group_norm_nchw_backward_split_sums_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     GAIN: tl.constexpr,
-    FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """One part of CHANNELS channels per program: writes its sums of dz and dz * x_hat to [N, parts, C]."""
@@ -139,10 +138,10 @@ def group_norm_nchw_backward_split_sums_kernel(
         dy_ptr, x_ptr, residual_ptr, sample, group_channel + first_channel, first, pieces, hw, c,
         (lane_channel, position, channel_mask), mean, slope, rstd, offset,
         (seed, dropout_threshold, dropout_scale), LANES, 1, STEP, CHUNKS, EVEN,
-        False, DY_OTHER, RESIDUAL_OTHER, ACTIVATION, DROPOUT, GAIN, FAST,
+        False, DY_OTHER, RESIDUAL_OTHER, ACTIVATION, DROPOUT, GAIN,
     )  # fmt: skip
     run_dz, run_dz_centred = sum_pair(
-        tl.reshape(sum_dz, (CHANNELS, UNITS)), tl.reshape(sum_dz_centred, (CHANNELS, UNITS)), 1, FAST
+        tl.reshape(sum_dz, (CHANNELS, UNITS)), tl.reshape(sum_dz_centred, (CHANNELS, UNITS)), 1
     )
     run = tl.arange(0, CHANNELS)[:, None]
     slot = (sample * parts + part) * c + group_channel + first_channel + run
@@ -185,7 +184,6 @@ def group_norm_nchw_backward_split_apply_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     GAIN: tl.constexpr,
-    FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """One part of CHANNELS channels per program: writes its dx, starting with data that is still in the cache."""
@@ -216,5 +214,5 @@ def group_norm_nchw_backward_split_apply_kernel(
         dy_ptr, x_ptr, residual_ptr, dresidual_out_ptr, dx_ptr, sample, group_channel + first_channel, first,
         pieces, hw, c, (lane_channel, position, channel_mask), mean, scale, offset, constant, factor,
         (seed, dropout_threshold, dropout_scale), STEP, CHUNKS, EVEN,
-        False, DY_OTHER, RESIDUAL_OTHER, OUTSIDE_OTHER, ACTIVATION, DROPOUT, GAIN, FAST,
+        False, DY_OTHER, RESIDUAL_OTHER, OUTSIDE_OTHER, ACTIVATION, DROPOUT, GAIN,
     )  # fmt: skip

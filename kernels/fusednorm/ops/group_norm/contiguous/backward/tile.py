@@ -87,7 +87,6 @@ def group_norm_nchw_backward_tile_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     GAIN: tl.constexpr,
-    FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """ROWS whole groups per program, [ROWS, CHANNELS, POSITIONS] in registers: dy and x are read once."""
@@ -109,8 +108,8 @@ def group_norm_nchw_backward_tile_kernel(
     if mean_ptr is None:
         pivot = tl.sum(tl.sum(h, 2, keep_dims=True), 1, keep_dims=True) / length
         d = tl.where(mask, h - pivot, 0.0)
-        square = tl.sum(multiply_terms(d, d, FAST), 2, keep_dims=True)
-        rest, square = sum_pair(tl.sum(d, 2, keep_dims=True), square, 1, FAST)
+        square = tl.sum(multiply_terms(d, d), 2, keep_dims=True)
+        rest, square = sum_pair(tl.sum(d, 2, keep_dims=True), square, 1)
         rest, square = about_mean(length, rest, square)
         rstd = 1.0 / tl.sqrt(square / length + eps)
         centred = (h - pivot) - rest
@@ -124,16 +123,14 @@ def group_norm_nchw_backward_tile_kernel(
     sample_start = sample * groups * channels * (channel_units.to(tl.int64) * VEC)
     dz = gained_gradient(
         dy, xhat, slope, offset, sample, at - sample_start, seed, dropout_threshold, dropout_scale,
-        ACTIVATION, DROPOUT, GAIN, FAST,
+        ACTIVATION, DROPOUT, GAIN,
     )  # fmt: skip
-    sum_dz, sum_dz_xhat = sum_pair(dz, multiply_terms(dz, xhat, FAST), 2, FAST)
+    sum_dz, sum_dz_xhat = sum_pair(dz, multiply_terms(dz, xhat), 2)
     if dz_part_ptr is not None:
         slot = row * channels + channel
         tl.store(dz_part_ptr + slot, sum_dz * (1.0 / GAIN), mask=channel_mask)
         tl.store(dz_xhat_part_ptr + slot, sum_dz_xhat * (1.0 / GAIN), mask=channel_mask)
-    sum_g, sum_g_xhat = sum_pair(
-        rounded_product(sum_dz, slope, FAST), rounded_product(sum_dz_xhat, slope, FAST), 1, FAST
-    )
+    sum_g, sum_g_xhat = sum_pair(rounded_product(sum_dz, slope), rounded_product(sum_dz_xhat, slope), 1)
     dx = rstd * (dz * slope - (sum_g + xhat * sum_g_xhat) / length)
     if dresidual_out_ptr is not None:
         dx += load_masked(dresidual_out_ptr, at, mask, "evict_first")

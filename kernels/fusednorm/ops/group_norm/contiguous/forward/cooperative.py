@@ -6,7 +6,7 @@ from typing import Self
 import triton
 import triton.language as tl
 
-from fusednorm.devices.device import INTERPRETED, multiprocessor_count
+from fusednorm.devices.device import multiprocessor_count
 from fusednorm.integers import next_power_of_2
 from fusednorm.jit.exchange import collect, first_tag, leave, post, slot_of
 from fusednorm.jit.pieces import merge, merge_even, total_moments
@@ -75,8 +75,7 @@ class ForwardCooperative(ForwardConfig):
             **call.chunk_options(self.block, self.chunks, self.num_warps),
             "FULL": known_whole_in_slabs(sample.group_length, self.block, self.chunks, call.has_lane_a_thread),
             "LANE_A_THREAD": call.has_lane_a_thread,
-            # The compiler's reduction tree is full; the interpreter goes from slot to slot.
-            "EQUAL": sample.group_length == slab * slots and slots <= 32 * self.num_warps and not INTERPRETED,
+            "EQUAL": sample.group_length == slab * slots and slots <= 32 * self.num_warps,
             "SKEWED": call.is_skewed,
             "SLOTS": slots,
             "DEPTH": depth,
@@ -114,18 +113,18 @@ def _group_moments(
 def _slab_moments(
     chunks, residuals, before, end,
     FULL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, SKEWED: tl.constexpr,
-    LANE_A_THREAD: tl.constexpr, FAST: tl.constexpr,
+    LANE_A_THREAD: tl.constexpr,
 ):  # fmt: skip
     """Mean, rest and sum of squares of a slab; without masks if this slab is whole, even if others are not."""
     CHUNKS: tl.constexpr = len(chunks)
     if FULL == CHUNKS or (LANE_A_THREAD and ((before <= 0) & (end == CHUNKS * BLOCK))):
-        count, means, rests, squares = moments_of_lanes(chunks, residuals, 0, end, CHUNKS, BLOCK, GROUP, FAST)
-        moments = total_moments(count, means, rests, squares, True, FAST)
+        count, means, rests, squares = moments_of_lanes(chunks, residuals, 0, end, CHUNKS, BLOCK, GROUP)
+        moments = total_moments(count, means, rests, squares, True)
     else:
         count, means, rests, squares = moments_of_lanes(
-            chunks, residuals, before, end, FULL, BLOCK, GROUP, FAST, SKEWED=SKEWED
+            chunks, residuals, before, end, FULL, BLOCK, GROUP, SKEWED=SKEWED
         )
-        moments = total_moments(count, means, rests, squares, False, FAST)
+        moments = total_moments(count, means, rests, squares, False)
     return moments
 
 
@@ -134,7 +133,7 @@ def _write_slab(
     chunks, residuals, affine, parameters, y_ptr, residual_out_ptr, base, row, first, before, end, group_length,
     indexing, mean, rest, rstd, dropout,
     FULL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, SKEWED: tl.constexpr, PARAMETERS: tl.constexpr,
-    EVICT: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr,
+    EVICT: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """`write_chunks` of a slab; without masks if this slab is whole, even if others are not."""
     CHUNKS: tl.constexpr = len(chunks)
@@ -142,13 +141,13 @@ def _write_slab(
         write_chunks(
             chunks, residuals, affine, parameters, y_ptr, residual_out_ptr, base, row, first, 0, end, group_length,
             indexing, mean, rest, rstd, dropout, 0, 1,
-            CHUNKS, BLOCK, GROUP, PARAMETERS, False, EVICT, ACTIVATION, DROPOUT, FAST,
+            CHUNKS, BLOCK, GROUP, PARAMETERS, False, EVICT, ACTIVATION, DROPOUT,
         )  # fmt: skip
     else:
         write_chunks(
             chunks, residuals, affine, parameters, y_ptr, residual_out_ptr, base, row, first, before, end,
             group_length, indexing, mean, rest, rstd, dropout, 0, 1,
-            FULL, BLOCK, GROUP, PARAMETERS, False, EVICT, ACTIVATION, DROPOUT, FAST, SKEWED,
+            FULL, BLOCK, GROUP, PARAMETERS, False, EVICT, ACTIVATION, DROPOUT, SKEWED,
         )  # fmt: skip
 
 
@@ -198,7 +197,6 @@ def group_norm_nchw_cooperative_kernel(
     PARAMETERS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
-    FAST: tl.constexpr,
 ):
     """`members` programs share a group, a slab of CHUNKS * BLOCK elements each.
 
@@ -263,12 +261,12 @@ def group_norm_nchw_cooperative_kernel(
             _write_slab(
                 late, late_residuals, affine, parameters, y_ptr, residual_out_ptr, late_at, late_row, late_first,
                 late_before - first, late_end, length, indexing, mean, rest, rstd, dropout,
-                FULL, BLOCK, GROUP, SKEWED, PARAMETERS, "evict_first", ACTIVATION, DROPOUT, FAST,
+                FULL, BLOCK, GROUP, SKEWED, PARAMETERS, "evict_first", ACTIVATION, DROPOUT,
             )  # fmt: skip
 
         if turn < turns:
             slab_mean, slab_rest, slab_square = _slab_moments(
-                chunks, residuals, before - first, end, FULL, BLOCK, GROUP, SKEWED, LANE_A_THREAD, FAST
+                chunks, residuals, before - first, end, FULL, BLOCK, GROUP, SKEWED, LANE_A_THREAD
             )
             post(slot_of(exchange_ptr, team, tag, member, members, DEPTH), tag, slab_mean, slab_rest, slab_square)
             if LAG == 0:
@@ -284,7 +282,7 @@ def group_norm_nchw_cooperative_kernel(
                 _write_slab(
                     chunks, residuals, affine, parameters, y_ptr, residual_out_ptr, x_at, row, first - before,
                     before - first, end, length, indexing, mean, rest, rstd, dropout,
-                    FULL, BLOCK, GROUP, SKEWED, PARAMETERS, "", ACTIVATION, DROPOUT, FAST,
+                    FULL, BLOCK, GROUP, SKEWED, PARAMETERS, "", ACTIVATION, DROPOUT,
                 )  # fmt: skip
         tag += 1
 

@@ -114,7 +114,6 @@ def group_norm_nchw_resident_kernel(
     SHARED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
-    FAST: tl.constexpr,
 ):
     """One group per program, read once; if SHARED, `writers` programs per group, a power of two.
 
@@ -147,9 +146,9 @@ def group_norm_nchw_resident_kernel(
             next_base, next_before = frame_of(row + ahead, length, GROUP, SKEWED)
             prefetch(x_ptr + next_base, whole_vectors(next_before + length, GROUP))
     count, means, rests, squares = moments_of_lanes(
-        chunks, residuals, before, end, FULL, BLOCK, GROUP, FAST, SKEWED=SKEWED
+        chunks, residuals, before, end, FULL, BLOCK, GROUP, SKEWED=SKEWED
     )
-    mean, rest, square = total_moments(count, means, rests, squares, FULL == CHUNKS and not SKEWED, FAST)
+    mean, rest, square = total_moments(count, means, rests, squares, FULL == CHUNKS and not SKEWED)
     mean, rest = same_for_all(mean, rest, means, tl.arange(0, BLOCK // GROUP)[:, None], PARAMETERS)
     rstd = 1.0 / tl.sqrt(square / length.to(tl.float32) + eps)
     if mean_ptr is not None:  # noqa: SIM102 (a constexpr and a run-time condition)
@@ -160,5 +159,5 @@ def group_norm_nchw_resident_kernel(
     write_chunks(
         chunks, residuals, affine, parameters, y_ptr, residual_out_ptr, base, row, -before, before, end, length,
         indexing, mean, rest, rstd, (seed, dropout_threshold, dropout_scale), writer, writers,
-        FULL, BLOCK, GROUP, PARAMETERS, SHARED, "", ACTIVATION, DROPOUT, FAST, SKEWED,
+        FULL, BLOCK, GROUP, PARAMETERS, SHARED, "", ACTIVATION, DROPOUT, SKEWED,
     )  # fmt: skip

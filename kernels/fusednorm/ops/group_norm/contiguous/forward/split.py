@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fusednorm.arguments.layouts import lies_otherwise
-from fusednorm.devices.device import INTERPRETED, since_hopper
+from fusednorm.devices.device import since_hopper
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import await_previous, let_next_start
 from fusednorm.launch.launch import Launch, dependent
@@ -78,7 +78,6 @@ class ForwardSplit(ForwardConfig):
             "WIDE": sample.group_length >= WIDE_GROUP,
             "RESIDUAL_OTHER": lies_otherwise(residual, False),
             "EARLY": since_hopper(x.device),
-            "FAST": not INTERPRETED,
             "num_warps": self.num_warps,
         }
         grid = (x.shape[0] * sample.groups * splits,)
@@ -101,7 +100,6 @@ def group_norm_nchw_split_moments_kernel(
     UNITS: tl.constexpr,
     WIDE: tl.constexpr,
     RESIDUAL_OTHER: tl.constexpr,
-    FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Write the moments of one part of one group to [N, splits, G]."""
@@ -120,9 +118,7 @@ def group_norm_nchw_split_moments_kernel(
     x_ptr += base
     if residual_ptr is not None:
         residual_ptr += sample * groups * (group_units * VEC) if RESIDUAL_OTHER else base
-    mean, rest, square = range_moments(
-        x_ptr, residual_ptr, elsewhere, first, last, VEC, UNITS, RESIDUAL_OTHER, FAST
-    )
+    mean, rest, square = range_moments(x_ptr, residual_ptr, elsewhere, first, last, VEC, UNITS, RESIDUAL_OTHER)
     slot = (sample * splits + split) * groups + (row - sample * groups) + tl.zeros((1, 1, 1), tl.int32)
     tl.store(mean_part_ptr + slot, mean)
     tl.store(rest_part_ptr + slot, rest)
@@ -173,7 +169,6 @@ def group_norm_nchw_split_apply_kernel(
     RESIDUAL_OTHER: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
-    FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Reduce the parts of one group, then write one run of its y; the last run is first."""
@@ -194,7 +189,6 @@ def group_norm_nchw_split_apply_kernel(
         group_units * VEC,
         BLOCK_SPLITS,
         1,
-        FAST,
     )
     rstd = 1.0 / tl.sqrt(variance + eps)
     if mean_ptr is not None:  # noqa: SIM102 (a constexpr and a run-time condition)
@@ -211,5 +205,5 @@ def group_norm_nchw_split_apply_kernel(
         x_ptr, residual_ptr, parameters, y_ptr, residual_out_ptr, mean, rest, rstd, row, first, last,
         group_units, groups, channels, channel_length, magic, shift, scale_stride,
         seed, dropout_threshold, dropout_scale,
-        VEC, UNITS, ALIGNED, WIDE, RESIDUAL_OTHER, ACTIVATION, DROPOUT, FAST,
+        VEC, UNITS, ALIGNED, WIDE, RESIDUAL_OTHER, ACTIVATION, DROPOUT,
     )  # fmt: skip

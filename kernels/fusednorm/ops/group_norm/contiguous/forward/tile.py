@@ -73,7 +73,6 @@ def group_norm_nchw_tile_kernel(
     ALIGNED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
-    FAST: tl.constexpr,
 ):
     """ROWS whole groups per program, held in registers: read once, two-pass statistics, written once."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None, None]
@@ -90,8 +89,8 @@ def group_norm_nchw_tile_kernel(
     h = load_sum(x_ptr, residual_ptr, at, at, mask, "evict_first")
     pivot = tl.sum(tl.sum(h, 2, keep_dims=True), 1, keep_dims=True) / length
     d = tl.where(mask, h - pivot, 0.0)
-    square = tl.sum(multiply_terms(d, d, FAST), 2, keep_dims=True)
-    rest, square = sum_pair(tl.sum(d, 2, keep_dims=True), square, 1, FAST)
+    square = tl.sum(multiply_terms(d, d), 2, keep_dims=True)
+    rest, square = sum_pair(tl.sum(d, 2, keep_dims=True), square, 1)
     rest, square = about_mean(length, rest, square)
     rstd = 1.0 / tl.sqrt(square / length + eps)
     if mean_ptr is not None:
@@ -105,5 +104,5 @@ def group_norm_nchw_tile_kernel(
         h, pivot, rest, rstd, parameters, y_ptr, residual_out_ptr, base, sample, group, unit, mask,
         group_units, groups, channels, channel_length, magic, shift, scale_stride,
         seed, dropout_threshold, dropout_scale,
-        VEC, ALIGNED, False, ACTIVATION, DROPOUT, FAST,
+        VEC, ALIGNED, False, ACTIVATION, DROPOUT,
     )  # fmt: skip

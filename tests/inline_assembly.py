@@ -1,0 +1,79 @@
+"""Inline assembly of kernels as numpy computes it, for Triton's interpreter, which runs none.
+
+`test_inline_assembly` compares each function with the instructions themselves on a GPU.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from fusednorm.jit import prefetch
+from fusednorm.ops.group_norm.channels_last import blocks
+
+Array = np.ndarray[Any, Any]
+
+_SMALLEST_NORMAL = np.finfo(np.float32).smallest_normal
+
+
+def multiply(a: Array, b: Array) -> Array:
+    """Round a * b."""
+    return a * b
+
+
+def widen_bfloat16(bits: Array) -> Array:
+    """Convert bfloat16, which the interpreter has as bits."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def widen_float16(values: Array) -> Array:
+    """Convert float16."""
+    return values.astype(np.float32)
+
+
+def reciprocal(x: Array) -> Array:
+    """Divide 1 by x, where subnormal numbers are 0; the instruction may differ by 1 ulp."""
+    return _flush(np.float32(1.0) / _flush(x))
+
+
+def tanh(x: Array) -> Array:
+    """Compute tanh(x); the instruction has a relative error of up to 2^-11."""
+    return np.tanh(x)
+
+
+def standardise(h: Array, mean: Array, rstd: Array, addend: Array) -> Array:
+    """Compute (h - mean) * rstd + addend, rounded after the subtraction and at the end."""
+    distance = h - mean
+    # float64 holds the product exactly.  Its sum is rounded to odd, so that rounding it again is rounding it once.
+    product, addend = distance.astype(np.float64) * rstd, addend.astype(np.float64)
+    total = product + addend
+    shared = total - product
+    error = (product - (total - shared)) + (addend - shared)
+    is_even = total.view(np.int64) & 1 == 0
+    toward = np.where(error > 0, np.inf, -np.inf)
+    inexact = ((error > 0) | (error < 0)) & is_even
+    return np.where(inexact, np.nextafter(total, toward), total).astype(np.float32)
+
+
+def _flush(x: Array) -> Array:
+    """Replace subnormal numbers by zeros of the same sign."""
+    return np.where(np.abs(x) < _SMALLEST_NORMAL, np.copysign(np.float32(0.0), x), x)
+
+
+def do_nothing(*operands: Array) -> Array:
+    """Take what has no result: it makes memory faster, or lets kernels overlap."""
+    return np.zeros(np.shape(operands[0]) if operands else 1, np.int32)
+
+
+COMPUTED: dict[str, Callable[..., Array]] = {
+    "mul.rn.f32 $0, $1, $2;": multiply,
+    "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;": widen_bfloat16,
+    "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }": widen_float16,
+    "rcp.approx.ftz.f32 $0, $1;": reciprocal,
+    "tanh.approx.f32 $0, $1;": tanh,
+    "{ .reg .f32 d; sub.rn.f32 d, $1, $2; fma.rn.f32 $0, d, $3, $4; }": standardise,
+    prefetch.PREFETCH.value: do_nothing,
+    prefetch.TOUCH.value: do_nothing,
+    prefetch.TOUCH_ROWS.value: do_nothing,
+    blocks.ASK.value: do_nothing,
+}
+"""What computes each statement from its operands; keys are the statements of kernels, to the letter."""
