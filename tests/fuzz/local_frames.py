@@ -3,6 +3,7 @@
 import contextlib
 
 from normserve.codec import local_frames as local_codec
+from normserve.codec.framing import FrameReader
 from normserve.errors import MalformedPayloadError, NormserveError, TooLargeError
 from normserve.local.arena import Arena, check_places, check_together
 from normserve.memory.device_segments import DeviceBytes, DeviceSegment
@@ -31,7 +32,7 @@ def local_frames(data: bytes) -> None:
 
 def _local_frames_of(pieces: list[bytes]) -> tuple[list[tuple[int, bytes]], bool]:
     """The frames, and whether one was too long."""
-    incoming, found = local_codec.Frames(_LOCAL_FRAME_BYTES), []
+    incoming, found = FrameReader(_LOCAL_FRAME_BYTES), []
     try:
         for piece in pieces:
             found += incoming.feed(piece)

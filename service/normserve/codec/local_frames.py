@@ -1,17 +1,17 @@
-"""The frames that a client on the same host and the server exchange; docs/local-protocol.md specifies them.
+"""The messages that a client on the same host and the server exchange; docs/local-protocol.md specifies them.
 
-A frame is a prefix of eight bytes, the length of its content and a tag, and then the content in JSON.  Frames carry
-references to tensors, never the tensors.  What a frame says is data of the other side's choice: it is read from a
-copy that nobody else can change, into types that hold nothing but what they declare.
+Each is the content of a frame (`framing`), in JSON.  They carry references to tensors, never the tensors.  What a
+frame says is data of the other side's choice: it is read from a copy that nobody else can change, into types that
+hold nothing but what they declare.
 """
 
-import struct
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 
-from normserve.errors import MalformedPayloadError, TooLargeError
+from normserve.codec.framing import PREFIX
+from normserve.errors import MalformedPayloadError
 
 VERSION = 1
 
@@ -26,8 +26,6 @@ MAX_MESSAGES = 64
 
 #: Tags are numbers of 32 bits.
 TAGS = 2**32
-
-PREFIX = struct.Struct("<II")
 
 _LONGEST_QUOTE = 200
 
@@ -272,59 +270,6 @@ def write(tag: int, message: Message | Answer | Done | msgspec.Raw | Sequence[Me
     """A whole frame; of a `msgspec.Raw`, which is encoded already, as of anything else."""
     content = _encode(message)
     return PREFIX.pack(len(content), tag) + content
-
-
-class Frames:
-    """Cuts a stream of bytes into frames; keeps no more of it than the frame that is not whole yet.
-
-    Attributes:
-        max_bytes: of one frame's content.
-    """
-
-    def __init__(self, max_bytes: int) -> None:
-        """Args: max_bytes: as the attribute."""
-        self.max_bytes = max_bytes
-        self._rest = bytearray()
-        self._needed = 0
-
-    @property
-    def is_within(self) -> bool:
-        """A frame has begun and is not whole."""
-        return bool(self._rest)
-
-    def feed(self, data: bytes) -> list[tuple[int, bytes]]:
-        """The frames that are whole now, each with its tag.
-
-        Raises:
-            TooLargeError: one says that it is longer than any may be; nothing after it can be told apart.
-        """
-        if not self._rest and len(data) >= PREFIX.size:
-            # Usually one whole frame has come, and nothing else.
-            length, tag = PREFIX.unpack_from(data)
-            if length == len(data) - PREFIX.size <= self.max_bytes:
-                return [(tag, data[PREFIX.size :])]
-        if self._rest:
-            self._rest += data
-            if len(self._rest) < self._needed:
-                return []
-            data = bytes(self._rest)
-            self._rest.clear()
-        found = []
-        position, end = 0, len(data)
-        self._needed = PREFIX.size
-        while end - position >= PREFIX.size:
-            length, tag = PREFIX.unpack_from(data, position)
-            if length > self.max_bytes:
-                raise TooLargeError(f"a frame must have at most {self.max_bytes} bytes, {length} are announced")
-            begin = position + PREFIX.size
-            if length > end - begin:
-                self._needed = PREFIX.size + length
-                break
-            position = begin + length
-            found.append((tag, data[begin:position]))
-        if position < end:
-            self._rest += data[position:]
-        return found
 
 
 def _quoted(text: str) -> str:

@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from normserve.backends.replayer import Replayer
-from normserve.codec.local_frames import MAX_FRAME_BYTES, Frames
+from normserve.codec.framing import FrameReader
+from normserve.codec.local_frames import MAX_FRAME_BYTES
 from normserve.errors import NormserveError
 from normserve.sockets import add_reader, has_error
 
@@ -62,7 +63,7 @@ class Wire:
         self._connection = connection
         self._listener = listener
         self._loop = asyncio.get_running_loop()
-        self._frames = Frames(MAX_FRAME_BYTES)
+        self._frames = FrameReader(MAX_FRAME_BYTES)
         self._frame_s, self._send_s, self._most_unsent = frame_s, send_s, most_unsent
         self._began = 0.0
         self._unsent: deque[_UnsentFrame] = deque()

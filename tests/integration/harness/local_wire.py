@@ -8,6 +8,7 @@ import struct
 import msgspec
 import numpy as np
 from normserve.codec import local_frames as frames
+from normserve.codec.framing import FrameReader
 from normserve.memory.segments import Segment, map_segment
 
 _RIGHTS_BYTES = socket.CMSG_SPACE(8 * struct.calcsize("i"))
@@ -21,7 +22,7 @@ class LocalConnection:
         self.socket.settimeout(timeout_s)
         self.socket.connect(str(path))
         self.segments: dict[int, Segment] = {}
-        self._frames = frames.Frames(2**30)
+        self._frames = FrameReader(2**30)
         self._found: list[tuple[int, bytes]] = []
         self._descriptors: list[int] = []
         self._tag = 0

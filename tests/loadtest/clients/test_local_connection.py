@@ -21,6 +21,7 @@ from normload.load.scenario import Phase
 from normserve.client import ConnectionFailedError, DType, RequestTimeoutError, UnexpectedAnswerError
 from normserve.client.http.address import Address
 from normserve.codec import local_frames as frames
+from normserve.codec.framing import FrameReader
 from normserve.memory.segments import Segment, make_segment
 
 from tests.loadtest.conftest import wait_for
@@ -63,7 +64,7 @@ class LocalServer:
             threading.Thread(target=self._attend, args=(connected,), daemon=True).start()
 
     def _attend(self, connected):
-        coming, segments = frames.Frames(frames.MAX_FRAME_BYTES), []
+        coming, segments = FrameReader(frames.MAX_FRAME_BYTES), []
         with connected:
             while data := connected.recv(2**16):
                 for tag, content in coming.feed(data):

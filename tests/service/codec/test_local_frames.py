@@ -1,13 +1,12 @@
 """Frames: what is written is read, however it is cut, and whatever else comes is refused."""
 
-import itertools
-
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from normserve.codec import local_frames as frames
-from normserve.errors import MalformedPayloadError, TooLargeError
+from normserve.codec.framing import FrameReader
+from normserve.errors import MalformedPayloadError
 
 WHOLE = st.integers(0, 2**63 - 1)
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -38,7 +37,7 @@ TAGS = st.integers(0, frames.TAGS - 1)
 @given(st.lists(st.tuples(TAGS, MESSAGES), max_size=6), st.lists(st.integers(0, 2000), max_size=8))
 def test_messages_survive_however_the_stream_is_cut(sent, cuts):
     stream = b"".join(frames.write(tag, message) for tag, message in sent)
-    incoming = frames.Frames(frames.MAX_FRAME_BYTES)
+    incoming = FrameReader(frames.MAX_FRAME_BYTES)
     found, start = [], 0
     for end in [*sorted(min(cut, len(stream)) for cut in cuts), len(stream)]:
         found += incoming.feed(stream[start:end])
@@ -49,7 +48,7 @@ def test_messages_survive_however_the_stream_is_cut(sent, cuts):
 
 @given(st.lists(MESSAGES, min_size=1, max_size=4))
 def test_an_array_of_messages_is_read_in_its_order(messages):
-    ((_, content),) = frames.Frames(2**20).feed(frames.write(1, messages))
+    ((_, content),) = FrameReader(2**20).feed(frames.write(1, messages))
     assert list(frames.read_messages(content)) == messages
 
 
@@ -68,25 +67,10 @@ def test_what_is_no_message_is_refused(content):
     assert list(frames.read_messages(again)) == list(messages)
 
 
-@given(st.lists(st.integers(0, 70), max_size=8), st.integers(1, 60))
-def test_no_more_is_kept_than_one_frame(lengths, most):
-    incoming, found = frames.Frames(most), []
-    refused = False
-    try:
-        for byte in b"".join(frames.PREFIX.pack(length, 7) + bytes(length) for length in lengths):
-            found += incoming.feed(bytes([byte]))
-            assert len(incoming._rest) < most + frames.PREFIX.size
-    except TooLargeError:
-        refused = True
-    taken = list(itertools.takewhile(lambda length: length <= most, lengths))
-    assert found == [(7, bytes(length)) for length in taken]
-    assert refused == (len(taken) < len(lengths))
-
-
 def test_an_answer_whose_results_are_encoded_already_is_an_answer():
     results = {"y": frames.Located(3, 64, "float16", (2, 5))}
     done = frames.Done("an-id", msgspec.Raw(msgspec.json.encode(results)), {"recv": 0.5}, 7, 1.5, 2)
-    ((tag, content),) = frames.Frames(2**20).feed(frames.write(9, done))
+    ((tag, content),) = FrameReader(2**20).feed(frames.write(9, done))
     expected = frames.Answer(200, "an-id", results, {"recv": 0.5}, 7, 1.5, 2)
     assert (tag, frames.read_answer(content)) == (9, expected)
 

@@ -14,6 +14,7 @@ from normserve.admission.keys import Keyring
 from normserve.backends.cuda.replayer import build
 from normserve.backends.replayer import Replay
 from normserve.codec import local_frames as frames
+from normserve.codec.framing import FrameReader
 from normserve.jobs.job import Recurrence
 from normserve.local.connection import Connection
 from normserve.local.peer import Peer
@@ -60,7 +61,7 @@ class Replayed:
         self.connection = Connection(service, Peer(os.getpid(), os.geteuid()), None, lambda: None)
         self.ended: list[object] = []
         self.connection.on_gone = self.ended.append
-        self._frames = frames.Frames(2**20)
+        self._frames = FrameReader(2**20)
         self._found: list[tuple[int, bytes]] = []
 
     def _replay(self, recurrence: Recurrence) -> Replay | None:

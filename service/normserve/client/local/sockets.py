@@ -14,6 +14,7 @@ from normserve.client.answers.reception import DOCUMENT_BYTES, LIST_BYTES
 from normserve.client.errors import ConnectionFailedError, UnexpectedAnswerError
 from normserve.client.local.arena import Arena
 from normserve.codec import local_frames as frames
+from normserve.codec.framing import FrameReader
 from normserve.codec.local_frames import Message
 from normserve.errors import NormserveError
 from normserve.memory.segments import map_segment
@@ -46,7 +47,7 @@ class Incoming:
     def __init__(self, connected: socket.socket, arena: Arena) -> None:
         self._connected = connected
         self._arena = arena
-        self._frames = frames.Frames(DOCUMENT_BYTES)
+        self._frames = FrameReader(DOCUMENT_BYTES)
         self.is_soon = False
         # For how long the one that is waited for was polled for, in vain.
         self._polled_s = 0.0

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 from normserve.backends.cuda.replayer import build
 from normserve.codec import local_frames as frames
+from normserve.codec.framing import FrameReader
 
 from tests.service.backends.cuda.fake_driver import FakeDriver
 
@@ -41,7 +42,7 @@ class Client:
 
     def answers(self, count):
         """The next so many answers, with their tags."""
-        cut, found = frames.Frames(2**20), []
+        cut, found = FrameReader(2**20), []
         while len(found) < count:
             found += cut.feed(self.theirs.recv(2**16))
         return [(tag, frames.read_answer(content)) for tag, content in found]

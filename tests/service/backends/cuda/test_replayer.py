@@ -8,6 +8,7 @@ import pytest
 from normserve.backends.cuda.replayer import build
 from normserve.backends.replayer import FAILED, RECEIVED, UNSENT
 from normserve.codec import local_frames as frames
+from normserve.codec.framing import FrameReader
 
 from tests.service.backends.cuda.replayer_client import CONTENT, client, frame
 
@@ -174,7 +175,7 @@ def test_the_rest_of_an_answer_that_is_not_read_goes_to_the_caller(client):
     while len(got) + len(sent[4]) < 2**20 or client.has_answer():
         got += client.theirs.recv(2**16)
     whole = got + sent[4] + last[4]
-    [(first, _), (second, answer)] = frames.Frames(2**21).feed(whole)
+    [(first, _), (second, answer)] = FrameReader(2**21).feed(whole)
     assert (first, second, answer[:13]) == (1, 2, b'{"status":200')
 
 

@@ -15,6 +15,7 @@ from normserve.client.deadlines import Deadline
 from normserve.client.local import sockets
 from normserve.client.local.link import Link
 from normserve.codec import local_frames as frames
+from normserve.codec.framing import FrameReader
 from normserve.memory.segments import Segment, make_segment
 
 LONG = {str(number): frames.Located(0, 0, "x" * 200, (1,)) for number in range(200)}
@@ -32,7 +33,7 @@ def serving(path, answer, connections=1):
     accepted = []
 
     def converse(connected):
-        found = frames.Frames(2**30)
+        found = FrameReader(2**30)
         while data := connected.recv(2**16):
             for tag, content in found.feed(data):
                 (message,) = frames.read_messages(content)

@@ -1,0 +1,190 @@
+"""Frames on a Unix socket, without the socket.
+
+A frame is a prefix of eight bytes, the length of its content and a tag, and then the content.  Descriptors
+accompany the first byte of a frame.  The code that owns the socket only moves bytes: it gives a `FrameReader` the
+result of `recvmsg`, and sends the front of a `SendQueue`.
+"""
+
+import contextlib
+import os
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
+
+from normserve.errors import TooLargeError
+
+PREFIX = struct.Struct("<II")
+
+_INT = struct.Struct("i")
+# As enumerations these take a microsecond each time.
+_SOCKET, _RIGHTS, _TRUNCATED = int(socket.SOL_SOCKET), int(socket.SCM_RIGHTS), int(socket.MSG_CTRUNC)
+
+_Data = TypeVar("_Data", bytes, memoryview)
+
+
+def rights_bytes(max_descriptors: int) -> int:
+    """Return the size of the ancillary buffer with which `recvmsg` receives so many descriptors."""
+    return socket.CMSG_SPACE(max_descriptors * _INT.size)
+
+
+class FrameReader:
+    """Cuts received bytes into frames; keeps no more than one incomplete frame, and the descriptors that came.
+
+    Attributes:
+        max_bytes: of a frame's content.
+        max_descriptors: that may be kept at the same time.
+        descriptors: that came and have not been taken; whoever takes one closes it.
+    """
+
+    def __init__(self, max_bytes: int, max_descriptors: int = 0) -> None:
+        """Args: max_bytes, max_descriptors: as the attributes."""
+        self.max_bytes = max_bytes
+        self.max_descriptors = max_descriptors
+        self.descriptors: deque[int] = deque()
+        self._rest = bytearray()
+        self._needed_bytes = 0
+
+    @property
+    def is_within(self) -> bool:
+        """Whether a frame has begun and is not complete."""
+        return bool(self._rest)
+
+    def feed(
+        self, data: _Data, ancillary: Sequence[tuple[int, int, bytes]] = (), flags: int = 0
+    ) -> list[tuple[int, _Data]]:
+        """Return the tags and contents of the frames that are complete now.
+
+        Args:
+            data: as received; of a memoryview, contents may be views of it.
+            ancillary, flags: what `recvmsg` returned beside `data`.
+
+        Raises:
+            TooLargeError: a frame is longer than permitted, or descriptors came beyond those permitted, or were
+                lost on the way; nothing received later can be understood.
+        """
+        if ancillary or flags & _TRUNCATED:
+            self._keep_descriptors(ancillary, flags)
+        if self._rest:
+            self._rest += data
+            if len(self._rest) < self._needed_bytes:
+                return []
+            whole, self._rest = self._rest, bytearray()
+            data = bytes(whole) if isinstance(data, bytes) else memoryview(whole)
+        elif len(data) >= PREFIX.size:
+            # Usually exactly one frame has come.
+            length, tag = PREFIX.unpack_from(data)
+            if length == len(data) - PREFIX.size <= self.max_bytes:
+                return [(tag, data[PREFIX.size :])]
+        found = []
+        position, end = 0, len(data)
+        self._needed_bytes = PREFIX.size
+        while end - position >= PREFIX.size:
+            length, tag = PREFIX.unpack_from(data, position)
+            if length > self.max_bytes:
+                raise TooLargeError(f"a frame must have at most {self.max_bytes} bytes, {length} are announced")
+            begin = position + PREFIX.size
+            if length > end - begin:
+                self._needed_bytes = PREFIX.size + length
+                break
+            position = begin + length
+            found.append((tag, data[begin:position]))
+        if position < end:
+            self._rest += data[position:]
+        return found
+
+    def close_unclaimed(self) -> None:
+        """Close descriptors that accompanied frames which did not call for them."""
+        if self.descriptors and not self._rest:
+            self.close()
+
+    def close(self) -> None:
+        """Close all descriptors."""
+        close_descriptors(self.descriptors)
+        self.descriptors.clear()
+
+    def _keep_descriptors(self, ancillary: Sequence[tuple[int, int, bytes]], flags: int) -> None:
+        for level, kind, rights in ancillary:
+            if level == _SOCKET and kind == _RIGHTS:
+                whole = len(rights) // _INT.size * _INT.size
+                self.descriptors += [descriptor for (descriptor,) in _INT.iter_unpack(rights[:whole])]
+        count = len(self.descriptors)
+        if flags & _TRUNCATED or count > self.max_descriptors:
+            self.close()
+            lost = ", and others were lost" if flags & _TRUNCATED else ""
+            raise TooLargeError(
+                f"at most {self.max_descriptors} descriptors must come that were requested, {count} came{lost}"
+            )
+
+
+class _QueuedFrame(NamedTuple):
+    rest: bytes | bytearray | memoryview
+    descriptors: Sequence[int]
+    on_lost: Callable[[], None] | None
+
+
+class SendQueue:
+    """Frames to be sent, in their order; closes their descriptors once these are sent or given up.
+
+    Attributes:
+        on_last_lost: of the last frame that was sent completely, the `on_lost` that `add` was given.
+        is_cut: a frame has been sent in part, so that only its rest may follow.
+    """
+
+    def __init__(self) -> None:
+        self.on_last_lost: Callable[[], None] | None = None
+        self.is_cut = False
+        self._frames: deque[_QueuedFrame] = deque()
+
+    def __len__(self) -> int:
+        return len(self._frames)
+
+    def add(
+        self,
+        frame: bytes | bytearray,
+        descriptors: Sequence[int] = (),
+        on_lost: Callable[[], None] | None = None,
+    ) -> None:
+        """Add a frame at the end.
+
+        Args:
+            descriptors: accompany it, and are closed then.
+            on_lost: returned by `close` if the frame was not sent completely.
+        """
+        self._frames.append(_QueuedFrame(frame, descriptors, on_lost))
+
+    def front(self) -> tuple[bytes | bytearray | memoryview, Sequence[int]]:
+        """Return the bytes that are to be sent next, and the descriptors that accompany them."""
+        rest, descriptors, _ = self._frames[0]
+        return rest, descriptors
+
+    def advance(self, nbytes: int) -> None:
+        """Note that so many bytes of the front were sent, more than none, and its descriptors with them."""
+        rest, descriptors, on_lost = self._frames[0]
+        if descriptors:
+            close_descriptors(descriptors)
+        self.is_cut = nbytes < len(rest)
+        if self.is_cut:
+            self._frames[0] = _QueuedFrame(memoryview(rest)[nbytes:], (), on_lost)
+        else:
+            self._frames.popleft()
+            self.on_last_lost = on_lost
+
+    def close(self) -> list[Callable[[], None]]:
+        """Give up all frames; return the `on_lost` of those that have one."""
+        lost = []
+        for _, descriptors, on_lost in self._frames:
+            close_descriptors(descriptors)
+            if on_lost is not None:
+                lost.append(on_lost)
+        self._frames.clear()
+        self.is_cut = False
+        return lost
+
+
+def close_descriptors(descriptors: Sequence[int]) -> None:
+    """Close all of them, whatever the system says of one."""
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
