@@ -1,26 +1,31 @@
 """A connection of the load test to a server on the same host that shares memory with it.
 
-It is driven by steps, like `Connection`.  It has one request at a time, so all have the same tag and a repeated
-request has the same bytes: its tensors stay in the arena where they were first placed.
+It is driven by steps, like `Connection`.  A repeated request is the same message: its tensors stay in the arena
+where they were first placed.
 """
 
+import json
 import socket
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import TypeVar
 
+import msgspec
 from normserve.client.answers.answer import Answer
+from normserve.client.errors import ApiError
 from normserve.client.http.opening import connecting
 from normserve.client.http.steps import READ, WRITE, Steps
-from normserve.client.local.arena import Arena, Block
-from normserve.client.local.messages import growth, prepare, understood
-from normserve.client.local.sockets import Incoming
-from normserve.codec import local_frames as frames
-from normserve.codec.local_frames import VERSION
+from normserve.client.local.arena import Block
+from normserve.client.local.messages import prepare, understood
+from normserve.client.local.protocol import ClientProtocol, Exchanges, LocalRequest
+from normserve.client.local.sockets import receive_now
+from normserve.codec.framing import SendQueue
+from normserve.codec.local_frames import Reply
 
 from normload.clients.connection import Waiting
 from normload.clients.pool import Request
 
-_TAG = 1
+_R = TypeVar("_R")
 
 # Tensors and results of requests that a connection leaves in its arena, which the server counts against a quota.
 _KEPT_BYTES = 4 * 2**20
@@ -31,26 +36,18 @@ class _Placed:
     """A request whose tensors are in the arena.
 
     Attributes:
-        frame: of the request.
+        message: of the request, encoded.
         inputs: blocks of its tensors.
         results: blocks of its results.
     """
 
-    frame: bytes
+    message: msgspec.Raw
     inputs: list[Block]
     results: dict[str, Block]
 
     @property
     def nbytes(self) -> int:
         return sum(block.nbytes for block in (*self.inputs, *self.results.values()))
-
-
-class _RefusedError(Exception):
-    """The server responded with an error to a message other than the request."""
-
-    def __init__(self, answer: frames.Answer) -> None:
-        super().__init__(answer.status)
-        self.answer = answer
 
 
 class LocalConnection(Waiting):
@@ -80,15 +77,15 @@ class LocalConnection(Waiting):
             self.close()
         try:
             if self._open is None:
-                self._open = _Link()
-                yield from self._open.begin(self._path, self._api_key)
+                self._open = _Link(self._api_key)
+                yield from self._open.connect(self._path)
             placed = self._placed.get(id(request))
             if placed is None:
                 placed = yield from self._place(self._open, request)
-            told = yield from self._open.request(placed.frame)
-        except _RefusedError as refused:
+            told = yield from self._open.request(LocalRequest(placed.message))
+        except ApiError as refusal:
             self.close()
-            return understood(refused.answer, {})
+            return _refused(refusal)
         except BaseException:
             self.close()
             raise
@@ -116,32 +113,27 @@ class LocalConnection(Waiting):
         kept = sum(placed.nbytes for placed in self._placed.values())
         while self._placed and kept + request.nbytes + request.most_bytes > _KEPT_BYTES:
             kept -= self._placed.popitem(last=False)[1].nbytes
-        needs = prepare(request.call, link.arena)
-        try:
-            while True:
-                yield from link.grow(next(needs))
-        except StopIteration as done:
-            prepared = done.value
-        placed = _Placed(frames.write(_TAG, prepared.message), prepared.inputs, dict(prepared.results))
+        protocol = link.protocol
+        prepared = yield from link.run(protocol.filled(prepare(request.call, protocol.arena)))
+        message = msgspec.Raw(msgspec.json.encode(prepared.message))
+        placed = _Placed(message, prepared.inputs, dict(prepared.results))
         self._placed[id(request)] = placed
         return placed
 
 
 class _Link:
-    """A connected socket and its arena."""
+    """A connected socket and what is sent and received on it."""
 
-    def __init__(self) -> None:
-        self.arena = Arena()
+    def __init__(self, api_key: str | None) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.setblocking(False)
-        self._incoming = Incoming(self._socket, self.arena)
-        # Whether the server may still write to the arena.
-        self._is_asked = False
+        self.protocol = ClientProtocol(api_key)
+        self._outgoing = SendQueue()
 
-    def begin(self, path: str, api_key: str | None) -> Steps[None]:
+    def connect(self, path: str) -> Steps[None]:
         """Connect and exchange greetings."""
         yield from connecting(self._socket, path)
-        _require((yield from self.request(frames.write(_TAG, frames.Hello(VERSION, api_key)))))
+        yield from self.run(self.protocol.greet())
 
     def is_quiet(self) -> bool:
         """Whether nothing was received between requests, such as the connection's end."""
@@ -153,71 +145,71 @@ class _Link:
             return False
         return False
 
-    def request(self, frame: bytes) -> Steps[frames.Answer]:
-        """Send a frame and wait for its response.
+    def run(self, exchanges: Exchanges[_R]) -> Steps[_R]:
+        """Carry out exchanges about memory of the host.
 
         Raises:
-            _RefusedError: the server refuses the connection.
+            ApiError: the server refuses the connection, or more memory.
             ClientError, OSError: the connection has ended, or cannot be used any more.
         """
-        self._is_asked = True
-        rest = memoryview(frame)
-        while rest:
+        reply = None
+        try:
+            while True:
+                step = exchanges.send(reply)
+                assert isinstance(step, LocalRequest)
+                reply = yield from self.request(step)
+        except StopIteration as done:
+            result: _R = done.value
+            return result
+
+    def request(self, request: LocalRequest) -> Steps[Reply]:
+        """Send a request and wait for its response.
+
+        Raises:
+            ApiError: the server refuses the connection.
+            ClientError, OSError: the connection has ended, or cannot be used any more.
+        """
+        protocol, outgoing = self.protocol, self._outgoing
+        pending, frame = protocol.begin(request)
+        outgoing.add(frame)
+        while outgoing:
             try:
-                rest = rest[self._socket.send(rest) :]
+                outgoing.send(self._socket)
             except BlockingIOError:
                 yield self._socket.fileno(), WRITE
             except BrokenPipeError:
                 # The server may have sent a reason before it closed.
-                break
-        while True:
+                outgoing.close()
+        while pending.reply is None:
+            if protocol.failure is not None:
+                raise protocol.failure()
             yield self._socket.fileno(), READ
             try:
-                found = self._incoming.receive()
+                protocol.receive(*receive_now(self._socket))
             except BlockingIOError:
                 continue
-            for tag, answer in found:
-                if tag == _TAG:
-                    self._is_asked = False
-                    return answer
-                if not tag and answer.status >= 400:
-                    raise _RefusedError(answer)
-
-    def grow(self, lacking: int) -> Steps[None]:
-        """Request another segment of at least `lacking` bytes.
-
-        Raises:
-            _RefusedError: the server grants no more memory.
-        """
-        sizes = growth(lacking, self.arena.nbytes)
-        answer = yield from self._request_segment(sizes[0])
-        if answer.status >= 400 and sizes[1] < sizes[0]:
-            answer = yield from self._request_segment(sizes[1])
-        _require(answer)
-
-    def _request_segment(self, nbytes: int) -> Steps[frames.Answer]:
-        message = frames.Grow(nbytes)
-        self._incoming.expect(_TAG, message)
-        return (yield from self.request(frames.write(_TAG, message)))
+        return pending.reply
 
     def close(self) -> None:
         """End the connection, and free its memory once nothing refers to it."""
-        self._incoming.close()
-        if self._is_asked:
+        self.protocol.close()
+        if self.protocol.has_pending or self.protocol.failure is not None:
             self._socket.close()
         else:
-            self.arena.once_empty(self._leave)
+            self.protocol.once_unused(self._leave)
 
     def _leave(self) -> None:
         try:
-            for number in self.arena.segments:
-                self._socket.send(frames.write(0, frames.Free(number)))
+            self._socket.send(self.protocol.leave())
         except OSError:
             return
         finally:
             self._socket.close()
 
 
-def _require(answer: frames.Answer) -> None:
-    if answer.status >= 400:
-        raise _RefusedError(answer)
+def _refused(refusal: ApiError) -> Answer:
+    """Return the response that was raised as an error."""
+    headers = {"x-request-id": refusal.request_id}
+    if refusal.retry_after_s is not None:
+        headers["retry-after"] = f"{refusal.retry_after_s:g}"
+    return Answer(refusal.status, headers, memoryview(json.dumps(refusal.problem).encode()))

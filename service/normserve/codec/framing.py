@@ -2,7 +2,7 @@
 
 A frame is a prefix of eight bytes, the length of its content and a tag, and then the content.  Descriptors
 accompany the first byte of a frame.  The code that owns the socket only moves bytes: it gives a `FrameReader` the
-result of `recvmsg`, and sends the front of a `SendQueue`.
+result of `recvmsg`, and lets a `SendQueue` send.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeAlias, TypeVar
 
 from normserve.errors import TooLargeError
 
@@ -22,6 +22,7 @@ _INT = struct.Struct("i")
 _SOCKET, _RIGHTS, _TRUNCATED = int(socket.SOL_SOCKET), int(socket.SCM_RIGHTS), int(socket.MSG_CTRUNC)
 
 _Data = TypeVar("_Data", bytes, memoryview)
+_Bytes: TypeAlias = bytes | bytearray | memoryview
 
 
 def rights_bytes(max_descriptors: int) -> int:
@@ -96,7 +97,7 @@ class FrameReader:
 
     def close_unclaimed(self) -> None:
         """Close descriptors that accompanied frames which did not call for them."""
-        if self.descriptors and not self._rest:
+        if not self._rest:
             self.close()
 
     def close(self) -> None:
@@ -118,12 +119,6 @@ class FrameReader:
             )
 
 
-class _QueuedFrame(NamedTuple):
-    rest: bytes | bytearray | memoryview
-    descriptors: Sequence[int]
-    on_lost: Callable[[], None] | None
-
-
 class SendQueue:
     """Frames to be sent, in their order; closes their descriptors once these are sent or given up.
 
@@ -135,16 +130,14 @@ class SendQueue:
     def __init__(self) -> None:
         self.on_last_lost: Callable[[], None] | None = None
         self.is_cut = False
-        self._frames: deque[_QueuedFrame] = deque()
+        # Of each the bytes that have not been sent yet, the descriptors, and `on_lost`.
+        self._frames: deque[tuple[_Bytes, Sequence[int], Callable[[], None] | None]] = deque()
 
     def __len__(self) -> int:
         return len(self._frames)
 
     def add(
-        self,
-        frame: bytes | bytearray,
-        descriptors: Sequence[int] = (),
-        on_lost: Callable[[], None] | None = None,
+        self, frame: _Bytes, descriptors: Sequence[int] = (), on_lost: Callable[[], None] | None = None
     ) -> None:
         """Add a frame at the end.
 
@@ -152,24 +145,47 @@ class SendQueue:
             descriptors: accompany it, and are closed then.
             on_lost: returned by `close` if the frame was not sent completely.
         """
-        self._frames.append(_QueuedFrame(frame, descriptors, on_lost))
+        self._frames.append((frame, descriptors, on_lost))
 
-    def front(self) -> tuple[bytes | bytearray | memoryview, Sequence[int]]:
-        """Return the bytes that are to be sent next, and the descriptors that accompany them."""
-        rest, descriptors, _ = self._frames[0]
-        return rest, descriptors
-
-    def advance(self, nbytes: int) -> None:
-        """Note that so many bytes of the front were sent, more than none, and its descriptors with them."""
-        rest, descriptors, on_lost = self._frames[0]
-        if descriptors:
-            close_descriptors(descriptors)
-        self.is_cut = nbytes < len(rest)
-        if self.is_cut:
-            self._frames[0] = _QueuedFrame(memoryview(rest)[nbytes:], (), on_lost)
+    def push(self, connected: socket.socket, frame: _Bytes, flags: int = 0) -> None:
+        """Add a frame and send all; raises as `send`."""
+        if self._frames:
+            self.add(frame)
         else:
-            self._frames.popleft()
-            self.on_last_lost = on_lost
+            # Usually the system takes all of it.
+            nbytes = 0
+            try:
+                nbytes = connected.send(frame, flags)
+            finally:
+                if nbytes < len(frame):
+                    self.add(memoryview(frame)[nbytes:])
+                    self.is_cut = nbytes > 0
+        if self._frames:
+            self.send(connected, flags)
+
+    def send(self, connected: socket.socket, flags: int = 0) -> None:
+        """Send all frames.
+
+        Raises:
+            BlockingIOError: the system takes no more now; what it has not taken stays here.
+            OSError: the other side takes no more; the same.
+        """
+        frames = self._frames
+        while frames:
+            frame, descriptors, on_lost = frames[0]
+            if descriptors:
+                nbytes = socket.send_fds(connected, [frame], list(descriptors), flags)
+                close_descriptors(descriptors)
+            else:
+                nbytes = connected.send(frame, flags)
+            if nbytes == len(frame):
+                frames.popleft()
+                self.is_cut = False
+                self.on_last_lost = on_lost
+            else:
+                # The descriptors went with the first byte.
+                frames[0] = memoryview(frame)[nbytes:], (), on_lost
+                self.is_cut = True
 
     def close(self) -> list[Callable[[], None]]:
         """Give up all frames; return the `on_lost` of those that have one."""

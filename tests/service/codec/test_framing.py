@@ -109,9 +109,7 @@ def test_what_a_socket_sends_in_parts_another_receives_with_its_descriptors():
             queue.add(frame(tag, content), [null()] if tag % 3 == 0 else [])
         while queue or len(found) < len(sent):
             with suppress(BlockingIOError):
-                while queue:
-                    data, descriptors = queue.front()
-                    queue.advance(socket.send_fds(ours, [data], list(descriptors)))
+                queue.send(ours)
             with suppress(BlockingIOError):
                 data, ancillary, flags, _ = theirs.recvmsg(2**16, rights_bytes(4))
                 for tag, content in reader.feed(data, ancillary, flags):
@@ -129,10 +127,23 @@ def test_frames_that_are_given_up_close_their_descriptors_and_are_reported():
     queue, lost = SendQueue(), []
     for number in range(3):
         queue.add(bytes(10), [null()], lambda number=number: lost.append(number))
-    queue.advance(10)
-    queue.advance(4)
+    taken = iter([10, 4])
+
+    class Full:
+        """A socket that takes 14 bytes."""
+
+        def sendmsg(self, buffers, *_):
+            for nbytes in taken:
+                return nbytes
+            raise BlockingIOError
+
+        def send(self, data, flags):
+            assert len(data) == 6
+            raise BlockingIOError
+
+    with pytest.raises(BlockingIOError):
+        queue.send(Full())
     assert queue.is_cut
-    assert queue.front()[1] == ()
     for on_lost in queue.close():
         on_lost()
     assert lost == [1, 2]

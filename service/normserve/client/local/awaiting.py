@@ -2,22 +2,18 @@
 
 import asyncio
 import weakref
-from math import prod
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from normserve.client.answers.answer import Answer
 from normserve.client.calls.call import Call
 from normserve.client.deadlines import Deadline
 from normserve.client.local.async_link import AsyncLink
-from normserve.client.local.device_messages import (
-    prepare_on_device,
-    taken_on_device,
-    understood_on_device,
-    x_of,
-)
-from normserve.client.local.messages import prepare, taken, understood
+from normserve.client.local.protocol import ClientProtocol, Exchanges, LocalRequest
 from normserve.client.local.recurring import Recurring, Signature
 from normserve.memory.host_tensors import DType
+
+_R = TypeVar("_R")
 
 
 class AsyncLocalTransport:
@@ -32,18 +28,7 @@ class AsyncLocalTransport:
 
     async def exchange(self, call: Call[Any], deadline: Deadline) -> Answer:
         """As `Transport.exchange`."""
-        try:
-            async with deadline.ends():
-                link = await self._connected()
-                x = x_of(call)
-                arena = None if x is None else await link.device_arena(x.tensor.device.index)
-                if arena is not None:
-                    there = await link.filled_on_device(prepare_on_device(call, arena), arena)
-                    return understood_on_device(await link.request(there.message, there), arena, there.results)
-                prepared = await link.filled(prepare(call, link.arena))
-                return understood(await link.request(prepared.message, prepared), prepared.results)
-        except TimeoutError:
-            raise deadline.error() from None
+        return await self._run(lambda protocol: protocol.exchange(call), deadline)
 
     def usable_link(self) -> AsyncLink | None:
         """As `LocalTransport.usable_link`."""
@@ -65,33 +50,24 @@ class AsyncLocalTransport:
                     return None
                 if elsewhere and (busy := recurring.busy()):
                     await asyncio.to_thread(busy.wait)
-                told = await link.request(again.content, again, again.make_results)
+                reply = await link.request(LocalRequest(again.content, again, again.make_results))
         except TimeoutError:
             raise deadline.error() from None
-        return recurring.end(key, again, told, self._api_key)
+        return recurring.end(key, again, reply, self._api_key)
 
     async def memory(self, nbytes: int, deadline: Deadline) -> memoryview:
         """As `LocalTransport.memory`."""
-        try:
-            async with deadline.ends():
-                link = await self._connected()
-                block = await link.filled(taken(link.arena, nbytes))
-                return block.data[:nbytes]
-        except TimeoutError:
-            raise deadline.error() from None
+        return await self._run(lambda protocol: protocol.memory(nbytes), deadline)
 
     async def device_tensor(self, index: int, dtype: DType, shape: tuple[int, ...], deadline: Deadline) -> Any:
         """As `LocalTransport.device_tensor`."""
+        return await self._run(lambda protocol: protocol.device_tensor(index, dtype, shape), deadline)
+
+    async def _run(self, exchanges: Callable[[ClientProtocol], Exchanges[_R]], deadline: Deadline) -> _R:
         try:
             async with deadline.ends():
                 link = await self._connected()
-                arena = await link.device_arena(index)
-                if arena is None:
-                    return None
-                nbytes = prod(shape) * dtype.itemsize
-                return arena.tensor(
-                    await link.filled_on_device(taken_on_device(arena, nbytes), arena), dtype, shape
-                )
+                return await link.run(exchanges(link.protocol))
         except TimeoutError:
             raise deadline.error() from None
 
@@ -106,8 +82,8 @@ class AsyncLocalTransport:
             return link
         async with self._connecting:
             if self._link is None or not self._link.is_usable:
-                link = AsyncLink()
-                await link.connect(self._path, self._api_key)
+                link = AsyncLink(self._api_key)
+                await link.connect(self._path)
                 self._forget()
                 self._link = link
                 # Without a client there are no more requests, but views of results may be left.

@@ -2,15 +2,13 @@
 
 import threading
 import weakref
-from math import prod
 from typing import Any
 
 from normserve.client.answers.answer import Answer
 from normserve.client.calls.call import Call
 from normserve.client.deadlines import Deadline
-from normserve.client.local.device_messages import prepare_on_device, taken_on_device, understood_on_device, x_of
 from normserve.client.local.link import Link
-from normserve.client.local.messages import prepare, taken, understood
+from normserve.client.local.protocol import LocalRequest
 from normserve.client.local.recurring import Recurring, Signature
 from normserve.memory.host_tensors import DType
 
@@ -28,13 +26,7 @@ class LocalTransport:
     def exchange(self, call: Call[Any], deadline: Deadline) -> Answer:
         """As `Transport.exchange`."""
         link = self._connected(deadline)
-        x = x_of(call)
-        arena = None if x is None else link.device_arena(x.tensor.device.index, deadline)
-        if arena is not None:
-            there = link.filled_on_device(prepare_on_device(call, arena), arena, deadline)
-            return understood_on_device(link.request(there.message, deadline, there), arena, there.results)
-        prepared = link.filled(prepare(call, link.arena), deadline)
-        return understood(link.request(prepared.message, deadline, prepared), prepared.results)
+        return link.run(link.protocol.exchange(call), deadline)
 
     def usable_link(self) -> Link | None:
         """The connection, if there is one that can be used."""
@@ -51,6 +43,7 @@ class LocalTransport:
         Raises:
             ClientError: there is no answer, or it is an error.
         """
+        # No `Exchanges`, which would take a tenth of the client's time.
         key, elsewhere = signature
         known = recurring.known.get(key)
         if known is None or not link.is_open:
@@ -62,8 +55,8 @@ class LocalTransport:
             return None
         if elsewhere and (busy := recurring.busy()):
             busy.wait()
-        told = link.request(again.content, deadline, again, again.make_results)
-        return recurring.end(key, again, told, self._api_key)
+        reply = link.request(LocalRequest(again.content, again, again.make_results), deadline)
+        return recurring.end(key, again, reply, self._api_key)
 
     def memory(self, nbytes: int, deadline: Deadline) -> memoryview:
         """Bytes of the arena, which are the caller's until the last view of them is gone.
@@ -72,7 +65,7 @@ class LocalTransport:
             ClientError: the server has no more, or is not there.
         """
         link = self._connected(deadline)
-        return link.filled(taken(link.arena, nbytes), deadline).data[:nbytes]
+        return link.run(link.protocol.memory(nbytes), deadline)
 
     def device_tensor(self, index: int, dtype: DType, shape: tuple[int, ...], deadline: Deadline) -> Any:
         """A tensor in the arena in a device's memory; None where the server shares none of that device's.
@@ -83,11 +76,7 @@ class LocalTransport:
             ClientError: the server has no more, or is not there.
         """
         link = self._connected(deadline)
-        arena = link.device_arena(index, deadline)
-        if arena is None:
-            return None
-        nbytes = prod(shape) * dtype.itemsize
-        return arena.tensor(link.filled_on_device(taken_on_device(arena, nbytes), arena, deadline), dtype, shape)
+        return link.run(link.protocol.device_tensor(index, dtype, shape), deadline)
 
     def close(self) -> None:
         """End the connection, once no view of a result is left."""

@@ -1,33 +1,24 @@
 """A connection of the blocking client, which its threads share."""
 
-import functools
-import itertools
 import math
 import os
 import select
 import socket
 import struct
-import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Literal, TypeVar
-
-import msgspec
+from functools import partial
+from typing import TypeVar
 
 from normserve.client.deadlines import Deadline
-from normserve.client.errors import ClientError, ConnectionFailedError, OverloadedError
-from normserve.client.local.arena import Arena
-from normserve.client.local.device import Busy, DeviceArena
-from normserve.client.local.device_messages import DeviceNeeds, growth_on_device
-from normserve.client.local.messages import Needs, growth, in_current_span, refusal_of, required
-from normserve.client.local.offers import Offers
-from normserve.client.local.recurring import KindsOfRecurring
-from normserve.client.local.sockets import SHORTEST_WAIT_S, Incoming
+from normserve.client.errors import ClientError, ConnectionFailedError, RequestTimeoutError
+from normserve.client.local.device import Busy
+from normserve.client.local.protocol import ClientProtocol, Exchanges, LocalRequest, PendingRequest
+from normserve.client.local.sockets import SHORTEST_WAIT_S, PollingReceiver
 from normserve.client.quoting import quoted
-from normserve.client.trace_context import TRACING
-from normserve.codec import local_frames as frames
-from normserve.codec.local_frames import TAGS, VERSION, Message
+from normserve.codec.framing import SendQueue
+from normserve.codec.local_frames import Reply
 
 _R = TypeVar("_R")
 
@@ -50,12 +41,13 @@ _AT_ONCE = int(socket.MSG_DONTWAIT)
 
 
 class Link:
-    """One connection, its arena, and the threads that wait for answers on it.
+    """A connected socket, and the threads that wait for responses on it.
 
     Of the threads that wait one receives, for all of them.
 
     Attributes:
-        recurring: calls that are asked for again.
+        protocol: what is sent and received.
+        recurring: the protocol's.
         is_open: nothing has failed, and it is not given back.
     """
 
@@ -65,30 +57,22 @@ class Link:
         Raises:
             ClientError: the server is not there, or does not want this client.
         """
-        self.arena = Arena()
-        self.recurring = KindsOfRecurring(self.arena)
+        self._socket = socket.socket(socket.AF_UNIX)
+        self.protocol = ClientProtocol(api_key)
+        self.recurring = self.protocol.recurring
         self.is_open = True
         self._process = _process
-        self._tags = itertools.count(1)
         self._sending = threading.Lock()
+        self._outgoing = SendQueue()
         # Entered directly where no thread waits: a condition is Python code around it.
         self._lock = threading.Lock()
         self._state = threading.Condition(self._lock)
         self._is_receiving = False
         self._waiting = 0
-        # What a request uses, until it has its answer: the thread that waited for it may have given up.
-        self._used: dict[int, object] = {}
-        self._given_up: set[int] = set()
-        self._answers: dict[int, frames.Reply] = {}
-        # Makes a new error for each caller: an error that was raised holds the frames that it went through.
-        self._failure: Callable[[], ClientError] | None = None
         self._wait_s = _WAIT_S
-        self._socket = socket.socket(socket.AF_UNIX)
         self._writable = select.poll()
         self._writable.register(self._socket, select.POLLOUT)
-        self._incoming = Incoming(self._socket, self.arena)
-        self._offers = Offers(self._incoming)
-        self._api_key = api_key
+        self._incoming = PollingReceiver(self._socket)
         try:
             self._set_wait(_WAIT_S)
             # A server that accepts nobody is waited for so long.
@@ -100,7 +84,7 @@ class Link:
             deadline.check()
             raise ConnectionFailedError(quoted(f"{path}: {error}", 200)) from error
         try:
-            self._greet(deadline)
+            self.run(self.protocol.greet(), deadline)
         except BaseException:
             self._close()
             raise
@@ -110,129 +94,84 @@ class Link:
         """Whether it is open, and this process's own: one that was forked has its parent's socket, and no other."""
         return self.is_open and self._process == _process
 
-    def request(
-        self,
-        message: Message | msgspec.Raw,
-        deadline: Deadline,
-        used: object = None,
-        meanwhile: Callable[[], None] | None = None,
-    ) -> frames.Reply:
-        """Send a message and wait for its answer.
+    def run(self, exchanges: Exchanges[_R], deadline: Deadline) -> _R:
+        """Carry out exchanges; return their result.
 
-        Args:
-            message: a `msgspec.Raw` is encoded already.
-            used: kept until there is an answer, even if the caller no longer waits for it.
-            meanwhile: called while the server works.
+        Raises:
+            ClientError: as `request`, or what the exchanges raise.
+        """
+        reply = None
+        try:
+            while True:
+                step = exchanges.send(reply)
+                if isinstance(step, Busy):
+                    reply = None
+                    step.wait()
+                else:
+                    reply = self.request(step, deadline)
+        except StopIteration as done:
+            result: _R = done.value
+            return result
+
+    def request(self, request: LocalRequest, deadline: Deadline) -> Reply:
+        """Send a request and wait for its response.
 
         Raises:
             ConnectionFailedError, UnexpectedAnswerError: the connection has ended, or is of no more use.
-            RequestTimeoutError: there was no answer in time.
+            RequestTimeoutError: there was no response in time.
         """
-        tag = next(self._tags) % (TAGS - 1) + 1
-        self._incoming.expect(tag, message)
-        self._used[tag] = used
+        pending, frame = self.protocol.begin(request)
         try:
-            if TRACING in sys.modules:
-                message = in_current_span(message)
-            self._send(frames.write(tag, message), deadline)
-            if meanwhile is not None:
-                meanwhile()
-            return self._wait_for(tag, deadline)
+            self._send(frame, deadline)
+            if request.meanwhile is not None:
+                request.meanwhile()
+            return self._wait_for(pending, deadline)
         except BaseException:
             if self.is_open:
-                self._give_up(tag)
+                self._send_now(self.protocol.cancel(pending))
             raise
-
-    def filled(self, needs: Needs[_R], deadline: Deadline) -> _R:
-        """What needs memory, once it has it."""
-        try:
-            while True:
-                self._grow(next(needs), deadline)
-        except StopIteration as done:
-            result: _R = done.value
-            return result
-
-    def device_arena(self, index: int, deadline: Deadline) -> DeviceArena | None:
-        """That in the memory of a device, by torch's number; None where the server shares none of that device's."""
-        offers = self._offers
-        if not offers.is_known:
-            self._greet(deadline)
-        arena = offers.arena(index)
-        if arena is not None:
-            self.recurring.share_device(arena)
-        return arena
-
-    def filled_on_device(self, needs: DeviceNeeds[_R], arena: DeviceArena, deadline: Deadline) -> _R:
-        """What needs memory of the device, once it has it, and the device has done what it waits for."""
-        try:
-            while True:
-                lacking = next(needs)
-                if isinstance(lacking, Busy):
-                    lacking.wait()
-                else:
-                    self._grow_by(growth_on_device(lacking, arena.nbytes), "device", deadline)
-        except StopIteration as done:
-            result: _R = done.value
-            return result
 
     def retire(self) -> None:
         """Close, once nobody has a block of the arenas: neither a result nor a call that still waits."""
-        # Answers to calls that gave up may never come. The server itself keeps the memory that it works in.
-        for tag in list(self._used):
-            self._used[tag] = None
-        self._offers.once_empty(self.arena, self._leave)
-
-    def _greet(self, deadline: Deadline) -> None:
-        answer = self.request(frames.Hello(VERSION, self._api_key), deadline)
-        required(answer)
-        self._offers.read_greeting(answer.document)
-
-    def _grow(self, lacking: int, deadline: Deadline) -> None:
-        try:
-            self._grow_by(growth(lacking, self.arena.nbytes), "host", deadline)
-        except OverloadedError:
-            idle = self.arena.release_idle()
-            if not idle:
-                raise
-            for number in idle:
-                self._send(frames.write(0, frames.Free(number)), deadline)
-            self._grow_by(growth(lacking, self.arena.nbytes), "host", deadline)
-
-    def _grow_by(self, sizes: Sequence[int], memory: Literal["host", "device"], deadline: Deadline) -> None:
-        answer = self.request(frames.Grow(sizes[0], memory), deadline)
-        if answer.status >= 400 and sizes[1] < sizes[0]:
-            answer = self.request(frames.Grow(sizes[1], memory), deadline)
-        required(answer)
-
-    def _give_up(self, tag: int) -> None:
-        """This answer is no longer wanted."""
-        with self._lock:
-            if tag in self._used:
-                self._given_up.add(tag)
-            self._answers.pop(tag, None)
-        # Where another thread cannot send, nor can this one.
-        if self._sending.acquire(blocking=False):
-            with suppress(OSError):
-                self._socket.send(frames.write(0, frames.Cancel(tag)), _AT_ONCE)
-            self._sending.release()
+        self.protocol.drop_used()
+        self.protocol.once_unused(self._leave)
 
     def _send(self, frame: bytes, deadline: Deadline) -> None:
         deadline.acquire(self._sending)
+        outgoing = self._outgoing
         try:
-            rest: bytes | memoryview = frame
-            while rest:
-                try:
-                    rest = rest[self._socket.send(rest, _AT_ONCE) :]
-                except BlockingIOError:
-                    if not self._wait_writable(deadline):
-                        if len(rest) < len(frame):
-                            self._fail(functools.partial(ConnectionFailedError, "a request was cut off"))
-                        raise deadline.error() from None
-                except OSError:
-                    # The server may have said why it closed; the thread that receives reads that.
-                    return
+            try:
+                outgoing.push(self._socket, frame, _AT_ONCE)
+            except BlockingIOError:
+                self._send_rest(deadline)
+        except RequestTimeoutError:
+            raise
+        except OSError:
+            # The server may have said why it closed; the thread that receives reads that.
+            outgoing.close()
         finally:
             self._sending.release()
+
+    def _send_rest(self, deadline: Deadline) -> None:
+        outgoing = self._outgoing
+        while outgoing:
+            if not self._wait_writable(deadline):
+                if outgoing.is_cut:
+                    self._fail(partial(ConnectionFailedError, "a request was cut off"))
+                outgoing.close()
+                raise deadline.error()
+            with suppress(BlockingIOError):
+                outgoing.send(self._socket, _AT_ONCE)
+
+    def _send_now(self, frame: bytes) -> None:
+        """Send what has no response, if the kernel takes it: where another thread cannot send, nor can this one."""
+        if frame and self._sending.acquire(blocking=False):
+            try:
+                if not self._outgoing:
+                    with suppress(OSError):
+                        self._socket.send(frame, _AT_ONCE)
+            finally:
+                self._sending.release()
 
     def _wait_writable(self, deadline: Deadline) -> bool:
         """Wait until the server has read some of what it was sent; False where it does not in time."""
@@ -243,30 +182,26 @@ class Link:
         self._writable.poll(math.ceil(wait_s * 1000))
         return True
 
-    def _wait_for(self, tag: int, deadline: Deadline) -> frames.Reply:
-        lock, answers = self._lock, self._answers
+    def _wait_for(self, pending: PendingRequest, deadline: Deadline) -> Reply:
+        lock = self._lock
         while True:
             with lock:
-                while tag not in answers and self._is_receiving:
+                while pending.reply is None and self._is_receiving:
                     self._sleep(deadline)
-                if tag in answers:
-                    return answers.pop(tag)
-                if self._failure is not None:
-                    raise self._failure()
+                if pending.reply is not None:
+                    return pending.reply
+                if self.protocol.failure is not None:
+                    raise self.protocol.failure()
                 self._is_receiving = True
-            found: list[tuple[int, frames.Reply]] = []
             try:
-                found = self._receive(deadline)
+                self._receive(deadline)
             finally:
                 with lock:
                     self._is_receiving = False
-                    for other, answer in found:
-                        self._take_in(other, answer)
                     if self._waiting:
                         self._state.notify_all()
-                    own = answers.pop(tag, None)
-            if own is not None:
-                return own
+            if pending.reply is not None:
+                return pending.reply
 
     def _sleep(self, deadline: Deadline) -> None:
         """Wait until the receiving thread has received something."""
@@ -277,38 +212,30 @@ class Link:
         finally:
             self._waiting -= 1
 
-    def _take_in(self, tag: int, answer: frames.Reply) -> None:
-        if tag not in self._used:
-            if not tag and answer.status >= 400:
-                self._fail(functools.partial(refusal_of, answer))
-            return
-        del self._used[tag]
-        if tag in self._given_up:
-            self._given_up.discard(tag)
-        else:
-            self._answers[tag] = answer
-
-    def _receive(self, deadline: Deadline) -> list[tuple[int, frames.Reply]]:
-        """Answers, as soon as there are any."""
-        incoming = self._incoming
-        while True:
+    def _receive(self, deadline: Deadline) -> None:
+        """Receive until a request is answered, or the connection has failed."""
+        incoming, protocol = self._incoming, self.protocol
+        while protocol.failure is None:
             if incoming.is_soon:
                 deadline.check()
             else:
                 self._limit_wait(deadline)
             try:
-                if found := incoming.receive():
-                    return found
+                data, ancillary, flags, _ = incoming.receive()
+                is_answered = protocol.receive(data, ancillary, flags)
             except BlockingIOError:
                 continue
-            except ClientError as error:
-                raise self._fail(functools.partial(type(error), str(error))) from None
             except OSError as error:
-                raise self._fail(functools.partial(ConnectionFailedError, quoted(str(error), 200))) from error
+                self._fail(partial(ConnectionFailedError, quoted(str(error), 200)))
+                return
             except BaseException:
                 # It is unknown whether anything came.
-                self._fail(functools.partial(ConnectionFailedError, "an answer was lost to an interruption"))
+                self._fail(partial(ConnectionFailedError, "an answer was lost to an interruption"))
                 raise
+            if protocol.failure is not None:
+                self._close()
+            if is_answered:
+                return
 
     def _limit_wait(self, deadline: Deadline) -> None:
         """Let the next wait in the kernel end in time."""
@@ -323,24 +250,19 @@ class Link:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(max(seconds, SHORTEST_WAIT_S)))
         self._wait_s = seconds
 
-    def _fail(self, failure: Callable[[], ClientError]) -> ClientError:
-        """The connection is of no more use; what clients see of its arena stays as it is."""
-        self._failure = failure
-        self.is_open = False
+    def _fail(self, failure: Callable[[], ClientError]) -> None:
+        self.protocol.fail(failure)
         self._close()
-        return failure()
 
     def _close(self) -> None:
-        self._incoming.close()
+        self.is_open = False
+        self.protocol.close()
         self._socket.close()
 
     def _leave(self) -> None:
         """Give the arena back: no view of it is left."""
         if self.is_usable:
-            self.is_open = False
-            with suppress(OSError):
-                for number in [*self.arena.segments, *self._offers.given_up()]:
-                    self._socket.send(frames.write(0, frames.Free(number)), _AT_ONCE)
+            self._send_now(self.protocol.leave())
         self._close()
 
 

@@ -5,7 +5,6 @@ from typing import Any
 
 from normserve.client.local.arena import Arena
 from normserve.client.local.device import DeviceArena, arena_on
-from normserve.client.local.sockets import Incoming
 
 _UNKNOWN = object()
 
@@ -16,9 +15,7 @@ _LEAVING: dict["Offers", Callable[[], None]] = {}
 class Offers:
     """Of one connection."""
 
-    def __init__(self, incoming: Incoming) -> None:
-        """Args: incoming: brings segments of the device's memory."""
-        self._incoming = incoming
+    def __init__(self) -> None:
         self._offer: object = _UNKNOWN
         self._arena: DeviceArena | None = None
         self._is_looked_for = False
@@ -41,10 +38,14 @@ class Offers:
         if not self._is_looked_for and self.is_known:
             self._is_looked_for = True
             self._arena = arena_on(self._offer)
-            if self._arena is not None:
-                self._incoming.on_device_segment = self._arena.add_device_segment
         arena = self._arena
         return arena if arena is not None and index == arena.ordinal else None
+
+    def add_device_segment(self, number: int, descriptor: int, nbytes: int) -> None:
+        """As `DeviceArena.add_device_segment`."""
+        if self._arena is None:
+            raise ValueError("the server sent device memory that was not requested")
+        self._arena.add_device_segment(number, descriptor, nbytes)
 
     def once_empty(self, host: Arena, then: Callable[[], None]) -> None:
         """Call this once no block of any arena is in use; nothing may be taken from here on.

@@ -216,6 +216,6 @@ def test_tasks_that_are_cancelled_keep_their_places_until_they_are_answered(http
                 np.testing.assert_array_equal(found, right)
             link = client._transport._link
             await client.info()
-            assert not link._used
+            assert not link.protocol.has_pending
 
     asyncio.run(asyncio.wait_for(run(), 20))

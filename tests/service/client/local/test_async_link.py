@@ -9,6 +9,7 @@ import pytest
 import uvloop
 from normserve.client import ConnectionFailedError
 from normserve.client.local.async_link import AsyncLink
+from normserve.client.local.protocol import LocalRequest
 from normserve.codec import local_frames as frames
 
 INFO = frames.write(0, frames.Info())
@@ -29,10 +30,11 @@ def test_a_request_that_the_server_closed_without_reading_fails_at_once(tmp_path
             connected.send(frames.write(3, frames.Answer(200, document={})))
 
     async def run():
-        link = AsyncLink()
-        await link.connect(path, None)
+        link = AsyncLink(None)
+        await link.connect(path)
         answered, unread = await asyncio.gather(
-            *[asyncio.wait_for(link.request(frames.Info()), 10) for _ in range(2)], return_exceptions=True
+            *[asyncio.wait_for(link.request(LocalRequest(frames.Info())), 10) for _ in range(2)],
+            return_exceptions=True,
         )
         assert answered.status == 200
         assert isinstance(unread, ConnectionFailedError)

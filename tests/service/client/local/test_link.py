@@ -14,6 +14,7 @@ from normserve.client import Client, ConnectionFailedError, RequestTimeoutError,
 from normserve.client.deadlines import Deadline
 from normserve.client.local import sockets
 from normserve.client.local.link import Link
+from normserve.client.local.protocol import LocalRequest
 from normserve.codec import local_frames as frames
 from normserve.codec.framing import FrameReader
 from normserve.memory.segments import Segment, make_segment
@@ -104,7 +105,7 @@ def test_what_follows_a_frame_that_was_cut_is_not_sent(tmp_path):
             heard.wait(20)
             message = msgspec.Raw(msgspec.json.encode(frames.Compute("layer_norm", LONG, {})))
             with pytest.raises(RequestTimeoutError):
-                link.request(message, Deadline(0.1))
+                link.request(LocalRequest(message), Deadline(0.1))
             # Nobody knows where a next frame would begin.
             assert not link.is_usable
         finally:
@@ -134,12 +135,10 @@ def test_an_answer_is_taken_back_when_what_is_done_meanwhile_raises(tmp_path):
         link = Link(path, None, Deadline(20))
         try:
             with pytest.raises(StopError):
-                link.request(frames.Info(), Deadline(20), meanwhile=stop)
-            assert link.request(frames.Layers(), Deadline(20)).document == "layers"
+                link.request(LocalRequest(frames.Info(), meanwhile=stop), Deadline(20))
+            assert link.request(LocalRequest(frames.Layers()), Deadline(20)).document == "layers"
             assert [message for _, message in heard[:2]] == [frames.Info(), frames.Cancel(heard[0][0])]
-            assert not link._used
-            assert not link._answers
-            assert not link._given_up
+            assert not link.protocol.has_pending
         finally:
             link._socket.close()
 
@@ -177,7 +176,7 @@ def test_a_server_that_sends_other_things_does_not_hold_a_call_past_its_timeout(
         link = Link(path, None, Deadline(20))
         try:
             with pytest.raises(RequestTimeoutError):
-                link.request(frames.Info(), Deadline(0.1))
+                link.request(LocalRequest(frames.Info()), Deadline(0.1))
         finally:
             link._socket.close()
 
@@ -219,7 +218,7 @@ def test_a_thread_that_cannot_send_does_not_hold_others_past_their_timeouts(tmp_
                 time.sleep(0.001)
             stops(5)
             with pytest.raises(RequestTimeoutError):
-                link.request(message, Deadline(0.05))
+                link.request(LocalRequest(message), Deadline(0.05))
         finally:
             over.set()
             for thread in threads:
@@ -256,6 +255,6 @@ def test_an_answer_that_brings_no_memory_is_no_answer_to_a_request_for_it(tmp_pa
 
 def ask(link, message, timeout_s):
     try:
-        link.request(message, Deadline(timeout_s))
+        link.request(LocalRequest(message), Deadline(timeout_s))
     except (RequestTimeoutError, ConnectionFailedError):
         return

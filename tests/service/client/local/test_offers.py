@@ -8,7 +8,6 @@ import weakref
 
 from normserve.client.local.arena import Arena
 from normserve.client.local.offers import Offers
-from normserve.client.local.sockets import Incoming
 from normserve.memory.segments import Segment, make_segment
 
 
@@ -30,7 +29,7 @@ def test_a_block_in_a_reference_cycle_leaves_no_open_socket():
     link = Link()
     cycle: list[object] = [link.arena.take(64)]
     cycle.append(cycle)
-    Offers(Incoming(link.socket, link.arena)).once_empty(link.arena, link.leave)
+    Offers().once_empty(link.arena, link.leave)
     left = weakref.ref(link)
     del link
     with warnings.catch_warnings(record=True) as warned:
@@ -48,7 +47,7 @@ def test_memory_that_a_captured_graph_uses_stays_mapped():
     assert block is not None
     # As device memory whose last view died while a graph was captured: it does not return.
     place, block.home = block.place, None
-    Offers(Incoming(link.socket, link.arena)).once_empty(link.arena, link.leave)
+    Offers().once_empty(link.arena, link.leave)
     left = weakref.ref(link)
     del link, block
     gc.collect()

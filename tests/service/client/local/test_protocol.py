@@ -1,0 +1,215 @@
+"""The client's side of a connection, without a socket: requests, responses, and segments that come with them."""
+
+import fcntl
+import gc
+import os
+import socket
+import struct
+from pathlib import Path
+
+import pytest
+from normserve.client.answers.reception import DOCUMENT_BYTES
+from normserve.client.errors import ApiError, ConnectionFailedError, UnexpectedAnswerError
+from normserve.client.local.protocol import ClientProtocol, LocalRequest
+from normserve.codec import local_frames as frames
+from normserve.codec.framing import FrameReader
+
+SEGMENT = 2**20
+
+
+def rights(*descriptors):
+    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(descriptors)}i", *descriptors))]
+
+
+def memory(nbytes=SEGMENT):
+    """The descriptor of new memory, which is not allocated yet."""
+    descriptor = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, nbytes)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    return descriptor
+
+
+@pytest.fixture
+def descriptors():
+    """How many descriptors this process has; as many when the test is over."""
+
+    def count():
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    # What other tests left.
+    gc.collect()
+    before = count()
+    yield count
+    gc.collect()
+    assert count() == before
+
+
+@pytest.fixture
+def protocol(descriptors):
+    made = ClientProtocol(None)
+    yield made
+    made.close()
+    made.arena._parts.clear()
+
+
+@pytest.fixture
+def growing(protocol):
+    """A protocol that has requested a segment, and that request."""
+    pending, _ = protocol.begin(LocalRequest(frames.Grow(SEGMENT)))
+    return protocol, pending
+
+
+def answer(protocol, pending, answered, count=0, part=slice(None), nbytes=SEGMENT, flags=0):
+    """Receive an answer, or a part of it, with so many segments; return whether a request was answered."""
+    ancillary = rights(*[memory(nbytes) for _ in range(count)]) if count else []
+    return protocol.receive(frames.write(pending.tag, answered)[part], ancillary, flags)
+
+
+def raised(protocol):
+    """The error with which the protocol has failed."""
+    assert protocol.failure is not None
+    return protocol.failure()
+
+
+def begun(protocol, message=None):
+    return protocol.begin(LocalRequest(frames.Info() if message is None else message))[0]
+
+
+def test_answers_in_any_order_belong_to_their_requests(protocol):
+    first, second = begun(protocol), begun(protocol)
+    assert answer(protocol, second, frames.Answer(200, document=2))
+    assert first.reply is None
+    assert answer(protocol, first, frames.Answer(200, document=1))
+    assert (first.reply.document, second.reply.document) == (1, 2)
+    assert not protocol.has_pending
+
+
+def test_who_waits_is_woken_by_the_answer_and_by_the_end(protocol):
+    woken = []
+    pending = [begun(protocol) for _ in range(2)]
+    for number, each in enumerate(pending):
+        each.wake = lambda number=number: woken.append(number)
+    answer(protocol, pending[1], frames.Answer(200))
+    assert woken == [1]
+    protocol.receive(b"", [], 0)
+    assert woken == [1, 0]
+    assert isinstance(raised(protocol), ConnectionFailedError)
+
+
+def test_what_a_request_uses_is_kept_until_its_answer_though_nobody_waits(protocol):
+    class Used:
+        pass
+
+    used = Used()
+    pending, _ = protocol.begin(LocalRequest(frames.Info(), used))
+    ((_, content),) = FrameReader(2**20).feed(protocol.cancel(pending))
+    assert frames.read_messages(content) == (frames.Cancel(pending.tag),)
+    assert pending.used is used
+    protocol.drop_used()
+    assert pending.used is None
+
+
+def test_segments_are_freed_before_the_request_that_wants_others(protocol):
+    pending, data = protocol.begin(LocalRequest(frames.Grow(SEGMENT), freed=(3, 4)))
+    sent = [(tag, *frames.read_messages(content)) for tag, content in FrameReader(2**20).feed(data)]
+    assert sent == [(0, frames.Free(3)), (0, frames.Free(4)), (pending.tag, frames.Grow(SEGMENT))]
+
+
+def test_a_refusal_of_the_connection_is_the_error_of_all_requests(protocol):
+    pending = begun(protocol)
+    assert not protocol.receive(frames.write(0, frames.Answer(403, problem={"code": "forbidden"})), [], 0)
+    assert pending.reply is None
+    first, second = raised(protocol), raised(protocol)
+    assert isinstance(first, ApiError)
+    assert first.code == "forbidden"
+    assert first is not second
+
+
+def test_the_first_failure_stays(protocol):
+    protocol.receive(b"", [], 0)
+    protocol.receive(frames.PREFIX.pack(2, 1) + b"no", [], 0)
+    assert isinstance(raised(protocol), ConnectionFailedError)
+
+
+def test_of_a_segment_only_what_was_requested_is_mapped(growing):
+    protocol, pending = growing
+    # More than any machine has: it is neither allocated nor mapped.
+    assert answer(protocol, pending, frames.Answer(200, segment=0), 1, nbytes=2**40)
+    assert protocol.arena.nbytes == SEGMENT
+
+
+@pytest.mark.parametrize(
+    ("tag", "answered", "count", "nbytes"),
+    [
+        (None, frames.Answer(200, segment=0), 1, SEGMENT - 4096),
+        (None, frames.Answer(200, segment=0), 0, SEGMENT),
+        (None, frames.Answer(200, segment=0), 2, SEGMENT),
+        (8, frames.Answer(200, segment=0), 1, SEGMENT),
+        (0, frames.Answer(200, segment=0), 1, SEGMENT),
+        (None, frames.Answer(200, segment=0, device="ab", nbytes=SEGMENT), 1, SEGMENT),
+        (None, frames.Answer(200), 1, SEGMENT),
+    ],
+    ids=["smaller", "without", "two", "another tag", "no tag", "on a device", "no number"],
+)
+def test_segments_that_were_not_requested_are_refused(growing, tag, answered, count, nbytes):
+    protocol, pending = growing
+    pending.tag = pending.tag if tag is None else tag
+    assert not answer(protocol, pending, answered, count, nbytes=nbytes)
+    assert isinstance(raised(protocol), UnexpectedAnswerError)
+    assert protocol.arena.nbytes == 0
+
+
+def test_the_descriptor_of_an_answer_without_a_segment_is_closed(growing, descriptors):
+    protocol, pending = growing
+    before = descriptors()
+    assert answer(protocol, pending, frames.Answer(429), 1)
+    assert descriptors() == before
+    # The request is answered: what comes later is another's.
+    assert not answer(protocol, pending, frames.Answer(200, segment=0), 1)
+    assert "requested" in str(raised(protocol))
+
+
+def test_a_segment_is_taken_once_for_each_request(growing):
+    protocol, pending = growing
+    assert answer(protocol, pending, frames.Answer(200, segment=0), 1)
+    assert not answer(protocol, pending, frames.Answer(200, segment=1), 1)
+    assert isinstance(raised(protocol), UnexpectedAnswerError)
+    assert protocol.arena.nbytes == SEGMENT
+
+
+def test_descriptors_that_come_with_parts_of_an_answer_do_not_pile_up(growing, descriptors):
+    protocol, pending = growing
+    before = descriptors()
+    answered = frames.Answer(200, "x" * 100, segment=0)
+    assert not answer(protocol, pending, answered, 1, part=slice(0, 1))
+    assert descriptors() == before + 1
+    assert not answer(protocol, pending, answered, 1, part=slice(1, 2))
+    assert "requested" in str(raised(protocol))
+    assert descriptors() == before
+
+
+def test_an_answer_whose_descriptor_was_lost_is_none(growing):
+    protocol, pending = growing
+    assert not answer(protocol, pending, frames.Answer(200, segment=0), flags=socket.MSG_CTRUNC)
+    assert isinstance(raised(protocol), UnexpectedAnswerError)
+
+
+def test_only_a_list_may_be_long(protocol):
+    head = frames.PREFIX.pack(DOCUMENT_BYTES + 1, 9)
+    begun(protocol, frames.Layers())
+    protocol.receive(head, [], 0)
+    assert protocol.failure is None
+    other = ClientProtocol(None)
+    begun(other)
+    other.receive(head, [], 0)
+    assert "at most" in str(raised(other))
+
+
+def test_a_segment_on_a_device_is_no_smaller_than_requested(protocol):
+    opened = []
+    protocol._offers.add_device_segment = lambda number, descriptor, nbytes: opened.append((number, nbytes))
+    first, second = [begun(protocol, frames.Grow(SEGMENT, "device")) for _ in range(2)]
+    assert answer(protocol, first, frames.Answer(200, segment=0, device="ab", nbytes=2 * SEGMENT), 1)
+    assert opened == [(0, 2 * SEGMENT)]
+    assert not answer(protocol, second, frames.Answer(200, segment=1, device="ab", nbytes=SEGMENT - 1), 1)
+    assert "at least" in str(raised(protocol))
