@@ -45,7 +45,7 @@ class Deadline:
 
     def check(self) -> None:
         """Raises: RequestTimeoutError: it is over."""
-        if self.is_over():
+        if self._end is not None and self._end <= time.monotonic():
             raise self.error()
 
     def acquire(self, lock: threading.Lock) -> None:
@@ -53,6 +53,8 @@ class Deadline:
 
         Raises: RequestTimeoutError: it is over before.
         """
+        if lock.acquire(blocking=False):
+            return
         left_s = self.left_s()
         if not lock.acquire(timeout=-1 if left_s is None else max(0.0, left_s)):
             raise self.error()
