@@ -7,8 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from fusednorm.jit import prefetch
+from fusednorm.jit import exchange, prefetch
 from fusednorm.ops.group_norm.channels_last import blocks
+from triton.runtime.interpreter import _interpreter as memory
+
+from tests.cooperative_launch import current_launch
 
 Array = np.ndarray[Any, Any]
 
@@ -59,12 +62,46 @@ def _flush(x: Array) -> Array:
     return np.where(np.abs(x) < _SMALLEST_NORMAL, np.copysign(np.float32(0.0), x), x)
 
 
+def post(slots: Array, *values_and_tag: Array) -> Array:
+    """Write values to a slot, each in a word with the tag of the round."""
+    return post_where(slots, np.ones(slots.shape, np.int32), *values_and_tag)
+
+
+def post_where(slots: Array, wanted: Array, *values_and_tag: Array) -> Array:
+    """Write values to each slot that is wanted."""
+    *values, tag = values_and_tag
+    for place, value in enumerate(values):
+        words = value.view(np.uint32).astype(np.uint64) | tag.astype(np.uint64) << 32
+        memory.store(_word(slots, place), words, wanted != 0)
+    current_launch().note_progress()
+    return np.zeros(slots.shape, np.int32)
+
+
+def collect(slots: Array, tag: Array, count: int = 3) -> tuple[Array, ...]:
+    """Wait until each slot has `count` values of the round `tag`."""
+    everywhere, none = np.ones(slots.shape, np.bool_), np.zeros(slots.shape, np.uint64)
+    while True:
+        words = [memory.load(_word(slots, place), everywhere, none, np.dtype(np.uint64)) for place in range(count)]
+        if all(np.array_equal(word >> 32, tag) for word in words):
+            return tuple(word.astype(np.uint32).view(np.float32) for word in words)
+        current_launch().pass_turn()
+
+
+def collect_pair(slots: Array, tag: Array) -> tuple[Array, ...]:
+    """Wait until each slot has two values of the round `tag`."""
+    return collect(slots, tag, 2)
+
+
+def _word(slots: Array, place: int) -> Array:
+    return (slots + 8 * place).astype(np.uint64)
+
+
 def do_nothing(*operands: Array) -> Array:
     """Take what has no result: it makes memory faster, or lets kernels overlap."""
     return np.zeros(np.shape(operands[0]) if operands else 1, np.int32)
 
 
-COMPUTED: dict[str, Callable[..., Array]] = {
+COMPUTED: dict[str, Callable[..., Array | tuple[Array, ...]]] = {
     "mul.rn.f32 $0, $1, $2;": multiply,
     "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;": widen_bfloat16,
     "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }": widen_float16,
@@ -75,5 +112,10 @@ COMPUTED: dict[str, Callable[..., Array]] = {
     prefetch.TOUCH.value: do_nothing,
     prefetch.TOUCH_ROWS.value: do_nothing,
     blocks.ASK.value: do_nothing,
+    exchange.POST.value: post,
+    exchange.POST_TILE.value: post_where,
+    exchange.POST_PAIR.value: post_where,
+    exchange.COLLECT.value: collect,
+    exchange.COLLECT_PAIR.value: collect_pair,
 }
 """What computes each statement from its operands; keys are the statements of kernels, to the letter."""

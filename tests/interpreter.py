@@ -3,6 +3,7 @@
 The interpreter runs no inline assembly, and reductions by functions of kernels number by number.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ import torch
 from triton.language import core, semantic
 from triton.runtime import interpreter
 
+from tests.cooperative_launch import CooperativeLaunch
 from tests.inline_assembly import COMPUTED
 
 
@@ -20,6 +22,7 @@ def change(patch: pytest.MonkeyPatch) -> None:
     """Make all changes."""
     for each in (
         compute_assembly,
+        run_programs_together,
         reduce_in_trees,
         round_float8,
         prepare_once,
@@ -39,10 +42,36 @@ def compute_assembly(patch: pytest.MonkeyPatch) -> None:
             raise NotImplementedError(
                 f"no function computes this inline assembly, add one to tests/inline_assembly.py: {statement}"
             )
-        result = COMPUTED[statement](*[operand.data for operand in operands])
-        return _Results((interpreter.TensorHandle(result, types[0].scalar),))
+        results = COMPUTED[statement](*[operand.data for operand in operands])
+        arrays = results if isinstance(results, tuple) else (results,)
+        kinds = [type_.scalar for type_ in types]
+        return _Results([interpreter.TensorHandle(*result) for result in zip(arrays, kinds, strict=True)])
 
     patch.setattr(interpreter.InterpreterBuilder, "create_inline_asm", create_inline_asm)
+
+
+def run_programs_together(patch: pytest.MonkeyPatch) -> None:
+    """Programs of a cooperative launch take turns where they wait for one another."""
+    run = interpreter.InterpretedFunction.run
+
+    class CooperativeExecutor(interpreter.GridExecutor):
+        def __init__(self, function, names, grid, hooks):
+            super().__init__(function, names, self._begin, hooks)
+            self._programs = grid
+
+        def _begin(self, _):
+            # The interpreter asks for the grid when it has looked at the function, and calls that for each program.
+            self.fn = CooperativeLaunch(self.fn, math.prod(self._programs)).add
+            return self._programs
+
+    def run_function(function, *args, grid, warmup, **options):
+        if not options.get("launch_cooperative_grid"):
+            return run(function, *args, grid=grid, warmup=warmup, **options)
+        return CooperativeExecutor(function.rewrite(), function.arg_names, grid, function.pre_run_hooks)(
+            *args, **options
+        )
+
+    patch.setattr(interpreter.InterpretedFunction, "run", run_function)
 
 
 def reduce_in_trees(patch: pytest.MonkeyPatch) -> None:
@@ -178,7 +207,7 @@ def _converting_once(check: Callable[..., Any]) -> Callable[..., Any]:
 class _Results(NamedTuple):
     """What inline assembly computes, as the language asks for it."""
 
-    handles: tuple[interpreter.TensorHandle, ...]
+    handles: list[interpreter.TensorHandle]
 
     def get_result(self, place):
         return self.handles[place]

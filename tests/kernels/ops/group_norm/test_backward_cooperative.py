@@ -1,10 +1,6 @@
-"""Groups that programs share in the backward pass, without waiting: see `plain_exchange`."""
+"""Groups that programs share in the backward pass."""
 
 import fusednorm.api.group_norm as ours
-import fusednorm.ops.group_norm.channels_last.backward.bundles as bundles
-import fusednorm.ops.group_norm.channels_last.backward.cooperative as nhwc
-import fusednorm.ops.group_norm.channels_last.group_sums as group_sums
-import fusednorm.ops.group_norm.contiguous.backward.cooperative as nchw
 import pytest
 import torch
 from fusednorm import reference
@@ -12,24 +8,16 @@ from fusednorm.ops.group_norm import backward_choice
 from fusednorm.ops.group_norm.channels_last.backward.cooperative import BackwardCooperativeBlock
 from fusednorm.ops.group_norm.contiguous.backward.cooperative import BackwardCooperative
 
-from tests.kernels.jit.plain_exchange import use_plain_exchange
 from tests.kernels.ops.group_norm.cases import check_backward, make_case
-
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU programs wait for one another")
 
 
 @pytest.fixture
 def share(monkeypatch):
-    """Makes the launcher take a configuration that shares, as far as the interpreter can run it."""
-    use_plain_exchange(monkeypatch, nchw, nhwc, bundles, group_sums)
+    """Makes the launcher take a configuration that shares."""
     made = backward_choice.plan_backward
 
     def choose(config):
-        # Parts, then totals, then what is made of them.
-        monkeypatch.setattr(
-            "fusednorm.api.group_norm.plan_backward",
-            lambda call: 3 * made(call, config),
-        )
+        monkeypatch.setattr("fusednorm.api.group_norm.plan_backward", lambda call: made(call, config))
 
     return choose
 

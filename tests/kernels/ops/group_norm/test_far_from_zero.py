@@ -4,8 +4,6 @@ Errors of the variance are counted in units of 2^-24 of it, as in docs/numerics.
 """
 
 import fusednorm.api.group_norm as ours
-import fusednorm.ops.group_norm.channels_last.forward.cooperative as nhwc
-import fusednorm.ops.group_norm.contiguous.forward.cooperative as nchw
 import pytest
 import torch
 from fusednorm.launch.run import run
@@ -22,7 +20,6 @@ from fusednorm.ops.group_norm.contiguous.forward.sweep import ForwardSweep
 from fusednorm.ops.group_norm.contiguous.forward.tile import ForwardTile
 from fusednorm.ops.group_norm.sample import Sample
 
-from tests.kernels.jit.plain_exchange import use_plain_exchange
 from tests.kernels.ops.group_norm.cases import channels_last
 from tests.kernels.ops.group_norm.far_from_zero import (
     UNIT,
@@ -69,11 +66,6 @@ def use(monkeypatch):
 
     def choose(config):
         monkeypatch.setattr(forward_choice, "candidates", lambda *_: (config,))
-        waits = isinstance(config, ForwardCooperative | ForwardCooperativeBlock)
-        if waits and not torch.cuda.is_available():
-            use_plain_exchange(monkeypatch, nchw, nhwc)
-            made = forward_choice.plan_forward
-            monkeypatch.setattr(ours, "plan_forward", lambda call: 2 * made(call, config))
 
     return choose
 

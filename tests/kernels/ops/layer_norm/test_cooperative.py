@@ -1,67 +1,17 @@
-"""Rows that several programs share, without waiting: what they exchange and compute.
+"""Rows that several programs share; `test_exchange_gpu` has many more of them."""
 
-The interpreter runs one program after another, so that a program cannot wait for the next one.  Here programs use
-the exchange buffer without waiting, and all launches are made three times: a program that reads a slot too early in
-the first launch finds the value in the next one (the third, if one launch computes statistics for another), as long
-as no program uses more rounds than the buffer has.  `test_exchange_gpu` tests the waiting itself.
-"""
-
-import fusednorm.ops.layer_norm.backward.cooperative as backward_kernels
-import fusednorm.ops.layer_norm.forward.cooperative as forward_kernels
 import pytest
 import torch
-import triton
-import triton.language as tl
-from fusednorm.api import layer_norm as layer_norm_passes
 from fusednorm.ops.layer_norm import choice
 from fusednorm.ops.layer_norm.backward.cooperative import BackwardCooperative
 from fusednorm.ops.layer_norm.forward.cooperative import ForwardCooperative
 
 from tests.kernels.ops.layer_norm.cases import check_backward, check_forward, make_case
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU programs wait for one another")
-
-DEPTH = tl.constexpr(8)
-"""A multiple of the rounds that each exchange buffer here has: the same tags use the same slots in each launch."""
-
-
-@triton.jit
-def _first_tag(exchange_ptr):
-    return tl.load(exchange_ptr).to(tl.uint32) + DEPTH
-
-
-@triton.jit
-def _post(slot_ptr, tag, a, b, c):
-    floats = slot_ptr.to(tl.pointer_type(tl.float32), bitcast=True)
-    tl.store(floats, a)
-    tl.store(floats + 2, b)
-    tl.store(floats + 4, c)
-
-
-@triton.jit
-def _collect(slot_ptrs, tag):
-    floats = slot_ptrs.to(tl.pointer_type(tl.float32), bitcast=True)
-    return tl.load(floats), tl.load(floats + 2), tl.load(floats + 4)
-
-
-@triton.jit
-def _leave(exchange_ptr, last_tag):
-    tl.store(exchange_ptr, 0)
-
 
 @pytest.fixture
 def share(monkeypatch):
-    """Makes the launchers share each row between programs, 256 columns each, and launch three times."""
-    for module in (forward_kernels, backward_kernels):
-        monkeypatch.setattr(module, "first_tag", _first_tag)
-        monkeypatch.setattr(module, "post", _post)
-        monkeypatch.setattr(module, "collect", _collect)
-        monkeypatch.setattr(module, "leave", _leave)
-    for name in ("plan_forward", "plan_backward"):
-        plan = getattr(layer_norm_passes, name)
-        monkeypatch.setattr(
-            layer_norm_passes, name, lambda *given, plan=plan, **options: 3 * plan(*given, **options)
-        )
+    """Makes the launchers share each row between programs, 256 columns each."""
 
     def choose(lag):
         forward = ForwardCooperative(1, num_warps=1, programs_per_sm=4, lag=lag, ahead=1)
