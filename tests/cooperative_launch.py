@@ -55,6 +55,10 @@ class CooperativeLaunch:
                 program.abandon()
 
 
+class _AbandonedProgram(BaseException):
+    """The end of a program that never gets what it waits for; no kernel's error, and not handled as one."""
+
+
 class _Program:
     """One program of a launch."""
 
@@ -80,7 +84,7 @@ class _Program:
         self._has_stopped.release()
         self._may_run.acquire()
         if self._is_abandoned:
-            raise SystemExit
+            raise _AbandonedProgram
 
     def abandon(self) -> None:
         """End the thread, wherever the program waits."""
@@ -93,6 +97,8 @@ class _Program:
         try:
             if not self._is_abandoned:
                 self._run_program(**self._arguments)
+        except _AbandonedProgram:
+            pass
         except Exception as error:
             self._error = error
         finally:

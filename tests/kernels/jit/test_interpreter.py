@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from fusednorm.jit.epilogue import _reciprocal as reciprocal_of
 from fusednorm.jit.epilogue import tanh
+from fusednorm.jit.exchange import collect, first_tag, post, slot_of
 from fusednorm.jit.loads import widened
 from fusednorm.jit.pieces import _standardised as standardised
 from fusednorm.jit.pieces import total_moments
@@ -137,6 +138,43 @@ def _unknown_kernel(result_ptr):
 def test_unknown_assembly_is_refused(device):
     with pytest.raises(Exception, match=r"add one to tests/inline_assembly.py: mov.u32 \$0, %smid;"):
         _unknown_kernel[(1,)](torch.zeros(1, dtype=torch.int32, device=device))
+
+
+@triton.jit
+def _waiting_kernel(exchange_ptr, result_ptr, POSTS: tl.constexpr):
+    program = tl.program_id(0)
+    other = (program + 1) % tl.num_programs(0)
+    tag = first_tag(exchange_ptr)
+    if POSTS:
+        a = program.to(tl.float32)
+        post(slot_of(exchange_ptr, 0, tag, program, tl.num_programs(0), 1), tag, a, a + 0.5, -a)
+    slot = slot_of(exchange_ptr, 0, tag, other, tl.num_programs(0), 1)
+    a, b, c = collect(slot + tl.zeros((1,), tl.int32), tag)
+    tl.store(result_ptr + program, tl.sum(a + b + c))
+
+
+def make_wait(device, posts, programs=5, **options):
+    buffer = torch.zeros(2 + 4 * programs, dtype=torch.int64, device=device)
+    result = torch.zeros(programs, device=device)
+    _waiting_kernel[(programs,)](buffer, result, posts, **options)
+    return result.tolist()
+
+
+@everywhere
+def test_programs_wait_for_later_ones(where, device):
+    assert make_wait(device, True, launch_cooperative_grid=True) == [1.5, 2.5, 3.5, 4.5, 0.5]
+
+
+@only_interpreted
+def test_programs_that_wait_for_what_none_posts_are_an_error(device):
+    with pytest.raises(Exception, match="5 of 5 programs wait for values that none posts"):
+        make_wait(device, False, launch_cooperative_grid=True)
+
+
+@only_interpreted
+def test_programs_that_wait_need_a_cooperative_launch(device):
+    with pytest.raises(Exception, match="only in a launch with launch_cooperative_grid=True"):
+        make_wait(device, True)
 
 
 @triton.jit

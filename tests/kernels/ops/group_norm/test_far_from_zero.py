@@ -37,7 +37,7 @@ SHAPES = (((1, 40, 8, 8), 4), ((1, 16, 20, 20), 2), ((2, 48, 5, 7), 3))
 MEANS = (0.0, 1e3, 1e6)
 """In standard deviations."""
 
-# Without a GPU, programs that wait take one turn each: see `plain_exchange`.
+# A CPU counts as two multiprocessors, which must hold all programs of a group.
 TOGETHER = 4 if torch.cuda.is_available() else 512
 
 CONTIGUOUS = {
