@@ -1,24 +1,18 @@
-"""Front ends when links break, when their supervisor or the process with the device ends, and when all end."""
+"""Front ends when their supervisor or the process with the device ends, and when all end."""
 
-import ctypes
-import errno
 import os
 import signal
-import socket
-import struct
 from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
 
-from tests.integration.fleet.test_frontends import front_ends, load, samples
+from tests.integration.fleet.test_frontends import load, samples
 from tests.integration.harness.fleets import on_each
 from tests.integration.harness.raw import Connection, head
 from tests.integration.harness.stage import stage_on
 from tests.integration.harness.wire import assert_alive, assert_problem, npy
-
-_PIDFD_GETFD = 438
 
 
 @pytest.fixture
@@ -45,56 +39,6 @@ def is_there(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def links_of(pid: int, supervisor: int) -> list[socket.socket]:
-    """A front end's sockets to those that own devices: its supervisor has made them, and its channel."""
-    channel = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[-2]
-    process = os.pidfd_open(pid)
-    found = []
-    for each in Path(f"/proc/{pid}/fd").iterdir():
-        if each.name == channel.decode() or not str(each.readlink()).startswith("socket:"):
-            continue
-        descriptor = ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, process, int(each.name), 0)
-        if descriptor < 0:
-            assert ctypes.get_errno() in (errno.EPERM, errno.ENOSYS)
-            pytest.skip("descriptors of other processes are not to be had here")
-        opened = socket.socket(fileno=descriptor)
-        peer = (
-            opened.family == socket.AF_UNIX
-            and struct.unpack("3i", opened.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
-        )
-        if peer == supervisor:
-            found.append(opened)
-        else:
-            opened.close()
-    os.close(process)
-    return found
-
-
-def linked(api) -> list[dict] | None:
-    """Front ends; None where the one that is asked has no link itself."""
-    return api.get("/v1/info").json().get("front_ends")
-
-
-def test_a_link_that_breaks_comes_again(start_server, until):
-    # As users start it: what is forked has other descriptors besides.
-    served = start_server("--frontends", "2", preloaded=False)
-    with served.client() as api:
-        before = front_ends(api)
-        with load(served.url) as asking:
-            until(lambda: min(asking.right) > 5)
-            (link,) = links_of(before[0]["pid"], served.process.pid)
-            with link:
-                link.shutdown(socket.SHUT_RDWR)
-            until(lambda: max(asking.not_ready) > 0)
-            until(lambda: linked(api) == before)
-            right = list(asking.right)
-            until(lambda: all(now > was + 5 for now, was in zip(asking.right, right, strict=True)))
-        assert (asking.wrong, sum(asking.broken)) == ([], 0)
-        # Front ends report the end of a connection after its client has closed it.
-        until(lambda: samples(api)["normserve_connections"] == 1)
-        assert samples(api)["normserve_inflight_requests"] == 0
 
 
 def test_counters_begin_anew_with_the_process_that_has_them_and_nothing_else_is_lost(served, until):

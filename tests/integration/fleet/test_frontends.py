@@ -1,10 +1,15 @@
 """Processes that speak HTTP for the one with the device: one server to its clients, whoever of them dies."""
 
+import ctypes
+import errno
 import os
 import select
 import signal
+import socket
+import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,13 +22,14 @@ from tests.integration.harness.stage import stage_on
 from tests.integration.harness.wire import assert_alive, assert_problem, from_npy, npy, post
 
 HANG_S = 4
+_PIDFD_GETFD = 438
 X = np.linspace(-3, 3, 64 * 1024, dtype=np.float32).reshape(64, 1024) ** 3
 Y = torch.nn.functional.layer_norm(torch.from_numpy(X), (1024,)).numpy()
 
 
 @pytest.fixture(scope="module")
 def served(launched):
-    """As users start it: processes of other servers here are forked."""
+    """As users start it: processes of other servers here are forked, and have other descriptors besides."""
     return launched("--frontends", "2", preloaded=False)
 
 
@@ -32,12 +38,12 @@ def mortal(launched):
     return launched("--frontends", "2", "--hang-s", str(HANG_S))
 
 
-@pytest.fixture
-def stage(launched, tmp_path, until):
+@pytest.fixture(scope="module")
+def shared_stage(launched, tmp_path_factory, until):
     def start(**how):
         return launched("--frontends", "2", "--max-inflight-requests", "8", **how)
 
-    with stage_on(start, tmp_path / "gate", until) as stage:
+    with stage_on(start, tmp_path_factory.mktemp("stage") / "gate", until) as stage:
         yield stage
 
 
@@ -60,6 +66,36 @@ def sockets_of(pid: int) -> int:
     """How many a process has open."""
     opened = [os.readlink(f"/proc/{pid}/fd/{each}") for each in os.listdir(f"/proc/{pid}/fd")]  # noqa: PTH115, PTH208
     return len([each for each in opened if each.startswith("socket:")])
+
+
+def links_of(pid: int, supervisor: int) -> list[socket.socket]:
+    """A front end's sockets to those that own devices: its supervisor has made them, and its channel."""
+    channel = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[-2]
+    process = os.pidfd_open(pid)
+    found = []
+    for each in Path(f"/proc/{pid}/fd").iterdir():
+        if each.name == channel.decode() or not str(each.readlink()).startswith("socket:"):
+            continue
+        descriptor = ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, process, int(each.name), 0)
+        if descriptor < 0:
+            assert ctypes.get_errno() in (errno.EPERM, errno.ENOSYS)
+            pytest.skip("descriptors of other processes are not to be had here")
+        opened = socket.socket(fileno=descriptor)
+        peer = (
+            opened.family == socket.AF_UNIX
+            and struct.unpack("3i", opened.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+        )
+        if peer == supervisor:
+            found.append(opened)
+        else:
+            opened.close()
+    os.close(process)
+    return found
+
+
+def linked(api) -> list[dict] | None:
+    """Front ends; None where the one that is asked has no link itself."""
+    return api.get("/v1/info").json().get("front_ends")
 
 
 def has_ended(connection: Connection) -> bool:
@@ -133,6 +169,24 @@ def test_idle_ones_take_no_time(served):
     assert all(seconds(pid) - was < 0.1 for pid, was in zip(pids, before, strict=True))
 
 
+def test_a_link_that_breaks_comes_again(served, until):
+    with served.client() as api:
+        before = front_ends(api)
+        with load(served.url) as asking:
+            until(lambda: min(asking.right) > 5)
+            (link,) = links_of(before[0]["pid"], served.process.pid)
+            with link:
+                link.shutdown(socket.SHUT_RDWR)
+            until(lambda: max(asking.not_ready) > 0)
+            until(lambda: linked(api) == before)
+            right = list(asking.right)
+            until(lambda: all(now > was + 5 for now, was in zip(asking.right, right, strict=True)))
+        assert (asking.wrong, sum(asking.broken)) == ([], 0)
+        # Front ends report the end of a connection after its client has closed it.
+        until(lambda: samples(api)["normserve_connections"] == 1)
+        assert samples(api)["normserve_inflight_requests"] == 0
+
+
 def test_limits_are_of_all_together(stage):
     running = stage.occupy_device()
     waiting = [stage.post_later(8) for _ in range(7)]
@@ -169,7 +223,8 @@ def test_what_a_client_that_left_had_queued_is_not_run(stage, until):
     assert "ran 5x78" not in stage.server.log
 
 
-def test_what_was_admitted_is_answered_before_the_end(stage):
+def test_what_was_admitted_is_answered_before_the_end(stage_of):
+    stage = stage_of("--frontends", "2", "--max-inflight-requests", "8")
     running = stage.occupy_device()
     waiting = stage.post_later(9)
     stage.wait_for_queue(1)
