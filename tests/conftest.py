@@ -131,6 +131,14 @@ def _import_by_turns(session: pytest.Session) -> None:
             importlib.import_module(name)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def freeze_what_stays() -> Iterator[None]:
+    """Spare later modules what this one has imported: some have garbage collected hundreds of times."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 _LEFT_OUT = pytest.StashKey[int]()
 
 
