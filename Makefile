@@ -5,7 +5,7 @@ BIN := .venv/bin
 
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: serve test test-fast test-versions release-check check docs test-defaults test-frontends corpus test-gpu sanitize test-kserve test-ray bench bench-serve bench-serve-gpu bench-peers plots fingerprints load fuzz chaos image test-image warm-image sbom
+.PHONY: serve test test-slow test-fast test-versions release-check check docs test-defaults test-frontends corpus test-gpu sanitize test-kserve test-ray bench bench-serve bench-serve-gpu bench-peers plots fingerprints load fuzz chaos image test-image warm-image sbom
 .DEFAULT_GOAL := serve
 
 .venv/bin/python:
@@ -34,6 +34,11 @@ ORDER ?= -p no:randomly
 test: export PYTHONDONTWRITEBYTECODE =
 test: .venv/.dev
 	$(BIN)/python -m pytest $(ORDER) --numprocesses 3 --dist worksteal
+
+# Tests of many random inputs, measurements, and programs as users start them, which `make test` leaves out.
+test-slow: export PYTHONDONTWRITEBYTECODE =
+test-slow: .venv/.dev
+	$(BIN)/python -m pytest -m slow $(ORDER)
 
 check: .venv/.dev
 	$(BIN)/ruff check .

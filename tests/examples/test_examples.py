@@ -53,6 +53,7 @@ def test_an_unmodified_tritonclient(run, url):
     assert abs(float(deviation) - 1) < 1e-3
 
 
+@pytest.mark.slow
 def test_a_load_test_leaves_its_report_and_says_whether_objectives_were_met(url, tmp_path):
     scenario = (EXAMPLES / "load_test.toml").read_text().replace("duration_s = 5.0", "duration_s = 1.0")
     (tmp_path / "load_test.toml").write_text(scenario)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 ROOT = Path(__file__).parents[2]
 TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
@@ -27,6 +28,7 @@ def test_its_programs_run_one_after_another(url):
     namespace["client"].close()
 
 
+@pytest.mark.slow
 def test_its_commands_run(url, tool, tmp_path):
     tool("curl")
     started, sent, _, loaded = snippets("sh")

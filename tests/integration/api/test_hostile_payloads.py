@@ -165,12 +165,14 @@ DECLARED = (NPY, SAFETENSORS, "application/octet-stream")
 QUICK = settings(max_examples=150)
 
 
+@pytest.mark.slow
 @QUICK
 @given(content=st.binary(max_size=400), declared=st.sampled_from([NPY, SAFETENSORS, "application/octet-stream"]))
 def test_any_bytes_get_an_answer_below_500(api, content, declared):
     assert post(api, content=content, content_type=declared).status_code < 500
 
 
+@pytest.mark.slow
 @QUICK
 @given(genuine=st.sampled_from(GENUINE), mutants=st.lists(MUTANTS, max_size=4), cut=st.integers(0, 40))
 def test_almost_genuine_payloads_get_an_answer_below_500(api, genuine, mutants, cut):
@@ -181,6 +183,7 @@ def test_almost_genuine_payloads_get_an_answer_below_500(api, genuine, mutants, 
     assert response.status_code < 500
 
 
+@pytest.mark.slow
 @QUICK
 @given(query=st.text(st.characters(max_codepoint=255), max_size=60))
 def test_any_query_gets_an_answer_below_500(api, query):
@@ -188,6 +191,7 @@ def test_any_query_gets_an_answer_below_500(api, query):
     assert response.status_code in (200, 422)
 
 
+@pytest.mark.slow
 @QUICK
 @given(
     name=st.text(st.characters(codec="utf-8"), max_size=40),

@@ -72,6 +72,7 @@ def test_the_layers_have_the_models_own_eps(minilm, client):
     assert {layer["eps"] for layer in client.layers()} == {config["layer_norm_eps"]}
 
 
+@pytest.mark.slow
 def test_the_example_runs_as_its_text_says(served):
     ran = subprocess.run([sys.executable, EXAMPLE, "--url", served.url], capture_output=True, text=True, check=True)
     difference = float(ran.stdout.split("largest difference to torch: ")[1].split()[0])

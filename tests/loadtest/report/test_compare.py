@@ -72,6 +72,7 @@ def several(seed, slower=1.0, between=0.03, runs=3, count=400):
     ]
 
 
+@pytest.mark.slow
 def test_19_of_20_comparisons_of_equal_servers_find_no_change():
     found = [
         any(change.is_change for change in compare.compare(several(2 * number), several(2 * number + 1)))
@@ -89,6 +90,7 @@ def test_the_spread_is_that_between_runs():
     assert math.isnan(alone.spread_before)
 
 
+@pytest.mark.slow
 def test_one_run_a_side_does_not_contain_what_several_do():
     between = [several(number, between=0.2) for number in range(12)]
     alone, together = (

@@ -17,6 +17,7 @@ MIB = 2**20
 FORWARD = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells the peak since a moment")
 def test_model_holds_against_measured_peaks():
     program = [sys.executable, "-m", "tests.service.jobs.peak_memory"]
