@@ -18,7 +18,7 @@ from benchmarks.workload.suites import LONG_ROW_LENGTHS, ODD_ROW_LENGTHS, ROW_LE
 
 VERY_LONG = 1 << 22
 LENGTHS = (16, 64, 128, *ROW_LENGTHS, *LONG_ROW_LENGTHS, *ODD_ROW_LENGTHS, VERY_LONG)
-CASES = list(product(("forward", "backward"), LENGTHS, (2, 4)))
+CASES = list(product(("forward", "backward"), (2, 4)))
 
 THREADS, THREADS_A_PROGRAM, REGISTERS_A_THREAD = 2048, 1024, 255
 SHARED_BYTES = 227 << 10
@@ -28,19 +28,19 @@ LONGEST_TIMED = LONG_ROW_LENGTHS[-2]
 """What stands for the last entry of a table, which has no end."""
 
 
-@pytest.mark.parametrize(("pass_", "cols", "itemsize"), CASES)
-def test_there_are_some_and_each_once(pass_, cols, itemsize):
-    found = list(candidates(pass_, cols, itemsize))
-    assert found
-    assert len(found) == len(set(found))
-    assert {type(config) for config in found} <= set(
-        (tables.ForwardConfig if pass_ == "forward" else tables.BackwardConfig).__args__
-    )
+@pytest.mark.parametrize(("pass_", "itemsize"), CASES)
+def test_there_are_some_and_each_once(pass_, itemsize):
+    kinds = set((tables.ForwardConfig if pass_ == "forward" else tables.BackwardConfig).__args__)
+    for cols in LENGTHS:
+        found = list(candidates(pass_, cols, itemsize))
+        assert found, cols
+        assert len(found) == len(set(found)), cols
+        assert {type(config) for config in found} <= kinds, cols
 
 
-@pytest.mark.parametrize(("pass_", "cols", "itemsize"), CASES)
-def test_all_have_room_for_their_programs(pass_, cols, itemsize):
-    for config in candidates(pass_, cols, itemsize):
+@pytest.mark.parametrize(("pass_", "itemsize"), CASES)
+def test_all_have_room_for_their_programs(pass_, itemsize):
+    for _, config in every_candidate(pass_, itemsize):
         threads = 32 * config.num_warps
         resident = max(1, getattr(config, "programs_per_sm", 1))
         assert threads <= THREADS_A_PROGRAM
@@ -50,9 +50,9 @@ def test_all_have_room_for_their_programs(pass_, cols, itemsize):
         assert _shared_bytes(config, itemsize) * resident <= SHARED_BYTES, config
 
 
-@pytest.mark.parametrize(("pass_", "cols", "itemsize"), CASES)
-def test_rows_fill_what_holds_them_and_are_longer_than_what_they_share(pass_, cols, itemsize):
-    for config in candidates(pass_, cols, itemsize):
+@pytest.mark.parametrize(("pass_", "itemsize"), CASES)
+def test_rows_fill_what_holds_them_and_are_longer_than_what_they_share(pass_, itemsize):
+    for cols, config in every_candidate(pass_, itemsize):
         match config:
             case ForwardTile() | ForwardResident():
                 assert cols <= config.chunks * config.block_n
@@ -71,8 +71,7 @@ def test_rows_fill_what_holds_them_and_are_longer_than_what_they_share(pass_, co
                 assert config.block_n < cols <= config.block_n * config.programs_per_sm * MULTIPROCESSORS
 
 
-@pytest.mark.parametrize("pass_", ["forward", "backward"])
-@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize(("pass_", "itemsize"), CASES)
 def test_every_choice_of_the_tables_is_a_candidate(pass_, itemsize):
     table = (tables.FORWARD if pass_ == "forward" else tables.BACKWARD)[itemsize]
     for limit, config in table:
@@ -83,6 +82,10 @@ def test_every_choice_of_the_tables_is_a_candidate(pass_, itemsize):
 def test_so_are_what_the_tables_leave_to_very_long_rows(itemsize):
     assert tables.FORWARD_SPLIT[itemsize] in set(candidates("forward", VERY_LONG, itemsize))
     assert tables.BACKWARD_SPLIT[itemsize] in set(candidates("backward", VERY_LONG, itemsize))
+
+
+def every_candidate(pass_, itemsize):
+    return ((cols, config) for cols in LENGTHS for config in candidates(pass_, cols, itemsize))
 
 
 def _held_words(config, itemsize):
