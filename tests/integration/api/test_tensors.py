@@ -1,5 +1,7 @@
 """Tensors that do not fit the operation or one another are refused."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -49,12 +51,16 @@ def test_tensors_that_do_not_fit_are_refused(api, path, tensors, code):
     assert_problem(post(api, path, content, content_type=SAFETENSORS), 422, code)
 
 
-@pytest.mark.parametrize("direction", ["", "/backward"])
-@pytest.mark.parametrize(("layout", "x"), [("nchw", (2, 4, 3)), ("nhwc", (2, 3, 4))])
-@pytest.mark.parametrize("name", ["scale", "shift"])
+SHAPES = [(), (4,), (8,), (1, 4), (3, 4), (0, 4), (2, 3), (2, 0), (2, 8), (4, 2), (2, 4, 1), (2, 1, 4), (1, 2, 4)]
+OF_SAMPLES = itertools.product([("nchw", (2, 4, 3)), ("nhwc", (2, 3, 4))], ["", "/backward"], ["scale", "shift"])
+
+
 @pytest.mark.parametrize(
-    "shape",
-    [(), (4,), (8,), (1, 4), (3, 4), (0, 4), (2, 3), (2, 0), (2, 8), (4, 2), (2, 4, 1), (2, 1, 4), (1, 2, 4)],
+    ("shape", "layout", "x", "direction", "name"),
+    [
+        (shape, *layout, direction, name)
+        for shape, (layout, direction, name) in zip(2 * SHAPES, itertools.cycle(OF_SAMPLES), strict=False)
+    ],
 )
 def test_scale_and_shift_are_of_each_samples_channels(api, shape, name, layout, x, direction):
     """Nothing is broadcast, nothing cut to size."""

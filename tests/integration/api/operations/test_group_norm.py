@@ -1,6 +1,7 @@
 """GroupNorm over HTTP: all that is fused with it, in both layouts and passes, and each sample's scale and shift."""
 
 import asyncio
+import itertools
 import uuid
 
 import pytest
@@ -33,10 +34,13 @@ def layer(api):
     api.delete(f"/v1/layers/{name}")
 
 
-@pytest.mark.parametrize("nhwc", [False, True], ids=["nchw", "nhwc"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("adaptive", [False, True], ids=["plain", "adaptive"])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+KINDS = itertools.product(DTYPES, (False, True), (False, True))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "adaptive", "nhwc", "activation"),
+    [(*kind, activation) for kind, activation in zip(KINDS, itertools.cycle(ACTIVATIONS), strict=False)],
+)
 def test_both_passes_with_a_residual(api, activation, adaptive, dtype, nhwc):
     """Forward returns the sum and the statistics, backward takes them and what reached the sum from elsewhere."""
     kinds = (torch.float16, torch.float32) if adaptive else (None, None)
