@@ -1,9 +1,11 @@
 """A connection's socket: frames that come in parts, frames that wait to be read, descriptors, and the end."""
 
 import asyncio
+import contextlib
 import functools
 import os
 import socket
+import time
 
 import pytest
 import uvloop
@@ -16,11 +18,13 @@ class Told:
 
     def __init__(self):
         self.frames, self.faults, self.ends = [], [], 0
+        self.seconds = []
         self.wire = None
 
     def on_frame(self, tag, content, began, ended):
         assert began <= ended
         self.frames.append((tag, bytes(content)))
+        self.seconds.append(ended - began)
 
     def on_fault(self, error):
         self.faults.append(error)
@@ -72,6 +76,51 @@ def test_frames_come_in_any_parts():
         assert told.frames == 2 * [(1, b"abc"), (2, b""), (3, b"d")]
 
     wired(body)
+
+
+def test_the_time_of_a_frame_is_from_its_first_byte_to_its_last():
+    async def body(wire, told, theirs):
+        start = time.perf_counter()
+        data = frame(1, b"abc")
+        for part in (data[:3], data[3:9], data[9:] + frame(2, b"d") + data[:3]):
+            theirs.send(part)
+            await asyncio.sleep(0.02)
+        theirs.send(data[3:] + frame(4, b"e"))
+        await until(lambda: len(told.frames) == 4)
+        assert [tag for tag, _ in told.frames] == [1, 2, 1, 4]
+        first, second, third, fourth = told.seconds
+        # What came whole took no time.
+        assert second == fourth == 0
+        assert first >= 0.03
+        assert third >= 0.01
+
+    wired(body)
+
+
+@pytest.mark.parametrize("loop", [asyncio.run, uvloop.run])
+@pytest.mark.parametrize("unsent", [0, 2**22])
+def test_the_next_socket_with_the_same_descriptor_is_heard_of(loop, unsent):
+    async def body(wire, told, theirs):
+        running, descriptor = asyncio.get_running_loop(), wire.descriptor
+        wire.send(bytes(unsent))
+        await asyncio.sleep(0)
+        wire.close()
+        ours, other = socket.socketpair()
+        reads, writes = asyncio.Event(), asyncio.Event()
+        with ours, other, contextlib.ExitStack() as stack:
+            again = ours
+            if ours.fileno() != descriptor:
+                again = stack.enter_context(socket.socket(fileno=os.dup2(ours.fileno(), descriptor)))
+            running.add_reader(again, reads.set)
+            running.add_writer(again, writes.set)
+            other.send(b"a")
+            await reads.wait()
+            await writes.wait()
+            assert again.recv(10) == b"a"
+            running.remove_reader(again)
+            running.remove_writer(again)
+
+    wired(body, loop)
 
 
 def test_frames_behind_the_end_are_not_told_of():
