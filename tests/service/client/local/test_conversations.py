@@ -19,6 +19,7 @@ from normserve.client import (
     OverloadedError,
     RequestTimeoutError,
     RetryPolicy,
+    UnauthorizedError,
     UnexpectedAnswerError,
 )
 from normserve.client.local.async_link import AsyncLink
@@ -29,11 +30,8 @@ ONCE = RetryPolicy(tries=1)
 
 
 @contextmanager
-def serving(path, answer):
-    """A server of any number of connections; `answer(connection, tag, message)` is told of all but hellos.
-
-    It returns whether the connection ends.
-    """
+def serving(path, server):
+    """Have a server serve any number of connections; its `answer` says whether one is to end."""
     threads, accepted = [], []
 
     def converse(connected):
@@ -43,8 +41,8 @@ def serving(path, answer):
                 for tag, content in found.feed(data):
                     for message in frames.read_messages(content):
                         if isinstance(message, frames.Hello):
-                            connected.sendall(frames.write(tag, frames.Answer(200, document={})))
-                        elif answer(connected, tag, message):
+                            server.greet(connected, tag)
+                        elif server.answer(connected, tag, message):
                             return
 
     def accept(listener):
@@ -105,7 +103,7 @@ def play(request, tmp_path):
             async with connected(f"unix://{path}", **options) as client:
                 await body(client, server)
 
-        with serving(path, server.answer):
+        with serving(path, server):
             asyncio.run(asyncio.wait_for(main(), 30))
         return server
 
@@ -124,6 +122,9 @@ class Server:
         self.asked = []
         self.refuses = lambda nbytes: False
         self._segments = 0
+
+    def greet(self, connected, tag):
+        connected.sendall(frames.write(tag, frames.Answer(200, document={})))
 
     def answer(self, connected, tag, message):
         self.asked.append(message)
@@ -220,8 +221,25 @@ def test_where_there_is_none_the_servers_refusal_is_the_callers(play):
     async def body(client, server):
         with pytest.raises(OverloadedError, match="no memory"):
             await client.empty((4, 4))
+        # As much as is worth a try, and as much as is needed: there is nothing to give back.
+        assert len(server.asked) == 2
 
     play(body, server)
+
+
+def test_who_is_refused_at_the_beginning_is_told_why(play):
+    class Refusing(Server):
+        def greet(self, connected, tag):
+            problem = {"code": "unauthorized", "detail": "no such key", "status": 401}
+            connected.sendall(frames.write(tag, frames.Answer(401, "id", problem=problem)))
+
+    async def body(client, server):
+        for _ in range(2):
+            with pytest.raises(UnauthorizedError, match="no such key"):
+                await client.info()
+        assert not server.asked
+
+    play(body, Refusing())
 
 
 @pytest.mark.parametrize("status", [400, 413])
@@ -360,7 +378,7 @@ def test_descriptors_of_segments_are_closed_once_they_are_mapped(play):
 
 def test_another_event_loop_has_a_connection_of_its_own(tmp_path):
     path, server = str(tmp_path / "socket"), Server()
-    with serving(path, server.answer):
+    with serving(path, server):
         client = AsyncClient(f"unix://{path}", retries=ONCE, timeout_s=20.0)
 
         async def ask():
@@ -372,14 +390,17 @@ def test_another_event_loop_has_a_connection_of_its_own(tmp_path):
 
 
 def test_what_waits_for_a_server_that_does_not_read_is_sent_once_it_does(tmp_path):
-    path, server, reads = str(tmp_path / "socket"), Server(), threading.Event()
+    path, reads = str(tmp_path / "socket"), threading.Event()
     tensors = {str(number): frames.Located(0, 0, "x" * 200, (1,)) for number in range(200)}
     x = {"x": frames.Located(0, 0, "float32", (1,))}
     long = frames.Compute("layer_norm", tensors | x, {"y": frames.Place(0, 0, 4)})
 
-    def answer(connected, tag, message):
-        reads.wait(20)
-        return server.answer(connected, tag, message)
+    class Pausing(Server):
+        def answer(self, connected, tag, message):
+            reads.wait(20)
+            return super().answer(connected, tag, message)
+
+    server = Pausing()
 
     async def main():
         link = AsyncLink()
@@ -391,6 +412,6 @@ def test_what_waits_for_a_server_that_does_not_read_is_sent_once_it_does(tmp_pat
         assert [each.status for each in answers] == [200] * 40
         link.retire()
 
-    with serving(path, answer):
+    with serving(path, server):
         asyncio.run(asyncio.wait_for(main(), 30))
     assert len(server.asked) == 40
