@@ -86,6 +86,48 @@ def test_messages_and_descriptors_come_in_order():
     asyncio.run(run())
 
 
+def open_files(name):
+    """Descriptors of this process that are of a memory file of that name."""
+    return [each for each in Path("/proc/self/fd").iterdir() if f"memfd:{name}" in named(each)]
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_descriptor_that_was_sent_is_the_callers_and_the_others_alone(is_full):
+    async def run():
+        owner, front_end = linked()
+        if is_full:
+            owner.link.send(messages.Send(1, 200, [], bytes(2**24), more=False))
+        file = os.memfd_create("sent")
+        for number in range(5):
+            owner.link.send(messages.Memory(number), file)
+        await until(lambda: len(front_end.heard) == 5 + is_full)
+        await owner.link.drained()
+        assert len(open_files("sent")) == 1
+        os.close(file)
+        owner.link.close()
+        front_end.link.close()
+
+    asyncio.run(run())
+
+
+def test_descriptors_that_nobody_has_taken_are_closed_with_the_link():
+    async def run():
+        owner, front_end = linked()
+        # Who hears of them takes none.
+        front_end.link.take_descriptor = lambda: os.open(os.devnull, os.O_RDONLY)
+        file = os.memfd_create("left")
+        for number in range(3):
+            owner.link.send(messages.Memory(number), file)
+        os.close(file)
+        await until(lambda: len(front_end.heard) == 3)
+        assert len(open_files("left")) == 3
+        front_end.link.close()
+        assert not open_files("left")
+        owner.link.close()
+
+    asyncio.run(run())
+
+
 def test_more_than_the_kernel_takes_waits_and_comes_whole():
     async def run():
         owner, front_end = linked()
