@@ -226,6 +226,31 @@ def test_a_thread_that_cannot_send_does_not_hold_others_past_their_timeouts(tmp_
             link._socket.close()
 
 
+def test_a_request_of_which_nothing_could_be_sent_costs_no_connection(tmp_path, stops):
+    reads = threading.Event()
+
+    def answer(connected, tag, message):
+        reads.wait(20)
+        if not isinstance(message, frames.Cancel):
+            connected.sendall(frames.write(tag, frames.Answer(200, document={})))
+
+    path = str(tmp_path / "socket")
+    with serving(path, answer):
+        link = Link(path, None, Deadline(20))
+        try:
+            link._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+            stops(15)
+            for _ in range(30):
+                with pytest.raises(RequestTimeoutError):
+                    link.request(frames.Info(), Deadline(0.005))
+            assert link.is_usable
+            reads.set()
+            assert link.request(frames.Info(), Deadline(20)).status == 200
+        finally:
+            reads.set()
+            link._socket.close()
+
+
 def test_a_server_that_accepts_nobody_does_not_hold_a_call_past_its_timeout(tmp_path):
     path = str(tmp_path / "socket")
     with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as first:

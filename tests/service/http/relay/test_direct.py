@@ -1,8 +1,13 @@
 """Operations whose body came along, which are answered without the application."""
 
+import asyncio
+import dataclasses
+
+import numpy as np
+import pytest
 from normserve.http.relay import messages
 
-from tests.service.http.relay.owner_scene import OwnerScene, either_way, until
+from tests.service.http.relay.owner_scene import OwnerScene, either_way, npy, until
 
 
 async def running(owner: OwnerScene, front_end) -> None:
@@ -55,3 +60,26 @@ async def test_a_permit_is_kept_until_the_work_is_over_of_a_client_that_left(own
     front_end.link.send(messages.Sent(1, 0.0, is_delivered=False))
     await until(lambda: owner.is_idle)
     assert [(each.op, each.status) for each in owner.records if each.op == "layer_norm"] == [("layer_norm", 499)]
+
+
+def out_of_memory(nbytes: int):
+    raise MemoryError(nbytes)
+
+
+@pytest.mark.parametrize("rows", [64, 1024], ids=["copied at once", "copied by a thread"])
+def test_a_result_that_there_is_no_memory_to_send_from_is_an_answer_too(rows):
+    async def play() -> None:
+        owner = OwnerScene()
+        await owner.open()
+        front_end = owner.front_end()
+        front_end.request(1, npy(np.zeros((rows, 1024), np.float32)))
+        await until(lambda: owner.executor.running)
+        slabs = owner.service.slabs
+        slabs.source = dataclasses.replace(slabs.source, allocate=out_of_memory)
+        owner.executor.finish()
+        assert (await front_end.answer(1)).status == 503
+        await until(lambda: owner.is_idle)
+        assert [each.status for each in owner.records] == [503]
+        await owner.close()
+
+    asyncio.run(asyncio.wait_for(play(), 20))

@@ -253,6 +253,9 @@ def test_a_front_end_that_is_lost_while_it_receives():
         await owner.started()
         owner.asked.on_lost()
         assert (owner.limits.requests, owner.count(code="499")) == (0, 1)
+        text = owner.scene.metrics.render().decode()
+        assert 'normserve_errors_total{cause="client_left"} 1.0' in text
+        assert 'normserve_cancelled_total{stage="recv"} 1.0' in text
         assert owner.handed_over == []
         assert owner.front_end.said[-1] == ("end", NUMBER)
 
