@@ -68,8 +68,11 @@ def send_segment(connected, tag):
     descriptor, _ = make_segment(2**22, Segment)
     rights = struct.pack("i", descriptor)
     frame = frames.write(tag, frames.Answer(200, segment=0))
-    connected.sendmsg([frame], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
-    os.close(descriptor)
+    try:
+        connected.sendmsg([frame], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+    finally:
+        # The client may have left.
+        os.close(descriptor)
 
 
 def test_a_segment_whose_number_came_before_is_no_answer(tmp_path):
