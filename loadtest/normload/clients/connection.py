@@ -116,7 +116,7 @@ class Connection(Waiting):
                     secured = encrypted(made, self._address, _TRUST.context)
                     made = secured
                     yield from shaking_hands(secured)
-                return http.Connection(made, self._address)
+                return http.Connection(made)
             except OSError as error:
                 made.close()
                 failure = error

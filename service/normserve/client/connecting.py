@@ -86,7 +86,8 @@ def transport_to(server: Server, own: httpx.BaseTransport | None) -> Transport:
         return LocalTransport(_shared_path(server, own), server.api_key)
     if own is not None or _needs_httpx(server):
         return HttpxTransport(own, **_options(server))
-    return DirectTransport(_requests(server), Sockets(Trust(server.verify), server.max_connections, _KEEP_S))
+    sockets = Sockets(server.address, Trust(server.verify), server.max_connections, _KEEP_S)
+    return DirectTransport(_requests(server), sockets)
 
 
 def async_transport_to(server: Server, own: httpx.AsyncBaseTransport | None) -> AsyncTransport:
@@ -96,7 +97,7 @@ def async_transport_to(server: Server, own: httpx.AsyncBaseTransport | None) -> 
         return AsyncLocalTransport(_shared_path(server, own), server.api_key)
     if own is not None or _needs_httpx(server):
         return AsyncHttpxTransport(own, **_options(server))
-    sockets = AsyncSockets(Trust(server.verify), server.max_connections, _KEEP_S)
+    sockets = AsyncSockets(server.address, Trust(server.verify), server.max_connections, _KEEP_S)
     return AsyncDirectTransport(_requests(server), sockets)
 
 

@@ -30,8 +30,9 @@ R = TypeVar("R")
 class AsyncSockets:
     """As `blocking.Sockets`, for tasks; another event loop begins with none."""
 
-    def __init__(self, trust: Trust, most: int, keep_s: float) -> None:
+    def __init__(self, address: Address, trust: Trust, most: int, keep_s: float) -> None:
         """Args: as `blocking.Sockets`."""
+        self._address = address
         self._trust = trust
         self._most = most
         self._keep_s = keep_s
@@ -40,7 +41,7 @@ class AsyncSockets:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._idle = IdleConnections(most, keep_s)
 
-    async def take(self, address: Address, deadline: Deadline, *, fresh: bool = False) -> tuple[Connection, bool]:
+    async def take(self, deadline: Deadline, *, fresh: bool = False) -> tuple[Connection, bool]:
         """As `blocking.Sockets.take`; the caller ends the waiting when the deadline is over."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop or self._process != os.getpid():
@@ -50,9 +51,9 @@ class AsyncSockets:
         try:
             if self._closed:
                 raise RuntimeError("the client is closed")
-            if not fresh and (kept := self._idle.take(address)) is not None:
+            if not fresh and (kept := self._idle.take()) is not None:
                 return kept, True
-            return await self._opened(address, deadline), False
+            return await self._opened(deadline), False
         except BaseException:
             free.release()
             raise
@@ -77,36 +78,36 @@ class AsyncSockets:
         self._free = asyncio.Semaphore(self._most)
         self._idle = IdleConnections(self._most, self._keep_s)
 
-    async def _opened(self, address: Address, deadline: Deadline) -> Connection:
+    async def _opened(self, deadline: Deadline) -> Connection:
         try:
-            found = await self._places(address)
+            found = await self._places()
             for place in found:
                 try:
-                    return await self._opened_at(place, address, deadline, is_last=place == found[-1])
+                    return await self._opened_at(place, deadline, is_last=place == found[-1])
                 except (OSError, httpx.ConnectTimeout) as error:
                     failure = error
             raise failure if found else OSError("the host has no address")
         # A UnicodeError is a name of which no query can be made: a part of it is too long.
         except (OSError, UnicodeError) as error:
-            raise httpx.ConnectError(f"{address.place}: {error}") from error
+            raise httpx.ConnectError(f"{self._address.place}: {error}") from error
 
-    async def _places(self, address: Address) -> list[Place]:
-        if address.socket_path is not None:
-            return [(socket.AF_UNIX, address.socket_path)]
+    async def _places(self) -> list[Place]:
+        if self._address.socket_path is not None:
+            return [(socket.AF_UNIX, self._address.socket_path)]
         loop = asyncio.get_running_loop()
-        return places(await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM))
+        return places(await loop.getaddrinfo(self._address.host, self._address.port, type=socket.SOCK_STREAM))
 
-    async def _opened_at(self, place: Place, address: Address, deadline: Deadline, *, is_last: bool) -> Connection:
+    async def _opened_at(self, place: Place, deadline: Deadline, *, is_last: bool) -> Connection:
         family, where = place
         made = unconnected(family)
         try:
             async with asyncio.timeout(patience_s(deadline.left_s(), is_last=is_last)):
                 await drive(connecting(made, where))
-            if address.tls:
-                secured = encrypted(made, address, self._trust.context)
+            if self._address.tls:
+                secured = encrypted(made, self._address, self._trust.context)
                 made = secured
                 await drive(shaking_hands(secured))
-            return Connection(made, address)
+            return Connection(made)
         except TimeoutError:
             made.close()
             raise httpx.ConnectTimeout("there was no more time") from None

@@ -45,25 +45,26 @@ _ALL: int = getattr(socket, "MSG_WAITALL", 0)
 
 
 class Sockets:
-    """Connections that threads take and give back; a process that was forked off begins with none."""
+    """Connections to one address, for threads to take and give back; a forked process begins with none."""
 
-    def __init__(self, trust: Trust, most: int, keep_s: float) -> None:
+    def __init__(self, address: Address, trust: Trust, most: int, keep_s: float) -> None:
         """Args:
+        address: where to.
         trust: of connections with TLS.
         most: in use at once; who wants more waits.
         keep_s: how long an idle connection is kept.
         """
+        self._address = address
         self._trust = trust
         self._most = most
         self._keep_s = keep_s
         self._closed = False
         self._begin()
 
-    def take(self, address: Address, deadline: Deadline, *, fresh: bool = False) -> tuple[Connection, bool]:
+    def take(self, deadline: Deadline, *, fresh: bool = False) -> tuple[Connection, bool]:
         """Return a connection, and whether it was used before; `give` it back, whatever comes of it.
 
         Args:
-            address: where to.
             deadline: of opening it, and of waiting for another's.
             fresh: take none that was used before.
 
@@ -82,9 +83,9 @@ class Sockets:
         try:
             if self._closed:
                 raise RuntimeError("the client is closed")
-            if not fresh and (kept := self._idle.take(address)) is not None:
+            if not fresh and (kept := self._idle.take()) is not None:
                 return kept, True
-            return self._opened(address, deadline), False
+            return self._opened(deadline), False
         except BaseException:
             free.release()
             raise
@@ -107,39 +108,39 @@ class Sockets:
         self._free = threading.Semaphore(self._most)
         self._idle = IdleConnections(self._most, self._keep_s)
 
-    def _opened(self, address: Address, deadline: Deadline) -> Connection:
+    def _opened(self, deadline: Deadline) -> Connection:
         try:
-            found = self._places(address)
+            found = self._places()
             for place in found:
                 try:
-                    return self._opened_at(place, address, deadline, is_last=place == found[-1])
+                    return self._opened_at(place, deadline, is_last=place == found[-1])
                 except (OSError, httpx.ConnectTimeout) as error:
                     failure = error
             raise failure if found else OSError("the host has no address")
         # A UnicodeError is a name of which no query can be made: a part of it is too long.
         except (OSError, UnicodeError) as error:
-            raise httpx.ConnectError(f"{address.place}: {error}") from error
+            raise httpx.ConnectError(f"{self._address.place}: {error}") from error
 
-    def _places(self, address: Address) -> list[Place]:
-        if address.socket_path is not None:
-            return [(socket.AF_UNIX, address.socket_path)]
-        return places(socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM))
+    def _places(self) -> list[Place]:
+        if self._address.socket_path is not None:
+            return [(socket.AF_UNIX, self._address.socket_path)]
+        return places(socket.getaddrinfo(self._address.host, self._address.port, type=socket.SOCK_STREAM))
 
-    def _opened_at(self, place: Place, address: Address, deadline: Deadline, *, is_last: bool) -> Connection:
+    def _opened_at(self, place: Place, deadline: Deadline, *, is_last: bool) -> Connection:
         family, where = place
         late = httpx.ConnectTimeout
         made = unconnected(family)
         try:
             drive(connecting(made, where), Deadline(patience_s(deadline.left_s(), is_last=is_last)), late)
-            if address.tls:
-                secured = encrypted(made, address, self._trust.context)
+            if self._address.tls:
+                secured = encrypted(made, self._address, self._trust.context)
                 made = secured
                 drive(shaking_hands(secured), deadline, late)
             else:
                 made.setblocking(True)
                 made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(_SENDING_S))
                 made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(_RECEIVING_S))
-            return Connection(made, address, blocks=not address.tls)
+            return Connection(made, blocks=not self._address.tls)
         except BaseException:
             made.close()
             raise

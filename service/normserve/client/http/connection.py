@@ -16,7 +16,6 @@ import numpy as np
 
 from normserve.client.answers.answer import Answer
 from normserve.client.answers.reception import Reception
-from normserve.client.http.address import Address
 from normserve.client.http.heads import HEAD_BYTES, AnswerHead, HeadReader
 from normserve.client.http.parts import advance, coalesced
 from normserve.client.http.receiving import NOW, TURN_BYTES, Fill, Receiver
@@ -34,21 +33,18 @@ class Connection(Receiver):
     """An open connection, used by one exchange at a time.
 
     Attributes:
-        address: where to.
         is_reusable: whether the last exchange left it so that another may follow.
         has_answered: whether a byte of an answer to the last request came.
         idle_since: when it was last used, by time.monotonic.
     """
 
-    def __init__(self, connected: socket.socket, address: Address, *, blocks: bool = False) -> None:
+    def __init__(self, connected: socket.socket, *, blocks: bool = False) -> None:
         """Args:
         connected: does not block, and has done its handshake.
-        address: where to.
         blocks: that it does block after all, sending not for long (SO_SNDTIMEO): who has a thread to spare need not
             be woken for each part that the socket takes.
         """
         super().__init__(connected)
-        self.address = address
         self.is_reusable = True
         self.idle_since = time.monotonic()
         self._send_flags = 0 if blocks else NOW

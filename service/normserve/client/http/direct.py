@@ -77,7 +77,7 @@ class DirectTransport:
         with TransportErrors(deadline):
             fresh = False
             while True:
-                connection, used = self._sockets.take(self._requests.address, deadline, fresh=fresh)
+                connection, used = self._sockets.take(deadline, fresh=fresh)
                 try:
                     return _final(drive(connection.exchange(head, parts, call.most_bytes, fill=fill), deadline))
                 except (httpx.NetworkError, httpx.RemoteProtocolError):
@@ -106,7 +106,7 @@ class AsyncDirectTransport:
             fresh = False
             async with deadline.ends():
                 while True:
-                    connection, used = await self._sockets.take(self._requests.address, deadline, fresh=fresh)
+                    connection, used = await self._sockets.take(deadline, fresh=fresh)
                     try:
                         return _final(await drive_tasks(connection.exchange(head, parts, call.most_bytes)))
                     except (httpx.NetworkError, httpx.RemoteProtocolError):

@@ -3,7 +3,6 @@
 import collections
 import time
 
-from normserve.client.http.address import Address
 from normserve.client.http.connection import Connection
 
 
@@ -19,23 +18,16 @@ class IdleConnections:
         self._keep_s = keep_s
         self._idle: collections.deque[Connection] = collections.deque()
 
-    def take(self, address: Address) -> Connection | None:
-        """The connection to that address that was used last, if one is still open."""
-        others = []
-        found = None
-        while found is None:
+    def take(self) -> Connection | None:
+        """Return the connection that was used last, if one is still open."""
+        while True:
             try:
                 kept = self._idle.pop()
             except IndexError:
-                break
-            if kept.address != address:
-                others.append(kept)
-            elif time.monotonic() - kept.idle_since <= self._keep_s and kept.is_quiet():
-                found = kept
-            else:
-                kept.close()
-        self._idle.extend(reversed(others))
-        return found
+                return None
+            if time.monotonic() - kept.idle_since <= self._keep_s and kept.is_quiet():
+                return kept
+            kept.close()
 
     def give(self, connection: Connection) -> None:
         """Keep one more; those idle for long, and those beyond the limit, are closed."""

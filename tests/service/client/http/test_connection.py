@@ -3,7 +3,6 @@
 import ssl
 
 import pytest
-from normserve.client.http.address import Address
 from normserve.client.http.connection import Connection
 from normserve.client.http.heads import HeadReader
 
@@ -40,13 +39,13 @@ def rounds(steps, endless, count=10):
 
 def test_interim_answers_without_end_let_others_go_on():
     endless = EndlessSocket(INTERIM * 10)
-    rounds(Connection(endless, Address("localhost", 0)).head(), endless)
+    rounds(Connection(endless).head(), endless)
 
 
 @pytest.mark.parametrize("piece", [b"1;a=b\r\nx\r\n", b"1;" + b"a" * 100], ids=["small chunks", "extensions"])
 def test_a_body_of_small_chunks_lets_others_go_on(piece):
     endless = EndlessSocket(piece)
-    connection = Connection(endless, Address("localhost", 0))
+    connection = Connection(endless)
     head = HeadReader().read(CHUNKED)
 
     def body():
