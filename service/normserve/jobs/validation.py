@@ -33,18 +33,11 @@ MAX_COLS_OF_HEADS = 8192
 
 
 def costed_job(
-    spec: NormSpec,
-    tensors: Mapping[str, HostTensor],
-    layer: Layer | None = None,
-    *,
-    may_overwrite: bool = False,
-    places: Mapping[str, memoryview] | None = None,
+    spec: NormSpec, tensors: Mapping[str, HostTensor], layer: Layer | None = None, *, may_overwrite: bool = False
 ) -> tuple[NormJob, MemoryCost]:
     """Check that tensors, spec and layer fit one another; return their job and the host memory that it takes.
 
-    Args:
-        may_overwrite: the tensors' memory is the job's own.
-        places: see `NormJob`; whether results fit there is the caller's to check.
+    Args: may_overwrite: the tensors' memory is the job's own.
 
     Raises:
         InvalidRequestError: by what does not fit; the detail says what was expected and what came.
@@ -52,7 +45,7 @@ def costed_job(
     of_layer = None if layer is None else _layer_facts(layer)
     described = tuple([(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()])
     spec, cost = _checked(spec, of_layer, described)
-    return NormJob(spec, dict(tensors), layer, may_overwrite, places), cost
+    return NormJob(spec, dict(tensors), layer, may_overwrite), cost
 
 
 class _LayerFacts(NamedTuple):
