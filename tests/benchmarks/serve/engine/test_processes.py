@@ -1,10 +1,16 @@
+import multiprocessing
+
 import pytest
 
 from benchmarks.serve.engine.processes import engines
+from tests.integration.harness.preloaded import forking
 
 
 @pytest.mark.parametrize("devices", [("cpu", "cpu")])
-def test_engines_run_side_by_side(devices):
+def test_engines_run_side_by_side(devices, monkeypatch):
+    # Forked with all imports done.
+    context = forking()
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: context)
     with engines(devices, 2**20, 1) as started:
         for engine in started:
             engine.go(0.01)
