@@ -166,8 +166,11 @@ def launch_command(command: Sequence[str], environment: Mapping[str, str]) -> Se
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[ServerProcess]:
-    """One server with everything at its default, on the CPU; for tests that leave it as they found it."""
-    running = launch_server([], {}, preloaded=False)
+    """One server with everything at its default, on the CPU; for tests that leave it as they found it.
+
+    `fleet/test_fleet.py` and `fleet/test_frontends.py` start servers as users do.
+    """
+    running = launch_server([], {})
     try:
         running.wait_until_ready()
         yield running

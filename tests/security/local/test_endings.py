@@ -329,7 +329,7 @@ def test_a_server_that_cannot_wait_any_longer_cuts_off_what_still_runs(launched,
 
 def test_a_fleet_serves_them_in_every_process(launched, tmp_path, until):
     path = tmp_path / "fleet.sock"
-    launched("--local", str(path), "--devices", "cpu,cpu", preloaded=False)
+    launched("--local", str(path), "--devices", "cpu,cpu")
     with contextlib.ExitStack() as stack:
         clients = [stack.enter_context(Client(f"unix://{path}", retries=ONCE)) for _ in range(4)]
         for number, client in enumerate(clients):
