@@ -222,6 +222,54 @@ def test_a_body_gives_way_to_a_newcomer_though_it_became_whole_meanwhile():
     played(play)
 
 
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_only_a_body_that_is_not_whole_gives_way_to_who_has_less(is_whole):
+    async def play(owner):
+        receive = await owner.started()
+        if is_whole:
+            owner.come(receive, owner.body)
+            await turn()
+        # Half of the budget is another's share, and nothing of it is free.
+        nbytes = len(owner.body) // 2
+        if is_whole:
+            with pytest.raises(OverloadedError):
+                owner.limits.acquire(nbytes, "another")
+            assert not owner.said(messages.Stop)
+            owner.scene.executor.finish()
+            await turn()
+            (result,) = owner.said(messages.Result)
+            assert result.number == NUMBER
+            owner.asked.on_message(messages.Sent(NUMBER, 0.0, is_delivered=True))
+        else:
+            permit = owner.limits.acquire(nbytes, "another")
+            assert len(owner.said(messages.Stop)) == 1
+            permit.release()
+            owner.asked.on_message(messages.Ended(NUMBER, left=False))
+            assert owner.handed_over == [(OverloadedError, 0)]
+        assert (owner.limits.requests, owner.limits.bytes) == (0, 0)
+
+    # What is computed of the body counts, too.
+    played(play, max_bytes=int(2.2 * X.nbytes) if is_whole else int(1.2 * X.nbytes))
+
+
+def test_the_time_of_a_body_is_from_the_header_to_its_last_byte():
+    start = time.perf_counter()
+
+    async def play(owner):
+        receive = await owner.started()
+        owner.front_end.write(receive, owner.body)
+        # It became whole a while after.
+        owner.asked.on_message(messages.Received(NUMBER, len(owner.body), time.perf_counter() + 5))
+        await turn()
+        owner.scene.executor.finish()
+        await turn()
+        (result,) = owner.said(messages.Result)
+        assert 5 <= result.measured.recv_s <= 5 + time.perf_counter() - start
+        owner.asked.on_message(messages.Sent(NUMBER, 0.0, is_delivered=True))
+
+    played(play)
+
+
 def test_a_client_that_leaves_while_it_sends():
     async def play(owner):
         await owner.started()
