@@ -7,6 +7,7 @@ import pytest
 from normserve.engine.executor import Executor
 from normserve.errors import DeviceFailureError, DeviceOutOfMemoryError, InvalidShapeError
 from normserve.jobs.job import Batch, Execution, Lane, Op
+from normserve.memory.device_tensors import DeviceTensor
 
 from tests.service.engine.fake_backend import EXECUTION, FakeBackend, Landing, Replies
 from tests.service.jobs.fake_jobs import job, tensor
@@ -215,6 +216,35 @@ def test_unknown_error_is_logged_and_not_told(executor, backend, replies, caplog
     backend.error = None
     executor.run(Batch((job(1, 4),)), _unnoted, replies)
     assert replies.next().error is None
+
+
+@pytest.mark.parametrize(
+    ("raised", "is_kept"),
+    [
+        (ZeroDivisionError("a bug"), True),
+        (DeviceFailureError("it hangs"), True),
+        (InvalidShapeError("the caller's"), False),
+        (MemoryError(), False),
+    ],
+)
+def test_the_last_error_is_one_that_no_request_is_to_blame_for(executor, backend, replies, raised, is_kept):
+    backend.error = raised
+    executor.run(Batch((job(1, 4),)), _unnoted, replies)
+    replies.next()
+    assert (type(raised).__name__ in executor.last_error) == is_kept
+    assert bool(executor.last_error) == is_kept
+
+
+@pytest.mark.parametrize(
+    ("cols", "on_device", "is_soon"),
+    [(16, False, True), (17, False, False), (17, True, True), (2**18, True, True)],
+)
+def test_what_is_tiny_and_what_the_device_has_already_is_over_soon(executor, backend, cols, on_device, is_soon):
+    backend.inline_bytes = 64
+    x = tensor(1, cols)
+    if on_device:
+        x = DeviceTensor(x.dtype, x.shape, x.data)
+    assert executor.runs_soon(Batch((job(1, cols, tensors={"x": x}),))) == is_soon
 
 
 def test_stop_finishes_what_was_handed_in(backend, replies):
