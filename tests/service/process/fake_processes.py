@@ -124,7 +124,9 @@ class FakeProcesses:
             try:
                 await play()
             finally:
-                os.kill(os.getpid(), signal.SIGTERM)
+                # Once it has ended nothing minds the signal, which would end the tests.
+                if not serving.done():
+                    os.kill(os.getpid(), signal.SIGTERM)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(asyncio.shield(serving), 10)
             return await serving
