@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import time
+from itertools import pairwise
 
 import pytest
 from normserve.process import supervisor
@@ -46,8 +47,9 @@ def test_a_process_that_starts_when_all_are_told_to_stop_may_have_no_handler(fle
 
 
 @pytest.mark.parametrize(("code", "expected"), [(1, 1), (2, 2), (-signal.SIGTERM, 1), (-signal.SIGSEGV, 1)])
-def test_a_process_that_cannot_start_ends_all_with_its_code(fleet, code, expected):
+def test_a_process_that_cannot_start_ends_all_with_its_code(fleet, code, expected, caplog):
     assert end_with(fleet, code, was_told=False) == expected
+    assert [record.getMessage() for record in caplog.records] == ["process 0 cannot start: the server ends"]
 
 
 def test_one_that_was_ready_and_can_start_no_more_ends_all_if_no_other_serves(fleet):
@@ -98,19 +100,27 @@ def test_a_process_that_hangs_is_killed_and_started_again(processes, caplog):
     assert processes.journal[:2] == ["owner ready"] * 2
 
 
-@pytest.mark.parametrize(("steady_s", "pauses"), [(60.0, ["0.1", "0.2"]), (0.0, ["0.0", "0.0"])])
+@pytest.mark.parametrize(("steady_s", "pauses"), [(60.0, [0.08, 0.16]), (0.0, [0.04, 0.04])])
 def test_a_process_that_ends_soon_is_started_after_longer_and_longer_pauses(
-    processes, monkeypatch, caplog, steady_s, pauses
+    fleet, monkeypatch, caplog, steady_s, pauses
 ):
     monkeypatch.setattr(supervisor, "_FIRST_PAUSE_S", 0.04)
     monkeypatch.setattr(supervisor, "_STEADY_S", steady_s)
-    processes.let("owner", "if count('ready') < 2: note('ready'); beat(0.05); sys.exit(9)")
-    began = time.monotonic()
-    assert processes.run(settings_for(1), lambda: processes.until("owner ready", 3)) == 0
-    said = [record.getMessage() for record in caplog.records]
-    assert [each.split()[-2] for each in said if "started again" in each] == pauses
-    assert time.monotonic() - began > 0.1 + 0.04 * (6 if steady_s else 2)
-    assert [record.fields["exit_code"] for record in caplog.records if "started again" in record.msg] == [9, 9]
+    process, starts = fleet._owners[0], []
+
+    async def run() -> int:
+        starts.append(time.monotonic())
+        process.was_ready.set()
+        if len(starts) == 3:
+            fleet._end()
+        return 9
+
+    process.run = run
+    asyncio.run(asyncio.wait_for(fleet._keep(process), 10))
+    assert all(after - before >= pause for (before, after), pause in zip(pairwise(starts), pauses, strict=True))
+    assert process.restarts == 2
+    assert [record.fields["exit_code"] for record in caplog.records] == [9, 9]
+    assert all("is started again in" in record.getMessage() for record in caplog.records)
 
 
 def test_front_ends_are_linked_and_told_to_stop_once_the_owners_have_ended(processes):
