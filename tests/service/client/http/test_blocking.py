@@ -62,9 +62,6 @@ def test_there_is_time_when_the_systems_patience_is_over(pair):
     late.join()
 
 
-LONG = Deadline(60)
-
-
 @pytest.fixture
 def address():
     """Where connections can be made."""
@@ -81,8 +78,8 @@ def nowhere():
 
 
 @pytest.fixture
-def sockets():
-    made = Sockets(Trust(False), 2, 30.0)
+def sockets(address):
+    made = Sockets(address, Trust(False), 2, 30.0)
     yield made
     made.close()
 
@@ -91,12 +88,16 @@ def late():
     return Deadline(0.02)
 
 
-def room(sockets, address) -> int:
+def in_time():
+    return Deadline(60)
+
+
+def room(sockets) -> int:
     """How many connections can be taken now."""
     taken = []
     try:
         while True:
-            taken.append(sockets.take(address, late())[0])
+            taken.append(sockets.take(late())[0])
     except httpx.PoolTimeout:
         return len(taken)
     finally:
@@ -104,44 +105,45 @@ def room(sockets, address) -> int:
             sockets.give(each)
 
 
-def test_so_many_connections_are_in_use_at_once_and_no_more(sockets, address):
-    assert room(sockets, address) == 2
-    assert room(sockets, address) == 2
+def test_so_many_connections_are_in_use_at_once_and_no_more(sockets):
+    assert room(sockets) == 2
+    assert room(sockets) == 2
 
 
-def test_who_waited_in_vain_takes_nothing(sockets, address):
-    taken = [sockets.take(address, LONG)[0] for _ in range(2)]
+def test_who_waited_in_vain_takes_nothing(sockets):
+    taken = [sockets.take(in_time())[0] for _ in range(2)]
     for _ in range(3):
         with pytest.raises(httpx.PoolTimeout):
-            sockets.take(address, late())
+            sockets.take(late())
     for each in taken:
         sockets.give(each)
-    assert room(sockets, address) == 2
+    assert room(sockets) == 2
 
 
-def test_a_connection_that_cannot_be_made_takes_no_place(sockets, address, nowhere):
+def test_a_connection_that_cannot_be_made_takes_no_place(nowhere):
+    sockets = Sockets(nowhere, Trust(False), 2, 30.0)
     for _ in range(5):
         with pytest.raises(httpx.ConnectError):
-            sockets.take(nowhere, LONG)
-    assert room(sockets, address) == 2
+            sockets.take(in_time())
+    sockets.close()
 
 
-def test_who_waits_is_woken_by_whoever_gives_back(sockets, address):
-    taken = [sockets.take(address, LONG)[0] for _ in range(2)]
+def test_who_waits_is_woken_by_whoever_gives_back(sockets):
+    taken = [sockets.take(in_time())[0] for _ in range(2)]
     with ThreadPoolExecutor(2) as threads:
-        waiting = [threads.submit(sockets.take, address, LONG) for _ in range(2)]
+        waiting = [threads.submit(sockets.take, in_time()) for _ in range(2)]
         for each in taken:
             sockets.give(each)
         again = [each.result(20) for each in waiting]
     assert [was_used for _, was_used in again] == [True, True]
     for each, _ in again:
         sockets.give(each)
-    assert room(sockets, address) == 2
+    assert room(sockets) == 2
 
 
-def test_what_comes_back_to_a_closed_client_is_closed(sockets, address):
-    connection, _ = sockets.take(address, LONG)
-    idle, _ = sockets.take(address, LONG)
+def test_what_comes_back_to_a_closed_client_is_closed(sockets):
+    connection, _ = sockets.take(in_time())
+    idle, _ = sockets.take(in_time())
     sockets.give(idle)
     sockets.close()
     assert not idle.is_reusable
@@ -150,12 +152,12 @@ def test_what_comes_back_to_a_closed_client_is_closed(sockets, address):
     assert not connection.is_reusable
     for _ in range(3):
         with pytest.raises(RuntimeError, match="closed"):
-            sockets.take(address, late())
+            sockets.take(late())
 
 
-def test_a_connection_that_must_be_new_is(sockets, address):
-    kept, _ = sockets.take(address, LONG)
+def test_a_connection_that_must_be_new_is(sockets):
+    kept, _ = sockets.take(in_time())
     sockets.give(kept)
-    fresh, was_used = sockets.take(address, LONG, fresh=True)
+    fresh, was_used = sockets.take(in_time(), fresh=True)
     assert (fresh is kept, was_used) == (False, False)
     sockets.give(fresh)
