@@ -27,7 +27,7 @@ def main() -> int:
     parser.add_argument("action", choices=["record", "replay"])
     parser.add_argument("words", nargs="*", help="only scenes and transports that contain all of these")
     parser.add_argument("--jobs", type=int, default=3, help="scenes at the same time")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     action: Callable[[str, str], Result] = record if arguments.action == "record" else replay
     chosen = [each for each in RECORDED if all(word in ", ".join(each) for word in arguments.words)]
     failed = 0
