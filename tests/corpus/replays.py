@@ -13,6 +13,7 @@ def replay(scene: str, transport: str) -> list[str]:
     """Play a scene and return what differs from its recording, one line each, in plain words."""
     recorded = read_recording(scene, transport)
     found = []
+    name = "the start"
     with tempfile.TemporaryDirectory() as folder:
         steps = SCENES[scene](transport, Path(folder))
         try:
@@ -20,7 +21,7 @@ def replay(scene: str, transport: str) -> list[str]:
                 found += differences(recorded.pop(name, {}), observed, name)
         except (AssertionError, OSError) as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
-            found.append(f"it stops with {type(error).__name__} in {last.name}: {error}")
+            found.append(f"it stops after {name!r} with {type(error).__name__} in {last.name}: {error}")
     if recorded:
         found.append(f"steps that do not happen: {', '.join(recorded)}")
     return found
