@@ -45,7 +45,8 @@ WEIGHT, BIAS = ramp(8, first=0.5, last=1.5), ramp(8, last=0.5)
 IMAGES = ramp(2, 4, 3, 3)
 ROWS = (3,)
 PLAIN = NormCall("plain", "layer_norm", {"x": X}, {"y": (3, 8)})
-LONG = NormCall("long", "layer_norm", {"x": ramp(64, 1024, last=90.0)}, {"y": (64, 1024)})
+SIZE = (64, 1024)
+LONG = NormCall("long", "layer_norm", {"x": ramp(*SIZE, last=90.0)}, {"y": SIZE})
 """More than a front end sends along with a header."""
 
 
@@ -118,3 +119,6 @@ def refusals() -> Iterator[NormCall]:
     yield replace(plain, name="too large", tensors={"x": ramp(300, 1000)})
     yield replace(LONG, name="long of another length", tensors={**LONG.tensors, "weight": WEIGHT})
     yield replace(LONG, name="long with an unknown parameter", parameters={"epsilon": "1"})
+    # Its body is admitted, and refused with its results.
+    sums = {**LONG.tensors, "residual": LONG.tensors["x"].flip(0)}
+    yield replace(LONG, name="more memory than there is", tensors=sums, results={"y": SIZE, "residual_out": SIZE})

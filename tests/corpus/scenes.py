@@ -53,7 +53,8 @@ _HELD_S = 0.7
 
 def calls(transport: str, folder: Path, *options: str) -> Steps:
     """Make every call once, on one connection."""
-    with start_server(transport, folder, "--max-body-bytes", "1000000", *options) as server:
+    limits = ("--max-body-bytes", "1000000", "--max-inflight-bytes", "1000000")
+    with start_server(transport, folder, *limits, *options) as server:
         connection = server.connect()
         for kind, group in {"successes": successes(), "refusals": refusals()}.items():
             for call in group:
