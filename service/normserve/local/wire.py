@@ -5,16 +5,13 @@ them.
 """
 
 import asyncio
-import contextlib
-import os
 import socket
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from normserve.backends.replayer import Replayer
-from normserve.codec.framing import FrameReader
+from normserve.codec.framing import FrameReader, SendQueue, close_descriptors
 from normserve.codec.local_frames import MAX_FRAME_BYTES
 from normserve.errors import NormserveError
 from normserve.sockets import add_reader, has_error
@@ -35,19 +32,6 @@ class Listener(Protocol):
         """The connection has ended; called once."""
 
 
-class _UnsentFrame(NamedTuple):
-    """The bytes of a frame that have not been sent yet.
-
-    Attributes:
-        descriptors: sent with the first byte of `rest`, and closed then.
-        on_lost: as of `Wire.send`.
-    """
-
-    rest: bytes | memoryview
-    descriptors: Sequence[int]
-    on_lost: Callable[[], None] | None
-
-
 class Wire:
     """A connected Unix socket."""
 
@@ -66,9 +50,8 @@ class Wire:
         self._frames = FrameReader(MAX_FRAME_BYTES)
         self._frame_s, self._send_s, self._most_unsent = frame_s, send_s, most_unsent
         self._began = 0.0
-        self._unsent: deque[_UnsentFrame] = deque()
-        # Of the last frame that was sent whole, and of those that were not.
-        self._on_last_lost: Callable[[], None] | None = None
+        self._unsent = SendQueue()
+        # Of frames that were not sent whole.
         self._lost: list[Callable[[], None]] = []
         self._was_reset = False
         self._frame_timer: asyncio.TimerHandle | None = None
@@ -124,9 +107,9 @@ class Wire:
             frame: it was not sent whole, or it was the last one and the client closed without reading everything.
         """
         if not self.is_open:
-            _close(descriptors)
+            close_descriptors(descriptors)
             return
-        self._unsent.append(_UnsentFrame(frame, descriptors, on_lost))
+        self._unsent.add(frame, descriptors, on_lost)
         if len(self._unsent) == 1:
             self._flush()
         else:
@@ -143,11 +126,11 @@ class Wire:
             self._send_timer.cancel()
         if self._unsent:
             self._loop.remove_writer(self._connection)
-        self._drop_unsent()
+        self._lost += self._unsent.close()
         was_reset = self._was_reset or has_error(self.descriptor)
         # Where there is a replayer it may have sent later frames.
-        if was_reset and self._on_last_lost is not None and self._replayer is None:
-            self._lost.append(self._on_last_lost)
+        if was_reset and self._unsent.on_last_lost is not None and self._replayer is None:
+            self._lost.append(self._unsent.on_last_lost)
         if self._replayer is not None:
             self._replayer.close(self.descriptor)
         for on_lost in self._lost:
@@ -199,42 +182,17 @@ class Wire:
             self._frame_timer.cancel()
             self._frame_timer = None
 
-    def _pass_on(self, frame: bytes | memoryview, descriptors: Sequence[int]) -> int:
-        try:
-            if not descriptors:
-                return self._connection.send(frame)
-            sent = socket.send_fds(self._connection, [frame], list(descriptors))
-        except (BlockingIOError, InterruptedError):
-            return 0
-        _close(descriptors)
-        return sent
-
     def _flush(self) -> None:
-        while self._unsent:
-            frame = self._unsent[0]
-            try:
-                sent = self._pass_on(frame.rest, frame.descriptors)
-            except OSError:
-                # Frames that the client sent before it left are still to be received, and its end after them.
-                self._drop_unsent()
-                break
-            if sent < len(frame.rest):
-                # What goes with a frame goes with its first byte.
-                descriptors = () if sent else frame.descriptors
-                self._unsent[0] = _UnsentFrame(memoryview(frame.rest)[sent:], descriptors, frame.on_lost)
-                break
-            self._unsent.popleft()
-            self._on_last_lost = frame.on_lost
+        try:
+            self._unsent.send(self._connection)
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError:
+            # Frames that the client sent before it left are still to be received, and its end after them.
+            self._lost += self._unsent.close()
         self._time_sending(runs=bool(self._unsent))
         self._tell_replayer()
         self.read(wanted=self._wants_input)
-
-    def _drop_unsent(self) -> None:
-        for frame in self._unsent:
-            _close(frame.descriptors)
-            if frame.on_lost is not None:
-                self._lost.append(frame.on_lost)
-        self._unsent.clear()
 
     def _time_sending(self, *, runs: bool) -> None:
         """Wait until the client reads, for a while, or stop waiting."""
@@ -253,9 +211,3 @@ class Wire:
         """What is begun here must be ended here: a frame, and answers that the client does not read."""
         if self._replayer is not None and self.is_open:
             self._replayer.hold(self.descriptor, self._frames.is_within, bool(self._unsent))
-
-
-def _close(descriptors: Sequence[int]) -> None:
-    for descriptor in descriptors:
-        with contextlib.suppress(OSError):
-            os.close(descriptor)
