@@ -1,23 +1,25 @@
 """One end of the socket between a front end and the process that owns a device: messages in both directions."""
 
-import array
 import asyncio
 import contextlib
 import os
 import socket
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
+from normserve.codec.framing import PREFIX, FrameReader, SendQueue, rights_bytes
 from normserve.engine.polling import Polling
-from normserve.http.relay.messages import LENGTH, encode_into
+from normserve.errors import TooLargeError
+from normserve.http.relay.messages import encode_into
 from normserve.sockets import add_reader
 
 _READ_BYTES = 256 * 1024
 _MOST_DESCRIPTORS = 64
-_RIGHTS_BYTES = socket.CMSG_SPACE(_MOST_DESCRIPTORS * array.array("i").itemsize)
+_RIGHTS_BYTES = rights_bytes(_MOST_DESCRIPTORS)
+# The other process is trusted: as many as a prefix can say.
+_MOST_BYTES = 2**32 - 1
 _BUFFER_BYTES = 4 * 2**20
 
 
@@ -62,13 +64,9 @@ class Link:
         self._loop = asyncio.get_running_loop()
         # Python's `recvmsg` takes new memory of the asked length each time, which costs more than the call itself.
         self._read_buffer = memoryview(bytearray(_READ_BYTES))
-        # The beginning of a frame, and how many bytes are missing until more can be done with it.
-        self._begun: list[bytes] = []
-        self._missing = LENGTH.size
-        self._descriptors: deque[int] = deque()
+        self._reader = FrameReader(_MOST_BYTES, _MOST_DESCRIPTORS)
         self._said: list[msgspec.Struct] = []
-        # Frames, each with the descriptor that goes along, which is closed then.
-        self._unsent: deque[tuple[bytearray | memoryview, int | None]] = deque()
+        self._unsent = SendQueue()
         self._is_flushing = False
         self._drained: asyncio.Future[None] | None = None
         self.is_open = True
@@ -86,7 +84,7 @@ class Link:
         self._said.append(message)
         if descriptor is not None:
             # Until the kernel has taken it, nothing else may close it.
-            self._end_frame(os.dup(descriptor))
+            self._end_frame((os.dup(descriptor),))
         if not self._is_flushing:
             self._is_flushing = True
             self._loop.call_soon(self._flush)
@@ -100,7 +98,7 @@ class Link:
 
     def take_descriptor(self) -> int:
         """The next descriptor that came; the caller's from now on."""
-        return self._descriptors.popleft()
+        return self._reader.descriptors.popleft()
 
     def close(self) -> None:
         """End it from this side."""
@@ -115,11 +113,9 @@ class Link:
 
     def _forget(self) -> None:
         """Drop what was to be sent, and the descriptors that came."""
-        for descriptor in (*self._descriptors, *[kept for _, kept in self._unsent if kept is not None]):
-            os.close(descriptor)
-        self._descriptors.clear()
+        self._reader.close()
         self._said.clear()
-        self._unsent.clear()
+        self._unsent.close()
         self._settle()
 
     def _give_up(self) -> None:
@@ -142,47 +138,30 @@ class Link:
             return
         except OSError:
             nbytes, ancillary, flags = 0, [], 0
-        for _, _, rights in ancillary:
-            self._descriptors += array.array("i", rights)
-        # Where a descriptor was lost, since none is free, each that comes later would belong to another message.
-        if not nbytes or flags & socket.MSG_CTRUNC:
+        if not nbytes:
+            self.close()
+            return
+        if self._polling is not None and not self._is_ending:
+            self._polling.note_received()
+        try:
+            found = self._reader.feed(self._read_buffer[:nbytes], ancillary, flags)
+        except TooLargeError:
+            # A descriptor was lost, since none is free: each that comes later would belong to another message.
             self.close()
             return
         if self._is_ending:
+            self._reader.close()
             return
-        if self._polling is not None:
-            self._polling.note_received()
-        data = self._read_buffer[:nbytes]
-        if nbytes < self._missing:
-            self._begun.append(bytes(data))
-            self._missing -= nbytes
-            return
-        if self._begun:
-            data = memoryview(b"".join([*self._begun, data]))
-            self._begun.clear()
-        self._read(data)
-
-    def _read(self, data: memoryview) -> None:
-        """Hear what whole frames say, and keep the beginning of the next one."""
-        position, end = 0, len(data)
-        while True:
-            begin = position + LENGTH.size
-            following = begin if begin > end else begin + LENGTH.unpack_from(data, position)[0]
-            if following > end:
-                break
-            position = following
-            try:
-                for message in self._decode(data[begin:following]):
+        try:
+            for _, content in found:
+                for message in self._decode(content):
                     self._on_message(message)
                     if not self.is_open:
                         return
-            except BaseException:
-                # The rest of what was read would be lost, and no request in it may wait for an answer.
-                self._give_up()
-                raise
-        if position < end:
-            self._begun.append(bytes(data[position:]))
-        self._missing = following - end
+        except BaseException:
+            # The rest of what was read would be lost, and no request in it may wait for an answer.
+            self._give_up()
+            raise
 
     def _flush(self) -> None:
         """Send what is unsent, as much of it as the kernel takes."""
@@ -190,7 +169,9 @@ class Link:
             return
         try:
             while self._unsent or self._said:
-                self._send_next()
+                if not self._unsent:
+                    self._end_frame()
+                self._unsent.send(self._connected)
         except (BlockingIOError, InterruptedError):
             self.is_behind = True
             self._loop.add_writer(self._connected, self._flush)
@@ -211,27 +192,13 @@ class Link:
             self._loop.remove_writer(self._connected)
             self.on_drained()
 
-    def _send_next(self) -> None:
-        """Send the next frame."""
-        if not self._unsent:
-            self._end_frame(None)
-        data, descriptor = self._unsent[0]
-        if descriptor is None:
-            sent = self._connected.send(data)
-        else:
-            sent = socket.send_fds(self._connected, [data], [descriptor])
-            os.close(descriptor)
-        self._unsent.popleft()
-        if sent < len(data):
-            self._unsent.appendleft((memoryview(data)[sent:], None))
-
-    def _end_frame(self, descriptor: int | None) -> None:
+    def _end_frame(self, descriptors: tuple[int, ...] = ()) -> None:
         """What has been said is one frame, with a descriptor of its last message."""
-        frame = bytearray(LENGTH.size)
-        encode_into(self._said, frame, LENGTH.size)
-        LENGTH.pack_into(frame, 0, len(frame) - LENGTH.size)
+        frame = bytearray(PREFIX.size)
+        encode_into(self._said, frame, PREFIX.size)
+        PREFIX.pack_into(frame, 0, len(frame) - PREFIX.size, 0)
         self._said.clear()
-        self._unsent.append((frame, descriptor))
+        self._unsent.add(frame, descriptors)
 
     def _settle(self) -> None:
         if self._drained is not None:

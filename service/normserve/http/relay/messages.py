@@ -3,7 +3,6 @@
 Both are processes of one server with the same code, so messages are trusted.
 """
 
-import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,9 +10,6 @@ import msgspec
 
 from normserve.http.measured import Measured
 from normserve.http.responses import headers_of
-
-LENGTH = struct.Struct("<I")
-"""Before each list of messages: its bytes."""
 
 
 class Head(msgspec.Struct, array_like=True, gc=False):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import uvloop
+from normserve.codec.framing import PREFIX
 from normserve.http.relay import messages
 from normserve.http.relay.link import Link
 
@@ -158,7 +159,7 @@ def test_a_message_cut_anywhere_is_heard_once_it_is_whole():
         response = messages.Respond(5, 200, [(b"a", b"b")], [b"xyz", messages.Part(1, 2, 3)], 6)
         content = messages.encode([response, messages.Done(6)])
         with here:
-            for byte in messages.LENGTH.pack(len(content)) + content:
+            for byte in PREFIX.pack(len(content), 0) + content:
                 assert end.heard == []
                 here.sendall(bytes([byte]))
                 await asyncio.sleep(0)
@@ -282,7 +283,7 @@ def test_a_message_that_cannot_be_read_ends_the_link():
         end = End(there, messages.from_owner)
         faults = faults_of(asyncio.get_running_loop())
         with here:
-            here.sendall(messages.LENGTH.pack(1) + b"\xc1")
+            here.sendall(PREFIX.pack(1, 0) + b"\xc1")
             await until(lambda: end.ended)
         assert len(faults) == 1
 
