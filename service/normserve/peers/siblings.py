@@ -4,8 +4,8 @@ Every process owns a device and its own copy of the registered layers.  They com
 in a folder that only the server's user may enter, with frames that no HTTP server accepts, so that a client's
 request cannot be mistaken for a message of another process.
 
-A frame is its length in four bytes, followed by the content.  A request is a JSON object of strings, with the name
-of the request under "do"; a response is one byte, `+` or `-`, and its content.  A connection may carry several,
+The content of a frame (`codec.framing`; its tag means nothing) is a request, a JSON object of strings with the name
+of the request under "do", or a response, one byte, `+` or `-`, and its content.  A connection may carry several,
 one after another.
 """
 
@@ -16,11 +16,13 @@ import logging
 import os
 import socket
 import struct
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from normserve.errors import NormserveError
+from normserve.codec.framing import PREFIX, FrameReader
+from normserve.errors import NormserveError, TooLargeError
 from normserve.metrics.exposition import merged
 
 log = logging.getLogger(__name__)
@@ -32,8 +34,8 @@ Handler = Callable[[Question, contextlib.AsyncExitStack], Awaitable[bytes]]
 
 # One that starts or hangs must not hold up a scrape for longer than Prometheus waits.
 _ANSWER_S = 2.0
-_LENGTH = struct.Struct(">I")
 _PEER = struct.Struct("3i")
+_READ_BYTES = 64 * 1024
 _QUESTION_BYTES = 64 * 1024
 _ANSWER_BYTES = 64 * 2**20
 _GOOD, _BAD = b"+", b"-"
@@ -67,6 +69,51 @@ class RefusedError(Exception):
     """A sibling answered that it cannot."""
 
 
+class FrameStream:
+    """Frames that are exchanged over a connection of an event loop."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, max_bytes: int) -> None:
+        """Args: max_bytes: of the content of a received frame."""
+        self._reader, self._writer = reader, writer
+        self._frames = FrameReader(max_bytes)
+        self._received: deque[bytes] = deque()
+
+    async def send(self, content: bytes) -> None:
+        """Send a frame.
+
+        Raises:
+            ConnectionError: the other process is gone.
+        """
+        try:
+            self._writer.write(PREFIX.pack(len(content), 0) + content)
+        except RuntimeError as error:
+            # What uvloop says of a connection that has ended meanwhile.
+            raise ConnectionResetError("the other process has ended") from error
+        await self._writer.drain()
+
+    async def receive(self) -> bytes | None:
+        """Return the content of the next frame; None once there are no more.
+
+        Raises:
+            ConnectionError: the connection broke within a frame, or one is longer than permitted.
+        """
+        while not self._received:
+            data = await self._reader.read(_READ_BYTES)
+            if not data:
+                if self._frames.is_within:
+                    raise ConnectionResetError("the connection broke within a frame")
+                return None
+            try:
+                self._received += [content for _, content in self._frames.feed(data)]
+            except TooLargeError as error:
+                raise ConnectionAbortedError(error.detail) from None
+        return self._received.popleft()
+
+    def close(self) -> None:
+        """End the connection."""
+        self._writer.close()
+
+
 class Link:
     """A connection to one sibling.
 
@@ -76,7 +123,7 @@ class Link:
 
     def __init__(self, index: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.index = index
-        self._reader, self._writer = reader, writer
+        self._stream = FrameStream(reader, writer, _ANSWER_BYTES)
 
     async def request(self, question: Question, timeout_s: float) -> bytes:
         """What the sibling answers.
@@ -87,8 +134,8 @@ class Link:
             TimeoutError: it said nothing in time.
         """
         async with asyncio.timeout(timeout_s):
-            await _send(self._writer, json.dumps(question).encode())
-            answer = await _receive(self._reader, _ANSWER_BYTES)
+            await self._stream.send(json.dumps(question).encode())
+            answer = await self._stream.receive()
         if answer is None:
             raise ConnectionResetError("the other process has ended")
         if answer[:1] == _GOOD:
@@ -100,7 +147,7 @@ class Link:
 
     def close(self) -> None:
         """End the connection."""
-        self._writer.close()
+        self._stream.close()
 
 
 class Siblings:
@@ -188,10 +235,11 @@ class Siblings:
             if not _is_of_this_user(writer):
                 log.warning("a process of another user tried to connect as one of the fleet")
                 return
+            stream = FrameStream(reader, writer, _QUESTION_BYTES)
             async with contextlib.AsyncExitStack() as at_end:
                 with contextlib.suppress(ConnectionError):
-                    while (frame := await _receive(reader, _QUESTION_BYTES)) is not None:
-                        await _send(writer, await self._answer(frame, at_end))
+                    while (question := await stream.receive()) is not None:
+                        await stream.send(await self._answer(question, at_end))
         finally:
             writer.close()
 
@@ -211,31 +259,3 @@ def _is_of_this_user(writer: asyncio.StreamWriter) -> bool:
     connected = writer.get_extra_info("socket")
     _, user, _ = _PEER.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     return bool(user == os.getuid())
-
-
-async def _send(writer: asyncio.StreamWriter, content: bytes) -> None:
-    """Raises: ConnectionError: the other is gone."""
-    try:
-        writer.write(_LENGTH.pack(len(content)) + content)
-    except RuntimeError as error:
-        # What uvloop says of a connection that has ended meanwhile.
-        raise ConnectionResetError("the other process has ended") from error
-    await writer.drain()
-
-
-async def _receive(reader: asyncio.StreamReader, at_most: int) -> bytes | None:
-    """The next frame; None once there are no more.
-
-    Raises:
-        ConnectionError: the connection broke within it, or it is longer than any may be.
-    """
-    length = 0
-    try:
-        (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-        if length > at_most:
-            raise ConnectionAbortedError(f"a frame of {length} bytes came, at most {at_most} are taken")
-        return await reader.readexactly(length)
-    except asyncio.IncompleteReadError as error:
-        if error.partial or length:
-            raise ConnectionResetError("the connection broke within a frame") from None
-        return None

@@ -2,15 +2,15 @@
 
 import asyncio
 import contextlib
-import struct
 
 import pytest
 import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from normserve.codec.framing import PREFIX
 from normserve.errors import NormserveError
 from normserve.peers import siblings
-from normserve.peers.siblings import Place, RefusedError, Siblings
+from normserve.peers.siblings import FrameStream, Place, RefusedError, Siblings
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_what_is_to_be_done_at_the_end_is_done_however_it_comes(place):
                 assert ended == []
             async with Siblings(place).linked() as links:
                 await links[0].request({"do": "begin", "name": "aborted"}, 1)
-                links[0]._writer.transport.abort()
+                links[0]._stream._writer.transport.abort()
             while len(ended) < 2:
                 await asyncio.sleep(0.001)
 
@@ -135,7 +135,7 @@ def test_what_is_to_be_done_at_the_end_is_done_however_it_comes(place):
 
 
 def frame(content: bytes) -> bytes:
-    return struct.pack(">I", len(content)) + content
+    return PREFIX.pack(len(content), 0) + content
 
 
 @settings(max_examples=100)
@@ -151,22 +151,24 @@ def test_frames_survive_every_cut(data):
             reader.feed_data(stream[start:stop])
         reader.feed_eof()
         heard = []
-        while (content := await siblings._receive(reader, 40)) is not None:
+        there = FrameStream(reader, None, 40)
+        while (content := await there.receive()) is not None:
             heard.append(content)
         return heard
 
     assert asyncio.run(play()) == questions
 
 
-@pytest.mark.parametrize("length", [1, 3, 4, 5, 7])
+@pytest.mark.parametrize("length", [1, 3, 4, 7, 8, 9, 11])
 def test_a_frame_that_is_cut_off_is_not_the_end(length):
     async def play() -> None:
         reader = asyncio.StreamReader()
         reader.feed_data(frame(b"") + frame(b"text")[:length])
         reader.feed_eof()
-        assert await siblings._receive(reader, 40) == b""
+        stream = FrameStream(reader, None, 40)
+        assert await stream.receive() == b""
         with pytest.raises(ConnectionResetError, match="within a frame"):
-            await siblings._receive(reader, 40)
+            await stream.receive()
 
     asyncio.run(play())
 
@@ -185,8 +187,8 @@ async def said_to(place: Place, raw: bytes) -> bytes:
     "raw",
     [
         b"GET /metrics HTTP/1.1\r\nHost: sibling\r\n\r\n",
-        b"\xff\xff\xff\xff",
-        struct.pack(">I", 64 * 1024 + 1) + b"x" * 70_000,
+        b"\xff\xff\xff\xff\0\0\0\0",
+        PREFIX.pack(64 * 1024 + 1, 0) + b"x" * 70_000,
         frame(b'{"do": "metrics"}')[:-1],
         b"\0\0",
     ],
@@ -218,8 +220,9 @@ def test_a_question_that_means_nothing_is_refused(place, question):
 )
 def test_what_is_no_answer_is_no_success(place, said, reason):
     async def say(reader, writer):
-        await siblings._receive(reader, 40)
-        await siblings._send(writer, said)
+        stream = FrameStream(reader, writer, 40)
+        await stream.receive()
+        await stream.send(said)
         writer.close()
 
     async def play() -> None:
