@@ -18,7 +18,7 @@ from normserve.client.http.steps import READ, WRITE, Steps
 from normserve.client.local.arena import Block
 from normserve.client.local.messages import prepare, understood
 from normserve.client.local.protocol import ClientProtocol, Exchanges, LocalRequest
-from normserve.client.local.sockets import receive_now
+from normserve.client.local.sockets import RECEIVED_AT_ONCE
 from normserve.codec.framing import SendQueue
 from normserve.codec.local_frames import Reply
 
@@ -185,9 +185,10 @@ class _Link:
                 raise protocol.failure()
             yield self._socket.fileno(), READ
             try:
-                protocol.receive(*receive_now(self._socket))
+                data, ancillary, flags, _ = self._socket.recvmsg(*RECEIVED_AT_ONCE)
             except BlockingIOError:
                 continue
+            protocol.receive(data, ancillary, flags)
         return pending.reply
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from typing import TypeVar
 from normserve.client.errors import ConnectionFailedError
 from normserve.client.local.device import Busy
 from normserve.client.local.protocol import ClientProtocol, Exchanges, LocalRequest
-from normserve.client.local.sockets import receive_now
+from normserve.client.local.sockets import RECEIVED_AT_ONCE
 from normserve.client.quoting import quoted
 from normserve.codec.framing import SendQueue
 from normserve.codec.local_frames import Reply
@@ -81,9 +81,10 @@ class AsyncLink:
 
     async def request(self, request: LocalRequest) -> Reply:
         """As `link.Link.request`."""
-        if self.protocol.failure is not None:
-            raise self.protocol.failure()
-        pending, frame = self.protocol.begin(request)
+        protocol = self.protocol
+        if protocol.failure is not None:
+            raise protocol.failure()
+        pending, frame = protocol.begin(request)
         answered = self._loop.create_future()
         pending.wake = partial(_wake, answered)
         self._send(frame)
@@ -93,11 +94,11 @@ class AsyncLink:
             await answered
         except BaseException:
             if self.is_open:
-                self._send(self.protocol.cancel(pending))
+                self._send(protocol.cancel(pending))
             raise
         if pending.reply is None:
-            assert self.protocol.failure is not None
-            raise self.protocol.failure()
+            assert protocol.failure is not None
+            raise protocol.failure()
         return pending.reply
 
     def retire(self) -> None:
@@ -128,17 +129,13 @@ class AsyncLink:
                 self._socket.send(frame)
 
     def _send(self, frame: bytes) -> None:
-        outgoing = self._outgoing
-        if outgoing:
-            outgoing.add(frame)
-            return
         try:
-            outgoing.push(self._socket, frame)
+            self._outgoing.push(self._socket, frame)
         except BlockingIOError:
             self._loop.add_writer(self._socket, self._send_rest)
         except OSError:
             # The server may have said why it closed; what is received says that.
-            outgoing.close()
+            self._outgoing.close()
 
     def _send_rest(self) -> None:
         try:
@@ -152,7 +149,8 @@ class AsyncLink:
     def _receive(self) -> None:
         protocol = self.protocol
         try:
-            protocol.receive(*receive_now(self._socket))
+            data, ancillary, flags, _ = self._socket.recvmsg(*RECEIVED_AT_ONCE)
+            protocol.receive(data, ancillary, flags)
         except BlockingIOError:
             return
         except OSError as error:

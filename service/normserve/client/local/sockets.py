@@ -12,7 +12,8 @@ _MOST_DESCRIPTORS = 4
 # As enumerations these take a microsecond each time.
 _CLOSE_ON_EXEC, _AT_ONCE = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_DONTWAIT)
 _RECEIVED = _READ_BYTES, rights_bytes(_MOST_DESCRIPTORS), _CLOSE_ON_EXEC
-_RECEIVED_AT_ONCE = _READ_BYTES, rights_bytes(_MOST_DESCRIPTORS), _CLOSE_ON_EXEC | _AT_ONCE
+#: What a client gives to `recvmsg`; it does not wait.
+RECEIVED_AT_ONCE = _READ_BYTES, rights_bytes(_MOST_DESCRIPTORS), _CLOSE_ON_EXEC | _AT_ONCE
 
 # An answer that comes so soon, waking included, might have been polled for; and how long that is tried.  On virtual
 # machines waking alone can take 0.2 ms.
@@ -21,16 +22,6 @@ _SOON_S, _POLLED_S = 400e-6, 300e-6
 _MAY_POLL = len(os.sched_getaffinity(0)) > 1
 #: Shorter ones cannot be told from none.
 SHORTEST_WAIT_S = 1e-4
-
-
-def receive_now(connected: socket.socket) -> tuple[bytes, Any, int]:
-    """Return the bytes, the ancillary data and the flags of what has come.
-
-    Raises:
-        BlockingIOError: nothing has.
-    """
-    data, ancillary, flags, _ = connected.recvmsg(*_RECEIVED_AT_ONCE)
-    return data, ancillary, flags
 
 
 class PollingReceiver:
@@ -64,13 +55,13 @@ class PollingReceiver:
         """
         receive = self._connected.recvmsg
         try:
-            return receive(*_RECEIVED_AT_ONCE)
+            return receive(*RECEIVED_AT_ONCE)
         except BlockingIOError:
             give_up = time.perf_counter() + _POLLED_S
         while True:
             os.sched_yield()
             try:
-                return receive(*_RECEIVED_AT_ONCE)
+                return receive(*RECEIVED_AT_ONCE)
             except BlockingIOError:
                 if time.perf_counter() > give_up:
                     self.is_soon, self._polled_s = False, _POLLED_S
