@@ -12,6 +12,8 @@ from normserve.client.local.async_link import AsyncLink
 from normserve.client.local.protocol import LocalRequest
 from normserve.codec import local_frames as frames
 
+from tests.service.client.local.test_link import serving
+
 INFO = frames.write(0, frames.Info())
 
 
@@ -46,3 +48,43 @@ def test_a_request_that_the_server_closed_without_reading_fails_at_once(tmp_path
         thread.start()
         loop(run())
         thread.join()
+
+
+def test_requests_that_the_kernel_does_not_take_at_once_are_sent_in_their_order(tmp_path):
+    located = {str(number): frames.Located(0, 0, "x" * 200, (1,)) for number in range(200)}
+    heard = []
+
+    def answer(connected, tag, message):
+        heard.append(tag)
+        connected.sendall(frames.write(tag, frames.Answer(200, document=len(message.tensors))))
+
+    async def run(path):
+        link = AsyncLink(None)
+        await link.connect(path)
+        link._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+        request = LocalRequest(frames.Compute("layer_norm", located, {}))
+        replies = await asyncio.wait_for(asyncio.gather(*[link.request(request) for _ in range(5)]), 20)
+        assert [reply.document for reply in replies] == 5 * [200]
+        assert heard == sorted(heard)
+        link.retire()
+
+    path = str(tmp_path / "server.sock")
+    with serving(path, answer):
+        asyncio.run(run(path))
+
+
+def test_a_task_that_waits_while_the_connection_is_given_back_is_told_at_once(tmp_path):
+    async def run(path):
+        link = AsyncLink(None)
+        await link.connect(path)
+        waiting = asyncio.create_task(link.request(LocalRequest(frames.Info())))
+        await asyncio.sleep(0)
+        link.retire()
+        with pytest.raises(ConnectionFailedError):
+            await asyncio.wait_for(waiting, 20)
+        with pytest.raises(ConnectionFailedError):
+            await link.request(LocalRequest(frames.Info()))
+
+    path = str(tmp_path / "server.sock")
+    with serving(path, lambda *_: None):
+        asyncio.run(run(path))
