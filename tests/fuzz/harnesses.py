@@ -20,6 +20,7 @@ from normserve.jobs.job import Op, Pass
 from normserve.requests.parameters import make_spec, operation_parameters, parse_query
 
 from tests.fuzz.local_frames import local_frames
+from tests.fuzz.local_replies import local_replies
 from tests.fuzz.sibling_frames import sibling_frames
 from tests.fuzz.streams import cut, run
 from tests.service.http.transport.drive import Answer, drive
@@ -99,7 +100,7 @@ def http(data: bytes) -> None:
     assert run(drive(pieces, settles=bool(options & 1), ends=ends)) == whole
 
 
-_ALL = (safetensors_payload, npy_payload, query, headers, http, sibling_frames, local_frames)
+_ALL = (safetensors_payload, npy_payload, query, headers, http, sibling_frames, local_frames, local_replies)
 
 
 HARNESSES: MappingProxyType[str, Callable[[bytes], None]] = MappingProxyType({each.__name__: each for each in _ALL})

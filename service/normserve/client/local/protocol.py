@@ -138,9 +138,6 @@ class ClientProtocol:
 
         If the server ended the connection, refused it or sent what it must not, the connection has failed.
         """
-        if not data:
-            self.fail(partial(ConnectionFailedError, "the server closed the connection"))
-            return False
         is_answered = False
         reader = self._reader
         if ancillary:
@@ -164,6 +161,8 @@ class ClientProtocol:
         finally:
             if reader.descriptors:
                 reader.close_unclaimed()
+        if not data:
+            self.fail(partial(ConnectionFailedError, "the server closed the connection"))
         return is_answered
 
     def fail(self, failure: Callable[[], ClientError]) -> None:
