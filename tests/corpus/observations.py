@@ -98,6 +98,8 @@ class ServerObserver:
     def _events(self, first_line: int) -> list[str]:
         """Describe the log's lines from the first one on; requests that end together are logged in any order."""
         lines = [line for line in self._server.lines if "/metrics" not in line][first_line : self._line_count]
+        # What a script prints and what is logged at the same time may share a line.
+        lines = [part for line in lines for part in re.split(r"(?=\{)", line, maxsplit=1) if part.strip()]
         return [
             event if count == 1 else f"{count} times: {event}"
             for event, count in sorted(Counter(describe_event(line, self.request_names) for line in lines).items())
