@@ -5,6 +5,7 @@ compared with what was recorded of an earlier one.
 """
 
 import functools
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -148,7 +149,10 @@ def requests(transport: str, folder: Path, *options: str) -> Steps:
         server.observer.wait_for("normserve_inflight_requests", 1)
         connection.close()
         server.observer.wait_for("normserve_connections", 1)
-        yield "a client leaves amid its body", server.changes()
+        left = server.changes()
+        # How much has come by then is a matter of time.
+        left["log"] = [re.sub(r"received_bytes=\d+", "received_bytes=SOME", line) for line in left["log"]]
+        yield "a client leaves amid its body", left
 
 
 def routes(transport: str, folder: Path) -> Steps:
