@@ -4,6 +4,7 @@ A launch has one tensor for each name: rows as [rows, N], samples as [B, C, *spa
 permuted view of the same memory.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -23,6 +24,9 @@ TORCH_DTYPES = {
 }
 DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _STORED = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8}
+
+# Parameters of layers cannot be written to, and no tensor of a request is.
+warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
 
 _PARAMETER_GRADIENTS = ("dweight", "dbias")
 _LAID_OUT_AS_X = ("x", "residual", "dy", "dresidual_out", "y", "residual_out", "dx", "dresidual")
