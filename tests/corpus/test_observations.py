@@ -1,6 +1,7 @@
 """The comparison of observations: what it shows, and what it leaves out."""
 
 from tests.corpus.observations import describe_event, differences, stable_response
+from tests.corpus.replays import count_events
 
 RECORDED = {"call": {"status": 200, "metrics": {"requests": 1}, "log": ["a", "b"], "body": {"first": [0.5, 1.0]}}}
 
@@ -38,3 +39,7 @@ def test_a_wait_keeps_its_magnitude_and_no_more():
 def test_an_event_is_one_line_without_its_time():
     line = '{"time": 1, "level": "INFO", "logger": "audit", "message": "drain", "request_id": "f00", "key": "a"}'
     assert describe_event(line, {"f00": "call"}) == "audit INFO: drain key=a request=call"
+
+
+def test_events_are_counted_over_all_steps():
+    assert count_events([{"log": ["2 times: a", "b"]}, {"status": 200}, {"log": ["a"]}]) == {"a": 3, "b": 1}

@@ -43,7 +43,7 @@ class MisbehavingBackend(TorchBackend):
     def run(self, batch):
         cols = batch.jobs[0].x.shape[-1]
         if cols == WAITS:
-            print("waiting", flush=True)
+            say("waiting")
             wait_for_gate()
         if cols == FAILS:
             raise DeviceFailureError("injected")
@@ -51,14 +51,19 @@ class MisbehavingBackend(TorchBackend):
             raise MemoryError("injected")
         if cols == HAS_A_BUG:
             raise RuntimeError("injected")
-        print(f"ran {sum(job.rows for job in batch.jobs)}x{cols}", flush=True)
+        say(f"ran {sum(job.rows for job in batch.jobs)}x{cols}")
         return super().run(batch)
+
+
+def say(line: str) -> None:
+    """Write a line at once, so that none of the log comes between."""
+    os.write(sys.stdout.fileno(), f"{line}\n".encode())
 
 
 def compute_forever() -> NoReturn:
     """Spend nearly all time in torch's own code."""
     x = torch.ones(2**24)
-    print("computing", flush=True)
+    say("computing")
     while True:
         x.sum()
 
