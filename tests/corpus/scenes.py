@@ -317,7 +317,7 @@ def _audit_trail(server: CorpusServer) -> list[str]:
 
 
 def with_access_log(scene: Callable[..., Steps]) -> Callable[[str, Path], Steps]:
-    """Return a scene with a line of the log for each request; other code then answers requests of front ends."""
+    """Return a scene with a line of the log for each request."""
     return functools.wraps(scene)(lambda transport, folder: scene(transport, folder, "--access-log"))
 
 

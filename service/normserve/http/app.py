@@ -43,7 +43,6 @@ from normserve.http.routes.scopes import RouteScopes
 from normserve.http.routes.status import Status
 from normserve.http.service import Service
 from normserve.peers.siblings import Siblings
-from normserve.requests.admission import Admission
 from normserve.settings import Settings
 
 # How long the device's thread may take to finish its current work once no request waits for it.
@@ -88,7 +87,7 @@ def create_app(
         service.metrics.watch_front_ends(lambda: [(each["index"], each["pid"]) for each in relays.described()])
     status = _status(service, relays)
     app.state.describe = status.describe
-    bodies, admission = _bodies(service), Admission(service.engine, settings.max_inflight_bytes)
+    bodies, admission = _bodies(service), service.requests.admission
     computing = Computing(service.engine, bodies, admission, settings.timeout_ms)
     operations = Operations(computing, service.layers)
     routers = [
@@ -115,25 +114,10 @@ def create_app(
         AccessLog(scopes) if settings.access_log else None,
         spans,
     )
-    # With an access log every request must pass through the application, which writes its line.
     relays.relay_to(
-        app.state.entrance, None if settings.access_log else _direct(service, operations, origins, spans)
+        app.state.entrance, Direct(Parts(operations.by_path(), origins, service.keys, service.requests))
     )
     return app
-
-
-def _direct(service: Service, operations: Operations, origins: Origins, spans: HttpSpans | None) -> Direct:
-    return Direct(
-        Parts(
-            operations.by_path(),
-            origins,
-            service.keys,
-            service.limits,
-            service.metrics,
-            service.stalls.requests,
-            spans,
-        )
-    )
 
 
 def _inference_protocol(service: Service, computing: Computing) -> list[APIRouter]:

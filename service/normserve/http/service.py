@@ -26,7 +26,9 @@ from normserve.memory.shared_slabs import SharedSlabs
 from normserve.memory.slabs import PLAIN, SlabPool
 from normserve.metrics.metrics import Metrics
 from normserve.peers.siblings import Siblings
+from normserve.requests.admission import Admission
 from normserve.requests.layers import make_layer
+from normserve.requests.lifecycle import RequestServices
 from normserve.settings import Settings
 
 if TYPE_CHECKING:
@@ -76,6 +78,16 @@ class Service:
         self.metrics.watch_stall(lambda: self.stalls.seconds)
         self.changes = self._layer_changes()
         self.traces = self._exported_traces()
+        self.requests = RequestServices(
+            self.engine,
+            self.limits,
+            Admission(self.engine, settings.max_inflight_bytes),
+            self.stalls.requests,
+            self.metrics,
+            settings.timeout_ms,
+            self.traces,
+            settings.access_log,
+        )
         self._keys_file = None if settings.api_keys_file is None else KeysFile(settings.api_keys_file)
         self.keys = self._known_keys()
 

@@ -1,41 +1,36 @@
-"""The responses to one client, and their records."""
+"""The messages of one client: how each is answered and accounted for."""
 
-import logging
 import random
-from collections.abc import Callable
-from http import HTTPStatus
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from normserve.codec import local_frames as frames
 from normserve.codec.local_frames import Answer
 from normserve.errors import ClientLeftError, NormserveError, RetryLaterError
-from normserve.errors.problems import document, retry_after, status_of, unexpected
-from normserve.local import access_log
-from normserve.local.service import Service
+from normserve.errors.problems import document, retry_after
+from normserve.jobs.job import NormJob, NormResult
 from normserve.local.session import Session
 from normserve.local.wire import Wire
-from normserve.logs import failures
-from normserve.metrics.requests import CLIENT_LEFT, RequestRecord
-from normserve.traces.parent import log_fields
+from normserve.metrics.requests import NONE, RequestRecord
+from normserve.requests.lifecycle import RequestLifecycle, RequestServices
 
 if TYPE_CHECKING:
     from normserve.traces.traces import Attributes
 
-log = logging.getLogger(__name__)
-
 _names = random.Random()
+_NO_HEADERS: Mapping[bytes, bytes] = {}
 
 
 class Answers:
-    """Those of one connection.
+    """The way back to the client of one connection.
 
     Attributes:
         wire: None until the connection is served.
     """
 
-    def __init__(self, service: Service, session: Session) -> None:
-        self._service = service
-        self._session = session
+    def __init__(self, services: RequestServices, session: Session) -> None:
+        self.services = services
+        self.session = session
         self.wire: Wire | None = None
 
     @property
@@ -60,52 +55,56 @@ class Answers:
         assert self.wire is not None
         self.wire.send(frame, descriptors, on_lost)
 
-    def refuse(self, tag: int, error: NormserveError, record: RequestRecord, request_id: str) -> None:
+    def refuse(self, tag: int, error: NormserveError, record: RequestRecord) -> None:
         """Answer a message with an error, and account for it."""
-        record.error = error.code
-        record.status = status_of(error)
-        answer = Answer(status=record.status, request_id=request_id, problem=document(error, request_id))
+        LocalExchange(self, tag, record).refuse(error)
+
+
+class LocalExchange(RequestLifecycle):
+    """One message of a client and its response.
+
+    Attributes:
+        tag: of the message, and of its response.
+    """
+
+    # Spans are of operations.
+    is_traced = False
+
+    def __init__(
+        self, answers: Answers, tag: int, record: RequestRecord, headers: Mapping[bytes, bytes] = _NO_HEADERS
+    ) -> None:
+        # Ids are no secrets, so the system's random source, a system call for each id, is not needed.
+        request_id = f"{_names.getrandbits(128):032x}"
+        super().__init__(answers.services, request_id, headers, answers.session.caller, record)
+        self.tag = tag
+        self._answers = answers
+
+    def send_result(self, result: NormResult, job: NormJob) -> None:
+        raise AssertionError("only operations have results")
+
+    def send_problem(self, error: NormserveError) -> None:
+        answer = Answer(
+            status=self.record.status, request_id=self.request_id, problem=document(error, self.request_id)
+        )
         if isinstance(error, RetryLaterError):
             answer.retry_after_s = retry_after(error)
-        self.send(frames.write(tag, answer))
-        self.account(record, request_id)
+        self._answers.send(frames.write(self.tag, answer))
+        self.end()
 
-    def note_failure(self, error: NormserveError, record: RequestRecord, request_id: str) -> None:
-        """Log an error that is about to be answered, if it is the server's own."""
-        if status_of(error) == HTTPStatus.INTERNAL_SERVER_ERROR:
-            failures.note(error.detail, self._log_fields(record, request_id))
+    def end(self) -> None:
+        """Account for a message that has been answered."""
+        has_left = self.record.error == ClientLeftError.code or not self._answers.is_open
+        self.account(is_delivered=not has_left)
 
-    def refuse_unexpected(self, tag: int, error: BaseException, record: RequestRecord, request_id: str) -> None:
-        """As `refuse`, of an error that is the server's own; the log says which."""
-        fields = self._log_fields(record, request_id)
-        log.error("unexpected error in a request", exc_info=error, extra={"fields": fields})
-        self.refuse(tag, unexpected(error), record, request_id)
-
-    def account(self, record: RequestRecord, request_id: str) -> None:
-        """Count a message that has been answered."""
-        if record.error == ClientLeftError.code or not self.is_open:
-            record.status = CLIENT_LEFT
-        if self._service.traces is not None and record.span is not None:
-            self._service.traces.end(record, {}, lambda: self._described(record, request_id))
-        self._service.metrics.observe_request(record)
-        if self._service.is_logged:
-            access_log.note(record, self._session.caller, request_id)
-
-    def _log_fields(self, record: RequestRecord, request_id: str) -> dict[str, str | None]:
-        """Which request it is, and whose."""
-        return {**log_fields(request_id, record.trace_id, {}), "key": self._session.caller.key}
-
-    def _described(self, record: RequestRecord, request_id: str) -> "tuple[str, Attributes]":
+    def describe_span(self) -> "tuple[str, Attributes]":
         attributes: Attributes = {
             "network.transport": "unix",
-            "client.address": self._session.caller.address,
-            "normserve.request_id": request_id,
-            "normserve.status": record.status,
+            "client.address": self.caller.address,
+            "normserve.request_id": self.request_id,
+            "normserve.status": self.record.status,
         }
-        return f"local {record.op}", attributes
+        return f"local {self.record.op}", attributes
 
-
-def new_request_id() -> str:
-    """A name for a request."""
-    # Names, no secrets: the system's source of those takes a call for each.
-    return f"{_names.getrandbits(128):032x}"
+    def describe_target(self) -> tuple[str, str]:
+        record = self.record
+        return record.transport, record.op if record.direction == NONE else f"{record.op}/{record.direction}"

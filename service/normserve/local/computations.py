@@ -1,20 +1,16 @@
 """The operations of one client in progress, from their admission to their response."""
 
-import functools
 import time
 from collections.abc import Callable
-from typing import Any
 
 from normserve.admission.keys import KeyScope
-from normserve.admission.permits import Permit
 from normserve.codec import local_frames as frames
 from normserve.errors import DeviceFailureError, DrainingError, NormserveError
 from normserve.jobs.job import NormJob, NormResult
-from normserve.local.answers import Answers
+from normserve.local.answers import Answers, LocalExchange
 from normserve.local.arena import Arena
 from normserve.local.operations import Request, answered
 from normserve.local.service import Service
-from normserve.local.session import Session
 from normserve.metrics.requests import RequestRecord
 
 _INFER = frozenset([KeyScope.INFER])
@@ -24,108 +20,98 @@ class Computations:
     """Those of one connection.
 
     Attributes:
-        jobs: each with its tag.
+        service, arena, answers: what they are computed with, from where, and how they are answered.
+        on_end: called once an operation is over, before it is answered.
+        under_way: those that the engine has.
     """
 
-    def __init__(
-        self, service: Service, session: Session, arena: Arena, answers: Answers, on_end: Callable[[], None]
-    ) -> None:
-        """Args: on_end: called once an operation is over, before it is answered."""
-        self._service = service
-        self._session = session
-        self._arena = arena
-        self._answers = answers
-        self._on_end = on_end
-        self.jobs: dict[NormJob, int] = {}
+    def __init__(self, service: Service, arena: Arena, answers: Answers, on_end: Callable[[], None]) -> None:
+        self.service = service
+        self.arena = arena
+        self.answers = answers
+        self.on_end = on_end
+        self.under_way: set[LocalComputation] = set()
 
-    def begin(self, tag: int, request: Request, record: RequestRecord, request_id: str) -> None:
+    def begin(self, tag: int, request: Request, record: RequestRecord) -> None:
         """Have an operation run; it is answered, now or later, whatever becomes of it."""
-        if self._service.polling is not None:
-            self._service.polling.note_received()
-        self._guarded(_Asked(tag, request, record, request_id), self._run)
+        if self.service.polling is not None:
+            self.service.polling.note_received()
+        LocalComputation(self, tag, request, record).begin()
 
     def withdraw(self, tag: int) -> None:
         """The client does not want what it asked for under this tag, if that waits still."""
-        for job in [job for job, other in self.jobs.items() if other == tag]:
-            self._service.operations.engine.withdraw(job)
+        for each in [each for each in self.under_way if each.tag == tag]:
+            each.withdraw()
 
     def abandon(self) -> None:
         """The client is gone: what waits is refused; what runs keeps its permit until the device is done."""
-        for job in tuple(self.jobs):
-            self._service.operations.engine.withdraw(job)
+        for each in tuple(self.under_way):
+            each.withdraw()
 
-    def _run(self, asked: "_Asked") -> None:
-        """Have an operation run; it is answered from the engine's own callback, without a task that waits."""
-        operations = self._service.operations
-        caller = self._session.authorise(_INFER, asked.record)
-        job, deadline, permit = operations.admit(asked.request, self._arena, caller, asked.record)
+
+class LocalComputation(LocalExchange):
+    """One operation, which is answered from the engine's own callback, without a task that waits."""
+
+    is_traced = True
+
+    def __init__(self, computations: Computations, tag: int, request: Request, record: RequestRecord) -> None:
+        super().__init__(computations.answers, tag, record, request.headers)
+        self._computations = computations
+        self._request = request
+
+    def begin(self) -> None:
+        """Check and begin the operation, or refuse it."""
+        computations = self._computations
+        service = computations.service
         try:
-            operations.engine.begin(job, deadline, functools.partial(self._guarded, asked, self._conclude))
-        except BaseException:
-            permit.release()
-            raise
-        self._service.progress.begin()
-        self.jobs[job] = asked.tag
-        asked.job, asked.permit = job, permit
+            self._answers.session.authorise(_INFER, self)
+            plan = service.operations.plan(self._request, computations.arena, self.record)
+            self.acquire_permit(plan.nbytes)
+            job = plan.job()
+            self.charge_memory(job, plan.cost, plan.nbytes)
+            self.record.received = plan.nbytes
+            if job.is_on_device:
+                self.record.transport = "local_cuda"
+            assert self._request.asked is not None
+            self.begin_job(job, self._request.asked.timeout_ms)
+        except Exception as error:
+            self.refuse(error)
+        else:
+            computations.under_way.add(self)
 
-    def _conclude(self, asked: "_Asked", ended: NormResult | NormserveError) -> None:
-        service, answers = self._service, self._answers
-        assert asked.job is not None
-        assert asked.permit is not None
-        del self.jobs[asked.job]
-        service.operations.engine.end(asked.job)
-        service.progress.end()
-        nbytes = asked.permit.nbytes
-        asked.permit.release()
+    def note_computed(self, ended: NormResult | NormserveError) -> bool:
+        self._computations.under_way.discard(self)
+        self._release_permit()
         if isinstance(ended, DrainingError | DeviceFailureError):
             # It may run still, and would write where the client, once it has an answer, keeps something else.
-            answers.close()
-        self._on_end()
-        tag, record, request_id = asked.tag, asked.record, asked.request_id
-        if isinstance(ended, NormserveError):
-            # Not raised: its traceback would hold this frame, and with it the job.
-            answers.note_failure(ended, record, request_id)
-            answers.refuse(tag, ended, record, request_id)
-            return
+            self._answers.close()
+        self._computations.on_end()
+        return True
+
+    def send_result(self, result: NormResult, job: NormJob) -> None:
+        request, record, service = self._request, self.record, self._computations.service
         began = time.perf_counter()
-        frame = frames.write(tag, answered(asked.request, ended, request_id, record, began))
+        frame = frames.write(self.tag, answered(request, result, self.request_id, record, began))
         record.stages["serialize"] = time.perf_counter() - began
         record.status = 200
         record.waiting_in = "send"
-        answers.send(frame)
-        answers.account(record, request_id)
-        message = asked.request.message
+        self._answers.send(frame)
+        self.end()
+        message = request.message
         # What it lies in may have been given back meanwhile.
-        if service.replaying is not None and self._arena.has(
+        if service.replaying is not None and self._computations.arena.has(
             [*message.tensors.values(), *message.results.values()]
         ):
-            service.replaying.learn(asked.request, asked.job, record, nbytes, answers, self._session)
+            assert self.permit is not None
+            service.replaying.learn(request, job, record, self.permit.nbytes, self._answers)
         if service.polling is not None:
             service.polling.note_sent()
 
-    def _guarded(self, asked: "_Asked", work: Callable[..., None], *arguments: Any) -> None:
-        """Do something for a request that answers it, now or later; refuse it if that goes wrong."""
-        try:
-            work(asked, *arguments)
-        except NormserveError as error:
-            self._answers.refuse(asked.tag, error, asked.record, asked.request_id)
-        except Exception as error:
-            self._answers.refuse_unexpected(asked.tag, error, asked.record, asked.request_id)
+    def send_problem(self, error: NormserveError) -> None:
+        self._release_permit()
+        super().send_problem(error)
 
-
-class _Asked:
-    """An operation that is to be answered.
-
-    Attributes:
-        job, permit: None until it has been admitted.
-    """
-
-    __slots__ = ("job", "permit", "record", "request", "request_id", "tag")
-
-    def __init__(self, tag: int, request: Request, record: RequestRecord, request_id: str) -> None:
-        self.tag = tag
-        self.request = request
-        self.record = record
-        self.request_id = request_id
-        self.job: NormJob | None = None
-        self.permit: Permit | None = None
+    def _release_permit(self) -> None:
+        """Give the permit back before the response: the client may send the next request at once."""
+        if self.permit is not None:
+            self.permit.release()

@@ -11,7 +11,7 @@ from normserve.admission.keys import KeyScope
 from normserve.codec import local_frames as frames
 from normserve.codec.local_frames import Answer, Message
 from normserve.errors import MalformedPayloadError, NormserveError
-from normserve.local.answers import Answers, new_request_id
+from normserve.local.answers import Answers, LocalExchange
 from normserve.local.arena import Arena
 from normserve.local.computations import Computations
 from normserve.local.device import LentDeviceSegment
@@ -69,13 +69,13 @@ class Connection:
         self._known: dict[bytes, Sequence[Said]] = {}
         self._known_bytes = 0
         self._tasks: set[asyncio.Task[None]] = set()
-        self._answers = Answers(service, self._session)
-        self._computations = Computations(service, self._session, self._arena, self._answers, self._on_room)
+        self._answers = Answers(service.requests, self._session)
+        self._computations = Computations(service, self._arena, self._answers, self._on_room)
 
     @property
     def is_busy(self) -> bool:
         """Whether requests of it are under way."""
-        return bool(self._tasks or self._computations.jobs or self._answers.flights)
+        return bool(self._tasks or self._computations.under_way or self._answers.flights)
 
     def serve(self, wire: Wire) -> None:
         """Begin."""
@@ -93,8 +93,7 @@ class Connection:
             try:
                 messages = self._read(content)
             except MalformedPayloadError as error:
-                record = RequestRecord(transport="local", began=began)
-                self._answers.refuse(tag, error, record, new_request_id())
+                self._answers.refuse(tag, error, RequestRecord(transport="local", began=began))
                 return
         if len(messages) == 1 and not self._waiting and self._has_room:
             self._begin(tag, messages[0], began, ended)
@@ -121,7 +120,7 @@ class Connection:
 
     def on_fault(self, error: NormserveError) -> None:
         """Say what is wrong, and end: it is unknown where the next frame begins."""
-        self._answers.refuse(0, error, RequestRecord(transport="local"), new_request_id())
+        self._answers.refuse(0, error, RequestRecord(transport="local"))
         self.close()
 
     def on_end(self) -> None:
@@ -153,7 +152,7 @@ class Connection:
     @property
     def _has_room(self) -> bool:
         """Whether another request may be answered now."""
-        return len(self._tasks) + len(self._computations.jobs) < MOST_UNDER_WAY
+        return len(self._tasks) + len(self._computations.under_way) < MOST_UNDER_WAY
 
     def _begin(self, tag: int, message: Said, began: float, ended: float) -> None:
         """Do what a message says; its frame came from `began` to `ended`."""
@@ -161,13 +160,11 @@ class Connection:
             self._let_go(message)
             return
         record = RequestRecord(transport="local", stages={"recv": ended - began}, began=began)
-        request_id = new_request_id()
         if isinstance(message, Request):
-            if self._service.traces is not None:
-                self._service.traces.decide(record, message.headers)
-            self._computations.begin(tag, message, record, request_id)
+            self._computations.begin(tag, message, record)
             return
-        task = asyncio.get_running_loop().create_task(self._attend(tag, message, record, request_id))
+        exchange = LocalExchange(self._answers, tag, record)
+        task = asyncio.get_running_loop().create_task(self._attend(message, exchange))
         self._tasks.add(task)
         task.add_done_callback(self._end_task)
 
@@ -200,52 +197,53 @@ class Connection:
         if self._service.replaying is not None:
             self._service.replaying.forget(self._answers)
 
-    async def _attend(self, tag: int, message: Message, record: RequestRecord, request_id: str) -> None:
+    async def _attend(self, message: Message, exchange: LocalExchange) -> None:
         """Answer one message but an operation, whatever becomes of it, and account for it."""
         try:
-            await self._answer(tag, message, record, request_id)
-        except NormserveError as error:
-            self._answers.refuse(tag, error, record, request_id)
+            await self._answer(message, exchange)
         except Exception as error:
-            self._answers.refuse_unexpected(tag, error, record, request_id)
+            exchange.refuse(error)
         else:
-            self._answers.account(record, request_id)
+            exchange.end()
 
-    async def _answer(self, tag: int, message: Message, record: RequestRecord, request_id: str) -> None:
+    async def _answer(self, message: Message, exchange: LocalExchange) -> None:
+        record = exchange.record
         descriptors: tuple[int, ...] = ()
         on_lost: Callable[[], None] | None = None
-        answer = Answer(status=200, request_id=request_id)
+        answer = Answer(status=200, request_id=exchange.request_id)
         match message:
             case frames.Hello():
                 record.op = "hello"
                 answer.document = self._session.greet(message, self._offered())
+                exchange.caller = self._session.caller
             case frames.Grow():
                 record.op = "grow"
-                self._session.authorise(_ANY, record)
+                self._session.authorise(_ANY, exchange)
                 descriptors = (await self._grow(message, answer),)
                 on_lost = functools.partial(self._take_back, answer.segment)
             case frames.Info():
                 record.op = "info"
-                self._session.authorise(_ANY, record)
+                self._session.authorise(_ANY, exchange)
                 answer.document = await self._service.describe()
             case _:
                 record.op = "layers"
-                sender = Sender(self._arena, functools.partial(self._session.authorise, record=record), request_id)
+                authorise = functools.partial(self._session.authorise, sent=exchange)
+                sender = Sender(self._arena, authorise, exchange.request_id)
                 answer.document, answer.status = await self._service.layers.answer(message, sender)
         record.status = answer.status
-        self._answers.send(frames.write(tag, answer), descriptors, on_lost)
+        self._answers.send(frames.write(exchange.tag, answer), descriptors, on_lost)
 
     def _offered(self) -> dict[str, Any]:
         """What the greeting says of the device's memory; nothing before the server is ready, which finds out."""
         service = self._service
-        if service.operations.engine.device is None:
+        if service.requests.engine.device is None:
             return {}
         return {"device": service.device_memory.offer()}
 
     async def _grow(self, message: frames.Grow, answer: Answer) -> int:
         """Make the segment that is asked for and say so in the answer; the descriptor to go with it."""
         service = self._service
-        service.operations.engine.require_ready()
+        service.requests.engine.require_ready()
         # If the connection ends meanwhile, its peer can no longer be found.
         watch = self._watch()
         try:

@@ -10,16 +10,16 @@ from normserve.admission.keys import KeyScope
 from normserve.codec import local_frames as frames
 from normserve.codec import safetensors
 from normserve.codec.local_frames import Located, Message
-from normserve.engine.progress import Progress
 from normserve.errors import InvalidParameterError, NormserveError
 from normserve.layers.changes import LayerChanges
-from normserve.layers.registry import LAYER_NAMES, is_layer_name
+from normserve.layers.registry import LAYER_NAMES, LayerRegistry, is_layer_name
 from normserve.local.arena import Arena
-from normserve.local.operations import Operations, copied
+from normserve.local.operations import copied
 from normserve.logs import audit
 from normserve.memory.device_tensors import DeviceTensor
 from normserve.memory.host_tensors import HostTensor
 from normserve.requests.layers import layer_document, require_layer_query
+from normserve.requests.lifecycle import RequestServices
 
 _CHANGES = frozenset([KeyScope.LAYERS])
 _READS = frozenset([KeyScope.INFER, KeyScope.LAYERS])
@@ -49,12 +49,12 @@ class LayerMessages:
     """Answers them.
 
     Attributes:
-        progress: is told when work begins and ends.
+        requests: what every request is served with.
     """
 
-    operations: Operations
+    requests: RequestServices
+    layers: LayerRegistry
     changes: LayerChanges
-    progress: Progress
 
     async def answer(self, message: Message, sender: Sender) -> _Answer:
         """What a message is answered with, and the status.
@@ -62,7 +62,7 @@ class LayerMessages:
         Raises:
             NormserveError: by what is wrong with it.
         """
-        layers = self.operations.layers
+        layers = self.layers
         match message:
             case frames.Layers():
                 sender.authorise(_READS)
@@ -87,12 +87,12 @@ class LayerMessages:
             raise InvalidParameterError(f"a layer's name must be {LAYER_NAMES}")
         query = message.query.encode()
         require_layer_query(query)
-        operations = self.operations
-        operations.engine.require_ready()
+        services = self.requests
+        services.engine.require_ready()
         nbytes = sum([len(tensor.data) for tensor in _tensors(arena, message.tensors).values()])
-        permit = operations.limits.acquire(nbytes, caller.tenant, caller.max_inflight_bytes)
+        permit = services.limits.acquire(nbytes, caller.tenant, caller.max_inflight_bytes)
         try:
-            operations.admission.charge_copy(permit, nbytes)
+            services.admission.charge_copy(permit, nbytes)
             body = memoryview(b"".join(safetensors.encode(copied(_tensors(arena, message.tensors)))))
             with self._work():
                 layer, replaced = await self.changes.register(message.name, query, body)
@@ -117,11 +117,11 @@ class LayerMessages:
 
     @contextmanager
     def _work(self) -> Iterator[None]:
-        self.progress.begin()
+        self.requests.progress.begin()
         try:
             yield
         finally:
-            self.progress.end()
+            self.requests.progress.end()
 
 
 def _tensors(arena: Arena, located: Mapping[str, Located]) -> dict[str, HostTensor]:

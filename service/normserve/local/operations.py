@@ -1,15 +1,12 @@
 """Conversion of a frame's operation to a job, and of the job's result to a response."""
 
 import functools
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
 from msgspec import UnsetType
 
-from normserve.admission.callers import Caller
-from normserve.admission.permits import Limits, Permit
 from normserve.codec.local_frames import Compute, Done, Located, Stages
 from normserve.engine.engine import Engine
 from normserve.errors import NotFoundError
@@ -31,7 +28,6 @@ from normserve.layers.registry import LayerRegistry
 from normserve.local.arena import Arena, check_places, check_together
 from normserve.memory.host_tensors import HostTensor
 from normserve.metrics.requests import RequestRecord
-from normserve.requests.admission import Admission
 from normserve.requests.parameters import make_spec, named_layer, operation_parameters, parse_query
 
 _OPERATIONS = {(op.value, direction.value): (op, direction) for op in Op for direction in op.passes}
@@ -94,6 +90,15 @@ class Plan:
     nbytes: int
     described: msgspec.Raw
 
+    def job(self) -> NormJob:
+        """Make the job of one request."""
+        tensors = self.tensors
+        if self.shared:
+            # Parameters decide which jobs share a launch, and are read again by it, for all of them: what was
+            # compared must be what is read, whatever the client writes meanwhile.
+            tensors = {**tensors, **{name: _copy(tensors[name]) for name in self.shared}}
+        return NormJob(self.spec, tensors, self.layer, self.is_over, self.places, self.recurrence)
+
 
 class Request:
     """A message that asks for an operation, and what is known of it from when it last came.
@@ -118,21 +123,16 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """What operations are run with."""
+    """Checks operations."""
 
     engine: Engine
     layers: LayerRegistry
-    limits: Limits
-    admission: Admission
-    timeout_ms: float
 
-    def admit(
-        self, request: Request, arena: Arena, caller: Caller, record: RequestRecord
-    ) -> tuple[NormJob, float, Permit]:
-        """Check a request and take a permit for it: the job, its deadline by `time.perf_counter`, the permit.
+    def plan(self, request: Request, arena: Arena, record: RequestRecord) -> Plan:
+        """Check a request against its arena and its layer.
 
         Raises:
-            NormserveError: by what is wrong with it, or with the moment; no permit is held.
+            NormserveError: the request is invalid, or the server is not ready.
         """
         record.waiting_in = "parse"
         message, asked = request.message, request.asked
@@ -145,26 +145,7 @@ class Operations:
         plan = request.plan
         if plan is None or plan.layer is not layer:
             plan = request.plan = self._planned(message, spec, layer, arena)
-        permit = self.limits.acquire(plan.nbytes, caller.tenant, caller.max_inflight_bytes)
-        try:
-            tensors = plan.tensors
-            if plan.shared:
-                # Parameters decide which jobs share a launch, and are read again by it, for all of them: what was
-                # compared must be what is read, whatever the client writes meanwhile.
-                tensors = {**tensors, **{name: _copy(tensors[name]) for name in plan.shared}}
-            job = NormJob(plan.spec, tensors, layer, plan.is_over, plan.places, plan.recurrence)
-            self.admission.charge(permit, job, plan.cost, plan.nbytes)
-        except BaseException:
-            permit.release()
-            raise
-        record.dtype, record.rows = job.x.dtype.label, job.rows
-        if job.is_on_device:
-            record.transport = "local_cuda"
-        record.received = plan.nbytes
-        record.stages["parse"] = time.perf_counter() - record.began - record.stages.get("recv", 0.0)
-        record.waiting_in = "queue"
-        timeout_ms = self.timeout_ms if asked.timeout_ms is None else asked.timeout_ms
-        return job, record.began + timeout_ms / 1000, permit
+        return plan
 
     def _planned(self, message: Compute, spec: NormSpec, layer: Layer | None, arena: Arena) -> Plan:
         located = {name: arena.tensor(name, each) for name, each in message.tensors.items()}

@@ -11,18 +11,14 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 from normserve.admission.keys import Keyring, KeyScope
-from normserve.admission.permits import Limits
 from normserve.backends.replayer import FAILED, LEFT, RECEIVED, UNSENT, Event, Replay, Replayer, Sample
-from normserve.engine.engine import Engine
-from normserve.engine.progress import Progress
 from normserve.errors import ClientLeftError, NormserveError
 from normserve.jobs.job import NormJob
 from normserve.layers.registry import LayerRegistry
-from normserve.local.answers import Answers, new_request_id
+from normserve.local.answers import Answers
 from normserve.local.operations import Request
-from normserve.local.session import Session
-from normserve.metrics.metrics import Metrics
 from normserve.metrics.requests import CLIENT_LEFT, RequestRecord, Times
+from normserve.requests.lifecycle import RequestServices
 
 # The event loop's other callbacks wait so long for a replayer that has something to do all the time.
 _TURN_S = 0.5e-3
@@ -60,25 +56,20 @@ class Replaying:
 
     def __init__(
         self,
-        engine: Engine,
-        limits: Limits,
+        services: RequestServices,
         layers: LayerRegistry,
         keys: Keyring | None,
-        progress: Progress,
-        metrics: Metrics,
         *,
-        timeout_ms: float,
         poll_s: float,
     ) -> None:
         """Args:
         keys: None where no key is asked for.
-        progress: is told of requests that are not answered in the turn in which they came.
-        timeout_ms: of requests that name none.
         poll_s: for so long to poll for a request that follows an answer closely.
         """
-        self._engine, self._limits, self._layers, self._keys = engine, limits, layers, keys
-        self._progress, self._metrics = progress, metrics
-        self._timeout_ms, self._poll_s = timeout_ms, poll_s
+        self._engine, self._limits, self._layers, self._keys = services.engine, services.limits, layers, keys
+        # Of requests that are not answered in the turn in which they came.
+        self._progress, self._metrics = services.progress, services.metrics
+        self._timeout_ms, self._poll_s = services.timeout_ms, poll_s
         self._replayer: Replayer | None = None
         self._is_begun = False
         self._others = -1
@@ -97,7 +88,6 @@ class Replaying:
         record: RequestRecord,
         admitted_bytes: int,
         answers: Answers,
-        session: Session,
     ) -> None:
         """Have a request that was answered replayed when it comes again, if that can be.
 
@@ -111,7 +101,7 @@ class Replaying:
             or (replay := self._engine.replay(job.recurrence)) is None
         ):
             return
-        is_as_it_was = answers.is_open and session.may_always(_INFER) and self._has_its_layer(request, job)
+        is_as_it_was = answers.is_open and answers.session.may_always(_INFER) and self._has_its_layer(request, job)
         if not is_as_it_was or self._is_hurried(request) or (replayer := self._begun()) is None:
             return
         self._note_version()
@@ -240,7 +230,7 @@ class Replaying:
             answers.wire.send(said)
         elif kind == FAILED:
             error = self._engine.note_failed_replay(code)
-            answers.refuse(tag, error, _record_of(said, 0, None), new_request_id())
+            answers.refuse(tag, error, _record_of(said, 0, None))
             # The device may still write where the client, once it has an answer, keeps something else.
             answers.close()
 

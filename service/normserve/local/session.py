@@ -9,7 +9,7 @@ from normserve.admission.keys import Grant, Keyring, KeyScope
 from normserve.codec.local_frames import ALIGNMENT, MAX_FRAME_BYTES, VERSION, Hello
 from normserve.errors import ForbiddenError, InvalidParameterError, MalformedPayloadError, UnauthorizedError
 from normserve.logs.audit import Refusals
-from normserve.metrics.requests import RequestRecord
+from normserve.requests.lifecycle import RequestLifecycle
 
 
 class Session:
@@ -57,7 +57,7 @@ class Session:
         self.caller = Caller(self.caller.address)
         return {"version": VERSION, "alignment": ALIGNMENT, "max_frame_bytes": MAX_FRAME_BYTES, **offered}
 
-    def authorise(self, needed: Set[KeyScope], record: RequestRecord) -> Caller:
+    def authorise(self, needed: Set[KeyScope], sent: RequestLifecycle) -> Caller:
         """Check that the client may send a message; returns the caller.
 
         Raises:
@@ -66,11 +66,13 @@ class Session:
         """
         if not self._is_greeted:
             raise MalformedPayloadError("the first message must be hello")
+        sent.caller = self.caller
         if self._keys is None:
             return self.caller
+        record = sent.record
         try:
             grant = self._granted(self._keys)
-            self.caller = grant.caller(self.caller.address)
+            self.caller = sent.caller = grant.caller(self.caller.address)
             record.key = grant.key.name
             grant.require_scope(needed, time.time())
         except (UnauthorizedError, ForbiddenError) as error:

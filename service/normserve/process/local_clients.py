@@ -15,7 +15,6 @@ from normserve.local.server import LocalServer, refusal
 from normserve.local.service import Service as LocalService
 from normserve.logs.audit import Refusals
 from normserve.process.connections import ConnectionLimits
-from normserve.requests.admission import Admission
 from normserve.settings import Settings
 
 
@@ -36,29 +35,24 @@ def local_server(service: Service, describe: Callable[[], Awaitable[dict[str, An
 
     Args: describe: makes the response of `/v1/info`.
     """
-    settings, progress = service.settings, service.stalls.requests
-    admission = Admission(service.engine, settings.max_inflight_bytes)
-    operations = Operations(service.engine, service.layers, service.limits, admission, settings.timeout_ms)
-    layers = LayerMessages(operations, service.changes, progress)
+    settings = service.settings
+    layers = LayerMessages(service.requests, service.layers, service.changes)
     memory = SharedMemory(settings.local_bytes, service.engine.share)
     device_memory = DeviceArenas(settings.local_device_bytes, lambda: service.engine.device_memory)
-    polls = polling(progress)
+    polls = polling(service.requests.progress)
     local = LocalServer(
         LocalService(
-            operations,
+            service.requests,
+            Operations(service.engine, service.layers),
             layers,
             service.keys,
             Refusals(),
-            service.metrics,
-            progress,
             memory,
             device_memory,
             Leftovers(),
             describe,
-            settings.access_log,
-            service.traces,
             polls,
-            _replaying(service, operations, 0.0 if polls is None else SOON_S),
+            _replaying(service, 0.0 if polls is None else SOON_S),
         ),
         Users(settings.local_users),
         frame_s=settings.header_timeout_s,
@@ -68,18 +62,9 @@ def local_server(service: Service, describe: Callable[[], Awaitable[dict[str, An
     return local
 
 
-def _replaying(service: Service, operations: Operations, poll_s: float) -> Replaying | None:
+def _replaying(service: Service, poll_s: float) -> Replaying | None:
     """What answers recurring requests; None where each request is logged or may be traced."""
-    settings, progress = service.settings, service.stalls.requests
-    if settings.access_log or service.traces is not None:
+    services = service.requests
+    if services.is_logged or services.traces is not None:
         return None
-    return Replaying(
-        operations.engine,
-        operations.limits,
-        operations.layers,
-        service.keys,
-        progress,
-        service.metrics,
-        timeout_ms=operations.timeout_ms,
-        poll_s=poll_s,
-    )
+    return Replaying(services, service.layers, service.keys, poll_s=poll_s)

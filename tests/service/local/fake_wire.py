@@ -21,6 +21,7 @@ from normserve.local.service import Service
 from normserve.logs.audit import Refusals
 from normserve.memory.device_segments import Device
 from normserve.requests.admission import Admission
+from normserve.requests.lifecycle import RequestServices
 
 from tests.service.engine.fake_engine import Scene, turn
 from tests.service.memory.fake_driver import GRANULARITY, FakeDriver
@@ -77,21 +78,19 @@ class Client:
         self.engine, self.executor = self.scene.engine, self.scene.executor
         self.limits = Limits(max_requests=most_requests, max_bytes=2**40)
         self.layers = LayerRegistry(max_layers=4, max_bytes=2**30)
-        operations = Operations(
-            self.engine, self.layers, self.limits, Admission(self.engine, 2**40), timeout_ms=20_000
-        )
         self.progress = self.engine.launches
+        admission, metrics = Admission(self.engine, 2**40), self.scene.metrics
+        requests = RequestServices(self.engine, self.limits, admission, self.progress, metrics, timeout_ms=20_000)
         self.memory = SharedMemory(64 * MIB)
         self.leftovers = Leftovers()
         self.driver = FakeDriver()
         self.device_memory = DeviceArenas(4 * GRANULARITY, lambda: Device(0, self.driver))
         self.service = Service(
-            operations,
-            LayerMessages(operations, None, self.progress),
+            requests,
+            Operations(self.engine, self.layers),
+            LayerMessages(requests, self.layers, None),
             keys,
             Refusals(),
-            self.scene.metrics,
-            self.progress,
             self.memory,
             self.device_memory,
             self.leftovers,

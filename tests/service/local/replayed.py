@@ -47,13 +47,9 @@ class Replayed:
         backend.make_replayer = lambda: build.load()(**self.driver.addresses())
         backend.replay = self._replay
         replaying = Replaying(
-            self.behind.engine,
-            self.behind.limits,
+            self.behind.service.requests,
             self.behind.layers,
             keys,
-            self.behind.progress,
-            self.behind.scene.metrics,
-            timeout_ms=20_000,
             poll_s=0.0,
         )
         service = dataclasses.replace(self.behind.service, keys=keys, replaying=replaying)

@@ -23,7 +23,7 @@ async def until(condition):
 def test_what_waits_beyond_its_deadline_is_refused_and_not_run(by):
     async def body(client):
         if by == "the server":
-            object.__setattr__(client.service.operations, "timeout_ms", 20.0)
+            object.__setattr__(client.service.requests, "timeout_ms", 20.0)
         client.send(client.compute(query="timeout_ms=20000"), 1)
         await turn()
         client.send(client.compute(offset=64, query="" if by == "the server" else "timeout_ms=20"), 2)

@@ -1,6 +1,7 @@
 """What a client may do: after hello, with the key that it brings or that stands for its user."""
 
 import hashlib
+from types import SimpleNamespace
 
 import pytest
 from normserve.admission.keys import ApiKey, Keyring, KeyScope
@@ -46,8 +47,9 @@ def session(keys=None, key_name=None, *, hello=GREETING):
 
 
 def authorise(of, needed=INFER):
-    record = RequestRecord(op="grow")
-    return of.authorise(needed, record), record
+    sent = SimpleNamespace(record=RequestRecord(op="grow"), caller=of.caller)
+    assert of.authorise(needed, sent) is sent.caller
+    return sent.caller, sent.record
 
 
 def test_the_greeting_says_what_clients_must_know():

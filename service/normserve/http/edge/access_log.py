@@ -1,13 +1,10 @@
 """The access log: one line for each completed request, with the logger `normserve.access`."""
 
-import logging
-
 from starlette.types import Scope
 
 from normserve.http.exchange import Exchange
 from normserve.http.routes.scopes import RouteScopes
-
-_log = logging.getLogger("normserve.access")
+from normserve.requests.access_log import log_request
 
 
 class AccessLog:
@@ -18,16 +15,5 @@ class AccessLog:
 
     def note(self, scope: Scope, exchange: Exchange) -> None:
         """Log a request that has ended, with its route's template, because clients can send any path."""
-        record = exchange.record
-        fields = {
-            "method": scope["method"],
-            "path": self._scopes.template(scope),
-            "status": record.status,
-            "key": exchange.caller.key or "-",
-            "address": exchange.caller.address,
-            "received_bytes": record.received,
-            "sent_bytes": record.sent,
-            "ms": round(record.seconds * 1000, 3),
-            **exchange.log_fields,
-        }
-        _log.info("request", extra={"fields": fields})
+        path = self._scopes.template(scope)
+        log_request(scope["method"], path, exchange.record, exchange.caller, exchange.log_fields)

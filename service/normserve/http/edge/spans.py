@@ -35,30 +35,46 @@ class HttpSpans:
         """
         if self._traces.passes_over(record, headers):
             return
-        self._traces.end(record, headers, lambda: self._describe(record, headers, scope, request_id, address))
 
-    def _describe(
-        self, record: RequestRecord, headers: Mapping[bytes, bytes], scope: Scope, request_id: str, address: str
-    ) -> tuple[str, "Attributes"]:
-        method, route = scope["method"], self._scopes.template(scope)
-        attributes: Attributes = {
-            "http.request.method": method,
-            "http.response.status_code": record.status,
-            "http.request.body.size": record.received,
-            "http.response.body.size": record.sent,
-            "url.path": scope["path"][:_LONGEST_PATH],
-            "url.scheme": scope["scheme"],
-            "network.protocol.version": scope["http_version"],
-            "client.address": address,
-            "normserve.request_id": request_id,
-        }
-        if agent := headers.get(b"user-agent"):
-            attributes["user_agent.original"] = agent.decode("latin-1")[:_LONGEST_PATH]
-        if (server := scope.get("server")) is not None:
-            attributes["server.address"] = str(server[0])
-            if server[1] is not None:
-                attributes["server.port"] = server[1]
-        if route == UNMATCHED:
-            return method, attributes
-        attributes["http.route"] = route
-        return f"{method} {route}", attributes
+        def describe() -> "tuple[str, Attributes]":
+            return describe_span(record, headers, scope, self._scopes.template(scope), request_id, address)
+
+        self._traces.end(record, headers, describe)
+
+
+def describe_span(
+    record: RequestRecord,
+    headers: Mapping[bytes, bytes],
+    scope: Scope,
+    route: str,
+    request_id: str,
+    address: str,
+) -> "tuple[str, Attributes]":
+    """Return the name and the attributes of a request's span.
+
+    Args:
+        route: the path's template.
+        address: the client's.
+    """
+    method = scope["method"]
+    attributes: Attributes = {
+        "http.request.method": method,
+        "http.response.status_code": record.status,
+        "http.request.body.size": record.received,
+        "http.response.body.size": record.sent,
+        "url.path": scope["path"][:_LONGEST_PATH],
+        "url.scheme": scope["scheme"],
+        "network.protocol.version": scope["http_version"],
+        "client.address": address,
+        "normserve.request_id": request_id,
+    }
+    if agent := headers.get(b"user-agent"):
+        attributes["user_agent.original"] = agent.decode("latin-1")[:_LONGEST_PATH]
+    if (server := scope.get("server")) is not None:
+        attributes["server.address"] = str(server[0])
+        if server[1] is not None:
+            attributes["server.port"] = server[1]
+    if route == UNMATCHED:
+        return method, attributes
+    attributes["http.route"] = route
+    return f"{method} {route}", attributes

@@ -51,19 +51,19 @@ class ReceivedRequest(DirectRequest):
 
         It must where the request is to be refused, and where memory for it takes long to make.
         """
-        bodies = self._computing.bodies
+        bodies = self._bodies
         try:
             self._layer = self.admit(announced)
         except NormserveError:
             return False
-        assert self._permit is not None
+        assert self.permit is not None
         room = _room(bodies.slabs, announced)
         located = None if room is None else self._front_end.locate(room)
         if located is None:
-            self._permit.release()
+            self.permit.release()
             return False
         self._room = room
-        self._permit.receive(self, bodies.due_bytes_per_s(announced))
+        self.permit.receive(self, bodies.due_bytes_per_s(announced))
         pace = Pace(time.perf_counter(), bodies.pause_s, bodies.total_s, bodies.min_bytes_per_s, bodies.grace_s)
         self._watch = PaceWatch(asyncio.get_running_loop(), pace, lambda: self.received, self._end_slow)
         place = located.memory.number, located.offset
@@ -95,8 +95,8 @@ class ReceivedRequest(DirectRequest):
         """The front end is gone, and its clients with it."""
         self._stop_watching()
         if not self.is_complete:
-            self._record.error = ClientLeftError.code
-            self._record.received = self.received
+            self.record.error = ClientLeftError.code
+            self.record.received = self.received
         super().on_lost()
 
     def fail(self, error: NormserveError) -> None:
@@ -105,18 +105,18 @@ class ReceivedRequest(DirectRequest):
             return
         self._failure = error
         self._stop_watching()
-        if self._permit is not None:
-            self._permit.release()
+        if self.permit is not None:
+            self.permit.release()
         if self._room is not None:
             self._front_end.send(messages.Stop(self._number))
 
     def _take(self, message: messages.Received) -> None:
         """The body is whole."""
-        assert self._permit is not None
+        assert self.permit is not None
         assert self._room is not None
         self._stop_watching()
         self.received, self.is_complete = message.nbytes, True
-        self._permit.complete_body()
+        self.permit.complete_body()
         body, self._room = self._room[: message.nbytes], None
         self.compute(body, self._layer, message.ended - self._began)
 

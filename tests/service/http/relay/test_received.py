@@ -19,6 +19,7 @@ from normserve.http.routes.operations import Operations
 from normserve.layers.registry import LayerRegistry
 from normserve.memory.slabs import Source
 from normserve.requests.admission import Admission
+from normserve.requests.lifecycle import RequestServices
 
 from tests.service.engine.fake_engine import Scene, turn
 from tests.service.http.relay.fake_front_end import FakeFrontEnd
@@ -44,8 +45,9 @@ class Owner:
         bodies = BodyReader(self.limits, self.front_end.slabs, 2**23, pause_s=20.0, total_s=total_s)
         computing = Computing(engine, bodies, Admission(engine, 2**30), timeout_ms=20_000)
         operations = Operations(computing, LayerRegistry(max_layers=4, max_bytes=2**20)).by_path()
-        metrics, progress = self.scene.metrics, engine.launches
-        direct = Direct(Parts(operations, Origins((), ()), None, self.limits, metrics, progress))
+        admission, progress = computing.admission, engine.launches
+        services = RequestServices(engine, self.limits, admission, progress, self.scene.metrics, 20_000)
+        direct = Direct(Parts(operations, Origins((), ()), None, services))
         scope = {
             "type": "http",
             "method": "POST",

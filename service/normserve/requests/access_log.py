@@ -1,0 +1,30 @@
+"""The access log: one line for each completed request of any transport, with the logger `normserve.access`."""
+
+import logging
+from collections.abc import Mapping
+
+from normserve.admission.callers import Caller
+from normserve.metrics.requests import RequestRecord
+
+_log = logging.getLogger("normserve.access")
+
+
+def log_request(method: str, path: str, record: RequestRecord, caller: Caller, named: Mapping[str, str]) -> None:
+    """Log a request that has ended and been observed.
+
+    Args:
+        path: a template or an operation, because clients can send any path.
+        named: the log fields that identify the request.
+    """
+    fields = {
+        "method": method,
+        "path": path,
+        "status": record.status,
+        "key": caller.key or "-",
+        "address": caller.address,
+        "received_bytes": record.received,
+        "sent_bytes": record.sent,
+        "ms": round(record.seconds * 1000, 3),
+        **named,
+    }
+    _log.info("request", extra={"fields": fields})

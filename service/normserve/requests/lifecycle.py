@@ -1,0 +1,200 @@
+"""The life of a request, from its permit to its line in the access log, the same for every transport."""
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import TYPE_CHECKING
+
+from normserve.admission.callers import Caller
+from normserve.admission.permits import Limits, Permit
+from normserve.engine.engine import Engine
+from normserve.engine.progress import Progress
+from normserve.errors import NormserveError
+from normserve.errors.problems import status_of, unexpected
+from normserve.jobs.job import NormJob, NormResult
+from normserve.jobs.memory_cost import MemoryCost
+from normserve.logs import failures
+from normserve.metrics.metrics import Metrics
+from normserve.metrics.requests import CLIENT_LEFT, RequestRecord
+from normserve.requests.access_log import log_request
+from normserve.requests.admission import Admission
+from normserve.traces.parent import log_fields
+
+if TYPE_CHECKING:
+    # It imports OpenTelemetry, which is installed only where traces are used.
+    from normserve.traces.traces import Attributes, Traces
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestServices:
+    """The objects that every request is served with.
+
+    Attributes:
+        progress: counts the requests that have been received completely and have no response yet.
+        timeout_ms: from a request's arrival to its start on the device, unless the request says otherwise.
+        traces: None if requests are not traced.
+        is_logged: whether the access log has a line for each request.
+    """
+
+    engine: Engine
+    limits: Limits
+    admission: Admission
+    progress: Progress
+    metrics: Metrics
+    timeout_ms: float
+    traces: "Traces | None" = None
+    is_logged: bool = False
+
+
+class RequestLifecycle(ABC):
+    """One request: it is admitted, computed, answered with a result or a problem, and accounted for.
+
+    A transport derives from it: it says how a result and a problem are sent, and calls `account` once the response
+    has been sent or never will be.
+
+    Attributes:
+        request_id: the client's own, if it sent a valid one.
+        headers: the request's headers by lower-case name; without HTTP those of its trace.
+        caller: the client.
+        record: the values for the metrics.
+        permit: None until the request is admitted.  The transport releases it.
+        job: set while the engine has it.
+    """
+
+    is_traced = True
+    permit: Permit | None = None
+    job: NormJob | None = None
+
+    def __init__(
+        self,
+        services: RequestServices,
+        request_id: str,
+        headers: Mapping[bytes, bytes],
+        caller: Caller,
+        record: RequestRecord,
+    ) -> None:
+        self.services = services
+        self.request_id = request_id
+        self.headers = headers
+        self.caller = caller
+        self.record = record
+
+    @abstractmethod
+    def send_result(self, result: NormResult, job: NormJob) -> None:
+        """Send the result of a job; an error that this raises is sent in its place."""
+
+    @abstractmethod
+    def send_problem(self, error: NormserveError) -> None:
+        """Send an error, which the record has already."""
+
+    @abstractmethod
+    def describe_span(self) -> "tuple[str, Attributes]":
+        """Return the name and the attributes that the transport gives the request's span."""
+
+    @abstractmethod
+    def describe_target(self) -> tuple[str, str]:
+        """Return the method and the path by which the access log names the request."""
+
+    @property
+    def log_fields(self) -> dict[str, str]:
+        """The log fields that identify the request."""
+        return log_fields(self.request_id, self.record.trace_id, self.headers)
+
+    def acquire_permit(self, nbytes: int) -> None:
+        """Take a permit for a request that brings so many bytes.
+
+        Raises:
+            OverloadedError, TooLargeError: the server or the caller's key has too much inside.
+        """
+        self.permit = self.services.limits.acquire(nbytes, self.caller.tenant, self.caller.max_inflight_bytes)
+
+    def charge_memory(self, job: NormJob, cost: MemoryCost, body_bytes: int) -> None:
+        """Charge a job's results and temporaries to the permit.
+
+        Args: body_bytes: bytes that the permit covers already.
+
+        Raises:
+            TooLargeError, OverloadedError: the job takes too much memory, ever or now.
+        """
+        record = self.record
+        self.services.admission.charge(self.permit, job, cost, body_bytes)
+        record.dtype, record.rows = job.x.dtype.label, job.rows
+        record.stages["parse"] = time.perf_counter() - record.began - record.stages["recv"]
+        record.waiting_in = "queue"
+
+    def begin_job(self, job: NormJob, timeout_ms: float | None) -> None:
+        """Begin a job that has been charged; its result or its error is sent later.
+
+        Args: timeout_ms: None for the server's default.
+
+        Raises:
+            DeadlineExceededError: the deadline has passed.
+            NormserveError: the engine does not take the job.
+        """
+        services, record = self.services, self.record
+        wait_ms = services.timeout_ms if timeout_ms is None else timeout_ms
+        services.engine.begin(job, record.began + wait_ms / 1000, self._conclude)
+        services.progress.begin()
+        self.job = job
+
+    def withdraw(self) -> None:
+        """Refuse the job if it waits, since nobody wants it; one that runs has its result."""
+        if self.job is not None:
+            self.services.engine.withdraw(self.job)
+
+    def note_computed(self, ended: NormResult | NormserveError) -> bool:
+        """Note that nothing computes any more, before the response; return whether one is to be sent."""
+        return True
+
+    def refuse(self, error: BaseException) -> None:
+        """Send an error; if it is the server's own, log it."""
+        known = self._log_failure(error)
+        self.record.error, self.record.status = known.code, status_of(known)
+        self.send_problem(known)
+
+    def account(self, *, is_delivered: bool) -> None:
+        """Trace, count and log the request, whose response has been sent or never will be."""
+        services, record = self.services, self.record
+        if not is_delivered:
+            record.status = CLIENT_LEFT
+        if services.traces is not None and self.is_traced:
+            services.traces.end(record, self.headers, self.describe_span)
+        services.metrics.observe_request(record)
+        if services.is_logged:
+            log_request(*self.describe_target(), record, self.caller, self.log_fields)
+
+    def _conclude(self, ended: NormResult | NormserveError) -> None:
+        job, self.job = self.job, None
+        assert job is not None
+        self.services.engine.end(job)
+        self.services.progress.end()
+        if not self.note_computed(ended):
+            return
+        # Not raised: its traceback would hold this frame, and with it the job.
+        if isinstance(ended, NormserveError):
+            self.refuse(ended)
+            return
+        try:
+            self.send_result(ended, job)
+        except Exception as error:
+            self.refuse(error)
+
+    def _log_failure(self, error: BaseException) -> NormserveError:
+        """Log an error that is the server's own; return what the client is told."""
+        if isinstance(error, NormserveError):
+            if status_of(error) == HTTPStatus.INTERNAL_SERVER_ERROR:
+                failures.note(error.detail, self._failure_fields())
+            return error
+        log.error("unexpected error in a request", exc_info=error, extra={"fields": self._failure_fields()})
+        return unexpected(error)
+
+    def _failure_fields(self) -> dict[str, str | None]:
+        """The log fields that identify the request and its caller."""
+        if self.services.traces is not None and self.is_traced:
+            self.services.traces.decide(self.record, self.headers)
+        return {**self.log_fields, "key": self.caller.key}
