@@ -19,11 +19,9 @@ from normserve.http.body import BodyReader
 from normserve.http.computing import Computing
 from normserve.http.direct import DirectPaths
 from normserve.http.edge import error_handlers
-from normserve.http.edge.access_log import AccessLog
 from normserve.http.edge.authorisation import Authorisation
 from normserve.http.edge.middleware import Edge
 from normserve.http.edge.origins import Origins, hosts_of
-from normserve.http.edge.spans import HttpSpans
 from normserve.http.oip.catalogue import Catalogue
 from normserve.http.oip.infer import Infer
 from normserve.http.oip.models import Models
@@ -87,12 +85,12 @@ def create_app(
         service.metrics.watch_front_ends(lambda: [(each["index"], each["pid"]) for each in relays.described()])
     status = _status(service, relays)
     app.state.describe = status.describe
-    bodies, admission = _bodies(service), service.requests.admission
-    computing = Computing(service.engine, bodies, admission, settings.timeout_ms)
+    bodies = _bodies(service)
+    computing = Computing(service.engine, bodies)
     operations = Operations(computing, service.layers)
     routers = [
         operations.router(),
-        Layers(service.engine, service.layers, service.changes, bodies, admission).router(),
+        Layers(service.engine, service.layers, service.changes, bodies).router(),
         *_inference_protocol(service, computing),
         status.router(),
         Page(service.keys is not None, settings.tls_client_ca is not None).router(),
@@ -104,15 +102,12 @@ def create_app(
     app.openapi = describe(app, None if service.keys is None else scopes)  # type: ignore[method-assign]
     cors_origins = settings.cors_origins.split(",") if settings.cors_origins else ()
     origins = Origins(hosts_of(settings.host, settings.allowed_hosts), cors_origins)
-    spans = None if service.traces is None else HttpSpans(service.traces, scopes)
     app.state.entrance = Edge(
         DirectPaths(app, app.state.routes),
-        service.metrics,
-        service.stalls.requests,
+        service.requests,
         origins,
+        scopes.template,
         None if service.keys is None else Authorisation(service.keys, scopes),
-        AccessLog(scopes) if settings.access_log else None,
-        spans,
     )
     relays.relay_to(
         app.state.entrance, Direct(Parts(operations.by_path(), origins, service.keys, service.requests))

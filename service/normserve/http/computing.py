@@ -4,7 +4,6 @@ import functools
 import time
 from dataclasses import dataclass
 
-from normserve.admission.permits import Permit
 from normserve.engine.engine import Engine
 from normserve.http.body import BodyReader
 from normserve.http.exchange import Exchange
@@ -12,21 +11,14 @@ from normserve.http.measured import Measured
 from normserve.jobs.job import NormJob, NormResult, Op, Pass
 from normserve.jobs.memory_cost import MemoryCost
 from normserve.metrics.requests import RequestRecord
-from normserve.requests.admission import Admission
 
 
 @dataclass(frozen=True, slots=True)
 class Computing:
-    """Receives and runs operations.
-
-    Attributes:
-        timeout_ms: default time from a request's arrival to its start on the device.
-    """
+    """Receives and runs operations."""
 
     engine: Engine
     bodies: BodyReader
-    admission: Admission
-    timeout_ms: float
 
     async def receive(self, exchange: Exchange) -> memoryview:
         """Receive the body of a request whose head is valid; the server's work on the request begins then.
@@ -54,35 +46,13 @@ class Computing:
         Raises:
             NormserveError: the job takes too much memory, its deadline passes, or the device reports an error.
         """
-        self.admit(exchange.permit, exchange.record, job, cost, body_bytes)
+        exchange.charge_memory(job, cost, body_bytes)
         # A job that already runs is waited for: the permit is held as long as the device works.
         exchange.sending.on_departure = functools.partial(self.engine.withdraw, job)
         try:
-            return await self.engine.submit(job, self.deadline(exchange.record, timeout_ms))
+            return await self.engine.submit(job, exchange.deadline(timeout_ms))
         finally:
             exchange.sending.on_departure = None
-
-    def admit(
-        self, permit: Permit | None, record: RequestRecord, job: NormJob, cost: MemoryCost, body_bytes: int
-    ) -> None:
-        """Charge a job to a request's permit.
-
-        Args: body_bytes: bytes that the permit covers already.
-
-        Raises:
-            TooLargeError, OverloadedError: the job takes too much memory, ever or now.
-        """
-        self.admission.charge(permit, job, cost, body_bytes)
-        record.dtype, record.rows = job.x.dtype.label, job.rows
-        record.stages["parse"] = time.perf_counter() - record.began - record.stages["recv"]
-        record.waiting_in = "queue"
-
-    def deadline(self, record: RequestRecord, timeout_ms: float | None) -> float:
-        """The latest time at which a request's execution may begin, by `time.perf_counter`.
-
-        Args: timeout_ms: None for the server's default.
-        """
-        return record.began + (self.timeout_ms if timeout_ms is None else timeout_ms) / 1000
 
 
 def note_operation(exchange: Exchange, op: Op, direction: Pass) -> None:

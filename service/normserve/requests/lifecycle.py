@@ -52,10 +52,9 @@ class RequestServices:
 
 
 class RequestLifecycle(ABC):
-    """One request: it is admitted, computed, answered with a result or a problem, and accounted for.
+    """One request: it is admitted, charged for the memory of its computation, and accounted for.
 
-    A transport derives from it: it says how a result and a problem are sent, and calls `account` once the response
-    has been sent or never will be.
+    A transport derives from it, and calls `account` once the response has been sent or never will be.
 
     Attributes:
         request_id: the client's own, if it sent a valid one.
@@ -63,12 +62,11 @@ class RequestLifecycle(ABC):
         caller: the client.
         record: the values for the metrics.
         permit: None until the request is admitted.  The transport releases it.
-        job: set while the engine has it.
+        is_traced: whether the request may have a span.
     """
 
     is_traced = True
     permit: Permit | None = None
-    job: NormJob | None = None
 
     def __init__(
         self,
@@ -83,14 +81,6 @@ class RequestLifecycle(ABC):
         self.headers = headers
         self.caller = caller
         self.record = record
-
-    @abstractmethod
-    def send_result(self, result: NormResult, job: NormJob) -> None:
-        """Send the result of a job; an error that this raises is sent in its place."""
-
-    @abstractmethod
-    def send_problem(self, error: NormserveError) -> None:
-        """Send an error, which the record has already."""
 
     @abstractmethod
     def describe_span(self) -> "tuple[str, Attributes]":
@@ -127,6 +117,68 @@ class RequestLifecycle(ABC):
         record.stages["parse"] = time.perf_counter() - record.began - record.stages["recv"]
         record.waiting_in = "queue"
 
+    def charge_copy(self, nbytes: int) -> None:
+        """Charge a copy of the body to the permit.
+
+        Raises:
+            TooLargeError, OverloadedError: the copy takes too much memory, ever or now.
+        """
+        self.services.admission.charge_copy(self.permit, nbytes)
+
+    def deadline(self, timeout_ms: float | None) -> float:
+        """Return the latest time at which execution may begin, by `time.perf_counter`.
+
+        Args: timeout_ms: None for the server's default.
+        """
+        wait_ms = self.services.timeout_ms if timeout_ms is None else timeout_ms
+        return self.record.began + wait_ms / 1000
+
+    def log_failure(self, error: BaseException) -> NormserveError:
+        """Log an error that is the server's own; return what the client is told."""
+        if isinstance(error, NormserveError):
+            if status_of(error) == HTTPStatus.INTERNAL_SERVER_ERROR:
+                failures.note(error.detail, self._failure_fields())
+            return error
+        log.error("unexpected error in a request", exc_info=error, extra={"fields": self._failure_fields()})
+        return unexpected(error)
+
+    def account(self, *, is_delivered: bool) -> None:
+        """Trace, count and log the request, whose response has been sent or never will be."""
+        services, record = self.services, self.record
+        if not is_delivered:
+            record.status = CLIENT_LEFT
+        if services.traces is not None and self.is_traced:
+            services.traces.end(record, self.headers, self.describe_span)
+        services.metrics.observe_request(record)
+        if services.is_logged:
+            log_request(*self.describe_target(), record, self.caller, self.log_fields)
+
+    def _failure_fields(self) -> dict[str, str | None]:
+        """The log fields that identify the request and its caller."""
+        if self.services.traces is not None and self.is_traced:
+            self.services.traces.decide(self.record, self.headers)
+        return {**self.log_fields, "key": self.caller.key}
+
+
+class Computation(RequestLifecycle):
+    """A request that is answered from the engine's callback, without a task that waits.
+
+    A transport derives from it, and says how a result and a problem are sent.
+
+    Attributes:
+        job: set while the engine has it.
+    """
+
+    job: NormJob | None = None
+
+    @abstractmethod
+    def send_result(self, result: NormResult, job: NormJob) -> None:
+        """Send the result of a job; an error that this raises is sent in its place."""
+
+    @abstractmethod
+    def send_problem(self, error: NormserveError) -> None:
+        """Send an error, which the record has already."""
+
     def begin_job(self, job: NormJob, timeout_ms: float | None) -> None:
         """Begin a job that has been charged; its result or its error is sent later.
 
@@ -136,10 +188,8 @@ class RequestLifecycle(ABC):
             DeadlineExceededError: the deadline has passed.
             NormserveError: the engine does not take the job.
         """
-        services, record = self.services, self.record
-        wait_ms = services.timeout_ms if timeout_ms is None else timeout_ms
-        services.engine.begin(job, record.began + wait_ms / 1000, self._conclude)
-        services.progress.begin()
+        self.services.engine.begin(job, self.deadline(timeout_ms), self._conclude)
+        self.services.progress.begin()
         self.job = job
 
     def withdraw(self) -> None:
@@ -153,20 +203,9 @@ class RequestLifecycle(ABC):
 
     def refuse(self, error: BaseException) -> None:
         """Send an error; if it is the server's own, log it."""
-        known = self._log_failure(error)
+        known = self.log_failure(error)
         self.record.error, self.record.status = known.code, status_of(known)
         self.send_problem(known)
-
-    def account(self, *, is_delivered: bool) -> None:
-        """Trace, count and log the request, whose response has been sent or never will be."""
-        services, record = self.services, self.record
-        if not is_delivered:
-            record.status = CLIENT_LEFT
-        if services.traces is not None and self.is_traced:
-            services.traces.end(record, self.headers, self.describe_span)
-        services.metrics.observe_request(record)
-        if services.is_logged:
-            log_request(*self.describe_target(), record, self.caller, self.log_fields)
 
     def _conclude(self, ended: NormResult | NormserveError) -> None:
         job, self.job = self.job, None
@@ -183,18 +222,3 @@ class RequestLifecycle(ABC):
             self.send_result(ended, job)
         except Exception as error:
             self.refuse(error)
-
-    def _log_failure(self, error: BaseException) -> NormserveError:
-        """Log an error that is the server's own; return what the client is told."""
-        if isinstance(error, NormserveError):
-            if status_of(error) == HTTPStatus.INTERNAL_SERVER_ERROR:
-                failures.note(error.detail, self._failure_fields())
-            return error
-        log.error("unexpected error in a request", exc_info=error, extra={"fields": self._failure_fields()})
-        return unexpected(error)
-
-    def _failure_fields(self) -> dict[str, str | None]:
-        """The log fields that identify the request and its caller."""
-        if self.services.traces is not None and self.is_traced:
-            self.services.traces.decide(self.record, self.headers)
-        return {**self.log_fields, "key": self.caller.key}

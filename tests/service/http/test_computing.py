@@ -24,6 +24,7 @@ from normserve.jobs.validation import costed_job
 from normserve.memory.slabs import SlabPool
 from normserve.metrics.requests import RequestRecord
 from normserve.requests.admission import Admission
+from normserve.requests.lifecycle import RequestServices
 
 from tests.service.engine.fake_engine import Scene, turn
 from tests.service.jobs.fake_jobs import tensor
@@ -37,13 +38,14 @@ class Asked:
         self.limits = Limits(max_requests=4, max_bytes=2**30)
         engine = self.scene.engine
         bodies = BodyReader(self.limits, SlabPool(max_idle_bytes=0), 2**20, pause_s=5, total_s=5)
-        self.computing = Computing(engine, bodies, Admission(engine, max_bytes), timeout_ms)
+        self.computing = Computing(engine, bodies)
         reception = Reception(0, bytearray)
         reception.complete()
-        self.exchange = Exchange(
-            "id", "/", {}, Caller("somebody"), RequestRecord(stages={"recv": 0.0}), reception, PlainSending(None)
-        )
-        self.exchange.progress = Progress()
+        self.progress, admission = Progress(), Admission(engine, max_bytes)
+        services = RequestServices(engine, self.limits, admission, self.progress, self.scene.metrics, timeout_ms)
+        scope = {"path": "/", "state": {"reception": reception, "sending": PlainSending(None)}}
+        record = RequestRecord(stages={"recv": 0.0})
+        self.exchange = Exchange(services, "id", {}, Caller("somebody"), record, scope, lambda scope: "/")
         spec = NormSpec(Op.LAYER_NORM, Pass.FORWARD, eps=1e-5)
         self.job, self.cost = costed_job(spec, {"x": tensor(rows, 4)})
         self.body_bytes = self.job.x.nbytes
@@ -175,7 +177,7 @@ def test_no_body_is_received_before_the_server_is_ready():
             await asked.computing.receive(asked.exchange)
         assert asked.limits.requests == 0
         assert asked.exchange.permit is None
-        assert asked.exchange.progress.is_idle
+        assert asked.progress.is_idle
 
     asyncio.run(run())
 
@@ -187,7 +189,7 @@ def test_work_begins_once_the_body_is_whole():
         assert bytes(received) == b""
         record = asked.exchange.record
         assert (record.stages["recv"], record.waiting_in) == (asked.exchange.reception.seconds, "parse")
-        assert not asked.exchange.progress.is_idle
+        assert not asked.progress.is_idle
         assert asked.limits.requests == 1
 
     played(body)

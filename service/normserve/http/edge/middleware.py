@@ -4,31 +4,22 @@ It assigns request ids, checks the API key, turns errors into problem documents,
 metrics.
 """
 
-import logging
 import random
 import re
-from collections.abc import Mapping
-from http import HTTPStatus
+from collections.abc import Callable, Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from normserve.admission.callers import Caller
-from normserve.engine.progress import Progress
 from normserve.errors import ClientLeftError, NormserveError
-from normserve.errors.problems import status_of, unexpected
-from normserve.http.edge.access_log import AccessLog
 from normserve.http.edge.authorisation import Authorisation
 from normserve.http.edge.layer_audit import LAYERS, note_layer_change
 from normserve.http.edge.origins import Origins
-from normserve.http.edge.spans import HttpSpans
 from normserve.http.exchange import Exchange
 from normserve.http.problems import problem
-from normserve.http.transport import Buffers, Departure, Headers, Reception
-from normserve.logs import failures
-from normserve.metrics.metrics import Metrics
-from normserve.metrics.requests import CLIENT_LEFT, UNMATCHED, RequestRecord
-
-log = logging.getLogger(__name__)
+from normserve.http.transport import Buffers, Headers
+from normserve.metrics.requests import UNMATCHED, RequestRecord
+from normserve.requests.lifecycle import RequestServices
 
 _SANE_ID = re.compile(rb"[A-Za-z0-9._~+/=:-]{1,128}")
 
@@ -41,27 +32,21 @@ class Edge:
     def __init__(
         self,
         app: ASGIApp,
-        metrics: Metrics,
-        progress: Progress,
+        services: RequestServices,
         origins: Origins,
+        find_route: Callable[[Scope], str],
         authorisation: Authorisation | None = None,
-        access_log: AccessLog | None = None,
-        spans: HttpSpans | None = None,
     ) -> None:
         """Args:
-        progress: counts the requests that have been received completely.
         origins: which hosts and origins a request may name.
+        find_route: returns the template of a request's path.
         authorisation: None if no keys are required.
-        access_log: None if there is none.
-        spans: None if requests are not traced.
         """
         self._app = app
-        self._metrics = metrics
-        self._progress = progress
+        self._services = services
         self._origins = origins
+        self._find_route = find_route
         self._authorisation = authorisation
-        self._access_log = access_log
-        self._spans = spans
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -72,8 +57,7 @@ class Edge:
             await send({"type": "websocket.close", "code": 1008, "reason": ""})
             return
         headers: dict[bytes, bytes] = dict(scope["headers"])
-        exchange = _exchange(scope, headers)
-        exchange.progress = self._progress
+        exchange = self._exchange(scope, headers)
         scope["state"]["exchange"] = exchange
         outgoing = _Outgoing(send, exchange)
 
@@ -93,24 +77,19 @@ class Edge:
             else:
                 exchange.record.op = "preflight"
                 await preflight(scope, receive_body, outgoing.send)
-        except NormserveError as error:
-            if status_of(error) == HTTPStatus.INTERNAL_SERVER_ERROR:
-                failures.note(error.detail, self._log_fields(exchange))
-            await outgoing.respond_problem(error)
         except Exception as error:
-            fields = self._log_fields(exchange)
-            log.exception("unexpected error in a request", extra={"fields": fields})
-            await outgoing.respond_problem(unexpected(error))
+            await outgoing.respond_problem(exchange.log_failure(error))
         finally:
-            self._close(scope, exchange, outgoing)
+            self._close(exchange, outgoing)
 
-    def _log_fields(self, exchange: Exchange) -> dict[str, str | None]:
-        """Log fields that identify the request and its caller."""
-        if self._spans is not None:
-            self._spans.decide(exchange.record, exchange.headers)
-        return {**exchange.log_fields, "key": exchange.caller.key}
+    def _exchange(self, scope: Scope, headers: dict[bytes, bytes]) -> Exchange:
+        client = scope["client"]
+        transport, address = ("unix", "unix") if client is None else ("tcp", client[0])
+        record = RequestRecord(transport=transport, began=scope["state"]["reception"].began)
+        request_id = request_id_of(headers)
+        return Exchange(self._services, request_id, headers, Caller(address), record, scope, self._find_route)
 
-    def _close(self, scope: Scope, exchange: Exchange, outgoing: "_Outgoing") -> None:
+    def _close(self, exchange: Exchange, outgoing: "_Outgoing") -> None:
         exchange.end_work()
         if exchange.permit is not None:
             exchange.permit.release()
@@ -121,14 +100,8 @@ class Edge:
         if record.op == UNMATCHED and record.status < 400:
             record.op = "docs"
         if record.op == LAYERS:
-            note_layer_change(scope, exchange)
-        if exchange.client_left or not exchange.sending.is_delivered:
-            record.status = CLIENT_LEFT
-        if self._spans is not None:
-            self._spans.end(record, exchange.headers, scope, exchange.request_id, exchange.caller.address)
-        self._metrics.observe_request(record)
-        if self._access_log is not None:
-            self._access_log.note(scope, exchange)
+            note_layer_change(exchange.scope, exchange)
+        exchange.account(is_delivered=bool(exchange.sending.is_delivered) and not exchange.client_left)
 
 
 async def respond_problem(error: NormserveError, exchange: Exchange, send: Send) -> None:
@@ -191,19 +164,6 @@ def bearer_token(headers: Mapping[bytes, bytes]) -> bytes | None:
     """The token of `Authorization: Bearer TOKEN`; None without such a header."""
     scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
     return token.strip(b" ") or None if scheme.lower() == b"bearer" else None
-
-
-def _exchange(scope: Scope, headers: dict[bytes, bytes]) -> Exchange:
-    reception: Reception = scope["state"]["reception"]
-    sending: Departure = scope["state"]["sending"]
-    client = scope["client"]
-    transport = "unix" if client is None else "tcp"
-    caller = Caller("unix" if client is None else client[0])
-    record = RequestRecord(transport=transport, began=reception.began)
-    path: str = scope["path"]
-    if below := scope.get("root_path"):
-        path = path.removeprefix(below)
-    return Exchange(request_id_of(headers), path, headers, caller, record, reception, sending)
 
 
 def request_id_of(headers: Mapping[bytes, bytes]) -> str:

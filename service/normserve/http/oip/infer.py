@@ -92,8 +92,7 @@ class Infer:
             exchange.permit.grow(brought)
         copies = await self.shared.read(shared) if shared.inputs else {}
         tensors = tensors_of(asked.inputs, body, copies)
-        charge_copy = functools.partial(self.computing.admission.charge_copy, exchange.permit)
-        tensors, several = (tensors, None) if asked.uses_regions else joined(tensors, body, charge_copy)
+        tensors, several = (tensors, None) if asked.uses_regions else joined(tensors, body, exchange.charge_copy)
         job, cost = costed_job(asked.spec, tensors, layer, may_overwrite=not body.readonly)
         require_possible(model, asked, job, several)
         if shared.outputs:

@@ -18,17 +18,17 @@ from normserve.admission.keys import Grant, Keyring, KeyScope
 from normserve.errors import NormserveError
 from normserve.http.edge.middleware import bearer_token
 from normserve.http.edge.origins import Origins
-from normserve.http.edge.spans import describe_span
 from normserve.http.measured import Measured
 from normserve.http.problems import problem
 from normserve.http.relay import messages
 from normserve.http.relay.exchange import INLINE_BYTES, FrontEnd, part_at_once, part_of
 from normserve.http.routes.operations import Head, Operation, answer
 from normserve.http.routes.payloads import Told
+from normserve.http.spans import describe_span
 from normserve.http.transport import Buffers, Headers
 from normserve.jobs.job import Layer, NormJob, NormResult
 from normserve.metrics.requests import RequestRecord
-from normserve.requests.lifecycle import RequestLifecycle, RequestServices
+from normserve.requests.lifecycle import Computation, RequestServices
 
 if TYPE_CHECKING:
     from normserve.traces.traces import Attributes
@@ -65,7 +65,7 @@ class Parts:
     services: RequestServices
 
 
-class DirectRequest(RequestLifecycle):
+class DirectRequest(Computation):
     """One request under way, until its response has been sent."""
 
     _form: Told
@@ -119,14 +119,11 @@ class DirectRequest(RequestLifecycle):
         record.received, record.stages["recv"] = len(body), received_s
         record.waiting_in = "parse"
         try:
-            job, cost, self._form = head.with_body(body, layer, self._charge_copy)
+            job, cost, self._form = head.with_body(body, layer, self.charge_copy)
             self.charge_memory(job, cost, len(body))
             self.begin_job(job, head.timeout_ms)
         except Exception as error:
             self.refuse(error)
-
-    def _charge_copy(self, nbytes: int) -> None:
-        self.services.admission.charge_copy(self.permit, nbytes)
 
     def on_message(self, message: Any) -> None:
         """What the front end says about it."""
@@ -201,7 +198,7 @@ class DirectRequest(RequestLifecycle):
 
     def describe_span(self) -> "tuple[str, Attributes]":
         scope = self._prepared.scope
-        return describe_span(self.record, self.headers, scope, scope["path"], self.request_id, self.caller.address)
+        return describe_span(self, scope, scope["path"])
 
     def describe_target(self) -> tuple[str, str]:
         scope = self._prepared.scope

@@ -13,17 +13,15 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from normserve.engine.polling import Polling, polling
-from normserve.engine.progress import Progress
 from normserve.errors import NormserveError, NotReadyError
 from normserve.errors.problems import status_of
-from normserve.http.edge.middleware import Edge
-from normserve.http.edge.origins import Origins
+from normserve.http.edge.middleware import request_id_of
+from normserve.http.problems import problem
 from normserve.http.relay import messages
 from normserve.http.relay.forwarded import Forwarded, decline
 from normserve.http.relay.link import Link
 from normserve.http.transport import Reception
 from normserve.memory.segments import map_segment
-from normserve.metrics.metrics import Metrics
 
 # How often the process that owns the device learns how far bodies are that take their time.
 _PROGRESS_S = 0.02
@@ -42,9 +40,6 @@ class FrontEnd:
         """Args: index: of all front ends, this one's."""
         self._index = index
         self.on_link_lost: Callable[[], None] = lambda: None
-        # While there is no process to relay to, all requests get the same answer, which needs no check of host or
-        # key.  The other process counts these answers once it is there.
-        self._alone = Edge(self._refuse, Metrics(), Progress(), Origins(None))
         self._owners: list[_Owner] = []
         self._turns = itertools.count()
         self._untold: Counter[tuple[int, str]] = Counter()
@@ -56,7 +51,7 @@ class FrontEnd:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         owner = self._next()
         if owner is None or not await owner.relay(scope, receive, send):
-            await self._alone(scope, receive, send)
+            await self._refuse(scope, send)
 
     @property
     def is_busy(self) -> bool:
@@ -95,10 +90,18 @@ class FrontEnd:
         self._connections += change
         self._tell()
 
-    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _refuse(self, scope: Scope, send: Send) -> None:
+        """Answer a request while there is no process to relay to.
+
+        The answer is the same for all, and needs no check of host or key.  The next process counts it.
+        """
         error = NotReadyError("the process that owns the device is starting again")
         self.count_refusal(error)
-        raise error
+        request_id = request_id_of(dict(scope["headers"]))
+        status, headers, body = problem(error, request_id, scope["path"])
+        headers.append((b"x-request-id", request_id.encode()))
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body, "more_body": False})
 
     def _tell(self) -> None:
         """Let the first owner know what it counts; one that is behind learns it at once later."""

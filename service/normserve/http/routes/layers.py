@@ -14,7 +14,6 @@ from normserve.http.exchange import Exchange
 from normserve.http.routes.negotiation import declared_format, sniffed_format, with_hints
 from normserve.layers.changes import LayerChanges
 from normserve.layers.registry import LAYER_NAMES, LayerRegistry, is_layer_name
-from normserve.requests.admission import Admission
 from normserve.requests.layers import layer_document, require_layer_query
 from normserve.requests.parameters import (
     LAYER_PARAMETERS,
@@ -30,7 +29,6 @@ class Layers:
     layers: LayerRegistry
     changes: LayerChanges
     bodies: BodyReader
-    admission: Admission
 
     def router(self) -> APIRouter:
         """The collection and its members."""
@@ -88,7 +86,7 @@ class Layers:
     def _admit(self, request: Request, body_format: str, nbytes: int) -> None:
         if body_format != SAFETENSORS:
             raise UnsupportedMediaTypeError(f"a layer's parameters must be {SAFETENSORS}, got {body_format}")
-        self.admission.charge_copy(_exchange(request).permit, nbytes)
+        _exchange(request).charge_copy(nbytes)
 
 
 def _exchange(request: Request) -> Exchange:

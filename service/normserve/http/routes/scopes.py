@@ -9,6 +9,7 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import Scope
 
 from normserve.admission.keys import KeyScope
+from normserve.http.spans import UNMATCHED
 from normserve.jobs.job import Op, Pass
 
 #: A key with any of these scopes is sufficient; if the set is empty, no key is needed.
@@ -19,8 +20,6 @@ ANY_KEY: Needed = frozenset(KeyScope)
 _INFER: Needed = frozenset([KeyScope.INFER])
 _LAYERS: Needed = frozenset([KeyScope.LAYERS])
 _METRICS: Needed = frozenset([KeyScope.METRICS])
-
-UNMATCHED = "(unmatched)"
 
 _READS = ("GET", "HEAD")
 _PROBES = ("/livez", "/readyz", "/v2/health/live", "/v2/health/ready")

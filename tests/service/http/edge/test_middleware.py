@@ -20,6 +20,7 @@ from normserve.http.edge.origins import Origins
 from normserve.http.transport import PlainAsgi
 from normserve.metrics.metrics import Metrics
 from normserve.metrics.requests import UNMATCHED
+from normserve.requests.lifecycle import RequestServices
 
 START = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain")]}
 
@@ -41,7 +42,8 @@ class Scene:
         self.progress, self.limits = Progress(), Limits(max_requests=4, max_bytes=1000)
         self.sent, self.received = [], []
         self.exchange = None
-        self.edge = Edge(self._call, metrics, self.progress, Origins(None, origins), authorisation)
+        services = RequestServices(None, self.limits, None, self.progress, metrics, 20_000)
+        self.edge = Edge(self._call, services, Origins(None, origins), lambda scope: scope["path"], authorisation)
 
     async def _call(self, scope, receive, send):
         self.exchange = scope["state"]["exchange"]
@@ -293,7 +295,7 @@ def test_a_page_that_asks_whether_it_may_is_answered_without_the_application():
         (InvalidParameterError("wrong"), None),
         (OverloadedError("later", 1.0), None),
         (ConfigurationError("it is wrong"), "normserve.failures"),
-        (ValueError("unexpected"), "normserve.http.edge.middleware"),
+        (ValueError("unexpected"), "normserve.requests.lifecycle"),
     ],
 )
 def test_errors_of_the_server_are_logged_with_the_request_s_id(error, logger, caplog):

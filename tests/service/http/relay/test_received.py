@@ -43,9 +43,9 @@ class Owner:
         self.limits = Limits(max_requests=4, max_bytes=max_bytes)
         engine = self.scene.engine
         bodies = BodyReader(self.limits, self.front_end.slabs, 2**23, pause_s=20.0, total_s=total_s)
-        computing = Computing(engine, bodies, Admission(engine, 2**30), timeout_ms=20_000)
+        computing = Computing(engine, bodies)
         operations = Operations(computing, LayerRegistry(max_layers=4, max_bytes=2**20)).by_path()
-        admission, progress = computing.admission, engine.launches
+        admission, progress = Admission(engine, 2**30), engine.launches
         services = RequestServices(engine, self.limits, admission, progress, self.scene.metrics, 20_000)
         direct = Direct(Parts(operations, Origins((), ()), None, services))
         scope = {
