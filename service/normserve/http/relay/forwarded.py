@@ -184,6 +184,7 @@ class Forwarded:
             body = await reception.into(lambda nbytes: room, pause_s=_NO_LIMIT_S, total_s=_NO_LIMIT_S)
         except NormserveError as error:
             left = isinstance(error, ClientLeftError) and not self._is_stopped
+            link.send(messages.Progress({self._number: reception.received}))
             link.send(messages.Ended(self._number, left))
             return
         except asyncio.CancelledError:
