@@ -19,7 +19,6 @@ from normserve.http.body import BodyReader
 from normserve.http.computing import Computing
 from normserve.http.direct import DirectPaths
 from normserve.http.edge import error_handlers
-from normserve.http.edge.authorisation import Authorisation
 from normserve.http.edge.middleware import Edge
 from normserve.http.edge.origins import Origins, hosts_of
 from normserve.http.oip.catalogue import Catalogue
@@ -41,6 +40,7 @@ from normserve.http.routes.scopes import RouteScopes
 from normserve.http.routes.status import Status
 from normserve.http.service import Service
 from normserve.peers.siblings import Siblings
+from normserve.requests.authorisation import Authorisation
 from normserve.settings import Settings
 
 # How long the device's thread may take to finish its current work once no request waits for it.
@@ -102,15 +102,18 @@ def create_app(
     app.openapi = describe(app, None if service.keys is None else scopes)  # type: ignore[method-assign]
     cors_origins = settings.cors_origins.split(",") if settings.cors_origins else ()
     origins = Origins(hosts_of(settings.host, settings.allowed_hosts), cors_origins)
+    authorisation = None
+    if service.keys is not None:
+        authorisation = Authorisation(service.keys, "as Authorization: Bearer KEY")
     app.state.entrance = Edge(
         DirectPaths(app, app.state.routes),
         service.requests,
         origins,
-        scopes.template,
-        None if service.keys is None else Authorisation(service.keys, scopes),
+        scopes,
+        authorisation,
     )
     relays.relay_to(
-        app.state.entrance, Direct(Parts(operations.by_path(), origins, service.keys, service.requests))
+        app.state.entrance, Direct(Parts(operations.by_path(), origins, authorisation, service.requests))
     )
     return app
 

@@ -60,7 +60,7 @@ class Connection:
         self._watch = watch
         self.peer = peer
         self.on_gone: Callable[[list[Lent]], None] = service.leftovers.give_back
-        self._session = Session(peer.uid, key_name, service.keys, service.refusals)
+        self._session = Session(peer.uid, key_name, service.authorisation)
         self._arena = Arena()
         # Of the device: given back, and charged until the client's process has ended.
         self._spent: list[LentDeviceSegment] = []

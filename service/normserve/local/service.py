@@ -4,13 +4,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from normserve.admission.keys import Keyring
 from normserve.engine.polling import Polling
 from normserve.local.device import DeviceArenas
 from normserve.local.layers import LayerMessages
 from normserve.local.memory import Leftovers, SharedMemory
 from normserve.local.operations import Operations
-from normserve.logs.audit import Refusals
+from normserve.requests.authorisation import Authorisation
 from normserve.requests.lifecycle import RequestServices
 
 if TYPE_CHECKING:
@@ -23,8 +22,7 @@ class Service:
     """What connections work with.
 
     Attributes:
-        keys: None where no key is asked for.
-        refusals: is told of messages that were refused for want of a key.
+        authorisation: None where no key is asked for.
         polling: None where the event loop sleeps between requests.
         replaying: answers requests that recur; None where all are answered by Python code.
         leftovers: segments of connections that have ended.
@@ -34,8 +32,7 @@ class Service:
     requests: RequestServices
     operations: Operations
     layers: LayerMessages
-    keys: Keyring | None
-    refusals: Refusals
+    authorisation: Authorisation | None
     memory: SharedMemory
     device_memory: DeviceArenas
     leftovers: Leftovers

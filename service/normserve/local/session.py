@@ -1,14 +1,13 @@
 """The identity of a connection's client, and its permissions."""
 
-import time
 from collections.abc import Mapping, Set
 from typing import Any
 
 from normserve.admission.callers import Caller
-from normserve.admission.keys import Grant, Keyring, KeyScope
+from normserve.admission.keys import KeyScope
 from normserve.codec.local_frames import ALIGNMENT, MAX_FRAME_BYTES, VERSION, Hello
-from normserve.errors import ForbiddenError, InvalidParameterError, MalformedPayloadError, UnauthorizedError
-from normserve.logs.audit import Refusals
+from normserve.errors import InvalidParameterError, MalformedPayloadError
+from normserve.requests.authorisation import Authorisation
 from normserve.requests.lifecycle import RequestLifecycle
 
 
@@ -19,24 +18,22 @@ class Session:
         caller: who it is, as far as its messages have shown.
     """
 
-    def __init__(self, uid: int, key_name: str | None, keys: Keyring | None, refusals: Refusals) -> None:
+    def __init__(self, uid: int, key_name: str | None, authorisation: Authorisation | None) -> None:
         """Args:
         key_name: of the API key that is used for the user.
-        keys: None where no key is asked for.
-        refusals: is told of messages that were refused for want of a key.
+        authorisation: None where no key is asked for.
         """
         self.caller = Caller(f"uid {uid}")
         self._key_name = key_name
-        self._keys = keys
-        self._refusals = refusals
+        self._authorisation = authorisation
         self._token: bytes | None = None
         self._is_greeted = False
 
     def may_always(self, needed: Set[KeyScope]) -> bool:
         """Whether the client may send a message now, and nothing but a change of the keys can alter that."""
-        if self._keys is None:
+        if self._authorisation is None:
             return True
-        grant = self._grant(self._keys)
+        grant = self._authorisation.find(self._token, self._key_name)
         if grant is None or not needed & grant.key.scopes:
             return False
         return grant.rate is None and grant.key.max_inflight_bytes is None and grant.key.expires is None
@@ -67,29 +64,9 @@ class Session:
         if not self._is_greeted:
             raise MalformedPayloadError("the first message must be hello")
         sent.caller = self.caller
-        if self._keys is None:
-            return self.caller
-        record = sent.record
-        try:
-            grant = self._granted(self._keys)
-            self.caller = sent.caller = grant.caller(self.caller.address)
-            record.key = grant.key.name
-            grant.require_scope(needed, time.time())
-        except (UnauthorizedError, ForbiddenError) as error:
-            self._refusals.log(error.code, "local", record.op, key=record.key, address=self.caller.address)
-            raise
-        grant.take_request()
-        return self.caller
-
-    def _grant(self, keys: Keyring) -> Grant | None:
-        if self._token is not None:
-            return keys.find(self._token)
-        return None if self._key_name is None else keys.named(self._key_name)
-
-    def _granted(self, keys: Keyring) -> Grant:
-        grant = self._grant(keys)
-        if grant is not None:
-            return grant
-        if self._token is None:
-            raise UnauthorizedError("an API key must be given in hello")
-        raise UnauthorizedError("the API key is not one that the server knows")
+        if self._authorisation is not None:
+            try:
+                self._authorisation.admit(sent, self._token, needed, "local", sent.record.op, self._key_name)
+            finally:
+                self.caller = sent.caller
+        return sent.caller

@@ -13,8 +13,8 @@ from normserve.local.peer import Users
 from normserve.local.replaying import Replaying
 from normserve.local.server import LocalServer, refusal
 from normserve.local.service import Service as LocalService
-from normserve.logs.audit import Refusals
 from normserve.process.connections import ConnectionLimits
+from normserve.requests.authorisation import Authorisation
 from normserve.settings import Settings
 
 
@@ -45,8 +45,7 @@ def local_server(service: Service, describe: Callable[[], Awaitable[dict[str, An
             service.requests,
             Operations(service.engine, service.layers),
             layers,
-            service.keys,
-            Refusals(),
+            None if service.keys is None else Authorisation(service.keys, "in hello"),
             memory,
             device_memory,
             Leftovers(),

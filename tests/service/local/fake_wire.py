@@ -18,9 +18,9 @@ from normserve.local.memory import Leftovers, SharedMemory
 from normserve.local.operations import Operations
 from normserve.local.peer import Peer
 from normserve.local.service import Service
-from normserve.logs.audit import Refusals
 from normserve.memory.device_segments import Device
 from normserve.requests.admission import Admission
+from normserve.requests.authorisation import Authorisation
 from normserve.requests.lifecycle import RequestServices
 
 from tests.service.engine.fake_engine import Scene, turn
@@ -89,8 +89,7 @@ class Client:
             requests,
             Operations(self.engine, self.layers),
             LayerMessages(requests, self.layers, None),
-            keys,
-            Refusals(),
+            None if keys is None else Authorisation(keys, "in hello"),
             self.memory,
             self.device_memory,
             self.leftovers,

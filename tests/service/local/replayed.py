@@ -20,6 +20,7 @@ from normserve.local.connection import Connection
 from normserve.local.peer import Peer
 from normserve.local.replaying import Replaying
 from normserve.local.wire import Wire
+from normserve.requests.authorisation import Authorisation
 
 from tests.service.backends.cuda.fake_driver import FakeDriver
 from tests.service.local.fake_wire import Client
@@ -52,7 +53,8 @@ class Replayed:
             keys,
             poll_s=0.0,
         )
-        service = dataclasses.replace(self.behind.service, keys=keys, replaying=replaying)
+        authorisation = None if keys is None else Authorisation(keys, "in hello")
+        service = dataclasses.replace(self.behind.service, authorisation=authorisation, replaying=replaying)
         self.replaying = replaying
         self.connection = Connection(service, Peer(os.getpid(), os.geteuid()), None, lambda: None)
         self.ended: list[object] = []

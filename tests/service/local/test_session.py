@@ -1,6 +1,7 @@
 """What a client may do: after hello, with the key that it brings or that stands for its user."""
 
 import hashlib
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -15,20 +16,18 @@ from normserve.errors import (
 )
 from normserve.local.session import Session
 from normserve.metrics.requests import RequestRecord
+from normserve.requests.authorisation import Authorisation
 
 INFER = frozenset([KeyScope.INFER])
 LAYERS = frozenset([KeyScope.LAYERS])
 GREETING = Hello(VERSION)
 
 
-class Refusals:
-    """Keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.told = []
-
-    def log(self, reason, method, path, **who):
-        self.told.append((reason, method, path, who))
+@pytest.fixture
+def refusals(caplog):
+    """The fields of each refusal in the audit trail."""
+    caplog.set_level(logging.INFO, "normserve.audit")
+    return lambda: [record.fields for record in caplog.records if record.getMessage() == "key_refused"]
 
 
 def key(name, secret, scopes=INFER, **limits):
@@ -40,14 +39,14 @@ def keyring(*keys):
 
 
 def session(keys=None, key_name=None, *, hello=GREETING):
-    made = Session(7, key_name, keys, Refusals())
+    made = Session(7, key_name, None if keys is None else Authorisation(keys, "in hello"))
     if hello is not None:
         made.greet(hello, {})
     return made
 
 
 def authorise(of, needed=INFER):
-    sent = SimpleNamespace(record=RequestRecord(op="grow"), caller=of.caller)
+    sent = SimpleNamespace(record=RequestRecord(op="grow"), caller=of.caller, log_fields={"request_id": "an-id"})
     assert of.authorise(needed, sent) is sent.caller
     return sent.caller, sent.record
 
@@ -108,11 +107,12 @@ def test_a_key_stands_for_a_user_who_brings_none():
 
 
 @pytest.mark.parametrize("brought", ["", "wrong", "\N{LATIN SMALL LETTER E WITH ACUTE}", "batch"])
-def test_a_wrong_key_is_refused_though_another_stands_for_the_user(brought):
+def test_a_wrong_key_is_refused_though_another_stands_for_the_user(brought, refusals):
     of = session(keyring(key("batch", b"secret")), "batch", hello=Hello(VERSION, brought))
     with pytest.raises(UnauthorizedError, match="not one that the server knows"):
         authorise(of)
-    assert of._refusals.told == [("unauthorized", "local", "grow", {"key": None, "address": "uid 7"})]
+    told = {"reason": "unknown", "method": "local", "path": "grow", "address": "uid 7", "request_id": "an-id"}
+    assert refusals() == [told]
 
 
 @pytest.mark.parametrize("named", [None, "gone"])
@@ -121,11 +121,11 @@ def test_a_key_must_come_from_somewhere(named):
         authorise(session(keyring(key("batch", b"secret")), named))
 
 
-def test_a_key_does_no_more_than_its_scopes():
+def test_a_key_does_no_more_than_its_scopes(refusals):
     of = session(keyring(key("batch", b"secret")), hello=Hello(VERSION, "secret"))
     with pytest.raises(ForbiddenError, match="layers"):
         authorise(of, LAYERS)
-    assert [told[0] for told in of._refusals.told] == ["forbidden"]
+    assert [each["reason"] for each in refusals()] == ["forbidden"]
     assert authorise(of)[0].key == "batch"
 
 

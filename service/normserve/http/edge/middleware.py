@@ -6,19 +6,20 @@ metrics.
 
 import random
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from normserve.admission.callers import Caller
 from normserve.errors import ClientLeftError, NormserveError
-from normserve.http.edge.authorisation import Authorisation
 from normserve.http.edge.layer_audit import LAYERS, note_layer_change
 from normserve.http.edge.origins import Origins
 from normserve.http.exchange import Exchange
 from normserve.http.problems import problem
+from normserve.http.routes.scopes import PUBLIC, RouteScopes
 from normserve.http.transport import Buffers, Headers
 from normserve.metrics.requests import UNMATCHED, RequestRecord
+from normserve.requests.authorisation import Authorisation
 from normserve.requests.lifecycle import RequestServices
 
 _SANE_ID = re.compile(rb"[A-Za-z0-9._~+/=:-]{1,128}")
@@ -34,18 +35,18 @@ class Edge:
         app: ASGIApp,
         services: RequestServices,
         origins: Origins,
-        find_route: Callable[[Scope], str],
+        scopes: RouteScopes,
         authorisation: Authorisation | None = None,
     ) -> None:
         """Args:
         origins: which hosts and origins a request may name.
-        find_route: returns the template of a request's path.
+        scopes: the permissions that each route requires of a key.
         authorisation: None if no keys are required.
         """
         self._app = app
         self._services = services
         self._origins = origins
-        self._find_route = find_route
+        self._scopes = scopes
         self._authorisation = authorisation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -71,8 +72,7 @@ class Edge:
         try:
             outgoing.shared, preflight = self._origins.admit(scope, headers)
             if preflight is None:
-                if self._authorisation is not None:
-                    self._authorisation.admit(scope, bearer_token(headers), exchange)
+                self._authorise(exchange)
                 await self._app(scope, receive_body, outgoing.send)
             else:
                 exchange.record.op = "preflight"
@@ -87,7 +87,17 @@ class Edge:
         transport, address = ("unix", "unix") if client is None else ("tcp", client[0])
         record = RequestRecord(transport=transport, began=scope["state"]["reception"].began)
         request_id = request_id_of(headers)
-        return Exchange(self._services, request_id, headers, Caller(address), record, scope, self._find_route)
+        return Exchange(self._services, request_id, headers, Caller(address), record, scope, self._scopes.template)
+
+    def _authorise(self, exchange: Exchange) -> None:
+        """Refuse a request that its key does not allow."""
+        if self._authorisation is None:
+            return
+        scope = exchange.scope
+        needed = self._scopes.needed(scope)
+        if needed != PUBLIC:
+            token = bearer_token(exchange.headers)
+            self._authorisation.admit(exchange, token, needed, scope["method"], scope["path"])
 
     def _close(self, exchange: Exchange, outgoing: "_Outgoing") -> None:
         exchange.end_work()

@@ -6,7 +6,6 @@ computed once per header.  All other requests are handled by the application.
 """
 
 import asyncio
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.types import Scope
 
 from normserve.admission.callers import Caller, anonymous
-from normserve.admission.keys import Grant, Keyring, KeyScope
+from normserve.admission.keys import Grant, KeyScope
 from normserve.errors import NormserveError
 from normserve.http.edge.middleware import bearer_token
 from normserve.http.edge.origins import Origins
@@ -28,6 +27,7 @@ from normserve.http.spans import describe_span
 from normserve.http.transport import Buffers, Headers
 from normserve.jobs.job import Layer, NormJob, NormResult
 from normserve.metrics.requests import RequestRecord
+from normserve.requests.authorisation import Authorisation
 from normserve.requests.lifecycle import Computation, RequestServices
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Parts:
 
     operations: Mapping[str, Operation]
     origins: Origins
-    keys: Keyring | None
+    authorisation: Authorisation | None
     services: RequestServices
 
 
@@ -255,14 +255,11 @@ class Direct:
 
     def _who(self, request: messages.Request, prepared: Prepared) -> tuple[Grant | None, Caller | None]:
         address = "unix" if request.client is None else request.client[0]
-        keys = self.parts.keys
-        if keys is None:
+        authorisation = self.parts.authorisation
+        if authorisation is None:
             return None, anonymous(address)
-        grant = None if prepared.token is None else keys.find(prepared.token)
-        if grant is None:
-            return None, None
+        grant = authorisation.find(prepared.token)
         try:
-            grant.require_scope(_INFER, time.time())
+            return grant, authorisation.require(grant, prepared.token, _INFER).caller(address)
         except NormserveError:
             return grant, None
-        return grant, grant.caller(address)

@@ -17,6 +17,7 @@ from normserve.errors import (
 )
 from normserve.http.edge.middleware import Edge, bearer_token
 from normserve.http.edge.origins import Origins
+from normserve.http.routes.scopes import ANY_KEY, RouteScopes
 from normserve.http.transport import PlainAsgi
 from normserve.metrics.metrics import Metrics
 from normserve.metrics.requests import UNMATCHED
@@ -43,7 +44,9 @@ class Scene:
         self.sent, self.received = [], []
         self.exchange = None
         services = RequestServices(None, self.limits, None, self.progress, metrics, 20_000)
-        self.edge = Edge(self._call, services, Origins(None, origins), lambda scope: scope["path"], authorisation)
+        self.edge = Edge(
+            self._call, services, Origins(None, origins), RouteScopes([], metrics_are_public=True), authorisation
+        )
 
     async def _call(self, scope, receive, send):
         self.exchange = scope["state"]["exchange"]
@@ -165,18 +168,21 @@ def test_who_may_not_does_not_get_to_the_application(is_allowed):
     class Authorisation:
         asked = ()
 
-        def admit(self, scope, token, exchange):
-            self.asked = scope["path"], token
+        def admit(self, exchange, token, needed, method, path):
+            self.asked = token, needed, method, path
             if not is_allowed:
                 raise UnauthorizedError("no")
 
     authorisation = Authorisation()
     scene = Scene(answers, authorisation=authorisation)
     status, headers, _ = scene.ask((b"authorization", b"Bearer abc"))
-    assert authorisation.asked == ("/nowhere", b"abc")
+    assert authorisation.asked == (b"abc", ANY_KEY, "POST", "/nowhere")
     assert status == (200 if is_allowed else 401)
     assert (scene.exchange is None) != is_allowed
     assert (b"www-authenticate" in headers) != is_allowed
+    authorisation.asked = ()
+    assert scene.ask((b"authorization", b"Bearer abc"), path="/livez", method="GET")[0] == 200
+    assert not authorisation.asked
 
 
 @pytest.mark.parametrize(
