@@ -185,7 +185,6 @@ def _status(service: Service, relays: Relays) -> Status:
 def _bodies(service: Service) -> BodyReader:
     settings = service.settings
     return BodyReader(
-        service.limits,
         service.slabs,
         max_body_bytes=settings.max_body_bytes,
         pause_s=settings.body_timeout_s,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from normserve.admission.permits import Limits, Permit
+from normserve.admission.permits import Permit
 from normserve.errors import OverloadedError, TooLargeError, UnsupportedMediaTypeError
 from normserve.http.exchange import Exchange
 from normserve.memory.slabs import SlabPool, plain_memory
@@ -36,7 +36,6 @@ class BodyReader:
         min_bytes_per_s, grace_s: minimum mean rate of a body, and the time after which it applies.
     """
 
-    limits: Limits
     slabs: SlabPool
     max_body_bytes: int
     pause_s: float
@@ -53,11 +52,11 @@ class BodyReader:
             RequestTimeoutError: the client was too slow.
             ClientLeftError: the client disconnected.
         """
-        reception, caller = exchange.reception, exchange.caller
+        reception = exchange.reception
         announced = reception.announced
         reception.require_open()
         self.require_short(announced or 0)
-        exchange.permit = permit = self.limits.acquire(announced or 0, caller.tenant, caller.max_inflight_bytes)
+        permit = exchange.acquire_permit(announced or 0)
         room = _Room(self, permit, announced)
         try:
             if self.slabs.source.is_slow:

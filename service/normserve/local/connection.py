@@ -227,8 +227,7 @@ class Connection:
                 answer.document = await self._service.describe()
             case _:
                 record.op = "layers"
-                authorise = functools.partial(self._session.authorise, sent=exchange)
-                sender = Sender(self._arena, authorise, exchange.request_id)
+                sender = Sender(self._arena, self._session, exchange)
                 answer.document, answer.status = await self._service.layers.answer(message, sender)
         record.status = answer.status
         self._answers.send(frames.write(exchange.tag, answer), descriptors, on_lost)

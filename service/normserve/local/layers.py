@@ -13,8 +13,10 @@ from normserve.codec.local_frames import Located, Message
 from normserve.errors import InvalidParameterError, NormserveError
 from normserve.layers.changes import LayerChanges
 from normserve.layers.registry import LAYER_NAMES, LayerRegistry, is_layer_name
+from normserve.local.answers import LocalExchange
 from normserve.local.arena import Arena
 from normserve.local.operations import copied
+from normserve.local.session import Session
 from normserve.logs import audit
 from normserve.memory.device_tensors import DeviceTensor
 from normserve.memory.host_tensors import HostTensor
@@ -35,13 +37,16 @@ class Sender:
 
     Attributes:
         arena: where its tensors lie.
-        authorise: says who it is, or raises what its key does not allow.
-        request_id: the message's.
+        exchange: the message's.
     """
 
     arena: Arena
-    authorise: Callable[[Set[KeyScope]], Caller]
-    request_id: str
+    session: Session
+    exchange: LocalExchange
+
+    def authorise(self, needed: Set[KeyScope]) -> Caller:
+        """Return who it is, or raise what its key does not allow."""
+        return self.session.authorise(needed, self.exchange)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,22 +82,22 @@ class LayerMessages:
             case _:
                 raise AssertionError(f"{message} is no message about layers")
 
-    async def _delete(self, message: Any, caller: Caller, arena: Arena) -> _Answer:
+    async def _delete(self, message: Any, sender: Sender) -> _Answer:
         with self._work():
             await self.changes.remove(message.name)
         return None, 204
 
-    async def _put(self, message: Any, caller: Caller, arena: Arena) -> _Answer:
+    async def _put(self, message: Any, sender: Sender) -> _Answer:
         if not is_layer_name(message.name):
             raise InvalidParameterError(f"a layer's name must be {LAYER_NAMES}")
         query = message.query.encode()
         require_layer_query(query)
-        services = self.requests
-        services.engine.require_ready()
+        self.requests.engine.require_ready()
+        arena, exchange = sender.arena, sender.exchange
         nbytes = sum([len(tensor.data) for tensor in _tensors(arena, message.tensors).values()])
-        permit = services.limits.acquire(nbytes, caller.tenant, caller.max_inflight_bytes)
+        permit = exchange.acquire_permit(nbytes)
         try:
-            services.admission.charge_copy(permit, nbytes)
+            exchange.charge_copy(nbytes)
             body = memoryview(b"".join(safetensors.encode(copied(_tensors(arena, message.tensors)))))
             with self._work():
                 layer, replaced = await self.changes.register(message.name, query, body)
@@ -105,13 +110,13 @@ class LayerMessages:
         caller = sender.authorise(_CHANGES)
         result = "interrupted"
         try:
-            document, status = await change(message, caller, sender.arena)
+            document, status = await change(message, sender)
             result = _RESULTS[status]
         except NormserveError as error:
             result = error.code
             raise
         finally:
-            who = {"key": caller.key, "address": caller.address, "request_id": sender.request_id}
+            who = {"key": caller.key, "address": caller.address, "request_id": sender.exchange.request_id}
             audit.layer_changed(method, f"/v1/layers/{message.name}", result, **who)
         return document, status
 

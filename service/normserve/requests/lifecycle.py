@@ -95,13 +95,15 @@ class RequestLifecycle(ABC):
         """The log fields that identify the request."""
         return log_fields(self.request_id, self.record.trace_id, self.headers)
 
-    def acquire_permit(self, nbytes: int) -> None:
-        """Take a permit for a request that brings so many bytes.
+    def acquire_permit(self, nbytes: int) -> Permit:
+        """Take a permit for a request that brings so many bytes, and return it.
 
         Raises:
             OverloadedError, TooLargeError: the server or the caller's key has too much inside.
         """
-        self.permit = self.services.limits.acquire(nbytes, self.caller.tenant, self.caller.max_inflight_bytes)
+        caller = self.caller
+        self.permit = permit = self.services.limits.acquire(nbytes, caller.tenant, caller.max_inflight_bytes)
+        return permit
 
     def charge_memory(self, job: NormJob, cost: MemoryCost, body_bytes: int) -> None:
         """Charge a job's results and temporaries to the permit.

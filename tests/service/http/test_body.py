@@ -3,15 +3,15 @@
 import asyncio
 import threading
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
-from normserve.admission.callers import Caller
 from normserve.admission.permits import Limits
 from normserve.errors import OverloadedError, RequestTimeoutError
 from normserve.http.body import BodyReader
 from normserve.http.transport import Reception as RealReception
 from normserve.memory.slabs import PLAIN, SlabPool, Source, plain_memory
+
+from tests.service.http.fake_exchanges import make_exchange
 
 MIB = 2**20
 
@@ -77,8 +77,8 @@ class Chunked:
 
 
 def read(slabs: SlabPool, nbytes: int, reception: type = Reception) -> memoryview:
-    reader = BodyReader(Limits(max_requests=4, max_bytes=64 * MIB), slabs, 64 * MIB, 5.0, 5.0)
-    exchange = SimpleNamespace(reception=reception(nbytes), permit=None, caller=Caller("127.0.0.1"))
+    reader = BodyReader(slabs, 64 * MIB, 5.0, 5.0)
+    exchange = make_exchange(Limits(max_requests=4, max_bytes=64 * MIB), reception(nbytes))
     return asyncio.run(reader.read(exchange))
 
 
@@ -111,8 +111,8 @@ def test_no_memory_is_to_come_back_later(slabs, is_slow):
 
 
 def test_a_body_that_was_cut_off_before_needs_no_permit(slabs):
-    reader = BodyReader(Limits(max_requests=0, max_bytes=0), slabs, 64 * MIB, 5.0, 5.0)
-    exchange = SimpleNamespace(reception=CutOff(8 * MIB), permit=None, caller=Caller("127.0.0.1"))
+    reader = BodyReader(slabs, 64 * MIB, 5.0, 5.0)
+    exchange = make_exchange(Limits(max_requests=0, max_bytes=0), CutOff(8 * MIB))
     with pytest.raises(RequestTimeoutError):
         asyncio.run(reader.read(exchange))
     assert exchange.permit is None
@@ -146,11 +146,11 @@ class TestChunkedBodies:
 def test_a_body_that_stalls_gives_its_place_and_its_memory_to_the_next_at_once(slabs, announced):
     now = [0.0]
     limits = Limits(max_requests=1, max_bytes=16 * MIB, clock=lambda: now[0])
-    reader = BodyReader(limits, slabs, 16 * MIB, 60.0, 60.0, min_bytes_per_s=4096, grace_s=60.0)
+    reader = BodyReader(slabs, 16 * MIB, 60.0, 60.0, min_bytes_per_s=4096, grace_s=60.0)
 
     async def stall() -> None:
         stalls = RealReception(announced, lambda: bytearray(b"first"))
-        exchange = SimpleNamespace(reception=stalls, permit=None, caller=Caller("127.0.0.1"))
+        exchange = make_exchange(limits, stalls)
         reading = asyncio.ensure_future(reader.read(exchange))
         await asyncio.sleep(0)
         assert slabs.used_bytes > 0

@@ -2,17 +2,17 @@
 
 import asyncio
 import gc
-from types import SimpleNamespace
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from normserve.admission.callers import Caller
 from normserve.admission.permits import Limits
 from normserve.errors import ClientLeftError, NormserveError
 from normserve.http.body import BodyReader
 from normserve.http.transport import Reception
 from normserve.memory.slabs import SlabPool
+
+from tests.service.http.fake_exchanges import make_exchange
 
 UNIT = 2**16
 MAX_REQUESTS, MAX_BYTES, MAX_BODY = 3, 6 * UNIT, 3 * UNIT
@@ -28,7 +28,7 @@ class Client:
         self.reception = Reception(announced, bytearray)
         if not announced and announced is not None:
             self.reception.complete()
-        self.exchange = SimpleNamespace(reception=self.reception, permit=None, caller=Caller(address))
+        self.exchange = make_exchange(machine.limits, self.reception, address)
         self.computed = asyncio.Event()
         self.task = machine.loop.create_task(self.serve(machine.reader))
 
@@ -80,7 +80,7 @@ class Machine(RuleBasedStateMachine):
         self.now = 0.0
         self.limits = Limits(max_requests=MAX_REQUESTS, max_bytes=MAX_BYTES, clock=lambda: self.now)
         self.slabs = SlabPool(max_idle_bytes=0)
-        self.reader = BodyReader(self.limits, self.slabs, MAX_BODY, pause_s=60, total_s=60, min_bytes_per_s=1000)
+        self.reader = BodyReader(self.slabs, MAX_BODY, pause_s=60, total_s=60, min_bytes_per_s=1000)
         self.clients: list[Client] = []
 
     def turn(self) -> None:

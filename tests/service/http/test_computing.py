@@ -37,7 +37,7 @@ class Asked:
         self.scene = Scene()
         self.limits = Limits(max_requests=4, max_bytes=2**30)
         engine = self.scene.engine
-        bodies = BodyReader(self.limits, SlabPool(max_idle_bytes=0), 2**20, pause_s=5, total_s=5)
+        bodies = BodyReader(SlabPool(max_idle_bytes=0), 2**20, pause_s=5, total_s=5)
         self.computing = Computing(engine, bodies)
         reception = Reception(0, bytearray)
         reception.complete()

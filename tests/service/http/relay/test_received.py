@@ -42,7 +42,7 @@ class Owner:
         self.front_end = FakeFrontEnd(source)
         self.limits = Limits(max_requests=4, max_bytes=max_bytes)
         engine = self.scene.engine
-        bodies = BodyReader(self.limits, self.front_end.slabs, 2**23, pause_s=20.0, total_s=total_s)
+        bodies = BodyReader(self.front_end.slabs, 2**23, pause_s=20.0, total_s=total_s)
         computing = Computing(engine, bodies)
         operations = Operations(computing, LayerRegistry(max_layers=4, max_bytes=2**20)).by_path()
         admission, progress = Admission(engine, 2**30), engine.launches
