@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import hashlib
+import logging
 import re
 
 import numpy as np
@@ -166,6 +167,25 @@ def test_the_same_answer_either_way(case):
     answers, _, is_idle = directly
     assert [each[0] for each in answers] == [status] * 2
     assert is_idle == (case != "overloaded")
+
+
+@pytest.mark.parametrize("case", ["forward", "on a Unix socket", "no tensor", "unexpected", "a key", "no key"])
+def test_the_access_log_has_the_same_line_either_way(case, caplog):
+    status, options, error, before, settings = ALL[case]
+    caplog.set_level(logging.INFO, "normserve.access")
+
+    def play(*, is_direct: bool):
+        caplog.clear()
+        owner = OwnerScene(is_direct=is_direct, access_log=True, **settings)
+        asyncio.run(asked(owner, 1, error, before, options))
+        (line,) = [record.fields for record in caplog.records if record.name == "normserve.access"]
+        assert line.pop("ms") > 0
+        return line
+
+    directly = play(is_direct=True)
+    assert directly == play(is_direct=False)
+    assert (directly["status"], directly["method"]) == (status, "POST")
+    assert directly["path"] == "/v1/layer_norm"
 
 
 KEYS = {
