@@ -12,7 +12,7 @@ from torch import Tensor
 
 from normserve.backends.tensors import TORCH_DTYPES, channels_first
 from normserve.jobs.chain import ChainedParameters
-from normserve.jobs.job import NormSpec, Op, Pass
+from normserve.jobs.job import NormSpec, Op, Pass, options_of
 from normserve.jobs.tensor_names import PARAMETERS, norm_count
 from normserve.memory.host_tensors import DType
 
@@ -72,8 +72,6 @@ def call_of(
     library: ModuleType, spec: NormSpec, tensors: Mapping[str, Tensor], of_library: Mapping[str, Any]
 ) -> functools.partial[Forward | Backward]:
     """The call of the library's function that an operation is, on tensors that need no conversion."""
-    if spec.op is Op.LAYER_NORM_CHAIN:
-        return functools.partial(_chain, library, spec, **tensors, **of_library)
     function, leading, options = _function_and_options(library, spec)
     given: list[Any] = [tensors[name] for name in leading]
     if spec.op is Op.GROUP_NORM:
@@ -82,14 +80,13 @@ def call_of(
     return functools.partial(function, *given, **named, **options, **of_library)
 
 
-def _chain(library: ModuleType, spec: NormSpec, *, x: Tensor, **given: Any) -> Forward | Backward:
+def _chain(function: Callable[..., Tensor], x: Tensor, **given: Any) -> Forward | Backward:
     """As the library's other functions are called: with parameters by name, and with places for all results."""
     norms = range(norm_count(given))
     weights, biases = ([given.pop(f"{name}.{norm}", None) for norm in norms] for name in PARAMETERS)
     if "out" in given:
         given["out"] = given["out"].y
-    out_dtype = None if spec.out_dtype is None else TORCH_DTYPES[spec.out_dtype]
-    return Forward(library.layer_norm_chain(x, weights, biases, eps=spec.eps, out_dtype=out_dtype, **given))
+    return Forward(function(x, weights, biases, **given))
 
 
 def destinations(spec: NormSpec, results: Mapping[str, Tensor]) -> Forward | Backward:
@@ -103,14 +100,16 @@ def _function_and_options(
     library: ModuleType, spec: NormSpec
 ) -> tuple[Callable[..., Forward | Backward], tuple[str, ...], Mapping[str, Any]]:
     """The library's function, its leading tensor arguments, and its options."""
-    options = {"eps": spec.eps, "activation": spec.activation, "dropout": spec.dropout, "seed": spec.seed}
-    if spec.op is not Op.GROUP_NORM:
-        options["weight_offset"] = spec.weight_offset
+    options = {option.name: getattr(spec, option.name) for option in options_of(spec.op, spec.direction)}
+    # GroupNorm's first argument beside tensors, and the order of their axes.
+    for name in ("num_groups", "layout"):
+        options.pop(name, None)
+    if options.get("out_dtype") is not None:
+        options["out_dtype"] = TORCH_DTYPES[options["out_dtype"]]
+    if spec.op is Op.LAYER_NORM_CHAIN:
+        return functools.partial(_chain, library.layer_norm_chain), ("x",), options
     function = getattr(library, f"{spec.op.value}_{spec.direction.value}")
-    if spec.direction is Pass.BACKWARD:
-        return function, ("dy", "x"), options
-    out_dtype = None if spec.out_dtype is None else TORCH_DTYPES[spec.out_dtype]
-    return function, ("x",), options | {"out_dtype": out_dtype, "stats": spec.stats}
+    return function, ("dy", "x") if spec.direction is Pass.BACKWARD else ("x",), options
 
 
 def _empty(spec: NormSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

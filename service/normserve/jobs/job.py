@@ -1,14 +1,26 @@
 """The descriptions of work that are passed from the routes to the device and back."""
 
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+import functools
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from normserve.codec.activations import ACTIVATIONS
+from normserve.jobs.option_values import (
+    Parameter,
+    choice,
+    parse_count,
+    parse_eps,
+    parse_flag,
+    parse_probability,
+    parse_seed,
+    parse_zero_or_one,
+)
 from normserve.jobs.tensor_names import PARAMETERS, is_parameter
 from normserve.memory.device_tensors import DeviceTensor
-from normserve.memory.host_tensors import DType, HostTensor
+from normserve.memory.host_tensors import FLOATS, DType, HostTensor
 
 MAX_COMPARED_PARAMETER_BYTES = 64 * 1024
 """Longer parameters would take longer to compare than the launch takes that jobs with the same ones share."""
@@ -64,43 +76,173 @@ class Layout(Enum):
     __hash__ = object.__hash__
 
 
+ROW_OPS = (Op.LAYER_NORM, Op.RMS_NORM)
+"""Those that normalise rows by one norm."""
+
+OUT_DTYPE_OF_FLOATS = choice("Element type of y; x's by default.", [dtype.value for dtype in FLOATS], DType)
+"""The parameter where y cannot be of eight bits."""
+
+_OUT_DTYPE = choice(
+    "Element type of y; x's by default. float8_e4m3fn comes with a scale for each row.",
+    [dtype.value for dtype in DType],
+    DType,
+)
+
+
+class Option(NamedTuple):
+    """One option of a call, which `NormSpec` has as an attribute.
+
+    Attributes:
+        name: in the API, in the spec and in the kernel library.
+        parameters: how requests give it, by the operations that take it.
+        passes: that take it.
+        is_of_layer: whether a registered layer has it, so that requests with the layer do not give it.
+        kernel_key: from its value to what decides which kernels run; None where they are the same for all values.
+    """
+
+    name: str
+    parameters: Mapping[Op, Parameter]
+    passes: tuple[Pass, ...]
+    is_of_layer: bool
+    kernel_key: Callable[[Any], Hashable] | None
+
+
+def _value(value: Hashable) -> Hashable:
+    return value
+
+
+def _option(
+    parameters: Mapping[Op, Parameter],
+    passes: tuple[Pass, ...] = tuple(Pass),
+    *,
+    is_of_layer: bool = False,
+    kernel_key: Callable[[Any], Hashable] | None = _value,
+) -> dict[str, Any]:
+    """Declare a field of `NormSpec` as an `Option`."""
+    return {
+        "parameters": parameters,
+        "passes": passes,
+        "is_of_layer": is_of_layer,
+        "kernel_key": kernel_key,
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class NormSpec:
-    """Every parameter of one operation, defaults already filled in.
+    """One operation with all its options, each declared here and nowhere else.
 
     Attributes:
         num_groups: of GroupNorm, 0 elsewhere.
         seed: of the dropout mask; None without dropout.
         out_dtype: of y; None means x's.
-        stats: whether forward returns the statistics.
-        weight_offset: added to weight, of LayerNorm and RMSNorm.
+        kernels: what of it decides which kernels run.
     """
 
     op: Op
     direction: Pass
-    eps: float
-    num_groups: int = 0
-    layout: Layout = Layout.NCHW
-    activation: str = "none"
-    dropout: float = 0.0
-    seed: int | None = None
-    out_dtype: DType | None = None
-    stats: bool = False
-    weight_offset: float = 0.0
+    eps: float = field(
+        metadata=_option(
+            dict.fromkeys(
+                Op,
+                Parameter(
+                    "Added to the variance; 1e-5, or 1e-6 for rms_norm, by default.", parse_eps, {"type": "number"}
+                ),
+            ),
+            is_of_layer=True,
+            kernel_key=None,
+        )
+    )
+    num_groups: int = field(
+        default=0,
+        metadata=_option(
+            {Op.GROUP_NORM: Parameter("Divides the channels.", parse_count, {"type": "integer", "minimum": 1})},
+            is_of_layer=True,
+        ),
+    )
+    layout: Layout = field(
+        default=Layout.NCHW,
+        metadata=_option(
+            {Op.GROUP_NORM: choice("Where the channels lie.", [layout.value for layout in Layout], Layout)}
+        ),
+    )
+    weight_offset: float = field(
+        default=0.0,
+        metadata=_option(
+            dict.fromkeys(
+                ROW_OPS,
+                Parameter(
+                    "Added to weight: 1 for a weight that is kept around zero, as Gemma's; 0 by default.",
+                    parse_zero_or_one,
+                    {"enum": [0, 1]},
+                ),
+            ),
+            is_of_layer=True,
+        ),
+    )
+    activation: str = field(
+        default="none",
+        metadata=_option(
+            dict.fromkeys(LAYER_OPS, choice("Applied after the affine step.", ACTIVATIONS)), is_of_layer=True
+        ),
+    )
+    dropout: float = field(
+        default=0.0,
+        metadata=_option(
+            dict.fromkeys(
+                LAYER_OPS,
+                Parameter("Probability of a zero, applied last.", parse_probability, {"type": "number"}),
+            ),
+            kernel_key=bool,
+        ),
+    )
+    seed: int | None = field(
+        default=None,
+        metadata=_option(
+            dict.fromkeys(
+                LAYER_OPS,
+                Parameter("Of the dropout mask; required with dropout.", parse_seed, {"type": "integer"}),
+            ),
+            kernel_key=None,
+        ),
+    )
+    out_dtype: DType | None = field(
+        default=None,
+        metadata=_option(
+            dict.fromkeys(Op, OUT_DTYPE_OF_FLOATS) | dict.fromkeys(ROW_OPS, _OUT_DTYPE), (Pass.FORWARD,)
+        ),
+    )
+    stats: bool = field(
+        default=False,
+        metadata=_option(
+            dict.fromkeys(LAYER_OPS, Parameter("Also return mean and rstd.", parse_flag, {"type": "boolean"})),
+            (Pass.FORWARD,),
+        ),
+    )
     kernels: Hashable = field(init=False, repr=False, compare=False)
-    """What of it decides which kernels run."""
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # Every request looks things up by its spec.
-        runs = (self.op, self.direction, self.num_groups, self.layout, self.activation, self.dropout > 0)
-        object.__setattr__(self, "kernels", (*runs, self.weight_offset, self.out_dtype, self.stats))
-        said = (self.op, self.direction, self.eps, self.num_groups, self.layout, self.activation)
-        more = (self.dropout, self.seed, self.out_dtype, self.stats, self.weight_offset)
-        object.__setattr__(self, "_hash", hash((*said, *more)))
+        keys = [each.kernel_key(getattr(self, each.name)) for each in OPTIONS if each.kernel_key is not None]
+        object.__setattr__(self, "kernels", (self.op, self.direction, *keys))
+        values = [getattr(self, each.name) for each in OPTIONS]
+        object.__setattr__(self, "_hash", hash((self.op, self.direction, *values)))
 
     def __hash__(self) -> int:
         return self._hash
+
+
+OPTIONS = tuple([Option(each.name, **each.metadata) for each in fields(NormSpec) if each.metadata])
+"""Every option, in the order in which the API's description has them."""
+
+LAYER_OPTIONS = tuple([option for option in OPTIONS if option.is_of_layer])
+"""Those that a registered layer has, in the request's stead."""
+
+
+@functools.cache
+def options_of(op: Op, direction: Pass) -> tuple[Option, ...]:
+    """The options that one operation takes."""
+    return tuple([option for option in OPTIONS if op in option.parameters and direction in option.passes])
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)

@@ -1,6 +1,6 @@
 """The content of an inference request: its header, checked against the model before any tensor is read."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -19,13 +19,12 @@ from normserve.http.oip.header import (
     Value,
 )
 from normserve.http.oip.models import VERSION, Model
-from normserve.jobs.job import NormSpec, Op, Pass
+from normserve.jobs.job import LAYER_OPTIONS, OUT_DTYPE_OF_FLOATS, NormSpec, Op, Pass
 from normserve.jobs.tensor_names import PARAMETERS, STATISTICS
 from normserve.jobs.validation import tensor_names
 from normserve.memory.host_tensors import DType
 from normserve.requests.parameters import (
-    FIXED_BY_LAYER,
-    Parameter,
+    Parameters,
     expected_instead,
     make_spec,
     named_layer,
@@ -202,21 +201,21 @@ def _taken_timeout(given: dict[str, Value]) -> float | None:
 
 def _read_parameters(model: Model, given: dict[str, Value]) -> dict[str, Any]:
     known = _parameters(model)
-    names = [each.name for each in known]
     for name in given:
         if name.startswith(_RESERVED):
             raise MalformedPayloadError(f"{name[:64]!r} is reserved: no parameter may begin with {_RESERVED}")
-        if name not in names:
-            near = expected_instead(name, [*names, "timeout", "binary_data_output"])
+        if name not in known:
+            near = expected_instead(name, [*known, "timeout", "binary_data_output"])
             raise InvalidParameterError(f"{name[:64]!r} is not a parameter of {model.name}; {near}")
     return parse_values([(name, _text(value)) for name, value in given.items()], known)
 
 
-def _parameters(model: Model) -> Sequence[Parameter]:
-    left_out = {"timeout_ms", "layer", *FIXED_BY_LAYER} if model.is_layer else {"timeout_ms"}
+def _parameters(model: Model) -> Parameters:
+    of_layer = {"layer", *[option.name for option in LAYER_OPTIONS]} if model.is_layer else set()
     # The protocol has no datatype of eight bits.
-    known = operation_parameters(model.op, model.direction, float8=False)
-    return [each for each in known if each.name not in left_out]
+    changed = {"out_dtype": OUT_DTYPE_OF_FLOATS}
+    known = operation_parameters(model.op, model.direction)
+    return {name: changed.get(name, each) for name, each in known.items() if name not in {"timeout_ms", *of_layer}}
 
 
 def _text(value: Value) -> str:

@@ -47,7 +47,9 @@ def sample_jobs(
     direction: Pass, layout: Layout, dtype: torch.dtype, shape: tuple[int, ...], activation: str, groups: int
 ) -> list[NormJob]:
     """One, two and three samples of [C, *spatial], each with a scale and a shift."""
-    spec = NormSpec(Op.GROUP_NORM, direction, 1e-5, groups, layout, activation, stats=direction is Pass.FORWARD)
+    spec = NormSpec(
+        Op.GROUP_NORM, direction, 1e-5, groups, layout, activation=activation, stats=direction is Pass.FORWARD
+    )
     names = ("x", "residual") if direction is Pass.FORWARD else ("x", "dy", "dresidual_out")
     sample = shape if layout is Layout.NCHW else (*shape[1:], shape[0])
     jobs = []

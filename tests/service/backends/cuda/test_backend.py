@@ -43,7 +43,7 @@ def test_every_operation(backend, op, direction, layout, dtype):
     if op is Op.GROUP_NORM:
         tensors |= {"scale": torch.randn(2, size).to(dtype), "shift": torch.randn(2, size)}
     forward = direction is Pass.FORWARD
-    spec = NormSpec(op, direction, 1e-5, groups[0] if groups else 0, layout, "silu", stats=forward)
+    spec = NormSpec(op, direction, 1e-5, groups[0] if groups else 0, layout, activation="silu", stats=forward)
     (got,) = run(backend, NormJob(spec, {name: host(tensor) for name, tensor in tensors.items()}))
 
     def first(tensor: torch.Tensor) -> torch.Tensor:
@@ -74,7 +74,7 @@ def test_rows_have_the_same_bits_alone_and_together(backend, cols):
 @pytest.mark.parametrize("shape", [(320, 8, 8), (320, 64, 64), (128, 300, 300), (6, 31), (4, 1)])
 def test_samples_have_the_same_bits_alone_and_together(backend, shape, direction, layout):
     forward = direction is Pass.FORWARD
-    spec = NormSpec(Op.GROUP_NORM, direction, 1e-5, 2, layout, "silu", stats=forward)
+    spec = NormSpec(Op.GROUP_NORM, direction, 1e-5, 2, layout, activation="silu", stats=forward)
     sample = (*shape[1:], shape[0]) if layout is Layout.NHWC else shape
     jobs = []
     for samples in (1, 2, 5):

@@ -37,7 +37,7 @@ def in_and_out(op: Op, direction: Pass, layout: Layout, dtype: torch.dtype) -> l
         tensors = {name: torch.randn(shape).to(dtype) for name in names} | parameters
         if grouped:
             tensors |= {"scale": torch.randn(count, 64), "shift": torch.randn(count, 64).to(dtype)}
-        spec = NormSpec(op, direction, 1e-5, 8 if grouped else 0, layout, "silu", stats=forward)
+        spec = NormSpec(op, direction, 1e-5, 8 if grouped else 0, layout, activation="silu", stats=forward)
         jobs.append(NormJob(spec, {name: host(tensor) for name, tensor in tensors.items()}))
     return jobs
 

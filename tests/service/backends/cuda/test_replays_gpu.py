@@ -152,7 +152,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def group_norm(direction: Pass, layout: Layout) -> NormSpec:
-    return NormSpec(Op.GROUP_NORM, direction, 1e-5, 2, layout, "silu")
+    return NormSpec(Op.GROUP_NORM, direction, 1e-5, 2, layout, activation="silu")
 
 
 # The spec, x's shape and dtype, and whether a layer's parameters are registered.

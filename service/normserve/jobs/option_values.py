@@ -1,0 +1,110 @@
+"""The values of options, read from the text that a request has for them."""
+
+import math
+import re
+import struct
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?", re.ASCII)
+_WHOLE = re.compile(r"[+-]?[0-9]{1,19}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Parameter:
+    """The meaning of a request's parameter, and how it is read.
+
+    Attributes:
+        parse: from text to value; a ValueError's message ends the sentence "name must be …".
+        schema: its JSON schema, for the API's description.
+    """
+
+    doc: str
+    parse: Callable[[str], Any]
+    schema: dict[str, Any]
+
+
+def choice(doc: str, names: Iterable[str], make: Callable[[str], Any] = str) -> Parameter:
+    """Describe a parameter that is one of these names.
+
+    Args: make: from a name to the value.
+    """
+    known = list(names)
+
+    def parse(text: str) -> Any:
+        if text not in known:
+            raise ValueError("one of " + ", ".join(known))
+        return make(text)
+
+    return Parameter(doc, parse, {"enum": known})
+
+
+def parse_number(text: str) -> float:
+    """Read a decimal number.
+
+    Raises:
+        ValueError: it is none, as all functions here.
+    """
+    if len(text) > 64 or not _NUMBER.fullmatch(text):
+        raise ValueError("a number")
+    return float(text)
+
+
+def parse_whole(text: str) -> int:
+    """Read a whole number of at most 19 digits."""
+    if not _WHOLE.fullmatch(text):
+        raise ValueError("a whole number")
+    return int(text)
+
+
+def parse_eps(text: str) -> float:
+    """Read a number that kernels can use as eps."""
+    value = parse_number(text)
+    try:
+        # Kernels compute with eps as a float32, so that is what must be positive and finite.
+        rounded = struct.unpack("<f", struct.pack("<f", value))[0]
+    except OverflowError:
+        rounded = math.inf
+    if not 0 < rounded < math.inf:
+        raise ValueError("a float32 above 0 and finite")
+    return value
+
+
+def parse_count(text: str) -> int:
+    """Read a whole number of at least 1."""
+    value = parse_whole(text)
+    if value < 1:
+        raise ValueError("a whole number of at least 1")
+    return value
+
+
+def parse_zero_or_one(text: str) -> float:
+    """Read 0 or 1."""
+    value = parse_number(text)
+    if value not in (0.0, 1.0):
+        raise ValueError("0 or 1")
+    return value
+
+
+def parse_probability(text: str) -> float:
+    """Read a probability other than 1."""
+    value = parse_number(text)
+    if not 0 <= value < 1:
+        raise ValueError("a probability in [0, 1)")
+    return value
+
+
+def parse_seed(text: str) -> int:
+    """Read a whole number of 64 bits."""
+    value = parse_whole(text)
+    if not -(2**63) <= value < 2**63:
+        raise ValueError("a 64-bit signed integer")
+    return value
+
+
+def parse_flag(text: str) -> bool:
+    """Read true or false."""
+    if text not in ("true", "false", "1", "0"):
+        raise ValueError("true or false")
+    return text in ("true", "1")
