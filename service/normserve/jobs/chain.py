@@ -4,8 +4,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from normserve.errors import InvalidParameterError
-from normserve.jobs.job import Layer, Op
+from normserve.jobs.job import LAYER_OPTIONS, Layer, NormSpec, Op, Pass
 from normserve.jobs.tensor_names import MAX_NORMS
+
+# Options that layers of layer_norm may have, and chains of them do not.
+_OTHERS = " or ".join(
+    [
+        option.name
+        for option in LAYER_OPTIONS
+        if Op.LAYER_NORM in option.parameters and Op.LAYER_NORM_CHAIN not in option.parameters
+    ]
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -29,21 +38,17 @@ def chain_of(layers: Sequence[Layer]) -> Layer:
     for layer in layers:
         if layer.op is not Op.LAYER_NORM:
             raise InvalidParameterError(f"layer {layer.name!r} is of {layer.op.value}, a chain is of layer_norm")
-        if layer.heads or layer.weight_offset or layer.activation != "none":
-            raise InvalidParameterError(
-                f"layer {layer.name!r} has heads, a weight_offset or an activation, which no norm of a chain has"
-            )
-        if (layer.size, layer.eps) != (first.size, first.eps):
+        eps = layer.spec.eps
+        if layer.heads or layer.spec != NormSpec(Op.LAYER_NORM, Pass.FORWARD, eps):
+            raise InvalidParameterError(f"layer {layer.name!r} has heads, {_OTHERS}, which no norm of a chain has")
+        if (layer.size, eps) != (first.size, first.spec.eps):
             raise InvalidParameterError(
                 f"layers of a chain must be of one size and eps: {first.name!r} has {first.size} and "
-                f"{first.eps:g}, {layer.name!r} has {layer.size} and {layer.eps:g}"
+                f"{first.spec.eps:g}, {layer.name!r} has {layer.size} and {eps:g}"
             )
     return Layer(
         name=",".join([layer.name for layer in layers]),
-        op=Op.LAYER_NORM_CHAIN,
-        eps=first.eps,
-        num_groups=0,
-        activation="none",
+        spec=NormSpec(Op.LAYER_NORM_CHAIN, Pass.FORWARD, first.spec.eps),
         size=first.size,
         dtype=first.dtype,
         has_bias=any(layer.has_bias for layer in layers),

@@ -250,31 +250,32 @@ class Layer:
     """Parameters registered under a name, and what else a request that names it no longer says.
 
     Attributes:
+        spec: its operation, with the options that it has; the others have their defaults.
         size: N, or C of GroupNorm.
         nbytes: of the parameters.
         resident: the parameters where the backend wants them; opaque here, freed with the last job of it.
-        weight_offset: added to weight.
         heads: H where the parameters are [H, N], 0 where they are [N].
         parameter_types: what of the parameters decides which kernels run.
     """
 
     name: str
-    op: Op
-    eps: float
-    num_groups: int
-    activation: str
+    spec: NormSpec
     size: int
     dtype: DType
     has_bias: bool
     nbytes: int
     resident: object = field(repr=False)
-    weight_offset: float = 0.0
     heads: int = 0
     parameter_types: Hashable = ()
 
     def __post_init__(self) -> None:
         if not self.parameter_types:
             object.__setattr__(self, "parameter_types", (self.dtype, self.has_bias))
+
+    @property
+    def op(self) -> Op:
+        """The operation whose parameters it has."""
+        return self.spec.op
 
     @property
     def row(self) -> tuple[int, ...]:

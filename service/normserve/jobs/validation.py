@@ -12,7 +12,7 @@ from normserve.errors import (
     UnexpectedTensorError,
     UnsupportedDtypeError,
 )
-from normserve.jobs.job import Layer, Layout, NormJob, NormSpec, Op, Pass
+from normserve.jobs.job import LAYER_OPTIONS, Layer, Layout, NormJob, NormSpec, Op, Pass
 from normserve.jobs.memory_cost import MemoryCost, memory_cost
 from normserve.jobs.results import Described
 from normserve.jobs.tensor_names import (
@@ -52,20 +52,15 @@ class _LayerFacts(NamedTuple):
     """What is checked of a layer, without its parameters."""
 
     name: str
-    op: Op
-    eps: float
-    num_groups: int
-    activation: str
+    spec: NormSpec
     size: int
     dtype: DType
     has_bias: bool
-    weight_offset: float
     heads: int
 
 
 def _layer_facts(layer: Layer) -> _LayerFacts:
-    checked = (layer.name, layer.op, layer.eps, layer.num_groups, layer.activation)
-    return _LayerFacts(*checked, layer.size, layer.dtype, layer.has_bias, layer.weight_offset, layer.heads)
+    return _LayerFacts(layer.name, layer.spec, layer.size, layer.dtype, layer.has_bias, layer.heads)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -143,15 +138,9 @@ def check_group_count(num_groups: int, channels: int) -> None:
 
 
 def _with_layer(spec: NormSpec, layer: _LayerFacts) -> NormSpec:
-    if layer.op is not spec.op:
-        raise InvalidParameterError(f"layer {layer.name!r} is of {layer.op.value}, not of {spec.op.value}")
-    return replace(
-        spec,
-        eps=layer.eps,
-        num_groups=layer.num_groups,
-        activation=layer.activation,
-        weight_offset=layer.weight_offset,
-    )
+    if layer.spec.op is not spec.op:
+        raise InvalidParameterError(f"layer {layer.name!r} is of {layer.spec.op.value}, not of {spec.op.value}")
+    return replace(spec, **{option.name: getattr(layer.spec, option.name) for option in LAYER_OPTIONS})
 
 
 def _check_names(spec: NormSpec, tensors: Described, *, with_layer: bool) -> None:

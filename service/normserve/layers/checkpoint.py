@@ -13,7 +13,7 @@ from normserve.codec.safetensors import CHECKPOINT_LIMITS, Entry, read_entries
 from normserve.engine.engine import Engine
 from normserve.errors import ConfigurationError, MalformedPayloadError, NormserveError, TooLargeError
 from normserve.files import open_regular_file
-from normserve.jobs.job import Layer, Op
+from normserve.jobs.job import Layer, NormSpec, Op, Pass
 from normserve.layers.registry import LayerRegistry, is_layer_name
 from normserve.memory.host_tensors import HostTensor
 
@@ -49,8 +49,8 @@ async def register_checkpoint(path: Path, engine: Engine, layers: LayerRegistry)
                 resident = await engine.load(Op.LAYER_NORM, weight, bias)
         except TooLargeError as error:
             raise ConfigurationError(f"the checkpoint {path}: {error.detail}") from error
-        size, dtype = weight.shape[0], weight.dtype
-        layers.put(Layer(name, Op.LAYER_NORM, eps, 0, "none", size, dtype, True, nbytes, resident))
+        spec = NormSpec(Op.LAYER_NORM, Pass.FORWARD, eps)
+        layers.put(Layer(name, spec, weight.shape[0], weight.dtype, True, nbytes, resident))
     log.info("registered %d layers from %s with eps %g", len(layers), path, eps)
 
 

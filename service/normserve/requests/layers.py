@@ -5,15 +5,15 @@ from typing import Any
 from normserve.codec import safetensors
 from normserve.engine.engine import Engine
 from normserve.errors import InvalidParameterError
-from normserve.jobs.job import LAYER_OPS, Layer, Op
+from normserve.jobs.job import LAYER_OPS, LAYER_OPTIONS, Layer, NormSpec, Op, Pass
 from normserve.jobs.validation import check_group_count, check_parameters
 from normserve.layers.registry import LayerRegistry
-from normserve.requests.parameters import LAYER_PARAMETERS, default_eps, parse_query
+from normserve.requests.parameters import LAYER_PARAMETERS, make_spec, parse_query
 
 
 def require_layer_query(query: bytes) -> None:
     """Raises: InvalidParameterError: no layer can be described so."""
-    _operation(parse_query(query, LAYER_PARAMETERS))
+    _read_spec(query)
 
 
 async def make_layer(engine: Engine, layers: LayerRegistry, name: str, query: bytes, body: memoryview) -> Layer:
@@ -23,54 +23,51 @@ async def make_layer(engine: Engine, layers: LayerRegistry, name: str, query: by
         TooLargeError: `layers` is full.
         NormserveError: by what is wrong with them, or with the device.
     """
-    values = parse_query(query, LAYER_PARAMETERS)
-    op = _operation(values)
-    weight, bias = check_parameters(op, safetensors.decode(body))
-    num_groups = values.get("num_groups", 0)
-    if num_groups:
-        check_group_count(num_groups, weight.shape[0])
+    spec = _read_spec(query)
+    weight, bias = check_parameters(spec.op, safetensors.decode(body))
+    if spec.num_groups:
+        check_group_count(spec.num_groups, weight.shape[0])
     nbytes = weight.nbytes + (0 if bias is None else bias.nbytes)
     with layers.expecting(name, nbytes):
-        resident = await engine.load(op, weight, bias)
+        resident = await engine.load(spec.op, weight, bias)
     return Layer(
         name=name,
-        op=op,
-        eps=values.get("eps", default_eps(op)),
-        num_groups=num_groups,
-        activation=values.get("activation", "none"),
+        spec=spec,
         size=weight.shape[-1],
         dtype=weight.dtype,
         has_bias=bias is not None,
         nbytes=nbytes,
         resident=resident,
-        weight_offset=values.get("weight_offset", 0.0),
         heads=weight.shape[0] if len(weight.shape) == 2 else 0,
     )
 
 
 def layer_document(layer: Layer) -> dict[str, Any]:
     """A registered layer as JSON tells of it."""
+    options = {
+        option.name: getattr(layer.spec, option.name) for option in LAYER_OPTIONS if layer.op in option.parameters
+    }
     described: dict[str, Any] = {
         "name": layer.name,
         "op": layer.op.value,
-        "eps": layer.eps,
-        "activation": layer.activation,
+        **options,
         "size": layer.size,
         "dtype": layer.dtype.value,
         "bias": layer.has_bias,
     }
-    if layer.op is Op.GROUP_NORM:
-        return described | {"num_groups": layer.num_groups}
-    described["weight_offset"] = layer.weight_offset
     return described | {"heads": layer.heads} if layer.heads else described
 
 
-def _operation(values: dict[str, Any]) -> Op:
+def _read_spec(query: bytes) -> NormSpec:
+    """The operation of a layer, with the options that it has."""
+    values = parse_query(query, LAYER_PARAMETERS)
     if "op" not in values:
         raise InvalidParameterError("op must be given: " + ", ".join(op.value for op in LAYER_OPS))
     op = Op(values["op"])
     if (op is Op.GROUP_NORM) != ("num_groups" in values):
         raise InvalidParameterError("num_groups must be given for group_norm, and for nothing else")
-    if op is Op.GROUP_NORM and "weight_offset" in values:
-        raise InvalidParameterError("weight_offset must be given for layer_norm or rms_norm alone")
-    return op
+    for option in LAYER_OPTIONS:
+        if option.name in values and op not in option.parameters:
+            takers = " or ".join([each.value for each in LAYER_OPS if each in option.parameters])
+            raise InvalidParameterError(f"{option.name} must be given for {takers} alone")
+    return make_spec(op, Pass.FORWARD, values)

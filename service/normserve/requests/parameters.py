@@ -142,8 +142,3 @@ def make_spec(op: Op, direction: Pass, values: dict[str, Any]) -> NormSpec:
 def named_layer(values: dict[str, Any]) -> str | None:
     """The registered layer that parsed parameters name, or the chain's layers joined by commas, if any."""
     return values.get("layers") or values.get("layer")
-
-
-def default_eps(op: Op) -> float:
-    """eps of an operation that does not say."""
-    return _DEFAULT_EPS[op]

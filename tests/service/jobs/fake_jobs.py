@@ -2,7 +2,7 @@
 
 from math import prod
 
-from normserve.jobs.job import Layer, NormJob, NormSpec, Op, Pass
+from normserve.jobs.job import LAYER_OPTIONS, Layer, NormJob, NormSpec, Op, Pass
 from normserve.memory.host_tensors import DType, HostTensor
 
 
@@ -16,13 +16,14 @@ def job(*shape: int, layer: Layer | None = None, tensors: dict | None = None, **
     return NormJob(NormSpec(**asked), {"x": tensor(*shape)} | (tensors or {}), layer)
 
 
+_LAYER_SPEC = ("op", *[option.name for option in LAYER_OPTIONS])
+
+
 def layer(name: str = "a", size: int = 4, **changes: object) -> Layer:
+    options = {option: changes.pop(option) for option in _LAYER_SPEC if option in changes}
     described = {
         "name": name,
-        "op": Op.LAYER_NORM,
-        "eps": 1e-5,
-        "num_groups": 0,
-        "activation": "none",
+        "spec": NormSpec(**{"op": Op.LAYER_NORM, "direction": Pass.FORWARD, "eps": 1e-5} | options),
         "size": size,
         "dtype": DType.FLOAT32,
         "has_bias": True,

@@ -5,7 +5,7 @@ import functools
 from types import SimpleNamespace
 
 from normserve.codec import safetensors
-from normserve.jobs.job import Layer, Op
+from normserve.jobs.job import Layer, NormSpec, Op, Pass
 from normserve.layers.changes import FleetLayerChanges
 from normserve.layers.registry import LayerRegistry
 from normserve.memory.host_tensors import DType, HostTensor
@@ -17,7 +17,7 @@ BODY = memoryview(
 
 
 def layer(name: str, query: bytes = b"") -> Layer:
-    return Layer(name, Op.RMS_NORM, 1.0, 0, "none", 1, DType.FLOAT32, False, 4, query)
+    return Layer(name, NormSpec(Op.RMS_NORM, Pass.FORWARD, 1.0), 1, DType.FLOAT32, False, 4, query)
 
 
 class Process:

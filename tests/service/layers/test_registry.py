@@ -86,7 +86,7 @@ def test_the_same_layers_are_the_same_chain_until_one_of_them_changes(layers):
     assert layers.named(Op.LAYER_NORM_CHAIN, "b,a,b") is chain
     layers.put(layer("a", eps=0.5))
     layers.put(layer("b", eps=0.5))
-    assert layers.named(Op.LAYER_NORM_CHAIN, "b,a,b").eps == 0.5
+    assert layers.named(Op.LAYER_NORM_CHAIN, "b,a,b").spec.eps == 0.5
     layers.remove("a")
     with pytest.raises(UnknownLayerError):
         layers.named(Op.LAYER_NORM_CHAIN, "b,a,b")

@@ -7,7 +7,6 @@ from normserve.jobs.job import Layout, Op, Pass
 from normserve.memory.host_tensors import FLOATS, DType
 from normserve.requests.parameters import (
     LAYER_PARAMETERS,
-    default_eps,
     describe,
     make_spec,
     operation_parameters,
@@ -138,7 +137,7 @@ def test_a_layer_says_what_an_operation_does_not():
 def test_defaults_are_those_of_the_contract(op, eps):
     values = {"num_groups": 2} if op is Op.GROUP_NORM else {}
     spec = make_spec(op, Pass.FORWARD, values)
-    assert default_eps(op) == spec.eps == eps
+    assert spec.eps == eps
     assert (spec.op, spec.direction) == (op, Pass.FORWARD)
     assert spec.num_groups == values.get("num_groups", 0)
     assert spec.layout is Layout.NCHW

@@ -63,5 +63,5 @@ def _shape(model: Model, layer: Layer | None, name: str) -> list[int]:
     if name in OF_SAMPLES:
         return [_ANY, size]
     if name in STATISTICS:
-        return [_ANY, _ANY if layer is None else layer.num_groups] if of_groups else [_ANY, *row[:-1]]
+        return [_ANY, _ANY if layer is None else layer.spec.num_groups] if of_groups else [_ANY, *row[:-1]]
     return [_ANY, size, _ANY] if of_groups else [_ANY, *row]

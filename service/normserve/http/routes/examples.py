@@ -9,9 +9,10 @@ from typing import Any
 
 from normserve import __version__
 from normserve.codec.media_types import NPY, SAFETENSORS
-from normserve.jobs.job import Op, Pass
-from normserve.memory.host_tensors import FLOATS
+from normserve.jobs.job import Layer, NormSpec, Op, Pass
+from normserve.memory.host_tensors import FLOATS, DType
 from normserve.metrics.exposition import CONTENT_TYPE
+from normserve.requests.layers import layer_document
 
 _JSON, _TEXT = "application/json", "text/plain"
 
@@ -39,16 +40,17 @@ class Example:
     request: Any = None
 
 
-_LAYER = {
-    "name": "encoder.LayerNorm",
-    "op": "layer_norm",
-    "eps": 1e-5,
-    "activation": "none",
-    "size": 768,
-    "dtype": "float32",
-    "bias": True,
-    "weight_offset": 0.0,
-}
+_LAYER = layer_document(
+    Layer(
+        name=str(PARAMETERS["name"]),
+        spec=NormSpec(Op.LAYER_NORM, Pass.FORWARD, eps=1e-5),
+        size=768,
+        dtype=DType.FLOAT32,
+        has_bias=True,
+        nbytes=2 * 768 * DType.FLOAT32.itemsize,
+        resident=None,
+    )
+)
 _INFO = {
     "version": __version__,
     "state": "ready",
