@@ -8,6 +8,7 @@ from normserve.client.answers.answer import Answer
 from normserve.client.calls import operations
 from normserve.client.calls.call import Call
 from normserve.codec.media_types import SAFETENSORS
+from normserve.codec.tensor_names import PARAMETER_GRADIENTS, PARAMETERS
 
 from normload.adapters import Exchange
 from normload.load.cases import Case
@@ -15,7 +16,7 @@ from normload.load.cases import Case
 _Result = ForwardResult[HostTensor] | BackwardResult[HostTensor]
 
 # Parameters, also of chains, and their gradients.
-_OF_ALL = ("weight", "bias", "dweight", "dbias")
+_OF_ALL = (*PARAMETERS, *PARAMETER_GRADIENTS)
 
 
 class Native:

@@ -11,9 +11,9 @@ from fusednorm.results import Backward, Forward
 from torch import Tensor
 
 from normserve.backends.tensors import TORCH_DTYPES, channels_first
+from normserve.codec.tensor_names import PARAMETERS, norm_count
 from normserve.jobs.chain import ChainedParameters
 from normserve.jobs.job import NormSpec, Op, Pass, options_of
-from normserve.jobs.tensor_names import PARAMETERS, norm_count
 from normserve.memory.host_tensors import DType
 
 

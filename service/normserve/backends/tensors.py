@@ -11,9 +11,9 @@ import torch
 from fusednorm.traffic import backward_bytes, forward_bytes
 from torch import Tensor
 
+from normserve.codec.tensor_names import COMPANIONS, OF_SAMPLES, PARAMETER_GRADIENTS, STATISTICS, is_parameter
 from normserve.jobs import results
 from normserve.jobs.job import Batch, Layout, NormJob, NormSpec, Op, Pass
-from normserve.jobs.tensor_names import OF_SAMPLES, STATISTICS, is_parameter
 from normserve.memory.host_tensors import DType, HostTensor
 
 TORCH_DTYPES = {
@@ -28,8 +28,7 @@ _STORED = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8}
 # Parameters of layers cannot be written to, and no tensor of a request is.
 warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
 
-_PARAMETER_GRADIENTS = ("dweight", "dbias")
-_LAID_OUT_AS_X = ("x", "residual", "dy", "dresidual_out", "y", "residual_out", "dx", "dresidual")
+_LAID_OUT_AS_X = ("x", *COMPANIONS, "y", "residual_out", "dx", "dresidual")
 
 
 def view(tensor: HostTensor, shape: tuple[int, ...] | None = None) -> Tensor:
@@ -122,7 +121,7 @@ def _whole(job: NormJob, outputs: Mapping[str, HostTensor]) -> dict[str, HostTen
 
 
 def _share(job: NormJob, name: str, whole: HostTensor, start: int, stop: int, total: int) -> HostTensor:
-    if name in _PARAMETER_GRADIENTS:
+    if name in PARAMETER_GRADIENTS:
         return whole
     if name in _LAID_OUT_AS_X:
         shape = job.x.shape

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from normserve.codec.tensor_names import MAX_NORMS
 from normserve.errors import InvalidParameterError
 from normserve.jobs.job import LAYER_OPTIONS, Layer, NormSpec, Op, Pass
-from normserve.jobs.tensor_names import MAX_NORMS
 
 # Options that layers of layer_norm may have, and chains of them do not.
 _OTHERS = " or ".join(

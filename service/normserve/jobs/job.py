@@ -8,6 +8,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from normserve.codec.activations import ACTIVATIONS
+from normserve.codec.tensor_names import PARAMETERS, is_parameter
 from normserve.jobs.option_values import (
     Parameter,
     choice,
@@ -18,7 +19,6 @@ from normserve.jobs.option_values import (
     parse_seed,
     parse_zero_or_one,
 )
-from normserve.jobs.tensor_names import PARAMETERS, is_parameter
 from normserve.memory.device_tensors import DeviceTensor
 from normserve.memory.host_tensors import FLOATS, DType, HostTensor
 

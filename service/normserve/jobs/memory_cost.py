@@ -8,9 +8,9 @@ this model with measured peaks, which are never more than `SCRATCH_BYTES` above 
 from math import prod
 from typing import NamedTuple
 
+from normserve.codec.tensor_names import OF_SAMPLES, PARAMETERS
 from normserve.jobs.job import Layout, NormSpec, Op, Pass
 from normserve.jobs.results import Described, Registered, results_of
-from normserve.jobs.tensor_names import OF_SAMPLES, PARAMETERS
 from normserve.memory.host_tensors import DType
 
 PIECE_ELEMENTS = 128 * 1024

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Protocol
 
+from normserve.codec.tensor_names import OF_SAMPLES, PARAMETERS, STATISTICS
 from normserve.jobs.job import NormSpec, Op, Pass
-from normserve.jobs.tensor_names import OF_SAMPLES, PARAMETERS, STATISTICS
 from normserve.memory.host_tensors import DType
 
 Described = Mapping[str, tuple[DType, tuple[int, ...]]]

@@ -5,6 +5,15 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
+from normserve.codec.tensor_names import (
+    CHAIN_PARAMETERS,
+    COMPANIONS,
+    OF_SAMPLES,
+    PARAMETERS,
+    STATISTICS,
+    is_parameter,
+    norm_count,
+)
 from normserve.errors import (
     InvalidParameterError,
     InvalidShapeError,
@@ -15,14 +24,6 @@ from normserve.errors import (
 from normserve.jobs.job import LAYER_OPTIONS, Layer, Layout, NormJob, NormSpec, Op, Pass
 from normserve.jobs.memory_cost import MemoryCost, memory_cost
 from normserve.jobs.results import Described
-from normserve.jobs.tensor_names import (
-    CHAIN_PARAMETERS,
-    OF_SAMPLES,
-    PARAMETERS,
-    STATISTICS,
-    is_parameter,
-    norm_count,
-)
 from normserve.memory.host_tensors import DType, HostTensor
 
 MAX_HEADS = 65535
@@ -76,7 +77,7 @@ def _checked(
     size = _check_x(spec, x_shape)
     if layer is not None and layer.size != size:
         raise InvalidShapeError(f"layer {layer.name!r} is for size {layer.size}, x has {size}")
-    for name in ("residual", "dy", "dresidual_out"):
+    for name in COMPANIONS:
         _check_shape(name, tensors, x_shape)
     heads = layer.heads if layer is not None else _heads_of(spec.op, tensors)
     if heads:

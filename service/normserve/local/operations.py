@@ -8,6 +8,7 @@ import msgspec
 from msgspec import UnsetType
 
 from normserve.codec.local_frames import Compute, Done, Located, Stages
+from normserve.codec.tensor_names import is_parameter
 from normserve.engine.engine import Engine
 from normserve.errors import NotFoundError
 from normserve.jobs.job import (
@@ -22,7 +23,6 @@ from normserve.jobs.job import (
 )
 from normserve.jobs.memory_cost import MemoryCost
 from normserve.jobs.results import results_of
-from normserve.jobs.tensor_names import is_parameter
 from normserve.jobs.validation import costed_job
 from normserve.layers.registry import LayerRegistry
 from normserve.local.arena import Arena, check_places, check_together

@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 from urllib.parse import parse_qsl
 
+from normserve.codec.tensor_names import MAX_NORMS
 from normserve.errors import InvalidParameterError
 from normserve.jobs.job import LAYER_OPS, LAYER_OPTIONS, NormSpec, Op, Pass, options_of
 from normserve.jobs.option_values import Parameter, choice, parse_number
-from normserve.jobs.tensor_names import MAX_NORMS
 from normserve.layers.registry import LAYER_NAMES, is_layer_name
 
 _DEFAULT_EPS = {Op.LAYER_NORM: 1e-5, Op.RMS_NORM: 1e-6, Op.GROUP_NORM: 1e-5, Op.LAYER_NORM_CHAIN: 1e-5}

@@ -10,12 +10,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from normserve.codec.tensor_names import OF_ROWS, PARAMETER_GRADIENTS, is_parameter
 from normserve.errors import InvalidShapeError, MissingTensorError, UnexpectedTensorError, UnsupportedDtypeError
-from normserve.jobs.tensor_names import OF_SAMPLES, STATISTICS, is_parameter
 from normserve.memory.host_tensors import DType, HostTensor
-
-_JOINED = frozenset(["x", "residual", "dy", "dresidual_out", *STATISTICS, *OF_SAMPLES])
-_SUMS = ("dweight", "dbias")
 
 T = TypeVar("T")
 
@@ -36,7 +33,7 @@ class Several(NamedTuple):
     def _each(self, results: Mapping[str, T], cut: Callable[[T, int, int], T]) -> dict[str, T]:
         told: dict[str, T] = {}
         for name, result in results.items():
-            if name in _SUMS:
+            if name in PARAMETER_GRADIENTS:
                 told[name] = result
                 continue
             start = 0
@@ -64,7 +61,7 @@ def joined(
     whole: dict[str, HostTensor] = {}
     for name, tensor in tensors.items():
         base, _, number = name.partition(".")
-        if base in _JOINED:
+        if base in OF_ROWS:
             groups.setdefault(base, {})[_number(name, number)] = tensor
         elif is_parameter(name):
             whole[name] = tensor

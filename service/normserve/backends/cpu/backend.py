@@ -27,10 +27,10 @@ from normserve.backends.tensors import (
     view,
 )
 from normserve.backends.warmup import warm_up_batches
+from normserve.codec.tensor_names import is_parameter
 from normserve.errors import DeviceOutOfMemoryError, InvalidShapeError, NormserveError
 from normserve.jobs.device import DeviceInfo
 from normserve.jobs.job import Batch, Execution, NormJob, Op, Pass, Recurrence
-from normserve.jobs.tensor_names import is_parameter
 from normserve.memory.host_tensors import HostTensor
 from normserve.memory.slabs import SlabPool
 

@@ -33,8 +33,8 @@ from normserve.backends.tensors import (
     shape_of,
     view,
 )
+from normserve.codec.tensor_names import is_parameter
 from normserve.jobs.job import Batch, NormJob, Pass
-from normserve.jobs.tensor_names import is_parameter
 from normserve.memory.host_tensors import HostTensor
 from normserve.memory.slabs import SlabPool
 

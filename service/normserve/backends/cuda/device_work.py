@@ -24,9 +24,9 @@ from normserve.backends.tensors import (
     results_to_write,
     shape_of,
 )
+from normserve.codec.tensor_names import is_parameter
 from normserve.jobs import results
 from normserve.jobs.job import NormJob
-from normserve.jobs.tensor_names import is_parameter
 from normserve.memory.device_segments import Device, DeviceMemoryError
 from normserve.memory.device_tensors import DeviceTensor
 from normserve.memory.host_tensors import DType, HostTensor

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from normserve.backends.tensors import DTYPES, TORCH_DTYPES, shape_of, view
+from normserve.codec.tensor_names import is_parameter
 from normserve.jobs.job import Batch, NormJob
 from normserve.jobs.results import Described
-from normserve.jobs.tensor_names import is_parameter
 from normserve.memory.host_tensors import HostTensor
 from normserve.memory.slabs import SlabPool
 

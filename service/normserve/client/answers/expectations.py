@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
-from normserve.client.answers.numbered import OF_ALL, OF_ROWS
 from normserve.client.errors import UnexpectedAnswerError
 from normserve.codec import safetensors
+from normserve.codec.tensor_names import OF_ROWS, PARAMETER_GRADIENTS
 from normserve.memory.host_tensors import DType, HostTensor
 
 _LENGTH_BYTES = 8
@@ -173,7 +173,7 @@ def _several(
         numbered = [each for each in described if _is_numbered(each[0], number)]
         own = [(name.partition(".")[0], dtype, shape) for name, dtype, shape in numbered]
         for name, output in of_one(op, (*own, *shared), query).outputs.items():
-            outputs[name if name in OF_ALL else f"{name}.{number}"] = output
+            outputs[name if name in PARAMETER_GRADIENTS else f"{name}.{number}"] = output
     return Expectation(outputs)
 
 

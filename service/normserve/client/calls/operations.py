@@ -15,11 +15,12 @@ from normserve.client.calls import arrays
 from normserve.client.calls.call import Call, described, query
 from normserve.client.errors import UnexpectedAnswerError
 from normserve.client.results import BackwardResult, ForwardResult
+from normserve.codec.tensor_names import OF_ROWS, PARAMETERS
 from normserve.memory.host_tensors import HostTensor
 
 T = TypeVar("T")
 
-_TENSORS = frozenset(["x", "dy", "weight", "bias", "mean", "rstd", "residual", "dresidual_out", "scale", "shift"])
+_TENSORS = OF_ROWS.union(PARAMETERS)
 
 
 def layer_norm(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from normserve.client.answers.numbered import OF_ALL, OF_ROWS
+from normserve.codec.tensor_names import OF_ROWS, PARAMETER_GRADIENTS
 
 R = TypeVar("R")
 
@@ -97,7 +97,8 @@ class Joined:
         lists = {
             field.name: [value[start:stop] for start, stop in pairwise(ends)]
             for field in dataclasses.fields(told)
-            if field.name not in OF_ALL | {"timing"} and (value := getattr(told, field.name)) is not None
+            if field.name not in (*PARAMETER_GRADIENTS, "timing")
+            and (value := getattr(told, field.name)) is not None
         }
         divided: R = dataclasses.replace(told, **lists)
         return divided

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from normserve.codec.shapes import bits_of
+from normserve.codec.tensor_names import PARAMETERS, STATISTICS
 from normserve.errors import InvalidParameterError, InvalidShapeError, MalformedPayloadError, UnexpectedTensorError
 from normserve.http.oip.datatypes import dtype_of
 from normserve.http.oip.header import (
@@ -20,7 +21,6 @@ from normserve.http.oip.header import (
 )
 from normserve.http.oip.models import VERSION, Model
 from normserve.jobs.job import LAYER_OPTIONS, OUT_DTYPE_OF_FLOATS, NormSpec, Op, Pass
-from normserve.jobs.tensor_names import PARAMETERS, STATISTICS
 from normserve.jobs.validation import tensor_names
 from normserve.memory.host_tensors import DType
 from normserve.requests.parameters import (

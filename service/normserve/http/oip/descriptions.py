@@ -2,11 +2,11 @@
 
 from typing import Any
 
+from normserve.codec.tensor_names import OF_SAMPLES, STATISTICS, is_parameter
 from normserve.http.oip.asked import input_names, output_names
 from normserve.http.oip.datatypes import NAMES
 from normserve.http.oip.models import VERSION, Model
 from normserve.jobs.job import Layer, Op, Pass
-from normserve.jobs.tensor_names import OF_SAMPLES, STATISTICS, is_parameter
 from normserve.memory.host_tensors import DType
 
 PLATFORM = "normserve"

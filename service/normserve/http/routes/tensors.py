@@ -1,7 +1,7 @@
 """The OpenAPI description of a request's tensors."""
 
+from normserve.codec.tensor_names import CHAIN_PARAMETERS
 from normserve.jobs.job import Op, Pass
-from normserve.jobs.tensor_names import CHAIN_PARAMETERS
 from normserve.jobs.validation import tensor_names
 
 _DOCS = {

@@ -2,7 +2,7 @@
 
 import pytest
 from fusednorm.api.chain import MAX_NORMS as OF_KERNELS
-from normserve.jobs.tensor_names import CHAIN_PARAMETERS, MAX_NORMS, is_parameter, norm_count
+from normserve.codec.tensor_names import CHAIN_PARAMETERS, MAX_NORMS, is_parameter, norm_count
 
 
 def test_a_chain_is_as_long_as_the_kernels_take_it():

@@ -1,12 +1,21 @@
-"""The names of the operations' tensors in the API."""
+"""The names of the operations' tensors in the API, for the server and its clients."""
 
 from collections.abc import Iterable
 
 PARAMETERS = ("weight", "bias")
 """Tensors that belong to the whole launch; everything else is rows or samples of it."""
 
+PARAMETER_GRADIENTS = tuple([f"d{name}" for name in PARAMETERS])
+"""Results that are sums over all rows or samples."""
+
 OF_SAMPLES = ("scale", "shift")
 STATISTICS = ("mean", "rstd")
+
+COMPANIONS = ("residual", "dy", "dresidual_out")
+"""Tensors of x's shape."""
+
+OF_ROWS = frozenset(["x", *COMPANIONS, *STATISTICS, *OF_SAMPLES])
+"""Tensors that belong to rows or samples: a request that has several of x has as many of each."""
 
 MAX_NORMS = 8
 """In a chain, as the kernels take them."""
