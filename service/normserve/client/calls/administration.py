@@ -7,6 +7,7 @@ from normserve.client.answers.answer import Answer
 from normserve.client.answers.reception import LIST_BYTES
 from normserve.client.calls.call import Call, described, query
 from normserve.client.errors import UnexpectedAnswerError
+from normserve.codec.tensor_names import PARAMETERS
 
 
 def put_layer(
@@ -31,17 +32,10 @@ def put_layer(
     Returns:
         True when the layer is new, False when it replaced one.
     """
-    params = query(
-        {
-            "op": op,
-            "eps": eps,
-            "num_groups": num_groups,
-            "activation": activation,
-            "weight_offset": weight_offset,
-        }
-    )
-    tensors = described({"weight": weight, "bias": bias})
-    return Call("PUT", _path(name), _is_created, params, tensors, statuses=(200, 201))
+    arguments = dict(locals())
+    del arguments["name"]
+    tensors = described({each: arguments.pop(each) for each in PARAMETERS})
+    return Call("PUT", _path(name), _is_created, query(arguments), tensors, statuses=(200, 201))
 
 
 def layers() -> Call[list[dict[str, Any]]]:

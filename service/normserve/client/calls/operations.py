@@ -147,10 +147,10 @@ def layer_norm_chain(
         TypeError: an argument is no array, or of no element type of the API.
         ClientError: see `normserve.client.errors`.
     """
-    named = {f"weight.{norm}": weight for norm, weight in enumerate(weights)}
-    named |= {f"bias.{norm}": bias for norm, bias in enumerate(biases)}
-    asked = {"eps": eps, "out_dtype": out_dtype, "timeout_ms": timeout_ms}
-    return _forward("layer_norm_chain", x, {"x": x, **named, **asked, "layers": layers and ",".join(layers)})
+    arguments = dict(locals())
+    for name, plural in zip(PARAMETERS, ("weights", "biases"), strict=True):
+        arguments |= {f"{name}.{norm}": each for norm, each in enumerate(arguments.pop(plural))}
+    return _forward("layer_norm_chain", x, arguments | {"layers": layers and ",".join(layers)})
 
 
 def layer_norm_backward(
