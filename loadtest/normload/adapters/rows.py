@@ -30,10 +30,10 @@ _DATATYPES = {DType.FLOAT32: "FP32", DType.FLOAT16: "FP16"}
 
 def refusal(case: Case) -> str | None:
     """The limits of such a server, if it does not support the case; None if it does."""
-    if case.operation != "layer_norm" or case.activation != "none" or case.residual:
-        return "only layer_norm forward, without activation and residual"
-    if case.weight_offset or case.heads or case.out_dtype is not None or case.parts:
-        return "only one x, weight and bias of one vector each, without weight_offset and out_dtype"
+    if case.operation != "layer_norm" or case.parameters() or case.residual:
+        return "only layer_norm forward, without residual, activation and other options"
+    if case.heads or case.parts:
+        return "only one x, weight and bias of one vector each"
     if not case.affine or case.dtype not in _DATATYPES:
         return "only float32 and float16, with weight and bias"
     return None

@@ -1,11 +1,16 @@
 """The description of a request, from which its tensors are computed."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from functools import partial
+from typing import Any, Self
 
 import numpy as np
 from normserve.client import DType, HostTensor
+from normserve.memory.host_tensors import FLOATS
 
 from normload.load.elements import narrow
+from normload.load.tables import Table
 
 OPERATIONS = (
     "layer_norm",
@@ -18,6 +23,27 @@ OPERATIONS = (
 )
 ACTIVATIONS = ("none", "silu", "gelu_tanh")
 LAYOUTS = ("nchw", "nhwc")
+
+MOST_NORMS = 8
+MOST_PARTS = 12
+
+_Read = Callable[[Table, str], Any]
+
+
+def _key(read: _Read, *, is_option: bool = False) -> dict[str, Any]:
+    """Declare a field of `Case` that scenarios have as a key.
+
+    Args: is_option: whether requests have it as a parameter, by the same name.
+    """
+    return {"read": read, "is_option": is_option}
+
+
+def _one_of(names: Sequence[str]) -> _Read:
+    return lambda table, key: table.one_of(key, names)
+
+
+def _dtype(dtypes: Sequence[DType]) -> _Read:
+    return lambda table, key: DType(table.one_of(key, [dtype.value for dtype in dtypes]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,22 +67,33 @@ class Case:
         parts: number of tensors, with the same parameters, into which x and tensors of its shape are split; 0: one.
     """
 
-    operation: str
-    shape: tuple[int, ...]
-    dtype: DType
-    activation: str = "none"
-    residual: bool = False
-    affine: bool = True
-    num_groups: int = 0
-    layout: str = "nchw"
+    operation: str = field(metadata=_key(_one_of(OPERATIONS)))
+    shape: tuple[int, ...] = field(metadata=_key(Table.sizes))
+    dtype: DType = field(default=DType.FLOAT32, metadata=_key(_dtype(FLOATS)))
+    activation: str = field(default="none", metadata=_key(_one_of(ACTIVATIONS), is_option=True))
+    residual: bool = field(default=False, metadata=_key(Table.flag))
+    affine: bool = field(default=True, metadata=_key(Table.flag))
+    num_groups: int = field(default=0, metadata=_key(Table.count, is_option=True))
+    layout: str = field(default="nchw", metadata=_key(_one_of(LAYOUTS), is_option=True))
     seed: int = 0
-    adaptive: bool = False
-    weight_offset: int = 0
-    heads: bool = False
-    residual_dtype: DType | None = None
-    out_dtype: DType | None = None
-    norms: int = 0
-    parts: int = 0
+    adaptive: bool = field(default=False, metadata=_key(Table.flag))
+    weight_offset: int = field(default=0, metadata=_key(partial(Table.count, most=1), is_option=True))
+    heads: bool = field(default=False, metadata=_key(Table.flag))
+    residual_dtype: DType | None = field(default=None, metadata=_key(_dtype(FLOATS)))
+    out_dtype: DType | None = field(default=None, metadata=_key(_dtype(tuple(DType)), is_option=True))
+    norms: int = field(default=0, metadata=_key(partial(Table.count, most=MOST_NORMS)))
+    parts: int = field(default=0, metadata=_key(partial(Table.count, most=MOST_PARTS)))
+
+    @classmethod
+    def read(cls, table: Table) -> Self:
+        """Take the keys of a case; those that are left out have their defaults.
+
+        Raises:
+            ScenarioError: a key is missing, or its value is not one of the allowed.
+        """
+        keys = [each for each in fields(cls) if each.metadata]
+        given = [each for each in keys if table.has(each.name) or each.default is MISSING]
+        return cls(**{each.name: each.metadata["read"](table, each.name) for each in given})
 
     @property
     def op(self) -> str:
@@ -74,15 +111,12 @@ class Case:
         return 1 if self.op == "group_norm" and self.layout == "nchw" else -1
 
     def parameters(self) -> dict[str, str | int]:
-        """The request's query, in the form that the client's methods take."""
-        parameters: dict[str, str | int] = {} if self.norms else {"activation": self.activation}
-        if self.weight_offset:
-            parameters["weight_offset"] = self.weight_offset
-        if self.out_dtype is not None:
-            parameters["out_dtype"] = self.out_dtype.value
-        if self.op == "group_norm":
-            parameters |= {"num_groups": self.num_groups, "layout": self.layout}
-        return parameters
+        """The options that are not their defaults, in the form that the client's methods take."""
+        options = [each for each in fields(self) if each.metadata.get("is_option")]
+        given = {
+            each.name: getattr(self, each.name) for each in options if getattr(self, each.name) != each.default
+        }
+        return {name: value.value if isinstance(value, DType) else value for name, value in given.items()}
 
     def tensors(self) -> dict[str, HostTensor]:
         """The request's tensors by name: new ones at each call, with the same values.

@@ -13,21 +13,20 @@ or, instead, individual requests:
     shape = [4096, 1024]
     dtype = "bfloat16"          # float32 if left out
     share = 2                   # relative frequency
-    activation = "silu"         # also residual, affine, num_groups, layout, adaptive, weight_offset, heads,
-                                # residual_dtype, out_dtype, norms and parts: see `Case`
+    activation = "silu"         # and other attributes of `Case`
 
 The same seed gives the same requests, whatever the server and however many processes send them.
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from normserve.client import DType
 from normserve.memory.host_tensors import FLOATS
 
-from normload.load.cases import ACTIVATIONS, LAYOUTS, OPERATIONS, Case
+from normload.load.cases import ACTIVATIONS, LAYOUTS, MOST_NORMS, MOST_PARTS, OPERATIONS, Case
 from normload.load.tables import MOST, ScenarioError, Table, is_number, shown
 
 #: The default relative frequency of each operation.
@@ -45,8 +44,6 @@ DEFAULT_MIX: Mapping[str, float] = {
 _COLS = (64, 128, 256, 384, 512, 768, 1024, 2048, 4096, 5120, 8192, 1, 129, 1000, 5000)
 _CHANNELS_AND_GROUPS = ((32, 32), (64, 32), (128, 32), (320, 32), (512, 32), (96, 1), (30, 3), (64, 64))
 _HEADS = (2, 8, 32)
-_MOST_NORMS = 8
-_MOST_PARTS = 12
 _SIDES = (1, 3, 8, 16, 32, 56, 64)
 
 # Limit for gradients of parameters of each head.
@@ -91,7 +88,7 @@ class Workload:
             cols = choices.choice([cols for cols in _COLS if cols <= elements] or [1])
             shape: tuple[int, ...] = (max(1, elements // cols), cols)
             if operation == "layer_norm_chain":
-                return Case(operation, shape, dtype, seed=seed, norms=choices.randint(1, _MOST_NORMS))
+                return Case(operation, shape, dtype, seed=seed, norms=choices.randint(1, MOST_NORMS))
             case = Case(operation, shape, dtype, activation, residual, affine, seed=seed)
             return _varied(case, choices)
         fitting = [pair for pair in _CHANNELS_AND_GROUPS if pair[0] <= elements]
@@ -123,7 +120,7 @@ def _varied(case: Case, choices: random.Random) -> Case:
 def _in_parts(case: Case, choices: random.Random) -> Case:
     """The same case, sometimes split into several tensors."""
     if choices.random() < 0.1 and case.shape[0] > 1:
-        return replace(case, parts=choices.randint(2, min(_MOST_PARTS, case.shape[0])))
+        return replace(case, parts=choices.randint(2, min(MOST_PARTS, case.shape[0])))
     return case
 
 
@@ -160,23 +157,7 @@ def _read_mix(where: str, entries: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _read_case(table: Table) -> tuple[Case, float]:
-    case = Case(
-        operation=table.one_of("operation", OPERATIONS),
-        shape=table.sizes("shape"),
-        dtype=DType(table.one_of("dtype", [dtype.value for dtype in FLOATS], DType.FLOAT32.value)),
-        activation=table.one_of("activation", ACTIVATIONS, "none"),
-        residual=table.flag("residual", False),
-        affine=table.flag("affine", True),
-        num_groups=table.count("num_groups", 0),
-        layout=table.one_of("layout", LAYOUTS, "nchw"),
-        adaptive=table.flag("adaptive", False),
-        weight_offset=table.count("weight_offset", 0, 1),
-        heads=table.flag("heads", False),
-        residual_dtype=_other_dtype(table, "residual_dtype", FLOATS),
-        out_dtype=_other_dtype(table, "out_dtype", tuple(DType)),
-        norms=table.count("norms", 0, _MOST_NORMS),
-        parts=table.count("parts", 0, _MOST_PARTS),
-    )
+    case = Case.read(table)
     share = table.amount("share", 1.0)
     table.close()
     if (case.op == "layer_norm_chain") != bool(case.norms):
@@ -207,7 +188,3 @@ def _read_case(table: Table) -> tuple[Case, float]:
     if case.heads and len(case.shape) < 2:
         raise ScenarioError(f"{table.where}: heads need a shape of at least two sizes, got {list(case.shape)}")
     return case, share
-
-
-def _other_dtype(table: Table, key: str, dtypes: Sequence[DType]) -> DType | None:
-    return DType(table.one_of(key, [dtype.value for dtype in dtypes])) if table.has(key) else None

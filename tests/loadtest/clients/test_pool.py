@@ -24,7 +24,7 @@ def test_a_request_is_ready_to_be_sent():
     made = request()
     body = b"".join(bytes(part) for part in made.parts)
     first, *headers = made.head.decode().split("\r\n")
-    assert first.startswith("POST /below/v1/rms_norm?")
+    assert first.startswith("POST /below/v1/rms_norm ")
     assert headers[0] == "Host: host:81"
     assert headers[-3:] == [f"Content-Length: {len(body)}", "", ""]
     assert made.nbytes == len(body)
