@@ -8,13 +8,11 @@ from normserve.errors import InvalidParameterError
 from normserve.jobs.job import LAYER_OPTIONS, Layer, NormSpec, Op, Pass
 
 # Options that layers of layer_norm may have, and chains of them do not.
-_OTHERS = " or ".join(
-    [
-        option.name
-        for option in LAYER_OPTIONS
-        if Op.LAYER_NORM in option.parameters and Op.LAYER_NORM_CHAIN not in option.parameters
-    ]
-)
+_OF_LAYERS_ALONE = [
+    option.name
+    for option in LAYER_OPTIONS
+    if Op.LAYER_NORM in option.parameters and Op.LAYER_NORM_CHAIN not in option.parameters
+]
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -40,7 +38,8 @@ def chain_of(layers: Sequence[Layer]) -> Layer:
             raise InvalidParameterError(f"layer {layer.name!r} is of {layer.op.value}, a chain is of layer_norm")
         eps = layer.spec.eps
         if layer.heads or layer.spec != NormSpec(Op.LAYER_NORM, Pass.FORWARD, eps):
-            raise InvalidParameterError(f"layer {layer.name!r} has heads, {_OTHERS}, which no norm of a chain has")
+            names = ", ".join(["heads", *_OF_LAYERS_ALONE])
+            raise InvalidParameterError(f"layer {layer.name!r} has one of {names}, which no norm of a chain has")
         if (layer.size, eps) != (first.size, first.spec.eps):
             raise InvalidParameterError(
                 f"layers of a chain must be of one size and eps: {first.name!r} has {first.size} and "

@@ -34,9 +34,9 @@ def test_kernels_depend_on_the_parameters_of_every_norm():
     ("layers", "message"),
     [
         ([layer("a", op=Op.RMS_NORM)], "layer 'a' is of rms_norm, a chain is of layer_norm"),
-        ([layer("a"), layer("b", heads=2)], "layer 'b' has heads, weight_offset or activation"),
-        ([layer("a", weight_offset=1.0)], "layer 'a' has heads, weight_offset or activation"),
-        ([layer("a", activation="silu")], "layer 'a' has heads, weight_offset or activation"),
+        ([layer("a"), layer("b", heads=2)], "layer 'b' has one of heads, weight_offset, activation"),
+        ([layer("a", weight_offset=1.0)], "layer 'a' has one of heads, weight_offset, activation"),
+        ([layer("a", activation="silu")], "layer 'a' has one of heads, weight_offset, activation"),
         ([layer("a"), layer("b", 8)], "one size and eps: 'a' has 4 and 1e-05, 'b' has 8 and 1e-05"),
         ([layer("a"), layer("b", eps=0.5)], "one size and eps: 'a' has 4 and 1e-05, 'b' has 4 and 0.5"),
         ([layer("a")] * 9, "1 to 8 layers, got 9"),
