@@ -1,0 +1,42 @@
+"""The options of a call, as their declarations have them."""
+
+from dataclasses import replace
+from inspect import signature
+
+import fusednorm
+import pytest
+from normserve.jobs.job import OPTIONS, Layout, NormSpec, Op, Pass, options_of
+from normserve.memory.host_tensors import DType
+
+SPEC = NormSpec(Op.GROUP_NORM, Pass.FORWARD, eps=1e-5, num_groups=2, dropout=0.5, seed=1)
+OTHER = {
+    "eps": 1e-3,
+    "num_groups": 4,
+    "layout": Layout.NHWC,
+    "weight_offset": 1.0,
+    "activation": "silu",
+    "dropout": 0.25,
+    "seed": 2,
+    "out_dtype": DType.FLOAT16,
+    "stats": True,
+}
+OF_ANY_VALUE = {"eps", "dropout", "seed"}
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
+def test_specs_with_another_value_are_others_and_run_other_kernels_where_these_depend_on_it(option):
+    other = replace(SPEC, **{option.name: OTHER[option.name]})
+    assert other != SPEC
+    assert hash(other) != hash(SPEC)
+    assert (other.kernels == SPEC.kernels) == (option.name in OF_ANY_VALUE)
+
+
+def test_dropout_runs_other_kernels_than_none():
+    assert replace(SPEC, dropout=0.0, seed=None).kernels != SPEC.kernels
+
+
+@pytest.mark.parametrize(("op", "direction"), [(op, direction) for op in Op for direction in op.passes])
+def test_the_library_takes_every_option_but_the_layout(op, direction):
+    name = op.value if op is Op.LAYER_NORM_CHAIN else f"{op.value}_{direction.value}"
+    taken = signature(getattr(fusednorm, name)).parameters
+    assert {option.name for option in options_of(op, direction)} - {"layout"} <= taken.keys()
