@@ -1,43 +1,101 @@
-"""The activations and their derivatives in float32: torch's kernels, or the formulas of `arguments.activations`."""
+"""Activations and their derivatives in place, by torch's kernels; an element's bits do not depend on its position.
+
+torch's kernels compute two vector registers of elements at once.  The last elements of a tensor, or of a thread's
+share, that do not fill these are computed by other instructions, and rounded otherwise.  So these functions pass
+multiples only, and have the same bits in the library and in the server, which promises that a row has the same bits
+whatever the other rows of its batch are.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from fusednorm.arguments.activations import ACTIVATIONS
+_VECTOR_ELEMENTS = 32
+"""Elements in two AVX-512 registers of float32; a multiple of the number in smaller registers, or of float64."""
 
-_ATEN = torch.ops.aten
+_UNDIVIDED_ELEMENTS = 16 * 1024
+"""Elements that torch does not divide among threads."""
+
+_GRAIN_ELEMENTS = 32 * 1024
+"""Elements for which torch takes another thread; for gelu it takes all of them."""
+
+_BLOCK_ELEMENTS = 128 * 1024
+"""Elements for each thread in a block, whose intermediates stay in the cache."""
+
+# gelu_tanh(z) = z / (1 + exp(-z * (gain + cubic_gain * z^2))).  This takes half the time of torch's own or less,
+# which has a tanh, except for a few thousand elements.
+_CUBIC_GAIN = 0.044715 * 2.0 * math.sqrt(2.0 / math.pi)
+_GAIN = torch.tensor(2.0 * math.sqrt(2.0 / math.pi), dtype=torch.float64, device="cpu")
+
+_aten: Any = torch.ops.aten
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": torch.relu_,
+    "silu": lambda z: F.silu(z, inplace=True),
+    "gelu": lambda z: F.gelu(z, out=z),  # type: ignore[call-arg]
+    "gelu_tanh": lambda z: z.mul_(torch.addcmul(_GAIN, z, z, value=_CUBIC_GAIN).mul_(z).sigmoid_()),
+}
+_DERIVATIVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "relu": lambda z, dy: _aten.threshold_backward.grad_input(dy, z, 0, grad_input=z),
+    "silu": lambda z, dy: _aten.silu_backward.grad_input(dy, z, grad_input=z),
+    "gelu": lambda z, dy: _aten.gelu_backward.grad_input(dy, z, grad_input=z),
+    "gelu_tanh": lambda z, dy: _aten.gelu_backward.grad_input(dy, z, approximate="tanh", grad_input=z),
+}
 
 
-def activated(z: Tensor, activation: str) -> Tensor:
-    """act(z), or z itself without an activation."""
-    match activation:
-        case "relu":
-            return torch.relu(z)
-        case "silu":
-            return F.silu(z)
-        case "gelu":
-            return F.gelu(z)
-        case "gelu_tanh":
-            return F.gelu(z, approximate="tanh")
-        case "none":
-            return z
-    return ACTIVATIONS[activation].apply(z)
+def activate_(z: Tensor, activation: str) -> Tensor:
+    """Compute act(z) in z's memory.
+
+    Args:
+        z: float32 or float64, in memory of its own without gaps.
+    """
+    if activation != "none":
+        _compute_in_vectors(_ACTIVATIONS[activation], z)
+    return z
 
 
-def through_activation(dy: Tensor, z: Tensor, activation: str) -> Tensor:
-    """dy * act'(z), the gradient of z."""
-    match activation:
-        case "relu":
-            gradient: Tensor = _ATEN.threshold_backward(dy, z, 0)
-        case "silu":
-            gradient = _ATEN.silu_backward(dy, z)
-        case "gelu":
-            gradient = _ATEN.gelu_backward(dy, z)
-        case "gelu_tanh":
-            gradient = _ATEN.gelu_backward(dy, z, approximate="tanh")
-        case "none":
-            gradient = dy
-        case _:
-            gradient = dy * ACTIVATIONS[activation].derivative(z)
-    return gradient
+def backpropagate_(dy: Tensor, z: Tensor, activation: str) -> Tensor:
+    """Compute dy * act'(z), the gradient of z, in z's memory.
+
+    Args:
+        dy: like z, in z's memory order without gaps.
+        z: float32 or float64, in memory of its own without gaps.
+        activation: not "none".
+    """
+    _compute_in_vectors(_DERIVATIVES[activation], z, dy)
+    return z
+
+
+def _compute_in_vectors(function: Callable[..., Tensor], *tensors: Tensor) -> None:
+    """Compute a function of each element, in the first tensor's memory, by vector instructions only."""
+    count = tensors[0].numel()
+    rest, threads = count % _VECTOR_ELEMENTS, torch.get_num_threads()
+    if not rest and count <= (_BLOCK_ELEMENTS if threads == 1 else _UNDIVIDED_ELEMENTS):
+        function(*tensors)
+        return
+    flat = [tensor.as_strided((count,), (1,)) for tensor in tensors]
+    for block in _blocks(count - rest, threads):
+        function(*[tensor[block] for tensor in flat])
+    if rest:
+        padded = [tensor.new_zeros(_VECTOR_ELEMENTS) for tensor in flat]
+        for vectors, tensor in zip(padded, flat, strict=True):
+            vectors[:rest] = tensor[-rest:]
+        flat[0][-rest:] = function(*padded)[:rest]
+
+
+def _blocks(count: int, threads: int) -> Iterator[slice]:
+    """Divide a multiple of the elements of vectors so that each thread's share is a multiple, too."""
+    start, unit = 0, _VECTOR_ELEMENTS * threads
+    while start < count:
+        size = min(count - start, _BLOCK_ELEMENTS * threads)
+        if threads > 1 and size > _UNDIVIDED_ELEMENTS:
+            size -= size % unit
+            while size % (_VECTOR_ELEMENTS * min(threads, math.ceil(size / _GRAIN_ELEMENTS))):
+                size -= unit
+            size = size or _UNDIVIDED_ELEMENTS
+        yield slice(start, start + size)
+        start += size

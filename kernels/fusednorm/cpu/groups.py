@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fusednorm import reference
 from fusednorm.arguments.layouts import in_layout, laid_out
-from fusednorm.cpu.epilogue import activated, through_activation
+from fusednorm.cpu.epilogue import activate_, backpropagate_
 from fusednorm.cpu.taken import are_floats, are_plain, ones, summed, wide
 from fusednorm.results import Backward, Forward
 
@@ -79,7 +79,7 @@ def group_norm_forward(
         return reference.group_norm_forward(x, num_groups, weight, bias, **options, **more)
     z, mean, rstd = computed
     return Forward(
-        activated(z, activation).to(x.dtype),
+        activate_(z, activation).to(x.dtype),
         mean if stats else None,
         rstd if stats else None,
         None if residual is None else h.to(x.dtype),
@@ -135,7 +135,7 @@ def group_norm_backward(
     factor = ones(c) if weight is None else wide(weight)
     if activation != "none":
         z = torch.native_group_norm(h, factor, wide(bias), n, c, positions, num_groups, eps)[0]
-        gradient = through_activation(gradient, z, activation)
+        gradient = backpropagate_(gradient, z, activation)
     wanted = [parameter_gradients and parameter is not None for parameter in (weight, bias)]
     dx, dweight, dbias = _backward_of_torch(
         gradient, h, mean, rstd, factor, n, c, positions, num_groups, [True, *wanted]

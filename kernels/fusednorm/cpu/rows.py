@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fusednorm import reference
-from fusednorm.cpu.epilogue import activated, through_activation
+from fusednorm.cpu.epilogue import activate_, backpropagate_
 from fusednorm.cpu.gradients import Gradients
 from fusednorm.cpu.taken import are_floats, are_plain, is_offset, ones, summed, wide
 from fusednorm.results import Backward, Forward
@@ -71,7 +71,7 @@ def layer_norm_forward(
             factor = ones(x.shape[-1])
     y, mean, rstd = torch.native_layer_norm(h, cols, factor, shift, eps)
     return Forward(
-        activated(y, activation).to(x.dtype),
+        activate_(y, activation).to(x.dtype),
         mean.squeeze_(-1) if stats else None,
         rstd.squeeze_(-1) if stats else None,
         None if residual is None else _returned(h, residual),
@@ -104,7 +104,7 @@ def rms_norm_forward(
     if factor is not None:
         y.mul_(factor)
     return Forward(
-        activated(y, activation).to(x.dtype),
+        activate_(y, activation).to(x.dtype),
         None,
         rstd.squeeze_(-1) if stats else None,
         None if residual is None else _returned(h, residual),
@@ -148,7 +148,7 @@ def layer_norm_backward(
         h, gradient, centre, inverse = piece
         if activation != "none":
             z = torch.native_layer_norm(h, cols, factor, shift, eps)[0]
-            gradient = through_activation(gradient, z, activation)
+            gradient = backpropagate_(gradient.contiguous(), z, activation)
         gradients.write(*_backward_of_torch(gradient, h, cols, centre, inverse, factor, shift, needed))
     return gradients.result()
 
@@ -191,8 +191,10 @@ def rms_norm_backward(
     for piece in gradients.pieces(dy, torch.zeros_like(rstd), rstd):
         h, gradient, zero, inverse = piece
         if activation != "none":
-            z = h * inverse if factor is None else (h * inverse).mul_(factor)
-            gradient = through_activation(gradient, z, activation)
+            z = (h * inverse).contiguous()
+            if factor is not None:
+                z.mul_(factor)
+            gradient = backpropagate_(gradient.contiguous(), z, activation)
         dx, dweight, _ = _backward_of_torch(gradient, h, cols, zero, inverse, factor, None, needed)
         dx.add_(torch.mv(gradient, of_mean).unsqueeze_(-1).mul_(inverse))
         gradients.write(dx, dweight, None)
