@@ -22,7 +22,7 @@ def local_replies(data: bytes) -> None:
     """
     pieces, _, options = cut(data)
     before = _open_count()
-    protocol = ClientProtocol(None, lambda: True)
+    protocol = ClientProtocol(None)
     woken: list[int] = []
     pending = [protocol.begin(LocalRequest(message))[0] for message in _REQUESTS]
     for number, each in enumerate(pending):

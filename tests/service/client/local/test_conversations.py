@@ -23,7 +23,9 @@ from normserve.client import (
     UnexpectedAnswerError,
 )
 from normserve.client.local.async_link import AsyncLink
+from normserve.client.local.protocol import LocalRequest
 from normserve.codec import local_frames as frames
+from normserve.codec.framing import FrameReader
 from normserve.memory.segments import Segment, make_segment
 
 ONCE = RetryPolicy(tries=1)
@@ -35,7 +37,7 @@ def serving(path, server):
     threads, accepted = [], []
 
     def converse(connected):
-        found = frames.Frames(2**30)
+        found = FrameReader(2**30)
         with connected, suppress(OSError):
             while data := connected.recv(2**16):
                 for tag, content in found.feed(data):
@@ -403,9 +405,9 @@ def test_what_waits_for_a_server_that_does_not_read_is_sent_once_it_does(tmp_pat
     server = Pausing()
 
     async def main():
-        link = AsyncLink()
-        await link.connect(path, None)
-        asked = [asyncio.create_task(link.request(long)) for _ in range(40)]
+        link = AsyncLink(None)
+        await link.connect(path)
+        asked = [asyncio.create_task(link.request(LocalRequest(long))) for _ in range(40)]
         await asyncio.sleep(0.01)
         reads.set()
         answers = await asyncio.gather(*asked)

@@ -245,10 +245,10 @@ def test_a_request_of_which_nothing_could_be_sent_costs_no_connection(tmp_path, 
             stops(15)
             for _ in range(30):
                 with pytest.raises(RequestTimeoutError):
-                    link.request(frames.Info(), Deadline(0.005))
+                    link.request(LocalRequest(frames.Info()), Deadline(0.005))
             assert link.is_usable
             reads.set()
-            assert link.request(frames.Info(), Deadline(20)).status == 200
+            assert link.request(LocalRequest(frames.Info()), Deadline(20)).status == 200
         finally:
             reads.set()
             link._socket.close()
