@@ -118,7 +118,7 @@ def case(
         1e-5,
         2 if op is Op.GROUP_NORM else 0,
         layout,
-        "gelu_tanh" if epilogue else "none",
+        activation="gelu_tanh" if epilogue else "none",
         dropout=0.1 if epilogue and everything else 0.0,
         seed=3 if epilogue and everything else None,
         out_dtype=F32 if everything and forward else None,
