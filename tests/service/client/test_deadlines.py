@@ -38,7 +38,8 @@ def test_a_call_ends_when_its_time_is_over(ask, raw_server, beginning, piece):
     with pytest.raises(api.RequestTimeoutError, match=r"within 0\.15 s"):
         ask(server.url, normalise, tries=5, timeout_s=0.15)
     assert 0.1 < time.monotonic() - began < TOO_LONG_S
-    assert len(server.heads) == 1
+    # Not asked again; on a busy machine the server may not have read what it was asked.
+    assert len(server.heads) <= 1
 
 
 def test_a_transport_of_another_make_is_left_at_the_next_piece():
