@@ -1,8 +1,10 @@
 """A process that the supervisor starts and restarts, its state, and its connections."""
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
+import os
 import pickle
 import signal
 import socket
@@ -135,12 +137,12 @@ class Process:
     def signal(self) -> None:
         """Make it drain, or stop at once if it already drains."""
         if self._running is not None and self._running.returncode is None:
-            self._running.send_signal(signal.SIGTERM)
+            _send_signal(self._running.pid, signal.SIGTERM)
 
     def reload(self) -> None:
         """Make it read the TLS files again, as soon as it handles SIGHUP."""
         if self._minds_signals and self._running is not None and self._running.returncode is None:
-            self._running.send_signal(signal.SIGHUP)
+            _send_signal(self._running.pid, signal.SIGHUP)
         else:
             self._reloads_late = True
 
@@ -155,7 +157,7 @@ class Process:
         if before < self._hang_s <= self._silence_s:
             silent = "%s has given no sign for %.1f s and is killed"
             self._note(logging.ERROR, silent, self.name, self._silence_s)
-            self._running.kill()
+            _send_signal(self._running.pid, signal.SIGKILL)
 
     def _note(self, level: int, message: str, *arguments: object) -> None:
         log.log(level, message, *arguments, extra={"fields": self.fields})
@@ -211,3 +213,10 @@ def ending(code: int) -> dict[str, object]:
     except ValueError:
         # A real-time signal.
         return {"signal": str(-code)}
+
+
+def _send_signal(pid: int, number: signal.Signals) -> None:
+    """Send a signal to a process whose end has not been seen yet."""
+    # `subprocess` would first ask whether it has ended, and take its exit code away from the event loop.
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
