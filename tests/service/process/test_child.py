@@ -2,9 +2,11 @@
 
 import asyncio
 import logging
+import signal
 import socket
 
 import pytest
+from normserve.process import child
 from normserve.process.child import OWNER, Handed, Process, ending
 from normserve.process.handover import BEAT_S, MESSAGE, NOT_READY, READY, REFUSED, Heard
 
@@ -18,7 +20,8 @@ class Running:
     def __init__(self) -> None:
         self.kills = 0
 
-    def kill(self) -> None:
+    def kill(self, pid: int, number: int) -> None:
+        assert (pid, number) == (self.pid, signal.SIGKILL)
         self.kills += 1
 
 
@@ -33,8 +36,10 @@ class Channel:
 
 
 @pytest.fixture
-def running():
-    return Running()
+def running(monkeypatch):
+    running = Running()
+    monkeypatch.setattr(child.os, "kill", running.kill)
+    return running
 
 
 @pytest.fixture

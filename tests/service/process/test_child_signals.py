@@ -4,6 +4,7 @@ import signal
 import socket
 
 import pytest
+from normserve.process import child
 from normserve.process.child import OWNER, Process
 from normserve.process.handover import MESSAGE, NOT_READY, READY, Heard
 
@@ -11,16 +12,16 @@ from normserve.process.handover import MESSAGE, NOT_READY, READY, Heard
 class Running:
     """Stands for a subprocess."""
 
+    pid = 4711
+
     def __init__(self):
         self.returncode = None
         self.signals = []
 
-    def send_signal(self, number):
-        self.signals.append(number)
-
 
 @pytest.fixture
-def process():
+def process(monkeypatch):
+    monkeypatch.setattr(child.os, "kill", lambda pid, number: made._running.signals.append(number))
     made = Process("process 0", OWNER, lambda restarts: restarts, "cpu", hang_s=20)
     made._running = Running()
     return made
