@@ -21,7 +21,7 @@ _UNDIVIDED_ELEMENTS = 16 * 1024
 """Elements that torch does not divide among threads."""
 
 _GRAIN_ELEMENTS = 32 * 1024
-"""Elements for which torch takes another thread; for gelu it takes all of them."""
+"""Elements of a thread of torch's, which uses another one for each further part; gelu uses all threads."""
 
 _BLOCK_ELEMENTS = 128 * 1024
 """Elements for each thread in a block, whose intermediates stay in the cache."""

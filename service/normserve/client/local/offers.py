@@ -1,4 +1,4 @@
-"""What a server offers of its device's memory, and what a client has made of it."""
+"""The device memory that a server offers to one connection, and the client's arena in it."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
