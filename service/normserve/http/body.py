@@ -9,6 +9,7 @@ from normserve.admission.permits import Permit
 from normserve.errors import OverloadedError, TooLargeError, UnsupportedMediaTypeError
 from normserve.http.exchange import Exchange
 from normserve.memory.slabs import SlabPool, plain_memory
+from normserve.memory.threads import make_in_thread
 
 # The first slab of a body of unknown length.
 _FIRST_BYTES = 2**20
@@ -115,7 +116,7 @@ class _Room:
             return
         self.slab = slabs.take_idle(self.announced)
         if self.slab is None:
-            self.slab = await asyncio.to_thread(self._take, self.announced)
+            self.slab = await make_in_thread(self._take, self.announced)
 
     def make(self, nbytes: int) -> memoryview:
         """A slab of `nbytes`, within the permit; larger if the body's length is unknown."""

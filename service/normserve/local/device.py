@@ -4,7 +4,6 @@ A client may still use device memory that it has returned, because its mapping s
 charged until the client's process has ended, and until then it is given to no other client.
 """
 
-import asyncio
 import logging
 import queue
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from normserve.memory.device_segments import (
     DeviceMemoryFullError,
     DeviceSegment,
 )
+from normserve.memory.threads import make_in_thread
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class DeviceArenas:
             self._accounts.charge(peer.uid, nbytes)
         try:
             # Clearing, and what the driver does, take a millisecond, which others shall not wait.
-            descriptor, segment = await asyncio.to_thread(_prepared, device, known, nbytes)
+            descriptor, segment = await make_in_thread(_prepared, device, known, nbytes)
         except BaseException as error:
             if known is None:
                 self._accounts.returned.put((peer.uid, nbytes))

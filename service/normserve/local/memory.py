@@ -8,6 +8,7 @@ from typing import Protocol
 
 from normserve.errors import OverloadedError, TooLargeError
 from normserve.memory.segments import Segment, make_segment, rounded
+from normserve.memory.threads import make_in_thread
 
 #: A segment has at least so many bytes: each takes a descriptor.
 LEAST_BYTES = 2**20
@@ -147,7 +148,7 @@ class SharedMemory:
         self._accounts.charge(uid, nbytes)
         try:
             # Zeroing pages takes a millisecond for 2 MiB, which others shall not wait.
-            descriptor, segment = await asyncio.to_thread(self._make, nbytes)
+            descriptor, segment = await make_in_thread(self._make, nbytes)
         except BaseException as error:
             self._accounts.returned.put((uid, nbytes))
             if isinstance(error, MemoryError):

@@ -5,13 +5,13 @@ that another process has open is undefined behaviour, so a process that shares m
 mappings (including expandable segments) and the driver's pools have no handles.
 """
 
-import asyncio
 import contextlib
 import ctypes
 import logging
 from typing import TypeVar
 
 from normserve.memory.device_segments import Device, DeviceMemoryError, DeviceSegment, call, call_for_all
+from normserve.memory.threads import make_in_thread
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ async def open_for_client(device: Device, handle: bytes, nbytes: int, kind: type
     """
     try:
         # It takes the driver half a millisecond, which others shall not wait.
-        return await asyncio.to_thread(open_allocation, device, handle, nbytes, kind)
+        return await make_in_thread(open_allocation, device, handle, nbytes, kind)
     except DeviceMemoryError as error:
         # The text alone: an error's frames hold the device's.
         log.warning("a client's memory cannot be opened: %s", str(error))

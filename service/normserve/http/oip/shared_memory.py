@@ -1,6 +1,5 @@
 """`/v2/systemsharedmemory` and `/v2/cudasharedmemory`: register, unregister and list regions."""
 
-import asyncio
 import base64
 import binascii
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from normserve.http.oip.regions.device import DeviceMemory, DeviceRegion
 from normserve.http.oip.regions.files import RegionFile
 from normserve.http.oip.regions.registry import Regions, require_name
 from normserve.memory.allocations import HANDLE_BYTES
+from normserve.memory.threads import make_in_thread
 
 TRANSPORT_SYSTEM, TRANSPORT_CUDA = "oip_shm", "oip_cuda"
 """Metric labels of requests that use or register regions of either kind."""
@@ -88,7 +88,7 @@ class SharedMemory:
         said: _SystemRegion = await self._said(exchange, _SYSTEM)
         assert name is not None
         # The search of the process's mappings takes a millisecond.
-        region = await asyncio.to_thread(self.regions.open, name, said.key, said.offset, said.byte_size)
+        region = await make_in_thread(self.regions.open, name, said.key, said.offset, said.byte_size)
         self.regions.register(exchange.caller.key, name, region)
         return Response()
 

@@ -8,6 +8,7 @@ from normserve.errors import OverloadedError
 from normserve.http.oip.regions.files import RegionFile
 from normserve.http.oip.regions.registry import Span
 from normserve.memory.slabs import SlabPool
+from normserve.memory.threads import make_in_thread
 
 # A shorter copy takes no longer than a hand-over to another thread.
 _LONG_BYTES = 2**20
@@ -66,7 +67,7 @@ class Transfer:
             if not self.slabs.source.is_slow or nbytes < _LONG_BYTES:
                 return self.slabs.take(nbytes)
             idle = self.slabs.take_idle(nbytes)
-            return await asyncio.to_thread(self.slabs.take, nbytes) if idle is None else idle
+            return await make_in_thread(self.slabs.take, nbytes) if idle is None else idle
         except MemoryError:
             raise OverloadedError(f"there is no memory for tensors of {nbytes} bytes now") from None
 
