@@ -138,14 +138,23 @@ class _Outgoing:
         self.shared: Headers = ()
 
     async def respond(self, status: int, headers: Headers, buffers: Buffers, nbytes: int) -> None:
-        """Send a whole response to a request that has been received completely."""
+        """Send a whole response to a request that has been received completely.
+
+        Raises:
+            MemoryError: there is no memory to send from; an error can still be sent.
+        """
         exchange = self._exchange
         self.started = True
         exchange.end_work()
         exchange.record.status = status
         exchange.record.sent = nbytes
         named = (*headers, *self.shared, (b"x-request-id", exchange.request_id.encode()))
-        await exchange.sending.respond(status, named, buffers, nbytes)
+        try:
+            await exchange.sending.respond(status, named, buffers, nbytes)
+        except Exception:
+            if not exchange.sending.has_begun:
+                self.started, exchange.record.sent = False, 0
+            raise
 
     async def respond_problem(self, error: NormserveError) -> None:
         """Answer with an error; if a response has already begun, the connection's end cuts it off."""

@@ -1,6 +1,7 @@
 """A relayed request as seen by the application, in the process that owns the device."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -226,6 +227,7 @@ class RelayedDeparture(Departure):
         self.on_sent(messages.Sent(self._number, self._seconds, is_delivered=False))
 
     async def _say(self, message: msgspec.Struct) -> messages.Sent:
+        self._began = self._began or time.perf_counter()
         self._sent = asyncio.get_running_loop().create_future()
         self._front_end.send(message)
         try:

@@ -46,7 +46,15 @@ class Departure(ABC):
         Args:
             headers: all but those that every response has; content-length is `nbytes`.
             buffers: the body in pieces, which are not joined if copying them would cost more.
+
+        Raises:
+            MemoryError: there is no memory to send from; the response has not begun.
         """
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a response is on its way, so that no other one can be sent."""
+        return self._began > 0
 
     @property
     def seconds(self) -> float:

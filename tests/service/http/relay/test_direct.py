@@ -66,10 +66,11 @@ def out_of_memory(nbytes: int):
     raise MemoryError(nbytes)
 
 
+@pytest.mark.parametrize("is_direct", [True, False], ids=["direct", "application"])
 @pytest.mark.parametrize("rows", [64, 1024], ids=["copied at once", "copied by a thread"])
-def test_a_result_that_there_is_no_memory_to_send_from_is_an_answer_too(rows):
+def test_a_result_that_there_is_no_memory_to_send_from_is_an_answer_too(rows, is_direct):
     async def play() -> None:
-        owner = OwnerScene()
+        owner = OwnerScene(is_direct=is_direct)
         await owner.open()
         front_end = owner.front_end()
         front_end.request(1, npy(np.zeros((rows, 1024), np.float32)))
@@ -77,9 +78,12 @@ def test_a_result_that_there_is_no_memory_to_send_from_is_an_answer_too(rows):
         slabs = owner.service.slabs
         slabs.source = dataclasses.replace(slabs.source, allocate=out_of_memory)
         owner.executor.finish()
-        assert (await front_end.answer(1)).status == 503
-        await until(lambda: owner.is_idle)
-        assert [each.status for each in owner.records] == [503]
+        answer = await front_end.answer(1)
+        assert answer.status == 503
+        await until(lambda: owner.records)
+        assert owner.is_idle
+        [record] = owner.records
+        assert (record.status, record.error, record.sent) == (503, "device_out_of_memory", len(answer.data))
         await owner.close()
 
     asyncio.run(asyncio.wait_for(play(), 20))

@@ -1,6 +1,7 @@
 """Whichever way a plain request goes, directly or by the application, it is answered and counted the same."""
 
 import asyncio
+import dataclasses
 import functools
 import hashlib
 import logging
@@ -86,6 +87,14 @@ def break_down(owner: OwnerScene) -> None:
     owner.service.engine.begin = fail
 
 
+def exhaust_memory(owner: OwnerScene) -> None:
+    def allocate(nbytes: int) -> None:
+        raise MemoryError(nbytes)
+
+    slabs = owner.service.slabs
+    slabs.source = dataclasses.replace(slabs.source, allocate=allocate)
+
+
 CASES = {
     "forward": (200, {}),
     "backward": (
@@ -128,6 +137,7 @@ OTHERS = {
     "device draining": (503, {}, DrainingError("it ends"), None, {}),
     "draining": (503, {}, None, drain, {}),
     "unexpected": (500, {}, None, break_down, {}),
+    "no memory to send from": (503, {"body": npy(np.ones((64, 1024), np.float32))}, None, exhaust_memory, {}),
     "overloaded": (429, {}, None, lambda owner: owner.service.limits.acquire(1), {"max_inflight_requests": 1}),
     "too large": (413, {}, None, None, {"max_body_bytes": len(BODY) - 1}),
     "more than there may be": (429, {}, None, None, {"max_inflight_bytes": len(BODY) - 1}),
