@@ -17,7 +17,7 @@ from normserve.engine.batcher import Batcher
 from normserve.engine.compilation import Compilation
 from normserve.engine.executor import Executor, Outcome, Reply, on_loop
 from normserve.engine.launches import Launches, described
-from normserve.engine.waiters import OnEnd, Replies, settling
+from normserve.engine.waiters import OnEnd, Replies
 from normserve.errors import (
     ClientLeftError,
     DeviceFailureError,
@@ -26,7 +26,7 @@ from normserve.errors import (
     NotReadyError,
 )
 from normserve.jobs.device import DeviceInfo
-from normserve.jobs.job import Batch, Execution, NormJob, NormResult, Op, Recurrence
+from normserve.jobs.job import Batch, Execution, NormJob, Op, Recurrence
 from normserve.memory.device_segments import Device
 from normserve.memory.host_tensors import HostTensor
 from normserve.metrics.metrics import Metrics
@@ -175,29 +175,12 @@ class Engine:
         self._note_failure(error)
         return error
 
-    async def submit(self, job: NormJob, deadline: float) -> NormResult:
-        """Run a job.  Cancelling the call takes the job out of the queue if it is still there.
+    def begin(self, job: NormJob, deadline: float, on_end: OnEnd) -> None:
+        """Run a job; who began it calls `end` once told, or when it is not wanted any more.
 
         Args:
             deadline: when execution must have begun, by `time.perf_counter`.
-
-        Raises:
-            DeadlineExceededError: it had not; the job was not run.
-            NormserveError: what the device said.
-        """
-        reply: asyncio.Future[NormResult] = asyncio.get_running_loop().create_future()
-        self.begin(job, deadline, settling(reply))
-        try:
-            return await reply
-        finally:
-            self.end(job)
-            # An error's traceback holds this frame; through its future it would hold itself, and the job's slabs.
-            del reply
-
-    def begin(self, job: NormJob, deadline: float, on_end: OnEnd) -> None:
-        """Run a job, as `submit` does; who began it calls `end` once told, or when it is not wanted any more.
-
-        Args: on_end: told what became of it, later and not in this call.
+            on_end: told what became of it, later and not in this call.
 
         Raises:
             DeadlineExceededError: the deadline has passed.

@@ -138,19 +138,5 @@ class Replies:
                 self.refuse((job,), _late(job))
 
 
-def settling(future: asyncio.Future[NormResult]) -> OnEnd:
-    """A callback that settles a future, unless it is done or cancelled."""
-
-    def settle(ended: NormResult | NormserveError) -> None:
-        if future.done():
-            return
-        if isinstance(ended, NormserveError):
-            future.set_exception(ended)
-        else:
-            future.set_result(ended)
-
-    return settle
-
-
 def _late(job: NormJob) -> DeadlineExceededError:
     return DeadlineExceededError(f"execution of this {job.spec.op.value} had not begun by its deadline")

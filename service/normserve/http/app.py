@@ -16,7 +16,6 @@ from normserve.errors import (
     NormserveError,
 )
 from normserve.http.body import BodyReader
-from normserve.http.computing import Computing
 from normserve.http.direct import DirectPaths
 from normserve.http.edge import error_handlers
 from normserve.http.edge.middleware import Edge
@@ -86,12 +85,11 @@ def create_app(
     status = _status(service, relays)
     app.state.describe = status.describe
     bodies = _bodies(service)
-    computing = Computing(service.engine, bodies)
-    operations = Operations(computing, service.layers)
+    operations = Operations(bodies, service.layers)
     routers = [
         operations.router(),
         Layers(service.engine, service.layers, service.changes, bodies).router(),
-        *_inference_protocol(service, computing),
+        *_inference_protocol(service, bodies),
         status.router(),
         Page(service.keys is not None, settings.tls_client_ca is not None).router(),
     ]
@@ -118,7 +116,7 @@ def create_app(
     return app
 
 
-def _inference_protocol(service: Service, computing: Computing) -> list[APIRouter]:
+def _inference_protocol(service: Service, bodies: BodyReader) -> list[APIRouter]:
     """The routers of the paths below `/v2`."""
     models = Models(service.layers)
     statistics = Statistics(lambda: [model.name for model in models.all()])
@@ -137,10 +135,10 @@ def _inference_protocol(service: Service, computing: Computing) -> list[APIRoute
     catalogue.answer_siblings()
     shared = SharedTensors(regions, Transfer(service.slabs), device_memory)
     return [
-        Infer(computing, models, service.layers, statistics, shared).router(),
-        SharedMemory(regions, device_memory, computing.bodies).router(),
+        Infer(bodies, models, service.layers, statistics, shared).router(),
+        SharedMemory(regions, device_memory, bodies).router(),
         catalogue.router(),
-        Repository(models, service.changes, computing.bodies).router(),
+        Repository(models, service.changes, bodies).router(),
     ]
 
 

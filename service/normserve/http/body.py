@@ -10,6 +10,7 @@ from normserve.errors import OverloadedError, TooLargeError, UnsupportedMediaTyp
 from normserve.http.exchange import Exchange
 from normserve.memory.slabs import SlabPool, plain_memory
 from normserve.memory.threads import make_in_thread
+from normserve.requests.lifecycle import RequestLifecycle
 
 # The first slab of a body of unknown length.
 _FIRST_BYTES = 2**20
@@ -44,6 +45,18 @@ class BodyReader:
     min_bytes_per_s: float = 0.0
     grace_s: float = 0.0
 
+    async def receive(self, exchange: Exchange) -> memoryview:
+        """Receive the body of an operation whose head is valid; the server's work on the request begins then.
+
+        Raises:
+            NormserveError: the request is not admitted, or its body does not arrive.
+        """
+        exchange.services.engine.require_ready()
+        body = await self.read(exchange)
+        exchange.begin_work()
+        exchange.note_received(exchange.reception.seconds)
+        return body
+
     async def read(self, exchange: Exchange) -> memoryview:
         """Acquire a permit, and only then receive the body.  After an error the permit is released.
 
@@ -56,8 +69,7 @@ class BodyReader:
         reception = exchange.reception
         announced = reception.announced
         reception.require_open()
-        self.require_short(announced or 0)
-        permit = exchange.acquire_permit(announced or 0)
+        permit = self.admit(exchange, announced or 0)
         room = _Room(self, permit, announced)
         try:
             if self.slabs.source.is_slow:
@@ -82,6 +94,16 @@ class BodyReader:
             room.slab = None
             raise
         return body
+
+    def admit(self, request: RequestLifecycle, nbytes: int) -> Permit:
+        """Take a permit for a body of so many bytes.
+
+        Raises:
+            TooLargeError: no body may be this long, or none of this client.
+            OverloadedError: there is no permit.
+        """
+        self.require_short(nbytes)
+        return request.acquire_permit(nbytes)
 
     def due_bytes_per_s(self, announced: int) -> float:
         """The rate below which a body may lose its permit to other requests: it would not be complete in time."""

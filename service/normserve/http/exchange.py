@@ -1,13 +1,16 @@
 """One request over HTTP and its response, from the first header to the last byte."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING
 
 from starlette.types import Scope
 
 from normserve.admission.callers import Caller
+from normserve.errors import NormserveError
 from normserve.http.spans import describe_span
 from normserve.http.transport import Buffers, Departure, Headers, Reception
+from normserve.jobs.job import NormJob, NormResult
 from normserve.metrics.requests import RequestRecord
 from normserve.requests.lifecycle import RequestLifecycle, RequestServices
 
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
 
 class Exchange(RequestLifecycle):
     """The data of a request that the routes and the edge of the application share.
+
+    A task runs the route, which awaits the result of a job; errors are raised to the edge, which sends them.
 
     Attributes:
         scope: the request as ASGI has it.
@@ -29,7 +34,7 @@ class Exchange(RequestLifecycle):
 
     respond: Callable[[int, Headers, Buffers, int], Awaitable[None]]
     client_left = False
-    _is_in_work = False
+    _result: asyncio.Future[NormResult] | None = None
 
     def __init__(
         self,
@@ -50,16 +55,33 @@ class Exchange(RequestLifecycle):
         self.sending: Departure = scope["state"]["sending"]
         self._find_route = find_route
 
-    def begin_work(self) -> None:
-        """The request has been received completely: from now on the server is responsible for a response."""
-        self._is_in_work = True
-        self.services.progress.begin()
+    async def result(self) -> NormResult:
+        """Wait for the result of the job that has just been begun, unless the client leaves before it runs.
 
-    def end_work(self) -> None:
-        """The response is ready, or no longer wanted; a second call does nothing."""
-        if self._is_in_work:
-            self._is_in_work = False
-            self.services.progress.end()
+        Raises:
+            NormserveError: the deadline passes, the client leaves, or the device reports an error.
+        """
+        self._result = asyncio.get_running_loop().create_future()
+        # A job that already runs is waited for: the permit is held as long as the device works.
+        self.sending.on_departure = self.withdraw
+        try:
+            return await self._result
+        except asyncio.CancelledError:
+            self.withdraw()
+            raise
+        finally:
+            self.sending.on_departure = None
+
+    def conclude(self, ended: NormResult | NormserveError, job: NormJob) -> None:
+        # Forgotten: the traceback of an error holds the waiting frame, and with it this object and the job's slabs.
+        result, self._result = self._result, None
+        assert result is not None
+        if result.done():
+            return
+        if isinstance(ended, NormserveError):
+            result.set_exception(ended)
+        else:
+            result.set_result(ended)
 
     def describe_span(self) -> "tuple[str, Attributes]":
         return describe_span(self, self.scope, self._find_route(self.scope))

@@ -1,8 +1,11 @@
 """What is measured of a computation, and how the headers of its response say it."""
 
+import time
 from typing import NamedTuple
 
 from normserve.http.transport import Headers
+from normserve.jobs.job import NormResult
+from normserve.metrics.requests import RequestRecord
 
 _TIMING = b", ".join(b"%b;dur=%%.9f" % stage for stage in (b"recv", b"queue", b"copy_in", b"kernel", b"copy_out"))
 
@@ -27,3 +30,23 @@ class Measured(NamedTuple):
             (b"x-kernel-bandwidth", b"%.0f" % self.kernel_bandwidth),
             (b"x-batch-size", b"%d" % self.batch_size),
         ]
+
+
+def note_result(record: RequestRecord, result: NormResult, began: float) -> Measured:
+    """Write a result's times into the request's record; return what the headers of its response say.
+
+    Args: began: when serialisation of the response began, by `time.perf_counter`.
+    """
+    record.note_result(result, began)
+    record.stages["serialize"] = time.perf_counter() - began
+    record.waiting_in = "send"
+    return Measured(
+        record.stages["recv"],
+        result.queue_s,
+        result.copy_in_s,
+        result.kernel_s,
+        result.copy_out_s,
+        result.kernel_bytes,
+        result.kernel_bandwidth,
+        result.batch_size,
+    )

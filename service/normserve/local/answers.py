@@ -12,7 +12,7 @@ from normserve.jobs.job import NormJob, NormResult
 from normserve.local.session import Session
 from normserve.local.wire import Wire
 from normserve.metrics.requests import NONE, RequestRecord
-from normserve.requests.lifecycle import Computation, RequestServices
+from normserve.requests.lifecycle import CallbackRequest, RequestServices
 
 if TYPE_CHECKING:
     from normserve.traces.traces import Attributes
@@ -60,7 +60,7 @@ class Answers:
         LocalExchange(self, tag, record).refuse(error)
 
 
-class LocalExchange(Computation):
+class LocalExchange(CallbackRequest):
     """One message of a client and its response.
 
     Attributes:

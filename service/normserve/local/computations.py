@@ -79,14 +79,14 @@ class LocalComputation(LocalExchange):
         else:
             computations.under_way.add(self)
 
-    def note_computed(self, ended: NormResult | NormserveError) -> bool:
+    def conclude(self, ended: NormResult | NormserveError, job: NormJob) -> None:
         self._computations.under_way.discard(self)
         self._release_permit()
         if isinstance(ended, DrainingError | DeviceFailureError):
             # It may run still, and would write where the client, once it has an answer, keeps something else.
             self._answers.close()
         self._computations.on_end()
-        return True
+        super().conclude(ended, job)
 
     def send_result(self, result: NormResult, job: NormJob) -> None:
         request, record, service = self._request, self.record, self._computations.service

@@ -1,7 +1,6 @@
 """Messages about registered layers."""
 
-from collections.abc import Callable, Iterator, Mapping, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,8 +82,8 @@ class LayerMessages:
                 raise AssertionError(f"{message} is no message about layers")
 
     async def _delete(self, message: Any, sender: Sender) -> _Answer:
-        with self._work():
-            await self.changes.remove(message.name)
+        sender.exchange.begin_work()
+        await self.changes.remove(message.name)
         return None, 204
 
     async def _put(self, message: Any, sender: Sender) -> _Answer:
@@ -99,8 +98,8 @@ class LayerMessages:
         try:
             exchange.charge_copy(nbytes)
             body = memoryview(b"".join(safetensors.encode(copied(_tensors(arena, message.tensors)))))
-            with self._work():
-                layer, replaced = await self.changes.register(message.name, query, body)
+            exchange.begin_work()
+            layer, replaced = await self.changes.register(message.name, query, body)
         finally:
             permit.release()
         return layer_document(layer), 200 if replaced else 201
@@ -119,14 +118,6 @@ class LayerMessages:
             who = {"key": caller.key, "address": caller.address, "request_id": sender.exchange.request_id}
             audit.layer_changed(method, f"/v1/layers/{message.name}", result, **who)
         return document, status
-
-    @contextmanager
-    def _work(self) -> Iterator[None]:
-        self.requests.progress.begin()
-        try:
-            yield
-        finally:
-            self.requests.progress.end()
 
 
 def _tensors(arena: Arena, located: Mapping[str, Located]) -> dict[str, HostTensor]:

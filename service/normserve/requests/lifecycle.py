@@ -52,9 +52,10 @@ class RequestServices:
 
 
 class RequestLifecycle(ABC):
-    """One request: it is admitted, charged for the memory of its computation, and accounted for.
+    """One request: it is admitted, charged for memory, computed, answered and accounted for.
 
-    A transport derives from it, and calls `account` once the response has been sent or never will be.
+    A transport derives from it.  It says in `conclude` how what became of the job reaches the client, and calls
+    `account` once the response has been sent or never will be.
 
     Attributes:
         request_id: the client's own, if it sent a valid one.
@@ -62,11 +63,14 @@ class RequestLifecycle(ABC):
         caller: the client.
         record: the values for the metrics.
         permit: None until the request is admitted.  The transport releases it.
+        job: set while the engine has it.
         is_traced: whether the request may have a span.
     """
 
     is_traced = True
     permit: Permit | None = None
+    job: NormJob | None = None
+    _is_in_work = False
 
     def __init__(
         self,
@@ -81,6 +85,10 @@ class RequestLifecycle(ABC):
         self.headers = headers
         self.caller = caller
         self.record = record
+
+    @abstractmethod
+    def conclude(self, ended: NormResult | NormserveError, job: NormJob) -> None:
+        """Respond with a job's result or with its error; called by the engine, later than in `begin_job`."""
 
     @abstractmethod
     def describe_span(self) -> "tuple[str, Attributes]":
@@ -104,6 +112,26 @@ class RequestLifecycle(ABC):
         caller = self.caller
         self.permit = permit = self.services.limits.acquire(nbytes, caller.tenant, caller.max_inflight_bytes)
         return permit
+
+    def note_received(self, seconds: float) -> None:
+        """Write into the record that the body has been received, within so many seconds of its header."""
+        self.record.stages["recv"] = seconds
+        self.record.waiting_in = "parse"
+
+    def begin_work(self) -> None:
+        """The request has been received completely: from now on the server is responsible for a response.
+
+        A second call does nothing.
+        """
+        if not self._is_in_work:
+            self._is_in_work = True
+            self.services.progress.begin()
+
+    def end_work(self) -> None:
+        """The response is ready, or no longer wanted; a second call does nothing."""
+        if self._is_in_work:
+            self._is_in_work = False
+            self.services.progress.end()
 
     def charge_memory(self, job: NormJob, cost: MemoryCost, body_bytes: int) -> None:
         """Charge a job's results and temporaries to the permit.
@@ -135,6 +163,24 @@ class RequestLifecycle(ABC):
         wait_ms = self.services.timeout_ms if timeout_ms is None else timeout_ms
         return self.record.began + wait_ms / 1000
 
+    def begin_job(self, job: NormJob, timeout_ms: float | None) -> None:
+        """Begin a job that has been charged; `conclude` is called with what becomes of it.
+
+        Args: timeout_ms: None for the server's default.
+
+        Raises:
+            DeadlineExceededError: the deadline has passed.
+            NormserveError: the engine does not take the job.
+        """
+        self.services.engine.begin(job, self.deadline(timeout_ms), self._end_job)
+        self.begin_work()
+        self.job = job
+
+    def withdraw(self) -> None:
+        """Refuse the job if it waits, since nobody wants it; one that runs has its result."""
+        if self.job is not None:
+            self.services.engine.withdraw(self.job)
+
     def log_failure(self, error: BaseException) -> NormserveError:
         """Log an error that is the server's own; return what the client is told."""
         if isinstance(error, NormserveError):
@@ -155,6 +201,12 @@ class RequestLifecycle(ABC):
         if services.is_logged:
             log_request(*self.describe_target(), record, self.caller, self.log_fields)
 
+    def _end_job(self, ended: NormResult | NormserveError) -> None:
+        job, self.job = self.job, None
+        assert job is not None
+        self.services.engine.end(job)
+        self.conclude(ended, job)
+
     def _failure_fields(self) -> dict[str, str | None]:
         """The log fields that identify the request and its caller."""
         if self.services.traces is not None and self.is_traced:
@@ -162,16 +214,11 @@ class RequestLifecycle(ABC):
         return {**self.log_fields, "key": self.caller.key}
 
 
-class Computation(RequestLifecycle):
+class CallbackRequest(RequestLifecycle):
     """A request that is answered from the engine's callback, without a task that waits.
 
     A transport derives from it, and says how a result and a problem are sent.
-
-    Attributes:
-        job: set while the engine has it.
     """
-
-    job: NormJob | None = None
 
     @abstractmethod
     def send_result(self, result: NormResult, job: NormJob) -> None:
@@ -181,41 +228,14 @@ class Computation(RequestLifecycle):
     def send_problem(self, error: NormserveError) -> None:
         """Send an error, which the record has already."""
 
-    def begin_job(self, job: NormJob, timeout_ms: float | None) -> None:
-        """Begin a job that has been charged; its result or its error is sent later.
-
-        Args: timeout_ms: None for the server's default.
-
-        Raises:
-            DeadlineExceededError: the deadline has passed.
-            NormserveError: the engine does not take the job.
-        """
-        self.services.engine.begin(job, self.deadline(timeout_ms), self._conclude)
-        self.services.progress.begin()
-        self.job = job
-
-    def withdraw(self) -> None:
-        """Refuse the job if it waits, since nobody wants it; one that runs has its result."""
-        if self.job is not None:
-            self.services.engine.withdraw(self.job)
-
-    def note_computed(self, ended: NormResult | NormserveError) -> bool:
-        """Note that nothing computes any more, before the response; return whether one is to be sent."""
-        return True
-
     def refuse(self, error: BaseException) -> None:
         """Send an error; if it is the server's own, log it."""
         known = self.log_failure(error)
         self.record.error, self.record.status = known.code, status_of(known)
         self.send_problem(known)
 
-    def _conclude(self, ended: NormResult | NormserveError) -> None:
-        job, self.job = self.job, None
-        assert job is not None
-        self.services.engine.end(job)
-        self.services.progress.end()
-        if not self.note_computed(ended):
-            return
+    def conclude(self, ended: NormResult | NormserveError, job: NormJob) -> None:
+        self.end_work()
         # Not raised: its traceback would hold this frame, and with it the job.
         if isinstance(ended, NormserveError):
             self.refuse(ended)

@@ -10,9 +10,9 @@ from normserve.engine.batcher import Batcher
 from normserve.engine.compilation import Compilation
 from normserve.engine.engine import Engine
 from normserve.engine.executor import Outcome
-from normserve.errors import DeviceFailureError
+from normserve.errors import DeviceFailureError, NormserveError
 from normserve.jobs.device import DeviceInfo
-from normserve.jobs.job import Batch, Execution, Lane, NormJob
+from normserve.jobs.job import Batch, Execution, Lane, NormJob, NormResult
 from normserve.metrics.metrics import Metrics
 
 from tests.service.jobs.fake_jobs import job
@@ -143,7 +143,24 @@ class Scene:
         self.engine = Engine(self.executor, batcher, Compilation(max_classes=4, max_per_minute=60), self.metrics)
 
     def submit(self, work, deadline: float = FAR) -> asyncio.Task:
-        return asyncio.ensure_future(self.engine.submit(work, deadline))
+        """Begin a job in a task that has its result or raises its error; cancelled, it ends the job."""
+        return asyncio.ensure_future(self._computed(work, deadline))
+
+    async def _computed(self, work: NormJob, deadline: float) -> NormResult:
+        ended: asyncio.Future[NormResult | NormserveError] = asyncio.get_running_loop().create_future()
+        self.engine.begin(work, deadline, ended.set_result)
+        try:
+            result = await ended
+        finally:
+            self.engine.end(work)
+            del ended
+        if not isinstance(result, NormserveError):
+            return result
+        try:
+            raise result
+        finally:
+            # The traceback holds this frame, and with it the job.
+            del result, work
 
 
 class Quick(FakeBackend):

@@ -1,14 +1,23 @@
-"""As much of a request over HTTP as its body takes."""
+"""Requests over HTTP without a connection."""
 
 from types import SimpleNamespace
 from typing import Any
 
 from normserve.admission.callers import Caller
 from normserve.admission.permits import Limits, Permit
+from normserve.engine.progress import Progress
+from normserve.http.exchange import Exchange
+from normserve.http.transport import Reception
+from normserve.http.transport.asgi import PlainSending
+from normserve.metrics.requests import RequestRecord
+from normserve.requests.admission import Admission
+from normserve.requests.lifecycle import RequestServices
+
+from tests.service.engine.fake_engine import Scene
 
 
 def make_exchange(limits: Limits, reception: Any, address: str = "127.0.0.1") -> Any:
-    """Return a request with a body to be received; `permit` is None until it has one."""
+    """Return as much of a request as its body takes; `permit` is None until it has one."""
     caller = Caller(address)
     exchange = SimpleNamespace(reception=reception, permit=None)
 
@@ -18,3 +27,23 @@ def make_exchange(limits: Limits, reception: Any, address: str = "127.0.0.1") ->
 
     exchange.acquire_permit = acquire_permit
     return exchange
+
+
+class ExchangeScene:
+    """A request without a body, and the engine that computes it."""
+
+    def __init__(self, *, max_bytes: int = 2**30, timeout_ms: float = 20_000) -> None:
+        self.scene = Scene()
+        self.limits, self.progress = Limits(max_requests=4, max_bytes=2**30), Progress()
+        engine = self.scene.engine
+        admission = Admission(engine, max_bytes)
+        services = RequestServices(engine, self.limits, admission, self.progress, self.scene.metrics, timeout_ms)
+        reception = Reception(0, bytearray)
+        reception.complete()
+        scope = {"path": "/", "state": {"reception": reception, "sending": PlainSending(None)}}
+        record = RequestRecord(stages={"recv": 0.0})
+        self.exchange = Exchange(services, "id", {}, Caller("somebody"), record, scope, lambda scope: "/")
+
+    async def start(self) -> None:
+        await self.scene.engine.start()
+        self.scene.engine.open()

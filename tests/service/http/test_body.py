@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 from normserve.admission.permits import Limits
-from normserve.errors import OverloadedError, RequestTimeoutError
+from normserve.errors import NotReadyError, OverloadedError, RequestTimeoutError
 from normserve.http.body import BodyReader
 from normserve.http.transport import Reception as RealReception
 from normserve.memory.slabs import PLAIN, SlabPool, Source, plain_memory
 
-from tests.service.http.fake_exchanges import make_exchange
+from tests.service.http.fake_exchanges import ExchangeScene, make_exchange
 
 MIB = 2**20
 
@@ -161,3 +161,32 @@ def test_a_body_that_stalls_gives_its_place_and_its_memory_to_the_next_at_once(s
             await reading
 
     asyncio.run(stall())
+
+
+def reader(slabs: SlabPool) -> BodyReader:
+    return BodyReader(slabs, MIB, pause_s=5, total_s=5)
+
+
+def test_no_body_is_received_before_the_server_is_ready(slabs):
+    async def run():
+        asked = ExchangeScene()
+        with pytest.raises(NotReadyError):
+            await reader(slabs).receive(asked.exchange)
+        assert asked.limits.requests == 0
+        assert asked.exchange.permit is None
+        assert asked.progress.is_idle
+
+    asyncio.run(run())
+
+
+def test_work_begins_once_the_body_is_whole(slabs):
+    async def run():
+        asked = ExchangeScene()
+        await asked.start()
+        assert bytes(await reader(slabs).receive(asked.exchange)) == b""
+        record = asked.exchange.record
+        assert (record.stages["recv"], record.waiting_in) == (asked.exchange.reception.seconds, "parse")
+        assert not asked.progress.is_idle
+        assert asked.limits.requests == 1
+
+    asyncio.run(run())

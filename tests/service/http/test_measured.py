@@ -1,6 +1,10 @@
 """The headers of a response that say what its computation took."""
 
-from normserve.http.measured import Measured
+import time
+
+from normserve.http.measured import Measured, note_result
+from normserve.jobs.job import NormResult
+from normserve.metrics.requests import RequestRecord
 
 
 def test_headers_have_milliseconds_by_stage_and_whole_numbers():
@@ -12,3 +16,17 @@ def test_headers_have_milliseconds_by_stage_and_whole_numbers():
         b"x-kernel-bandwidth": b"1235",
         b"x-batch-size": b"3",
     }
+
+
+def test_what_a_result_says_is_what_its_response_says():
+    record = RequestRecord(stages={"recv": 0.25})
+    measured = note_result(record, NormResult({}, 0.5, 1.0, 2.0, 4.0, 10, 30, 3, 0.0), time.perf_counter())
+    assert measured == (0.25, 0.5, 1.0, 2.0, 4.0, 10, 15.0, 3)
+    assert {stage: record.stages[stage] for stage in ("queue", "copy_in", "kernel", "copy_out")} == {
+        "queue": 0.5,
+        "copy_in": 1.0,
+        "kernel": 2.0,
+        "copy_out": 4.0,
+    }
+    assert record.stages["serialize"] >= 0
+    assert record.waiting_in == "send"

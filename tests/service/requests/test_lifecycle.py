@@ -23,7 +23,7 @@ from normserve.jobs.job import NormSpec, Op, Pass
 from normserve.jobs.validation import costed_job
 from normserve.metrics.requests import RequestRecord
 from normserve.requests.admission import Admission
-from normserve.requests.lifecycle import Computation, RequestServices
+from normserve.requests.lifecycle import CallbackRequest, RequestServices
 
 from tests.service.engine.fake_engine import Scene, turn
 from tests.service.jobs.fake_jobs import tensor
@@ -31,7 +31,7 @@ from tests.service.jobs.fake_jobs import tensor
 SPEC = NormSpec(Op.LAYER_NORM, Pass.FORWARD, eps=1e-5)
 
 
-class Sent(Computation):
+class Sent(CallbackRequest):
     """Keeps its response."""
 
     def __init__(self, services, caller=Caller("10.0.0.1")):  # noqa: B008
@@ -39,7 +39,6 @@ class Sent(Computation):
         super().__init__(services, "an-id", {}, caller, record)
         self.results, self.problems = [], []
         self.fault = None
-        self.wants_response = True
 
     def send_result(self, result, job):
         if self.fault is not None:
@@ -48,9 +47,6 @@ class Sent(Computation):
 
     def send_problem(self, error):
         self.problems.append(error)
-
-    def note_computed(self, ended):
-        return self.wants_response
 
     def describe_span(self):
         raise AssertionError("nothing is traced")
@@ -133,18 +129,26 @@ def test_an_error_of_the_job_or_of_its_response_is_sent_as_a_problem(fault, capl
     played(body)
 
 
-def test_nothing_is_sent_that_nobody_wants():
-    async def body(server):
-        request = Sent(server.services)
-        request.wants_response = False
-        server.begin(request)
-        await turn()
-        server.scene.executor.finish()
-        await turn()
-        assert (request.results, request.problems) == ([], [])
-        assert server.progress.is_idle
+def test_work_is_counted_once_from_its_first_beginning_to_its_first_end():
+    server = Server()
+    request = Sent(server.services)
+    request.end_work()
+    assert server.progress.is_idle
+    request.begin_work()
+    request.begin_work()
+    other = Sent(server.services)
+    other.begin_work()
+    request.end_work()
+    request.end_work()
+    assert not server.progress.is_idle
+    other.end_work()
+    assert server.progress.is_idle
 
-    played(body)
+
+def test_a_received_body_is_in_the_record():
+    request = Sent(Server().services)
+    request.note_received(0.25)
+    assert (request.record.stages["recv"], request.record.waiting_in) == (0.25, "parse")
 
 
 def test_what_waits_is_withdrawn_and_what_runs_has_its_result():

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from fastapi import APIRouter, Request
 
 from normserve.errors import MalformedPayloadError, NormserveError
-from normserve.http.body import require_identity
-from normserve.http.computing import Computing, note_operation, note_result
+from normserve.http.body import BodyReader, require_identity
 from normserve.http.curl import is_form, with_curl_hint
 from normserve.http.direct import DirectRoute
 from normserve.http.exchange import Exchange
+from normserve.http.measured import note_result
 from normserve.http.oip.answer import answer, require_possible
 from normserve.http.oip.asked import Asked, check_header, check_raw
 from normserve.http.oip.header import LENGTH, json_bytes, read_header, require_short
@@ -34,7 +34,7 @@ _LONGEST_KEPT = 1024
 class Infer:
     """Handles inference requests."""
 
-    computing: Computing
+    bodies: BodyReader
     models: Models
     layers: LayerRegistry
     statistics: Statistics
@@ -58,7 +58,7 @@ class Infer:
         exchange: Exchange = request.scope["state"]["exchange"]
         exchange.record.transport = TRANSPORT
         model = self.models.get(**request.path_params)
-        note_operation(exchange, model.op, model.direction)
+        exchange.record.op, exchange.record.direction = model.op.label, model.direction.label
         try:
             return await self._infer(exchange, model)
         except NormserveError:
@@ -70,7 +70,7 @@ class Infer:
         of_json = json_bytes(exchange.headers.get(LENGTH), exchange.reception.announced)
         # A layer that is removed while the body arrives stays valid for this request.
         layer = self.layers.get(model.name) if model.is_layer else None
-        body = await self.computing.receive(exchange)
+        body = await self.bodies.receive(exchange)
         try:
             asked = _read(model, None if layer is None else layer.row, of_json, body)
         except MalformedPayloadError as error:
@@ -88,7 +88,7 @@ class Infer:
                 exchange.record.transport = TRANSPORT_CUDA
         brought = brought_bytes(asked.inputs)
         if brought and exchange.permit is not None:
-            self.computing.bodies.require_short(len(body) + brought)
+            self.bodies.require_short(len(body) + brought)
             exchange.permit.grow(brought)
         copies = await self.shared.read(shared) if shared.inputs else {}
         tensors = tensors_of(asked.inputs, body, copies)
@@ -97,7 +97,9 @@ class Infer:
         require_possible(model, asked, job, several)
         if shared.outputs:
             job = placed(shared, job)
-        result = await self.computing.run(exchange, job, cost, len(body) + brought, asked.timeout_ms)
+        exchange.charge_memory(job, cost, len(body) + brought)
+        exchange.begin_job(job, asked.timeout_ms)
+        result = await exchange.result()
         began = time.perf_counter()
         if shared.outputs:
             await self.shared.write(shared, result.tensors)

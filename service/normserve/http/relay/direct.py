@@ -28,7 +28,7 @@ from normserve.http.transport import Buffers, Headers
 from normserve.jobs.job import Layer, NormJob, NormResult
 from normserve.metrics.requests import RequestRecord
 from normserve.requests.authorisation import Authorisation
-from normserve.requests.lifecycle import Computation, RequestServices
+from normserve.requests.lifecycle import CallbackRequest, RequestServices
 
 if TYPE_CHECKING:
     from normserve.traces.traces import Attributes
@@ -65,7 +65,7 @@ class Parts:
     services: RequestServices
 
 
-class DirectRequest(Computation):
+class DirectRequest(CallbackRequest):
     """One request under way, until its response has been sent."""
 
     _form: Told
@@ -87,7 +87,7 @@ class DirectRequest(Computation):
         self._front_end = front_end
         self._number = request.number
         self._prepared = prepared
-        self._bodies = prepared.operation.computing.bodies
+        self._bodies = prepared.operation.bodies
 
     def begin(self, body: memoryview) -> None:
         """Have it computed; it is answered then, or at once if something is wrong with it."""
@@ -106,8 +106,7 @@ class DirectRequest(Computation):
         """
         layer = self._prepared.operation.layer_of(self._prepared.head)
         self.services.engine.require_ready()
-        self._bodies.require_short(nbytes)
-        self.acquire_permit(nbytes)
+        self._bodies.admit(self, nbytes)
         return layer
 
     def compute(self, body: memoryview, layer: Layer | None, received_s: float) -> None:
@@ -115,13 +114,10 @@ class DirectRequest(Computation):
 
         Args: received_s: seconds from the header to the end of the body.
         """
-        record, head = self.record, self._prepared.head
-        record.received, record.stages["recv"] = len(body), received_s
-        record.waiting_in = "parse"
+        self.record.received = len(body)
+        self.note_received(received_s)
         try:
-            job, cost, self._form = head.with_body(body, layer, self.charge_copy)
-            self.charge_memory(job, cost, len(body))
-            self.begin_job(job, head.timeout_ms)
+            self._form = self._prepared.head.begin(self, body, layer)
         except Exception as error:
             self.refuse(error)
 
@@ -158,10 +154,12 @@ class DirectRequest(Computation):
         self.account(is_delivered=sent.is_delivered)
         self._front_end.end(self._number)
 
-    def note_computed(self, ended: NormResult | NormserveError) -> bool:
+    def conclude(self, ended: NormResult | NormserveError, job: NormJob) -> None:
         if self._is_lost:
+            self.end_work()
             self._end_unsent()
-        return not self._is_lost
+        else:
+            super().conclude(ended, job)
 
     def send_result(self, result: NormResult, job: NormJob) -> None:
         buffers, measured = answer(self.record, self._form, result)

@@ -11,11 +11,11 @@ from fastapi import APIRouter, Request
 from normserve.codec import npy, safetensors
 from normserve.codec.media_types import NPY, SAFETENSORS
 from normserve.errors import MalformedPayloadError, NotAcceptableError, UnsupportedMediaTypeError
-from normserve.http.computing import Computing, note_operation, note_result
+from normserve.http.body import BodyReader
 from normserve.http.curl import is_form
 from normserve.http.direct import DirectRoute
 from normserve.http.exchange import Exchange
-from normserve.http.measured import Measured
+from normserve.http.measured import Measured, note_result
 from normserve.http.responses import BuffersResponse
 from normserve.http.routes.examples import lines_of
 from normserve.http.routes.negotiation import Accepted, declared_format, sniffed_format, with_hints
@@ -28,6 +28,7 @@ from normserve.jobs.validation import costed_job
 from normserve.layers.registry import LayerRegistry
 from normserve.memory.host_tensors import DType
 from normserve.metrics.requests import RequestRecord
+from normserve.requests.lifecycle import RequestLifecycle
 from normserve.requests.parameters import (
     describe,
     make_spec,
@@ -47,7 +48,7 @@ _LONGEST_KEPT = 1024
 class Operations:
     """Creates the operations' handlers."""
 
-    computing: Computing
+    bodies: BodyReader
     layers: LayerRegistry
 
     def router(self) -> APIRouter:
@@ -70,7 +71,7 @@ class Operations:
     def by_path(self) -> "dict[str, Operation]":
         """Every operation in each of its directions, by path."""
         return {
-            _path(op, direction): Operation(self.computing, self.layers, op, direction)
+            _path(op, direction): Operation(self.bodies, self.layers, op, direction)
             for op in Op
             for direction in op.passes
         }
@@ -84,7 +85,7 @@ def _path(op: Op, direction: Pass) -> str:
 class Operation:
     """One operation in one direction."""
 
-    computing: Computing
+    bodies: BodyReader
     layers: LayerRegistry
     op: Op
     direction: Pass
@@ -92,12 +93,12 @@ class Operation:
     async def handle(self, request: Request) -> BuffersResponse:
         """Read the head, check what can be checked before the body, then receive, compute and answer."""
         exchange: Exchange = request.scope["state"]["exchange"]
-        note_operation(exchange, self.op, self.direction)
+        exchange.record.op, exchange.record.direction = self.op.label, self.direction.label
         head = self.read_head(request.scope["query_string"], exchange.headers)
         layer = self.layer_of(head)
-        body = await self.computing.receive(exchange)
-        job, cost, told = head.with_body(body, layer, exchange.charge_copy)
-        result = await self.computing.run(exchange, job, cost, len(body), head.timeout_ms)
+        body = await self.bodies.receive(exchange)
+        told = head.begin(exchange, body, layer)
+        result = await exchange.result()
         buffers, measured = answer(exchange.record, told, result)
         return BuffersResponse(buffers, told.media_type.encode(), measured.headers())
 
@@ -139,6 +140,17 @@ class Head:
     accepted: Accepted
     timeout_ms: float | None
     is_form: bool
+
+    def begin(self, request: RequestLifecycle, body: memoryview, layer: Layer | None) -> Told:
+        """Begin to compute a received body; return the form of the response.
+
+        Raises:
+            NormserveError: the body is invalid, takes too much memory, or is late.
+        """
+        job, cost, told = self.with_body(body, layer, request.charge_copy)
+        request.charge_memory(job, cost, len(body))
+        request.begin_job(job, self.timeout_ms)
+        return told
 
     def with_body(
         self, body: memoryview, layer: Layer | None, charge_copy: Callable[[int], None]

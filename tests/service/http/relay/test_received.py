@@ -10,7 +10,6 @@ from normserve.admission.callers import Caller
 from normserve.admission.permits import Limits
 from normserve.errors import ClientLeftError, DrainingError, OverloadedError, RequestTimeoutError
 from normserve.http.body import BodyReader
-from normserve.http.computing import Computing
 from normserve.http.edge.origins import Origins
 from normserve.http.relay import messages
 from normserve.http.relay.direct import Direct, Parts
@@ -43,8 +42,7 @@ class Owner:
         self.limits = Limits(max_requests=4, max_bytes=max_bytes)
         engine = self.scene.engine
         bodies = BodyReader(self.front_end.slabs, 2**23, pause_s=20.0, total_s=total_s)
-        computing = Computing(engine, bodies)
-        operations = Operations(computing, LayerRegistry(max_layers=4, max_bytes=2**20)).by_path()
+        operations = Operations(bodies, LayerRegistry(max_layers=4, max_bytes=2**20)).by_path()
         admission, progress = Admission(engine, 2**30), engine.launches
         services = RequestServices(engine, self.limits, admission, progress, self.scene.metrics, 20_000)
         direct = Direct(Parts(operations, Origins((), ()), None, services))
