@@ -81,7 +81,9 @@ class LocalComputation(LocalExchange):
 
     def conclude(self, ended: NormResult | NormserveError, job: NormJob) -> None:
         self._computations.under_way.discard(self)
-        self._release_permit()
+        assert self.permit is not None
+        # Before others are begun: the client has the memory.
+        self.permit.release()
         if isinstance(ended, DrainingError | DeviceFailureError):
             # It may run still, and would write where the client, once it has an answer, keeps something else.
             self._answers.close()
@@ -106,12 +108,3 @@ class LocalComputation(LocalExchange):
             service.replaying.learn(request, job, record, self.permit.nbytes, self._answers)
         if service.polling is not None:
             service.polling.note_sent()
-
-    def send_problem(self, error: NormserveError) -> None:
-        self._release_permit()
-        super().send_problem(error)
-
-    def _release_permit(self) -> None:
-        """Give the permit back before the response: the client may send the next request at once."""
-        if self.permit is not None:
-            self.permit.release()

@@ -205,8 +205,6 @@ class Connection:
             exchange.refuse(error)
         else:
             exchange.end()
-        finally:
-            exchange.end_work()
 
     async def _answer(self, message: Message, exchange: LocalExchange) -> None:
         record = exchange.record

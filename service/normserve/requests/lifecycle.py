@@ -62,7 +62,7 @@ class RequestLifecycle(ABC):
         headers: the request's headers by lower-case name; without HTTP those of its trace.
         caller: the client.
         record: the values for the metrics.
-        permit: None until the request is admitted.  The transport releases it.
+        permit: None until the request is admitted; released by `account` at the latest.
         job: set while the engine has it.
         is_traced: whether the request may have a span.
     """
@@ -191,8 +191,14 @@ class RequestLifecycle(ABC):
         return unexpected(error)
 
     def account(self, *, is_delivered: bool) -> None:
-        """Trace, count and log the request, whose response has been sent or never will be."""
+        """End the request, whose response has been sent or never will be.
+
+        Its work is over, its permit is released, and it is traced, counted and logged.
+        """
         services, record = self.services, self.record
+        self.end_work()
+        if self.permit is not None:
+            self.permit.release()
         if not is_delivered:
             record.status = CLIENT_LEFT
         if services.traces is not None and self.is_traced:

@@ -1,6 +1,7 @@
 """A connection without a socket, on an engine whose device does what a test says."""
 
 import asyncio
+import functools
 import os
 import struct
 import time
@@ -10,6 +11,7 @@ import msgspec
 from normserve.admission.keys import Keyring
 from normserve.admission.permits import Limits
 from normserve.codec import local_frames as frames
+from normserve.layers.changes import LayerChanges
 from normserve.layers.registry import LayerRegistry
 from normserve.local.connection import Connection
 from normserve.local.device import DeviceArenas
@@ -19,8 +21,10 @@ from normserve.local.operations import Operations
 from normserve.local.peer import Peer
 from normserve.local.service import Service
 from normserve.memory.device_segments import Device
+from normserve.peers.siblings import Siblings
 from normserve.requests.admission import Admission
 from normserve.requests.authorisation import Authorisation
+from normserve.requests.layers import make_layer
 from normserve.requests.lifecycle import RequestServices
 
 from tests.service.engine.fake_engine import Scene, turn
@@ -81,6 +85,7 @@ class Client:
         self.progress = self.engine.launches
         admission, metrics = Admission(self.engine, 2**40), self.scene.metrics
         requests = RequestServices(self.engine, self.limits, admission, self.progress, metrics, timeout_ms=20_000)
+        make = functools.partial(make_layer, self.engine, self.layers)
         self.memory = SharedMemory(64 * MIB)
         self.leftovers = Leftovers()
         self.driver = FakeDriver()
@@ -88,7 +93,7 @@ class Client:
         self.service = Service(
             requests,
             Operations(self.engine, self.layers),
-            LayerMessages(requests, self.layers, None),
+            LayerMessages(requests, self.layers, LayerChanges(self.layers, Siblings(None), make)),
             None if keys is None else Authorisation(keys, "in hello"),
             self.memory,
             self.device_memory,

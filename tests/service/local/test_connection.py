@@ -91,6 +91,29 @@ def test_requests_beyond_the_most_wait_and_nothing_more_is_read():
         assert set(client.statuses().values()) == {200}
         assert client.wire.is_wanted
 
+    # One that has waited is begun with the permit of the one that has ended.
+    played(body, most_requests=MOST_UNDER_WAY)
+
+
+@pytest.mark.parametrize(
+    ("message", "status"),
+    [
+        (frames.PutLayer("a", "op=layer_norm", {"weight": frames.Located(0, 0, "float32", (4,))}), 201),
+        (frames.PutLayer("a", "op=group_norm", {"weight": frames.Located(0, 0, "float32", (4,))}), 422),
+        (frames.PutLayer("a", "op=layer_norm", {"scale": frames.Located(0, 0, "float32", (4,))}), 422),
+        (frames.DeleteLayer("there"), 204),
+        (frames.DeleteLayer("nowhere"), 404),
+    ],
+)
+def test_a_change_of_layers_that_is_answered_leaves_nothing_to_be_done(message, status):
+    async def body(client):
+        there = frames.PutLayer("there", "op=rms_norm", {"weight": frames.Located(0, 0, "float32", (4,))})
+        assert (await client.request(there)).status == 201
+        assert (await client.request(message)).status == status
+        await turn()
+        assert client.progress.is_idle
+        assert client.limits.requests == client.limits.bytes == 0
+
     played(body)
 
 

@@ -1,7 +1,6 @@
 """The outermost layer of the application, which processes every request.
 
-It assigns request ids, checks the API key, turns errors into problem documents, releases permits and updates the
-metrics.
+It assigns request ids, checks the API key, turns errors into problem documents, and accounts for each request.
 """
 
 import random
@@ -100,9 +99,6 @@ class Edge:
             self._authorisation.admit(exchange, token, needed, scope["method"], scope["path"])
 
     def _close(self, exchange: Exchange, outgoing: "_Outgoing") -> None:
-        exchange.end_work()
-        if exchange.permit is not None:
-            exchange.permit.release()
         record = exchange.record
         record.received = exchange.reception.received
         if outgoing.started and "kernel" in record.stages:

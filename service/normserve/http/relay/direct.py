@@ -148,15 +148,12 @@ class DirectRequest(CallbackRequest):
         """The response has been sent, or never will be."""
         if "kernel" in self.record.stages:
             self.record.stages["send"] = sent.seconds
-        if self.permit is not None:
-            self.permit.release()
         self._held = ()
         self.account(is_delivered=sent.is_delivered)
         self._front_end.end(self._number)
 
     def conclude(self, ended: NormResult | NormserveError, job: NormJob) -> None:
         if self._is_lost:
-            self.end_work()
             self._end_unsent()
         else:
             super().conclude(ended, job)
