@@ -29,6 +29,9 @@ with contextlib.suppress(ImportError):
     )
     settings.load_profile("busy machine")
 
+# No compiler starts in the middle of a test on a GPU, or of a server that it starts.
+os.environ.setdefault("FUSEDNORM_BUILD_EXTENSION", "0")
+
 # Without a GPU kernels run in Triton's interpreter.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from fusednorm.api import autograd, chain, group_norm, layer_norm
-from fusednorm.host.build import build
-from fusednorm.host.load import keep, load
+from fusednorm.host.background import ensure_built
+from fusednorm.host.load import ExtensionFiles
 from fusednorm.launch import replay
 from fusednorm.launch.launch import Launch
 from fusednorm.launch.native import set_up
@@ -34,8 +34,12 @@ def seeded() -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test's first call of a kind is planned, by what the test has put in place."""
+    """Every test's first call of a kind is planned, by what the test has put in place.
+
+    No test looks for the host extension unless it says so.
+    """
     replay.forget()
+    monkeypatch.setattr(replay, "_load", None)
     monkeypatch.setattr(replay, "_KNOWN", {})
 
 
@@ -48,9 +52,8 @@ def replaying(monkeypatch: pytest.MonkeyPatch) -> Replaying:
 @pytest.fixture(scope="session")
 def host_extension() -> Any:
     """The host extension, compiled where it was not yet."""
-    if load() is None:
-        keep(build())
-    return load()
+    ensure_built()
+    return ExtensionFiles().load()
 
 
 @pytest.fixture

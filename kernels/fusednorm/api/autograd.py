@@ -28,7 +28,7 @@ if HAS_TRITON:
     from fusednorm.api import layer_norm as layer_norm_passes
     from fusednorm.launch.native import loaded
     from fusednorm.launch.prepared import undisturbed
-    from fusednorm.launch.replay import MAX_KINDS, in_use, policy, use_when_needed
+    from fusednorm.launch.replay import MAX_KINDS, in_use, policy, use_when_there
 
 
 class Added(NamedTuple):
@@ -348,4 +348,4 @@ _apply_norm: Callable[..., Any] = super(torch.autograd.Function, _Norm).apply
 
 
 if HAS_TRITON:
-    use_when_needed(partial(loaded, _backward, MAX_KINDS))
+    use_when_there(partial(loaded, _backward, MAX_KINDS))

@@ -1,7 +1,6 @@
 """`python -m fusednorm.host` compiles the host extension and prints its path."""
 
-from fusednorm.host.build import build
-from fusednorm.host.load import keep
+from fusednorm.host.background import ensure_built
 
 if __name__ == "__main__":
-    print(keep(build()))
+    print(ensure_built())

@@ -1,14 +1,8 @@
-"""Compilation of the host extension for the installed versions of torch, Python and CUDA.
-
-The extension is stored in Triton's cache with the kernels, under a hash of all inputs of its build.
-"""
+"""What the host extension is compiled from, for the installed versions of torch, Python and CUDA."""
 
 import hashlib
 import platform
-import subprocess
-import sys
 import sysconfig
-import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,12 +17,13 @@ MODULE = "fusednorm_host"
 def key() -> str:
     """The key of a build: a hash of the sources and of the versions against which it is compiled."""
     sources = (f"{path.name}\n{path.read_text()}" for path in sorted(FOLDER.iterdir()) if path.is_file())
-    facts = (torch.__version__, torch.version.git_version, sys.implementation.cache_tag, platform.machine())
+    # SOABI distinguishes versions of Python, builds with and without its lock, and C libraries.
+    facts = (torch.__version__, torch.version.git_version, sysconfig.get_config_var("SOABI"), platform.machine())
     return hashlib.sha256("\n".join((*sources, *map(str, facts))).encode()).hexdigest()
 
 
-def command(target: Path) -> list[str]:
-    """The compiler's command line.
+def command() -> list[str]:
+    """The compiler's command line, without the file to write.
 
     Raises:
         FileNotFoundError: torch's or Triton's headers are missing.
@@ -52,7 +47,7 @@ def command(target: Path) -> list[str]:
     return [
         "g++", "-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", *options,
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        *(f"-I{path}" for path in includes), str(FOLDER / "extension.cpp"), "-o", str(target),
+        *(f"-I{path}" for path in includes), str(FOLDER / "extension.cpp"),
         f"-L{torch_root / 'lib'}", *(f"-l{name}" for name in libraries),
     ]  # fmt: skip
 
@@ -61,18 +56,3 @@ def _cuda_includes(packages: Path) -> list[Path]:
     """The folders that may have the CUDA runtime's headers: those of wheels next to torch, or of a toolkit."""
     candidates = [*packages.glob("nvidia/*/include"), Path("/usr/local/cuda/include")]
     return [path for path in candidates if (path / "cuda_runtime_api.h").exists()]
-
-
-def build() -> bytes:
-    """The compiled extension.
-
-    Raises:
-        RuntimeError: the compiler failed; the message is the compiler's.
-        FileNotFoundError: there is no compiler, or headers are missing.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        target = Path(folder) / f"{MODULE}.so"
-        done = subprocess.run(command(target), capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"the host extension does not compile:\n{done.stderr}")
-        return target.read_bytes()

@@ -1,26 +1,93 @@
-"""Loading of the host extension, if it has been compiled."""
+"""The files of the host extension, and its loading if it has been compiled."""
 
+import os
+import stat
+from functools import cached_property
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
 from typing import Any
 
-from triton.runtime.cache import get_cache_manager
+from triton import knobs
 
 from fusednorm.host.build import MODULE, key
+from fusednorm.host.compiler import FAILED
 
-_FILE = f"{MODULE}.so"
-
-
-def keep(extension: bytes) -> str:
-    """Store a compiled extension where `load` finds it; returns its path."""
-    path: str = get_cache_manager(key()).put(extension, _FILE, binary=True)
-    return path
+FOLDER = "fusednorm-host"
+"""The folder of compiled extensions in Triton's cache."""
 
 
-def load() -> Any:
-    """The extension's module, or None if none was compiled for the installed versions."""
-    path = get_cache_manager(key()).get_file(_FILE)
-    return None if path is None else module_at(path, MODULE)
+class ExtensionFiles:
+    """The files of the host extension that fits the installed versions.
+
+    Attributes:
+        folder: in Triton's cache as it is now: torch's compiler moves that when it is first used.
+    """
+
+    def __init__(self) -> None:
+        self.folder = (Path(knobs.cache.dir) / FOLDER).absolute()
+
+    @cached_property
+    def compiled(self) -> Path:
+        """The extension in Triton's cache; its name has the key of its build, so versions are side by side."""
+        return self.folder / f"{key()}.so"
+
+    @property
+    def lock(self) -> Path:
+        """The file that a process locks while it compiles."""
+        return self.folder / "lock"
+
+    def find(self) -> Path | None:
+        """The compiled extension, beside this module if it is part of the installation; None if there is none.
+
+        Raises:
+            PermissionError: other users may have written it.
+        """
+        installed = Path(__file__).with_name(self.compiled.name)
+        if is_there(installed):
+            return installed
+        if not is_there(self.compiled):
+            return None
+        for path in (self.compiled, self.folder, self.folder.parent):
+            check_owner(path)
+        return self.compiled
+
+    def read_failure(self) -> str:
+        """The compiler's errors if it has failed for these versions; else an empty string."""
+        try:
+            return self.compiled.with_suffix(FAILED).read_text(errors="replace")
+        except OSError:
+            return ""
+
+    def load(self) -> Any:
+        """The extension's module, or None if none was compiled.
+
+        Raises:
+            ImportError: it is for other libraries than the installed ones.
+            PermissionError: other users may have written it.
+        """
+        path = self.find()
+        return None if path is None else module_at(str(path), MODULE)
+
+
+def is_there(path: Path) -> bool:
+    """Whether there is such a file or folder, and this process may know."""
+    return os.access(path, os.F_OK)
+
+
+def check_owner(path: Path) -> None:
+    """Check that only this process's user and root can change what is at a path.
+
+    Raises:
+        PermissionError: others can.
+    """
+    status = path.stat()
+    is_sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
+    if status.st_uid not in (0, os.geteuid()) or (status.st_mode & stat.S_IWOTH and not is_sticky):
+        raise PermissionError(
+            f"expected {path} to be writable by its user alone, and to belong to root or user {os.geteuid()}, got "
+            f"mode {stat.filemode(status.st_mode)} of user {status.st_uid}: set TRITON_CACHE_DIR to your own folder"
+        )
 
 
 def module_at(path: str, name: str) -> Any:

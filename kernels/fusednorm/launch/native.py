@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fusednorm.arguments.outputs import Output, Outputs
-from fusednorm.host.load import load
+from fusednorm.host.background import BackgroundBuild, explain_absence
+from fusednorm.host.load import ExtensionFiles
 from fusednorm.launch.recipe import Recipe, Start
 from fusednorm.launch.workspace import workspace_of
 
@@ -20,21 +21,44 @@ _FIXED, _AS_X, _AS_ROWS = range(3)
 """The codes for the shape of a result in the extension."""
 
 
-def loaded(backward: Callable[..., tuple[Tensor | None, ...]], most: int) -> Any:
-    """The extension, set up, or None if it was not compiled or cannot be loaded.
+_files = ExtensionFiles()
+_build = BackgroundBuild(_files)
+_load_error = ""
+
+
+def loaded(backward: Callable[..., tuple[Tensor | None, ...]], most: int, may_build: bool = False) -> Any:
+    """The extension, set up, or None if it is not compiled or cannot be loaded.
 
     Args:
         backward: the backward pass of a differentiable call that the extension does not know.
         most: the most kinds of calls that it may keep.
+        may_build: whether to have it compiled in the background if it is not there.
     """
+    global _load_error
+    if _load_error or _build.is_running():
+        return None
     try:
-        extension = load()
+        extension = _files.load()
         if extension is not None:
             set_up(extension, backward, most)
-    except (ImportError, RuntimeError) as error:
+    except (ImportError, OSError, RuntimeError) as error:
+        _load_error = str(error)
         warnings.warn(f"the host extension does not load, so calls cost more host time: {error}", stacklevel=2)
         return None
+    if extension is None and may_build:
+        _build.advance()
     return extension
+
+
+def explain_extension() -> tuple[bool, str]:
+    """Whether the extension can be loaded; its path, or why it cannot."""
+    if _load_error:
+        return False, f"the host extension does not load: {_load_error}"
+    try:
+        path = _files.find()
+    except OSError as error:
+        return False, f"the host extension does not load: {error}"
+    return (False, explain_absence(_files)) if path is None else (True, str(path))
 
 
 def set_up(

@@ -80,12 +80,24 @@ _as_result: Any = tuple.__new__
 
 _PASSES: list["Pass[Any]"] = []
 
+_LOOK_EVERY = 256
+"""Replays by Python from one look for the host extension to the next: a look costs about as much as one of them."""
+
 _extension: Any = None
-_load: Callable[[], Any] | None = None
+_load: Callable[[bool], Any] | None = None
+_replays = 0
+_LOOKING = Lock()
+
+is_capturing = torch.cuda.is_current_stream_capturing
 
 
-def use_when_needed(load: Callable[[], Any]) -> None:
-    """From the first launch on a GPU on, let the host extension that `load` returns, if any, make known calls."""
+def use_when_there(load: Callable[[bool], Any]) -> None:
+    """Let the host extension make known calls from the moment on in which `load` returns it.
+
+    Args:
+        load: returns the extension, or None; called at plans and, with whether the extension may now be built,
+            after some replays.  From the first of these calls on, a GPU is in use, and no graph is captured.
+    """
     global _load
     _load = load
 
@@ -93,11 +105,32 @@ def use_when_needed(load: Callable[[], Any]) -> None:
 def use(extension: Any) -> None:
     """Let the host extension make known calls; Python makes those that it does not know, or all for None."""
     global _extension, _load
-    _extension, _load = extension, None
     if extension is not None:
         for each in _PASSES:
             if each.number < 0:
                 each.number = extension.define_pass(*each.follows)
+    _extension, _load = extension, None
+
+
+def _look(may_build: bool) -> None:
+    """Use the host extension, if it is there: known calls are planned once more, for the extension to learn."""
+    if is_capturing() or not _LOOKING.acquire(blocking=False):
+        return
+    try:
+        extension = None if _load is None else _load(may_build)
+        if extension is not None:
+            use(extension)
+            with _LEARNING:
+                _KNOWN.clear()
+    finally:
+        _LOOKING.release()
+
+
+def _count_replay() -> None:
+    global _replays
+    _replays += 1
+    if _replays % _LOOK_EVERY == 0:
+        _look(may_build=True)
 
 
 def forget() -> None:
@@ -110,6 +143,11 @@ def forget() -> None:
 def in_use() -> Any:
     """The host extension, if it makes known calls; else None."""
     return _extension
+
+
+def is_extension_expected() -> bool:
+    """Whether the host extension will be used once it is there."""
+    return _load is not None
 
 
 def policy() -> int:
@@ -180,6 +218,8 @@ class Pass(Generic[Result]):
         at += [tensor.data_ptr() for tensor in results if tensor is not None]
         if not recipe.launch(at, x.numel() // cols if recipe.rules else 0):
             return None
+        if _load is not None:
+            _count_replay()
         for place, other in known.same:
             results[place] = results[other]
         result: Result = _as_result(self._result, results)
@@ -197,6 +237,8 @@ class Pass(Generic[Result]):
         recipe = Recipe.of(launches, tuple(tensors))
         if recipe is None:
             return
+        if _load is not None:
+            _look(may_build=False)
         of_any_rows = kind_of_any_rows(self, self._like_x, self._others, inputs, options)
         follows = of_any_rows is not None and bool(recipe.rules)
         new = tuple(None if output is None else _allocation(output, tensors[0], follows) for output in own)
@@ -205,8 +247,6 @@ class Pass(Generic[Result]):
             _keep(of_any_rows, replay if follows else None)
         if not follows:
             _keep(kind_of(self, inputs, options), replay)
-        if _load is not None and tensors[0].is_cuda:
-            use(_load())
         if _extension is not None:
             told = described(recipe, outputs, tensors[0], follows)
             if told is not None:

@@ -1,8 +1,11 @@
 """What the compiled extension is found by."""
 
+import platform
 import shutil
+import sysconfig
 
 import pytest
+import torch
 from fusednorm.host import build
 
 
@@ -14,6 +17,20 @@ def test_a_change_to_any_source_is_another_extension(name, tmp_path, monkeypatch
     monkeypatch.setattr(build, "FOLDER", copied)
     assert build.key() == before
     (copied / name).write_text((copied / name).read_text() + "// changed\n")
+    assert build.key() != before
+
+
+@pytest.mark.parametrize("change", ["torch", "torch's build", "Python's build", "machine"])
+def test_other_versions_have_another_extension(change, monkeypatch):
+    before = build.key()
+    if change == "torch":
+        monkeypatch.setattr(torch, "__version__", "2.99.0")
+    elif change == "torch's build":
+        monkeypatch.setattr(torch.version, "git_version", "another")
+    elif change == "Python's build":
+        monkeypatch.setattr(sysconfig, "get_config_var", {"SOABI": "cpython-313t-x86_64-linux-gnu"}.get)
+    else:
+        monkeypatch.setattr(platform, "machine", lambda: "another")
     assert build.key() != before
 
 

@@ -156,3 +156,49 @@ def test_each_tensor_is_computed_where_it_is(name, extension):
     for _ in range(3):
         for made, results in zip(models, wanted, strict=True):
             assert_same(made.step(), results)
+
+
+@pytest.fixture
+def looks(host_extension, monkeypatch):
+    """What there is to be found by a process that does without the extension so far."""
+    before, found = replay.in_use(), []
+    replay.use(None)
+    replay.forget()
+    monkeypatch.setattr(replay, "_LOOK_EVERY", 4)
+    yield found
+    replay.forget()
+    replay.use(before)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_process_goes_on_with_the_extension_once_it_is_there(name, looks, device, poisoned):
+    replay.use_when_there(lambda may_build: looks[0] if looks else None)
+    made = model(name, device)
+    wanted = made.step()
+    for _ in range(5):
+        assert_same(made.step(), wanted)
+    y = made.module(made.x)
+    assert y.grad_fn.name() != "FusedNormBackward"
+    looks.append(loaded(functions._backward, replay.MAX_KINDS))
+    assert looks[0] is not None
+    for _ in range(10):
+        assert_same(made.step(), wanted)
+    assert made.module(made.x).grad_fn.name() == "FusedNormBackward"
+    leaves = (made.x, *made.module.parameters())
+    assert_same(torch.autograd.grad(y, leaves, made.dy), wanted[1:])
+
+
+def test_nothing_is_looked_for_while_a_graph_is_captured(looks, device):
+    replay.use_when_there(looks.append)
+    made = model("rows", device)
+    for _ in range(3):
+        made.step()
+    torch.cuda.synchronize()
+    looks.clear()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        for _ in range(10):
+            made.step()
+    assert not looks
+    for _ in range(10):
+        made.step()
+    assert True in looks

@@ -1,0 +1,155 @@
+"""The build of the host extension by one process of a host at a time, in the background or for who waits."""
+
+import fcntl
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+from fusednorm.host import compiler
+from fusednorm.host.build import command
+from fusednorm.host.load import ExtensionFiles, check_owner, is_there
+
+SWITCH = "FUSEDNORM_BUILD_EXTENSION"
+"""The environment variable that switches builds in the background off, by 0."""
+
+_REMEDY = "install g++ and the missing headers, and run python -m fusednorm.host"
+
+log = logging.getLogger(__name__)
+
+
+class BackgroundBuild:
+    """A build of the host extension by another process, at low priority.
+
+    That process has a session of its own and nothing of this one open, so that neither waits for the other's end.
+    It holds the lock, so that no other process starts a build meanwhile.
+
+    Args:
+        files: where the extension is stored.
+        compile_by: returns the compiler's command line.
+    """
+
+    def __init__(self, files: ExtensionFiles, compile_by: Callable[[], list[str]] = command) -> None:
+        self._files = files
+        self._command = compile_by
+        self._builder: subprocess.Popen[bytes] | None = None
+        self._is_over = False
+
+    def is_running(self) -> bool:
+        """Whether a process that this one has started compiles."""
+        return self._builder is not None and self._builder.poll() is None
+
+    def advance(self) -> None:
+        """Start the build, unless it has failed before, another process compiles, or it is switched off.
+
+        Returns at once.  To be called again until the extension is there; says at most once why it will not be.
+        """
+        if self._is_over or self.is_running():
+            return
+        if self._builder is not None or self._files.read_failure():
+            self._is_over = True
+            self._log_failure()
+        elif not may_build():
+            self._is_over = True
+        else:
+            try:
+                self._builder = self._start()
+            except OSError as error:
+                self._is_over = True
+                log.info("the host extension is not compiled: %s", error)
+
+    def _log_failure(self) -> None:
+        """Warn where this process has seen the build fail; later processes only inform."""
+        if self._files.read_failure():
+            level = logging.INFO if self._builder is None else logging.WARNING
+            log.log(level, "calls cost more host time: %s", explain_absence(self._files))
+        else:
+            log.info("the process that compiles the host extension was ended: the next process starts another")
+
+    def _start(self) -> subprocess.Popen[bytes] | None:
+        """The process that compiles; None if another process does, or has just done so.
+
+        Raises:
+            OSError: the folder cannot be written to, or others can write to it; headers are missing; or no process
+                can be started.
+        """
+        with _open_lock(self._files) as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return None
+            if self._files.find() is not None or self._files.read_failure():
+                return None
+            program = [sys.executable or "python3", "-I", compiler.__file__, str(self._files.compiled)]
+            # The process inherits the lock and holds it to its end.
+            return subprocess.Popen(
+                [*program, *self._command()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(lock.fileno(),),
+                cwd="/",
+                start_new_session=True,
+            )
+
+
+def ensure_built(files: ExtensionFiles | None = None, compile_by: Callable[[], list[str]] = command) -> Path:
+    """Compile the extension, or wait for the process that does, unless it is there; returns its path.
+
+    Raises:
+        RuntimeError: there is no compiler, or it failed; the message is the compiler's.
+        OSError: the folder cannot be written to, or others can write to it; or headers are missing.
+    """
+    files = files or ExtensionFiles()
+    found = files.find()
+    if found is None:
+        with _open_lock(files) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            found = files.find()
+            if found is None:
+                compiler.compile_library(files.compiled, compile_by())
+                found = files.compiled
+    return found
+
+
+def explain_absence(files: ExtensionFiles) -> str:
+    """Why there is no extension, and what becomes of that."""
+    failure = files.read_failure()
+    if failure:
+        lines = failure.splitlines()
+        error = next((line for line in lines if "error:" in line), lines[0])
+        return f"the host extension does not compile ({error.strip()}): {_REMEDY}"
+    if _is_locked(files.lock):
+        return "the host extension is being compiled"
+    if not may_build():
+        return f"the host extension is not compiled, and {SWITCH} is {os.environ[SWITCH]}"
+    existing = next(path for path in (files.folder, *files.folder.parents) if is_there(path))
+    if not os.access(existing, os.W_OK):
+        return f"the host extension is not compiled, and {existing} cannot be written to"
+    return "the host extension is not compiled yet, which happens after the first launches on a GPU"
+
+
+def may_build() -> bool:
+    """Whether the extension may be built in the background."""
+    return os.environ.get(SWITCH, "").lower() not in ("0", "false", "no", "off")
+
+
+def _open_lock(files: ExtensionFiles) -> IO[bytes]:
+    files.folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+    for folder in (files.folder, files.folder.parent):
+        check_owner(folder)
+    return files.lock.open("wb")
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        with path.open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False

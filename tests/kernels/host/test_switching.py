@@ -1,0 +1,188 @@
+"""When a process looks for the host extension, and what its calls are before and after it is there."""
+
+import fusednorm
+import pytest
+import torch
+from fusednorm.api import autograd
+from fusednorm.devices.device import INTERPRETED
+from fusednorm.launch import native, replay
+from fusednorm.launch.native import set_up
+
+from tests.kernels.launch.replaying import note_workspaces
+from tests.kernels.ops.layer_norm.replays.operands import Operands
+
+# Its driver stands in for one that is absent; test_gpu.py has the real one.
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs interpreted kernels")
+
+
+class Looks:
+    """What is asked about the extension; `extension` is what is there, `captures` whether a graph is captured."""
+
+    def __init__(self):
+        self.may_build = []
+        self.extension = None
+        self.captures = False
+
+    def load(self, may_build):
+        self.may_build.append(may_build)
+        return self.extension
+
+
+@pytest.fixture
+def looks(replaying, monkeypatch):
+    looks = Looks()
+    replaying.runs = True
+    monkeypatch.setattr(replay, "is_capturing", lambda: looks.captures)
+    monkeypatch.setattr(replay, "_extension", None)
+    monkeypatch.setattr(replay, "_replays", 0)
+    monkeypatch.setattr(replay, "_LOOK_EVERY", 3)
+    replay.use_when_there(looks.load)
+    return looks
+
+
+def forward(eps=1e-5):
+    fusednorm.layer_norm_forward(torch.zeros(2, 48), eps=eps)
+
+
+def test_plans_look_and_every_some_replays_may_build(looks):
+    for eps in (1.0, 2.0):
+        forward(eps)
+    assert looks.may_build == [False, False]
+    for _ in range(2):
+        forward(1.0)
+    assert looks.may_build == [False, False]
+    forward(2.0)
+    assert looks.may_build == [False, False, True]
+    for _ in range(6):
+        forward(1.0)
+    assert looks.may_build == [False, False, True, True, True]
+
+
+def test_nothing_is_looked_for_or_built_while_a_graph_is_captured(looks):
+    looks.captures = True
+    for _ in range(10):
+        forward()
+    assert not looks.may_build
+    looks.captures = False
+    for _ in range(3):
+        forward()
+    assert looks.may_build == [True]
+
+
+def test_who_does_without_the_extension_looks_for_none(looks):
+    replay.use(None)
+    for _ in range(10):
+        forward()
+    assert not looks.may_build
+    assert not replay.is_extension_expected()
+
+
+def test_one_thread_looks_at_a_time(looks, monkeypatch):
+    monkeypatch.setattr(replay, "_load", lambda may_build: looks.load(may_build) or forward(2.0))
+    forward()
+    assert looks.may_build == [False]
+
+
+@pytest.mark.parametrize("pass_", ["layer_norm_forward", "rms_norm_backward"])
+@pytest.mark.parametrize("at", ["a plan", "a replay"])
+def test_a_process_goes_on_with_the_extension_once_it_is_there(
+    at, pass_, looks, replaying, host_extension, poisoned, monkeypatch
+):
+    by_extension = []
+
+    def launch(*arguments):
+        by_extension.append(arguments)
+        replaying.launch(*arguments)
+
+    set_up(host_extension, autograd._backward, replay.MAX_KINDS, launch)
+    host_extension.forget()
+    note_workspaces(monkeypatch)
+    note_workspaces(monkeypatch, "fusednorm.launch.native.workspace_of", stream=0)
+    operands = Operands(5, 48)
+    planned = operands.call(pass_)
+    assert equal(operands.call(pass_), planned)
+    looks.extension = host_extension
+    if at == "a plan":
+        forward(7.0)
+    while replay.in_use() is None:
+        assert equal(operands.call(pass_), planned)
+    assert not by_extension
+    looked = len(looks.may_build)
+    # Planned once more, for the extension to learn.
+    assert equal(operands.call(pass_), planned)
+    for count in range(1, 10):
+        assert equal(operands.call(pass_), planned)
+        assert len(by_extension) == count * (2 if "backward" in pass_ else 1)
+    assert len(looks.may_build) == looked
+    host_extension.forget()
+
+
+def equal(results, wanted):
+    return all(result is other or torch.equal(result, other) for result, other in zip(results, wanted, strict=True))
+
+
+@pytest.fixture
+def files(monkeypatch):
+    """Replaces the files of the extension; `found` is what is there."""
+
+    class Files:
+        found, failure = None, None
+
+        def load(self):
+            if self.failure:
+                raise self.failure
+            return self.found
+
+        def find(self):
+            return self.found
+
+    monkeypatch.setattr(native, "_files", Files())
+    monkeypatch.setattr(native, "_load_error", "")
+    return native._files
+
+
+class Build:
+    def __init__(self):
+        self.advanced, self.runs = 0, False
+
+    def is_running(self):
+        return self.runs
+
+    def advance(self):
+        self.advanced += 1
+
+
+@pytest.fixture
+def build(monkeypatch):
+    monkeypatch.setattr(native, "_build", Build())
+    return native._build
+
+
+def test_an_extension_is_built_only_where_that_is_allowed_and_it_is_not_there(files, build, monkeypatch):
+    assert native.loaded(None, 1) is None
+    assert build.advanced == 0
+    assert native.loaded(None, 1, True) is None
+    assert build.advanced == 1
+    monkeypatch.setattr(native, "set_up", lambda *_: None)
+    files.found = "the extension"
+    assert native.loaded(None, 1, True) == "the extension"
+    assert build.advanced == 1
+
+
+def test_an_extension_is_loaded_after_the_end_of_its_builder(files, build, monkeypatch):
+    """So that its builder is not left unreaped."""
+    monkeypatch.setattr(native, "set_up", lambda *_: None)
+    files.found, build.runs = "the extension", True
+    assert native.loaded(None, 1, True) is None
+    build.runs = False
+    assert native.loaded(None, 1, True) == "the extension"
+
+
+@pytest.mark.parametrize("failure", [ImportError("other libraries"), PermissionError("of another user")])
+def test_an_extension_that_does_not_load_is_named_once(failure, files, build):
+    files.failure = failure
+    with pytest.warns(UserWarning, match=f"does not load, so calls cost more host time: {failure}"):
+        assert native.loaded(None, 1, True) is None
+    assert native.loaded(None, 1, True) is None
+    assert build.advanced == 0
+    assert native.explain_extension() == (False, f"the host extension does not load: {failure}")
