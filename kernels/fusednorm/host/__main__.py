@@ -1,6 +1,17 @@
-"""`python -m fusednorm.host` compiles the host extension and prints its path."""
+"""`python -m fusednorm.host` compiles the host extension; `--status` says how repeated calls are made."""
+
+import argparse
 
 from fusednorm.host.background import ensure_built
+from fusednorm.launch.status import describe_calls
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Compile the extension if it is not there, or print which of the ways repeated calls take, and why."""
+    parser = argparse.ArgumentParser(prog="python -m fusednorm.host", description=__doc__)
+    parser.add_argument("--status", action="store_true", help="compile nothing; say how repeated calls are made")
+    print(describe_calls() if parser.parse_args(arguments).status else ensure_built())
+
 
 if __name__ == "__main__":
-    print(ensure_built())
+    main()

@@ -11,7 +11,11 @@ from fusednorm.api.patching.forwards import replace_norm
 from fusednorm.api.patching.patched import PatchedForward, forward_attribute
 from fusednorm.api.patching.recognise import NotRecognisedError
 from fusednorm.api.patching.report import PatchReport
+from fusednorm.devices.device import HAS_TRITON
 from fusednorm.errors import KernelInputError
+
+if HAS_TRITON:
+    from fusednorm.launch.status import describe_calls
 
 
 def patch(model: nn.Module, only: Callable[[str, nn.Module], bool] | None = None) -> PatchReport:
@@ -34,7 +38,8 @@ def patch(model: nn.Module, only: Callable[[str, nn.Module], bool] | None = None
             returns whether to patch it.
 
     Returns:
-        PatchReport: by path, the patched modules, and the others with the reason; its `str` is for people.
+        PatchReport: by path, the patched modules, and the others with the reason; and how calls on a GPU are made.
+            Its `str` is for people.
 
     Raises:
         KernelInputError: the model is not an instance of nn.Module.
@@ -58,7 +63,7 @@ def patch(model: nn.Module, only: Callable[[str, nn.Module], bool] | None = None
             setattr(module, forward_attribute(module), found.forward)
             patched[path] = found.description
     on_cpu = sum(any(parameter.is_cpu for parameter in dict(modules)[path].parameters()) for path in patched)
-    return PatchReport(patched, skipped, on_cpu)
+    return PatchReport(patched, skipped, on_cpu, describe_calls() if HAS_TRITON else "")
 
 
 def unpatch(model: nn.Module) -> None:

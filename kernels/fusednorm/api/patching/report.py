@@ -21,11 +21,13 @@ class PatchReport:
         patched: for each patched module, the operation as which it is computed.
         skipped: for each module that was not patched, the reason.
         on_cpu: the number of patched modules with parameters on the CPU.
+        calls: how this process makes repeated calls on a GPU, and why; empty without Triton.
     """
 
     patched: dict[str, str]
     skipped: dict[str, str]
     on_cpu: int = 0
+    calls: str = ""
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -44,6 +46,8 @@ class PatchReport:
         yield from _grouped("skipped", self.skipped)
         if self.on_cpu:
             yield f"on the CPU: {self.on_cpu} of the patched; torch computes them there, and nothing is gained"
+        if self.calls and self.on_cpu < len(self.patched):
+            yield self.calls
 
 
 def _grouped(title: str, entries: dict[str, str]) -> Iterator[str]:

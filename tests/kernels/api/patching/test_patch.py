@@ -6,6 +6,7 @@ import inspect
 import pickle
 import re
 import weakref
+from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import fusednorm
 import pytest
 import torch
 from fusednorm.errors import KernelInputError
+from fusednorm.launch.status import describe_calls
 from torch import nn
 
 from tests.kernels.api.norm_calls import Dispatched
@@ -323,6 +325,14 @@ def test_the_report_is_for_people():
         "on the CPU: 7 of the patched; torch computes them there, and nothing is gained"
     )
     assert str(fusednorm.patch(nn.Linear(2, 2))) == "patched 0, skipped 0"
+
+
+def test_the_report_says_how_calls_on_a_gpu_are_made():
+    report = fusednorm.patch(nn.LayerNorm(8))
+    assert report.calls == describe_calls()
+    assert report.calls not in str(report)
+    assert str(replace(report, on_cpu=0)).splitlines()[-1] == report.calls
+    assert str(replace(fusednorm.patch(nn.Linear(2, 2)), on_cpu=0)) == "patched 0, skipped 0"
 
 
 def test_a_report_taken_for_the_model_says_so():
