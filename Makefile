@@ -129,7 +129,9 @@ SERVER_CORES ?= 0-7
 CLIENT_CORES ?= 8
 CLIENTS_CORES ?= 8-11
 
+# The host extension first: a server would have it compiled while it is measured.
 bench-serve-gpu:
+	$(ON_GPU) fusednorm.host
 	$(ON_GPU) benchmarks.serve.engine --out benchmarks/results/serve_gpu_engine.csv --backend triton
 	$(ON_GPU) benchmarks.serve --out benchmarks/results/serve_gpu.csv --device cuda --cores $(SERVER_CORES) $(CLIENT_CORES)
 	$(ON_GPU) benchmarks.serve.small --out benchmarks/results/serve_gpu_small.csv --backend triton \

@@ -26,6 +26,7 @@ from typing import Any
 from benchmarks.harness import records
 from benchmarks.harness.progress import Progress
 from benchmarks.harness.suite import Row, Suite
+from benchmarks.harness.warm import wait_for_extension
 from benchmarks.host.suite import HostSuite
 from benchmarks.kernels.suite import KernelSuite
 from benchmarks.models.suite import ModelSuite
@@ -45,6 +46,7 @@ def main() -> None:
     cells = _chosen(suite, arguments.cells, arguments.shard)
     providers = importable(name for name in arguments.providers or suite.providers if name in suite.providers)
     seconds = suite.seconds if arguments.seconds is None else arguments.seconds
+    wait_for_extension()
     began = time.monotonic()
     if arguments.warm:
         suite.warm(cells, providers, min(arguments.warm, seconds))

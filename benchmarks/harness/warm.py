@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 import torch
 import triton
+from fusednorm.host.background import ensure_built
 
 from benchmarks.harness.workers import run_in_workers
 from benchmarks.providers.registry import PROVIDERS
@@ -22,6 +23,15 @@ from benchmarks.workload.problem import Problem, Tensors
 def name_cache() -> None:
     """Keep Triton's cache in its folder: Inductor moves it at its first use, unless the folder has been set."""
     os.environ.setdefault("TRITON_CACHE_DIR", str(triton.knobs.cache.dir))
+
+
+def wait_for_extension() -> None:
+    """Compile the host extension, or wait for the process that does, before calls are timed on a GPU."""
+    if torch.cuda.is_available():
+        try:
+            ensure_built()
+        except (OSError, RuntimeError) as error:
+            print(f"there is no host extension: {error}", file=sys.stderr)
 
 
 def compile_alone() -> None:

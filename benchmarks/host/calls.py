@@ -171,11 +171,11 @@ def settings(provider: str) -> AbstractContextManager[object]:
 def _with_extension() -> Any:
     """
     Raises:
-        NoExtensionError: it was not compiled or cannot be loaded.
+        NoExtensionError: it cannot be compiled or loaded.
     """
     _load_extension()
     if replay.in_use() is None:
-        raise NoExtensionError("no host extension: python -m fusednorm.host compiles it")
+        raise NoExtensionError("no host extension: python -m fusednorm.host compiles it, or says why not")
     yield
 
 

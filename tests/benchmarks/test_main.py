@@ -3,6 +3,7 @@ import csv
 import sys
 
 import pytest
+import torch
 
 from benchmarks.__main__ import _providers, _shard, main
 from benchmarks.harness import records
@@ -75,6 +76,24 @@ def test_only_what_will_be_timed_is_compiled_ahead(run, monkeypatch):
 def test_no_cell_is_started_out_of_time(run, capsys):
     assert run("--suite", "small", "--seconds", "-1") == []
     assert "out of time after 0 of 10 cells" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_built", [True, False])
+def test_the_host_extension_is_there_before_anything_is_timed_on_a_gpu(is_built, run, monkeypatch, capsys):
+    order = []
+
+    def ensure_built():
+        order.append("extension")
+        if not is_built:
+            raise RuntimeError("no compiler")
+
+    monkeypatch.setattr("benchmarks.harness.warm.ensure_built", ensure_built)
+    monkeypatch.setattr("benchmarks.kernels.suite.warm", lambda *arguments: order.append("kernels"))
+    for on_gpu in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda on_gpu=on_gpu: on_gpu)
+        assert run("--suite", "small", "--seconds", "-1", "--warm", "1") == []
+    assert order == ["kernels", "extension", "kernels"]
+    assert ("there is no host extension: no compiler" in capsys.readouterr().err) is not is_built
 
 
 @pytest.mark.parametrize("name", ["host", "models"])
