@@ -1,1 +1,1 @@
-"""Repeated calls without Python: an optional C++ extension, compiled by `python -m fusednorm.host`."""
+"""Repeated calls without Python: a C++ extension, which is compiled in the background."""
