@@ -63,6 +63,7 @@ print(json.dumps(reports))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_chosen_configurations_do_not_spill_and_access_128_bits(dtype):
     # Half as many elements a vector, and otherwise the same algorithms.

@@ -72,6 +72,7 @@ print(json.dumps(reports))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_chosen_configurations_do_not_spill_and_access_128_bits(dtype):
     reports = compile_elsewhere(COMPILE, dtype, json.dumps(LENGTHS | {"plain": LENGTHS["plain"][dtype]}))
@@ -124,6 +125,7 @@ print(json.dumps(reports))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_neighbouring_threads_load_neighbouring_columns_of_odd_rows(dtype):
     reports = compile_elsewhere(COMPILE_ODD, dtype)
