@@ -55,7 +55,7 @@ class Exchange(RequestLifecycle):
         self.sending: Departure = scope["state"]["sending"]
         self._find_route = find_route
 
-    async def result(self) -> NormResult:
+    async def await_result(self) -> NormResult:
         """Wait for the result of the job that has just been begun, unless the client leaves before it runs.
 
         Raises:
@@ -73,7 +73,7 @@ class Exchange(RequestLifecycle):
             self.sending.on_departure = None
 
     def conclude(self, ended: NormResult | NormserveError, job: NormJob) -> None:
-        # Forgotten: the traceback of an error holds the waiting frame, and with it this object and the job's slabs.
+        # Dropped: the traceback of an error holds the frame that waits, and so this object and the job's slabs.
         result, self._result = self._result, None
         assert result is not None
         if result.done():

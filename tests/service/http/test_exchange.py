@@ -39,7 +39,7 @@ class Asked(ExchangeScene):
         job = self.job
         self.exchange.charge_memory(job, self.cost, self.body_bytes)
         self.exchange.begin_job(job, timeout_ms)
-        return await self.exchange.result()
+        return await self.exchange.await_result()
 
 
 def played(body, **options) -> None:

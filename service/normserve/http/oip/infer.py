@@ -99,7 +99,7 @@ class Infer:
             job = placed(shared, job)
         exchange.charge_memory(job, cost, len(body) + brought)
         exchange.begin_job(job, asked.timeout_ms)
-        result = await exchange.result()
+        result = await exchange.await_result()
         began = time.perf_counter()
         if shared.outputs:
             await self.shared.write(shared, result.tensors)

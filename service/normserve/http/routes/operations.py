@@ -98,7 +98,7 @@ class Operation:
         layer = self.layer_of(head)
         body = await self.bodies.receive(exchange)
         told = head.begin(exchange, body, layer)
-        result = await exchange.result()
+        result = await exchange.await_result()
         buffers, measured = answer(exchange.record, told, result)
         return BuffersResponse(buffers, told.media_type.encode(), measured.headers())
 
