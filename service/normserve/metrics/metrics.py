@@ -11,6 +11,7 @@ from normserve.jobs.device import DeviceInfo
 from normserve.jobs.job import Batch, Execution, NormJob
 from normserve.metrics.exposition import Exposition
 from normserve.metrics.launches import Launches
+from normserve.metrics.prepared_calls import PreparedCallCounters, PreparedCallMetrics
 from normserve.metrics.registrar import Registrar
 from normserve.metrics.requests import RequestRecord, Requests, Times
 from normserve.metrics.state import State
@@ -27,6 +28,7 @@ class Metrics:
         self._collect: Callable[[], None] = lambda: None
         self._requests = Requests(make)
         self._launches = Launches(make)
+        self._prepared_calls = PreparedCallMetrics(make)
         self._dropped_spans = make.counter(
             "trace_spans_dropped_total", "Spans of traces that the collector did not get, by reason.", ("reason",)
         )
@@ -35,6 +37,10 @@ class Metrics:
         self._state = State(make)
         self.catalogue = tuple(make.families)
         self._exposition = Exposition(self.catalogue, {} if process is None else {"process": process})
+
+    def prepared_call_counters(self, owner: str) -> PreparedCallCounters:
+        """Return the counters of prepared calls with owners of a kind, one of `prepared_calls.OWNERS`."""
+        return self._prepared_calls.of(owner)
 
     def watch_inflight(self, requests: Callable[[], int], nbytes: Callable[[], int]) -> None:
         """Report what has been admitted; asked at each scrape."""

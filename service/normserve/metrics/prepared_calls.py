@@ -1,0 +1,40 @@
+"""The metrics of prepared calls."""
+
+from typing import NamedTuple
+
+from normserve.metrics.instruments import Counter
+from normserve.metrics.registrar import Registrar
+
+#: What prepared calls belong to.
+OWNERS = ("process", "connection")
+
+
+class PreparedCallCounters(NamedTuple):
+    """The counters of prepared calls with owners of one kind.
+
+    Attributes:
+        hits, misses: look-ups.
+        evictions: entries that were discarded because there were too many bytes.
+    """
+
+    hits: Counter
+    misses: Counter
+    evictions: Counter
+
+
+class PreparedCallMetrics:
+    """Look-ups and evictions of prepared calls."""
+
+    def __init__(self, make: Registrar) -> None:
+        self._events = make.counter(
+            "prepared_calls_total",
+            "Prepared calls that were found (hit), not found (miss), or discarded to limit their memory (evicted), "
+            "in the process's memory of them or in those of connections that share memory with the server.",
+            ("owner", "event"),
+        )
+        for owner in OWNERS:
+            self.of(owner)
+
+    def of(self, owner: str) -> PreparedCallCounters:
+        """Return the counters of an owner's kind, one of `OWNERS`."""
+        return PreparedCallCounters(*[self._events(owner, event) for event in ("hit", "miss", "evicted")])

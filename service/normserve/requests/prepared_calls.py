@@ -1,0 +1,146 @@
+"""Prepared calls: what a request's bytes lead to, kept for the requests that say the same."""
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from normserve.metrics.prepared_calls import PreparedCallCounters
+
+# An entry of more than this fraction of all bytes would cost more entries than it is worth.
+_LARGEST_FRACTION = 8
+
+
+class PreparedCalls:
+    """The prepared calls of one owner, a process or a connection, by keys that are made of requests' bytes.
+
+    An entry holds only what follows from its key and from the registered layer that it was prepared with; it is
+    stale once another layer, or none, has that name.  Keys, scopes, rates, permits and deadlines are no part of an
+    entry: they are checked for each request.
+
+    An entry belongs to the tenant that it was prepared for.  If all entries together have more than `max_bytes`,
+    tenants that have more than an equal share lose entries, those first that have not been found again.  So a
+    tenant within its share loses nothing to others, whatever they send.
+
+    Not thread-safe: it belongs to the event loop's thread.
+
+    Attributes:
+        max_bytes: of all entries.
+        nbytes: of the entries that are there, as estimated by those who prepared them.
+    """
+
+    def __init__(self, max_bytes: int, counters: PreparedCallCounters) -> None:
+        self.max_bytes = max_bytes
+        self.nbytes = 0
+        self._hits, self._misses, self._evictions = counters
+        self._entries: dict[Hashable, _Entry] = {}
+        self._holders: OrderedDict[str, _Holder] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def find(self, key: Hashable, layer: object = None) -> Any:
+        """Return what was prepared for a key; None if it is not there, or stale.
+
+        Args: layer: the registered layer that the request names, if any.
+        """
+        entry = self._entries.get(key)
+        if entry is not None:
+            # The reference of a layer that is gone is None as well.
+            is_current = layer is None if entry.layer is None else entry.layer() is layer is not None
+            if is_current:
+                self._hits.value += 1
+                entry.is_used = True
+                return entry.value
+            self._discard(key, entry)
+        self._misses.value += 1
+        return None
+
+    def keep(self, key: Hashable, value: object, nbytes: int, tenant: str = "", layer: object = None) -> None:
+        """Keep what was prepared for a key.
+
+        Args:
+            nbytes: an upper bound of the memory of key and value.
+            tenant: for whose request it was prepared.
+            layer: the registered layer that it was prepared with, if any; not held by this.
+        """
+        if nbytes > self.max_bytes // _LARGEST_FRACTION:
+            return
+        replaced = self._entries.get(key)
+        if replaced is not None:
+            self._discard(key, replaced)
+        holder = self._holders.get(tenant)
+        if holder is None:
+            holder = self._holders[tenant] = _Holder()
+        entry = _Entry(value, nbytes, tenant, None if layer is None else weakref.ref(layer))
+        self._entries[key] = holder.entries[key] = entry
+        holder.nbytes += nbytes
+        self.nbytes += nbytes
+        while self.nbytes > self.max_bytes:
+            self._evict(holder if self._exceeds_share(holder) else self._find_holder_above_share())
+
+    def clear(self) -> None:
+        """Discard all entries."""
+        self._entries.clear()
+        self._holders.clear()
+        self.nbytes = 0
+
+    def _exceeds_share(self, holder: "_Holder") -> bool:
+        return holder.nbytes * len(self._holders) > self.max_bytes
+
+    def _find_holder_above_share(self) -> "_Holder":
+        """Return a tenant with more than an equal share; there is one while there are too many bytes."""
+        while True:
+            tenant, holder = next(iter(self._holders.items()))
+            if self._exceeds_share(holder):
+                return holder
+            # The next search begins behind those that are within their shares.
+            self._holders.move_to_end(tenant)
+
+    def _evict(self, holder: "_Holder") -> None:
+        """Discard the oldest of a tenant's entries that was not found since it was kept or passed over."""
+        entries = holder.entries
+        key, entry = entries.popitem(last=False)
+        while entry.is_used:
+            entry.is_used = False
+            entries[key] = entry
+            key, entry = entries.popitem(last=False)
+        entries[key] = entry
+        self._discard(key, entry)
+        self._evictions.value += 1
+
+    def _discard(self, key: Hashable, entry: "_Entry") -> None:
+        holder = self._holders[entry.tenant]
+        del self._entries[key], holder.entries[key]
+        holder.nbytes -= entry.nbytes
+        self.nbytes -= entry.nbytes
+        if not holder.entries:
+            del self._holders[entry.tenant]
+
+
+class _Entry:
+    """One prepared call.
+
+    Attributes:
+        layer: a weak reference to the layer that it was prepared with, None without one.
+        is_used: whether it was found since it was kept, or since it was last passed over.
+    """
+
+    __slots__ = ("is_used", "layer", "nbytes", "tenant", "value")
+
+    def __init__(self, value: object, nbytes: int, tenant: str, layer: Callable[[], object] | None) -> None:
+        self.value = value
+        self.nbytes = nbytes
+        self.tenant = tenant
+        self.layer = layer
+        self.is_used = False
+
+
+class _Holder:
+    """A tenant's entries, the oldest first, and their bytes."""
+
+    __slots__ = ("entries", "nbytes")
+
+    def __init__(self) -> None:
+        self.entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+        self.nbytes = 0
