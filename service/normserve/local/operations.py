@@ -107,7 +107,7 @@ class Request:
         headers: what it says of its trace, as headers of HTTP do.
         asked: None until its parameters have been read once.
         plan: None until it has been checked once.
-        content: of its frame, if that has no other message; None also of frames that do not come again.
+        content: of its frame, if that has no other message; None also of frames that are not kept.
     """
 
     __slots__ = ("asked", "content", "headers", "message", "plan")

@@ -30,6 +30,9 @@ _PAUSE_S = 0.5e-3
 # They are launched as they come, so that no deadline but the shortest can pass before.
 _SHORTEST_TIMEOUT_MS = 20.0
 
+# The replayer limits how many frames it has learned, and not their bytes.
+_LONGEST_FRAME = 2048
+
 # It takes about a millisecond, which one request in so many waits for.
 _COLLECTED_AT_ONCE = 1024
 
@@ -98,6 +101,7 @@ class Replaying:
         if (
             job.recurrence is None
             or request.content is None
+            or len(request.content) > _LONGEST_FRAME
             or (replay := self._engine.replay(job.recurrence)) is None
         ):
             return

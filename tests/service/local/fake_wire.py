@@ -108,6 +108,12 @@ class Client:
         self.wire = FakeWire(self.connection)
         self._tag = 0
 
+    def connect(self) -> Connection:
+        """Return a further connection to the same server."""
+        connection = Connection(self.service, self.connection.peer, None, lambda: os.pidfd_open(os.getpid()))
+        connection.serve(FakeWire(connection))
+        return connection
+
     async def start(self, *, greet: bool = True) -> None:
         """Start the engine, and say hello."""
         await self.engine.start()

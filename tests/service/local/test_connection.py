@@ -1,6 +1,7 @@
 """One client's connection: what its frames lead to, in which order, and what is left once it is gone."""
 
 import asyncio
+import time
 
 import msgspec
 import pytest
@@ -179,28 +180,64 @@ def test_frames_of_a_step_with_many_norms_are_parsed_in_the_first_step_only(monk
     played(body)
 
 
-def test_frames_by_the_thousand_are_not_remembered():
+@pytest.fixture
+def parsed(monkeypatch):
+    """The frames that have been parsed."""
+    parsed = []
+    read_messages = frames.read_messages
+    monkeypatch.setattr(frames, "read_messages", lambda content: parsed.append(content) or read_messages(content))
+    return parsed
+
+
+@pytest.mark.parametrize("messages", [1, 8, 60])
+def test_frames_by_the_thousand_are_kept_by_their_bytes(parsed, messages):
     async def body(client):
-        for tag in range(1300):
-            client.send(client.compute(query=f"eps={tag + 1}e-5"), tag)
+        prepared = client.connection._prepared
+        parsed.clear()
+        sent = []
+        for tag in range(2000 // messages):
+            sent.append([client.compute(query=f"eps={tag + 1}e-5")] * messages)
+            client.send(sent[-1], tag)
             await client.finish()
-        client.send([client.compute(query="eps=1e-5")] * 64, 0)
+            assert prepared.nbytes <= 8 * 2**20
+        assert prepared.nbytes > 7 * 2**20
+        assert len(parsed) == len(sent)
+        # The last ones are there, and the first are not.
+        client.send(sent[-1], 0)
+        assert len(parsed) == len(sent)
+        client.send(sent[0], 0)
+        assert len(parsed) == len(sent) + 1
         await client.finish()
-        assert 1000 < len(client.connection._known) < 1300
-        assert max(map(len, client.connection._known)) <= 2048
 
     played(body)
 
 
-def test_frames_of_many_messages_are_remembered_by_their_memory():
+def test_a_connection_with_endless_frames_evicts_nothing_of_another(parsed):
     async def body(client):
-        for tag in range(180):
-            client.send([client.compute(offset=16 * number, query=f"eps={tag + 1}e-5") for number in range(8)], tag)
+        other = client.connect()
+        frame = msgspec.json.encode(client.compute())
+        client.send(frame, 1)
+        await client.finish()
+        for tag in range(1500):
+            now = time.perf_counter()
+            other.on_frame(tag, msgspec.json.encode(client.compute(query=f"eps={tag + 1}e-5")), now, now)
+        parsed.clear()
+        client.send(frame, 2)
+        await client.finish()
+        assert parsed == []
+        assert client.statuses() == {1: 200, 2: 200}
+
+    played(body)
+
+
+def test_only_operations_without_a_span_are_kept(parsed):
+    async def body(client):
+        before = len(client.connection._prepared)
+        traced = msgspec.structs.replace(client.compute(), traceparent=f"00-{1:032x}-{1:016x}-01")
+        for message in (traced, frames.Info(), frames.Hello(frames.VERSION), [client.compute(), frames.Cancel(9)]):
+            client.send(message, 1)
             await client.finish()
-        known = client.connection._known
-        assert max(map(len, known)) <= 2048
-        # Each with a plan of some KiB.
-        assert 1000 < sum(map(len, known.values())) <= 1365
+        assert len(client.connection._prepared) == before
 
     played(body)
 

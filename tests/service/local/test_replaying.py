@@ -304,7 +304,7 @@ def test_the_rest_of_an_answer_is_sent_before_what_python_code_answers_in_the_sa
         client.is_captured = False
         await client.ask(client.compute())
         # No real answer is so long that the kernel takes a part of it.
-        ((request,),) = [each for each in client.connection._known.values() if hasattr(each[0], "plan")]
+        (request,) = client.connection._prepared.find(msgspec.json.encode(client.compute()))
         described = bytes(request.plan.described)
         object.__setattr__(request.plan, "described", msgspec.Raw(described[:-1] + b" " * 100_000 + b"}"))
         client.is_captured = True
@@ -349,7 +349,7 @@ def test_what_is_forgotten_keeps_no_memory_until_the_next_scrape(end):
             await client.send(frames.Free(0))
         else:
             client.behind.layers.put(layer(size=4))
-            client.connection._known.clear()
+            client.connection._prepared.clear()
             await client.ask(frames.Layers())
         while client.recurrences:
             gc.collect()
