@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-import io
 import itertools
 import os
 import pkgutil
@@ -22,9 +21,7 @@ from normserve.client.local.recurring import Recurring
 from normserve.client.results import ForwardResult, Timing
 from normserve.http.edge.origins import Origins
 from normserve.http.oip.statistics import Statistics
-from normserve.http.routes.negotiation import Accepted
-from normserve.http.routes.operations import Head
-from normserve.jobs.job import NormSpec, Op, Pass
+from normserve.jobs.job import Op
 from normserve.layers.registry import LayerRegistry
 from normserve.memory.segments import Segment, make_segment
 
@@ -85,19 +82,6 @@ def test_chains_of_layers():
         layers.put(layer(name))
     named = [",".join(each) for each in itertools.product("abcd", repeat=5)]
     assert_bounded(lambda number: layers.named(Op.LAYER_NORM_CHAIN, named[number]), 256)
-
-
-def test_headers_of_bodies():
-    file = io.BytesIO()
-    np.save(file, np.zeros((3, 4), np.float32))
-    body = bytearray(file.getvalue())
-
-    def compute(number):
-        spec = NormSpec(Op.LAYER_NORM, Pass.FORWARD, eps=1e-5 + number * 1e-9)
-        head = Head(spec, None, None, Accepted(""), None, is_form=False)
-        head.with_body(memoryview(body), None, pytest.fail)
-
-    assert_bounded(compute, 1024)
 
 
 def test_names_of_models():

@@ -40,10 +40,13 @@ from normserve.http.routes.status import Status
 from normserve.http.service import Service
 from normserve.peers.siblings import Siblings
 from normserve.requests.authorisation import Authorisation
+from normserve.requests.prepared_calls import PreparedCalls
 from normserve.settings import Settings
 
 # How long the device's thread may take to finish its current work once no request waits for it.
 _STOP_S = 2.0
+# Memory for what is prepared of requests over HTTP, of all clients together.
+_PREPARED_BYTES = 16 * 2**20
 # How long a collector may take to accept the last traces.
 _LAST_TRACES_S = 2.0
 
@@ -76,8 +79,9 @@ def create_app(
         },
     )
     app.state.service = service
+    prepared = PreparedCalls(_PREPARED_BYTES, service.metrics.prepared_call_counters("process"))
     relays = app.state.relays = Relays(
-        service.shared, service.slabs, service.metrics, polling(service.stalls.requests)
+        service.shared, service.slabs, service.metrics, prepared, polling(service.stalls.requests)
     )
     # The front ends are linked to all processes with a device; only the first of these reports them.
     if service.siblings.place is None or service.siblings.place.index == 0:
@@ -85,7 +89,7 @@ def create_app(
     status = _status(service, relays)
     app.state.describe = status.describe
     bodies = _bodies(service)
-    operations = Operations(bodies, service.layers)
+    operations = Operations(bodies, service.layers, prepared)
     routers = [
         operations.router(),
         Layers(service.engine, service.layers, service.changes, bodies).router(),

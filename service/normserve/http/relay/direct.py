@@ -117,7 +117,7 @@ class DirectRequest(CallbackRequest):
         self.record.received = len(body)
         self.note_received(received_s)
         try:
-            self._form = self._prepared.head.begin(self, body, layer)
+            self._form = self._prepared.operation.begin(self, self._prepared.head, body, layer)
         except Exception as error:
             self.refuse(error)
 
@@ -210,15 +210,26 @@ class Direct:
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
 
-    def prepare(self, scope: Scope) -> Prepared | None:
-        """What a header says; None where it is for the application."""
+    def find_tenant(self, request: messages.Request, scope: Scope) -> str | None:
+        """Return the tenant that sends a request; None if its key is missing or unknown."""
+        authorisation = self.parts.authorisation
+        if authorisation is None:
+            return anonymous(_address_of(request)).tenant
+        grant = authorisation.find(bearer_token(dict(scope["headers"])))
+        return None if grant is None else grant.caller(_address_of(request)).tenant
+
+    def prepare(self, scope: Scope, tenant: str) -> Prepared | None:
+        """What a header says; None where it is for the application.
+
+        Args: tenant: that sends it.
+        """
         operation = self.parts.operations.get(scope["path"])
         if operation is None or scope["method"] != "POST":
             return None
         headers = dict(scope["headers"])
         try:
             shared, preflight = self.parts.origins.admit(scope, headers)
-            head = operation.read_head(scope["query_string"], headers)
+            head = operation.prepare_head(scope["query_string"], headers, tenant)
         except Exception:
             # Whatever it is, the application meets it again, and answers.
             return None
@@ -249,7 +260,7 @@ class Direct:
         return caller if grant is None or grant.rate is None else None
 
     def _who(self, request: messages.Request, prepared: Prepared) -> tuple[Grant | None, Caller | None]:
-        address = "unix" if request.client is None else request.client[0]
+        address = _address_of(request)
         authorisation = self.parts.authorisation
         if authorisation is None:
             return None, anonymous(address)
@@ -258,3 +269,7 @@ class Direct:
             return grant, authorisation.require(grant, prepared.token, _INFER).caller(address)
         except NormserveError:
             return grant, None
+
+
+def _address_of(request: messages.Request) -> str:
+    return "unix" if request.client is None else request.client[0]

@@ -24,11 +24,12 @@ from normserve.memory.shared_slabs import Located, SharedSlabs
 from normserve.memory.slabs import SlabPool
 from normserve.metrics.metrics import Metrics
 from normserve.metrics.requests import RequestRecord
+from normserve.requests.prepared_calls import PreparedCalls
 
 log = logging.getLogger(__name__)
 
-# Heads that are remembered: clients send the like again and again.
-_MOST_KNOWN, _LONGEST_KNOWN = 1024, 2048
+# A prepared header takes less than this, for each of its fields, and for each byte of the message that brought it.
+_HEAD_BYTES, _FIELD_BYTES, _BYTES_PER_HEAD_BYTE = 2**11, 2**8, 3
 _POLL_S = 0.02
 # How often front ends get a heartbeat, and are told of memory that the pool has freed.
 _BEAT_S = 0.5
@@ -42,10 +43,16 @@ class Relays:
     """Serves the front ends of this process.  Belongs to the event loop's thread."""
 
     def __init__(
-        self, shared: SharedSlabs, slabs: SlabPool, metrics: Metrics, polling: Polling | None = None
+        self,
+        shared: SharedSlabs,
+        slabs: SlabPool,
+        metrics: Metrics,
+        prepared: PreparedCalls,
+        polling: Polling | None = None,
     ) -> None:
         """Args:
         slabs: whose memory is of `shared`.
+        prepared: keeps headers.
         polling: for messages of front ends; None where the event loop sleeps between them.
         """
         self._shared = shared
@@ -54,7 +61,7 @@ class Relays:
         self._polling = polling
         self._entrance: ASGIApp | None = None
         self._direct: Direct | None = None
-        self._known: dict[tuple[bytes, bool], _Known] = {}
+        self._prepared = prepared
         self._front_ends: set[_FrontEnd] = set()
         self._is_ready = False
         self._beating: asyncio.TimerHandle | None = None
@@ -118,16 +125,16 @@ class Relays:
             front_end.send(Readiness(self._is_ready))
 
     def _begin(self, front_end: "_FrontEnd", request: messages.Request) -> DirectRequest | Relayed:
-        known = self._known_head(request)
-        if known.prepared is not None and self._direct is not None:
+        head = self._prepare_head(request)
+        if head.prepared is not None and self._direct is not None:
             if request.body is not None:
-                direct = self._direct.begin(front_end, request, known.prepared)
+                direct = self._direct.begin(front_end, request, head.prepared)
             else:
-                direct = self._receive(self._direct, front_end, request, known.scope, known.prepared)
+                direct = self._receive(self._direct, front_end, request, head.scope, head.prepared)
             if direct is not None:
                 return direct
         assert self._entrance is not None
-        return Relayed(front_end, request, known.scope, self._entrance)
+        return Relayed(front_end, request, head.scope, self._entrance)
 
     def _receive(
         self, direct: Direct, front_end: "_FrontEnd", request: messages.Request, scope: Scope, prepared: Prepared
@@ -147,11 +154,14 @@ class Relays:
         assert request.announced is not None
         return asked if asked.receive(request.announced) else None
 
-    def _known_head(self, request: messages.Request) -> "_Known":
-        """What a head says, as ASGI has it, for many requests."""
-        # By which socket a request came decides as well.
-        key = request.head, request.client is None
-        known = self._known.get(key)
+    def _prepare_head(self, request: messages.Request) -> "_PreparedHead":
+        """Return what a header says, the same object for requests from an address with the same header.
+
+        Only headers with a valid key are kept, where keys are required.
+        """
+        # None over a Unix socket, which decides as well.
+        key = request.head, None if request.client is None else request.client[0]
+        known: _PreparedHead | None = self._prepared.find(key)
         if known is not None:
             return known
         head = messages.read_head(request.head)
@@ -169,15 +179,16 @@ class Relays:
             "headers": head.headers,
             "client": request.client,
         }
-        known = _Known(scope, None if self._direct is None else self._direct.prepare(scope))
-        if len(request.head) <= _LONGEST_KNOWN:
-            if len(self._known) >= _MOST_KNOWN:
-                self._known.clear()
-            self._known[key] = known
+        tenant = None if self._direct is None else self._direct.find_tenant(request, scope)
+        if self._direct is None or tenant is None:
+            return _PreparedHead(scope, None)
+        known = _PreparedHead(scope, self._direct.prepare(scope, tenant))
+        nbytes = _HEAD_BYTES + _FIELD_BYTES * len(head.headers) + _BYTES_PER_HEAD_BYTE * len(request.head)
+        self._prepared.keep(key, known, nbytes, tenant)
         return known
 
 
-class _Known(NamedTuple):
+class _PreparedHead(NamedTuple):
     """What a header says: a scope but for what its connection says, and what there is to know of plain requests."""
 
     scope: Scope

@@ -1,8 +1,7 @@
 """`POST /v1/{op}` and `POST /v1/{op}/backward`."""
 
-import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,7 @@ from normserve.http.measured import Measured, note_result
 from normserve.http.responses import BuffersResponse
 from normserve.http.routes.examples import lines_of
 from normserve.http.routes.negotiation import Accepted, declared_format, sniffed_format, with_hints
-from normserve.http.routes.payloads import KnownPayloads, Told, entries_of
+from normserve.http.routes.payloads import Entry, PreparedPayload, Told, entries_of, payload_header
 from normserve.http.routes.tensors import describe_tensors
 from normserve.http.transport import Buffers
 from normserve.jobs.job import Layer, NormJob, NormResult, NormSpec, Op, Pass
@@ -36,12 +35,16 @@ from normserve.requests.parameters import (
     operation_parameters,
     parse_query,
 )
+from normserve.requests.prepared_calls import PreparedCalls
 from normserve.requests.several import joined
 
 # Header fields that, besides the query, define the request.
 _ASKING_HEADERS = (b"content-type", b"content-encoding", b"accept")
-# Longer heads are not cached.
-_LONGEST_KEPT = 1024
+# A prepared head takes less than this, and for each byte of its key: an Accept header of short media ranges is the
+# worst.
+_HEAD_BYTES, _BYTES_PER_HEAD_BYTE = 2**10, 36
+# A prepared payload, for each byte of its header.
+_PAYLOAD_BYTES, _BYTES_PER_PAYLOAD_BYTE = 2**11, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,7 @@ class Operations:
 
     bodies: BodyReader
     layers: LayerRegistry
+    prepared: PreparedCalls
 
     def router(self) -> APIRouter:
         """Every operation in each of its directions."""
@@ -71,7 +75,7 @@ class Operations:
     def by_path(self) -> "dict[str, Operation]":
         """Every operation in each of its directions, by path."""
         return {
-            _path(op, direction): Operation(self.bodies, self.layers, op, direction)
+            _path(op, direction): Operation(self.bodies, self.layers, self.prepared, op, direction)
             for op in Op
             for direction in op.passes
         }
@@ -83,10 +87,15 @@ def _path(op: Op, direction: Pass) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One operation in one direction."""
+    """One operation in one direction.
+
+    Attributes:
+        prepared: heads and payloads.
+    """
 
     bodies: BodyReader
     layers: LayerRegistry
+    prepared: PreparedCalls
     op: Op
     direction: Pass
 
@@ -94,10 +103,10 @@ class Operation:
         """Read the head, check what can be checked before the body, then receive, compute and answer."""
         exchange: Exchange = request.scope["state"]["exchange"]
         exchange.record.op, exchange.record.direction = self.op.label, self.direction.label
-        head = self.read_head(request.scope["query_string"], exchange.headers)
+        head = self.prepare_head(request.scope["query_string"], exchange.headers, exchange.caller.tenant)
         layer = self.layer_of(head)
         body = await self.bodies.receive(exchange)
-        told = head.begin(exchange, body, layer)
+        told = self.begin(exchange, head, body, layer)
         result = await exchange.await_result()
         buffers, measured = answer(exchange.record, told, result)
         return BuffersResponse(buffers, told.media_type.encode(), measured.headers())
@@ -110,22 +119,64 @@ class Operation:
         """
         return None if head.layer is None else self.layers.named(self.op, head.layer)
 
-    def read_head(self, query: bytes, headers: Mapping[bytes, bytes]) -> "Head":
-        """Parse a request's head.
+    def prepare_head(self, query: bytes, headers: Mapping[bytes, bytes], tenant: str) -> "Head":
+        """Return what a request's head says; the same object for requests of a tenant that say the same.
 
         Raises:
             NormserveError: the head is invalid.
         """
         said = [query, *[headers.get(name, b"") for name in _ASKING_HEADERS]]
-        is_kept = sum(map(len, said)) <= _LONGEST_KEPT
-        return (_known_head if is_kept else _head)(self.op, self.direction, *said)
+        key = (tenant, self.op, self.direction, *said)
+        head: Head | None = self.prepared.find(key)
+        if head is None:
+            head = _read_head(self.op, self.direction, *said)
+            nbytes = _HEAD_BYTES + _BYTES_PER_HEAD_BYTE * sum(map(len, said))
+            self.prepared.keep(key, head, nbytes, tenant)
+        return head
+
+    def begin(self, request: RequestLifecycle, head: "Head", body: memoryview, layer: Layer | None) -> Told:
+        """Begin to compute a received body; return the form of the response.
+
+        Raises:
+            NormserveError: the body is invalid, takes too much memory, or is late.
+        """
+        job, cost, told = self.make_job(head, body, layer, request)
+        request.charge_memory(job, cost, len(body))
+        request.begin_job(job, head.timeout_ms)
+        return told
+
+    def make_job(
+        self, head: "Head", body: memoryview, layer: Layer | None, request: RequestLifecycle
+    ) -> tuple[NormJob, MemoryCost, Told]:
+        """The job of a request's body, its memory cost, and the form of its response.
+
+        Raises:
+            NormserveError: the body is invalid, does not fit head and layer, or needs a copy that is refused.
+        """
+        header = payload_header(body)
+        key = head, header, len(body)
+        known: PreparedPayload | None = self.prepared.find(key, layer) if header else None
+        entries, media_type = head.read_body(body) if known is None else (known.entries, known.told.media_type)
+        decoded = {name: entry.tensor(body) for name, entry in entries.items()}
+        tensors, several = joined(decoded, body, request.charge_copy)
+        may_overwrite = not body.readonly
+        if known is not None:
+            return NormJob(known.spec, tensors, layer, may_overwrite), known.cost, known.told
+        job, cost = costed_job(head.spec, tensors, layer, may_overwrite=may_overwrite)
+        told = Told(media_type, several)
+        _require_expressible(told, job)
+        if header:
+            nbytes = _PAYLOAD_BYTES + _BYTES_PER_PAYLOAD_BYTE * len(header)
+            value = PreparedPayload(entries, job.spec, cost, told)
+            self.prepared.keep(key, value, nbytes, request.caller.tenant, layer)
+        return job, cost, told
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Head:
     """A request's head, checked as far as possible without the body; the same object for many requests.
 
-    Compared by identity, which is quick: known payloads are looked up by it.
+    Compared by identity, which is quick: prepared payloads are found by it.
 
     Attributes:
         layer: its name; for a chain the names, joined by commas.
@@ -141,42 +192,21 @@ class Head:
     timeout_ms: float | None
     is_form: bool
 
-    def begin(self, request: RequestLifecycle, body: memoryview, layer: Layer | None) -> Told:
-        """Begin to compute a received body; return the form of the response.
+    def read_body(self, body: memoryview) -> tuple[Mapping[str, Entry], str]:
+        """Return the tensors of a body, and the media type of its response.
 
         Raises:
-            NormserveError: the body is invalid, takes too much memory, or is late.
+            NormserveError: the body is malformed, or neither format is accepted in return.
         """
-        job, cost, told = self.with_body(body, layer, request.charge_copy)
-        request.charge_memory(job, cost, len(body))
-        request.begin_job(job, self.timeout_ms)
-        return told
-
-    def with_body(
-        self, body: memoryview, layer: Layer | None, charge_copy: Callable[[int], None]
-    ) -> tuple[NormJob, MemoryCost, Told]:
-        """The job, its memory cost, and the format of its response.
-
-        Args: charge_copy: called before a copy with its size in bytes; may refuse it.
-        """
-        if (known := _known_payloads.job(self, body, layer)) is not None:
-            return known
         try:
             body_format = self.body_format or sniffed_format(body)
-            answer_format = self.accepted.choose(body_format)
-            entries = entries_of(body, body_format)
-            decoded = {name: entry.tensor(body) for name, entry in entries.items()}
+            media_type = self.accepted.choose(body_format)
+            return entries_of(body, body_format), media_type
         except (MalformedPayloadError, UnsupportedMediaTypeError) as error:
             raise with_hints(error, body, self.body_format, is_form=self.is_form) from None
-        tensors, several = joined(decoded, body, charge_copy)
-        job, cost = costed_job(self.spec, tensors, layer, may_overwrite=not body.readonly)
-        told = Told(answer_format, several)
-        _require_expressible(told, job)
-        _known_payloads.keep(self, body, entries, job, cost, told)
-        return job, cost, told
 
 
-def _head(
+def _read_head(
     op: Op, direction: Pass, query: bytes, content_type: bytes, content_encoding: bytes, accept: bytes
 ) -> Head:
     values = parse_query(query, operation_parameters(op, direction))
@@ -188,12 +218,6 @@ def _head(
         timeout_ms=values.get("timeout_ms"),
         is_form=is_form(content_type.decode("latin-1")),
     )
-
-
-_known_payloads = KnownPayloads()
-
-# Clients send the same few heads repeatedly.
-_known_head = functools.lru_cache(maxsize=1024)(_head)
 
 
 def _require_expressible(told: Told, job: NormJob) -> None:

@@ -1,14 +1,13 @@
 """The process that owns the device, as its front ends see it."""
 
 import asyncio
-import gc
 import json
+from dataclasses import replace
 
+import pytest
 from normserve.http.relay import messages
-from normserve.http.relay import owner as owner_module
-from normserve.http.relay.direct import Prepared
 
-from tests.service.http.relay.owner_scene import HEADERS, OwnerScene, either_way, scene, until
+from tests.service.http.relay.owner_scene import HEADERS, OwnerScene, _play, either_way, scene, until
 
 
 def samples(owner: OwnerScene) -> dict[str, float]:
@@ -136,19 +135,97 @@ async def test_the_end_waits_for_what_is_under_way(owner):
     await until(lambda: front_end.ended)
 
 
-def test_of_many_heads_few_are_remembered(monkeypatch):
-    monkeypatch.setattr(owner_module, "_MOST_KNOWN", 8)
+def numbered(number: int, key: bytes = b"") -> tuple:
+    """Headers of some 100 KB."""
+    return (
+        *HEADERS,
+        (b"x-number", b"%d" % number),
+        (b"x-long", b"x" * 100_000),
+        (b"authorization", b"Bearer " + key),
+    )
 
+
+@pytest.fixture
+def parsed(monkeypatch):
+    """The numbers of the headers that have been parsed."""
+    numbers = []
+    read_head = messages.read_head
+
+    def read(encoded: bytes) -> messages.Head:
+        head = read_head(encoded)
+        numbers.extend(int(value) for name, value in head.headers if name == b"x-number")
+        return head
+
+    monkeypatch.setattr(messages, "read_head", read)
+    return numbers
+
+
+async def statuses_of(front_end, numbers, head: int | None = None, key: bytes = b"", **given) -> list[int]:
+    """Relay requests with numbered headers, or with the same."""
+    for number in numbers:
+        front_end.request(number, b"nonsense", headers=numbered(number if head is None else head, key), **given)
+    return [(await front_end.answer(number)).status for number in numbers]
+
+
+def test_headers_are_kept_within_their_bytes(parsed):
     @scene
     async def play(owner):
         front_end = owner.front_end()
-        for number in range(60):
-            front_end.request(number, b"nonsense", headers=(*HEADERS, (b"x-number", b"%d" % number)))
-        for number in range(60):
-            assert (await front_end.answer(number)).status == 400
-        await until(lambda: owner.is_idle)
-        gc.collect()
-        prepared = [each for each in gc.get_objects() if type(each) is Prepared and b"x-number" in each.headers]
-        assert 0 < len(prepared) <= 8
+        await statuses_of(front_end, range(80))
+        assert parsed == [*range(80)]
+        await statuses_of(front_end, [100], head=79)
+        await statuses_of(front_end, [101], head=0)
+        assert parsed[80:] == [0]
 
     play()
+
+
+def test_an_address_with_endless_headers_evicts_nothing_of_another(parsed):
+    @scene
+    async def play(owner):
+        front_end = owner.front_end()
+        await statuses_of(front_end, [1000], client=("127.0.0.2", 1))
+        await statuses_of(front_end, range(80))
+        parsed.clear()
+        await statuses_of(front_end, [1001], head=1000, client=("127.0.0.2", 2))
+        assert parsed == []
+
+    play()
+
+
+KEY = b"k" * 40
+
+
+def with_a_key(play):
+    """A test of a process that asks for a key."""
+    asyncio.run(_play(OwnerScene(api_key=KEY.decode()), play))
+
+
+def test_headers_without_a_known_key_are_not_kept(parsed):
+    @with_a_key
+    async def play(owner):
+        front_end = owner.front_end()
+        assert await statuses_of(front_end, [1, 2], head=1, key=b"guessed") == [401, 401]
+        assert parsed == [1, 1]
+        assert await statuses_of(front_end, [3, 4], head=3, key=KEY) == [400, 400]
+        assert parsed[2:] == [3]
+
+
+def test_a_key_is_checked_for_each_request_with_the_same_header(parsed):
+    @with_a_key
+    async def play(owner):
+        front_end = owner.front_end()
+        assert await statuses_of(front_end, [1], head=1, key=KEY) == [400]
+        owner.service.keys.replace([])
+        assert await statuses_of(front_end, [2], head=1, key=KEY) == [401]
+        assert parsed == [1]
+
+
+def test_a_rate_is_checked_for_each_request_with_the_same_header(parsed):
+    @with_a_key
+    async def play(owner):
+        front_end = owner.front_end()
+        key = owner.service.keys.find(KEY).key
+        owner.service.keys.replace([replace(key, requests_per_second=1e-6)])
+        assert await statuses_of(front_end, [1, 2, 3], head=1, key=KEY) == [400, 429, 429]
+        assert parsed == [1]

@@ -19,6 +19,7 @@ from normserve.layers.registry import LayerRegistry
 from normserve.memory.slabs import Source
 from normserve.requests.admission import Admission
 from normserve.requests.lifecycle import RequestServices
+from normserve.requests.prepared_calls import PreparedCalls
 
 from tests.service.engine.fake_engine import Scene, turn
 from tests.service.http.relay.fake_front_end import FakeFrontEnd
@@ -42,7 +43,8 @@ class Owner:
         self.limits = Limits(max_requests=4, max_bytes=max_bytes)
         engine = self.scene.engine
         bodies = BodyReader(self.front_end.slabs, 2**23, pause_s=20.0, total_s=total_s)
-        operations = Operations(bodies, LayerRegistry(max_layers=4, max_bytes=2**20)).by_path()
+        kept = PreparedCalls(2**20, self.scene.metrics.prepared_call_counters("process"))
+        operations = Operations(bodies, LayerRegistry(max_layers=4, max_bytes=2**20), kept).by_path()
         admission, progress = Admission(engine, 2**30), engine.launches
         services = RequestServices(engine, self.limits, admission, progress, self.scene.metrics, 20_000)
         direct = Direct(Parts(operations, Origins((), ()), None, services))
@@ -56,7 +58,7 @@ class Owner:
             "client": ("127.0.0.1", 1),
         }
         self.handed_over = []
-        prepared = direct.prepare(scope)
+        prepared = direct.prepare(scope, "127.0.0.1")
         assert prepared is not None
         self.body = npy(X)
         self.asked = ReceivedRequest(

@@ -11,6 +11,7 @@ from normserve.http.relay.owner import Relays
 from normserve.memory.shared_slabs import SharedSlabs
 from normserve.memory.slabs import SlabPool
 from normserve.metrics.metrics import Metrics
+from normserve.requests.prepared_calls import PreparedCalls
 
 
 async def until(condition):
@@ -21,7 +22,9 @@ async def until(condition):
 
 def relays():
     shared = SharedSlabs()
-    return Relays(shared, SlabPool(max_idle_bytes=0, source=shared.source()), Metrics())
+    metrics = Metrics()
+    prepared = PreparedCalls(2**20, metrics.prepared_call_counters("process"))
+    return Relays(shared, SlabPool(max_idle_bytes=0, source=shared.source()), metrics, prepared)
 
 
 def link(front_end, owner):

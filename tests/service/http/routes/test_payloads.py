@@ -2,18 +2,23 @@
 
 import gc
 import io
+import json
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from normserve.admission.callers import Caller
 from normserve.codec import safetensors
 from normserve.codec.media_types import NPY, SAFETENSORS
-from normserve.errors import InvalidShapeError, NormserveError
-from normserve.http.routes import payloads
+from normserve.errors import InvalidShapeError, NormserveError, OverloadedError
+from normserve.http.routes import operations, payloads
 from normserve.http.routes.negotiation import Accepted
-from normserve.http.routes.operations import Head
+from normserve.http.routes.operations import Head, Operation
 from normserve.jobs.job import NormSpec, Op, Pass
 from normserve.memory.host_tensors import DType, HostTensor
+from normserve.metrics.metrics import Metrics
+from normserve.requests.prepared_calls import PreparedCalls
 
 from tests.service.jobs.fake_jobs import layer, tensor
 
@@ -39,10 +44,26 @@ def no_copy(nbytes: int) -> None:
     raise AssertionError(nbytes)
 
 
+def operation(max_bytes: int = 2**20) -> Operation:
+    prepared = PreparedCalls(max_bytes, Metrics().prepared_call_counters("process"))
+    return Operation(None, None, prepared, Op.LAYER_NORM, Pass.FORWARD)
+
+
+OPERATION = operation()
+
+
+def sender(charge_copy=no_copy, address: str = "here") -> SimpleNamespace:
+    return SimpleNamespace(caller=Caller(address), charge_copy=charge_copy)
+
+
+def made(asked: Head, body, of_layer=None, charge_copy=no_copy) -> tuple:
+    return OPERATION.make_job(asked, memoryview(body), of_layer, sender(charge_copy))
+
+
 def outcome(asked: Head, body: bytearray, of_layer=None) -> tuple:
     """All that is made of a body, or what is wrong with it."""
     try:
-        job, cost, told = asked.with_body(memoryview(body), of_layer, no_copy)
+        job, cost, told = made(asked, body, of_layer)
     except NormserveError as error:
         return type(error), error.detail
     tensors = {
@@ -82,7 +103,7 @@ def test_a_payload_is_the_same_whether_known_or_not(number, declared):
 def test_the_next_data_are_its_own():
     asked = head()
     outcome(asked, npy())
-    job, _, _ = asked.with_body(memoryview(npy(X + 1)), None, no_copy)
+    job, _, _ = made(asked, npy(X + 1))
     np.testing.assert_array_equal(np.frombuffer(job.x.data, np.float32).reshape(3, 4), X + 1)
 
 
@@ -96,7 +117,7 @@ def test_it_is_not_parsed_again(monkeypatch):
 def test_memory_that_may_not_be_written_over_is_not():
     asked = head()
     outcome(asked, npy())
-    job, _, _ = asked.with_body(memoryview(bytes(npy())), None, no_copy)
+    job, _, _ = made(asked, bytes(npy()))
     assert not job.may_overwrite
 
 
@@ -117,21 +138,75 @@ def test_a_layer_that_is_gone_is_not_held():
     assert gone() is None
 
 
-def test_several_tensors_are_joined_each_time():
+@pytest.mark.parametrize("has_residual", [True, False])
+def test_several_tensors_are_joined_and_charged_each_time(has_residual):
+    """Where another tensor lies between them, they are copied."""
     asked, charged = head(), []
-    body = packed(**{"x.0": tensor(1, 4), "x.1": tensor(2, 4)})
+    between = {"residual.0": tensor(1, 4), "residual.1": tensor(2, 4)} if has_residual else {}
+    ordered = sorted({"x.0": tensor(1, 4), "x.1": tensor(2, 4), **between}.items(), key=lambda each: each[0][-1])
+    body = packed(**dict(ordered))
     for _ in range(2):
-        job, _, told = asked.with_body(memoryview(body), None, charged.append)
+        job, _, told = made(asked, body, charge_copy=charged.append)
         assert (job.x.shape, told.several.counts) == ((3, 4), (1, 2))
+    assert charged == ([48, 48] * 2 if has_residual else [])
 
 
-def test_no_more_is_kept_than_so_much():
-    known, body = payloads.KnownPayloads(), memoryview(npy())
-    entries = payloads.entries_of(body, NPY)
-    made = head().with_body(body, None, no_copy)
-    for number in range(3000):
-        known.keep(number, body, entries, *made)
-        assert known.job(number, body, None) is not None
-        assert len(known._known) <= 1024
-    long = packed(x=tensor(1, 4), **{f"scale{number}": tensor(1) for number in range(20)})
-    assert payloads.payload_header(memoryview(long)) == b""
+def test_a_copy_is_refused_each_time():
+    asked = head()
+    body = packed(
+        **{"x.0": tensor(1, 4), "residual.0": tensor(1, 4), "x.1": tensor(2, 4), "residual.1": tensor(2, 4)}
+    )
+    made(asked, body, charge_copy=lambda nbytes: None)
+
+    def refuse(nbytes: int) -> None:
+        raise OverloadedError("not now")
+
+    with pytest.raises(OverloadedError):
+        made(asked, body, charge_copy=refuse)
+
+
+def test_payloads_with_long_headers_are_kept_within_their_bytes(monkeypatch):
+    here, parsed = operation(2**20), []
+    monkeypatch.setattr(
+        "normserve.http.routes.operations.entries_of",
+        lambda body, body_format: parsed.append(1) or payloads.entries_of(body, body_format),
+    )
+    asked = head()
+
+    def ask(number: int, address: str) -> None:
+        metadata = {"__metadata__": {"number": f"{number:04}" + "x" * 5000}}
+        text = json.dumps(metadata | {"x": {"dtype": "F32", "shape": [3, 4], "data_offsets": [0, 48]}}).encode()
+        body = len(text).to_bytes(8, "little") + text + bytes(48)
+        here.make_job(asked, memoryview(bytearray(body)), None, sender(address=address))
+        assert here.prepared.nbytes <= 2**20
+
+    ask(0, "mine")
+    for number in range(1, 200):
+        ask(number, "hostile")
+    assert here.prepared.nbytes > 2**19
+    assert len(parsed) == 200
+    ask(0, "mine")
+    ask(199, "hostile")
+    assert len(parsed) == 200
+    ask(1, "hostile")
+    assert len(parsed) == 201
+
+
+def test_heads_are_kept_for_each_tenant(monkeypatch):
+    here, parsed = operation(2**20), []
+    parse_query = operations.parse_query
+    monkeypatch.setattr(operations, "parse_query", lambda *given: parsed.append(1) or parse_query(*given))
+    headers = {b"content-type": NPY.encode()}
+    mine = here.prepare_head(b"eps=1", headers, "mine")
+    for number in range(1000):
+        here.prepare_head(b"eps=%d" % (number + 2), headers, "hostile")
+    assert here.prepared.nbytes <= 2**20
+    assert len(parsed) == 1001
+    assert here.prepare_head(b"eps=1", headers, "mine") is mine
+    assert here.prepare_head(b"eps=1", {}, "mine") is not mine
+    assert len(parsed) == 1002
+
+
+def test_a_header_that_is_longer_than_the_codec_reads_is_no_key():
+    text = b" " * 2**16
+    assert payloads.payload_header(memoryview(len(text).to_bytes(8, "little") + text)) == b""
