@@ -93,7 +93,7 @@ def create_app(
     routers = [
         operations.router(),
         Layers(service.engine, service.layers, service.changes, bodies).router(),
-        *_inference_protocol(service, bodies),
+        *_inference_protocol(service, bodies, prepared),
         status.router(),
         Page(service.keys is not None, settings.tls_client_ca is not None).router(),
     ]
@@ -120,7 +120,7 @@ def create_app(
     return app
 
 
-def _inference_protocol(service: Service, bodies: BodyReader) -> list[APIRouter]:
+def _inference_protocol(service: Service, bodies: BodyReader, prepared: PreparedCalls) -> list[APIRouter]:
     """The routers of the paths below `/v2`."""
     models = Models(service.layers)
     statistics = Statistics(lambda: [model.name for model in models.all()])
@@ -139,7 +139,7 @@ def _inference_protocol(service: Service, bodies: BodyReader) -> list[APIRouter]
     catalogue.answer_siblings()
     shared = SharedTensors(regions, Transfer(service.slabs), device_memory)
     return [
-        Infer(bodies, models, service.layers, statistics, shared).router(),
+        Infer(bodies, models, service.layers, statistics, shared, prepared).router(),
         SharedMemory(regions, device_memory, bodies).router(),
         catalogue.router(),
         Repository(models, service.changes, bodies).router(),

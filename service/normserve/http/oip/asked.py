@@ -89,9 +89,11 @@ class Output:
     region: Region | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Asked:
     """One request, without its tensors' memory.
+
+    Compared by identity, which is quick: it is a key of prepared calls.
 
     Attributes:
         layer: name of the layer whose parameters are used.

@@ -1,7 +1,7 @@
 """`POST /v2/models/{model}/infer`."""
 
-import functools
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fastapi import APIRouter, Request
@@ -13,7 +13,7 @@ from normserve.http.direct import DirectRoute
 from normserve.http.exchange import Exchange
 from normserve.http.measured import note_result
 from normserve.http.oip.answer import answer, require_possible
-from normserve.http.oip.asked import Asked, check_header, check_raw
+from normserve.http.oip.asked import Asked, Data, check_header, check_raw
 from normserve.http.oip.header import LENGTH, json_bytes, read_header, require_short
 from normserve.http.oip.models import Model, Models
 from normserve.http.oip.notes import TRANSPORT
@@ -22,23 +22,34 @@ from normserve.http.oip.shared_tensors import NONE, SharedTensors, placed
 from normserve.http.oip.sources import brought_bytes, tensors_of
 from normserve.http.oip.statistics import Statistics
 from normserve.http.responses import BuffersResponse
+from normserve.jobs.job import Layer, NormJob, NormSpec
+from normserve.jobs.memory_cost import MemoryCost
 from normserve.jobs.validation import costed_job
 from normserve.layers.registry import LayerRegistry
+from normserve.memory.host_tensors import HostTensor
+from normserve.requests.prepared_calls import PreparedCalls
 from normserve.requests.several import joined
 
-# Longer headers are not cached.
-_LONGEST_KEPT = 1024
+# Of longer JSON most is data, which is not sent again.
+_LONGEST_PREPARED = 4 * 2**10
+# A prepared call takes less than this, and for each byte of its JSON.
+_PREPARED_BYTES, _BYTES_PER_JSON_BYTE = 2**12, 24
 
 
 @dataclass(frozen=True, slots=True)
 class Infer:
-    """Handles inference requests."""
+    """Handles inference requests.
+
+    Attributes:
+        prepared: JSON headers, and what they lead to.
+    """
 
     bodies: BodyReader
     models: Models
     layers: LayerRegistry
     statistics: Statistics
     shared: SharedTensors
+    prepared: PreparedCalls
 
     def router(self) -> APIRouter:
         """The two paths, with a version and without."""
@@ -72,7 +83,8 @@ class Infer:
         layer = self.layers.get(model.name) if model.is_layer else None
         body = await self.bodies.receive(exchange)
         try:
-            asked = _read(model, None if layer is None else layer.row, of_json, body)
+            row = None if layer is None else layer.row
+            asked, is_kept = self._read(model, row, of_json, body, exchange.caller.tenant)
         except MalformedPayloadError as error:
             # A body of JSON alone loses nothing that matters to `curl -d`.
             if of_json is None or not is_form(exchange.headers.get(b"content-type", b"").decode("latin-1")):
@@ -93,7 +105,11 @@ class Infer:
         copies = await self.shared.read(shared) if shared.inputs else {}
         tensors = tensors_of(asked.inputs, body, copies)
         tensors, several = (tensors, None) if asked.uses_regions else joined(tensors, body, exchange.charge_copy)
-        job, cost = costed_job(asked.spec, tensors, layer, may_overwrite=not body.readonly)
+        may_overwrite = not body.readonly
+        if is_kept:
+            job, cost = self._make_job(asked, tensors, layer, exchange.caller.tenant, may_overwrite)
+        else:
+            job, cost = costed_job(asked.spec, tensors, layer, may_overwrite=may_overwrite)
         require_possible(model, asked, job, several)
         if shared.outputs:
             job = placed(shared, job)
@@ -110,23 +126,52 @@ class Infer:
         self.statistics.note_success(model.name, result, ended - exchange.record.began, ended - began)
         return BuffersResponse(buffers, media_type, headers)
 
+    def _read(
+        self, model: Model, row: tuple[int, ...] | None, of_json: int | None, body: memoryview, tenant: str
+    ) -> tuple[Asked, bool]:
+        """Return the request in a body, checked against the model, and whether it is kept.
 
-def _read(model: Model, row: tuple[int, ...] | None, of_json: int | None, body: memoryview) -> Asked:
-    """The request in a body, checked against the model."""
+        It is the same object for requests of a tenant that say the same.
+        """
+        json = body if of_json is None else body[:of_json]
+        if of_json is not None and of_json > len(body):
+            raise MalformedPayloadError(
+                f"the JSON must end within the body of {len(body)} bytes, ends at {of_json}"
+            )
+        if len(json) > _LONGEST_PREPARED:
+            return _check(model, row, json, of_json, len(body)), False
+        key = tenant, model, row, bytes(json), of_json, len(body)
+        asked: Asked | None = self.prepared.find(key)
+        if asked is not None:
+            return asked, True
+        asked = _check(model, row, json, of_json, len(body))
+        is_kept = not any(type(each.source) is Data for each in asked.inputs)
+        if is_kept:
+            self.prepared.keep(key, asked, _PREPARED_BYTES + _BYTES_PER_JSON_BYTE * len(json), tenant)
+        return asked, is_kept
+
+    def _make_job(
+        self,
+        asked: Asked,
+        tensors: Mapping[str, HostTensor],
+        layer: Layer | None,
+        tenant: str,
+        may_overwrite: bool,
+    ) -> tuple[NormJob, MemoryCost]:
+        """Do as `costed_job`, once for each request that is kept and layer."""
+        checked: tuple[NormSpec, MemoryCost] | None = self.prepared.find(asked, layer)
+        if checked is not None:
+            spec, cost = checked
+            return NormJob(spec, tensors, layer, may_overwrite), cost
+        job, cost = costed_job(asked.spec, tensors, layer, may_overwrite=may_overwrite)
+        self.prepared.keep(asked, (job.spec, cost), _PREPARED_BYTES, tenant, layer)
+        return job, cost
+
+
+def _check(
+    model: Model, row: tuple[int, ...] | None, json: memoryview, of_json: int | None, body_bytes: int
+) -> Asked:
     if of_json == 0:
-        return check_raw(model, row, len(body))
-    if of_json is None:
-        of_json = len(body)
-        require_short(of_json)
-        return check_header(model, read_header(body), of_json, len(body))
-    if of_json > len(body):
-        raise MalformedPayloadError(f"the JSON must end within the body of {len(body)} bytes, ends at {of_json}")
-    if of_json > _LONGEST_KEPT:
-        return check_header(model, read_header(body[:of_json]), of_json, len(body))
-    return _known(model, bytes(body[:of_json]), of_json, len(body))
-
-
-@functools.lru_cache(maxsize=1024)
-def _known(model: Model, text: bytes, of_json: int, body_bytes: int) -> Asked:
-    """Cached, because clients send the same few headers repeatedly."""
-    return check_header(model, read_header(text), of_json, body_bytes)
+        return check_raw(model, row, body_bytes)
+    require_short(len(json))
+    return check_header(model, read_header(json), len(json), body_bytes)
