@@ -51,8 +51,6 @@ _SIZE = re.compile("0|[1-9][0-9]{0,18}")
 _VERSIONS = {(1, 0): (2, "latin-1"), (2, 0): (4, "latin-1"), (3, 0): (4, "utf-8")}
 _VERSION_END = len(NPY_MAGIC) + 2
 _MAX_HEADER_BYTES = 64 * 1024
-# What parsing finds in longer headers is not kept.
-_LONGEST_KEPT = 256
 
 #: Where the data of what `encode` writes begins is a multiple of this, counted from the first byte.
 DATA_ALIGNMENT = 64
@@ -109,8 +107,7 @@ def read_entry(body: memoryview) -> Entry:
         UnsupportedDtypeError: all is well-formed, but the elements are not little-endian float32 or float16.
     """
     start, stop, encoding = _header_place(body)
-    text = bytes(body[start:stop])
-    array = _known_array(text, encoding) if len(text) <= _LONGEST_KEPT else _parse_array(text, encoding)
+    array = _parse_array(bytes(body[start:stop]), encoding)
     nbytes = len(body) - stop
     if nbytes != array.nbytes:
         raise MalformedPayloadError(f"the shape asks for {array.nbytes} bytes of data, got {nbytes}")
@@ -138,12 +135,6 @@ def _header_place(body: memoryview) -> tuple[int, int, str]:
     if length > room:
         raise MalformedPayloadError(f"the header must be at most {room} bytes here, got {length}")
     return start, start + length, encoding
-
-
-@functools.lru_cache(maxsize=1024)
-def _known_array(text: bytes, encoding: str) -> _Array:
-    """Clients send arrays of the same few shapes again and again."""
-    return _parse_array(text, encoding)
 
 
 def _parse_array(text: bytes, encoding: str) -> _Array:

@@ -39,8 +39,6 @@ _METADATA = "__metadata__"
 _FIELDS = {"dtype", "shape", "data_offsets"}
 _LENGTH_BYTES = 8
 _HEADER_DEPTH = 3
-# What parsing finds in longer headers is not kept.
-_LONGEST_KEPT = 1024
 _SAFE_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 #: Where the data of what `encode` writes begins is a multiple of this, counted from the first byte.
@@ -122,24 +120,14 @@ def read_entries(body: memoryview, limits: Limits = REQUEST_LIMITS) -> Sequence[
         TooLargeError: there are more tensors than `limits` allows.
     """
     text = bytes(body[_LENGTH_BYTES : _header_end(body, limits)])
-    parse = _known_entries if len(text) <= _LONGEST_KEPT else _parse_entries
-    return parse(text, len(body), limits.tensors)
-
-
-def _parse_entries(text: bytes, body_bytes: int, max_tensors: int) -> tuple[Entry, ...]:
-    """The entries of a header in a body of so many bytes, all of it checked."""
     header = _read_header(text)
     _check_metadata(header.pop(_METADATA, {}))
-    if len(header) > max_tensors:
-        raise TooLargeError(f"a payload must hold at most {max_tensors} tensors, got {len(header)}")
+    if len(header) > limits.tensors:
+        raise TooLargeError(f"a payload must hold at most {limits.tensors} tensors, got {len(header)}")
     data_start = _LENGTH_BYTES + len(text)
     entries = tuple([_read_entry(name, fields, data_start) for name, fields in header.items()])
-    _check_tiling(entries, data_start, body_bytes)
+    _check_tiling(entries, data_start, len(body))
     return entries
-
-
-# Clients send tensors of the same few shapes again and again.
-_known_entries = functools.lru_cache(maxsize=1024)(_parse_entries)
 
 
 def _header_end(body: memoryview, limits: Limits) -> int:

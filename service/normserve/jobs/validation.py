@@ -1,9 +1,7 @@
 """The input contract of a job: which tensors, of which shapes and types, an operation takes."""
 
-import functools
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import NamedTuple
 
 from normserve.codec.tensor_names import (
     CHAIN_PARAMETERS,
@@ -43,33 +41,13 @@ def costed_job(
     Raises:
         InvalidRequestError: by what does not fit; the detail says what was expected and what came.
     """
-    of_layer = None if layer is None else _layer_facts(layer)
-    described = tuple([(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()])
-    spec, cost = _checked(spec, of_layer, described)
+    described = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    spec, cost = _check(spec, layer, described)
     return NormJob(spec, dict(tensors), layer, may_overwrite), cost
 
 
-class _LayerFacts(NamedTuple):
-    """What is checked of a layer, without its parameters."""
-
-    name: str
-    spec: NormSpec
-    size: int
-    dtype: DType
-    has_bias: bool
-    heads: int
-
-
-def _layer_facts(layer: Layer) -> _LayerFacts:
-    return _LayerFacts(layer.name, layer.spec, layer.size, layer.dtype, layer.has_bias, layer.heads)
-
-
-@functools.lru_cache(maxsize=1024)
-def _checked(
-    spec: NormSpec, layer: _LayerFacts | None, described: tuple[tuple[str, DType, tuple[int, ...]], ...]
-) -> tuple[NormSpec, MemoryCost]:
-    """The spec with what the layer says, once all fits, and the cost.  Clients send the like again and again."""
-    tensors = {name: (dtype, shape) for name, dtype, shape in described}
+def _check(spec: NormSpec, layer: Layer | None, tensors: Described) -> tuple[NormSpec, MemoryCost]:
+    """The spec with what the layer says, once all fits, and the cost."""
     if layer is not None:
         spec = _with_layer(spec, layer)
     _check_names(spec, tensors, with_layer=layer is not None)
@@ -138,7 +116,7 @@ def check_group_count(num_groups: int, channels: int) -> None:
         raise InvalidParameterError(f"num_groups must divide the {channels} channels, got {num_groups}")
 
 
-def _with_layer(spec: NormSpec, layer: _LayerFacts) -> NormSpec:
+def _with_layer(spec: NormSpec, layer: Layer) -> NormSpec:
     if layer.spec.op is not spec.op:
         raise InvalidParameterError(f"layer {layer.name!r} is of {layer.spec.op.value}, not of {spec.op.value}")
     return replace(spec, **{option.name: getattr(layer.spec, option.name) for option in LAYER_OPTIONS})

@@ -12,6 +12,7 @@ from normserve.local.arena import Arena
 from normserve.local.operations import Request, answered
 from normserve.local.service import Service
 from normserve.metrics.requests import RequestRecord
+from normserve.requests.prepared_calls import PreparedCalls
 
 _INFER = frozenset([KeyScope.INFER])
 
@@ -21,13 +22,22 @@ class Computations:
 
     Attributes:
         service, arena, answers: what they are computed with, from where, and how they are answered.
+        prepared: the connection's prepared calls.
         on_end: called once an operation is over, before it is answered.
         under_way: those that the engine has.
     """
 
-    def __init__(self, service: Service, arena: Arena, answers: Answers, on_end: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        service: Service,
+        arena: Arena,
+        prepared: PreparedCalls,
+        answers: Answers,
+        on_end: Callable[[], None],
+    ) -> None:
         self.service = service
         self.arena = arena
+        self.prepared = prepared
         self.answers = answers
         self.on_end = on_end
         self.under_way: set[LocalComputation] = set()
@@ -65,7 +75,7 @@ class LocalComputation(LocalExchange):
         service = computations.service
         try:
             self._answers.session.authorise(_INFER, self)
-            plan = service.operations.plan(self._request, computations.arena, self.record)
+            plan = service.operations.plan(self._request, computations.arena, computations.prepared, self.record)
             self.acquire_permit(plan.nbytes)
             job = plan.job()
             self.charge_memory(job, plan.cost, plan.nbytes)

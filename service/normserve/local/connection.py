@@ -36,7 +36,7 @@ _PREPARED_BYTES = 8 * 2**20
 
 # A prepared call takes less than this: for each message its plan, and for each byte of a frame the objects that are
 # made from it, with those of the CPU backend.  Measured of one to seventeen tensors and of sixteen messages.
-_BYTES_PER_MESSAGE, _BYTES_PER_BYTE = 2**10, 30
+_BYTES_PER_MESSAGE, _BYTES_PER_BYTE = 3 * 2**9, 30
 
 _UNANSWERED = (frames.Cancel, frames.Free)
 
@@ -71,7 +71,7 @@ class Connection:
         self._prepared = PreparedCalls(_PREPARED_BYTES, counters)
         self._tasks: set[asyncio.Task[None]] = set()
         self._answers = Answers(service.requests, self._session)
-        self._computations = Computations(service, self._arena, self._answers, self._on_room)
+        self._computations = Computations(service, self._arena, self._prepared, self._answers, self._on_room)
 
     @property
     def is_busy(self) -> bool:

@@ -1,6 +1,5 @@
 """Conversion of a frame's operation to a job, and of the job's result to a response."""
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -23,14 +22,18 @@ from normserve.jobs.job import (
 )
 from normserve.jobs.memory_cost import MemoryCost
 from normserve.jobs.results import results_of
-from normserve.jobs.validation import costed_job
 from normserve.layers.registry import LayerRegistry
 from normserve.local.arena import Arena, check_places, check_together
 from normserve.memory.host_tensors import HostTensor
 from normserve.metrics.requests import RequestRecord
 from normserve.requests.parameters import make_spec, named_layer, operation_parameters, parse_query
+from normserve.requests.prepared_calls import PreparedCalls
+from normserve.requests.prepared_jobs import prepare_job
 
 _OPERATIONS = {(op.value, direction.value): (op, direction) for op in Op for direction in op.passes}
+# What a message asks for takes less than this when it is kept, and for each byte of its words.
+_ASKED_BYTES, _BYTES_PER_ASKED_BYTE = 2**10, 8
+
 _WRITTEN_OVER = {Pass.FORWARD: {"y": "x"}, Pass.BACKWARD: {"dx": "x"}}
 
 
@@ -48,7 +51,6 @@ class Asked:
     timeout_ms: float | None
 
 
-@functools.lru_cache(maxsize=1024)
 def asked_for(op_name: str, pass_name: str, query: str) -> Asked:
     """Read an operation's name, pass and parameters.
 
@@ -128,8 +130,10 @@ class Operations:
     engine: Engine
     layers: LayerRegistry
 
-    def plan(self, request: Request, arena: Arena, record: RequestRecord) -> Plan:
+    def plan(self, request: Request, arena: Arena, prepared: PreparedCalls, record: RequestRecord) -> Plan:
         """Check a request against its arena and its layer.
+
+        Args: prepared: of the connection.
 
         Raises:
             NormserveError: the request is invalid, or the server is not ready.
@@ -137,22 +141,24 @@ class Operations:
         record.waiting_in = "parse"
         message, asked = request.message, request.asked
         if asked is None:
-            asked = request.asked = asked_for(message.op, message.direction, message.query)
+            asked = request.asked = _prepare_asked(message, prepared)
         spec = asked.spec
         record.op, record.direction = spec.op.label, spec.direction.label
         layer = None if asked.layer is None else self.layers.named(spec.op, asked.layer)
         self.engine.require_ready()
         plan = request.plan
         if plan is None or plan.layer is not layer:
-            plan = request.plan = self._planned(message, spec, layer, arena)
+            plan = request.plan = self._planned(message, spec, layer, arena, prepared)
         return plan
 
-    def _planned(self, message: Compute, spec: NormSpec, layer: Layer | None, arena: Arena) -> Plan:
+    def _planned(
+        self, message: Compute, spec: NormSpec, layer: Layer | None, arena: Arena, prepared: PreparedCalls
+    ) -> Plan:
         located = {name: arena.tensor(name, each) for name, each in message.tensors.items()}
         tensors = {name: tensor for name, (tensor, _) in located.items()}
         places = {name: arena.place(name, place) for name, place in message.results.items()}
         check_together(tensors, places)
-        job, cost = costed_job(spec, tensors, layer)
+        job, cost = prepare_job(prepared, "", spec, tensors, layer)
         results = results_of(job.spec, {name: (each.dtype, each.shape) for name, each in tensors.items()}, layer)
         spans = {name: span for name, (_, span) in located.items()}
         is_over = check_places(results, message.results, spans, _WRITTEN_OVER[spec.direction])
@@ -176,6 +182,16 @@ class Operations:
             job.nbytes,
             msgspec.Raw(msgspec.json.encode(described)),
         )
+
+
+def _prepare_asked(message: Compute, prepared: PreparedCalls) -> Asked:
+    """Do as `asked_for`, once for the messages of a connection that say the same."""
+    key = message.op, message.direction, message.query
+    asked: Asked | None = prepared.find(key)
+    if asked is None:
+        asked = asked_for(*key)
+        prepared.keep(key, asked, _ASKED_BYTES + _BYTES_PER_ASKED_BYTE * sum(map(len, key)))
+    return asked
 
 
 def _shared(tensors: Mapping[str, HostTensor]) -> tuple[str, ...]:

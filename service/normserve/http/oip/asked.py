@@ -89,11 +89,9 @@ class Output:
     region: Region | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class Asked:
     """One request, without its tensors' memory.
-
-    Compared by identity, which is quick: it is a key of prepared calls.
 
     Attributes:
         layer: name of the layer whose parameters are used.

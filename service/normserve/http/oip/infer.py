@@ -1,7 +1,6 @@
 """`POST /v2/models/{model}/infer`."""
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fastapi import APIRouter, Request
@@ -22,18 +21,15 @@ from normserve.http.oip.shared_tensors import NONE, SharedTensors, placed
 from normserve.http.oip.sources import brought_bytes, tensors_of
 from normserve.http.oip.statistics import Statistics
 from normserve.http.responses import BuffersResponse
-from normserve.jobs.job import Layer, NormJob, NormSpec
-from normserve.jobs.memory_cost import MemoryCost
-from normserve.jobs.validation import costed_job
 from normserve.layers.registry import LayerRegistry
-from normserve.memory.host_tensors import HostTensor
 from normserve.requests.prepared_calls import PreparedCalls
+from normserve.requests.prepared_jobs import prepare_job
 from normserve.requests.several import joined
 
 # Of longer JSON most is data, which is not sent again.
 _LONGEST_PREPARED = 4 * 2**10
 # A prepared call takes less than this, and for each byte of its JSON.
-_PREPARED_BYTES, _BYTES_PER_JSON_BYTE = 2**12, 24
+_PREPARED_BYTES, _BYTES_PER_JSON_BYTE = 2**11, 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +80,7 @@ class Infer:
         body = await self.bodies.receive(exchange)
         try:
             row = None if layer is None else layer.row
-            asked, is_kept = self._read(model, row, of_json, body, exchange.caller.tenant)
+            asked = self._read(model, row, of_json, body, exchange.caller.tenant)
         except MalformedPayloadError as error:
             # A body of JSON alone loses nothing that matters to `curl -d`.
             if of_json is None or not is_form(exchange.headers.get(b"content-type", b"").decode("latin-1")):
@@ -105,11 +101,8 @@ class Infer:
         copies = await self.shared.read(shared) if shared.inputs else {}
         tensors = tensors_of(asked.inputs, body, copies)
         tensors, several = (tensors, None) if asked.uses_regions else joined(tensors, body, exchange.charge_copy)
-        may_overwrite = not body.readonly
-        if is_kept:
-            job, cost = self._make_job(asked, tensors, layer, exchange.caller.tenant, may_overwrite)
-        else:
-            job, cost = costed_job(asked.spec, tensors, layer, may_overwrite=may_overwrite)
+        tenant, may_overwrite = exchange.caller.tenant, not body.readonly
+        job, cost = prepare_job(self.prepared, tenant, asked.spec, tensors, layer, may_overwrite=may_overwrite)
         require_possible(model, asked, job, several)
         if shared.outputs:
             job = placed(shared, job)
@@ -128,44 +121,22 @@ class Infer:
 
     def _read(
         self, model: Model, row: tuple[int, ...] | None, of_json: int | None, body: memoryview, tenant: str
-    ) -> tuple[Asked, bool]:
-        """Return the request in a body, checked against the model, and whether it is kept.
-
-        It is the same object for requests of a tenant that say the same.
-        """
-        json = body if of_json is None else body[:of_json]
+    ) -> Asked:
+        """Return the request in a body, checked against the model."""
         if of_json is not None and of_json > len(body):
             raise MalformedPayloadError(
                 f"the JSON must end within the body of {len(body)} bytes, ends at {of_json}"
             )
+        json = body if of_json is None else body[:of_json]
         if len(json) > _LONGEST_PREPARED:
-            return _check(model, row, json, of_json, len(body)), False
+            return _check(model, row, json, of_json, len(body))
         key = tenant, model, row, bytes(json), of_json, len(body)
         asked: Asked | None = self.prepared.find(key)
-        if asked is not None:
-            return asked, True
-        asked = _check(model, row, json, of_json, len(body))
-        is_kept = not any(type(each.source) is Data for each in asked.inputs)
-        if is_kept:
-            self.prepared.keep(key, asked, _PREPARED_BYTES + _BYTES_PER_JSON_BYTE * len(json), tenant)
-        return asked, is_kept
-
-    def _make_job(
-        self,
-        asked: Asked,
-        tensors: Mapping[str, HostTensor],
-        layer: Layer | None,
-        tenant: str,
-        may_overwrite: bool,
-    ) -> tuple[NormJob, MemoryCost]:
-        """Do as `costed_job`, once for each request that is kept and layer."""
-        checked: tuple[NormSpec, MemoryCost] | None = self.prepared.find(asked, layer)
-        if checked is not None:
-            spec, cost = checked
-            return NormJob(spec, tensors, layer, may_overwrite), cost
-        job, cost = costed_job(asked.spec, tensors, layer, may_overwrite=may_overwrite)
-        self.prepared.keep(asked, (job.spec, cost), _PREPARED_BYTES, tenant, layer)
-        return job, cost
+        if asked is None:
+            asked = _check(model, row, json, of_json, len(body))
+            if not any(type(each.source) is Data for each in asked.inputs):
+                self.prepared.keep(key, asked, _PREPARED_BYTES + _BYTES_PER_JSON_BYTE * len(json), tenant)
+        return asked
 
 
 def _check(

@@ -42,9 +42,9 @@ from normserve.requests.several import joined
 _ASKING_HEADERS = (b"content-type", b"content-encoding", b"accept")
 # A prepared head takes less than this, and for each byte of its key: an Accept header of short media ranges is the
 # worst.
-_HEAD_BYTES, _BYTES_PER_HEAD_BYTE = 2**10, 36
+_HEAD_BYTES, _BYTES_PER_HEAD_BYTE = 2**10, 48
 # A prepared payload, for each byte of its header.
-_PAYLOAD_BYTES, _BYTES_PER_PAYLOAD_BYTE = 2**11, 8
+_PAYLOAD_BYTES, _BYTES_PER_PAYLOAD_BYTE = 2**10, 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,10 @@ class Operation:
         header = payload_header(body)
         key = head, header, len(body)
         known: PreparedPayload | None = self.prepared.find(key, layer) if header else None
-        entries, media_type = head.read_body(body) if known is None else (known.entries, known.told.media_type)
+        if known is None:
+            entries, media_type = self._read_body(head, header, body, request.caller.tenant)
+        else:
+            entries, media_type = known.entries, known.told.media_type
         decoded = {name: entry.tensor(body) for name, entry in entries.items()}
         tensors, several = joined(decoded, body, request.charge_copy)
         may_overwrite = not body.readonly
@@ -170,6 +173,27 @@ class Operation:
             value = PreparedPayload(entries, job.spec, cost, told)
             self.prepared.keep(key, value, nbytes, request.caller.tenant, layer)
         return job, cost, told
+
+    def _read_body(
+        self, head: "Head", header: bytes, body: memoryview, tenant: str
+    ) -> tuple[Mapping[str, Entry], str]:
+        """The tensors of a body, which often are those of requests with other heads, and its response's media type.
+
+        Args: header: of the payload; empty if it is not to be kept.
+        """
+        key = tenant, head.body_format, header, len(body)
+        entries: Mapping[str, Entry] | None = self.prepared.find(key) if header else None
+        try:
+            body_format = head.body_format or sniffed_format(body)
+            media_type = head.accepted.choose(body_format)
+            if entries is not None:
+                return entries, media_type
+            entries = entries_of(body, body_format)
+        except (MalformedPayloadError, UnsupportedMediaTypeError) as error:
+            raise with_hints(error, body, head.body_format, is_form=head.is_form) from None
+        if header:
+            self.prepared.keep(key, entries, _PAYLOAD_BYTES + _BYTES_PER_PAYLOAD_BYTE * len(header), tenant)
+        return entries, media_type
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -191,19 +215,6 @@ class Head:
     accepted: Accepted
     timeout_ms: float | None
     is_form: bool
-
-    def read_body(self, body: memoryview) -> tuple[Mapping[str, Entry], str]:
-        """Return the tensors of a body, and the media type of its response.
-
-        Raises:
-            NormserveError: the body is malformed, or neither format is accepted in return.
-        """
-        try:
-            body_format = self.body_format or sniffed_format(body)
-            media_type = self.accepted.choose(body_format)
-            return entries_of(body, body_format), media_type
-        except (MalformedPayloadError, UnsupportedMediaTypeError) as error:
-            raise with_hints(error, body, self.body_format, is_form=self.is_form) from None
 
 
 def _read_head(

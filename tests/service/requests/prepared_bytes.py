@@ -1,0 +1,186 @@
+"""Measures what prepared calls take, by malloc's own count; prints a JSON object of name to [measured, estimated].
+
+usage: PYTHONMALLOC=malloc python -m tests.service.requests.prepared_bytes
+"""
+
+import ctypes
+import gc
+import io
+import json
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import msgspec
+import numpy as np
+from normserve.admission.callers import Caller
+from normserve.backends.cpu.recurring import recurring
+from normserve.codec import local_frames as frames
+from normserve.codec import safetensors
+from normserve.http.edge.origins import Origins
+from normserve.http.oip.infer import Infer
+from normserve.http.oip.models import OPERATIONS
+from normserve.http.relay import messages
+from normserve.http.relay.direct import Direct, Parts
+from normserve.http.relay.owner import Relays
+from normserve.http.routes.operations import Operation
+from normserve.jobs.job import Op, Pass
+from normserve.local.arena import Arena
+from normserve.local.connection import Connection
+from normserve.local.operations import Operations
+from normserve.memory.segments import Segment, make_segment
+from normserve.metrics.metrics import Metrics
+from normserve.metrics.requests import RequestRecord
+from normserve.requests.prepared_calls import PreparedCalls
+
+from tests.service.jobs.fake_jobs import tensor
+
+WARM_CALLS, MEASURED_CALLS = 4, 20
+CALLS = range(WARM_CALLS + MEASURED_CALLS)
+
+METRICS = Metrics()
+
+Call = Callable[[int], object]
+
+
+class Mallinfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _names_ = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _names_.split()]
+
+
+def prepared_calls() -> PreparedCalls:
+    return PreparedCalls(2**40, METRICS.prepared_call_counters("process"))
+
+
+def saved(array: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+def http(prepared: PreparedCalls) -> dict[str, Call]:
+    operation = Operation(None, None, prepared, Op.LAYER_NORM, Pass.FORWARD)
+    sender = SimpleNamespace(caller=Caller("here"), charge_copy=lambda nbytes: None)
+    ranges = ",".join(chr(97 + number % 26) + chr(97 + number // 26) for number in range(400)).encode()
+    head = operation.prepare_head(b"", {}, "here")
+
+    def payload(body: bytes) -> None:
+        operation.make_job(head, memoryview(bytearray(body)), None, sender)
+
+    # Made before, because the codec remembers some headers that it has written.
+    arrays = [saved(np.zeros((1, 5000 + number), np.float32)) for number in CALLS]
+    several = [
+        b"".join(safetensors.encode({f"x.{each}": tensor(1, 5000 + number) for each in range(8)}))
+        for number in CALLS
+    ]
+    return {
+        "head": lambda number: operation.prepare_head(b"eps=%d" % (5000 + number), {}, "here"),
+        "accepted": lambda number: operation.prepare_head(b"", {b"accept": b"%b,%d" % (ranges, number)}, "here"),
+        "npy": lambda number: payload(arrays[number]),
+        "several": lambda number: payload(several[number]),
+    }
+
+
+def relayed(prepared: PreparedCalls) -> dict[str, Call]:
+    operation = Operation(None, None, prepared_calls(), Op.LAYER_NORM, Pass.FORWARD)
+    relays = Relays(None, None, METRICS, prepared)
+    relays.relay_to(None, Direct(Parts({"/v1/layer_norm": operation}, Origins(None), None, None)))
+
+    def relay(number: int, fields: int) -> None:
+        headers = [(b"x-number", b"%d" % number), *[(b"h%d" % each, b"%d" % each) for each in range(fields)]]
+        path = "/v1/layer_norm"
+        head = messages.Head("POST", path, path.encode(), b"", headers, "1.1", "http", ("localhost", 80))
+        relays._prepare_head(messages.Request(1, messages.encode(head), ("127.0.0.1", 1), 0, None, 0.0, ""))
+
+    return {
+        "relayed": lambda number: relay(number, 3),
+        "relayed, many fields": lambda number: relay(number, 300),
+    }
+
+
+def json_headers(prepared: PreparedCalls) -> dict[str, Call]:
+    infer = Infer(None, None, None, None, None, prepared)
+
+    def read(number: int, inputs: int, outputs: int) -> None:
+        of_each = {"shape": [1], "datatype": "FP32", "parameters": {"binary_data_size": 4}}
+        document = {
+            "id": f"{number}",
+            "inputs": [{"name": f"x.{each}", **of_each} for each in range(inputs)],
+            "outputs": [{"name": f"y.{each}"} for each in range(outputs)],
+        }
+        text = json.dumps(document, separators=(",", ":")).encode()
+        body = memoryview(text + bytes(4 * inputs))
+        infer._read(OPERATIONS["layer_norm"], None, len(text), body, "here")
+
+    return {
+        "json": lambda number: read(number, 1, 1),
+        "json, many inputs": lambda number: read(number, 30, 0),
+        "json, many outputs": lambda number: read(number, 1, 60),
+    }
+
+
+def local(prepared: PreparedCalls) -> dict[str, Call]:
+    _, segment = make_segment(2**20, Segment)
+    arena = Arena()
+    at = arena.add(memoryview(segment))
+    engine = SimpleNamespace(require_ready=lambda: None, computes_alone=lambda job: True)
+    operations = Operations(engine, None)
+    connection = SimpleNamespace(_prepared=prepared)
+
+    def compute(
+        number: int, op: str, query: str, tensors: dict[str, tuple[int, ...]], results: int
+    ) -> frames.Compute:
+        located = {name: frames.Located(at, 2**10 * number, "float32", shape) for name, shape in tensors.items()}
+        names = ("y", "residual_out", "mean", "rstd")[:results]
+        places = {name: frames.Place(at, 2**19 + 2**10 * place, 2**10) for place, name in enumerate(names)}
+        return frames.Compute(op, located, places, query=query)
+
+    def frame(message: frames.Compute | list[frames.Compute]) -> None:
+        for request in Connection._read(connection, msgspec.json.encode(message)):
+            job = operations.plan(request, arena, prepared, RequestRecord()).job()
+            of_backend = recurring(job)
+            assert of_backend is not None
+            of_backend.run()
+
+    x = {"x": (1, 64)}
+    chain = x | {f"{name}.{norm}": (64,) for norm in range(8) for name in ("weight", "bias")}
+    group = dict.fromkeys(("x", "residual"), (1, 4, 2, 2)) | dict.fromkeys(("weight", "bias"), (4,))
+    return {
+        "frame": lambda number: frame(compute(number, "layer_norm", "", x, 1)),
+        "frame of a chain": lambda number: frame(compute(number, "layer_norm_chain", "", chain, 1)),
+        "frame of a group norm": lambda number: frame(
+            compute(number, "group_norm", "num_groups=2&stats=1", group, 4)
+        ),
+        "frame of many": lambda number: frame([compute(number, "layer_norm", "", x, 1)] * 16),
+    }
+
+
+def allocated_bytes(mallinfo: Callable[[], Mallinfo]) -> int:
+    gc.collect()
+    info = mallinfo()
+    return int(info.uordblks + info.hblkhd)
+
+
+def main() -> int:
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = Mallinfo
+    measured = {}
+    for owner in (http, relayed, json_headers, local):
+        prepared = prepared_calls()
+        for name, call in owner(prepared).items():
+            # What the first calls make for all later ones is not theirs.
+            for number in CALLS[:WARM_CALLS]:
+                call(number)
+            before, estimated_before = allocated_bytes(mallinfo), prepared.nbytes
+            for number in CALLS[WARM_CALLS:]:
+                call(number)
+            estimated = prepared.nbytes - estimated_before
+            measured[name] = [allocated_bytes(mallinfo) - before, estimated]
+    print(json.dumps(measured))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
