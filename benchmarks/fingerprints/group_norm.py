@@ -7,7 +7,7 @@ from itertools import product
 from typing import Literal
 
 import torch
-from fusednorm.arguments.checks import Epilogue
+from fusednorm.arguments.options import NormOptions
 from fusednorm.launch.launch import Launch
 from fusednorm.ops.group_norm import table as tables
 from fusednorm.ops.group_norm.affine import Affine
@@ -213,8 +213,9 @@ def _inputs(tensors: Tensors, dtype: torch.dtype, sample: Sample, variant: Varia
     return _Inputs(x, weight, bias, residual, scale, shift)
 
 
-def _epilogue(variant: Variant) -> Epilogue:
-    return Epilogue(variant.activation, variant.dropout, 7 if variant.dropout else None)
+def _options(sample: Sample, variant: Variant) -> NormOptions:
+    seed = 7 if variant.dropout else None
+    return NormOptions("group_norm", sample.groups, EPS, 0.0, variant.activation, variant.dropout, seed)
 
 
 def _statistics(tensors: Tensors, sample: Sample, variant: Variant) -> tuple[Tensor | None, Tensor | None]:
@@ -236,9 +237,8 @@ def _forward(dtype: torch.dtype, sample: Sample, variant: Variant, tensors: Tens
         x=inputs.x,
         sample=sample,
         affine=inputs.affine,
-        eps=EPS,
+        options=_options(sample, variant),
         residual=inputs.residual,
-        epilogue=_epilogue(variant),
         out=Forward(y, mean, rstd, residual_out),
     )
     return plan_forward(call)
@@ -266,12 +266,11 @@ def _backward(dtype: torch.dtype, sample: Sample, variant: Variant, tensors: Ten
         x=inputs.x,
         sample=sample,
         affine=inputs.affine,
-        eps=EPS,
+        options=_options(sample, variant),
         mean=mean,
         rstd=rstd,
         residual=inputs.residual,
         dresidual_out=outside,
-        epilogue=_epilogue(variant),
         out=out,
     )
     return plan_backward(call)

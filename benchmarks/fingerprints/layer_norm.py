@@ -7,7 +7,8 @@ from typing import Literal
 
 import torch
 from fusednorm.api.chain import MAX_NORMS
-from fusednorm.arguments.checks import FLOAT8, Epilogue
+from fusednorm.arguments.checks import FLOAT8
+from fusednorm.arguments.options import NormOptions
 from fusednorm.launch.launch import Launch
 from fusednorm.ops.layer_norm import table as tables
 from fusednorm.ops.layer_norm.call import BackwardCall, ForwardCall
@@ -183,8 +184,9 @@ def _inputs(tensors: Tensors, dtype: torch.dtype, cols: int, variant: Variant) -
     return _Inputs(x, weight, bias, residual)
 
 
-def _epilogue(variant: Variant) -> Epilogue:
-    return Epilogue(variant.activation, variant.dropout, 7 if variant.dropout else None)
+def _options(variant: Variant) -> NormOptions:
+    op, seed = "rms_norm" if variant.is_rms else "layer_norm", 7 if variant.dropout else None
+    return NormOptions(op, 0, EPS, variant.weight_offset, variant.activation, variant.dropout, seed)
 
 
 def _statistics(tensors: Tensors, x: Tensor, variant: Variant) -> tuple[Tensor | None, Tensor | None]:
@@ -226,11 +228,8 @@ def _forward_call(inputs: _Inputs, variant: Variant, out: Forward) -> ForwardCal
         x=inputs.x,
         weight=inputs.weight,
         bias=inputs.bias,
-        eps=EPS,
         residual=inputs.residual,
-        epilogue=_epilogue(variant),
-        is_rms=variant.is_rms,
-        weight_offset=variant.weight_offset,
+        options=_options(variant),
         out=out,
     )
 
@@ -257,11 +256,8 @@ def _backward(dtype: torch.dtype, cols: int, variant: Variant, tensors: Tensors)
             x=x,
             weight=weight,
             bias=bias,
-            eps=EPS,
             residual=residual,
-            epilogue=_epilogue(variant),
-            is_rms=variant.is_rms,
-            weight_offset=variant.weight_offset,
+            options=_options(variant),
             dy=dy,
             mean=mean,
             rstd=rstd,

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from fusednorm.arguments.checks import Epilogue
+from fusednorm.arguments.options import NormOptions
 from fusednorm.launch.launch import Launch
 from fusednorm.launch.run import run
 from fusednorm.ops.group_norm import call as group_call
@@ -95,7 +95,9 @@ def plan(cell: Cell, device: str) -> tuple[list[Launch], Tensor, Tensor]:
             "sweep": choice.choose_sweep(cell.shape[1]),
             "split": table.FORWARD_SPLIT[x.element_size()],
         }
-        call = ForwardCall(x=x, weight=weight, bias=bias, eps=EPS, out=Forward(y))
+        call = ForwardCall(
+            x=x, weight=weight, bias=bias, options=NormOptions("layer_norm", eps=EPS), out=Forward(y)
+        )
         return choice.plan_forward(call, forms.get(cell.form)), x, y
     n, c, height, width = cell.shape
 
@@ -114,9 +116,8 @@ def plan(cell: Cell, device: str) -> tuple[list[Launch], Tensor, Tensor]:
         x=x,
         sample=sample,
         affine=Affine(weight, bias),
-        eps=EPS,
+        options=NormOptions("group_norm", GROUPS, EPS, activation="silu"),
         residual=residual,
-        epilogue=Epilogue("silu"),
         out=out,
     )
     return forward_choice.plan_forward(of_group, config), x, y

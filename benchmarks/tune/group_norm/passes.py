@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from fusednorm import traffic
-from fusednorm.arguments.checks import Epilogue
+from fusednorm.arguments.options import NormOptions
 from fusednorm.launch.launch import Launch
 from fusednorm.ops.group_norm.affine import Affine
 from fusednorm.ops.group_norm.backward_choice import plan_backward
@@ -98,12 +98,12 @@ class Pass:
 
     def plan(self, config: Config) -> list[Launch]:
         """Launches that write into `results`."""
-        epilogue = Epilogue(ACTIVATION)
+        options = NormOptions("group_norm", self.cell.sample.groups, EPS, activation=ACTIVATION)
         x, sample, affine = self.x, self.cell.sample, Affine(self.weight, self.bias)
         if self.dy is None:
             assert isinstance(config, ForwardConfig)
             out = Forward(*self.results)
-            forward = ForwardCall(x=x, sample=sample, affine=affine, eps=EPS, epilogue=epilogue, out=out)
+            forward = ForwardCall(x=x, sample=sample, affine=affine, options=options, out=out)
             return plan_forward(forward, config)
         assert isinstance(config, BackwardConfig)
         backward = BackwardCall(
@@ -111,10 +111,9 @@ class Pass:
             x=x,
             sample=sample,
             affine=affine,
-            eps=EPS,
+            options=options,
             mean=self.mean,
             rstd=self.rstd,
-            epilogue=epilogue,
             out=Backward(*self.results),
         )
         return plan_backward(backward, config)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from fusednorm import traffic
+from fusednorm.arguments.options import NormOptions
 from fusednorm.launch.launch import Launch
 from fusednorm.launch.run import run
 from fusednorm.ops.layer_norm.call import BackwardCall, ForwardCall
@@ -17,6 +18,8 @@ from benchmarks.workload.cells import sweep_rows
 from benchmarks.workload.problem import EPS
 
 Config = ForwardConfig | BackwardConfig
+
+OPTIONS = NormOptions("layer_norm", eps=EPS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +57,13 @@ class Pass:
         if self._pass == "forward":
             assert config is None or isinstance(config, ForwardConfig)
             out = Forward(*self.results)
-            return plan_forward(ForwardCall(x=self.x, weight=self.weight, bias=self.bias, eps=EPS, out=out), config)
+            return plan_forward(
+                ForwardCall(x=self.x, weight=self.weight, bias=self.bias, options=OPTIONS, out=out), config
+            )
         assert config is None or isinstance(config, BackwardConfig)
         call = BackwardCall(
-            dy=self.dy, x=self.x, weight=self.weight, bias=self.bias, eps=EPS, mean=self.mean, rstd=self.rstd,
-            out=Backward(*self.results),
+            dy=self.dy, x=self.x, weight=self.weight, bias=self.bias, options=OPTIONS,
+            mean=self.mean, rstd=self.rstd, out=Backward(*self.results),
         )  # fmt: skip
         return plan_backward(call, config)
 

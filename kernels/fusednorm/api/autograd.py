@@ -17,11 +17,13 @@ from torch.compiler import is_compiling
 from fusednorm import cpu
 from fusednorm.api.observers import is_differentiated, is_observed
 from fusednorm.api.sharding import register_shardings
-from fusednorm.api.uniform import gradients, run_backward, run_forward
+from fusednorm.api.uniform import gradients, run_backward, run_backward_operator, run_forward
+from fusednorm.arguments.inputs import BackwardInputs, NormInputs
+from fusednorm.arguments.options import NormOptions, OptionValues, is_repeatable
 from fusednorm.cpu import plain
 from fusednorm.devices.device import HAS_TRITON, INTERPRETED, needs_triton
 from fusednorm.errors import KernelInputError
-from fusednorm.results import Forward
+from fusednorm.results import Backward, Forward
 
 if HAS_TRITON:
     from fusednorm.api import group_norm as group_norm_passes
@@ -55,7 +57,8 @@ def layer_norm(
     seed: int | None = None,
 ) -> Tensor:
     """`layer_norm_forward`'s y, differentiable in x, weight and bias."""
-    return _apply("layer_norm", x, weight, bias, None, 0, eps, weight_offset, activation, dropout, seed)[0]
+    values = "layer_norm", 0, eps, weight_offset, activation, dropout, seed
+    return _apply(values, x, weight, bias, None, None, None)[0]
 
 
 def rms_norm(
@@ -69,7 +72,8 @@ def rms_norm(
     seed: int | None = None,
 ) -> Tensor:
     """`rms_norm_forward`'s y, differentiable in x and weight."""
-    return _apply("rms_norm", x, weight, None, None, 0, eps, weight_offset, activation, dropout, seed)[0]
+    values = "rms_norm", 0, eps, weight_offset, activation, dropout, seed
+    return _apply(values, x, weight, None, None, None, None)[0]
 
 
 def group_norm(
@@ -86,8 +90,8 @@ def group_norm(
     seed: int | None = None,
 ) -> Tensor:
     """`group_norm_forward`'s y, differentiable in x, weight, bias, scale and shift."""
-    settings = num_groups, eps, 0.0, activation, dropout, seed
-    return _apply("group_norm", x, weight, bias, None, *settings, scale, shift)[0]
+    values = "group_norm", num_groups, eps, 0.0, activation, dropout, seed
+    return _apply(values, x, weight, bias, None, scale, shift)[0]
 
 
 def add_layer_norm(
@@ -103,7 +107,8 @@ def add_layer_norm(
     seed: int | None = None,
 ) -> Added:
     """`layer_norm` of x + residual, with the sum; differentiable in all four tensors."""
-    return Added(*_apply("layer_norm", x, weight, bias, residual, 0, eps, weight_offset, activation, dropout, seed))
+    values = "layer_norm", 0, eps, weight_offset, activation, dropout, seed
+    return Added(*_apply(values, x, weight, bias, residual, None, None))
 
 
 def add_rms_norm(
@@ -118,7 +123,8 @@ def add_rms_norm(
     seed: int | None = None,
 ) -> Added:
     """`rms_norm` of x + residual, with the sum; differentiable in all three tensors."""
-    return Added(*_apply("rms_norm", x, weight, None, residual, 0, eps, weight_offset, activation, dropout, seed))
+    values = "rms_norm", 0, eps, weight_offset, activation, dropout, seed
+    return Added(*_apply(values, x, weight, None, residual, None, None))
 
 
 def add_group_norm(
@@ -136,91 +142,77 @@ def add_group_norm(
     seed: int | None = None,
 ) -> Added:
     """`group_norm` of x + residual, with the sum; differentiable in all six tensors."""
-    settings = num_groups, eps, 0.0, activation, dropout, seed
-    return Added(*_apply("group_norm", x, weight, bias, residual, *settings, scale, shift))
+    values = "group_norm", num_groups, eps, 0.0, activation, dropout, seed
+    return Added(*_apply(values, x, weight, bias, residual, scale, shift))
 
 
-def _apply(
-    op: str,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    num_groups: int,
-    eps: float,
-    weight_offset: float,
-    activation: str,
-    dropout: float,
-    seed: int | None,
-    scale: Tensor | None = None,
-    shift: Tensor | None = None,
-) -> tuple[Tensor, Any]:
-    is_repeatable = HAS_TRITON and not (dropout or seed is not None or is_compiling())
-    extension = in_use() if is_repeatable else None
+_PLAIN = 0.0, "none", 0.0
+"""weight_offset, activation and dropout of a call without them."""
+
+
+def _apply(values: OptionValues, *tensors: Any) -> tuple[Tensor, Any]:
+    """The result and the sum; `values` are those of `NormOptions`, `tensors` those of `NormInputs`."""
+    extension = in_use() if HAS_TRITON and not is_compiling() else None
     if extension is not None and undisturbed():
-        known = op, num_groups, eps, weight_offset, activation
-        made: tuple[Tensor, Any] | None = extension.differentiable(
-            known, policy(), x, residual, weight, bias, scale, shift
-        )
+        made: tuple[Tensor, Any] | None = extension.differentiable(values, policy(), *tensors)
         if made is not None:
             return made
-        _define(extension, *known)
+        if is_repeatable(values):
+            _define(extension, values)
+    x, _, _, residual, *_ = tensors
     if x.is_nested:
-        options = eps, weight_offset, activation, dropout, seed
-        return _apply_to_nested(op, x, weight, bias, residual, num_groups, *options)
-    observed = is_observed(x, weight, bias, residual, scale, shift)
-    differentiated = not observed and is_differentiated(x, weight, bias, residual, scale, shift)
-    if x.is_cpu and not observed and activation == "none" and residual is scale is shift is None and x.numel():
-        has_options = weight_offset != 0.0 or dropout != 0.0 or library_of(op, x) is not cpu
-        norm = None if has_options else plain.norm(op, x, weight, bias, num_groups, eps, differentiated)
+        return _apply_to_nested(NormOptions._make(values), NormInputs._make(tensors))
+    observed = is_observed(*tensors)
+    differentiated = not observed and is_differentiated(*tensors)
+    if x.is_cpu and not observed and residual is None and values[3:6] == _PLAIN and x.numel():
+        norm = plain.norm(values, tensors, differentiated) if library_of(values[0], x) is cpu else None
         if norm is not None:
             return norm, None
-    settings = num_groups, eps, weight_offset, activation, dropout, seed or 0
+    options = NormOptions._make(values)
     if not (observed or differentiated):
-        again = _again(op, (x, weight, bias, residual, scale, shift), settings, stats=False)
+        again = _again(options, tensors, stats=False)
         if again is not None:
             return again.y, again.residual_out
-    if dropout and seed is None:
-        settings = *settings[:-1], int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
+    if options.dropout and options.seed is None:
+        seed = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
+        options = options._replace(seed=seed)
     if observed or not (x.is_cuda or x.is_cpu):
         register_shardings()
-        run = getattr(torch.ops.fusednorm, op)
-        y, _, _, residual_out = run(x, weight, bias, residual, scale, shift, *settings)
+        run = getattr(torch.ops.fusednorm, options.op)
+        y, _, _, residual_out = run(*tensors, *options.settings)
         return y, residual_out
     if differentiated:
-        y, residual_out = _apply_norm(x, weight, bias, residual, scale, shift, op, settings)
+        y, residual_out = _apply_norm(options, *tensors)
         return y, residual_out
-    result = run_forward(library_of(op, x), op, x, weight, bias, residual, scale, shift, *settings)
+    result = run_forward(library_of(options.op, x), options, NormInputs._make(tensors))
     return result.y, result.residual_out
 
 
-def _apply_to_nested(
-    op: str, x: Any, weight: Tensor | None, bias: Tensor | None, residual: Any, *options: Any
-) -> tuple[Tensor, Any]:
+def _apply_to_nested(options: NormOptions, inputs: NormInputs) -> tuple[Tensor, Any]:
     """A call with a nested tensor, whose rows are those of one tensor with all of its values.
 
     Raises:
         KernelInputError: rows are not those of its values, or residual has another shape.
     """
-    if op == "group_norm" or x.layout is not torch.jagged or x._ragged_idx == x.dim() - 1:
+    x: Any = inputs.x
+    residual: Any = inputs.residual
+    if options.op == "group_norm" or x.layout is not torch.jagged or x._ragged_idx == x.dim() - 1:
         raise KernelInputError(
             "a nested x must have the layout torch.jagged, rows of one length, and layer_norm or rms_norm, "
-            f"got {op} of a nested tensor with layout {x.layout}: call the function with each tensor of x.unbind()"
+            f"got {options.op} of a nested tensor with layout {x.layout}: call the function with each tensor of "
+            "x.unbind()"
         )
     if residual is not None and not (residual.is_nested and residual.shape == x.shape):
         raise KernelInputError("residual must be a nested tensor with x's offsets, as x is nested, got another one")
 
-    def nested(values: Tensor) -> Tensor:
+    def nested(values: Tensor | None) -> Any:
+        if values is None:
+            return None
         return torch.nested.nested_tensor_from_jagged(values, x.offsets(), x.lengths(), jagged_dim=x._ragged_idx)
 
-    if residual is None:
-        return nested(_apply(op, x.values(), weight, bias, None, *options)[0]), None
-    y, residual_out = _apply(op, x.values(), weight, bias, residual.values(), *options)
+    of_values = inputs._replace(x=x.values(), residual=None if residual is None else residual.values())
+    y, residual_out = _apply(options, *of_values)
     return nested(y), nested(residual_out)
-
-
-_Inputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-"""x, weight, bias, residual, scale and shift."""
 
 
 def library_of(op: str, x: Tensor) -> Any:
@@ -229,118 +221,77 @@ def library_of(op: str, x: Tensor) -> Any:
     Raises:
         ModuleNotFoundError: the kernels would compute it, but Triton is not installed.
     """
-    if x.device.type == "cpu":
+    if x.is_cpu:
         return cpu
     if not HAS_TRITON:
         raise needs_triton(f"{op} of a tensor on {x.device}")
+    return _passes_of(op)
+
+
+def _passes_of(op: str) -> Any:
+    """The module of an operation's passes by the kernels."""
     return group_norm_passes if op == "group_norm" else layer_norm_passes
 
 
-def _again(op: str, inputs: _Inputs, settings: tuple[Any, ...], stats: bool) -> Forward | None:
+def _again(options: NormOptions, tensors: tuple[Any, ...], stats: bool) -> Forward | None:
     """The result of a call of a known kind, else None: see `launch.replay`."""
-    *known, dropout, seed = settings
-    if dropout or seed or not HAS_TRITON:
+    if not HAS_TRITON or (tensors[0].is_cpu and not INTERPRETED) or not is_repeatable(options):
         return None
-    x, weight, bias, residual, scale, shift = inputs
-    if x.is_cpu and not INTERPRETED:
-        return None
-    options = _forward_options(op, *known, stats=stats)
-    if op == "group_norm":
-        return group_norm_passes.FORWARD.again((x, residual, weight, bias, scale, shift), options)
-    return layer_norm_passes.FORWARD.again((x, residual, weight, bias), options)
+    again: Forward | None = _passes_of(options.op).FORWARD.again(tensors, (options, None, stats))
+    return again
 
 
-def _forward_options(
-    op: str, num_groups: int, eps: float, weight_offset: float, activation: str, *, stats: bool
-) -> tuple[Any, ...]:
-    """Options of the forward pass of a call, as in the key of the pass."""
-    if op == "group_norm":
-        return num_groups, eps, activation, None, stats
-    return op == "rms_norm", eps, weight_offset, activation, None, stats
-
-
-def _define(extension: Any, op: str, *known: Any) -> None:
+def _define(extension: Any, values: OptionValues) -> None:
     """Define a differentiable call in the host extension by its passes and options."""
-    num_groups, eps, weight_offset, activation = known
-    groups = op == "group_norm"
-    passes = group_norm_passes if groups else layer_norm_passes
-    back = (num_groups, eps, activation) if groups else (op == "rms_norm", eps, weight_offset, activation)
-    forward = (_forward_options(op, *known, stats=stats) for stats in (True, False))
-    backward = ((*back, parameter_gradients) for parameter_gradients in (True, False))
+    passes, options = _passes_of(values[0]), NormOptions._make(values)
+    forward = ((options, None, stats) for stats in (True, False))
+    backward = ((options, parameter_gradients) for parameter_gradients in (True, False))
     try:
-        extension.define_differentiable(
-            (op, *known), passes.FORWARD.number, *forward, passes.BACKWARD.number, *backward, groups
-        )
+        extension.define_differentiable(options, passes.FORWARD.number, *forward, passes.BACKWARD.number, *backward)
     except TypeError:  # An option without a hash, which the checks refuse.
         return
 
 
 def _backward(
-    known: tuple[Any, ...],
+    options: NormOptions,
     saved: tuple[Any, ...],
     dy: Tensor | None,
     dresidual_out: Tensor | None,
     parameter_gradients: bool,
-) -> tuple[Tensor | None, ...]:
+) -> Backward:
     """The backward pass of a call that the host extension made, if the extension does not know that pass.
 
-    `saved` and the gradients are in the order x, residual, weight, bias, scale, shift; `saved` also has mean and
-    rstd.
+    `saved` is the inputs, then mean and rstd.
     """
-    op, *settings = known
-    x, residual, weight, bias, *others = saved
-    saved = x, weight, bias, residual, *others
-    run = _backward_of(op, parameter_gradients, dy, dresidual_out, *saved)
-    found = gradients(op, run, saved, (*settings, 0.0, 0), dy, dresidual_out)
-    dx, dweight, dbias, dresidual, dscale, dshift = found
-    return dx, dresidual, dweight, dbias, dscale, dshift
+    return gradients(partial(_run_backward, options, parameter_gradients), saved, dy, dresidual_out)
 
 
-def _backward_of(
-    op: str,
-    parameter_gradients: bool,
-    dy: Tensor | None,
-    dresidual_out: Tensor | None,
-    x: Tensor,
-    *saved: Tensor | None,
-) -> Callable[..., Any]:
-    """The function that computes the backward pass over these tensors."""
-    if is_observed(dy, dresidual_out, x, *saved) or torch.is_grad_enabled():
-        run: Callable[..., Any] = getattr(torch.ops.fusednorm, f"{op}_backward")
-        return run
-    return partial(run_backward, library_of(op, x), op, parameter_gradients=parameter_gradients)
+def _run_backward(options: NormOptions, parameter_gradients: bool, inputs: BackwardInputs) -> Backward:
+    """The backward pass over these tensors: the operator's if it is observed or differentiated."""
+    if is_observed(*inputs) or torch.is_grad_enabled():
+        return run_backward_operator(options, inputs)
+    library = library_of(options.op, inputs.x)
+    return run_backward(library, options, inputs, parameter_gradients=parameter_gradients)
 
 
 class _Norm(torch.autograd.Function):
     """The derivative of the operators without torch's dispatcher."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        scale: Tensor | None,
-        shift: Tensor | None,
-        op: str,
-        settings: tuple[Any, ...],
-    ) -> tuple[Tensor, Tensor | None]:
-        result = _again(op, (x, weight, bias, residual, scale, shift), settings, stats=True)
+    def forward(ctx: Any, options: NormOptions, *tensors: Any) -> tuple[Tensor, Tensor | None]:
+        result = _again(options, tensors, stats=True)
         if result is None:
-            library = library_of(op, x)
-            result = run_forward(library, op, x, weight, bias, residual, scale, shift, *settings, stats=True)
-        ctx.op, ctx.settings = op, settings
+            library = library_of(options.op, tensors[0])
+            result = run_forward(library, options, NormInputs._make(tensors), stats=True)
+        ctx.options = options
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight, bias, residual, scale, shift, result.mean, result.rstd)
+        ctx.save_for_backward(*tensors, result.mean, result.rstd)
         return result.y, result.residual_out
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dresidual_out: Tensor | None) -> tuple[Any, ...]:
-        saved, op = ctx.saved_tensors, ctx.op
-        _, of_weight, of_bias, *_ = ctx.needs_input_grad
-        run = _backward_of(op, of_weight or of_bias, dy, dresidual_out, *saved)
-        return *gradients(op, run, saved, ctx.settings, dy, dresidual_out), None, None
+        _, _, of_weight, of_bias, *_ = ctx.needs_input_grad
+        return None, *_backward(ctx.options, ctx.saved_tensors, dy, dresidual_out, of_weight or of_bias)
 
 
 # `apply` without its handling of functorch, which is never active here.

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.arguments.checks import as_rows, check_out_dtype, check_parameter, check_tensor, checked_eps
+from fusednorm.arguments.inputs import Role
 from fusednorm.arguments.outputs import places
 from fusednorm.errors import KernelInputError
 from fusednorm.launch.replay import Pass
@@ -15,7 +16,7 @@ from fusednorm.ops.layer_norm.choice import plan_chain
 from fusednorm.ops.layer_norm.outputs import forward_outputs
 from fusednorm.results import Forward
 
-CHAIN = Pass(Forward, like_x=1)
+CHAIN = Pass(Forward, (Role.LIKE_X,))
 """Inputs x, weights and biases."""
 
 MAX_NORMS = 8

@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 from fusednorm.arguments.checks import (
-    Epilogue,
     check_groups,
     check_out_dtype,
     check_parameter,
     check_scale_and_shift,
     check_statistics,
     check_tensor,
-    checked_eps,
 )
+from fusednorm.arguments.inputs import BackwardInputs, NormInputs, names_by_role
 from fusednorm.arguments.layouts import is_channels_last
+from fusednorm.arguments.options import NormOptions, OptionValues, is_repeatable
 from fusednorm.arguments.outputs import places
 from fusednorm.errors import KernelInputError
 from fusednorm.launch.replay import Pass
@@ -29,10 +29,9 @@ from fusednorm.ops.group_norm.sample import Sample
 from fusednorm.results import Backward, Forward
 
 FORWARD = Pass(Forward)
-"""Inputs x, residual, weight, bias, scale and shift."""
-
 BACKWARD = Pass(Backward)
-"""Inputs x, dy, residual, dresidual_out, mean, rstd, weight, bias, scale and shift."""
+
+_LIKE_X, _, _PARAMETERS, _ = names_by_role(BackwardInputs._fields)
 
 
 def group_norm_forward(
@@ -95,36 +94,28 @@ def group_norm_forward(
     Source: Wu, He: Group Normalization, arXiv:1803.08494; partial moments merged as in Chan, Golub, LeVeque:
     Updating formulae and a pairwise algorithm for computing sample variances, 1979.
     """
-    inputs, options = (x, residual, weight, bias, scale, shift), (num_groups, eps, activation, out_dtype, stats)
-    # A seed differs between calls; without dropout it is not used, but still checked.
-    may_repeat = not (dropout or seed)
-    repeated = FORWARD.again(inputs, options, out) if may_repeat else None
+    values: OptionValues = "group_norm", num_groups, eps, 0.0, activation, dropout, seed
+    tensors, kind = (x, weight, bias, residual, scale, shift), (values, out_dtype, stats)
+    may_repeat = is_repeatable(values)
+    repeated = FORWARD.again(tensors, kind, out) if may_repeat else None
     if repeated is not None:
         return repeated
-    epilogue = Epilogue(activation, dropout, seed)
-    eps = checked_eps(eps)
-    sample = _checked_sample(x, num_groups, weight, bias)
-    _check_companion("residual", residual, x)
-    check_scale_and_shift(scale, shift, x)
-
-    out_dtype = out_dtype or x.dtype
-    check_out_dtype(out_dtype)
+    inputs, options = NormInputs._make(tensors), NormOptions._make(values).checked()
+    sample = _checked_sample(options, inputs)
+    if out_dtype is None:
+        out_dtype = x.dtype
+    else:
+        check_out_dtype(out_dtype)
     outputs = forward_outputs(x, sample, residual, out_dtype, stats)
     result = places(Forward, outputs, x, out)
     if x.shape[0]:
-        call = ForwardCall(
-            x=x,
-            sample=sample,
-            affine=Affine(weight, bias, scale, shift),
-            eps=eps,
-            residual=residual,
-            epilogue=epilogue,
-            out=result,
+        affine = Affine(weight, bias, scale, shift)
+        launches = plan_forward(
+            ForwardCall(x=x, sample=sample, affine=affine, options=options, residual=residual, out=result)
         )
-        launches = plan_forward(call)
         run(x.device, launches)
         if may_repeat:
-            FORWARD.learn(launches, outputs, result, inputs, options)
+            FORWARD.learn(launches, outputs, result, inputs, kind)
     return result
 
 
@@ -181,20 +172,18 @@ def group_norm_backward(
 
     Source: the derivative of `group_norm_forward`; see docs/numerics.md.
     """
-    inputs = (x, dy, residual, dresidual_out, mean, rstd, weight, bias, scale, shift)
-    options = (num_groups, eps, activation, parameter_gradients)
-    may_repeat = not (dropout or seed)
-    repeated = BACKWARD.again(inputs, options, out) if may_repeat else None
+    values: OptionValues = "group_norm", num_groups, eps, 0.0, activation, dropout, seed
+    tensors = x, weight, bias, residual, scale, shift, mean, rstd, dy, dresidual_out
+    kind = values, parameter_gradients
+    may_repeat = is_repeatable(values)
+    repeated = BACKWARD.again(tensors, kind, out) if may_repeat else None
     if repeated is not None:
         return repeated
+    inputs, options = BackwardInputs._make(tensors), NormOptions._make(values)
     if (mean is None) != (rstd is None):
         raise KernelInputError("mean and rstd must be passed together, got one of them")
-    epilogue = Epilogue(activation, dropout, seed)
-    eps = checked_eps(eps)
-    sample = _checked_sample(x, num_groups, weight, bias)
-    for name, tensor in (("residual", residual), ("dy", dy), ("dresidual_out", dresidual_out)):
-        _check_companion(name, tensor, x)
-    check_scale_and_shift(scale, shift, x)
+    options = options.checked()
+    sample = _checked_sample(options, inputs)
     check_statistics(mean, rstd, torch.Size((x.shape[0], num_groups)), x)
 
     parameters = (weight, bias) if parameter_gradients else (None, None)
@@ -206,18 +195,17 @@ def group_norm_backward(
             x=x,
             sample=sample,
             affine=Affine(weight, bias, scale, shift),
-            eps=eps,
+            options=options,
             mean=mean,
             rstd=rstd,
             residual=residual,
             dresidual_out=dresidual_out,
-            epilogue=epilogue,
             out=result,
         )
         launches = plan_backward(call)
         run(x.device, launches)
         if may_repeat:
-            BACKWARD.learn(launches, outputs, result, inputs, options)
+            BACKWARD.learn(launches, outputs, result, inputs, kind)
     else:
         for gradient in (result.dweight, result.dbias):
             if gradient is not None:
@@ -225,16 +213,19 @@ def group_norm_backward(
     return result
 
 
-def _checked_sample(x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None) -> Sample:
+def _checked_sample(options: NormOptions, inputs: NormInputs | BackwardInputs) -> Sample:
+    """The shape of a sample of x; all inputs but the statistics are checked."""
+    x = inputs.x
     check_tensor("x", x)
-    check_groups(x, num_groups)
+    check_groups(x, options.num_groups)
     channels_last = is_channels_last(x)
-    check_parameter("weight", weight, x.shape[1:2], x)
-    check_parameter("bias", bias, x.shape[1:2], x)
-    return Sample(num_groups, x.shape[1] // num_groups, math.prod(x.shape[2:]), channels_last)
-
-
-def _check_companion(name: str, tensor: Tensor | None, x: Tensor) -> None:
-    if tensor is not None:
-        check_tensor(name, tensor, like=x)
-        is_channels_last(tensor, name)
+    for name in _PARAMETERS:
+        check_parameter(name, getattr(inputs, name), x.shape[1:2], x)
+    for name in _LIKE_X[1:]:
+        tensor = getattr(inputs, name, None)
+        if tensor is not None:
+            check_tensor(name, tensor, like=x)
+            is_channels_last(tensor, name)
+    check_scale_and_shift(inputs.scale, inputs.shift, x)
+    groups = options.num_groups
+    return Sample(groups, x.shape[1] // groups, math.prod(x.shape[2:]), channels_last)

@@ -1,20 +1,22 @@
 """LayerNorm and RMSNorm, forward and backward: check, allocate, plan, launch."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from fusednorm.arguments.checks import (
     FLOAT8,
-    Epilogue,
     check_out_dtype,
     check_parameter,
     check_statistics,
     check_tensor,
     check_weight_offset,
-    checked_eps,
     has_heads,
     view_of_rows,
 )
+from fusednorm.arguments.inputs import BackwardInputs, NormInputs, names_by_role, roles_of
+from fusednorm.arguments.options import NormOptions, OptionValues, arguments_of, is_repeatable
 from fusednorm.arguments.outputs import places
 from fusednorm.errors import KernelInputError
 from fusednorm.launch.replay import Pass
@@ -24,11 +26,10 @@ from fusednorm.ops.layer_norm.choice import plan_backward, plan_float8, plan_for
 from fusednorm.ops.layer_norm.outputs import backward_outputs, forward_outputs
 from fusednorm.results import Backward, Forward
 
-FORWARD = Pass(Forward, like_x=2)
-"""Inputs x, residual, weight and bias."""
+FORWARD = Pass(Forward, roles_of(NormInputs))
+BACKWARD = Pass(Backward, roles_of(BackwardInputs))
 
-BACKWARD = Pass(Backward, like_x=4, of_rows=2)
-"""Inputs x, dy, residual, dresidual_out, mean, rstd, weight and bias."""
+_LIKE_X, _, _PARAMETERS, _ = names_by_role(BackwardInputs._fields)
 
 
 def layer_norm_forward(
@@ -85,8 +86,8 @@ def layer_norm_forward(
     Source: Ba, Kiros, Hinton: Layer Normalization, arXiv:1607.06450; partial moments merged as in Chan,
     Golub, LeVeque: Updating formulae and a pairwise algorithm for computing sample variances, 1979.
     """
-    options = False, eps, weight_offset, activation, out_dtype, stats
-    return _forward((x, residual, weight, bias), options, dropout, seed, out)
+    values: OptionValues = "layer_norm", 0, eps, weight_offset, activation, dropout, seed
+    return _forward(values, (x, weight, bias, residual, None, None), out_dtype, stats, out)
 
 
 def rms_norm_forward(
@@ -109,8 +110,8 @@ def rms_norm_forward(
 
     Source: Zhang, Sennrich: Root Mean Square Layer Normalization, arXiv:1910.07467.
     """
-    options = True, eps, weight_offset, activation, out_dtype, stats
-    return _forward((x, residual, weight, None), options, dropout, seed, out)
+    values: OptionValues = "rms_norm", 0, eps, weight_offset, activation, dropout, seed
+    return _forward(values, (x, weight, None, residual, None, None), out_dtype, stats, out)
 
 
 def layer_norm_backward(
@@ -160,9 +161,9 @@ def layer_norm_backward(
 
     Source: the derivative of `layer_norm_forward`; see docs/numerics.md.
     """
-    inputs = x, dy, residual, dresidual_out, mean, rstd, weight, bias
-    options = False, eps, weight_offset, activation, parameter_gradients
-    return _backward(inputs, options, dropout, seed, out)
+    values: OptionValues = "layer_norm", 0, eps, weight_offset, activation, dropout, seed
+    tensors = x, weight, bias, residual, None, None, mean, rstd, dy, dresidual_out
+    return _backward(values, tensors, parameter_gradients, out)
 
 
 def rms_norm_backward(
@@ -185,112 +186,62 @@ def rms_norm_backward(
 
     Everything else is as in `layer_norm_backward`; there is no bias and no mean.
     """
-    inputs = x, dy, residual, dresidual_out, None, rstd, weight, None
-    options = True, eps, weight_offset, activation, parameter_gradients
-    return _backward(inputs, options, dropout, seed, out)
+    values: OptionValues = "rms_norm", 0, eps, weight_offset, activation, dropout, seed
+    tensors = x, weight, None, residual, None, None, None, rstd, dy, dresidual_out
+    return _backward(values, tensors, parameter_gradients, out)
 
 
 def _forward(
-    inputs: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
-    options: tuple[bool, float, float, str, torch.dtype | None, bool],
-    dropout: float,
-    seed: int | None,
-    out: Forward | None,
+    values: OptionValues, tensors: tuple[Any, ...], out_dtype: torch.dtype | None, stats: bool, out: Forward | None
 ) -> Forward:
-    # A seed differs between calls; without dropout it is not used, but still checked.
-    may_repeat = not (dropout or seed)
-    repeated = FORWARD.again(inputs, options, out) if may_repeat else None
+    """The result; `values` are those of `NormOptions`, `tensors` those of `NormInputs`."""
+    kind = values, out_dtype, stats
+    may_repeat = is_repeatable(values)
+    repeated = FORWARD.again(tensors, kind, out) if may_repeat else None
     if repeated is not None:
         return repeated
-    x, residual, weight, bias = inputs
-    is_rms, eps, weight_offset, activation, out_dtype, stats = options
-    epilogue = Epilogue(activation, dropout, seed)
-    eps = checked_eps(eps)
-    check_tensor("x", x)
-    if residual is not None:
-        check_tensor("residual", residual, like=x)
-    own = has_heads(weight, bias)
-    view = view_of_rows(own, x, residual)
-    x_rows = view("x", x)
-    residual_rows = None if residual is None else view("residual", residual)
-    _check_parameters(weight, bias, weight_offset, own, x)
-
-    out_dtype = out_dtype or x.dtype
-    check_out_dtype(out_dtype, FLOAT8)
-    outputs = forward_outputs(residual, out_dtype, stats, is_rms)
+    inputs, options = NormInputs._make(tensors), NormOptions._make(values).checked()
+    x = inputs.x
+    rows = _checked_rows(options, inputs)
+    if out_dtype is None:
+        out_dtype = x.dtype
+    else:
+        check_out_dtype(out_dtype, FLOAT8)
+    outputs = forward_outputs(inputs.residual, out_dtype, stats, options.is_rms)
     result = places(Forward, outputs, x, out)
     if x.numel():
-        call = ForwardCall(
-            x=x_rows,
-            weight=weight,
-            bias=bias,
-            eps=eps,
-            residual=residual_rows,
-            epilogue=epilogue,
-            is_rms=is_rms,
-            weight_offset=weight_offset,
-            out=result,
-        )
+        call = ForwardCall(**rows, options=options, out=result)
         launches = plan_forward(call) if result.scale is None else plan_float8(call)
         run(x.device, launches)
         if may_repeat:
-            FORWARD.learn(launches, outputs, result, inputs, options)
+            FORWARD.learn(launches, outputs, result, inputs, kind)
     return result
 
 
 def _backward(
-    inputs: tuple[
-        Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None
-    ],
-    options: tuple[bool, float, float, str, bool],
-    dropout: float,
-    seed: int | None,
-    out: Backward | None,
+    values: OptionValues, tensors: tuple[Any, ...], parameter_gradients: bool, out: Backward | None
 ) -> Backward:
-    may_repeat = not (dropout or seed)
-    repeated = BACKWARD.again(inputs, options, out) if may_repeat else None
+    """The result; `values` are those of `NormOptions`, `tensors` those of `BackwardInputs`."""
+    kind = values, parameter_gradients
+    may_repeat = is_repeatable(values)
+    repeated = BACKWARD.again(tensors, kind, out) if may_repeat else None
     if repeated is not None:
         return repeated
-    x, dy, residual, dresidual_out, mean, rstd, weight, bias = inputs
-    is_rms, eps, weight_offset, activation, parameter_gradients = options
-    if not is_rms and (mean is None) != (rstd is None):
+    inputs, options = BackwardInputs._make(tensors), NormOptions._make(values)
+    x, mean, rstd = inputs.x, inputs.mean, inputs.rstd
+    if not options.is_rms and (mean is None) != (rstd is None):
         raise KernelInputError("mean and rstd must be passed together, got one of them")
-    epilogue = Epilogue(activation, dropout, seed)
-    eps = checked_eps(eps)
-    check_tensor("x", x)
-    for name, tensor in (("dy", dy), ("residual", residual), ("dresidual_out", dresidual_out)):
-        if tensor is not None:
-            check_tensor(name, tensor, like=x)
-    own = has_heads(weight, bias)
-    view = view_of_rows(own, x, dy, residual, dresidual_out)
-    x_rows, dy_rows = view("x", x), view("dy", dy)
-    residual_rows = None if residual is None else view("residual", residual)
-    outside_rows = None if dresidual_out is None else view("dresidual_out", dresidual_out)
-    _check_parameters(weight, bias, weight_offset, own, x)
+    options = options.checked()
+    rows = _checked_rows(options, inputs)
     check_statistics(mean, rstd, x.shape[:-1], x)
-
-    outputs = backward_outputs(x, *(weight, bias) if parameter_gradients else (None, None), residual)
+    parameters = (inputs.weight, inputs.bias) if parameter_gradients else (None, None)
+    outputs = backward_outputs(x, *parameters, inputs.residual)
     result = places(Backward, outputs, x, out)
     if x.numel():
-        call = BackwardCall(
-            dy=dy_rows,
-            x=x_rows,
-            weight=weight,
-            bias=bias,
-            eps=eps,
-            mean=mean,
-            rstd=rstd,
-            residual=residual_rows,
-            dresidual_out=outside_rows,
-            epilogue=epilogue,
-            is_rms=is_rms,
-            weight_offset=weight_offset,
-            out=result,
-        )
-        launches = plan_backward(call)
+        launches = plan_backward(BackwardCall(**rows, options=options, out=result))
         run(x.device, launches)
         if may_repeat:
-            BACKWARD.learn(launches, outputs, result, inputs, options)
+            BACKWARD.learn(launches, outputs, result, inputs, kind)
     else:
         for gradient in (result.dweight, result.dbias):
             if gradient is not None:
@@ -298,10 +249,19 @@ def _backward(
     return result
 
 
-def _check_parameters(
-    weight: Tensor | None, bias: Tensor | None, weight_offset: float, own: bool, x: Tensor
-) -> None:
+def _checked_rows(options: NormOptions, inputs: NormInputs | BackwardInputs) -> dict[str, Any]:
+    """The operation's tensors by name, checked; those of x's shape as rows, or as tokens of heads."""
+    x = inputs.x
+    tensors = arguments_of(options.op, inputs)
+    like_x = {name: tensor for name in _LIKE_X if (tensor := tensors.get(name)) is not None}
+    for name, tensor in like_x.items():
+        check_tensor(name, tensor, like=x)
+    own = has_heads(inputs.weight, inputs.bias)
+    view = view_of_rows(own, *like_x.values())
+    for name, tensor in like_x.items():
+        tensors[name] = view(name, tensor)
     shape = x.shape[-2:] if own else x.shape[-1:]
-    check_parameter("weight", weight, shape, x)
-    check_parameter("bias", bias, shape, x)
-    check_weight_offset(weight_offset, weight)
+    for name in _PARAMETERS:
+        check_parameter(name, tensors.get(name), shape, x)
+    check_weight_offset(options.weight_offset, inputs.weight)
+    return tensors

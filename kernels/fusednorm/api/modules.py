@@ -61,7 +61,9 @@ class LayerNorm(_OfRows, nn.LayerNorm):
         """
         shape, weight, bias = self.normalized_shape, self.weight, self.bias
         if not is_scripting():
-            return torch_layer_norm(input, shape, weight, bias, self.eps, self.weight_offset, self.activation)
+            return torch_layer_norm(
+                input, shape, weight, bias, self.eps, weight_offset=self.weight_offset, activation=self.activation
+            )
         # TorchScript converts a tuple to a list.
         options = self.eps, self.weight_offset, self.activation, False
         return script_norm(input, shape, weight, bias, *options)  # type: ignore[arg-type]
@@ -85,7 +87,9 @@ class RMSNorm(_OfRows, nn.RMSNorm):
         """
         shape, weight = self.normalized_shape, self.weight
         if not is_scripting():
-            return torch_rms_norm(x, shape, weight, self.eps, self.weight_offset, self.activation)
+            return torch_rms_norm(
+                x, shape, weight, self.eps, weight_offset=self.weight_offset, activation=self.activation
+            )
         # TorchScript converts a tuple to a list.
         options = self.eps, self.weight_offset, self.activation, True
         return script_norm(x, shape, weight, None, *options)  # type: ignore[arg-type]
@@ -109,7 +113,9 @@ class GroupNorm(_Fused, nn.GroupNorm):
         """
         groups, weight, bias, eps, activation = self.num_groups, self.weight, self.bias, self.eps, self.activation
         if not is_scripting():
-            return torch_group_norm(input, groups, weight, bias, eps, scale, shift, activation)
+            return torch_group_norm(
+                input, groups, weight, bias, eps, scale=scale, shift=shift, activation=activation
+            )
         y: Tensor = torch.ops.fusednorm.group_norm(
             input, weight, bias, None, scale, shift, groups, eps, 0.0, activation, 0.0, 0
         )[0]

@@ -15,29 +15,39 @@ from torch._prims_common import is_contiguous_or_false, suggest_memory_format
 from fusednorm import reference
 from fusednorm.api import autograd
 from fusednorm.api.derivatives import derivative_of_plain, register_derivatives
-from fusednorm.api.uniform import gradients, has_own_gradient, run_backward, run_forward
+from fusednorm.api.uniform import gradients, has_own_gradient, run_backward, run_backward_operator, run_forward
+from fusednorm.arguments.inputs import OPERATIONS, BackwardInputs, NormInputs, schema_of_tensors
 from fusednorm.arguments.layouts import laid_out
+from fusednorm.arguments.options import SETTINGS_SCHEMA, NormOptions
 from fusednorm.errors import KernelInputError
 from fusednorm.reference.checks import check_float
-
-OPERATIONS = ("layer_norm", "rms_norm", "group_norm")
+from fusednorm.results import Backward
 
 _FORWARD_SCHEMA = (
-    "(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? scale, Tensor? shift, int num_groups, "
-    "float eps, float weight_offset, str activation, float dropout, int seed) "
+    f"({schema_of_tensors(NormInputs, 'x')}, {SETTINGS_SCHEMA}) "
     "-> (Tensor y, Tensor mean, Tensor rstd, Tensor residual_out)"
 )
 _BACKWARD_SCHEMA = (
-    "(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor rstd, Tensor? residual, "
-    "Tensor? scale, Tensor? shift, Tensor? dresidual_out, int num_groups, float eps, float weight_offset, "
-    "str activation, float dropout, int seed) "
-    "-> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dresidual, Tensor dscale, Tensor dshift)"
+    f"({schema_of_tensors(BackwardInputs, 'dy', 'x', 'rstd')}, {SETTINGS_SCHEMA}) "
+    f"-> ({', '.join(f'Tensor d{name}' for name in NormInputs._fields)})"
 )
 
 
-def _check_dtypes(**tensors: Tensor | None) -> None:
+def _given_forward(op: str, arguments: tuple[Any, ...]) -> tuple[NormInputs, NormOptions]:
+    """The arguments of a forward operator."""
+    count = len(NormInputs._fields)
+    return NormInputs(*arguments[:count]), NormOptions(op, *arguments[count:])
+
+
+def _given_backward(op: str, arguments: tuple[Any, ...]) -> tuple[BackwardInputs, NormOptions]:
+    """The arguments of a backward operator."""
+    count = len(BackwardInputs._fields)
+    return BackwardInputs.of_operator(arguments[:count]), NormOptions(op, *arguments[count:])
+
+
+def _check_dtypes(inputs: NormInputs | BackwardInputs) -> None:
     """Raises KernelInputError for a dtype that no device supports: in a trace no pass runs that would refuse it."""
-    for name, tensor in tensors.items():
+    for name, tensor in zip(inputs._fields, inputs, strict=True):
         if tensor is not None:
             check_float(name, tensor)
 
@@ -47,98 +57,74 @@ def _absent(x: Tensor) -> Tensor:
     return x.new_empty(0)
 
 
+def _results(op: str, inputs: BackwardInputs, result: Backward) -> tuple[Tensor, ...]:
+    """The results of a backward operator, in tensors of their own."""
+    if not has_own_gradient(inputs.residual, op, inputs.x):
+        result = result._replace(dresidual=None)
+    return tuple(_absent(inputs.x) if tensor is None else tensor for tensor in result)
+
+
 def _define(library: torch.library.Library, op: str) -> None:
     """Define `op` and its backward with their kernels, fakes and derivatives."""
 
-    def forward(x: Tensor, *arguments: Any, library: Any = None) -> tuple[Tensor, ...]:
-        result = run_forward(library or autograd.library_of(op, x), op, x, *arguments, stats=True)
+    def forward(*arguments: Any, library: Any = None) -> tuple[Tensor, ...]:
+        inputs, options = _given_forward(op, arguments)
+        result = run_forward(library or autograd.library_of(op, inputs.x), options, inputs, stats=True)
         assert result.rstd is not None
-        mean, residual_out = (_absent(x) if t is None else t for t in (result.mean, result.residual_out))
+        mean, residual_out = (_absent(inputs.x) if t is None else t for t in (result.mean, result.residual_out))
         return result.y, mean, result.rstd, residual_out
 
-    def backward(dy: Tensor, x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-        return tuple(
-            _absent(x) if t is None else t for t in run_backward(autograd.library_of(op, x), op, dy, x, *arguments)
-        )
+    def backward(*arguments: Any) -> tuple[Tensor, ...]:
+        inputs, options = _given_backward(op, arguments)
+        return _results(op, inputs, run_backward(autograd.library_of(op, inputs.x), options, inputs))
 
-    def plain_backward(
-        dy: Tensor,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        mean: Tensor | None,
-        rstd: Tensor | None,
-        *arguments: Any,
-    ) -> tuple[Tensor, ...]:
+    def plain_backward(*arguments: Any) -> tuple[Tensor, ...]:
+        inputs, options = _given_backward(op, arguments)
         # Saved statistics are constants; statistics computed here are functions of x.
-        results = run_backward(reference, op, dy, x, weight, bias, None, None, *arguments)
-        return tuple(_absent(x) if t is None else t for t in results)
+        return _results(op, inputs, run_backward(reference, options, inputs._replace(mean=None, rstd=None)))
 
-    def fake_forward(
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        scale: Tensor | None,
-        shift: Tensor | None,
-        num_groups: int,
-        *_: Any,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        _check_dtypes(x=x, weight=weight, bias=bias, residual=residual, scale=scale, shift=shift)
-        statistics_shape = (x.shape[0], num_groups) if op == "group_norm" else x.shape[:-1]
+    def fake_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        inputs, options = _given_forward(op, arguments)
+        _check_dtypes(inputs)
+        x, residual = inputs.x, inputs.residual
+        statistics_shape = (x.shape[0], options.num_groups) if op == "group_norm" else x.shape[:-1]
         statistics_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         rstd = x.new_empty(statistics_shape, dtype=statistics_dtype)
         mean = _absent(x) if op == "rms_norm" else torch.empty_like(rstd)
         residual_out = _absent(x) if residual is None else _like(op, x if op == "group_norm" else residual)
         return _like(op, x), mean, rstd, residual_out
 
-    def fake_backward(
-        dy: Tensor,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        mean: Tensor | None,
-        rstd: Tensor,
-        residual: Tensor | None,
-        scale: Tensor | None,
-        shift: Tensor | None,
-        dresidual_out: Tensor | None,
-        *_: Any,
-    ) -> tuple[Tensor, ...]:
-        _check_dtypes(dy=dy, x=x, weight=weight, bias=bias, mean=mean, rstd=rstd)
-        _check_dtypes(residual=residual, scale=scale, shift=shift, dresidual_out=dresidual_out)
-        dweight, dbias, dscale, dshift = (
-            _absent(x) if p is None else p.new_empty(p.shape) for p in (weight, bias, scale, shift)
-        )
+    def fake_backward(*arguments: Any) -> tuple[Any, ...]:
+        inputs, _ = _given_backward(op, arguments)
+        _check_dtypes(inputs)
+        x, residual = inputs.x, inputs.residual
+        made = [_absent(x) if tensor is None else tensor.new_empty(tensor.shape) for tensor in inputs.forward]
         dresidual = _like(op, residual) if has_own_gradient(residual, op, x) else _absent(x)
-        return _like(op, x), dweight, dbias, dresidual, dscale, dshift
+        return tuple(NormInputs._make(made)._replace(x=_like(op, x), residual=dresidual))
 
-    def remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        x, weight, bias, residual, scale, shift, *ctx.settings = inputs
+    def remember(ctx: Any, arguments: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        inputs, ctx.options = _given_forward(op, arguments)
         _, mean, rstd, _ = output
         ctx.mark_non_differentiable(mean, rstd)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight, bias, residual, scale, shift, None if op == "rms_norm" else mean, rstd)
+        ctx.save_for_backward(*inputs, None if op == "rms_norm" else mean, rstd)
 
     def differentiate(
         ctx: Any, dy: Tensor | None, dmean: None, drstd: None, dresidual_out: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        settings = tuple(ctx.settings)
-        run = getattr(torch.ops.fusednorm, f"{op}_backward")
-        of_tensors = gradients(op, run, ctx.saved_tensors, settings, dy, dresidual_out)
-        return *of_tensors, *(None for _ in settings)
+        found = gradients(partial(run_backward_operator, ctx.options), ctx.saved_tensors, dy, dresidual_out)
+        return *found, *(None for _ in ctx.options.settings)
 
-    def remember_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        dy, x, weight, bias, mean, rstd, residual, scale, shift, dresidual_out, *ctx.settings = inputs
-        for name, statistic in (("mean", mean), ("rstd", rstd)):
+    def remember_backward(ctx: Any, arguments: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        inputs, ctx.options = _given_backward(op, arguments)
+        for name, statistic in (("mean", inputs.mean), ("rstd", inputs.rstd)):
             if statistic is not None and statistic.requires_grad:
                 raise KernelInputError(f"{name} must not require a gradient: it is taken as a function of x")
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(dy, x, weight, bias, residual, scale, shift, dresidual_out)
+        ctx.save_for_backward(*inputs._replace(mean=None, rstd=None))
 
     def differentiate_backward(ctx: Any, *of_results: Tensor | None) -> tuple[Tensor | None, ...]:
-        dy, x, weight, bias, residual, scale, shift, dresidual_out = ctx.saved_tensors
-        arguments = dy, x, weight, bias, None, None, residual, scale, shift, dresidual_out, *ctx.settings
+        arguments = *BackwardInputs(*ctx.saved_tensors).for_operator(), *ctx.options.settings
         # Without the first argument, which is the dispatcher's.
         return derivative_of_plain(plain_backward, arguments, ctx.needs_input_grad[1:], of_results)
 

@@ -2,9 +2,12 @@
 
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+
+from fusednorm.arguments.inputs import OPERATIONS, ROLES, BackwardInputs, NormInputs, Role
+from fusednorm.arguments.options import NormOptions
 
 _is_registered = False
 
@@ -17,7 +20,7 @@ def register_shardings() -> None:
         return
     from torch.distributed.tensor.experimental import register_sharding
 
-    for op in ("layer_norm", "rms_norm", "group_norm"):
+    for op in OPERATIONS:
         register_sharding(getattr(torch.ops.fusednorm, op).default)(_forward_placements)
         register_sharding(getattr(torch.ops.fusednorm, f"{op}_backward").default)(_backward_placements)
     _is_registered = True
@@ -27,65 +30,61 @@ def register_shardings() -> None:
 register_shardings._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _forward_placements(
-    x: Any, weight: Any, bias: Any, residual: Any, scale: Any, shift: Any, num_groups: int, *settings: Any
-) -> list[tuple[list[Any], list[Any]]]:
+def _forward_placements(*arguments: Any) -> list[tuple[list[Any], list[Any]]]:
     """Pairs of the placements of results and arguments along one dimension of a mesh."""
-    *_, dropout, _ = settings
+    inputs, settings = NormInputs(*arguments[: len(NormInputs._fields)]), arguments[len(NormInputs._fields) :]
     found = []
-    for whole, of_x, of_parameter, _ in _splits(x, weight, bias, num_groups, dropout):
-        results = [of_x, of_x, of_x, whole if residual is None else of_x]
-        parameters = [_of(tensor, of_parameter) for tensor in (weight, bias)]
-        others = [_of(tensor, of_x) for tensor in (residual, scale, shift)]
-        found.append((results, [of_x, *parameters, *others, None, *(None for _ in settings)]))
+    for split in _splits(inputs, settings):
+        residual_out = split.whole if inputs.residual is None else split.of_x
+        results = [split.of_x, split.of_x, split.of_x, residual_out]
+        found.append((results, [*split.placed(inputs), *(None for _ in settings)]))
     return found
 
 
-def _backward_placements(
-    dy: Any,
-    x: Any,
-    weight: Any,
-    bias: Any,
-    mean: Any,
-    rstd: Any,
-    residual: Any,
-    scale: Any,
-    shift: Any,
-    dresidual_out: Any,
-    num_groups: int,
-    *settings: Any,
-) -> list[tuple[list[Any], list[Any]]]:
+def _backward_placements(*arguments: Any) -> list[tuple[list[Any], list[Any]]]:
     """Pairs of the placements of gradients and arguments along one dimension of a mesh."""
-    *_, dropout, _ = settings
+    count = len(BackwardInputs._fields)
+    inputs, settings = BackwardInputs.of_operator(arguments[:count]), arguments[count:]
     found = []
-    for whole, of_x, of_parameter, of_gradient in _splits(x, weight, bias, num_groups, dropout):
-        gradients = [whole if tensor is None else of_gradient for tensor in (weight, bias)]
-        others = [whole if tensor is None else of_x for tensor in (residual, scale, shift)]
-        parameters = [_of(tensor, of_parameter) for tensor in (weight, bias)]
-        more = [_of(tensor, of_x) for tensor in (mean, rstd, residual, scale, shift, dresidual_out)]
-        arguments = [of_x, of_x, *parameters, *more, None, *(None for _ in settings)]
-        found.append(([of_x, *gradients, *others], arguments))
+    for split in _splits(inputs.forward, settings):
+        of_gradients = split._replace(of_parameter=split.of_gradient).placed(inputs.forward)
+        gradients = [split.whole if placement is None else placement for placement in of_gradients]
+        placed = BackwardInputs(*split.placed(inputs)).for_operator()
+        found.append((gradients, [*placed, *(None for _ in settings)]))
     return found
 
 
-def _splits(x: Any, weight: Any, bias: Any, num_groups: int, dropout: float) -> Iterator[tuple[Any, Any, Any, Any]]:
-    """For each way to divide the work: the placements of a whole tensor, x, parameters and their gradients."""
+class _Split(NamedTuple):
+    """A way to divide the work: the placements of a whole tensor, of x, and of parameters and their gradients."""
+
+    whole: Any
+    of_x: Any
+    of_parameter: Any
+    of_gradient: Any
+
+    def placed(self, inputs: NormInputs | BackwardInputs) -> list[Any]:
+        """The placement of each input; None for an absent one."""
+        return [
+            None if tensor is None else self.of_parameter if ROLES[name] is Role.PARAMETER else self.of_x
+            for name, tensor in zip(inputs._fields, inputs, strict=True)
+        ]
+
+
+def _splits(inputs: NormInputs, settings: tuple[Any, ...]) -> Iterator[_Split]:
+    """The ways to divide the work."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
+    options = NormOptions("", *settings)
     whole = Replicate()
-    yield whole, whole, whole, whole
+    yield _Split(whole, whole, whole, whole)
     # Dropout's mask counts the rows of the whole tensor.
-    if dropout:
+    if options.dropout:
         return
-    has_heads = any(tensor is not None and tensor.ndim == 2 for tensor in (weight, bias))
+    has_heads = any(tensor is not None and tensor.ndim == 2 for tensor in (inputs.weight, inputs.bias))
     # Rows of an operation without groups: num_groups is 0.
-    last = 1 if num_groups else x.ndim - 2 if has_heads else x.ndim - 1
+    axes: int = inputs.x.ndim
+    last = 1 if options.num_groups else axes - 2 if has_heads else axes - 1
     for axis in range(last):
-        yield whole, Shard(axis), whole, Partial()
+        yield _Split(whole, Shard(axis), whole, Partial())
     if has_heads:
-        yield whole, Shard(last), Shard(0), Shard(0)
-
-
-def _of(tensor: Any, placement: Any) -> Any:
-    """The placement of an argument, None for an absent one."""
-    return None if tensor is None else placement
+        yield _Split(whole, Shard(last), Shard(0), Shard(0))

@@ -1,5 +1,7 @@
 """torch's norms by this library's functions: with any normalized_shape, and in the dtypes of autocast."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,10 +19,9 @@ def torch_layer_norm(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    weight_offset: float = 0.0,
-    activation: str = "none",
+    **options: Any,
 ) -> Tensor:
-    """`layer_norm` of x [..., *normalized_shape] over its last axes.
+    """`layer_norm` of x [..., *normalized_shape] over its last axes, with its other options.
 
     Raises:
         KernelInputError: x ends in other axes, or the function refuses an argument.
@@ -29,10 +30,10 @@ def torch_layer_norm(
         x = x.float()
     # Most shapes have one axis; then the function checks x against the weight.
     if len(normalized_shape) == 1 and weight is not None:
-        return layer_norm(x, weight, bias, eps, weight_offset=weight_offset, activation=activation)
+        return layer_norm(x, weight, bias, eps, **options)
     rows = _join_axes(x, normalized_shape)
     weight, bias = _as_row("weight", weight, normalized_shape), _as_row("bias", bias, normalized_shape)
-    y = layer_norm(rows, weight, bias, eps, weight_offset=weight_offset, activation=activation)
+    y = layer_norm(rows, weight, bias, eps, **options)
     return y.view(x.shape)
 
 
@@ -41,8 +42,7 @@ def torch_rms_norm(
     normalized_shape: tuple[int, ...],
     weight: Tensor | None,
     eps: float | None,
-    weight_offset: float = 0.0,
-    activation: str = "none",
+    **options: Any,
 ) -> Tensor:
     """`rms_norm` of x [..., *normalized_shape] over its last axes; eps None is the machine epsilon.
 
@@ -56,9 +56,9 @@ def torch_rms_norm(
         # The epsilon of the dtype in which torch computes, which for float16 and bfloat16 is float32.
         eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
     if len(normalized_shape) == 1 and weight is not None:
-        return rms_norm(x, weight, eps, weight_offset=weight_offset, activation=activation)
+        return rms_norm(x, weight, eps, **options)
     rows, weight = _join_axes(x, normalized_shape), _as_row("weight", weight, normalized_shape)
-    return rms_norm(rows, weight, eps, weight_offset=weight_offset, activation=activation).view(x.shape)
+    return rms_norm(rows, weight, eps, **options).view(x.shape)
 
 
 def torch_group_norm(
@@ -67,18 +67,16 @@ def torch_group_norm(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    scale: Tensor | None = None,
-    shift: Tensor | None = None,
-    activation: str = "none",
+    **others: Any,
 ) -> Tensor:
-    """`group_norm` of x [N, C, *spatial].
+    """`group_norm` of x [N, C, *spatial], with its other arguments.
 
     Raises:
         KernelInputError: the function refuses an argument.
     """
     if x.dtype in _LOW_PRECISION and casts_to_float32(x):
         x = x.float()
-    return group_norm(x, num_groups, weight, bias, eps, scale=scale, shift=shift, activation=activation)
+    return group_norm(x, num_groups, weight, bias, eps, **others)
 
 
 def script_norm(

@@ -7,7 +7,7 @@ Tensors whose strides the launchers do not support are copied.
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,169 +15,96 @@ from torch._prims_common import suggest_memory_format
 
 from fusednorm.arguments.checks import (
     MAX_HEADS,
-    Epilogue,
     as_heads,
     check_groups,
     check_weight_offset,
-    checked_eps,
     has_common_stride,
     has_heads,
 )
+from fusednorm.arguments.inputs import ROLES, BackwardInputs, NormInputs, Role, names_by_role
 from fusednorm.arguments.layouts import in_layout, laid_out
+from fusednorm.arguments.options import NormOptions, arguments_of
 from fusednorm.errors import UnsupportedShapeError
 from fusednorm.reference.checks import check_companion, check_float
 from fusednorm.results import Backward, Forward
 
-Results = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-"""Gradients of x, weight, bias, residual, scale and shift."""
+Inputs = TypeVar("Inputs", NormInputs, BackwardInputs)
 
 _MAX_COLS_OF_HEADS = 8192
 """The longest rows that both passes support if they need two strides."""
 
 
-def run_forward(
-    library: Any,
-    op: str,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    num_groups: int,
-    eps: float,
-    weight_offset: float,
-    activation: str,
-    dropout: float,
-    seed: int | None,
-    *,
-    stats: bool = False,
-) -> Forward:
-    """The forward pass of `op`."""
-    if _normalises_nothing(op, x):
-        settings = num_groups, eps, weight_offset, activation, dropout, seed
-        return _forward_of_nothing(op, x, weight, bias, residual, scale, shift, *settings)
+def run_forward(library: Any, options: NormOptions, inputs: NormInputs, *, stats: bool = False) -> Forward:
+    """The forward pass of an operation."""
+    op = options.op
+    if _normalises_nothing(op, inputs.x):
+        return _forward_of_nothing(options, inputs)
     run: Callable[..., Forward] = getattr(library, f"{op}_forward")
-    x, residual = copy_unsupported(op, x, residual)
-    weight, bias = _contiguous(weight), _contiguous(bias)
-    scale, shift = _with_common_stride(scale, shift)
-    return run(
-        *_leading(op, x, num_groups),
-        *_parameters(op, weight, bias),
-        eps=eps,
-        **_offset(op, weight_offset),
-        **_of_samples(op, scale, shift),
-        residual=residual,
-        activation=activation,
-        dropout=dropout,
-        seed=seed,
-        stats=stats,
-    )
+    return run(**arguments_of(op, _supported(op, inputs), options), stats=stats)
 
 
 def run_backward(
-    library: Any,
-    op: str,
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor | None,
-    residual: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    dresidual_out: Tensor | None,
-    num_groups: int,
-    eps: float,
-    weight_offset: float,
-    activation: str,
-    dropout: float,
-    seed: int,
-    *,
-    parameter_gradients: bool = True,
-) -> Results:
-    """dx, dweight, dbias, dresidual (None if it is dx), dscale and dshift of the backward pass of `op`."""
-    if _normalises_nothing(op, x):
-        dweight, dbias, dscale, dshift = (
-            None if p is None else p.new_zeros(p.shape) for p in (weight, bias, scale, shift)
-        )
-        dresidual = torch.empty_like(residual) if has_own_gradient(residual, op, x) else None
-        return torch.empty_like(x), dweight, dbias, dresidual, dscale, dshift
+    library: Any, options: NormOptions, inputs: BackwardInputs, *, parameter_gradients: bool = True
+) -> Backward:
+    """The backward pass of an operation."""
+    op = options.op
+    if _normalises_nothing(op, inputs.x):
+        return _backward_of_nothing(options, inputs)
     run: Callable[..., Backward] = getattr(library, f"{op}_backward")
-    x, dy, residual, dresidual_out = copy_unsupported(op, x, dy, residual, dresidual_out)
-    weight, bias, mean, rstd = map(_contiguous, (weight, bias, mean, rstd))
-    scale, shift = _with_common_stride(scale, shift)
-    statistics = {"rstd": rstd} if op == "rms_norm" else {"mean": mean, "rstd": rstd}
-    result = run(
-        dy,
-        *_leading(op, x, num_groups),
-        *_parameters(op, weight, bias),
-        eps=eps,
-        **_offset(op, weight_offset),
-        **_of_samples(op, scale, shift),
-        residual=residual,
-        dresidual_out=dresidual_out,
-        activation=activation,
-        dropout=dropout,
-        seed=seed,
-        parameter_gradients=parameter_gradients,
-        **statistics,
-    )
-    dresidual = result.dresidual if has_own_gradient(residual, op, x) else None
-    return result.dx, result.dweight, result.dbias, dresidual, result.dscale, result.dshift
+    arguments = arguments_of(op, _supported(op, inputs), options)
+    return run(**arguments, parameter_gradients=parameter_gradients)
+
+
+def run_backward_operator(options: NormOptions, inputs: BackwardInputs) -> Backward:
+    """The backward pass of an operation, by its operator."""
+    op = options.op
+    run = getattr(torch.ops.fusednorm, f"{op}_backward")
+    results = run(*inputs.for_operator(), *options.settings)
+    # The operator returns tensors also where there is no gradient.
+    given = zip(inputs.forward, results, strict=True)
+    gradients = Backward._make([None if tensor is None else result for tensor, result in given])
+    if inputs.residual is not None and not has_own_gradient(inputs.residual, op, inputs.x):
+        return gradients._replace(dresidual=gradients.dx)
+    return gradients
 
 
 def gradients(
-    op: str,
-    run: Callable[..., Results],
+    run: Callable[[BackwardInputs], Backward],
     saved: tuple[Any, ...],
-    settings: tuple[Any, ...],
     dy: Tensor | None,
     dresidual_out: Tensor | None,
-) -> Results:
-    """The derivative of `op`, computed by `run`: its operator, or `run_backward` of a library.
+) -> Backward:
+    """The gradient of each input of a forward pass in its dtype, computed by `run`.
 
-    `saved` is x, weight, bias, residual, scale, shift, mean and rstd of the forward pass; `settings` are its other
-    arguments.
+    `saved` is the inputs of the forward pass, then mean and rstd.
     """
-    x, weight, bias, residual, scale, shift, mean, rstd = saved
+    x, _, _, residual, *_ = saved
     dy = torch.zeros_like(x) if dy is None else dy
-    dsum = None if residual is None else dresidual_out
-    dx, dweight, dbias, dresidual, dscale, dshift = run(
-        dy, x, weight, bias, mean, rstd, residual, scale, shift, dsum, *settings
-    )
-    if not has_own_gradient(residual, op, x):
-        dresidual = None if residual is None else dx.to(residual.dtype)
-    return (
-        dx,
-        None if weight is None else dweight,
-        None if bias is None else dbias,
-        dresidual,
-        None if scale is None else dscale,
-        None if shift is None else dshift,
-    )
-
-
-def _leading(op: str, x: Tensor, num_groups: int) -> tuple[Any, ...]:
-    return (x, num_groups) if op == "group_norm" else (x,)
-
-
-def _parameters(op: str, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, ...]:
-    return (weight,) if op == "rms_norm" else (weight, bias)
-
-
-def _offset(op: str, weight_offset: float) -> dict[str, float]:
-    return {} if op == "group_norm" else {"weight_offset": weight_offset}
-
-
-def _of_samples(op: str, scale: Tensor | None, shift: Tensor | None) -> dict[str, Tensor | None]:
-    return {"scale": scale, "shift": shift} if op == "group_norm" else {}
+    inputs = BackwardInputs._make((*saved, dy, None if residual is None else dresidual_out))
+    result = run(inputs)
+    if result.dresidual is not None and result.dresidual.dtype != residual.dtype:
+        return result._replace(dresidual=result.dresidual.to(residual.dtype))
+    return result
 
 
 def has_own_gradient(residual: Tensor | None, op: str, x: Tensor) -> TypeGuard[Tensor]:
     """Whether the residual's gradient is a separate tensor, not dx."""
     return residual is not None and residual.dtype != x.dtype and op != "group_norm"
+
+
+def _supported(op: str, inputs: Inputs) -> Inputs:
+    """The inputs with strides that all passes support: see `copy_unsupported`."""
+    strided = [name for name, t in zip(inputs._fields, inputs, strict=True) if not (t is None or t.is_contiguous())]
+    if not strided:
+        return inputs
+    like_x, _, _, of_samples = names_by_role(inputs._fields)
+    made: dict[str, Any] = inputs._asdict()
+    for name in strided:
+        if name not in like_x and name not in of_samples:
+            made[name] = made[name].contiguous()
+    made.update(zip(like_x, copy_unsupported(op, *[made[name] for name in like_x]), strict=True))
+    made.update(zip(of_samples, _with_common_stride(*[made[name] for name in of_samples]), strict=True))
+    return type(inputs)(*made.values())
 
 
 def copy_unsupported(op: str, x: Tensor, *others: Tensor | None) -> list[Any]:
@@ -186,13 +113,12 @@ def copy_unsupported(op: str, x: Tensor, *others: Tensor | None) -> list[Any]:
     A copy of x [N, C, *spatial] has the memory format that torch suggests for x's strides, as in torch's own
     function; copies of the other tensors have x's layout.
     """
-    tensors = (x, *others)
-    if all(tensor is None or tensor.is_contiguous() for tensor in tensors):
-        return list(tensors)
     if op != "group_norm":
-        if all(tensor is None or _has_uniform_rows(tensor) for tensor in tensors):
-            return list(tensors)
-        return [t if t is None or _has_contiguous_heads(t) else t.contiguous() for t in tensors]
+        tensors = [x, *others]
+        for tensor in tensors:
+            if tensor is not None and not tensor.is_contiguous() and not _has_uniform_rows(tensor):
+                return [t if t is None or _has_contiguous_heads(t) else t.contiguous() for t in tensors]
+        return tensors
     if not _is_sample_layout(x):
         x = laid_out(x, suggest_memory_format(x) is not torch.contiguous_format)
     channels_last = not x.is_contiguous()
@@ -204,43 +130,35 @@ def _normalises_nothing(op: str, x: Tensor) -> bool:
     return x.numel() == 0 and 0 in (x.shape[2:] if op == "group_norm" else x.shape[-1:])
 
 
-def _forward_of_nothing(
-    op: str,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    num_groups: int,
-    eps: float,
-    weight_offset: float,
-    activation: str,
-    dropout: float,
-    seed: int | None,
-) -> Forward:
+def _forward_of_nothing(options: NormOptions, inputs: NormInputs) -> Forward:
     """The forward pass over empty rows or groups, whose arguments are checked as in any other."""
-    Epilogue(activation, dropout, seed)
-    checked_eps(eps)
+    options = options.checked()
+    x, residual = inputs.x, inputs.residual
     check_float("x", x)
-    if op == "group_norm":
-        check_groups(x.new_empty((*x.shape[:2], 1)), num_groups)
-        of_parameters, of_statistics = x.shape[1:2], torch.Size((x.shape[0], num_groups))
+    if options.op == "group_norm":
+        check_groups(x.new_empty((*x.shape[:2], 1)), options.num_groups)
+        of_parameters, of_statistics = x.shape[1:2], torch.Size((x.shape[0], options.num_groups))
     else:
-        check_weight_offset(weight_offset, weight)
-        of_parameters, of_statistics = x.shape[-2 if has_heads(weight, bias) else -1 :], x.shape[:-1]
-    for name, tensor, shape in (
-        ("weight", weight, of_parameters),
-        ("bias", bias, of_parameters),
-        ("residual", residual, None),
-        ("scale", scale, x.shape[:2]),
-        ("shift", shift, x.shape[:2]),
-    ):
-        check_companion(name, tensor, x, shape)
+        check_weight_offset(options.weight_offset, inputs.weight)
+        of_parameters = x.shape[-2 if has_heads(inputs.weight, inputs.bias) else -1 :]
+        of_statistics = x.shape[:-1]
+    shapes = {Role.LIKE_X: None, Role.PARAMETER: of_parameters, Role.OF_SAMPLES: x.shape[:2]}
+    for name, tensor in zip(inputs._fields, inputs, strict=True):
+        check_companion(name, tensor, x, shapes[ROLES[name]])
     rstd = x.new_full(of_statistics, math.nan, dtype=torch.promote_types(x.dtype, torch.float32))
-    mean = None if op == "rms_norm" else torch.zeros_like(rstd)
-    residual_out = None if residual is None else torch.empty_like(x if op == "group_norm" else residual)
-    return Forward(torch.empty_like(x), mean, rstd, residual_out)
+    mean = None if options.is_rms else torch.zeros_like(rstd)
+    if residual is not None and options.op == "group_norm":
+        residual = x
+    return Forward(torch.empty_like(x), mean, rstd, None if residual is None else torch.empty_like(residual))
+
+
+def _backward_of_nothing(options: NormOptions, inputs: BackwardInputs) -> Backward:
+    """The backward pass over empty rows or groups."""
+    made = [None if tensor is None else tensor.new_zeros(tensor.shape) for tensor in inputs.forward]
+    x, residual = inputs.x, inputs.residual
+    dx = torch.empty_like(x)
+    dresidual = torch.empty_like(residual) if has_own_gradient(residual, options.op, x) else dx
+    return Backward._make(made)._replace(dx=dx, dresidual=None if residual is None else dresidual)
 
 
 def _is_sample_layout(x: Tensor) -> bool:
@@ -248,16 +166,18 @@ def _is_sample_layout(x: Tensor) -> bool:
 
 
 def _has_uniform_rows(tensor: Tensor) -> bool:
-    """Whether [..., cols] has rows of contiguous elements, one constant stride apart."""
-    return tensor.is_contiguous() or (tensor.stride(-1) == 1 and has_common_stride(tensor))
+    """Whether [..., cols], which is not contiguous, has rows of contiguous elements, one constant stride apart."""
+    return tensor.stride()[-1:] == (1,) and has_common_stride(tensor)
 
 
 def _has_contiguous_heads(tensor: Tensor) -> bool:
     """Whether [..., heads, cols] has tokens of contiguous heads, one constant stride apart."""
     if tensor.is_contiguous():
         return True
+    if tensor.dim() < 3:
+        return False
     cols = tensor.shape[-1]
-    if tensor.dim() < 3 or tensor.stride()[-2:] != (cols, 1):
+    if tensor.stride()[-2:] != (cols, 1):
         return False
     if cols > _MAX_COLS_OF_HEADS or tensor.shape[-2] > MAX_HEADS:
         return False
@@ -268,13 +188,9 @@ def _has_contiguous_heads(tensor: Tensor) -> bool:
     return True
 
 
-def _contiguous(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.contiguous()
-
-
 def _with_common_stride(scale: Tensor | None, shift: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """scale and shift [N, C] with contiguous channels and one stride between samples."""
     strides = [tensor.stride() for tensor in (scale, shift) if tensor is not None]
     if all(stride == strides[0] and stride[-1:] == (1,) for stride in strides):
         return scale, shift
-    return _contiguous(scale), _contiguous(shift)
+    return None if scale is None else scale.contiguous(), None if shift is None else shift.contiguous()

@@ -2,14 +2,12 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from numbers import Real
 
 import torch
 from torch import Tensor
 
 from fusednorm.arguments.activations import ACTIVATIONS, Activation
-from fusednorm.arguments.dropout import dropout_threshold
 from fusednorm.devices.device import INTERPRETED, stands_in
 from fusednorm.errors import KernelInputError, UnsupportedShapeError
 
@@ -22,39 +20,6 @@ MAX_HEADS = 65535
 """The limit of the second axis of a launch's grid, which counts heads."""
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
-
-
-@dataclass(frozen=True, slots=True)
-class Epilogue:
-    """Checked activation and dropout, which follow the affine step: see `fusednorm.jit.epilogue`.
-
-    Raises:
-        KernelInputError: the activation is unknown, dropout is not a number in [0, 1), dropout has no seed, or the
-            seed is not an int64.
-    """
-
-    activation: str = "none"
-    dropout: float = 0.0
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        activation_of(self.activation)
-        if not ((type(self.dropout) is float or is_number(self.dropout)) and 0.0 <= self.dropout < 1.0):
-            raise KernelInputError(f"dropout must be in [0, 1), got {self.dropout}")
-        if self.dropout and self.seed is None:
-            raise KernelInputError("dropout needs a seed, got None")
-        if self.seed is not None and not (is_integer(self.seed) and INT64_MIN <= self.seed <= INT64_MAX):
-            raise KernelInputError(f"seed must be an int64, got {self.seed}")
-
-    @property
-    def dropout_arguments(self) -> tuple[int, int, float]:
-        """Seed, threshold and scale: the arguments of kernels that fuse dropout."""
-        return self.seed or 0, dropout_threshold(self.dropout), 1.0 / (1.0 - self.dropout)
-
-    @property
-    def options(self) -> dict[str, object]:
-        """The constexprs of kernels for this epilogue."""
-        return {"ACTIVATION": self.activation, "DROPOUT": self.dropout > 0.0}
 
 
 def activation_of(name: str) -> Activation:
@@ -79,7 +44,14 @@ def is_integer(value: object) -> bool:
     return type(value) is int or isinstance(value, torch.SymInt)
 
 
-NO_EPILOGUE = Epilogue()
+def check_dropout(dropout: float, seed: int | None) -> None:
+    """Raises KernelInputError unless dropout is a number in [0, 1), with an int64 as its seed."""
+    if not ((type(dropout) is float or is_number(dropout)) and 0.0 <= dropout < 1.0):
+        raise KernelInputError(f"dropout must be in [0, 1), got {dropout}")
+    if dropout and seed is None:
+        raise KernelInputError("dropout needs a seed, got None")
+    if seed is not None and not (is_integer(seed) and INT64_MIN <= seed <= INT64_MAX):
+        raise KernelInputError(f"seed must be an int64, got {seed}")
 
 
 def checked_eps(eps: float) -> float:
@@ -115,21 +87,21 @@ def check_tensor(name: str, tensor: Tensor, like: Tensor | None = None) -> None:
         KernelInputError: wrong dtype, device or shape, or a lazy negation (`torch.conj(z).imag`), whose memory
             holds values of the opposite sign.
     """
-    _check_sign(name, tensor)
+    if tensor.is_neg():
+        raise _negation_error(name)
     if tensor.dtype not in FLOAT_DTYPES:
         raise KernelInputError(f"{name} must be float32, float16 or bfloat16, got {tensor.dtype}")
-    if tensor.device.type != "cuda" and not INTERPRETED and not stands_in(tensor.device):
+    if not tensor.is_cuda and not INTERPRETED and not stands_in(tensor.device):
         raise KernelInputError(f"{name} must be on a CUDA device, got {tensor.device}")
-    if like is not None:
+    if like is not None and like is not tensor:
         if tensor.device != like.device:
             raise KernelInputError(f"{name} must be on x's device {like.device}, got {tensor.device}")
         if tensor.shape != like.shape:
             raise KernelInputError(f"{name} must have x's shape {list(like.shape)}, got {list(tensor.shape)}")
 
 
-def _check_sign(name: str, tensor: Tensor) -> None:
-    if tensor.is_neg():
-        raise KernelInputError(f"{name} is a lazily negated view: kernels read memory, so call resolve_neg() first")
+def _negation_error(name: str) -> KernelInputError:
+    return KernelInputError(f"{name} is a lazily negated view: kernels read memory, so call resolve_neg() first")
 
 
 def has_heads(weight: Tensor | None, bias: Tensor | None) -> bool:
@@ -170,7 +142,8 @@ def check_statistics(mean: Tensor | None, rstd: Tensor | None, shape: torch.Size
     for name, tensor in (("mean", mean), ("rstd", rstd)):
         if tensor is None:
             continue
-        _check_sign(name, tensor)
+        if tensor.is_neg():
+            raise _negation_error(name)
         if tensor.dtype != torch.float32 or tensor.device != x.device or tensor.shape != shape:
             raise KernelInputError(
                 f"{name} must be float32 {list(shape)} on {x.device}, "

@@ -1,20 +1,27 @@
 """Norms without options by torch's differentiable functions, whose derivatives need no Python."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusednorm.arguments.checks import FLOAT_DTYPES
 from fusednorm.arguments.layouts import laid_out
+from fusednorm.arguments.options import OptionValues
 from fusednorm.cpu import groups, rows
 from fusednorm.cpu.taken import are_floats, is_epsilon, wide
 
 
-def norm(
-    op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int, eps: float, trains: bool
-) -> Tensor | None:
-    """`layer_norm`, `rms_norm` or `group_norm` of these arguments, with those that the function has."""
+def norm(values: OptionValues, tensors: tuple[Any, ...], trains: bool) -> Tensor | None:
+    """The norm of x with weight and bias, or None if there are more tensors, or torch's is less accurate.
+
+    `values` are those of `NormOptions`, `tensors` those of `NormInputs`; `trains` as in `layer_norm`.
+    """
+    op, num_groups, eps, _, _, _, _ = values
+    x, weight, bias, residual, scale, shift = tensors
+    if not (residual is scale is shift is None):
+        return None
     if op == "layer_norm":
         return layer_norm(x, weight, bias, eps, trains)
     if op == "rms_norm":

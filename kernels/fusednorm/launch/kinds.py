@@ -1,15 +1,18 @@
 """The key that distinguishes calls of a pass: all that checks, plan and compiler depend on, without addresses."""
 
 from collections.abc import Hashable
+from itertools import zip_longest
 from typing import Any
 
 from torch import Tensor
 
+from fusednorm.arguments.inputs import Role
 from fusednorm.policy.batch_invariance import is_batch_invariant
 from fusednorm.policy.waiting import may_wait
 
 Inputs = tuple[Tensor | None, ...]
 Options = tuple[Hashable, ...]
+_LIKE_X, _OF_ROWS = Role.LIKE_X, Role.OF_ROWS
 
 
 def kind_of(whose: Hashable, inputs: Inputs, options: Options) -> Hashable:
@@ -27,42 +30,33 @@ def kind_of(whose: Hashable, inputs: Inputs, options: Options) -> Hashable:
     return tuple(kind)
 
 
-def kind_of_any_rows(
-    whose: Hashable, like_x: int, of_rows: int, inputs: Inputs, options: Options
-) -> Hashable | None:
+def kind_of_any_rows(whose: Hashable, roles: tuple[Role, ...], inputs: Inputs, options: Options) -> Hashable | None:
     """The key of a call without its number of rows; None if the memory layout of the rows depends on that number.
 
     Args:
-        like_x: the first `like_x` inputs, x first, have x's shape; 0 if calls differ by more than their number
-            of rows.
-        of_rows: inputs from `like_x` to `of_rows` have x's shape without the last axis.
+        roles: the roles of the inputs, x first; those beyond are parameters.  Empty if calls differ by more than
+            their number of rows.
     """
     x: Any = inputs[0]
     shape = x.shape
-    if not (like_x and shape):
+    if not (roles and shape):
         return None
     kind: list[Hashable] = [whose, may_wait(), is_batch_invariant(), options, shape[-1]]
-    for tensor in inputs[:like_x]:
+    for role, tensor in zip_longest(roles, inputs):
         if tensor is None:
             kind.append(None)
-            continue
-        # A single row is contiguous for any stride between rows.
-        strides: Any = tensor.is_contiguous()
-        if not strides:
-            if len(shape) != 2:
-                return None
-            strides = tensor.stride()
-        fits = tensor is x or tensor.shape == shape
-        kind += (tensor.dtype, fits, strides, tensor.get_device(), tensor.is_neg())
-    for tensor in inputs[like_x:of_rows]:
-        if tensor is None:
-            kind.append(None)
-        else:
+        elif role is _LIKE_X:
+            # A single row is contiguous for any stride between rows.
+            strides: Any = tensor.is_contiguous()
+            if not strides:
+                if len(shape) != 2:
+                    return None
+                strides = tensor.stride()
+            fits = tensor is x or tensor.shape == shape
+            kind += (tensor.dtype, fits, strides, tensor.get_device(), tensor.is_neg())
+        elif role is _OF_ROWS:
             fits = tensor.is_contiguous() and tensor.shape == shape[:-1]
             kind += (tensor.dtype, fits, tensor.get_device(), tensor.is_neg())
-    for tensor in inputs[of_rows:]:
-        if tensor is None:
-            kind.append(None)
         else:
             kind += (tensor.dtype, tensor.shape, tensor.is_contiguous(), tensor.get_device(), tensor.is_neg())
     return tuple(kind)

@@ -16,6 +16,7 @@ from typing import Any, Generic
 import torch
 from torch import Tensor
 
+from fusednorm.arguments.inputs import Role
 from fusednorm.arguments.outputs import Output, Outputs, Result
 from fusednorm.launch import prepared
 from fusednorm.launch.kinds import Inputs, Options, kind_of, kind_of_any_rows
@@ -108,7 +109,7 @@ def use(extension: Any) -> None:
     if extension is not None:
         for each in _PASSES:
             if each.number < 0:
-                each.number = extension.define_pass(*each.follows)
+                each.number = extension.define_pass(each.roles)
     _extension, _load = extension, None
 
 
@@ -158,30 +159,21 @@ def policy() -> int:
 class Pass(Generic[Result]):
     """A pass of an operation; its inputs and options distinguish its calls.
 
-    The order of inputs is: x, tensors with x's shape, tensors with x's shape without the last axis, then tensors
-    that do not depend on the number of rows.
-
     Attributes:
+        roles: as below.
         number: the pass's number in the host extension, if that is in use.
 
     Args:
         result: the type of its result.
-        like_x: the number of inputs with x's shape, including x; 0 if launches never depend only on the number
-            of rows.
-        of_rows: the number of inputs with x's shape without the last axis.
+        roles: the roles of the inputs, x first; those beyond are parameters.  Empty if launches never depend only
+            on the number of rows.
     """
 
-    def __init__(self, result: type[Result], like_x: int = 0, of_rows: int = 0) -> None:
+    def __init__(self, result: type[Result], roles: tuple[Role, ...] = ()) -> None:
         self._result: Any = result
-        self._like_x = like_x
-        self._others = like_x + of_rows
+        self.roles = roles
         self.number = -1
         _PASSES.append(self)
-
-    @property
-    def follows(self) -> tuple[int, int]:
-        """The number of inputs with x's shape, and the number of those with that shape without the last axis."""
-        return self._like_x, self._others - self._like_x
 
     def again(self, inputs: Inputs, options: Options, out: Result | None = None) -> Result | None:
         """The result of a call without dropout, or None unless its kind is known and `out` fits."""
@@ -239,7 +231,7 @@ class Pass(Generic[Result]):
             return
         if _load is not None:
             _look(may_build=False)
-        of_any_rows = kind_of_any_rows(self, self._like_x, self._others, inputs, options)
+        of_any_rows = kind_of_any_rows(self, self.roles, inputs, options)
         follows = of_any_rows is not None and bool(recipe.rules)
         new = tuple(None if output is None else _allocation(output, tensors[0], follows) for output in own)
         replay = _Replay(new, own, tuple(same.items()), recipe)
@@ -253,7 +245,7 @@ class Pass(Generic[Result]):
                 _extension.learn(self.number, policy(), options, inputs, *told)
 
     def _known(self, inputs: Inputs, options: Options) -> _Replay | None:
-        of_any_rows = kind_of_any_rows(self, self._like_x, self._others, inputs, options)
+        of_any_rows = kind_of_any_rows(self, self.roles, inputs, options)
         if of_any_rows is not None:
             known = _KNOWN.get(of_any_rows, _NOTHING)
             if known is not None:

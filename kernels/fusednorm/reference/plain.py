@@ -26,14 +26,13 @@ from torch import Tensor
 
 from fusednorm.arguments.checks import (
     FLOAT8,
-    Epilogue,
     activation_of,
     check_groups,
     check_weight_offset,
-    checked_eps,
     has_heads,
 )
 from fusednorm.arguments.layouts import is_channels_last, laid_out
+from fusednorm.arguments.options import NormOptions
 from fusednorm.errors import KernelInputError
 from fusednorm.reference.checks import check_companion, check_float, check_precision, check_results
 from fusednorm.reference.dropout import dropout_mask
@@ -111,8 +110,8 @@ def layer_norm_forward(
     """
     check_results(out_dtype, float8=True)
     view = _rows_view(x, weight, bias, weight_offset, residual, centre=True, precision=precision)
-    epilogue = Epilogue(activation, dropout, seed)
-    return _forward(view, x, weight, bias, eps, residual, epilogue, out_dtype, stats)
+    options = NormOptions("layer_norm", 0, eps, weight_offset, activation, dropout, seed).checked()
+    return _forward(view, x, weight, bias, residual, options, out_dtype, stats)
 
 
 def rms_norm_forward(
@@ -135,8 +134,8 @@ def rms_norm_forward(
     """
     check_results(out_dtype, float8=True)
     view = _rows_view(x, weight, None, weight_offset, residual, centre=False, precision=precision)
-    epilogue = Epilogue(activation, dropout, seed)
-    return _forward(view, x, weight, None, eps, residual, epilogue, out_dtype, stats)
+    options = NormOptions("rms_norm", 0, eps, weight_offset, activation, dropout, seed).checked()
+    return _forward(view, x, weight, None, residual, options, out_dtype, stats)
 
 
 def group_norm_forward(
@@ -176,8 +175,8 @@ def group_norm_forward(
     """
     check_results(out_dtype, float8=False)
     view = _groups_view(x, num_groups, weight, bias, residual, scale, shift, precision=precision)
-    epilogue = Epilogue(activation, dropout, seed)
-    return _forward(view, x, weight, bias, eps, residual, epilogue, out_dtype, stats)
+    options = NormOptions("group_norm", num_groups, eps, 0.0, activation, dropout, seed).checked()
+    return _forward(view, x, weight, bias, residual, options, out_dtype, stats)
 
 
 def layer_norm_backward(
@@ -214,8 +213,8 @@ def layer_norm_backward(
         KernelInputError: as in forward.
     """
     view = _rows_view(x, weight, bias, weight_offset, residual, centre=True, precision=precision)
-    epilogue = Epilogue(activation, dropout, seed)
-    result = _backward(view, dy, x, weight, bias, eps, mean, rstd, residual, dresidual_out, epilogue)
+    options = NormOptions("layer_norm", 0, eps, weight_offset, activation, dropout, seed).checked()
+    result = _backward(view, dy, x, weight, bias, mean, rstd, residual, dresidual_out, options)
     return result if parameter_gradients else result._replace(dweight=None, dbias=None)
 
 
@@ -237,8 +236,8 @@ def rms_norm_backward(
 ) -> Backward:
     """dx = rstd * (g - x_hat * mean(g * x_hat)) + dresidual_out; otherwise `layer_norm_backward`."""
     view = _rows_view(x, weight, None, weight_offset, residual, centre=False, precision=precision)
-    epilogue = Epilogue(activation, dropout, seed)
-    result = _backward(view, dy, x, weight, None, eps, None, rstd, residual, dresidual_out, epilogue)
+    options = NormOptions("rms_norm", 0, eps, weight_offset, activation, dropout, seed).checked()
+    result = _backward(view, dy, x, weight, None, None, rstd, residual, dresidual_out, options)
     return result if parameter_gradients else result._replace(dweight=None, dbias=None)
 
 
@@ -269,8 +268,8 @@ def group_norm_backward(
     Dropout's mask is that of `group_norm_forward` for x's layout, independent of dy's layout.
     """
     view = _groups_view(x, num_groups, weight, bias, residual, scale, shift, precision=precision)
-    epilogue = Epilogue(activation, dropout, seed)
-    result = _backward(view, dy, x, weight, bias, eps, mean, rstd, residual, dresidual_out, epilogue)
+    options = NormOptions("group_norm", num_groups, eps, 0.0, activation, dropout, seed).checked()
+    result = _backward(view, dy, x, weight, bias, mean, rstd, residual, dresidual_out, options)
     return result if parameter_gradients else result._replace(dweight=None, dbias=None)
 
 
@@ -363,18 +362,17 @@ def _forward(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    eps: float,
     residual: Tensor | None,
-    epilogue: Epilogue,
+    options: NormOptions,
     out_dtype: torch.dtype | None,
     stats: bool,
 ) -> Forward:
     h = _summed(view, x, residual)
-    centred, mean, rstd = _statistics(view, h, checked_eps(eps))
+    centred, mean, rstd = _statistics(view, h, options.eps)
     z = _of_samples(view, _affine(view, centred * rstd, weight, bias))
-    y = activation_of(epilogue.activation).apply(z)
-    if epilogue.dropout:
-        y = y * _dropout_factors(view, epilogue, x.device)
+    y = activation_of(options.activation).apply(z)
+    if options.dropout:
+        y = y * _dropout_factors(view, options, x.device)
     scale = None
     if out_dtype == FLOAT8:
         y, scale = quantised_rows(y)
@@ -393,22 +391,20 @@ def _backward(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    eps: float,
     mean: Tensor | None,
     rstd: Tensor | None,
     residual: Tensor | None,
     dresidual_out: Tensor | None,
-    epilogue: Epilogue,
+    options: NormOptions,
 ) -> Backward:
     work, scale, shift = view.work, view.scale, view.shift
-    eps = checked_eps(eps)
     check_companion("dy", dy, x)
     check_companion("dresidual_out", dresidual_out, x)
     check_companion("mean", mean, x, view.statistics_shape)
     check_companion("rstd", rstd, x, view.statistics_shape)
     h = _summed(view, x, residual)
     if rstd is None or (view.centre and mean is None):
-        centred, _, inverse = _statistics(view, h, eps)
+        centred, _, inverse = _statistics(view, h, options.eps)
     else:
         aligned = tuple(1 if axis in view.axes else size for axis, size in enumerate(view.shape))
         inverse = rstd.to(work).reshape(aligned)
@@ -416,11 +412,11 @@ def _backward(
 
     xhat = centred * inverse
     dz = dy.to(work).reshape(view.shape)
-    if epilogue.dropout:
-        dz = dz * _dropout_factors(view, epilogue, x.device)
-    if epilogue.activation != "none":
+    if options.dropout:
+        dz = dz * _dropout_factors(view, options, x.device)
+    if options.activation != "none":
         z = _of_samples(view, _affine(view, xhat, weight, bias))
-        dz = dz * activation_of(epilogue.activation).derivative(z)
+        dz = dz * activation_of(options.activation).derivative(z)
 
     dshift = None if shift is None else _sample_gradient(view, dz, shift)
     dscale = None if scale is None else _sample_gradient(view, dz * _affine(view, xhat, weight, bias), scale)
@@ -510,10 +506,10 @@ def _factors(view: _View, weight: Tensor) -> Tensor:
     return weight.to(view.work).reshape(view.parameter_shape) + view.weight_offset
 
 
-def _dropout_factors(view: _View, epilogue: Epilogue, device: torch.device) -> Tensor:
+def _dropout_factors(view: _View, options: NormOptions, device: torch.device) -> Tensor:
     """Dropout's multiplier of each element: 0, or 1 / (1 - dropout)."""
-    keep = dropout_mask(epilogue.seed or 0, view.rows, view.positions, epilogue.dropout, device)
-    return view.mask(keep).to(view.work) / (1.0 - epilogue.dropout)
+    keep = dropout_mask(options.seed or 0, view.rows, view.positions, options.dropout, device)
+    return view.mask(keep).to(view.work) / (1.0 - options.dropout)
 
 
 def _parameter_gradient(view: _View, terms: Tensor, parameter: Tensor) -> Tensor:

@@ -148,3 +148,21 @@ def test_modules_are_exported_whole(strict):
     names = [str(node.target) for node in exported.graph.nodes if "fusednorm" in str(node.target)]
     assert names == [f"fusednorm.{op}.default" for op in ("layer_norm", "rms_norm", "group_norm")]
     torch.testing.assert_close(exported.module()(x), stack(x))
+
+
+def test_schemas_are_those_of_saved_graphs():
+    settings = "int num_groups, float eps, float weight_offset, str activation, float dropout, int seed"
+    forward = "Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? scale, Tensor? shift"
+    backward = (
+        "Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor rstd, Tensor? residual, "
+        "Tensor? scale, Tensor? shift, Tensor? dresidual_out"
+    )
+    results = "Tensor y, Tensor mean, Tensor rstd, Tensor residual_out"
+    gradients = "Tensor dx, Tensor dweight, Tensor dbias, Tensor dresidual, Tensor dscale, Tensor dshift"
+    for op in ("layer_norm", "rms_norm", "group_norm"):
+        name = f"fusednorm::{op}"
+        schemas = [str(getattr(torch.ops.fusednorm, each).default._schema) for each in (op, f"{op}_backward")]
+        assert schemas == [
+            f"{name}({forward}, {settings}) -> ({results})",
+            f"{name}_backward({backward}, {settings}) -> ({gradients})",
+        ]

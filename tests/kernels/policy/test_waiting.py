@@ -3,6 +3,7 @@
 import fusednorm
 import pytest
 import torch
+from fusednorm.arguments.options import NormOptions
 from fusednorm.ops.group_norm import call as group_call
 from fusednorm.ops.group_norm.affine import Affine
 from fusednorm.ops.group_norm.backward_choice import plan_backward as plan_group_backward
@@ -32,7 +33,7 @@ def group_launches(last):
     x = empty(2, 24, 24, 1280).movedim(-1, 1) if last else empty(2, 640, 128, 128)
     sample, w = Sample(32, x.shape[1] // 32, x[0, 0].numel(), last), empty(x.shape[1])
     saved = torch.empty(2, 32, device="meta")
-    given = {"x": x, "sample": sample, "affine": Affine(w, w), "eps": 1e-5}
+    given = {"x": x, "sample": sample, "affine": Affine(w, w), "options": NormOptions("group_norm", 32)}
     yield from plan_group_forward(group_call.ForwardCall(**given, out=Forward(x)))
     out = Backward(x, w, w)
     yield from plan_group_backward(group_call.BackwardCall(dy=x, **given, mean=saved, rstd=saved, out=out))
@@ -41,7 +42,7 @@ def group_launches(last):
 def row_launches():
     """Both passes over rows that one program does not hold."""
     x, w = empty(16, 1 << 17), empty(1 << 17)
-    given = {"x": x, "weight": w, "bias": w, "eps": 1e-5}
+    given = {"x": x, "weight": w, "bias": w, "options": NormOptions("layer_norm")}
     yield from plan_row_forward(ForwardCall(**given, out=Forward(x)))
     saved = torch.empty(16, device="meta")
     yield from plan_row_backward(BackwardCall(dy=x, **given, mean=saved, rstd=saved, out=Backward(x, w, w)))

@@ -93,7 +93,7 @@ def normalised_and_activated(
     if not (_may_be_fused(norm, activation) and may_be_taken(x)):
         return None
     try:
-        y: Tensor = norm.forward.compute(norm, x, activation_of(activation), scale, shift)
+        y: Tensor = norm.forward.compute(norm, x, activation=activation_of(activation), scale=scale, shift=shift)
     except KernelInputError:
         return None
     return y

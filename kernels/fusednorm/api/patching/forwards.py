@@ -33,16 +33,9 @@ class GroupNormForward(PatchedForward):
     is_traced = True
     takes_activation = True
 
-    def compute(
-        self,
-        module: Any,
-        x: Tensor,
-        activation: str = "none",
-        scale: Tensor | None = None,
-        shift: Tensor | None = None,
-    ) -> Tensor:
-        """act(y * (1 + scale) + shift), with the arguments `activation`, `scale` and `shift` of `group_norm`."""
-        return torch_group_norm(x, module.num_groups, *_affine(module), module.eps, scale, shift, activation)
+    def compute(self, module: Any, x: Tensor, **others: Any) -> Tensor:
+        """The module's y, with other arguments of `group_norm`."""
+        return torch_group_norm(x, module.num_groups, *_affine(module), module.eps, **others)
 
 
 class ObservedRMSNormForward(PatchedForward):

@@ -27,12 +27,15 @@ using torch::autograd::Node;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
-// The derivative of a norm; it holds x, residual, weight, bias, scale, shift, mean and rstd.
+// The inputs of a forward pass, in the order of `arguments.inputs.NormInputs`; gradients have the same order.
+constexpr size_t kInputs = 6, kWeight = 1, kBias = 2, kResidual = 3;
+
+// The derivative of a norm; it holds the inputs of the forward pass, then mean and rstd.
 struct NormBackward : public Node {
   const Differentiable* what = nullptr;  // There is one such object, and it is never freed.
   uint32_t policy = 0;
-  std::array<SavedVariable, 8> saved;
-  std::array<bool, 8> present{};
+  std::array<SavedVariable, kInputs + 2> saved;
+  std::array<bool, kInputs + 2> present{};
 
   std::string name() const override { return "FusedNormBackward"; }
 
@@ -41,37 +44,36 @@ struct NormBackward : public Node {
   }
 
   variable_list apply(variable_list&& gradients) override {
-    std::array<Tensor, 8> values;
+    Inputs inputs(saved.size());
     for (size_t place = 0; place < saved.size(); ++place)
-      if (present[place]) values[place] = saved[place].unpack();
-    const auto& [x, residual, weight, bias, scale, shift, mean, rstd] = values;
+      if (present[place]) inputs[place] = saved[place].unpack();
+    const Tensor residual = inputs[kResidual];
     const Tensor dy = gradients[0];
-    const bool trains = task_should_compute_output(2) || task_should_compute_output(3);
+    const bool trains = task_should_compute_output(kWeight) || task_should_compute_output(kBias);
     const Tensor outside = gradients.size() > 1 && residual.defined() ? gradients[1] : Tensor();
     if (dy.defined() && !c10::GradMode::is_enabled() && !is_watched()) {
-      Inputs inputs{x, dy, residual, outside, mean, rstd, weight, bias};
-      if (what->groups) {
-        inputs.push_back(scale);
-        inputs.push_back(shift);
-      }
+      inputs.push_back(dy);
+      inputs.push_back(outside);
       std::array<Tensor, kMostResults> results;
       const auto replay = find(what->backward, policy, trains ? what->back : what->frozen, inputs);
       if (replay && make(*replay, inputs, results)) {
-        auto& [dx, dweight, dbias, dresidual, dscale, dshift] = results;
+        Tensor& dresidual = results[kResidual];
         if (dresidual.defined() && dresidual.scalar_type() != residual.scalar_type())
           dresidual = dresidual.to(residual.scalar_type());
-        return {dx, dresidual, dweight, dbias, dscale, dshift};
+        return {results.begin(), results.end()};
       }
+      inputs.resize(saved.size());
     }
-    return through_python(values, dy, outside, trains, *what);
+    return through_python(inputs, dy, outside, trains, *what);
   }
 
-  static variable_list through_python(const std::array<Tensor, 8>& values, const Tensor& dy, const Tensor& outside,
-                                      bool trains, const Differentiable& what) {
+  static variable_list through_python(const Inputs& inputs, const Tensor& dy, const Tensor& outside, bool trains,
+                                      const Differentiable& what) {
     pybind11::gil_scoped_acquire lock;
-    PyObject* saved = PyTuple_New(8);
-    for (Py_ssize_t place = 0; place < 8; ++place) PyTuple_SET_ITEM(saved, place, wrapped(values[place]));
-    PyObject* done = PyObject_CallFunction(g_backward, "ONNNO", what.settings, saved, wrapped(dy), wrapped(outside),
+    const auto count = static_cast<Py_ssize_t>(inputs.size());
+    PyObject* values = PyTuple_New(count);
+    for (Py_ssize_t place = 0; place < count; ++place) PyTuple_SET_ITEM(values, place, wrapped(inputs[place]));
+    PyObject* done = PyObject_CallFunction(g_backward, "ONNNO", what.settings, values, wrapped(dy), wrapped(outside),
                                            trains ? Py_True : Py_False);
     if (done == nullptr) throw python_error();
     variable_list results;
@@ -110,7 +112,7 @@ bool is_observed(PyObject* const* tensors, size_t count) {
   return false;
 }
 
-// differentiable(settings, policy, x, residual, weight, bias, scale, shift) -> (y, residual_out) | None
+// differentiable(settings, policy, *inputs) -> (y, residual_out) | None
 PyObject* differentiable(PyObject*, PyObject* const* arguments, Py_ssize_t) {
   uint32_t specification = 0;
   if (!number_of(g_specifications, arguments[0], specification)) {
@@ -118,29 +120,27 @@ PyObject* differentiable(PyObject*, PyObject* const* arguments, Py_ssize_t) {
     Py_RETURN_NONE;
   }
   PyObject* const* tensors = arguments + 2;
-  if (is_observed(tensors, 6)) Py_RETURN_NONE;
+  if (is_observed(tensors, kInputs)) Py_RETURN_NONE;
   HANDLE_TH_ERRORS
   const Differentiable& what = g_differentiable[specification];
   Inputs inputs;
-  inputs.reserve(6);
-  if (!unpack(tensors, 6, inputs)) Py_RETURN_NONE;
+  inputs.reserve(kInputs);
+  if (!unpack(tensors, kInputs, inputs)) Py_RETURN_NONE;
   bool differentiated = false;
   if (c10::GradMode::is_enabled())
     for (const Tensor& tensor : inputs) differentiated |= tensor.defined() && tensor.requires_grad();
   const auto policy = static_cast<uint32_t>(PyLong_AsLong(arguments[1]));
-  if (!what.groups) inputs.resize(4);
   const auto replay = find(what.forward, policy, differentiated ? what.saving : what.plain, inputs);
   std::array<Tensor, kMostResults> results;
   if (!replay || !make(*replay, inputs, results)) Py_RETURN_NONE;
   if (differentiated) {
-    inputs.resize(6);
     auto [node, owner] = new_node<decltype(torch::autograd::Edge::function)>();
     node->what = &what;
     node->policy = policy;
-    node->set_next_edges(torch::autograd::collect_next_edges(inputs[0], inputs[1], inputs[2], inputs[3], inputs[4],
-                                                             inputs[5]));
-    for (size_t place = 0; place < 8; ++place) {
-      const Tensor& value = place < 6 ? inputs[place] : results[place - 5];
+    node->set_next_edges(torch::autograd::collect_next_edges(inputs));
+    for (size_t place = 0; place < node->saved.size(); ++place) {
+      // The results are y, mean, rstd and others.
+      const Tensor& value = place < kInputs ? inputs[place] : results[place - kInputs + 1];
       node->present[place] = value.defined();
       if (value.defined()) node->saved[place] = SavedVariable(value, false);
     }
@@ -154,14 +154,13 @@ PyObject* differentiable(PyObject*, PyObject* const* arguments, Py_ssize_t) {
   END_HANDLE_TH_ERRORS
 }
 
-// define_differentiable(settings, forward, saving, plain, backward, back, frozen, groups)
+// define_differentiable(settings, forward, saving, plain, backward, back, frozen)
 PyObject* define_differentiable(PyObject*, PyObject* arguments) {
   PyObject *settings = nullptr, *saving = nullptr, *plain = nullptr, *back = nullptr, *frozen = nullptr;
-  int forward = 0, backward = 0, groups = 0;
-  if (!PyArg_ParseTuple(arguments, "OiOOiOOp", &settings, &forward, &saving, &plain, &backward, &back, &frozen,
-                        &groups))
+  int forward = 0, backward = 0;
+  if (!PyArg_ParseTuple(arguments, "OiOOiOO", &settings, &forward, &saving, &plain, &backward, &back, &frozen))
     return nullptr;
-  Differentiable what{forward, backward, 0, 0, 0, 0, groups != 0, settings};
+  Differentiable what{forward, backward, 0, 0, 0, 0, settings};
   if (!numbered(g_options, saving, what.saving) || !numbered(g_options, plain, what.plain) ||
       !numbered(g_options, back, what.back) || !numbered(g_options, frozen, what.frozen)) {
     if (PyErr_Occurred()) return nullptr;

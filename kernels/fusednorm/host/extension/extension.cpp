@@ -55,11 +55,16 @@ PyObject* again(PyObject*, PyObject* const* arguments, Py_ssize_t) {
 }
 
 PyObject* define_pass(PyObject*, PyObject* arguments) {
-  unsigned like_x = 0, of_rows = 0;
-  if (!PyArg_ParseTuple(arguments, "II", &like_x, &of_rows)) return nullptr;
+  PyObject* given = nullptr;
+  if (!PyArg_ParseTuple(arguments, "O!", &PyTuple_Type, &given)) return nullptr;
+  HANDLE_TH_ERRORS
+  Pass pass;
+  for (const int64_t role : integers(given))
+    pass.roles.push_back(role < 2 ? static_cast<Role>(role) : Role::kParameter);
   std::unique_lock lock(g_mutex);
-  g_passes.push_back({like_x, of_rows});
+  g_passes.push_back(std::move(pass));
   return PyLong_FromSize_t(g_passes.size() - 1);
+  END_HANDLE_TH_ERRORS
 }
 
 PyObject* forget(PyObject*, PyObject*) {

@@ -61,9 +61,9 @@ void put_whole(std::string& key, const Tensor& tensor) {
 
 // The key as in `launch.kinds`; false if the memory layout of the rows depends on their number.
 bool key_of_any_rows(std::string& key, int pass, uint32_t policy, uint32_t options, const Inputs& inputs) {
-  const Pass facts = g_passes[pass];
+  const std::vector<Role>& roles = g_passes[pass].roles;
   const Tensor& x = inputs[0];
-  if (facts.like_x == 0 || x.dim() == 0) return false;
+  if (roles.empty() || x.dim() == 0) return false;
   begin(key, pass, policy, options, 'r');
   const auto shape = x.sizes();
   put(key, shape.back());
@@ -74,13 +74,14 @@ bool key_of_any_rows(std::string& key, int pass, uint32_t policy, uint32_t optio
       continue;
     }
     const bool contiguous = tensor.is_contiguous();
-    if (place < facts.like_x) {
+    const Role role = place < roles.size() ? roles[place] : Role::kParameter;
+    if (role == Role::kLikeX) {
       if (tensor.sizes() != shape) return false;
       if (!contiguous && shape.size() != 2) return false;
       key.push_back(contiguous ? 1 : 2);
       put_type(key, tensor);
       if (!contiguous) put_sizes(key, tensor.strides());
-    } else if (place < facts.like_x + facts.of_rows) {
+    } else if (role == Role::kOfRows) {
       if (!contiguous || tensor.sizes() != shape.slice(0, shape.size() - 1)) return false;
       key.push_back(1);
       put_type(key, tensor);

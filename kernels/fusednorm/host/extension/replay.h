@@ -69,15 +69,17 @@ struct Replay {
   std::vector<std::pair<void*, std::vector<Tensor>>> of_streams;
 };
 
+// The role of an input, as in `arguments.inputs`; the others are parameters.
+enum class Role : uint8_t { kLikeX, kOfRows, kParameter };
+
 struct Pass {
-  uint32_t like_x, of_rows;
+  std::vector<Role> roles;  // x first; empty if launches never depend only on the number of rows.
 };
 
 struct Differentiable {
   int forward, backward;        // Passes.
   uint32_t saving, plain;        // Options: forward with and without statistics,
   uint32_t back, frozen;         // backward with and without gradients of parameters.
-  bool groups;
   PyObject* settings;  // Arguments of the backward pass in Python.
 };
 

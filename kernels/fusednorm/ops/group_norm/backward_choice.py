@@ -67,7 +67,7 @@ def plan_backward(call: BackwardCall, config: BackwardConfig | None = None) -> l
     if call.mean is not None or not config.takes_statistics:
         return config.launches(call)
     mean, rstd = empty_statistics(x, sample)
-    before = plan_statistics(x, sample, call.eps, call.residual, mean, rstd)
+    before = plan_statistics(x, sample, call.options.eps, call.residual, mean, rstd)
     return [*before, *config.launches(replace(call, mean=mean, rstd=rstd))]
 
 

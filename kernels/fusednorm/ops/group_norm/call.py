@@ -6,8 +6,8 @@ from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 from torch import Tensor
 
-from fusednorm.arguments.checks import NO_EPILOGUE, Epilogue
 from fusednorm.arguments.layouts import lies_otherwise
+from fusednorm.arguments.options import NormOptions
 from fusednorm.devices.device import multiprocessor_count, since_hopper
 from fusednorm.launch.launch import Launch, Resident, can_prefetch, has_lane_a_thread, registers_for
 from fusednorm.ops.group_norm.affine import Affine
@@ -32,9 +32,8 @@ class Call:
     x: Tensor
     sample: Sample
     affine: Affine = NO_PARAMETERS
-    eps: float
+    options: NormOptions
     residual: Tensor | None = None
-    epilogue: Epilogue = NO_EPILOGUE
 
     @property
     def n(self) -> int:
@@ -95,7 +94,7 @@ class ForwardCall(Call):
     @property
     def fused_registers(self) -> int:
         """Registers that dropout or the activation needs in addition to USUAL_REGISTERS."""
-        return 48 if self.epilogue.dropout else 16 if self.epilogue.activation == "gelu" else 0
+        return 48 if self.options.dropout else 16 if self.options.activation == "gelu" else 0
 
     def indexing(self, unit: int) -> tuple[int, ...]:
         """Groups, channels, the division that gives the channel of a unit, and the stride of scale and shift."""
@@ -108,7 +107,7 @@ class ForwardCall(Call):
             "UNITS": units,
             "ALIGNED": self.sample.hw % self.group_vec == 0,
             "num_warps": num_warps,
-            **self.epilogue.options,
+            **self.options.constexprs,
         }
 
     @property
@@ -164,8 +163,8 @@ class BackwardCall(Call):
     @property
     def gradient_options(self) -> dict[str, object]:
         """The constexprs for the computation of dz from dy."""
-        gain = derivative_gain(self.epilogue.activation, self.x.element_size())
-        return {"GAIN": gain, **self.epilogue.options}
+        gain = derivative_gain(self.options.activation, self.x.element_size())
+        return {"GAIN": gain, **self.options.constexprs}
 
     def lies_otherwise(self, tensor: Tensor | None) -> bool:
         """Whether a tensor is in the other layout than x."""

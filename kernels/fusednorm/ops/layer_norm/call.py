@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fusednorm.arguments.checks import MAX_HEADS, NO_EPILOGUE, Epilogue, has_heads
+from fusednorm.arguments.checks import MAX_HEADS, has_heads
+from fusednorm.arguments.options import NormOptions
 from fusednorm.devices.device import multiprocessor_count, since_hopper
 from fusednorm.errors import UnsupportedShapeError
 from fusednorm.integers import vector_width
@@ -50,11 +51,8 @@ class Call:
     x: Tensor
     weight: Tensor | None = None
     bias: Tensor | None = None
-    eps: float
     residual: Tensor | None = None
-    epilogue: Epilogue = NO_EPILOGUE
-    is_rms: bool = False
-    weight_offset: float = 0.0
+    options: NormOptions
 
     @property
     def has_own_parameters(self) -> bool:
@@ -89,11 +87,6 @@ class Call:
         """Inputs of x's shape, in the order of their strides in a launch."""
         return self.x, self.residual
 
-    @property
-    def dropout(self) -> tuple[int, int, float]:
-        """Seed, threshold and scale."""
-        return self.epilogue.dropout_arguments
-
     def grid(self, programs: int) -> tuple[int, ...]:
         """The grid of `programs` programs for each head of x."""
         return (programs,) if self.x.ndim == 2 else (programs, self.x.shape[1])
@@ -103,12 +96,12 @@ class Call:
         resident = self.multiprocessors * programs_per_sm
         return resident if self.x.ndim == 2 else resident // self.x.shape[1]
 
-    def options(self, vec: int) -> dict[str, object]:
+    def constexprs(self, vec: int) -> dict[str, object]:
         """Constexprs of every kernel with an epilogue and with sizes in units of `vec` elements."""
         return {
             "VEC": vec,
-            "WEIGHT_OFFSET": float(self.weight_offset),
-            **self.epilogue.options,
+            "WEIGHT_OFFSET": float(self.options.weight_offset),
+            **self.options.constexprs,
         }
 
     def refuse_heads(self) -> None:
@@ -233,7 +226,7 @@ class BackwardCall(Call):
     @property
     def is_plain(self) -> bool:
         """Whether there is no residual, activation or dropout."""
-        return self.residual is None and self.epilogue.activation == "none" and not self.epilogue.dropout
+        return self.residual is None and self.options.activation == "none" and not self.options.dropout
 
     @property
     def early_reduce(self) -> bool:

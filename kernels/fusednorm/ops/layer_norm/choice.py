@@ -203,9 +203,9 @@ def _with_statistics(call: BackwardCall) -> tuple[BackwardCall, list[Launch]]:
     if call.rstd is not None:
         return call, []
     rstd = call.x.new_empty(call.rows, dtype=torch.float32)
-    mean = None if call.is_rms else torch.empty_like(rstd)
+    mean = None if call.options.is_rms else torch.empty_like(rstd)
     config = choose_statistics(call.cols, call.itemsize, call.multiprocessors, call.residual is not None)
     statistics = ForwardCall(
-        x=call.x, eps=call.eps, residual=call.residual, is_rms=call.is_rms, out=Statistics(mean, rstd)
+        x=call.x, residual=call.residual, options=call.options.of_statistics, out=Statistics(mean, rstd)
     )
     return replace(call, mean=mean, rstd=rstd), plan_forward(statistics, config)

@@ -26,7 +26,7 @@ SPILLS = {
 COMPILE = """
 import json, math, sys
 import torch
-from fusednorm.arguments.checks import Epilogue
+from fusednorm.arguments.options import NormOptions
 from fusednorm.ops.group_norm.affine import Affine
 from fusednorm.ops.group_norm.backward_choice import plan_backward
 from fusednorm.ops.group_norm.call import BackwardCall, ForwardCall
@@ -44,8 +44,8 @@ for (n, c, *spatial), groups in shapes:
         if channels_last:
             x = torch.empty((n, *spatial, c), dtype=dtype, device="meta").movedim(-1, 1)
         w = torch.empty(c, dtype=dtype, device="meta")
-        after = Epilogue("silu")
-        given = {"x": x, "sample": sample, "affine": Affine(w, w), "eps": 1e-5, "epilogue": after}
+        options = NormOptions("group_norm", groups, activation="silu")
+        given = {"x": x, "sample": sample, "affine": Affine(w, w), "options": options}
         plans = plan_forward(ForwardCall(**given, out=Forward(x)))
         saved = empty_statistics(x, sample)
         for mean, rstd in ((None, None), saved):

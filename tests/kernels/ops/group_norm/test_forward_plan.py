@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fusednorm.arguments.checks import Epilogue
+from fusednorm.arguments.options import NormOptions
 from fusednorm.devices.device import INTERPRETED
 from fusednorm.ops.group_norm import forward_choice as group_norm_forward_launch
 from fusednorm.ops.group_norm.affine import Affine
@@ -40,9 +40,8 @@ def plan(config, channels, hw, *, last=False, residual=None, stats=True, affine=
     out = Forward(torch.empty_like(x), *statistics)
     other = None if residual is None else residual(torch.randn_like(x))
     sample = Sample(GROUPS, channels, hw, last)
-    call = ForwardCall(
-        x=x, sample=sample, affine=Affine(weight), eps=1e-5, residual=other, epilogue=Epilogue("silu"), out=out
-    )
+    options = NormOptions("group_norm", GROUPS, activation="silu")
+    call = ForwardCall(x=x, sample=sample, affine=Affine(weight), options=options, residual=other, out=out)
     return plan_forward(call, config), x, out
 
 
@@ -108,10 +107,11 @@ def test_groups_too_large_for_registers_beside_a_residual_are_shared(sample, dty
         monkeypatch.setattr(f"fusednorm.ops.group_norm.{module}.multiprocessor_count", lambda _: 132)
     monkeypatch.setattr("fusednorm.ops.group_norm.forward_choice.may_wait", lambda: True)
     x = torch.empty((1, sample.c, sample.hw), dtype=dtype)
-    after = Epilogue("silu", 0.1, 1)
-    given = {"x": x, "sample": sample, "eps": 1e-5, "out": Forward(x)}
-    plain = plan_forward(ForwardCall(**given))
-    added = plan_forward(ForwardCall(**given, residual=x, epilogue=after))
+    given = {"x": x, "sample": sample, "out": Forward(x)}
+    options = NormOptions("group_norm", sample.groups)
+    plain = plan_forward(ForwardCall(**given, options=options))
+    options = options._replace(activation="silu", dropout=0.1, seed=1)
+    added = plan_forward(ForwardCall(**given, residual=x, options=options))
     assert names(plain) == ["group_norm_nchw_resident_kernel"]
     assert names(added) == [f"group_norm_nchw_{kernel}_kernel"]
 
@@ -157,7 +157,10 @@ def test_long_groups_are_indexed_with_more_bits(channels, hw, wide):
     whole = ForwardSplit(units=2**20, split_units=2**28, program_units=2**28, num_warps=4)
     x = torch.empty(1).expand(1, channels, hw)
     out = Forward(x, None, None)
-    launches = plan_forward(ForwardCall(x=x, sample=Sample(1, channels, hw, False), eps=1e-5, out=out), whole)
+    launches = plan_forward(
+        ForwardCall(x=x, sample=Sample(1, channels, hw, False), options=NormOptions("group_norm", 1), out=out),
+        whole,
+    )
     assert [launch.options["WIDE"] for launch in launches] == [wide, wide]
 
 
@@ -212,7 +215,9 @@ def test_statistics_that_nobody_wants_are_the_launches_own(given):
     wanted = {given: torch.empty(N, GROUPS)} if given else {}
     out = Forward(torch.empty_like(x), **wanted)
     sample = Sample(GROUPS, 4, 36, True)
-    _, reduce, apply = plan_forward(ForwardCall(x=x, sample=sample, eps=1e-5, out=out), COLUMNS)
+    _, reduce, apply = plan_forward(
+        ForwardCall(x=x, sample=sample, options=NormOptions("group_norm", GROUPS), out=out), COLUMNS
+    )
     own = [named(reduce)[name] for name in ("mean_ptr", "rest_ptr", "rstd_ptr")]
     assert [each.shape for each in own] == [(N, GROUPS)] * 3
     assert all(each is not other for each in own for other in wanted.values())

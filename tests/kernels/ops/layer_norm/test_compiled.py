@@ -32,7 +32,7 @@ import torch
 from fusednorm.ops.layer_norm import table as tables
 from fusednorm.ops.layer_norm.call import BackwardCall, ForwardCall
 from fusednorm.ops.layer_norm.choice import plan_backward, plan_forward
-from fusednorm.arguments.checks import Epilogue
+from fusednorm.arguments.options import NormOptions
 from fusednorm.launch.inspection import inspect
 from fusednorm.results import Backward, Forward
 
@@ -45,6 +45,7 @@ cells = [
     for variant, lengths in json.loads(sys.argv[2]).items()
     for cols in (entries if lengths == "entries" else lengths)
 ]
+PLAIN = NormOptions("layer_norm")
 done, reports = set(), []
 for variant, cols in cells:
     x, stream, w, statistic = (
@@ -55,9 +56,8 @@ for variant, cols in cells:
         x = torch.empty(4096, 40 * cols, dtype=dtype, device="meta")[:, : 32 * cols].view(4096, 32, cols)
         w = torch.empty((32, cols) if variant == "own heads" else cols, dtype=dtype, device="meta")
     residual = {"fused": x, "stream": stream}.get(variant)
-    after = Epilogue("silu" if variant == "fused" else "none")
-    given = dict(x=x, weight=w, bias=w, eps=1e-5, residual=residual, epilogue=after)
-    given["weight_offset"] = float(variant == "fused")
+    options = NormOptions("layer_norm", weight_offset=1.0, activation="silu") if variant == "fused" else PLAIN
+    given = dict(x=x, weight=w, bias=w, options=options, residual=residual)
     out, gradients = Forward(x, residual_out=residual), Backward(x, w, w, residual if variant == "stream" else x)
     plan = plan_forward(ForwardCall(**given, out=out))
     plan += plan_backward(BackwardCall(dy=x, **given, mean=statistic, rstd=statistic, out=gradients))
@@ -96,6 +96,7 @@ ODD_SPILLED = {"bfloat16": 160, "float16": 300}
 COMPILE_ODD = """
 import json, re, sys
 import torch, triton
+from fusednorm.arguments.options import NormOptions
 from fusednorm.launch import inspection
 from fusednorm.ops.layer_norm.call import BackwardCall, ForwardCall
 from fusednorm.ops.layer_norm.choice import plan_backward, plan_forward
@@ -111,7 +112,7 @@ for cols in (1001, 50257):
         torch.empty(shape, dtype=d, device="meta")
         for shape, d in (((4096, cols), dtype), ((cols,), dtype), ((4096,), torch.float32))
     )
-    given = dict(x=x, weight=w, bias=w, eps=1e-5)
+    given = dict(x=x, weight=w, bias=w, options=NormOptions("layer_norm"))
     plan = plan_forward(ForwardCall(**given, out=Forward(x)))
     plan += plan_backward(BackwardCall(dy=x, **given, mean=statistic, rstd=statistic, out=Backward(x, w, w)))[:1]
     for step in plan:
@@ -140,6 +141,7 @@ def test_neighbouring_threads_load_neighbouring_columns_of_odd_rows(dtype):
 COMPILE_HEADS = """
 import json
 import torch
+from fusednorm.arguments.options import NormOptions
 from fusednorm.launch.inspection import inspect
 from fusednorm.ops.layer_norm.call import BackwardCall, ForwardCall
 from fusednorm.ops.layer_norm.choice import plan_backward, plan_forward
@@ -151,7 +153,7 @@ padded = torch.empty(tokens, heads, 2 * cols, device="meta")[..., :cols]
 compiled = []
 for x, shape in ((wide[:, 0], (cols,)), (wide[:, 0], (heads, cols)), (padded, (heads, cols))):
     w, y = torch.empty(shape, device="meta"), torch.empty(tokens, heads, cols, device="meta")
-    given = dict(x=x, weight=w, bias=w, eps=1e-5)
+    given = dict(x=x, weight=w, bias=w, options=NormOptions("layer_norm"))
     (forward,) = plan_forward(ForwardCall(**given, out=Forward(y)))
     backward, _ = plan_backward(BackwardCall(dy=x, **given, out=Backward(y, w, w)))
     for launch in (forward, backward):

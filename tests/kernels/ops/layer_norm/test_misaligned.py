@@ -1,6 +1,7 @@
 """Rows that start between multiples of 16 bytes."""
 
 import pytest
+from fusednorm.arguments.options import NormOptions
 from fusednorm.launch.launch import has_lane_a_thread
 from fusednorm.ops.layer_norm.call import ForwardCall
 from fusednorm.ops.layer_norm.choice import plan_forward
@@ -31,7 +32,7 @@ def test_rows(cols, config):
     def plan(x_before, y_before, x_stride=cols):
         x = tensor(x_before, 2, x_stride)[:, :cols]
         out = Forward(tensor(y_before, 2, cols))
-        return plan_forward(ForwardCall(x=x, eps=1e-5, out=out), config)
+        return plan_forward(ForwardCall(x=x, options=NormOptions("layer_norm"), out=out), config)
 
     assert take_all_as_whole(plan(ALIGNED, ALIGNED))
     assert not take_all_as_whole(plan(MISALIGNED, MISALIGNED))

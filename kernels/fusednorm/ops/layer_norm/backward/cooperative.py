@@ -52,14 +52,15 @@ def backward_cooperative_launches(call: BackwardCall, config: BackwardCooperativ
         "LAG": config.lag,
         "AHEAD": config.ahead if can_prefetch(layout.vec, call.x, call.dy) else 0,
         "EARLY_REDUCE": call.early_reduce,
-        "IS_RMS": call.is_rms,
+        "IS_RMS": call.options.is_rms,
         "num_warps": config.num_warps,
-        **call.options(layout.vec),
+        **call.constexprs(layout.vec),
         **resident_options(config),
     }
     arguments = (
         *call.tensors, call.mean, call.rstd, *call.gradients, partials.dweight, partials.dbias,
-        exchange_buffer(call.x.device, depth * groups * members), call.rows, members, *layout.sizes, *call.dropout,
+        exchange_buffer(call.x.device, depth * groups * members), call.rows, members, *layout.sizes,
+        *call.options.dropout_arguments,
     )  # fmt: skip
     return [
         Launch(layer_norm_backward_cooperative_kernel, (groups * members,), arguments, options),

@@ -46,15 +46,15 @@ def backward_split_launches(call: BackwardCall, config: BackwardSplit) -> list[L
         (call.rows,),
         (
             call.dy, call.x, call.residual, call.weight, call.bias, call.mean, call.rstd, constants,
-            *layout.sizes[:4], call.eps, *call.dropout,
+            *layout.sizes[:4], call.options.eps, *call.options.dropout_arguments,
         ),
         {
             "BLOCK_N": config.rows_block_n,
             "GROUP": 16 // call.itemsize,
             "EVEN": call.cols % config.rows_block_n == 0,
-            "IS_RMS": call.is_rms,
+            "IS_RMS": call.options.is_rms,
             "num_warps": config.rows_num_warps,
-            **call.options(layout.vec),
+            **call.constexprs(layout.vec),
         },
     )  # fmt: skip
     apply = Launch(
@@ -62,7 +62,7 @@ def backward_split_launches(call: BackwardCall, config: BackwardSplit) -> list[L
         (slabs, tiles),
         (
             *call.tensors, constants, *call.gradients, partials.dweight, partials.dbias,
-            call.rows, *layout.sizes, *call.dropout,
+            call.rows, *layout.sizes, *call.options.dropout_arguments,
         ),
         {
             "ROWS": config.rows,
@@ -70,7 +70,7 @@ def backward_split_launches(call: BackwardCall, config: BackwardSplit) -> list[L
             "EVEN": call.cols % config.block_n == 0,
             "STAGES": config.stages,
             "num_warps": config.num_warps,
-            **call.options(layout.vec),
+            **call.constexprs(layout.vec),
         },
     )  # fmt: skip
     return [sums, apply, *reduce_launches(partials, call.out, call.early, most_tiles)]

@@ -60,7 +60,7 @@ def backward_tile_launches(call: BackwardCall, config: BackwardTile) -> list[Lau
     layout = call.layout_of_heads()
     pipelined = list(call.strided)
     if not config.hold_weight:
-        pipelined += [call.weight, call.bias if call.epilogue.activation != "none" else None]
+        pipelined += [call.weight, call.bias if call.options.activation != "none" else None]
     column_bytes = sum(tensor.element_size() for tensor in pipelined if tensor is not None)
     most = max(1, call.most_programs(config.programs_per_sm))
     programs = min(cdiv(call.rows, config.rows), most)
@@ -78,12 +78,12 @@ def backward_tile_launches(call: BackwardCall, config: BackwardTile) -> list[Lau
         "EARLY_REDUCE": call.early_reduce,
         "HOLD_WEIGHT": config.hold_weight,
         "HEADS": layout.heads,
-        "IS_RMS": call.is_rms,
+        "IS_RMS": call.options.is_rms,
         "num_warps": config.num_warps,
-        **call.options(layout.vec),
+        **call.constexprs(layout.vec),
     }
     tensors = (*call.tensors, call.mean, call.rstd, *call.gradients, partials.dweight, partials.dbias)
-    arguments = (*tensors, call.rows, *layout.sizes, call.eps, *call.dropout)
+    arguments = (*tensors, call.rows, *layout.sizes, call.options.eps, *call.options.dropout_arguments)
     by_rows = ByRows(config.rows, most, rows=len(tensors)) if call.x.ndim == 2 else None
     return [
         Launch(layer_norm_backward_tile_kernel, call.grid(programs), arguments, options, by_rows),

@@ -21,11 +21,11 @@ def float8_sweep_launches(call: ForwardCall, config: ForwardSweep) -> list[Launc
     options = {
         **config.options(call.cols, call.itemsize),
         "PREFETCH": can_prefetch(layout.vec, call.x, call.residual),
-        "IS_RMS": call.is_rms,
-        **call.options(layout.vec),
+        "IS_RMS": call.options.is_rms,
+        **call.constexprs(layout.vec),
     }
     ahead = config.ahead_per_sm * call.multiprocessors
-    arguments = (*call.tensors, call.scale, ahead, *layout.sizes, call.eps, *call.dropout)
+    arguments = (*call.tensors, call.scale, ahead, *layout.sizes, call.options.eps, *call.options.dropout_arguments)
     return [Launch(layer_norm_float8_sweep_kernel, (call.rows,), arguments, options, ByRows())]
 
 

@@ -22,11 +22,12 @@ def float8_tile_launches(call: ForwardCall, config: ForwardTile) -> list[Launch]
     options = {
         **config.options(call.cols),
         "PREFETCH": config.rows == 1 and can_prefetch(layout.vec, call.x, call.residual),
-        "IS_RMS": call.is_rms,
-        **call.options(layout.vec),
+        "IS_RMS": call.options.is_rms,
+        **call.constexprs(layout.vec),
     }
     ahead = TILE_AHEAD_PER_SM * call.multiprocessors
-    arguments = (*call.tensors, call.scale, ahead, call.rows, *layout.sizes, call.eps, *call.dropout)
+    scalars = (ahead, call.rows, *layout.sizes, call.options.eps, *call.options.dropout_arguments)
+    arguments = (*call.tensors, call.scale, *scalars)
     programs = cdiv(call.rows, config.rows)
     by_rows = ByRows(config.rows, rows=len(call.tensors) + 2)
     return [Launch(layer_norm_float8_tile_kernel, (programs,), arguments, options, by_rows)]

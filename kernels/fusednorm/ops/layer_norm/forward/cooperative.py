@@ -68,13 +68,14 @@ def forward_cooperative_launches(call: ForwardCall, config: ForwardCooperative) 
         "DEPTH": depth,
         "LAG": config.lag,
         "AHEAD": config.ahead if can_prefetch(layout.vec, call.x, call.residual) else 0,
-        "IS_RMS": call.is_rms,
+        "IS_RMS": call.options.is_rms,
         "num_warps": config.num_warps,
-        **call.options(layout.vec),
+        **call.constexprs(layout.vec),
         **resident_options(config),
     }
     buffer = exchange_buffer(call.x.device, depth * programs)
-    arguments = (*call.tensors, buffer, call.rows, members, *layout.sizes, call.eps, *call.dropout)
+    scalars = (call.rows, members, *layout.sizes, call.options.eps, *call.options.dropout_arguments)
+    arguments = (*call.tensors, buffer, *scalars)
     return [Launch(layer_norm_forward_cooperative_kernel, (programs,), arguments, options)]
 
 

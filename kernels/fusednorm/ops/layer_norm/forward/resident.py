@@ -44,13 +44,13 @@ def forward_resident_launches(call: ForwardCall, config: ForwardResident) -> lis
         "PREFETCH": call.may_prefetch_rows(layout),
         "ALONE": config.programs_per_sm == 1,
         "HEADS": layout.heads,
-        "IS_RMS": call.is_rms,
+        "IS_RMS": call.options.is_rms,
         "num_warps": config.num_warps,
         "maxnreg": registers_for(config),
-        **call.options(layout.vec),
+        **call.constexprs(layout.vec),
     }
     ahead = config.ahead_per_sm * call.multiprocessors
-    arguments = (*call.tensors, ahead, *layout.sizes, call.eps, *call.dropout)
+    arguments = (*call.tensors, ahead, *layout.sizes, call.options.eps, *call.options.dropout_arguments)
     return [
         Launch(layer_norm_forward_resident_kernel, call.grid(call.rows), arguments, options, call.program_a_row)
     ]

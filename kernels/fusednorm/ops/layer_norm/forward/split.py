@@ -66,7 +66,7 @@ def forward_split_launches(call: ForwardCall, config: ForwardSplit) -> list[Laun
     y, residual_out, mean, rstd = call.outputs
     x, residual, rows, cols = call.x, call.residual, call.rows, call.cols
     layout = call.layout_of_rows()
-    options = {"GROUP": 16 // call.itemsize, "IS_RMS": call.is_rms, **call.options(layout.vec)}
+    options = {"GROUP": 16 // call.itemsize, "IS_RMS": call.options.is_rms, **call.constexprs(layout.vec)}
     early = y is not None and call.early
     prefetches = can_prefetch(layout.vec, x, residual)
     lane_a_thread = has_lane_a_thread(min(16, layout.vec * call.itemsize), x, residual)
@@ -83,7 +83,7 @@ def forward_split_launches(call: ForwardCall, config: ForwardSplit) -> list[Laun
         (rows * cdiv(parts, of_a_program),),
         (
             x, residual, mean, rstd, of_rows, of_parts, counters(x.device, rows),
-            parts, of_a_program, part // layout.vec, *layout.sizes, call.eps,
+            parts, of_a_program, part // layout.vec, *layout.sizes, call.options.eps,
         ),
         {
             "FULL": known_whole_in_slabs(cols, config.block_n, config.chunks, lane_a_thread),
@@ -109,7 +109,7 @@ def forward_split_launches(call: ForwardCall, config: ForwardSplit) -> list[Laun
             (cdiv(cols, slab) * row_tiles,),
             (
                 x, residual, call.weight, call.bias, y, residual_out, of_rows, rows, row_tiles, *layout.sizes,
-                *call.dropout,
+                *call.options.dropout_arguments,
             ),
             {
                 "FULL": 0 if cols % slab else config.slab_chunks,

@@ -47,11 +47,11 @@ def forward_sweep_launches(call: ForwardCall, config: ForwardSweep) -> list[Laun
         **config.options(call.cols, call.itemsize),
         "PREFETCH": call.may_prefetch_rows(layout),
         "HEADS": layout.heads,
-        "IS_RMS": call.is_rms,
-        **call.options(layout.vec),
+        "IS_RMS": call.options.is_rms,
+        **call.constexprs(layout.vec),
     }
     ahead = config.ahead_per_sm * call.multiprocessors
-    arguments = (*call.tensors, ahead, *layout.sizes, call.eps, *call.dropout)
+    arguments = (*call.tensors, ahead, *layout.sizes, call.options.eps, *call.options.dropout_arguments)
     return [Launch(layer_norm_forward_sweep_kernel, call.grid(call.rows), arguments, options, call.program_a_row)]
 
 

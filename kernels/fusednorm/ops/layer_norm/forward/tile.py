@@ -48,10 +48,10 @@ def forward_tile_launches(call: ForwardCall, config: ForwardTile) -> list[Launch
     options = {
         **config.options(call.cols),
         "HEADS": layout.heads,
-        "IS_RMS": call.is_rms,
-        **call.options(layout.vec),
+        "IS_RMS": call.options.is_rms,
+        **call.constexprs(layout.vec),
     }
-    arguments = (*call.tensors, call.rows, *layout.sizes, call.eps, *call.dropout)
+    arguments = (*call.tensors, call.rows, *layout.sizes, call.options.eps, *call.options.dropout_arguments)
     by_rows = ByRows(config.rows, rows=len(call.tensors)) if call.x.ndim == 2 else None
     grid = call.grid(cdiv(call.rows, config.rows))
     return [Launch(layer_norm_forward_tile_kernel, grid, arguments, options, by_rows)]

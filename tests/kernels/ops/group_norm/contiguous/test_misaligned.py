@@ -1,6 +1,7 @@
 """Groups that start between multiples of 16 bytes."""
 
 import pytest
+from fusednorm.arguments.options import NormOptions
 from fusednorm.ops.group_norm.call import ForwardCall
 from fusednorm.ops.group_norm.contiguous.forward import cooperative, resident
 from fusednorm.ops.group_norm.forward_choice import plan_forward
@@ -17,7 +18,9 @@ def test_contiguous_groups(config, x_before, y_before):
 
     def plan(x_before, y_before):
         out = Forward(tensor(y_before, 1, 8, 2048))
-        call = ForwardCall(x=tensor(x_before, 1, 8, 2048), sample=sample, eps=1e-5, out=out)
+        call = ForwardCall(
+            x=tensor(x_before, 1, 8, 2048), sample=sample, options=NormOptions("group_norm"), out=out
+        )
         return plan_forward(call, config)
 
     assert take_all_as_whole(plan(ALIGNED, ALIGNED))
@@ -30,7 +33,7 @@ def test_whole_slabs_of_groups_with_narrow_accesses_are_masked_like_the_others()
         shape = (1, sample.c, sample.hw)
         out = Forward(tensor(ALIGNED, *shape))
         config = cooperative.ForwardCooperative(1, 4, 4, 1, 1)
-        call = ForwardCall(x=tensor(ALIGNED, *shape), sample=sample, eps=1e-5, out=out)
+        call = ForwardCall(x=tensor(ALIGNED, *shape), sample=sample, options=NormOptions("group_norm"), out=out)
         (launch,) = plan_forward(call, config)
         return launch.options["LANE_A_THREAD"]
 

@@ -21,7 +21,8 @@ FUSED_COLS = (256, 1024, 7168, 16384, 32768, 131072)
 COMPILE = """
 import json, sys
 import torch
-from fusednorm.arguments.checks import FLOAT8, Epilogue
+from fusednorm.arguments.checks import FLOAT8
+from fusednorm.arguments.options import NormOptions
 from fusednorm.launch.inspection import inspect
 from fusednorm.ops.layer_norm.call import ForwardCall
 from fusednorm.ops.layer_norm.choice import plan_float8
@@ -37,9 +38,8 @@ for cols, activation in [(cols, "none") for cols in plain] + [(cols, "silu") for
     )
     residual = x if activation == "silu" else None
     out = Forward(y, residual_out=residual, scale=scale)
-    (launch,) = plan_float8(
-        ForwardCall(x=x, weight=w, bias=w, eps=1e-5, residual=residual, epilogue=Epilogue(activation), out=out)
-    )
+    options = NormOptions("layer_norm", activation=activation)
+    (launch,) = plan_float8(ForwardCall(x=x, weight=w, bias=w, residual=residual, options=options, out=out))
     report = inspect(launch)
     widest = {kind: max(widths, default=0) for kind, widths in report.access_bytes.items()}
     what = f"{report.kernel} {cols} {activation} {dict(launch.options)} {report}"

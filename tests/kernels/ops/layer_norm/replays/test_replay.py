@@ -144,6 +144,7 @@ def test_a_repeated_call_allocates_what_a_planned_one_does(out_dtype, stats, rep
 ROWS = """
 import json
 import torch
+from fusednorm.arguments.options import NormOptions
 from fusednorm.launch import prepared
 from fusednorm.ops.layer_norm import table as tables
 from fusednorm.ops.layer_norm.call import BackwardCall, ForwardCall
@@ -155,7 +156,7 @@ def plan(rows, cols, dtype, residual, stats):
     w, s = torch.empty(cols, device="meta"), torch.empty(rows, device="meta")
     mean, rstd, residual = s if stats else None, s if stats else None, x if residual else None
     out, gradients = Forward(y, mean, rstd, residual), Backward(x, w, w, residual)
-    given = dict(x=x, weight=w, bias=w, eps=1e-5, residual=residual)
+    given = dict(x=x, weight=w, bias=w, residual=residual, options=NormOptions("layer_norm"))
     yield from plan_forward(ForwardCall(**given, out=out))
     yield from plan_backward(BackwardCall(dy=x, **given, mean=mean, rstd=rstd, out=gradients))
 

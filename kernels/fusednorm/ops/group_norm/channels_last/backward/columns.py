@@ -50,7 +50,7 @@ class BackwardColumns(BackwardConfig):
         blocks = cdiv(sample.c, self.columns)
         shape = (
             splits, blocks, self.pieces, sample.hw, sample.c // vec, sample.groups, sample.channels,
-            call.affine.stride, *call.epilogue.dropout_arguments,
+            call.affine.stride, *call.options.dropout_arguments,
         )  # fmt: skip
         options = {
             "GROUP": vec,

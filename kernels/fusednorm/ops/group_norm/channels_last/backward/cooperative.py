@@ -90,7 +90,7 @@ class BackwardCooperativeBlock(BackwardConfig):
             exchange_buffer(call.x.device, cdiv(pairs, 2)),
             units, members, splits, sample.hw, sample.c // group, sample.groups, sample.channels,
             bundles, bundle_groups, bundle_groups * sample.channels // group, blocks, self.columns // group,
-            call.affine.stride, *call.epilogue.dropout_arguments,
+            call.affine.stride, *call.options.dropout_arguments,
         )  # fmt: skip
         whole = self.columns // group == self.vectors(itemsize) and sample.c % (blocks * self.columns) == 0
         options = {

@@ -51,7 +51,7 @@ class BackwardStream(BackwardConfig):
         piece = partition.positions * partition.apply_chunks
         pieces = 1 if partition.is_cut_finer else self.apply_pieces
         programs = cdiv(sample.hw, piece * pieces)
-        epilogue = (call.affine.stride, *call.epilogue.dropout_arguments)
+        epilogue = (call.affine.stride, *call.options.dropout_arguments)
         sums = (
             *call.inputs, call.parameters, call.mean, call.rstd, *parts, sample.hw, partition.units,
             sample.groups, sample.channels, partition.splits, *epilogue,

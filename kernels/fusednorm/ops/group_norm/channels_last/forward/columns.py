@@ -60,17 +60,17 @@ class ForwardColumns(ForwardConfig):
         tile = self._tile(sample, call.x.element_size())
         arguments = (
             *call.tensors, mean, rest, rstd, sample.hw, sample.c // tile["VEC"], sample.groups, sample.channels,
-            runs, self.run_rows, blocks, call.affine.stride, *call.epilogue.dropout_arguments,
+            runs, self.run_rows, blocks, call.affine.stride, *call.options.dropout_arguments,
         )  # fmt: skip
         options = {
             "ROWS": self.apply_rows,
             "RESIDUAL_OTHER": lies_otherwise(call.residual, True),
             **tile,
             **dependent(call.early),
-            **call.epilogue.options,
+            **call.options.constexprs,
         }
         return [
-            *self.statistics(call.x, sample, call.eps, call.residual, mean, rstd, rest),
+            *self.statistics(call.x, sample, call.options.eps, call.residual, mean, rstd, rest),
             Launch(group_norm_nhwc_columns_apply_kernel, (call.n * runs * blocks,), arguments, options),
         ]
 

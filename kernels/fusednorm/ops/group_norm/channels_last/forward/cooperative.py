@@ -75,14 +75,14 @@ class ForwardCooperativeBlock(ForwardConfig):
             "LAG": self.lag,
             "AHEAD": self.ahead,
             **resident_options(self),
-            **call.epilogue.options,
+            **call.options.constexprs,
         }
         # A slot for each group of a block.
         buffer = exchange_buffer(call.x.device, depth * programs * next_power_of_2(self.block_groups))
         arguments = (
             *call.tensors, *call.statistics, buffer, units, members, sample.hw, sample.c // tile.vec,
-            sample.groups, sample.channels, blocks, self.block_groups, call.eps,
-            call.affine.stride, *call.epilogue.dropout_arguments,
+            sample.groups, sample.channels, blocks, self.block_groups, call.options.eps,
+            call.affine.stride, *call.options.dropout_arguments,
         )  # fmt: skip
         return [Launch(group_norm_nhwc_cooperative_kernel, (programs,), arguments, options)]
 

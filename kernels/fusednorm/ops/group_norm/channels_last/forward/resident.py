@@ -53,8 +53,8 @@ class ForwardResidentBlock(ForwardConfig):
         tile = block_tile(sample, self.block_groups, self.num_warps, call.x.element_size())
         arguments = (
             *call.tensors, *call.statistics, writers, sample.hw, sample.c // tile.vec, sample.groups,
-            sample.channels, blocks, self.block_groups, call.eps, call.affine.stride,
-            *call.epilogue.dropout_arguments,
+            sample.channels, blocks, self.block_groups, call.options.eps, call.affine.stride,
+            *call.options.dropout_arguments,
         )  # fmt: skip
         options = {
             **block_options(sample, self.block_groups, self.num_warps, tile),
@@ -63,7 +63,7 @@ class ForwardResidentBlock(ForwardConfig):
             "SHARED": writers > 1,
             # Shared groups are few, so each program has a multiprocessor of its own.
             "maxnreg": registers_for(replace(self, programs_per_sm=1) if writers > 1 else self),
-            **call.epilogue.options,
+            **call.options.constexprs,
         }
         return [Launch(group_norm_nhwc_resident_kernel, (units * writers,), arguments, options)]
 

@@ -50,11 +50,12 @@ class ForwardStream(ForwardConfig):
         )  # fmt: skip
         reduce = (
             *parts, *call.tensors[2:6], out.mean, out.rstd, coefficients, sample.hw, sample.groups,
-            sample.channels, partition.splits, partition.step, call.affine.stride, call.n * sample.c, call.eps,
+            sample.channels, partition.splits, partition.step, call.affine.stride, call.n * sample.c,
+            call.options.eps,
         )  # fmt: skip
         apply = (
             x, call.residual, out.y, out.residual_out, coefficients, sample.hw, partition.units, call.n,
-            *call.epilogue.dropout_arguments,
+            *call.options.dropout_arguments,
         )  # fmt: skip
         return [
             Launch(
@@ -90,7 +91,7 @@ class ForwardStream(ForwardConfig):
                     "CHUNKS": partition.apply_chunks,
                     "WHOLE": sample.hw % piece == 0,
                     **dependent(call.early),
-                    **call.epilogue.options,
+                    **call.options.constexprs,
                 },
             ),
         ]

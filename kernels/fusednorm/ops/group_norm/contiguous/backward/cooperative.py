@@ -90,7 +90,7 @@ class BackwardCooperative(BackwardConfig):
             *call.inputs, call.dresidual_out, call.parameters, call.mean, call.rstd, call.out.dx, *partial,
             exchange_buffer(call.x.device, depth * teams * members),
             rows, members, parts, sample.hw // vec, sample.groups, sample.channels, call.affine.stride,
-            *call.epilogue.dropout_arguments,
+            *call.options.dropout_arguments,
         )  # fmt: skip
         options = {
             "VEC": vec,

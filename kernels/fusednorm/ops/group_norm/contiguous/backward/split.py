@@ -48,7 +48,7 @@ class BackwardSplit(BackwardConfig):
         blocks = cdiv(sample.channels, self.channels)
         shape = (
             parts, blocks, self.pieces, sample.hw // vec, sample.groups, sample.channels, call.affine.stride,
-            *call.epilogue.dropout_arguments,
+            *call.options.dropout_arguments,
         )  # fmt: skip
         options = {
             "VEC": vec,

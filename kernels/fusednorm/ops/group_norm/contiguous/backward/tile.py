@@ -40,8 +40,8 @@ class BackwardTile(BackwardConfig):
         parts = call.wanted_parts(1)
         arguments = (
             *call.inputs, call.dresidual_out, call.parameters, call.mean, call.rstd, call.out.dx, *parts,
-            rows, sample.hw // vec, sample.groups, sample.channels, call.affine.stride, call.eps,
-            *call.epilogue.dropout_arguments,
+            rows, sample.hw // vec, sample.groups, sample.channels, call.affine.stride, call.options.eps,
+            *call.options.dropout_arguments,
         )  # fmt: skip
         options = {
             "VEC": vec,

@@ -69,7 +69,7 @@ class ForwardCooperative(ForwardConfig):
         programs = min(rows, multiprocessor_count(call.x.device) * self.programs_per_sm // members) * members
         arguments = (
             *call.tensors, *call.statistics, exchange_buffer(call.x.device, depth * programs), rows, members,
-            call.group_units, *call.piece_indexing, call.eps, *call.epilogue.dropout_arguments,
+            call.group_units, *call.piece_indexing, call.options.eps, *call.options.dropout_arguments,
         )  # fmt: skip
         options = {
             **call.chunk_options(self.block, self.chunks, self.num_warps),
@@ -83,7 +83,7 @@ class ForwardCooperative(ForwardConfig):
             "AHEAD": self.ahead if call.can_prefetch_groups else 0,
             "PARAMETERS": call.parameters_mode(self.block, slab),
             **resident_options(self),
-            **call.epilogue.options,
+            **call.options.constexprs,
         }
         return [Launch(group_norm_nchw_cooperative_kernel, (programs,), arguments, options)]
 

@@ -57,7 +57,7 @@ class ForwardResident(ForwardConfig):
         chunks = cdiv(sample.frame_length, self.block)
         arguments = (
             *call.tensors, *call.statistics, writers, self.ahead_per_sm * multiprocessors if writers == 1 else 0,
-            call.group_units, *call.piece_indexing, call.eps, *call.epilogue.dropout_arguments,
+            call.group_units, *call.piece_indexing, call.options.eps, *call.options.dropout_arguments,
         )  # fmt: skip
         options = {
             **call.chunk_options(self.block, chunks, self.num_warps),
@@ -68,7 +68,7 @@ class ForwardResident(ForwardConfig):
             "SHARED": writers > 1,
             # Shared groups are few, so each program has a multiprocessor of its own.
             "maxnreg": registers_for(replace(self, programs_per_sm=1) if writers > 1 else self),
-            **call.epilogue.options,
+            **call.options.constexprs,
         }
         return [Launch(group_norm_nchw_resident_kernel, (rows * writers,), arguments, options)]
 

@@ -40,7 +40,7 @@ class ForwardSplit(ForwardConfig):
         arguments = (
             *call.tensors, *parts, *call.statistics, call.group_units, *call.channel_indexing,
             splits, self.split_units, programs, self.program_units,
-            call.eps, *call.epilogue.dropout_arguments,
+            call.options.eps, *call.options.dropout_arguments,
         )  # fmt: skip
         options = {
             "BLOCK_SPLITS": min(REDUCE_BLOCK, next_power_of_2(splits)),

@@ -24,7 +24,7 @@ class ForwardSweep(ForwardConfig):
     def launches(self, call: ForwardCall) -> list[Launch]:
         arguments = (
             *call.tensors, *call.statistics, call.group_units, *call.channel_indexing,
-            call.eps, *call.epilogue.dropout_arguments,
+            call.options.eps, *call.options.dropout_arguments,
         )  # fmt: skip
         options = call.contiguous_options(self.units, self.num_warps)
         return [Launch(group_norm_nchw_sweep_kernel, (call.n * call.sample.groups,), arguments, options)]

@@ -26,7 +26,7 @@ class ForwardTile(ForwardConfig):
         rows = call.n * call.sample.groups
         arguments = (
             *call.tensors, *call.statistics, rows, call.group_units, *call.channel_indexing,
-            call.eps, *call.epilogue.dropout_arguments,
+            call.options.eps, *call.options.dropout_arguments,
         )  # fmt: skip
         options = {"ROWS": self.rows, **call.contiguous_options(self.units, self.num_warps)}
         return [Launch(group_norm_nchw_tile_kernel, (cdiv(rows, self.rows),), arguments, options)]

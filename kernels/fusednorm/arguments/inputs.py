@@ -1,0 +1,118 @@
+"""The tensors of a call, in the one order of passes, keys of calls and gradients, and the role of each."""
+
+from collections.abc import Sequence
+from enum import IntEnum
+from functools import cache
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class Role(IntEnum):
+    """How a tensor's shape follows from x's."""
+
+    LIKE_X = 0
+    """x's shape."""
+
+    OF_ROWS = 1
+    """x's shape without the last axis, or [N, num_groups]."""
+
+    PARAMETER = 2
+    """The shape does not depend on the number of rows or samples."""
+
+    OF_SAMPLES = 3
+    """[N, C]."""
+
+
+ROLES = {
+    "x": Role.LIKE_X,
+    "weight": Role.PARAMETER,
+    "bias": Role.PARAMETER,
+    "residual": Role.LIKE_X,
+    "scale": Role.OF_SAMPLES,
+    "shift": Role.OF_SAMPLES,
+    "mean": Role.OF_ROWS,
+    "rstd": Role.OF_ROWS,
+    "dy": Role.LIKE_X,
+    "dresidual_out": Role.LIKE_X,
+}
+
+OPERATIONS = ("layer_norm", "rms_norm", "group_norm")
+
+_CENTRED = ("layer_norm", "group_norm")
+_GROUPS = ("group_norm",)
+
+OPERATIONS_WITH = {"bias": _CENTRED, "mean": _CENTRED, "scale": _GROUPS, "shift": _GROUPS}
+"""The operations that have a tensor; all have the others."""
+
+_OPERATOR_ORDER = "dy", "x", "weight", "bias", "mean", "rstd", "residual", "scale", "shift", "dresidual_out"
+"""The tensors of backward operators, whose schemas saved graphs refer to; forward operators have `NormInputs`."""
+
+
+class NormInputs(NamedTuple):
+    """The tensors of a forward pass; `Backward` has their gradients in the same order.
+
+    Attributes:
+        x: the tensor that is normalised.
+        weight, bias: the affine step of columns, heads or channels.
+        residual: added to x first.
+        scale, shift: the affine step of each sample.
+    """
+
+    x: Tensor
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    residual: Tensor | None = None
+    scale: Tensor | None = None
+    shift: Tensor | None = None
+
+
+class BackwardInputs(NamedTuple):
+    """The tensors of a backward pass: those of the forward pass, its statistics, and gradients of its results.
+
+    Attributes:
+        mean, rstd: the saved statistics.
+        dy, dresidual_out: the gradients of y and residual_out.
+    """
+
+    x: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    residual: Tensor | None
+    scale: Tensor | None
+    shift: Tensor | None
+    mean: Tensor | None
+    rstd: Tensor | None
+    dy: Tensor
+    dresidual_out: Tensor | None
+
+    @property
+    def forward(self) -> NormInputs:
+        """The tensors of the forward pass."""
+        return NormInputs._make(self[: len(NormInputs._fields)])
+
+    @classmethod
+    def of_operator(cls, tensors: Sequence[Any]) -> "BackwardInputs":
+        """The inputs from the tensors of a backward operator."""
+        return cls(**dict(zip(_OPERATOR_ORDER, tensors, strict=True)))
+
+    def for_operator(self) -> tuple[Tensor | None, ...]:
+        """The inputs as arguments of a backward operator."""
+        return tuple(getattr(self, name) for name in _OPERATOR_ORDER)
+
+
+@cache
+def names_by_role(fields: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+    """The names of those fields of inputs that have each role, in the order of `Role`."""
+    return tuple(tuple(name for name in fields if ROLES[name] is role) for role in Role)
+
+
+def roles_of(inputs: type[NormInputs | BackwardInputs]) -> tuple[Role, ...]:
+    """The role of each input."""
+    return tuple(ROLES[name] for name in inputs._fields)
+
+
+def schema_of_tensors(inputs: type[NormInputs | BackwardInputs], *required: str) -> str:
+    """The inputs in the schema of an operator; those that are not required may be None."""
+    names = _OPERATOR_ORDER if inputs is BackwardInputs else inputs._fields
+    return ", ".join(f"{'Tensor' if name in required else 'Tensor?'} {name}" for name in names)

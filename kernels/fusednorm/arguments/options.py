@@ -1,0 +1,106 @@
+"""The options of a call: everything but its tensors, and which results are wanted."""
+
+from collections.abc import Callable
+from functools import cache
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+from fusednorm.arguments.checks import activation_of, check_dropout, checked_eps
+from fusednorm.arguments.dropout import dropout_threshold
+from fusednorm.arguments.inputs import OPERATIONS, OPERATIONS_WITH, BackwardInputs, NormInputs
+
+_OPERATIONS_WITH = {"num_groups": ("group_norm",), "weight_offset": ("layer_norm", "rms_norm"), **OPERATIONS_WITH}
+"""The operations that have an option or tensor; all have the others."""
+
+SETTINGS_SCHEMA = "int num_groups, float eps, float weight_offset, str activation, float dropout, int seed"
+"""The options in the schemas of operators."""
+
+
+OptionValues = tuple[str, int, float, float, str, float, int | None]
+"""The values of `NormOptions` in their order, equal to it as a key.
+
+A call that is known needs no more; a named tuple would cost the host 0.5 us.
+"""
+
+
+def is_repeatable(values: OptionValues) -> bool:
+    """Whether calls with these options may be replayed: a seed differs between calls."""
+    return not (values[-2] or values[-1])
+
+
+class NormOptions(NamedTuple):
+    """The options of a call of an operation, as its caller passes them: `checked` has the checked ones.
+
+    Attributes:
+        op: one of `inputs.OPERATIONS`.
+        num_groups: the number of groups; 0 for operations without groups.
+        eps: added to the variance.
+        weight_offset: added to the weight; 0 or 1.
+        activation: the name of the function that follows the affine step.
+        dropout: the probability of a zero.
+        seed: the seed of dropout's mask.
+    """
+
+    op: str
+    num_groups: int = 0
+    eps: float = 1e-5
+    weight_offset: float = 0.0
+    activation: str = "none"
+    dropout: float = 0.0
+    seed: int | None = None
+
+    @property
+    def is_rms(self) -> bool:
+        """Whether the mean is not subtracted."""
+        return self.op == "rms_norm"
+
+    @property
+    def dropout_arguments(self) -> tuple[int, int, float]:
+        """Seed, threshold and scale: the arguments of kernels that fuse dropout."""
+        return self.seed or 0, dropout_threshold(self.dropout), 1.0 / (1.0 - self.dropout)
+
+    @property
+    def constexprs(self) -> dict[str, object]:
+        """The constexprs of kernels for the steps that follow the affine one: see `fusednorm.jit.epilogue`."""
+        return {"ACTIVATION": self.activation, "DROPOUT": self.dropout > 0.0}
+
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        """The options as arguments of an operator."""
+        return *self[1:-1], self.seed or 0
+
+    @property
+    def of_statistics(self) -> "NormOptions":
+        """The options of a pass that computes only mean and rstd."""
+        return NormOptions(self.op, self.num_groups, self.eps)
+
+    def checked(self) -> "NormOptions":
+        """The options in the types of kernels' arguments.
+
+        Checks of an option together with a tensor are those of the tensor.
+
+        Raises:
+            KernelInputError: an option has a wrong type or value.
+        """
+        activation_of(self.activation)
+        check_dropout(self.dropout, self.seed)
+        eps = checked_eps(self.eps)
+        return self if eps is self.eps else self._replace(eps=eps)
+
+
+@cache
+def _names_of(op: str, fields: tuple[str, ...]) -> tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]]]:
+    """The fields that an operation has, and the function that gets their values."""
+    names = tuple(name for name in fields if name != "op" and op in _OPERATIONS_WITH.get(name, OPERATIONS))
+    return names, itemgetter(*map(fields.index, names))
+
+
+def arguments_of(
+    op: str, inputs: NormInputs | BackwardInputs, options: NormOptions | None = None
+) -> dict[str, Any]:
+    """The tensors and options that an operation has, by name."""
+    fields, given = (
+        (inputs._fields, inputs) if options is None else (inputs._fields + options._fields, inputs + options)
+    )
+    names, values = _names_of(op, fields)
+    return dict(zip(names, values(given), strict=True))

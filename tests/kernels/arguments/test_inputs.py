@@ -1,0 +1,23 @@
+"""The order and the roles of a call's tensors."""
+
+from fusednorm.arguments.inputs import ROLES, BackwardInputs, NormInputs, Role, names_by_role
+from fusednorm.results import Backward
+
+
+def test_gradients_have_the_order_of_inputs():
+    assert Backward._fields == tuple(f"d{name}" for name in NormInputs._fields)
+
+
+def test_backward_inputs_start_with_those_of_the_forward_pass():
+    inputs = BackwardInputs(*range(10))
+    assert inputs.forward == NormInputs(*range(6))
+
+
+def test_arguments_of_operators_are_put_in_order_and_back():
+    inputs = BackwardInputs(*range(10))
+    assert BackwardInputs.of_operator(inputs.for_operator()) == inputs
+
+
+def test_each_tensor_has_a_role():
+    assert set(BackwardInputs._fields) == ROLES.keys()
+    assert names_by_role(BackwardInputs._fields)[Role.LIKE_X] == ("x", "residual", "dy", "dresidual_out")

@@ -1,0 +1,52 @@
+"""The options of calls: their names by operation, their keys, and what their checks refuse."""
+
+import fusednorm
+import pytest
+import torch
+from fusednorm.arguments.inputs import BackwardInputs, NormInputs
+from fusednorm.arguments.options import NormOptions, arguments_of, is_repeatable
+
+X = torch.zeros(2, 4)
+
+
+@pytest.mark.parametrize(
+    ("op", "names"),
+    [
+        ("layer_norm", {"weight", "bias", "weight_offset"}),
+        ("rms_norm", {"weight", "weight_offset"}),
+        ("group_norm", {"weight", "bias", "scale", "shift", "num_groups"}),
+    ],
+)
+def test_an_operation_takes_its_own_arguments(op, names):
+    common = {"x", "residual", "eps", "activation", "dropout", "seed"}
+    arguments = arguments_of(op, NormInputs(X), NormOptions(op))
+    assert arguments.keys() == names | common
+
+
+def test_the_statistics_of_rms_norm_are_rstd_alone():
+    inputs = BackwardInputs(X, *(None for _ in range(7)), X, None)
+    assert arguments_of("rms_norm", inputs).keys() & {"mean", "rstd"} == {"rstd"}
+
+
+def test_plain_tuples_of_the_same_values_are_the_same_key():
+    options = NormOptions("layer_norm", eps=1e-3, activation="silu")
+    assert {options: 1}[("layer_norm", 0, 1e-3, 0.0, "silu", 0.0, None)] == 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "repeatable"), [({}, True), ({"dropout": 0.5, "seed": 1}, False), ({"seed": 1}, False)]
+)
+def test_calls_with_a_seed_are_not_repeatable(changed, repeatable):
+    assert is_repeatable(NormOptions("layer_norm", **changed)) is repeatable
+
+
+def test_checked_options_have_the_types_of_kernels():
+    assert type(NormOptions("layer_norm", eps=1).checked().eps) is float
+
+
+@pytest.mark.parametrize(
+    "changed", [{"eps": -1.0}, {"activation": "tanh"}, {"dropout": 1.0}, {"dropout": 0.5}, {"seed": 0.5}]
+)
+def test_wrong_options_are_refused(changed):
+    with pytest.raises(fusednorm.KernelInputError):
+        NormOptions("layer_norm", **changed).checked()
