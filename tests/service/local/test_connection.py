@@ -1,10 +1,12 @@
 """One client's connection: what its frames lead to, in which order, and what is left once it is gone."""
 
 import asyncio
+import hashlib
 import time
 
 import msgspec
 import pytest
+from normserve.admission.keys import ApiKey, Keyring, KeyScope
 from normserve.codec import local_frames as frames
 from normserve.errors import DeviceFailureError, DeviceOutOfMemoryError, TooLargeError
 from normserve.local import computations
@@ -228,6 +230,40 @@ def test_a_connection_with_endless_frames_evicts_nothing_of_another(parsed):
         assert client.statuses() == {1: 200, 2: 200}
 
     played(body)
+
+
+def test_key_and_rate_are_checked_for_each_frame_that_comes_again(parsed):
+    def key(*scopes, **limits):
+        return ApiKey("batch", hashlib.sha256(b"secret").digest(), frozenset(scopes), **limits)
+
+    async def body(client):
+        async def status() -> int:
+            client.wire.sent.clear()
+            client.send(client.compute(), 1)
+            await client.finish()
+            return client.statuses()[1]
+
+        await client.start(greet=False)
+        assert (await client.request(frames.Hello(frames.VERSION, "secret"))).status == 200
+        assert (await client.request(frames.Grow(1))).status == 200
+        parsed.clear()
+        statuses = [await status()]
+        for changed in ([key(KeyScope.INFER, requests_per_second=1e-6)], [key(KeyScope.LAYERS)], []):
+            client.keys.replace(changed)
+            statuses += [await status() for _ in range(2)]
+        assert statuses == [200, 200, 429, 403, 403, 401, 401]
+        assert len(parsed) == 1
+
+    async def run():
+        keys = Keyring([key(KeyScope.INFER)])
+        client = Client(keys=keys)
+        client.keys = keys
+        try:
+            await body(client)
+        finally:
+            client.wire.close()
+
+    asyncio.run(asyncio.wait_for(run(), 20))
 
 
 def test_only_operations_without_a_span_are_kept(parsed):
