@@ -101,8 +101,8 @@ class Replaying:
         if (
             job.recurrence is None
             or request.content is None
-            or len(request.content) > _LONGEST_FRAME
             or (replay := self._engine.replay(job.recurrence)) is None
+            or len(request.content) > _LONGEST_FRAME
         ):
             return
         is_as_it_was = answers.is_open and answers.session.may_always(_INFER) and self._has_its_layer(request, job)

@@ -46,9 +46,9 @@ class PreparedCalls:
         """
         entry = self._entries.get(key)
         if entry is not None:
+            reference = entry.layer
             # The reference of a layer that is gone is None as well.
-            is_current = layer is None if entry.layer is None else entry.layer() is layer is not None
-            if is_current:
+            if reference is layer or (reference is not None and reference() is layer is not None):
                 self._hits.value += 1
                 entry.is_used = True
                 return entry.value

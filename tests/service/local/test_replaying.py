@@ -43,6 +43,21 @@ def test_what_is_not_captured_is_not_replayed():
     played(body)
 
 
+def test_a_frame_that_is_long_is_not_replayed():
+    """The replayer limits the number of frames that it has learned, not their bytes."""
+
+    async def body(client):
+        content = msgspec.json.encode(client.compute())
+        for nbytes, by_python in ((2048, 1), (2049, 4)):
+            padded = content[:-1] + b" " * (nbytes - len(content)) + content[-1:]
+            for tag in range(3):
+                await client.send(frames.PREFIX.pack(len(padded), tag) + padded)
+                assert (await client.answer())[1].status == 200
+            assert client.by_python == by_python
+
+    played(body)
+
+
 def test_replayed_requests_are_counted_like_others():
     async def body(client):
         for _ in range(10):
