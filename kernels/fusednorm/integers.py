@@ -1,5 +1,7 @@
 """Integer division and powers of two on the host; Triton's own, which also work in kernels, take 2 us each."""
 
+from math import gcd
+
 
 def cdiv(dividend: int, divisor: int) -> int:
     """The quotient, rounded up."""
@@ -12,8 +14,5 @@ def next_power_of_2(number: int) -> int:
 
 
 def vector_width(most: int, *sizes: int) -> int:
-    """The largest power of two up to `most` that divides every size: elements of one vector access."""
-    width = most
-    while any(size % width for size in sizes):
-        width //= 2
-    return width
+    """The largest power of two up to `most`, itself one, that divides every size: elements of one vector access."""
+    return gcd(most, *sizes)

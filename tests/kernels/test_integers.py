@@ -2,7 +2,7 @@
 
 import pytest
 import triton
-from fusednorm.integers import cdiv, next_power_of_2
+from fusednorm.integers import cdiv, next_power_of_2, vector_width
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4, 5, 127, 128, 129, 2**31 - 1, 2**31, 2**31 + 1])
@@ -14,3 +14,10 @@ def test_powers_of_two_are_triton_s(number):
 @pytest.mark.parametrize(("dividend", "divisor"), [(0, 3), (1, 3), (3, 3), (4, 3), (2**40 + 1, 2**20)])
 def test_division_is_triton_s(dividend, divisor):
     assert cdiv(dividend, divisor) == triton.cdiv(dividend, divisor)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "width"), [((), 8), ((64,), 8), ((64, 20), 4), ((64, 20, 6), 2), ((64, 7), 1), ((0, 64), 8)]
+)
+def test_a_vector_divides_every_size(sizes, width):
+    assert vector_width(8, *sizes) == width

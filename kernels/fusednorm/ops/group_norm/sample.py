@@ -1,6 +1,7 @@
 """Values that configurations of both GroupNorm passes depend on: a sample's shape, bounds, memory for sums."""
 
 from dataclasses import dataclass
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -47,10 +48,7 @@ class Sample:
 
 def vector_width(itemsize: int, *sizes: int) -> int:
     """Elements of one access: 16 bytes of x, or the largest power of two below that divides every size."""
-    vec = 16 // itemsize
-    while any(size % vec for size in sizes):
-        vec //= 2
-    return vec
+    return gcd(16 // itemsize, *sizes)
 
 
 def max_splits(columns: int) -> int:

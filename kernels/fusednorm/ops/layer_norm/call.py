@@ -236,4 +236,4 @@ class BackwardCall(Call):
 
 def row_strides(cols: int, *tensors: Tensor | None) -> tuple[int, ...]:
     """Strides between rows or tokens in elements; for None or one row cols, which does not narrow the accesses."""
-    return tuple(cols if tensor is None or tensor.shape[0] == 1 else tensor.stride(0) for tensor in tensors)
+    return tuple([cols if tensor is None or tensor.shape[0] == 1 else tensor.stride(0) for tensor in tensors])
