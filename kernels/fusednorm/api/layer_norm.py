@@ -15,7 +15,7 @@ from fusednorm.arguments.checks import (
     has_heads,
     view_of_rows,
 )
-from fusednorm.arguments.inputs import BackwardInputs, NormInputs, names_by_role, roles_of
+from fusednorm.arguments.inputs import BackwardInputs, NormInputs, Role, names_by_role, roles_of
 from fusednorm.arguments.options import NormOptions, OptionValues, arguments_of, is_repeatable
 from fusednorm.arguments.outputs import places
 from fusednorm.errors import KernelInputError
@@ -29,7 +29,8 @@ from fusednorm.results import Backward, Forward
 FORWARD = Pass(Forward, roles_of(NormInputs))
 BACKWARD = Pass(Backward, roles_of(BackwardInputs))
 
-_LIKE_X, _, _PARAMETERS, _ = names_by_role(BackwardInputs._fields)
+_LIKE_X = {each: names_by_role(each._fields)[Role.LIKE_X] for each in (NormInputs, BackwardInputs)}
+_PARAMETERS = names_by_role(NormInputs._fields)[Role.PARAMETER]
 
 
 def layer_norm_forward(
@@ -253,13 +254,15 @@ def _checked_rows(options: NormOptions, inputs: NormInputs | BackwardInputs) -> 
     """The operation's tensors by name, checked; those of x's shape as rows, or as tokens of heads."""
     x = inputs.x
     tensors = arguments_of(options.op, inputs)
-    like_x = {name: tensor for name in _LIKE_X if (tensor := tensors.get(name)) is not None}
-    for name, tensor in like_x.items():
-        check_tensor(name, tensor, like=x)
+    like_x = _LIKE_X[type(inputs)]
+    for name in like_x:
+        if tensors[name] is not None:
+            check_tensor(name, tensors[name], like=x)
     own = has_heads(inputs.weight, inputs.bias)
-    view = view_of_rows(own, *like_x.values())
-    for name, tensor in like_x.items():
-        tensors[name] = view(name, tensor)
+    view = view_of_rows(own, *map(tensors.get, like_x))
+    for name in like_x:
+        if tensors[name] is not None:
+            tensors[name] = view(name, tensors[name])
     shape = x.shape[-2:] if own else x.shape[-1:]
     for name in _PARAMETERS:
         check_parameter(name, tensors.get(name), shape, x)
