@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import gt
 from typing import Any, Protocol
 
 import torch
@@ -52,7 +53,7 @@ class Launch:
     by_rows: ByRows | None = None
 
     def __post_init__(self) -> None:
-        if any(size > most for size, most in zip(self.grid, MAX_GRID, strict=False)):
+        if any(map(gt, self.grid, MAX_GRID)):
             raise UnsupportedShapeError(
                 f"a grid must have at most {MAX_GRID[0]}, {MAX_GRID[1]} and {MAX_GRID[2]} programs along its axes, "
                 f"got {' x '.join(map(str, self.grid))}: divide the call into calls of fewer samples or rows"

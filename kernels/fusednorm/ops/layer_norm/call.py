@@ -40,7 +40,7 @@ class Layout(NamedTuple):
     @classmethod
     def of(cls, heads: str, cols: int, strides: tuple[int, ...], max_vec: int) -> "Layout":
         vec = vector_width(max_vec, cols, *strides)
-        sizes = (cols // vec, *(stride // vec for stride in strides))
+        sizes = (cols // vec, *[stride // vec for stride in strides])
         return cls(heads, vec, sizes)
 
 
