@@ -13,7 +13,7 @@ from fusednorm.arguments.checks import (
     check_statistics,
     check_tensor,
 )
-from fusednorm.arguments.inputs import BackwardInputs, NormInputs, names_by_role
+from fusednorm.arguments.inputs import BackwardInputs, NormInputs, group_names_by_role
 from fusednorm.arguments.layouts import is_channels_last
 from fusednorm.arguments.options import NormOptions, OptionValues, is_repeatable
 from fusednorm.arguments.outputs import places
@@ -31,7 +31,7 @@ from fusednorm.results import Backward, Forward
 FORWARD = Pass(Forward)
 BACKWARD = Pass(Backward)
 
-_LIKE_X, _, _PARAMETERS, _ = names_by_role(BackwardInputs._fields)
+_LIKE_X, _, _PARAMETERS, _ = group_names_by_role(BackwardInputs._fields)
 
 
 def group_norm_forward(
@@ -100,8 +100,8 @@ def group_norm_forward(
     repeated = FORWARD.again(tensors, kind, out) if may_repeat else None
     if repeated is not None:
         return repeated
-    inputs, options = NormInputs._make(tensors), NormOptions._make(values).checked()
-    sample = _checked_sample(options, inputs)
+    inputs, options = NormInputs._make(tensors), NormOptions._make(values).validate()
+    sample = _check_sample(options, inputs)
     if out_dtype is None:
         out_dtype = x.dtype
     else:
@@ -182,8 +182,8 @@ def group_norm_backward(
     inputs, options = BackwardInputs._make(tensors), NormOptions._make(values)
     if (mean is None) != (rstd is None):
         raise KernelInputError("mean and rstd must be passed together, got one of them")
-    options = options.checked()
-    sample = _checked_sample(options, inputs)
+    options = options.validate()
+    sample = _check_sample(options, inputs)
     check_statistics(mean, rstd, torch.Size((x.shape[0], num_groups)), x)
 
     parameters = (weight, bias) if parameter_gradients else (None, None)
@@ -213,7 +213,7 @@ def group_norm_backward(
     return result
 
 
-def _checked_sample(options: NormOptions, inputs: NormInputs | BackwardInputs) -> Sample:
+def _check_sample(options: NormOptions, inputs: NormInputs | BackwardInputs) -> Sample:
     """The shape of a sample of x; all inputs but the statistics are checked."""
     x = inputs.x
     check_tensor("x", x)

@@ -15,8 +15,8 @@ from fusednorm.arguments.checks import (
     has_heads,
     view_of_rows,
 )
-from fusednorm.arguments.inputs import BackwardInputs, NormInputs, Role, names_by_role, roles_of
-from fusednorm.arguments.options import NormOptions, OptionValues, arguments_of, is_repeatable
+from fusednorm.arguments.inputs import BackwardInputs, NormInputs, Role, group_names_by_role, list_roles
+from fusednorm.arguments.options import NormOptions, OptionValues, collect_arguments, is_repeatable
 from fusednorm.arguments.outputs import places
 from fusednorm.errors import KernelInputError
 from fusednorm.launch.replay import Pass
@@ -26,11 +26,11 @@ from fusednorm.ops.layer_norm.choice import plan_backward, plan_float8, plan_for
 from fusednorm.ops.layer_norm.outputs import backward_outputs, forward_outputs
 from fusednorm.results import Backward, Forward
 
-FORWARD = Pass(Forward, roles_of(NormInputs))
-BACKWARD = Pass(Backward, roles_of(BackwardInputs))
+FORWARD = Pass(Forward, list_roles(NormInputs))
+BACKWARD = Pass(Backward, list_roles(BackwardInputs))
 
-_LIKE_X = {each: names_by_role(each._fields)[Role.LIKE_X] for each in (NormInputs, BackwardInputs)}
-_PARAMETERS = names_by_role(NormInputs._fields)[Role.PARAMETER]
+_LIKE_X = {each: group_names_by_role(each._fields)[Role.LIKE_X] for each in (NormInputs, BackwardInputs)}
+_PARAMETERS = group_names_by_role(NormInputs._fields)[Role.PARAMETER]
 
 
 def layer_norm_forward(
@@ -201,9 +201,9 @@ def _forward(
     repeated = FORWARD.again(tensors, kind, out) if may_repeat else None
     if repeated is not None:
         return repeated
-    inputs, options = NormInputs._make(tensors), NormOptions._make(values).checked()
+    inputs, options = NormInputs._make(tensors), NormOptions._make(values).validate()
     x = inputs.x
-    rows = _checked_rows(options, inputs)
+    rows = _check_rows(options, inputs)
     if out_dtype is None:
         out_dtype = x.dtype
     else:
@@ -232,8 +232,8 @@ def _backward(
     x, mean, rstd = inputs.x, inputs.mean, inputs.rstd
     if not options.is_rms and (mean is None) != (rstd is None):
         raise KernelInputError("mean and rstd must be passed together, got one of them")
-    options = options.checked()
-    rows = _checked_rows(options, inputs)
+    options = options.validate()
+    rows = _check_rows(options, inputs)
     check_statistics(mean, rstd, x.shape[:-1], x)
     parameters = (inputs.weight, inputs.bias) if parameter_gradients else (None, None)
     outputs = backward_outputs(x, *parameters, inputs.residual)
@@ -250,10 +250,10 @@ def _backward(
     return result
 
 
-def _checked_rows(options: NormOptions, inputs: NormInputs | BackwardInputs) -> dict[str, Any]:
+def _check_rows(options: NormOptions, inputs: NormInputs | BackwardInputs) -> dict[str, Any]:
     """The operation's tensors by name, checked; those of x's shape as rows, or as tokens of heads."""
     x = inputs.x
-    tensors = arguments_of(options.op, inputs)
+    tensors = collect_arguments(options.op, inputs)
     like_x = _LIKE_X[type(inputs)]
     for name in like_x:
         if tensors[name] is not None:

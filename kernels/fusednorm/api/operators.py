@@ -16,33 +16,33 @@ from fusednorm import reference
 from fusednorm.api import autograd
 from fusednorm.api.derivatives import derivative_of_plain, register_derivatives
 from fusednorm.api.uniform import gradients, has_own_gradient, run_backward, run_backward_operator, run_forward
-from fusednorm.arguments.inputs import OPERATIONS, BackwardInputs, NormInputs, schema_of_tensors
+from fusednorm.arguments.inputs import OPERATIONS, BackwardInputs, NormInputs, write_tensor_schema
 from fusednorm.arguments.layouts import laid_out
-from fusednorm.arguments.options import SETTINGS_SCHEMA, NormOptions
+from fusednorm.arguments.options import OPTIONS_SCHEMA, NormOptions
 from fusednorm.errors import KernelInputError
 from fusednorm.reference.checks import check_float
 from fusednorm.results import Backward
 
 _FORWARD_SCHEMA = (
-    f"({schema_of_tensors(NormInputs, 'x')}, {SETTINGS_SCHEMA}) "
+    f"({write_tensor_schema(NormInputs, 'x')}, {OPTIONS_SCHEMA}) "
     "-> (Tensor y, Tensor mean, Tensor rstd, Tensor residual_out)"
 )
 _BACKWARD_SCHEMA = (
-    f"({schema_of_tensors(BackwardInputs, 'dy', 'x', 'rstd')}, {SETTINGS_SCHEMA}) "
+    f"({write_tensor_schema(BackwardInputs, 'dy', 'x', 'rstd')}, {OPTIONS_SCHEMA}) "
     f"-> ({', '.join(f'Tensor d{name}' for name in NormInputs._fields)})"
 )
 
 
-def _given_forward(op: str, arguments: tuple[Any, ...]) -> tuple[NormInputs, NormOptions]:
+def _parse_forward(op: str, arguments: tuple[Any, ...]) -> tuple[NormInputs, NormOptions]:
     """The arguments of a forward operator."""
     count = len(NormInputs._fields)
     return NormInputs(*arguments[:count]), NormOptions(op, *arguments[count:])
 
 
-def _given_backward(op: str, arguments: tuple[Any, ...]) -> tuple[BackwardInputs, NormOptions]:
+def _parse_backward(op: str, arguments: tuple[Any, ...]) -> tuple[BackwardInputs, NormOptions]:
     """The arguments of a backward operator."""
     count = len(BackwardInputs._fields)
-    return BackwardInputs.of_operator(arguments[:count]), NormOptions(op, *arguments[count:])
+    return BackwardInputs.from_operator(arguments[:count]), NormOptions(op, *arguments[count:])
 
 
 def _check_dtypes(inputs: NormInputs | BackwardInputs) -> None:
@@ -57,7 +57,7 @@ def _absent(x: Tensor) -> Tensor:
     return x.new_empty(0)
 
 
-def _results(op: str, inputs: BackwardInputs, result: Backward) -> tuple[Tensor, ...]:
+def _list_results(op: str, inputs: BackwardInputs, result: Backward) -> tuple[Tensor, ...]:
     """The results of a backward operator, in tensors of their own."""
     if not has_own_gradient(inputs.residual, op, inputs.x):
         result = result._replace(dresidual=None)
@@ -68,23 +68,23 @@ def _define(library: torch.library.Library, op: str) -> None:
     """Define `op` and its backward with their kernels, fakes and derivatives."""
 
     def forward(*arguments: Any, library: Any = None) -> tuple[Tensor, ...]:
-        inputs, options = _given_forward(op, arguments)
+        inputs, options = _parse_forward(op, arguments)
         result = run_forward(library or autograd.library_of(op, inputs.x), options, inputs, stats=True)
         assert result.rstd is not None
         mean, residual_out = (_absent(inputs.x) if t is None else t for t in (result.mean, result.residual_out))
         return result.y, mean, result.rstd, residual_out
 
     def backward(*arguments: Any) -> tuple[Tensor, ...]:
-        inputs, options = _given_backward(op, arguments)
-        return _results(op, inputs, run_backward(autograd.library_of(op, inputs.x), options, inputs))
+        inputs, options = _parse_backward(op, arguments)
+        return _list_results(op, inputs, run_backward(autograd.library_of(op, inputs.x), options, inputs))
 
     def plain_backward(*arguments: Any) -> tuple[Tensor, ...]:
-        inputs, options = _given_backward(op, arguments)
+        inputs, options = _parse_backward(op, arguments)
         # Saved statistics are constants; statistics computed here are functions of x.
-        return _results(op, inputs, run_backward(reference, options, inputs._replace(mean=None, rstd=None)))
+        return _list_results(op, inputs, run_backward(reference, options, inputs._replace(mean=None, rstd=None)))
 
     def fake_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        inputs, options = _given_forward(op, arguments)
+        inputs, options = _parse_forward(op, arguments)
         _check_dtypes(inputs)
         x, residual = inputs.x, inputs.residual
         statistics_shape = (x.shape[0], options.num_groups) if op == "group_norm" else x.shape[:-1]
@@ -95,7 +95,7 @@ def _define(library: torch.library.Library, op: str) -> None:
         return _like(op, x), mean, rstd, residual_out
 
     def fake_backward(*arguments: Any) -> tuple[Any, ...]:
-        inputs, _ = _given_backward(op, arguments)
+        inputs, _ = _parse_backward(op, arguments)
         _check_dtypes(inputs)
         x, residual = inputs.x, inputs.residual
         made = [_absent(x) if tensor is None else tensor.new_empty(tensor.shape) for tensor in inputs.forward]
@@ -103,7 +103,7 @@ def _define(library: torch.library.Library, op: str) -> None:
         return tuple(NormInputs._make(made)._replace(x=_like(op, x), residual=dresidual))
 
     def remember(ctx: Any, arguments: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        inputs, ctx.options = _given_forward(op, arguments)
+        inputs, ctx.options = _parse_forward(op, arguments)
         _, mean, rstd, _ = output
         ctx.mark_non_differentiable(mean, rstd)
         ctx.set_materialize_grads(False)
@@ -116,7 +116,7 @@ def _define(library: torch.library.Library, op: str) -> None:
         return *found, *(None for _ in ctx.options.settings)
 
     def remember_backward(ctx: Any, arguments: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        inputs, ctx.options = _given_backward(op, arguments)
+        inputs, ctx.options = _parse_backward(op, arguments)
         for name, statistic in (("mean", inputs.mean), ("rstd", inputs.rstd)):
             if statistic is not None and statistic.requires_grad:
                 raise KernelInputError(f"{name} must not require a gradient: it is taken as a function of x")
@@ -124,7 +124,7 @@ def _define(library: torch.library.Library, op: str) -> None:
         ctx.save_for_backward(*inputs._replace(mean=None, rstd=None))
 
     def differentiate_backward(ctx: Any, *of_results: Tensor | None) -> tuple[Tensor | None, ...]:
-        arguments = *BackwardInputs(*ctx.saved_tensors).for_operator(), *ctx.options.settings
+        arguments = *BackwardInputs(*ctx.saved_tensors).list_operator_arguments(), *ctx.options.settings
         # Without the first argument, which is the dispatcher's.
         return derivative_of_plain(plain_backward, arguments, ctx.needs_input_grad[1:], of_results)
 

@@ -37,19 +37,19 @@ def _forward_placements(*arguments: Any) -> list[tuple[list[Any], list[Any]]]:
     for split in _splits(inputs, settings):
         residual_out = split.whole if inputs.residual is None else split.of_x
         results = [split.of_x, split.of_x, split.of_x, residual_out]
-        found.append((results, [*split.placed(inputs), *(None for _ in settings)]))
+        found.append((results, [*split.list_placements(inputs), *(None for _ in settings)]))
     return found
 
 
 def _backward_placements(*arguments: Any) -> list[tuple[list[Any], list[Any]]]:
     """Pairs of the placements of gradients and arguments along one dimension of a mesh."""
     count = len(BackwardInputs._fields)
-    inputs, settings = BackwardInputs.of_operator(arguments[:count]), arguments[count:]
+    inputs, settings = BackwardInputs.from_operator(arguments[:count]), arguments[count:]
     found = []
     for split in _splits(inputs.forward, settings):
-        of_gradients = split._replace(of_parameter=split.of_gradient).placed(inputs.forward)
+        of_gradients = split._replace(of_parameter=split.of_gradient).list_placements(inputs.forward)
         gradients = [split.whole if placement is None else placement for placement in of_gradients]
-        placed = BackwardInputs(*split.placed(inputs)).for_operator()
+        placed = BackwardInputs(*split.list_placements(inputs)).list_operator_arguments()
         found.append((gradients, [*placed, *(None for _ in settings)]))
     return found
 
@@ -62,7 +62,7 @@ class _Split(NamedTuple):
     of_parameter: Any
     of_gradient: Any
 
-    def placed(self, inputs: NormInputs | BackwardInputs) -> list[Any]:
+    def list_placements(self, inputs: NormInputs | BackwardInputs) -> list[Any]:
         """The placement of each input; None for an absent one."""
         return [
             None if tensor is None else self.of_parameter if ROLES[name] is Role.PARAMETER else self.of_x

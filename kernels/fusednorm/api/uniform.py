@@ -21,9 +21,9 @@ from fusednorm.arguments.checks import (
     has_common_stride,
     has_heads,
 )
-from fusednorm.arguments.inputs import ROLES, BackwardInputs, NormInputs, Role, names_by_role
+from fusednorm.arguments.inputs import ROLES, BackwardInputs, NormInputs, Role, group_names_by_role
 from fusednorm.arguments.layouts import in_layout, laid_out
-from fusednorm.arguments.options import NormOptions, arguments_of
+from fusednorm.arguments.options import NormOptions, collect_arguments
 from fusednorm.errors import UnsupportedShapeError
 from fusednorm.reference.checks import check_companion, check_float
 from fusednorm.results import Backward, Forward
@@ -40,7 +40,7 @@ def run_forward(library: Any, options: NormOptions, inputs: NormInputs, *, stats
     if _normalises_nothing(op, inputs.x):
         return _forward_of_nothing(options, inputs)
     run: Callable[..., Forward] = getattr(library, f"{op}_forward")
-    return run(**arguments_of(op, _supported(op, inputs), options), stats=stats)
+    return run(**collect_arguments(op, _copy_unsupported_inputs(op, inputs), options), stats=stats)
 
 
 def run_backward(
@@ -51,7 +51,7 @@ def run_backward(
     if _normalises_nothing(op, inputs.x):
         return _backward_of_nothing(options, inputs)
     run: Callable[..., Backward] = getattr(library, f"{op}_backward")
-    arguments = arguments_of(op, _supported(op, inputs), options)
+    arguments = collect_arguments(op, _copy_unsupported_inputs(op, inputs), options)
     return run(**arguments, parameter_gradients=parameter_gradients)
 
 
@@ -59,7 +59,7 @@ def run_backward_operator(options: NormOptions, inputs: BackwardInputs) -> Backw
     """The backward pass of an operation, by its operator."""
     op = options.op
     run = getattr(torch.ops.fusednorm, f"{op}_backward")
-    results = run(*inputs.for_operator(), *options.settings)
+    results = run(*inputs.list_operator_arguments(), *options.settings)
     # The operator returns tensors also where there is no gradient.
     given = zip(inputs.forward, results, strict=True)
     gradients = Backward._make([None if tensor is None else result for tensor, result in given])
@@ -92,12 +92,12 @@ def has_own_gradient(residual: Tensor | None, op: str, x: Tensor) -> TypeGuard[T
     return residual is not None and residual.dtype != x.dtype and op != "group_norm"
 
 
-def _supported(op: str, inputs: Inputs) -> Inputs:
+def _copy_unsupported_inputs(op: str, inputs: Inputs) -> Inputs:
     """The inputs with strides that all passes support: see `copy_unsupported`."""
     strided = [name for name, t in zip(inputs._fields, inputs, strict=True) if not (t is None or t.is_contiguous())]
     if not strided:
         return inputs
-    like_x, _, _, of_samples = names_by_role(inputs._fields)
+    like_x, _, _, of_samples = group_names_by_role(inputs._fields)
     made: dict[str, Any] = inputs._asdict()
     for name in strided:
         if name not in like_x and name not in of_samples:
@@ -132,7 +132,7 @@ def _normalises_nothing(op: str, x: Tensor) -> bool:
 
 def _forward_of_nothing(options: NormOptions, inputs: NormInputs) -> Forward:
     """The forward pass over empty rows or groups, whose arguments are checked as in any other."""
-    options = options.checked()
+    options = options.validate()
     x, residual = inputs.x, inputs.residual
     check_float("x", x)
     if options.op == "group_norm":

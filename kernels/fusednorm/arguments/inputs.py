@@ -92,27 +92,27 @@ class BackwardInputs(NamedTuple):
         return NormInputs._make(self[: len(NormInputs._fields)])
 
     @classmethod
-    def of_operator(cls, tensors: Sequence[Any]) -> "BackwardInputs":
+    def from_operator(cls, tensors: Sequence[Any]) -> "BackwardInputs":
         """The inputs from the tensors of a backward operator."""
         return cls(**dict(zip(_OPERATOR_ORDER, tensors, strict=True)))
 
-    def for_operator(self) -> tuple[Tensor | None, ...]:
+    def list_operator_arguments(self) -> tuple[Tensor | None, ...]:
         """The inputs as arguments of a backward operator."""
         return tuple(getattr(self, name) for name in _OPERATOR_ORDER)
 
 
 @cache
-def names_by_role(fields: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+def group_names_by_role(fields: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
     """The names of those fields of inputs that have each role, in the order of `Role`."""
     return tuple(tuple(name for name in fields if ROLES[name] is role) for role in Role)
 
 
-def roles_of(inputs: type[NormInputs | BackwardInputs]) -> tuple[Role, ...]:
+def list_roles(inputs: type[NormInputs | BackwardInputs]) -> tuple[Role, ...]:
     """The role of each input."""
     return tuple(ROLES[name] for name in inputs._fields)
 
 
-def schema_of_tensors(inputs: type[NormInputs | BackwardInputs], *required: str) -> str:
+def write_tensor_schema(inputs: type[NormInputs | BackwardInputs], *required: str) -> str:
     """The inputs in the schema of an operator; those that are not required may be None."""
     names = _OPERATOR_ORDER if inputs is BackwardInputs else inputs._fields
     return ", ".join(f"{'Tensor' if name in required else 'Tensor?'} {name}" for name in names)

@@ -12,10 +12,6 @@ from fusednorm.arguments.inputs import OPERATIONS, OPERATIONS_WITH, BackwardInpu
 _OPERATIONS_WITH = {"num_groups": ("group_norm",), "weight_offset": ("layer_norm", "rms_norm"), **OPERATIONS_WITH}
 """The operations that have an option or tensor; all have the others."""
 
-SETTINGS_SCHEMA = "int num_groups, float eps, float weight_offset, str activation, float dropout, int seed"
-"""The options in the schemas of operators."""
-
-
 OptionValues = tuple[str, int, float, float, str, float, int | None]
 """The values of `NormOptions` in their order, equal to it as a key.
 
@@ -29,7 +25,7 @@ def is_repeatable(values: OptionValues) -> bool:
 
 
 class NormOptions(NamedTuple):
-    """The options of a call of an operation, as its caller passes them: `checked` has the checked ones.
+    """The options of a call of an operation, as its caller passes them; passes read what `validate` returns.
 
     Attributes:
         op: one of `inputs.OPERATIONS`.
@@ -74,8 +70,8 @@ class NormOptions(NamedTuple):
         """The options of a pass that computes only mean and rstd."""
         return NormOptions(self.op, self.num_groups, self.eps)
 
-    def checked(self) -> "NormOptions":
-        """The options in the types of kernels' arguments.
+    def validate(self) -> "NormOptions":
+        """Check the options, and return them in the types of kernels' arguments.
 
         Checks of an option together with a tensor are those of the tensor.
 
@@ -88,19 +84,26 @@ class NormOptions(NamedTuple):
         return self if eps is self.eps else self._replace(eps=eps)
 
 
+_SCHEMA_TYPES = {int: "int", float: "float", str: "str", int | None: "int"}
+_TYPES = NormOptions.__annotations__.items()
+
+OPTIONS_SCHEMA = ", ".join(f"{_SCHEMA_TYPES[kind]} {name}" for name, kind in _TYPES if name != "op")
+"""The options in the schemas of operators."""
+
+
 @cache
-def _names_of(op: str, fields: tuple[str, ...]) -> tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]]]:
+def _select_fields(op: str, fields: tuple[str, ...]) -> tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]]]:
     """The fields that an operation has, and the function that gets their values."""
     names = tuple(name for name in fields if name != "op" and op in _OPERATIONS_WITH.get(name, OPERATIONS))
     return names, itemgetter(*map(fields.index, names))
 
 
-def arguments_of(
+def collect_arguments(
     op: str, inputs: NormInputs | BackwardInputs, options: NormOptions | None = None
 ) -> dict[str, Any]:
     """The tensors and options that an operation has, by name."""
     fields, given = (
         (inputs._fields, inputs) if options is None else (inputs._fields + options._fields, inputs + options)
     )
-    names, values = _names_of(op, fields)
+    names, values = _select_fields(op, fields)
     return dict(zip(names, values(given), strict=True))

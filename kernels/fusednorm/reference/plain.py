@@ -110,7 +110,7 @@ def layer_norm_forward(
     """
     check_results(out_dtype, float8=True)
     view = _rows_view(x, weight, bias, weight_offset, residual, centre=True, precision=precision)
-    options = NormOptions("layer_norm", 0, eps, weight_offset, activation, dropout, seed).checked()
+    options = NormOptions("layer_norm", 0, eps, weight_offset, activation, dropout, seed).validate()
     return _forward(view, x, weight, bias, residual, options, out_dtype, stats)
 
 
@@ -134,7 +134,7 @@ def rms_norm_forward(
     """
     check_results(out_dtype, float8=True)
     view = _rows_view(x, weight, None, weight_offset, residual, centre=False, precision=precision)
-    options = NormOptions("rms_norm", 0, eps, weight_offset, activation, dropout, seed).checked()
+    options = NormOptions("rms_norm", 0, eps, weight_offset, activation, dropout, seed).validate()
     return _forward(view, x, weight, None, residual, options, out_dtype, stats)
 
 
@@ -175,7 +175,7 @@ def group_norm_forward(
     """
     check_results(out_dtype, float8=False)
     view = _groups_view(x, num_groups, weight, bias, residual, scale, shift, precision=precision)
-    options = NormOptions("group_norm", num_groups, eps, 0.0, activation, dropout, seed).checked()
+    options = NormOptions("group_norm", num_groups, eps, 0.0, activation, dropout, seed).validate()
     return _forward(view, x, weight, bias, residual, options, out_dtype, stats)
 
 
@@ -213,7 +213,7 @@ def layer_norm_backward(
         KernelInputError: as in forward.
     """
     view = _rows_view(x, weight, bias, weight_offset, residual, centre=True, precision=precision)
-    options = NormOptions("layer_norm", 0, eps, weight_offset, activation, dropout, seed).checked()
+    options = NormOptions("layer_norm", 0, eps, weight_offset, activation, dropout, seed).validate()
     result = _backward(view, dy, x, weight, bias, mean, rstd, residual, dresidual_out, options)
     return result if parameter_gradients else result._replace(dweight=None, dbias=None)
 
@@ -236,7 +236,7 @@ def rms_norm_backward(
 ) -> Backward:
     """dx = rstd * (g - x_hat * mean(g * x_hat)) + dresidual_out; otherwise `layer_norm_backward`."""
     view = _rows_view(x, weight, None, weight_offset, residual, centre=False, precision=precision)
-    options = NormOptions("rms_norm", 0, eps, weight_offset, activation, dropout, seed).checked()
+    options = NormOptions("rms_norm", 0, eps, weight_offset, activation, dropout, seed).validate()
     result = _backward(view, dy, x, weight, None, None, rstd, residual, dresidual_out, options)
     return result if parameter_gradients else result._replace(dweight=None, dbias=None)
 
@@ -268,7 +268,7 @@ def group_norm_backward(
     Dropout's mask is that of `group_norm_forward` for x's layout, independent of dy's layout.
     """
     view = _groups_view(x, num_groups, weight, bias, residual, scale, shift, precision=precision)
-    options = NormOptions("group_norm", num_groups, eps, 0.0, activation, dropout, seed).checked()
+    options = NormOptions("group_norm", num_groups, eps, 0.0, activation, dropout, seed).validate()
     result = _backward(view, dy, x, weight, bias, mean, rstd, residual, dresidual_out, options)
     return result if parameter_gradients else result._replace(dweight=None, dbias=None)
 

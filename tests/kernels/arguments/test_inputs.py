@@ -1,6 +1,6 @@
 """The order and the roles of a call's tensors."""
 
-from fusednorm.arguments.inputs import ROLES, BackwardInputs, NormInputs, Role, names_by_role
+from fusednorm.arguments.inputs import ROLES, BackwardInputs, NormInputs, Role, group_names_by_role
 from fusednorm.results import Backward
 
 
@@ -15,9 +15,9 @@ def test_backward_inputs_start_with_those_of_the_forward_pass():
 
 def test_arguments_of_operators_are_put_in_order_and_back():
     inputs = BackwardInputs(*range(10))
-    assert BackwardInputs.of_operator(inputs.for_operator()) == inputs
+    assert BackwardInputs.from_operator(inputs.list_operator_arguments()) == inputs
 
 
 def test_each_tensor_has_a_role():
     assert set(BackwardInputs._fields) == ROLES.keys()
-    assert names_by_role(BackwardInputs._fields)[Role.LIKE_X] == ("x", "residual", "dy", "dresidual_out")
+    assert group_names_by_role(BackwardInputs._fields)[Role.LIKE_X] == ("x", "residual", "dy", "dresidual_out")

@@ -4,7 +4,7 @@ import fusednorm
 import pytest
 import torch
 from fusednorm.arguments.inputs import BackwardInputs, NormInputs
-from fusednorm.arguments.options import NormOptions, arguments_of, is_repeatable
+from fusednorm.arguments.options import NormOptions, collect_arguments, is_repeatable
 
 X = torch.zeros(2, 4)
 
@@ -19,13 +19,13 @@ X = torch.zeros(2, 4)
 )
 def test_an_operation_takes_its_own_arguments(op, names):
     common = {"x", "residual", "eps", "activation", "dropout", "seed"}
-    arguments = arguments_of(op, NormInputs(X), NormOptions(op))
+    arguments = collect_arguments(op, NormInputs(X), NormOptions(op))
     assert arguments.keys() == names | common
 
 
 def test_the_statistics_of_rms_norm_are_rstd_alone():
     inputs = BackwardInputs(X, *(None for _ in range(7)), X, None)
-    assert arguments_of("rms_norm", inputs).keys() & {"mean", "rstd"} == {"rstd"}
+    assert collect_arguments("rms_norm", inputs).keys() & {"mean", "rstd"} == {"rstd"}
 
 
 def test_plain_tuples_of_the_same_values_are_the_same_key():
@@ -41,7 +41,7 @@ def test_calls_with_a_seed_are_not_repeatable(changed, repeatable):
 
 
 def test_checked_options_have_the_types_of_kernels():
-    assert type(NormOptions("layer_norm", eps=1).checked().eps) is float
+    assert type(NormOptions("layer_norm", eps=1).validate().eps) is float
 
 
 @pytest.mark.parametrize(
@@ -49,4 +49,4 @@ def test_checked_options_have_the_types_of_kernels():
 )
 def test_wrong_options_are_refused(changed):
     with pytest.raises(fusednorm.KernelInputError):
-        NormOptions("layer_norm", **changed).checked()
+        NormOptions("layer_norm", **changed).validate()
