@@ -36,6 +36,8 @@ UNBOUNDED = {
     "normserve.jobs.job.options_of": "one for each pass of each operation",
     "normserve.memory.device_segments._bindings": "one",
     "normserve.requests.parameters.operation_parameters": "one for each pass of each operation",
+    "fusednorm.arguments.inputs.group_names_by_role": "one for each pass of each operation",
+    "fusednorm.arguments.options._select_fields": "one for each operation",
     "fusednorm.devices.device.copy_bandwidth": "one for each device",
     "fusednorm.devices.device.multiprocessor_count": "one for each device",
     "fusednorm.devices.device.since_hopper": "one for each device",
