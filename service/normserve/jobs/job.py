@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from math import prod
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from normserve.codec.activations import ACTIVATIONS
 from normserve.codec.tensor_names import PARAMETERS, is_parameter
@@ -256,6 +257,7 @@ class Layer:
         resident: the parameters where the backend wants them; opaque here, freed with the last job of it.
         heads: H where the parameters are [H, N], 0 where they are [N].
         parameter_types: what of the parameters decides which kernels run.
+        plans: of requests that name it, by request: freed with the request, and with the layer.
     """
 
     name: str
@@ -267,6 +269,7 @@ class Layer:
     resident: object = field(repr=False)
     heads: int = 0
     parameter_types: Hashable = ()
+    plans: "WeakKeyDictionary[Hashable, Any]" = field(default_factory=WeakKeyDictionary, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.parameter_types:

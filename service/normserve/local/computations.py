@@ -9,7 +9,7 @@ from normserve.errors import DeviceFailureError, DrainingError, NormserveError
 from normserve.jobs.job import NormJob, NormResult
 from normserve.local.answers import Answers, LocalExchange
 from normserve.local.arena import Arena
-from normserve.local.operations import Request, answered
+from normserve.local.operations import Plan, Request, answered
 from normserve.local.service import Service
 from normserve.metrics.requests import RequestRecord
 from normserve.requests.prepared_calls import PreparedCalls
@@ -63,6 +63,7 @@ class LocalComputation(LocalExchange):
     """One operation, which is answered from the engine's own callback, without a task that waits."""
 
     is_traced = True
+    _plan: Plan
 
     def __init__(self, computations: Computations, tag: int, request: Request, record: RequestRecord) -> None:
         super().__init__(computations.answers, tag, record, request.headers)
@@ -75,9 +76,12 @@ class LocalComputation(LocalExchange):
         service = computations.service
         try:
             self._answers.session.authorise(_INFER, self)
-            plan = service.operations.plan(self._request, computations.arena, computations.prepared, self.record)
+            plan, layer = service.operations.plan(
+                self._request, computations.arena, computations.prepared, self.record
+            )
+            self._plan = plan
             self.acquire_permit(plan.nbytes)
-            job = plan.job()
+            job = plan.job(layer)
             self.charge_memory(job, plan.cost, plan.nbytes)
             self.record.received = plan.nbytes
             if job.is_on_device:
@@ -101,9 +105,9 @@ class LocalComputation(LocalExchange):
         super().conclude(ended, job)
 
     def send_result(self, result: NormResult, job: NormJob) -> None:
-        request, record, service = self._request, self.record, self._computations.service
+        request, plan, record, service = self._request, self._plan, self.record, self._computations.service
         began = time.perf_counter()
-        frame = frames.write(self.tag, answered(request, result, self.request_id, record, began))
+        frame = frames.write(self.tag, answered(plan, result, self.request_id, record, began))
         record.stages["serialize"] = time.perf_counter() - began
         record.status = 200
         record.waiting_in = "send"
@@ -115,6 +119,6 @@ class LocalComputation(LocalExchange):
             [*message.tensors.values(), *message.results.values()]
         ):
             assert self.permit is not None
-            service.replaying.learn(request, job, record, self.permit.nbytes, self._answers)
+            service.replaying.learn(request, plan.described, job, record, self.permit.nbytes, self._answers)
         if service.polling is not None:
             service.polling.note_sent()

@@ -73,7 +73,6 @@ class Plan:
 
     Attributes:
         spec: with what the layer says.
-        layer: whose parameters are used, if any.
         tensors, places: in the arena.
         shared: names of the tensors that a launch reads for other jobs as well.
         is_over: a result is written over a tensor.
@@ -82,7 +81,6 @@ class Plan:
     """
 
     spec: NormSpec
-    layer: Layer | None
     tensors: Mapping[str, HostTensor]
     places: Mapping[str, memoryview]
     shared: tuple[str, ...]
@@ -92,14 +90,14 @@ class Plan:
     nbytes: int
     described: msgspec.Raw
 
-    def job(self) -> NormJob:
-        """Make the job of one request."""
+    def job(self, layer: Layer | None) -> NormJob:
+        """Make the job of one request, with the layer that the plan was made with."""
         tensors = self.tensors
         if self.shared:
             # Parameters decide which jobs share a launch, and are read again by it, for all of them: what was
             # compared must be what is read, whatever the client writes meanwhile.
             tensors = {**tensors, **{name: _copy(tensors[name]) for name in self.shared}}
-        return NormJob(self.spec, tensors, self.layer, self.is_over, self.places, self.recurrence)
+        return NormJob(self.spec, tensors, layer, self.is_over, self.places, self.recurrence)
 
 
 class Request:
@@ -108,11 +106,10 @@ class Request:
     Attributes:
         headers: what it says of its trace, as headers of HTTP do.
         asked: None until its parameters have been read once.
-        plan: None until it has been checked once.
         content: of its frame, if that has no other message; None also of frames that are not kept.
     """
 
-    __slots__ = ("asked", "content", "headers", "message", "plan")
+    __slots__ = ("__weakref__", "_plan", "asked", "content", "headers", "message")
 
     def __init__(self, message: Compute) -> None:
         self.message = message
@@ -120,7 +117,18 @@ class Request:
         said = message.traceparent
         self.headers: Mapping[bytes, bytes] = {} if isinstance(said, UnsetType) else {b"traceparent": said.encode()}
         self.asked: Asked | None = None
-        self.plan: Plan | None = None
+        self._plan: Plan | None = None
+
+    def find_plan(self, layer: Layer | None) -> Plan | None:
+        """Return the plan that was made of it with this layer."""
+        return self._plan if layer is None else layer.plans.get(self)
+
+    def keep_plan(self, plan: Plan, layer: Layer | None) -> None:
+        """Keep a plan for as long as the request is kept and the layer, if it has one, is registered."""
+        if layer is None:
+            self._plan = plan
+        else:
+            layer.plans[self] = plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +138,10 @@ class Operations:
     engine: Engine
     layers: LayerRegistry
 
-    def plan(self, request: Request, arena: Arena, prepared: PreparedCalls, record: RequestRecord) -> Plan:
-        """Check a request against its arena and its layer.
+    def plan(
+        self, request: Request, arena: Arena, prepared: PreparedCalls, record: RequestRecord
+    ) -> tuple[Plan, Layer | None]:
+        """Check a request against its arena and its layer, which are returned with the plan.
 
         Args: prepared: of the connection.
 
@@ -146,10 +156,11 @@ class Operations:
         record.op, record.direction = spec.op.label, spec.direction.label
         layer = None if asked.layer is None else self.layers.named(spec.op, asked.layer)
         self.engine.require_ready()
-        plan = request.plan
-        if plan is None or plan.layer is not layer:
-            plan = request.plan = self._planned(message, spec, layer, arena, prepared)
-        return plan
+        plan = request.find_plan(layer)
+        if plan is None:
+            plan = self._planned(message, spec, layer, arena, prepared)
+            request.keep_plan(plan, layer)
+        return plan, layer
 
     def _planned(
         self, message: Compute, spec: NormSpec, layer: Layer | None, arena: Arena, prepared: PreparedCalls
@@ -172,7 +183,6 @@ class Operations:
         }
         return Plan(
             job.spec,
-            layer,
             tensors,
             places,
             shared,
@@ -200,17 +210,16 @@ def _shared(tensors: Mapping[str, HostTensor]) -> tuple[str, ...]:
     return tuple(name for name in names if tensors[name].nbytes <= MAX_COMPARED_PARAMETER_BYTES)
 
 
-def answered(request: Request, result: NormResult, request_id: str, record: RequestRecord, began: float) -> Done:
+def answered(plan: Plan, result: NormResult, request_id: str, record: RequestRecord, began: float) -> Done:
     """The answer to an operation, whose results lie where the request wanted them.
 
     Args: began: when it began to be written, by `time.perf_counter`.
     """
     record.note_result(result, began)
     record.sent = sum([len(tensor.data) for tensor in result.tensors.values()])
-    assert request.plan is not None
     return Done(
         request_id,
-        request.plan.described,
+        plan.described,
         Stages(
             1e3 * record.stages["recv"],
             1e3 * result.queue_s,

@@ -10,6 +10,8 @@ import time
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
+from msgspec import Raw
+
 from normserve.admission.keys import Keyring, KeyScope
 from normserve.backends.replayer import FAILED, LEFT, RECEIVED, UNSENT, Event, Replay, Replayer, Sample
 from normserve.errors import ClientLeftError, NormserveError
@@ -87,6 +89,7 @@ class Replaying:
     def learn(
         self,
         request: Request,
+        described: Raw,
         job: NormJob,
         record: RequestRecord,
         admitted_bytes: int,
@@ -95,6 +98,7 @@ class Replaying:
         """Have a request that was answered replayed when it comes again, if that can be.
 
         Args:
+            described: its results, as the answer said them.
             job, record: what came of it.
             admitted_bytes: that its permit counted.
         """
@@ -109,7 +113,6 @@ class Replaying:
         if not is_as_it_was or self._is_hurried(request) or (replayer := self._begun()) is None:
             return
         self._note_version()
-        assert request.plan is not None
         assert answers.wire is not None
         descriptor = answers.wire.descriptor
         if descriptor not in self._answers:
@@ -121,7 +124,7 @@ class Replaying:
             replay.graph,
             replay.stream,
             replay.marks,
-            bytes(request.plan.described),
+            bytes(described),
             record.kernel_bytes,
             admitted_bytes,
             _Learned(record, job, replay, admitted_bytes),

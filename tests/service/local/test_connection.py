@@ -1,8 +1,10 @@
 """One client's connection: what its frames lead to, in which order, and what is left once it is gone."""
 
 import asyncio
+import gc
 import hashlib
 import time
+import weakref
 
 import msgspec
 import pytest
@@ -116,6 +118,29 @@ def test_a_change_of_layers_that_is_answered_leaves_nothing_to_be_done(message, 
         await turn()
         assert client.progress.is_idle
         assert client.limits.requests == client.limits.bytes == 0
+
+    played(body)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda layers: layers.remove("a"), lambda layers: layers.put(layer("a"))],
+    ids=["removed", "replaced"],
+)
+def test_prepared_calls_do_not_keep_a_layer_that_is_not_registered_any_more(change):
+    async def body(client):
+        client.layers.put(layer("a"))
+        for tag in range(2):
+            client.send(client.compute(query="layer=a"), tag)
+            await client.finish()
+        assert client.statuses() == {0: 200, 1: 200}
+        former = weakref.ref(client.layers.get("a"))
+        gc.disable()
+        try:
+            change(client.layers)
+            assert former() is None
+        finally:
+            gc.enable()
 
     played(body)
 

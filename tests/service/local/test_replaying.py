@@ -320,8 +320,9 @@ def test_the_rest_of_an_answer_is_sent_before_what_python_code_answers_in_the_sa
         await client.ask(client.compute())
         # No real answer is so long that the kernel takes a part of it.
         (request,) = client.connection._prepared.find(msgspec.json.encode(client.compute()))
-        described = bytes(request.plan.described)
-        object.__setattr__(request.plan, "described", msgspec.Raw(described[:-1] + b" " * 100_000 + b"}"))
+        plan = request.find_plan(None)
+        described = bytes(plan.described)
+        object.__setattr__(plan, "described", msgspec.Raw(described[:-1] + b" " * 100_000 + b"}"))
         client.is_captured = True
         await client.ask(client.compute())
         client.wire._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
