@@ -14,6 +14,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from fusednorm.cpu.dropout import Dropout
+from fusednorm.cpu.pieces import parts
+
 _VECTOR_ELEMENTS = 32
 """Elements in two AVX-512 registers of float32; a multiple of the number in smaller registers, or of float64."""
 
@@ -68,6 +71,54 @@ def backpropagate_(dy: Tensor, z: Tensor, activation: str) -> Tensor:
     """
     _compute_in_vectors(_DERIVATIVES[activation], z, dy)
     return z
+
+
+def finish_(z: Tensor, activation: str, dropout: Dropout | None = None, kept: Tensor | None = None) -> Tensor:
+    """Compute dropout(act(z)) in z's memory.
+
+    Args:
+        z: float32, contiguous.
+        kept: dropout's mask of z, bool.
+    """
+    if activation == "none" and dropout is None:
+        return z
+    activate_(z, activation)
+    if dropout is not None and kept is not None:
+        flat = z.view(-1)
+        for part in parts(z.numel()):
+            flat[part].mul_(dropout.factors(kept.view(-1)[part]))
+    return z
+
+
+def backpropagate_epilogue(
+    dy: Tensor,
+    z: Tensor,
+    activation: str,
+    dropout: Dropout | None = None,
+    kept: Tensor | None = None,
+    *,
+    overwrites_z: bool,
+) -> Tensor:
+    """Compute dz = dy * keep / (1 - p) * act'(z) in float32; the result is dy itself if dy is dz.
+
+    Args:
+        dy, z: contiguous; z in float32.
+        kept: dropout's mask of z, bool.
+        overwrites_z: whether dz may be written to z's memory.
+    """
+    if activation == "none" and dropout is None:
+        return dy.float()
+    dz = z if overwrites_z else z.clone()
+    flat_dy, flat_dz = dy.view(-1), dz.view(-1)
+    for part in parts(z.numel()):
+        gradient = flat_dy[part].float()
+        if dropout is not None and kept is not None:
+            gradient = gradient * dropout.factors(kept.view(-1)[part])
+        if activation == "none":
+            flat_dz[part] = gradient
+        else:
+            backpropagate_(gradient, flat_dz[part], activation)
+    return dz
 
 
 def _compute_in_vectors(function: Callable[..., Tensor], *tensors: Tensor) -> None:

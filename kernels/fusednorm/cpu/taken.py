@@ -53,5 +53,5 @@ def summed(x: Tensor, residual: Tensor | None) -> Tensor:
     """x + residual, or x alone, in float32."""
     if residual is None:
         return x.float()
-    # torch would round the sum of two 16-bit tensors.
-    return torch.add(x.float(), residual)
+    # torch would round the sum of two 16-bit tensors; a copy of x is used for the sum.
+    return x + residual if x.dtype == torch.float32 else x.float().add_(residual)

@@ -14,10 +14,13 @@ from normserve.jobs.results import Described, Registered, results_of
 from normserve.memory.host_tensors import DType
 
 PIECE_ELEMENTS = 128 * 1024
-"""Elements that the CPU backend computes at once, so that its float32 intermediates stay in a core's cache."""
+"""Elements that the CPU backend computes at once: `fusednorm.cpu.pieces.PIECE_ELEMENTS`, as a test states."""
 
 REUSED_ELEMENTS = 256 * 1024
-"""A y of more elements is written over x on the CPU, where it is as large and x is not read again."""
+"""A y of more elements is written over x on the CPU, where it is as large and x is not read again.
+
+`fusednorm.cpu.batch_invariant.outputs.WHOLE_ELEMENTS`, as a test states.
+"""
 
 SCRATCH_BYTES = 64 * 2**20
 """Of the CPU backend, which computes one batch at a time: pieces, small results, and what malloc keeps of them."""

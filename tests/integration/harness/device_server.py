@@ -6,7 +6,7 @@ from math import prod
 
 import normserve.http.service
 import torch
-from normserve.backends import cpu
+from fusednorm.cpu import batch_invariant
 from normserve.backends.cpu.backend import TorchBackend
 from normserve.backends.cuda import device_work, replays
 from normserve.backends.cuda.replayer import build
@@ -67,7 +67,7 @@ class DeviceBackend(TorchBackend):
             return super().run(batch)
         work = None if job.recurrence is None else job.recurrence.prepared
         if work is None:
-            work = device_work.device_work(job, cpu, None, self._replays)
+            work = device_work.device_work(job, batch_invariant, None, self._replays)
             if job.recurrence is not None:
                 job.recurrence.prepared = work
         work.compute()

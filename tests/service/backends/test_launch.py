@@ -4,7 +4,7 @@ import fusednorm
 import pytest
 import torch
 from fusednorm import reference
-from normserve.backends import cpu
+from fusednorm.cpu import batch_invariant
 from normserve.backends.launch import launch
 from normserve.backends.tensors import channels_first
 from normserve.codec.activations import ACTIVATIONS
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("interpreter")
 
 GROUPS = 2
 KERNELS_RUN_ON = "cuda" if torch.cuda.is_available() else "cpu"
-LIBRARIES = {"cpu": (cpu, "cpu"), "kernels": (fusednorm, KERNELS_RUN_ON)}
+LIBRARIES = {"cpu": (batch_invariant, "cpu"), "kernels": (fusednorm, KERNELS_RUN_ON)}
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from fusednorm.cpu.batch_invariant.outputs import WHOLE_ELEMENTS
+from fusednorm.cpu.pieces import PIECE_ELEMENTS
+from normserve.jobs import memory_cost as model
 from normserve.jobs.job import Layout, NormSpec, Op, Pass
 from normserve.jobs.memory_cost import SCRATCH_BYTES, memory_cost
 from normserve.jobs.validation import costed_job
@@ -33,6 +36,10 @@ def test_model_holds_against_measured_peaks():
         assert case["model"] <= 1.5 * case["peak"] + 8 * MIB, case
     # There is something to be wrong about.
     assert max(case["peak"] for case in measured) > SCRATCH_BYTES // 2 + 16 * MIB
+
+
+def test_sizes_are_those_of_the_library():
+    assert (model.PIECE_ELEMENTS, model.REUSED_ELEMENTS) == (PIECE_ELEMENTS, WHOLE_ELEMENTS)
 
 
 def described(**shapes):

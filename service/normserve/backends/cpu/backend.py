@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fusednorm.cpu import batch_invariant
 from fusednorm.errors import KernelInputError
 from torch import Tensor
 
-from normserve.backends import cpu
 from normserve.backends.base import ONE_AT_A_TIME
 from normserve.backends.cpu.recurring import recurring
 from normserve.backends.launch import ResidentParameters, launch, parameters_of
@@ -96,7 +96,7 @@ class TorchBackend:
         if job.layer is not None:
             tensors |= parameters_of(job.layer.resident)
         ready = time.perf_counter()
-        outputs = launch(cpu, job.spec, tensors, self._result_memory(batch))
+        outputs = launch(batch_invariant, job.spec, tensors, self._result_memory(batch))
         computed = time.perf_counter()
         ordered = {name: host_tensor(payload_order(job.spec, name, tensor)) for name, tensor in outputs.items()}
         shares = split(batch, ordered)

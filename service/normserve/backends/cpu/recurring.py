@@ -3,9 +3,9 @@
 import time
 from collections.abc import Mapping
 
+from fusednorm.cpu import batch_invariant
 from torch import Tensor
 
-from normserve.backends import cpu
 from normserve.backends.launch import call_of, parameters_of
 from normserve.backends.tensors import channels_first, kernel_bytes, results_of, shape_of, view
 from normserve.jobs import results
@@ -49,7 +49,7 @@ class Recurring:
         y = self._targets.get("y")
         # Large rows are written there as they are computed; that may be over x.
         of_library = {} if y is None or spec.op is Op.GROUP_NORM else {"memory_like": lambda _: y}
-        self._call = call_of(cpu, spec, tensors, of_library)
+        self._call = call_of(batch_invariant, spec, tensors, of_library)
 
     def run(self) -> Execution:
         """Compute it, of what its tensors hold now."""

@@ -5,9 +5,8 @@ from types import SimpleNamespace
 import fusednorm
 import pytest
 import torch
-from normserve.backends import cpu
+from fusednorm.cpu import batch_invariant, pieces
 from normserve.backends.cpu import backend as cpu_backend
-from normserve.backends.cpu import pieces
 from normserve.backends.cpu.backend import TorchBackend
 from normserve.codec.activations import ACTIVATIONS
 from normserve.errors import DeviceOutOfMemoryError, InvalidShapeError
@@ -174,10 +173,12 @@ class TestBackend:
     @pytest.mark.parametrize("stats", [False, True])
     def test_large_results_are_written_by_pieces_into_given_memory(self, stats, monkeypatch):
         x, memory = torch.randn(7, 24), torch.empty(7, 24)
-        whole = cpu.layer_norm_forward(x, activation="silu", stats=stats)
-        monkeypatch.setattr("normserve.backends.cpu.outputs._WHOLE_ELEMENTS", 100)
+        whole = batch_invariant.layer_norm_forward(x, activation="silu", stats=stats)
+        monkeypatch.setattr("fusednorm.cpu.batch_invariant.outputs.WHOLE_ELEMENTS", 100)
         monkeypatch.setattr(pieces, "PIECE_ELEMENTS", 48)
-        written = cpu.layer_norm_forward(x, activation="silu", stats=stats, memory_like=lambda _: memory)
+        written = batch_invariant.layer_norm_forward(
+            x, activation="silu", stats=stats, memory_like=lambda _: memory
+        )
         assert written.y.data_ptr() == memory.data_ptr()
         for got, want in zip(written, whole, strict=True):
             assert (got is None) == (want is None)
@@ -189,7 +190,7 @@ class TestBackend:
     def test_large_results_are_written_over_what_came_where_that_is_allowed(
         self, backend, op, dtype, has_residual, monkeypatch
     ):
-        monkeypatch.setattr("normserve.backends.cpu.outputs._WHOLE_ELEMENTS", 100)
+        monkeypatch.setattr("fusednorm.cpu.batch_invariant.outputs.WHOLE_ELEMENTS", 100)
         monkeypatch.setattr(pieces, "PIECE_ELEMENTS", 48)
         sent = torch.randn(7, 24).to(dtype)
         names = ("x", "residual") if has_residual else ("x",)
@@ -208,7 +209,7 @@ class TestBackend:
     @pytest.mark.parametrize("scratch_bytes", [0, 2**20])
     def test_many_rows_are_gathered_in_a_slab_that_goes_home(self, scratch_bytes, monkeypatch):
         monkeypatch.setattr("normserve.backends.cpu.backend._SCRATCH_BYTES", scratch_bytes)
-        monkeypatch.setattr("normserve.backends.cpu.outputs._WHOLE_ELEMENTS", 0)
+        monkeypatch.setattr("fusednorm.cpu.batch_invariant.outputs.WHOLE_ELEMENTS", 0)
         slabs = SlabPool(max_idle_bytes=0)
         jobs = row_jobs(Op.LAYER_NORM, Pass.FORWARD, torch.bfloat16, 8, [1, 2, 5])
         backend = TorchBackend(1, slabs)

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from fusednorm.cpu import pieces
+from fusednorm.cpu.float8 import quantised_
 from fusednorm.reference.float8 import quantised_rows
-from normserve.backends.cpu import pieces
 from normserve.backends.cpu.backend import TorchBackend
-from normserve.backends.cpu.float8 import quantised_
 from normserve.jobs.job import Batch, NormJob, NormSpec, Op, Pass
 from normserve.memory.host_tensors import DType
 

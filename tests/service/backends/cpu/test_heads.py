@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from normserve.backends import cpu
-from normserve.backends.cpu import pieces
+from fusednorm.cpu import batch_invariant, pieces
 from normserve.backends.cpu.backend import TorchBackend
 from normserve.backends.launch import ResidentParameters
 from normserve.jobs.job import Batch, NormJob, NormSpec, Op, Pass
@@ -68,8 +67,10 @@ def test_bits_are_those_of_the_whole(op, elements, parameters, monkeypatch):
     results = []
     for most in (2**20, elements):
         monkeypatch.setattr(pieces, "PIECE_ELEMENTS", most)
-        forward = getattr(cpu, f"{op}_forward")(x, stats=True, **options)
-        results.append((forward, getattr(cpu, f"{op}_backward")(dy, x, dresidual_out=outside, **options)))
+        forward = getattr(batch_invariant, f"{op}_forward")(x, stats=True, **options)
+        results.append(
+            (forward, getattr(batch_invariant, f"{op}_backward")(dy, x, dresidual_out=outside, **options))
+        )
     for whole, cut in zip(*results, strict=True):
         for name, tensor in whole._asdict().items():
             if tensor is None:

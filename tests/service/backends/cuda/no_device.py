@@ -3,7 +3,7 @@
 import contextlib
 import time
 
-from normserve.backends import cpu
+from fusednorm.cpu import batch_invariant
 
 
 class Instant:
@@ -55,7 +55,7 @@ class Writing:
         self.written: list[set[int]] = []
 
     def __getattr__(self, name):
-        function = getattr(cpu, name)
+        function = getattr(batch_invariant, name)
 
         def write(*leading, out=None, **options):
             result = function(*leading, **options)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from normserve.backends import cpu
+from fusednorm.cpu import batch_invariant
 from normserve.backends.cuda import copies
 from normserve.backends.cuda.copies import Divided, Whole, chunks_of, transfer_of
 from normserve.backends.cuda.streams import Pipeline
@@ -80,7 +80,7 @@ def test_heads_in_chunks_have_the_bits_of_the_whole(run):
     x, weight = torch.randn(101, 3, 16), torch.randn(3, 16)
     equal(
         run(job_of(replace(FORWARD, stats=False), x=x, weight=weight)),
-        cpu.layer_norm_forward(x, weight, eps=1e-5),
+        batch_invariant.layer_norm_forward(x, weight, eps=1e-5),
         ("y",),
     )
 
@@ -117,7 +117,7 @@ def test_rows_in_chunks_have_the_bits_of_the_whole(run, library, slabs):
     x, weight, bias = torch.randn(301, 33), torch.randn(33), torch.randn(33)
     results = run(job_of(x=x, weight=weight, bias=bias))
     assert len(library.written) == 6
-    equal(results, cpu.layer_norm_forward(x, weight, bias, eps=1e-5, stats=True), ("y", "mean", "rstd"))
+    equal(results, batch_invariant.layer_norm_forward(x, weight, bias, eps=1e-5, stats=True), ("y", "mean", "rstd"))
     assert slabs.used_bytes > 0
     del results
     assert slabs.used_bytes == 0
@@ -130,7 +130,7 @@ def test_results_of_chunks_go_to_their_places(run, slabs):
     places = {name: memoryview(bytearray(b"*" * 50_000)) for name in ("y", "residual_out", "mean", "rstd")}
     tensors = {"x": host(x), "residual": host(residual)}
     results = run(NormJob(FORWARD, tensors, places=places))
-    right = cpu.layer_norm_forward(x, eps=1e-5, stats=True, residual=residual)
+    right = batch_invariant.layer_norm_forward(x, eps=1e-5, stats=True, residual=residual)
     equal(results, right, places)
     assert slabs.used_bytes == 0
     for name, tensor in results.items():
@@ -144,7 +144,7 @@ def test_results_may_be_written_over_what_came(run):
     tensor = HostTensor(DType.FLOAT32, (301, 32), memory)
     spec = NormSpec(Op.RMS_NORM, Pass.FORWARD, 1e-5)
     results = run(NormJob(spec, {"x": tensor}, may_overwrite=True, places={"y": memory}))
-    assert torch.equal(back(results["y"]), cpu.rms_norm_forward(x, eps=1e-5).y)
+    assert torch.equal(back(results["y"]), batch_invariant.rms_norm_forward(x, eps=1e-5).y)
 
 
 @pytest.mark.parametrize("layout", Layout)
@@ -157,7 +157,7 @@ def test_samples_in_chunks_with_a_registered_layer(run, layout):
     assert chunks_of(job)
     first = channels_first(spec, "x", x)
     scale = back(job.tensors["scale"])
-    right = cpu.group_norm_forward(first, 2, resident.weight, resident.bias, scale=scale, eps=1e-5).y
+    right = batch_invariant.group_norm_forward(first, 2, resident.weight, resident.bias, scale=scale, eps=1e-5).y
     assert torch.equal(back(run(job)["y"]), payload_order(spec, "y", right))
 
 

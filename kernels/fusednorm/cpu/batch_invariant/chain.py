@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from normserve.backends.cpu.epilogue import widened
-from normserve.backends.cpu.outputs import Outputs
-from normserve.backends.cpu.pieces import row_pieces
+from fusednorm.cpu.batch_invariant.outputs import Outputs
+from fusednorm.cpu.pieces import row_pieces
+from fusednorm.cpu.taken import wide
 
 
 def layer_norm_chain(
@@ -27,7 +27,7 @@ def layer_norm_chain(
     for piece in row_pieces(out.rows, out.cols):
         h = out.sum(piece)
         for weight, bias in zip(weights, biases, strict=True):
-            h, _, _ = torch.native_layer_norm(h, h.shape[-1:], widened(weight), widened(bias), eps)
+            h, _, _ = torch.native_layer_norm(h, h.shape[-1:], wide(weight), wide(bias), eps)
         out.write(piece, h, None, None)
         del h
     return out.result().y

@@ -4,9 +4,9 @@ import functools
 
 import pytest
 import torch
+from fusednorm.cpu import batch_invariant, dropout, pieces
+from fusednorm.cpu.batch_invariant import outputs
 from fusednorm.reference.dropout import dropout_mask, philox_words
-from normserve.backends import cpu
-from normserve.backends.cpu import dropout, outputs, pieces
 
 DTYPES = (torch.float32, torch.float16)
 # In pieces of 48 elements: several rows or samples, some groups of a sample, a row or a group that is longer.
@@ -23,7 +23,7 @@ SUMS = ("dweight", "dbias")
 @pytest.fixture(autouse=True)
 def seeded(monkeypatch):
     torch.manual_seed(11)
-    monkeypatch.setattr(outputs, "_WHOLE_ELEMENTS", 0)
+    monkeypatch.setattr(outputs, "WHOLE_ELEMENTS", 0)
     monkeypatch.setattr(dropout, "_QUADS", 7)
     # With weights torch's backward of GroupNorm rounds otherwise on another number of threads.
     before = torch.get_num_threads()
@@ -49,8 +49,8 @@ def test_bits_are_those_of_the_whole(op, shape, channels_last, dtype, p, activat
     if op == "group_norm":
         options |= {"scale": torch.randn(shape[:2]), "shift": torch.randn(shape[:2])}
     groups = [2] if op == "group_norm" else []
-    forward = functools.partial(getattr(cpu, f"{op}_forward"), x, *groups, stats=True, **options)
-    backward = functools.partial(getattr(cpu, f"{op}_backward"), dy, x, *groups, **options)
+    forward = functools.partial(getattr(batch_invariant, f"{op}_forward"), x, *groups, stats=True, **options)
+    backward = functools.partial(getattr(batch_invariant, f"{op}_backward"), dy, x, *groups, **options)
     calls = [
         forward,
         functools.partial(forward, residual=residual, out_dtype=torch.float32),

@@ -4,13 +4,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from fusednorm.arguments.layouts import is_channels_last
-from fusednorm.results import Backward, Forward
 from torch import Tensor
 
-from normserve.backends.cpu.dropout import Dropout, dropout_of
-from normserve.backends.cpu.epilogue import finish_, summed, through_epilogue, widened
-from normserve.backends.cpu.pieces import group_pieces, parts
+from fusednorm.arguments.layouts import is_channels_last
+from fusednorm.cpu.dropout import Dropout, dropout_of
+from fusednorm.cpu.epilogue import backpropagate_epilogue, finish_
+from fusednorm.cpu.pieces import group_pieces, parts
+from fusednorm.cpu.taken import summed, wide
+from fusednorm.results import Backward, Forward
 
 
 def group_norm_forward(
@@ -36,7 +37,7 @@ def group_norm_forward(
     mean, rstd = (
         x.new_empty(of_groups, dtype=torch.float32) if stats and not cut.is_whole else None for _ in range(2)
     )
-    weight, bias = widened(weight), widened(bias)
+    weight, bias = wide(weight), wide(bias)
     for piece in cut.pieces():
         h = piece.sum(residual)
         if residual is not None:
@@ -75,7 +76,7 @@ def group_norm_backward(
     piece, in order.
     """
     cut = _Cut(x, num_groups, dropout_of(dropout, seed))
-    w, b = widened(weight), widened(bias)
+    w, b = wide(weight), wide(bias)
     # torch's kernel has no gradient of the bias without a weight.
     of_kernel = torch.ones_like(b) if w is None and b is not None else w
     needed = [True, weight is not None, bias is not None]
@@ -91,7 +92,9 @@ def group_norm_backward(
         # z itself is asked for once more where it is modulated, and only there.
         is_modulated = scale is not None or shift is not None
         modulated = _modulated(z.clone() if is_modulated else z, factor, piece.of_samples(shift))
-        dz = through_epilogue(piece.planes(dy), modulated, activation, cut.dropout, piece.kept(), overwrites_z=True)
+        dz = backpropagate_epilogue(
+            piece.planes(dy), modulated, activation, cut.dropout, piece.kept(), overwrites_z=True
+        )
         del modulated
         if is_modulated:
             piece.write_modulation_gradients(dz, z, dscale, dshift)

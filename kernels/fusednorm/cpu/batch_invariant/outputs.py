@@ -3,20 +3,23 @@
 from collections.abc import Callable
 
 import torch
-from fusednorm.results import Forward
 from torch import Tensor
 
-from normserve.backends.cpu.epilogue import summed
-from normserve.backends.cpu.float8 import quantised_
-from normserve.jobs.memory_cost import REUSED_ELEMENTS
+from fusednorm.cpu.float8 import quantised_
+from fusednorm.cpu.taken import summed
+from fusednorm.results import Forward
 
-# malloc has as much at hand, and nothing is copied.  More would come and go, and the process's size with it.
-_WHOLE_ELEMENTS = REUSED_ELEMENTS
+WHOLE_ELEMENTS = 256 * 1024
+"""A y of more elements is written to the memory that the caller gives.
+
+malloc retains as much as a smaller one needs, and nothing is copied; larger memory would be returned to the system
+after each call.
+"""
 
 
 def is_whole(x: Tensor) -> bool:
     """Whether torch may write a result of this size into memory of its own."""
-    return x.numel() <= _WHOLE_ELEMENTS
+    return x.numel() <= WHOLE_ELEMENTS
 
 
 class Outputs:

@@ -1,12 +1,13 @@
 """Division of work into pieces whose float32 intermediates are a few MiB, whatever the shape.
 
 A unit of normalisation, a row or a group, is never divided: if it is longer than a piece, the intermediates are as
-long as the unit.  `normserve.jobs.memory_cost` counts them.
+long as the unit.
 """
 
 from collections.abc import Iterator
 
-from normserve.jobs.memory_cost import PIECE_ELEMENTS
+PIECE_ELEMENTS = 128 * 1024
+"""Elements computed at once, so that their float32 intermediates stay in a core's cache."""
 
 
 def row_pieces(rows: int, cols: int, heads: int = 0) -> Iterator[slice]:

@@ -7,14 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from fusednorm.results import Backward, Forward
 from torch import Tensor
 
-from normserve.backends.cpu.dropout import Dropout, dropout_of
-from normserve.backends.cpu.epilogue import finish_, summed, through_epilogue, widened
-from normserve.backends.cpu.outputs import Outputs, flat_rows, is_whole
-from normserve.backends.cpu.parameters import Parameter, add_gradient, affine_
-from normserve.backends.cpu.pieces import row_pieces
+from fusednorm.cpu.batch_invariant.outputs import Outputs, flat_rows, is_whole
+from fusednorm.cpu.batch_invariant.parameters import Parameter, add_gradient, affine_
+from fusednorm.cpu.dropout import Dropout, dropout_of
+from fusednorm.cpu.epilogue import backpropagate_epilogue, finish_
+from fusednorm.cpu.pieces import row_pieces
+from fusednorm.cpu.taken import summed, wide
+from fusednorm.results import Backward, Forward
 
 
 def layer_norm_forward(
@@ -41,7 +42,7 @@ def layer_norm_forward(
     drop = dropout_of(dropout, seed)
     is_float32 = x.dtype == torch.float32 and residual is None and out_dtype in (None, torch.float32)
     if is_float32 and x.ndim == 2 and not weight_offset and is_whole(x):
-        y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], widened(weight), widened(bias), eps)
+        y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], wide(weight), wide(bias), eps)
         if drop is not None or activation != "none":
             y = finish_(y, activation, drop, _kept(drop, x, slice(0, len(x))))
         return Forward(y, *_flat(mean, rstd)) if stats else Forward(y)
@@ -120,7 +121,7 @@ def layer_norm_backward(
         if mean is not None and rstd is not None:
             centre, scale = mean[piece].reshape(-1, 1), rstd[piece].reshape(-1, 1)
         kept = _kept(drop, x, piece)
-        dz = through_epilogue(dy[piece], z, activation, drop, kept, overwrites_z=True)
+        dz = backpropagate_epilogue(dy[piece], z, activation, drop, kept, overwrites_z=True)
         del z, kept
         # torch's kernel forms x_hat as h·rstd - mean·rstd, which cancels when the mean is large; h without its mean
         # has the same gradient.
@@ -173,7 +174,7 @@ def rms_norm_backward(
         w = parameter.of(piece)
         z = xhat if w is None else xhat * w
         kept = _kept(drop, x, piece)
-        dz = through_epilogue(dy[piece], z, activation, drop, kept, overwrites_z=w is not None)
+        dz = backpropagate_epilogue(dy[piece], z, activation, drop, kept, overwrites_z=w is not None)
         del z, kept
         g = dz if w is None else dz * w
         dx = g * xhat

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from fusednorm.arguments.dropout import PHILOX_ROUNDS, dropout_threshold
 from numpy.typing import NDArray
 from torch import Tensor
+
+from fusednorm.arguments.dropout import PHILOX_ROUNDS, dropout_threshold
 
 # Random words come four at once, as uint64; so many fours at a time stay in a core's cache.
 _QUADS = 16 * 1024

@@ -1,12 +1,11 @@
-"""The functions of the CPU backend against the oracle."""
+"""The functions against the oracle."""
 
 import pytest
 import torch
 from fusednorm import reference
-from normserve.backends import cpu
-from normserve.codec.activations import ACTIVATIONS
-
-from tests.service.memory.host_tensors import DTYPES
+from fusednorm.arguments.activations import ACTIVATIONS
+from fusednorm.arguments.checks import FLOAT_DTYPES
+from fusednorm.cpu import batch_invariant
 
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 OPS = ("layer_norm", "rms_norm", "group_norm")
@@ -46,7 +45,7 @@ CASES = [
 
 class TestKernels:
     @pytest.mark.parametrize(("op", "shape", "channels_last"), CASES)
-    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
     @pytest.mark.parametrize("mean", [0.0, 30.0])
     def test_both_directions_with_everything(self, op, shape, channels_last, dtype, mean):
         self.check_both_directions(op, shape, channels_last, dtype, mean, "silu")
@@ -73,13 +72,13 @@ class TestKernels:
         groups = [4] if op == "group_norm" else []
         forward, backward = f"{op}_forward", f"{op}_backward"
         asked = options | {"stats": True, "out_dtype": torch.float32}
-        said = getattr(cpu, forward)(x, *groups, **asked)
+        said = getattr(batch_invariant, forward)(x, *groups, **asked)
         assert_right(said, getattr(reference, forward)(x, *groups, **asked, precision=torch.float64))
         asked = options | {"dresidual_out": outside}
         right = getattr(reference, backward)(dy, x, *groups, **asked, precision=torch.float64)
-        assert_right(getattr(cpu, backward)(dy, x, *groups, **asked), right)
+        assert_right(getattr(batch_invariant, backward)(dy, x, *groups, **asked), right)
         saved = {"rstd": said.rstd} if op == "rms_norm" else {"mean": said.mean, "rstd": said.rstd}
-        assert_right(getattr(cpu, backward)(dy, x, *groups, **asked, **saved), right)
+        assert_right(getattr(batch_invariant, backward)(dy, x, *groups, **asked, **saved), right)
 
     @pytest.mark.parametrize("dropout", [0.0, 0.4])
     @pytest.mark.parametrize("channels_last", [False, True])
@@ -91,9 +90,9 @@ class TestKernels:
         options = {name: torch.randn(3, 8) for name in given}
         options |= {"activation": "gelu", "dropout": dropout, "seed": 3}
         right = reference.group_norm_forward(x, 4, **options, precision=torch.float64)
-        assert_right(cpu.group_norm_forward(x, 4, **options), right)
+        assert_right(batch_invariant.group_norm_forward(x, 4, **options), right)
         right = reference.group_norm_backward(dy, x, 4, **options, precision=torch.float64)
-        assert_right(cpu.group_norm_backward(dy, x, 4, **options), right)
+        assert_right(batch_invariant.group_norm_backward(dy, x, 4, **options), right)
 
     @pytest.mark.parametrize("op", OPS)
     def test_large_mean_does_not_cancel(self, op):
@@ -104,7 +103,7 @@ class TestKernels:
         layouts = [x, x.contiguous(memory_format=torch.channels_last)] if groups else [x]
         for t in layouts:
             right = getattr(reference, f"{op}_backward")(dy, t, *groups, weight, precision=torch.float64)
-            got = getattr(cpu, f"{op}_backward")(dy, t, *groups, weight)
+            got = getattr(batch_invariant, f"{op}_backward")(dy, t, *groups, weight)
             for name in ("dx", "dweight"):
                 error = (getattr(got, name) - getattr(right, name)).abs().max()
                 assert error <= 2e-3 * getattr(right, name).abs().max().clamp(min=1), name
