@@ -29,16 +29,18 @@ class Parameter:
             self.common = _widened(tensor, offset) if offset else tensor.float()
 
     def own(self, piece: slice) -> Tensor | None:
-        """What each of some rows has by its head, [rows, cols] in float32; None where all have the same.
+        """The parameters of a piece by its heads, [heads, cols] in float32; None if all rows have the same.
 
         Args: piece: as `row_pieces` cuts them: whole tokens, or some heads of one.
         """
         if self._of_heads is None:
             return None
-        heads, cols = self._of_heads.shape
-        rows, first = piece.stop - piece.start, piece.start % heads
-        of_token = _widened(self._of_heads[first : first + rows], self._offset)
-        return of_token if rows <= heads else of_token.expand(rows // heads, heads, cols).reshape(rows, cols)
+        # Not `len`, which is Python's function for a tensor.
+        heads, rows = self._of_heads.shape[0], piece.stop - piece.start
+        if rows >= heads:
+            return _widened(self._of_heads, self._offset)
+        first = piece.start % heads
+        return _widened(self._of_heads[first : first + rows], self._offset)
 
     def of(self, piece: slice) -> Tensor | None:
         """What some rows have: `common` or their own."""
@@ -46,11 +48,18 @@ class Parameter:
 
 
 def affine_(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
-    """y * weight + bias, in y's memory."""
+    """Compute y * weight + bias in y's memory; parameters [heads, cols] are repeated for each token."""
     if weight is not None:
-        y.mul_(weight)
+        _by_head(y, weight).mul_(weight)
     if bias is not None:
-        y.add_(bias)
+        _by_head(y, bias).add_(bias)
+
+
+def multiply(y: Tensor, weight: Tensor) -> Tensor:
+    """Compute y * weight; a weight [heads, cols] is repeated for each token."""
+    if weight.ndim == 1 or weight.shape == y.shape:
+        return y * weight
+    return (_by_head(y, weight) * weight).view(y.shape)
 
 
 def add_gradient(total: Tensor, gradient: Tensor, piece: slice) -> None:
@@ -67,6 +76,11 @@ def add_gradient(total: Tensor, gradient: Tensor, piece: slice) -> None:
     first = piece.start % heads
     of_token = min(len(gradient), heads)
     total[first : first + of_token] += gradient.view(-1, of_token, cols).sum(0)
+
+
+def _by_head(y: Tensor, parameter: Tensor) -> Tensor:
+    """y as [tokens, heads, cols] for a parameter [heads, cols], the same memory."""
+    return y if parameter.ndim == 1 or parameter.shape == y.shape else y.view(-1, *parameter.shape)
 
 
 def _widened(tensor: Tensor, offset: float) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.cpu.batch_invariant.outputs import Outputs, flat_rows, is_whole
-from fusednorm.cpu.batch_invariant.parameters import Parameter, add_gradient, affine_
+from fusednorm.cpu.batch_invariant.parameters import Parameter, add_gradient, affine_, multiply
 from fusednorm.cpu.dropout import Dropout, dropout_of
 from fusednorm.cpu.epilogue import backpropagate_epilogue, finish_
 from fusednorm.cpu.pieces import row_pieces
@@ -130,7 +130,7 @@ def layer_norm_backward(
         is_lone = len(h) == 1
         of_all = not (is_lone or heads)
         needed = [True, weight is not None and of_all, bias is not None and of_all]
-        g = dz if weight_of_heads is None else dz * weight_of_heads
+        g = dz if weight_of_heads is None else multiply(dz, weight_of_heads)
         dx, dw, db = torch.ops.aten.native_layer_norm_backward(
             g, h, h.shape[-1:], torch.zeros_like(centre), scale, w.common, b.common, needed
         )
@@ -172,11 +172,11 @@ def rms_norm_backward(
         xhat = h.mul_(scale) if is_own else h * scale
         del h
         w = parameter.of(piece)
-        z = xhat if w is None else xhat * w
+        z = xhat if w is None else multiply(xhat, w)
         kept = _kept(drop, x, piece)
         dz = backpropagate_epilogue(dy[piece], z, activation, drop, kept, overwrites_z=w is not None)
         del z, kept
-        g = dz if w is None else dz * w
+        g = dz if w is None else multiply(dz, w)
         dx = g * xhat
         torch.mul(xhat, _row_mean(dx), out=dx)
         torch.sub(g, dx, out=dx).mul_(scale)
