@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusednorm import reference
 from fusednorm.arguments.layouts import in_layout, laid_out
+from fusednorm.cpu import fallback
 from fusednorm.cpu.epilogue import activate_, backpropagate_
 from fusednorm.cpu.taken import are_floats, are_plain, ones, summed, wide
 from fusednorm.results import Backward, Forward
@@ -76,7 +76,8 @@ def group_norm_forward(
         computed = _normalised(h, num_groups, weight, bias, eps)
     if computed is None:
         more: dict[str, Any] = {"residual": residual, "scale": scale, "shift": shift, "seed": seed, "stats": stats}
-        return reference.group_norm_forward(x, num_groups, weight, bias, **options, **more)
+        more |= {"x": x, "num_groups": num_groups, "weight": weight, "bias": bias}
+        return fallback.compute_forward("group_norm", **options, **more)
     z, mean, rstd = computed
     return Forward(
         activate_(z, activation).to(x.dtype),
@@ -105,7 +106,7 @@ def group_norm_backward(
     seed: int | None = None,
     parameter_gradients: bool = True,
 ) -> Backward:
-    """See `fusednorm.reference.group_norm_backward`; without saved statistics the reference computes the call."""
+    """See `fusednorm.reference.group_norm_backward`; without saved statistics `fallback` computes the call."""
     options: dict[str, Any] = {"eps": eps, "activation": activation, "dropout": dropout}
     is_taken = (
         takes(x, num_groups, weight, bias, residual, **options)
@@ -123,9 +124,8 @@ def group_norm_backward(
     ):
         sums: dict[str, Any] = {"residual": residual, "dresidual_out": dresidual_out}
         sums |= {"scale": scale, "shift": shift, "seed": seed, "parameter_gradients": parameter_gradients}
-        return reference.group_norm_backward(
-            dy, x, num_groups, weight, bias, mean=mean, rstd=rstd, **options, **sums
-        )
+        sums |= {"dy": dy, "x": x, "num_groups": num_groups, "weight": weight, "bias": bias, "mean": mean}
+        return fallback.compute_backward("group_norm", rstd=rstd, **options, **sums)
     is_wide = activation != "none" or residual is not None or dy.dtype != x.dtype or dresidual_out is not None
     h, gradient = _like(x, x), _like(x, dy)
     if is_wide:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusednorm import reference
+from fusednorm.cpu import fallback
 from fusednorm.cpu.epilogue import activate_, backpropagate_
 from fusednorm.cpu.gradients import Gradients
 from fusednorm.cpu.taken import are_floats, are_plain, is_offset, ones, summed, wide
@@ -60,7 +60,7 @@ def layer_norm_forward(
     options: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset, "activation": activation}
     if not takes(x, weight, bias, residual, dropout=dropout, **options):
         more: dict[str, Any] = {"residual": residual, "dropout": dropout, "seed": seed, "stats": stats}
-        return reference.layer_norm_forward(x, weight, bias, **options, **more)
+        return fallback.compute_forward("layer_norm", x=x, weight=weight, bias=bias, **options, **more)
     cols, factor, shift = x.shape[-1:], _factor(weight, weight_offset), wide(bias)
     if x.dtype == torch.float32 or activation != "none" or residual is not None:
         h = summed(x, residual)
@@ -94,7 +94,7 @@ def rms_norm_forward(
     options: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset, "activation": activation}
     if x.ndim == 0 or x.shape[-1] > _LONGEST or not takes(x, weight, None, residual, dropout=dropout, **options):
         more: dict[str, Any] = {"residual": residual, "dropout": dropout, "seed": seed, "stats": stats}
-        return reference.rms_norm_forward(x, weight, **options, **more)
+        return fallback.compute_forward("rms_norm", x=x, weight=weight, **options, **more)
     h = summed(x, residual)
     cols = x.shape[-1]
     norm = torch.linalg.vector_norm(h, dim=-1, keepdim=True)
@@ -128,7 +128,7 @@ def layer_norm_backward(
     seed: int | None = None,
     parameter_gradients: bool = True,
 ) -> Backward:
-    """See `fusednorm.reference.layer_norm_backward`; without saved statistics the reference computes the call."""
+    """See `fusednorm.reference.layer_norm_backward`; without saved statistics `fallback` computes the call."""
     options: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset, "activation": activation}
     of_x = x.shape[:-1]
     is_taken = (
@@ -139,7 +139,8 @@ def layer_norm_backward(
     if not is_taken or mean is None or rstd is None:
         sums: dict[str, Any] = {"residual": residual, "dresidual_out": dresidual_out}
         sums |= {"dropout": dropout, "seed": seed, "parameter_gradients": parameter_gradients}
-        return reference.layer_norm_backward(dy, x, weight, bias, mean=mean, rstd=rstd, **options, **sums)
+        sums |= {"x": x, "weight": weight, "bias": bias, "mean": mean, "rstd": rstd}
+        return fallback.compute_backward("layer_norm", dy=dy, **options, **sums)
     of_weight, of_bias = (weight, bias) if parameter_gradients else (None, None)
     gradients = Gradients(x, of_weight, of_bias, residual, dresidual_out)
     factor, shift = _factor(weight, weight_offset), wide(bias)
@@ -168,7 +169,7 @@ def rms_norm_backward(
     seed: int | None = None,
     parameter_gradients: bool = True,
 ) -> Backward:
-    """See `fusednorm.reference.rms_norm_backward`; without a saved rstd the reference computes the call.
+    """See `fusednorm.reference.rms_norm_backward`; without a saved rstd `fallback` computes the call.
 
     dx is LayerNorm's for a mean of zero plus rstd * mean(g), which LayerNorm's formula subtracts.
     """
@@ -182,7 +183,8 @@ def rms_norm_backward(
     if not is_taken or rstd is None:
         sums: dict[str, Any] = {"residual": residual, "dresidual_out": dresidual_out}
         sums |= {"dropout": dropout, "seed": seed, "parameter_gradients": parameter_gradients}
-        return reference.rms_norm_backward(dy, x, weight, rstd=rstd, **options, **sums)
+        sums |= {"x": x, "weight": weight, "rstd": rstd}
+        return fallback.compute_backward("rms_norm", dy=dy, **options, **sums)
     of_weight = weight if parameter_gradients else None
     gradients = Gradients(x, of_weight, None, residual, dresidual_out)
     factor = _factor(weight, weight_offset)

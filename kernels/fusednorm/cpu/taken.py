@@ -1,4 +1,4 @@
-"""Decides which calls torch's norms can compute; the reference computes the others, or reports their errors."""
+"""Decides which calls torch's norms can compute; `fusednorm.cpu.fallback` handles the others."""
 
 import math
 

@@ -1,0 +1,142 @@
+"""Calls that torch's norms do not compute alone: `fusednorm.cpu.batch_invariant` computes them.
+
+The reference computes float64, LayerNorm of rows of one value, whose gradient torch's kernel rounds, and small
+calls with parameters for each head, or gradients of scale and shift; it also reports the errors of calls that the
+checks here reject.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusednorm import reference
+from fusednorm.arguments.activations import ACTIVATIONS
+from fusednorm.arguments.checks import check_dropout, has_heads
+from fusednorm.arguments.layouts import in_layout, laid_out
+from fusednorm.cpu import batch_invariant
+from fusednorm.cpu.taken import are_floats, is_epsilon, is_offset
+from fusednorm.errors import KernelInputError
+from fusednorm.results import Backward, Forward
+
+_SMALL_ELEMENTS = 512 * 1024
+"""Elements up to which the reference takes less time without dropout: see `_is_small`."""
+
+_LIKE_X = ("x", "residual", "dy", "dresidual_out", "y", "residual_out", "dx", "dresidual")
+_STATISTICS = ("mean", "rstd")
+
+
+def compute_forward(op: str, **arguments: Any) -> Forward:
+    """Compute a forward pass of `fusednorm.reference` from its arguments, all by name."""
+    if _is_small(arguments) or not _is_supported(op, **arguments):
+        computed: Forward = getattr(reference, f"{op}_forward")(**arguments)
+        return computed
+    results = getattr(batch_invariant, f"{op}_forward")(**_prepare(op, arguments))
+    return Forward(**_restore(op, arguments["x"], results._asdict()))
+
+
+def compute_backward(op: str, *, parameter_gradients: bool, **arguments: Any) -> Backward:
+    """Compute a backward pass of `fusednorm.reference` from its arguments, all by name."""
+    if _is_small(arguments) or not _is_supported(op, **arguments):
+        run = getattr(reference, f"{op}_backward")
+        computed: Backward = run(**arguments, parameter_gradients=parameter_gradients)
+        return computed
+    results: Backward = getattr(batch_invariant, f"{op}_backward")(**_prepare(op, arguments))
+    gradients = Backward(**_restore(op, arguments["x"], results._asdict()))
+    if results.dresidual is results.dx:
+        gradients = gradients._replace(dresidual=gradients.dx)
+    return gradients if parameter_gradients else gradients._replace(dweight=None, dbias=None)
+
+
+def _is_supported(
+    op: str,
+    *,
+    x: Tensor,
+    eps: float,
+    activation: str,
+    dropout: float,
+    seed: int | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    num_groups: int = 0,
+    weight_offset: float = 0.0,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    mean: Tensor | None = None,
+    rstd: Tensor | None = None,
+    stats: bool = False,
+    **like_x: Tensor | None,
+) -> bool:
+    """Whether the arguments are valid, none is float64, and x is neither empty nor in another memory order."""
+    shape = x.shape
+    if op == "group_norm":
+        is_laid_out = len(shape) > 1 and (x.is_contiguous() or (len(shape) > 2 and in_layout(x, True)))
+        if not (is_laid_out and type(num_groups) is int and num_groups > 0 and shape[1] % num_groups == 0):
+            return False
+        of_parameters: tuple[int, ...] = shape[1:2]
+        of_statistics: tuple[int, ...] = (shape[0], num_groups)
+    else:
+        least = 2 if op == "layer_norm" else 1
+        is_laid_out = len(shape) > 0 and shape[-1] >= least
+        of_parameters, of_statistics = shape[-2:] if has_heads(weight, bias) else shape[-1:], shape[:-1]
+    try:
+        check_dropout(dropout, seed)
+    except KernelInputError:
+        return False
+    return (
+        is_laid_out
+        and x.numel() > 0
+        and is_epsilon(eps)
+        and isinstance(activation, str)
+        and activation in ACTIVATIONS
+        and is_offset(weight_offset, weight)
+        and are_floats(shape, x, *like_x.values())
+        and are_floats(of_parameters, weight, bias)
+        and are_floats(shape[:2], scale, shift)
+        and are_floats(of_statistics, mean, rstd)
+        and all(each is None or each.dtype == torch.float32 for each in (mean, rstd))
+    )
+
+
+def _is_small(arguments: dict[str, Any]) -> bool:
+    """Whether the reference takes less time: half of it for a backward pass with parameters for each head."""
+    if arguments["x"].numel() > _SMALL_ELEMENTS or arguments["dropout"]:
+        return False
+    if has_heads(arguments["weight"], arguments.get("bias")):
+        return True
+    return "dy" in arguments and not (arguments.get("scale") is arguments.get("shift") is None)
+
+
+def _prepare(op: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with tensors as `batch_invariant` takes them."""
+    x, prepared = arguments["x"], dict(arguments)
+    if op == "group_norm":
+        channels_last = not x.is_contiguous()
+        for name in _LIKE_X:
+            if prepared.get(name) is not None:
+                prepared[name] = laid_out(prepared[name], channels_last)
+        return prepared
+    # [heads, cols] or [cols]
+    of_row = x.shape[-2:] if has_heads(arguments["weight"], arguments.get("bias")) else x.shape[-1:]
+    count = math.prod(x.shape[: -len(of_row)])
+    for names, shape in ((_LIKE_X, (count, *of_row)), (_STATISTICS, (count, *of_row[:-1]))):
+        for name in names:
+            tensor = prepared.get(name)
+            if tensor is not None and not (tensor.shape == shape and tensor.is_contiguous()):
+                prepared[name] = tensor.reshape(shape).contiguous()
+    return prepared
+
+
+def _restore(op: str, x: Tensor, results: dict[str, Any]) -> dict[str, Any]:
+    """Results in the shapes of the operation's own, none of them a view, which torch would not change in place."""
+    is_rows = op != "group_norm"
+    for name, result in results.items():
+        if result is None:
+            continue
+        if name in _LIKE_X:
+            result = result.view(x.shape) if is_rows else laid_out(result, not x.is_contiguous())
+        elif name in _STATISTICS and is_rows:
+            result = result.view(x.shape[:-1])
+        results[name] = result.new_empty(0).set_(result) if result._is_view() else result
+    return results
