@@ -5,11 +5,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fusednorm.cpu.taken import summed
+from fusednorm.cpu.pieces import piece_rows, row_pieces
+from fusednorm.cpu.taken import in_dtype_of, summed
 from fusednorm.results import Backward
-
-_PIECE = 2**17
-"""The number of elements that are widened at a time: about as many as stay in the cache during the computation."""
 
 
 class Gradients:
@@ -40,7 +38,7 @@ class Gradients:
         count, cols = self._rows.shape
         gradient, centre, inverse = dy.reshape(-1, cols), mean.reshape(-1, 1), rstd.reshape(-1, 1)
         is_wide = self._x.dtype == dy.dtype == torch.float32 and self._residual is None
-        at_once = count if is_wide else max(1, _PIECE // cols)
+        at_once = count if is_wide else piece_rows(cols)
         if count <= at_once:
             self._piece = slice(0, count)
             yield summed(self._rows, self._residual), gradient.float(), centre, inverse
@@ -48,8 +46,8 @@ class Gradients:
         self._dx = torch.empty(self._rows.shape, dtype=self._x.dtype, device="cpu")
         if self._has_own_dresidual and self._residual is not None:
             self._dresidual = torch.empty(self._rows.shape, dtype=self._residual.dtype, device="cpu")
-        for start in range(0, count, at_once):
-            self._piece = piece = slice(start, start + at_once)
+        for piece in row_pieces(count, cols):
+            self._piece = piece
             h = summed(self._rows[piece], None if self._residual is None else self._residual[piece])
             yield h, gradient[piece].float(), centre[piece], inverse[piece]
 
@@ -76,13 +74,10 @@ class Gradients:
         dx.resize_(x.shape)
         if self._residual is not None:
             dresidual = dx if dresidual is None else dresidual.resize_(x.shape)
-        return Backward(dx, _as(self._dweight, self._weight), _as(self._dbias, self._bias), dresidual)
+        return Backward(
+            dx, in_dtype_of(self._dweight, self._weight), in_dtype_of(self._dbias, self._bias), dresidual
+        )
 
 
 def _added(total: Tensor | None, more: Tensor | None) -> Tensor | None:
     return more if total is None or more is None else total.add_(more)
-
-
-def _as(gradient: Tensor | None, parameter: Tensor | None) -> Tensor | None:
-    """The gradient in its parameter's dtype, or None without a parameter."""
-    return None if gradient is None or parameter is None else gradient.to(parameter.dtype)

@@ -10,12 +10,17 @@ PIECE_ELEMENTS = 128 * 1024
 """Elements computed at once, so that their float32 intermediates stay in a core's cache."""
 
 
+def piece_rows(cols: int) -> int:
+    """The number of rows in a piece."""
+    return max(1, PIECE_ELEMENTS // cols)
+
+
 def row_pieces(rows: int, cols: int, heads: int = 0) -> Iterator[slice]:
     """Ranges of rows, each of at most a piece's elements or one row.
 
     Args: heads: each token has so many rows; a range is of whole tokens or of some heads of one.
     """
-    step = max(1, PIECE_ELEMENTS // cols)
+    step = piece_rows(cols)
     if heads and step < heads:
         return (
             slice(token + start, token + min(start + step, heads))

@@ -55,3 +55,8 @@ def summed(x: Tensor, residual: Tensor | None) -> Tensor:
         return x.float()
     # torch would round the sum of two 16-bit tensors; a copy of x is used for the sum.
     return x + residual if x.dtype == torch.float32 else x.float().add_(residual)
+
+
+def in_dtype_of(gradient: Tensor | None, parameter: Tensor | None) -> Tensor | None:
+    """The gradient in its parameter's dtype, or None without a parameter."""
+    return None if gradient is None or parameter is None else gradient.to(parameter.dtype)

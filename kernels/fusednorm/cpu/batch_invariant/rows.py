@@ -14,7 +14,7 @@ from fusednorm.cpu.batch_invariant.parameters import Parameter, add_gradient, af
 from fusednorm.cpu.dropout import Dropout, dropout_of
 from fusednorm.cpu.epilogue import backpropagate_epilogue, finish_
 from fusednorm.cpu.pieces import row_pieces
-from fusednorm.cpu.taken import summed, wide
+from fusednorm.cpu.taken import in_dtype_of, summed, wide
 from fusednorm.results import Backward, Forward
 
 
@@ -219,7 +219,7 @@ class _Gradients:
             add_gradient(self._dbias, dbias, piece)
 
     def result(self) -> Backward:
-        dweight, dbias = _as(self._dweight, self._weight), _as(self._dbias, self._bias)
+        dweight, dbias = in_dtype_of(self._dweight, self._weight), in_dtype_of(self._dbias, self._bias)
         return Backward(self._dx, dweight, dbias, self._dresidual)
 
 
@@ -253,7 +253,3 @@ def _rms_rstd(h: Tensor, eps: float) -> Tensor:
 
 def _flat(*statistics: Tensor) -> list[Tensor]:
     return [statistic.reshape(-1) for statistic in statistics]
-
-
-def _as(gradient: Tensor | None, parameter: Tensor | None) -> Tensor | None:
-    return None if gradient is None or parameter is None else gradient.to(parameter.dtype)
