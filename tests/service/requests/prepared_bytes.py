@@ -139,7 +139,8 @@ def local(prepared: PreparedCalls) -> dict[str, Call]:
 
     def frame(message: frames.Compute | list[frames.Compute]) -> None:
         for request in Connection._read(connection, msgspec.json.encode(message)):
-            job = operations.plan(request, arena, prepared, RequestRecord()).job()
+            plan, layer = operations.plan(request, arena, prepared, RequestRecord())
+            job = plan.job(layer)
             of_backend = recurring(job)
             assert of_backend is not None
             of_backend.run()
