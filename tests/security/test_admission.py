@@ -102,7 +102,7 @@ def test_another_address_keeps_no_budget_from_a_user(server, api, until):
 @pytest.fixture(scope="module")
 def strict(launched):
     """Bodies are never too slow for themselves, and soon so for others."""
-    return launched("--min-body-bytes-per-s", "0", "--body-grace-s", "0.5")
+    return launched("--min-body-bytes-per-s", "0", "--body-grace-s", "1")
 
 
 def test_what_stalls_gives_way_also_to_its_own_address(strict, until):
