@@ -30,6 +30,8 @@ def main() -> int:
     arguments = parser.parse_intermixed_args()
     action: Callable[[str, str], Result] = record if arguments.action == "record" else replay
     chosen = [each for each in RECORDED if all(word in ", ".join(each) for word in arguments.words)]
+    if not chosen:
+        parser.error(f"no scene and transport contain all of {' '.join(arguments.words)}")
     failed = 0
     with ThreadPoolExecutor(arguments.jobs) as pool:
         futures = [(each, pool.submit(action, *each)) for each in chosen]
@@ -42,7 +44,7 @@ def main() -> int:
             print(f"{scene} over {transport}: {f'{len(found)} differences' if found else arguments.action + 'ed'}")
             for line in found:
                 print(f"    {line}", flush=True)
-    return 1 if failed or not chosen else 0
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ _as_result: Any = tuple.__new__
 _PASSES: list["Pass[Any]"] = []
 
 _LOOK_EVERY = 256
-"""Replays by Python from one look for the host extension to the next: a look costs about as much as one of them."""
+"""Replays by Python between two searches for the host extension; a search costs about as much as one replay."""
 
 _extension: Any = None
 _load: Callable[[bool], Any] | None = None
