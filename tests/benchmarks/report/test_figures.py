@@ -9,8 +9,8 @@ from benchmarks.report.documents import DOCUMENTS, PART, ROOT, TEMPLATES, Render
 from benchmarks.report.literal import FIGURE, exempt_passages, figures_in, literal_figures
 
 WITHOUT_A_CSV = {
-    # Python's version, and how long the host extension takes to compile, which adr/0020 says, too.
-    "README.md": ["3.11", "20 s"],
+    # Python's version.
+    "README.md": ["3.11"],
 }
 """Figures in documents outside of their rendered parts."""
 
