@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import fusednorm
 import torch
@@ -17,8 +18,8 @@ from benchmarks.providers import others
 from benchmarks.workload.cells import Cell
 from benchmarks.workload.problem import EPS, Problem, Results
 
-PROVIDERS = ("torch", "fusednorm", "fusednorm_python", "liger")
-"""`fusednorm` uses its host extension, `fusednorm_python` does not."""
+PROVIDERS = ("torch", "fusednorm", "fusednorm_python", "fusednorm_planned", "liger")
+"""Known calls are repeated by the host extension, by Python (`_python`), or planned each time (`_planned`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +165,8 @@ def settings(provider: str) -> AbstractContextManager[object]:
     """The context in which a provider's calls are made and timed."""
     if provider == "fusednorm":
         return _with_extension()
+    if provider == "fusednorm_planned":
+        return _without_replays()
     return _without_extension() if provider == "fusednorm_python" else nullcontext()
 
 
@@ -188,6 +191,14 @@ def _without_extension() -> Any:
         yield
     finally:
         replay.use(extension)
+
+
+@contextmanager
+def _without_replays() -> Any:
+    """Each call is checked and planned."""
+    again = patch.object(replay.Pass, "again", lambda *_: None)
+    with _without_extension(), again, patch.object(replay.Pass, "learn", lambda *_: None):
+        yield
 
 
 def _load_extension() -> None:

@@ -9,6 +9,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "copy": {"color": "0.35", "linestyle": "--", "linewidth": 1.2},
     "fusednorm": {"color": "#c1272d", "marker": "o", "linewidth": 2.2, "zorder": 3},
     "fusednorm_python": {"color": "#e7868a", "marker": "p"},
+    "fusednorm_planned": {"color": "#f4c7c3", "marker": "h"},
     "torch": {"color": "#e08214", "marker": "s"},
     "compile": {"color": "#35978f", "marker": "^"},
     "liger": {"color": "#2166ac", "marker": "v"},

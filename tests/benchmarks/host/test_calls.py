@@ -1,5 +1,6 @@
 from dataclasses import replace
 
+import fusednorm
 import pytest
 import torch
 from fusednorm.launch import replay
@@ -7,7 +8,7 @@ from fusednorm.launch import replay
 from benchmarks.harness.oracle import Oracle
 from benchmarks.host.calls import PROVIDERS, NoExtensionError, call_of, settings
 from benchmarks.host.cells import CELLS, FORWARD_BACKWARD
-from benchmarks.workload.problem import Problem, Run, Tensors
+from benchmarks.workload.problem import EPS, Problem, Run, Tensors
 
 NEEDS_GPU = {("torch", "rms_norm", "backward")}
 """torch has no operator for it elsewhere."""
@@ -49,6 +50,17 @@ def test_the_extension_is_put_aside_and_put_back(monkeypatch):
     assert replay.in_use() is extension
     with settings("fusednorm"):
         assert replay.in_use() is extension
+
+
+def test_without_replays_no_call_is_looked_up(monkeypatch, device):
+    looked_up = []
+    monkeypatch.setattr(replay.Pass, "_known", lambda *call: looked_up.append(call))
+    x = torch.randn(6, 64, device=device)
+    with settings("fusednorm_planned"):
+        fusednorm.layer_norm_forward(x, eps=EPS)
+    assert not looked_up
+    fusednorm.layer_norm_forward(x, eps=EPS)
+    assert looked_up
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the extension may be there")
