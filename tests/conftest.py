@@ -168,6 +168,9 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """How many tests a machine without a GPU leaves out."""
+    """Report how many tests a machine without a GPU leaves out, and why tests have been run once more."""
+    for report in terminalreporter.getreports("rerun"):
+        terminalreporter.section(f"passed or failed once more: {report.nodeid}")
+        terminalreporter.write_line(report.longreprtext)
     if left_out := config.stash.get(_LEFT_OUT, 0):
         terminalreporter.write_line(f"{left_out} tests that need a GPU were left out; `make test-gpu` runs them")
