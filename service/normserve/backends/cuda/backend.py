@@ -14,16 +14,15 @@ from fusednorm.errors import KernelInputError
 from fusednorm.warm.at_once import compile_at_once
 from torch import Tensor
 
-from normserve.backends.base import Depth, InFlight
+from normserve.backends.base import Depth
 from normserve.backends.cuda.ahead import CompilingAhead, Model
 from normserve.backends.cuda.chunked_work import Workspace, chunked_work, is_chunked, workspace
 from normserve.backends.cuda.copies import transfer_of
 from normserve.backends.cuda.cuda_streams import CudaStreams
 from normserve.backends.cuda.device_work import Work, device_work, is_in_reach, shareable
-from normserve.backends.cuda.flights import InItsPlaces, OnTheDevice
 from normserve.backends.cuda.graphs import CudaGraphs
-from normserve.backends.cuda.in_flight import AnyFlight, StageSeconds
-from normserve.backends.cuda.in_place import Workplace, Workplaces
+from normserve.backends.cuda.in_flight import PendingBatch
+from normserve.backends.cuda.in_place import Workplaces
 from normserve.backends.cuda.parcels import is_packed, places_of
 from normserve.backends.cuda.pinned import pinned_memory, pinned_segments, registered
 from normserve.backends.cuda.replayer import build, driver
@@ -48,7 +47,7 @@ from normserve.errors import (
     NormserveError,
 )
 from normserve.jobs.device import DeviceInfo
-from normserve.jobs.job import Batch, Execution, Lane, NormJob, Op, Recurrence
+from normserve.jobs.job import Batch, Lane, NormJob, Op, Recurrence
 from normserve.memory.device_segments import Device
 from normserve.memory.host_tensors import HostTensor
 from normserve.memory.slabs import SlabPool, Source
@@ -156,9 +155,9 @@ class TritonBackend:
             return False
         return (job.places is not None and len(batch.jobs) == 1) or self._slabs.has_idle(nbytes)
 
-    def run(self, batch: Batch) -> InFlight:
+    def run(self, batch: Batch) -> PendingBatch:
         if len(batch.jobs) == 1 and (work := self._work_of(batch.jobs[0])) is not None:
-            return self._run_work(work)
+            return work.start()
         flight = self._run_from_host(batch)
         # What is computed in place goes where it comes from, if it is alone.
         if not is_packed(batch):
@@ -177,32 +176,23 @@ class TritonBackend:
                 self._ran.clear()
             self._ran[key] = places_of(results)[1]
 
-    def _run_from_host(self, batch: Batch) -> InFlight:
+    def _run_from_host(self, batch: Batch) -> PendingBatch:
         began = time.perf_counter()
         workplace = self._workplaces.prepare(batch)
         if workplace is None:
             transfer = transfer_of(batch, self._slabs, fusednorm, _DEVICE)
             packed_s = time.perf_counter() - began
-            flight: AnyFlight = transfer.start(self._pipelines[batch.lane])
+            pending = transfer.start(self._pipelines[batch.lane])
             shares = split(batch, transfer.results)
             kernel_bytes = kernel_bytes_of(batch, shares)
         else:
             packed_s = time.perf_counter() - began
-            flight = self._pipelines[batch.lane].start_one(Workplace.compute, workplace)
+            pending = self._pipelines[batch.lane].start_one(workplace.compute, workplace)
             # While the device computes it.
             shares = workplace.shares()
             kernel_bytes = workplace.kernel_bytes(shares)
-
-        def execution(took: StageSeconds) -> Execution:
-            return Execution(
-                outputs=shares,
-                kernel_bytes=kernel_bytes,
-                copy_in_s=packed_s + took.copy_in,
-                kernel_s=took.compute,
-                copy_out_s=took.copy_out,
-            )
-
-        return OnTheDevice(flight, execution)
+        pending.expect(shares, kernel_bytes, packed_s=packed_s, are_placed=False)
+        return pending
 
     def computes_alone(self, job: NormJob) -> bool:
         return is_in_reach(job) or is_chunked(job)
@@ -226,14 +216,6 @@ class TritonBackend:
             return device_work(job, fusednorm, self._pipelines[Lane.SMALL], self._replays)
         return chunked_work(job, fusednorm, self._workspaces)
 
-    def _run_work(self, work: Work) -> InFlight:
-        """A job alone, in memory that its client has."""
-        flight = work.pipeline.start_one(Work.compute, work, work.marks)
-        # While the device computes it.
-        if work.is_worth_a_graph:
-            work.pipeline.aside(work.capture)
-        return InItsPlaces(flight, work)
-
     @torch.inference_mode()
     def compile(self, job: NormJob) -> None:
         compile_at_once(_model(torch.device(_DEVICE)), lambda: _call_without_memory(job))
@@ -255,7 +237,7 @@ class TritonBackend:
         work = recurrence.prepared
         if not isinstance(work, Work) or (graph := work.graph) is None:
             return None
-        marks = [(came.cuda_event, computed.cuda_event) for came, computed in work.marks]
+        marks = [(part.arrived.cuda_event, part.computed.cuda_event) for part in work.marks]
         return Replay(graph.raw_cuda_graph_exec(), work.pipeline.compute_stream.cuda_stream, marks, (graph, work))
 
     def make_replayer(self) -> Replayer | None:

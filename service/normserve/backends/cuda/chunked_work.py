@@ -11,7 +11,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from normserve.backends.cuda.copies import Chunked, chunks_of, copy_in, copy_out
+from normserve.backends.cuda.copies import Chunked, chunks_of
 from normserve.backends.cuda.device_work import Work
 from normserve.backends.cuda.graphs import CudaGraphs
 from normserve.backends.cuda.parcels import at_places
@@ -96,7 +96,7 @@ def chunked_work(job: NormJob, library: ModuleType, places: Iterator[Workspace])
         marks = place.pipeline.marks(len(parts))
 
         def put() -> None:
-            place.pipeline.put_parts(copy_in, stages.compute, copy_out, parts=parts, marks=marks)
+            place.pipeline.put(parts, marks)
 
         repeated = Repeated(put, job.spec, place.replays)
     return Work(results, kernel_bytes(job, results), place.pipeline, repeated, marks)

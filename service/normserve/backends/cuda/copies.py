@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from normserve.backends.cuda.in_flight import DividedFlight, Flight
+from normserve.backends.cuda.in_flight import PendingBatch
 from normserve.backends.cuda.parcels import (
     Bundle,
     at_places,
@@ -101,10 +101,12 @@ class Whole:
     """A batch in one piece, and the stages that it goes through.
 
     Attributes:
-        results: of the launch, once it is started; complete when it has landed.
+        results: of the launch, once it is started; complete when it is over.
     """
 
     results: Mapping[str, HostTensor]
+    _there: dict[str, Tensor]
+    _outputs: dict[str, Tensor] | Bundle
 
     def __init__(self, batch: Batch, slabs: SlabPool, library: ModuleType, device: str) -> None:
         self._batch = batch
@@ -114,17 +116,20 @@ class Whole:
         self._device = device
 
     @torch.inference_mode()
-    def start(self, pipeline: Pipeline) -> Flight:
+    def start(self, pipeline: Pipeline) -> PendingBatch:
         """Put the stages on a pipeline's streams."""
-        stages = self._copy_in, self._compute, self._copy_out
-        flight = pipeline.start(*stages, first=(self._batch, self._parcel))
-        self.results = flight.value
-        return flight
+        return pipeline.start(lambda: [self], None)
 
-    def _copy_in(self, _: object) -> dict[str, Tensor]:
-        return self._parcel.brought(self._on_the_device)
+    def copy_in(self) -> None:
+        self._there = self._parcel.brought(self._on_the_device)
 
-    def _compute(self, tensors: dict[str, Tensor]) -> dict[str, Tensor] | Bundle:
+    def compute(self) -> None:
+        self._outputs = self._computed(self._there)
+
+    def copy_out(self) -> None:
+        self.results = self._copied_out(self._outputs)
+
+    def _computed(self, tensors: dict[str, Tensor]) -> dict[str, Tensor] | Bundle:
         job = self._batch.jobs[0]
         spec, results = job.spec, results_to_write(job, sum([each.rows for each in self._batch.jobs]))
         inputs = {name: channels_first(spec, name, tensor) for name, tensor in tensors.items()}
@@ -137,7 +142,7 @@ class Whole:
         call_of(self._library, spec, inputs, {"out": destinations(spec, bundle.tensors())})()
         return bundle
 
-    def _copy_out(self, outputs: dict[str, Tensor] | Bundle) -> dict[str, HostTensor]:
+    def _copied_out(self, outputs: dict[str, Tensor] | Bundle) -> dict[str, HostTensor]:
         jobs = self._batch.jobs
         if len(jobs) == 1 and jobs[0].places is not None:
             return written(outputs.tensors() if isinstance(outputs, Bundle) else outputs, jobs[0].places)
@@ -176,19 +181,16 @@ class Divided:
         self._device = device
 
     @torch.inference_mode()
-    def start(self, pipeline: Pipeline) -> DividedFlight:
+    def start(self, pipeline: Pipeline) -> PendingBatch:
         """Put the stages of all chunks on a pipeline's streams."""
         stages = self._stages
-        there: dict[str, Tensor] = {}
 
-        def allocate() -> None:
-            for name, tensor in stages.on_host().items():
-                there[name] = torch.empty_like(tensor, device=self._device)
+        def make_parts() -> Sequence[Chunk]:
+            return stages.parts(
+                {name: torch.empty_like(tensor, device=self._device) for name, tensor in stages.on_host().items()}
+            )
 
-        # As of one stream always, for torch's allocator: it is given back when no stream uses it any more.
-        pipeline.aside(allocate)
-        parts = stages.parts(there)
-        return pipeline.start_parts(copy_in, stages.compute, copy_out, parts=parts, held=(stages, parts))
+        return pipeline.start(make_parts, stages)
 
 
 class Chunked:
@@ -221,7 +223,7 @@ class Chunked:
         came, job = self._came, self._job
         parameters = {name: there[name] for name in came if is_parameter(name)}
         parts = [
-            Chunk(*each)
+            Chunk(self, *each)
             for each in zip(
                 self._divided({name: tensor for name, tensor in came.items() if name not in parameters}),
                 self._divided({name: there[name] for name in came if name not in parameters}),
@@ -251,19 +253,19 @@ class Chunked:
 class Chunk(NamedTuple):
     """The tensors of one chunk by their names: as they came, on the device, the results there, and their places."""
 
+    of: Chunked
     came: dict[str, Tensor]
     inputs: dict[str, Tensor]
     results: dict[str, Tensor]
     places: dict[str, Tensor]
 
+    def copy_in(self) -> None:
+        for name, tensor in self.inputs.items():
+            tensor.copy_(self.came[name], non_blocking=True)
 
-def copy_in(chunk: Chunk) -> None:
-    """Bring one to the device, by the thread's current stream."""
-    for name, tensor in chunk.inputs.items():
-        tensor.copy_(chunk.came[name], non_blocking=True)
+    def compute(self) -> None:
+        self.of.compute(self)
 
-
-def copy_out(chunk: Chunk) -> None:
-    """Bring its results to their places, by the thread's current stream."""
-    for name, tensor in chunk.places.items():
-        tensor.copy_(chunk.results[name], non_blocking=True)
+    def copy_out(self) -> None:
+        for name, tensor in self.places.items():
+            tensor.copy_(self.results[name], non_blocking=True)

@@ -1,7 +1,7 @@
 """Jobs whose tensors and results are accessed where they are: in device memory, or in registered host memory."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from types import ModuleType
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normserve.backends.cuda.in_flight import Marks
+from normserve.backends.cuda.in_flight import PartMarks, PendingBatch
 from normserve.backends.cuda.parcels import at_places
 from normserve.backends.cuda.pinned import device_view, is_registered
 from normserve.backends.cuda.replays import Repeated, Replays
@@ -65,13 +65,22 @@ class Work:
         kernel_bytes: int,
         pipeline: Pipeline,
         repeated: Repeated,
-        marks: Marks = (),
+        marks: Sequence[PartMarks] = (),
     ) -> None:
         self.results = results
         self.kernel_bytes = kernel_bytes
         self.pipeline = pipeline
         self.marks = marks
         self._repeated = repeated
+
+    def start(self) -> PendingBatch:
+        """Launch it, of what its tensors hold then."""
+        pending = self.pipeline.start_one(self.compute, self, self.marks)
+        # While the device computes it.
+        pending.expect((self.results,), (self.kernel_bytes,), are_placed=True)
+        if self.is_worth_a_graph:
+            self.pipeline.aside(self.capture)
+        return pending
 
     def compute(self) -> None:
         """Put it on the thread's current stream."""

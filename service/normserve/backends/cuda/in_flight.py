@@ -1,9 +1,12 @@
-"""What has been put on streams and is not over yet, and how long its stages take."""
+"""Batches that have been put on streams and are not over yet, and how long their stages take."""
 
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
+
+from normserve.backends.base import InFlight
+from normserve.jobs.job import Execution
+from normserve.memory.host_tensors import HostTensor
 
 
 class Event(Protocol):
@@ -22,6 +25,20 @@ class Event(Protocol):
     def elapsed_time(self, end_event: Any) -> float: ...
 
 
+class PartMarks(NamedTuple):
+    """The moments of one part of a batch that is copied.
+
+    Attributes:
+        arrived: the end of its copy-in.
+        started: the beginning of its computation; `arrived` where nothing else can delay it.
+        computed: the end of its computation.
+    """
+
+    arrived: Event
+    started: Event
+    computed: Event
+
+
 class StageSeconds(NamedTuple):
     """How long each stage took on the device, without its wait for the one before."""
 
@@ -30,133 +47,102 @@ class StageSeconds(NamedTuple):
     copy_out: float
 
 
-class AnyFlight(ABC):
-    """A batch on the device, which has landed once its last event is over."""
+class PendingBatch(InFlight):
+    """A batch on the device, which is over once its last event is."""
 
-    __slots__ = ("_ended", "_has_landed", "_held", "_spare")
-
-    def __init__(self, held: object, ended: Event, spare: list[Event]) -> None:
-        """Args:
-        held: what the stages work on.
-        ended: the end of all of them.
-        spare: takes the events once they are over.
-        """
-        self._held = held
-        self._ended = ended
-        self._spare = spare
-        self._has_landed = False
-
-    def lands_within(self, seconds: float) -> bool:
-        """Watch for its end, for so long at most; whether it is over."""
-        self._has_landed = _passes_within(self._ended, seconds)
-        return self._has_landed
-
-    def wait(self) -> StageSeconds:
-        """Block until it is over, and release what it worked on; called once."""
-        if not self._has_landed:
-            self._ended.synchronize()
-        self._held = None
-        return self._took()
-
-    @abstractmethod
-    def _took(self) -> StageSeconds:
-        """Read the events and give them back."""
-
-
-class Flight(AnyFlight):
-    """A batch that is on its way through the stages.
-
-    Attributes:
-        value: what the last stage gave; its memory is written to until `wait` returns.
-    """
-
-    __slots__ = ("_marks", "_spans", "value")
+    __slots__ = (
+        "_are_placed",
+        "_began",
+        "_ended",
+        "_events",
+        "_held",
+        "_is_over",
+        "_kernel_bytes",
+        "_leaving",
+        "_outputs",
+        "_packed_s",
+        "_parts",
+        "_spare",
+    )
 
     def __init__(
         self,
-        value: Any,
-        spans: list[tuple[Event, Event]],
-        held: list[Any],
-        marks: list[Event],
+        began: Event,
+        parts: Sequence[PartMarks],
+        leaving: Event | None,
+        ended: Event,
+        *,
+        held: object,
+        events: Sequence[Event],
         spare: list[Event],
     ) -> None:
-        super().__init__(held, marks[-1], spare)
-        self.value = value
-        self._spans = spans
-        self._marks = marks
+        """Make it.
 
-    def _took(self) -> StageSeconds:
-        took = [began.elapsed_time(ended) / 1000 for began, ended in self._spans]
-        self._spare.extend(self._marks)
-        return StageSeconds(*took)
-
-
-class DividedFlight(AnyFlight):
-    """A batch that is on its way through the stages in parts, whose stages overlap."""
-
-    __slots__ = ("_began", "_came", "_computed")
-
-    def __init__(
-        self, began: Event, came: list[Event], computed: list[Event], ended: Event, held: object, spare: list[Event]
-    ) -> None:
-        """Args: came, computed: the end of copy-in and of compute of each part."""
-        super().__init__(held, ended, spare)
-        self._began = began
-        self._came, self._computed = came, computed
-
-    def _took(self) -> StageSeconds:
-        took = took_of(self._began, [*zip(self._came, self._computed, strict=True)], self._ended)
-        self._spare += (self._began, *self._came, *self._computed, self._ended)
-        return took
-
-
-class LoneFlight(AnyFlight):
-    """A batch between two events, on one stream.
-
-    Attributes:
-        value: what the stage gave; its memory is written to until `wait` returns.
-    """
-
-    __slots__ = ("_began", "_marks", "value")
-
-    def __init__(
-        self, value: Any, held: object, began: Event, ended: Event, spare: list[Event], marks: "Marks" = ()
-    ) -> None:
-        """Args:
-        held: what the stage works on.
-        marks: of its parts, which are copied; none of what is computed where it lies.
+        Args:
+            parts: of what is copied, in their order; empty where nothing is.
+            leaving: the beginning of the last copy-out; None where that is the end of the last computation.
+            held: what the stages work on; its memory is read and written until `wait` returns.
+            events: those of them that `spare` takes once they are over.
         """
-        super().__init__(held, ended, spare)
-        self.value = value
-        self._began = began
-        self._marks = marks
+        self._began, self._parts, self._leaving, self._ended = began, parts, leaving, ended
+        self._held, self._events, self._spare = held, events, spare
+        self._is_over = False
 
-    def _took(self) -> StageSeconds:
-        took = took_of(self._began, self._marks, self._ended)
-        self._spare += (self._began, self._ended)
+    def expect(
+        self,
+        outputs: tuple[Mapping[str, HostTensor], ...],
+        kernel_bytes: tuple[int, ...],
+        *,
+        packed_s: float = 0.0,
+        are_placed: bool,
+    ) -> None:
+        """Say what it computes, in the words of `Execution`; while the device computes it.
+
+        Args: packed_s: that its tensors took to be gathered.
+        """
+        self._outputs, self._kernel_bytes = outputs, kernel_bytes
+        self._packed_s, self._are_placed = packed_s, are_placed
+
+    def lands_within(self, seconds: float) -> bool:
+        self._is_over = _passes_within(self._ended, seconds)
+        return self._is_over
+
+    def wait(self) -> Execution:
+        """Block until it is over, and release what it worked on."""
+        if not self._is_over:
+            self._ended.synchronize()
+        self._held = None
+        copy_in_s, kernel_s, copy_out_s = self.measure()
+        return Execution(
+            self._outputs,
+            self._kernel_bytes,
+            self._packed_s + copy_in_s,
+            kernel_s,
+            copy_out_s,
+            self._are_placed,
+        )
+
+    def measure(self) -> StageSeconds:
+        """Divide the time on the device among the stages, and give the events back; called once, when it is over.
+
+        The times of several parts overlap, and their sum is the whole: copy-in is the time in which the next part
+        is awaited and none is computed; copy-out is the time after the last part is computed.
+        """
+        began = self._began
+        whole_s = began.elapsed_time(self._ended) / 1000
+        took = StageSeconds(0.0, whole_s, 0.0)
+        if self._parts:
+            copy_in_s = compute_s = before = 0.0
+            for arrived, started, computed in self._parts:
+                arrived_s, computed_s = began.elapsed_time(arrived) / 1000, began.elapsed_time(computed) / 1000
+                started_s = arrived_s if started is arrived else began.elapsed_time(started) / 1000
+                copy_in_s += max(0.0, arrived_s - before)
+                compute_s += computed_s - max(before, started_s)
+                before = computed_s
+            leaving_s = before if self._leaving is None else began.elapsed_time(self._leaving) / 1000
+            took = StageSeconds(copy_in_s, compute_s, whole_s - leaving_s)
+        self._spare.extend(self._events)
         return took
-
-
-Marks = Sequence[tuple[Event, Event]]
-"""Of each part the end of its copy-in and of its compute stage."""
-
-
-def took_of(began: Event, marks: Marks, ended: Event) -> StageSeconds:
-    """Divide the time of parts that overlap among the stages, so that their sum is the whole.
-
-    Copy-in is the time in which the next part is awaited and none is computed; copy-out is the time after the last
-    part is computed.
-    """
-    whole_s = began.elapsed_time(ended) / 1000
-    if not marks:
-        return StageSeconds(0.0, whole_s, 0.0)
-    copy_in_s = compute_s = before = 0.0
-    for came, computed in marks:
-        arrived, done = began.elapsed_time(came) / 1000, began.elapsed_time(computed) / 1000
-        copy_in_s += max(0.0, arrived - before)
-        compute_s += done - max(before, arrived)
-        before = done
-    return StageSeconds(copy_in_s, compute_s, whole_s - before)
 
 
 def _passes_within(event: Event, seconds: float) -> bool:

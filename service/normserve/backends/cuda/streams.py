@@ -1,16 +1,15 @@
 """Three stages on three streams: while one batch is computed, the next is copied in and the previous one out.
 
-This module keeps the order.  The stages, streams and events themselves belong to the caller.
+This module keeps the order.  What is copied and computed, and the streams and events themselves, belong to the
+caller.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
-from normserve.backends.cuda.in_flight import DividedFlight, Event, Flight, LoneFlight, Marks
-
-_P = TypeVar("_P")
+from normserve.backends.cuda.in_flight import Event, PartMarks, PendingBatch
 
 
 class Stream(Protocol):
@@ -32,6 +31,14 @@ class Streams(Protocol):
         """Work of this thread is put on that stream inside; afterwards on any."""
 
 
+class Part(Protocol):
+    """One launch of a batch and its copies, each put on the thread's current stream, in this order."""
+
+    def copy_in(self) -> None: ...
+    def compute(self) -> None: ...
+    def copy_out(self) -> None: ...
+
+
 class Pipeline:
     """The streams of one lane."""
 
@@ -39,7 +46,7 @@ class Pipeline:
         """Args: apart: each stage has a stream of its own; else all share one, which starts sooner."""
         self._source = streams
         self._streams = [streams.stream() for _ in range(3)] if apart else [streams.stream()] * 3
-        # Events of flights that are over; `wait` adds them.
+        # Events of batches that are over; `PendingBatch.wait` adds them.
         self._spare: list[Event] = []
 
     @property
@@ -47,130 +54,127 @@ class Pipeline:
         """The compute stage's stream."""
         return self._streams[1]
 
-    def start(self, *stages: Callable[[Any], Any], first: Any = None) -> Flight:
-        """Put copy-in, compute and copy-out on their streams, each after the one before it; blocks for none.
-
-        Args:
-            stages: each is called with what the one before it gave, `first` the first.  What they gave stays alive
-                until the flight is over: a device's allocator knows one stream for each block of memory, so a block
-                may be given back only when no stream uses it.
-        """
-        held = [first]
-        spans: list[tuple[Event, Event]] = []
-        marks: list[Event] = []
-        current: Stream | None = None
-        try:
-            for stream, stage in zip(self._streams, stages, strict=True):
-                with self._source.use(stream):
-                    if stream is not current:
-                        current = stream
-                        if marks:
-                            stream.wait_event(marks[-1])
-                        marks.append(self._mark(stream))
-                    held.append(stage(held[-1]))
-                    marks.append(self._mark(stream))
-                    spans.append((marks[-2], marks[-1]))
-        except BaseException:
-            self._settle()
-            raise
-        return Flight(held[-1], spans, held, marks, self._spare)
-
-    def start_parts(self, *stages: Callable[[_P], object], parts: Iterable[_P], held: object) -> DividedFlight:
+    def start(self, make_parts: Callable[[], Sequence[Part]], held: object) -> PendingBatch:
         """Put copy-in, compute and copy-out of each part on their streams; blocks for none.
 
         While a part is copied in, the one before it is copied out.
 
         Args:
-            stages: each is called with every part.
-            held: stays alive until the flight is over; what the stages work on.
+            make_parts: called once, with copy-in's stream as the thread's own.  The parts stay alive until the
+                batch is over: a device's allocator knows one stream for each block of memory, so a block may be
+                given back only when no stream uses it.
+            held: stays alive until then as well.
         """
-        copy_in, compute, copy_out = stages
-        on_way_in, on_device, on_way_out = self._streams
-        came, computed = [], []
+        on_way_in, _, on_way_out = self._streams
+        events: list[Event] = []
         try:
             with self._source.use(on_way_in):
-                began = self._mark(on_way_in)
-            for part in parts:
-                with self._source.use(on_way_in):
-                    copy_in(part)
-                    came.append(self._mark(on_way_in))
-                with self._source.use(on_device):
-                    on_device.wait_event(came[-1])
-                    compute(part)
-                    computed.append(self._mark(on_device))
-                with self._source.use(on_way_out):
-                    on_way_out.wait_event(computed[-1])
-                    copy_out(part)
+                parts = make_parts()
+                began = self._mark(on_way_in, events)
+            marks, leaving = self._put(parts, events, are_measured_apart=len(parts) == 1)
             with self._source.use(on_way_out):
-                ended = self._mark(on_way_out)
+                ended = self._mark(on_way_out, events)
         except BaseException:
             self._settle()
             raise
-        return DividedFlight(began, came, computed, ended, held, self._spare)
+        return PendingBatch(began, marks, leaving, ended, held=(held, parts), events=events, spare=self._spare)
 
-    def put_parts(self, *stages: Callable[[_P], object], parts: Sequence[_P], marks: Marks) -> None:
+    def put(self, parts: Sequence[Part], replayed: Sequence[PartMarks]) -> None:
         """Put copy-in, compute and copy-out of each part on their streams.
 
         They come after all that the compute stage's stream has, and before all that it gets afterwards.  It is the
         thread's, before and after, and what is put on the three streams can be captured from it.
 
-        Args:
-            stages: each is called with every part.
-            marks: of each part; from `marks`.
+        Args: replayed: of each part; from `marks`.
         """
-        copy_in, compute, copy_out = stages
         on_way_in, on_device, on_way_out = self._streams
-        begun = self._mark(on_device)
+        events: list[Event] = []
+        begun = self._mark(on_device, events)
         on_way_in.wait_event(begun)
         on_way_out.wait_event(begun)
-        passed = [begun]
-        for part, (came, computed) in zip(parts, marks, strict=True):
-            with self._source.use(on_way_in):
-                copy_in(part)
-                came.record(on_way_in)
-                passed.append(self._mark(on_way_in))
-            with self._source.use(on_device):
-                on_device.wait_event(passed[-1])
-                compute(part)
-                computed.record(on_device)
-                passed.append(self._mark(on_device))
-            with self._source.use(on_way_out):
-                on_way_out.wait_event(passed[-1])
-                copy_out(part)
-        passed.append(self._mark(on_way_out))
-        on_device.wait_event(passed[-1])
+        self._put(parts, events, replayed=replayed)
+        on_device.wait_event(self._mark(on_way_out, events))
         with self._source.use(on_device):
             # Waits that were put on a stream are for what an event was recorded after then.
-            self._spare += passed
+            self._spare += events
 
-    def marks(self, count: int) -> Marks:
-        """For so many parts."""
-        return [(self._source.mark(), self._source.mark()) for _ in range(count)]
-
-    def start_one(self, stage: Callable[[Any], Any], first: Any, marks: Marks = ()) -> LoneFlight:
+    def start_one(self, stage: Callable[[], object], held: object, marks: Sequence[PartMarks] = ()) -> PendingBatch:
         """Put a stage alone on the compute stage's stream; as `start` with nothing to copy, in half of its steps.
 
-        Args: marks: that the stage records.
+        Args:
+            held: stays alive until the batch is over.
+            marks: that the stage records.
         """
         stream = self._streams[1]
+        events: list[Event] = []
         try:
             with self._source.use(stream):
-                began = self._mark(stream)
-                value = stage(first)
-                ended = self._mark(stream)
+                began = self._mark(stream, events)
+                value = stage()
+                ended = self._mark(stream, events)
         except BaseException:
             self._settle()
             raise
-        return LoneFlight(value, (first, value), began, ended, self._spare, marks)
+        return PendingBatch(began, marks, None, ended, held=(held, value), events=events, spare=self._spare)
+
+    def marks(self, count: int) -> Sequence[PartMarks]:
+        """For so many parts, which each replay of a graph records."""
+        made = [(self._source.mark(), self._source.mark()) for _ in range(count)]
+        return [PartMarks(arrived, arrived, computed) for arrived, computed in made]
 
     def aside(self, work: Callable[[], object]) -> None:
-        """Do something with the compute stage's stream as the thread's own, in no flight's time."""
+        """Do something with the compute stage's stream as the thread's own, in no batch's time."""
         with self._source.use(self._streams[1]):
             work()
 
-    def _mark(self, stream: Stream) -> Event:
+    def _put(
+        self,
+        parts: Sequence[Part],
+        events: list[Event],
+        *,
+        are_measured_apart: bool = False,
+        replayed: Sequence[PartMarks] = (),
+    ) -> tuple[Sequence[PartMarks], Event | None]:
+        """The stages of each part; their moments, and the beginning of the last copy-out.
+
+        Args:
+            events: takes those that are recorded.
+            are_measured_apart: what a stage waits for on its stream, behind other batches, is not its time.
+            replayed: recorded as well, for each part.
+        """
+        on_way_in, on_device, on_way_out = self._streams
+        are_measured_apart = are_measured_apart and on_way_in is not on_device
+        marks: list[PartMarks] = []
+        leaving = None
+        for number, part in enumerate(parts):
+            with self._source.use(on_way_in):
+                part.copy_in()
+                if replayed:
+                    # Before what the next stage waits for: a capture ends with nothing that no stream waits for.
+                    replayed[number].arrived.record(on_way_in)
+                arrived = started = self._mark(on_way_in, events)
+            with self._source.use(on_device):
+                if on_device is not on_way_in:
+                    on_device.wait_event(arrived)
+                if are_measured_apart:
+                    started = self._mark(on_device, events)
+                part.compute()
+                if replayed:
+                    replayed[number].computed.record(on_device)
+                computed = self._mark(on_device, events)
+            with self._source.use(on_way_out):
+                if on_way_out is not on_device:
+                    on_way_out.wait_event(computed)
+                if are_measured_apart:
+                    leaving = self._mark(on_way_out, events)
+                part.copy_out()
+            marks.append(PartMarks(arrived, started, computed))
+        return marks, leaving
+
+    def _mark(self, stream: Stream, events: list[Event]) -> Event:
         event = self._spare.pop() if self._spare else self._source.event()
         event.record(stream)
+        events.append(event)
         return event
 
     def _settle(self) -> None:

@@ -2,12 +2,14 @@
 
 import time
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from normserve.backends.cuda import backend as triton
 from normserve.backends.cuda import chunked_work, replays
 from normserve.backends.cuda.chunked_work import Workspace
+from normserve.backends.cuda.copies import Chunk
 from normserve.backends.cuda.device_work import Work
 from normserve.backends.cuda.streams import Pipeline
 from normserve.backends.launch import ResidentParameters
@@ -158,7 +160,7 @@ def test_the_thread_stays_on_the_stream_that_is_captured():
             return super().use(stream)
 
     pipeline = Pipeline(Streams(urgent=False))
-    pipeline.put_parts(*[lambda part: None] * 3, parts=[1, 2], marks=pipeline.marks(2))
+    pipeline.put([Chunk(Mock(), {}, {}, {}, {})] * 2, pipeline.marks(2))
     assert used[-1] is pipeline.compute_stream
 
 

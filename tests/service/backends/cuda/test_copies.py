@@ -40,7 +40,9 @@ def library():
 def run(slabs, library):
     def run(job):
         transfer = transfer_of(Batch((job,)), slabs, library, "cpu")
-        transfer.start(Pipeline(HostStreams(urgent=False))).wait()
+        pending = transfer.start(Pipeline(HostStreams(urgent=False)))
+        pending.expect((), (), are_placed=False)
+        pending.wait()
         return transfer.results
 
     return run
@@ -165,8 +167,9 @@ def test_memory_that_is_read_is_held_until_the_chunks_have_landed(slabs, library
     job = job_of(x=torch.randn(301, 32))
     transfer = transfer_of(Batch((job,)), slabs, library, "cpu")
     assert isinstance(transfer, Divided)
-    flight = transfer.start(Pipeline(HostStreams(urgent=False)))
+    pending = transfer.start(Pipeline(HostStreams(urgent=False)))
+    pending.expect((), (), are_placed=False)
     del transfer
     assert slabs.used_bytes > 0
-    flight.wait()
+    pending.wait()
     assert slabs.used_bytes == 0

@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 from normserve.backends.cuda.streams import Pipeline
+from normserve.jobs.job import Execution
 
 NAMES = ("in", "compute", "out")
 
@@ -28,6 +29,9 @@ class FakeDevice:
     def event(self):
         self.events += 1
         return FakeEvent(self, self.events)
+
+    def mark(self):
+        return self.event()
 
     @contextlib.contextmanager
     def use(self, stream):
@@ -78,59 +82,81 @@ def pipeline(device):
     return Pipeline(device)
 
 
-def stages(device, label=""):
-    def stage(name):
-        def run(value):
-            device.log.append((device.current.name, f"runs{label}", value))
-            return f"{value}>{name}"
+class FakePart:
+    """Writes into the device's log what runs where.
 
-        return run
+    Attributes:
+        broken: names of the stages that fail.
+    """
 
-    return [stage(name) for name in NAMES]
+    def __init__(self, device, name="x", broken=()):
+        self.device, self.name, self.broken = device, name, broken
+
+    def _run(self, stage):
+        if stage in self.broken:
+            raise MemoryError("dry")
+        self.device.log.append((self.device.current.name, f"runs {stage}", self.name))
+
+    def copy_in(self):
+        self._run("in")
+
+    def compute(self):
+        self._run("compute")
+
+    def copy_out(self):
+        self._run("out")
+
+
+def start(device, pipeline, names="x", broken=None, held=None):
+    """A batch of parts of these names, the last of which may be broken."""
+
+    def make_parts():
+        assert device.current.name == "in"
+        return [FakePart(device, name, broken if name == names[-1] and broken else ()) for name in names]
+
+    return pipeline.start(make_parts, held)
 
 
 def test_each_stage_is_on_its_stream_behind_the_one_before(device, pipeline):
-    flight = pipeline.start(*stages(device), first="x")
-    assert flight.value == "x>in>compute>out"
+    start(device, pipeline)
     assert device.log == [
         ("in", "reaches", 1),
-        ("in", "runs", "x"),
+        ("in", "runs in", "x"),
         ("in", "reaches", 2),
         ("compute", "waits for", 2),
         ("compute", "reaches", 3),
-        ("compute", "runs", "x>in"),
+        ("compute", "runs compute", "x"),
         ("compute", "reaches", 4),
         ("out", "waits for", 4),
         ("out", "reaches", 5),
-        ("out", "runs", "x>in>compute"),
+        ("out", "runs out", "x"),
         ("out", "reaches", 6),
     ]
 
 
 def test_stages_on_one_stream_wait_for_nothing_and_share_their_moments(device):
-    flight = Pipeline(device, apart=False).start(*stages(device), first="x")
+    pending = start(device, Pipeline(device, apart=False))
     assert device.log == [
         ("in", "reaches", 1),
-        ("in", "runs", "x"),
+        ("in", "runs in", "x"),
         ("in", "reaches", 2),
-        ("in", "runs", "x>in"),
+        ("in", "runs compute", "x"),
         ("in", "reaches", 3),
-        ("in", "runs", "x>in>compute"),
+        ("in", "runs out", "x"),
         ("in", "reaches", 4),
     ]
-    took = flight.wait()
+    assert stage_seconds(pending) == (1.0, 1.0, 1.0)
     assert device.log[-1] == ("host", "waits for", 4)
-    assert (took.copy_in, took.compute, took.copy_out) == (1.0, 1.0, 1.0)
 
 
 def test_next_batch_comes_in_before_anybody_waits_for_the_last(device, pipeline):
-    first = pipeline.start(*stages(device, " 1"), first="a")
-    second = pipeline.start(*stages(device, " 2"), first="b")
+    first = start(device, pipeline, "a")
+    second = start(device, pipeline, "b")
     assert not [entry for entry in device.log if entry[0] == "host"]
     # Nothing on the copy-in stream waits, so the second copy runs beside the first one's kernel.
     assert not [entry for entry in device.log if entry[:2] == ("in", "waits for")]
-    first.wait()
-    second.wait()
+    stage_seconds(first)
+    stage_seconds(second)
     assert [entry for entry in device.log if entry[0] == "host"] == [
         ("host", "waits for", 6),
         ("host", "waits for", 12),
@@ -138,35 +164,33 @@ def test_next_batch_comes_in_before_anybody_waits_for_the_last(device, pipeline)
 
 
 def test_stages_are_timed_without_their_waits(device, pipeline):
-    took = pipeline.start(*stages(device)).wait()
-    assert (took.copy_in, took.compute, took.copy_out) == (1.0, 1.0, 1.0)
+    assert stage_seconds(start(device, pipeline)) == (1.0, 1.0, 1.0)
 
 
-def stages_of_parts(device):
-    def stage(part):
-        device.log.append((device.current.name, "runs", part))
-
-    return stage, stage, stage
+def test_what_was_gathered_on_the_host_counts_as_copied_in(device, pipeline):
+    pending = start(device, pipeline)
+    pending.expect(({"y": 1},), (7,), packed_s=0.5, are_placed=True)
+    assert pending.wait() == Execution(({"y": 1},), (7,), 1.5, 1.0, 1.0, are_placed=True)
 
 
 def test_parts_of_a_batch_wait_for_their_own_stages_alone(device, pipeline):
-    pipeline.start_parts(*stages_of_parts(device), parts="ab", held=None)
+    start(device, pipeline, "ab")
     assert device.log == [
         ("in", "reaches", 1),
-        ("in", "runs", "a"),
+        ("in", "runs in", "a"),
         ("in", "reaches", 2),
         ("compute", "waits for", 2),
-        ("compute", "runs", "a"),
+        ("compute", "runs compute", "a"),
         ("compute", "reaches", 3),
         ("out", "waits for", 3),
-        ("out", "runs", "a"),
-        ("in", "runs", "b"),
+        ("out", "runs out", "a"),
+        ("in", "runs in", "b"),
         ("in", "reaches", 4),
         ("compute", "waits for", 4),
-        ("compute", "runs", "b"),
+        ("compute", "runs compute", "b"),
         ("compute", "reaches", 5),
         ("out", "waits for", 5),
-        ("out", "runs", "b"),
+        ("out", "runs out", "b"),
         ("out", "reaches", 6),
     ]
 
@@ -174,45 +198,67 @@ def test_parts_of_a_batch_wait_for_their_own_stages_alone(device, pipeline):
 def test_stages_of_parts_that_overlap_add_up_to_the_whole(device, pipeline):
     held = Memory()
     alive = weakref.ref(held)
-    flight = pipeline.start_parts(*stages_of_parts(device), parts="ab", held=held)
+    pending = start(device, pipeline, "ab", held=held)
     del held
     assert alive() is not None
     device.reached = 5
-    assert not flight.lands_within(0)
+    assert not pending.lands_within(0)
     device.reached = 6
-    assert flight.lands_within(0)
-    took = flight.wait()
+    assert pending.lands_within(0)
     # From 1 to 4 parts came, for 1 of which one was computed; the other was computed at 5, and 6 was the end.
-    assert (took.copy_in, took.compute, took.copy_out) == (2.0, 2.0, 1.0)
+    assert stage_seconds(pending) == (2.0, 2.0, 1.0)
     assert alive() is None
     assert not [entry for entry in device.log if entry[0] == "host"]
     # Its events serve the next.
-    pipeline.start_parts(*stages_of_parts(device), parts="ab", held=None).wait()
+    stage_seconds(start(device, pipeline, "ab"))
     assert device.events == 6
     assert device.log[-1][:2] == ("host", "waits for")
 
 
-@pytest.mark.parametrize("broken", range(3))
-def test_a_part_that_fails_settles_the_streams(device, pipeline, broken):
-    def fail(part):
-        if part == "b":
-            raise MemoryError("dry")
+def test_parts_that_are_captured_come_between_what_the_compute_stream_has_and_gets(device, pipeline):
+    marks = pipeline.marks(2)
+    device.current = device.streams[1]
+    pipeline.put([FakePart(device, name) for name in "ab"], marks)
+    assert device.log == [
+        ("compute", "reaches", 5),
+        ("in", "waits for", 5),
+        ("out", "waits for", 5),
+        ("in", "runs in", "a"),
+        ("in", "reaches", 1),
+        ("in", "reaches", 6),
+        ("compute", "waits for", 6),
+        ("compute", "runs compute", "a"),
+        ("compute", "reaches", 2),
+        ("compute", "reaches", 7),
+        ("out", "waits for", 7),
+        ("out", "runs out", "a"),
+        ("in", "runs in", "b"),
+        ("in", "reaches", 3),
+        ("in", "reaches", 8),
+        ("compute", "waits for", 8),
+        ("compute", "runs compute", "b"),
+        ("compute", "reaches", 4),
+        ("compute", "reaches", 9),
+        ("out", "waits for", 9),
+        ("out", "runs out", "b"),
+        ("out", "reaches", 10),
+        ("compute", "waits for", 10),
+    ]
 
-    three = list(stages_of_parts(device))
-    three[broken] = fail
+
+@pytest.mark.parametrize("broken", NAMES)
+def test_a_part_that_fails_settles_the_streams(device, pipeline, broken):
     with pytest.raises(MemoryError):
-        pipeline.start_parts(*three, parts="ab", held=None)
+        start(device, pipeline, "ab", broken)
     assert device.log[-3:] == [("host", "settles", name) for name in NAMES]
     assert device.current is None
 
 
 def test_stage_alone_takes_two_moments_and_the_others_no_time(device):
-    _, compute, _ = stages(device)
-    flight = Pipeline(device, apart=False).start_one(compute, "x")
-    assert flight.value == "x>compute"
+    pipeline = Pipeline(device, apart=False)
+    pending = pipeline.start_one(lambda: device.log.append((device.current.name, "runs", "x")), None)
     assert device.log == [("in", "reaches", 1), ("in", "runs", "x"), ("in", "reaches", 2)]
-    took = flight.wait()
-    assert (took.copy_in, took.compute, took.copy_out) == (0.0, 1.0, 0.0)
+    assert stage_seconds(pending) == (0.0, 1.0, 0.0)
 
 
 def test_what_is_done_aside_has_the_stream_and_no_moments(device):
@@ -222,25 +268,25 @@ def test_what_is_done_aside_has_the_stream_and_no_moments(device):
     assert device.current is None
 
 
-def test_events_of_a_flight_that_is_over_serve_the_next(device, pipeline):
-    pipeline.start(*stages(device)).wait()
-    second = pipeline.start(*stages(device))
-    third = pipeline.start(*stages(device))
+def test_events_of_a_batch_that_is_over_serve_the_next(device, pipeline):
+    stage_seconds(start(device, pipeline))
+    second = start(device, pipeline)
+    third = start(device, pipeline)
     assert device.events == 12
-    second.wait()
-    third.wait()
+    stage_seconds(second)
+    stage_seconds(third)
 
 
-def test_flight_is_watched_for_as_long_as_the_caller_says(device, pipeline):
-    flight = pipeline.start(*stages(device))
+def test_batch_is_watched_for_as_long_as_the_caller_says(device, pipeline):
+    pending = start(device, pipeline)
     began = time.perf_counter()
-    assert not flight.lands_within(0.01)
+    assert not pending.lands_within(0.01)
     assert time.perf_counter() - began >= 0.01
     device.reached = 5
-    assert not flight.lands_within(0)
+    assert not pending.lands_within(0)
     device.reached = 6
-    assert flight.lands_within(0)
-    flight.wait()
+    assert pending.lands_within(0)
+    stage_seconds(pending)
     assert not [entry for entry in device.log if entry[0] == "host"]
 
 
@@ -248,64 +294,64 @@ class Memory:
     pass
 
 
-def test_memory_of_every_stage_lives_until_the_flight_is_over(pipeline):
+def test_what_the_stages_work_on_lives_until_the_batch_is_over(device, pipeline):
     alive = []
 
-    def stage(_):
-        memory = Memory()
-        alive.append(weakref.ref(memory))
-        return memory
+    def make_parts():
+        parts = [FakePart(device)]
+        alive.append(weakref.ref(parts[0]))
+        return parts
 
     given = Memory()
     alive.append(weakref.ref(given))
-    flight = pipeline.start(stage, stage, stage, first=given)
-    del given
+    pending = pipeline.start(make_parts, given)
+    alone = Memory()
+    alive.append(weakref.ref(alone))
+    other = pipeline.start_one(lambda: None, alone)
+    del given, alone
     assert all(memory() is not None for memory in alive)
-    flight.wait()
-    # The last one is the flight's value.
-    assert [memory() is not None for memory in alive] == [False, False, False, True]
+    stage_seconds(pending)
+    stage_seconds(other)
+    assert [memory() for memory in alive] == [None, None, None]
 
 
-@pytest.mark.parametrize("broken", range(3))
-def test_failed_stage_leaves_its_stream(device, pipeline, broken):
-    three = stages(device)
-    three[broken] = lambda _: 1 / 0
+def test_parts_that_cannot_be_made_leave_the_stream(device, pipeline):
     with pytest.raises(ZeroDivisionError):
-        pipeline.start(*three)
+        pipeline.start(lambda: 1 / 0, None)
     assert device.current is None
 
 
-@pytest.mark.parametrize("broken", range(3))
+@pytest.mark.parametrize("broken", NAMES)
 def test_failed_stage_settles_the_streams_before_its_memory_is_given_back(device, pipeline, broken):
-    def fail(_):
-        raise MemoryError("dry")
-
-    three = stages(device)
-    three[broken] = fail
     with pytest.raises(MemoryError):
-        pipeline.start(*three)
+        start(device, pipeline, broken=broken)
+    assert device.current is None
     assert device.log[-3:] == [("host", "settles", name) for name in NAMES]
     device.log.clear()
-    assert pipeline.start(*stages(device)).wait()
+    assert stage_seconds(start(device, pipeline))
 
 
 def test_device_that_cannot_even_settle_raises_its_first_error(device, pipeline):
-    def fail(_):
-        raise RuntimeError("first")
-
     def broken():
         raise RuntimeError("second")
 
     for stream in device.streams:
         stream.synchronize = broken
-    with pytest.raises(RuntimeError, match="first"):
-        pipeline.start(fail, fail, fail)
+    with pytest.raises(MemoryError, match="dry"):
+        start(device, pipeline, broken="in")
 
 
 def test_failed_stage_alone_settles_the_streams_as_well(device):
-    def fail(_):
+    def fail():
         raise ValueError("bad")
 
     with pytest.raises(ValueError, match="bad"):
-        Pipeline(device, apart=False).start_one(fail, "x")
+        Pipeline(device, apart=False).start_one(fail, None)
     assert ("host", "settles", device.streams[0].name) in device.log
+
+
+def stage_seconds(pending):
+    """Wait for a batch, and how long its stages took."""
+    pending.expect((), (), are_placed=False)
+    execution = pending.wait()
+    return execution.copy_in_s, execution.kernel_s, execution.copy_out_s
