@@ -17,14 +17,14 @@ from torch import Tensor
 from normserve.backends.base import Depth
 from normserve.backends.cuda.ahead import CompilingAhead, Model
 from normserve.backends.cuda.chunked_work import Workspace, chunked_work, is_chunked, workspace
-from normserve.backends.cuda.copies import transfer_of
+from normserve.backends.cuda.copied import LAUNCHED, CopiedPart, chunk_parts, chunks_of, whole_part
 from normserve.backends.cuda.cuda_streams import CudaStreams
 from normserve.backends.cuda.device_work import Work, device_work, is_in_reach, shareable
 from normserve.backends.cuda.graphs import CudaGraphs
 from normserve.backends.cuda.in_flight import PendingBatch
-from normserve.backends.cuda.in_place import Workplaces
-from normserve.backends.cuda.parcels import is_packed, places_of
+from normserve.backends.cuda.in_place import call_in_place
 from normserve.backends.cuda.pinned import pinned_memory, pinned_segments, registered
+from normserve.backends.cuda.places import BatchPlaces, PlacesOfBatches
 from normserve.backends.cuda.replayer import build, driver
 from normserve.backends.cuda.replays import Replays
 from normserve.backends.cuda.streams import Pipeline
@@ -33,10 +33,8 @@ from normserve.backends.replayer import Replay, Replayer
 from normserve.backends.tensors import (
     TORCH_DTYPES,
     channels_first,
-    kernel_bytes_of,
-    results_to_write,
+    results_of,
     shape_of,
-    split,
     view,
 )
 from normserve.backends.warmup import warm_up_batches
@@ -92,7 +90,7 @@ class TritonBackend:
         self._replays = Replays(CudaGraphs())
         self._workspaces: Iterator[Workspace] = iter(())
         self._new_replayer: Callable[..., Replayer] | None = None
-        self._workplaces = Workplaces(self._slabs, fusednorm)
+        self._places = PlacesOfBatches(self._slabs)
         # What launches have run, each with the bytes of the slab that its results take.
         self._ran: dict[Hashable, int] = {}
 
@@ -156,46 +154,30 @@ class TritonBackend:
         return (job.places is not None and len(batch.jobs) == 1) or self._slabs.has_idle(nbytes)
 
     def run(self, batch: Batch) -> PendingBatch:
-        if len(batch.jobs) == 1 and (work := self._work_of(batch.jobs[0])) is not None:
+        """Launch a batch.
+
+        It is computed where it lies, in its client's memory or packed in a slab, or copied, whole or in chunks.
+        """
+        job, is_alone = batch.jobs[0], len(batch.jobs) == 1
+        if is_alone and (work := self._work_of(job)) is not None:
             return work.start()
-        flight = self._run_from_host(batch)
-        # What is computed in place goes where it comes from, if it is alone.
-        if not is_packed(batch):
-            self._note(batch)
-        return flight
-
-    def _note(self, batch: Batch) -> None:
-        """A launch has run: nothing is compiled or loaded for its like."""
-        key = _launch_class(batch)
-        if key in self._ran:
-            return
-        job = batch.jobs[0]
-        results = results_to_write(job, sum([each.rows for each in batch.jobs]))
-        if results is not None:
-            if len(self._ran) >= _MOST_KNOWN:
-                self._ran.clear()
-            self._ran[key] = places_of(results)[1]
-
-    def _run_from_host(self, batch: Batch) -> PendingBatch:
         began = time.perf_counter()
-        workplace = self._workplaces.prepare(batch)
-        if workplace is None:
-            transfer = transfer_of(batch, self._slabs, fusednorm, _DEVICE)
+        places = self._places.take(batch)
+        pipeline = self._pipelines[batch.lane]
+        if (call := call_in_place(places, fusednorm)) is not None:
+            parameters = {} if job.layer is None else parameters_of(job.layer.resident)
             packed_s = time.perf_counter() - began
-            pending = transfer.start(self._pipelines[batch.lane])
-            shares = split(batch, transfer.results)
-            kernel_bytes = kernel_bytes_of(batch, shares)
+            pending = pipeline.start_one(functools.partial(call, **parameters), places)
         else:
+            chunks = chunks_of(job, LAUNCHED) if is_alone else ()
             packed_s = time.perf_counter() - began
-            pending = self._pipelines[batch.lane].start_one(workplace.compute, workplace)
-            # While the device computes it.
-            shares = workplace.shares()
-            kernel_bytes = workplace.kernel_bytes(shares)
-        pending.expect(shares, kernel_bytes, packed_s=packed_s, are_placed=False)
+            pending = self._start_copies(places, chunks, pipeline)
+        # While the device computes it.
+        shares = places.shares()
+        pending.expect(shares, places.kernel_bytes(shares), packed_s=packed_s, are_placed=places.slab is None)
+        if not places.is_packed:
+            self._note(places)
         return pending
-
-    def computes_alone(self, job: NormJob) -> bool:
-        return is_in_reach(job) or is_chunked(job)
 
     def _work_of(self, job: NormJob) -> Work | None:
         """The work of a job that is computed where it lies, or recurs; prepared once for those that follow."""
@@ -215,6 +197,26 @@ class TritonBackend:
             # Whatever its size: graphs share memory, so that all of them follow one another on one stream.
             return device_work(job, fusednorm, self._pipelines[Lane.SMALL], self._replays)
         return chunked_work(job, fusednorm, self._workspaces)
+
+    @torch.inference_mode()
+    def _start_copies(self, places: BatchPlaces, chunks: Sequence[range], pipeline: Pipeline) -> PendingBatch:
+        def make_parts() -> Sequence[CopiedPart]:
+            if not chunks:
+                return [whole_part(places, fusednorm, _DEVICE)]
+            return chunk_parts(places.batch.jobs[0], chunks, places.results(), fusednorm, _tensors_like)
+
+        return pipeline.start(make_parts, places)
+
+    def _note(self, places: BatchPlaces) -> None:
+        """A launch has run: nothing is compiled or loaded for its like."""
+        key = _launch_class(places.batch)
+        if key not in self._ran and not places.layout.is_empty:
+            if len(self._ran) >= _MOST_KNOWN:
+                self._ran.clear()
+            self._ran[key] = places.layout.results_bytes
+
+    def computes_alone(self, job: NormJob) -> bool:
+        return is_in_reach(job) or is_chunked(job)
 
     @torch.inference_mode()
     def compile(self, job: NormJob) -> None:
@@ -273,6 +275,10 @@ def _launch_class(batch: Batch) -> Hashable:
     return batch.jobs[0].kernel_class(), sum([job.rows for job in batch.jobs])
 
 
+def _tensors_like(given: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    return {name: torch.empty_like(tensor, device=_DEVICE) for name, tensor in given.items()}
+
+
 def _call_without_memory(job: NormJob) -> None:
     """Call what jobs of this one's class run, on tensors that have only shapes."""
 
@@ -283,9 +289,9 @@ def _call_without_memory(job: NormJob) -> None:
     named = {name: absent(tensor.shape, tensor.dtype) for name, tensor in parameters.items()}
     for count in _FEW_ROWS:
         rows = count * max(1, job.heads)
-        results = results_to_write(job, rows)
-        if results is None or not len(job.x.data):
+        if not len(job.x.data):
             return
+        results = results_of(job, rows)
         for name, tensor in job.tensors.items():
             given = absent(shape_of(job, name, rows), TORCH_DTYPES[tensor.dtype])
             named[name] = channels_first(job.spec, name, given)

@@ -11,20 +11,17 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from normserve.backends.cuda.copies import Chunked, chunks_of
+from normserve.backends.cuda.copied import REPLAYED, chunk_parts, chunks_of
 from normserve.backends.cuda.device_work import Work
 from normserve.backends.cuda.graphs import CudaGraphs
-from normserve.backends.cuda.parcels import at_places
 from normserve.backends.cuda.pinned import is_registered
+from normserve.backends.cuda.places import at_places
 from normserve.backends.cuda.replays import Graphs, Repeated, Replays
 from normserve.backends.cuda.streams import Pipeline, Streams
 from normserve.backends.tensors import kernel_bytes, results_of, results_to_write
 from normserve.jobs.job import NormJob
 
 log = logging.getLogger(__name__)
-
-_CHUNK_BYTES = 2 * 2**20
-_MOST_CHUNKS = 16
 
 # Of tensors and results; larger jobs gain little.
 _MOST_BYTES = 160 * 2**20
@@ -88,11 +85,9 @@ def chunked_work(job: NormJob, library: ModuleType, places: Iterator[Workspace])
         return None
     results = at_places(job.places, results_of(job, job.rows))
     with torch.inference_mode(False):
-        stages = Chunked(job, chunks, results, library)
-        there = place.tensors_like(stages.on_host())
-        if there is None:
+        parts = chunk_parts(job, chunks, results, library, place.tensors_like)
+        if not parts:
             return None
-        parts = stages.parts(there)
         marks = place.pipeline.marks(len(parts))
 
         def put() -> None:
@@ -107,7 +102,7 @@ def _chunks(job: NormJob) -> Sequence[range]:
     if job.is_on_device or job.recurrence is None or job.places is None or job.may_overwrite:
         return ()
     wanted = results_to_write(job, job.rows)
-    chunks = chunks_of(job, _CHUNK_BYTES, _MOST_CHUNKS)
+    chunks = chunks_of(job, REPLAYED)
     if wanted is None or not chunks:
         return ()
     places = [job.places[name] for name in wanted]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from normserve.backends.cuda.in_flight import PartMarks, PendingBatch
-from normserve.backends.cuda.parcels import at_places
 from normserve.backends.cuda.pinned import device_view, is_registered
+from normserve.backends.cuda.places import at_places
 from normserve.backends.cuda.replays import Repeated, Replays
 from normserve.backends.cuda.streams import Pipeline
 from normserve.backends.launch import call_of, destinations, launch, parameters_of

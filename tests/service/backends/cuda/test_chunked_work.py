@@ -2,14 +2,13 @@
 
 import time
 from dataclasses import replace
-from unittest.mock import Mock
 
 import pytest
 import torch
 from normserve.backends.cuda import backend as triton
 from normserve.backends.cuda import chunked_work, replays
 from normserve.backends.cuda.chunked_work import Workspace
-from normserve.backends.cuda.copies import Chunk
+from normserve.backends.cuda.copied import ChunkSizes, CopiedPart
 from normserve.backends.cuda.device_work import Work
 from normserve.backends.cuda.streams import Pipeline
 from normserve.backends.launch import ResidentParameters
@@ -32,7 +31,7 @@ NBYTES = 4 * ROWS * COLS
 @pytest.fixture(autouse=True)
 def spaces(backend, graphs, monkeypatch):
     """Two, as of a device, and jobs of some KiB are large."""
-    monkeypatch.setattr(chunked_work, "_CHUNK_BYTES", 4096)
+    monkeypatch.setattr(chunked_work, "REPLAYED", ChunkSizes(4096, 16))
     monkeypatch.setattr(chunked_work, "_MOST_BYTES", 2**18)
     monkeypatch.setattr(replays, "_CALLS_BEFORE_CAPTURE", 3)
     monkeypatch.setattr(chunked_work, "is_registered", lambda memory: not memory.readonly)
@@ -160,7 +159,7 @@ def test_the_thread_stays_on_the_stream_that_is_captured():
             return super().use(stream)
 
     pipeline = Pipeline(Streams(urgent=False))
-    pipeline.put([Chunk(Mock(), {}, {}, {}, {})] * 2, pipeline.marks(2))
+    pipeline.put([CopiedPart((), lambda: ())] * 2, pipeline.marks(2))
     assert used[-1] is pipeline.compute_stream
 
 

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from normserve.backends.cuda.in_place import MOST_BYTES, Workplaces
+from normserve.backends.cuda.in_place import MOST_BYTES, call_in_place
 from normserve.backends.cuda.pinned import with_device_view
+from normserve.backends.cuda.places import PlacesOfBatches
 from normserve.backends.tensors import results_of
 from normserve.jobs.job import Batch, Layout, NormJob, NormSpec, Op, Pass
 from normserve.memory.host_tensors import DType
@@ -43,9 +44,26 @@ class Library:
         return {"dy": dy, "x": x, **options}
 
 
+class Workplaces:
+    """The places of batches, and the launches there."""
+
+    def __init__(self, slabs):
+        self._places = PlacesOfBatches(slabs)
+        self._library = Library()
+
+    def prepare(self, batch):
+        """A batch's places, and its launch there."""
+        places = self._places.take(batch)
+        return places, call_in_place(places, self._library)
+
+    def call(self, batch):
+        """Its launch there, None if it is copied; its memory is given back."""
+        return self.prepare(batch)[1]
+
+
 @pytest.fixture
 def workplaces(slabs):
-    return Workplaces(slabs, Library())
+    return Workplaces(slabs)
 
 
 def batch_of(*jobs: dict[str, torch.Tensor], spec: NormSpec = FORWARD, of: object = None) -> Batch:
@@ -59,8 +77,8 @@ def test_device_sees_what_came_and_the_host_what_is_written(workplaces, slabs, c
         {"x": torch.randn(rows, 7).bfloat16(), "residual": torch.randn(rows, 7).bfloat16(), "weight": weight}
         for rows in counts
     ]
-    workplace = workplaces.prepare(batch_of(*jobs))
-    called = workplace.call()
+    places, call = workplaces.prepare(batch_of(*jobs))
+    called = call()
     out = called["out"]
     for name in ("x", "residual"):
         assert torch.equal(called[name], torch.cat([job[name] for job in jobs]))
@@ -73,22 +91,23 @@ def test_device_sees_what_came_and_the_host_what_is_written(workplaces, slabs, c
     wanted = {name: torch.randn(sum(counts), 7).bfloat16() for name in ("y", "residual_out")}
     for name, tensor in wanted.items():
         getattr(out, name).copy_(tensor)
-    shares = workplace.shares()
-    assert len(shares) == len(workplace.kernel_bytes(shares)) == len(counts)
+    shares = places.shares()
+    assert len(shares) == len(places.kernel_bytes(shares)) == len(counts)
     for name, tensor in wanted.items():
         for share, rows in zip(shares, tensor.split(counts), strict=True):
             assert share[name] == host(rows.clone())
     for name in ("x", "residual"):
         assert torch.equal(called[name], torch.cat([job[name] for job in jobs])), "written over"
     held = shares[0]["y"]
-    del workplace, shares, share
+    del places, shares, share
     assert slabs.used_bytes > 0
     del held
     assert slabs.used_bytes == 0
 
 
 def test_share_has_the_shape_that_came(workplaces):
-    (share,) = workplaces.prepare(batch_of({"x": torch.randn(2, 3, 9)}, spec=replace(FORWARD, stats=True))).shares()
+    places, _ = workplaces.prepare(batch_of({"x": torch.randn(2, 3, 9)}, spec=replace(FORWARD, stats=True)))
+    (share,) = places.shares()
     assert {name: tensor.shape for name, tensor in share.items()} == {
         "y": (2, 3, 9),
         "mean": (2, 3),
@@ -98,48 +117,48 @@ def test_share_has_the_shape_that_came(workplaces):
 
 def test_registered_parameters_are_the_callers(workplaces):
     weight = object()
-    workplace = workplaces.prepare(batch_of({"x": torch.randn(2, 9)}, of=layer(size=9)))
-    assert workplace.call(weight=weight)["weight"] is weight
-    assert "weight" not in workplace.call()
+    _, call = workplaces.prepare(batch_of({"x": torch.randn(2, 9)}, of=layer(size=9)))
+    assert call(weight=weight)["weight"] is weight
+    assert "weight" not in call()
 
 
 def test_slab_that_comes_again_is_seen_as_before(workplaces):
     for _ in range(3):
         x = torch.randn(2, 9)
-        workplace = workplaces.prepare(batch_of({"x": x}))
-        called = workplace.call()
+        places, call = workplaces.prepare(batch_of({"x": x}))
+        called = call()
         assert torch.equal(called["x"], x)
         called["out"].y.fill_(1)
-        (share,) = workplace.shares()
+        (share,) = places.shares()
         assert bytes(share["y"].data) == torch.ones(18).numpy().tobytes()
-        del workplace, share
+        del places, share
 
 
 def test_options_are_the_jobs_own(workplaces):
     for eps in (1e-3, 1e-5, 1e-3):
-        workplace = workplaces.prepare(batch_of({"x": torch.randn(2, 9)}, spec=replace(FORWARD, eps=eps)))
-        assert workplace.call()["eps"] == eps
-        del workplace
+        places, call = workplaces.prepare(batch_of({"x": torch.randn(2, 9)}, spec=replace(FORWARD, eps=eps)))
+        assert call()["eps"] == eps
+        del places
 
 
 def test_more_kinds_than_a_slab_remembers(workplaces):
     for rows in range(1, 150):
         x = torch.randn(rows, 3)
-        workplace = workplaces.prepare(batch_of({"x": x}))
-        called = workplace.call()
+        places, call = workplaces.prepare(batch_of({"x": x}))
+        called = call()
         assert torch.equal(called["x"], x)
         assert called["out"].y.shape == (rows, 3)
-        del workplace
+        del places
 
 
 def test_channels_last_is_seen_with_channels_first(workplaces):
     spec = NormSpec(Op.GROUP_NORM, Pass.FORWARD, 1e-5, 2, Layout.NHWC, stats=True)
     x = torch.randn(2, 5, 3, 8)
-    workplace = workplaces.prepare(batch_of({"x": x}, spec=spec))
-    called = workplace.call()
+    places, call = workplaces.prepare(batch_of({"x": x}, spec=spec))
+    called = call()
     assert torch.equal(called["x"], x.movedim(-1, 1))
     assert called["out"].y.stride() == called["x"].stride()
-    (share,) = workplace.shares()
+    (share,) = places.shares()
     assert share["y"].shape == x.shape
     assert called["out"].mean.shape == share["rstd"].shape == (2, 2)
 
@@ -148,7 +167,8 @@ def test_gradients_of_a_registered_layer_have_its_dtype(workplaces):
     registered = layer(size=8, dtype=DType.BFLOAT16, has_bias=True)
     spec = NormSpec(Op.LAYER_NORM, Pass.BACKWARD, 1e-5)
     tensors = {"x": torch.randn(3, 8), "dy": torch.randn(3, 8)}
-    out = workplaces.prepare(batch_of(tensors, spec=spec, of=registered)).call()["out"]
+    _, call = workplaces.prepare(batch_of(tensors, spec=spec, of=registered))
+    out = call()["out"]
     assert out.dweight.shape == out.dbias.shape == (8,)
     assert out.dweight.dtype == out.dbias.dtype == torch.bfloat16
     assert out.dresidual is None
@@ -162,7 +182,7 @@ def test_gradients_of_a_registered_layer_have_its_dtype(workplaces):
     ],
 )
 def test_what_is_large_or_empty_is_not_computed_in_place(workplaces, slabs, tensors, spec):
-    assert workplaces.prepare(batch_of(tensors, spec=spec)) is None
+    assert workplaces.call(batch_of(tensors, spec=spec)) is None
     assert slabs.used_bytes == 0
 
 
@@ -170,19 +190,19 @@ def test_what_is_large_or_empty_is_not_computed_in_place(workplaces, slabs, tens
 def test_together_as_much_as_may_come_and_go(workplaces, slabs, jobs, fits):
     row = MOST_BYTES // (2 * 2 * 4)
     batch = batch_of(*[{"x": torch.zeros(1, row)}] * jobs)
-    assert (workplaces.prepare(batch) is not None) == fits
+    assert (workplaces.call(batch) is not None) == fits
     assert slabs.used_bytes == 0
 
 
 def test_statistics_count_with_what_goes(workplaces):
     rows = MOST_BYTES // (2 * 2 * 4)
     batch = batch_of(*[{"x": torch.zeros(rows, 1)}] * 2, spec=replace(FORWARD, stats=True))
-    assert workplaces.prepare(batch) is None
+    assert workplaces.call(batch) is None
 
 
 def test_memory_that_the_device_does_not_see_is_left_to_copies(workplaces, slabs):
     slabs.source = PLAIN
-    assert workplaces.prepare(batch_of({"x": torch.zeros(3, 8)})) is None
+    assert workplaces.call(batch_of({"x": torch.zeros(3, 8)})) is None
 
 
 @pytest.mark.parametrize("op", Op)

@@ -2,6 +2,7 @@
 
 import os
 
+import fusednorm
 import pytest
 import torch
 from fusednorm import reference
@@ -47,7 +48,7 @@ def in_and_out(op: Op, direction: Pass, layout: Layout, dtype: torch.dtype) -> l
 @pytest.mark.parametrize(("op", "layout"), [*((op, Layout.NCHW) for op in LAYER_OPS), (Op.GROUP_NORM, Layout.NHWC)])
 def test_in_place_the_bits_are_those_of_copies(backend, op, direction, layout, dtype, monkeypatch):
     jobs = in_and_out(op, direction, layout, dtype)
-    assert backend._workplaces.prepare(Batch(tuple(jobs))) is not None
+    assert in_place.call_in_place(backend._places.take(Batch(tuple(jobs))), fusednorm) is not None
     together = run(backend, *jobs)
     alone = [run(backend, job)[0] for job in jobs]
     monkeypatch.setattr(in_place, "MOST_BYTES", 0)
@@ -114,14 +115,14 @@ def test_gradients_of_parameters_in_place(backend):
 def test_memory_from_before_the_start_is_not_computed_in_place(backend, monkeypatch):
     (job, _) = in_and_out(Op.RMS_NORM, Pass.FORWARD, Layout.NCHW, torch.float32)
     (want,) = run(backend, job)
-    monkeypatch.setattr(backend._workplaces, "_slabs", SlabPool(max_idle_bytes=0))
-    assert backend._workplaces.prepare(Batch((job,))) is None
+    monkeypatch.setattr(backend._places, "_slabs", SlabPool(max_idle_bytes=0))
+    assert in_place.call_in_place(backend._places.take(Batch((job,))), fusednorm) is None
     (got,) = run(backend, job)
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
-def test_flight_says_when_it_has_landed(backend):
+def test_a_batch_says_when_it_is_over(backend):
     (job, _) = in_and_out(Op.LAYER_NORM, Pass.FORWARD, Layout.NCHW, torch.bfloat16)
-    flight = backend.run(Batch((job,)))
-    assert flight.lands_within(10)
-    assert flight.wait().copy_out_s == 0
+    pending = backend.run(Batch((job,)))
+    assert pending.lands_within(10)
+    assert pending.wait().copy_out_s == 0

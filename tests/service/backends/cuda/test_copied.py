@@ -5,45 +5,37 @@ from dataclasses import replace
 import pytest
 import torch
 from fusednorm.cpu import batch_invariant
-from normserve.backends.cuda import copies
-from normserve.backends.cuda.copies import Divided, Whole, chunks_of, transfer_of
-from normserve.backends.cuda.streams import Pipeline
+from normserve.backends.cuda import backend as triton
+from normserve.backends.cuda import places
+from normserve.backends.cuda.copied import ChunkSizes, chunks_of
 from normserve.backends.launch import ResidentParameters
 from normserve.backends.tensors import channels_first, payload_order
-from normserve.jobs.job import Batch, Layout, NormJob, NormSpec, Op, Pass
+from normserve.jobs.job import Batch, Lane, Layout, NormJob, NormSpec, Op, Pass
 from normserve.memory.host_tensors import DType, HostTensor
-from normserve.memory.slabs import SlabPool
 
-from tests.service.backends.cuda.no_device import HostStreams, Writing
+from tests.service.backends.cuda.test_host import backend, graphs, library, slabs
 from tests.service.jobs.fake_jobs import layer
 from tests.service.memory.host_tensors import back, host
 
+__all__ = ["backend", "graphs", "library", "slabs"]
+
+pytestmark = pytest.mark.parametrize("slabs", ["copied"], indirect=True)
+
 FORWARD = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5, stats=True)
+SIZES = ChunkSizes(1024, 6)
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(monkeypatch):
-    monkeypatch.setattr(copies, "_CHUNK_BYTES", 1024)
+def small_chunks(slabs, monkeypatch):
+    monkeypatch.setattr(triton, "LAUNCHED", SIZES)
+    monkeypatch.setattr(places, "_PACKED_BYTES", 0)
 
 
 @pytest.fixture
-def slabs():
-    return SlabPool(max_idle_bytes=0)
-
-
-@pytest.fixture
-def library():
-    return Writing()
-
-
-@pytest.fixture
-def run(slabs, library):
+def run(backend):
     def run(job):
-        transfer = transfer_of(Batch((job,)), slabs, library, "cpu")
-        pending = transfer.start(Pipeline(HostStreams(urgent=False)))
-        pending.expect((), (), are_placed=False)
-        pending.wait()
-        return transfer.results
+        (results,) = backend.run(Batch((job,), Lane.LARGE)).wait().outputs
+        return results
 
     return run
 
@@ -65,7 +57,7 @@ def equal(results, right, names):
 )
 @pytest.mark.parametrize("rows", [1000, 1003, 4099])
 def test_chunks_cover_all_rows_and_begin_at_multiples_of_16_bytes(rows, cols, dtype, unit):
-    chunks = chunks_of(job_of(x=torch.randn(rows, cols).to(dtype)))
+    chunks = chunks_of(job_of(x=torch.randn(rows, cols).to(dtype)), SIZES)
     assert len(chunks) == 6
     assert [row for chunk in chunks for row in chunk] == list(range(rows))
     assert all(chunk.start % unit == 0 for chunk in chunks)
@@ -73,7 +65,7 @@ def test_chunks_cover_all_rows_and_begin_at_multiples_of_16_bytes(rows, cols, dt
 
 
 def test_chunks_of_heads_hold_whole_tokens():
-    chunks = chunks_of(job_of(x=torch.randn(101, 3, 16), weight=torch.randn(3, 16)))
+    chunks = chunks_of(job_of(x=torch.randn(101, 3, 16), weight=torch.randn(3, 16)), SIZES)
     assert chunks
     assert all(edge % 3 == 0 for chunk in chunks for edge in (chunk.start, chunk.stop))
 
@@ -89,7 +81,7 @@ def test_heads_in_chunks_have_the_bits_of_the_whole(run):
 
 def test_few_large_samples_are_divided():
     spec = NormSpec(Op.GROUP_NORM, Pass.FORWARD, 1e-5, 4)
-    assert list(map(len, chunks_of(job_of(spec, x=torch.randn(3, 8, 30, 30))))) == [1, 1, 1]
+    assert list(map(len, chunks_of(job_of(spec, x=torch.randn(3, 8, 30, 30)), SIZES))) == [1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -105,14 +97,20 @@ def test_few_large_samples_are_divided():
     ],
     ids=["one row", "little", "dropout", "backward", "column-major"],
 )
-def test_what_is_not_divided(job, slabs, library):
-    assert not chunks_of(job)
-    assert isinstance(transfer_of(Batch((job,)), slabs, library, "cpu"), Whole)
+def test_what_is_not_divided(job, run, library):
+    assert not chunks_of(job, SIZES)
+    run(job)
+    assert len(library.written) <= 1
 
 
-def test_jobs_that_share_a_launch_are_not_divided(slabs, library):
-    batch = Batch((job_of(x=torch.randn(100, 64)), job_of(x=torch.randn(100, 64))))
-    assert isinstance(transfer_of(batch, slabs, library, "cpu"), Whole)
+def test_jobs_that_share_a_launch_are_not_divided(backend, library):
+    given = [torch.randn(rows, 64) for rows in (100, 60)]
+    weight = torch.randn(64)
+    shares = backend.run(Batch(tuple([job_of(x=x, weight=weight) for x in given]), Lane.LARGE)).wait().outputs
+    assert len(library.written) == 1
+    for x, outputs in zip(given, shares, strict=True):
+        right = batch_invariant.layer_norm_forward(x, weight, eps=1e-5, stats=True)
+        equal(outputs, right, ("y", "mean", "rstd"))
 
 
 def test_rows_in_chunks_have_the_bits_of_the_whole(run, library, slabs):
@@ -156,20 +154,16 @@ def test_samples_in_chunks_with_a_registered_layer(run, layout):
     spec = NormSpec(Op.GROUP_NORM, Pass.FORWARD, 1e-5, 2, layout)
     x = torch.randn(25, 8, 5, 3) if layout is Layout.NCHW else torch.randn(25, 5, 3, 8)
     job = job_of(spec, registered, x=x, scale=torch.randn(25, 8))
-    assert chunks_of(job)
+    assert chunks_of(job, SIZES)
     first = channels_first(spec, "x", x)
     scale = back(job.tensors["scale"])
     right = batch_invariant.group_norm_forward(first, 2, resident.weight, resident.bias, scale=scale, eps=1e-5).y
     assert torch.equal(back(run(job)["y"]), payload_order(spec, "y", right))
 
 
-def test_memory_that_is_read_is_held_until_the_chunks_have_landed(slabs, library):
-    job = job_of(x=torch.randn(301, 32))
-    transfer = transfer_of(Batch((job,)), slabs, library, "cpu")
-    assert isinstance(transfer, Divided)
-    pending = transfer.start(Pipeline(HostStreams(urgent=False)))
-    pending.expect((), (), are_placed=False)
-    del transfer
+def test_memory_that_is_read_is_held_until_the_chunks_are_over(backend, slabs):
+    pending = backend.run(Batch((job_of(x=torch.randn(301, 32)),), Lane.LARGE))
     assert slabs.used_bytes > 0
     pending.wait()
+    del pending
     assert slabs.used_bytes == 0

@@ -1,0 +1,199 @@
+"""Where the tensors and results of a batch lie in the host's memory, settled before its launch."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+from torch import Tensor
+
+from normserve.backends.tensors import TORCH_DTYPES, kernel_bytes_of, results_of, shape_of, split, view
+from normserve.codec.tensor_names import is_parameter
+from normserve.jobs.job import Batch, NormJob, NormSpec
+from normserve.jobs.results import Described
+from normserve.memory.host_tensors import HostTensor
+from normserve.memory.slabs import SlabPool
+
+# Jobs are packed up to here: copies of their tensors would take longer to start than to run, and a body that came
+# with its header does not lie in a slab.  What is longer the host would copy more slowly than the bus.
+_PACKED_BYTES = 256 * 1024
+# Kernels want tensors at multiples of 16 bytes; whole cache lines keep neighbours apart.
+_ALIGNMENT = 128
+_MOST_LAYOUTS = 4096
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LaunchLayout:
+    """A launch's tensors and results, and where each begins in a slab that has all of them, results last.
+
+    Attributes:
+        inputs_bytes: of the tensors.
+        is_empty: x has no elements.
+        kernel_bytes: for a job of so many rows, the fewest bytes of its share.
+    """
+
+    spec: NormSpec
+    inputs: Described
+    results: Described
+    offsets: Mapping[str, int]
+    inputs_bytes: int
+    nbytes: int
+    is_empty: bool
+    kernel_bytes: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def results_bytes(self) -> int:
+        return self.nbytes - self.inputs_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlaces:
+    """A batch's tensors and the memory that its results are to be in.
+
+    Attributes:
+        slab: has the results, behind the tensors if these are packed; None where the results go to a lone job's
+            own places.
+        is_packed: the tensors are gathered in the slab; else they lie where each job has them.
+    """
+
+    batch: Batch
+    layout: LaunchLayout
+    slab: memoryview | None
+    is_packed: bool
+
+    def results(self) -> dict[str, HostTensor]:
+        """The launch's results as the host sees them; they keep the slab from returning to its pool."""
+        layout, slab = self.layout, self.slab
+        if slab is None:
+            own = self.batch.jobs[0].places
+            assert own is not None
+            return at_places(own, layout.results)
+        before = layout.inputs_bytes - self._first_result
+        found = {}
+        for name, (dtype, shape) in layout.results.items():
+            start = layout.offsets[name] - before
+            found[name] = HostTensor(dtype, shape, slab[start : start + prod(shape) * dtype.itemsize])
+        return found
+
+    def shares(self) -> tuple[dict[str, HostTensor], ...]:
+        """Each job's results."""
+        return split(self.batch, self.results())
+
+    def kernel_bytes(self, shares: Sequence[Mapping[str, HostTensor]]) -> tuple[int, ...]:
+        """For each job, the fewest bytes that its share of the launch must move."""
+        return kernel_bytes_of(self.batch, shares, self.layout.kernel_bytes)
+
+    def packed_inputs(self) -> Tensor:
+        """The packed tensors as one of bytes."""
+        assert self.slab is not None
+        return torch.frombuffer(self.slab, dtype=torch.uint8, count=self.layout.inputs_bytes)
+
+    def packed_results(self) -> Tensor:
+        """All results in the slab as one tensor of bytes."""
+        assert self.slab is not None
+        return torch.frombuffer(
+            self.slab, dtype=torch.uint8, count=self.layout.results_bytes, offset=self._first_result
+        )
+
+    @property
+    def _first_result(self) -> int:
+        return self.layout.inputs_bytes if self.is_packed else 0
+
+
+class PlacesOfBatches:
+    """Takes places for batches.  One thread at a time."""
+
+    def __init__(self, slabs: SlabPool) -> None:
+        self._slabs = slabs
+        self._layouts: dict[Hashable, LaunchLayout] = {}
+
+    def take(self, batch: Batch) -> BatchPlaces:
+        """Memory for a batch's results; and small tensors are packed.
+
+        Raises:
+            MemoryError: there is none.
+        """
+        layout = self._layout_of(batch)
+        if is_packed(batch):
+            slab = self._slabs.take(layout.nbytes)
+            pack(batch, slab, layout.offsets)
+            return BatchPlaces(batch, layout, slab, is_packed=True)
+        if len(batch.jobs) == 1 and batch.jobs[0].places is not None:
+            return BatchPlaces(batch, layout, None, is_packed=False)
+        return BatchPlaces(batch, layout, self._slabs.take(layout.results_bytes), is_packed=False)
+
+    def _layout_of(self, batch: Batch) -> LaunchLayout:
+        job = batch.jobs[0]
+        rows = sum([each.rows for each in batch.jobs])
+        inputs = {name: (tensor.dtype, shape_of(job, name, rows)) for name, tensor in job.tensors.items()}
+        layer = job.layer
+        of_layer = None if layer is None else (layer.size, layer.dtype, layer.has_bias)
+        key = (job.spec, rows, of_layer, *inputs.items())
+        layout = self._layouts.get(key)
+        if layout is None:
+            if len(self._layouts) >= _MOST_LAYOUTS:
+                self._layouts.clear()
+            results = results_of(job, rows)
+            offsets, inputs_bytes = _offsets_of(inputs, 0)
+            of_results, nbytes = _offsets_of(results, inputs_bytes)
+            is_empty = not prod(inputs["x"][1])
+            layout = LaunchLayout(job.spec, inputs, results, offsets | of_results, inputs_bytes, nbytes, is_empty)
+            self._layouts[key] = layout
+        return layout
+
+
+def is_packed(batch: Batch) -> bool:
+    """Whether its tensors are gathered in a slab; those of large jobs stay where they lie."""
+    return batch.nbytes <= _PACKED_BYTES * len(batch.jobs)
+
+
+def pack(batch: Batch, slab: memoryview, offsets: Mapping[str, int]) -> None:
+    """Write what came to a slab: from each name's offset on its tensors one after another, of parameters one."""
+    for name in batch.jobs[0].tensors:
+        start = offsets[name]
+        for job in who_bring(batch, name):
+            data = _row_major(job.tensors[name])
+            slab[start : start + len(data)] = data
+            start += len(data)
+
+
+def at_places(
+    places: Mapping[str, memoryview], tensors: Described, kind: type[HostTensor] = HostTensor
+) -> dict[str, HostTensor]:
+    """Tensors in memory of at least their bytes, of the device where `kind` is `DeviceTensor`."""
+    return {
+        name: kind(dtype, shape, places[name][: prod(shape) * dtype.itemsize])
+        for name, (dtype, shape) in tensors.items()
+    }
+
+
+def who_bring(batch: Batch, name: str) -> Sequence[NormJob]:
+    """The jobs whose tensors of that name a launch reads: parameters are the same in all."""
+    return batch.jobs[:1] if is_parameter(name) else batch.jobs
+
+
+def piece_of(buffer: Tensor, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """A contiguous tensor in a buffer of bytes, from byte `start` on."""
+    return buffer[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+
+def pieces_of(buffer: Tensor, layout: LaunchLayout, tensors: Described, first: int) -> dict[str, Tensor]:
+    """Tensors of a layout in a buffer of bytes that begins with the slab's byte `first`."""
+    return {
+        name: piece_of(buffer, layout.offsets[name] - first, TORCH_DTYPES[dtype], shape)
+        for name, (dtype, shape) in tensors.items()
+    }
+
+
+def _offsets_of(tensors: Described, start: int) -> tuple[dict[str, int], int]:
+    """Where in a slab each of the tensors begins, the first at `start`, and where the last one ends."""
+    offsets = {}
+    for name, (dtype, shape) in tensors.items():
+        offsets[name] = start
+        start += -(-prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+    return offsets, start
+
+
+def _row_major(tensor: HostTensor) -> memoryview:
+    """A tensor's bytes, in row-major order."""
+    return view(tensor).reshape(-1).view(torch.uint8).numpy().data if tensor.fortran_order else tensor.data
