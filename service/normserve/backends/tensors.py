@@ -70,11 +70,6 @@ def results_of(job: NormJob, rows: int) -> dict[str, tuple[DType, tuple[int, ...
     return results.results_of(job.spec, given, job.layer)
 
 
-def results_to_write(job: NormJob, rows: int) -> dict[str, tuple[DType, tuple[int, ...]]] | None:
-    """`results_of`, where the library can write them as they go; None where there are none."""
-    return results_of(job, rows) if rows else None
-
-
 def channels_first(spec: NormSpec, name: str, tensor: Tensor) -> Tensor:
     """A tensor of a payload as [B, C, *spatial], whatever the payload's layout; no copy."""
     return tensor.movedim(-1, 1) if spec.layout is Layout.NHWC and name in _LAID_OUT_AS_X else tensor
@@ -130,7 +125,8 @@ def _share(job: NormJob, name: str, whole: HostTensor, start: int, stop: int, to
     else:
         shape = job.x.shape[:-1]
     if stop - start == total:
-        return whole if shape == whole.shape else HostTensor(whole.dtype, shape, whole.data)
+        # Of the device's memory, where `whole` is.
+        return whole if shape == whole.shape else type(whole)(whole.dtype, shape, whole.data)
     row_bytes = len(whole.data) // total
     return HostTensor(whole.dtype, shape, whole.data[start * row_bytes : stop * row_bytes])
 

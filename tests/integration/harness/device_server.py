@@ -6,17 +6,18 @@ from math import prod
 
 import normserve.http.service
 import torch
-from fusednorm.cpu import batch_invariant
 from normserve.backends.cpu.backend import TorchBackend
-from normserve.backends.cuda import device_work, replays
+from normserve.backends.cuda import recurring, replays
+from normserve.backends.cuda.places import PlacesOfBatches
 from normserve.backends.cuda.replayer import build
+from normserve.backends.cuda.streams import Pipeline
 from normserve.backends.replayer import Replay
 from normserve.backends.tensors import TORCH_DTYPES
 from normserve.cli.commands import main
-from normserve.jobs.job import Execution
 from normserve.memory.device_segments import Device
 
 from tests.service.backends.cuda.fake_driver import FakeDriver as LaunchingDriver
+from tests.service.backends.cuda.no_device import HostStreams, Writing
 from tests.service.memory.fake_driver import FakeDriver, bytes_at
 
 
@@ -58,6 +59,8 @@ class DeviceBackend(TorchBackend):
         self.device_memory = Device(0, FakeDriver())
         self._driver = Driver()
         self._replays = replays.Replays(self._driver)
+        self._places = PlacesOfBatches(self._slabs)
+        self._pipeline = Pipeline(HostStreams(urgent=True))
         return super().start()
 
     @torch.inference_mode()
@@ -65,21 +68,20 @@ class DeviceBackend(TorchBackend):
         job = batch.jobs[0]
         if not job.is_on_device:
             return super().run(batch)
-        work = None if job.recurrence is None else job.recurrence.prepared
-        if work is None:
-            work = device_work.device_work(job, batch_invariant, None, self._replays)
+        prepared = None if job.recurrence is None else job.recurrence.prepared
+        if prepared is None:
+            prepared = recurring.prepare_launch(
+                self._places.own(job), Writing(), self._pipeline, self._replays, iter(())
+            )
             if job.recurrence is not None:
-                job.recurrence.prepared = work
-        work.compute()
-        if work.is_worth_a_graph:
-            work.capture()
-        return Execution((work.results,), (work.kernel_bytes,), 0.0, 1e-6, 0.0, are_placed=True)
+                job.recurrence.prepared = prepared
+        return prepared.start()
 
     def replay(self, recurrence):
-        work = recurrence.prepared
-        if not isinstance(work, device_work.Work) or work.graph is None:
+        prepared = recurrence.prepared
+        if not isinstance(prepared, recurring.PreparedLaunch) or prepared.graph is None:
             return None
-        return Replay(id(work.graph), 1, (), (work, work.graph))
+        return Replay(id(prepared.graph), 1, (), (prepared, prepared.graph))
 
     def make_replayer(self):
         return build.load()(**self._driver.addresses())
@@ -88,7 +90,6 @@ class DeviceBackend(TorchBackend):
 if __name__ == "__main__":
     # What comes again is soon answered without Python code.
     replays._CALLS_BEFORE_CAPTURE = 2
-    device_work._seen = seen
-    device_work.results_to_write = lambda job, rows: None
+    recurring._seen = seen
     normserve.http.service.choose_backend = lambda name, threads, slabs, sizes: DeviceBackend(threads, slabs)
     sys.exit(main())

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import logging
 import platform
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
@@ -16,15 +17,19 @@ from torch import Tensor
 
 from normserve.backends.base import Depth
 from normserve.backends.cuda.ahead import CompilingAhead, Model
-from normserve.backends.cuda.chunked_work import Workspace, chunked_work, is_chunked, workspace
 from normserve.backends.cuda.copied import LAUNCHED, CopiedPart, chunk_parts, chunks_of, whole_part
 from normserve.backends.cuda.cuda_streams import CudaStreams
-from normserve.backends.cuda.device_work import Work, device_work, is_in_reach, shareable
 from normserve.backends.cuda.graphs import CudaGraphs
 from normserve.backends.cuda.in_flight import PendingBatch
 from normserve.backends.cuda.in_place import call_in_place
 from normserve.backends.cuda.pinned import pinned_memory, pinned_segments, registered
 from normserve.backends.cuda.places import BatchPlaces, PlacesOfBatches
+from normserve.backends.cuda.recurring import (
+    PreparedLaunch,
+    Workspace,
+    is_computed_alone,
+    prepare_launch,
+)
 from normserve.backends.cuda.replayer import build, driver
 from normserve.backends.cuda.replays import Replays
 from normserve.backends.cuda.streams import Pipeline
@@ -46,9 +51,11 @@ from normserve.errors import (
 )
 from normserve.jobs.device import DeviceInfo
 from normserve.jobs.job import Batch, Lane, NormJob, Op, Recurrence
-from normserve.memory.device_segments import Device
+from normserve.memory.device_segments import Device, DeviceMemoryError
 from normserve.memory.host_tensors import HostTensor
 from normserve.memory.slabs import SlabPool, Source
+
+log = logging.getLogger(__name__)
 
 _DEVICE = "cuda"
 
@@ -109,8 +116,9 @@ class TritonBackend:
         }
         device = torch.device("cuda", torch.cuda.current_device())
         # Two, so that jobs of several clients overlap.
-        self._workspaces = itertools.cycle([workspace(CudaStreams(urgent=False), _DEVICE) for _ in range(2)])
-        self.device_memory = shareable(torch.cuda.current_device())
+        workspaces = [Workspace(CudaStreams(urgent=False), CudaGraphs(), _DEVICE) for _ in range(2)]
+        self._workspaces = itertools.cycle(workspaces)
+        self.device_memory = _shareable(torch.cuda.current_device())
         # While other processes compile.
         self._new_replayer = build.load()
         bandwidth = copy_bandwidth(device)
@@ -159,8 +167,8 @@ class TritonBackend:
         It is computed where it lies, in its client's memory or packed in a slab, or copied, whole or in chunks.
         """
         job, is_alone = batch.jobs[0], len(batch.jobs) == 1
-        if is_alone and (work := self._work_of(job)) is not None:
-            return work.start()
+        if is_alone and (prepared := self._prepared_launch(job)) is not None:
+            return prepared.start()
         began = time.perf_counter()
         places = self._places.take(batch)
         pipeline = self._pipelines[batch.lane]
@@ -179,24 +187,23 @@ class TritonBackend:
             self._note(places)
         return pending
 
-    def _work_of(self, job: NormJob) -> Work | None:
-        """The work of a job that is computed where it lies, or recurs; prepared once for those that follow."""
+    def _prepared_launch(self, job: NormJob) -> PreparedLaunch | None:
+        """The launch of a job in its client's memory; prepared once for those that follow."""
         recurrence = job.recurrence
         if recurrence is None:
-            return self._new_work(job) if job.is_on_device else None
+            return self._prepare_launch(job) if job.is_on_device else None
         if not job.is_on_device and not recurrence.is_alone:
             return None
         if recurrence.prepared is None:
-            recurrence.prepared = self._new_work(job)
-        work = recurrence.prepared
-        assert work is None or isinstance(work, Work)
-        return work
+            recurrence.prepared = self._prepare_launch(job)
+        prepared = recurrence.prepared
+        assert prepared is None or isinstance(prepared, PreparedLaunch)
+        return prepared
 
-    def _new_work(self, job: NormJob) -> Work | None:
-        if is_in_reach(job):
-            # Whatever its size: graphs share memory, so that all of them follow one another on one stream.
-            return device_work(job, fusednorm, self._pipelines[Lane.SMALL], self._replays)
-        return chunked_work(job, fusednorm, self._workspaces)
+    def _prepare_launch(self, job: NormJob) -> PreparedLaunch | None:
+        # On one stream whatever its size: graphs share memory, so that all of them follow one another.
+        pipeline = self._pipelines[Lane.SMALL]
+        return prepare_launch(self._places.own(job), fusednorm, pipeline, self._replays, self._workspaces)
 
     @torch.inference_mode()
     def _start_copies(self, places: BatchPlaces, chunks: Sequence[range], pipeline: Pipeline) -> PendingBatch:
@@ -216,7 +223,7 @@ class TritonBackend:
             self._ran[key] = places.layout.results_bytes
 
     def computes_alone(self, job: NormJob) -> bool:
-        return is_in_reach(job) or is_chunked(job)
+        return is_computed_alone(job)
 
     @torch.inference_mode()
     def compile(self, job: NormJob) -> None:
@@ -236,11 +243,12 @@ class TritonBackend:
         return registered(memory)
 
     def replay(self, recurrence: Recurrence) -> Replay | None:
-        work = recurrence.prepared
-        if not isinstance(work, Work) or (graph := work.graph) is None:
+        prepared = recurrence.prepared
+        if not isinstance(prepared, PreparedLaunch) or (graph := prepared.graph) is None:
             return None
-        marks = [(part.arrived.cuda_event, part.computed.cuda_event) for part in work.marks]
-        return Replay(graph.raw_cuda_graph_exec(), work.pipeline.compute_stream.cuda_stream, marks, (graph, work))
+        marks = [(part.arrived.cuda_event, part.computed.cuda_event) for part in prepared.marks]
+        stream = prepared.pipeline.compute_stream.cuda_stream
+        return Replay(graph.raw_cuda_graph_exec(), stream, marks, (graph, prepared))
 
     def make_replayer(self) -> Replayer | None:
         if self._new_replayer is None:
@@ -268,6 +276,15 @@ class TritonBackend:
             "free": free,
             "total": total,
         }
+
+
+def _shareable(ordinal: int) -> Device | None:
+    """A device whose memory clients may have; None where that cannot be."""
+    try:
+        return Device(ordinal)
+    except DeviceMemoryError as error:
+        log.warning("clients on this host cannot have memory of the device: %s", error)
+        return None
 
 
 def _launch_class(batch: Batch) -> Hashable:

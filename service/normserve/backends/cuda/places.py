@@ -11,6 +11,7 @@ from normserve.backends.tensors import TORCH_DTYPES, kernel_bytes_of, results_of
 from normserve.codec.tensor_names import is_parameter
 from normserve.jobs.job import Batch, NormJob, NormSpec
 from normserve.jobs.results import Described
+from normserve.memory.device_tensors import DeviceTensor
 from normserve.memory.host_tensors import HostTensor
 from normserve.memory.slabs import SlabPool
 
@@ -48,7 +49,7 @@ class LaunchLayout:
 
 @dataclass(frozen=True, slots=True)
 class BatchPlaces:
-    """A batch's tensors and the memory that its results are to be in.
+    """Where a batch's tensors lie, and the memory that its results are to be in.
 
     Attributes:
         slab: has the results, behind the tensors if these are packed; None where the results go to a lone job's
@@ -65,9 +66,9 @@ class BatchPlaces:
         """The launch's results as the host sees them; they keep the slab from returning to its pool."""
         layout, slab = self.layout, self.slab
         if slab is None:
-            own = self.batch.jobs[0].places
-            assert own is not None
-            return at_places(own, layout.results)
+            job = self.batch.jobs[0]
+            assert job.places is not None
+            return at_places(job.places, layout.results, DeviceTensor if job.is_on_device else HostTensor)
         before = layout.inputs_bytes - self._first_result
         found = {}
         for name, (dtype, shape) in layout.results.items():
@@ -118,9 +119,15 @@ class PlacesOfBatches:
             slab = self._slabs.take(layout.nbytes)
             pack(batch, slab, layout.offsets)
             return BatchPlaces(batch, layout, slab, is_packed=True)
-        if len(batch.jobs) == 1 and batch.jobs[0].places is not None:
-            return BatchPlaces(batch, layout, None, is_packed=False)
-        return BatchPlaces(batch, layout, self._slabs.take(layout.results_bytes), is_packed=False)
+        is_placed = len(batch.jobs) == 1 and batch.jobs[0].places is not None
+        return BatchPlaces(
+            batch, layout, None if is_placed else self._slabs.take(layout.results_bytes), is_packed=False
+        )
+
+    def own(self, job: NormJob) -> BatchPlaces:
+        """Where a job alone has its tensors and wants its results; it has places for these."""
+        batch = Batch((job,))
+        return BatchPlaces(batch, self._layout_of(batch), None, is_packed=False)
 
     def _layout_of(self, batch: Batch) -> LaunchLayout:
         job = batch.jobs[0]

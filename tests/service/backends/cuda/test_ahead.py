@@ -218,7 +218,7 @@ from fusednorm.launch.absent import launches_for
 from fusednorm.policy.batch_invariance import require_batch_invariance
 from fusednorm.warm.calls import kernel_of, launches
 from normserve.backends.launch import call_of, destinations, launch
-from normserve.backends.tensors import TORCH_DTYPES, channels_first, results_to_write, shape_of
+from normserve.backends.tensors import TORCH_DTYPES, channels_first, results_of, shape_of
 from normserve.backends.warmup import warm_up_batches
 
 def empty(dtype, shape):
@@ -235,7 +235,7 @@ for gpu in GPUS[::3]:
                     name: channels_first(job.spec, name, empty(each.dtype, shape_of(job, name, job.rows)))
                     for name, each in job.tensors.items()
                 }
-                results = {name: empty(*each) for name, each in results_to_write(job, job.rows).items()}
+                results = {name: empty(*each) for name, each in results_of(job, job.rows).items()}
                 call_of(fusednorm, job.spec, inputs, {"out": destinations(job.spec, results)})()
             warmed_up = {kernel_of(each) for each in noted}
         compared.append([len(warmed_up), warmed_up == {kernel_of(each) for each in launches(gpu, length, True)}])

@@ -191,6 +191,20 @@ def test_batches_overlap_and_stay_apart(backend):
         )
 
 
+def test_large_jobs_have_the_same_bits_alone_together_and_at_their_places(backend):
+    spec = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5, stats=True)
+    weight = host(torch.randn(1024))
+    given = [host(torch.randn(rows, 1024)) for rows in (80, 90, 3000)]
+    jobs = [NormJob(spec, {"x": x, "weight": weight}) for x in given]
+    for job, together in zip(jobs, run(backend, *jobs), strict=True):
+        places = {name: memoryview(bytearray(job.nbytes)) for name in ("y", "mean", "rstd")}
+        placed = NormJob(spec, job.tensors, places=places)
+        for alone in (run(backend, job)[0], run(backend, placed)[0]):
+            assert all(torch.equal(tensor, alone[name]) for name, tensor in together.items())
+        y = torch.frombuffer(places["y"], dtype=torch.float32, count=job.x.nbytes // 4)
+        assert torch.equal(y.view(job.x.shape), together["y"])
+
+
 def test_slabs_are_pinned_and_come_home(backend):
     slabs = backend._slabs
     spec = NormSpec(Op.RMS_NORM, Pass.FORWARD, 1e-5)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from normserve.backends.cuda import device_work, replays
+from normserve.backends.cuda import recurring, replays
 from normserve.jobs.job import Batch, Lane, NormJob, Recurrence
 from normserve.memory.host_tensors import DType, HostTensor
 
@@ -23,8 +23,8 @@ SPEC = replace(FORWARD, stats=False)
 def registered(monkeypatch):
     """The memory that kernels can access."""
     known: list[memoryview] = []
-    monkeypatch.setattr(device_work, "is_registered", lambda memory: any(memory.obj is each.obj for each in known))
-    monkeypatch.setattr(device_work, "device_view", lambda memory: torch.frombuffer(memory, dtype=torch.uint8))
+    monkeypatch.setattr(recurring, "is_registered", lambda memory: any(memory.obj is each.obj for each in known))
+    monkeypatch.setattr(recurring, "device_view", lambda memory: torch.frombuffer(memory, dtype=torch.uint8))
     return known
 
 
@@ -42,7 +42,7 @@ def job_in(memory, recurrence, rows=3, start=0):
     place = memory[start + nbytes : start + 2 * nbytes + 100]
     job = NormJob(SPEC, {"x": x}, places={"y": place}, recurrence=recurrence)
     if recurrence is not None:
-        recurrence.is_alone = device_work.is_in_reach(job)
+        recurrence.is_alone = recurring.is_in_reach(job)
     return job
 
 
@@ -64,7 +64,7 @@ def test_a_job_is_computed_where_its_tensors_are_and_is_prepared_once(backend, s
     assert not backend.launches_at_once(Batch((first,)))
     assert_placed(run(backend, first), first)
     prepared = recurrence.prepared
-    assert isinstance(prepared, device_work.Work)
+    assert isinstance(prepared, recurring.PreparedLaunch)
     again = job_in(memory, recurrence)
     assert backend.launches_at_once(Batch((again,)))
     assert_placed(run(backend, again), again)
@@ -197,4 +197,4 @@ def test_parameters_are_read_where_they_are_unless_many_programs_would_read_long
     weight = HostTensor(DType.FLOAT32, (cols,), memory[2**21 : 2**21 + 4 * cols])
     places = {"y": memory[2**21 + 2**12 :][: 4 * rows * cols]}
     job = NormJob(SPEC, {"x": x, "weight": weight}, places=places, recurrence=Recurrence())
-    assert device_work.is_in_reach(job) == is_read
+    assert recurring.is_in_reach(job) == is_read

@@ -5,11 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from normserve.backends.cuda import backend as triton
-from normserve.backends.cuda import chunked_work, replays
-from normserve.backends.cuda.chunked_work import Workspace
+from normserve.backends.cuda import recurring, replays
 from normserve.backends.cuda.copied import ChunkSizes, CopiedPart
-from normserve.backends.cuda.device_work import Work
+from normserve.backends.cuda.recurring import PreparedLaunch, Workspace
 from normserve.backends.cuda.streams import Pipeline
 from normserve.backends.launch import ResidentParameters
 from normserve.jobs.job import Batch, Lane, NormJob, Recurrence
@@ -31,11 +29,11 @@ NBYTES = 4 * ROWS * COLS
 @pytest.fixture(autouse=True)
 def spaces(backend, graphs, monkeypatch):
     """Two, as of a device, and jobs of some KiB are large."""
-    monkeypatch.setattr(chunked_work, "REPLAYED", ChunkSizes(4096, 16))
-    monkeypatch.setattr(chunked_work, "_MOST_BYTES", 2**18)
+    monkeypatch.setattr(recurring, "REPLAYED", ChunkSizes(4096, 16))
+    monkeypatch.setattr(recurring, "_MOST_CHUNKED_BYTES", 2**18)
     monkeypatch.setattr(replays, "_CALLS_BEFORE_CAPTURE", 3)
-    monkeypatch.setattr(chunked_work, "is_registered", lambda memory: not memory.readonly)
-    monkeypatch.setattr(triton, "is_in_reach", lambda job: False)
+    monkeypatch.setattr(recurring, "_MOST_HOST_BYTES", 0)
+    monkeypatch.setattr(recurring, "is_registered", lambda memory: not memory.readonly)
     made = [Workspace(HostStreams(urgent=False), graphs, "cpu") for _ in range(2)]
     backend._workspaces = iter(2 * made)
     return made
@@ -50,7 +48,7 @@ def job_in(memory, recurrence, registered=None, **changes):
     spec = replace(FORWARD, **changes)
     job = NormJob(spec, {"x": x}, registered, places=places, recurrence=recurrence)
     if recurrence is not None:
-        recurrence.is_alone = chunked_work.is_chunked(job)
+        recurrence.is_alone = recurring.is_computed_alone(job)
     return job
 
 
@@ -82,7 +80,7 @@ def test_each_job_is_computed_of_what_lies_there_then_and_captured_in_the_end(ba
     assert graphs.replayed == 3
     # In nine chunks.
     assert len(library.written) == 9 * 6
-    assert isinstance(recurrence.prepared, Work)
+    assert isinstance(recurrence.prepared, PreparedLaunch)
     assert backend.launches_at_once(Batch((job,), Lane.LARGE))
     replay = backend.replay(recurrence)
     assert len(replay.marks) == 9
@@ -128,16 +126,17 @@ def test_stages_are_measured(backend, memory):
     ],
     ids=["not to come again", "no place", "over x", "memory that is not registered"],
 )
-def test_what_is_computed_in_another_way(backend, memory, changes):
+def test_what_is_computed_in_another_way(backend, memory, spaces, changes):
     job = job_in(memory, Recurrence(), stats=False)
     given = {name: getattr(job, name) for name in ("tensors", "places", "recurrence", "may_overwrite")} | changes
     other = NormJob(job.spec, given["tensors"], None, given["may_overwrite"], given["places"], given["recurrence"])
-    assert chunked_work.chunked_work(other, None, iter(())) is None
+    assert recurring.prepare_launch(backend._places.own(other), None, None, None, iter(spaces)) is None
 
 
 def test_what_does_not_fit_is_computed_in_another_way(backend, memory, spaces, monkeypatch):
-    monkeypatch.setattr(chunked_work, "_MOST_BYTES", 2 * NBYTES)
-    assert chunked_work.chunked_work(job_in(memory, Recurrence(), stats=False), None, iter(spaces)) is None
+    monkeypatch.setattr(recurring, "_MOST_CHUNKED_BYTES", 2 * NBYTES)
+    job = job_in(memory, Recurrence(), stats=False)
+    assert recurring.prepare_launch(backend._places.own(job), None, None, None, iter(spaces)) is None
 
 
 def test_without_memory_of_the_device_jobs_are_computed_in_another_way(backend, memory, library, monkeypatch):
@@ -147,7 +146,8 @@ def test_without_memory_of_the_device_jobs_are_computed_in_another_way(backend, 
     place = Workspace(HostStreams(urgent=False), None, "cpu")
     monkeypatch.setattr(torch, "empty", refuse)
     for _ in range(2):
-        assert chunked_work.chunked_work(job_in(memory, Recurrence()), library, iter([place])) is None
+        job = job_in(memory, Recurrence())
+        assert recurring.prepare_launch(backend._places.own(job), library, None, None, iter([place])) is None
 
 
 def test_the_thread_stays_on_the_stream_that_is_captured():

@@ -1,0 +1,221 @@
+"""Jobs in memory that their client has: prepared once, launched for each that follows, and captured in time.
+
+In device memory, and of small ones in registered host memory, the kernels read the tensors and write the results
+where they lie.  Large ones in registered host memory are copied in, computed and copied out in chunks.
+"""
+
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from normserve.backends.cuda.copied import REPLAYED, chunk_parts, chunks_of
+from normserve.backends.cuda.in_flight import PartMarks, PendingBatch
+from normserve.backends.cuda.pinned import device_view, is_registered
+from normserve.backends.cuda.places import BatchPlaces, at_places
+from normserve.backends.cuda.replays import Graphs, Repeated, Replays
+from normserve.backends.cuda.streams import Pipeline, Streams
+from normserve.backends.launch import call_of, destinations, launch, parameters_of
+from normserve.backends.tensors import (
+    TORCH_DTYPES,
+    channels_first,
+    kernel_bytes,
+    payload_order,
+    results_of,
+)
+from normserve.codec.tensor_names import is_parameter
+from normserve.jobs.job import NormJob
+from normserve.memory.host_tensors import DType, HostTensor
+
+log = logging.getLogger(__name__)
+
+# Of host memory that kernels access, all tensors and results.
+_MOST_HOST_BYTES = 2**21 + 2**16
+# About as many run at a time.
+_PROGRAMS = 132
+
+# Of tensors and results in chunks; larger jobs gain little.
+_MOST_CHUNKED_BYTES = 160 * 2**20
+_ALIGNMENT = 256
+
+
+class PreparedLaunch:
+    """One job's launch in memory that its client has, made again and again: it keeps that memory mapped.
+
+    Attributes:
+        results: where they lie.
+        kernel_bytes: the fewest bytes that the launch must move.
+        pipeline: whose compute stage's stream it is made on, always.
+        marks: of its parts, which are copied; none where nothing is.
+    """
+
+    def __init__(
+        self,
+        results: Mapping[str, HostTensor],
+        kernel_bytes: int,
+        pipeline: Pipeline,
+        repeated: Repeated,
+        marks: Sequence[PartMarks] = (),
+    ) -> None:
+        self.results = results
+        self.kernel_bytes = kernel_bytes
+        self.pipeline = pipeline
+        self.marks = marks
+        self._repeated = repeated
+
+    @property
+    def graph(self) -> Any:
+        """What is replayed; None before it has been captured."""
+        return self._repeated.graph
+
+    def start(self) -> PendingBatch:
+        """Launch it, of what its tensors hold then."""
+        pending = self.pipeline.start_one(self._repeated.make, self, self.marks)
+        # While the device computes it.
+        pending.expect((self.results,), (self.kernel_bytes,), are_placed=True)
+        if self._repeated.is_due:
+            self.pipeline.aside(self._repeated.capture)
+        return pending
+
+
+class Workspace:
+    """Streams and memory of the device, which jobs in chunks use one after another."""
+
+    def __init__(self, streams: Streams, graphs: Graphs, device: str) -> None:
+        """Make it.
+
+        Args:
+            graphs: its own, which are replayed one after another.
+            device: as torch names it.
+        """
+        self.pipeline = Pipeline(streams)
+        self.replays = Replays(graphs)
+        self._device = device
+        self._memory: Tensor | None = None
+        self._is_refused = False
+
+    def tensors_like(self, given: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        """Tensors in its memory, which other jobs use as well; None without such memory."""
+        if self._memory is None and not self._is_refused:
+            self.pipeline.aside(self._allocate)
+        if self._memory is None:
+            return None
+        found, start = {}, 0
+        for name, tensor in given.items():
+            found[name] = self._memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            start += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        return found
+
+    def _allocate(self) -> None:
+        try:
+            self._memory = torch.empty(_MOST_CHUNKED_BYTES, dtype=torch.uint8, device=self._device)
+        except torch.OutOfMemoryError as error:
+            self._is_refused = True
+            log.warning("large requests in shared host memory are not captured: %s", error)
+
+
+def prepare_launch(
+    places: BatchPlaces, library: ModuleType, pipeline: Pipeline, replays: Replays, workspaces: Iterator[Workspace]
+) -> PreparedLaunch | None:
+    """The launch of a job that is computed in its client's memory; None of any other.
+
+    Args:
+        places: of the job alone, its own.
+        library: the kernels.
+        pipeline, replays: of what is computed where it lies, and of its graphs.
+        workspaces: of jobs in chunks, in turn.
+    """
+    job = places.batch.jobs[0]
+    is_near = is_in_reach(job)
+    chunks = () if is_near else _chunks(job)
+    workspace = next(workspaces, None) if chunks else None
+    if not is_near and workspace is None:
+        return None
+    (share,) = places.shares()
+    nbytes = kernel_bytes(job, share)
+    # What is made in inference mode can be used nowhere else.
+    with torch.inference_mode(False):
+        if workspace is None:
+            return PreparedLaunch(share, nbytes, pipeline, Repeated(_call(places, library), job.spec, replays))
+        parts = chunk_parts(job, chunks, places.results(), library, workspace.tensors_like)
+        if not parts:
+            return None
+        marks = workspace.pipeline.marks(len(parts))
+        put = functools.partial(workspace.pipeline.put, parts, marks)
+        repeated = Repeated(put, job.spec, workspace.replays)
+        return PreparedLaunch(share, nbytes, workspace.pipeline, repeated, marks)
+
+
+def is_computed_alone(job: NormJob) -> bool:
+    """Whether jobs that recur like this one are computed in their client's memory."""
+    return is_in_reach(job) or bool(_chunks(job))
+
+
+def is_in_reach(job: NormJob) -> bool:
+    """Whether a job alone in its launch is computed where its tensors are.
+
+    In host memory that is what comes again and again, in registered memory, and is small: kernels read and write
+    it over the bus at once, while of larger tensors copies use the bus better.
+    """
+    if job.is_on_device:
+        return True
+    if job.recurrence is None or job.may_overwrite or not len(job.x.data) or (memory := _memory_of(job)) is None:
+        return False
+    nbytes = sum(map(len, memory))
+    # Programs read parameters each for itself.
+    parameters = [tensor.nbytes for name, tensor in job.tensors.items() if is_parameter(name)]
+    nbytes += min(job.rows, _PROGRAMS) * sum(parameters)
+    return nbytes <= _MOST_HOST_BYTES and all(map(is_registered, memory))
+
+
+def _chunks(job: NormJob) -> Sequence[range]:
+    """The rows of each chunk of a large job in registered memory; none of any other."""
+    if job.is_on_device or job.recurrence is None or job.may_overwrite:
+        return ()
+    chunks = chunks_of(job, REPLAYED)
+    memory = _memory_of(job) if chunks else None
+    if memory is None or sum(map(len, memory)) + _ALIGNMENT * len(memory) > _MOST_CHUNKED_BYTES:
+        return ()
+    return chunks if all(map(is_registered, memory)) else ()
+
+
+def _memory_of(job: NormJob) -> Sequence[memoryview] | None:
+    """Of the host, what a job's tensors take and its results; None without places for these."""
+    if job.places is None:
+        return None
+    of_results = at_places(job.places, results_of(job, job.rows))
+    return [tensor.data for tensor in (*job.tensors.values(), *of_results.values())]
+
+
+def _call(places: BatchPlaces, library: ModuleType) -> Callable[[], object]:
+    """The launch on a job's tensors where they lie."""
+    job, layout = places.batch.jobs[0], places.layout
+    spec = layout.spec
+    came = {
+        name: channels_first(spec, name, _seen(job.tensors[name].data, dtype, shape))
+        for name, (dtype, shape) in layout.inputs.items()
+    }
+    if job.layer is not None:
+        came |= parameters_of(job.layer.resident)
+    there = {name: _seen(each.data, each.dtype, each.shape) for name, each in places.results().items()}
+    if not layout.is_empty and not job.may_overwrite:
+        return call_of(library, spec, came, {"out": destinations(spec, there)})
+
+    def launch_and_copy() -> None:
+        # Over what came, or of no rows: the library takes memory of its own.
+        for name, output in launch(library, spec, came).items():
+            there[name].copy_(payload_order(spec, name, output))
+
+    return launch_and_copy
+
+
+def _seen(data: Any, dtype: DType, shape: tuple[int, ...]) -> Tensor:
+    """What lies there as a tensor, which keeps it mapped."""
+    if not len(data):
+        return torch.empty(shape, dtype=TORCH_DTYPES[dtype], device="cuda")
+    flat = device_view(data) if isinstance(data, memoryview) else torch.as_tensor(data, device="cuda")
+    return flat.view(TORCH_DTYPES[dtype]).view(shape)
