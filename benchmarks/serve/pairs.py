@@ -30,6 +30,7 @@ CASES = {
     "raw http, 4 KiB": 2**12,
     "raw http, 1 MiB": 2**20,
     "raw http, 16 MiB": 2**24,
+    "raw http, 64 MiB": 2**26,
     "raw front ends, 4 KiB": 2**12,
     "raw front ends, 1 MiB": 2**20,
     "raw v2, 4 KiB": 2**12,
@@ -39,11 +40,16 @@ CASES = {
     "unix, 4 KiB": 2**12,
     "unix, 1 MiB": 2**20,
     "unix, 16 MiB": 2**24,
+    "unix host, 4 KiB": 2**12,
+    "unix host, 1 MiB": 2**20,
+    "unix host, 64 MiB": 2**26,
     "unix step": 2**12,
     "library, 4 KiB": 2**12,
     "library, 1 MiB": 2**20,
 }
-"""Bytes of x.  `raw` is a client of this benchmark, `library` fusednorm in the client's process."""
+"""Bytes of x.  `raw` is a client of this benchmark, `library` fusednorm in the client's process, `unix host` shared
+memory of the host whatever the backend.
+"""
 COLUMNS = ("case", "pair", "before_us", "after_us", "before_cpu_us", "after_cpu_us", "speed", "cpu_speed")
 _SOURCES = ("kernels", "service", "loadtest")
 _TURNS = Path(__file__).parent / "programs" / "turns.py"

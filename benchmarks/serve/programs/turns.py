@@ -83,9 +83,10 @@ def make_call(case: str, urls: dict[str, str], nbytes: int, cols: int, device: s
         case "http":
             client = Client(urls["http"])
             return lambda: client.layer_norm(x).y
-        case "unix":
+        case "unix" | "unix host" as name:
             client = Client(urls["unix"])
-            shared = client.empty(shape, torch.float32, device=device).normal_()
+            where = device if name == "unix" else None
+            shared = client.empty(shape, torch.float32, device=where).normal_()
             return lambda: client.layer_norm(shared).y
         case "unix step":
             return make_step(Client(urls["unix"]), device)
