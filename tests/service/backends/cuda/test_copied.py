@@ -138,6 +138,16 @@ def test_results_of_chunks_go_to_their_places(run, slabs):
         assert set(places[name][len(tensor.data) :]) == {ord("*")}
 
 
+@pytest.mark.parametrize("rows", [301, 10], ids=["in chunks", "whole"])
+def test_the_engine_has_nothing_to_move_where_a_lone_job_has_places(backend, rows):
+    tensors = {"x": host(torch.randn(rows, 32))}
+    places = {name: memoryview(bytearray(50_000)) for name in ("y", "mean", "rstd")}
+    placed = backend.run(Batch((NormJob(FORWARD, tensors, places=places),), Lane.LARGE)).wait()
+    assert placed.are_placed
+    elsewhere = backend.run(Batch((NormJob(FORWARD, tensors),), Lane.LARGE)).wait()
+    assert not elsewhere.are_placed
+
+
 def test_results_may_be_written_over_what_came(run):
     x = torch.randn(301, 32)
     memory = memoryview(bytearray(x.numpy().tobytes()))

@@ -85,6 +85,13 @@ def test_a_launch_that_ran_before_is_at_once_where_memory_for_its_results_is_idl
     assert not backend.launches_at_once(batch(1024, turned=True))
 
 
+def test_what_the_host_packs_is_never_launched_at_once(backend, slabs, monkeypatch):
+    monkeypatch.setattr(slabs, "_max_idle_bytes", 2**30)
+    batch = Batch((NormJob(FORWARD, {"x": host(torch.randn(3, 128), slabs)}),))
+    backend.run(batch).wait()
+    assert not backend.launches_at_once(batch)
+
+
 @pytest.mark.parametrize(("rows", "lane"), [((3,), Lane.SMALL), ((1, 2, 5), Lane.SMALL), ((1100,), Lane.LARGE)])
 def test_each_job_gets_its_rows_and_all_slabs_come_home(backend, slabs, library, rows, lane):
     given = [torch.randn(count, 128).bfloat16() for count in rows]

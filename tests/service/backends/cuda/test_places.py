@@ -5,10 +5,12 @@ import torch
 from normserve.backends.cuda.copied import whole_part
 from normserve.backends.cuda.places import PlacesOfBatches
 from normserve.jobs.job import Batch, NormJob, NormSpec, Op, Pass
+from normserve.memory.device_tensors import DeviceTensor
 from normserve.memory.host_tensors import DType, HostTensor
 from normserve.memory.slabs import SlabPool
 
 from tests.service.backends.cuda.no_device import Writing
+from tests.service.jobs.fake_jobs import layer
 from tests.service.memory.host_tensors import back, host
 
 SPEC = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5)
@@ -140,6 +142,24 @@ def test_results_of_a_large_job_go_to_its_own_places_and_nothing_behind_them(pla
         assert tensor.data.obj is memory[name].obj
         assert torch.equal(back(tensor), getattr(launch.given["out"], name)), name
         assert set(memory[name][len(tensor.data) :]) == {255}
+
+
+def test_gradients_have_the_dtype_of_the_layer_that_each_batch_names(places):
+    spec = NormSpec(Op.LAYER_NORM, Pass.BACKWARD, 1e-5)
+    given = {"x": host(torch.randn(2, 8)), "dy": host(torch.randn(2, 8))}
+    for dtype in (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT32):
+        taken = places.take(Batch((NormJob(spec, given, layer(size=8, dtype=dtype)),)))
+        assert taken.results()["dweight"].dtype is dtype
+
+
+def test_results_of_a_job_on_the_device_lie_on_the_device(places, slabs):
+    memory = memoryview(bytearray(2 * 24 * 4))
+    x = DeviceTensor(DType.FLOAT32, (2, 3, 4), memory[:96])
+    taken = places.own(NormJob(SPEC, {"x": x}, places={"y": memory[96:]}))
+    (share,) = taken.shares()
+    assert share["y"] == DeviceTensor(DType.FLOAT32, (2, 3, 4), memory[96:])
+    assert isinstance(share["y"], DeviceTensor)
+    assert slabs.used_bytes == 0
 
 
 def test_without_memory_for_results_nothing_is_launched(places, slabs):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from normserve.backends.cuda import recurring, replays
 from normserve.jobs.job import Batch, Lane, NormJob, Recurrence
+from normserve.memory.device_tensors import DeviceTensor
 from normserve.memory.host_tensors import DType, HostTensor
 
 from tests.service.backends.cuda.no_device import Instant
@@ -87,6 +88,22 @@ def test_what_is_not_computed_there(backend, memory):
     for what, job in jobs.items():
         run(backend, job)
         assert job.recurrence is None or job.recurrence.prepared is None, what
+
+
+@pytest.mark.parametrize("slabs", ["copied"], indirect=True)
+@pytest.mark.parametrize("is_on_device", [False, True])
+def test_the_kernel_does_not_write_over_what_it_reads(backend, memory, library, is_on_device):
+    x = job_in(memory, None).x
+    right = torch.nn.functional.layer_norm(back(x), (128,))
+    if is_on_device:
+        x = DeviceTensor(x.dtype, x.shape, x.data)
+    recurrence = Recurrence()
+    job = NormJob(SPEC, {"x": x}, None, may_overwrite=True, places={"y": x.data}, recurrence=recurrence)
+    recurrence.is_alone = backend.computes_alone(job)
+    assert recurrence.is_alone == is_on_device
+    (outputs,) = run(backend, job).outputs
+    assert library.written == []
+    torch.testing.assert_close(back(outputs["y"]), right)
 
 
 @pytest.mark.parametrize("slabs", ["copied"], indirect=True)
