@@ -7,6 +7,7 @@ from itertools import product
 from typing import Literal
 
 import torch
+from fusednorm import ActivationName
 from fusednorm.arguments.options import NormOptions
 from fusednorm.launch.launch import Launch
 from fusednorm.ops.group_norm import table as tables
@@ -55,7 +56,7 @@ class Variant:
     stats: bool = False
     residual: Literal["", "own", "in place", "other dtype", "other layout"] = ""
     outside: bool | None = None
-    activation: str = "none"
+    activation: ActivationName = "none"
     dropout: float = 0.0
     other_dtypes: bool = False
     other_layout: bool = False

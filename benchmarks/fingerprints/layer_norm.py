@@ -6,6 +6,7 @@ from functools import partial
 from typing import Literal
 
 import torch
+from fusednorm import ActivationName
 from fusednorm.api.chain import MAX_NORMS
 from fusednorm.arguments.checks import FLOAT8
 from fusednorm.arguments.options import NormOptions
@@ -50,7 +51,7 @@ class Variant:
     stats: bool = False
     residual: Literal["", "own", "in place", "other dtype"] = ""
     outside: bool | None = None
-    activation: str = "none"
+    activation: ActivationName = "none"
     dropout: float = 0.0
     other_dtypes: bool = False
     unaligned: bool = False

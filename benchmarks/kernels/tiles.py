@@ -14,11 +14,12 @@ from pathlib import Path
 
 import fusednorm
 import torch
+from fusednorm import ActivationName
 
 from benchmarks.harness.timing import Timer
 
 COLS = (16, 64, 128, 256, 512, 768, 1024, 1536, 3584)
-VARIANTS = {"plain": ("none", False), "silu stats": ("silu", True)}
+VARIANTS: dict[str, tuple[ActivationName, bool]] = {"plain": ("none", False), "silu stats": ("silu", True)}
 _X_BYTES = 256 << 20
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from fusednorm import traffic
+from fusednorm import ActivationName, traffic
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Variant:
         of_samples: scale and shift [N, C] are given, an affine step of each sample after the common one.
     """
 
-    activation: str = "none"
+    activation: ActivationName = "none"
     residual: bool = False
     stream: torch.dtype | None = None
     dropout: float = 0.0

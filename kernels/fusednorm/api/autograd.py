@@ -18,6 +18,7 @@ from fusednorm import cpu
 from fusednorm.api.observers import is_differentiated, is_observed
 from fusednorm.api.sharding import register_shardings
 from fusednorm.api.uniform import gradients, run_backward, run_backward_operator, run_forward
+from fusednorm.arguments.activations import ActivationName
 from fusednorm.arguments.inputs import BackwardInputs, NormInputs
 from fusednorm.arguments.options import NormOptions, OptionValues, is_repeatable
 from fusednorm.cpu import plain
@@ -52,7 +53,7 @@ def layer_norm(
     eps: float = 1e-5,
     *,
     weight_offset: float = 0.0,
-    activation: str = "none",
+    activation: ActivationName = "none",
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Tensor:
@@ -67,7 +68,7 @@ def rms_norm(
     eps: float = 1e-6,
     *,
     weight_offset: float = 0.0,
-    activation: str = "none",
+    activation: ActivationName = "none",
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Tensor:
@@ -85,7 +86,7 @@ def group_norm(
     *,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
-    activation: str = "none",
+    activation: ActivationName = "none",
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Tensor:
@@ -102,7 +103,7 @@ def add_layer_norm(
     eps: float = 1e-5,
     *,
     weight_offset: float = 0.0,
-    activation: str = "none",
+    activation: ActivationName = "none",
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Added:
@@ -118,7 +119,7 @@ def add_rms_norm(
     eps: float = 1e-6,
     *,
     weight_offset: float = 0.0,
-    activation: str = "none",
+    activation: ActivationName = "none",
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Added:
@@ -137,7 +138,7 @@ def add_group_norm(
     *,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
-    activation: str = "none",
+    activation: ActivationName = "none",
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> Added:

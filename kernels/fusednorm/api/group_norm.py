@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from fusednorm.arguments.activations import ActivationName
 from fusednorm.arguments.checks import (
     check_groups,
     check_out_dtype,
@@ -44,7 +45,7 @@ def group_norm_forward(
     residual: Tensor | None = None,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
-    activation: str = "none",
+    activation: ActivationName = "none",
     dropout: float = 0.0,
     seed: int | None = None,
     out_dtype: torch.dtype | None = None,
@@ -133,7 +134,7 @@ def group_norm_backward(
     dresidual_out: Tensor | None = None,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
-    activation: str = "none",
+    activation: ActivationName = "none",
     dropout: float = 0.0,
     seed: int | None = None,
     parameter_gradients: bool = True,

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusednorm.arguments.activations import ActivationName
 from fusednorm.arguments.checks import (
     FLOAT8,
     check_out_dtype,
@@ -41,7 +42,7 @@ def layer_norm_forward(
     eps: float = 1e-5,
     weight_offset: float = 0.0,
     residual: Tensor | None = None,
-    activation: str = "none",
+    activation: ActivationName = "none",
     dropout: float = 0.0,
     seed: int | None = None,
     out_dtype: torch.dtype | None = None,
@@ -98,7 +99,7 @@ def rms_norm_forward(
     eps: float = 1e-6,
     weight_offset: float = 0.0,
     residual: Tensor | None = None,
-    activation: str = "none",
+    activation: ActivationName = "none",
     dropout: float = 0.0,
     seed: int | None = None,
     out_dtype: torch.dtype | None = None,
@@ -127,7 +128,7 @@ def layer_norm_backward(
     rstd: Tensor | None = None,
     residual: Tensor | None = None,
     dresidual_out: Tensor | None = None,
-    activation: str = "none",
+    activation: ActivationName = "none",
     dropout: float = 0.0,
     seed: int | None = None,
     parameter_gradients: bool = True,
@@ -177,7 +178,7 @@ def rms_norm_backward(
     rstd: Tensor | None = None,
     residual: Tensor | None = None,
     dresidual_out: Tensor | None = None,
-    activation: str = "none",
+    activation: ActivationName = "none",
     dropout: float = 0.0,
     seed: int | None = None,
     parameter_gradients: bool = True,

@@ -1,12 +1,14 @@
 """Drop-in modules: torch's constructors, state_dict and repr, with an activation fused after the norm."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch._jit_internal import is_scripting
 
 from fusednorm.api.torch_norms import script_norm, torch_group_norm, torch_layer_norm, torch_rms_norm
+from fusednorm.arguments.activations import ActivationName
 from fusednorm.arguments.checks import activation_of, check_weight_offset
 
 
@@ -16,7 +18,7 @@ class _Fused(nn.Module):
     #: Added to the weight; only for modules that normalise over the last axes.
     weight_offset: float = 0.0
 
-    def __init__(self, *args: Any, activation: str = "none", **kwargs: Any) -> None:
+    def __init__(self, *args: Any, activation: ActivationName, **kwargs: Any) -> None:
         activation_of(activation)
         super().__init__(*args, **kwargs)
         self.activation = activation
@@ -32,7 +34,7 @@ class _Fused(nn.Module):
 class _OfRows(_Fused):
     """A module that normalises over the last axes."""
 
-    def __init__(self, *args: Any, weight_offset: float = 0.0, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, weight_offset: float, **kwargs: Any) -> None:
         # Before torch's constructor, which resets the parameters.
         self.weight_offset = weight_offset
         super().__init__(*args, **kwargs)
@@ -52,6 +54,33 @@ class LayerNorm(_OfRows, nn.LayerNorm):
         activation: none, relu, silu, gelu (erf) or gelu_tanh, applied to the output.
         weight_offset: 0, or 1 for a weight that is kept around zero and starts there.
     """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        activation: ActivationName = "none",
+        weight_offset: float = 0.0,
+    ) -> None:
+        super().__init__(
+            normalized_shape,
+            eps,
+            elementwise_affine,
+            bias,
+            device,
+            dtype,
+            activation=activation,
+            weight_offset=weight_offset,
+        )
+
+    if TYPE_CHECKING:
+
+        def __call__(self, input: Tensor) -> Tensor: ...
 
     def forward(self, input: Tensor) -> Tensor:
         """input [..., *normalized_shape] normalised over the last axes; float32 under CUDA's autocast.
@@ -79,6 +108,31 @@ class RMSNorm(_OfRows, nn.RMSNorm):
         weight_offset: 0, or 1 for a weight that is kept around zero and starts there.
     """
 
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        activation: ActivationName = "none",
+        weight_offset: float = 0.0,
+    ) -> None:
+        super().__init__(
+            normalized_shape,
+            eps,
+            elementwise_affine,
+            device,
+            dtype,
+            activation=activation,
+            weight_offset=weight_offset,
+        )
+
+    if TYPE_CHECKING:
+
+        def __call__(self, x: Tensor) -> Tensor: ...
+
     def forward(self, x: Tensor) -> Tensor:
         """x [..., *normalized_shape] normalised over the last axes; in the dtype of torch's under CUDA's autocast.
 
@@ -99,9 +153,29 @@ class GroupNorm(_Fused, nn.GroupNorm):
     """torch.nn.GroupNorm on this library's kernels.
 
     Args:
-        num_groups, num_channels, eps, affine, device, dtype: as torch.nn.GroupNorm has them.
+        num_groups, num_channels, eps, affine, device, dtype, bias: as torch.nn.GroupNorm has them; bias only where
+            torch's has it (2.13).
         activation: none, relu, silu, gelu (erf) or gelu_tanh, applied to the output.
     """
+
+    def __init__(
+        self,
+        num_groups: int,
+        num_channels: int,
+        eps: float = 1e-5,
+        affine: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
+        activation: ActivationName = "none",
+    ) -> None:
+        of_bias = {} if bias else {"bias": bias}
+        super().__init__(num_groups, num_channels, eps, affine, device, dtype, activation=activation, **of_bias)
+
+    if TYPE_CHECKING:
+
+        def __call__(self, input: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor: ...
 
     def forward(self, input: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
         """input [N, C, *spatial]; the output keeps a channels-last layout, and is float32 under CUDA's autocast.

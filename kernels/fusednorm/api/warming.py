@@ -7,6 +7,7 @@ import torch
 
 from fusednorm.api import group_norm as group_norm_passes
 from fusednorm.api import layer_norm as layer_norm_passes
+from fusednorm.arguments.activations import ActivationName
 from fusednorm.devices.device import INTERPRETED, multiprocessor_count
 from fusednorm.errors import KernelInputError
 from fusednorm.ops.group_norm.backward_choice import choose_backward
@@ -34,7 +35,7 @@ def warmup(
     *,
     parameter_dtype: torch.dtype | None = None,
     residual: bool = False,
-    activation: str = "none",
+    activation: ActivationName = "none",
     dropout: float = 0.0,
     backward: bool = True,
     device: torch.device | None = None,
@@ -94,7 +95,7 @@ def warmup_group_norm(
     scale: bool = False,
     shift: bool = False,
     residual: bool = False,
-    activation: str = "none",
+    activation: ActivationName = "none",
     dropout: float = 0.0,
     backward: bool = True,
     device: torch.device | None = None,

@@ -5,10 +5,13 @@
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+ActivationName = Literal["none", "relu", "silu", "gelu", "gelu_tanh"]
+"""The names of activations; gelu is by erf, gelu_tanh by tanh."""
 
 _TANH_SCALE, _TANH_CUBE = math.sqrt(2.0 / math.pi), 0.044715
 
@@ -57,7 +60,7 @@ def _gelu_tanh_derivative(z: Tensor) -> Tensor:
     return 0.5 * (1.0 + t) + 0.5 * z * (1.0 - t * t) * slope
 
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Activation] = {
     "none": Activation(lambda z: z, torch.ones_like),
     "relu": Activation(torch.relu, _relu_derivative),
     "silu": Activation(_silu, _silu_derivative),

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fusednorm.arguments.activations import ActivationName
 from fusednorm.arguments.checks import (
     FLOAT8,
     activation_of,
@@ -76,7 +77,7 @@ def layer_norm_forward(
     eps: float = 1e-5,
     weight_offset: float = 0.0,
     residual: Tensor | None = None,
-    activation: str = "none",
+    activation: ActivationName = "none",
     dropout: float = 0.0,
     seed: int | None = None,
     out_dtype: torch.dtype | None = None,
@@ -121,7 +122,7 @@ def rms_norm_forward(
     eps: float = 1e-6,
     weight_offset: float = 0.0,
     residual: Tensor | None = None,
-    activation: str = "none",
+    activation: ActivationName = "none",
     dropout: float = 0.0,
     seed: int | None = None,
     out_dtype: torch.dtype | None = None,
@@ -148,7 +149,7 @@ def group_norm_forward(
     residual: Tensor | None = None,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
-    activation: str = "none",
+    activation: ActivationName = "none",
     dropout: float = 0.0,
     seed: int | None = None,
     out_dtype: torch.dtype | None = None,
@@ -191,7 +192,7 @@ def layer_norm_backward(
     rstd: Tensor | None = None,
     residual: Tensor | None = None,
     dresidual_out: Tensor | None = None,
-    activation: str = "none",
+    activation: ActivationName = "none",
     dropout: float = 0.0,
     seed: int | None = None,
     parameter_gradients: bool = True,
@@ -228,7 +229,7 @@ def rms_norm_backward(
     rstd: Tensor | None = None,
     residual: Tensor | None = None,
     dresidual_out: Tensor | None = None,
-    activation: str = "none",
+    activation: ActivationName = "none",
     dropout: float = 0.0,
     seed: int | None = None,
     parameter_gradients: bool = True,
@@ -255,7 +256,7 @@ def group_norm_backward(
     dresidual_out: Tensor | None = None,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
-    activation: str = "none",
+    activation: ActivationName = "none",
     dropout: float = 0.0,
     seed: int | None = None,
     parameter_gradients: bool = True,

@@ -1,3 +1,8 @@
 """The names of activations in the API, for the server and its clients."""
 
-ACTIVATIONS = ("none", "relu", "silu", "gelu", "gelu_tanh")
+from typing import Literal, get_args
+
+ActivationName = Literal["none", "relu", "silu", "gelu", "gelu_tanh"]
+"""The names of activations; gelu is by erf, gelu_tanh by tanh."""
+
+ACTIVATIONS: tuple[str, ...] = get_args(ActivationName)

@@ -1,24 +1,26 @@
 """Calls for registered layers and for the server itself, in the form of `operations`."""
 
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import quote
 
 from normserve.client.answers.answer import Answer
 from normserve.client.answers.reception import LIST_BYTES
+from normserve.client.calls.arrays import Array
 from normserve.client.calls.call import Call, described, query
 from normserve.client.errors import UnexpectedAnswerError
+from normserve.codec.activations import ActivationName
 from normserve.codec.tensor_names import PARAMETERS
 
 
 def put_layer(
     name: str,
-    op: str,
-    weight: object,
-    bias: object = None,
+    op: Literal["layer_norm", "rms_norm", "group_norm"],
+    weight: Array,
+    bias: Array | None = None,
     *,
     eps: float | None = None,
     num_groups: int | None = None,
-    activation: str | None = None,
+    activation: ActivationName | None = None,
     weight_offset: float | None = None,
 ) -> Call[bool]:
     """Register parameters under a name, or replace those that are; they stay on the server's device.

@@ -8,15 +8,27 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 
 from normserve.client.calls.on_device import OnDevice, bytes_of
 from normserve.memory.host_tensors import FLOATS, DType, HostTensor
 
-T = TypeVar("T")
 
+class Array(Protocol):
+    """A numpy array, a torch tensor or a `HostTensor`, for type checkers; `to_host` is stricter."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes, outermost first."""
+
+    @property
+    def dtype(self) -> Any:
+        """The element type."""
+
+
+T = TypeVar("T")
 
 _FLOATS = {dtype.value: dtype for dtype in FLOATS}
 _NOT_OF_NUMPY = {dtype.value: dtype for dtype in (DType.BFLOAT16, DType.FLOAT8_E4M3FN)}

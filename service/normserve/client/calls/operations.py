@@ -6,32 +6,37 @@ body, the others into the query.  Parameters that are left out are not sent, so 
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from normserve.client.answers import expectations
 from normserve.client.answers.answer import Answer
 from normserve.client.answers.expectations import Expectation
 from normserve.client.calls import arrays
+from normserve.client.calls.arrays import Array
 from normserve.client.calls.call import Call, described, query
 from normserve.client.errors import UnexpectedAnswerError
 from normserve.client.results import BackwardResult, ForwardResult
+from normserve.codec.activations import ActivationName
 from normserve.codec.tensor_names import OF_ROWS, PARAMETERS
 from normserve.memory.host_tensors import HostTensor
 
-T = TypeVar("T")
+Tensors = Array | Sequence[Array]
+"""A tensor, or one for each of several x."""
+
+T = TypeVar("T", bound=Tensors)
 
 _TENSORS = OF_ROWS.union(PARAMETERS)
 
 
 def layer_norm(
     x: T,
-    weight: object = None,
-    bias: object = None,
+    weight: Array | None = None,
+    bias: Array | None = None,
     *,
-    residual: object = None,
+    residual: Tensors | None = None,
     eps: float | None = None,
     weight_offset: float | None = None,
-    activation: str | None = None,
+    activation: ActivationName | None = None,
     dropout: float | None = None,
     seed: int | None = None,
     out_dtype: object = None,
@@ -65,12 +70,12 @@ def layer_norm(
 
 def rms_norm(
     x: T,
-    weight: object = None,
+    weight: Array | None = None,
     *,
-    residual: object = None,
+    residual: Tensors | None = None,
     eps: float | None = None,
     weight_offset: float | None = None,
-    activation: str | None = None,
+    activation: ActivationName | None = None,
     dropout: float | None = None,
     seed: int | None = None,
     out_dtype: object = None,
@@ -88,15 +93,15 @@ def rms_norm(
 def group_norm(
     x: T,
     num_groups: int | None = None,
-    weight: object = None,
-    bias: object = None,
+    weight: Array | None = None,
+    bias: Array | None = None,
     *,
-    layout: str | None = None,
-    residual: object = None,
-    scale: object = None,
-    shift: object = None,
+    layout: Literal["nchw", "nhwc"] | None = None,
+    residual: Tensors | None = None,
+    scale: Tensors | None = None,
+    shift: Tensors | None = None,
     eps: float | None = None,
-    activation: str | None = None,
+    activation: ActivationName | None = None,
     dropout: float | None = None,
     seed: int | None = None,
     out_dtype: object = None,
@@ -122,8 +127,8 @@ def group_norm(
 
 def layer_norm_chain(
     x: T,
-    weights: Sequence[object] = (),
-    biases: Sequence[object] = (),
+    weights: Sequence[Array | None] = (),
+    biases: Sequence[Array | None] = (),
     *,
     eps: float | None = None,
     out_dtype: object = None,
@@ -154,18 +159,18 @@ def layer_norm_chain(
 
 
 def layer_norm_backward(
-    dy: object,
+    dy: Tensors,
     x: T,
-    weight: object = None,
-    bias: object = None,
+    weight: Array | None = None,
+    bias: Array | None = None,
     *,
-    mean: object = None,
-    rstd: object = None,
-    residual: object = None,
-    dresidual_out: object = None,
+    mean: Tensors | None = None,
+    rstd: Tensors | None = None,
+    residual: Tensors | None = None,
+    dresidual_out: Tensors | None = None,
     eps: float | None = None,
     weight_offset: float | None = None,
-    activation: str | None = None,
+    activation: ActivationName | None = None,
     dropout: float | None = None,
     seed: int | None = None,
     layer: str | None = None,
@@ -183,16 +188,16 @@ def layer_norm_backward(
 
 
 def rms_norm_backward(
-    dy: object,
+    dy: Tensors,
     x: T,
-    weight: object = None,
+    weight: Array | None = None,
     *,
-    rstd: object = None,
-    residual: object = None,
-    dresidual_out: object = None,
+    rstd: Tensors | None = None,
+    residual: Tensors | None = None,
+    dresidual_out: Tensors | None = None,
     eps: float | None = None,
     weight_offset: float | None = None,
-    activation: str | None = None,
+    activation: ActivationName | None = None,
     dropout: float | None = None,
     seed: int | None = None,
     layer: str | None = None,
@@ -206,21 +211,21 @@ def rms_norm_backward(
 
 
 def group_norm_backward(
-    dy: object,
+    dy: Tensors,
     x: T,
     num_groups: int | None = None,
-    weight: object = None,
-    bias: object = None,
+    weight: Array | None = None,
+    bias: Array | None = None,
     *,
-    layout: str | None = None,
-    mean: object = None,
-    rstd: object = None,
-    residual: object = None,
-    dresidual_out: object = None,
-    scale: object = None,
-    shift: object = None,
+    layout: Literal["nchw", "nhwc"] | None = None,
+    mean: Tensors | None = None,
+    rstd: Tensors | None = None,
+    residual: Tensors | None = None,
+    dresidual_out: Tensors | None = None,
+    scale: Tensors | None = None,
+    shift: Tensors | None = None,
     eps: float | None = None,
-    activation: str | None = None,
+    activation: ActivationName | None = None,
     dropout: float | None = None,
     seed: int | None = None,
     layer: str | None = None,

@@ -1,13 +1,14 @@
 """The modules: torch's constructors, state_dict and repr, computed by the service."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from normserve.client.client import Client
 from normserve.client.torch.autograd import normalise
-from normserve.codec.activations import ACTIVATIONS
+from normserve.codec.activations import ACTIVATIONS, ActivationName
 
 
 class _Kept:
@@ -30,7 +31,7 @@ class _Remote(nn.Module):
     weight_offset: float = 0.0
     _kept: _Kept
 
-    def __init__(self, *args: Any, client: Client, activation: str = "none", **kwargs: Any) -> None:
+    def __init__(self, *args: Any, client: Client, activation: ActivationName, **kwargs: Any) -> None:
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
         super().__init__(*args, **kwargs)
@@ -73,7 +74,7 @@ class _OfRows(_Remote):
 
     normalized_shape: tuple[int, ...]
 
-    def __init__(self, *args: Any, weight_offset: float = 0.0, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, weight_offset: float, **kwargs: Any) -> None:
         # Before torch's constructor, which resets the parameters.
         self.weight_offset = weight_offset
         super().__init__(*args, **kwargs)
@@ -103,6 +104,35 @@ class LayerNorm(_OfRows, nn.LayerNorm):
         weight_offset: 0, or 1 for a weight that is kept around zero and starts there.
     """
 
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        client: Client,
+        activation: ActivationName = "none",
+        weight_offset: float = 0.0,
+    ) -> None:
+        super().__init__(
+            normalized_shape,
+            eps,
+            elementwise_affine,
+            bias,
+            device,
+            dtype,
+            client=client,
+            activation=activation,
+            weight_offset=weight_offset,
+        )
+
+    if TYPE_CHECKING:
+
+        def __call__(self, input: Tensor) -> Tensor: ...
+
     def forward(self, input: Tensor) -> Tensor:
         """input [..., *normalized_shape] of float32, float16 or bfloat16, normalised over the last axes.
 
@@ -123,6 +153,33 @@ class RMSNorm(_OfRows, nn.RMSNorm):
         client, activation, weight_offset: as `LayerNorm`.
     """
 
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        client: Client,
+        activation: ActivationName = "none",
+        weight_offset: float = 0.0,
+    ) -> None:
+        super().__init__(
+            normalized_shape,
+            eps,
+            elementwise_affine,
+            device,
+            dtype,
+            client=client,
+            activation=activation,
+            weight_offset=weight_offset,
+        )
+
+    if TYPE_CHECKING:
+
+        def __call__(self, x: Tensor) -> Tensor: ...
+
     def forward(self, x: Tensor) -> Tensor:
         """As `LayerNorm.forward`."""
         eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps
@@ -133,9 +190,40 @@ class GroupNorm(_Remote, nn.GroupNorm):
     """torch.nn.GroupNorm, computed by the service.
 
     Args:
-        num_groups, num_channels, eps, affine, device, dtype: as torch.nn.GroupNorm has them.
+        num_groups, num_channels, eps, affine, device, dtype, bias: as torch.nn.GroupNorm has them; bias only where
+            torch's has it (2.13).
         client, activation: as `LayerNorm`.
     """
+
+    def __init__(
+        self,
+        num_groups: int,
+        num_channels: int,
+        eps: float = 1e-5,
+        affine: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
+        client: Client,
+        activation: ActivationName = "none",
+    ) -> None:
+        of_bias = {} if bias else {"bias": bias}
+        super().__init__(
+            num_groups,
+            num_channels,
+            eps,
+            affine,
+            device,
+            dtype,
+            client=client,
+            activation=activation,
+            **of_bias,
+        )
+
+    if TYPE_CHECKING:
+
+        def __call__(self, input: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor: ...
 
     def forward(self, input: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
         """input [N, C, *spatial], contiguous or channels-last; the output keeps its layout.
