@@ -28,7 +28,7 @@ REFUSED = "refused"
 
 _OPS = fusednorm.ops.__name__
 _NAMES = ("tile", "resident", "cooperative", "stream", "split", "columns", "sweep")
-_NAME = re.compile(f"_({'|'.join(_NAMES)}|reduce)_")
+_NAME = re.compile(f"_({'|'.join(_NAMES)}|reduce|copy)_")
 
 
 class Algorithm(NamedTuple):
@@ -40,13 +40,14 @@ class Algorithm(NamedTuple):
 
 @cache
 def algorithm_of(module: str, kernel: str) -> Algorithm | None:
-    """The algorithm of a kernel in `module`; None for a kernel that reduces the results of several algorithms.
+    """The algorithm of a kernel in `module`; None for a kernel that copies a companion, or reduces results, for
+    several algorithms.
 
     Raises:
         ValueError: the folder or the name is unknown.
     """
     name = _NAME.search(kernel)
-    if name is not None and name[1] == "reduce":
+    if name is not None and name[1] in ("reduce", "copy"):
         return None
     pass_ = next((known for known in PASSES if f"{module}.".startswith(f"{_OPS}.{known}.")), None)
     if name is None or pass_ is None:

@@ -19,19 +19,18 @@ from benchmarks.workload.suites import SUITES
 
 RAGGED = "channels not of whole 16 bytes"
 RESIDUAL, MOST = "a residual", "the most that is fused"
-OTHERWISE = "a residual or dy in the other memory format"
 
 CHANNELS = (1, 3, 4, 8, 10, 16, 20, 30, 32, 40, 60, 64, 80, 160)
 FEW_CHANNELS = (1, 3, 8, 10, 30, 80)
 """Numbers of channels of a group."""
 
 _TRAITS: dict[tuple[str, str], tuple[tuple[str, ...], ...]] = {
-    ("contiguous.forward", ""): (("", OTHERWISE), ("", ALONE), ("", RAGGED), ("", RESIDUAL, MOST)),
+    ("contiguous.forward", ""): (("", ALONE), ("", RAGGED), ("", RESIDUAL, MOST)),
     ("contiguous.forward", STATISTICS): (("", ALONE), ("", RAGGED)),
-    ("contiguous.backward", ""): (("", OTHERWISE), ("", ALONE), ("", RAGGED)),
-    ("channels_last.forward", ""): (("", OTHERWISE), ("", ALONE), ("", MOST)),
+    ("contiguous.backward", ""): (("", ALONE), ("", RAGGED)),
+    ("channels_last.forward", ""): (("", ALONE), ("", MOST)),
     ("channels_last.forward", STATISTICS): (("", ALONE),),
-    ("channels_last.backward", ""): (("", OTHERWISE), ("", ALONE)),
+    ("channels_last.backward", ""): (("", ALONE),),
 }
 """Traits of the calls of each pass, and of passes with a purpose."""
 
@@ -40,17 +39,12 @@ def pass_tables() -> Iterator[Table]:
     """A table for each pass and purpose."""
     for (pass_, purpose), traits in _TRAITS.items():
         name = f"group_norm.{pass_}"
-        calls = list(filter(_is_possible, product(*traits)))
+        calls = list(product(*traits))
         channels = _channels(name, purpose)
         some = channels == FEW_CHANNELS
         lines = lines_of(calls, partial(_walks, name, purpose), whole_cells=some)
         text = (text_of_some if some else text_by_channels)(len(channels))
         yield Table(name, purpose, calls, channels, lines, text)
-
-
-def _is_possible(call: Call) -> bool:
-    """Whether the traits can be combined: only a residual can have another layout."""
-    return OTHERWISE not in call or not {RESIDUAL, MOST} & {*call}
 
 
 def benchmark_shapes() -> Iterator[tuple[Algorithm, int, str]]:
@@ -77,8 +71,6 @@ def call_case(pass_: str, purpose: str, call: Call, dtype: torch.dtype, sample: 
         has |= {"residual": "own" if dtype == torch.float32 else "other dtype", "dropout": 0.1}
     elif RESIDUAL in call:
         has["residual"] = "own"
-    if OTHERWISE in call:
-        has |= {"residual": "other layout"} if kind == "forward" else {"other_layout": True}
     return case(kind, dtype, sample, Variant("walk", **has | others), ALONE not in call)
 
 
@@ -114,16 +106,16 @@ def _walk(pass_: str, purpose: str, call: Call, dtype: torch.dtype, channels: in
         sample = Sample(GROUPS, of_group, positions(number), last)
         return chosen(call_case(pass_, purpose, call, dtype, sample), pass_)
 
-    return walk(sizes, _grid(last, OTHERWISE in call, channels), choose, slack=0 if last else 7)
+    return walk(sizes, _grid(last, channels), choose, slack=0 if last else 7)
 
 
-def _grid(last: bool, otherwise: bool, channels: int) -> Iterable[int]:
+def _grid(last: bool, channels: int) -> Iterable[int]:
     """Grid points between which the search misses no limit, as random calls have shown.
 
     The padding of programs grows just above multiples of 1024 elements of a group, or of powers of two of channels
-    and of positions.  For a residual with another layout, only the layout matters.
+    and of positions.
     """
-    if last or otherwise:
+    if last:
         return ()
     if channels:
         return octaves(8, 1 << 13)

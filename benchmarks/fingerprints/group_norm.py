@@ -26,7 +26,7 @@ SAMPLES, GROUPS, CHANNELS = 4, 32, 8
 
 EPS = 1e-5
 
-GRID_CHANNELS, GRID_POSITIONS = (1, 3, 10, 64), (1, 49, 1023, 4096, 36864)
+GRID_CHANNELS, GRID_POSITIONS = (1, 3, 10, 64, 160), (1, 49, 1023, 4096, 36864)
 """Sizes of samples whose configuration is computed, not taken from a table."""
 
 BEYOND = 1 << 23

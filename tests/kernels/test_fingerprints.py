@@ -20,7 +20,8 @@ OF_IR = (
     "group_norm contiguous backward f32 4x32x4x262144 plain #2",
     "group_norm channels-last forward f32 4x32x1x1 plain #0",
     "group_norm channels-last forward f32 4x32x1x1023 plain #0",
-    "group_norm channels-last backward f32 4x32x4x49 residual other layout #0",
+    "group_norm channels-last forward f32 4x32x4x49 residual other layout #0",
+    "group_norm channels-last backward f32 4x32x160x1 plain, nothing waits #2",
 )
 OF_CODE = (
     "layer_norm forward f32 4096x16 plain #0",

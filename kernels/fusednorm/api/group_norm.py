@@ -90,7 +90,7 @@ def group_norm_forward(
 
     Traffic: `traffic.forward_bytes`: x, y, residual and residual_out once each.  Groups too large for one program's
     registers are read a second time from L1 or L2, still larger ones from memory.  If residual has another layout
-    than x, both are read twice from memory, and residual slowly.
+    than x, it is first copied into x's: one more read and write, and memory for the copy during the call.
 
     Source: Wu, He: Group Normalization, arXiv:1803.08494; partial moments merged as in Chan, Golub, LeVeque:
     Updating formulae and a pairwise algorithm for computing sample variances, 1979.
@@ -169,7 +169,7 @@ def group_norm_backward(
 
     Traffic: `traffic.backward_bytes`: dy, x and dx once each; larger groups read dy and x a second time from L2,
     still larger ones from memory, where absent statistics cost another read of x.  If dy, residual or dresidual_out
-    has another layout than x, everything is read twice from memory, and that tensor slowly.
+    has another layout than x, it is first copied as in the forward pass.
 
     Source: the derivative of `group_norm_forward`; see docs/numerics.md.
     """

@@ -22,11 +22,6 @@ def is_channels_last(x: Tensor, name: str = "x") -> bool:
     )
 
 
-def lies_otherwise(tensor: Tensor | None, channels_last: bool) -> bool:
-    """Whether a tensor is in the other layout than x, whose layout is `channels_last`; False for None."""
-    return tensor is not None and not in_layout(tensor, channels_last)
-
-
 def in_layout(tensor: Tensor, channels_last: bool) -> bool:
     """Whether [N, C, *spatial] is stored in the given layout; a tensor may have both layouts."""
     if channels_last:

@@ -11,11 +11,11 @@ def load_masked(ptr, at, mask, EVICT: tl.constexpr):
 
 
 @triton.jit
-def load_sum(x_ptr, residual_ptr, at, residual_at, mask, EVICT: tl.constexpr):
+def load_sum(x_ptr, residual_ptr, at, mask, EVICT: tl.constexpr):
     """x, or x + residual, in float32; masked elements are 0."""
     h = load_masked(x_ptr, at, mask, EVICT)
     if residual_ptr is not None:
-        h += load_masked(residual_ptr, residual_at, mask, EVICT)
+        h += load_masked(residual_ptr, at, mask, EVICT)
     return h
 
 

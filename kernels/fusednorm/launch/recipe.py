@@ -154,7 +154,7 @@ class _Own:
     """Memory of launches besides the tensors for which they were planned.
 
     Attributes:
-        parts: offsets of float32 tensors in one allocation of `nbytes` bytes, by their addresses.
+        parts: offsets of floating-point tensors in one allocation of `nbytes` bytes, by their addresses.
         workspaces: words and purpose of the stream's workspaces, by their addresses.
     """
 
@@ -179,13 +179,13 @@ class _Own:
             purpose = purpose_of(tensor)
             if purpose is not None:
                 own.workspaces[tensor.data_ptr()] = tensor.numel(), purpose
-            elif tensor.dtype == torch.float32:
+            elif not tensor.dtype.is_floating_point:
+                return None
+            else:
                 if memory not in starts:
                     starts[memory] = own.nbytes
                     own.nbytes += -(-nbytes // _ALIGNED) * _ALIGNED
                 own.parts[tensor.data_ptr()] = starts[memory] + tensor.data_ptr() - memory
-            else:
-                return None
         return own
 
 

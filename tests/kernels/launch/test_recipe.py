@@ -55,6 +55,15 @@ def test_launches_come_in_order(launched):
     assert [call[:3] for call in launched] == [(3, 1, 1), (4, 5, 1), (6, 7, 8)]
 
 
+def test_memory_of_any_floating_point_is_the_launches_own(launched):
+    x, copy, sums = aligned(8), torch.zeros(9, dtype=torch.bfloat16), aligned(3)
+    recipe = recipe_of(x, arguments=(copy, x, sums))
+    assert recipe.words == 2 * 64
+    assert recipe.launch([160])
+    first, _, second = launched[0][-1][:3]
+    assert second - first == 256
+
+
 @pytest.mark.parametrize("at", [[8, 16], [16, 24]])
 def test_tensors_that_lie_otherwise_are_not_launched_over(at, launched):
     assert not recipe_of(aligned(8), aligned(8)).launch(at)

@@ -24,6 +24,7 @@ from fusednorm.ops.group_norm.channels_last.stream import (
     stream_splits,
     stream_warps,
 )
+from fusednorm.ops.group_norm.companions import copy_companions
 from fusednorm.ops.group_norm.contiguous.backward.cooperative import BackwardCooperative
 from fusednorm.ops.group_norm.contiguous.backward.split import BackwardSplit
 from fusednorm.ops.group_norm.contiguous.backward.tile import BackwardTile
@@ -58,17 +59,15 @@ def plan_backward(call: BackwardCall, config: BackwardConfig | None = None) -> l
 
     `config` overrides the choice, for tests, benchmarks and compile checks.
     """
+    call, copies = copy_companions(call)
     x, sample = call.x, call.sample
     if config is None:
-        if any(map(call.lies_otherwise, (call.dy, call.residual, call.dresidual_out))):
-            config = split_backward(sample, x.element_size())
-        else:
-            config = choose_backward(sample, x.element_size(), multiprocessor_count(x.device), may_wait())
+        config = choose_backward(sample, x.element_size(), multiprocessor_count(x.device), may_wait())
     if call.mean is not None or not config.takes_statistics:
-        return config.launches(call)
+        return copies + config.launches(call)
     mean, rstd = empty_statistics(x, sample)
     before = plan_statistics(x, sample, call.options.eps, call.residual, mean, rstd)
-    return [*before, *config.launches(replace(call, mean=mean, rstd=rstd))]
+    return [*copies, *before, *config.launches(replace(call, mean=mean, rstd=rstd))]
 
 
 @lru_cache(maxsize=4096)

@@ -1,7 +1,6 @@
 """Code of the split backward passes of both layouts: their programs wait for nothing, and read x and dy twice.
 
-Each program processes pieces of some channels of one sample.  LAST says that x is channels-last.  A tensor for
-which OTHER is set is in the other layout than x; its elements are read one by one.
+Each program processes pieces of some channels of one sample.  LAST says that x is channels-last.
 """
 
 from collections.abc import Mapping
@@ -38,45 +37,25 @@ def sums_and_apply(
         *call.inputs, call.dresidual_out, call.parameters, call.mean, call.rstd, *sums_of_groups,
         call.out.dx, *shape,
     )  # fmt: skip
-    sums_options = {
-        **options,
-        "DY_OTHER": call.lies_otherwise(call.dy),
-        "RESIDUAL_OTHER": call.lies_otherwise(call.residual),
-    }
-    apply_options = {
-        **sums_options,
-        **dependent(call.early),
-        "OUTSIDE_OTHER": call.lies_otherwise(call.dresidual_out),
-    }
     return [
-        Launch(sums_kernel, grid, sums_arguments, sums_options),
+        Launch(sums_kernel, grid, sums_arguments, options),
         group_reduction(parts, call.affine, sample, splits, sums_of_groups, call.early),
-        Launch(apply_kernel, grid, apply_arguments, apply_options),
+        Launch(apply_kernel, grid, apply_arguments, {**options, **dependent(call.early)}),
         *parameter_reductions(parts, call.affine, call.out, splits, call.early),
     ]
 
 
 @triton.jit
 def _start_of(
-    sample, channel, position, hw, c, lane_channel, lane_position,
-    STEP: tl.constexpr, LAST: tl.constexpr, OTHER: tl.constexpr,
-):  # fmt: skip
-    """The offset of a tile's start, the offsets of its elements from there, and the step to the next tile.
-
-    The offsets from the start are 32-bit for a tensor in x's layout, 64-bit in the OTHER layout.
-    """
-    if LAST != OTHER:
+    sample, channel, position, hw, c, lane_channel, lane_position, STEP: tl.constexpr, LAST: tl.constexpr
+):
+    """The offset of a tile's start, 32-bit offsets of its elements from there, and the step to the next tile."""
+    if LAST:
         start = (sample * hw + position) * c + channel
-        if OTHER:
-            return start, lane_position.to(tl.int64) * c + lane_channel, c * STEP
-        else:
-            return start, lane_position * c.to(tl.int32) + lane_channel, c * STEP
+        return start, lane_position * c.to(tl.int32) + lane_channel, c * STEP
     else:
         start = (sample * c + channel) * hw + position
-        if OTHER:
-            return start, lane_channel * hw + lane_position, tl.full((), STEP, tl.int64)
-        else:
-            return start, lane_channel * hw.to(tl.int32) + lane_position, tl.full((), STEP, tl.int32)
+        return start, lane_channel * hw.to(tl.int32) + lane_position, tl.full((), STEP, tl.int32)
 
 
 @triton.jit
@@ -107,8 +86,7 @@ def _inside(start, at, places, elements, LAST: tl.constexpr):
 def sums_of_pieces(
     dy_ptr, x_ptr, residual_ptr, sample, channel, first, pieces, hw, c, lanes, mean, slope, rstd, offset, dropout,
     LANES: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr, EVEN: tl.constexpr,
-    LAST: tl.constexpr, DY_OTHER: tl.constexpr, RESIDUAL_OTHER: tl.constexpr,
-    ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, GAIN: tl.constexpr,
+    LAST: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, GAIN: tl.constexpr,
 ):  # fmt: skip
     """Sums of GAIN * dz and of GAIN * dz * (h - mean), [LANES, WIDTH]: per lane if WIDTH is 1, else per element.
 
@@ -123,13 +101,11 @@ def sums_of_pieces(
     for piece in range(0, pieces):
         position = first + piece * RUN
         left = tl.minimum(hw - position, RUN).to(tl.int32)
-        start, at, step = _start_of(sample, channel, position, hw, c, lanes[0], lanes[1], STEP, LAST, False)
-        of_dy = _start_of(sample, channel, position, hw, c, lanes[0], lanes[1], STEP, LAST, DY_OTHER)
-        of_residual = _start_of(sample, channel, position, hw, c, lanes[0], lanes[1], STEP, LAST, RESIDUAL_OTHER)
+        start, at, step = _start_of(sample, channel, position, hw, c, lanes[0], lanes[1], STEP, LAST)
         tiles = (
-            _load_piece(dy_ptr, of_dy, lanes, left, STEP, CHUNKS, EVEN, "evict_last"),
+            _load_piece(dy_ptr, (start, at, step), lanes, left, STEP, CHUNKS, EVEN, "evict_last"),
             _load_piece(x_ptr, (start, at, step), lanes, left, STEP, CHUNKS, EVEN, "evict_last"),
-            _load_piece(residual_ptr, of_residual, lanes, left, STEP, CHUNKS, EVEN, "evict_last"),
+            _load_piece(residual_ptr, (start, at, step), lanes, left, STEP, CHUNKS, EVEN, "evict_last"),
         )
         for i in tl.static_range(CHUNKS):
             centred, dz = tile_gradient(
@@ -151,24 +127,20 @@ def write_pieces(
     dy_ptr, x_ptr, residual_ptr, dresidual_out_ptr, dx_ptr, sample, channel, first, pieces, hw, c, lanes,
     mean, scale, offset, constant, factor, dropout,
     STEP: tl.constexpr, CHUNKS: tl.constexpr, EVEN: tl.constexpr,
-    LAST: tl.constexpr, DY_OTHER: tl.constexpr, RESIDUAL_OTHER: tl.constexpr, OUTSIDE_OTHER: tl.constexpr,
-    ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, GAIN: tl.constexpr,
+    LAST: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, GAIN: tl.constexpr,
 ):  # fmt: skip
     """Write dx of the pieces of `sums_of_pieces`, last piece first; `constant` and `factor` are `write_tile`'s."""
     RUN: tl.constexpr = CHUNKS * STEP
     for back in range(0, pieces):
         position = first + (pieces - 1 - back) * RUN
         left = tl.minimum(hw - position, RUN).to(tl.int32)
-        start, at, step = _start_of(sample, channel, position, hw, c, lanes[0], lanes[1], STEP, LAST, False)
-        of_dy = _start_of(sample, channel, position, hw, c, lanes[0], lanes[1], STEP, LAST, DY_OTHER)
-        of_outside = _start_of(sample, channel, position, hw, c, lanes[0], lanes[1], STEP, LAST, OUTSIDE_OTHER)
-        of_residual = _start_of(sample, channel, position, hw, c, lanes[0], lanes[1], STEP, LAST, RESIDUAL_OTHER)
+        start, at, step = _start_of(sample, channel, position, hw, c, lanes[0], lanes[1], STEP, LAST)
         tiles = (
-            _load_piece(dy_ptr, of_dy, lanes, left, STEP, CHUNKS, EVEN, "evict_first"),
+            _load_piece(dy_ptr, (start, at, step), lanes, left, STEP, CHUNKS, EVEN, "evict_first"),
             _load_piece(x_ptr, (start, at, step), lanes, left, STEP, CHUNKS, EVEN, "evict_first"),
-            _load_piece(residual_ptr, of_residual, lanes, left, STEP, CHUNKS, EVEN, "evict_first"),
+            _load_piece(residual_ptr, (start, at, step), lanes, left, STEP, CHUNKS, EVEN, "evict_first"),
         )
-        outsides = _load_piece(dresidual_out_ptr, of_outside, lanes, left, STEP, CHUNKS, EVEN, "evict_first")
+        outsides = _load_piece(dresidual_out_ptr, (start, at, step), lanes, left, STEP, CHUNKS, EVEN, "evict_first")
         for i in tl.static_range(CHUNKS):
             centred, dz = tile_gradient(
                 tiles, i, lanes[1] + i * STEP, left, lanes[2], mean, scale, offset, sample.to(tl.int64),

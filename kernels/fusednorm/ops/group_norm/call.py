@@ -6,7 +6,6 @@ from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 from torch import Tensor
 
-from fusednorm.arguments.layouts import lies_otherwise
 from fusednorm.arguments.options import NormOptions
 from fusednorm.devices.device import multiprocessor_count, since_hopper
 from fusednorm.launch.launch import Launch, Resident, can_prefetch, has_lane_a_thread, registers_for
@@ -165,10 +164,6 @@ class BackwardCall(Call):
         """The constexprs for the computation of dz from dy."""
         gain = derivative_gain(self.options.activation, self.x.element_size())
         return {"GAIN": gain, **self.options.constexprs}
-
-    def lies_otherwise(self, tensor: Tensor | None) -> bool:
-        """Whether a tensor is in the other layout than x."""
-        return lies_otherwise(tensor, self.sample.channels_last)
 
     @property
     def channel_vec(self) -> int:

@@ -14,7 +14,6 @@ from dataclasses import replace
 from functools import lru_cache
 from math import lcm
 
-from fusednorm.arguments.layouts import lies_otherwise
 from fusednorm.devices.device import multiprocessor_count
 from fusednorm.integers import next_power_of_2
 from fusednorm.launch.launch import Launch
@@ -31,6 +30,7 @@ from fusednorm.ops.group_norm.channels_last.stream import (
     stream_splits,
     stream_warps,
 )
+from fusednorm.ops.group_norm.companions import copy_companions
 from fusednorm.ops.group_norm.contiguous.forward.cooperative import ForwardCooperative
 from fusednorm.ops.group_norm.contiguous.forward.sweep import ForwardSweep
 from fusednorm.ops.group_norm.contiguous.forward.tile import ForwardTile
@@ -66,17 +66,14 @@ def plan_forward(call: ForwardCall, config: ForwardConfig | None = None) -> list
 
     `config` overrides the choice, for tests, benchmarks and compile checks.
     """
+    call, copies = copy_companions(call)
     sample, size = call.sample, call.x.element_size()
-    choices: tuple[ForwardConfig, ...]
-    if config is not None:
-        choices = (config,)
-    elif lies_otherwise(call.residual, sample.channels_last):
-        choices = (split_forward(sample, size),)
-    else:
+    choices: tuple[ForwardConfig, ...] = (config,) if config is not None else ()
+    if config is None:
         choices = candidates(sample, size, multiprocessor_count(call.x.device), may_wait())
     fitting = (fits for choice in choices if (fits := choice.fitted(call)) is not None)
     config = next(fitting, None) or never_waiting(sample, size)
-    return config.launches(call)
+    return copies + config.launches(call)
 
 
 def choose_forward(sample: Sample, itemsize: int, multiprocessors: int, waits: bool = True) -> ForwardConfig:

@@ -42,6 +42,11 @@ def channels_last(x: Tensor) -> Tensor:
     return x.permute(order).contiguous().permute(0, x.dim() - 1, *range(1, x.dim() - 1))
 
 
+def in_the_other_format(x: Tensor) -> Tensor:
+    """The same values, channels-last if they were contiguous, else contiguous."""
+    return channels_last(x) if x.is_contiguous() else x.contiguous()
+
+
 def use_configuration(monkeypatch, name):
     """Make the launchers choose one algorithm whatever the shape; returns whether it is channels-last."""
     forward, backward = (CONTIGUOUS | CHANNELS_LAST)[name]

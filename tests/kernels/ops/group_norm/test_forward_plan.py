@@ -77,19 +77,19 @@ def test_each_configuration_launches_its_own_kernels(config, last, channels, ker
 
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("otherwise", [False, True])
-def test_without_a_configuration_the_tables_choose_unless_the_residual_lies_otherwise(last, otherwise, monkeypatch):
+def test_the_tables_choose_and_a_residual_of_the_other_format_is_copied_first(last, otherwise, monkeypatch):
     chosen = ForwardStream(1, 2, 3, 3) if last else ForwardSweep(16, 4)
     monkeypatch.setattr(group_norm_forward_launch, "candidates", lambda *_: (chosen,))
     to_other = (lambda x: x.contiguous()) if last else channels_last
-    launches, *_ = plan(None, 4, 36, last=last, residual=to_other if otherwise else lambda x: x)
-    if otherwise:
-        assert names(launches)[0] == (
-            "group_norm_nhwc_columns_moments_kernel" if last else "group_norm_nchw_split_moments_kernel"
-        )
-    else:
-        assert names(launches)[0] == (
-            "group_norm_nhwc_stream_moments_kernel" if last else "group_norm_nchw_sweep_kernel"
-        )
+    launches, x, _ = plan(None, 4, 36, last=last, residual=to_other if otherwise else lambda x: x)
+    copies = launches[:-3] if last else launches[:-1]
+    assert names(copies) == ["group_norm_companion_copy_kernel"] * otherwise
+    assert names(launches)[len(copies)] == (
+        "group_norm_nhwc_stream_moments_kernel" if last else "group_norm_nchw_sweep_kernel"
+    )
+    read = named(launches[len(copies)])["residual_ptr"]
+    assert read.stride() == x.stride()
+    assert all(named(copy)["copy_ptr"] is read for copy in copies)
 
 
 @pytest.mark.parametrize(
@@ -162,23 +162,6 @@ def test_long_groups_are_indexed_with_more_bits(channels, hw, wide):
         whole,
     )
     assert [launch.options["WIDE"] for launch in launches] == [wide, wide]
-
-
-@pytest.mark.parametrize(
-    ("config", "last", "residual", "otherwise"),
-    [
-        (SPLIT, False, None, False),
-        (SPLIT, False, lambda x: x, False),
-        (SPLIT, False, channels_last, True),
-        (COLUMNS, True, None, False),
-        (COLUMNS, True, lambda x: x, False),
-        (COLUMNS, True, lambda x: x.contiguous(), True),
-    ],
-)
-def test_a_residual_of_the_other_layout_is_known_as_such(config, last, residual, otherwise):
-    launches, *_ = plan(config, 4, 36, last=last, residual=residual)
-    said = [launch.options["RESIDUAL_OTHER"] for launch in launches if "RESIDUAL_OTHER" in launch.options]
-    assert said == [otherwise, otherwise]
 
 
 @pytest.mark.parametrize(

@@ -10,16 +10,15 @@ import torch
 from fusednorm import reference
 from fusednorm.arguments.activations import ACTIVATIONS
 from fusednorm.errors import KernelInputError, UnsupportedShapeError
-from fusednorm.ops.group_norm import backward_choice as group_norm_backward_launch
-from fusednorm.ops.group_norm import forward_choice as group_norm_forward_launch
+from fusednorm.results import Backward, Forward
 
 from tests.kernels.harness.cells import sampled
 from tests.kernels.ops.group_norm.cases import (
     CHANNELS_LAST,
     CONTIGUOUS,
-    channels_last,
     check_backward,
     check_forward,
+    in_the_other_format,
     make_case,
     use_configuration,
 )
@@ -183,24 +182,11 @@ def test_tensors_laid_out_otherwise_are_refused(device):
         ours.group_norm_backward(x, x, 3, dresidual_out=x.transpose(2, 3))
 
 
-def in_the_other_layout(t):
-    return channels_last(t) if t.is_contiguous() else t.contiguous()
-
-
-@pytest.mark.parametrize("positions", [(5, 9), (4, 8)])
-@pytest.mark.parametrize("algorithm", ["split", "columns"])
-def test_companions_of_the_other_layout_are_read_where_they_lie(
-    algorithm, positions, device, poisoned, monkeypatch
-):
-    last = use_configuration(monkeypatch, algorithm)
-    forward, backward = (CONTIGUOUS | CHANNELS_LAST)[algorithm]
-    monkeypatch.setattr(group_norm_forward_launch, "split_forward", lambda *_: forward)
-    monkeypatch.setattr(group_norm_backward_launch, "split_backward", lambda *_: backward)
-    # Which of them lies otherwise has to do with positions and with other samples nowhere: the interpreter tells
-    # them apart once, in one sample.
-    one_by_one = positions == (5, 9)
-    samples = 1 if one_by_one and device.type == "cpu" else 2
-    case = make_case((samples, 6, *positions), 2, torch.float32, device, last, residual=True, activation="silu")
+# Blocks of the copy that are whole, that end at a vector, and that end between two.
+@pytest.mark.parametrize("shape", [(2, 6, 5, 9), (1, 64, 8, 8), (1, 72, 10, 10)])
+@pytest.mark.parametrize("last", [False, True])
+def test_companions_of_the_other_format_give_the_same_bits(last, shape, device, poisoned):
+    case = make_case(shape, 2, torch.float32, device, last, residual=True, activation="silu")
     dy, outside = torch.randn_like(case.x), torch.randn_like(case.x)
     residual = case.residual
 
@@ -212,31 +198,32 @@ def test_companions_of_the_other_layout_are_read_where_they_lie(
         return *forward[:4], *gradients[:3], *case.backward(ours, dy, dresidual_out=outside)[:3]
 
     expected = results(dy, residual, outside)
-    together = tuple(map(in_the_other_layout, (dy, residual, outside)))
+    together = tuple(map(in_the_other_format, (dy, residual, outside)))
     singly = (
-        (in_the_other_layout(dy), residual, outside),
-        (dy, in_the_other_layout(residual), outside),
-        (dy, residual, in_the_other_layout(outside)),
+        (in_the_other_format(dy), residual, outside),
+        (dy, in_the_other_format(residual), outside),
+        (dy, residual, in_the_other_format(outside)),
     )
-    for given in (*(singly if one_by_one or device.type == "cuda" else ()), together):
+    for given in (*(singly if shape[0] == 2 else ()), together):
         for actual, wanted in zip(results(*given), expected, strict=True):
-            torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
+            assert torch.equal(actual, wanted)
             assert actual.stride() == wanted.stride()
 
 
-@pytest.mark.parametrize("last", [False, True])
-def test_the_other_layout_is_not_copied(last, device, monkeypatch):
-    case = make_case((1, 6, 5, 4), 2, torch.float32, device, last, residual=True)
-    case.residual, dy = in_the_other_layout(case.residual), in_the_other_layout(torch.randn_like(case.x))
-    given = set()
-
-    def note(kernel, grid, arguments, options, device):
-        given.update(a.data_ptr() for a in arguments if isinstance(a, torch.Tensor))
-
-    monkeypatch.setattr("fusednorm.launch.prepared.start", note)
-    case.forward(ours)
-    case.backward(ours, dy)
-    assert {t.data_ptr() for t in (case.x, case.residual, dy)} <= given
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_companions_keep_their_dtype_and_what_results_are_written_to(dtype, device, poisoned):
+    case = make_case((2, 6, 5, 9), 2, dtype, device, residual=True)
+    dy = torch.randn_like(case.x).float()
+    wanted = case.forward(ours), case.backward(ours, dy, dresidual_out=case.x)
+    case.residual = in_the_other_format(case.residual)
+    forward = case.forward(ours, out=Forward(torch.empty_like(case.x), residual_out=torch.empty_like(case.x)))
+    dx = torch.empty_like(case.x)
+    backward = case.backward(
+        ours, in_the_other_format(dy), dresidual_out=in_the_other_format(case.x), out=Backward(dx, None, None)
+    )
+    assert backward.dx is dx
+    for actual, expected in zip((*forward, *backward), (*wanted[0], *wanted[1]), strict=True):
+        assert actual is expected is None or torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize(

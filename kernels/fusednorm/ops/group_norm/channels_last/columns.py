@@ -17,27 +17,16 @@ from fusednorm.jit.moments import merge_moments
 
 
 @triton.jit
-def _residual_at(at, row, column, hw, OTHER: tl.constexpr):
-    """Offsets of the residual at positions `row` of each column: those of x or, if OTHER, with positions last."""
-    if OTHER:
-        return column * hw + row
-    else:
-        return at
-
-
-@triton.jit
 def channel_moments(
     x_ptr,
     residual_ptr,
     first_row,
     last_row,
-    hw,
     row_stride,
     column,
     column_mask,
     ROWS: tl.constexpr,
     UNROLL: tl.constexpr,
-    OTHER: tl.constexpr,
 ):
     """Mean, rest and sum of squared deviations of each column, [1, CV, VEC]; the mean is mean + rest.
 
@@ -45,7 +34,6 @@ def channel_moments(
 
     Args:
         x_ptr, residual_ptr: the sample's first element.
-        hw, OTHER: the number of positions, and whether the residual is contiguous: arguments of `_residual_at`.
         column: [1, CV, VEC] int32.
         column_mask: [1, CV, 1], which vectors of columns exist.
     """
@@ -55,8 +43,7 @@ def channel_moments(
     rows = last_row - first_row
     mask = (row < rows) & column_mask
     offset = first_row * row_stride + at
-    residual_at = _residual_at(offset, first_row + row, column, hw, OTHER)
-    pivot = load_sum(x_ptr, residual_ptr, offset, residual_at, mask, "evict_last")
+    pivot = load_sum(x_ptr, residual_ptr, offset, mask, "evict_last")
     sum_1 = tl.zeros(at.shape, tl.float32)
     sum_2 = tl.zeros(at.shape, tl.float32)
     full = rows // STEP
@@ -64,15 +51,13 @@ def channel_moments(
         for k in tl.static_range(UNROLL):
             start = first_row + step * STEP + k * ROWS
             offset = start * row_stride + at
-            residual_at = _residual_at(offset, start + row, column, hw, OTHER)
-            d = load_sum(x_ptr, residual_ptr, offset, residual_at, column_mask, "evict_last") - pivot
+            d = load_sum(x_ptr, residual_ptr, offset, column_mask, "evict_last") - pivot
             sum_1 += d
             sum_2 += d * d
     for tail in range(first_row + full * STEP, last_row, ROWS):
         mask = (tail + row < last_row) & column_mask
         offset = tail * row_stride + at
-        residual_at = _residual_at(offset, tail + row, column, hw, OTHER)
-        h = load_sum(x_ptr, residual_ptr, offset, residual_at, mask, "evict_last")
+        h = load_sum(x_ptr, residual_ptr, offset, mask, "evict_last")
         d = tl.where(mask, h - pivot, 0.0)
         sum_1 += d
         sum_2 += d * d
@@ -95,7 +80,6 @@ def normalise_rows(
     sample,
     first_row,
     last_row,
-    hw,
     row_stride,
     column,
     column_mask,
@@ -104,7 +88,6 @@ def normalise_rows(
     dropout_scale,
     ROWS: tl.constexpr,
     UNROLL: tl.constexpr,
-    OTHER: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
@@ -123,8 +106,7 @@ def normalise_rows(
         for k in tl.static_range(UNROLL):
             mask = (start + k * ROWS + row < last_row) & column_mask
             offset = (start + k * ROWS) * row_stride + at
-            residual_at = _residual_at(offset, start + k * ROWS + row, column, hw, OTHER)
-            tiles = tiles + (load_sum(x_ptr, residual_ptr, offset, residual_at, mask, "evict_first"),)
+            tiles = tiles + (load_sum(x_ptr, residual_ptr, offset, mask, "evict_first"),)
         for k in tl.static_range(UNROLL):
             mask = (start + k * ROWS + row < last_row) & column_mask
             offset = (start + k * ROWS) * row_stride + at

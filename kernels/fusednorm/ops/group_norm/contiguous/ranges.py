@@ -32,26 +32,10 @@ def quotient(i, divisor, magic, shift, WIDE: tl.constexpr):
 
 
 @triton.jit
-def residual_at(at, elsewhere, OTHER: tl.constexpr):
-    """Offsets of the residual of a group's elements `at`: `at` itself or, if OTHER, in the channels-last sample.
-
-    `elsewhere` is the group's first channel, the number of positions and the sample's number of channels.
-    """
-    if OTHER:
-        channel = at // elsewhere[1]
-        return (at - channel * elsewhere[1]) * elsewhere[2] + (elsewhere[0] + channel)
-    else:
-        return at
-
-
-@triton.jit
-def _accumulate(
-    x_ptr, residual_ptr, elsewhere, unit, mask, pivot, sum_1, sum_2,
-    VEC: tl.constexpr, OTHER: tl.constexpr,
-):  # fmt: skip
+def _accumulate(x_ptr, residual_ptr, unit, mask, pivot, sum_1, sum_2, VEC: tl.constexpr):
     """Add a tile to the lanes' sums of h - pivot and (h - pivot)^2; a thread computes its sum over VEC alone."""
     at = unit * VEC + tl.arange(0, VEC)[None, None, :]
-    h = load_sum(x_ptr, residual_ptr, at, residual_at(at, elsewhere, OTHER), mask, "evict_last")
+    h = load_sum(x_ptr, residual_ptr, at, mask, "evict_last")
     d = tl.where(mask, h - pivot, 0.0)
     return sum_1 + tl.sum(d, 2, keep_dims=True), sum_2 + tl.sum(multiply_terms(d, d), 2, keep_dims=True)
 
@@ -60,16 +44,14 @@ def _accumulate(
 def range_moments(
     x_ptr,
     residual_ptr,
-    elsewhere,
     first,
     last,
     VEC: tl.constexpr,
     UNITS: tl.constexpr,
-    OTHER: tl.constexpr,
 ):
     """Mean, rest and sum of squared deviations of the vectors first <= unit < last, each [1, 1, 1].
 
-    The mean is mean + rest.  `elsewhere` and OTHER are arguments of `residual_at`.
+    The mean is mean + rest.
     """
     lane = tl.arange(0, UNITS)[None, :, None]
     units = last - first
@@ -77,18 +59,16 @@ def range_moments(
     tail = units - full * UNITS
 
     start = (first + lane) * VEC
-    pivot = load_sum(x_ptr, residual_ptr, start, residual_at(start, elsewhere, OTHER), lane < units, "evict_last")
+    pivot = load_sum(x_ptr, residual_ptr, start, lane < units, "evict_last")
     sum_1 = tl.zeros((1, UNITS, 1), tl.float32)
     sum_2 = tl.zeros((1, UNITS, 1), tl.float32)
     whole = tl.full((1, UNITS, 1), True, tl.int1)
     for tile in range(0, full):
         unit = first + tile * UNITS + lane
-        sum_1, sum_2 = _accumulate(x_ptr, residual_ptr, elsewhere, unit, whole, pivot, sum_1, sum_2, VEC, OTHER)
+        sum_1, sum_2 = _accumulate(x_ptr, residual_ptr, unit, whole, pivot, sum_1, sum_2, VEC)
     if tail > 0:
         unit = first + full * UNITS + lane
-        sum_1, sum_2 = _accumulate(
-            x_ptr, residual_ptr, elsewhere, unit, unit < last, pivot, sum_1, sum_2, VEC, OTHER
-        )
+        sum_1, sum_2 = _accumulate(x_ptr, residual_ptr, unit, unit < last, pivot, sum_1, sum_2, VEC)
 
     count = ((full + (lane < tail).to(tl.int32)) * VEC).to(tl.float32)
     total = units.to(tl.float32) * VEC
@@ -177,7 +157,6 @@ def normalise_range(
     UNITS: tl.constexpr,
     ALIGNED: tl.constexpr,
     WIDE: tl.constexpr,
-    OTHER: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
@@ -185,12 +164,9 @@ def normalise_range(
     base = row * (group_units.to(tl.int64) * VEC)
     sample = row // groups
     group = (row - sample * groups).to(tl.int32)
-    elsewhere = (group * channels, channel_length.to(tl.int64) * VEC, groups * channels.to(tl.int64))
-    if not ALIGNED:
-        elsewhere = (group * channels, channel_length.to(tl.int64), groups * channels.to(tl.int64))
     x_ptr += base
     if residual_ptr is not None:
-        residual_ptr += sample * groups * channels * elsewhere[1] if OTHER else base
+        residual_ptr += base
     lane = tl.arange(0, UNITS)[None, :, None]
     inner = tl.arange(0, VEC)[None, None, :]
     full = (last - first) // UNITS
@@ -198,7 +174,7 @@ def normalise_range(
         unit = first + full * UNITS + lane
         mask = unit < last
         at = unit * VEC + inner
-        h = load_sum(x_ptr, residual_ptr, at, residual_at(at, elsewhere, OTHER), mask, "evict_first")
+        h = load_sum(x_ptr, residual_ptr, at, mask, "evict_first")
         store_normalised(
             h, mean, rest, rstd, parameters, y_ptr, residual_out_ptr, base, sample, group, unit, mask,
             group_units, groups, channels, channel_length, magic, shift, scale_stride,
@@ -208,7 +184,7 @@ def normalise_range(
     for step in range(0, full):
         unit = first + (full - 1 - step) * UNITS + lane
         at = unit * VEC + inner
-        h = load_sum(x_ptr, residual_ptr, at, residual_at(at, elsewhere, OTHER), whole, "evict_first")
+        h = load_sum(x_ptr, residual_ptr, at, whole, "evict_first")
         store_normalised(
             h, mean, rest, rstd, parameters, y_ptr, residual_out_ptr, base, sample, group, unit, whole,
             group_units, groups, channels, channel_length, magic, shift, scale_stride,

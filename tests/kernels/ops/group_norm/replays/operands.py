@@ -3,7 +3,7 @@
 import fusednorm.api.group_norm as ours
 import torch
 
-from tests.kernels.ops.group_norm.cases import channels_last
+from tests.kernels.ops.group_norm.cases import channels_last, in_the_other_format
 
 N, C, GROUPS = 2, 16, 4
 SHAPE = (N, C, 8, 8)
@@ -16,8 +16,11 @@ class Operands:
     def __init__(self, last=False, shape=SHAPE, groups=GROUPS, dtype=torch.float32, **given):
         self.groups = groups
         given = {"residual": False, "scale": False, "affine": True, "saved": True, "outside": False} | given
+        odd = given.get("odd", False)
         lay = channels_last if last else lambda x: x
         x, dy, residual, outside = (lay(torch.randn(shape).to(dtype)) for _ in range(4))
+        if odd:
+            dy, residual, outside = map(in_the_other_format, (dy, residual, outside))
         weight, bias = torch.randn(shape[1]), torch.randn(shape[1]).half()
         scale, shift = torch.randn(shape[0], 2 * shape[1]).to(dtype).chunk(2, dim=1)
         of_samples = {"scale": scale, "shift": shift} if given["scale"] else {}

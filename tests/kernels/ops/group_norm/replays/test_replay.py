@@ -28,6 +28,7 @@ GIVEN = {
     "everything": {"residual": True, "scale": True, "outside": True},
     "statistics taken anew": {"saved": False, "dtype": torch.bfloat16},
     "no parameters": {"affine": False},
+    "companions of the other format": {"residual": True, "outside": True, "odd": True, "dtype": torch.bfloat16},
     "scale alone": {"affine": False, "scale": True, "dtype": torch.float16},
 }
 OPTIONS = {"eps": 1e-3, "activation": "silu", "stats": True}
@@ -40,7 +41,13 @@ def equal(results, wanted):
 
 @pytest.mark.parametrize(
     ("pass_", "given"),
-    [("forward", "everything"), ("backward", "everything"), ("backward", "statistics taken anew")],
+    [
+        ("forward", "everything"),
+        ("backward", "everything"),
+        ("backward", "statistics taken anew"),
+        ("forward", "companions of the other format"),
+        ("backward", "companions of the other format"),
+    ],
 )
 @pytest.mark.parametrize("algorithm", [*CONTIGUOUS, *CHANNELS_LAST])
 def test_a_repeated_call_gives_the_bits_of_a_planned_one(algorithm, pass_, given, replaying, poisoned, monkeypatch):

@@ -1,7 +1,6 @@
 """Backward pass of blocks of channels-last columns whose programs wait for nothing: sums first, then dx.
 
 The formulas are in `contiguous.backward.tile`; z's slope and offset, and GAIN, in `gradients`.
-dy, residual and dresidual_out may be contiguous: their elements are then read one by one.
 """
 
 from dataclasses import dataclass
@@ -29,8 +28,7 @@ class BackwardColumns(BackwardConfig):
     A slab is `pieces` pieces of `chunks` tiles; a tile has one vector per thread.
 
     It is the only algorithm for C above 512 vectors (see `ForwardColumns`) if programs may not wait, if C is not a
-    multiple of 16 bytes, or if samples are too large to share; and for dy, residual or dresidual_out in the other
-    layout.
+    multiple of 16 bytes, or if samples are too large to share.
     """
 
     columns: int
@@ -94,8 +92,6 @@ def group_norm_nhwc_backward_columns_sums_kernel(
     CHUNKS: tl.constexpr,
     EVEN: tl.constexpr,
     LABELS: tl.constexpr,
-    DY_OTHER: tl.constexpr,
-    RESIDUAL_OTHER: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     GAIN: tl.constexpr,
@@ -127,7 +123,7 @@ def group_norm_nhwc_backward_columns_sums_kernel(
     sum_dz, sum_dz_centred = sums_of_pieces(
         dy_ptr, x_ptr, residual_ptr, sample, block_first, first, pieces, hw, c, (lane_column, row, columns),
         mean, slope, rstd, offset, (seed, dropout_threshold, dropout_scale), LANES, GROUP, ROWS, CHUNKS, EVEN,
-        True, DY_OTHER, RESIDUAL_OTHER, ACTIVATION, DROPOUT, GAIN,
+        True, ACTIVATION, DROPOUT, GAIN,
     )  # fmt: skip
     sum_dz_xhat = rounded_product(sum_dz_centred, rstd)
     channel_dz, channel_dz_xhat = sum_pair(
@@ -168,9 +164,6 @@ def group_norm_nhwc_backward_columns_apply_kernel(
     CHUNKS: tl.constexpr,
     EVEN: tl.constexpr,
     LABELS: tl.constexpr,
-    DY_OTHER: tl.constexpr,
-    RESIDUAL_OTHER: tl.constexpr,
-    OUTSIDE_OTHER: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     GAIN: tl.constexpr,
@@ -211,5 +204,5 @@ def group_norm_nhwc_backward_columns_apply_kernel(
         dy_ptr, x_ptr, residual_ptr, dresidual_out_ptr, dx_ptr, sample, block_first, first, pieces, hw, c,
         (lane_column, row, columns), mean, scale, offset, constant, factor,
         (seed, dropout_threshold, dropout_scale), ROWS, CHUNKS, EVEN,
-        True, DY_OTHER, RESIDUAL_OTHER, OUTSIDE_OTHER, ACTIVATION, DROPOUT, GAIN,
+        True, ACTIVATION, DROPOUT, GAIN,
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """Forward pass of blocks of channels-last columns: a kernel for moments of channels, then a kernel for y.
 
-No program waits for another.  A residual may be contiguous.
+No program waits for another.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusednorm.arguments.layouts import lies_otherwise
 from fusednorm.devices.device import since_hopper
 from fusednorm.integers import cdiv
 from fusednorm.jit.early_start import await_previous, let_next_start
@@ -36,8 +35,8 @@ class ForwardColumns(ForwardConfig):
     `run_rows` positions in tiles of `apply_rows`.
 
     It is the only algorithm for C above 512 vectors (2048 channels in float32, 4096 in 16 bits, fewer if C is not a
-    multiple of a vector) whose blocks do not fit one program and programs may not or cannot share, for a residual
-    in the other layout and, with its first kernel, for statistics that were not saved.
+    multiple of a vector) whose blocks do not fit one program and programs may not or cannot share and, with its
+    first kernel, for statistics that were not saved.
     """
 
     width: int
@@ -64,7 +63,6 @@ class ForwardColumns(ForwardConfig):
         )  # fmt: skip
         options = {
             "ROWS": self.apply_rows,
-            "RESIDUAL_OTHER": lies_otherwise(call.residual, True),
             **tile,
             **dependent(call.early),
             **call.options.constexprs,
@@ -98,7 +96,6 @@ class ForwardColumns(ForwardConfig):
         options = {
             "ROWS": self.rows,
             "UNROLL": self.unroll,
-            "RESIDUAL_OTHER": lies_otherwise(residual, True),
             "EARLY": since_hopper(x.device),
             **tile,
         }
@@ -135,7 +132,6 @@ def group_norm_nhwc_columns_moments_kernel(
     ROWS: tl.constexpr,
     UNROLL: tl.constexpr,
     EVEN: tl.constexpr,
-    RESIDUAL_OTHER: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Write the moments of a block of columns over one split of the positions to [N, splits, C]."""
@@ -153,8 +149,8 @@ def group_norm_nhwc_columns_moments_kernel(
     if residual_ptr is not None:
         residual_ptr += base
     mean, rest, square = channel_moments(
-        x_ptr, residual_ptr, first_row, tl.minimum(first_row + split_rows, hw), hw, c.to(tl.int64),
-        column, column_mask, ROWS, UNROLL, RESIDUAL_OTHER,
+        x_ptr, residual_ptr, first_row, tl.minimum(first_row + split_rows, hw), c.to(tl.int64),
+        column, column_mask, ROWS, UNROLL,
     )  # fmt: skip
     tl.store(mean_part_ptr + run * c + column, mean, mask=column_mask)
     tl.store(rest_part_ptr + run * c + column, rest, mask=column_mask)
@@ -189,7 +185,6 @@ def group_norm_nhwc_columns_apply_kernel(
     CV: tl.constexpr,
     ROWS: tl.constexpr,
     EVEN: tl.constexpr,
-    RESIDUAL_OTHER: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     EARLY: tl.constexpr,
@@ -217,6 +212,6 @@ def group_norm_nhwc_columns_apply_kernel(
     normalise_rows(
         x_ptr, residual_ptr, y_ptr + base, residual_out_ptr,
         statistic_of_columns(mean_ptr, group, column_mask), scale, bias,
-        sample, first_row, tl.minimum(first_row + run_rows, hw), hw, c.to(tl.int64), column, column_mask,
-        seed, dropout_threshold, dropout_scale, ROWS, 1, RESIDUAL_OTHER, ACTIVATION, DROPOUT,
+        sample, first_row, tl.minimum(first_row + run_rows, hw), c.to(tl.int64), column, column_mask,
+        seed, dropout_threshold, dropout_scale, ROWS, 1, ACTIVATION, DROPOUT,
     )  # fmt: skip

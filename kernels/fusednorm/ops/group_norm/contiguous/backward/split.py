@@ -1,7 +1,6 @@
 """Backward pass of contiguous groups whose programs wait for nothing: sums first, then dx.
 
 The formulas are in `contiguous.backward.tile`; z's slope and offset, and GAIN, in `gradients`.
-dy, residual and dresidual_out may be channels-last: their elements are then read one by one.
 """
 
 from dataclasses import dataclass
@@ -28,8 +27,7 @@ class BackwardSplit(BackwardConfig):
     """Parts of groups as in `BackwardCooperative`, one per program, in a kernel for sums and a kernel for dx.
 
     It is the only algorithm for groups larger than a tile if programs may not wait, if a channel's size is not a
-    multiple of 16 bytes, or if the device's programs or L2 cannot hold a group; and for dy, residual or
-    dresidual_out in the other layout.
+    multiple of 16 bytes, or if the device's programs or L2 cannot hold a group.
     """
 
     channels: int
@@ -108,8 +106,6 @@ def group_norm_nchw_backward_split_sums_kernel(
     GROUP: tl.constexpr,
     CHUNKS: tl.constexpr,
     EVEN: tl.constexpr,
-    DY_OTHER: tl.constexpr,
-    RESIDUAL_OTHER: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     GAIN: tl.constexpr,
@@ -138,7 +134,7 @@ def group_norm_nchw_backward_split_sums_kernel(
         dy_ptr, x_ptr, residual_ptr, sample, group_channel + first_channel, first, pieces, hw, c,
         (lane_channel, position, channel_mask), mean, slope, rstd, offset,
         (seed, dropout_threshold, dropout_scale), LANES, 1, STEP, CHUNKS, EVEN,
-        False, DY_OTHER, RESIDUAL_OTHER, ACTIVATION, DROPOUT, GAIN,
+        False, ACTIVATION, DROPOUT, GAIN,
     )  # fmt: skip
     run_dz, run_dz_centred = sum_pair(
         tl.reshape(sum_dz, (CHANNELS, UNITS)), tl.reshape(sum_dz_centred, (CHANNELS, UNITS)), 1
@@ -178,9 +174,6 @@ def group_norm_nchw_backward_split_apply_kernel(
     GROUP: tl.constexpr,
     CHUNKS: tl.constexpr,
     EVEN: tl.constexpr,
-    DY_OTHER: tl.constexpr,
-    RESIDUAL_OTHER: tl.constexpr,
-    OUTSIDE_OTHER: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     GAIN: tl.constexpr,
@@ -214,5 +207,5 @@ def group_norm_nchw_backward_split_apply_kernel(
         dy_ptr, x_ptr, residual_ptr, dresidual_out_ptr, dx_ptr, sample, group_channel + first_channel, first,
         pieces, hw, c, (lane_channel, position, channel_mask), mean, scale, offset, constant, factor,
         (seed, dropout_threshold, dropout_scale), STEP, CHUNKS, EVEN,
-        False, DY_OTHER, RESIDUAL_OTHER, OUTSIDE_OTHER, ACTIVATION, DROPOUT, GAIN,
+        False, ACTIVATION, DROPOUT, GAIN,
     )  # fmt: skip

@@ -104,7 +104,7 @@ def group_norm_nchw_backward_tile_kernel(
     parameter = group * channels + channel
 
     dy = load_masked(dy_ptr, at, mask, "evict_first")
-    h = load_sum(x_ptr, residual_ptr, at, at, mask, "evict_first")
+    h = load_sum(x_ptr, residual_ptr, at, mask, "evict_first")
     if mean_ptr is None:
         pivot = tl.sum(tl.sum(h, 2, keep_dims=True), 1, keep_dims=True) / length
         d = tl.where(mask, h - pivot, 0.0)

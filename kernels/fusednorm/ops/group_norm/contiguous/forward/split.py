@@ -1,6 +1,6 @@
 """Forward pass of contiguous groups whose parts several programs read: a kernel for moments, then a kernel for y.
 
-No program waits for another.  A residual may be channels-last.
+No program waits for another.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusednorm.arguments.layouts import lies_otherwise
 from fusednorm.devices.device import since_hopper
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import await_previous, let_next_start
@@ -26,7 +25,7 @@ class ForwardSplit(ForwardConfig):
 
     It is the only algorithm for groups above 256 KiB if programs may not wait or all programs together cannot hold
     a group (on 132 multiprocessors from about 2**22 16-bit or 2**20 float32 elements on, fewer with fused
-    operations), for a residual in the other layout and, with its first kernel, for statistics that were not saved.
+    operations) and, with its first kernel, for statistics that were not saved.
     """
 
     units: int
@@ -45,7 +44,6 @@ class ForwardSplit(ForwardConfig):
         options = {
             "BLOCK_SPLITS": min(REDUCE_BLOCK, next_power_of_2(splits)),
             "WIDE": call.sample.group_length >= WIDE_GROUP,
-            "RESIDUAL_OTHER": lies_otherwise(call.residual, False),
             **dependent(call.early),
             **call.contiguous_options(self.units, self.num_warps),
         }
@@ -76,7 +74,6 @@ class ForwardSplit(ForwardConfig):
             "VEC": vec,
             "UNITS": self.units,
             "WIDE": sample.group_length >= WIDE_GROUP,
-            "RESIDUAL_OTHER": lies_otherwise(residual, False),
             "EARLY": since_hopper(x.device),
             "num_warps": self.num_warps,
         }
@@ -99,7 +96,6 @@ def group_norm_nchw_split_moments_kernel(
     VEC: tl.constexpr,
     UNITS: tl.constexpr,
     WIDE: tl.constexpr,
-    RESIDUAL_OTHER: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Write the moments of one part of one group to [N, splits, G]."""
@@ -114,11 +110,10 @@ def group_norm_nchw_split_moments_kernel(
         first = first.to(tl.int32)
         last = last.to(tl.int32)
     sample = row // groups
-    elsewhere = ((row - sample * groups) * channels, group_units * VEC // channels, groups.to(tl.int64) * channels)
     x_ptr += base
     if residual_ptr is not None:
-        residual_ptr += sample * groups * (group_units * VEC) if RESIDUAL_OTHER else base
-    mean, rest, square = range_moments(x_ptr, residual_ptr, elsewhere, first, last, VEC, UNITS, RESIDUAL_OTHER)
+        residual_ptr += base
+    mean, rest, square = range_moments(x_ptr, residual_ptr, first, last, VEC, UNITS)
     slot = (sample * splits + split) * groups + (row - sample * groups) + tl.zeros((1, 1, 1), tl.int32)
     tl.store(mean_part_ptr + slot, mean)
     tl.store(rest_part_ptr + slot, rest)
@@ -166,7 +161,6 @@ def group_norm_nchw_split_apply_kernel(
     BLOCK_SPLITS: tl.constexpr,
     ALIGNED: tl.constexpr,
     WIDE: tl.constexpr,
-    RESIDUAL_OTHER: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     EARLY: tl.constexpr,
@@ -205,5 +199,5 @@ def group_norm_nchw_split_apply_kernel(
         x_ptr, residual_ptr, parameters, y_ptr, residual_out_ptr, mean, rest, rstd, row, first, last,
         group_units, groups, channels, channel_length, magic, shift, scale_stride,
         seed, dropout_threshold, dropout_scale,
-        VEC, UNITS, ALIGNED, WIDE, RESIDUAL_OTHER, ACTIVATION, DROPOUT,
+        VEC, UNITS, ALIGNED, WIDE, ACTIVATION, DROPOUT,
     )  # fmt: skip

@@ -65,7 +65,7 @@ def group_norm_nchw_sweep_kernel(
     row = tl.program_id(0).to(tl.int64)
     base = row * (group_units.to(tl.int64) * VEC)
     group_residual_ptr = residual_ptr + base if residual_ptr is not None else None
-    mean, rest, square = range_moments(x_ptr + base, group_residual_ptr, None, 0, group_units, VEC, UNITS, False)
+    mean, rest, square = range_moments(x_ptr + base, group_residual_ptr, 0, group_units, VEC, UNITS)
     rstd = 1.0 / tl.sqrt(square / (group_units.to(tl.float32) * VEC) + eps)
     if mean_ptr is not None:
         tl.store(mean_ptr + row + tl.zeros((1, 1, 1), tl.int32), mean + rest)
@@ -75,5 +75,5 @@ def group_norm_nchw_sweep_kernel(
         x_ptr, residual_ptr, parameters, y_ptr, residual_out_ptr, mean, rest, rstd, row, 0, group_units,
         group_units, groups, channels, channel_length, magic, shift, scale_stride,
         seed, dropout_threshold, dropout_scale,
-        VEC, UNITS, ALIGNED, False, False, ACTIVATION, DROPOUT,
+        VEC, UNITS, ALIGNED, False, ACTIVATION, DROPOUT,
     )  # fmt: skip

@@ -86,7 +86,7 @@ def group_norm_nchw_tile_kernel(
     x_ptr += base
     if residual_ptr is not None:
         residual_ptr += base
-    h = load_sum(x_ptr, residual_ptr, at, at, mask, "evict_first")
+    h = load_sum(x_ptr, residual_ptr, at, mask, "evict_first")
     pivot = tl.sum(tl.sum(h, 2, keep_dims=True), 1, keep_dims=True) / length
     d = tl.where(mask, h - pivot, 0.0)
     square = tl.sum(multiply_terms(d, d), 2, keep_dims=True)

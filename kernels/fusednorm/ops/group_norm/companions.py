@@ -1,0 +1,74 @@
+"""Companions of x in the other memory format are copied into x's, so that every kernel reads one format."""
+
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fusednorm.arguments.layouts import in_layout
+from fusednorm.integers import cdiv
+from fusednorm.launch.launch import Launch
+from fusednorm.ops.group_norm.call import BackwardCall, ForwardCall
+from fusednorm.ops.group_norm.sample import Sample, vector_width
+
+COPY_BLOCK, COPY_WARPS = 64, 4
+"""Rows and columns of a block that a program copies, and its warps."""
+
+
+_COMPANIONS = ("dy", "residual", "dresidual_out")
+
+AnyCall = TypeVar("AnyCall", ForwardCall, BackwardCall)
+
+
+def copy_companions(call: AnyCall) -> tuple[AnyCall, list[Launch]]:
+    """The call with its companions in x's memory format, and the launches that copy those in the other one."""
+    copies: dict[str, Any] = {}
+    launches = []
+    for name in _COMPANIONS:
+        tensor: Tensor | None = getattr(call, name, None)
+        if tensor is not None and not in_layout(tensor, call.sample.channels_last):
+            copies[name] = torch.empty_like(call.x, dtype=tensor.dtype)
+            launches.append(_copy(tensor, copies[name], call.sample))
+    return (replace(call, **copies) if copies else call), launches
+
+
+def _copy(source: Tensor, copy: Tensor, sample: Sample) -> Launch:
+    """The launch that copies a tensor in the other format than `sample` into its format."""
+    rows, columns = (sample.c, sample.hw) if sample.channels_last else (sample.hw, sample.c)
+    row_vec, column_vec = (vector_width(source.element_size(), size) for size in (rows, columns))
+    row_blocks, column_blocks = cdiv(rows, COPY_BLOCK), cdiv(columns, COPY_BLOCK)
+    arguments = source, copy, rows // row_vec, columns // column_vec, row_blocks, column_blocks
+    options = {"ROW_VEC": row_vec, "COLUMN_VEC": column_vec, "BLOCK": COPY_BLOCK, "num_warps": COPY_WARPS}
+    grid = (source.shape[0] * row_blocks * column_blocks,)
+    return Launch(group_norm_companion_copy_kernel, grid, arguments, options)
+
+
+@triton.jit(do_not_specialize=["row_units", "column_units", "row_blocks", "column_blocks"])
+def group_norm_companion_copy_kernel(
+    source_ptr,
+    copy_ptr,
+    row_units: tl.int64,
+    column_units: tl.int64,
+    row_blocks: tl.int32,
+    column_blocks: tl.int32,
+    ROW_VEC: tl.constexpr,
+    COLUMN_VEC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copy one block of one sample from [N, rows, columns] to [N, columns, rows].
+
+    The compiler exchanges the block through shared memory, so that both accesses are of adjacent elements.
+    """
+    rows = row_units * ROW_VEC
+    columns = column_units * COLUMN_VEC
+    program = tl.program_id(0)
+    block = program // column_blocks
+    base = (block // row_blocks) * (rows * columns)
+    row = (block % row_blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    column = (program % column_blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    mask = (row < rows) & (column < columns)
+    values = tl.load(source_ptr + base + row * columns + column, mask=mask, eviction_policy="evict_first")
+    tl.store(copy_ptr + base + column * rows + row, values, mask=mask)
