@@ -14,7 +14,6 @@ from benchmarks.fingerprints.cases import Case, planned
 PASSES = (
     "layer_norm.forward",
     "layer_norm.backward",
-    "layer_norm.float8",
     "layer_norm.chain",
     "group_norm.contiguous.forward",
     "group_norm.contiguous.backward",

@@ -17,11 +17,14 @@ RAGGED = "rows not of whole 16 bytes"
 RESIDUAL, FUSED = "a residual", "a residual, an activation or dropout"
 HEADS, ONE_ROW = "heads", "one row"
 
+FLOAT8 = "a float8 y"
+"""A purpose of the forward pass."""
+
 _TRAITS: dict[tuple[str, str], tuple[tuple[str, ...], ...]] = {
     ("layer_norm.forward", ""): (("", ALONE), ("", HEADS, ONE_ROW), ("", RESIDUAL), ("", RAGGED)),
     ("layer_norm.forward", STATISTICS): (("", ALONE), ("", FUSED), ("", RAGGED)),
     ("layer_norm.backward", ""): (("", ALONE), ("", HEADS), ("", FUSED), ("", RAGGED)),
-    ("layer_norm.float8", ""): (("", ALONE), ("", HEADS), ("", RAGGED)),
+    ("layer_norm.forward", FLOAT8): (("", ALONE), ("", HEADS), ("", RAGGED)),
     ("layer_norm.chain", ""): (("", RAGGED),),
 }
 """Traits of the calls of each pass, and of passes with a purpose."""
@@ -39,11 +42,11 @@ def call_case(pass_: str, purpose: str, call: Call, dtype: torch.dtype, cols: in
     """A call with these traits, and with `others` of a `Variant`."""
     if pass_ == "layer_norm.chain":
         return chain_case(dtype, cols, 2)
-    kind: Pass = "float8" if pass_ == "layer_norm.float8" else "forward"
+    kind: Pass = "float8" if purpose == FLOAT8 else "forward"
     if pass_ == "layer_norm.backward" or purpose == STATISTICS:
         kind = "backward"
     has: dict[str, Any] = {
-        "stats": purpose == "",
+        "stats": purpose != STATISTICS,
         "weight": False,
         "bias": False,
         "residual": "own" if {RESIDUAL, FUSED} & {*call} else "",

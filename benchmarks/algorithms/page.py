@@ -25,7 +25,6 @@ alone and gelu take fewer registers, so their limits lie between those of the li
 _TITLES = {
     "layer_norm.forward": "LayerNorm and RMSNorm, forward: columns",
     "layer_norm.backward": "LayerNorm and RMSNorm, backward: columns",
-    "layer_norm.float8": "LayerNorm and RMSNorm, forward with a float8 y: columns",
     "layer_norm.chain": "Chains of LayerNorm and RMSNorm: columns",
     "group_norm.contiguous.forward": "GroupNorm, contiguous, forward: elements of a group, to within 8",
     "group_norm.contiguous.backward": "GroupNorm, contiguous, backward: elements of a group, to within 8; "

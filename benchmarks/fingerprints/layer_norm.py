@@ -14,7 +14,7 @@ from fusednorm.launch.launch import Launch
 from fusednorm.ops.layer_norm import table as tables
 from fusednorm.ops.layer_norm.call import BackwardCall, ForwardCall
 from fusednorm.ops.layer_norm.chain import ChainCall
-from fusednorm.ops.layer_norm.choice import plan_backward, plan_chain, plan_float8, plan_forward
+from fusednorm.ops.layer_norm.choice import plan_backward, plan_chain, plan_forward
 from fusednorm.results import Backward, Forward
 from torch import Tensor
 
@@ -221,7 +221,7 @@ def _float8(dtype: torch.dtype, cols: int, variant: Variant, tensors: Tensors) -
     inputs = _inputs(tensors, dtype, cols, variant)
     scale = tensors.new("scale", tuple(inputs.x.shape[:-1]), torch.float32)
     out = _results(tensors, inputs, FLOAT8, variant, scale)
-    return plan_float8(_forward_call(inputs, variant, out))
+    return plan_forward(_forward_call(inputs, variant, out))
 
 
 def _forward_call(inputs: _Inputs, variant: Variant, out: Forward) -> ForwardCall:

@@ -23,7 +23,7 @@ from fusednorm.errors import KernelInputError
 from fusednorm.launch.replay import Pass
 from fusednorm.launch.run import run
 from fusednorm.ops.layer_norm.call import BackwardCall, ForwardCall
-from fusednorm.ops.layer_norm.choice import plan_backward, plan_float8, plan_forward
+from fusednorm.ops.layer_norm.choice import plan_backward, plan_forward
 from fusednorm.ops.layer_norm.outputs import backward_outputs, forward_outputs
 from fusednorm.results import Backward, Forward
 
@@ -213,7 +213,7 @@ def _forward(
     result = places(Forward, outputs, x, out)
     if x.numel():
         call = ForwardCall(**rows, options=options, out=result)
-        launches = plan_forward(call) if result.scale is None else plan_float8(call)
+        launches = plan_forward(call)
         run(x.device, launches)
         if may_repeat:
             FORWARD.learn(launches, outputs, result, inputs, kind)

@@ -70,7 +70,7 @@ def test_a_case_reaches_every_entry_of_every_table_and_every_kernel():
     assert entries > 150
     sources = "\n".join(path.read_text() for path in Path(fusednorm.__file__).parent.rglob("*.py"))
     defined = set(re.findall(r"^def (\w+_kernel)\(", sources, re.MULTILINE))
-    assert len(defined) > 40
+    assert len(defined) > 35
     assert defined == set(kernels)
 
 

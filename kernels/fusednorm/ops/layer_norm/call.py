@@ -169,6 +169,19 @@ class ForwardCall(Call):
         """The tensor for the scales of float8 rows."""
         return None if isinstance(self.out, Statistics) else self.out.scale
 
+    def layout_of_float8(self) -> Layout:
+        """The layout of rows for a float8 y.
+
+        Accesses have at most the elements of one 16-byte load of x: for wider stores of y the compiler would give a
+        thread more elements.
+
+        Raises:
+            UnsupportedShapeError: there are heads.
+        """
+        if self.x.ndim > 2:
+            raise UnsupportedShapeError("a float8 y needs rows one constant stride apart, and parameters [cols]")
+        return self.layout_of_rows(16 // self.itemsize)
+
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """The first arguments of the kernels that do not split a row."""

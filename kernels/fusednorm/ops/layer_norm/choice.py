@@ -12,7 +12,6 @@ from typing import TypeVar
 
 import torch
 
-from fusednorm.errors import UnsupportedShapeError
 from fusednorm.launch.launch import REGISTERS_PER_SM, Launch
 from fusednorm.ops.layer_norm import table as tables
 from fusednorm.ops.layer_norm.backward.cooperative import BackwardCooperative, backward_cooperative_launches
@@ -20,8 +19,6 @@ from fusednorm.ops.layer_norm.backward.split import BackwardSplit, backward_spli
 from fusednorm.ops.layer_norm.backward.tile import BackwardTile, backward_tile_launches
 from fusednorm.ops.layer_norm.call import SINGLE_ROW_COLS, BackwardCall, ForwardCall, Statistics
 from fusednorm.ops.layer_norm.chain import ChainCall, chain_sweep_launches, chain_tile_launches
-from fusednorm.ops.layer_norm.float8.sweep import float8_sweep_launches
-from fusednorm.ops.layer_norm.float8.tile import float8_tile_launches
 from fusednorm.ops.layer_norm.forward.cooperative import ForwardCooperative, forward_cooperative_launches
 from fusednorm.ops.layer_norm.forward.resident import ForwardResident, forward_resident_launches
 from fusednorm.ops.layer_norm.forward.split import ForwardSplit, forward_split_launches
@@ -132,11 +129,19 @@ def choose_tile(cols: int) -> ForwardTile | None:
     return next((tile for limit, tile in tables.TILES if cols <= limit), None)
 
 
+def choose_float8(cols: int, itemsize: int) -> ForwardTile | ForwardSweep:
+    """The configuration of a forward pass with a float8 y, for rows of `cols` elements of `itemsize` bytes."""
+    sweeps = (sweep for limit, sweep in tables.FLOAT8_SWEEP[itemsize] if cols <= limit)
+    return choose_tile(cols) or next(sweeps)
+
+
 def plan_forward(call: ForwardCall, config: ForwardConfig | None = None) -> list[Launch]:
     """The launches of a forward pass, workspaces allocated.
 
     `config` overrides the choice, for tests, benchmarks and compile checks.
     """
+    if config is None and call.scale is not None:
+        config = choose_float8(call.cols, call.itemsize)
     config = config or choose_forward(
         call.cols,
         call.itemsize,
@@ -173,21 +178,6 @@ def plan_backward(call: BackwardCall, config: BackwardConfig | None = None) -> l
             return statistics + backward_cooperative_launches(call, config)
         case BackwardSplit():
             return backward_split_launches(call, config)
-
-
-def plan_float8(call: ForwardCall) -> list[Launch]:
-    """The launch of a forward pass that writes y as float8_e4m3fn, and a scale for each row.
-
-    Raises:
-        UnsupportedShapeError: x has heads.
-    """
-    if call.x.ndim == 3:
-        raise UnsupportedShapeError("a float8 y needs rows one constant stride apart, and parameters [cols]")
-    tile = choose_tile(call.cols)
-    if tile is not None:
-        return float8_tile_launches(call, tile)
-    sweep = next(sweep for limit, sweep in tables.FLOAT8_SWEEP[call.itemsize] if call.cols <= limit)
-    return float8_sweep_launches(call, sweep)
 
 
 def plan_chain(call: ChainCall) -> list[Launch]:

@@ -1,4 +1,4 @@
-"""Forward pass of LayerNorm and RMSNorm that reads a row twice, one program for each row."""
+"""Forward pass of LayerNorm and RMSNorm that reads a row twice, or three times for a float8 y; a program a row."""
 
 from dataclasses import dataclass
 
@@ -6,17 +6,20 @@ import triton
 import triton.language as tl
 
 from fusednorm.jit.epilogue import finish
+from fusednorm.jit.float8 import magnitude, scale_of
 from fusednorm.jit.heads import parameter_start, programs_of_head, row_of_token, row_start
-from fusednorm.jit.loads import column_mask, load_rows, offset_weight, widened
+from fusednorm.jit.loads import column_mask, load_rows
 from fusednorm.jit.moments import store_row_statistics, sweep_moments
 from fusednorm.jit.prefetch import FEW_PROGRAMS, prefetch, prefetch_parameters, prefetch_row_ahead
+from fusednorm.jit.reductions import maximum
+from fusednorm.jit.tiles import normalised
 from fusednorm.launch.launch import Launch
 from fusednorm.ops.layer_norm.call import ForwardCall
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardSweep:
-    """One row per program, read twice in chunks of `block_n` columns.
+    """One row per program, read in chunks of `block_n` columns: twice, or three times for a float8 y.
 
     It is the only algorithm for heads whose rows do not fit one program: over 65536 columns in 16 bits and 32768 in
     float32, with a residual over 32768 and 24576.  Its other uses are such rows without heads up to 524288 columns
@@ -42,7 +45,7 @@ class ForwardSweep:
 
 def forward_sweep_launches(call: ForwardCall, config: ForwardSweep) -> list[Launch]:
     """The launch of a pass over rows of any length."""
-    layout = call.layout_of_heads()
+    layout = call.layout_of_heads() if call.scale is None else call.layout_of_float8()
     options = {
         **config.options(call.cols, call.itemsize),
         "PREFETCH": call.may_prefetch_rows(layout),
@@ -51,7 +54,7 @@ def forward_sweep_launches(call: ForwardCall, config: ForwardSweep) -> list[Laun
         **call.constexprs(layout.vec),
     }
     ahead = config.ahead_per_sm * call.multiprocessors
-    arguments = (*call.tensors, ahead, *layout.sizes, call.options.eps, *call.options.dropout_arguments)
+    arguments = (*call.tensors, call.scale, ahead, *layout.sizes, call.options.eps, *call.options.dropout_arguments)
     return [Launch(layer_norm_forward_sweep_kernel, call.grid(call.rows), arguments, options, call.program_a_row)]
 
 
@@ -67,6 +70,7 @@ def layer_norm_forward_sweep_kernel(
     residual_out_ptr,
     mean_ptr,
     rstd_ptr,
+    scale_ptr,
     ahead,
     col_units,
     x_row_units: tl.int64,
@@ -88,13 +92,20 @@ def layer_norm_forward_sweep_kernel(
 ):
     """One row per program in two sweeps; the second goes backwards and reads the row from L1 or L2.
 
+    With a scale, y is float8: the second sweep, backwards too, computes the largest |y|, and a third one y.  A lane
+    of these is the GROUP columns that one thread loads at once, as in `sweep_moments`.
+
     A program prefetches the row of the program `ahead` programs later into L2; 0 for none.
     """
     cols = col_units * VEC
     program, _, head, heads = programs_of_head(HEADS)
     token = program.to(tl.int64) + tl.zeros((1, 1), tl.int64)
     row = row_of_token(token, head, heads, HEADS)
-    col = tl.arange(0, BLOCK_N)[None, :]
+    if scale_ptr is None:
+        col = tl.arange(0, BLOCK_N)[None, :]
+    else:
+        lane_col = tl.arange(0, BLOCK_N // GROUP)[:, None] * GROUP
+        col = tl.arange(0, GROUP)[None, :]
     x_row = row_start(token, row, head, x_row_units * VEC, cols, HEADS)
     residual_row = row_start(token, row, head, residual_row_units * VEC, cols, HEADS)
     own = parameter_start(head, cols, HEADS)
@@ -114,21 +125,39 @@ def layer_norm_forward_sweep_kernel(
     rstd = 1.0 / tl.sqrt(variance + eps)
     store_row_statistics(mean_ptr, rstd_ptr, row, rough, shift, rstd, None)
 
+    if weight_ptr is not None:
+        weight_ptr += own
+    if bias_ptr is not None:
+        bias_ptr += own
+    if scale_ptr is not None:
+        largest = tl.zeros((BLOCK_N // GROUP, 1), tl.float32)
+        for step in range(0, chunks):
+            first_col = lane_col + (chunks - 1 - step) * BLOCK_N
+            at = first_col + col
+            mask = column_mask(at, cols, EVEN)
+            h = load_rows(x_ptr, residual_ptr, x_row + at, residual_row + at, mask, "evict_last")
+            y = normalised(h, rough, shift, rstd, weight_ptr, bias_ptr, at, mask, IS_RMS, WEIGHT_OFFSET)
+            y = finish(y, row, first_col, seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT)
+            of_lane = maximum(magnitude(y, mask, EVEN), 1)
+            largest = tl.maximum(largest, of_lane, propagate_nan=tl.PropagateNan.ALL)
+        scale = scale_of(maximum(largest, 0))
+        tl.store(scale_ptr + row, scale)
+        inverse = 1.0 / scale
+
     if y_ptr is not None:
         for step in range(0, chunks):
-            first_col = (chunks - 1 - step) * BLOCK_N
+            if scale_ptr is None:
+                first_col = (chunks - 1 - step) * BLOCK_N
+            else:
+                first_col = lane_col + step * BLOCK_N
             at = col + first_col
             mask = column_mask(at, cols, EVEN)
             h = load_rows(x_ptr, residual_ptr, x_row + at, residual_row + at, mask, "evict_first")
             if residual_out_ptr is not None:
                 tl.store(residual_out_ptr + y_row + at, h.to(residual_out_ptr.dtype.element_ty), mask=mask)
-            y = (h - rough) * rstd - shift * rstd
-            if weight_ptr is not None:
-                weight = widened(tl.load(weight_ptr + own + at, mask=mask, other=0.0))
-                y = y * offset_weight(weight, WEIGHT_OFFSET)
-            if bias_ptr is not None:
-                y = y + widened(tl.load(bias_ptr + own + at, mask=mask, other=0.0))
-            y = finish(y, row, first_col, seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT).to(
-                y_ptr.dtype.element_ty
-            )
+            y = normalised(h, rough, shift, rstd, weight_ptr, bias_ptr, at, mask, IS_RMS, WEIGHT_OFFSET)
+            y = finish(y, row, first_col, seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT)
+            if scale_ptr is not None:
+                y = y * inverse
+            y = y.to(y_ptr.dtype.element_ty)
             tl.store(y_ptr + y_row + at, y, mask=mask, eviction_policy="evict_first")

@@ -1,4 +1,4 @@
-"""Forward pass of LayerNorm and RMSNorm over tiles of several rows, or of one short row.
+"""Forward pass of LayerNorm and RMSNorm over tiles of several rows, or of one short row; y may be float8.
 
 Sizes and strides are in units of VEC elements, a constexpr.  The kernel multiplies them by VEC, so the compiler
 knows that every address is a multiple of VEC and emits 128-bit accesses without specialising on the row length.
@@ -11,11 +11,14 @@ import triton.language as tl
 
 from fusednorm.integers import cdiv
 from fusednorm.jit.epilogue import finish
+from fusednorm.jit.float8 import magnitude, scale_of
 from fusednorm.jit.heads import parameter_start, programs_of_head, row_of_token, row_start
 from fusednorm.jit.loads import column_mask, offset_weight, widened
 from fusednorm.jit.moments import store_row_statistics, tile_moments
+from fusednorm.jit.prefetch import prefetch_row_ahead
+from fusednorm.jit.reductions import maximum
 from fusednorm.jit.tiles import load_tile
-from fusednorm.launch.launch import ByRows, Launch
+from fusednorm.launch.launch import ByRows, Launch, can_prefetch
 from fusednorm.ops.layer_norm.call import ForwardCall
 
 TILE_AHEAD_PER_SM = 2
@@ -44,21 +47,33 @@ class ForwardTile:
 
 def forward_tile_launches(call: ForwardCall, config: ForwardTile) -> list[Launch]:
     """The launch of a pass over rows that fit a tile."""
-    layout = call.layout_of_heads()
+    layout = call.layout_of_heads() if call.scale is None else call.layout_of_float8()
+    ahead = None
+    if call.scale is not None and config.rows == 1 and can_prefetch(layout.vec, call.x, call.residual):
+        ahead = TILE_AHEAD_PER_SM * call.multiprocessors
     options = {
         **config.options(call.cols),
         "HEADS": layout.heads,
         "IS_RMS": call.options.is_rms,
         **call.constexprs(layout.vec),
     }
-    arguments = (*call.tensors, call.rows, *layout.sizes, call.options.eps, *call.options.dropout_arguments)
-    by_rows = ByRows(config.rows, rows=len(call.tensors)) if call.x.ndim == 2 else None
+    scalars = (ahead, call.rows, *layout.sizes, call.options.eps, *call.options.dropout_arguments)
+    arguments = (*call.tensors, call.scale, *scalars)
+    by_rows = ByRows(config.rows, rows=len(call.tensors) + 2) if call.x.ndim == 2 else None
     grid = call.grid(cdiv(call.rows, config.rows))
     return [Launch(layer_norm_forward_tile_kernel, grid, arguments, options, by_rows)]
 
 
 @triton.jit(
-    do_not_specialize=["rows", "col_units", "x_row_units", "residual_row_units", "seed", "dropout_threshold"]
+    do_not_specialize=[
+        "ahead",
+        "rows",
+        "col_units",
+        "x_row_units",
+        "residual_row_units",
+        "seed",
+        "dropout_threshold",
+    ]
 )
 def layer_norm_forward_tile_kernel(
     x_ptr,
@@ -69,6 +84,8 @@ def layer_norm_forward_tile_kernel(
     residual_out_ptr,
     mean_ptr,
     rstd_ptr,
+    scale_ptr,
+    ahead,
     rows: tl.int64,
     col_units,
     x_row_units: tl.int64,
@@ -90,7 +107,9 @@ def layer_norm_forward_tile_kernel(
 ):
     """One tile of ROWS rows per program, read once and held as CHUNKS blocks of BLOCK_N columns.
 
-    Several blocks waste no lanes for row lengths like 5 * 1024.
+    Several blocks waste no lanes for row lengths like 5 * 1024.  With a scale, y is float8: tiles are larger, so
+    parameters are loaded late, and unless `ahead` is None (ROWS is 1) a program prefetches the row of the program
+    `ahead` programs later into L2.
     """
     cols = col_units * VEC
     program, _, head, heads = programs_of_head(HEADS)
@@ -98,13 +117,14 @@ def layer_norm_forward_tile_kernel(
     n = cols.to(tl.float32)
     weights = ()
     biases = ()
-    for i in tl.static_range(CHUNKS):
-        col = i * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        col_mask = column_mask(col, cols, EVEN)
-        if weight_ptr is not None:
-            weights = weights + (tl.load(weight_ptr + own + col, mask=col_mask, other=0.0),)
-        if bias_ptr is not None:
-            biases = biases + (tl.load(bias_ptr + own + col, mask=col_mask, other=0.0),)
+    if scale_ptr is None:
+        for i in tl.static_range(CHUNKS):
+            col = i * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+            col_mask = column_mask(col, cols, EVEN)
+            if weight_ptr is not None:
+                weights = weights + (tl.load(weight_ptr + own + col, mask=col_mask, other=0.0),)
+            if bias_ptr is not None:
+                biases = biases + (tl.load(bias_ptr + own + col, mask=col_mask, other=0.0),)
 
     token = program.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
     row_mask = token < rows
@@ -114,10 +134,14 @@ def layer_norm_forward_tile_kernel(
     columns, col_masks, chunks = load_tile(
         x_ptr, residual_ptr, x_row, residual_row, row_mask, cols, EVEN, BLOCK_N, CHUNKS
     )
+    if ahead is not None:
+        prefetch_row_ahead(x_ptr, residual_ptr, ahead, x_row_units * VEC, residual_row_units * VEC, cols)
     pivot, shift, square = tile_moments(chunks, col_masks, n, EVEN, IS_RMS)
     rstd = 1.0 / tl.sqrt(square / n + eps)
     store_row_statistics(mean_ptr, rstd_ptr, row, pivot, shift, rstd, row_mask)
 
+    values = ()
+    largest = tl.zeros((ROWS, BLOCK_N), tl.float32)
     for i in tl.static_range(CHUNKS):
         mask = row_mask & col_masks[i]
         y_at = row * cols.to(tl.int64) + columns[i]
@@ -129,9 +153,17 @@ def layer_norm_forward_tile_kernel(
         else:
             y = (chunks[i] - pivot) * rstd - shift * rstd
         if weight_ptr is not None:
-            y = y * offset_weight(widened(weights[i]), WEIGHT_OFFSET)
+            if scale_ptr is None:
+                weight = weights[i]
+            else:
+                weight = tl.load(weight_ptr + columns[i], mask=col_masks[i], other=0.0)
+            y = y * offset_weight(widened(weight), WEIGHT_OFFSET)
         if bias_ptr is not None:
-            y = y + widened(biases[i])
+            if scale_ptr is None:
+                bias = biases[i]
+            else:
+                bias = tl.load(bias_ptr + columns[i], mask=col_masks[i], other=0.0)
+            y = y + widened(bias)
         y = finish(
             y,
             row,
@@ -142,4 +174,15 @@ def layer_norm_forward_tile_kernel(
             ACTIVATION,
             DROPOUT,
         )
-        tl.store(y_ptr + y_at, y.to(y_ptr.dtype.element_ty), mask=mask)
+        if scale_ptr is None:
+            tl.store(y_ptr + y_at, y.to(y_ptr.dtype.element_ty), mask=mask)
+        else:
+            largest = tl.maximum(largest, magnitude(y, col_masks[i], EVEN), propagate_nan=tl.PropagateNan.ALL)
+            values = values + (y,)
+    if scale_ptr is not None:
+        scale = scale_of(maximum(largest, 1))
+        tl.store(scale_ptr + row, scale, mask=row_mask)
+        inverse = 1.0 / scale
+        for i in tl.static_range(CHUNKS):
+            y = (values[i] * inverse).to(y_ptr.dtype.element_ty)
+            tl.store(y_ptr + row * cols.to(tl.int64) + columns[i], y, mask=row_mask & col_masks[i])

@@ -8,23 +8,9 @@ Elements are multiplied by the reciprocal of the scale (one division per row) an
 import triton
 import triton.language as tl
 
-from fusednorm.jit.epilogue import finish
-from fusednorm.jit.tiles import normalised
-
 _LARGEST = tl.constexpr(448.0)
 _SMALLEST_SCALE = tl.constexpr(2.0**-126)
 """The smallest normal float32; its reciprocal is finite, so that a row of zeros stays zero."""
-
-
-@triton.jit
-def unscaled(
-    h, rough, shift, rstd, weight_ptr, bias_ptr, col, mask, row, first_col,
-    seed, dropout_threshold, dropout_scale,
-    IS_RMS: tl.constexpr, WEIGHT_OFFSET: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr,
-):  # fmt: skip
-    """y of a tile in float32, before division by the scale; `first_col` is the tile's first column."""
-    y = normalised(h, rough, shift, rstd, weight_ptr, bias_ptr, col, mask, IS_RMS, WEIGHT_OFFSET)
-    return finish(y, row, first_col, seed, dropout_threshold, dropout_scale, ACTIVATION, DROPOUT)
 
 
 @triton.jit

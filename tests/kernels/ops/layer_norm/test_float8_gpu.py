@@ -7,7 +7,7 @@ from fusednorm.arguments.activations import ACTIVATIONS
 from fusednorm.arguments.checks import FLOAT8
 
 from tests.kernels.ops.layer_norm.cases import DTYPES, make_case
-from tests.kernels.ops.layer_norm.float8.test_passes import check
+from tests.kernels.ops.layer_norm.test_float8 import check
 from tests.kernels.ops.layer_norm.test_gpu import COLS, LONG_COLS
 
 pytestmark = pytest.mark.gpu
