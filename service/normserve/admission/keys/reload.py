@@ -29,31 +29,35 @@ class KeysFile:
     def read(self) -> tuple[ApiKey, ...]:
         """The keys of the file as it is now.
 
+        A file that cannot be used counts as not seen, and is read again at the next look.
+
         Raises:
             KeysFileError: it cannot be read, or is not what it must be.
         """
+        self._seen = None
         try:
             with open_regular_file(self._path) as file:
                 before = os.fstat(file.fileno())
                 content = file.read(_MAX_BYTES + 1)
-                self._seen = _fingerprint(before)
         except OSError as error:
-            self._seen = None
             raise KeysFileError(f"{self._path}: {error.strerror or 'cannot be read'}") from None
         self._warn_of_others(before.st_mode)
         if len(content) > _MAX_BYTES:
             raise KeysFileError(f"{self._path}: it must be at most {_MAX_BYTES} bytes")
         try:
-            return parse_keys(content)
+            keys = parse_keys(content)
         except KeysFileError as error:
             raise KeysFileError(f"{self._path}: {error}") from None
+        self._seen = _fingerprint(before)
+        return keys
 
     async def watch(self, apply: Callable[[tuple[ApiKey, ...]], None], every_s: float = _EVERY_S) -> None:
         """Until cancelled, call `apply` with the keys of each new state of the file that is whole.
 
-        What is no file of keys is logged as an error, once, and changes nothing.
+        A file that is not one of keys changes nothing, and is logged as an error, once, when a second look finds it the
+        same: one that is being written in place is empty or incomplete for a moment.
         """
-        complaint = None
+        found = logged = None
         while True:
             await asyncio.sleep(every_s)
             try:
@@ -61,13 +65,15 @@ class KeysFile:
                 keys = await asyncio.to_thread(self._read_if_changed)
             except Exception as error:
                 # Whatever it is: a server that stopped reading the file would never learn of a revoked key.
-                said = str(error) if isinstance(error, KeysFileError) else f"{self._path}: {type(error).__name__}"
-                if said != complaint:
-                    log.error("the new file of API keys cannot be used, the old keys stay in use: %s", said)
-                complaint = said
+                fault = str(error) if isinstance(error, KeysFileError) else f"{self._path}: {type(error).__name__}"
+                if fault == found != logged:
+                    log.error("the new file of API keys cannot be used, the old keys stay in use: %s", fault)
+                    logged = fault
+                found = fault
                 continue
+            found = None
             if keys is not None:
-                complaint = None
+                logged = None
                 apply(keys)
 
     def _read_if_changed(self) -> tuple[ApiKey, ...] | None:

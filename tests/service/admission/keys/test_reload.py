@@ -20,12 +20,18 @@ def path(tmp_path):
     return file
 
 
+def replace(path, content):
+    """Give the file this content in one step: who looks every millisecond would see one that is written in two."""
+    new = path.with_suffix(".new")
+    new.write_text(content)
+    new.rename(path)
+
+
 class Watched:
-    """A file that is watched; `step` waits until it has been looked at."""
+    """A file that is watched; `until` waits for what the watch does."""
 
     def __init__(self, file: KeysFile) -> None:
         self.applied: list[list[str]] = []
-        self._looked = asyncio.Condition()
         self._task = asyncio.create_task(self._watch(file))
 
     async def _watch(self, file: KeysFile) -> None:
@@ -48,11 +54,9 @@ def test_a_change_is_applied_once(path):
         file = KeysFile(path)
         file.read()
         watched = Watched(file)
-        path.write_text(ONE + TWO)
+        replace(path, ONE + TWO)
         await watched.until(lambda: watched.applied)
-        replaced = path.with_suffix(".new")
-        replaced.write_text(TWO)
-        replaced.rename(path)
+        replace(path, TWO)
         await watched.until(lambda: len(watched.applied) == 2)
         # Some looks at a file that stays as it is.
         await asyncio.sleep(0.02)
@@ -69,11 +73,11 @@ def test_a_broken_file_changes_nothing_and_is_told_of_once(path, caplog):
         watched = Watched(file)
         with caplog.at_level(logging.ERROR):
             for content in ("[[keys]]", None):
-                path.unlink() if content is None else path.write_text(content)
+                path.unlink() if content is None else replace(path, content)
                 before = len(caplog.records)
                 await watched.until(lambda seen=before: len(caplog.records) > seen)
                 await asyncio.sleep(0.02)
-        path.write_text(TWO)
+        replace(path, TWO)
         await watched.until(lambda: watched.applied)
         await watched.stop()
         return watched.applied
@@ -93,7 +97,7 @@ def test_an_unforeseen_error_does_not_end_the_watch(path, monkeypatch, caplog):
             patch.setattr(KeysFile, "_read_if_changed", lambda self: 1 / 0)
             watched = Watched(file)
             await watched.until(lambda: caplog.records)
-        path.write_text(TWO)
+        replace(path, TWO)
         await watched.until(lambda: watched.applied)
         await watched.stop()
         return watched.applied
@@ -119,6 +123,31 @@ def test_a_file_that_is_being_written_is_read_once_it_rests(path, monkeypatch):
         patch.setattr(KeysFile, "read", read_while_it_grows)
         assert file._read_if_changed() is None
     assert [key.name for key in file._read_if_changed()] == ["two", "one"]
+
+
+@pytest.mark.parametrize("content", ["", "[[keys]]\nname = 'half", None])
+def test_a_file_that_is_unusable_for_a_moment_is_no_error(path, monkeypatch, caplog, content):
+    """As one is that is written in place, or that is removed before the new one is there."""
+    look = KeysFile._read_if_changed
+
+    def look_in_between(self):
+        try:
+            return look(self)
+        finally:
+            replace(path, TWO)
+
+    async def run() -> list[list[str]]:
+        file = KeysFile(path)
+        file.read()
+        path.unlink() if content is None else replace(path, content)
+        monkeypatch.setattr(KeysFile, "_read_if_changed", look_in_between)
+        watched = Watched(file)
+        await watched.until(lambda: watched.applied)
+        await watched.stop()
+        return watched.applied
+
+    assert asyncio.run(run())[0] == ["two"]
+    assert "the old keys stay in use" not in caplog.text
 
 
 @pytest.mark.parametrize(("mode", "warned"), [(0o600, 0), (0o640, 0), (0o644, 1), (0o602, 1)])
