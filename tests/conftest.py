@@ -32,9 +32,11 @@ with contextlib.suppress(ImportError):
 # No compiler starts in the middle of a test on a GPU, or of a server that it starts.
 os.environ.setdefault("FUSEDNORM_BUILD_EXTENSION", "0")
 
-# Without a GPU kernels run in Triton's interpreter.
+# Without a GPU kernels run in Triton's interpreter.  Workers have a core or less, and tensors are small: a second
+# thread costs time.  Servers, and tests of threads, have their own numbers.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    torch.set_num_threads(1)
 
 
 class Tools:
@@ -114,6 +116,8 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
         return (yield)
     finally:
         gc.freeze()
+        # The interpreter makes thousands of objects for each kernel, hardly one of which is part of a cycle.
+        gc.set_threshold(20_000)
         gc.enable()
 
 

@@ -20,6 +20,6 @@ __all__ = ["api", "launched", "server", "settled", "shared_stage", "stage", "sta
 
 @pytest.fixture
 def load_test_forks(monkeypatch):
-    """The load test's processes are forked with all imports done; `clients/test_normload.py` spawns them once."""
+    """The load test's processes are forked with all imports done; `make test-slow` spawns them once."""
     context = forking()
     monkeypatch.setattr("multiprocessing.get_context", lambda method: context)

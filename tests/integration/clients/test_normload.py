@@ -37,18 +37,26 @@ duration_s = 0.5
 OPERATIONS = ("layer_norm", "rms_norm", "group_norm", "layer_norm_chain")
 
 
-@pytest.fixture(scope="module")
-def tight(launched):
-    """A server that refuses early, and that nobody else asks."""
-    return launched("--max-inflight-requests", "4")
+def run_here(arguments):
+    assert cli.main(arguments) == 0
 
 
-def test_every_answer_is_right_and_every_request_counted(tight, tmp_path):
-    (tmp_path / "own.toml").write_text(SCENARIO)
-    command = [sys.executable, "-m", "normload", "run", str(tmp_path / "own.toml"), "--url", tight.url, "--verify"]
-    options = ["--processes", "2", "--json", str(tmp_path / "a.json")]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
+def run_as_users_do(arguments):
+    """No process is forked, each starts with imports."""
+    done = subprocess.run(
+        [sys.executable, "-m", "normload", *arguments], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.usefixtures("load_test_forks")
+@pytest.mark.parametrize("run", [run_here, pytest.param(run_as_users_do, marks=pytest.mark.slow)])
+def test_every_answer_is_right_and_every_request_counted(launched, tmp_path, run):
+    # A server that refuses early, and that nobody else asks.
+    tight = launched("--max-inflight-requests", "4")
+    (tmp_path / "own.toml").write_text(SCENARIO)
+    command = ["run", str(tmp_path / "own.toml"), "--url", tight.url, "--verify"]
+    run([*command, "--processes", "2", "--json", str(tmp_path / "a.json")])
     document = json.loads((tmp_path / "a.json").read_text())
     sent = {status: count for status, count in document["summary"]["sent_by_status"].items() if status != "0"}
     assert (document["checked"], document["wrong"]) == (sent["200"], 0)

@@ -18,8 +18,17 @@ from tests.integration.harness.wire import assert_alive, assert_problem, from_np
 
 @pytest.fixture(scope="module")
 def fleet(launched):
-    """As users start it: processes of other fleets are forked."""
-    return launched("--devices", "cpu,cpu", preloaded=False)
+    return launched("--devices", "cpu,cpu")
+
+
+@pytest.mark.slow
+def test_a_fleet_as_users_start_it(start_server):
+    """No process is forked, each starts with imports."""
+    fleet = start_server("--devices", "cpu,cpu", preloaded=False)
+    assert len(pids(fleet.url)) == 2
+    on_each(fleet.url, assert_alive)
+    fleet.terminate()
+    assert fleet.wait() == 0
 
 
 def test_connections_go_to_every_process_in_turn(fleet):

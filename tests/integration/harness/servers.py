@@ -168,7 +168,7 @@ def launch_command(command: Sequence[str], environment: Mapping[str, str]) -> Se
 def server() -> Iterator[ServerProcess]:
     """One server with everything at its default, on the CPU; for tests that leave it as they found it.
 
-    `fleet/test_fleet.py` and `fleet/test_frontends.py` start servers as users do.
+    `fleet/test_frontends.py` and slow tests start servers as users do.
     """
     running = launch_server([], {})
     try:

@@ -116,6 +116,7 @@ def test_more_layers_than_may_be_kept_need_another_setting(start_server, tmp_pat
     assert str(path) in refused.log
 
 
+@pytest.mark.slow
 @of_one_process
 def test_sigterm_while_the_device_warms_up(start_server, until):
     """A thread that is deep in torch does not abort the process that ends without it."""

@@ -20,6 +20,9 @@ from torch import nn
 
 from tests.kernels.api.torch_samples import NAMES
 
+# To ask torch for its samples takes it ten seconds; layouts, dtypes and refusals have tests of their own.
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 # Of the largest element, of results and gradients, against torch's in float64.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}

@@ -1,12 +1,15 @@
 """Work on the CPU cut into pieces: the bits are those of the whole, dropout's mask included."""
 
 import functools
+from itertools import product
 
 import pytest
 import torch
 from fusednorm.cpu import batch_invariant, dropout, pieces
 from fusednorm.cpu.batch_invariant import outputs
 from fusednorm.reference.dropout import dropout_mask, philox_words
+
+from tests.sampling import mark_rest_slow
 
 DTYPES = (torch.float32, torch.float16)
 # In pieces of 48 elements: several rows or samples, some groups of a sample, a row or a group that is longer.
@@ -32,11 +35,12 @@ def seeded(monkeypatch):
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("activation", ["none", "gelu_tanh"])
-@pytest.mark.parametrize("p", [0.0, 0.4])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("op", "shape", "channels_last"), CUTS)
-def test_bits_are_those_of_the_whole(op, shape, channels_last, dtype, p, activation, monkeypatch):
+@pytest.mark.parametrize(
+    ("cut", "dtype", "p", "activation"), mark_rest_slow(product(CUTS, DTYPES, (0.0, 0.4), ("none", "gelu_tanh")))
+)
+def test_bits_are_those_of_the_whole(cut, dtype, p, activation, monkeypatch):
+    op, shape, channels_last = cut
+
     def like_x() -> torch.Tensor:
         t = torch.randn(shape).to(dtype)
         return t.movedim(1, -1).contiguous().movedim(-1, 1) if channels_last else t

@@ -16,17 +16,25 @@ def run(slower=1.0, count=4000, **changed):
     return made_result([slower * 0.01 * (1 + number % 7 / 100) for number in range(count)], **changed)
 
 
-SAME = compare([run()], [run()])
-WORSE = compare([run()], [run(2.0)])
-OF_SEVERAL = compare(
-    [run(1 + number / 1000) for number in range(3)], [run(2 + number / 1000) for number in range(3)]
-)
+@pytest.fixture(scope="module")
+def same():
+    return compare([run()], [run()])
 
 
-def test_only_changes_are_shown(capsys):
-    changes.show(console(), SAME)
+@pytest.fixture(scope="module")
+def worse():
+    return compare([run()], [run(2.0)])
+
+
+@pytest.fixture(scope="module")
+def of_several():
+    return compare([run(1 + number / 1000) for number in range(3)], [run(2 + number / 1000) for number in range(3)])
+
+
+def test_only_changes_are_shown(same, worse, capsys):
+    changes.show(console(), same)
     assert capsys.readouterr().out == "No change beyond noise: 8 values compared.\n"
-    changes.show(console(), WORSE, ["Another load."])
+    changes.show(console(), worse, ["Another load."])
     *lines, last = capsys.readouterr().out.splitlines()
     rows = [line.split() for line in lines]
     assert [row[1] for row in rows if row[:1] == ["steady"]] == ["p50", "p90", "p99", "p99.9"]
@@ -34,19 +42,20 @@ def test_only_changes_are_shown(capsys):
     assert last == "Another load."
 
 
-def test_a_summary_has_the_changes_as_a_table():
-    lines = changes.markdown("steady, 1 run", WORSE, ["Another_load."]).splitlines()
+def test_a_summary_has_the_changes_as_a_table(same, worse):
+    lines = changes.markdown("steady, 1 run", worse, ["Another_load."]).splitlines()
     assert lines[0] == "**normload compare: steady, 1 run**"
     rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| steady")]
     assert [(row[1], row[-1]) for row in rows] == [
         (f"p{percent}", "worse") for percent in ("50", "90", "99", "99.9")
     ]
     assert lines[-1] == "- Another\\_load."
-    assert "No change beyond noise: 8 values compared." in changes.markdown("steady", SAME)
+    assert "No change beyond noise: 8 values compared." in changes.markdown("steady", same)
 
 
-@pytest.mark.parametrize(("found", "has"), [(WORSE, False), (OF_SEVERAL, True)])
-def test_the_spread_is_shown_of_several_runs(found, has, capsys):
+@pytest.mark.parametrize(("found", "has"), [("worse", False), ("of_several", True)])
+def test_the_spread_is_shown_of_several_runs(found, has, capsys, request):
+    found = request.getfixturevalue(found)
     changes.show(console(), found)
     assert ("spread before" in capsys.readouterr().out) == has
     header, _, *rows = changes.markdown("steady", found).splitlines()[2:]
@@ -54,16 +63,16 @@ def test_the_spread_is_shown_of_several_runs(found, has, capsys):
     assert all(row.count("|") == header.count("|") for row in rows if row)
 
 
-def test_a_line_of_csv_is_a_metric_of_a_phase():
-    lines = list(csv.DictReader(io.StringIO(changes.spreadsheet(OF_SEVERAL))))
-    assert len(lines) == len(OF_SEVERAL)
+def test_a_line_of_csv_is_a_metric_of_a_phase(worse, of_several):
+    lines = list(csv.DictReader(io.StringIO(changes.spreadsheet(of_several))))
+    assert len(lines) == len(of_several)
     median = next(line for line in lines if line["metric"] == "p50")
     assert float(median["before"]) == pytest.approx(0.0103, rel=0.02)
     assert float(median["interval_low"]) <= 2 <= float(median["interval_high"])
     assert 0 <= float(median["spread_before"]) < 0.02
     assert (median["phase"], median["result"]) == ("steady", "worse")
     assert next(line for line in lines if line["metric"] == "rate")["result"] == "same"
-    alone = list(csv.DictReader(io.StringIO(changes.spreadsheet(WORSE))))
+    alone = list(csv.DictReader(io.StringIO(changes.spreadsheet(worse))))
     assert {line["spread_before"] for line in alone} == {""}
 
 

@@ -50,7 +50,7 @@ OPTIONS = ("--min-body-bytes-per-s", str(RATE), "--body-grace-s", "2", "--max-in
 @pytest.fixture(scope="module")
 def quick(launched):
     """Soon ends responses that are read too slowly."""
-    return launched(*OPTIONS, preloaded=False)
+    return launched(*OPTIONS)
 
 
 @contextlib.contextmanager

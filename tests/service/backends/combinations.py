@@ -1,7 +1,8 @@
 """Every combination of what is optional in a request, with the oracle's answer in float64."""
 
+import functools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import NamedTuple
 
@@ -35,11 +36,12 @@ class Combination(NamedTuple):
 
     Attributes:
         given: names of the optional tensors that came, and what else was asked for.
+        compute_right: the oracle, which takes longer than the backends.
     """
 
     given: str
     job: NormJob
-    want: Forward | Backward
+    compute_right: Callable[[], Forward | Backward]
 
 
 def combinations(op: Op, direction: Pass, dtype: torch.dtype, layout: Layout) -> Iterator[Combination]:
@@ -78,7 +80,7 @@ def assert_all_right(answers: Iterator[tuple[Combination, dict[str, torch.Tensor
             least = (
                 2**-12 if combination.job.spec.op is Op.GROUP_NORM and combination.job.x.dtype.itemsize == 2 else 0
             )
-            assert_right(got, combination.want, combination.job.spec.layout is Layout.NHWC, least)
+            assert_right(got, combination.compute_right(), combination.job.spec.layout is Layout.NHWC, least)
         except AssertionError as error:
             raise AssertionError(f"{combination.given}: {error}") from error
         count += 1
@@ -129,12 +131,12 @@ def _combination(
     if spec.direction is Pass.FORWARD:
         out = None if spec.out_dtype is None else getattr(torch, spec.out_dtype.value)
         right = getattr(reference, function + "forward")
-        want = right(tensors["x"], *groups, **options, out_dtype=out, stats=spec.stats, precision=torch.float64)
+        given = functools.partial(right, tensors["x"], *groups, **options, out_dtype=out, stats=spec.stats)
     else:
         right = getattr(reference, function + "backward")
-        want = right(tensors["dy"], tensors["x"], *groups, **options, precision=torch.float64)
+        given = functools.partial(right, tensors["dy"], tensors["x"], *groups, **options)
     laid_out = {n: t.movedim(1, -1) if moved and t.dim() > 2 else t for n, t in tensors.items()}
     job = NormJob(spec, {name: host(tensor) for name, tensor in laid_out.items()})
     asked = (spec.activation, f"p {spec.dropout}", spec.out_dtype, spec.stats, spec.weight_offset)
-    given = f"{', '.join(names) or 'nothing'}; x {shape}, residual {of_residual}; {asked}"
-    return Combination(given, job, want)
+    text = f"{', '.join(names) or 'nothing'}; x {shape}, residual {of_residual}; {asked}"
+    return Combination(text, job, functools.partial(given, precision=torch.float64))

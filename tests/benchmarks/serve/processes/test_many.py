@@ -50,6 +50,7 @@ def processes():
         each.end()
 
 
+@pytest.mark.slow
 def test_processes_work_until_they_are_told_and_one_that_is_killed_harms_no_other(processes):
     assert all(each.ready() > 0 for each in processes)
     assert all(one["calls"] and not one["errors"] for one in _work(processes, 0.1))

@@ -112,7 +112,7 @@ def test_modules_are_called_functionally_and_differentiated_twice(module, shape,
     torch.testing.assert_close(directional, (grad(call, argnums=1)(parameters, x) * x).sum(), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
 @pytest.mark.parametrize("transform", ["grad", "jacfwd"])
 def test_transforms_compile_whole(transform, backend, device):
     x, w, b, _ = detached("layer_norm", device, torch.float32)

@@ -21,6 +21,7 @@ from tests.kernels.api.patching.norms import (
     T5LayerNorm,
     varied,
 )
+from tests.sampling import mark_rest_slow
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 
@@ -123,8 +124,11 @@ DTYPES = [
 """What torch's own functions refuse on a CPU is left out."""
 
 
-@pytest.mark.parametrize("autocast", [None, *LOW], ids=str)
-@pytest.mark.parametrize(("kind", "x_dtype", "weight_dtype"), DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "x_dtype", "weight_dtype", "autocast"),
+    mark_rest_slow((*each, autocast) for each in DTYPES for autocast in (None, *LOW)),
+    ids=str,
+)
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 def test_the_dtype_is_the_one_that_torch_returns(kind, x_dtype, weight_dtype, autocast, device):
     norm = varied(KINDS[kind](8)).to(device, weight_dtype)

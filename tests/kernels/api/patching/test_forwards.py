@@ -98,7 +98,7 @@ def test_hooks_of_every_kind_run(device, x):
     assert seen == ["before", "forward", "backward"] * 2
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
 def test_compiled_whole(backend, x):
     model = few().to(x.device)
     fusednorm.patch(model)

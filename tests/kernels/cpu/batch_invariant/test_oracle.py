@@ -1,11 +1,15 @@
 """The functions against the oracle."""
 
+from itertools import product
+
 import pytest
 import torch
 from fusednorm import reference
 from fusednorm.arguments.activations import ACTIVATIONS
 from fusednorm.arguments.checks import FLOAT_DTYPES
 from fusednorm.cpu import batch_invariant
+
+from tests.sampling import mark_rest_slow
 
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 OPS = ("layer_norm", "rms_norm", "group_norm")
@@ -44,10 +48,9 @@ CASES = [
 
 
 class TestKernels:
-    @pytest.mark.parametrize(("op", "shape", "channels_last"), CASES)
-    @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
-    @pytest.mark.parametrize("mean", [0.0, 30.0])
-    def test_both_directions_with_everything(self, op, shape, channels_last, dtype, mean):
+    @pytest.mark.parametrize(("case", "dtype", "mean"), mark_rest_slow(product(CASES, FLOAT_DTYPES, (0.0, 30.0))))
+    def test_both_directions_with_everything(self, case, dtype, mean):
+        op, shape, channels_last = case
         self.check_both_directions(op, shape, channels_last, dtype, mean, "silu")
 
     @pytest.mark.parametrize("activation", ACTIVATIONS)

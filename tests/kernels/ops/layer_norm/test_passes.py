@@ -5,6 +5,7 @@ with a full last chunk and one without; every other length shares a class with o
 """
 
 from dataclasses import replace
+from itertools import product
 
 import fusednorm
 import pytest
@@ -19,6 +20,7 @@ from fusednorm.ops.layer_norm.forward import resident, split
 from fusednorm.ops.layer_norm.forward.split import ForwardSplit
 
 from tests.kernels.ops.layer_norm.cases import DTYPES, check_backward, check_forward, make_case
+from tests.sampling import mark_rest_slow
 
 COLS = (1, 7, 64, 100, 768)
 LONG_COLS = (12288, 9001)
@@ -56,9 +58,14 @@ def test_few_rows_have_the_bits_that_they_have_among_many(op, cols, device, pois
     assert torch.equal(few.forward(fusednorm).y, case.forward(fusednorm).y[:2])
 
 
-@pytest.mark.parametrize(("max_parts", "cols"), [(1024, 4096), (1024, 5000), (3, 8000), (2, 9001)])
-@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
-def test_rows_taken_in_parts_match_the_oracle(op, max_parts, cols, device, poisoned, monkeypatch):
+@pytest.mark.parametrize(
+    ("op", "of"),
+    mark_rest_slow(
+        product(("layer_norm", "rms_norm"), ((1024, 4096), (1024, 5000), (3, 8000), (2, 9001))), together=1
+    ),
+)
+def test_rows_taken_in_parts_match_the_oracle(op, of, device, poisoned, monkeypatch):
+    max_parts, cols = of
     parts = ForwardSplit(2, num_warps=2, slab_chunks=1, slab_num_warps=4, rows=2)
     monkeypatch.setattr(choice, "choose_forward", lambda *_: parts)
     monkeypatch.setattr(split, "MAX_PARTS", max_parts)

@@ -1,5 +1,6 @@
 """The CPU backend: the same bits in any company, and results where they are asked for."""
 
+from itertools import product
 from types import SimpleNamespace
 
 import fusednorm
@@ -14,6 +15,7 @@ from normserve.jobs.job import Batch, Layout, NormJob, NormSpec, Op, Pass
 from normserve.memory.host_tensors import DType, HostTensor
 from normserve.memory.slabs import SlabPool
 
+from tests.sampling import mark_rest_slow
 from tests.service.jobs.fake_jobs import layer
 from tests.service.memory.host_tensors import DTYPES, back, host
 
@@ -89,17 +91,17 @@ def test_the_sum_has_the_residuals_dtype_but_xs_of_groups(backend, op):
 
 
 class TestCompany:
-    @pytest.mark.parametrize("cols", [1, 7, 1000, 70_000])
-    @pytest.mark.parametrize("direction", Pass)
-    @pytest.mark.parametrize("op", [Op.LAYER_NORM, Op.RMS_NORM])
-    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize(
+        ("dtype", "op", "direction", "cols"),
+        mark_rest_slow(product(DTYPES, (Op.LAYER_NORM, Op.RMS_NORM), Pass, (1, 7, 1000, 70_000))),
+    )
     def test_rows_have_the_same_bits_alone_and_together(self, backend, op, direction, dtype, cols):
         assert_same_bits_alone(backend, row_jobs(op, direction, dtype, cols, [1, 2, 5]))
 
-    @pytest.mark.parametrize("layout", Layout)
-    @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("direction", Pass)
-    @pytest.mark.parametrize("shape", [(8, 40, 3), (8, 5), (4, 30_011), (1, 70_001), (1, 1)])
+    @pytest.mark.parametrize(
+        ("shape", "direction", "dtype", "layout"),
+        mark_rest_slow(product([(8, 40, 3), (8, 5), (4, 30_011), (1, 70_001), (1, 1)], Pass, DTYPES, Layout)),
+    )
     def test_samples_have_the_same_bits_alone_and_together(self, backend, shape, direction, dtype, layout):
         groups = min(4, shape[0])
         assert_same_bits_alone(backend, sample_jobs(direction, layout, dtype, shape, "silu", groups))

@@ -3,6 +3,8 @@
 The driver takes notes and, where asked, has the interpreter run what it is given: addresses and values.
 """
 
+from itertools import product
+
 import fusednorm
 import pytest
 import torch
@@ -18,6 +20,7 @@ from fusednorm.results import Forward
 from tests.kernels.launch.replaying import addresses, compare, flat, note_workspaces
 from tests.kernels.ops.group_norm.cases import CHANNELS_LAST, CONTIGUOUS, channels_last, use_configuration
 from tests.kernels.ops.group_norm.replays.operands import GROUPS, PASSES, SHAPE, C, N, Operands, call
+from tests.sampling import mark_rest_slow
 
 # Its driver stands in for one that is absent; test_replay_gpu.py has the real one.
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs interpreted kernels")
@@ -39,18 +42,20 @@ def equal(results, wanted):
         assert result is other is None or (torch.equal(result, other) and result.stride() == other.stride())
 
 
-@pytest.mark.parametrize(
-    ("pass_", "given"),
-    [
-        ("forward", "everything"),
-        ("backward", "everything"),
-        ("backward", "statistics taken anew"),
-        ("forward", "companions of the other format"),
-        ("backward", "companions of the other format"),
-    ],
+BITS = (
+    ("forward", "everything"),
+    ("backward", "everything"),
+    ("backward", "statistics taken anew"),
+    ("forward", "companions of the other format"),
+    ("backward", "companions of the other format"),
 )
-@pytest.mark.parametrize("algorithm", [*CONTIGUOUS, *CHANNELS_LAST])
-def test_a_repeated_call_gives_the_bits_of_a_planned_one(algorithm, pass_, given, replaying, poisoned, monkeypatch):
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "of"), mark_rest_slow(product((*CONTIGUOUS, *CHANNELS_LAST), BITS), together=1)
+)
+def test_a_repeated_call_gives_the_bits_of_a_planned_one(algorithm, of, replaying, poisoned, monkeypatch):
+    pass_, given = of
     last = use_configuration(monkeypatch, algorithm)
     first, second = (Operands(last, (2, 8, 5, 7), 2, **GIVEN[given]) for _ in range(2))
     planned = second.call(pass_, **OPTIONS)
@@ -87,9 +92,13 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "groups", "given"), CASES)
-@pytest.mark.parametrize("pass_", PASSES)
-@pytest.mark.parametrize("algorithm", [*CONTIGUOUS, *CHANNELS_LAST, *COOPERATIVE])
+LAUNCHED = product((*CONTIGUOUS, *CHANNELS_LAST, *COOPERATIVE), PASSES, CASES)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "pass_", "shape", "groups", "given"),
+    mark_rest_slow((name, pass_, *case) for name, pass_, case in LAUNCHED),
+)
 def test_repeated_launches_are_the_planned_ones(
     algorithm, pass_, shape, groups, given, replaying, plans, monkeypatch
 ):

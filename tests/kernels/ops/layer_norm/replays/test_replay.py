@@ -4,6 +4,8 @@ launches.
 The driver takes notes and, where asked, has the interpreter run what it is given: addresses and values.
 """
 
+from itertools import product
+
 import fusednorm
 import pytest
 import torch
@@ -18,6 +20,7 @@ from fusednorm.results import Backward, Forward
 from tests.kernels.harness.compiled import compile_elsewhere
 from tests.kernels.launch.replaying import addresses, compare, note_workspaces
 from tests.kernels.ops.layer_norm.replays.operands import BIAS, COLS, PASSES, WEIGHT, Operands, call
+from tests.sampling import mark_rest_slow
 
 # Its driver stands in for one that is absent; test_launches_gpu.py has the real one.
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs interpreted kernels")
@@ -48,8 +51,9 @@ LAUNCHED += [(600000, given) for given in ("plain", "no parameters", "sequences"
 LAUNCHED = [(*each, waits) for each in LAUNCHED for waits in ((False, True) if each[0] >= 20000 else (True,))]
 
 
-@pytest.mark.parametrize("pass_", PASSES)
-@pytest.mark.parametrize(("cols", "given", "waits"), LAUNCHED)
+@pytest.mark.parametrize(
+    ("cols", "given", "waits", "pass_"), mark_rest_slow((*each, pass_) for each in LAUNCHED for pass_ in PASSES)
+)
 def test_a_repeated_launch_is_the_planned_one(cols, waits, given, pass_, replaying, plans, monkeypatch):
     monkeypatch.setattr(waiting, "INTERPRETED", not waits)
     workspaces = note_workspaces(monkeypatch)
@@ -75,11 +79,12 @@ def equal(results, wanted):
         )
 
 
-@pytest.mark.parametrize("pass_", PASSES)
-@pytest.mark.parametrize("given", GIVEN)
-@pytest.mark.parametrize(("cols", "rows"), [(COLS, 1), (COLS, 2), (COLS, 7), (1030, 2)])
-def test_a_repeated_call_gives_the_bits_of_a_planned_one(cols, rows, given, pass_, replaying, poisoned):
-    first, second = (Operands(size, cols, **GIVEN[given]) for size in (3, rows))
+@pytest.mark.parametrize(
+    ("size", "given", "pass_"), mark_rest_slow(product([(COLS, 1), (COLS, 2), (COLS, 7), (1030, 2)], GIVEN, PASSES))
+)
+def test_a_repeated_call_gives_the_bits_of_a_planned_one(size, given, pass_, replaying, poisoned):
+    cols, rows = size
+    first, second = (Operands(count, cols, **GIVEN[given]) for count in (3, rows))
     planned = second.call(pass_)
     replay.forget()
     first.call(pass_)
