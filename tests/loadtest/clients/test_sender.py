@@ -77,23 +77,17 @@ def test_a_closed_loop_asks_a_stalled_server_less(fake_server, sender):
 
 
 def test_connections_are_used_at_once(fake_server, sender):
-    counting = threading.Lock()
-    at_once, most = 0, 0
+    together, were_together = threading.Barrier(4), threading.Event()
 
-    def count(by):
-        nonlocal at_once, most
-        with counting:
-            at_once += by
-            most = max(most, at_once)
+    def wait_for_others(_):
+        # Each of the first four answers waits until four requests are here.
+        if not were_together.is_set():
+            together.wait(4)
+            were_together.set()
 
-    def stay(_):
-        count(1)
-        time.sleep(0.1)
-        count(-1)
-
-    fake_server.before = stay
+    fake_server.before = wait_for_others
     played(sender, Phase("a", "closed", 0.3, connections=4), connections=4)
-    assert most == 4
+    assert were_together.is_set()
 
 
 def test_what_was_due_too_long_ago_is_not_sent_but_counted(fake_server, sender):

@@ -5,6 +5,7 @@ import socket
 import ssl
 import threading
 import time
+from contextlib import suppress
 
 import httpx
 import numpy as np
@@ -108,17 +109,24 @@ def test_who_waits_for_a_connection_has_no_more_time_either(raw_server):
 
 def test_a_client_goes_on_after_a_timeout(ask, raw_server):
     server = raw_server([lambda connected: server.silence(connected)], [ANSWER])
-    # The time of the first attempt is over, so the second call gets a connection of its own.
+    # The time of the first call is over, so the next one gets a connection of its own.  On a busy machine that call, too,
+    # may take too long.
 
     def use(client):
         with pytest.raises(api.RequestTimeoutError):
             client.layer_norm(X)
-        return client.layer_norm(X)
+        for _ in range(20):
+            with suppress(api.RequestTimeoutError):
+                return client.layer_norm(X)
+        raise AssertionError("each call takes too long")
 
     async def use_async(client):
         with pytest.raises(api.RequestTimeoutError):
             await client.layer_norm(X)
-        return await client.layer_norm(X)
+        for _ in range(20):
+            with suppress(api.RequestTimeoutError):
+                return await client.layer_norm(X)
+        raise AssertionError("each call takes too long")
 
     assert (ask(server.url, either(use, use_async), timeout_s=0.3, max_connections=1).y == X).all()
 

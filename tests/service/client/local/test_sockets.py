@@ -58,11 +58,11 @@ def test_an_answer_that_does_not_come_soon_is_waited_for_and_so_is_the_next(ends
     incoming.receive()
     monkeypatch.setattr(sockets, "_SOON_S", 0.0)
     monkeypatch.setattr(sockets, "_POLLED_S", 0.0)
-    thread = threading.Thread(target=lambda: (time.sleep(0.05), theirs.send(ANSWER)))
-    thread.start()
     with pytest.raises(BlockingIOError):
         incoming.receive()
     assert not incoming.is_soon
+    thread = threading.Thread(target=lambda: (time.sleep(0.05), theirs.send(ANSWER)))
+    thread.start()
     assert received(incoming) == ANSWER
     thread.join()
     tried = polled.at_once
@@ -90,7 +90,13 @@ def test_other_threads_run_while_an_answer_is_polled_for(ends, monkeypatch):
     theirs.send(ANSWER)
     incoming.receive()
     monkeypatch.setattr(sockets, "_POLLED_S", 20.0)
-    thread = threading.Thread(target=lambda: (time.sleep(0.02), theirs.send(ANSWER)))
+
+    def answer():
+        while polled.at_once < 2:
+            time.sleep(0.001)
+        theirs.send(ANSWER)
+
+    thread = threading.Thread(target=answer)
     thread.start()
     assert received(incoming) == ANSWER
     thread.join()
