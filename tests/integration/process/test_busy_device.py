@@ -121,9 +121,7 @@ def test_livez_is_answered_while_a_large_request_is_computed(server, api, until)
 
     def is_answered_meanwhile() -> bool:
         with ThreadPoolExecutor(1) as pool:
-            large = pool.submit(
-                httpx.post, server.url + "/v1/rms_norm?activation=gelu", content=content, timeout=60
-            )
+            large = pool.submit(httpx.post, url, content=content, timeout=60)
             answered = 0
             while not large.done():
                 assert api.get("/livez").status_code == 200

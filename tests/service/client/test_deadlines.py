@@ -109,8 +109,8 @@ def test_who_waits_for_a_connection_has_no_more_time_either(raw_server):
 
 def test_a_client_goes_on_after_a_timeout(ask, raw_server):
     server = raw_server([lambda connected: server.silence(connected)], [ANSWER])
-    # The time of the first call is over, so the next one gets a connection of its own.  On a busy machine that call, too,
-    # may take too long.
+    # The time of the first call is over, so the next one gets a connection of its own.  On a busy machine that one,
+    # too, may take too long.
 
     def use(client):
         with pytest.raises(api.RequestTimeoutError):

@@ -54,8 +54,8 @@ class KeysFile:
     async def watch(self, apply: Callable[[tuple[ApiKey, ...]], None], every_s: float = _EVERY_S) -> None:
         """Until cancelled, call `apply` with the keys of each new state of the file that is whole.
 
-        A file that is not one of keys changes nothing, and is logged as an error, once, when a second look finds it the
-        same: one that is being written in place is empty or incomplete for a moment.
+        A file that is not one of keys changes nothing, and is logged as an error, once, when a second look finds it
+        the same: one that is being written in place is empty or incomplete for a moment.
         """
         found = logged = None
         while True:
