@@ -28,6 +28,9 @@ class Answer:
 class Connection(socket.socket):
     """A socket to the server."""
 
+    # The beginning of the next response, which may come with the end of the one before.
+    _behind = b""
+
     def __init__(self, address: tuple[str, int], timeout_s: float = 20) -> None:
         super().__init__(socket.AF_INET, socket.SOCK_STREAM)
         self.settimeout(timeout_s)
@@ -35,7 +38,7 @@ class Connection(socket.socket):
 
     def everything(self) -> bytes:
         """All that comes until the server closes, however it closes."""
-        received = bytearray()
+        received, self._behind = bytearray(self._behind), b""
         with contextlib.suppress(ConnectionResetError):
             while piece := self.recv(65536):
                 received += piece
@@ -43,7 +46,7 @@ class Connection(socket.socket):
 
     def answer(self) -> Answer:
         """One response; the connection may stay open."""
-        received = bytearray()
+        received = bytearray(self._behind)
         while b"\r\n\r\n" not in received:
             piece = self.recv(65536)
             assert piece, f"the server closed after {bytes(received)!r}"
@@ -55,6 +58,7 @@ class Connection(socket.socket):
             piece = self.recv(65536)
             assert piece, "the server closed within a body"
             received += piece
+        self._behind = bytes(received[expected:])
         return Answer(bytes(received))
 
 

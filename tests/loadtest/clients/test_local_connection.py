@@ -170,19 +170,20 @@ def test_the_arena_is_given_back_at_the_end(server, connection):
 
 def test_an_arena_that_the_server_may_write_to_is_not_given_back(server):
     gate = threading.Event()
-    connection = server.connection(timeout_s=0.3)
+    connection = server.connection()
     exchanged(connection, request())
 
     def waits(message, _connected):
         if isinstance(message, frames.Compute):
             gate.wait(5)
 
-    server.before = waits
+    server.before, connection.timeout_s = waits, 0.3
     with pytest.raises(RequestTimeoutError):
         exchanged(connection, request())
     gate.set()
     wait_for(lambda: server.counts["ended"] == 1)
     assert server.counts["Free"] == 0
+    connection.timeout_s = 5.0
     server.before = lambda message, connected: None
     assert exchanged(connection, request()).status == 200
     assert server.counts["accepted"] == 2

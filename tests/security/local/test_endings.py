@@ -157,8 +157,12 @@ def test_a_client_that_gives_up_keeps_the_places_until_they_are_written(stage):
         for each in mine:
             each[:] = 1
         stage.open_gate()
-        for _ in range(20):
-            client.layer_norm(small)
+        answers = 0
+        while answers < 20:
+            # On a busy machine this, too, may take longer than the client waits.
+            with contextlib.suppress(TimeoutError):
+                client.layer_norm(small)
+                answers += 1
         assert all((each == 1).all() for each in mine)
 
 

@@ -26,8 +26,8 @@ def test_what_waits_beyond_its_deadline_is_refused_and_not_run(by):
             object.__setattr__(client.service.requests, "timeout_ms", 20.0)
         client.send(client.compute(query="timeout_ms=20000"), 1)
         await turn()
-        client.send(client.compute(offset=64, query="" if by == "the server" else "timeout_ms=20"), 2)
         began = time.perf_counter()
+        client.send(client.compute(offset=64, query="" if by == "the server" else "timeout_ms=20"), 2)
         await until(lambda: client.wire.sent)
         assert time.perf_counter() - began >= 0.015
         [(tag, answer)] = client.wire.sent
