@@ -35,11 +35,11 @@ test: export PYTHONDONTWRITEBYTECODE =
 test: .venv/.dev
 	$(BIN)/python -m pytest $(ORDER) --numprocesses 3 --dist worksteal
 
-# Tests of many random inputs, measurements, whole tables of machine code, and programs as users start them, which
-# `make test` leaves out.
+# Tests of many random inputs, measurements, whole tables of cases and of machine code, and programs as users start
+# them, which `make test` leaves out.
 test-slow: export PYTHONDONTWRITEBYTECODE =
 test-slow: .venv/.dev
-	$(BIN)/python -m pytest -m slow $(ORDER)
+	$(BIN)/python -m pytest -m slow $(ORDER) --numprocesses 2 --dist worksteal
 
 check: .venv/.dev
 	$(BIN)/ruff check .
