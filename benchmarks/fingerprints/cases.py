@@ -3,12 +3,16 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from fusednorm.arguments.arrays import Array
 from fusednorm.errors import UnsupportedShapeError
 from fusednorm.launch.launch import Launch
 from fusednorm.policy.batch_invariance import require_batch_invariance
 from fusednorm.policy.waiting import allow_waiting
+from fusednorm.tensors.arrays import name_dtype
+from fusednorm.tensors.devices import describe_device
 from torch import Tensor
 
 SHORT_NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
@@ -26,32 +30,48 @@ class Tensors:
 
     Attributes:
         unaligned: whether each starts one element after a multiple of 16 bytes.
-        roles: the role of each storage in the call.
+        memories: the memory of each role in the call.
     """
 
     unaligned: bool = False
-    roles: dict[int, str] = field(default_factory=dict)
-    _kept: list[Tensor] = field(default_factory=list)
+    memories: dict[str, Tensor] = field(default_factory=dict)
+    _roles: dict[int, str] = field(default_factory=dict)
+    _most_elements: int = 0
 
     def new(self, role: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A contiguous tensor with a separate storage."""
         size = torch.Size(shape)
-        tensor = self.memory(role, size.numel() + self.unaligned, dtype)[int(self.unaligned) :].view(size)
-        self._kept.append(tensor)
-        self.roles[storage_of(tensor)] = role
-        return tensor
+        self.memories[role] = memory = self.memory(role, size.numel() + self.unaligned, dtype)
+        self._roles[_storage_of(memory)] = role
+        self._most_elements = max(self._most_elements, size.numel())
+        return memory[int(self.unaligned) :].view(size)
+
+    def describe(self, tensor: Tensor | None) -> Any:
+        """The description of one of these tensors, or of a view of one; None for None."""
+        if tensor is None:
+            return None
+        return Array(
+            self._roles[_storage_of(tensor)],
+            name_dtype(tensor.dtype),
+            tuple(tensor.shape),
+            tensor.stride(),
+            describe_device(tensor.device),
+            tensor.is_contiguous(),
+            tensor.data_ptr() % 16 == 0,
+            int(tensor.storage_offset()),
+        )
 
     @property
     def most_elements(self) -> int:
         """The number of elements of the largest tensor."""
-        return max(tensor.numel() for tensor in self._kept)
+        return self._most_elements
 
     def memory(self, role: str, count: int, dtype: torch.dtype) -> Tensor:
         """The memory of a new tensor, of which an unaligned one leaves out the first element."""
         return torch.empty(count, dtype=dtype, device="meta")
 
 
-def storage_of(tensor: Tensor) -> int:
+def _storage_of(tensor: Tensor) -> int:
     """An identifier of the storage of a tensor, unique among living storages."""
     return int(tensor.untyped_storage()._cdata)
 

@@ -183,9 +183,8 @@ class _Inputs:
     scale: Tensor | None
     shift: Tensor | None
 
-    @property
-    def affine(self) -> Affine:
-        return Affine(self.weight, self.bias, self.scale, self.shift)
+    def affine(self, tensors: Tensors) -> Affine:
+        return Affine(*map(tensors.describe, (self.weight, self.bias, self.scale, self.shift)))
 
 
 def _like_x(
@@ -234,13 +233,14 @@ def _forward(dtype: torch.dtype, sample: Sample, variant: Variant, tensors: Tens
         residual_out = _like_x(tensors, "residual_out", sample, variant.samples, dtype)
     of_y = other_dtype(dtype) if variant.other_dtypes else dtype
     y = _like_x(tensors, "y", sample, variant.samples, of_y)
+    describe = tensors.describe
     call = ForwardCall(
-        x=inputs.x,
+        x=describe(inputs.x),
         sample=sample,
-        affine=inputs.affine,
+        affine=inputs.affine(tensors),
         options=_options(sample, variant),
-        residual=inputs.residual,
-        out=Forward(y, mean, rstd, residual_out),
+        residual=describe(inputs.residual),
+        out=Forward(*map(describe, (y, mean, rstd, residual_out))),
     )
     return plan_forward(call)
 
@@ -261,17 +261,21 @@ def _backward(dtype: torch.dtype, sample: Sample, variant: Variant, tensors: Ten
             ("dweight", inputs.weight), ("dbias", inputs.bias), ("dscale", inputs.scale), ("dshift", inputs.shift)
         )
     )  # fmt: skip
-    out = Backward(dx, dweight, dbias, None if inputs.residual is None else dx, dscale, dshift)
+    describe = tensors.describe
+    place = describe(dx)
+    dresidual = None if inputs.residual is None else place
     call = BackwardCall(
-        dy=dy,
-        x=inputs.x,
+        dy=describe(dy),
+        x=describe(inputs.x),
         sample=sample,
-        affine=inputs.affine,
+        affine=inputs.affine(tensors),
         options=_options(sample, variant),
-        mean=mean,
-        rstd=rstd,
-        residual=inputs.residual,
-        dresidual_out=outside,
-        out=out,
+        mean=describe(mean),
+        rstd=describe(rstd),
+        residual=describe(inputs.residual),
+        dresidual_out=describe(outside),
+        out=Backward(
+            place, describe(dweight), describe(dbias), dresidual, dscale=describe(dscale), dshift=describe(dshift)
+        ),
     )
     return plan_backward(call)

@@ -5,13 +5,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
+from fusednorm.arguments.arrays import Array, Workspace
 from fusednorm.launch.launch import Launch
-from torch import Tensor
 
-from benchmarks.fingerprints.cases import SHORT_NAMES, Planned, storage_of
+from benchmarks.fingerprints.cases import Planned
 
-_DTYPES = {**SHORT_NAMES, torch.float8_e4m3fn: "f8", torch.int64: "i64"}
+_DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "float8_e4m3fn": "f8", "int64": "i64"}
 
 REFUSED = "refused"
 """Used for a call that has no launches."""
@@ -47,40 +46,39 @@ def _hash_lines(lines: list[str]) -> str:
     return short_hash("\n".join(lines).encode())
 
 
-def _with_roles(planned: Planned) -> Iterator[tuple[Launch, dict[int, str]]]:
-    """Each launch with the roles of storages: the call's tensors, and workspaces in the order of their use."""
-    roles = dict(planned.tensors.roles)
-    workspaces = 0
+def _with_roles(planned: Planned) -> Iterator[tuple[Launch, dict[Workspace, str]]]:
+    """Each launch with the roles of workspaces, in the order of their use."""
+    roles: dict[Workspace, str] = {}
     for launch in planned.launches or ():
-        for tensor in _tensors(launch.arguments):
-            if storage_of(tensor) not in roles:
-                workspaces += 1
-                roles[storage_of(tensor)] = f"workspace{workspaces}"
+        for array in _arrays(launch.arguments):
+            if isinstance(array.memory, Workspace):
+                roles.setdefault(array.memory, f"workspace{len(roles) + 1}")
         yield launch, roles
 
 
-def _tensors(arguments: tuple[Any, ...]) -> Iterator[Tensor]:
+def _arrays(arguments: tuple[Any, ...]) -> Iterator[Array]:
     for value in arguments:
         if isinstance(value, tuple):
-            yield from _tensors(value)
-        elif isinstance(value, Tensor):
+            yield from _arrays(value)
+        elif isinstance(value, Array):
             yield value
 
 
-def _arguments(launch: Launch, roles: dict[int, str]) -> Iterator[str]:
+def _arguments(launch: Launch, roles: dict[Workspace, str]) -> Iterator[str]:
     return (_argument(value, roles) for value in launch.arguments)
 
 
-def _argument(value: Any, roles: dict[int, str]) -> str:
-    """A scalar unchanged; a tensor as role, dtype and shape, with strides and start if they are unusual."""
+def _argument(value: Any, roles: dict[Workspace, str]) -> str:
+    """A scalar unchanged; an array as role, dtype and shape, with strides and start if they are unusual."""
     if isinstance(value, tuple):
         return f"({' '.join(_argument(inner, roles) for inner in value)})"
-    if not isinstance(value, Tensor):
+    if not isinstance(value, Array):
         return repr(value)
+    role = value.memory if isinstance(value.memory, str) else roles[value.memory]
     shape = ",".join(map(str, value.shape))
-    strides = "" if value.is_contiguous() else f"/{','.join(map(str, value.stride()))}"
-    start = f"+{value.storage_offset()}" if value.storage_offset() else ""
-    return f"{roles[storage_of(value)]}{start}:{_DTYPES[value.dtype]}[{shape}]{strides}"
+    strides = "" if value.is_dense else f"/{','.join(map(str, value.strides))}"
+    start = f"+{value.offset}" if value.offset else ""
+    return f"{role}{start}:{_DTYPES[value.dtype]}[{shape}]{strides}"
 
 
 def _options(launch: Launch, names: bool) -> Iterator[str]:

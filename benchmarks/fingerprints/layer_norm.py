@@ -8,7 +8,6 @@ from typing import Literal
 import torch
 from fusednorm import ActivationName
 from fusednorm.api.chain import MAX_NORMS
-from fusednorm.arguments.checks import FLOAT8
 from fusednorm.arguments.options import NormOptions
 from fusednorm.launch.launch import Launch
 from fusednorm.ops.layer_norm import table as tables
@@ -16,6 +15,7 @@ from fusednorm.ops.layer_norm.call import BackwardCall, ForwardCall
 from fusednorm.ops.layer_norm.chain import ChainCall
 from fusednorm.ops.layer_norm.choice import plan_backward, plan_chain, plan_forward
 from fusednorm.results import Backward, Forward
+from fusednorm.tensors.arrays import FLOAT8
 from torch import Tensor
 
 from benchmarks.fingerprints.cases import DTYPES, SHORT_NAMES, Case, Tensors, other_dtype
@@ -214,24 +214,25 @@ def _forward(dtype: torch.dtype, cols: int, variant: Variant, tensors: Tensors) 
     inputs = _inputs(tensors, dtype, cols, variant)
     of_y = other_dtype(dtype) if variant.other_dtypes else dtype
     out = _results(tensors, inputs, of_y, variant, None)
-    return plan_forward(_forward_call(inputs, variant, out))
+    return plan_forward(_forward_call(tensors, inputs, variant, out))
 
 
 def _float8(dtype: torch.dtype, cols: int, variant: Variant, tensors: Tensors) -> list[Launch]:
     inputs = _inputs(tensors, dtype, cols, variant)
     scale = tensors.new("scale", tuple(inputs.x.shape[:-1]), torch.float32)
     out = _results(tensors, inputs, FLOAT8, variant, scale)
-    return plan_forward(_forward_call(inputs, variant, out))
+    return plan_forward(_forward_call(tensors, inputs, variant, out))
 
 
-def _forward_call(inputs: _Inputs, variant: Variant, out: Forward) -> ForwardCall:
+def _forward_call(tensors: Tensors, inputs: _Inputs, variant: Variant, out: Forward) -> ForwardCall:
+    describe = tensors.describe
     return ForwardCall(
-        x=inputs.x,
-        weight=inputs.weight,
-        bias=inputs.bias,
-        residual=inputs.residual,
+        x=describe(inputs.x),
+        weight=describe(inputs.weight),
+        bias=describe(inputs.bias),
+        residual=describe(inputs.residual),
         options=_options(variant),
-        out=out,
+        out=Forward(*map(describe, out)),
     )
 
 
@@ -252,18 +253,22 @@ def _backward(dtype: torch.dtype, cols: int, variant: Variant, tensors: Tensors)
         None if parameter is None else tensors.new(role, tuple(parameter.shape), parameter.dtype)
         for role, parameter in (("dweight", weight), ("dbias", bias))
     )
+    describe = tensors.describe
+    place = describe(dx)
     return plan_backward(
         BackwardCall(
-            x=x,
-            weight=weight,
-            bias=bias,
-            residual=residual,
+            x=describe(x),
+            weight=describe(weight),
+            bias=describe(bias),
+            residual=describe(residual),
             options=_options(variant),
-            dy=dy,
-            mean=mean,
-            rstd=rstd,
-            dresidual_out=outside,
-            out=Backward(dx, dweight, dbias, dresidual),
+            dy=describe(dy),
+            mean=describe(mean),
+            rstd=describe(rstd),
+            dresidual_out=describe(outside),
+            out=Backward(
+                place, describe(dweight), describe(dbias), place if dresidual is dx else describe(dresidual)
+            ),
         )
     )
 
@@ -296,4 +301,6 @@ def _chain(dtype: torch.dtype, rows: int, cols: int, norms: int, tensors: Tensor
         )
         for role, absent in (("weights", 2), ("biases", 1))
     )
-    return plan_chain(ChainCall(x, weights, biases, EPS, y))
+    describe = tensors.describe
+    of_weights, of_biases = (tuple(map(describe, each)) for each in (weights, biases))
+    return plan_chain(ChainCall(describe(x), of_weights, of_biases, EPS, describe(y)))

@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 from fusednorm import reference
-from fusednorm.arguments.checks import FLOAT8
 from fusednorm.arguments.dropout import dropout_threshold
 from fusednorm.reference.chain import layer_norm_chain
 from fusednorm.reference.dropout import philox_words
 from fusednorm.reference.float8 import quantised_rows
+from fusednorm.tensors.arrays import FLOAT8
 from torch import Tensor
 
 from benchmarks.workload.problem import EPS, SEED, Problem, Results, Run, present

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from fusednorm.arguments.options import NormOptions
+from fusednorm.launch.absent import bind_to_nothing
 from fusednorm.launch.launch import Launch
 from fusednorm.launch.run import run
 from fusednorm.ops.group_norm import call as group_call
@@ -26,6 +27,7 @@ from fusednorm.ops.layer_norm import choice, table
 from fusednorm.ops.layer_norm.call import ForwardCall
 from fusednorm.ops.layer_norm.table import ForwardConfig
 from fusednorm.results import Forward
+from fusednorm.tensors.arrays import describe
 from torch import Tensor
 
 from benchmarks.harness.timing import Timer
@@ -85,55 +87,60 @@ def cells() -> Iterator[Cell]:
     yield from (Cell(*each, form) for each in _ROWS for form in of_rows)
 
 
-def plan(cell: Cell, device: str) -> tuple[list[Launch], Tensor, Tensor]:
-    """The launches of a cell over random tensors, x and y."""
+def plan(cell: Cell, device: str) -> tuple[list[Launch], dict[str, Tensor]]:
+    """The launches of a cell over random tensors, and these tensors."""
     fill = partial(torch.empty if device == "meta" else torch.randn, dtype=cell.dtype, device=device)
+
+    def new() -> Tensor:
+        if cell.channels_last:
+            n, c, height, width = cell.shape
+            return fill(n, height, width, c).permute(0, 3, 1, 2)
+        return fill(cell.shape)
+
+    parameters = cell.shape[1]
+    tensors = {"x": new(), "weight": fill(parameters), "bias": fill(parameters)}
+    tensors["y"] = torch.empty_like(tensors["x"])
+    if cell.residual:
+        tensors |= {"residual": new(), "residual_out": torch.empty_like(tensors["x"])}
+    arrays = {name: describe(name, tensor) for name, tensor in tensors.items()}
+    x, residual = arrays["x"], arrays.get("residual")
+    out = Forward(arrays["y"], residual_out=arrays.get("residual_out"))
     if len(cell.shape) == 2:
-        x, weight, bias = fill(cell.shape), fill(cell.shape[1]), fill(cell.shape[1])
-        y = torch.empty_like(x)
         forms: dict[str, ForwardConfig] = {
             "sweep": choice.choose_sweep(cell.shape[1]),
             "split": table.FORWARD_SPLIT[x.element_size()],
         }
-        call = ForwardCall(
-            x=x, weight=weight, bias=bias, options=NormOptions("layer_norm", eps=EPS), out=Forward(y)
-        )
-        return choice.plan_forward(call, forms.get(cell.form)), x, y
-    n, c, height, width = cell.shape
-
-    def new() -> Tensor:
-        if cell.channels_last:
-            return fill(n, height, width, c).permute(0, 3, 1, 2)
-        return fill(cell.shape)
-
-    x, residual, weight, bias = new(), new() if cell.residual else None, fill(c), fill(c)
-    y = torch.empty_like(x)
+        options = NormOptions("layer_norm", eps=EPS)
+        call = ForwardCall(x=x, weight=arrays["weight"], bias=arrays["bias"], options=options, out=out)
+        return choice.plan_forward(call, forms.get(cell.form)), tensors
+    _, c, height, width = cell.shape
     sample = Sample(GROUPS, c // GROUPS, height * width, cell.channels_last)
     of_groups = {"never waiting": forward_choice.never_waiting, "split": split_forward}
     config = None if cell.form == CHOSEN else of_groups[cell.form](sample, x.element_size())
-    out = Forward(y, residual_out=None if residual is None else torch.empty_like(x))
     of_group = group_call.ForwardCall(
         x=x,
         sample=sample,
-        affine=Affine(weight, bias),
+        affine=Affine(arrays["weight"], arrays["bias"]),
         options=NormOptions("group_norm", GROUPS, EPS, activation="silu"),
         residual=residual,
         out=out,
     )
-    return forward_choice.plan_forward(of_group, config), x, y
+    return forward_choice.plan_forward(of_group, config), tensors
 
 
 def compile_kernels(cell: Cell) -> None:
     """Fill Triton's cache, in a worker process."""
     for step in plan(cell, "meta")[0]:
-        step.kernel.warmup(*step.arguments, grid=step.grid, enable_fp_fusion=True, **step.options)
+        arguments = bind_to_nothing(step.arguments)
+        step.kernel.warmup(*arguments, grid=step.grid, enable_fp_fusion=True, **step.options)
 
 
 def measure(cell: Cell, timer: Timer) -> tuple[str, float, float]:
     """The kernels of a cell, its milliseconds, and the fraction of a copy that it reaches."""
-    launches, x, y = plan(cell, "cuda")
+    launches, tensors = plan(cell, "cuda")
+    x, y = tensors["x"], tensors["y"]
     copy = timer(lambda: y.copy_(x), repeats=15).p50
-    ms = timer(partial(run, x.device, launches), repeats=15).p50
+    ms = timer(partial(run, x.device, launches, tensors), repeats=15).p50
     return "+".join(step.kernel.fn.__name__ for step in launches), ms, copy / ms * (2 if cell.residual else 1)
 
 

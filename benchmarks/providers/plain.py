@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from fusednorm.arguments.checks import FLOAT8
 from fusednorm.reference.float8 import LARGEST, SMALLEST_SCALE
+from fusednorm.tensors.arrays import FLOAT8
 from torch import Tensor
 
 from benchmarks.workload.cells import Cell

@@ -11,7 +11,7 @@ class Variant:
     """One line of the table.
 
     Attributes:
-        activation: after the affine step; one of `fusednorm.arguments.activations.ACTIVATIONS`.
+        activation: after the affine step; one of `fusednorm.arguments.checks.ACTIVATIONS`.
         residual: x + residual is normalised; forward also returns the sum.
         stream: the residual's dtype; x's when None.
         dropout: probability of a zero, after everything else.

@@ -1,11 +1,19 @@
 """The results of all forward and all backward launchers."""
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Generic, NamedTuple
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
+    from typing_extensions import TypeVar
+
+    A = TypeVar("A", default=Tensor)
+else:
+    from typing import TypeVar
+
+    A = TypeVar("A")
 
 
-class Forward(NamedTuple):
+class Forward(NamedTuple, Generic[A]):
     """Result of a forward pass; results that were not requested are None.
 
     Attributes:
@@ -17,14 +25,14 @@ class Forward(NamedTuple):
         scale: float32 scale of each row, if y is float8_e4m3fn: the normalised row is y * scale.
     """
 
-    y: Tensor
-    mean: Tensor | None = None
-    rstd: Tensor | None = None
-    residual_out: Tensor | None = None
-    scale: Tensor | None = None
+    y: A
+    mean: A | None = None
+    rstd: A | None = None
+    residual_out: A | None = None
+    scale: A | None = None
 
 
-class Backward(NamedTuple):
+class Backward(NamedTuple, Generic[A]):
     """Result of a backward pass; results that were not requested are None.
 
     Attributes:
@@ -37,9 +45,9 @@ class Backward(NamedTuple):
         dshift: the gradient of GroupNorm's shift [N, C], if there is one.
     """
 
-    dx: Tensor
-    dweight: Tensor | None = None
-    dbias: Tensor | None = None
-    dresidual: Tensor | None = None
-    dscale: Tensor | None = None
-    dshift: Tensor | None = None
+    dx: A
+    dweight: A | None = None
+    dbias: A | None = None
+    dresidual: A | None = None
+    dscale: A | None = None
+    dshift: A | None = None

@@ -50,7 +50,7 @@ def run_calls(calls: Iterable[Call], device: str = "cuda", until: float = float(
         case = call.case
         tensors = DeviceTensors(case.unaligned, device=device, has_statistics=" backward " in case.name)
         launches = planned(case, tensors).launches
-        run(torch.empty(0, device=device).device, launches or ())
+        run(torch.empty(0, device=device).device, launches or (), tensors.memories)
         if device == "cuda":
             torch.cuda.synchronize()
         done.append(case.name)

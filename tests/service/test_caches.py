@@ -38,10 +38,9 @@ UNBOUNDED = {
     "normserve.requests.parameters.operation_parameters": "one for each pass of each operation",
     "fusednorm.arguments.inputs.group_names_by_role": "one for each pass of each operation",
     "fusednorm.arguments.options._select_fields": "one for each operation",
-    "fusednorm.devices.device.copy_bandwidth": "one for each device",
-    "fusednorm.devices.device.multiprocessor_count": "one for each device",
-    "fusednorm.devices.device.since_hopper": "one for each device",
-    "fusednorm.launch.workspace._kept": "one for each stream",
+    "fusednorm.launch.memories._kept": "one for each stream",
+    "fusednorm.tensors.devices.copy_bandwidth": "one for each device",
+    "fusednorm.tensors.devices.describe_device": "one for each device",
     "fusednorm.warm.driver._has_driver": "one",
     "fusednorm.warm.stamps._versions": "one",
 }

@@ -18,6 +18,7 @@ from fusednorm.ops.group_norm.call import BackwardCall, BackwardConfig, ForwardC
 from fusednorm.ops.group_norm.forward_choice import plan_forward
 from fusednorm.ops.group_norm.sample import Sample
 from fusednorm.results import Backward, Forward
+from fusednorm.tensors.arrays import describe
 from torch import Tensor
 
 from benchmarks.tune.group_norm import backward_candidates, forward_candidates
@@ -93,28 +94,34 @@ class Pass:
             variance, mean = torch.var_mean(h, dim=-1, correction=0)
             self.mean.copy_(mean)
             self.rstd.copy_((variance + EPS).rsqrt())
-        like = (self.x,) if cell.pass_ == "forward" else (self.x, self.weight, self.bias)
-        self.results = tuple(map(torch.empty_like, like))
+        self.tensors = {"x": self.x, "weight": self.weight, "bias": self.bias, "mean": self.mean, "rstd": self.rstd}
+        results = {"y": self.x}
+        if self.dy is not None:
+            self.tensors["dy"] = self.dy
+            results = {"dx": self.x, "dweight": self.weight, "dbias": self.bias}
+        self.tensors |= {name: torch.empty_like(like) for name, like in results.items()}
+        self.results = tuple(self.tensors[name] for name in results)
 
     def plan(self, config: Config) -> list[Launch]:
         """Launches that write into `results`."""
         options = NormOptions("group_norm", self.cell.sample.groups, EPS, activation=ACTIVATION)
-        x, sample, affine = self.x, self.cell.sample, Affine(self.weight, self.bias)
+        arrays = {name: describe(name, tensor) for name, tensor in self.tensors.items()}
+        x, sample, affine = arrays["x"], self.cell.sample, Affine(arrays["weight"], arrays["bias"])
         if self.dy is None:
             assert isinstance(config, ForwardConfig)
-            out = Forward(*self.results)
+            out = Forward(arrays["y"])
             forward = ForwardCall(x=x, sample=sample, affine=affine, options=options, out=out)
             return plan_forward(forward, config)
         assert isinstance(config, BackwardConfig)
         backward = BackwardCall(
-            dy=self.dy,
+            dy=arrays["dy"],
             x=x,
             sample=sample,
             affine=affine,
             options=options,
-            mean=self.mean,
-            rstd=self.rstd,
-            out=Backward(*self.results),
+            mean=arrays["mean"],
+            rstd=arrays["rstd"],
+            out=Backward(arrays["dx"], arrays["dweight"], arrays["dbias"]),
         )
         return plan_backward(backward, config)
 

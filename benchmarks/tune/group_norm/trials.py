@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
+from fusednorm.launch.absent import bind_to_nothing
 from fusednorm.launch.run import run
 
 from benchmarks.harness.timing import Timer
@@ -79,7 +80,7 @@ def compile_kernels(item: tuple[Cell, Config]) -> None:
     """Fill Triton's cache, in a worker process."""
     cell, config = item
     for step in Pass(cell, "meta").plan(config):
-        step.kernel.warmup(*step.arguments, grid=step.grid, enable_fp_fusion=True, **step.options)
+        step.kernel.warmup(*bind_to_nothing(step.arguments), grid=step.grid, enable_fp_fusion=True, **step.options)
 
 
 def kernels_of(work: dict[Cell, list[Config]]) -> dict[Cell, list[tuple[Cell, Config]]]:
@@ -129,9 +130,9 @@ def time_cell(cell: Cell, configs: Iterable[Config], timer: Timer, device: str =
             plan = of.plan(config)
             for result in of.results:
                 result.fill_(float("nan"))
-            run(of.x.device, plan)
+            run(of.x.device, plan, of.tensors)
             of.check()
-            ms = timer(partial(run, of.x.device, plan), repeats=20, warmup=2).p50
+            ms = timer(partial(run, of.x.device, plan, of.tensors), repeats=20, warmup=2).p50
         except Exception as error:
             failed.append(Failed(config, " ".join(str(error).split())[:200]))
             if _lasts(failed[-1]):

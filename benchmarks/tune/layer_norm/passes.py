@@ -13,6 +13,7 @@ from fusednorm.ops.layer_norm.call import BackwardCall, ForwardCall
 from fusednorm.ops.layer_norm.choice import plan_backward, plan_forward
 from fusednorm.ops.layer_norm.table import BackwardConfig, ForwardConfig
 from fusednorm.results import Backward, Forward
+from fusednorm.tensors.arrays import describe
 
 from benchmarks.workload.cells import sweep_rows
 from benchmarks.workload.problem import EPS
@@ -46,30 +47,31 @@ class Pass:
         options: dict[str, Any] = {"device": device, "dtype": getattr(torch, cell.dtype)}
         fill = torch.empty if device == "meta" else torch.randn
         self._pass = cell.pass_
-        self.x, self.dy = (fill(rows, cols, **options) for _ in range(2))
-        self.weight, self.bias = (fill(cols, **options) for _ in range(2))
-        self.mean, self.rstd = torch.zeros(rows, device=device), torch.ones(rows, device=device)
-        shapes = (self.x,) if cell.pass_ == "forward" else (self.x, self.weight, self.bias)
-        self.results = tuple(map(torch.empty_like, shapes))
+        self.x = fill(rows, cols, **options)
+        weight, bias = (fill(cols, **options) for _ in range(2))
+        self._tensors = {"x": self.x, "weight": weight, "bias": bias}
+        results = {"y": self.x}
+        if cell.pass_ == "backward":
+            self._tensors["dy"] = fill(rows, cols, **options)
+            self._tensors |= {"mean": torch.zeros(rows, device=device), "rstd": torch.ones(rows, device=device)}
+            results = {"dx": self.x, "dweight": weight, "dbias": bias}
+        self._tensors |= {name: torch.empty_like(like) for name, like in results.items()}
+        self.results = tuple(self._tensors[name] for name in results)
 
     def plan(self, config: Config | None = None) -> list[Launch]:
         """Launches that write into `results`; with the table's own choice when None."""
+        arrays: dict[str, Any] = {name: describe(name, tensor) for name, tensor in self._tensors.items()}
         if self._pass == "forward":
             assert config is None or isinstance(config, ForwardConfig)
-            out = Forward(*self.results)
-            return plan_forward(
-                ForwardCall(x=self.x, weight=self.weight, bias=self.bias, options=OPTIONS, out=out), config
-            )
+            out = Forward(arrays.pop("y"))
+            return plan_forward(ForwardCall(**arrays, options=OPTIONS, out=out), config)
         assert config is None or isinstance(config, BackwardConfig)
-        call = BackwardCall(
-            dy=self.dy, x=self.x, weight=self.weight, bias=self.bias, options=OPTIONS,
-            mean=self.mean, rstd=self.rstd, out=Backward(*self.results),
-        )  # fmt: skip
-        return plan_backward(call, config)
+        gradients = Backward(arrays.pop("dx"), arrays.pop("dweight"), arrays.pop("dbias"))
+        return plan_backward(BackwardCall(**arrays, options=OPTIONS, out=gradients), config)
 
     def run(self, plan: Iterable[Launch]) -> None:
         """Execute the launches of a plan."""
-        run(self.x.device, plan)
+        run(self.x.device, plan, self._tensors)
 
     @property
     def min_bytes(self) -> int:

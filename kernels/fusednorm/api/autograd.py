@@ -18,7 +18,7 @@ from fusednorm import cpu
 from fusednorm.api.observers import is_differentiated, is_observed
 from fusednorm.api.sharding import register_shardings
 from fusednorm.api.uniform import gradients, run_backward, run_backward_operator, run_forward
-from fusednorm.arguments.activations import ActivationName
+from fusednorm.arguments.checks import ActivationName
 from fusednorm.arguments.inputs import BackwardInputs, NormInputs
 from fusednorm.arguments.options import NormOptions, OptionValues, is_repeatable
 from fusednorm.cpu import plain

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fusednorm.arguments.checks import as_rows, check_out_dtype, check_parameter, check_tensor, checked_eps
+from fusednorm.arguments.checks import as_rows, check_float, check_out_dtype, check_parameter, checked_eps
 from fusednorm.arguments.inputs import Role
-from fusednorm.arguments.outputs import places
 from fusednorm.errors import KernelInputError
 from fusednorm.launch.replay import Pass
 from fusednorm.launch.run import run
@@ -15,6 +14,8 @@ from fusednorm.ops.layer_norm.chain import ChainCall
 from fusednorm.ops.layer_norm.choice import plan_chain
 from fusednorm.ops.layer_norm.outputs import forward_outputs
 from fusednorm.results import Forward
+from fusednorm.tensors.arrays import describe_each, name_dtype
+from fusednorm.tensors.outputs import describe_results, places
 
 CHAIN = Pass(Forward, (Role.LIKE_X,))
 """Inputs x, weights and biases."""
@@ -72,18 +73,22 @@ def layer_norm_chain(
     if repeated is not None:
         return repeated.y
     eps = checked_eps(eps)
-    check_tensor("x", x)
-    x_rows = as_rows("x", x)
-    rows = x_rows.shape[0]
-    for name, parameters in (("weights", weights), ("biases", biases)):
-        for index, parameter in enumerate(parameters):
-            check_parameter(f"{name}[{index}]", parameter, x.shape[-1:], x)
-    out_dtype = out_dtype or x.dtype
-    check_out_dtype(out_dtype)
-    outputs = forward_outputs(None, out_dtype, stats=False, is_rms=False)
+    norms = range(len(weights))
+    names = ["x", *(f"weights[{index}]" for index in norms), *(f"biases[{index}]" for index in norms)]
+    (described, *parameters), named = describe_each(names, inputs)
+    assert described is not None
+    check_float("x", described)
+    x_rows = as_rows("x", described)
+    for name, parameter in zip(names[1:], parameters, strict=True):
+        check_parameter(name, parameter, described.shape[-1:], described)
+    y_dtype = described.dtype if out_dtype is None else name_dtype(out_dtype)
+    check_out_dtype(y_dtype)
+    outputs = forward_outputs(None, y_dtype, stats=False, is_rms=False)
     result = places(Forward, outputs, x, given)
-    if rows:
-        launches = plan_chain(ChainCall(x_rows, weights, biases, eps, result.y))
-        run(x.device, launches)
-        CHAIN.learn(launches, outputs, result, inputs, options)
+    if x_rows.shape[0]:
+        y, *_ = describe_results(outputs, result, described, given, named)
+        arrays = tuple(parameters)
+        launches = plan_chain(ChainCall(x_rows, arrays[: len(norms)], arrays[len(norms) :], eps, y))
+        run(x.device, launches, named)
+        CHAIN.learn(launches, outputs, named, inputs, options)
     return result.y

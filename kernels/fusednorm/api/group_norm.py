@@ -1,38 +1,26 @@
 """GroupNorm, forward and backward, in both layouts: check, allocate, plan, launch."""
 
-import math
-
 import torch
 from torch import Tensor
 
-from fusednorm.arguments.activations import ActivationName
-from fusednorm.arguments.checks import (
-    check_groups,
-    check_out_dtype,
-    check_parameter,
-    check_scale_and_shift,
-    check_statistics,
-    check_tensor,
-)
-from fusednorm.arguments.inputs import BackwardInputs, NormInputs, group_names_by_role
-from fusednorm.arguments.layouts import is_channels_last
+from fusednorm.arguments.checks import ActivationName, check_out_dtype
+from fusednorm.arguments.inputs import BackwardInputs, NormInputs
 from fusednorm.arguments.options import NormOptions, OptionValues, is_repeatable
-from fusednorm.arguments.outputs import places
 from fusednorm.errors import KernelInputError
 from fusednorm.launch.replay import Pass
 from fusednorm.launch.run import run
 from fusednorm.ops.group_norm.affine import Affine
 from fusednorm.ops.group_norm.backward_choice import plan_backward
 from fusednorm.ops.group_norm.call import BackwardCall, ForwardCall
+from fusednorm.ops.group_norm.checks import check_sample
 from fusednorm.ops.group_norm.forward_choice import plan_forward
 from fusednorm.ops.group_norm.outputs import backward_outputs, forward_outputs
-from fusednorm.ops.group_norm.sample import Sample
 from fusednorm.results import Backward, Forward
+from fusednorm.tensors.arrays import describe_inputs, name_dtype
+from fusednorm.tensors.outputs import describe_results, places
 
 FORWARD = Pass(Forward)
 BACKWARD = Pass(Backward)
-
-_LIKE_X, _, _PARAMETERS, _ = group_names_by_role(BackwardInputs._fields)
 
 
 def group_norm_forward(
@@ -102,21 +90,27 @@ def group_norm_forward(
     if repeated is not None:
         return repeated
     inputs, options = NormInputs._make(tensors), NormOptions._make(values).validate()
-    sample = _check_sample(options, inputs)
-    if out_dtype is None:
-        out_dtype = x.dtype
-    else:
-        check_out_dtype(out_dtype)
-    outputs = forward_outputs(x, sample, residual, out_dtype, stats)
+    arrays, named = describe_inputs(inputs)
+    sample = check_sample(options, arrays)
+    y_dtype = arrays.x.dtype
+    if out_dtype is not None:
+        y_dtype = name_dtype(out_dtype)
+        check_out_dtype(y_dtype)
+    outputs = forward_outputs(arrays.x, sample, arrays.residual, y_dtype, stats)
     result = places(Forward, outputs, x, out)
     if x.shape[0]:
-        affine = Affine(weight, bias, scale, shift)
-        launches = plan_forward(
-            ForwardCall(x=x, sample=sample, affine=affine, options=options, residual=residual, out=result)
+        call = ForwardCall(
+            x=arrays.x,
+            sample=sample,
+            affine=Affine(arrays.weight, arrays.bias, arrays.scale, arrays.shift),
+            options=options,
+            residual=arrays.residual,
+            out=Forward(*describe_results(outputs, result, arrays.x, out, named)),
         )
-        run(x.device, launches)
+        launches = plan_forward(call)
+        run(x.device, launches, named)
         if may_repeat:
-            FORWARD.learn(launches, outputs, result, inputs, kind)
+            FORWARD.learn(launches, outputs, named, inputs, kind)
     return result
 
 
@@ -184,49 +178,30 @@ def group_norm_backward(
     if (mean is None) != (rstd is None):
         raise KernelInputError("mean and rstd must be passed together, got one of them")
     options = options.validate()
-    sample = _check_sample(options, inputs)
-    check_statistics(mean, rstd, torch.Size((x.shape[0], num_groups)), x)
-
-    parameters = (weight, bias) if parameter_gradients else (None, None)
-    outputs = backward_outputs(x, (*parameters, scale, shift), residual is not None)
+    arrays, named = describe_inputs(inputs)
+    sample = check_sample(options, arrays)
+    parameters = (arrays.weight, arrays.bias) if parameter_gradients else (None, None)
+    outputs = backward_outputs(arrays.x, (*parameters, arrays.scale, arrays.shift), residual is not None)
     result = places(Backward, outputs, x, out)
     if x.shape[0]:
         call = BackwardCall(
-            dy=dy,
-            x=x,
+            dy=arrays.dy,
+            x=arrays.x,
             sample=sample,
-            affine=Affine(weight, bias, scale, shift),
+            affine=Affine(arrays.weight, arrays.bias, arrays.scale, arrays.shift),
             options=options,
-            mean=mean,
-            rstd=rstd,
-            residual=residual,
-            dresidual_out=dresidual_out,
-            out=result,
+            mean=arrays.mean,
+            rstd=arrays.rstd,
+            residual=arrays.residual,
+            dresidual_out=arrays.dresidual_out,
+            out=Backward(*describe_results(outputs, result, arrays.x, out, named)),
         )
         launches = plan_backward(call)
-        run(x.device, launches)
+        run(x.device, launches, named)
         if may_repeat:
-            BACKWARD.learn(launches, outputs, result, inputs, kind)
+            BACKWARD.learn(launches, outputs, named, inputs, kind)
     else:
         for gradient in (result.dweight, result.dbias):
             if gradient is not None:
                 gradient.zero_()
     return result
-
-
-def _check_sample(options: NormOptions, inputs: NormInputs | BackwardInputs) -> Sample:
-    """The shape of a sample of x; all inputs but the statistics are checked."""
-    x = inputs.x
-    check_tensor("x", x)
-    check_groups(x, options.num_groups)
-    channels_last = is_channels_last(x)
-    for name in _PARAMETERS:
-        check_parameter(name, getattr(inputs, name), x.shape[1:2], x)
-    for name in _LIKE_X[1:]:
-        tensor = getattr(inputs, name, None)
-        if tensor is not None:
-            check_tensor(name, tensor, like=x)
-            is_channels_last(tensor, name)
-    check_scale_and_shift(inputs.scale, inputs.shift, x)
-    groups = options.num_groups
-    return Sample(groups, x.shape[1] // groups, math.prod(x.shape[2:]), channels_last)

@@ -5,33 +5,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusednorm.arguments.activations import ActivationName
-from fusednorm.arguments.checks import (
-    FLOAT8,
-    check_out_dtype,
-    check_parameter,
-    check_statistics,
-    check_tensor,
-    check_weight_offset,
-    has_heads,
-    view_of_rows,
-)
-from fusednorm.arguments.inputs import BackwardInputs, NormInputs, Role, group_names_by_role, list_roles
-from fusednorm.arguments.options import NormOptions, OptionValues, collect_arguments, is_repeatable
-from fusednorm.arguments.outputs import places
+from fusednorm.arguments.arrays import FLOAT8, Array
+from fusednorm.arguments.checks import ActivationName, check_out_dtype
+from fusednorm.arguments.inputs import BackwardInputs, NormInputs, list_roles
+from fusednorm.arguments.options import NormOptions, OptionValues, is_repeatable
 from fusednorm.errors import KernelInputError
 from fusednorm.launch.replay import Pass
 from fusednorm.launch.run import run
 from fusednorm.ops.layer_norm.call import BackwardCall, ForwardCall
+from fusednorm.ops.layer_norm.checks import check_rows
 from fusednorm.ops.layer_norm.choice import plan_backward, plan_forward
 from fusednorm.ops.layer_norm.outputs import backward_outputs, forward_outputs
 from fusednorm.results import Backward, Forward
+from fusednorm.tensors.arrays import describe_inputs, name_dtype
+from fusednorm.tensors.outputs import describe_results, places
 
 FORWARD = Pass(Forward, list_roles(NormInputs))
 BACKWARD = Pass(Backward, list_roles(BackwardInputs))
-
-_LIKE_X = {each: group_names_by_role(each._fields)[Role.LIKE_X] for each in (NormInputs, BackwardInputs)}
-_PARAMETERS = group_names_by_role(NormInputs._fields)[Role.PARAMETER]
 
 
 def layer_norm_forward(
@@ -203,20 +193,22 @@ def _forward(
     if repeated is not None:
         return repeated
     inputs, options = NormInputs._make(tensors), NormOptions._make(values).validate()
+    arrays, named = describe_inputs(inputs)
+    rows = check_rows(options, arrays)
+    y_dtype = arrays.x.dtype
+    if out_dtype is not None:
+        y_dtype = name_dtype(out_dtype)
+        check_out_dtype(y_dtype, FLOAT8)
+    outputs = forward_outputs(arrays.residual, y_dtype, stats, options.is_rms)
     x = inputs.x
-    rows = _check_rows(options, inputs)
-    if out_dtype is None:
-        out_dtype = x.dtype
-    else:
-        check_out_dtype(out_dtype, FLOAT8)
-    outputs = forward_outputs(inputs.residual, out_dtype, stats, options.is_rms)
     result = places(Forward, outputs, x, out)
     if x.numel():
-        call = ForwardCall(**rows, options=options, out=result)
+        written: Forward[Array] = Forward(*describe_results(outputs, result, arrays.x, out, named))
+        call = ForwardCall(**rows, options=options, out=written)
         launches = plan_forward(call)
-        run(x.device, launches)
+        run(x.device, launches, named)
         if may_repeat:
-            FORWARD.learn(launches, outputs, result, inputs, kind)
+            FORWARD.learn(launches, outputs, named, inputs, kind)
     return result
 
 
@@ -230,42 +222,23 @@ def _backward(
     if repeated is not None:
         return repeated
     inputs, options = BackwardInputs._make(tensors), NormOptions._make(values)
-    x, mean, rstd = inputs.x, inputs.mean, inputs.rstd
-    if not options.is_rms and (mean is None) != (rstd is None):
+    if not options.is_rms and (inputs.mean is None) != (inputs.rstd is None):
         raise KernelInputError("mean and rstd must be passed together, got one of them")
     options = options.validate()
-    rows = _check_rows(options, inputs)
-    check_statistics(mean, rstd, x.shape[:-1], x)
-    parameters = (inputs.weight, inputs.bias) if parameter_gradients else (None, None)
-    outputs = backward_outputs(x, *parameters, inputs.residual)
+    arrays, named = describe_inputs(inputs)
+    rows = check_rows(options, arrays)
+    parameters = (arrays.weight, arrays.bias) if parameter_gradients else (None, None)
+    outputs = backward_outputs(arrays.x, *parameters, arrays.residual)
+    x = inputs.x
     result = places(Backward, outputs, x, out)
     if x.numel():
-        launches = plan_backward(BackwardCall(**rows, options=options, out=result))
-        run(x.device, launches)
+        written: Backward[Array] = Backward(*describe_results(outputs, result, arrays.x, out, named))
+        launches = plan_backward(BackwardCall(**rows, options=options, out=written))
+        run(x.device, launches, named)
         if may_repeat:
-            BACKWARD.learn(launches, outputs, result, inputs, kind)
+            BACKWARD.learn(launches, outputs, named, inputs, kind)
     else:
         for gradient in (result.dweight, result.dbias):
             if gradient is not None:
                 gradient.zero_()
     return result
-
-
-def _check_rows(options: NormOptions, inputs: NormInputs | BackwardInputs) -> dict[str, Any]:
-    """The operation's tensors by name, checked; those of x's shape as rows, or as tokens of heads."""
-    x = inputs.x
-    tensors = collect_arguments(options.op, inputs)
-    like_x = _LIKE_X[type(inputs)]
-    for name in like_x:
-        if tensors[name] is not None:
-            check_tensor(name, tensors[name], like=x)
-    own = has_heads(inputs.weight, inputs.bias)
-    view = view_of_rows(own, *map(tensors.get, like_x))
-    for name in like_x:
-        if tensors[name] is not None:
-            tensors[name] = view(name, tensors[name])
-    shape = x.shape[-2:] if own else x.shape[-1:]
-    for name in _PARAMETERS:
-        check_parameter(name, tensors.get(name), shape, x)
-    check_weight_offset(options.weight_offset, inputs.weight)
-    return tensors

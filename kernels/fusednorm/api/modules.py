@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from torch._jit_internal import is_scripting
 
 from fusednorm.api.torch_norms import script_norm, torch_group_norm, torch_layer_norm, torch_rms_norm
-from fusednorm.arguments.activations import ActivationName
-from fusednorm.arguments.checks import activation_of, check_weight_offset
+from fusednorm.arguments.checks import ActivationName, check_activation, check_weight_offset
 
 
 class _Fused(nn.Module):
@@ -19,7 +18,7 @@ class _Fused(nn.Module):
     weight_offset: float = 0.0
 
     def __init__(self, *args: Any, activation: ActivationName, **kwargs: Any) -> None:
-        activation_of(activation)
+        check_activation(activation)
         super().__init__(*args, **kwargs)
         self.activation = activation
 

@@ -17,11 +17,11 @@ from fusednorm.api import autograd
 from fusednorm.api.derivatives import derivative_of_plain, register_derivatives
 from fusednorm.api.uniform import gradients, has_own_gradient, run_backward, run_backward_operator, run_forward
 from fusednorm.arguments.inputs import OPERATIONS, BackwardInputs, NormInputs, write_tensor_schema
-from fusednorm.arguments.layouts import laid_out
 from fusednorm.arguments.options import OPTIONS_SCHEMA, NormOptions
 from fusednorm.errors import KernelInputError
 from fusednorm.reference.checks import check_float
 from fusednorm.results import Backward
+from fusednorm.tensors.layouts import laid_out
 
 _FORWARD_SCHEMA = (
     f"({write_tensor_schema(NormInputs, 'x')}, {OPTIONS_SCHEMA}) "

@@ -13,20 +13,18 @@ import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
+from fusednorm.arguments.arrays import merge_axes
 from fusednorm.arguments.checks import (
     MAX_HEADS,
-    as_heads,
     check_groups,
     check_weight_offset,
-    has_common_stride,
     has_heads,
 )
 from fusednorm.arguments.inputs import ROLES, BackwardInputs, NormInputs, Role, group_names_by_role
-from fusednorm.arguments.layouts import in_layout, laid_out
 from fusednorm.arguments.options import NormOptions, collect_arguments
-from fusednorm.errors import UnsupportedShapeError
 from fusednorm.reference.checks import check_companion, check_float
 from fusednorm.results import Backward, Forward
+from fusednorm.tensors.layouts import in_layout, laid_out
 
 Inputs = TypeVar("Inputs", NormInputs, BackwardInputs)
 
@@ -167,7 +165,8 @@ def _is_sample_layout(x: Tensor) -> bool:
 
 def _has_uniform_rows(tensor: Tensor) -> bool:
     """Whether [..., cols], which is not contiguous, has rows of contiguous elements, one constant stride apart."""
-    return tensor.stride()[-1:] == (1,) and has_common_stride(tensor)
+    *strides, last = tensor.stride()
+    return last == 1 and merge_axes(tensor.shape[:-1], tuple(strides)) is not None
 
 
 def _has_contiguous_heads(tensor: Tensor) -> bool:
@@ -181,11 +180,7 @@ def _has_contiguous_heads(tensor: Tensor) -> bool:
         return False
     if cols > _MAX_COLS_OF_HEADS or tensor.shape[-2] > MAX_HEADS:
         return False
-    try:
-        as_heads("x", tensor)
-    except UnsupportedShapeError:
-        return False
-    return True
+    return merge_axes(tensor.shape[:-2], tensor.stride()[:-2]) is not None
 
 
 def _with_common_stride(scale: Tensor | None, shift: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

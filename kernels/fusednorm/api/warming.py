@@ -7,8 +7,8 @@ import torch
 
 from fusednorm.api import group_norm as group_norm_passes
 from fusednorm.api import layer_norm as layer_norm_passes
-from fusednorm.arguments.activations import ActivationName
-from fusednorm.devices.device import INTERPRETED, multiprocessor_count
+from fusednorm.arguments.checks import ActivationName
+from fusednorm.devices.device import INTERPRETED
 from fusednorm.errors import KernelInputError
 from fusednorm.ops.group_norm.backward_choice import choose_backward
 from fusednorm.ops.group_norm.call import BackwardConfig, ForwardConfig
@@ -21,6 +21,7 @@ from fusednorm.ops.group_norm.forward_choice import choose_forward
 from fusednorm.ops.group_norm.sample import Sample
 from fusednorm.ops.layer_norm.call import SINGLE_ROW_COLS
 from fusednorm.policy.waiting import may_wait
+from fusednorm.tensors.devices import describe_device
 
 _OPERATIONS = ("layer_norm", "rms_norm")
 
@@ -148,7 +149,8 @@ def warmup_group_norm(
             group_norm_passes.group_norm_backward(x, x, *parameters, mean=result.mean, rstd=result.rstd, **options)
 
     run(1)
-    multiprocessors = multiprocessor_count(device)
+    gpu = describe_device(device)
+    multiprocessors = gpu.multiprocessors
     sample = Sample(num_groups, shape[0] // num_groups, math.prod(shape[1:]), channels_last)
     config = choose_forward(sample, dtype.itemsize, multiprocessors, may_wait())
     if isinstance(config, ForwardResident | ForwardResidentBlock) and config.writers > 1:
@@ -161,7 +163,7 @@ def warmup_group_norm(
     streams = [each for each in configs if isinstance(each, ForwardStream | BackwardStream)]
 
     def partitions(samples: int) -> list[StreamPartition]:
-        return [stream_partition(sample, dtype.itemsize, stream, samples, device) for stream in streams]
+        return [stream_partition(sample, dtype.itemsize, stream, samples, gpu) for stream in streams]
 
     samples = 1
     # Fewer samples are split into more parts.

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from enum import IntEnum
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple
 
-from torch import Tensor
+from fusednorm.results import A
 
 
 class Role(IntEnum):
@@ -49,7 +49,7 @@ _OPERATOR_ORDER = "dy", "x", "weight", "bias", "mean", "rstd", "residual", "scal
 """The tensors of backward operators, whose schemas saved graphs refer to; forward operators have `NormInputs`."""
 
 
-class NormInputs(NamedTuple):
+class NormInputs(NamedTuple, Generic[A]):
     """The tensors of a forward pass; `Backward` has their gradients in the same order.
 
     Attributes:
@@ -59,15 +59,15 @@ class NormInputs(NamedTuple):
         scale, shift: the affine step of each sample.
     """
 
-    x: Tensor
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-    residual: Tensor | None = None
-    scale: Tensor | None = None
-    shift: Tensor | None = None
+    x: A
+    weight: A | None = None
+    bias: A | None = None
+    residual: A | None = None
+    scale: A | None = None
+    shift: A | None = None
 
 
-class BackwardInputs(NamedTuple):
+class BackwardInputs(NamedTuple, Generic[A]):
     """The tensors of a backward pass: those of the forward pass, its statistics, and gradients of its results.
 
     Attributes:
@@ -75,28 +75,28 @@ class BackwardInputs(NamedTuple):
         dy, dresidual_out: the gradients of y and residual_out.
     """
 
-    x: Tensor
-    weight: Tensor | None
-    bias: Tensor | None
-    residual: Tensor | None
-    scale: Tensor | None
-    shift: Tensor | None
-    mean: Tensor | None
-    rstd: Tensor | None
-    dy: Tensor
-    dresidual_out: Tensor | None
+    x: A
+    weight: A | None
+    bias: A | None
+    residual: A | None
+    scale: A | None
+    shift: A | None
+    mean: A | None
+    rstd: A | None
+    dy: A
+    dresidual_out: A | None
 
     @property
-    def forward(self) -> NormInputs:
+    def forward(self) -> NormInputs[A]:
         """The tensors of the forward pass."""
         return NormInputs._make(self[: len(NormInputs._fields)])
 
     @classmethod
-    def from_operator(cls, tensors: Sequence[Any]) -> "BackwardInputs":
+    def from_operator(cls, tensors: Sequence[Any]) -> "BackwardInputs[A]":
         """The inputs from the tensors of a backward operator."""
         return cls(**dict(zip(_OPERATOR_ORDER, tensors, strict=True)))
 
-    def list_operator_arguments(self) -> tuple[Tensor | None, ...]:
+    def list_operator_arguments(self) -> tuple[A | None, ...]:
         """The inputs as arguments of a backward operator."""
         return tuple(getattr(self, name) for name in _OPERATOR_ORDER)
 

@@ -1,41 +1,33 @@
 """The two memory layouts of samples: contiguous, [N, C, *spatial], and channels-last, [N, *spatial, C]."""
 
-from torch import Tensor
-
+from fusednorm.arguments.arrays import Array, has_dense_strides
 from fusednorm.errors import UnsupportedShapeError
 
 
-def is_channels_last(x: Tensor, name: str = "x") -> bool:
+def is_channels_last(x: Array, name: str = "x") -> bool:
     """Whether x [N, C, *spatial] is stored as [N, *spatial, C]; False if it is contiguous.
 
-    A tensor that is both (one channel, or one position) counts as contiguous: its memory order is the same.
+    An array that is both (one channel, or one position) counts as contiguous: its memory order is the same.
 
     Raises:
         UnsupportedShapeError: x has neither layout, so it would have to be copied.
     """
-    if x.is_contiguous():
+    if x.is_dense:
         return False
-    if x.dim() > 2 and x.permute(0, *range(2, x.dim()), 1).is_contiguous():
+    if len(x.shape) > 2 and in_layout(x, True):
         return True
     raise UnsupportedShapeError(
-        f"{name} must be contiguous or channels-last, got shape {list(x.shape)} with strides {list(x.stride())}"
+        f"{name} must be contiguous or channels-last, got shape {list(x.shape)} with strides {list(x.strides)}"
     )
 
 
-def in_layout(tensor: Tensor, channels_last: bool) -> bool:
-    """Whether [N, C, *spatial] is stored in the given layout; a tensor may have both layouts."""
-    if channels_last:
-        tensor = tensor.permute(0, *range(2, tensor.dim()), 1)
-    return tensor.is_contiguous()
+def in_layout(array: Array, channels_last: bool) -> bool:
+    """Whether [N, C, *spatial] is stored in the given layout; an array may have both layouts."""
+    if not channels_last:
+        return array.is_dense
+    return has_dense_strides(_move_channels(array.shape), _move_channels(array.strides))
 
 
-def laid_out(tensor: Tensor, channels_last: bool) -> Tensor:
-    """Return [N, C, *spatial] in the given layout with a new tensor's strides; only another layout is copied."""
-    # A trace may not know whether a size is 1.
-    if all(type(size) is int and size != 1 for size in tensor.shape) and in_layout(tensor, channels_last):
-        return tensor
-    if channels_last:
-        by_position = laid_out(tensor.permute(0, *range(2, tensor.dim()), 1), False)
-        return by_position.permute(0, -1, *range(1, tensor.dim() - 1))
-    # Axes of one element may have any stride in a contiguous tensor, and torch chooses a layout by their strides.
-    return tensor.contiguous().view(tensor.shape)
+def _move_channels(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The sizes or strides of [N, C, *spatial] in the order [N, *spatial, C]."""
+    return (sizes[0], *sizes[2:], sizes[1])

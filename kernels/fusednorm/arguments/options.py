@@ -5,9 +5,10 @@ from functools import cache
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from fusednorm.arguments.checks import activation_of, check_dropout, checked_eps
+from fusednorm.arguments.checks import check_activation, check_dropout, checked_eps
 from fusednorm.arguments.dropout import dropout_threshold
 from fusednorm.arguments.inputs import OPERATIONS, OPERATIONS_WITH, BackwardInputs, NormInputs
+from fusednorm.results import A
 
 _OPERATIONS_WITH = {"num_groups": ("group_norm",), "weight_offset": ("layer_norm", "rms_norm"), **OPERATIONS_WITH}
 """The operations that have an option or tensor; all have the others."""
@@ -78,7 +79,7 @@ class NormOptions(NamedTuple):
         Raises:
             KernelInputError: an option has a wrong type or value.
         """
-        activation_of(self.activation)
+        check_activation(self.activation)
         check_dropout(self.dropout, self.seed)
         eps = checked_eps(self.eps)
         return self if eps is self.eps else self._replace(eps=eps)
@@ -99,9 +100,9 @@ def _select_fields(op: str, fields: tuple[str, ...]) -> tuple[tuple[str, ...], C
 
 
 def collect_arguments(
-    op: str, inputs: NormInputs | BackwardInputs, options: NormOptions | None = None
+    op: str, inputs: NormInputs[A] | BackwardInputs[A], options: NormOptions | None = None
 ) -> dict[str, Any]:
-    """The tensors and options that an operation has, by name."""
+    """The inputs and options that an operation has, by name."""
     fields, given = (
         (inputs._fields, inputs) if options is None else (inputs._fields + options._fields, inputs + options)
     )

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from fusednorm import reference
-from fusednorm.arguments.activations import ACTIVATIONS
-from fusednorm.arguments.checks import check_dropout, has_heads
-from fusednorm.arguments.layouts import in_layout, laid_out
+from fusednorm.arguments.checks import ACTIVATIONS, check_dropout, has_heads
 from fusednorm.cpu import batch_invariant
 from fusednorm.cpu.taken import are_floats, is_epsilon, is_offset
 from fusednorm.errors import KernelInputError
 from fusednorm.results import Backward, Forward
+from fusednorm.tensors.layouts import in_layout, laid_out
 
 _SMALL_ELEMENTS = 512 * 1024
 """Elements up to which the reference takes less time without dropout: see `_is_small`."""

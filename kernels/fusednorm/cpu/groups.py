@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusednorm.arguments.layouts import in_layout, laid_out
 from fusednorm.cpu import fallback
 from fusednorm.cpu.epilogue import activate_, backpropagate_
 from fusednorm.cpu.taken import are_floats, are_plain, ones, summed, wide
 from fusednorm.results import Backward, Forward
+from fusednorm.tensors.layouts import in_layout, laid_out
 
 _FARTHEST_MEAN = 2.0
 """Standard deviations of a channels-last group; torch's variance loses 1 + their square in accuracy."""

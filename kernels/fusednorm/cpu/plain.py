@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusednorm.arguments.checks import FLOAT_DTYPES
-from fusednorm.arguments.layouts import laid_out
 from fusednorm.arguments.options import OptionValues
 from fusednorm.cpu import groups, rows
 from fusednorm.cpu.taken import are_floats, is_epsilon, wide
+from fusednorm.tensors.arrays import FLOAT_DTYPES
+from fusednorm.tensors.layouts import laid_out
 
 
 def norm(values: OptionValues, tensors: tuple[Any, ...], trains: bool) -> Tensor | None:

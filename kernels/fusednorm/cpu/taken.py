@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from fusednorm.arguments.activations import ACTIVATIONS
-from fusednorm.arguments.checks import FLOAT_DTYPES
+from fusednorm.arguments.checks import ACTIVATIONS
+from fusednorm.tensors.arrays import FLOAT_DTYPES
 
 Shape = tuple[int, ...]
 

@@ -1,10 +1,6 @@
-"""Device properties that plans use, also of a device that is not present; cached."""
+"""The properties of a device that plans use."""
 
-from functools import cache
-from statistics import median
 from typing import NamedTuple
-
-import torch
 
 try:
     from triton import knobs
@@ -44,63 +40,16 @@ class Gpu(NamedTuple):
 
 
 H200 = Gpu("H200", (9, 0), 132)
-
-_stand_in: Gpu | None = None
-
-
-def stand_in(gpu: Gpu | None) -> None:
-    """Treat meta tensors as tensors of an absent GPU: calls on them record their launches (`launch.absent`).
-
-    For a process that compiles in advance.  With None, the initial state, such calls are refused.
-    """
-    global _stand_in
-    _stand_in = gpu
-    multiprocessor_count.cache_clear()
-    since_hopper.cache_clear()
+CPU = Gpu("CPU", (0, 0), 2)
+"""The device of interpreted kernels: few multiprocessors, so that few programs run."""
 
 
-def stands_in(device: torch.device) -> bool:
-    """Whether tensors of the device are treated as tensors of an absent GPU."""
-    return _stand_in is not None and device.type == "meta"
+def multiprocessor_count(device: Gpu) -> int:
+    """The number of a device's streaming multiprocessors."""
+    return device.multiprocessors
 
 
-def _absent() -> Gpu:
-    """The GPU for which calls on meta tensors are planned: that of `stand_in`, or an H200, for inspection."""
-    return _stand_in or H200
-
-
-@cache
-def multiprocessor_count(device: torch.device) -> int:
-    """Streaming multiprocessors of a CUDA device; for meta those of the absent GPU, for a CPU a small number."""
-    if device.type != "cuda":
-        return _absent().multiprocessors if device.type == "meta" else 2
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-@cache
-def since_hopper(device: torch.device) -> bool:
+def since_hopper(device: Gpu) -> bool:
     """Whether the device has the features of compute capability 9.0: bulk prefetches into L2, and launches of a
     kernel before the kernel that it depends on ends."""
-    if device.type != "cuda":
-        return device.type == "meta" and _absent().capability >= (9, 0)
-    return torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-@cache
-def copy_bandwidth(device: torch.device, nbytes: int = 1 << 30) -> float:
-    """Bytes per second, read plus written, of a copy of `nbytes` on the device: the limit for this library.
-
-    Median of 20 timed copies, measured at the first call.  CUDA only.
-    """
-    source = torch.empty(nbytes, dtype=torch.uint8, device=device).random_()
-    target = torch.empty_like(source)
-    times_ms: list[float] = []
-    with torch.cuda.device(device):
-        for _ in range(23):
-            start, end = (torch.Event(device, enable_timing=True) for _ in range(2))
-            start.record()
-            target.copy_(source)
-            end.record()
-            end.synchronize()
-            times_ms.append(start.elapsed_time(end))
-    return 2 * nbytes / (median(times_ms[3:]) * 1e-3)
+    return device.capability >= (9, 0)

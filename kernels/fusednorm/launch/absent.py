@@ -2,9 +2,15 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from fusednorm.devices.device import Gpu, stand_in
+import torch
+
+from fusednorm.arguments.arrays import Array
+from fusednorm.devices.device import Gpu
 from fusednorm.launch.launch import Launch
+from fusednorm.tensors.arrays import TORCH_DTYPES
+from fusednorm.tensors.devices import stand_in
 
 _noted: list[Launch] = []
 
@@ -23,3 +29,16 @@ def launches_for(gpu: Gpu) -> Iterator[list[Launch]]:
         yield _noted
     finally:
         stand_in(None)
+
+
+def bind_to_nothing(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A launch's arguments with meta tensors of the dtypes and alignments of its arrays: enough to compile it."""
+    return tuple(map(_bind_to_nothing, arguments))
+
+
+def _bind_to_nothing(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return bind_to_nothing(value)
+    if not isinstance(value, Array):
+        return value
+    return torch.empty(1, dtype=TORCH_DTYPES[value.dtype], device="meta")[not value.is_aligned :]

@@ -12,23 +12,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
 from triton.compiler import ASTSource
 from triton.runtime.cache import get_cache_manager
 
+from fusednorm.arguments.arrays import Array
 from fusednorm.launch.launch import Launch
 
 SM_90 = GPUTarget("cuda", 90, 32)
 
 _POINTER = {
-    torch.float32: "*fp32",
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.float8_e4m3fn: "*fp8e4nv",
-    torch.int64: "*i64",
+    "float32": "*fp32",
+    "float16": "*fp16",
+    "bfloat16": "*bf16",
+    "float8_e4m3fn": "*fp8e4nv",
+    "int64": "*i64",
 }
 _REPORT = "ptxas.txt"
 _DIVISIBLE: list[list[object]] = [["tt.divisibility", 16]]
@@ -69,7 +69,7 @@ class Specialisation:
 
 
 def specialise(launch: Launch) -> Specialisation:
-    """The kernel of a launch as Triton would specialise it on the device of its tensors."""
+    """The kernel of a launch as Triton would specialise it for its arrays."""
     signature: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], list[list[object]]] = {}
@@ -83,7 +83,7 @@ def specialise(launch: Launch) -> Specialisation:
             signature[parameter.name] = tuple("constexpr" if t is None else _POINTER[t.dtype] for t in value)
             constants |= {(index, place): None for place, t in enumerate(value) if t is None}
             attributes |= {(index, place): _DIVISIBLE for place, t in enumerate(value) if _is_aligned(t)}
-        elif isinstance(value, torch.Tensor):
+        elif isinstance(value, Array):
             signature[parameter.name] = _POINTER[value.dtype]
             if _is_aligned(value):
                 attributes[(index,)] = _DIVISIBLE
@@ -101,8 +101,8 @@ def specialise(launch: Launch) -> Specialisation:
     return Specialisation(source, {"enable_fp_fusion": True, **options})
 
 
-def _is_aligned(tensor: torch.Tensor | None) -> bool:
-    return tensor is not None and tensor.data_ptr() % 16 == 0
+def _is_aligned(array: Array | None) -> bool:
+    return array is not None and array.is_aligned
 
 
 def _fits_32_bits(value: int) -> bool:
@@ -110,7 +110,7 @@ def _fits_32_bits(value: int) -> bool:
 
 
 def inspect(launch: Launch, target: GPUTarget = SM_90) -> Report:
-    """Compile a launch for `target`, as Triton would specialise it; meta tensors have address 0."""
+    """Compile a launch for `target`, as Triton would specialise it."""
     specialised = specialise(launch)
     compiled = triton.compile(specialised.source, target=target, options=specialised.options)
     registers, spilled, static_shared = _assemble(compiled.asm["ptx"], target)

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from operator import gt
 from typing import Any, Protocol
 
-import torch
-
+from fusednorm.arguments.arrays import Array
 from fusednorm.devices.device import since_hopper
 from fusednorm.errors import UnsupportedShapeError
 
@@ -40,7 +39,11 @@ class ByRows:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One kernel launch, decided but not yet made; `options` holds constexprs and compile options.
+    """One kernel launch, decided but not yet made.
+
+    Attributes:
+        arguments: numbers, None, and arrays or tuples of arrays in place of their addresses.
+        options: constexprs and compile options.
 
     Raises:
         UnsupportedShapeError: the grid has more programs along an axis than a device takes.
@@ -85,22 +88,23 @@ def resident_options(config: Resident) -> dict[str, object]:
     return {"maxnreg": registers_for(config), "launch_cooperative_grid": True}
 
 
-def can_prefetch(vec: int, *tensors: torch.Tensor | None) -> bool:
-    """Whether runs of vectors of `vec` elements of the tensors start and end on 16 bytes and can be prefetched."""
-    return all(
-        tensor is None
-        or (vec * tensor.element_size() % 16 == 0 and tensor.data_ptr() % 16 == 0 and since_hopper(tensor.device))
-        for tensor in tensors
-    )
+def can_prefetch(vec: int, *arrays: Array | None) -> bool:
+    """Whether runs of vectors of `vec` elements of the arrays start and end on 16 bytes and can be prefetched."""
+    for array in arrays:
+        if array is not None and not (
+            array.is_aligned and vec * array.element_size() % 16 == 0 and since_hopper(array.device)
+        ):
+            return False
+    return True
 
 
-def has_lane_a_thread(width: int, *tensors: torch.Tensor | None) -> bool:
-    """Whether accesses to tensors have 16 bytes; they have `width` bytes if the tensors start at multiples of 16.
+def has_lane_a_thread(width: int, *arrays: Array | None) -> bool:
+    """Whether accesses to arrays have 16 bytes; they have `width` bytes if the arrays start at multiples of 16.
 
     The compiler distributes narrower accesses over adjacent threads and gives each several lanes, so that the
     reduction tree of `merge_even` is not full.
     """
-    return width == 16 and all(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors)
+    return width == 16 and all(array is None or array.is_aligned for array in arrays)
 
 
 def known_whole(length: int, block: int, chunks: int, lane_a_thread: bool) -> int:

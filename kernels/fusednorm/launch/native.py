@@ -11,8 +11,9 @@ from torch import Tensor
 from fusednorm.arguments.outputs import Output, Outputs
 from fusednorm.host.background import BackgroundBuild, explain_absence
 from fusednorm.host.load import ExtensionFiles
+from fusednorm.launch.memories import workspace_of
 from fusednorm.launch.recipe import Recipe, Start
-from fusednorm.launch.workspace import workspace_of
+from fusednorm.tensors.arrays import TORCH_DTYPES
 
 Parameter = tuple[bool, int]
 """Whether a kernel's parameter is a constant, and the constant's bits or the parameter's slot."""
@@ -104,9 +105,10 @@ def _output(outputs: Outputs, place: int, x: Tensor, any_rows: bool) -> tuple[An
         return None
     first = next(index for index, other in enumerate(outputs) if other is output)
     same = first if first < place else -1
+    dtype = TORCH_DTYPES[output.dtype]
     if any_rows and output.shape is None and not output.as_x:
-        return same, (_AS_X, _AS_ROWS)[output.axes_less], output.dtype, (), ()
-    return same, _FIXED, output.dtype, tuple(output.shape_for(x)), _strides(output, x)
+        return same, (_AS_X, _AS_ROWS)[output.axes_less], dtype, (), ()
+    return same, _FIXED, dtype, tuple(output.shape_for(x)), _strides(output, x)
 
 
 def _strides(output: Output, x: Tensor) -> tuple[int, ...]:

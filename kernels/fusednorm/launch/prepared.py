@@ -10,14 +10,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
 from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
+from fusednorm.arguments.arrays import ITEMSIZES, Array
 from fusednorm.devices.device import INTERPRETED
 from fusednorm.launch.driver import Launcher, launcher_of
 from fusednorm.launch.keys import settle
+from fusednorm.launch.launch import Launch
+from fusednorm.launch.memories import Memories
 
 Key = tuple[Any, ...]
 
@@ -58,37 +60,33 @@ def undisturbed() -> bool:
     )
 
 
-def start(
-    kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: Mapping[str, Any], device: int
-) -> None:
+def start(launch: Launch, memories: Memories, device: int) -> None:
     """Launch on the current stream of the current device, which has index `device`; compiles at the first use."""
     if INTERPRETED or not undisturbed():
-        _start_through_triton(kernel, grid, arguments, options)
+        _start_through_triton(launch, memories)
         return
-    key, values = _described(kernel, arguments, options, device)
+    key, values = _described(launch, device, memories)
     prepared = _PREPARED.get(key)
     if prepared is None:
-        compiled = _start_through_triton(kernel, grid, arguments, options)
+        compiled = _start_through_triton(launch, memories)
         if isinstance(compiled, CompiledKernel):
-            _PREPARED[key] = _prepare(kernel, compiled, len(arguments), options)
+            _PREPARED[key] = _prepare(launch.kernel, compiled, len(launch.arguments), launch.options)
         return
-    x, y, z, *_ = (*grid, 1, 1)
+    x, y, z, *_ = (*launch.grid, 1, 1)
     call, head, packed = prepared.launcher
     parameters = (*values, *prepared.constants)
     call(x, y, z, prepared.stream_of(device), *head, *((parameters,) if packed else parameters))
 
 
-def find(kernel: Any, arguments: tuple[Any, ...], options: Mapping[str, Any], device: int) -> Prepared | None:
-    """The prepared kernel for such a launch, or None if the device of that index has not had one."""
-    return None if INTERPRETED else _PREPARED.get(_described(kernel, arguments, options, device)[0])
+def find(launch: Launch, device: int) -> Prepared | None:
+    """The prepared kernel of a launch, or None if the device of that index has not had one."""
+    return None if INTERPRETED else _PREPARED.get(_described(launch, device)[0])
 
 
-def _start_through_triton(
-    kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: Mapping[str, Any]
-) -> Any:
-    settle(kernel)
+def _start_through_triton(launch: Launch, memories: Memories) -> Any:
+    settle(launch.kernel)
     # Set explicitly: later versions of Triton change this default, which changes the last bits of results.
-    return kernel[grid](*arguments, enable_fp_fusion=True, **options)
+    return launch.kernel[launch.grid](*memories.bind(launch.arguments), enable_fp_fusion=True, **launch.options)
 
 
 def _prepare(kernel: Any, compiled: Any, arguments: int, options: Mapping[str, Any]) -> Prepared:
@@ -98,20 +96,21 @@ def _prepare(kernel: Any, compiled: Any, arguments: int, options: Mapping[str, A
     return Prepared(launcher, constants, driver.active.get_current_stream, compiled)
 
 
-def _described(
-    kernel: Any, arguments: tuple[Any, ...], options: Mapping[str, Any], device: int
-) -> tuple[Key, list[Any]]:
-    """The key by which Triton chooses the compiled kernel, and the arguments with addresses in place of tensors."""
+def _described(launch: Launch, device: int, memories: Memories | None = None) -> tuple[Key, list[Any]]:
+    """The key by which Triton chooses the compiled kernel; with `memories`, also the parameters of the launch."""
     # Not the kernel object, whose hash is computed from its source.
+    kernel = launch.kernel
     function = kernel.fn
     looks = _LOOKS.get(function)
     if looks is None:
         looks = _LOOKS[function] = tuple(_looks_at_integer(parameter) for parameter in kernel.params)
-    kinds, values = _each_described(looks, arguments)
-    return (function, device, tuple(kinds), tuple(options.items())), values
+    kinds, values = _each_described(looks, launch.arguments, memories)
+    return (function, device, tuple(kinds), tuple(launch.options.items())), values
 
 
-def _each_described(looks: Iterable[str], arguments: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
+def _each_described(
+    looks: Iterable[str], arguments: tuple[Any, ...], memories: Memories | None
+) -> tuple[list[Any], list[Any]]:
     kinds: list[Any] = []
     values: list[Any] = []
     for look, value in zip(looks, arguments, strict=False):
@@ -120,15 +119,16 @@ def _each_described(looks: Iterable[str], arguments: tuple[Any, ...]) -> tuple[l
             kinds.append(None)
         elif kind is int:
             kinds.append(int if look == "type" else _kind_of_integer(value, look))
+        elif kind is Array:
+            kinds.append((value.dtype, value.is_aligned))
+            if memories is not None:
+                address = memories[value.memory].data_ptr()
+                values.append(address + value.offset * ITEMSIZES[value.dtype] if value.offset else address)
+            continue
         elif kind is float:
             kinds.append(float)
-        elif isinstance(value, Tensor):
-            address = value.data_ptr()
-            kinds.append((value.dtype, address % 16 == 0))
-            values.append(address)
-            continue
         elif kind is tuple:
-            inner_kinds, inner_values = _each_described((look,) * len(value), value)
+            inner_kinds, inner_values = _each_described((look,) * len(value), value, memories)
             kinds.append(tuple(inner_kinds))
             values.append(tuple(inner_values))
             continue

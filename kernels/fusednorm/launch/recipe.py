@@ -2,11 +2,11 @@
 
 Plans depend on shapes, strides and types.  For tensors that differ only in their addresses they make the same
 launches, in which each argument is one of the tensors, a position in temporary memory, a workspace of the stream,
-or a constant; which of these is determined from the launches themselves.  If all launches declare how they depend
-on the number of rows (`Launch.by_rows`), that number may differ as well.
+or a constant.  If all launches declare how they depend on the number of rows (`Launch.by_rows`), that number may
+differ as well.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from operator import itemgetter, or_
@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fusednorm.arguments.arrays import ITEMSIZES, Array, Workspace
 from fusednorm.launch import prepared
 from fusednorm.launch.launch import Launch
-from fusednorm.launch.workspace import purpose_of, workspace_of
+from fusednorm.launch.memories import workspace_of
 
 Pick = Callable[[list[Any]], tuple[Any, ...]]
 """Selects some items of a list, in a fixed order."""
@@ -73,23 +74,18 @@ class Recipe:
     starts: tuple[Start, ...]
 
     @classmethod
-    def of(cls, launches: list[Launch], tensors: tuple[Tensor, ...]) -> "Recipe | None":
-        """The recipe of executed launches; None if an argument cannot be derived from the tensors.
+    def of(cls, launches: list[Launch], tensors: Mapping[str, Tensor]) -> "Recipe | None":
+        """The recipe of executed launches; None if there is none for tensors at multiples of 16 bytes.
 
         Args:
-            tensors: the tensors for which the launches were planned; the launches run on the first one's device.
+            tensors: the inputs and results by name; the launches run on the first one's device.
         """
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        # If one tensor is two arguments, launches do not show which of them they use; next time they may differ.
-        if len(set(addresses)) != len(addresses):
+        if any(tensor.data_ptr() % 16 for tensor in tensors.values()):
             return None
-        if any(address % 16 for address in addresses):
-            return None
-        device, index = tensors[0].device, tensors[0].get_device()
-        kernels = [prepared.find(launch.kernel, launch.arguments, launch.options, index) for launch in launches]
-        own = _Own.of(launches, tensors)
-        if own is None:
-            return None
+        x = next(iter(tensors.values()))
+        device, index = x.device, x.get_device()
+        kernels = [prepared.find(launch, index) for launch in launches]
+        own = _Own.of(launches)
         table = _Table(tensors, own, launches)
         starts = []
         for launch, kernel in zip(launches, kernels, strict=True):
@@ -102,9 +98,9 @@ class Recipe:
             device=device,
             index=index,
             words=own.nbytes // 4,
-            empty=tensors[0].new_empty(0, dtype=torch.float32),
+            empty=x.new_empty(0, dtype=torch.float32),
             offsets=tuple(own.parts.values()),
-            workspaces=tuple(own.workspaces.values()),
+            workspaces=tuple(own.workspaces),
             rules=tuple(table.rules),
             first_value=table.first_value,
             values=table.values,
@@ -154,46 +150,38 @@ class _Own:
     """Memory of launches besides the tensors for which they were planned.
 
     Attributes:
-        parts: offsets of floating-point tensors in one allocation of `nbytes` bytes, by their addresses.
-        workspaces: words and purpose of the stream's workspaces, by their addresses.
+        parts: offsets in bytes of arrays in one allocation of `nbytes` bytes, by their workspace and offset there.
+        workspaces: words and purpose of the stream's workspaces.
     """
 
-    parts: dict[int, int]
-    workspaces: dict[int, tuple[int, str]]
+    parts: dict[tuple[Workspace, int], int]
+    workspaces: dict[tuple[int, str], None]
     nbytes: int
 
     @classmethod
-    def of(cls, launches: list[Launch], others: Iterable[Tensor]) -> "_Own | None":
-        """The launches' memory besides `others`; None if a tensor is neither a destination nor a workspace."""
-        theirs, memory_of_others = (
-            {tensor.data_ptr() for tensor in others},
-            {_memory(tensor)[0] for tensor in others},
-        )
-        own, starts = cls({}, {}, 0), {}
-        for tensor in _tensors(argument for launch in launches for argument in launch.arguments):
-            if tensor.data_ptr() in theirs:
+    def of(cls, launches: list[Launch]) -> "_Own":
+        """The memory of the launches."""
+        own, starts = cls({}, {}, 0), dict[Workspace, int]()
+        for array in _arrays(argument for launch in launches for argument in launch.arguments):
+            memory = array.memory
+            if isinstance(memory, str):
                 continue
-            memory, nbytes = _memory(tensor)
-            if memory in memory_of_others or memory % 16:
-                return None
-            purpose = purpose_of(tensor)
-            if purpose is not None:
-                own.workspaces[tensor.data_ptr()] = tensor.numel(), purpose
-            elif not tensor.dtype.is_floating_point:
-                return None
-            else:
-                if memory not in starts:
-                    starts[memory] = own.nbytes
-                    own.nbytes += -(-nbytes // _ALIGNED) * _ALIGNED
-                own.parts[tensor.data_ptr()] = starts[memory] + tensor.data_ptr() - memory
+            if memory.purpose is not None:
+                own.workspaces[memory.count, memory.purpose] = None
+                continue
+            size = ITEMSIZES[memory.dtype]
+            if memory not in starts:
+                starts[memory] = own.nbytes
+                own.nbytes += -(-memory.count * size // _ALIGNED) * _ALIGNED
+            own.parts[memory, array.offset] = starts[memory] + array.offset * size
         return own
 
 
 class _Table:
     """The positions of parameters in the list from which launches select them."""
 
-    def __init__(self, tensors: tuple[Tensor, ...], own: _Own, launches: list[Launch]) -> None:
-        addresses = (*(tensor.data_ptr() for tensor in tensors), *own.parts, *own.workspaces)
+    def __init__(self, tensors: Iterable[str], own: _Own, launches: list[Launch]) -> None:
+        addresses: tuple[Hashable, ...] = (*tensors, *own.parts, *own.workspaces)
         self._addresses = {address: place for place, address in enumerate(addresses)}
         self._rows = len(addresses)
         self.rules = _rules(launches)
@@ -232,8 +220,8 @@ class _Table:
         return tuple(places)
 
     def _argument(self, argument: Any) -> int:
-        if isinstance(argument, Tensor):
-            return self._addresses[argument.data_ptr()]
+        if type(argument) is Array:
+            return self._addresses[_address_of(argument)]
         if type(argument) is tuple:
             # Tuples are at the end of the list.
             return self._tuples[tuple(map(self._argument, argument))] - len(self._tuples)
@@ -256,15 +244,17 @@ def _pick(places: tuple[int, ...]) -> Pick:
     return itemgetter(*places)
 
 
-def _tensors(arguments: Iterable[Any]) -> Iterator[Tensor]:
+def _address_of(array: Array) -> Hashable:
+    """The key of an array's address in the table."""
+    memory = array.memory
+    if isinstance(memory, str):
+        return memory
+    return (memory, array.offset) if memory.purpose is None else (memory.count, memory.purpose)
+
+
+def _arrays(arguments: Iterable[Any]) -> Iterator[Array]:
     for argument in arguments:
-        if isinstance(argument, Tensor):
+        if type(argument) is Array:
             yield argument
         elif type(argument) is tuple:
-            yield from _tensors(argument)
-
-
-def _memory(tensor: Tensor) -> tuple[int, int]:
-    """Address and size in bytes of a tensor's storage."""
-    storage = tensor.untyped_storage()
-    return storage.data_ptr(), storage.nbytes()
+            yield from _arrays(argument)

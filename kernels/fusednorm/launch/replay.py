@@ -8,7 +8,7 @@ the launches.
 If the launches declare how they depend on the number of rows, calls with any number of rows are of one kind.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Generic
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.arguments.inputs import Role
-from fusednorm.arguments.outputs import Output, Outputs, Result
+from fusednorm.arguments.outputs import Output, Outputs
 from fusednorm.launch import prepared
 from fusednorm.launch.kinds import Inputs, Options, kind_of, kind_of_any_rows
 from fusednorm.launch.launch import Launch
@@ -26,6 +26,8 @@ from fusednorm.launch.recipe import Recipe
 from fusednorm.policy.batch_invariance import is_batch_invariant
 from fusednorm.policy.waiting import may_wait
 from fusednorm.results import Backward, Forward
+from fusednorm.tensors.arrays import TORCH_DTYPES
+from fusednorm.tensors.outputs import Result, fits
 
 MAX_KINDS = 4096
 """The most kinds of calls that are kept; the oldest is dropped, and learnt again at its next call."""
@@ -61,7 +63,7 @@ class _Replay:
         for new, output, given in zip(self.results, self.outputs, out, strict=True):
             if given is None:
                 results.append(None if new is None else new(x, shape, leading))
-            elif output is not None and output.fits(given, x):
+            elif output is not None and fits(output, given, x):
                 results.append(given)
             else:
                 return None
@@ -218,29 +220,36 @@ class Pass(Generic[Result]):
         return result
 
     def learn(
-        self, launches: list[Launch], outputs: Outputs, result: Result, inputs: Inputs, options: Options
+        self,
+        launches: list[Launch],
+        outputs: Outputs,
+        tensors: Mapping[str, Tensor],
+        inputs: Inputs,
+        options: Options,
     ) -> None:
-        """Store the data that `again` needs, from a call that was checked, planned and has just been launched."""
+        """Store the data that `again` needs, from a call that was checked, planned and has just been launched.
+
+        Args:
+            tensors: inputs and results by name, in the order of the pass.
+        """
         same = dict(_repeated(outputs))
         own = tuple(None if place in same else output for place, output in enumerate(outputs))
-        results: Any = zip(own, result, strict=True)
-        tensors = [tensor for tensor in inputs if tensor is not None]
-        tensors += [tensor for output, tensor in results if output is not None]
-        recipe = Recipe.of(launches, tuple(tensors))
+        recipe = Recipe.of(launches, tensors)
         if recipe is None:
             return
+        x: Any = inputs[0]
         if _load is not None:
             _look(may_build=False)
         of_any_rows = kind_of_any_rows(self, self.roles, inputs, options)
         follows = of_any_rows is not None and bool(recipe.rules)
-        new = tuple(None if output is None else _allocation(output, tensors[0], follows) for output in own)
+        new = tuple(None if output is None else _allocation(output, x, follows) for output in own)
         replay = _Replay(new, own, tuple(same.items()), recipe)
         if of_any_rows is not None:
             _keep(of_any_rows, replay if follows else None)
         if not follows:
             _keep(kind_of(self, inputs, options), replay)
         if _extension is not None:
-            told = described(recipe, outputs, tensors[0], follows)
+            told = described(recipe, outputs, x, follows)
             if told is not None:
                 _extension.learn(self.number, policy(), options, inputs, *told)
 
@@ -272,10 +281,11 @@ def _repeated(outputs: Outputs) -> Iterator[tuple[int, int]]:
 
 def _allocation(output: Output, x: Tensor, any_rows: bool) -> Allocate:
     """The function that allocates a result for an x like this one; with `any_rows`, for any number of rows."""
+    dtype = TORCH_DTYPES[output.dtype]
     if output.as_x and not x.is_contiguous():
-        return lambda x, *_: torch.empty_like(x, dtype=output.dtype)
+        return lambda x, *_: torch.empty_like(x, dtype=dtype)
     # Sizes are passed one by one, if there are any: torch reads a tuple of them several times slower.
-    new = x.new_empty(0, dtype=output.dtype).new_empty
+    new = x.new_empty(0, dtype=dtype).new_empty
     if output.shape is None and any_rows:
         if not output.axes_less:
             return lambda x, shape, leading: new(*shape)

@@ -1,26 +1,33 @@
 """Execution of launches on a device."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
+from torch import Tensor
 
 from fusednorm.launch import absent, prepared
 from fusednorm.launch.launch import Launch
+from fusednorm.launch.memories import Memories
 
 
-def run(device: torch.device, launches: Iterable[Launch]) -> None:
-    """Launch in order on the device's current stream; for an absent GPU, record the launches."""
+def run(device: torch.device, launches: Iterable[Launch], tensors: Mapping[str, Tensor]) -> None:
+    """Launch in order on the device's current stream; for an absent GPU, record the launches.
+
+    Args:
+        tensors: the call's inputs and results by name.
+    """
     if device.type == "meta":
         absent.note(launches)
         return
+    memories = Memories(device, tensors)
     index = device.index if device.type == "cuda" else -1
     if index < 0 or index == torch.cuda.current_device():
-        _start(launches, index)
+        _start(launches, memories, index)
     else:
         with torch.cuda.device(index):
-            _start(launches, index)
+            _start(launches, memories, index)
 
 
-def _start(launches: Iterable[Launch], index: int) -> None:
+def _start(launches: Iterable[Launch], memories: Memories, index: int) -> None:
     for launch in launches:
-        prepared.start(launch.kernel, launch.grid, launch.arguments, launch.options, index)
+        prepared.start(launch, memories, index)

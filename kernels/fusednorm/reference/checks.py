@@ -6,8 +6,9 @@ Nothing is broadcast and integers are not converted, so that calls which the ker
 import torch
 from torch import Tensor
 
-from fusednorm.arguments.checks import FLOAT8, FLOAT_DTYPES, check_shape
+from fusednorm.arguments.checks import check_shape
 from fusednorm.errors import KernelInputError
+from fusednorm.tensors.arrays import FLOAT8, FLOAT_DTYPES
 
 DTYPES = (*FLOAT_DTYPES, torch.float64)
 PRECISIONS = (torch.float32, torch.float64)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from fusednorm.arguments.checks import FLOAT8
+from fusednorm.tensors.arrays import FLOAT8
 
 LARGEST = torch.finfo(FLOAT8).max
 SMALLEST_SCALE = 2.0**-126

@@ -24,21 +24,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fusednorm.arguments.activations import ActivationName
 from fusednorm.arguments.checks import (
-    FLOAT8,
-    activation_of,
+    ActivationName,
     check_groups,
     check_weight_offset,
     has_heads,
 )
-from fusednorm.arguments.layouts import is_channels_last, laid_out
 from fusednorm.arguments.options import NormOptions
 from fusednorm.errors import KernelInputError
 from fusednorm.reference.checks import check_companion, check_float, check_precision, check_results
 from fusednorm.reference.dropout import dropout_mask
 from fusednorm.reference.float8 import quantised_rows
 from fusednorm.results import Backward, Forward
+from fusednorm.tensors.activations import activation_of
+from fusednorm.tensors.arrays import FLOAT8
+from fusednorm.tensors.layouts import is_channels_last, laid_out
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def layer_norm_forward(
         eps: added to the variance; at least 0 and finite.
         weight_offset: 0 or 1.
         residual: in x's shape, any of these dtypes.
-        activation: one of `activations.ACTIVATIONS`.
+        activation: one of `checks.ACTIVATIONS`.
         dropout: probability of a zero, in [0, 1).
         seed: int64, required with dropout.
         out_dtype: y's dtype, any of these or float8_e4m3fn; x's when None.

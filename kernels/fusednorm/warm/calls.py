@@ -9,7 +9,7 @@ import torch
 
 import fusednorm
 from fusednorm.devices.device import Gpu
-from fusednorm.launch.absent import launches_for
+from fusednorm.launch.absent import bind_to_nothing, launches_for
 from fusednorm.launch.inspection import specialise
 from fusednorm.launch.keys import settle
 from fusednorm.launch.launch import Launch
@@ -83,4 +83,4 @@ def warm(launch: Launch) -> Any:
     """Compile the kernel of a launch for the current device of Triton's driver; returns the compiled kernel."""
     options = {"enable_fp_fusion": True, **launch.options}
     settle(launch.kernel)
-    return launch.kernel.warmup(*launch.arguments, grid=launch.grid, **options)
+    return launch.kernel.warmup(*bind_to_nothing(launch.arguments), grid=launch.grid, **options)

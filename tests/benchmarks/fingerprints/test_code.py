@@ -42,13 +42,14 @@ import torch
 from benchmarks.fingerprints.workers import code_line, ir_hash
 from fusednorm.launch.inspection import specialise
 from fusednorm.launch.launch import Launch
+from fusednorm.tensors.arrays import describe
 
 specialisations = []
 for path, kernel, block in json.loads(sys.argv[1]):
     found = importlib.util.spec_from_file_location(f"module_of_{kernel}", path)
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
-    x, y = torch.empty(2, 100, device="meta")
+    x, y = (describe(name, torch.empty(100, device="meta")) for name in ("x", "y"))
     launch = Launch(getattr(module, kernel), (1,), (x, y, 100), {block: 128, "num_warps": 2})
     specialisations.append(specialise(launch))
 lines = [(ir_hash(each), *code_line(each, {}).split()) for each in specialisations]

@@ -1,6 +1,7 @@
 from types import SimpleNamespace
 
 import torch
+from fusednorm.arguments.arrays import new_workspace
 from fusednorm.launch.launch import Launch
 
 from benchmarks.fingerprints.cases import Case, Planned, Tensors
@@ -12,8 +13,9 @@ def launch_of(name, parameter, block=128, rows=3, swapped=False, case="a case"):
     tensors = Tensors()
     x, y = (tensors.new(role, (rows, 8), torch.float32) for role in ("x", "y"))
     kernel = SimpleNamespace(fn=SimpleNamespace(__name__=name), arg_names=["x", "y", "w", "rows", parameter])
+    x, y = map(tensors.describe, (x, y))
     both = (y, x) if swapped else (x, y)
-    work = torch.empty(5, device="meta")
+    work = new_workspace(x, 5)
     launch = Launch(kernel, (rows,), (*both, work, rows), {parameter: block, "num_warps": 2})
     return Planned(Case(case, lambda _: []), [launch], tensors)
 

@@ -9,9 +9,9 @@ CELLS = [cell for cell in cells() if cell.form != CHOSEN]
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: f"{cell.name} {cell.form}")
 def test_a_form_is_planned_as_it_is_named(cell):
-    launches, x, y = plan(cell, "meta")
+    launches, tensors = plan(cell, "meta")
     names = [step.kernel.__name__ for step in launches]
-    assert x.shape == y.shape == cell.shape
+    assert tensors["x"].shape == tensors["y"].shape == cell.shape
     if cell.form == "split":
         parts = "columns" if cell.channels_last else "split"
         assert all(parts in name or "reduce" in name for name in names)

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from fusednorm.arguments.activations import ACTIVATIONS
+from fusednorm.arguments.checks import ACTIVATIONS
 
 from benchmarks.workload.variants import VARIANTS
 

@@ -4,7 +4,7 @@ import fusednorm
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from fusednorm.arguments.activations import ACTIVATIONS
+from fusednorm.arguments.checks import ACTIVATIONS
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

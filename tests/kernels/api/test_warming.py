@@ -3,6 +3,7 @@
 import fusednorm
 import pytest
 import torch
+from fusednorm.arguments.arrays import Array
 from fusednorm.launch import prepared, replay
 
 DTYPE = torch.bfloat16
@@ -15,13 +16,13 @@ class Notes:
         self.kinds = set()
         start = prepared.start
 
-        def note(kernel, grid, arguments, options, device):
-            kinds = tuple(a.dtype if isinstance(a, torch.Tensor) else type(a) for a in arguments)
-            kind = kernel.fn, kinds, tuple(options.items())
+        def note(launch, memories, device):
+            kinds = tuple(a.dtype if isinstance(a, Array) else type(a) for a in launch.arguments)
+            kind = launch.kernel.fn, kinds, tuple(launch.options.items())
             # Once of each kind: nobody looks at results, and interpreted kernels are slow.
             if kind not in self.kinds:
                 self.kinds.add(kind)
-                start(kernel, grid, arguments, options, device)
+                start(launch, memories, device)
 
         monkeypatch.setattr(prepared, "start", note)
 

@@ -14,7 +14,7 @@ from fusednorm import (
     reference,
 )
 from fusednorm.api import autograd
-from fusednorm.arguments.activations import ACTIVATIONS
+from fusednorm.arguments.checks import ACTIVATIONS
 from fusednorm.devices.device import INTERPRETED
 from fusednorm.reference import chain as reference_chain
 

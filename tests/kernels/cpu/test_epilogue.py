@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from fusednorm.arguments.activations import ACTIVATIONS
+from fusednorm.arguments.checks import ACTIVATIONS
 from fusednorm.cpu import epilogue
+from fusednorm.tensors.activations import activation_of
 
 NAMES = sorted(set(ACTIVATIONS) - {"none"})
 
@@ -39,8 +40,8 @@ def test_values_are_those_of_the_formulas(name):
     z, dy = torch.randn(2, 3, 5, 7, 9, dtype=torch.float64)
     z, dy = (tensor.contiguous(memory_format=torch.channels_last) for tensor in (z, dy))
     activated, gradient = computed(name, z, dy)
-    torch.testing.assert_close(activated, ACTIVATIONS[name].apply(z))
-    torch.testing.assert_close(gradient, dy * ACTIVATIONS[name].derivative(z))
+    torch.testing.assert_close(activated, activation_of(name).apply(z))
+    torch.testing.assert_close(gradient, dy * activation_of(name).derivative(z))
 
 
 def test_without_an_activation_nothing_is_computed():

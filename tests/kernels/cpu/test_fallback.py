@@ -6,8 +6,8 @@ import fusednorm
 import pytest
 import torch
 from fusednorm import cpu, reference
-from fusednorm.arguments.checks import FLOAT_DTYPES
 from fusednorm.cpu import fallback
+from fusednorm.tensors.arrays import FLOAT_DTYPES
 
 from tests.kernels.cpu.calls import OPS, of_rows
 

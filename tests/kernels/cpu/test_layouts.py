@@ -6,7 +6,7 @@ from itertools import permutations
 import fusednorm
 import pytest
 import torch
-from fusednorm.arguments.layouts import in_layout
+from fusednorm.tensors.layouts import in_layout
 from torch import nn
 
 from tests.kernels.cpu.calls import of_rows

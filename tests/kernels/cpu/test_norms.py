@@ -4,7 +4,7 @@ import fusednorm
 import pytest
 import torch
 from fusednorm import cpu
-from fusednorm.arguments.activations import ACTIVATIONS
+from fusednorm.arguments.checks import ACTIVATIONS
 from fusednorm.cpu import batch_invariant
 from torch import Tensor
 

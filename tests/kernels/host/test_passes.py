@@ -7,7 +7,6 @@ from fusednorm.api import autograd
 from fusednorm.devices.device import INTERPRETED
 from fusednorm.launch import native
 from fusednorm.launch.native import set_up
-from fusednorm.launch.workspace import purpose_of
 from fusednorm.policy import batch_invariance, waiting
 from fusednorm.results import Backward, Forward
 
@@ -56,7 +55,7 @@ def test_launches_over_rows_are_the_planned_ones(waits, cols, pass_, natively, p
         assert not plans
         result = result if isinstance(result, Forward | Backward) else Forward(*result)
         planned_into(result, lambda o=operands: o.call(pass_), monkeypatch)
-        compare(natively.launched, *plans, addresses(*operands.tensors, *result), natively.workspaces, purpose_of)
+        compare(natively.launched, *plans, addresses(*operands.tensors, *result), natively.workspaces)
 
 
 def test_a_call_while_workspaces_are_made_is_another_call(natively, plans, monkeypatch):
@@ -83,7 +82,6 @@ def test_a_call_while_workspaces_are_made_is_another_call(natively, plans, monke
         *plans,
         addresses(*operands.tensors, *result),
         natively.workspaces,
-        purpose_of,
     )
 
 

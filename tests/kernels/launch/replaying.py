@@ -2,12 +2,17 @@
 
 import ctypes
 import struct
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
+from fusednorm.arguments.arrays import Array, Workspace
 from fusednorm.launch import prepared, replay
 from fusednorm.launch.driver import Launcher
+from fusednorm.launch.memories import Memories
+from fusednorm.tensors.arrays import TORCH_DTYPES
+from torch.utils.weak import WeakIdKeyDictionary
 
 HEAD = (11, (4, 1, 0), None)
 
@@ -28,7 +33,8 @@ class Replaying:
         self.runs = False
         self.compiled = []
 
-    def find(self, kernel, arguments, options, device):
+    def find(self, launch, device):
+        kernel, arguments, options = launch.kernel, launch.arguments, launch.options
         constants = tuple(options[name] for name in kernel.arg_names[len(arguments) :])
 
         def call(x, y, z, stream, *rest):
@@ -71,7 +77,7 @@ def compiled_of(function, arguments, constants):
             return tuple(map(kind, argument))
         if argument is None:
             return "constexpr"
-        if isinstance(argument, torch.Tensor):
+        if isinstance(argument, Array):
             return "*fp32"
         return "fp32" if isinstance(argument, float) else "i64"
 
@@ -103,13 +109,13 @@ def parameter_of(values, example):
 
 
 def pointed(value, example):
-    """A parameter as the interpreter takes it: a tensor at that address where the example is one."""
+    """A parameter as the interpreter takes it: a tensor at that address where the example is an array."""
     if isinstance(example, tuple):
         return tuple(map(pointed, value, example))
-    if not isinstance(example, torch.Tensor):
+    if not isinstance(example, Array):
         return value
     memory = (ctypes.c_char * example.element_size()).from_address(value)
-    return torch.frombuffer(memory, dtype=example.dtype)
+    return torch.frombuffer(memory, dtype=TORCH_DTYPES[example.dtype])
 
 
 def flat(values):
@@ -127,11 +133,27 @@ def drive(monkeypatch):
 
 
 def note_plans(monkeypatch, *passes):
-    """The plans of the calls of modules that go the long way, as they come; none is launched."""
+    """The plans of the calls of modules that go the long way, as they come, with tensors; none is launched."""
     made = []
+
+    def note(device, launches, tensors):
+        memories = Memories(device, tensors)
+        made.append([replace(launch, arguments=memories.bind(launch.arguments)) for launch in launches])
+        for memory, tensor in memories.items():
+            if isinstance(memory, Workspace) and memory.purpose is not None:
+                _PURPOSES[tensor] = memory.purpose
+
     for module in passes:
-        monkeypatch.setattr(module, "run", lambda device, launches: made.append(launches))
+        monkeypatch.setattr(module, "run", note)
     return made
+
+
+_PURPOSES = WeakIdKeyDictionary()
+
+
+def purpose_of(tensor):
+    """The purpose of a workspace of a plan; None for a tensor that is not a workspace."""
+    return _PURPOSES.get(tensor)
 
 
 def note_workspaces(monkeypatch, asked="fusednorm.launch.recipe.workspace_of", stream=69):
@@ -151,13 +173,12 @@ def addresses(*tensors):
     return [tensor.data_ptr() for tensor in flat(tensors) if tensor is not None]
 
 
-def compare(launched, plan, of_call, workspaces, purpose_of):
+def compare(launched, plan, of_call, workspaces):
     """What was launched against a plan of the same call, whose own memory and workspaces are other ones.
 
     Args:
         of_call: addresses of the call's tensors and results.
         workspaces: those that were asked for again, with their purposes.
-        purpose_of: that of a workspace in the plan, None of any other tensor.
     """
     assert [again.kernel for again in launched] == [launch.kernel for launch in plan]
     moved = {}

@@ -5,6 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fusednorm.launch import prepared
+from fusednorm.launch.launch import Launch
+from fusednorm.launch.memories import Memories
+from fusednorm.tensors.arrays import describe
 from triton import knobs
 from triton.compiler import CompiledKernel
 
@@ -54,9 +57,26 @@ class Kernel:
 
         return launch
 
-    def start(self, grid=(3,), device=2, options=OPTIONS, **changed):
+    def launch(self, grid=(3,), options=OPTIONS, **changed):
         arguments = {"x": FLOATS, "pair": (FLOATS, None), "rows": 7, "width": 5, "value": 3, "eps": 1e-5} | changed
-        prepared.start(self, grid, tuple(arguments.values()), options, device)
+        tensors = {}
+        return Launch(
+            self, grid, tuple(described(value, tensors) for value in arguments.values()), options
+        ), tensors
+
+    def start(self, device=2, **changed):
+        launch, tensors = self.launch(**changed)
+        prepared.start(launch, Memories(FLOATS.device, tensors), device)
+
+
+def described(value, tensors):
+    if isinstance(value, tuple):
+        return tuple(described(item, tensors) for item in value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    name = str(len(tensors))
+    tensors[name] = value
+    return describe(name, value)
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +104,7 @@ def test_the_second_launch_hands_every_parameter_to_the_driver_in_order():
 @pytest.mark.parametrize(
     "changed",
     [
-        {"x": FLOATS.double()},
+        {"x": FLOATS.half()},
         {"x": FLOATS[1:]},
         {"x": None},
         {"pair": (None, FLOATS)},
@@ -169,13 +189,13 @@ def test_the_interpreter_launches_everything_itself(monkeypatch):
     kernel.start()
     kernel.start()
     assert len(kernel.asked) == 2
-    assert prepared.find(kernel, (FLOATS,), OPTIONS, 2) is None
+    assert prepared.find(kernel.launch()[0], 2) is None
 
 
 def test_a_kernel_is_found_where_it_was_launched():
     kernel = Kernel()
-    arguments = (FLOATS, (FLOATS, None), 7, 5, 3, 1e-5)
-    assert prepared.find(kernel, arguments, OPTIONS, 2) is None
+    launch, _ = kernel.launch()
+    assert prepared.find(launch, 2) is None
     kernel.start()
-    assert prepared.find(kernel, arguments, OPTIONS, 2).kernel is kernel.compiled[0]
-    assert prepared.find(kernel, arguments, OPTIONS, 1) is None
+    assert prepared.find(launch, 2).kernel is kernel.compiled[0]
+    assert prepared.find(launch, 1) is None

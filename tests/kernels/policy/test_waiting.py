@@ -15,6 +15,8 @@ from fusednorm.ops.layer_norm.choice import plan_forward as plan_row_forward
 from fusednorm.policy import waiting
 from fusednorm.results import Backward, Forward
 
+from tests.kernels.harness.arrays import make
+
 
 @pytest.fixture
 def allow(monkeypatch):
@@ -34,18 +36,18 @@ def group_launches(last):
     sample, w = Sample(32, x.shape[1] // 32, x[0, 0].numel(), last), empty(x.shape[1])
     saved = torch.empty(2, 32, device="meta")
     given = {"x": x, "sample": sample, "affine": Affine(w, w), "options": NormOptions("group_norm", 32)}
-    yield from plan_group_forward(group_call.ForwardCall(**given, out=Forward(x)))
+    yield from plan_group_forward(make(group_call.ForwardCall, **given, out=Forward(x)))
     out = Backward(x, w, w)
-    yield from plan_group_backward(group_call.BackwardCall(dy=x, **given, mean=saved, rstd=saved, out=out))
+    yield from plan_group_backward(make(group_call.BackwardCall, dy=x, **given, mean=saved, rstd=saved, out=out))
 
 
 def row_launches():
     """Both passes over rows that one program does not hold."""
     x, w = empty(16, 1 << 17), empty(1 << 17)
     given = {"x": x, "weight": w, "bias": w, "options": NormOptions("layer_norm")}
-    yield from plan_row_forward(ForwardCall(**given, out=Forward(x)))
+    yield from plan_row_forward(make(ForwardCall, **given, out=Forward(x)))
     saved = torch.empty(16, device="meta")
-    yield from plan_row_backward(BackwardCall(dy=x, **given, mean=saved, rstd=saved, out=Backward(x, w, w)))
+    yield from plan_row_backward(make(BackwardCall, dy=x, **given, mean=saved, rstd=saved, out=Backward(x, w, w)))
 
 
 @pytest.mark.parametrize("launches", [lambda: group_launches(False), lambda: group_launches(True), row_launches])

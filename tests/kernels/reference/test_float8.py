@@ -3,8 +3,8 @@
 import pytest
 import torch
 from fusednorm import reference
-from fusednorm.arguments.checks import FLOAT8
 from fusednorm.reference.float8 import quantised_rows
+from fusednorm.tensors.arrays import FLOAT8
 
 NUMBERS = torch.arange(256, dtype=torch.uint8).view(FLOAT8).double()
 NUMBERS = NUMBERS[torch.isfinite(NUMBERS)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from fusednorm import reference
-from fusednorm.arguments.activations import ACTIVATIONS
+from fusednorm.arguments.checks import ACTIVATIONS
 from fusednorm.errors import KernelInputError, UnsupportedShapeError
 from fusednorm.reference.dropout import dropout_mask, philox_words
 from torch import Tensor

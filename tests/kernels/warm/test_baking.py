@@ -23,9 +23,12 @@ print(json.dumps([code, said.getvalue().splitlines()]))
 # A driver as that of a GPU, but for the GPU; launches are taken for launched.
 LAUNCH = """
 import json, sys
+from dataclasses import replace
 from types import SimpleNamespace
 from fusednorm.devices.device import H200
 from fusednorm.launch import prepared
+from fusednorm.launch.absent import bind_to_nothing
+from fusednorm.launch.memories import Memories
 from fusednorm.warm.calls import launches
 from fusednorm.warm.driver import AbsentDriver
 from triton import knobs
@@ -50,7 +53,7 @@ driver.set_active(Driver([H200]))
 hits = []
 knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
 launch = launches(H200, int(sys.argv[1]), True)[0]
-prepared.start(launch.kernel, launch.grid, launch.arguments, launch.options, 0)
+prepared.start(replace(launch, arguments=bind_to_nothing(launch.arguments)), Memories(None, {}), 0)
 print(json.dumps([hits, len(launched)]))
 """
 

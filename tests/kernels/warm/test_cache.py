@@ -9,11 +9,12 @@ from fusednorm.launch.inspection import inspect
 from fusednorm.ops.layer_norm.chain import ChainCall
 from fusednorm.ops.layer_norm.choice import plan_chain
 from triton import knobs
+from tests.kernels.harness.arrays import make
 
 hits = []
 knobs.compilation.listener = lambda *, cache_hit, **about: hits.append(cache_hit)
 x, w = (torch.empty(shape, device="meta") for shape in ((64, 256), (256,)))
-(launch,) = plan_chain(ChainCall(x, (w, w), (w, w), 1e-5, x))
+(launch,) = plan_chain(make(ChainCall, x, (w, w), (w, w), 1e-5, x))
 inspect(launch)
 print(json.dumps(hits))
 """

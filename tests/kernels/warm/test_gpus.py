@@ -6,8 +6,9 @@ from pathlib import Path
 import fusednorm
 import pytest
 import torch
-from fusednorm.devices.device import H200, multiprocessor_count, since_hopper, stand_in, stands_in
+from fusednorm.devices.device import H200
 from fusednorm.devices.gpus import GPUS, of_architectures
+from fusednorm.tensors.devices import describe_device, stand_in, stands_in
 
 META = torch.device("meta")
 
@@ -23,15 +24,13 @@ def test_an_absent_gpu_answers_what_a_present_one_is_asked(standing_in):
         standing_in(gpu)
         assert stands_in(META)
         assert not stands_in(torch.device("cpu"))
-        assert multiprocessor_count(META) == gpu.multiprocessors
-        assert since_hopper(META) == (gpu.arch >= 90)
+        assert describe_device(META) == gpu
 
 
 def test_meta_is_an_h200_to_inspect(standing_in):
     standing_in(GPUS[0])
     standing_in(None)
-    assert multiprocessor_count(META) == H200.multiprocessors
-    assert since_hopper(META)
+    assert describe_device(META) == H200
 
 
 def test_models_are_told_apart():
@@ -50,7 +49,7 @@ def test_nothing_else_is_asked_of_a_device():
             if isinstance(node, ast.Attribute) and "get_device_properties" in ast.dump(node.value):
                 asked.add((path.name, node.attr))
     assert asked == {
-        ("device.py", "get_device_properties"),
-        ("device.py", "multi_processor_count"),
-        ("device.py", "get_device_capability"),
+        ("devices.py", "get_device_properties"),
+        ("devices.py", "multi_processor_count"),
+        ("devices.py", "get_device_capability"),
     }

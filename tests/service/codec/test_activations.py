@@ -1,4 +1,4 @@
-from fusednorm.arguments import activations as of_library
+from fusednorm.arguments import checks as of_library
 from normserve.codec.activations import ACTIVATIONS
 
 

@@ -15,8 +15,8 @@ from torch.compiler import is_compiling
 from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fusednorm.arguments.checks import FLOAT_DTYPES
 from fusednorm.errors import KernelInputError
+from fusednorm.tensors.arrays import FLOAT_DTYPES
 
 
 class PatchedForward:

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from fusednorm.api.autocast import AUTOCASTS_RMS_NORM
-from fusednorm.arguments.checks import FLOAT_DTYPES
+from fusednorm.tensors.arrays import FLOAT_DTYPES
 
 _SEED = 7
 _TOLERANCES = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (2**-6, 2**-6)}

@@ -18,8 +18,9 @@ from fusednorm.api.patching.probe import (
     layer_norm_formula,
     rms_norm_formula,
 )
-from fusednorm.arguments.checks import FLOAT_DTYPES, MAX_COLS, checked_eps
+from fusednorm.arguments.checks import MAX_COLS, checked_eps
 from fusednorm.errors import KernelInputError
+from fusednorm.tensors.arrays import FLOAT_DTYPES
 
 _EPS_NAMES = ("variance_epsilon", "eps")
 _PLAIN = (bool, int, float, str, tuple, list, torch.dtype, torch.device, type(None))

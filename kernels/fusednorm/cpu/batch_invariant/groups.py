@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fusednorm.arguments.layouts import is_channels_last
 from fusednorm.cpu.dropout import Dropout, dropout_of
 from fusednorm.cpu.epilogue import backpropagate_epilogue, finish_
 from fusednorm.cpu.pieces import group_pieces, parts
 from fusednorm.cpu.taken import summed, wide
 from fusednorm.results import Backward, Forward
+from fusednorm.tensors.layouts import is_channels_last
 
 
 def group_norm_forward(

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
-from torch import Tensor
+
+from fusednorm.arguments.arrays import Array
 
 
 class Affine(NamedTuple):
@@ -19,10 +20,10 @@ class Affine(NamedTuple):
         scale, shift: [N, C], both with the same stride between samples.
     """
 
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-    scale: Tensor | None = None
-    shift: Tensor | None = None
+    weight: Array | None = None
+    bias: Array | None = None
+    scale: Array | None = None
+    shift: Array | None = None
 
     @property
     def stride(self) -> int:

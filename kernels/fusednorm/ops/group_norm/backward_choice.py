@@ -55,7 +55,7 @@ def idle_share(
 
 
 def plan_backward(call: BackwardCall, config: BackwardConfig | None = None) -> list[Launch]:
-    """The launches of a backward pass, workspaces allocated.
+    """The launches of a backward pass.
 
     `config` overrides the choice, for tests, benchmarks and compile checks.
     """

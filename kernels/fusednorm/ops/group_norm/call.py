@@ -4,8 +4,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, Self, TypeVar
 
-from torch import Tensor
-
+from fusednorm.arguments.arrays import Array
 from fusednorm.arguments.options import NormOptions
 from fusednorm.devices.device import multiprocessor_count, since_hopper
 from fusednorm.launch.launch import Launch, Resident, can_prefetch, has_lane_a_thread, registers_for
@@ -28,11 +27,11 @@ def derivative_gain(activation: str, itemsize: int) -> float:
 class Call:
     """The arguments that both passes have."""
 
-    x: Tensor
+    x: Array
     sample: Sample
     affine: Affine = NO_PARAMETERS
     options: NormOptions
-    residual: Tensor | None = None
+    residual: Array | None = None
 
     @property
     def n(self) -> int:
@@ -48,15 +47,15 @@ class Call:
 class ForwardCall(Call):
     """The checked arguments of one forward pass."""
 
-    out: Forward
+    out: Forward[Array]
 
     @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
+    def tensors(self) -> tuple[Array | None, ...]:
         """x, residual, the parameters of the affine step, and the outputs."""
         return self.x, self.residual, *self.affine, self.out.y, self.out.residual_out
 
     @property
-    def statistics(self) -> tuple[Tensor | None, ...]:
+    def statistics(self) -> tuple[Array | None, ...]:
         return self.out.mean, self.out.rstd
 
     @property
@@ -149,14 +148,14 @@ def _division(divisor: int) -> tuple[int, int, int]:
 class BackwardCall(Call):
     """The checked arguments of one backward pass."""
 
-    dy: Tensor
-    mean: Tensor | None = None
-    rstd: Tensor | None = None
-    dresidual_out: Tensor | None = None
-    out: Backward
+    dy: Array
+    mean: Array | None = None
+    rstd: Array | None = None
+    dresidual_out: Array | None = None
+    out: Backward[Array]
 
     @property
-    def inputs(self) -> tuple[Tensor | None, ...]:
+    def inputs(self) -> tuple[Array | None, ...]:
         return self.dy, self.x, self.residual
 
     @property
@@ -171,15 +170,15 @@ class BackwardCall(Call):
         return vector_width(self.x.element_size(), self.sample.hw)
 
     @property
-    def parameters(self) -> tuple[Tensor | None, ...]:
+    def parameters(self) -> tuple[Array | None, ...]:
         """`affine` as an argument of kernels."""
         return tuple(self.affine)
 
-    def parts(self, splits: int) -> tuple[Tensor, Tensor]:
+    def parts(self, splits: int) -> tuple[Array, Array]:
         """Memory for the sums of dz and of dz * x_hat, float32 [N * splits, C] each."""
         return pair(self.x, self.n * splits, self.sample.c)
 
-    def wanted_parts(self, splits: int) -> tuple[Tensor | None, Tensor | None]:
+    def wanted_parts(self, splits: int) -> tuple[Array | None, Array | None]:
         """`parts`, or (None, None) if no gradient is computed from them."""
         out = self.out
         if out.dweight is out.dbias is out.dscale is out.dshift is None:
@@ -202,7 +201,7 @@ class ForwardConfig(ABC):
 
     @abstractmethod
     def launches(self, call: ForwardCall) -> list[Launch]:
-        """What computes the pass, workspaces allocated."""
+        """What computes the pass."""
 
 
 class BackwardConfig(ABC):
@@ -215,7 +214,7 @@ class BackwardConfig(ABC):
 
     @abstractmethod
     def launches(self, call: BackwardCall) -> list[Launch]:
-        """What computes the pass, workspaces allocated."""
+        """What computes the pass."""
 
 
 class _Fewer(Resident, Protocol):

@@ -3,11 +3,10 @@
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from fusednorm.arguments.arrays import Array, workspace_like
 from fusednorm.arguments.layouts import in_layout
 from fusednorm.integers import cdiv
 from fusednorm.launch.launch import Launch
@@ -28,14 +27,14 @@ def copy_companions(call: AnyCall) -> tuple[AnyCall, list[Launch]]:
     copies: dict[str, Any] = {}
     launches = []
     for name in _COMPANIONS:
-        tensor: Tensor | None = getattr(call, name, None)
-        if tensor is not None and not in_layout(tensor, call.sample.channels_last):
-            copies[name] = torch.empty_like(call.x, dtype=tensor.dtype)
-            launches.append(_copy(tensor, copies[name], call.sample))
+        array: Array | None = getattr(call, name, None)
+        if array is not None and not in_layout(array, call.sample.channels_last):
+            copies[name] = workspace_like(call.x, array.dtype)
+            launches.append(_copy(array, copies[name], call.sample))
     return (replace(call, **copies) if copies else call), launches
 
 
-def _copy(source: Tensor, copy: Tensor, sample: Sample) -> Launch:
+def _copy(source: Array, copy: Array, sample: Sample) -> Launch:
     """The launch that copies a tensor in the other format than `sample` into its format."""
     rows, columns = (sample.c, sample.hw) if sample.channels_last else (sample.hw, sample.c)
     row_vec, column_vec = (vector_width(source.element_size(), size) for size in (rows, columns))

@@ -62,7 +62,7 @@ With 8 runs, one for each column, too few accesses would remain: such samples ar
 
 
 def plan_forward(call: ForwardCall, config: ForwardConfig | None = None) -> list[Launch]:
-    """The launches of a forward pass, workspaces allocated.
+    """The launches of a forward pass.
 
     `config` overrides the choice, for tests, benchmarks and compile checks.
     """

@@ -6,8 +6,8 @@ squared deviations from mean + rest.  A column is a channel or, if groups are co
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from fusednorm.arguments.arrays import Array
 from fusednorm.devices.device import since_hopper
 from fusednorm.integers import next_power_of_2
 from fusednorm.jit.early_start import await_previous, let_next_start
@@ -19,15 +19,15 @@ REDUCE_BLOCK, REDUCE_NUM_WARPS = 512, 4
 
 
 def moments_reduction(
-    parts: tuple[Tensor, Tensor, Tensor],
+    parts: tuple[Array, Array, Array],
     splits: int,
-    mean: Tensor,
-    rstd: Tensor,
+    mean: Array,
+    rstd: Array,
     eps: float,
     group_columns: int,
     split_length: int,
     column_length: int,
-    rest: Tensor | None = None,
+    rest: Array | None = None,
 ) -> Launch:
     """The launch that computes mean and rstd of every group from partial results of its columns.
 

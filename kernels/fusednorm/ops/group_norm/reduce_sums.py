@@ -7,8 +7,8 @@ previous kernel and ends after it, because later kernels rely on that order.
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from fusednorm.arguments.arrays import Array
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import await_previous, let_next_start
 from fusednorm.jit.reductions import sum_pair, total_pair
@@ -31,11 +31,11 @@ FEW_ROWS, SOME_ROWS = tl.constexpr(16), tl.constexpr(128)
 
 
 def group_reduction(
-    parts: tuple[Tensor, Tensor],
+    parts: tuple[Array, Array],
     affine: Affine,
     sample: Sample,
     splits: int,
-    sums: tuple[Tensor, Tensor],
+    sums: tuple[Array, Array],
     early: bool,
 ) -> Launch:
     """The launch that computes the two sums of each group, [N, groups], from those of channels, [N * splits, C].
@@ -58,9 +58,9 @@ def group_reduction(
 
 
 def parameter_reductions(
-    parts: tuple[Tensor | None, Tensor | None],
+    parts: tuple[Array | None, Array | None],
     affine: Affine,
-    out: Backward,
+    out: Backward[Array],
     splits: int,
     early: bool,
     *,

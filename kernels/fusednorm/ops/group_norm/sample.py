@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 from math import gcd
 
-import torch
-from torch import Tensor
-
+from fusednorm.arguments.arrays import Array, new_workspace
 from fusednorm.integers import next_power_of_2
 
 MAX_PARTS = 65536
@@ -73,19 +71,19 @@ def stays_in_l2(threads: int, tiles: int, programs: int) -> bool:
     return 2 * 16 * threads * tiles * programs <= L2_BYTES
 
 
-def empty_statistics(x: Tensor, sample: Sample) -> tuple[Tensor, Tensor]:
+def empty_statistics(x: Array, sample: Sample) -> tuple[Array, Array]:
     """Memory for two float32 values of each group, [N, groups]."""
     shape = (x.shape[0], sample.groups)
-    return x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.float32)
+    return new_workspace(x, *shape), new_workspace(x, *shape)
 
 
-def triple(like: Tensor, *shape: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for three adjacent float32 tensors of the given shape on the device of `like`: moments of parts."""
-    mean, rest, square = like.new_empty((3, *shape), dtype=torch.float32).unbind()
+def triple(like: Array, *shape: int) -> tuple[Array, Array, Array]:
+    """Memory for three adjacent float32 arrays of the given shape on the device of `like`: moments of parts."""
+    mean, rest, square = new_workspace(like, 3, *shape).unbind()
     return mean, rest, square
 
 
-def pair(like: Tensor, *shape: int) -> tuple[Tensor, Tensor]:
-    """Memory for two adjacent float32 tensors of the given shape on the device of `like`."""
-    first, second = like.new_empty((2, *shape), dtype=torch.float32).unbind()
+def pair(like: Array, *shape: int) -> tuple[Array, Array]:
+    """Memory for two adjacent float32 arrays of the given shape on the device of `like`."""
+    first, second = new_workspace(like, 2, *shape).unbind()
     return first, second

@@ -2,8 +2,7 @@
 
 from functools import lru_cache
 
-from torch import Tensor
-
+from fusednorm.arguments.arrays import Array
 from fusednorm.launch.launch import Launch
 from fusednorm.ops.group_norm.channels_last.forward.columns import ForwardColumns
 from fusednorm.ops.group_norm.contiguous.forward.split import ForwardSplit
@@ -22,7 +21,7 @@ def split_forward(sample: Sample, itemsize: int) -> ForwardSplit | ForwardColumn
 
 
 def plan_statistics(
-    x: Tensor, sample: Sample, eps: float, residual: Tensor | None, mean: Tensor, rstd: Tensor
+    x: Array, sample: Sample, eps: float, residual: Array | None, mean: Array, rstd: Array
 ) -> list[Launch]:
     """The launches that compute only mean and rstd, for a backward pass that needs them and has none."""
     return split_forward(sample, x.element_size()).statistics(x, sample, eps, residual, mean, rstd)

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torch import Tensor
-
+from fusednorm.arguments.arrays import Array
 from fusednorm.arguments.checks import MAX_HEADS, has_heads
 from fusednorm.arguments.options import NormOptions
 from fusednorm.devices.device import multiprocessor_count, since_hopper
@@ -17,11 +16,14 @@ SINGLE_ROW_COLS = 524289
 """From this row length on, a call with a single row uses the split algorithm, which divides the row into parts."""
 
 
+_PROGRAM_A_ROW = ByRows()
+
+
 class Statistics(NamedTuple):
     """Results of a forward pass that computes only mean and rstd."""
 
-    mean: Tensor | None
-    rstd: Tensor
+    mean: Array | None
+    rstd: Array
 
 
 class Layout(NamedTuple):
@@ -48,10 +50,10 @@ class Layout(NamedTuple):
 class Call:
     """The arguments that all passes have; x is [rows, cols] or [tokens, heads, cols]."""
 
-    x: Tensor
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-    residual: Tensor | None = None
+    x: Array
+    weight: Array | None = None
+    bias: Array | None = None
+    residual: Array | None = None
     options: NormOptions
 
     @property
@@ -83,7 +85,7 @@ class Call:
         return since_hopper(self.x.device)
 
     @property
-    def strided(self) -> tuple[Tensor | None, ...]:
+    def strided(self) -> tuple[Array | None, ...]:
         """Inputs of x's shape, in the order of their strides in a launch."""
         return self.x, self.residual
 
@@ -147,7 +149,7 @@ class Call:
             return Layout.of("own_uniform", cols, strides, MAX_VEC)
         raise UnsupportedShapeError(
             f"the heads of every token must lie {cols} elements apart, or all rows one constant stride apart, "
-            f"got strides {', '.join(str(list(tensor.stride())) for tensor in present)}"
+            f"got strides {', '.join(str(list(tensor.strides)) for tensor in present)}"
         )
 
 
@@ -155,17 +157,17 @@ class Call:
 class ForwardCall(Call):
     """The checked arguments of one forward pass."""
 
-    out: Forward | Statistics
+    out: Forward[Array] | Statistics
 
     @property
-    def outputs(self) -> tuple[Tensor | None, ...]:
+    def outputs(self) -> tuple[Array | None, ...]:
         """y, residual_out, mean and rstd."""
         if isinstance(self.out, Statistics):
             return None, None, self.out.mean, self.out.rstd
         return self.out.y, self.out.residual_out, self.out.mean, self.out.rstd
 
     @property
-    def scale(self) -> Tensor | None:
+    def scale(self) -> Array | None:
         """The tensor for the scales of float8 rows."""
         return None if isinstance(self.out, Statistics) else self.out.scale
 
@@ -183,7 +185,7 @@ class ForwardCall(Call):
         return self.layout_of_rows(16 // self.itemsize)
 
     @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
+    def tensors(self) -> tuple[Array | None, ...]:
         """The first arguments of the kernels that do not split a row."""
         return self.x, self.residual, self.weight, self.bias, *self.outputs
 
@@ -203,36 +205,39 @@ class ForwardCall(Call):
     @property
     def program_a_row(self) -> ByRows | None:
         """How a launch with one program per row depends on the number of rows; None with heads."""
-        return ByRows() if self.x.ndim == 2 else None
+        return _PROGRAM_A_ROW if len(self.x.shape) == 2 else None
 
-    def merges_as_equals(self, vec: int) -> bool:
-        """Whether the moments of lanes may be merged as moments of sets of equal size."""
+    def merges_as_equals(self, vec: int, access: dict[str, object], tensors: tuple[Array | None, ...]) -> bool:
+        """Whether the moments of lanes may be merged as moments of sets of equal size.
+
+        `access` and `tensors` are those of this call.
+        """
         # Narrow accesses are not merged at all.
-        return bool(self.access(vec)["NARROW"]) or has_lane_a_thread(min(16, vec * self.itemsize), *self.tensors)
+        return bool(access["NARROW"]) or has_lane_a_thread(min(16, vec * self.itemsize), *tensors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardCall(Call):
     """The checked arguments of one backward pass."""
 
-    dy: Tensor
-    mean: Tensor | None = None
-    rstd: Tensor | None = None
-    dresidual_out: Tensor | None = None
-    out: Backward
+    dy: Array
+    mean: Array | None = None
+    rstd: Array | None = None
+    dresidual_out: Array | None = None
+    out: Backward[Array]
 
     @property
-    def strided(self) -> tuple[Tensor | None, ...]:
+    def strided(self) -> tuple[Array | None, ...]:
         """Inputs of x's shape, in the order of their strides in a launch."""
         return self.dy, self.x, self.residual, self.dresidual_out
 
     @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
+    def tensors(self) -> tuple[Array | None, ...]:
         """The first arguments of the kernels that write dx."""
         return *self.strided, self.weight, self.bias
 
     @property
-    def gradients(self) -> tuple[Tensor | None, ...]:
+    def gradients(self) -> tuple[Array | None, ...]:
         """dx, and dresidual if it is a separate tensor."""
         return self.out.dx, None if self.out.dresidual is self.out.dx else self.out.dresidual
 
@@ -247,6 +252,6 @@ class BackwardCall(Call):
         return (self.out.dweight is not None or self.out.dbias is not None) and self.early
 
 
-def row_strides(cols: int, *tensors: Tensor | None) -> tuple[int, ...]:
+def row_strides(cols: int, *tensors: Array | None) -> tuple[int, ...]:
     """Strides between rows or tokens in elements; for None or one row cols, which does not narrow the accesses."""
     return tuple([cols if tensor is None or tensor.shape[0] == 1 else tensor.stride(0) for tensor in tensors])

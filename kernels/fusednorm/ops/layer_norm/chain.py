@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from fusednorm.arguments.arrays import Array
 from fusednorm.devices.device import multiprocessor_count
 from fusednorm.integers import cdiv
 from fusednorm.jit.loads import column_mask, load_rows
@@ -23,21 +23,21 @@ from fusednorm.ops.layer_norm.call import Layout, row_strides
 from fusednorm.ops.layer_norm.forward.sweep import ForwardSweep
 from fusednorm.ops.layer_norm.forward.tile import TILE_AHEAD_PER_SM, ForwardTile
 
-Parameters = tuple[Tensor | None, ...]
+Parameters = tuple[Array | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ChainCall:
     """The checked arguments of a chain: x and y [rows, cols], a weight and a bias for each norm."""
 
-    x: Tensor
+    x: Array
     weights: Parameters
     biases: Parameters
     eps: float
-    y: Tensor
+    y: Array
 
     @property
-    def tensors(self) -> tuple[Tensor | Parameters, ...]:
+    def tensors(self) -> tuple[Array | Parameters, ...]:
         """The first arguments of the kernels."""
         return self.x, self.y, self.weights, self.biases
 

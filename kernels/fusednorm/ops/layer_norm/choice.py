@@ -7,11 +7,11 @@ limit of a table entry share its configuration, so the number of compiled kernel
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 from itertools import chain
 from typing import TypeVar
 
-import torch
-
+from fusednorm.arguments.arrays import new_workspace
 from fusednorm.launch.launch import REGISTERS_PER_SM, Launch
 from fusednorm.ops.layer_norm import table as tables
 from fusednorm.ops.layer_norm.backward.cooperative import BackwardCooperative, backward_cooperative_launches
@@ -60,6 +60,13 @@ def choose_forward(
     A residual needs more registers; programs that share rows do not support heads.  A `single` row may use another
     algorithm than several rows, with the same bits.
     """
+    return _choose_forward(cols, itemsize, multiprocessors, residual, heads, single, may_wait())
+
+
+@lru_cache(maxsize=4096)
+def _choose_forward(
+    cols: int, itemsize: int, multiprocessors: int, residual: bool, heads: bool, single: bool, waits: bool
+) -> ForwardConfig:
     choices = _choices(cols, itemsize, tables.FORWARD, tables.FORWARD_UNALIGNED)
     if residual:
         choices = chain(_between(cols, tables.FORWARD_WITH_RESIDUAL[itemsize]), choices)
@@ -70,7 +77,7 @@ def choose_forward(
     if isinstance(choice, ForwardCooperative):
         if heads:
             return choose_sweep(cols)
-        if not may_wait():
+        if not waits:
             # For longer rows one program a row reaches 0.20 of a copy's speed, and parts 0.54 (bfloat16, 16 rows of
             # 2^20).
             return choose_sweep(cols) if cols < SINGLE_ROW_COLS else tables.FORWARD_SPLIT[itemsize]
@@ -115,11 +122,16 @@ def choose_backward(cols: int, itemsize: int, multiprocessors: int, plain: bool)
 
     A pass that is not `plain`, with a residual, an activation or dropout, needs more registers.
     """
+    return _choose_backward(cols, itemsize, multiprocessors, plain, may_wait())
+
+
+@lru_cache(maxsize=4096)
+def _choose_backward(cols: int, itemsize: int, multiprocessors: int, plain: bool, waits: bool) -> BackwardConfig:
     choice = next(_choices(cols, itemsize, tables.BACKWARD, tables.BACKWARD_UNALIGNED))
     if isinstance(choice, BackwardCooperative):
         if not plain:
             choice = replace(choice, programs_per_sm=choice.programs_per_sm - 1)
-        if not may_wait() or cols > choice.block_n * choice.programs_per_sm * multiprocessors:
+        if not waits or cols > choice.block_n * choice.programs_per_sm * multiprocessors:
             return tables.BACKWARD_SPLIT[itemsize]
     return choice
 
@@ -136,7 +148,7 @@ def choose_float8(cols: int, itemsize: int) -> ForwardTile | ForwardSweep:
 
 
 def plan_forward(call: ForwardCall, config: ForwardConfig | None = None) -> list[Launch]:
-    """The launches of a forward pass, workspaces allocated.
+    """The launches of a forward pass.
 
     `config` overrides the choice, for tests, benchmarks and compile checks.
     """
@@ -164,7 +176,7 @@ def plan_forward(call: ForwardCall, config: ForwardConfig | None = None) -> list
 
 
 def plan_backward(call: BackwardCall, config: BackwardConfig | None = None) -> list[Launch]:
-    """The launches of a backward pass, workspaces allocated.
+    """The launches of a backward pass.
 
     `config` overrides the choice, for tests, benchmarks and compile checks.
     """
@@ -192,8 +204,8 @@ def _with_statistics(call: BackwardCall) -> tuple[BackwardCall, list[Launch]]:
     """The call with mean and rstd; if it had none, also the launches that compute them first."""
     if call.rstd is not None:
         return call, []
-    rstd = call.x.new_empty(call.rows, dtype=torch.float32)
-    mean = None if call.options.is_rms else torch.empty_like(rstd)
+    rstd = new_workspace(call.x, call.rows)
+    mean = None if call.options.is_rms else new_workspace(call.x, call.rows)
     config = choose_statistics(call.cols, call.itemsize, call.multiprocessors, call.residual is not None)
     statistics = ForwardCall(
         x=call.x, residual=call.residual, options=call.options.of_statistics, out=Statistics(mean, rstd)

@@ -10,8 +10,9 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 import fusednorm
 import torch
 import triton
-from fusednorm.devices.device import Gpu, copy_bandwidth, multiprocessor_count
+from fusednorm.devices.device import Gpu
 from fusednorm.errors import KernelInputError
+from fusednorm.tensors.devices import copy_bandwidth, describe_device
 from fusednorm.warm.at_once import compile_at_once
 from torch import Tensor
 
@@ -317,4 +318,4 @@ def _call_without_memory(job: NormJob) -> None:
 
 
 def _model(device: torch.device) -> Gpu:
-    return Gpu("", torch.cuda.get_device_capability(device), multiprocessor_count(device))
+    return Gpu("", torch.cuda.get_device_capability(device), describe_device(device).multiprocessors)

@@ -6,7 +6,7 @@ import fusednorm
 import pytest
 import torch
 from fusednorm.api import operators
-from fusednorm.arguments.activations import ACTIVATIONS
+from fusednorm.arguments.checks import ACTIVATIONS
 from torch.autograd import forward_ad
 from torch.func import grad, jacrev, jvp
 

@@ -5,9 +5,9 @@ from itertools import product
 import pytest
 import torch
 from fusednorm import reference
-from fusednorm.arguments.activations import ACTIVATIONS
-from fusednorm.arguments.checks import FLOAT_DTYPES
+from fusednorm.arguments.checks import ACTIVATIONS
 from fusednorm.cpu import batch_invariant
+from fusednorm.tensors.arrays import FLOAT_DTYPES
 
 from tests.sampling import mark_rest_slow
 

@@ -34,6 +34,7 @@ from fusednorm.ops.group_norm.forward_choice import plan_forward
 from fusednorm.ops.group_norm.sample import Sample, empty_statistics
 from fusednorm.launch.inspection import inspect
 from fusednorm.results import Backward, Forward
+from tests.kernels.harness.arrays import make
 
 dtype, shapes = getattr(torch, sys.argv[1]), json.loads(sys.argv[2])
 done, reports = set(), []
@@ -46,11 +47,11 @@ for (n, c, *spatial), groups in shapes:
         w = torch.empty(c, dtype=dtype, device="meta")
         options = NormOptions("group_norm", groups, activation="silu")
         given = {"x": x, "sample": sample, "affine": Affine(w, w), "options": options}
-        plans = plan_forward(ForwardCall(**given, out=Forward(x)))
+        plans = plan_forward(make(ForwardCall, **given, out=Forward(x)))
         saved = empty_statistics(x, sample)
         for mean, rstd in ((None, None), saved):
             out = Backward(x, w, w)
-            plans += plan_backward(BackwardCall(dy=x, **given, mean=mean, rstd=rstd, out=out))
+            plans += plan_backward(make(BackwardCall, dy=x, **given, mean=mean, rstd=rstd, out=out))
         for launch in plans:
             absent = tuple(i for i, value in enumerate(launch.arguments) if value is None)
             key = launch.kernel.fn.__name__, tuple(sorted(launch.options.items())), absent

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from fusednorm.arguments.arrays import Array, Workspace
 from fusednorm.arguments.options import NormOptions
 from fusednorm.devices.device import INTERPRETED
 from fusednorm.ops.group_norm import forward_choice as group_norm_forward_launch
@@ -21,7 +22,9 @@ from fusednorm.ops.group_norm.reduce import REDUCE_BLOCK, REDUCE_NUM_WARPS, redu
 from fusednorm.ops.group_norm.sample import WIDE_GROUP, Sample
 from fusednorm.ops.group_norm.statistics import plan_statistics
 from fusednorm.results import Forward
+from fusednorm.tensors.arrays import describe
 
+from tests.kernels.harness.arrays import make
 from tests.kernels.ops.group_norm.cases import channels_last
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs tensors of the host")
@@ -32,7 +35,7 @@ COLUMNS = ForwardColumns(width=8, rows=4, unroll=2, split_rows=16, apply_rows=8,
 
 
 def plan(config, channels, hw, *, last=False, residual=None, stats=True, affine=True):
-    """The launches for [N, GROUPS * channels, hw] of float32, and its tensors."""
+    """The launches for [N, GROUPS * channels, hw] of float32."""
     lay = channels_last if last else lambda x: x
     x = lay(torch.randn(N, GROUPS * channels, hw))
     weight = torch.randn(GROUPS * channels) if affine else None
@@ -41,8 +44,8 @@ def plan(config, channels, hw, *, last=False, residual=None, stats=True, affine=
     other = None if residual is None else residual(torch.randn_like(x))
     sample = Sample(GROUPS, channels, hw, last)
     options = NormOptions("group_norm", GROUPS, activation="silu")
-    call = ForwardCall(x=x, sample=sample, affine=Affine(weight), options=options, residual=other, out=out)
-    return plan_forward(call, config), x, out
+    call = make(ForwardCall, x=x, sample=sample, affine=Affine(weight), options=options, residual=other, out=out)
+    return plan_forward(call, config)
 
 
 def names(launches) -> list[str]:
@@ -52,6 +55,11 @@ def names(launches) -> list[str]:
 def named(launch) -> dict:
     """Arguments and options by the kernel's own names for them."""
     return dict(zip(launch.kernel.arg_names, launch.arguments, strict=False)) | launch.options
+
+
+def memories(launch) -> dict:
+    """The memories of a launch's arrays by the kernel's names for them."""
+    return {name: value.memory for name, value in named(launch).items() if isinstance(value, Array)}
 
 
 @pytest.mark.parametrize(
@@ -71,7 +79,7 @@ def named(launch) -> dict:
     ids=lambda value: type(value).__name__ if "Forward" in type(value).__name__ else None,
 )
 def test_each_configuration_launches_its_own_kernels(config, last, channels, kernels):
-    launches, *_ = plan(config, channels, 32, last=last)
+    launches = plan(config, channels, 32, last=last)
     assert names(launches) == [f"group_norm_{kernel}_kernel" for kernel in kernels]
 
 
@@ -81,14 +89,15 @@ def test_the_tables_choose_and_a_residual_of_the_other_format_is_copied_first(la
     chosen = ForwardStream(1, 2, 3, 3) if last else ForwardSweep(16, 4)
     monkeypatch.setattr(group_norm_forward_launch, "candidates", lambda *_: (chosen,))
     to_other = (lambda x: x.contiguous()) if last else channels_last
-    launches, x, _ = plan(None, 4, 36, last=last, residual=to_other if otherwise else lambda x: x)
+    launches = plan(None, 4, 36, last=last, residual=to_other if otherwise else lambda x: x)
     copies = launches[:-3] if last else launches[:-1]
     assert names(copies) == ["group_norm_companion_copy_kernel"] * otherwise
     assert names(launches)[len(copies)] == (
         "group_norm_nhwc_stream_moments_kernel" if last else "group_norm_nchw_sweep_kernel"
     )
-    read = named(launches[len(copies)])["residual_ptr"]
-    assert read.stride() == x.stride()
+    first = named(launches[len(copies)])
+    read = first["residual_ptr"]
+    assert read.strides == first["x_ptr"].strides
     assert all(named(copy)["copy_ptr"] is read for copy in copies)
 
 
@@ -103,21 +112,19 @@ def test_the_tables_choose_and_a_residual_of_the_other_format_is_copied_first(la
     ids=str,
 )
 def test_groups_too_large_for_registers_beside_a_residual_are_shared(sample, dtype, kernel, monkeypatch):
-    for module in ("forward_choice", "call", "contiguous.forward.resident", "contiguous.forward.cooperative"):
-        monkeypatch.setattr(f"fusednorm.ops.group_norm.{module}.multiprocessor_count", lambda _: 132)
     monkeypatch.setattr("fusednorm.ops.group_norm.forward_choice.may_wait", lambda: True)
-    x = torch.empty((1, sample.c, sample.hw), dtype=dtype)
+    x = torch.empty((1, sample.c, sample.hw), dtype=dtype, device="meta")
     given = {"x": x, "sample": sample, "out": Forward(x)}
     options = NormOptions("group_norm", sample.groups)
-    plain = plan_forward(ForwardCall(**given, options=options))
+    plain = plan_forward(make(ForwardCall, **given, options=options))
     options = options._replace(activation="silu", dropout=0.1, seed=1)
-    added = plan_forward(ForwardCall(**given, residual=x, options=options))
+    added = plan_forward(make(ForwardCall, **given, residual=x, options=options))
     assert names(plain) == ["group_norm_nchw_resident_kernel"]
     assert names(added) == [f"group_norm_nchw_{kernel}_kernel"]
 
 
 def test_tiles_take_so_many_groups_each():
-    (launch,), *_ = plan(ForwardTile(4, 16, 4), 2, 20)
+    (launch,) = plan(ForwardTile(4, 16, 4), 2, 20)
     assert names([launch]) == ["group_norm_nchw_tile_kernel"]
     # Six groups of forty elements, which are ten vectors.
     assert launch.grid == (2,)
@@ -126,7 +133,7 @@ def test_tiles_take_so_many_groups_each():
 
 
 def test_a_sweep_is_a_program_a_group():
-    (launch,), *_ = plan(ForwardSweep(16, 4), 2, 20)
+    (launch,) = plan(ForwardSweep(16, 4), 2, 20)
     assert names([launch]) == ["group_norm_nchw_sweep_kernel"]
     assert launch.grid == (N * GROUPS,)
     assert launch.options["num_warps"] == 4
@@ -135,7 +142,7 @@ def test_a_sweep_is_a_program_a_group():
 
 @pytest.mark.parametrize(("hw", "splits", "programs"), [(160, 2, 4), (164, 3, 4), (192, 3, 4), (196, 3, 5)])
 def test_split_groups_are_covered_by_their_parts(hw, splits, programs):
-    (partial, apply), x, _ = plan(SPLIT, 2, hw)
+    partial, apply = plan(SPLIT, 2, hw)
     assert names([partial, apply]) == ["group_norm_nchw_split_moments_kernel", "group_norm_nchw_split_apply_kernel"]
     units = 2 * hw // 4
     assert (splits - 1) * 40 < units <= splits * 40
@@ -144,8 +151,8 @@ def test_split_groups_are_covered_by_their_parts(hw, splits, programs):
     assert apply.grid == (N * GROUPS * programs,)
     parts = partial.arguments[2:5]
     assert {part.shape for part in parts} == {(N, splits, GROUPS)}
-    assert {part.dtype for part in parts} == {torch.float32}
-    assert partial.arguments[0] is x
+    assert {part.dtype for part in parts} == {"float32"}
+    assert partial.arguments[0].memory == "x"
     assert partial.arguments[5:] == (units, GROUPS, 2, splits, 40)
     assert all(read is written for read, written in zip(apply.arguments[8:11], parts, strict=True))
     assert apply.options["BLOCK_SPLITS"] == {2: 2, 3: 4}[splits]
@@ -158,7 +165,9 @@ def test_long_groups_are_indexed_with_more_bits(channels, hw, wide):
     x = torch.empty(1).expand(1, channels, hw)
     out = Forward(x, None, None)
     launches = plan_forward(
-        ForwardCall(x=x, sample=Sample(1, channels, hw, False), options=NormOptions("group_norm", 1), out=out),
+        make(
+            ForwardCall, x=x, sample=Sample(1, channels, hw, False), options=NormOptions("group_norm", 1), out=out
+        ),
         whole,
     )
     assert [launch.options["WIDE"] for launch in launches] == [wide, wide]
@@ -169,7 +178,7 @@ def test_long_groups_are_indexed_with_more_bits(channels, hw, wide):
     [(4, 32, 2, 2, 1, True), (4, 33, 3, 2, 1, True), (8, 48, 3, 2, 2, True), (6, 49, 4, 3, 2, False)],
 )
 def test_columns_are_covered_by_splits_runs_and_blocks(channels, hw, splits, runs, blocks, even):
-    launches, _, out = plan(COLUMNS, channels, hw, last=True)
+    launches = plan(COLUMNS, channels, hw, last=True)
     assert names(launches) == [
         "group_norm_nhwc_columns_moments_kernel",
         "group_norm_reduce_moments_kernel",
@@ -183,13 +192,13 @@ def test_columns_are_covered_by_splits_runs_and_blocks(channels, hw, splits, run
     assert {launch.options["VEC"] * launch.options["CV"] for launch in (stats, apply)} == {8}
     assert stats.arguments[2].shape == (N, splits, GROUPS * channels)
     assert stats.arguments[5:] == (hw, GROUPS * channels // 4, splits, 16, blocks)
-    assert named(reduce)["mean_ptr"] is out.mean
-    assert named(reduce)["rstd_ptr"] is out.rstd
+    assert memories(reduce)["mean_ptr"] == "mean"
+    assert memories(reduce)["rstd_ptr"] == "rstd"
     assert reduce.arguments[6:] == (GROUPS, channels, splits, 16, hw, 1e-5)
     assert (stats.options["ROWS"], stats.options["UNROLL"], apply.options["ROWS"]) == (4, 2, 8)
-    assert named(apply)["mean_ptr"] is out.mean
-    assert named(apply)["rest_ptr"] is named(reduce)["rest_ptr"]
-    assert named(apply)["rstd_ptr"] is out.rstd
+    assert memories(apply)["mean_ptr"] == "mean"
+    assert memories(apply)["rest_ptr"] is memories(reduce)["rest_ptr"]
+    assert memories(apply)["rstd_ptr"] == "rstd"
 
 
 @pytest.mark.parametrize("given", ["mean", "rstd", None])
@@ -199,11 +208,11 @@ def test_statistics_that_nobody_wants_are_the_launches_own(given):
     out = Forward(torch.empty_like(x), **wanted)
     sample = Sample(GROUPS, 4, 36, True)
     _, reduce, apply = plan_forward(
-        ForwardCall(x=x, sample=sample, options=NormOptions("group_norm", GROUPS), out=out), COLUMNS
+        make(ForwardCall, x=x, sample=sample, options=NormOptions("group_norm", GROUPS), out=out), COLUMNS
     )
     own = [named(reduce)[name] for name in ("mean_ptr", "rest_ptr", "rstd_ptr")]
     assert [each.shape for each in own] == [(N, GROUPS)] * 3
-    assert all(each is not other for each in own for other in wanted.values())
+    assert all(isinstance(each.memory, Workspace) for each in own)
     assert all(read is written for read, written in zip(apply.arguments[8:11], own, strict=True))
 
 
@@ -212,14 +221,15 @@ def test_statistics_alone_fill_mean_and_rstd(last):
     x = torch.randn(N, 8, 36)
     x = channels_last(x) if last else x
     mean, rstd = torch.empty(N, GROUPS), torch.empty(N, GROUPS)
+    x, mean, rstd = map(describe, ("x", "mean", "rstd"), (x, mean, rstd))
     launches = plan_statistics(x, Sample(GROUPS, 4, 36, last), 1e-5, None, mean, rstd)
     partial, reduce = launches
     assert names(launches)[1] == "group_norm_reduce_moments_kernel"
     assert reduce.grid == (N * GROUPS,)
     assert all(read is written for read, written in zip(reduce.arguments, partial.arguments[2:5], strict=False))
-    assert named(reduce)["mean_ptr"] is mean
+    assert memories(reduce)["mean_ptr"] == "mean"
     assert named(reduce)["rest_ptr"] is None
-    assert named(reduce)["rstd_ptr"] is rstd
+    assert memories(reduce)["rstd_ptr"] == "rstd"
     group_columns, splits, split_length, column_length, eps = reduce.arguments[7:]
     assert (group_columns, column_length) == ((4, 36) if last else (1, 4 * 36))
     assert (splits - 1) * split_length < column_length <= splits * split_length

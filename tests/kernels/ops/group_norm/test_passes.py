@@ -8,7 +8,7 @@ import fusednorm.api.group_norm as ours
 import pytest
 import torch
 from fusednorm import reference
-from fusednorm.arguments.activations import ACTIVATIONS
+from fusednorm.arguments.checks import ACTIVATIONS
 from fusednorm.errors import KernelInputError, UnsupportedShapeError
 from fusednorm.results import Backward, Forward
 

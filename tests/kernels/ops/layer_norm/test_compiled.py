@@ -35,6 +35,7 @@ from fusednorm.ops.layer_norm.choice import plan_backward, plan_forward
 from fusednorm.arguments.options import NormOptions
 from fusednorm.launch.inspection import inspect
 from fusednorm.results import Backward, Forward
+from tests.kernels.harness.arrays import make
 
 dtype = getattr(torch, sys.argv[1])
 other = torch.bfloat16 if dtype == torch.float32 else torch.float32
@@ -59,8 +60,8 @@ for variant, cols in cells:
     options = NormOptions("layer_norm", weight_offset=1.0, activation="silu") if variant == "fused" else PLAIN
     given = dict(x=x, weight=w, bias=w, options=options, residual=residual)
     out, gradients = Forward(x, residual_out=residual), Backward(x, w, w, residual if variant == "stream" else x)
-    plan = plan_forward(ForwardCall(**given, out=out))
-    plan += plan_backward(BackwardCall(dy=x, **given, mean=statistic, rstd=statistic, out=gradients))
+    plan = plan_forward(make(ForwardCall, **given, out=out))
+    plan += plan_backward(make(BackwardCall, dy=x, **given, mean=statistic, rstd=statistic, out=gradients))
     for step in plan:
         key = variant, step.kernel.fn.__name__, tuple(sorted(step.options.items()))
         if key not in done and "reduce" not in step.kernel.fn.__name__:
@@ -101,6 +102,7 @@ from fusednorm.launch import inspection
 from fusednorm.ops.layer_norm.call import BackwardCall, ForwardCall
 from fusednorm.ops.layer_norm.choice import plan_backward, plan_forward
 from fusednorm.results import Backward, Forward
+from tests.kernels.harness.arrays import make
 
 compiled = []
 compile = triton.compile
@@ -113,8 +115,9 @@ for cols in (1001, 50257):
         for shape, d in (((4096, cols), dtype), ((cols,), dtype), ((4096,), torch.float32))
     )
     given = dict(x=x, weight=w, bias=w, options=NormOptions("layer_norm"))
-    plan = plan_forward(ForwardCall(**given, out=Forward(x)))
-    plan += plan_backward(BackwardCall(dy=x, **given, mean=statistic, rstd=statistic, out=Backward(x, w, w)))[:1]
+    plan = plan_forward(make(ForwardCall, **given, out=Forward(x)))
+    saved = dict(mean=statistic, rstd=statistic)
+    plan += plan_backward(make(BackwardCall, dy=x, **given, **saved, out=Backward(x, w, w)))[:1]
     for step in plan:
         report = inspection.inspect(step)
         code = compiled[-1].asm["ttgir"]
@@ -146,6 +149,7 @@ from fusednorm.launch.inspection import inspect
 from fusednorm.ops.layer_norm.call import BackwardCall, ForwardCall
 from fusednorm.ops.layer_norm.choice import plan_backward, plan_forward
 from fusednorm.results import Backward, Forward
+from tests.kernels.harness.arrays import make
 
 tokens, heads, cols = 64, 4, 128
 wide = torch.empty(tokens, 3, heads, cols, device="meta")
@@ -154,8 +158,8 @@ compiled = []
 for x, shape in ((wide[:, 0], (cols,)), (wide[:, 0], (heads, cols)), (padded, (heads, cols))):
     w, y = torch.empty(shape, device="meta"), torch.empty(tokens, heads, cols, device="meta")
     given = dict(x=x, weight=w, bias=w, options=NormOptions("layer_norm"))
-    (forward,) = plan_forward(ForwardCall(**given, out=Forward(y)))
-    backward, _ = plan_backward(BackwardCall(dy=x, **given, out=Backward(y, w, w)))
+    (forward,) = plan_forward(make(ForwardCall, **given, out=Forward(y)))
+    backward, _ = plan_backward(make(BackwardCall, dy=x, **given, out=Backward(y, w, w)))
     for launch in (forward, backward):
         compiled.append((launch.options["HEADS"], inspect(launch).spilled_bytes))
 print(json.dumps(compiled))

@@ -7,8 +7,8 @@ import fusednorm
 import pytest
 import torch
 from fusednorm import KernelInputError, reference
-from fusednorm.arguments.activations import ACTIVATIONS
-from fusednorm.arguments.checks import FLOAT8
+from fusednorm.arguments.checks import ACTIVATIONS
+from fusednorm.tensors.arrays import FLOAT8
 
 from tests.kernels.harness.accuracy import assert_float8_close_to_oracle
 from tests.kernels.ops.layer_norm.cases import DTYPES, make_case
@@ -135,7 +135,7 @@ def test_leading_axes_are_kept_and_scale_comes_with_float8_alone(device):
 
 def test_float8_is_an_output_of_rows_alone(device):
     x = torch.randn(2, 8, device=device)
-    with pytest.raises(KernelInputError, match="x must be float32, float16 or bfloat16, got torch"):
+    with pytest.raises(KernelInputError, match="x must be float32, float16 or bfloat16, got float8_e4m3fn"):
         fusednorm.layer_norm_forward(x.to(FLOAT8))
     for library in (fusednorm, reference):
         with pytest.raises(KernelInputError, match="out_dtype must be float32, float16 or bfloat16, got"):

@@ -21,12 +21,13 @@ FUSED_COLS = (256, 1024, 7168, 16384, 32768, 131072)
 COMPILE = """
 import json, sys
 import torch
-from fusednorm.arguments.checks import FLOAT8
+from fusednorm.tensors.arrays import FLOAT8
 from fusednorm.arguments.options import NormOptions
 from fusednorm.launch.inspection import inspect
 from fusednorm.ops.layer_norm.call import ForwardCall
 from fusednorm.ops.layer_norm.choice import plan_forward
 from fusednorm.results import Forward
+from tests.kernels.harness.arrays import make
 
 dtype = getattr(torch, sys.argv[1])
 plain, fused = json.loads(sys.argv[2])
@@ -39,7 +40,7 @@ for cols, activation in [(cols, "none") for cols in plain] + [(cols, "silu") for
     residual = x if activation == "silu" else None
     out = Forward(y, residual_out=residual, scale=scale)
     options = NormOptions("layer_norm", activation=activation)
-    (launch,) = plan_forward(ForwardCall(x=x, weight=w, bias=w, residual=residual, options=options, out=out))
+    (launch,) = plan_forward(make(ForwardCall, x=x, weight=w, bias=w, residual=residual, options=options, out=out))
     report = inspect(launch)
     widest = {kind: max(widths, default=0) for kind, widths in report.access_bytes.items()}
     what = f"{report.kernel} {cols} {activation} {dict(launch.options)} {report}"

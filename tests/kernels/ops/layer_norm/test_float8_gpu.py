@@ -3,8 +3,8 @@
 import fusednorm
 import pytest
 import torch
-from fusednorm.arguments.activations import ACTIVATIONS
-from fusednorm.arguments.checks import FLOAT8
+from fusednorm.arguments.checks import ACTIVATIONS
+from fusednorm.tensors.arrays import FLOAT8
 
 from tests.kernels.ops.layer_norm.cases import DTYPES, make_case
 from tests.kernels.ops.layer_norm.test_float8 import check

@@ -3,7 +3,7 @@
 import fusednorm
 import pytest
 import torch
-from fusednorm.arguments.activations import ACTIVATIONS
+from fusednorm.arguments.checks import ACTIVATIONS
 
 from tests.kernels.ops.layer_norm.cases import DTYPES, Case, check_backward, check_forward, make_case
 

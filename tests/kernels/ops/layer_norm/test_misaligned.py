@@ -9,15 +9,17 @@ from fusednorm.ops.layer_norm.forward.cooperative import ForwardCooperative
 from fusednorm.ops.layer_norm.forward.resident import ForwardResident
 from fusednorm.ops.layer_norm.forward.split import ForwardSplit
 from fusednorm.results import Forward
+from fusednorm.tensors.arrays import describe
 
+from tests.kernels.harness.arrays import make
 from tests.kernels.harness.misaligned import ALIGNED, MISALIGNED, take_all_as_whole, tensor
 
 
 def test_accesses_of_16_bytes_need_width_and_place():
-    x = tensor(ALIGNED, 64)
+    x = describe("x", tensor(ALIGNED, 64))
     assert has_lane_a_thread(16, x, None)
     assert not has_lane_a_thread(8, x)
-    assert not has_lane_a_thread(16, x, tensor(MISALIGNED, 64))
+    assert not has_lane_a_thread(16, x, describe("y", tensor(MISALIGNED, 64)))
 
 
 @pytest.mark.parametrize(
@@ -32,7 +34,7 @@ def test_rows(cols, config):
     def plan(x_before, y_before, x_stride=cols):
         x = tensor(x_before, 2, x_stride)[:, :cols]
         out = Forward(tensor(y_before, 2, cols))
-        return plan_forward(ForwardCall(x=x, options=NormOptions("layer_norm"), out=out), config)
+        return plan_forward(make(ForwardCall, x=x, options=NormOptions("layer_norm"), out=out), config)
 
     assert take_all_as_whole(plan(ALIGNED, ALIGNED))
     assert not take_all_as_whole(plan(MISALIGNED, MISALIGNED))

@@ -12,7 +12,7 @@ import pytest
 import torch
 import triton.language as tl
 from fusednorm import reference
-from fusednorm.arguments.activations import ACTIVATIONS
+from fusednorm.arguments.checks import ACTIVATIONS
 from fusednorm.devices.device import INTERPRETED
 from fusednorm.ops.layer_norm import choice
 from fusednorm.ops.layer_norm.backward.tile import BackwardTile

@@ -5,9 +5,7 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Protocol, TypeVar
 
-import torch
-
-from fusednorm.devices.device import multiprocessor_count
+from fusednorm.devices.device import Gpu, multiprocessor_count
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.ops.group_norm.sample import Sample, vector_width
 from fusednorm.policy.batch_invariance import is_batch_invariant
@@ -118,7 +116,7 @@ class StreamPartition:
 
 
 def stream_partition(
-    sample: Sample, itemsize: int, config: Streaming, samples: int, device: torch.device
+    sample: Sample, itemsize: int, config: Streaming, samples: int, device: Gpu
 ) -> StreamPartition:
     """The partition of `samples` samples of elements of `itemsize` bytes.
 

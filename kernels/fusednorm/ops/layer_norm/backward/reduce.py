@@ -6,11 +6,10 @@ so that only its own work adds to the time of the pass.
 
 from dataclasses import dataclass, replace
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from fusednorm.arguments.arrays import Array, new_workspace
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import await_previous
 from fusednorm.launch.launch import ByRows, Launch, dependent
@@ -30,19 +29,19 @@ class Partials:
     """
 
     count: int
-    dweight: Tensor | None
-    dbias: Tensor | None
+    dweight: Array | None
+    dbias: Array | None
 
     @classmethod
-    def of(cls, x: Tensor, out: Backward, own: bool, programs: int, most: int | None = None) -> "Partials":
-        """Partials of `programs` programs (per head of x, if any), allocated for `most` programs if that is set.
+    def of(cls, x: Array, out: Backward[Array], own: bool, programs: int, most: int | None = None) -> "Partials":
+        """Partials of `programs` programs (per head of x, if any), with room for `most` programs if that is set.
 
         `own` says whether heads have parameters of their own.
         """
         # Each has a multiple of 16 bytes, so that both are aligned for any number of programs.
         room = cdiv(most or programs, 4) * 4
         wanted = (out.dweight is not None) + (out.dbias is not None)
-        both = x.new_empty((wanted, room, *x.shape[1:]), dtype=torch.float32)
+        both = new_workspace(x, wanted, room, *x.shape[1:]).unbind() if wanted else (None,)
         count = programs if x.ndim == 2 or own else programs * x.shape[1]
         return cls(count, None if out.dweight is None else both[0], None if out.dbias is None else both[-1])
 
@@ -55,7 +54,7 @@ def reduce_tile(most_partials: int) -> dict[str, int]:
 
 
 def reduce_launches(
-    partials: Partials, out: Backward, early: bool, most_partials: int, by_rows: ByRows | None = None
+    partials: Partials, out: Backward[Array], early: bool, most_partials: int, by_rows: ByRows | None = None
 ) -> list[Launch]:
     """The launch that adds up partials: at most `most_partials` for any number of rows.
 

@@ -6,10 +6,10 @@ The first computes the constants of each row; the second processes blocks of col
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 
+from fusednorm.arguments.arrays import new_workspace
 from fusednorm.integers import cdiv
 from fusednorm.jit.loads import column_mask, load_rows, offset_weight, widened
 from fusednorm.jit.moments import sweep_moments
@@ -40,7 +40,7 @@ def backward_split_launches(call: BackwardCall, config: BackwardSplit) -> list[L
     most_tiles = max(1, call.multiprocessors * config.programs_per_sm // slabs)
     tiles = min(cdiv(call.rows, config.rows), most_tiles)
     partials = Partials.of(call.x, call.out, call.has_own_parameters, tiles)
-    constants = call.x.new_empty((call.rows, 4), dtype=torch.float32)
+    constants = new_workspace(call.x, call.rows, 4)
     sums = Launch(
         layer_norm_backward_split_sums_kernel,
         (call.rows,),

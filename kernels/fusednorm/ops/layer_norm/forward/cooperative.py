@@ -56,7 +56,8 @@ def forward_cooperative_launches(call: ForwardCall, config: ForwardCooperative) 
     programs = min(call.rows, resident // members) * members
     slots = next_power_of_2(members)
     depth = next_power_of_2(2 * config.lag)
-    merges_as_equals = call.merges_as_equals(layout.vec)
+    access, tensors = call.access(layout.vec), call.tensors
+    merges_as_equals = call.merges_as_equals(layout.vec, access, tensors)
     options = {
         "FULL": known_whole_in_slabs(call.cols, config.block_n, config.chunks, merges_as_equals),
         # Each member is one lane of a reduction; EQUAL_SLABS says whether all lanes have the same weight.
@@ -64,7 +65,7 @@ def forward_cooperative_launches(call: ForwardCall, config: ForwardCooperative) 
         "SLOTS": slots,
         "BLOCK_N": config.block_n,
         "CHUNKS": config.chunks,
-        **call.access(layout.vec),
+        **access,
         "DEPTH": depth,
         "LAG": config.lag,
         "AHEAD": config.ahead if can_prefetch(layout.vec, call.x, call.residual) else 0,
@@ -75,7 +76,7 @@ def forward_cooperative_launches(call: ForwardCall, config: ForwardCooperative) 
     }
     buffer = exchange_buffer(call.x.device, depth * programs)
     scalars = (call.rows, members, *layout.sizes, call.options.eps, *call.options.dropout_arguments)
-    arguments = (*call.tensors, buffer, *scalars)
+    arguments = (*tensors, buffer, *scalars)
     return [Launch(layer_norm_forward_cooperative_kernel, (programs,), arguments, options)]
 
 

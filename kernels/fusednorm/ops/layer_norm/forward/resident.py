@@ -35,12 +35,14 @@ class ForwardResident:
 
 def forward_resident_launches(call: ForwardCall, config: ForwardResident) -> list[Launch]:
     """The launch of a pass over rows that fit the registers of one program."""
-    layout = call.layout_of_heads()
+    layout, tensors = call.layout_of_heads(), call.tensors
+    access = call.access(layout.vec)
+    merges_as_equals = call.merges_as_equals(layout.vec, access, tensors)
     options = {
-        "FULL": known_whole(call.cols, config.block_n, config.chunks, call.merges_as_equals(layout.vec)),
+        "FULL": known_whole(call.cols, config.block_n, config.chunks, merges_as_equals),
         "BLOCK_N": config.block_n,
         "CHUNKS": config.chunks,
-        **call.access(layout.vec),
+        **access,
         "PREFETCH": call.may_prefetch_rows(layout),
         "ALONE": config.programs_per_sm == 1,
         "HEADS": layout.heads,
@@ -50,7 +52,7 @@ def forward_resident_launches(call: ForwardCall, config: ForwardResident) -> lis
         **call.constexprs(layout.vec),
     }
     ahead = config.ahead_per_sm * call.multiprocessors
-    arguments = (*call.tensors, ahead, *layout.sizes, call.options.eps, *call.options.dropout_arguments)
+    arguments = (*tensors, ahead, *layout.sizes, call.options.eps, *call.options.dropout_arguments)
     return [
         Launch(layer_norm_forward_resident_kernel, call.grid(call.rows), arguments, options, call.program_a_row)
     ]

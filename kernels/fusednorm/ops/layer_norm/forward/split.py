@@ -7,10 +7,10 @@ another.  The second kernel is launched while the first runs (programmatic depen
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 
+from fusednorm.arguments.arrays import new_workspace
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import await_previous, let_next_start
 from fusednorm.jit.loads import chunk_of
@@ -76,8 +76,8 @@ def forward_split_launches(call: ForwardCall, config: ForwardSplit) -> list[Laun
     parts = cdiv(cols, part)
     slots = next_power_of_2(parts)
     of_a_program = parts_a_program(rows * parts)
-    of_parts = x.new_empty((rows, parts, 4), dtype=torch.float32)
-    of_rows = None if y is None else x.new_empty((rows, 4), dtype=torch.float32)
+    of_parts = new_workspace(x, rows, parts, 4)
+    of_rows = None if y is None else new_workspace(x, rows, 4)
     statistics = Launch(
         layer_norm_forward_split_stats_kernel,
         (rows * cdiv(parts, of_a_program),),

@@ -2,7 +2,7 @@
 
 import fusednorm
 import pytest
-import torch
+from fusednorm.devices.device import H200
 from fusednorm.ops.group_norm import table as tables
 from fusednorm.ops.group_norm.channels_last.backward.stream import BackwardStream
 from fusednorm.ops.group_norm.channels_last.forward.stream import ForwardStream
@@ -19,7 +19,7 @@ def partition(
     samples: int, sample: Sample = SAMPLE, config: ForwardStream | BackwardStream = FORWARD
 ) -> StreamPartition:
     """On a device of 132 multiprocessors, as one that is absent is taken for."""
-    return stream_partition(sample, 2, config, samples, torch.device("meta"))
+    return stream_partition(sample, 2, config, samples, H200)
 
 
 def test_many_samples_are_streamed_as_the_configuration_says():

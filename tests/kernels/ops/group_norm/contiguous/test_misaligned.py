@@ -8,6 +8,7 @@ from fusednorm.ops.group_norm.forward_choice import plan_forward
 from fusednorm.ops.group_norm.sample import Sample
 from fusednorm.results import Forward
 
+from tests.kernels.harness.arrays import make
 from tests.kernels.harness.misaligned import ALIGNED, MISALIGNED, take_all_as_whole, tensor
 
 
@@ -18,8 +19,8 @@ def test_contiguous_groups(config, x_before, y_before):
 
     def plan(x_before, y_before):
         out = Forward(tensor(y_before, 1, 8, 2048))
-        call = ForwardCall(
-            x=tensor(x_before, 1, 8, 2048), sample=sample, options=NormOptions("group_norm"), out=out
+        call = make(
+            ForwardCall, x=tensor(x_before, 1, 8, 2048), sample=sample, options=NormOptions("group_norm"), out=out
         )
         return plan_forward(call, config)
 
@@ -33,7 +34,9 @@ def test_whole_slabs_of_groups_with_narrow_accesses_are_masked_like_the_others()
         shape = (1, sample.c, sample.hw)
         out = Forward(tensor(ALIGNED, *shape))
         config = cooperative.ForwardCooperative(1, 4, 4, 1, 1)
-        call = ForwardCall(x=tensor(ALIGNED, *shape), sample=sample, options=NormOptions("group_norm"), out=out)
+        call = make(
+            ForwardCall, x=tensor(ALIGNED, *shape), sample=sample, options=NormOptions("group_norm"), out=out
+        )
         (launch,) = plan_forward(call, config)
         return launch.options["LANE_A_THREAD"]
 

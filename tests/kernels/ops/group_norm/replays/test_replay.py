@@ -10,7 +10,6 @@ import pytest
 import torch
 from fusednorm.devices.device import INTERPRETED
 from fusednorm.launch import replay
-from fusednorm.launch.workspace import purpose_of
 from fusednorm.ops.group_norm.channels_last.backward.cooperative import BackwardCooperativeBlock
 from fusednorm.ops.group_norm.channels_last.forward.cooperative import ForwardCooperativeBlock
 from fusednorm.ops.group_norm.contiguous.backward.cooperative import BackwardCooperative
@@ -111,7 +110,7 @@ def test_repeated_launches_are_the_planned_ones(
     second.call(pass_, **OPTIONS, out=result)
     _, plan = plans
     tensors = (second.x, second.dy, *second.affine, *second.options.values(), *second.gradients.values(), *result)
-    compare(replaying.launched, plan, addresses(*tensors), workspaces, purpose_of)
+    compare(replaying.launched, plan, addresses(*tensors), workspaces)
     if groups != 3:  # Those of which there are three do not fit the configurations that share.
         assert bool(workspaces) == (algorithm in COOPERATIVE)
 

@@ -2,7 +2,7 @@
 
 import fusednorm
 import torch
-from fusednorm.arguments.checks import FLOAT8
+from fusednorm.tensors.arrays import FLOAT8
 
 PASSES = (
     "layer_norm_forward",

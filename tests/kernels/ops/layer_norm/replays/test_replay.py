@@ -13,7 +13,6 @@ from fusednorm.api import chain as chain_pass
 from fusednorm.api import layer_norm as layer_norm_passes
 from fusednorm.devices.device import INTERPRETED
 from fusednorm.launch import replay
-from fusednorm.launch.workspace import purpose_of
 from fusednorm.policy import waiting
 from fusednorm.results import Backward, Forward
 
@@ -69,7 +68,7 @@ def test_a_repeated_launch_is_the_planned_one(cols, waits, given, pass_, replayi
         assert not plans
         result = result if isinstance(result, Forward | Backward) else Forward(*result)
         planned_into(result, lambda o=operands: o.call(pass_), monkeypatch)
-        compare(replaying.launched, *plans, addresses(*operands.tensors, *result), workspaces, purpose_of)
+        compare(replaying.launched, *plans, addresses(*operands.tensors, *result), workspaces)
 
 
 def equal(results, wanted):
@@ -149,12 +148,14 @@ def test_a_repeated_call_allocates_what_a_planned_one_does(out_dtype, stats, rep
 ROWS = """
 import json
 import torch
+from fusednorm.arguments.arrays import Array
 from fusednorm.arguments.options import NormOptions
 from fusednorm.launch import prepared
 from fusednorm.ops.layer_norm import table as tables
 from fusednorm.ops.layer_norm.call import BackwardCall, ForwardCall
 from fusednorm.ops.layer_norm.choice import plan_backward, plan_forward
 from fusednorm.results import Backward, Forward
+from tests.kernels.harness.arrays import make
 
 def plan(rows, cols, dtype, residual, stats):
     x, y = (torch.empty(rows, cols, dtype=dtype, device="meta") for _ in range(2))
@@ -162,8 +163,8 @@ def plan(rows, cols, dtype, residual, stats):
     mean, rstd, residual = s if stats else None, s if stats else None, x if residual else None
     out, gradients = Forward(y, mean, rstd, residual), Backward(x, w, w, residual)
     given = dict(x=x, weight=w, bias=w, residual=residual, options=NormOptions("layer_norm"))
-    yield from plan_forward(ForwardCall(**given, out=out))
-    yield from plan_backward(BackwardCall(dy=x, **given, mean=mean, rstd=rstd, out=gradients))
+    yield from plan_forward(make(ForwardCall, **given, out=out))
+    yield from plan_backward(make(BackwardCall, dy=x, **given, mean=mean, rstd=rstd, out=gradients))
 
 shapes, wrong = 0, []
 for itemsize, dtype in ((2, torch.bfloat16), (4, torch.float32)):
@@ -174,7 +175,7 @@ for itemsize, dtype in ((2, torch.bfloat16), (4, torch.float32)):
             keys, fixed = set(), set()
             for rows in (1, 2, 131, 133, 10**6):
                 launches = list(plan(rows, cols, dtype, residual, stats))
-                keys.add(tuple(prepared._described(l.kernel, l.arguments, l.options, 0)[0] for l in launches))
+                keys.add(tuple(prepared._described(l, 0)[0] for l in launches))
                 for number, launch in enumerate(launches):
                     rule = launch.by_rows
                     if rule is None:
@@ -182,7 +183,7 @@ for itemsize, dtype in ((2, torch.bfloat16), (4, torch.float32)):
                     programs = min(-(-rows // rule.tile), rule.most)
                     named = {rule.rows: rows, rule.programs: programs}
                     values = enumerate(launch.arguments)
-                    numbers = {place: value for place, value in values if not isinstance(value, torch.Tensor)}
+                    numbers = {place: value for place, value in values if not isinstance(value, Array)}
                     if any(numbers.pop(place) != value for place, value in named.items() if place is not None):
                         wrong.append(("argument", cols, rows, number))
                     if rule.grid and launch.grid != (programs,):

@@ -6,11 +6,10 @@ No program waits for another.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from fusednorm.arguments.arrays import Array, new_workspace
 from fusednorm.devices.device import since_hopper
 from fusednorm.integers import cdiv
 from fusednorm.jit.early_start import await_previous, let_next_start
@@ -53,7 +52,7 @@ class ForwardColumns(ForwardConfig):
             mean, rstd = empty_statistics(call.x, sample)
         else:
             mean, rstd = out.mean, out.rstd
-        rest = torch.empty_like(mean)
+        rest = new_workspace(call.x, *mean.shape)
         blocks = cdiv(sample.c, self.width)
         runs = cdiv(sample.hw, self.run_rows)
         tile = self._tile(sample, call.x.element_size())
@@ -74,13 +73,13 @@ class ForwardColumns(ForwardConfig):
 
     def statistics(
         self,
-        x: Tensor,
+        x: Array,
         sample: Sample,
         eps: float,
-        residual: Tensor | None,
-        mean: Tensor,
-        rstd: Tensor,
-        rest: Tensor | None = None,
+        residual: Array | None,
+        mean: Array,
+        rstd: Array,
+        rest: Array | None = None,
     ) -> list[Launch]:
         """The launches that compute mean and rstd: moments of channels over splits of positions, then reduction.
 

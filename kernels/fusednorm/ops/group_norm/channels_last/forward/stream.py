@@ -5,10 +5,10 @@ No program waits for another.
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 
+from fusednorm.arguments.arrays import new_workspace
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import await_previous, let_next_start
 from fusednorm.jit.moments import merge_moments
@@ -43,7 +43,7 @@ class ForwardStream(ForwardConfig):
         sample, x, out = call.sample, call.x, call.out
         partition = stream_partition(sample, x.element_size(), self, call.n, x.device)
         parts = triple(x, call.n, partition.splits, sample.groups)
-        coefficients = x.new_empty((3, call.n, sample.c), dtype=torch.float32)
+        coefficients = new_workspace(x, 3, call.n, sample.c)
         piece = partition.positions * partition.apply_chunks
         moments = (
             x, call.residual, *parts, sample.hw, partition.units, sample.groups, sample.channels, partition.splits

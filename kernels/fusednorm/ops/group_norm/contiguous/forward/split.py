@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from fusednorm.arguments.arrays import Array
 from fusednorm.devices.device import since_hopper
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import await_previous, let_next_start
@@ -51,7 +51,7 @@ class ForwardSplit(ForwardConfig):
         return [partial, Launch(group_norm_nchw_split_apply_kernel, grid, arguments, options)]
 
     def statistics(
-        self, x: Tensor, sample: Sample, eps: float, residual: Tensor | None, mean: Tensor, rstd: Tensor
+        self, x: Array, sample: Sample, eps: float, residual: Array | None, mean: Array, rstd: Array
     ) -> list[Launch]:
         """The launches that compute only mean and rstd."""
         vec = vector_width(x.element_size(), sample.group_length)
@@ -60,8 +60,8 @@ class ForwardSplit(ForwardConfig):
         return [partial, reduce]
 
     def _parts(
-        self, x: Tensor, sample: Sample, residual: Tensor | None
-    ) -> tuple[tuple[Tensor, Tensor, Tensor], int, Launch]:
+        self, x: Array, sample: Sample, residual: Array | None
+    ) -> tuple[tuple[Array, Array, Array], int, Launch]:
         """Moments of parts of contiguous groups, [N, splits, groups] each, the number of splits, and the launch."""
         vec = vector_width(x.element_size(), sample.group_length)
         group_units = sample.group_length // vec

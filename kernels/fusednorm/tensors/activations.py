@@ -5,13 +5,12 @@
 
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-ActivationName = Literal["none", "relu", "silu", "gelu", "gelu_tanh"]
-"""The names of activations; gelu is by erf, gelu_tanh by tanh."""
+from fusednorm.arguments.checks import check_activation
 
 _TANH_SCALE, _TANH_CUBE = math.sqrt(2.0 / math.pi), 0.044715
 
@@ -60,10 +59,20 @@ def _gelu_tanh_derivative(z: Tensor) -> Tensor:
     return 0.5 * (1.0 + t) + 0.5 * z * (1.0 - t * t) * slope
 
 
-ACTIVATIONS: dict[str, Activation] = {
+_FUNCTIONS = {
     "none": Activation(lambda z: z, torch.ones_like),
     "relu": Activation(torch.relu, _relu_derivative),
     "silu": Activation(_silu, _silu_derivative),
     "gelu": Activation(_gelu, _gelu_derivative),
     "gelu_tanh": Activation(_gelu_tanh, _gelu_tanh_derivative),
 }
+
+
+def activation_of(name: str) -> Activation:
+    """The activation of that name.
+
+    Raises:
+        KernelInputError: there is no such activation.
+    """
+    check_activation(name)
+    return _FUNCTIONS[name]

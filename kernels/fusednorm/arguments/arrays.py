@@ -1,0 +1,141 @@
+"""Descriptions of arrays: all that checks and plans read of them, whichever library they are of."""
+
+from dataclasses import dataclass
+from math import prod
+
+from fusednorm.devices.device import Gpu
+
+ITEMSIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "int64": 8}
+"""Bytes of an element of each dtype; dtypes have the names that numpy, JAX and torch give them."""
+
+FLOAT_DTYPES = ("float32", "float16", "bfloat16")
+FLOAT8 = "float8_e4m3fn"
+
+
+@dataclass(slots=True, eq=False)
+class Workspace:
+    """Memory that a plan needs besides its inputs and results; not changed after it is made.
+
+    Attributes:
+        dtype, count: the dtype and the number of its elements.
+        purpose: None for memory with any content that is not needed after the plan.  Otherwise consecutive plans of
+            a stream share the memory: it is zero at first, and each launch leaves it ready for the next.
+    """
+
+    dtype: str
+    count: int
+    purpose: str | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Array:
+    """The description of an array; not changed after it is made (a frozen one takes twice as long to make).
+
+    Its methods have the names and results of those of torch's tensors.
+
+    Attributes:
+        memory: the memory that has its elements: the name of an input or result, or a workspace.
+        dtype: the name of its dtype.
+        strides: in elements.
+        device: the device that plans are made for.
+        is_dense: whether its elements are contiguous.
+        is_aligned: whether its first element has an address that is a multiple of 16.
+        offset: elements of the memory before its first one.
+    """
+
+    memory: str | Workspace
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    device: Gpu
+    is_dense: bool = True
+    is_aligned: bool = True
+    offset: int = 0
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self.shape)
+
+    def element_size(self) -> int:
+        """Bytes of an element."""
+        return ITEMSIZES[self.dtype]
+
+    def numel(self) -> int:
+        """The number of elements."""
+        return prod(self.shape)
+
+    def stride(self, axis: int) -> int:
+        """The stride of an axis, in elements."""
+        return self.strides[axis]
+
+    def is_contiguous(self) -> bool:
+        """Whether its elements are contiguous."""
+        return self.is_dense
+
+    def view(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> "Array":
+        """The same elements with another shape."""
+        return Array(
+            self.memory, self.dtype, shape, strides, self.device, self.is_dense, self.is_aligned, self.offset
+        )
+
+    def unbind(self) -> list["Array"]:
+        """The parts along the first axis of a contiguous array."""
+        shape, strides, step, size = self.shape[1:], self.strides[1:], self.strides[0], self.element_size()
+        parts = []
+        for index in range(self.shape[0]):
+            is_aligned = self.is_aligned and index * step * size % 16 == 0
+            offset = self.offset + index * step
+            parts.append(Array(self.memory, self.dtype, shape, strides, self.device, True, is_aligned, offset))
+        return parts
+
+
+def new_workspace(like: Array, *shape: int) -> Array:
+    """A float32 workspace of a shape, for a plan for the device of `like`."""
+    return Array(Workspace("float32", prod(shape)), "float32", shape, contiguous_strides(shape), like.device)
+
+
+def workspace_like(array: Array, dtype: str) -> Array:
+    """A workspace of a dtype with the shape, strides and device of an array without gaps."""
+    memory = Workspace(dtype, array.numel())
+    return Array(memory, dtype, array.shape, array.strides, array.device, array.is_dense)
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous array."""
+    if len(shape) < 3:
+        return (shape[1], 1) if len(shape) == 2 else (1,) * len(shape)
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size or 1
+    return tuple(reversed(strides))
+
+
+def has_dense_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether an array of a shape is contiguous; axes of one element may have any stride."""
+    if 0 in shape:
+        return True
+    step = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1:
+            if stride != step:
+                return False
+            step *= size
+    return True
+
+
+def merge_axes(shape: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
+    """The stride of adjacent axes taken as one, or None if they have no common one."""
+    if 0 in shape:
+        return 1
+    first, step = 1, None
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size == 1:
+            continue
+        if step is None:
+            first = stride
+        elif stride != step:
+            return None
+        step = size * stride
+    return first

@@ -1,0 +1,43 @@
+"""The checks of a call of GroupNorm."""
+
+from math import prod
+
+from fusednorm.arguments.arrays import Array
+from fusednorm.arguments.checks import (
+    check_float,
+    check_groups,
+    check_parameter,
+    check_scale_and_shift,
+    check_statistics,
+)
+from fusednorm.arguments.inputs import BackwardInputs, NormInputs, group_names_by_role
+from fusednorm.arguments.layouts import is_channels_last
+from fusednorm.arguments.options import NormOptions
+from fusednorm.ops.group_norm.sample import Sample
+
+_LIKE_X, _, _PARAMETERS, _ = group_names_by_role(BackwardInputs._fields)
+
+
+def check_sample(options: NormOptions, inputs: NormInputs[Array] | BackwardInputs[Array]) -> Sample:
+    """The shape of a sample of x; all inputs are checked.
+
+    Raises:
+        KernelInputError: a wrong shape, dtype or value, or an empty group.
+        UnsupportedShapeError: a layout or strides that no kernel handles.
+    """
+    x = inputs.x
+    check_float("x", x)
+    check_groups(x, options.num_groups)
+    channels_last = is_channels_last(x)
+    for name in _PARAMETERS:
+        check_parameter(name, getattr(inputs, name), x.shape[1:2], x)
+    for name in _LIKE_X[1:]:
+        array = getattr(inputs, name, None)
+        if array is not None:
+            check_float(name, array, like=x)
+            is_channels_last(array, name)
+    check_scale_and_shift(inputs.scale, inputs.shift, x)
+    groups = options.num_groups
+    if isinstance(inputs, BackwardInputs):
+        check_statistics(inputs.mean, inputs.rstd, (x.shape[0], groups))
+    return Sample(groups, x.shape[1] // groups, prod(x.shape[2:]), channels_last)

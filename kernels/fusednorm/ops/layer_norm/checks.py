@@ -1,0 +1,47 @@
+"""The checks of a call of LayerNorm or RMSNorm, which turn its inputs into rows."""
+
+from typing import Any
+
+from fusednorm.arguments.arrays import Array
+from fusednorm.arguments.checks import (
+    check_float,
+    check_parameter,
+    check_statistics,
+    check_weight_offset,
+    has_heads,
+    view_of_rows,
+)
+from fusednorm.arguments.inputs import BackwardInputs, NormInputs, Role, group_names_by_role
+from fusednorm.arguments.options import NormOptions, collect_arguments
+
+_LIKE_X: dict[type, tuple[str, ...]] = {
+    each: group_names_by_role(each._fields)[Role.LIKE_X] for each in (NormInputs, BackwardInputs)
+}
+_PARAMETERS = group_names_by_role(NormInputs._fields)[Role.PARAMETER]
+
+
+def check_rows(options: NormOptions, inputs: NormInputs[Array] | BackwardInputs[Array]) -> dict[str, Any]:
+    """The operation's arrays by name, checked; those of x's shape as rows, or as tokens of heads.
+
+    Raises:
+        KernelInputError: a wrong shape, dtype or value.
+        UnsupportedShapeError: strides that no kernel handles, or too many columns.
+    """
+    x = inputs.x
+    arrays = collect_arguments(options.op, inputs)
+    like_x = _LIKE_X[type(inputs)]
+    for name in like_x:
+        if arrays[name] is not None:
+            check_float(name, arrays[name], like=x)
+    own = has_heads(inputs.weight, inputs.bias)
+    view = view_of_rows(own, *map(arrays.get, like_x))
+    for name in like_x:
+        if arrays[name] is not None:
+            arrays[name] = view(name, arrays[name])
+    shape = x.shape[-2:] if own else x.shape[-1:]
+    for name in _PARAMETERS:
+        check_parameter(name, arrays.get(name), shape, x)
+    check_weight_offset(options.weight_offset, inputs.weight)
+    if isinstance(inputs, BackwardInputs):
+        check_statistics(inputs.mean, inputs.rstd, x.shape[:-1])
+    return arrays

@@ -1,0 +1,1 @@
+"""Torch's tensors: their descriptions, devices, layouts and activations; `arguments` has those of any array."""

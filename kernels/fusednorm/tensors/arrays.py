@@ -1,0 +1,82 @@
+"""The descriptions of tensors, with the checks that only tensors need: devices, and lazy negations."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from fusednorm.arguments import arrays
+from fusednorm.arguments.arrays import Array
+from fusednorm.arguments.inputs import BackwardInputs, NormInputs
+from fusednorm.devices.device import INTERPRETED, Gpu
+from fusednorm.errors import KernelInputError
+from fusednorm.tensors.devices import describe_device, stands_in
+
+TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in arrays.ITEMSIZES}
+"""Torch's dtype of each name."""
+
+FLOAT_DTYPES = tuple(TORCH_DTYPES[name] for name in arrays.FLOAT_DTYPES)
+FLOAT8 = TORCH_DTYPES[arrays.FLOAT8]
+
+_NAMES = {TORCH_DTYPES[name]: name for name in (*arrays.FLOAT_DTYPES, arrays.FLOAT8)}
+
+Inputs = TypeVar("Inputs", NormInputs[Any], BackwardInputs[Any])
+
+
+def name_dtype(dtype: torch.dtype) -> str:
+    """The name of a dtype; of one that no kernel takes, the one that torch prints."""
+    return _NAMES.get(dtype) or str(dtype)
+
+
+def is_misaligned(tensor: Tensor) -> bool:
+    """Whether a tensor's memory does not start at a multiple of 16 bytes."""
+    return tensor.data_ptr() % 16 != 0
+
+
+def describe(name: str, tensor: Tensor, device: Gpu | None = None) -> Array:
+    """The description of a tensor, in memory of its own that has the given name."""
+    dtype = tensor.dtype
+    device = device or describe_device(tensor.device)
+    is_aligned = tensor.data_ptr() % 16 == 0
+    name_of_dtype = _NAMES.get(dtype) or str(dtype)
+    return Array(name, name_of_dtype, tensor.shape, tensor.stride(), device, tensor.is_contiguous(), is_aligned)
+
+
+def describe_each(
+    names: Iterable[str], tensors: Sequence[Tensor | None]
+) -> tuple[list[Array | None], dict[str, Tensor]]:
+    """The descriptions of a call's tensors, x first, and the tensors by name.
+
+    Raises:
+        KernelInputError: a tensor is not on x's device, or x's is no CUDA device; or a lazy negation
+            (`torch.conj(z).imag`), whose memory holds values of the opposite sign.
+    """
+    x: Any = tensors[0]
+    place = x.device
+    if not x.is_cuda and not INTERPRETED and not stands_in(place):
+        raise KernelInputError(f"x must be on a CUDA device, got {place}")
+    device, index = describe_device(place), x.get_device()
+    described: list[Array | None] = []
+    named: dict[str, Tensor] = {}
+    for name, tensor in zip(names, tensors, strict=True):
+        if tensor is None:
+            described.append(None)
+            continue
+        if tensor.is_neg():
+            raise KernelInputError(
+                f"{name} is a lazily negated view: kernels read memory, so call resolve_neg() first"
+            )
+        # Tensors without an index may be on devices of different types.
+        if tensor.get_device() != index or (index < 0 and tensor.device != place):
+            raise KernelInputError(f"{name} must be on x's device {place}, got {tensor.device}")
+        described.append(describe(name, tensor, device))
+        named[name] = tensor
+    return described, named
+
+
+def describe_inputs(inputs: Inputs) -> tuple[Inputs, dict[str, Tensor]]:
+    """The descriptions of a call's inputs, and the tensors by name; raises as `describe_each`."""
+    described, named = describe_each(inputs._fields, inputs)
+    arrays: Inputs = type(inputs)(*described)
+    return arrays, named

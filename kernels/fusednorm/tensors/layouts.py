@@ -1,0 +1,41 @@
+"""The two memory layouts of samples of tensors, which tracers see; `arguments.layouts` has those of any array."""
+
+from torch import Tensor
+
+from fusednorm.errors import UnsupportedShapeError
+
+
+def is_channels_last(x: Tensor, name: str = "x") -> bool:
+    """Whether x [N, C, *spatial] is stored as [N, *spatial, C]; False if it is contiguous.
+
+    A tensor that is both (one channel, or one position) counts as contiguous: its memory order is the same.
+
+    Raises:
+        UnsupportedShapeError: x has neither layout, so it would have to be copied.
+    """
+    if x.is_contiguous():
+        return False
+    if x.dim() > 2 and x.permute(0, *range(2, x.dim()), 1).is_contiguous():
+        return True
+    raise UnsupportedShapeError(
+        f"{name} must be contiguous or channels-last, got shape {list(x.shape)} with strides {list(x.stride())}"
+    )
+
+
+def in_layout(tensor: Tensor, channels_last: bool) -> bool:
+    """Whether [N, C, *spatial] is stored in the given layout; a tensor may have both layouts."""
+    if channels_last:
+        tensor = tensor.permute(0, *range(2, tensor.dim()), 1)
+    return tensor.is_contiguous()
+
+
+def laid_out(tensor: Tensor, channels_last: bool) -> Tensor:
+    """Return [N, C, *spatial] in the given layout with a new tensor's strides; only another layout is copied."""
+    # A trace may not know whether a size is 1.
+    if all(type(size) is int and size != 1 for size in tensor.shape) and in_layout(tensor, channels_last):
+        return tensor
+    if channels_last:
+        by_position = laid_out(tensor.permute(0, *range(2, tensor.dim()), 1), False)
+        return by_position.permute(0, -1, *range(1, tensor.dim() - 1))
+    # Axes of one element may have any stride in a contiguous tensor, and torch chooses a layout by their strides.
+    return tensor.contiguous().view(tensor.shape)

@@ -1,0 +1,84 @@
+"""The tensors that results are written to: new ones, or those passed by the caller."""
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from fusednorm.arguments.arrays import Array
+from fusednorm.arguments.outputs import Output, Outputs
+from fusednorm.errors import KernelInputError
+from fusednorm.results import Backward, Forward
+from fusednorm.tensors.arrays import TORCH_DTYPES, is_misaligned
+from fusednorm.tensors.layouts import in_layout
+
+Result = TypeVar("Result", Forward, Backward)
+
+
+def fits(output: Output, given: Tensor, x: Tensor) -> bool:
+    """Whether a result can be written to the tensor `given`."""
+    return (
+        given.dtype == TORCH_DTYPES[output.dtype]
+        and given.shape == output.shape_for(x)
+        and given.device == x.device
+        and not given.is_neg()
+        and (in_layout(given, not x.is_contiguous()) if output.as_x else given.is_contiguous())
+    )
+
+
+def _place(output: Output, given: Tensor | None, x: Tensor) -> Tensor:
+    dtype, shape = TORCH_DTYPES[output.dtype], output.shape_for(x)
+    if given is None:
+        if output.as_x:
+            return torch.empty_like(x, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device=x.device)
+    if not fits(output, given, x):
+        contiguous, as_x = ("", ", laid out as x") if output.as_x else ("contiguous ", "")
+        raise KernelInputError(
+            f"out.{output.name} must be {contiguous}{dtype} {list(shape)} on {x.device}{as_x}, "
+            f"got {given.dtype} {list(given.shape)} with strides {list(given.stride())} on {given.device}"
+        )
+    return given
+
+
+def places(result: type[Result], outputs: Outputs, x: Tensor, out: Result | None) -> Result:
+    """Tensors for all results of a pass: the tensors of `out` where it has some, else new ones.
+
+    Raises:
+        KernelInputError: a tensor of `out` does not fit its result, or the call does not return that result.
+    """
+    given: Sequence[Tensor | None] = out or (None,) * len(outputs)
+    made: dict[int, Tensor] = {}
+    found: list[Any] = []
+    for name, output, place in zip(result._fields, outputs, given, strict=True):
+        tensor = None
+        if output is not None:
+            tensor = made.get(id(output))
+            if tensor is None:
+                tensor = made[id(output)] = _place(output, place, x)
+        if place is not None and place is not tensor:
+            raise KernelInputError(f"out.{name} must be None: this call returns no tensor of its own there")
+        found.append(tensor)
+    return result(*found)
+
+
+def describe_results(
+    outputs: Outputs,
+    result: Forward | Backward,
+    x: Array,
+    out: Forward | Backward | None,
+    tensors: dict[str, Tensor],
+) -> list[Any]:
+    """Describe the results of a pass, one per field, and add their tensors to `tensors` by name.
+
+    Args:
+        x: the description of x.
+        out: the caller's places, which may start anywhere; new tensors start at multiples of 16 bytes.
+    """
+    known: dict[str, Array] = {}
+    for output, tensor in zip(outputs, result, strict=True):
+        if output is not None and tensor is not None and output.name not in known:
+            known[output.name] = output.describe(x, out is None or not is_misaligned(tensor))
+            tensors[output.name] = tensor
+    return [None if output is None else known[output.name] for output in outputs]
