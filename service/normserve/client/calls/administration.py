@@ -5,7 +5,7 @@ from urllib.parse import quote
 
 from normserve.client.answers.answer import Answer
 from normserve.client.answers.reception import LIST_BYTES
-from normserve.client.calls.arrays import Array
+from normserve.client.calls.arrays import TensorLike
 from normserve.client.calls.call import Call, described, query
 from normserve.client.errors import UnexpectedAnswerError
 from normserve.codec.activations import ActivationName
@@ -15,8 +15,8 @@ from normserve.codec.tensor_names import PARAMETERS
 def put_layer(
     name: str,
     op: Literal["layer_norm", "rms_norm", "group_norm"],
-    weight: Array,
-    bias: Array | None = None,
+    weight: TensorLike,
+    bias: TensorLike | None = None,
     *,
     eps: float | None = None,
     num_groups: int | None = None,

@@ -16,7 +16,7 @@ from normserve.client.calls.on_device import OnDevice, bytes_of
 from normserve.memory.host_tensors import FLOATS, DType, HostTensor
 
 
-class Array(Protocol):
+class TensorLike(Protocol):
     """A numpy array, a torch tensor or a `HostTensor`, for type checkers; `to_host` is stricter."""
 
     @property

@@ -12,7 +12,7 @@ from normserve.client.answers import expectations
 from normserve.client.answers.answer import Answer
 from normserve.client.answers.expectations import Expectation
 from normserve.client.calls import arrays
-from normserve.client.calls.arrays import Array
+from normserve.client.calls.arrays import TensorLike
 from normserve.client.calls.call import Call, described, query
 from normserve.client.errors import UnexpectedAnswerError
 from normserve.client.results import BackwardResult, ForwardResult
@@ -20,7 +20,7 @@ from normserve.codec.activations import ActivationName
 from normserve.codec.tensor_names import OF_ROWS, PARAMETERS
 from normserve.memory.host_tensors import HostTensor
 
-Tensors = Array | Sequence[Array]
+Tensors = TensorLike | Sequence[TensorLike]
 """A tensor, or one for each of several x."""
 
 T = TypeVar("T", bound=Tensors)
@@ -30,8 +30,8 @@ _TENSORS = OF_ROWS.union(PARAMETERS)
 
 def layer_norm(
     x: T,
-    weight: Array | None = None,
-    bias: Array | None = None,
+    weight: TensorLike | None = None,
+    bias: TensorLike | None = None,
     *,
     residual: Tensors | None = None,
     eps: float | None = None,
@@ -70,7 +70,7 @@ def layer_norm(
 
 def rms_norm(
     x: T,
-    weight: Array | None = None,
+    weight: TensorLike | None = None,
     *,
     residual: Tensors | None = None,
     eps: float | None = None,
@@ -93,8 +93,8 @@ def rms_norm(
 def group_norm(
     x: T,
     num_groups: int | None = None,
-    weight: Array | None = None,
-    bias: Array | None = None,
+    weight: TensorLike | None = None,
+    bias: TensorLike | None = None,
     *,
     layout: Literal["nchw", "nhwc"] | None = None,
     residual: Tensors | None = None,
@@ -127,8 +127,8 @@ def group_norm(
 
 def layer_norm_chain(
     x: T,
-    weights: Sequence[Array | None] = (),
-    biases: Sequence[Array | None] = (),
+    weights: Sequence[TensorLike | None] = (),
+    biases: Sequence[TensorLike | None] = (),
     *,
     eps: float | None = None,
     out_dtype: object = None,
@@ -161,8 +161,8 @@ def layer_norm_chain(
 def layer_norm_backward(
     dy: Tensors,
     x: T,
-    weight: Array | None = None,
-    bias: Array | None = None,
+    weight: TensorLike | None = None,
+    bias: TensorLike | None = None,
     *,
     mean: Tensors | None = None,
     rstd: Tensors | None = None,
@@ -190,7 +190,7 @@ def layer_norm_backward(
 def rms_norm_backward(
     dy: Tensors,
     x: T,
-    weight: Array | None = None,
+    weight: TensorLike | None = None,
     *,
     rstd: Tensors | None = None,
     residual: Tensors | None = None,
@@ -214,8 +214,8 @@ def group_norm_backward(
     dy: Tensors,
     x: T,
     num_groups: int | None = None,
-    weight: Array | None = None,
-    bias: Array | None = None,
+    weight: TensorLike | None = None,
+    bias: TensorLike | None = None,
     *,
     layout: Literal["nchw", "nhwc"] | None = None,
     mean: Tensors | None = None,
