@@ -7,6 +7,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("kernels", "service", "loadtest", "benchmarks", "tests")
+FOR_TYPE_CHECKERS = {"typing_extensions"}
+"""Type checkers know it by themselves, and nothing imports it at run time."""
+
 IMPORTED = re.compile(r"^\s*(?:import|from) (\w+)", re.MULTILINE)
 
 
@@ -20,6 +23,7 @@ def test_every_imported_project_is_declared():
     declared = {normalised(re.match(r"[\w.-]+", each)[0]) for listed in requirements for each in listed}
     files = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
     imported = {name for path in files for name in IMPORTED.findall(path.read_text())}
+    imported -= FOR_TYPE_CHECKERS
     # Modules of the standard library, and projects that are not installed here, have no provider.
     providers = {name: set(map(normalised, each)) for name, each in packages_distributions().items()}
     assert {"torch", "starlette", "pytest"} <= imported & providers.keys()
