@@ -26,7 +26,7 @@ _TRUST = Trust(verify=True)
 
 
 class Waiting:
-    """Runs steps to their end, and waits for each of them."""
+    """A driver that runs steps one after another and blocks in each."""
 
     def __init__(self, timeout_s: float) -> None:
         """Args: timeout_s: longest time of an exchange."""

@@ -32,7 +32,7 @@ def parts(result: Result) -> list[list[str]]:
 
 
 def operations(result: Result) -> list[list[str]]:
-    """A row for each operation, and a last one for all of them."""
+    """Return a row for each operation and a last row of totals."""
     whole = result.whole
     rows = [[name, *_cells(*whole.of(name), whole.duration_s)] for name in result.operations()]
     return [*rows, ["all", *_cells(whole.total, whole.in_time, whole.duration_s)]]

@@ -273,6 +273,6 @@ def write(tag: int, message: Message | Answer | Done | msgspec.Raw | Sequence[Me
 
 
 def _quoted(text: str) -> str:
-    """What a decoder says, which may repeat a few words of what came."""
+    """Return a decoder's message, which may quote a few words of its input."""
     kept = "".join([each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text[:_LONGEST_QUOTE]])
     return kept + "…" if len(text) > _LONGEST_QUOTE else kept

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 PARAMETERS = ("weight", "bias")
-"""Tensors that belong to the whole launch; everything else is rows or samples of it."""
+"""Tensors of a whole launch; all other tensors are divided by rows or samples."""
 
 PARAMETER_GRADIENTS = tuple([f"d{name}" for name in PARAMETERS])
 """Results that are sums over all rows or samples."""

@@ -139,7 +139,7 @@ def _tile(sample: Sample, itemsize: int) -> ForwardTile | None:
 
 
 def _measured(sample: Sample, itemsize: int) -> Iterator[ForwardConfig]:
-    """Entries of the tables for the sample's class; programs that share data get equal amounts of it."""
+    """Yield the table entries for the sample's class, with chunks chosen so that programs share a group equally."""
     if not sample.channels_last:
         for most, config in tables.FORWARD_CONTIGUOUS[itemsize]:
             if sample.group_length > most:

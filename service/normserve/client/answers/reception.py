@@ -19,7 +19,7 @@ _FIRST_ERROR = 400
 
 
 def is_compressed(headers: Mapping[str, str]) -> bool:
-    """Whether a body is encoded, which was not requested: a few bytes could stand for any number of them."""
+    """Whether a body is compressed; a small compressed body could expand without limit."""
     return headers.get("content-encoding", "").strip().lower() not in ("", "identity")
 
 
