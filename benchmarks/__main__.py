@@ -24,14 +24,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import records
-from benchmarks.harness.progress import Progress
-from benchmarks.harness.suite import Row, Suite
+from benchmarks.harness.progress import ProgressDisplay
+from benchmarks.harness.suite import BenchmarkSuite, Row
 from benchmarks.harness.warm import wait_for_extension
 from benchmarks.host.suite import HostSuite
 from benchmarks.kernels.suite import KernelSuite
 from benchmarks.models.suite import ModelSuite
-from benchmarks.providers.registry import PROVIDERS, importable
-from benchmarks.workload.suites import SUITES, shard
+from benchmarks.providers.registry import PROVIDERS, filter_importable
+from benchmarks.workload.suites import SUITES, select_shard
 
 ALONE: dict[str, type[HostSuite | ModelSuite]] = {"host": HostSuite, "models": ModelSuite}
 """Suites that a run cannot combine with others."""
@@ -41,18 +41,20 @@ NAMES = tuple(dict.fromkeys((*PROVIDERS, *HostSuite.providers, *ModelSuite.provi
 
 
 def main() -> None:
-    arguments = _arguments()
-    suite = suite_of(arguments.suite)
-    cells = _chosen(suite, arguments.cells, arguments.shard)
-    providers = importable(name for name in arguments.providers or suite.providers if name in suite.providers)
+    arguments = _parse_arguments()
+    suite = make_suite(arguments.suite)
+    cells = _select_cells(suite, arguments.cells, arguments.shard)
+    providers = filter_importable(
+        name for name in arguments.providers or suite.providers if name in suite.providers
+    )
     seconds = suite.seconds if arguments.seconds is None else arguments.seconds
     wait_for_extension()
     began = time.monotonic()
     if arguments.warm:
         suite.warm(cells, providers, min(arguments.warm, seconds))
-    machine = records.machine(arguments.commit)
+    machine = records.describe_machine(arguments.commit)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    with arguments.out.open("w", newline="") as file, Progress(len(cells)) as progress:
+    with arguments.out.open("w", newline="") as file, ProgressDisplay(len(cells)) as progress:
         writer = csv.DictWriter(file, records.COLUMNS)
         writer.writeheader()
         for done, cell in enumerate(cells):
@@ -65,21 +67,21 @@ def main() -> None:
                 writer.writerow(machine | row)
                 file.flush()
                 rows.append(row)
-            figures = "  ".join(map(_figure, rows))
+            figures = "  ".join(map(_format_figure, rows))
             progress.step(f"{cell.name}: {figures}  ({time.monotonic() - cell_began:.1f} s)")
 
 
-def suite_of(names: Sequence[str]) -> Suite:
+def make_suite(names: Sequence[str]) -> BenchmarkSuite:
     """The suite of these names, of which at most one may be in `ALONE`."""
     return ALONE[names[0]]() if names[0] in ALONE else KernelSuite(names)
 
 
-def _chosen(suite: Suite, pattern: str, part: tuple[int, int]) -> list[Any]:
+def _select_cells(suite: BenchmarkSuite, pattern: str, part: tuple[int, int]) -> list[Any]:
     cells = [cell for cell in suite.cells if re.search(pattern, cell.name)]
-    return shard(cells, *part) if part != (1, 1) else cells
+    return select_shard(cells, *part) if part != (1, 1) else cells
 
 
-def _figure(row: Row) -> str:
+def _format_figure(row: Row) -> str:
     """The text of a row in the progress output."""
     if row["of_copy"]:
         return f"{row['provider']} {row['of_copy']}"
@@ -87,16 +89,22 @@ def _figure(row: Row) -> str:
     return f"{row['provider']} {row['pass']} {row['variant']} {value}"
 
 
-def _arguments() -> argparse.Namespace:
+def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--suite", nargs="+", choices=(*SUITES, *ALONE), default=["first"], help="lists of cells (default: first)"
     )
     parser.add_argument("--cells", default="", metavar="REGEX", help="only cells whose name it matches")
     parser.add_argument(
-        "--shard", type=_shard, default=(1, 1), metavar="I/N", help="only the I-th of N about equal parts of those"
+        "--shard",
+        type=_parse_shard,
+        default=(1, 1),
+        metavar="I/N",
+        help="only the I-th of N about equal parts of those",
     )
-    parser.add_argument("--providers", type=_providers, help="comma-separated (default: all that the suite has)")
+    parser.add_argument(
+        "--providers", type=_parse_providers, help="comma-separated (default: all that the suite has)"
+    )
     parser.add_argument("--out", type=Path, required=True, help="CSV file to write")
     parser.add_argument("--commit", default="", help="recorded in the CSV; asked of git when empty")
     parser.add_argument(
@@ -109,14 +117,14 @@ def _arguments() -> argparse.Namespace:
     return arguments
 
 
-def _shard(text: str) -> tuple[int, int]:
+def _parse_shard(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise argparse.ArgumentTypeError(f"expected I/N with I from 1 to N, got {text}")
     return int(match[1]), int(match[2])
 
 
-def _providers(text: str) -> list[str]:
+def _parse_providers(text: str) -> list[str]:
     names = text.split(",")
     if unknown := set(names) - set(NAMES):
         raise argparse.ArgumentTypeError(f"expected some of {', '.join(NAMES)}, got {', '.join(sorted(unknown))}")

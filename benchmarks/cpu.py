@@ -39,28 +39,31 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.table:
         with arguments.table.open(newline="") as file:
-            print(*table(list(csv.DictReader(file))), sep="\n")
+            print(*format_table(list(csv.DictReader(file))), sep="\n")
         return
     torch.set_num_threads(1)
     with arguments.out.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
-        for row in rows(arguments.seconds):
+        for row in measure_rows(arguments.seconds):
             writer.writerow(row)
             file.flush()
             print(*row.values())
 
 
-def rows(seconds: float) -> Iterator[dict[str, object]]:
+def measure_rows(seconds: float) -> Iterator[dict[str, object]]:
     """A row for each operation, dtype, size and pass."""
     for op in OPERATIONS:
         for dtype in (torch.float32, torch.bfloat16):
             for nbytes in SIZES:
-                ours, theirs, x = _modules(op, dtype, nbytes)
+                ours, theirs, x = _make_modules(op, dtype, nbytes)
                 dy = torch.randn_like(x)
-                calls = [_forward(ours, x), _forward(theirs, x)], [_both(ours, x, dy), _both(theirs, x, dy)]
+                calls = (
+                    [_make_forward_call(ours, x), _make_forward_call(theirs, x)],
+                    [_make_training_call(ours, x, dy), _make_training_call(theirs, x, dy)],
+                )
                 for pass_, pair in zip(("forward", "forward+backward"), calls, strict=True):
-                    mine, other, ratio = alternately(pair[0], pair[1], seconds)
+                    mine, other, ratio = time_alternately(pair[0], pair[1], seconds)
                     yield {
                         "op": op,
                         "dtype": str(dtype).removeprefix("torch."),
@@ -71,14 +74,14 @@ def rows(seconds: float) -> Iterator[dict[str, object]]:
                         "torch_us": f"{other * 1e6:.1f}",
                         "ratio": f"{ratio:.2f}",
                         "torch": torch.__version__,
-                        "cpu": _processor(),
+                        "cpu": _find_processor_name(),
                     }
 
 
-def table(records: list[dict[str, str]]) -> Iterator[str]:
+def format_table(records: list[dict[str, str]]) -> Iterator[str]:
     """Lines of Markdown: a line for each operation, dtype and pass, a column for each size."""
     sizes = list(dict.fromkeys(record["bytes"] for record in records))
-    yield f"| | type | pass | {' | '.join(_size(int(size)) for size in sizes)} |"
+    yield f"| | type | pass | {' | '.join(_format_bytes(int(size)) for size in sizes)} |"
     yield "| --- " * (3 + len(sizes)) + "|"
     lines: dict[tuple[str, str, str], list[str]] = {}
     for record in records:
@@ -88,7 +91,7 @@ def table(records: list[dict[str, str]]) -> Iterator[str]:
         yield f"| {' | '.join((*of_line, *cells))} |"
 
 
-def alternately(
+def time_alternately(
     first: Callable[[], object], second: Callable[[], object], seconds: float
 ) -> tuple[float, float, float]:
     """Median processor seconds of a call of each, in alternating rounds, and the median ratio."""
@@ -97,23 +100,23 @@ def alternately(
     samples: tuple[list[float], list[float]] = [], []
     for call in calls:
         call()
-        counts.append(max(1, int(_ROUND_S / _timed(call, 3))))
+        counts.append(max(1, int(_ROUND_S / _time_call(call, 3))))
     end = time.process_time() + seconds
     while time.process_time() < end or len(samples[0]) < 5:
         for call, count, of_call in zip(calls, counts, samples, strict=True):
-            of_call.append(_timed(call, count))
+            of_call.append(_time_call(call, count))
     quotients = [one / other for one, other in zip(*samples, strict=True)]
     return median(samples[0]), median(samples[1]), median(quotients)
 
 
-def _timed(call: Callable[[], object], count: int) -> float:
+def _time_call(call: Callable[[], object], count: int) -> float:
     began = time.process_time()
     for _ in range(count):
         call()
     return (time.process_time() - began) / count
 
 
-def _modules(op: str, dtype: torch.dtype, nbytes: int) -> tuple[nn.Module, nn.Module, Tensor]:
+def _make_modules(op: str, dtype: torch.dtype, nbytes: int) -> tuple[nn.Module, nn.Module, Tensor]:
     """Our module, torch's, and x."""
     elements = nbytes // dtype.itemsize
     pair: tuple[nn.Module, nn.Module]
@@ -134,20 +137,20 @@ def _modules(op: str, dtype: torch.dtype, nbytes: int) -> tuple[nn.Module, nn.Mo
     return *pair, torch.randn(elements // _COLS, _COLS, dtype=dtype)
 
 
-def _forward(module: nn.Module, x: Tensor) -> Callable[[], object]:
+def _make_forward_call(module: nn.Module, x: Tensor) -> Callable[[], object]:
     return torch.no_grad()(lambda: module(x))
 
 
-def _both(module: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], object]:
+def _make_training_call(module: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], object]:
     leaves = x.clone().requires_grad_(), *module.parameters()
     return lambda: torch.autograd.grad(module(leaves[0]), leaves, dy)
 
 
-def _size(nbytes: int) -> str:
+def _format_bytes(nbytes: int) -> str:
     return f"{nbytes // 2**20} MiB" if nbytes >= 2**20 else f"{nbytes // 2**10} KiB"
 
 
-def _processor() -> str:
+def _find_processor_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

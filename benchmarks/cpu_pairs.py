@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
 
-from benchmarks.serve.pairs import interval
+from benchmarks.serve.pairs import compute_median_interval
 
 SIZES = (4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20)
 """Bytes of x."""
@@ -40,7 +40,7 @@ _WORKER = "--worker"
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class CpuCallCell:
     """One kind of call; the names of its fields are columns."""
 
     op: str
@@ -55,7 +55,7 @@ class Cell:
         return f"{self.op} {self.pass_} {self.option} {self.dtype} {self.nbytes}"
 
 
-def cells() -> Iterator[Cell]:
+def iterate_cells() -> Iterator[CpuCallCell]:
     """Every call that the library has."""
     for op in ("layer_norm", "rms_norm", "group_norm"):
         for option in OPTIONS:
@@ -64,10 +64,10 @@ def cells() -> Iterator[Cell]:
                 continue
             for pass_ in ("forward", "backward"):
                 for dtype in ("float32", "bfloat16"):
-                    yield from (Cell(op, pass_, option, dtype, nbytes) for nbytes in SIZES)
+                    yield from (CpuCallCell(op, pass_, option, dtype, nbytes) for nbytes in SIZES)
 
 
-class Version:
+class CpuVersionProcess:
     """A process that makes the calls of one checkout."""
 
     def __init__(self, checkout: Path) -> None:
@@ -81,13 +81,13 @@ class Version:
             text=True,
         )
 
-    def __enter__(self) -> "Version":
+    def __enter__(self) -> "CpuVersionProcess":
         return self
 
     def __exit__(self, *_: object) -> None:
         self._process.communicate()
 
-    def time_turn(self, cell: Cell) -> float:
+    def time_turn(self, cell: CpuCallCell) -> float:
         """Return the processor seconds of a call; the first turn of a cell prepares the tensors, too."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -96,16 +96,18 @@ class Version:
         return float(self._process.stdout.readline())
 
 
-def measure(before: Version, after: Version, cell: Cell, pairs: int) -> dict[str, object]:
+def measure_cell(
+    before: CpuVersionProcess, after: CpuVersionProcess, cell: CpuCallCell, pairs: int
+) -> dict[str, object]:
     """Return the row of a cell."""
     for version in (before, after):
         version.time_turn(cell)
-    turns: dict[Version, list[float]] = {before: [], after: []}
+    turns: dict[CpuVersionProcess, list[float]] = {before: [], after: []}
     for number in range(pairs):
         for version in (before, after)[:: 1 if number % 2 else -1]:
             turns[version].append(version.time_turn(cell))
     speeds = [old / new for old, new in zip(turns[before], turns[after], strict=True)]
-    low, high = interval(speeds)
+    low, high = compute_median_interval(speeds)
     return {
         "op": cell.op,
         "pass": cell.pass_,
@@ -121,22 +123,22 @@ def measure(before: Version, after: Version, cell: Cell, pairs: int) -> dict[str
     }
 
 
-def serve_turns(requests: TextIO, times: TextIO) -> None:
+def run_requested_turns(requests: TextIO, times: TextIO) -> None:
     """Make a turn of calls for each cell that is requested, and write its processor seconds of a call."""
     import torch
 
     torch.set_num_threads(1)
     cell, call, count = None, None, 1
     for line in requests:
-        wanted = Cell(**json.loads(line))
+        wanted = CpuCallCell(**json.loads(line))
         if wanted != cell or call is None:
-            cell, call = wanted, call_of(wanted)
+            cell, call = wanted, make_call(wanted)
             _time_calls(call, 1)
             count = max(1, int(_TURN_S / _time_calls(call, 3)))
         print(_time_calls(call, count), file=times, flush=True)
 
 
-def call_of(cell: Cell) -> Callable[[], object]:
+def make_call(cell: CpuCallCell) -> Callable[[], object]:
     """Return a call with random tensors; `backward` is the gradient alone, of all that has one."""
     import fusednorm
     import torch
@@ -164,17 +166,17 @@ def call_of(cell: Cell) -> Callable[[], object]:
     function = getattr(fusednorm, f"add_{cell.op}" if residual else cell.op)
     inputs = 1 + len(residual)
 
-    def norm() -> Any:
+    def call_function() -> Any:
         made = function(
             *tensors[:inputs], *groups, *parameters[: 1 if cell.op == "rms_norm" else 2], **named, **options
         )
         return made[0] if residual else made
 
     if cell.pass_ == "forward":
-        return torch.no_grad()(norm)
+        return torch.no_grad()(call_function)
     for tensor in tensors:
         tensor.requires_grad_()
-    y, dy = norm(), torch.randn_like(x)
+    y, dy = call_function(), torch.randn_like(x)
     return lambda: torch.autograd.grad(y, tensors, dy, retain_graph=True)
 
 
@@ -187,7 +189,7 @@ def _time_calls(call: Callable[[], object], count: int) -> float:
 
 def main() -> None:
     if _WORKER in sys.argv:
-        serve_turns(sys.stdin, sys.stdout)
+        run_requested_turns(sys.stdin, sys.stdout)
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", type=Path, required=True, help="a checkout of the older version")
@@ -195,16 +197,16 @@ def main() -> None:
     parser.add_argument("--cells", default="", help="a regular expression; by default all")
     parser.add_argument("--pairs", type=int, default=40)
     arguments = parser.parse_args()
-    chosen = [cell for cell in cells() if re.search(arguments.cells, cell.name)]
+    chosen = [cell for cell in iterate_cells() if re.search(arguments.cells, cell.name)]
     with (
-        Version(arguments.before) as before,
-        Version(Path(__file__).parents[1]) as after,
+        CpuVersionProcess(arguments.before) as before,
+        CpuVersionProcess(Path(__file__).parents[1]) as after,
         arguments.out.open("w", newline="") as file,
     ):
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
         for cell in chosen:
-            row = measure(before, after, cell, arguments.pairs)
+            row = measure_cell(before, after, cell, arguments.pairs)
             writer.writerow(row)
             file.flush()
             print(*row.values(), flush=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fusednorm.devices.device import INTERPRETED
 
-from benchmarks.algorithms.page import Page, with_tables
+from benchmarks.algorithms.page import AlgorithmPage, insert_tables
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -21,12 +21,12 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if INTERPRETED:
         parser.error("programs of the interpreter cannot wait for one another, so TRITON_INTERPRET must be unset")
-    page = Page()
+    page = AlgorithmPage()
     if options.write is None:
         print(page.text)
     else:
         before = options.write.read_text(encoding="utf-8")
-        options.write.write_text(with_tables(before, page.text), encoding="utf-8")
+        options.write.write_text(insert_tables(before, page.text), encoding="utf-8")
     for algorithm in page.unreached:
         print(f"no shape chooses {algorithm.pass_}.{algorithm.name}", file=sys.stderr)
     return 1 if page.unreached else 0

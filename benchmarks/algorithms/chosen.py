@@ -9,7 +9,7 @@ from typing import NamedTuple
 import fusednorm.ops
 from fusednorm.launch.launch import Launch
 
-from benchmarks.fingerprints.cases import Case, planned
+from benchmarks.fingerprints.cases import FingerprintCase, plan_case
 
 PASSES = (
     "layer_norm.forward",
@@ -30,7 +30,7 @@ _NAMES = ("tile", "resident", "cooperative", "stream", "split", "columns", "swee
 _NAME = re.compile(f"_({'|'.join(_NAMES)}|reduce|copy)_")
 
 
-class Algorithm(NamedTuple):
+class PassAlgorithm(NamedTuple):
     """One algorithm of one pass."""
 
     pass_: str
@@ -38,7 +38,7 @@ class Algorithm(NamedTuple):
 
 
 @cache
-def algorithm_of(module: str, kernel: str) -> Algorithm | None:
+def find_algorithm(module: str, kernel: str) -> PassAlgorithm | None:
     """The algorithm of a kernel in `module`; None for a kernel that copies a companion, or reduces results, for
     several algorithms.
 
@@ -51,31 +51,35 @@ def algorithm_of(module: str, kernel: str) -> Algorithm | None:
     pass_ = next((known for known in PASSES if f"{module}.".startswith(f"{_OPS}.{known}.")), None)
     if name is None or pass_ is None:
         raise ValueError(f"the algorithm of {module}.{kernel} is unknown")
-    return Algorithm(pass_, name[1])
+    return PassAlgorithm(pass_, name[1])
 
 
-def every_algorithm() -> list[Algorithm]:
+def list_algorithms() -> list[PassAlgorithm]:
     """All algorithms that have a kernel, pass by pass."""
-    found: dict[Algorithm, None] = {}
+    found: dict[PassAlgorithm, None] = {}
     for info in pkgutil.walk_packages(fusednorm.ops.__path__, f"{_OPS}."):
         module = importlib.import_module(info.name)
         for name, value in vars(module).items():
             if name.endswith("_kernel") and value.fn.__module__ == info.name:
-                algorithm = algorithm_of(info.name, name)
+                algorithm = find_algorithm(info.name, name)
                 if algorithm is not None:
                     found[algorithm] = None
     return sorted(found, key=lambda each: (PASSES.index(each.pass_), _NAMES.index(each.name)))
 
 
-def chosen(case: Case, pass_: str) -> str:
+def find_chosen_algorithm(case: FingerprintCase, pass_: str) -> str:
     """The name of the algorithm of a pass that the plan of a case uses, REFUSED, or "" if it uses none of them."""
-    launches = planned(case).launches
+    launches = plan_case(case).launches
     if launches is None:
         return REFUSED
-    names = {algorithm.name for algorithm in map(_of_launch, launches) if algorithm and algorithm.pass_ == pass_}
+    names = {
+        algorithm.name
+        for algorithm in map(_find_launch_algorithm, launches)
+        if algorithm and algorithm.pass_ == pass_
+    }
     (name,) = names or {""}
     return name
 
 
-def _of_launch(launch: Launch) -> Algorithm | None:
-    return algorithm_of(launch.kernel.fn.__module__, launch.kernel.fn.__name__)
+def _find_launch_algorithm(launch: Launch) -> PassAlgorithm | None:
+    return find_algorithm(launch.kernel.fn.__module__, launch.kernel.fn.__name__)

@@ -7,13 +7,28 @@ from math import prod
 from typing import Any
 
 import torch
-from fusednorm.ops.group_norm.sample import Sample
+from fusednorm.ops.group_norm.sample import SampleShape
 
-from benchmarks.algorithms.chosen import Algorithm, chosen
-from benchmarks.algorithms.lines import ALONE, STATISTICS, Call, Table, lines_of, text_by_channels, text_of_some
-from benchmarks.algorithms.walks import Sizes, Walk, octaves, ragged, walk, whole
-from benchmarks.fingerprints.cases import Case
-from benchmarks.fingerprints.group_norm import GROUPS, Pass, Variant, case
+from benchmarks.algorithms.chosen import PassAlgorithm, find_chosen_algorithm
+from benchmarks.algorithms.lines import (
+    ALONE,
+    STATISTICS,
+    AlgorithmTable,
+    Call,
+    make_channel_formatter,
+    make_joint_formatter,
+    make_rules,
+)
+from benchmarks.algorithms.walks import (
+    Sizes,
+    Walk,
+    list_octave_sizes,
+    make_multiples,
+    make_non_multiples,
+    search_limits,
+)
+from benchmarks.fingerprints.cases import FingerprintCase
+from benchmarks.fingerprints.group_norm import GROUPS, GroupNormVariant, Pass, make_case
 from benchmarks.workload.cells import ITEMSIZE
 from benchmarks.workload.suites import SUITES
 
@@ -35,19 +50,19 @@ _TRAITS: dict[tuple[str, str], tuple[tuple[str, ...], ...]] = {
 """Traits of the calls of each pass, and of passes with a purpose."""
 
 
-def pass_tables() -> Iterator[Table]:
+def make_pass_tables() -> Iterator[AlgorithmTable]:
     """A table for each pass and purpose."""
     for (pass_, purpose), traits in _TRAITS.items():
         name = f"group_norm.{pass_}"
         calls = list(product(*traits))
-        channels = _channels(name, purpose)
+        channels = _list_channels(name, purpose)
         some = channels == FEW_CHANNELS
-        lines = lines_of(calls, partial(_walks, name, purpose), whole_cells=some)
-        text = (text_of_some if some else text_by_channels)(len(channels))
-        yield Table(name, purpose, calls, channels, lines, text)
+        lines = make_rules(calls, partial(_search_call, name, purpose), whole_cells=some)
+        text = (make_joint_formatter if some else make_channel_formatter)(len(channels))
+        yield AlgorithmTable(name, purpose, calls, channels, lines, text)
 
 
-def benchmark_shapes() -> Iterator[tuple[Algorithm, int, str]]:
+def iterate_benchmark_shapes() -> Iterator[tuple[PassAlgorithm, int, str]]:
     """The choice for each shape of the benchmarks: the algorithm, the bytes of an element, the shape."""
     cells = {
         (cell.pass_, cell.layout, cell.shape, cell.groups, ITEMSIZE[cell.dtype]): None
@@ -56,60 +71,65 @@ def benchmark_shapes() -> Iterator[tuple[Algorithm, int, str]]:
     for kind, layout, shape, groups, itemsize in cells:
         last = layout == "nhwc"
         pass_ = f"group_norm.{'channels_last' if last else 'contiguous'}.{kind}"
-        sample = Sample(groups, shape[1] // groups, prod(shape[2:]), last)
+        sample = SampleShape(groups, shape[1] // groups, prod(shape[2:]), last)
         dtype = torch.float16 if itemsize == 2 else torch.float32
-        name = chosen(call_case(pass_, "", (), dtype, sample, samples=shape[0]), pass_)
+        name = find_chosen_algorithm(make_call_case(pass_, "", (), dtype, sample, samples=shape[0]), pass_)
         text = "x".join(map(str, shape)) + ("" if groups == GROUPS else f" in {groups}")
-        yield Algorithm(pass_, name), itemsize, text
+        yield PassAlgorithm(pass_, name), itemsize, text
 
 
-def call_case(pass_: str, purpose: str, call: Call, dtype: torch.dtype, sample: Sample, **others: Any) -> Case:
-    """A call with these traits over `sample`, and with `others` of a `Variant`."""
+def make_call_case(
+    pass_: str, purpose: str, call: Call, dtype: torch.dtype, sample: SampleShape, **others: Any
+) -> FingerprintCase:
+    """A call with these traits over `sample`, and with `others` of a `GroupNormVariant`."""
     kind: Pass = "backward" if pass_.endswith("backward") or purpose == STATISTICS else "forward"
     has: dict[str, Any] = {"stats": purpose == "", "weight": False, "bias": False}
     if MOST in call:
         has |= {"residual": "own" if dtype == torch.float32 else "other dtype", "dropout": 0.1}
     elif RESIDUAL in call:
         has["residual"] = "own"
-    return case(kind, dtype, sample, Variant("walk", **has | others), ALONE not in call)
+    return make_case(kind, dtype, sample, GroupNormVariant("walk", **has | others), ALONE not in call)
 
 
-def _walks(pass_: str, purpose: str, call: Call) -> tuple[dict[int, Walk], dict[int, Walk]]:
+def _search_call(pass_: str, purpose: str, call: Call) -> tuple[dict[int, Walk], dict[int, Walk]]:
     two, four = (
-        {channels: _walk(pass_, purpose, call, dtype, channels) for channels in _channels(pass_, purpose)}
+        {
+            channels: _search_channels(pass_, purpose, call, dtype, channels)
+            for channels in _list_channels(pass_, purpose)
+        }
         for dtype in (torch.float16, torch.float32)
     )
     return two, four
 
 
-def _channels(pass_: str, purpose: str) -> tuple[int, ...]:
+def _list_channels(pass_: str, purpose: str) -> tuple[int, ...]:
     """The numbers of channels; 0 if only the number of a group's elements matters."""
     if "channels_last" in pass_:
         return CHANNELS
     return FEW_CHANNELS if pass_.endswith("backward") or purpose else (0,)
 
 
-def _walk(pass_: str, purpose: str, call: Call, dtype: torch.dtype, channels: int) -> Walk:
+def _search_channels(pass_: str, purpose: str, call: Call, dtype: torch.dtype, channels: int) -> Walk:
     vector = 16 // dtype.itemsize
     last = "channels_last" in pass_
     # Groups of this many channels are multiples of 16 bytes for any number of positions.
     of_group = channels or (vector if RAGGED in call else 1)
     # A sample of one position is in both layouts.
-    positions: Sizes = ragged(vector) if RAGGED in call else whole(vector)
+    positions: Sizes = make_non_multiples(vector) if RAGGED in call else make_multiples(vector)
     if last:
-        positions = _from_two
+        positions = _count_from_two
 
-    def sizes(number: int) -> int:
+    def compute_size(number: int) -> int:
         return positions(number) * (1 if last else of_group)
 
     def choose(number: int) -> str:
-        sample = Sample(GROUPS, of_group, positions(number), last)
-        return chosen(call_case(pass_, purpose, call, dtype, sample), pass_)
+        sample = SampleShape(GROUPS, of_group, positions(number), last)
+        return find_chosen_algorithm(make_call_case(pass_, purpose, call, dtype, sample), pass_)
 
-    return walk(sizes, _grid(last, channels), choose, slack=0 if last else 7)
+    return search_limits(compute_size, _iterate_grid(last, channels), choose, slack=0 if last else 7)
 
 
-def _grid(last: bool, channels: int) -> Iterable[int]:
+def _iterate_grid(last: bool, channels: int) -> Iterable[int]:
     """Grid points between which the search misses no limit, as random calls have shown.
 
     The padding of programs grows just above multiples of 1024 elements of a group, or of powers of two of channels
@@ -118,9 +138,9 @@ def _grid(last: bool, channels: int) -> Iterable[int]:
     if last:
         return ()
     if channels:
-        return octaves(8, 1 << 13)
+        return list_octave_sizes(8, 1 << 13)
     return (size + above for size in range(4096, 1 << 16, 1024) for above in (0, 32))
 
 
-def _from_two(number: int) -> int:
+def _count_from_two(number: int) -> int:
     return number + 1

@@ -7,11 +7,18 @@ from typing import Any
 
 import torch
 
-from benchmarks.algorithms.chosen import chosen
-from benchmarks.algorithms.lines import ALONE, STATISTICS, Call, Table, lines_of, text_by_channels
-from benchmarks.algorithms.walks import Walk, ragged, walk, whole
-from benchmarks.fingerprints.cases import Case
-from benchmarks.fingerprints.layer_norm import ROWS, Pass, Variant, case, chain_case, entries
+from benchmarks.algorithms.chosen import find_chosen_algorithm
+from benchmarks.algorithms.lines import ALONE, STATISTICS, AlgorithmTable, Call, make_channel_formatter, make_rules
+from benchmarks.algorithms.walks import Walk, make_multiples, make_non_multiples, search_limits
+from benchmarks.fingerprints.cases import FingerprintCase
+from benchmarks.fingerprints.layer_norm import (
+    ROWS,
+    LayerNormVariant,
+    Pass,
+    iterate_table_lengths,
+    make_case,
+    make_chain_case,
+)
 
 RAGGED = "rows not of whole 16 bytes"
 RESIDUAL, FUSED = "a residual", "a residual, an activation or dropout"
@@ -30,18 +37,20 @@ _TRAITS: dict[tuple[str, str], tuple[tuple[str, ...], ...]] = {
 """Traits of the calls of each pass, and of passes with a purpose."""
 
 
-def pass_tables() -> Iterator[Table]:
+def make_pass_tables() -> Iterator[AlgorithmTable]:
     """A table for each pass and purpose."""
     for (pass_, purpose), traits in _TRAITS.items():
         calls = list(product(*traits))
-        lines = lines_of(calls, partial(_walks, pass_, purpose))
-        yield Table(pass_, purpose, calls, (0,), lines, text_by_channels(1))
+        lines = make_rules(calls, partial(_search_call, pass_, purpose))
+        yield AlgorithmTable(pass_, purpose, calls, (0,), lines, make_channel_formatter(1))
 
 
-def call_case(pass_: str, purpose: str, call: Call, dtype: torch.dtype, cols: int, **others: Any) -> Case:
-    """A call with these traits, and with `others` of a `Variant`."""
+def make_call_case(
+    pass_: str, purpose: str, call: Call, dtype: torch.dtype, cols: int, **others: Any
+) -> FingerprintCase:
+    """A call with these traits, and with `others` of a `LayerNormVariant`."""
     if pass_ == "layer_norm.chain":
-        return chain_case(dtype, cols, 2)
+        return make_chain_case(dtype, cols, 2)
     kind: Pass = "float8" if purpose == FLOAT8 else "forward"
     if pass_ == "layer_norm.backward" or purpose == STATISTICS:
         kind = "backward"
@@ -53,24 +62,24 @@ def call_case(pass_: str, purpose: str, call: Call, dtype: torch.dtype, cols: in
         "heads": "shared" if HEADS in call else "",
         "rows": 1 if ONE_ROW in call else ROWS,
     }
-    return case(kind, dtype, cols, Variant("walk", **has | others), ALONE not in call)
+    return make_case(kind, dtype, cols, LayerNormVariant("walk", **has | others), ALONE not in call)
 
 
-def _walks(pass_: str, purpose: str, call: Call) -> tuple[dict[int, Walk], dict[int, Walk]]:
-    two, four = (_walk(pass_, purpose, call, dtype) for dtype in (torch.float16, torch.float32))
+def _search_call(pass_: str, purpose: str, call: Call) -> tuple[dict[int, Walk], dict[int, Walk]]:
+    two, four = (_search_lengths(pass_, purpose, call, dtype) for dtype in (torch.float16, torch.float32))
     return {0: two}, {0: four}
 
 
-def _walk(pass_: str, purpose: str, call: Call, dtype: torch.dtype) -> Walk:
-    sizes = (ragged if RAGGED in call else whole)(16 // dtype.itemsize)
+def _search_lengths(pass_: str, purpose: str, call: Call, dtype: torch.dtype) -> Walk:
+    sizes = (make_non_multiples if RAGGED in call else make_multiples)(16 // dtype.itemsize)
 
     def choose(number: int) -> str:
-        return chosen(call_case(pass_, purpose, call, dtype, sizes(number)), pass_)
+        return find_chosen_algorithm(make_call_case(pass_, purpose, call, dtype, sizes(number)), pass_)
 
-    return walk(sizes, _grid(dtype.itemsize), choose)
+    return search_limits(sizes, _iterate_grid(dtype.itemsize), choose)
 
 
-def _grid(itemsize: int) -> Iterator[int]:
+def _iterate_grid(itemsize: int) -> Iterator[int]:
     """A row length that each entry of every table serves."""
     kinds: tuple[Pass, ...] = ("forward", "backward", "float8")
-    return (cols for kind in kinds for cols, _ in entries(kind, itemsize))
+    return (cols for kind in kinds for cols, _ in iterate_table_lengths(kind, itemsize))

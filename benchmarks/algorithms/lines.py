@@ -26,7 +26,7 @@ Cells = tuple[Cell, Cell]
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class AlgorithmRule:
     """Sizes that choose an algorithm in calls with at least these traits; for some or all numbers of channels."""
 
     call: Call
@@ -37,7 +37,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class AlgorithmTable:
     """One pass, possibly with a purpose.
 
     Attributes:
@@ -53,7 +53,7 @@ class Table:
     purpose: str
     calls: Sequence[Call]
     channels: Sequence[int]
-    lines: Mapping[str, Sequence[Line]]
+    lines: Mapping[str, Sequence[AlgorithmRule]]
     text: Callable[[Cell], str]
 
     @property
@@ -70,31 +70,31 @@ class Table:
         return [
             name
             for name, lines in self.lines.items()
-            if any(first <= size <= last for first, last in _held(lines, call, place, channels))
+            if any(first <= size <= last for first, last in _find_ranges(lines, call, place, channels))
         ]
 
 
-def _held(lines: Sequence[Line], call: Call, place: int, channels: int) -> Ranges:
+def _find_ranges(lines: Sequence[AlgorithmRule], call: Call, place: int, channels: int) -> Ranges:
     fitting = (line for line in reversed(lines) if line.fits(call) and channels in line.cells[place])
     return next((line.cells[place][channels] for line in fitting), ())
 
 
-def lines_of(
+def make_rules(
     calls: Iterable[Call],
     walks: Callable[[Call], tuple[Mapping[int, Walk], Mapping[int, Walk]]],
     *,
     whole_cells: bool = False,
-) -> dict[str, list[Line]]:
+) -> dict[str, list[AlgorithmRule]]:
     """Lines by algorithm, given the walks of each call by channels, with two bytes and with four.
 
     Args:
         calls: each after those with fewer of its traits.
         whole_cells: a cell has all channels or none; else those to which no earlier line applies.
     """
-    found: dict[str, list[Line]] = {}
+    found: dict[str, list[AlgorithmRule]] = {}
     for call in calls:
         walked = walks(call)
-        of_call = [_by_algorithm(each) for each in walked]
+        of_call = [_group_by_algorithm(each) for each in walked]
         for name in dict.fromkeys((*found, *of_call[0], *of_call[1])):
             lines = found.setdefault(name, [])
             cells = [
@@ -102,7 +102,7 @@ def lines_of(
                 for each, ranges in zip(walked, (each.get(name, {}) for each in of_call), strict=True)
             ]
             changed = [
-                {at: ranges for at, ranges in cell.items() if ranges != _held(lines, call, place, at)}
+                {at: ranges for at, ranges in cell.items() if ranges != _find_ranges(lines, call, place, at)}
                 for place, cell in enumerate(cells)
             ]
             if any(changed):
@@ -110,11 +110,11 @@ def lines_of(
                     cell if change and (whole_cells or len({*cell.values()}) == 1) else change
                     for cell, change in zip(cells, changed, strict=True)
                 )
-                lines.append(Line(call, (two, four)))
+                lines.append(AlgorithmRule(call, (two, four)))
     return found
 
 
-def _by_algorithm(walks: Mapping[int, Walk]) -> dict[str, dict[int, Ranges]]:
+def _group_by_algorithm(walks: Mapping[int, Walk]) -> dict[str, dict[int, Ranges]]:
     found: dict[str, dict[int, Ranges]] = {}
     for channels, walk in walks.items():
         first = 1
@@ -122,66 +122,66 @@ def _by_algorithm(walks: Mapping[int, Walk]) -> dict[str, dict[int, Ranges]]:
             if name and first <= last:
                 cell = found.setdefault(name, {})
                 ranges = [*cell.get(channels, ())]
-                _append(ranges, first, last)
+                _append_range(ranges, first, last)
                 cell[channels] = tuple(ranges)
             first = last + 1
     return found
 
 
-def text_by_channels(count: int) -> Callable[[Cell], str]:
+def make_channel_formatter(count: int) -> Callable[[Cell], str]:
     """A function that formats sizes, each with its numbers of channels unless these are all `count`, or 0."""
 
-    def text(cell: Cell) -> str:
+    def format_cell(cell: Cell) -> str:
         channels_of: dict[Ranges, list[int]] = {}
         for channels, ranges in cell.items():
             channels_of.setdefault(ranges, []).append(channels)
         if len(channels_of) == 1 and (len(cell) == count or () in channels_of):
-            return _ranges(*channels_of)
+            return _format_ranges(*channels_of)
         return "; ".join(
-            f"{', '.join(map(str, found))}: {_ranges(ranges)}" for ranges, found in channels_of.items()
+            f"{', '.join(map(str, found))}: {_format_ranges(ranges)}" for ranges, found in channels_of.items()
         )
 
-    return text
+    return format_cell
 
 
-def text_of_some(count: int) -> Callable[[Cell], str]:
+def make_joint_formatter(count: int) -> Callable[[Cell], str]:
     """A function that formats sizes for all `count` numbers of channels, then those for some, joined if close."""
 
-    def text(cell: Cell) -> str:
+    def format_cell(cell: Cell) -> str:
         edges = sorted({edge for ranges in cell.values() for first, last in ranges for edge in (first, last + 1)})
         every: list[tuple[int, int]] = []
         some: list[tuple[int, int]] = []
         for first, after in pairwise(edges):
             having = sum(any(start <= first <= end for start, end in ranges) for ranges in cell.values())
             if having == count:
-                _append(every, first, after - 1)
+                _append_range(every, first, after - 1)
             elif having:
-                _append(some, first, after - 1, 2 * some[-1][1] if some else 0)
+                _append_range(some, first, after - 1, 2 * some[-1][1] if some else 0)
         every = [each for each in every if not any(first <= each[0] <= last for first, last in some)]
-        parts = [_ranges(tuple(every))] if every or not some else []
-        return ", ".join([*parts, *([f"some {_ranges(tuple(some))}"] if some else [])])
+        parts = [_format_ranges(tuple(every))] if every or not some else []
+        return ", ".join([*parts, *([f"some {_format_ranges(tuple(some))}"] if some else [])])
 
-    return text
+    return format_cell
 
 
-def _append(ranges: list[tuple[int, int]], first: int, last: int, reach: int = 0) -> None:
+def _append_range(ranges: list[tuple[int, int]], first: int, last: int, reach: int = 0) -> None:
     """Add a range to ascending ones, as one with the last of them if it follows or starts within `reach`."""
     if ranges and first <= max(ranges[-1][1] + 1, reach):
         first, _ = ranges.pop()
     ranges.append((first, last))
 
 
-def _ranges(ranges: Ranges) -> str:
-    return ", ".join(_range(first, last) for first, last in ranges) or "none"
+def _format_ranges(ranges: Ranges) -> str:
+    return ", ".join(_format_range(first, last) for first, last in ranges) or "none"
 
 
-def _range(first: int, last: int) -> str:
+def _format_range(first: int, last: int) -> str:
     if last == LONGEST:
-        return "all" if first == 1 else f"≥ {_number(first)}"
-    return f"≤ {_number(last)}" if first == 1 else f"{_number(first)}-{_number(last)}"
+        return "all" if first == 1 else f"≥ {_format_size(first)}"
+    return f"≤ {_format_size(last)}" if first == 1 else f"{_format_size(first)}-{_format_size(last)}"
 
 
-def _number(size: int) -> str:
+def _format_size(size: int) -> str:
     """A size in digits; from 2^20 on, powers of two and their neighbours as powers."""
     for offset, suffix in ((0, ""), (1, " - 1"), (-1, " + 1")):
         power = size + offset

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Iterator, Sequence
 
 from benchmarks.algorithms import group_norm, layer_norm
-from benchmarks.algorithms.chosen import PASSES, REFUSED, Algorithm, every_algorithm
-from benchmarks.algorithms.lines import Line, Table
+from benchmarks.algorithms.chosen import PASSES, REFUSED, PassAlgorithm, list_algorithms
+from benchmarks.algorithms.lines import AlgorithmRule, AlgorithmTable
 from benchmarks.algorithms.walks import LONGEST
 from benchmarks.fingerprints.group_norm import GROUPS
 
@@ -40,7 +40,7 @@ _HEAD = "| algorithm | calls with | 16-bit x | float32 x |\n|---|---|---|---|\n"
 _SHAPES = f"shapes of the benchmarks, in {GROUPS} groups where not said"
 
 
-class Page:
+class AlgorithmPage:
     """All tables.
 
     Attributes:
@@ -50,29 +50,31 @@ class Page:
         text: in Markdown.
     """
 
-    tables: list[Table]
-    chosen: set[Algorithm]
-    unreached: list[Algorithm]
+    tables: list[AlgorithmTable]
+    chosen: set[PassAlgorithm]
+    unreached: list[PassAlgorithm]
     text: str
 
     def __init__(self) -> None:
-        self.tables = tables = [*layer_norm.pass_tables(), *group_norm.pass_tables()]
-        shapes = list(group_norm.benchmark_shapes())
-        self.chosen = {Algorithm(table.pass_, name) for table in tables for name in table.reached}
-        self.unreached = [algorithm for algorithm in every_algorithm() if algorithm not in self.chosen]
+        self.tables = tables = [*layer_norm.make_pass_tables(), *group_norm.make_pass_tables()]
+        shapes = list(group_norm.iterate_benchmark_shapes())
+        self.chosen = {PassAlgorithm(table.pass_, name) for table in tables for name in table.reached}
+        self.unreached = [algorithm for algorithm in list_algorithms() if algorithm not in self.chosen]
         parts = [_INTRODUCTION]
         for pass_ in PASSES:
             of_pass = [table for table in tables if table.pass_ == pass_]
-            names = [each.name for each in (*every_algorithm(), Algorithm(pass_, REFUSED)) if each.pass_ == pass_]
-            rows = [row for name in names for row in _rows(Algorithm(pass_, name), of_pass, shapes)]
+            names = [
+                each.name for each in (*list_algorithms(), PassAlgorithm(pass_, REFUSED)) if each.pass_ == pass_
+            ]
+            rows = [row for name in names for row in _iterate_rows(PassAlgorithm(pass_, name), of_pass, shapes)]
             parts.append(f"#### {_TITLES[pass_]}\n\n{_HEAD}{''.join(rows)}")
         self.text = "\n".join(parts)
 
 
-def _rows(
-    algorithm: Algorithm, tables: Iterable[Table], shapes: Sequence[tuple[Algorithm, int, str]]
+def _iterate_rows(
+    algorithm: PassAlgorithm, tables: Iterable[AlgorithmTable], shapes: Sequence[tuple[PassAlgorithm, int, str]]
 ) -> Iterator[str]:
-    rows = [row for table in tables for row in _lines(table, table.lines.get(algorithm.name, ()))]
+    rows = [row for table in tables for row in _iterate_rules(table, table.lines.get(algorithm.name, ()))]
     two, four = (
         ", ".join(text for each, size, text in shapes if (each, size) == (algorithm, itemsize))
         for itemsize in (2, 4)
@@ -85,25 +87,25 @@ def _rows(
         yield "| " + " | ".join((algorithm.name if number == 0 else "", *row)) + " |\n"
 
 
-def _lines(table: Table, lines: Iterable[Line]) -> Iterator[tuple[str, str, str]]:
+def _iterate_rules(table: AlgorithmTable, lines: Iterable[AlgorithmRule]) -> Iterator[tuple[str, str, str]]:
     """The lines without those that repeat an earlier one for the same calls."""
-    shown: list[tuple[Line, tuple[str, str]]] = []
+    shown: list[tuple[AlgorithmRule, tuple[str, str]]] = []
     for line in lines:
         two, four = map(table.text, line.cells)
         before = next((texts for other, texts in reversed(shown) if other.fits(line.call)), None)
         if before != (two, four):
             shown.append((line, (two, four)))
-            yield _calls(table, line), two, four
+            yield _format_traits(table, line), two, four
 
 
-def _calls(table: Table, line: Line) -> str:
+def _format_traits(table: AlgorithmTable, line: AlgorithmRule) -> str:
     words = [word for word in line.call if word]
     if table.purpose:
         return f"{table.purpose}: {', '.join(words)}" if words else table.purpose
     return ", ".join(words) or "anything"
 
 
-def with_tables(page: str, text: str) -> str:
+def insert_tables(page: str, text: str) -> str:
     """A page with `text` between the comments.
 
     Raises:

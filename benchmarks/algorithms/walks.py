@@ -14,24 +14,24 @@ Walk = list[tuple[int, str]]
 """Limits, ascending, and the choice up to each; the last limit is LONGEST."""
 
 
-def whole(step: int) -> Sizes:
+def make_multiples(step: int) -> Sizes:
     """Multiples of `step`."""
     return lambda number: number * step
 
 
-def ragged(vector: int, step: int = 1) -> Sizes:
+def make_non_multiples(vector: int, step: int = 1) -> Sizes:
     """`step` times each number from 2 on that is not a multiple of `vector`."""
     return lambda number: (number + 1 + number // (vector - 1)) * step
 
 
-def octaves(points: int, last: int) -> list[int]:
+def list_octave_sizes(points: int, last: int) -> list[int]:
     """`points` sizes in each octave, up to the octave that ends with `last`, a power of two."""
     return [
         (points + point) << power for power in range((last // points).bit_length() - 1) for point in range(points)
     ]
 
 
-def walk(sizes: Sizes, grid: Iterable[int], choose: Callable[[int], str], slack: int = 0) -> Walk:
+def search_limits(sizes: Sizes, grid: Iterable[int], choose: Callable[[int], str], slack: int = 0) -> Walk:
     """The results of `choose` for all sizes.
 
     If two neighbours of the grid agree, another choice between them is not found.
@@ -40,33 +40,33 @@ def walk(sizes: Sizes, grid: Iterable[int], choose: Callable[[int], str], slack:
         grid: sizes; powers of two from 2^4 to 2^24 are added.
         slack: how much too high a limit may be.
     """
-    count = _number(sizes, LONGEST)
-    numbers = {_number(sizes, size) for size in (*grid, *(1 << power for power in range(4, 25)))}
+    count = _count_sizes(sizes, LONGEST)
+    numbers = {_count_sizes(sizes, size) for size in (*grid, *(1 << power for power in range(4, 25)))}
     points = [(number, choose(number)) for number in sorted({1, count, *numbers} - {0})]
     found: Walk = []
 
-    def search(first: tuple[int, str], last: tuple[int, str]) -> None:
+    def search_between(first: tuple[int, str], last: tuple[int, str]) -> None:
         if first[1] == last[1]:
             return
         if last[0] - first[0] == 1:
-            found.append((_roundest(sizes(first[0]), sizes(last[0]) - 1 + slack), first[1]))
+            found.append((_choose_roundest(sizes(first[0]), sizes(last[0]) - 1 + slack), first[1]))
             return
         number = (first[0] + last[0]) // 2
         middle = number, choose(number)
-        search(first, middle)
-        search(middle, last)
+        search_between(first, middle)
+        search_between(middle, last)
 
     for first, last in pairwise(points):
-        search(first, last)
+        search_between(first, last)
     return [*found, (LONGEST, points[-1][1])]
 
 
-def _number(sizes: Sizes, most: int) -> int:
+def _count_sizes(sizes: Sizes, most: int) -> int:
     """The index of the last size up to `most`, 0 if there is none."""
     return bisect_right(range(1, most + 1), most, key=sizes)
 
 
-def _roundest(first: int, last: int) -> int:
+def _choose_roundest(first: int, last: int) -> int:
     """The number from first to last with the most factors of two: all of them are the same limit."""
     power = next(power for power in reversed(range(last.bit_length())) if last >> power << power >= first)
     return last >> power << power

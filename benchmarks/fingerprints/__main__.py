@@ -19,10 +19,10 @@ from pathlib import Path
 from fusednorm.devices.device import INTERPRETED
 
 from benchmarks.fingerprints import files, group_norm, layer_norm
-from benchmarks.fingerprints.cases import Case, planned
-from benchmarks.fingerprints.launches import full_text, summaries
-from benchmarks.fingerprints.specialisations import distinct, of_every_branch
-from benchmarks.fingerprints.workers import code_line, on_all_cores
+from benchmarks.fingerprints.cases import FingerprintCase, plan_case
+from benchmarks.fingerprints.launches import format_case, summarise_launches
+from benchmarks.fingerprints.specialisations import list_distinct, select_covering
+from benchmarks.fingerprints.workers import make_code_line, map_on_all_cores
 
 PARTS = ("launches", "sm_90")
 _WRITTEN_EVERY = 50
@@ -40,45 +40,45 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("kernels are compiled, so TRITON_INTERPRET must be unset")
     match options.parts:
         case ["show", text]:
-            _show(text)
+            _print_launches(text)
         case parts if set(parts) <= set(PARTS):
-            _write(parts or PARTS, options.out, options.all)
+            _write_files(parts or PARTS, options.out, options.all)
         case _:
             parser.error(f"the parts are {', '.join(PARTS)}")
 
 
-def all_cases() -> Iterator[Case]:
+def iterate_all_cases() -> Iterator[FingerprintCase]:
     """Every case of every operation."""
-    return chain(layer_norm.cases(), group_norm.cases())
+    return chain(layer_norm.iterate_cases(), group_norm.iterate_cases())
 
 
-def _show(text: str) -> None:
-    for case in all_cases():
+def _print_launches(text: str) -> None:
+    for case in iterate_all_cases():
         if text in case.name:
-            print(full_text(planned(case)))
+            print(format_case(plan_case(case)))
 
 
-def _write(parts: list[str] | tuple[str, ...], folder: Path, everything: bool) -> None:
-    plans = list(map(planned, all_cases()))
+def _write_files(parts: list[str] | tuple[str, ...], folder: Path, everything: bool) -> None:
+    plans = list(map(plan_case, iterate_all_cases()))
     if "launches" in parts:
-        files.write(folder / files.LAUNCHES, "# Kernels", summaries(plans))
+        files.write_fingerprints(folder / files.LAUNCHES, "# Kernels", summarise_launches(plans))
         print(f"launches: {len(plans)} cases, {sum(len(each.launches or ()) for each in plans)} launches")
     if "sm_90" in parts:
-        specialisations = distinct(plans)
-        chosen = specialisations if everything else of_every_branch(specialisations)
+        specialisations = list_distinct(plans)
+        chosen = specialisations if everything else select_covering(specialisations)
         print(f"sm_90: {len(chosen)} of {len(specialisations)} specialisations")
         path = folder / (files.SM_90_ALL if everything else files.SM_90)
-        head, lines = files.read(path)
-        if head != files.version():
+        head, lines = files.read_fingerprints(path)
+        if head != files.format_version():
             lines = {}
         known = {line.split()[0]: line for line in lines.values()}
         done: dict[str, str] = {}
-        for label, line in on_all_cores(partial(code_line, known=known), chosen):
+        for label, line in map_on_all_cores(partial(make_code_line, known=known), chosen):
             done[label] = line
             if len(done) % _WRITTEN_EVERY == 0:
-                files.write(path, files.version(), lines | done)
+                files.write_fingerprints(path, files.format_version(), lines | done)
                 print(f"{len(done)} of {len(chosen)}", file=sys.stderr)
-        files.write(path, files.version(), done)
+        files.write_fingerprints(path, files.format_version(), done)
 
 
 if __name__ == "__main__":

@@ -19,13 +19,13 @@ SHORT_NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16
 DTYPES = tuple(SHORT_NAMES)
 
 
-def other_dtype(dtype: torch.dtype) -> torch.dtype:
+def choose_other_dtype(dtype: torch.dtype) -> torch.dtype:
     """Another dtype that tensors used together with one of `dtype` may have."""
     return torch.bfloat16 if dtype == torch.float32 else torch.float32
 
 
 @dataclass(slots=True)
-class Tensors:
+class MetaTensors:
     """Tensors of one call, on the meta device, for which plans assume an H200.
 
     Attributes:
@@ -77,7 +77,7 @@ def _storage_of(tensor: Tensor) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class FingerprintCase:
     """One call.
 
     Attributes:
@@ -88,35 +88,35 @@ class Case:
     """
 
     name: str
-    plan: Callable[[Tensors], list[Launch]]
+    plan: Callable[[MetaTensors], list[Launch]]
     unaligned: bool = False
     waits: bool = True
     batch_invariant: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedCase:
     """The launches of a case, None if the call is refused, and its tensors."""
 
-    case: Case
+    case: FingerprintCase
     launches: list[Launch] | None
-    tensors: Tensors
+    tensors: MetaTensors
 
 
-def planned(case: Case, tensors: Tensors | None = None) -> Planned:
+def plan_case(case: FingerprintCase, tensors: MetaTensors | None = None) -> PlannedCase:
     """Plan a case under its policy, with `tensors` or with meta tensors."""
     if tensors is None:
-        tensors = Tensors(case.unaligned)
-    with _policy(case):
+        tensors = MetaTensors(case.unaligned)
+    with _apply_policy(case):
         try:
             launches = case.plan(tensors)
         except UnsupportedShapeError:
             launches = None
-    return Planned(case, launches, tensors)
+    return PlannedCase(case, launches, tensors)
 
 
 @contextmanager
-def _policy(case: Case) -> Iterator[None]:
+def _apply_policy(case: FingerprintCase) -> Iterator[None]:
     """Use the case's policy, and afterwards that of a new process."""
     allow_waiting(case.waits)
     require_batch_invariance(case.batch_invariant)

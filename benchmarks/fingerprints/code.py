@@ -5,7 +5,7 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
-from fusednorm.launch.inspection import SM_90, Specialisation
+from fusednorm.launch.inspection import SM_90, KernelSpecialisation
 from triton import knobs
 from triton._C.libtriton import ir
 from triton.compiler.compiler import make_backend
@@ -21,7 +21,7 @@ _REGISTER_COUNT, _FRAME_SIZE = 0x2F, 0x11
 
 
 @dataclass(frozen=True, slots=True)
-class Code:
+class MachineCode:
     """Machine code of one kernel.
 
     Attributes:
@@ -37,14 +37,14 @@ class Code:
     shared_bytes: int
 
 
-class Compilation:
+class KernelCompilation:
     """The compilation of one specialisation to machine code, without Triton's cache.
 
     Attributes:
         ir: Triton's, before any pass, without locations; functions are numbered by their first appearance.
     """
 
-    def __init__(self, specialisation: Specialisation) -> None:
+    def __init__(self, specialisation: KernelSpecialisation) -> None:
         self._backend = make_backend(SM_90)
         self._options = self._backend.parse_options(dict(specialisation.options))
         self._source = specialisation.source
@@ -55,9 +55,9 @@ class Compilation:
         functions = self._backend.get_codegen_implementation(self._options)
         modules = self._backend.get_module_map()
         self._module = self._source.make_ir(SM_90, self._options, functions, modules, self._context)
-        self.ir = _without_names(self._module.str_nodebug())
+        self.ir = _number_functions(self._module.str_nodebug())
 
-    def code(self) -> Code:
+    def code(self) -> MachineCode:
         """Machine code without line information.  Can be called once: the passes change the IR in place."""
         knobs.compilation.disable_line_info = True
         stages: dict[str, Any] = {}
@@ -66,18 +66,18 @@ class Compilation:
         module = self._module
         for lower in stages.values():
             module = lower(module, metadata)
-        sections = _sections(module)
+        sections = _list_sections(module)
         content = b"".join(body for name, body in sections if name.startswith(_LOADED))
-        attributes = _attributes(next(body for name, body in sections if name == b".nv.info"))
-        return Code(content, attributes[_REGISTER_COUNT], attributes[_FRAME_SIZE], metadata["shared"])
+        attributes = _parse_attributes(next(body for name, body in sections if name == b".nv.info"))
+        return MachineCode(content, attributes[_REGISTER_COUNT], attributes[_FRAME_SIZE], metadata["shared"])
 
 
-def _without_names(text: str) -> str:
+def _number_functions(text: str) -> str:
     numbers: dict[str, int] = {}
     return _FUNCTION.sub(lambda name: f"@{numbers.setdefault(name[0], len(numbers))}", text)
 
 
-def _sections(elf: bytes) -> list[tuple[bytes, bytes]]:
+def _list_sections(elf: bytes) -> list[tuple[bytes, bytes]]:
     """Names of sections and their content; for those without content, the size."""
     (start,) = struct.unpack_from("<Q", elf, 0x28)
     count, names = struct.unpack_from("<HH", elf, 0x3C)
@@ -91,7 +91,7 @@ def _sections(elf: bytes) -> list[tuple[bytes, bytes]]:
     return sections
 
 
-def _attributes(info: bytes) -> dict[int, int]:
+def _parse_attributes(info: bytes) -> dict[int, int]:
     """Attributes of the only kernel of a `.nv.info`: each has a format, a name, a size, a symbol and a value."""
     attributes = {}
     at = 0

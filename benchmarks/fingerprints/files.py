@@ -10,12 +10,12 @@ LAUNCHES = "launches.txt"
 SM_90, SM_90_ALL = "sm_90.txt", "sm_90_all.txt"
 
 
-def version() -> str:
+def format_version() -> str:
     """The head of a file whose hashes depend on Triton."""
     return f"# Triton {triton.__version__}"
 
 
-def read(path: Path) -> tuple[str, dict[str, str]]:
+def read_fingerprints(path: Path) -> tuple[str, dict[str, str]]:
     """A file's head, and its lines by name; both empty if there is no such file."""
     if not path.exists():
         return "", {}
@@ -23,7 +23,7 @@ def read(path: Path) -> tuple[str, dict[str, str]]:
     return head, dict(line.split(": ", 1) for line in lines)
 
 
-def write(path: Path, head: str, said: Mapping[str, str]) -> None:
+def write_fingerprints(path: Path, head: str, said: Mapping[str, str]) -> None:
     """Replace the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = (f"{name}: {what}" for name, what in sorted(said.items()))

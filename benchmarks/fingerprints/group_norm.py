@@ -11,15 +11,15 @@ from fusednorm import ActivationName
 from fusednorm.arguments.options import NormOptions
 from fusednorm.launch.launch import Launch
 from fusednorm.ops.group_norm import table as tables
-from fusednorm.ops.group_norm.affine import Affine
+from fusednorm.ops.group_norm.affine import AffineParameters
 from fusednorm.ops.group_norm.backward_choice import plan_backward
-from fusednorm.ops.group_norm.call import BackwardCall, ForwardCall
+from fusednorm.ops.group_norm.call import GroupNormBackwardCall, GroupNormForwardCall
 from fusednorm.ops.group_norm.forward_choice import plan_forward
-from fusednorm.ops.group_norm.sample import Sample
+from fusednorm.ops.group_norm.sample import SampleShape
 from fusednorm.results import Backward, Forward
 from torch import Tensor
 
-from benchmarks.fingerprints.cases import DTYPES, SHORT_NAMES, Case, Tensors, other_dtype
+from benchmarks.fingerprints.cases import DTYPES, SHORT_NAMES, FingerprintCase, MetaTensors, choose_other_dtype
 
 SAMPLES, GROUPS, CHANNELS = 4, 32, 8
 """Sizes of x; channels of a group if a table only has its number of elements."""
@@ -38,7 +38,7 @@ Shape = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class GroupNormVariant:
     """The options of a call.
 
     Attributes:
@@ -66,54 +66,54 @@ class Variant:
     batch_invariant: bool = False
 
 
-PLAIN = Variant("plain")
-FUSED = Variant("fused", stats=True, residual="own", activation="silu", dropout=0.1)
+PLAIN = GroupNormVariant("plain")
+FUSED = GroupNormVariant("fused", stats=True, residual="own", activation="silu", dropout=0.1)
 USUAL = (
     PLAIN,
     FUSED,
-    Variant("stats", stats=True),
-    Variant("residual", residual="own"),
-    Variant("silu", activation="silu"),
-    Variant("dropout", dropout=0.1),
+    GroupNormVariant("stats", stats=True),
+    GroupNormVariant("residual", residual="own"),
+    GroupNormVariant("silu", activation="silu"),
+    GroupNormVariant("dropout", dropout=0.1),
 )
 """Variants for a sample at every limit of a table."""
 
 RARE = (
-    Variant("bare", weight=False, bias=False),
-    Variant("weight alone", bias=False),
-    Variant("bias alone", weight=False),
-    Variant("residual in place", residual="in place"),
-    Variant("residual other dtype", residual="other dtype"),
-    Variant("residual other layout", residual="other layout", stats=True),
-    Variant("relu", activation="relu"),
-    Variant("gelu", activation="gelu"),
-    Variant("gelu_tanh", activation="gelu_tanh"),
-    Variant("other dtypes", other_dtypes=True),
-    Variant("other layout of dy", other_layout=True),
-    Variant("unaligned", unaligned=True),
-    Variant("adaptive", adaptive=True, activation="silu"),
-    Variant("adaptive alone", weight=False, bias=False, adaptive=True, stats=True),
-    Variant("one sample", samples=1),
-    Variant("many samples", samples=256),
-    Variant("one sample, batch invariant", samples=1, batch_invariant=True),
-    Variant("batch invariant", batch_invariant=True),
-    Variant("residual alone", residual="own", outside=False),
-    Variant("dresidual_out alone", outside=True),
+    GroupNormVariant("bare", weight=False, bias=False),
+    GroupNormVariant("weight alone", bias=False),
+    GroupNormVariant("bias alone", weight=False),
+    GroupNormVariant("residual in place", residual="in place"),
+    GroupNormVariant("residual other dtype", residual="other dtype"),
+    GroupNormVariant("residual other layout", residual="other layout", stats=True),
+    GroupNormVariant("relu", activation="relu"),
+    GroupNormVariant("gelu", activation="gelu"),
+    GroupNormVariant("gelu_tanh", activation="gelu_tanh"),
+    GroupNormVariant("other dtypes", other_dtypes=True),
+    GroupNormVariant("other layout of dy", other_layout=True),
+    GroupNormVariant("unaligned", unaligned=True),
+    GroupNormVariant("adaptive", adaptive=True, activation="silu"),
+    GroupNormVariant("adaptive alone", weight=False, bias=False, adaptive=True, stats=True),
+    GroupNormVariant("one sample", samples=1),
+    GroupNormVariant("many samples", samples=256),
+    GroupNormVariant("one sample, batch invariant", samples=1, batch_invariant=True),
+    GroupNormVariant("batch invariant", batch_invariant=True),
+    GroupNormVariant("residual alone", residual="own", outside=False),
+    GroupNormVariant("dresidual_out alone", outside=True),
 )
 """Variants for one sample of every algorithm."""
 
 
-def cases() -> Iterator[Case]:
+def iterate_cases() -> Iterator[FingerprintCase]:
     """All cases, under each policy."""
     for channels_last, dtype in product((False, True), DTYPES):
-        yield from _of_pass("forward", dtype, channels_last)
-        yield from _of_pass("backward", dtype, channels_last)
+        yield from _iterate_pass_cases("forward", dtype, channels_last)
+        yield from _iterate_pass_cases("backward", dtype, channels_last)
 
 
-def _of_pass(kind: Pass, dtype: torch.dtype, channels_last: bool) -> Iterator[Case]:
-    measured = list(_measured(kind, dtype.itemsize, channels_last))
+def _iterate_pass_cases(kind: Pass, dtype: torch.dtype, channels_last: bool) -> Iterator[FingerprintCase]:
+    measured = list(_iterate_table_shapes(kind, dtype.itemsize, channels_last))
     vector = 16 // dtype.itemsize
-    wanted: list[tuple[Shape, Variant, bool]] = []
+    wanted: list[tuple[Shape, GroupNormVariant, bool]] = []
     algorithms: set[type] = set()
     for (channels, positions), config in measured:
         rare = RARE if type(config) not in algorithms else ()
@@ -130,10 +130,10 @@ def _of_pass(kind: Pass, dtype: torch.dtype, channels_last: bool) -> Iterator[Ca
     for shape in ((4, 49), (4, 256), (10, 36864)):
         wanted += [(shape, variant, waits) for variant, waits in product((*USUAL, *RARE), (True, False))]
     for shape, variant, waits in dict.fromkeys(wanted):
-        yield case(kind, dtype, Sample(GROUPS, *shape, channels_last), variant, waits)
+        yield make_case(kind, dtype, SampleShape(GROUPS, *shape, channels_last), variant, waits)
 
 
-def _measured(kind: Pass, itemsize: int, channels_last: bool) -> Iterator[tuple[Shape, object]]:
+def _iterate_table_shapes(kind: Pass, itemsize: int, channels_last: bool) -> Iterator[tuple[Shape, object]]:
     """A sample for each entry of the tables, with the entry's number of positions if it has one."""
     if channels_last:
         forward = kind == "forward"
@@ -157,12 +157,14 @@ def _measured(kind: Pass, itemsize: int, channels_last: bool) -> Iterator[tuple[
         yield (CHANNELS, BEYOND // CHANNELS), None
 
 
-def case(kind: Pass, dtype: torch.dtype, sample: Sample, variant: Variant, waits: bool = True) -> Case:
+def make_case(
+    kind: Pass, dtype: torch.dtype, sample: SampleShape, variant: GroupNormVariant, waits: bool = True
+) -> FingerprintCase:
     """A call with samples of `dtype`; `waits`: whether programs may wait for one another."""
     layout = "channels-last" if sample.channels_last else "contiguous"
     policy = "" if waits else ", nothing waits"
-    plan = _forward if kind == "forward" else _backward
-    return Case(
+    plan = _plan_forward if kind == "forward" else _plan_backward
+    return FingerprintCase(
         f"group_norm {layout} {kind} {SHORT_NAMES[dtype]} "
         f"{variant.samples}x{sample.groups}x{sample.channels}x{sample.hw} {variant.name}{policy}",
         partial(plan, dtype, sample, variant),
@@ -173,7 +175,7 @@ def case(kind: Pass, dtype: torch.dtype, sample: Sample, variant: Variant, waits
 
 
 @dataclass(frozen=True, slots=True)
-class _Inputs:
+class _GroupNormTensors:
     """Tensors of both forward and backward passes."""
 
     x: Tensor
@@ -183,12 +185,17 @@ class _Inputs:
     scale: Tensor | None
     shift: Tensor | None
 
-    def affine(self, tensors: Tensors) -> Affine:
-        return Affine(*map(tensors.describe, (self.weight, self.bias, self.scale, self.shift)))
+    def affine(self, tensors: MetaTensors) -> AffineParameters:
+        return AffineParameters(*map(tensors.describe, (self.weight, self.bias, self.scale, self.shift)))
 
 
-def _like_x(
-    tensors: Tensors, role: str, sample: Sample, samples: int, dtype: torch.dtype, other_layout: bool = False
+def _make_like_x(
+    tensors: MetaTensors,
+    role: str,
+    sample: SampleShape,
+    samples: int,
+    dtype: torch.dtype,
+    other_layout: bool = False,
 ) -> Tensor:
     """[N, C, positions] in the sample's layout or in the other one."""
     if sample.channels_last != other_layout:
@@ -196,65 +203,73 @@ def _like_x(
     return tensors.new(role, (samples, sample.c, sample.hw), dtype)
 
 
-def _inputs(tensors: Tensors, dtype: torch.dtype, sample: Sample, variant: Variant) -> _Inputs:
-    x = _like_x(tensors, "x", sample, variant.samples, dtype)
-    of_parameters = other_dtype(dtype) if variant.other_dtypes else dtype
+def _make_inputs(
+    tensors: MetaTensors, dtype: torch.dtype, sample: SampleShape, variant: GroupNormVariant
+) -> _GroupNormTensors:
+    x = _make_like_x(tensors, "x", sample, variant.samples, dtype)
+    of_parameters = choose_other_dtype(dtype) if variant.other_dtypes else dtype
     weight = tensors.new("weight", (sample.c,), of_parameters) if variant.weight else None
     bias = tensors.new("bias", (sample.c,), of_parameters) if variant.bias else None
     residual = None
     if variant.residual:
-        of_residual = other_dtype(dtype) if variant.residual == "other dtype" else dtype
+        of_residual = choose_other_dtype(dtype) if variant.residual == "other dtype" else dtype
         otherwise = variant.residual == "other layout"
-        residual = _like_x(tensors, "residual", sample, variant.samples, of_residual, otherwise)
+        residual = _make_like_x(tensors, "residual", sample, variant.samples, of_residual, otherwise)
     scale, shift = None, None
     if variant.adaptive:
         both = tensors.new("scale_shift", (variant.samples, 2 * sample.c), of_parameters)
         scale, shift = both.chunk(2, 1)
-    return _Inputs(x, weight, bias, residual, scale, shift)
+    return _GroupNormTensors(x, weight, bias, residual, scale, shift)
 
 
-def _options(sample: Sample, variant: Variant) -> NormOptions:
+def _make_options(sample: SampleShape, variant: GroupNormVariant) -> NormOptions:
     seed = 7 if variant.dropout else None
     return NormOptions("group_norm", sample.groups, EPS, 0.0, variant.activation, variant.dropout, seed)
 
 
-def _statistics(tensors: Tensors, sample: Sample, variant: Variant) -> tuple[Tensor | None, Tensor | None]:
+def _make_statistics(
+    tensors: MetaTensors, sample: SampleShape, variant: GroupNormVariant
+) -> tuple[Tensor | None, Tensor | None]:
     if not variant.stats:
         return None, None
     shape = (variant.samples, sample.groups)
     return tensors.new("mean", shape, torch.float32), tensors.new("rstd", shape, torch.float32)
 
 
-def _forward(dtype: torch.dtype, sample: Sample, variant: Variant, tensors: Tensors) -> list[Launch]:
-    inputs = _inputs(tensors, dtype, sample, variant)
-    mean, rstd = _statistics(tensors, sample, variant)
+def _plan_forward(
+    dtype: torch.dtype, sample: SampleShape, variant: GroupNormVariant, tensors: MetaTensors
+) -> list[Launch]:
+    inputs = _make_inputs(tensors, dtype, sample, variant)
+    mean, rstd = _make_statistics(tensors, sample, variant)
     residual_out = inputs.residual
     if inputs.residual is not None and variant.residual != "in place":
-        residual_out = _like_x(tensors, "residual_out", sample, variant.samples, dtype)
-    of_y = other_dtype(dtype) if variant.other_dtypes else dtype
-    y = _like_x(tensors, "y", sample, variant.samples, of_y)
+        residual_out = _make_like_x(tensors, "residual_out", sample, variant.samples, dtype)
+    of_y = choose_other_dtype(dtype) if variant.other_dtypes else dtype
+    y = _make_like_x(tensors, "y", sample, variant.samples, of_y)
     describe = tensors.describe
-    call = ForwardCall(
+    call = GroupNormForwardCall(
         x=describe(inputs.x),
         sample=sample,
         affine=inputs.affine(tensors),
-        options=_options(sample, variant),
+        options=_make_options(sample, variant),
         residual=describe(inputs.residual),
         out=Forward(*map(describe, (y, mean, rstd, residual_out))),
     )
     return plan_forward(call)
 
 
-def _backward(dtype: torch.dtype, sample: Sample, variant: Variant, tensors: Tensors) -> list[Launch]:
-    inputs = _inputs(tensors, dtype, sample, variant)
-    mean, rstd = _statistics(tensors, sample, variant)
-    of_dy = other_dtype(dtype) if variant.other_dtypes else dtype
-    dy = _like_x(tensors, "dy", sample, variant.samples, of_dy, variant.other_layout)
+def _plan_backward(
+    dtype: torch.dtype, sample: SampleShape, variant: GroupNormVariant, tensors: MetaTensors
+) -> list[Launch]:
+    inputs = _make_inputs(tensors, dtype, sample, variant)
+    mean, rstd = _make_statistics(tensors, sample, variant)
+    of_dy = choose_other_dtype(dtype) if variant.other_dtypes else dtype
+    dy = _make_like_x(tensors, "dy", sample, variant.samples, of_dy, variant.other_layout)
     outside = None
     if inputs.residual is not None if variant.outside is None else variant.outside:
         otherwise = variant.residual == "other layout"
-        outside = _like_x(tensors, "dresidual_out", sample, variant.samples, dtype, otherwise)
-    dx = _like_x(tensors, "dx", sample, variant.samples, dtype)
+        outside = _make_like_x(tensors, "dresidual_out", sample, variant.samples, dtype, otherwise)
+    dx = _make_like_x(tensors, "dx", sample, variant.samples, dtype)
     dweight, dbias, dscale, dshift = (
         None if parameter is None else tensors.new(role, tuple(parameter.shape), parameter.dtype)
         for role, parameter in (
@@ -264,12 +279,12 @@ def _backward(dtype: torch.dtype, sample: Sample, variant: Variant, tensors: Ten
     describe = tensors.describe
     place = describe(dx)
     dresidual = None if inputs.residual is None else place
-    call = BackwardCall(
+    call = GroupNormBackwardCall(
         dy=describe(dy),
         x=describe(inputs.x),
         sample=sample,
         affine=inputs.affine(tensors),
-        options=_options(sample, variant),
+        options=_make_options(sample, variant),
         mean=describe(mean),
         rstd=describe(rstd),
         residual=describe(inputs.residual),

@@ -11,14 +11,14 @@ from fusednorm.api.chain import MAX_NORMS
 from fusednorm.arguments.options import NormOptions
 from fusednorm.launch.launch import Launch
 from fusednorm.ops.layer_norm import table as tables
-from fusednorm.ops.layer_norm.call import BackwardCall, ForwardCall
+from fusednorm.ops.layer_norm.call import LayerNormBackwardCall, LayerNormForwardCall
 from fusednorm.ops.layer_norm.chain import ChainCall
 from fusednorm.ops.layer_norm.choice import plan_backward, plan_chain, plan_forward
 from fusednorm.results import Backward, Forward
 from fusednorm.tensors.arrays import FLOAT8
 from torch import Tensor
 
-from benchmarks.fingerprints.cases import DTYPES, SHORT_NAMES, Case, Tensors, other_dtype
+from benchmarks.fingerprints.cases import DTYPES, SHORT_NAMES, FingerprintCase, MetaTensors, choose_other_dtype
 
 ROWS, TOKENS, HEADS = 4096, 512, 4
 EPS = 1e-5
@@ -30,7 +30,7 @@ PASSES: tuple[Pass, ...] = ("forward", "backward", "float8")
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class LayerNormVariant:
     """The options of a call.
 
     Attributes:
@@ -60,56 +60,58 @@ class Variant:
     tokens: int = TOKENS
 
 
-PLAIN = Variant("plain")
-FUSED = Variant("fused", stats=True, residual="own", activation="silu", dropout=0.1)
+PLAIN = LayerNormVariant("plain")
+FUSED = LayerNormVariant("fused", stats=True, residual="own", activation="silu", dropout=0.1)
 USUAL = (
     PLAIN,
     FUSED,
-    Variant("stats", stats=True),
-    Variant("residual", residual="own"),
-    Variant("silu", activation="silu"),
-    Variant("dropout", dropout=0.1),
-    Variant("rms", bias=False, is_rms=True),
-    Variant("one row", rows=1),
+    LayerNormVariant("stats", stats=True),
+    LayerNormVariant("residual", residual="own"),
+    LayerNormVariant("silu", activation="silu"),
+    LayerNormVariant("dropout", dropout=0.1),
+    LayerNormVariant("rms", bias=False, is_rms=True),
+    LayerNormVariant("one row", rows=1),
 )
 """Variants for the longest row of every entry of a table."""
 
 RARE = (
-    Variant("bare", weight=False, bias=False),
-    Variant("weight alone", bias=False),
-    Variant("bias alone", weight=False),
-    Variant("rms stats offset", bias=False, is_rms=True, stats=True, weight_offset=1.0),
-    Variant("rms fused", bias=False, is_rms=True, stats=True, residual="own", activation="gelu_tanh", dropout=0.5),
-    Variant("residual in place", residual="in place"),
-    Variant("residual other dtype", residual="other dtype"),
-    Variant("residual other dtype stats", residual="other dtype", stats=True),
-    Variant("relu", activation="relu"),
-    Variant("gelu", activation="gelu"),
-    Variant("gelu_tanh", activation="gelu_tanh"),
-    Variant("other dtypes", other_dtypes=True),
-    Variant("unaligned", unaligned=True),
-    Variant("heads", heads="shared"),
-    Variant("heads own", heads="own", stats=True),
-    Variant("heads uniform", heads="uniform", residual="own", activation="silu"),
-    Variant("few rows", rows=7),
-    Variant("residual alone", residual="own", outside=False),
-    Variant("dresidual_out alone", outside=True),
+    LayerNormVariant("bare", weight=False, bias=False),
+    LayerNormVariant("weight alone", bias=False),
+    LayerNormVariant("bias alone", weight=False),
+    LayerNormVariant("rms stats offset", bias=False, is_rms=True, stats=True, weight_offset=1.0),
+    LayerNormVariant(
+        "rms fused", bias=False, is_rms=True, stats=True, residual="own", activation="gelu_tanh", dropout=0.5
+    ),
+    LayerNormVariant("residual in place", residual="in place"),
+    LayerNormVariant("residual other dtype", residual="other dtype"),
+    LayerNormVariant("residual other dtype stats", residual="other dtype", stats=True),
+    LayerNormVariant("relu", activation="relu"),
+    LayerNormVariant("gelu", activation="gelu"),
+    LayerNormVariant("gelu_tanh", activation="gelu_tanh"),
+    LayerNormVariant("other dtypes", other_dtypes=True),
+    LayerNormVariant("unaligned", unaligned=True),
+    LayerNormVariant("heads", heads="shared"),
+    LayerNormVariant("heads own", heads="own", stats=True),
+    LayerNormVariant("heads uniform", heads="uniform", residual="own", activation="silu"),
+    LayerNormVariant("few rows", rows=7),
+    LayerNormVariant("residual alone", residual="own", outside=False),
+    LayerNormVariant("dresidual_out alone", outside=True),
 )
 """Variants for one row length of every algorithm."""
 
 
-def cases() -> Iterator[Case]:
+def iterate_cases() -> Iterator[FingerprintCase]:
     """All cases, under each policy."""
     for dtype in DTYPES:
         for kind in PASSES:
-            yield from _of_pass(kind, dtype)
-        yield from _chains(dtype)
+            yield from _iterate_pass_cases(kind, dtype)
+        yield from _iterate_chain_cases(dtype)
 
 
-def _of_pass(kind: Pass, dtype: torch.dtype) -> Iterator[Case]:
-    of_tables = list(entries(kind, dtype.itemsize))
+def _iterate_pass_cases(kind: Pass, dtype: torch.dtype) -> Iterator[FingerprintCase]:
+    of_tables = list(iterate_table_lengths(kind, dtype.itemsize))
     vector = 16 // dtype.itemsize
-    done: set[tuple[int, Variant, bool]] = set()
+    done: set[tuple[int, LayerNormVariant, bool]] = set()
     algorithms: set[type] = set()
     for cols, config in of_tables:
         rare = RARE if type(config) not in algorithms else ()
@@ -121,10 +123,10 @@ def _of_pass(kind: Pass, dtype: torch.dtype) -> Iterator[Case]:
         for length, variant, waits in waiting:
             if length > 0 and (length, variant, waits) not in done:
                 done.add((length, variant, waits))
-                yield case(kind, dtype, length, variant, waits)
+                yield make_case(kind, dtype, length, variant, waits)
 
 
-def entries(kind: Pass, itemsize: int) -> Iterator[tuple[int, object]]:
+def iterate_table_lengths(kind: Pass, itemsize: int) -> Iterator[tuple[int, object]]:
     """A row length for each entry of the tables, its longest one if that is within limits."""
     if kind == "float8":
         yield from tables.TILES
@@ -145,16 +147,18 @@ def entries(kind: Pass, itemsize: int) -> Iterator[tuple[int, object]]:
     yield LONGEST, None
 
 
-def case(kind: Pass, dtype: torch.dtype, cols: int, variant: Variant, waits: bool = True) -> Case:
+def make_case(
+    kind: Pass, dtype: torch.dtype, cols: int, variant: LayerNormVariant, waits: bool = True
+) -> FingerprintCase:
     """A call over rows of `cols` columns of `dtype`; `waits`: whether programs may wait for one another."""
     policy = "" if waits else ", nothing waits"
-    plan = {"forward": _forward, "backward": _backward, "float8": _float8}[kind]
+    plan = {"forward": _plan_forward, "backward": _plan_backward, "float8": _plan_float8}[kind]
     name = f"layer_norm {kind} {SHORT_NAMES[dtype]} {variant.rows}x{cols} {variant.name}{policy}"
-    return Case(name, partial(plan, dtype, cols, variant), unaligned=variant.unaligned, waits=waits)
+    return FingerprintCase(name, partial(plan, dtype, cols, variant), unaligned=variant.unaligned, waits=waits)
 
 
 @dataclass(frozen=True, slots=True)
-class _Inputs:
+class _LayerNormTensors:
     """Tensors of both forward and backward passes."""
 
     x: Tensor
@@ -163,7 +167,7 @@ class _Inputs:
     residual: Tensor | None
 
 
-def _rows(tensors: Tensors, role: str, cols: int, dtype: torch.dtype, variant: Variant) -> Tensor:
+def _make_rows(tensors: MetaTensors, role: str, cols: int, dtype: torch.dtype, variant: LayerNormVariant) -> Tensor:
     """An input of [rows, cols], or [tokens, heads, cols] if the variant has heads."""
     if variant.heads == "shared":
         return tensors.new(role, (variant.tokens, 3 * HEADS, cols), dtype)[:, :HEADS]
@@ -174,23 +178,27 @@ def _rows(tensors: Tensors, role: str, cols: int, dtype: torch.dtype, variant: V
     return tensors.new(role, (variant.rows, cols), dtype)
 
 
-def _inputs(tensors: Tensors, dtype: torch.dtype, cols: int, variant: Variant) -> _Inputs:
-    x = _rows(tensors, "x", cols, dtype, variant)
-    of_parameters = other_dtype(dtype) if variant.other_dtypes else dtype
+def _make_inputs(
+    tensors: MetaTensors, dtype: torch.dtype, cols: int, variant: LayerNormVariant
+) -> _LayerNormTensors:
+    x = _make_rows(tensors, "x", cols, dtype, variant)
+    of_parameters = choose_other_dtype(dtype) if variant.other_dtypes else dtype
     shape = (HEADS, cols) if variant.heads in ("own", "uniform") else (cols,)
     weight = tensors.new("weight", shape, of_parameters) if variant.weight else None
     bias = tensors.new("bias", shape, of_parameters) if variant.bias else None
-    of_residual = other_dtype(dtype) if variant.residual == "other dtype" else dtype
-    residual = _rows(tensors, "residual", cols, of_residual, variant) if variant.residual else None
-    return _Inputs(x, weight, bias, residual)
+    of_residual = choose_other_dtype(dtype) if variant.residual == "other dtype" else dtype
+    residual = _make_rows(tensors, "residual", cols, of_residual, variant) if variant.residual else None
+    return _LayerNormTensors(x, weight, bias, residual)
 
 
-def _options(variant: Variant) -> NormOptions:
+def _make_options(variant: LayerNormVariant) -> NormOptions:
     op, seed = "rms_norm" if variant.is_rms else "layer_norm", 7 if variant.dropout else None
     return NormOptions(op, 0, EPS, variant.weight_offset, variant.activation, variant.dropout, seed)
 
 
-def _statistics(tensors: Tensors, x: Tensor, variant: Variant) -> tuple[Tensor | None, Tensor | None]:
+def _make_statistics(
+    tensors: MetaTensors, x: Tensor, variant: LayerNormVariant
+) -> tuple[Tensor | None, Tensor | None]:
     if not variant.stats:
         return None, None
     of_rows = tuple(x.shape[:-1])
@@ -198,11 +206,15 @@ def _statistics(tensors: Tensors, x: Tensor, variant: Variant) -> tuple[Tensor |
     return mean, tensors.new("rstd", of_rows, torch.float32)
 
 
-def _results(
-    tensors: Tensors, inputs: _Inputs, dtype: torch.dtype, variant: Variant, scale: Tensor | None
+def _make_results(
+    tensors: MetaTensors,
+    inputs: _LayerNormTensors,
+    dtype: torch.dtype,
+    variant: LayerNormVariant,
+    scale: Tensor | None,
 ) -> Forward:
     x, residual = inputs.x, inputs.residual
-    mean, rstd = _statistics(tensors, x, variant)
+    mean, rstd = _make_statistics(tensors, x, variant)
     if residual is None or variant.residual == "in place":
         residual_out = residual
     else:
@@ -210,41 +222,43 @@ def _results(
     return Forward(tensors.new("y", tuple(x.shape), dtype), mean, rstd, residual_out, scale)
 
 
-def _forward(dtype: torch.dtype, cols: int, variant: Variant, tensors: Tensors) -> list[Launch]:
-    inputs = _inputs(tensors, dtype, cols, variant)
-    of_y = other_dtype(dtype) if variant.other_dtypes else dtype
-    out = _results(tensors, inputs, of_y, variant, None)
-    return plan_forward(_forward_call(tensors, inputs, variant, out))
+def _plan_forward(dtype: torch.dtype, cols: int, variant: LayerNormVariant, tensors: MetaTensors) -> list[Launch]:
+    inputs = _make_inputs(tensors, dtype, cols, variant)
+    of_y = choose_other_dtype(dtype) if variant.other_dtypes else dtype
+    out = _make_results(tensors, inputs, of_y, variant, None)
+    return plan_forward(_make_forward_call(tensors, inputs, variant, out))
 
 
-def _float8(dtype: torch.dtype, cols: int, variant: Variant, tensors: Tensors) -> list[Launch]:
-    inputs = _inputs(tensors, dtype, cols, variant)
+def _plan_float8(dtype: torch.dtype, cols: int, variant: LayerNormVariant, tensors: MetaTensors) -> list[Launch]:
+    inputs = _make_inputs(tensors, dtype, cols, variant)
     scale = tensors.new("scale", tuple(inputs.x.shape[:-1]), torch.float32)
-    out = _results(tensors, inputs, FLOAT8, variant, scale)
-    return plan_forward(_forward_call(tensors, inputs, variant, out))
+    out = _make_results(tensors, inputs, FLOAT8, variant, scale)
+    return plan_forward(_make_forward_call(tensors, inputs, variant, out))
 
 
-def _forward_call(tensors: Tensors, inputs: _Inputs, variant: Variant, out: Forward) -> ForwardCall:
+def _make_forward_call(
+    tensors: MetaTensors, inputs: _LayerNormTensors, variant: LayerNormVariant, out: Forward
+) -> LayerNormForwardCall:
     describe = tensors.describe
-    return ForwardCall(
+    return LayerNormForwardCall(
         x=describe(inputs.x),
         weight=describe(inputs.weight),
         bias=describe(inputs.bias),
         residual=describe(inputs.residual),
-        options=_options(variant),
+        options=_make_options(variant),
         out=Forward(*map(describe, out)),
     )
 
 
-def _backward(dtype: torch.dtype, cols: int, variant: Variant, tensors: Tensors) -> list[Launch]:
-    inputs = _inputs(tensors, dtype, cols, variant)
+def _plan_backward(dtype: torch.dtype, cols: int, variant: LayerNormVariant, tensors: MetaTensors) -> list[Launch]:
+    inputs = _make_inputs(tensors, dtype, cols, variant)
     x, weight, bias, residual = inputs.x, inputs.weight, inputs.bias, inputs.residual
-    mean, rstd = _statistics(tensors, x, variant)
-    of_dy = other_dtype(dtype) if variant.other_dtypes else dtype
-    dy = _rows(tensors, "dy", cols, of_dy, variant)
+    mean, rstd = _make_statistics(tensors, x, variant)
+    of_dy = choose_other_dtype(dtype) if variant.other_dtypes else dtype
+    dy = _make_rows(tensors, "dy", cols, of_dy, variant)
     comes = residual is not None if variant.outside is None else variant.outside
     of_outside = dtype if residual is None else residual.dtype
-    outside = _rows(tensors, "dresidual_out", cols, of_outside, variant) if comes else None
+    outside = _make_rows(tensors, "dresidual_out", cols, of_outside, variant) if comes else None
     dx = tensors.new("dx", tuple(x.shape), dtype)
     dresidual = None if residual is None else dx
     if residual is not None and residual.dtype != dtype:
@@ -256,12 +270,12 @@ def _backward(dtype: torch.dtype, cols: int, variant: Variant, tensors: Tensors)
     describe = tensors.describe
     place = describe(dx)
     return plan_backward(
-        BackwardCall(
+        LayerNormBackwardCall(
             x=describe(x),
             weight=describe(weight),
             bias=describe(bias),
             residual=describe(residual),
-            options=_options(variant),
+            options=_make_options(variant),
             dy=describe(dy),
             mean=describe(mean),
             rstd=describe(rstd),
@@ -273,7 +287,7 @@ def _backward(dtype: torch.dtype, cols: int, variant: Variant, tensors: Tensors)
     )
 
 
-def _chains(dtype: torch.dtype) -> Iterator[Case]:
+def _iterate_chain_cases(dtype: torch.dtype) -> Iterator[FingerprintCase]:
     """Each row length that is held, and one that is not, with two norms; each number of norms at one length."""
     held = [limit for limit, _ in tables.TILES]
     numbers = [(1024, norms) for norms in range(1, MAX_NORMS + 1)]
@@ -281,17 +295,19 @@ def _chains(dtype: torch.dtype) -> Iterator[Case]:
     lengths = [(length, 2) for limit in (*held, 2 * held[-1]) for length in (limit, limit - 1)]
     for cols, norms in dict.fromkeys(lengths + numbers):
         for unaligned in (False, True) if (cols, norms) in numbers else (False,):
-            yield chain_case(dtype, cols, norms, unaligned)
+            yield make_chain_case(dtype, cols, norms, unaligned)
 
 
-def chain_case(dtype: torch.dtype, cols: int, norms: int, unaligned: bool = False, rows: int = ROWS) -> Case:
+def make_chain_case(
+    dtype: torch.dtype, cols: int, norms: int, unaligned: bool = False, rows: int = ROWS
+) -> FingerprintCase:
     """A chain of `norms` norms over rows of `cols` columns."""
     suffix = " unaligned" if unaligned else ""
     name = f"layer_norm chain {SHORT_NAMES[dtype]} {rows}x{cols} of {norms}{suffix}"
-    return Case(name, partial(_chain, dtype, rows, cols, norms), unaligned=unaligned)
+    return FingerprintCase(name, partial(_plan_chain, dtype, rows, cols, norms), unaligned=unaligned)
 
 
-def _chain(dtype: torch.dtype, rows: int, cols: int, norms: int, tensors: Tensors) -> list[Launch]:
+def _plan_chain(dtype: torch.dtype, rows: int, cols: int, norms: int, tensors: MetaTensors) -> list[Launch]:
     """A chain of which some parameters are absent."""
     x, y = (tensors.new(role, (rows, cols), dtype) for role in ("x", "y"))
     weights, biases = (

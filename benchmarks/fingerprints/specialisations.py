@@ -4,54 +4,57 @@ from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fusednorm.launch.inspection import Specialisation, specialise
+from fusednorm.launch.inspection import KernelSpecialisation, specialise_kernel
 
-from benchmarks.fingerprints.cases import Planned
+from benchmarks.fingerprints.cases import PlannedCase
 
 
 @dataclass(frozen=True, slots=True)
-class Labelled:
+class LabelledSpecialisation:
     """A specialisation, named by the first case that has it and the index of its launch within the case."""
 
     label: str
-    specialisation: Specialisation
+    specialisation: KernelSpecialisation
 
 
-def distinct(plans: Iterable[Planned]) -> list[Labelled]:
+def list_distinct(plans: Iterable[PlannedCase]) -> list[LabelledSpecialisation]:
     """Every specialisation of the launches, in the order of the cases."""
-    found: dict[Hashable, Labelled] = {}
+    found: dict[Hashable, LabelledSpecialisation] = {}
     for planned in plans:
         for place, launch in enumerate(planned.launches or ()):
-            specialisation = specialise(launch)
-            found.setdefault(_identity(specialisation), Labelled(f"{planned.case.name} #{place}", specialisation))
+            specialisation = specialise_kernel(launch)
+            found.setdefault(
+                _make_identity(specialisation),
+                LabelledSpecialisation(f"{planned.case.name} #{place}", specialisation),
+            )
     return list(found.values())
 
 
-def of_every_branch(labelled: Iterable[Labelled]) -> list[Labelled]:
+def select_covering(labelled: Iterable[LabelledSpecialisation]) -> list[LabelledSpecialisation]:
     """Those with a trait of a kernel that no earlier one has: together they cover every branch of each kernel."""
     seen: set[Hashable] = set()
     chosen = []
     for each in labelled:
         kernel = id(each.specialisation.source.fn)
-        new = {(kernel, trait) for trait in _traits(each.specialisation)} - seen
+        new = {(kernel, trait) for trait in _iterate_traits(each.specialisation)} - seen
         if new:
             seen |= new
             chosen.append(each)
     return chosen
 
 
-def _identity(specialisation: Specialisation) -> Hashable:
+def _make_identity(specialisation: KernelSpecialisation) -> Hashable:
     source = specialisation.source
     return (
         id(source.fn),
         tuple(source.signature.values()),
-        tuple(_constants(specialisation)),
+        tuple(_list_constants(specialisation)),
         tuple(sorted(source.attrs)),
         tuple(sorted(specialisation.options.items())),
     )
 
 
-def _traits(specialisation: Specialisation) -> Iterator[Hashable]:
+def _iterate_traits(specialisation: KernelSpecialisation) -> Iterator[Hashable]:
     """Which arguments are given, the dtype of the first, the constexprs, and which numbers are 0, 1 or more."""
     source = specialisation.source
     yield "dtype", next(iter(source.signature.values()))
@@ -69,5 +72,5 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _constants(specialisation: Specialisation) -> list[tuple[tuple[int, ...], Any]]:
+def _list_constants(specialisation: KernelSpecialisation) -> list[tuple[tuple[int, ...], Any]]:
     return sorted(specialisation.source.constants.items(), key=lambda constant: constant[0])

@@ -5,14 +5,14 @@ from typing import Any
 
 import torch
 from fusednorm import reference
-from fusednorm.arguments.dropout import dropout_threshold
+from fusednorm.arguments.dropout import compute_dropout_threshold
 from fusednorm.reference.chain import layer_norm_chain
-from fusednorm.reference.dropout import philox_words
-from fusednorm.reference.float8 import quantised_rows
+from fusednorm.reference.dropout import compute_philox_words
+from fusednorm.reference.float8 import quantise_rows
 from fusednorm.tensors.arrays import FLOAT8
 from torch import Tensor
 
-from benchmarks.workload.problem import EPS, SEED, Problem, Results, Run, present
+from benchmarks.workload.problem import EPS, SEED, BenchmarkProblem, ProviderRun, Results, drop_none
 
 _PART_NUMEL = 1 << 24
 
@@ -24,14 +24,14 @@ class WrongResultError(ValueError):
     """A provider's result is further from the exact one than rounding explains."""
 
 
-class Oracle:
+class ResultOracle:
     """The exact results of a problem, computed once unless a provider draws its own dropout mask."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: BenchmarkProblem) -> None:
         self._problem = problem
         self._exact: Results | None = None
 
-    def error(self, run: Run) -> float:
+    def error(self, run: ProviderRun) -> float:
         """Largest absolute error of the first result, y or dx.
 
         Raises:
@@ -59,13 +59,13 @@ class Oracle:
             raise WrongResultError(f"result {index} is wrong by {largest:.3g}")
         return largest
 
-    def _exact_for(self, run: Run, results: Results) -> Results:
+    def _exact_for(self, run: ProviderRun, results: Results) -> Results:
         if run.keep is not None:
             keep = run.keep(results)
             self._check_rate(keep)
-            return exact_results(self._problem, keep)
+            return compute_exact_results(self._problem, keep)
         if self._exact is None:
-            self._exact = exact_results(self._problem)
+            self._exact = compute_exact_results(self._problem)
         return self._exact
 
     def _check_rate(self, keep: Tensor) -> None:
@@ -84,16 +84,16 @@ class Oracle:
         return relative * max(0.0 if is_scale else 1.0, float(exact.abs().max()))
 
 
-def exact_results(problem: Problem, keep: Tensor | None = None) -> Results:
-    """The results of `Run.call` in float64, computed in parts to limit the memory; a float8 y without rounding.
+def compute_exact_results(problem: BenchmarkProblem, keep: Tensor | None = None) -> Results:
+    """The results of `ProviderRun.call` in float64, in parts to limit the memory; a float8 y without rounding.
 
     Args:
         keep: the elements that dropout kept, bool like x; None for fusednorm's mask.
     """
     if problem.cell.pass_ == "forward":
-        parts = [_forward(problem, part, keep) for part in _parts(problem.x)]
+        parts = [_compute_forward(problem, part, keep) for part in _split_rows(problem.x)]
         return tuple(torch.cat(part) for part in zip(*parts, strict=True))
-    parts = [_backward(problem, part, keep) for part in _parts(problem.x)]
+    parts = [_compute_backward(problem, part, keep) for part in _split_rows(problem.x)]
     of_parts, *gradients = zip(*parts, strict=True)
     dx = torch.cat(of_parts)
     dresidual = (dx,) if problem.cell.spec.has_dresidual(problem.x.dtype) else ()
@@ -102,59 +102,59 @@ def exact_results(problem: Problem, keep: Tensor | None = None) -> Results:
     return (dx, *of_all, *map(torch.cat, gradients[count:]), *dresidual)
 
 
-def _parts(x: Tensor) -> Iterator[slice]:
+def _split_rows(x: Tensor) -> Iterator[slice]:
     """Slices of rows or samples, at least one each."""
     step = max(1, _PART_NUMEL // (x.numel() // x.shape[0]))
     return (slice(start, min(start + step, x.shape[0])) for start in range(0, x.shape[0], step))
 
 
-def _forward(problem: Problem, part: slice, keep: Tensor | None) -> Results:
+def _compute_forward(problem: BenchmarkProblem, part: slice, keep: Tensor | None) -> Results:
     if problem.cell.spec.norms > 1:
-        x, *parameters = _inputs(problem, part)
+        x, *parameters = _get_inputs(problem, part)
         return (layer_norm_chain(x, *parameters, eps=EPS, precision=torch.float64),)
     forward = getattr(reference, f"{problem.cell.op}_forward")
-    y: Tensor = forward(*_inputs(problem, part), **_options(problem, part)).y
+    y: Tensor = forward(*_get_inputs(problem, part), **_get_options(problem, part)).y
     if problem.cell.spec.dropout:
-        y = y * _dropout_factors(problem, part, keep)
+        y = y * _compute_dropout_factors(problem, part, keep)
     if problem.cell.spec.out_dtype == FLOAT8:
-        return y, quantised_rows(y)[1]
+        return y, quantise_rows(y)[1]
     if problem.residual is None:
         return (y,)
     return y, problem.x[part].double() + problem.residual[part].double()
 
 
-def _backward(problem: Problem, part: slice, keep: Tensor | None) -> Results:
+def _compute_backward(problem: BenchmarkProblem, part: slice, keep: Tensor | None) -> Results:
     backward = getattr(reference, f"{problem.cell.op}_backward")
     dy = problem.dy[part].double()
     if problem.cell.spec.dropout:
-        dy = dy * _dropout_factors(problem, part, keep)
-    result = backward(dy, *_inputs(problem, part), **_options(problem, part))
-    return present((result.dx, result.dweight, result.dbias, result.dscale, result.dshift))
+        dy = dy * _compute_dropout_factors(problem, part, keep)
+    result = backward(dy, *_get_inputs(problem, part), **_get_options(problem, part))
+    return drop_none((result.dx, result.dweight, result.dbias, result.dscale, result.dshift))
 
 
-def _inputs(problem: Problem, part: slice) -> tuple[Any, ...]:
+def _get_inputs(problem: BenchmarkProblem, part: slice) -> tuple[Any, ...]:
     """x, the groups and the parameters in float64, so that results are not rounded."""
     groups = (problem.cell.groups,) if problem.cell.groups else ()
-    parameters = (tensor.double() for tensor in present((problem.weight, problem.bias)))
+    parameters = (tensor.double() for tensor in drop_none((problem.weight, problem.bias)))
     return (problem.x[part].double(), *groups, *parameters)
 
 
-def _options(problem: Problem, part: slice) -> dict[str, Any]:
+def _get_options(problem: BenchmarkProblem, part: slice) -> dict[str, Any]:
     """Options without dropout: a part does not know the index of its first row, on which the mask depends."""
     residual = None if problem.residual is None else problem.residual[part].double()
     of_samples = {name: tensor[part].double() for name, tensor in problem.of_samples.items()}
     return {"eps": EPS, "activation": problem.cell.spec.activation, "residual": residual, **of_samples}
 
 
-def _dropout_factors(problem: Problem, part: slice, keep: Tensor | None) -> Tensor:
+def _compute_dropout_factors(problem: BenchmarkProblem, part: slice, keep: Tensor | None) -> Tensor:
     p = problem.cell.spec.dropout
-    kept = keep_of_seed(problem.x, part, p) if keep is None else keep[part]
+    kept = compute_keep_mask(problem.x, part, p) if keep is None else keep[part]
     return kept.double() / (1.0 - p)
 
 
-def keep_of_seed(x: Tensor, part: slice, p: float) -> Tensor:
+def compute_keep_mask(x: Tensor, part: slice, p: float) -> Tensor:
     """The mask of fusednorm's dropout of x [rows, cols] with `SEED`, for the rows in `part`."""
     row = torch.arange(part.start, part.stop, device=x.device)[:, None]
     quad = torch.arange(-(-x.shape[1] // 4), device=x.device)[None, :]
-    words = torch.stack(philox_words(SEED, row, quad), dim=-1).flatten(1)
-    return words[:, : x.shape[1]] >= dropout_threshold(p)
+    words = torch.stack(compute_philox_words(SEED, row, quad), dim=-1).flatten(1)
+    return words[:, : x.shape[1]] >= compute_dropout_threshold(p)

@@ -5,7 +5,7 @@ from types import TracebackType
 from typing import Self
 
 
-class Progress:
+class ProgressDisplay:
     """Lines and a bar; a context manager.
 
     Args:

@@ -10,8 +10,8 @@ from typing import Protocol
 import torch
 import triton
 
-from benchmarks.harness.timing import Quantiles
-from benchmarks.workload.cells import sweep_rows
+from benchmarks.harness.timing import TimeQuantiles
+from benchmarks.workload.cells import compute_sweep_rows
 from benchmarks.workload.suites import SWEEP_LENGTHS
 
 COLUMNS = (
@@ -31,7 +31,7 @@ MODEL = "model"
 """The operation of rows whose layout is a whole model's name and whose shape is its batch."""
 
 
-class Timed(Protocol):
+class CellColumns(Protocol):
     """The columns of a row without its provider and figures."""
 
     @property
@@ -53,27 +53,27 @@ class Timed(Protocol):
     def layout(self) -> str: ...
 
 
-def machine(commit: str = "") -> dict[str, object]:
+def describe_machine(commit: str = "") -> dict[str, object]:
     """The columns that are equal in all rows of a run; an empty commit is read from git."""
     return {
         "gpu": torch.cuda.get_device_name(),
-        "driver": _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0],
+        "driver": _run_command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0],
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "commit": commit or _output_of("git", "rev-parse", "--short", "HEAD"),
-        "dirty": int(bool(_output_of("git", "status", "--porcelain", "--untracked-files=no"))),
+        "commit": commit or _run_command("git", "rev-parse", "--short", "HEAD"),
+        "dirty": int(bool(_run_command("git", "status", "--porcelain", "--untracked-files=no"))),
     }
 
 
-def _output_of(*command: str) -> str:
+def _run_command(*command: str) -> str:
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     return answer.stdout.strip() if answer.returncode == 0 else ""
 
 
-def row(
-    cell: Timed,
+def make_row(
+    cell: CellColumns,
     provider: str,
-    time_ms: Quantiles | None,
+    time_ms: TimeQuantiles | None,
     error: float,
     nbytes: int | None = None,
     roof: float | None = None,
@@ -104,15 +104,15 @@ def row(
     }
 
 
-def is_sweep(record: Mapping[str, str]) -> bool:
+def is_sweep_row(record: Mapping[str, str]) -> bool:
     """Whether a row of the CSV is of a sweep over row lengths with x of 256 MiB: its length defines its shape."""
     if record["layout"] != "rows":
         return False
     rows, cols = map(int, record["shape"].split("x"))
-    return cols in SWEEP_LENGTHS and rows == sweep_rows(cols, record["dtype"])
+    return cols in SWEEP_LENGTHS and rows == compute_sweep_rows(cols, record["dtype"])
 
 
-def read(paths: Iterable[Path]) -> list[dict[str, str]]:
+def read_records(paths: Iterable[Path]) -> list[dict[str, str]]:
     """The rows of several files; if several have the same provider and cell, the first file counts.
 
     Within a file the last such row counts, because repeated measurements are appended.  Each row has an additional
@@ -120,14 +120,14 @@ def read(paths: Iterable[Path]) -> list[dict[str, str]]:
     """
     rows: dict[tuple[str, ...], dict[str, str]] = {}
     for path in paths:
-        of_file = {(*_cell(record), record["provider"]): record for record in plain(path)}
+        of_file = {(*_cell(record), record["provider"]): record for record in read_csv(path)}
         ours = {_cell(record): record["of_copy"] for record in of_file.values() if record["provider"] == OURS}
         for key, record in of_file.items():
             rows.setdefault(key, record | {"ours": ours.get(_cell(record), "")})
     return list(rows.values())
 
 
-def plain(path: Path) -> list[dict[str, str]]:
+def read_csv(path: Path) -> list[dict[str, str]]:
     """The unchanged rows of any CSV."""
     with path.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))

@@ -7,7 +7,7 @@ Row = dict[str, object]
 Note = Callable[[str], None]
 
 
-class Named(Protocol):
+class BenchmarkCell(Protocol):
     """The part of a cell that the command uses."""
 
     @property
@@ -24,7 +24,7 @@ class Named(Protocol):
     def layout(self) -> str: ...
 
 
-class Suite(Protocol):
+class BenchmarkSuite(Protocol):
     """A kind of benchmark.
 
     Attributes:
@@ -40,7 +40,7 @@ class Suite(Protocol):
 
     @property
     def cells(self) -> Sequence[Any]:
-        """The cells to time, each `Named`, in order."""
+        """The cells to time, each `BenchmarkCell`, in order."""
 
     def warm(self, cells: Sequence[Any], providers: Iterable[str], seconds: float) -> None:
         """Compile in advance, for at most `seconds`."""

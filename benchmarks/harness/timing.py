@@ -10,7 +10,7 @@ import torch
 _LEVELS = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
 
 
-class Quantiles(NamedTuple):
+class TimeQuantiles(NamedTuple):
     """Milliseconds of one call."""
 
     p20: float
@@ -18,9 +18,9 @@ class Quantiles(NamedTuple):
     p80: float
 
 
-def quantiles(times_ms: list[float]) -> Quantiles:
+def compute_quantiles(times_ms: list[float]) -> TimeQuantiles:
     """Quantiles of the times of many calls, in milliseconds."""
-    return Quantiles(*torch.tensor(times_ms, dtype=torch.float64).quantile(_LEVELS).tolist())
+    return TimeQuantiles(*torch.tensor(times_ms, dtype=torch.float64).quantile(_LEVELS).tolist())
 
 
 def synchronize() -> None:
@@ -30,7 +30,7 @@ def synchronize() -> None:
 
 
 @contextmanager
-def without_collection() -> Iterator[None]:
+def disable_garbage_collection() -> Iterator[None]:
     """Disable garbage collection meanwhile."""
     collects = gc.isenabled()
     gc.collect()
@@ -42,7 +42,7 @@ def without_collection() -> Iterator[None]:
             gc.enable()
 
 
-class Timer:
+class DeviceTimer:
     """Times calls on the current CUDA device.
 
     The flush writes several times the L2 cache's size; it also keeps the device busy while the host launches
@@ -58,7 +58,7 @@ class Timer:
         repeats: int = 30,
         warmup: int = 3,
         before: Callable[[], object] | None = None,
-    ) -> Quantiles:
+    ) -> TimeQuantiles:
         """Quantiles of `repeats` calls after `warmup` others; `before` runs before each, outside its time."""
         for _ in range(warmup):
             if before is not None:
@@ -74,4 +74,4 @@ class Timer:
             call()
             end.record()
         torch.cuda.synchronize()
-        return quantiles([s.elapsed_time(e) for s, e in zip(starts, ends, strict=True)])
+        return compute_quantiles([s.elapsed_time(e) for s, e in zip(starts, ends, strict=True)])

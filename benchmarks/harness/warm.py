@@ -12,15 +12,15 @@ from collections.abc import Iterable
 
 import torch
 import triton
-from fusednorm.host.background import ensure_built
+from fusednorm.host.background import ensure_extension_built
 
 from benchmarks.harness.workers import run_in_workers
 from benchmarks.providers.registry import PROVIDERS
-from benchmarks.workload.cells import Cell
-from benchmarks.workload.problem import Problem, Tensors
+from benchmarks.workload.cells import KernelCell
+from benchmarks.workload.problem import BenchmarkProblem, TensorCache
 
 
-def name_cache() -> None:
+def fix_triton_cache() -> None:
     """Keep Triton's cache in its folder: Inductor moves it at its first use, unless the folder has been set."""
     os.environ.setdefault("TRITON_CACHE_DIR", str(triton.knobs.cache.dir))
 
@@ -29,12 +29,12 @@ def wait_for_extension() -> None:
     """Compile the host extension, or wait for the process that does, before calls are timed on a GPU."""
     if torch.cuda.is_available():
         try:
-            ensure_built()
+            ensure_extension_built()
         except (OSError, RuntimeError) as error:
             print(f"there is no host extension: {error}", file=sys.stderr)
 
 
-def compile_alone() -> None:
+def limit_inductor() -> None:
     """Make Inductor compile in this process only, and store no choice of configurations."""
     from torch._inductor import config
 
@@ -42,21 +42,21 @@ def compile_alone() -> None:
     config.autotune_local_cache = False
 
 
-def warm(cells: Iterable[Cell], providers: Iterable[str], seconds: float) -> None:
+def compile_cells(cells: Iterable[KernelCell], providers: Iterable[str], seconds: float) -> None:
     """Run every provider of every cell once, on most cores in parallel, for at most `seconds`."""
-    name_cache()
+    fix_triton_cache()
     work = [(cell, provider) for cell in cells for provider in providers if provider != "torch"]
     began = time.monotonic()
-    taken = run_in_workers(run_once, work, max(1, (os.cpu_count() or 2) - 2), seconds)
+    taken = run_in_workers(run_provider_once, work, max(1, (os.cpu_count() or 2) - 2), seconds)
     took = time.monotonic() - began
     print(f"compiling ahead: {taken} of {len(work)} begun, failures above, {took:.0f} s", file=sys.stderr)
 
 
-def run_once(item: tuple[Cell, str]) -> None:
+def run_provider_once(item: tuple[KernelCell, str]) -> None:
     """Run one provider of one cell, which compiles what it needs."""
-    compile_alone()
+    limit_inductor()
     cell, provider = item
-    run = PROVIDERS[provider](Problem(cell, Tensors()))
+    run = PROVIDERS[provider](BenchmarkProblem(cell, TensorCache()))
     if run is not None:
         run.call()
         torch.cuda.synchronize()

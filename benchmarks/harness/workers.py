@@ -25,26 +25,26 @@ def run_in_workers(task: Callable[[Any], object], items: Sequence[Any], workers:
     deadline = time.monotonic() + seconds
     running: list[BaseProcess] = []
 
-    def start() -> None:
-        running.append(context.Process(target=_work, args=(task, items, taken), daemon=True))
+    def start_worker() -> None:
+        running.append(context.Process(target=_run_worker, args=(task, items, taken), daemon=True))
         running[-1].start()
 
     for _ in range(min(workers, len(items))):
-        start()
+        start_worker()
     while running and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
         ended = [process for process in running if not process.is_alive()]
         running = [process for process in running if process.is_alive()]
         for process in ended:
             if process.exitcode and taken.value < len(items):
-                start()
+                start_worker()
     for process in running:
         process.kill()
         process.join()
     return min(int(taken.value), len(items))
 
 
-def _work(task: Callable[[Any], object], items: Sequence[Any], taken: Any) -> None:
+def _run_worker(task: Callable[[Any], object], items: Sequence[Any], taken: Any) -> None:
     while True:
         with taken.get_lock():
             index = taken.value

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from benchmarks.host.cells import FORWARD_BACKWARD
 from benchmarks.providers import others
-from benchmarks.workload.cells import Cell
-from benchmarks.workload.problem import EPS, Problem, Results
+from benchmarks.workload.cells import KernelCell
+from benchmarks.workload.problem import EPS, BenchmarkProblem, Results
 
 PROVIDERS = ("torch", "fusednorm", "fusednorm_python", "fusednorm_planned", "liger")
 """Known calls are repeated by the host extension, by Python (`_python`), or planned each time (`_planned`)."""
@@ -35,24 +35,24 @@ class HostCall:
     results: Callable[[Any], Results]
 
 
-def call_of(provider: str, problem: Problem) -> HostCall | None:
+def make_call(provider: str, problem: BenchmarkProblem) -> HostCall | None:
     """A provider's call for a problem; None if it has none."""
     if problem.cell.pass_ == FORWARD_BACKWARD:
-        return _module_call(provider, problem)
+        return _make_module_call(provider, problem)
     if provider == "liger":
-        return _liger_function(problem)
-    functions = _torch_function if provider == "torch" else _our_function
+        return _make_liger_call(problem)
+    functions = _make_torch_function if provider == "torch" else _make_own_function
     count = 1 if problem.cell.pass_ == "forward" else 2 + (problem.bias is not None)
     return HostCall(functions(problem), lambda returned: tuple(returned)[:count])
 
 
-def _parameters(problem: Problem) -> tuple[Tensor, ...]:
+def _list_parameters(problem: BenchmarkProblem) -> tuple[Tensor, ...]:
     return tuple(tensor for tensor in (problem.weight, problem.bias) if tensor is not None)
 
 
-def _our_function(problem: Problem) -> Callable[[], Any]:
+def _make_own_function(problem: BenchmarkProblem) -> Callable[[], Any]:
     cell = problem.cell
-    arguments = (problem.x, *((cell.groups,) if cell.groups else ()), *_parameters(problem))
+    arguments = (problem.x, *((cell.groups,) if cell.groups else ()), *_list_parameters(problem))
     forward = partial(getattr(fusednorm, f"{cell.op}_forward"), *arguments, eps=EPS, stats=True)
     if cell.pass_ == "forward":
         return forward
@@ -61,11 +61,11 @@ def _our_function(problem: Problem) -> Callable[[], Any]:
     return partial(getattr(fusednorm, f"{cell.op}_backward"), problem.dy, *arguments, eps=EPS, **statistics)
 
 
-def _torch_function(problem: Problem) -> Callable[[], Any]:
+def _make_torch_function(problem: BenchmarkProblem) -> Callable[[], Any]:
     """The operators that autograd calls; those of GroupNorm need contiguous tensors, which are made in advance."""
     cell, aten = problem.cell, torch.ops.aten
     native: Any = torch
-    x, dy, parameters = problem.x.contiguous(), problem.dy.contiguous(), _parameters(problem)
+    x, dy, parameters = problem.x.contiguous(), problem.dy.contiguous(), _list_parameters(problem)
     weight, wanted = parameters[0], [True] * (1 + len(parameters))
     if cell.op == "group_norm":
         n, c, *spatial = cell.shape
@@ -87,8 +87,8 @@ def _torch_function(problem: Problem) -> Callable[[], Any]:
     return forward if cell.pass_ == "forward" else backward
 
 
-def _liger_function(problem: Problem) -> HostCall | None:
-    run = others.liger(problem)
+def _make_liger_call(problem: BenchmarkProblem) -> HostCall | None:
+    run = others.make_liger_run(problem)
     if run is None:
         return None
     if run.before is not None:
@@ -96,8 +96,8 @@ def _liger_function(problem: Problem) -> HostCall | None:
     return HostCall(run.call, lambda returned: returned)
 
 
-def _module_call(provider: str, problem: Problem) -> HostCall | None:
-    module = _module(provider, problem)
+def _make_module_call(provider: str, problem: BenchmarkProblem) -> HostCall | None:
+    module = _make_module(provider, problem)
     if module is None:
         return None
     x = problem.x.clone().requires_grad_()
@@ -110,46 +110,46 @@ def _module_call(provider: str, problem: Problem) -> HostCall | None:
         def forward(x: Tensor) -> Tensor:
             return silu(module(x))
 
-    def step() -> None:
+    def run_step() -> None:
         x.grad = None
         for parameter in parameters:
             parameter.grad = None
         forward(x).backward(dy)
 
-    def gradients(_: Any) -> Results:
+    def get_gradients(_: Any) -> Results:
         return tuple(tensor.grad for tensor in (x, *parameters) if tensor.grad is not None)
 
-    return HostCall(step, gradients)
+    return HostCall(run_step, get_gradients)
 
 
-def _module(provider: str, problem: Problem) -> nn.Module | None:
+def _make_module(provider: str, problem: BenchmarkProblem) -> nn.Module | None:
     """The provider's module with the problem's parameters, if it has one."""
     cell = problem.cell
     if provider == "liger":
         if cell.op == "group_norm":
             return None
-        module = _liger_module(cell.op, cell.shape[-1])
+        module = _make_liger_module(cell.op, cell.shape[-1])
     else:
-        module = _torch_module(cell) if provider == "torch" else _our_module(cell)
+        module = _make_torch_module(cell) if provider == "torch" else _make_own_module(cell)
     for name, tensor in (("weight", problem.weight), ("bias", problem.bias)):
         if tensor is not None:
             setattr(module, name, nn.Parameter(tensor.clone()))
     return module
 
 
-def _torch_module(cell: Cell) -> nn.Module:
+def _make_torch_module(cell: KernelCell) -> nn.Module:
     if cell.op == "group_norm":
         return nn.GroupNorm(cell.groups, cell.shape[1], EPS)
     return (nn.LayerNorm if cell.op == "layer_norm" else nn.RMSNorm)(cell.shape[-1], EPS)
 
 
-def _our_module(cell: Cell) -> nn.Module:
+def _make_own_module(cell: KernelCell) -> nn.Module:
     if cell.op == "group_norm":
         return fusednorm.GroupNorm(cell.groups, cell.shape[1], EPS, activation=cell.spec.activation)
     return (fusednorm.LayerNorm if cell.op == "layer_norm" else fusednorm.RMSNorm)(cell.shape[-1], EPS)
 
 
-def _liger_module(op: str, size: int) -> nn.Module:
+def _make_liger_module(op: str, size: int) -> nn.Module:
     from liger_kernel.transformers.layer_norm import LigerLayerNorm
     from liger_kernel.transformers.rms_norm import LigerRMSNorm
 
@@ -157,51 +157,51 @@ def _liger_module(op: str, size: int) -> nn.Module:
     return module
 
 
-class NoExtensionError(RuntimeError):
+class MissingExtensionError(RuntimeError):
     """A call to be timed with the host extension does not have it."""
 
 
-def settings(provider: str) -> AbstractContextManager[object]:
+def select_settings(provider: str) -> AbstractContextManager[object]:
     """The context in which a provider's calls are made and timed."""
     if provider == "fusednorm":
-        return _with_extension()
+        return _use_extension()
     if provider == "fusednorm_planned":
-        return _without_replays()
-    return _without_extension() if provider == "fusednorm_python" else nullcontext()
+        return _disable_replays()
+    return _disable_extension() if provider == "fusednorm_python" else nullcontext()
 
 
 @contextmanager
-def _with_extension() -> Any:
+def _use_extension() -> Any:
     """
     Raises:
         NoExtensionError: it cannot be compiled or loaded.
     """
     _load_extension()
-    if replay.in_use() is None:
-        raise NoExtensionError("no host extension: python -m fusednorm.host compiles it, or says why not")
+    if replay.get_extension() is None:
+        raise MissingExtensionError("no host extension: python -m fusednorm.host compiles it, or says why not")
     yield
 
 
 @contextmanager
-def _without_extension() -> Any:
+def _disable_extension() -> Any:
     _load_extension()
-    extension = replay.in_use()
-    replay.use(None)
+    extension = replay.get_extension()
+    replay.set_extension(None)
     try:
         yield
     finally:
-        replay.use(extension)
+        replay.set_extension(extension)
 
 
 @contextmanager
-def _without_replays() -> Any:
+def _disable_replays() -> Any:
     """Each call is checked and planned."""
-    again = patch.object(replay.Pass, "again", lambda *_: None)
-    with _without_extension(), again, patch.object(replay.Pass, "learn", lambda *_: None):
+    again = patch.object(replay.ReplayablePass, "again", lambda *_: None)
+    with _disable_extension(), again, patch.object(replay.ReplayablePass, "learn", lambda *_: None):
         yield
 
 
 def _load_extension() -> None:
     """Load the extension, if there is one, by a first launch."""
-    if torch.cuda.is_available() and replay.in_use() is None:
+    if torch.cuda.is_available() and replay.get_extension() is None:
         fusednorm.layer_norm_forward(torch.zeros(1, 16, device="cuda"), eps=EPS)

@@ -7,7 +7,7 @@ whose gradients are those of x and of the parameters.
 from collections.abc import Iterator
 from itertools import product
 
-from benchmarks.workload.cells import Cell
+from benchmarks.workload.cells import KernelCell
 
 FORWARD_BACKWARD = "forward_backward"
 
@@ -17,28 +17,28 @@ _LAYOUTS = ("nchw", "nhwc")
 _FUNCTIONS = ("forward", "backward")
 
 
-def _rows(op: str, pass_: str, of: tuple[tuple[int, int], str]) -> Cell:
+def _make_row_cell(op: str, pass_: str, of: tuple[tuple[int, int], str]) -> KernelCell:
     shape, dtype = of
-    return Cell(op, pass_, "plain", shape, 0, dtype, "rows")
+    return KernelCell(op, pass_, "plain", shape, 0, dtype, "rows")
 
 
-def _images(pass_: str, variant: str, shape: tuple[int, ...], layout: str) -> Cell:
-    return Cell("group_norm", pass_, variant, shape, 32, "bfloat16", layout)
+def _make_image_cell(pass_: str, variant: str, shape: tuple[int, ...], layout: str) -> KernelCell:
+    return KernelCell("group_norm", pass_, variant, shape, 32, "bfloat16", layout)
 
 
-def _cells() -> Iterator[Cell]:
+def _iterate_cells() -> Iterator[KernelCell]:
     for pass_ in _FUNCTIONS:
-        yield _rows("layer_norm", pass_, _FEW)
-        yield from (_images(pass_, "plain", _IMAGES, layout) for layout in _LAYOUTS)
+        yield _make_row_cell("layer_norm", pass_, _FEW)
+        yield from (_make_image_cell(pass_, "plain", _IMAGES, layout) for layout in _LAYOUTS)
     for of, op in product((_FEW, _MANY), ("layer_norm", "rms_norm")):
-        yield _rows(op, FORWARD_BACKWARD, of)
-    yield from (_images(FORWARD_BACKWARD, "silu", _IMAGES, layout) for layout in _LAYOUTS)
-    yield _images(FORWARD_BACKWARD, "silu", _LARGER_IMAGES, "nhwc")
+        yield _make_row_cell(op, FORWARD_BACKWARD, of)
+    yield from (_make_image_cell(FORWARD_BACKWARD, "silu", _IMAGES, layout) for layout in _LAYOUTS)
+    yield _make_image_cell(FORWARD_BACKWARD, "silu", _LARGER_IMAGES, "nhwc")
     for of, pass_ in product((_MANY, _SHORT), _FUNCTIONS):
-        yield _rows("layer_norm", pass_, of)
+        yield _make_row_cell("layer_norm", pass_, of)
     for of, pass_ in product((_FEW, _MANY, _SHORT), _FUNCTIONS):
-        yield _rows("rms_norm", pass_, of)
+        yield _make_row_cell("rms_norm", pass_, of)
 
 
-CELLS = tuple(_cells())
+CELLS = tuple(_iterate_cells())
 """In the order in which they are timed."""

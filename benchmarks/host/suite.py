@@ -12,15 +12,15 @@ from dataclasses import replace
 import torch
 
 from benchmarks.harness import records
-from benchmarks.harness.oracle import Oracle
+from benchmarks.harness.oracle import ResultOracle
 from benchmarks.harness.suite import Note, Row
 from benchmarks.harness.timing import synchronize
 from benchmarks.harness.workers import run_in_workers
-from benchmarks.host.calls import PROVIDERS, HostCall, NoExtensionError, call_of, settings
+from benchmarks.host.calls import PROVIDERS, HostCall, MissingExtensionError, make_call, select_settings
 from benchmarks.host.cells import CELLS, FORWARD_BACKWARD
-from benchmarks.host.timing import WAYS, Cuda, Device
-from benchmarks.workload.cells import Cell
-from benchmarks.workload.problem import Problem, Run, Tensors
+from benchmarks.host.timing import WAYS, BusyDevice, CudaDevice
+from benchmarks.workload.cells import KernelCell
+from benchmarks.workload.problem import BenchmarkProblem, ProviderRun, TensorCache
 
 _WARMUP = 5
 
@@ -37,58 +37,65 @@ class HostSuite:
 
     providers = PROVIDERS
     seconds = 180.0
-    cells: Sequence[Cell] = CELLS
+    cells: Sequence[KernelCell] = CELLS
 
-    def __init__(self, device: Callable[[], Device] = Cuda, tensors: Callable[[], Tensors] = Tensors) -> None:
+    def __init__(
+        self, device: Callable[[], BusyDevice] = CudaDevice, tensors: Callable[[], TensorCache] = TensorCache
+    ) -> None:
         self._device, self._tensors = device, tensors()
-        self._ready: Device | None = None
+        self._ready: BusyDevice | None = None
 
-    def warm(self, cells: Sequence[Cell], providers: Iterable[str], seconds: float) -> None:
+    def warm(self, cells: Sequence[KernelCell], providers: Iterable[str], seconds: float) -> None:
         """Compile in advance, on most cores in parallel, for at most a part of `seconds`."""
         work = [(cell, provider) for cell in cells for provider in providers if provider in ("fusednorm", "liger")]
-        run_in_workers(run_once, work, max(1, (os.cpu_count() or 2) - 2), seconds * _SHARE_OF_COMPILING)
+        run_in_workers(make_call_once, work, max(1, (os.cpu_count() or 2) - 2), seconds * _SHARE_OF_COMPILING)
 
-    def rows(self, cell: Cell, providers: Iterable[str], note: Note) -> Iterator[Row]:
+    def rows(self, cell: KernelCell, providers: Iterable[str], note: Note) -> Iterator[Row]:
         """Rows of every provider that has the cell and computes it correctly; `note` receives failures."""
         if self._ready is None:
             self._ready = self._device()
-        problem = Problem(cell, self._tensors)
-        oracle = Oracle(Problem(_checked_cell(cell), self._tensors))
+        problem = BenchmarkProblem(cell, self._tensors)
+        oracle = ResultOracle(BenchmarkProblem(_make_checked_cell(cell), self._tensors))
         for provider in providers:
             try:
-                with settings(provider):
+                with select_settings(provider):
                     yield from self._timed(provider, problem, oracle, self._ready)
             except Exception as error:
                 note(f"{provider}: {cell.name}: {str(error)[:300]}")
                 synchronize()  # raises, and ends the run, if the device has failed
 
-    def _timed(self, provider: str, problem: Problem, oracle: Oracle, device: Device) -> Iterator[Row]:
-        made = call_of(provider, problem)
+    def _timed(
+        self, provider: str, problem: BenchmarkProblem, oracle: ResultOracle, device: BusyDevice
+    ) -> Iterator[Row]:
+        made = make_call(provider, problem)
         if made is None:
             return
-        error = oracle.error(Run(lambda: _results(made)))
+        error = oracle.error(ProviderRun(lambda: _compute_results(made)))
         for _ in range(_WARMUP):
             made.call()
         cell = problem.cell
         silu = "" if cell.variant == "plain" else f"_{cell.variant}"
         for way, timed in WAYS.items():
-            yield records.row(replace(cell, variant=way + silu), provider, timed(made.call, device), error)
+            yield records.make_row(replace(cell, variant=way + silu), provider, timed(made.call, device), error)
 
 
-def _checked_cell(cell: Cell) -> Cell:
+def _make_checked_cell(cell: KernelCell) -> KernelCell:
     """The cell whose exact results are the call's: for a module, gradients are enough to check its forward pass."""
     return replace(cell, pass_="backward") if cell.pass_ == FORWARD_BACKWARD else cell
 
 
-def _results(made: HostCall) -> tuple[torch.Tensor, ...]:
+def _compute_results(made: HostCall) -> tuple[torch.Tensor, ...]:
     return tuple(tensor.detach() for tensor in made.results(made.call()))
 
 
-def run_once(item: tuple[Cell, str]) -> None:
+def make_call_once(item: tuple[KernelCell, str]) -> None:
     """Make one provider's call, which compiles what it needs."""
     cell, provider = item
-    with suppress(NoExtensionError), settings("fusednorm_python" if provider == "fusednorm" else provider):
-        made = call_of(provider, Problem(cell, Tensors()))
+    with (
+        suppress(MissingExtensionError),
+        select_settings("fusednorm_python" if provider == "fusednorm" else provider),
+    ):
+        made = make_call(provider, BenchmarkProblem(cell, TensorCache()))
         if made is not None:
             made.call()
             synchronize()

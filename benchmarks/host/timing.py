@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from benchmarks.harness.timing import Quantiles, quantiles, synchronize, without_collection
+from benchmarks.harness.timing import TimeQuantiles, compute_quantiles, disable_garbage_collection, synchronize
 
 CALLS = 300
 """Calls per sample."""
@@ -20,7 +20,7 @@ ROUNDS = 5
 _LEAST_BUSY_S = 0.002
 
 
-class Device(Protocol):
+class BusyDevice(Protocol):
     """The device that is kept busy."""
 
     def synchronize(self) -> None:
@@ -30,7 +30,7 @@ class Device(Protocol):
         """Queue work for it that takes `seconds`."""
 
 
-class Cuda:
+class CudaDevice:
     """The current CUDA device."""
 
     def __init__(self, cycles: int = 20_000_000) -> None:
@@ -49,19 +49,19 @@ class Cuda:
         torch.cuda._sleep(int(seconds * self._cycles_per_second))
 
 
-def queued(call: Callable[[], object], device: Device) -> Quantiles:
+def time_queued_calls(call: Callable[[], object], device: BusyDevice) -> TimeQuantiles:
     """Milliseconds that the host takes for one call while the device has other work."""
-    with without_collection():
-        seconds = _queue(call, device, 0.02)
+    with disable_garbage_collection():
+        seconds = _time_queue(call, device, 0.02)
         samples = []
         for _ in range(ROUNDS):
-            groups = [_queue(call, device, _LEAST_BUSY_S + 1.5 * seconds) for _ in range(CALLS // AT_ONCE)]
+            groups = [_time_queue(call, device, _LEAST_BUSY_S + 1.5 * seconds) for _ in range(CALLS // AT_ONCE)]
             samples.append(sum(groups) / CALLS * 1e3)
     device.synchronize()
-    return quantiles(samples)
+    return compute_quantiles(samples)
 
 
-def _queue(call: Callable[[], object], device: Device, busy: float) -> float:
+def _time_queue(call: Callable[[], object], device: BusyDevice, busy: float) -> float:
     """Seconds that `AT_ONCE` calls take the host."""
     device.synchronize()
     device.occupy(busy)
@@ -71,10 +71,10 @@ def _queue(call: Callable[[], object], device: Device, busy: float) -> float:
     return (time.perf_counter_ns() - began) / 1e9
 
 
-def loop(call: Callable[[], object], device: Device) -> Quantiles:
+def time_call_loop(call: Callable[[], object], device: BusyDevice) -> TimeQuantiles:
     """Milliseconds of one call by the wall time of `CALLS` and one synchronisation."""
     samples = []
-    with without_collection():
+    with disable_garbage_collection():
         for _ in range(ROUNDS):
             device.synchronize()
             began = time.perf_counter_ns()
@@ -82,8 +82,11 @@ def loop(call: Callable[[], object], device: Device) -> Quantiles:
                 call()
             device.synchronize()
             samples.append((time.perf_counter_ns() - began) / CALLS / 1e6)
-    return quantiles(samples)
+    return compute_quantiles(samples)
 
 
-WAYS: dict[str, Callable[[Callable[[], object], Device], Quantiles]] = {"queued": queued, "loop": loop}
+WAYS: dict[str, Callable[[Callable[[], object], BusyDevice], TimeQuantiles]] = {
+    "queued": time_queued_calls,
+    "loop": time_call_loop,
+}
 """Ways by the variant in the CSV."""

@@ -17,20 +17,20 @@ import torch
 from fusednorm.arguments.options import NormOptions
 from fusednorm.launch.absent import bind_to_nothing
 from fusednorm.launch.launch import Launch
-from fusednorm.launch.run import run
+from fusednorm.launch.run import run_launches
 from fusednorm.ops.group_norm import call as group_call
 from fusednorm.ops.group_norm import forward_choice
-from fusednorm.ops.group_norm.affine import Affine
-from fusednorm.ops.group_norm.sample import Sample
-from fusednorm.ops.group_norm.statistics import split_forward
+from fusednorm.ops.group_norm.affine import AffineParameters
+from fusednorm.ops.group_norm.sample import SampleShape
+from fusednorm.ops.group_norm.statistics import find_split_forward
 from fusednorm.ops.layer_norm import choice, table
-from fusednorm.ops.layer_norm.call import ForwardCall
+from fusednorm.ops.layer_norm.call import LayerNormForwardCall
 from fusednorm.ops.layer_norm.table import ForwardConfig
 from fusednorm.results import Forward
 from fusednorm.tensors.arrays import describe
 from torch import Tensor
 
-from benchmarks.harness.timing import Timer
+from benchmarks.harness.timing import DeviceTimer
 from benchmarks.harness.workers import run_in_workers
 from benchmarks.workload.problem import EPS
 
@@ -42,7 +42,7 @@ _BF16, _F32 = torch.bfloat16, torch.float32
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class AlternativeCell:
     """One forward pass in one form: of rows where `shape` has two axes, else of samples, with SiLU."""
 
     shape: tuple[int, ...]
@@ -78,30 +78,30 @@ _ROWS = (
 )
 
 
-def cells() -> Iterator[Cell]:
+def iterate_cells() -> Iterator[AlternativeCell]:
     """Every cell, the table's choice of each shape first."""
     of_groups, of_rows = (CHOSEN, "never waiting", "split"), (CHOSEN, "sweep", "split")
-    yield from (Cell(*each, form, residual=True) for each in _WITH_RESIDUAL for form in of_groups)
-    yield from (Cell(*each, form) for each in _CONTIGUOUS for form in of_groups)
-    yield from (Cell(*each, form, channels_last=True) for each in _CHANNELS_LAST for form in of_groups)
-    yield from (Cell(*each, form) for each in _ROWS for form in of_rows)
+    yield from (AlternativeCell(*each, form, residual=True) for each in _WITH_RESIDUAL for form in of_groups)
+    yield from (AlternativeCell(*each, form) for each in _CONTIGUOUS for form in of_groups)
+    yield from (AlternativeCell(*each, form, channels_last=True) for each in _CHANNELS_LAST for form in of_groups)
+    yield from (AlternativeCell(*each, form) for each in _ROWS for form in of_rows)
 
 
-def plan(cell: Cell, device: str) -> tuple[list[Launch], dict[str, Tensor]]:
+def plan_cell(cell: AlternativeCell, device: str) -> tuple[list[Launch], dict[str, Tensor]]:
     """The launches of a cell over random tensors, and these tensors."""
     fill = partial(torch.empty if device == "meta" else torch.randn, dtype=cell.dtype, device=device)
 
-    def new() -> Tensor:
+    def make_tensor() -> Tensor:
         if cell.channels_last:
             n, c, height, width = cell.shape
             return fill(n, height, width, c).permute(0, 3, 1, 2)
         return fill(cell.shape)
 
     parameters = cell.shape[1]
-    tensors = {"x": new(), "weight": fill(parameters), "bias": fill(parameters)}
+    tensors = {"x": make_tensor(), "weight": fill(parameters), "bias": fill(parameters)}
     tensors["y"] = torch.empty_like(tensors["x"])
     if cell.residual:
-        tensors |= {"residual": new(), "residual_out": torch.empty_like(tensors["x"])}
+        tensors |= {"residual": make_tensor(), "residual_out": torch.empty_like(tensors["x"])}
     arrays = {name: describe(name, tensor) for name, tensor in tensors.items()}
     x, residual = arrays["x"], arrays.get("residual")
     out = Forward(arrays["y"], residual_out=arrays.get("residual_out"))
@@ -111,16 +111,16 @@ def plan(cell: Cell, device: str) -> tuple[list[Launch], dict[str, Tensor]]:
             "split": table.FORWARD_SPLIT[x.element_size()],
         }
         options = NormOptions("layer_norm", eps=EPS)
-        call = ForwardCall(x=x, weight=arrays["weight"], bias=arrays["bias"], options=options, out=out)
+        call = LayerNormForwardCall(x=x, weight=arrays["weight"], bias=arrays["bias"], options=options, out=out)
         return choice.plan_forward(call, forms.get(cell.form)), tensors
     _, c, height, width = cell.shape
-    sample = Sample(GROUPS, c // GROUPS, height * width, cell.channels_last)
-    of_groups = {"never waiting": forward_choice.never_waiting, "split": split_forward}
+    sample = SampleShape(GROUPS, c // GROUPS, height * width, cell.channels_last)
+    of_groups = {"never waiting": forward_choice.find_two_pass_forward, "split": find_split_forward}
     config = None if cell.form == CHOSEN else of_groups[cell.form](sample, x.element_size())
-    of_group = group_call.ForwardCall(
+    of_group = group_call.GroupNormForwardCall(
         x=x,
         sample=sample,
-        affine=Affine(arrays["weight"], arrays["bias"]),
+        affine=AffineParameters(arrays["weight"], arrays["bias"]),
         options=NormOptions("group_norm", GROUPS, EPS, activation="silu"),
         residual=residual,
         out=out,
@@ -128,19 +128,19 @@ def plan(cell: Cell, device: str) -> tuple[list[Launch], dict[str, Tensor]]:
     return forward_choice.plan_forward(of_group, config), tensors
 
 
-def compile_kernels(cell: Cell) -> None:
+def compile_cell(cell: AlternativeCell) -> None:
     """Fill Triton's cache, in a worker process."""
-    for step in plan(cell, "meta")[0]:
+    for step in plan_cell(cell, "meta")[0]:
         arguments = bind_to_nothing(step.arguments)
         step.kernel.warmup(*arguments, grid=step.grid, enable_fp_fusion=True, **step.options)
 
 
-def measure(cell: Cell, timer: Timer) -> tuple[str, float, float]:
+def measure_cell(cell: AlternativeCell, timer: DeviceTimer) -> tuple[str, float, float]:
     """The kernels of a cell, its milliseconds, and the fraction of a copy that it reaches."""
-    launches, tensors = plan(cell, "cuda")
+    launches, tensors = plan_cell(cell, "cuda")
     x, y = tensors["x"], tensors["y"]
     copy = timer(lambda: y.copy_(x), repeats=15).p50
-    ms = timer(partial(run, x.device, launches, tensors), repeats=15).p50
+    ms = timer(partial(run_launches, x.device, launches, tensors), repeats=15).p50
     return "+".join(step.kernel.fn.__name__ for step in launches), ms, copy / ms * (2 if cell.residual else 1)
 
 
@@ -149,13 +149,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="CSV file to write")
     given = parser.parse_args()
-    run_in_workers(compile_kernels, list(cells()), workers=14, seconds=120)
-    timer = Timer()
+    run_in_workers(compile_cell, list(iterate_cells()), workers=14, seconds=120)
+    timer = DeviceTimer()
     with given.out.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS)
-        for cell in cells():
-            kernels, ms, of_copy = measure(cell, timer)
+        for cell in iterate_cells():
+            kernels, ms, of_copy = measure_cell(cell, timer)
             writer.writerow((cell.name, cell.form, kernels, f"{ms:.4f}", f"{of_copy:.3f}"))
             file.flush()
 

@@ -4,15 +4,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 from benchmarks.harness import records
-from benchmarks.harness.oracle import Oracle
+from benchmarks.harness.oracle import ResultOracle
 from benchmarks.harness.suite import Note, Row
-from benchmarks.harness.timing import Timer, synchronize
-from benchmarks.harness.warm import warm
-from benchmarks.providers.plain import copy
+from benchmarks.harness.timing import DeviceTimer, synchronize
+from benchmarks.harness.warm import compile_cells
+from benchmarks.providers.plain import make_copy_run
 from benchmarks.providers.registry import PROVIDERS, Provider
-from benchmarks.workload.cells import Cell
-from benchmarks.workload.problem import Problem, Tensors
-from benchmarks.workload.suites import cells_of
+from benchmarks.workload.cells import KernelCell
+from benchmarks.workload.problem import BenchmarkProblem, TensorCache
+from benchmarks.workload.suites import list_cells
 
 
 class KernelSuite:
@@ -26,43 +26,43 @@ class KernelSuite:
     seconds = float("inf")
 
     def __init__(self, names: Iterable[str]) -> None:
-        self.cells = cells_of(names)
+        self.cells = list_cells(names)
 
     @cached_property
-    def _timer(self) -> Timer:
-        return Timer()
+    def _timer(self) -> DeviceTimer:
+        return DeviceTimer()
 
     @cached_property
-    def _tensors(self) -> Tensors:
-        return Tensors()
+    def _tensors(self) -> TensorCache:
+        return TensorCache()
 
-    def warm(self, cells: Sequence[Cell], providers: Iterable[str], seconds: float) -> None:
+    def warm(self, cells: Sequence[KernelCell], providers: Iterable[str], seconds: float) -> None:
         """Compile in advance, for at most `seconds`."""
-        warm(cells, providers, seconds)
+        compile_cells(cells, providers, seconds)
 
-    def rows(self, cell: Cell, providers: Iterable[str], note: Note) -> Iterator[Row]:
+    def rows(self, cell: KernelCell, providers: Iterable[str], note: Note) -> Iterator[Row]:
         """The copy's row, and those of every provider that has the cell and computes it correctly."""
         chosen = {name: PROVIDERS[name] for name in providers}
-        yield from time_cell(Problem(cell, self._tensors), chosen, self._timer, note)
+        yield from measure_cell(BenchmarkProblem(cell, self._tensors), chosen, self._timer, note)
 
 
-def time_cell(
-    problem: Problem, providers: Mapping[str, Provider], timer: Timer, note: Callable[[str], None]
+def measure_cell(
+    problem: BenchmarkProblem, providers: Mapping[str, Provider], timer: DeviceTimer, note: Callable[[str], None]
 ) -> Iterator[Row]:
     """Rows of the copy and of every provider that has the cell and is correct; `note` receives failures."""
     cell = problem.cell
-    oracle = Oracle(problem)
+    oracle = ResultOracle(problem)
     nbytes = 2 * problem.x.nbytes
-    copy_time = timer(copy(problem).call)
+    copy_time = timer(make_copy_run(problem).call)
     roof = nbytes / copy_time.p50
-    yield records.row(cell, "copy", copy_time, 0.0, nbytes, roof)
+    yield records.make_row(cell, "copy", copy_time, 0.0, nbytes, roof)
     for name, provider in providers.items():
         try:
             run = provider(problem)
             if run is None:
                 continue
             error = oracle.error(run)
-            yield records.row(cell, name, timer(run.call, before=run.before), error, problem.min_bytes, roof)
+            yield records.make_row(cell, name, timer(run.call, before=run.before), error, problem.min_bytes, roof)
         except Exception as error_of_provider:
             note(f"{name}: {cell.name}: {str(error_of_provider)[:300]}")
             synchronize()  # raises, and ends the run, if the device has failed

@@ -16,7 +16,7 @@ import fusednorm
 import torch
 from fusednorm import ActivationName
 
-from benchmarks.harness.timing import Timer
+from benchmarks.harness.timing import DeviceTimer
 
 COLS = (16, 64, 128, 256, 512, 768, 1024, 1536, 3584)
 VARIANTS: dict[str, tuple[ActivationName, bool]] = {"plain": ("none", False), "silu stats": ("silu", True)}
@@ -28,7 +28,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="CSV file to write")
     given = parser.parse_args()
-    timer = Timer()
+    timer = DeviceTimer()
     with given.out.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(("dtype", "cols", "variant", "ms", "of_copy", "bits"))

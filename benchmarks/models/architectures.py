@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.models.images import LATENT_CHANNELS, residual_blocks, vae_decoder
+from benchmarks.models.images import LATENT_CHANNELS, make_residual_blocks, make_vae_decoder
 
 Shape = tuple[int, ...]
 Inputs = dict[str, Any]
@@ -22,7 +22,7 @@ _VOCABULARY = 30_000
 
 
 @dataclass(frozen=True, slots=True)
-class Architecture:
+class ModelArchitecture:
     """One model.
 
     Attributes:
@@ -57,7 +57,7 @@ class Architecture:
         return model
 
 
-def _gpt2(_: Shape) -> nn.Module:
+def _make_gpt2(_: Shape) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -65,14 +65,14 @@ def _gpt2(_: Shape) -> nn.Module:
     return model
 
 
-def _bert(_: Shape) -> nn.Module:
+def _make_bert(_: Shape) -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
     model: nn.Module = BertForMaskedLM(BertConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
     return model
 
 
-def _llama(_: Shape) -> nn.Module:
+def _make_llama(_: Shape) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -87,62 +87,68 @@ def _llama(_: Shape) -> nn.Module:
     return model
 
 
-def _vit(_: Shape) -> nn.Module:
+def _make_vit(_: Shape) -> nn.Module:
     from timm import create_model
 
     model: nn.Module = create_model("vit_base_patch16_224", pretrained=False)
     return model
 
 
-def _tokens(shape: Shape, device: str) -> Inputs:
+def _make_tokens(shape: Shape, device: str) -> Inputs:
     return {"input_ids": torch.randint(0, _VOCABULARY, shape, device=device)}
 
 
-def _labels(inputs: Inputs) -> Inputs:
+def _make_labels(inputs: Inputs) -> Inputs:
     return {"labels": inputs["input_ids"]}
 
 
-def _own_loss(output: Any) -> Tensor:
+def _get_loss(output: Any) -> Tensor:
     loss: Tensor = output.loss
     return loss
 
 
-def _language(build: Callable[[Shape], nn.Module]) -> Architecture:
-    return Architecture(build, _tokens, _labels, _own_loss)
+def _make_language_architecture(build: Callable[[Shape], nn.Module]) -> ModelArchitecture:
+    return ModelArchitecture(build, _make_tokens, _make_labels, _get_loss)
 
 
-def _images(name: str, channels_last: bool = False) -> Callable[[Shape, str], Inputs]:
-    def inputs(shape: Shape, device: str) -> Inputs:
+def _make_image_inputs(name: str, channels_last: bool = False) -> Callable[[Shape, str], Inputs]:
+    def make_inputs(shape: Shape, device: str) -> Inputs:
         x = torch.randn(shape, device=device, dtype=DTYPE)
         return {name: x.contiguous(memory_format=torch.channels_last) if channels_last else x}
 
-    return inputs
+    return make_inputs
 
 
-def _latents(shape: Shape, device: str) -> Inputs:
+def _make_latents(shape: Shape, device: str) -> Inputs:
     """Latents for images of that shape, which are eight times as high and wide."""
     n, _, h, w = shape
-    return _images("input", channels_last=True)((n, LATENT_CHANNELS, h // 8, w // 8), device)
+    return _make_image_inputs("input", channels_last=True)((n, LATENT_CHANNELS, h // 8, w // 8), device)
 
 
-def _mean_square(output: Any) -> Tensor:
+def _compute_mean_square(output: Any) -> Tensor:
     loss: Tensor = output.float().square().mean()
     return loss
 
 
-def _nothing(_: Inputs) -> Inputs:
+def _make_no_inputs(_: Inputs) -> Inputs:
     return {}
 
 
 ARCHITECTURES = {
-    "gpt2": _language(_gpt2),
-    "bert": _language(_bert),
-    "llama": _language(_llama),
-    "vit": Architecture(_vit, _images("x"), _nothing, _mean_square),
-    "blocks": Architecture(
-        lambda shape: residual_blocks(shape[1]), _images("input", True), _nothing, _mean_square, channels_last=True
+    "gpt2": _make_language_architecture(_make_gpt2),
+    "bert": _make_language_architecture(_make_bert),
+    "llama": _make_language_architecture(_make_llama),
+    "vit": ModelArchitecture(_make_vit, _make_image_inputs("x"), _make_no_inputs, _compute_mean_square),
+    "blocks": ModelArchitecture(
+        lambda shape: make_residual_blocks(shape[1]),
+        _make_image_inputs("input", True),
+        _make_no_inputs,
+        _compute_mean_square,
+        channels_last=True,
     ),
-    "vae_decoder": Architecture(lambda _: vae_decoder(), _latents, _nothing, _mean_square, channels_last=True),
+    "vae_decoder": ModelArchitecture(
+        lambda _: make_vae_decoder(), _make_latents, _make_no_inputs, _compute_mean_square, channels_last=True
+    ),
 }
 """Architectures by their name in the CSV's column layout: GPT-2 small, BERT-base, four layers of Llama 7B,
 ViT-B/16, eight residual blocks, Stable Diffusion's decoder."""

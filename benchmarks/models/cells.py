@@ -9,8 +9,8 @@ PASSES = ("step", "forward")
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
-    """One row of the CSV for each provider; see `benchmarks.harness.records.Timed`.
+class ModelRow:
+    """One row of the CSV for each provider; see `benchmarks.harness.records.CellColumns`.
 
     Attributes:
         op: model.
@@ -55,9 +55,9 @@ class ModelCell:
         """model gpt2 1x512 eager graph, step forward."""
         return f"model {self.architecture} {self.shape_name} {' '.join(self.variants)}, {' '.join(self.passes)}"
 
-    def figure(self, pass_: str, variant: str) -> Figure:
+    def figure(self, pass_: str, variant: str) -> ModelRow:
         """The name of a row of this cell."""
-        return Figure(MODEL, pass_, variant, self.shape_name, self.dtype, self.layout)
+        return ModelRow(MODEL, pass_, variant, self.shape_name, self.dtype, self.layout)
 
 
 _TARGETS = (
@@ -78,7 +78,7 @@ _BETWEEN = (
 """Batches between those above, for the curve of step time over the batch."""
 
 
-def _cells() -> Iterator[ModelCell]:
+def _iterate_cells() -> Iterator[ModelCell]:
     for target in _TARGETS:
         yield ModelCell(*target)
     for architecture, shape in _BETWEEN:
@@ -88,5 +88,5 @@ def _cells() -> Iterator[ModelCell]:
             yield ModelCell(architecture, shape, ("compile",), (pass_,))
 
 
-CELLS = tuple(_cells())
+CELLS = tuple(_iterate_cells())
 """In the order in which they are timed."""

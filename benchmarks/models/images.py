@@ -16,8 +16,8 @@ class ResidualBlock(nn.Module):
 
     def __init__(self, channels: int, out_channels: int) -> None:
         super().__init__()
-        self.first = _normalised_convolution(channels, out_channels)
-        self.second = _normalised_convolution(out_channels, out_channels)
+        self.first = _make_normalised_convolution(channels, out_channels)
+        self.second = _make_normalised_convolution(out_channels, out_channels)
         self.shortcut = nn.Identity() if channels == out_channels else nn.Conv2d(channels, out_channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -26,11 +26,11 @@ class ResidualBlock(nn.Module):
         return y
 
 
-def _normalised_convolution(channels: int, out_channels: int) -> nn.Sequential:
+def _make_normalised_convolution(channels: int, out_channels: int) -> nn.Sequential:
     return nn.Sequential(nn.GroupNorm(GROUPS, channels), nn.SiLU(), nn.Conv2d(channels, out_channels, 3, padding=1))
 
 
-class Attention(nn.Module):
+class SpatialAttention(nn.Module):
     """Attention with one head among all positions of x [N, C, H, W], after GroupNorm."""
 
     def __init__(self, channels: int) -> None:
@@ -47,7 +47,7 @@ class Attention(nn.Module):
         return x + y.view(n, h, w, c).permute(0, 3, 1, 2)
 
 
-class Upsampling(nn.Module):
+class UpsamplingBlock(nn.Module):
     """x [N, C, H, W] at twice the resolution, and a convolution."""
 
     def __init__(self, channels: int) -> None:
@@ -60,18 +60,18 @@ class Upsampling(nn.Module):
         return y
 
 
-def residual_blocks(channels: int, count: int = 8) -> nn.Sequential:
+def make_residual_blocks(channels: int, count: int = 8) -> nn.Sequential:
     """`count` blocks with equal numbers of channels."""
     return nn.Sequential(*(ResidualBlock(channels, channels) for _ in range(count)))
 
 
-def vae_decoder(channels: tuple[int, ...] = DECODER_CHANNELS, blocks: int = 3) -> nn.Sequential:
+def make_vae_decoder(channels: tuple[int, ...] = DECODER_CHANNELS, blocks: int = 3) -> nn.Sequential:
     """A latent [N, 4, H, W] to an image [N, 3, 8 H, 8 W]: two blocks around attention, then levels of blocks."""
     widest = channels[0]
     layers: list[nn.Module] = [
         nn.Conv2d(LATENT_CHANNELS, widest, 3, padding=1),
         ResidualBlock(widest, widest),
-        Attention(widest),
+        SpatialAttention(widest),
         ResidualBlock(widest, widest),
     ]
     before = widest
@@ -80,5 +80,5 @@ def vae_decoder(channels: tuple[int, ...] = DECODER_CHANNELS, blocks: int = 3) -
             layers.append(ResidualBlock(before, width))
             before = width
         if level < len(channels) - 1:
-            layers.append(Upsampling(width))
-    return nn.Sequential(*layers, _normalised_convolution(before, 3))
+            layers.append(UpsamplingBlock(width))
+    return nn.Sequential(*layers, _make_normalised_convolution(before, 3))

@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from benchmarks.models.architectures import Architecture, Inputs
+from benchmarks.models.architectures import Inputs, ModelArchitecture
 
 Call = Callable[[], Any]
 
 _BEFORE_CAPTURE = 3
 
 
-class Outcome(NamedTuple):
+class StepOutcome(NamedTuple):
     """The result of a training step.
 
     Attributes:
@@ -24,20 +24,20 @@ class Outcome(NamedTuple):
     loss: float
     gradient_norm: float
 
-    def error(self, other: "Outcome") -> float:
+    def error(self, other: "StepOutcome") -> float:
         """The larger relative difference from a reference; NaN if either is."""
         errors = torch.tensor([abs(a - b) / max(abs(b), 1e-12) for a, b in zip(self, other, strict=True)])
         return float(errors.max())
 
 
-class Passes:
+class ModelPasses:
     """The passes of one model over one batch.
 
     Args:
         model: on the device of the inputs.
     """
 
-    def __init__(self, model: nn.Module, architecture: Architecture, inputs: Inputs) -> None:
+    def __init__(self, model: nn.Module, architecture: ModelArchitecture, inputs: Inputs) -> None:
         self._model, self._loss = model, architecture.loss
         self._inputs = inputs
         self._all_inputs = inputs | architecture.step_inputs(inputs)
@@ -55,21 +55,21 @@ class Passes:
         """Drop all gradients."""
         self._model.zero_grad(set_to_none=True)
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> StepOutcome:
         """The outcome of one training step."""
         loss = float(self._step())
-        outcome = Outcome(loss, self._gradient_norm())
+        outcome = StepOutcome(loss, self._gradient_norm())
         self.clear()
         return outcome
 
-    def graph(self, pass_: str) -> "Graph":
+    def graph(self, pass_: str) -> "PassGraph":
         """The pass as a CUDA graph."""
-        return Graph(self.call(pass_), self.clear)
+        return PassGraph(self.call(pass_), self.clear)
 
-    def graphed_outcome(self, graph: "Graph") -> Outcome:
+    def graphed_outcome(self, graph: "PassGraph") -> StepOutcome:
         """The outcome of one replay of the training step's graph."""
         loss = float(graph.replay())
-        return Outcome(loss, self._gradient_norm())
+        return StepOutcome(loss, self._gradient_norm())
 
     def _step(self) -> Tensor:
         self.clear()
@@ -86,7 +86,7 @@ class Passes:
         return float(torch.stack([gradient.float().norm() for gradient in gradients]).norm())
 
 
-class Graph:
+class PassGraph:
     """A call captured as a CUDA graph, with all its allocations.
 
     Args:

@@ -7,15 +7,15 @@ import fusednorm
 from torch import nn
 
 
-class NothingToReplaceError(ValueError):
+class NothingReplacedError(ValueError):
     """A provider replaced no module, so that its times would be torch's."""
 
 
-def as_built(model: nn.Module) -> None:
+def keep_norms(model: nn.Module) -> None:
     """torch: replace nothing."""
 
 
-def patched(model: nn.Module) -> None:
+def patch_norms(model: nn.Module) -> None:
     """fusednorm: apply `fusednorm.patch`.
 
     Raises:
@@ -24,31 +24,31 @@ def patched(model: nn.Module) -> None:
     library: Any = fusednorm
     report = library.patch(model)
     if not any("forward" in vars(module) for module in model.modules()):
-        raise NothingToReplaceError(f"fusednorm.patch replaced nothing: {report}")
+        raise NothingReplacedError(f"fusednorm.patch replaced nothing: {report}")
 
 
-def with_liger(model: nn.Module) -> None:
+def replace_with_liger(model: nn.Module) -> None:
     """Liger: its modules replace LayerNorms and RMSNorms, with their parameters.
 
     Raises:
         NothingToReplaceError: the model has none.
     """
     if not sum(_replace_children(module) for module in list(model.modules())):
-        raise NothingToReplaceError("the model has no LayerNorm and no RMSNorm")
+        raise NothingReplacedError("the model has no LayerNorm and no RMSNorm")
 
 
 def _replace_children(module: nn.Module) -> int:
     """Replace norms below a module; return their number."""
     count = 0
     for name, child in list(module.named_children()):
-        replacement = _liger_module(child)
+        replacement = _make_liger_module(child)
         if replacement is not None:
             setattr(module, name, replacement)
             count += 1
     return count
 
 
-def _liger_module(module: nn.Module) -> nn.Module | None:
+def _make_liger_module(module: nn.Module) -> nn.Module | None:
     from liger_kernel.transformers.layer_norm import LigerLayerNorm
     from liger_kernel.transformers.rms_norm import LigerRMSNorm
 
@@ -69,8 +69,8 @@ def _liger_module(module: nn.Module) -> nn.Module | None:
 
 
 PROVIDERS: dict[str, Callable[[nn.Module], None]] = {
-    "torch": as_built,
-    "fusednorm": patched,
-    "liger": with_liger,
+    "torch": keep_norms,
+    "fusednorm": patch_norms,
+    "liger": replace_with_liger,
 }
 """Providers by their name in the CSV; others are compared with torch's results."""

@@ -14,18 +14,18 @@ from fusednorm.launch import replay
 
 from benchmarks.harness import records
 from benchmarks.harness.suite import Note, Row
-from benchmarks.harness.timing import Quantiles, synchronize
-from benchmarks.harness.warm import compile_alone, name_cache
+from benchmarks.harness.timing import TimeQuantiles, synchronize
+from benchmarks.harness.warm import fix_triton_cache, limit_inductor
 from benchmarks.harness.workers import run_in_workers
 from benchmarks.models.architectures import ARCHITECTURES
 from benchmarks.models.cells import CELLS, ModelCell
-from benchmarks.models.passes import Outcome, Passes
-from benchmarks.models.providers import PROVIDERS, NothingToReplaceError
-from benchmarks.models.timing import timed_in_turn
+from benchmarks.models.passes import ModelPasses, StepOutcome
+from benchmarks.models.providers import PROVIDERS, NothingReplacedError
+from benchmarks.models.timing import time_in_turns
 
 REFERENCE = "torch"
 
-TOLERANCE = Outcome(loss=0.01, gradient_norm=0.05)
+TOLERANCE = StepOutcome(loss=0.01, gradient_norm=0.05)
 """Relative differences that rounding to bfloat16 through a whole model explains."""
 
 COMPILED = ("torch", "fusednorm")
@@ -59,94 +59,94 @@ class ModelSuite:
         compiled = [cell for cell in cells if "compile" in cell.variants]
         work = [(cell, name) for cell in compiled for name in providers if name in COMPILED]
         workers = min(_MOST_COMPILERS, max(1, (os.cpu_count() or 2) - 2))
-        self._ahead = lambda: run_in_workers(run_once, work, workers, seconds * _SHARE_OF_COMPILING)
+        self._ahead = lambda: run_in_workers(compile_once, work, workers, seconds * _SHARE_OF_COMPILING)
 
     def rows(self, cell: ModelCell, providers: Iterable[str], note: Note) -> Iterator[Row]:
         """Rows of every provider that can be timed; `note` receives failures."""
         if "compile" in cell.variants:
-            name_cache()
+            fix_triton_cache()
             torch.compiler.reset()
             if self._ahead is not None:
-                _free()
+                _free_memory()
                 self._ahead()
                 self._ahead = None
         try:
             yield from self._rows(cell, providers, note)
         except Exception as error:
-            note(f"{cell.name}: {_said(error)}")
+            note(f"{cell.name}: {_format_error(error)}")
         finally:
-            _free()
+            _free_memory()
 
     def _rows(self, cell: ModelCell, providers: Iterable[str], note: Note) -> Iterator[Row]:
-        made: dict[str, Passes] = {}
+        made: dict[str, ModelPasses] = {}
         errors: dict[str, float] = {}
         of_torch = self._passes(cell, REFERENCE)
         reference = of_torch.outcome()
         for name in providers:
             if cell.variants == ("compile",) and name not in COMPILED:
                 continue
-            _free()  # Memory of an earlier one that failed.
+            _free_memory()  # Memory of an earlier one that failed.
             try:
                 passes = of_torch if name == REFERENCE else self._passes(cell, name)
                 if "compile" in cell.variants:
                     passes.compile()
                 outcome = passes.outcome()
                 self._note_extension(name, note)
-            except NothingToReplaceError as error:
+            except NothingReplacedError as error:
                 note(f"{name}: {cell.name}: {error}")
                 continue
             except Exception as error:
-                note(f"{name}: {cell.name}: {_said(error)}")
+                note(f"{name}: {cell.name}: {_format_error(error)}")
                 continue
             errors[name] = outcome.error(reference)
-            if agrees(outcome, reference):
+            if is_within_tolerance(outcome, reference):
                 made[name] = passes
             else:
                 note(f"{name}: {cell.name}: {outcome} is not torch's {reference}")
-                yield from _wrong(cell, name, errors[name])
+                yield from _make_wrong_rows(cell, name, errors[name])
         for variant in cell.variants:
             for pass_ in cell.passes:
-                times: Mapping[str, Quantiles | None]
+                times: Mapping[str, TimeQuantiles | None]
                 if variant == "graph":
-                    times = _graphed(made, pass_, reference, cell, note)
+                    times = _time_graphs(made, pass_, reference, cell, note)
                 else:
-                    times = _timed(made, pass_, cell, note)
+                    times = _time_passes(made, pass_, cell, note)
                 for name, time_ms in times.items():
-                    yield records.row(cell.figure(pass_, variant), name, time_ms, errors[name])
+                    yield records.make_row(cell.figure(pass_, variant), name, time_ms, errors[name])
 
     def _note_extension(self, provider: str, note: Note) -> None:
         """Note once if ours is timed without the host extension."""
-        if provider == records.OURS and replay.in_use() is None and not self._noted:
+        if provider == records.OURS and replay.get_extension() is None and not self._noted:
             note("fusednorm is timed without its host extension: python -m fusednorm.host compiles it")
             self._noted = True
 
-    def _passes(self, cell: ModelCell, provider: str) -> Passes:
-        return passes_of(cell, provider, self._device)
+    def _passes(self, cell: ModelCell, provider: str) -> ModelPasses:
+        return make_passes(cell, provider, self._device)
 
 
-def passes_of(cell: ModelCell, provider: str, device: str) -> Passes:
+def make_passes(cell: ModelCell, provider: str, device: str) -> ModelPasses:
     """The passes of a cell's model with a provider's norms; weights and inputs are always the same."""
     architecture = ARCHITECTURES[cell.architecture]
     model = architecture.made(cell.shape, device)
     PROVIDERS[provider](model)
     torch.manual_seed(1)
-    return Passes(model, architecture, architecture.forward_inputs(cell.shape, device))
+    return ModelPasses(model, architecture, architecture.forward_inputs(cell.shape, device))
 
 
-def agrees(outcome: Outcome, reference: Outcome) -> bool:
+def is_within_tolerance(outcome: StepOutcome, reference: StepOutcome) -> bool:
     """Whether rounding explains the difference."""
     return all(
         abs(a - b) <= tolerance * abs(b) for a, b, tolerance in zip(outcome, reference, TOLERANCE, strict=True)
     )
 
 
-def _wrong(cell: ModelCell, provider: str, error: float) -> Iterator[Row]:
+def _make_wrong_rows(cell: ModelCell, provider: str, error: float) -> Iterator[Row]:
     for variant in cell.variants:
         for pass_ in cell.passes:
-            yield records.row(cell.figure(pass_, variant), provider, None, error)
+            yield records.make_row(cell.figure(pass_, variant), provider, None, error)
 
 
-def _timed(made: dict[str, Passes], pass_: str, cell: ModelCell, note: Note) -> dict[str, Quantiles]:
+def _time_passes(made: dict[str, ModelPasses], pass_: str, cell: ModelCell, note: Note) -> dict[str, TimeQuantiles]:
     """Times of the providers whose pass runs, in turn."""
     calls = {}
     for name, passes in made.items():
@@ -154,46 +154,46 @@ def _timed(made: dict[str, Passes], pass_: str, cell: ModelCell, note: Note) -> 
             passes.call(pass_)()
             synchronize()
         except Exception as error:
-            note(f"{name}: {cell.name}: {pass_}: {_said(error)}")
+            note(f"{name}: {cell.name}: {pass_}: {_format_error(error)}")
         else:
             calls[name] = passes.call(pass_)
-    times = timed_in_turn(calls)
+    times = time_in_turns(calls)
     for passes in made.values():
         passes.clear()
     return times
 
 
-def _graphed(
-    made: dict[str, Passes], pass_: str, reference: Outcome, cell: ModelCell, note: Note
-) -> dict[str, Quantiles | None]:
+def _time_graphs(
+    made: dict[str, ModelPasses], pass_: str, reference: StepOutcome, cell: ModelCell, note: Note
+) -> dict[str, TimeQuantiles | None]:
     """Times of graphs, one after the other because each keeps its pass's memory; None if one is wrong."""
-    times: dict[str, Quantiles | None] = {}
+    times: dict[str, TimeQuantiles | None] = {}
     for name, passes in made.items():
         try:
-            times[name] = _graph_time(passes, pass_, reference)
+            times[name] = _time_graph(passes, pass_, reference)
         except Exception as error:
-            note(f"{name}: {cell.name}: graph of {pass_}: {_said(error)}")
+            note(f"{name}: {cell.name}: graph of {pass_}: {_format_error(error)}")
         else:
             if times[name] is None:
                 note(f"{name}: {cell.name}: graph of {pass_}: other results than torch's")
         passes.clear()
-        _free()
+        _free_memory()
     return times
 
 
-def _graph_time(passes: Passes, pass_: str, reference: Outcome) -> Quantiles | None:
+def _time_graph(passes: ModelPasses, pass_: str, reference: StepOutcome) -> TimeQuantiles | None:
     """Times of replays, or None if their result differs."""
     graph = passes.graph(pass_)
-    if pass_ == "step" and not agrees(passes.graphed_outcome(graph), reference):
+    if pass_ == "step" and not is_within_tolerance(passes.graphed_outcome(graph), reference):
         return None
-    return timed_in_turn({pass_: graph.replay})[pass_]
+    return time_in_turns({pass_: graph.replay})[pass_]
 
 
-def _said(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error)[:300]}"
 
 
-def _free() -> None:
+def _free_memory() -> None:
     """Free the device's memory; a permanent device error is raised here and ends the run."""
     synchronize()
     gc.collect()
@@ -201,14 +201,14 @@ def _free() -> None:
         torch.cuda.empty_cache()
 
 
-def run_once(item: tuple[ModelCell, str]) -> None:
+def compile_once(item: tuple[ModelCell, str]) -> None:
     """Compile one provider's model and run what the cell times, which fills the caches on disk."""
-    compile_alone()
+    limit_inductor()
     cell, provider = item
     torch.compiler.reset()
-    passes = passes_of(cell, provider, "cuda" if torch.cuda.is_available() else "cpu")
+    passes = make_passes(cell, provider, "cuda" if torch.cuda.is_available() else "cpu")
     passes.compile()
     for pass_ in cell.passes:
         passes.call(pass_)()
     del passes
-    _free()
+    _free_memory()

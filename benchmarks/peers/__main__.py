@@ -19,16 +19,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
-from normload.adapters.rows import parameters
-from normload.load.cases import Case
-from normload.load.scenario import Phase, Scenario
+from normload.adapters.rows import make_parameters
+from normload.load.cases import RequestCase
+from normload.load.scenario import LoadPhase, LoadScenario
 from normload.load.workload import Workload
-from normload.measurements.result import Result
-from normload.run import Target, run
+from normload.measurements.result import RunResult
+from normload.run import TargetServer, run_scenario
 from normserve.client import DType
 
-from benchmarks.peers.others import OTHERS, Running, other
-from benchmarks.peers.table import OURS, table
+from benchmarks.peers.others import OTHERS, RunningServer, run_peer
+from benchmarks.peers.table import OURS, format_table
 from benchmarks.serve.report import system
 from benchmarks.serve.servers import launch
 
@@ -51,47 +51,49 @@ def main() -> None:
         "--cores", nargs=2, default=("0", "1"), help="of the servers and of the client, as in 0-7 8"
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of every server")
-    parser.add_argument("--python", type=_named, action="append", default=[], help="PACKAGE=INTERPRETER")
+    parser.add_argument(
+        "--python", type=_parse_interpreter, action="append", default=[], help="PACKAGE=INTERPRETER"
+    )
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        cores = system.cores(asked.cores[0])
-        running = _start(stack, Path(folder), cores, asked.device, dict(asked.python))
-        os.sched_setaffinity(0, system.cores(asked.cores[1]))
-        rows = list(measure(running, asked.rounds, asked.seconds, len(system.cores(asked.cores[1]))))
+        cores = system.parse_cores(asked.cores[0])
+        running = _start_servers(stack, Path(folder), cores, asked.device, dict(asked.python))
+        os.sched_setaffinity(0, system.parse_cores(asked.cores[1]))
+        rows = list(measure_servers(running, asked.rounds, asked.seconds, len(system.parse_cores(asked.cores[1]))))
     with asked.out.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
         writer.writerows(rows)
-    print(table(rows))
+    print(format_table(rows))
 
 
-def measure(
-    running: Mapping[str, Running], rounds: int, seconds: float, processes: int
+def measure_servers(
+    running: Mapping[str, RunningServer], rounds: int, seconds: float, processes: int
 ) -> Iterator[dict[str, object]]:
     """Run everything; a row for each server, size, number of connections and round."""
-    machine = system.described()
+    machine = system.describe_machine()
     for size, nbytes in SIZES.items():
         for number in range(rounds):
             turns = list(running.items())
             random.Random(number).shuffle(turns)
             for name, server in turns:
                 server.wake()
-                result = run(scenario(nbytes, seconds), server.target, seed=0, processes=processes)
+                result = run_scenario(make_scenario(nbytes, seconds), server.target, seed=0, processes=processes)
                 server.sleep()
-                for row in _rows(result):
+                for row in _make_rows(result):
                     yield machine | {"size": size, "server": name, "round": number} | row
         print(f"{size}: done", flush=True)
 
 
-def scenario(nbytes: int, seconds: float) -> Scenario:
+def make_scenario(nbytes: int, seconds: float) -> LoadScenario:
     """Closed loops with x of `nbytes`."""
-    case = Case("layer_norm", (nbytes // 4 // COLS, COLS), DType.FLOAT32)
-    phases = tuple(Phase(str(count), "closed", seconds, connections=count) for count in CONNECTIONS)
+    case = RequestCase("layer_norm", (nbytes // 4 // COLS, COLS), DType.FLOAT32)
+    phases = tuple(LoadPhase(str(count), "closed", seconds, connections=count) for count in CONNECTIONS)
     workload = Workload(cases=((case, 1.0),))
-    return Scenario("peers", "", workload, phases, connections=max(CONNECTIONS), warmup_s=_WARMUP_S)
+    return LoadScenario("peers", "", workload, phases, connections=max(CONNECTIONS), warmup_s=_WARMUP_S)
 
 
-def _rows(result: Result) -> Iterator[dict[str, object]]:
+def _make_rows(result: RunResult) -> Iterator[dict[str, object]]:
     for part in result.parts():
         latency = part.total.latency
         yield {
@@ -105,24 +107,26 @@ def _rows(result: Result) -> Iterator[dict[str, object]]:
         }
 
 
-def _start(
+def _start_servers(
     stack: contextlib.ExitStack, folder: Path, cores: set[int], device: str, interpreters: Mapping[str, str]
-) -> dict[str, Running]:
+) -> dict[str, RunningServer]:
     """Start the installed servers; each is stopped until its turn."""
-    ((case, _),) = scenario(SIZES["4 KiB"], 1.0).workload.drawn(0)
-    held = parameters(case)
+    ((case, _),) = make_scenario(SIZES["4 KiB"], 1.0).workload.drawn(0)
+    held = make_parameters(case)
     file = folder / "parameters.npz"
     np.savez(file, weight=held["weight"], bias=held["bias"])
-    ours, _ = stack.enter_context(launch.normserve(cores, folder, held, "triton" if device == "cuda" else "torch"))
-    (plain,) = stack.enter_context(launch.plain(cores, folder, held, device))
+    ours, _ = stack.enter_context(
+        launch.run_normserve(cores, folder, held, "triton" if device == "cuda" else "torch")
+    )
+    (plain,) = stack.enter_context(launch.run_plain(cores, folder, held, device))
     running = {
-        name: Running(Target(f"http://127.0.0.1:{served.address}{served.path}", "npy"), served.pid)
+        name: RunningServer(TargetServer(f"http://127.0.0.1:{served.address}{served.path}", "npy"), served.pid)
         for name, served in ((OURS, ours), (plain.name, plain))
     }
     for name, each in OTHERS.items():
         interpreter = interpreters.get(each.package, sys.executable)
         if _is_installed(each.package, interpreter):
-            running[name] = stack.enter_context(other(each, interpreter, cores, file, device))
+            running[name] = stack.enter_context(run_peer(each, interpreter, cores, file, device))
         else:
             print(f"{name} is left out: {interpreter} has no {each.package}", flush=True)
     for server in running.values():
@@ -137,7 +141,7 @@ def _is_installed(package: str, interpreter: str) -> bool:
     return subprocess.run(looked, check=False).returncode == 0
 
 
-def _named(text: str) -> tuple[str, str]:
+def _parse_interpreter(text: str) -> tuple[str, str]:
     package, _, interpreter = text.partition("=")
     if package not in {each.package for each in OTHERS.values()} or not interpreter:
         raise argparse.ArgumentTypeError(f"must be PACKAGE=INTERPRETER, got {text!r}")

@@ -19,7 +19,7 @@ NPY = "application/x-npy"
 _MAX_BODY_BYTES = 2**30
 
 
-class Payload(bytes):
+class ShortReprBytes(bytes):
     """A body with a short text: LitServe formats every request for a debug message, bytes in full."""
 
     def __repr__(self) -> str:
@@ -28,7 +28,7 @@ class Payload(bytes):
     __str__ = __repr__
 
 
-class LayerNorm(litserve.LitAPI):
+class LayerNormApi(litserve.LitAPI):
     """POST /predict: npy in, npy out."""
 
     def __init__(self, parameters: str) -> None:
@@ -41,7 +41,7 @@ class LayerNorm(litserve.LitAPI):
         self._weight, self._bias = (torch.from_numpy(arrays[name]).to(device) for name in ("weight", "bias"))
 
     def decode_request(
-        self, request: Annotated[bytes, Body(media_type=NPY), AfterValidator(Payload)]
+        self, request: Annotated[bytes, Body(media_type=NPY), AfterValidator(ShortReprBytes)]
     ) -> torch.Tensor:
         return torch.from_numpy(np.load(io.BytesIO(request))).to(self._weight.device)
 
@@ -58,7 +58,7 @@ class LayerNorm(litserve.LitAPI):
 def main() -> None:
     parameters, device, port = sys.argv[1:]
     server = litserve.LitServer(
-        LayerNorm(parameters), accelerator=device, fast_queue=True, max_payload_size=_MAX_BODY_BYTES
+        LayerNormApi(parameters), accelerator=device, fast_queue=True, max_payload_size=_MAX_BODY_BYTES
     )
     server.run(host="127.0.0.1", port=int(port), generate_client_file=False, log_level="error", access_log=False)
 

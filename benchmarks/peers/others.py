@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-from normload.run import Target
+from normload.run import TargetServer
 
-from benchmarks.serve.servers.launch import TUNED_MALLOC, process
+from benchmarks.serve.servers.launch import TUNED_MALLOC, run_process
 
 _START_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Other:
+class PeerServer:
     """A server that a package provides.
 
     Attributes:
@@ -37,8 +37,8 @@ class Other:
 
 
 OTHERS = {
-    "litserve": Other("litserve", "benchmarks.peers.lit", "/predict", "/health", "npy"),
-    "nvidia-triton": Other(
+    "litserve": PeerServer("litserve", "benchmarks.peers.lit", "/predict", "/health", "npy"),
+    "nvidia-triton": PeerServer(
         "pytriton",
         "benchmarks.peers.triton_server",
         "/v2/models/layer_norm",
@@ -49,7 +49,7 @@ OTHERS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class RunningServer:
     """A running server, in a separate process group.
 
     Attributes:
@@ -57,7 +57,7 @@ class Running:
         pid: of its first process, and of the group.
     """
 
-    target: Target
+    target: TargetServer
     pid: int
 
     def sleep(self) -> None:
@@ -70,7 +70,9 @@ class Running:
 
 
 @contextlib.contextmanager
-def other(started: Other, interpreter: str, cores: set[int], parameters: Path, device: str) -> Iterator[Running]:
+def run_peer(
+    started: PeerServer, interpreter: str, cores: set[int], parameters: Path, device: str
+) -> Iterator[RunningServer]:
     """Run one on a free port of this machine, with malloc tuned for it; yield it when it is ready.
 
     Raises:
@@ -79,13 +81,13 @@ def other(started: Other, interpreter: str, cores: set[int], parameters: Path, d
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     command = [interpreter, "-m", started.module, str(parameters), device, str(port)]
-    with process(command, cores, TUNED_MALLOC) as running:
+    with run_process(command, cores, TUNED_MALLOC) as running:
         url = f"http://127.0.0.1:{port}"
-        _wait(url + started.ready)
-        yield Running(Target(url + started.path, started.adapter), running.pid)
+        _wait_until_ready(url + started.ready)
+        yield RunningServer(TargetServer(url + started.path, started.adapter), running.pid)
 
 
-def _wait(url: str) -> None:
+def _wait_until_ready(url: str) -> None:
     end = time.monotonic() + _START_S
     while time.monotonic() < end:
         with contextlib.suppress(httpx.TransportError):

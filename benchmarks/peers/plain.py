@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request, Response
 from torch.nn import functional
 
 
-def plain_app(weight: torch.Tensor, bias: torch.Tensor) -> FastAPI:
+def make_app(weight: torch.Tensor, bias: torch.Tensor) -> FastAPI:
     """POST /layer_norm: npy in, npy out."""
     app = FastAPI()
 
@@ -34,7 +34,7 @@ def plain_app(weight: torch.Tensor, bias: torch.Tensor) -> FastAPI:
 def main() -> None:
     parameters = np.load(sys.argv[1])
     torch.set_num_threads(1)
-    app = plain_app(*(torch.from_numpy(parameters[name]).to(sys.argv[2]) for name in ("weight", "bias")))
+    app = make_app(*(torch.from_numpy(parameters[name]).to(sys.argv[2]) for name in ("weight", "bias")))
     listener = socket.create_server(("127.0.0.1", 0))
     print(listener.getsockname()[1], flush=True)
     config = uvicorn.Config(app, loop="uvloop", http="httptools", access_log=False, log_level="error")

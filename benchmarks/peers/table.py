@@ -6,7 +6,7 @@ from statistics import median
 OURS = "normserve"
 
 
-def table(rows: Iterable[Mapping[str, object]]) -> str:
+def format_table(rows: Iterable[Mapping[str, object]]) -> str:
     """A line for each server; a column for each size and number of connections.
 
     Responses per second, medians over the rounds; after a comma, normserve's as a multiple.
@@ -15,11 +15,11 @@ def table(rows: Iterable[Mapping[str, object]]) -> str:
     columns = list(dict.fromkeys((str(row["size"]), str(row["connections"])) for row in rows))
     headings = [f"{size}, {count}" for size, count in columns]
     lines = ["| server | " + " | ".join(headings) + " |", "|---|" + "---|" * len(columns)]
-    ours = {column: _per_second(rows, OURS, column) for column in columns}
+    ours = {column: _compute_rate(rows, OURS, column) for column in columns}
     for server in dict.fromkeys(str(row["server"]) for row in sorted(rows, key=lambda row: row["server"] != OURS)):
         cells = []
         for column in columns:
-            theirs = _per_second(rows, server, column)
+            theirs = _compute_rate(rows, server, column)
             ratio = "" if server == OURS else f", {ours[column] / theirs:.2f}" if theirs else ", -"
             cells.append(f"{theirs:.4g}/s{ratio}")
         lines.append(f"| {server} | " + " | ".join(cells) + " |")
@@ -29,7 +29,7 @@ def table(rows: Iterable[Mapping[str, object]]) -> str:
     return "\n".join(lines)
 
 
-def _per_second(rows: Iterable[Mapping[str, object]], server: str, column: tuple[str, str]) -> float:
+def _compute_rate(rows: Iterable[Mapping[str, object]], server: str, column: tuple[str, str]) -> float:
     return median(
         float(str(row["per_second"]))
         for row in rows

@@ -33,8 +33,8 @@ def main() -> None:
     config = TritonConfig(
         http_address="127.0.0.1",
         http_port=int(port),
-        grpc_port=free_port(),
-        metrics_port=free_port(),
+        grpc_port=find_free_port(),
+        metrics_port=find_free_port(),
         log_verbose=0,
     )
     # By default PyTriton requires a token to register regions of shared memory.
@@ -52,7 +52,7 @@ def main() -> None:
         triton.serve()
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
         return port

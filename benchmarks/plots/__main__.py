@@ -14,10 +14,10 @@ import argparse
 from pathlib import Path
 
 from benchmarks.harness import records
-from benchmarks.plots.charts import charts, draw_chart
-from benchmarks.plots.front_ends import draw_loads, is_of_front_ends, loads
-from benchmarks.plots.models import curves, draw_curve
-from benchmarks.plots.series import draw, series
+from benchmarks.plots.charts import draw_chart, iterate_charts
+from benchmarks.plots.front_ends import draw_front_ends, is_front_end_csv, iterate_plots
+from benchmarks.plots.models import draw_curve, iterate_curves
+from benchmarks.plots.series import draw_series, iterate_series
 
 
 def main() -> None:
@@ -26,16 +26,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder to write into")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    servers = [path for path in arguments.csv if is_of_front_ends(path)]
-    rows = records.read([path for path in arguments.csv if path not in servers])
-    plots = [(draw, *plot) for plot in series(rows)]
-    plots += [(draw_chart, *chart) for chart in charts(rows)]
-    plots += [(draw_curve, *curve) for curve in curves(rows)]
+    servers = [path for path in arguments.csv if is_front_end_csv(path)]
+    rows = records.read_records([path for path in arguments.csv if path not in servers])
+    plots = [(draw_series, *plot) for plot in iterate_series(rows)]
+    plots += [(draw_chart, *chart) for chart in iterate_charts(rows)]
+    plots += [(draw_curve, *curve) for curve in iterate_curves(rows)]
     for draw_one, stem, title, of_plot in plots:
         draw_one(of_plot, title, arguments.out / f"{stem}.png")
         print(arguments.out / f"{stem}.png")
-    for stem, title, of_servers in [load for path in servers for load in loads(records.plain(path))]:
-        draw_loads(of_servers, title, arguments.out / f"{stem}.png")
+    for stem, title, of_servers in [load for path in servers for load in iterate_plots(records.read_csv(path))]:
+        draw_front_ends(of_servers, title, arguments.out / f"{stem}.png")
         print(arguments.out / f"{stem}.png")
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.plots.style import STYLES, of_machine, save
+from benchmarks.plots.style import STYLES, describe_machine, save_png
 
 Row = dict[str, str]
 
@@ -14,7 +14,7 @@ LEAST_SHAPES = 3
 LAYOUTS = {"nchw": "contiguous", "nhwc": "channels-last"}
 
 
-def charts(rows: Iterable[Row]) -> Iterator[tuple[str, str, list[Row]]]:
+def iterate_charts(rows: Iterable[Row]) -> Iterator[tuple[str, str, list[Row]]]:
     """(file stem, title, rows) of every chart of the rows."""
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
@@ -38,8 +38,8 @@ def draw_chart(rows: list[Row], title: str, path: Path) -> None:
     )
     for column, (layout, name) in enumerate(LAYOUTS.items()):
         of_layout = [row for row in rows if row["layout"] == layout]
-        _bars(panels[0][column], of_layout, shapes, "of_copy", 1.0)
-        _bars(panels[1][column], of_layout, shapes, "ms_p50", 1e3)
+        _draw_bars(panels[0][column], of_layout, shapes, "of_copy", 1.0)
+        _draw_bars(panels[1][column], of_layout, shapes, "ms_p50", 1e3)
         panels[0][column].set_title(name, fontsize=10)
         panels[0][column].axhline(1.0, **STYLES["copy"])
         panels[1][column].set_yscale("log")
@@ -47,14 +47,14 @@ def draw_chart(rows: list[Row], title: str, path: Path) -> None:
         panels[1][column].set_xticks(range(len(shapes)), labels, rotation=40, ha="right", fontsize=8)
     panels[0][0].set_ylabel("fewest bytes, fraction of a copy")
     panels[1][0].set_ylabel("microseconds")
-    figure.suptitle(f"{title}\n{of_machine(rows)}", fontsize=10)
+    figure.suptitle(f"{title}\n{describe_machine(rows)}", fontsize=10)
     handles, names = panels[1][0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside right upper", fontsize=8)
-    save(figure, path)
+    save_png(figure, path)
     pyplot.close(figure)
 
 
-def _bars(axes: Any, rows: list[Row], shapes: list[str], column: str, factor: float) -> None:
+def _draw_bars(axes: Any, rows: list[Row], shapes: list[str], column: str, factor: float) -> None:
     """One panel: a group of bars for each shape; the copy's own bar only for columns with units, such as times."""
     providers = [p for p in STYLES if any(row["provider"] == p for row in rows)]
     if column == "of_copy":

@@ -5,26 +5,26 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
-from benchmarks.plots.style import save
+from benchmarks.plots.style import save_png
 
 Row = Mapping[str, str]
 
 _NAMES = {2**12: "4 KiB", 2**20: "1 MiB", 2**24: "16 MiB"}
 
 
-def is_of_front_ends(path: Path) -> bool:
+def is_front_end_csv(path: Path) -> bool:
     """Whether a CSV has such rows, and not those of kernels."""
     with path.open(newline="", encoding="utf-8") as file:
         return "front_ends" in next(csv.reader(file), ())
 
 
-def loads(rows: Sequence[Row]) -> Iterator[tuple[str, str, Sequence[Row]]]:
+def iterate_plots(rows: Sequence[Row]) -> Iterator[tuple[str, str, Sequence[Row]]]:
     """(file stem, title, rows) of the only plot of such rows."""
     if rows:
         yield "front-ends", "Requests a second over those without front ends", rows
 
 
-def draw_loads(rows: Sequence[Row], title: str, path: Path) -> None:
+def draw_front_ends(rows: Sequence[Row], title: str, path: Path) -> None:
     """Write the plot as a PNG: a line for each size and number of connections, medians of the rounds."""
     import matplotlib
 
@@ -32,7 +32,7 @@ def draw_loads(rows: Sequence[Row], title: str, path: Path) -> None:
     from matplotlib import pyplot
 
     figure, panel = pyplot.subplots(figsize=(7.2, 4.2), layout="constrained")
-    for (nbytes, connections), points in _lines(rows).items():
+    for (nbytes, connections), points in _compute_lines(rows).items():
         size = _NAMES.get(nbytes, f"{nbytes} bytes")
         panel.plot(list(points), list(points.values()), marker="o", label=f"{size}, {connections} connections")
     counts = sorted({int(row["front_ends"]) for row in rows})
@@ -44,11 +44,11 @@ def draw_loads(rows: Sequence[Row], title: str, path: Path) -> None:
     panel.grid(color="0.9")
     figure.suptitle(f"{title}\n{rows[0]['machine']}", fontsize=10)
     figure.legend(loc="outside right upper", fontsize=8)
-    save(figure, path)
+    save_png(figure, path)
     pyplot.close(figure)
 
 
-def _lines(rows: Iterable[Row]) -> dict[tuple[int, int], dict[int, float]]:
+def _compute_lines(rows: Iterable[Row]) -> dict[tuple[int, int], dict[int, float]]:
     """By bytes and connections: for each number of front ends, the median of the ratios."""
     came: dict[tuple[int, int], dict[int, list[float]]] = {}
     for row in rows:

@@ -18,12 +18,12 @@ STYLES: dict[str, dict[str, Any]] = {
 }
 
 
-def of_machine(rows: Sequence[Mapping[str, str]]) -> str:
+def describe_machine(rows: Sequence[Mapping[str, str]]) -> str:
     """The hardware and software of a run's rows."""
     return f"{rows[0]['gpu']}, torch {rows[0]['torch']}, Triton {rows[0]['triton']}"
 
 
-def save(figure: Any, path: Path) -> None:
+def save_png(figure: Any, path: Path) -> None:
     """Save as a PNG with few colours, which has a third of the size."""
     from PIL import Image
 

@@ -8,41 +8,41 @@ from typing import Any
 
 import torch
 
-from benchmarks.workload.problem import EPS, Problem, Results, Run
+from benchmarks.workload.problem import EPS, BenchmarkProblem, ProviderRun, Results
 
 
-def liger(problem: Problem) -> Run | None:
+def make_liger_run(problem: BenchmarkProblem) -> ProviderRun | None:
     """LayerNorm, RMSNorm and contiguous GroupNorm; with a residual of x's dtype, RMSNorm forward."""
     cell = problem.cell
     if cell.layout == "nhwc":
         return None
     if cell.variant == "residual" and cell.op == "rms_norm" and cell.pass_ == "forward":
-        return _liger_add_rms_norm(problem)
+        return _make_liger_add_rms_norm(problem)
     if cell.variant != "plain":
         return None
     return _LIGER[cell.op](problem)
 
 
-def _liger_layer_norm(problem: Problem) -> Run:
+def _make_liger_layer_norm(problem: BenchmarkProblem) -> ProviderRun:
     from liger_kernel.ops.layer_norm import layer_norm_backward, layer_norm_forward
 
     x, weight, bias = problem.x, problem.weight, problem.bias
     if problem.cell.pass_ == "forward":
-        return Run(lambda: layer_norm_forward(x, weight, bias, EPS)[:1])
+        return ProviderRun(lambda: layer_norm_forward(x, weight, bias, EPS)[:1])
     _, _, mean, rstd, *_ = layer_norm_forward(x, weight, bias, EPS)
-    return Run(lambda: layer_norm_backward(problem.dy, x, weight, bias, mean, rstd))
+    return ProviderRun(lambda: layer_norm_backward(problem.dy, x, weight, bias, mean, rstd))
 
 
 # LigerRMSNorm's defaults.
 _LIGER_RMS: dict[str, Any] = {"offset": 0.0, "casting_mode": "llama"}
 
 
-def _liger_rms_norm(problem: Problem) -> Run:
+def _make_liger_rms_norm(problem: BenchmarkProblem) -> ProviderRun:
     from liger_kernel.ops.rms_norm import rms_norm_backward, rms_norm_forward
 
     x, weight = problem.x, problem.weight
     if problem.cell.pass_ == "forward":
-        return Run(lambda: rms_norm_forward(x, weight, EPS, **_LIGER_RMS, row_mode=None)[:1])
+        return ProviderRun(lambda: rms_norm_forward(x, weight, EPS, **_LIGER_RMS, row_mode=None)[:1])
     _, _, rstd, block, num_warps, mode = rms_norm_forward(x, weight, EPS, **_LIGER_RMS, row_mode=None)
     dy = torch.empty_like(problem.dy)
 
@@ -51,40 +51,40 @@ def _liger_rms_norm(problem: Problem) -> Run:
         dx, dweight = rms_norm_backward(dy, x, weight, rstd, 0.0, mode, block, num_warps, True, None)
         return dx, dweight
 
-    return Run(backward, before=lambda: dy.copy_(problem.dy))
+    return ProviderRun(backward, before=lambda: dy.copy_(problem.dy))
 
 
-def _liger_add_rms_norm(problem: Problem) -> Run:
+def _make_liger_add_rms_norm(problem: BenchmarkProblem) -> ProviderRun:
     from liger_kernel.ops.fused_add_rms_norm import fused_add_rms_norm_forward as forward
 
-    return Run(lambda: forward(problem.x, problem.residual, problem.weight, EPS, **_LIGER_RMS)[:2])
+    return ProviderRun(lambda: forward(problem.x, problem.residual, problem.weight, EPS, **_LIGER_RMS)[:2])
 
 
-def _liger_group_norm(problem: Problem) -> Run:
+def _make_liger_group_norm(problem: BenchmarkProblem) -> ProviderRun:
     from liger_kernel.ops.group_norm import group_norm_backward, group_norm_forward
 
     n, c, *spatial = problem.cell.shape
     groups, x, dy = problem.cell.groups, problem.x.view(n, c, -1), problem.dy.view(n, c, -1)
     arguments = (c, groups, problem.weight, problem.bias, EPS)
     if problem.cell.pass_ == "forward":
-        return Run(lambda: (group_norm_forward(x, *arguments)[0].view(n, c, *spatial),))
+        return ProviderRun(lambda: (group_norm_forward(x, *arguments)[0].view(n, c, *spatial),))
     _, _, mean, rstd, *_ = group_norm_forward(x, *arguments)
 
     def backward() -> Results:
         dx, *parameters = group_norm_backward(dy, x, problem.weight, problem.bias, mean, rstd, c, groups)
         return (dx.view(n, c, *spatial), *parameters)
 
-    return Run(backward)
+    return ProviderRun(backward)
 
 
 _LIGER = {
-    "layer_norm": _liger_layer_norm,
-    "rms_norm": _liger_rms_norm,
-    "group_norm": _liger_group_norm,
+    "layer_norm": _make_liger_layer_norm,
+    "rms_norm": _make_liger_rms_norm,
+    "group_norm": _make_liger_group_norm,
 }
 
 
-def quack(problem: Problem) -> Run | None:
+def make_quack_run(problem: BenchmarkProblem) -> ProviderRun | None:
     """LayerNorm, with parameters in float32, which it requires, and RMSNorm.
 
     RMSNorm also by head, and forward with a residual.  Backward with a residual stream of another dtype gives dx in
@@ -92,9 +92,9 @@ def quack(problem: Problem) -> Run | None:
     """
     cell = problem.cell
     if cell.op == "layer_norm" and cell.variant == "plain":
-        return _quack_layer_norm(problem)
+        return _make_quack_layer_norm(problem)
     if cell.op == "rms_norm" and (cell.variant, cell.pass_) in _QUACK_RMS:
-        return _quack_rms_norm(problem)
+        return _make_quack_rms_norm(problem)
     return None
 
 
@@ -105,39 +105,39 @@ _QUACK_RMS = {
 }
 
 
-def _quack_layer_norm(problem: Problem) -> Run:
+def _make_quack_layer_norm(problem: BenchmarkProblem) -> ProviderRun:
     from quack.rmsnorm import layernorm_bwd, layernorm_fwd
 
     assert problem.weight is not None
     assert problem.bias is not None
     x, weight, bias = problem.x, problem.weight.float(), problem.bias.float()
     if problem.cell.pass_ == "forward":
-        return Run(lambda: (layernorm_fwd(x, weight, bias, EPS),))
+        return ProviderRun(lambda: (layernorm_fwd(x, weight, bias, EPS),))
     _, rstd, mean = layernorm_fwd(x, weight, bias, EPS, return_rstd=True, return_mean=True)
-    return Run(lambda: layernorm_bwd(x, weight, problem.dy, rstd, mean))
+    return ProviderRun(lambda: layernorm_bwd(x, weight, problem.dy, rstd, mean))
 
 
-def _quack_rms_norm(problem: Problem) -> Run:
+def _make_quack_rms_norm(problem: BenchmarkProblem) -> ProviderRun:
     from quack.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
 
     x, weight, residual = problem.x, problem.weight, problem.residual
     if problem.cell.pass_ == "forward":
         count = 1 if residual is None else 2
-        return Run(lambda: rmsnorm_fwd(x, weight, residual=residual, eps=EPS)[:count])
+        return ProviderRun(lambda: rmsnorm_fwd(x, weight, residual=residual, eps=EPS)[:count])
     *_, rstd = rmsnorm_fwd(x, weight, eps=EPS, store_rstd=True)
-    return Run(lambda: rmsnorm_bwd(x, weight, problem.dy, rstd)[:2])
+    return ProviderRun(lambda: rmsnorm_bwd(x, weight, problem.dy, rstd)[:2])
 
 
-def tutorial(problem: Problem) -> Run | None:
+def make_tutorial_run(problem: BenchmarkProblem) -> ProviderRun | None:
     """LayerNorm forward over rows of at most 64 KB, which is the tutorial's limit too."""
-    from benchmarks.providers.tutorial import layer_norm_forward, takes
+    from benchmarks.providers.tutorial import can_fit_block, layer_norm_forward
 
     cell = problem.cell
     if (cell.op, cell.pass_, cell.variant) != ("layer_norm", "forward", "plain"):
         return None
-    if not takes(problem.x):
+    if not can_fit_block(problem.x):
         return None
     assert problem.weight is not None
     assert problem.bias is not None
     x, weight, bias = problem.x, problem.weight, problem.bias
-    return Run(lambda: (layer_norm_forward(x, weight, bias, EPS),))
+    return ProviderRun(lambda: (layer_norm_forward(x, weight, bias, EPS),))

@@ -9,12 +9,12 @@ from fusednorm.reference.float8 import LARGEST, SMALLEST_SCALE
 from fusednorm.tensors.arrays import FLOAT8
 from torch import Tensor
 
-from benchmarks.workload.cells import Cell
-from benchmarks.workload.problem import EPS, SEED, Problem, Results, Run
+from benchmarks.workload.cells import KernelCell
+from benchmarks.workload.problem import EPS, SEED, BenchmarkProblem, ProviderRun, Results
 
 
-def plain_torch(
-    cell: Cell,
+def compute_plain(
+    cell: KernelCell,
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -27,7 +27,7 @@ def plain_torch(
     A residual stream wider than x is rounded before the norm, as in models that have one.
     """
     h = x if residual is None else x + residual
-    y = _normalised(cell, h.to(x.dtype), weight, bias)
+    y = _normalise(cell, h.to(x.dtype), weight, bias)
     if scale is not None and shift is not None:
         of_channels = (*scale.shape, *[1] * (x.ndim - 2))
         y = y * (1 + scale.view(of_channels)) + shift.view(of_channels)
@@ -41,11 +41,11 @@ def plain_torch(
     if cell.spec.dropout:
         y = F.dropout(y, cell.spec.dropout)
     if cell.spec.out_dtype == FLOAT8:
-        return _quantised(y)
+        return _quantise(y)
     return y if residual is None else (y, h)
 
 
-def _normalised(cell: Cell, h: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+def _normalise(cell: KernelCell, h: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     size = h.shape[-1:]
     if cell.spec.per_head:
         assert weight is not None
@@ -64,46 +64,48 @@ def _normalised(cell: Cell, h: Tensor, weight: Tensor | None, bias: Tensor | Non
     return F.group_norm(h, cell.groups, weight, bias, EPS)
 
 
-def _quantised(y: Tensor) -> tuple[Tensor, Tensor]:
+def _quantise(y: Tensor) -> tuple[Tensor, Tensor]:
     """Rows in float8, and the scale of each."""
     y = y.float()
     scale = (y.abs().amax(-1, keepdim=True) / LARGEST).clamp_min(SMALLEST_SCALE)
     return (y / scale).clamp(-LARGEST, LARGEST).to(FLOAT8), scale.squeeze(-1)
 
 
-def eager(problem: Problem) -> Run:
-    """`plain_torch` without compilation."""
-    return _differentiated(problem, lambda function: function)
+def make_eager_run(problem: BenchmarkProblem) -> ProviderRun:
+    """`compute_plain` without compilation."""
+    return _make_autograd_run(problem, lambda function: function)
 
 
-def compiled(problem: Problem) -> Run:
-    """`plain_torch` under torch.compile, for this shape only; no compiler processes remain while it is timed."""
+def make_compiled_run(problem: BenchmarkProblem) -> ProviderRun:
+    """`compute_plain` under torch.compile, for this shape only; no compiler processes remain while it is timed."""
     from torch._inductor import config
 
     config.compile_threads = 1
     torch.compiler.reset()
-    return _differentiated(problem, lambda function: torch.compile(function, dynamic=False))
+    return _make_autograd_run(problem, lambda function: torch.compile(function, dynamic=False))
 
 
-def _y_alone(
-    cell: Cell,
+def _compute_y(
+    cell: KernelCell,
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
     **of_samples: Tensor,
 ) -> Tensor:
-    """y of `plain_torch`; a compiled graph that also returned the residual's sum would expect its gradient."""
-    result = plain_torch(cell, x, weight, bias, residual, **of_samples)
+    """y of `compute_plain`; a compiled graph that also returned the residual's sum would expect its gradient."""
+    result = compute_plain(cell, x, weight, bias, residual, **of_samples)
     y: Tensor = result[0] if isinstance(result, tuple) else result
     return y
 
 
-def _differentiated(problem: Problem, prepare: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Run:
+def _make_autograd_run(
+    problem: BenchmarkProblem, prepare: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> ProviderRun:
     """The pass through autograd; the backward graph is kept, so that only the backward pass is timed."""
     cell = problem.cell
     if cell.pass_ == "forward":
-        function = prepare(plain_torch)
+        function = prepare(compute_plain)
 
         def forward() -> Results:
             with torch.no_grad():
@@ -112,11 +114,11 @@ def _differentiated(problem: Problem, prepare: Callable[[Callable[..., Any]], Ca
                 )
             return result if isinstance(result, tuple) else (result,)
 
-        return Run(forward, keep=(lambda results: results[0] != 0) if cell.spec.dropout else None)
+        return ProviderRun(forward, keep=(lambda results: results[0] != 0) if cell.spec.dropout else None)
 
-    normalise = prepare(_y_alone)
+    normalise = prepare(_compute_y)
 
-    def graph(tensors: dict[str, Tensor], residual: Tensor | None) -> tuple[Tensor, Results]:
+    def build_graph(tensors: dict[str, Tensor], residual: Tensor | None) -> tuple[Tensor, Results]:
         leaves = {name: tensor.detach().requires_grad_() for name, tensor in tensors.items()}
         if residual is not None and cell.spec.has_dresidual(problem.x.dtype):
             residual = leaves["residual"] = residual.detach().requires_grad_()
@@ -127,20 +129,20 @@ def _differentiated(problem: Problem, prepare: Callable[[Callable[..., Any]], Ca
 
     named = {"x": problem.x, "weight": problem.weight, "bias": problem.bias, **problem.of_samples}
     inputs = {name: tensor for name, tensor in named.items() if tensor is not None}
-    y, leaves = graph(inputs, problem.residual)
+    y, leaves = build_graph(inputs, problem.residual)
     mask = None
     if cell.spec.dropout:
         # With inputs of ones, y is 0 only where the mask makes it 0.
         ones = {name: torch.ones_like(tensor) for name, tensor in inputs.items()}
         residual = None if problem.residual is None else torch.ones_like(problem.residual)
-        mask = graph(ones, residual)[0].detach() != 0
-    return Run(
+        mask = build_graph(ones, residual)[0].detach() != 0
+    return ProviderRun(
         lambda: torch.autograd.grad(y, leaves, problem.dy, retain_graph=True),
         keep=None if mask is None else lambda _: mask,
     )
 
 
-def copy(problem: Problem) -> Run:
+def make_copy_run(problem: BenchmarkProblem) -> ProviderRun:
     """The upper bound: a copy of x."""
     target = torch.empty_like(problem.x)
-    return Run(lambda: (target.copy_(problem.x),))
+    return ProviderRun(lambda: (target.copy_(problem.x),))

@@ -8,26 +8,26 @@ import sys
 from collections.abc import Callable, Iterable
 
 from benchmarks.providers import others
-from benchmarks.providers.own import ours
-from benchmarks.providers.plain import compiled, eager
-from benchmarks.workload.problem import Problem, Run
+from benchmarks.providers.own import make_own_run
+from benchmarks.providers.plain import make_compiled_run, make_eager_run
+from benchmarks.workload.problem import BenchmarkProblem, ProviderRun
 
-Provider = Callable[[Problem], Run | None]
+Provider = Callable[[BenchmarkProblem], ProviderRun | None]
 
 PROVIDERS: dict[str, Provider] = {
-    "fusednorm": ours,
-    "torch": eager,
-    "compile": compiled,
-    "liger": others.liger,
-    "quack": others.quack,
-    "tutorial": others.tutorial,
+    "fusednorm": make_own_run,
+    "torch": make_eager_run,
+    "compile": make_compiled_run,
+    "liger": others.make_liger_run,
+    "quack": others.make_quack_run,
+    "tutorial": others.make_tutorial_run,
 }
 
 PACKAGES = {"liger": "liger_kernel", "quack": "quack"}
 """The packages that providers need."""
 
 
-def importable(names: Iterable[str]) -> list[str]:
+def filter_importable(names: Iterable[str]) -> list[str]:
     """Those of `names` whose packages can be imported, in that order; stderr has the others' errors."""
     found = []
     for name in names:

@@ -60,7 +60,7 @@ def layer_norm_forward_kernel(
         tl.store(y_row_ptr + col, y.to(y_ptr.dtype.element_ty), mask=col < cols)
 
 
-def takes(x: Tensor) -> bool:
+def can_fit_block(x: Tensor) -> bool:
     """Whether a row of x [rows, cols] fits one block of 64 KB."""
     return int(triton.next_power_of_2(x.shape[1])) * x.element_size() <= MAX_BLOCK_BYTES
 

@@ -6,11 +6,11 @@ The text is in `benchmarks/report/templates`: Jinja, with queries of `benchmarks
 figures.  `benchmarks.report.documents` lists the documents and defines which part of each is rendered.
 """
 
-from benchmarks.report.documents import DOCUMENTS, ROOT, Renderer
+from benchmarks.report.documents import DOCUMENTS, ROOT, DocumentRenderer
 
 
 def main() -> None:
-    renderer = Renderer()
+    renderer = DocumentRenderer()
     for name in DOCUMENTS:
         path = ROOT / name
         before = path.read_text(encoding="utf-8")

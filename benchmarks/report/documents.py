@@ -45,7 +45,7 @@ _NOT_PROSE = re.compile(r"\||#|!\[|<!--|    |```|$")
 _ITEM = re.compile(r"( *- )(.*)", re.DOTALL)
 
 
-class Renderer:
+class DocumentRenderer:
     """Renders templates, whose queries read CSVs once."""
 
     def __init__(self) -> None:
@@ -57,10 +57,10 @@ class Renderer:
             csv=figures.csv,
             standing=figures.standing,
             apart=figures.apart,
-            pair=lambda rows: table.pair(rows.rows),
-            tables=_tables,
-            ratios=_ratios,
-            by_hand=by_hand,
+            pair=lambda rows: table.format_pair(rows.rows),
+            tables=_render_tables,
+            ratios=_render_ratios,
+            by_hand=mark_by_hand,
         )
         for shown in (figures.one, figures.middle, figures.least, figures.most, figures.span, figures.around):
             self._environment.filters[shown.__name__] = shown
@@ -71,25 +71,25 @@ class Renderer:
 
     def template(self, name: str) -> str:
         """A template rendered, its paragraphs wrapped."""
-        return wrapped(self._environment.get_template(name).render())
+        return wrap_markdown(self._environment.get_template(name).render())
 
 
-def by_hand(command: str, commit: str, caller: Callable[[], str]) -> str:
+def mark_by_hand(command: str, commit: str, caller: Callable[[], str]) -> str:
     """A passage whose figures have no CSV, marked as such: `{% call by_hand("a command", "a commit") %}`."""
     return f"{caller().rstrip()} (By hand, in no CSV: {command}, commit {commit}.)\n"
 
 
-def wrapped(markdown: str) -> str:
+def wrap_markdown(markdown: str) -> str:
     """Markdown with paragraphs and items wrapped at 120; tables, headings, code and comments are unchanged."""
-    return "\n".join(_wrapped_blocks(markdown)).strip("\n") + "\n"
+    return "\n".join(_iterate_wrapped(markdown)).strip("\n") + "\n"
 
 
-def _wrapped_blocks(markdown: str) -> Iterator[str]:
+def _iterate_wrapped(markdown: str) -> Iterator[str]:
     prose: list[str] = []
     for line in [*markdown.split("\n"), ""]:
         ends = _NOT_PROSE.match(line) is not None
         if prose and (ends or _ITEM.match(line)):
-            yield _filled(" ".join(part.strip() for part in prose[1:]), prose[0])
+            yield _fill_paragraph(" ".join(part.strip() for part in prose[1:]), prose[0])
             prose = []
         if ends:
             yield line
@@ -97,7 +97,7 @@ def _wrapped_blocks(markdown: str) -> Iterator[str]:
             prose.append(line)
 
 
-def _filled(rest: str, first: str) -> str:
+def _fill_paragraph(rest: str, first: str) -> str:
     item = _ITEM.match(first)
     indent = " " * len(item[1]) if item else ""
     return textwrap.fill(
@@ -109,9 +109,9 @@ def _filled(rest: str, first: str) -> str:
     )
 
 
-def _tables(*names: str) -> str:
-    return "\n".join(table.tables(records.read(figures.RESULTS / name for name in names)))
+def _render_tables(*names: str) -> str:
+    return "\n".join(table.format_tables(records.read_records(figures.RESULTS / name for name in names)))
 
 
-def _ratios(provider: str, *names: str) -> str:
-    return "\n".join(table.ratios(records.read(figures.RESULTS / name for name in names), provider))
+def _render_ratios(provider: str, *names: str) -> str:
+    return "\n".join(table.format_ratios(records.read_records(figures.RESULTS / name for name in names), provider))

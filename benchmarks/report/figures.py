@@ -182,14 +182,14 @@ def apart(one: Rows, other: Rows, column: str = "of_copy") -> Values:
 
 @cache
 def csv(*names: str) -> Rows:
-    """The rows of files in `benchmarks/results`, as `records.read` joins them.
+    """The rows of files in `benchmarks/results`, as `records.read_records` joins them.
 
     Rows of row lengths have two additional columns: `cols`, and `sweep`, "1" if x has 256 MiB.
     """
     paths = [RESULTS / name for name in names]
-    if len(names) == 1 and "provider" not in (rows := records.plain(paths[0]))[0]:
+    if len(names) == 1 and "provider" not in (rows := records.read_csv(paths[0]))[0]:
         return Rows(names[0], tuple(rows))
-    return Rows(" ".join(names), tuple(_with_length(row) for row in records.read(paths)))
+    return Rows(" ".join(names), tuple(_with_length(row) for row in records.read_records(paths)))
 
 
 def one(values: Values, digits: int = 2, scale: float = 1) -> str:
@@ -245,4 +245,4 @@ def _texts(values: str | int | Iterable[str | int]) -> frozenset[str]:
 def _with_length(row: dict[str, str]) -> Row:
     if row["layout"] != "rows":
         return row | {"cols": "", "sweep": ""}
-    return row | {"cols": row["shape"].split("x")[1], "sweep": str(int(records.is_sweep(row)))}
+    return row | {"cols": row["shape"].split("x")[1], "sweep": str(int(records.is_sweep_row(row)))}

@@ -19,26 +19,26 @@ _CODE = re.compile(r"^```.*?^```|^    [^\n]*|`[^`]*`|\]\([^)]*\)|<!--.*?-->", re
 _EXEMPT = "by_hand"
 
 
-def figures_in(markdown: str) -> list[str]:
+def find_figures(markdown: str) -> list[str]:
     """The figures of a text outside of code, links and comments."""
     return FIGURE.findall(_CODE.sub(" ", markdown))
 
 
-def literal_figures(template: str) -> list[str]:
+def find_literal_figures(template: str) -> list[str]:
     """Figures that a template has itself, in its text or within queries, outside of passages `by_hand`."""
     return [
         figure
-        for kind, text in _tokens(template)
-        for figure in (figures_in(text) if kind == "data" else FIGURE.findall(text.strip("\"'")))
+        for kind, text in _iterate_tokens(template)
+        for figure in (find_figures(text) if kind == "data" else FIGURE.findall(text.strip("\"'")))
     ]
 
 
-def exempt_passages(template: str) -> list[tuple[str, str]]:
+def find_exempt_passages(template: str) -> list[tuple[str, str]]:
     """Command and commit of each passage `by_hand`."""
     return re.findall(rf'call {_EXEMPT}\("([^"]+)", "([^"]+)"\)', template)
 
 
-def _tokens(template: str) -> Iterator[tuple[str, str]]:
+def _iterate_tokens(template: str) -> Iterator[tuple[str, str]]:
     """Text, strings and numbers of a template, outside of passages `by_hand`."""
     depth, tag = 0, ""
     for _, kind, text in Environment().lex(template):

@@ -23,30 +23,30 @@ PROVIDERS = (OURS, "fusednorm_python", "fusednorm_planned", "torch", "compile", 
 Row = dict[str, str]
 
 
-def tables(rows: Iterable[Row], long: bool = False) -> Iterator[str]:
+def format_tables(rows: Iterable[Row], long: bool = False) -> Iterator[str]:
     """Lines of Markdown, tables in the order of their first rows."""
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         if row["op"] == MODEL:
             groups.setdefault((MODEL, row["pass"], row["variant"], MODEL), []).append(row)
             continue
-        extent = "host" if not row["of_copy"] else "x of 256 MiB" if records.is_sweep(row) else "by shape"
+        extent = "host" if not row["of_copy"] else "x of 256 MiB" if records.is_sweep_row(row) else "by shape"
         groups.setdefault((row["op"], row["pass"], row["variant"], extent), []).append(row)
     for (op, pass_, variant, extent), group in groups.items():
         if extent == MODEL:
             yield f"{pass_} of models, {variant}, in milliseconds\n"
-            yield from _model_table(group)
+            yield from _format_model_table(group)
         elif extent == "host":
             yield f"{op} {pass_}, {variant}, a call in microseconds\n"
-            yield from _long_table(group, "us")
+            yield from _format_long_table(group, "us")
         else:
             copies = [int(row["gbps"]) for row in group if row["provider"] == "copy"]
             yield f"{op} {pass_}, {variant}, {extent}; a copy moves {min(copies)} to {max(copies)} GB/s\n"
-            yield from _long_table(group, "of_copy") if long else _table(group)
+            yield from _format_long_table(group, "of_copy") if long else _format_table(group)
         yield ""
 
 
-def ratios(rows: Iterable[Row], provider: str) -> Iterator[str]:
+def format_ratios(rows: Iterable[Row], provider: str) -> Iterator[str]:
     """Lines of Markdown: the speedup of ours over a provider, if the provider's file has both."""
     groups: dict[tuple[str, ...], list[tuple[float, str]]] = {}
     for row in rows:
@@ -61,20 +61,20 @@ def ratios(rows: Iterable[Row], provider: str) -> Iterator[str]:
         yield f"| {' | '.join((*group, str(len(found)), *ends))} |"
 
 
-def _table(rows: list[Row]) -> Iterator[str]:
+def _format_table(rows: list[Row]) -> Iterator[str]:
     """A line for each row length or shape, two columns for each dtype and layout."""
-    columns = list(dict.fromkeys(_column(row) for row in rows))
+    columns = list(dict.fromkeys(_make_column(row) for row in rows))
     lines: dict[str, dict[str, list[Row]]] = {}
     for row in rows:
-        lines.setdefault(_label(row), {}).setdefault(_column(row), []).append(row)
-    is_sweep = records.is_sweep(rows[0])
+        lines.setdefault(_make_label(row), {}).setdefault(_make_column(row), []).append(row)
+    is_sweep = records.is_sweep_row(rows[0])
     yield f"| {'N' if is_sweep else 'shape'} | {' | '.join(f'{column} | best peer' for column in columns)} |"
     yield "| --- " * (1 + 2 * len(columns)) + "|"
     for label in sorted(lines, key=int) if is_sweep else lines:
-        yield f"| {label} | {' | '.join(pair(lines[label].get(column, [])) for column in columns)} |"
+        yield f"| {label} | {' | '.join(format_pair(lines[label].get(column, [])) for column in columns)} |"
 
 
-def pair(rows: Sequence[Mapping[str, str]]) -> str:
+def format_pair(rows: Sequence[Mapping[str, str]]) -> str:
     """Ours | the best of the others, both from the latter's file if that has ours."""
     ours = next((row["of_copy"] for row in rows if row["provider"] == OURS), None)
     peers = [row for row in rows if row["provider"] not in (OURS, "copy")]
@@ -90,7 +90,7 @@ def pair(rows: Sequence[Mapping[str, str]]) -> str:
     return f"{left} | {right}"
 
 
-def _long_table(rows: list[Row], value: str) -> Iterator[str]:
+def _format_long_table(rows: list[Row], value: str) -> Iterator[str]:
     """A line for each cell, a column for each provider; the copy's own rate and our time beside fractions."""
     present = [p for p in PROVIDERS if any(row["provider"] == p for row in rows)]
     fractions = value == "of_copy"
@@ -104,16 +104,16 @@ def _long_table(rows: list[Row], value: str) -> Iterator[str]:
             if p not in by_provider
             else by_provider[p]["of_copy"]
             if fractions
-            else _microseconds(by_provider[p])
+            else _format_microseconds(by_provider[p])
             for p in present
         ]
         if fractions:
             copy, ours = by_provider.get("copy"), by_provider.get(OURS)
-            values += [copy["gbps"] if copy else "-", _microseconds(ours) if ours else "-"]
+            values += [copy["gbps"] if copy else "-", _format_microseconds(ours) if ours else "-"]
         yield f"| {' | '.join((*cell, *values))} |"
 
 
-def _model_table(rows: list[Row]) -> Iterator[str]:
+def _format_model_table(rows: list[Row]) -> Iterator[str]:
     """A line for each model and batch: milliseconds of each provider, and ours over torch's."""
     present = [p for p in PROVIDERS if any(row["provider"] == p for row in rows)]
     yield f"| model | batch | {' | '.join(present)} | {OURS} over torch |"
@@ -124,23 +124,23 @@ def _model_table(rows: list[Row]) -> Iterator[str]:
     for model, times in models.items():
         both = [times.get(OURS, "wrong"), times.get("torch", "wrong")]
         ratio = "-" if "wrong" in both else f"{float(both[0]) / float(both[1]):.3f}"
-        values = [_milliseconds(times[p]) if p in times else "-" for p in present]
+        values = [_format_milliseconds(times[p]) if p in times else "-" for p in present]
         yield f"| {' | '.join((*model, *values, ratio))} |"
 
 
-def _milliseconds(time_ms: str) -> str:
+def _format_milliseconds(time_ms: str) -> str:
     return time_ms if time_ms == "wrong" else f"{float(time_ms):.2f}"
 
 
-def _label(row: Row) -> str:
-    return row["shape"].split("x")[1] if records.is_sweep(row) else row["shape"]
+def _make_label(row: Row) -> str:
+    return row["shape"].split("x")[1] if records.is_sweep_row(row) else row["shape"]
 
 
-def _column(row: Row) -> str:
+def _make_column(row: Row) -> str:
     return row["dtype"] if row["layout"] == "rows" else f"{row['dtype']} {row['layout']}"
 
 
-def _microseconds(row: Row) -> str:
+def _format_microseconds(row: Row) -> str:
     return str((Decimal(row["ms_p50"]) * 1000).quantize(Decimal("0.1"), ROUND_HALF_UP))
 
 
@@ -151,8 +151,10 @@ def main() -> None:
     form.add_argument("--long", action="store_true", help="a column for each provider")
     form.add_argument("--over", metavar="PROVIDER", help="how many times as fast as that one ours is")
     arguments = parser.parse_args()
-    rows = records.read(arguments.csv)
-    print(*(ratios(rows, arguments.over) if arguments.over else tables(rows, arguments.long)), sep="\n")
+    rows = records.read_records(arguments.csv)
+    print(
+        *(format_ratios(rows, arguments.over) if arguments.over else format_tables(rows, arguments.long)), sep="\n"
+    )
 
 
 if __name__ == "__main__":

@@ -17,14 +17,14 @@ import httpx
 import numpy as np
 
 from benchmarks.serve import command
-from benchmarks.serve.clients.closed_loop import ClosedLoop
-from benchmarks.serve.clients.posts import make_parameters, make_x, npy, require_right
+from benchmarks.serve.clients.closed_loop import CompiledClient
+from benchmarks.serve.clients.posts import check_response, encode_npy, make_parameters, make_x
 from benchmarks.serve.command import SIZES
-from benchmarks.serve.programs.build import compiled
-from benchmarks.serve.report.results import Results
-from benchmarks.serve.report.table import OURS, table
+from benchmarks.serve.programs.build import compile_program
+from benchmarks.serve.report.results import CsvResults
+from benchmarks.serve.report.table import OURS, format_table
 from benchmarks.serve.servers import launch, scrape
-from benchmarks.serve.servers.launch import Served
+from benchmarks.serve.servers.launch import ServerProcess
 
 COLUMNS = (
     *("size", "nbytes", "server", "round"),
@@ -34,39 +34,45 @@ _NPY = "application/x-npy"
 
 
 def main() -> int:
-    options = command.parser("", "the servers and of the client")
-    command.add_sizes(options)
-    command.add_turns(options, "each server at each size", 1.5)
+    options = command.make_parser("", "the servers and of the client")
+    command.add_size_option(options)
+    command.add_turn_options(options, "each server at each size", 1.5)
     options.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of both HTTP servers")
-    return command.run(options.parse_args(), COLUMNS, measure, table)
+    return command.run_command(options.parse_args(), COLUMNS, measure, format_table)
 
 
-def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
+def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> None:
     """Run everything; a row for each server, size and round."""
     server_cores, client_cores = asked.cores
-    client, echo = ClosedLoop(folder, client_cores), compiled(folder, "echo")
+    client, echo = CompiledClient(folder, client_cores), compile_program(folder, "echo")
     parameters = make_parameters()
     backend = "triton" if asked.device == "cuda" else "torch"
     with contextlib.ExitStack() as stack:
         http = [
-            *stack.enter_context(launch.normserve(server_cores, folder, parameters, backend)),
-            *stack.enter_context(launch.plain(server_cores, folder, parameters, asked.device)),
+            *stack.enter_context(launch.run_normserve(server_cores, folder, parameters, backend)),
+            *stack.enter_context(launch.run_plain(server_cores, folder, parameters, asked.device)),
         ]
         for size in asked.size or SIZES:
             with results.part(size):
                 x = make_x(SIZES[size])
-                body = npy(x)
+                body = encode_npy(x)
                 for server in http:
-                    _require_right(server, x, body, parameters)
-                with launch.echo(server_cores, echo, len(body)) as echoing:
-                    _rounds(results, client, [*http, *echoing], size, body, asked.rounds, asked.seconds)
+                    _check_response(server, x, body, parameters)
+                with launch.run_echo(server_cores, echo, len(body)) as echoing:
+                    _time_rounds(results, client, [*http, *echoing], size, body, asked.rounds, asked.seconds)
 
 
-def _rounds(
-    results: Results, client: ClosedLoop, turns: list[Served], size: str, body: bytes, rounds: int, seconds: float
+def _time_rounds(
+    results: CsvResults,
+    client: CompiledClient,
+    turns: list[ServerProcess],
+    size: str,
+    body: bytes,
+    rounds: int,
+    seconds: float,
 ) -> None:
     ours = next(server for server in turns if server.name == OURS)
-    before = scrape.samples(ours.address)
+    before = scrape.fetch_samples(ours.address)
     first = len(results.rows)
     for number in range(rounds):
         random.Random(number).shuffle(turns)
@@ -84,11 +90,13 @@ def _rounds(
                     "ours_over_this": f"{timed[OURS].per_second / turn.per_second:.3f}",
                 }
             )
-    print(table(results.rows[first:]))
-    print(scrape.stages_said(before, scrape.samples(ours.address)), end="\n\n", flush=True)
+    print(format_table(results.rows[first:]))
+    print(scrape.format_stages(before, scrape.fetch_samples(ours.address)), end="\n\n", flush=True)
 
 
-def _require_right(server: Served, x: np.ndarray, body: bytes, parameters: Mapping[str, np.ndarray]) -> None:
+def _check_response(
+    server: ServerProcess, x: np.ndarray, body: bytes, parameters: Mapping[str, np.ndarray]
+) -> None:
     """Compare one response with torch's."""
     is_port = server.address.isdigit()
     transport = httpx.HTTPTransport(uds=None if is_port else server.address)
@@ -96,7 +104,7 @@ def _require_right(server: Served, x: np.ndarray, body: bytes, parameters: Mappi
     with httpx.Client(base_url=url, transport=transport, timeout=60) as http:
         answer = http.post(server.path, content=body, headers={"content-type": _NPY})
     answer.raise_for_status()
-    require_right(x, parameters, answer.content)
+    check_response(x, parameters, answer.content)
 
 
 if __name__ == "__main__":

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.serve.report import system
-from benchmarks.serve.report.results import Results
+from benchmarks.serve.report.results import CsvResults
 
 SIZES = {"4 KiB": 2**12, "1 MiB": 2**20, "16 MiB": 2**24, "64 MiB": 2**26}
 """Bytes of x for commands with several sizes."""
 
 
-def parser(name: str, cores_of: str) -> argparse.ArgumentParser:
+def make_parser(name: str, cores_of: str) -> argparse.ArgumentParser:
     """The parser of a command, with the options that all commands have.
 
     Args:
@@ -24,14 +24,14 @@ def parser(name: str, cores_of: str) -> argparse.ArgumentParser:
     options.add_argument(
         "--cores",
         nargs=2,
-        type=system.cores,
-        default=(system.cores("0"), system.cores("1")),
+        type=system.parse_cores,
+        default=(system.parse_cores("0"), system.parse_cores("1")),
         help=f"of {cores_of}, as in 0-7 8",
     )
     return options
 
 
-def add_turns(options: argparse.ArgumentParser, whose: str, seconds: float, rounds: int = 7) -> None:
+def add_turn_options(options: argparse.ArgumentParser, whose: str, seconds: float, rounds: int = 7) -> None:
     """Add options for the number and the duration of turns.
 
     Args:
@@ -42,15 +42,15 @@ def add_turns(options: argparse.ArgumentParser, whose: str, seconds: float, roun
     options.add_argument("--seconds", type=float, default=seconds, help="of each turn")
 
 
-def add_sizes(options: argparse.ArgumentParser, sizes: Mapping[str, int] = SIZES) -> None:
+def add_size_option(options: argparse.ArgumentParser, sizes: Mapping[str, int] = SIZES) -> None:
     """Add an option for the sizes of x to measure."""
     options.add_argument("--size", choices=sizes, action="append", default=None, help="of x; all if not given")
 
 
-def run(
+def run_command(
     asked: argparse.Namespace,
     columns: Sequence[str],
-    measure: Callable[[Results, Path, argparse.Namespace], None],
+    measure: Callable[[CsvResults, Path, argparse.Namespace], None],
     table: Callable[[Sequence[Mapping[str, object]]], str] | None = None,
 ) -> int:
     """Measure, with a folder for files of servers and clients; print the table; return the exit code.
@@ -61,7 +61,7 @@ def run(
         measure: adds the rows.
         table: formats all rows; None if `measure` prints the results.
     """
-    results = Results(asked.out, columns)
+    results = CsvResults(asked.out, columns)
     with tempfile.TemporaryDirectory() as folder:
         measure(results, Path(folder), asked)
     if table is not None:

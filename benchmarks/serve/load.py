@@ -14,18 +14,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from normload.adapters.native import Native
-from normload.clients.worker import Load, Setup, Worker
-from normload.load.cases import Case
-from normload.load.scenario import Phase
+from normload.adapters.native import NativeAdapter
+from normload.clients.worker import ClientWorker, LoadCommand, WorkerSetup
+from normload.load.cases import RequestCase
+from normload.load.scenario import LoadPhase
 from normserve.client import DType
 
 from benchmarks.serve import command
-from benchmarks.serve.clients.closed_loop import ClosedLoop, Turn
+from benchmarks.serve.clients.closed_loop import ClosedLoopTimes, CompiledClient
 from benchmarks.serve.clients.posts import COLS, make_parameters
-from benchmarks.serve.report.results import Results, median_of
+from benchmarks.serve.report.results import CsvResults, compute_column_median
 from benchmarks.serve.servers import launch
-from benchmarks.serve.servers.launch import Served
+from benchmarks.serve.servers.launch import ServerProcess
 
 #: Rows and connections.
 CASES = {"1 row": (1, 1), "1 row, 16 connections": (1, 16), "256 rows": (256, 1)}
@@ -37,44 +37,50 @@ _MEDIA_TYPE = "application/x-safetensors"
 
 
 def main() -> int:
-    options = command.parser("load", "the server and of the clients")
+    options = command.make_parser("load", "the server and of the clients")
     options.add_argument("--case", choices=CASES, action="append", help="all if not given")
-    command.add_turns(options, "each client", 1.5)
+    command.add_turn_options(options, "each client", 1.5)
     options.add_argument("--backend", default="torch", help="of the server: torch or triton")
-    return command.run(options.parse_args(), COLUMNS, measure, table)
+    return command.run_command(options.parse_args(), COLUMNS, measure, format_table)
 
 
-def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
+def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> None:
     """Run everything; a row for each transport, case, client and round."""
     server_cores, client_cores = asked.cores
-    with launch.normserve(server_cores, folder, make_parameters(), asked.backend) as served:
-        client = ClosedLoop(folder, client_cores)
+    with launch.run_normserve(server_cores, folder, make_parameters(), asked.backend) as served:
+        client = CompiledClient(folder, client_cores)
         os.sched_setaffinity(0, client_cores)
         for transport, server in zip(("tcp", "unix"), served, strict=True):
             for case in asked.case or CASES:
                 with results.part(f"{transport}, {case}"):
-                    _measure(results, client, server, transport, case, asked.rounds, asked.seconds)
+                    _measure_case(results, client, server, transport, case, asked.rounds, asked.seconds)
 
 
-def _measure(
-    results: Results, client: ClosedLoop, server: Served, transport: str, name: str, rounds: int, seconds: float
+def _measure_case(
+    results: CsvResults,
+    client: CompiledClient,
+    server: ServerProcess,
+    transport: str,
+    name: str,
+    rounds: int,
+    seconds: float,
 ) -> None:
     rows, connections = CASES[name]
-    case = Case("layer_norm", (rows, COLS), DType.FLOAT32, affine=False)
-    exchange = Native().exchange(case, case.tensors())
+    case = RequestCase("layer_norm", (rows, COLS), DType.FLOAT32, affine=False)
+    exchange = NativeAdapter().exchange(case, case.tensors())
     body = b"".join(bytes(part) for part in exchange.parts)
     asked = replace(server, path=exchange.target)
     url = f"http://127.0.0.1:{server.address}" if transport == "tcp" else f"http+unix://{server.address}"
-    worker = Worker(Setup(url, "normserve", None, 60.0, [(case, 1.0)], 0, 0.02, 0, 1))
+    worker = ClientWorker(WorkerSetup(url, "normserve", None, 60.0, [(case, 1.0)], 0, 0.02, 0, 1))
     worker.send_all()
     for number in range(rounds):
-        turns: dict[str, Turn] = {}
+        turns: dict[str, ClosedLoopTimes] = {}
         for which in random.Random(number).sample(("c", "normload"), 2):
             if which == "c":
                 turns[which] = client.turn(asked, _MEDIA_TYPE, body, seconds, connections)
             else:
-                _turn(worker, number, seconds / 5, connections)
-                turns[which] = _turn(worker, number, seconds, connections)
+                _run_turn(worker, number, seconds / 5, connections)
+                turns[which] = _run_turn(worker, number, seconds, connections)
         for which, turn in turns.items():
             results.add(
                 {
@@ -91,7 +97,7 @@ def _measure(
             )
 
 
-class _Nobody:
+class _SilentParent:
     """A parent process that only receives."""
 
     def poll(self) -> bool:
@@ -101,15 +107,17 @@ class _Nobody:
         return None
 
 
-def _turn(worker: Worker, number: int, seconds: float, connections: int) -> Turn:
-    phase = Phase("turn", "closed", seconds, connections=connections)
-    load = Load(number, (phase,), time.perf_counter(), connections, 0.0)
-    done = worker.load(load, cast(Any, _Nobody()))
+def _run_turn(worker: ClientWorker, number: int, seconds: float, connections: int) -> ClosedLoopTimes:
+    phase = LoadPhase("turn", "closed", seconds, connections=connections)
+    load = LoadCommand(number, (phase,), time.perf_counter(), connections, 0.0)
+    done = worker.load(load, cast(Any, _SilentParent()))
     (tally,) = done.tallies
-    return Turn(tally.in_time().ok / seconds, tally.service.percentile(50), tally.service.percentile(99), done.cpu)
+    return ClosedLoopTimes(
+        tally.in_time().ok / seconds, tally.service.percentile(50), tally.service.percentile(99), done.cpu
+    )
 
 
-def table(rows: Sequence[Mapping[str, object]]) -> str:
+def format_table(rows: Sequence[Mapping[str, object]]) -> str:
     """A line for each transport and case: both clients' medians, and the medians of their ratios."""
     lines = ["| | C, 1/s | normload, 1/s | of C's rate | of C's p50 | cores |", "|---|---|---|---|---|---|"]
     for key in dict.fromkeys((str(row["transport"]), str(row["case"])) for row in rows):
@@ -117,9 +125,10 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
             which: [row for row in rows if (row["transport"], row["case"], row["client"]) == (*key, which)]
             for which in ("c", "normload")
         }
-        cells = [f"{median_of(of[which], 'per_second'):.0f}" for which in of]
+        cells = [f"{compute_column_median(of[which], 'per_second'):.0f}" for which in of]
         cells += [
-            f"{median_of(of['normload'], each):.2f}" for each in ("rate_over_c", "p50_over_c", "client_cores")
+            f"{compute_column_median(of['normload'], each):.2f}"
+            for each in ("rate_over_c", "p50_over_c", "client_cores")
         ]
         lines.append(f"| {', '.join(key)} | {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -23,7 +23,7 @@ from statistics import median
 
 from benchmarks.serve import command
 from benchmarks.serve.clients.posts import COLS, make_parameters
-from benchmarks.serve.report.results import Results
+from benchmarks.serve.report.results import CsvResults
 from benchmarks.serve.servers import launch
 
 CASES = {
@@ -59,14 +59,14 @@ _QUOTA = str(2**32)
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class CallCost:
     """Seconds of a call: its median time, and its mean CPU time in client and servers."""
 
     time_s: float
     cpu_s: float
 
 
-class Version:
+class VersionUnderTest:
     """One version's servers and its client process."""
 
     def __init__(self, client: subprocess.Popen[str], servers: list[int], device: str | None) -> None:
@@ -74,11 +74,11 @@ class Version:
         self._servers = servers
         self._device = device
 
-    def run(self, case: str, seconds: float) -> Turn:
+    def run(self, case: str, seconds: float) -> CallCost:
         """Let the client make calls for so many seconds."""
         assert self._client.stdin is not None
         assert self._client.stdout is not None
-        before = sum(map(session_cpu_s, self._servers))
+        before = sum(map(read_session_cpu_s, self._servers))
         turn = {"case": case, "bytes": CASES[case], "device": self._device, "seconds": seconds}
         self._client.stdin.write(json.dumps(turn) + "\n")
         self._client.stdin.flush()
@@ -86,11 +86,11 @@ class Version:
         if not line:
             raise RuntimeError(f"the client of {case} ended")
         result = json.loads(line)
-        cpu_s = result["cpu_s"] + sum(map(session_cpu_s, self._servers)) - before
-        return Turn(result["median_s"], cpu_s / result["calls"])
+        cpu_s = result["cpu_s"] + sum(map(read_session_cpu_s, self._servers)) - before
+        return CallCost(result["median_s"], cpu_s / result["calls"])
 
 
-def session_cpu_s(session: int) -> float:
+def read_session_cpu_s(session: int) -> float:
     """The CPU seconds of all threads that run now in the processes of a session."""
     total_ns = 0
     for process in Path("/proc").glob("[0-9]*"):
@@ -105,30 +105,30 @@ def session_cpu_s(session: int) -> float:
 
 
 def main() -> int:
-    options = command.parser("pairs", "the servers and of the clients")
+    options = command.make_parser("pairs", "the servers and of the clients")
     options.add_argument("--before", type=Path, required=True, help="a checkout of the older version")
     options.add_argument("--case", choices=CASES, action="append", help="all if not given")
     options.add_argument("--pairs", type=int, default=30)
     options.add_argument("--seconds", type=float, default=0.2, help="of each turn")
     options.add_argument("--backend", default="torch", help="of both; with triton, device memory over unix")
-    return command.run(options.parse_args(), COLUMNS, measure)
+    return command.run_command(options.parse_args(), COLUMNS, measure)
 
 
-def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
+def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> None:
     """Run everything; a row for each case and pair."""
     with contextlib.ExitStack() as stack:
         versions = {}
         for name, checkout in (("before", asked.before), ("after", Path())):
             own = folder / name
             own.mkdir()
-            versions[name] = stack.enter_context(_started(checkout, own, asked))
+            versions[name] = stack.enter_context(_start_version(checkout, own, asked))
         for case in asked.case or CASES:
             with results.part(case):
-                _measure(results, versions, case, asked)
+                _measure_case(results, versions, case, asked)
 
 
 @contextlib.contextmanager
-def _started(checkout: Path, folder: Path, asked: argparse.Namespace) -> Iterator[Version]:
+def _start_version(checkout: Path, folder: Path, asked: argparse.Namespace) -> Iterator[VersionUnderTest]:
     server_cores, client_cores = asked.cores
     environment = {"PYTHONPATH": ":".join(str((checkout / root).resolve()) for root in _SOURCES)}
     shared = folder / "local.sock"
@@ -139,18 +139,22 @@ def _started(checkout: Path, folder: Path, asked: argparse.Namespace) -> Iterato
         for name, options in (("http", local), ("frontends", ("--frontends", "1"))):
             own = folder / name
             own.mkdir()
-            started = launch.normserve(
+            started = launch.run_normserve(
                 server_cores, own, parameters, asked.backend, options, environment=environment
             )
             served[name], _ = stack.enter_context(started)
         urls = {name: f"http://127.0.0.1:{each.address}" for name, each in served.items()}
         command_line = [sys.executable, str(_TURNS), json.dumps(urls | {"unix": f"unix://{shared}"}), str(COLS)]
-        client = stack.enter_context(launch.process(command_line, client_cores, environment, stdin=subprocess.PIPE))
+        client = stack.enter_context(
+            launch.run_process(command_line, client_cores, environment, stdin=subprocess.PIPE)
+        )
         device = "cuda" if asked.backend == "triton" else None
-        yield Version(client, [each.pid for each in served.values()], device)
+        yield VersionUnderTest(client, [each.pid for each in served.values()], device)
 
 
-def _measure(results: Results, versions: dict[str, Version], case: str, asked: argparse.Namespace) -> None:
+def _measure_case(
+    results: CsvResults, versions: dict[str, VersionUnderTest], case: str, asked: argparse.Namespace
+) -> None:
     for version in versions.values():
         version.run(case, _WARM_S)
     speeds, cpu_speeds = [], []
@@ -172,15 +176,15 @@ def _measure(results: Results, versions: dict[str, Version], case: str, asked: a
                 "cpu_speed": f"{cpu_speeds[-1]:.4f}",
             }
         )
-    print(f"{case}: {_summary(speeds)}; of CPU time {_summary(cpu_speeds)}", flush=True)
+    print(f"{case}: {_format_summary(speeds)}; of CPU time {_format_summary(cpu_speeds)}", flush=True)
 
 
-def _summary(ratios: list[float]) -> str:
-    low, high = interval(ratios)
+def _format_summary(ratios: list[float]) -> str:
+    low, high = compute_median_interval(ratios)
     return f"speed {median(ratios):.3f} of before, {low:.3f} to {high:.3f}"
 
 
-def interval(values: list[float]) -> tuple[float, float]:
+def compute_median_interval(values: list[float]) -> tuple[float, float]:
     """The sorted values between which the median of the distribution is with a confidence of at least 95 %.
 
     With too few values, the widest pair.

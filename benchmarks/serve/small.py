@@ -23,10 +23,10 @@ from normserve.memory.host_tensors import DType, HostTensor
 
 from benchmarks.serve import command
 from benchmarks.serve.clients import posts
-from benchmarks.serve.clients.closed_loop import ClosedLoop, Turn
-from benchmarks.serve.report.results import Results
+from benchmarks.serve.clients.closed_loop import ClosedLoopTimes, CompiledClient
+from benchmarks.serve.report.results import CsvResults
 from benchmarks.serve.servers import launch, scrape
-from benchmarks.serve.servers.launch import Served
+from benchmarks.serve.servers.launch import ServerProcess
 
 COLS = 4096
 COLUMNS = (
@@ -39,85 +39,85 @@ _TOLERANCE = 2e-2
 
 
 def main() -> int:
-    options = command.parser("small", "the servers and of the client")
+    options = command.make_parser("small", "the servers and of the client")
     options.add_argument("--backend", default="torch", help="of the servers with a device: torch or triton")
     options.add_argument("--connections", type=int, nargs="+", default=(1, 64))
-    command.add_turns(options, "each server", 1.5)
-    return command.run(options.parse_args(), COLUMNS, measure)
+    command.add_turn_options(options, "each server", 1.5)
+    return command.run_command(options.parse_args(), COLUMNS, measure)
 
 
-def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
+def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> None:
     """Run everything; a row for each number of connections, server and round."""
     server_cores, client_cores = asked.cores
     with contextlib.ExitStack() as stack:
-        client = ClosedLoop(folder, client_cores)
-        served = _servers(stack, folder, server_cores, asked.backend)
-        body = request_body()
+        client = CompiledClient(folder, client_cores)
+        served = _start_servers(stack, folder, server_cores, asked.backend)
+        body = make_request_body()
         for connections in asked.connections:
             with results.part(f"{connections} connections"):
-                _measure(results, client, served, body, connections, asked.rounds, asked.seconds)
+                _measure_connections(results, client, served, body, connections, asked.rounds, asked.seconds)
 
 
-def request_body() -> bytes:
+def make_request_body() -> bytes:
     """One row, as safetensors."""
     x = torch.randn(1, COLS, generator=torch.Generator().manual_seed(0)).bfloat16()
     data = x.view(torch.uint8).flatten().numpy().data
     return b"".join(safetensors.encode({"x": HostTensor(DType.BFLOAT16, (1, COLS), data)}))
 
 
-def require_right(body: bytes, parameters: Mapping[str, np.ndarray], answer: bytes) -> None:
+def check_response(body: bytes, parameters: Mapping[str, np.ndarray], answer: bytes) -> None:
     """Raises: AssertionError: the response is not LayerNorm of the request's row."""
-    x, y = (_row(payload, name) for payload, name in ((body, "x"), (answer, "y")))
-    right = posts.expected(x.float().numpy(), parameters)
+    x, y = (_decode_row(payload, name) for payload, name in ((body, "x"), (answer, "y")))
+    right = posts.compute_expected(x.float().numpy(), parameters)
     torch.testing.assert_close(y.double(), right, rtol=_TOLERANCE, atol=_TOLERANCE)
 
 
-def _row(payload: bytes, name: str) -> torch.Tensor:
+def _decode_row(payload: bytes, name: str) -> torch.Tensor:
     tensor = safetensors.decode(memoryview(payload))[name]
     return torch.frombuffer(bytearray(tensor.data), dtype=torch.bfloat16).view(tensor.shape)
 
 
-def _servers(stack: contextlib.ExitStack, folder: Path, cores: set[int], backend: str) -> list[Served]:
-    parameters, body = posts.make_parameters(COLS), request_body()
+def _start_servers(stack: contextlib.ExitStack, folder: Path, cores: set[int], backend: str) -> list[ServerProcess]:
+    parameters, body = posts.make_parameters(COLS), make_request_body()
     served = []
     for name, options in (("normserve", ()), ("unbatched", ("--max-batch-requests", "1"))):
         own = folder / name
         own.mkdir()
-        over_tcp, _ = stack.enter_context(launch.normserve(cores, own, parameters, backend, options))
+        over_tcp, _ = stack.enter_context(launch.run_normserve(cores, own, parameters, backend, options))
         served.append(replace(over_tcp, name=name))
         url = f"http://127.0.0.1:{over_tcp.address}{over_tcp.path}"
         answer = httpx.post(url, content=body, headers={"content-type": _SAFETENSORS}, timeout=300)
-        require_right(body, parameters, answer.raise_for_status().content)
-    return [*served, stack.enter_context(launch.deviceless(cores, parameters))]
+        check_response(body, parameters, answer.raise_for_status().content)
+    return [*served, stack.enter_context(launch.run_deviceless(cores, parameters))]
 
 
-def _measure(
-    results: Results,
-    client: ClosedLoop,
-    served: list[Served],
+def _measure_connections(
+    results: CsvResults,
+    client: CompiledClient,
+    served: list[ServerProcess],
     body: bytes,
     connections: int,
     rounds: int,
     seconds: float,
 ) -> None:
-    began = {server.name: scrape.samples(server.address) for server in served}
+    began = {server.name: scrape.fetch_samples(server.address) for server in served}
     first = len(results.rows)
     for number in range(rounds):
         turns, launches = {}, {}
         for server in random.Random(number).sample(served, len(served)):
-            before = scrape.samples(server.address)
+            before = scrape.fetch_samples(server.address)
             turns[server.name] = client.turn(server, _SAFETENSORS, body, seconds, connections)
-            launches[server.name] = scrape.requests_a_launch(before, scrape.samples(server.address))
+            launches[server.name] = scrape.compute_requests_per_launch(before, scrape.fetch_samples(server.address))
         for name in turns:
             of_round = {"connections": connections, "server": name, "round": number}
-            results.add(of_round | _figures(name, turns) | {"requests_a_launch": f"{launches[name]:.2f}"})
+            results.add(of_round | _make_figures(name, turns) | {"requests_a_launch": f"{launches[name]:.2f}"})
     for server in served:
         rows = [row for row in results.rows[first:] if row["server"] == server.name]
-        print(f"{connections} connections, {server.name}: {_said(rows)}")
-        print("  " + scrape.stages_said(began[server.name], scrape.samples(server.address)), flush=True)
+        print(f"{connections} connections, {server.name}: {_format_medians(rows)}")
+        print("  " + scrape.format_stages(began[server.name], scrape.fetch_samples(server.address)), flush=True)
 
 
-def _figures(name: str, turns: Mapping[str, Turn]) -> dict[str, object]:
+def _make_figures(name: str, turns: Mapping[str, ClosedLoopTimes]) -> dict[str, object]:
     own, unbatched, deviceless = turns[name], turns["unbatched"], turns["deviceless"]
     return {
         "per_second": f"{own.per_second:.1f}",
@@ -129,7 +129,7 @@ def _figures(name: str, turns: Mapping[str, Turn]) -> dict[str, object]:
     }
 
 
-def _said(rows: list[Mapping[str, object]]) -> str:
+def _format_medians(rows: list[Mapping[str, object]]) -> str:
     """The medians of the rounds."""
     measures = [column for column in COLUMNS if column not in ("connections", "server", "round")]
     return ", ".join(f"{column} {median(float(str(row[column])) for row in rows):.4g}" for column in measures)

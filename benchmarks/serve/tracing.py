@@ -20,11 +20,11 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.serve import command
-from benchmarks.serve.clients.closed_loop import ClosedLoop
-from benchmarks.serve.clients.posts import make_parameters, make_x, npy
-from benchmarks.serve.report.results import Results
+from benchmarks.serve.clients.closed_loop import CompiledClient
+from benchmarks.serve.clients.posts import encode_npy, make_parameters, make_x
+from benchmarks.serve.report.results import CsvResults
 from benchmarks.serve.servers import launch
-from benchmarks.serve.servers.launch import Served
+from benchmarks.serve.servers.launch import ServerProcess
 
 COLUMNS = ("connections", "traced", "round", "per_second", "p50_ms", "p99_ms", "rate_over_untraced")
 #: Kinds of servers and their trace ratio; None: no traces.
@@ -35,38 +35,38 @@ _X_BYTES = 4096
 
 
 def main() -> int:
-    options = command.parser("tracing", "the servers and of the client")
-    command.add_turns(options, "each server with each number of connections", 1.5, rounds=11)
+    options = command.make_parser("tracing", "the servers and of the client")
+    command.add_turn_options(options, "each server with each number of connections", 1.5, rounds=11)
     options.add_argument("--backend", default="torch", help="of the servers: torch or triton")
-    return command.run(options.parse_args(), COLUMNS, measure, table)
+    return command.run_command(options.parse_args(), COLUMNS, measure, format_table)
 
 
-def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
+def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> None:
     """Run everything; a row for each server, number of connections and round."""
     server_cores, client_cores = asked.cores
-    parameters, body = make_parameters(), npy(make_x(_X_BYTES))
+    parameters, body = make_parameters(), encode_npy(make_x(_X_BYTES))
     with contextlib.ExitStack() as stack:
-        served: dict[str, list[Served]] = {}
-        endpoint = stack.enter_context(_collector())
+        served: dict[str, list[ServerProcess]] = {}
+        endpoint = stack.enter_context(_run_collector())
         for number, (traced, ratio) in itertools.product(range(_SERVERS_OF_A_KIND), TRACED.items()):
             own = folder / f"{traced} {number}"
             own.mkdir()
             options = () if ratio is None else ("--trace-endpoint", endpoint, "--trace-ratio", ratio)
-            running = launch.normserve(server_cores, own, parameters, asked.backend, options)
+            running = launch.run_normserve(server_cores, own, parameters, asked.backend, options)
             served.setdefault(traced, []).append(stack.enter_context(running)[0])
         os.sched_setaffinity(0, client_cores)
-        client = ClosedLoop(folder, client_cores)
+        client = CompiledClient(folder, client_cores)
         for connections in _CONNECTIONS:
             with results.part(f"{connections} connections"):
                 for number in range(asked.rounds):
                     turn = {traced: servers[number % len(servers)] for traced, servers in served.items()}
-                    _round(results, client, turn, body, connections, number, asked.seconds)
+                    _time_round(results, client, turn, body, connections, number, asked.seconds)
 
 
-def _round(
-    results: Results,
-    client: ClosedLoop,
-    served: Mapping[str, Served],
+def _time_round(
+    results: CsvResults,
+    client: CompiledClient,
+    served: Mapping[str, ServerProcess],
     body: bytes,
     connections: int,
     number: int,
@@ -89,7 +89,7 @@ def _round(
         )
 
 
-class _Sink(BaseHTTPRequestHandler):
+class _DroppingHandler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["content-length"]))
         self.send_response(200)
@@ -101,9 +101,9 @@ class _Sink(BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def _collector() -> Iterator[str]:
+def _run_collector() -> Iterator[str]:
     """A collector that accepts spans and drops them; its URL."""
-    http = ThreadingHTTPServer(("127.0.0.1", 0), _Sink)
+    http = ThreadingHTTPServer(("127.0.0.1", 0), _DroppingHandler)
     thread = threading.Thread(target=http.serve_forever)
     thread.start()
     try:
@@ -114,7 +114,7 @@ def _collector() -> Iterator[str]:
         http.server_close()
 
 
-def table(rows: Sequence[Mapping[str, object]]) -> str:
+def format_table(rows: Sequence[Mapping[str, object]]) -> str:
     """A line for each number of connections and kind of server: medians of the rounds."""
     lines = [
         "| connections | traced | answers a second | p50, ms | rate over none traced |",

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from benchmarks.workload.variants import VARIANTS, Variant
+from benchmarks.workload.variants import VARIANTS, VariantOptions
 
 X_BYTES = 256 << 20
 """Bytes of x in a sweep over row lengths; cells with a given number of rows do not belong to such a sweep."""
@@ -11,7 +11,7 @@ ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class KernelCell:
     """One row of the benchmark for each provider.
 
     Attributes:
@@ -34,7 +34,7 @@ class Cell:
     layout: str
 
     @property
-    def spec(self) -> Variant:
+    def spec(self) -> VariantOptions:
         """The variant with this name."""
         return VARIANTS[self.variant]
 
@@ -58,6 +58,6 @@ class Cell:
         return f"{self.op} {self.pass_} {self.variant} {self.shape_name} {self.dtype} {self.layout}"
 
 
-def sweep_rows(cols: int, dtype: str) -> int:
+def compute_sweep_rows(cols: int, dtype: str) -> int:
     """Rows of an x of `X_BYTES`; or its tokens, if a token has `cols` elements in total."""
     return max(1, X_BYTES // ITEMSIZE[dtype] // cols)

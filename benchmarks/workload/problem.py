@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.workload.cells import Cell
+from benchmarks.workload.cells import KernelCell
 
 EPS = 1e-5
 SEED = 1
@@ -14,7 +14,7 @@ SEED = 1
 Results = tuple[Tensor, ...]
 
 
-class Tensors:
+class TensorCache:
     """Random tensors by role, kept until x's shape, dtype or layout changes: neighbouring cells share them."""
 
     def __init__(self, device: str = "cuda") -> None:
@@ -22,7 +22,7 @@ class Tensors:
         self._key: object = None
         self._kept: dict[object, Tensor] = {}
 
-    def of(self, role: str, cell: Cell) -> Tensor:
+    def of(self, role: str, cell: KernelCell) -> Tensor:
         """x, dy or residual in x's layout; weight or bias in the parameters' shape; scale or shift [N, C]."""
         key = (cell.shape, cell.dtype, cell.layout)
         if key != self._key:
@@ -47,11 +47,11 @@ class Tensors:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class BenchmarkProblem:
     """One cell with its tensors; absent ones are None."""
 
-    cell: Cell
-    tensors: Tensors
+    cell: KernelCell
+    tensors: TensorCache
 
     @property
     def x(self) -> Tensor:
@@ -86,7 +86,7 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ProviderRun:
     """A provider's implementation of a problem.
 
     Attributes:
@@ -102,6 +102,6 @@ class Run:
     before: Callable[[], object] | None = None
 
 
-def present(tensors: tuple[Tensor | None, ...]) -> Results:
+def drop_none(tensors: tuple[Tensor | None, ...]) -> Results:
     """The tensors that are not None."""
     return tuple(tensor for tensor in tensors if tensor is not None)

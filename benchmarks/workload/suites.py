@@ -15,7 +15,7 @@ else that is fused, `group_odd` groups that suit neither vectors nor blocks.  `g
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, groupby, product
 
-from benchmarks.workload.cells import Cell, sweep_rows
+from benchmarks.workload.cells import KernelCell, compute_sweep_rows
 
 DTYPES = ("bfloat16", "float16", "float32")
 ROW_OPS = ("layer_norm", "rms_norm")
@@ -73,107 +73,109 @@ ODD_GROUPS = (
 """InstanceNorm, one group, groups of 3 channels, of 10 and 30 with prime sizes, audio, and a volume."""
 
 
-def sweep(
+def iterate_sweep(
     lengths: Iterable[int],
     dtypes: Iterable[str] = DTYPES,
     ops: Iterable[str] = ROW_OPS,
     passes: Iterable[str] = PASSES,
     variants: Iterable[str] = ("plain",),
-) -> Iterator[Cell]:
+) -> Iterator[KernelCell]:
     """Rows of every length, x of 256 MiB."""
     for dtype, cols, op, variant, pass_ in product(dtypes, lengths, ops, variants, passes):
-        yield Cell(op, pass_, variant, (sweep_rows(cols, dtype), cols), 0, dtype, "rows")
+        yield KernelCell(op, pass_, variant, (compute_sweep_rows(cols, dtype), cols), 0, dtype, "rows")
 
 
-def shapes(
+def iterate_shapes(
     of: Iterable[tuple[int, int]],
     dtypes: Iterable[str],
     ops: Iterable[str] = ROW_OPS,
     passes: Iterable[str] = PASSES,
-) -> Iterator[Cell]:
+) -> Iterator[KernelCell]:
     """Cells of the given (rows, cols)."""
     for dtype, shape, op, pass_ in product(dtypes, of, ops, passes):
-        yield Cell(op, pass_, "plain", shape, 0, dtype, "rows")
+        yield KernelCell(op, pass_, "plain", shape, 0, dtype, "rows")
 
 
-def heads(of: Iterable[tuple[int, int]], dtypes: Iterable[str]) -> Iterator[Cell]:
+def iterate_heads(of: Iterable[tuple[int, int]], dtypes: Iterable[str]) -> Iterator[KernelCell]:
     """Tokens of (heads, cols) with parameters for each head, x of 256 MiB."""
     for dtype, (count, cols), op, pass_ in product(dtypes, of, ROW_OPS, PASSES):
-        shape = (sweep_rows(count * cols, dtype), count, cols)
-        yield Cell(op, pass_, "per_head", shape, 0, dtype, "heads")
+        shape = (compute_sweep_rows(count * cols, dtype), count, cols)
+        yield KernelCell(op, pass_, "per_head", shape, 0, dtype, "heads")
 
 
-def groups(
+def iterate_groups(
     of: Iterable[tuple[tuple[int, ...], int]], dtypes: Iterable[str], variants: Iterable[str] = ("silu",)
-) -> Iterator[Cell]:
+) -> Iterator[KernelCell]:
     """Shapes and numbers of groups, both passes, both layouts."""
     for dtype, (shape, count), layout, variant, pass_ in product(dtypes, of, ("nchw", "nhwc"), variants, PASSES):
-        yield Cell("group_norm", pass_, variant, shape, count, dtype, layout)
+        yield KernelCell("group_norm", pass_, variant, shape, count, dtype, layout)
 
 
-def _in_32(shapes: Iterable[tuple[int, ...]]) -> list[tuple[tuple[int, ...], int]]:
+def _pair_with_32_groups(shapes: Iterable[tuple[int, ...]]) -> list[tuple[tuple[int, ...], int]]:
     return [(shape, 32) for shape in shapes]
 
 
-def _dropout() -> Iterator[Cell]:
+def _iterate_dropout() -> Iterator[KernelCell]:
     dtypes = ("bfloat16", "float32")
-    yield from sweep(FEW_ROW_LENGTHS, dtypes, variants=("dropout",))
-    yield from sweep(FEW_ROW_LENGTHS, dtypes, passes=("forward",), variants=("residual_dropout",))
+    yield from iterate_sweep(FEW_ROW_LENGTHS, dtypes, variants=("dropout",))
+    yield from iterate_sweep(FEW_ROW_LENGTHS, dtypes, passes=("forward",), variants=("residual_dropout",))
 
 
-def _features() -> Iterator[Cell]:
-    yield from sweep(FEW_ROW_LENGTHS, ("bfloat16",), variants=("residual_float32",))
-    yield from sweep(FEW_ROW_LENGTHS, ("bfloat16",), passes=("forward",), variants=("float8",))
+def _iterate_features() -> Iterator[KernelCell]:
+    yield from iterate_sweep(FEW_ROW_LENGTHS, ("bfloat16",), variants=("residual_float32",))
+    yield from iterate_sweep(FEW_ROW_LENGTHS, ("bfloat16",), passes=("forward",), variants=("float8",))
     chains = ("bfloat16", "float32")
-    yield from sweep(FEW_ROW_LENGTHS, chains, ops=("layer_norm",), passes=("forward",), variants=("chain",))
-    yield from heads(HEADS, ("bfloat16",))
+    yield from iterate_sweep(FEW_ROW_LENGTHS, chains, ops=("layer_norm",), passes=("forward",), variants=("chain",))
+    yield from iterate_heads(HEADS, ("bfloat16",))
 
 
-def _tutorial() -> Iterator[Cell]:
+def _iterate_tutorial() -> Iterator[KernelCell]:
     """The series of Triton's LayerNorm tutorial, and another shape that others publish."""
-    yield from shapes(TUTORIAL_SHAPES, ("float16",), ops=("layer_norm",))
-    yield from shapes([(2048, 8192)], ("float32",), ops=("layer_norm",))
+    yield from iterate_shapes(TUTORIAL_SHAPES, ("float16",), ops=("layer_norm",))
+    yield from iterate_shapes([(2048, 8192)], ("float32",), ops=("layer_norm",))
 
 
-def _first() -> Iterator[Cell]:
-    yield from sweep((1024, 4096, 8192, 16384, 32768, 131072), ("bfloat16", "float32"), ("layer_norm",))
-    yield from groups(_in_32(GROUP_SHAPES[:1] + GROUP_SHAPES[3:6] + GROUP_SHAPES[8:10]), ("bfloat16",))
+def _iterate_first() -> Iterator[KernelCell]:
+    yield from iterate_sweep((1024, 4096, 8192, 16384, 32768, 131072), ("bfloat16", "float32"), ("layer_norm",))
+    yield from iterate_groups(
+        _pair_with_32_groups(GROUP_SHAPES[:1] + GROUP_SHAPES[3:6] + GROUP_SHAPES[8:10]), ("bfloat16",)
+    )
 
 
-def _group_variants() -> Iterator[Cell]:
+def _iterate_group_variants() -> Iterator[KernelCell]:
     few = GROUP_SHAPES[:1] + GROUP_SHAPES[3:6] + GROUP_SHAPES[7:9]
-    yield from groups(_in_32(few), ("bfloat16",), ("plain", "residual", "scale_shift_silu"))
+    yield from iterate_groups(_pair_with_32_groups(few), ("bfloat16",), ("plain", "residual", "scale_shift_silu"))
 
 
-def _group_odd() -> Iterator[Cell]:
-    yield from groups(ODD_GROUPS, ("bfloat16",))
-    yield from groups(ODD_GROUPS[:3], ("bfloat16",), ("no_affine",))
+def _iterate_group_odd() -> Iterator[KernelCell]:
+    yield from iterate_groups(ODD_GROUPS, ("bfloat16",))
+    yield from iterate_groups(ODD_GROUPS[:3], ("bfloat16",), ("no_affine",))
 
 
-_ROW_SUITES: dict[str, Callable[[], Iterable[Cell]]] = {
-    "plain": lambda: sweep(ROW_LENGTHS + LONG_ROW_LENGTHS),
-    "residual": lambda: sweep(ROW_LENGTHS + LONG_ROW_LENGTHS, passes=("forward",), variants=("residual",)),
-    "activation": lambda: sweep(
+_ROW_SUITES: dict[str, Callable[[], Iterable[KernelCell]]] = {
+    "plain": lambda: iterate_sweep(ROW_LENGTHS + LONG_ROW_LENGTHS),
+    "residual": lambda: iterate_sweep(ROW_LENGTHS + LONG_ROW_LENGTHS, passes=("forward",), variants=("residual",)),
+    "activation": lambda: iterate_sweep(
         ROW_LENGTHS, ops=("layer_norm",), passes=("forward",), variants=("relu", "silu", "gelu_tanh")
     ),
-    "dropout": _dropout,
-    "odd": lambda: sweep(ODD_ROW_LENGTHS),
-    "features": _features,
-    "few_rows": lambda: shapes(FEW_ROWS, DTYPES, passes=("forward",)),
-    "small": lambda: shapes(SMALL_SHAPES, ("bfloat16",), passes=("forward",)),
-    "tutorial": _tutorial,
-    "published": lambda: shapes(PUBLISHED_SHAPES, ("bfloat16", "float32"), ops=("layer_norm",)),
+    "dropout": _iterate_dropout,
+    "odd": lambda: iterate_sweep(ODD_ROW_LENGTHS),
+    "features": _iterate_features,
+    "few_rows": lambda: iterate_shapes(FEW_ROWS, DTYPES, passes=("forward",)),
+    "small": lambda: iterate_shapes(SMALL_SHAPES, ("bfloat16",), passes=("forward",)),
+    "tutorial": _iterate_tutorial,
+    "published": lambda: iterate_shapes(PUBLISHED_SHAPES, ("bfloat16", "float32"), ops=("layer_norm",)),
 }
 
-_GROUP_SUITES: dict[str, Callable[[], Iterable[Cell]]] = {
-    "group_images": lambda: groups(_in_32(GROUP_SHAPES), ("bfloat16", "float16")),
-    "group_float32": lambda: groups(_in_32(GROUP_SHAPES), ("float32",)),
-    "group_variants": _group_variants,
-    "group_odd": _group_odd,
+_GROUP_SUITES: dict[str, Callable[[], Iterable[KernelCell]]] = {
+    "group_images": lambda: iterate_groups(_pair_with_32_groups(GROUP_SHAPES), ("bfloat16", "float16")),
+    "group_float32": lambda: iterate_groups(_pair_with_32_groups(GROUP_SHAPES), ("float32",)),
+    "group_variants": _iterate_group_variants,
+    "group_odd": _iterate_group_odd,
 }
 
-SUITES: dict[str, Callable[[], Iterable[Cell]]] = {
-    "first": _first,
+SUITES: dict[str, Callable[[], Iterable[KernelCell]]] = {
+    "first": _iterate_first,
     **_ROW_SUITES,
     "layer_norm": lambda: chain.from_iterable(suite() for suite in _ROW_SUITES.values()),
     **_GROUP_SUITES,
@@ -181,22 +183,22 @@ SUITES: dict[str, Callable[[], Iterable[Cell]]] = {
 }
 
 
-def cells_of(suites: Iterable[str]) -> list[Cell]:
+def list_cells(suites: Iterable[str]) -> list[KernelCell]:
     """The cells of several suites, each once; those with the same tensors are neighbours."""
     cells = list(dict.fromkeys(cell for suite in suites for cell in SUITES[suite]()))
     order: dict[object, int] = {}
     for cell in cells:
-        order.setdefault(_tensors_of(cell), len(order))
-    return sorted(cells, key=lambda cell: order[_tensors_of(cell)])
+        order.setdefault(_get_tensor_key(cell), len(order))
+    return sorted(cells, key=lambda cell: order[_get_tensor_key(cell)])
 
 
-def shard(cells: Iterable[Cell], index: int, count: int) -> list[Cell]:
+def select_shard(cells: Iterable[KernelCell], index: int, count: int) -> list[KernelCell]:
     """Shard `index`, from 1, of `count` about equal ones; neighbours with the same tensors stay together."""
-    shards: list[list[Cell]] = [[] for _ in range(count)]
-    for _, neighbours in groupby(cells, _tensors_of):
+    shards: list[list[KernelCell]] = [[] for _ in range(count)]
+    for _, neighbours in groupby(cells, _get_tensor_key):
         min(shards, key=len).extend(neighbours)
     return shards[index - 1]
 
 
-def _tensors_of(cell: Cell) -> object:
+def _get_tensor_key(cell: KernelCell) -> object:
     return cell.shape, cell.dtype, cell.layout

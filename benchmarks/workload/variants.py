@@ -7,7 +7,7 @@ from fusednorm import ActivationName, traffic
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class VariantOptions:
     """One line of the table.
 
     Attributes:
@@ -37,9 +37,9 @@ class Variant:
         size, y = dtype.itemsize, (self.out_dtype or dtype).itemsize
         residual = (self.stream or dtype).itemsize if self.residual else 0
         if pass_ == "forward":
-            return traffic.forward_bytes(numel, size, y, residual=residual, residual_out=residual)
+            return traffic.compute_forward_bytes(numel, size, y, residual=residual, residual_out=residual)
         dresidual = residual if self.has_dresidual(dtype) else 0
-        return traffic.backward_bytes(numel, size, y, residual=residual, dresidual=dresidual)
+        return traffic.compute_backward_bytes(numel, size, y, residual=residual, dresidual=dresidual)
 
     @property
     def roles_of_samples(self) -> tuple[str, ...]:
@@ -52,18 +52,18 @@ class Variant:
 
 
 VARIANTS = {
-    "plain": Variant(),
-    "residual": Variant(residual=True),
-    "relu": Variant(activation="relu"),
-    "silu": Variant(activation="silu"),
-    "gelu_tanh": Variant(activation="gelu_tanh"),
-    "dropout": Variant(dropout=0.1),
-    "residual_dropout": Variant(residual=True, dropout=0.1),
-    "residual_float32": Variant(residual=True, stream=torch.float32),
-    "float8": Variant(out_dtype=torch.float8_e4m3fn),
-    "per_head": Variant(per_head=True),
-    "chain": Variant(norms=3),
-    "no_affine": Variant(affine=False),
-    "scale_shift_silu": Variant(activation="silu", of_samples=True),
+    "plain": VariantOptions(),
+    "residual": VariantOptions(residual=True),
+    "relu": VariantOptions(activation="relu"),
+    "silu": VariantOptions(activation="silu"),
+    "gelu_tanh": VariantOptions(activation="gelu_tanh"),
+    "dropout": VariantOptions(dropout=0.1),
+    "residual_dropout": VariantOptions(residual=True, dropout=0.1),
+    "residual_float32": VariantOptions(residual=True, stream=torch.float32),
+    "float8": VariantOptions(out_dtype=torch.float8_e4m3fn),
+    "per_head": VariantOptions(per_head=True),
+    "chain": VariantOptions(norms=3),
+    "no_affine": VariantOptions(affine=False),
+    "scale_shift_silu": VariantOptions(activation="silu", of_samples=True),
 }
 """Variants by their name in cells and in the CSV."""

@@ -63,7 +63,7 @@ else:
         warmup_group_norm,
     )
 
-operators.register()
+operators.register_operators()
 
 
 def __getattr__(name: str) -> str:

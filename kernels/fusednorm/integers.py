@@ -13,6 +13,6 @@ def next_power_of_2(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
-def vector_width(most: int, *sizes: int) -> int:
+def compute_vector_width(most: int, *sizes: int) -> int:
     """The largest power of two up to `most`, itself one, that divides every size: elements of one vector access."""
     return gcd(most, *sizes)

@@ -9,7 +9,7 @@ really moves.
 """
 
 
-def forward_bytes(numel: int, x: int, y: int, *, residual: int = 0, residual_out: int = 0) -> int:
+def compute_forward_bytes(numel: int, x: int, y: int, *, residual: int = 0, residual_out: int = 0) -> int:
     """Fewest bytes of a forward pass.
 
     Args:
@@ -19,7 +19,7 @@ def forward_bytes(numel: int, x: int, y: int, *, residual: int = 0, residual_out
     return numel * (x + y + residual + residual_out)
 
 
-def backward_bytes(
+def compute_backward_bytes(
     numel: int,
     x: int,
     dy: int,

@@ -12,29 +12,29 @@ from typing import Any
 from normserve import __version__
 from normserve.client import DEFAULT_URL, ClientError
 from normserve.client.deadlines import check_timeout
-from normserve.client.http.address import Address
+from normserve.client.http.address import ServerAddress
 
 from normload.adapters.registry import ADAPTERS
-from normload.clients.fleet import HarnessError
+from normload.clients.fleet import ClientProcessError
 from normload.load import scenario
-from normload.measurements.result import Result, read_result
-from normload.measurements.slo import Objective, parse_objective
+from normload.measurements.result import RunResult, read_result
+from normload.measurements.slo import LoadObjective, parse_objective
 from normload.report import changes, compare, markdown, page, spreadsheet, terminal
-from normload.run import SAMPLE, Target, run
+from normload.run import SAMPLE, TargetServer, run_scenario
 
 WRONG_ANSWERS, NO_ANSWERS, MISSED, INTERRUPTED = 1, 2, 3, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command, and return the exit code."""
-    parser = _parser()
+    parser = _make_parser()
     options = parser.parse_args(arguments)
     try:
         code: int = options.command(options)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    except (ClientError, HarnessError) as error:
+    except (ClientError, ClientProcessError) as error:
         print(f"normload: {error}", file=sys.stderr)
         return NO_ANSWERS
     except (ValueError, OSError) as error:
@@ -42,18 +42,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _run(options: argparse.Namespace) -> int:
-    chosen = scenario.load(options.scenario)
+def _run_scenario(options: argparse.Namespace) -> int:
+    chosen = scenario.load_scenario(options.scenario)
     if options.duration is not None:
         chosen = chosen.lasting(options.duration)
-    target = Target(options.url, options.adapter, options.api_key, options.timeout)
+    target = TargetServer(options.url, options.adapter, options.api_key, options.timeout)
     files = (options.json, options.html, options.csv, options.markdown)
     for file in files:
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
-    console = terminal.console()
-    with terminal.progress(console, _stop_at_interrupt) as watcher:
-        result = run(
+    console = terminal.make_console()
+    with terminal.show_progress(console, _stop_at_interrupt) as watcher:
+        result = run_scenario(
             chosen,
             target,
             seed=options.seed,
@@ -61,30 +61,30 @@ def _run(options: argparse.Namespace) -> int:
             verify=options.verify,
             watcher=watcher,
         )
-    terminal.show(console, result)
-    outcomes = [judged(objective, result) for objective in options.slo]
-    terminal.show_objectives(console, outcomes)
+    terminal.print_result(console, result)
+    outcomes = [evaluate_objective(objective, result) for objective in options.slo]
+    terminal.print_objectives(console, outcomes)
     if options.json is not None:
         result.write(options.json)
     if options.html is not None:
-        options.html.write_text(page.render(result, outcomes), encoding="utf-8")
+        options.html.write_text(page.render_html(result, outcomes), encoding="utf-8")
     if options.csv is not None:
-        options.csv.write_text(spreadsheet.render(result), encoding="utf-8")
+        options.csv.write_text(spreadsheet.render_csv(result), encoding="utf-8")
     if options.markdown is not None:
-        options.markdown.write_text(markdown.render(result, outcomes), encoding="utf-8")
+        options.markdown.write_text(markdown.render_markdown(result, outcomes), encoding="utf-8")
     if written := [str(file) for file in files if file is not None]:
         console.print(f"Wrote {', '.join(written)}.", markup=False)
     return _exit_code(result, outcomes)
 
 
-def judged(objective: Objective, result: Result) -> tuple[Objective, float, bool]:
+def evaluate_objective(objective: LoadObjective, result: RunResult) -> tuple[LoadObjective, float, bool]:
     """An objective, its value in the run, and whether it passed."""
     whole = result.whole
     value = objective.value(whole.total, whole.rate)
     return objective, value, objective.passes(value)
 
 
-def _exit_code(result: Result, outcomes: Sequence[tuple[Objective, float, bool]]) -> int:
+def _exit_code(result: RunResult, outcomes: Sequence[tuple[LoadObjective, float, bool]]) -> int:
     if result.wrong:
         return WRONG_ANSWERS
     if not result.whole.total.ok:
@@ -95,35 +95,35 @@ def _exit_code(result: Result, outcomes: Sequence[tuple[Objective, float, bool]]
 def _stop_at_interrupt(stop: Callable[[], None]) -> None:
     """The first Ctrl-C ends the run and reports its results so far, a second one ends the program."""
 
-    def interrupted(_number: int, _frame: FrameType | None) -> None:
+    def handle_interrupt(_number: int, _frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         stop()
 
-    signal.signal(signal.SIGINT, interrupted)
+    signal.signal(signal.SIGINT, handle_interrupt)
 
 
-def _compare(options: argparse.Namespace) -> int:
-    before, after = _read(options.before), _read(options.after)
-    found, remarks = compare.compare(before, after), compare.loads_differ(before, after)
-    changes.show(terminal.console(), found, remarks)
+def _compare_runs(options: argparse.Namespace) -> int:
+    before, after = _read_runs(options.before), _read_runs(options.after)
+    found, remarks = compare.compare_runs(before, after), compare.describe_load_differences(before, after)
+    changes.print_changes(terminal.make_console(), found, remarks)
     if options.csv is not None:
-        _write(options.csv, changes.spreadsheet(found))
+        _write_file(options.csv, changes.render_csv(found))
     if options.markdown is not None:
-        title = f"{before[0].scenario}, {_runs(before)} before and {_runs(after)} after"
-        _write(options.markdown, changes.markdown(title, found, remarks))
+        title = f"{before[0].scenario}, {_format_run_count(before)} before and {_format_run_count(after)} after"
+        _write_file(options.markdown, changes.render_markdown(title, found, remarks))
     return MISSED if any(change.is_worse for change in found) else 0
 
 
-def _runs(side: Sequence[Result]) -> str:
+def _format_run_count(side: Sequence[RunResult]) -> str:
     return f"{len(side)} run{'s' * (len(side) > 1)}"
 
 
-def _write(file: Path, text: str) -> None:
+def _write_file(file: Path, text: str) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text, encoding="utf-8")
 
 
-def _read(runs: Path) -> list[Result]:
+def _read_runs(runs: Path) -> list[RunResult]:
     """The run in a file, or those in a folder."""
     if not runs.is_dir():
         return [read_result(runs)]
@@ -133,18 +133,18 @@ def _read(runs: Path) -> list[Result]:
     return [read_result(file) for file in files]
 
 
-def _scenarios(_options: argparse.Namespace) -> int:
-    console = terminal.console()
-    for name, description, duration_s in scenario.describe(scenario.built_in()):
+def _list_scenarios(_options: argparse.Namespace) -> int:
+    console = terminal.make_console()
+    for name, description, duration_s in scenario.list_descriptions(scenario.load_built_in_scenarios()):
         console.print(f"{name:<10} {duration_s:>5.0f} s  {description}", markup=False)
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="normload", description="Load tests for normserve and similar servers.")
     parser.add_argument("--version", action="version", version=f"normload {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_run(commands)
+    _add_run_command(commands)
     comparison = commands.add_parser(
         "compare",
         help="show what changed between runs beyond noise",
@@ -156,13 +156,13 @@ def _parser() -> argparse.ArgumentParser:
     comparison.add_argument("after", type=Path, metavar="AFTER", help="the same")
     comparison.add_argument("--csv", type=Path, metavar="FILE", help="write a line for each metric of each phase")
     comparison.add_argument("--markdown", type=Path, metavar="FILE", help="write a summary to paste")
-    comparison.set_defaults(command=_compare)
+    comparison.set_defaults(command=_compare_runs)
     listing = commands.add_parser("scenarios", help="list the built-in scenarios")
-    listing.set_defaults(command=_scenarios)
+    listing.set_defaults(command=_list_scenarios)
     return parser
 
 
-def _add_run(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_run_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "run",
         help="run a scenario against a server",
@@ -173,21 +173,26 @@ def _add_run(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     )
     add: Callable[..., Any] = parser.add_argument
     add("scenario", nargs="?", default="steady", help="a name, see `normload scenarios`, or a file (%(default)s)")
-    add("--url", type=_url, default=DEFAULT_URL, help="the server (%(default)s)")
+    add("--url", type=_parse_url, default=DEFAULT_URL, help="the server (%(default)s)")
     add("--adapter", choices=list(ADAPTERS), default="normserve", help="its protocol (%(default)s)")
-    add("--duration", type=_amount, metavar="S", help="total duration of all phases, in place of the scenario's")
+    add(
+        "--duration",
+        type=_parse_nonnegative,
+        metavar="S",
+        help="total duration of all phases, in place of the scenario's",
+    )
     add(
         "--seed",
-        type=_seed,
+        type=_parse_seed,
         default=0,
         metavar="N",
         help="seed of requests, their order and their times (%(default)s)",
     )
-    add("--processes", type=_count, metavar="N", help="client processes (half of the cores, 2 to 8)")
+    add("--processes", type=_parse_count, metavar="N", help="client processes (half of the cores, 2 to 8)")
     add("--verify", action="store_true", help=f"check every response, not one in {round(1 / SAMPLE)}")
     add(
         "--slo",
-        type=_objective,
+        type=_parse_objective,
         action="append",
         default=[],
         metavar="BOUND",
@@ -198,23 +203,23 @@ def _add_run(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     add("--csv", type=Path, metavar="FILE", help="write a line for each phase and operation")
     add("--markdown", type=Path, metavar="FILE", help="write a summary to paste")
     add("--api-key", metavar="KEY", help="sent as a bearer token")
-    add("--timeout", type=_timeout, default=60.0, metavar="S", help="of a whole request (%(default)s)")
-    parser.set_defaults(command=_run)
+    add("--timeout", type=_parse_timeout_s, default=60.0, metavar="S", help="of a whole request (%(default)s)")
+    parser.set_defaults(command=_run_scenario)
 
 
-def _seed(text: str) -> int:
+def _parse_seed(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}")
     return int(text)
 
 
-def _count(text: str) -> int:
+def _parse_count(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
     return int(text)
 
 
-def _amount(text: str) -> float:
+def _parse_nonnegative(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
@@ -224,8 +229,8 @@ def _amount(text: str) -> float:
     return value
 
 
-def _timeout(text: str) -> float:
-    value = _amount(text)
+def _parse_timeout_s(text: str) -> float:
+    value = _parse_nonnegative(text)
     try:
         check_timeout(value)
     except ValueError as error:
@@ -233,15 +238,15 @@ def _timeout(text: str) -> float:
     return value
 
 
-def _url(text: str) -> str:
+def _parse_url(text: str) -> str:
     try:
-        Address.of(text)
+        ServerAddress.of(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{error}, got {text!r}") from None
     return text
 
 
-def _objective(text: str) -> Objective:
+def _parse_objective(text: str) -> LoadObjective:
     try:
         return parse_objective(text)
     except ValueError as error:

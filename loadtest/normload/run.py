@@ -10,18 +10,18 @@ from datetime import UTC, datetime
 from typing import Any
 
 from normserve.client import Client, RetryPolicy
-from normserve.client.http.address import Address
+from normserve.client.http.address import ServerAddress
 
 from normload.adapters.registry import ADAPTERS
-from normload.clients.fleet import Fleet
-from normload.clients.pool import require_askable
-from normload.clients.worker import Progress, Setup
-from normload.load.scenario import Phase, Scenario
-from normload.measurements.ceilings import Echo, is_loopback, measure_echo
-from normload.measurements.machine import MachineUse, available_cores, cpu_times
-from normload.measurements.remarks import remarks_on
-from normload.measurements.result import PhaseResult, Result
-from normload.measurements.tally import FAULTS_KEPT, Tally
+from normload.clients.fleet import ClientProcesses
+from normload.clients.pool import check_supported
+from normload.clients.worker import LoadProgress, WorkerSetup
+from normload.load.scenario import LoadPhase, LoadScenario
+from normload.measurements.ceilings import LoopbackEcho, is_loopback, measure_echo
+from normload.measurements.machine import MachineUse, count_available_cores, read_cpu_times
+from normload.measurements.remarks import list_remarks
+from normload.measurements.result import PhaseResult, RunResult
+from normload.measurements.tally import FAULTS_KEPT, PhaseTally
 
 #: The fraction of responses that is checked by default.
 SAMPLE = 0.02
@@ -31,7 +31,7 @@ _MIN_GRACE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class TargetServer:
     """The server.
 
     Attributes:
@@ -59,33 +59,33 @@ class Target:
             return client.info()
 
 
-class Watcher:
+class RunObserver:
     """Receives the progress of a run; this one ignores it."""
 
     def stage(self, name: str, duration_s: float | None) -> None:
         """A stage begins; None if its duration is not known."""
 
-    def progress(self, progress: Progress) -> None:
+    def progress(self, progress: LoadProgress) -> None:
         """Requests have ended."""
 
     def control(self, stop: Callable[[], None]) -> None:
         """Calling `stop` ends the run early, with the result so far."""
 
 
-def default_processes(connections: int) -> int:
+def choose_process_count(connections: int) -> int:
     """Half of the cores that this process may use, at least two, but at most one per connection."""
     return max(1, min(connections, _MAX_PROCESSES, max(2, len(os.sched_getaffinity(0)) // 2)))
 
 
-def run(
-    scenario: Scenario,
-    target: Target,
+def run_scenario(
+    scenario: LoadScenario,
+    target: TargetServer,
     *,
     seed: int,
     processes: int | None = None,
     verify: bool = False,
-    watcher: Watcher | None = None,
-) -> Result:
+    watcher: RunObserver | None = None,
+) -> RunResult:
     """Run a scenario.
 
     Args:
@@ -101,12 +101,12 @@ def run(
         ClientError: the server does not respond at the start.
         HarnessError: a client process failed.
     """
-    watcher = watcher or Watcher()
-    address, cases = Address.of(target.url), scenario.workload.drawn(seed)
-    require_askable(ADAPTERS[target.adapter](), [case for case, _ in cases], address)
+    watcher = watcher or RunObserver()
+    address, cases = ServerAddress.of(target.url), scenario.workload.drawn(seed)
+    check_supported(ADAPTERS[target.adapter](), [case for case, _ in cases], address)
     info = target.info()
     most = max([scenario.connections, *(phase.connections for phase in scenario.phases)])
-    setup = Setup(
+    setup = WorkerSetup(
         target.url,
         target.adapter,
         target.api_key,
@@ -115,28 +115,28 @@ def run(
         seed,
         1.0 if verify else SAMPLE,
         0,
-        processes or default_processes(most),
+        processes or choose_process_count(most),
     )
     started = datetime.now(UTC).isoformat(timespec="seconds")
     watcher.stage("making requests", None)
-    with Fleet(setup, watcher.progress) as fleet:
+    with ClientProcesses(setup, watcher.progress) as fleet:
         watcher.control(fleet.stop)
         fleet.wait_until_ready()
-        conductor = _Conductor(scenario, fleet, watcher)
+        conductor = _ScenarioRun(scenario, fleet, watcher)
         conductor.warm_up()
         echo = conductor.echo(address)
         conductor.run_phases()
     return conductor.result(target, seed, info, started, most, echo)
 
 
-class _Conductor:
+class _ScenarioRun:
     """Runs a scenario once."""
 
-    def __init__(self, scenario: Scenario, fleet: Fleet, watcher: Watcher) -> None:
+    def __init__(self, scenario: LoadScenario, fleet: ClientProcesses, watcher: RunObserver) -> None:
         self._scenario = scenario
         self._fleet = fleet
         self._watcher = watcher
-        self._apart: list[Tally] = []
+        self._apart: list[PhaseTally] = []
         self._phases: list[PhaseResult] = []
         self._capacity: float | None = None
         self._machine: MachineUse | None = None
@@ -146,7 +146,7 @@ class _Conductor:
         self._watcher.stage("sending every request once", None)
         self._apart.append(self._fleet.send_all())
 
-    def echo(self, address: Address) -> Echo | None:
+    def echo(self, address: ServerAddress) -> LoopbackEcho | None:
         """The loopback bandwidth for messages of the load's mean size, if the server is on this machine."""
         is_unix = address.socket_path is not None
         total = self._apart[0].total()
@@ -176,9 +176,9 @@ class _Conductor:
                 return
             if number and scenario.settle_s:
                 time.sleep(scenario.settle_s)
-            before = cpu_times()
+            before = read_cpu_times()
             start, tallies = self._load(segment[0].name, segment)
-            after = cpu_times()
+            after = read_cpu_times()
             if before is not None and after is not None:
                 self._note_machine(after.share_since(before))
             began = start if began is None else began
@@ -188,14 +188,20 @@ class _Conductor:
                 start += phase.duration_s
 
     def result(
-        self, target: Target, seed: int, info: Mapping[str, Any], started: str, connections: int, echo: Echo | None
-    ) -> Result:
+        self,
+        target: TargetServer,
+        seed: int,
+        info: Mapping[str, Any],
+        started: str,
+        connections: int,
+        echo: LoopbackEcho | None,
+    ) -> RunResult:
         """The result of the run."""
         tallies = [*self._apart, *(each.tally for each in self._phases)]
         apart: Counter[tuple[int, str]] = Counter()
         for tally in self._apart:
             apart.update(tally.total().outcomes)
-        result = Result(
+        result = RunResult(
             scenario=self._scenario.name,
             description=self._scenario.description,
             seed=seed,
@@ -216,13 +222,13 @@ class _Conductor:
             faults=[fault for tally in tallies for fault in tally.faults][:FAULTS_KEPT],
             remarks=[],
         )
-        result.remarks += remarks_on(result, stopped=self._fleet.stopped)
+        result.remarks += list_remarks(result, stopped=self._fleet.stopped)
         return result
 
     def _note_machine(self, busy: float) -> None:
         """Keep the segment in which the machine was busiest."""
         if self._machine is None or busy > self._machine.busy:
-            cores = available_cores()
+            cores = count_available_cores()
             self._machine = MachineUse(cores, busy, self._fleet.cores_used / cores)
 
     def _find_capacity(self) -> None:
@@ -231,7 +237,7 @@ class _Conductor:
         self._apart.append(tally)
         self._capacity = tally.in_time().ok / phase.duration_s
 
-    def _load(self, name: str, segment: tuple[Phase, ...]) -> tuple[float, list[Tally]]:
+    def _load(self, name: str, segment: tuple[LoadPhase, ...]) -> tuple[float, list[PhaseTally]]:
         self._watcher.stage(name, sum(phase.duration_s for phase in segment))
         connections = segment[0].connections or self._scenario.connections
         grace_s = max(_MIN_GRACE_S, self._scenario.settle_s or 0.0)

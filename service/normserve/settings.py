@@ -30,7 +30,7 @@ _UNITS = {
 }
 
 
-def _read_size(value: object) -> object:
+def _parse_size(value: object) -> object:
     """Convert a size with a unit, such as 1.5GiB or 512 MB, to bytes; return any other value unchanged."""
     if not isinstance(value, str) or value.strip().isdecimal():
         return value
@@ -46,11 +46,11 @@ REMOVED = {
     "them in shared memory: client.empty(shape, dtype, device='cuda')",
 }
 
-Size = Annotated[int, BeforeValidator(_read_size)]
+Size = Annotated[int, BeforeValidator(_parse_size)]
 """A number of bytes, optionally with a unit: KiB, MiB, GiB, TiB (powers of 1024), KB, MB, GB, TB (of 1000)."""
 
 
-def _matching(pattern: str, expected: str, *, shows_value: bool = True) -> AfterValidator:
+def _make_pattern_validator(pattern: str, expected: str, *, shows_value: bool = True) -> AfterValidator:
     """Make the check that a whole text matches a pattern, whose error says in words what is expected.
 
     Args: shows_value: whether the error may repeat the text.
@@ -82,7 +82,7 @@ class Settings(BaseSettings):
     )
     local_users: Annotated[
         str,
-        _matching(
+        _make_pattern_validator(
             r"(\d{1,10}(=[A-Za-z0-9._-]{1,64})?(,\d{1,10}(=[A-Za-z0-9._-]{1,64})?)*)?",
             "numeric user ids with commas between them, each alone or with a key's name, as in 1000,1001=batch",
         ),
@@ -103,7 +103,7 @@ class Settings(BaseSettings):
     local_connections: int = Field(64, ge=1, description="Maximum number of --local connections of one user.")
     oip_shared_memory: Annotated[
         str,
-        _matching(
+        _make_pattern_validator(
             r"([A-Za-z0-9_-][A-Za-z0-9._-]{0,63})?",
             "1 to 64 of the characters A-Z a-z 0-9 . _ -, the first of them not a dot, as in norms-",
         ),
@@ -141,7 +141,7 @@ class Settings(BaseSettings):
     )
     devices: Annotated[
         str,
-        _matching(
+        _make_pattern_validator(
             r"((cpu|\d{1,3})(,(cpu|\d{1,3}))*)?",
             "numbers of CUDA devices, or cpu, with commas between them, as in 0,1",
         ),
@@ -149,7 +149,7 @@ class Settings(BaseSettings):
         "",
         description="CUDA devices by number, or cpu, as in 0,1: one process per device, all on one port.",
     )
-    frontends: Annotated[str, _matching(r"auto|\d{1,3}", "auto or a number of at most 999")] = Field(
+    frontends: Annotated[str, _make_pattern_validator(r"auto|\d{1,3}", "auto or a number of at most 999")] = Field(
         "0",
         description="Number of HTTP processes in front of those that own a device; 0 for none; auto"
         " to choose by the number of cores.",
@@ -168,7 +168,7 @@ class Settings(BaseSettings):
     )
     allowed_hosts: Annotated[
         str,
-        _matching(
+        _make_pattern_validator(
             rf"(\*|{_HOST}(,{_HOST})*)?",
             "* or names and addresses without ports, with commas between them, as in api.example,10.0.0.5",
         ),
@@ -180,7 +180,7 @@ class Settings(BaseSettings):
     )
     cors_origins: Annotated[
         str,
-        _matching(
+        _make_pattern_validator(
             rf"({_ORIGIN}(,{_ORIGIN})*)?",
             "origins without a path, with commas between them, as in https://app.example,http://localhost:3000",
         ),
@@ -225,7 +225,7 @@ class Settings(BaseSettings):
     )
     warm_sizes: Annotated[
         str,
-        _matching(
+        _make_pattern_validator(
             r"[1-9]\d{0,8}(,[1-9]\d{0,8})*",
             "whole numbers above 0, of at most nine digits, with commas between them, as in 768,4096",
         ),
@@ -288,7 +288,7 @@ class Settings(BaseSettings):
     trace_endpoint: (
         Annotated[
             str,
-            _matching(
+            _make_pattern_validator(
                 r"https?://[^/?#@\s]+(/[^?#\s]*)?",
                 "a URL without user, password or query, as in http://localhost:4318",
                 shows_value=False,
@@ -363,7 +363,7 @@ class Settings(BaseSettings):
         return path
 
 
-def unknown_in_environment() -> dict[str, str]:
+def find_unknown_variables() -> dict[str, str]:
     """Environment variables with the settings' prefix that are not settings, each with the closest name, or ""."""
     prefix = str(Settings.model_config["env_prefix"])
     known = {f"{prefix}{name}".upper() for name in Settings.model_fields}
@@ -371,7 +371,7 @@ def unknown_in_environment() -> dict[str, str]:
     return {name: next(iter(difflib.get_close_matches(name.upper(), known, 1)), "") for name in unknown}
 
 
-def environment_of(device: str) -> dict[str, str]:
+def make_device_environment(device: str) -> dict[str, str]:
     """The environment of a process that owns one device of `--devices` and sees no other; with "" it sees all."""
     if not device:
         return dict(os.environ)

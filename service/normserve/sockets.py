@@ -13,20 +13,20 @@ from collections.abc import Callable
 
 def add_reader(loop: asyncio.AbstractEventLoop, connected: socket.socket, receive: Callable[[], object]) -> None:
     """Call `receive` while there is something to receive, the end included, until the loop's `remove_reader`."""
-    loop.add_reader(connected, _receive, loop, connected, receive, _end_of(connected.fileno()))
+    loop.add_reader(connected, _rearm_and_receive, loop, connected, receive, _make_end_poll(connected.fileno()))
 
 
 def has_error(descriptor: int) -> bool:
     """Whether a socket has an error that has not been received yet."""
-    return any(events & select.POLLERR for _, events in _end_of(descriptor).poll(0))
+    return any(events & select.POLLERR for _, events in _make_end_poll(descriptor).poll(0))
 
 
 def has_ended(descriptor: int) -> bool:
     """Whether the peer of a socket has closed it, whatever of its bytes is still to be received."""
-    return any(events & select.POLLHUP for _, events in _end_of(descriptor).poll(0))
+    return any(events & select.POLLHUP for _, events in _make_end_poll(descriptor).poll(0))
 
 
-def _receive(
+def _rearm_and_receive(
     loop: asyncio.AbstractEventLoop, connected: socket.socket, receive: Callable[[], object], end: "select.poll"
 ) -> None:
     # First, because `receive` may end it.  uvloop has one monitor for a socket's reader and writer, and there is
@@ -38,7 +38,7 @@ def _receive(
     receive()
 
 
-def _end_of(descriptor: int) -> "select.poll":
+def _make_end_poll(descriptor: int) -> "select.poll":
     """What tells of a socket's errors and of its peer's end, and of nothing else."""
     end = select.poll()
     end.register(descriptor, 0)

@@ -9,14 +9,27 @@ from typing import Any
 import fusednorm.ops
 import pytest
 import torch
-from fusednorm.ops.group_norm.sample import Sample
+from fusednorm.ops.group_norm.sample import SampleShape
 
 from benchmarks.algorithms import __main__ as command
 from benchmarks.algorithms import group_norm, layer_norm
 from benchmarks.algorithms import page as pages
-from benchmarks.algorithms.chosen import PASSES, Algorithm, algorithm_of, chosen
-from benchmarks.algorithms.lines import ALONE, Line, Table, lines_of, text_by_channels, text_of_some
-from benchmarks.algorithms.walks import LONGEST, octaves, ragged, walk, whole
+from benchmarks.algorithms.chosen import PASSES, PassAlgorithm, find_algorithm, find_chosen_algorithm
+from benchmarks.algorithms.lines import (
+    ALONE,
+    AlgorithmRule,
+    AlgorithmTable,
+    make_channel_formatter,
+    make_joint_formatter,
+    make_rules,
+)
+from benchmarks.algorithms.walks import (
+    LONGEST,
+    list_octave_sizes,
+    make_multiples,
+    make_non_multiples,
+    search_limits,
+)
 from tests.kernels.harness.compiled import compile_elsewhere
 
 PAGE = Path(__file__).parents[2] / "docs/architecture.md"
@@ -27,7 +40,7 @@ TRIES = 100
 
 def facts() -> dict[str, Any]:
     """What a process with Triton's compiler finds out, in which programs may wait for one another."""
-    page = pages.Page()
+    page = pages.AlgorithmPage()
     draw = random.Random(20)
     untrue = []
     for table in page.tables:
@@ -46,7 +59,7 @@ def facts() -> dict[str, Any]:
     }
 
 
-def _configured() -> set[Algorithm]:
+def _configured() -> set[PassAlgorithm]:
     """The algorithms whose files have a configuration: a dataclass that says how many warps a program has."""
     found = set()
     for info in pkgutil.walk_packages(fusednorm.ops.__path__, f"{fusednorm.ops.__name__}."):
@@ -54,11 +67,11 @@ def _configured() -> set[Algorithm]:
             fields = getattr(value, "__dataclass_fields__", ())
             if getattr(value, "__module__", "") == info.name and any(name.endswith("num_warps") for name in fields):
                 folder, _, name = info.name.removeprefix(f"{fusednorm.ops.__name__}.").rpartition(".")
-                found.add(Algorithm(folder, name))
+                found.add(PassAlgorithm(folder, name))
     return found
 
 
-def _of_rows(table: Table, draw: random.Random) -> tuple[Any, ...]:
+def _of_rows(table: AlgorithmTable, draw: random.Random) -> tuple[Any, ...]:
     call, place = draw.choice(table.calls), draw.randrange(2)
     dtype = (draw.choice((torch.float16, torch.bfloat16)), torch.float32)[place]
     vector = 16 // dtype.itemsize
@@ -72,11 +85,11 @@ def _of_rows(table: Table, draw: random.Random) -> tuple[Any, ...]:
         others |= {"residual": ""} | draw.choice(fused[: 1 if table.purpose else 3])
     elif table.pass_ != "layer_norm.backward" and not table.purpose:
         others |= {"activation": draw.choice(("none", "gelu")), "dropout": draw.choice((0.0, 0.1))}
-    case = layer_norm.call_case(table.pass_, table.purpose, call, dtype, size, **others)
-    return call, place, 0, size, chosen(case, table.pass_)
+    case = layer_norm.make_call_case(table.pass_, table.purpose, call, dtype, size, **others)
+    return call, place, 0, size, find_chosen_algorithm(case, table.pass_)
 
 
-def _of_samples(table: Table, draw: random.Random) -> tuple[Any, ...]:
+def _of_samples(table: AlgorithmTable, draw: random.Random) -> tuple[Any, ...]:
     call, place = draw.choice(table.calls), draw.randrange(2)
     dtype = (draw.choice((torch.float16, torch.bfloat16)), torch.float32)[place]
     vector = 16 // dtype.itemsize
@@ -98,9 +111,9 @@ def _of_samples(table: Table, draw: random.Random) -> tuple[Any, ...]:
         "samples": draw.choice((1, 2, 300)),
         "batch_invariant": draw.random() < 0.5,
     }
-    sample = Sample(groups, of_group, positions, last)
-    case = group_norm.call_case(table.pass_, table.purpose, call, dtype, sample, **others)
-    return call, place, channels, positions * (1 if last else of_group), chosen(case, table.pass_)
+    sample = SampleShape(groups, of_group, positions, last)
+    case = group_norm.make_call_case(table.pass_, table.purpose, call, dtype, sample, **others)
+    return call, place, channels, positions * (1 if last else of_group), find_chosen_algorithm(case, table.pass_)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +126,7 @@ def found() -> dict[str, Any]:
 
 def test_the_page_has_what_the_command_prints(found):
     page = PAGE.read_text(encoding="utf-8")
-    assert pages.with_tables(page, found["text"]) == page, (
+    assert pages.insert_tables(page, found["text"]) == page, (
         "python -m benchmarks.algorithms --write docs/architecture.md"
     )
 
@@ -138,19 +151,19 @@ def walked(size_of, limits, grid=()):
         asked.append(size_of(number))
         return next(name for limit, name in limits if asked[-1] <= limit)
 
-    return walk(size_of, grid, choose), asked
+    return search_limits(size_of, grid, choose), asked
 
 
 def test_a_walk_finds_limits_without_asking_for_many_sizes():
     limits = [(100, "a"), (5000, "b"), (LONGEST, "c")]
-    found, asked = walked(whole(1), limits)
+    found, asked = walked(make_multiples(1), limits)
     assert found == limits
     assert len(asked) < 60
 
 
 def test_limits_between_sizes_of_a_class_are_the_roundest_ones():
     limits = [(1024, "a"), (3072, "b"), (LONGEST, "c")]
-    for sizes in (whole(8), whole(48), ragged(8), ragged(4, 4)):
+    for sizes in (make_multiples(8), make_multiples(48), make_non_multiples(8), make_non_multiples(4, 4)):
         found, asked = walked(sizes, limits)
         assert found == limits
         assert len({*asked}) == len(asked)
@@ -158,20 +171,20 @@ def test_limits_between_sizes_of_a_class_are_the_roundest_ones():
 
 def test_a_walk_finds_what_returns_between_points_of_its_grid():
     limits = [(1100, "a"), (1120, "b"), (LONGEST, "a")]
-    assert walked(whole(1), limits)[0] == [(LONGEST, "a")]
-    assert walked(whole(1), limits, grid=octaves(64, 2048))[0] == limits
+    assert walked(make_multiples(1), limits)[0] == [(LONGEST, "a")]
+    assert walked(make_multiples(1), limits, grid=list_octave_sizes(64, 2048))[0] == limits
 
 
 def test_sizes_are_whole_or_ragged():
-    assert [whole(8)(number) for number in (1, 2, 3)] == [8, 16, 24]
-    assert [ragged(4)(number) for number in range(1, 7)] == [2, 3, 5, 6, 7, 9]
-    assert [ragged(4, 5)(number) for number in (2, 3)] == [15, 25]
-    assert octaves(4, 16) == [4, 5, 6, 7, 8, 10, 12, 14]
+    assert [make_multiples(8)(number) for number in (1, 2, 3)] == [8, 16, 24]
+    assert [make_non_multiples(4)(number) for number in range(1, 7)] == [2, 3, 5, 6, 7, 9]
+    assert [make_non_multiples(4, 5)(number) for number in (2, 3)] == [15, 25]
+    assert list_octave_sizes(4, 16) == [4, 5, 6, 7, 8, 10, 12, 14]
 
 
 def lines_of_walks(walks, **options):
     """Lines of calls with one trait or without, the same with two bytes and with four."""
-    return lines_of([("",), (ALONE,)], lambda call: (walks[call[0]], walks[call[0]]), **options)
+    return make_rules([("",), (ALONE,)], lambda call: (walks[call[0]], walks[call[0]]), **options)
 
 
 def test_a_line_says_what_no_line_before_it_does():
@@ -179,39 +192,42 @@ def test_a_line_says_what_no_line_before_it_does():
     alone = {1: [(64, "tile"), (LONGEST, "sweep")], 2: [(LONGEST, "tile")]}
     everything, cell = ((1, LONGEST),), ((65, LONGEST),)
     found = lines_of_walks({"": usual, ALONE: alone})
-    assert found["tile"] == [Line(("",), ({1: ((1, 64),), 2: everything},) * 2)]
-    assert found["sweep"] == [Line((ALONE,), ({1: cell},) * 2)]
+    assert found["tile"] == [AlgorithmRule(("",), ({1: ((1, 64),), 2: everything},) * 2)]
+    assert found["sweep"] == [AlgorithmRule((ALONE,), ({1: cell},) * 2)]
     # What no channels choose is said of all.
-    assert found["split"] == [Line(("",), ({1: cell},) * 2), Line((ALONE,), ({1: (), 2: ()},) * 2)]
+    assert found["split"] == [
+        AlgorithmRule(("",), ({1: cell},) * 2),
+        AlgorithmRule((ALONE,), ({1: (), 2: ()},) * 2),
+    ]
     assert lines_of_walks({"": usual, ALONE: alone}, whole_cells=True)["sweep"][0].cells[0] == {1: cell, 2: ()}
-    table = Table("a pass", "", (), (), found, text_by_channels(2))
+    table = AlgorithmTable("a pass", "", (), (), found, make_channel_formatter(2))
     assert [table.says((ALONE,), 0, 1, size) for size in (64, 65)] == [["tile"], ["sweep"]]
     assert [table.says(("",), 1, 1, size) for size in (64, 65)] == [["tile"], ["split"]]
     assert table.reached == ["tile", "split", "sweep"]
 
 
 def test_cells_in_words():
-    by_channels = text_by_channels(3)
+    by_channels = make_channel_formatter(3)
     assert by_channels({}) == ""
     assert by_channels({1: (), 2: ()}) == "none"
     assert by_channels({1: ((1, LONGEST),), 2: ((1, LONGEST),), 3: ((1, LONGEST),)}) == "all"
     assert (
         by_channels({1: ((1, 8), (16, 20)), 2: ((9, LONGEST),), 3: ((9, LONGEST),)}) == "1: ≤ 8, 16-20; 2, 3: ≥ 9"
     )
-    assert text_by_channels(1)({0: ((1 << 20, (1 << 25) - 1),)}) == "2^20-2^25 - 1"
-    of_some = text_of_some(2)
+    assert make_channel_formatter(1)({0: ((1 << 20, (1 << 25) - 1),)}) == "2^20-2^25 - 1"
+    of_some = make_joint_formatter(2)
     assert of_some({1: ((1, 10), (21, LONGEST)), 2: ((1, 10), (14, 16), (19, 20))}) == "≤ 10, some ≥ 14"
     assert of_some({1: (), 2: ()}) == "none"
 
 
 def test_an_algorithm_that_no_shape_chooses_is_shown_and_is_an_error(monkeypatch, capsys):
-    stray = Algorithm("layer_norm.chain", "stray")
-    lines = {"tile": [Line(("",), ({0: ((1, LONGEST),)}, {0: ((1, 64),)}))]}
-    table = Table("layer_norm.chain", "", (("",),), (0,), lines, text_by_channels(1))
-    monkeypatch.setattr(pages, "every_algorithm", lambda: [Algorithm("layer_norm.chain", "tile"), stray])
-    monkeypatch.setattr(layer_norm, "pass_tables", lambda: [table])
-    monkeypatch.setattr(group_norm, "pass_tables", lambda: [])
-    monkeypatch.setattr(group_norm, "benchmark_shapes", lambda: [])
+    stray = PassAlgorithm("layer_norm.chain", "stray")
+    lines = {"tile": [AlgorithmRule(("",), ({0: ((1, LONGEST),)}, {0: ((1, 64),)}))]}
+    table = AlgorithmTable("layer_norm.chain", "", (("",),), (0,), lines, make_channel_formatter(1))
+    monkeypatch.setattr(pages, "list_algorithms", lambda: [PassAlgorithm("layer_norm.chain", "tile"), stray])
+    monkeypatch.setattr(layer_norm, "make_pass_tables", lambda: [table])
+    monkeypatch.setattr(group_norm, "make_pass_tables", lambda: [])
+    monkeypatch.setattr(group_norm, "iterate_benchmark_shapes", lambda: [])
     monkeypatch.setattr(command, "INTERPRETED", False)
     assert command.main([]) == 1
     printed = capsys.readouterr()
@@ -222,18 +238,20 @@ def test_an_algorithm_that_no_shape_chooses_is_shown_and_is_an_error(monkeypatch
 def test_the_command_writes_between_the_comments(monkeypatch, tmp_path):
     page = tmp_path / "page.md"
     page.write_text(f"before\n{pages.BEGIN}\nold\n{pages.END}\nafter\n")
-    monkeypatch.setattr(command, "Page", lambda: type("Page", (), {"text": "new\n", "unreached": []}))
+    monkeypatch.setattr(command, "AlgorithmPage", lambda: type("Page", (), {"text": "new\n", "unreached": []}))
     monkeypatch.setattr(command, "INTERPRETED", False)
     assert command.main(["--write", str(page)]) == 0
     assert page.read_text() == f"before\n{pages.BEGIN}\n\nnew\n\n{pages.END}\nafter\n"
     for broken in ("before\n", f"{pages.END}\n{pages.BEGIN}\n", f"{pages.BEGIN}\n{pages.END}\n{pages.END}\n"):
         with pytest.raises(ValueError, match="lacks the lines"):
-            pages.with_tables(broken, "new")
+            pages.insert_tables(broken, "new")
 
 
 def test_a_kernel_of_an_unknown_kind_or_folder_is_an_error():
-    assert algorithm_of("fusednorm.ops.layer_norm.chain", "a_tile_kernel") == Algorithm("layer_norm.chain", "tile")
-    assert algorithm_of("fusednorm.ops.layer_norm.backward.reduce", "a_reduce_kernel") is None
+    assert find_algorithm("fusednorm.ops.layer_norm.chain", "a_tile_kernel") == PassAlgorithm(
+        "layer_norm.chain", "tile"
+    )
+    assert find_algorithm("fusednorm.ops.layer_norm.backward.reduce", "a_reduce_kernel") is None
     for module, kernel in (("layer_norm.forward.tile", "a_kernel"), ("layer_norm.sideways", "a_tile_kernel")):
         with pytest.raises(ValueError, match="is unknown"):
-            algorithm_of(f"fusednorm.ops.{module}", kernel)
+            find_algorithm(f"fusednorm.ops.{module}", kernel)

@@ -5,9 +5,9 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from benchmarks.cpu_pairs import OPTIONS, Cell, call_of, cells, measure, serve_turns
+from benchmarks.cpu_pairs import OPTIONS, CpuCallCell, iterate_cells, make_call, measure_cell, run_requested_turns
 
-SMALL = [cell for cell in cells() if cell.nbytes == 4096 and cell.dtype == "float32"]
+SMALL = [cell for cell in iterate_cells() if cell.nbytes == 4096 and cell.dtype == "float32"]
 
 
 class Turns:
@@ -29,7 +29,7 @@ def threads():
 
 @pytest.mark.parametrize("cell", SMALL, ids=lambda cell: cell.name)
 def test_each_call_can_be_repeated(cell):
-    call = call_of(cell)
+    call = make_call(cell)
     first, second = call(), call()
     for one, other in zip(
         first if isinstance(first, tuple) else [first],
@@ -47,13 +47,13 @@ def test_every_option_has_a_cell():
 def test_a_request_of_a_turn_has_one_time():
     cell = SMALL[0]
     times = io.StringIO()
-    serve_turns(io.StringIO(2 * (json.dumps(asdict(cell)) + "\n")), times)
+    run_requested_turns(io.StringIO(2 * (json.dumps(asdict(cell)) + "\n")), times)
     assert len([float(line) for line in times.getvalue().splitlines()]) == 2
 
 
 def test_a_speed_above_one_is_a_gain():
-    cell = Cell("layer_norm", "forward", "plain", "float32", 4096)
-    row = measure(Turns(9, 4e-6, 6e-6, 4e-6), Turns(9, 2e-6, 2e-6, 2e-6), cell, 3)
+    cell = CpuCallCell("layer_norm", "forward", "plain", "float32", 4096)
+    row = measure_cell(Turns(9, 4e-6, 6e-6, 4e-6), Turns(9, 2e-6, 2e-6, 2e-6), cell, 3)
     assert (row["before_us"], row["after_us"], row["speed"], row["low"], row["high"]) == (
         "4.0",
         "2.0",

@@ -5,28 +5,28 @@ import sys
 import pytest
 import torch
 
-from benchmarks.__main__ import _providers, _shard, main
+from benchmarks.__main__ import _parse_providers, _parse_shard, main
 from benchmarks.harness import records
-from benchmarks.harness.timing import Quantiles
-from benchmarks.workload.problem import Tensors
+from benchmarks.harness.timing import TimeQuantiles
+from benchmarks.workload.problem import TensorCache
 
 
 def one_millisecond(call, before=None):
     call()
-    return Quantiles(1.0, 1.0, 1.0)
+    return TimeQuantiles(1.0, 1.0, 1.0)
 
 
 def test_an_unknown_provider_is_named():
     with pytest.raises(argparse.ArgumentTypeError, match="got apex"):
-        _providers("torch,apex")
+        _parse_providers("torch,apex")
 
 
 @pytest.fixture
 def run(monkeypatch, device, tmp_path):
     """Run the command with a timer that needs no GPU, and read what it wrote."""
-    monkeypatch.setattr("benchmarks.kernels.suite.Timer", lambda: one_millisecond)
-    monkeypatch.setattr("benchmarks.kernels.suite.Tensors", lambda: Tensors(device))
-    monkeypatch.setattr(records, "machine", lambda commit: {"gpu": "none", "commit": commit})
+    monkeypatch.setattr("benchmarks.kernels.suite.DeviceTimer", lambda: one_millisecond)
+    monkeypatch.setattr("benchmarks.kernels.suite.TensorCache", lambda: TensorCache(device))
+    monkeypatch.setattr(records, "describe_machine", lambda commit: {"gpu": "none", "commit": commit})
 
     def run_main(*arguments):
         path = tmp_path / "deep" / "run.csv"
@@ -60,12 +60,12 @@ def test_shards_share_out_the_chosen_cells(run):
 @pytest.mark.parametrize("text", ["0/2", "3/2", "2", "1/x"])
 def test_a_shard_is_one_of_its_number(text):
     with pytest.raises(argparse.ArgumentTypeError, match="I from 1 to N"):
-        _shard(text)
+        _parse_shard(text)
 
 
 def test_only_what_will_be_timed_is_compiled_ahead(run, monkeypatch):
     warmed = []
-    monkeypatch.setattr("benchmarks.kernels.suite.warm", lambda *arguments: warmed.append(arguments))
+    monkeypatch.setattr("benchmarks.kernels.suite.compile_cells", lambda *arguments: warmed.append(arguments))
     chosen = ("--cells", "layer_norm .* 1x4096 ", "--providers", "fusednorm,torch")
     run("--suite", "small", "tutorial", *chosen, "--warm", "5")
     ((cells, providers, seconds),) = warmed
@@ -87,8 +87,8 @@ def test_the_host_extension_is_there_before_anything_is_timed_on_a_gpu(is_built,
         if not is_built:
             raise RuntimeError("no compiler")
 
-    monkeypatch.setattr("benchmarks.harness.warm.ensure_built", ensure_built)
-    monkeypatch.setattr("benchmarks.kernels.suite.warm", lambda *arguments: order.append("kernels"))
+    monkeypatch.setattr("benchmarks.harness.warm.ensure_extension_built", ensure_built)
+    monkeypatch.setattr("benchmarks.kernels.suite.compile_cells", lambda *arguments: order.append("kernels"))
     for on_gpu in (False, True):
         monkeypatch.setattr(torch.cuda, "is_available", lambda on_gpu=on_gpu: on_gpu)
         assert run("--suite", "small", "--seconds", "-1", "--warm", "1") == []

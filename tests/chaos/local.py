@@ -165,11 +165,15 @@ def leave_early(server: ServerProcess, path: Path, visits: int) -> Outcome:
 
 def _close_with_answers_unread(path: Path, random: np.random.Generator) -> None:
     with LocalConnection(path, greet=False) as connection:
-        for message in (frames.Hello(frames.VERSION), frames.Grow(int(random.integers(2**24))), request((2, 12))):
+        for message in (
+            frames.HelloMessage(frames.VERSION),
+            frames.GrowArenaMessage(int(random.integers(2**24))),
+            request((2, 12)),
+        ):
             connection.send(message)
             if random.random() < 0.5:
                 time.sleep(0.01 * random.random())
-        connection.send(frames.Free(0))
+        connection.send(frames.FreeSegmentMessage(0))
 
 
 def _time_out(path: Path, random: np.random.Generator) -> None:

@@ -247,7 +247,7 @@ class LocalTransport:
         self._path = path
         self._key: str | None = None
         self._wire: Any = None
-        self._refusal: frames.Answer | None = None
+        self._refusal: frames.LocalResponse | None = None
         self._segment = 0
         self._request_id = ""
         self.request_count = 0
@@ -265,15 +265,15 @@ class LocalTransport:
         for name, tensor in call.tensors.items():
             content = _bytes_of(tensor)
             memory[offset : offset + len(content)] = content
-            tensors[name] = frames.Located(self._segment, offset, _NAMES[tensor.dtype], tuple(tensor.shape))
+            tensors[name] = frames.TensorReference(self._segment, offset, _NAMES[tensor.dtype], tuple(tensor.shape))
             offset += _aligned(len(content))
         for name, shape in call.results.items():
             nbytes = 4 * torch.Size(shape).numel()
-            results[name] = frames.Place(self._segment, offset, nbytes)
+            results[name] = frames.SegmentRange(self._segment, offset, nbytes)
             offset += _aligned(nbytes)
         query = urlencode(call.parameters)
         self.request_count += 1
-        self._wire.send(frames.Compute(call.op, tensors, results, call.direction, query), 1)
+        self._wire.send(frames.ComputeMessage(call.op, tensors, results, call.direction, query), 1)
 
     def receive(self) -> Response:
         if self._refusal is not None:
@@ -296,20 +296,20 @@ class LocalTransport:
             return self.receive()
         content = _bytes_of(weight)
         self._memory()[: len(content)] = content
-        tensors = {"weight": frames.Located(self._segment, 0, _NAMES[weight.dtype], tuple(weight.shape))}
+        tensors = {"weight": frames.TensorReference(self._segment, 0, _NAMES[weight.dtype], tuple(weight.shape))}
         message: frames.Message = {
-            "register": frames.PutLayer("a", "op=rms_norm", tensors),
-            "replace": frames.PutLayer("a", "op=rms_norm&eps=0.1", tensors),
-            "read": frames.Layer("a"),
-            "list": frames.Layers(),
-            "describe": frames.Info(),
-            "remove": frames.DeleteLayer("a"),
+            "register": frames.PutLayerMessage("a", "op=rms_norm", tensors),
+            "replace": frames.PutLayerMessage("a", "op=rms_norm&eps=0.1", tensors),
+            "read": frames.GetLayerMessage("a"),
+            "list": frames.ListLayersMessage(),
+            "describe": frames.GetInfoMessage(),
+            "remove": frames.DeleteLayerMessage("a"),
         }[change]
         return self._response(self._exchange(message, request_id))
 
     def cancel(self) -> None:
         """Withdraw the call in progress."""
-        self._wire.send(frames.Cancel(1))
+        self._wire.send(frames.CancelRequestMessage(1))
 
     def close(self) -> None:
         if self._wire is not None:
@@ -320,7 +320,7 @@ class LocalTransport:
         """Connect with a key; whether the server takes it."""
         self._key = key
         self._wire = self._open()
-        answer = self._exchange(frames.Hello(frames.VERSION, key), "hello")
+        answer = self._exchange(frames.HelloMessage(frames.VERSION, key), "hello")
         if answer.status == 200:
             self.request_count += 1
             answer = self._request_segment()
@@ -331,23 +331,23 @@ class LocalTransport:
         self._segment = answer.segment
         return True
 
-    def _exchange(self, message: Any, name: str) -> frames.Answer:
+    def _exchange(self, message: Any, name: str) -> frames.LocalResponse:
         self.request_count += 1
         self._wire.send(message, 1)
         received = self._wire.receive()
         if received is None:
             raise ConnectionError("the server closed in place of an answer")
         # One that is refused with its connection has a number that is nobody's.
-        answer: frames.Answer = received[1]
+        answer: frames.LocalResponse = received[1]
         self.request_names[answer.request_id] = name
         return answer
 
-    def _response(self, answer: frames.Answer) -> Response:
+    def _response(self, answer: frames.LocalResponse) -> Response:
         body = msgspec.to_builtins(answer)
         body["results"] = {name: self._described(each) for name, each in answer.results.items()}
         return {"status": answer.status, "headers": {}, "body": body}
 
-    def _described(self, located: frames.Located) -> Any:
+    def _described(self, located: frames.TensorReference) -> Any:
         content = bytes(self._memory()[located.offset :])
         values = _values(content, getattr(torch, located.dtype), located.shape)
         return {"dtype": located.dtype, "shape": list(located.shape)} | _digest(values)
@@ -355,8 +355,8 @@ class LocalTransport:
     def _open(self) -> Any:
         return LocalConnection(self._path, greet=False, timeout_s=TIMEOUT_S)
 
-    def _request_segment(self) -> frames.Answer:
-        answer: frames.Answer = self._wire.request_segment(_SHARED_BYTES)
+    def _request_segment(self) -> frames.LocalResponse:
+        answer: frames.LocalResponse = self._wire.request_segment(_SHARED_BYTES)
         return answer
 
     def _memory(self) -> memoryview:
@@ -369,8 +369,8 @@ class LocalDeviceTransport(LocalTransport):
     def _open(self) -> Any:
         return DeviceConnection(self._path, greet=False)
 
-    def _request_segment(self) -> frames.Answer:
-        answer: frames.Answer = self._wire.request_device_segment(_SHARED_BYTES)
+    def _request_segment(self) -> frames.LocalResponse:
+        answer: frames.LocalResponse = self._wire.request_device_segment(_SHARED_BYTES)
         return answer
 
     def _memory(self) -> memoryview:

@@ -15,9 +15,9 @@ import safetensors
 from normserve.codec import npy as npy_codec
 from normserve.codec import safetensors as safetensors_codec
 from normserve.errors import InvalidParameterError, NormserveError
-from normserve.http.routes.negotiation import Accepted, declared_format, sniffed_format
-from normserve.jobs.job import Op, Pass
-from normserve.requests.parameters import make_spec, operation_parameters, parse_query
+from normserve.http.routes.negotiation import AcceptHeader, detect_format, parse_declared_format
+from normserve.jobs.job import Op, PassDirection
+from normserve.requests.parameters import list_operation_parameters, make_spec, parse_query
 
 from tests.fuzz.local_frames import local_frames
 from tests.fuzz.local_replies import local_replies
@@ -67,8 +67,8 @@ def npy_payload(data: bytes) -> None:
 def query(data: bytes) -> None:
     """A query string is an operation or is refused; the same one is the same operation."""
     op = list(Op)[data[0] % len(Op)] if data else Op.LAYER_NORM
-    direction = op.passes[-1] if data[:1] and data[0] & 128 else Pass.FORWARD
-    parameters = operation_parameters(op, direction)
+    direction = op.passes[-1] if data[:1] and data[0] & 128 else PassDirection.FORWARD
+    parameters = list_operation_parameters(op, direction)
     with contextlib.suppress(InvalidParameterError):
         spec = make_spec(op, direction, parse_query(data[1:], parameters))
         assert hash(spec) == hash(make_spec(op, direction, parse_query(data[1:], parameters)))
@@ -83,9 +83,9 @@ def headers(data: bytes) -> None:
     content_encoding, _, rest = rest.partition(b"\n")
     accept, _, body = rest.partition(b"\n")
     with contextlib.suppress(NormserveError):
-        declared = declared_format(content_type.decode("latin-1"), content_encoding.decode("latin-1"))
-        request_format = declared or sniffed_format(memoryview(body))
-        assert Accepted(accept.decode("latin-1")).choose(request_format) in (
+        declared = parse_declared_format(content_type.decode("latin-1"), content_encoding.decode("latin-1"))
+        request_format = declared or detect_format(memoryview(body))
+        assert AcceptHeader(accept.decode("latin-1")).choose(request_format) in (
             "application/x-safetensors",
             "application/x-npy",
         )

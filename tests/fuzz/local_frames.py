@@ -5,8 +5,8 @@ import contextlib
 from normserve.codec import local_frames as local_codec
 from normserve.codec.framing import FrameReader
 from normserve.errors import MalformedPayloadError, NormserveError, TooLargeError
-from normserve.local.arena import Arena, check_places, check_together
-from normserve.memory.device_segments import DeviceBytes, DeviceSegment
+from normserve.local.arena import SegmentTable, check_result_ranges, require_one_memory
+from normserve.memory.device_segments import DeviceMemoryView, DeviceSegment
 from normserve.memory.device_tensors import DeviceTensor
 
 from tests.fuzz.streams import cut
@@ -21,13 +21,15 @@ def local_frames(data: bytes) -> None:
     assert _local_frames_of(pieces) == whole
     for _, content in whole[0]:
         with contextlib.suppress(MalformedPayloadError):
-            messages = local_codec.read_messages(content)
-            assert list(local_codec.read_messages(local_codec.write(0, list(messages))[8:])) == list(messages)
+            messages = local_codec.decode_messages(content)
+            assert list(local_codec.decode_messages(local_codec.encode_frame(0, list(messages))[8:])) == list(
+                messages
+            )
             for message in messages:
-                if isinstance(message, local_codec.Compute):
+                if isinstance(message, local_codec.ComputeMessage):
                     _refers_to_its_arena(message)
         with contextlib.suppress(MalformedPayloadError):
-            local_codec.read_answer(content)
+            local_codec.decode_response(content)
 
 
 def _local_frames_of(pieces: list[bytes]) -> tuple[list[tuple[int, bytes]], bool]:
@@ -52,9 +54,9 @@ class _OnDevice(DeviceSegment):
         pass
 
 
-def _refers_to_its_arena(message: local_codec.Compute) -> None:
+def _refers_to_its_arena(message: local_codec.ComputeMessage) -> None:
     """Segment 0 is the host's, segment 1 a device's."""
-    arena = Arena()
+    arena = SegmentTable()
     memories = [memoryview(bytearray(4096)), _OnDevice().whole()]
     for memory in memories:
         arena.add(memory)
@@ -69,12 +71,14 @@ def _refers_to_its_arena(message: local_codec.Compute) -> None:
         for name, place in message.results.items():
             assert len(places[name]) == place.nbytes
             _lies_within(places[name])
-        check_together({name: tensor for name, (tensor, _) in located.items()}, places)
+        require_one_memory({name: tensor for name, (tensor, _) in located.items()}, places)
         described = {name: (tensor.dtype, tensor.shape) for name, (tensor, _) in located.items()}
-        check_places(described, message.results, {name: span for name, (_, span) in located.items()}, {"y": "x"})
+        check_result_ranges(
+            described, message.results, {name: span for name, (_, span) in located.items()}, {"y": "x"}
+        )
 
 
 def _lies_within(data: memoryview) -> None:
-    if isinstance(data, DeviceBytes):
+    if isinstance(data, DeviceMemoryView):
         start = data.__cuda_array_interface__["data"][0] - data.obj.address  # type: ignore[index]
         assert 0 <= start <= start + len(data) <= len(data.obj)

@@ -6,12 +6,18 @@ import struct
 from pathlib import Path
 
 from normserve.client.errors import ClientError
-from normserve.client.local.protocol import ClientProtocol, LocalRequest
+from normserve.client.local.protocol import LocalClientProtocol, LocalRequest
 from normserve.codec import local_frames as frames
 
 from tests.fuzz.streams import cut
 
-_REQUESTS = (frames.Info(), frames.Grow(4096), frames.Layers(), frames.Grow(4096), frames.Hello(frames.VERSION))
+_REQUESTS = (
+    frames.GetInfoMessage(),
+    frames.GrowArenaMessage(4096),
+    frames.ListLayersMessage(),
+    frames.GrowArenaMessage(4096),
+    frames.HelloMessage(frames.VERSION),
+)
 
 
 def local_replies(data: bytes) -> None:
@@ -22,7 +28,7 @@ def local_replies(data: bytes) -> None:
     """
     pieces, _, options = cut(data)
     before = _open_count()
-    protocol = ClientProtocol(None)
+    protocol = LocalClientProtocol(None)
     woken: list[int] = []
     pending = [protocol.begin(LocalRequest(message))[0] for message in _REQUESTS]
     for number, each in enumerate(pending):

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-from normserve.peers.siblings import FrameStream, Link, RefusedError
+from normserve.peers.siblings import FrameStream, SiblingConnection, SiblingRefusedError
 
 from tests.fuzz.streams import cut, run
 
@@ -32,7 +32,7 @@ def sibling_frames(data: bytes) -> None:
     answers, are_whole = _frames_of(stream, len(stream))
     try:
         assert [b"+" + run(_answer_in(pieces))] == answers[:1]
-    except RefusedError:
+    except SiblingRefusedError:
         assert not answers[0].startswith(b"+")
     except ConnectionError:
         assert not (answers and are_whole)
@@ -111,5 +111,5 @@ async def _frames_end_whole(pieces: list[bytes], heard: list[bytes]) -> bool:
 
 async def _answer_in(pieces: list[bytes]) -> bytes:
     async with _arriving(pieces) as connection:
-        link = Link(0, connection.reader, connection)  # type: ignore[arg-type]
+        link = SiblingConnection(0, connection.reader, connection)  # type: ignore[arg-type]
         return await link.request({"do": "metrics"}, timeout_s=60)

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 from fusednorm.api import autograd, chain, group_norm, layer_norm
-from fusednorm.host.background import ensure_built
+from fusednorm.host.background import ensure_extension_built
 from fusednorm.host.load import ExtensionFiles
 from fusednorm.launch import replay
 from fusednorm.launch.launch import Launch
-from fusednorm.launch.native import set_up
+from fusednorm.launch.native import configure_extension
 
 from tests.kernels.launch.replaying import Replaying, drive, note_plans, note_workspaces
 
@@ -38,7 +38,7 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
     No test looks for the host extension unless it says so.
     """
-    replay.forget()
+    replay.clear_replays()
     monkeypatch.setattr(replay, "_load", None)
     monkeypatch.setattr(replay, "_KNOWN", {})
 
@@ -52,20 +52,20 @@ def replaying(monkeypatch: pytest.MonkeyPatch) -> Replaying:
 @pytest.fixture(scope="session")
 def host_extension() -> Any:
     """The host extension, compiled where it was not yet."""
-    ensure_built()
+    ensure_extension_built()
     return ExtensionFiles().load()
 
 
 @pytest.fixture
 def natively(host_extension: Any, replaying: Replaying, monkeypatch: pytest.MonkeyPatch) -> Iterator[Replaying]:
     """The driver that takes the launches of repeated calls, which the host extension makes."""
-    set_up(host_extension, autograd._backward, replay.MAX_KINDS, replaying.launch)
+    configure_extension(host_extension, autograd._compute_gradients, replay.MAX_KINDS, replaying.launch)
     host_extension.forget()
     replaying.workspaces = note_workspaces(monkeypatch, "fusednorm.launch.native.workspace_of", stream=0)
     monkeypatch.setattr(replay, "_extension", None)
-    replay.use(host_extension)
+    replay.set_extension(host_extension)
     # It is the extension that repeats, or nobody.
-    monkeypatch.setattr(replay.Pass, "_known", lambda *_: None)
+    monkeypatch.setattr(replay.ReplayablePass, "_known", lambda *_: None)
     yield replaying
     host_extension.forget()
 

@@ -32,33 +32,33 @@ OF_CODE = (
 
 FINGERPRINTS = """
 import json, sys
-from benchmarks.fingerprints.cases import planned
-from benchmarks.fingerprints.__main__ import all_cases
-from benchmarks.fingerprints.launches import summaries
-from benchmarks.fingerprints.workers import code_line, ir_hash
-from fusednorm.launch.inspection import specialise
+from benchmarks.fingerprints.cases import plan_case
+from benchmarks.fingerprints.__main__ import iterate_all_cases
+from benchmarks.fingerprints.launches import summarise_launches
+from benchmarks.fingerprints.workers import make_code_line, compute_ir_hash
+from fusednorm.launch.inspection import specialise_kernel
 
 of_ir, of_code = json.loads(sys.argv[1])
-cases = {case.name: case for case in all_cases()}
+cases = {case.name: case for case in iterate_all_cases()}
 
 def specialisation(label):
     name, place = label.rsplit(" #", 1)
-    return specialise(planned(cases[name]).launches[int(place)])
+    return specialise_kernel(plan_case(cases[name]).launches[int(place)])
 
 print(json.dumps({
-    "launches": summaries(map(planned, cases.values())),
-    "ir": {label: ir_hash(specialisation(label)) for label in of_ir},
-    "code": {label: code_line(specialisation(label), {}) for label in of_code},
+    "launches": summarise_launches(map(plan_case, cases.values())),
+    "ir": {label: compute_ir_hash(specialisation(label)) for label in of_ir},
+    "code": {label: make_code_line(specialisation(label), {}) for label in of_code},
 }))
 """
 
 
 def test_launches_and_code_are_those_that_were_recorded():
-    head, code = files.read(files.FOLDER / files.SM_90)
-    if head != files.version():
-        pytest.skip(f"machine code was recorded with {head}, and this is {files.version()}")
+    head, code = files.read_fingerprints(files.FOLDER / files.SM_90)
+    if head != files.format_version():
+        pytest.skip(f"machine code was recorded with {head}, and this is {files.format_version()}")
     now = compile_elsewhere(FINGERPRINTS, json.dumps([OF_IR, OF_CODE]))
-    _, launches = files.read(files.FOLDER / files.LAUNCHES)
+    _, launches = files.read_fingerprints(files.FOLDER / files.LAUNCHES)
     remedy = "; if that is meant, run `make fingerprints` and commit what it writes"
     recorded = {
         "launches": launches,

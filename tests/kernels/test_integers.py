@@ -2,7 +2,7 @@
 
 import pytest
 import triton
-from fusednorm.integers import cdiv, next_power_of_2, vector_width
+from fusednorm.integers import cdiv, compute_vector_width, next_power_of_2
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4, 5, 127, 128, 129, 2**31 - 1, 2**31, 2**31 + 1])
@@ -20,4 +20,4 @@ def test_division_is_triton_s(dividend, divisor):
     ("sizes", "width"), [((), 8), ((64,), 8), ((64, 20), 4), ((64, 20, 6), 2), ((64, 7), 1), ((0, 64), 8)]
 )
 def test_a_vector_divides_every_size(sizes, width):
-    assert vector_width(8, *sizes) == width
+    assert compute_vector_width(8, *sizes) == width

@@ -11,15 +11,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fusednorm.reference.float8 import quantised_rows
-from normload.adapters.native import divided, joined
+from fusednorm.reference.float8 import quantise_rows
+from normload.adapters.native import join_tensors, split_tensors
 from normload.clients import fleet, oracle
-from normload.load.elements import narrow
-from normload.load.scenario import Phase
+from normload.load.elements import round_to_tensor
+from normload.load.scenario import LoadPhase
 from normload.load.workload import Workload
 from normload.measurements import ceilings
-from normload.measurements.result import PhaseResult, Result
-from normload.measurements.tally import Record, Tally
+from normload.measurements.result import PhaseResult, RunResult
+from normload.measurements.tally import PhaseTally, RequestOutcome
 from normserve.client import DType, HostTensor
 from normserve.codec import safetensors
 
@@ -55,21 +55,21 @@ class FakeServer(ThreadingHTTPServer):
         known = self._answers.get((body, self.factor))
         if known is not None:
             return known
-        sent = joined(safetensors.decode(memoryview(body)))
+        sent = join_tensors(safetensors.decode(memoryview(body)))
         case = self._cases[bytes(sent["x"].data)]
         tensors = {}
-        for name, reference in oracle.expected(case, sent).items():
-            dtype = oracle.dtype_of(case, name, sent)
+        for name, reference in oracle.compute_expected(case, sent).items():
+            dtype = oracle.get_expected_dtype(case, name, sent)
             values = reference.values.detach()
             if dtype is DType.FLOAT8_E4M3FN:
                 # Its scale carries the factor.
-                y, _ = quantised_rows(values.float())
+                y, _ = quantise_rows(values.float())
                 tensors[name] = HostTensor(dtype, tuple(y.shape), y.reshape(-1).view(torch.uint8).numpy().data)
             else:
-                tensors[name] = narrow(values.numpy() * self.factor, dtype)
+                tensors[name] = round_to_tensor(values.numpy() * self.factor, dtype)
         if case.parts:
             told = {}
-            for name, parts in divided(case, tensors).items():
+            for name, parts in split_tensors(case, tensors).items():
                 told |= (
                     {f"{name}.{n}": part for n, part in enumerate(parts)} if type(parts) is list else {name: parts}
                 )
@@ -153,19 +153,19 @@ def raw_server():
         server.close()
 
 
-def made_result(latencies_s: Sequence[float], *, errors: int = 0, rate: float = 100.0, **changed) -> Result:
+def made_result(latencies_s: Sequence[float], *, errors: int = 0, rate: float = 100.0, **changed) -> RunResult:
     """A run of one phase of ten seconds: so many requests, spread evenly, with these latencies."""
     duration_s = 10.0
-    tally = Tally(duration_s)
+    tally = PhaseTally(duration_s)
     records = []
     for number, latency_s in enumerate([*latencies_s, *[0.001] * errors]):
         # In the proportion of the golden section, errors and latencies alike come all over the phase.
         due = duration_s * (number * 0.6180339887 % 1)
         code = (200, "ok") if number < len(latencies_s) else (429, "overloaded")
         times = (due, due - 0.01, due, min(due + latency_s, duration_s - 1e-6))
-        records.append(Record("layer_norm", *times, *code, 1000, 1000, 2000, 1e-6))
+        records.append(RequestOutcome("layer_norm", *times, *code, 1000, 1000, 2000, 1e-6))
     tally.add(records)
-    phase = Phase("steady", "poisson", duration_s, rate=rate)
+    phase = LoadPhase("steady", "poisson", duration_s, rate=rate)
     fields = {
         "scenario": "steady",
         "description": "made up",
@@ -187,7 +187,7 @@ def made_result(latencies_s: Sequence[float], *, errors: int = 0, rate: float = 
         "faults": [],
         "remarks": [],
     }
-    return Result(**fields | changed)
+    return RunResult(**fields | changed)
 
 
 def wait_for(condition: Callable[[], bool], patience_s: float = 10.0) -> None:

@@ -14,12 +14,12 @@ import torch
 from fusednorm.launch.launch import Launch
 from fusednorm.ops.group_norm import table as group_tables
 from fusednorm.ops.group_norm.channels_last.stream import MEASURED_RANGE
-from fusednorm.ops.group_norm.sample import Sample
+from fusednorm.ops.group_norm.sample import SampleShape
 from fusednorm.ops.layer_norm.call import SINGLE_ROW_COLS
 
-from benchmarks.algorithms.chosen import Algorithm, algorithm_of
+from benchmarks.algorithms.chosen import PassAlgorithm, find_algorithm
 from benchmarks.fingerprints import group_norm, layer_norm
-from benchmarks.fingerprints.cases import DTYPES, SHORT_NAMES, Case, planned
+from benchmarks.fingerprints.cases import DTYPES, SHORT_NAMES, FingerprintCase, plan_case
 
 MOST_ELEMENTS = 1 << 22
 """Elements of the largest tensor of a call; entries of tables for larger ones are left out."""
@@ -37,12 +37,12 @@ _SEED = 20
 class Call:
     """A call, the algorithms that its plan uses, and the name of x's dtype."""
 
-    case: Case
-    algorithms: frozenset[Algorithm]
+    case: FingerprintCase
+    algorithms: frozenset[PassAlgorithm]
     dtype: str
 
     @property
-    def combinations(self) -> frozenset[tuple[Algorithm, str]]:
+    def combinations(self) -> frozenset[tuple[PassAlgorithm, str]]:
         return frozenset((algorithm, self.dtype) for algorithm in self.algorithms)
 
 
@@ -57,7 +57,7 @@ def calls(count: int, dtypes: tuple[torch.dtype, ...] = DTYPES) -> list[Call]:
     ordered = [call for _, call in everything]
     first: dict[str, Call] = {}
     for unaligned in (False, True):
-        seen: set[tuple[Algorithm, str]] = set()
+        seen: set[tuple[PassAlgorithm, str]] = set()
         for call in ordered:
             if call.case.unaligned == unaligned and not call.combinations <= seen:
                 seen |= call.combinations
@@ -67,9 +67,9 @@ def calls(count: int, dtypes: tuple[torch.dtype, ...] = DTYPES) -> list[Call]:
     return [*first.values(), *others][:count]
 
 
-def _call(case: Case) -> tuple[int, Call] | None:
+def _call(case: FingerprintCase) -> tuple[int, Call] | None:
     """A case's size and its call; None if it is refused or too large."""
-    plan = planned(case)
+    plan = plan_case(case)
     size = plan.tensors.most_elements
     if plan.launches is None or size > MOST_ELEMENTS:
         return None
@@ -78,38 +78,40 @@ def _call(case: Case) -> tuple[int, Call] | None:
     return size, Call(case, algorithms, dtype)
 
 
-def _algorithm(launch: Launch) -> Algorithm | None:
-    return algorithm_of(launch.kernel.fn.__module__, launch.kernel.fn.__name__)
+def _algorithm(launch: Launch) -> PassAlgorithm | None:
+    return find_algorithm(launch.kernel.fn.__module__, launch.kernel.fn.__name__)
 
 
-def _cases(dtypes: tuple[torch.dtype, ...]) -> Iterator[Case]:
+def _cases(dtypes: tuple[torch.dtype, ...]) -> Iterator[FingerprintCase]:
     chosen = random.Random(_SEED)
     for dtype in dtypes:
         for kind in layer_norm.PASSES:
-            lengths = dict.fromkeys(cols for cols, _ in layer_norm.entries(kind, dtype.itemsize))
+            lengths = dict.fromkeys(cols for cols, _ in layer_norm.iterate_table_lengths(kind, dtype.itemsize))
             for cols in (*lengths, SINGLE_ROW_COLS + 1):
                 yield from _rows(kind, dtype, cols, chosen)
         for cols, norms, unaligned in product((16, 1000, 1024, 16384, 20000), (1, 3), (False, True)):
-            yield _named(layer_norm.chain_case(dtype, cols, norms, unaligned, rows=3), unaligned)
+            yield _named(layer_norm.make_chain_case(dtype, cols, norms, unaligned, rows=3), unaligned)
         for last in (False, True):
             for kind in _GROUP_PASSES:
                 for shape in dict.fromkeys(_samples(kind, dtype.itemsize, last)):
-                    yield from _groups(kind, dtype, Sample(*shape, channels_last=last), chosen)
+                    yield from _groups(kind, dtype, SampleShape(*shape, channels_last=last), chosen)
 
 
-def _rows(kind: layer_norm.Pass, dtype: torch.dtype, cols: int, chosen: random.Random) -> Iterator[Case]:
+def _rows(kind: layer_norm.Pass, dtype: torch.dtype, cols: int, chosen: random.Random) -> Iterator[FingerprintCase]:
     """Calls of rows of `cols` columns, and of odd ones beside them."""
     for length in (cols, cols - 1 | 1):
         for variant, unaligned, waits in _options(layer_norm.PLAIN, layer_norm.USUAL + layer_norm.RARE, chosen):
             small = replace(variant, rows=min(variant.rows, 3), tokens=2, unaligned=unaligned)
-            yield _named(layer_norm.case(kind, dtype, length, small, waits), unaligned)
+            yield _named(layer_norm.make_case(kind, dtype, length, small, waits), unaligned)
 
 
-def _groups(kind: group_norm.Pass, dtype: torch.dtype, sample: Sample, chosen: random.Random) -> Iterator[Case]:
+def _groups(
+    kind: group_norm.Pass, dtype: torch.dtype, sample: SampleShape, chosen: random.Random
+) -> Iterator[FingerprintCase]:
     """Calls of such samples."""
     for variant, unaligned, waits in _options(group_norm.PLAIN, group_norm.USUAL + group_norm.RARE, chosen):
         small = replace(variant, samples=min(variant.samples, 2), unaligned=unaligned)
-        yield _named(group_norm.case(kind, dtype, sample, small, waits), unaligned)
+        yield _named(group_norm.make_case(kind, dtype, sample, small, waits), unaligned)
 
 
 def _options(
@@ -121,7 +123,7 @@ def _options(
         yield variant, chosen.random() < 0.5, chosen.random() < 0.5
 
 
-def _named(case: Case, unaligned: bool) -> Case:
+def _named(case: FingerprintCase, unaligned: bool) -> FingerprintCase:
     return replace(case, name=f"{case.name}, offset") if unaligned else case
 
 

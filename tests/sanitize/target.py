@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from fusednorm.launch.run import run
+from fusednorm.launch.run import run_launches
 from torch import Tensor
 
-from benchmarks.fingerprints.cases import Tensors, planned
+from benchmarks.fingerprints.cases import MetaTensors, plan_case
 from tests.sanitize.calls import Call
 
 _RESULTS = ("y", "residual_out", "scale", "dx", "dresidual", "dweight", "dbias", "dscale", "dshift")
@@ -22,7 +22,7 @@ _VALUES = torch.rand(1 << 22, generator=torch.Generator().manual_seed(20)) + 0.5
 
 
 @dataclass(slots=True)
-class DeviceTensors(Tensors):
+class DeviceTensors(MetaTensors):
     """Tensors of one call on a device; those that it writes, and what precedes unaligned ones, are uninitialised.
 
     Values come from the host, so that no other kernel is watched.
@@ -49,8 +49,8 @@ def run_calls(calls: Iterable[Call], device: str = "cuda", until: float = float(
             break
         case = call.case
         tensors = DeviceTensors(case.unaligned, device=device, has_statistics=" backward " in case.name)
-        launches = planned(case, tensors).launches
-        run(torch.empty(0, device=device).device, launches or (), tensors.memories)
+        launches = plan_case(case, tensors).launches
+        run_launches(torch.empty(0, device=device).device, launches or (), tensors.memories)
         if device == "cuda":
             torch.cuda.synchronize()
         done.append(case.name)

@@ -5,16 +5,16 @@ from tests.kernels.harness.compiled import compile_elsewhere
 CALLS = """
 import json, pickle
 import torch
-from benchmarks.algorithms.chosen import every_algorithm
-from benchmarks.fingerprints.cases import planned
+from benchmarks.algorithms.chosen import list_algorithms
+from benchmarks.fingerprints.cases import plan_case
 from tests.sanitize.calls import MOST_ELEMENTS, calls
 
 chosen = pickle.loads(pickle.dumps(calls(120, (torch.float16,))))
 missing = {}
 for unaligned in (False, True):
     found = {each for call in chosen[:60] if call.case.unaligned == unaligned for each in call.algorithms}
-    missing[unaligned] = sorted(f"{each.pass_}.{each.name}" for each in {*every_algorithm()} - found)
-sizes = [planned(call.case).tensors.most_elements for call in chosen]
+    missing[unaligned] = sorted(f"{each.pass_}.{each.name}" for each in {*list_algorithms()} - found)
+sizes = [plan_case(call.case).tensors.most_elements for call in chosen]
 names = {call.case.name for call in chosen}
 print(json.dumps([missing[False], missing[True], max(sizes) <= MOST_ELEMENTS, len(names)]))
 """

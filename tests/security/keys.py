@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from normserve.admission.keys.generate import entry
+from normserve.admission.keys.generate import format_key_table
 
 INFER, LAYERS, METRICS, EXPIRED, SLOW = "infer-key", "layers-key", "metrics-key", "old-key", "slow-key"
 EVERYTHING = "everything-key"
@@ -10,7 +10,7 @@ EVERYTHING = "everything-key"
 
 def table(name: str, secret: str, may: str, more: str = "") -> str:
     """One key as the file has it."""
-    return entry(name, secret).replace('["infer"]', may) + more + "\n"
+    return format_key_table(name, secret).replace('["infer"]', may) + more + "\n"
 
 
 KEYS = (

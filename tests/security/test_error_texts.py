@@ -15,7 +15,7 @@ import pytest
 import torch
 from fastapi import FastAPI
 from normserve.http.app import create_app
-from normserve.http.transport import PlainAsgi
+from normserve.http.transport import AsgiAdapter
 from normserve.settings import Settings
 
 from tests.integration.harness.raw import exchange
@@ -179,7 +179,7 @@ def test_what_nobody_expected():
     app.state.routes[0].endpoint = fail
 
     async def run() -> list[httpx.Response]:
-        transport = httpx.ASGITransport(PlainAsgi(app.state.entrance))
+        transport = httpx.ASGITransport(AsgiAdapter(app.state.entrance))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return [await client.get("/fails"), await client.post(app.state.routes[0].path)]
 

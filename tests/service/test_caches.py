@@ -13,36 +13,36 @@ import normserve
 import numpy as np
 import pytest
 from normserve.client.calls import operations
-from normserve.client.http.address import Address
-from normserve.client.http.direct import Requests
-from normserve.client.local.arena import Arena
-from normserve.client.local.memories import NumpyMemory
-from normserve.client.local.recurring import Recurring
+from normserve.client.http.address import ServerAddress
+from normserve.client.http.direct import RequestEncoder
+from normserve.client.local.arena import HostArena
+from normserve.client.local.memories import NumpyArrayMemory
+from normserve.client.local.recurring import CallCache
 from normserve.client.results import ForwardResult, Timing
-from normserve.http.edge.origins import Origins
-from normserve.http.oip.statistics import Statistics
+from normserve.http.edge.origins import OriginPolicy
+from normserve.http.oip.statistics import InferenceStatistics
 from normserve.jobs.job import Op
 from normserve.layers.registry import LayerRegistry
-from normserve.memory.segments import Segment, make_segment
+from normserve.memory.segments import HostSegment, make_segment
 
 from tests.service.client.local.fake_link import FakeLink
 from tests.service.growth import assert_bounded
 from tests.service.jobs.fake_jobs import layer
 
 UNBOUNDED = {
-    "normserve.codec.json_tensors._nested": "one for each rank, which is bounded",
-    "normserve.client.calls.arrays.numpy_dtype": "one for each dtype",
-    "normserve.client.local.recurring._name": "one for each argument of each operation of the client",
-    "normserve.jobs.job.options_of": "one for each pass of each operation",
-    "normserve.memory.device_segments._bindings": "one",
-    "normserve.requests.parameters.operation_parameters": "one for each pass of each operation",
+    "normserve.codec.json_tensors._make_nested_decoder": "one for each rank, which is bounded",
+    "normserve.client.calls.arrays.get_numpy_dtype": "one for each dtype",
+    "normserve.client.local.recurring._get_parameter_name": "one for each argument of each operation of the client",
+    "normserve.jobs.job.list_options": "one for each pass of each operation",
+    "normserve.memory.device_segments._import_driver": "one",
+    "normserve.requests.parameters.list_operation_parameters": "one for each pass of each operation",
     "fusednorm.arguments.inputs.group_names_by_role": "one for each pass of each operation",
     "fusednorm.arguments.options._select_fields": "one for each operation",
     "fusednorm.launch.memories._kept": "one for each stream",
     "fusednorm.tensors.devices.copy_bandwidth": "one for each device",
     "fusednorm.tensors.devices.describe_device": "one for each device",
     "fusednorm.warm.driver._has_driver": "one",
-    "fusednorm.warm.stamps._versions": "one",
+    "fusednorm.warm.stamps._describe_versions": "one",
 }
 """Functions with a cache without a bound, and why it needs none."""
 
@@ -72,7 +72,7 @@ def test_functions_remember_so_many_calls():
 
 
 def test_spellings_of_hosts():
-    origins = Origins(["localhost"])
+    origins = OriginPolicy(["localhost"])
     scope = {"type": "http", "method": "POST", "scheme": "http", "path": "/", "client": ("127.0.0.1", 1)}
     assert_bounded(lambda number: origins.admit(scope, {b"host": b"localhost:%d" % (number + 1)}), 1024)
 
@@ -86,12 +86,12 @@ def test_chains_of_layers():
 
 
 def test_names_of_models():
-    statistics = Statistics(lambda: ["layer_norm"])
+    statistics = InferenceStatistics(lambda: ["layer_norm"])
     assert_bounded(lambda number: statistics.note_failure(f"model {number}", 0.1), 1024)
 
 
 def test_heads_of_a_clients_requests():
-    requests = Requests(Address("localhost", 80), None)
+    requests = RequestEncoder(ServerAddress("localhost", 80), None)
 
     def ask(number):
         requests.request(SimpleNamespace(method="POST", target=f"/v1/layer_norm?eps={number}", parts=list))
@@ -101,15 +101,15 @@ def test_heads_of_a_clients_requests():
 
 @pytest.fixture
 def arena():
-    descriptor, segment = make_segment(2**20, Segment)
+    descriptor, segment = make_segment(2**20, HostSegment)
     os.close(descriptor)
-    arena = Arena()
+    arena = HostArena()
     arena.add(5, segment)
     return arena
 
 
 def test_calls_of_a_client_that_shares_memory(arena):
-    recurring = Recurring(NumpyMemory(arena))
+    recurring = CallCache(NumpyArrayMemory(arena))
     x, y = np.zeros((2, 4, 256), np.float32)
 
     def learn(number):
@@ -121,7 +121,7 @@ def test_calls_of_a_client_that_shares_memory(arena):
 
 
 def test_places_of_results_that_were_there_at_the_same_time(arena):
-    recurring, link = Recurring(NumpyMemory(arena)), FakeLink()
+    recurring, link = CallCache(NumpyArrayMemory(arena)), FakeLink()
     x, y = np.zeros((2, 4, 256), np.float32)
     signature = recurring.signature(operations.layer_norm, (x,), {})
     recurring.learn(signature, operations.layer_norm(x), ForwardResult(y, None, None, None, Timing()))

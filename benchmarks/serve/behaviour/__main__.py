@@ -16,11 +16,11 @@ import uvloop
 
 from benchmarks.serve import command
 from benchmarks.serve.behaviour import scenarios
-from benchmarks.serve.behaviour.scenarios import Measured
-from benchmarks.serve.clients.posts import Post, make_parameters
-from benchmarks.serve.report.results import Results
+from benchmarks.serve.behaviour.scenarios import StressMeasurement
+from benchmarks.serve.clients.posts import CheckedRequest, make_parameters
+from benchmarks.serve.report.results import CsvResults
 from benchmarks.serve.servers import launch
-from benchmarks.serve.servers.launch import Served
+from benchmarks.serve.servers.launch import ServerProcess
 
 COLUMNS = ("scenario", "measure", "value", "wanted")
 
@@ -28,43 +28,43 @@ COLUMNS = ("scenario", "measure", "value", "wanted")
 _AT_ONCE = 2
 _SMALL, _MEDIUM, _LARGE, _HUGE = 2**12, 2**18, 2**21, 2**24
 
-Play = Callable[[Served, Callable[[int], Post], bool], Awaitable[list[Measured]]]
+Play = Callable[[ServerProcess, Callable[[int], CheckedRequest], bool], Awaitable[list[StressMeasurement]]]
 
 # The server's options and the scenario; with `full` it runs long enough to be sure.
 SCENARIOS: dict[str, tuple[Sequence[str], Play]] = {
     "overload": (
         ("--max-inflight-requests", str(_AT_ONCE)),
-        lambda at, post, full: scenarios.overload(at, post(_HUGE), 20 if full else 3, _AT_ONCE),
+        lambda at, post, full: scenarios.run_overload(at, post(_HUGE), 20 if full else 3, _AT_ONCE),
     ),
     "disturbance": (
         (),
-        lambda at, post, full: scenarios.disturbance(
+        lambda at, post, full: scenarios.run_disturbance(
             at, [post(nbytes) for nbytes in (_SMALL, _MEDIUM, _LARGE)], 10_000 if full else 1_000
         ),
     ),
     "mixed load": (
         (),
-        lambda at, post, full: scenarios.flatness(
+        lambda at, post, full: scenarios.run_mixed_load(
             at, [post(nbytes) for nbytes in (_SMALL, _MEDIUM, _LARGE, _HUGE)], 600 if full else 20
         ),
     ),
-    "single rows": ((), lambda at, post, full: scenarios.single_rows(at, post(_SMALL), 20 if full else 3)),
+    "single rows": ((), lambda at, post, full: scenarios.run_single_rows(at, post(_SMALL), 20 if full else 3)),
     "single rows, no batching": (
         ("--max-batch-requests", "1"),
-        lambda at, post, full: scenarios.single_rows(at, post(_SMALL), 20 if full else 3),
+        lambda at, post, full: scenarios.run_single_rows(at, post(_SMALL), 20 if full else 3),
     ),
 }
 
 
 def main() -> int:
-    options = command.parser("behaviour", "the server and of the client")
+    options = command.make_parser("behaviour", "the server and of the client")
     options.add_argument("--backend", default="torch", help="of the server: torch or triton")
     options.add_argument("--full", action="store_true", help="10,000 disturbed requests, ten minutes of mixed load")
     options.add_argument("--only", choices=SCENARIOS, action="append", help="scenarios to run")
-    return command.run(options.parse_args(), COLUMNS, measure)
+    return command.run_command(options.parse_args(), COLUMNS, measure)
 
 
-def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
+def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> None:
     """Run everything; a row for each measured number of each scenario."""
     server_cores, client_cores = asked.cores
     os.sched_setaffinity(0, client_cores)
@@ -76,15 +76,17 @@ def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
         own.mkdir()
         with (
             results.part(name),
-            launch.normserve(server_cores, own, parameters, asked.backend, options) as (server, _),
+            launch.run_normserve(server_cores, own, parameters, asked.backend, options) as (server, _),
         ):
-            for each in uvloop.run(_played(play, server, parameters, asked.full)):
+            for each in uvloop.run(_run_scenario(play, server, parameters, asked.full)):
                 results.add({"scenario": name} | asdict(each))
                 print(f"| {name} | {each.measure} | {each.value:.4g} | {each.wanted} |", flush=True)
 
 
-async def _played(play: Play, server: Served, parameters: Mapping[str, np.ndarray], full: bool) -> list[Measured]:
-    return await play(server, lambda nbytes: Post(server.path, nbytes, parameters), full)
+async def _run_scenario(
+    play: Play, server: ServerProcess, parameters: Mapping[str, np.ndarray], full: bool
+) -> list[StressMeasurement]:
+    return await play(server, lambda nbytes: CheckedRequest(server.path, nbytes, parameters), full)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,10 @@ from statistics import median
 
 import httpx
 
-from benchmarks.serve.clients.posts import Post
-from benchmarks.serve.clients.wire import Wire
+from benchmarks.serve.clients.posts import CheckedRequest
+from benchmarks.serve.clients.wire import RawConnection
 from benchmarks.serve.servers import scrape
-from benchmarks.serve.servers.launch import Served
+from benchmarks.serve.servers.launch import ServerProcess
 
 _RATES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9)
 _REFUSED_WITHIN_S = 0.020
@@ -21,7 +21,7 @@ _PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class StressMeasurement:
     """A number, and its requirement as text."""
 
     measure: str
@@ -30,7 +30,7 @@ class Measured:
 
 
 @dataclass(slots=True)
-class _Tally:
+class _ResponseTally:
     """Seconds of each response by its kind, and the number of broken connections."""
 
     served: list[float] = field(default_factory=list)
@@ -39,7 +39,9 @@ class _Tally:
     broken: int = 0
 
 
-async def overload(server: Served, post: Post, seconds: float, at_once: int) -> list[Measured]:
+async def run_overload(
+    server: ServerProcess, post: CheckedRequest, seconds: float, at_once: int
+) -> list[StressMeasurement]:
     """An open loop at rising rates up to the knee of the latency, then at three times that rate.
 
     Args:
@@ -47,52 +49,54 @@ async def overload(server: Served, post: Post, seconds: float, at_once: int) -> 
             connection it is idle while the client reads, and the latency has no knee up to that rate.
     """
     port = int(server.address)
-    alone = (await _open_loop(port, post, 1.0, 3)).served
-    capacity = await _closed_loop(port, post, seconds, at_once)
-    knee, at_knee = 0.0, _Tally()
+    alone = (await _run_open_loop(port, post, 1.0, 3)).served
+    capacity = await _measure_closed_loop(port, post, seconds, at_once)
+    knee, at_knee = 0.0, _ResponseTally()
     for fraction in _RATES:
-        tally = await _open_loop(port, post, fraction * capacity, seconds)
+        tally = await _run_open_loop(port, post, fraction * capacity, seconds)
         if knee and (tally.refused or tally.broken or median(tally.served) > 2 * median(alone)):
             break
         knee, at_knee = fraction * capacity, tally
     # The first part lets the number of slabs settle.
-    await _open_loop(port, post, 3 * knee, seconds)
-    before = _resident_bytes(server.pid)
+    await _run_open_loop(port, post, 3 * knee, seconds)
+    before = _read_resident_bytes(server.pid)
     began = time.perf_counter()
-    storm = await _open_loop(port, post, 3 * knee, 2 * seconds)
+    storm = await _run_open_loop(port, post, 3 * knee, 2 * seconds)
     elapsed = time.perf_counter() - began
     return [
-        Measured(f"closed loop, {at_once} connections, requests/s", capacity, "-"),
-        Measured("rate where latency bends, requests/s", knee, "-"),
-        Measured("p99 there, s", _quantile(at_knee.served, 0.99), "-"),
-        Measured("goodput at 3 times that over it", len(storm.served) / elapsed / knee, ">= 0.9"),
-        Measured(
+        StressMeasurement(f"closed loop, {at_once} connections, requests/s", capacity, "-"),
+        StressMeasurement("rate where latency bends, requests/s", knee, "-"),
+        StressMeasurement("p99 there, s", _compute_quantile(at_knee.served, 0.99), "-"),
+        StressMeasurement("goodput at 3 times that over it", len(storm.served) / elapsed / knee, ">= 0.9"),
+        StressMeasurement(
             "p99 of what is served over that at the knee",
-            _quantile(storm.served, 0.99) / _quantile(at_knee.served, 0.99),
+            _compute_quantile(storm.served, 0.99) / _compute_quantile(at_knee.served, 0.99),
             "< 2",
         ),
-        Measured("p99 of a refusal, s", _quantile(storm.refused, 0.99), f"< {_REFUSED_WITHIN_S}"),
-        Measured("neither served nor refused", storm.other + storm.broken, "0"),
-        Measured("growth of resident memory", _resident_bytes(server.pid) / before - 1, "<= 0.02"),
+        StressMeasurement("p99 of a refusal, s", _compute_quantile(storm.refused, 0.99), f"< {_REFUSED_WITHIN_S}"),
+        StressMeasurement("neither served nor refused", storm.other + storm.broken, "0"),
+        StressMeasurement("growth of resident memory", _read_resident_bytes(server.pid) / before - 1, "<= 0.02"),
     ]
 
 
-async def disturbance(server: Served, posts: list[Post], count: int) -> list[Measured]:
+async def run_disturbance(
+    server: ServerProcess, posts: list[CheckedRequest], count: int
+) -> list[StressMeasurement]:
     """Clients of which half disconnect at a random moment: in the header, the body, the wait or the response."""
     port, rng = int(server.address), random.Random(0)
     for post in posts:
-        await _on_a_wire(port, post)
-    tally = _Tally()
+        await _send_on_new_connection(port, post)
+    tally = _ResponseTally()
     queue = iter(range(count))
 
-    async def client() -> None:
+    async def run_client() -> None:
         for _ in queue:
             post = rng.choice(posts)
             if rng.random() < 0.5:
-                await _disturbed(port, post, rng)
+                await _send_disturbed(port, post, rng)
                 continue
             try:
-                answered = await _on_a_wire(port, post)
+                answered = await _send_on_new_connection(port, post)
             except OSError:
                 tally.broken += 1
                 continue
@@ -101,92 +105,94 @@ async def disturbance(server: Served, posts: list[Post], count: int) -> list[Mea
             else:
                 tally.other += 1
 
-    await asyncio.gather(*(client() for _ in range(16)))
-    left = await _left_inside(port)
+    await asyncio.gather(*(run_client() for _ in range(16)))
+    left = await _wait_until_unused(port)
     return [
-        Measured("answers that were awaited and right", len(tally.served), f"all of about {count // 2}"),
-        Measured("awaited answers that were an error", tally.other, "0"),
-        Measured("connections that broke", tally.broken, "0"),
-        *(Measured(f"{name} afterwards", value, "0") for name, value in left.items()),
+        StressMeasurement("answers that were awaited and right", len(tally.served), f"all of about {count // 2}"),
+        StressMeasurement("awaited answers that were an error", tally.other, "0"),
+        StressMeasurement("connections that broke", tally.broken, "0"),
+        *(StressMeasurement(f"{name} afterwards", value, "0") for name, value in left.items()),
     ]
 
 
-async def flatness(server: Served, posts: list[Post], seconds: float) -> list[Measured]:
+async def run_mixed_load(
+    server: ServerProcess, posts: list[CheckedRequest], seconds: float
+) -> list[StressMeasurement]:
     """A mixed closed loop on eight connections."""
     port, rng, answers = int(server.address), random.Random(0), 0
     end = time.monotonic() + seconds
     resident: list[int] = []
 
-    async def client() -> None:
+    async def run_client() -> None:
         nonlocal answers
-        wire = await Wire.open(port)
+        wire = await RawConnection.open(port)
         while time.monotonic() < end:
             assert (await rng.choice(posts).by(wire)).status == 200
             answers += 1
         wire.leave()
 
-    async def watch() -> None:
+    async def sample_memory() -> None:
         while time.monotonic() < end:
             # The first half lets the number of slabs settle.
             if time.monotonic() > end - seconds / 2:
-                resident.append(_resident_bytes(server.pid))
+                resident.append(_read_resident_bytes(server.pid))
             await asyncio.sleep(0.2)
 
-    await asyncio.gather(watch(), *(client() for _ in range(8)))
+    await asyncio.gather(sample_memory(), *(run_client() for _ in range(8)))
     return [
-        Measured("answers", answers, "-"),
-        Measured("resident memory, bytes", resident[-1], "-"),
-        Measured("its spread in the second half", max(resident) / min(resident) - 1, "<= 0.02"),
+        StressMeasurement("answers", answers, "-"),
+        StressMeasurement("resident memory, bytes", resident[-1], "-"),
+        StressMeasurement("its spread in the second half", max(resident) / min(resident) - 1, "<= 0.02"),
     ]
 
 
-async def single_rows(server: Served, post: Post, seconds: float) -> list[Measured]:
+async def run_single_rows(server: ServerProcess, post: CheckedRequest, seconds: float) -> list[StressMeasurement]:
     """64 connections that each send requests of one row in a closed loop."""
     port, answers = int(server.address), 0
-    before = await _samples(port)
+    before = await _fetch_samples(port)
     end = time.monotonic() + seconds
 
-    async def client() -> None:
+    async def run_client() -> None:
         nonlocal answers
-        wire = await Wire.open(port)
+        wire = await RawConnection.open(port)
         while time.monotonic() < end:
             assert (await post.by(wire)).status == 200
             answers += 1
         wire.leave()
 
-    await asyncio.gather(*(client() for _ in range(64)))
-    after = await _samples(port)
+    await asyncio.gather(*(run_client() for _ in range(64)))
+    after = await _fetch_samples(port)
     return [
-        Measured("requests/s", answers / seconds, "-"),
-        Measured("requests a launch", scrape.requests_a_launch(before, after), ">= 8"),
+        StressMeasurement("requests/s", answers / seconds, "-"),
+        StressMeasurement("requests a launch", scrape.compute_requests_per_launch(before, after), ">= 8"),
     ]
 
 
-async def _closed_loop(port: int, post: Post, seconds: float, connections: int) -> float:
+async def _measure_closed_loop(port: int, post: CheckedRequest, seconds: float, connections: int) -> float:
     """Responses per second of `connections` in a closed loop."""
     began, answers = time.perf_counter(), 0
 
-    async def client() -> None:
+    async def run_client() -> None:
         nonlocal answers
-        wire = await Wire.open(port)
+        wire = await RawConnection.open(port)
         while time.perf_counter() - began < seconds:
             assert (await post.by(wire, waits_for_leave=True)).status == 200
             answers += 1
         wire.leave()
 
-    await asyncio.gather(*(client() for _ in range(connections)))
+    await asyncio.gather(*(run_client() for _ in range(connections)))
     return answers / (time.perf_counter() - began)
 
 
-async def _open_loop(port: int, post: Post, rate: float, seconds: float) -> _Tally:
+async def _run_open_loop(port: int, post: CheckedRequest, rate: float, seconds: float) -> _ResponseTally:
     """Requests at a constant rate, independent of earlier responses, on as many connections as necessary."""
-    tally = _Tally()
-    idle: list[Wire] = []
+    tally = _ResponseTally()
+    idle: list[RawConnection] = []
 
-    async def one() -> None:
+    async def send_one() -> None:
         began = time.perf_counter()
         try:
-            wire = idle.pop() if idle else await Wire.open(port)
+            wire = idle.pop() if idle else await RawConnection.open(port)
             answered = await post.by(wire, waits_for_leave=True)
         except OSError:
             tally.broken += 1
@@ -207,24 +213,24 @@ async def _open_loop(port: int, post: Post, rate: float, seconds: float) -> _Tal
     async with asyncio.TaskGroup() as tasks:
         for number in range(int(rate * seconds)):
             await asyncio.sleep(max(0.0, start + number / rate - time.perf_counter()))
-            tasks.create_task(one())
+            tasks.create_task(send_one())
     for wire in idle:
         wire.leave()
     return tally
 
 
-async def _on_a_wire(port: int, post: Post) -> int:
-    wire = await Wire.open(port)
+async def _send_on_new_connection(port: int, post: CheckedRequest) -> int:
+    wire = await RawConnection.open(port)
     try:
         return (await post.by(wire)).status
     finally:
         wire.leave()
 
 
-async def _disturbed(port: int, post: Post, rng: random.Random) -> None:
+async def _send_disturbed(port: int, post: CheckedRequest, rng: random.Random) -> None:
     """One client that disconnects."""
     try:
-        wire = await Wire.open(port)
+        wire = await RawConnection.open(port)
     except OSError:
         return
     try:
@@ -246,7 +252,7 @@ async def _disturbed(port: int, post: Post, rng: random.Random) -> None:
         wire.leave()
 
 
-async def _left_inside(port: int) -> dict[str, float]:
+async def _wait_until_unused(port: int) -> dict[str, float]:
     """Requests and memory in use in the server's metrics, once all are 0 or after ten seconds."""
     names = (
         "normserve_inflight_requests",
@@ -255,7 +261,7 @@ async def _left_inside(port: int) -> dict[str, float]:
         'normserve_slab_bytes{state="used"}',
     )
     for _ in range(100):
-        now = await _samples(port)
+        now = await _fetch_samples(port)
         left = {name: now[name] for name in names}
         if not any(left.values()):
             break
@@ -263,16 +269,16 @@ async def _left_inside(port: int) -> dict[str, float]:
     return left
 
 
-async def _samples(port: int) -> dict[str, float]:
+async def _fetch_samples(port: int) -> dict[str, float]:
     async with httpx.AsyncClient() as client:
         text = (await client.get(f"http://127.0.0.1:{port}/metrics")).text
-    return scrape.parsed(text)
+    return scrape.parse_samples(text)
 
 
-def _resident_bytes(pid: int) -> int:
+def _read_resident_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * _PAGE_BYTES
 
 
-def _quantile(values: Iterable[float], q: float) -> float:
+def _compute_quantile(values: Iterable[float], q: float) -> float:
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(q * len(ordered)))] if ordered else 0.0

@@ -24,10 +24,10 @@ import numpy as np
 
 from benchmarks.serve import command
 from benchmarks.serve.clients import callers, posts
-from benchmarks.serve.clients.callers import CALLERS, Endpoint
-from benchmarks.serve.report.results import Results, median_of
+from benchmarks.serve.clients.callers import CALLERS, ServerEndpoint
+from benchmarks.serve.report.results import CsvResults, compute_column_median
 from benchmarks.serve.servers import launch
-from benchmarks.serve.servers.certificates import certificates
+from benchmarks.serve.servers.certificates import write_certificates
 
 SIZES = {"4 KiB": 2**12, "64 KiB": 2**16} | command.SIZES
 TRANSPORTS = ("tcp", "unix", "tls")
@@ -38,32 +38,32 @@ COLUMNS = (
 
 
 def main() -> int:
-    options = command.parser("callers.client", "the servers and of the callers")
-    command.add_sizes(options, SIZES)
+    options = command.make_parser("callers.client", "the servers and of the callers")
+    command.add_size_option(options, SIZES)
     options.add_argument("--transport", choices=TRANSPORTS, action="append", help="all if not given")
     options.add_argument("--caller", choices=CALLERS, action="append", help="besides the socket; all if not given")
-    command.add_turns(options, "each caller", 1.0)
+    command.add_turn_options(options, "each caller", 1.0)
     options.add_argument("--backend", default="torch", help="of the servers: torch or triton")
-    return command.run(options.parse_args(), COLUMNS, measure, table)
+    return command.run_command(options.parse_args(), COLUMNS, measure, format_table)
 
 
-def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
+def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> None:
     """Run everything; a row for each transport, size, caller and round."""
     server_cores, caller_cores = asked.cores
     parameters = posts.make_parameters()
     transports = asked.transport or TRANSPORTS
     chosen = [callers.SOCKET, *(name for name in asked.caller or CALLERS if name != callers.SOCKET)]
     with contextlib.ExitStack() as stack:
-        endpoints = dict(_endpoints(stack, folder, server_cores, asked.backend, transports))
+        endpoints = dict(_start_endpoints(stack, folder, server_cores, asked.backend, transports))
         os.sched_setaffinity(0, caller_cores)
         for size in asked.size or SIZES:
             x = posts.make_x(SIZES[size])
-            right = posts.expected(x, parameters).float().numpy()
+            right = posts.compute_expected(x, parameters).float().numpy()
             for transport in transports:
                 with results.part(f"{transport}, {size}"):
-                    peaks = {name: _peak(name, endpoints[transport], x) for name in chosen}
+                    peaks = {name: _measure_peak_bytes(name, endpoints[transport], x) for name in chosen}
                     of_all = {"transport": transport, "size": size, "nbytes": x.nbytes}
-                    turns = _rounds(chosen, endpoints[transport], x, right, asked.rounds, asked.seconds)
+                    turns = _time_rounds(chosen, endpoints[transport], x, right, asked.rounds, asked.seconds)
                     for number, timed in enumerate(turns):
                         for name, figures in timed.items():
                             over = figures["p50_ms"] / timed[callers.SOCKET]["p50_ms"]
@@ -73,26 +73,28 @@ def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
                             results.add(of_all | row | shown)
 
 
-def _endpoints(
+def _start_endpoints(
     stack: contextlib.ExitStack, folder: Path, cores: set[int], backend: str, transports: Sequence[str]
-) -> Iterator[tuple[str, Endpoint]]:
+) -> Iterator[tuple[str, ServerEndpoint]]:
     parameters = posts.make_parameters()
     plain = folder / "plain"
     plain.mkdir()
-    tcp, unix = stack.enter_context(launch.normserve(cores, plain, parameters, backend))
-    yield "tcp", Endpoint(f"http://127.0.0.1:{tcp.address}", launch.LAYER)
-    yield "unix", Endpoint(f"http+unix://{unix.address}", launch.LAYER)
+    tcp, unix = stack.enter_context(launch.run_normserve(cores, plain, parameters, backend))
+    yield "tcp", ServerEndpoint(f"http://127.0.0.1:{tcp.address}", launch.LAYER)
+    yield "unix", ServerEndpoint(f"http+unix://{unix.address}", launch.LAYER)
     if "tls" in transports:
         secured = folder / "tls"
         secured.mkdir()
-        trusted = certificates(folder)
+        trusted = write_certificates(folder)
         options = ("--tls-cert", str(folder / "server.pem"))
-        tls, _ = stack.enter_context(launch.normserve(cores, secured, parameters, backend, options, trust=trusted))
-        yield "tls", Endpoint(f"https://127.0.0.1:{tls.address}", launch.LAYER, str(folder / "authority.pem"))
+        tls, _ = stack.enter_context(
+            launch.run_normserve(cores, secured, parameters, backend, options, trust=trusted)
+        )
+        yield "tls", ServerEndpoint(f"https://127.0.0.1:{tls.address}", launch.LAYER, str(folder / "authority.pem"))
 
 
-def _rounds(
-    chosen: Sequence[str], endpoint: Endpoint, x: np.ndarray, right: np.ndarray, rounds: int, seconds: float
+def _time_rounds(
+    chosen: Sequence[str], endpoint: ServerEndpoint, x: np.ndarray, right: np.ndarray, rounds: int, seconds: float
 ) -> Iterator[dict[str, dict[str, float]]]:
     """The times of each caller in each round."""
     with asyncio.Runner() as runner, contextlib.ExitStack() as stack:
@@ -115,11 +117,11 @@ def _rounds(
             yield timed
 
 
-def _peak(name: str, endpoint: Endpoint, x: np.ndarray) -> int:
+def _measure_peak_bytes(name: str, endpoint: ServerEndpoint, x: np.ndarray) -> int:
     """Peak memory that a call adds to that of its process, which already has x."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_grow, args=(name, endpoint, x.shape, theirs))
+    process = context.Process(target=_report_growth, args=(name, endpoint, x.shape, theirs))
     process.start()
     theirs.close()
     try:
@@ -129,27 +131,27 @@ def _peak(name: str, endpoint: Endpoint, x: np.ndarray) -> int:
     return grown
 
 
-def _grow(
-    name: str, endpoint: Endpoint, shape: tuple[int, ...], pipe: "multiprocessing.connection.Connection"
+def _report_growth(
+    name: str, endpoint: ServerEndpoint, shape: tuple[int, ...], pipe: "multiprocessing.connection.Connection"
 ) -> None:
     x = np.ones(shape, np.float32)
     small = np.ones((1, shape[1]), np.float32)
     with asyncio.Runner() as runner, CALLERS[name](endpoint, x, runner) as caller:
         with CALLERS[name](endpoint, small, runner) as warm:
             warm.times(3, 0.0)
-        before = _memory("VmRSS")
+        before = _read_memory_bytes("VmRSS")
         # Reset the peak.
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
         caller.times(1, 0.0)
-        pipe.send(_memory("VmHWM") - before)
+        pipe.send(_read_memory_bytes("VmHWM") - before)
 
 
-def _memory(field: str) -> int:
+def _read_memory_bytes(field: str) -> int:
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
-def table(rows: Sequence[Mapping[str, object]]) -> str:
+def format_table(rows: Sequence[Mapping[str, object]]) -> str:
     """For each transport a line for each size: the socket's p50, and each caller's ratio to it."""
     names = list(dict.fromkeys(str(row["caller"]) for row in rows))
     lines = []
@@ -162,9 +164,12 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
         of_transport = [row for row in rows if row["transport"] == transport]
         for size in dict.fromkeys(str(row["size"]) for row in of_transport):
             of = {name: [r for r in of_transport if (r["size"], r["caller"]) == (size, name)] for name in names}
-            cells = [size, f"{median_of(of[callers.SOCKET], 'p50_ms'):.3g}"]
+            cells = [size, f"{compute_column_median(of[callers.SOCKET], 'p50_ms'):.3g}"]
             for name in others:
-                cells += [f"{median_of(of[name], 'p50_ms'):.3g}", f"{median_of(of[name], 'over_socket'):.3g}"]
+                cells += [
+                    f"{compute_column_median(of[name], 'p50_ms'):.3g}",
+                    f"{compute_column_median(of[name], 'over_socket'):.3g}",
+                ]
             lines.append(f"| {' | '.join(cells)} |")
         lines.append("")
     return "\n".join(lines)

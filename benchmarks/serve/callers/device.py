@@ -29,10 +29,10 @@ from normserve.client import Client
 from normserve.client.torch import LayerNorm
 from torch import Tensor, nn
 
-from benchmarks.serve.callers.timing import times
+from benchmarks.serve.callers.timing import time_calls_s
 from benchmarks.serve.clients import posts
 from benchmarks.serve.report import system
-from benchmarks.serve.report.results import Results
+from benchmarks.serve.report.results import CsvResults
 from benchmarks.serve.servers import launch
 
 SIZES = {"4 KiB": 2**12, "1 MiB": 2**20, "16 MiB": 2**24, "64 MiB": 2**26, "256 MiB": 2**28}
@@ -54,37 +54,39 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=0.5, help="of each turn")
     parser.add_argument("--cores", nargs=2, default=("0-3", "4-15"), help="of the server and of the callers")
     asked = parser.parse_args()
-    results = Results(asked.out, COLUMNS)
+    results = CsvResults(asked.out, COLUMNS)
     with tempfile.TemporaryDirectory() as folder:
         measure(results, Path(folder), asked)
-    print(table(results.rows))
+    print(format_table(results.rows))
     return results.exit_code
 
 
-def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
+def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> None:
     """Run everything; a row for each measurement, caller and round."""
-    server_cores, caller_cores = map(system.cores, asked.cores)
+    server_cores, caller_cores = map(system.parse_cores, asked.cores)
     shared = folder / "local.sock"
     quotas = ("--local-bytes", str(_QUOTA), "--local-device-bytes", str(_QUOTA))
     options = ("--local", str(shared), *quotas)
-    with launch.normserve(server_cores, folder, posts.make_parameters(), "triton", options) as (tcp, _):
+    with launch.run_normserve(server_cores, folder, posts.make_parameters(), "triton", options) as (tcp, _):
         os.sched_setaffinity(0, caller_cores)
         local, http = f"unix://{shared}", f"http://127.0.0.1:{tcp.address}"
         for size, nbytes in SIZES.items():
             with results.part(size), Client(local) as client, Client(http) as over_http:
-                time_calls(results, size, nbytes, _forward(client, over_http, nbytes), asked)
+                time_calls(results, size, nbytes, _make_forward_calls(client, over_http, nbytes), asked)
         for count, what in MODULES.items():
             with results.part(what), Client(local) as client:
                 nbytes = 2 * _MODULE_ROWS * _MODULE_COLS
-                time_calls(results, f"{what}, forward and backward", nbytes, _passes(client, count), asked)
+                time_calls(
+                    results, f"{what}, forward and backward", nbytes, _make_module_steps(client, count), asked
+                )
         for count, size, device in ((8, "4 KiB", "cuda"), (8, "4 KiB", None), (4, "64 MiB", None)):
             with results.part(f"{count} clients"):
-                _together(results, local, (count, size, device), asked)
+                _time_clients(results, local, (count, size, device), asked)
         with results.part("copies"):
-            time_calls(results, "copies both ways, 64 MiB", 2**26, {"pinned memory": _copies(2**26)}, asked)
+            time_calls(results, "copies both ways, 64 MiB", 2**26, {"pinned memory": _make_copies(2**26)}, asked)
 
 
-def _forward(client: Client, over_http: Client, nbytes: int) -> dict[str, Call]:
+def _make_forward_calls(client: Client, over_http: Client, nbytes: int) -> dict[str, Call]:
     shape = (nbytes // 4 // _COLS, _COLS)
     on_device = client.empty(shape, torch.float32, device="cuda").normal_()
     on_host = client.empty(shape, torch.float32).copy_(on_device)
@@ -98,9 +100,9 @@ def _forward(client: Client, over_http: Client, nbytes: int) -> dict[str, Call]:
         "device memory, x elsewhere": lambda: client.layer_norm(elsewhere).y,
         "host memory": lambda: client.layer_norm(on_host).y,
         "host memory, x elsewhere": lambda: client.layer_norm(pageable).y,
-        "torch in process": _complete(lambda: norm(elsewhere, (_COLS,))),
-        "fusednorm in process": _complete(lambda: fusednorm.layer_norm(elsewhere)),
-        "copy on the device": _complete(lambda: copy.copy_(elsewhere)),
+        "torch in process": _synchronise_after(lambda: norm(elsewhere, (_COLS,))),
+        "fusednorm in process": _synchronise_after(lambda: fusednorm.layer_norm(elsewhere)),
+        "copy on the device": _synchronise_after(lambda: copy.copy_(elsewhere)),
     }
     if nbytes <= _MOST_OVER_HTTP:
         array = on_host.numpy()
@@ -108,7 +110,7 @@ def _forward(client: Client, over_http: Client, nbytes: int) -> dict[str, Call]:
     return calls
 
 
-def _passes(client: Client, count: int) -> dict[str, Call]:
+def _make_module_steps(client: Client, count: int) -> dict[str, Call]:
     shape = (_MODULE_ROWS, _MODULE_COLS)
     like: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     there, elsewhere, own, of_torch = (
@@ -125,11 +127,11 @@ def _passes(client: Client, count: int) -> dict[str, Call]:
         parameter.data = place.copy_(parameter.data)
     x, dy = (client.empty(shape, torch.bfloat16, device="cuda").normal_() for _ in range(2))
     steps = {
-        "device memory": _step(there, x, dy),
-        "device memory, autograd on one thread": _on_one_thread(_step(there, x, dy)),
-        "device memory, tensors elsewhere": _step(elsewhere, x.clone(), dy.clone()),
-        "fusednorm in process": _step(own, x.clone(), dy.clone()),
-        "torch in process": _step(of_torch, x.clone(), dy.clone()),
+        "device memory": _make_step(there, x, dy),
+        "device memory, autograd on one thread": _disable_autograd_threads(_make_step(there, x, dy)),
+        "device memory, tensors elsewhere": _make_step(elsewhere, x.clone(), dy.clone()),
+        "fusednorm in process": _make_step(own, x.clone(), dy.clone()),
+        "torch in process": _make_step(of_torch, x.clone(), dy.clone()),
     }
     right = steps["torch in process"]()
     for step in steps.values():
@@ -138,19 +140,19 @@ def _passes(client: Client, count: int) -> dict[str, Call]:
     return dict(steps)
 
 
-def _step(module: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], Sequence[Tensor]]:
+def _make_step(module: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], Sequence[Tensor]]:
     x = x.requires_grad_()
     inputs = [x, *module.parameters()]
 
-    def step() -> Sequence[Tensor]:
+    def run_step() -> Sequence[Tensor]:
         found = torch.autograd.grad(module(x), inputs, dy)
         torch.cuda.synchronize()
         return found
 
-    return step
+    return run_step
 
 
-def _on_one_thread(step: Callable[[], Sequence[Tensor]]) -> Callable[[], Sequence[Tensor]]:
+def _disable_autograd_threads(step: Callable[[], Sequence[Tensor]]) -> Callable[[], Sequence[Tensor]]:
     """With the backward pass on the calling thread, not on autograd's own."""
 
     def run() -> Sequence[Tensor]:
@@ -160,7 +162,7 @@ def _on_one_thread(step: Callable[[], Sequence[Tensor]]) -> Callable[[], Sequenc
     return run
 
 
-def _complete(call: Call) -> Call:
+def _synchronise_after(call: Call) -> Call:
     def complete() -> object:
         result = call()
         torch.cuda.synchronize()
@@ -169,7 +171,7 @@ def _complete(call: Call) -> Call:
     return complete
 
 
-def _copies(nbytes: int) -> Call:
+def _make_copies(nbytes: int) -> Call:
     """Copies to the device and back at the same time, in pinned memory."""
     host = [torch.empty(nbytes, dtype=torch.uint8).pin_memory() for _ in range(2)]
     device = [torch.empty(nbytes, dtype=torch.uint8, device="cuda") for _ in range(2)]
@@ -186,7 +188,7 @@ def _copies(nbytes: int) -> Call:
 
 
 def time_calls(
-    results: Results, what: str, nbytes: int, calls: Mapping[str, Call], asked: argparse.Namespace
+    results: CsvResults, what: str, nbytes: int, calls: Mapping[str, Call], asked: argparse.Namespace
 ) -> None:
     """Time the calls in turns; a row for each turn.
 
@@ -194,12 +196,12 @@ def time_calls(
     """
     for number in range(asked.rounds):
         for caller, call in calls.items():
-            _warm_up(call)
-            taken = times(call, asked.seconds)
-            _add(results, what, caller, nbytes, number, taken, len(taken) / sum(taken))
+            _call_until_replayed(call)
+            taken = time_calls_s(call, asked.seconds)
+            _add_row(results, what, caller, nbytes, number, taken, len(taken) / sum(taken))
 
 
-def _warm_up(call: Call) -> None:
+def _call_until_replayed(call: Call) -> None:
     """Call until the server replays such calls, as it does with what comes again and again."""
     ended = time.perf_counter() + _WARM_S
     for _ in range(_WARM_CALLS):
@@ -208,8 +210,8 @@ def _warm_up(call: Call) -> None:
             return
 
 
-def _add(
-    results: Results, what: str, caller: str, nbytes: int, number: int, taken: list[float], rate: float
+def _add_row(
+    results: CsvResults, what: str, caller: str, nbytes: int, number: int, taken: list[float], rate: float
 ) -> None:
     ordered = sorted(taken)
     results.add(
@@ -227,14 +229,16 @@ def _add(
     )
 
 
-def _together(results: Results, url: str, load: tuple[int, str, str | None], asked: argparse.Namespace) -> None:
+def _time_clients(
+    results: CsvResults, url: str, load: tuple[int, str, str | None], asked: argparse.Namespace
+) -> None:
     count, size, device = load
     context = multiprocessing.get_context("spawn")
     for number in range(asked.rounds):
         with contextlib.ExitStack() as stack:
             begin, ready = context.Event(), context.SimpleQueue()
             arguments = (url, SIZES[size], device, begin, ready, 2 * asked.seconds)
-            processes = [context.Process(target=_client, args=arguments) for _ in range(count)]
+            processes = [context.Process(target=_run_client, args=arguments) for _ in range(count)]
             for process in processes:
                 process.start()
                 stack.callback(process.kill)
@@ -246,32 +250,34 @@ def _together(results: Results, url: str, load: tuple[int, str, str | None], ask
                 process.join()
         rate = sum(len(each) / sum(each) for each in taken)
         caller = "device memory" if device else "host memory"
-        _add(results, f"{count} clients of {size}", caller, SIZES[size], number, [*itertools.chain(*taken)], rate)
+        _add_row(
+            results, f"{count} clients of {size}", caller, SIZES[size], number, [*itertools.chain(*taken)], rate
+        )
 
 
-def _client(url: str, nbytes: int, device: str | None, begin: Event, ready: Any, seconds: float) -> None:
+def _run_client(url: str, nbytes: int, device: str | None, begin: Event, ready: Any, seconds: float) -> None:
     with Client(url) as client:
         x = client.empty((nbytes // 4 // _COLS, _COLS), torch.float32, device=device)
         x.normal_()
-        _warm_up(lambda: client.layer_norm(x).y)
+        _call_until_replayed(lambda: client.layer_norm(x).y)
         ready.put("ready")
         begin.wait()
-        ready.put(times(lambda: client.layer_norm(x).y, seconds))
+        ready.put(time_calls_s(lambda: client.layer_norm(x).y, seconds))
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
+def format_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """A line for each measurement and caller: medians of the rounds."""
     lines = [
         "| what | caller | p50, µs | p99, µs | calls a second | GB/s, in and out |",
         "|---|---|---|---|---|---|",
     ]
     for what, caller in dict.fromkeys((row["what"], row["caller"]) for row in rows):
-        cells = list(_medians([row for row in rows if (row["what"], row["caller"]) == (what, caller)]))
+        cells = list(_iterate_medians([row for row in rows if (row["what"], row["caller"]) == (what, caller)]))
         lines.append(f"| {what} | {caller} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _medians(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _iterate_medians(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for column, scale in (("p50_us", 1.0), ("p99_us", 1.0), ("per_second", 1.0), ("bytes_per_second", 1e-9)):
         yield f"{scale * median(float(row[column]) for row in rows):.4g}"
 

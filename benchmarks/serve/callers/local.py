@@ -24,9 +24,9 @@ from normserve.client import AsyncClient, Client
 
 from benchmarks.serve import command
 from benchmarks.serve.clients import posts
-from benchmarks.serve.clients.callers import CALLERS, SOCKET, AsyncCaller, Caller, Endpoint
+from benchmarks.serve.clients.callers import CALLERS, SOCKET, AsyncCaller, BlockingCaller, ServerEndpoint
 from benchmarks.serve.command import SIZES
-from benchmarks.serve.report.results import Results, median_of
+from benchmarks.serve.report.results import CsvResults, compute_column_median
 from benchmarks.serve.servers import launch
 
 SHARED, COPIED, TASK, IN_PROCESS = "shared memory", "shared memory, x copied", "shared memory, async", "in process"
@@ -34,37 +34,39 @@ COLUMNS = ("size", "nbytes", "caller", "round", "per_second", "p50_ms", "socket_
 
 
 def main() -> int:
-    options = command.parser("callers.local", "the server and of the callers")
-    command.add_sizes(options)
-    command.add_turns(options, "each caller", 1.0)
+    options = command.make_parser("callers.local", "the server and of the callers")
+    command.add_size_option(options)
+    command.add_turn_options(options, "each caller", 1.0)
     options.add_argument("--threads", type=int, default=1, help="of each operation, wherever it runs")
-    return command.run(options.parse_args(), COLUMNS, measure, table)
+    return command.run_command(options.parse_args(), COLUMNS, measure, format_table)
 
 
-def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
+def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> None:
     """Run everything; a row for each size, caller and round."""
     server_cores, caller_cores = asked.cores
     parameters = posts.make_parameters()
     shared = folder / "local.sock"
     options = ("--local", str(shared), "--cpu-threads", str(asked.threads))
     torch.set_num_threads(asked.threads)
-    with launch.normserve(server_cores, folder, parameters, "torch", options) as (_, unix):
+    with launch.run_normserve(server_cores, folder, parameters, "torch", options) as (_, unix):
         os.sched_setaffinity(0, caller_cores)
         for size in asked.size or SIZES:
             x = posts.make_x(SIZES[size])
             with results.part(size), contextlib.ExitStack() as stack:
                 runner = stack.enter_context(asyncio.Runner())
-                over_http = Endpoint(f"http+unix://{unix.address}", launch.LAYER)
+                over_http = ServerEndpoint(f"http+unix://{unix.address}", launch.LAYER)
                 turns = {
                     SOCKET: stack.enter_context(CALLERS[SOCKET](over_http, x, runner)),
-                    **stack.enter_context(_sharing(f"unix://{shared}", x, runner)),
-                    IN_PROCESS: Caller(_in_process(x, parameters)),
+                    **stack.enter_context(_open_shared_callers(f"unix://{shared}", x, runner)),
+                    IN_PROCESS: BlockingCaller(_make_own_call(x, parameters)),
                 }
-                _time(results, size, x, turns, posts.expected(x, parameters).float().numpy(), asked)
+                _time_callers(results, size, x, turns, posts.compute_expected(x, parameters).float().numpy(), asked)
 
 
 @contextlib.contextmanager
-def _sharing(url: str, x: np.ndarray, runner: asyncio.Runner) -> Iterator[Mapping[str, Caller | AsyncCaller]]:
+def _open_shared_callers(
+    url: str, x: np.ndarray, runner: asyncio.Runner
+) -> Iterator[Mapping[str, BlockingCaller | AsyncCaller]]:
     asynchronous = AsyncClient(url)
     with Client(url) as client:
         there = client.empty(x.shape)
@@ -73,26 +75,26 @@ def _sharing(url: str, x: np.ndarray, runner: asyncio.Runner) -> Iterator[Mappin
         theirs[:] = x
         try:
             yield {
-                SHARED: Caller(lambda: client.layer_norm(there, layer=launch.LAYER).y),
-                COPIED: Caller(lambda: client.layer_norm(x, layer=launch.LAYER).y),
+                SHARED: BlockingCaller(lambda: client.layer_norm(there, layer=launch.LAYER).y),
+                COPIED: BlockingCaller(lambda: client.layer_norm(x, layer=launch.LAYER).y),
                 TASK: AsyncCaller(runner, asynchronous, theirs, launch.LAYER),
             }
         finally:
             runner.run(asynchronous.close())
 
 
-def _in_process(x: np.ndarray, parameters: Mapping[str, np.ndarray]) -> Callable[[], np.ndarray]:
+def _make_own_call(x: np.ndarray, parameters: Mapping[str, np.ndarray]) -> Callable[[], np.ndarray]:
     weight, bias = (torch.from_numpy(parameters[name]) for name in ("weight", "bias"))
     tensor = torch.from_numpy(x)
     norm = torch.nn.functional.layer_norm
     return lambda: norm(tensor, weight.shape, weight, bias).numpy()
 
 
-def _time(
-    results: Results,
+def _time_callers(
+    results: CsvResults,
     size: str,
     x: np.ndarray,
-    turns: Mapping[str, Caller | AsyncCaller],
+    turns: Mapping[str, BlockingCaller | AsyncCaller],
     right: np.ndarray,
     asked: argparse.Namespace,
 ) -> None:
@@ -121,7 +123,7 @@ def _time(
             )
 
 
-def table(rows: Sequence[Mapping[str, object]]) -> str:
+def format_table(rows: Sequence[Mapping[str, object]]) -> str:
     """A line for each size and caller: medians of p50, and of the ratios of the socket and of the process to it."""
     lines = [
         "| size | caller | p50, ms | thirty lines of HTTP over this | in process over this |",
@@ -130,7 +132,8 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
     for size, caller in dict.fromkeys((str(row["size"]), str(row["caller"])) for row in rows):
         of = [row for row in rows if (row["size"], row["caller"]) == (size, caller)]
         cells = [
-            f"{median_of(of, column):.3g}" for column in ("p50_ms", "socket_over_this", "in_process_over_this")
+            f"{compute_column_median(of, column):.3g}"
+            for column in ("p50_ms", "socket_over_this", "in_process_over_this")
         ]
         lines.append(f"| {size} | {caller} | {' | '.join(cells)} |")
     return "\n".join(lines)

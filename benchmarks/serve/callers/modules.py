@@ -23,9 +23,9 @@ from normserve.client.torch import LayerNorm
 from torch import Tensor, nn
 
 from benchmarks.serve import command
-from benchmarks.serve.callers.timing import times
+from benchmarks.serve.callers.timing import time_calls_s
 from benchmarks.serve.clients import posts
-from benchmarks.serve.report.results import Results
+from benchmarks.serve.report.results import CsvResults
 from benchmarks.serve.servers import launch
 
 SHARED, COPIED, UNIX, TCP = "shared memory", "shared memory, x copied", "HTTP, Unix socket", "HTTP, TCP"
@@ -40,24 +40,24 @@ Step = Callable[[], Sequence[Tensor]]
 
 
 def main() -> int:
-    options = command.parser("callers.modules", "the server and of the caller")
+    options = command.make_parser("callers.modules", "the server and of the caller")
     options.add_argument("--rows", type=int, action="append", help="of x; 16 and 1024 if not given")
     options.add_argument("--cols", type=int, default=4096, help="of x")
     options.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of x and the parameters")
     options.add_argument("--backend", default="torch", help="of the server: torch or triton")
     options.add_argument("--device", default="cpu", help="of the caller's tensors: cpu or cuda")
-    command.add_turns(options, "each module", 0.5)
+    command.add_turn_options(options, "each module", 0.5)
     options.add_argument("--threads", type=int, default=1, help="of each operation on the CPU, wherever it runs")
-    return command.run(options.parse_args(), COLUMNS, measure, table)
+    return command.run_command(options.parse_args(), COLUMNS, measure, format_table)
 
 
-def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
+def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> None:
     """Run everything; a row for each number of rows, module and round."""
     server_cores, caller_cores = asked.cores
     shared = folder / "local.sock"
     options = ("--local", str(shared), "--cpu-threads", str(asked.threads))
     torch.set_num_threads(asked.threads)
-    with launch.normserve(server_cores, folder, posts.make_parameters(), asked.backend, options) as served:
+    with launch.run_normserve(server_cores, folder, posts.make_parameters(), asked.backend, options) as served:
         tcp, unix = served
         os.sched_setaffinity(0, caller_cores)
         urls = {
@@ -68,10 +68,12 @@ def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
         for rows in asked.rows or (16, 1024):
             with results.part(f"{rows} rows"), contextlib.ExitStack() as stack:
                 clients = {name: stack.enter_context(Client(url)) for name, url in urls.items()}
-                _time(results, rows, dict(_steps(clients, rows, asked)), asked)
+                _time_steps(results, rows, dict(_iterate_steps(clients, rows, asked)), asked)
 
 
-def _steps(clients: Mapping[str, Client], rows: int, asked: argparse.Namespace) -> Iterator[tuple[str, Step]]:
+def _iterate_steps(
+    clients: Mapping[str, Client], rows: int, asked: argparse.Namespace
+) -> Iterator[tuple[str, Step]]:
     """A forward and a backward pass of each module, all with the same tensors."""
     dtype, cols = DTYPES[asked.dtype], asked.cols
     numbers = torch.Generator().manual_seed(0)
@@ -84,12 +86,12 @@ def _steps(clients: Mapping[str, Client], rows: int, asked: argparse.Namespace) 
         COPIED: LayerNorm(cols, client=clients[SHARED], **kind),
     }
     modules |= {name: LayerNorm(cols, client=client, **kind) for name, client in clients.items()}
-    right = _step(nn.LayerNorm(cols, device=asked.device, dtype=torch.float64), x, dy, weight, bias)()
+    right = _make_step(nn.LayerNorm(cols, device=asked.device, dtype=torch.float64), x, dy, weight, bias)()
     for name, module in modules.items():
         there = x, dy
         if name == SHARED and asked.device == "cpu":
             there = clients[SHARED].empty(x.shape, dtype).copy_(x), clients[SHARED].empty(x.shape, dtype).copy_(dy)
-        step = _step(module, *there, weight, bias)
+        step = _make_step(module, *there, weight, bias)
         # On the CPU torch sums the parameters' gradients in their own type.
         compared = 2 if name == TORCH else len(right)
         for got, expected in zip(step()[:compared], right[:compared], strict=True):
@@ -98,29 +100,29 @@ def _steps(clients: Mapping[str, Client], rows: int, asked: argparse.Namespace) 
         yield name, step
 
 
-def _step(module: nn.Module, x: Tensor, dy: Tensor, weight: Tensor, bias: Tensor) -> Step:
+def _make_step(module: nn.Module, x: Tensor, dy: Tensor, weight: Tensor, bias: Tensor) -> Step:
     """y and the gradients of x, weight and bias, complete when it returns."""
     module.load_state_dict({"weight": weight, "bias": bias})
     of_module = next(module.parameters()).dtype
     x, dy = x.to(of_module).detach().requires_grad_(), dy.to(of_module)
     inputs = [x, *module.parameters()]
 
-    def step() -> Sequence[Tensor]:
+    def run_step() -> Sequence[Tensor]:
         y = module(x)
         gradients = torch.autograd.grad(y, inputs, dy)
         if x.is_cuda:
             torch.cuda.synchronize()
         return y.detach(), *gradients
 
-    return step
+    return run_step
 
 
-def _time(results: Results, rows: int, steps: Mapping[str, Step], asked: argparse.Namespace) -> None:
+def _time_steps(results: CsvResults, rows: int, steps: Mapping[str, Step], asked: argparse.Namespace) -> None:
     for number in range(asked.rounds):
         taken: dict[str, list[float]] = {}
         for name in random.Random(number).sample(list(steps), len(steps)):
-            times(steps[name], asked.seconds / 5)
-            taken[name] = times(steps[name], asked.seconds)
+            time_calls_s(steps[name], asked.seconds / 5)
+            taken[name] = time_calls_s(steps[name], asked.seconds)
         p50 = {name: median(each) for name, each in taken.items()}
         for name, each in taken.items():
             results.add(
@@ -138,7 +140,7 @@ def _time(results: Results, rows: int, steps: Mapping[str, Step], asked: argpars
             )
 
 
-def table(rows: Sequence[Mapping[str, object]]) -> str:
+def format_table(rows: Sequence[Mapping[str, object]]) -> str:
     """A line for each number of rows and module: medians of p50, and of its ratio to fusednorm's."""
     lines = ["| rows | module | p50, ms | over fusednorm in process |", "|---|---|---|---|"]
     for count, module in dict.fromkeys((row["rows"], row["module"]) for row in rows):

@@ -18,10 +18,10 @@ import torch
 from normserve.client import Client
 from torch import Tensor
 
-from benchmarks.serve.callers.device import COLUMNS, Call, table, time_calls
+from benchmarks.serve.callers.device import COLUMNS, Call, format_table, time_calls
 from benchmarks.serve.clients import posts
 from benchmarks.serve.report import system
-from benchmarks.serve.report.results import Results
+from benchmarks.serve.report.results import CsvResults
 from benchmarks.serve.servers import launch
 
 SIZES = {"64 KiB": 2**16, "1 MiB": 2**20, "64 MiB": 2**26}
@@ -37,76 +37,76 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=0.5, help="of each turn")
     parser.add_argument("--cores", nargs=2, default=("0-3", "4-15"), help="of the server and of the caller")
     asked = parser.parse_args()
-    results = Results(asked.out, COLUMNS)
+    results = CsvResults(asked.out, COLUMNS)
     with tempfile.TemporaryDirectory() as folder:
         measure(results, Path(folder), asked)
-    print(table(results.rows))
+    print(format_table(results.rows))
     return results.exit_code
 
 
-def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
+def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> None:
     """Run everything; a row for each measurement, caller and round."""
-    server_cores, caller_cores = map(system.cores, asked.cores)
+    server_cores, caller_cores = map(system.parse_cores, asked.cores)
     shared = folder / "local.sock"
     quotas = ("--local-bytes", str(_QUOTA), "--local-device-bytes", str(_QUOTA))
     options = ("--local", str(shared), *quotas)
-    with launch.normserve(server_cores, folder, posts.make_parameters(), "triton", options) as (tcp, _):
+    with launch.run_normserve(server_cores, folder, posts.make_parameters(), "triton", options) as (tcp, _):
         os.sched_setaffinity(0, caller_cores)
         urls = {"device memory": f"unix://{shared}", "HTTP": f"http://127.0.0.1:{tcp.address}"}
         for size, nbytes in SIZES.items():
             for transport, url in urls.items():
                 with results.part(f"{size}, {transport}"), Client(url) as client:
                     device = "cuda" if transport == "device memory" else None
-                    for what, calls in _calls(client, nbytes, device):
+                    for what, calls in _iterate_calls(client, nbytes, device):
                         time_calls(results, f"{what}, {size}, {transport}", nbytes, calls, asked)
 
 
-def _calls(client: Client, nbytes: int, device: str | None) -> Iterator[tuple[str, dict[str, Call]]]:
-    def made(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def _iterate_calls(client: Client, nbytes: int, device: str | None) -> Iterator[tuple[str, dict[str, Call]]]:
+    def make_tensor(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         tensor: Tensor = client.empty(shape, dtype, device=device)
         return tensor.copy_(torch.randn(shape))
 
     rows = nbytes // 2 // _COLS
-    x = made(rows, _COLS, dtype=torch.bfloat16)
-    weights, biases = ([made(_COLS) for _ in range(_NORMS)] for _ in range(2))
+    x = make_tensor(rows, _COLS, dtype=torch.bfloat16)
+    weights, biases = ([make_tensor(_COLS) for _ in range(_NORMS)] for _ in range(2))
 
-    def one_by_one() -> Tensor:
+    def call_norms() -> Tensor:
         y = x
         for weight, bias in zip(weights, biases, strict=True):
             y = client.layer_norm(y, weight, bias).y
         return y
 
-    def chain() -> Tensor:
+    def call_chain() -> Tensor:
         return client.layer_norm_chain(x, weights, biases).y
 
     # Three requests round three times.
-    _compare(chain(), one_by_one(), 0.1)
-    yield "chain of three", {"one request": chain, "three requests": one_by_one}
+    _check_close(call_chain(), call_norms(), 0.1)
+    yield "chain of three", {"one request": call_chain, "three requests": call_norms}
 
     def narrow() -> Any:
         return client.layer_norm(x, weights[0], biases[0], out_dtype="float8_e4m3fn")
 
-    def plain() -> Tensor:
+    def call_norm() -> Tensor:
         return client.layer_norm(x, weights[0], biases[0]).y
 
     result = narrow()
-    _compare(result.y.float() * result.scale[:, None], plain(), 0.3)
-    yield "out_dtype", {"float8_e4m3fn with scales": narrow, "bfloat16": plain}
+    _check_close(result.y.float() * result.scale[:, None], call_norm(), 0.3)
+    yield "out_dtype", {"float8_e4m3fn with scales": narrow, "bfloat16": call_norm}
 
     step = max(1, rows // _TENSORS)
-    several = [made(step, _COLS, dtype=torch.bfloat16) for _ in range(_TENSORS)]
+    several = [make_tensor(step, _COLS, dtype=torch.bfloat16) for _ in range(_TENSORS)]
 
-    def together() -> list[Tensor]:
+    def call_with_list() -> list[Tensor]:
         return client.layer_norm(several, weights[0], biases[0]).y
 
-    def each() -> list[Tensor]:
+    def call_each() -> list[Tensor]:
         return [client.layer_norm(one, weights[0], biases[0]).y for one in several]
 
-    _compare(torch.cat(together()), torch.cat(each()), 0.0)
-    yield "eight tensors", {"one request": together, "eight requests": each}
+    _check_close(torch.cat(call_with_list()), torch.cat(call_each()), 0.0)
+    yield "eight tensors", {"one request": call_with_list, "eight requests": call_each}
 
 
-def _compare(got: Tensor, wanted: Tensor, tolerance: float) -> None:
+def _check_close(got: Tensor, wanted: Tensor, tolerance: float) -> None:
     torch.testing.assert_close(got.float(), wanted.float(), rtol=tolerance, atol=tolerance)
 
 

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 
-def times(call: Callable[[], object], seconds: float) -> list[float]:
+def time_calls_s(call: Callable[[], object], seconds: float) -> list[float]:
     """Seconds of each call that is made, one after another, in so many seconds; of at least three."""
     taken: list[float] = []
     began = ended = time.perf_counter()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import httpx
 import numpy as np
 from normserve.client import AsyncClient, Client
-from normserve.client.http.address import Address
+from normserve.client.http.address import ServerAddress
 from normserve.codec import safetensors
 from normserve.memory.host_tensors import DType
 
@@ -22,7 +22,7 @@ _SAFETENSORS = "application/x-safetensors"
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class ServerEndpoint:
     """The address of a server, and its certificate authority.
 
     Attributes:
@@ -46,20 +46,20 @@ class Endpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class CallTimes:
     """Times and last result of some calls."""
 
     seconds: list[float]
     results: list[np.ndarray]
 
 
-class Caller:
+class BlockingCaller:
     """Calls a function in a loop."""
 
     def __init__(self, call: Callable[[], np.ndarray]) -> None:
         self._call = call
 
-    def times(self, least: int, seconds: float) -> Times:
+    def times(self, least: int, seconds: float) -> CallTimes:
         """Call for `seconds`, and at least `least` times."""
         taken: list[float] = []
         began = ended = time.perf_counter()
@@ -70,7 +70,7 @@ class Caller:
             taken.append(ended - sent)
             result = y
             del y
-        return Times(taken, [result])
+        return CallTimes(taken, [result])
 
 
 class AsyncCaller:
@@ -82,11 +82,11 @@ class AsyncCaller:
         self._x = x
         self._layer = layer
 
-    def times(self, least: int, seconds: float) -> Times:
-        """As `Caller.times`."""
+    def times(self, least: int, seconds: float) -> CallTimes:
+        """As `BlockingCaller.times`."""
         return self._runner.run(self._times(least, seconds))
 
-    async def _times(self, least: int, seconds: float) -> Times:
+    async def _times(self, least: int, seconds: float) -> CallTimes:
         taken: list[float] = []
         began = ended = time.perf_counter()
         while len(taken) < least or ended - began < seconds:
@@ -96,10 +96,12 @@ class AsyncCaller:
             taken.append(ended - sent)
             y = result.y
             del result
-        return Times(taken, [y])
+        return CallTimes(taken, [y])
 
 
-def _over_a_socket(connected: socket.socket, endpoint: Endpoint, x: np.ndarray) -> Callable[[], np.ndarray]:
+def _make_socket_call(
+    connected: socket.socket, endpoint: ServerEndpoint, x: np.ndarray
+) -> Callable[[], np.ndarray]:
     """Do only the necessary work of a caller: send a prepared request and receive its response."""
     header = safetensors.encode_header({"x": (DType.FLOAT32, x.shape)})
     head = f"POST {endpoint.target} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {_SAFETENSORS}\r\n"
@@ -125,8 +127,8 @@ def _over_a_socket(connected: socket.socket, endpoint: Endpoint, x: np.ndarray) 
 
 
 @contextlib.contextmanager
-def _socket(endpoint: Endpoint, x: np.ndarray, _: asyncio.Runner) -> Iterator[Caller]:
-    address, context = Address.of(endpoint.url), endpoint.context()
+def _open_socket_caller(endpoint: ServerEndpoint, x: np.ndarray, _: asyncio.Runner) -> Iterator[BlockingCaller]:
+    address, context = ServerAddress.of(endpoint.url), endpoint.context()
     with contextlib.ExitStack() as stack:
         if address.socket_path is not None:
             connected = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -136,17 +138,17 @@ def _socket(endpoint: Endpoint, x: np.ndarray, _: asyncio.Runner) -> Iterator[Ca
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if context is not None:
             connected = stack.enter_context(context.wrap_socket(connected, server_hostname=address.host))
-        yield Caller(_over_a_socket(connected, endpoint, x))
+        yield BlockingCaller(_make_socket_call(connected, endpoint, x))
 
 
 @contextlib.contextmanager
-def _client(endpoint: Endpoint, x: np.ndarray, _: asyncio.Runner) -> Iterator[Caller]:
+def _open_client_caller(endpoint: ServerEndpoint, x: np.ndarray, _: asyncio.Runner) -> Iterator[BlockingCaller]:
     with Client(endpoint.url, verify=endpoint.authority or True, max_connections=1) as client:
-        yield Caller(lambda: client.layer_norm(x, layer=endpoint.layer).y)
+        yield BlockingCaller(lambda: client.layer_norm(x, layer=endpoint.layer).y)
 
 
 @contextlib.contextmanager
-def _async_client(endpoint: Endpoint, x: np.ndarray, runner: asyncio.Runner) -> Iterator[AsyncCaller]:
+def _open_async_caller(endpoint: ServerEndpoint, x: np.ndarray, runner: asyncio.Runner) -> Iterator[AsyncCaller]:
     client = AsyncClient(endpoint.url, verify=endpoint.authority or True, max_connections=1)
     try:
         yield AsyncCaller(runner, client, x, endpoint.layer)
@@ -155,9 +157,9 @@ def _async_client(endpoint: Endpoint, x: np.ndarray, runner: asyncio.Runner) -> 
 
 
 @contextlib.contextmanager
-def _httpx(endpoint: Endpoint, x: np.ndarray, _: asyncio.Runner) -> Iterator[Caller]:
+def _open_httpx_caller(endpoint: ServerEndpoint, x: np.ndarray, _: asyncio.Runner) -> Iterator[BlockingCaller]:
     """A request in the form of httpx's documentation, with the codec's own encoding."""
-    address = Address.of(endpoint.url)
+    address = ServerAddress.of(endpoint.url)
     header = safetensors.encode_header({"x": (DType.FLOAT32, x.shape)})
     transport = httpx.HTTPTransport(uds=address.socket_path, verify=endpoint.context() or True)
     url = "http://localhost" if address.socket_path is not None else endpoint.url
@@ -169,10 +171,16 @@ def _httpx(endpoint: Endpoint, x: np.ndarray, _: asyncio.Runner) -> Iterator[Cal
         return np.frombuffer(data, np.float32).reshape(x.shape)
 
     with httpx.Client(base_url=url, transport=transport, timeout=60) as http:
-        yield Caller(lambda: call(http))
+        yield BlockingCaller(lambda: call(http))
 
 
 #: By the names in the results.
 CALLERS: Mapping[
-    str, Callable[[Endpoint, np.ndarray, asyncio.Runner], AbstractContextManager[Caller | AsyncCaller]]
-] = {SOCKET: _socket, "Client": _client, "AsyncClient": _async_client, "httpx": _httpx}
+    str,
+    Callable[[ServerEndpoint, np.ndarray, asyncio.Runner], AbstractContextManager[BlockingCaller | AsyncCaller]],
+] = {
+    SOCKET: _open_socket_caller,
+    "Client": _open_client_caller,
+    "AsyncClient": _open_async_caller,
+    "httpx": _open_httpx_caller,
+}

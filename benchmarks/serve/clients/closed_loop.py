@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from benchmarks.serve.programs.build import compiled
-from benchmarks.serve.servers.launch import Served
+from benchmarks.serve.programs.build import compile_program
+from benchmarks.serve.servers.launch import ServerProcess
 
 # Longer than a turn and its last responses: a server that does not respond ends the part, not the run.
 _PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ClosedLoopTimes:
     """The result of a turn.
 
     Attributes:
@@ -30,23 +30,23 @@ class Turn:
     client_cores: float
 
 
-class ClosedLoop:
+class CompiledClient:
     """The compiled client, on separate cores."""
 
     def __init__(self, folder: Path, cores: set[int]) -> None:
-        self._program = compiled(folder, "client")
+        self._program = compile_program(folder, "client")
         self._request = folder / "request"
         self._cores = cores
 
     def turn(
         self,
-        server: Served,
+        server: ServerProcess,
         content_type: str,
         body: bytes,
         seconds: float,
         connections: int = 1,
         fields: Mapping[str, object] = MappingProxyType({}),
-    ) -> Turn:
+    ) -> ClosedLoopTimes:
         """Send the same request to a server for `seconds`; a server without a path echoes the body.
 
         Args: fields: additional header fields of the request.
@@ -68,4 +68,4 @@ class ClosedLoop:
             timeout=seconds + _PATIENCE_S,
             preexec_fn=lambda: os.sched_setaffinity(0, self._cores),
         )
-        return Turn(*map(float, said.stdout.split()))
+        return ClosedLoopTimes(*map(float, said.stdout.split()))

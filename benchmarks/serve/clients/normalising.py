@@ -25,16 +25,16 @@ def main() -> None:
     where, nbytes, cores = sys.argv[1:]
     os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
     x = np.random.default_rng(0).standard_normal((int(nbytes) // 4 // _COLS, _COLS), np.float32)
-    with _caller(where, x) as call:
+    with _open_caller(where, x) as call:
         y = call()
         answered = time.perf_counter()
-        _require_right(x, np.asarray(y.cpu() if hasattr(y, "cpu") else y))
+        _check_result(x, np.asarray(y.cpu() if hasattr(y, "cpu") else y))
         print(json.dumps(answered), flush=True)
         for line in sys.stdin:
-            print(json.dumps(taken_until(json.loads(line), call)), flush=True)
+            print(json.dumps(call_until(json.loads(line), call)), flush=True)
 
 
-def taken_until(until: float, call: Call) -> Mapping[str, Any]:
+def call_until(until: float, call: Call) -> Mapping[str, Any]:
     """Call in a loop; return the end and the seconds of each call, and the number of errors."""
     calls: list[tuple[float, float]] = []
     errors = 0
@@ -50,7 +50,7 @@ def taken_until(until: float, call: Call) -> Mapping[str, Any]:
     return {"calls": calls, "errors": errors}
 
 
-def _require_right(x: np.ndarray, y: np.ndarray) -> None:
+def _check_result(x: np.ndarray, y: np.ndarray) -> None:
     wide = x.astype(np.float64)
     centred = wide - wide.mean(1, keepdims=True)
     right = centred / np.sqrt((centred**2).mean(1, keepdims=True) + 1e-5)
@@ -58,13 +58,13 @@ def _require_right(x: np.ndarray, y: np.ndarray) -> None:
 
 
 @contextlib.contextmanager
-def _caller(where: str, x: np.ndarray) -> Iterator[Call]:
+def _open_caller(where: str, x: np.ndarray) -> Iterator[Call]:
     """A function that normalises x, with or without a server."""
     if where == "own cpu":
-        yield _torch_in_process(x)
+        yield _make_torch_call(x)
         return
     if where == "own cuda":
-        yield _kernels_in_process(x)
+        yield _make_kernel_call(x)
         return
     from normserve.client import Client, RetryPolicy
 
@@ -82,7 +82,7 @@ def _caller(where: str, x: np.ndarray) -> Iterator[Call]:
             yield lambda: client.layer_norm(shared, eps=1e-5).y
 
 
-def _torch_in_process(x: np.ndarray) -> Call:
+def _make_torch_call(x: np.ndarray) -> Call:
     import torch
 
     torch.set_num_threads(1)
@@ -90,7 +90,7 @@ def _torch_in_process(x: np.ndarray) -> Call:
     return lambda: torch.nn.functional.layer_norm(tensor, (_COLS,))
 
 
-def _kernels_in_process(x: np.ndarray) -> Call:
+def _make_kernel_call(x: np.ndarray) -> Call:
     import fusednorm
     import torch
 

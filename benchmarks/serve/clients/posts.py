@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from benchmarks.serve.clients.wire import Answered, Wire
+from benchmarks.serve.clients.wire import RawConnection, WireResponse
 
 COLS = 1024
 
@@ -28,25 +28,25 @@ def make_x(nbytes: int) -> np.ndarray:
     return np.random.default_rng(0).standard_normal((nbytes // 4 // COLS, COLS), dtype=np.float32)
 
 
-def npy(x: np.ndarray) -> bytes:
+def encode_npy(x: np.ndarray) -> bytes:
     file = io.BytesIO()
     np.save(file, x)
     return file.getvalue()
 
 
-def require_right(x: np.ndarray, parameters: Mapping[str, np.ndarray], answer: bytes) -> None:
+def check_response(x: np.ndarray, parameters: Mapping[str, np.ndarray], answer: bytes) -> None:
     """Raises: AssertionError: the response is not LayerNorm of x, up to errors by another order of sums."""
     got = torch.from_numpy(np.load(io.BytesIO(answer)))
-    torch.testing.assert_close(got, expected(x, parameters).float(), rtol=1e-5, atol=_ATOL)
+    torch.testing.assert_close(got, compute_expected(x, parameters).float(), rtol=1e-5, atol=_ATOL)
 
 
-def expected(x: np.ndarray, parameters: Mapping[str, np.ndarray]) -> torch.Tensor:
+def compute_expected(x: np.ndarray, parameters: Mapping[str, np.ndarray]) -> torch.Tensor:
     """LayerNorm of x in float64."""
     weight, bias = (torch.from_numpy(parameters[name]).double() for name in ("weight", "bias"))
     return torch.nn.functional.layer_norm(torch.from_numpy(x).double(), weight.shape, weight, bias)
 
 
-class Post:
+class CheckedRequest:
     """LayerNorm of float32 rows with the registered layer; its responses are compared, the first with torch's.
 
     A row's bits do not depend on the other rows of its batch, so all later responses must equal the first one.  Of
@@ -58,11 +58,11 @@ class Post:
         self._parameters = parameters
         self._right: bytes | None = None
         self._window = 0
-        self.body = npy(self._x)
+        self.body = encode_npy(self._x)
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/x-npy\r\n"
         self.head = f"{head}Content-Length: {len(self.body)}\r\n".encode()
 
-    async def by(self, wire: Wire, *, waits_for_leave: bool = False) -> Answered:
+    async def by(self, wire: RawConnection, *, waits_for_leave: bool = False) -> WireResponse:
         """Send it and check the response, if it is successful."""
         answered = await wire.request(self.head, self.body, waits_for_leave=waits_for_leave)
         if answered.status == 200:
@@ -73,7 +73,7 @@ class Post:
         """Raises: AssertionError: the response is wrong."""
         if self._right is None:
             self._right = bytes(answer)
-            require_right(self._x, self._parameters, self._right)
+            check_response(self._x, self._parameters, self._right)
         assert len(answer) == len(self._right), "an answer is of another length than the first one"
         start = self._window
         if len(answer) <= _WHOLE_BYTES:

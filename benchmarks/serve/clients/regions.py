@@ -12,7 +12,7 @@ PREFIX = f"normserve-bench-{os.getpid()}-"
 """Prefix of the names that a server must allow to register."""
 
 
-class InRegions:
+class SharedMemoryCall:
     """Calls of one model whose x and y are in two regions."""
 
     def __init__(self, client: triton.InferenceServerClient, model: str, x: np.ndarray, target: object) -> None:
@@ -35,7 +35,9 @@ class InRegions:
 
 
 @contextlib.contextmanager
-def in_regions(client: triton.InferenceServerClient, server: str, model: str, x: np.ndarray) -> Iterator[InRegions]:
+def register_regions(
+    client: triton.InferenceServerClient, server: str, model: str, x: np.ndarray
+) -> Iterator[SharedMemoryCall]:
     """Regions registered with a server while the context lasts; each server has its own."""
     with contextlib.ExitStack() as stack:
         handles = []
@@ -47,4 +49,4 @@ def in_regions(client: triton.InferenceServerClient, server: str, model: str, x:
             stack.callback(client.unregister_system_shared_memory, name)
             handles.append(handle)
         shared_memory.set_shared_memory_region(handles[0], [x])
-        yield InRegions(client, model, x, handles[1])
+        yield SharedMemoryCall(client, model, x, handles[1])

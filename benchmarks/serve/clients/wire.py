@@ -8,7 +8,7 @@ _PIECE_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class WireResponse:
     """A response: status, body (valid until the next one), and whether the connection can be used again."""
 
     status: int
@@ -16,7 +16,7 @@ class Answered:
     stays_open: bool
 
 
-class Wire:
+class RawConnection:
     """One connection."""
 
     def __init__(self, connected: socket.socket) -> None:
@@ -26,7 +26,7 @@ class Wire:
         self._loop = asyncio.get_running_loop()
 
     @classmethod
-    async def open(cls, port: int) -> "Wire":
+    async def open(cls, port: int) -> "RawConnection":
         """Connect to a port of this machine."""
         made = socket.socket()
         made.setblocking(False)
@@ -40,7 +40,7 @@ class Wire:
             await self._loop.sock_sendall(self._socket, memoryview(data)[start : start + _PIECE_BYTES])
             await asyncio.sleep(0)
 
-    async def request(self, head: bytes, body: bytes, *, waits_for_leave: bool) -> Answered:
+    async def request(self, head: bytes, body: bytes, *, waits_for_leave: bool) -> WireResponse:
         """One request and its response; the body is not sent if the server refuses the request before."""
         if waits_for_leave:
             await self.send(head + b"Expect: 100-continue\r\n\r\n")
@@ -53,7 +53,7 @@ class Wire:
             await self.send(body)
         return await self.answer()
 
-    async def answer(self) -> Answered:
+    async def answer(self) -> WireResponse:
         """Receive the next response completely."""
         received = bytearray()
         while (end := received.find(b"\r\n\r\n")) < 0:
@@ -69,7 +69,7 @@ class Wire:
         body = self._body if length else bytearray()
         body[: len(received) - end - 4] = received[end + 4 :]
         await self._fill(memoryview(body)[len(received) - end - 4 :])
-        return Answered(int(head.split(b" ")[1]), body, b"\r\nconnection: close" not in head)
+        return WireResponse(int(head.split(b" ")[1]), body, b"\r\nconnection: close" not in head)
 
     async def read_some(self, nbytes: int) -> None:
         """Receive `nbytes` of any data."""

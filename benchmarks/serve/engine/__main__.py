@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.serve.engine.alone import EngineAlone, Passage
-from benchmarks.serve.report.results import Results
+from benchmarks.serve.engine.alone import BareEngine, EngineTimes
+from benchmarks.serve.report.results import CsvResults
 
 COLUMNS = (
     *("backend", "nbytes", "in_flight", "round", "bytes_per_second", "ceiling", "of_ceiling"),
@@ -33,31 +33,31 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=2.0, help="of each round")
     parser.add_argument("--rounds", type=int, default=5)
     asked = parser.parse_args()
-    results = Results(asked.out, COLUMNS)
-    asyncio.run(_measure(results, asked))
+    results = CsvResults(asked.out, COLUMNS)
+    asyncio.run(_measure_engine(results, asked))
     return results.exit_code
 
 
-async def _measure(results: Results, asked: argparse.Namespace) -> None:
-    engine = EngineAlone(asked.backend)
+async def _measure_engine(results: CsvResults, asked: argparse.Namespace) -> None:
+    engine = BareEngine(asked.backend)
     kind = await engine.start()
     for mib in asked.mib:
         for in_flight in asked.in_flight:
             with results.part(f"{mib} MiB, {in_flight} in flight"):
                 nbytes = mib * 2**20
-                copies = _pinned_copies(nbytes) if kind == "cuda" else _host_copies(nbytes)
+                copies = _make_pinned_copies(nbytes) if kind == "cuda" else _make_host_copies(nbytes)
                 jobs = await engine.jobs(nbytes, in_flight)
                 for number in range(asked.rounds):
-                    ceiling = _copied(copies, nbytes, asked.seconds / 2)
+                    ceiling = _measure_copy_rate(copies, nbytes, asked.seconds / 2)
                     passage = await engine.turn(jobs, asked.seconds)
                     row = {"backend": kind, "nbytes": nbytes, "in_flight": in_flight, "round": number}
-                    results.add(row | _figures(passage, ceiling))
-                    print(f"{mib} MiB, {in_flight} in flight: {_said(passage, ceiling)}", flush=True)
+                    results.add(row | _make_figures(passage, ceiling))
+                    print(f"{mib} MiB, {in_flight} in flight: {_format_figures(passage, ceiling)}", flush=True)
                 del jobs, copies
     engine.stop()
 
 
-def _figures(passage: Passage, ceiling: float) -> dict[str, object]:
+def _make_figures(passage: EngineTimes, ceiling: float) -> dict[str, object]:
     return {
         "bytes_per_second": f"{passage.bytes_per_second:.0f}",
         "ceiling": f"{ceiling:.0f}",
@@ -67,7 +67,7 @@ def _figures(passage: Passage, ceiling: float) -> dict[str, object]:
     }
 
 
-def _said(passage: Passage, ceiling: float) -> str:
+def _format_figures(passage: EngineTimes, ceiling: float) -> str:
     stages = ", ".join(f"{stage} {ms:.3f}" for stage, ms in passage.stages_ms.items())
     return (
         f"{passage.bytes_per_second / 1e9:.1f} of {ceiling / 1e9:.1f} GB/s, "
@@ -75,7 +75,7 @@ def _said(passage: Passage, ceiling: float) -> str:
     )
 
 
-def _copied(copies: Callable[[int], None], nbytes: int, seconds: float) -> float:
+def _measure_copy_rate(copies: Callable[[int], None], nbytes: int, seconds: float) -> float:
     """Bytes per second of both directions together."""
     copies(2)
     began, count = time.perf_counter(), 0
@@ -85,7 +85,7 @@ def _copied(copies: Callable[[int], None], nbytes: int, seconds: float) -> float
     return 2 * nbytes * count / (time.perf_counter() - began)
 
 
-def _pinned_copies(nbytes: int) -> Callable[[int], None]:
+def _make_pinned_copies(nbytes: int) -> Callable[[int], None]:
     """A function that makes n copies to the device and, at the same time, n copies back."""
     there, back = (torch.empty(nbytes, dtype=torch.uint8, device="cuda") for _ in range(2))
     out, home = (torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2))
@@ -103,7 +103,7 @@ def _pinned_copies(nbytes: int) -> Callable[[int], None]:
     return run
 
 
-def _host_copies(nbytes: int) -> Callable[[int], None]:
+def _make_host_copies(nbytes: int) -> Callable[[int], None]:
     source, target = (torch.zeros(nbytes, dtype=torch.uint8) for _ in range(2))
 
     def run(count: int) -> None:

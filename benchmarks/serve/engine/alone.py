@@ -8,11 +8,11 @@ from statistics import fmean
 import torch
 from normserve.backends.choose import choose_backend
 from normserve.engine.batcher import Batcher
-from normserve.engine.compilation import Compilation
+from normserve.engine.compilation import CompilationQueue
 from normserve.engine.engine import Engine
 from normserve.engine.executor import Executor
 from normserve.errors import NormserveError
-from normserve.jobs.job import NormJob, NormResult, NormSpec, Op, Pass
+from normserve.jobs.job import NormJob, NormResult, NormSpec, Op, PassDirection
 from normserve.memory.host_tensors import DType, HostTensor
 from normserve.memory.slabs import SlabPool
 from normserve.metrics.metrics import Metrics
@@ -24,7 +24,7 @@ _WARM_S, _WARM_PASSES = 0.5, 4
 
 
 @dataclass(frozen=True, slots=True)
-class Passage:
+class EngineTimes:
     """Rates and times of requests in the engine.
 
     Attributes:
@@ -38,7 +38,7 @@ class Passage:
     host_cores: float
 
 
-class EngineAlone:
+class BareEngine:
     """An engine on a separate device, without a server."""
 
     def __init__(self, backend: str) -> None:
@@ -46,7 +46,7 @@ class EngineAlone:
         # Without a warm-up the only class of requests is compiled at the first one.
         self._executor = Executor(lambda: choose_backend(backend, 0, self.slabs, warm_sizes=()))
         batcher = Batcher(max_requests=64, max_bytes=4 * 2**20)
-        compilation = Compilation(max_classes=100, max_per_minute=100)
+        compilation = CompilationQueue(max_classes=100, max_per_minute=100)
         self._engine = Engine(self._executor, batcher, compilation, Metrics())
 
     async def start(self) -> str:
@@ -57,11 +57,11 @@ class EngineAlone:
 
     async def jobs(self, nbytes: int, count: int) -> list[NormJob]:
         """LayerNorm jobs with `count` inputs in separate slabs; compile kernels and allocate slabs for results."""
-        jobs = [_job(self.slabs, nbytes) for _ in range(count)]
+        jobs = [_make_job(self.slabs, nbytes) for _ in range(count)]
         await self.turn(jobs, _WARM_S, _WARM_PASSES)
         return jobs
 
-    async def turn(self, jobs: list[NormJob], seconds: float, passes: int = 1) -> Passage:
+    async def turn(self, jobs: list[NormJob], seconds: float, passes: int = 1) -> EngineTimes:
         """Submit each job again as soon as it is done, for `seconds` and at least `passes` times."""
         results: list[tuple[float, NormResult]] = []
         moved, began, used = 0, time.perf_counter(), time.process_time()
@@ -80,7 +80,7 @@ class EngineAlone:
 
         await asyncio.gather(*(line(job) for job in jobs))
         elapsed = time.perf_counter() - began
-        return Passage(moved / elapsed, _stages_ms(results), (time.process_time() - used) / elapsed)
+        return EngineTimes(moved / elapsed, _compute_stages_ms(results), (time.process_time() - used) / elapsed)
 
     async def _compute(self, job: NormJob) -> NormResult:
         ended: asyncio.Future[NormResult | NormserveError] = asyncio.get_running_loop().create_future()
@@ -95,7 +95,7 @@ class EngineAlone:
         self._engine.stop(10)
 
 
-def _stages_ms(results: list[tuple[float, NormResult]]) -> dict[str, float]:
+def _compute_stages_ms(results: list[tuple[float, NormResult]]) -> dict[str, float]:
     stages = {
         stage: 1000 * fmean(getattr(result, f"{stage}_s") for _, result in results)
         for stage in ("queue", "copy_in", "kernel", "copy_out")
@@ -104,9 +104,9 @@ def _stages_ms(results: list[tuple[float, NormResult]]) -> dict[str, float]:
     return stages | {"elsewhere": whole - sum(stages.values())}
 
 
-def _job(slabs: SlabPool, nbytes: int) -> NormJob:
+def _make_job(slabs: SlabPool, nbytes: int) -> NormJob:
     shape = (nbytes // 2 // COLS, COLS)
     data = slabs.take(nbytes)[:nbytes]
     torch.frombuffer(data, dtype=torch.bfloat16).normal_()
-    spec = NormSpec(Op.LAYER_NORM, Pass.FORWARD, eps=1e-5)
+    spec = NormSpec(Op.LAYER_NORM, PassDirection.FORWARD, eps=1e-5)
     return NormJob(spec, {"x": HostTensor(DType.BFLOAT16, shape, data)})

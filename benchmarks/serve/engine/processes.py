@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from normserve.settings import environment_of
+from normserve.settings import make_device_environment
 
-from benchmarks.serve.engine.alone import EngineAlone
+from benchmarks.serve.engine.alone import BareEngine
 
 _START_S, _TURN_S = 180.0, 60.0
 
@@ -22,8 +22,8 @@ class EngineProcess:
         spawning = multiprocessing.get_context("spawn")
         self._here, there = spawning.Pipe()
         backend = "torch" if device == "cpu" else "triton"
-        self._process = spawning.Process(target=_serve, args=(there, backend, nbytes, in_flight), daemon=True)
-        with _environment(environment_of(device)):
+        self._process = spawning.Process(target=_run_process, args=(there, backend, nbytes, in_flight), daemon=True)
+        with _change_environment(make_device_environment(device)):
             self._process.start()
         there.close()
 
@@ -51,7 +51,7 @@ class EngineProcess:
 
 
 @contextlib.contextmanager
-def engines(devices: Sequence[str], nbytes: int, in_flight: int) -> Iterator[list[EngineProcess]]:
+def start_engines(devices: Sequence[str], nbytes: int, in_flight: int) -> Iterator[list[EngineProcess]]:
     """An engine for each device, with requests of one size, warmed up."""
     with contextlib.ExitStack() as stack:
         started = []
@@ -64,7 +64,7 @@ def engines(devices: Sequence[str], nbytes: int, in_flight: int) -> Iterator[lis
 
 
 @contextlib.contextmanager
-def _environment(changed: dict[str, str]) -> Iterator[None]:
+def _change_environment(changed: dict[str, str]) -> Iterator[None]:
     """Change this process's environment, for the processes that it starts."""
     before = dict(os.environ)
     os.environ.update(changed)
@@ -75,12 +75,12 @@ def _environment(changed: dict[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _serve(channel: Connection, backend: str, nbytes: int, in_flight: int) -> None:
-    asyncio.run(_turns(channel, backend, nbytes, in_flight))
+def _run_process(channel: Connection, backend: str, nbytes: int, in_flight: int) -> None:
+    asyncio.run(_run_turns(channel, backend, nbytes, in_flight))
 
 
-async def _turns(channel: Connection, backend: str, nbytes: int, in_flight: int) -> None:
-    engine = EngineAlone(backend)
+async def _run_turns(channel: Connection, backend: str, nbytes: int, in_flight: int) -> None:
+    engine = BareEngine(backend)
     await engine.start()
     jobs = await engine.jobs(nbytes, in_flight)
     channel.send("ready")

@@ -21,12 +21,12 @@ import numpy as np
 
 from benchmarks.serve import command
 from benchmarks.serve.clients import posts
-from benchmarks.serve.clients.closed_loop import ClosedLoop
-from benchmarks.serve.engine.processes import engines
-from benchmarks.serve.report.results import Results
+from benchmarks.serve.clients.closed_loop import CompiledClient
+from benchmarks.serve.engine.processes import start_engines
+from benchmarks.serve.report.results import CsvResults
 from benchmarks.serve.servers import launch
-from benchmarks.serve.servers.launch import Served
-from benchmarks.serve.servers.processors import processor_seconds
+from benchmarks.serve.servers.launch import ServerProcess
+from benchmarks.serve.servers.processors import read_processor_seconds
 
 COLUMNS = (
     *("what", "nbytes", "connections", "devices", "round", "bytes_per_second", "over_one"),
@@ -39,23 +39,23 @@ _REQUESTS = ((2**12, 64), (2**20, 32), (2**24, 16), (2**26, 8))
 
 
 @dataclass(frozen=True, slots=True)
-class _Fleet:
+class _DeviceServer:
     """A server, its processes by name, and how many devices they own."""
 
-    served: Served
+    served: ServerProcess
     pids: dict[str, int]
     devices: int
 
 
 def main() -> int:
-    options = command.parser("devices", "the servers and of the client")
+    options = command.make_parser("devices", "the servers and of the client")
     options.add_argument("--devices", default="0,1", help="as of `normserve serve`; the first is the one alone")
     options.add_argument("--only", choices=("engine", "http"), help="one part of it")
-    command.add_turns(options, "each", 1.5, rounds=5)
-    return command.run(options.parse_args(), COLUMNS, measure)
+    command.add_turn_options(options, "each", 1.5, rounds=5)
+    return command.run_command(options.parse_args(), COLUMNS, measure)
 
 
-def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
+def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> None:
     """Run everything; a row for each size, number of devices and round."""
     devices = asked.devices.split(",")
     if asked.only != "http":
@@ -65,16 +65,18 @@ def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
     if asked.only != "engine":
         with results.part("servers"), contextlib.ExitStack() as stack:
             server_cores, client_cores = asked.cores
-            client = ClosedLoop(folder, client_cores)
-            fleets = [_fleet(stack, folder / str(len(some)), some, server_cores) for some in (devices[:1], devices)]
+            client = CompiledClient(folder, client_cores)
+            fleets = [
+                _start_server(stack, folder / str(len(some)), some, server_cores) for some in (devices[:1], devices)
+            ]
             for nbytes, connections in _REQUESTS:
                 with results.part(f"servers, {nbytes} bytes"):
                     _measure_servers(results, client, fleets, nbytes, connections, asked.rounds, asked.seconds)
 
 
-def _measure_engines(results: Results, devices: list[str], nbytes: int, rounds: int, seconds: float) -> None:
+def _measure_engines(results: CsvResults, devices: list[str], nbytes: int, rounds: int, seconds: float) -> None:
     first = len(results.rows)
-    with engines(devices, nbytes, _IN_FLIGHT) as all_of_them:
+    with start_engines(devices, nbytes, _IN_FLIGHT) as all_of_them:
         for number in range(rounds):
             reached = []
             for some in (all_of_them[:1], all_of_them):
@@ -93,24 +95,24 @@ def _measure_engines(results: Results, devices: list[str], nbytes: int, rounds: 
                         "over_one": f"{rate / reached[0]:.3f}",
                     }
                 )
-    _say(f"engines, {nbytes >> 20} MiB", results.rows[first:])
+    _print_medians(f"engines, {nbytes >> 20} MiB", results.rows[first:])
 
 
-def _fleet(stack: contextlib.ExitStack, folder: Path, devices: list[str], cores: set[int]) -> _Fleet:
+def _start_server(stack: contextlib.ExitStack, folder: Path, devices: list[str], cores: set[int]) -> _DeviceServer:
     folder.mkdir()
     backend = "torch" if devices[0] == "cpu" else "triton"
     options = ("--devices", ",".join(devices))
     parameters = posts.make_parameters()
-    served, _ = stack.enter_context(launch.normserve(cores, folder, parameters, backend, options))
+    served, _ = stack.enter_context(launch.run_normserve(cores, folder, parameters, backend, options))
     told = httpx.get(f"http://127.0.0.1:{served.address}/v1/info", timeout=30).raise_for_status().json()
     pids = {"front": served.pid} | {f"process {each['index']}": each["pid"] for each in told["processes"]}
-    return _Fleet(served, pids, len(devices))
+    return _DeviceServer(served, pids, len(devices))
 
 
 def _measure_servers(
-    results: Results,
-    client: ClosedLoop,
-    fleets: list[_Fleet],
+    results: CsvResults,
+    client: CompiledClient,
+    fleets: list[_DeviceServer],
     nbytes: int,
     connections: int,
     rounds: int,
@@ -118,18 +120,18 @@ def _measure_servers(
 ) -> None:
     first = len(results.rows)
     x = posts.make_x(nbytes)
-    body = posts.npy(x)
+    body = posts.encode_npy(x)
     for fleet in fleets:
-        _require_right(fleet, x, body)
+        _check_responses(fleet, x, body)
         # A first turn, to allocate slabs for this many requests.
         client.turn(fleet.served, "application/x-npy", body, seconds, connections)
     for number in range(rounds):
         alone = 0.0
         for fleet in fleets:
-            began, used = time.perf_counter(), processor_seconds(fleet.pids)
+            began, used = time.perf_counter(), read_processor_seconds(fleet.pids)
             turn = client.turn(fleet.served, "application/x-npy", body, seconds, connections)
             elapsed = time.perf_counter() - began
-            busy = {name: (now - used[name]) / elapsed for name, now in processor_seconds(fleet.pids).items()}
+            busy = {name: (now - used[name]) / elapsed for name, now in read_processor_seconds(fleet.pids).items()}
             alone = alone or turn.per_second
             results.add(
                 {
@@ -146,18 +148,18 @@ def _measure_servers(
                     "server_cores": ", ".join(f"{name} {cores:.2f}" for name, cores in busy.items()),
                 }
             )
-    _say(f"servers, {nbytes} bytes, {connections} connections", results.rows[first:])
+    _print_medians(f"servers, {nbytes} bytes, {connections} connections", results.rows[first:])
 
 
-def _require_right(fleet: _Fleet, x: np.ndarray, body: bytes) -> None:
+def _check_responses(fleet: _DeviceServer, x: np.ndarray, body: bytes) -> None:
     """Compare one response of each process with torch's; connections go to the processes in turn."""
     url = f"http://127.0.0.1:{fleet.served.address}{fleet.served.path}"
     for _ in range(fleet.devices):
         answer = httpx.post(url, content=body, headers={"content-type": "application/x-npy"}, timeout=60)
-        posts.require_right(x, posts.make_parameters(), answer.raise_for_status().content)
+        posts.check_response(x, posts.make_parameters(), answer.raise_for_status().content)
 
 
-def _say(title: str, rows: Sequence[Mapping[str, object]]) -> None:
+def _print_medians(title: str, rows: Sequence[Mapping[str, object]]) -> None:
     for count in dict.fromkeys(str(row["devices"]) for row in rows):
         own = [row for row in rows if str(row["devices"]) == count]
         rate, ratio = (median(float(str(row[name])) for row in own) for name in ("bytes_per_second", "over_one"))

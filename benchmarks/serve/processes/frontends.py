@@ -19,11 +19,11 @@ import httpx
 
 from benchmarks.serve import command
 from benchmarks.serve.clients import posts
-from benchmarks.serve.clients.closed_loop import ClosedLoop
-from benchmarks.serve.report.results import Results
+from benchmarks.serve.clients.closed_loop import CompiledClient
+from benchmarks.serve.report.results import CsvResults
 from benchmarks.serve.servers import launch, scrape
-from benchmarks.serve.servers.launch import Served
-from benchmarks.serve.servers.processors import processor_seconds
+from benchmarks.serve.servers.launch import ServerProcess
+from benchmarks.serve.servers.processors import read_processor_seconds
 
 COLUMNS = (
     *("nbytes", "connections", "front_ends", "round", "per_second", "bytes_per_second", "p50_ms", "p99_ms"),
@@ -35,35 +35,37 @@ _REQUESTS = ((2**12, 1), (2**12, 64), (2**20, 1), (2**20, 64), (2**24, 1), (2**2
 
 
 @dataclass(frozen=True, slots=True)
-class _Server:
+class _ServerProcesses:
     """A server, its processes by name, and its number of HTTP processes."""
 
-    served: Served
+    served: ServerProcess
     pids: dict[str, int]
     front_ends: int
 
 
 def main() -> int:
-    options = command.parser("frontends", "the servers and of the client")
+    options = command.make_parser("frontends", "the servers and of the client")
     options.add_argument("--backend", default="torch", help="of the servers: torch or triton")
     options.add_argument("--frontends", type=int, nargs="+", default=(1, 2), help="beside none")
-    command.add_turns(options, "each server", 1.5, rounds=5)
-    return command.run(options.parse_args(), COLUMNS, measure, table)
+    command.add_turn_options(options, "each server", 1.5, rounds=5)
+    return command.run_command(options.parse_args(), COLUMNS, measure, format_table)
 
 
-def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
+def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> None:
     """Run everything; a row for each size, number of connections, server and round."""
     server_cores, client_cores = asked.cores
     with contextlib.ExitStack() as stack:
-        client = ClosedLoop(folder, client_cores)
+        client = CompiledClient(folder, client_cores)
         counts = (0, *asked.frontends)
-        servers = [_server(stack, folder / str(count), server_cores, asked.backend, count) for count in counts]
+        servers = [
+            _start_server(stack, folder / str(count), server_cores, asked.backend, count) for count in counts
+        ]
         for nbytes, connections in _REQUESTS:
             with results.part(f"{nbytes} bytes, {connections} connections"):
-                _measure(results, client, servers, nbytes, connections, asked.rounds, asked.seconds)
+                _measure_requests(results, client, servers, nbytes, connections, asked.rounds, asked.seconds)
 
 
-def table(rows: Sequence[Mapping[str, object]]) -> str:
+def format_table(rows: Sequence[Mapping[str, object]]) -> str:
     """The medians of the rounds in Markdown."""
     lines = [
         "| bytes of x | connections | front ends | requests/s | GB/s in and out | p50, ms | p99, ms | over none |",
@@ -73,20 +75,27 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
     for kind in kinds:
         own = [row for row in rows if (row["nbytes"], row["connections"], row["front_ends"]) == kind]
 
-        def middle(column: str, own: Sequence[Mapping[str, object]] = own) -> float:
+        def compute_median(column: str, own: Sequence[Mapping[str, object]] = own) -> float:
             return median(float(str(row[column])) for row in own)
 
-        figures = f"{middle('per_second'):.0f} | {middle('bytes_per_second') / 1e9:.2f} | {middle('p50_ms'):.3f}"
+        figures = (
+            f"{compute_median('per_second'):.0f} | {compute_median('bytes_per_second') / 1e9:.2f} | "
+            f"{compute_median('p50_ms'):.3f}"
+        )
         said = " | ".join(map(str, kind))
-        lines.append(f"| {said} | {figures} | {middle('p99_ms'):.3f} | {middle('rate_over_none'):.2f} |")
+        lines.append(
+            f"| {said} | {figures} | {compute_median('p99_ms'):.3f} | {compute_median('rate_over_none'):.2f} |"
+        )
     return "\n".join(lines)
 
 
-def _server(stack: contextlib.ExitStack, folder: Path, cores: set[int], backend: str, count: int) -> _Server:
+def _start_server(
+    stack: contextlib.ExitStack, folder: Path, cores: set[int], backend: str, count: int
+) -> _ServerProcesses:
     folder.mkdir()
     parameters = posts.make_parameters()
     options = ("--frontends", str(count))
-    served, _ = stack.enter_context(launch.normserve(cores, folder, parameters, backend, options))
+    served, _ = stack.enter_context(launch.run_normserve(cores, folder, parameters, backend, options))
     told = httpx.get(f"http://127.0.0.1:{served.address}/v1/info", timeout=30).raise_for_status().json()
     pids = {f"front end {each['index']}": each["pid"] for each in told.get("front_ends", ())}
     if count:
@@ -94,35 +103,35 @@ def _server(stack: contextlib.ExitStack, folder: Path, cores: set[int], backend:
         children = Path(f"/proc/{served.pid}/task/{served.pid}/children").read_text(encoding="ascii").split()
         (pids["owner"],) = set(map(int, children)).difference(pids.values())
     pids["server"] = served.pid
-    return _Server(served, pids, count)
+    return _ServerProcesses(served, pids, count)
 
 
-def _measure(
-    results: Results,
-    client: ClosedLoop,
-    servers: Sequence[_Server],
+def _measure_requests(
+    results: CsvResults,
+    client: CompiledClient,
+    servers: Sequence[_ServerProcesses],
     nbytes: int,
     connections: int,
     rounds: int,
     seconds: float,
 ) -> None:
     x = posts.make_x(nbytes)
-    body = posts.npy(x)
+    body = posts.encode_npy(x)
     for server in servers:
         url = f"http://127.0.0.1:{server.served.address}{server.served.path}"
         answer = httpx.post(url, content=body, headers={"content-type": _NPY}, timeout=300)
-        posts.require_right(x, posts.make_parameters(), answer.raise_for_status().content)
+        posts.check_response(x, posts.make_parameters(), answer.raise_for_status().content)
         # A first turn, to allocate slabs for this many requests.
         client.turn(server.served, _NPY, body, seconds / 3, connections)
     for number in range(rounds):
         turns = {}
         for server in random.Random(number).sample(servers, len(servers)):
-            began, used = time.perf_counter(), processor_seconds(server.pids)
-            before = scrape.samples(server.served.address)
+            began, used = time.perf_counter(), read_processor_seconds(server.pids)
+            before = scrape.fetch_samples(server.served.address)
             turn = client.turn(server.served, _NPY, body, seconds, connections)
-            shared = scrape.requests_a_launch(before, scrape.samples(server.served.address))
+            shared = scrape.compute_requests_per_launch(before, scrape.fetch_samples(server.served.address))
             elapsed = time.perf_counter() - began
-            busy = {name: (now - used[name]) / elapsed for name, now in processor_seconds(server.pids).items()}
+            busy = {name: (now - used[name]) / elapsed for name, now in read_processor_seconds(server.pids).items()}
             turns[server.front_ends] = turn, shared, busy
         alone, _, _ = turns[0]
         for count, (turn, shared, busy) in sorted(turns.items()):

@@ -28,7 +28,7 @@ from benchmarks.serve import command
 from benchmarks.serve.clients import posts
 from benchmarks.serve.command import SIZES
 from benchmarks.serve.report import memory
-from benchmarks.serve.report.results import Results
+from benchmarks.serve.report.results import CsvResults
 from benchmarks.serve.servers import launch
 
 SHARED, DEVICE, OWN, BESIDE = "host memory", "device memory", "kernels of their own", "busy neighbour"
@@ -42,46 +42,48 @@ _BEFORE_KILL_S, _AFTER_KILL_S = 0.3, 1.0
 
 
 def main() -> int:
-    options = command.parser("many", "the server and of its clients; processes with kernels of their own have both")
-    command.add_sizes(options)
-    command.add_turns(options, "each number of processes", 2.0, rounds=3)
+    options = command.make_parser(
+        "many", "the server and of its clients; processes with kernels of their own have both"
+    )
+    command.add_size_option(options)
+    command.add_turn_options(options, "each number of processes", 2.0, rounds=3)
     options.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16], help="how many at once")
     options.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the kernels run")
-    return command.run(options.parse_args(), COLUMNS, measure, table)
+    return command.run_command(options.parse_args(), COLUMNS, measure, format_table)
 
 
-def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
+def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> None:
     """Run everything; a row for each size, number of clients, caller and round."""
     server_cores, client_cores = asked.cores
-    before = memory.device_bytes() if asked.device == "cuda" else 0
+    before = memory.read_device_bytes() if asked.device == "cuda" else 0
     shared = folder / "many.sock"
     quotas = ("--local-bytes", str(_QUOTA), "--local-device-bytes", str(_QUOTA))
     backend = "triton" if asked.device == "cuda" else "torch"
     for size, count in itertools.product(asked.size or ["4 KiB", "1 MiB"], asked.clients):
-        load = _Load(size, count, asked, before)
+        load = _ProcessLoad(size, count, asked, before)
         with results.part(f"{OWN}, {count} of {size}"):
             for number in range(asked.rounds):
                 results.add(load.row(OWN, number, server_cores | client_cores, f"own {asked.device}", None))
-    with launch.normserve(
+    with launch.run_normserve(
         server_cores, folder, posts.make_parameters(), backend, ("--local", str(shared), *quotas)
     ) as (served, _):
         callers = {SHARED: f"unix://{shared}"}
         if asked.device == "cuda":
             callers[DEVICE] = f"unix://{shared}#device"
         for size, count in itertools.product(asked.size or ["4 KiB", "1 MiB"], asked.clients):
-            load = _Load(size, count, asked, before)
+            load = _ProcessLoad(size, count, asked, before)
             for caller, where in callers.items():
                 with results.part(f"{caller}, {count} of {size}"):
                     for number in range(asked.rounds):
                         results.add(load.row(caller, number, client_cores, where, served.pid))
         for size, (caller, where) in itertools.product(asked.size or ["4 KiB", "1 MiB"], callers.items()):
-            with results.part(f"{BESIDE}, {size}"), _busy(client_cores, asked.device):
-                load = _Load(size, 1, asked, before)
+            with results.part(f"{BESIDE}, {size}"), _occupy(client_cores, asked.device):
+                load = _ProcessLoad(size, 1, asked, before)
                 for number in range(asked.rounds):
                     results.add(load.row(caller, number, client_cores, where, served.pid, BESIDE))
 
 
-class _Load:
+class _ProcessLoad:
     """A number of processes with tensors of one size."""
 
     def __init__(self, size: str, count: int, asked: argparse.Namespace, device_before: int) -> None:
@@ -93,15 +95,15 @@ class _Load:
     ) -> Mapping[str, object]:
         """Start the processes, let them work, kill one, and return the measurements."""
         with contextlib.ExitStack() as stack:
-            clients = [_Process(cores, where, SIZES[self._size]) for _ in range(self._count)]
+            clients = [_NormalisingProcess(cores, where, SIZES[self._size]) for _ in range(self._count)]
             for client in clients:
                 stack.callback(client.end)
             first = [client.ready() for client in clients]
-            taken = _work(clients, self._asked.seconds)
+            taken = _run_turn(clients, self._asked.seconds)
             pids = [client.pid for client in clients] + ([] if server is None else [server])
-            resident = memory.resident_bytes(pids)
-            on_device = memory.device_bytes() - self._device_before if self._asked.device == "cuda" else 0
-            killed = _kill_one(clients) if self._count > 1 else ("", "")
+            resident = memory.read_resident_bytes(pids)
+            on_device = memory.read_device_bytes() - self._device_before if self._asked.device == "cuda" else 0
+            killed = _measure_kill(clients) if self._count > 1 else ("", "")
         seconds = sorted(each for one in taken for _, each in one["calls"])
         assert not any(one["errors"] for one in taken), "calls failed that nobody disturbed"
         return {
@@ -111,7 +113,7 @@ class _Load:
             "caller": f"{caller}, {beside}" if beside else caller,
             "round": number,
             "calls": len(seconds),
-            "per_second": f"{sum(_rate(one) for one in taken):.5g}",
+            "per_second": f"{sum(_compute_rate(one) for one in taken):.5g}",
             "p50_us": f"{1e6 * median(seconds):.4g}",
             "p99_us": f"{1e6 * seconds[int(0.99 * len(seconds))]:.4g}",
             "first_answer_s": f"{median(first):.3g}",
@@ -122,7 +124,7 @@ class _Load:
         }
 
 
-class _Process:
+class _NormalisingProcess:
     """One of the processes that normalise."""
 
     def __init__(self, cores: set[int], where: str, nbytes: int) -> None:
@@ -163,20 +165,20 @@ class _Process:
         return json.loads(line)
 
 
-def _work(clients: Sequence[_Process], seconds: float) -> list[Mapping[str, Any]]:
+def _run_turn(clients: Sequence[_NormalisingProcess], seconds: float) -> list[Mapping[str, Any]]:
     until = time.perf_counter() + seconds
     for client in clients:
         client.begin(until)
     return [client.taken() for client in clients]
 
 
-def _rate(one: Mapping[str, Any]) -> float:
+def _compute_rate(one: Mapping[str, Any]) -> float:
     """Calls per second."""
     calls = one["calls"]
     return float(len(calls) / sum(seconds for _, seconds in calls))
 
 
-def _kill_one(clients: Sequence[_Process]) -> tuple[int, str]:
+def _measure_kill(clients: Sequence[_NormalisingProcess]) -> tuple[int, str]:
     """Errors of the others, and their longest call in the second after a process's death."""
     first, *others = clients
     began = time.perf_counter()
@@ -191,11 +193,11 @@ def _kill_one(clients: Sequence[_Process]) -> tuple[int, str]:
 
 
 @contextlib.contextmanager
-def _busy(cores: set[int], device: str) -> Iterator[None]:
+def _occupy(cores: set[int], device: str) -> Iterator[None]:
     """A process that computes without end."""
     context = multiprocessing.get_context("spawn")
     ready = context.Event()
-    process = context.Process(target=_compute, args=(ready, cores, device), daemon=True)
+    process = context.Process(target=_compute_endlessly, args=(ready, cores, device), daemon=True)
     process.start()
     try:
         ready.wait()
@@ -205,7 +207,7 @@ def _busy(cores: set[int], device: str) -> Iterator[None]:
         process.join()
 
 
-def _compute(ready: Any, cores: set[int], device: str) -> None:
+def _compute_endlessly(ready: Any, cores: set[int], device: str) -> None:
     os.sched_setaffinity(0, cores)
     torch.set_num_threads(1)
     a = torch.randn(4096 if device == "cuda" else 256, 4096, device=device)
@@ -214,7 +216,7 @@ def _compute(ready: Any, cores: set[int], device: str) -> None:
         ready.set()
 
 
-def table(rows: Sequence[Mapping[str, object]]) -> str:
+def format_table(rows: Sequence[Mapping[str, object]]) -> str:
     """A line for each size, number of clients and caller: medians of the rounds."""
     lines = [
         "| size | clients | caller | p50, µs | p99, µs | calls a second | first answer, s | resident, MiB |"

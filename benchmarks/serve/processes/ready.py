@@ -24,8 +24,8 @@ from normserve.codec import safetensors
 from normserve.memory.host_tensors import DType, HostTensor
 
 from benchmarks.serve.report import system
-from benchmarks.serve.report.results import Results
-from benchmarks.serve.servers.launch import process
+from benchmarks.serve.report.results import CsvResults
+from benchmarks.serve.servers.launch import run_process
 
 COLUMNS = ("cache", "round", "what", "ms", "kernels_in_cache")
 _LATEST_S = 420.0
@@ -34,7 +34,7 @@ _SAFETENSORS = "application/x-safetensors"
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class StartRequest:
     """One request of random float32 tensors."""
 
     what: str
@@ -51,17 +51,17 @@ class Request:
         return b"".join(safetensors.encode(tensors))
 
 
-FORESEEN = Request("foreseen", "/v1/layer_norm", {"x": (8, 1024), "weight": (1024,), "bias": (1024,)})
+FORESEEN = StartRequest("foreseen", "/v1/layer_norm", {"x": (8, 1024), "weight": (1024,), "bias": (1024,)})
 UNFORESEEN = (
-    Request("layer_norm of 1280", "/v1/layer_norm", {"x": (8, 1280), "weight": (1280,), "bias": (1280,)}),
-    Request("layer_norm with silu", "/v1/layer_norm?activation=silu", {"x": (8, 1024), "weight": (1024,)}),
-    Request("rms_norm of 8192, residual", "/v1/rms_norm", dict.fromkeys(("x", "residual"), (8, 8192))),
-    Request(
+    StartRequest("layer_norm of 1280", "/v1/layer_norm", {"x": (8, 1280), "weight": (1280,), "bias": (1280,)}),
+    StartRequest("layer_norm with silu", "/v1/layer_norm?activation=silu", {"x": (8, 1024), "weight": (1024,)}),
+    StartRequest("rms_norm of 8192, residual", "/v1/rms_norm", dict.fromkeys(("x", "residual"), (8, 8192))),
+    StartRequest(
         "layer_norm backward of 1280",
         "/v1/layer_norm/backward",
         {"x": (8, 1280), "dy": (8, 1280), "weight": (1280,), "bias": (1280,)},
     ),
-    Request(
+    StartRequest(
         "group_norm nhwc with silu",
         "/v1/group_norm?num_groups=32&layout=nhwc&activation=silu",
         {"x": (2, 16, 16, 320), "weight": (320,), "bias": (320,)},
@@ -76,22 +76,22 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="starts with an empty cache, and with a full one")
     parser.add_argument("--cores", help="of the server, as in 0-15; all if not given")
     asked = parser.parse_args()
-    results = Results(asked.out, COLUMNS)
-    cores = system.cores(asked.cores) if asked.cores else system.own_cores()
+    results = CsvResults(asked.out, COLUMNS)
+    cores = system.parse_cores(asked.cores) if asked.cores else system.list_own_cores()
     for number in range(asked.rounds):
         with tempfile.TemporaryDirectory() as folder:
             for cache in ("empty", "full"):
                 with results.part(f"{cache} cache"):
-                    for what, seconds in _start(asked.backend, cores, Path(folder)):
+                    for what, seconds in _measure_start(asked.backend, cores, Path(folder)):
                         kernels = len(list(Path(folder).glob("*/*.cubin")))
                         about = {"cache": cache, "round": number, "kernels_in_cache": kernels}
                         results.add(about | {"what": what, "ms": f"{1000 * seconds:.1f}"})
-    for line in table(results.rows):
+    for line in format_table(results.rows):
         print(line)
     return results.exit_code
 
 
-def table(rows: list[Mapping[str, object]]) -> list[str]:
+def format_table(rows: list[Mapping[str, object]]) -> list[str]:
     """Medians of the rounds, a line for each measured time."""
     times: dict[tuple[object, object], list[float]] = {}
     for row in rows:
@@ -102,7 +102,7 @@ def table(rows: list[Mapping[str, object]]) -> list[str]:
     ]
 
 
-def _start(backend: str, cores: set[int], cache: Path) -> Iterator[tuple[str, float]]:
+def _measure_start(backend: str, cores: set[int], cache: Path) -> Iterator[tuple[str, float]]:
     """The names of one server's measured times, and their seconds."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -110,23 +110,23 @@ def _start(backend: str, cores: set[int], cache: Path) -> Iterator[tuple[str, fl
     began = time.perf_counter()
     environment = {"TRITON_CACHE_DIR": str(cache), "PYTHONUNBUFFERED": "1"}
     with (
-        process(command, cores, environment) as running,
+        run_process(command, cores, environment) as running,
         httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=_LATEST_S) as http,
     ):
-        _await(http, "/livez", running, began)
+        _wait_for_ok(http, "/livez", running, began)
         yield "listens", time.perf_counter() - began
-        _await(http, "/readyz", running, began)
+        _wait_for_ok(http, "/readyz", running, began)
         yield "ready", time.perf_counter() - began
-        _send(http, FORESEEN)
+        _send_request(http, FORESEEN)
         yield "answered", time.perf_counter() - began
         for request in (FORESEEN, *UNFORESEEN):
             for which in ("first", "second"):
                 asked = time.perf_counter()
-                _send(http, request)
+                _send_request(http, request)
                 yield f"{request.what}, {which} answer", time.perf_counter() - asked
 
 
-def _await(http: httpx.Client, path: str, running: subprocess.Popen[str], began: float) -> None:
+def _wait_for_ok(http: httpx.Client, path: str, running: subprocess.Popen[str], began: float) -> None:
     while True:
         with contextlib.suppress(httpx.TransportError):
             if http.get(path).status_code == httpx.codes.OK:
@@ -136,7 +136,7 @@ def _await(http: httpx.Client, path: str, running: subprocess.Popen[str], began:
         time.sleep(_POLL_S)
 
 
-def _send(http: httpx.Client, request: Request) -> None:
+def _send_request(http: httpx.Client, request: StartRequest) -> None:
     answer = http.post(request.path, content=request.body(), headers={"content-type": _SAFETENSORS})
     answer.raise_for_status()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 _SOURCES = Path(__file__).parent
 
 
-def compiled(folder: Path, name: str) -> Path:
+def compile_program(folder: Path, name: str) -> Path:
     """The program made from `name`.c, in the folder."""
     program = folder / name
     flags = ("-O2", "-Wall", "-Wextra", "-pthread")

@@ -25,7 +25,7 @@ Call = Callable[[], object]
 _STEP_SHAPE = 16, 4096
 
 
-class Connection:
+class RequestRepeater:
     """Sends the same HTTP request again and again, and receives the responses whole."""
 
     def __init__(self, url: str, path: str, headers: str, body: bytes) -> None:
@@ -48,7 +48,7 @@ class Connection:
                 whole = end + 4 + int(head.split(b"content-length: ")[1].split(b"\r\n")[0])
 
 
-def infer_body(x: np.ndarray) -> tuple[str, bytes]:
+def make_infer_body(x: np.ndarray) -> tuple[str, bytes]:
     """The headers and body of a /v2 request with binary tensors."""
     tensor = {
         "name": "x",
@@ -61,7 +61,7 @@ def infer_body(x: np.ndarray) -> tuple[str, bytes]:
     return headers + f"Inference-Header-Content-Length: {len(document)}\r\n", document + x.tobytes()
 
 
-def npy_body(x: np.ndarray) -> tuple[str, bytes]:
+def make_npy_body(x: np.ndarray) -> tuple[str, bytes]:
     """The headers and body of a request in npy format."""
     header = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {x.shape}, }}"
     header += " " * (-(len(header) + 11) % 64) + "\n"
@@ -75,11 +75,11 @@ def make_call(case: str, urls: dict[str, str], nbytes: int, cols: int, device: s
     x = np.random.default_rng(nbytes).standard_normal(shape, dtype=np.float32)
     match case.split(", ")[0]:
         case "raw http":
-            return Connection(urls["http"], "/v1/layer_norm", *npy_body(x))
+            return RequestRepeater(urls["http"], "/v1/layer_norm", *make_npy_body(x))
         case "raw front ends":
-            return Connection(urls["frontends"], "/v1/layer_norm", *npy_body(x))
+            return RequestRepeater(urls["frontends"], "/v1/layer_norm", *make_npy_body(x))
         case "raw v2":
-            return Connection(urls["http"], "/v2/models/layer_norm/infer", *infer_body(x))
+            return RequestRepeater(urls["http"], "/v2/models/layer_norm/infer", *make_infer_body(x))
         case "http":
             client = Client(urls["http"])
             return lambda: client.layer_norm(x).y

@@ -25,15 +25,15 @@ import httpx
 import numpy as np
 import tritonclient.http as triton
 
-from benchmarks.peers.others import OTHERS, Running, other
+from benchmarks.peers.others import OTHERS, RunningServer, run_peer
 from benchmarks.serve import command
 from benchmarks.serve.clients import posts
-from benchmarks.serve.clients.closed_loop import ClosedLoop
-from benchmarks.serve.clients.regions import PREFIX, in_regions
+from benchmarks.serve.clients.closed_loop import CompiledClient
+from benchmarks.serve.clients.regions import PREFIX, register_regions
 from benchmarks.serve.command import SIZES
-from benchmarks.serve.report.results import Results, median_of
+from benchmarks.serve.report.results import CsvResults, compute_column_median
 from benchmarks.serve.servers import launch
-from benchmarks.serve.servers.launch import Served
+from benchmarks.serve.servers.launch import ServerProcess
 
 OURS, OURS_IN_C, V1_IN_C = "normserve, tritonclient", "normserve, C client", "normserve /v1, C client"
 TRITON, TRITON_IN_C = "Triton, tritonclient", "Triton, C client"
@@ -55,7 +55,7 @@ _SHARED = {OURS: (OURS_SHARED, OURS_SHARED_IN_C), TRITON: (TRITON_SHARED, TRITON
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
+class TimedCaller:
     """A caller that has turns.
 
     Attributes:
@@ -68,38 +68,38 @@ class Caller:
 
 
 def main() -> int:
-    options = command.parser("oip", "the servers and of the clients")
-    command.add_sizes(options)
-    command.add_turns(options, "each caller", 1.0)
+    options = command.make_parser("oip", "the servers and of the clients")
+    command.add_size_option(options)
+    command.add_turn_options(options, "each caller", 1.0)
     options.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of both servers")
     options.add_argument("--python", help="the interpreter of an environment with pytriton")
-    return command.run(options.parse_args(), COLUMNS, measure, table)
+    return command.run_command(options.parse_args(), COLUMNS, measure, format_table)
 
 
-def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
+def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> None:
     """Run everything; a row for each size, caller and round."""
     server_cores, client_cores = asked.cores
     parameters = posts.make_parameters()
     backend = "triton" if asked.device == "cuda" else "torch"
     with contextlib.ExitStack() as stack:
         (ours, _) = stack.enter_context(
-            launch.normserve(server_cores, folder, parameters, backend, ["--oip-shared-memory", PREFIX])
+            launch.run_normserve(server_cores, folder, parameters, backend, ["--oip-shared-memory", PREFIX])
         )
-        theirs = stack.enter_context(_nvidia(asked, folder, server_cores, parameters))
+        theirs = stack.enter_context(_start_triton(asked, folder, server_cores, parameters))
         os.sched_setaffinity(0, client_cores)
         for size in asked.size or SIZES:
             with results.part(size), contextlib.ExitStack() as connected:
                 x = posts.make_x(SIZES[size])
-                right = posts.expected(x, parameters).float().numpy()
-                loop = ClosedLoop(folder, client_cores)
-                callers = dict(_callers(connected, loop, ours, theirs, x, right))
-                _time(results, size, x, callers, theirs, asked)
+                right = posts.compute_expected(x, parameters).float().numpy()
+                loop = CompiledClient(folder, client_cores)
+                callers = dict(_iterate_callers(connected, loop, ours, theirs, x, right))
+                _time_callers(results, size, x, callers, theirs, asked)
 
 
 @contextlib.contextmanager
-def _nvidia(
+def _start_triton(
     asked: argparse.Namespace, folder: Path, cores: set[int], parameters: Mapping[str, np.ndarray]
-) -> Iterator[Running | None]:
+) -> Iterator[RunningServer | None]:
     """NVIDIA Triton Inference Server; None without an interpreter that has it."""
     if asked.python is None:
         print("NVIDIA Triton is left out: no --python", flush=True)
@@ -107,50 +107,57 @@ def _nvidia(
         return
     file = folder / "triton.npz"
     np.savez(file, weight=parameters["weight"], bias=parameters["bias"])
-    with other(OTHERS["nvidia-triton"], asked.python, cores, file, asked.device) as running:
+    with run_peer(OTHERS["nvidia-triton"], asked.python, cores, file, asked.device) as running:
         yield running
 
 
-def _callers(
+def _iterate_callers(
     stack: contextlib.ExitStack,
-    loop: ClosedLoop,
-    ours: Served,
-    theirs: Running | None,
+    loop: CompiledClient,
+    ours: ServerProcess,
+    theirs: RunningServer | None,
     x: np.ndarray,
     right: np.ndarray,
-) -> Iterator[tuple[str, Caller]]:
-    body, length = triton.InferenceServerClient.generate_request_body([_input(x)])
+) -> Iterator[tuple[str, TimedCaller]]:
+    body, length = triton.InferenceServerClient.generate_request_body([_make_input(x)])
     places = [(OURS, OURS_IN_C, replace(ours, path=f"/v2/models/{launch.LAYER}/infer"))]
     if theirs is not None:
         url = httpx.URL(theirs.target.url)
-        places.append((TRITON, TRITON_IN_C, Served("triton", str(url.port), f"{url.path}/infer", theirs.pid)))
+        places.append(
+            (TRITON, TRITON_IN_C, ServerProcess("triton", str(url.port), f"{url.path}/infer", theirs.pid))
+        )
     for in_python, in_c, place in places:
         client = stack.enter_context(triton.InferenceServerClient(f"127.0.0.1:{place.address}"))
         model = place.path.split("/")[3]
-        np.testing.assert_allclose(_infer(client, model, x), right, rtol=1e-5, atol=3e-5)
+        np.testing.assert_allclose(_call_infer(client, model, x), right, rtol=1e-5, atol=3e-5)
         is_theirs = place.name == "triton"
-        yield in_python, Caller(_timing(functools.partial(_infer, client, model, x)), is_theirs)
-        yield in_c, Caller(_in_c(loop, place, "application/octet-stream", body, {_LENGTH: length}), is_theirs)
-        shared = stack.enter_context(in_regions(client, place.name, model, x))
+        yield in_python, TimedCaller(_make_turn(functools.partial(_call_infer, client, model, x)), is_theirs)
+        yield (
+            in_c,
+            TimedCaller(_make_c_turn(loop, place, "application/octet-stream", body, {_LENGTH: length}), is_theirs),
+        )
+        shared = stack.enter_context(register_regions(client, place.name, model, x))
         np.testing.assert_allclose(shared(), right, rtol=1e-5, atol=3e-5)
         for name, turn in zip(
-            _SHARED[in_python], (_timing(shared), _in_c(loop, place, _JSON, shared.body(), {})), strict=True
+            _SHARED[in_python],
+            (_make_turn(shared), _make_c_turn(loop, place, _JSON, shared.body(), {})),
+            strict=True,
         ):
-            yield name, Caller(turn, is_theirs)
-    yield V1_IN_C, Caller(_in_c(loop, ours, "application/x-npy", posts.npy(x), {}))
+            yield name, TimedCaller(turn, is_theirs)
+    yield V1_IN_C, TimedCaller(_make_c_turn(loop, ours, "application/x-npy", posts.encode_npy(x), {}))
 
 
-def _input(x: np.ndarray) -> triton.InferInput:
+def _make_input(x: np.ndarray) -> triton.InferInput:
     return triton.InferInput("x", list(x.shape), "FP32").set_data_from_numpy(x)
 
 
-def _infer(client: triton.InferenceServerClient, model: str, x: np.ndarray) -> np.ndarray:
-    y: np.ndarray = client.infer(model, [_input(x)]).as_numpy("y")
+def _call_infer(client: triton.InferenceServerClient, model: str, x: np.ndarray) -> np.ndarray:
+    y: np.ndarray = client.infer(model, [_make_input(x)]).as_numpy("y")
     return y
 
 
-def _timing(call: Callable[[], object]) -> Turn:
-    def turn(seconds: float) -> tuple[float, float]:
+def _make_turn(call: Callable[[], object]) -> Turn:
+    def run_turn(seconds: float) -> tuple[float, float]:
         taken: list[float] = []
         while len(taken) < 3 or sum(taken) < seconds:
             began = time.perf_counter()
@@ -158,30 +165,32 @@ def _timing(call: Callable[[], object]) -> Turn:
             taken.append(time.perf_counter() - began)
         return len(taken) / sum(taken), median(taken)
 
-    return turn
+    return run_turn
 
 
-def _in_c(loop: ClosedLoop, place: Served, content_type: str, body: bytes, fields: Mapping[str, object]) -> Turn:
-    def turn(seconds: float) -> tuple[float, float]:
+def _make_c_turn(
+    loop: CompiledClient, place: ServerProcess, content_type: str, body: bytes, fields: Mapping[str, object]
+) -> Turn:
+    def run_turn(seconds: float) -> tuple[float, float]:
         came = loop.turn(place, content_type, body, seconds, fields=fields)
         return came.per_second, came.p50_s
 
-    return turn
+    return run_turn
 
 
-def _time(
-    results: Results,
+def _time_callers(
+    results: CsvResults,
     size: str,
     x: np.ndarray,
-    callers: Mapping[str, Caller],
-    theirs: Running | None,
+    callers: Mapping[str, TimedCaller],
+    theirs: RunningServer | None,
     asked: argparse.Namespace,
 ) -> None:
     for number in range(asked.rounds):
         came: dict[str, tuple[float, float]] = {}
         for name in random.Random(number).sample(list(callers), len(callers)):
             caller = callers[name]
-            with _stopped(None if caller.is_theirs else theirs):
+            with _suspend(None if caller.is_theirs else theirs):
                 caller.turn(asked.seconds / 5)
                 came[name] = caller.turn(asked.seconds)
         for name, (per_second, p50_s) in came.items():
@@ -201,7 +210,7 @@ def _time(
 
 
 @contextlib.contextmanager
-def _stopped(server: Running | None) -> Iterator[None]:
+def _suspend(server: RunningServer | None) -> Iterator[None]:
     """Stop another server, which would poll on the same core while idle."""
     if server is None:
         yield
@@ -213,14 +222,15 @@ def _stopped(server: Running | None) -> Iterator[None]:
         server.wake()
 
 
-def table(rows: Sequence[Mapping[str, object]]) -> str:
+def format_table(rows: Sequence[Mapping[str, object]]) -> str:
     """A line for each size and caller: medians of calls per second and of the ratios."""
     lines = ["| size | caller | calls a second | over /v1 in C | over Triton's |", "|---|---|---|---|---|"]
     for size, caller in dict.fromkeys((str(row["size"]), str(row["caller"])) for row in rows):
         of = [row for row in rows if (row["size"], row["caller"]) == (size, caller)]
-        over = f"{median_of(of, 'ours_over_triton'):.2f}" if of[0]["ours_over_triton"] else "-"
+        over = f"{compute_column_median(of, 'ours_over_triton'):.2f}" if of[0]["ours_over_triton"] else "-"
         lines.append(
-            f"| {size} | {caller} | {median_of(of, 'per_second'):.4g} | {median_of(of, 'over_v1'):.3f} | {over} |"
+            f"| {size} | {caller} | {compute_column_median(of, 'per_second'):.4g} | "
+            f"{compute_column_median(of, 'over_v1'):.3f} | {over} |"
         )
     return "\n".join(lines)
 

@@ -19,12 +19,12 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.serve import command
-from benchmarks.serve.clients.posts import make_parameters, make_x, npy, require_right
+from benchmarks.serve.clients.posts import check_response, encode_npy, make_parameters, make_x
 from benchmarks.serve.command import SIZES
-from benchmarks.serve.report.results import Results
+from benchmarks.serve.report.results import CsvResults
 from benchmarks.serve.servers import launch
-from benchmarks.serve.servers.certificates import certificates
-from benchmarks.serve.servers.launch import Served
+from benchmarks.serve.servers.certificates import write_certificates
+from benchmarks.serve.servers.launch import ServerProcess
 
 COLUMNS = (
     "size",
@@ -41,25 +41,25 @@ _PIECE_BYTES = 256 * 1024
 
 
 def main() -> int:
-    options = command.parser("tls", "the servers and of the client")
-    command.add_sizes(options)
-    command.add_turns(options, "each server at each size", 1.5)
+    options = command.make_parser("tls", "the servers and of the client")
+    command.add_size_option(options)
+    command.add_turn_options(options, "each server at each size", 1.5)
     options.add_argument("--backend", default="torch", help="of both servers: torch or triton")
-    return command.run(options.parse_args(), COLUMNS, measure, table)
+    return command.run_command(options.parse_args(), COLUMNS, measure, format_table)
 
 
-def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
+def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> None:
     """Run everything; a row for each transport, size and round."""
     server_cores, client_cores = asked.cores
     parameters = make_parameters()
     with contextlib.ExitStack() as stack:
-        contexts: dict[str, ssl.SSLContext | None] = {"tcp": None, "tls": certificates(folder)}
+        contexts: dict[str, ssl.SSLContext | None] = {"tcp": None, "tls": write_certificates(folder)}
         served = {}
         for transport, context in contexts.items():
             own = folder / transport
             own.mkdir()
             options = () if context is None else ("--tls-cert", str(folder / "server.pem"))
-            running = launch.normserve(server_cores, own, parameters, asked.backend, options, trust=context)
+            running = launch.run_normserve(server_cores, own, parameters, asked.backend, options, trust=context)
             served[transport] = stack.enter_context(running)[0]
         os.sched_setaffinity(0, client_cores)
         for size in asked.size or SIZES:
@@ -67,16 +67,16 @@ def measure(results: Results, folder: Path, asked: argparse.Namespace) -> None:
                 x = make_x(SIZES[size])
                 with contextlib.ExitStack() as opened:
                     lines = {
-                        transport: opened.enter_context(_line(served[transport], context, npy(x)))
+                        transport: opened.enter_context(_open_connection(served[transport], context, encode_npy(x)))
                         for transport, context in contexts.items()
                     }
                     for line in lines.values():
-                        require_right(x, parameters, bytes(line.request()))
+                        check_response(x, parameters, bytes(line.request()))
                     for number in range(asked.rounds):
-                        _round(results, lines, size, number, asked.seconds)
+                        _time_round(results, lines, size, number, asked.seconds)
 
 
-class Line:
+class RepeatedRequest:
     """A kept-alive connection that repeats the same request."""
 
     def __init__(self, connection: socket.socket, request: bytes, body_bytes: int) -> None:
@@ -110,20 +110,26 @@ class Line:
 
 
 @contextlib.contextmanager
-def _line(server: Served, context: ssl.SSLContext | None, body: bytes) -> Iterator[Line]:
+def _open_connection(
+    server: ServerProcess, context: ssl.SSLContext | None, body: bytes
+) -> Iterator[RepeatedRequest]:
     head = f"POST {server.path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/x-npy\r\n"
     request = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
     with socket.create_connection(("127.0.0.1", int(server.address))) as plain:
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if context is None:
-            yield Line(plain, request, len(body))
+            yield RepeatedRequest(plain, request, len(body))
             return
         with context.wrap_socket(plain, server_hostname="localhost") as encrypted:
-            yield Line(encrypted, request, len(body))
+            yield RepeatedRequest(encrypted, request, len(body))
 
 
-def _round(results: Results, lines: Mapping[str, Line], size: str, number: int, seconds: float) -> None:
-    times = {transport: _turn(lines[transport], seconds) for transport in random.Random(number).sample([*lines], 2)}
+def _time_round(
+    results: CsvResults, lines: Mapping[str, RepeatedRequest], size: str, number: int, seconds: float
+) -> None:
+    times = {
+        transport: _run_turn(lines[transport], seconds) for transport in random.Random(number).sample([*lines], 2)
+    }
     for transport, line in lines.items():
         p50 = median(times[transport])
         per_second = len(times[transport]) / sum(times[transport])
@@ -142,7 +148,7 @@ def _round(results: Results, lines: Mapping[str, Line], size: str, number: int, 
         )
 
 
-def _turn(line: Line, seconds: float) -> list[float]:
+def _run_turn(line: RepeatedRequest, seconds: float) -> list[float]:
     """The time of each response; those of the first fifth are dropped, but at least one is kept."""
     times: list[float] = []
     began = time.perf_counter()
@@ -154,7 +160,7 @@ def _turn(line: Line, seconds: float) -> list[float]:
     return times
 
 
-def table(rows: Sequence[Mapping[str, object]]) -> str:
+def format_table(rows: Sequence[Mapping[str, object]]) -> str:
     """A line for each size: p50 over each transport, and the median of their ratios within a round."""
     lines = ["| | TCP, p50 ms | TLS, p50 ms | TLS over TCP |", "|---|---|---|---|"]
     for size in dict.fromkeys(str(row["size"]) for row in rows):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
-def resident_bytes(pids: Sequence[int]) -> int:
+def read_resident_bytes(pids: Sequence[int]) -> int:
     """Host memory of all processes together; memory that several share counts once."""
     kib = 0
     for pid in pids:
@@ -15,7 +15,7 @@ def resident_bytes(pids: Sequence[int]) -> int:
     return 1024 * kib
 
 
-def device_bytes() -> int:
+def read_device_bytes() -> int:
     """Used memory of the first GPU, by all processes."""
     command = ["nvidia-smi", "--id=0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     said = subprocess.run(command, capture_output=True, text=True, check=True)

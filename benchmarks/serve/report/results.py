@@ -10,7 +10,7 @@ from statistics import median
 from benchmarks.serve.report import system
 
 
-class Results:
+class CsvResults:
     """A CSV that is written row by row; one part of a run may fail without the others.
 
     Attributes:
@@ -21,7 +21,7 @@ class Results:
     def __init__(self, path: Path, columns: Sequence[str]) -> None:
         self.rows: list[Mapping[str, object]] = []
         self.exit_code = 0
-        self._machine = system.described()
+        self._machine = system.describe_machine()
         self._path = path
         self._columns = (*system.COLUMNS, *columns)
         with path.open("w", newline="", encoding="utf-8") as file:
@@ -43,6 +43,6 @@ class Results:
             print(f"{name} failed:\n{traceback.format_exc()}", flush=True)
 
 
-def median_of(rows: Sequence[Mapping[str, object]], column: str) -> float:
+def compute_column_median(rows: Sequence[Mapping[str, object]], column: str) -> float:
     """The median of a column."""
     return median(float(str(row[column])) for row in rows)

@@ -6,7 +6,7 @@ from statistics import median
 OURS = "normserve"
 
 
-def table(rows: Iterable[Mapping[str, object]]) -> str:
+def format_table(rows: Iterable[Mapping[str, object]]) -> str:
     """A line for each server: responses per second, and ours as a multiple; medians over the rounds."""
     rows = list(rows)
     sizes = list(dict.fromkeys(str(row["size"]) for row in rows))
@@ -14,16 +14,18 @@ def table(rows: Iterable[Mapping[str, object]]) -> str:
     for server in dict.fromkeys(
         str(row["server"]) for row in sorted(rows, key=lambda row: str(row["server"]) != OURS)
     ):
-        cells = [_cell([row for row in rows if (row["server"], row["size"]) == (server, size)]) for size in sizes]
+        cells = [
+            _format_cell([row for row in rows if (row["server"], row["size"]) == (server, size)]) for size in sizes
+        ]
         lines.append(f"| {server} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def _cell(rows: list[Mapping[str, object]]) -> str:
-    def of(column: str) -> list[float]:
+def _format_cell(rows: list[Mapping[str, object]]) -> str:
+    def get_numbers(column: str) -> list[float]:
         return [float(str(row[column])) for row in rows]
 
-    per_second, ratios = median(of("per_second")), of("ours_over_this")
+    per_second, ratios = median(get_numbers("per_second")), get_numbers("ours_over_this")
     if rows[0]["server"] == OURS:
         return f"{per_second:.4g}/s"
     return f"{per_second:.4g}/s, {median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"

@@ -6,7 +6,7 @@ from pathlib import Path
 import trustme
 
 
-def certificates(folder: Path) -> ssl.SSLContext:
+def write_certificates(folder: Path) -> ssl.SSLContext:
     """Write the server's certificate, server.pem, and its authority's, authority.pem; return a client's context."""
     authority = trustme.CA()
     authority.issue_cert("localhost", "127.0.0.1").private_key_and_cert_chain_pem.write_to_path(

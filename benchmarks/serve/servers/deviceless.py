@@ -10,15 +10,15 @@ from collections.abc import Mapping
 from normserve.backends.base import ONE_AT_A_TIME
 from normserve.errors import NormserveError
 from normserve.http.app import create_app
-from normserve.jobs.device import DeviceInfo
-from normserve.jobs.job import Batch, Execution, NormJob, Op, Recurrence
+from normserve.jobs.device import DeviceDescription
+from normserve.jobs.job import Batch, BatchResult, NormJob, Op, ReplaySlot
 from normserve.logs.configuration import configure_logging
 from normserve.memory.host_tensors import HostTensor
-from normserve.process.serving import serve
+from normserve.process.serving import run_server
 from normserve.settings import Settings
 
 
-class NoDevice:
+class NullBackend:
     """Returns x as y, on the calling thread."""
 
     name = "none"
@@ -27,15 +27,15 @@ class NoDevice:
     compiled = None
     device_memory = None
 
-    def start(self) -> DeviceInfo:
-        return DeviceInfo(name="none", kind="none", copy_bandwidth=0.0, versions={})
+    def start(self) -> DeviceDescription:
+        return DeviceDescription(name="none", kind="none", copy_bandwidth=0.0, versions={})
 
     def load(self, op: Op, weight: HostTensor, bias: HostTensor | None) -> object:
         return None
 
-    def run(self, batch: Batch) -> Execution:
+    def run(self, batch: Batch) -> BatchResult:
         outputs = tuple({"y": job.x} for job in batch.jobs)
-        return Execution(outputs, tuple(2 * job.nbytes for job in batch.jobs), 0.0, 0.0, 0.0)
+        return BatchResult(outputs, tuple(2 * job.nbytes for job in batch.jobs), 0.0, 0.0, 0.0)
 
     def launches_at_once(self, batch: Batch) -> bool:
         return False
@@ -49,7 +49,7 @@ class NoDevice:
     def computes_alone(self, job: NormJob) -> bool:
         return False
 
-    def replay(self, recurrence: Recurrence) -> None:
+    def replay(self, recurrence: ReplaySlot) -> None:
         return None
 
     def make_replayer(self) -> None:
@@ -65,7 +65,7 @@ class NoDevice:
 def main() -> int:
     settings = Settings(**{})
     configure_logging(settings.log_level)
-    return serve(settings, create_app(settings, NoDevice))
+    return run_server(settings, create_app(settings, NullBackend))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ _END_S = 40.0
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServerProcess:
     """A running server and its address.
 
     Attributes:
@@ -46,12 +46,12 @@ class Served:
 
 
 @contextlib.contextmanager
-def process(
+def run_process(
     command: list[str], cores: set[int], environment: Mapping[str, str], stdin: int | None = None
 ) -> Iterator[subprocess.Popen[str]]:
     """A process on these cores, ended with the context; `stdin` as subprocess has it."""
 
-    def pin() -> None:
+    def pin_to_cores() -> None:
         os.sched_setaffinity(0, cores)
 
     running = subprocess.Popen(
@@ -60,7 +60,7 @@ def process(
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, **environment},
-        preexec_fn=pin,
+        preexec_fn=pin_to_cores,
         start_new_session=True,
     )
     try:
@@ -79,7 +79,7 @@ def process(
         running.stdout.close()
 
 
-def _first(running: subprocess.Popen[str], matches: Callable[[str], str | None]) -> str:
+def _read_first_match(running: subprocess.Popen[str], matches: Callable[[str], str | None]) -> str:
     """The first match in the process's output lines."""
     assert running.stdout is not None
     late = threading.Timer(_START_S, running.kill)
@@ -94,7 +94,7 @@ def _first(running: subprocess.Popen[str], matches: Callable[[str], str | None])
 
 
 @contextlib.contextmanager
-def normserve(
+def run_normserve(
     cores: set[int],
     folder: Path,
     parameters: Mapping[str, np.ndarray],
@@ -102,7 +102,7 @@ def normserve(
     options: Sequence[str] = (),
     environment: Mapping[str, str] = MappingProxyType({}),
     trust: ssl.SSLContext | None = None,
-) -> Iterator[list[Served]]:
+) -> Iterator[list[ServerProcess]]:
     """normserve over TCP and over a Unix domain socket, with a registered layer.
 
     Args:
@@ -111,48 +111,48 @@ def normserve(
     uds = folder / "normserve.sock"
     command = [sys.executable, "-m", "normserve", "serve", "--port", "0", "--backend", backend, "--uds", str(uds)]
     unbuffered = {"PYTHONUNBUFFERED": "1", **environment}
-    with process([*command, "--log-level", "warning", *options], cores, unbuffered) as running:
-        served = _with_layer("normserve", running, parameters, trust)
+    with run_process([*command, "--log-level", "warning", *options], cores, unbuffered) as running:
+        served = _register_layer("normserve", running, parameters, trust)
         yield [served, replace(served, name="normserve-uds", address=str(uds))]
 
 
 @contextlib.contextmanager
-def deviceless(cores: set[int], parameters: Mapping[str, np.ndarray]) -> Iterator[Served]:
+def run_deviceless(cores: set[int], parameters: Mapping[str, np.ndarray]) -> Iterator[ServerProcess]:
     """The same server without a device."""
     environment = {"PYTHONUNBUFFERED": "1", "NORMSERVE_PORT": "0", "NORMSERVE_LOG_LEVEL": "warning"}
-    with process([sys.executable, "-m", "benchmarks.serve.servers.deviceless"], cores, environment) as running:
-        yield _with_layer("deviceless", running, parameters)
+    with run_process([sys.executable, "-m", "benchmarks.serve.servers.deviceless"], cores, environment) as running:
+        yield _register_layer("deviceless", running, parameters)
 
 
-def _with_layer(
+def _register_layer(
     name: str,
     running: subprocess.Popen[str],
     parameters: Mapping[str, np.ndarray],
     trust: ssl.SSLContext | None = None,
-) -> Served:
+) -> ServerProcess:
     """A normserve server, once it is ready and has the layer."""
-    url = _first(
+    url = _read_first_match(
         running, lambda line: found[1] if (found := re.search(r"POST .* (https?://\S+?)/v1", line)) else None
     )
     with Client(url, timeout_s=_START_S, verify=trust or True) as client:
         client.put_layer(LAYER, "layer_norm", parameters["weight"], parameters["bias"])
-    return Served(name, str(httpx.URL(url).port), f"/v1/layer_norm?layer={LAYER}", running.pid)
+    return ServerProcess(name, str(httpx.URL(url).port), f"/v1/layer_norm?layer={LAYER}", running.pid)
 
 
 @contextlib.contextmanager
-def plain(
+def run_plain(
     cores: set[int], folder: Path, parameters: Mapping[str, np.ndarray], device: str
-) -> Iterator[list[Served]]:
+) -> Iterator[list[ServerProcess]]:
     """The plain FastAPI server, with malloc tuned for it."""
     file = folder / "parameters.npz"
     np.savez(file, weight=parameters["weight"], bias=parameters["bias"])
     command = [sys.executable, "-m", "benchmarks.peers.plain", str(file), device]
-    with process(command, cores, TUNED_MALLOC) as running:
-        yield [Served("plain-fastapi", _first(running, str.strip), "/layer_norm", running.pid)]
+    with run_process(command, cores, TUNED_MALLOC) as running:
+        yield [ServerProcess("plain-fastapi", _read_first_match(running, str.strip), "/layer_norm", running.pid)]
 
 
 @contextlib.contextmanager
-def echo(cores: set[int], program: Path, nbytes: int) -> Iterator[list[Served]]:
+def run_echo(cores: set[int], program: Path, nbytes: int) -> Iterator[list[ServerProcess]]:
     """The raw echo of messages of one length."""
-    with process([str(program), str(nbytes)], cores, {}) as running:
-        yield [Served("echo", _first(running, str.strip), "", running.pid)]
+    with run_process([str(program), str(nbytes)], cores, {}) as running:
+        yield [ServerProcess("echo", _read_first_match(running, str.strip), "", running.pid)]

@@ -7,7 +7,7 @@ from pathlib import Path
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
-def processor_seconds(pids: Mapping[str, int]) -> dict[str, float]:
+def read_processor_seconds(pids: Mapping[str, int]) -> dict[str, float]:
     """The processor seconds of each process so far, by name."""
     seconds = {}
     for name, pid in pids.items():

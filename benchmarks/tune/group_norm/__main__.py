@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 from benchmarks.harness.workers import run_in_workers
-from benchmarks.tune.group_norm.passes import Cell
-from benchmarks.tune.group_norm.trials import COLUMNS, Item, compiled_cells, kernels_of, time_item
+from benchmarks.tune.group_norm.passes import GroupNormTuningCell
+from benchmarks.tune.group_norm.trials import COLUMNS, TuningItem, compile_cells, select_distinct_kernels, time_item
 from benchmarks.workload.suites import PASSES
 
 LAYOUTS = ("nchw", "nhwc")
@@ -42,12 +42,12 @@ _LONGEST_CELL = 60.0
 
 
 def main() -> None:
-    arguments = _arguments()
+    arguments = _parse_arguments()
     shapes = (
         [tuple(map(int, shape.split("x"))) for shape in arguments.shape.split(",")] if arguments.shape else SHAPES
     )
     cells = [
-        Cell(pass_, shape, layout, dtype)
+        GroupNormTuningCell(pass_, shape, layout, dtype)
         for pass_ in arguments.passes.split(",")
         for dtype in arguments.dtype.split(",")
         for shape in shapes
@@ -55,16 +55,16 @@ def main() -> None:
     ]
     work = {cell: list(cell.configs(arguments.only)) for cell in cells}
     latest = time.monotonic() + arguments.seconds
-    cells = compiled_cells(kernels_of(work), arguments.seconds * _COMPILING)
+    cells = compile_cells(select_distinct_kernels(work), arguments.seconds * _COMPILING)
     if arguments.compile_only:
         return
     with arguments.out.open("w", newline="") as file:
         csv.writer(file).writerow(COLUMNS)
-    items = [Item(cell, work[cell], arguments.out, latest) for cell in cells]
+    items = [TuningItem(cell, work[cell], arguments.out, latest) for cell in cells]
     run_in_workers(time_item, items, 1, latest + _LONGEST_CELL - time.monotonic())
 
 
-def _arguments() -> argparse.Namespace:
+def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="CSV file to write")
     parser.add_argument("--pass", dest="passes", default=",".join(PASSES))

@@ -10,17 +10,22 @@ from itertools import product
 from math import ceil
 from typing import TypeVar
 
-from fusednorm.ops.group_norm.backward_choice import MOST_LABELS, choose_backward, split_backward, stream_backward
-from fusednorm.ops.group_norm.call import BackwardConfig
-from fusednorm.ops.group_norm.channels_last.backward.columns import BackwardColumns
+from fusednorm.ops.group_norm.backward_choice import (
+    MOST_LABELS,
+    choose_backward,
+    find_split_backward,
+    find_stream_backward,
+)
+from fusednorm.ops.group_norm.call import GroupNormBackwardConfig
+from fusednorm.ops.group_norm.channels_last.backward.columns import BackwardColumnSplit
 from fusednorm.ops.group_norm.channels_last.backward.cooperative import BackwardCooperativeBlock
-from fusednorm.ops.group_norm.channels_last.backward.stream import BackwardStream
-from fusednorm.ops.group_norm.channels_last.blocks import most_touched
-from fusednorm.ops.group_norm.contiguous.backward.cooperative import BackwardCooperative
-from fusednorm.ops.group_norm.contiguous.backward.split import BackwardSplit
-from fusednorm.ops.group_norm.sample import Sample, vector_width
+from fusednorm.ops.group_norm.channels_last.backward.stream import BackwardSampleStream
+from fusednorm.ops.group_norm.channels_last.blocks import count_max_overlaps
+from fusednorm.ops.group_norm.contiguous.backward.cooperative import GroupNormBackwardCooperative
+from fusednorm.ops.group_norm.contiguous.backward.split import GroupNormBackwardSplit
+from fusednorm.ops.group_norm.sample import SampleShape, compute_access_width
 
-Timed = TypeVar("Timed", BackwardCooperative, BackwardCooperativeBlock)
+Timed = TypeVar("Timed", GroupNormBackwardCooperative, BackwardCooperativeBlock)
 
 _MULTIPROCESSORS = 132
 """Number on an H200: programs that share groups must all be resident."""
@@ -33,24 +38,24 @@ _LAGS_OF_SHAPES = (5, 3, 2, 1, 1, 1, 1)
 """Number of lags to try with the first shape of part, the second, and so on."""
 
 
-def candidates(sample: Sample, itemsize: int, samples: int) -> Iterator[BackwardConfig]:
+def iterate_candidates(sample: SampleShape, itemsize: int, samples: int) -> Iterator[GroupNormBackwardConfig]:
     """Configurations for `samples` samples of elements of `itemsize` bytes, each once; the table's choice first."""
-    yield from dict.fromkeys(_candidates(sample, itemsize, samples))
+    yield from dict.fromkeys(_iterate_all(sample, itemsize, samples))
 
 
-def _candidates(sample: Sample, itemsize: int, samples: int) -> Iterator[BackwardConfig]:
+def _iterate_all(sample: SampleShape, itemsize: int, samples: int) -> Iterator[GroupNormBackwardConfig]:
     yield choose_backward(sample, itemsize, _MULTIPROCESSORS)
-    yield split_backward(sample, itemsize)
+    yield find_split_backward(sample, itemsize)
     if sample.channels_last:
-        yield from _cooperative_blocks(sample, itemsize, samples)
-        yield from _streams(sample, itemsize)
-        yield from _columns(sample, itemsize)
+        yield from _list_cooperative_blocks(sample, itemsize, samples)
+        yield from _iterate_streams(sample, itemsize)
+        yield from _iterate_columns(sample, itemsize)
     else:
-        yield from _cooperative(sample, itemsize, samples)
-        yield from _splits(sample, itemsize)
+        yield from _list_cooperative(sample, itemsize, samples)
+        yield from _iterate_splits(sample, itemsize)
 
 
-def _cooperative(sample: Sample, itemsize: int, samples: int) -> list[BackwardCooperative]:
+def _list_cooperative(sample: SampleShape, itemsize: int, samples: int) -> list[GroupNormBackwardCooperative]:
     """Shapes of part with little waste that are expected to be fast, with lags."""
     fitting = [
         config
@@ -60,26 +65,26 @@ def _cooperative(sample: Sample, itemsize: int, samples: int) -> list[BackwardCo
         if resident_warps % warps == 0
         and 64 + 8 * chunks <= 2048 // resident_warps
         and (resident_warps <= 16 or chunks <= 2)
-        and (config := BackwardCooperative(channels, chunks, pieces, warps, resident_warps // warps, 2, 1)).fits(
-            sample, itemsize, _MULTIPROCESSORS
-        )
+        and (
+            config := GroupNormBackwardCooperative(channels, chunks, pieces, warps, resident_warps // warps, 2, 1)
+        ).fits(sample, itemsize, _MULTIPROCESSORS)
     ]
     least = min((config.padded_length(sample, itemsize) for config in fitting), default=0)
     lean = [config for config in fitting if config.padded_length(sample, itemsize) <= _WASTE * least]
     lean.sort(
         key=lambda config: (
-            _preference(config, sample, itemsize, samples * sample.groups)
+            _estimate_cost(config, sample, itemsize, samples * sample.groups)
             + 1.5 * (config.padded_length(sample, itemsize) > sample.group_length)
             + 0.1 * config.channels
         )
     )
-    return _with_lags(lean)
+    return _vary_lags(lean)
 
 
-def _cooperative_blocks(sample: Sample, itemsize: int, samples: int) -> list[BackwardCooperativeBlock]:
+def _list_cooperative_blocks(sample: SampleShape, itemsize: int, samples: int) -> list[BackwardCooperativeBlock]:
     """Blocks of 64 to 256 bytes, and of whole groups, over slabs that fit."""
     vector = 16 // itemsize
-    if sample.c % vector or most_touched(sample.channels, vector) > MOST_LABELS:
+    if sample.c % vector or count_max_overlaps(sample.channels, vector) > MOST_LABELS:
         return []
     widths = {size // itemsize for size in (64, 128, 256)}
     widths |= {groups * sample.channels for groups in range(1, sample.groups + 1)}
@@ -99,15 +104,15 @@ def _cooperative_blocks(sample: Sample, itemsize: int, samples: int) -> list[Bac
     ]
     fitting.sort(
         key=lambda config: (
-            _preference(config, sample, itemsize, samples * _bundles(config, sample))
+            _estimate_cost(config, sample, itemsize, samples * _count_bundles(config, sample))
             + 4 * config.padded_width(sample, itemsize) / sample.c
             + abs(config.columns * itemsize / 128 - 1.2)
         )
     )
-    return _with_lags(fitting)
+    return _vary_lags(fitting)
 
 
-def _with_lags(shapes: list[Timed]) -> list[Timed]:
+def _vary_lags(shapes: list[Timed]) -> list[Timed]:
     """The first shapes that differ in a program's data, each with the number of lags for its rank."""
     chosen: dict[tuple[int, ...], Timed] = {}
     for config in shapes:
@@ -119,12 +124,12 @@ def _with_lags(shapes: list[Timed]) -> list[Timed]:
     ]
 
 
-def _bundles(config: BackwardCooperativeBlock, sample: Sample) -> int:
+def _count_bundles(config: BackwardCooperativeBlock, sample: SampleShape) -> int:
     return ceil(sample.c / (config.bundle_blocks(sample) * config.columns))
 
 
-def _preference(
-    config: BackwardCooperative | BackwardCooperativeBlock, sample: Sample, itemsize: int, units: int
+def _estimate_cost(
+    config: GroupNormBackwardCooperative | BackwardCooperativeBlock, sample: SampleShape, itemsize: int, units: int
 ) -> float:
     """A cost, small for a few chunks and pieces, and for few idle programs in the last wave."""
     programs = config.programs_per_sm * _MULTIPROCESSORS
@@ -134,10 +139,10 @@ def _preference(
     return abs(config.chunks - 3) + 0.8 * abs(config.pieces - 1.5) + 0.5 * (config.num_warps > 4) + 5 * idle
 
 
-def _splits(sample: Sample, itemsize: int) -> Iterator[BackwardSplit]:
+def _iterate_splits(sample: SampleShape, itemsize: int) -> Iterator[GroupNormBackwardSplit]:
     """Parts of a few lengths with the least waste."""
     shapes = [
-        BackwardSplit(channels, chunks, pieces, warps)
+        GroupNormBackwardSplit(channels, chunks, pieces, warps)
         for channels, chunks, pieces, warps in product((1, 2, 4, 8), (2, 3, 4), (1, 2, 4, 8), (4, 8))
     ]
     work = [
@@ -149,18 +154,18 @@ def _splits(sample: Sample, itemsize: int) -> Iterator[BackwardSplit]:
     yield from sorted(lean, key=lambda shape: shape.channels)[:4]
 
 
-def _columns(sample: Sample, itemsize: int) -> Iterator[BackwardColumns]:
+def _iterate_columns(sample: SampleShape, itemsize: int) -> Iterator[BackwardColumnSplit]:
     """Blocks of 64 to 256 bytes."""
-    vec = vector_width(itemsize, sample.c)
+    vec = compute_access_width(itemsize, sample.c)
     for size, chunks, pieces, warps in ((128, 4, 4, 4), (128, 2, 8, 8), (256, 4, 4, 8), (64, 4, 8, 4)):
-        config = BackwardColumns(size // itemsize, chunks, pieces, warps)
+        config = BackwardColumnSplit(size // itemsize, chunks, pieces, warps)
         if config.columns <= sample.c and chunks * pieces * config.rows(vec) <= sample.hw:
             yield config
 
 
-def _streams(sample: Sample, itemsize: int) -> Iterator[BackwardStream]:
+def _iterate_streams(sample: SampleShape, itemsize: int) -> Iterator[BackwardSampleStream]:
     """All columns of a position side by side."""
-    usual = stream_backward(sample, itemsize)
+    usual = find_stream_backward(sample, itemsize)
     if usual is not None:
         for chunks, apply_chunks, apply_pieces in ((2, 2, 2), (4, 2, 4), (4, 4, 1), (4, 4, 2), (2, 2, 1)):
             yield replace(usual, chunks=chunks, apply_chunks=apply_chunks, apply_pieces=apply_pieces)

@@ -11,20 +11,25 @@ from itertools import product
 from math import ceil
 from typing import TypeVar
 
-from fusednorm.launch.launch import registers_for
-from fusednorm.ops.group_norm.call import ForwardConfig
+from fusednorm.launch.launch import compute_max_registers
+from fusednorm.ops.group_norm.call import GroupNormForwardConfig
 from fusednorm.ops.group_norm.channels_last.forward.cooperative import ForwardCooperativeBlock
 from fusednorm.ops.group_norm.channels_last.forward.resident import ForwardResidentBlock
-from fusednorm.ops.group_norm.channels_last.forward.stream import ForwardStream
-from fusednorm.ops.group_norm.channels_last.pieces import block_tile
+from fusednorm.ops.group_norm.channels_last.forward.stream import ForwardSampleStream
+from fusednorm.ops.group_norm.channels_last.pieces import make_block_tile
 from fusednorm.ops.group_norm.channels_last.stream import STREAM_WARPS
-from fusednorm.ops.group_norm.contiguous.forward.cooperative import ForwardCooperative
-from fusednorm.ops.group_norm.contiguous.forward.resident import ForwardResident
-from fusednorm.ops.group_norm.forward_choice import block_groups, choose_forward, never_waiting, stream_forward
-from fusednorm.ops.group_norm.sample import Sample, vector_width
+from fusednorm.ops.group_norm.contiguous.forward.cooperative import GroupNormForwardCooperative
+from fusednorm.ops.group_norm.contiguous.forward.resident import GroupNormForwardResident
+from fusednorm.ops.group_norm.forward_choice import (
+    choose_forward,
+    find_stream_forward,
+    find_two_pass_forward,
+    list_block_groups,
+)
+from fusednorm.ops.group_norm.sample import SampleShape, compute_access_width
 from triton import next_power_of_2
 
-Timed = TypeVar("Timed", ForwardCooperative, ForwardResidentBlock, ForwardCooperativeBlock)
+Timed = TypeVar("Timed", GroupNormForwardCooperative, ForwardResidentBlock, ForwardCooperativeBlock)
 
 _MULTIPROCESSORS = 132
 """Number on an H200: programs that share a group must all be resident."""
@@ -45,80 +50,86 @@ _WORTH_LAGS = 256 << 10
 """Bytes of the smallest groups whose slabs are read again some groups later."""
 
 
-def candidates(sample: Sample, itemsize: int, samples: int) -> Iterator[ForwardConfig]:
+def iterate_candidates(sample: SampleShape, itemsize: int, samples: int) -> Iterator[GroupNormForwardConfig]:
     """Configurations for `samples` samples of elements of `itemsize` bytes, each once; the table's choice first."""
-    yield from dict.fromkeys(_candidates(sample, itemsize, samples))
+    yield from dict.fromkeys(_iterate_all(sample, itemsize, samples))
 
 
-def _candidates(sample: Sample, itemsize: int, samples: int) -> Iterator[ForwardConfig]:
+def _iterate_all(sample: SampleShape, itemsize: int, samples: int) -> Iterator[GroupNormForwardConfig]:
     yield choose_forward(sample, itemsize, _MULTIPROCESSORS)
-    yield never_waiting(sample, itemsize)
+    yield find_two_pass_forward(sample, itemsize)
     if sample.channels_last:
-        yield from resident_blocks(sample, itemsize, samples)
-        yield from cooperative_blocks(sample, itemsize, samples)
-        yield from streams(sample, itemsize)
+        yield from iterate_resident_blocks(sample, itemsize, samples)
+        yield from iterate_cooperative_blocks(sample, itemsize, samples)
+        yield from iterate_streams(sample, itemsize)
     else:
-        yield from resident(sample, itemsize, samples)
-        yield from cooperative(sample, itemsize, samples)
+        yield from iterate_resident(sample, itemsize, samples)
+        yield from iterate_cooperative(sample, itemsize, samples)
 
 
-def resident(sample: Sample, itemsize: int, samples: int) -> Iterator[ForwardResident]:
+def iterate_resident(sample: SampleShape, itemsize: int, samples: int) -> Iterator[GroupNormForwardResident]:
     """Groups in the registers of one program, with numbers of prefetched groups and of writing programs."""
     if sample.group_length * itemsize > _RESIDENT_BYTES:
         return
     units = samples * sample.groups
     for warps in (4, 8, 16, 32):
         chunks = ceil(sample.group_length / (256 * warps))
-        fitting = [p for p in range(1, 9) if _fits(ForwardResident(warps, p), chunks * 2 * itemsize)]
+        fitting = [
+            p for p in range(1, 9) if _can_fit_registers(GroupNormForwardResident(warps, p), chunks * 2 * itemsize)
+        ]
         for programs_per_sm in fitting[-2:]:
             for ahead in (0, 1) if units > _MULTIPROCESSORS * programs_per_sm else (0,):
-                yield ForwardResident(warps, programs_per_sm, 1, ahead)
+                yield GroupNormForwardResident(warps, programs_per_sm, 1, ahead)
         for writers in (2, 4):
             if fitting and writers * units <= _MULTIPROCESSORS:
-                yield ForwardResident(warps, fitting[0], writers, 0)
+                yield GroupNormForwardResident(warps, fitting[0], writers, 0)
 
 
-def cooperative(sample: Sample, itemsize: int, samples: int) -> Iterator[ForwardCooperative]:
+def iterate_cooperative(sample: SampleShape, itemsize: int, samples: int) -> Iterator[GroupNormForwardCooperative]:
     """Slabs in registers, or read again some groups later."""
     nbytes = sample.group_length * itemsize
     if nbytes <= _COOPERATIVE_BYTES:
         return
-    for lag, count in _by_lag(nbytes):
-        found: dict[ForwardCooperative, float] = {}
+    for lag, count in _iterate_lags(nbytes):
+        found: dict[GroupNormForwardCooperative, float] = {}
         for chunks, warps, programs_per_sm in product((2, 3, 4, 5, 6, 8, 10, 12, 16), (4, 8, 16), range(1, 7)):
-            config = ForwardCooperative(max(1, chunks * 2 // itemsize), warps, programs_per_sm, lag, 1)
+            config = GroupNormForwardCooperative(max(1, chunks * 2 // itemsize), warps, programs_per_sm, lag, 1)
             held = config.chunks * 2 * itemsize
-            if _fits(config, held * (1 if lag == 0 else 2)):
+            if _can_fit_registers(config, held * (1 if lag == 0 else 2)):
                 members = config.members(sample)
                 padding = members * config.chunks * config.block / sample.group_length
-                found[config] = padding * _cost(
+                found[config] = padding * _estimate_cost(
                     members, samples * sample.groups, programs_per_sm, held * 128 * warps * programs_per_sm, lag
                 )
-        yield from _best(found, count)
+        yield from _select_best(found, count)
 
 
-def resident_blocks(sample: Sample, itemsize: int, samples: int) -> Iterator[ForwardResidentBlock]:
+def iterate_resident_blocks(sample: SampleShape, itemsize: int, samples: int) -> Iterator[ForwardResidentBlock]:
     """Blocks of columns in the registers of one program."""
     found: dict[ForwardResidentBlock, float] = {}
-    for groups, warps, programs_per_sm in product(block_groups(sample, itemsize)[:3], (4, 8, 16), range(1, 7)):
-        tile = block_tile(sample, groups, warps, itemsize)
+    for groups, warps, programs_per_sm in product(list_block_groups(sample, itemsize)[:3], (4, 8, 16), range(1, 7)):
+        tile = make_block_tile(sample, groups, warps, itemsize)
         chunks = ceil(sample.hw / tile.rows)
         units = samples * ceil(sample.groups / groups)
         config = ForwardResidentBlock(groups, warps, programs_per_sm, 4 if 4 * units <= _MULTIPROCESSORS else 1)
-        if chunks <= 20 and _fits(config, chunks * 4, sums=_REDUCE_REGISTERS + 5 * tile.keep):
+        if chunks <= 20 and _can_fit_registers(config, chunks * 4, sums=_REDUCE_REGISTERS + 5 * tile.keep):
             turns = units / (_MULTIPROCESSORS * programs_per_sm)
-            found[config] = _width_cost(sample, groups, tile.vectors * tile.vec, itemsize) * ceil(turns) / turns
-    yield from _best(found, 8)
+            found[config] = (
+                _estimate_width_cost(sample, groups, tile.vectors * tile.vec, itemsize) * ceil(turns) / turns
+            )
+    yield from _select_best(found, 8)
 
 
-def cooperative_blocks(sample: Sample, itemsize: int, samples: int) -> Iterator[ForwardCooperativeBlock]:
+def iterate_cooperative_blocks(
+    sample: SampleShape, itemsize: int, samples: int
+) -> Iterator[ForwardCooperativeBlock]:
     """Pieces with equal numbers of positions for each program, in registers or read again some blocks later."""
-    for lag, count in _by_lag(sample.group_length * itemsize):
+    for lag, count in _iterate_lags(sample.group_length * itemsize):
         found: dict[ForwardCooperativeBlock, float] = {}
         for groups, warps, programs_per_sm, most in product(
-            block_groups(sample, itemsize)[:4], (4, 8, 16), range(1, 5), (4, 6, 8, 12, 16)
+            list_block_groups(sample, itemsize)[:4], (4, 8, 16), range(1, 5), (4, 6, 8, 12, 16)
         ):
-            tile = block_tile(sample, groups, warps, itemsize)
+            tile = make_block_tile(sample, groups, warps, itemsize)
             members = ceil(sample.hw / (most * tile.rows))
             config = ForwardCooperativeBlock(
                 groups, ceil(sample.hw / (members * tile.rows)), warps, programs_per_sm, lag, 1
@@ -127,12 +138,12 @@ def cooperative_blocks(sample: Sample, itemsize: int, samples: int) -> Iterator[
             # Values that a thread collects of all members and groups at once.
             pairs = next_power_of_2(members) * next_power_of_2(groups) // (32 * warps)
             sums = _REDUCE_REGISTERS + 5 * tile.keep + 3 * pairs
-            if _fits(config, config.chunks * (4 if lag == 0 else 8), sums):
+            if _can_fit_registers(config, config.chunks * (4 if lag == 0 else 8), sums):
                 padding = members * config.chunks * tile.rows / sample.hw
                 found[config] = (
                     padding
-                    * _width_cost(sample, groups, tile.vectors * tile.vec, itemsize)
-                    * _cost(
+                    * _estimate_width_cost(sample, groups, tile.vectors * tile.vec, itemsize)
+                    * _estimate_cost(
                         members,
                         samples * ceil(sample.groups / groups),
                         programs_per_sm,
@@ -140,15 +151,15 @@ def cooperative_blocks(sample: Sample, itemsize: int, samples: int) -> Iterator[
                         lag,
                     )
                 )
-        yield from _best(found, count)
+        yield from _select_best(found, count)
 
 
-def streams(sample: Sample, itemsize: int) -> Iterator[ForwardStream]:
+def iterate_streams(sample: SampleShape, itemsize: int) -> Iterator[ForwardSampleStream]:
     """Two sweeps over all columns of a position."""
-    usual = stream_forward(sample, itemsize)
+    usual = find_stream_forward(sample, itemsize)
     if usual is None:
         return
-    units = sample.c // vector_width(itemsize, sample.c)
+    units = sample.c // compute_access_width(itemsize, sample.c)
     fitting = [warps for warps in STREAM_WARPS if 32 * warps >= units and 32 * warps % units <= 8 * warps]
     for warps, (chunks, apply_chunks) in product(fitting[:2], ((2, 2), (4, 2), (4, 4), (8, 4))):
         yield replace(usual, num_warps=warps, chunks=chunks, apply_chunks=apply_chunks)
@@ -156,13 +167,13 @@ def streams(sample: Sample, itemsize: int) -> Iterator[ForwardStream]:
         yield replace(usual, splits=max(1, splits))
 
 
-def _by_lag(group_bytes: int) -> Iterable[tuple[int, int]]:
+def _iterate_lags(group_bytes: int) -> Iterable[tuple[int, int]]:
     if group_bytes < _WORTH_LAGS:
         return ((0, 2 * _COOPERATIVE_BY_LAG[0]),)
     return _COOPERATIVE_BY_LAG.items()
 
 
-def _cost(members: int, units: int, programs_per_sm: int, sm_bytes: int, lag: int) -> float:
+def _estimate_cost(members: int, units: int, programs_per_sm: int, sm_bytes: int, lag: int) -> float:
     """Relative time of a shared pass, by idle programs (without a group, or in the last wave) and by waits."""
     programs = _MULTIPROCESSORS * programs_per_sm
     if not 1 < members <= programs:
@@ -176,13 +187,13 @@ def _cost(members: int, units: int, programs_per_sm: int, sm_bytes: int, lag: in
     return (1 + 0.25 * abs(sm_bytes / wanted - 1) + (0.3 if lag == 0 else 0.1) / programs_per_sm) / busy
 
 
-def _width_cost(sample: Sample, groups: int, lanes: int, itemsize: int) -> float:
+def _estimate_width_cost(sample: SampleShape, groups: int, lanes: int, itemsize: int) -> float:
     """Lanes of all blocks per column, plus the cost of runs of less than 128 bytes."""
     nbytes = groups * sample.channels * itemsize
     return ceil(sample.groups / groups) * lanes / sample.c * (1 + 0.3 * max(0.0, 128 / nbytes - 1))
 
 
-def _best(found: dict[Timed, float], count: int) -> list[Timed]:
+def _select_best(found: dict[Timed, float], count: int) -> list[Timed]:
     """The `count` of least cost; of those that differ only in the number of resident programs, the best."""
     chosen: dict[Timed, Timed] = {}
     for config in sorted(found, key=lambda config: found[config]):
@@ -192,11 +203,11 @@ def _best(found: dict[Timed, float], count: int) -> list[Timed]:
     return list(chosen.values())
 
 
-def _fits(
-    config: ForwardResident | ForwardCooperative | ForwardResidentBlock | ForwardCooperativeBlock,
+def _can_fit_registers(
+    config: GroupNormForwardResident | GroupNormForwardCooperative | ForwardResidentBlock | ForwardCooperativeBlock,
     held: int,
     sums: int = 0,
 ) -> bool:
     """Whether registers hold a thread's data and some 20 to 90 more, with at least 8 warps per multiprocessor."""
-    rest = registers_for(config) - held - sums
+    rest = compute_max_registers(config) - held - sums
     return 20 <= rest <= 90 and 8 <= config.num_warps * config.programs_per_sm <= 32

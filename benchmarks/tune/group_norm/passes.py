@@ -12,11 +12,16 @@ import torch.nn.functional as F  # noqa: N812
 from fusednorm import traffic
 from fusednorm.arguments.options import NormOptions
 from fusednorm.launch.launch import Launch
-from fusednorm.ops.group_norm.affine import Affine
+from fusednorm.ops.group_norm.affine import AffineParameters
 from fusednorm.ops.group_norm.backward_choice import plan_backward
-from fusednorm.ops.group_norm.call import BackwardCall, BackwardConfig, ForwardCall, ForwardConfig
+from fusednorm.ops.group_norm.call import (
+    GroupNormBackwardCall,
+    GroupNormBackwardConfig,
+    GroupNormForwardCall,
+    GroupNormForwardConfig,
+)
 from fusednorm.ops.group_norm.forward_choice import plan_forward
-from fusednorm.ops.group_norm.sample import Sample
+from fusednorm.ops.group_norm.sample import SampleShape
 from fusednorm.results import Backward, Forward
 from fusednorm.tensors.arrays import describe
 from torch import Tensor
@@ -24,24 +29,24 @@ from torch import Tensor
 from benchmarks.tune.group_norm import backward_candidates, forward_candidates
 from benchmarks.workload.problem import EPS
 
-Config = ForwardConfig | BackwardConfig
+Config = GroupNormForwardConfig | GroupNormBackwardConfig
 
-CANDIDATES: dict[str, Callable[[Sample, int, int], Iterator[Config]]] = {
-    "forward": forward_candidates.candidates,
-    "backward": backward_candidates.candidates,
+CANDIDATES: dict[str, Callable[[SampleShape, int, int], Iterator[Config]]] = {
+    "forward": forward_candidates.iterate_candidates,
+    "backward": backward_candidates.iterate_candidates,
 }
 GROUPS = 32
 ACTIVATION = "silu"
 
 
-def name_of(config: Config) -> str:
+def format_config(config: Config) -> str:
     """ForwardResident(8,3,1,0)."""
     assert is_dataclass(config)
     return f"{type(config).__name__}({','.join(map(str, asdict(config).values()))})"
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class GroupNormTuningCell:
     """One pass over one tensor; `shape` is x's, whatever the layout."""
 
     pass_: str
@@ -50,9 +55,9 @@ class Cell:
     dtype: str
 
     @property
-    def sample(self) -> Sample:
+    def sample(self) -> SampleShape:
         channels = self.shape[1] // GROUPS
-        return Sample(GROUPS, channels, math.prod(self.shape[2:]), self.layout == "nhwc")
+        return SampleShape(GROUPS, channels, math.prod(self.shape[2:]), self.layout == "nhwc")
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -71,22 +76,22 @@ class Cell:
                 yield config
 
 
-class Pass:
+class GroupNormTuningPass:
     """The tensors of a cell, and its launches with a configuration."""
 
-    def __init__(self, cell: Cell, device: str) -> None:
+    def __init__(self, cell: GroupNormTuningCell, device: str) -> None:
         self.cell = cell
         fill = torch.empty if device == "meta" else torch.randn
         options: dict[str, Any] = {"device": device, "dtype": cell.torch_dtype}
         n, c, *spatial = cell.shape
 
-        def laid_out() -> Tensor:
+        def make_tensor() -> Tensor:
             if cell.layout == "nchw":
                 return fill(cell.shape, **options)
             axes = (0, 1 + len(spatial), *range(1, 1 + len(spatial)))
             return fill((n, *spatial, c), **options).permute(axes)
 
-        self.x, self.dy = laid_out(), laid_out() if cell.pass_ == "backward" else None
+        self.x, self.dy = make_tensor(), make_tensor() if cell.pass_ == "backward" else None
         self.weight, self.bias = (fill(c, **options) for _ in range(2))
         self.mean, self.rstd = (torch.empty((n, GROUPS), device=device, dtype=torch.float32) for _ in range(2))
         if device != "meta":
@@ -106,14 +111,14 @@ class Pass:
         """Launches that write into `results`."""
         options = NormOptions("group_norm", self.cell.sample.groups, EPS, activation=ACTIVATION)
         arrays = {name: describe(name, tensor) for name, tensor in self.tensors.items()}
-        x, sample, affine = arrays["x"], self.cell.sample, Affine(arrays["weight"], arrays["bias"])
+        x, sample, affine = arrays["x"], self.cell.sample, AffineParameters(arrays["weight"], arrays["bias"])
         if self.dy is None:
-            assert isinstance(config, ForwardConfig)
+            assert isinstance(config, GroupNormForwardConfig)
             out = Forward(arrays["y"])
-            forward = ForwardCall(x=x, sample=sample, affine=affine, options=options, out=out)
+            forward = GroupNormForwardCall(x=x, sample=sample, affine=affine, options=options, out=out)
             return plan_forward(forward, config)
-        assert isinstance(config, BackwardConfig)
-        backward = BackwardCall(
+        assert isinstance(config, GroupNormBackwardConfig)
+        backward = GroupNormBackwardCall(
             dy=arrays["dy"],
             x=x,
             sample=sample,
@@ -138,7 +143,7 @@ class Pass:
     @property
     def min_bytes(self) -> int:
         """The minimum number of bytes that the pass must move."""
-        fewest = traffic.forward_bytes if self.dy is None else traffic.backward_bytes
+        fewest = traffic.compute_forward_bytes if self.dy is None else traffic.compute_backward_bytes
         return fewest(self.x.numel(), self.x.element_size(), self.x.element_size())
 
     def check(self) -> None:

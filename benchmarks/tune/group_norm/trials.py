@@ -9,11 +9,11 @@ from functools import cache, partial
 from pathlib import Path
 
 from fusednorm.launch.absent import bind_to_nothing
-from fusednorm.launch.run import run
+from fusednorm.launch.run import run_launches
 
-from benchmarks.harness.timing import Timer
+from benchmarks.harness.timing import DeviceTimer
 from benchmarks.harness.workers import run_in_workers
-from benchmarks.tune.group_norm.passes import Cell, Config, Pass, name_of
+from benchmarks.tune.group_norm.passes import Config, GroupNormTuningCell, GroupNormTuningPass, format_config
 
 COLUMNS = ("pass", "shape", "layout", "dtype", "config", "ms", "of_copy", "error")
 
@@ -22,7 +22,7 @@ SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
+class TimedConfig:
     """A configuration, the median of its times in milliseconds, and the fraction of a copy that it reaches."""
 
     config: Config
@@ -31,7 +31,7 @@ class Timed:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class FailedConfig:
     """A configuration that the device refused or that gave a wrong result."""
 
     config: Config
@@ -39,19 +39,19 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TuningOutcome:
     """A cell's configurations, the fastest first, and the rate of a copy in bytes per millisecond."""
 
-    cell: Cell
+    cell: GroupNormTuningCell
     roof: float
-    timed: list[Timed]
-    failed: list[Failed]
+    timed: list[TimedConfig]
+    failed: list[FailedConfig]
 
     @property
     def line(self) -> str:
         """The best of them, in one line."""
         best = "; ".join(
-            f"{row.of_copy:.3f} {row.ms * 1e3:.1f} us {name_of(row.config)}" for row in self.timed[:SHOWN]
+            f"{row.of_copy:.3f} {row.ms * 1e3:.1f} us {format_config(row.config)}" for row in self.timed[:SHOWN]
         )
         failures = f"; {len(self.failed)} failed: {self.failed[0].error[:60]}" if self.failed else ""
         return f"{self.cell.name}, copy {self.roof / 1e6:.0f} GB/s: {best}{failures}"
@@ -61,34 +61,36 @@ class Outcome:
         cell = self.cell
         leading = [cell.pass_, "x".join(map(str, cell.shape)), cell.layout, cell.dtype]
         for timed in self.timed:
-            yield [*leading, name_of(timed.config), f"{timed.ms:.5f}", f"{timed.of_copy:.4f}", ""]
+            yield [*leading, format_config(timed.config), f"{timed.ms:.5f}", f"{timed.of_copy:.4f}", ""]
         for failed in self.failed:
-            yield [*leading, name_of(failed.config), "", "", failed.error]
+            yield [*leading, format_config(failed.config), "", "", failed.error]
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class TuningItem:
     """A cell to time and the file to add its rows to, unless it is `latest` on the monotonic clock."""
 
-    cell: Cell
+    cell: GroupNormTuningCell
     configs: list[Config]
     out: Path
     latest: float
 
 
-def compile_kernels(item: tuple[Cell, Config]) -> None:
+def compile_config(item: tuple[GroupNormTuningCell, Config]) -> None:
     """Fill Triton's cache, in a worker process."""
     cell, config = item
-    for step in Pass(cell, "meta").plan(config):
+    for step in GroupNormTuningPass(cell, "meta").plan(config):
         step.kernel.warmup(*bind_to_nothing(step.arguments), grid=step.grid, enable_fp_fusion=True, **step.options)
 
 
-def kernels_of(work: dict[Cell, list[Config]]) -> dict[Cell, list[tuple[Cell, Config]]]:
+def select_distinct_kernels(
+    work: dict[GroupNormTuningCell, list[Config]],
+) -> dict[GroupNormTuningCell, list[tuple[GroupNormTuningCell, Config]]]:
     """One item for each set of kernels, at the first cell that needs it; cells and configurations share kernels."""
     known: set[object] = set()
-    kernels: dict[Cell, list[tuple[Cell, Config]]] = {}
+    kernels: dict[GroupNormTuningCell, list[tuple[GroupNormTuningCell, Config]]] = {}
     for cell, configs in work.items():
-        of = Pass(cell, "meta")
+        of = GroupNormTuningPass(cell, "meta")
         kernels[cell] = []
         for config in configs:
             key = tuple(
@@ -101,12 +103,14 @@ def kernels_of(work: dict[Cell, list[Config]]) -> dict[Cell, list[tuple[Cell, Co
     return kernels
 
 
-def compiled_cells(kernels: dict[Cell, list[tuple[Cell, Config]]], seconds: float) -> list[Cell]:
+def compile_cells(
+    kernels: dict[GroupNormTuningCell, list[tuple[GroupNormTuningCell, Config]]], seconds: float
+) -> list[GroupNormTuningCell]:
     """Compile for each cell in turn; return the cells that were finished in time."""
     workers = max(1, (os.cpu_count() or 2) - 2)
     items = [item for of_cell in kernels.values() for item in of_cell]
     began = time.monotonic()
-    taken = run_in_workers(compile_kernels, items, workers, seconds)
+    taken = run_in_workers(compile_config, items, workers, seconds)
     spent = time.monotonic() - began
     # If time ran out, the last items were not finished.
     done = taken - workers if spent > seconds else taken
@@ -120,9 +124,11 @@ def compiled_cells(kernels: dict[Cell, list[tuple[Cell, Config]]], seconds: floa
     return cells
 
 
-def time_cell(cell: Cell, configs: Iterable[Config], timer: Timer, device: str = "cuda") -> Outcome:
+def time_cell(
+    cell: GroupNormTuningCell, configs: Iterable[Config], timer: DeviceTimer, device: str = "cuda"
+) -> TuningOutcome:
     """Time every configuration that agrees with torch; stop after a permanent device error."""
-    of = Pass(cell, device)
+    of = GroupNormTuningPass(cell, device)
     roof = 2 * of.x.nbytes / timer(lambda: of.results[0].copy_(of.x)).p50
     timed, failed = [], []
     for config in configs:
@@ -130,19 +136,19 @@ def time_cell(cell: Cell, configs: Iterable[Config], timer: Timer, device: str =
             plan = of.plan(config)
             for result in of.results:
                 result.fill_(float("nan"))
-            run(of.x.device, plan, of.tensors)
+            run_launches(of.x.device, plan, of.tensors)
             of.check()
-            ms = timer(partial(run, of.x.device, plan, of.tensors), repeats=20, warmup=2).p50
+            ms = timer(partial(run_launches, of.x.device, plan, of.tensors), repeats=20, warmup=2).p50
         except Exception as error:
-            failed.append(Failed(config, " ".join(str(error).split())[:200]))
-            if _lasts(failed[-1]):
+            failed.append(FailedConfig(config, " ".join(str(error).split())[:200]))
+            if _is_permanent(failed[-1]):
                 break
             continue
-        timed.append(Timed(config, ms, of.min_bytes / ms / roof))
-    return Outcome(cell, roof, sorted(timed, key=lambda row: row.ms), failed)
+        timed.append(TimedConfig(config, ms, of.min_bytes / ms / roof))
+    return TuningOutcome(cell, roof, sorted(timed, key=lambda row: row.ms), failed)
 
 
-def time_item(item: Item) -> None:
+def time_item(item: TuningItem) -> None:
     """Time one cell in a process that times several, and write and print the outcome."""
     if time.monotonic() > item.latest:
         return
@@ -150,12 +156,12 @@ def time_item(item: Item) -> None:
     with item.out.open("a", newline="") as file:
         csv.writer(file).writerows(outcome.rows())
     print(outcome.line, flush=True)
-    if outcome.failed and _lasts(outcome.failed[-1]):
+    if outcome.failed and _is_permanent(outcome.failed[-1]):
         raise RuntimeError(outcome.failed[-1].error)  # Another process takes the next cell.
 
 
-def _lasts(failure: Failed) -> bool:
+def _is_permanent(failure: FailedConfig) -> bool:
     return "CUDA error" in failure.error
 
 
-_timer = cache(Timer)
+_timer = cache(DeviceTimer)

@@ -13,20 +13,20 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.harness.timing import Timer
+from benchmarks.harness.timing import DeviceTimer
 from benchmarks.harness.workers import run_in_workers
-from benchmarks.tune.layer_norm.candidates import candidates
-from benchmarks.tune.layer_norm.passes import Cell
-from benchmarks.tune.layer_norm.trials import compile_kernels, kernels_of, time_cell
+from benchmarks.tune.layer_norm.candidates import iterate_candidates
+from benchmarks.tune.layer_norm.passes import LayerNormTuningCell
+from benchmarks.tune.layer_norm.trials import compile_config, select_distinct_kernels, time_cell
 from benchmarks.workload.suites import LONG_ROW_LENGTHS, PASSES, ROW_LENGTHS
 
 COLUMNS = ("pass", "rows", "cols", "dtype", "config", "ms", "of_copy")
 
 
 def main() -> None:
-    arguments = _arguments()
+    arguments = _parse_arguments()
     cells = [
-        Cell(pass_, cols, dtype, rows)
+        LayerNormTuningCell(pass_, cols, dtype, rows)
         for pass_ in arguments.passes.split(",")
         for dtype in arguments.dtype.split(",")
         for cols in map(int, arguments.cols.split(","))
@@ -35,17 +35,17 @@ def main() -> None:
     work = {
         cell: [
             config
-            for config in candidates(cell.pass_, cell.cols, cell.itemsize)
+            for config in iterate_candidates(cell.pass_, cell.cols, cell.itemsize)
             if re.search(arguments.only, repr(config))
         ]
         for cell in cells
     }
     began = time.monotonic()
-    kernels = kernels_of((cell, config) for cell, configs in work.items() for config in configs)
-    run_in_workers(compile_kernels, kernels, max(1, (os.cpu_count() or 2) - 2), arguments.seconds)
+    kernels = select_distinct_kernels((cell, config) for cell, configs in work.items() for config in configs)
+    run_in_workers(compile_config, kernels, max(1, (os.cpu_count() or 2) - 2), arguments.seconds)
     print(f"{len(kernels)} configurations compiled in {time.monotonic() - began:.0f} s", flush=True)
 
-    timer = Timer()
+    timer = DeviceTimer()
     with arguments.out.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS)
@@ -63,7 +63,7 @@ def main() -> None:
             print(f"{cell.pass_} {cell.dtype} {cell.rows}x{cell.cols}: {best}", flush=True)
 
 
-def _arguments() -> argparse.Namespace:
+def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="CSV file to write")
     parser.add_argument("--pass", dest="passes", default=",".join(PASSES))

@@ -7,14 +7,14 @@ all slow ones.
 from collections.abc import Iterator
 from itertools import product
 
-from fusednorm.ops.layer_norm.backward.cooperative import BackwardCooperative
-from fusednorm.ops.layer_norm.backward.split import BackwardSplit
-from fusednorm.ops.layer_norm.backward.tile import BackwardTile
-from fusednorm.ops.layer_norm.forward.cooperative import ForwardCooperative
-from fusednorm.ops.layer_norm.forward.resident import ForwardResident
-from fusednorm.ops.layer_norm.forward.split import ForwardSplit
-from fusednorm.ops.layer_norm.forward.sweep import ForwardSweep
-from fusednorm.ops.layer_norm.forward.tile import ForwardTile
+from fusednorm.ops.layer_norm.backward.cooperative import LayerNormBackwardCooperative
+from fusednorm.ops.layer_norm.backward.split import LayerNormBackwardSplit
+from fusednorm.ops.layer_norm.backward.tile import LayerNormBackwardTile
+from fusednorm.ops.layer_norm.forward.cooperative import LayerNormForwardCooperative
+from fusednorm.ops.layer_norm.forward.resident import LayerNormForwardResident
+from fusednorm.ops.layer_norm.forward.split import LayerNormForwardSplit
+from fusednorm.ops.layer_norm.forward.sweep import LayerNormForwardSweep
+from fusednorm.ops.layer_norm.forward.tile import LayerNormForwardTile
 from fusednorm.ops.layer_norm.table import BackwardConfig, ForwardConfig
 
 _TILE_REGISTERS = 82_000
@@ -31,65 +31,67 @@ _MULTIPROCESSORS = 132
 """Number on an H200: programs that share a row must all be resident."""
 
 
-def candidates(pass_: str, cols: int, itemsize: int) -> Iterator[ForwardConfig | BackwardConfig]:
+def iterate_candidates(pass_: str, cols: int, itemsize: int) -> Iterator[ForwardConfig | BackwardConfig]:
     """Configurations for rows of `cols` elements of `itemsize` bytes, each once.
 
     Args:
         pass_: forward or backward.
     """
     if pass_ == "forward":
-        yield from forward_tiles(cols, itemsize)
-        yield from forward_sweeps(cols, itemsize)
-        yield from forward_resident(cols, itemsize)
+        yield from iterate_forward_tiles(cols, itemsize)
+        yield from iterate_forward_sweeps(cols, itemsize)
+        yield from iterate_forward_resident(cols, itemsize)
         if cols > _SHARED_ROWS:
-            yield from forward_cooperative(cols, itemsize)
+            yield from iterate_forward_cooperative(cols, itemsize)
         if cols > _PARTED_ROWS:
-            yield from forward_split()
+            yield from iterate_forward_split()
     else:
-        yield from backward_tiles(cols, itemsize)
+        yield from iterate_backward_tiles(cols, itemsize)
         if cols > _SHARED_ROWS:
             for block in (1024, 2048):
-                yield BackwardSplit(4096, 8, rows=1, block_n=block, num_warps=4, stages=4, programs_per_sm=2)
-            yield from backward_cooperative(cols, itemsize)
+                yield LayerNormBackwardSplit(
+                    4096, 8, rows=1, block_n=block, num_warps=4, stages=4, programs_per_sm=2
+                )
+            yield from iterate_backward_cooperative(cols, itemsize)
 
 
-def forward_tiles(cols: int, itemsize: int) -> Iterator[ForwardTile]:
+def iterate_forward_tiles(cols: int, itemsize: int) -> Iterator[LayerNormForwardTile]:
     """One program per tile."""
     if cols * itemsize > 64 << 10:
         return
-    for chunks, block in _chunks(cols):
+    for chunks, block in _iterate_chunkings(cols):
         if block < 256 and block < cols:
             continue
-        for rows, warps, _ in _tilings(chunks * block, tensors=1):
-            yield ForwardTile(rows, chunks, block, warps)
+        for rows, warps, _ in _iterate_tilings(chunks * block, tensors=1):
+            yield LayerNormForwardTile(rows, chunks, block, warps)
 
 
-def backward_tiles(cols: int, itemsize: int) -> Iterator[BackwardTile]:
+def iterate_backward_tiles(cols: int, itemsize: int) -> Iterator[LayerNormBackwardTile]:
     """Persistent programs with tiles in flight in shared memory; long rows also without weight in registers."""
     if cols * itemsize > 32 << 10:
         return
-    whole = _power_of_2(cols)
-    for chunks, block in {*_chunks(cols), (1, whole)}:
-        for rows, warps, registers in _tilings(chunks * block, tensors=2):
+    whole = _round_up_to_power_of_2(cols)
+    for chunks, block in {*_iterate_chunkings(cols), (1, whole)}:
+        for rows, warps, registers in _iterate_tilings(chunks * block, tensors=2):
             tile_bytes = 2 * rows * chunks * block * itemsize
-            for stages, per_sm in _stages(chunks * block, tile_bytes, registers):
+            for stages, per_sm in _iterate_stages(chunks * block, tile_bytes, registers):
                 for ahead in (0, stages, stages + 2):
-                    yield BackwardTile(rows, block, warps, stages, per_sm, True, chunks, ahead)
+                    yield LayerNormBackwardTile(rows, block, warps, stages, per_sm, True, chunks, ahead)
                     if block >= 8192:
-                        yield BackwardTile(rows, block, warps, stages, per_sm, False, chunks, ahead)
+                        yield LayerNormBackwardTile(rows, block, warps, stages, per_sm, False, chunks, ahead)
 
 
-def _chunks(cols: int) -> Iterator[tuple[int, int]]:
+def _iterate_chunkings(cols: int) -> Iterator[tuple[int, int]]:
     """(chunks, block) that hold a row with the least waste, and one block if it wastes at most an eighth."""
-    least = min((chunks * _power_of_2(-(-cols // chunks)), chunks) for chunks in (1, 3, 5, 7))
+    least = min((chunks * _round_up_to_power_of_2(-(-cols // chunks)), chunks) for chunks in (1, 3, 5, 7))
     slab, chunks = least
     yield chunks, slab // chunks
-    whole = _power_of_2(cols)
+    whole = _round_up_to_power_of_2(cols)
     if chunks > 1 and 8 * cols >= 7 * whole:
         yield 1, whole
 
 
-def _tilings(slab: int, tensors: int) -> Iterator[tuple[int, int, int]]:
+def _iterate_tilings(slab: int, tensors: int) -> Iterator[tuple[int, int, int]]:
     """(rows, warps, registers) of tiles of that many tensors of rows padded to `slab` columns."""
     least_held = 8 if slab <= 256 else 16 // tensors
     for rows, warps in product((1, 2, 4, 8, 16, 32) if slab <= 128 else (1, 2, 4, 8), (1, 2, 4, 8, 16, 32)):
@@ -99,7 +101,7 @@ def _tilings(slab: int, tensors: int) -> Iterator[tuple[int, int, int]]:
             yield rows, warps, registers
 
 
-def _stages(slab: int, tile_bytes: int, registers: int) -> Iterator[tuple[int, int]]:
+def _iterate_stages(slab: int, tile_bytes: int, registers: int) -> Iterator[tuple[int, int]]:
     """(stages, programs_per_sm) that keep enough bytes of tiles in flight and fit shared memory and registers."""
     least_shared = 16_000 if slab <= 128 else 30_000
     for stages, per_sm in product((3, 4), (1, 2, 3, 4, 6, 8, 12, 16)):
@@ -108,15 +110,15 @@ def _stages(slab: int, tile_bytes: int, registers: int) -> Iterator[tuple[int, i
             yield stages, per_sm
 
 
-def forward_sweeps(cols: int, itemsize: int) -> Iterator[ForwardSweep]:
+def iterate_forward_sweeps(cols: int, itemsize: int) -> Iterator[LayerNormForwardSweep]:
     """Two or more chunks per row, with 8 to 32 elements per thread; rows over 16 KB also with prefetch."""
     for block, warps in product((512, 1024, 2048, 4096, 8192, 16384), (2, 4, 8, 16, 32)):
         if 8 <= block // (32 * warps) <= 32 and 2 * block <= cols:
             for ahead_per_sm in (0, 1, 2, 3, 4) if cols * itemsize > 16384 else (0,):
-                yield ForwardSweep(block, warps, ahead_per_sm)
+                yield LayerNormForwardSweep(block, warps, ahead_per_sm)
 
 
-def forward_resident(cols: int, itemsize: int) -> Iterator[ForwardResident]:
+def iterate_forward_resident(cols: int, itemsize: int) -> Iterator[LayerNormForwardResident]:
     """Chunks that a row fills except for the last; as many programs as the registers for a row's data allow.
 
     Rows of 4 KB and more also with prefetch.
@@ -126,32 +128,32 @@ def forward_resident(cols: int, itemsize: int) -> Iterator[ForwardResident]:
             for per_sm in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24):
                 if 24 + 2 * chunks * itemsize <= 2048 / (warps * per_sm) <= 176:
                     for ahead_per_sm in (0, 1, 2) if cols * itemsize >= 4096 else (0,):
-                        yield ForwardResident(chunks, warps, per_sm, ahead_per_sm)
+                        yield LayerNormForwardResident(chunks, warps, per_sm, ahead_per_sm)
 
 
-def forward_cooperative(cols: int, itemsize: int) -> Iterator[ForwardCooperative]:
+def iterate_forward_cooperative(cols: int, itemsize: int) -> Iterator[LayerNormForwardCooperative]:
     """Slabs of 1 to 32 thousand columns, fewer than programs; as many programs as the registers for slabs allow."""
-    for (chunks, warps, per_sm), lag, ahead in product(_slabs(itemsize), (1, 2, 3), (1, 2)):
+    for (chunks, warps, per_sm), lag, ahead in product(_iterate_ranges(itemsize), (1, 2, 3), (1, 2)):
         slab = chunks * 256 * warps
         if slab < cols <= slab * per_sm * _MULTIPROCESSORS:
-            yield ForwardCooperative(chunks, warps, per_sm, lag, ahead)
+            yield LayerNormForwardCooperative(chunks, warps, per_sm, lag, ahead)
 
 
-def forward_split() -> Iterator[ForwardSplit]:
+def iterate_forward_split() -> Iterator[LayerNormForwardSplit]:
     """Pieces and slabs of 1 to 8 thousand columns."""
     tiles = tuple((chunks, warps) for chunks, warps in product((1, 2, 4), (4, 8)))
     for (chunks, warps), (slab_chunks, slab_warps), rows in product(tiles, tiles, (4, 16)):
-        yield ForwardSplit(chunks, warps, slab_chunks, slab_warps, rows)
+        yield LayerNormForwardSplit(chunks, warps, slab_chunks, slab_warps, rows)
 
 
-def _slabs(itemsize: int) -> Iterator[tuple[int, int, int]]:
+def _iterate_ranges(itemsize: int) -> Iterator[tuple[int, int, int]]:
     """(chunks, warps, programs_per_sm)."""
     for chunks, warps, resident_warps in product((1, 2, 4, 8), (4, 8, 16), (16, 20, 24, 28, 32)):
         if resident_warps % warps == 0 and 40 + 5 * chunks * itemsize <= 2048 // resident_warps:
             yield chunks, warps, resident_warps // warps
 
 
-def backward_cooperative(cols: int, itemsize: int) -> Iterator[BackwardCooperative]:
+def iterate_backward_cooperative(cols: int, itemsize: int) -> Iterator[LayerNormBackwardCooperative]:
     """Slabs of 8 or 16 columns per thread, fewer than programs; as many programs as registers for slabs allow."""
     for warps, per_thread, lag, ahead in product((4, 8), (8, 16), (1, 2, 3), (1, 2)):
         block = 32 * warps * per_thread
@@ -160,9 +162,9 @@ def backward_cooperative(cols: int, itemsize: int) -> Iterator[BackwardCooperati
             if resident_warps % warps or cols > block * per_sm * _MULTIPROCESSORS:
                 continue
             if 20 + (4 + itemsize // 2) * per_thread <= 2048 // resident_warps:
-                yield BackwardCooperative(block, warps, per_sm, lag, ahead)
+                yield LayerNormBackwardCooperative(block, warps, per_sm, lag, ahead)
 
 
-def _power_of_2(size: int) -> int:
+def _round_up_to_power_of_2(size: int) -> int:
     """The smallest power of two that is not below `size`."""
     return 1 << (size - 1).bit_length()

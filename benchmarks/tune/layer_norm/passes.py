@@ -8,14 +8,14 @@ import torch
 from fusednorm import traffic
 from fusednorm.arguments.options import NormOptions
 from fusednorm.launch.launch import Launch
-from fusednorm.launch.run import run
-from fusednorm.ops.layer_norm.call import BackwardCall, ForwardCall
+from fusednorm.launch.run import run_launches
+from fusednorm.ops.layer_norm.call import LayerNormBackwardCall, LayerNormForwardCall
 from fusednorm.ops.layer_norm.choice import plan_backward, plan_forward
 from fusednorm.ops.layer_norm.table import BackwardConfig, ForwardConfig
 from fusednorm.results import Backward, Forward
 from fusednorm.tensors.arrays import describe
 
-from benchmarks.workload.cells import sweep_rows
+from benchmarks.workload.cells import compute_sweep_rows
 from benchmarks.workload.problem import EPS
 
 Config = ForwardConfig | BackwardConfig
@@ -24,7 +24,7 @@ OPTIONS = NormOptions("layer_norm", eps=EPS)
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class LayerNormTuningCell:
     """One pass over rows of one length; x has `rows` rows, by default 256 MiB."""
 
     pass_: str
@@ -39,11 +39,11 @@ class Cell:
         return dtype.itemsize
 
 
-class Pass:
+class LayerNormTuningPass:
     """The tensors of a cell, and its launches with a configuration."""
 
-    def __init__(self, cell: Cell, device: str) -> None:
-        rows, cols = cell.rows or sweep_rows(cell.cols, cell.dtype), cell.cols
+    def __init__(self, cell: LayerNormTuningCell, device: str) -> None:
+        rows, cols = cell.rows or compute_sweep_rows(cell.cols, cell.dtype), cell.cols
         options: dict[str, Any] = {"device": device, "dtype": getattr(torch, cell.dtype)}
         fill = torch.empty if device == "meta" else torch.randn
         self._pass = cell.pass_
@@ -64,17 +64,17 @@ class Pass:
         if self._pass == "forward":
             assert config is None or isinstance(config, ForwardConfig)
             out = Forward(arrays.pop("y"))
-            return plan_forward(ForwardCall(**arrays, options=OPTIONS, out=out), config)
+            return plan_forward(LayerNormForwardCall(**arrays, options=OPTIONS, out=out), config)
         assert config is None or isinstance(config, BackwardConfig)
         gradients = Backward(arrays.pop("dx"), arrays.pop("dweight"), arrays.pop("dbias"))
-        return plan_backward(BackwardCall(**arrays, options=OPTIONS, out=gradients), config)
+        return plan_backward(LayerNormBackwardCall(**arrays, options=OPTIONS, out=gradients), config)
 
     def run(self, plan: Iterable[Launch]) -> None:
         """Execute the launches of a plan."""
-        run(self.x.device, plan, self._tensors)
+        run_launches(self.x.device, plan, self._tensors)
 
     @property
     def min_bytes(self) -> int:
         """The minimum number of bytes that the pass must move."""
-        fewest = traffic.forward_bytes if self._pass == "forward" else traffic.backward_bytes
+        fewest = traffic.compute_forward_bytes if self._pass == "forward" else traffic.compute_backward_bytes
         return fewest(self.x.numel(), self.x.element_size(), self.x.element_size())

@@ -3,24 +3,24 @@
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from fusednorm.devices.device import needs_triton
+from fusednorm.devices.device import make_missing_triton_error
 
 
-def _absent(name: str) -> Callable[..., NoReturn]:
-    def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise needs_triton(f"fusednorm.{name}")
+def _make_stub(name: str) -> Callable[..., NoReturn]:
+    def raise_missing_triton(*_: Any, **__: Any) -> NoReturn:
+        raise make_missing_triton_error(f"fusednorm.{name}")
 
-    refuse.__name__ = refuse.__qualname__ = name
-    refuse.__doc__ = "Raises ModuleNotFoundError: Triton is not installed."
-    return refuse
+    raise_missing_triton.__name__ = raise_missing_triton.__qualname__ = name
+    raise_missing_triton.__doc__ = "Raises ModuleNotFoundError: Triton is not installed."
+    return raise_missing_triton
 
 
-layer_norm_forward = _absent("layer_norm_forward")
-layer_norm_backward = _absent("layer_norm_backward")
-rms_norm_forward = _absent("rms_norm_forward")
-rms_norm_backward = _absent("rms_norm_backward")
-group_norm_forward = _absent("group_norm_forward")
-group_norm_backward = _absent("group_norm_backward")
-layer_norm_chain = _absent("layer_norm_chain")
-warmup = _absent("warmup")
-warmup_group_norm = _absent("warmup_group_norm")
+layer_norm_forward = _make_stub("layer_norm_forward")
+layer_norm_backward = _make_stub("layer_norm_backward")
+rms_norm_forward = _make_stub("rms_norm_forward")
+rms_norm_backward = _make_stub("rms_norm_backward")
+group_norm_forward = _make_stub("group_norm_forward")
+group_norm_backward = _make_stub("group_norm_backward")
+layer_norm_chain = _make_stub("layer_norm_chain")
+warmup = _make_stub("warmup")
+warmup_group_norm = _make_stub("warmup_group_norm")

@@ -17,21 +17,21 @@ from torch.compiler import is_compiling
 from fusednorm import cpu
 from fusednorm.api.observers import is_differentiated, is_observed
 from fusednorm.api.sharding import register_shardings
-from fusednorm.api.uniform import gradients, run_backward, run_backward_operator, run_forward
+from fusednorm.api.uniform import compute_input_gradients, run_backward, run_backward_operator, run_forward
 from fusednorm.arguments.checks import ActivationName
 from fusednorm.arguments.inputs import BackwardInputs, NormInputs
-from fusednorm.arguments.options import NormOptions, OptionValues, is_repeatable
+from fusednorm.arguments.options import NormOptions, OptionValues, is_replayable
 from fusednorm.cpu import plain
-from fusednorm.devices.device import HAS_TRITON, INTERPRETED, needs_triton
+from fusednorm.devices.device import HAS_TRITON, INTERPRETED, make_missing_triton_error
 from fusednorm.errors import KernelInputError
 from fusednorm.results import Backward, Forward
 
 if HAS_TRITON:
     from fusednorm.api import group_norm as group_norm_passes
     from fusednorm.api import layer_norm as layer_norm_passes
-    from fusednorm.launch.native import loaded
-    from fusednorm.launch.prepared import undisturbed
-    from fusednorm.launch.replay import MAX_KINDS, in_use, policy, use_when_there
+    from fusednorm.launch.native import load_extension
+    from fusednorm.launch.prepared import can_bypass_triton
+    from fusednorm.launch.replay import MAX_KINDS, encode_policy, get_extension, set_extension_loader
 
 
 class Added(NamedTuple):
@@ -59,7 +59,7 @@ def layer_norm(
 ) -> Tensor:
     """`layer_norm_forward`'s y, differentiable in x, weight and bias."""
     values = "layer_norm", 0, eps, weight_offset, activation, dropout, seed
-    return _apply(values, x, weight, bias, None, None, None)[0]
+    return _dispatch_norm(values, x, weight, bias, None, None, None)[0]
 
 
 def rms_norm(
@@ -74,7 +74,7 @@ def rms_norm(
 ) -> Tensor:
     """`rms_norm_forward`'s y, differentiable in x and weight."""
     values = "rms_norm", 0, eps, weight_offset, activation, dropout, seed
-    return _apply(values, x, weight, None, None, None, None)[0]
+    return _dispatch_norm(values, x, weight, None, None, None, None)[0]
 
 
 def group_norm(
@@ -92,7 +92,7 @@ def group_norm(
 ) -> Tensor:
     """`group_norm_forward`'s y, differentiable in x, weight, bias, scale and shift."""
     values = "group_norm", num_groups, eps, 0.0, activation, dropout, seed
-    return _apply(values, x, weight, bias, None, scale, shift)[0]
+    return _dispatch_norm(values, x, weight, bias, None, scale, shift)[0]
 
 
 def add_layer_norm(
@@ -109,7 +109,7 @@ def add_layer_norm(
 ) -> Added:
     """`layer_norm` of x + residual, with the sum; differentiable in all four tensors."""
     values = "layer_norm", 0, eps, weight_offset, activation, dropout, seed
-    return Added(*_apply(values, x, weight, bias, residual, None, None))
+    return Added(*_dispatch_norm(values, x, weight, bias, residual, None, None))
 
 
 def add_rms_norm(
@@ -125,7 +125,7 @@ def add_rms_norm(
 ) -> Added:
     """`rms_norm` of x + residual, with the sum; differentiable in all three tensors."""
     values = "rms_norm", 0, eps, weight_offset, activation, dropout, seed
-    return Added(*_apply(values, x, weight, None, residual, None, None))
+    return Added(*_dispatch_norm(values, x, weight, None, residual, None, None))
 
 
 def add_group_norm(
@@ -144,34 +144,36 @@ def add_group_norm(
 ) -> Added:
     """`group_norm` of x + residual, with the sum; differentiable in all six tensors."""
     values = "group_norm", num_groups, eps, 0.0, activation, dropout, seed
-    return Added(*_apply(values, x, weight, bias, residual, scale, shift))
+    return Added(*_dispatch_norm(values, x, weight, bias, residual, scale, shift))
 
 
 _PLAIN = 0.0, "none", 0.0
 """weight_offset, activation and dropout of a call without them."""
 
 
-def _apply(values: OptionValues, *tensors: Any) -> tuple[Tensor, Any]:
+def _dispatch_norm(values: OptionValues, *tensors: Any) -> tuple[Tensor, Any]:
     """The result and the sum; `values` are those of `NormOptions`, `tensors` those of `NormInputs`."""
-    extension = in_use() if HAS_TRITON and not is_compiling() else None
-    if extension is not None and undisturbed():
-        made: tuple[Tensor, Any] | None = extension.differentiable(values, policy(), *tensors)
+    extension = get_extension() if HAS_TRITON and not is_compiling() else None
+    if extension is not None and can_bypass_triton():
+        made: tuple[Tensor, Any] | None = extension.differentiable(values, encode_policy(), *tensors)
         if made is not None:
             return made
-        if is_repeatable(values):
-            _define(extension, values)
+        if is_replayable(values):
+            _define_extension_call(extension, values)
     x, _, _, residual, *_ = tensors
     if x.is_nested:
-        return _apply_to_nested(NormOptions._make(values), NormInputs._make(tensors))
+        return _compute_nested_norm(NormOptions._make(values), NormInputs._make(tensors))
     observed = is_observed(*tensors)
     differentiated = not observed and is_differentiated(*tensors)
     if x.is_cpu and not observed and residual is None and values[3:6] == _PLAIN and x.numel():
-        norm = plain.norm(values, tensors, differentiated) if library_of(values[0], x) is cpu else None
+        norm = (
+            plain.try_plain_norm(values, tensors, differentiated) if select_library(values[0], x) is cpu else None
+        )
         if norm is not None:
             return norm, None
     options = NormOptions._make(values)
     if not (observed or differentiated):
-        again = _again(options, tensors, stats=False)
+        again = _try_replay(options, tensors, stats=False)
         if again is not None:
             return again.y, again.residual_out
     if options.dropout and options.seed is None:
@@ -185,11 +187,11 @@ def _apply(values: OptionValues, *tensors: Any) -> tuple[Tensor, Any]:
     if differentiated:
         y, residual_out = _apply_norm(options, *tensors)
         return y, residual_out
-    result = run_forward(library_of(options.op, x), options, NormInputs._make(tensors))
+    result = run_forward(select_library(options.op, x), options, NormInputs._make(tensors))
     return result.y, result.residual_out
 
 
-def _apply_to_nested(options: NormOptions, inputs: NormInputs) -> tuple[Tensor, Any]:
+def _compute_nested_norm(options: NormOptions, inputs: NormInputs) -> tuple[Tensor, Any]:
     """A call with a nested tensor, whose rows are those of one tensor with all of its values.
 
     Raises:
@@ -206,17 +208,17 @@ def _apply_to_nested(options: NormOptions, inputs: NormInputs) -> tuple[Tensor, 
     if residual is not None and not (residual.is_nested and residual.shape == x.shape):
         raise KernelInputError("residual must be a nested tensor with x's offsets, as x is nested, got another one")
 
-    def nested(values: Tensor | None) -> Any:
+    def wrap_values(values: Tensor | None) -> Any:
         if values is None:
             return None
         return torch.nested.nested_tensor_from_jagged(values, x.offsets(), x.lengths(), jagged_dim=x._ragged_idx)
 
     of_values = inputs._replace(x=x.values(), residual=None if residual is None else residual.values())
-    y, residual_out = _apply(options, *of_values)
-    return nested(y), nested(residual_out)
+    y, residual_out = _dispatch_norm(options, *of_values)
+    return wrap_values(y), wrap_values(residual_out)
 
 
-def library_of(op: str, x: Tensor) -> Any:
+def select_library(op: str, x: Tensor) -> Any:
     """The module that computes `op` on x's device.
 
     Raises:
@@ -225,26 +227,26 @@ def library_of(op: str, x: Tensor) -> Any:
     if x.is_cpu:
         return cpu
     if not HAS_TRITON:
-        raise needs_triton(f"{op} of a tensor on {x.device}")
-    return _passes_of(op)
+        raise make_missing_triton_error(f"{op} of a tensor on {x.device}")
+    return _select_kernel_passes(op)
 
 
-def _passes_of(op: str) -> Any:
+def _select_kernel_passes(op: str) -> Any:
     """The module of an operation's passes by the kernels."""
     return group_norm_passes if op == "group_norm" else layer_norm_passes
 
 
-def _again(options: NormOptions, tensors: tuple[Any, ...], stats: bool) -> Forward | None:
+def _try_replay(options: NormOptions, tensors: tuple[Any, ...], stats: bool) -> Forward | None:
     """The result of a call of a known kind, else None: see `launch.replay`."""
-    if not HAS_TRITON or (tensors[0].is_cpu and not INTERPRETED) or not is_repeatable(options):
+    if not HAS_TRITON or (tensors[0].is_cpu and not INTERPRETED) or not is_replayable(options):
         return None
-    again: Forward | None = _passes_of(options.op).FORWARD.again(tensors, (options, None, stats))
+    again: Forward | None = _select_kernel_passes(options.op).FORWARD.again(tensors, (options, None, stats))
     return again
 
 
-def _define(extension: Any, values: OptionValues) -> None:
+def _define_extension_call(extension: Any, values: OptionValues) -> None:
     """Define a differentiable call in the host extension by its passes and options."""
-    passes, options = _passes_of(values[0]), NormOptions._make(values)
+    passes, options = _select_kernel_passes(values[0]), NormOptions._make(values)
     forward = ((options, None, stats) for stats in (True, False))
     backward = ((options, parameter_gradients) for parameter_gradients in (True, False))
     try:
@@ -253,7 +255,7 @@ def _define(extension: Any, values: OptionValues) -> None:
         return
 
 
-def _backward(
+def _compute_gradients(
     options: NormOptions,
     saved: tuple[Any, ...],
     dy: Tensor | None,
@@ -264,25 +266,27 @@ def _backward(
 
     `saved` is the inputs, then mean and rstd.
     """
-    return gradients(partial(_run_backward, options, parameter_gradients), saved, dy, dresidual_out)
+    return compute_input_gradients(
+        partial(_select_and_run_backward, options, parameter_gradients), saved, dy, dresidual_out
+    )
 
 
-def _run_backward(options: NormOptions, parameter_gradients: bool, inputs: BackwardInputs) -> Backward:
+def _select_and_run_backward(options: NormOptions, parameter_gradients: bool, inputs: BackwardInputs) -> Backward:
     """The backward pass over these tensors: the operator's if it is observed or differentiated."""
     if is_observed(*inputs) or torch.is_grad_enabled():
         return run_backward_operator(options, inputs)
-    library = library_of(options.op, inputs.x)
+    library = select_library(options.op, inputs.x)
     return run_backward(library, options, inputs, parameter_gradients=parameter_gradients)
 
 
-class _Norm(torch.autograd.Function):
+class _NormFunction(torch.autograd.Function):
     """The derivative of the operators without torch's dispatcher."""
 
     @staticmethod
     def forward(ctx: Any, options: NormOptions, *tensors: Any) -> tuple[Tensor, Tensor | None]:
-        result = _again(options, tensors, stats=True)
+        result = _try_replay(options, tensors, stats=True)
         if result is None:
-            library = library_of(options.op, tensors[0])
+            library = select_library(options.op, tensors[0])
             result = run_forward(library, options, NormInputs._make(tensors), stats=True)
         ctx.options = options
         ctx.set_materialize_grads(False)
@@ -292,12 +296,12 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dresidual_out: Tensor | None) -> tuple[Any, ...]:
         _, _, of_weight, of_bias, *_ = ctx.needs_input_grad
-        return None, *_backward(ctx.options, ctx.saved_tensors, dy, dresidual_out, of_weight or of_bias)
+        return None, *_compute_gradients(ctx.options, ctx.saved_tensors, dy, dresidual_out, of_weight or of_bias)
 
 
 # `apply` without its handling of functorch, which is never active here.
-_apply_norm: Callable[..., Any] = super(torch.autograd.Function, _Norm).apply
+_apply_norm: Callable[..., Any] = super(torch.autograd.Function, _NormFunction).apply
 
 
 if HAS_TRITON:
-    use_when_there(partial(loaded, _backward, MAX_KINDS))
+    set_extension_loader(partial(load_extension, _compute_gradients, MAX_KINDS))

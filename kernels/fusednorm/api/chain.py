@@ -5,19 +5,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fusednorm.arguments.checks import as_rows, check_float, check_out_dtype, check_parameter, checked_eps
-from fusednorm.arguments.inputs import Role
+from fusednorm.arguments.checks import check_float, check_out_dtype, check_parameter, validate_eps, view_as_rows
+from fusednorm.arguments.inputs import ShapeRole
 from fusednorm.errors import KernelInputError
-from fusednorm.launch.replay import Pass
-from fusednorm.launch.run import run
+from fusednorm.launch.replay import ReplayablePass
+from fusednorm.launch.run import run_launches
 from fusednorm.ops.layer_norm.chain import ChainCall
 from fusednorm.ops.layer_norm.choice import plan_chain
-from fusednorm.ops.layer_norm.outputs import forward_outputs
+from fusednorm.ops.layer_norm.outputs import declare_forward_outputs
 from fusednorm.results import Forward
 from fusednorm.tensors.arrays import describe_each, name_dtype
 from fusednorm.tensors.outputs import describe_results, places
 
-CHAIN = Pass(Forward, (Role.LIKE_X,))
+CHAIN = ReplayablePass(Forward, (ShapeRole.LIKE_X,))
 """Inputs x, weights and biases."""
 
 MAX_NORMS = 8
@@ -72,23 +72,23 @@ def layer_norm_chain(
     repeated = CHAIN.again(inputs, options, given)
     if repeated is not None:
         return repeated.y
-    eps = checked_eps(eps)
+    eps = validate_eps(eps)
     norms = range(len(weights))
     names = ["x", *(f"weights[{index}]" for index in norms), *(f"biases[{index}]" for index in norms)]
     (described, *parameters), named = describe_each(names, inputs)
     assert described is not None
     check_float("x", described)
-    x_rows = as_rows("x", described)
+    x_rows = view_as_rows("x", described)
     for name, parameter in zip(names[1:], parameters, strict=True):
         check_parameter(name, parameter, described.shape[-1:], described)
     y_dtype = described.dtype if out_dtype is None else name_dtype(out_dtype)
     check_out_dtype(y_dtype)
-    outputs = forward_outputs(None, y_dtype, stats=False, is_rms=False)
+    outputs = declare_forward_outputs(None, y_dtype, stats=False, is_rms=False)
     result = places(Forward, outputs, x, given)
     if x_rows.shape[0]:
         y, *_ = describe_results(outputs, result, described, given, named)
         arrays = tuple(parameters)
         launches = plan_chain(ChainCall(x_rows, arrays[: len(norms)], arrays[len(norms) :], eps, y))
-        run(x.device, launches, named)
+        run_launches(x.device, launches, named)
         CHAIN.learn(launches, outputs, named, inputs, options)
     return result.y

@@ -37,17 +37,17 @@ def register_derivatives(
     operator = getattr(getattr(torch.ops, library.ns), name).default
     below_autograd = torch._C._after_autograd_keyset
 
-    def dispatch_on(keyset: torch._C.DispatchKeySet, arguments: tuple[Any, ...]) -> Results:
+    def redispatch_below_autograd(keyset: torch._C.DispatchKeySet, arguments: tuple[Any, ...]) -> Results:
         with torch._C._AutoDispatchBelowAutograd():
             results: Results = operator.redispatch(keyset & below_autograd, *arguments)
         return results
 
-    class Node(torch.autograd.Function):
+    class OperatorFunction(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, keyset: torch._C.DispatchKeySet, *arguments: Any) -> Results:
             # A Function's forward disables both modes, but there may be transforms around this one.
             with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
-                results = dispatch_on(keyset, arguments)
+                results = redispatch_below_autograd(keyset, arguments)
             setup(ctx, arguments, results)
             return results
 
@@ -56,18 +56,18 @@ def register_derivatives(
             return None, *derivative(ctx, *gradients)
 
     # `Node.apply` without its refusal of transforms: the dispatcher's kernel handles one transform at a time.
-    apply: Callable[..., Results] = super(torch.autograd.Function, Node).apply
+    apply: Callable[..., Results] = super(torch.autograd.Function, OperatorFunction).apply
 
-    def differentiate(keyset: torch._C.DispatchKeySet, *arguments: Any) -> Results:
+    def dispatch_forward(keyset: torch._C.DispatchKeySet, *arguments: Any) -> Results:
         may_have_tangents = forward_ad._current_level >= 0 or keyset.has(_TRANSFORMED) or _dispatch_modes()
         if may_have_tangents and any(map(has_tangent, arguments)):
             return plain(*arguments)
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
             with enable_single_level_autograd_function():
                 return apply(keyset, *arguments)
-        return dispatch_on(keyset, arguments)
+        return redispatch_below_autograd(keyset, arguments)
 
-    library.impl(name, differentiate, "Autograd", with_keyset=True)
+    library.impl(name, dispatch_forward, "Autograd", with_keyset=True)
     library.impl(name, plain, "FuncTorchBatched")
 
 
@@ -77,7 +77,7 @@ def has_tangent(argument: Any) -> bool:
     return isinstance(argument, Tensor) and torch._VF._unpack_dual(argument, level=0)[1] is not None
 
 
-def derivative_of_plain(
+def differentiate_plain_operator(
     plain: Plain, arguments: tuple[Any, ...], needed: tuple[bool, ...], gradients: tuple[Tensor | None, ...]
 ) -> tuple[Tensor | None, ...]:
     """Gradients of the needed arguments from gradients of the results; they are differentiable themselves.
@@ -94,7 +94,7 @@ def derivative_of_plain(
     if not (places and used):
         return tuple(found)
 
-    def of_needed(*tensors: Tensor) -> Results:
+    def call_with_needed(*tensors: Tensor) -> Results:
         given = list(arguments)
         for place, tensor in zip(places, tensors, strict=True):
             given[place] = tensor
@@ -102,7 +102,7 @@ def derivative_of_plain(
         return tuple(results[place] for place in used)
 
     pull_back: Callable[[Any], Any]
-    _, pull_back, *_ = torch.func.vjp(of_needed, *(arguments[place] for place in places))
+    _, pull_back, *_ = torch.func.vjp(call_with_needed, *(arguments[place] for place in places))
     pulled = pull_back(tuple(gradients[place] for place in used))
     for place, gradient in zip(places, pulled, strict=True):
         found[place] = gradient

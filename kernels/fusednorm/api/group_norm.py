@@ -5,22 +5,22 @@ from torch import Tensor
 
 from fusednorm.arguments.checks import ActivationName, check_out_dtype
 from fusednorm.arguments.inputs import BackwardInputs, NormInputs
-from fusednorm.arguments.options import NormOptions, OptionValues, is_repeatable
+from fusednorm.arguments.options import NormOptions, OptionValues, is_replayable
 from fusednorm.errors import KernelInputError
-from fusednorm.launch.replay import Pass
-from fusednorm.launch.run import run
-from fusednorm.ops.group_norm.affine import Affine
+from fusednorm.launch.replay import ReplayablePass
+from fusednorm.launch.run import run_launches
+from fusednorm.ops.group_norm.affine import AffineParameters
 from fusednorm.ops.group_norm.backward_choice import plan_backward
-from fusednorm.ops.group_norm.call import BackwardCall, ForwardCall
+from fusednorm.ops.group_norm.call import GroupNormBackwardCall, GroupNormForwardCall
 from fusednorm.ops.group_norm.checks import check_sample
 from fusednorm.ops.group_norm.forward_choice import plan_forward
-from fusednorm.ops.group_norm.outputs import backward_outputs, forward_outputs
+from fusednorm.ops.group_norm.outputs import declare_backward_outputs, declare_forward_outputs
 from fusednorm.results import Backward, Forward
 from fusednorm.tensors.arrays import describe_inputs, name_dtype
 from fusednorm.tensors.outputs import describe_results, places
 
-FORWARD = Pass(Forward)
-BACKWARD = Pass(Backward)
+FORWARD = ReplayablePass(Forward)
+BACKWARD = ReplayablePass(Backward)
 
 
 def group_norm_forward(
@@ -85,7 +85,7 @@ def group_norm_forward(
     """
     values: OptionValues = "group_norm", num_groups, eps, 0.0, activation, dropout, seed
     tensors, kind = (x, weight, bias, residual, scale, shift), (values, out_dtype, stats)
-    may_repeat = is_repeatable(values)
+    may_repeat = is_replayable(values)
     repeated = FORWARD.again(tensors, kind, out) if may_repeat else None
     if repeated is not None:
         return repeated
@@ -96,19 +96,19 @@ def group_norm_forward(
     if out_dtype is not None:
         y_dtype = name_dtype(out_dtype)
         check_out_dtype(y_dtype)
-    outputs = forward_outputs(arrays.x, sample, arrays.residual, y_dtype, stats)
+    outputs = declare_forward_outputs(arrays.x, sample, arrays.residual, y_dtype, stats)
     result = places(Forward, outputs, x, out)
     if x.shape[0]:
-        call = ForwardCall(
+        call = GroupNormForwardCall(
             x=arrays.x,
             sample=sample,
-            affine=Affine(arrays.weight, arrays.bias, arrays.scale, arrays.shift),
+            affine=AffineParameters(arrays.weight, arrays.bias, arrays.scale, arrays.shift),
             options=options,
             residual=arrays.residual,
             out=Forward(*describe_results(outputs, result, arrays.x, out, named)),
         )
         launches = plan_forward(call)
-        run(x.device, launches, named)
+        run_launches(x.device, launches, named)
         if may_repeat:
             FORWARD.learn(launches, outputs, named, inputs, kind)
     return result
@@ -170,7 +170,7 @@ def group_norm_backward(
     values: OptionValues = "group_norm", num_groups, eps, 0.0, activation, dropout, seed
     tensors = x, weight, bias, residual, scale, shift, mean, rstd, dy, dresidual_out
     kind = values, parameter_gradients
-    may_repeat = is_repeatable(values)
+    may_repeat = is_replayable(values)
     repeated = BACKWARD.again(tensors, kind, out) if may_repeat else None
     if repeated is not None:
         return repeated
@@ -181,14 +181,14 @@ def group_norm_backward(
     arrays, named = describe_inputs(inputs)
     sample = check_sample(options, arrays)
     parameters = (arrays.weight, arrays.bias) if parameter_gradients else (None, None)
-    outputs = backward_outputs(arrays.x, (*parameters, arrays.scale, arrays.shift), residual is not None)
+    outputs = declare_backward_outputs(arrays.x, (*parameters, arrays.scale, arrays.shift), residual is not None)
     result = places(Backward, outputs, x, out)
     if x.shape[0]:
-        call = BackwardCall(
+        call = GroupNormBackwardCall(
             dy=arrays.dy,
             x=arrays.x,
             sample=sample,
-            affine=Affine(arrays.weight, arrays.bias, arrays.scale, arrays.shift),
+            affine=AffineParameters(arrays.weight, arrays.bias, arrays.scale, arrays.shift),
             options=options,
             mean=arrays.mean,
             rstd=arrays.rstd,
@@ -197,7 +197,7 @@ def group_norm_backward(
             out=Backward(*describe_results(outputs, result, arrays.x, out, named)),
         )
         launches = plan_backward(call)
-        run(x.device, launches, named)
+        run_launches(x.device, launches, named)
         if may_repeat:
             BACKWARD.learn(launches, outputs, named, inputs, kind)
     else:

@@ -8,20 +8,20 @@ from torch import Tensor
 from fusednorm.arguments.arrays import FLOAT8, Array
 from fusednorm.arguments.checks import ActivationName, check_out_dtype
 from fusednorm.arguments.inputs import BackwardInputs, NormInputs, list_roles
-from fusednorm.arguments.options import NormOptions, OptionValues, is_repeatable
+from fusednorm.arguments.options import NormOptions, OptionValues, is_replayable
 from fusednorm.errors import KernelInputError
-from fusednorm.launch.replay import Pass
-from fusednorm.launch.run import run
-from fusednorm.ops.layer_norm.call import BackwardCall, ForwardCall
+from fusednorm.launch.replay import ReplayablePass
+from fusednorm.launch.run import run_launches
+from fusednorm.ops.layer_norm.call import LayerNormBackwardCall, LayerNormForwardCall
 from fusednorm.ops.layer_norm.checks import check_rows
 from fusednorm.ops.layer_norm.choice import plan_backward, plan_forward
-from fusednorm.ops.layer_norm.outputs import backward_outputs, forward_outputs
+from fusednorm.ops.layer_norm.outputs import declare_backward_outputs, declare_forward_outputs
 from fusednorm.results import Backward, Forward
 from fusednorm.tensors.arrays import describe_inputs, name_dtype
 from fusednorm.tensors.outputs import describe_results, places
 
-FORWARD = Pass(Forward, list_roles(NormInputs))
-BACKWARD = Pass(Backward, list_roles(BackwardInputs))
+FORWARD = ReplayablePass(Forward, list_roles(NormInputs))
+BACKWARD = ReplayablePass(Backward, list_roles(BackwardInputs))
 
 
 def layer_norm_forward(
@@ -79,7 +79,7 @@ def layer_norm_forward(
     Golub, LeVeque: Updating formulae and a pairwise algorithm for computing sample variances, 1979.
     """
     values: OptionValues = "layer_norm", 0, eps, weight_offset, activation, dropout, seed
-    return _forward(values, (x, weight, bias, residual, None, None), out_dtype, stats, out)
+    return _run_forward(values, (x, weight, bias, residual, None, None), out_dtype, stats, out)
 
 
 def rms_norm_forward(
@@ -103,7 +103,7 @@ def rms_norm_forward(
     Source: Zhang, Sennrich: Root Mean Square Layer Normalization, arXiv:1910.07467.
     """
     values: OptionValues = "rms_norm", 0, eps, weight_offset, activation, dropout, seed
-    return _forward(values, (x, weight, None, residual, None, None), out_dtype, stats, out)
+    return _run_forward(values, (x, weight, None, residual, None, None), out_dtype, stats, out)
 
 
 def layer_norm_backward(
@@ -155,7 +155,7 @@ def layer_norm_backward(
     """
     values: OptionValues = "layer_norm", 0, eps, weight_offset, activation, dropout, seed
     tensors = x, weight, bias, residual, None, None, mean, rstd, dy, dresidual_out
-    return _backward(values, tensors, parameter_gradients, out)
+    return _run_backward(values, tensors, parameter_gradients, out)
 
 
 def rms_norm_backward(
@@ -180,15 +180,15 @@ def rms_norm_backward(
     """
     values: OptionValues = "rms_norm", 0, eps, weight_offset, activation, dropout, seed
     tensors = x, weight, None, residual, None, None, None, rstd, dy, dresidual_out
-    return _backward(values, tensors, parameter_gradients, out)
+    return _run_backward(values, tensors, parameter_gradients, out)
 
 
-def _forward(
+def _run_forward(
     values: OptionValues, tensors: tuple[Any, ...], out_dtype: torch.dtype | None, stats: bool, out: Forward | None
 ) -> Forward:
     """The result; `values` are those of `NormOptions`, `tensors` those of `NormInputs`."""
     kind = values, out_dtype, stats
-    may_repeat = is_repeatable(values)
+    may_repeat = is_replayable(values)
     repeated = FORWARD.again(tensors, kind, out) if may_repeat else None
     if repeated is not None:
         return repeated
@@ -199,25 +199,25 @@ def _forward(
     if out_dtype is not None:
         y_dtype = name_dtype(out_dtype)
         check_out_dtype(y_dtype, FLOAT8)
-    outputs = forward_outputs(arrays.residual, y_dtype, stats, options.is_rms)
+    outputs = declare_forward_outputs(arrays.residual, y_dtype, stats, options.is_rms)
     x = inputs.x
     result = places(Forward, outputs, x, out)
     if x.numel():
         written: Forward[Array] = Forward(*describe_results(outputs, result, arrays.x, out, named))
-        call = ForwardCall(**rows, options=options, out=written)
+        call = LayerNormForwardCall(**rows, options=options, out=written)
         launches = plan_forward(call)
-        run(x.device, launches, named)
+        run_launches(x.device, launches, named)
         if may_repeat:
             FORWARD.learn(launches, outputs, named, inputs, kind)
     return result
 
 
-def _backward(
+def _run_backward(
     values: OptionValues, tensors: tuple[Any, ...], parameter_gradients: bool, out: Backward | None
 ) -> Backward:
     """The result; `values` are those of `NormOptions`, `tensors` those of `BackwardInputs`."""
     kind = values, parameter_gradients
-    may_repeat = is_repeatable(values)
+    may_repeat = is_replayable(values)
     repeated = BACKWARD.again(tensors, kind, out) if may_repeat else None
     if repeated is not None:
         return repeated
@@ -228,13 +228,13 @@ def _backward(
     arrays, named = describe_inputs(inputs)
     rows = check_rows(options, arrays)
     parameters = (arrays.weight, arrays.bias) if parameter_gradients else (None, None)
-    outputs = backward_outputs(arrays.x, *parameters, arrays.residual)
+    outputs = declare_backward_outputs(arrays.x, *parameters, arrays.residual)
     x = inputs.x
     result = places(Backward, outputs, x, out)
     if x.numel():
         written: Backward[Array] = Backward(*describe_results(outputs, result, arrays.x, out, named))
-        launches = plan_backward(BackwardCall(**rows, options=options, out=written))
-        run(x.device, launches, named)
+        launches = plan_backward(LayerNormBackwardCall(**rows, options=options, out=written))
+        run_launches(x.device, launches, named)
         if may_repeat:
             BACKWARD.learn(launches, outputs, named, inputs, kind)
     else:

@@ -7,11 +7,16 @@ import torch
 from torch import Tensor, nn
 from torch._jit_internal import is_scripting
 
-from fusednorm.api.torch_norms import script_norm, torch_group_norm, torch_layer_norm, torch_rms_norm
+from fusednorm.api.torch_norms import (
+    compute_group_norm_module,
+    compute_layer_norm_over_shape,
+    compute_rms_norm_module,
+    compute_scripted_norm,
+)
 from fusednorm.arguments.checks import ActivationName, check_activation, check_weight_offset
 
 
-class _Fused(nn.Module):
+class _ActivationMixin(nn.Module):
     """Mixin for torch's modules: an activation after the norm."""
 
     #: Added to the weight; only for modules that normalise over the last axes.
@@ -30,7 +35,7 @@ class _Fused(nn.Module):
         return text if self.activation == "none" else f"{text}, activation={self.activation!r}"
 
 
-class _OfRows(_Fused):
+class _WeightOffsetMixin(_ActivationMixin):
     """A module that normalises over the last axes."""
 
     def __init__(self, *args: Any, weight_offset: float, **kwargs: Any) -> None:
@@ -45,7 +50,7 @@ class _OfRows(_Fused):
             nn.init.constant_(parameter, 1.0 - self.weight_offset if name == "weight" else 0.0)
 
 
-class LayerNorm(_OfRows, nn.LayerNorm):
+class LayerNorm(_WeightOffsetMixin, nn.LayerNorm):
     """torch.nn.LayerNorm on this library's kernels.
 
     Args:
@@ -89,15 +94,15 @@ class LayerNorm(_OfRows, nn.LayerNorm):
         """
         shape, weight, bias = self.normalized_shape, self.weight, self.bias
         if not is_scripting():
-            return torch_layer_norm(
+            return compute_layer_norm_over_shape(
                 input, shape, weight, bias, self.eps, weight_offset=self.weight_offset, activation=self.activation
             )
         # TorchScript converts a tuple to a list.
         options = self.eps, self.weight_offset, self.activation, False
-        return script_norm(input, shape, weight, bias, *options)  # type: ignore[arg-type]
+        return compute_scripted_norm(input, shape, weight, bias, *options)  # type: ignore[arg-type]
 
 
-class RMSNorm(_OfRows, nn.RMSNorm):
+class RMSNorm(_WeightOffsetMixin, nn.RMSNorm):
     """torch.nn.RMSNorm on this library's kernels.
 
     Args:
@@ -140,15 +145,15 @@ class RMSNorm(_OfRows, nn.RMSNorm):
         """
         shape, weight = self.normalized_shape, self.weight
         if not is_scripting():
-            return torch_rms_norm(
+            return compute_rms_norm_module(
                 x, shape, weight, self.eps, weight_offset=self.weight_offset, activation=self.activation
             )
         # TorchScript converts a tuple to a list.
         options = self.eps, self.weight_offset, self.activation, True
-        return script_norm(x, shape, weight, None, *options)  # type: ignore[arg-type]
+        return compute_scripted_norm(x, shape, weight, None, *options)  # type: ignore[arg-type]
 
 
-class GroupNorm(_Fused, nn.GroupNorm):
+class GroupNorm(_ActivationMixin, nn.GroupNorm):
     """torch.nn.GroupNorm on this library's kernels.
 
     Args:
@@ -186,7 +191,7 @@ class GroupNorm(_Fused, nn.GroupNorm):
         """
         groups, weight, bias, eps, activation = self.num_groups, self.weight, self.bias, self.eps, self.activation
         if not is_scripting():
-            return torch_group_norm(
+            return compute_group_norm_module(
                 input, groups, weight, bias, eps, scale=scale, shift=shift, activation=activation
             )
         y: Tensor = torch.ops.fusednorm.group_norm(

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fusednorm.arguments.inputs import OPERATIONS, ROLES, BackwardInputs, NormInputs, Role
+from fusednorm.arguments.inputs import OPERATIONS, ROLES, BackwardInputs, NormInputs, ShapeRole
 from fusednorm.arguments.options import NormOptions
 
 _is_registered = False
@@ -21,8 +21,8 @@ def register_shardings() -> None:
     from torch.distributed.tensor.experimental import register_sharding
 
     for op in OPERATIONS:
-        register_sharding(getattr(torch.ops.fusednorm, op).default)(_forward_placements)
-        register_sharding(getattr(torch.ops.fusednorm, f"{op}_backward").default)(_backward_placements)
+        register_sharding(getattr(torch.ops.fusednorm, op).default)(_list_forward_placements)
+        register_sharding(getattr(torch.ops.fusednorm, f"{op}_backward").default)(_list_backward_placements)
     _is_registered = True
 
 
@@ -30,23 +30,23 @@ def register_shardings() -> None:
 register_shardings._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _forward_placements(*arguments: Any) -> list[tuple[list[Any], list[Any]]]:
+def _list_forward_placements(*arguments: Any) -> list[tuple[list[Any], list[Any]]]:
     """Pairs of the placements of results and arguments along one dimension of a mesh."""
     inputs, settings = NormInputs(*arguments[: len(NormInputs._fields)]), arguments[len(NormInputs._fields) :]
     found = []
-    for split in _splits(inputs, settings):
+    for split in _list_shardings(inputs, settings):
         residual_out = split.whole if inputs.residual is None else split.of_x
         results = [split.of_x, split.of_x, split.of_x, residual_out]
         found.append((results, [*split.list_placements(inputs), *(None for _ in settings)]))
     return found
 
 
-def _backward_placements(*arguments: Any) -> list[tuple[list[Any], list[Any]]]:
+def _list_backward_placements(*arguments: Any) -> list[tuple[list[Any], list[Any]]]:
     """Pairs of the placements of gradients and arguments along one dimension of a mesh."""
     count = len(BackwardInputs._fields)
     inputs, settings = BackwardInputs.from_operator(arguments[:count]), arguments[count:]
     found = []
-    for split in _splits(inputs.forward, settings):
+    for split in _list_shardings(inputs.forward, settings):
         of_gradients = split._replace(of_parameter=split.of_gradient).list_placements(inputs.forward)
         gradients = [split.whole if placement is None else placement for placement in of_gradients]
         placed = BackwardInputs(*split.list_placements(inputs)).list_operator_arguments()
@@ -54,7 +54,7 @@ def _backward_placements(*arguments: Any) -> list[tuple[list[Any], list[Any]]]:
     return found
 
 
-class _Split(NamedTuple):
+class _ShardingPlacements(NamedTuple):
     """A way to divide the work: the placements of a whole tensor, of x, and of parameters and their gradients."""
 
     whole: Any
@@ -65,18 +65,18 @@ class _Split(NamedTuple):
     def list_placements(self, inputs: NormInputs | BackwardInputs) -> list[Any]:
         """The placement of each input; None for an absent one."""
         return [
-            None if tensor is None else self.of_parameter if ROLES[name] is Role.PARAMETER else self.of_x
+            None if tensor is None else self.of_parameter if ROLES[name] is ShapeRole.PARAMETER else self.of_x
             for name, tensor in zip(inputs._fields, inputs, strict=True)
         ]
 
 
-def _splits(inputs: NormInputs, settings: tuple[Any, ...]) -> Iterator[_Split]:
+def _list_shardings(inputs: NormInputs, settings: tuple[Any, ...]) -> Iterator[_ShardingPlacements]:
     """The ways to divide the work."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     options = NormOptions("", *settings)
     whole = Replicate()
-    yield _Split(whole, whole, whole, whole)
+    yield _ShardingPlacements(whole, whole, whole, whole)
     # Dropout's mask counts the rows of the whole tensor.
     if options.dropout:
         return
@@ -85,6 +85,6 @@ def _splits(inputs: NormInputs, settings: tuple[Any, ...]) -> Iterator[_Split]:
     axes: int = inputs.x.ndim
     last = 1 if options.num_groups else axes - 2 if has_heads else axes - 1
     for axis in range(last):
-        yield _Split(whole, Shard(axis), whole, Partial())
+        yield _ShardingPlacements(whole, Shard(axis), whole, Partial())
     if has_heads:
-        yield _Split(whole, Shard(last), Shard(0), Shard(0))
+        yield _ShardingPlacements(whole, Shard(last), Shard(0), Shard(0))

@@ -13,7 +13,7 @@ from fusednorm.reference.checks import check_float
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
-def torch_layer_norm(
+def compute_layer_norm_over_shape(
     x: Tensor,
     normalized_shape: tuple[int, ...],
     weight: Tensor | None,
@@ -31,13 +31,16 @@ def torch_layer_norm(
     # Most shapes have one axis; then the function checks x against the weight.
     if len(normalized_shape) == 1 and weight is not None:
         return layer_norm(x, weight, bias, eps, **options)
-    rows = _join_axes(x, normalized_shape)
-    weight, bias = _as_row("weight", weight, normalized_shape), _as_row("bias", bias, normalized_shape)
+    rows = _flatten_normalized_axes(x, normalized_shape)
+    weight, bias = (
+        _flatten_parameter("weight", weight, normalized_shape),
+        _flatten_parameter("bias", bias, normalized_shape),
+    )
     y = layer_norm(rows, weight, bias, eps, **options)
     return y.view(x.shape)
 
 
-def torch_rms_norm(
+def compute_rms_norm_module(
     x: Tensor,
     normalized_shape: tuple[int, ...],
     weight: Tensor | None,
@@ -57,11 +60,14 @@ def torch_rms_norm(
         eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
     if len(normalized_shape) == 1 and weight is not None:
         return rms_norm(x, weight, eps, **options)
-    rows, weight = _join_axes(x, normalized_shape), _as_row("weight", weight, normalized_shape)
+    rows, weight = (
+        _flatten_normalized_axes(x, normalized_shape),
+        _flatten_parameter("weight", weight, normalized_shape),
+    )
     return rms_norm(rows, weight, eps, **options).view(x.shape)
 
 
-def torch_group_norm(
+def compute_group_norm_module(
     x: Tensor,
     num_groups: int,
     weight: Tensor | None,
@@ -79,7 +85,7 @@ def torch_group_norm(
     return group_norm(x, num_groups, weight, bias, eps, **others)
 
 
-def script_norm(
+def compute_scripted_norm(
     x: Tensor,
     normalized_shape: list[int],
     weight: Tensor | None,
@@ -89,7 +95,7 @@ def script_norm(
     activation: str,
     is_rms: bool,
 ) -> Tensor:
-    """`torch_layer_norm` or `torch_rms_norm` in TorchScript, which has operators and not the functions."""
+    """The norm over `normalized_shape` in TorchScript, which has operators and not the functions."""
     rows = x.flatten(-len(normalized_shape))
     if list(x.shape)[-len(normalized_shape) :] != normalized_shape:
         raise RuntimeError(f"x must end in normalized_shape {normalized_shape}, got {x.shape}")
@@ -108,7 +114,7 @@ def script_norm(
     return y.view(x.shape)
 
 
-def _join_axes(x: Tensor, normalized_shape: tuple[int, ...]) -> Tensor:
+def _flatten_normalized_axes(x: Tensor, normalized_shape: tuple[int, ...]) -> Tensor:
     """x [..., *normalized_shape] with those axes as one.
 
     Raises:
@@ -122,7 +128,7 @@ def _join_axes(x: Tensor, normalized_shape: tuple[int, ...]) -> Tensor:
     return x.flatten(-axes)
 
 
-def _as_row(name: str, parameter: Tensor | None, normalized_shape: tuple[int, ...]) -> Tensor | None:
+def _flatten_parameter(name: str, parameter: Tensor | None, normalized_shape: tuple[int, ...]) -> Tensor | None:
     """A parameter [*normalized_shape] with those axes as one, or None.
 
     Raises:

@@ -20,9 +20,9 @@ from fusednorm.arguments.checks import (
     check_weight_offset,
     has_heads,
 )
-from fusednorm.arguments.inputs import ROLES, BackwardInputs, NormInputs, Role, group_names_by_role
+from fusednorm.arguments.inputs import ROLES, BackwardInputs, NormInputs, ShapeRole, group_names_by_role
 from fusednorm.arguments.options import NormOptions, collect_arguments
-from fusednorm.reference.checks import check_companion, check_float
+from fusednorm.reference.checks import check_float, check_optional_tensor
 from fusednorm.results import Backward, Forward
 from fusednorm.tensors.layouts import in_layout, laid_out
 
@@ -35,8 +35,8 @@ _MAX_COLS_OF_HEADS = 8192
 def run_forward(library: Any, options: NormOptions, inputs: NormInputs, *, stats: bool = False) -> Forward:
     """The forward pass of an operation."""
     op = options.op
-    if _normalises_nothing(op, inputs.x):
-        return _forward_of_nothing(options, inputs)
+    if _has_empty_rows(op, inputs.x):
+        return _run_empty_forward(options, inputs)
     run: Callable[..., Forward] = getattr(library, f"{op}_forward")
     return run(**collect_arguments(op, _copy_unsupported_inputs(op, inputs), options), stats=stats)
 
@@ -46,8 +46,8 @@ def run_backward(
 ) -> Backward:
     """The backward pass of an operation."""
     op = options.op
-    if _normalises_nothing(op, inputs.x):
-        return _backward_of_nothing(options, inputs)
+    if _has_empty_rows(op, inputs.x):
+        return _run_empty_backward(options, inputs)
     run: Callable[..., Backward] = getattr(library, f"{op}_backward")
     arguments = collect_arguments(op, _copy_unsupported_inputs(op, inputs), options)
     return run(**arguments, parameter_gradients=parameter_gradients)
@@ -66,7 +66,7 @@ def run_backward_operator(options: NormOptions, inputs: BackwardInputs) -> Backw
     return gradients
 
 
-def gradients(
+def compute_input_gradients(
     run: Callable[[BackwardInputs], Backward],
     saved: tuple[Any, ...],
     dy: Tensor | None,
@@ -91,7 +91,7 @@ def has_own_gradient(residual: Tensor | None, op: str, x: Tensor) -> TypeGuard[T
 
 
 def _copy_unsupported_inputs(op: str, inputs: Inputs) -> Inputs:
-    """The inputs with strides that all passes support: see `copy_unsupported`."""
+    """The inputs with strides that all passes support: see `copy_unsupported_strides`."""
     strided = [name for name, t in zip(inputs._fields, inputs, strict=True) if not (t is None or t.is_contiguous())]
     if not strided:
         return inputs
@@ -100,12 +100,12 @@ def _copy_unsupported_inputs(op: str, inputs: Inputs) -> Inputs:
     for name in strided:
         if name not in like_x and name not in of_samples:
             made[name] = made[name].contiguous()
-    made.update(zip(like_x, copy_unsupported(op, *[made[name] for name in like_x]), strict=True))
-    made.update(zip(of_samples, _with_common_stride(*[made[name] for name in of_samples]), strict=True))
+    made.update(zip(like_x, copy_unsupported_strides(op, *[made[name] for name in like_x]), strict=True))
+    made.update(zip(of_samples, _unify_strides(*[made[name] for name in of_samples]), strict=True))
     return type(inputs)(*made.values())
 
 
-def copy_unsupported(op: str, x: Tensor, *others: Tensor | None) -> list[Any]:
+def copy_unsupported_strides(op: str, x: Tensor, *others: Tensor | None) -> list[Any]:
     """x and tensors of x's shape with strides that all passes support; copies of those with other strides.
 
     A copy of x [N, C, *spatial] has the memory format that torch suggests for x's strides, as in torch's own
@@ -117,18 +117,18 @@ def copy_unsupported(op: str, x: Tensor, *others: Tensor | None) -> list[Any]:
             if tensor is not None and not tensor.is_contiguous() and not _has_uniform_rows(tensor):
                 return [t if t is None or _has_contiguous_heads(t) else t.contiguous() for t in tensors]
         return tensors
-    if not _is_sample_layout(x):
+    if not _has_sample_layout(x):
         x = laid_out(x, suggest_memory_format(x) is not torch.contiguous_format)
     channels_last = not x.is_contiguous()
-    return [x, *(t if t is None or _is_sample_layout(t) else laid_out(t, channels_last) for t in others)]
+    return [x, *(t if t is None or _has_sample_layout(t) else laid_out(t, channels_last) for t in others)]
 
 
-def _normalises_nothing(op: str, x: Tensor) -> bool:
+def _has_empty_rows(op: str, x: Tensor) -> bool:
     """Whether each row or group of x is empty, which torch supports and no launcher does."""
     return x.numel() == 0 and 0 in (x.shape[2:] if op == "group_norm" else x.shape[-1:])
 
 
-def _forward_of_nothing(options: NormOptions, inputs: NormInputs) -> Forward:
+def _run_empty_forward(options: NormOptions, inputs: NormInputs) -> Forward:
     """The forward pass over empty rows or groups, whose arguments are checked as in any other."""
     options = options.validate()
     x, residual = inputs.x, inputs.residual
@@ -140,9 +140,9 @@ def _forward_of_nothing(options: NormOptions, inputs: NormInputs) -> Forward:
         check_weight_offset(options.weight_offset, inputs.weight)
         of_parameters = x.shape[-2 if has_heads(inputs.weight, inputs.bias) else -1 :]
         of_statistics = x.shape[:-1]
-    shapes = {Role.LIKE_X: None, Role.PARAMETER: of_parameters, Role.OF_SAMPLES: x.shape[:2]}
+    shapes = {ShapeRole.LIKE_X: None, ShapeRole.PARAMETER: of_parameters, ShapeRole.OF_SAMPLES: x.shape[:2]}
     for name, tensor in zip(inputs._fields, inputs, strict=True):
-        check_companion(name, tensor, x, shapes[ROLES[name]])
+        check_optional_tensor(name, tensor, x, shapes[ROLES[name]])
     rstd = x.new_full(of_statistics, math.nan, dtype=torch.promote_types(x.dtype, torch.float32))
     mean = None if options.is_rms else torch.zeros_like(rstd)
     if residual is not None and options.op == "group_norm":
@@ -150,7 +150,7 @@ def _forward_of_nothing(options: NormOptions, inputs: NormInputs) -> Forward:
     return Forward(torch.empty_like(x), mean, rstd, None if residual is None else torch.empty_like(residual))
 
 
-def _backward_of_nothing(options: NormOptions, inputs: BackwardInputs) -> Backward:
+def _run_empty_backward(options: NormOptions, inputs: BackwardInputs) -> Backward:
     """The backward pass over empty rows or groups."""
     made = [None if tensor is None else tensor.new_zeros(tensor.shape) for tensor in inputs.forward]
     x, residual = inputs.x, inputs.residual
@@ -159,7 +159,7 @@ def _backward_of_nothing(options: NormOptions, inputs: BackwardInputs) -> Backwa
     return Backward._make(made)._replace(dx=dx, dresidual=None if residual is None else dresidual)
 
 
-def _is_sample_layout(x: Tensor) -> bool:
+def _has_sample_layout(x: Tensor) -> bool:
     return x.is_contiguous() or (x.dim() > 2 and in_layout(x, True))
 
 
@@ -183,7 +183,7 @@ def _has_contiguous_heads(tensor: Tensor) -> bool:
     return merge_axes(tensor.shape[:-2], tensor.stride()[:-2]) is not None
 
 
-def _with_common_stride(scale: Tensor | None, shift: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+def _unify_strides(scale: Tensor | None, shift: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """scale and shift [N, C] with contiguous channels and one stride between samples."""
     strides = [tensor.stride() for tensor in (scale, shift) if tensor is not None]
     if all(stride == strides[0] and stride[-1:] == (1,) for stride in strides):

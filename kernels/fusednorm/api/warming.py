@@ -11,14 +11,14 @@ from fusednorm.arguments.checks import ActivationName
 from fusednorm.devices.device import INTERPRETED
 from fusednorm.errors import KernelInputError
 from fusednorm.ops.group_norm.backward_choice import choose_backward
-from fusednorm.ops.group_norm.call import BackwardConfig, ForwardConfig
-from fusednorm.ops.group_norm.channels_last.backward.stream import BackwardStream
+from fusednorm.ops.group_norm.call import GroupNormBackwardConfig, GroupNormForwardConfig
+from fusednorm.ops.group_norm.channels_last.backward.stream import BackwardSampleStream
 from fusednorm.ops.group_norm.channels_last.forward.resident import ForwardResidentBlock
-from fusednorm.ops.group_norm.channels_last.forward.stream import ForwardStream
-from fusednorm.ops.group_norm.channels_last.stream import StreamPartition, stream_partition
-from fusednorm.ops.group_norm.contiguous.forward.resident import ForwardResident
+from fusednorm.ops.group_norm.channels_last.forward.stream import ForwardSampleStream
+from fusednorm.ops.group_norm.channels_last.stream import StreamPartition, make_stream_partition
+from fusednorm.ops.group_norm.contiguous.forward.resident import GroupNormForwardResident
 from fusednorm.ops.group_norm.forward_choice import choose_forward
-from fusednorm.ops.group_norm.sample import Sample
+from fusednorm.ops.group_norm.sample import SampleShape
 from fusednorm.ops.layer_norm.call import SINGLE_ROW_COLS
 from fusednorm.policy.waiting import may_wait
 from fusednorm.tensors.devices import describe_device
@@ -129,7 +129,7 @@ def warmup_group_norm(
     weight = torch.zeros(shape[0], dtype=parameter_dtype or dtype, device=device)
     parameters = (num_groups, weight, weight)
 
-    def run(samples: int) -> None:
+    def run_samples(samples: int) -> None:
         x = torch.zeros(samples, *shape, dtype=dtype, device=device)
         if channels_last:
             x = torch.zeros(samples, *shape[1:], shape[0], dtype=dtype, device=device).movedim(-1, 1)
@@ -148,25 +148,27 @@ def warmup_group_norm(
             group_norm_passes.group_norm_backward(x, x, *parameters, **options)
             group_norm_passes.group_norm_backward(x, x, *parameters, mean=result.mean, rstd=result.rstd, **options)
 
-    run(1)
+    run_samples(1)
     gpu = describe_device(device)
     multiprocessors = gpu.multiprocessors
-    sample = Sample(num_groups, shape[0] // num_groups, math.prod(shape[1:]), channels_last)
+    sample = SampleShape(num_groups, shape[0] // num_groups, math.prod(shape[1:]), channels_last)
     config = choose_forward(sample, dtype.itemsize, multiprocessors, may_wait())
-    if isinstance(config, ForwardResident | ForwardResidentBlock) and config.writers > 1:
+    if isinstance(config, GroupNormForwardResident | ForwardResidentBlock) and config.writers > 1:
         # If there are few groups or blocks, several programs write each: another kernel than for many.
-        of_sample = num_groups if isinstance(config, ForwardResident) else -(-num_groups // config.block_groups)
-        run(multiprocessors // (2 * of_sample) + 1)
-    configs: list[ForwardConfig | BackwardConfig] = [config]
+        of_sample = (
+            num_groups if isinstance(config, GroupNormForwardResident) else -(-num_groups // config.block_groups)
+        )
+        run_samples(multiprocessors // (2 * of_sample) + 1)
+    configs: list[GroupNormForwardConfig | GroupNormBackwardConfig] = [config]
     if backward:
         configs.append(choose_backward(sample, dtype.itemsize, multiprocessors, may_wait()))
-    streams = [each for each in configs if isinstance(each, ForwardStream | BackwardStream)]
+    streams = [each for each in configs if isinstance(each, ForwardSampleStream | BackwardSampleStream)]
 
-    def partitions(samples: int) -> list[StreamPartition]:
-        return [stream_partition(sample, dtype.itemsize, stream, samples, gpu) for stream in streams]
+    def list_partitions(samples: int) -> list[StreamPartition]:
+        return [make_stream_partition(sample, dtype.itemsize, stream, samples, gpu) for stream in streams]
 
     samples = 1
     # Fewer samples are split into more parts.
-    while partitions(samples) != partitions(_MANY):
+    while list_partitions(samples) != list_partitions(_MANY):
         samples *= 2
-        run(samples)
+        run_samples(samples)

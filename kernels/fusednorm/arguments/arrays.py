@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import prod
 
-from fusednorm.devices.device import Gpu
+from fusednorm.devices.device import GpuModel
 
 ITEMSIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "int64": 8}
 """Bytes of an element of each dtype; dtypes have the names that numpy, JAX and torch give them."""
@@ -47,7 +47,7 @@ class Array:
     dtype: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    device: Gpu
+    device: GpuModel
     is_dense: bool = True
     is_aligned: bool = True
     offset: int = 0

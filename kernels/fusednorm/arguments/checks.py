@@ -51,7 +51,7 @@ def check_dropout(dropout: float, seed: int | None) -> None:
         raise KernelInputError(f"seed must be an int64, got {seed}")
 
 
-def checked_eps(eps: float) -> float:
+def validate_eps(eps: float) -> float:
     """eps as a float: a kernel is compiled for the type of its arguments.
 
     Raises:
@@ -138,7 +138,7 @@ def has_common_stride(array: Array) -> bool:
     return merge_axes(array.shape[:-1], array.strides[:-1]) is not None
 
 
-def as_rows(name: str, array: Array) -> Array:
+def view_as_rows(name: str, array: Array) -> Array:
     """The view [rows, cols] of [..., cols] whose rows are one constant stride apart.
 
     Raises:
@@ -162,7 +162,7 @@ def as_rows(name: str, array: Array) -> Array:
     return array.view(rows, (stride, strides[-1]))
 
 
-def as_heads(name: str, array: Array) -> Array:
+def view_as_heads(name: str, array: Array) -> Array:
     """The view [tokens, heads, cols] of [..., heads, cols] whose tokens are one constant stride apart.
 
     Raises:
@@ -183,14 +183,14 @@ def as_heads(name: str, array: Array) -> Array:
     return array.view((math.prod(shape[:-2]), *shape[-2:]), (stride, *strides[-2:]))
 
 
-def view_of_rows(own_parameters: bool, *arrays: Array | None) -> Callable[[str, Array], Array]:
-    """`as_heads` if heads have parameters of their own or some array's rows no common stride; else `as_rows`."""
+def select_row_view(own_parameters: bool, *arrays: Array | None) -> Callable[[str, Array], Array]:
+    """`view_as_heads` if heads have own parameters or some array's rows no common stride; else `view_as_rows`."""
     if own_parameters:
-        return as_heads
+        return view_as_heads
     for array in arrays:
         if array is not None and not has_common_stride(array):
-            return as_heads
-    return as_rows
+            return view_as_heads
+    return view_as_rows
 
 
 def _check_last_axis(name: str, array: Array) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Generic, NamedTuple
 from fusednorm.results import A
 
 
-class Role(IntEnum):
+class ShapeRole(IntEnum):
     """How a tensor's shape follows from x's."""
 
     LIKE_X = 0
@@ -25,16 +25,16 @@ class Role(IntEnum):
 
 
 ROLES = {
-    "x": Role.LIKE_X,
-    "weight": Role.PARAMETER,
-    "bias": Role.PARAMETER,
-    "residual": Role.LIKE_X,
-    "scale": Role.OF_SAMPLES,
-    "shift": Role.OF_SAMPLES,
-    "mean": Role.OF_ROWS,
-    "rstd": Role.OF_ROWS,
-    "dy": Role.LIKE_X,
-    "dresidual_out": Role.LIKE_X,
+    "x": ShapeRole.LIKE_X,
+    "weight": ShapeRole.PARAMETER,
+    "bias": ShapeRole.PARAMETER,
+    "residual": ShapeRole.LIKE_X,
+    "scale": ShapeRole.OF_SAMPLES,
+    "shift": ShapeRole.OF_SAMPLES,
+    "mean": ShapeRole.OF_ROWS,
+    "rstd": ShapeRole.OF_ROWS,
+    "dy": ShapeRole.LIKE_X,
+    "dresidual_out": ShapeRole.LIKE_X,
 }
 
 OPERATIONS = ("layer_norm", "rms_norm", "group_norm")
@@ -103,16 +103,16 @@ class BackwardInputs(NamedTuple, Generic[A]):
 
 @cache
 def group_names_by_role(fields: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-    """The names of those fields of inputs that have each role, in the order of `Role`."""
-    return tuple(tuple(name for name in fields if ROLES[name] is role) for role in Role)
+    """The names of those fields of inputs that have each role, in the order of `ShapeRole`."""
+    return tuple(tuple(name for name in fields if ROLES[name] is role) for role in ShapeRole)
 
 
-def list_roles(inputs: type[NormInputs | BackwardInputs]) -> tuple[Role, ...]:
+def list_roles(inputs: type[NormInputs | BackwardInputs]) -> tuple[ShapeRole, ...]:
     """The role of each input."""
     return tuple(ROLES[name] for name in inputs._fields)
 
 
-def write_tensor_schema(inputs: type[NormInputs | BackwardInputs], *required: str) -> str:
+def format_tensor_schema(inputs: type[NormInputs | BackwardInputs], *required: str) -> str:
     """The inputs in the schema of an operator; those that are not required may be None."""
     names = _OPERATOR_ORDER if inputs is BackwardInputs else inputs._fields
     return ", ".join(f"{'Tensor' if name in required else 'Tensor?'} {name}" for name in names)

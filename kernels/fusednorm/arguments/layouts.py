@@ -4,7 +4,7 @@ from fusednorm.arguments.arrays import Array, has_dense_strides
 from fusednorm.errors import UnsupportedShapeError
 
 
-def is_channels_last(x: Array, name: str = "x") -> bool:
+def detect_channels_last(x: Array, name: str = "x") -> bool:
     """Whether x [N, C, *spatial] is stored as [N, *spatial, C]; False if it is contiguous.
 
     An array that is both (one channel, or one position) counts as contiguous: its memory order is the same.
@@ -14,14 +14,14 @@ def is_channels_last(x: Array, name: str = "x") -> bool:
     """
     if x.is_dense:
         return False
-    if len(x.shape) > 2 and in_layout(x, True):
+    if len(x.shape) > 2 and has_layout(x, True):
         return True
     raise UnsupportedShapeError(
         f"{name} must be contiguous or channels-last, got shape {list(x.shape)} with strides {list(x.strides)}"
     )
 
 
-def in_layout(array: Array, channels_last: bool) -> bool:
+def has_layout(array: Array, channels_last: bool) -> bool:
     """Whether [N, C, *spatial] is stored in the given layout; an array may have both layouts."""
     if not channels_last:
         return array.is_dense

@@ -5,8 +5,8 @@ from functools import cache
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from fusednorm.arguments.checks import check_activation, check_dropout, checked_eps
-from fusednorm.arguments.dropout import dropout_threshold
+from fusednorm.arguments.checks import check_activation, check_dropout, validate_eps
+from fusednorm.arguments.dropout import compute_dropout_threshold
 from fusednorm.arguments.inputs import OPERATIONS, OPERATIONS_WITH, BackwardInputs, NormInputs
 from fusednorm.results import A
 
@@ -20,7 +20,7 @@ A call that is known needs no more; a named tuple would cost the host 0.5 us.
 """
 
 
-def is_repeatable(values: OptionValues) -> bool:
+def is_replayable(values: OptionValues) -> bool:
     """Whether calls with these options may be replayed: a seed differs between calls."""
     return not (values[-2] or values[-1])
 
@@ -54,7 +54,7 @@ class NormOptions(NamedTuple):
     @property
     def dropout_arguments(self) -> tuple[int, int, float]:
         """Seed, threshold and scale: the arguments of kernels that fuse dropout."""
-        return self.seed or 0, dropout_threshold(self.dropout), 1.0 / (1.0 - self.dropout)
+        return self.seed or 0, compute_dropout_threshold(self.dropout), 1.0 / (1.0 - self.dropout)
 
     @property
     def constexprs(self) -> dict[str, object]:
@@ -81,7 +81,7 @@ class NormOptions(NamedTuple):
         """
         check_activation(self.activation)
         check_dropout(self.dropout, self.seed)
-        eps = checked_eps(self.eps)
+        eps = validate_eps(self.eps)
         return self if eps is self.eps else self._replace(eps=eps)
 
 

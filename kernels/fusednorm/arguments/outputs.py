@@ -1,4 +1,4 @@
-"""The results of a pass: each pass declares them once, as an `Output` for each field.
+"""The results of a pass: each pass declares them once, as an `OutputSpec` for each field.
 
 This declaration describes the results that a plan writes, and allocates and checks the tensors of the first call of
 a kind and, in `launch.replay`, of the following calls.
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from fusednorm.arguments.arrays import Array, contiguous_strides
 
 
-class Output(NamedTuple):
+class OutputSpec(NamedTuple):
     """One result of a pass, on x's device.
 
     Attributes:
@@ -41,5 +41,5 @@ class Output(NamedTuple):
         return Array(self.name, self.dtype, shape, strides, x.device, True, is_aligned)
 
 
-Outputs = tuple[Output | None, ...]
-"""One `Output` per field of a result, or None for no array; fields with the same `Output` share one array."""
+Outputs = tuple[OutputSpec | None, ...]
+"""One `OutputSpec` per field of a result, or None for no array; fields with the same one share an array."""

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fusednorm.arguments.dropout import PHILOX_ROUNDS, dropout_threshold
+from fusednorm.arguments.dropout import PHILOX_ROUNDS, compute_dropout_threshold
 
 # Random words come four at once, as uint64; so many fours at a time stay in a core's cache.
 _QUADS = 16 * 1024
@@ -21,7 +21,7 @@ _Words = NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
-class Dropout:
+class DropoutMask:
     """What is dropped: each element with probability `p` in (0, 1), by a mask that `seed` says."""
 
     p: float
@@ -33,12 +33,12 @@ class Dropout:
         first = positions.start // 4
         quads = (positions.stop + 3) // 4 - first
         skipped = positions.start - 4 * first
-        threshold = np.uint64(dropout_threshold(self.p))
-        for part, start, stop in _blocks(len(rows), quads):
+        threshold = np.uint64(compute_dropout_threshold(self.p))
+        for part, start, stop in _iterate_blocks(len(rows), quads):
             row = np.arange(rows.start + part.start, rows.start + part.stop, dtype=np.uint64)[:, None]
             quad = np.arange(first + start, first + stop, dtype=np.uint64)[None, :]
             kept = np.empty((row.size, quad.size, 4), np.bool_)
-            for word, random in enumerate(_philox_words(self.seed, row, quad)):
+            for word, random in enumerate(_compute_philox_words(self.seed, row, quad)):
                 np.greater_equal(random, threshold, out=kept[:, :, word])
             low, high = max(4 * start, skipped), min(4 * stop, skipped + len(positions))
             of_positions = slice(low - 4 * start, high - 4 * start)
@@ -50,12 +50,12 @@ class Dropout:
         return kept.float().div_(1.0 - self.p)
 
 
-def dropout_of(p: float, seed: int | None) -> Dropout | None:
+def make_dropout_mask(p: float, seed: int | None) -> DropoutMask | None:
     """None where nothing is dropped."""
-    return Dropout(p, seed or 0) if p else None
+    return DropoutMask(p, seed or 0) if p else None
 
 
-def _blocks(rows: int, quads: int) -> Iterator[tuple[slice, int, int]]:
+def _iterate_blocks(rows: int, quads: int) -> Iterator[tuple[slice, int, int]]:
     """Ranges of rows, and of the fours in them, that are computed at once."""
     if quads <= _QUADS:
         step = _QUADS // quads
@@ -67,7 +67,7 @@ def _blocks(rows: int, quads: int) -> Iterator[tuple[slice, int, int]]:
     )
 
 
-def _philox_words(seed: int, row: _Words, quad: _Words) -> tuple[_Words, _Words, _Words, _Words]:
+def _compute_philox_words(seed: int, row: _Words, quad: _Words) -> tuple[_Words, _Words, _Words, _Words]:
     """The four random words of each (row, quad), as `fusednorm.arguments.dropout` defines them.
 
     Args: row, quad: [rows, 1] and [1, quads].

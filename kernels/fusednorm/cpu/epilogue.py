@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from fusednorm.cpu.dropout import Dropout
-from fusednorm.cpu.pieces import parts
+from fusednorm.cpu.dropout import DropoutMask
+from fusednorm.cpu.pieces import split_range
 
 _VECTOR_ELEMENTS = 32
 """Elements in two AVX-512 registers of float32; a multiple of the number in smaller registers, or of float64."""
@@ -61,7 +61,7 @@ def activate_(z: Tensor, activation: str) -> Tensor:
     return z
 
 
-def backpropagate_(dy: Tensor, z: Tensor, activation: str) -> Tensor:
+def backpropagate_activation_(dy: Tensor, z: Tensor, activation: str) -> Tensor:
     """Compute dy * act'(z), the gradient of z, in z's memory.
 
     Args:
@@ -73,7 +73,9 @@ def backpropagate_(dy: Tensor, z: Tensor, activation: str) -> Tensor:
     return z
 
 
-def finish_(z: Tensor, activation: str, dropout: Dropout | None = None, kept: Tensor | None = None) -> Tensor:
+def apply_epilogue_(
+    z: Tensor, activation: str, dropout: DropoutMask | None = None, kept: Tensor | None = None
+) -> Tensor:
     """Compute dropout(act(z)) in z's memory.
 
     Args:
@@ -85,7 +87,7 @@ def finish_(z: Tensor, activation: str, dropout: Dropout | None = None, kept: Te
     activate_(z, activation)
     if dropout is not None and kept is not None:
         flat = z.view(-1)
-        for part in parts(z.numel()):
+        for part in split_range(z.numel()):
             flat[part].mul_(dropout.factors(kept.view(-1)[part]))
     return z
 
@@ -94,7 +96,7 @@ def backpropagate_epilogue(
     dy: Tensor,
     z: Tensor,
     activation: str,
-    dropout: Dropout | None = None,
+    dropout: DropoutMask | None = None,
     kept: Tensor | None = None,
     *,
     overwrites_z: bool,
@@ -110,14 +112,14 @@ def backpropagate_epilogue(
         return dy.float()
     dz = z if overwrites_z else z.clone()
     flat_dy, flat_dz = dy.view(-1), dz.view(-1)
-    for part in parts(z.numel()):
+    for part in split_range(z.numel()):
         gradient = flat_dy[part].float()
         if dropout is not None and kept is not None:
             gradient = gradient * dropout.factors(kept.view(-1)[part])
         if activation == "none":
             flat_dz[part] = gradient
         else:
-            backpropagate_(gradient, flat_dz[part], activation)
+            backpropagate_activation_(gradient, flat_dz[part], activation)
     return dz
 
 
@@ -129,7 +131,7 @@ def _compute_in_vectors(function: Callable[..., Tensor], *tensors: Tensor) -> No
         function(*tensors)
         return
     flat = [tensor.as_strided((count,), (1,)) for tensor in tensors]
-    for block in _blocks(count - rest, threads):
+    for block in _iterate_vector_aligned_blocks(count - rest, threads):
         function(*[tensor[block] for tensor in flat])
     if rest:
         padded = [tensor.new_zeros(_VECTOR_ELEMENTS) for tensor in flat]
@@ -138,7 +140,7 @@ def _compute_in_vectors(function: Callable[..., Tensor], *tensors: Tensor) -> No
         flat[0][-rest:] = function(*padded)[:rest]
 
 
-def _blocks(count: int, threads: int) -> Iterator[slice]:
+def _iterate_vector_aligned_blocks(count: int, threads: int) -> Iterator[slice]:
     """Divide a multiple of the elements of vectors so that each thread's share is a multiple, too."""
     start, unit = 0, _VECTOR_ELEMENTS * threads
     while start < count:

@@ -14,13 +14,13 @@ from torch import Tensor
 from fusednorm import reference
 from fusednorm.arguments.checks import ACTIVATIONS, check_dropout, has_heads
 from fusednorm.cpu import batch_invariant
-from fusednorm.cpu.taken import are_floats, is_epsilon, is_offset
+from fusednorm.cpu.taken import has_float_tensors, is_valid_eps, is_valid_offset
 from fusednorm.errors import KernelInputError
 from fusednorm.results import Backward, Forward
 from fusednorm.tensors.layouts import in_layout, laid_out
 
 _SMALL_ELEMENTS = 512 * 1024
-"""Elements up to which the reference takes less time without dropout: see `_is_small`."""
+"""Elements up to which the reference takes less time without dropout: see `_is_reference_faster`."""
 
 _LIKE_X = ("x", "residual", "dy", "dresidual_out", "y", "residual_out", "dx", "dresidual")
 _STATISTICS = ("mean", "rstd")
@@ -28,21 +28,21 @@ _STATISTICS = ("mean", "rstd")
 
 def compute_forward(op: str, **arguments: Any) -> Forward:
     """Compute a forward pass of `fusednorm.reference` from its arguments, all by name."""
-    if _is_small(arguments) or not _is_supported(op, **arguments):
+    if _is_reference_faster(arguments) or not _is_supported(op, **arguments):
         computed: Forward = getattr(reference, f"{op}_forward")(**arguments)
         return computed
-    results = getattr(batch_invariant, f"{op}_forward")(**_prepare(op, arguments))
-    return Forward(**_restore(op, arguments["x"], results._asdict()))
+    results = getattr(batch_invariant, f"{op}_forward")(**_prepare_arguments(op, arguments))
+    return Forward(**_restore_results(op, arguments["x"], results._asdict()))
 
 
 def compute_backward(op: str, *, parameter_gradients: bool, **arguments: Any) -> Backward:
     """Compute a backward pass of `fusednorm.reference` from its arguments, all by name."""
-    if _is_small(arguments) or not _is_supported(op, **arguments):
+    if _is_reference_faster(arguments) or not _is_supported(op, **arguments):
         run = getattr(reference, f"{op}_backward")
         computed: Backward = run(**arguments, parameter_gradients=parameter_gradients)
         return computed
-    results: Backward = getattr(batch_invariant, f"{op}_backward")(**_prepare(op, arguments))
-    gradients = Backward(**_restore(op, arguments["x"], results._asdict()))
+    results: Backward = getattr(batch_invariant, f"{op}_backward")(**_prepare_arguments(op, arguments))
+    gradients = Backward(**_restore_results(op, arguments["x"], results._asdict()))
     if results.dresidual is results.dx:
         gradients = gradients._replace(dresidual=gradients.dx)
     return gradients if parameter_gradients else gradients._replace(dweight=None, dbias=None)
@@ -86,19 +86,19 @@ def _is_supported(
     return (
         is_laid_out
         and x.numel() > 0
-        and is_epsilon(eps)
+        and is_valid_eps(eps)
         and isinstance(activation, str)
         and activation in ACTIVATIONS
-        and is_offset(weight_offset, weight)
-        and are_floats(shape, x, *like_x.values())
-        and are_floats(of_parameters, weight, bias)
-        and are_floats(shape[:2], scale, shift)
-        and are_floats(of_statistics, mean, rstd)
+        and is_valid_offset(weight_offset, weight)
+        and has_float_tensors(shape, x, *like_x.values())
+        and has_float_tensors(of_parameters, weight, bias)
+        and has_float_tensors(shape[:2], scale, shift)
+        and has_float_tensors(of_statistics, mean, rstd)
         and all(each is None or each.dtype == torch.float32 for each in (mean, rstd))
     )
 
 
-def _is_small(arguments: dict[str, Any]) -> bool:
+def _is_reference_faster(arguments: dict[str, Any]) -> bool:
     """Whether the reference takes less time: half of it for a backward pass with parameters for each head."""
     if arguments["x"].numel() > _SMALL_ELEMENTS or arguments["dropout"]:
         return False
@@ -107,7 +107,7 @@ def _is_small(arguments: dict[str, Any]) -> bool:
     return "dy" in arguments and not (arguments.get("scale") is arguments.get("shift") is None)
 
 
-def _prepare(op: str, arguments: dict[str, Any]) -> dict[str, Any]:
+def _prepare_arguments(op: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments with tensors as `batch_invariant` takes them."""
     x, prepared = arguments["x"], dict(arguments)
     if op == "group_norm":
@@ -127,7 +127,7 @@ def _prepare(op: str, arguments: dict[str, Any]) -> dict[str, Any]:
     return prepared
 
 
-def _restore(op: str, x: Tensor, results: dict[str, Any]) -> dict[str, Any]:
+def _restore_results(op: str, x: Tensor, results: dict[str, Any]) -> dict[str, Any]:
     """Results in the shapes of the operation's own, none of them a view, which torch would not change in place."""
     is_rows = op != "group_norm"
     for name, result in results.items():

@@ -8,10 +8,10 @@ _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _SMALLEST_SCALE = 2.0**-126
 
 
-def quantised_(y: Tensor) -> Tensor:
+def scale_rows_(y: Tensor) -> Tensor:
     """Divide rows [rows, cols] by their scales, in y's memory; a copy in float8_e4m3fn rounds them.
 
-    The same bits as `fusednorm.reference.float8.quantised_rows`, without copies of y.
+    The same bits as `fusednorm.reference.float8.quantise_rows`, without copies of y.
 
     Returns: the scales [rows].
     """

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fusednorm.cpu.pieces import piece_rows, row_pieces
-from fusednorm.cpu.taken import in_dtype_of, summed
+from fusednorm.cpu.pieces import compute_chunk_rows, split_rows
+from fusednorm.cpu.taken import add_residual, cast_gradient
 from fusednorm.results import Backward
 
 
-class Gradients:
+class ChunkedRowGradients:
     """The results of a backward pass; 16-bit tensors and sums are widened, used and narrowed in pieces."""
 
     def __init__(
@@ -38,17 +38,17 @@ class Gradients:
         count, cols = self._rows.shape
         gradient, centre, inverse = dy.reshape(-1, cols), mean.reshape(-1, 1), rstd.reshape(-1, 1)
         is_wide = self._x.dtype == dy.dtype == torch.float32 and self._residual is None
-        at_once = count if is_wide else piece_rows(cols)
+        at_once = count if is_wide else compute_chunk_rows(cols)
         if count <= at_once:
             self._piece = slice(0, count)
-            yield summed(self._rows, self._residual), gradient.float(), centre, inverse
+            yield add_residual(self._rows, self._residual), gradient.float(), centre, inverse
             return
         self._dx = torch.empty(self._rows.shape, dtype=self._x.dtype, device="cpu")
         if self._has_own_dresidual and self._residual is not None:
             self._dresidual = torch.empty(self._rows.shape, dtype=self._residual.dtype, device="cpu")
-        for piece in row_pieces(count, cols):
+        for piece in split_rows(count, cols):
             self._piece = piece
-            h = summed(self._rows[piece], None if self._residual is None else self._residual[piece])
+            h = add_residual(self._rows[piece], None if self._residual is None else self._residual[piece])
             yield h, gradient[piece].float(), centre[piece], inverse[piece]
 
     def write(self, dx: Tensor, dweight: Tensor | None, dbias: Tensor | None) -> None:
@@ -64,8 +64,8 @@ class Gradients:
             self._dx[piece] = dx
             if self._dresidual is not None:
                 self._dresidual[piece] = dx
-        self._dweight = _added(self._dweight, dweight if self._weight is not None else None)
-        self._dbias = _added(self._dbias, dbias if self._bias is not None else None)
+        self._dweight = _add_optional(self._dweight, dweight if self._weight is not None else None)
+        self._dbias = _add_optional(self._dbias, dbias if self._bias is not None else None)
 
     def result(self) -> Backward:
         x, dx, dresidual = self._x, self._dx, self._dresidual
@@ -75,9 +75,9 @@ class Gradients:
         if self._residual is not None:
             dresidual = dx if dresidual is None else dresidual.resize_(x.shape)
         return Backward(
-            dx, in_dtype_of(self._dweight, self._weight), in_dtype_of(self._dbias, self._bias), dresidual
+            dx, cast_gradient(self._dweight, self._weight), cast_gradient(self._dbias, self._bias), dresidual
         )
 
 
-def _added(total: Tensor | None, more: Tensor | None) -> Tensor | None:
+def _add_optional(total: Tensor | None, more: Tensor | None) -> Tensor | None:
     return more if total is None or more is None else total.add_(more)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from fusednorm.cpu import fallback
-from fusednorm.cpu.epilogue import activate_, backpropagate_
-from fusednorm.cpu.taken import are_floats, are_plain, ones, summed, wide
+from fusednorm.cpu.epilogue import activate_, backpropagate_activation_
+from fusednorm.cpu.taken import add_residual, has_float_tensors, has_torch_options, make_ones, to_float32
 from fusednorm.results import Backward, Forward
 from fusednorm.tensors.layouts import in_layout, laid_out
 
@@ -18,7 +18,7 @@ _FARTHEST_MEAN = 2.0
 _backward_of_torch: Any = torch.ops.aten.native_group_norm_backward
 
 
-def takes(
+def can_compute(
     x: Tensor,
     num_groups: int,
     weight: Tensor | None,
@@ -31,20 +31,20 @@ def takes(
     """Whether torch's kernels may compute this call: see `fusednorm.cpu`."""
     shape = x.shape
     return (
-        are_plain(eps, activation, dropout)
+        has_torch_options(eps, activation, dropout)
         and len(shape) > 1
         and type(num_groups) is int
         and num_groups > 0
         and shape[1] % num_groups == 0
-        and are_floats(shape, x, residual)
-        and are_floats(shape[1:2], weight, bias)
+        and has_float_tensors(shape, x, residual)
+        and has_float_tensors(shape[1:2], weight, bias)
         and x.numel() > 0
         # torch has no kernel for channels-last tensors with another number of axes.
         and (x.is_contiguous() or (x.dim() in (4, 5) and in_layout(x, True)))
     )
 
 
-def is_far_from_zero(mean: Tensor, rstd: Tensor) -> bool:
+def has_distant_mean(mean: Tensor, rstd: Tensor) -> bool:
     """Whether a channels-last group's mean is NaN or so far from zero that torch's variance has cancellation."""
     farthest = float(torch.linalg.vector_norm(mean.detach() * rstd.detach(), math.inf))
     return not farthest <= _FARTHEST_MEAN
@@ -68,12 +68,12 @@ def group_norm_forward(
     """See `fusednorm.reference.group_norm_forward`."""
     options: dict[str, Any] = {"eps": eps, "activation": activation, "dropout": dropout}
     computed = None
-    is_taken = takes(x, num_groups, weight, bias, residual, **options) and scale is shift is None
+    is_taken = can_compute(x, num_groups, weight, bias, residual, **options) and scale is shift is None
     if is_taken:
         is_wide = activation != "none" or residual is not None
-        h = _like(x, x)
-        h = summed(h, _like(x, residual)) if is_wide else h
-        computed = _normalised(h, num_groups, weight, bias, eps)
+        h = _convert_layout_like(x, x)
+        h = add_residual(h, _convert_layout_like(x, residual)) if is_wide else h
+        computed = _try_normalise(h, num_groups, weight, bias, eps)
     if computed is None:
         more: dict[str, Any] = {"residual": residual, "scale": scale, "shift": shift, "seed": seed, "stats": stats}
         more |= {"x": x, "num_groups": num_groups, "weight": weight, "bias": bias}
@@ -109,9 +109,9 @@ def group_norm_backward(
     """See `fusednorm.reference.group_norm_backward`; without saved statistics `fallback` computes the call."""
     options: dict[str, Any] = {"eps": eps, "activation": activation, "dropout": dropout}
     is_taken = (
-        takes(x, num_groups, weight, bias, residual, **options)
-        and are_floats(x.shape, dy, dresidual_out)
-        and are_floats((x.shape[0], num_groups), mean, rstd)
+        can_compute(x, num_groups, weight, bias, residual, **options)
+        and has_float_tensors(x.shape, dy, dresidual_out)
+        and has_float_tensors((x.shape[0], num_groups), mean, rstd)
         and scale is shift is None
     )
     if (
@@ -120,28 +120,28 @@ def group_norm_backward(
         or rstd is None
         or mean.dtype != torch.float32
         or rstd.dtype != torch.float32
-        or (not x.is_contiguous() and is_far_from_zero(mean, rstd))
+        or (not x.is_contiguous() and has_distant_mean(mean, rstd))
     ):
         sums: dict[str, Any] = {"residual": residual, "dresidual_out": dresidual_out}
         sums |= {"scale": scale, "shift": shift, "seed": seed, "parameter_gradients": parameter_gradients}
         sums |= {"dy": dy, "x": x, "num_groups": num_groups, "weight": weight, "bias": bias, "mean": mean}
         return fallback.compute_backward("group_norm", rstd=rstd, **options, **sums)
     is_wide = activation != "none" or residual is not None or dy.dtype != x.dtype or dresidual_out is not None
-    h, gradient = _like(x, x), _like(x, dy)
+    h, gradient = _convert_layout_like(x, x), _convert_layout_like(x, dy)
     if is_wide:
-        h, gradient = summed(h, _like(x, residual)), gradient.float()
+        h, gradient = add_residual(h, _convert_layout_like(x, residual)), gradient.float()
     n, c, positions = x.shape[0], x.shape[1], math.prod(x.shape[2:])
     # torch has no gradient of a bias without a weight, and would need the statistics in a 16-bit x's dtype.
-    factor = ones(c) if weight is None else wide(weight)
+    factor = make_ones(c) if weight is None else to_float32(weight)
     if activation != "none":
-        z = torch.native_group_norm(h, factor, wide(bias), n, c, positions, num_groups, eps)[0]
-        gradient = backpropagate_(gradient, z, activation)
+        z = torch.native_group_norm(h, factor, to_float32(bias), n, c, positions, num_groups, eps)[0]
+        gradient = backpropagate_activation_(gradient, z, activation)
     wanted = [parameter_gradients and parameter is not None for parameter in (weight, bias)]
     dx, dweight, dbias = _backward_of_torch(
         gradient, h, mean, rstd, factor, n, c, positions, num_groups, [True, *wanted]
     )
     if dresidual_out is not None:
-        dx = dx.add_(_like(x, dresidual_out))
+        dx = dx.add_(_convert_layout_like(x, dresidual_out))
     dx = dx.to(x.dtype)
     return Backward(
         dx,
@@ -151,17 +151,19 @@ def group_norm_backward(
     )
 
 
-def _normalised(
+def _try_normalise(
     h: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """The norm of h, mean and rstd [N, num_groups] float32; None if the variance has cancellation."""
     n, c = h.shape[:2]
     # With float32 parameters torch's statistics are float32, too.
-    factor = ones(c) if weight is bias is None and h.dtype != torch.float32 else wide(weight)
-    z, mean, rstd = torch.native_group_norm(h, factor, wide(bias), n, c, math.prod(h.shape[2:]), num_groups, eps)
-    return None if not h.is_contiguous() and is_far_from_zero(mean, rstd) else (z, mean, rstd)
+    factor = make_ones(c) if weight is bias is None and h.dtype != torch.float32 else to_float32(weight)
+    z, mean, rstd = torch.native_group_norm(
+        h, factor, to_float32(bias), n, c, math.prod(h.shape[2:]), num_groups, eps
+    )
+    return None if not h.is_contiguous() and has_distant_mean(mean, rstd) else (z, mean, rstd)
 
 
-def _like(x: Tensor, tensor: Any) -> Any:
+def _convert_layout_like(x: Tensor, tensor: Any) -> Any:
     """A tensor with x's shape in x's layout, or None."""
     return None if tensor is None else laid_out(tensor, not x.is_contiguous())

@@ -10,17 +10,17 @@ PIECE_ELEMENTS = 128 * 1024
 """Elements computed at once, so that their float32 intermediates stay in a core's cache."""
 
 
-def piece_rows(cols: int) -> int:
+def compute_chunk_rows(cols: int) -> int:
     """The number of rows in a piece."""
     return max(1, PIECE_ELEMENTS // cols)
 
 
-def row_pieces(rows: int, cols: int, heads: int = 0) -> Iterator[slice]:
+def split_rows(rows: int, cols: int, heads: int = 0) -> Iterator[slice]:
     """Ranges of rows, each of at most a piece's elements or one row.
 
     Args: heads: each token has so many rows; a range is of whole tokens or of some heads of one.
     """
-    step = piece_rows(cols)
+    step = compute_chunk_rows(cols)
     if heads and step < heads:
         return (
             slice(token + start, token + min(start + step, heads))
@@ -32,7 +32,7 @@ def row_pieces(rows: int, cols: int, heads: int = 0) -> Iterator[slice]:
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
-def group_pieces(samples: int, groups: int, group_elements: int) -> Iterator[tuple[slice, slice]]:
+def split_groups(samples: int, groups: int, group_elements: int) -> Iterator[tuple[slice, slice]]:
     """Ranges of samples and of their groups: several whole samples, or some groups of one, at least one."""
     step = PIECE_ELEMENTS // (groups * group_elements)
     if step:
@@ -45,7 +45,7 @@ def group_pieces(samples: int, groups: int, group_elements: int) -> Iterator[tup
     )
 
 
-def parts(count: int, elements: int = 1) -> Iterator[slice]:
+def split_range(count: int, elements: int = 1) -> Iterator[slice]:
     """Ranges of a piece that may be longer than others, for what is done to each of `count` units by itself.
 
     Args: elements: of one unit.

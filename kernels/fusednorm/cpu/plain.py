@@ -8,28 +8,30 @@ from torch import Tensor
 
 from fusednorm.arguments.options import OptionValues
 from fusednorm.cpu import groups, rows
-from fusednorm.cpu.taken import are_floats, is_epsilon, wide
+from fusednorm.cpu.taken import has_float_tensors, is_valid_eps, to_float32
 from fusednorm.tensors.arrays import FLOAT_DTYPES
 from fusednorm.tensors.layouts import laid_out
 
 
-def norm(values: OptionValues, tensors: tuple[Any, ...], trains: bool) -> Tensor | None:
+def try_plain_norm(values: OptionValues, tensors: tuple[Any, ...], trains: bool) -> Tensor | None:
     """The norm of x with weight and bias, or None if there are more tensors, or torch's is less accurate.
 
-    `values` are those of `NormOptions`, `tensors` those of `NormInputs`; `trains` as in `layer_norm`.
+    `values` are those of `NormOptions`, `tensors` those of `NormInputs`; `trains` as in `try_layer_norm`.
     """
     op, num_groups, eps, _, _, _, _ = values
     x, weight, bias, residual, scale, shift = tensors
     if not (residual is scale is shift is None):
         return None
     if op == "layer_norm":
-        return layer_norm(x, weight, bias, eps, trains)
+        return try_layer_norm(x, weight, bias, eps, trains)
     if op == "rms_norm":
-        return rms_norm(x, weight, eps, trains)
-    return group_norm(x, num_groups, weight, bias, eps, trains)
+        return try_rms_norm(x, weight, eps, trains)
+    return try_group_norm(x, num_groups, weight, bias, eps, trains)
 
 
-def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, trains: bool) -> Tensor | None:
+def try_layer_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, trains: bool
+) -> Tensor | None:
     """LayerNorm over the last axis, or None if torch's is less accurate.
 
     Args:
@@ -42,18 +44,18 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     if dtype not in FLOAT_DTYPES or (trains and dtype != torch.float32):
         return None
     cols = x.shape[-1:]
-    # Rows of one value: see `rows.takes`.
-    if not (is_epsilon(eps) and cols and cols[0] > 1 and x.numel() and are_floats(cols, weight, bias)):
+    # Rows of one value: see `rows.can_compute`.
+    if not (is_valid_eps(eps) and cols and cols[0] > 1 and x.numel() and has_float_tensors(cols, weight, bias)):
         return None
-    return torch.layer_norm(x, cols, wide(weight), wide(bias), eps, False)
+    return torch.layer_norm(x, cols, to_float32(weight), to_float32(bias), eps, False)
 
 
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float, trains: bool) -> Tensor | None:
+def try_rms_norm(x: Tensor, weight: Tensor | None, eps: float, trains: bool) -> Tensor | None:
     """RMSNorm over the last axis, or None if it will be differentiated: torch has no derivative of its own."""
     return None if trains else rows.rms_norm_forward(x, weight, eps=eps).y
 
 
-def group_norm(
+def try_group_norm(
     x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, trains: bool
 ) -> Tensor | None:
     """GroupNorm of [N, C, *spatial], or None if torch's is less accurate.
@@ -68,9 +70,9 @@ def group_norm(
     """
     if trains and weight is None and (bias is not None or x.dtype != torch.float32):
         return None
-    if not groups.takes(x, num_groups, weight, bias, None, eps, "none", 0.0):
+    if not groups.can_compute(x, num_groups, weight, bias, None, eps, "none", 0.0):
         return None
-    weight, bias = wide(weight), wide(bias)
+    weight, bias = to_float32(weight), to_float32(bias)
     if x.is_contiguous():
         return torch.group_norm(laid_out(x, False), num_groups, weight, bias, eps, False)
     # torch writes to the gradient of a channels-last x even if there is none, and crashes.
@@ -79,4 +81,4 @@ def group_norm(
     n, c = x.shape[:2]
     h = laid_out(x, True)
     y, mean, rstd = torch.native_group_norm(h, weight, bias, n, c, math.prod(x.shape[2:]), num_groups, eps)
-    return None if groups.is_far_from_zero(mean, rstd) else y
+    return None if groups.has_distant_mean(mean, rstd) else y

@@ -6,9 +6,16 @@ import torch
 from torch import Tensor
 
 from fusednorm.cpu import fallback
-from fusednorm.cpu.epilogue import activate_, backpropagate_
-from fusednorm.cpu.gradients import Gradients
-from fusednorm.cpu.taken import are_floats, are_plain, is_offset, ones, summed, wide
+from fusednorm.cpu.epilogue import activate_, backpropagate_activation_
+from fusednorm.cpu.gradients import ChunkedRowGradients
+from fusednorm.cpu.taken import (
+    add_residual,
+    has_float_tensors,
+    has_torch_options,
+    is_valid_offset,
+    make_ones,
+    to_float32,
+)
 from fusednorm.results import Backward, Forward
 
 _LONGEST = 2**16
@@ -17,7 +24,7 @@ _LONGEST = 2**16
 _backward_of_torch: Any = torch.ops.aten.native_layer_norm_backward
 
 
-def takes(
+def can_compute(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -33,10 +40,10 @@ def takes(
     """
     shape = x.shape
     return (
-        are_plain(eps, activation, dropout)
-        and are_floats(shape, x, residual)
-        and are_floats(shape[-1:], weight, bias)
-        and is_offset(weight_offset, weight)
+        has_torch_options(eps, activation, dropout)
+        and has_float_tensors(shape, x, residual)
+        and has_float_tensors(shape[-1:], weight, bias)
+        and is_valid_offset(weight_offset, weight)
         and bool(shape)
         and shape[-1] > 1
         and x.numel() > 0
@@ -58,23 +65,23 @@ def layer_norm_forward(
 ) -> Forward:
     """See `fusednorm.reference.layer_norm_forward`."""
     options: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset, "activation": activation}
-    if not takes(x, weight, bias, residual, dropout=dropout, **options):
+    if not can_compute(x, weight, bias, residual, dropout=dropout, **options):
         more: dict[str, Any] = {"residual": residual, "dropout": dropout, "seed": seed, "stats": stats}
         return fallback.compute_forward("layer_norm", x=x, weight=weight, bias=bias, **options, **more)
-    cols, factor, shift = x.shape[-1:], _factor(weight, weight_offset), wide(bias)
+    cols, factor, shift = x.shape[-1:], _compute_weight_factor(weight, weight_offset), to_float32(bias)
     if x.dtype == torch.float32 or activation != "none" or residual is not None:
-        h = summed(x, residual)
+        h = add_residual(x, residual)
     else:
         h = x
         # With float32 parameters torch returns float32 statistics.
         if stats and factor is None and shift is None:
-            factor = ones(x.shape[-1])
+            factor = make_ones(x.shape[-1])
     y, mean, rstd = torch.native_layer_norm(h, cols, factor, shift, eps)
     return Forward(
         activate_(y, activation).to(x.dtype),
         mean.squeeze_(-1) if stats else None,
         rstd.squeeze_(-1) if stats else None,
-        None if residual is None else _returned(h, residual),
+        None if residual is None else _cast_sum(h, residual),
     )
 
 
@@ -92,14 +99,18 @@ def rms_norm_forward(
 ) -> Forward:
     """See `fusednorm.reference.rms_norm_forward`."""
     options: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset, "activation": activation}
-    if x.ndim == 0 or x.shape[-1] > _LONGEST or not takes(x, weight, None, residual, dropout=dropout, **options):
+    if (
+        x.ndim == 0
+        or x.shape[-1] > _LONGEST
+        or not can_compute(x, weight, None, residual, dropout=dropout, **options)
+    ):
         more: dict[str, Any] = {"residual": residual, "dropout": dropout, "seed": seed, "stats": stats}
         return fallback.compute_forward("rms_norm", x=x, weight=weight, **options, **more)
-    h = summed(x, residual)
+    h = add_residual(x, residual)
     cols = x.shape[-1]
     norm = torch.linalg.vector_norm(h, dim=-1, keepdim=True)
     rstd = torch.addcmul(norm.new_full((), eps), norm, norm, value=1.0 / cols).rsqrt_()
-    factor = _factor(weight, weight_offset)
+    factor = _compute_weight_factor(weight, weight_offset)
     y = (h * rstd).contiguous()
     if factor is not None:
         y.mul_(factor)
@@ -107,7 +118,7 @@ def rms_norm_forward(
         activate_(y, activation).to(x.dtype),
         None,
         rstd.squeeze_(-1) if stats else None,
-        None if residual is None else _returned(h, residual),
+        None if residual is None else _cast_sum(h, residual),
     )
 
 
@@ -132,9 +143,9 @@ def layer_norm_backward(
     options: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset, "activation": activation}
     of_x = x.shape[:-1]
     is_taken = (
-        takes(x, weight, bias, residual, dropout=dropout, **options)
-        and are_floats(x.shape, dy, dresidual_out)
-        and _are_statistics(of_x, mean, rstd)
+        can_compute(x, weight, bias, residual, dropout=dropout, **options)
+        and has_float_tensors(x.shape, dy, dresidual_out)
+        and _has_valid_statistics(of_x, mean, rstd)
     )
     if not is_taken or mean is None or rstd is None:
         sums: dict[str, Any] = {"residual": residual, "dresidual_out": dresidual_out}
@@ -142,14 +153,14 @@ def layer_norm_backward(
         sums |= {"x": x, "weight": weight, "bias": bias, "mean": mean, "rstd": rstd}
         return fallback.compute_backward("layer_norm", dy=dy, **options, **sums)
     of_weight, of_bias = (weight, bias) if parameter_gradients else (None, None)
-    gradients = Gradients(x, of_weight, of_bias, residual, dresidual_out)
-    factor, shift = _factor(weight, weight_offset), wide(bias)
+    gradients = ChunkedRowGradients(x, of_weight, of_bias, residual, dresidual_out)
+    factor, shift = _compute_weight_factor(weight, weight_offset), to_float32(bias)
     cols, needed = x.shape[-1:], [True, of_weight is not None, of_bias is not None]
     for piece in gradients.pieces(dy, mean, rstd):
         h, gradient, centre, inverse = piece
         if activation != "none":
             z = torch.native_layer_norm(h, cols, factor, shift, eps)[0]
-            gradient = backpropagate_(gradient.contiguous(), z, activation)
+            gradient = backpropagate_activation_(gradient.contiguous(), z, activation)
         gradients.write(*_backward_of_torch(gradient, h, cols, centre, inverse, factor, shift, needed))
     return gradients.result()
 
@@ -175,10 +186,10 @@ def rms_norm_backward(
     """
     options: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset, "activation": activation}
     is_taken = (
-        takes(x, weight, None, residual, dropout=dropout, **options)
+        can_compute(x, weight, None, residual, dropout=dropout, **options)
         and x.shape[-1] <= _LONGEST
-        and are_floats(x.shape, dy, dresidual_out)
-        and _are_statistics(x.shape[:-1], rstd)
+        and has_float_tensors(x.shape, dy, dresidual_out)
+        and _has_valid_statistics(x.shape[:-1], rstd)
     )
     if not is_taken or rstd is None:
         sums: dict[str, Any] = {"residual": residual, "dresidual_out": dresidual_out}
@@ -186,33 +197,33 @@ def rms_norm_backward(
         sums |= {"x": x, "weight": weight, "rstd": rstd}
         return fallback.compute_backward("rms_norm", dy=dy, **options, **sums)
     of_weight = weight if parameter_gradients else None
-    gradients = Gradients(x, of_weight, None, residual, dresidual_out)
-    factor = _factor(weight, weight_offset)
+    gradients = ChunkedRowGradients(x, of_weight, None, residual, dresidual_out)
+    factor = _compute_weight_factor(weight, weight_offset)
     cols, needed = x.shape[-1:], [True, of_weight is not None, False]
-    of_mean = (ones(cols[0]) if factor is None else factor) * (1.0 / cols[0])
+    of_mean = (make_ones(cols[0]) if factor is None else factor) * (1.0 / cols[0])
     for piece in gradients.pieces(dy, torch.zeros_like(rstd), rstd):
         h, gradient, zero, inverse = piece
         if activation != "none":
             z = (h * inverse).contiguous()
             if factor is not None:
                 z.mul_(factor)
-            gradient = backpropagate_(gradient.contiguous(), z, activation)
+            gradient = backpropagate_activation_(gradient.contiguous(), z, activation)
         dx, dweight, _ = _backward_of_torch(gradient, h, cols, zero, inverse, factor, None, needed)
         dx.add_(torch.mv(gradient, of_mean).unsqueeze_(-1).mul_(inverse))
         gradients.write(dx, dweight, None)
     return gradients.result()
 
 
-def _are_statistics(shape: torch.Size, *statistics: Tensor | None) -> bool:
+def _has_valid_statistics(shape: torch.Size, *statistics: Tensor | None) -> bool:
     return all(s is not None and s.dtype == torch.float32 and s.is_cpu and s.shape == shape for s in statistics)
 
 
-def _factor(weight: Tensor | None, weight_offset: float) -> Tensor | None:
+def _compute_weight_factor(weight: Tensor | None, weight_offset: float) -> Tensor | None:
     """The factor of x_hat in float32."""
-    factor = wide(weight)
+    factor = to_float32(weight)
     return factor + weight_offset if factor is not None and weight_offset else factor
 
 
-def _returned(h: Tensor, residual: Tensor) -> Tensor:
+def _cast_sum(h: Tensor, residual: Tensor) -> Tensor:
     """The sum in the form of the results: in the residual's dtype, contiguous."""
     return h.to(residual.dtype).contiguous()

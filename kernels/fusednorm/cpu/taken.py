@@ -11,7 +11,7 @@ from fusednorm.tensors.arrays import FLOAT_DTYPES
 Shape = tuple[int, ...]
 
 
-def are_floats(shape: Shape, *tensors: Tensor | None) -> bool:
+def has_float_tensors(shape: Shape, *tensors: Tensor | None) -> bool:
     """Whether the tensors are float32 or 16-bit, of the given shape and on the CPU; None is ignored."""
     for tensor in tensors:
         if tensor is not None and not (tensor.dtype in FLOAT_DTYPES and tensor.is_cpu and tensor.shape == shape):
@@ -19,37 +19,39 @@ def are_floats(shape: Shape, *tensors: Tensor | None) -> bool:
     return True
 
 
-def is_epsilon(eps: float) -> bool:
+def is_valid_eps(eps: float) -> bool:
     """Whether a number may be added to a variance."""
     return type(eps) in (float, int) and 0.0 <= eps < math.inf
 
 
-def is_zero(dropout: float) -> bool:
+def is_zero_dropout(dropout: float) -> bool:
     """Whether a probability is a number and 0."""
     return type(dropout) in (float, int) and dropout == 0.0
 
 
-def are_plain(eps: float, activation: str, dropout: float) -> bool:
+def has_torch_options(eps: float, activation: str, dropout: float) -> bool:
     """Whether the functions support eps and activation, and there is no dropout."""
-    return is_epsilon(eps) and isinstance(activation, str) and activation in ACTIVATIONS and is_zero(dropout)
+    return (
+        is_valid_eps(eps) and isinstance(activation, str) and activation in ACTIVATIONS and is_zero_dropout(dropout)
+    )
 
 
-def is_offset(weight_offset: float, weight: Tensor | None) -> bool:
+def is_valid_offset(weight_offset: float, weight: Tensor | None) -> bool:
     """Whether weight_offset is 0, or 1 with a weight."""
     return weight_offset == 0.0 or (weight_offset == 1.0 and weight is not None)
 
 
-def wide(tensor: Tensor | None) -> Tensor | None:
+def to_float32(tensor: Tensor | None) -> Tensor | None:
     """The tensor in float32, without a copy if it already is."""
     return tensor if tensor is None or tensor.dtype == torch.float32 else tensor.float()
 
 
-def ones(count: int) -> Tensor:
+def make_ones(count: int) -> Tensor:
     """Return as many ones in float32: statistics and gradients have the dtype of parameters."""
     return torch.ones(count, dtype=torch.float32, device="cpu")
 
 
-def summed(x: Tensor, residual: Tensor | None) -> Tensor:
+def add_residual(x: Tensor, residual: Tensor | None) -> Tensor:
     """x + residual, or x alone, in float32."""
     if residual is None:
         return x.float()
@@ -57,6 +59,6 @@ def summed(x: Tensor, residual: Tensor | None) -> Tensor:
     return x + residual if x.dtype == torch.float32 else x.float().add_(residual)
 
 
-def in_dtype_of(gradient: Tensor | None, parameter: Tensor | None) -> Tensor | None:
+def cast_gradient(gradient: Tensor | None, parameter: Tensor | None) -> Tensor | None:
     """The gradient in its parameter's dtype, or None without a parameter."""
     return None if gradient is None or parameter is None else gradient.to(parameter.dtype)

@@ -12,14 +12,14 @@ else:
 (TRITON_INTERPRET=1 at import), to which only tests add what it lacks."""
 
 
-def needs_triton(what: str) -> ModuleNotFoundError:
+def make_missing_triton_error(what: str) -> ModuleNotFoundError:
     """The error of a call that runs kernels if Triton is not installed."""
     return ModuleNotFoundError(
         f"{what} runs Triton kernels, and Triton is not installed: install the package triton", name="triton"
     )
 
 
-class Gpu(NamedTuple):
+class GpuModel(NamedTuple):
     """The properties of a GPU that plans use.
 
     Attributes:
@@ -39,17 +39,17 @@ class Gpu(NamedTuple):
         return 10 * major + minor
 
 
-H200 = Gpu("H200", (9, 0), 132)
-CPU = Gpu("CPU", (0, 0), 2)
+H200 = GpuModel("H200", (9, 0), 132)
+CPU = GpuModel("CPU", (0, 0), 2)
 """The device of interpreted kernels: few multiprocessors, so that few programs run."""
 
 
-def multiprocessor_count(device: Gpu) -> int:
+def count_multiprocessors(device: GpuModel) -> int:
     """The number of a device's streaming multiprocessors."""
     return device.multiprocessors
 
 
-def since_hopper(device: Gpu) -> bool:
+def is_hopper_or_newer(device: GpuModel) -> bool:
     """Whether the device has the features of compute capability 9.0: bulk prefetches into L2, and launches of a
     kernel before the kernel that it depends on ends."""
     return device.capability >= (9, 0)

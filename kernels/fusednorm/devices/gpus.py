@@ -1,22 +1,22 @@
 """GPU models for which kernels can be compiled in advance."""
 
-from fusednorm.devices.device import H200, Gpu
+from fusednorm.devices.device import H200, GpuModel
 
 GPUS = (
-    Gpu("A100", (8, 0), 108),
-    Gpu("A30", (8, 0), 56),
-    Gpu("A10", (8, 6), 72),
-    Gpu("A40", (8, 6), 84),
-    Gpu("L40S", (8, 9), 142),
-    Gpu("L4", (8, 9), 58),
+    GpuModel("A100", (8, 0), 108),
+    GpuModel("A30", (8, 0), 56),
+    GpuModel("A10", (8, 6), 72),
+    GpuModel("A40", (8, 6), 84),
+    GpuModel("L40S", (8, 9), 142),
+    GpuModel("L4", (8, 9), 58),
     # The H100 with SXM has the same number of multiprocessors.
     H200,
-    Gpu("H100 PCIe", (9, 0), 114),
-    Gpu("B200", (10, 0), 148),
+    GpuModel("H100 PCIe", (9, 0), 114),
+    GpuModel("B200", (10, 0), 148),
 )
 """Models in data centres; for each architecture the most common model is first."""
 
 
-def of_architectures(archs: frozenset[int]) -> tuple[Gpu, ...]:
+def select_gpu_models(archs: frozenset[int]) -> tuple[GpuModel, ...]:
     """The known models of some architectures, in the table's order."""
     return tuple(gpu for gpu in GPUS if gpu.arch in archs)

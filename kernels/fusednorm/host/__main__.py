@@ -2,15 +2,15 @@
 
 import argparse
 
-from fusednorm.host.background import ensure_built
-from fusednorm.launch.status import describe_calls
+from fusednorm.host.background import ensure_extension_built
+from fusednorm.launch.status import describe_repeated_calls
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Compile the extension if it is not there, or print which of the ways repeated calls take, and why."""
     parser = argparse.ArgumentParser(prog="python -m fusednorm.host", description=__doc__)
     parser.add_argument("--status", action="store_true", help="compile nothing; say how repeated calls are made")
-    print(describe_calls() if parser.parse_args(arguments).status else ensure_built())
+    print(describe_repeated_calls() if parser.parse_args(arguments).status else ensure_extension_built())
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import IO
 
 from fusednorm.host import compiler
-from fusednorm.host.build import command
-from fusednorm.host.load import ExtensionFiles, check_owner, is_there
+from fusednorm.host.build import make_compiler_command
+from fusednorm.host.load import ExtensionFiles, check_owner, is_accessible
 
 SWITCH = "FUSEDNORM_BUILD_EXTENSION"
 """The environment variable that switches builds in the background off, by 0."""
@@ -32,7 +32,7 @@ class BackgroundBuild:
         compile_by: returns the compiler's command line.
     """
 
-    def __init__(self, files: ExtensionFiles, compile_by: Callable[[], list[str]] = command) -> None:
+    def __init__(self, files: ExtensionFiles, compile_by: Callable[[], list[str]] = make_compiler_command) -> None:
         self._files = files
         self._command = compile_by
         self._builder: subprocess.Popen[bytes] | None = None
@@ -52,7 +52,7 @@ class BackgroundBuild:
         if self._builder is not None or self._files.read_failure():
             self._is_over = True
             self._log_failure()
-        elif not may_build():
+        elif not is_build_enabled():
             self._is_over = True
         else:
             try:
@@ -96,7 +96,9 @@ class BackgroundBuild:
             )
 
 
-def ensure_built(files: ExtensionFiles | None = None, compile_by: Callable[[], list[str]] = command) -> Path:
+def ensure_extension_built(
+    files: ExtensionFiles | None = None, compile_by: Callable[[], list[str]] = make_compiler_command
+) -> Path:
     """Compile the extension, or wait for the process that does, unless it is there; returns its path.
 
     Raises:
@@ -124,15 +126,15 @@ def explain_absence(files: ExtensionFiles) -> str:
         return f"the host extension does not compile ({error.strip()}): {_REMEDY}"
     if _is_locked(files.lock):
         return "the host extension is being compiled"
-    if not may_build():
+    if not is_build_enabled():
         return f"the host extension is not compiled, and {SWITCH} is {os.environ[SWITCH]}"
-    existing = next(path for path in (files.folder, *files.folder.parents) if is_there(path))
+    existing = next(path for path in (files.folder, *files.folder.parents) if is_accessible(path))
     if not os.access(existing, os.W_OK):
         return f"the host extension is not compiled, and {existing} cannot be written to"
     return "the host extension is not compiled yet, which happens after the first launches on a GPU"
 
 
-def may_build() -> bool:
+def is_build_enabled() -> bool:
     """Whether the extension may be built in the background."""
     return os.environ.get(SWITCH, "").lower() not in ("0", "false", "no", "off")
 

@@ -14,7 +14,7 @@ FOLDER = Path(__file__).with_name("extension")
 MODULE = "fusednorm_host"
 
 
-def key() -> str:
+def compute_build_key() -> str:
     """The key of a build: a hash of the sources and of the versions against which it is compiled."""
     sources = (f"{path.name}\n{path.read_text()}" for path in sorted(FOLDER.iterdir()) if path.is_file())
     # SOABI distinguishes versions of Python, builds with and without its lock, and C libraries.
@@ -22,7 +22,7 @@ def key() -> str:
     return hashlib.sha256("\n".join((*sources, *map(str, facts))).encode()).hexdigest()
 
 
-def command() -> list[str]:
+def make_compiler_command() -> list[str]:
     """The compiler's command line, without the file to write.
 
     Raises:
@@ -41,7 +41,7 @@ def command() -> list[str]:
     libraries = ["torch_python", "torch", "torch_cpu", "c10"]
     options = []
     if torch.version.cuda:
-        includes += _cuda_includes(torch_root.parent)
+        includes += _find_cuda_includes(torch_root.parent)
         libraries += ["torch_cuda", "c10_cuda"]
         options.append("-DWITH_CUDA")
     return [
@@ -52,7 +52,7 @@ def command() -> list[str]:
     ]  # fmt: skip
 
 
-def _cuda_includes(packages: Path) -> list[Path]:
+def _find_cuda_includes(packages: Path) -> list[Path]:
     """The folders that may have the CUDA runtime's headers: those of wheels next to torch, or of a toolkit."""
     candidates = [*packages.glob("nvidia/*/include"), Path("/usr/local/cuda/include")]
     return [path for path in candidates if (path / "cuda_runtime_api.h").exists()]

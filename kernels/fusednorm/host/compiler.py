@@ -30,7 +30,7 @@ def compile_library(target: Path, command: list[str]) -> None:
     failed = target.with_suffix(FAILED)
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / target.name
-        error = _compile([*command, "-o", str(library)])
+        error = _run_compiler([*command, "-o", str(library)])
         if error:
             failed.write_text(error[-_MAX_FAILURE:])
             raise RuntimeError(error)
@@ -42,7 +42,7 @@ def compile_library(target: Path, command: list[str]) -> None:
     failed.unlink(missing_ok=True)
 
 
-def _compile(command: list[str]) -> str:
+def _run_compiler(command: list[str]) -> str:
     """The errors of a compiler that failed; else an empty string."""
     try:
         done = subprocess.run(
@@ -53,7 +53,7 @@ def _compile(command: list[str]) -> str:
     return (done.stderr.strip() or f"error: exit code {done.returncode}") if done.returncode else ""
 
 
-def _yield_to_others() -> None:
+def _lower_priority() -> None:
     """Let every other process have the processor and the memory before this one and its compiler."""
     os.nice(19)
     with suppress(OSError):
@@ -61,6 +61,6 @@ def _yield_to_others() -> None:
 
 
 if __name__ == "__main__":
-    _yield_to_others()
+    _lower_priority()
     with suppress(RuntimeError, OSError):
         compile_library(Path(sys.argv[1]), sys.argv[2:])

@@ -10,7 +10,7 @@ from typing import Any
 
 from triton import knobs
 
-from fusednorm.host.build import MODULE, key
+from fusednorm.host.build import MODULE, compute_build_key
 from fusednorm.host.compiler import FAILED
 
 FOLDER = "fusednorm-host"
@@ -30,7 +30,7 @@ class ExtensionFiles:
     @cached_property
     def compiled(self) -> Path:
         """The extension in Triton's cache; its name has the key of its build, so versions are side by side."""
-        return self.folder / f"{key()}.so"
+        return self.folder / f"{compute_build_key()}.so"
 
     @property
     def lock(self) -> Path:
@@ -44,9 +44,9 @@ class ExtensionFiles:
             PermissionError: other users may have written it.
         """
         installed = Path(__file__).with_name(self.compiled.name)
-        if is_there(installed):
+        if is_accessible(installed):
             return installed
-        if not is_there(self.compiled):
+        if not is_accessible(self.compiled):
             return None
         for path in (self.compiled, self.folder, self.folder.parent):
             check_owner(path)
@@ -67,10 +67,10 @@ class ExtensionFiles:
             PermissionError: other users may have written it.
         """
         path = self.find()
-        return None if path is None else module_at(str(path), MODULE)
+        return None if path is None else load_extension_module(str(path), MODULE)
 
 
-def is_there(path: Path) -> bool:
+def is_accessible(path: Path) -> bool:
     """Whether there is such a file or folder, and this process may know."""
     return os.access(path, os.F_OK)
 
@@ -90,7 +90,7 @@ def check_owner(path: Path) -> None:
         )
 
 
-def module_at(path: str, name: str) -> Any:
+def load_extension_module(path: str, name: str) -> Any:
     """The module of that name that was compiled to a file.
 
     Raises: ImportError: it is none.

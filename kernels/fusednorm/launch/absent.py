@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fusednorm.arguments.arrays import Array
-from fusednorm.devices.device import Gpu
+from fusednorm.devices.device import GpuModel
 from fusednorm.launch.launch import Launch
 from fusednorm.tensors.arrays import TORCH_DTYPES
 from fusednorm.tensors.devices import stand_in
@@ -15,13 +15,13 @@ from fusednorm.tensors.devices import stand_in
 _noted: list[Launch] = []
 
 
-def note(launches: Iterable[Launch]) -> None:
+def record_launches(launches: Iterable[Launch]) -> None:
     """Record launches that a call on meta tensors would make."""
     _noted.extend(launches)
 
 
 @contextmanager
-def launches_for(gpu: Gpu) -> Iterator[list[Launch]]:
+def recording_launches(gpu: GpuModel) -> Iterator[list[Launch]]:
     """In this context, calls on meta tensors are planned for `gpu`; yields the list that records their launches."""
     stand_in(gpu)
     _noted.clear()

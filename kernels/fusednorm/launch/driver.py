@@ -13,7 +13,7 @@ _GRID_AND_STREAM = (2, 3, 5, 7)
 _PARAMETERS = (object(), object())
 
 
-class Launcher(NamedTuple):
+class DriverLauncher(NamedTuple):
     """The function that launches a compiled kernel, without hooks.
 
     Attributes:
@@ -27,13 +27,13 @@ class Launcher(NamedTuple):
     packed: bool
 
 
-def launcher_of(run: Any, function: int, metadata: Any) -> Launcher:
+def find_launcher(run: Any, function: int, metadata: Any) -> DriverLauncher:
     """The shortest way to launch what Triton launches by `run(x, y, z, stream, function, metadata, ...)`."""
     head = (function, metadata, None, None, None)
-    return _under(run, head) or Launcher(run, head, packed=False)
+    return _find_driver_function(run, head) or DriverLauncher(run, head, packed=False)
 
 
-def _under(run: Any, head: tuple[Any, ...]) -> Launcher | None:
+def _find_driver_function(run: Any, head: tuple[Any, ...]) -> DriverLauncher | None:
     """The driver function that `run` calls and its constant arguments; None if `run` does more than that."""
     if getattr(run, "global_scratch_size", None) != 0 or getattr(run, "profile_scratch_size", None) != 0:
         return None
@@ -48,7 +48,7 @@ def _under(run: Any, head: tuple[Any, ...]) -> Launcher | None:
         return None
     passed = noted[0][4:]
     if passed[-1] == _PARAMETERS:
-        return Launcher(run.launch, passed[:-1], packed=True)
+        return DriverLauncher(run.launch, passed[:-1], packed=True)
     if passed[-2:] == _PARAMETERS:
-        return Launcher(run.launch, passed[:-2], packed=False)
+        return DriverLauncher(run.launch, passed[:-2], packed=False)
     return None

@@ -37,7 +37,7 @@ _COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global\S* \[[^]]*\], \[[^]]*\], (
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class KernelReport:
     """One compiled kernel.
 
     Attributes:
@@ -56,7 +56,7 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class Specialisation:
+class KernelSpecialisation:
     """The input of Triton's compiler for a launch.
 
     Attributes:
@@ -68,7 +68,7 @@ class Specialisation:
     options: dict[str, Any]
 
 
-def specialise(launch: Launch) -> Specialisation:
+def specialise_kernel(launch: Launch) -> KernelSpecialisation:
     """The kernel of a launch as Triton would specialise it for its arrays."""
     signature: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
@@ -93,46 +93,46 @@ def specialise(launch: Launch) -> Specialisation:
             signature[parameter.name] = "constexpr"
             constants[(index,)] = value
         else:
-            signature[parameter.name] = parameter.annotation_type or ("i32" if _fits_32_bits(value) else "i64")
+            signature[parameter.name] = parameter.annotation_type or ("i32" if _is_int32(value) else "i64")
             if not parameter.do_not_specialize and value % 16 == 0:
                 attributes[(index,)] = _DIVISIBLE
     options = {name: value for name, value in launch.options.items() if name not in launch.kernel.arg_names}
     source = ASTSource(launch.kernel, signature, constants, attributes)
-    return Specialisation(source, {"enable_fp_fusion": True, **options})
+    return KernelSpecialisation(source, {"enable_fp_fusion": True, **options})
 
 
 def _is_aligned(array: Array | None) -> bool:
     return array is not None and array.is_aligned
 
 
-def _fits_32_bits(value: int) -> bool:
+def _is_int32(value: int) -> bool:
     return -(2**31) <= value < 2**31
 
 
-def inspect(launch: Launch, target: GPUTarget = SM_90) -> Report:
+def inspect_launch(launch: Launch, target: GPUTarget = SM_90) -> KernelReport:
     """Compile a launch for `target`, as Triton would specialise it."""
-    specialised = specialise(launch)
+    specialised = specialise_kernel(launch)
     compiled = triton.compile(specialised.source, target=target, options=specialised.options)
-    registers, spilled, static_shared = _assemble(compiled.asm["ptx"], target)
-    return Report(
+    registers, spilled, static_shared = _assemble_ptx(compiled.asm["ptx"], target)
+    return KernelReport(
         kernel=launch.kernel.fn.__name__,
         registers=registers,
         spilled_bytes=spilled,
         shared_bytes=max(static_shared, compiled.metadata.shared),
-        access_bytes=_access_widths(compiled.asm["ptx"]),
+        access_bytes=_count_access_widths(compiled.asm["ptx"]),
     )
 
 
-def _assemble(ptx: str, target: GPUTarget) -> tuple[int, int, int]:
+def _assemble_ptx(ptx: str, target: GPUTarget) -> tuple[int, int, int]:
     """Registers per thread, spilled bytes and static shared memory, from the assembler's report."""
-    text = _assemblers_report(ptx, target)
+    text = _read_assembler_report(ptx, target)
     registers = int(re.findall(r"Used (\d+) registers", text)[-1])
     spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill", text))
     shared = [int(n) for n in re.findall(r"(\d+) bytes smem", text)]
     return registers, spilled, max(shared, default=0)
 
 
-def _assemblers_report(ptx: str, target: GPUTarget) -> str:
+def _read_assembler_report(ptx: str, target: GPUTarget) -> str:
     """The assembler's report on a kernel; stored in Triton's cache."""
     ptxas = nvidia.get_ptxas(target.arch)
     options = ["-v", f"-arch=sm_{target.arch}{'a' if target.arch >= 90 else ''}"]
@@ -150,7 +150,7 @@ def _assemblers_report(ptx: str, target: GPUTarget) -> str:
     return text
 
 
-def _access_widths(ptx: str) -> dict[str, Counter[int]]:
+def _count_access_widths(ptx: str) -> dict[str, Counter[int]]:
     widths: dict[str, Counter[int]] = {"ld": Counter(), "st": Counter(), "cp": Counter()}
     for kind, vector, bits in _ACCESS.findall(ptx):
         widths[kind][int(vector or 1) * int(bits) // 8] += 1

@@ -17,28 +17,28 @@ from triton.runtime.jit import JITFunction
 _SETTLING = RLock()
 
 
-def settle(function: Any) -> None:
+def compute_stable_key(function: Any) -> None:
     """Compute the key of a jit function, after the keys of the functions that it calls."""
     if not isinstance(function, JITFunction):
         return
     with _SETTLING:
         if function.hash is None:
-            for called in _called(function):
+            for called in _iterate_called(function):
                 if called is not function:
-                    settle(called)
+                    compute_stable_key(called)
             _ = function.cache_key
 
 
-def _called(function: Any) -> Iterator[Any]:
+def _iterate_called(function: Any) -> Iterator[Any]:
     for node in ast.walk(function.parse()):
-        yield _value(node, function.__globals__)
+        yield _resolve_name(node, function.__globals__)
 
 
-def _value(node: ast.AST, names: dict[str, Any]) -> Any:
+def _resolve_name(node: ast.AST, names: dict[str, Any]) -> Any:
     """The value of a name, or of an attribute of a module."""
     if isinstance(node, ast.Name):
         return names.get(node.id)
     if isinstance(node, ast.Attribute):
-        module = _value(node.value, names)
+        module = _resolve_name(node.value, names)
         return getattr(module, node.attr, None) if isinstance(module, ModuleType) else None
     return None

@@ -6,16 +6,16 @@ from typing import Any
 
 from torch import Tensor
 
-from fusednorm.arguments.inputs import Role
+from fusednorm.arguments.inputs import ShapeRole
 from fusednorm.policy.batch_invariance import is_batch_invariant
 from fusednorm.policy.waiting import may_wait
 
 Inputs = tuple[Tensor | None, ...]
 Options = tuple[Hashable, ...]
-_LIKE_X, _OF_ROWS = Role.LIKE_X, Role.OF_ROWS
+_LIKE_X, _OF_ROWS = ShapeRole.LIKE_X, ShapeRole.OF_ROWS
 
 
-def kind_of(whose: Hashable, inputs: Inputs, options: Options) -> Hashable:
+def make_call_key(whose: Hashable, inputs: Inputs, options: Options) -> Hashable:
     """The key of a call of a pass.
 
     Raises:
@@ -30,7 +30,9 @@ def kind_of(whose: Hashable, inputs: Inputs, options: Options) -> Hashable:
     return tuple(kind)
 
 
-def kind_of_any_rows(whose: Hashable, roles: tuple[Role, ...], inputs: Inputs, options: Options) -> Hashable | None:
+def make_row_free_key(
+    whose: Hashable, roles: tuple[ShapeRole, ...], inputs: Inputs, options: Options
+) -> Hashable | None:
     """The key of a call without its number of rows; None if the memory layout of the rows depends on that number.
 
     Args:

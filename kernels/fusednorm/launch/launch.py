@@ -7,7 +7,7 @@ from operator import gt
 from typing import Any, Protocol
 
 from fusednorm.arguments.arrays import Array
-from fusednorm.devices.device import since_hopper
+from fusednorm.devices.device import is_hopper_or_newer
 from fusednorm.errors import UnsupportedShapeError
 
 MAX_GRID = (2**31 - 1, 65535, 65535)
@@ -19,7 +19,7 @@ REGISTERS_PER_SM = 65536
 
 
 @dataclass(frozen=True, slots=True)
-class ByRows:
+class RowDependence:
     """How a launch over rows depends on the number of rows; nothing else in the launch depends on it.
 
     The number of programs is the number of tiles of `tile` rows, at most `most`.
@@ -53,7 +53,7 @@ class Launch:
     grid: tuple[int, ...]
     arguments: tuple[Any, ...]
     options: Mapping[str, Any]
-    by_rows: ByRows | None = None
+    by_rows: RowDependence | None = None
 
     def __post_init__(self) -> None:
         if any(map(gt, self.grid, MAX_GRID)):
@@ -63,12 +63,12 @@ class Launch:
             )
 
 
-def dependent(early: bool) -> dict[str, object]:
+def make_early_options(early: bool) -> dict[str, object]:
     """Options of a launch whose kernel waits for the previous one; if `early`, it starts before that one ends."""
     return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
 
 
-class Resident(Protocol):
+class ResidentConfig(Protocol):
     """A configuration that wants a given number of programs resident on a multiprocessor."""
 
     @property
@@ -78,27 +78,27 @@ class Resident(Protocol):
     def programs_per_sm(self) -> int: ...
 
 
-def registers_for(config: Resident) -> int:
+def compute_max_registers(config: ResidentConfig) -> int:
     """Registers that a thread may have for `programs_per_sm` programs to be resident."""
     return min(255, REGISTERS_PER_SM // (32 * config.num_warps * config.programs_per_sm) // 8 * 8)
 
 
-def resident_options(config: Resident) -> dict[str, object]:
+def make_cooperative_options(config: ResidentConfig) -> dict[str, object]:
     """Options of a launch whose programs wait for one another: either all are resident, or none starts."""
-    return {"maxnreg": registers_for(config), "launch_cooperative_grid": True}
+    return {"maxnreg": compute_max_registers(config), "launch_cooperative_grid": True}
 
 
 def can_prefetch(vec: int, *arrays: Array | None) -> bool:
     """Whether runs of vectors of `vec` elements of the arrays start and end on 16 bytes and can be prefetched."""
     for array in arrays:
         if array is not None and not (
-            array.is_aligned and vec * array.element_size() % 16 == 0 and since_hopper(array.device)
+            array.is_aligned and vec * array.element_size() % 16 == 0 and is_hopper_or_newer(array.device)
         ):
             return False
     return True
 
 
-def has_lane_a_thread(width: int, *arrays: Array | None) -> bool:
+def has_one_lane_per_thread(width: int, *arrays: Array | None) -> bool:
     """Whether accesses to arrays have 16 bytes; they have `width` bytes if the arrays start at multiples of 16.
 
     The compiler distributes narrower accesses over adjacent threads and gives each several lanes, so that the
@@ -107,7 +107,7 @@ def has_lane_a_thread(width: int, *arrays: Array | None) -> bool:
     return width == 16 and all(array is None or array.is_aligned for array in arrays)
 
 
-def known_whole(length: int, block: int, chunks: int, lane_a_thread: bool) -> int:
+def count_full_chunks(length: int, block: int, chunks: int, lane_a_thread: bool) -> int:
     """FULL of a program that has all of `length` in `chunks` chunks: the number of chunks known to be whole.
 
     If all chunks are whole, moments are merged as sets of equal size; without one lane per thread FULL is therefore
@@ -116,6 +116,6 @@ def known_whole(length: int, block: int, chunks: int, lane_a_thread: bool) -> in
     return min(length // block, chunks if lane_a_thread else chunks - 1)
 
 
-def known_whole_in_slabs(length: int, block: int, chunks: int, lane_a_thread: bool) -> int:
-    """`known_whole` of programs that have slabs of `chunks` chunks each: all or none."""
+def count_full_range_chunks(length: int, block: int, chunks: int, lane_a_thread: bool) -> int:
+    """`count_full_chunks` of programs that have slabs of `chunks` chunks each: all or none."""
     return chunks if lane_a_thread and length % (chunks * block) == 0 else 0

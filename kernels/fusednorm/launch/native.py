@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusednorm.arguments.outputs import Output, Outputs
+from fusednorm.arguments.outputs import Outputs, OutputSpec
 from fusednorm.host.background import BackgroundBuild, explain_absence
 from fusednorm.host.load import ExtensionFiles
 from fusednorm.launch.memories import workspace_of
-from fusednorm.launch.recipe import Recipe, Start
+from fusednorm.launch.recipe import LaunchTemplate, PreparedLaunch
 from fusednorm.tensors.arrays import TORCH_DTYPES
 
 Parameter = tuple[bool, int]
@@ -27,7 +27,7 @@ _build = BackgroundBuild(_files)
 _load_error = ""
 
 
-def loaded(backward: Callable[..., tuple[Tensor | None, ...]], most: int, may_build: bool = False) -> Any:
+def load_extension(backward: Callable[..., tuple[Tensor | None, ...]], most: int, may_build: bool = False) -> Any:
     """The extension, set up, or None if it is not compiled or cannot be loaded.
 
     Args:
@@ -41,7 +41,7 @@ def loaded(backward: Callable[..., tuple[Tensor | None, ...]], most: int, may_bu
     try:
         extension = _files.load()
         if extension is not None:
-            set_up(extension, backward, most)
+            configure_extension(extension, backward, most)
     except (ImportError, OSError, RuntimeError) as error:
         _load_error = str(error)
         warnings.warn(f"the host extension does not load, so calls cost more host time: {error}", stacklevel=2)
@@ -62,29 +62,29 @@ def explain_extension() -> tuple[bool, str]:
     return (False, explain_absence(_files)) if path is None else (True, str(path))
 
 
-def set_up(
+def configure_extension(
     extension: Any,
     backward: Callable[..., tuple[Tensor | None, ...]],
     most: int,
     launch: Callable[..., None] | None = None,
 ) -> None:
     """Pass the callbacks to the extension; `launch`, if set, receives launches in place of the driver."""
-    extension.set_up(backward, _workspace, (Tensor, torch.nn.Parameter), most, launch)
+    extension.set_up(backward, _get_workspace, (Tensor, torch.nn.Parameter), most, launch)
 
 
-def _workspace(index: int, stream: int, words: int, purpose: str) -> Tensor:
+def _get_workspace(index: int, stream: int, words: int, purpose: str) -> Tensor:
     device = torch.device("cuda", index) if index >= 0 else torch.device("cpu")
     return workspace_of(device, stream, words, purpose)
 
 
-def described(recipe: Recipe, outputs: Outputs, x: Tensor, any_rows: bool) -> tuple[Any, ...] | None:
+def describe_call(recipe: LaunchTemplate, outputs: Outputs, x: Tensor, any_rows: bool) -> tuple[Any, ...] | None:
     """The arguments of the extension's `learn` for a call, with any number of rows or its own; None if unsupported.
 
     Args:
-        outputs: the call's outputs; the same `Output` twice if one tensor is two results.
+        outputs: the call's outputs; the same `OutputSpec` twice if one tensor is two results.
         x: the call's x.
     """
-    starts = [_start(start, recipe) for start in recipe.starts]
+    starts = [_describe_launch(start, recipe) for start in recipe.starts]
     if None in starts:
         return None
     return (
@@ -95,11 +95,11 @@ def described(recipe: Recipe, outputs: Outputs, x: Tensor, any_rows: bool) -> tu
         recipe.workspaces,
         recipe.rules,
         tuple(starts),
-        tuple(_output(outputs, place, x, any_rows) for place in range(len(outputs))),
+        tuple(_describe_output(outputs, place, x, any_rows) for place in range(len(outputs))),
     )
 
 
-def _output(outputs: Outputs, place: int, x: Tensor, any_rows: bool) -> tuple[Any, ...] | None:
+def _describe_output(outputs: Outputs, place: int, x: Tensor, any_rows: bool) -> tuple[Any, ...] | None:
     output = outputs[place]
     if output is None:
         return None
@@ -108,38 +108,38 @@ def _output(outputs: Outputs, place: int, x: Tensor, any_rows: bool) -> tuple[An
     dtype = TORCH_DTYPES[output.dtype]
     if any_rows and output.shape is None and not output.as_x:
         return same, (_AS_X, _AS_ROWS)[output.axes_less], dtype, (), ()
-    return same, _FIXED, dtype, tuple(output.shape_for(x)), _strides(output, x)
+    return same, _FIXED, dtype, tuple(output.shape_for(x)), _list_strides(output, x)
 
 
-def _strides(output: Output, x: Tensor) -> tuple[int, ...]:
+def _list_strides(output: OutputSpec, x: Tensor) -> tuple[int, ...]:
     """The strides of a result that has x's layout and is not contiguous; else an empty tuple."""
     return tuple(x.stride()) if output.as_x and not x.is_contiguous() else ()
 
 
-def _start(start: Start, recipe: Recipe) -> tuple[Any, ...] | None:
+def _describe_launch(start: PreparedLaunch, recipe: LaunchTemplate) -> tuple[Any, ...] | None:
     """The driver's arguments of a launch; None if the kernel needs features of Triton's launcher."""
     compiled = start.kernel.kernel
     metadata = getattr(compiled, "metadata", None)
     if metadata is None or metadata.num_ctas != 1 or metadata.global_scratch_size or metadata.profile_scratch_size:
         return None
     kinds = compiled.src.signature.values()
-    parameters = tuple(_parameters(start.places, kinds, recipe))
+    parameters = tuple(_iterate_parameters(start.places, kinds, recipe))
     programs = -1 if start.programs is None else start.programs
     threads = 32 * metadata.num_warps
     flags = bool(metadata.launch_pdl), bool(metadata.launch_cooperative_grid)
     return compiled.function, start.grid, programs, threads, metadata.shared, *flags, parameters
 
 
-def _parameters(places: tuple[int, ...], kinds: Any, recipe: Recipe) -> Iterator[Parameter]:
+def _iterate_parameters(places: tuple[int, ...], kinds: Any, recipe: LaunchTemplate) -> Iterator[Parameter]:
     for place, kind in zip(places, kinds, strict=True):
         if isinstance(kind, tuple):
-            yield from _parameters(recipe.tuples[place], kind, recipe)
+            yield from _iterate_parameters(recipe.tuples[place], kind, recipe)
         elif kind != "constexpr":
             constant = place >= recipe.first_value
-            yield constant, _bits(recipe.values[place - recipe.first_value], kind) if constant else place
+            yield constant, _encode_constant(recipe.values[place - recipe.first_value], kind) if constant else place
 
 
-def _bits(value: Any, kind: str) -> int:
+def _encode_constant(value: Any, kind: str) -> int:
     """The bits of a constant as the lowest bytes of a parameter of type `kind`."""
     if kind == "fp32":
         return int(struct.unpack("<I", struct.pack("<f", value))[0])

@@ -16,8 +16,8 @@ from triton.runtime import driver
 
 from fusednorm.arguments.arrays import ITEMSIZES, Array
 from fusednorm.devices.device import INTERPRETED
-from fusednorm.launch.driver import Launcher, launcher_of
-from fusednorm.launch.keys import settle
+from fusednorm.launch.driver import DriverLauncher, find_launcher
+from fusednorm.launch.keys import compute_stable_key
 from fusednorm.launch.launch import Launch
 from fusednorm.launch.memories import Memories
 
@@ -25,7 +25,7 @@ Key = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedKernel:
     """A compiled kernel, with everything that its launch needs besides grid, stream and arguments.
 
     Attributes:
@@ -35,20 +35,20 @@ class Prepared:
         kernel: the object that keeps the driver's handle valid.
     """
 
-    launcher: Launcher
+    launcher: DriverLauncher
     constants: tuple[Any, ...]
     stream_of: Any
     kernel: Any
 
 
-# As many as Triton's compiled kernels, or a few times more where `_described` distinguishes more; so bounded too.
-_PREPARED: dict[Key, Prepared] = {}
+# As many as Triton's compiled kernels, or a few times more where `_make_key` distinguishes more; so bounded too.
+_PREPARED: dict[Key, PreparedKernel] = {}
 
 # For each parameter, the properties of an integer on which Triton's choice depends; by the function of a kernel.
 _LOOKS: dict[Any, tuple[str, ...]] = {}
 
 
-def undisturbed() -> bool:
+def can_bypass_triton() -> bool:
     """Whether Triton can be bypassed: no hook observes launches or changes how kernels are compiled."""
     runtime = knobs.runtime
     try:
@@ -60,17 +60,17 @@ def undisturbed() -> bool:
     )
 
 
-def start(launch: Launch, memories: Memories, device: int) -> None:
+def launch_kernel(launch: Launch, memories: Memories, device: int) -> None:
     """Launch on the current stream of the current device, which has index `device`; compiles at the first use."""
-    if INTERPRETED or not undisturbed():
-        _start_through_triton(launch, memories)
+    if INTERPRETED or not can_bypass_triton():
+        _launch_through_triton(launch, memories)
         return
-    key, values = _described(launch, device, memories)
+    key, values = _make_key(launch, device, memories)
     prepared = _PREPARED.get(key)
     if prepared is None:
-        compiled = _start_through_triton(launch, memories)
+        compiled = _launch_through_triton(launch, memories)
         if isinstance(compiled, CompiledKernel):
-            _PREPARED[key] = _prepare(launch.kernel, compiled, len(launch.arguments), launch.options)
+            _PREPARED[key] = _prepare_kernel(launch.kernel, compiled, len(launch.arguments), launch.options)
         return
     x, y, z, *_ = (*launch.grid, 1, 1)
     call, head, packed = prepared.launcher
@@ -78,37 +78,37 @@ def start(launch: Launch, memories: Memories, device: int) -> None:
     call(x, y, z, prepared.stream_of(device), *head, *((parameters,) if packed else parameters))
 
 
-def find(launch: Launch, device: int) -> Prepared | None:
+def find_prepared(launch: Launch, device: int) -> PreparedKernel | None:
     """The prepared kernel of a launch, or None if the device of that index has not had one."""
-    return None if INTERPRETED else _PREPARED.get(_described(launch, device)[0])
+    return None if INTERPRETED else _PREPARED.get(_make_key(launch, device)[0])
 
 
-def _start_through_triton(launch: Launch, memories: Memories) -> Any:
-    settle(launch.kernel)
+def _launch_through_triton(launch: Launch, memories: Memories) -> Any:
+    compute_stable_key(launch.kernel)
     # Set explicitly: later versions of Triton change this default, which changes the last bits of results.
     return launch.kernel[launch.grid](*memories.bind(launch.arguments), enable_fp_fusion=True, **launch.options)
 
 
-def _prepare(kernel: Any, compiled: Any, arguments: int, options: Mapping[str, Any]) -> Prepared:
+def _prepare_kernel(kernel: Any, compiled: Any, arguments: int, options: Mapping[str, Any]) -> PreparedKernel:
     constants = tuple(options[parameter.name] for parameter in kernel.params[arguments:])
     run = compiled.run  # Loads the kernel: only now it has a handle.
-    launcher = launcher_of(run, compiled.function, compiled.packed_metadata)
-    return Prepared(launcher, constants, driver.active.get_current_stream, compiled)
+    launcher = find_launcher(run, compiled.function, compiled.packed_metadata)
+    return PreparedKernel(launcher, constants, driver.active.get_current_stream, compiled)
 
 
-def _described(launch: Launch, device: int, memories: Memories | None = None) -> tuple[Key, list[Any]]:
+def _make_key(launch: Launch, device: int, memories: Memories | None = None) -> tuple[Key, list[Any]]:
     """The key by which Triton chooses the compiled kernel; with `memories`, also the parameters of the launch."""
     # Not the kernel object, whose hash is computed from its source.
     kernel = launch.kernel
     function = kernel.fn
     looks = _LOOKS.get(function)
     if looks is None:
-        looks = _LOOKS[function] = tuple(_looks_at_integer(parameter) for parameter in kernel.params)
-    kinds, values = _each_described(looks, launch.arguments, memories)
+        looks = _LOOKS[function] = tuple(_find_integer_properties(parameter) for parameter in kernel.params)
+    kinds, values = _describe_arguments(looks, launch.arguments, memories)
     return (function, device, tuple(kinds), tuple(launch.options.items())), values
 
 
-def _each_described(
+def _describe_arguments(
     looks: Iterable[str], arguments: tuple[Any, ...], memories: Memories | None
 ) -> tuple[list[Any], list[Any]]:
     kinds: list[Any] = []
@@ -118,7 +118,7 @@ def _each_described(
         if value is None:
             kinds.append(None)
         elif kind is int:
-            kinds.append(int if look == "type" else _kind_of_integer(value, look))
+            kinds.append(int if look == "type" else _classify_integer(value, look))
         elif kind is Array:
             kinds.append((value.dtype, value.is_aligned))
             if memories is not None:
@@ -128,7 +128,7 @@ def _each_described(
         elif kind is float:
             kinds.append(float)
         elif kind is tuple:
-            inner_kinds, inner_values = _each_described((look,) * len(value), value, memories)
+            inner_kinds, inner_values = _describe_arguments((look,) * len(value), value, memories)
             kinds.append(tuple(inner_kinds))
             values.append(tuple(inner_values))
             continue
@@ -138,13 +138,13 @@ def _each_described(
     return kinds, values
 
 
-def _looks_at_integer(parameter: Any) -> str:
+def _find_integer_properties(parameter: Any) -> str:
     """The properties of an integer that Triton uses: "type" if declared, else "width", or also its "value"."""
     if not parameter.do_not_specialize:
         return "value"
     return "type" if parameter.annotation_type else "width"
 
 
-def _kind_of_integer(value: int, look: str) -> Any:
+def _classify_integer(value: int, look: str) -> Any:
     width = 32 if -(2**31) <= value < 2**31 else 64 if value < 2**63 else -64
     return width if look == "width" else (width, value == 1, value % 16 == 0)

@@ -27,7 +27,7 @@ _ALIGNED = 256
 """Parts of a launch's own memory start at multiples of this number of bytes, as separate tensors would."""
 
 
-class Start(NamedTuple):
+class PreparedLaunch(NamedTuple):
     """One launch.
 
     Attributes:
@@ -37,7 +37,7 @@ class Start(NamedTuple):
         pick: selects these parameters from the list.
     """
 
-    kernel: prepared.Prepared
+    kernel: prepared.PreparedKernel
     grid: tuple[int, int, int]
     programs: int | None
     places: tuple[int, ...]
@@ -45,7 +45,7 @@ class Start(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class LaunchTemplate:
     """Launches over tensors that start at multiples of 16 bytes.
 
     Parameters are selected from one list: the addresses of the tensors, of the launches' own memory at `offsets`,
@@ -71,10 +71,10 @@ class Recipe:
     first_value: int
     values: list[Any]
     tuples: tuple[tuple[int, ...], ...]
-    starts: tuple[Start, ...]
+    starts: tuple[PreparedLaunch, ...]
 
     @classmethod
-    def of(cls, launches: list[Launch], tensors: Mapping[str, Tensor]) -> "Recipe | None":
+    def of(cls, launches: list[Launch], tensors: Mapping[str, Tensor]) -> "LaunchTemplate | None":
         """The recipe of executed launches; None if there is none for tensors at multiples of 16 bytes.
 
         Args:
@@ -84,16 +84,18 @@ class Recipe:
             return None
         x = next(iter(tensors.values()))
         device, index = x.device, x.get_device()
-        kernels = [prepared.find(launch, index) for launch in launches]
-        own = _Own.of(launches)
-        table = _Table(tensors, own, launches)
+        kernels = [prepared.find_prepared(launch, index) for launch in launches]
+        own = _ScratchMemory.of(launches)
+        table = _SlotTable(tensors, own, launches)
         starts = []
         for launch, kernel in zip(launches, kernels, strict=True):
             if kernel is None:
                 return None
             programs, y, z, *_ = (*launch.grid, 1, 1)
             places = table.places(launch, kernel.constants)
-            starts.append(Start(kernel, (programs, y, z), table.programs(launch), places, _pick(places)))
+            starts.append(
+                PreparedLaunch(kernel, (programs, y, z), table.programs(launch), places, _make_selector(places))
+            )
         return cls(
             device=device,
             index=index,
@@ -146,7 +148,7 @@ class Recipe:
 
 
 @dataclass(slots=True)
-class _Own:
+class _ScratchMemory:
     """Memory of launches besides the tensors for which they were planned.
 
     Attributes:
@@ -159,7 +161,7 @@ class _Own:
     nbytes: int
 
     @classmethod
-    def of(cls, launches: list[Launch]) -> "_Own":
+    def of(cls, launches: list[Launch]) -> "_ScratchMemory":
         """The memory of the launches."""
         own, starts = cls({}, {}, 0), dict[Workspace, int]()
         for array in _arrays(argument for launch in launches for argument in launch.arguments):
@@ -177,14 +179,14 @@ class _Own:
         return own
 
 
-class _Table:
+class _SlotTable:
     """The positions of parameters in the list from which launches select them."""
 
-    def __init__(self, tensors: Iterable[str], own: _Own, launches: list[Launch]) -> None:
+    def __init__(self, tensors: Iterable[str], own: _ScratchMemory, launches: list[Launch]) -> None:
         addresses: tuple[Hashable, ...] = (*tensors, *own.parts, *own.workspaces)
         self._addresses = {address: place for place, address in enumerate(addresses)}
         self._rows = len(addresses)
-        self.rules = _rules(launches)
+        self.rules = _list_program_rules(launches)
         self.first_value = self._rows + (1 + len(self.rules) if self.rules else 0)
         self._values: dict[tuple[type, Any], int] = {}
         self._tuples: dict[tuple[int, ...], int] = {}
@@ -231,13 +233,13 @@ class _Table:
         return self.first_value + self._values.setdefault((type(value), value), len(self._values))
 
 
-def _rules(launches: list[Launch]) -> tuple[tuple[int, int], ...]:
+def _list_program_rules(launches: list[Launch]) -> tuple[tuple[int, int], ...]:
     """The rules by which numbers of programs depend on the number of rows; empty unless every launch has one."""
     rules = [(launch.by_rows.tile, launch.by_rows.most) for launch in launches if launch.by_rows is not None]
     return tuple(dict.fromkeys(rules)) if len(rules) == len(launches) else ()
 
 
-def _pick(places: tuple[int, ...]) -> Pick:
+def _make_selector(places: tuple[int, ...]) -> Pick:
     if len(places) == 1:
         # An item getter of one item does not return a tuple.
         return lambda table: (table[places[0]],)

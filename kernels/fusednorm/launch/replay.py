@@ -16,13 +16,13 @@ from typing import Any, Generic
 import torch
 from torch import Tensor
 
-from fusednorm.arguments.inputs import Role
-from fusednorm.arguments.outputs import Output, Outputs
+from fusednorm.arguments.inputs import ShapeRole
+from fusednorm.arguments.outputs import Outputs, OutputSpec
 from fusednorm.launch import prepared
-from fusednorm.launch.kinds import Inputs, Options, kind_of, kind_of_any_rows
+from fusednorm.launch.kinds import Inputs, Options, make_call_key, make_row_free_key
 from fusednorm.launch.launch import Launch
-from fusednorm.launch.native import described
-from fusednorm.launch.recipe import Recipe
+from fusednorm.launch.native import describe_call
+from fusednorm.launch.recipe import LaunchTemplate
 from fusednorm.policy.batch_invariance import is_batch_invariant
 from fusednorm.policy.waiting import may_wait
 from fusednorm.results import Backward, Forward
@@ -40,12 +40,12 @@ Allocate = Callable[[Tensor, Sequence[int], Sequence[int]], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class _Replay:
+class _CallReplay:
     """The work of a call of a known kind.
 
     Attributes:
         results: for each field of the result with a tensor of its own, the function that allocates it.
-        outputs: the `Output` of each of these fields, which checks a tensor of the caller.
+        outputs: the `OutputSpec` of each of these fields, which checks a tensor of the caller.
         same: pairs of a field and the other field whose tensor it shares.
         recipe: the call's launches over inputs and results.
     """
@@ -53,7 +53,7 @@ class _Replay:
     results: tuple[Allocate | None, ...]
     outputs: Outputs
     same: tuple[tuple[int, int], ...]
-    recipe: Recipe
+    recipe: LaunchTemplate
 
     def within(
         self, out: Forward | Backward, x: Tensor, shape: Sequence[int], leading: Sequence[int]
@@ -70,7 +70,7 @@ class _Replay:
         return results
 
 
-_KNOWN: dict[Hashable, _Replay | None] = {}
+_KNOWN: dict[Hashable, _CallReplay | None] = {}
 """Replays by kind; None for a kind of any number of rows if each number of rows needs a kind of its own."""
 
 _NOTHING: Any = object()
@@ -81,7 +81,7 @@ _LEARNING = Lock()
 _as_result: Any = tuple.__new__
 
 
-_PASSES: list["Pass[Any]"] = []
+_PASSES: list["ReplayablePass[Any]"] = []
 
 _LOOK_EVERY = 256
 """Replays by Python between two searches for the host extension; a search costs about as much as one replay."""
@@ -94,7 +94,7 @@ _LOOKING = Lock()
 is_capturing = torch.cuda.is_current_stream_capturing
 
 
-def use_when_there(load: Callable[[bool], Any]) -> None:
+def set_extension_loader(load: Callable[[bool], Any]) -> None:
     """Let the host extension make known calls from the moment on in which `load` returns it.
 
     Args:
@@ -105,7 +105,7 @@ def use_when_there(load: Callable[[bool], Any]) -> None:
     _load = load
 
 
-def use(extension: Any) -> None:
+def set_extension(extension: Any) -> None:
     """Let the host extension make known calls; Python makes those that it does not know, or all for None."""
     global _extension, _load
     if extension is not None:
@@ -115,14 +115,14 @@ def use(extension: Any) -> None:
     _extension, _load = extension, None
 
 
-def _look(may_build: bool) -> None:
+def _search_extension(may_build: bool) -> None:
     """Use the host extension, if it is there: known calls are planned once more, for the extension to learn."""
     if is_capturing() or not _LOOKING.acquire(blocking=False):
         return
     try:
         extension = None if _load is None else _load(may_build)
         if extension is not None:
-            use(extension)
+            set_extension(extension)
             with _LEARNING:
                 _KNOWN.clear()
     finally:
@@ -133,32 +133,32 @@ def _count_replay() -> None:
     global _replays
     _replays += 1
     if _replays % _LOOK_EVERY == 0:
-        _look(may_build=True)
+        _search_extension(may_build=True)
 
 
-def forget() -> None:
+def clear_replays() -> None:
     """Forget all known calls."""
     _KNOWN.clear()
     if _extension is not None:
         _extension.forget()
 
 
-def in_use() -> Any:
+def get_extension() -> Any:
     """The host extension, if it makes known calls; else None."""
     return _extension
 
 
-def is_extension_expected() -> bool:
+def is_extension_pending() -> bool:
     """Whether the host extension will be used once it is there."""
     return _load is not None
 
 
-def policy() -> int:
+def encode_policy() -> int:
     """The process's settings for all launches, encoded for the extension."""
     return may_wait() + 2 * is_batch_invariant()
 
 
-class Pass(Generic[Result]):
+class ReplayablePass(Generic[Result]):
     """A pass of an operation; its inputs and options distinguish its calls.
 
     Attributes:
@@ -171,7 +171,7 @@ class Pass(Generic[Result]):
             on the number of rows.
     """
 
-    def __init__(self, result: type[Result], roles: tuple[Role, ...] = ()) -> None:
+    def __init__(self, result: type[Result], roles: tuple[ShapeRole, ...] = ()) -> None:
         self._result: Any = result
         self.roles = roles
         self.number = -1
@@ -179,10 +179,10 @@ class Pass(Generic[Result]):
 
     def again(self, inputs: Inputs, options: Options, out: Result | None = None) -> Result | None:
         """The result of a call without dropout, or None unless its kind is known and `out` fits."""
-        if not prepared.undisturbed():
+        if not prepared.can_bypass_triton():
             return None
         if _extension is not None and out is None:
-            made: Result | None = _extension.again(self.number, policy(), options, inputs, self._result)
+            made: Result | None = _extension.again(self.number, encode_policy(), options, inputs, self._result)
             if made is not None:
                 return made
         try:
@@ -232,37 +232,37 @@ class Pass(Generic[Result]):
         Args:
             tensors: inputs and results by name, in the order of the pass.
         """
-        same = dict(_repeated(outputs))
+        same = dict(_iterate_shared_fields(outputs))
         own = tuple(None if place in same else output for place, output in enumerate(outputs))
-        recipe = Recipe.of(launches, tensors)
+        recipe = LaunchTemplate.of(launches, tensors)
         if recipe is None:
             return
         x: Any = inputs[0]
         if _load is not None:
-            _look(may_build=False)
-        of_any_rows = kind_of_any_rows(self, self.roles, inputs, options)
+            _search_extension(may_build=False)
+        of_any_rows = make_row_free_key(self, self.roles, inputs, options)
         follows = of_any_rows is not None and bool(recipe.rules)
-        new = tuple(None if output is None else _allocation(output, x, follows) for output in own)
-        replay = _Replay(new, own, tuple(same.items()), recipe)
+        new = tuple(None if output is None else _make_allocator(output, x, follows) for output in own)
+        replay = _CallReplay(new, own, tuple(same.items()), recipe)
         if of_any_rows is not None:
-            _keep(of_any_rows, replay if follows else None)
+            _store_replay(of_any_rows, replay if follows else None)
         if not follows:
-            _keep(kind_of(self, inputs, options), replay)
+            _store_replay(make_call_key(self, inputs, options), replay)
         if _extension is not None:
-            told = described(recipe, outputs, x, follows)
+            told = describe_call(recipe, outputs, x, follows)
             if told is not None:
-                _extension.learn(self.number, policy(), options, inputs, *told)
+                _extension.learn(self.number, encode_policy(), options, inputs, *told)
 
-    def _known(self, inputs: Inputs, options: Options) -> _Replay | None:
-        of_any_rows = kind_of_any_rows(self, self.roles, inputs, options)
+    def _known(self, inputs: Inputs, options: Options) -> _CallReplay | None:
+        of_any_rows = make_row_free_key(self, self.roles, inputs, options)
         if of_any_rows is not None:
             known = _KNOWN.get(of_any_rows, _NOTHING)
             if known is not None:
                 return known if known is not _NOTHING else None
-        return _KNOWN.get(kind_of(self, inputs, options))
+        return _KNOWN.get(make_call_key(self, inputs, options))
 
 
-def _keep(kind: Hashable, replay: _Replay | None) -> None:
+def _store_replay(kind: Hashable, replay: _CallReplay | None) -> None:
     """Store the work of a kind of call; if there are too many kinds, the oldest is dropped."""
     with _LEARNING:
         if len(_KNOWN) >= MAX_KINDS and kind not in _KNOWN:
@@ -270,7 +270,7 @@ def _keep(kind: Hashable, replay: _Replay | None) -> None:
         _KNOWN[kind] = replay
 
 
-def _repeated(outputs: Outputs) -> Iterator[tuple[int, int]]:
+def _iterate_shared_fields(outputs: Outputs) -> Iterator[tuple[int, int]]:
     """Pairs of a field and the other field whose tensor it shares."""
     places: dict[int, int] = {}
     for place, output in enumerate(outputs):
@@ -279,7 +279,7 @@ def _repeated(outputs: Outputs) -> Iterator[tuple[int, int]]:
             yield place, first
 
 
-def _allocation(output: Output, x: Tensor, any_rows: bool) -> Allocate:
+def _make_allocator(output: OutputSpec, x: Tensor, any_rows: bool) -> Allocate:
     """The function that allocates a result for an x like this one; with `any_rows`, for any number of rows."""
     dtype = TORCH_DTYPES[output.dtype]
     if output.as_x and not x.is_contiguous():

@@ -10,24 +10,24 @@ from fusednorm.launch.launch import Launch
 from fusednorm.launch.memories import Memories
 
 
-def run(device: torch.device, launches: Iterable[Launch], tensors: Mapping[str, Tensor]) -> None:
+def run_launches(device: torch.device, launches: Iterable[Launch], tensors: Mapping[str, Tensor]) -> None:
     """Launch in order on the device's current stream; for an absent GPU, record the launches.
 
     Args:
         tensors: the call's inputs and results by name.
     """
     if device.type == "meta":
-        absent.note(launches)
+        absent.record_launches(launches)
         return
     memories = Memories(device, tensors)
     index = device.index if device.type == "cuda" else -1
     if index < 0 or index == torch.cuda.current_device():
-        _start(launches, memories, index)
+        _launch_in_order(launches, memories, index)
     else:
         with torch.cuda.device(index):
-            _start(launches, memories, index)
+            _launch_in_order(launches, memories, index)
 
 
-def _start(launches: Iterable[Launch], memories: Memories, index: int) -> None:
+def _launch_in_order(launches: Iterable[Launch], memories: Memories, index: int) -> None:
     for launch in launches:
-        prepared.start(launch, memories, index)
+        prepared.launch_kernel(launch, memories, index)

@@ -2,19 +2,19 @@
 
 from fusednorm.devices.device import INTERPRETED
 from fusednorm.launch.native import explain_extension
-from fusednorm.launch.prepared import undisturbed
-from fusednorm.launch.replay import in_use, is_extension_expected
+from fusednorm.launch.prepared import can_bypass_triton
+from fusednorm.launch.replay import get_extension, is_extension_pending
 
 
-def describe_calls() -> str:
+def describe_repeated_calls() -> str:
     """How this process makes repeated calls on a GPU, and why: anew, by Python, or by the host extension."""
     if INTERPRETED:
         return "repeated calls on a GPU are planned anew: kernels are interpreted"
-    if not undisturbed():
+    if not can_bypass_triton():
         return "repeated calls on a GPU are planned anew: Triton's hooks or debug settings see each launch"
     is_there, path_or_reason = explain_extension()
-    if in_use() is not None or (is_there and is_extension_expected()):
+    if get_extension() is not None or (is_there and is_extension_pending()):
         return f"repeated calls on a GPU are made by the host extension: {path_or_reason}"
-    if not is_extension_expected():
+    if not is_extension_pending():
         path_or_reason = "this process does not use the host extension"
     return f"repeated calls on a GPU are made by Python: {path_or_reason}"

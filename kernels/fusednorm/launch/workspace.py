@@ -1,22 +1,22 @@
 """Memory that consecutive launches of a stream share; each launch leaves it ready for the next."""
 
 from fusednorm.arguments.arrays import Array, Workspace
-from fusednorm.devices.device import Gpu
+from fusednorm.devices.device import GpuModel
 
 EXCHANGE_BUFFER, COUNTERS = "exchange_buffer", "counters"
 
 
-def exchange_buffer(device: Gpu, slots: int) -> Array:
+def get_exchange_buffer(device: GpuModel, slots: int) -> Array:
     """The workspace of `jit.exchange` for a launch with a total of `slots` slots."""
     return _shared(device, 2 + 4 * slots, EXCHANGE_BUFFER)
 
 
-def counters(device: Gpu, count: int) -> Array:
+def get_counters(device: GpuModel, count: int) -> Array:
     """At least `count` int64 counters, all 0; a launch must leave them at 0."""
     return _shared(device, count, COUNTERS)
 
 
-def _shared(device: Gpu, words: int, purpose: str) -> Array:
+def _shared(device: GpuModel, words: int, purpose: str) -> Array:
     """At least `words` 8-byte words."""
     count = 1 << words.bit_length()
     return Array(Workspace("int64", count, purpose), "int64", (count,), (1,), device)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fusednorm.errors import KernelInputError
 from fusednorm.reference import layer_norm_forward
-from fusednorm.reference.checks import check_float, check_results
+from fusednorm.reference.checks import check_float, check_result_dtype
 
 
 def layer_norm_chain(
@@ -32,7 +32,7 @@ def layer_norm_chain(
         KernelInputError: no norm, a wrong number of biases, or an argument that `layer_norm_forward` refuses.
     """
     check_float("x", x)
-    check_results(out_dtype, float8=False)
+    check_result_dtype(out_dtype, float8=False)
     if len(weights) == 0:
         raise KernelInputError("weights must hold at least 1 norm, got 0")
     biases = [None] * len(weights) if biases is None else biases

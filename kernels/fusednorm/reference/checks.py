@@ -20,7 +20,9 @@ def check_float(name: str, tensor: Tensor) -> None:
         raise KernelInputError(f"{name} must be float32, float16, bfloat16 or float64, got {tensor.dtype}")
 
 
-def check_companion(name: str, tensor: Tensor | None, x: Tensor, shape: tuple[int, ...] | None = None) -> None:
+def check_optional_tensor(
+    name: str, tensor: Tensor | None, x: Tensor, shape: tuple[int, ...] | None = None
+) -> None:
     """Check that a tensor is None or a float tensor of `shape` (x's shape if None) on x's device.
 
     Raises:
@@ -37,7 +39,7 @@ def check_companion(name: str, tensor: Tensor | None, x: Tensor, shape: tuple[in
         raise KernelInputError(f"{name} must have x's shape {list(x.shape)}, got {list(tensor.shape)}")
 
 
-def check_results(out_dtype: torch.dtype | None, *, float8: bool) -> None:
+def check_result_dtype(out_dtype: torch.dtype | None, *, float8: bool) -> None:
     """Raises KernelInputError unless out_dtype is None, a float dtype or, with `float8`, float8_e4m3fn."""
     if out_dtype is None or out_dtype in DTYPES or (float8 and out_dtype == FLOAT8):
         return

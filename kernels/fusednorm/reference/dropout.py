@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
-from fusednorm.arguments.dropout import PHILOX_ROUNDS, dropout_threshold
+from fusednorm.arguments.dropout import PHILOX_ROUNDS, compute_dropout_threshold
 
 _WORD = 0xFFFFFFFF
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 
 
-def philox_words(seed: int, row: Tensor, quad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def compute_philox_words(seed: int, row: Tensor, quad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The four random words, int64 in [0, 2^32), of each (row, quad); see `dropout` for the definition.
 
     Args:
@@ -29,12 +29,12 @@ def philox_words(seed: int, row: Tensor, quad: Tensor) -> tuple[Tensor, Tensor, 
     return c0, c1, c2, c3
 
 
-def dropout_mask(seed: int, rows: int, positions: int, p: float, device: torch.device | str) -> Tensor:
+def compute_dropout_mask(seed: int, rows: int, positions: int, p: float, device: torch.device | str) -> Tensor:
     """Which elements of a [rows, positions] array are kept, as bool."""
     row = torch.arange(rows, dtype=torch.int64, device=device)[:, None]
     quad = torch.arange((positions + 3) // 4, dtype=torch.int64, device=device)[None, :]
-    words = torch.stack(philox_words(seed, row, quad), dim=-1).reshape(rows, -1)
-    return words[:, :positions] >= dropout_threshold(p)
+    words = torch.stack(compute_philox_words(seed, row, quad), dim=-1).reshape(rows, -1)
+    return words[:, :positions] >= compute_dropout_threshold(p)
 
 
 def _multiply_words(a: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:

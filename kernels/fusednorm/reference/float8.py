@@ -9,7 +9,7 @@ LARGEST = torch.finfo(FLOAT8).max
 SMALLEST_SCALE = 2.0**-126
 
 
-def quantised_rows(y: Tensor) -> tuple[Tensor, Tensor]:
+def quantise_rows(y: Tensor) -> tuple[Tensor, Tensor]:
     """y / scale in float8_e4m3fn, and scale = max(largest |y| of the row / 448, 2^-126), in y's dtype.
 
     2^-126 is the smallest normal float32: with it a row of zeros stays zero.  The scale of a row with a NaN or an

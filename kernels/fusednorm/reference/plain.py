@@ -32,9 +32,9 @@ from fusednorm.arguments.checks import (
 )
 from fusednorm.arguments.options import NormOptions
 from fusednorm.errors import KernelInputError
-from fusednorm.reference.checks import check_companion, check_float, check_precision, check_results
-from fusednorm.reference.dropout import dropout_mask
-from fusednorm.reference.float8 import quantised_rows
+from fusednorm.reference.checks import check_float, check_optional_tensor, check_precision, check_result_dtype
+from fusednorm.reference.dropout import compute_dropout_mask
+from fusednorm.reference.float8 import quantise_rows
 from fusednorm.results import Backward, Forward
 from fusednorm.tensors.activations import activation_of
 from fusednorm.tensors.arrays import FLOAT8
@@ -42,7 +42,7 @@ from fusednorm.tensors.layouts import is_channels_last, laid_out
 
 
 @dataclass(frozen=True)
-class _View:
+class _NormView:
     """The view of tensors in one operation: x as an array of `shape`, normalised over `axes`.
 
     Parameters broadcast as `parameter_shape`; their gradients are sums over `parameter_axes`.
@@ -109,10 +109,10 @@ def layer_norm_forward(
         KernelInputError: the last axis is empty, a tensor has a wrong shape, dtype or device, or eps, activation,
             dropout or seed is invalid.
     """
-    check_results(out_dtype, float8=True)
-    view = _rows_view(x, weight, bias, weight_offset, residual, centre=True, precision=precision)
+    check_result_dtype(out_dtype, float8=True)
+    view = _make_rows_view(x, weight, bias, weight_offset, residual, centre=True, precision=precision)
     options = NormOptions("layer_norm", 0, eps, weight_offset, activation, dropout, seed).validate()
-    return _forward(view, x, weight, bias, residual, options, out_dtype, stats)
+    return _compute_forward(view, x, weight, bias, residual, options, out_dtype, stats)
 
 
 def rms_norm_forward(
@@ -133,10 +133,10 @@ def rms_norm_forward(
 
     Everything else is as in `layer_norm_forward`.
     """
-    check_results(out_dtype, float8=True)
-    view = _rows_view(x, weight, None, weight_offset, residual, centre=False, precision=precision)
+    check_result_dtype(out_dtype, float8=True)
+    view = _make_rows_view(x, weight, None, weight_offset, residual, centre=False, precision=precision)
     options = NormOptions("rms_norm", 0, eps, weight_offset, activation, dropout, seed).validate()
-    return _forward(view, x, weight, None, residual, options, out_dtype, stats)
+    return _compute_forward(view, x, weight, None, residual, options, out_dtype, stats)
 
 
 def group_norm_forward(
@@ -174,10 +174,10 @@ def group_norm_forward(
         KernelInputError: as `layer_norm_forward`, or the groups do not divide C, or a float8 out_dtype.
         UnsupportedShapeError: x is neither contiguous nor channels-last.
     """
-    check_results(out_dtype, float8=False)
-    view = _groups_view(x, num_groups, weight, bias, residual, scale, shift, precision=precision)
+    check_result_dtype(out_dtype, float8=False)
+    view = _make_groups_view(x, num_groups, weight, bias, residual, scale, shift, precision=precision)
     options = NormOptions("group_norm", num_groups, eps, 0.0, activation, dropout, seed).validate()
-    return _forward(view, x, weight, bias, residual, options, out_dtype, stats)
+    return _compute_forward(view, x, weight, bias, residual, options, out_dtype, stats)
 
 
 def layer_norm_backward(
@@ -213,9 +213,9 @@ def layer_norm_backward(
     Raises:
         KernelInputError: as in forward.
     """
-    view = _rows_view(x, weight, bias, weight_offset, residual, centre=True, precision=precision)
+    view = _make_rows_view(x, weight, bias, weight_offset, residual, centre=True, precision=precision)
     options = NormOptions("layer_norm", 0, eps, weight_offset, activation, dropout, seed).validate()
-    result = _backward(view, dy, x, weight, bias, mean, rstd, residual, dresidual_out, options)
+    result = _compute_backward(view, dy, x, weight, bias, mean, rstd, residual, dresidual_out, options)
     return result if parameter_gradients else result._replace(dweight=None, dbias=None)
 
 
@@ -236,9 +236,9 @@ def rms_norm_backward(
     precision: torch.dtype | None = None,
 ) -> Backward:
     """dx = rstd * (g - x_hat * mean(g * x_hat)) + dresidual_out; otherwise `layer_norm_backward`."""
-    view = _rows_view(x, weight, None, weight_offset, residual, centre=False, precision=precision)
+    view = _make_rows_view(x, weight, None, weight_offset, residual, centre=False, precision=precision)
     options = NormOptions("rms_norm", 0, eps, weight_offset, activation, dropout, seed).validate()
-    result = _backward(view, dy, x, weight, None, None, rstd, residual, dresidual_out, options)
+    result = _compute_backward(view, dy, x, weight, None, None, rstd, residual, dresidual_out, options)
     return result if parameter_gradients else result._replace(dweight=None, dbias=None)
 
 
@@ -268,13 +268,13 @@ def group_norm_backward(
     positions.
     Dropout's mask is that of `group_norm_forward` for x's layout, independent of dy's layout.
     """
-    view = _groups_view(x, num_groups, weight, bias, residual, scale, shift, precision=precision)
+    view = _make_groups_view(x, num_groups, weight, bias, residual, scale, shift, precision=precision)
     options = NormOptions("group_norm", num_groups, eps, 0.0, activation, dropout, seed).validate()
-    result = _backward(view, dy, x, weight, bias, mean, rstd, residual, dresidual_out, options)
+    result = _compute_backward(view, dy, x, weight, bias, mean, rstd, residual, dresidual_out, options)
     return result if parameter_gradients else result._replace(dweight=None, dbias=None)
 
 
-def _rows_view(
+def _make_rows_view(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -283,20 +283,20 @@ def _rows_view(
     *,
     centre: bool,
     precision: torch.dtype | None,
-) -> _View:
+) -> _NormView:
     check_float("x", x)
     check_weight_offset(weight_offset, weight)
     if x.dim() < 1 or x.shape[-1] == 0:
         raise KernelInputError(f"x must be [..., cols] with cols >= 1, got {list(x.shape)}")
     own = has_heads(weight, bias)
     of_parameters = x.shape[-2:] if own else x.shape[-1:]
-    check_companion("weight", weight, x, of_parameters)
-    check_companion("bias", bias, x, of_parameters)
-    check_companion("residual", residual, x)
+    check_optional_tensor("weight", weight, x, of_parameters)
+    check_optional_tensor("bias", bias, x, of_parameters)
+    check_optional_tensor("residual", residual, x)
     cols, heads = x.shape[-1], x.shape[-2] if own else 1
     tokens = math.prod(x.shape[:-2] if own else x.shape[:-1])
     shape = (tokens, heads, cols)
-    return _View(
+    return _NormView(
         shape=shape,
         axes=(2,),
         statistics_shape=tuple(x.shape[:-1]),
@@ -305,14 +305,14 @@ def _rows_view(
         rows=tokens * heads,
         positions=cols,
         mask=lambda mask: mask.view(shape),
-        work=_work_dtype(x, precision),
+        work=_select_work_dtype(x, precision),
         stream=x.dtype if residual is None else residual.dtype,
         centre=centre,
         weight_offset=weight_offset,
     )
 
 
-def _groups_view(
+def _make_groups_view(
     x: Tensor,
     num_groups: int,
     weight: Tensor | None,
@@ -322,7 +322,7 @@ def _groups_view(
     shift: Tensor | None,
     *,
     precision: torch.dtype | None,
-) -> _View:
+) -> _NormView:
     check_float("x", x)
     check_groups(x, num_groups)
     for name, parameter, of_parameter in (
@@ -331,17 +331,17 @@ def _groups_view(
         ("scale", scale, x.shape[:2]),
         ("shift", shift, x.shape[:2]),
     ):
-        check_companion(name, parameter, x, of_parameter)
-    check_companion("residual", residual, x)
+        check_optional_tensor(name, parameter, x, of_parameter)
+    check_optional_tensor("residual", residual, x)
     n, c = x.shape[:2]
     hw = math.prod(x.shape[2:])
     shape = (n, num_groups, c // num_groups, hw)
     channels_last = is_channels_last(x)
 
-    def mask_in_view(mask: Tensor) -> Tensor:
+    def convert_mask(mask: Tensor) -> Tensor:
         return (mask.view(n, hw, c).transpose(1, 2) if channels_last else mask).reshape(shape)
 
-    return _View(
+    return _NormView(
         shape=shape,
         axes=(2, 3),
         statistics_shape=(n, num_groups),
@@ -349,8 +349,8 @@ def _groups_view(
         parameter_axes=(0, 3),
         rows=n,
         positions=c * hw,
-        mask=mask_in_view,
-        work=_work_dtype(x, precision),
+        mask=convert_mask,
+        work=_select_work_dtype(x, precision),
         stream=x.dtype,
         scale=scale,
         shift=shift,
@@ -358,8 +358,8 @@ def _groups_view(
     )
 
 
-def _forward(
-    view: _View,
+def _compute_forward(
+    view: _NormView,
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -368,26 +368,26 @@ def _forward(
     out_dtype: torch.dtype | None,
     stats: bool,
 ) -> Forward:
-    h = _summed(view, x, residual)
-    centred, mean, rstd = _statistics(view, h, options.eps)
-    z = _of_samples(view, _affine(view, centred * rstd, weight, bias))
+    h = _add_residual(view, x, residual)
+    centred, mean, rstd = _compute_statistics(view, h, options.eps)
+    z = _apply_modulation(view, _apply_affine(view, centred * rstd, weight, bias))
     y = activation_of(options.activation).apply(z)
     if options.dropout:
-        y = y * _dropout_factors(view, options, x.device)
+        y = y * _compute_dropout_factors(view, options, x.device)
     scale = None
     if out_dtype == FLOAT8:
-        y, scale = quantised_rows(y)
+        y, scale = quantise_rows(y)
     return Forward(
-        y=_laid_out(view, x, y, out_dtype or x.dtype),
+        y=_convert_result(view, x, y, out_dtype or x.dtype),
         mean=mean.reshape(view.statistics_shape) if stats and mean is not None else None,
         rstd=rstd.reshape(view.statistics_shape) if stats else None,
-        residual_out=None if residual is None else _laid_out(view, x, h, view.stream),
+        residual_out=None if residual is None else _convert_result(view, x, h, view.stream),
         scale=None if scale is None else scale.reshape(view.statistics_shape),
     )
 
 
-def _backward(
-    view: _View,
+def _compute_backward(
+    view: _NormView,
     dy: Tensor,
     x: Tensor,
     weight: Tensor | None,
@@ -399,13 +399,13 @@ def _backward(
     options: NormOptions,
 ) -> Backward:
     work, scale, shift = view.work, view.scale, view.shift
-    check_companion("dy", dy, x)
-    check_companion("dresidual_out", dresidual_out, x)
-    check_companion("mean", mean, x, view.statistics_shape)
-    check_companion("rstd", rstd, x, view.statistics_shape)
-    h = _summed(view, x, residual)
+    check_optional_tensor("dy", dy, x)
+    check_optional_tensor("dresidual_out", dresidual_out, x)
+    check_optional_tensor("mean", mean, x, view.statistics_shape)
+    check_optional_tensor("rstd", rstd, x, view.statistics_shape)
+    h = _add_residual(view, x, residual)
     if rstd is None or (view.centre and mean is None):
-        centred, _, inverse = _statistics(view, h, options.eps)
+        centred, _, inverse = _compute_statistics(view, h, options.eps)
     else:
         aligned = tuple(1 if axis in view.axes else size for axis, size in enumerate(view.shape))
         inverse = rstd.to(work).reshape(aligned)
@@ -414,51 +414,53 @@ def _backward(
     xhat = centred * inverse
     dz = dy.to(work).reshape(view.shape)
     if options.dropout:
-        dz = dz * _dropout_factors(view, options, x.device)
+        dz = dz * _compute_dropout_factors(view, options, x.device)
     if options.activation != "none":
-        z = _of_samples(view, _affine(view, xhat, weight, bias))
+        z = _apply_modulation(view, _apply_affine(view, xhat, weight, bias))
         dz = dz * activation_of(options.activation).derivative(z)
 
-    dshift = None if shift is None else _sample_gradient(view, dz, shift)
-    dscale = None if scale is None else _sample_gradient(view, dz * _affine(view, xhat, weight, bias), scale)
+    dshift = None if shift is None else _sum_sample_gradient(view, dz, shift)
+    dscale = (
+        None if scale is None else _sum_sample_gradient(view, dz * _apply_affine(view, xhat, weight, bias), scale)
+    )
     if scale is not None:
-        dz = dz * _scales(view, scale)
-    g = dz if weight is None else dz * _factors(view, weight)
+        dz = dz * _compute_scale_factors(view, scale)
+    g = dz if weight is None else dz * _compute_weight_factors(view, weight)
     dh = g - xhat * (g * xhat).mean(view.axes, keepdim=True)
     if view.centre:
         dh = dh - g.mean(view.axes, keepdim=True)
     dh = dh * inverse
     if dresidual_out is not None:
         dh = dh + dresidual_out.to(work).reshape(view.shape)
-    dx = _laid_out(view, x, dh, x.dtype)
-    dresidual = dx if view.stream == x.dtype else _laid_out(view, x, dh, view.stream)
+    dx = _convert_result(view, x, dh, x.dtype)
+    dresidual = dx if view.stream == x.dtype else _convert_result(view, x, dh, view.stream)
     return Backward(
         dx=dx,
-        dweight=None if weight is None else _parameter_gradient(view, dz * xhat, weight),
-        dbias=None if bias is None else _parameter_gradient(view, dz, bias),
+        dweight=None if weight is None else _sum_parameter_gradient(view, dz * xhat, weight),
+        dbias=None if bias is None else _sum_parameter_gradient(view, dz, bias),
         dresidual=None if residual is None else dresidual,
         dscale=dscale,
         dshift=dshift,
     )
 
 
-def _sample_gradient(view: _View, terms: Tensor, parameter: Tensor) -> Tensor:
+def _sum_sample_gradient(view: _NormView, terms: Tensor, parameter: Tensor) -> Tensor:
     return terms.sum(-1).reshape(parameter.shape).to(parameter.dtype, copy=True)
 
 
-def _work_dtype(x: Tensor, precision: torch.dtype | None) -> torch.dtype:
+def _select_work_dtype(x: Tensor, precision: torch.dtype | None) -> torch.dtype:
     check_precision(precision)
     if precision is not None:
         return precision
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _summed(view: _View, x: Tensor, residual: Tensor | None) -> Tensor:
+def _add_residual(view: _NormView, x: Tensor, residual: Tensor | None) -> Tensor:
     h = x.to(view.work) if residual is None else x.to(view.work) + residual.to(view.work)
     return h.reshape(view.shape)
 
 
-def _statistics(view: _View, h: Tensor, eps: float) -> tuple[Tensor, Tensor | None, Tensor]:
+def _compute_statistics(view: _NormView, h: Tensor, eps: float) -> tuple[Tensor, Tensor | None, Tensor]:
     """h without its mean; the mean, None if the operation does not centre; and the reciprocal standard deviation.
 
     The last two are broadcastable.
@@ -474,50 +476,50 @@ def _statistics(view: _View, h: Tensor, eps: float) -> tuple[Tensor, Tensor | No
     return centred, mean, torch.rsqrt(variance + eps)
 
 
-def _affine(view: _View, xhat: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+def _apply_affine(view: _NormView, xhat: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     z = xhat
     if weight is not None:
-        z = z * _factors(view, weight)
+        z = z * _compute_weight_factors(view, weight)
     if bias is not None:
         z = z + bias.to(xhat.dtype).reshape(view.parameter_shape)
     return z
 
 
-def _of_samples(view: _View, z: Tensor) -> Tensor:
+def _apply_modulation(view: _NormView, z: Tensor) -> Tensor:
     """z after the affine step per sample, if there is one."""
     if view.scale is not None:
-        z = z * _scales(view, view.scale)
+        z = z * _compute_scale_factors(view, view.scale)
     if view.shift is not None:
-        z = z + _by_sample(view, view.shift)
+        z = z + _broadcast_sample_parameter(view, view.shift)
     return z
 
 
-def _scales(view: _View, scale: Tensor) -> Tensor:
+def _compute_scale_factors(view: _NormView, scale: Tensor) -> Tensor:
     """The factors of a sample's channels, broadcastable."""
-    return 1.0 + _by_sample(view, scale)
+    return 1.0 + _broadcast_sample_parameter(view, scale)
 
 
-def _by_sample(view: _View, parameter: Tensor) -> Tensor:
+def _broadcast_sample_parameter(view: _NormView, parameter: Tensor) -> Tensor:
     """A parameter [N, C], broadcastable."""
     return parameter.to(view.work).reshape(*view.shape[:3], 1)
 
 
-def _factors(view: _View, weight: Tensor) -> Tensor:
+def _compute_weight_factors(view: _NormView, weight: Tensor) -> Tensor:
     """The factors of x_hat, broadcastable."""
     return weight.to(view.work).reshape(view.parameter_shape) + view.weight_offset
 
 
-def _dropout_factors(view: _View, options: NormOptions, device: torch.device) -> Tensor:
+def _compute_dropout_factors(view: _NormView, options: NormOptions, device: torch.device) -> Tensor:
     """Dropout's multiplier of each element: 0, or 1 / (1 - dropout)."""
-    keep = dropout_mask(options.seed or 0, view.rows, view.positions, options.dropout, device)
+    keep = compute_dropout_mask(options.seed or 0, view.rows, view.positions, options.dropout, device)
     return view.mask(keep).to(view.work) / (1.0 - options.dropout)
 
 
-def _parameter_gradient(view: _View, terms: Tensor, parameter: Tensor) -> Tensor:
+def _sum_parameter_gradient(view: _NormView, terms: Tensor, parameter: Tensor) -> Tensor:
     return terms.sum(view.parameter_axes).reshape(parameter.shape).to(parameter.dtype, copy=True)
 
 
-def _laid_out(view: _View, x: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
+def _convert_result(view: _NormView, x: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
     """A result of x's shape, in the memory order of results."""
     # Not a view, which torch would not change in place as the result of an autograd function; and not written into
     # an empty tensor, since under vmap x may be one tensor and its results several.

@@ -9,7 +9,7 @@ from torch import Tensor
 from fusednorm.arguments import arrays
 from fusednorm.arguments.arrays import Array
 from fusednorm.arguments.inputs import BackwardInputs, NormInputs
-from fusednorm.devices.device import INTERPRETED, Gpu
+from fusednorm.devices.device import INTERPRETED, GpuModel
 from fusednorm.errors import KernelInputError
 from fusednorm.tensors.devices import describe_device, stands_in
 
@@ -34,7 +34,7 @@ def is_misaligned(tensor: Tensor) -> bool:
     return tensor.data_ptr() % 16 != 0
 
 
-def describe(name: str, tensor: Tensor, device: Gpu | None = None) -> Array:
+def describe(name: str, tensor: Tensor, device: GpuModel | None = None) -> Array:
     """The description of a tensor, in memory of its own that has the given name."""
     dtype = tensor.dtype
     device = device or describe_device(tensor.device)

@@ -5,12 +5,12 @@ from statistics import median
 
 import torch
 
-from fusednorm.devices.device import CPU, H200, Gpu
+from fusednorm.devices.device import CPU, H200, GpuModel
 
-_stand_in: Gpu | None = None
+_stand_in: GpuModel | None = None
 
 
-def stand_in(gpu: Gpu | None) -> None:
+def stand_in(gpu: GpuModel | None) -> None:
     """Treat meta tensors as tensors of an absent GPU: calls on them record their launches (`launch.absent`).
 
     For a process that compiles in advance.  With None, the initial state, such calls are refused.
@@ -26,7 +26,7 @@ def stands_in(device: torch.device) -> bool:
 
 
 @cache
-def describe_device(device: torch.device) -> Gpu:
+def describe_device(device: torch.device) -> GpuModel:
     """The properties of a tensor's device that plans use.
 
     Calls on meta tensors are planned for the GPU of `stand_in`, or for an H200, for inspection.
@@ -34,7 +34,7 @@ def describe_device(device: torch.device) -> Gpu:
     if device.type != "cuda":
         return (_stand_in or H200) if device.type == "meta" else CPU
     count = int(torch.cuda.get_device_properties(device).multi_processor_count)
-    return Gpu(device.type, torch.cuda.get_device_capability(device), count)
+    return GpuModel(device.type, torch.cuda.get_device_capability(device), count)
 
 
 @cache

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fusednorm.arguments.arrays import Array
-from fusednorm.arguments.outputs import Output, Outputs
+from fusednorm.arguments.outputs import Outputs, OutputSpec
 from fusednorm.errors import KernelInputError
 from fusednorm.results import Backward, Forward
 from fusednorm.tensors.arrays import TORCH_DTYPES, is_misaligned
@@ -16,7 +16,7 @@ from fusednorm.tensors.layouts import in_layout
 Result = TypeVar("Result", Forward, Backward)
 
 
-def fits(output: Output, given: Tensor, x: Tensor) -> bool:
+def fits(output: OutputSpec, given: Tensor, x: Tensor) -> bool:
     """Whether a result can be written to the tensor `given`."""
     return (
         given.dtype == TORCH_DTYPES[output.dtype]
@@ -27,7 +27,7 @@ def fits(output: Output, given: Tensor, x: Tensor) -> bool:
     )
 
 
-def _place(output: Output, given: Tensor | None, x: Tensor) -> Tensor:
+def _place(output: OutputSpec, given: Tensor | None, x: Tensor) -> Tensor:
     dtype, shape = TORCH_DTYPES[output.dtype], output.shape_for(x)
     if given is None:
         if output.as_x:

@@ -19,13 +19,13 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.cache import get_cache_manager, triton_key
 
-from fusednorm.devices.device import INTERPRETED, Gpu
-from fusednorm.devices.gpus import GPUS, of_architectures
+from fusednorm.devices.device import INTERPRETED, GpuModel
+from fusednorm.devices.gpus import GPUS, select_gpu_models
 from fusednorm.launch.launch import Launch
-from fusednorm.warm.calls import launches, warm
+from fusednorm.warm.calls import compile_kernel, list_warm_launches
 from fusednorm.warm.driver import AbsentDriver, build_launcher
-from fusednorm.warm.stamps import is_warm, lock_path, note_warm
-from fusednorm.warm.workers import Done, work_off
+from fusednorm.warm.stamps import get_lock_path, is_compiled, record_compiled
+from fusednorm.warm.workers import TicketResult, run_tickets
 
 DEFAULT_LENGTHS = "1024"
 """The default of a server."""
@@ -40,14 +40,14 @@ def main(arguments: list[str] | None = None, hashing: threading.Thread | None = 
     Args:
         hashing: a thread that already runs `triton_key`, if any.
     """
-    parser = _parser()
+    parser = _make_parser()
     asked = parser.parse_args(arguments)
     if INTERPRETED:
         parser.error("kernels are compiled, so TRITON_INTERPRET must be unset")
-    archs = _integers(asked.arch)
-    gpus = of_architectures(frozenset(archs))
+    archs = _parse_integers(asked.arch)
+    gpus = select_gpu_models(frozenset(archs))
     if asked.multiprocessors is not None:
-        gpus = tuple(Gpu("", divmod(arch, 10), asked.multiprocessors) for arch in archs)
+        gpus = tuple(GpuModel("", divmod(arch, 10), asked.multiprocessors) for arch in archs)
     for arch in archs:
         if all(gpu.arch != arch for gpu in gpus):
             known = ", ".join(map(str, sorted({gpu.arch for gpu in GPUS})))
@@ -58,12 +58,12 @@ def main(arguments: list[str] | None = None, hashing: threading.Thread | None = 
         hashing = threading.Thread(target=triton_key)
         hashing.start()
     try:
-        lock_file = lock_path().open("w")
+        lock_file = get_lock_path().open("w")
     except OSError as error:
         parser.error(f"Triton's cache cannot be written to: {error}")
     with lock_file as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        warming = Warming(gpus, _integers(asked.lengths), asked.only_warm_up)
+        warming = CacheWarmer(gpus, _parse_integers(asked.lengths), asked.only_warm_up)
         # No other thread may run during a fork.
         hashing.join()
         missing = warming.compile(asked.jobs, asked.until_gone)
@@ -71,19 +71,19 @@ def main(arguments: list[str] | None = None, hashing: threading.Thread | None = 
     return 1 if missing else 0
 
 
-class Warming:
+class CacheWarmer:
     """The compilation for some GPUs and row lengths, and its results so far."""
 
-    def __init__(self, gpus: Sequence[Gpu], lengths: Sequence[int], only_warm_up: bool) -> None:
+    def __init__(self, gpus: Sequence[GpuModel], lengths: Sequence[int], only_warm_up: bool) -> None:
         self._gpus = gpus
         self._only_warm_up = only_warm_up
         self._parts: dict[Part, list[int]] = {}
         self._tickets: list[tuple[int, Launch]] = []
         for place, length in product(range(len(gpus)), lengths):
             gpu = gpus[place]
-            if not is_warm(gpu.arch, gpu.multiprocessors, length, only_warm_up):
+            if not is_compiled(gpu.arch, gpu.multiprocessors, length, only_warm_up):
                 first = len(self._tickets)
-                self._tickets += [(place, launch) for launch in launches(gpu, length, only_warm_up)]
+                self._tickets += [(place, launch) for launch in list_warm_launches(gpu, length, only_warm_up)]
                 self._parts[place, length] = list(range(first, len(self._tickets)))
         self._driver = AbsentDriver(gpus)
         driver.set_active(self._driver)
@@ -94,8 +94,8 @@ class Warming:
         Args:
             until_gone: the id of a process; compilation stops when that process has ended.
         """
-        done: dict[int, Done] = {}
-        for each in work_off(range(len(self._tickets)), self._compile, jobs, lambda: _runs(until_gone)):
+        done: dict[int, TicketResult] = {}
+        for each in run_tickets(range(len(self._tickets)), self._compile, jobs, lambda: _is_running(until_gone)):
             done[each.ticket] = each
             self._say(each)
         missing = 0
@@ -104,7 +104,7 @@ class Warming:
             lost = sum(ticket not in done or done[ticket].nbytes < 0 for ticket in tickets)
             missing += lost
             if not lost:
-                note_warm(gpu.arch, gpu.multiprocessors, length, self._only_warm_up)
+                record_compiled(gpu.arch, gpu.multiprocessors, length, self._only_warm_up)
         made = [each for each in done.values() if each.nbytes >= 0 and not each.was_there]
         nbytes = sum(each.nbytes for each in made)
         seconds = sum(each.seconds for each in made)
@@ -115,34 +115,34 @@ class Warming:
         self._driver.current, launch = self._tickets[ticket]
         hits: list[bool] = []
         knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
-        compiled = warm(launch)
+        compiled = compile_kernel(launch)
         # Two GPUs of an architecture, or two lengths, may have the same kernel: a process then has it in memory.
         was_there = not hits or hits[0]
         build_launcher(compiled)
-        return _size(compiled.hash), was_there
+        return _count_kernel_bytes(compiled.hash), was_there
 
-    def _say(self, done: Done) -> None:
+    def _say(self, done: TicketResult) -> None:
         place, launch = self._tickets[done.ticket]
         became = "failed" if done.nbytes < 0 else "there" if done.was_there else f"{done.nbytes / 1e3:.0f} kB"
         print(f"sm_{self._gpus[place].arch} {launch.kernel.__name__} {done.seconds:.2f} s {became}", flush=True)
 
 
-def _size(key: str) -> int:
+def _count_kernel_bytes(key: str) -> int:
     """Bytes of a compiled kernel in the cache."""
     folder = get_cache_manager(key).cache_dir
     return sum(entry.stat().st_size for entry in os.scandir(folder) if entry.is_file())
 
 
-def _runs(process: int | None) -> bool:
+def _is_running(process: int | None) -> bool:
     """Whether the process with this id still runs; always true for None."""
     return process is None or Path(f"/proc/{process}").exists()
 
 
-def _integers(text: str) -> list[int]:
+def _parse_integers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m fusednorm.warm", description=__doc__)
     parser.add_argument("--arch", required=True, help="compute capabilities without the dot, as in 80,90")
     parser.add_argument(

@@ -7,13 +7,13 @@ while it processes a kernel's source, for a fifth to a half of its time, but not
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from fusednorm.devices.device import Gpu
-from fusednorm.launch.absent import launches_for
-from fusednorm.warm.calls import distinct, warm
+from fusednorm.devices.device import GpuModel
+from fusednorm.launch.absent import recording_launches
+from fusednorm.warm.calls import compile_kernel, iterate_distinct_launches
 from fusednorm.warm.driver import build_launcher
 
 
-def compile_at_once(gpu: Gpu, call: Callable[[], object]) -> None:
+def compile_in_parallel(gpu: GpuModel, call: Callable[[], object]) -> None:
     """Compile the kernels that `call` on meta tensors would launch on `gpu`, this process's GPU; a call at a time.
 
     A single kernel is not compiled here, but by the call that needs it.  The current device is the first.
@@ -21,9 +21,9 @@ def compile_at_once(gpu: Gpu, call: Callable[[], object]) -> None:
     Raises:
         KernelInputError: the call raises it.
     """
-    with launches_for(gpu) as noted:
+    with recording_launches(gpu) as noted:
         call()
-        kernels = list(distinct(noted))
+        kernels = list(iterate_distinct_launches(noted))
     if len(kernels) > 1:
         with ThreadPoolExecutor(len(kernels)) as threads:
-            list(threads.map(lambda launch: build_launcher(warm(launch)), kernels))
+            list(threads.map(lambda launch: build_launcher(compile_kernel(launch)), kernels))

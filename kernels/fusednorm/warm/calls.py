@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 import fusednorm
-from fusednorm.devices.device import Gpu
-from fusednorm.launch.absent import bind_to_nothing, launches_for
-from fusednorm.launch.inspection import specialise
-from fusednorm.launch.keys import settle
+from fusednorm.devices.device import GpuModel
+from fusednorm.launch.absent import bind_to_nothing, recording_launches
+from fusednorm.launch.inspection import specialise_kernel
+from fusednorm.launch.keys import compute_stable_key
 from fusednorm.launch.launch import Launch
 from fusednorm.policy.batch_invariance import require_batch_invariance
 from fusednorm.results import Backward, Forward
@@ -22,7 +22,7 @@ _MOST_GROUPS = 32
 _META = torch.device("meta")
 
 
-def launches(gpu: Gpu, length: int, only_warm_up: bool) -> list[Launch]:
+def list_warm_launches(gpu: GpuModel, length: int, only_warm_up: bool) -> list[Launch]:
     """Launches that a server on `gpu` compiles for rows of `length` elements: each kernel once, in order of need.
 
     First are the launches of its warm-up: every operation on x of each dtype, forward before backward, with float32
@@ -31,16 +31,16 @@ def launches(gpu: Gpu, length: int, only_warm_up: bool) -> list[Launch]:
     them: with and without statistics, forward and backward.
     """
     require_batch_invariance(True)
-    with launches_for(gpu) as noted:
+    with recording_launches(gpu) as noted:
         for with_parameters, direction, dtype in product((True, False), ("forward", "backward"), _DTYPES):
-            _call_each(length, direction, dtype, with_parameters)
+            _record_calls(length, direction, dtype, with_parameters)
         if not only_warm_up:
             for backward, dtype, op in product((False, True), _DTYPES, ("layer_norm", "rms_norm")):
                 fusednorm.warmup(op, dtype, length, backward=backward, device=_META)
-        return list(distinct(noted))
+        return list(iterate_distinct_launches(noted))
 
 
-def _call_each(length: int, direction: str, dtype: torch.dtype, with_parameters: bool) -> None:
+def _record_calls(length: int, direction: str, dtype: torch.dtype, with_parameters: bool) -> None:
     x = torch.empty(_ROWS, length, dtype=dtype, device=_META)
     parameter = torch.empty(length, dtype=torch.float32, device=_META)
     tensors = (x,) if direction == "forward" else (x, x)
@@ -56,19 +56,19 @@ def _call_each(length: int, direction: str, dtype: torch.dtype, with_parameters:
         getattr(fusednorm, f"{op}_{direction}")(*tensors, *groups, **named)
 
 
-def distinct(launches: Iterable[Launch]) -> Iterator[Launch]:
+def iterate_distinct_launches(launches: Iterable[Launch]) -> Iterator[Launch]:
     """Launches of different kernels, the first of each."""
     seen: set[Hashable] = set()
     for launch in launches:
-        kind = kernel_of(launch)
+        kind = make_kernel_key(launch)
         if kind not in seen:
             seen.add(kind)
             yield launch
 
 
-def kernel_of(launch: Launch) -> Hashable:
+def make_kernel_key(launch: Launch) -> Hashable:
     """The key of a launch's compiled kernel; launches that share a compiled kernel have equal keys."""
-    specialised = specialise(launch)
+    specialised = specialise_kernel(launch)
     source = specialised.source
     return (
         launch.kernel.fn,
@@ -79,8 +79,8 @@ def kernel_of(launch: Launch) -> Hashable:
     )
 
 
-def warm(launch: Launch) -> Any:
+def compile_kernel(launch: Launch) -> Any:
     """Compile the kernel of a launch for the current device of Triton's driver; returns the compiled kernel."""
     options = {"enable_fp_fusion": True, **launch.options}
-    settle(launch.kernel)
+    compute_stable_key(launch.kernel)
     return launch.kernel.warmup(*bind_to_nothing(launch.arguments), grid=launch.grid, **options)

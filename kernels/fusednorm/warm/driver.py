@@ -9,7 +9,7 @@ from typing import Any
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 
-from fusednorm.devices.device import Gpu
+from fusednorm.devices.device import GpuModel
 
 _THREADS_OF_A_WARP = 32
 
@@ -17,7 +17,7 @@ _THREADS_OF_A_WARP = 32
 class AbsentDriver:
     """A driver with one device for each named GPU, one of them current; it launches nothing."""
 
-    def __init__(self, gpus: Sequence[Gpu]) -> None:
+    def __init__(self, gpus: Sequence[GpuModel]) -> None:
         self._gpus = gpus
         self.current = 0
 

@@ -22,37 +22,37 @@ FOLDER = "fusednorm-warm"
 """The folder of the records in Triton's cache."""
 
 
-def is_warm(arch: int, multiprocessors: int, length: int, only_warm_up: bool) -> bool:
+def is_compiled(arch: int, multiprocessors: int, length: int, only_warm_up: bool) -> bool:
     """Whether all kernels were compiled for such a GPU and this row length."""
     enough = (True, False) if only_warm_up else (False,)
-    return any(_path(arch, multiprocessors, length, each).exists() for each in enough)
+    return any(_make_record_path(arch, multiprocessors, length, each).exists() for each in enough)
 
 
-def note_warm(arch: int, multiprocessors: int, length: int, only_warm_up: bool) -> None:
-    """Record that all kernels were compiled: `is_warm` is true from now on.
+def record_compiled(arch: int, multiprocessors: int, length: int, only_warm_up: bool) -> None:
+    """Record that all kernels were compiled: `is_compiled` is true from now on.
 
     Raises:
         OSError: Triton's cache cannot be written to.
     """
-    path = _path(arch, multiprocessors, length, only_warm_up)
+    path = _make_record_path(arch, multiprocessors, length, only_warm_up)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
 
 
-def lock_path() -> Path:
+def get_lock_path() -> Path:
     """The file that a process locks while it compiles in advance, so that no other compiles the same kernels."""
     folder = Path(knobs.cache.dir) / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     return folder / "lock"
 
 
-def _path(arch: int, multiprocessors: int, length: int, only_warm_up: bool) -> Path:
-    versions = hashlib.sha256(f"{_versions()} {only_warm_up}".encode()).hexdigest()
+def _make_record_path(arch: int, multiprocessors: int, length: int, only_warm_up: bool) -> Path:
+    versions = hashlib.sha256(f"{_describe_versions()} {only_warm_up}".encode()).hexdigest()
     return Path(knobs.cache.dir) / FOLDER / f"{arch}-{multiprocessors}-{length}-{versions}"
 
 
 @functools.cache
-def _versions() -> str:
+def _describe_versions() -> str:
     """The versions that compiled kernels depend on, the same in every process of an installation."""
     sources = hashlib.sha256()
     for folder, _, names in sorted(os.walk(Path(fusednorm.__file__).parent)):

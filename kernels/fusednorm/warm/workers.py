@@ -23,7 +23,7 @@ _POLL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class TicketResult:
     """The result of a ticket.
 
     Attributes:
@@ -42,7 +42,9 @@ Work = Callable[[int], tuple[int, bool]]
 """Processes a ticket; returns its bytes in the cache, and whether they were there already."""
 
 
-def work_off(tickets: Sequence[int], work: Work, jobs: int, is_wanted: Callable[[], bool]) -> Iterator[Done]:
+def run_tickets(
+    tickets: Sequence[int], work: Work, jobs: int, is_wanted: Callable[[], bool]
+) -> Iterator[TicketResult]:
     """Process each ticket in one of `jobs` processes; yields results in order of completion.
 
     A ticket whose process dies is processed once more.
@@ -52,7 +54,7 @@ def work_off(tickets: Sequence[int], work: Work, jobs: int, is_wanted: Callable[
     """
     for _ in range(_ROUNDS):
         left = set(tickets)
-        for done in _round([ticket for ticket in tickets if ticket in left], work, jobs, is_wanted):
+        for done in _run_round([ticket for ticket in tickets if ticket in left], work, jobs, is_wanted):
             left.discard(done.ticket)
             yield done
         tickets = [ticket for ticket in tickets if ticket in left]
@@ -60,7 +62,9 @@ def work_off(tickets: Sequence[int], work: Work, jobs: int, is_wanted: Callable[
             return
 
 
-def _round(tickets: Sequence[int], work: Work, jobs: int, is_wanted: Callable[[], bool]) -> Iterator[Done]:
+def _run_round(
+    tickets: Sequence[int], work: Work, jobs: int, is_wanted: Callable[[], bool]
+) -> Iterator[TicketResult]:
     to_take, to_give = os.pipe()
     to_hear, to_report = os.pipe()
     workers = []
@@ -70,14 +74,14 @@ def _round(tickets: Sequence[int], work: Work, jobs: int, is_wanted: Callable[[]
         if worker == 0:
             os.close(to_give)
             os.close(to_hear)
-            _work_until_none_is_left(to_take, to_report, work)
+            _run_worker(to_take, to_report, work)
         workers.append(worker)
     os.close(to_take)
     os.close(to_report)
     try:
         # A pipe holds a few thousand tickets, and the workers read them meanwhile.
         os.set_blocking(to_give, False)
-        yield from _heard(to_give, to_hear, [_TICKET.pack(ticket) for ticket in tickets], is_wanted)
+        yield from _exchange_tickets(to_give, to_hear, [_TICKET.pack(ticket) for ticket in tickets], is_wanted)
     finally:
         os.close(to_hear)
         for worker in workers:
@@ -85,7 +89,9 @@ def _round(tickets: Sequence[int], work: Work, jobs: int, is_wanted: Callable[[]
             os.waitpid(worker, 0)
 
 
-def _heard(to_give: int, to_hear: int, tickets: list[bytes], is_wanted: Callable[[], bool]) -> Iterator[Done]:
+def _exchange_tickets(
+    to_give: int, to_hear: int, tickets: list[bytes], is_wanted: Callable[[], bool]
+) -> Iterator[TicketResult]:
     """Send tickets and receive results until no worker is left."""
     tickets.reverse()
     asked = time.monotonic()
@@ -104,7 +110,7 @@ def _heard(to_give: int, to_hear: int, tickets: list[bytes], is_wanted: Callable
             if not report:
                 break
             ticket, seconds, nbytes, was_there = _REPORT.unpack(report)
-            yield Done(ticket, seconds, nbytes, was_there)
+            yield TicketResult(ticket, seconds, nbytes, was_there)
         if time.monotonic() - asked > _POLL_S:
             asked = time.monotonic()
             if not is_wanted():
@@ -113,7 +119,7 @@ def _heard(to_give: int, to_hear: int, tickets: list[bytes], is_wanted: Callable
         os.close(to_give)
 
 
-def _work_until_none_is_left(to_take: int, to_report: int, work: Work) -> None:
+def _run_worker(to_take: int, to_report: int, work: Work) -> None:
     """The main loop of a worker; does not return."""
     parent = os.getppid()
     # A parent that was killed cannot notify its workers.

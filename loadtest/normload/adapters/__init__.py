@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from normserve.client import HostTensor
-from normserve.client.answers.answer import Answer
+from normserve.client.answers.answer import ApiResponse
 
-from normload.load.cases import Case
+from normload.load.cases import RequestCase
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class AdapterRequest:
     """An HTTP request.
 
     Attributes:
@@ -28,16 +28,16 @@ class Exchange:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-class Adapter(Protocol):
+class ProtocolAdapter(Protocol):
     """A protocol for tensors."""
 
-    def refusal(self, case: Case) -> str | None:
+    def refusal(self, case: RequestCase) -> str | None:
         """The limits of such servers, if they do not support the case; None if they do."""
 
-    def exchange(self, case: Case, tensors: Mapping[str, HostTensor]) -> Exchange:
+    def exchange(self, case: RequestCase, tensors: Mapping[str, HostTensor]) -> AdapterRequest:
         """The request to send."""
 
-    def tensors(self, case: Case, answer: Answer) -> dict[str, HostTensor]:
+    def tensors(self, case: RequestCase, answer: ApiResponse) -> dict[str, HostTensor]:
         """The tensors of a successful response by the names of normserve's API, as views of it.
 
         Raises:

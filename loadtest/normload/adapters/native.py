@@ -4,14 +4,14 @@ from collections.abc import Callable, Mapping
 from itertools import pairwise
 
 from normserve.client import BackwardResult, ForwardResult, HostTensor
-from normserve.client.answers.answer import Answer
+from normserve.client.answers.answer import ApiResponse
 from normserve.client.calls import operations
-from normserve.client.calls.call import Call
+from normserve.client.calls.call import ApiCall
 from normserve.codec.media_types import SAFETENSORS
 from normserve.codec.tensor_names import PARAMETER_GRADIENTS, PARAMETERS
 
-from normload.adapters import Exchange
-from normload.load.cases import Case
+from normload.adapters import AdapterRequest
+from normload.load.cases import RequestCase
 
 _Result = ForwardResult[HostTensor] | BackwardResult[HostTensor]
 
@@ -19,58 +19,58 @@ _Result = ForwardResult[HostTensor] | BackwardResult[HostTensor]
 _OF_ALL = (*PARAMETERS, *PARAMETER_GRADIENTS)
 
 
-class Native:
+class NativeAdapter:
     """Sends and reads the same bytes as `normserve.client`."""
 
-    def refusal(self, case: Case) -> str | None:
+    def refusal(self, case: RequestCase) -> str | None:
         """It supports everything."""
         return None
 
-    def exchange(self, case: Case, tensors: Mapping[str, HostTensor]) -> Exchange:
+    def exchange(self, case: RequestCase, tensors: Mapping[str, HostTensor]) -> AdapterRequest:
         """The HTTP request of the client."""
-        call = self.call(case, divided(case, tensors) if case.parts else tensors)
-        return Exchange(
+        call = self.call(case, split_tensors(case, tensors) if case.parts else tensors)
+        return AdapterRequest(
             call.method, call.target, call.parts() or (), call.most_bytes, {"content-type": SAFETENSORS}
         )
 
-    def call(self, case: Case, tensors: Mapping[str, HostTensor | list[HostTensor]]) -> Call[_Result]:
+    def call(self, case: RequestCase, tensors: Mapping[str, HostTensor | list[HostTensor]]) -> ApiCall[_Result]:
         """The client's call; over shared memory, several tensors are sent as one."""
-        build: Callable[..., Call[_Result]] = getattr(operations, case.operation.replace("/", "_"))
+        build: Callable[..., ApiCall[_Result]] = getattr(operations, case.operation.replace("/", "_"))
         if case.norms:
             both = ([tensors[f"{name}.{norm}"] for norm in range(case.norms)] for name in ("weight", "bias"))
             return build(tensors["x"], *both, **case.parameters())
         return build(**tensors, **case.parameters())
 
-    def tensors(self, case: Case, answer: Answer) -> dict[str, HostTensor]:
+    def tensors(self, case: RequestCase, answer: ApiResponse) -> dict[str, HostTensor]:
         """Every tensor in the body; results of several tensors are joined again."""
         tensors = answer.tensors()
-        return joined(tensors) if case.parts else tensors
+        return join_tensors(tensors) if case.parts else tensors
 
 
-def divided(case: Case, tensors: Mapping[str, HostTensor]) -> dict[str, HostTensor | list[HostTensor]]:
+def split_tensors(case: RequestCase, tensors: Mapping[str, HostTensor]) -> dict[str, HostTensor | list[HostTensor]]:
     """Tensors of a request or a response; those with rows or samples are split into lists of `case.parts`."""
     count = case.shape[0]
     ends = [count * part // case.parts for part in range(case.parts + 1)]
     return {
-        name: tensor if name.startswith(_OF_ALL) else [_rows(tensor, *part) for part in pairwise(ends)]
+        name: tensor if name.startswith(_OF_ALL) else [_slice_rows(tensor, *part) for part in pairwise(ends)]
         for name, tensor in tensors.items()
     }
 
 
-def _rows(tensor: HostTensor, start: int, stop: int) -> HostTensor:
+def _slice_rows(tensor: HostTensor, start: int, stop: int) -> HostTensor:
     nbytes = tensor.nbytes // tensor.shape[0]
     return HostTensor(tensor.dtype, (stop - start, *tensor.shape[1:]), tensor.data[start * nbytes : stop * nbytes])
 
 
-def joined(tensors: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
+def join_tensors(tensors: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
     """Join numbered tensors; tensors of all parts, and those of the norms of a chain, stay unchanged."""
     found: dict[str, list[HostTensor]] = {}
     for name, tensor in tensors.items():
         base, _, number = name.partition(".")
         found.setdefault(base if number and base not in _OF_ALL else name, []).append(tensor)
-    return {name: parts[0] if len(parts) == 1 else _whole(parts) for name, parts in found.items()}
+    return {name: parts[0] if len(parts) == 1 else _concatenate_rows(parts) for name, parts in found.items()}
 
 
-def _whole(parts: list[HostTensor]) -> HostTensor:
+def _concatenate_rows(parts: list[HostTensor]) -> HostTensor:
     shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
     return HostTensor(parts[0].dtype, shape, memoryview(b"".join([part.data for part in parts])))

@@ -2,9 +2,13 @@
 
 from collections.abc import Callable, Mapping
 
-from normload.adapters import Adapter
-from normload.adapters.native import Native
-from normload.adapters.rows import KServe, Npy
+from normload.adapters import ProtocolAdapter
+from normload.adapters.native import NativeAdapter
+from normload.adapters.rows import KServeAdapter, NpyAdapter
 
 #: The first is the default.
-ADAPTERS: Mapping[str, Callable[[], Adapter]] = {"normserve": Native, "npy": Npy, "kserve": KServe}
+ADAPTERS: Mapping[str, Callable[[], ProtocolAdapter]] = {
+    "normserve": NativeAdapter,
+    "npy": NpyAdapter,
+    "kserve": KServeAdapter,
+}

@@ -9,17 +9,17 @@ from collections.abc import Mapping
 
 import numpy as np
 from normserve.client import HostTensor, UnexpectedAnswerError
-from normserve.client.answers.answer import Answer
-from normserve.client.answers.documents import read_json
+from normserve.client.answers.answer import ApiResponse
+from normserve.client.answers.documents import parse_json
 from normserve.codec import npy
 from normserve.codec.shapes import MAX_RANK
 from normserve.errors import NormserveError
 from normserve.memory.host_tensors import DType
 from numpy.typing import NDArray
 
-from normload.adapters import Exchange
-from normload.load.cases import Case
-from normload.load.elements import widen
+from normload.adapters import AdapterRequest
+from normload.load.cases import RequestCase
+from normload.load.elements import to_float64
 
 _NPY = "application/x-npy"
 _LENGTH_HEADER = "Inference-Header-Content-Length"
@@ -28,7 +28,7 @@ _HEADER_BYTES = 2**16
 _DATATYPES = {DType.FLOAT32: "FP32", DType.FLOAT16: "FP16"}
 
 
-def refusal(case: Case) -> str | None:
+def find_unsupported_reason(case: RequestCase) -> str | None:
     """The limits of such a server, if it does not support the case; None if it does."""
     if case.operation != "layer_norm" or case.parameters() or case.residual:
         return "only layer_norm forward, without residual, activation and other options"
@@ -39,25 +39,25 @@ def refusal(case: Case) -> str | None:
     return None
 
 
-def parameters(case: Case) -> dict[str, NDArray[np.float32]]:
+def make_parameters(case: RequestCase) -> dict[str, NDArray[np.float32]]:
     """Weight and bias that such a server must hold."""
     tensors = case.tensors()
-    return {name: widen(tensors[name]).astype(np.float32) for name in ("weight", "bias")}
+    return {name: to_float64(tensors[name]).astype(np.float32) for name in ("weight", "bias")}
 
 
-class Npy:
+class NpyAdapter:
     """Sends x as npy to the server's URL, and receives y as npy."""
 
-    def refusal(self, case: Case) -> str | None:
+    def refusal(self, case: RequestCase) -> str | None:
         """The limits of all such servers."""
-        return refusal(case)
+        return find_unsupported_reason(case)
 
-    def exchange(self, case: Case, tensors: Mapping[str, HostTensor]) -> Exchange:
+    def exchange(self, case: RequestCase, tensors: Mapping[str, HostTensor]) -> AdapterRequest:
         """A request with x alone."""
         x = tensors["x"]
-        return Exchange("POST", "", npy.encode(x), x.nbytes + _HEADER_BYTES, {"Content-Type": _NPY})
+        return AdapterRequest("POST", "", npy.encode(x), x.nbytes + _HEADER_BYTES, {"Content-Type": _NPY})
 
-    def tensors(self, case: Case, answer: Answer) -> dict[str, HostTensor]:
+    def tensors(self, case: RequestCase, answer: ApiResponse) -> dict[str, HostTensor]:
         """y."""
         try:
             return {"y": npy.decode(answer.body)}
@@ -65,17 +65,17 @@ class Npy:
             raise UnexpectedAnswerError(f"the answer is not npy: {error.detail}") from error
 
 
-class KServe:
+class KServeAdapter:
     """Version 2 of KServe's protocol with tensors as raw bytes after the JSON, in NVIDIA Triton's form.
 
     Source: https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_binary_data.md
     """
 
-    def refusal(self, case: Case) -> str | None:
+    def refusal(self, case: RequestCase) -> str | None:
         """The limits of all such servers."""
-        return refusal(case)
+        return find_unsupported_reason(case)
 
-    def exchange(self, case: Case, tensors: Mapping[str, HostTensor]) -> Exchange:
+    def exchange(self, case: RequestCase, tensors: Mapping[str, HostTensor]) -> AdapterRequest:
         """A request with x alone, to the model in the URL."""
         x = tensors["x"]
         given = {
@@ -87,16 +87,16 @@ class KServe:
         outputs = [{"name": "y", "parameters": {"binary_data": True}}]
         head = json.dumps({"inputs": [given], "outputs": outputs}).encode()
         headers = {"Content-Type": "application/octet-stream", _LENGTH_HEADER: str(len(head))}
-        return Exchange("POST", "/infer", (head, x.data), x.nbytes + _HEADER_BYTES, headers)
+        return AdapterRequest("POST", "/infer", (head, x.data), x.nbytes + _HEADER_BYTES, headers)
 
-    def tensors(self, case: Case, answer: Answer) -> dict[str, HostTensor]:
+    def tensors(self, case: RequestCase, answer: ApiResponse) -> dict[str, HostTensor]:
         """y."""
         try:
             length = int(answer.headers[_LENGTH_HEADER.lower()][:18])
             data = answer.body[max(0, length) :]
-            (output,) = read_json(bytes(answer.body[: max(0, length)]))["outputs"]
+            (output,) = parse_json(bytes(answer.body[: max(0, length)]))["outputs"]
             dtype = {name: dtype for dtype, name in _DATATYPES.items()}[output["datatype"]]
-            tensor = HostTensor(dtype, _shape(output["shape"]), data)
+            tensor = HostTensor(dtype, _parse_shape(output["shape"]), data)
         # Their messages would repeat the server's data.
         except (KeyError, ValueError, TypeError):
             raise UnexpectedAnswerError("the answer is not one of KServe's with binary tensors") from None
@@ -105,7 +105,7 @@ class KServe:
         return {"y": tensor}
 
 
-def _shape(given: object) -> tuple[int, ...]:
+def _parse_shape(given: object) -> tuple[int, ...]:
     if not isinstance(given, list) or len(given) > MAX_RANK or not all(type(size) is int for size in given):
         raise ValueError("a shape must be a list of whole numbers")
     return tuple(given)

@@ -9,30 +9,38 @@ from socket import AF_UNIX, SOCK_STREAM, getaddrinfo
 
 import httpx
 from normserve.client import ConnectionFailedError, UnexpectedAnswerError
-from normserve.client.answers.answer import Answer
+from normserve.client.answers.answer import ApiResponse
 from normserve.client.deadlines import Deadline
 from normserve.client.errors import ClientError
 from normserve.client.http import connection as http
-from normserve.client.http.address import Address
-from normserve.client.http.blocking import drive
-from normserve.client.http.opening import Place, Trust, connecting, encrypted, places, shaking_hands, unconnected
-from normserve.client.http.receiving import EndedEarlyError
+from normserve.client.http.address import ServerAddress
+from normserve.client.http.blocking import run_steps
+from normserve.client.http.opening import (
+    Place,
+    TlsSettings,
+    connect,
+    do_handshake,
+    list_socket_addresses,
+    make_socket,
+    wrap_tls,
+)
+from normserve.client.http.receiving import IncompleteResponseError
 from normserve.client.http.steps import Steps
 
-from normload.clients.pool import Request
+from normload.clients.pool import PreparedRequest
 
 # Shared, because reading the trusted certificates takes longer than a handshake.
-_TRUST = Trust(verify=True)
+_TRUST = TlsSettings(verify=True)
 
 
-class Waiting:
+class SteppedConnection:
     """A driver that runs steps one after another and blocks in each."""
 
     def __init__(self, timeout_s: float) -> None:
         """Args: timeout_s: longest time of an exchange."""
         self.timeout_s = timeout_s
 
-    def wait_for(self, steps: Steps[Answer]) -> Answer:
+    def wait_for(self, steps: Steps[ApiResponse]) -> ApiResponse:
         """The result of steps.
 
         Raises:
@@ -42,28 +50,28 @@ class Waiting:
         """
         deadline = Deadline(self.timeout_s)
         try:
-            return drive(steps, deadline)
+            return run_steps(steps, deadline)
         except httpx.TimeoutException as error:
             raise deadline.error() from error
         except FAILURES as error:
-            raise meaning(error) from error
+            raise translate_failure(error) from error
 
 
-class Connection(Waiting):
+class HttpLoadConnection(SteppedConnection):
     """Opens itself at its first use, and again after it broke or was closed."""
 
-    def __init__(self, address: Address, timeout_s: float) -> None:
+    def __init__(self, address: ServerAddress, timeout_s: float) -> None:
         """Args:
         address: of the server.
         timeout_s: longest time of an exchange, from connecting to the last byte of the response.
         """
         super().__init__(timeout_s)
         self._address = address
-        self._open: http.Connection | None = None
+        self._open: http.ClientHttpConnection | None = None
         # Memory that was used before is mapped already; new memory is faulted in page by page.
         self._room: memoryview | None = None
 
-    def exchange(self, head: bytes, parts: Sequence[bytes | memoryview], most_bytes: int) -> Answer:
+    def exchange(self, head: bytes, parts: Sequence[bytes | memoryview], most_bytes: int) -> ApiResponse:
         """Send one request, wait for its response and return it; its body is valid until the next exchange.
 
         Args:
@@ -75,11 +83,11 @@ class Connection(Waiting):
         """
         return self.wait_for(self._exchanging(head, parts, most_bytes))
 
-    def steps(self, request: Request) -> Steps[Answer]:
+    def steps(self, request: PreparedRequest) -> Steps[ApiResponse]:
         """`exchange` in steps, for a caller with its own event loop; it raises only `FAILURES`."""
         return self._exchanging(request.head, request.parts, request.most_bytes)
 
-    def _exchanging(self, head: bytes, parts: Sequence[bytes | memoryview], most_bytes: int) -> Steps[Answer]:
+    def _exchanging(self, head: bytes, parts: Sequence[bytes | memoryview], most_bytes: int) -> Steps[ApiResponse]:
         # The server may have closed the connection between requests: then its end can be read.
         if self._open is not None and not self._open.is_quiet():
             self.close()
@@ -106,17 +114,17 @@ class Connection(Waiting):
             self._open.close()
             self._open = None
 
-    def _opening(self) -> Steps[http.Connection]:
+    def _opening(self) -> Steps[http.ClientHttpConnection]:
         failure = OSError("the host has no address")
         for family, where in self._places():
-            made = unconnected(family)
+            made = make_socket(family)
             try:
-                yield from connecting(made, where)
+                yield from connect(made, where)
                 if self._address.tls:
-                    secured = encrypted(made, self._address, _TRUST.context)
+                    secured = wrap_tls(made, self._address, _TRUST.context)
                     made = secured
-                    yield from shaking_hands(secured)
-                return http.Connection(made)
+                    yield from do_handshake(secured)
+                return http.ClientHttpConnection(made)
             except OSError as error:
                 made.close()
                 failure = error
@@ -128,17 +136,17 @@ class Connection(Waiting):
     def _places(self) -> list[Place]:
         if self._address.socket_path is not None:
             return [(AF_UNIX, self._address.socket_path)]
-        return places(getaddrinfo(self._address.host, self._address.port, type=SOCK_STREAM))
+        return list_socket_addresses(getaddrinfo(self._address.host, self._address.port, type=SOCK_STREAM))
 
 
 #: Errors that end an exchange without a response; a UnicodeError: the host name cannot be encoded for a query.
 FAILURES = (ClientError, httpx.TransportError, OSError, UnicodeError)
 
 
-def meaning(failure: BaseException) -> ClientError:
+def translate_failure(failure: BaseException) -> ClientError:
     """The client's error of one of `FAILURES`."""
     if isinstance(failure, ClientError):
         return failure
-    if isinstance(failure, httpx.RemoteProtocolError) and not isinstance(failure, EndedEarlyError):
+    if isinstance(failure, httpx.RemoteProtocolError) and not isinstance(failure, IncompleteResponseError):
         return UnexpectedAnswerError("the answer is not HTTP")
     return ConnectionFailedError(str(failure) or type(failure).__name__)

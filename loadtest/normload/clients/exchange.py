@@ -2,18 +2,18 @@
 
 from dataclasses import dataclass
 
-from normserve.client.answers.answer import Answer
+from normserve.client.answers.answer import ApiResponse
 from normserve.client.http.steps import Steps
 
-from normload.clients.connection import Connection
-from normload.clients.local_connection import LocalConnection
-from normload.load.arrivals import Slot
+from normload.clients.connection import HttpLoadConnection
+from normload.clients.local_connection import LocalLoadConnection
+from normload.load.arrivals import ScheduledRequest
 
-AnyConnection = Connection | LocalConnection
+AnyConnection = HttpLoadConnection | LocalLoadConnection
 
 
 @dataclass(slots=True)
-class Exchange:
+class SentRequest:
     """A request in flight, or ended.
 
     Attributes:
@@ -28,12 +28,12 @@ class Exchange:
     """
 
     connection: AnyConnection
-    slot: Slot
+    slot: ScheduledRequest
     free: float
     sent: float
     check: bool
-    steps: Steps[Answer]
+    steps: Steps[ApiResponse]
     descriptor: int = -1
     ended: float = 0.0
-    answer: Answer | None = None
+    answer: ApiResponse | None = None
     code: str = ""

@@ -10,9 +10,17 @@ from types import TracebackType
 from typing import Self
 
 from normload.clients import worker
-from normload.clients.worker import AskAll, Done, Failed, Load, Progress, Setup, Stop
-from normload.load.scenario import Phase
-from normload.measurements.tally import Tally
+from normload.clients.worker import (
+    CommandResult,
+    LoadCommand,
+    LoadProgress,
+    SendAllCommand,
+    StopCommand,
+    WorkerFailure,
+    WorkerSetup,
+)
+from normload.load.scenario import LoadPhase
+from normload.measurements.tally import PhaseTally
 
 # Time until every process has read its command and started its threads.
 _HEAD_START_S = 0.15
@@ -21,14 +29,14 @@ _END_S = 5.0
 _ENDED = "a client process ended unexpectedly"
 
 
-class HarnessError(RuntimeError):
+class ClientProcessError(RuntimeError):
     """A client process failed."""
 
 
-class Fleet:
+class ClientProcesses:
     """Several processes that together send the load of a scenario; a context manager."""
 
-    def __init__(self, setup: Setup, on_progress: Callable[[Progress], None]) -> None:
+    def __init__(self, setup: WorkerSetup, on_progress: Callable[[LoadProgress], None]) -> None:
         """Args:
         setup: of every process, except for its index; it has the number of processes.
         on_progress: receives the progress.
@@ -42,7 +50,11 @@ class Fleet:
         self._segments = 0
         self._stopped = False
         context = multiprocessing.get_context("spawn")
-        self._pipes: list[Connection[AskAll | Load | Stop | None, Done | Progress | Failed]] = []
+        self._pipes: list[
+            Connection[
+                SendAllCommand | LoadCommand | StopCommand | None, CommandResult | LoadProgress | WorkerFailure
+            ]
+        ] = []
         self._running = []
         for index in range(setup.processes):
             ours, theirs = context.Pipe()
@@ -82,39 +94,41 @@ class Fleet:
         """Return when every process has created its requests."""
         self._gather()
 
-    def send_all(self) -> Tally:
+    def send_all(self) -> PhaseTally:
         """Make every process send every request once."""
-        self._tell([AskAll()] * self.processes)
-        return _merged(self._gather())[0]
+        self._tell([SendAllCommand()] * self.processes)
+        return _merge_tallies(self._gather())[0]
 
-    def load(self, phases: tuple[Phase, ...], connections: int, grace_s: float) -> tuple[float, list[Tally]]:
+    def load(
+        self, phases: tuple[LoadPhase, ...], connections: int, grace_s: float
+    ) -> tuple[float, list[PhaseTally]]:
         """Send consecutive phases; return their start, by time.perf_counter, and the tally of each."""
         start = time.perf_counter() + _HEAD_START_S
         self._segments += 1
-        counts = spread(connections, self.processes)
-        self._tell([Load(self._segments, phases, start, count, grace_s) for count in counts])
+        counts = split_evenly(connections, self.processes)
+        self._tell([LoadCommand(self._segments, phases, start, count, grace_s) for count in counts])
         done = self._gather()
         self.cpu = [max(before, each.cpu) for before, each in zip(self.cpu, done, strict=True)]
         self.cores_used = sum(each.cpu for each in done)
-        return start, _merged(done)
+        return start, _merge_tallies(done)
 
     def stop(self) -> None:
         """End the current segment; no other must be started."""
         self._stopped = True
         for pipe in self._pipes:
             with suppress(OSError):
-                pipe.send(Stop())
+                pipe.send(StopCommand())
 
-    def _tell(self, commands: Sequence[AskAll | Load]) -> None:
+    def _tell(self, commands: Sequence[SendAllCommand | LoadCommand]) -> None:
         for pipe, command in zip(self._pipes, commands, strict=True):
             try:
                 pipe.send(command)
             except OSError:
-                raise HarnessError(_ENDED) from None
+                raise ClientProcessError(_ENDED) from None
 
-    def _gather(self) -> list[Done]:
+    def _gather(self) -> list[CommandResult]:
         """The response of every process to its command."""
-        done: dict[int, Done] = {}
+        done: dict[int, CommandResult] = {}
         while len(done) < self.processes:
             waiting = {pipe: index for index, pipe in enumerate(self._pipes) if index not in done}
             for ready in wait(list(waiting)):
@@ -122,22 +136,22 @@ class Fleet:
                 try:
                     said = ready.recv()
                 except (EOFError, OSError):
-                    raise HarnessError(_ENDED) from None
-                if isinstance(said, Failed):
-                    raise HarnessError(said.reason)
-                if isinstance(said, Progress):
+                    raise ClientProcessError(_ENDED) from None
+                if isinstance(said, WorkerFailure):
+                    raise ClientProcessError(said.reason)
+                if isinstance(said, LoadProgress):
                     self._on_progress(said)
                 else:
                     done[waiting[ready]] = said
         return [done[index] for index in range(self.processes)]
 
 
-def spread(count: int, parts: int) -> list[int]:
+def split_evenly(count: int, parts: int) -> list[int]:
     """Split a count as evenly as possible."""
     return [count // parts + (index < count % parts) for index in range(parts)]
 
 
-def _merged(done: Sequence[Done]) -> list[Tally]:
+def _merge_tallies(done: Sequence[CommandResult]) -> list[PhaseTally]:
     first, *others = done
     for other in others:
         for tally, more in zip(first.tallies, other.tallies, strict=True):

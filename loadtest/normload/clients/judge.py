@@ -5,21 +5,21 @@ from collections.abc import Sequence
 
 import numpy as np
 from normserve.client import ClientError
-from normserve.client.answers.answer import Answer
+from normserve.client.answers.answer import ApiResponse
 from numpy.typing import NDArray
 
-from normload.adapters import Adapter
-from normload.clients.pool import Request
+from normload.adapters import ProtocolAdapter
+from normload.clients.pool import PreparedRequest
 
 
-class Judge:
+class ResponseChecker:
     """Compares responses with the expected ones.
 
     The first correct response to a request is kept.  A later one with the same bits is correct as well, which only
     needs a comparison; for one that differs the expected response is computed again, in torch and float64.
     """
 
-    def __init__(self, adapter: Adapter, pool: Sequence[Request]) -> None:
+    def __init__(self, adapter: ProtocolAdapter, pool: Sequence[PreparedRequest]) -> None:
         """Args:
         adapter: reads responses.
         pool: the requests.
@@ -29,7 +29,7 @@ class Judge:
         self._right: dict[int, list[NDArray[np.uint8]]] = {}
         self._computing = threading.Lock()
 
-    def fault(self, number: int, answer: Answer) -> str | None:
+    def fault(self, number: int, answer: ApiResponse) -> str | None:
         """Describe what is wrong with the response to a request of the pool; None if it is correct."""
         right = self._right.get(number)
         try:
@@ -40,7 +40,7 @@ class Judge:
         with self._computing:
             return self._compute(number, answer)
 
-    def _compute(self, number: int, answer: Answer) -> str | None:
+    def _compute(self, number: int, answer: ApiResponse) -> str | None:
         # torch takes seconds to import, and is not needed to measure times.
         import torch
 
@@ -53,7 +53,7 @@ class Judge:
             tensors = self._adapter.tensors(request.case, answer)
         except ClientError as error:
             return str(error)
-        fault = oracle.fault(request.case, request.tensors, tensors)
+        fault = oracle.find_fault(request.case, request.tensors, tensors)
         if fault is None:
             kept = [np.frombuffer(each, np.uint8).copy() for each in answer.content()]
             self._right.setdefault(number, kept)

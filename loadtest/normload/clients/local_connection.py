@@ -11,19 +11,19 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
-from normserve.client.answers.answer import Answer
+from normserve.client.answers.answer import ApiResponse
 from normserve.client.errors import ApiError
-from normserve.client.http.opening import connecting
+from normserve.client.http.opening import connect
 from normserve.client.http.steps import READ, WRITE, Steps
-from normserve.client.local.arena import Block
-from normserve.client.local.messages import prepare, understood
-from normserve.client.local.protocol import ClientProtocol, Exchanges, LocalRequest
+from normserve.client.local.arena import ArenaBlock
+from normserve.client.local.messages import make_arena_response, prepare_host_call
+from normserve.client.local.protocol import Exchanges, LocalClientProtocol, LocalRequest
 from normserve.client.local.sockets import RECEIVED_AT_ONCE
 from normserve.codec.framing import SendQueue
-from normserve.codec.local_frames import Reply
+from normserve.codec.local_frames import LazyLocalResponse
 
-from normload.clients.connection import Waiting
-from normload.clients.pool import Request
+from normload.clients.connection import SteppedConnection
+from normload.clients.pool import PreparedRequest
 
 _R = TypeVar("_R")
 
@@ -32,7 +32,7 @@ _KEPT_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class _Placed:
+class _ArenaRequest:
     """A request whose tensors are in the arena.
 
     Attributes:
@@ -42,15 +42,15 @@ class _Placed:
     """
 
     message: msgspec.Raw
-    inputs: list[Block]
-    results: dict[str, Block]
+    inputs: list[ArenaBlock]
+    results: dict[str, ArenaBlock]
 
     @property
     def nbytes(self) -> int:
         return sum(block.nbytes for block in (*self.inputs, *self.results.values()))
 
 
-class LocalConnection(Waiting):
+class LocalLoadConnection(SteppedConnection):
     """Opens itself at its first use, and again after it broke or was closed."""
 
     def __init__(self, path: str, api_key: str | None, timeout_s: float) -> None:
@@ -62,12 +62,12 @@ class LocalConnection(Waiting):
         super().__init__(timeout_s)
         self._path = path
         self._api_key = api_key
-        self._open: _Link | None = None
-        self._placed: OrderedDict[int, _Placed] = OrderedDict()
+        self._open: _LocalSocket | None = None
+        self._placed: OrderedDict[int, _ArenaRequest] = OrderedDict()
         # The request of the last response, and the blocks of its results.
-        self._last: tuple[int, dict[str, Block]] | None = None
+        self._last: tuple[int, dict[str, ArenaBlock]] | None = None
 
-    def steps(self, request: Request) -> Steps[Answer]:
+    def steps(self, request: PreparedRequest) -> Steps[ApiResponse]:
         """As `Connection.steps`; the results of its response are valid until the next exchange."""
         if self._last is not None:
             # Only the figures of the earlier response are still read; its blocks are needed again.
@@ -77,7 +77,7 @@ class LocalConnection(Waiting):
             self.close()
         try:
             if self._open is None:
-                self._open = _Link(self._api_key)
+                self._open = _LocalSocket(self._api_key)
                 yield from self._open.connect(self._path)
             placed = self._placed.get(id(request))
             if placed is None:
@@ -85,13 +85,13 @@ class LocalConnection(Waiting):
             told = yield from self._open.request(LocalRequest(placed.message))
         except ApiError as refusal:
             self.close()
-            return _refused(refusal)
+            return _make_refusal(refusal)
         except BaseException:
             self.close()
             raise
         results = dict(placed.results)
         self._last = id(request), results
-        return understood(told, results)
+        return make_arena_response(told, results)
 
     def leave(self) -> None:
         """Leave the results of the last response to the caller."""
@@ -107,32 +107,32 @@ class LocalConnection(Waiting):
             self._open.close()
             self._open = None
 
-    def _place(self, link: "_Link", request: Request) -> Steps[_Placed]:
+    def _place(self, link: "_LocalSocket", request: PreparedRequest) -> Steps[_ArenaRequest]:
         """Copy a request's tensors into the arena, in place of others if it is full."""
         assert request.call is not None
         kept = sum(placed.nbytes for placed in self._placed.values())
         while self._placed and kept + request.nbytes + request.most_bytes > _KEPT_BYTES:
             kept -= self._placed.popitem(last=False)[1].nbytes
         protocol = link.protocol
-        prepared = yield from link.run(protocol.filled(prepare(request.call, protocol.arena)))
+        prepared = yield from link.run(protocol.filled(prepare_host_call(request.call, protocol.arena)))
         message = msgspec.Raw(msgspec.json.encode(prepared.message))
-        placed = _Placed(message, prepared.inputs, dict(prepared.results))
+        placed = _ArenaRequest(message, prepared.inputs, dict(prepared.results))
         self._placed[id(request)] = placed
         return placed
 
 
-class _Link:
+class _LocalSocket:
     """A connected socket and what is sent and received on it."""
 
     def __init__(self, api_key: str | None) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.setblocking(False)
-        self.protocol = ClientProtocol(api_key)
+        self.protocol = LocalClientProtocol(api_key)
         self._outgoing = SendQueue()
 
     def connect(self, path: str) -> Steps[None]:
         """Connect and exchange greetings."""
-        yield from connecting(self._socket, path)
+        yield from connect(self._socket, path)
         yield from self.run(self.protocol.greet())
 
     def is_quiet(self) -> bool:
@@ -162,7 +162,7 @@ class _Link:
             result: _R = done.value
             return result
 
-    def request(self, request: LocalRequest) -> Steps[Reply]:
+    def request(self, request: LocalRequest) -> Steps[LazyLocalResponse]:
         """Send a request and wait for its response.
 
         Raises:
@@ -208,9 +208,9 @@ class _Link:
             self._socket.close()
 
 
-def _refused(refusal: ApiError) -> Answer:
+def _make_refusal(refusal: ApiError) -> ApiResponse:
     """Return the response that was raised as an error."""
     headers = {"x-request-id": refusal.request_id}
     if refusal.retry_after_s is not None:
         headers["retry-after"] = f"{refusal.retry_after_s:g}"
-    return Answer(refusal.status, headers, memoryview(json.dumps(refusal.problem).encode()))
+    return ApiResponse(refusal.status, headers, memoryview(json.dumps(refusal.problem).encode()))

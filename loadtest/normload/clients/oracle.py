@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from normserve.client import DType, HostTensor
-from normserve.client.quoting import quoted
+from normserve.client.quoting import quote_text
 from torch.nn import functional
 
-from normload.load.cases import Case
-from normload.load.elements import widen
+from normload.load.cases import RequestCase
+from normload.load.elements import to_float64
 
 Tensor = torch.Tensor
 
@@ -34,7 +34,7 @@ _NAMED = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
+class ExpectedTensor:
     """An expected tensor.
 
     Attributes:
@@ -47,7 +47,7 @@ class Reference:
 
 
 @dataclass(frozen=True, slots=True)
-class _Forward:
+class _ForwardIntermediates:
     """Intermediate tensors in the computation of y, in x's shape unless noted.
 
     Attributes:
@@ -72,40 +72,42 @@ class _Forward:
     factor: Tensor
 
 
-def expected(case: Case, tensors: Mapping[str, HostTensor]) -> dict[str, Reference]:
+def compute_expected(case: RequestCase, tensors: Mapping[str, HostTensor]) -> dict[str, ExpectedTensor]:
     """The exact results by the names of the API."""
-    given = {name: torch.from_numpy(widen(tensor)) for name, tensor in tensors.items()}
+    given = {name: torch.from_numpy(to_float64(tensor)) for name, tensor in tensors.items()}
     if case.norms:
-        return {"y": _chain(case, given)}
+        return {"y": _compute_chain(case, given)}
     leaves = {name: value.requires_grad_(case.is_backward) for name, value in given.items() if name != "dy"}
     with torch.set_grad_enabled(case.is_backward):
-        forward = _forward(case, leaves)
+        forward = _compute_forward(case, leaves)
     if case.is_backward:
-        return _gradients(case, leaves, given["dy"], forward)
-    answer = {"y": Reference(forward.y, forward.z_terms)}
+        return _compute_gradients(case, leaves, given["dy"], forward)
+    answer = {"y": ExpectedTensor(forward.y, forward.z_terms)}
     if case.out_dtype is DType.FLOAT8_E4M3FN:
         largest = forward.y.abs().amax(-1)
         terms = forward.z_terms.amax(-1)
-        answer["scale"] = Reference(largest / _LARGEST_FLOAT8, terms / _LARGEST_FLOAT8)
+        answer["scale"] = ExpectedTensor(largest / _LARGEST_FLOAT8, terms / _LARGEST_FLOAT8)
     if case.residual:
-        answer["residual_out"] = Reference(forward.h, forward.h.abs())
+        answer["residual_out"] = ExpectedTensor(forward.h, forward.h.abs())
     return answer
 
 
-def fault(case: Case, tensors: Mapping[str, HostTensor], answer: Mapping[str, HostTensor]) -> str | None:
+def find_fault(
+    case: RequestCase, tensors: Mapping[str, HostTensor], answer: Mapping[str, HostTensor]
+) -> str | None:
     """Describe what is wrong with a response; None if it is correct."""
-    should_be = expected(case, tensors)
+    should_be = compute_expected(case, tensors)
     if answer.keys() != should_be.keys():
-        got = ", ".join(quoted(name, 32) for name in sorted(answer)[:_NAMED])
+        got = ", ".join(quote_text(name, 32) for name in sorted(answer)[:_NAMED])
         return f"expected {', '.join(should_be)}, got {got or 'none'}"
     for name, reference in should_be.items():
         scale = answer["scale"] if name == "y" and "scale" in answer else None
-        if found := _difference(reference, answer[name], dtype_of(case, name, tensors), scale):
+        if found := _find_difference(reference, answer[name], get_expected_dtype(case, name, tensors), scale):
             return f"{name} of {case.shape}: {found}"
     return None
 
 
-def dtype_of(case: Case, name: str, tensors: Mapping[str, HostTensor]) -> DType:
+def get_expected_dtype(case: RequestCase, name: str, tensors: Mapping[str, HostTensor]) -> DType:
     """The type of a tensor of the response: a gradient has its tensor's, residual_out the residual's."""
     if case.is_backward:
         return tensors[name.removeprefix("d")].dtype
@@ -117,24 +119,24 @@ def dtype_of(case: Case, name: str, tensors: Mapping[str, HostTensor]) -> DType:
     return tensors["residual" if of_sum else "x"].dtype
 
 
-def _has_own_type(case: Case) -> bool:
+def _has_own_residual_gradient(case: RequestCase) -> bool:
     """Whether the residual's gradient is a separate tensor."""
     return case.residual and case.op != "group_norm" and case.residual_dtype not in (None, case.dtype)
 
 
-def _difference(
-    reference: Reference, tensor: HostTensor, dtype: DType, scale: HostTensor | None = None
+def _find_difference(
+    reference: ExpectedTensor, tensor: HostTensor, dtype: DType, scale: HostTensor | None = None
 ) -> str | None:
     shape = tuple(reference.values.shape)
     if (tensor.dtype, tensor.shape) != (dtype, shape):
         got = tensor.shape if len(tensor.shape) <= _NAMED else f"{len(tensor.shape)} dimensions"
         return f"expected {dtype.value} {shape}, got {tensor.dtype.value} {got}"
     values = reference.values
-    found = torch.from_numpy(widen(tensor))
+    found = torch.from_numpy(to_float64(tensor))
     if scale is not None:
         if scale.shape != shape[:-1]:
             return f"expected a scale of {shape[:-1]}, got another"
-        found = found * torch.from_numpy(widen(scale)).unsqueeze(-1)
+        found = found * torch.from_numpy(to_float64(scale)).unsqueeze(-1)
     off = (found - values).abs()
     usual = math.sqrt(values.square().mean()) if values.numel() else 0.0
     allowed = _ELEMENT_TOLERANCE[dtype] * (values.abs() + usual) + _SUM_TOLERANCE * reference.terms
@@ -144,15 +146,15 @@ def _difference(
     return f"off by {float((off / (allowed + _ALWAYS_ALLOWED)).max()):.3g} times the tolerance"
 
 
-def _forward(case: Case, given: Mapping[str, Tensor]) -> _Forward:
+def _compute_forward(case: RequestCase, given: Mapping[str, Tensor]) -> _ForwardIntermediates:
     h = given["x"] + given["residual"] if case.residual else given["x"]
     weight, bias = given.get("weight"), given.get("bias")
     if weight is not None:
         weight = weight + case.weight_offset
-    affine = _norm(case, h, weight, bias)
-    factor, shift = _modulation(case, given)
+    affine = _normalise(case, h, weight, bias)
+    factor, shift = _get_modulation(case, given)
     z = affine * factor + shift
-    rstd, noise = _statistics(case, h.detach())
+    rstd, noise = _compute_statistics(case, h.detach())
     channels = [1] * h.ndim
     channels[case.channel_axis] = h.shape[case.channel_axis]
     if case.heads:
@@ -161,24 +163,24 @@ def _forward(case: Case, given: Mapping[str, Tensor]) -> _Forward:
     affine_terms = noise * size + (bias.detach().abs().reshape(channels) if bias is not None else 0.0)
     z_terms = affine_terms * factor.detach().abs() + shift.detach().abs()
     y = _ACTIVATIONS[case.activation](z)
-    return _Forward(h, affine, z, y, affine_terms, z_terms, rstd, noise, factor.detach())
+    return _ForwardIntermediates(h, affine, z, y, affine_terms, z_terms, rstd, noise, factor.detach())
 
 
-def _chain(case: Case, given: Mapping[str, Tensor]) -> Reference:
+def _compute_chain(case: RequestCase, given: Mapping[str, Tensor]) -> ExpectedTensor:
     """The result of a chain; each norm scales the errors of earlier ones, which also change a row's moments."""
-    y, terms = given["x"], _number(0.0)
+    y, terms = given["x"], _make_scalar(0.0)
     for norm in range(case.norms):
         weight, bias = given[f"weight.{norm}"], given[f"bias.{norm}"]
-        rstd, noise = _statistics(case, y)
+        rstd, noise = _compute_statistics(case, y)
         y = functional.layer_norm(y, y.shape[-1:], weight, bias, _EPS[case.op])
         terms = (noise + 3 * rstd * terms.amax(-1, keepdim=True)) * weight.abs() + bias.abs()
-    return Reference(y, terms)
+    return ExpectedTensor(y, terms)
 
 
-def _norm(case: Case, h: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+def _normalise(case: RequestCase, h: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     eps = _EPS[case.op]
     if case.heads:
-        scaled = _norm(replace(case, heads=False), h, None, None)
+        scaled = _normalise(replace(case, heads=False), h, None, None)
         scaled = scaled if weight is None else scaled * weight
         return scaled if bias is None else scaled + bias
     if case.op == "layer_norm":
@@ -190,28 +192,28 @@ def _norm(case: Case, h: Tensor, weight: Tensor | None, bias: Tensor | None) -> 
     return functional.group_norm(h.movedim(-1, 1), case.num_groups, weight, bias, eps).movedim(1, -1)
 
 
-def _modulation(case: Case, given: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+def _get_modulation(case: RequestCase, given: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """1 + scale and shift, in shapes that broadcast."""
     if not case.adaptive:
-        return _number(1.0), _number(0.0)
+        return _make_scalar(1.0), _make_scalar(0.0)
     shape = [1] * len(case.shape)
     shape[0], shape[case.channel_axis] = case.shape[0], case.shape[case.channel_axis]
     return 1 + given["scale"].reshape(shape), given["shift"].reshape(shape)
 
 
-def _statistics(case: Case, h: Tensor) -> tuple[Tensor, Tensor]:
+def _compute_statistics(case: RequestCase, h: Tensor) -> tuple[Tensor, Tensor]:
     """rstd and noise of each element."""
-    grouped = _grouped(case, h)
-    mean = _number(0.0) if case.op == "rms_norm" else grouped.mean(-1, keepdim=True)
+    grouped = _group_elements(case, h)
+    mean = _make_scalar(0.0) if case.op == "rms_norm" else grouped.mean(-1, keepdim=True)
     rstd = ((grouped - mean).square().mean(-1, keepdim=True) + _EPS[case.op]).rsqrt()
-    return _ungrouped(case, rstd.expand_as(grouped), h), _ungrouped(case, 1 + grouped.abs() * rstd, h)
+    return _ungroup_elements(case, rstd.expand_as(grouped), h), _ungroup_elements(case, 1 + grouped.abs() * rstd, h)
 
 
-def _number(value: float) -> Tensor:
+def _make_scalar(value: float) -> Tensor:
     return torch.full((1,), value, dtype=torch.float64, device="cpu")
 
 
-def _grouped(case: Case, values: Tensor) -> Tensor:
+def _group_elements(case: RequestCase, values: Tensor) -> Tensor:
     """The elements that are normalised together, along the last axis."""
     if case.op != "group_norm":
         return values
@@ -219,13 +221,15 @@ def _grouped(case: Case, values: Tensor) -> Tensor:
     return nchw.reshape(len(values), case.num_groups, -1)
 
 
-def _ungrouped(case: Case, grouped: Tensor, like: Tensor) -> Tensor:
+def _ungroup_elements(case: RequestCase, grouped: Tensor, like: Tensor) -> Tensor:
     if case.op == "group_norm" and case.layout == "nhwc":
         return grouped.reshape(like.movedim(-1, 1).shape).movedim(1, -1)
     return grouped.reshape(like.shape)
 
 
-def _gradients(case: Case, leaves: Mapping[str, Tensor], dy: Tensor, forward: _Forward) -> dict[str, Reference]:
+def _compute_gradients(
+    case: RequestCase, leaves: Mapping[str, Tensor], dy: Tensor, forward: _ForwardIntermediates
+) -> dict[str, ExpectedTensor]:
     wanted = [name for name in ("x", "weight", "bias", "scale", "shift") if name in leaves]
     inputs = [forward.affine, forward.z, *(leaves[name] for name in wanted)]
     daffine, dz, *gradients = torch.autograd.grad(forward.y, inputs, dy)
@@ -238,8 +242,8 @@ def _gradients(case: Case, leaves: Mapping[str, Tensor], dy: Tensor, forward: _F
     if (weight := leaves.get("weight")) is not None:
         sizes = [size if axis in own else 1 for axis, size in enumerate(dy.shape)]
         dx_hat = dx_hat * (weight.detach() + case.weight_offset).abs().reshape(sizes)
-    grouped = _grouped(case, dx_hat)
-    along = _ungrouped(case, grouped.mean(-1, keepdim=True).expand_as(grouped), dy)
+    grouped = _group_elements(case, dx_hat)
+    along = _ungroup_elements(case, grouped.mean(-1, keepdim=True).expand_as(grouped), dy)
     affine = forward.affine.detach()
     parameters = size * forward.factor.abs() * forward.noise
     # The sum over no axes at all would be one over every axis.
@@ -250,5 +254,5 @@ def _gradients(case: Case, leaves: Mapping[str, Tensor], dy: Tensor, forward: _F
         scale, shift = size * (forward.affine_terms + forward.z_terms * affine), dz.abs() + size * forward.z_terms
         for name, each in (("scale", scale), ("shift", shift)):
             terms[name] = each.sum(of_samples) if of_samples else each
-    found = {f"d{name}": Reference(value, terms[name]) for name, value in zip(wanted, gradients, strict=True)}
-    return found | {"dresidual": found["dx"]} if _has_own_type(case) else found
+    found = {f"d{name}": ExpectedTensor(value, terms[name]) for name, value in zip(wanted, gradients, strict=True)}
+    return found | {"dresidual": found["dx"]} if _has_own_residual_gradient(case) else found

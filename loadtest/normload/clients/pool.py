@@ -5,18 +5,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from normserve.client import HostTensor
-from normserve.client.calls.call import Call
-from normserve.client.http.address import Address
-from normserve.client.http.heads import request_head
+from normserve.client.calls.call import ApiCall
+from normserve.client.http.address import ServerAddress
+from normserve.client.http.heads import encode_request_head
 
-from normload.adapters import Adapter
-from normload.adapters.native import Native
-from normload.load.cases import Case
+from normload.adapters import ProtocolAdapter
+from normload.adapters.native import NativeAdapter
+from normload.load.cases import RequestCase
 from normload.load.tables import ScenarioError
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class PreparedRequest:
     """A case, ready to be sent.
 
     Attributes:
@@ -27,30 +27,32 @@ class Request:
         call: the request over shared memory; None over HTTP.
     """
 
-    case: Case
+    case: RequestCase
     tensors: Mapping[str, HostTensor]
     head: bytes
     parts: Sequence[bytes | memoryview]
     nbytes: int
     most_bytes: int
-    call: Call[Any] | None = None
+    call: ApiCall[Any] | None = None
 
 
-def require_askable(adapter: Adapter, cases: Sequence[Case], address: Address) -> None:
+def check_supported(adapter: ProtocolAdapter, cases: Sequence[RequestCase], address: ServerAddress) -> None:
     """Raises: ScenarioError: servers of this kind do not share memory, or do not support one of the cases."""
-    if address.shares_memory and not isinstance(adapter, Native):
+    if address.shares_memory and not isinstance(adapter, NativeAdapter):
         raise ScenarioError("only normserve shares memory: unix://PATH takes no other adapter")
     for case in cases:
         if refusal := adapter.refusal(case):
             raise ScenarioError(f"such a server does {refusal}; the scenario has {case.operation}")
 
 
-def make_request(case: Case, adapter: Adapter, address: Address, api_key: str | None) -> Request:
+def make_request(
+    case: RequestCase, adapter: ProtocolAdapter, address: ServerAddress, api_key: str | None
+) -> PreparedRequest:
     """Create the tensors and the bytes of a request."""
     tensors = case.tensors()
     if address.shares_memory:
-        assert isinstance(adapter, Native)
-        return _shared(case, tensors, adapter.call(case, tensors))
+        assert isinstance(adapter, NativeAdapter)
+        return _make_shared_request(case, tensors, adapter.call(case, tensors))
     exchange = adapter.exchange(case, tensors)
     nbytes = sum(memoryview(part).nbytes for part in exchange.parts)
     headers = {"Host": address.host_header, "Accept-Encoding": "identity"} | dict(exchange.headers)
@@ -58,11 +60,15 @@ def make_request(case: Case, adapter: Adapter, address: Address, api_key: str | 
         headers["Authorization"] = f"Bearer {api_key}"
     headers["Content-Length"] = str(nbytes)
     fields = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-    head = request_head(exchange.method.encode("ascii"), address.target(exchange.target).encode("ascii"), fields)
-    return Request(case, tensors, head, exchange.parts, nbytes, exchange.most_bytes)
+    head = encode_request_head(
+        exchange.method.encode("ascii"), address.target(exchange.target).encode("ascii"), fields
+    )
+    return PreparedRequest(case, tensors, head, exchange.parts, nbytes, exchange.most_bytes)
 
 
-def _shared(case: Case, tensors: Mapping[str, HostTensor], call: Call[Any]) -> Request:
+def _make_shared_request(
+    case: RequestCase, tensors: Mapping[str, HostTensor], call: ApiCall[Any]
+) -> PreparedRequest:
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     most_bytes = sum(output.most_bytes for output in (call.outputs or {}).values())
-    return Request(case, tensors, b"", (), nbytes, most_bytes, call)
+    return PreparedRequest(case, tensors, b"", (), nbytes, most_bytes, call)

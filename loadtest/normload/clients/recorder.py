@@ -5,14 +5,14 @@ import re
 from collections.abc import Sequence
 
 from normserve.client import ClientError, ConnectionFailedError, RequestTimeoutError
-from normserve.client.answers.answer import Answer
-from normserve.client.answers.documents import read_json
+from normserve.client.answers.answer import ApiResponse
+from normserve.client.answers.documents import parse_json
 
-from normload.clients.exchange import Exchange
-from normload.clients.judge import Judge
-from normload.clients.pool import Request
-from normload.load.arrivals import Slot
-from normload.measurements.tally import CONNECTION_FAILED, NOT_SENT, OK, TIMEOUT, UNEXPECTED_ANSWER, Record
+from normload.clients.exchange import SentRequest
+from normload.clients.judge import ResponseChecker
+from normload.clients.pool import PreparedRequest
+from normload.load.arrivals import ScheduledRequest
+from normload.measurements.tally import CONNECTION_FAILED, NOT_SENT, OK, TIMEOUT, UNEXPECTED_ANSWER, RequestOutcome
 
 # The API has some twenty codes; a server with invented ones must not fill the report.
 _CODE = re.compile("[a-z][a-z0-9_]{0,63}")
@@ -21,13 +21,13 @@ _MOST_CODES = 64
 # Limits of the ended exchanges, and of the bytes of responses to check, that may wait.
 _MOST_LEFT, _MOST_LEFT_BYTES = 4096, 64 * 2**20
 
-Records = list[tuple[int, Record]]
+Records = list[tuple[int, RequestOutcome]]
 
 
-class Recorder:
+class RequestRecorder:
     """Creates the records of one process's exchanges."""
 
-    def __init__(self, pool: Sequence[Request], judge: Judge) -> None:
+    def __init__(self, pool: Sequence[PreparedRequest], judge: ResponseChecker) -> None:
         """Args:
         pool: the requests.
         judge: checks responses.
@@ -36,7 +36,7 @@ class Recorder:
         self._judge = judge
         self._records: Records = []
         # Ended exchanges without a record, with the start of their phase.
-        self._left: collections.deque[tuple[Exchange, float]] = collections.deque()
+        self._left: collections.deque[tuple[SentRequest, float]] = collections.deque()
         self._left_bytes = 0
         self._codes: set[str] = set()
 
@@ -50,7 +50,7 @@ class Recorder:
         taken, self._records = self._records, []
         return taken
 
-    def end(self, exchange: Exchange, start: float) -> None:
+    def end(self, exchange: SentRequest, start: float) -> None:
         """Keep an ended exchange until there is time for its record, or too many wait.
 
         Args:
@@ -69,7 +69,7 @@ class Recorder:
         while len(self._left) > _MOST_LEFT or self._left_bytes > _MOST_LEFT_BYTES:
             self.settle()
 
-    def leave_out(self, slot: Slot, start: float, cutoff: float) -> None:
+    def leave_out(self, slot: ScheduledRequest, start: float, cutoff: float) -> None:
         """Create the record of a request that was due and is not sent any more.
 
         Args:
@@ -79,7 +79,9 @@ class Recorder:
         """
         operation = self._pool[slot.request].case.operation
         never = cutoff - start
-        self._records.append((slot.phase, Record(operation, slot.due - start, never, never, never, 0, NOT_SENT)))
+        self._records.append(
+            (slot.phase, RequestOutcome(operation, slot.due - start, never, never, never, 0, NOT_SENT))
+        )
 
     def settle(self) -> None:
         """Create the record of the first ended exchange that waits."""
@@ -88,7 +90,7 @@ class Recorder:
             self._left_bytes -= exchange.answer.nbytes
         self._records.append((exchange.slot.phase, self.record(exchange, start)))
 
-    def record(self, exchange: Exchange, start: float) -> Record:
+    def record(self, exchange: SentRequest, start: float) -> RequestOutcome:
         """Create the record of an ended exchange at once.
 
         Args: as `end`.
@@ -99,11 +101,11 @@ class Recorder:
         if answer is None or answer.status != 200:
             status = answer.status if answer else 0
             code = exchange.code or self._problem(answer)
-            return Record(request.case.operation, *times, status, code, request.nbytes)
+            return RequestOutcome(request.case.operation, *times, status, code, request.nbytes)
         timing = answer.timing()
         # The server reports the launch's time for every request of a batch: each gets an equal part.
         kernel_s = timing.stages_ms.get("kernel", 0.0) / 1000 / max(1, timing.batch_size)
-        return Record(
+        return RequestOutcome(
             request.case.operation,
             *times,
             answer.status,
@@ -116,12 +118,12 @@ class Recorder:
             self._judge.fault(slot.request, answer) if exchange.check else None,
         )
 
-    def _problem(self, answer: Answer | None) -> str:
+    def _problem(self, answer: ApiResponse | None) -> str:
         """The API's code of an error; without one, the status."""
         if answer is None:
             return UNEXPECTED_ANSWER
         try:
-            document = read_json(bytes(answer.body))
+            document = parse_json(bytes(answer.body))
         except ValueError:
             document = None
         code = document.get("code") if isinstance(document, dict) else None
@@ -133,8 +135,8 @@ class Recorder:
         return code
 
 
-def code_of(error: ClientError) -> str:
-    """The code in the `Record` of a request without a response."""
+def get_error_code(error: ClientError) -> str:
+    """The code in the `RequestOutcome` of a request without a response."""
     if isinstance(error, ConnectionFailedError):
         return CONNECTION_FAILED
     return TIMEOUT if isinstance(error, RequestTimeoutError) else UNEXPECTED_ANSWER

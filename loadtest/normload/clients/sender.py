@@ -11,16 +11,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from normserve.client import ClientError
-from normserve.client.http.address import Address
+from normserve.client.http.address import ServerAddress
 
-from normload.clients.connection import FAILURES, Connection, meaning
-from normload.clients.exchange import AnyConnection, Exchange
-from normload.clients.judge import Judge
-from normload.clients.local_connection import LocalConnection
-from normload.clients.pool import Request
-from normload.clients.recorder import Recorder, Records, code_of
-from normload.load.arrivals import Arrivals, Slot
-from normload.measurements.tally import CONNECTION_FAILED, TIMEOUT, Record
+from normload.clients.connection import FAILURES, HttpLoadConnection, translate_failure
+from normload.clients.exchange import AnyConnection, SentRequest
+from normload.clients.judge import ResponseChecker
+from normload.clients.local_connection import LocalLoadConnection
+from normload.clients.pool import PreparedRequest
+from normload.clients.recorder import Records, RequestRecorder, get_error_code
+from normload.load.arrivals import RequestSchedule, ScheduledRequest
+from normload.measurements.tally import CONNECTION_FAILED, TIMEOUT, RequestOutcome
 
 # Pause after a failed connection, so that connections to a stopped server are not tried in a busy loop.
 _PAUSE_S = 0.02
@@ -40,7 +40,7 @@ _EXACT_S = 0.01
 
 
 @dataclass(slots=True)
-class _Run:
+class _SegmentState:
     """The current segment.
 
     Attributes:
@@ -52,23 +52,23 @@ class _Run:
         is_over: whether no more requests will be due.
     """
 
-    arrivals: Arrivals
+    arrivals: RequestSchedule
     starts: Sequence[float]
     free: collections.deque[tuple[AnyConnection, float]]
     events: select.epoll
     resting: collections.deque[tuple[float, AnyConnection]] = field(default_factory=collections.deque)
-    busy: dict[int, Exchange] = field(default_factory=dict)
+    busy: dict[int, SentRequest] = field(default_factory=dict)
     is_over: bool = False
 
 
-class Sender:
+class RequestSender:
     """The connections of one process; they stay open from one segment of a run to the next."""
 
     def __init__(
         self,
-        address: Address,
-        pool: Sequence[Request],
-        judge: Judge,
+        address: ServerAddress,
+        pool: Sequence[PreparedRequest],
+        judge: ResponseChecker,
         *,
         check_share: float,
         seed: int,
@@ -86,7 +86,7 @@ class Sender:
         """
         self._address = address
         self._pool = pool
-        self._recorder = Recorder(pool, judge)
+        self._recorder = RequestRecorder(pool, judge)
         self._check_share = check_share
         self._choices = random.Random(seed)
         self._timeout_s = timeout_s
@@ -94,7 +94,7 @@ class Sender:
         self._connections: list[AnyConnection] = []
 
     def run(
-        self, arrivals: Arrivals, connections: int, starts: Sequence[float], report: Callable[[], None]
+        self, arrivals: RequestSchedule, connections: int, starts: Sequence[float], report: Callable[[], None]
     ) -> None:
         """Send all scheduled requests.
 
@@ -109,7 +109,7 @@ class Sender:
         now = time.perf_counter()
         free = collections.deque((connection, now) for connection in self._opened(connections))
         with select.epoll() as events:
-            run = _Run(arrivals, starts, free, events)
+            run = _SegmentState(arrivals, starts, free, events)
             look = reported = now
             try:
                 while not run.is_over or run.busy:
@@ -128,24 +128,24 @@ class Sender:
             self._recorder.settle()
 
     def take_records(self) -> Records:
-        """As `Recorder.take`."""
+        """As `RequestRecorder.take`."""
         return self._recorder.take()
 
-    def send_all(self) -> list[Record]:
+    def send_all(self) -> list[RequestOutcome]:
         """Send each request of the pool once, one after another, and check every response.
 
         It ends early after too many timeouts, each of which takes the full time.
         """
         (connection,) = self._opened(1)
-        records: list[Record] = []
+        records: list[RequestOutcome] = []
         for number, request in enumerate(self._pool):
             began = time.perf_counter()
             steps = connection.steps(request)
-            exchange = Exchange(connection, Slot(0, began, number), began, began, True, steps)
+            exchange = SentRequest(connection, ScheduledRequest(0, began, number), began, began, True, steps)
             try:
                 exchange.answer = connection.wait_for(exchange.steps)
             except ClientError as error:
-                exchange.code = code_of(error)
+                exchange.code = get_error_code(error)
             exchange.ended = time.perf_counter()
             records.append(self._recorder.record(exchange, began))
             if sum(record.code == TIMEOUT for record in records) == _MOST_TIMEOUTS:
@@ -165,10 +165,10 @@ class Sender:
     def _connection(self) -> AnyConnection:
         if self._address.shares_memory:
             assert self._address.socket_path is not None
-            return LocalConnection(self._address.socket_path, self._api_key, self._timeout_s)
-        return Connection(self._address, self._timeout_s)
+            return LocalLoadConnection(self._address.socket_path, self._api_key, self._timeout_s)
+        return HttpLoadConnection(self._address, self._timeout_s)
 
-    def _send_due(self, run: _Run) -> float | None:
+    def _send_due(self, run: _SegmentState) -> float | None:
         """Send due requests while connections are free; return the seconds until the next, None if none waits."""
         now = time.perf_counter()
         while run.resting and run.resting[0][0] <= now:
@@ -191,14 +191,14 @@ class Sender:
                 now = time.perf_counter()
         return None
 
-    def _begin(self, run: _Run, connection: AnyConnection, slot: Slot, free: float) -> None:
+    def _begin(self, run: _SegmentState, connection: AnyConnection, slot: ScheduledRequest, free: float) -> None:
         request = self._pool[slot.request]
         check = self._choices.random() < self._check_share
         steps = connection.steps(request)
-        exchange = Exchange(connection, slot, free, time.perf_counter(), check, steps)
+        exchange = SentRequest(connection, slot, free, time.perf_counter(), check, steps)
         self._step(run, exchange, None)
 
-    def _wait(self, run: _Run, due_s: float | None) -> None:
+    def _wait(self, run: _SegmentState, due_s: float | None) -> None:
         """Wait for responses or the next scheduled request; check earlier responses meanwhile."""
         most = len(run.busy) + 1
         came = run.events.poll(0, most)
@@ -218,14 +218,14 @@ class Sender:
             if (exchange := run.busy.pop(descriptor, None)) is not None:
                 self._step(run, exchange, events)
 
-    def _step(self, run: _Run, exchange: Exchange, came: int | None) -> None:
+    def _step(self, run: _SegmentState, exchange: SentRequest, came: int | None) -> None:
         try:
             descriptor, events = next(exchange.steps) if came is None else exchange.steps.send(came)
         except StopIteration as stop:
             exchange.answer = stop.value
             self._end(run, exchange)
         except FAILURES as error:
-            exchange.code = code_of(meaning(error))
+            exchange.code = get_error_code(translate_failure(error))
             self._end(run, exchange)
         else:
             exchange.descriptor = descriptor
@@ -236,7 +236,7 @@ class Sender:
             except FileNotFoundError:
                 run.events.register(descriptor, events | select.EPOLLONESHOT)
 
-    def _end(self, run: _Run, exchange: Exchange) -> None:
+    def _end(self, run: _SegmentState, exchange: SentRequest) -> None:
         exchange.ended = time.perf_counter()
         self._recorder.end(exchange, run.starts[exchange.slot.phase])
         if exchange.code == CONNECTION_FAILED:
@@ -244,7 +244,7 @@ class Sender:
         else:
             run.free.append((exchange.connection, exchange.ended))
 
-    def _end_late(self, run: _Run, now: float) -> None:
+    def _end_late(self, run: _SegmentState, now: float) -> None:
         for exchange in [each for each in run.busy.values() if each.sent + self._timeout_s <= now]:
             del run.busy[exchange.descriptor]
             exchange.steps.close()

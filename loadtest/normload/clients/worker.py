@@ -6,21 +6,22 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import TypeAlias
 
-from normserve.client.http.address import Address
+from normserve.client.http.address import ServerAddress
 
 from normload.adapters.registry import ADAPTERS
-from normload.clients.judge import Judge
+from normload.clients.judge import ResponseChecker
 from normload.clients.pool import make_request
-from normload.clients.sender import Sender
-from normload.load.arrivals import Arrivals, ClosedLoop, Draws, OpenLoop
-from normload.load.cases import Case
-from normload.load.scenario import Phase
-from normload.measurements.tally import OK, Record, Tally
+from normload.clients.sender import RequestSender
+from normload.load.arrivals import ArrivalGenerator, ClosedLoopSchedule, OpenLoopSchedule, RequestSchedule
+from normload.load.cases import RequestCase
+from normload.load.scenario import LoadPhase
+from normload.measurements.tally import OK, PhaseTally, RequestOutcome
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class WorkerSetup:
     """The configuration of a process.
 
     Attributes:
@@ -35,7 +36,7 @@ class Setup:
     adapter: str
     api_key: str | None
     timeout_s: float
-    cases: Sequence[tuple[Case, float]]
+    cases: Sequence[tuple[RequestCase, float]]
     seed: int
     check_share: float
     index: int
@@ -43,12 +44,12 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True)
-class AskAll:
+class SendAllCommand:
     """Send every request once."""
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadCommand:
     """Send a segment.
 
     Attributes:
@@ -60,19 +61,19 @@ class Load:
     """
 
     number: int
-    phases: tuple[Phase, ...]
+    phases: tuple[LoadPhase, ...]
     start: float
     connections: int
     grace_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class StopCommand:
     """End the current segment."""
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class LoadProgress:
     """The progress since the last report."""
 
     requests: int
@@ -81,7 +82,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class CommandResult:
     """The result of a command.
 
     Attributes:
@@ -89,68 +90,79 @@ class Done:
         cpu: the fraction of a core that this process used.
     """
 
-    tallies: list[Tally]
+    tallies: list[PhaseTally]
     cpu: float
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class WorkerFailure:
     """The process failed."""
 
     reason: str
 
 
-def main(setup: Setup, pipe: "Connection[Done | Progress | Failed, AskAll | Load | Stop | None]") -> None:
+WorkerPipe: TypeAlias = (
+    "Connection[CommandResult | LoadProgress | WorkerFailure, SendAllCommand | LoadCommand | StopCommand | None]"
+)
+"""The worker's end: what it sends, and what it receives."""
+
+
+def main(
+    setup: WorkerSetup,
+    pipe: WorkerPipe,
+) -> None:
     """Execute commands from the pipe, until None arrives or its other end is closed."""
     # Ctrl-C reaches all processes of a terminal; the parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        worker = Worker(setup)
+        worker = ClientWorker(setup)
         gc.collect()
         gc.freeze()
-        pipe.send(Done([], 0.0))
+        pipe.send(CommandResult([], 0.0))
         while (command := pipe.recv()) is not None:
-            if isinstance(command, AskAll):
+            if isinstance(command, SendAllCommand):
                 pipe.send(worker.send_all())
-            elif isinstance(command, Load):
+            elif isinstance(command, LoadCommand):
                 pipe.send(worker.load(command, pipe))
     except EOFError:
         return
     except Exception as error:
-        pipe.send(Failed(f"{type(error).__name__}: {error}"))
+        pipe.send(WorkerFailure(f"{type(error).__name__}: {error}"))
 
 
-class Worker:
+class ClientWorker:
     """The state of a process between commands."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: WorkerSetup) -> None:
         self._setup = setup
-        adapter, address = ADAPTERS[setup.adapter](), Address.of(setup.url)
+        adapter, address = ADAPTERS[setup.adapter](), ServerAddress.of(setup.url)
         pool = [make_request(case, adapter, address, setup.api_key) for case, _ in setup.cases]
-        self._sender = Sender(
+        self._sender = RequestSender(
             address,
             pool,
-            Judge(adapter, pool),
+            ResponseChecker(adapter, pool),
             check_share=setup.check_share,
             seed=setup.seed + setup.index,
             timeout_s=setup.timeout_s,
             api_key=setup.api_key,
         )
 
-    def send_all(self) -> Done:
+    def send_all(self) -> CommandResult:
         """Send every request once, to warm up connections and the server."""
-        tally = Tally(1.0)
+        tally = PhaseTally(1.0)
         tally.add(self._sender.send_all())
-        return Done([tally], 0.0)
+        return CommandResult([tally], 0.0)
 
     def load(
-        self, command: Load, pipe: "Connection[Done | Progress | Failed, AskAll | Load | Stop | None]"
-    ) -> Done:
+        self,
+        command: LoadCommand,
+        pipe: WorkerPipe,
+    ) -> CommandResult:
         """Send a segment, and report the progress regularly."""
         starts = [command.start]
         for phase in command.phases[:-1]:
             starts.append(starts[-1] + phase.duration_s)
-        tallies = [Tally(phase.duration_s) for phase in command.phases]
+        tallies = [PhaseTally(phase.duration_s) for phase in command.phases]
         arrivals = self._arrivals(command)
 
         def report() -> None:
@@ -163,25 +175,27 @@ class Worker:
         self._sender.run(arrivals, command.connections, starts, report)
         cpu = (time.process_time() - busy) / (time.perf_counter() - began)
         self._fold(tallies)
-        return Done(tallies, cpu if command.connections else 0.0)
+        return CommandResult(tallies, cpu if command.connections else 0.0)
 
-    def _arrivals(self, command: Load) -> Arrivals:
+    def _arrivals(self, command: LoadCommand) -> RequestSchedule:
         setup, (first, *_) = self._setup, command.phases
         shares = [share for _, share in setup.cases]
         if first.arrivals == "closed":
             # The order of requests depends on the responses, so processes cannot share one.
-            draws = Draws((setup.seed, command.number, setup.index), shares)
-            return ClosedLoop(first, command.start, draws)
-        draws = Draws((setup.seed, command.number), shares)
-        return OpenLoop(command.phases, command.start, command.grace_s, draws, (setup.index, setup.processes))
+            draws = ArrivalGenerator((setup.seed, command.number, setup.index), shares)
+            return ClosedLoopSchedule(first, command.start, draws)
+        draws = ArrivalGenerator((setup.seed, command.number), shares)
+        return OpenLoopSchedule(
+            command.phases, command.start, command.grace_s, draws, (setup.index, setup.processes)
+        )
 
-    def _fold(self, tallies: Sequence[Tally]) -> Progress:
+    def _fold(self, tallies: Sequence[PhaseTally]) -> LoadProgress:
         taken = self._sender.take_records()
-        by_phase: dict[int, list[Record]] = {}
+        by_phase: dict[int, list[RequestOutcome]] = {}
         for place, record in taken:
             by_phase.setdefault(place, []).append(record)
         for place, records in by_phase.items():
             tallies[place].add(records)
         good = [record for _, record in taken if record.code == OK]
         moved = sum(record.sent_bytes + record.received_bytes for record in good)
-        return Progress(len(taken), len(taken) - len(good), moved)
+        return LoadProgress(len(taken), len(taken) - len(good), moved)

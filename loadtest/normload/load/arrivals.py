@@ -12,12 +12,12 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from normload.load.scenario import Phase
+from normload.load.scenario import LoadPhase
 
 _CHUNK = 4096
 
 
-class Slot(NamedTuple):
+class ScheduledRequest(NamedTuple):
     """A scheduled request.
 
     Attributes:
@@ -31,28 +31,28 @@ class Slot(NamedTuple):
     request: int
 
 
-class Arrivals(Protocol):
+class RequestSchedule(Protocol):
     """A source of scheduled requests."""
 
     #: By the clock; requests that are due but not sent by then are not sent any more.
     cutoff: float
 
-    def next(self, now: float) -> Slot | float | None:
+    def next(self, now: float) -> ScheduledRequest | float | None:
         """A request that is due now; else the seconds until the next one; None after the last or a stop."""
 
     def stop(self) -> None:
         """Schedule no more requests."""
 
 
-class OpenLoop:
+class OpenLoopSchedule:
     """Requests of consecutive phases at their rates, independent of the responses to earlier ones."""
 
     def __init__(
         self,
-        phases: Sequence[Phase],
+        phases: Sequence[LoadPhase],
         start: float,
         grace_s: float,
-        draws: "Draws",
+        draws: "ArrivalGenerator",
         share: tuple[int, int] = (0, 1),
     ) -> None:
         """Args:
@@ -63,11 +63,13 @@ class OpenLoop:
         share: (r, n): send the requests whose number leaves the remainder r after division by n.
         """
         self.cutoff = start + sum(phase.duration_s for phase in phases) + grace_s
-        self._slots: Iterator[Slot] = itertools.islice(draws.schedule(phases, start), share[0], None, share[1])
+        self._slots: Iterator[ScheduledRequest] = itertools.islice(
+            draws.schedule(phases, start), share[0], None, share[1]
+        )
         self._following = next(self._slots, None)
 
-    def next(self, now: float) -> Slot | float | None:
-        """As `Arrivals.next`."""
+    def next(self, now: float) -> ScheduledRequest | float | None:
+        """As `RequestSchedule.next`."""
         slot = self._following
         if slot is None:
             return None
@@ -81,7 +83,7 @@ class OpenLoop:
         self._following, self._slots = None, iter(())
 
 
-class ClosedLoop:
+class ClosedLoopSchedule:
     """A request as soon as a connection has its response, until the phase ends.
 
     The rate depends on the server: a slow one gets fewer requests.
@@ -89,27 +91,27 @@ class ClosedLoop:
 
     def __init__(
         self,
-        phase: Phase,
+        phase: LoadPhase,
         start: float,
-        draws: "Draws",
+        draws: "ArrivalGenerator",
     ) -> None:
-        """Args: as `OpenLoop`."""
+        """Args: as `OpenLoopSchedule`."""
         self.cutoff = math.inf
         self._start, self._end = start, start + phase.duration_s
         self._requests = draws.requests()
 
-    def next(self, now: float) -> Slot | float | None:
-        """As `Arrivals.next`."""
+    def next(self, now: float) -> ScheduledRequest | float | None:
+        """As `RequestSchedule.next`."""
         if now >= self._end:
             return None
-        return self._start - now if now < self._start else Slot(0, now, next(self._requests))
+        return self._start - now if now < self._start else ScheduledRequest(0, now, next(self._requests))
 
     def stop(self) -> None:
         """Schedule no more requests."""
         self._end = -math.inf
 
 
-class Draws:
+class ArrivalGenerator:
     """The random choices: the times between requests, and the requests themselves."""
 
     def __init__(self, seed: Sequence[int], shares: Sequence[float]) -> None:
@@ -126,7 +128,7 @@ class Draws:
         while True:
             yield from numbers.choice(len(self._shares), _CHUNK, p=self._shares).tolist()
 
-    def schedule(self, phases: Sequence[Phase], start: float) -> Iterator[Slot]:
+    def schedule(self, phases: Sequence[LoadPhase], start: float) -> Iterator[ScheduledRequest]:
         """Every request of all phases."""
         requests = self.requests()
         for place, phase in enumerate(phases):
@@ -134,10 +136,10 @@ class Draws:
             for due in self._times(place, phase, start):
                 if due >= end:
                     break
-                yield Slot(place, due, next(requests))
+                yield ScheduledRequest(place, due, next(requests))
             start = end
 
-    def _times(self, place: int, phase: Phase, start: float) -> Iterator[float]:
+    def _times(self, place: int, phase: LoadPhase, start: float) -> Iterator[float]:
         if phase.arrivals == "constant":
             for number in itertools.count():
                 yield start + number / phase.rate

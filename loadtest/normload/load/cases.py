@@ -9,8 +9,8 @@ import numpy as np
 from normserve.client import DType, HostTensor
 from normserve.memory.host_tensors import FLOATS
 
-from normload.load.elements import narrow
-from normload.load.tables import Table
+from normload.load.elements import round_to_tensor
+from normload.load.tables import TomlTable
 
 OPERATIONS = (
     "layer_norm",
@@ -27,27 +27,27 @@ LAYOUTS = ("nchw", "nhwc")
 MOST_NORMS = 8
 MOST_PARTS = 12
 
-_Read = Callable[[Table, str], Any]
+_Read = Callable[[TomlTable, str], Any]
 
 
-def _key(read: _Read, *, is_option: bool = False) -> dict[str, Any]:
-    """Declare a field of `Case` that scenarios have as a key.
+def _declare_key(read: _Read, *, is_option: bool = False) -> dict[str, Any]:
+    """Declare a field of `RequestCase` that scenarios have as a key.
 
     Args: is_option: whether requests have it as a parameter, by the same name.
     """
     return {"read": read, "is_option": is_option}
 
 
-def _one_of(names: Sequence[str]) -> _Read:
+def _read_one_of(names: Sequence[str]) -> _Read:
     return lambda table, key: table.one_of(key, names)
 
 
-def _dtype(dtypes: Sequence[DType]) -> _Read:
+def _read_dtype(dtypes: Sequence[DType]) -> _Read:
     return lambda table, key: DType(table.one_of(key, [dtype.value for dtype in dtypes]))
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class RequestCase:
     """The description of a request; its values follow from `seed`.
 
     Attributes:
@@ -67,25 +67,25 @@ class Case:
         parts: number of tensors, with the same parameters, into which x and tensors of its shape are split; 0: one.
     """
 
-    operation: str = field(metadata=_key(_one_of(OPERATIONS)))
-    shape: tuple[int, ...] = field(metadata=_key(Table.sizes))
-    dtype: DType = field(default=DType.FLOAT32, metadata=_key(_dtype(FLOATS)))
-    activation: str = field(default="none", metadata=_key(_one_of(ACTIVATIONS), is_option=True))
-    residual: bool = field(default=False, metadata=_key(Table.flag))
-    affine: bool = field(default=True, metadata=_key(Table.flag))
-    num_groups: int = field(default=0, metadata=_key(Table.count, is_option=True))
-    layout: str = field(default="nchw", metadata=_key(_one_of(LAYOUTS), is_option=True))
+    operation: str = field(metadata=_declare_key(_read_one_of(OPERATIONS)))
+    shape: tuple[int, ...] = field(metadata=_declare_key(TomlTable.sizes))
+    dtype: DType = field(default=DType.FLOAT32, metadata=_declare_key(_read_dtype(FLOATS)))
+    activation: str = field(default="none", metadata=_declare_key(_read_one_of(ACTIVATIONS), is_option=True))
+    residual: bool = field(default=False, metadata=_declare_key(TomlTable.flag))
+    affine: bool = field(default=True, metadata=_declare_key(TomlTable.flag))
+    num_groups: int = field(default=0, metadata=_declare_key(TomlTable.count, is_option=True))
+    layout: str = field(default="nchw", metadata=_declare_key(_read_one_of(LAYOUTS), is_option=True))
     seed: int = 0
-    adaptive: bool = field(default=False, metadata=_key(Table.flag))
-    weight_offset: int = field(default=0, metadata=_key(partial(Table.count, most=1), is_option=True))
-    heads: bool = field(default=False, metadata=_key(Table.flag))
-    residual_dtype: DType | None = field(default=None, metadata=_key(_dtype(FLOATS)))
-    out_dtype: DType | None = field(default=None, metadata=_key(_dtype(tuple(DType)), is_option=True))
-    norms: int = field(default=0, metadata=_key(partial(Table.count, most=MOST_NORMS)))
-    parts: int = field(default=0, metadata=_key(partial(Table.count, most=MOST_PARTS)))
+    adaptive: bool = field(default=False, metadata=_declare_key(TomlTable.flag))
+    weight_offset: int = field(default=0, metadata=_declare_key(partial(TomlTable.count, most=1), is_option=True))
+    heads: bool = field(default=False, metadata=_declare_key(TomlTable.flag))
+    residual_dtype: DType | None = field(default=None, metadata=_declare_key(_read_dtype(FLOATS)))
+    out_dtype: DType | None = field(default=None, metadata=_declare_key(_read_dtype(tuple(DType)), is_option=True))
+    norms: int = field(default=0, metadata=_declare_key(partial(TomlTable.count, most=MOST_NORMS)))
+    parts: int = field(default=0, metadata=_declare_key(partial(TomlTable.count, most=MOST_PARTS)))
 
     @classmethod
-    def read(cls, table: Table) -> Self:
+    def read(cls, table: TomlTable) -> Self:
         """Take the keys of a case; those that are left out have their defaults.
 
         Raises:
@@ -128,19 +128,23 @@ class Case:
         size = self.shape[-2:] if self.heads else (self.shape[self.channel_axis],)
         parameter_dtype = DType.FLOAT32 if self.seed % 2 else self.dtype
         offset, scale = numbers.uniform(-2, 2), numbers.uniform(0.5, 2)
-        tensors = {"x": narrow(numbers.normal(offset, scale, self.shape), self.dtype)}
+        tensors = {"x": round_to_tensor(numbers.normal(offset, scale, self.shape), self.dtype)}
         if self.is_backward:
-            tensors["dy"] = narrow(numbers.normal(0, 1, self.shape), self.dtype)
+            tensors["dy"] = round_to_tensor(numbers.normal(0, 1, self.shape), self.dtype)
         if self.residual:
-            tensors["residual"] = narrow(numbers.normal(0, 1, self.shape), self.residual_dtype or self.dtype)
+            tensors["residual"] = round_to_tensor(
+                numbers.normal(0, 1, self.shape), self.residual_dtype or self.dtype
+            )
         for norm in range(self.norms):
-            tensors[f"weight.{norm}"] = narrow(parameters.normal(1, 0.3, size), parameter_dtype)
-            tensors[f"bias.{norm}"] = narrow(parameters.normal(0, 0.3, size), parameter_dtype)
+            tensors[f"weight.{norm}"] = round_to_tensor(parameters.normal(1, 0.3, size), parameter_dtype)
+            tensors[f"bias.{norm}"] = round_to_tensor(parameters.normal(0, 0.3, size), parameter_dtype)
         if self.affine and not self.norms:
-            tensors["weight"] = narrow(parameters.normal(1 - self.weight_offset, 0.3, size), parameter_dtype)
+            tensors["weight"] = round_to_tensor(
+                parameters.normal(1 - self.weight_offset, 0.3, size), parameter_dtype
+            )
             if self.op != "rms_norm":
-                tensors["bias"] = narrow(parameters.normal(0, 0.3, size), parameter_dtype)
+                tensors["bias"] = round_to_tensor(parameters.normal(0, 0.3, size), parameter_dtype)
         if self.adaptive:
             for name in ("scale", "shift"):
-                tensors[name] = narrow(numbers.normal(0, 0.3, (self.shape[0], *size)), parameter_dtype)
+                tensors[name] = round_to_tensor(numbers.normal(0, 0.3, (self.shape[0], *size)), parameter_dtype)
         return tensors

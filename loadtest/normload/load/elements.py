@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 
-def narrow(values: Floats, dtype: DType) -> HostTensor:
+def round_to_tensor(values: Floats, dtype: DType) -> HostTensor:
     """Round to an element type, to the nearest and ties to even."""
     if dtype is DType.BFLOAT16:
         bits = values.astype("<f4").view(np.uint32)
@@ -19,18 +19,18 @@ def narrow(values: Floats, dtype: DType) -> HostTensor:
     return HostTensor(dtype, values.shape, elements.reshape(-1).view(np.uint8).data)
 
 
-def widen(tensor: HostTensor) -> Floats:
+def to_float64(tensor: HostTensor) -> Floats:
     """The exact values of a tensor."""
     if tensor.dtype is DType.BFLOAT16:
         bits = np.frombuffer(tensor.data, "<u2").astype(np.uint32) << 16
-        return bits.view(np.float32).astype(np.float64).reshape(tensor.shape, order=_order(tensor))
+        return bits.view(np.float32).astype(np.float64).reshape(tensor.shape, order=_get_memory_order(tensor))
     if tensor.dtype is DType.FLOAT8_E4M3FN:
         return _OF_FLOAT8[np.frombuffer(tensor.data, np.uint8)].reshape(tensor.shape)
     elements = np.frombuffer(tensor.data, np.dtype(tensor.dtype.value).newbyteorder("<"))
-    return elements.astype(np.float64).reshape(tensor.shape, order=_order(tensor))
+    return elements.astype(np.float64).reshape(tensor.shape, order=_get_memory_order(tensor))
 
 
-def _values_of_float8() -> Floats:
+def _compute_float8_values() -> Floats:
     """The value of each byte in float8_e4m3fn: sign, 4 bits of exponent, 3 of fraction; NaN if these 7 are set."""
     codes = np.arange(256)
     exponents, fractions = codes >> 3 & 15, (codes & 7) / 8
@@ -40,8 +40,8 @@ def _values_of_float8() -> Floats:
     return np.where(codes > 127, -values, values)
 
 
-_OF_FLOAT8 = _values_of_float8()
+_OF_FLOAT8 = _compute_float8_values()
 
 
-def _order(tensor: HostTensor) -> Literal["C", "F"]:
+def _get_memory_order(tensor: HostTensor) -> Literal["C", "F"]:
     return "F" if tensor.fortran_order else "C"

@@ -29,7 +29,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from normload.load.tables import MOST, ScenarioError, Table, is_number, shown
+from normload.load.tables import MOST, ScenarioError, TomlTable, format_value, is_number
 from normload.load.workload import Workload, read_workload
 
 Arrivals = Literal["poisson", "constant", "closed"]
@@ -40,7 +40,7 @@ _MOST_CYCLES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class LoadPhase:
     """A period with one kind of load.
 
     Attributes:
@@ -59,28 +59,28 @@ class Phase:
     of_capacity: bool = False
     connections: int = 0
 
-    def at(self, capacity: float) -> "Phase":
+    def at(self, capacity: float) -> "LoadPhase":
         """The same phase with its rate in requests per second."""
         return replace(self, rate=self.rate * capacity, of_capacity=False) if self.of_capacity else self
 
 
 @dataclass(frozen=True, slots=True)
-class Scenario:
+class LoadScenario:
     """A whole run; see the module for what each field means."""
 
     name: str
     description: str
     workload: Workload
-    phases: tuple[Phase, ...]
+    phases: tuple[LoadPhase, ...]
     connections: int = 64
     warmup_s: float = 2.0
     settle_s: float | None = None
     cycles: int = 1
-    capacity: Phase = Phase("capacity", "closed", 3.0, connections=16)
+    capacity: LoadPhase = LoadPhase("capacity", "closed", 3.0, connections=16)
 
-    def segments(self) -> list[tuple[Phase, ...]]:
+    def segments(self) -> list[tuple[LoadPhase, ...]]:
         """Groups of phases without a pause between them; before each segment all responses are awaited."""
-        found: list[tuple[Phase, ...]] = []
+        found: list[tuple[LoadPhase, ...]] = []
         for phase in self.phases * self.cycles:
             follows = self.settle_s is None and phase.arrivals != "closed"
             if found and follows and found[-1][-1].arrivals != "closed":
@@ -99,43 +99,47 @@ class Scenario:
         """Duration of all phases, without pauses."""
         return self.cycles * sum(phase.duration_s for phase in self.phases)
 
-    def lasting(self, duration_s: float) -> "Scenario":
+    def lasting(self, duration_s: float) -> "LoadScenario":
         """The same with another total duration, of which each phase keeps its share."""
         factor = duration_s / self.duration_s
         phases = tuple(replace(phase, duration_s=phase.duration_s * factor) for phase in self.phases)
         return replace(self, phases=phases)
 
 
-def built_in() -> dict[str, Scenario]:
+def load_built_in_scenarios() -> dict[str, LoadScenario]:
     """The built-in scenarios by name."""
     folder = resources.files("normload") / "scenarios"
     files = sorted((file for file in folder.iterdir() if file.name.endswith(".toml")), key=lambda file: file.name)
-    return {(name := file.name.removesuffix(".toml")): parse(name, file.read_text("utf-8")) for file in files}
+    return {
+        (name := file.name.removesuffix(".toml")): parse_scenario(name, file.read_text("utf-8")) for file in files
+    }
 
 
-def load(name_or_path: str) -> Scenario:
+def load_scenario(name_or_path: str) -> LoadScenario:
     """Return a built-in scenario by its name, or the one in a file.
 
     Raises:
         ScenarioError: there is no such scenario, or it is not valid.
     """
-    known = built_in()
+    known = load_built_in_scenarios()
     if name_or_path in known:
         return known[name_or_path]
     path = Path(name_or_path)
     if not path.is_file():
-        raise ScenarioError(f"a scenario must be a file or one of {', '.join(known)}, got {shown(name_or_path)}")
-    return parse(path.stem, _read(path))
+        raise ScenarioError(
+            f"a scenario must be a file or one of {', '.join(known)}, got {format_value(name_or_path)}"
+        )
+    return parse_scenario(path.stem, _read_file(path))
 
 
-def _read(path: Path) -> str:
+def _read_file(path: Path) -> str:
     try:
         return path.read_text("utf-8")
     except UnicodeDecodeError:
         raise ScenarioError(f"{path.stem}: a scenario must be text in UTF-8, it is not") from None
 
 
-def parse(name: str, text: str) -> Scenario:
+def parse_scenario(name: str, text: str) -> LoadScenario:
     """Return the scenario that TOML describes.
 
     Raises:
@@ -146,17 +150,17 @@ def parse(name: str, text: str) -> Scenario:
     # Also ValueError for too many digits, RecursionError for too deeply nested arrays.
     except (ValueError, RecursionError) as error:
         raise ScenarioError(f"{name}: {error}") from None
-    table = Table(name, document)
-    scenario = Scenario(
+    table = TomlTable(name, document)
+    scenario = LoadScenario(
         name=name,
         description=table.text("description", ""),
         workload=read_workload(table.table("workload")),
-        phases=tuple(phase for each in table.tables("phases") for phase in _phases(each)),
+        phases=tuple(phase for each in table.tables("phases") for phase in _read_phases(each)),
         connections=table.count("connections", 64, _MOST_CONNECTIONS),
         warmup_s=table.seconds("warmup_s", 2.0),
         settle_s=table.seconds("settle_s") if table.has("settle_s") else None,
         cycles=table.count("cycles", 1, _MOST_CYCLES),
-        capacity=_capacity(table.table("capacity")),
+        capacity=_read_capacity_phase(table.table("capacity")),
     )
     table.close()
     if not scenario.phases:
@@ -164,8 +168,8 @@ def parse(name: str, text: str) -> Scenario:
     return scenario
 
 
-def _capacity(table: Table) -> Phase:
-    phase = Phase(
+def _read_capacity_phase(table: TomlTable) -> LoadPhase:
+    phase = LoadPhase(
         "capacity",
         "closed",
         table.amount("duration_s", 3.0),
@@ -175,34 +179,36 @@ def _capacity(table: Table) -> Phase:
     return phase
 
 
-def _phases(table: Table) -> Sequence[Phase]:
+def _read_phases(table: TomlTable) -> Sequence[LoadPhase]:
     name, duration_s = table.text("name"), table.amount("duration_s")
     kind = cast(Arrivals, table.one_of("arrivals", get_args(Arrivals)))
     if kind == "closed":
-        phases = [Phase(name, kind, duration_s, connections=table.count("connections", most=_MOST_CONNECTIONS))]
+        phases = [LoadPhase(name, kind, duration_s, connections=table.count("connections", most=_MOST_CONNECTIONS))]
     else:
         given = table.take("rate")
         rates: Sequence[Any] = given if isinstance(given, list) else [given]
         phases = []
         for rate in rates:
-            number, of_capacity = _rate(table.where, rate)
+            number, of_capacity = _parse_rate(table.where, rate)
             label = f"{name} {rate}" if len(rates) > 1 else name
-            phases.append(Phase(label, kind, duration_s, number, of_capacity))
+            phases.append(LoadPhase(label, kind, duration_s, number, of_capacity))
     table.close()
     return phases
 
 
-def _rate(where: str, given: Any) -> tuple[float, bool]:
+def _parse_rate(where: str, given: Any) -> tuple[float, bool]:
     of_capacity = isinstance(given, str) and given.endswith("%")
     try:
         number = float(given[:-1]) / 100 if of_capacity else given
     except ValueError:
         number = -1.0
     if not is_number(number) or not 0 < number <= MOST:
-        raise ScenarioError(f"{where}: rate must be requests a second or a share like '60%', got {shown(given)}")
+        raise ScenarioError(
+            f"{where}: rate must be requests a second or a share like '60%', got {format_value(given)}"
+        )
     return number, of_capacity
 
 
-def describe(scenarios: Mapping[str, Scenario]) -> list[tuple[str, str, float]]:
+def list_descriptions(scenarios: Mapping[str, LoadScenario]) -> list[tuple[str, str, float]]:
     """Name, description and duration in seconds of each scenario."""
     return [(name, each.description, each.duration_s) for name, each in scenarios.items()]

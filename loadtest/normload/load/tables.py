@@ -20,7 +20,7 @@ class ScenarioError(ValueError):
     """A scenario is invalid; the message has the place and what was expected."""
 
 
-class Table:
+class TomlTable:
     """One table; each key is taken once, and `close` refuses the keys that were not taken."""
 
     def __init__(self, where: str, entries: Mapping[str, Any]) -> None:
@@ -61,7 +61,7 @@ class Table:
     def count(self, key: str, default: int = _MISSING, most: int = 10**9) -> int:
         """A whole number above 0."""
         value = self._checked(
-            key, default, lambda value: _is_whole(value) and value > 0, "a whole number above 0", most
+            key, default, lambda value: _is_integer(value) and value > 0, "a whole number above 0", most
         )
         return int(value)
 
@@ -80,20 +80,22 @@ class Table:
     def sizes(self, key: str) -> tuple[int, ...]:
         """A list of whole numbers above 0."""
         value = self.take(key)
-        if not isinstance(value, list) or not value or not all(_is_whole(size) and size > 0 for size in value):
-            raise ScenarioError(f"{self.where}: {key} must be a list of whole numbers above 0, got {shown(value)}")
+        if not isinstance(value, list) or not value or not all(_is_integer(size) and size > 0 for size in value):
+            raise ScenarioError(
+                f"{self.where}: {key} must be a list of whole numbers above 0, got {format_value(value)}"
+            )
         if len(value) > MAX_RANK or prod(value) > _MOST_ELEMENTS:
             raise ScenarioError(
-                f"{self.where}: {key} must have at most {_MOST_ELEMENTS} elements, got {shown(value)}"
+                f"{self.where}: {key} must have at most {_MOST_ELEMENTS} elements, got {format_value(value)}"
             )
         return tuple(value)
 
-    def table(self, key: str) -> "Table":
+    def table(self, key: str) -> "TomlTable":
         """A table within this one; an empty one if it is missing."""
         value = self._checked(key, {}, lambda value: isinstance(value, dict), "a table")
-        return Table(f"{self.where}: [{key}]", value)
+        return TomlTable(f"{self.where}: [{key}]", value)
 
-    def tables(self, key: str) -> list["Table"]:
+    def tables(self, key: str) -> list["TomlTable"]:
         """An array of tables; empty if it is missing."""
         value = self._checked(
             key,
@@ -101,7 +103,7 @@ class Table:
             lambda value: isinstance(value, list) and all(isinstance(each, dict) for each in value),
             "an array of tables",
         )
-        return [Table(f"{self.where}: [[{key}]] {number}", each) for number, each in enumerate(value, 1)]
+        return [TomlTable(f"{self.where}: [[{key}]] {number}", each) for number, each in enumerate(value, 1)]
 
     def items(self) -> dict[str, Any]:
         """Take all remaining keys."""
@@ -120,9 +122,9 @@ class Table:
             return self.take(key, default)
         value = self.take(key)
         if not holds(value):
-            raise ScenarioError(f"{self.where}: {key} must be {expected}, got {shown(value)}")
+            raise ScenarioError(f"{self.where}: {key} must be {expected}, got {format_value(value)}")
         if most is not None and value > most:
-            raise ScenarioError(f"{self.where}: {key} must be at most {most:g}, got {shown(value)}")
+            raise ScenarioError(f"{self.where}: {key} must be at most {most:g}, got {format_value(value)}")
         return value
 
 
@@ -131,7 +133,7 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and value == value
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """A value for a message, truncated if it is long."""
     try:
         text = repr(value)
@@ -141,5 +143,5 @@ def shown(value: object) -> str:
     return text if len(text) <= 100 else text[:99] + "…"
 
 
-def _is_whole(value: Any) -> bool:
+def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)

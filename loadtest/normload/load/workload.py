@@ -13,7 +13,7 @@ or, instead, individual requests:
     shape = [4096, 1024]
     dtype = "bfloat16"          # float32 if left out
     share = 2                   # relative frequency
-    activation = "silu"         # and other attributes of `Case`
+    activation = "silu"         # and other attributes of `RequestCase`
 
 The same seed gives the same requests, whatever the server and however many processes send them.
 """
@@ -26,8 +26,8 @@ from typing import Any
 from normserve.client import DType
 from normserve.memory.host_tensors import FLOATS
 
-from normload.load.cases import ACTIVATIONS, LAYOUTS, MOST_NORMS, MOST_PARTS, OPERATIONS, Case
-from normload.load.tables import MOST, ScenarioError, Table, is_number, shown
+from normload.load.cases import ACTIVATIONS, LAYOUTS, MOST_NORMS, MOST_PARTS, OPERATIONS, RequestCase
+from normload.load.tables import MOST, ScenarioError, TomlTable, format_value, is_number
 
 #: The default relative frequency of each operation.
 DEFAULT_MIX: Mapping[str, float] = {
@@ -64,21 +64,21 @@ class Workload:
         pool: number of different requests.
     """
 
-    cases: tuple[tuple[Case, float], ...] = ()
+    cases: tuple[tuple[RequestCase, float], ...] = ()
     mix: Mapping[str, float] = field(default_factory=lambda: dict(DEFAULT_MIX))
     min_bytes: int = 1024
     max_bytes: int = 2**20
     pool: int = 64
 
-    def drawn(self, seed: int) -> list[tuple[Case, float]]:
+    def drawn(self, seed: int) -> list[tuple[RequestCase, float]]:
         """The requests and their relative frequencies."""
         choices = random.Random(seed)
         if self.cases:
             return [(replace(case, seed=choices.getrandbits(32)), share) for case, share in self.cases]
         operations = choices.choices(list(self.mix), list(self.mix.values()), k=self.pool)
-        return [(_in_parts(self._case(operation, choices), choices), 1.0) for operation in operations]
+        return [(_split_sometimes(self._case(operation, choices), choices), 1.0) for operation in operations]
 
-    def _case(self, operation: str, choices: random.Random) -> Case:
+    def _case(self, operation: str, choices: random.Random) -> RequestCase:
         dtype = choices.choice(FLOATS)
         low = min(self.min_bytes, self.max_bytes)
         elements = int(low * (self.max_bytes / low) ** choices.random()) // dtype.itemsize
@@ -88,9 +88,9 @@ class Workload:
             cols = choices.choice([cols for cols in _COLS if cols <= elements] or [1])
             shape: tuple[int, ...] = (max(1, elements // cols), cols)
             if operation == "layer_norm_chain":
-                return Case(operation, shape, dtype, seed=seed, norms=choices.randint(1, MOST_NORMS))
-            case = Case(operation, shape, dtype, activation, residual, affine, seed=seed)
-            return _varied(case, choices)
+                return RequestCase(operation, shape, dtype, seed=seed, norms=choices.randint(1, MOST_NORMS))
+            case = RequestCase(operation, shape, dtype, activation, residual, affine, seed=seed)
+            return _vary_rows(case, choices)
         fitting = [pair for pair in _CHANNELS_AND_GROUPS if pair[0] <= elements]
         channels, groups = choices.choice(fitting or [(1, 1)])
         side = choices.choice([side for side in _SIDES if channels * side**2 <= elements] or [1])
@@ -98,10 +98,10 @@ class Workload:
         layout = choices.choice(LAYOUTS)
         shape = (batch, channels, side, side) if layout == "nchw" else (batch, side, side, channels)
         adaptive = choices.random() < 0.3
-        return Case(operation, shape, dtype, activation, residual, affine, groups, layout, seed, adaptive)
+        return RequestCase(operation, shape, dtype, activation, residual, affine, groups, layout, seed, adaptive)
 
 
-def _varied(case: Case, choices: random.Random) -> Case:
+def _vary_rows(case: RequestCase, choices: random.Random) -> RequestCase:
     """The same rows, with other weights, residuals or heads, as some models have them."""
     rows, cols = case.shape
     if case.affine and choices.random() < 0.2:
@@ -117,14 +117,14 @@ def _varied(case: Case, choices: random.Random) -> Case:
     return case
 
 
-def _in_parts(case: Case, choices: random.Random) -> Case:
+def _split_sometimes(case: RequestCase, choices: random.Random) -> RequestCase:
     """The same case, sometimes split into several tensors."""
     if choices.random() < 0.1 and case.shape[0] > 1:
         return replace(case, parts=choices.randint(2, min(MOST_PARTS, case.shape[0])))
     return case
 
 
-def read_workload(table: Table) -> Workload:
+def read_workload(table: TomlTable) -> Workload:
     """Read `[workload]`.
 
     Raises:
@@ -152,17 +152,17 @@ def _read_mix(where: str, entries: Mapping[str, Any]) -> dict[str, float]:
         if operation not in OPERATIONS:
             raise ScenarioError(f"{where}: an operation must be one of {', '.join(OPERATIONS)}, got {operation!r}")
         if not is_number(share) or not 0 < share <= MOST:
-            raise ScenarioError(f"{where}: {operation} must have a finite share above 0, got {shown(share)}")
+            raise ScenarioError(f"{where}: {operation} must have a finite share above 0, got {format_value(share)}")
     return dict(entries)
 
 
-def _read_case(table: Table) -> tuple[Case, float]:
-    case = Case.read(table)
+def _read_case(table: TomlTable) -> tuple[RequestCase, float]:
+    case = RequestCase.read(table)
     share = table.amount("share", 1.0)
     table.close()
     if (case.op == "layer_norm_chain") != bool(case.norms):
         raise ScenarioError(f"{table.where}: norms belongs to layer_norm_chain, and only there")
-    if case.norms and case != Case(
+    if case.norms and case != RequestCase(
         case.operation, case.shape, case.dtype, out_dtype=case.out_dtype, norms=case.norms, parts=case.parts
     ):
         raise ScenarioError(f"{table.where}: layer_norm_chain takes shape, dtype, out_dtype, norms and parts alone")

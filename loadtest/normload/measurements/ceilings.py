@@ -11,14 +11,14 @@ import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from normload.measurements.histogram import Histogram
+from normload.measurements.histogram import LatencyHistogram
 
 _SECONDS = 0.5
 _WAIT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
-class Echo:
+class LoopbackEcho:
     """The results of the echo.
 
     Attributes:
@@ -49,7 +49,7 @@ def is_loopback(host: str) -> bool:
     return bool(found) and all(ipaddress.ip_address(address).is_loopback for address in found)
 
 
-def measure_echo(nbytes: int, pairs: int, seconds: float = _SECONDS, *, is_unix: bool = False) -> Echo:
+def measure_echo(nbytes: int, pairs: int, seconds: float = _SECONDS, *, is_unix: bool = False) -> LoopbackEcho:
     """Send messages back and forth between processes for some time, over TCP or Unix domain sockets.
 
     Raises:
@@ -60,9 +60,11 @@ def measure_echo(nbytes: int, pairs: int, seconds: float = _SECONDS, *, is_unix:
     pipes, processes = [], []
     for _ in range(pairs):
         ours, theirs = context.Pipe()
-        here, there = socket.socketpair() if is_unix else _connected()
-        processes.append(context.Process(target=_echo, args=(there, nbytes), daemon=True))
-        processes.append(context.Process(target=_measure, args=(here, nbytes, seconds, theirs), daemon=True))
+        here, there = socket.socketpair() if is_unix else _connect_pair()
+        processes.append(context.Process(target=_echo_messages, args=(there, nbytes), daemon=True))
+        processes.append(
+            context.Process(target=_measure_round_trips, args=(here, nbytes, seconds, theirs), daemon=True)
+        )
         pipes.append(ours)
         for process in processes[-2:]:
             process.start()
@@ -71,21 +73,21 @@ def measure_echo(nbytes: int, pairs: int, seconds: float = _SECONDS, *, is_unix:
     try:
         # No pair starts before all are ready.
         for pipe in pipes:
-            _require(pipe, _WAIT_S)
+            _receive_in_time(pipe, _WAIT_S)
         for pipe in pipes:
             pipe.send(None)
-        measured = [_require(pipe, seconds + _WAIT_S) for pipe in pipes]
+        measured = [_receive_in_time(pipe, seconds + _WAIT_S) for pipe in pipes]
     finally:
         for process in processes:
             process.kill()
             process.join()
-    latency = Histogram()
+    latency = LatencyHistogram()
     for _, times in measured:
         latency.merge(times)
-    return Echo(nbytes, pairs, sum(rate for rate, _ in measured), latency.percentile(50))
+    return LoopbackEcho(nbytes, pairs, sum(rate for rate, _ in measured), latency.percentile(50))
 
 
-def _connected() -> tuple[socket.socket, socket.socket]:
+def _connect_pair() -> tuple[socket.socket, socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         here = socket.create_connection(listener.getsockname())
         there, _ = listener.accept()
@@ -94,31 +96,33 @@ def _connected() -> tuple[socket.socket, socket.socket]:
     return here, there
 
 
-def _require(pipe: "Connection[None, tuple[float, Histogram]]", timeout_s: float) -> tuple[float, Histogram]:
+def _receive_in_time(
+    pipe: "Connection[None, tuple[float, LatencyHistogram]]", timeout_s: float
+) -> tuple[float, LatencyHistogram]:
     if not pipe.poll(timeout_s):
         raise TimeoutError("the loopback echo did not respond")
     return pipe.recv()
 
 
-def _echo(end: socket.socket, nbytes: int) -> None:
+def _echo_messages(end: socket.socket, nbytes: int) -> None:
     """Return every message, until the other end is closed."""
     message = memoryview(bytearray(nbytes))
-    while _filled(end, message):
+    while _receive_fully(end, message):
         end.sendall(message)
 
 
-def _measure(
-    end: socket.socket, nbytes: int, seconds: float, pipe: "Connection[tuple[float, Histogram], None]"
+def _measure_round_trips(
+    end: socket.socket, nbytes: int, seconds: float, pipe: "Connection[tuple[float, LatencyHistogram], None]"
 ) -> None:
     """Send messages one after another, and report round trips per second and their latencies."""
-    message, times = memoryview(bytearray(nbytes)), Histogram()
+    message, times = memoryview(bytearray(nbytes)), LatencyHistogram()
     pipe.send((0.0, times))
     pipe.recv()
     taken: list[float] = []
     began = now = time.perf_counter()
     while now - began < seconds:
         end.sendall(message)
-        _filled(end, message)
+        _receive_fully(end, message)
         ended = time.perf_counter()
         taken.append(ended - now)
         now = ended
@@ -126,7 +130,7 @@ def _measure(
     pipe.send((len(taken) / (now - began), times))
 
 
-def _filled(end: socket.socket, message: memoryview) -> bool:
+def _receive_fully(end: socket.socket, message: memoryview) -> bool:
     have = 0
     while have < len(message):
         got = end.recv_into(message[have:])

@@ -22,7 +22,7 @@ _HALF = 1 << (_LINEAR_BITS - 1)
 _BUCKETS = _HALF * (38 - _LINEAR_BITS + 2)
 
 
-class Histogram:
+class LatencyHistogram:
     """How many latencies fell into each bucket, with their exact sum and maximum."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Histogram:
         self.sum_s += float(values.sum())
         self.max_s = max(self.max_s, float(values.max()))
 
-    def merge(self, other: "Histogram", times: int = 1) -> None:
+    def merge(self, other: "LatencyHistogram", times: int = 1) -> None:
         """Add another histogram, `times` times."""
         self._counts += other._counts * times
         self.sum_s += other.sum_s * times
@@ -72,7 +72,7 @@ class Histogram:
         # Without the rounding, 99.9 % of 1000 is 999.0000000000001.
         rank = max(1, math.ceil(round(total * percent / 100, 6)))
         bucket = int(np.searchsorted(np.cumsum(self._counts), rank))
-        return min(float(upper_s(np.asarray([bucket]))[0]), self.max_s)
+        return min(float(compute_upper_bounds_s(np.asarray([bucket]))[0]), self.max_s)
 
     def to_json(self) -> dict[str, Any]:
         """The buckets that are not empty, by number, and their counts."""
@@ -89,7 +89,7 @@ class Histogram:
         return made
 
 
-def upper_s(buckets: NDArray[np.int64]) -> NDArray[np.float64]:
+def compute_upper_bounds_s(buckets: NDArray[np.int64]) -> NDArray[np.float64]:
     """The largest value that rounds into each of these buckets."""
     shifts = np.maximum(0, buckets // _HALF - 1)
     uppers: NDArray[np.float64] = (((buckets - _HALF * shifts + 1) << shifts) - 0.5) * UNIT_S

@@ -10,7 +10,7 @@ _DECREASE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class SweepPoint:
     """One phase of a sweep.
 
     Attributes:
@@ -29,7 +29,7 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class Sweep:
+class LoadSweep:
     """Results of a sweep.
 
     Attributes:
@@ -42,27 +42,30 @@ class Sweep:
         peak: the highest number of answered requests per second, at any load.
     """
 
-    knee: Point | None
-    sustained: Point | None
+    knee: SweepPoint | None
+    sustained: SweepPoint | None
     peak: float
 
 
-def find_knee(points: Sequence[Point]) -> Sweep | None:
+def find_knee(points: Sequence[SweepPoint]) -> LoadSweep | None:
     """Evaluate a sweep; None if fewer than three different loads were answered."""
     answered = sorted(
         (point for point in points if point.rate > 0 and point.mean_s > 0), key=lambda point: point.offered
     )
     if len({point.offered for point in answered}) < 3:
         return None
-    best = max(answered, key=_power)
-    falls = any(point.offered > best.offered and _power(point) < _DECREASE * _power(best) for point in answered)
+    best = max(answered, key=_compute_power)
+    falls = any(
+        point.offered > best.offered and _compute_power(point) < _DECREASE * _compute_power(best)
+        for point in answered
+    )
     held = [point for point in answered if point.rate >= _KEEPS_UP * point.offered and point.errors <= _FEW_ERRORS]
-    return Sweep(
+    return LoadSweep(
         knee=best if falls and best.offered > answered[0].offered else None,
         sustained=held[-1] if held else None,
         peak=max(point.rate for point in answered),
     )
 
 
-def _power(point: Point) -> float:
+def _compute_power(point: SweepPoint) -> float:
     return point.rate / point.mean_s

@@ -41,12 +41,12 @@ class MachineUse:
     client: float
 
 
-def available_cores() -> int:
+def count_available_cores() -> int:
     """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
-def cpu_times(stat: Path = _STAT) -> CpuTimes | None:
+def read_cpu_times(stat: Path = _STAT) -> CpuTimes | None:
     """Read the times of all cores that this process may use; None if the system does not provide them."""
     names = {f"cpu{core}" for core in os.sched_getaffinity(0)}
     busy = total = 0

@@ -1,7 +1,7 @@
 """What a reader should know before using the numbers of a run, above all whether the client limited them."""
 
-from normload.measurements.histogram import Histogram
-from normload.measurements.result import Result
+from normload.measurements.histogram import LatencyHistogram
+from normload.measurements.result import RunResult
 from normload.measurements.tally import NOT_SENT
 
 _BUSY = 0.8
@@ -12,12 +12,12 @@ _LAG_PART = 0.25
 _FEW = 1000
 
 
-def remarks_on(result: Result, *, stopped: bool) -> list[str]:
+def list_remarks(result: RunResult, *, stopped: bool) -> list[str]:
     """Sentences, the most important one first; none if there is nothing to remark."""
     remarks = []
     if stopped:
         remarks.append("The run was ended early.")
-    remarks += [*_client(result), *_lag(result)]
+    remarks += [*_list_client_remarks(result), *_list_lag_remarks(result)]
     total = result.whole.total
     if left := sum(count for (_, code), count in total.outcomes.items() if code == NOT_SENT):
         remarks.append(
@@ -31,7 +31,7 @@ def remarks_on(result: Result, *, stopped: bool) -> list[str]:
     return remarks
 
 
-def _client(result: Result) -> list[str]:
+def _list_client_remarks(result: RunResult) -> list[str]:
     """Remarks on the CPU time of the client and of its machine."""
     remarks = []
     busiest = max(result.cpu, default=0.0)
@@ -40,7 +40,7 @@ def _client(result: Result) -> list[str]:
             f"The client was the limit: one of its processes used {busiest:.0%} of a core. Use more "
             "--processes, or more cores."
         )
-    elif busiest > _NOTICEABLE and _is_closed(result):
+    elif busiest > _NOTICEABLE and _has_closed_loop(result):
         remarks.append(
             f"A client process used {busiest:.0%} of a core. A closed loop's rate depends on server and client."
         )
@@ -53,8 +53,8 @@ def _client(result: Result) -> list[str]:
     return remarks
 
 
-def _lag(result: Result) -> list[str]:
-    lag = Histogram()
+def _list_lag_remarks(result: RunResult) -> list[str]:
+    lag = LatencyHistogram()
     for each in result.phases:
         lag.merge(each.tally.lag)
     late_s = lag.percentile(99)
@@ -66,5 +66,5 @@ def _lag(result: Result) -> list[str]:
     ]
 
 
-def _is_closed(result: Result) -> bool:
+def _has_closed_loop(result: RunResult) -> bool:
     return any(each.phase.arrivals == "closed" for each in result.phases)

@@ -8,14 +8,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from normserve.client.quoting import quoted
+from normserve.client.quoting import quote_text
 
-from normload.load.scenario import Phase
+from normload.load.scenario import LoadPhase
 from normload.load.tables import is_number
-from normload.measurements.ceilings import Echo
-from normload.measurements.knee import Point, Sweep, find_knee
+from normload.measurements.ceilings import LoopbackEcho
+from normload.measurements.knee import LoadSweep, SweepPoint, find_knee
 from normload.measurements.machine import MachineUse
-from normload.measurements.tally import NOT_SENT, OK, Cell, Tally, per_second
+from normload.measurements.tally import NOT_SENT, OK, PhaseTally, RequestTotals, compute_rate
 
 FORMAT = "normload/1"
 
@@ -36,14 +36,14 @@ class PhaseResult:
         tally: of its requests.
     """
 
-    phase: Phase
+    phase: LoadPhase
     start_s: float
     segment_s: float
-    tally: Tally
+    tally: PhaseTally
 
 
 @dataclass(slots=True)
-class Part:
+class PhaseSummary:
     """Phases of one name together, or all of them.
 
     Attributes:
@@ -59,15 +59,15 @@ class Part:
     phases: Sequence[PhaseResult]
     offered: float = field(init=False)
     duration_s: float = field(init=False)
-    total: Cell = field(init=False)
-    in_time: Cell = field(init=False)
+    total: RequestTotals = field(init=False)
+    in_time: RequestTotals = field(init=False)
 
     def __post_init__(self) -> None:
         self.duration_s = sum(each.phase.duration_s for each in self.phases)
         due = sum(each.phase.rate * each.phase.duration_s for each in self.phases)
         is_closed = any(each.phase.arrivals == "closed" for each in self.phases)
-        self.offered = math.nan if is_closed else per_second(due, self.duration_s)
-        self.total, self.in_time = Cell(), Cell()
+        self.offered = math.nan if is_closed else compute_rate(due, self.duration_s)
+        self.total, self.in_time = RequestTotals(), RequestTotals()
         for each in self.phases:
             self.total.merge(each.tally.total())
             self.in_time.merge(each.tally.in_time(within_s=self._within_s(each)))
@@ -75,21 +75,21 @@ class Part:
     @property
     def rate(self) -> float:
         """Successful requests per second; NaN without phases."""
-        return per_second(self.in_time.ok, self.duration_s)
+        return compute_rate(self.in_time.ok, self.duration_s)
 
     @property
     def bytes_per_second(self) -> float:
         """Bytes per second in both directions, of successful requests; NaN without phases."""
-        return per_second(self.in_time.moved_bytes, self.duration_s)
+        return compute_rate(self.in_time.moved_bytes, self.duration_s)
 
     @property
     def errors(self) -> float:
         """The fraction of all requests that failed; NaN without requests."""
         return self.total.errors / self.total.requests if self.total.requests else math.nan
 
-    def of(self, operation: str) -> tuple[Cell, Cell]:
+    def of(self, operation: str) -> tuple[RequestTotals, RequestTotals]:
         """One operation's requests: all, and those that ended in time."""
-        total, in_time = Cell(), Cell()
+        total, in_time = RequestTotals(), RequestTotals()
         for each in self.phases:
             total.merge(each.tally.total(operation))
             in_time.merge(each.tally.in_time(operation, self._within_s(each)))
@@ -100,7 +100,7 @@ class Part:
 
 
 @dataclass(slots=True)
-class Result:
+class RunResult:
     """The results of a run.
 
     Attributes:
@@ -130,7 +130,7 @@ class Result:
     connections: int
     cpu: Sequence[float]
     machine: MachineUse | None
-    echo: Echo | None
+    echo: LoopbackEcho | None
     capacity: float | None
     apart: Counter[tuple[int, str]]
     phases: list[PhaseResult]
@@ -140,14 +140,14 @@ class Result:
     remarks: list[str]
 
     @property
-    def whole(self) -> Part:
+    def whole(self) -> PhaseSummary:
         """All phases together."""
-        return Part(_ALL, self.phases)
+        return PhaseSummary(_ALL, self.phases)
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[PhaseSummary]:
         """Phases by name, in the order of their first start."""
         names = dict.fromkeys(each.phase.name for each in self.phases)
-        return [Part(name, [each for each in self.phases if each.phase.name == name]) for name in names]
+        return [PhaseSummary(name, [each for each in self.phases if each.phase.name == name]) for name in names]
 
     def operations(self) -> list[str]:
         """The operations of the workload, sorted."""
@@ -170,7 +170,7 @@ class Result:
         device = self.server.get("device")
         name = device.get("name") if isinstance(device, dict) else None
         version, backend, name = (
-            quoted(each, 64) or "?" for each in (self.server.get("version"), self.server.get("backend"), name)
+            quote_text(each, 64) or "?" for each in (self.server.get("version"), self.server.get("backend"), name)
         )
         return f"normserve {version}, {backend} on {name}"
 
@@ -183,13 +183,16 @@ class Result:
     def kernel_bandwidth(self) -> float:
         """Bytes per second on the device, as reported by the server; NaN if it reports none."""
         total = self.whole.total
-        return per_second(total.kernel_bytes, total.kernel_s)
+        return compute_rate(total.kernel_bytes, total.kernel_s)
 
-    def sweep(self) -> Sweep | None:
+    def sweep(self) -> LoadSweep | None:
         """The knee and the sustained load, if the phases are a sweep of rates."""
         parts = [part for part in self.parts() if not math.isnan(part.offered)]
         return find_knee(
-            [Point(part.name, part.offered, part.rate, part.total.latency.mean_s, part.errors) for part in parts]
+            [
+                SweepPoint(part.name, part.offered, part.rate, part.total.latency.mean_s, part.errors)
+                for part in parts
+            ]
         )
 
     def write(self, file: Path) -> None:
@@ -202,9 +205,9 @@ class Result:
         return {
             "format": FORMAT,
             "summary": {
-                "phases": [_summary(part) for part in [*self.parts(), self.whole]],
+                "phases": [_make_summary(part) for part in [*self.parts(), self.whole]],
                 "sent_by_status": {str(status): count for status, count in sorted(self.sent_by_status().items())},
-                "kernel_bytes_per_second": _number(self.kernel_bandwidth()),
+                "kernel_bytes_per_second": _make_json_number(self.kernel_bandwidth()),
                 "sweep": None if sweep is None else asdict(sweep),
             },
             **{name: getattr(self, name) for name in _PLAIN},
@@ -236,11 +239,14 @@ class Result:
             **{name: document[name] for name in _PLAIN},
             cpu=document["cpu"],
             machine=None if document.get("machine") is None else MachineUse(**document["machine"]),
-            echo=None if document["echo"] is None else Echo(**document["echo"]),
+            echo=None if document["echo"] is None else LoopbackEcho(**document["echo"]),
             apart=Counter({(status, code): count for status, code, count in document["apart"]}),
             phases=[
                 PhaseResult(
-                    Phase(**each["phase"]), each["start_s"], each["segment_s"], Tally.from_json(each["tally"])
+                    LoadPhase(**each["phase"]),
+                    each["start_s"],
+                    each["segment_s"],
+                    PhaseTally.from_json(each["tally"]),
                 )
                 for each in document["phases"]
             ],
@@ -253,7 +259,7 @@ _PLAIN = (
 )
 
 
-def read_result(file: Path) -> Result:
+def read_result(file: Path) -> RunResult:
     """Read a result.
 
     Raises:
@@ -261,30 +267,30 @@ def read_result(file: Path) -> Result:
         OSError: it cannot be read.
     """
     try:
-        return Result.from_json(json.loads(file.read_text(encoding="utf-8")))
+        return RunResult.from_json(json.loads(file.read_text(encoding="utf-8")))
     except (ValueError, OverflowError) as error:
         raise ValueError(f"{file}: {error}") from None
     except (KeyError, TypeError, AttributeError, IndexError, RecursionError):
         raise ValueError(f"{file}: this is not a complete result of normload") from None
 
 
-def _summary(part: Part) -> dict[str, Any]:
+def _make_summary(part: PhaseSummary) -> dict[str, Any]:
     latency = part.total.latency
     return {
         "name": part.name,
-        "offered_per_second": _number(part.offered),
+        "offered_per_second": _make_json_number(part.offered),
         "duration_s": part.duration_s,
         "requests": part.total.requests,
-        "ok_per_second": _number(part.rate),
-        "bytes_per_second": _number(part.bytes_per_second),
-        "latency_s": {f"p{percent:g}": _number(latency.percentile(percent)) for percent in PERCENTILES}
-        | {"max": latency.max_s, "mean": _number(latency.mean_s)},
+        "ok_per_second": _make_json_number(part.rate),
+        "bytes_per_second": _make_json_number(part.bytes_per_second),
+        "latency_s": {f"p{percent:g}": _make_json_number(latency.percentile(percent)) for percent in PERCENTILES}
+        | {"max": latency.max_s, "mean": _make_json_number(latency.mean_s)},
         "errors": {
             f"{status} {code}": count for (status, code), count in part.total.outcomes.items() if code != OK
         },
     }
 
 
-def _number(value: float) -> float | None:
+def _make_json_number(value: float) -> float | None:
     """None for NaN, which JSON does not have."""
     return None if math.isnan(value) else value

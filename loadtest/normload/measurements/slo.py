@@ -4,7 +4,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from normload.measurements.tally import Cell
+from normload.measurements.tally import RequestTotals
 
 _OBJECTIVE = re.compile(
     r"(?P<metric>p\d{1,2}(?:\.\d+)?|max|errors|rate)\s*(?P<relation><=|>=|<|>)\s*(?P<number>\d+(?:\.\d+)?)\s*"
@@ -14,7 +14,7 @@ _SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
-class Objective:
+class LoadObjective:
     """A bound on a number of the whole run.
 
     Attributes:
@@ -32,7 +32,7 @@ class Objective:
     inclusive: bool
     bound: float
 
-    def value(self, total: Cell, rate: float) -> float:
+    def value(self, total: RequestTotals, rate: float) -> float:
         """The metric's value; NaN if there were no responses."""
         if self.metric == "errors":
             return total.errors / total.requests if total.requests else math.nan
@@ -55,7 +55,7 @@ class Objective:
         return f"{value:.1f}/s" if self.metric == "rate" else f"{value * 1e3:.2f} ms"
 
 
-def parse_objective(text: str) -> Objective:
+def parse_objective(text: str) -> LoadObjective:
     """Read an objective.
 
     Raises:
@@ -77,4 +77,4 @@ def parse_objective(text: str) -> Objective:
         bound = number * _SECONDS[unit]
     else:
         raise ValueError(f"{metric} must be a time like 20ms, got {text!r}")
-    return Objective(text.strip(), metric, match["relation"][0] == "<", len(match["relation"]) == 2, bound)
+    return LoadObjective(text.strip(), metric, match["relation"][0] == "<", len(match["relation"]) == 2, bound)

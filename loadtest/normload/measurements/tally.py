@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
-from normload.measurements.histogram import Histogram
+from normload.measurements.histogram import LatencyHistogram
 
 #: Number of parts of a phase's time with separate sums, for plots and to measure the variation.
 INTERVALS = 60
@@ -22,7 +22,7 @@ UNEXPECTED_ANSWER = "unexpected_answer"
 FAULTS_KEPT = 5
 
 
-class Record(NamedTuple):
+class RequestOutcome(NamedTuple):
     """One request and how it ended; times in seconds since the phase's beginning.
 
     Attributes:
@@ -55,7 +55,7 @@ class Record(NamedTuple):
 
 
 @dataclass(slots=True)
-class Cell:
+class RequestTotals:
     """Requests of one operation that ended in one interval.
 
     Attributes:
@@ -65,13 +65,13 @@ class Cell:
     """
 
     outcomes: Counter[tuple[int, str]] = field(default_factory=Counter)
-    latency: Histogram = field(default_factory=Histogram)
+    latency: LatencyHistogram = field(default_factory=LatencyHistogram)
     sent_bytes: int = 0
     received_bytes: int = 0
     kernel_bytes: int = 0
     kernel_s: float = 0.0
 
-    def merge(self, other: "Cell") -> None:
+    def merge(self, other: "RequestTotals") -> None:
         """Add another cell."""
         self.outcomes.update(other.outcomes)
         self.latency.merge(other.latency)
@@ -113,13 +113,13 @@ class Cell:
         """Read the document of `to_json`."""
         outcomes = Counter({(status, code): count for status, code, count in document["outcomes"]})
         sums = {name: document[name] for name in _SUMS}
-        return cls(outcomes, Histogram.from_json(document["latency"]), **sums)
+        return cls(outcomes, LatencyHistogram.from_json(document["latency"]), **sums)
 
 
 _SUMS = ("sent_bytes", "received_bytes", "kernel_bytes", "kernel_s")
 
 
-class Tally:
+class PhaseTally:
     """All requests of a phase.
 
     Attributes:
@@ -134,20 +134,20 @@ class Tally:
 
     def __init__(self, duration_s: float) -> None:
         self.interval_s = duration_s / INTERVALS
-        self.cells: dict[tuple[str, int], Cell] = {}
-        self.service = Histogram()
-        self.lag = Histogram()
+        self.cells: dict[tuple[str, int], RequestTotals] = {}
+        self.service = LatencyHistogram()
+        self.lag = LatencyHistogram()
         self.checked = 0
         self.wrong = 0
         self.faults: list[str] = []
 
-    def add(self, records: Iterable[Record]) -> None:
+    def add(self, records: Iterable[RequestOutcome]) -> None:
         """Add records."""
         latencies: dict[tuple[str, int], list[float]] = {}
         service, lag = [], []
         for record in records:
             key = record.operation, int(record.ended_s / self.interval_s)
-            cell = self.cells.setdefault(key, Cell())
+            cell = self.cells.setdefault(key, RequestTotals())
             cell.outcomes[record.status, record.code] += 1
             if record.code != NOT_SENT:
                 lag.append(max(0.0, record.sent_s - max(record.due_s, record.free_s)))
@@ -166,28 +166,28 @@ class Tally:
         self.service.add(service)
         self.lag.add(lag)
 
-    def merge(self, other: "Tally") -> None:
+    def merge(self, other: "PhaseTally") -> None:
         """Add another process's share of the phase."""
         for key, cell in other.cells.items():
-            self.cells.setdefault(key, Cell()).merge(cell)
+            self.cells.setdefault(key, RequestTotals()).merge(cell)
         self.service.merge(other.service)
         self.lag.merge(other.lag)
         self.checked += other.checked
         self.wrong += other.wrong
         self.faults = (self.faults + other.faults)[:FAULTS_KEPT]
 
-    def total(self, operation: str | None = None) -> Cell:
+    def total(self, operation: str | None = None) -> RequestTotals:
         """The sum of all requests, or of those of one operation."""
-        total = Cell()
+        total = RequestTotals()
         for (of, _), cell in self.cells.items():
             if operation in (None, of):
                 total.merge(cell)
         return total
 
-    def in_time(self, operation: str | None = None, within_s: float | None = None) -> Cell:
+    def in_time(self, operation: str | None = None, within_s: float | None = None) -> RequestTotals:
         """The requests that ended within a time, by default the phase's; rates are computed from these."""
         intervals = INTERVALS if within_s is None else round(within_s / self.interval_s)
-        total = Cell()
+        total = RequestTotals()
         for (of, interval), cell in self.cells.items():
             if operation in (None, of) and interval < intervals:
                 total.merge(cell)
@@ -197,11 +197,11 @@ class Tally:
         """The operations that occur."""
         return sorted({operation for operation, _ in self.cells})
 
-    def intervals(self) -> dict[int, Cell]:
+    def intervals(self) -> dict[int, RequestTotals]:
         """All operations together, by interval."""
-        found: dict[int, Cell] = {}
+        found: dict[int, RequestTotals] = {}
         for (_, interval), cell in sorted(self.cells.items()):
-            found.setdefault(interval, Cell()).merge(cell)
+            found.setdefault(interval, RequestTotals()).merge(cell)
         return dict(sorted(found.items()))
 
     def to_json(self) -> dict[str, Any]:
@@ -221,9 +221,9 @@ class Tally:
         """Read the document of `to_json`."""
         made = cls(document["interval_s"] * INTERVALS)
         cells = document["cells"]
-        made.cells = {(operation, interval): Cell.from_json(cell) for operation, interval, cell in cells}
-        made.service = Histogram.from_json(document["service"])
-        made.lag = Histogram.from_json(document["lag"])
+        made.cells = {(operation, interval): RequestTotals.from_json(cell) for operation, interval, cell in cells}
+        made.service = LatencyHistogram.from_json(document["service"])
+        made.lag = LatencyHistogram.from_json(document["lag"])
         made.checked, made.wrong = document["checked"], document["wrong"]
         made.faults = list(document["faults"])
         return made
@@ -234,6 +234,6 @@ class Tally:
             self.faults.append(f"{operation}: {fault}")
 
 
-def per_second(amount: float, seconds: float) -> float:
+def compute_rate(amount: float, seconds: float) -> float:
     """A rate; NaN if the time is 0."""
     return amount / seconds if seconds > 0 else math.nan

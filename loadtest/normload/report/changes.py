@@ -9,8 +9,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from normload.report.compare import ERRORS, Change
-from normload.report.tables import markdown_table, plain, spreadsheet_text
+from normload.report.compare import ERRORS, MetricChange
+from normload.report.tables import escape_formula, escape_markdown, make_markdown_table
 
 HEADINGS = ("phase", "metric", "before", "after", "change", "interval")
 SPREAD_HEADINGS = ("spread before", "spread after")
@@ -21,38 +21,38 @@ COLUMNS = (
 )
 
 
-def show(console: Console, changes: Sequence[Change], remarks: Sequence[str] = ()) -> None:
+def print_changes(console: Console, changes: Sequence[MetricChange], remarks: Sequence[str] = ()) -> None:
     """Print the changes beyond noise, or that there are none."""
     changed = [change for change in changes if change.is_change]
     if changed:
-        first, second, *others = _headings(changed)
+        first, second, *others = _list_headings(changed)
         table = Table(box=SIMPLE_HEAD, show_edge=False, padding=0)
         for heading in (first, second):
             table.add_column(heading, no_wrap=True)
         for heading in others:
             table.add_column(heading, justify="right", no_wrap=True)
         for change in changed:
-            table.add_row(*_row(change), style="red" if change.is_worse else "green")
+            table.add_row(*_format_row(change), style="red" if change.is_worse else "green")
         console.print(table)
     else:
-        console.print(_unchanged(changes))
+        console.print(_format_no_change(changes))
     for remark in remarks:
         console.print(remark, style="yellow", markup=False)
 
 
-def markdown(title: str, changes: Sequence[Change], remarks: Sequence[str] = ()) -> str:
+def render_markdown(title: str, changes: Sequence[MetricChange], remarks: Sequence[str] = ()) -> str:
     """Return a summary of the changes beyond noise, to paste into an issue or a pull request."""
     changed = [change for change in changes if change.is_change]
-    rows = [[*_row(change), "worse" if change.is_worse else "better"] for change in changed]
+    rows = [[*_format_row(change), "worse" if change.is_worse else "better"] for change in changed]
     blocks = [
-        [f"**normload compare: {plain(title)}**"],
-        markdown_table((*_headings(changed), "result"), rows) if rows else [_unchanged(changes)],
-        [f"- {plain(remark)}" for remark in remarks],
+        [f"**normload compare: {escape_markdown(title)}**"],
+        make_markdown_table((*_list_headings(changed), "result"), rows) if rows else [_format_no_change(changes)],
+        [f"- {escape_markdown(remark)}" for remark in remarks],
     ]
     return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
 
 
-def spreadsheet(changes: Sequence[Change]) -> str:
+def render_csv(changes: Sequence[MetricChange]) -> str:
     """Return CSV with a line for every metric of every phase, changed or not.
 
     Rates are in requests or bytes per second, latencies in seconds, errors a fraction.  The interval is that of
@@ -66,34 +66,34 @@ def spreadsheet(changes: Sequence[Change]) -> str:
         numbers = (each.before, each.after, each.low, each.high, each.spread_before, each.spread_after)
         result = "same" if not each.is_change else "worse" if each.is_worse else "better"
         shown = ("" if math.isnan(number) else f"{number:.6g}" for number in numbers)
-        lines.writerow([spreadsheet_text(each.phase), each.metric, *shown, result])
+        lines.writerow([escape_formula(each.phase), each.metric, *shown, result])
     return text.getvalue()
 
 
-def _unchanged(changes: Sequence[Change]) -> str:
+def _format_no_change(changes: Sequence[MetricChange]) -> str:
     return f"No change beyond noise: {len(changes)} values compared."
 
 
-def _headings(changed: Sequence[Change]) -> tuple[str, ...]:
+def _list_headings(changed: Sequence[MetricChange]) -> tuple[str, ...]:
     return HEADINGS + SPREAD_HEADINGS if any(map(_has_spread, changed)) else HEADINGS
 
 
-def _row(change: Change) -> list[str]:
+def _format_row(change: MetricChange) -> list[str]:
     if change.metric == ERRORS:
         how_much = f"{change.after - change.before:+.2%}", f"{change.low:+.2%} to {change.high:+.2%}"
     else:
         by = change.after / change.before - 1
         how_much = f"{by:+.1%}", f"{change.low - 1:+.1%} to {change.high - 1:+.1%}"
-    spreads = [_percent(each) for each in (change.spread_before, change.spread_after)]
+    spreads = [_format_percent(each) for each in (change.spread_before, change.spread_after)]
     return [
         *(change.phase, change.metric, change.shown(change.before), change.shown(change.after), *how_much),
         *(spreads if _has_spread(change) else []),
     ]
 
 
-def _has_spread(change: Change) -> bool:
+def _has_spread(change: MetricChange) -> bool:
     return not (math.isnan(change.spread_before) and math.isnan(change.spread_after))
 
 
-def _percent(spread: float) -> str:
+def _format_percent(spread: float) -> str:
     return "-" if math.isnan(spread) else f"{spread:.1%}"

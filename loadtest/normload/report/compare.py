@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from normload.measurements.histogram import upper_s
-from normload.measurements.result import PERCENTILES, Part, Result
-from normload.measurements.tally import INTERVALS, Cell
+from normload.measurements.histogram import compute_upper_bounds_s
+from normload.measurements.result import PERCENTILES, PhaseSummary, RunResult
+from normload.measurements.tally import INTERVALS, RequestTotals
 from normload.report import spread
 
 Floats = NDArray[np.float64]
@@ -37,7 +37,7 @@ _FEW_ERRORS = 0.001
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class MetricChange:
     """A number and its values on both sides.
 
     Attributes:
@@ -65,7 +65,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class _Metric:
+class _BootstrapMetric:
     """Computes a number from drawn intervals.
 
     Attributes:
@@ -78,18 +78,18 @@ class _Metric:
     name: str
     more_is_better: bool
     shown: Callable[[float], str]
-    of: "Callable[[Floats, _Intervals], Floats]"
+    of: "Callable[[Floats, _IntervalArrays], Floats]"
 
 
-class _Intervals:
+class _IntervalArrays:
     """The intervals of a part as arrays, with one entry per interval."""
 
-    def __init__(self, part: Part) -> None:
-        cells: list[Cell] = []
+    def __init__(self, part: PhaseSummary) -> None:
+        cells: list[RequestTotals] = []
         seconds: list[float] = []
         for phase in part.phases:
             found = phase.tally.intervals()
-            cells += [found.get(number, Cell()) for number in range(INTERVALS)]
+            cells += [found.get(number, RequestTotals()) for number in range(INTERVALS)]
             seconds += [phase.tally.interval_s] * INTERVALS
         self.seconds = np.asarray(seconds)
         self.ok = np.asarray([cell.ok for cell in cells], np.float64)
@@ -100,7 +100,7 @@ class _Intervals:
         counts = np.stack([cell.latency.counts for cell in cells])
         (used,) = np.nonzero(counts.sum(0))
         self.counts = counts[:, used].astype(np.float64)
-        self.upper_s = upper_s(used)
+        self.upper_s = compute_upper_bounds_s(used)
 
     def __len__(self) -> int:
         return len(self.seconds)
@@ -115,13 +115,13 @@ class _Intervals:
         return found
 
 
-def _ratio(numerator: Floats, denominator: Floats) -> Floats:
+def _divide(numerator: Floats, denominator: Floats) -> Floats:
     found: Floats = np.divide(numerator, denominator, out=np.full(len(numerator), math.nan), where=denominator > 0)
     return found
 
 
-def _percentile(percent: float) -> _Metric:
-    return _Metric(
+def _make_percentile_metric(percent: float) -> _BootstrapMetric:
+    return _BootstrapMetric(
         f"p{percent:g}",
         False,
         lambda value: f"{value * 1e3:.2f} ms",
@@ -132,32 +132,32 @@ def _percentile(percent: float) -> _Metric:
 ERRORS = "errors"
 
 _METRICS = (
-    _Metric(
-        "rate", True, lambda value: f"{value:.1f}/s", lambda times, of: _ratio(times @ of.ok, times @ of.seconds)
+    _BootstrapMetric(
+        "rate", True, lambda value: f"{value:.1f}/s", lambda times, of: _divide(times @ of.ok, times @ of.seconds)
     ),
-    _Metric(
+    _BootstrapMetric(
         "end to end",
         True,
         lambda value: f"{value / 1e9:.3f} GB/s",
-        lambda times, of: _ratio(times @ of.moved, times @ of.seconds),
+        lambda times, of: _divide(times @ of.moved, times @ of.seconds),
     ),
-    _Metric(
+    _BootstrapMetric(
         "kernels",
         True,
         lambda value: f"{value / 1e9:.2f} GB/s",
-        lambda times, of: _ratio(times @ of.kernel_bytes, times @ of.kernel_s),
+        lambda times, of: _divide(times @ of.kernel_bytes, times @ of.kernel_s),
     ),
-    *(_percentile(percent) for percent in PERCENTILES),
-    _Metric(
+    *(_make_percentile_metric(percent) for percent in PERCENTILES),
+    _BootstrapMetric(
         ERRORS,
         False,
         lambda value: f"{value:.3%}",
-        lambda times, of: _ratio(times @ (of.requests - of.ok), times @ of.requests),
+        lambda times, of: _divide(times @ (of.requests - of.ok), times @ of.requests),
     ),
 )
 
 
-def compare(before: Sequence[Result], after: Sequence[Result]) -> list[Change]:
+def compare_runs(before: Sequence[RunResult], after: Sequence[RunResult]) -> list[MetricChange]:
     """Compare every number of every phase.
 
     Args:
@@ -173,21 +173,21 @@ def compare(before: Sequence[Result], after: Sequence[Result]) -> list[Change]:
             raise ValueError(
                 f"runs must be of one scenario and its phases, got {first.scenario!r} and {run.scenario!r}"
             )
-    sides = [[[_Intervals(part) for part in run.parts()] for run in side] for side in (before, after)]
+    sides = [[[_IntervalArrays(part) for part in run.parts()] for run in side] for side in (before, after)]
     random = np.random.default_rng(0)
     changes = []
     for number, name in enumerate(names):
         old, new = ([run[number] for run in side] for side in sides)
         if len(old) == len(new) == 1:
-            drawn = _draws(len(old[0]), random), _draws(len(new[0]), random)
-            changes += [_change(name, metric, old[0], new[0], drawn) for metric in _METRICS]
+            drawn = _draw_intervals(len(old[0]), random), _draw_intervals(len(new[0]), random)
+            changes += [_compare_single_runs(name, metric, old[0], new[0], drawn) for metric in _METRICS]
         else:
             confidence = 1 - _FALSE_ALARMS / (len(names) * len(_METRICS))
-            changes += [_change_of_several(name, metric, old, new, confidence) for metric in _METRICS]
+            changes += [_compare_repeated_runs(name, metric, old, new, confidence) for metric in _METRICS]
     return changes
 
 
-def loads_differ(before: Sequence[Result], after: Sequence[Result]) -> list[str]:
+def describe_load_differences(before: Sequence[RunResult], after: Sequence[RunResult]) -> list[str]:
     """Sentences about phases whose offered loads differ, so that their latencies are hardly comparable."""
     sentences = []
     for number, part in enumerate(before[0].parts()):
@@ -197,37 +197,43 @@ def loads_differ(before: Sequence[Result], after: Sequence[Result]) -> list[str]
     return sentences
 
 
-def _change(phase: str, metric: _Metric, old: _Intervals, new: _Intervals, drawn: tuple[Floats, Floats]) -> Change:
-    before, after = _value(metric, old), _value(metric, new)
+def _compare_single_runs(
+    phase: str, metric: _BootstrapMetric, old: _IntervalArrays, new: _IntervalArrays, drawn: tuple[Floats, Floats]
+) -> MetricChange:
+    before, after = _compute_value(metric, old), _compute_value(metric, new)
     first, second = metric.of(drawn[0], old), metric.of(drawn[1], new)
     if metric.name == ERRORS:
         draws, none = second - first, 0.0
     else:
-        draws, none = _ratio(second, first), 1.0
+        draws, none = _divide(second, first), 1.0
     known = draws[np.isfinite(draws)]
     low, high = np.percentile(known, _CONFIDENCE).tolist() if len(known) else (none, none)
-    return _judged(phase, metric, (before, after), (low, high), (math.nan, math.nan), _BETWEEN_RUNS)
+    return _evaluate_change(phase, metric, (before, after), (low, high), (math.nan, math.nan), _BETWEEN_RUNS)
 
 
-def _change_of_several(
-    phase: str, metric: _Metric, old: Sequence[_Intervals], new: Sequence[_Intervals], confidence: float
-) -> Change:
-    before, after = ([_value(metric, run) for run in side] for side in (old, new))
+def _compare_repeated_runs(
+    phase: str,
+    metric: _BootstrapMetric,
+    old: Sequence[_IntervalArrays],
+    new: Sequence[_IntervalArrays],
+    confidence: float,
+) -> MetricChange:
+    before, after = ([_compute_value(metric, run) for run in side] for side in (old, new))
     means = float(np.mean(before)), float(np.mean(after))
     if metric.name == ERRORS:
         known = all(map(math.isfinite, (*before, *after)))
-        bounds = spread.interval(before, after, confidence) if known else (0.0, 0.0)
+        bounds = spread.compute_interval(before, after, confidence) if known else (0.0, 0.0)
     elif all(0 < value < math.inf for value in (*before, *after)):
-        low, high = spread.interval(np.log(before).tolist(), np.log(after).tolist(), confidence)
+        low, high = spread.compute_interval(np.log(before).tolist(), np.log(after).tolist(), confidence)
         # Larger than any change, and still finite.
         bounds = math.exp(max(low, -50.0)), math.exp(min(high, 50.0))
     else:
         bounds = (1.0, 1.0)
-    spreads = _spread(metric, before), _spread(metric, after)
-    return _judged(phase, metric, means, bounds, spreads, _SMALL)
+    spreads = _compute_spread(metric, before), _compute_spread(metric, after)
+    return _evaluate_change(phase, metric, means, bounds, spreads, _SMALL)
 
 
-def _spread(metric: _Metric, values: Sequence[float]) -> float:
+def _compute_spread(metric: _BootstrapMetric, values: Sequence[float]) -> float:
     if len(values) < 2:
         return math.nan
     deviation, mean = float(np.std(values, ddof=1)), float(np.mean(values))
@@ -236,27 +242,27 @@ def _spread(metric: _Metric, values: Sequence[float]) -> float:
     return deviation / mean if mean else math.nan
 
 
-def _value(metric: _Metric, run: _Intervals) -> float:
+def _compute_value(metric: _BootstrapMetric, run: _IntervalArrays) -> float:
     return float(metric.of(np.ones((1, len(run))), run)[0])
 
 
-def _judged(
+def _evaluate_change(
     phase: str,
-    metric: _Metric,
+    metric: _BootstrapMetric,
     values: tuple[float, float],
     bounds: tuple[float, float],
     spreads: tuple[float, float],
     least: float,
-) -> Change:
+) -> MetricChange:
     """A change if the whole interval is beyond `least`."""
     low, high = bounds
     band = (-_FEW_ERRORS, _FEW_ERRORS) if metric.name == ERRORS else (1 / (1 + least), 1 + least)
     rises, falls = low > band[1], high < band[0]
     is_worse = falls if metric.more_is_better else rises
-    return Change(phase, metric.name, *values, low, high, *spreads, rises or falls, is_worse, metric.shown)
+    return MetricChange(phase, metric.name, *values, low, high, *spreads, rises or falls, is_worse, metric.shown)
 
 
-def _draws(count: int, random: np.random.Generator) -> Floats:
+def _draw_intervals(count: int, random: np.random.Generator) -> Floats:
     """How often each interval is drawn, in blocks of neighbours: [draws, count]."""
     blocks = math.ceil(count / _BLOCK)
     starts = random.integers(0, max(1, count - _BLOCK + 1), (_DRAWS, blocks))

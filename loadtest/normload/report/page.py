@@ -10,8 +10,8 @@ from importlib import resources
 from string import Template
 from typing import Any
 
-from normload.measurements.result import PERCENTILES, PhaseResult, Result
-from normload.measurements.tally import OK, Cell, per_second
+from normload.measurements.result import PERCENTILES, PhaseResult, RunResult
+from normload.measurements.tally import OK, RequestTotals, compute_rate
 from normload.report import tables
 
 # The smallest distance between points of a plot over time.
@@ -21,44 +21,48 @@ _WHOLE = 999
 _CURVE = (0.0, 25.0, 50.0, 75.0, 90.0, 95.0, 99.0, 99.5, 99.9)
 
 
-def render(result: Result, outcomes: Sequence[tables.Outcome] = ()) -> str:
+def render_html(result: RunResult, outcomes: Sequence[tables.Outcome] = ()) -> str:
     """Return the page; `outcomes` are the run's objectives."""
     assets = resources.files("normload.report") / "assets"
 
-    def asset(name: str) -> str:
+    def read_asset(name: str) -> str:
         return (assets / name).read_text("utf-8")
 
-    return Template(asset("page.html")).substitute(
+    return Template(read_asset("page.html")).substitute(
         title=escape(f"normload: {result.scenario}"),
-        style=asset("uPlot.min.css") + asset("page.css"),
-        script=asset("uPlot.iife.min.js") + asset("page.js"),
+        style=read_asset("uPlot.min.css") + read_asset("page.css"),
+        script=read_asset("uPlot.iife.min.js") + read_asset("page.js"),
         description=escape(result.description),
-        facts=_rows(tables.facts(result)),
-        sentences="".join(f"<p>{escape(sentence)}</p>" for sentence in tables.sentences(result)),
+        facts=_render_facts(tables.list_facts(result)),
+        sentences="".join(f"<p>{escape(sentence)}</p>" for sentence in tables.list_sentences(result)),
         remarks="".join(f"<p>{escape(remark)}</p>" for remark in (*result.faults, *result.remarks)),
-        objectives=_table(tables.OBJECTIVE_HEADINGS, tables.objectives(outcomes)),
-        phases=_table(tables.PART_HEADINGS, tables.parts(result)),
-        operations=_table(tables.OPERATION_HEADINGS, tables.operations(result)),
-        data=_embedded(plots(result)),
+        objectives=_render_table(tables.OBJECTIVE_HEADINGS, tables.make_objective_rows(outcomes)),
+        phases=_render_table(tables.PART_HEADINGS, tables.make_phase_rows(result)),
+        operations=_render_table(tables.OPERATION_HEADINGS, tables.make_operation_rows(result)),
+        data=_encode_script_json(make_plot_data(result)),
     )
 
 
-def plots(result: Result) -> dict[str, Any]:
+def make_plot_data(result: RunResult) -> dict[str, Any]:
     """The plotted numbers in uPlot's form: columns, of which the first is x; None is a gap."""
-    return {"time": _over_time(result), "latency": _curves(result), "load": _against_load(result)}
+    return {
+        "time": _make_time_series(result),
+        "latency": _make_percentile_curves(result),
+        "load": _make_load_curves(result),
+    }
 
 
-def _over_time(result: Result) -> dict[str, Any]:
-    bins = _bins(result.phases)
+def _make_time_series(result: RunResult) -> dict[str, Any]:
+    bins = _make_bins(result.phases)
     outcomes = sorted({outcome for each in bins if each.cell for outcome in each.cell.outcomes if outcome[1] != OK})
     peak = result.copy_bandwidth
     return {
         "s": [each.middle_s for each in bins],
         "rate": [each.of(lambda cell, seconds: cell.ok / seconds) for each in bins],
         "bandwidth": [each.of(lambda cell, seconds: cell.moved_bytes / seconds / 1e9) for each in bins],
-        "kernels": [each.of(lambda cell, _: per_second(cell.kernel_bytes, cell.kernel_s) / 1e9) for each in bins],
+        "kernels": [each.of(lambda cell, _: compute_rate(cell.kernel_bytes, cell.kernel_s) / 1e9) for each in bins],
         "percentiles": {f"p{percent:g}": [each.percentile_ms(percent) for each in bins] for percent in PERCENTILES},
-        "errors": {_outcome(outcome): [each.per_second(outcome) for each in bins] for outcome in outcomes},
+        "errors": {_format_outcome(outcome): [each.per_second(outcome) for each in bins] for outcome in outcomes},
         "phases": [{"name": each.phase.name, "s": each.start_s} for each in result.phases],
         "ceilings": {
             "echo": None if result.echo is None else result.echo.bytes_per_second / 1e9,
@@ -68,7 +72,7 @@ def _over_time(result: Result) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Bin:
+class _TimeBin:
     """A point of the plots over time.
 
     Attributes:
@@ -79,10 +83,10 @@ class _Bin:
 
     middle_s: float
     seconds: float
-    cell: Cell | None
+    cell: RequestTotals | None
 
-    def of(self, number: Callable[[Cell, float], float]) -> float | None:
-        return None if self.cell is None else _known(number(self.cell, self.seconds))
+    def of(self, number: Callable[[RequestTotals, float], float]) -> float | None:
+        return None if self.cell is None else _replace_nan(number(self.cell, self.seconds))
 
     def percentile_ms(self, percent: float) -> float | None:
         return self.of(lambda cell, _: cell.latency.percentile(percent) * 1e3)
@@ -91,7 +95,7 @@ class _Bin:
         return self.of(lambda cell, seconds: cell.outcomes[outcome] / seconds)
 
 
-def _bins(phases: Sequence[PhaseResult]) -> list[_Bin]:
+def _make_bins(phases: Sequence[PhaseResult]) -> list[_TimeBin]:
     """Equal parts of the run's time, without partial ones at its end and before pauses.
 
     Consecutive phases share the bins in which both have responses.
@@ -99,12 +103,12 @@ def _bins(phases: Sequence[PhaseResult]) -> list[_Bin]:
     # A multiple of the interval, so that all bins have the same number of intervals.
     interval_s = max((each.tally.interval_s for each in phases), default=_POINT_S)
     width = interval_s * math.ceil(_POINT_S / interval_s)
-    cells: dict[int, Cell] = {}
+    cells: dict[int, RequestTotals] = {}
     covered: Counter[int] = Counter()
     for each in phases:
         for number, cell in each.tally.intervals().items():
             middle = each.start_s + (number + 0.5) * each.tally.interval_s
-            cells.setdefault(int(middle / width), Cell()).merge(cell)
+            cells.setdefault(int(middle / width), RequestTotals()).merge(cell)
         # In thousandths of a bin.
         first, last = (round(1000 * at / width) for at in (each.start_s, each.start_s + each.phase.duration_s))
         for number in range(first // 1000, -(-last // 1000)):
@@ -118,29 +122,29 @@ def _bins(phases: Sequence[PhaseResult]) -> list[_Bin]:
             if part < _WHOLE and not covered[number + 1]:
                 covered[number] = 0
                 cells.pop(number, None)
-    return [_bin(number, width, cells.get(number), covered[number]) for number in range(last + 1)]
+    return [_make_bin(number, width, cells.get(number), covered[number]) for number in range(last + 1)]
 
 
-def _bin(number: int, width: float, cell: Cell | None, covered: int) -> _Bin:
+def _make_bin(number: int, width: float, cell: RequestTotals | None, covered: int) -> _TimeBin:
     # If no request ended within a phase, the server stalled.  A bin at the edge of a phase may just be short.
     inside = covered >= 500
     seconds = width * covered / 1000 if inside else width
-    return _Bin((number + 0.5) * width, seconds, cell or (Cell() if inside else None))
+    return _TimeBin((number + 0.5) * width, seconds, cell or (RequestTotals() if inside else None))
 
 
-def _curves(result: Result) -> dict[str, Any]:
+def _make_percentile_curves(result: RunResult) -> dict[str, Any]:
     """Latency by percentile of each phase; x is -log10(1 - p / 100), so that 90, 99 and 99.9 are equally spaced."""
     return {
         "nines": [-math.log10(1 - percent / 100) for percent in _CURVE],
         "percents": list(_CURVE),
         "parts": {
-            part.name: [_known(part.total.latency.percentile(percent) * 1e3) for percent in _CURVE]
+            part.name: [_replace_nan(part.total.latency.percentile(percent) * 1e3) for percent in _CURVE]
             for part in result.parts()
         },
     }
 
 
-def _against_load(result: Result) -> dict[str, Any] | None:
+def _make_load_curves(result: RunResult) -> dict[str, Any] | None:
     sweep = result.sweep()
     if sweep is None:
         return None
@@ -149,7 +153,7 @@ def _against_load(result: Result) -> dict[str, Any] | None:
         "offered": [part.offered for part in parts],
         "rate": [part.rate for part in parts],
         "percentiles": {
-            f"p{percent:g}": [_known(part.total.latency.percentile(percent) * 1e3) for part in parts]
+            f"p{percent:g}": [_replace_nan(part.total.latency.percentile(percent) * 1e3) for part in parts]
             for percent in PERCENTILES
         },
         "knee": None if sweep.knee is None else sweep.knee.offered,
@@ -157,11 +161,11 @@ def _against_load(result: Result) -> dict[str, Any] | None:
     }
 
 
-def _rows(facts: Mapping[str, str]) -> str:
+def _render_facts(facts: Mapping[str, str]) -> str:
     return "".join(f"<tr><th>{escape(name)}<td>{escape(str(value))}" for name, value in facts.items())
 
 
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _render_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     if not rows:
         return ""
     head = "".join(f"<th>{escape(heading)}" for heading in headings)
@@ -171,16 +175,16 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f'<div class="wide"><table><thead><tr>{head}<tbody>{body}</table></div>'
 
 
-def _outcome(outcome: tuple[int, str]) -> str:
+def _format_outcome(outcome: tuple[int, str]) -> str:
     status, code = outcome
     return f"{status} {code}" if status else code
 
 
-def _known(value: float) -> float | None:
+def _replace_nan(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
-def _embedded(data: Any) -> str:
+def _encode_script_json(data: Any) -> str:
     """JSON that is safe within a script element: it cannot contain an end tag."""
     text = json.dumps(data, allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -10,7 +10,7 @@ import numpy as np
 _POINTS = 100_001
 
 
-def interval(before: Sequence[float], after: Sequence[float], confidence: float) -> tuple[float, float]:
+def compute_interval(before: Sequence[float], after: Sequence[float], confidence: float) -> tuple[float, float]:
     """Bounds of the difference of means, after less before, of numbers with the same spread in both sets.
 
     Args:
@@ -21,12 +21,12 @@ def interval(before: Sequence[float], after: Sequence[float], confidence: float)
     squares = sum(float(np.var(side)) * len(side) for side in (before, after))
     error = math.sqrt(squares / degrees * (1 / len(before) + 1 / len(after)))
     difference = float(np.mean(after)) - float(np.mean(before))
-    reach = error * student_t((1 + confidence) / 2, degrees)
+    reach = error * compute_student_quantile((1 + confidence) / 2, degrees)
     return difference - reach, difference + reach
 
 
 @functools.cache
-def student_t(probability: float, degrees: int) -> float:
+def compute_student_quantile(probability: float, degrees: int) -> float:
     """The quantile of Student's distribution.
 
     With t = √degrees · tan(angle) its density is that of cos(angle)^(degrees - 1), which is integrated here.

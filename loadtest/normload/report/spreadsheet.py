@@ -4,9 +4,9 @@ import csv
 import io
 import math
 
-from normload.measurements.result import PERCENTILES, Part, Result
-from normload.measurements.tally import Cell, per_second
-from normload.report.tables import spreadsheet_text
+from normload.measurements.result import PERCENTILES, PhaseSummary, RunResult
+from normload.measurements.tally import RequestTotals, compute_rate
+from normload.report.tables import escape_formula
 
 COLUMNS = (
     "scenario",
@@ -25,20 +25,25 @@ COLUMNS = (
 )
 
 
-def render(result: Result) -> str:
+def render_csv(result: RunResult) -> str:
     """Return the text; phase or operation "all" is the total, and an unknown value is empty."""
     text = io.StringIO()
     lines = csv.writer(text, lineterminator="\n")
     lines.writerow(COLUMNS)
     for part in (*result.parts(), result.whole):
         for operation in result.operations():
-            lines.writerow(_line(result, part, operation, math.nan, *part.of(operation)))
-        lines.writerow(_line(result, part, "all", part.offered, part.total, part.in_time))
+            lines.writerow(_make_line(result, part, operation, math.nan, *part.of(operation)))
+        lines.writerow(_make_line(result, part, "all", part.offered, part.total, part.in_time))
     return text.getvalue()
 
 
-def _line(
-    result: Result, part: Part, operation: str, offered: float, total: Cell, in_time: Cell
+def _make_line(
+    result: RunResult,
+    part: PhaseSummary,
+    operation: str,
+    offered: float,
+    total: RequestTotals,
+    in_time: RequestTotals,
 ) -> list[str | float]:
     latency = total.latency
     numbers = (
@@ -46,11 +51,11 @@ def _line(
         offered,
         total.requests,
         total.errors,
-        per_second(in_time.ok, part.duration_s),
-        per_second(in_time.moved_bytes, part.duration_s),
+        compute_rate(in_time.ok, part.duration_s),
+        compute_rate(in_time.moved_bytes, part.duration_s),
         *(latency.percentile(percent) for percent in PERCENTILES),
         latency.max_s if latency.count else math.nan,
-        per_second(total.kernel_bytes, total.kernel_s),
+        compute_rate(total.kernel_bytes, total.kernel_s),
     )
-    named = (spreadsheet_text(each) for each in (result.scenario, result.started, part.name, operation))
+    named = (escape_formula(each) for each in (result.scenario, result.started, part.name, operation))
     return [*named, *("" if math.isnan(number) else f"{number:.6g}" for number in numbers)]

@@ -3,9 +3,9 @@
 import math
 from collections.abc import Sequence
 
-from normload.measurements.result import PERCENTILES, Part, Result
-from normload.measurements.slo import Objective
-from normload.measurements.tally import OK, Cell, per_second
+from normload.measurements.result import PERCENTILES, PhaseSummary, RunResult
+from normload.measurements.slo import LoadObjective
+from normload.measurements.tally import OK, RequestTotals, compute_rate
 
 PART_HEADINGS = (
     "phase",
@@ -22,23 +22,23 @@ OBJECTIVE_HEADINGS = ("objective", "measured", "result")
 # A server's description of itself may contain markup.
 _MARKUP = str.maketrans({character: f"\\{character}" for character in "\\`*_[]<>|&"} | {"\n": " ", "\r": " "})
 
-Outcome = tuple[Objective, float, bool]
+Outcome = tuple[LoadObjective, float, bool]
 """An objective, its value in a run, and whether it passed."""
 
 
-def parts(result: Result) -> list[list[str]]:
+def make_phase_rows(result: RunResult) -> list[list[str]]:
     """A row for each phase, and a last one for the whole run."""
-    return [_part(part) for part in (*result.parts(), result.whole)]
+    return [_format_phase_row(part) for part in (*result.parts(), result.whole)]
 
 
-def operations(result: Result) -> list[list[str]]:
+def make_operation_rows(result: RunResult) -> list[list[str]]:
     """Return a row for each operation and a last row of totals."""
     whole = result.whole
-    rows = [[name, *_cells(*whole.of(name), whole.duration_s)] for name in result.operations()]
-    return [*rows, ["all", *_cells(whole.total, whole.in_time, whole.duration_s)]]
+    rows = [[name, *_make_total_cells(*whole.of(name), whole.duration_s)] for name in result.operations()]
+    return [*rows, ["all", *_make_total_cells(whole.total, whole.in_time, whole.duration_s)]]
 
 
-def objectives(outcomes: Sequence[Outcome]) -> list[list[str]]:
+def make_objective_rows(outcomes: Sequence[Outcome]) -> list[list[str]]:
     """A row for each objective."""
     return [
         [objective.text, objective.show(value), "passed" if passed else "failed"]
@@ -46,20 +46,20 @@ def objectives(outcomes: Sequence[Outcome]) -> list[list[str]]:
     ]
 
 
-def statuses(result: Result) -> str:
+def format_statuses(result: RunResult) -> str:
     """Counts of all requests by HTTP status, with those of the warm-up."""
     counts = sorted(result.sent_by_status().items())
     return ", ".join(f"{status or 'no response'}: {count}" for status, count in counts)
 
 
-def errors(result: Result) -> str:
+def format_errors(result: RunResult) -> str:
     """Counts of the errors of all phases by code, the most frequent first; "" if there are none."""
     outcomes = result.whole.total.outcomes.most_common()
     failed = [(f"{status} {code}" if status else code, count) for (status, code), count in outcomes if code != OK]
     return ", ".join(f"{what}: {count}" for what, count in failed)
 
 
-def facts(result: Result) -> dict[str, str]:
+def list_facts(result: RunResult) -> dict[str, str]:
     """What ran, and against which server."""
     known = {
         "server": result.server_name or "?",
@@ -67,28 +67,28 @@ def facts(result: Result) -> dict[str, str]:
         "started": result.started,
         "duration": f"{result.whole.duration_s:.1f} s",
         "client": f"{result.processes} processes, {result.connections} connections, seed {result.seed}",
-        "client CPU": _cpu(result),
+        "client CPU": _format_cpu(result),
         "capacity": f"{result.capacity:.0f}/s" if result.capacity else "",
-        "by status, with warm-up": statuses(result),
-        "errors": errors(result),
+        "by status, with warm-up": format_statuses(result),
+        "errors": format_errors(result),
         "responses checked": f"{result.checked}, {result.wrong} wrong",
     }
     return {name: value for name, value in known.items() if value}
 
 
-def _cpu(result: Result) -> str:
+def _format_cpu(result: RunResult) -> str:
     shares = [f"busiest process {max(result.cpu):.0%} of a core"] if result.cpu else []
     if result.machine is not None:
         shares.append(f"its machine {result.machine.busy:.0%} of {result.machine.cores} cores")
     return ", ".join(shares)
 
 
-def sentences(result: Result) -> list[str]:
+def list_sentences(result: RunResult) -> list[str]:
     """Bandwidth relative to its upper bounds, and the results of a sweep."""
-    return [*_ceilings(result), *_sweep(result)]
+    return [*_list_bandwidth_sentences(result), *_list_sweep_sentences(result)]
 
 
-def _ceilings(result: Result) -> list[str]:
+def _list_bandwidth_sentences(result: RunResult) -> list[str]:
     sentences = []
     whole, echo = result.whole, result.echo
     if echo is not None and whole.bytes_per_second > 0:
@@ -96,7 +96,7 @@ def _ceilings(result: Result) -> list[str]:
         sentences.append(
             f"End-to-end bandwidth: at most {reached / 1e9:.3f} GB/s, {reached / echo.bytes_per_second:.1%} of the "
             f"loopback echo's {echo.bytes_per_second / 1e9:.2f} GB/s ({echo.pairs} pairs of sockets, messages of "
-            f"{_size(echo.nbytes)}, median round trip {milliseconds(echo.p50_s)} ms)."
+            f"{_format_bytes(echo.nbytes)}, median round trip {format_milliseconds(echo.p50_s)} ms)."
         )
     kernel = result.kernel_bandwidth()
     if not math.isnan(kernel):
@@ -106,7 +106,7 @@ def _ceilings(result: Result) -> list[str]:
     return sentences
 
 
-def _sweep(result: Result) -> list[str]:
+def _list_sweep_sentences(result: RunResult) -> list[str]:
     sweep = result.sweep()
     if sweep is None:
         return []
@@ -114,13 +114,13 @@ def _sweep(result: Result) -> list[str]:
     if sweep.knee is not None:
         sentences.append(
             f"Knee at {sweep.knee.name}: {sweep.knee.offered:.0f}/s with a mean latency of "
-            f"{milliseconds(sweep.knee.mean_s)} ms."
+            f"{format_milliseconds(sweep.knee.mean_s)} ms."
         )
     sustained = f"{sweep.sustained.offered:.0f}/s" if sweep.sustained else "none of the offered rates"
     return [*sentences, f"Sustained: {sustained}; highest rate of successful requests: {sweep.peak:.0f}/s."]
 
 
-def _part(part: Part) -> list[str]:
+def _format_phase_row(part: PhaseSummary) -> list[str]:
     offered = "-" if math.isnan(part.offered) else f"{part.offered:.1f}"
     latency = part.total.latency
     return [
@@ -128,47 +128,51 @@ def _part(part: Part) -> list[str]:
         offered,
         f"{part.rate:.1f}",
         f"{part.bytes_per_second / 1e9:.3f}",
-        *(milliseconds(latency.percentile(percent)) for percent in PERCENTILES),
-        milliseconds(latency.max_s if latency.count else math.nan),
+        *(format_milliseconds(latency.percentile(percent)) for percent in PERCENTILES),
+        format_milliseconds(latency.max_s if latency.count else math.nan),
         str(part.total.errors),
     ]
 
 
-def _cells(total: Cell, in_time: Cell, duration_s: float) -> list[str]:
-    kernel = per_second(total.kernel_bytes, total.kernel_s)
+def _make_total_cells(total: RequestTotals, in_time: RequestTotals, duration_s: float) -> list[str]:
+    kernel = compute_rate(total.kernel_bytes, total.kernel_s)
     return [
         str(total.requests),
         str(total.errors),
         f"{in_time.ok / duration_s:.1f}" if duration_s else "-",
         f"{in_time.moved_bytes / duration_s / 1e9:.3f}" if duration_s else "-",
-        milliseconds(total.latency.percentile(50)),
-        milliseconds(total.latency.percentile(99)),
+        format_milliseconds(total.latency.percentile(50)),
+        format_milliseconds(total.latency.percentile(99)),
         "-" if math.isnan(kernel) else f"{kernel / 1e9:.2f}",
     ]
 
 
-def milliseconds(seconds: float) -> str:
+def format_milliseconds(seconds: float) -> str:
     """Milliseconds with two decimals; a dash for NaN."""
     return "-" if math.isnan(seconds) else f"{seconds * 1e3:.2f}"
 
 
-def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def make_markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """The lines of a Markdown table; none if there are no rows."""
     if not rows:
         return []
-    lines = [headings, ["---", *["---:"] * (len(headings) - 1)], *([plain(cell) for cell in row] for row in rows)]
+    lines = [
+        headings,
+        ["---", *["---:"] * (len(headings) - 1)],
+        *([escape_markdown(cell) for cell in row] for row in rows),
+    ]
     return [f"| {' | '.join(cells)} |" for cells in lines]
 
 
-def plain(text: str) -> str:
+def escape_markdown(text: str) -> str:
     """Text as Markdown that shows it unchanged, in one line."""
     return text.translate(_MARKUP)
 
 
-def spreadsheet_text(name: str) -> str:
+def escape_formula(name: str) -> str:
     """Text that a spreadsheet does not take for a formula."""
     return f"'{name}" if name.startswith(("=", "+", "-", "@")) else name
 
 
-def _size(nbytes: int) -> str:
+def _format_bytes(nbytes: int) -> str:
     return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:.1f} KiB"

@@ -12,19 +12,19 @@ from rich.table import Table
 
 from normload import run
 from normload.clients import worker
-from normload.measurements.result import Result
+from normload.measurements.result import RunResult
 from normload.report import tables
 
 # Width for output to a pipe or a file.
 _UNATTENDED_WIDTH = 120
 
 
-def console() -> Console:
+def make_console() -> Console:
     """The console that reports are printed to."""
     return Console(width=None if sys.stdout.isatty() else _UNATTENDED_WIDTH, highlight=False)
 
 
-class Bar(run.Watcher):
+class ProgressBar(run.RunObserver):
     """Shows the progress of a run."""
 
     def __init__(self, progress: Progress, on_control: Callable[[Callable[[], None]], None]) -> None:
@@ -43,7 +43,7 @@ class Bar(run.Watcher):
         self._duration_s, self._began = duration_s, time.perf_counter()
         self._requests = self._errors = self._moved = 0
 
-    def progress(self, progress: worker.Progress) -> None:
+    def progress(self, progress: worker.LoadProgress) -> None:
         """Requests have ended."""
         if self._task is None:
             return
@@ -61,7 +61,7 @@ class Bar(run.Watcher):
 
 
 @contextmanager
-def progress(console: Console, on_control: Callable[[Callable[[], None]], None]) -> Iterator[run.Watcher]:
+def show_progress(console: Console, on_control: Callable[[Callable[[], None]], None]) -> Iterator[run.RunObserver]:
     """Show a bar while the block runs."""
     columns = (
         TextColumn("{task.description}"),
@@ -70,32 +70,32 @@ def progress(console: Console, on_control: Callable[[Callable[[], None]], None])
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=console, transient=True) as shown:
-        yield Bar(shown, on_control)
+        yield ProgressBar(shown, on_control)
 
 
-def show(console: Console, result: Result) -> None:
+def print_result(console: Console, result: RunResult) -> None:
     """Print the results of a run."""
-    _say(console, f"{result.scenario}: {result.description}" if result.description else result.scenario)
-    _say(console, _server(result))
-    console.print(_table(tables.PART_HEADINGS, tables.parts(result)))
-    console.print(_table(tables.OPERATION_HEADINGS, tables.operations(result)))
-    for sentence in tables.sentences(result):
-        _say(console, sentence)
-    if errors := tables.errors(result):
-        _say(console, f"Errors: {errors}.", "yellow")
+    _print_line(console, f"{result.scenario}: {result.description}" if result.description else result.scenario)
+    _print_line(console, _format_server(result))
+    console.print(_make_table(tables.PART_HEADINGS, tables.make_phase_rows(result)))
+    console.print(_make_table(tables.OPERATION_HEADINGS, tables.make_operation_rows(result)))
+    for sentence in tables.list_sentences(result):
+        _print_line(console, sentence)
+    if errors := tables.format_errors(result):
+        _print_line(console, f"Errors: {errors}.", "yellow")
     for fault in result.faults:
-        _say(console, f"Wrong response: {fault}", "red")
+        _print_line(console, f"Wrong response: {fault}", "red")
     for remark in result.remarks:
-        _say(console, remark, "yellow")
+        _print_line(console, remark, "yellow")
 
 
-def show_objectives(console: Console, outcomes: Sequence[tables.Outcome]) -> None:
+def print_objectives(console: Console, outcomes: Sequence[tables.Outcome]) -> None:
     """Print each objective with its measured value."""
-    for text, measured, verdict in tables.objectives(outcomes):
-        _say(console, f"{text}: {verdict}, {measured}", "green" if verdict == "passed" else "red")
+    for text, measured, verdict in tables.make_objective_rows(outcomes):
+        _print_line(console, f"{text}: {verdict}, {measured}", "green" if verdict == "passed" else "red")
 
 
-def _server(result: Result) -> str:
+def _format_server(result: RunResult) -> str:
     known = f"{result.server_name}, " if result.server_name else ""
     found = f", capacity {result.capacity:.0f}/s" if result.capacity else ""
     sent = sum(result.sent_by_status().values())
@@ -106,7 +106,7 @@ def _server(result: Result) -> str:
     )
 
 
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+def _make_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """A table whose last row is the total."""
     # Narrow enough for 80 columns: the box separates columns with a blank, so they need no padding.
     table = Table(box=SIMPLE_HEAD, show_edge=False, padding=0)
@@ -120,5 +120,5 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     return table
 
 
-def _say(console: Console, text: str, style: str | None = None) -> None:
+def _print_line(console: Console, text: str, style: str | None = None) -> None:
     console.print(text, style=style, markup=False)

@@ -9,7 +9,7 @@ _IPV6_NETWORK_BITS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
+class ClientIdentity:
     """The sender of a request, as far as the server knows it.
 
     Attributes:
@@ -30,17 +30,17 @@ class Caller:
         """
         if self.key is not None:
             return f"key:{self.key}"
-        return _network(self.address) if ":" in self.address else self.address
+        return _format_ipv6_prefix(self.address) if ":" in self.address else self.address
 
 
 @functools.lru_cache(maxsize=1024)
-def anonymous(address: str) -> Caller:
+def make_anonymous_identity(address: str) -> ClientIdentity:
     """A caller without a key; the same object each time, since each address sends many requests."""
-    return Caller(address)
+    return ClientIdentity(address)
 
 
 @functools.lru_cache(maxsize=1024)
-def _network(address: str) -> str:
+def _format_ipv6_prefix(address: str) -> str:
     """The tenant of an IPv6 address."""
     try:
         parsed = ipaddress.IPv6Address(address)

@@ -8,8 +8,14 @@ import math
 import time
 from collections.abc import Callable
 
-from normserve.admission.revocation import STALLED, Body, Inflow, Lacking, choose_revoked
-from normserve.admission.tenants import Tenant, Tenants
+from normserve.admission.revocation import (
+    STALLED,
+    BodyRate,
+    CapacityShortfall,
+    RevocableBody,
+    choose_permits_to_revoke,
+)
+from normserve.admission.tenants import Tenant, TenantTable
 from normserve.errors import NormserveError, OverloadedError, RequestTimeoutError, TooLargeError
 
 # What was given back longer ago hardly counts for the rate.
@@ -21,7 +27,7 @@ _SHORTEST_WAIT_S = 1.0
 _LOOKS = 8
 
 
-class Outflow:
+class ReleaseRate:
     """How many requests and bytes a second leave, of late: means that forget exponentially."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -54,7 +60,7 @@ class Outflow:
         return amount * span / remembered if remembered else 0.0
 
 
-class Limits:
+class AdmissionBudget:
     """A budget of requests and bytes, taken by try-acquire: no request ever waits for a permit.
 
     Not thread-safe: it belongs to the event loop's thread.
@@ -80,11 +86,11 @@ class Limits:
         self._on_revoked = on_revoked
         self.requests = 0
         self.bytes = 0
-        self._out = Outflow(clock)
-        self._tenants = Tenants(max_requests=max_requests, max_bytes=max_bytes)
+        self._out = ReleaseRate(clock)
+        self._tenants = TenantTable(max_requests=max_requests, max_bytes=max_bytes)
         self._by_name = self._tenants.by_name
         # Permits whose body is still being received, in the order of their beginning.
-        self._receiving: dict[Permit, Inflow] = {}
+        self._receiving: dict[Permit, BodyRate] = {}
         self._next_look = clock()
 
     @property
@@ -152,9 +158,9 @@ class Limits:
         self._subtract(permit)
         self._out.note(permit.nbytes)
 
-    def watch(self, permit: "Permit", body: Body, due_bytes_per_s: float) -> None:
+    def watch(self, permit: "Permit", body: RevocableBody, due_bytes_per_s: float) -> None:
         """A permit's body is being received; see `Permit.receive`."""
-        self._receiving[permit] = Inflow(body, due_bytes_per_s, self._stall_s, self._clock())
+        self._receiving[permit] = BodyRate(body, due_bytes_per_s, self._stall_s, self._clock())
 
     def unwatch(self, permit: "Permit") -> None:
         """It has been received, or will not be."""
@@ -176,7 +182,7 @@ class Limits:
             raise TooLargeError(f"{nbytes} bytes are more than this key's max_inflight_bytes, {most}")
         raise OverloadedError(
             f"{nbytes} more bytes do not fit beside {holder.bytes} of this key's max_inflight_bytes, {most}",
-            _wait(self._out.seconds_for_bytes(holder.bytes)),
+            _clamp_retry_after(self._out.seconds_for_bytes(holder.bytes)),
         )
 
     def _contend(self, holder: Tenant, requests: int, nbytes: int, asking: "Permit | None") -> None:
@@ -193,8 +199,10 @@ class Limits:
         share = tenants.share_with(holder)
         is_within = share.allows(holder.requests + requests, holder.bytes + nbytes)
         if is_within or not tenants.others_are_owed(holder):
-            lacking = Lacking(self.requests + requests - self._max_requests, self.bytes + nbytes - self._max_bytes)
-            revoked = choose_revoked(
+            lacking = CapacityShortfall(
+                self.requests + requests - self._max_requests, self.bytes + nbytes - self._max_bytes
+            )
+            revoked = choose_permits_to_revoke(
                 ((permit, inflow) for permit, inflow in self._receiving.items() if permit is not asking),
                 lacking,
                 # Only who is within its share may take from those that are above theirs.
@@ -228,7 +236,7 @@ class Limits:
         else:
             detail = "others have less than their share and come first"
             wait_s = self._out.seconds_for_requests(self.requests)
-        return OverloadedError(detail, _SHORTEST_WAIT_S if is_within else _wait(wait_s))
+        return OverloadedError(detail, _SHORTEST_WAIT_S if is_within else _clamp_retry_after(wait_s))
 
     def _revoke(self, permit: "Permit", reason: str) -> None:
         inflow = self._receiving[permit]
@@ -241,12 +249,12 @@ class Limits:
         else:
             error = OverloadedError(
                 "the body was cut off in favour of a client below its share of the server",
-                _wait(self._out.seconds_for_bytes(self.bytes)),
+                _clamp_retry_after(self._out.seconds_for_bytes(self.bytes)),
             )
         inflow.body.fail(error)
 
 
-def _wait(seconds: float) -> float:
+def _clamp_retry_after(seconds: float) -> float:
     return min(max(1.0, seconds), _LONGEST_WAIT_S)
 
 
@@ -267,8 +275,8 @@ class Permit:
     _is_receiving = False
     _is_revoked = False
 
-    def __init__(self, limits: Limits, tenant: Tenant, nbytes: int) -> None:
-        self._limits: Limits | None = limits
+    def __init__(self, limits: AdmissionBudget, tenant: Tenant, nbytes: int) -> None:
+        self._limits: AdmissionBudget | None = limits
         self.tenant = tenant
         self.nbytes = nbytes
 
@@ -284,7 +292,7 @@ class Permit:
         if self._limits is not None:
             self._limits.grow(self, nbytes)
 
-    def receive(self, body: Body, due_bytes_per_s: float) -> None:
+    def receive(self, body: RevocableBody, due_bytes_per_s: float) -> None:
         """The body is being received from now on: others may be given what it holds.
 
         Args: due_bytes_per_s: a body that comes more slowly is not waited for while others want its place.

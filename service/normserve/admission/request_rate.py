@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 
-class RequestRate:
+class TokenBucket:
     """A token bucket: so many requests a second in the long run, those of one second at once.
 
     Not thread-safe: it belongs to the event loop's thread.

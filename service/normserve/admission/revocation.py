@@ -4,14 +4,14 @@ from collections.abc import Iterable
 from operator import itemgetter
 from typing import NamedTuple, Protocol, TypeVar
 
-from normserve.admission.tenants import Share, Tenant
+from normserve.admission.tenants import Tenant, TenantShare
 from normserve.errors import NormserveError
 
 #: Why a body gave way: it came too slowly, or its tenant had more than its share and the newcomer's less.
 STALLED, SHARE = REASONS = ("stalled", "share")
 
 
-class Body(Protocol):
+class RevocableBody(Protocol):
     """A request's body as it is received.
 
     Attributes:
@@ -26,14 +26,14 @@ class Body(Protocol):
         """End it: its memory is freed at once, and the caller that waits for it gets the error."""
 
 
-class Inflow:
+class BodyRate:
     """How fast a body comes.  It is looked at only where others want its place, and costs nothing before.
 
     Attributes:
         is_stalled: it came more slowly than it was due, when it was last looked at.
     """
 
-    def __init__(self, body: Body, due_bytes_per_s: float, stall_s: float, now: float) -> None:
+    def __init__(self, body: RevocableBody, due_bytes_per_s: float, stall_s: float, now: float) -> None:
         """Args: stall_s: the shortest time over which a body's rate is judged."""
         self.body = body
         self.is_stalled = False
@@ -55,14 +55,14 @@ class Inflow:
         return rate / self._due
 
 
-class Held(Protocol):
+class RevocablePermit(Protocol):
     """A permit, as far as it matters here."""
 
     tenant: Tenant
     nbytes: int
 
 
-class Lacking(NamedTuple):
+class CapacityShortfall(NamedTuple):
     """What the newcomer needs beyond what is free; 0 or less of what there is enough of."""
 
     requests: int
@@ -72,22 +72,22 @@ class Lacking(NamedTuple):
     def is_nothing(self) -> bool:
         return self.requests <= 0 and self.bytes <= 0
 
-    def less(self, held: Held) -> "Lacking":
+    def less(self, held: RevocablePermit) -> "CapacityShortfall":
         """What still lacks once a permit is revoked."""
-        return Lacking(self.requests - 1, self.bytes - held.nbytes)
+        return CapacityShortfall(self.requests - 1, self.bytes - held.nbytes)
 
-    def more(self, held: Held) -> "Lacking":
+    def more(self, held: RevocablePermit) -> "CapacityShortfall":
         """What lacks if a permit is not revoked after all."""
-        return Lacking(self.requests + 1, self.bytes + held.nbytes)
+        return CapacityShortfall(self.requests + 1, self.bytes + held.nbytes)
 
 
-_H = TypeVar("_H", bound=Held)
+_H = TypeVar("_H", bound=RevocablePermit)
 
 
-def choose_revoked(
-    receiving: Iterable[tuple[_H, Inflow]],
-    lacking: Lacking,
-    share: Share | None,
+def choose_permits_to_revoke(
+    receiving: Iterable[tuple[_H, BodyRate]],
+    lacking: CapacityShortfall,
+    share: TenantShare | None,
     now: float,
     *,
     looks_at_all: bool = True,
@@ -106,26 +106,31 @@ def choose_revoked(
         return []
     chosen: list[tuple[_H, str]] = []
     left: dict[Tenant, tuple[int, int]] = {}
-    for is_lively, _, _, held in _candidates(receiving, lacking, share, now, looks_at_all):
+    for is_lively, _, _, held in _rank_candidates(receiving, lacking, share, now, looks_at_all):
         if lacking.is_nothing:
             break
         requests, nbytes = left.get(held.tenant, (held.tenant.requests, held.tenant.bytes))
-        if is_lively and not _is_above(share, lacking, requests, nbytes):
+        if is_lively and not _is_above_share_of_shortfall(share, lacking, requests, nbytes):
             continue
         chosen.append((held, SHARE if is_lively else STALLED))
         left[held.tenant] = requests - 1, nbytes - held.nbytes
         lacking = lacking.less(held)
-    return _necessary(chosen, lacking) if lacking.is_nothing else None
+    return _drop_unneeded(chosen, lacking) if lacking.is_nothing else None
 
 
-def _candidates(
-    receiving: Iterable[tuple[_H, Inflow]], lacking: Lacking, share: Share | None, now: float, looks_at_all: bool
+def _rank_candidates(
+    receiving: Iterable[tuple[_H, BodyRate]],
+    lacking: CapacityShortfall,
+    share: TenantShare | None,
+    now: float,
+    looks_at_all: bool,
 ) -> list[tuple[bool, float, int, _H]]:
     """Those that may give way in the order in which they do, each behind what that order is by; none if too few."""
     possible = [
         (held, inflow)
         for held, inflow in receiving
-        if (looks_at_all or inflow.is_stalled or _has_more(held.tenant, share)) and not inflow.body.is_complete
+        if (looks_at_all or inflow.is_stalled or _is_above_share(held.tenant, share))
+        and not inflow.body.is_complete
     ]
     is_too_little = len(possible) < lacking.requests or sum(held.nbytes for held, _ in possible) < lacking.bytes
     if is_too_little and not looks_at_all:
@@ -133,24 +138,26 @@ def _candidates(
     candidates = []
     for held, inflow in possible:
         pace = inflow.pace(now)
-        if inflow.is_stalled or _has_more(held.tenant, share):
+        if inflow.is_stalled or _is_above_share(held.tenant, share):
             candidates.append((not inflow.is_stalled, pace, -held.nbytes, held))
     return sorted(candidates, key=itemgetter(0, 1, 2))
 
 
-def _has_more(tenant: Tenant, share: Share | None) -> bool:
+def _is_above_share(tenant: Tenant, share: TenantShare | None) -> bool:
     """Whether a tenant has more than its share of anything."""
     return share is not None and (tenant.requests > share.requests or tenant.bytes > share.bytes)
 
 
-def _is_above(share: Share | None, lacking: Lacking, requests: int, nbytes: int) -> bool:
+def _is_above_share_of_shortfall(
+    share: TenantShare | None, lacking: CapacityShortfall, requests: int, nbytes: int
+) -> bool:
     """Whether a tenant has more than its share of what lacks."""
     return share is not None and not share.allows(
         requests if lacking.requests > 0 else 0, nbytes if lacking.bytes > 0 else 0
     )
 
 
-def _necessary(chosen: list[tuple[_H, str]], lacking: Lacking) -> list[tuple[_H, str]]:
+def _drop_unneeded(chosen: list[tuple[_H, str]], lacking: CapacityShortfall) -> list[tuple[_H, str]]:
     """Without those that help nothing, or that a larger one, chosen after them, has made superfluous."""
     kept = []
     for held, reason in chosen:

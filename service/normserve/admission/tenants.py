@@ -34,7 +34,7 @@ class Tenant:
         return self.requests > 0 or self.refused_at is not None
 
 
-class Share(NamedTuple):
+class TenantShare(NamedTuple):
     """What each tenant may hold while others want it, too; one request in any case."""
 
     requests: float
@@ -45,7 +45,7 @@ class Share(NamedTuple):
         return requests <= self.requests and nbytes <= self.bytes
 
 
-class Tenants:
+class TenantTable:
     """Those that hold something or were refused of late; each one's share is the budget over their number.
 
     Some that neither hold anything nor were refused are kept, so that a client's next request finds its tenant.
@@ -76,10 +76,10 @@ class Tenants:
         tenant = self.by_name[name] = Tenant(name)
         return tenant
 
-    def share_with(self, newcomer: Tenant) -> Share:
+    def share_with(self, newcomer: Tenant) -> TenantShare:
         """What is each one's, a newcomer's as well."""
         count = self.count + (not newcomer.is_sharing)
-        return Share(max(1.0, self._max_requests / count), self._max_bytes / count)
+        return TenantShare(max(1.0, self._max_requests / count), self._max_bytes / count)
 
     def others_are_owed(self, tenant: Tenant) -> bool:
         """Whether another tenant was refused of late although it had less than its share."""

@@ -5,16 +5,16 @@ from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from normserve.backends.replayer import Replay, Replayer
+from normserve.backends.replayer import CapturedLaunch, LaunchReplayer
 from normserve.errors import NormserveError
-from normserve.jobs.device import DeviceInfo
-from normserve.jobs.job import Batch, Execution, Lane, NormJob, Op, Recurrence
-from normserve.memory.device_segments import Device
+from normserve.jobs.device import DeviceDescription
+from normserve.jobs.job import Batch, BatchResult, NormJob, Op, QueueLane, ReplaySlot
+from normserve.memory.device_segments import ShareableDevice
 from normserve.memory.host_tensors import HostTensor
 
 
 @dataclass(frozen=True, slots=True)
-class Depth:
+class LaunchDepth:
     """How many batches a device may have at once: copied in, computed and copied out side by side.
 
     Attributes:
@@ -23,13 +23,13 @@ class Depth:
     """
 
     total: int
-    lanes: Mapping[Lane, int]
+    lanes: Mapping[QueueLane, int]
 
 
-ONE_AT_A_TIME = Depth(1, dict.fromkeys(Lane, 1))
+ONE_AT_A_TIME = LaunchDepth(1, dict.fromkeys(QueueLane, 1))
 
 
-class InFlight(ABC):
+class PendingLaunch(ABC):
     """A batch that is on the device."""
 
     @abstractmethod
@@ -37,7 +37,7 @@ class InFlight(ABC):
         """Watch for its end for so long at most; whether `wait` would not block.  Raises the device's errors."""
 
     @abstractmethod
-    def wait(self) -> Execution:
+    def wait(self) -> BatchResult:
         """Block until it is done; called once, on any thread, with the errors of the device."""
 
 
@@ -51,14 +51,14 @@ class Backend(Protocol):
     """
 
     name: str
-    depth: Depth
+    depth: LaunchDepth
     inline_bytes: int
 
     @property
     def compiled(self) -> Collection[Hashable] | None:
         """The classes of jobs (`NormJob.kernel_class`) whose kernels `start` compiled; None: nothing ever is."""
 
-    def start(self) -> DeviceInfo:
+    def start(self) -> DeviceDescription:
         """Claim the device, compile or load what requests will need, and measure the copy roof.
 
         Raises:
@@ -71,7 +71,7 @@ class Backend(Protocol):
         What inputs of the parameters' dtype will need may be compiled; called from the thread that compiles.
         """
 
-    def run(self, batch: Batch) -> Execution | InFlight:
+    def run(self, batch: Batch) -> BatchResult | PendingLaunch:
         """Run jobs of one class as one launch, or set it going."""
 
     def launches_at_once(self, batch: Batch) -> bool:
@@ -94,14 +94,14 @@ class Backend(Protocol):
         Called from any thread, once it has started.
         """
 
-    def replay(self, recurrence: Recurrence) -> Replay | None:
+    def replay(self, recurrence: ReplaySlot) -> CapturedLaunch | None:
         """The captured launch of such jobs, if there is one."""
 
-    def make_replayer(self) -> Replayer | None:
+    def make_replayer(self) -> LaunchReplayer | None:
         """What launches captured launches again; None without one.  Called on the thread that it will serve on."""
 
     @property
-    def device_memory(self) -> Device | None:
+    def device_memory(self) -> ShareableDevice | None:
         """Whose memory clients on this host may have; None where none can be shared.  Asked once it has started.
 
         Jobs that are on the device (`NormJob.is_on_device`) come only where there is one.

@@ -18,9 +18,9 @@ def choose_backend(
         ConfigurationError: triton was asked for by name and there is no CUDA device.
     """
     if name != "torch":
-        from normserve.backends.cuda.ahead import CompilingAhead
+        from normserve.backends.cuda.ahead import BackgroundCompiler
 
-        ahead = CompilingAhead(warm_sizes)
+        ahead = BackgroundCompiler(warm_sizes)
         ahead.begin()
 
         import torch
@@ -32,6 +32,6 @@ def choose_backend(
         ahead.abandon()
         if name == "triton":
             raise ConfigurationError("the triton backend needs a CUDA device, torch sees none")
-    from normserve.backends.cpu.backend import TorchBackend
+    from normserve.backends.cpu.backend import CpuBackend
 
-    return TorchBackend(cpu_threads, slabs, warm_sizes)
+    return CpuBackend(cpu_threads, slabs, warm_sizes)

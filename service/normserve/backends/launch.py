@@ -10,10 +10,10 @@ import torch
 from fusednorm.results import Backward, Forward
 from torch import Tensor
 
-from normserve.backends.tensors import TORCH_DTYPES, channels_first
-from normserve.codec.tensor_names import PARAMETERS, norm_count
-from normserve.jobs.chain import ChainedParameters
-from normserve.jobs.job import NormSpec, Op, Pass, options_of
+from normserve.backends.tensors import TORCH_DTYPES, move_channels_first
+from normserve.codec.tensor_names import PARAMETERS, count_norms
+from normserve.jobs.chain import ChainParameters
+from normserve.jobs.job import NormSpec, Op, PassDirection, list_options
 from normserve.memory.host_tensors import DType
 
 
@@ -30,19 +30,19 @@ class ResidentParameters:
         object.__setattr__(self, "by_name", {name: each for name, each in both.items() if each is not None})
 
 
-def parameters_of(resident: object) -> Mapping[str, Tensor]:
+def collect_parameters(resident: object) -> Mapping[str, Tensor]:
     """The parameters of a layer, or of a chain of them, by the names of the API."""
-    if isinstance(resident, ChainedParameters):
+    if isinstance(resident, ChainParameters):
         return {
             f"{name}.{norm}": tensor
             for norm, each in enumerate(resident.residents)
-            for name, tensor in parameters_of(each).items()
+            for name, tensor in collect_parameters(each).items()
         }
     assert isinstance(resident, ResidentParameters)
     return resident.by_name
 
 
-def launch(
+def run_operation(
     library: ModuleType,
     spec: NormSpec,
     tensors: Mapping[str, Tensor],
@@ -59,8 +59,8 @@ def launch(
         What the operation gives back, by the names of the API.
     """
     if not tensors["x"].numel():
-        return _empty(spec, tensors)
-    result: Forward | Backward = call_of(library, spec, tensors, of_library)()
+        return _make_zero_row_results(spec, tensors)
+    result: Forward | Backward = bind_operation(library, spec, tensors, of_library)()
     outputs = {name: tensor for name, tensor in zip(result._fields, result, strict=True) if tensor is not None}
     if outputs.get("dresidual") is outputs.get("dx"):
         # One tensor is one result, the gradient of both.
@@ -68,11 +68,11 @@ def launch(
     return outputs
 
 
-def call_of(
+def bind_operation(
     library: ModuleType, spec: NormSpec, tensors: Mapping[str, Tensor], of_library: Mapping[str, Any]
 ) -> functools.partial[Forward | Backward]:
     """The call of the library's function that an operation is, on tensors that need no conversion."""
-    function, leading, options = _function_and_options(library, spec)
+    function, leading, options = _find_function(library, spec)
     given: list[Any] = [tensors[name] for name in leading]
     if spec.op is Op.GROUP_NORM:
         given.append(spec.num_groups)
@@ -80,44 +80,44 @@ def call_of(
     return functools.partial(function, *given, **named, **options, **of_library)
 
 
-def _chain(function: Callable[..., Tensor], x: Tensor, **given: Any) -> Forward | Backward:
+def _call_chain(function: Callable[..., Tensor], x: Tensor, **given: Any) -> Forward | Backward:
     """As the library's other functions are called: with parameters by name, and with places for all results."""
-    norms = range(norm_count(given))
+    norms = range(count_norms(given))
     weights, biases = ([given.pop(f"{name}.{norm}", None) for norm in norms] for name in PARAMETERS)
     if "out" in given:
         given["out"] = given["out"].y
     return Forward(function(x, weights, biases, **given))
 
 
-def destinations(spec: NormSpec, results: Mapping[str, Tensor]) -> Forward | Backward:
+def make_output_argument(spec: NormSpec, results: Mapping[str, Tensor]) -> Forward | Backward:
     """Tensors in payload order as the library's functions take them, to write their results to."""
-    named = {name: channels_first(spec, name, tensor) for name, tensor in results.items()}
-    return Forward(**named) if spec.direction is Pass.FORWARD else Backward(**named)
+    named = {name: move_channels_first(spec, name, tensor) for name, tensor in results.items()}
+    return Forward(**named) if spec.direction is PassDirection.FORWARD else Backward(**named)
 
 
 @functools.lru_cache(maxsize=1024)
-def _function_and_options(
+def _find_function(
     library: ModuleType, spec: NormSpec
 ) -> tuple[Callable[..., Forward | Backward], tuple[str, ...], Mapping[str, Any]]:
     """The library's function, its leading tensor arguments, and its options."""
-    options = {option.name: getattr(spec, option.name) for option in options_of(spec.op, spec.direction)}
+    options = {option.name: getattr(spec, option.name) for option in list_options(spec.op, spec.direction)}
     # GroupNorm's first argument beside tensors, and the order of their axes.
     for name in ("num_groups", "layout"):
         options.pop(name, None)
     if options.get("out_dtype") is not None:
         options["out_dtype"] = TORCH_DTYPES[options["out_dtype"]]
     if spec.op is Op.LAYER_NORM_CHAIN:
-        return functools.partial(_chain, library.layer_norm_chain), ("x",), options
+        return functools.partial(_call_chain, library.layer_norm_chain), ("x",), options
     function = getattr(library, f"{spec.op.value}_{spec.direction.value}")
-    return function, ("dy", "x") if spec.direction is Pass.BACKWARD else ("x",), options
+    return function, ("dy", "x") if spec.direction is PassDirection.BACKWARD else ("x",), options
 
 
-def _empty(spec: NormSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _make_zero_row_results(spec: NormSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What comes of no rows at all: empty tensors, and sums of nothing."""
     x, residual = tensors["x"], tensors.get("residual")
     # GroupNorm's sum has x's type.
     summed = x if residual is None or spec.op is Op.GROUP_NORM else residual
-    if spec.direction is Pass.BACKWARD:
+    if spec.direction is PassDirection.BACKWARD:
         sums = [name for name in ("weight", "bias", "scale", "shift") if name in tensors]
         gradients = {"dx": torch.empty_like(x), **{f"d{name}": torch.zeros_like(tensors[name]) for name in sums}}
         return gradients if summed.dtype == x.dtype else gradients | {"dresidual": torch.empty_like(summed)}

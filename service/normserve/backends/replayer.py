@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 
-class Replay(NamedTuple):
+class CapturedLaunch(NamedTuple):
     """The captured launch of jobs that recur: launched again, it computes the next of them.
 
     Attributes:
@@ -20,8 +20,8 @@ class Replay(NamedTuple):
     held: object
 
 
-#: Kinds of what a `Replayer` hands to its caller: bytes that have come, the rest of an answer, a launch that has
-#: failed, and a request whose client had gone before its answer was sent.
+#: Kinds of what a `LaunchReplayer` hands to its caller: bytes that have come, the rest of an answer, a launch that
+#: has failed, and a request whose client had gone before its answer was sent.
 RECEIVED, UNSENT, FAILED, LEFT = range(4)
 
 Event = tuple[int, int, int, int, Any]
@@ -34,7 +34,7 @@ Moments are by `time.perf_counter`, and the stages are copy-in, kernel and copy-
 """
 
 
-class Replayer(Protocol):
+class LaunchReplayer(Protocol):
     """Answers requests that recur on connections, by launching graphs, while Python's lock is free.
 
     Connections go by their descriptors.  All methods are called on one thread.
@@ -70,7 +70,7 @@ class Replayer(Protocol):
         """Answer a frame of this content from now on.
 
         Args:
-            graph, stream, marks: as of `Replay`.
+            graph, stream, marks: as of `CapturedLaunch`.
             kernel_bytes: the fewest bytes that the launch must move.
             results: of the answer, in JSON.
             admitted_bytes: that such a request takes of the server's budget.

@@ -8,12 +8,12 @@ import warnings
 from collections.abc import Mapping, Sequence
 
 import torch
-from fusednorm.traffic import backward_bytes, forward_bytes
+from fusednorm.traffic import compute_backward_bytes, compute_forward_bytes
 from torch import Tensor
 
 from normserve.codec.tensor_names import COMPANIONS, OF_SAMPLES, PARAMETER_GRADIENTS, STATISTICS, is_parameter
 from normserve.jobs import results
-from normserve.jobs.job import Batch, Layout, NormJob, NormSpec, Op, Pass
+from normserve.jobs.job import Batch, ChannelLayout, NormJob, NormSpec, Op, PassDirection
 from normserve.memory.host_tensors import DType, HostTensor
 
 TORCH_DTYPES = {
@@ -31,7 +31,7 @@ warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarnin
 _LAID_OUT_AS_X = ("x", *COMPANIONS, "y", "residual_out", "dx", "dresidual")
 
 
-def view(tensor: HostTensor, shape: tuple[int, ...] | None = None) -> Tensor:
+def view_as_torch(tensor: HostTensor, shape: tuple[int, ...] | None = None) -> Tensor:
     """The tensor as torch sees it, in its own shape or another of as many elements: the same memory, unless its
     column-major order must be turned round.
     """
@@ -45,12 +45,12 @@ def view(tensor: HostTensor, shape: tuple[int, ...] | None = None) -> Tensor:
     return flat.view(shape)
 
 
-def rows_of(batch: Batch, name: str) -> list[Tensor]:
+def view_rows(batch: Batch, name: str) -> list[Tensor]:
     """Each job's tensor of that name, shaped so that they can be stacked along the first axis."""
-    return [view(job.tensors[name], shape_of(job, name, job.rows)) for job in batch.jobs]
+    return [view_as_torch(job.tensors[name], compute_launch_shape(job, name, job.rows)) for job in batch.jobs]
 
 
-def shape_of(job: NormJob, name: str, rows: int) -> tuple[int, ...]:
+def compute_launch_shape(job: NormJob, name: str, rows: int) -> tuple[int, ...]:
     """The shape of a launch's tensor of that name with so many rows, or samples, of such jobs.
 
     Rows whose heads have parameters of their own come in all heads: [tokens, heads, N].
@@ -64,25 +64,25 @@ def shape_of(job: NormJob, name: str, rows: int) -> tuple[int, ...]:
     return of_rows if name in STATISTICS else (*of_rows, shape[-1])
 
 
-def results_of(job: NormJob, rows: int) -> dict[str, tuple[DType, tuple[int, ...]]]:
+def infer_batch_result_specs(job: NormJob, rows: int) -> dict[str, tuple[DType, tuple[int, ...]]]:
     """Dtype and shape of what a launch over so many rows, or samples, of such jobs gives back, in payload order."""
-    given = {name: (tensor.dtype, shape_of(job, name, rows)) for name, tensor in job.tensors.items()}
-    return results.results_of(job.spec, given, job.layer)
+    given = {name: (tensor.dtype, compute_launch_shape(job, name, rows)) for name, tensor in job.tensors.items()}
+    return results.infer_result_specs(job.spec, given, job.layer)
 
 
-def channels_first(spec: NormSpec, name: str, tensor: Tensor) -> Tensor:
+def move_channels_first(spec: NormSpec, name: str, tensor: Tensor) -> Tensor:
     """A tensor of a payload as [B, C, *spatial], whatever the payload's layout; no copy."""
-    return tensor.movedim(-1, 1) if spec.layout is Layout.NHWC and name in _LAID_OUT_AS_X else tensor
+    return tensor.movedim(-1, 1) if spec.layout is ChannelLayout.NHWC and name in _LAID_OUT_AS_X else tensor
 
 
-def payload_order(spec: NormSpec, name: str, tensor: Tensor) -> Tensor:
-    """The way back from `channels_first`, contiguous."""
-    if spec.layout is Layout.NHWC and name in _LAID_OUT_AS_X:
+def restore_payload_order(spec: NormSpec, name: str, tensor: Tensor) -> Tensor:
+    """The way back from `move_channels_first`, contiguous."""
+    if spec.layout is ChannelLayout.NHWC and name in _LAID_OUT_AS_X:
         tensor = tensor.movedim(1, -1)
     return tensor.contiguous()
 
 
-def host_tensor(tensor: Tensor) -> HostTensor:
+def to_host_tensor(tensor: Tensor) -> HostTensor:
     """A contiguous tensor in host memory as the rest of the server sees it; it shares the memory."""
     if not tensor.numel():
         return HostTensor(DTYPES[tensor.dtype], tuple(tensor.shape), memoryview(b""))
@@ -92,30 +92,32 @@ def host_tensor(tensor: Tensor) -> HostTensor:
     return HostTensor(DTYPES[tensor.dtype], array.shape, array.data.cast("B"))
 
 
-def split(batch: Batch, outputs: Mapping[str, HostTensor]) -> tuple[dict[str, HostTensor], ...]:
+def split_results(batch: Batch, outputs: Mapping[str, HostTensor]) -> tuple[dict[str, HostTensor], ...]:
     """Each job's share of a launch's outputs, which are in payload order; no copy."""
     if len(batch.jobs) == 1:
-        return (_whole(batch.jobs[0], outputs),)
+        return (_reshape_for_single_job(batch.jobs[0], outputs),)
     counts = [job.rows for job in batch.jobs]
     total = sum(counts)
     shares = []
     start = 0
     for job, count in zip(batch.jobs, counts, strict=True):
         stop = start + count
-        shares.append({name: _share(job, name, whole, start, stop, total) for name, whole in outputs.items()})
+        shares.append(
+            {name: _slice_result(job, name, whole, start, stop, total) for name, whole in outputs.items()}
+        )
         start = stop
     return tuple(shares)
 
 
-def _whole(job: NormJob, outputs: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
+def _reshape_for_single_job(job: NormJob, outputs: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
     """A lone job's share: everything, in the shapes that came."""
     if job.spec.op is Op.GROUP_NORM or (len(job.x.shape) == 2 and not job.heads):
         return dict(outputs)
     rows = job.rows
-    return {name: _share(job, name, whole, 0, rows, rows) for name, whole in outputs.items()}
+    return {name: _slice_result(job, name, whole, 0, rows, rows) for name, whole in outputs.items()}
 
 
-def _share(job: NormJob, name: str, whole: HostTensor, start: int, stop: int, total: int) -> HostTensor:
+def _slice_result(job: NormJob, name: str, whole: HostTensor, start: int, stop: int, total: int) -> HostTensor:
     if name in PARAMETER_GRADIENTS:
         return whole
     if name in _LAID_OUT_AS_X:
@@ -131,10 +133,10 @@ def _share(job: NormJob, name: str, whole: HostTensor, start: int, stop: int, to
     return HostTensor(whole.dtype, shape, whole.data[start * row_bytes : stop * row_bytes])
 
 
-def kernel_bytes_of(
+def count_batch_kernel_bytes(
     batch: Batch, shares: Sequence[Mapping[str, HostTensor]], by_rows: dict[int, int] | None = None
 ) -> tuple[int, ...]:
-    """`kernel_bytes` of each job.  They are of one class, so that it is the rows that make the difference.
+    """`count_kernel_bytes` of each job.  They are of one class, so that it is the rows that make the difference.
 
     Args:
         by_rows: what is known of the class from before; what is learnt is added.
@@ -142,11 +144,11 @@ def kernel_bytes_of(
     by_rows = {} if by_rows is None else by_rows
     for job, share in zip(batch.jobs, shares, strict=True):
         if job.rows not in by_rows:
-            by_rows[job.rows] = kernel_bytes(job, share)
+            by_rows[job.rows] = count_kernel_bytes(job, share)
     return tuple([by_rows[job.rows] for job in batch.jobs])
 
 
-def kernel_bytes(job: NormJob, outputs: Mapping[str, HostTensor]) -> int:
+def count_kernel_bytes(job: NormJob, outputs: Mapping[str, HostTensor]) -> int:
     """The fewest bytes that a job's share of a launch must move through the device's memory.
 
     GroupNorm's scale and shift count, and their gradients: they grow with the samples, which a weight does not.
@@ -158,9 +160,9 @@ def kernel_bytes(job: NormJob, outputs: Mapping[str, HostTensor]) -> int:
     given = job.tensors.get
     numel = len(job.x.data) // job.x.dtype.itemsize
     came = sum([len(tensor.data) for name, tensor in job.tensors.items() if name in OF_SAMPLES])
-    if job.spec.direction is Pass.BACKWARD:
+    if job.spec.direction is PassDirection.BACKWARD:
         # As many go as came: a gradient has its tensor's type.
-        return 2 * came + backward_bytes(
+        return 2 * came + compute_backward_bytes(
             numel,
             width(job.x),
             width(job.tensors["dy"]),
@@ -169,7 +171,7 @@ def kernel_bytes(job: NormJob, outputs: Mapping[str, HostTensor]) -> int:
             dresidual_out=width(given("dresidual_out")),
             dresidual=width(outputs.get("dresidual")),
         )
-    return came + forward_bytes(
+    return came + compute_forward_bytes(
         numel,
         width(job.x),
         width(outputs["y"]),

@@ -5,32 +5,34 @@ from collections.abc import Collection, Iterator
 from itertools import product
 from math import prod
 
-from normserve.jobs.job import LAYER_OPS, Batch, NormJob, NormSpec, Op, Pass
+from normserve.jobs.job import LAYER_OPS, Batch, NormJob, NormSpec, Op, PassDirection
 from normserve.memory.host_tensors import FLOATS, DType, HostTensor
 
 _ROWS = 8
 _MOST_GROUPS = 32
 
 
-def warm_up_batches(sizes: Collection[int]) -> Iterator[Batch]:
+def make_warm_up_batches(sizes: Collection[int]) -> Iterator[Batch]:
     """A small batch for each length, operation, direction and dtype, with float32 parameters and without.
 
     In the order of need: forward before backward, and with parameters before without.  Chains are of any number
     of norms, each with kernels of its own: they are compiled when the first request comes.
     """
-    for size, has_parameters, direction, dtype, op in product(sizes, (True, False), Pass, FLOATS, LAYER_OPS):
-        tensors = {"x": _zeros(dtype, _ROWS, size)}
+    for size, has_parameters, direction, dtype, op in product(
+        sizes, (True, False), PassDirection, FLOATS, LAYER_OPS
+    ):
+        tensors = {"x": _make_zeros(dtype, _ROWS, size)}
         x = tensors["x"]
         if has_parameters:
-            tensors["weight"] = _zeros(DType.FLOAT32, size)
+            tensors["weight"] = _make_zeros(DType.FLOAT32, size)
         if has_parameters and op is not Op.RMS_NORM:
             tensors["bias"] = tensors["weight"]
-        if direction is Pass.BACKWARD:
+        if direction is PassDirection.BACKWARD:
             tensors["dy"] = x
         groups = math.gcd(size, _MOST_GROUPS) if op is Op.GROUP_NORM else 0
         spec = NormSpec(op, direction, eps=1e-5, num_groups=groups)
         yield Batch((NormJob(spec, tensors),))
 
 
-def _zeros(dtype: DType, *shape: int) -> HostTensor:
+def _make_zeros(dtype: DType, *shape: int) -> HostTensor:
     return HostTensor(dtype, shape, memoryview(bytearray(prod(shape) * dtype.itemsize)))

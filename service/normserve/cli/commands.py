@@ -12,12 +12,12 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from normserve import __version__
-from normserve.admission.keys import KeysFile, KeysFileError
-from normserve.admission.keys.generate import entry, new_key
+from normserve.admission.keys import KeysFileError, KeysFileReader
+from normserve.admission.keys.generate import format_key_table, generate_key
 from normserve.logs.configuration import configure_logging
 from normserve.process.supervisor import serve_fleet
 from normserve.process.tls import TlsFileError, TlsFiles
-from normserve.settings import REMOVED, Settings, unknown_in_environment
+from normserve.settings import REMOVED, Settings, find_unknown_variables
 from normserve.traces import extra
 
 log = logging.getLogger(__name__)
@@ -41,37 +41,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises:
         ModuleNotFoundError: torch, which the server needs, is not installed.
     """
-    parser = _parser()
+    parser = _make_parser()
     given = vars(parser.parse_args(arguments))
     if given.pop("command") == "version":
         print(f"normserve {__version__}")
         return 0
     if "key_name" in given:
-        return _make_key(given["key_name"])
+        return _run_api_key_command(given["key_name"])
     try:
         settings = Settings(**{name: value for name, value in given.items() if value is not None})
     except ValidationError as error:
         for fault in error.errors():
             name = "_".join(str(part) for part in fault["loc"])
-            _complain(name, fault["msg"].removeprefix("Value error, "))
+            _print_setting_error(name, fault["msg"].removeprefix("Value error, "))
         return 2
     try:
         if files := TlsFiles.of(settings):
             files.load()
     except TlsFileError as error:
-        _complain(error.setting, error.detail)
+        _print_setting_error(error.setting, error.detail)
         return 2
-    if settings.trace_endpoint is not None and not extra.is_installed():
-        _complain("trace_endpoint", "traces need OpenTelemetry's SDK: pip install 'normserve[otel]'")
+    if settings.trace_endpoint is not None and not extra.is_otel_installed():
+        _print_setting_error("trace_endpoint", "traces need OpenTelemetry's SDK: pip install 'normserve[otel]'")
         return 2
     configure_logging(settings.log_level, settings.log_format)
-    for name, closest in unknown_in_environment().items():
+    for name, closest in find_unknown_variables().items():
         log.warning("%r is not a setting%s", name[:100], f"; {closest} is one" if closest else "")
     if settings.api_keys_file is not None:
         try:
-            KeysFile(settings.api_keys_file).read()
+            KeysFileReader(settings.api_keys_file).read()
         except KeysFileError as error:
-            _complain("api_keys_file", str(error))
+            _print_setting_error("api_keys_file", str(error))
             return 2
     # Before a fleet starts: each of its processes would fail for the same reason.
     if util.find_spec("torch") is None:
@@ -81,19 +81,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if settings.devices or settings.frontend_count:
         return serve_fleet(settings)
     # A late import: it takes a second, and `version` and `--help` do not need it.
-    from normserve.process.serving import serve
+    from normserve.process.serving import run_server
 
-    return serve(settings)
+    return run_server(settings)
 
 
-def _complain(name: str, what: str) -> None:
+def _print_setting_error(name: str, what: str) -> None:
     """Print the error of a setting."""
     # An error of several settings together has no name.
-    where = f"{_option(name)} (NORMSERVE_{name.upper()}): " if name else ""
+    where = f"{_format_option(name)} (NORMSERVE_{name.upper()}): " if name else ""
     print(f"normserve serve: {where}{what}", file=sys.stderr)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="normserve",
         description="Fused LayerNorm, RMSNorm and GroupNorm as a service.",
@@ -110,10 +110,10 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     for name, field in Settings.model_fields.items():
-        serve.add_argument(_option(name), dest=name, **_argument(name, field))
+        serve.add_argument(_format_option(name), dest=name, **_make_argument_options(name, field))
     for name in REMOVED:
         # For `Settings` to refuse, with what to do instead.
-        options = (_option(name), _option(f"no_{name}"))
+        options = (_format_option(name), _format_option(f"no_{name}"))
         serve.add_argument(*options, dest=name, nargs="?", const="", help=argparse.SUPPRESS)
     make_key = commands.add_parser(
         "api-key",
@@ -126,10 +126,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _make_key(name: str) -> int:
-    key = new_key()
+def _run_api_key_command(name: str) -> int:
+    key = generate_key()
     try:
-        table = entry(name, key)
+        table = format_key_table(name, key)
     except ValueError as error:
         print(f"normserve api-key: {error}", file=sys.stderr)
         return 2
@@ -138,19 +138,19 @@ def _make_key(name: str) -> int:
     return 0
 
 
-def _option(name: str) -> str:
+def _format_option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _argument(name: str, field: FieldInfo) -> dict[str, Any]:
+def _make_argument_options(name: str, field: FieldInfo) -> dict[str, Any]:
     """The `add_argument` options of a setting; Settings itself checks the value."""
     if field.annotation is bool:
         return {"action": argparse.BooleanOptionalAction, "help": field.description, "default": None}
     default = "" if field.default is None else f" [default: {field.default}]"
-    return {"metavar": _metavar(name, field), "help": (field.description or "") + default, "default": None}
+    return {"metavar": _make_metavar(name, field), "help": (field.description or "") + default, "default": None}
 
 
-def _metavar(name: str, field: FieldInfo) -> str:
+def _make_metavar(name: str, field: FieldInfo) -> str:
     choices = getattr(field.annotation, "__args__", ())
     if all(isinstance(choice, str) for choice in choices) and choices:
         return "{" + ",".join(choices) + "}"

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from normserve.metrics.exposition import process_up
+from normserve.metrics.exposition import make_process_up_family
 from normserve.metrics.metrics import Metrics
 from normserve.settings import Settings
 
@@ -45,35 +45,35 @@ operating system for the server's process.
 """
 
 
-def settings_page() -> str:
+def make_settings_page() -> str:
     """docs/settings.md"""
     rows = [
         (
             f"`--{name.replace('_', '-')}`",
             f"`NORMSERVE_{name.upper()}`",
-            _shown(field.default),
+            _format_default(field.default),
             field.description or "",
         )
         for name, field in Settings.model_fields.items()
     ]
-    return _SETTINGS + _table(("option", "environment", "default", "meaning"), rows)
+    return _SETTINGS + _format_table(("option", "environment", "default", "meaning"), rows)
 
 
-def metrics_page() -> str:
+def make_metrics_page() -> str:
     """docs/metrics.md"""
-    families = (*Metrics().catalogue, process_up())
+    families = (*Metrics().catalogue, make_process_up_family())
     rows = [(f"`{each.name}`", each.kind, ", ".join(each.label_names), each.doc) for each in families]
-    return _METRICS + _table(("metric", "kind", "labels", "meaning"), rows)
+    return _METRICS + _format_table(("metric", "kind", "labels", "meaning"), rows)
 
 
-PAGES = {"settings.md": settings_page, "metrics.md": metrics_page}
+PAGES = {"settings.md": make_settings_page, "metrics.md": make_metrics_page}
 
 
-def _shown(default: object) -> str:
+def _format_default(default: object) -> str:
     return "" if default is None else f"`{default}`"
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 

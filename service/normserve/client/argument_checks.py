@@ -32,7 +32,7 @@ def check_count(name: str, value: SupportsInt, least: int) -> None:
         raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
-def check_pause(name: str, value: SupportsFloat) -> None:
+def check_pause_s(name: str, value: SupportsFloat) -> None:
     """Refuse what is no time to wait.
 
     Raises:

@@ -11,32 +11,32 @@ import httpx
 import numpy as np
 
 from normserve.client.calls import administration, arrays, operations
-from normserve.client.calls.call import Call
-from normserve.client.calls.several import SEVERAL, Joined, first_of
-from normserve.client.connecting import Server, transport_to
+from normserve.client.calls.call import ApiCall
+from normserve.client.calls.several import SEVERAL, TensorListCall, get_first_argument
+from normserve.client.connecting import ClientOptions, choose_transport
 from normserve.client.deadlines import Deadline
 from normserve.client.errors import ClientError
 from normserve.client.local.blocking import LocalTransport
-from normserve.client.methods import DEFAULT_URL, adopt
-from normserve.client.retries import Attempts, RetryPolicy
+from normserve.client.methods import DEFAULT_URL, copy_signature
+from normserve.client.retries import RetryPolicy, RetrySchedule
 from normserve.memory.host_tensors import DType
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _operation(build: Callable[P, Call[R]]) -> "Callable[Concatenate[Client, P], R]":
-    def operation(self: "Client", /, *args: P.args, **kwargs: P.kwargs) -> R:
+def _make_method(build: Callable[P, ApiCall[R]]) -> "Callable[Concatenate[Client, P], R]":
+    def run_method(self: "Client", /, *args: P.args, **kwargs: P.kwargs) -> R:
         transport = self._transport
         if isinstance(transport, LocalTransport):
-            first = first_of(args, kwargs)
+            first = get_first_argument(args, kwargs)
             if type(first) in SEVERAL:
-                return self._run_joined(transport, build, Joined(build, args, kwargs))
+                return self._run_joined(transport, build, TensorListCall(build, args, kwargs))
             return self._run_again(transport, first, build, args, kwargs)
         return self._run(build(*args, **kwargs))
 
-    adopt(operation, build)
-    return operation
+    copy_signature(run_method, build)
+    return run_method
 
 
 class Client:
@@ -71,22 +71,22 @@ class Client:
         Raises:
             TypeError, ValueError: an argument is of another type, or none that can be used.
         """
-        self._server = Server.told(url, api_key, timeout_s, max_connections, verify, certificate)
+        self._server = ClientOptions.told(url, api_key, timeout_s, max_connections, verify, certificate)
         self._retries = RetryPolicy.of(retries)
-        self._transport = transport_to(self._server, transport)
+        self._transport = choose_transport(self._server, transport)
 
-    layer_norm = _operation(operations.layer_norm)
-    rms_norm = _operation(operations.rms_norm)
-    group_norm = _operation(operations.group_norm)
-    layer_norm_chain = _operation(operations.layer_norm_chain)
-    layer_norm_backward = _operation(operations.layer_norm_backward)
-    rms_norm_backward = _operation(operations.rms_norm_backward)
-    group_norm_backward = _operation(operations.group_norm_backward)
-    put_layer = _operation(administration.put_layer)
-    layers = _operation(administration.layers)
-    layer = _operation(administration.layer)
-    delete_layer = _operation(administration.delete_layer)
-    info = _operation(administration.info)
+    layer_norm = _make_method(operations.layer_norm)
+    rms_norm = _make_method(operations.rms_norm)
+    group_norm = _make_method(operations.group_norm)
+    layer_norm_chain = _make_method(operations.layer_norm_chain)
+    layer_norm_backward = _make_method(operations.layer_norm_backward)
+    rms_norm_backward = _make_method(operations.rms_norm_backward)
+    group_norm_backward = _make_method(operations.group_norm_backward)
+    put_layer = _make_method(administration.put_layer)
+    layers = _make_method(administration.layers)
+    layer = _make_method(administration.layer)
+    delete_layer = _make_method(administration.delete_layer)
+    info = _make_method(administration.info)
 
     def empty(self, shape: Sequence[int], dtype: object = "float32", *, device: object = None) -> Any:
         """An array to fill, in the memory that is shared with the server where any is, so that it is not copied.
@@ -101,7 +101,7 @@ class Client:
             TypeError: it is no element type of the API, or one that numpy does not have.
             ClientError: the server has no more memory for this client, or is not there.
         """
-        of, as_torch = arrays.described_dtype(dtype)
+        of, as_torch = arrays.parse_dtype(dtype)
         sizes = tuple(shape)
         if device is not None:
             return self._empty_on(device, of, sizes)
@@ -111,14 +111,14 @@ class Client:
             data = self._repeated(lambda deadline: transport.memory(nbytes, deadline))
         else:
             data = np.empty(nbytes, np.uint8).data
-        return arrays.empty(data, of, sizes, as_torch=as_torch)
+        return arrays.make_array(data, of, sizes, as_torch=as_torch)
 
     def _empty_on(self, device: object, dtype: DType, shape: tuple[int, ...]) -> Any:
-        transport, index = self._transport, arrays.cuda_index(device)
+        transport, index = self._transport, arrays.get_cuda_index(device)
         made = None
         if index is not None and 0 not in shape and isinstance(transport, LocalTransport):
             made = transport.device_tensor(index, dtype, shape, Deadline(self._server.timeout_s))
-        return arrays.empty_on(device, dtype, shape) if made is None else made
+        return arrays.make_device_tensor(device, dtype, shape) if made is None else made
 
     def close(self) -> None:
         """Close all connections."""
@@ -135,20 +135,20 @@ class Client:
     ) -> None:
         self.close()
 
-    def _run_joined(self, transport: LocalTransport, build: Callable[..., Call[R]], joined: Joined) -> R:
+    def _run_joined(self, transport: LocalTransport, build: Callable[..., ApiCall[R]], joined: TensorListCall) -> R:
         """Several tensors, copied to where the server reads them as one."""
         arguments = {
             name: place.fill(self.empty(place.shape, place.dtype, device=place.device))
             for name, place in joined.places()
         }
         named = joined.arguments(arguments)
-        return joined.divided(self._run_again(transport, first_of((), named), build, (), named))
+        return joined.divided(self._run_again(transport, get_first_argument((), named), build, (), named))
 
     def _run_again(
         self,
         transport: LocalTransport,
         first: object,
-        build: Callable[..., Call[R]],
+        build: Callable[..., ApiCall[R]],
         args: Sequence[Any],
         kwargs: dict[str, Any],
     ) -> R:
@@ -170,7 +170,7 @@ class Client:
 
         return self._repeated(exchange)
 
-    def _run(self, call: Call[R]) -> R:
+    def _run(self, call: ApiCall[R]) -> R:
         return self._repeated(
             lambda deadline: call.read(self._transport.exchange(call, deadline), self._server.api_key)
         )
@@ -182,7 +182,7 @@ class Client:
             try:
                 return attempt(deadline)
             except ClientError as failure:
-                attempts = attempts or Attempts(self._retries, deadline)
+                attempts = attempts or RetrySchedule(self._retries, deadline)
                 pause_s = attempts.pause_after(failure)
                 if pause_s is None:
                     raise

@@ -10,23 +10,23 @@ import httpx
 
 from normserve.client.argument_checks import check_count, check_type
 from normserve.client.deadlines import check_timeout
-from normserve.client.http.address import Address
-from normserve.client.http.awaiting import AsyncSockets
-from normserve.client.http.blocking import Sockets
-from normserve.client.http.credentials import checked, trust
-from normserve.client.http.direct import AsyncDirectTransport, DirectTransport, Requests
-from normserve.client.http.opening import Trust
+from normserve.client.http.address import ServerAddress
+from normserve.client.http.awaiting import AsyncConnectionPool
+from normserve.client.http.blocking import ConnectionPool
+from normserve.client.http.credentials import make_verify_argument, validate_api_key
+from normserve.client.http.direct import AsyncDirectTransport, DirectTransport, RequestEncoder
+from normserve.client.http.opening import TlsSettings
 from normserve.client.http.through_httpx import AsyncHttpxTransport, HttpxTransport
 from normserve.client.local.awaiting import AsyncLocalTransport
 from normserve.client.local.blocking import LocalTransport
-from normserve.client.transport import AsyncTransport, Transport
+from normserve.client.transport import AsyncCallTransport, CallTransport
 
 # How long an idle connection is kept, as httpx keeps them.
 _KEEP_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class ClientOptions:
     """A server as a client is told of it, checked.
 
     Attributes:
@@ -39,7 +39,7 @@ class Server:
     """
 
     url: str
-    address: Address
+    address: ServerAddress
     api_key: str | None
     timeout_s: float | None
     max_connections: int
@@ -54,7 +54,7 @@ class Server:
         max_connections: int,
         verify: ssl.SSLContext | str | bool,
         certificate: str | tuple[str, str] | None,
-    ) -> "Server":
+    ) -> "ClientOptions":
         """Check what a client is told.
 
         Raises:
@@ -66,10 +66,10 @@ class Server:
         check_type("certificate", certificate, (str, tuple, None), "a str, a tuple or None")
         check_count("max_connections", max_connections, 1)
         check_timeout(timeout_s)
-        address = Address.of(url)
+        address = ServerAddress.of(url)
         if api_key is not None:
-            checked(api_key)
-        return cls(url, address, api_key, timeout_s, max_connections, trust(verify, certificate))
+            validate_api_key(api_key)
+        return cls(url, address, api_key, timeout_s, max_connections, make_verify_argument(verify, certificate))
 
     def shown(self, kind: object) -> str:
         """How a client shows itself: neither its key, nor a password in its URL, nor where it lies in memory."""
@@ -79,44 +79,44 @@ class Server:
         return f"{type(kind).__name__}({url!r})"
 
 
-def transport_to(server: Server, own: httpx.BaseTransport | None) -> Transport:
+def choose_transport(server: ClientOptions, own: httpx.BaseTransport | None) -> CallTransport:
     """The blocking client's transport; `own` is one of httpx's that its maker wants used."""
     check_type("transport", own, (httpx.BaseTransport, None), "httpx's BaseTransport or None")
     if server.address.shares_memory:
-        return LocalTransport(_shared_path(server, own), server.api_key)
+        return LocalTransport(_get_shared_memory_path(server, own), server.api_key)
     if own is not None or _needs_httpx(server):
-        return HttpxTransport(own, **_options(server))
-    sockets = Sockets(server.address, Trust(server.verify), server.max_connections, _KEEP_S)
-    return DirectTransport(_requests(server), sockets)
+        return HttpxTransport(own, **_make_httpx_options(server))
+    sockets = ConnectionPool(server.address, TlsSettings(server.verify), server.max_connections, _KEEP_S)
+    return DirectTransport(_make_request_encoder(server), sockets)
 
 
-def async_transport_to(server: Server, own: httpx.AsyncBaseTransport | None) -> AsyncTransport:
-    """As `transport_to`, of the asynchronous client."""
+def choose_async_transport(server: ClientOptions, own: httpx.AsyncBaseTransport | None) -> AsyncCallTransport:
+    """As `choose_transport`, of the asynchronous client."""
     check_type("transport", own, (httpx.AsyncBaseTransport, None), "httpx's AsyncBaseTransport or None")
     if server.address.shares_memory:
-        return AsyncLocalTransport(_shared_path(server, own), server.api_key)
+        return AsyncLocalTransport(_get_shared_memory_path(server, own), server.api_key)
     if own is not None or _needs_httpx(server):
-        return AsyncHttpxTransport(own, **_options(server))
-    sockets = AsyncSockets(server.address, Trust(server.verify), server.max_connections, _KEEP_S)
-    return AsyncDirectTransport(_requests(server), sockets)
+        return AsyncHttpxTransport(own, **_make_httpx_options(server))
+    sockets = AsyncConnectionPool(server.address, TlsSettings(server.verify), server.max_connections, _KEEP_S)
+    return AsyncDirectTransport(_make_request_encoder(server), sockets)
 
 
-def _shared_path(server: Server, own: object) -> str:
+def _get_shared_memory_path(server: ClientOptions, own: object) -> str:
     if own is not None:
         raise ValueError("a URL unix://PATH takes no transport of httpx's")
     assert server.address.socket_path is not None
     return server.address.socket_path
 
 
-def _requests(server: Server) -> Requests:
+def _make_request_encoder(server: ClientOptions) -> RequestEncoder:
     address, userinfo = server.address, ""
     if address.socket_path is None:
         url = httpx.URL(server.url)
         userinfo = f"{url.username}:{url.password}" if url.userinfo else ""
-    return Requests(address, server.api_key, userinfo)
+    return RequestEncoder(address, server.api_key, userinfo)
 
 
-def _needs_httpx(server: Server) -> bool:
+def _needs_httpx(server: ClientOptions) -> bool:
     """Whether there is a proxy on the way, which the environment says, or no sockets as they are needed here."""
     if server.address.socket_path is not None:
         return False
@@ -128,7 +128,7 @@ def _needs_httpx(server: Server) -> bool:
         return asked._transport_for_url(httpx.URL(server.url)) is not asked._transport
 
 
-def _options(server: Server) -> dict[str, Any]:
+def _make_httpx_options(server: ClientOptions) -> dict[str, Any]:
     if server.address.socket_path is not None:
         raise ValueError("a URL that names a socket takes no transport of httpx's")
     # Compression would cost more time than the bytes that it saves: floats hardly shrink.

@@ -63,13 +63,13 @@ class Deadline:
         """What ends the waiting of a task when it is over."""
         return asyncio.timeout(self.left_s())
 
-    def timeouts(self) -> dict[str, "TimeLeft | None"]:
+    def timeouts(self) -> dict[str, "RemainingSeconds | None"]:
         """The timeouts of a request as httpx's transports take them."""
-        left = None if self._end is None else TimeLeft(self)
+        left = None if self._end is None else RemainingSeconds(self)
         return dict.fromkeys(("connect", "read", "write", "pool"), left)
 
 
-class TimeLeft(float):
+class RemainingSeconds(float):
     """Seconds that were left of a deadline when this was made; for a further wait, ask the deadline itself.
 
     httpx hands one number to every wait of a request.  To transports of any kind this is that number.
@@ -77,7 +77,7 @@ class TimeLeft(float):
 
     deadline: Deadline
 
-    def __new__(cls, deadline: Deadline) -> "TimeLeft":
+    def __new__(cls, deadline: Deadline) -> "RemainingSeconds":
         """Args: deadline: one that comes."""
         made = super().__new__(cls, max(0.0, deadline.left_s() or 0.0))
         made.deadline = deadline

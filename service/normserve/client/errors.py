@@ -22,7 +22,7 @@ API key nor a body, and what they quote of a problem document is short and print
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from normserve.client.quoting import quoted
+from normserve.client.quoting import quote_text
 
 
 class ClientError(Exception):
@@ -59,11 +59,11 @@ class ApiError(ClientError):
         """Args: api_key: left out of every text but `problem`."""
         self.status = status
         self.problem = problem
-        self.code = quoted(problem.get("code"), 100, api_key)
-        self.detail = quoted(problem.get("detail"), 1000, api_key)
-        self.request_id = quoted(problem.get("request_id") or request_id, 128, api_key)
+        self.code = quote_text(problem.get("code"), 100, api_key)
+        self.detail = quote_text(problem.get("detail"), 1000, api_key)
+        self.request_id = quote_text(problem.get("request_id") or request_id, 128, api_key)
         self.retry_after_s = retry_after_s
-        cause = self.code or quoted(problem.get("title"), 100, api_key)
+        cause = self.code or quote_text(problem.get("title"), 100, api_key)
         detail = self.detail if problem else "the answer holds no problem document"
         super().__init__(f"{status} {cause}: {detail}" if cause else f"{status}: {detail}")
 

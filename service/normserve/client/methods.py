@@ -7,7 +7,7 @@ from typing import Any, get_args
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 
-def adopt(method: Callable[..., Any], build: Callable[..., Any]) -> None:
+def copy_signature(method: Callable[..., Any], build: Callable[..., Any]) -> None:
     """Give a method that sends what `build` makes the name, text and signature of `build`."""
     signature = inspect.signature(build)
     itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)

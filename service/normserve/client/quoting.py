@@ -3,7 +3,7 @@
 _UNPRINTABLE = "\N{REPLACEMENT CHARACTER}"
 
 
-def quoted(text: object, most: int = 1000, api_key: str | None = None) -> str:
+def quote_text(text: object, most: int = 1000, api_key: str | None = None) -> str:
     """Return the text with what cannot be printed replaced, cut where it is too long; "" for what is no text.
 
     Half of a surrogate pair cannot be written to any file, and a control character may steer a terminal.

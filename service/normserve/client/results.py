@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 
 
-class _ReadLater:
+class _LazyFields:
     """Fields that are read when the first of them is looked at: few callers look at any."""
 
     __slots__ = ("_said", "_understand")
@@ -22,7 +22,7 @@ class _ReadLater:
 
 
 @dataclass(frozen=True, slots=True)
-class Timing(_ReadLater):
+class Timing(_LazyFields):
     """What the server says about how it answered.
 
     Attributes:
@@ -55,8 +55,8 @@ class Timing(_ReadLater):
 
 # `object.__setattr__` takes twice as long.
 _new = object.__new__
-_set_understand: Callable[[object, object], None] = vars(_ReadLater)["_understand"].__set__
-_set_said: Callable[[object, object], None] = vars(_ReadLater)["_said"].__set__
+_set_understand: Callable[[object, object], None] = vars(_LazyFields)["_understand"].__set__
+_set_said: Callable[[object, object], None] = vars(_LazyFields)["_said"].__set__
 
 
 @dataclass(frozen=True, slots=True)

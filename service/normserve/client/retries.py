@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral
 
-from normserve.client.argument_checks import check_count, check_pause, check_type
+from normserve.client.argument_checks import check_count, check_pause_s, check_type
 from normserve.client.deadlines import Deadline
 from normserve.client.errors import ClientError, ConnectionFailedError
 
@@ -42,10 +42,10 @@ class RetryPolicy:
     def __post_init__(self) -> None:
         """Raises: TypeError, ValueError: a value is no number of attempts, or no time to wait."""
         check_count("tries", self.tries, 1)
-        check_pause("first_pause_s", self.first_pause_s)
-        check_pause("longest_pause_s", self.longest_pause_s)
+        check_pause_s("first_pause_s", self.first_pause_s)
+        check_pause_s("longest_pause_s", self.longest_pause_s)
         if self.reconnect_s is not None:
-            check_pause("reconnect_s", self.reconnect_s)
+            check_pause_s("reconnect_s", self.reconnect_s)
 
     @classmethod
     def of(cls, retries: "RetryPolicy | int | None") -> "RetryPolicy":
@@ -63,7 +63,7 @@ class RetryPolicy:
         return cls(tries=retries + 1)
 
 
-class Attempts:
+class RetrySchedule:
     """The attempts at one request under a policy."""
 
     def __init__(

@@ -10,24 +10,24 @@ from typing import Any
 TRACING = "opentelemetry.trace"
 
 
-def current_headers() -> list[tuple[str, str]]:
+def get_current_headers() -> list[tuple[str, str]]:
     """The headers `traceparent` and, where it is not empty, `tracestate`; none where no valid span is current."""
-    context = _current_span_context()
+    context = _get_current_span_context()
     if context is None:
         return []
-    headers = [("traceparent", _traceparent(context))]
+    headers = [("traceparent", _format_traceparent(context))]
     if state := context.trace_state.to_header():
         headers.append(("tracestate", state))
     return headers
 
 
-def current_traceparent() -> str | None:
+def get_current_traceparent() -> str | None:
     """The value of the header `traceparent`; None where no valid span is current."""
-    context = _current_span_context()
-    return None if context is None else _traceparent(context)
+    context = _get_current_span_context()
+    return None if context is None else _format_traceparent(context)
 
 
-def _current_span_context() -> Any:
+def _get_current_span_context() -> Any:
     trace = sys.modules.get(TRACING)
     # Another thread may be importing the module, which lacks its functions until then.
     get_current_span = None if trace is None else getattr(trace, "get_current_span", None)
@@ -37,5 +37,5 @@ def _current_span_context() -> Any:
     return context if context.is_valid else None
 
 
-def _traceparent(context: Any) -> str:
+def _format_traceparent(context: Any) -> str:
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"

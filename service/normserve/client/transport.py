@@ -1,21 +1,21 @@
 """What carries calls: a transport sends one and gives its answer.
 
-A transport takes a `Call`, whose tensors are described memory, and returns an `Answer`, whose body is memory of the
-answer's own.  It makes one attempt; whether there is another, and after what pause, is the client's to say.  It
-raises no errors but `ClientError`, and none of its waits goes beyond the deadline.
+A transport takes an `ApiCall`, whose tensors are described memory, and returns an `ApiResponse`, whose body is
+memory of the answer's own.  It makes one attempt; the client decides whether there is another, and after what
+pause.  It raises no errors but `ClientError`, and none of its waits goes beyond the deadline.
 """
 
 from typing import Any, Protocol
 
-from normserve.client.answers.answer import Answer
-from normserve.client.calls.call import Call
+from normserve.client.answers.answer import ApiResponse
+from normserve.client.calls.call import ApiCall
 from normserve.client.deadlines import Deadline
 
 
-class Transport(Protocol):
+class CallTransport(Protocol):
     """Of the blocking client; threads share one."""
 
-    def exchange(self, call: Call[Any], deadline: Deadline) -> Answer:
+    def exchange(self, call: ApiCall[Any], deadline: Deadline) -> ApiResponse:
         """Send a call and return its answer, whatever its status.
 
         Raises:
@@ -28,11 +28,11 @@ class Transport(Protocol):
         """Give back everything that it holds."""
 
 
-class AsyncTransport(Protocol):
+class AsyncCallTransport(Protocol):
     """Of the asynchronous client; tasks share one."""
 
-    async def exchange(self, call: Call[Any], deadline: Deadline) -> Answer:
-        """As `Transport.exchange`."""
+    async def exchange(self, call: ApiCall[Any], deadline: Deadline) -> ApiResponse:
+        """As `CallTransport.exchange`."""
 
     async def close(self) -> None:
         """Give back everything that it holds."""

@@ -25,7 +25,7 @@ _Data = TypeVar("_Data", bytes, memoryview)
 _Bytes: TypeAlias = bytes | bytearray | memoryview
 
 
-def rights_bytes(max_descriptors: int) -> int:
+def compute_ancillary_bytes(max_descriptors: int) -> int:
     """Return the size of the ancillary buffer with which `recvmsg` receives so many descriptors."""
     return socket.CMSG_SPACE(max_descriptors * _INT.size)
 

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from normserve.codec.shapes import bits_of
+from normserve.codec.shapes import count_bits
 from normserve.errors import MalformedPayloadError, NotAcceptableError, TooLargeError
 from normserve.memory.host_tensors import DType, HostTensor
 
@@ -38,18 +38,18 @@ def decode(name: str, dtype: DType, shape: Sequence[int], data: bytes | memoryvi
             element type cannot hold.
         TooLargeError: it has more than `MAX_ELEMENTS`, or more nested arrays.
     """
-    bits_of(shape, dtype.itemsize * 8)
+    count_bits(shape, dtype.itemsize * 8)
     count = prod(shape)
     if count > MAX_ELEMENTS:
         raise TooLargeError(
             f"{name} must have at most {MAX_ELEMENTS} elements as JSON, has {count}; send binary data"
         )
-    values = _values(name, shape, data)
+    values = _decode_values(name, shape, data)
     if values.shape not in ((count,), tuple(shape)):
-        raise _other_than(name, shape)
+        raise _make_shape_error(name, shape)
     with np.errstate(over="ignore"):
-        stored = _rounded_to_bfloat16(values) if dtype is DType.BFLOAT16 else values.astype(_STORED[dtype])
-        is_held = np.isfinite(_widened(stored, dtype)).all()
+        stored = _round_to_bfloat16(values) if dtype is DType.BFLOAT16 else values.astype(_STORED[dtype])
+        is_held = np.isfinite(_widen(stored, dtype)).all()
     if not is_held:
         raise MalformedPayloadError(f"{name} holds a number beyond {dtype.value}")
     return HostTensor(dtype, tuple(shape), memoryview(bytearray(stored.tobytes())))
@@ -62,15 +62,15 @@ def encode(name: str, tensor: HostTensor) -> list[float]:
         TooLargeError: there are more than `MAX_ELEMENTS`.
         NotAcceptableError: one is NaN or infinite, for which JSON has no number.
     """
-    require_few(name, prod(tensor.shape))
-    values = _widened(np.frombuffer(tensor.data, _STORED[tensor.dtype]), tensor.dtype)
+    require_json_size(name, prod(tensor.shape))
+    values = _widen(np.frombuffer(tensor.data, _STORED[tensor.dtype]), tensor.dtype)
     if not np.isfinite(values).all():
         raise NotAcceptableError(f"{name} holds NaN or infinity, which JSON cannot represent: request binary data")
     numbers: list[float] = values.tolist()
     return numbers
 
 
-def require_few(name: str, count: int) -> None:
+def require_json_size(name: str, count: int) -> None:
     """Raises: TooLargeError: so many elements are not written as JSON."""
     if count > MAX_ELEMENTS:
         raise TooLargeError(
@@ -78,30 +78,30 @@ def require_few(name: str, count: int) -> None:
         )
 
 
-def _values(name: str, shape: Sequence[int], data: bytes | memoryview) -> npt.NDArray[np.float64]:
+def _decode_values(name: str, shape: Sequence[int], data: bytes | memoryview) -> npt.NDArray[np.float64]:
     # Before anything is decoded, so that no more is than the shape declares.
     text = np.frombuffer(data, np.uint8)
     arrays, commas = (int(np.count_nonzero(text == ord(each))) for each in "[,")
     if arrays > MAX_ELEMENTS + 1:
         raise TooLargeError(f"{name} must have at most {MAX_ELEMENTS} nested arrays, has {arrays}; send it flat")
-    if arrays not in (1, _array_count(shape)) or commas >= max(arrays, prod(shape)):
-        raise _other_than(name, shape)
+    if arrays not in (1, _count_arrays(shape)) or commas >= max(arrays, prod(shape)):
+        raise _make_shape_error(name, shape)
     try:
         return np.array(_FLAT.decode(data), np.float64)
     except (msgspec.MsgspecError, RecursionError):
         pass
     try:
-        return np.array(_nested(len(shape)).decode(data), np.float64)
+        return np.array(_make_nested_decoder(len(shape)).decode(data), np.float64)
     except (msgspec.MsgspecError, ValueError, RecursionError):
-        raise _other_than(name, shape) from None
+        raise _make_shape_error(name, shape) from None
 
 
-def _array_count(shape: Sequence[int]) -> int:
+def _count_arrays(shape: Sequence[int]) -> int:
     """How many JSON arrays a tensor is that is nested by its shape."""
     return 1 + sum([prod(shape[:rank]) for rank in range(1, len(shape))])
 
 
-def _other_than(name: str, shape: Sequence[int]) -> MalformedPayloadError:
+def _make_shape_error(name: str, shape: Sequence[int]) -> MalformedPayloadError:
     count = prod(shape)
     return MalformedPayloadError(
         f"{name} must be an array of {count} numbers, flat or nested by shape {list(shape)}"
@@ -109,19 +109,19 @@ def _other_than(name: str, shape: Sequence[int]) -> MalformedPayloadError:
 
 
 @functools.cache
-def _nested(rank: int) -> msgspec.json.Decoder[list[object]]:
-    """Of arrays that nest so deep; `bits_of` bounds the rank."""
+def _make_nested_decoder(rank: int) -> msgspec.json.Decoder[list[object]]:
+    """Of arrays that nest so deep; `count_bits` bounds the rank."""
     kind: GenericAlias | type = float
     for _ in range(max(1, rank)):
         kind = GenericAlias(list, (kind,))
     return msgspec.json.Decoder(kind)
 
 
-def _rounded_to_bfloat16(values: npt.NDArray[np.float64]) -> npt.NDArray[np.uint16]:
+def _round_to_bfloat16(values: npt.NDArray[np.float64]) -> npt.NDArray[np.uint16]:
     """The upper halves of float32, rounded to the nearest, ties to even."""
     bits = values.astype(np.float32).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
 
 
-def _widened(stored: npt.NDArray[Any], dtype: DType) -> npt.NDArray[Any]:
+def _widen(stored: npt.NDArray[Any], dtype: DType) -> npt.NDArray[Any]:
     return (stored.astype(np.uint32) << 16).view(np.float32) if dtype is DType.BFLOAT16 else stored

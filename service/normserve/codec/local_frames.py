@@ -35,7 +35,7 @@ Name = Annotated[str, msgspec.Meta(max_length=256)]
 Shape = Annotated[tuple[Whole, ...], msgspec.Meta(max_length=64)]
 
 
-class Located(msgspec.Struct, forbid_unknown_fields=True, frozen=True, gc=False):
+class TensorReference(msgspec.Struct, forbid_unknown_fields=True, frozen=True, gc=False):
     """A tensor, and where it lies.
 
     Attributes:
@@ -51,7 +51,7 @@ class Located(msgspec.Struct, forbid_unknown_fields=True, frozen=True, gc=False)
     shape: Shape
 
 
-class Place(msgspec.Struct, forbid_unknown_fields=True, frozen=True, order=True, gc=False):
+class SegmentRange(msgspec.Struct, forbid_unknown_fields=True, frozen=True, order=True, gc=False):
     """Where a result is to be written, and how many bytes there are for it."""
 
     segment: Whole
@@ -59,7 +59,7 @@ class Place(msgspec.Struct, forbid_unknown_fields=True, frozen=True, order=True,
     nbytes: Whole
 
 
-class Hello(msgspec.Struct, tag_field="do", tag="hello", forbid_unknown_fields=True, frozen=True):
+class HelloMessage(msgspec.Struct, tag_field="do", tag="hello", forbid_unknown_fields=True, frozen=True):
     """The first message of a connection.
 
     Attributes:
@@ -71,26 +71,26 @@ class Hello(msgspec.Struct, tag_field="do", tag="hello", forbid_unknown_fields=T
     key: Text | None = None
 
 
-class Grow(msgspec.Struct, tag_field="do", tag="grow", forbid_unknown_fields=True, frozen=True):
+class GrowArenaMessage(msgspec.Struct, tag_field="do", tag="grow", forbid_unknown_fields=True, frozen=True):
     """Asks for another segment of the arena, in the host's memory or the device's; its descriptor comes along."""
 
     nbytes: Whole
     memory: Literal["host", "device"] = "host"
 
 
-class Free(msgspec.Struct, tag_field="do", tag="free", forbid_unknown_fields=True, frozen=True):
+class FreeSegmentMessage(msgspec.Struct, tag_field="do", tag="free", forbid_unknown_fields=True, frozen=True):
     """Gives a segment back, which the client does not use any more.  It has no answer."""
 
     segment: Whole
 
 
-class Cancel(msgspec.Struct, tag_field="do", tag="cancel", forbid_unknown_fields=True, frozen=True):
+class CancelRequestMessage(msgspec.Struct, tag_field="do", tag="cancel", forbid_unknown_fields=True, frozen=True):
     """Takes back a request that still waits; that one has an answer in any case, this message none."""
 
     request: Whole
 
 
-class Compute(msgspec.Struct, tag_field="do", tag="compute", forbid_unknown_fields=True, frozen=True):
+class ComputeMessage(msgspec.Struct, tag_field="do", tag="compute", forbid_unknown_fields=True, frozen=True):
     """One operation.
 
     Attributes:
@@ -103,45 +103,58 @@ class Compute(msgspec.Struct, tag_field="do", tag="compute", forbid_unknown_fiel
     """
 
     op: Name
-    tensors: dict[Name, Located]
-    results: dict[Name, Place]
+    tensors: dict[Name, TensorReference]
+    results: dict[Name, SegmentRange]
     direction: Name = msgspec.field(name="pass", default="forward")
     query: Text = ""
     traceparent: Name | msgspec.UnsetType = msgspec.UNSET
 
 
-class PutLayer(msgspec.Struct, tag_field="do", tag="put_layer", forbid_unknown_fields=True, frozen=True):
+class PutLayerMessage(msgspec.Struct, tag_field="do", tag="put_layer", forbid_unknown_fields=True, frozen=True):
     """Registers parameters under a name; the query is HTTP's."""
 
     name: Name
     query: Text
-    tensors: dict[Name, Located]
+    tensors: dict[Name, TensorReference]
 
 
-class Layers(msgspec.Struct, tag_field="do", tag="layers", forbid_unknown_fields=True, frozen=True):
+class ListLayersMessage(msgspec.Struct, tag_field="do", tag="layers", forbid_unknown_fields=True, frozen=True):
     """Asks for the list of registered layers."""
 
 
-class Layer(msgspec.Struct, tag_field="do", tag="layer", forbid_unknown_fields=True, frozen=True):
+class GetLayerMessage(msgspec.Struct, tag_field="do", tag="layer", forbid_unknown_fields=True, frozen=True):
     """Asks for one registered layer."""
 
     name: Name
 
 
-class DeleteLayer(msgspec.Struct, tag_field="do", tag="delete_layer", forbid_unknown_fields=True, frozen=True):
+class DeleteLayerMessage(
+    msgspec.Struct, tag_field="do", tag="delete_layer", forbid_unknown_fields=True, frozen=True
+):
     """Forgets a registered layer."""
 
     name: Name
 
 
-class Info(msgspec.Struct, tag_field="do", tag="info", forbid_unknown_fields=True, frozen=True):
+class GetInfoMessage(msgspec.Struct, tag_field="do", tag="info", forbid_unknown_fields=True, frozen=True):
     """Asks what the server is."""
 
 
-Message = Hello | Grow | Free | Cancel | Compute | PutLayer | Layers | Layer | DeleteLayer | Info
+Message = (
+    HelloMessage
+    | GrowArenaMessage
+    | FreeSegmentMessage
+    | CancelRequestMessage
+    | ComputeMessage
+    | PutLayerMessage
+    | ListLayersMessage
+    | GetLayerMessage
+    | DeleteLayerMessage
+    | GetInfoMessage
+)
 
 
-class Answer(msgspec.Struct, omit_defaults=True):
+class LocalResponse(msgspec.Struct, omit_defaults=True):
     """What a message is answered with.
 
     Attributes:
@@ -160,7 +173,7 @@ class Answer(msgspec.Struct, omit_defaults=True):
 
     status: int
     request_id: str = ""
-    results: dict[str, Located] = {}
+    results: dict[str, TensorReference] = {}
     stages_ms: dict[str, float] = {}
     kernel_bytes: Whole = 0
     kernel_bandwidth: float = 0.0
@@ -173,17 +186,17 @@ class Answer(msgspec.Struct, omit_defaults=True):
     retry_after_s: Whole | None = None
 
 
-class Reply(Answer, omit_defaults=True):
-    """An `Answer` as a client reads it.
+class LazyLocalResponse(LocalResponse, omit_defaults=True):
+    """An `LocalResponse` as a client reads it.
 
     Attributes:
-        results: encoded; `read_results` reads them.
+        results: encoded; `decode_results` reads them.
     """
 
     results: msgspec.Raw = msgspec.Raw(b"{}")  # type: ignore[assignment]
 
 
-class Stages(msgspec.Struct, gc=False):
+class StageMilliseconds(msgspec.Struct, gc=False):
     """Milliseconds in the stages of an operation, as the server writes them."""
 
     recv: float
@@ -193,12 +206,12 @@ class Stages(msgspec.Struct, gc=False):
     copy_out: float
 
 
-class Done(msgspec.Struct, gc=False):
-    """The answer to an operation as the server writes it: an `Answer`, whose results are encoded already."""
+class ComputeResponse(msgspec.Struct, gc=False):
+    """The answer to an operation as the server writes it: an `LocalResponse`, whose results are encoded already."""
 
     request_id: str
     results: msgspec.Raw
-    stages_ms: Stages
+    stages_ms: StageMilliseconds
     kernel_bytes: int
     kernel_bandwidth: float
     batch_size: int
@@ -208,14 +221,14 @@ class Done(msgspec.Struct, gc=False):
 _messages = msgspec.json.Decoder(
     Message | Annotated[list[Message], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
 )
-_answers = msgspec.json.Decoder(Answer)
-_replies = msgspec.json.Decoder(Reply)
-_results = msgspec.json.Decoder(dict[str, Located])
+_answers = msgspec.json.Decoder(LocalResponse)
+_replies = msgspec.json.Decoder(LazyLocalResponse)
+_results = msgspec.json.Decoder(dict[str, TensorReference])
 _encode = msgspec.json.Encoder().encode
 _NOT_AS_DECLARED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
-def read_messages(content: bytes) -> Sequence[Message]:
+def decode_messages(content: bytes) -> Sequence[Message]:
     """The messages of a frame that a client sent: one, or an array of them.
 
     Raises:
@@ -224,11 +237,11 @@ def read_messages(content: bytes) -> Sequence[Message]:
     try:
         said = _messages.decode(content)
     except _NOT_AS_DECLARED as error:
-        raise MalformedPayloadError(f"the frame is not a valid message: {_quoted(str(error))}") from None
+        raise MalformedPayloadError(f"the frame is not a valid message: {_quote_printable(str(error))}") from None
     return said if isinstance(said, list) else (said,)
 
 
-def read_answer(content: bytes) -> Answer:
+def decode_response(content: bytes) -> LocalResponse:
     """The answer that a frame of the server holds.
 
     Raises:
@@ -237,42 +250,44 @@ def read_answer(content: bytes) -> Answer:
     try:
         return _answers.decode(content)
     except _NOT_AS_DECLARED as error:
-        raise _malformed(error) from None
+        raise _make_malformed_error(error) from None
 
 
-def read_reply(content: bytes) -> Reply:
-    """As `read_answer`, but for the results."""
+def decode_lazy_response(content: bytes) -> LazyLocalResponse:
+    """As `decode_response`, but for the results."""
     try:
         return _replies.decode(content)
     except _NOT_AS_DECLARED as error:
-        raise _malformed(error) from None
+        raise _make_malformed_error(error) from None
 
 
-def read_results(answer: Answer) -> dict[str, Located]:
+def decode_results(answer: LocalResponse) -> dict[str, TensorReference]:
     """The results of an answer, or of a reply.
 
     Raises:
         MalformedPayloadError: they are anything else.
     """
-    if not isinstance(answer, Reply):
+    if not isinstance(answer, LazyLocalResponse):
         return answer.results
     try:
         return _results.decode(answer.results)
     except _NOT_AS_DECLARED as error:
-        raise _malformed(error) from None
+        raise _make_malformed_error(error) from None
 
 
-def _malformed(error: Exception) -> MalformedPayloadError:
-    return MalformedPayloadError(f"the frame is not a valid answer: {_quoted(str(error))}")
+def _make_malformed_error(error: Exception) -> MalformedPayloadError:
+    return MalformedPayloadError(f"the frame is not a valid answer: {_quote_printable(str(error))}")
 
 
-def write(tag: int, message: Message | Answer | Done | msgspec.Raw | Sequence[Message]) -> bytes:
+def encode_frame(
+    tag: int, message: Message | LocalResponse | ComputeResponse | msgspec.Raw | Sequence[Message]
+) -> bytes:
     """A whole frame; of a `msgspec.Raw`, which is encoded already, as of anything else."""
     content = _encode(message)
     return PREFIX.pack(len(content), tag) + content
 
 
-def _quoted(text: str) -> str:
+def _quote_printable(text: str) -> str:
     """Return a decoder's message, which may quote a few words of its input."""
     kept = "".join([each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text[:_LONGEST_QUOTE]])
     return kept + "…" if len(text) > _LONGEST_QUOTE else kept

@@ -37,7 +37,7 @@ _FAMILIAR = (
 )
 
 
-def guess(head: bytes | memoryview) -> str:
+def describe_unsupported_format(head: bytes | memoryview) -> str:
     """What a body is that `sniff` does not know, and what to send instead; "" if that is not known either.
 
     Args:
@@ -45,7 +45,7 @@ def guess(head: bytes | memoryview) -> str:
     """
     start = bytes(head[:SNIFF_BYTES])
     if start.startswith(_ZIP):
-        return _archive(head)
+        return _describe_archive(head)
     for beginning, what in _FAMILIAR:
         if start.startswith(beginning):
             return what
@@ -56,7 +56,7 @@ def guess(head: bytes | memoryview) -> str:
     return ""
 
 
-def _archive(head: bytes | memoryview) -> str:
+def _describe_archive(head: bytes | memoryview) -> str:
     """What a zip archive is, by the name of its first file."""
     name = bytes(head[_ZIP_NAME : _ZIP_NAME + int.from_bytes(head[_ZIP_NAME_BYTES], "little")])
     if name.endswith(b".npy"):
@@ -66,7 +66,7 @@ def _archive(head: bytes | memoryview) -> str:
     return "a zip archive: send one array as .npy, or tensors as safetensors"
 
 
-def sniff(head: bytes | memoryview) -> str | None:
+def detect_media_type(head: bytes | memoryview) -> str | None:
     """Return the media type that a body's first bytes show, or None when they show neither.
 
     Args:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from normserve.codec.media_types import NPY_MAGIC
-from normserve.codec.shapes import bits_of
+from normserve.codec.shapes import count_bits
 from normserve.errors import MalformedPayloadError, NotAcceptableError, UnsupportedDtypeError
 from normserve.memory.host_tensors import DType, HostTensor
 
@@ -56,13 +56,13 @@ _MAX_HEADER_BYTES = 64 * 1024
 DATA_ALIGNMENT = 64
 
 
-class _Header(NamedTuple):
+class _NpyHeader(NamedTuple):
     descr: str
     fortran_order: bool
     shape: tuple[int, ...]
 
 
-class _Array(NamedTuple):
+class _ArrayDescription(NamedTuple):
     """What a header describes: an array of so many bytes, in its dtype or in none of ours."""
 
     dtype: DType | None
@@ -73,7 +73,7 @@ class _Array(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class NpyEntry:
     """The array of a body as the header describes it, its place checked.
 
     Attributes:
@@ -95,7 +95,7 @@ def decode(body: memoryview) -> HostTensor:
     return read_entry(body).tensor(body)
 
 
-def read_entry(body: memoryview) -> Entry:
+def read_entry(body: memoryview) -> NpyEntry:
     """Return what the header says about the array in `body`, all of it checked.
 
     Args:
@@ -106,8 +106,8 @@ def read_entry(body: memoryview) -> Entry:
             shape asks for.
         UnsupportedDtypeError: all is well-formed, but the elements are not little-endian float32 or float16.
     """
-    start, stop, encoding = _header_place(body)
-    array = _parse_array(bytes(body[start:stop]), encoding)
+    start, stop, encoding = _find_header(body)
+    array = _parse_description(bytes(body[start:stop]), encoding)
     nbytes = len(body) - stop
     if nbytes != array.nbytes:
         raise MalformedPayloadError(f"the shape asks for {array.nbytes} bytes of data, got {nbytes}")
@@ -116,10 +116,10 @@ def read_entry(body: memoryview) -> Entry:
             f"an npy array must be little-endian float32 or float16, '<f4' or '<f2', got {array.descr!r};"
             " x.astype('<f4') converts it"
         )
-    return Entry(array.dtype, array.shape, array.fortran_order, stop)
+    return NpyEntry(array.dtype, array.shape, array.fortran_order, stop)
 
 
-def _header_place(body: memoryview) -> tuple[int, int, str]:
+def _find_header(body: memoryview) -> tuple[int, int, str]:
     """Where the header's text begins and ends, and its encoding."""
     if body[: len(NPY_MAGIC)] != NPY_MAGIC or len(body) < _VERSION_END:
         raise MalformedPayloadError("npy must begin with its magic and a version")
@@ -137,23 +137,23 @@ def _header_place(body: memoryview) -> tuple[int, int, str]:
     return start, start + length, encoding
 
 
-def _parse_array(text: bytes, encoding: str) -> _Array:
+def _parse_description(text: bytes, encoding: str) -> _ArrayDescription:
     try:
         decoded = text.decode(encoding)
     except UnicodeDecodeError as error:
         raise MalformedPayloadError(f"the header must be UTF-8, byte {error.start} is not") from None
     if encoding == "latin-1":
         decoded = _LONG.sub("", decoded)
-    descr, fortran_order, shape = _parse_header(decoded)
-    nbytes = bits_of(shape, 8 * _element_bytes(descr)) // 8
+    descr, fortran_order, shape = _parse_fields(decoded)
+    nbytes = count_bits(shape, 8 * _parse_element_bytes(descr)) // 8
     # With fewer than two dimensions the orders are one.
     native = _NATIVE.fullmatch(descr)
     dtype = None if native is None else _DTYPES.get(native[1])
-    return _Array(dtype, descr, fortran_order and len(shape) > 1, shape, nbytes)
+    return _ArrayDescription(dtype, descr, fortran_order and len(shape) > 1, shape, nbytes)
 
 
-def _parse_header(text: str) -> _Header:
-    items = _parse_items(text)
+def _parse_fields(text: str) -> _NpyHeader:
+    items = _parse_dictionary(text)
     if items.keys() != {"descr", "fortran_order", "shape"}:
         raise MalformedPayloadError("the header must have exactly descr, fortran_order and shape")
     descr, fortran_order, shape = items["descr"], items["fortran_order"], items["shape"]
@@ -163,10 +163,10 @@ def _parse_header(text: str) -> _Header:
         raise MalformedPayloadError("fortran_order must be True or False")
     if not isinstance(shape, tuple):
         raise MalformedPayloadError("shape must be a tuple of whole numbers")
-    return _Header(descr, fortran_order, shape)
+    return _NpyHeader(descr, fortran_order, shape)
 
 
-def _parse_items(text: str) -> dict[str, str | bool | tuple[int, ...]]:
+def _parse_dictionary(text: str) -> dict[str, str | bool | tuple[int, ...]]:
     """Read `{'key': value, ...}`, a value being a string, a truth value or a tuple of whole numbers."""
     items: dict[str, str | bool | tuple[int, ...]] = {}
     # The format pads with blanks and ends with one newline; numpy reads no other line.
@@ -184,20 +184,20 @@ def _parse_items(text: str) -> dict[str, str | bool | tuple[int, ...]]:
         key = match["key"] or match["key2"]
         if key in items:
             raise MalformedPayloadError("the header repeats a key")
-        items[key] = _read_value(match)
+        items[key] = _parse_value(match)
         position = match.end()
     return items
 
 
-def _read_value(match: re.Match[str]) -> str | bool | tuple[int, ...]:
+def _parse_value(match: re.Match[str]) -> str | bool | tuple[int, ...]:
     if match["flag"] is not None:
         return match["flag"] == "True"
     if match["sizes"] is not None:
-        return _read_sizes(match["sizes"])
+        return _parse_sizes(match["sizes"])
     return match["text"] if match["text"] is not None else match["text2"]
 
 
-def _read_sizes(text: str) -> tuple[int, ...]:
+def _parse_sizes(text: str) -> tuple[int, ...]:
     """Read what stands between the parentheses; (3) is no tuple, (3,) is."""
     if not text.strip(_SPACE):
         return ()
@@ -209,7 +209,7 @@ def _read_sizes(text: str) -> tuple[int, ...]:
     return tuple(int(size) for size in sizes)
 
 
-def _element_bytes(descr: str) -> int:
+def _parse_element_bytes(descr: str) -> int:
     match = _DESCR.fullmatch(descr)
     if descr.lstrip("<>|=")[:1] == "O":
         raise MalformedPayloadError("arrays of Python objects are not accepted")
@@ -236,11 +236,11 @@ def encode(tensor: HostTensor) -> list[bytes | memoryview]:
         )
     if tensor.data.nbytes != tensor.nbytes:
         raise ValueError(f"the tensor must have {tensor.nbytes} bytes, got {tensor.data.nbytes}")
-    return [_header(_DESCRS[tensor.dtype], tensor.fortran_order, tensor.shape), tensor.data]
+    return [_encode_header(_DESCRS[tensor.dtype], tensor.fortran_order, tensor.shape), tensor.data]
 
 
 @functools.lru_cache(maxsize=1024)
-def _header(descr: str, fortran_order: bool, shape: tuple[int, ...]) -> bytes:
+def _encode_header(descr: str, fortran_order: bool, shape: tuple[int, ...]) -> bytes:
     header = repr({"descr": descr, "fortran_order": fortran_order, "shape": shape})
     unpadded = _VERSION_END + 2 + len(header) + 1
     text = (header + " " * (-unpadded % DATA_ALIGNMENT) + "\n").encode("latin-1")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from normserve.codec import strict_json
-from normserve.codec.shapes import bits_of
+from normserve.codec.shapes import count_bits
 from normserve.errors import MalformedPayloadError, TooLargeError, UnsupportedDtypeError
 from normserve.memory.host_tensors import DType, HostTensor
 
@@ -46,20 +46,20 @@ DATA_ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class HeaderLimits:
     """How much header to accept, so that a hostile one costs nothing."""
 
     header_bytes: int
     tensors: int
 
 
-REQUEST_LIMITS = Limits(header_bytes=64 * 1024, tensors=64)
+REQUEST_LIMITS = HeaderLimits(header_bytes=64 * 1024, tensors=64)
 #: For files that the operator names: as much as the usual library accepts.
-CHECKPOINT_LIMITS = Limits(header_bytes=100_000_000, tensors=1_000_000)
+CHECKPOINT_LIMITS = HeaderLimits(header_bytes=100_000_000, tensors=1_000_000)
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class SafetensorsEntry:
     """One tensor as the header describes it, its place checked.
 
     Attributes:
@@ -91,13 +91,13 @@ class Entry:
         dtype = dtypes.get(self.dtype)
         if dtype is None:
             raise UnsupportedDtypeError(
-                f"{_label(self.name)} must be one of {', '.join(dtypes)}, got {self.dtype};"
+                f"{_format_label(self.name)} must be one of {', '.join(dtypes)}, got {self.dtype};"
                 " x.astype('<f4') of numpy or x.float() of torch converts it"
             )
         return HostTensor(dtype, self.shape, body[self.start : self.stop])
 
 
-def decode(body: memoryview, limits: Limits = REQUEST_LIMITS) -> dict[str, HostTensor]:
+def decode(body: memoryview, limits: HeaderLimits = REQUEST_LIMITS) -> dict[str, HostTensor]:
     """Return every tensor in `body` by name, in the header's order.
 
     Args:
@@ -112,25 +112,25 @@ def decode(body: memoryview, limits: Limits = REQUEST_LIMITS) -> dict[str, HostT
     return {entry.name: entry.tensor(body) for entry in read_entries(body, limits)}
 
 
-def read_entries(body: memoryview, limits: Limits = REQUEST_LIMITS) -> Sequence[Entry]:
+def read_entries(body: memoryview, limits: HeaderLimits = REQUEST_LIMITS) -> Sequence[SafetensorsEntry]:
     """Return what the header says about each tensor, all of it checked, whatever the element types.
 
     Raises:
         MalformedPayloadError: the bytes are no well-formed safetensors.
         TooLargeError: there are more tensors than `limits` allows.
     """
-    text = bytes(body[_LENGTH_BYTES : _header_end(body, limits)])
-    header = _read_header(text)
+    text = bytes(body[_LENGTH_BYTES : _find_header_end(body, limits)])
+    header = _parse_header(text)
     _check_metadata(header.pop(_METADATA, {}))
     if len(header) > limits.tensors:
         raise TooLargeError(f"a payload must hold at most {limits.tensors} tensors, got {len(header)}")
     data_start = _LENGTH_BYTES + len(text)
-    entries = tuple([_read_entry(name, fields, data_start) for name, fields in header.items()])
-    _check_tiling(entries, data_start, len(body))
+    entries = tuple([_parse_entry(name, fields, data_start) for name, fields in header.items()])
+    _check_contiguity(entries, data_start, len(body))
     return entries
 
 
-def _header_end(body: memoryview, limits: Limits) -> int:
+def _find_header_end(body: memoryview, limits: HeaderLimits) -> int:
     if len(body) < _LENGTH_BYTES:
         raise MalformedPayloadError(
             f"safetensors must begin with {_LENGTH_BYTES} bytes of header length, got {len(body)} bytes"
@@ -144,7 +144,7 @@ def _header_end(body: memoryview, limits: Limits) -> int:
     return end
 
 
-def _read_header(raw: bytes) -> dict[str, object]:
+def _parse_header(raw: bytes) -> dict[str, object]:
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:
@@ -159,42 +159,42 @@ def _check_metadata(metadata: object) -> None:
         raise MalformedPayloadError(f"{_METADATA} must map strings to strings")
 
 
-def _read_entry(name: str, fields: object, data_start: int) -> Entry:
+def _parse_entry(name: str, fields: object, data_start: int) -> SafetensorsEntry:
     # Other fields are ignored, as the format's own library ignores them.
     if not isinstance(fields, dict) or not fields.keys() >= _FIELDS:
-        raise MalformedPayloadError(f"{_label(name)} must have dtype, shape and data_offsets")
+        raise MalformedPayloadError(f"{_format_label(name)} must have dtype, shape and data_offsets")
     dtype, shape = fields["dtype"], fields["shape"]
     if not isinstance(dtype, str) or not (dtype in _ELEMENT_BITS or _FUTURE_DTYPE.fullmatch(dtype)):
-        raise MalformedPayloadError(f"{_label(name)} has a dtype that safetensors does not define")
-    if not _are_sizes(shape):
-        raise MalformedPayloadError(f"{_label(name)} must have a shape of whole numbers")
-    begin, end = _read_offsets(name, fields["data_offsets"])
+        raise MalformedPayloadError(f"{_format_label(name)} has a dtype that safetensors does not define")
+    if not _is_size_list(shape):
+        raise MalformedPayloadError(f"{_format_label(name)} must have a shape of whole numbers")
+    begin, end = _parse_offsets(name, fields["data_offsets"])
     element_bits = _ELEMENT_BITS.get(dtype)
-    bits = bits_of(shape, element_bits or 1)
+    bits = count_bits(shape, element_bits or 1)
     if element_bits is not None and bits != 8 * (end - begin):
         raise MalformedPayloadError(
-            f"{_label(name)} must have the {bits / 8:g} bytes that its shape asks for, got {end - begin}"
+            f"{_format_label(name)} must have the {bits / 8:g} bytes that its shape asks for, got {end - begin}"
         )
-    return Entry(name, dtype, tuple(shape), data_start + begin, data_start + end)
+    return SafetensorsEntry(name, dtype, tuple(shape), data_start + begin, data_start + end)
 
 
-def _read_offsets(name: str, offsets: object) -> tuple[int, int]:
-    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise MalformedPayloadError(f"{_label(name)} must have data_offsets [begin, end] with begin <= end")
+def _parse_offsets(name: str, offsets: object) -> tuple[int, int]:
+    if not _is_size_list(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise MalformedPayloadError(f"{_format_label(name)} must have data_offsets [begin, end] with begin <= end")
     return offsets[0], offsets[1]
 
 
-def _are_sizes(value: object) -> TypeGuard[list[int]]:
+def _is_size_list(value: object) -> TypeGuard[list[int]]:
     # `type is`, because a JSON true is an int to isinstance.
     return isinstance(value, list) and all(type(size) is int for size in value)
 
 
-def _check_tiling(entries: Sequence[Entry], data_start: int, body_bytes: int) -> None:
+def _check_contiguity(entries: Sequence[SafetensorsEntry], data_start: int, body_bytes: int) -> None:
     position = data_start
     for entry in sorted(entries, key=lambda entry: (entry.start, entry.stop)):
         if entry.start != position:
             fault = "leaves a hole before" if entry.start > position else "overlaps"
-            raise MalformedPayloadError(f"the data {fault} {_label(entry.name)}")
+            raise MalformedPayloadError(f"the data {fault} {_format_label(entry.name)}")
         position = entry.stop
     if position != body_bytes:
         raise MalformedPayloadError(
@@ -202,12 +202,12 @@ def _check_tiling(entries: Sequence[Entry], data_start: int, body_bytes: int) ->
         )
 
 
-def _label(name: str) -> str:
+def _format_label(name: str) -> str:
     """A tensor's name fit for a message: a client may call it anything, of any length."""
     return f"tensor {name!r}" if _SAFE_NAME.fullmatch(name) else "a tensor of unprintable name"
 
 
-def data_order(tensors: Mapping[str, tuple[DType, Sequence[int]]]) -> list[str]:
+def sort_by_element_size(tensors: Mapping[str, tuple[DType, Sequence[int]]]) -> list[str]:
     """Return the names in the order in which their data must follow the header.
 
     Widest elements first, otherwise as given: so every tensor starts at a multiple of its element size, which
@@ -219,21 +219,21 @@ def data_order(tensors: Mapping[str, tuple[DType, Sequence[int]]]) -> list[str]:
 def encode_header(tensors: Mapping[str, tuple[DType, Sequence[int]]]) -> bytes:
     """Return everything that precedes the data: length, JSON, and spaces up to `DATA_ALIGNMENT`.
 
-    The caller sends these bytes and then the tensors' buffers in `data_order(tensors)`, with nothing between.
+    The caller sends these, then the tensors' buffers in `sort_by_element_size(tensors)`, with nothing between.
     """
-    names = data_order(tensors)
+    names = sort_by_element_size(tensors)
     if _METADATA in names:
         raise ValueError(f"no tensor can be called {_METADATA}")
-    return _header(tuple([(name, tensors[name][0], tuple(tensors[name][1])) for name in names]))
+    return _encode_header(tuple([(name, tensors[name][0], tuple(tensors[name][1])) for name in names]))
 
 
 @functools.lru_cache(maxsize=1024)
-def _header(described: tuple[tuple[str, DType, tuple[int, ...]], ...]) -> bytes:
+def _encode_header(described: tuple[tuple[str, DType, tuple[int, ...]], ...]) -> bytes:
     """Of tensors by name, dtype and shape, in the order of their data."""
     header: dict[str, Any] = {}
     position = 0
     for name, dtype, shape in described:
-        end = position + bits_of(shape, dtype.itemsize * 8) // 8
+        end = position + count_bits(shape, dtype.itemsize * 8) // 8
         header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [position, end]}
         position = end
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -242,7 +242,7 @@ def _header(described: tuple[tuple[str, DType, tuple[int, ...]], ...]) -> bytes:
 
 
 def encode(tensors: Mapping[str, HostTensor]) -> list[bytes | memoryview]:
-    """Return the payload in pieces: the header, then each tensor's own buffer in `data_order`.
+    """Return the payload in pieces: the header, then each tensor's own buffer in `sort_by_element_size`.
 
     Raises:
         ValueError: a tensor is in column-major order, which safetensors cannot say, or its buffer is of
@@ -254,4 +254,4 @@ def encode(tensors: Mapping[str, HostTensor]) -> list[bytes | memoryview]:
         if tensor.data.nbytes != tensor.nbytes:
             raise ValueError(f"{name} must have {tensor.nbytes} bytes, got {tensor.data.nbytes}")
     described = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-    return [encode_header(described), *(tensors[name].data for name in data_order(described))]
+    return [encode_header(described), *(tensors[name].data for name in sort_by_element_size(described))]

@@ -30,8 +30,8 @@ def parse_object(text: str, max_depth: int) -> dict[str, object]:
     try:
         result = json.loads(
             text,
-            object_pairs_hook=_unique,
-            parse_int=_whole,
+            object_pairs_hook=_require_unique_keys,
+            parse_int=_parse_whole_number,
             parse_float=_refuse_number,
             parse_constant=_refuse_number,
         )
@@ -54,7 +54,7 @@ def _check_depth(text: str, max_depth: int) -> None:
             raise MalformedPayloadError(f"the header must nest at most {max_depth} levels deep")
 
 
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def _require_unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     result = dict(pairs)
     if len(result) != len(pairs):
         raise MalformedPayloadError("the header repeats a key")
@@ -63,7 +63,7 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return result
 
 
-def _whole(digits: str) -> int:
+def _parse_whole_number(digits: str) -> int:
     if digits.startswith("-") or len(digits) > _MAX_DIGITS:
         raise MalformedPayloadError("a number in the header must be whole and in [0, 2^63)")
     return int(digits)

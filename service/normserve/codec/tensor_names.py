@@ -29,6 +29,6 @@ def is_parameter(name: str) -> bool:
     return name.partition(".")[0] in PARAMETERS
 
 
-def norm_count(names: Iterable[str]) -> int:
+def count_norms(names: Iterable[str]) -> int:
     """How many norms a chain has that takes these tensors: one more than the last that has a parameter."""
     return max([1 + int(name.partition(".")[2]) for name in names if name in CHAIN_PARAMETERS], default=0)

@@ -11,7 +11,7 @@ at most one large job, however many are waiting, unless small jobs alone use hal
 
 from collections.abc import Collection, Hashable, Iterable, Iterator
 
-from normserve.jobs.job import Batch, Lane, NormJob
+from normserve.jobs.job import Batch, NormJob, QueueLane
 
 # Of one job.  What is longer is copied to the device and back: several at once keep the bus busy both ways.
 _LARGE_BYTES = 256 * 2**10
@@ -24,8 +24,10 @@ class Batcher:
         self._max_requests = max_requests
         self._max_bytes = max_bytes
         self._small_bytes = min(max_bytes, _LARGE_BYTES)
-        self._lanes = {lane: _Queue() for lane in Lane}
-        self._taken = dict.fromkeys(Lane, 0)  # bytes, raised to the other lane's when one comes back from idling
+        self._lanes = {lane: _LaneQueue() for lane in QueueLane}
+        self._taken = dict.fromkeys(
+            QueueLane, 0
+        )  # bytes, raised to the other lane's when one comes back from idling
         self._last_start = 0
         self._count = 0
 
@@ -39,9 +41,9 @@ class Batcher:
         for queue in self._lanes.values():
             yield from queue
 
-    def lane_of(self, job: NormJob) -> Lane:
+    def lane_of(self, job: NormJob) -> QueueLane:
         """Where a job would wait."""
-        return Lane.SMALL if job.nbytes <= self._small_bytes else Lane.LARGE
+        return QueueLane.SMALL if job.nbytes <= self._small_bytes else QueueLane.LARGE
 
     def add(self, job: NormJob) -> None:
         """Queue a job."""
@@ -59,9 +61,9 @@ class Batcher:
                 queue.discard(job)
                 self._count -= 1
 
-    def take(self, lanes: Collection[Lane] = tuple(Lane)) -> Batch | None:
+    def take(self, lanes: Collection[QueueLane] = tuple(QueueLane)) -> Batch | None:
         """Take out the next batch for a device with capacity in these lanes; None where nothing waits in them."""
-        waiting = [lane for lane in Lane if lane in lanes and self._lanes[lane]]
+        waiting = [lane for lane in QueueLane if lane in lanes and self._lanes[lane]]
         if not waiting:
             return None
         lane = min(waiting, key=self._taken.__getitem__)
@@ -84,7 +86,7 @@ class Batcher:
             yield job
 
 
-class _Queue:
+class _LaneQueue:
     """Jobs in order of arrival, and by class."""
 
     def __init__(self) -> None:

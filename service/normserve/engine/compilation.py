@@ -11,7 +11,7 @@ from normserve.errors import OverloadedError
 from normserve.jobs.job import NormJob
 
 
-class Compilation:
+class CompilationQueue:
     """The classes that are compiled, and the jobs of those that are not yet.
 
     Not thread-safe: it belongs to the event loop's thread.

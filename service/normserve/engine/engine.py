@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable, Hashable
 from enum import Enum
 
-from normserve.backends.replayer import Replay, Replayer
+from normserve.backends.replayer import CapturedLaunch, LaunchReplayer
 from normserve.engine.batcher import Batcher
-from normserve.engine.compilation import Compilation
-from normserve.engine.executor import Executor, Outcome, Reply, on_loop
-from normserve.engine.launches import Launches, described
-from normserve.engine.waiters import OnEnd, Replies
+from normserve.engine.compilation import CompilationQueue
+from normserve.engine.executor import Executor, Reply, WorkOutcome, wrap_for_loop
+from normserve.engine.launches import LaunchDispatcher, describe_batch
+from normserve.engine.waiters import OnEnd, PendingJobs
 from normserve.errors import (
     ClientLeftError,
     DeviceFailureError,
@@ -25,16 +25,16 @@ from normserve.errors import (
     NormserveError,
     NotReadyError,
 )
-from normserve.jobs.device import DeviceInfo
-from normserve.jobs.job import Batch, Execution, NormJob, Op, Recurrence
-from normserve.memory.device_segments import Device
+from normserve.jobs.device import DeviceDescription
+from normserve.jobs.job import Batch, BatchResult, NormJob, Op, ReplaySlot
+from normserve.memory.device_segments import ShareableDevice
 from normserve.memory.host_tensors import HostTensor
 from normserve.metrics.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
 
-class State(Enum):
+class EngineState(Enum):
     """What the engine can do for a request."""
 
     STARTING = "starting"
@@ -51,17 +51,19 @@ class Engine:
         failed_work: what the device failed with, where that was a launch.
     """
 
-    def __init__(self, executor: Executor, batcher: Batcher, compilation: Compilation, metrics: Metrics) -> None:
+    def __init__(
+        self, executor: Executor, batcher: Batcher, compilation: CompilationQueue, metrics: Metrics
+    ) -> None:
         self._executor = executor
         self._batcher = batcher
         self._compilation = compilation
         self._metrics = metrics
-        self._replies = Replies(self._withdraw)
+        self._replies = PendingJobs(self._withdraw)
         self._arrivals: dict[NormJob, bool] = {}
-        self._on_device = Launches(executor, self._finish, self._feed)
+        self._on_device = LaunchDispatcher(executor, self._finish, self._feed)
         self.launches = self._on_device.progress
-        self.state = State.STARTING
-        self.device: DeviceInfo | None = None
+        self.state = EngineState.STARTING
+        self.device: DeviceDescription | None = None
         self.failed_work: str | None = None
         self.on_failure: Callable[[], None] = lambda: None
         metrics.watch_queue(lambda: len(batcher) + len(compilation))
@@ -76,14 +78,14 @@ class Engine:
         """The traceback of the last error that no request is to blame for; an empty string without one."""
         return self._executor.last_error
 
-    async def start(self) -> DeviceInfo:
+    async def start(self) -> DeviceDescription:
         """Start the device; the engine still takes no jobs until `open`.
 
         Raises:
             NormserveError: the device cannot be used.
         """
         device = await self._ask(self._executor.start)
-        assert isinstance(device, DeviceInfo)
+        assert isinstance(device, DeviceDescription)
         self.device = device
         backend = self._executor.backend
         self._compilation.foresee(backend.compiled or ())
@@ -92,13 +94,13 @@ class Engine:
 
     def open(self) -> None:
         """Take jobs from now on."""
-        if self.state is State.STARTING:
-            self._enter(State.READY)
+        if self.state is EngineState.STARTING:
+            self._enter(EngineState.READY)
 
     def close(self) -> None:
         """Take no more jobs; those already admitted are finished."""
-        if self.state is not State.FAILED:
-            self._enter(State.DRAINING)
+        if self.state is not EngineState.FAILED:
+            self._enter(EngineState.DRAINING)
 
     def give_up(self) -> None:
         """Tell everybody who still waits that the server ends first."""
@@ -120,14 +122,14 @@ class Engine:
             NotReadyError, DrainingError: by state.
         """
         match self.state:
-            case State.READY:
+            case EngineState.READY:
                 return
-            case State.STARTING:
+            case EngineState.STARTING:
                 raise NotReadyError("the server is still warming up")
-            case State.DRAINING:
+            case EngineState.DRAINING:
                 raise DrainingError("the server is shutting down and finishes only what it has admitted")
-            case State.FAILED:
-                raise _never_launched()
+            case EngineState.FAILED:
+                raise _make_not_launched_error()
 
     async def load(self, op: Op, weight: HostTensor, bias: HostTensor | None) -> object:
         """Bring a layer's parameters to where the device wants them.
@@ -145,11 +147,11 @@ class Engine:
         return self._executor.backend.share(memory)
 
     @property
-    def device_memory(self) -> Device | None:
+    def device_memory(self) -> ShareableDevice | None:
         """Whose memory clients on this host may have; None where none can be shared.  Asked once it is ready."""
         return self._executor.backend.device_memory
 
-    def make_replayer(self) -> Replayer | None:
+    def make_replayer(self) -> LaunchReplayer | None:
         """What answers recurring requests without `begin`; None where there is none.  Called once it is ready."""
         return self._executor.backend.make_replayer()
 
@@ -157,14 +159,14 @@ class Engine:
         """Whether jobs that recur like this one are computed each by itself, where their client has them."""
         return self._executor.backend.computes_alone(job)
 
-    def replay(self, recurrence: Recurrence) -> Replay | None:
+    def replay(self, recurrence: ReplaySlot) -> CapturedLaunch | None:
         """The captured launch of jobs that recur, if there is one."""
         return self._executor.backend.replay(recurrence)
 
     @property
     def may_replay(self) -> bool:
         """Whether captured launches may be launched now, on this thread."""
-        return self.state is State.READY and not self._on_device.is_launching
+        return self.state is EngineState.READY and not self._on_device.is_launching
 
     def note_failed_replay(self, code: int) -> NormserveError:
         """A captured launch has failed, and with it the device: what its caller is told.
@@ -186,8 +188,8 @@ class Engine:
             DeadlineExceededError: the deadline has passed.
             NormserveError: the job cannot be run; there is nothing to end.
         """
-        if self.state is State.FAILED:
-            raise _never_launched()
+        if self.state is EngineState.FAILED:
+            raise _make_not_launched_error()
         self._replies.expect(job, deadline, on_end)
         try:
             is_compiled = self._is_compiled(job)
@@ -226,10 +228,10 @@ class Engine:
         if kind in self._compilation:
             return True
         if self._compilation.wait_for(kind, job):
-            self._executor.compile(job, on_loop(functools.partial(self._end_compile, kind)))
+            self._executor.compile(job, wrap_for_loop(functools.partial(self._end_compile, kind)))
         return False
 
-    def _end_compile(self, kind: Hashable, outcome: Outcome) -> None:
+    def _end_compile(self, kind: Hashable, outcome: WorkOutcome) -> None:
         jobs = self._compilation.end(kind, compiled=outcome.error is None)
         if outcome.error is not None:
             self._note_failure(outcome.error)
@@ -242,14 +244,14 @@ class Engine:
 
     def _admit(self) -> None:
         """Give the device what it can take, and let the clock run for what must wait."""
-        if len(self._arrivals) == 1 and self.state is not State.FAILED:
+        if len(self._arrivals) == 1 and self.state is not EngineState.FAILED:
             self._admit_alone(*self._arrivals.popitem())
             return
         # Some may have left since.
         arrivals = {job: ready for job, ready in self._arrivals.items() if self._replies.is_awaited(job)}
         self._arrivals = {}
-        if self.state is State.FAILED:
-            self._replies.refuse(arrivals, _never_launched())
+        if self.state is EngineState.FAILED:
+            self._replies.refuse(arrivals, _make_not_launched_error())
             return
         for job, is_compiled in arrivals.items():
             if is_compiled:
@@ -272,7 +274,7 @@ class Engine:
         self._replies.keep_deadline(job)
 
     def _feed(self) -> None:
-        while self.state is not State.FAILED:
+        while self.state is not EngineState.FAILED:
             batch = self._batcher.take(self._on_device.free_lanes())
             if batch is None:
                 return
@@ -284,17 +286,17 @@ class Engine:
         if outcome is not None:
             self._conclude(batch, outcome)
 
-    def _finish(self, batch: Batch, outcome: Outcome) -> None:
+    def _finish(self, batch: Batch, outcome: WorkOutcome) -> None:
         self._conclude(batch, outcome)
         self._feed()
 
-    def _conclude(self, batch: Batch, outcome: Outcome) -> None:
+    def _conclude(self, batch: Batch, outcome: WorkOutcome) -> None:
         if outcome.error is not None:
             self._note_failure(outcome.error, batch)
             self._replies.refuse(batch.jobs, outcome.error)
             return
         execution = outcome.value
-        assert isinstance(execution, Execution)
+        assert isinstance(execution, BatchResult)
         self._replies.give(batch, execution, outcome.started)
         # No caller waits for this.
         self._metrics.observe_launch(batch, execution)
@@ -305,29 +307,29 @@ class Engine:
         Only jobs of a launch that failed are told of the failure: one of them may be its cause, and would make the
         next server fail.  Those that no launch had may be sent again.
         """
-        if not isinstance(error, DeviceFailureError) or self.state is State.FAILED:
+        if not isinstance(error, DeviceFailureError) or self.state is EngineState.FAILED:
             return
-        self.failed_work = None if batch is None else described(batch)
-        self._enter(State.FAILED)
+        self.failed_work = None if batch is None else describe_batch(batch)
+        self._enter(EngineState.FAILED)
         log.critical("the device failed, the server ends: %s", error.detail)
         queued = (*self._batcher, *self._compilation.jobs())
         for job in queued:
             self._withdraw(job)
-        self._replies.refuse(queued, _never_launched())
+        self._replies.refuse(queued, _make_not_launched_error())
         self.on_failure()
 
     def _withdraw(self, job: NormJob) -> None:
         self._batcher.discard(job)
         self._compilation.discard(job)
 
-    def _enter(self, state: State) -> None:
+    def _enter(self, state: EngineState) -> None:
         self.state = state
-        self._metrics.set_ready(state is State.READY)
+        self._metrics.set_ready(state is EngineState.READY)
 
     async def _ask(self, request: Callable[[Reply], None]) -> object:
         """Hand something to the executor and wait for its reply."""
-        future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        request(on_loop(lambda outcome: None if future.done() else future.set_result(outcome)))
+        future: asyncio.Future[WorkOutcome] = asyncio.get_running_loop().create_future()
+        request(wrap_for_loop(lambda outcome: None if future.done() else future.set_result(outcome)))
         outcome = await future
         if outcome.error is not None:
             self._note_failure(outcome.error)
@@ -335,6 +337,6 @@ class Engine:
         return outcome.value
 
 
-def _never_launched() -> NotReadyError:
+def _make_not_launched_error() -> NotReadyError:
     """The error of a job that a failed device has not been given."""
     return NotReadyError("the device has failed before it was given this request, and the server is about to exit")

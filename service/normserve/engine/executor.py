@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from normserve.backends.base import Backend, InFlight
-from normserve.engine.places import in_places
+from normserve.backends.base import Backend, PendingLaunch
+from normserve.engine.places import fill_result_buffers
 from normserve.errors import DeviceFailureError, DeviceOutOfMemoryError, NormserveError
-from normserve.jobs.device import DeviceInfo
-from normserve.jobs.job import Batch, Execution, Lane, NormJob, Op
+from normserve.jobs.device import DeviceDescription
+from normserve.jobs.job import Batch, BatchResult, NormJob, Op, QueueLane
 from normserve.memory.host_tensors import HostTensor
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ _WATCHED_S = 2e-3
 _INLINE_DEVICE_BYTES = 512 * 2**20
 
 
-class Outcome(NamedTuple):
+class WorkOutcome(NamedTuple):
     """What became of a piece of work: a value or an error, never both.
 
     Attributes:
@@ -40,36 +40,36 @@ class Outcome(NamedTuple):
     error: NormserveError | None = None
 
 
-Reply = Callable[[Outcome], None]
+Reply = Callable[[WorkOutcome], None]
 
 
-def on_loop(reply: Reply) -> Reply:
+def wrap_for_loop(reply: Reply) -> Reply:
     """A reply that any thread may call: it runs on the loop that runs now, or not at all once that is gone."""
     loop = asyncio.get_running_loop()
 
-    def hand_over(outcome: Outcome) -> None:
+    def schedule(outcome: WorkOutcome) -> None:
         try:
             loop.call_soon_threadsafe(reply, outcome)
         except RuntimeError:
             if not loop.is_closed():
                 raise
 
-    return hand_over
+    return schedule
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
+class _WorkItem:
     do: Callable[[], object]
     reply: Reply
-    lane: Lane
+    lane: QueueLane
     on_launched: Reply | None = None
 
 
-class _Thread:
+class _WorkerThread:
     """Works off an inbox, one piece after another."""
 
-    def __init__(self, name: str, work: Callable[[_Work], None]) -> None:
-        self._inbox: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+    def __init__(self, name: str, work: Callable[[_WorkItem], None]) -> None:
+        self._inbox: queue.SimpleQueue[_WorkItem | None] = queue.SimpleQueue()
         self._work = work
         # A device that hangs must not keep the process from exiting.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -77,7 +77,7 @@ class _Thread:
     def start(self) -> None:
         self._thread.start()
 
-    def put(self, work: _Work) -> None:
+    def put(self, work: _WorkItem) -> None:
         self._inbox.put(work)
 
     def stop(self, timeout_s: float) -> None:
@@ -94,7 +94,7 @@ class _Thread:
             try:
                 self._work(work)
             except MemoryError:
-                _give_up(work)
+                _report_no_memory(work)
             # The wait for the next piece must not keep this one's memory.
             del work
 
@@ -112,24 +112,26 @@ class Executor:
     def __init__(self, make_backend: Callable[[], Backend]) -> None:
         self._make_backend = make_backend
         self._backend: Backend | None = None
-        self._owner = _Thread("device-owner", self._do)
-        self._waiters = {lane: _Thread(f"device-waits-{lane.value}", self._answer) for lane in Lane}
-        self._compiler = _Thread("device-compiler", self._answer)
+        self._owner = _WorkerThread("device-owner", self._do)
+        self._waiters = {lane: _WorkerThread(f"device-waits-{lane.value}", self._answer) for lane in QueueLane}
+        self._compiler = _WorkerThread("device-compiler", self._answer)
         self.last_error = ""
         self._threads = (self._owner, *self._waiters.values(), self._compiler)
 
     def start(self, reply: Reply) -> None:
-        """Start the thread and the device; the reply's value is a `DeviceInfo`."""
+        """Start the thread and the device; the reply's value is a `DeviceDescription`."""
         for thread in self._threads:
             thread.start()
-        self._owner.put(_Work(self._start_backend, reply, Lane.SMALL))
+        self._owner.put(_WorkItem(self._start_backend, reply, QueueLane.SMALL))
 
     def run(self, batch: Batch, on_launched: Reply, reply: Reply) -> None:
-        """Run a batch; the reply's value is an `Execution`.
+        """Run a batch; the reply's value is a `BatchResult`.
 
         Args: on_launched: called before the reply if the batch is in flight and the thread is free for the next.
         """
-        self._owner.put(_Work(lambda: in_places(batch, self.backend.run(batch)), reply, batch.lane, on_launched))
+        self._owner.put(
+            _WorkItem(lambda: fill_result_buffers(batch, self.backend.run(batch)), reply, batch.lane, on_launched)
+        )
 
     def runs_soon(self, batch: Batch) -> bool:
         """Whether a batch is over sooner than it could be handed to a thread."""
@@ -141,22 +143,22 @@ class Executor:
         """Whether `launch_here` takes less time than handing a batch over."""
         return self.backend.launches_at_once(batch)
 
-    def launch_here(self, batch: Batch) -> Outcome:
-        """Set a batch going on the caller's thread; the outcome's value is an `InFlight`, or an `Execution`.
+    def launch_here(self, batch: Batch) -> WorkOutcome:
+        """Set a batch going on the caller's thread; the outcome's value is a `PendingLaunch`, or a `BatchResult`.
 
         No batch may be between `run` and its `on_launched`: a backend launches one at a time.
         """
-        return self._attempt(lambda: in_places(batch, self.backend.run(batch)))
+        return self._attempt(lambda: fill_result_buffers(batch, self.backend.run(batch)))
 
-    def run_here(self, batch: Batch) -> Outcome:
+    def run_here(self, batch: Batch) -> WorkOutcome:
         """Run a batch on the caller's thread, for an idle device that allows it (`Backend.inline_bytes`).
 
         Nothing that `run` was given may be unfinished: a backend runs one batch at a time.  Where it takes long,
-        the outcome's value is an `InFlight`, which is for `await_landing`.
+        the outcome's value is a `PendingLaunch`, which is for `await_landing`.
         """
         started = time.perf_counter()
         try:
-            return Outcome(started, _run_and_look(self.backend, batch))
+            return WorkOutcome(started, _run_and_poll(self.backend, batch))
         except Exception as error:
             return self._failed(started, error)
 
@@ -165,20 +167,20 @@ class Executor:
         """How long to ask `landed` for a batch before a thread waits for it."""
         return _WATCHED_S
 
-    def landed(self, outcome: Outcome) -> Outcome | None:
+    def landed(self, outcome: WorkOutcome) -> WorkOutcome | None:
         """What became of a batch in flight; None where that is not known yet.  Does not block."""
         flight = outcome.value
-        assert isinstance(flight, InFlight)
+        assert isinstance(flight, PendingLaunch)
         try:
             return outcome._replace(value=flight.wait()) if flight.lands_within(0.0) else None
         except Exception as error:
             return self._failed(outcome.started, error)
 
-    def await_landing(self, outcome: Outcome, lane: Lane, reply: Reply) -> None:
-        """Have a thread wait for a batch in flight; the reply's value is an `Execution`."""
+    def await_landing(self, outcome: WorkOutcome, lane: QueueLane, reply: Reply) -> None:
+        """Have a thread wait for a batch in flight; the reply's value is a `BatchResult`."""
         started, flight = outcome.started, outcome.value
-        assert isinstance(flight, InFlight)
-        self._waiters[lane].put(_Work(flight.wait, lambda done: reply(done._replace(started=started)), lane))
+        assert isinstance(flight, PendingLaunch)
+        self._waiters[lane].put(_WorkItem(flight.wait, lambda done: reply(done._replace(started=started)), lane))
 
     def translated(self, error: Exception) -> NormserveError:
         """What an error that a launch has ended with means for its caller."""
@@ -188,11 +190,11 @@ class Executor:
 
     def load(self, op: Op, weight: HostTensor, bias: HostTensor | None, reply: Reply) -> None:
         """Keep parameters on the device, beside the work; the reply's value is the backend's handle for them."""
-        self._compiler.put(_Work(lambda: self.backend.load(op, weight, bias), reply, Lane.SMALL))
+        self._compiler.put(_WorkItem(lambda: self.backend.load(op, weight, bias), reply, QueueLane.SMALL))
 
     def compile(self, job: NormJob, reply: Reply) -> None:
         """Compile what the job's class runs, beside the owner's work."""
-        self._compiler.put(_Work(lambda: self.backend.compile(job), reply, Lane.SMALL))
+        self._compiler.put(_WorkItem(lambda: self.backend.compile(job), reply, QueueLane.SMALL))
 
     def stop(self, timeout_s: float) -> None:
         """End the threads once what was handed in is done, or leave them behind after `timeout_s`."""
@@ -212,38 +214,38 @@ class Executor:
             raise RuntimeError("the backend has not started")
         return self._backend
 
-    def _start_backend(self) -> DeviceInfo:
+    def _start_backend(self) -> DeviceDescription:
         self._backend = self._make_backend()
         return self._backend.start()
 
-    def _do(self, work: _Work) -> None:
+    def _do(self, work: _WorkItem) -> None:
         outcome = self._attempt(work.do)
-        if isinstance(outcome.value, InFlight):
+        if isinstance(outcome.value, PendingLaunch):
             if work.on_launched is not None:
                 work.on_launched(outcome)
             self.await_landing(outcome, work.lane, work.reply)
         else:
             work.reply(outcome)
 
-    def _answer(self, work: _Work) -> None:
+    def _answer(self, work: _WorkItem) -> None:
         work.reply(self._attempt(work.do))
 
-    def _attempt(self, work: Callable[[], object]) -> Outcome:
+    def _attempt(self, work: Callable[[], object]) -> WorkOutcome:
         started = time.perf_counter()
         try:
-            return Outcome(started, value=work())
+            return WorkOutcome(started, value=work())
         except Exception as error:
             return self._failed(started, error)
 
-    def _failed(self, started: float, error: Exception) -> Outcome:
+    def _failed(self, started: float, error: Exception) -> WorkOutcome:
         try:
             meaning = self._translate(error)
             if type(meaning) in (NormserveError, DeviceFailureError):
                 self.last_error = "".join(traceback.format_exception(error))
-            return Outcome(started, error=meaning)
+            return WorkOutcome(started, error=meaning)
         except Exception:
             # There may be no memory for a message; the caller must get an error all the same.
-            return Outcome(started, error=_WORDLESS)
+            return WorkOutcome(started, error=_WORDLESS)
 
     def _translate(self, error: Exception) -> NormserveError:
         if isinstance(error, NormserveError):
@@ -260,17 +262,17 @@ _WORDLESS = DeviceOutOfMemoryError("there is not enough memory for this request 
 _PAUSE_S = 0.05
 
 
-def _give_up(work: _Work) -> None:
+def _report_no_memory(work: _WorkItem) -> None:
     """Answer what there was no memory to answer, as soon as there is some: a caller waits for it."""
     while True:
         try:
-            work.reply(Outcome(time.perf_counter(), error=_WORDLESS))
+            work.reply(WorkOutcome(time.perf_counter(), error=_WORDLESS))
             return
         except MemoryError:
             time.sleep(_PAUSE_S)
 
 
-def _run_and_look(backend: Backend, batch: Batch) -> Execution | InFlight:
+def _run_and_poll(backend: Backend, batch: Batch) -> BatchResult | PendingLaunch:
     """What came of a batch, if that is known soon."""
-    value = in_places(batch, backend.run(batch))
-    return value.wait() if isinstance(value, InFlight) and value.lands_within(_SOON_S) else value
+    value = fill_result_buffers(batch, backend.run(batch))
+    return value.wait() if isinstance(value, PendingLaunch) and value.lands_within(_SOON_S) else value

@@ -13,21 +13,21 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from normserve.backends.base import InFlight
-from normserve.engine.executor import Executor, Outcome, Reply, on_loop
-from normserve.engine.progress import Progress
-from normserve.jobs.job import Batch, Lane
+from normserve.backends.base import PendingLaunch
+from normserve.engine.executor import Executor, Reply, WorkOutcome, wrap_for_loop
+from normserve.engine.progress import CompletionTracker
+from normserve.jobs.job import Batch, QueueLane
 
 
-class _Watched(NamedTuple):
+class _PolledLaunch(NamedTuple):
     """A batch in flight, and until when the event loop watches it, by `time.perf_counter`."""
 
     batch: Batch
-    outcome: Outcome
+    outcome: WorkOutcome
     until: float
 
 
-class Launches:
+class LaunchDispatcher:
     """Gives batches to an executor and counts those that it has.
 
     Attributes:
@@ -35,7 +35,7 @@ class Launches:
     """
 
     def __init__(
-        self, executor: Executor, on_end: Callable[[Batch, Outcome], None], on_room: Callable[[], None]
+        self, executor: Executor, on_end: Callable[[Batch, WorkOutcome], None], on_room: Callable[[], None]
     ) -> None:
         """Args:
         on_end: is told what became of a batch that `run` did not wait for.
@@ -47,46 +47,46 @@ class Launches:
         # would keep all later batches from being launched on this thread, and two threads that launch and answer
         # by turns wait for Python's lock at every call that releases it.
         self._handed_over: Batch | None = None
-        self._watched: list[_Watched] = []
+        self._watched: list[_PolledLaunch] = []
         self._is_to_look = False
-        self._running = dict.fromkeys(Lane, 0)
+        self._running = dict.fromkeys(QueueLane, 0)
         self._launched = 0
-        self.progress = Progress()
+        self.progress = CompletionTracker()
 
     @property
     def is_launching(self) -> bool:
         """Whether a thread of the executor may be launching a batch now."""
         return self._handed_over is not None
 
-    def has_room(self, lane: Lane) -> bool:
+    def has_room(self, lane: QueueLane) -> bool:
         """Whether the device would take another batch of that lane now."""
         if self._handed_over is not None:
             return False
         depth = self._executor.backend.depth
         return self._launched < depth.total and self._running[lane] < depth.lanes[lane]
 
-    def free_lanes(self) -> list[Lane]:
+    def free_lanes(self) -> list[QueueLane]:
         """Of which lanes the device would take another batch now."""
-        return [lane for lane in Lane if self.has_room(lane)]
+        return [lane for lane in QueueLane if self.has_room(lane)]
 
-    def run(self, batch: Batch) -> Outcome | None:
+    def run(self, batch: Batch) -> WorkOutcome | None:
         """Run a batch; what became of it, or None where `on_end` will be told."""
         executor = self._executor
-        outcome: Outcome | None = None
+        outcome: WorkOutcome | None = None
         # Nothing is with the executor's threads, so that none of them uses the device meanwhile.
         if not self._launched and executor.runs_soon(batch):
-            if batch.lane is Lane.LARGE and batch.nbytes <= executor.backend.inline_bytes:
+            if batch.lane is QueueLane.LARGE and batch.nbytes <= executor.backend.inline_bytes:
                 # Nothing is there that its copies could overlap with: one stream starts sooner than three.
-                batch = Batch(batch.jobs, Lane.SMALL)
+                batch = Batch(batch.jobs, QueueLane.SMALL)
             outcome = executor.run_here(batch)
         elif executor.launches_here(batch):
             # Threads that take turns with Python's lock would set it going later, and hold up this one meanwhile.
             outcome = executor.launch_here(batch)
         if outcome is None:
             self._handed_over = batch
-            executor.run(batch, on_loop(functools.partial(self._note_launched, batch)), self._reply(batch))
-        elif isinstance(outcome.value, InFlight):
-            self._watch(_Watched(batch, outcome, time.perf_counter() + executor.watched_s))
+            executor.run(batch, wrap_for_loop(functools.partial(self._note_launched, batch)), self._reply(batch))
+        elif isinstance(outcome.value, PendingLaunch):
+            self._watch(_PolledLaunch(batch, outcome, time.perf_counter() + executor.watched_s))
         else:
             return outcome
         self._running[batch.lane] += 1
@@ -95,9 +95,9 @@ class Launches:
         return None
 
     def _reply(self, batch: Batch) -> Reply:
-        return on_loop(functools.partial(self._end, batch))
+        return wrap_for_loop(functools.partial(self._end, batch))
 
-    def _watch(self, flight: _Watched) -> None:
+    def _watch(self, flight: _PolledLaunch) -> None:
         self._watched.append(flight)
         if not self._is_to_look:
             self._is_to_look = True
@@ -117,7 +117,7 @@ class Launches:
             else:
                 self._executor.await_landing(outcome, batch.lane, self._reply(batch))
 
-    def _note_launched(self, batch: Batch, _: Outcome) -> None:
+    def _note_launched(self, batch: Batch, _: WorkOutcome) -> None:
         self._forget_handed_over(batch)
         self._on_room()
 
@@ -125,7 +125,7 @@ class Launches:
         if self._handed_over is batch:
             self._handed_over = None
 
-    def _end(self, batch: Batch, outcome: Outcome) -> None:
+    def _end(self, batch: Batch, outcome: WorkOutcome) -> None:
         self._forget_handed_over(batch)
         self._running[batch.lane] -= 1
         self._launched -= 1
@@ -133,7 +133,7 @@ class Launches:
         self._on_end(batch, outcome)
 
 
-def described(batch: Batch) -> str:
+def describe_batch(batch: Batch) -> str:
     """What a launch was to compute, for people."""
     job = batch.jobs[0]
     tensors = {name: f"{tensor.dtype.label}{list(tensor.shape)}" for name, tensor in job.tensors.items()}

@@ -5,43 +5,47 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from normserve.backends.base import InFlight
-from normserve.jobs.job import Batch, Execution
+from normserve.backends.base import PendingLaunch
+from normserve.jobs.job import Batch, BatchResult
 from normserve.memory.host_tensors import HostTensor
 
 # Copied sooner than it is found out that they lie there already.
 _SHORT_BYTES = 32 * 1024
 
 
-def in_places(batch: Batch, value: Execution | InFlight) -> Execution | InFlight:
+def fill_result_buffers(batch: Batch, value: BatchResult | PendingLaunch) -> BatchResult | PendingLaunch:
     """What a backend gave back for a batch, or will; results of jobs that have places for them lie there."""
-    if isinstance(value, Execution) and value.are_placed:
+    if isinstance(value, BatchResult) and value.are_placed:
         return value
     for job in batch.jobs:
         if job.places is not None and not job.is_on_device:
-            return _InPlaces(batch, value) if isinstance(value, InFlight) else _placed(batch, value)
+            return (
+                _BufferedPendingLaunch(batch, value)
+                if isinstance(value, PendingLaunch)
+                else _copy_batch_results(batch, value)
+            )
     return value
 
 
-class _InPlaces(InFlight):
-    def __init__(self, batch: Batch, flight: InFlight) -> None:
+class _BufferedPendingLaunch(PendingLaunch):
+    def __init__(self, batch: Batch, flight: PendingLaunch) -> None:
         self._batch = batch
         self._flight = flight
 
     def lands_within(self, seconds: float) -> bool:
         return self._flight.lands_within(seconds)
 
-    def wait(self) -> Execution:
-        return _placed(self._batch, self._flight.wait())
+    def wait(self) -> BatchResult:
+        return _copy_batch_results(self._batch, self._flight.wait())
 
 
-def _placed(batch: Batch, execution: Execution) -> Execution:
+def _copy_batch_results(batch: Batch, execution: BatchResult) -> BatchResult:
     if execution.are_placed:
         return execution
     began = time.perf_counter()
     outputs = tuple(
         [
-            results if job.places is None else _moved(results, job.places)
+            results if job.places is None else _copy_results(results, job.places)
             for job, results in zip(batch.jobs, execution.outputs, strict=True)
         ]
     )
@@ -49,7 +53,7 @@ def _placed(batch: Batch, execution: Execution) -> Execution:
     return execution._replace(outputs=outputs, copy_out_s=copy_out_s)
 
 
-def _moved(results: Mapping[str, HostTensor], places: Mapping[str, memoryview]) -> dict[str, HostTensor]:
+def _copy_results(results: Mapping[str, HostTensor], places: Mapping[str, memoryview]) -> dict[str, HostTensor]:
     moved = {}
     for name, tensor in results.items():
         nbytes = len(tensor.data)

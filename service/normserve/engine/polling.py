@@ -4,7 +4,7 @@ import asyncio
 import os
 import time
 
-from normserve.engine.progress import Progress
+from normserve.engine.progress import CompletionTracker
 
 SOON_S = 200e-6
 """From a message that was sent to the one that it leads to: the other process must be woken, and does its part."""
@@ -13,14 +13,14 @@ SOON_S = 200e-6
 _LEAST_CORES = 2
 
 
-class Polling:
+class BusyPoller:
     """Keeps the event loop from sleeping while such a message is due.
 
     To wake a thread that sleeps takes as long as a small request, above all on virtual machines.  The loop polls
     its sockets in each iteration as always; nothing that is ready waits for this.
     """
 
-    def __init__(self, progress: Progress | None = None) -> None:
+    def __init__(self, progress: CompletionTracker | None = None) -> None:
         """Args: progress: of all requests; while there are any, other threads need Python's lock.  None where there
         are no such threads.
         """
@@ -50,9 +50,9 @@ class Polling:
             self._is_polling = False
 
 
-def polling(progress: Progress | None = None) -> Polling | None:
+def make_busy_poller(progress: CompletionTracker | None = None) -> BusyPoller | None:
     """For this process; None where it may run on too few cores.
 
-    Args: progress: as of `Polling`.
+    Args: progress: as of `BusyPoller`.
     """
-    return Polling(progress) if len(os.sched_getaffinity(0)) >= _LEAST_CORES else None
+    return BusyPoller(progress) if len(os.sched_getaffinity(0)) >= _LEAST_CORES else None

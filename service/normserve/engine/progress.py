@@ -11,7 +11,7 @@ from normserve.errors import StalledError
 _RETRY_AFTER_S = 5.0
 
 
-class Progress:
+class CompletionTracker:
     """Pieces of work that are begun and ended, and for how long none has been ended."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -41,18 +41,18 @@ class Progress:
         return self._clock() - self._since if self._open else 0.0
 
 
-class StallWatch:
+class StallDetector:
     """Notices that nothing is finished any more, of requests or on the device.
 
     Attributes:
         requests: those received whole and not answered yet.
     """
 
-    def __init__(self, stall_s: float, launches: Progress) -> None:
+    def __init__(self, stall_s: float, launches: CompletionTracker) -> None:
         """Args: launches: what the device's threads were given and have not returned."""
         self._stall_s = stall_s
         self._launches = launches
-        self.requests = Progress()
+        self.requests = CompletionTracker()
 
     @property
     def seconds(self) -> float:

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from normserve.errors import DeadlineExceededError, NormserveError
-from normserve.jobs.job import Batch, Execution, NormJob, NormResult
+from normserve.jobs.job import Batch, BatchResult, NormJob, NormResult
 
 OnEnd = Callable[[NormResult | NormserveError], None]
 """Told once what became of a job: its result, or why there is none.  It raises nothing."""
 
 
 @dataclass(eq=False, slots=True)
-class _Waiting:
+class _PendingJob:
     """A job's way back, and what may end its wait."""
 
     on_end: OnEnd
@@ -33,13 +33,13 @@ class _Waiting:
         return not self.is_running and not self.is_told
 
 
-class Replies:
+class PendingJobs:
     """The jobs whose callers wait."""
 
     def __init__(self, on_late: Callable[[NormJob], None]) -> None:
         """Args: on_late: called with a job that has not run by its deadline, before its caller is told."""
         self._on_late = on_late
-        self._waiting: dict[NormJob, _Waiting] = {}
+        self._waiting: dict[NormJob, _PendingJob] = {}
         # One timer for all: on a busy device most jobs wait for a moment, and hardly one until its deadline.
         self._timer: asyncio.TimerHandle | None = None
         self._next_look = math.inf
@@ -52,8 +52,8 @@ class Replies:
         """
         submitted = time.perf_counter()
         if deadline <= submitted:
-            raise _late(job)
-        self._waiting[job] = _Waiting(on_end, submitted, deadline)
+            raise _make_deadline_error(job)
+        self._waiting[job] = _PendingJob(on_end, submitted, deadline)
 
     def forget(self, job: NormJob) -> bool:
         """The caller does not wait any more; whether the job had begun to run."""
@@ -81,7 +81,7 @@ class Replies:
         for job in batch.jobs:
             self._waiting[job].is_running = True
 
-    def give(self, batch: Batch, execution: Execution, started: float) -> None:
+    def give(self, batch: Batch, execution: BatchResult, started: float) -> None:
         """Tell everybody of a batch that began at `started`, by `time.perf_counter`, what came of it."""
         launch_bytes = sum(execution.kernel_bytes)
         for job, tensors, kernel_bytes in zip(batch.jobs, execution.outputs, execution.kernel_bytes, strict=True):
@@ -135,8 +135,8 @@ class Replies:
                 self._look_at(waiting.deadline)
             else:
                 self._on_late(job)
-                self.refuse((job,), _late(job))
+                self.refuse((job,), _make_deadline_error(job))
 
 
-def _late(job: NormJob) -> DeadlineExceededError:
+def _make_deadline_error(job: NormJob) -> DeadlineExceededError:
     return DeadlineExceededError(f"execution of this {job.spec.op.value} had not begun by its deadline")

@@ -51,17 +51,17 @@ STATUSES: dict[type[NormserveError], int] = {
 }
 
 
-def status_of(error: NormserveError) -> int:
+def get_status(error: NormserveError) -> int:
     """The HTTP status of an error."""
     return STATUSES[type(error)]
 
 
-def document(error: NormserveError, request_id: str) -> dict[str, Any]:
+def make_problem_document(error: NormserveError, request_id: str) -> dict[str, Any]:
     """An error as a problem document."""
-    status = status_of(error)
+    status = get_status(error)
     return {
         "type": f"urn:normserve:error:{error.code}",
-        "title": title_of(status),
+        "title": get_status_title(status),
         "status": status,
         "detail": error.detail,
         "code": error.code,
@@ -69,18 +69,18 @@ def document(error: NormserveError, request_id: str) -> dict[str, Any]:
     }
 
 
-def retry_after(error: RetryLaterError) -> int:
+def compute_retry_after_s(error: RetryLaterError) -> int:
     """The number of seconds after which the client may send the request again."""
     return max(1, math.ceil(error.retry_after_s))
 
 
-def unexpected(error: BaseException) -> NormserveError:
+def convert_unexpected_error(error: BaseException) -> NormserveError:
     """The error that a client receives for an unexpected one: it says only whether to try again."""
     if isinstance(error, MemoryError):
         return DeviceOutOfMemoryError("there is not enough memory for this request now")
     return NormserveError("internal error in the server")
 
 
-def title_of(status: int) -> str:
+def get_status_title(status: int) -> str:
     """The name of a status."""
     return "Client Closed Request" if status == 499 else HTTPStatus(status).phrase

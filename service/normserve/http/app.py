@@ -11,36 +11,36 @@ from starlette.exceptions import HTTPException
 from normserve import __version__
 from normserve.backends.base import Backend
 from normserve.codec.local_frames import VERSION
-from normserve.engine.polling import polling
+from normserve.engine.polling import make_busy_poller
 from normserve.errors import (
     NormserveError,
 )
 from normserve.http.body import BodyReader
-from normserve.http.direct import DirectPaths
+from normserve.http.direct import DirectRouter
 from normserve.http.edge import error_handlers
-from normserve.http.edge.middleware import Edge
-from normserve.http.edge.origins import Origins, hosts_of
-from normserve.http.oip.catalogue import Catalogue
-from normserve.http.oip.infer import Infer
-from normserve.http.oip.models import Models
-from normserve.http.oip.regions.device import DeviceMemory
-from normserve.http.oip.regions.transfer import Transfer
-from normserve.http.oip.repository import Repository
-from normserve.http.oip.shared_memory import SharedMemory
-from normserve.http.oip.shared_tensors import SharedTensors
-from normserve.http.oip.statistics import Statistics
-from normserve.http.relay.direct import Direct, Parts
-from normserve.http.relay.owner import Relays
-from normserve.http.routes.docs import describe
-from normserve.http.routes.layers import Layers
-from normserve.http.routes.operations import Operations
-from normserve.http.routes.page import Page
+from normserve.http.edge.middleware import RequestMiddleware
+from normserve.http.edge.origins import OriginPolicy, list_allowed_hosts
+from normserve.http.oip.catalogue import ModelRoutes
+from normserve.http.oip.infer import InferenceRoutes
+from normserve.http.oip.models import ModelCatalogue
+from normserve.http.oip.regions.device import DeviceRegionOpener
+from normserve.http.oip.regions.transfer import RegionTransfer
+from normserve.http.oip.repository import RepositoryRoutes
+from normserve.http.oip.shared_memory import SharedMemoryRoutes
+from normserve.http.oip.shared_tensors import RegionTensorAccess
+from normserve.http.oip.statistics import InferenceStatistics
+from normserve.http.relay.direct import OperationDispatcher, OperationServices
+from normserve.http.relay.owner import RelayServer
+from normserve.http.routes.docs import make_openapi_getter
+from normserve.http.routes.layers import LayerRoutes
+from normserve.http.routes.operations import OperationRoutes
+from normserve.http.routes.page import PageRoutes
 from normserve.http.routes.scopes import RouteScopes
-from normserve.http.routes.status import Status
-from normserve.http.service import Service
-from normserve.peers.siblings import Siblings
-from normserve.requests.authorisation import Authorisation
-from normserve.requests.prepared_calls import PreparedCalls
+from normserve.http.routes.status import StatusRoutes
+from normserve.http.service import ApplicationServices
+from normserve.peers.siblings import SiblingProcesses
+from normserve.requests.authorisation import KeyAuthorisation
+from normserve.requests.prepared_calls import PreparedCallCache
 from normserve.settings import Settings
 
 # How long the device's thread may take to finish its current work once no request waits for it.
@@ -52,7 +52,7 @@ _LAST_TRACES_S = 2.0
 
 
 def create_app(
-    settings: Settings, make_backend: Callable[[], Backend] | None = None, siblings: Siblings | None = None
+    settings: Settings, make_backend: Callable[[], Backend] | None = None, siblings: SiblingProcesses | None = None
 ) -> FastAPI:
     """The application; a server calls `app.state.entrance`, and `app.state.service` has the objects that it uses.
 
@@ -60,73 +60,76 @@ def create_app(
         make_backend: called on the thread that will own the device; by default the settings choose the backend.
         siblings: the other processes, if this is one of several.
     """
-    service = Service(settings, make_backend, siblings)
+    service = ApplicationServices(settings, make_backend, siblings)
     app = FastAPI(
         title="normserve",
         version=__version__,
         description="Fused LayerNorm, RMSNorm and GroupNorm as a service.",
-        lifespan=_lifespan,
+        lifespan=_run_lifespan,
         redirect_slashes=False,
         docs_url=None,
         redoc_url=None,
         # Most requests never reach FastAPI, and those that do have the server's own spans.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
         exception_handlers={
-            HTTPException: error_handlers.answer_http_exception,
-            RequestValidationError: error_handlers.answer_invalid_request,
-            NormserveError: error_handlers.answer_error,
-            Exception: error_handlers.answer_unexpected,
+            HTTPException: error_handlers.handle_http_exception,
+            RequestValidationError: error_handlers.handle_validation_error,
+            NormserveError: error_handlers.handle_normserve_error,
+            Exception: error_handlers.handle_unexpected_error,
         },
     )
     app.state.service = service
-    prepared = PreparedCalls(_PREPARED_BYTES, service.metrics.prepared_call_counters("process"))
-    relays = app.state.relays = Relays(
-        service.shared, service.slabs, service.metrics, prepared, polling(service.stalls.requests)
+    prepared = PreparedCallCache(_PREPARED_BYTES, service.metrics.prepared_call_counters("process"))
+    relays = app.state.relays = RelayServer(
+        service.shared, service.slabs, service.metrics, prepared, make_busy_poller(service.stalls.requests)
     )
     # The front ends are linked to all processes with a device; only the first of these reports them.
     if service.siblings.place is None or service.siblings.place.index == 0:
         service.metrics.watch_front_ends(lambda: [(each["index"], each["pid"]) for each in relays.described()])
-    status = _status(service, relays)
+    status = _make_status_routes(service, relays)
     app.state.describe = status.describe
-    bodies = _bodies(service)
-    operations = Operations(bodies, service.layers, prepared)
+    bodies = _make_body_reader(service)
+    operations = OperationRoutes(bodies, service.layers, prepared)
     routers = [
         operations.router(),
-        Layers(service.engine, service.layers, service.changes, bodies).router(),
-        *_inference_protocol(service, bodies, prepared),
+        LayerRoutes(service.engine, service.layers, service.changes, bodies).router(),
+        *_make_inference_routers(service, bodies, prepared),
         status.router(),
-        Page(service.keys is not None, settings.tls_client_ca is not None).router(),
+        PageRoutes(service.keys is not None, settings.tls_client_ca is not None).router(),
     ]
     app.state.routes = [route for router in routers for route in router.routes]
     # Included routers would be matched twice for each request, and after FastAPI's own pages.
     app.router.routes[:0] = app.state.routes
     scopes = RouteScopes(app.router.routes, metrics_are_public=settings.api_keys_file is None)
-    app.openapi = describe(app, None if service.keys is None else scopes)  # type: ignore[method-assign]
+    app.openapi = make_openapi_getter(app, None if service.keys is None else scopes)  # type: ignore[method-assign]
     cors_origins = settings.cors_origins.split(",") if settings.cors_origins else ()
-    origins = Origins(hosts_of(settings.host, settings.allowed_hosts), cors_origins)
+    origins = OriginPolicy(list_allowed_hosts(settings.host, settings.allowed_hosts), cors_origins)
     authorisation = None
     if service.keys is not None:
-        authorisation = Authorisation(service.keys, "as Authorization: Bearer KEY")
-    app.state.entrance = Edge(
-        DirectPaths(app, app.state.routes),
+        authorisation = KeyAuthorisation(service.keys, "as Authorization: Bearer KEY")
+    app.state.entrance = RequestMiddleware(
+        DirectRouter(app, app.state.routes),
         service.requests,
         origins,
         scopes,
         authorisation,
     )
     relays.relay_to(
-        app.state.entrance, Direct(Parts(operations.by_path(), origins, authorisation, service.requests))
+        app.state.entrance,
+        OperationDispatcher(OperationServices(operations.by_path(), origins, authorisation, service.requests)),
     )
     return app
 
 
-def _inference_protocol(service: Service, bodies: BodyReader, prepared: PreparedCalls) -> list[APIRouter]:
+def _make_inference_routers(
+    service: ApplicationServices, bodies: BodyReader, prepared: PreparedCallCache
+) -> list[APIRouter]:
     """The routers of the paths below `/v2`."""
-    models = Models(service.layers)
-    statistics = Statistics(lambda: [model.name for model in models.all()])
+    models = ModelCatalogue(service.layers)
+    statistics = InferenceStatistics(lambda: [model.name for model in models.all()])
     regions = service.regions
-    device_memory = DeviceMemory(service.settings.oip_cuda_shared_memory, service.engine)
-    catalogue = Catalogue(
+    device_memory = DeviceRegionOpener(service.settings.oip_cuda_shared_memory, service.engine)
+    catalogue = ModelRoutes(
         service.engine,
         service.stalls,
         models,
@@ -137,16 +140,16 @@ def _inference_protocol(service: Service, bodies: BodyReader, prepared: Prepared
         device_memory,
     )
     catalogue.answer_siblings()
-    shared = SharedTensors(regions, Transfer(service.slabs), device_memory)
+    shared = RegionTensorAccess(regions, RegionTransfer(service.slabs), device_memory)
     return [
-        Infer(bodies, models, service.layers, statistics, shared, prepared).router(),
-        SharedMemory(regions, device_memory, bodies).router(),
+        InferenceRoutes(bodies, models, service.layers, statistics, shared, prepared).router(),
+        SharedMemoryRoutes(regions, device_memory, bodies).router(),
         catalogue.router(),
-        Repository(models, service.changes, bodies).router(),
+        RepositoryRoutes(models, service.changes, bodies).router(),
     ]
 
 
-def _status(service: Service, relays: Relays) -> Status:
+def _make_status_routes(service: ApplicationServices, relays: RelayServer) -> StatusRoutes:
     settings = service.settings
     limits = settings.model_dump(
         include={
@@ -170,7 +173,7 @@ def _status(service: Service, relays: Relays) -> Status:
             "max_device_bytes": settings.local_device_bytes,
         }
     stalls = service.stalls
-    status = Status(
+    status = StatusRoutes(
         service.engine,
         service.layers,
         service.metrics,
@@ -184,7 +187,7 @@ def _status(service: Service, relays: Relays) -> Status:
     return status
 
 
-def _bodies(service: Service) -> BodyReader:
+def _make_body_reader(service: ApplicationServices) -> BodyReader:
     settings = service.settings
     return BodyReader(
         service.slabs,
@@ -197,8 +200,8 @@ def _bodies(service: Service) -> BodyReader:
 
 
 @contextlib.asynccontextmanager
-async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    service: Service = app.state.service
+async def _run_lifespan(app: FastAPI) -> AsyncIterator[None]:
+    service: ApplicationServices = app.state.service
     # The server listens while it warms up, and /readyz reports that.
     warming = asyncio.create_task(service.warm_up())
     app.state.warming = warming

@@ -7,9 +7,9 @@ import numpy as np
 
 from normserve.admission.permits import Permit
 from normserve.errors import OverloadedError, TooLargeError, UnsupportedMediaTypeError
-from normserve.http.exchange import Exchange
-from normserve.memory.slabs import SlabPool, plain_memory
-from normserve.memory.threads import make_in_thread
+from normserve.http.exchange import HttpExchange
+from normserve.memory.slabs import SlabPool, allocate_plain
+from normserve.memory.threads import make_on_thread
 from normserve.requests.lifecycle import RequestLifecycle
 
 # The first slab of a body of unknown length.
@@ -22,7 +22,7 @@ _LONG_BYTES = 2**20
 _SLOWEST = 1.0
 
 
-def require_identity(content_encoding: str) -> None:
+def require_uncompressed(content_encoding: str) -> None:
     """Raises: UnsupportedMediaTypeError: the body is compressed."""
     if content_encoding.strip().lower() not in ("", "identity"):
         raise UnsupportedMediaTypeError("the body must be uncompressed, without a Content-Encoding")
@@ -45,7 +45,7 @@ class BodyReader:
     min_bytes_per_s: float = 0.0
     grace_s: float = 0.0
 
-    async def receive(self, exchange: Exchange) -> memoryview:
+    async def receive(self, exchange: HttpExchange) -> memoryview:
         """Receive the body of an operation whose head is valid; the server's work on the request begins then.
 
         Raises:
@@ -57,7 +57,7 @@ class BodyReader:
         exchange.note_received(exchange.reception.seconds)
         return body
 
-    async def read(self, exchange: Exchange) -> memoryview:
+    async def read(self, exchange: HttpExchange) -> memoryview:
         """Acquire a permit, and only then receive the body.  After an error the permit is released.
 
         Raises:
@@ -70,7 +70,7 @@ class BodyReader:
         announced = reception.announced
         reception.require_open()
         permit = self.admit(exchange, announced or 0)
-        room = _Room(self, permit, announced)
+        room = _BodyBuffer(self, permit, announced)
         try:
             if self.slabs.source.is_slow:
                 await room.prepare()
@@ -118,7 +118,7 @@ class BodyReader:
 
 
 @dataclass(slots=True)
-class _Room:
+class _BodyBuffer:
     """The memory of one body."""
 
     reader: BodyReader
@@ -138,7 +138,7 @@ class _Room:
             return
         self.slab = slabs.take_idle(self.announced)
         if self.slab is None:
-            self.slab = await make_in_thread(self._take, self.announced)
+            self.slab = await make_on_thread(self._take, self.announced)
 
     def make(self, nbytes: int) -> memoryview:
         """A slab of `nbytes`, within the permit; larger if the body's length is unknown."""
@@ -151,7 +151,7 @@ class _Room:
         nbytes = min(max(2 * nbytes, _FIRST_BYTES), self.reader.max_body_bytes)
         self.permit.grow(nbytes - self.permit.nbytes)
         # Slow memory is allocated once the length is known: between two chunks it would take too long.
-        return plain_memory(nbytes).data if self.reader.slabs.source.is_slow else self._take(nbytes)
+        return allocate_plain(nbytes).data if self.reader.slabs.source.is_slow else self._take(nbytes)
 
     async def settled(self, body: memoryview) -> memoryview:
         """Move a body of unknown length into the kind of memory that a body of known length gets.
@@ -167,7 +167,7 @@ class _Room:
         if len(body) < _LONG_BYTES:
             slab[: len(body)] = body
         else:
-            await asyncio.to_thread(_copy, body, slab)
+            await asyncio.to_thread(_copy_bytes, body, slab)
         return slab[: len(body)]
 
     def _take(self, nbytes: int) -> memoryview:
@@ -177,6 +177,6 @@ class _Room:
             raise OverloadedError(f"there is no memory for a body of {nbytes} bytes now") from None
 
 
-def _copy(source: memoryview, target: memoryview) -> None:
+def _copy_bytes(source: memoryview, target: memoryview) -> None:
     # Unlike a memoryview's own copy, this one releases the GIL.
     np.frombuffer(target, np.uint8, len(source))[:] = np.frombuffer(source, np.uint8)

@@ -9,33 +9,33 @@ _LEFT_OUT = (b"\0", b"\r", b"\n")
 _EXAMINED_BYTES = 4096
 
 
-def curl_line(url: str, *, with_key: bool, with_certificate: bool = False) -> str:
+def make_example_line(url: str, *, with_key: bool, with_certificate: bool = False) -> str:
     """A command line that normalises the sample with only curl and a shell."""
-    curl = curl_command(url, with_certificate=with_certificate)
+    curl = make_curl_command(url, with_certificate=with_certificate)
     key = ' -H "Authorization: Bearer $NORMSERVE_API_KEY"' if with_key else ""
     return f"{curl} {url}/sample.npy | {curl}{key} --data-binary @- -D - -o y.npy {url}/v1/layer_norm"
 
 
-def curl_command(url: str, *, with_certificate: bool) -> str:
+def make_curl_command(url: str, *, with_certificate: bool) -> str:
     """curl with its TLS options: the server's certificate authority, and a client certificate with its key."""
     if not url.startswith("https:"):
         return "curl -s"
     return "curl -s --cacert ca.pem" + (" --cert client.pem" if with_certificate else "")
 
 
-def is_form(content_type: str) -> bool:
+def is_form_type(content_type: str) -> bool:
     """Whether a Content-Type is curl's default for a body."""
     return content_type.partition(";")[0].strip().lower() == _FORM
 
 
-def with_curl_hint(error: NormserveError, body: memoryview) -> NormserveError:
+def add_curl_hint(error: NormserveError, body: memoryview) -> NormserveError:
     """An error about a body that was sent as a form, with a hint if `curl -d` seems to have changed the body."""
-    if not _is_changed(body):
+    if not _is_altered_by_curl(body):
         return error
     return type(error)(f"{error.detail}; curl leaves out line breaks and zeros with -d, not with --data-binary")
 
 
-def _is_changed(body: memoryview) -> bool:
+def _is_altered_by_curl(body: memoryview) -> bool:
     """Whether a body may be a file sent with `curl -d @FILE`, which removes zero bytes and line breaks.
 
     Args: body: a format with such bytes near its beginning: npy, safetensors or another binary format.

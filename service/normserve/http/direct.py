@@ -23,7 +23,7 @@ class DirectRoute(APIRoute):
         await response(scope, receive, send)
 
 
-class DirectPaths:
+class DirectRouter:
     """Passes requests to direct routes by path, and all others to the application, which documents all routes.
 
     Apart from errors, direct routes need nothing of the application's middleware stack, which takes a fifth of the

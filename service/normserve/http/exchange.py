@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from starlette.types import Scope
 
-from normserve.admission.callers import Caller
+from normserve.admission.callers import ClientIdentity
 from normserve.errors import NormserveError
-from normserve.http.spans import describe_span
-from normserve.http.transport import Buffers, Departure, Headers, Reception
+from normserve.http.spans import describe_request_span
+from normserve.http.transport import Buffers, Headers, IncomingBody, ResponseSender
 from normserve.jobs.job import NormJob, NormResult
 from normserve.metrics.requests import RequestRecord
 from normserve.requests.lifecycle import RequestLifecycle, RequestServices
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from normserve.traces.traces import Attributes
 
 
-class Exchange(RequestLifecycle):
+class HttpExchange(RequestLifecycle):
     """The data of a request that the routes and the edge of the application share.
 
     A task runs the route, which awaits the result of a job; errors are raised to the edge, which sends them.
@@ -41,7 +41,7 @@ class Exchange(RequestLifecycle):
         services: RequestServices,
         request_id: str,
         headers: Mapping[bytes, bytes],
-        caller: Caller,
+        caller: ClientIdentity,
         record: RequestRecord,
         scope: Scope,
         find_route: Callable[[Scope], str],
@@ -51,8 +51,8 @@ class Exchange(RequestLifecycle):
         self.scope = scope
         path: str = scope["path"]
         self.path = path.removeprefix(below) if (below := scope.get("root_path")) else path
-        self.reception: Reception = scope["state"]["reception"]
-        self.sending: Departure = scope["state"]["sending"]
+        self.reception: IncomingBody = scope["state"]["reception"]
+        self.sending: ResponseSender = scope["state"]["sending"]
         self._find_route = find_route
 
     async def await_result(self) -> NormResult:
@@ -84,7 +84,7 @@ class Exchange(RequestLifecycle):
             result.set_result(ended)
 
     def describe_span(self) -> "tuple[str, Attributes]":
-        return describe_span(self, self.scope, self._find_route(self.scope))
+        return describe_request_span(self, self.scope, self._find_route(self.scope))
 
     def describe_target(self) -> tuple[str, str]:
         return self.scope["method"], self._find_route(self.scope)

@@ -10,7 +10,7 @@ from normserve.metrics.requests import RequestRecord
 _TIMING = b", ".join(b"%b;dur=%%.9f" % stage for stage in (b"recv", b"queue", b"copy_in", b"kernel", b"copy_out"))
 
 
-class Measured(NamedTuple):
+class LaunchMeasurements(NamedTuple):
     """Seconds by stage, and the rest of what `NormResult` says of the launch."""
 
     recv_s: float
@@ -32,7 +32,7 @@ class Measured(NamedTuple):
         ]
 
 
-def note_result(record: RequestRecord, result: NormResult, began: float) -> Measured:
+def record_result(record: RequestRecord, result: NormResult, began: float) -> LaunchMeasurements:
     """Write a result's times into the request's record; return what the headers of its response say.
 
     Args: began: when serialisation of the response began, by `time.perf_counter`.
@@ -40,7 +40,7 @@ def note_result(record: RequestRecord, result: NormResult, began: float) -> Meas
     record.note_result(result, began)
     record.stages["serialize"] = time.perf_counter() - began
     record.waiting_in = "send"
-    return Measured(
+    return LaunchMeasurements(
         record.stages["recv"],
         result.queue_s,
         result.copy_in_s,

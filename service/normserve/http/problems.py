@@ -9,7 +9,7 @@ from typing import Any
 from normserve import errors
 from normserve.codec import media_types
 from normserve.errors import NormserveError, RetryLaterError
-from normserve.errors.problems import document, retry_after, status_of, title_of
+from normserve.errors.problems import compute_retry_after_s, get_status, get_status_title, make_problem_document
 
 PROBLEM_JSON = "application/problem+json"
 JSON = "application/json"
@@ -30,16 +30,16 @@ NO_SNIFFING = (b"x-content-type-options", b"nosniff")
 """On every response: browsers must use the declared content type."""
 
 
-def problem(
+def make_problem_response(
     error: NormserveError, request_id: str, target: str = ""
 ) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
     """Render an error as a response: its status, its headers and its body.
 
     Args: target: the request's path, or its whole target; empty if unknown.
     """
-    status = status_of(error)
+    status = get_status(error)
     is_plain = _INFERENCE_PROTOCOL.match(target) is not None
-    told: dict[str, Any] = {"error": error.detail} if is_plain else document(error, request_id)
+    told: dict[str, Any] = {"error": error.detail} if is_plain else make_problem_document(error, request_id)
     if isinstance(error, errors.TooManyConnectionsError):
         # The protocol is not known yet: add the member that clients of `/v2` expect to the problem document.
         told["error"] = error.detail
@@ -50,26 +50,26 @@ def problem(
         (b"cache-control", b"no-store"),
     ]
     taken = (JSON, "application/octet-stream") if is_plain else media_types.CANONICAL
-    return status, headers + _extra_headers(error, taken), body
+    return status, headers + _make_error_headers(error, taken), body
 
 
-def render(error: NormserveError, target: str = "") -> bytes:
+def render_problem_response(error: NormserveError, target: str = "") -> bytes:
     """The whole response, in bytes, to input that never became a request.
 
     Args: target: the request target, as far as it was received.
     """
     request_id = secrets.token_hex(16)
-    status, headers, body = problem(error, request_id, target)
-    head = [f"HTTP/1.1 {status} {title_of(status)}".encode()]
+    status, headers, body = make_problem_response(error, request_id, target)
+    head = [f"HTTP/1.1 {status} {get_status_title(status)}".encode()]
     head += [name + b": " + value for name, value in (NO_SNIFFING, *headers)]
     head.append(b"x-request-id: " + request_id.encode())
     return b"\r\n".join([*head, b"", body])
 
 
-def _extra_headers(error: NormserveError, taken: Iterable[str]) -> list[tuple[bytes, bytes]]:
+def _make_error_headers(error: NormserveError, taken: Iterable[str]) -> list[tuple[bytes, bytes]]:
     headers = []
     if isinstance(error, RetryLaterError):
-        headers.append((b"retry-after", str(retry_after(error)).encode()))
+        headers.append((b"retry-after", str(compute_retry_after_s(error)).encode()))
     if isinstance(error, errors.UnauthorizedError):
         headers.append((b"www-authenticate", b'Bearer realm="normserve"'))
     if isinstance(error, errors.MethodNotAllowedError):

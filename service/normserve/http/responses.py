@@ -3,11 +3,11 @@
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from normserve.http.exchange import Exchange
+from normserve.http.exchange import HttpExchange
 from normserve.http.transport import Buffers, Headers
 
 
-def headers_of(nbytes: int, media_type: bytes, headers: Headers) -> list[tuple[bytes, bytes]]:
+def make_response_headers(nbytes: int, media_type: bytes, headers: Headers) -> list[tuple[bytes, bytes]]:
     """The headers of a response of `nbytes`, without those that every response has."""
     return [(b"content-type", media_type), (b"content-length", b"%d" % nbytes), *headers]
 
@@ -23,9 +23,9 @@ class BuffersResponse(Response):
         self.background = None
         self._buffers = buffers
         self._nbytes = sum(map(len, buffers))
-        self.raw_headers = headers_of(self._nbytes, media_type, headers)
+        self.raw_headers = make_response_headers(self._nbytes, media_type, headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange: Exchange = scope["state"]["exchange"]
+        exchange: HttpExchange = scope["state"]["exchange"]
         buffers, self._buffers = self._buffers, ()
         await exchange.respond(self.status_code, self.raw_headers, buffers, self._nbytes)

@@ -7,47 +7,47 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from normserve import __version__
-from normserve.admission.keys import ApiKey, Keyring, KeysFile
-from normserve.admission.permits import Limits
+from normserve.admission.keys import ApiKey, Keyring, KeysFileReader
+from normserve.admission.permits import AdmissionBudget
 from normserve.backends.base import Backend
 from normserve.backends.choose import choose_backend
 from normserve.engine.batcher import Batcher
-from normserve.engine.compilation import Compilation
+from normserve.engine.compilation import CompilationQueue
 from normserve.engine.engine import Engine
 from normserve.engine.executor import Executor
-from normserve.engine.progress import StallWatch
-from normserve.http.oip.regions.folder import Folder
-from normserve.http.oip.regions.registry import Regions
+from normserve.engine.progress import StallDetector
+from normserve.http.oip.regions.folder import SharedMemoryFolder
+from normserve.http.oip.regions.registry import RegionRegistry
 from normserve.layers.changes import FleetLayerChanges, LayerChanges
 from normserve.layers.checkpoint import register_checkpoint
 from normserve.layers.registry import LayerRegistry
 from normserve.logs import audit, crash
-from normserve.memory.shared_slabs import SharedSlabs
+from normserve.memory.shared_slabs import SharedSlabRegistry
 from normserve.memory.slabs import PLAIN, SlabPool
 from normserve.metrics.metrics import Metrics
-from normserve.peers.siblings import Siblings
-from normserve.requests.admission import Admission
-from normserve.requests.layers import make_layer
+from normserve.peers.siblings import SiblingProcesses
+from normserve.requests.admission import MemoryAdmission
+from normserve.requests.layers import load_layer
 from normserve.requests.lifecycle import RequestServices
 from normserve.settings import Settings
 
 if TYPE_CHECKING:
-    from normserve.traces.traces import Traces
+    from normserve.traces.traces import RequestTracer
 
 
-class Service:
+class ApplicationServices:
     """The objects that the parts of the application and the server's process share."""
 
     def __init__(
         self,
         settings: Settings,
         make_backend: Callable[[], Backend] | None = None,
-        siblings: Siblings | None = None,
+        siblings: SiblingProcesses | None = None,
     ) -> None:
         self.settings = settings
-        self.siblings = siblings or Siblings(None)
+        self.siblings = siblings or SiblingProcesses(None)
         self.metrics = Metrics(self.siblings.process)
-        self.limits = Limits(
+        self.limits = AdmissionBudget(
             max_requests=settings.max_inflight_requests,
             max_bytes=settings.max_inflight_bytes,
             stall_s=settings.body_grace_s / 5,
@@ -55,13 +55,13 @@ class Service:
         )
         self.metrics.watch_inflight(lambda: self.limits.requests, lambda: self.limits.bytes)
         # The memory that front ends receive into and send from.
-        self.shared = SharedSlabs()
+        self.shared = SharedSlabRegistry()
         source = self.shared.source() if settings.frontend_count else PLAIN
         self.slabs = SlabPool(max_idle_bytes=settings.max_idle_slab_bytes, source=source)
         self.metrics.watch_slabs(lambda: self.slabs.used_bytes, lambda: self.slabs.idle_bytes)
         prefix = settings.oip_shared_memory
-        self.regions = Regions(
-            Folder(prefix) if prefix else None,
+        self.regions = RegionRegistry(
+            SharedMemoryFolder(prefix) if prefix else None,
             settings.oip_shared_memory_bytes,
             shares_device_memory=settings.oip_cuda_shared_memory,
         )
@@ -69,30 +69,30 @@ class Service:
         self.layers = LayerRegistry(max_layers=settings.max_layers, max_bytes=settings.max_layer_bytes)
         self.metrics.watch_layers(lambda: len(self.layers), lambda: self.layers.nbytes)
         batcher = Batcher(max_requests=settings.max_batch_requests, max_bytes=settings.max_batch_bytes)
-        compilation = Compilation(
+        compilation = CompilationQueue(
             max_classes=settings.max_compiled_classes, max_per_minute=settings.max_compiles_per_minute
         )
         executor = Executor(make_backend or self._choose_backend)
         self.engine = Engine(executor, batcher, compilation, self.metrics)
-        self.stalls = StallWatch(settings.stall_s, self.engine.launches)
+        self.stalls = StallDetector(settings.stall_s, self.engine.launches)
         self.metrics.watch_stall(lambda: self.stalls.seconds)
         self.changes = self._layer_changes()
         self.traces = self._exported_traces()
         self.requests = RequestServices(
             self.engine,
             self.limits,
-            Admission(self.engine, settings.max_inflight_bytes),
+            MemoryAdmission(self.engine, settings.max_inflight_bytes),
             self.stalls.requests,
             self.metrics,
             settings.timeout_ms,
             self.traces,
             settings.access_log,
         )
-        self._keys_file = None if settings.api_keys_file is None else KeysFile(settings.api_keys_file)
+        self._keys_file = None if settings.api_keys_file is None else KeysFileReader(settings.api_keys_file)
         self.keys = self._known_keys()
 
     def _layer_changes(self) -> LayerChanges:
-        make = functools.partial(make_layer, self.engine, self.layers)
+        make = functools.partial(load_layer, self.engine, self.layers)
         place = self.siblings.place
         if place is None:
             return LayerChanges(self.layers, self.siblings, make)
@@ -101,7 +101,7 @@ class Service:
     def report_crash(self, what: str, error: BaseException | None = None) -> None:
         """Log a crash report; without `error` it has the device's last error."""
         engine = self.engine
-        crash.report(
+        crash.log_crash_report(
             what,
             version=__version__,
             settings=self.settings.changed(),
@@ -110,14 +110,14 @@ class Service:
             trace=engine.last_error if error is None else "".join(traceback.format_exception(error)),
         )
 
-    def _exported_traces(self) -> "Traces | None":
+    def _exported_traces(self) -> "RequestTracer | None":
         endpoint = self.settings.trace_endpoint
         if endpoint is None:
             return None
         # A late import: the SDK is installed only where traces are used.
-        from normserve.traces.export import export_to
+        from normserve.traces.export import make_exporting_tracer
 
-        return export_to(
+        return make_exporting_tracer(
             endpoint, self.settings.trace_ratio, self.metrics.observe_dropped_spans, self.siblings.process
         )
 
@@ -141,7 +141,7 @@ class Service:
         assert self.keys is not None
         self.keys.replace(keys)
         self.metrics.announce_keys(self.keys.names)
-        audit.keys_loaded(self.keys.names)
+        audit.log_keys_loaded(self.keys.names)
 
     def _choose_backend(self) -> Backend:
         sizes = [int(size) for size in self.settings.warm_sizes.split(",")]

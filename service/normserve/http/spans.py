@@ -16,7 +16,7 @@ UNMATCHED = "(unmatched)"
 _LONGEST_PATH = 200
 
 
-def describe_span(request: RequestLifecycle, scope: Scope, route: str) -> "tuple[str, Attributes]":
+def describe_request_span(request: RequestLifecycle, scope: Scope, route: str) -> "tuple[str, Attributes]":
     """Return the name and the attributes of a request's span.
 
     Args: route: the path's template.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from normserve.codec.tensor_names import MAX_NORMS
 from normserve.errors import InvalidParameterError
-from normserve.jobs.job import LAYER_OPTIONS, Layer, NormSpec, Op, Pass
+from normserve.jobs.job import LAYER_OPTIONS, NormSpec, Op, PassDirection, RegisteredLayer
 
 # Options that layers of layer_norm may have, and chains of them do not.
 _OF_LAYERS_ALONE = [
@@ -16,13 +16,13 @@ _OF_LAYERS_ALONE = [
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class ChainedParameters:
+class ChainParameters:
     """Of layers in a row: what the backend keeps of each."""
 
     residents: tuple[object, ...]
 
 
-def chain_of(layers: Sequence[Layer]) -> Layer:
+def make_chain_layer(layers: Sequence[RegisteredLayer]) -> RegisteredLayer:
     """One layer whose norms are those of these layers, in their order.
 
     Args: layers: 1 to `MAX_NORMS`.
@@ -37,7 +37,7 @@ def chain_of(layers: Sequence[Layer]) -> Layer:
         if layer.op is not Op.LAYER_NORM:
             raise InvalidParameterError(f"layer {layer.name!r} is of {layer.op.value}, a chain is of layer_norm")
         eps = layer.spec.eps
-        if layer.heads or layer.spec != NormSpec(Op.LAYER_NORM, Pass.FORWARD, eps):
+        if layer.heads or layer.spec != NormSpec(Op.LAYER_NORM, PassDirection.FORWARD, eps):
             names = ", ".join(["heads", *_OF_LAYERS_ALONE])
             raise InvalidParameterError(f"layer {layer.name!r} has one of {names}, which no norm of a chain has")
         if (layer.size, eps) != (first.size, first.spec.eps):
@@ -45,13 +45,13 @@ def chain_of(layers: Sequence[Layer]) -> Layer:
                 f"layers of a chain must be of one size and eps: {first.name!r} has {first.size} and "
                 f"{first.spec.eps:g}, {layer.name!r} has {layer.size} and {eps:g}"
             )
-    return Layer(
+    return RegisteredLayer(
         name=",".join([layer.name for layer in layers]),
-        spec=NormSpec(Op.LAYER_NORM_CHAIN, Pass.FORWARD, first.spec.eps),
+        spec=NormSpec(Op.LAYER_NORM_CHAIN, PassDirection.FORWARD, first.spec.eps),
         size=first.size,
         dtype=first.dtype,
         has_bias=any(layer.has_bias for layer in layers),
         nbytes=sum([layer.nbytes for layer in layers]),
-        resident=ChainedParameters(tuple([layer.resident for layer in layers])),
+        resident=ChainParameters(tuple([layer.resident for layer in layers])),
         parameter_types=tuple([(layer.dtype, layer.has_bias) for layer in layers]),
     )

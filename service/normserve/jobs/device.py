@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceInfo:
+class DeviceDescription:
     """What a device is and what it can do at best.
 
     Attributes:

@@ -11,8 +11,8 @@ from weakref import WeakKeyDictionary
 from normserve.codec.activations import ACTIVATIONS
 from normserve.codec.tensor_names import PARAMETERS, is_parameter
 from normserve.jobs.option_values import (
-    Parameter,
-    choice,
+    RequestParameter,
+    make_choice_parameter,
     parse_count,
     parse_eps,
     parse_flag,
@@ -44,16 +44,16 @@ class Op(Enum):
         self.label = name
 
     @property
-    def passes(self) -> "tuple[Pass, ...]":
+    def passes(self) -> "tuple[PassDirection, ...]":
         """The ways through it: a chain has no gradients."""
-        return (Pass.FORWARD,) if self is Op.LAYER_NORM_CHAIN else tuple(Pass)
+        return (PassDirection.FORWARD,) if self is Op.LAYER_NORM_CHAIN else tuple(PassDirection)
 
 
 LAYER_OPS = (Op.LAYER_NORM, Op.RMS_NORM, Op.GROUP_NORM)
 """Those of which a layer can be registered; a chain is of such layers."""
 
 
-class Pass(Enum):
+class PassDirection(Enum):
     """Which way through the operation."""
 
     FORWARD = "forward"
@@ -68,7 +68,7 @@ class Pass(Enum):
         self.label = name
 
 
-class Layout(Enum):
+class ChannelLayout(Enum):
     """Where GroupNorm's channels lie: [B, C, *spatial] or [B, *spatial, C]."""
 
     NCHW = "nchw"
@@ -80,17 +80,19 @@ class Layout(Enum):
 ROW_OPS = (Op.LAYER_NORM, Op.RMS_NORM)
 """Those that normalise rows by one norm."""
 
-OUT_DTYPE_OF_FLOATS = choice("Element type of y; x's by default.", [dtype.value for dtype in FLOATS], DType)
+OUT_DTYPE_OF_FLOATS = make_choice_parameter(
+    "Element type of y; x's by default.", [dtype.value for dtype in FLOATS], DType
+)
 """The parameter where y cannot be of eight bits."""
 
-_OUT_DTYPE = choice(
+_OUT_DTYPE = make_choice_parameter(
     "Element type of y; x's by default. float8_e4m3fn comes with a scale for each row.",
     [dtype.value for dtype in DType],
     DType,
 )
 
 
-class Option(NamedTuple):
+class NormOption(NamedTuple):
     """One option of a call, which `NormSpec` has as an attribute.
 
     Attributes:
@@ -102,24 +104,24 @@ class Option(NamedTuple):
     """
 
     name: str
-    parameters: Mapping[Op, Parameter]
-    passes: tuple[Pass, ...]
+    parameters: Mapping[Op, RequestParameter]
+    passes: tuple[PassDirection, ...]
     is_of_layer: bool
     kernel_key: Callable[[Any], Hashable] | None
 
 
-def _value(value: Hashable) -> Hashable:
+def _make_identity_key(value: Hashable) -> Hashable:
     return value
 
 
-def _option(
-    parameters: Mapping[Op, Parameter],
-    passes: tuple[Pass, ...] = tuple(Pass),
+def _declare_option(
+    parameters: Mapping[Op, RequestParameter],
+    passes: tuple[PassDirection, ...] = tuple(PassDirection),
     *,
     is_of_layer: bool = False,
-    kernel_key: Callable[[Any], Hashable] | None = _value,
+    kernel_key: Callable[[Any], Hashable] | None = _make_identity_key,
 ) -> dict[str, Any]:
-    """Declare a field of `NormSpec` as an `Option`."""
+    """Declare a field of `NormSpec` as an `NormOption`."""
     return {
         "parameters": parameters,
         "passes": passes,
@@ -140,12 +142,12 @@ class NormSpec:
     """
 
     op: Op
-    direction: Pass
+    direction: PassDirection
     eps: float = field(
-        metadata=_option(
+        metadata=_declare_option(
             dict.fromkeys(
                 Op,
-                Parameter(
+                RequestParameter(
                     "Added to the variance; 1e-5, or 1e-6 for rms_norm, by default.", parse_eps, {"type": "number"}
                 ),
             ),
@@ -155,23 +157,31 @@ class NormSpec:
     )
     num_groups: int = field(
         default=0,
-        metadata=_option(
-            {Op.GROUP_NORM: Parameter("Divides the channels.", parse_count, {"type": "integer", "minimum": 1})},
+        metadata=_declare_option(
+            {
+                Op.GROUP_NORM: RequestParameter(
+                    "Divides the channels.", parse_count, {"type": "integer", "minimum": 1}
+                )
+            },
             is_of_layer=True,
         ),
     )
-    layout: Layout = field(
-        default=Layout.NCHW,
-        metadata=_option(
-            {Op.GROUP_NORM: choice("Where the channels lie.", [layout.value for layout in Layout], Layout)}
+    layout: ChannelLayout = field(
+        default=ChannelLayout.NCHW,
+        metadata=_declare_option(
+            {
+                Op.GROUP_NORM: make_choice_parameter(
+                    "Where the channels lie.", [layout.value for layout in ChannelLayout], ChannelLayout
+                )
+            }
         ),
     )
     weight_offset: float = field(
         default=0.0,
-        metadata=_option(
+        metadata=_declare_option(
             dict.fromkeys(
                 ROW_OPS,
-                Parameter(
+                RequestParameter(
                     "Added to weight: 1 for a weight that is kept around zero, as Gemma's; 0 by default.",
                     parse_zero_or_one,
                     {"enum": [0, 1]},
@@ -182,41 +192,44 @@ class NormSpec:
     )
     activation: str = field(
         default="none",
-        metadata=_option(
-            dict.fromkeys(LAYER_OPS, choice("Applied after the affine step.", ACTIVATIONS)), is_of_layer=True
+        metadata=_declare_option(
+            dict.fromkeys(LAYER_OPS, make_choice_parameter("Applied after the affine step.", ACTIVATIONS)),
+            is_of_layer=True,
         ),
     )
     dropout: float = field(
         default=0.0,
-        metadata=_option(
+        metadata=_declare_option(
             dict.fromkeys(
                 LAYER_OPS,
-                Parameter("Probability of a zero, applied last.", parse_probability, {"type": "number"}),
+                RequestParameter("Probability of a zero, applied last.", parse_probability, {"type": "number"}),
             ),
             kernel_key=bool,
         ),
     )
     seed: int | None = field(
         default=None,
-        metadata=_option(
+        metadata=_declare_option(
             dict.fromkeys(
                 LAYER_OPS,
-                Parameter("Of the dropout mask; required with dropout.", parse_seed, {"type": "integer"}),
+                RequestParameter("Of the dropout mask; required with dropout.", parse_seed, {"type": "integer"}),
             ),
             kernel_key=None,
         ),
     )
     out_dtype: DType | None = field(
         default=None,
-        metadata=_option(
-            dict.fromkeys(Op, OUT_DTYPE_OF_FLOATS) | dict.fromkeys(ROW_OPS, _OUT_DTYPE), (Pass.FORWARD,)
+        metadata=_declare_option(
+            dict.fromkeys(Op, OUT_DTYPE_OF_FLOATS) | dict.fromkeys(ROW_OPS, _OUT_DTYPE), (PassDirection.FORWARD,)
         ),
     )
     stats: bool = field(
         default=False,
-        metadata=_option(
-            dict.fromkeys(LAYER_OPS, Parameter("Also return mean and rstd.", parse_flag, {"type": "boolean"})),
-            (Pass.FORWARD,),
+        metadata=_declare_option(
+            dict.fromkeys(
+                LAYER_OPS, RequestParameter("Also return mean and rstd.", parse_flag, {"type": "boolean"})
+            ),
+            (PassDirection.FORWARD,),
         ),
     )
     kernels: Hashable = field(init=False, repr=False, compare=False)
@@ -233,7 +246,7 @@ class NormSpec:
         return self._hash
 
 
-OPTIONS = tuple([Option(each.name, **each.metadata) for each in fields(NormSpec) if each.metadata])
+OPTIONS = tuple([NormOption(each.name, **each.metadata) for each in fields(NormSpec) if each.metadata])
 """Every option, in the order in which the API's description has them."""
 
 LAYER_OPTIONS = tuple([option for option in OPTIONS if option.is_of_layer])
@@ -241,13 +254,13 @@ LAYER_OPTIONS = tuple([option for option in OPTIONS if option.is_of_layer])
 
 
 @functools.cache
-def options_of(op: Op, direction: Pass) -> tuple[Option, ...]:
+def list_options(op: Op, direction: PassDirection) -> tuple[NormOption, ...]:
     """The options that one operation takes."""
     return tuple([option for option in OPTIONS if op in option.parameters and direction in option.passes])
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class Layer:
+class RegisteredLayer:
     """Parameters registered under a name, and what else a request that names it no longer says.
 
     Attributes:
@@ -286,7 +299,7 @@ class Layer:
         return (self.heads, self.size) if self.heads else (self.size,)
 
 
-class Recurrence:
+class ReplaySlot:
     """Jobs that follow one another in the same memory: equal in all but what that memory holds.
 
     Attributes:
@@ -320,10 +333,10 @@ class NormJob:
 
     spec: NormSpec
     tensors: Mapping[str, HostTensor]
-    layer: Layer | None = None
+    layer: RegisteredLayer | None = None
     may_overwrite: bool = False
     places: Mapping[str, memoryview] | None = None
-    recurrence: Recurrence | None = None
+    recurrence: ReplaySlot | None = None
     nbytes: int = field(init=False)
     rows: int = field(init=False)
     heads: int = field(init=False)
@@ -354,10 +367,10 @@ class NormJob:
         spec, tensors = self.spec, self.tensors
         if self.is_on_device or spec.dropout or (self.recurrence is not None and self.recurrence.is_alone):
             return None
-        if len(tensors) == 1 and spec.direction is Pass.FORWARD:
+        if len(tensors) == 1 and spec.direction is PassDirection.FORWARD:
             x = tensors["x"]
             return None if x.fortran_order else (spec, self._unit, self.layer, ("x", x.dtype))
-        if spec.direction is Pass.BACKWARD and (self.layer is not None or any(map(is_parameter, tensors))):
+        if spec.direction is PassDirection.BACKWARD and (self.layer is not None or any(map(is_parameter, tensors))):
             return None
         members: list[Hashable] = []
         for name, tensor in sorted(tensors.items()):
@@ -398,7 +411,7 @@ class NormJob:
         return 0
 
 
-class Lane(Enum):
+class QueueLane(Enum):
     """The two queues before a device: what is small overtakes what is large, and neither starves."""
 
     SMALL = "small"
@@ -416,7 +429,7 @@ class Batch:
     """
 
     jobs: tuple[NormJob, ...]
-    lane: Lane = Lane.SMALL
+    lane: QueueLane = QueueLane.SMALL
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -424,7 +437,7 @@ class Batch:
         self.nbytes = sum([job.nbytes for job in self.jobs])
 
 
-class Execution(NamedTuple):
+class BatchResult(NamedTuple):
     """What a backend gives back for a batch: for each job its outputs, and where the launch's time went.
 
     Attributes:

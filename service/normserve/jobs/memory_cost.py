@@ -9,8 +9,8 @@ from math import prod
 from typing import NamedTuple
 
 from normserve.codec.tensor_names import OF_SAMPLES, PARAMETERS
-from normserve.jobs.job import Layout, NormSpec, Op, Pass
-from normserve.jobs.results import Described, Registered, results_of
+from normserve.jobs.job import ChannelLayout, NormSpec, Op, PassDirection
+from normserve.jobs.results import Described, LayerParameterSpec, infer_result_specs
 from normserve.memory.host_tensors import DType
 
 PIECE_ELEMENTS = 128 * 1024
@@ -44,46 +44,48 @@ class MemoryCost(NamedTuple):
         return self.results + self.temporaries - (self.reusable if may_overwrite else 0)
 
 
-def memory_cost(spec: NormSpec, given: Described, layer: Registered | None) -> MemoryCost:
+def estimate_memory_cost(spec: NormSpec, given: Described, layer: LayerParameterSpec | None) -> MemoryCost:
     """What an operation takes beside the tensors that came.
 
     Args:
         given: the tensors that came, in shapes that fit the spec and one another.
         layer: whose parameters are used, if any.
     """
-    results = results_of(spec, given, layer)
-    nbytes = {name: _nbytes(*described) for name, described in results.items()}
+    results = infer_result_specs(spec, given, layer)
+    nbytes = {name: _count_bytes(*described) for name, described in results.items()}
     is_rows = spec.op is not Op.GROUP_NORM
-    temporaries = _of_rows(spec, given, layer) if is_rows else _of_groups(spec, given, layer)
+    temporaries = (
+        _count_row_temporaries(spec, given, layer) if is_rows else _count_group_temporaries(spec, given, layer)
+    )
     dtype, shape = given["x"]
-    is_reused = is_rows and spec.direction is Pass.FORWARD and spec.out_dtype in (None, dtype)
+    is_reused = is_rows and spec.direction is PassDirection.FORWARD and spec.out_dtype in (None, dtype)
     reusable = nbytes["y"] if is_reused and prod(shape) > REUSED_ELEMENTS else 0
     return MemoryCost(sum(nbytes.values()), temporaries, reusable)
 
 
-def _nbytes(dtype: DType, shape: tuple[int, ...]) -> int:
+def _count_bytes(dtype: DType, shape: tuple[int, ...]) -> int:
     return dtype.itemsize * prod(shape)
 
 
-def _of_rows(spec: NormSpec, given: Described, layer: Registered | None) -> int:
+def _count_row_temporaries(spec: NormSpec, given: Described, layer: LayerParameterSpec | None) -> int:
     """Temporaries of LayerNorm and RMSNorm."""
     dtype, shape = given["x"]
     cols = shape[-1]
     of_heads = 0
-    if spec.direction is Pass.BACKWARD and (heads := _heads(given, layer)):
+    if spec.direction is PassDirection.BACKWARD and (heads := _count_heads(given, layer)):
         # Their gradients in float32, which grow with the heads.
-        of_heads = 4 * heads * cols * _narrow_parameters(given, layer)
+        of_heads = 4 * heads * cols * _count_narrow_parameters(given, layer)
     if cols <= PIECE_ELEMENTS or not prod(shape):
         return of_heads
     if spec.op is Op.LAYER_NORM_CHAIN:
         # What one norm takes and what it gives, and both of its parameters.
         return 4 * cols * (2 + len(PARAMETERS))
-    narrow = _narrow_parameters(given, layer)
-    if spec.weight_offset and _weight_dtype(given, layer) is DType.FLOAT32:
+    narrow = _count_narrow_parameters(given, layer)
+    if spec.weight_offset and _get_weight_dtype(given, layer) is DType.FLOAT32:
         narrow += 1
-    if spec.direction is Pass.FORWARD:
+    if spec.direction is PassDirection.FORWARD:
         # The sum in float32, and what is normalised of it.
-        floats = 1 + _is_copied(dtype, given) + narrow
+        floats = 1 + _has_float32_sum(dtype, given) + narrow
     else:
         # The sum, dz and dx, and what RMSNorm's mean of a row takes; parameters and their gradients once more.
         has_weight = layer is not None or "weight" in given
@@ -91,10 +93,10 @@ def _of_rows(spec: NormSpec, given: Described, layer: Registered | None) -> int:
     return 4 * cols * floats + (cols if spec.dropout else 0) + of_heads
 
 
-def _of_groups(spec: NormSpec, given: Described, layer: Registered | None) -> int:
+def _count_group_temporaries(spec: NormSpec, given: Described, layer: LayerParameterSpec | None) -> int:
     """Temporaries of GroupNorm."""
     dtype, shape = given["x"]
-    is_last = spec.layout is Layout.NHWC
+    is_last = spec.layout is ChannelLayout.NHWC
     channels = shape[-1] if is_last else shape[1]
     sample = prod(shape[1:])
     if sample <= PIECE_ELEMENTS or not shape[0]:
@@ -104,14 +106,14 @@ def _of_groups(spec: NormSpec, given: Described, layer: Registered | None) -> in
     # Dropout's mask of channels that lie side by side is made for a whole sample.
     mask = sample if spec.dropout and is_last else 0
     # Those of one value a channel, which are many where there are few positions.
-    of_channels = 4 * channels * _narrow_parameters(given, layer)
-    if spec.direction is Pass.BACKWARD:
+    of_channels = 4 * channels * _count_narrow_parameters(given, layer)
+    if spec.direction is PassDirection.BACKWARD:
         of_channels += 4 * channels * (2 + 4 * (layer is not None or any(name in given for name in PARAMETERS)))
     if group <= PIECE_ELEMENTS:
         return mask + of_channels
     modulations = sum(name in given for name in OF_SAMPLES)
-    if spec.direction is Pass.FORWARD:
-        floats = 1 + (is_last or _is_copied(dtype, given))
+    if spec.direction is PassDirection.FORWARD:
+        floats = 1 + (is_last or _has_float32_sum(dtype, given))
     else:
         # The sum, z, dy and dz; z once more where it is modulated, and what its sums over positions take.
         floats = 4 + (0 if not modulations else 2 if positions > PIECE_ELEMENTS else 1)
@@ -119,23 +121,23 @@ def _of_groups(spec: NormSpec, given: Described, layer: Registered | None) -> in
     return 4 * group * floats + mask + of_channels + 8 * modulations * (group // positions)
 
 
-def _is_copied(dtype: DType, given: Described) -> bool:
+def _has_float32_sum(dtype: DType, given: Described) -> bool:
     """Whether the float32 sum of x and residual is not x itself."""
     return dtype is not DType.FLOAT32 or "residual" in given
 
 
-def _heads(given: Described, layer: Registered | None) -> int:
+def _count_heads(given: Described, layer: LayerParameterSpec | None) -> int:
     """How many have parameters of their own."""
     if layer is not None:
         return layer.heads
     return next((given[name][1][0] for name in PARAMETERS if name in given and len(given[name][1]) > 1), 0)
 
 
-def _weight_dtype(given: Described, layer: Registered | None) -> DType:
+def _get_weight_dtype(given: Described, layer: LayerParameterSpec | None) -> DType:
     return given["weight"][0] if layer is None else layer.dtype
 
 
-def _narrow_parameters(given: Described, layer: Registered | None) -> int:
+def _count_narrow_parameters(given: Described, layer: LayerParameterSpec | None) -> int:
     """How many parameters are widened to float32."""
     dtypes = [given[name][0] for name in PARAMETERS if name in given]
     if layer is not None:

@@ -12,7 +12,7 @@ _WHOLE = re.compile(r"[+-]?[0-9]{1,19}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Parameter:
+class RequestParameter:
     """The meaning of a request's parameter, and how it is read.
 
     Attributes:
@@ -25,7 +25,7 @@ class Parameter:
     schema: dict[str, Any]
 
 
-def choice(doc: str, names: Iterable[str], make: Callable[[str], Any] = str) -> Parameter:
+def make_choice_parameter(doc: str, names: Iterable[str], make: Callable[[str], Any] = str) -> RequestParameter:
     """Describe a parameter that is one of these names.
 
     Args: make: from a name to the value.
@@ -37,7 +37,7 @@ def choice(doc: str, names: Iterable[str], make: Callable[[str], Any] = str) -> 
             raise ValueError("one of " + ", ".join(known))
         return make(text)
 
-    return Parameter(doc, parse, {"enum": known})
+    return RequestParameter(doc, parse, {"enum": known})
 
 
 def parse_number(text: str) -> float:
@@ -51,7 +51,7 @@ def parse_number(text: str) -> float:
     return float(text)
 
 
-def parse_whole(text: str) -> int:
+def parse_integer(text: str) -> int:
     """Read a whole number of at most 19 digits."""
     if not _WHOLE.fullmatch(text):
         raise ValueError("a whole number")
@@ -73,7 +73,7 @@ def parse_eps(text: str) -> float:
 
 def parse_count(text: str) -> int:
     """Read a whole number of at least 1."""
-    value = parse_whole(text)
+    value = parse_integer(text)
     if value < 1:
         raise ValueError("a whole number of at least 1")
     return value
@@ -97,7 +97,7 @@ def parse_probability(text: str) -> float:
 
 def parse_seed(text: str) -> int:
     """Read a whole number of 64 bits."""
-    value = parse_whole(text)
+    value = parse_integer(text)
     if not -(2**63) <= value < 2**63:
         raise ValueError("a 64-bit signed integer")
     return value

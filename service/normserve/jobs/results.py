@@ -4,14 +4,14 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from normserve.codec.tensor_names import OF_SAMPLES, PARAMETERS, STATISTICS
-from normserve.jobs.job import NormSpec, Op, Pass
+from normserve.jobs.job import NormSpec, Op, PassDirection
 from normserve.memory.host_tensors import DType
 
 Described = Mapping[str, tuple[DType, tuple[int, ...]]]
 """Tensors by their names in the API."""
 
 
-class Registered(Protocol):
+class LayerParameterSpec(Protocol):
     """What is asked here of a registered layer."""
 
     @property
@@ -24,13 +24,13 @@ class Registered(Protocol):
     def heads(self) -> int: ...
 
 
-def has_own_type(op: Op, given: Described) -> bool:
+def has_residual_dtype(op: Op, given: Described) -> bool:
     """Whether a residual came whose sum, and whose gradient, have another type than x: never of GroupNorm."""
     return op is not Op.GROUP_NORM and "residual" in given and given["residual"][0] is not given["x"][0]
 
 
-def results_of(
-    spec: NormSpec, given: Described, layer: Registered | None
+def infer_result_specs(
+    spec: NormSpec, given: Described, layer: LayerParameterSpec | None
 ) -> dict[str, tuple[DType, tuple[int, ...]]]:
     """What comes of these tensors, in payload order.
 
@@ -40,18 +40,18 @@ def results_of(
     """
     like_x = given["x"]
     dtype, shape = like_x
-    if spec.direction is Pass.BACKWARD:
+    if spec.direction is PassDirection.BACKWARD:
         gradients = {f"d{name}": given[name] for name in (*PARAMETERS, *OF_SAMPLES) if name in given}
         if layer is not None:
             names = PARAMETERS if layer.has_bias else PARAMETERS[:1]
             shape = (layer.heads, layer.size) if layer.heads else (layer.size,)
             gradients |= {f"d{name}": (layer.dtype, shape) for name in names}
-        if has_own_type(spec.op, given):
+        if has_residual_dtype(spec.op, given):
             return {"dx": like_x, "dresidual": given["residual"], **gradients}
         return {"dx": like_x, **gradients}
     results = {"y": (spec.out_dtype or dtype, shape)}
     if "residual" in given:
-        results["residual_out"] = given["residual"] if has_own_type(spec.op, given) else like_x
+        results["residual_out"] = given["residual"] if has_residual_dtype(spec.op, given) else like_x
     if spec.stats:
         of_units = (shape[0], spec.num_groups) if spec.op is Op.GROUP_NORM else shape[:-1]
         names = STATISTICS[1:] if spec.op is Op.RMS_NORM else STATISTICS

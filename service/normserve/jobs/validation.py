@@ -9,8 +9,8 @@ from normserve.codec.tensor_names import (
     OF_SAMPLES,
     PARAMETERS,
     STATISTICS,
+    count_norms,
     is_parameter,
-    norm_count,
 )
 from normserve.errors import (
     InvalidParameterError,
@@ -19,8 +19,8 @@ from normserve.errors import (
     UnexpectedTensorError,
     UnsupportedDtypeError,
 )
-from normserve.jobs.job import LAYER_OPTIONS, Layer, Layout, NormJob, NormSpec, Op, Pass
-from normserve.jobs.memory_cost import MemoryCost, memory_cost
+from normserve.jobs.job import LAYER_OPTIONS, ChannelLayout, NormJob, NormSpec, Op, PassDirection, RegisteredLayer
+from normserve.jobs.memory_cost import MemoryCost, estimate_memory_cost
 from normserve.jobs.results import Described
 from normserve.memory.host_tensors import DType, HostTensor
 
@@ -31,8 +31,12 @@ MAX_COLS_OF_HEADS = 8192
 """Of x in a backward pass whose parameters are of each head: its kernels hold a row at once."""
 
 
-def costed_job(
-    spec: NormSpec, tensors: Mapping[str, HostTensor], layer: Layer | None = None, *, may_overwrite: bool = False
+def make_validated_job(
+    spec: NormSpec,
+    tensors: Mapping[str, HostTensor],
+    layer: RegisteredLayer | None = None,
+    *,
+    may_overwrite: bool = False,
 ) -> tuple[NormJob, MemoryCost]:
     """Check that tensors, spec and layer fit one another; return their job and the host memory that it takes.
 
@@ -42,22 +46,22 @@ def costed_job(
         InvalidRequestError: by what does not fit; the detail says what was expected and what came.
     """
     described = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-    spec, cost = _check(spec, layer, described)
+    spec, cost = _validate(spec, layer, described)
     return NormJob(spec, dict(tensors), layer, may_overwrite), cost
 
 
-def _check(spec: NormSpec, layer: Layer | None, tensors: Described) -> tuple[NormSpec, MemoryCost]:
+def _validate(spec: NormSpec, layer: RegisteredLayer | None, tensors: Described) -> tuple[NormSpec, MemoryCost]:
     """The spec with what the layer says, once all fits, and the cost."""
     if layer is not None:
-        spec = _with_layer(spec, layer)
-    _check_names(spec, tensors, with_layer=layer is not None)
+        spec = _merge_layer_options(spec, layer)
+    _check_tensor_names(spec, tensors, with_layer=layer is not None)
     _, x_shape = tensors["x"]
     size = _check_x(spec, x_shape)
     if layer is not None and layer.size != size:
         raise InvalidShapeError(f"layer {layer.name!r} is for size {layer.size}, x has {size}")
     for name in COMPANIONS:
         _check_shape(name, tensors, x_shape)
-    heads = layer.heads if layer is not None else _heads_of(spec.op, tensors)
+    heads = layer.heads if layer is not None else _count_heads(spec.op, tensors)
     if heads:
         _check_heads(spec, heads, x_shape)
     for name in filter(is_parameter, tensors):
@@ -68,10 +72,10 @@ def _check(spec: NormSpec, layer: Layer | None, tensors: Described) -> tuple[Nor
         _check_shape(name, tensors, (x_shape[0], size))
     for name in ("mean", "rstd"):
         _check_statistics(name, tensors, spec, x_shape)
-    return spec, memory_cost(spec, tensors, layer)
+    return spec, estimate_memory_cost(spec, tensors, layer)
 
 
-def tensor_names(op: Op, direction: Pass, *, with_layer: bool = False) -> tuple[str, ...]:
+def list_tensor_names(op: Op, direction: PassDirection, *, with_layer: bool = False) -> tuple[str, ...]:
     """The tensors that an operation takes, without those that a registered layer has in their place."""
     if op is Op.LAYER_NORM_CHAIN:
         return ("x",) if with_layer else ("x", *CHAIN_PARAMETERS)
@@ -79,19 +83,19 @@ def tensor_names(op: Op, direction: Pass, *, with_layer: bool = False) -> tuple[
     parameters = () if with_layer else PARAMETERS[:1] if rms else PARAMETERS
     of_samples = OF_SAMPLES if op is Op.GROUP_NORM else ()
     names = ("x", *parameters, *of_samples, "residual")
-    if direction is Pass.FORWARD:
+    if direction is PassDirection.FORWARD:
         return names
     return (*names, "dy", *(STATISTICS[1:] if rms else STATISTICS), "dresidual_out")
 
 
-def check_parameters(op: Op, tensors: Mapping[str, HostTensor]) -> tuple[HostTensor, HostTensor | None]:
+def check_layer_parameters(op: Op, tensors: Mapping[str, HostTensor]) -> tuple[HostTensor, HostTensor | None]:
     """The weight and the bias of a layer to be registered.
 
     Raises:
         InvalidRequestError: they are not what a layer of this operation has.
     """
     known = ("weight",) if op is Op.RMS_NORM else ("weight", "bias")
-    _check_known(tensors, known, f"a layer of {op.value}")
+    _check_accepted(tensors, known, f"a layer of {op.value}")
     if "weight" not in tensors:
         raise MissingTensorError("a layer must have a weight, none was sent")
     weight, bias = tensors["weight"], tensors.get("bias")
@@ -116,27 +120,27 @@ def check_group_count(num_groups: int, channels: int) -> None:
         raise InvalidParameterError(f"num_groups must divide the {channels} channels, got {num_groups}")
 
 
-def _with_layer(spec: NormSpec, layer: Layer) -> NormSpec:
+def _merge_layer_options(spec: NormSpec, layer: RegisteredLayer) -> NormSpec:
     if layer.spec.op is not spec.op:
         raise InvalidParameterError(f"layer {layer.name!r} is of {layer.spec.op.value}, not of {spec.op.value}")
     return replace(spec, **{option.name: getattr(layer.spec, option.name) for option in LAYER_OPTIONS})
 
 
-def _check_names(spec: NormSpec, tensors: Described, *, with_layer: bool) -> None:
-    backward = spec.direction is Pass.BACKWARD
-    known = tensor_names(spec.op, spec.direction, with_layer=with_layer)
+def _check_tensor_names(spec: NormSpec, tensors: Described, *, with_layer: bool) -> None:
+    backward = spec.direction is PassDirection.BACKWARD
+    known = list_tensor_names(spec.op, spec.direction, with_layer=with_layer)
     beside = " with a registered layer" if with_layer else ""
-    _check_known(tensors, known, f"{spec.op.value} {spec.direction.value}{beside}")
+    _check_accepted(tensors, known, f"{spec.op.value} {spec.direction.value}{beside}")
     for name in ("x", "dy") if backward else ("x",):
         if name not in tensors:
             raise MissingTensorError(f"{spec.op.value} {spec.direction.value} needs {name!r}, it did not come")
-    if spec.op is Op.LAYER_NORM_CHAIN and not with_layer and not norm_count(tensors):
+    if spec.op is Op.LAYER_NORM_CHAIN and not with_layer and not count_norms(tensors):
         raise MissingTensorError("layer_norm_chain needs weight.0 or another parameter of a norm, none was sent")
     if backward and spec.op is not Op.RMS_NORM and ("mean" in tensors) != ("rstd" in tensors):
         raise MissingTensorError("mean and rstd must be sent together or not at all")
 
 
-def _check_known(tensors: Collection[str], known: tuple[str, ...], what: str) -> None:
+def _check_accepted(tensors: Collection[str], known: tuple[str, ...], what: str) -> None:
     for name in tensors:
         if name not in known:
             raise UnexpectedTensorError(f"{what} takes {', '.join(known)}, got {name[:64]!r}")
@@ -148,7 +152,7 @@ def _check_x(spec: NormSpec, shape: tuple[int, ...]) -> int:
         if not shape or shape[-1] < 1:
             raise InvalidShapeError(f"x must be [..., N] with N >= 1, got {list(shape)}")
         return shape[-1]
-    last = spec.layout is Layout.NHWC
+    last = spec.layout is ChannelLayout.NHWC
     form = "[B, *spatial, C]" if last else "[B, C, *spatial]"
     if len(shape) < 2 or 0 in shape[1:]:
         raise InvalidShapeError(f"x must be {form} with no empty axis but B, got {list(shape)}")
@@ -157,7 +161,7 @@ def _check_x(spec: NormSpec, shape: tuple[int, ...]) -> int:
     return channels
 
 
-def _heads_of(op: Op, tensors: Described) -> int:
+def _count_heads(op: Op, tensors: Described) -> int:
     """H where weight or bias comes as [H, N], 0 where neither does."""
     if op is not Op.GROUP_NORM:
         for name in ("weight", "bias"):
@@ -173,7 +177,7 @@ def _check_heads(spec: NormSpec, heads: int, x_shape: tuple[int, ...]) -> None:
     _check_head_count(heads)
     if spec.out_dtype is DType.FLOAT8_E4M3FN:
         raise InvalidParameterError("out_dtype float8_e4m3fn needs weight and bias [N], got those of each head")
-    if spec.direction is Pass.BACKWARD and x_shape[-1] > MAX_COLS_OF_HEADS:
+    if spec.direction is PassDirection.BACKWARD and x_shape[-1] > MAX_COLS_OF_HEADS:
         raise InvalidShapeError(
             f"gradients of parameters of each head need N of at most {MAX_COLS_OF_HEADS}, got {x_shape[-1]}"
         )

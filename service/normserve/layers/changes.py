@@ -10,18 +10,18 @@ from typing import Any, TypeVar
 
 from normserve.codec import safetensors
 from normserve.errors import ChangeFailedError, StorageError
-from normserve.jobs.job import Layer
-from normserve.layers.journal import Journal
+from normserve.jobs.job import RegisteredLayer
+from normserve.layers.journal import LayerJournal
 from normserve.layers.process_lock import ProcessLock
 from normserve.layers.registry import LayerRegistry
-from normserve.peers.siblings import Link, Question, RefusedError, Siblings
+from normserve.peers.siblings import Question, SiblingConnection, SiblingProcesses, SiblingRefusedError
 
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
 #: Makes a layer of its name, the query that it was registered with, and its parameters as safetensors.
-MakeLayer = Callable[[str, bytes, memoryview], Awaitable[Layer]]
+MakeLayer = Callable[[str, bytes, memoryview], Awaitable[RegisteredLayer]]
 
 # A change waits so long for those before it.
 _TURN_S = 10.0
@@ -35,12 +35,12 @@ _READS, _READ_AGAIN_S = 100, 0.1
 class LayerChanges:
     """Changes the layers of a process that has no siblings."""
 
-    def __init__(self, layers: LayerRegistry, siblings: Siblings, make: MakeLayer) -> None:
+    def __init__(self, layers: LayerRegistry, siblings: SiblingProcesses, make: MakeLayer) -> None:
         self._layers = layers
         self._siblings = siblings
         self._make = make
 
-    async def register(self, name: str, query: bytes, body: memoryview) -> tuple[Layer, bool]:
+    async def register(self, name: str, query: bytes, body: memoryview) -> tuple[RegisteredLayer, bool]:
         """Make and register a layer; with it, whether it replaced one.
 
         Raises:
@@ -74,22 +74,22 @@ class FleetLayerChanges(LayerChanges):
     stopped itself; one that starts reads all of it under the lock.
     """
 
-    def __init__(self, layers: LayerRegistry, siblings: Siblings, make: MakeLayer, folder: Path) -> None:
+    def __init__(self, layers: LayerRegistry, siblings: SiblingProcesses, make: MakeLayer, folder: Path) -> None:
         super().__init__(layers, siblings, make)
-        self._journal = Journal(folder)
+        self._journal = LayerJournal(folder)
         self._lock = ProcessLock(folder)
         self._going: set[asyncio.Task[Any]] = set()
         self._of_checkpoint: frozenset[str] = frozenset()
         # By which change each layer is what it is, of those that the journal knows.
         self._changes: dict[str, str] = {}
         # What a sibling is about to register, by its change.
-        self._prepared: tuple[str, Layer] | None = None
+        self._prepared: tuple[str, RegisteredLayer] | None = None
         self._applying = asyncio.Lock()
         self._has_joined = False
         self.on_divergence: Callable[[], None] = lambda: None
         siblings.handlers |= {"prepare": self._prepare, "apply": self._apply}
 
-    async def register(self, name: str, query: bytes, body: memoryview) -> tuple[Layer, bool]:
+    async def register(self, name: str, query: bytes, body: memoryview) -> tuple[RegisteredLayer, bool]:
         return await self._to_its_end(self._register(name, query, body))
 
     async def remove(self, name: str) -> None:
@@ -108,7 +108,7 @@ class FleetLayerChanges(LayerChanges):
             # From now on this process receives every change of a layer.
             self._has_joined = True
 
-    async def _register(self, name: str, query: bytes, body: memoryview) -> tuple[Layer, bool]:
+    async def _register(self, name: str, query: bytes, body: memoryview) -> tuple[RegisteredLayer, bool]:
         async with self._turn(), self._agreed(name) as links:
             layer = await self._made(name, query, body)
             change = secrets.token_hex(8)
@@ -167,7 +167,7 @@ class FleetLayerChanges(LayerChanges):
             yield
 
     @contextlib.asynccontextmanager
-    async def _agreed(self, name: str) -> AsyncIterator[list[Link]]:
+    async def _agreed(self, name: str) -> AsyncIterator[list[SiblingConnection]]:
         """Connections to those that have to agree."""
         async with contextlib.AsyncExitStack() as stack:
             try:
@@ -189,19 +189,19 @@ class FleetLayerChanges(LayerChanges):
                 await self._journal.discard()
             raise
 
-    async def _ask_all(self, links: list[Link], question: Question, timeout_s: float) -> None:
+    async def _ask_all(self, links: list[SiblingConnection], question: Question, timeout_s: float) -> None:
         """Ask all who are there, and go on without those that are gone: they read the journal when they start.
 
         Raises:
             ChangeFailedError: one cannot, or does not answer.
         """
 
-        async def request(link: Link) -> str | None:
+        async def request(link: SiblingConnection) -> str | None:
             try:
                 await link.request(question, timeout_s)
             except ConnectionError:
                 links.remove(link)
-            except RefusedError as error:
+            except SiblingRefusedError as error:
                 return f"process {link.index} could not take it: {error}"
             except TimeoutError:
                 return f"process {link.index} does not answer"
@@ -211,14 +211,14 @@ class FleetLayerChanges(LayerChanges):
         if faults:
             raise ChangeFailedError(f"no process has changed the layer, because {faults[0]}")
 
-    async def _have_applied(self, links: list[Link], name: str) -> None:
+    async def _have_applied(self, links: list[SiblingConnection], name: str) -> None:
         """Have all processes register what they made; those that do not confirm now do so as soon as they can."""
         try:
             await self._ask_all(links, {"do": "apply", "name": name}, _APPLY_S)
         except ChangeFailedError as error:
             log.warning("a change of a layer is in effect, but not yet in every process: %s", error.detail)
 
-    async def _made(self, name: str, query: bytes, body: memoryview) -> Layer:
+    async def _made(self, name: str, query: bytes, body: memoryview) -> RegisteredLayer:
         """A layer that can be registered: within a time, so that no request waits for a device that hangs.
 
         Raises:

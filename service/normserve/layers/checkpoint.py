@@ -9,11 +9,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from normserve.codec.safetensors import CHECKPOINT_LIMITS, Entry, read_entries
+from normserve.codec.safetensors import CHECKPOINT_LIMITS, SafetensorsEntry, read_entries
 from normserve.engine.engine import Engine
 from normserve.errors import ConfigurationError, MalformedPayloadError, NormserveError, TooLargeError
 from normserve.files import open_regular_file
-from normserve.jobs.job import Layer, NormSpec, Op, Pass
+from normserve.jobs.job import NormSpec, Op, PassDirection, RegisteredLayer
 from normserve.layers.registry import LayerRegistry, is_layer_name
 from normserve.memory.host_tensors import HostTensor
 
@@ -36,8 +36,8 @@ async def register_checkpoint(path: Path, engine: Engine, layers: LayerRegistry)
         NormserveError: the device could not take them.
     """
     try:
-        found = await asyncio.to_thread(_read_pairs, path)
-        eps = await asyncio.to_thread(eps_beside, path)
+        found = await asyncio.to_thread(_read_norm_parameters, path)
+        eps = await asyncio.to_thread(read_config_eps, path)
     except OSError as error:
         raise ConfigurationError(f"the checkpoint {path} cannot be read: {error.strerror}") from error
     except NormserveError as error:
@@ -49,22 +49,22 @@ async def register_checkpoint(path: Path, engine: Engine, layers: LayerRegistry)
                 resident = await engine.load(Op.LAYER_NORM, weight, bias)
         except TooLargeError as error:
             raise ConfigurationError(f"the checkpoint {path}: {error.detail}") from error
-        spec = NormSpec(Op.LAYER_NORM, Pass.FORWARD, eps)
-        layers.put(Layer(name, spec, weight.shape[0], weight.dtype, True, nbytes, resident))
+        spec = NormSpec(Op.LAYER_NORM, PassDirection.FORWARD, eps)
+        layers.put(RegisteredLayer(name, spec, weight.shape[0], weight.dtype, True, nbytes, resident))
     log.info("registered %d layers from %s with eps %g", len(layers), path, eps)
 
 
-def _read_pairs(path: Path) -> list[tuple[str, HostTensor, HostTensor]]:
+def _read_norm_parameters(path: Path) -> list[tuple[str, HostTensor, HostTensor]]:
     with open_regular_file(path) as file:
         if not os.fstat(file.fileno()).st_size:
             raise MalformedPayloadError("the file is empty")
         # Copy on write: torch wants memory that it could write to.
         body = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
     entries = {entry.name: entry for entry in read_entries(body, CHECKPOINT_LIMITS)}
-    return [(name, weight.tensor(body), bias.tensor(body)) for name, weight, bias in _norm_pairs(entries)]
+    return [(name, weight.tensor(body), bias.tensor(body)) for name, weight, bias in _find_norm_pairs(entries)]
 
 
-def eps_beside(path: Path) -> float:
+def read_config_eps(path: Path) -> float:
     """The eps that a `config.json` beside the checkpoint names, 1e-5 where there is none or it does not say.
 
     Raises:
@@ -83,7 +83,9 @@ def eps_beside(path: Path) -> float:
     return named[0]
 
 
-def _norm_pairs(entries: dict[str, Entry]) -> Iterator[tuple[str, Entry, Entry]]:
+def _find_norm_pairs(
+    entries: dict[str, SafetensorsEntry],
+) -> Iterator[tuple[str, SafetensorsEntry, SafetensorsEntry]]:
     for key, weight in entries.items():
         name = key.removesuffix(".weight")
         bias = entries.get(f"{name}.bias")

@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class JournalEntry:
     """What one change made of a layer.
 
     Attributes:
@@ -31,7 +31,7 @@ class Entry:
     body: memoryview
 
 
-class Journal:
+class LayerJournal:
     """One file for each layer, and one for a layer that is about to be.
 
     The process that writes holds the fleet's lock.  All work is done on the journal's own thread; every failure
@@ -53,9 +53,9 @@ class Journal:
         head = json.dumps({"name": name, "change": change, "query": said}).encode() + b"\n"
         await self._do(lambda: self._write([head, *body]))
 
-    async def staged(self) -> Entry | None:
+    async def staged(self) -> JournalEntry | None:
         """What is about to be."""
-        return await self._do(lambda: _read(self._staged))
+        return await self._do(lambda: _read_entry(self._staged))
 
     async def commit(self, name: str) -> None:
         """What is staged is what holds, from now on."""
@@ -69,21 +69,21 @@ class Journal:
         """There is no such layer any more."""
         await self._do(lambda: self._file(name).unlink(missing_ok=True))
 
-    async def read(self, name: str) -> Entry | None:
+    async def read(self, name: str) -> JournalEntry | None:
         """What holds of a layer; None where nothing was written of it."""
-        return await self._do(lambda: _read(self._file(name)))
+        return await self._do(lambda: _read_entry(self._file(name)))
 
     async def change_of(self, name: str) -> str | None:
         """By which change a layer is what it is; None where nothing was written of it."""
-        return await self._do(lambda: _change_in(self._file(name)))
+        return await self._do(lambda: _read_change_id(self._file(name)))
 
     async def entries(self) -> list[Path]:
         """The files of everything that holds, for `load`."""
         return await self._do(lambda: sorted(self._folder.glob("*.layer")))
 
-    async def load(self, file: Path) -> Entry:
+    async def load(self, file: Path) -> JournalEntry:
         """What one of `entries` says."""
-        entry = await self._do(lambda: _read(file))
+        entry = await self._do(lambda: _read_entry(file))
         assert entry is not None
         return entry
 
@@ -108,7 +108,7 @@ class Journal:
             raise StorageError(f"the registered layers could not be written to disk: {error.strerror}") from error
 
 
-def _read(file: Path) -> Entry | None:
+def _read_entry(file: Path) -> JournalEntry | None:
     try:
         head, _, body = file.read_bytes().partition(b"\n")
     except FileNotFoundError:
@@ -116,10 +116,10 @@ def _read(file: Path) -> Entry | None:
     said = json.loads(head)
     query = None if said["query"] is None else said["query"].encode("latin-1")
     # Writable, as torch wants memory to be.
-    return Entry(said["name"], said["change"], query, memoryview(bytearray(body)))
+    return JournalEntry(said["name"], said["change"], query, memoryview(bytearray(body)))
 
 
-def _change_in(file: Path) -> str | None:
+def _read_change_id(file: Path) -> str | None:
     try:
         with file.open("rb") as opened:
             change: str = json.loads(opened.readline())["change"]

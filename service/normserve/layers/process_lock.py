@@ -39,13 +39,13 @@ class ProcessLock:
                 await self._own.acquire()
                 stack.callback(self._own.release)
                 with (self._folder / "turn").open("w") as turn:
-                    await _lock(turn)
+                    await _lock_file(turn)
                     lock = stack.enter_context((self._folder / "lock").open("w"))
-                    await _lock(lock)
+                    await _lock_file(lock)
             yield
 
 
-async def _lock(file: IO[str]) -> None:
+async def _lock_file(file: IO[str]) -> None:
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -5,8 +5,8 @@ import re
 from collections.abc import Iterator
 
 from normserve.errors import NotReadyError, TooLargeError, UnknownLayerError
-from normserve.jobs.chain import chain_of
-from normserve.jobs.job import Layer, Op
+from normserve.jobs.chain import make_chain_layer
+from normserve.jobs.job import Op, RegisteredLayer
 
 # In a URL, `.` and `..` name other resources.
 _NAME = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,128}", re.ASCII)
@@ -29,10 +29,10 @@ class LayerRegistry:
         self.is_loading = False
         self._max_layers = max_layers
         self._max_bytes = max_bytes
-        self._layers: dict[str, Layer] = {}
+        self._layers: dict[str, RegisteredLayer] = {}
         self._nbytes = 0
         self._coming: dict[object, tuple[str, int]] = {}
-        self._chains: dict[str, Layer] = {}
+        self._chains: dict[str, RegisteredLayer] = {}
         #: Another number after each change.
         self.version = 0
 
@@ -62,7 +62,7 @@ class LayerRegistry:
         finally:
             del self._coming[coming]
 
-    def put(self, layer: Layer) -> bool:
+    def put(self, layer: RegisteredLayer) -> bool:
         """Register a layer; whether it replaced one, whose bytes it takes over.
 
         Raises:
@@ -94,7 +94,7 @@ class LayerRegistry:
                 f"no more than {self._max_bytes} are kept"
             )
 
-    def get(self, name: str) -> Layer:
+    def get(self, name: str) -> RegisteredLayer:
         """The layer of that name.
 
         Raises:
@@ -108,7 +108,7 @@ class LayerRegistry:
                 raise NotReadyError("the server is still loading its layers") from None
             raise UnknownLayerError("no layer of that name is registered") from None
 
-    def named(self, op: Op, text: str) -> Layer:
+    def named(self, op: Op, text: str) -> RegisteredLayer:
         """What a request of an operation names: a layer, or of a chain layers, joined by commas, as one.
 
         The same layers are the same chain each time.
@@ -121,7 +121,7 @@ class LayerRegistry:
             return self.get(text)
         chain = self._chains.get(text)
         if chain is None:
-            chain = chain_of([self.get(name) for name in text.split(",")])
+            chain = make_chain_layer([self.get(name) for name in text.split(",")])
             if len(self._chains) >= _MOST_CHAINS:
                 self._chains.clear()
             self._chains[text] = chain
@@ -137,7 +137,7 @@ class LayerRegistry:
         del self._layers[name]
         self._note_change()
 
-    def all(self) -> list[Layer]:
+    def all(self) -> list[RegisteredLayer]:
         """Every layer, by name."""
         return [self._layers[name] for name in sorted(self._layers)]
 

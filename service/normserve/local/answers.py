@@ -5,12 +5,12 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from normserve.codec import local_frames as frames
-from normserve.codec.local_frames import Answer
+from normserve.codec.local_frames import LocalResponse
 from normserve.errors import ClientLeftError, NormserveError, RetryLaterError
-from normserve.errors.problems import document, retry_after
+from normserve.errors.problems import compute_retry_after_s, make_problem_document
 from normserve.jobs.job import NormJob, NormResult
-from normserve.local.session import Session
-from normserve.local.wire import Wire
+from normserve.local.session import LocalSession
+from normserve.local.wire import FrameSocket
 from normserve.metrics.requests import NONE, RequestRecord
 from normserve.requests.lifecycle import CallbackRequest, RequestServices
 
@@ -21,17 +21,17 @@ _names = random.Random()
 _NO_HEADERS: Mapping[bytes, bytes] = {}
 
 
-class Answers:
+class LocalResponder:
     """The way back to the client of one connection.
 
     Attributes:
         wire: None until the connection is served.
     """
 
-    def __init__(self, services: RequestServices, session: Session) -> None:
+    def __init__(self, services: RequestServices, session: LocalSession) -> None:
         self.services = services
         self.session = session
-        self.wire: Wire | None = None
+        self.wire: FrameSocket | None = None
 
     @property
     def is_open(self) -> bool:
@@ -51,7 +51,7 @@ class Answers:
     def send(
         self, frame: bytes, descriptors: tuple[int, ...] = (), on_lost: Callable[[], None] | None = None
     ) -> None:
-        """Send an answer, as `Wire.send`."""
+        """Send an answer, as `FrameSocket.send`."""
         assert self.wire is not None
         self.wire.send(frame, descriptors, on_lost)
 
@@ -71,7 +71,7 @@ class LocalExchange(CallbackRequest):
     is_traced = False
 
     def __init__(
-        self, answers: Answers, tag: int, record: RequestRecord, headers: Mapping[bytes, bytes] = _NO_HEADERS
+        self, answers: LocalResponder, tag: int, record: RequestRecord, headers: Mapping[bytes, bytes] = _NO_HEADERS
     ) -> None:
         # Ids are no secrets, so the system's random source, a system call for each id, is not needed.
         request_id = f"{_names.getrandbits(128):032x}"
@@ -83,12 +83,14 @@ class LocalExchange(CallbackRequest):
         raise AssertionError("only operations have results")
 
     def send_problem(self, error: NormserveError) -> None:
-        answer = Answer(
-            status=self.record.status, request_id=self.request_id, problem=document(error, self.request_id)
+        answer = LocalResponse(
+            status=self.record.status,
+            request_id=self.request_id,
+            problem=make_problem_document(error, self.request_id),
         )
         if isinstance(error, RetryLaterError):
-            answer.retry_after_s = retry_after(error)
-        self._answers.send(frames.write(self.tag, answer))
+            answer.retry_after_s = compute_retry_after_s(error)
+        self._answers.send(frames.encode_frame(self.tag, answer))
         self.end()
 
     def end(self) -> None:

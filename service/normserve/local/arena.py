@@ -4,11 +4,11 @@ from collections.abc import Iterable, Mapping
 from math import prod
 from typing import NamedTuple
 
-from normserve.codec.local_frames import ALIGNMENT, Located, Place
-from normserve.codec.shapes import bits_of
+from normserve.codec.local_frames import ALIGNMENT, SegmentRange, TensorReference
+from normserve.codec.shapes import count_bits
 from normserve.errors import InvalidParameterError, InvalidShapeError, UnsupportedDtypeError
 from normserve.jobs.results import Described
-from normserve.memory.device_segments import DeviceBytes
+from normserve.memory.device_segments import DeviceMemoryView
 from normserve.memory.device_tensors import DeviceTensor
 from normserve.memory.host_tensors import FLOATS, HostTensor
 
@@ -16,7 +16,7 @@ _DTYPES = {dtype.value: dtype for dtype in FLOATS}
 _LONGEST_NAME = 64
 
 
-class Span(NamedTuple):
+class ArenaRange(NamedTuple):
     """Bytes of a segment.
 
     Attributes:
@@ -27,17 +27,17 @@ class Span(NamedTuple):
     start: int
     stop: int
 
-    def overlaps(self, other: "Span") -> bool:
+    def overlaps(self, other: "ArenaRange") -> bool:
         """Whether any byte belongs to both."""
         return self.segment == other.segment and max(self.start, other.start) < min(self.stop, other.stop)
 
 
-class Arena:
+class SegmentTable:
     """Segments by their numbers, none of which is given twice.
 
     Attributes:
-        segments: what is mapped of each, in the host's memory or a device's (`DeviceBytes`); a view of it keeps it
-            mapped, whatever happens here.
+        segments: what is mapped of each, in the host's memory or a device's (`DeviceMemoryView`); a view of it
+            keeps it mapped, whatever happens here.
     """
 
     def __init__(self) -> None:
@@ -51,11 +51,11 @@ class Arena:
         self.segments[number] = memory
         return number
 
-    def has(self, references: Iterable[Located | Place]) -> bool:
+    def has(self, references: Iterable[TensorReference | SegmentRange]) -> bool:
         """Whether the segments of all these are there still."""
         return all(each.segment in self.segments for each in references)
 
-    def tensor(self, name: str, located: Located) -> tuple[HostTensor, Span]:
+    def tensor(self, name: str, located: TensorReference) -> tuple[HostTensor, ArenaRange]:
         """A tensor in the arena, and its bytes.
 
         Raises:
@@ -66,14 +66,16 @@ class Arena:
         dtype = _DTYPES.get(located.dtype)
         if dtype is None:
             expected = ", ".join(_DTYPES)
-            raise UnsupportedDtypeError(f"{_label(name)} must be {expected}, got {located.dtype[:_LONGEST_NAME]!r}")
-        nbytes = bits_of(located.shape, 8 * dtype.itemsize) // 8
+            raise UnsupportedDtypeError(
+                f"{_format_label(name)} must be {expected}, got {located.dtype[:_LONGEST_NAME]!r}"
+            )
+        nbytes = count_bits(located.shape, 8 * dtype.itemsize) // 8
         data = self._bytes(name, located.segment, located.offset, nbytes)
-        span = Span(located.segment, located.offset, located.offset + nbytes)
-        kind = DeviceTensor if isinstance(data, DeviceBytes) else HostTensor
+        span = ArenaRange(located.segment, located.offset, located.offset + nbytes)
+        kind = DeviceTensor if isinstance(data, DeviceMemoryView) else HostTensor
         return kind(dtype, located.shape, data), span
 
-    def place(self, name: str, place: Place) -> memoryview:
+    def place(self, name: str, place: SegmentRange) -> memoryview:
         """The bytes that a result may be written to.
 
         Raises:
@@ -85,12 +87,13 @@ class Arena:
         segment = self._segment(name, number)
         if offset % ALIGNMENT:
             raise InvalidParameterError(
-                f"the offset of {_label(name)} must be a multiple of {ALIGNMENT}, got {offset}"
+                f"the offset of {_format_label(name)} must be a multiple of {ALIGNMENT}, got {offset}"
             )
         # Python's numbers do not wrap.
         if offset + nbytes > len(segment):
             raise InvalidParameterError(
-                f"{_label(name)} must end within its segment of {len(segment)} bytes, ends at {offset + nbytes}"
+                f"{_format_label(name)} must end within its segment of {len(segment)} bytes, "
+                f"ends at {offset + nbytes}"
             )
         return segment[offset : offset + nbytes]
 
@@ -99,26 +102,29 @@ class Arena:
             return self.segments[number]
         except KeyError:
             raise InvalidParameterError(
-                f"{_label(name)} must lie in a segment of this connection's arena"
+                f"{_format_label(name)} must lie in a segment of this connection's arena"
             ) from None
 
 
-def check_together(tensors: Mapping[str, HostTensor], places: Mapping[str, memoryview]) -> None:
+def require_one_memory(tensors: Mapping[str, HostTensor], places: Mapping[str, memoryview]) -> None:
     """See that a request's tensors and places are all in the host's memory, or all in the device's.
 
     Raises:
         InvalidParameterError: they are not.
     """
     are_on_device = [isinstance(tensor, DeviceTensor) for tensor in tensors.values()]
-    are_on_device += [isinstance(place, DeviceBytes) for place in places.values()]
+    are_on_device += [isinstance(place, DeviceMemoryView) for place in places.values()]
     if len(set(are_on_device)) > 1:
         raise InvalidParameterError(
             "tensors and places of a request must all be in host memory or all in device memory, they are not"
         )
 
 
-def check_places(
-    results: Described, places: Mapping[str, Place], tensors: Mapping[str, Span], over: Mapping[str, str]
+def check_result_ranges(
+    results: Described,
+    places: Mapping[str, SegmentRange],
+    tensors: Mapping[str, ArenaRange],
+    over: Mapping[str, str],
 ) -> bool:
     """See that each result has a place of its own.
 
@@ -135,7 +141,7 @@ def check_places(
         InvalidParameterError: one has none, overlaps another, or a tensor that it may not be written over.
         InvalidShapeError: its place has too few bytes.
     """
-    taken: list[tuple[str, Span]] = []
+    taken: list[tuple[str, ArenaRange]] = []
     is_over = False
     for name, (dtype, shape) in results.items():
         place = places.get(name)
@@ -144,15 +150,17 @@ def check_places(
         nbytes = prod(shape) * dtype.itemsize
         if place.nbytes < nbytes:
             raise InvalidShapeError(f"the place for {name} must have {nbytes} bytes, it has {place.nbytes}")
-        span = Span(place.segment, place.offset, place.offset + nbytes)
+        span = ArenaRange(place.segment, place.offset, place.offset + nbytes)
         for other, theirs in (*taken, *tensors.items()):
             if theirs == span and over.get(name) == other:
                 is_over = True
             elif span.overlaps(theirs):
-                raise InvalidParameterError(f"the place for {name} must not overlap {_label(other)}, it does")
+                raise InvalidParameterError(
+                    f"the place for {name} must not overlap {_format_label(other)}, it does"
+                )
         taken.append((name, span))
     return is_over
 
 
-def _label(name: str) -> str:
+def _format_label(name: str) -> str:
     return repr(name[:_LONGEST_NAME])

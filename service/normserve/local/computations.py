@@ -7,17 +7,17 @@ from normserve.admission.keys import KeyScope
 from normserve.codec import local_frames as frames
 from normserve.errors import DeviceFailureError, DrainingError, NormserveError
 from normserve.jobs.job import NormJob, NormResult
-from normserve.local.answers import Answers, LocalExchange
-from normserve.local.arena import Arena
-from normserve.local.operations import Plan, Request, answered
-from normserve.local.service import Service
+from normserve.local.answers import LocalExchange, LocalResponder
+from normserve.local.arena import SegmentTable
+from normserve.local.operations import ComputeRequest, RequestPlan, make_response
+from normserve.local.service import LocalServices
 from normserve.metrics.requests import RequestRecord
-from normserve.requests.prepared_calls import PreparedCalls
+from normserve.requests.prepared_calls import PreparedCallCache
 
 _INFER = frozenset([KeyScope.INFER])
 
 
-class Computations:
+class ConnectionComputations:
     """Those of one connection.
 
     Attributes:
@@ -29,10 +29,10 @@ class Computations:
 
     def __init__(
         self,
-        service: Service,
-        arena: Arena,
-        prepared: PreparedCalls,
-        answers: Answers,
+        service: LocalServices,
+        arena: SegmentTable,
+        prepared: PreparedCallCache,
+        answers: LocalResponder,
         on_end: Callable[[], None],
     ) -> None:
         self.service = service
@@ -42,7 +42,7 @@ class Computations:
         self.on_end = on_end
         self.under_way: set[LocalComputation] = set()
 
-    def begin(self, tag: int, request: Request, record: RequestRecord) -> None:
+    def begin(self, tag: int, request: ComputeRequest, record: RequestRecord) -> None:
         """Have an operation run; it is answered, now or later, whatever becomes of it."""
         if self.service.polling is not None:
             self.service.polling.note_received()
@@ -63,9 +63,11 @@ class LocalComputation(LocalExchange):
     """One operation, which is answered from the engine's own callback, without a task that waits."""
 
     is_traced = True
-    _plan: Plan
+    _plan: RequestPlan
 
-    def __init__(self, computations: Computations, tag: int, request: Request, record: RequestRecord) -> None:
+    def __init__(
+        self, computations: ConnectionComputations, tag: int, request: ComputeRequest, record: RequestRecord
+    ) -> None:
         super().__init__(computations.answers, tag, record, request.headers)
         self._computations = computations
         self._request = request
@@ -107,7 +109,7 @@ class LocalComputation(LocalExchange):
     def send_result(self, result: NormResult, job: NormJob) -> None:
         request, plan, record, service = self._request, self._plan, self.record, self._computations.service
         began = time.perf_counter()
-        frame = frames.write(self.tag, answered(plan, result, self.request_id, record, began))
+        frame = frames.encode_frame(self.tag, make_response(plan, result, self.request_id, record, began))
         record.stages["serialize"] = time.perf_counter() - began
         record.status = 200
         record.waiting_in = "send"

@@ -9,21 +9,21 @@ from typing import Any
 
 from normserve.admission.keys import KeyScope
 from normserve.codec import local_frames as frames
-from normserve.codec.local_frames import Answer, Message
+from normserve.codec.local_frames import LocalResponse, Message
 from normserve.errors import MalformedPayloadError, NormserveError
-from normserve.local.answers import Answers, LocalExchange
-from normserve.local.arena import Arena
-from normserve.local.computations import Computations
-from normserve.local.device import LentDeviceSegment
-from normserve.local.layers import Sender
-from normserve.local.memory import Lent, LentSegment
-from normserve.local.operations import Request
-from normserve.local.peer import Peer
-from normserve.local.service import Service
-from normserve.local.session import Session
-from normserve.local.wire import Wire
+from normserve.local.answers import LocalExchange, LocalResponder
+from normserve.local.arena import SegmentTable
+from normserve.local.computations import ConnectionComputations
+from normserve.local.device import ChargedDeviceSegment
+from normserve.local.layers import MessageOrigin
+from normserve.local.memory import ChargedSegment, ClientSegment
+from normserve.local.operations import ComputeRequest
+from normserve.local.peer import PeerProcess
+from normserve.local.service import LocalServices
+from normserve.local.session import LocalSession
+from normserve.local.wire import FrameSocket
 from normserve.metrics.requests import RequestRecord
-from normserve.requests.prepared_calls import PreparedCalls
+from normserve.requests.prepared_calls import PreparedCallCache
 
 #: Requests of one connection that are answered at the same time; of more the frames stay with the kernel.
 MOST_UNDER_WAY = 64
@@ -38,12 +38,12 @@ _PREPARED_BYTES = 8 * 2**20
 # made from it, with those of the CPU backend.  Measured of one to seventeen tensors and of sixteen messages.
 _BYTES_PER_MESSAGE, _BYTES_PER_BYTE = 3 * 2**9, 30
 
-_UNANSWERED = (frames.Cancel, frames.Free)
+_UNANSWERED = (frames.CancelRequestMessage, frames.FreeSegmentMessage)
 
-Said = Message | Request
+Said = Message | ComputeRequest
 
 
-class Connection:
+class LocalServerConnection:
     """Answers one client, until its socket ends.
 
     Attributes:
@@ -51,7 +51,9 @@ class Connection:
         on_gone: told that the connection has ended, and of the segments that the client has not given back.
     """
 
-    def __init__(self, service: Service, peer: Peer, key_name: str | None, watch: Callable[[], int | None]) -> None:
+    def __init__(
+        self, service: LocalServices, peer: PeerProcess, key_name: str | None, watch: Callable[[], int | None]
+    ) -> None:
         """Args:
         key_name: of the API key that is used for the peer's user.
         watch: makes a descriptor that can be read once the peer has ended, while the connection is open; None
@@ -60,25 +62,27 @@ class Connection:
         self._service = service
         self._watch = watch
         self.peer = peer
-        self.on_gone: Callable[[list[Lent]], None] = service.leftovers.give_back
-        self._session = Session(peer.uid, key_name, service.authorisation)
-        self._arena = Arena()
+        self.on_gone: Callable[[list[ClientSegment]], None] = service.leftovers.give_back
+        self._session = LocalSession(peer.uid, key_name, service.authorisation)
+        self._arena = SegmentTable()
         # Of the device: given back, and charged until the client's process has ended.
-        self._spent: list[LentDeviceSegment] = []
+        self._spent: list[ChargedDeviceSegment] = []
         self._waiting: deque[tuple[int, Said, float, float]] = deque()
         # By frames: clients send the same few repeatedly.
         counters = service.requests.metrics.prepared_call_counters("connection")
-        self._prepared = PreparedCalls(_PREPARED_BYTES, counters)
+        self._prepared = PreparedCallCache(_PREPARED_BYTES, counters)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._answers = Answers(service.requests, self._session)
-        self._computations = Computations(service, self._arena, self._prepared, self._answers, self._on_room)
+        self._answers = LocalResponder(service.requests, self._session)
+        self._computations = ConnectionComputations(
+            service, self._arena, self._prepared, self._answers, self._on_room
+        )
 
     @property
     def is_busy(self) -> bool:
         """Whether requests of it are under way."""
         return bool(self._tasks or self._computations.under_way or self._answers.flights)
 
-    def serve(self, wire: Wire) -> None:
+    def serve(self, wire: FrameSocket) -> None:
         """Begin."""
         self._answers.wire = wire
         wire.read(wanted=True)
@@ -105,12 +109,13 @@ class Connection:
 
     def _read(self, content: bytes) -> Sequence[Said]:
         said = [
-            Request(each) if isinstance(each, frames.Compute) else each for each in frames.read_messages(content)
+            ComputeRequest(each) if isinstance(each, frames.ComputeMessage) else each
+            for each in frames.decode_messages(content)
         ]
         # Only operations are sent repeatedly, and of these none that names a span.
-        if all(isinstance(each, Request) and not each.headers for each in said):
+        if all(isinstance(each, ComputeRequest) and not each.headers for each in said):
             self._prepared.keep(content, said, _BYTES_PER_MESSAGE * len(said) + _BYTES_PER_BYTE * len(content))
-            if isinstance(first := said[0], Request) and len(said) == 1:
+            if isinstance(first := said[0], ComputeRequest) and len(said) == 1:
                 first.content = content
         return said
 
@@ -126,9 +131,9 @@ class Connection:
         self._computations.abandon()
         self.on_gone(self._segments_left())
 
-    def _segments_left(self) -> list[Lent]:
+    def _segments_left(self) -> list[ClientSegment]:
         """What the client has of the server's memory; this connection has that no more."""
-        segments: list[Lent] = [*map(_lent, self._arena.segments.values()), *self._spent]
+        segments: list[ClientSegment] = [*map(_get_segment, self._arena.segments.values()), *self._spent]
         # In its place: what is lent again while the connection ends may return there.
         self._spent.clear()
         self._arena.segments.clear()
@@ -156,7 +161,7 @@ class Connection:
             self._let_go(message)
             return
         record = RequestRecord(transport="local", stages={"recv": ended - began}, began=began)
-        if isinstance(message, Request):
+        if isinstance(message, ComputeRequest):
             self._computations.begin(tag, message, record)
             return
         exchange = LocalExchange(self._answers, tag, record)
@@ -168,9 +173,9 @@ class Connection:
         self._tasks.discard(task)
         self._on_room()
 
-    def _let_go(self, message: frames.Cancel | frames.Free) -> None:
+    def _let_go(self, message: frames.CancelRequestMessage | frames.FreeSegmentMessage) -> None:
         """What has no answer: unknown numbers are ignored."""
-        if isinstance(message, frames.Free):
+        if isinstance(message, frames.FreeSegmentMessage):
             self._take_back(message.segment)
             return
         self._computations.withdraw(message.request)
@@ -181,8 +186,8 @@ class Connection:
         # What is known may lie there, and would keep it.
         self._forget()
         if memory is not None:
-            segment = _lent(memory)
-            if isinstance(segment, LentDeviceSegment):
+            segment = _get_segment(memory)
+            if isinstance(segment, ChargedDeviceSegment):
                 self._spent.append(segment)
             else:
                 self._service.leftovers.give_back([segment])
@@ -205,27 +210,27 @@ class Connection:
         record = exchange.record
         descriptors: tuple[int, ...] = ()
         on_lost: Callable[[], None] | None = None
-        answer = Answer(status=200, request_id=exchange.request_id)
+        answer = LocalResponse(status=200, request_id=exchange.request_id)
         match message:
-            case frames.Hello():
+            case frames.HelloMessage():
                 record.op = "hello"
                 answer.document = self._session.greet(message, self._offered())
                 exchange.caller = self._session.caller
-            case frames.Grow():
+            case frames.GrowArenaMessage():
                 record.op = "grow"
                 self._session.authorise(_ANY, exchange)
                 descriptors = (await self._grow(message, answer),)
                 on_lost = functools.partial(self._take_back, answer.segment)
-            case frames.Info():
+            case frames.GetInfoMessage():
                 record.op = "info"
                 self._session.authorise(_ANY, exchange)
                 answer.document = await self._service.describe()
             case _:
                 record.op = "layers"
-                sender = Sender(self._arena, self._session, exchange)
+                sender = MessageOrigin(self._arena, self._session, exchange)
                 answer.document, answer.status = await self._service.layers.answer(message, sender)
         record.status = answer.status
-        self._answers.send(frames.write(exchange.tag, answer), descriptors, on_lost)
+        self._answers.send(frames.encode_frame(exchange.tag, answer), descriptors, on_lost)
 
     def _offered(self) -> dict[str, Any]:
         """What the greeting says of the device's memory; nothing before the server is ready, which finds out."""
@@ -234,7 +239,7 @@ class Connection:
             return {}
         return {"device": service.device_memory.offer()}
 
-    async def _grow(self, message: frames.Grow, answer: Answer) -> int:
+    async def _grow(self, message: frames.GrowArenaMessage, answer: LocalResponse) -> int:
         """Make the segment that is asked for and say so in the answer; the descriptor to go with it."""
         service = self._service
         service.requests.engine.require_ready()
@@ -250,9 +255,9 @@ class Connection:
                 self._take_back(answer.segment)
                 service.leftovers.keep(self.peer.pid, watch, self._segments_left())
 
-    async def _grown(self, message: frames.Grow, answer: Answer) -> int:
+    async def _grown(self, message: frames.GrowArenaMessage, answer: LocalResponse) -> int:
         service = self._service
-        segment: LentSegment | LentDeviceSegment
+        segment: ChargedSegment | ChargedDeviceSegment
         if message.memory == "device":
             lend = service.device_memory.lend(self.peer, message.nbytes, self._spent, service.leftovers)
             descriptor, segment = await lend
@@ -267,7 +272,7 @@ class Connection:
         return descriptor
 
 
-def _lent(memory: memoryview) -> LentSegment | LentDeviceSegment:
+def _get_segment(memory: memoryview) -> ChargedSegment | ChargedDeviceSegment:
     segment = memory.obj
-    assert isinstance(segment, LentSegment | LentDeviceSegment)
+    assert isinstance(segment, ChargedSegment | ChargedDeviceSegment)
     return segment

@@ -10,20 +10,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from normserve.errors import InvalidParameterError
-from normserve.local.memory import Accounts, Leftovers
-from normserve.local.peer import Peer
+from normserve.local.memory import OrphanedSegments, SegmentAccounts
+from normserve.local.peer import PeerProcess
 from normserve.memory.device_segments import (
-    Device,
     DeviceMemoryError,
     DeviceMemoryFullError,
     DeviceSegment,
+    ShareableDevice,
 )
-from normserve.memory.threads import make_in_thread
+from normserve.memory.threads import make_on_thread
 
 log = logging.getLogger(__name__)
 
 
-class LentDeviceSegment(DeviceSegment):
+class ChargedDeviceSegment(DeviceSegment):
     """Memory of the device that a user is charged for until its mapping here has ended.
 
     Attributes:
@@ -42,17 +42,17 @@ class LentDeviceSegment(DeviceSegment):
             self.home.put((self.uid, len(self)))
 
 
-class DeviceArenas:
+class DeviceSegmentAllocator:
     """Lends segments of the device's memory; belongs to the event loop's thread."""
 
-    def __init__(self, most_bytes: int, find: Callable[[], Device | None]) -> None:
+    def __init__(self, most_bytes: int, find: Callable[[], ShareableDevice | None]) -> None:
         """Args:
         most_bytes: that one user may have; 0 lends none.
         find: the device, once the server is ready; None where its memory cannot be lent.
         """
         self._most_bytes = most_bytes
         self._find = find
-        self._accounts = Accounts(most_bytes, "device memory", "local_device_bytes")
+        self._accounts = SegmentAccounts(most_bytes, "device memory", "local_device_bytes")
 
     @property
     def nbytes(self) -> int:
@@ -60,7 +60,7 @@ class DeviceArenas:
         return self._accounts.nbytes
 
     @property
-    def device(self) -> Device | None:
+    def device(self) -> ShareableDevice | None:
         """Whose memory is lent; None where none is."""
         return self._find() if self._most_bytes else None
 
@@ -70,8 +70,8 @@ class DeviceArenas:
         return None if device is None else {"uuid": device.uuid, "bytes": self._most_bytes}
 
     async def lend(
-        self, peer: Peer, nbytes: int, spent: list[LentDeviceSegment], leftovers: Leftovers
-    ) -> tuple[int, LentDeviceSegment]:
+        self, peer: PeerProcess, nbytes: int, spent: list[ChargedDeviceSegment], leftovers: OrphanedSegments
+    ) -> tuple[int, ChargedDeviceSegment]:
         """A segment of zeros of at least so many bytes: the descriptor, which is the caller's to close, and itself.
 
         Args:
@@ -87,12 +87,12 @@ class DeviceArenas:
         if device is None:
             raise InvalidParameterError("memory must be host: this server does not share device memory")
         nbytes = device.rounded(nbytes)
-        known = _reused(peer, nbytes, spent, leftovers)
+        known = _pop_reusable(peer, nbytes, spent, leftovers)
         if known is None:
             self._accounts.charge(peer.uid, nbytes)
         try:
             # Clearing, and what the driver does, take a millisecond, which others shall not wait.
-            descriptor, segment = await make_in_thread(_prepared, device, known, nbytes)
+            descriptor, segment = await make_on_thread(_export_segment, device, known, nbytes)
         except BaseException as error:
             if known is None:
                 self._accounts.returned.put((peer.uid, nbytes))
@@ -108,15 +108,15 @@ class DeviceArenas:
         return descriptor, segment
 
 
-def _reused(
-    peer: Peer, nbytes: int, spent: list[LentDeviceSegment], leftovers: Leftovers
-) -> LentDeviceSegment | None:
+def _pop_reusable(
+    peer: PeerProcess, nbytes: int, spent: list[ChargedDeviceSegment], leftovers: OrphanedSegments
+) -> ChargedDeviceSegment | None:
     """The smallest of what the client's process has had already that is large enough, if anything is."""
-    found: tuple[list[Any], LentDeviceSegment] | None = None
+    found: tuple[list[Any], ChargedDeviceSegment] | None = None
     kept: Sequence[list[Any]] = (spent, leftovers.of(peer.pid) if peer.pid else [])
     for segments in kept:
         for segment in segments:
-            if not isinstance(segment, LentDeviceSegment) or segment.uid != peer.uid or len(segment) < nbytes:
+            if not isinstance(segment, ChargedDeviceSegment) or segment.uid != peer.uid or len(segment) < nbytes:
                 continue
             if found is None or len(segment) < len(found[1]):
                 found = segments, segment
@@ -126,9 +126,11 @@ def _reused(
     return found[1]
 
 
-def _prepared(device: Device, segment: LentDeviceSegment | None, nbytes: int) -> tuple[int, LentDeviceSegment]:
+def _export_segment(
+    device: ShareableDevice, segment: ChargedDeviceSegment | None, nbytes: int
+) -> tuple[int, ChargedDeviceSegment]:
     if segment is None:
-        segment = device.make(nbytes, LentDeviceSegment)
+        segment = device.make(nbytes, ChargedDeviceSegment)
     else:
         device.clear(segment)
     return device.export(segment), segment

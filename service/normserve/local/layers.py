@@ -4,22 +4,22 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
-from normserve.admission.callers import Caller
+from normserve.admission.callers import ClientIdentity
 from normserve.admission.keys import KeyScope
 from normserve.codec import local_frames as frames
 from normserve.codec import safetensors
-from normserve.codec.local_frames import Located, Message
+from normserve.codec.local_frames import Message, TensorReference
 from normserve.errors import InvalidParameterError, NormserveError
 from normserve.layers.changes import LayerChanges
 from normserve.layers.registry import LAYER_NAMES, LayerRegistry, is_layer_name
 from normserve.local.answers import LocalExchange
-from normserve.local.arena import Arena
-from normserve.local.operations import copied
-from normserve.local.session import Session
+from normserve.local.arena import SegmentTable
+from normserve.local.operations import copy_tensors
+from normserve.local.session import LocalSession
 from normserve.logs import audit
 from normserve.memory.device_tensors import DeviceTensor
 from normserve.memory.host_tensors import HostTensor
-from normserve.requests.layers import layer_document, require_layer_query
+from normserve.requests.layers import describe_layer, require_layer_query
 from normserve.requests.lifecycle import RequestServices
 
 _CHANGES = frozenset([KeyScope.LAYERS])
@@ -31,7 +31,7 @@ _Answer = tuple[Any, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Sender:
+class MessageOrigin:
     """Who sent a message.
 
     Attributes:
@@ -39,17 +39,17 @@ class Sender:
         exchange: the message's.
     """
 
-    arena: Arena
-    session: Session
+    arena: SegmentTable
+    session: LocalSession
     exchange: LocalExchange
 
-    def authorise(self, needed: Set[KeyScope]) -> Caller:
+    def authorise(self, needed: Set[KeyScope]) -> ClientIdentity:
         """Return who it is, or raise what its key does not allow."""
         return self.session.authorise(needed, self.exchange)
 
 
 @dataclass(frozen=True, slots=True)
-class LayerMessages:
+class LayerMessageDispatcher:
     """Answers them.
 
     Attributes:
@@ -60,7 +60,7 @@ class LayerMessages:
     layers: LayerRegistry
     changes: LayerChanges
 
-    async def answer(self, message: Message, sender: Sender) -> _Answer:
+    async def answer(self, message: Message, sender: MessageOrigin) -> _Answer:
         """What a message is answered with, and the status.
 
         Raises:
@@ -68,43 +68,45 @@ class LayerMessages:
         """
         layers = self.layers
         match message:
-            case frames.Layers():
+            case frames.ListLayersMessage():
                 sender.authorise(_READS)
-                return {"layers": [layer_document(layer) for layer in layers.all()]}, 200
-            case frames.Layer():
+                return {"layers": [describe_layer(layer) for layer in layers.all()]}, 200
+            case frames.GetLayerMessage():
                 sender.authorise(_READS)
-                return layer_document(layers.get(message.name)), 200
-            case frames.DeleteLayer():
+                return describe_layer(layers.get(message.name)), 200
+            case frames.DeleteLayerMessage():
                 return await self._audited("DELETE", message, sender, self._delete)
-            case frames.PutLayer():
+            case frames.PutLayerMessage():
                 return await self._audited("PUT", message, sender, self._put)
             case _:
                 raise AssertionError(f"{message} is no message about layers")
 
-    async def _delete(self, message: Any, sender: Sender) -> _Answer:
+    async def _delete(self, message: Any, sender: MessageOrigin) -> _Answer:
         sender.exchange.begin_work()
         await self.changes.remove(message.name)
         return None, 204
 
-    async def _put(self, message: Any, sender: Sender) -> _Answer:
+    async def _put(self, message: Any, sender: MessageOrigin) -> _Answer:
         if not is_layer_name(message.name):
             raise InvalidParameterError(f"a layer's name must be {LAYER_NAMES}")
         query = message.query.encode()
         require_layer_query(query)
         self.requests.engine.require_ready()
         arena, exchange = sender.arena, sender.exchange
-        nbytes = sum([len(tensor.data) for tensor in _tensors(arena, message.tensors).values()])
+        nbytes = sum([len(tensor.data) for tensor in _find_parameters(arena, message.tensors).values()])
         permit = exchange.acquire_permit(nbytes)
         try:
             exchange.charge_copy(nbytes)
-            body = memoryview(b"".join(safetensors.encode(copied(_tensors(arena, message.tensors)))))
+            body = memoryview(b"".join(safetensors.encode(copy_tensors(_find_parameters(arena, message.tensors)))))
             exchange.begin_work()
             layer, replaced = await self.changes.register(message.name, query, body)
         finally:
             permit.release()
-        return layer_document(layer), 200 if replaced else 201
+        return describe_layer(layer), 200 if replaced else 201
 
-    async def _audited(self, method: str, message: Any, sender: Sender, change: Callable[..., Any]) -> _Answer:
+    async def _audited(
+        self, method: str, message: Any, sender: MessageOrigin, change: Callable[..., Any]
+    ) -> _Answer:
         """Make a change, and tell the audit trail what became of it."""
         caller = sender.authorise(_CHANGES)
         result = "interrupted"
@@ -116,11 +118,11 @@ class LayerMessages:
             raise
         finally:
             who = {"key": caller.key, "address": caller.address, "request_id": sender.exchange.request_id}
-            audit.layer_changed(method, f"/v1/layers/{message.name}", result, **who)
+            audit.log_layer_change(method, f"/v1/layers/{message.name}", result, **who)
         return document, status
 
 
-def _tensors(arena: Arena, located: Mapping[str, Located]) -> dict[str, HostTensor]:
+def _find_parameters(arena: SegmentTable, located: Mapping[str, TensorReference]) -> dict[str, HostTensor]:
     """The parameters that came.
 
     Raises:

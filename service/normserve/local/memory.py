@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from normserve.errors import OverloadedError, TooLargeError
-from normserve.memory.segments import Segment, make_segment, rounded
-from normserve.memory.threads import make_in_thread
+from normserve.memory.segments import HostSegment, make_segment, round_up_to_pages
+from normserve.memory.threads import make_on_thread
 
 #: A segment has at least so many bytes: each takes a descriptor.
 LEAST_BYTES = 2**20
@@ -17,7 +17,7 @@ _MOST_SEGMENTS = 256
 _RETRY_AFTER_S = 5.0
 
 
-class LentSegment(Segment):
+class ChargedSegment(HostSegment):
     """Shared memory that a user is charged for until its mapping here has ended.
 
     A process that has mapped it can read it for as long as it lives, so its content is removed only once
@@ -44,7 +44,7 @@ class LentSegment(Segment):
             self.home.put((self.uid, len(self)))
 
 
-class Lent(Protocol):
+class ClientSegment(Protocol):
     """A segment of any kind of memory that a user is charged for.
 
     Attributes:
@@ -54,7 +54,7 @@ class Lent(Protocol):
     is_given_back: bool
 
 
-class _Account:
+class _UserAccount:
     """What one user has."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class _Account:
         self.segments = 0
 
 
-class Accounts:
+class SegmentAccounts:
     """What users are charged for; belongs to the event loop's thread.
 
     Attributes:
@@ -79,7 +79,7 @@ class Accounts:
         self.most_bytes = most_bytes
         self.returned: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         self._kind, self._setting = kind, setting
-        self._of_users: dict[int, _Account] = {}
+        self._of_users: dict[int, _UserAccount] = {}
 
     @property
     def nbytes(self) -> int:
@@ -97,7 +97,7 @@ class Accounts:
         self._collect()
         if nbytes > self.most_bytes:
             raise TooLargeError(f"{nbytes} bytes of {self._kind} are more than {self._setting}, {self.most_bytes}")
-        account = self._of_users.setdefault(uid, _Account())
+        account = self._of_users.setdefault(uid, _UserAccount())
         if account.bytes + nbytes > self.most_bytes or account.segments >= _MOST_SEGMENTS:
             raise OverloadedError(
                 f"{nbytes} more bytes of {self._kind} do not fit beside {account.bytes} in {account.segments} "
@@ -121,7 +121,7 @@ class Accounts:
                 del self._of_users[uid]
 
 
-class SharedMemory:
+class HostSegmentAllocator:
     """Lends segments; belongs to the event loop's thread."""
 
     def __init__(self, most_bytes: int, share: Callable[[memoryview], object] = lambda memory: None) -> None:
@@ -130,25 +130,25 @@ class SharedMemory:
         share: prepares memory for the device, for as long as what it returns lives.
         """
         self._share = share
-        self._accounts = Accounts(most_bytes, "shared memory", "local_bytes")
+        self._accounts = SegmentAccounts(most_bytes, "shared memory", "local_bytes")
 
     @property
     def nbytes(self) -> int:
         """Of all segments that are lent."""
         return self._accounts.nbytes
 
-    async def lend(self, uid: int, nbytes: int) -> tuple[int, LentSegment]:
+    async def lend(self, uid: int, nbytes: int) -> tuple[int, ChargedSegment]:
         """A new segment of at least so many bytes: the descriptor, which is the caller's to close, and its mapping.
 
         Raises:
             TooLargeError: no user may have so many.
             OverloadedError: this one may not now, or there is no memory.
         """
-        nbytes = rounded(max(nbytes, LEAST_BYTES))
+        nbytes = round_up_to_pages(max(nbytes, LEAST_BYTES))
         self._accounts.charge(uid, nbytes)
         try:
             # Zeroing pages takes a millisecond for 2 MiB, which others shall not wait.
-            descriptor, segment = await make_in_thread(self._make, nbytes)
+            descriptor, segment = await make_on_thread(self._make, nbytes)
         except BaseException as error:
             self._accounts.returned.put((uid, nbytes))
             if isinstance(error, MemoryError):
@@ -157,8 +157,8 @@ class SharedMemory:
         segment.uid, segment.home = uid, self._accounts.returned
         return descriptor, segment
 
-    def _make(self, nbytes: int) -> tuple[int, LentSegment]:
-        descriptor, segment = make_segment(nbytes, LentSegment)
+    def _make(self, nbytes: int) -> tuple[int, ChargedSegment]:
+        descriptor, segment = make_segment(nbytes, ChargedSegment)
         try:
             with memoryview(segment) as memory:
                 segment.registration = self._share(memory)
@@ -168,24 +168,24 @@ class SharedMemory:
         return descriptor, segment
 
 
-class Leftovers:
+class OrphanedSegments:
     """Segments that clients do not use any more, or may look at still.
 
     Those that a connection leaves behind are kept for as long as the client's process lives.
     """
 
     def __init__(self) -> None:
-        self._of_process: dict[int, tuple[int, list[Lent]]] = {}
+        self._of_process: dict[int, tuple[int, list[ClientSegment]]] = {}
         self._returning: set[asyncio.Future[None]] = set()
 
     def __len__(self) -> int:
         return sum([len(segments) for _, segments in self._of_process.values()])
 
-    def of(self, pid: int) -> list[Lent]:
+    def of(self, pid: int) -> list[ClientSegment]:
         """Those that are kept for a process; who has another use for one takes it out."""
         return self._of_process[pid][1] if pid in self._of_process else []
 
-    def keep(self, pid: int, watch: int | None, segments: list[Lent]) -> None:
+    def keep(self, pid: int, watch: int | None, segments: list[ClientSegment]) -> None:
         """Keep these until their process ends.
 
         Args: watch: a descriptor that can be read once it has, which is closed here; None where there is none.
@@ -217,7 +217,7 @@ class Leftovers:
         os.close(watch)
         self.give_back(segments)
 
-    def give_back(self, segments: list[Lent]) -> None:
+    def give_back(self, segments: list[ClientSegment]) -> None:
         """Free segments of which the client has no view, each with the last request that uses it."""
         for segment in segments:
             segment.is_given_back = True

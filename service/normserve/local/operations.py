@@ -6,39 +6,39 @@ from dataclasses import dataclass
 import msgspec
 from msgspec import UnsetType
 
-from normserve.codec.local_frames import Compute, Done, Located, Stages
+from normserve.codec.local_frames import ComputeMessage, ComputeResponse, StageMilliseconds, TensorReference
 from normserve.codec.tensor_names import is_parameter
 from normserve.engine.engine import Engine
 from normserve.errors import NotFoundError
 from normserve.jobs.job import (
     MAX_COMPARED_PARAMETER_BYTES,
-    Layer,
     NormJob,
     NormResult,
     NormSpec,
     Op,
-    Pass,
-    Recurrence,
+    PassDirection,
+    RegisteredLayer,
+    ReplaySlot,
 )
 from normserve.jobs.memory_cost import MemoryCost
-from normserve.jobs.results import results_of
+from normserve.jobs.results import infer_result_specs
 from normserve.layers.registry import LayerRegistry
-from normserve.local.arena import Arena, check_places, check_together
+from normserve.local.arena import SegmentTable, check_result_ranges, require_one_memory
 from normserve.memory.host_tensors import HostTensor
 from normserve.metrics.requests import RequestRecord
-from normserve.requests.parameters import make_spec, named_layer, operation_parameters, parse_query
-from normserve.requests.prepared_calls import PreparedCalls
+from normserve.requests.parameters import find_layer_name, list_operation_parameters, make_spec, parse_query
+from normserve.requests.prepared_calls import PreparedCallCache
 from normserve.requests.prepared_jobs import prepare_job
 
 _OPERATIONS = {(op.value, direction.value): (op, direction) for op in Op for direction in op.passes}
 # What a message asks for takes less than this when it is kept, and for each byte of its words.
 _ASKED_BYTES, _BYTES_PER_ASKED_BYTE = 2**10, 8
 
-_WRITTEN_OVER = {Pass.FORWARD: {"y": "x"}, Pass.BACKWARD: {"dx": "x"}}
+_WRITTEN_OVER = {PassDirection.FORWARD: {"y": "x"}, PassDirection.BACKWARD: {"dx": "x"}}
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ParsedOperation:
     """What a request asks for, checked as far as it can be without its tensors.
 
     Attributes:
@@ -51,7 +51,7 @@ class Asked:
     timeout_ms: float | None
 
 
-def asked_for(op_name: str, pass_name: str, query: str) -> Asked:
+def parse_operation(op_name: str, pass_name: str, query: str) -> ParsedOperation:
     """Read an operation's name, pass and parameters.
 
     Raises:
@@ -63,12 +63,12 @@ def asked_for(op_name: str, pass_name: str, query: str) -> Asked:
         known = ", ".join([" ".join(each) for each in _OPERATIONS])
         raise NotFoundError(f"operations and passes are {known}")
     op, direction = asked
-    values = parse_query(query.encode(), operation_parameters(op, direction))
-    return Asked(make_spec(op, direction, values), named_layer(values), values.get("timeout_ms"))
+    values = parse_query(query.encode(), list_operation_parameters(op, direction))
+    return ParsedOperation(make_spec(op, direction, values), find_layer_name(values), values.get("timeout_ms"))
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RequestPlan:
     """A request as it is checked against the arena and a layer: what comes again like it need not be checked again.
 
     Attributes:
@@ -85,22 +85,22 @@ class Plan:
     places: Mapping[str, memoryview]
     shared: tuple[str, ...]
     is_over: bool
-    recurrence: Recurrence | None
+    recurrence: ReplaySlot | None
     cost: MemoryCost
     nbytes: int
     described: msgspec.Raw
 
-    def job(self, layer: Layer | None) -> NormJob:
+    def job(self, layer: RegisteredLayer | None) -> NormJob:
         """Make the job of one request, with the layer that the plan was made with."""
         tensors = self.tensors
         if self.shared:
             # Parameters decide which jobs share a launch, and are read again by it, for all of them: what was
             # compared must be what is read, whatever the client writes meanwhile.
-            tensors = {**tensors, **{name: _copy(tensors[name]) for name in self.shared}}
+            tensors = {**tensors, **{name: _copy_tensor(tensors[name]) for name in self.shared}}
         return NormJob(self.spec, tensors, layer, self.is_over, self.places, self.recurrence)
 
 
-class Request:
+class ComputeRequest:
     """A message that asks for an operation, and what is known of it from when it last came.
 
     Attributes:
@@ -111,19 +111,19 @@ class Request:
 
     __slots__ = ("__weakref__", "_plan", "asked", "content", "headers", "message")
 
-    def __init__(self, message: Compute) -> None:
+    def __init__(self, message: ComputeMessage) -> None:
         self.message = message
         self.content: bytes | None = None
         said = message.traceparent
         self.headers: Mapping[bytes, bytes] = {} if isinstance(said, UnsetType) else {b"traceparent": said.encode()}
-        self.asked: Asked | None = None
-        self._plan: Plan | None = None
+        self.asked: ParsedOperation | None = None
+        self._plan: RequestPlan | None = None
 
-    def find_plan(self, layer: Layer | None) -> Plan | None:
+    def find_plan(self, layer: RegisteredLayer | None) -> RequestPlan | None:
         """Return the plan that was made of it with this layer."""
         return self._plan if layer is None else layer.plans.get(self)
 
-    def keep_plan(self, plan: Plan, layer: Layer | None) -> None:
+    def keep_plan(self, plan: RequestPlan, layer: RegisteredLayer | None) -> None:
         """Keep a plan for as long as the request is kept and the layer, if it has one, is registered."""
         if layer is None:
             self._plan = plan
@@ -132,15 +132,15 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Operations:
+class OperationPlanner:
     """Checks operations."""
 
     engine: Engine
     layers: LayerRegistry
 
     def plan(
-        self, request: Request, arena: Arena, prepared: PreparedCalls, record: RequestRecord
-    ) -> tuple[Plan, Layer | None]:
+        self, request: ComputeRequest, arena: SegmentTable, prepared: PreparedCallCache, record: RequestRecord
+    ) -> tuple[RequestPlan, RegisteredLayer | None]:
         """Check a request against its arena and its layer, which are returned with the plan.
 
         Args: prepared: of the connection.
@@ -151,7 +151,7 @@ class Operations:
         record.waiting_in = "parse"
         message, asked = request.message, request.asked
         if asked is None:
-            asked = request.asked = _prepare_asked(message, prepared)
+            asked = request.asked = _prepare_operation(message, prepared)
         spec = asked.spec
         record.op, record.direction = spec.op.label, spec.direction.label
         layer = None if asked.layer is None else self.layers.named(spec.op, asked.layer)
@@ -163,25 +163,32 @@ class Operations:
         return plan, layer
 
     def _planned(
-        self, message: Compute, spec: NormSpec, layer: Layer | None, arena: Arena, prepared: PreparedCalls
-    ) -> Plan:
+        self,
+        message: ComputeMessage,
+        spec: NormSpec,
+        layer: RegisteredLayer | None,
+        arena: SegmentTable,
+        prepared: PreparedCallCache,
+    ) -> RequestPlan:
         located = {name: arena.tensor(name, each) for name, each in message.tensors.items()}
         tensors = {name: tensor for name, (tensor, _) in located.items()}
         places = {name: arena.place(name, place) for name, place in message.results.items()}
-        check_together(tensors, places)
+        require_one_memory(tensors, places)
         job, cost = prepare_job(prepared, "", spec, tensors, layer)
-        results = results_of(job.spec, {name: (each.dtype, each.shape) for name, each in tensors.items()}, layer)
+        results = infer_result_specs(
+            job.spec, {name: (each.dtype, each.shape) for name, each in tensors.items()}, layer
+        )
         spans = {name: span for name, (_, span) in located.items()}
-        is_over = check_places(results, message.results, spans, _WRITTEN_OVER[spec.direction])
-        recurrence = Recurrence()
+        is_over = check_result_ranges(results, message.results, spans, _WRITTEN_OVER[spec.direction])
+        recurrence = ReplaySlot()
         alike = NormJob(job.spec, tensors, layer, is_over, places, recurrence)
         recurrence.is_alone = job.is_on_device or self.engine.computes_alone(alike)
-        shared = () if recurrence.is_alone else _shared(tensors)
+        shared = () if recurrence.is_alone else _find_compared_names(tensors)
         described = {
-            name: Located(message.results[name].segment, message.results[name].offset, dtype.label, shape)
+            name: TensorReference(message.results[name].segment, message.results[name].offset, dtype.label, shape)
             for name, (dtype, shape) in results.items()
         }
-        return Plan(
+        return RequestPlan(
             job.spec,
             tensors,
             places,
@@ -194,33 +201,35 @@ class Operations:
         )
 
 
-def _prepare_asked(message: Compute, prepared: PreparedCalls) -> Asked:
-    """Do as `asked_for`, once for the messages of a connection that say the same."""
+def _prepare_operation(message: ComputeMessage, prepared: PreparedCallCache) -> ParsedOperation:
+    """Do as `parse_operation`, once for the messages of a connection that say the same."""
     key = message.op, message.direction, message.query
-    asked: Asked | None = prepared.find(key)
+    asked: ParsedOperation | None = prepared.find(key)
     if asked is None:
-        asked = asked_for(*key)
+        asked = parse_operation(*key)
         prepared.keep(key, asked, _ASKED_BYTES + _BYTES_PER_ASKED_BYTE * sum(map(len, key)))
     return asked
 
 
-def _shared(tensors: Mapping[str, HostTensor]) -> tuple[str, ...]:
+def _find_compared_names(tensors: Mapping[str, HostTensor]) -> tuple[str, ...]:
     """The parameters by which jobs share a launch."""
     names = filter(is_parameter, tensors)
     return tuple(name for name in names if tensors[name].nbytes <= MAX_COMPARED_PARAMETER_BYTES)
 
 
-def answered(plan: Plan, result: NormResult, request_id: str, record: RequestRecord, began: float) -> Done:
+def make_response(
+    plan: RequestPlan, result: NormResult, request_id: str, record: RequestRecord, began: float
+) -> ComputeResponse:
     """The answer to an operation, whose results lie where the request wanted them.
 
     Args: began: when it began to be written, by `time.perf_counter`.
     """
     record.note_result(result, began)
     record.sent = sum([len(tensor.data) for tensor in result.tensors.values()])
-    return Done(
+    return ComputeResponse(
         request_id,
         plan.described,
-        Stages(
+        StageMilliseconds(
             1e3 * record.stages["recv"],
             1e3 * result.queue_s,
             1e3 * result.copy_in_s,
@@ -233,10 +242,10 @@ def answered(plan: Plan, result: NormResult, request_id: str, record: RequestRec
     )
 
 
-def copied(tensors: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
+def copy_tensors(tensors: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
     """The same tensors in memory that only this process writes."""
-    return {name: _copy(tensor) for name, tensor in tensors.items()}
+    return {name: _copy_tensor(tensor) for name, tensor in tensors.items()}
 
 
-def _copy(tensor: HostTensor) -> HostTensor:
+def _copy_tensor(tensor: HostTensor) -> HostTensor:
     return HostTensor(tensor.dtype, tensor.shape, memoryview(bytearray(tensor.data)))

@@ -16,7 +16,7 @@ _OVERFLOW_UID = 65534
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class PeerProcess:
     """The process that made a connection.
 
     Attributes:
@@ -28,7 +28,7 @@ class Peer:
     uid: int
 
     @classmethod
-    def of(cls, connection: socket.socket) -> "Peer":
+    def of(cls, connection: socket.socket) -> "PeerProcess":
         """Who connected.
 
         Raises:
@@ -58,7 +58,7 @@ class Peer:
             return None
 
 
-class Users:
+class LocalUsers:
     """Which users may connect, and which API key is used for each."""
 
     def __init__(self, listed: str) -> None:

@@ -13,13 +13,22 @@ from dataclasses import dataclass, replace
 from msgspec import Raw
 
 from normserve.admission.keys import Keyring, KeyScope
-from normserve.backends.replayer import FAILED, LEFT, RECEIVED, UNSENT, Event, Replay, Replayer, Sample
+from normserve.backends.replayer import (
+    FAILED,
+    LEFT,
+    RECEIVED,
+    UNSENT,
+    CapturedLaunch,
+    Event,
+    LaunchReplayer,
+    Sample,
+)
 from normserve.errors import ClientLeftError, NormserveError
 from normserve.jobs.job import NormJob
 from normserve.layers.registry import LayerRegistry
-from normserve.local.answers import Answers
-from normserve.local.operations import Request
-from normserve.metrics.requests import CLIENT_LEFT, RequestRecord, Times
+from normserve.local.answers import LocalResponder
+from normserve.local.operations import ComputeRequest
+from normserve.metrics.requests import CLIENT_LEFT, RequestRecord, RequestTimes
 from normserve.requests.lifecycle import RequestServices
 
 # The event loop's other callbacks wait so long for a replayer that has something to do all the time.
@@ -42,7 +51,7 @@ _INFER = frozenset([KeyScope.INFER])
 
 
 @dataclass(frozen=True, slots=True)
-class _Learned:
+class _ReplayedRequest:
     """What is kept of a request.
 
     Attributes:
@@ -52,11 +61,11 @@ class _Learned:
 
     record: RequestRecord
     job: NormJob
-    replay: Replay
+    replay: CapturedLaunch
     admitted_bytes: int
 
 
-class Replaying:
+class RequestReplays:
     """Those of all connections.  Belongs to the event loop's thread."""
 
     def __init__(
@@ -75,11 +84,11 @@ class Replaying:
         # Of requests that are not answered in the turn in which they came.
         self._progress, self._metrics = services.progress, services.metrics
         self._timeout_ms, self._poll_s = services.timeout_ms, poll_s
-        self._replayer: Replayer | None = None
+        self._replayer: LaunchReplayer | None = None
         self._is_begun = False
         self._others = -1
         # By the descriptors of the connections that are received through the replayer.
-        self._answers: dict[int, Answers] = {}
+        self._answers: dict[int, LocalResponder] = {}
         self._versions = self._version()
         # Launches that were in flight after the last turn, and their bytes; and when one was last seen to end.
         self._flights = self._bytes = 0
@@ -88,12 +97,12 @@ class Replaying:
 
     def learn(
         self,
-        request: Request,
+        request: ComputeRequest,
         described: Raw,
         job: NormJob,
         record: RequestRecord,
         admitted_bytes: int,
-        answers: Answers,
+        answers: LocalResponder,
     ) -> None:
         """Have a request that was answered replayed when it comes again, if that can be.
 
@@ -127,10 +136,10 @@ class Replaying:
             bytes(described),
             record.kernel_bytes,
             admitted_bytes,
-            _Learned(record, job, replay, admitted_bytes),
+            _ReplayedRequest(record, job, replay, admitted_bytes),
         )
 
-    def forget(self, answers: Answers) -> None:
+    def forget(self, answers: LocalResponder) -> None:
         """A connection has ended, or has given memory back that its requests may use."""
         if answers.wire is None or self._answers.get(descriptor := answers.wire.descriptor) is not answers:
             return
@@ -146,11 +155,11 @@ class Replaying:
         if self._replayer is None:
             return
         for learned, samples in self._replayer.samples():
-            assert isinstance(learned, _Learned)
+            assert isinstance(learned, _ReplayedRequest)
             self._limits.note_departure(len(samples), len(samples) * learned.admitted_bytes)
-            self._metrics.observe_replays(learned.record, _times(samples), learned.job)
+            self._metrics.observe_replays(learned.record, _make_times(samples), learned.job)
 
-    def _has_its_layer(self, request: Request, job: NormJob) -> bool:
+    def _has_its_layer(self, request: ComputeRequest, job: NormJob) -> bool:
         """Whether the layer that the request names is the one that it was computed with."""
         assert request.asked is not None
         if request.asked.layer is None:
@@ -160,12 +169,12 @@ class Replaying:
         except NormserveError:
             return False
 
-    def _is_hurried(self, request: Request) -> bool:
+    def _is_hurried(self, request: ComputeRequest) -> bool:
         assert request.asked is not None
         timeout_ms = self._timeout_ms if request.asked.timeout_ms is None else request.asked.timeout_ms
         return timeout_ms < _SHORTEST_TIMEOUT_MS
 
-    def _begun(self) -> Replayer | None:
+    def _begun(self) -> LaunchReplayer | None:
         """The replayer; made when it is first needed, since the backend has one only once it has started."""
         if not self._is_begun:
             self._is_begun = True
@@ -202,7 +211,7 @@ class Replaying:
         if samples >= _COLLECTED_AT_ONCE:
             self.collect()
         # The rest of an answer first: what came in the same turn may be answered at once.
-        for event in sorted(events, key=_is_later):
+        for event in sorted(events, key=_is_not_unsent):
             self._conclude(event)
         if flights and not self._is_due:
             self._is_due = True
@@ -226,7 +235,7 @@ class Replaying:
     def _conclude(self, event: Event) -> None:
         kind, descriptor, tag, code, said = event
         if kind == LEFT:
-            self._metrics.observe_request(_record_of(said, CLIENT_LEFT, ClientLeftError.code))
+            self._metrics.observe_request(_make_record(said, CLIENT_LEFT, ClientLeftError.code))
             return
         answers = self._answers.get(descriptor)
         if answers is None or answers.wire is None:
@@ -237,22 +246,22 @@ class Replaying:
             answers.wire.send(said)
         elif kind == FAILED:
             error = self._engine.note_failed_replay(code)
-            answers.refuse(tag, error, _record_of(said, 0, None))
+            answers.refuse(tag, error, _make_record(said, 0, None))
             # The device may still write where the client, once it has an answer, keeps something else.
             answers.close()
 
 
-def _is_later(event: Event) -> bool:
+def _is_not_unsent(event: Event) -> bool:
     return event[0] != UNSENT
 
 
-def _record_of(learned: _Learned, status: int, error: str | None) -> RequestRecord:
+def _make_record(learned: _ReplayedRequest, status: int, error: str | None) -> RequestRecord:
     """Of a request that has no result."""
     began = time.perf_counter()
     return replace(learned.record, status=status, error=error, stages={}, waiting_in="send", began=began)
 
 
-def _times(samples: list[Sample]) -> Times:
+def _make_times(samples: list[Sample]) -> RequestTimes:
     received, launched, copy_in, kernel, copy_out, answering, ended = zip(*samples, strict=True)
     none = [0.0] * len(samples)
     stages = {
@@ -264,4 +273,4 @@ def _times(samples: list[Sample]) -> Times:
         "copy_out": copy_out,
         "send": [each - before for before, each in zip(answering, ended, strict=True)],
     }
-    return Times(stages, [each - before for before, each in zip(received, ended, strict=True)])
+    return RequestTimes(stages, [each - before for before, each in zip(received, ended, strict=True)])

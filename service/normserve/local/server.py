@@ -6,14 +6,14 @@ import logging
 import socket
 from collections.abc import Callable
 
-from normserve.codec.local_frames import Answer, write
+from normserve.codec.local_frames import LocalResponse, encode_frame
 from normserve.errors import ForbiddenError, NormserveError
-from normserve.errors.problems import document, status_of
-from normserve.local.connection import Connection
-from normserve.local.memory import Lent
-from normserve.local.peer import Peer, Users
-from normserve.local.service import Service
-from normserve.local.wire import Wire
+from normserve.errors.problems import get_status, make_problem_document
+from normserve.local.connection import LocalServerConnection
+from normserve.local.memory import ClientSegment
+from normserve.local.peer import LocalUsers, PeerProcess
+from normserve.local.service import LocalServices
+from normserve.local.wire import FrameSocket
 from normserve.sockets import has_ended
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ _SWEEP_S = 30.0
 class LocalServer:
     """Serves connected sockets that others accept.  Belongs to the event loop's thread."""
 
-    def __init__(self, service: Service, users: Users, *, frame_s: float, send_s: float) -> None:
+    def __init__(self, service: LocalServices, users: LocalUsers, *, frame_s: float, send_s: float) -> None:
         """Args:
         frame_s: a frame must be whole so long after its first byte.
         send_s: a client must have read what it was sent so long after.
@@ -36,11 +36,11 @@ class LocalServer:
         self._service = service
         self._users = users
         self._frame_s, self._send_s = frame_s, send_s
-        self._connections: dict[Connection, socket.socket] = {}
+        self._connections: dict[LocalServerConnection, socket.socket] = {}
         self._leftovers = service.leftovers
         self._sweep_timer: asyncio.TimerHandle | None = None
         # Connections whose clients had gone at the last sweep.
-        self._abandoned: set[Connection] = set()
+        self._abandoned: set[LocalServerConnection] = set()
 
     @property
     def connections(self) -> int:
@@ -50,21 +50,21 @@ class LocalServer:
     def serve(self, connected: socket.socket, on_end: Callable[[], None]) -> None:
         """Serve a connection until its end, of which `on_end` is told."""
         try:
-            peer = Peer.of(connected)
+            peer = PeerProcess.of(connected)
             key_name = self._users.admit(peer.uid)
         except (ForbiddenError, OSError) as error:
             if isinstance(error, ForbiddenError):
                 connected.setblocking(False)
-                _say(connected, refusal(error))
+                _send_frame(connected, make_refusal_frame(error))
             connected.close()
             on_end()
             return
-        connection = Connection(self._service, peer, key_name, functools.partial(peer.watch, connected))
+        connection = LocalServerConnection(self._service, peer, key_name, functools.partial(peer.watch, connected))
         connection.on_gone = functools.partial(self._end, connection, connected, on_end)
         self._connections[connection] = connected
         self._time_sweep()
         timing = {"frame_s": self._frame_s, "send_s": self._send_s}
-        connection.serve(Wire(connected, connection, most_unsent=_MOST_UNSENT, **timing))
+        connection.serve(FrameSocket(connected, connection, most_unsent=_MOST_UNSENT, **timing))
 
     async def close(self, within_s: float) -> None:
         """Let what is under way be answered, then end all connections; what clients have mapped stays theirs."""
@@ -93,7 +93,11 @@ class LocalServer:
             self._time_sweep()
 
     def _end(
-        self, connection: Connection, connected: socket.socket, on_end: Callable[[], None], left: list[Lent]
+        self,
+        connection: LocalServerConnection,
+        connected: socket.socket,
+        on_end: Callable[[], None],
+        left: list[ClientSegment],
     ) -> None:
         del self._connections[connection]
         # Where nothing is left over, no process need be watched.
@@ -102,12 +106,12 @@ class LocalServer:
         on_end()
 
 
-def refusal(error: NormserveError) -> bytes:
+def make_refusal_frame(error: NormserveError) -> bytes:
     """What a client is told that gets no connection."""
-    return write(0, Answer(status=status_of(error), problem=document(error, "")))
+    return encode_frame(0, LocalResponse(status=get_status(error), problem=make_problem_document(error, "")))
 
 
-def _say(connected: socket.socket, frame: bytes) -> None:
+def _send_frame(connected: socket.socket, frame: bytes) -> None:
     try:
         connected.send(frame)
     except OSError:

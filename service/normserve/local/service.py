@@ -4,21 +4,21 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from normserve.engine.polling import Polling
-from normserve.local.device import DeviceArenas
-from normserve.local.layers import LayerMessages
-from normserve.local.memory import Leftovers, SharedMemory
-from normserve.local.operations import Operations
-from normserve.requests.authorisation import Authorisation
+from normserve.engine.polling import BusyPoller
+from normserve.local.device import DeviceSegmentAllocator
+from normserve.local.layers import LayerMessageDispatcher
+from normserve.local.memory import HostSegmentAllocator, OrphanedSegments
+from normserve.local.operations import OperationPlanner
+from normserve.requests.authorisation import KeyAuthorisation
 from normserve.requests.lifecycle import RequestServices
 
 if TYPE_CHECKING:
     # It uses answers, which are made of this.
-    from normserve.local.replaying import Replaying
+    from normserve.local.replaying import RequestReplays
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
+class LocalServices:
     """What connections work with.
 
     Attributes:
@@ -30,12 +30,12 @@ class Service:
     """
 
     requests: RequestServices
-    operations: Operations
-    layers: LayerMessages
-    authorisation: Authorisation | None
-    memory: SharedMemory
-    device_memory: DeviceArenas
-    leftovers: Leftovers
+    operations: OperationPlanner
+    layers: LayerMessageDispatcher
+    authorisation: KeyAuthorisation | None
+    memory: HostSegmentAllocator
+    device_memory: DeviceSegmentAllocator
+    leftovers: OrphanedSegments
     describe: Callable[[], Awaitable[dict[str, Any]]]
-    polling: Polling | None = None
-    replaying: "Replaying | None" = None
+    polling: BusyPoller | None = None
+    replaying: "RequestReplays | None" = None

@@ -3,27 +3,27 @@
 from collections.abc import Mapping, Set
 from typing import Any
 
-from normserve.admission.callers import Caller
+from normserve.admission.callers import ClientIdentity
 from normserve.admission.keys import KeyScope
-from normserve.codec.local_frames import ALIGNMENT, MAX_FRAME_BYTES, VERSION, Hello
+from normserve.codec.local_frames import ALIGNMENT, MAX_FRAME_BYTES, VERSION, HelloMessage
 from normserve.errors import InvalidParameterError, MalformedPayloadError
-from normserve.requests.authorisation import Authorisation
+from normserve.requests.authorisation import KeyAuthorisation
 from normserve.requests.lifecycle import RequestLifecycle
 
 
-class Session:
+class LocalSession:
     """What a client has said of itself, and what the kernel has.
 
     Attributes:
         caller: who it is, as far as its messages have shown.
     """
 
-    def __init__(self, uid: int, key_name: str | None, authorisation: Authorisation | None) -> None:
+    def __init__(self, uid: int, key_name: str | None, authorisation: KeyAuthorisation | None) -> None:
         """Args:
         key_name: of the API key that is used for the user.
         authorisation: None where no key is asked for.
         """
-        self.caller = Caller(f"uid {uid}")
+        self.caller = ClientIdentity(f"uid {uid}")
         self._key_name = key_name
         self._authorisation = authorisation
         self._token: bytes | None = None
@@ -38,7 +38,7 @@ class Session:
             return False
         return grant.rate is None and grant.key.max_inflight_bytes is None and grant.key.expires is None
 
-    def greet(self, message: Hello, offered: Mapping[str, Any]) -> dict[str, Any]:
+    def greet(self, message: HelloMessage, offered: Mapping[str, Any]) -> dict[str, Any]:
         """What a client must know before it asks.
 
         Args: offered: what is known beyond that.
@@ -51,10 +51,10 @@ class Session:
         self._is_greeted = True
         self._token = None if message.key is None else message.key.encode()
         # No key's name until it is known: what is refused is not logged as another's.
-        self.caller = Caller(self.caller.address)
+        self.caller = ClientIdentity(self.caller.address)
         return {"version": VERSION, "alignment": ALIGNMENT, "max_frame_bytes": MAX_FRAME_BYTES, **offered}
 
-    def authorise(self, needed: Set[KeyScope], sent: RequestLifecycle) -> Caller:
+    def authorise(self, needed: Set[KeyScope], sent: RequestLifecycle) -> ClientIdentity:
         """Check that the client may send a message; returns the caller.
 
         Raises:

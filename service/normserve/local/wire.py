@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from normserve.backends.replayer import Replayer
+from normserve.backends.replayer import LaunchReplayer
 from normserve.codec.framing import FrameReader, SendQueue, close_descriptors
 from normserve.codec.local_frames import MAX_FRAME_BYTES
 from normserve.errors import NormserveError
@@ -19,7 +19,7 @@ from normserve.sockets import add_reader, has_error
 _READ_BYTES = 64 * 1024
 
 
-class Listener(Protocol):
+class FrameCallbacks(Protocol):
     """Whom a wire tells what happens."""
 
     def on_frame(self, tag: int, content: bytes, began: float, ended: float) -> None:
@@ -32,11 +32,17 @@ class Listener(Protocol):
         """The connection has ended; called once."""
 
 
-class Wire:
+class FrameSocket:
     """A connected Unix socket."""
 
     def __init__(
-        self, connection: socket.socket, listener: Listener, *, frame_s: float, send_s: float, most_unsent: int
+        self,
+        connection: socket.socket,
+        listener: FrameCallbacks,
+        *,
+        frame_s: float,
+        send_s: float,
+        most_unsent: int,
     ) -> None:
         """Args:
         frame_s: a frame must be whole so long after its first byte.
@@ -56,7 +62,7 @@ class Wire:
         self._was_reset = False
         self._frame_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
-        self._replayer: Replayer | None = None
+        self._replayer: LaunchReplayer | None = None
         self._is_reading = False
         self._wants_input = False
         self.is_open = True
@@ -71,7 +77,7 @@ class Wire:
         """Requests that the replayer has not answered yet."""
         return 0 if self._replayer is None or not self.is_open else self._replayer.flights(self.descriptor)
 
-    def receive_through(self, replayer: Replayer) -> None:
+    def receive_through(self, replayer: LaunchReplayer) -> None:
         """Have a replayer receive from now on, which answers some frames itself; the others go to `take`."""
         was_reading, wanted = self._is_reading, self._wants_input
         self.read(wanted=False)

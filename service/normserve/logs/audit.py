@@ -16,32 +16,32 @@ _REFUSALS_A_SECOND = 10
 _LONGEST_PATH = 200
 
 
-def started(version: str, settings: Mapping[str, object]) -> None:
+def log_start(version: str, settings: Mapping[str, object]) -> None:
     """The process serves from now on; `settings` without secrets."""
-    _note("start", version=version, settings=dict(settings))
+    _log_event("start", version=version, settings=dict(settings))
 
 
-def draining() -> None:
+def log_drain() -> None:
     """The process was told to end: it finishes what it has admitted."""
-    _note("drain")
+    _log_event("drain")
 
 
-def ended(exit_code: int) -> None:
+def log_end(exit_code: int) -> None:
     """The process has served its last request."""
-    _note("end", exit_code=exit_code)
+    _log_event("end", exit_code=exit_code)
 
 
-def keys_loaded(names: Sequence[str]) -> None:
+def log_keys_loaded(names: Sequence[str]) -> None:
     """These keys are known from now on, and no others."""
-    _note("keys_loaded", count=len(names), names=list(names))
+    _log_event("keys_loaded", count=len(names), names=list(names))
 
 
-def layer_changed(method: str, path: str, result: str, **who: str | None) -> None:
+def log_layer_change(method: str, path: str, result: str, **who: str | None) -> None:
     """A client requested to register or to remove a layer; `result` says with what outcome."""
-    _note("layer_change", method=method, path=path[:_LONGEST_PATH], result=result, **who)
+    _log_event("layer_change", method=method, path=path[:_LONGEST_PATH], result=result, **who)
 
 
-class Refusals:
+class KeyRefusalLog:
     """Tells of requests that were refused for want of a key: so many a second, and of the others how many."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -59,7 +59,7 @@ class Refusals:
             self._second, self._told = now, 0
         if self._told < _REFUSALS_A_SECOND:
             self._told += 1
-            _note("key_refused", reason=reason, method=method, path=path[:_LONGEST_PATH], **who)
+            _log_event("key_refused", reason=reason, method=method, path=path[:_LONGEST_PATH], **who)
             return
         self._left_out += 1
         if self._timer is None:
@@ -71,9 +71,9 @@ class Refusals:
             self._timer.cancel()
             self._timer = None
         if self._left_out:
-            _note("keys_refused", count=self._left_out)
+            _log_event("keys_refused", count=self._left_out)
             self._left_out = 0
 
 
-def _note(event: str, **fields: object) -> None:
+def _log_event(event: str, **fields: object) -> None:
     _log.info(event, extra={"fields": {name: value for name, value in fields.items() if value is not None}})

@@ -28,7 +28,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9._:/{}@%+-]+")
 _ALWAYS_SHOWN = ("normserve.audit", "normserve.access")
 
 
-class TextLines(logging.Formatter):
+class TextFormatter(logging.Formatter):
     """For a reader."""
 
     def __init__(self, process: str | None = None) -> None:
@@ -38,20 +38,20 @@ class TextLines(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         """The line; a traceback follows it, indented, so that none of its lines looks like another event's."""
-        record.message = _CONTROL.sub(_escaped, record.message)
-        line, fields = super().formatMessage(record), {**self._static, **_fields(record)}
+        record.message = _CONTROL.sub(_escape_character, record.message)
+        line, fields = super().formatMessage(record), {**self._static, **_get_fields(record)}
         if getattr(record, "is_block", False):
             return "\n".join(
-                [line, *(each for name, value in fields.items() for each in _block_lines(name, value))]
+                [line, *(each for name, value in fields.items() for each in _format_block_field(name, value))]
             )
-        return line + "".join(f" {name}={_shown(value)}" for name, value in fields.items())
+        return line + "".join(f" {name}={_format_value(value)}" for name, value in fields.items())
 
     def formatException(self, ei: Any) -> str:  # noqa: N802
         """The traceback."""
-        return "\n".join(_indented(super().formatException(ei), "    "))
+        return "\n".join(_indent_lines(super().formatException(ei), "    "))
 
 
-class JsonLines(JsonFormatter):
+class JsonLinesFormatter(JsonFormatter):
     """For a program: an object with `time`, `level`, `logger`, `message` and the record's fields."""
 
     def __init__(self, process: str | None = None) -> None:
@@ -73,7 +73,7 @@ class JsonLines(JsonFormatter):
         super().add_fields(log_data, record, message_dict)
         for name in log_data.keys() - _MEMBERS:
             del log_data[name]
-        for name, value in _fields(record).items():
+        for name, value in _get_fields(record).items():
             log_data.setdefault(name, value)
 
 
@@ -87,7 +87,7 @@ def configure_logging(level: str, form: str = "text", process: str | None = None
         process: which process of a fleet this is.
     """
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonLines(process) if form == "json" else TextLines(process))
+    handler.setFormatter(JsonLinesFormatter(process) if form == "json" else TextFormatter(process))
     own = logging.getLevelName(level.upper())
     logging.basicConfig(handlers=[handler])
     logging.getLogger().setLevel(max(own, logging.WARNING))
@@ -102,10 +102,10 @@ def configure_logging(level: str, form: str = "text", process: str | None = None
         # What Python itself would write to stderr as text.
         logging.captureWarnings(True)
         sys.excepthook = _log_exception
-        threading.excepthook = _log_exception_of_thread
+        threading.excepthook = _log_thread_exception
 
 
-def block(fields: Mapping[str, object]) -> dict[str, object]:
+def make_block_fields(fields: Mapping[str, object]) -> dict[str, object]:
     """What makes a record of fields that are too long for one line, as its `extra`."""
     return {"fields": fields, "is_block": True}
 
@@ -117,39 +117,39 @@ def _log_exception(kind: type[BaseException], error: BaseException, traceback: T
     logging.getLogger("normserve").critical("an exception ended the process", exc_info=(kind, error, traceback))
 
 
-def _log_exception_of_thread(args: threading.ExceptHookArgs) -> None:
+def _log_thread_exception(args: threading.ExceptHookArgs) -> None:
     if args.exc_value is not None:
         found = (args.exc_type, args.exc_value, args.exc_traceback)
         logging.getLogger("normserve").critical("an exception ended a thread", exc_info=found)
 
 
-def _fields(record: logging.LogRecord) -> Mapping[str, object]:
+def _get_fields(record: logging.LogRecord) -> Mapping[str, object]:
     fields: Mapping[str, object] = getattr(record, "fields", {})
     return fields
 
 
-def _block_lines(name: str, value: object) -> list[str]:
+def _format_block_field(name: str, value: object) -> list[str]:
     """A field of a block: a text as it is, anything else as JSON."""
     if isinstance(value, str) and "\n" not in value:
-        return [f"    {name}: {_CONTROL.sub(_escaped, value)}"]
+        return [f"    {name}: {_CONTROL.sub(_escape_character, value)}"]
     text = value if isinstance(value, str) else json.dumps(value, default=str)
-    return [f"    {name}:", *_indented(text.rstrip("\n"), "        ")]
+    return [f"    {name}:", *_indent_lines(text.rstrip("\n"), "        ")]
 
 
-def _indented(text: str, margin: str) -> list[str]:
-    return [margin + _CONTROL.sub(_escaped, line) for line in text.split("\n")]
+def _indent_lines(text: str, margin: str) -> list[str]:
+    return [margin + _CONTROL.sub(_escape_character, line) for line in text.split("\n")]
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return text if _PLAIN.fullmatch(text) else json.dumps(value, default=str)
 
 
-def _escaped(found: re.Match[str]) -> str:
+def _escape_character(found: re.Match[str]) -> str:
     return found[0].encode("ascii", "backslashreplace").decode() if found[0] > "\x7f" else f"\\x{ord(found[0]):02x}"
 
 
-class Throttled:
+class ThrottledLogger:
     """Logs at most once a second what any client can cause any number of times."""
 
     def __init__(self, log: logging.Logger) -> None:

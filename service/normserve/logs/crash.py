@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
-from normserve.logs.configuration import block
+from normserve.logs.configuration import make_block_fields
 
 _log = logging.getLogger("normserve.crash")
 
@@ -17,7 +17,7 @@ _DRIVER = Path("/sys/module/nvidia/version")
 _PACKAGES = ("torch", "triton", "numpy", "fastapi", "uvicorn")
 
 
-def report(
+def log_crash_report(
     what: str,
     *,
     version: str,
@@ -38,17 +38,19 @@ def report(
     facts = {
         "what": what,
         "version": version,
-        "versions": {"python": platform.python_version(), **_packages(), **_driver()},
+        "versions": {"python": platform.python_version(), **_read_package_versions(), **_read_driver_version()},
         "platform": platform.platform(),
         "device": device,
         "settings": dict(settings),
         "work": work,
         "traceback": trace,
     }
-    _log.critical("crash report", extra=block({name: value for name, value in facts.items() if value is not None}))
+    _log.critical(
+        "crash report", extra=make_block_fields({name: value for name, value in facts.items() if value is not None})
+    )
 
 
-def _packages() -> dict[str, str]:
+def _read_package_versions() -> dict[str, str]:
     """Their versions, without importing any: what has failed may be one of them."""
     found = {}
     for name in _PACKAGES:
@@ -59,7 +61,7 @@ def _packages() -> dict[str, str]:
     return found
 
 
-def _driver() -> dict[str, str]:
+def _read_driver_version() -> dict[str, str]:
     """The version of NVIDIA's driver, where there is one."""
     try:
         return {"nvidia_driver": _DRIVER.read_text(encoding="ascii").strip()}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 _log = logging.getLogger("normserve.failures")
 
 
-def note(detail: str, fields: Mapping[str, object]) -> None:
+def log_failure(detail: str, fields: Mapping[str, object]) -> None:
     """A request was answered with an internal error.
 
     Args:

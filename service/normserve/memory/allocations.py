@@ -10,12 +10,18 @@ import ctypes
 import logging
 from typing import TypeVar
 
-from normserve.memory.device_segments import Device, DeviceMemoryError, DeviceSegment, call, call_for_all
-from normserve.memory.threads import make_in_thread
+from normserve.memory.device_segments import (
+    DeviceMemoryError,
+    DeviceSegment,
+    ShareableDevice,
+    call_driver,
+    call_driver_for_all,
+)
+from normserve.memory.threads import make_on_thread
 
 log = logging.getLogger(__name__)
 
-_A = TypeVar("_A", bound="OpenedAllocation")
+_A = TypeVar("_A", bound="IpcAllocation")
 
 HANDLE_BYTES = 64
 
@@ -23,25 +29,25 @@ HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
 
 
-class OpenedAllocation(DeviceSegment):
+class IpcAllocation(DeviceSegment):
     """Another process's allocation: open for as long as this, or a view of it, is."""
 
-    def __init__(self, device: Device, address: int, nbytes: int) -> None:
+    def __init__(self, device: ShareableDevice, address: int, nbytes: int) -> None:
         super().__init__(device, None, address, nbytes)
 
     def __del__(self) -> None:
         # Of a device that has failed, or a driver that has ended, all is gone anyway.
         with contextlib.suppress(DeviceMemoryError), self.device.current():
-            call(self.device.driver.cuIpcCloseMemHandle, self.address)
+            call_driver(self.device.driver.cuIpcCloseMemHandle, self.address)
 
 
-def open_allocation(device: Device, handle: bytes, nbytes: int, kind: type[_A]) -> _A:
+def open_allocation(device: ShareableDevice, handle: bytes, nbytes: int, kind: type[_A]) -> _A:
     """Map what another process has allocated.
 
     Args:
         handle: of `HANDLE_BYTES`.
         nbytes: that the other process says it has.
-        kind: `OpenedAllocation`, or what is made of that.
+        kind: `IpcAllocation`, or what is made of that.
 
     Raises:
         ValueError: the handle has another length; or the memory has fewer bytes, or is another device's.
@@ -54,11 +60,11 @@ def open_allocation(device: Device, handle: bytes, nbytes: int, kind: type[_A]) 
     told = driver.CUipcMemHandle()
     ctypes.memmove(told.getPtr(), handle, HANDLE_BYTES)
     with device.current():
-        address = int(call(driver.cuIpcOpenMemHandle, told, _LAZY_PEER_ACCESS))
+        address = int(call_driver(driver.cuIpcOpenMemHandle, told, _LAZY_PEER_ACCESS))
         try:
-            base, extent = (int(each) for each in call_for_all(driver.cuMemGetAddressRange, address))
+            base, extent = (int(each) for each in call_driver_for_all(driver.cuMemGetAddressRange, address))
             ordinal = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
-            if int(call(driver.cuPointerGetAttribute, ordinal, address)) != device.ordinal:
+            if int(call_driver(driver.cuPointerGetAttribute, ordinal, address)) != device.ordinal:
                 raise ValueError("the memory must be on the server's device, it is on another")
             # Python's numbers do not wrap.
             if not 0 < nbytes <= base + extent - address:
@@ -66,11 +72,11 @@ def open_allocation(device: Device, handle: bytes, nbytes: int, kind: type[_A]) 
             return kind(device, address, nbytes)
         except BaseException:
             with contextlib.suppress(DeviceMemoryError):
-                call(driver.cuIpcCloseMemHandle, address)
+                call_driver(driver.cuIpcCloseMemHandle, address)
             raise
 
 
-async def open_for_client(device: Device, handle: bytes, nbytes: int, kind: type[_A]) -> _A:
+async def open_allocation_on_thread(device: ShareableDevice, handle: bytes, nbytes: int, kind: type[_A]) -> _A:
     """`open_allocation` for a client that sent the handle, beside the event loop.
 
     Raises:
@@ -78,7 +84,7 @@ async def open_for_client(device: Device, handle: bytes, nbytes: int, kind: type
     """
     try:
         # It takes the driver half a millisecond, which others shall not wait.
-        return await make_in_thread(open_allocation, device, handle, nbytes, kind)
+        return await make_on_thread(open_allocation, device, handle, nbytes, kind)
     except DeviceMemoryError as error:
         # The text alone: an error's frames hold the device's.
         log.warning("a client's memory cannot be opened: %s", str(error))

@@ -24,7 +24,7 @@ class DeviceMemoryFullError(DeviceMemoryError):
     """The device has no more memory."""
 
 
-class Device:
+class ShareableDevice:
     """One CUDA device, as far as sharing its memory goes.  Any thread may use it.
 
     Attributes:
@@ -40,33 +40,33 @@ class Device:
         Raises:
             DeviceMemoryError: the device's memory cannot be shared so, or there is no such device.
         """
-        self.driver = driver = _bindings() if driver is None else driver
+        self.driver = driver = _import_driver() if driver is None else driver
         self.ordinal = ordinal
-        call(driver.cuInit, 0)
-        self._device = call(driver.cuDeviceGet, ordinal)
+        call_driver(driver.cuInit, 0)
+        self._device = call_driver(driver.cuDeviceGet, ordinal)
         attributes = driver.CUdevice_attribute
         for needed in (
             attributes.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
             attributes.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
         ):
-            if not call(driver.cuDeviceGetAttribute, needed, self._device):
+            if not call_driver(driver.cuDeviceGetAttribute, needed, self._device):
                 raise DeviceMemoryError("the device's memory cannot be handed over as a descriptor")
-        self.uuid = _uuid(driver, self._device)
+        self.uuid = _read_uuid(driver, self._device)
         self._handle_type = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         smallest = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        self.granularity = int(call(driver.cuMemGetAllocationGranularity, self._properties(), smallest))
+        self.granularity = int(call_driver(driver.cuMemGetAllocationGranularity, self._properties(), smallest))
 
     @classmethod
-    def find(cls, uuid: str, driver: Any = None) -> "Device":
+    def find(cls, uuid: str, driver: Any = None) -> "ShareableDevice":
         """The device of that UUID, wherever among this process's it is.
 
         Raises:
             DeviceMemoryError: this process does not see it, or its memory cannot be shared.
         """
-        driver = _bindings() if driver is None else driver
-        call(driver.cuInit, 0)
-        for ordinal in range(call(driver.cuDeviceGetCount)):
-            if _uuid(driver, call(driver.cuDeviceGet, ordinal)) == uuid:
+        driver = _import_driver() if driver is None else driver
+        call_driver(driver.cuInit, 0)
+        for ordinal in range(call_driver(driver.cuDeviceGetCount)):
+            if _read_uuid(driver, call_driver(driver.cuDeviceGet, ordinal)) == uuid:
                 return cls(ordinal, driver)
         raise DeviceMemoryError("this process does not see the server's device")
 
@@ -82,7 +82,7 @@ class Device:
             DeviceMemoryError: the driver refuses.
         """
         nbytes = self.rounded(nbytes)
-        handle = call(self.driver.cuMemCreate, nbytes, self._properties(), 0)
+        handle = call_driver(self.driver.cuMemCreate, nbytes, self._properties(), 0)
         segment = self._mapped(handle, nbytes, kind)
         self.clear(segment)
         return segment
@@ -95,9 +95,9 @@ class Device:
         """Overwrite all of it with zeros, which it holds when this returns."""
         driver = self.driver
         with self.current():
-            call(driver.cuMemsetD8, segment.address, 0, len(segment))
+            call_driver(driver.cuMemsetD8, segment.address, 0, len(segment))
             # Only of the stream that it was put on: others' work need not be waited for.
-            call(driver.cuStreamSynchronize, 0)
+            call_driver(driver.cuStreamSynchronize, 0)
 
     def export(self, segment: "DeviceSegment") -> int:
         """A descriptor to hand over, which is the caller's to close.
@@ -105,7 +105,9 @@ class Device:
         Raises:
             DeviceMemoryError: the driver refuses.
         """
-        descriptor = int(call(self.driver.cuMemExportToShareableHandle, segment.handle, self._handle_type, 0))
+        descriptor = int(
+            call_driver(self.driver.cuMemExportToShareableHandle, segment.handle, self._handle_type, 0)
+        )
         os.set_inheritable(descriptor, False)
         return descriptor
 
@@ -115,31 +117,31 @@ class Device:
         Raises:
             DeviceMemoryError: it is no such memory, or of another size.
         """
-        handle = call(self.driver.cuMemImportFromShareableHandle, descriptor, self._handle_type)
+        handle = call_driver(self.driver.cuMemImportFromShareableHandle, descriptor, self._handle_type)
         return self._mapped(handle, nbytes, kind)
 
     def unmap(self, address: int, nbytes: int) -> None:
         """End a mapping, whose memory nothing uses any more."""
-        call(self.driver.cuMemUnmap, address, nbytes)
-        call(self.driver.cuMemAddressFree, address, nbytes)
+        call_driver(self.driver.cuMemUnmap, address, nbytes)
+        call_driver(self.driver.cuMemAddressFree, address, nbytes)
 
     def release(self, handle: Any) -> None:
         """Release memory: it is free once nothing maps it."""
-        call(self.driver.cuMemRelease, handle)
+        call_driver(self.driver.cuMemRelease, handle)
 
     def _mapped(self, handle: Any, nbytes: int, kind: type[_S]) -> _S:
         driver = self.driver
         try:
-            address = int(call(driver.cuMemAddressReserve, nbytes, 0, 0, 0))
+            address = int(call_driver(driver.cuMemAddressReserve, nbytes, 0, 0, 0))
             try:
-                call(driver.cuMemMap, address, nbytes, 0, handle, 0)
+                call_driver(driver.cuMemMap, address, nbytes, 0, handle, 0)
                 try:
-                    call(driver.cuMemSetAccess, address, nbytes, [self._access()], 1)
+                    call_driver(driver.cuMemSetAccess, address, nbytes, [self._access()], 1)
                 except BaseException:
-                    call(driver.cuMemUnmap, address, nbytes)
+                    call_driver(driver.cuMemUnmap, address, nbytes)
                     raise
             except BaseException:
-                call(driver.cuMemAddressFree, address, nbytes)
+                call_driver(driver.cuMemAddressFree, address, nbytes)
                 raise
         except BaseException:
             self.release(handle)
@@ -166,15 +168,15 @@ class Device:
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
         """This thread uses the device's primary context inside, which is torch's as well."""
-        call(self.driver.cuCtxPushCurrent, self._context)
+        call_driver(self.driver.cuCtxPushCurrent, self._context)
         try:
             yield
         finally:
-            call(self.driver.cuCtxPopCurrent)
+            call_driver(self.driver.cuCtxPopCurrent)
 
     @functools.cached_property
     def _context(self) -> Any:
-        return call(self.driver.cuDevicePrimaryCtxRetain, self._device)
+        return call_driver(self.driver.cuDevicePrimaryCtxRetain, self._device)
 
 
 class DeviceSegment:
@@ -186,7 +188,7 @@ class DeviceSegment:
         address: of its first byte.
     """
 
-    def __init__(self, device: Device, handle: Any, address: int, nbytes: int) -> None:
+    def __init__(self, device: ShareableDevice, handle: Any, address: int, nbytes: int) -> None:
         self.device, self.handle, self.address = device, handle, address
         self._nbytes = nbytes
 
@@ -194,8 +196,8 @@ class DeviceSegment:
         return self._nbytes
 
     def whole(self) -> memoryview:
-        """All of it, as a `DeviceBytes`: for code that passes memory on and does not read it, the same as any."""
-        return cast(memoryview, DeviceBytes(self, 0, self._nbytes))
+        """All of it, as a `DeviceMemoryView`, for code that passes memory on and does not read it."""
+        return cast(memoryview, DeviceMemoryView(self, 0, self._nbytes))
 
     def __del__(self) -> None:
         # Of a device that has failed, or a driver that has ended, all is gone anyway.
@@ -205,7 +207,7 @@ class DeviceSegment:
             self.device.release(self.handle)
 
 
-class DeviceBytes:
+class DeviceMemoryView:
     """A flat view of a segment, which it keeps mapped; as a `memoryview`, but its bytes cannot be read on the host.
 
     Attributes:
@@ -222,13 +224,13 @@ class DeviceBytes:
     def __len__(self) -> int:
         return self._stop - self._start
 
-    def __getitem__(self, piece: slice) -> "DeviceBytes":
+    def __getitem__(self, piece: slice) -> "DeviceMemoryView":
         if not isinstance(piece, slice):
             raise TypeError("the bytes of a device's memory cannot be read one by one")
         start, stop, step = piece.indices(len(self))
         if step != 1:
             raise ValueError(f"a view of device memory must have step 1, got {step}")
-        return DeviceBytes(self.obj, self._start + start, self._start + max(start, stop))
+        return DeviceMemoryView(self.obj, self._start + start, self._start + max(start, stop))
 
     @property
     def __cuda_array_interface__(self) -> dict[str, object]:
@@ -242,24 +244,24 @@ class DeviceBytes:
 
 
 @functools.cache
-def _bindings() -> Any:
+def _import_driver() -> Any:
     try:
         return importlib.import_module("cuda.bindings.driver")
     except ImportError:
         raise DeviceMemoryError("the package cuda-bindings is not installed") from None
 
 
-def call(function: Any, *arguments: Any) -> Any:
+def call_driver(function: Any, *arguments: Any) -> Any:
     """The first that a function of the driver gives; None of one that gives nothing.
 
     Raises:
         DeviceMemoryError: it fails.
     """
-    values = call_for_all(function, *arguments)
+    values = call_driver_for_all(function, *arguments)
     return values[0] if values else None
 
 
-def call_for_all(function: Any, *arguments: Any) -> Sequence[Any]:
+def call_driver_for_all(function: Any, *arguments: Any) -> Sequence[Any]:
     """All that a function of the driver gives.
 
     Raises:
@@ -276,7 +278,7 @@ def call_for_all(function: Any, *arguments: Any) -> Sequence[Any]:
     return values
 
 
-def _uuid(driver: Any, device: Any) -> str:
+def _read_uuid(driver: Any, device: Any) -> str:
     # Of a part of a device (MIG) the older function of this name tells the whole one's.
     tell = getattr(driver, "cuDeviceGetUuid_v2", None) or driver.cuDeviceGetUuid
-    return bytes(call(tell, device).bytes).hex()
+    return bytes(call_driver(tell, device).bytes).hex()

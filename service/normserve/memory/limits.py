@@ -8,7 +8,7 @@ _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
-class _Files(NamedTuple):
+class _CgroupFiles(NamedTuple):
     """Where a version of control groups says what counts: two files, and a line of `memory.stat`."""
 
     limit: str
@@ -16,29 +16,29 @@ class _Files(NamedTuple):
     droppable: str
 
 
-_VERSION_2 = _Files("memory.max", "memory.current", "inactive_file")
+_VERSION_2 = _CgroupFiles("memory.max", "memory.current", "inactive_file")
 # Of the group and those within it, as its limit is.
-_VERSION_1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_VERSION_1 = _CgroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
-def available_bytes(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
+def read_available_bytes(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
     """What could be taken without taking it from another process.
 
     Args:
         proc: where the kernel says what the host has, and the control group of this process.
         cgroups: where control groups are mounted, of version 2, or of version 1 with a folder for each controller.
     """
-    return min([_of_the_host(proc), *_of_the_groups(proc, cgroups)])
+    return min([_read_host_available_bytes(proc), *_read_cgroup_available_bytes(proc, cgroups)])
 
 
-def _of_the_host(proc: Path) -> int:
+def _read_host_available_bytes(proc: Path) -> int:
     try:
-        return _amounts(proc / "meminfo")["MemAvailable:"] * 1024
+        return _parse_amounts(proc / "meminfo")["MemAvailable:"] * 1024
     except (OSError, KeyError, ValueError):
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _of_the_groups(proc: Path, cgroups: Path) -> list[int]:
+def _read_cgroup_available_bytes(proc: Path, cgroups: Path) -> list[int]:
     """What is left below each limit of the groups that this process is in, one within another."""
     try:
         lines = (proc / "self/cgroup").read_text(encoding="utf-8").splitlines()
@@ -56,11 +56,11 @@ def _of_the_groups(proc: Path, cgroups: Path) -> list[int]:
             continue
         group = root / path.removeprefix("/")
         groups = [group, *group.parents]
-        found += [_left_in(each, files) for each in groups[: groups.index(root) + 1]]
+        found += [_read_group_available_bytes(each, files) for each in groups[: groups.index(root) + 1]]
     return [left for left in found if left is not None]
 
 
-def _left_in(group: Path, files: _Files) -> int | None:
+def _read_group_available_bytes(group: Path, files: _CgroupFiles) -> int | None:
     try:
         limit = (group / files.limit).read_text(encoding="ascii").strip()
         # Version 1 writes a number beyond every host's memory in its place.
@@ -68,13 +68,13 @@ def _left_in(group: Path, files: _Files) -> int | None:
             return None
         taken = int((group / files.taken).read_text(encoding="ascii"))
         # Cached files are counted, and are dropped before a process is killed.
-        droppable = _amounts(group / "memory.stat").get(files.droppable, 0)
+        droppable = _parse_amounts(group / "memory.stat").get(files.droppable, 0)
         return max(0, int(limit) - taken + droppable)
     except (OSError, ValueError):
         return None
 
 
-def _amounts(file: Path) -> dict[str, int]:
+def _parse_amounts(file: Path) -> dict[str, int]:
     """Numbers by the names before them."""
     fields = (line.split() for line in file.read_text(encoding="ascii").splitlines())
     return {each[0]: int(each[1]) for each in fields if len(each) > 1}

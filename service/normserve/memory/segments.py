@@ -1,7 +1,7 @@
 """Memory that two processes share: a sealed anonymous file (memfd), whose descriptor is passed on.
 
 It cannot be shrunk, so accesses to a mapping never fault.  Its pages are allocated in advance unless the segment
-is created as lazy.  A mapping cannot be revoked, but `Segment.discard` removes the content.
+is created as lazy.  A mapping cannot be revoked, but `HostSegment.discard` removes the content.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import mmap
 import os
 from typing import TypeVar
 
-from normserve.memory.limits import available_bytes
+from normserve.memory.limits import read_available_bytes
 
 PAGE_BYTES = mmap.PAGESIZE
 
@@ -20,10 +20,10 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _MFD_NOEXEC_SEAL = 8
 
 
-_S = TypeVar("_S", bound="Segment")
+_S = TypeVar("_S", bound="HostSegment")
 
 
-class Segment(mmap.mmap):
+class HostSegment(mmap.mmap):
     """A mapping of one piece of shared memory: there for as long as a view of it is.
 
     A `memoryview` of it keeps it mapped.
@@ -40,24 +40,24 @@ def make_segment(nbytes: int, kind: type[_S], *, is_there_at_once: bool = True) 
 
     Args:
         nbytes: rounded up to whole pages.
-        kind: what maps it: `Segment`, or what is made of that.
+        kind: what maps it: `HostSegment`, or what is made of that.
         is_there_at_once: all of its pages are; else each comes when it is first written to, as with any memory.
 
     Raises:
         MemoryError: there is no more.
     """
-    nbytes = rounded(nbytes)
+    nbytes = round_up_to_pages(nbytes)
     # The system would take pages until there are none, and then end some process.
-    if nbytes > available_bytes():
+    if nbytes > read_available_bytes():
         raise MemoryError(f"there is no shared memory of {nbytes} bytes")
-    descriptor = _memory_file()
+    descriptor = _create_memfd()
     try:
         if is_there_at_once:
             os.posix_fallocate(descriptor, 0, nbytes)
         else:
             os.ftruncate(descriptor, nbytes)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-        return descriptor, _mapped(descriptor, nbytes, kind, is_there_at_once=is_there_at_once)
+        return descriptor, _map_descriptor(descriptor, nbytes, kind, is_there_at_once=is_there_at_once)
     except OSError as error:
         os.close(descriptor)
         raise MemoryError(f"there is no shared memory of {nbytes} bytes: {error.strerror}") from None
@@ -66,7 +66,7 @@ def make_segment(nbytes: int, kind: type[_S], *, is_there_at_once: bool = True) 
         raise
 
 
-def map_segment(descriptor: int, nbytes: int | None = None, *, is_there_at_once: bool = True) -> Segment:
+def map_segment(descriptor: int, nbytes: int | None = None, *, is_there_at_once: bool = True) -> HostSegment:
     """Map memory that another process made; the descriptor stays the caller's.
 
     Args:
@@ -86,17 +86,17 @@ def map_segment(descriptor: int, nbytes: int | None = None, *, is_there_at_once:
             raise ValueError("shared memory must have no huge pages, this has")
         if size < (nbytes or 1):
             raise ValueError(f"shared memory must have at least {nbytes or 1} bytes, this has {size}")
-        return _mapped(descriptor, nbytes or size, Segment, is_there_at_once=is_there_at_once)
+        return _map_descriptor(descriptor, nbytes or size, HostSegment, is_there_at_once=is_there_at_once)
     except OSError as error:
         raise ValueError(f"the descriptor is not of shared memory: {error.strerror}") from None
 
 
-def rounded(nbytes: int) -> int:
+def round_up_to_pages(nbytes: int) -> int:
     """Whole pages, at least one."""
     return max(1, -(-nbytes // PAGE_BYTES)) * PAGE_BYTES
 
 
-def _memory_file() -> int:
+def _create_memfd() -> int:
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
         return os.memfd_create("normserve", flags | _MFD_NOEXEC_SEAL)
@@ -106,6 +106,6 @@ def _memory_file() -> int:
     return os.memfd_create("normserve", flags)
 
 
-def _mapped(descriptor: int, nbytes: int, kind: type[_S], *, is_there_at_once: bool) -> _S:
+def _map_descriptor(descriptor: int, nbytes: int, kind: type[_S], *, is_there_at_once: bool) -> _S:
     flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if is_there_at_once else 0)
     return kind(descriptor, nbytes, flags, mmap.PROT_READ | mmap.PROT_WRITE)

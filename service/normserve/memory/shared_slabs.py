@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from normserve.memory.segments import Segment, make_segment
-from normserve.memory.slabs import Bytes, Source
+from normserve.memory.segments import HostSegment, make_segment
+from normserve.memory.slabs import Bytes, SlabAllocator
 
 
 @dataclass(frozen=True, slots=True)
-class SharedMemory:
+class SharedSlab:
     """One slab's memory, as other processes come to it.
 
     Attributes:
@@ -34,28 +34,28 @@ class SharedMemory:
     nbytes: int
 
 
-class Located(NamedTuple):
+class SlabLocation(NamedTuple):
     """Where bytes lie: in which memory, from which of its bytes on."""
 
-    memory: SharedMemory
+    memory: SharedSlab
     offset: int
 
 
-class SharedSlabs:
+class SharedSlabRegistry:
     """Makes such memory, and finds what lies in it.  Memory may come and go on any thread."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._addresses: list[int] = []
-        self._live: dict[int, SharedMemory] = {}  # by address
+        self._live: dict[int, SharedSlab] = {}  # by address
         # Reentrant, unlike the lock: memory ends within any allocation of any thread.
-        self._ended: queue.SimpleQueue[SharedMemory] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[SharedSlab] = queue.SimpleQueue()
         self._untold: list[int] = []
 
-    def source(self) -> Source:
+    def source(self) -> SlabAllocator:
         """Of slabs, until a device's driver knows a better one."""
-        return Source(self.allocate, steps=4, is_slow=False, segments=self.segment)
+        return SlabAllocator(self.allocate, steps=4, is_slow=False, segments=self.segment)
 
     def allocate(self, nbytes: int) -> Bytes:
         """New memory for a slab.
@@ -65,14 +65,14 @@ class SharedSlabs:
         """
         return np.frombuffer(self.segment(nbytes), np.uint8)[:nbytes]
 
-    def segment(self, nbytes: int) -> Segment:
+    def segment(self, nbytes: int) -> HostSegment:
         """New memory of at least so many bytes; it ends with its last view.
 
         Raises:
             MemoryError: there is no more.
         """
-        descriptor, segment = make_segment(nbytes, Segment, is_there_at_once=False)
-        memory = SharedMemory(next(self._numbers), descriptor, _address(memoryview(segment)), len(segment))
+        descriptor, segment = make_segment(nbytes, HostSegment, is_there_at_once=False)
+        memory = SharedSlab(next(self._numbers), descriptor, _get_address(memoryview(segment)), len(segment))
         weakref.finalize(segment, self._end, memory)
         with self._lock:
             # What lay at this address before has ended, or it would not be free.
@@ -81,9 +81,9 @@ class SharedSlabs:
             self._live[memory.address] = memory
         return segment
 
-    def locate(self, view: memoryview) -> Located | None:
+    def locate(self, view: memoryview) -> SlabLocation | None:
         """Where a view's bytes lie; None if it is not in such memory."""
-        address = _address(view)
+        address = _get_address(view)
         with self._lock:
             self._collect()
             index = bisect.bisect_right(self._addresses, address) - 1
@@ -91,7 +91,7 @@ class SharedSlabs:
                 return None
             memory = self._live[self._addresses[index]]
         offset = address - memory.address
-        return Located(memory, offset) if offset + view.nbytes <= memory.nbytes else None
+        return SlabLocation(memory, offset) if offset + view.nbytes <= memory.nbytes else None
 
     def ended(self) -> list[int]:
         """The numbers of the memory that has ended since this was asked last."""
@@ -100,7 +100,7 @@ class SharedSlabs:
             untold, self._untold = self._untold, []
         return untold
 
-    def _end(self, memory: SharedMemory) -> None:
+    def _end(self, memory: SharedSlab) -> None:
         os.close(memory.descriptor)
         self._ended.put(memory)
 
@@ -112,7 +112,7 @@ class SharedSlabs:
             self._untold.append(memory.number)
 
 
-def _address(view: memoryview) -> int:
+def _get_address(view: memoryview) -> int:
     """Where a view begins in this process."""
     address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
     return address

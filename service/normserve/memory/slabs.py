@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from normserve.memory.segments import Segment
+from normserve.memory.segments import HostSegment
 
 Bytes = NDArray[np.uint8]
 
 _SMALLEST_BYTES = 64 * 1024
 
 
-class _Lease(np.ndarray[tuple[int], np.dtype[np.uint8]]):
+class _SlabLease(np.ndarray[tuple[int], np.dtype[np.uint8]]):
     """A slab's memory as one borrower sees it: it returns to the pool with the last view of it.
 
     What refers to the memory is not only the request: a transport that still sends from it, a device that still
@@ -32,18 +32,18 @@ class _Lease(np.ndarray[tuple[int], np.dtype[np.uint8]]):
             self.home.put(self.memory)
 
 
-def memory_of(view: memoryview) -> Bytes | None:
+def get_slab_memory(view: memoryview) -> Bytes | None:
     """The memory of the slab that a view is of, as its source made it; None of what is no slab."""
-    return view.obj.memory if isinstance(view.obj, _Lease) else None
+    return view.obj.memory if isinstance(view.obj, _SlabLease) else None
 
 
-def plain_memory(nbytes: int) -> Bytes:
+def allocate_plain(nbytes: int) -> Bytes:
     """Memory as the operating system gives it: in huge pages where it has them, and untouched."""
     return np.empty(nbytes, np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SlabAllocator:
     """Where the memory of new slabs comes from.
 
     Attributes:
@@ -56,11 +56,11 @@ class Source:
     allocate: Callable[[int], Bytes]
     steps: int
     is_slow: bool
-    segments: Callable[[int], Segment] | None = None
+    segments: Callable[[int], HostSegment] | None = None
 
 
 # In four steps at most a fifth of a slab lies idle, and the next body of about the same length finds it.
-PLAIN = Source(plain_memory, steps=4, is_slow=False)
+PLAIN = SlabAllocator(allocate_plain, steps=4, is_slow=False)
 
 
 class SlabPool:
@@ -73,7 +73,7 @@ class SlabPool:
         source: of new slabs; a device's driver may know a better one.
     """
 
-    def __init__(self, *, max_idle_bytes: int, source: Source = PLAIN) -> None:
+    def __init__(self, *, max_idle_bytes: int, source: SlabAllocator = PLAIN) -> None:
         self._max_idle_bytes = max_idle_bytes
         self._lock = threading.Lock()
         self._returned: queue.SimpleQueue[Bytes] = queue.SimpleQueue()
@@ -88,7 +88,7 @@ class SlabPool:
         Raises:
             MemoryError: there is no more.
         """
-        size = _slab_bytes(nbytes, self.source.steps)
+        size = _compute_slab_bytes(nbytes, self.source.steps)
         with self._lock:
             self._collect()
             memory = self._reuse(size)
@@ -103,7 +103,7 @@ class SlabPool:
 
     def take_idle(self, nbytes: int) -> memoryview | None:
         """Borrow a slab of at least `nbytes` if one of that size is idle."""
-        size = _slab_bytes(nbytes, self.source.steps)
+        size = _compute_slab_bytes(nbytes, self.source.steps)
         with self._lock:
             self._collect()
             memory = self._reuse(size)
@@ -116,10 +116,10 @@ class SlabPool:
         """Whether a slab for so many bytes would be lent without making one."""
         with self._lock:
             self._collect()
-            return bool(self._idle.get(_slab_bytes(nbytes, self.source.steps)))
+            return bool(self._idle.get(_compute_slab_bytes(nbytes, self.source.steps)))
 
     def _lend(self, memory: Bytes) -> memoryview:
-        lease = memory.view(_Lease)
+        lease = memory.view(_SlabLease)
         lease.memory, lease.home = memory, self._returned
         return lease.data
 
@@ -162,7 +162,7 @@ class SlabPool:
                 del self._idle[size]
 
 
-def _slab_bytes(nbytes: int, steps: int) -> int:
+def _compute_slab_bytes(nbytes: int, steps: int) -> int:
     """The smallest slab that holds `nbytes`."""
     if nbytes <= _SMALLEST_BYTES:
         return _SMALLEST_BYTES

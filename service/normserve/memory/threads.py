@@ -8,7 +8,7 @@ _Made = TypeVar("_Made")
 _Parameters = ParamSpec("_Parameters")
 
 
-async def make_in_thread(
+async def make_on_thread(
     make: Callable[_Parameters, _Made], *args: _Parameters.args, **kwargs: _Parameters.kwargs
 ) -> _Made:
     """`make(*args, **kwargs)` of another thread, which keeps no reference to what it has made.

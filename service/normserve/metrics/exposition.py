@@ -4,13 +4,13 @@ A scrape runs on the event loop and delays all requests: prometheus_client's wri
 that has seen every operation, this one takes 1 ms.
 
 Metrics are rendered and merged as Prometheus text with exemplars after the buckets, which that format does not
-have; `plain` and `open_metrics` convert it to the format that a scraper accepts.
+have; `plain` and `convert_to_open_metrics` convert it to the format that a scraper accepts.
 """
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from normserve.metrics.instruments import Counter, Exemplar, Family, Gauge, Histogram
+from normserve.metrics.instruments import Counter, Exemplar, Gauge, Histogram, MetricFamily
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OPEN_METRICS = "application/openmetrics-text"
@@ -20,10 +20,10 @@ OPEN_METRICS_CONTENT_TYPE = f"{OPEN_METRICS}; version=1.0.0; charset=utf-8"
 _EXEMPLAR = re.compile(rb' # \{trace_id="[^\n]*')
 _COUNTER = re.compile(rb"# HELP (\w+)_total ([^\n]*\n)# TYPE \1_total counter\n")
 
-AnyFamily = Family[Counter | Gauge | Histogram]
+AnyFamily = MetricFamily[Counter | Gauge | Histogram]
 
 
-class Exposition:
+class TextExposition:
     """Writes families as text; what comes before a series' value is put together once."""
 
     def __init__(self, families: Sequence[AnyFamily], constant: Mapping[str, str]) -> None:
@@ -51,38 +51,42 @@ class Exposition:
                     yield "".join([f"{head} {value}\n" for head, value in zip(heads, values, strict=True)])
                     continue
                 for place, (head, value) in enumerate(zip(heads, values, strict=True)):
-                    yield f"{head} {value}{_exemplar(shown.get(place))}\n"
+                    yield f"{head} {value}{_format_exemplar(shown.get(place))}\n"
             else:
-                yield f"{heads[0]} {_number(instrument.value)}\n"
+                yield f"{heads[0]} {_format_number(instrument.value)}\n"
 
     def _heads_of(
         self, family: AnyFamily, labels: tuple[str, ...], instrument: Counter | Gauge | Histogram
     ) -> list[str]:
         named = {**self._constant, **dict(zip(family.label_names, labels, strict=True))}
         if not isinstance(instrument, Histogram):
-            return [_head(family.name, named)]
-        bounds = [_number(bound) for bound, _ in instrument.cumulative()]
-        buckets = [_head(f"{family.name}_bucket", {**named, "le": bound}) for bound in bounds]
-        return [*buckets, _head(f"{family.name}_count", named), _head(f"{family.name}_sum", named)]
+            return [_format_series_name(family.name, named)]
+        bounds = [_format_number(bound) for bound, _ in instrument.cumulative()]
+        buckets = [_format_series_name(f"{family.name}_bucket", {**named, "le": bound}) for bound in bounds]
+        return [
+            *buckets,
+            _format_series_name(f"{family.name}_count", named),
+            _format_series_name(f"{family.name}_sum", named),
+        ]
 
 
-def plain(text: bytes) -> bytes:
+def strip_exemplars(text: bytes) -> bytes:
     """A rendered text as Prometheus' text format has it: without exemplars."""
     return _EXEMPLAR.sub(b"", text)
 
 
-def open_metrics(text: bytes) -> bytes:
+def convert_to_open_metrics(text: bytes) -> bytes:
     """A rendered text as OpenMetrics has it: counters' families are named without `_total`, and an end is said."""
     return _COUNTER.sub(rb"# HELP \1 \2# TYPE \1 counter\n", text) + b"# EOF\n"
 
 
-def process_up() -> Family[Gauge]:
+def make_process_up_family() -> MetricFamily[Gauge]:
     """What only a fleet as a whole can say."""
     doc = "1 for each process of --devices that responds."
-    return Family("normserve_process_up", doc, ("process",), Gauge)
+    return MetricFamily("normserve_process_up", doc, ("process",), Gauge)
 
 
-def merged(texts: Mapping[str, bytes], expected: Iterable[str]) -> bytes:
+def merge_expositions(texts: Mapping[str, bytes], expected: Iterable[str]) -> bytes:
     """The text of all processes from those that answered, by name, each with its own label.
 
     Args: expected: the names of those that are to be there.
@@ -92,27 +96,27 @@ def merged(texts: Mapping[str, bytes], expected: Iterable[str]) -> bytes:
         for block in text.split(b"# HELP ")[1:]:
             doc, kind, series = block.split(b"\n", 2)
             families.setdefault(b"# HELP %b\n%b\n" % (doc, kind), []).append(series)
-    up = process_up()
+    up = make_process_up_family()
     for name in expected:
         up(name).set(name in texts)
     told = [part for head, series in families.items() for part in (head, *series)]
-    return b"".join([*told, Exposition([up], {}).render()])
+    return b"".join([*told, TextExposition([up], {}).render()])
 
 
-def _head(name: str, labels: Mapping[str, str]) -> str:
-    pairs = ",".join([f'{label}="{_escaped(value)}"' for label, value in labels.items()])
+def _format_series_name(name: str, labels: Mapping[str, str]) -> str:
+    pairs = ",".join([f'{label}="{_escape_label(value)}"' for label, value in labels.items()])
     return f"{name}{{{pairs}}}" if pairs else name
 
 
-def _escaped(value: str) -> str:
+def _escape_label(value: str) -> str:
     return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
 
 
-def _exemplar(exemplar: Exemplar | None) -> str:
+def _format_exemplar(exemplar: Exemplar | None) -> str:
     if exemplar is None:
         return ""
     return f' # {{trace_id="{exemplar.trace_id}"}} {exemplar.value!r} {exemplar.observed:.3f}'
 
 
-def _number(value: float) -> str:
+def _format_number(value: float) -> str:
     return "+Inf" if value == float("inf") else repr(value)

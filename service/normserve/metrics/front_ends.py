@@ -4,13 +4,13 @@ from collections.abc import Iterable
 
 from prometheus_client import ProcessCollector
 
-from normserve.metrics.registrar import Registrar
+from normserve.metrics.registrar import MetricRegistry
 
 
-class FrontEndProcesses:
+class FrontEndMetrics:
     """Read at each scrape, by the process that owns the device: the others answer none."""
 
-    def __init__(self, make: Registrar) -> None:
+    def __init__(self, make: MetricRegistry) -> None:
         # Not "process", which says of each series of a fleet whose it is.
         label = ("frontend",)
         self._cpu_seconds = make.counter(
@@ -31,7 +31,7 @@ class FrontEndProcesses:
         """Args: there: each front end that is there, its index and its process."""
         pids = dict(there)
         for index, pid in pids.items():
-            read = _of_process(pid)
+            read = _read_process_metrics(pid)
             if "process_cpu_seconds_total" in read:
                 self._add_cpu_seconds(index, pid, read["process_cpu_seconds_total"])
             self._resident_bytes(str(index)).set(read.get("process_resident_memory_bytes", 0))
@@ -46,7 +46,7 @@ class FrontEndProcesses:
         self._last[index] = (pid, seconds)
 
 
-def _of_process(pid: int) -> dict[str, float]:
+def _read_process_metrics(pid: int) -> dict[str, float]:
     """What there is to read; nothing of a process that has ended."""
     collected = ProcessCollector(registry=None, pid=lambda: pid).collect()
     return {metric.samples[0].name: metric.samples[0].value for metric in collected if metric.samples}

@@ -102,7 +102,7 @@ class Histogram:
 _I = TypeVar("_I", bound=Counter | Gauge | Histogram, covariant=True)
 
 
-class Family(Generic[_I]):
+class MetricFamily(Generic[_I]):
     """Instruments of one name by the values of their labels; those without labels are there from the start."""
 
     def __init__(self, name: str, doc: str, labels: Sequence[str], make: Callable[[], _I]) -> None:

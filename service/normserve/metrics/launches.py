@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from normserve.jobs.job import Batch, Execution, NormJob, Op, Pass
+from normserve.jobs.job import Batch, BatchResult, NormJob, Op, PassDirection
 from normserve.memory.host_tensors import DType
-from normserve.metrics.registrar import COUNTED_AT_ONCE, KERNEL_LABELS, Registrar
+from normserve.metrics.registrar import COUNTED_AT_ONCE, KERNEL_LABELS, MetricRegistry
 
 _BANDWIDTH_BUCKETS = tuple(1e9 * 2**k for k in range(14))
 _BATCH_REQUESTS_BUCKETS = tuple(float(2**k) for k in range(9))
@@ -13,7 +13,7 @@ _BATCH_BYTES_BUCKETS = tuple(float(4**k * 256) for k in range(13))
 
 
 @dataclass(slots=True)
-class _Launch:
+class _LaunchRecord:
     """What is counted of a launch: no more of it, so that its memory may go."""
 
     requests: int
@@ -25,10 +25,10 @@ class _Launch:
     copy_out_s: float
 
 
-class Launches:
+class LaunchMetrics:
     """What is known of a launch."""
 
-    def __init__(self, make: Registrar) -> None:
+    def __init__(self, make: MetricRegistry) -> None:
         self._bytes = make.counter(
             "kernel_bytes_total", "Minimum of bytes that the launched operations have to move.", KERNEL_LABELS
         )
@@ -56,14 +56,14 @@ class Launches:
             "batch_bytes", "Bytes of the input tensors of a launch.", (), _BATCH_BYTES_BUCKETS
         )
         self._batch_requests, self._batch_bytes = batch_requests(), batch_bytes()
-        self._ended: list[tuple[tuple[Op, Pass, DType], _Launch]] = []
+        self._ended: list[tuple[tuple[Op, PassDirection, DType], _LaunchRecord]] = []
 
     def observe_compile(self, seconds: float) -> None:
         self._compiles().inc()
         self._compile_seconds().inc(seconds)
 
-    def observe(self, batch: Batch, execution: Execution) -> None:
-        launch = _Launch(
+    def observe(self, batch: Batch, execution: BatchResult) -> None:
+        launch = _LaunchRecord(
             len(batch.jobs),
             batch.nbytes,
             sum([len(tensor.data) for outputs in execution.outputs for tensor in outputs.values()]),
@@ -90,19 +90,19 @@ class Launches:
         """
         op, direction, dtype = job.spec.op, job.spec.direction, job.x.dtype
         times = zip(stages["kernel"], stages["copy_in"], stages["copy_out"], strict=True)
-        launches = [_Launch(1, job.nbytes, went, kernel_bytes, *each) for each in times]
+        launches = [_LaunchRecord(1, job.nbytes, went, kernel_bytes, *each) for each in times]
         self._count((op.value, direction.value, dtype.value), launches)
 
     def settle(self) -> None:
         """Count what has ended since the last time."""
-        alike: dict[tuple[Op, Pass, DType], list[_Launch]] = {}
+        alike: dict[tuple[Op, PassDirection, DType], list[_LaunchRecord]] = {}
         for kind, launch in self._ended:
             alike.setdefault(kind, []).append(launch)
         self._ended.clear()
         for (op, direction, dtype), launches in alike.items():
             self._count((op.value, direction.value, dtype.value), launches)
 
-    def _count(self, labels: tuple[str, str, str], launches: Sequence[_Launch]) -> None:
+    def _count(self, labels: tuple[str, str, str], launches: Sequence[_LaunchRecord]) -> None:
         """Count launches of the same labels."""
         self._bytes(*labels).inc(sum([launch.kernel_bytes for launch in launches]))
         self._seconds(*labels).inc(sum([launch.kernel_s for launch in launches]))

@@ -7,14 +7,14 @@ that a client chooses.
 from collections.abc import Callable, Iterable, Mapping
 
 from normserve import __version__
-from normserve.jobs.device import DeviceInfo
-from normserve.jobs.job import Batch, Execution, NormJob
-from normserve.metrics.exposition import Exposition
-from normserve.metrics.launches import Launches
+from normserve.jobs.device import DeviceDescription
+from normserve.jobs.job import Batch, BatchResult, NormJob
+from normserve.metrics.exposition import TextExposition
+from normserve.metrics.launches import LaunchMetrics
 from normserve.metrics.prepared_calls import PreparedCallCounters, PreparedCallMetrics
-from normserve.metrics.registrar import Registrar
-from normserve.metrics.requests import RequestRecord, Requests, Times
-from normserve.metrics.state import State
+from normserve.metrics.registrar import MetricRegistry
+from normserve.metrics.requests import RequestMetrics, RequestRecord, RequestTimes
+from normserve.metrics.state import StateGauges
 
 SPANS_DROPPED = ("queue_full", "export_failed")
 
@@ -24,19 +24,19 @@ class Metrics:
 
     def __init__(self, process: str | None = None) -> None:
         """Args: process: its name, where there are several; a label of every series."""
-        make = Registrar()
+        make = MetricRegistry()
         self._collect: Callable[[], None] = lambda: None
-        self._requests = Requests(make)
-        self._launches = Launches(make)
+        self._requests = RequestMetrics(make)
+        self._launches = LaunchMetrics(make)
         self._prepared_calls = PreparedCallMetrics(make)
         self._dropped_spans = make.counter(
             "trace_spans_dropped_total", "Spans of traces that the collector did not get, by reason.", ("reason",)
         )
         for reason in SPANS_DROPPED:
             self._dropped_spans(reason)
-        self._state = State(make)
+        self._state = StateGauges(make)
         self.catalogue = tuple(make.families)
-        self._exposition = Exposition(self.catalogue, {} if process is None else {"process": process})
+        self._exposition = TextExposition(self.catalogue, {} if process is None else {"process": process})
 
     def prepared_call_counters(self, owner: str) -> PreparedCallCounters:
         """Return the counters of prepared calls with owners of a kind, one of `prepared_calls.OWNERS`."""
@@ -84,7 +84,9 @@ class Metrics:
         """Report for how long nothing has been finished; asked at each scrape."""
         self._state.watched.append((self._state.stall_seconds(), seconds))
 
-    def watch_device(self, backend: str, device: DeviceInfo, memory_bytes: Callable[[], Mapping[str, int]]) -> None:
+    def watch_device(
+        self, backend: str, device: DeviceDescription, memory_bytes: Callable[[], Mapping[str, int]]
+    ) -> None:
         """Report what runs, its roof and its memory."""
         self._state.build_info(__version__, backend, device.name).set(1)
         self._state.copy_bandwidth(device.name).set(device.copy_bandwidth)
@@ -99,7 +101,7 @@ class Metrics:
         """Show the series of API keys of these names from now on."""
         self._requests.announce_keys(names)
 
-    def observe_launch(self, batch: Batch, execution: Execution) -> None:
+    def observe_launch(self, batch: Batch, execution: BatchResult) -> None:
         """Count one launch."""
         self._launches.observe(batch, execution)
 
@@ -127,7 +129,7 @@ class Metrics:
         """Count one request, at its very end."""
         self._requests.observe(record)
 
-    def observe_replays(self, record: RequestRecord, times: Times, job: NormJob) -> None:
+    def observe_replays(self, record: RequestRecord, times: RequestTimes, job: NormJob) -> None:
         """Count requests that were answered by a captured launch each.
 
         Args:

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from normserve.metrics.instruments import Counter
-from normserve.metrics.registrar import Registrar
+from normserve.metrics.registrar import MetricRegistry
 
 #: What prepared calls belong to.
 OWNERS = ("process", "connection")
@@ -25,7 +25,7 @@ class PreparedCallCounters(NamedTuple):
 class PreparedCallMetrics:
     """Look-ups and evictions of prepared calls."""
 
-    def __init__(self, make: Registrar) -> None:
+    def __init__(self, make: MetricRegistry) -> None:
         self._events = make.counter(
             "prepared_calls_total",
             "Prepared calls that were found (hit), not found (miss), or discarded to limit their memory (evicted), "

@@ -7,7 +7,7 @@ from typing import TypeVar
 from prometheus_client.metrics_core import Metric
 
 from normserve.metrics.exposition import AnyFamily
-from normserve.metrics.instruments import Counter, Family, Gauge, Histogram
+from normserve.metrics.instruments import Counter, Gauge, Histogram, MetricFamily
 
 _I = TypeVar("_I", Counter, Gauge, Histogram)
 
@@ -17,28 +17,30 @@ COUNTED_AT_ONCE = 64
 """What has ended is counted by so many: they are alike, and many values take a histogram little longer than one."""
 
 
-class Registrar:
+class MetricRegistry:
     """Makes metrics and keeps them in order."""
 
     def __init__(self) -> None:
         self.families: list[AnyFamily] = []
 
-    def counter(self, name: str, doc: str, labels: Sequence[str]) -> Family[Counter]:
-        return self._kept(Family(f"normserve_{name}", doc, labels, Counter))
+    def counter(self, name: str, doc: str, labels: Sequence[str]) -> MetricFamily[Counter]:
+        return self._kept(MetricFamily(f"normserve_{name}", doc, labels, Counter))
 
-    def gauge(self, name: str, doc: str, labels: Sequence[str] = ()) -> Family[Gauge]:
-        return self._kept(Family(f"normserve_{name}", doc, labels, Gauge))
+    def gauge(self, name: str, doc: str, labels: Sequence[str] = ()) -> MetricFamily[Gauge]:
+        return self._kept(MetricFamily(f"normserve_{name}", doc, labels, Gauge))
 
-    def histogram(self, name: str, doc: str, labels: Sequence[str], buckets: Sequence[float]) -> Family[Histogram]:
-        return self._kept(Family(f"normserve_{name}", doc, labels, functools.partial(Histogram, buckets)))
+    def histogram(
+        self, name: str, doc: str, labels: Sequence[str], buckets: Sequence[float]
+    ) -> MetricFamily[Histogram]:
+        return self._kept(MetricFamily(f"normserve_{name}", doc, labels, functools.partial(Histogram, buckets)))
 
-    def foreign(self, metric: Metric) -> Family[Counter] | Family[Gauge]:
+    def foreign(self, metric: Metric) -> MetricFamily[Counter] | MetricFamily[Gauge]:
         """One that prometheus_client reads, under the name that it has there."""
         name, doc = metric.samples[0].name, metric.documentation
         if metric.type == "counter":
-            return self._kept(Family(name, doc, (), Counter))
-        return self._kept(Family(name, doc, (), Gauge))
+            return self._kept(MetricFamily(name, doc, (), Counter))
+        return self._kept(MetricFamily(name, doc, (), Gauge))
 
-    def _kept(self, family: Family[_I]) -> Family[_I]:
+    def _kept(self, family: MetricFamily[_I]) -> MetricFamily[_I]:
         self.families.append(family)
         return family

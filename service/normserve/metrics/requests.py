@@ -9,7 +9,7 @@ from normserve.admission import revocation
 from normserve.errors import NormserveError
 from normserve.jobs.job import NormResult
 from normserve.metrics.instruments import Exemplar
-from normserve.metrics.registrar import COUNTED_AT_ONCE, KERNEL_LABELS, Registrar
+from normserve.metrics.registrar import COUNTED_AT_ONCE, KERNEL_LABELS, MetricRegistry
 
 UNMATCHED = "__unmatched__"
 NONE = "none"
@@ -79,7 +79,7 @@ class RequestRecord:
         self.answering = answering
 
 
-class Times(NamedTuple):
+class RequestTimes(NamedTuple):
     """What requests took that are otherwise alike.
 
     Attributes:
@@ -91,10 +91,10 @@ class Times(NamedTuple):
     seconds: Sequence[float]
 
 
-class Requests:
+class RequestMetrics:
     """What is known of a request at its end."""
 
-    def __init__(self, make: Registrar) -> None:
+    def __init__(self, make: MetricRegistry) -> None:
         labels = ("op", "pass", "transport")
         self._total = make.counter(
             "requests_total",
@@ -143,7 +143,7 @@ class Requests:
             self.revoked(reason)
         for reason in REFUSED_CONNECTIONS:
             self.refused_connections(reason)
-        for cause in _causes(NormserveError):
+        for cause in _list_error_codes(NormserveError):
             self._errors(cause)
         for stage in ("recv", "parse", "queue", "send"):
             self.cancelled(stage)
@@ -161,7 +161,7 @@ class Requests:
         if len(self._ended) >= COUNTED_AT_ONCE:
             self.settle()
 
-    def observe_alike(self, record: RequestRecord, times: Times) -> None:
+    def observe_alike(self, record: RequestRecord, times: RequestTimes) -> None:
         """Count requests that are like this one but for their times."""
         count = len(times.seconds)
         self._count(record, times, [record.received] * count, [record.sent] * count)
@@ -178,13 +178,15 @@ class Requests:
         for records in alike.values():
             first = records[0]
             stages = {stage: [record.stages[stage] for record in records] for stage in first.stages}
-            times = Times(stages, [record.seconds for record in records])
+            times = RequestTimes(stages, [record.seconds for record in records])
             received, sent = [record.received for record in records], [record.sent for record in records]
             self._count(first, times, received, sent)
             for record in [record for record in records if record.trace_id is not None]:
                 self._show(record)
 
-    def _count(self, record: RequestRecord, times: Times, received: Sequence[int], sent: Sequence[int]) -> None:
+    def _count(
+        self, record: RequestRecord, times: RequestTimes, received: Sequence[int], sent: Sequence[int]
+    ) -> None:
         """Count requests of the same labels, that went through the same stages."""
         count = len(times.seconds)
         labels = (record.op, record.direction, record.transport)
@@ -216,6 +218,6 @@ class Requests:
             self._stage_duration(stage).show(Exemplar(record.trace_id, seconds, observed))
 
 
-def _causes(error: type[NormserveError]) -> set[str]:
+def _list_error_codes(error: type[NormserveError]) -> set[str]:
     """The codes of an error and of everything below it."""
-    return {error.code}.union(*(_causes(each) for each in error.__subclasses__()))
+    return {error.code}.union(*(_list_error_codes(each) for each in error.__subclasses__()))

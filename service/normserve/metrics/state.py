@@ -4,15 +4,15 @@ from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import ProcessCollector
 
-from normserve.metrics.front_ends import FrontEndProcesses
+from normserve.metrics.front_ends import FrontEndMetrics
 from normserve.metrics.instruments import Gauge
-from normserve.metrics.registrar import Registrar
+from normserve.metrics.registrar import MetricRegistry
 
 
-class State:
+class StateGauges:
     """What holds at the moment of a scrape."""
 
-    def __init__(self, make: Registrar) -> None:
+    def __init__(self, make: MetricRegistry) -> None:
         self.inflight_requests = make.gauge(
             "inflight_requests", "Admitted operations whose response is not complete."
         )
@@ -63,7 +63,7 @@ class State:
         )
         self._process = ProcessCollector(registry=None)
         self._of_process = {each.name: make.foreign(each) for each in self._process.collect()}
-        self._front_ends = FrontEndProcesses(make)
+        self._front_ends = FrontEndMetrics(make)
         self.read_front_ends: Callable[[], Iterable[tuple[int, int]]] = tuple
         self.watched: list[tuple[Gauge, Callable[[], float]]] = []
         self.read_device_memory: Callable[[], Mapping[str, int]] = dict

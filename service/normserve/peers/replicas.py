@@ -1,6 +1,6 @@
 """The same application in several processes that another program starts, stops and sends requests to.
 
-Such replicas know neither their number nor each other's addresses; they share a `Board`.
+Such replicas know neither their number nor each other's addresses; they share a `ReplicaStateTable`.
 """
 
 import asyncio
@@ -12,8 +12,8 @@ from typing import Any, Literal, NoReturn
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from normserve.errors import MethodNotAllowedError
-from normserve.metrics.exposition import merged
-from normserve.peers.siblings import Siblings
+from normserve.metrics.exposition import merge_expositions
+from normserve.peers.siblings import SiblingProcesses
 from normserve.settings import Settings
 
 # How old the metrics of others may be that one scrape shows.
@@ -26,7 +26,7 @@ _ANSWER_S = 2.0
 BoardCall = Callable[[str, int, bytes], Awaitable[Mapping[str, bytes]]]
 
 
-class Scale(BaseModel):
+class ReplicaScaling(BaseModel):
     """How many replicas there may be, and what each of them gets."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -38,7 +38,7 @@ class Scale(BaseModel):
     target_ongoing_requests: float = Field(16.0, gt=0)
 
     @model_validator(mode="after")
-    def _check_order(self) -> "Scale":
+    def _check_order(self) -> "ReplicaScaling":
         if self.max_replicas < self.min_replicas:
             raise ValueError(f"max_replicas must be at least min_replicas, got {self.max_replicas}")
         return self
@@ -93,7 +93,7 @@ class Scale(BaseModel):
         }
 
 
-class Board:
+class ReplicaStateTable:
     """What each replica last said of itself, as Prometheus' text."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -109,7 +109,7 @@ class Board:
         return {name: kept for name, (_, _, kept) in self._notes.items()}
 
 
-class Replicas(Siblings):
+class ReplicaSiblings(SiblingProcesses):
     """The others, as one replica sees them: on the board, where each has a name that labels its metrics, too."""
 
     def __init__(self, name: str, exchange: BoardCall) -> None:
@@ -125,7 +125,7 @@ class Replicas(Siblings):
         """
         texts = dict(await self._post(own))
         texts[self._name] = own
-        return merged(texts, texts)
+        return merge_expositions(texts, texts)
 
     async def post_regularly(self, render: Callable[[], bytes]) -> None:
         """Tell the board of oneself until cancelled."""

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from normserve.codec.framing import PREFIX, FrameReader
 from normserve.errors import NormserveError, TooLargeError
-from normserve.metrics.exposition import merged
+from normserve.metrics.exposition import merge_expositions
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ _GOOD, _BAD = b"+", b"-"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class FleetPosition:
     """Which process of a fleet this one is.
 
     Attributes:
@@ -65,7 +65,7 @@ class Place:
         return self.folder / f"{index}.sock"
 
 
-class RefusedError(Exception):
+class SiblingRefusedError(Exception):
     """A sibling answered that it cannot."""
 
 
@@ -114,7 +114,7 @@ class FrameStream:
         self._writer.close()
 
 
-class Link:
+class SiblingConnection:
     """A connection to one sibling.
 
     Attributes:
@@ -141,16 +141,16 @@ class Link:
         if answer[:1] == _GOOD:
             return answer[1:]
         if answer[:1] == _BAD:
-            raise RefusedError(answer[1:].decode(errors="replace"))
+            raise SiblingRefusedError(answer[1:].decode(errors="replace"))
         # It is there, and must not count as gone.
-        raise RefusedError("its answer is malformed")
+        raise SiblingRefusedError("its answer is malformed")
 
     def close(self) -> None:
         """End the connection."""
         self._stream.close()
 
 
-class Siblings:
+class SiblingProcesses:
     """The other processes; none where there is no fleet.
 
     Attributes:
@@ -158,7 +158,7 @@ class Siblings:
         handlers: what this one answers to each question.
     """
 
-    def __init__(self, place: Place | None) -> None:
+    def __init__(self, place: FleetPosition | None) -> None:
         self.place = place
         self.process: str | None = str(place.index) if place is not None and place.is_shown else None
         self.handlers: dict[str, Handler] = {}
@@ -187,7 +187,7 @@ class Siblings:
             try:
                 async with asyncio.timeout(_ANSWER_S), self._linked(index) as link:
                     return await link.request({"do": what}, _ANSWER_S)
-            except (OSError, TimeoutError, RefusedError):
+            except (OSError, TimeoutError, SiblingRefusedError):
                 return None
 
         others = self._others()
@@ -199,10 +199,12 @@ class Siblings:
         if self.place is None or not self.place.is_shown:
             return own
         texts = {str(index): text for index, text in (await self.request("metrics")).items()}
-        return merged({str(self.place.index): own} | texts, [str(index) for index in range(self.place.count)])
+        return merge_expositions(
+            {str(self.place.index): own} | texts, [str(index) for index in range(self.place.count)]
+        )
 
     @contextlib.asynccontextmanager
-    async def linked(self) -> AsyncIterator[list[Link]]:
+    async def linked(self) -> AsyncIterator[list[SiblingConnection]]:
         """Connections to all siblings that are there.
 
         Raises:
@@ -217,9 +219,9 @@ class Siblings:
             yield links
 
     @contextlib.asynccontextmanager
-    async def _linked(self, index: int) -> AsyncIterator[Link]:
+    async def _linked(self, index: int) -> AsyncIterator[SiblingConnection]:
         assert self.place is not None
-        link = Link(index, *await asyncio.open_unix_connection(self.place.socket_of(index)))
+        link = SiblingConnection(index, *await asyncio.open_unix_connection(self.place.socket_of(index)))
         try:
             yield link
         finally:
@@ -232,7 +234,7 @@ class Siblings:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer one connection's questions until it ends."""
         try:
-            if not _is_of_this_user(writer):
+            if not _is_same_user(writer):
                 log.warning("a process of another user tried to connect as one of the fleet")
                 return
             stream = FrameStream(reader, writer, _QUESTION_BYTES)
@@ -254,7 +256,7 @@ class Siblings:
             return _BAD + b"an error of its own"
 
 
-def _is_of_this_user(writer: asyncio.StreamWriter) -> bool:
+def _is_same_user(writer: asyncio.StreamWriter) -> bool:
     """Whether the process at the other end is this user's: the folder lets no other in, and this asks again."""
     connected = writer.get_extra_info("socket")
     _, user, _ = _PEER.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))

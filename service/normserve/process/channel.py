@@ -6,16 +6,16 @@ import logging
 import socket
 from collections.abc import Callable
 
-from normserve.logs.configuration import Throttled
+from normserve.logs.configuration import ThrottledLogger
 from normserve.process.handover import (
     BEAT_S,
     LINK,
     NOT_READY,
     READY,
     REFUSED,
-    Reports,
-    read_number,
-    receive,
+    ReportWriter,
+    decode_connection,
+    receive_message,
 )
 from normserve.sockets import add_reader
 
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 _REASONS = {number: reason for reason, number in REFUSED.items()}
 
 
-class Channel:
+class SupervisorChannel:
     """Receives connections that another process accepted, and reports to it whether this process can take more."""
 
     def __init__(
@@ -46,14 +46,14 @@ class Channel:
         on_closed: called when the other process has ended.
         """
         self._channel = channel
-        self._reports = Reports(channel)
+        self._reports = ReportWriter(channel)
         self._is_stalled = is_stalled
         self._on_connection = on_connection
         self._on_refused = on_refused
         self._on_link = on_link
         self._on_closed = on_closed
         self._is_ready = False
-        self._lost_log = Throttled(log)
+        self._lost_log = ThrottledLogger(log)
 
     def open(self) -> None:
         """Receive connections from now on, and send a report at every beat."""
@@ -75,7 +75,7 @@ class Channel:
 
     def _receive(self) -> None:
         try:
-            received = receive(self._channel)
+            received = receive_message(self._channel)
         except BlockingIOError:
             return
         if received is None:
@@ -83,7 +83,7 @@ class Channel:
             self._on_closed()
             return
         message, descriptors = received
-        number, beyond = read_number(message)
+        number, beyond = decode_connection(message)
         if (reason := _REASONS.get(number)) is not None:
             self._on_refused(reason)
         elif not descriptors:

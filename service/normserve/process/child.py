@@ -11,8 +11,16 @@ import socket
 import sys
 from collections.abc import Callable
 
-from normserve.process.handover import LINK, NOT_READY, READY, REFUSED, Heard, hand_over, numbered
-from normserve.settings import environment_of
+from normserve.process.handover import (
+    LINK,
+    NOT_READY,
+    READY,
+    REFUSED,
+    ReportReader,
+    encode_connection,
+    send_with_socket,
+)
+from normserve.settings import make_device_environment
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +34,7 @@ _LINK_AGAIN_S = 0.5
 
 
 @dataclasses.dataclass
-class Handed:
+class HandedConnection:
     """A connection that was handed over to a process.
 
     Attributes:
@@ -42,7 +50,7 @@ class Handed:
     beyond: str | None = None
 
 
-class Process:
+class ChildProcess:
     """One position of the fleet, and the process that has it now."""
 
     def __init__(self, name: str, command: str, say: Callable[[int], object], device: str, hang_s: float) -> None:
@@ -56,7 +64,7 @@ class Process:
         self.name = name
         self._command, self._say, self._device, self._hang_s = command, say, device, hang_s
         # The connections of the process, by number.
-        self._handed: dict[int, Handed] = {}
+        self._handed: dict[int, HandedConnection] = {}
         self._channel: socket.socket | None = None
         self._running: asyncio.subprocess.Process | None = None
         # SIGHUP ends a process that has not sent anything yet.
@@ -95,13 +103,13 @@ class Process:
                 *(sys.executable, "-m", self._command, str(there.fileno())),
                 stdin=asyncio.subprocess.PIPE,
                 pass_fds=[there.fileno()],
-                env=environment_of(self._device),
+                env=make_device_environment(self._device),
                 # The supervisor alone receives a terminal's interrupt, and signals the others.
                 start_new_session=True,
             )
         self._channel, self._has_served, self._silence_s = here, False, 0.0
         loop = asyncio.get_running_loop()
-        heard = Heard()
+        heard = ReportReader()
         loop.add_reader(here, self._hear, here, heard)
         assert self._running.stdin is not None
         self._running.stdin.write(pickle.dumps(self._say(self.restarts)))
@@ -122,17 +130,17 @@ class Process:
                 else:
                     each.on_unreceived(each.connection)
 
-    def take(self, number: int, connection: Handed) -> bool:
+    def take(self, number: int, connection: HandedConnection) -> bool:
         """Hand over a connection, which belongs to it from then on; return whether it could be sent."""
-        message = numbered(number, connection.beyond)
-        if self._channel is None or not hand_over(self._channel, message, connection.connection):
+        message = encode_connection(number, connection.beyond)
+        if self._channel is None or not send_with_socket(self._channel, message, connection.connection):
             return False
         self._handed[number] = connection
         return True
 
     def send(self, number: int, along: socket.socket | None = None) -> bool:
         """Send a message, and a socket with it; return whether it could be sent."""
-        return self._channel is not None and hand_over(self._channel, number, along)
+        return self._channel is not None and send_with_socket(self._channel, number, along)
 
     def signal(self) -> None:
         """Make it drain, or stop at once if it already drains."""
@@ -162,7 +170,7 @@ class Process:
     def _note(self, level: int, message: str, *arguments: object) -> None:
         log.log(level, message, *arguments, extra={"fields": self.fields})
 
-    def _hear(self, channel: socket.socket, heard: Heard) -> bool:
+    def _hear(self, channel: socket.socket, heard: ReportReader) -> bool:
         """Read the messages of the process; return whether there may be more."""
         try:
             said = channel.recv(4096)
@@ -204,7 +212,7 @@ class Process:
             handed.on_end()
 
 
-def ending(code: int) -> dict[str, object]:
+def describe_exit(code: int) -> dict[str, object]:
     """Log fields that say how a process ended, from its exit code in asyncio's form."""
     if code >= 0:
         return {"exit_code": code}

@@ -16,8 +16,8 @@ from collections.abc import Awaitable, Callable
 from typing import Literal, NamedTuple
 
 from normserve.errors import NormserveError, TooManyConnectionsError
-from normserve.http.problems import render
-from normserve.logs.configuration import Throttled
+from normserve.http.problems import render_problem_response
+from normserve.logs.configuration import ThrottledLogger
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ _MAX_LINGERING = 64
 _PAUSE_S = 0.1
 
 
-class Admission(NamedTuple):
+class AdmittedConnection(NamedTuple):
     """An accepted connection.
 
     Attributes:
@@ -45,7 +45,7 @@ class Admission(NamedTuple):
     beyond: Reason | None
 
 
-Take = Callable[[socket.socket, Admission], Awaitable[None]]
+Take = Callable[[socket.socket, AdmittedConnection], Awaitable[None]]
 
 
 class ConnectionLimits:
@@ -64,7 +64,7 @@ class ConnectionLimits:
         on_refused: Callable[[Reason], None],
         reserve: int = RESERVE,
         of_address: Reason = "max_connections_per_address",
-        farewell: Callable[[NormserveError], bytes] = render,
+        farewell: Callable[[NormserveError], bytes] = render_problem_response,
     ) -> None:
         """Args:
         reserve: number of connections that are accepted beyond each limit.
@@ -80,11 +80,15 @@ class ConnectionLimits:
         self._on_refused = on_refused
         self._by_address: dict[str, int] = {}
         self._lingering = 0
-        self._beyond_log, self._refused_log, self._failed_log = Throttled(log), Throttled(log), Throttled(log)
+        self._beyond_log, self._refused_log, self._failed_log = (
+            ThrottledLogger(log),
+            ThrottledLogger(log),
+            ThrottledLogger(log),
+        )
 
-    def admit(self, connection: socket.socket) -> Admission | None:
+    def admit(self, connection: socket.socket) -> AdmittedConnection | None:
         """Count an accepted connection; None if it was refused and closed."""
-        address = address_of(connection)
+        address = identify_client(connection)
         of_address = self._by_address.get(address, 0)
         beyond: Reason | None = None
         for reason, count, limit in (
@@ -99,7 +103,7 @@ class ConnectionLimits:
                 self._beyond_log.warning("a connection is beyond the limit: %s is %d", reason, limit)
         self.open += 1
         self._by_address[address] = of_address + 1
-        return Admission(address, beyond)
+        return AdmittedConnection(address, beyond)
 
     def release(self, address: str) -> None:
         """Count the end of a connection from this address."""
@@ -137,23 +141,23 @@ class ConnectionLimits:
             connection.send(self._farewell(TooManyConnectionsError(reason)))
             connection.shutdown(socket.SHUT_WR)
         if self._lingering >= _MAX_LINGERING:
-            _close(connection)
+            _close_refused(connection)
             return
         self._lingering += 1
         asyncio.get_running_loop().call_later(_LINGER_S, self._end_lingering, connection)
 
     def _end_lingering(self, connection: socket.socket) -> None:
         self._lingering -= 1
-        _close(connection)
+        _close_refused(connection)
 
 
-def _close(connection: socket.socket) -> None:
+def _close_refused(connection: socket.socket) -> None:
     """Close a connection after its response; unread bytes would make the kernel reset it."""
     with connection, contextlib.suppress(OSError):
         connection.recv(65536)
 
 
-def address_of(connection: socket.socket) -> str:
+def identify_client(connection: socket.socket) -> str:
     """The client: an IPv4 address, an IPv6 network of 64 bits, or the user at the other end of a Unix socket."""
     try:
         if connection.family == socket.AF_UNIX:
@@ -169,7 +173,7 @@ def address_of(connection: socket.socket) -> str:
     return str(address.ipv4_mapped or ipaddress.IPv6Network((int(address) >> 64 << 64, 64)))
 
 
-def connections_for_descriptors(wanted: int) -> int:
+def limit_to_descriptors(wanted: int) -> int:
     """How many connections the process may hold: `wanted`, or fewer if the system's hard limit is lower.
 
     Raises the soft limit of descriptors as far as needed.

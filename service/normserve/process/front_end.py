@@ -16,11 +16,11 @@ from collections.abc import Callable
 import uvicorn
 
 from normserve.errors import NormserveError, TooManyConnectionsError
-from normserve.http.problems import render
-from normserve.http.relay.front_end import FrontEnd
+from normserve.http.problems import render_problem_response
+from normserve.http.relay.front_end import RelayApplication
 from normserve.logs.configuration import configure_logging
-from normserve.process.channel import Channel
-from normserve.process.http_server import CLOSE_S, HttpServer, http_config
+from normserve.process.channel import SupervisorChannel
+from normserve.process.http_server import CLOSE_S, HttpServer, make_uvicorn_config
 from normserve.process.tls import TlsContext, TlsFiles
 from normserve.settings import Settings
 
@@ -36,11 +36,11 @@ class FrontEndServer(HttpServer):
         settings: Settings,
         tls: TlsContext | None,
         channel: socket.socket,
-        front_end: FrontEnd,
+        front_end: RelayApplication,
     ) -> None:
         super().__init__(config, settings, tls)
         self._front_end = front_end
-        self._channel = Channel(
+        self._channel = SupervisorChannel(
             channel,
             is_stalled=lambda: False,
             on_connection=self._take_connection,
@@ -83,21 +83,21 @@ def main() -> int:
     configure_logging(settings.log_level, settings.log_format, f"front end {index}")
     channel = socket.socket(fileno=int(sys.argv[1]))
     channel.setblocking(False)
-    return _serve(settings, index, channel)
+    return _run_server(settings, index, channel)
 
 
-def _serve(settings: Settings, index: int, channel: socket.socket) -> int:
-    front_end = FrontEnd(index)
+def _run_server(settings: Settings, index: int, channel: socket.socket) -> int:
+    front_end = RelayApplication(index)
 
-    def refuse(error: NormserveError, target: str) -> bytes:
+    def render_refusal(error: NormserveError, target: str) -> bytes:
         if isinstance(error, TooManyConnectionsError):
             server.report_refused(error.limit)
         else:
             front_end.count_refusal(error)
-        return render(error, target)
+        return render_problem_response(error, target)
 
-    config = http_config(
-        settings, front_end, lifespan="off", refuse=refuse, on_late_departure=front_end.count_late_departure
+    config = make_uvicorn_config(
+        settings, front_end, lifespan="off", refuse=render_refusal, on_late_departure=front_end.count_late_departure
     )
     files = TlsFiles.of(settings)
     tls = None if files is None else TlsContext(files)

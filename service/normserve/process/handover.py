@@ -33,12 +33,12 @@ LINK = 2**64 - 6
 """The socket in this message is a link between a front end and a process that owns a device, not a client's."""
 
 
-def numbered(number: int, beyond: str | None) -> int:
+def encode_connection(number: int, beyond: str | None) -> int:
     """The message about a connection with this number, and with the limit that it exceeds, if there is one."""
     return number if beyond is None else number | _BEYOND[beyond]
 
 
-def read_number(message: int) -> tuple[int, str | None]:
+def decode_connection(message: int) -> tuple[int, str | None]:
     """The number of a connection, and the limit that it exceeds, from the message of `numbered`."""
     for beyond, flag in _BEYOND.items():
         if message < _SPECIAL and message & flag:
@@ -46,7 +46,7 @@ def read_number(message: int) -> tuple[int, str | None]:
     return message, None
 
 
-class Reports:
+class ReportWriter:
     """Messages of a serving process, sent in order; none is lost while the other side is busy."""
 
     def __init__(self, channel: socket.socket) -> None:
@@ -81,7 +81,7 @@ class Reports:
             self._unsent.clear()
 
 
-class Heard:
+class ReportReader:
     """Splits a stream into messages."""
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class Heard:
         return [number for (number,) in MESSAGE.iter_unpack(whole[:end])]
 
 
-def hand_over(channel: socket.socket, number: int, connection: socket.socket | None = None) -> bool:
+def send_with_socket(channel: socket.socket, number: int, connection: socket.socket | None = None) -> bool:
     """Send a message, and a connection with it; return whether it could be sent."""
     descriptors = [] if connection is None else [connection.fileno()]
     with contextlib.suppress(OSError):
@@ -103,7 +103,7 @@ def hand_over(channel: socket.socket, number: int, connection: socket.socket | N
     return False
 
 
-def receive(channel: socket.socket) -> tuple[int, list[int]] | None:
+def receive_message(channel: socket.socket) -> tuple[int, list[int]] | None:
     """The next message and its descriptors; None if the other process has ended.
 
     Raises:

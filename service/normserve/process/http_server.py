@@ -14,8 +14,14 @@ import uvicorn
 
 from normserve.errors import NormserveError
 from normserve.http.problems import NO_SNIFFING
-from normserve.http.transport import Connection, DrainLimits, Manners, Patience, listen
-from normserve.process.connections import address_of
+from normserve.http.transport import (
+    ConnectionPolicy,
+    ConnectionTimeouts,
+    DiscardLimits,
+    HttpConnection,
+    make_connection_factory,
+)
+from normserve.process.connections import identify_client
 from normserve.process.exit_codes import ExitCode
 from normserve.process.tls import TlsContext, TlsFileError
 from normserve.settings import Settings
@@ -90,11 +96,11 @@ class HttpServer(uvicorn.Server):
         Args: beyond: the limit that it exceeds.
         """
         factory: Any = self.config.http_protocol_class
-        protocol: Connection = factory(
+        protocol: HttpConnection = factory(
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
         protocol.on_lost = on_end
-        header_s = protocol.admit(address_of(connection), beyond)
+        header_s = protocol.admit(identify_client(connection), beyond)
         handshake = {} if connection.family == socket.AF_UNIX else self._handshake(header_s)
         try:
             await asyncio.get_running_loop().connect_accepted_socket(lambda: protocol, connection, **handshake)
@@ -120,7 +126,7 @@ class HttpServer(uvicorn.Server):
         task.add_done_callback(self._background.discard)
 
 
-def http_config(
+def make_uvicorn_config(
     settings: Settings,
     entrance: Callable[..., Any],
     *,
@@ -132,9 +138,9 @@ def http_config(
 
     Args:
         entrance: the ASGI application.
-        refuse, on_late_departure: as in `Manners`.
+        refuse, on_late_departure: as in `ConnectionPolicy`.
     """
-    patience = Patience(
+    patience = ConnectionTimeouts(
         header_s=settings.header_timeout_s,
         send_s=settings.send_timeout_s,
         transfer_s=settings.transfer_timeout_s,
@@ -142,8 +148,8 @@ def http_config(
         grace_s=settings.body_grace_s,
     )
     # A body that is somewhat too long is received to its end, so that its client learns of the limit.
-    drains = DrainLimits(2 * settings.max_body_bytes)
-    http: Any = listen(Manners(patience, drains, refuse, on_late_departure))
+    drains = DiscardLimits(2 * settings.max_body_bytes)
+    http: Any = make_connection_factory(ConnectionPolicy(patience, drains, refuse, on_late_departure))
     return uvicorn.Config(
         entrance,
         host=settings.host,

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from normserve.local.peer import Users
+from normserve.local.peer import LocalUsers
 from normserve.settings import Settings
 
 _BACKLOG = 2048
@@ -17,23 +17,23 @@ class ListenError(OSError):
 
 
 @contextlib.contextmanager
-def listening(settings: Settings) -> Iterator[list[socket.socket]]:
+def open_listeners(settings: Settings) -> Iterator[list[socket.socket]]:
     """Listen at every address of the host, then at the Unix socket; close all, and remove its path, at the end.
 
     Raises:
         ListenError: an address is in use, or cannot be bound.
     """
     with contextlib.ExitStack() as stack:
-        listeners = [stack.enter_context(listener) for listener in _tcp_listeners(settings)]
+        listeners = [stack.enter_context(listener) for listener in _open_tcp_listeners(settings)]
         if settings.uds is not None:
-            listeners.append(stack.enter_context(_listening_at("uds", settings.uds)))
+            listeners.append(stack.enter_context(_open_unix_listener("uds", settings.uds)))
         for listener in listeners:
             listener.setblocking(False)
         yield listeners
 
 
 @contextlib.contextmanager
-def listening_locally(settings: Settings) -> Iterator[socket.socket]:
+def open_local_listener(settings: Settings) -> Iterator[socket.socket]:
     """Listen at the Unix socket for clients that share memory; close it, and remove its path, at the end.
 
     Raises:
@@ -41,28 +41,28 @@ def listening_locally(settings: Settings) -> Iterator[socket.socket]:
     """
     path = settings.local
     assert path is not None
-    with _listening_at("local", path, 0o600) as listener:
-        if Users(settings.local_users).are_several:
+    with _open_unix_listener("local", path, 0o600) as listener:
+        if LocalUsers(settings.local_users).are_several:
             path.chmod(0o666)
         listener.setblocking(False)
         yield listener
 
 
-def is_local(connection: socket.socket, settings: Settings) -> bool:
+def is_local_connection(connection: socket.socket, settings: Settings) -> bool:
     """Whether an accepted connection was made to the socket for clients that share memory."""
     return connection.family == socket.AF_UNIX and connection.getsockname() == str(settings.local)
 
 
-def _tcp_listeners(settings: Settings) -> Iterator[socket.socket]:
+def _open_tcp_listeners(settings: Settings) -> Iterator[socket.socket]:
     """A listener at each address of the host, all at the same port."""
     port = settings.port
     # All addresses of IPv6 are taken to mean all of IPv4 too, which has a socket of its own: through one of IPv6,
     # clients would have other addresses in logs, limits and shares.
     host = None if settings.host in ("", "::") else settings.host
-    with _naming("host", settings.host):
+    with _raise_listen_error("host", settings.host):
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     for family, _, _, _, address in dict.fromkeys(found):
-        with _naming("host", settings.host):
+        with _raise_listen_error("host", settings.host):
             listener = socket.create_server((str(address[0]), port), family=family, backlog=_BACKLOG)
         # If the system chose the port, the other addresses use the same one.
         port = listener.getsockname()[1]
@@ -70,7 +70,7 @@ def _tcp_listeners(settings: Settings) -> Iterator[socket.socket]:
 
 
 @contextlib.contextmanager
-def _listening_at(option: str, path: Path, mode: int = 0o777) -> Iterator[socket.socket]:
+def _open_unix_listener(option: str, path: Path, mode: int = 0o777) -> Iterator[socket.socket]:
     """Listen at a path, which is removed at the end if it is still this listener's.
 
     A socket that a dead server left there is replaced; that of a live one, and any other file, is not.
@@ -78,8 +78,8 @@ def _listening_at(option: str, path: Path, mode: int = 0o777) -> Iterator[socket
     Args: mode: of the path, before the process's umask applies.
     """
     with socket.socket(socket.AF_UNIX) as listener:
-        with _naming(option, path):
-            if _is_abandoned(path):
+        with _raise_listen_error(option, path):
+            if _is_stale_socket(path):
                 path.unlink()
             # Before a client can connect: Linux creates the path with the mode of the socket.
             os.fchmod(listener.fileno(), mode)
@@ -95,7 +95,7 @@ def _listening_at(option: str, path: Path, mode: int = 0o777) -> Iterator[socket
                     path.unlink()
 
 
-def _is_abandoned(path: Path) -> bool:
+def _is_stale_socket(path: Path) -> bool:
     """Whether a path is a socket at which nobody listens.
 
     Raises:
@@ -116,7 +116,7 @@ def _is_abandoned(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _naming(option: str, value: object) -> Iterator[None]:
+def _raise_listen_error(option: str, value: object) -> Iterator[None]:
     """Put the setting that an error is about into its message."""
     try:
         yield
@@ -126,7 +126,7 @@ def _naming(option: str, value: object) -> Iterator[None]:
         raise ListenError(f"--{option} {value}: {error.strerror or error}") from error
 
 
-def url_of(listener: socket.socket, *, encrypted: bool) -> str:
+def make_url(listener: socket.socket, *, encrypted: bool) -> str:
     """The URL at which clients on this host reach a listener."""
     host, port = listener.getsockname()[:2]
     # A server that listens on all addresses is reached from this host by the loopback address.

@@ -12,34 +12,34 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from normserve.engine.engine import State
+from normserve.engine.engine import EngineState
 from normserve.errors import NormserveError
 from normserve.http.app import create_app
-from normserve.http.service import Service
-from normserve.http.transport import PlainAsgi
-from normserve.peers.replicas import Board, Replicas, Scale
+from normserve.http.service import ApplicationServices
+from normserve.http.transport import AsgiAdapter
+from normserve.peers.replicas import ReplicaScaling, ReplicaSiblings, ReplicaStateTable
 from normserve.settings import Settings
 
 # One line per request costs more than a small request.
 _QUIET = {"enable_access_log": False}
 
 
-class Replica:
+class RayReplica:
     """One process that owns one device; Ray Serve starts and ends it."""
 
     def __init__(self, settings: Settings, board: DeploymentHandle) -> None:
         self._board = board
-        self._replicas = Replicas(serve.get_replica_context().replica_id.unique_id, self._exchange)
+        self._replicas = ReplicaSiblings(serve.get_replica_context().replica_id.unique_id, self._exchange)
         self._app = create_app(settings, siblings=self._replicas)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Called by Ray Serve on the event loop that will serve requests."""
-        return _WarmApplication(self._app, self._replicas)
+        return _WarmupApplication(self._app, self._replicas)
 
     def check_health(self) -> None:
         """Raises: RuntimeError: the device has failed, and another process must replace this one."""
-        service: Service = self._app.state.service
-        if service.engine.state is State.FAILED:
+        service: ApplicationServices = self._app.state.service
+        if service.engine.state is EngineState.FAILED:
             raise RuntimeError("the device has failed")
 
     async def _exchange(self, process: str, number: int, text: bytes) -> Mapping[str, bytes]:
@@ -50,23 +50,23 @@ class Replica:
         return texts
 
 
-class _WarmApplication:
+class _WarmupApplication:
     """Completes its startup only once it is warm, because Ray Serve sends requests from then on."""
 
-    def __init__(self, app: FastAPI, replicas: Replicas) -> None:
+    def __init__(self, app: FastAPI, replicas: ReplicaSiblings) -> None:
         self._app, self._replicas = app, replicas
-        self._entrance = PlainAsgi(app.state.entrance)
+        self._entrance = AsgiAdapter(app.state.entrance)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan":
-            await self._entrance(scope, receive, functools.partial(_send_without_id, send))
+            await self._entrance(scope, receive, functools.partial(_send_without_request_id, send))
             return
         posting: asyncio.Task[None] | None = None
 
         async def send_when_warm(message: Message) -> None:
             nonlocal posting
             if message["type"] == "lifespan.startup.complete":
-                service: Service = self._app.state.service
+                service: ApplicationServices = self._app.state.service
                 try:
                     await self._app.state.warming
                 except NormserveError as error:
@@ -84,7 +84,7 @@ class _WarmApplication:
                     await posting
 
 
-async def _send_without_id(send: Send, message: Message) -> None:
+async def _send_without_request_id(send: Send, message: Message) -> None:
     """Drop our x-request-id: Ray Serve adds its own to every response, from the request or generated."""
     if message["type"] == "http.response.start":
         headers = [(name, value) for name, value in message["headers"] if name != b"x-request-id"]
@@ -92,16 +92,18 @@ async def _send_without_id(send: Send, message: Message) -> None:
     await send(message)
 
 
-def build(scale: Scale) -> serve.Application:
+def build(scale: ReplicaScaling) -> serve.Application:
     """The Serve application, with the settings of the environment in which it is built.
 
     Args:
         scale: Serve's `args`.
     """
     settings = scale.settings_of_replica(Settings(**{}))
-    board = serve.deployment(Board, name="board", ray_actor_options={"num_cpus": 0}, logging_config=_QUIET)
+    board = serve.deployment(
+        ReplicaStateTable, name="board", ray_actor_options={"num_cpus": 0}, logging_config=_QUIET
+    )
     ingress = serve.deployment(
-        serve.ingress()(Replica),
+        serve.ingress()(RayReplica),
         name="normserve",
         logging_config=_QUIET,
         **scale.deployment_options(settings),

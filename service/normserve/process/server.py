@@ -12,17 +12,17 @@ import uvicorn
 from fastapi import FastAPI
 
 from normserve.errors import ConfigurationError, NormserveError
-from normserve.http.relay.owner import Relays
-from normserve.http.service import Service
+from normserve.http.relay.owner import RelayServer
+from normserve.http.service import ApplicationServices
 from normserve.local.server import LocalServer
 from normserve.logs import audit
-from normserve.process.announcement import announce
-from normserve.process.channel import Channel
-from normserve.process.connections import Admission, ConnectionLimits, connections_for_descriptors
+from normserve.process.announcement import print_announcement
+from normserve.process.channel import SupervisorChannel
+from normserve.process.connections import AdmittedConnection, ConnectionLimits, limit_to_descriptors
 from normserve.process.exit_codes import ExitCode
 from normserve.process.http_server import CLOSE_S, HttpServer
-from normserve.process.listeners import is_local, url_of
-from normserve.process.local_clients import local_limits, local_server
+from normserve.process.listeners import is_local_connection, make_url
+from normserve.process.local_clients import make_local_limits, make_local_server
 from normserve.process.tls import TlsContext
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ _DRAIN_POLL_S = 0.02
 _FAREWELL_S = 0.3
 
 
-class Server(HttpServer):
+class OwnerServer(HttpServer):
     """The process that owns the device: it finishes admitted requests before it stops; a failure exits with 1."""
 
     def __init__(
@@ -50,7 +50,7 @@ class Server(HttpServer):
         local_listener: the source of connections of clients that share memory.
         """
         self._app = app
-        self._service: Service = app.state.service
+        self._service: ApplicationServices = app.state.service
         settings = self._service.settings
         super().__init__(config, settings, tls)
         self._listeners = listeners
@@ -58,14 +58,14 @@ class Server(HttpServer):
         self._accepting: list[asyncio.Task[None]] = []
         self._is_failing = False
         self._limits = ConnectionLimits(
-            max_all=connections_for_descriptors(settings.max_connections),
+            max_all=limit_to_descriptors(settings.max_connections),
             max_per_address=settings.max_connections_per_address,
             on_refused=self._service.metrics.observe_refused_connection,
         )
         self._local_listener = local_listener
-        self._local_limits = local_limits(settings, self._service.metrics.observe_refused_connection)
+        self._local_limits = make_local_limits(settings, self._service.metrics.observe_refused_connection)
         self._local: LocalServer | None = None
-        self._relays: Relays = app.state.relays
+        self._relays: RelayServer = app.state.relays
         self._service.metrics.watch_connections(self._count_connections)
         self._channel = None if channel is None else self._channel_of(channel)
         self._service.engine.on_failure = self._fail_with_device
@@ -77,7 +77,7 @@ class Server(HttpServer):
         if (server := await self._service.siblings.listen()) is not None:
             self.servers.append(server)
         if self._service.settings.local is not None:
-            self._local = local_server(self._service, self._app.state.describe)
+            self._local = make_local_server(self._service, self._app.state.describe)
         if self._channel is not None:
             self._channel.open()
         if self._local_listener is not None:
@@ -99,7 +99,7 @@ class Server(HttpServer):
 
     def _begin_drain(self) -> None:
         self._tell(ready=False)
-        audit.draining()
+        audit.log_drain()
         log.info("draining: admitted requests are finished, new ones are refused")
         self._service.engine.close()
 
@@ -113,20 +113,20 @@ class Server(HttpServer):
             await asyncio.sleep(_FAREWELL_S)
         self.should_exit = True
 
-    async def _take_connection(self, connection: socket.socket, admission: Admission) -> None:
+    async def _take_connection(self, connection: socket.socket, admission: AdmittedConnection) -> None:
         """Serve a connection that this process accepted."""
         on_end = functools.partial(self._limits.release, admission.address)
         self._spawn(self._serve_connection(connection, on_end, admission.beyond))
 
-    async def _take_local(self, connection: socket.socket, admission: Admission) -> None:
+    async def _take_local(self, connection: socket.socket, admission: AdmittedConnection) -> None:
         """Serve a connection that this process accepted from a client that shares memory."""
         assert self._local is not None
         self._local.serve(connection, functools.partial(self._local_limits.release, admission.address))
 
-    def _channel_of(self, channel: socket.socket) -> Channel:
+    def _channel_of(self, channel: socket.socket) -> SupervisorChannel:
         """A channel for connections that another process accepts; when that process ends, this one ends as well."""
         service = self._service
-        return Channel(
+        return SupervisorChannel(
             channel,
             is_stalled=lambda: service.stalls.is_stalled,
             on_connection=self._serve_handed_over,
@@ -136,7 +136,7 @@ class Server(HttpServer):
         )
 
     def _serve_handed_over(self, connection: socket.socket, on_end: Callable[[], None], beyond: str | None) -> None:
-        if self._local is not None and is_local(connection, self._service.settings):
+        if self._local is not None and is_local_connection(connection, self._service.settings):
             self._local.serve(connection, on_end)
         else:
             self._spawn(self._serve_connection(connection, on_end, beyond))
@@ -183,9 +183,9 @@ class Server(HttpServer):
         if self._channel is not None:
             self._tell(ready=True)
             return
-        url = url_of(self._listeners[0], encrypted=self._tls is not None)
+        url = make_url(self._listeners[0], encrypted=self._tls is not None)
         log.info("ready on %s", url)
-        announce(self._settings, url)
+        print_announcement(self._settings, url)
 
     def _fail_with_device(self) -> None:
         self._service.report_crash("the device failed")

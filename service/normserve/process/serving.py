@@ -11,16 +11,16 @@ from fastapi import FastAPI
 
 from normserve import __version__
 from normserve.errors import NormserveError, TooManyConnectionsError
-from normserve.errors.problems import status_of
+from normserve.errors.problems import get_status
 from normserve.http.app import create_app
-from normserve.http.problems import render
-from normserve.http.service import Service
+from normserve.http.problems import render_problem_response
+from normserve.http.service import ApplicationServices
 from normserve.logs import audit
 from normserve.metrics.requests import RequestRecord
 from normserve.process.exit_codes import ExitCode
-from normserve.process.http_server import http_config
-from normserve.process.listeners import ListenError, listening, listening_locally
-from normserve.process.server import Server
+from normserve.process.http_server import make_uvicorn_config
+from normserve.process.listeners import ListenError, open_listeners, open_local_listener
+from normserve.process.server import OwnerServer
 from normserve.process.tls import TlsContext, TlsFiles
 from normserve.settings import Settings
 
@@ -31,56 +31,56 @@ log = logging.getLogger(__name__)
 _SWITCH_S = 0.0005
 
 
-def serve(settings: Settings, app: FastAPI | None = None, channel: socket.socket | None = None) -> int:
+def run_server(settings: Settings, app: FastAPI | None = None, channel: socket.socket | None = None) -> int:
     """Run the server until a signal stops it; return the process's exit code.
 
     Args:
         channel: the source of connections that another process accepts, in place of a port.
     """
     app = app or create_app(settings)
-    service: Service = app.state.service
+    service: ApplicationServices = app.state.service
 
-    def refuse(error: NormserveError, target: str) -> bytes:
+    def render_refusal(error: NormserveError, target: str) -> bytes:
         if isinstance(error, TooManyConnectionsError):
             service.metrics.observe_refused_connection(error.limit)
         else:
-            service.metrics.observe_request(RequestRecord(status=status_of(error), error=error.code))
-        return render(error, target)
+            service.metrics.observe_request(RequestRecord(status=get_status(error), error=error.code))
+        return render_problem_response(error, target)
 
-    config = http_config(
+    config = make_uvicorn_config(
         settings,
         app.state.entrance,
         lifespan="on",
-        refuse=refuse,
+        refuse=render_refusal,
         on_late_departure=service.metrics.observe_late_departure,
     )
     sys.setswitchinterval(_SWITCH_S)
     with contextlib.ExitStack() as stack:
         try:
-            listeners = stack.enter_context(listening(settings)) if channel is None else []
+            listeners = stack.enter_context(open_listeners(settings)) if channel is None else []
             is_listening_locally = channel is None and settings.local is not None
-            local_listener = stack.enter_context(listening_locally(settings)) if is_listening_locally else None
+            local_listener = stack.enter_context(open_local_listener(settings)) if is_listening_locally else None
         except ListenError as error:
             log.critical("the server cannot listen: %s", error)
             return ExitCode.MISCONFIGURED
         files = TlsFiles.of(settings)
         tls = None if files is None else TlsContext(files)
-        server = Server(config, app, listeners, stack.close, channel, tls, local_listener)
-        audit.started(__version__, settings.shown())
+        server = OwnerServer(config, app, listeners, stack.close, channel, tls, local_listener)
+        audit.log_start(__version__, settings.shown())
         if service.keys is not None:
-            audit.keys_loaded(service.keys.names)
+            audit.log_keys_loaded(service.keys.names)
         try:
             server.run()
         except Exception as error:
             service.report_crash("the server ended with an unexpected error", error)
             server.exit_code = ExitCode.FAILED
-        audit.ended(server.exit_code)
+        audit.log_end(server.exit_code)
     if service.engine.is_running:
-        _end_without_threads(server.exit_code)
+        _exit_now(server.exit_code)
     return server.exit_code
 
 
-def _end_without_threads(code: int) -> NoReturn:
+def _exit_now(code: int) -> NoReturn:
     """End the process although a thread of the device still computes.
 
     The interpreter's own end would unwind the stack of such a thread, which in C++ code aborts the process.

@@ -21,14 +21,14 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-from normserve.peers.siblings import Place
-from normserve.process.announcement import announce
-from normserve.process.child import FRONT_END, OWNER, Handed, Process, ending
-from normserve.process.connections import Admission, ConnectionLimits, connections_for_descriptors
+from normserve.peers.siblings import FleetPosition
+from normserve.process.announcement import print_announcement
+from normserve.process.child import FRONT_END, OWNER, ChildProcess, HandedConnection, describe_exit
+from normserve.process.connections import AdmittedConnection, ConnectionLimits, limit_to_descriptors
 from normserve.process.exit_codes import ExitCode
 from normserve.process.handover import BEAT_S, LINK, REFUSED
-from normserve.process.listeners import ListenError, listening, listening_locally, url_of
-from normserve.process.local_clients import local_limits
+from normserve.process.listeners import ListenError, make_url, open_listeners, open_local_listener
+from normserve.process.local_clients import make_local_limits
 from normserve.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -38,19 +38,19 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 30.0
 _STEADY_S = 60.0
 
 
-class Fleet:
+class FleetSupervisor:
     """All processes, and the sockets that they serve."""
 
     def __init__(self, settings: Settings, folder: Path) -> None:
         self._settings = settings
         self._limits = ConnectionLimits(
-            max_all=connections_for_descriptors(settings.max_connections),
+            max_all=limit_to_descriptors(settings.max_connections),
             max_per_address=settings.max_connections_per_address,
             on_refused=self._count_refused,
         )
-        self._local_limits = local_limits(settings, self._count_refused)
-        self._owners = _owners(settings, folder)
-        self._front_ends = _front_ends(settings)
+        self._local_limits = make_local_limits(settings, self._count_refused)
+        self._owners = _make_owners(settings, folder)
+        self._front_ends = _make_front_ends(settings)
         self._processes = [*self._owners, *self._front_ends]
         for process in self._processes:
             process.on_start = functools.partial(self._link, process)
@@ -66,11 +66,11 @@ class Fleet:
         """Serve until a signal; return the exit code."""
         loop = asyncio.get_running_loop()
         with contextlib.ExitStack() as stack:
-            listeners = stack.enter_context(listening(self._settings))
+            listeners = stack.enter_context(open_listeners(self._settings))
             takers = self._front_ends or self._owners
             accepted = [self._limits.accept(each, self._hand_over_from(self._limits, takers)) for each in listeners]
             if self._settings.local is not None:
-                listener = stack.enter_context(listening_locally(self._settings))
+                listener = stack.enter_context(open_local_listener(self._settings))
                 hand_over = self._hand_over_from(self._local_limits, self._owners)
                 accepted.append(self._local_limits.accept(listener, hand_over))
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -89,7 +89,7 @@ class Fleet:
                 task.cancel()
         return self._exit_code
 
-    async def _keep(self, process: Process) -> None:
+    async def _keep(self, process: ChildProcess) -> None:
         """Run a process, and restart it when it ends unexpectedly."""
         pause = _FIRST_PAUSE_S
         while not self._ending.is_set():
@@ -101,18 +101,18 @@ class Fleet:
                     code = ExitCode.STOPPED
                 self._exit_code = self._exit_code or (code if code in list(ExitCode) else ExitCode.FAILED)
                 if not self._ending.is_set():
-                    ended = {**process.fields, **ending(code)}
+                    ended = {**process.fields, **describe_exit(code)}
                     log.critical("%s cannot start: the server ends", process.name, extra={"fields": ended})
                     self._end()
                 return
             process.restarts += 1
             pause = _FIRST_PAUSE_S if time.monotonic() - began > _STEADY_S else min(2 * pause, _LONGEST_PAUSE_S)
-            ended = {**process.fields, **ending(code)}
+            ended = {**process.fields, **describe_exit(code)}
             log.error("%s ended and is started again in %.1f s", process.name, pause, extra={"fields": ended})
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ending.wait(), pause)
 
-    def _would_fail_again(self, process: Process, code: int) -> bool:
+    def _would_fail_again(self, process: ChildProcess, code: int) -> bool:
         """Whether the whole fleet ends with a process: it could not even start.
 
         One that has been ready and can start no more, such as one whose device is gone, is tried again as long as
@@ -140,7 +140,7 @@ class Fleet:
         for process in processes:
             process.signal()
 
-    def _link(self, process: Process) -> None:
+    def _link(self, process: ChildProcess) -> None:
         """Link a process that has started with the running processes of the other kind."""
         if process in self._front_ends:
             pairs = [(process, owner) for owner in self._owners]
@@ -158,11 +158,11 @@ class Fleet:
             process.reload()
 
     def _hand_over_from(
-        self, limits: ConnectionLimits, takers: Sequence[Process]
-    ) -> Callable[[socket.socket, Admission], Coroutine[None, None, None]]:
+        self, limits: ConnectionLimits, takers: Sequence[ChildProcess]
+    ) -> Callable[[socket.socket, AdmittedConnection], Coroutine[None, None, None]]:
         """The function that takes the connections that these limits admit."""
 
-        async def hand_over(connection: socket.socket, admission: Admission) -> None:
+        async def hand_over(connection: socket.socket, admission: AdmittedConnection) -> None:
             on_end = functools.partial(limits.release, admission.address)
             await self._hand_over(connection, takers, on_end, admission.beyond)
 
@@ -171,7 +171,7 @@ class Fleet:
     async def _hand_over(
         self,
         connection: socket.socket,
-        takers: Sequence[Process],
+        takers: Sequence[ChildProcess],
         on_end: Callable[[], None],
         beyond: str | None = None,
     ) -> None:
@@ -182,7 +182,7 @@ class Fleet:
             self._again.add(again)
             again.add_done_callback(self._again.discard)
 
-        number, handed = next(self._numbers), Handed(connection, on_end, hand_over_again, beyond)
+        number, handed = next(self._numbers), HandedConnection(connection, on_end, hand_over_again, beyond)
         with contextlib.ExitStack() as stack:
             stack.enter_context(connection)
             while True:
@@ -200,40 +200,50 @@ class Fleet:
     async def _announce(self, listener: socket.socket) -> None:
         for process in self._processes:
             await process.was_ready.wait()
-        url = url_of(listener, encrypted=self._settings.tls_cert is not None)
+        url = make_url(listener, encrypted=self._settings.tls_cert is not None)
         with_device = f"{len(self._owners)} with a device" if self._front_ends else f"on {self._settings.devices}"
         log.info("%d processes %s are ready on %s", len(self._processes), with_device, url)
-        announce(self._settings, url)
+        print_announcement(self._settings, url)
 
 
-def _owners(settings: Settings, folder: Path) -> list[Process]:
+def _make_owners(settings: Settings, folder: Path) -> list[ChildProcess]:
     """A position for each device."""
     # Without `--devices` there is one process, which sees all devices and chooses as a single server does.
     devices = settings.devices.split(",") if settings.devices else [""]
 
-    def said(index: int, restarts: int) -> object:
-        place = Place(index, len(devices), devices[index], restarts, folder, is_shown=bool(settings.devices))
-        return _settings_of(settings, devices[index], len(devices)), place
+    def make_arguments(index: int, restarts: int) -> object:
+        place = FleetPosition(
+            index, len(devices), devices[index], restarts, folder, is_shown=bool(settings.devices)
+        )
+        return _make_owner_settings(settings, devices[index], len(devices)), place
 
     return [
-        Process(f"process {index}", OWNER, functools.partial(said, index), devices[index], settings.hang_s)
+        ChildProcess(
+            f"process {index}", OWNER, functools.partial(make_arguments, index), devices[index], settings.hang_s
+        )
         for index in range(len(devices))
     ]
 
 
-def _front_ends(settings: Settings) -> list[Process]:
+def _make_front_ends(settings: Settings) -> list[ChildProcess]:
     """A position for each process that serves HTTP for those that own a device."""
     return [
-        Process(f"front end {index}", FRONT_END, functools.partial(_told, settings, index), "cpu", settings.hang_s)
+        ChildProcess(
+            f"front end {index}",
+            FRONT_END,
+            functools.partial(_make_front_end_arguments, settings, index),
+            "cpu",
+            settings.hang_s,
+        )
         for index in range(settings.frontend_count)
     ]
 
 
-def _told(settings: Settings, index: int, restarts: int) -> object:
+def _make_front_end_arguments(settings: Settings, index: int, restarts: int) -> object:
     return settings, index
 
 
-def _settings_of(settings: Settings, device: str, count: int) -> Settings:
+def _make_owner_settings(settings: Settings, device: str, count: int) -> Settings:
     """The settings of one process that owns a device."""
     threads = settings.cpu_threads or max(1, len(os.sched_getaffinity(0)) // count)
     own: dict[str, Any] = {"uds": None, "devices": ""}
@@ -247,7 +257,7 @@ def serve_fleet(settings: Settings) -> int:
     with tempfile.TemporaryDirectory(prefix="normserve-") as folder:
 
         async def run() -> int:
-            return await Fleet(settings, Path(folder)).run()
+            return await FleetSupervisor(settings, Path(folder)).run()
 
         try:
             return asyncio.run(run())

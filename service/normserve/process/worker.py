@@ -10,8 +10,8 @@ import sys
 
 from normserve.http.app import create_app
 from normserve.logs.configuration import configure_logging
-from normserve.peers.siblings import Siblings
-from normserve.process.serving import serve
+from normserve.peers.siblings import SiblingProcesses
+from normserve.process.serving import run_server
 
 
 def main() -> int:
@@ -20,7 +20,7 @@ def main() -> int:
     configure_logging(settings.log_level, settings.log_format, str(place.index))
     channel = socket.socket(fileno=int(sys.argv[1]))
     channel.setblocking(False)
-    return serve(settings, create_app(settings, siblings=Siblings(place)), channel)
+    return run_server(settings, create_app(settings, siblings=SiblingProcesses(place)), channel)
 
 
 if __name__ == "__main__":

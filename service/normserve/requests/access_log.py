@@ -3,13 +3,15 @@
 import logging
 from collections.abc import Mapping
 
-from normserve.admission.callers import Caller
+from normserve.admission.callers import ClientIdentity
 from normserve.metrics.requests import RequestRecord
 
 _log = logging.getLogger("normserve.access")
 
 
-def log_request(method: str, path: str, record: RequestRecord, caller: Caller, named: Mapping[str, str]) -> None:
+def log_request(
+    method: str, path: str, record: RequestRecord, caller: ClientIdentity, named: Mapping[str, str]
+) -> None:
     """Log a request that has ended and been observed.
 
     Args:

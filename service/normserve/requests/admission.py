@@ -13,7 +13,7 @@ UNCHARGED_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Admission:
+class MemoryAdmission:
     """Charges requests whose bodies have been admitted and received.
 
     Attributes:

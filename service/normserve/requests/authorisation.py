@@ -3,13 +3,13 @@
 import time
 from collections.abc import Set
 
-from normserve.admission.keys import Grant, Keyring, KeyScope
+from normserve.admission.keys import Keyring, KeyringEntry, KeyScope
 from normserve.errors import ForbiddenError, NormserveError, UnauthorizedError
-from normserve.logs.audit import Refusals
+from normserve.logs.audit import KeyRefusalLog
 from normserve.requests.lifecycle import RequestLifecycle
 
 
-class Authorisation:
+class KeyAuthorisation:
     """Admits requests by their keys, where keys are required."""
 
     def __init__(self, keys: Keyring, place: str) -> None:
@@ -17,9 +17,9 @@ class Authorisation:
         self._keys = keys
         self._place = place
         # Separate, so that guessed keys do not crowd out log lines about known keys.
-        self._refused_strangers, self._refused_keys = Refusals(), Refusals()
+        self._refused_strangers, self._refused_keys = KeyRefusalLog(), KeyRefusalLog()
 
-    def find(self, token: bytes | None, key_name: str | None = None) -> Grant | None:
+    def find(self, token: bytes | None, key_name: str | None = None) -> KeyringEntry | None:
         """Return what a request's key is known as; None if it is not.
 
         Args:
@@ -30,7 +30,9 @@ class Authorisation:
             return self._keys.find(token)
         return None if key_name is None else self._keys.named(key_name)
 
-    def require(self, grant: Grant | None, token: bytes | None, needed: Set[KeyScope] | None) -> Grant:
+    def require(
+        self, grant: KeyringEntry | None, token: bytes | None, needed: Set[KeyScope] | None
+    ) -> KeyringEntry:
         """Return the grant if it allows a request; counts and logs nothing.
 
         Args: needed: scopes of which one is sufficient; None if none is.
@@ -80,7 +82,7 @@ class Authorisation:
         except (UnauthorizedError, ForbiddenError) as error:
             refusals = self._refused_strangers if grant is None else self._refused_keys
             refusals.log(
-                _reason(error, token, grant),
+                _classify_refusal(error, token, grant),
                 method,
                 path,
                 key=request.record.key,
@@ -90,7 +92,7 @@ class Authorisation:
             raise
 
 
-def _reason(error: NormserveError, token: bytes | None, grant: Grant | None) -> str:
+def _classify_refusal(error: NormserveError, token: bytes | None, grant: KeyringEntry | None) -> str:
     if grant is None:
         return "absent" if token is None else "unknown"
     return "forbidden" if isinstance(error, ForbiddenError) else "expired"

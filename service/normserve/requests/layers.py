@@ -5,32 +5,34 @@ from typing import Any
 from normserve.codec import safetensors
 from normserve.engine.engine import Engine
 from normserve.errors import InvalidParameterError
-from normserve.jobs.job import LAYER_OPS, LAYER_OPTIONS, Layer, NormSpec, Op, Pass
-from normserve.jobs.validation import check_group_count, check_parameters
+from normserve.jobs.job import LAYER_OPS, LAYER_OPTIONS, NormSpec, Op, PassDirection, RegisteredLayer
+from normserve.jobs.validation import check_group_count, check_layer_parameters
 from normserve.layers.registry import LayerRegistry
 from normserve.requests.parameters import LAYER_PARAMETERS, make_spec, parse_query
 
 
 def require_layer_query(query: bytes) -> None:
     """Raises: InvalidParameterError: no layer can be described so."""
-    _read_spec(query)
+    _parse_spec(query)
 
 
-async def make_layer(engine: Engine, layers: LayerRegistry, name: str, query: bytes, body: memoryview) -> Layer:
+async def load_layer(
+    engine: Engine, layers: LayerRegistry, name: str, query: bytes, body: memoryview
+) -> RegisteredLayer:
     """The layer that a query and a safetensors body describe, its parameters on the device; not registered yet.
 
     Raises:
         TooLargeError: `layers` is full.
         NormserveError: by what is wrong with them, or with the device.
     """
-    spec = _read_spec(query)
-    weight, bias = check_parameters(spec.op, safetensors.decode(body))
+    spec = _parse_spec(query)
+    weight, bias = check_layer_parameters(spec.op, safetensors.decode(body))
     if spec.num_groups:
         check_group_count(spec.num_groups, weight.shape[0])
     nbytes = weight.nbytes + (0 if bias is None else bias.nbytes)
     with layers.expecting(name, nbytes):
         resident = await engine.load(spec.op, weight, bias)
-    return Layer(
+    return RegisteredLayer(
         name=name,
         spec=spec,
         size=weight.shape[-1],
@@ -42,7 +44,7 @@ async def make_layer(engine: Engine, layers: LayerRegistry, name: str, query: by
     )
 
 
-def layer_document(layer: Layer) -> dict[str, Any]:
+def describe_layer(layer: RegisteredLayer) -> dict[str, Any]:
     """A registered layer as JSON tells of it."""
     options = {
         option.name: getattr(layer.spec, option.name) for option in LAYER_OPTIONS if layer.op in option.parameters
@@ -58,7 +60,7 @@ def layer_document(layer: Layer) -> dict[str, Any]:
     return described | {"heads": layer.heads} if layer.heads else described
 
 
-def _read_spec(query: bytes) -> NormSpec:
+def _parse_spec(query: bytes) -> NormSpec:
     """The operation of a layer, with the options that it has."""
     values = parse_query(query, LAYER_PARAMETERS)
     if "op" not in values:
@@ -70,4 +72,4 @@ def _read_spec(query: bytes) -> NormSpec:
         if option.name in values and op not in option.parameters:
             takers = " or ".join([each.value for each in LAYER_OPS if each in option.parameters])
             raise InvalidParameterError(f"{option.name} must be given for {takers} alone")
-    return make_spec(op, Pass.FORWARD, values)
+    return make_spec(op, PassDirection.FORWARD, values)

@@ -8,24 +8,24 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
-from normserve.admission.callers import Caller
-from normserve.admission.permits import Limits, Permit
+from normserve.admission.callers import ClientIdentity
+from normserve.admission.permits import AdmissionBudget, Permit
 from normserve.engine.engine import Engine
-from normserve.engine.progress import Progress
+from normserve.engine.progress import CompletionTracker
 from normserve.errors import NormserveError
-from normserve.errors.problems import status_of, unexpected
+from normserve.errors.problems import convert_unexpected_error, get_status
 from normserve.jobs.job import NormJob, NormResult
 from normserve.jobs.memory_cost import MemoryCost
 from normserve.logs import failures
 from normserve.metrics.metrics import Metrics
 from normserve.metrics.requests import CLIENT_LEFT, RequestRecord
 from normserve.requests.access_log import log_request
-from normserve.requests.admission import Admission
-from normserve.traces.parent import log_fields
+from normserve.requests.admission import MemoryAdmission
+from normserve.traces.parent import make_log_fields
 
 if TYPE_CHECKING:
     # It imports OpenTelemetry, which is installed only where traces are used.
-    from normserve.traces.traces import Attributes, Traces
+    from normserve.traces.traces import Attributes, RequestTracer
 
 log = logging.getLogger(__name__)
 
@@ -42,12 +42,12 @@ class RequestServices:
     """
 
     engine: Engine
-    limits: Limits
-    admission: Admission
-    progress: Progress
+    limits: AdmissionBudget
+    admission: MemoryAdmission
+    progress: CompletionTracker
     metrics: Metrics
     timeout_ms: float
-    traces: "Traces | None" = None
+    traces: "RequestTracer | None" = None
     is_logged: bool = False
 
 
@@ -77,7 +77,7 @@ class RequestLifecycle(ABC):
         services: RequestServices,
         request_id: str,
         headers: Mapping[bytes, bytes],
-        caller: Caller,
+        caller: ClientIdentity,
         record: RequestRecord,
     ) -> None:
         self.services = services
@@ -101,7 +101,7 @@ class RequestLifecycle(ABC):
     @property
     def log_fields(self) -> dict[str, str]:
         """The log fields that identify the request."""
-        return log_fields(self.request_id, self.record.trace_id, self.headers)
+        return make_log_fields(self.request_id, self.record.trace_id, self.headers)
 
     def acquire_permit(self, nbytes: int) -> Permit:
         """Take a permit for a request that brings so many bytes, and return it.
@@ -184,11 +184,11 @@ class RequestLifecycle(ABC):
     def log_failure(self, error: BaseException) -> NormserveError:
         """Log an error that is the server's own; return what the client is told."""
         if isinstance(error, NormserveError):
-            if status_of(error) == HTTPStatus.INTERNAL_SERVER_ERROR:
-                failures.note(error.detail, self._failure_fields())
+            if get_status(error) == HTTPStatus.INTERNAL_SERVER_ERROR:
+                failures.log_failure(error.detail, self._failure_fields())
             return error
         log.error("unexpected error in a request", exc_info=error, extra={"fields": self._failure_fields()})
-        return unexpected(error)
+        return convert_unexpected_error(error)
 
     def account(self, *, is_delivered: bool) -> None:
         """End the request, whose response has been sent or never will be.
@@ -237,7 +237,7 @@ class CallbackRequest(RequestLifecycle):
     def refuse(self, error: BaseException) -> None:
         """Send an error; if it is the server's own, log it."""
         known = self.log_failure(error)
-        self.record.error, self.record.status = known.code, status_of(known)
+        self.record.error, self.record.status = known.code, get_status(known)
         self.send_problem(known)
 
     def conclude(self, ended: NormResult | NormserveError, job: NormJob) -> None:

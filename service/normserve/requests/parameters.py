@@ -8,8 +8,8 @@ from urllib.parse import parse_qsl
 
 from normserve.codec.tensor_names import MAX_NORMS
 from normserve.errors import InvalidParameterError
-from normserve.jobs.job import LAYER_OPS, LAYER_OPTIONS, NormSpec, Op, Pass, options_of
-from normserve.jobs.option_values import Parameter, choice, parse_number
+from normserve.jobs.job import LAYER_OPS, LAYER_OPTIONS, NormSpec, Op, PassDirection, list_options
+from normserve.jobs.option_values import RequestParameter, make_choice_parameter, parse_number
 from normserve.layers.registry import LAYER_NAMES, is_layer_name
 
 _DEFAULT_EPS = {Op.LAYER_NORM: 1e-5, Op.RMS_NORM: 1e-6, Op.GROUP_NORM: 1e-5, Op.LAYER_NORM_CHAIN: 1e-5}
@@ -18,36 +18,38 @@ _MAX_FIELDS = 64
 _MAX_NAMED = 64
 
 
-def _timeout(text: str) -> float:
+def _parse_timeout_ms(text: str) -> float:
     value = parse_number(text)
     if not 0 < value <= 86_400_000:
         raise ValueError("milliseconds above 0, a day at most")
     return value
 
 
-def _layer(text: str) -> str:
+def _parse_layer_name(text: str) -> str:
     if not is_layer_name(text):
         raise ValueError(LAYER_NAMES)
     return text
 
 
-def _layers(text: str) -> str:
+def _parse_layer_names(text: str) -> str:
     names = text.split(",")
     if len(names) > MAX_NORMS or not all(map(is_layer_name, names)):
         raise ValueError(f"1 to {MAX_NORMS} names of layers, joined by commas, each {LAYER_NAMES}")
     return text
 
 
-_OP = choice("The operation.", [op.value for op in LAYER_OPS])
-_LAYER = Parameter("A registered layer in place of the parameters.", _layer, {"type": "string"})
-_LAYERS = Parameter(
+_OP = make_choice_parameter("The operation.", [op.value for op in LAYER_OPS])
+_LAYER = RequestParameter("A registered layer in place of the parameters.", _parse_layer_name, {"type": "string"})
+_LAYERS = RequestParameter(
     "Registered layers of layer_norm in place of the parameters, in their order, joined by commas.",
-    _layers,
+    _parse_layer_names,
     {"type": "string"},
 )
-_TIMEOUT = Parameter("From arrival to the start of execution, at most.", _timeout, {"type": "number"})
+_TIMEOUT = RequestParameter(
+    "From arrival to the start of execution, at most.", _parse_timeout_ms, {"type": "number"}
+)
 
-Parameters = Mapping[str, Parameter]
+Parameters = Mapping[str, RequestParameter]
 """Those that something takes, by name."""
 
 LAYER_PARAMETERS: Parameters = {"op": _OP} | {
@@ -56,14 +58,14 @@ LAYER_PARAMETERS: Parameters = {"op": _OP} | {
 
 
 @functools.cache
-def operation_parameters(op: Op, direction: Pass) -> Parameters:
+def list_operation_parameters(op: Op, direction: PassDirection) -> Parameters:
     """The parameters that one operation takes."""
     layer = {"layers": _LAYERS} if op is Op.LAYER_NORM_CHAIN else {"layer": _LAYER}
-    options = {option.name: option.parameters[op] for option in options_of(op, direction)}
+    options = {option.name: option.parameters[op] for option in list_options(op, direction)}
     return {**options, **layer, "timeout_ms": _TIMEOUT}
 
 
-def describe(parameters: Parameters) -> list[dict[str, Any]]:
+def make_openapi_parameters(parameters: Parameters) -> list[dict[str, Any]]:
     """The parameters as OpenAPI describes them."""
     return [
         {"name": name, "in": "query", "required": False, "description": each.doc, "schema": each.schema}
@@ -77,10 +79,10 @@ def parse_query(raw: bytes, parameters: Parameters) -> dict[str, Any]:
     Raises:
         InvalidParameterError: a name is unknown or repeated, or a value is not what it must be.
     """
-    return parse_values(_fields(raw), parameters)
+    return parse_parameters(_split_query(raw), parameters)
 
 
-def parse_values(pairs: Iterable[tuple[str, str]], parameters: Parameters) -> dict[str, Any]:
+def parse_parameters(pairs: Iterable[tuple[str, str]], parameters: Parameters) -> dict[str, Any]:
     """Read parameters by name and text, from wherever they came.
 
     Raises:
@@ -90,7 +92,7 @@ def parse_values(pairs: Iterable[tuple[str, str]], parameters: Parameters) -> di
     for name, text in pairs:
         parameter = parameters.get(name)
         if parameter is None:
-            raise InvalidParameterError(_unknown(name, parameters))
+            raise InvalidParameterError(_describe_unknown_name(name, parameters))
         if name in values:
             raise InvalidParameterError(f"{name} must be given once, got it again")
         try:
@@ -100,7 +102,7 @@ def parse_values(pairs: Iterable[tuple[str, str]], parameters: Parameters) -> di
     return values
 
 
-def _fields(raw: bytes) -> list[tuple[str, str]]:
+def _split_query(raw: bytes) -> list[tuple[str, str]]:
     if not raw:
         return []
     try:
@@ -109,23 +111,23 @@ def _fields(raw: bytes) -> list[tuple[str, str]]:
         raise InvalidParameterError(f"the query must be at most {_MAX_FIELDS} name=value pairs in UTF-8") from None
 
 
-def _unknown(name: str, known: Collection[str]) -> str:
-    return f"{name[:_MAX_NAMED]!r} is not a parameter of this operation; {expected_instead(name, known)}"
+def _describe_unknown_name(name: str, known: Collection[str]) -> str:
+    return f"{name[:_MAX_NAMED]!r} is not a parameter of this operation; {suggest_name(name, known)}"
 
 
-def expected_instead(name: str, known: Collection[str]) -> str:
+def suggest_name(name: str, known: Collection[str]) -> str:
     """The end of an error about an unknown name: the known one that may have been meant, else all of them."""
     closest = difflib.get_close_matches(name[:_MAX_NAMED], known, n=1)
     return f"the closest is {closest[0]!r}" if closest else f"expected {', '.join(known)}"
 
 
-def make_spec(op: Op, direction: Pass, values: dict[str, Any]) -> NormSpec:
+def make_spec(op: Op, direction: PassDirection, values: dict[str, Any]) -> NormSpec:
     """The operation that parsed parameters ask for; with a layer, what that says is still missing.
 
     Raises:
         InvalidParameterError: they contradict one another, or one is missing.
     """
-    if named_layer(values) is not None:
+    if find_layer_name(values) is not None:
         given = [option.name for option in LAYER_OPTIONS if option.name in values]
         if given:
             raise InvalidParameterError(f"{given[0]} belongs to the layer and must not be given with layer")
@@ -133,12 +135,12 @@ def make_spec(op: Op, direction: Pass, values: dict[str, Any]) -> NormSpec:
         raise InvalidParameterError("num_groups must be given")
     if values.get("dropout") and "seed" not in values:
         raise InvalidParameterError("seed must be given with dropout")
-    options = {option.name: values[option.name] for option in options_of(op, direction) if option.name in values}
+    options = {option.name: values[option.name] for option in list_options(op, direction) if option.name in values}
     if not options.get("dropout"):
         options.pop("seed", None)
     return NormSpec(op, direction, **{"eps": _DEFAULT_EPS[op], **options})
 
 
-def named_layer(values: dict[str, Any]) -> str | None:
+def find_layer_name(values: dict[str, Any]) -> str | None:
     """The registered layer that parsed parameters name, or the chain's layers joined by commas, if any."""
     return values.get("layers") or values.get("layer")

@@ -11,7 +11,7 @@ from normserve.metrics.prepared_calls import PreparedCallCounters
 _LARGEST_FRACTION = 8
 
 
-class PreparedCalls:
+class PreparedCallCache:
     """The prepared calls of one owner, a process or a connection, by keys that are made of requests' bytes.
 
     An entry holds only what follows from its key and from the registered layer that it was prepared with; it is
@@ -33,8 +33,8 @@ class PreparedCalls:
         self.max_bytes = max_bytes
         self.nbytes = 0
         self._hits, self._misses, self._evictions = counters
-        self._entries: dict[Hashable, _Entry] = {}
-        self._holders: OrderedDict[str, _Holder] = OrderedDict()
+        self._entries: dict[Hashable, _PreparedCall] = {}
+        self._holders: OrderedDict[str, _TenantEntries] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -71,8 +71,8 @@ class PreparedCalls:
             self._discard(key, replaced)
         holder = self._holders.get(tenant)
         if holder is None:
-            holder = self._holders[tenant] = _Holder()
-        entry = _Entry(value, nbytes, tenant, None if layer is None else weakref.ref(layer))
+            holder = self._holders[tenant] = _TenantEntries()
+        entry = _PreparedCall(value, nbytes, tenant, None if layer is None else weakref.ref(layer))
         self._entries[key] = holder.entries[key] = entry
         holder.nbytes += nbytes
         self.nbytes += nbytes
@@ -85,10 +85,10 @@ class PreparedCalls:
         self._holders.clear()
         self.nbytes = 0
 
-    def _exceeds_share(self, holder: "_Holder") -> bool:
+    def _exceeds_share(self, holder: "_TenantEntries") -> bool:
         return holder.nbytes * len(self._holders) > self.max_bytes
 
-    def _find_holder_above_share(self) -> "_Holder":
+    def _find_holder_above_share(self) -> "_TenantEntries":
         """Return a tenant with more than an equal share; there is one while there are too many bytes."""
         while True:
             tenant, holder = next(iter(self._holders.items()))
@@ -97,7 +97,7 @@ class PreparedCalls:
             # The next search begins behind those that are within their shares.
             self._holders.move_to_end(tenant)
 
-    def _evict(self, holder: "_Holder") -> None:
+    def _evict(self, holder: "_TenantEntries") -> None:
         """Discard the oldest of a tenant's entries that was not found since it was kept or passed over."""
         entries = holder.entries
         key, entry = entries.popitem(last=False)
@@ -109,7 +109,7 @@ class PreparedCalls:
         self._discard(key, entry)
         self._evictions.value += 1
 
-    def _discard(self, key: Hashable, entry: "_Entry") -> None:
+    def _discard(self, key: Hashable, entry: "_PreparedCall") -> None:
         holder = self._holders[entry.tenant]
         del self._entries[key], holder.entries[key]
         holder.nbytes -= entry.nbytes
@@ -118,7 +118,7 @@ class PreparedCalls:
             del self._holders[entry.tenant]
 
 
-class _Entry:
+class _PreparedCall:
     """One prepared call.
 
     Attributes:
@@ -136,11 +136,11 @@ class _Entry:
         self.is_used = False
 
 
-class _Holder:
+class _TenantEntries:
     """A tenant's entries, the oldest first, and their bytes."""
 
     __slots__ = ("entries", "nbytes")
 
     def __init__(self) -> None:
-        self.entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+        self.entries: OrderedDict[Hashable, _PreparedCall] = OrderedDict()
         self.nbytes = 0

@@ -17,14 +17,14 @@ from normserve.memory.host_tensors import DType, HostTensor
 T = TypeVar("T")
 
 
-class Several(NamedTuple):
+class TensorSplit(NamedTuple):
     """How many tensors there are of each name, and how long each is along the first axis."""
 
     counts: tuple[int, ...]
 
     def divided(self, results: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
         """Results as they are told: each tensor's own, and gradients of parameters, which are sums over all."""
-        return self._each(results, _cut)
+        return self._each(results, _cut_rows)
 
     def described(self, results: Mapping[str, tuple[DType, tuple[int, ...]]]) -> dict[str, tuple[DType, Any]]:
         """The same of dtypes and shapes."""
@@ -43,9 +43,9 @@ class Several(NamedTuple):
         return told
 
 
-def joined(
+def concatenate_tensors(
     tensors: Mapping[str, HostTensor], body: memoryview, charge: Callable[[int], None]
-) -> tuple[Mapping[str, HostTensor], Several | None]:
+) -> tuple[Mapping[str, HostTensor], TensorSplit | None]:
     """One x of several, and with it all that belongs to its rows or samples; unchanged where x came as one.
 
     Args:
@@ -62,26 +62,26 @@ def joined(
     for name, tensor in tensors.items():
         base, _, number = name.partition(".")
         if base in OF_ROWS:
-            groups.setdefault(base, {})[_number(name, number)] = tensor
+            groups.setdefault(base, {})[_parse_number(name, number)] = tensor
         elif is_parameter(name):
             whole[name] = tensor
         else:
             raise UnexpectedTensorError(f"with x.0, all tensors but parameters must be numbered, got {name[:64]!r}")
     numbers = range(len(groups["x"]))
-    counts = _check_x(groups["x"], numbers)
+    counts = _check_numbered_x(groups["x"], numbers)
     for base, group in groups.items():
-        _check_group(base, group, numbers, counts)
-        whole[base] = _join([group[number] for number in numbers], body, charge)
-    return whole, Several(counts)
+        _check_numbered(base, group, numbers, counts)
+        whole[base] = _concatenate_numbered([group[number] for number in numbers], body, charge)
+    return whole, TensorSplit(counts)
 
 
-def _number(name: str, digits: str) -> int:
+def _parse_number(name: str, digits: str) -> int:
     if not (len(digits) <= 3 and digits.isascii() and digits.isdigit() and str(int(digits)) == digits):
         raise UnexpectedTensorError(f"with x.0, tensors are numbered from 0 on, as x.1, got {name[:64]!r}")
     return int(digits)
 
 
-def _check_x(group: Mapping[int, HostTensor], numbers: range) -> tuple[int, ...]:
+def _check_numbered_x(group: Mapping[int, HostTensor], numbers: range) -> tuple[int, ...]:
     """The lengths along the first axis."""
     for number in numbers:
         if number not in group:
@@ -94,7 +94,7 @@ def _check_x(group: Mapping[int, HostTensor], numbers: range) -> tuple[int, ...]
     return tuple([group[number].shape[0] for number in numbers])
 
 
-def _check_group(base: str, group: Mapping[int, HostTensor], numbers: range, counts: Sequence[int]) -> None:
+def _check_numbered(base: str, group: Mapping[int, HostTensor], numbers: range, counts: Sequence[int]) -> None:
     if extra := group.keys() - set(numbers):
         raise UnexpectedTensorError(f"{base}.{min(extra)} was sent without x.{min(extra)}")
     for number, count in zip(numbers, counts, strict=True):
@@ -110,32 +110,34 @@ def _check_group(base: str, group: Mapping[int, HostTensor], numbers: range, cou
             raise InvalidShapeError(f"{base}.{number} must be {list(shape)}, got {list(tensor.shape)}")
 
 
-def _join(parts: Sequence[HostTensor], body: memoryview, charge: Callable[[int], None]) -> HostTensor:
+def _concatenate_numbered(
+    parts: Sequence[HostTensor], body: memoryview, charge: Callable[[int], None]
+) -> HostTensor:
     shape = (sum([part.shape[0] for part in parts]), *parts[0].shape[1:])
     filled = [part.data for part in parts if len(part.data)]
     nbytes = sum(map(len, filled))
-    start = _place(filled, body)
+    start = _find_adjacent(filled, body)
     if start is not None:
         return HostTensor(parts[0].dtype, shape, body[start : start + nbytes])
     charge(nbytes)
     return HostTensor(parts[0].dtype, shape, memoryview(bytearray().join(filled)))
 
 
-def _place(parts: Sequence[memoryview], body: memoryview) -> int | None:
+def _find_adjacent(parts: Sequence[memoryview], body: memoryview) -> int | None:
     """Where in the body they begin that lie there one after another; None of any others."""
-    starts = [_address(part) for part in parts]
+    starts = [_get_address(part) for part in parts]
     if any(start + len(part) != after for part, (start, after) in zip(parts, pairwise(starts), strict=False)):
         return None
-    first = starts[0] - _address(body) if parts else 0
+    first = starts[0] - _get_address(body) if parts else 0
     return first if 0 <= first <= len(body) - sum(map(len, parts)) else None
 
 
-def _address(data: memoryview) -> int:
+def _get_address(data: memoryview) -> int:
     place: int = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
     return place
 
 
-def _cut(tensor: HostTensor, start: int, stop: int) -> HostTensor:
+def _cut_rows(tensor: HostTensor, start: int, stop: int) -> HostTensor:
     row_bytes = len(tensor.data) // tensor.shape[0] if tensor.shape[0] else 0
     shape = (stop - start, *tensor.shape[1:])
     return HostTensor(tensor.dtype, shape, tensor.data[start * row_bytes : stop * row_bytes])

@@ -16,7 +16,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext
 
 from normserve import __version__
-from normserve.traces.traces import Traces
+from normserve.traces.traces import RequestTracer
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,9 @@ OnDropped = Callable[[str, int], None]
 """Told why spans are dropped, one of `metrics.SPANS_DROPPED`, and how many; each reason by a thread of its own."""
 
 
-def export_to(endpoint: str, ratio: float, on_dropped: OnDropped, process: str | None = None) -> Traces:
+def make_exporting_tracer(
+    endpoint: str, ratio: float, on_dropped: OnDropped, process: str | None = None
+) -> RequestTracer:
     """Traces that a collector is sent.
 
     What the OpenTelemetry SDK reads from the environment holds beside: headers of its requests, certificates, the
@@ -41,9 +43,11 @@ def export_to(endpoint: str, ratio: float, on_dropped: OnDropped, process: str |
         on_dropped: told of spans that the collector does not get.
         process: its name, where there are several.
     """
-    exporter = _Telling(OTLPSpanExporter(url_of(endpoint), timeout=_EXPORT_S), endpoint, on_dropped)
-    provider = TracerProvider(ALWAYS_ON, _resource(process), shutdown_on_exit=False)
-    processor = _CountingProcessor(exporter, on_dropped)
+    exporter = _MonitoredExporter(
+        OTLPSpanExporter(complete_endpoint(endpoint), timeout=_EXPORT_S), endpoint, on_dropped
+    )
+    provider = TracerProvider(ALWAYS_ON, _make_resource(process), shutdown_on_exit=False)
+    processor = _DropCountingProcessor(exporter, on_dropped)
     provider.add_span_processor(processor)
     scope = InstrumentationScope(_SCOPE, __version__)
 
@@ -69,16 +73,16 @@ def export_to(endpoint: str, ratio: float, on_dropped: OnDropped, process: str |
         thread.start()
         thread.join(within_s)
 
-    return Traces(provider.get_tracer(_SCOPE, __version__), make_stage, ratio, shut_down)
+    return RequestTracer(provider.get_tracer(_SCOPE, __version__), make_stage, ratio, shut_down)
 
 
-def url_of(endpoint: str) -> str:
+def complete_endpoint(endpoint: str) -> str:
     """Where traces are posted to."""
     has_path = urlsplit(endpoint).path not in ("", "/")
     return endpoint if has_path else endpoint.rstrip("/") + _PATH
 
 
-def _resource(process: str | None) -> Resource:
+def _make_resource(process: str | None) -> Resource:
     own: dict[str, str | int] = {
         "service.name": "normserve",
         "service.version": __version__,
@@ -89,10 +93,10 @@ def _resource(process: str | None) -> Resource:
         own["normserve.process"] = process
     # What the environment says comes last: operators name services there.
     merged = Resource.create().merge(Resource(own)).merge(OTELResourceDetector().detect())
-    return _HashedOnce(merged.attributes, merged.schema_url)
+    return _HashedResource(merged.attributes, merged.schema_url)
 
 
-class _HashedOnce(Resource):
+class _HashedResource(Resource):
     """A resource that computes its hash once: the exporter needs it for each span."""
 
     def __init__(self, attributes: Attributes, schema_url: str | None) -> None:
@@ -103,10 +107,10 @@ class _HashedOnce(Resource):
         return self._hash
 
 
-class _CountingProcessor(BatchSpanProcessor):
+class _DropCountingProcessor(BatchSpanProcessor):
     """Tells of each span that is dropped because the queue is full, which the SDK only logs."""
 
-    def __init__(self, exporter: "_Telling", on_dropped: OnDropped) -> None:
+    def __init__(self, exporter: "_MonitoredExporter", on_dropped: OnDropped) -> None:
         self._telling = exporter
         self._on_dropped = on_dropped
         self._ended = self._dropped = 0
@@ -122,7 +126,7 @@ class _CountingProcessor(BatchSpanProcessor):
         super().on_end(span)
 
 
-class _Telling(SpanExporter):
+class _MonitoredExporter(SpanExporter):
     """Exports by another, counts what that fails to, and logs when it begins to fail and when it works again.
 
     Attributes:

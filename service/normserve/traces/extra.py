@@ -5,7 +5,7 @@ import importlib.util
 _NEEDED = "opentelemetry.exporter.otlp.proto.http"
 
 
-def is_installed() -> bool:
+def is_otel_installed() -> bool:
     """Whether traces can be exported."""
     try:
         return importlib.util.find_spec(_NEEDED) is not None

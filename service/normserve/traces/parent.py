@@ -10,7 +10,7 @@ _SAMPLED = 0x01
 _LONGEST_STATE = 512
 
 
-class Parent(NamedTuple):
+class ParentSpan(NamedTuple):
     """The span that a request was sent in.
 
     Attributes:
@@ -26,17 +26,17 @@ class Parent(NamedTuple):
     state: str
 
 
-def log_fields(request_id: str, trace_id: str | None, headers: Mapping[bytes, bytes]) -> dict[str, str]:
+def make_log_fields(request_id: str, trace_id: str | None, headers: Mapping[bytes, bytes]) -> dict[str, str]:
     """What names a request in a line of the log: its id and, if there is one, the trace that it belongs to.
 
     Args: trace_id: where it is traced here; else its client may say one.
     """
-    if trace_id is None and (parent := read_parent(headers)) is not None:
+    if trace_id is None and (parent := parse_parent(headers)) is not None:
         trace_id = parent.trace_id
     return {"request_id": request_id} if trace_id is None else {"request_id": request_id, "trace_id": trace_id}
 
 
-def read_parent(headers: Mapping[bytes, bytes]) -> Parent | None:
+def parse_parent(headers: Mapping[bytes, bytes]) -> ParentSpan | None:
     """What a request's headers, by their lower-case names, say of its parent; None where that is nothing valid."""
     given = headers.get(b"traceparent")
     found = None if given is None else _TRACEPARENT.fullmatch(given.strip())
@@ -47,7 +47,7 @@ def read_parent(headers: Mapping[bytes, bytes]) -> Parent | None:
     if not (is_known or b"00" < version < b"ff") or not int(trace_id, 16) or not int(span_id, 16):
         return None
     state = headers.get(b"tracestate", b"")
-    return Parent(
+    return ParentSpan(
         trace_id.decode(),
         span_id.decode(),
         bool(int(flags, 16) & _SAMPLED),

@@ -9,7 +9,7 @@ from normserve.metrics.requests import NONE, RequestRecord
 SHORTEST_S = 20e-6
 
 
-class Stage(NamedTuple):
+class StageInterval(NamedTuple):
     """One stage; `began` and `ended` by `time.perf_counter`."""
 
     name: str
@@ -17,7 +17,7 @@ class Stage(NamedTuple):
     ended: float
 
 
-def stages_of(record: RequestRecord, ended: float) -> list[Stage]:
+def compute_stage_intervals(record: RequestRecord, ended: float) -> list[StageInterval]:
     """Those that a request went through until `ended`, in their order.
 
     Of a launch that several requests share, each has the whole.  Of a request that succeeded, stages shorter than
@@ -26,22 +26,22 @@ def stages_of(record: RequestRecord, ended: float) -> list[Stage]:
     """
     queue = record.stages.get("queue", 0.0)
     stages = [
-        *_one_by_one(record, record.began, "recv", "parse"),
-        *_one_by_one(record, record.launched - queue, "queue", "copy_in", "kernel", "copy_out"),
-        *_one_by_one(record, record.answering, "serialize", "send"),
+        *_place_consecutively(record, record.began, "recv", "parse"),
+        *_place_consecutively(record, record.launched - queue, "queue", "copy_in", "kernel", "copy_out"),
+        *_place_consecutively(record, record.answering, "serialize", "send"),
     ]
     if record.status < 400:
         return [stage for stage in stages if stage.name == "kernel" or stage.ended - stage.began >= SHORTEST_S]
     if record.direction != NONE and record.waiting_in not in record.stages:
         began = stages[-1].ended if stages else record.began
-        stages.append(Stage(record.waiting_in, began, max(began, ended)))
+        stages.append(StageInterval(record.waiting_in, began, max(began, ended)))
     return stages
 
 
-def _one_by_one(record: RequestRecord, began: float, *names: str) -> Iterator[Stage]:
+def _place_consecutively(record: RequestRecord, began: float, *names: str) -> Iterator[StageInterval]:
     """Stages that follow one another from `began` on, without those that there were not."""
     for name in names:
         seconds = record.stages.get(name)
         if seconds is not None:
-            yield Stage(name, began, began + seconds)
+            yield StageInterval(name, began, began + seconds)
             began += seconds

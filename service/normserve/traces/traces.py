@@ -26,8 +26,8 @@ from opentelemetry.trace import (
 )
 
 from normserve.metrics.requests import RequestRecord
-from normserve.traces.parent import Parent, read_parent
-from normserve.traces.stages import stages_of
+from normserve.traces.parent import ParentSpan, parse_parent
+from normserve.traces.stages import compute_stage_intervals
 
 Attributes = dict[str, str | int | float | bool]
 
@@ -40,14 +40,14 @@ MakeStage = Callable[[SpanContext, str, int, int], None]
 """Makes a span that is over: its parent, its name, and its begin and end in nanoseconds since 1970."""
 
 
-class _Traced(NamedTuple):
+class _RequestSpan(NamedTuple):
     """The span of a request that is traced, and when it began by the clock: nanoseconds since 1970."""
 
     span: Span
     began_ns: int
 
 
-class Traces:
+class RequestTracer:
     """Decides which requests are traced, and makes their spans."""
 
     def __init__(
@@ -76,22 +76,25 @@ class Traces:
 
         Args: headers: the request's, by their lower-case names.
         """
-        if self.passes_over(record, headers) or isinstance(record.span, _Traced):
+        if self.passes_over(record, headers) or isinstance(record.span, _RequestSpan):
             return
-        parent = read_parent(headers)
+        parent = parse_parent(headers)
         is_chosen = record.span is _CHOSEN or (parent is not None and parent.is_sampled)
         if not is_chosen and random.random() >= self._ratio:
             record.span = _NOT_TRACED
             return
         # Of the clock only this is read: however it is set meanwhile, no stage begins before its request.
-        began_ns = time.time_ns() - _nanoseconds(time.perf_counter() - record.began)
-        context = Context() if parent is None else _context_of(parent)
+        began_ns = time.time_ns() - _to_nanoseconds(time.perf_counter() - record.began)
+        context = Context() if parent is None else _make_context(parent)
         span = self._tracer.start_span("request", context, SpanKind.SERVER, start_time=began_ns)
         if not span.is_recording():
             # The environment may turn the SDK off.
             record.span = _NOT_TRACED
             return
-        record.span, record.trace_id = _Traced(span, began_ns), format_trace_id(span.get_span_context().trace_id)
+        record.span, record.trace_id = (
+            _RequestSpan(span, began_ns),
+            format_trace_id(span.get_span_context().trace_id),
+        )
 
     def end(
         self, record: RequestRecord, headers: Mapping[bytes, bytes], describe: Callable[[], tuple[str, Attributes]]
@@ -102,21 +105,21 @@ class Traces:
         """
         self.decide(record, headers)
         traced = record.span
-        if not isinstance(traced, _Traced):
+        if not isinstance(traced, _RequestSpan):
             return
         span, ended = traced.span, time.perf_counter()
 
         def at(moment: float) -> int:
-            return traced.began_ns + _nanoseconds(moment - record.began)
+            return traced.began_ns + _to_nanoseconds(moment - record.began)
 
         name, attributes = describe()
         span.update_name(name)
-        span.set_attributes({**attributes, **_attributes_of(record)})
+        span.set_attributes({**attributes, **_make_attributes(record)})
         if record.status >= 500:
             span.set_attribute("error.type", record.error or str(record.status))
             span.set_status(Status(StatusCode.ERROR))
         parent = span.get_span_context()
-        for stage in stages_of(record, ended):
+        for stage in compute_stage_intervals(record, ended):
             self._make_stage(parent, stage.name, at(stage.began), at(stage.ended))
         if record.batch_size > 1:
             self._link(span, self._launch(record, at))
@@ -158,7 +161,7 @@ class Traces:
             span.end(ended_ns)
 
 
-def _attributes_of(record: RequestRecord) -> Attributes:
+def _make_attributes(record: RequestRecord) -> Attributes:
     """What the server says of a request; nothing that a client chose but by its API key."""
     attributes: Attributes = {
         "normserve.op": record.op,
@@ -182,7 +185,7 @@ def _attributes_of(record: RequestRecord) -> Attributes:
     return attributes
 
 
-def _context_of(parent: Parent) -> Context:
+def _make_context(parent: ParentSpan) -> Context:
     state = TraceState.from_header([parent.state]) if parent.state else None
     flags = TraceFlags(TraceFlags.SAMPLED if parent.is_sampled else TraceFlags.DEFAULT)
     ids = int(parent.trace_id, 16), int(parent.span_id, 16)
@@ -190,5 +193,5 @@ def _context_of(parent: Parent) -> Context:
     return set_span_in_context(NonRecordingSpan(context), Context())
 
 
-def _nanoseconds(seconds: float) -> int:
+def _to_nanoseconds(seconds: float) -> int:
     return round(seconds * 1e9)

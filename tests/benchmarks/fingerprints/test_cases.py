@@ -7,19 +7,19 @@ import fusednorm
 from fusednorm.errors import UnsupportedShapeError
 from fusednorm.policy import batch_invariance, waiting
 
-from benchmarks.fingerprints.cases import Case, planned
-from benchmarks.fingerprints.launches import full_text
+from benchmarks.fingerprints.cases import FingerprintCase, plan_case
+from benchmarks.fingerprints.launches import format_case
 from tests.kernels.harness.compiled import compile_elsewhere
 
 REACH = """
 import json, sys
 from benchmarks.fingerprints import group_norm, layer_norm
-from benchmarks.fingerprints.cases import planned
+from benchmarks.fingerprints.cases import plan_case
 from fusednorm.ops.group_norm import table as group_norm_tables
 from fusednorm.ops.layer_norm import choice as layer_norm_choice
 from fusednorm.ops.layer_norm import table as layer_norm_tables
 
-cases = [*layer_norm.cases(), *group_norm.cases()]
+cases = [*layer_norm.iterate_cases(), *group_norm.iterate_cases()]
 entries, reached = set(), set()
 
 def tagged(table, value):
@@ -51,7 +51,8 @@ for module in (layer_norm_tables, group_norm_tables):
         if name.startswith(("FORWARD", "BACKWARD", "TILES", "FLOAT8", "CHAIN")):
             setattr(module, name, tagged(f"{module.__name__}.{name}", value))
 for name, value in vars(layer_norm_choice).copy().items():
-    if name.endswith("_launches"):
+    # plan_tile_forward and its like, not plan_forward, which chooses among them.
+    if name.startswith("plan_") and name.count("_") == 2:
         setattr(layer_norm_choice, name, noted(value))
 kernels = set()
 for case in cases:
@@ -59,7 +60,7 @@ for case in cases:
     if " f16 " in case.name:
         continue
     if case.name.endswith((" plain", " residual", ", nothing waits", "layout")) or "chain" in case.name:
-        kernels |= {launch.kernel.fn.__name__ for launch in planned(case).launches or ()}
+        kernels |= {launch.kernel.fn.__name__ for launch in plan_case(case).launches or ()}
 print(json.dumps([sorted(entries - reached), len(entries), sorted(kernels)]))
 """
 
@@ -69,7 +70,7 @@ def test_a_case_reaches_every_entry_of_every_table_and_every_kernel():
     assert unreached == []
     assert entries > 150
     sources = "\n".join(path.read_text() for path in Path(fusednorm.__file__).parent.rglob("*.py"))
-    defined = set(re.findall(r"^def (\w+_kernel)\(", sources, re.MULTILINE))
+    defined = set(re.findall(r"^@triton\.jit[^@]*?^def (\w+_kernel)\(", sources, re.MULTILINE))
     assert len(defined) > 35
     assert defined == set(kernels)
 
@@ -78,7 +79,7 @@ def test_a_call_that_is_refused_is_a_case_as_well():
     def refuse(_):
         raise UnsupportedShapeError("too long")
 
-    assert full_text(planned(Case("a case", refuse))) == "a case: refused"
+    assert format_case(plan_case(FingerprintCase("a case", refuse))) == "a case: refused"
 
 
 def test_the_policy_of_a_case_holds_for_it_alone():
@@ -88,6 +89,6 @@ def test_the_policy_of_a_case_holds_for_it_alone():
         seen.append((waiting._allowed, batch_invariance.is_batch_invariant()))
         return []
 
-    planned(Case("a case", plan, waits=False, batch_invariant=True))
-    planned(Case("another", plan))
+    plan_case(FingerprintCase("a case", plan, waits=False, batch_invariant=True))
+    plan_case(FingerprintCase("another", plan))
     assert seen == [(False, True), (True, False)]

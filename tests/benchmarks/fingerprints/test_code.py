@@ -39,8 +39,8 @@ RENAMED = {name: f"longer_name_of_{value}" for name, value in NAMES.items()} | {
 COMPILE = """
 import importlib.util, json, sys
 import torch
-from benchmarks.fingerprints.workers import code_line, ir_hash
-from fusednorm.launch.inspection import specialise
+from benchmarks.fingerprints.workers import make_code_line, compute_ir_hash
+from fusednorm.launch.inspection import specialise_kernel
 from fusednorm.launch.launch import Launch
 from fusednorm.tensors.arrays import describe
 
@@ -51,9 +51,9 @@ for path, kernel, block in json.loads(sys.argv[1]):
     found.loader.exec_module(module)
     x, y = (describe(name, torch.empty(100, device="meta")) for name in ("x", "y"))
     launch = Launch(getattr(module, kernel), (1,), (x, y, 100), {block: 128, "num_warps": 2})
-    specialisations.append(specialise(launch))
-lines = [(ir_hash(each), *code_line(each, {}).split()) for each in specialisations]
-known = code_line(specialisations[0], {lines[0][1]: "what is known of it"})
+    specialisations.append(specialise_kernel(launch))
+lines = [(compute_ir_hash(each), *make_code_line(each, {}).split()) for each in specialisations]
+known = make_code_line(specialisations[0], {lines[0][1]: "what is known of it"})
 print(json.dumps([lines, known]))
 """
 

@@ -1,6 +1,6 @@
 """A timer that needs no device."""
 
-from benchmarks.harness.timing import Quantiles
+from benchmarks.harness.timing import TimeQuantiles
 
 
 class Timer:
@@ -12,4 +12,4 @@ class Timer:
     def __call__(self, call, repeats=30, warmup=3):
         call()
         now, self._ms = self._ms, 0.99 * self._ms
-        return Quantiles(now, now, now)
+        return TimeQuantiles(now, now, now)

@@ -1,14 +1,14 @@
 import pytest
 import torch
-from fusednorm.reference.dropout import dropout_mask
+from fusednorm.reference.dropout import compute_dropout_mask
 
-from benchmarks.harness.oracle import Oracle, WrongResultError, exact_results, keep_of_seed
-from benchmarks.providers.own import ours
-from benchmarks.providers.plain import eager
-from benchmarks.workload.problem import SEED, Run
+from benchmarks.harness.oracle import ResultOracle, WrongResultError, compute_exact_results, compute_keep_mask
+from benchmarks.providers.own import make_own_run
+from benchmarks.providers.plain import make_eager_run
+from benchmarks.workload.problem import SEED, ProviderRun
 
 
-@pytest.mark.parametrize("provider", [ours, eager])
+@pytest.mark.parametrize("provider", [make_own_run, make_eager_run])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("op", "pass_", "variant"),
@@ -27,128 +27,128 @@ from benchmarks.workload.problem import SEED, Run
 )
 def test_right_results_pass(problem, provider, dtype, op, pass_, variant):
     it = problem(op, pass_, variant, dtype=dtype)
-    assert 0 < Oracle(it).error(provider(it)) < 0.2
+    assert 0 < ResultOracle(it).error(provider(it)) < 0.2
 
 
-@pytest.mark.parametrize("provider", [ours, eager])
+@pytest.mark.parametrize("provider", [make_own_run, make_eager_run])
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
 def test_right_heads_pass(problem, provider, op, pass_):
     it = problem(op, pass_, "per_head", shape=(6, 3, 64), layout="heads")
     assert it.weight.shape == (3, 64)
-    assert 0 < Oracle(it).error(provider(it)) < 1e-4
+    assert 0 < ResultOracle(it).error(provider(it)) < 1e-4
 
 
-@pytest.mark.parametrize("provider", [ours, eager])
+@pytest.mark.parametrize("provider", [make_own_run, make_eager_run])
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
 def test_right_rows_of_float8_pass(problem, provider, op):
     it = problem(op, variant="float8")
     y, scale = provider(it).call()
     assert y.dtype == torch.float8_e4m3fn
     assert scale.shape == (6,)
-    assert 0 < Oracle(it).error(provider(it)) < 0.5
+    assert 0 < ResultOracle(it).error(provider(it)) < 0.5
 
 
 def test_float8_in_steps_twice_as_large_fails(problem):
     it = problem(variant="float8")
-    exact, scale = exact_results(it)
+    exact, scale = compute_exact_results(it)
     with pytest.raises(WrongResultError, match="result 0"):
-        Oracle(it).error(Run(lambda: (_float8(exact / scale[:, None] / 64), scale.float() * 64)))
+        ResultOracle(it).error(ProviderRun(lambda: (_float8(exact / scale[:, None] / 64), scale.float() * 64)))
 
 
 def test_a_scale_that_leaves_half_the_range_empty_fails(problem):
     it = problem(variant="float8", dtype="bfloat16")
-    exact, scale = exact_results(it)
+    exact, scale = compute_exact_results(it)
     with pytest.raises(WrongResultError, match="result 1"):
-        Oracle(it).error(Run(lambda: (_float8(exact / scale[:, None] / 2), scale.float() * 2)))
+        ResultOracle(it).error(ProviderRun(lambda: (_float8(exact / scale[:, None] / 2), scale.float() * 2)))
 
 
 def _float8(rows):
     return rows.to(torch.float8_e4m3fn)
 
 
-@pytest.mark.parametrize("provider", [ours, eager])
+@pytest.mark.parametrize("provider", [make_own_run, make_eager_run])
 @pytest.mark.parametrize("variant", ["plain", "silu", "residual", "scale_shift_silu", "no_affine"])
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
 def test_right_groups_pass(problem, provider, layout, pass_, variant):
     it = problem("group_norm", pass_, variant, shape=(2, 8, 4, 4), groups=4, layout=layout)
-    assert 0 < Oracle(it).error(provider(it)) < 1e-5
+    assert 0 < ResultOracle(it).error(provider(it)) < 1e-5
 
 
 def test_wrong_gradients_of_scale_and_shift_fail(problem):
     it = problem("group_norm", "backward", "scale_shift_silu", shape=(2, 8, 4, 4), groups=4)
-    right = ours(it).call()
+    right = make_own_run(it).call()
     assert [tuple(result.shape) for result in right[1:]] == [(8,), (8,), (2, 8), (2, 8)]
     for index in (3, 4):
         results = (*right[:index], right[index] + 0.1, *right[index + 1 :])
         with pytest.raises(WrongResultError, match=f"result {index}"):
-            Oracle(it).error(Run(lambda results=results: results))
+            ResultOracle(it).error(ProviderRun(lambda results=results: results))
 
 
 @pytest.mark.parametrize("index", [0, 1, 2, 3])
 def test_each_wrong_gradient_fails(problem, index):
     it = problem(pass_="backward", variant="residual_float32", dtype="float16")
-    results = list(ours(it).call())
+    results = list(make_own_run(it).call())
     results[index] = results[index].clone()
     results[index].view(-1)[-1] += 0.5
     with pytest.raises(WrongResultError, match=f"result {index}"):
-        Oracle(it).error(Run(lambda: tuple(results)))
+        ResultOracle(it).error(ProviderRun(lambda: tuple(results)))
 
 
 def test_a_wrong_residual_sum_fails(problem):
     it = problem(variant="residual")
-    y, residual_out = ours(it).call()
+    y, residual_out = make_own_run(it).call()
     with pytest.raises(WrongResultError, match="result 1"):
-        Oracle(it).error(Run(lambda: (y, residual_out + 0.01)))
+        ResultOracle(it).error(ProviderRun(lambda: (y, residual_out + 0.01)))
 
 
 def test_nan_fails(problem):
     it = problem()
     with pytest.raises(WrongResultError):
-        Oracle(it).error(Run(lambda: (it.x * float("nan"),)))
+        ResultOracle(it).error(ProviderRun(lambda: (it.x * float("nan"),)))
 
 
 def test_a_missing_gradient_fails(problem):
     it = problem(pass_="backward")
     with pytest.raises(WrongResultError, match="3 results expected, got 2"):
-        Oracle(it).error(Run(lambda: ours(it).call()[:2]))
+        ResultOracle(it).error(ProviderRun(lambda: make_own_run(it).call()[:2]))
 
 
 def test_dropout_at_another_rate_fails(problem):
     it = problem(variant="dropout", shape=(64, 256))
-    exact = exact_results(it, torch.ones_like(it.x, dtype=torch.bool))[0] * 0.9
+    exact = compute_exact_results(it, torch.ones_like(it.x, dtype=torch.bool))[0] * 0.9
 
     def half():
         return (torch.nn.functional.dropout(exact, 0.5),)
 
     with pytest.raises(WrongResultError, match="kept"):
-        Oracle(it).error(Run(half, keep=lambda results: results[0] != 0))
+        ResultOracle(it).error(ProviderRun(half, keep=lambda results: results[0] != 0))
 
 
 def test_what_must_be_put_back_is_put_back_first(problem):
     it = problem()
     y = torch.empty_like(it.x)
-    Oracle(it).error(Run(lambda: (y,), before=lambda: y.copy_(ours(it).call()[0])))
+    ResultOracle(it).error(ProviderRun(lambda: (y,), before=lambda: y.copy_(make_own_run(it).call()[0])))
 
 
 def test_parts_sum_to_the_whole(problem, monkeypatch):
     it = problem(pass_="backward", variant="dropout")
-    whole = exact_results(it)
+    whole = compute_exact_results(it)
     monkeypatch.setattr("benchmarks.harness.oracle._PART_NUMEL", 512)
-    for part, all_at_once in zip(exact_results(it), whole, strict=True):
+    for part, all_at_once in zip(compute_exact_results(it), whole, strict=True):
         torch.testing.assert_close(part, all_at_once)
 
 
 def test_gradients_of_samples_come_out_of_parts_whole(problem, monkeypatch):
     it = problem("group_norm", "backward", "scale_shift_silu", shape=(3, 8, 4, 4), groups=4)
-    whole = exact_results(it)
+    whole = compute_exact_results(it)
     monkeypatch.setattr("benchmarks.harness.oracle._PART_NUMEL", 128)
-    for part, all_at_once in zip(exact_results(it), whole, strict=True):
+    for part, all_at_once in zip(compute_exact_results(it), whole, strict=True):
         torch.testing.assert_close(part, all_at_once)
 
 
 def test_the_mask_is_the_library_s(device):
     x = torch.empty(7, 30, device=device)
-    whole = dropout_mask(SEED, 7, 30, 0.3, device)
-    assert torch.equal(keep_of_seed(x, slice(2, 6), 0.3), whole[2:6])
+    whole = compute_dropout_mask(SEED, 7, 30, 0.3, device)
+    assert torch.equal(compute_keep_mask(x, slice(2, 6), 0.3), whole[2:6])

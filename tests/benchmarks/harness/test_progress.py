@@ -1,10 +1,10 @@
 import sys
 
-from benchmarks.harness.progress import Progress
+from benchmarks.harness.progress import ProgressDisplay
 
 
 def test_lines_where_stderr_is_no_terminal(capsys):
-    with Progress(2) as progress:
+    with ProgressDisplay(2) as progress:
         progress.step("one")
         progress.note("a word")
         progress.step("two")
@@ -14,7 +14,7 @@ def test_lines_where_stderr_is_no_terminal(capsys):
 def test_a_bar_on_a_terminal(capsys, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with Progress(1) as progress:
+    with ProgressDisplay(1) as progress:
         progress.step("[layer_norm] is no markup")
     text = capsys.readouterr().err
     assert "[1/1] [layer_norm] is no markup" in text

@@ -3,7 +3,7 @@ import os
 import pytest
 
 from benchmarks.harness import warm
-from benchmarks.workload.suites import cells_of
+from benchmarks.workload.suites import list_cells
 
 
 @pytest.fixture
@@ -12,7 +12,7 @@ def taken_on(monkeypatch):
     items = []
 
     def record(task, work, workers, seconds):
-        assert task is warm.run_once
+        assert task is warm.run_provider_once
         items.extend(work)
         return len(work)
 
@@ -22,18 +22,18 @@ def taken_on(monkeypatch):
 
 
 def test_all_but_eager_torch_is_compiled(taken_on, capsys):
-    cells = cells_of(["small"])
-    warm.warm(cells, ["fusednorm", "torch", "compile"], seconds=1)
+    cells = list_cells(["small"])
+    warm.compile_cells(cells, ["fusednorm", "torch", "compile"], seconds=1)
     assert taken_on == [(cell, provider) for cell in cells for provider in ("fusednorm", "compile")]
     assert "20 of 20 begun" in capsys.readouterr().err
 
 
 def test_the_place_of_the_cache_is_settled_before_workers_start(taken_on, monkeypatch):
     monkeypatch.delenv("TRITON_CACHE_DIR")
-    warm.warm([], ["fusednorm"], seconds=1)
+    warm.compile_cells([], ["fusednorm"], seconds=1)
     assert os.environ["TRITON_CACHE_DIR"]
 
 
 def test_a_chosen_place_stays(taken_on):
-    warm.warm([], ["fusednorm"], seconds=1)
+    warm.compile_cells([], ["fusednorm"], seconds=1)
     assert os.environ["TRITON_CACHE_DIR"] == "/restored/afterwards"

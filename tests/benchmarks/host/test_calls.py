@@ -5,10 +5,10 @@ import pytest
 import torch
 from fusednorm.launch import replay
 
-from benchmarks.harness.oracle import Oracle
-from benchmarks.host.calls import PROVIDERS, NoExtensionError, call_of, settings
+from benchmarks.harness.oracle import ResultOracle
+from benchmarks.host.calls import PROVIDERS, MissingExtensionError, make_call, select_settings
 from benchmarks.host.cells import CELLS, FORWARD_BACKWARD
-from benchmarks.workload.problem import EPS, Problem, Run, Tensors
+from benchmarks.workload.problem import EPS, BenchmarkProblem, ProviderRun, TensorCache
 
 NEEDS_GPU = {("torch", "rms_norm", "backward")}
 """torch has no operator for it elsewhere."""
@@ -26,17 +26,17 @@ def shortened(cell, device):
 def test_what_is_timed_is_right_the_second_time_too(cell, provider, device):
     if (provider, cell.op, cell.pass_) in NEEDS_GPU and device == "cpu":
         pytest.skip("torch has this operator on GPUs only")
-    tensors, small = Tensors(device), shortened(cell, device)
-    exact = Oracle(Problem(replace(small, pass_=small.pass_.removeprefix("forward_")), tensors))
-    made = call_of(provider, Problem(small, tensors))
+    tensors, small = TensorCache(device), shortened(cell, device)
+    exact = ResultOracle(BenchmarkProblem(replace(small, pass_=small.pass_.removeprefix("forward_")), tensors))
+    made = make_call(provider, BenchmarkProblem(small, tensors))
     for _ in range(2):
-        assert exact.error(Run(lambda: tuple(t.detach() for t in made.results(made.call())))) < 0.1
+        assert exact.error(ProviderRun(lambda: tuple(t.detach() for t in made.results(made.call())))) < 0.1
 
 
 def test_liger_is_left_out_of_groups_that_lie_channels_last(problem):
     of = {"op": "group_norm", "shape": (2, 8, 3, 5), "groups": 4, "layout": "nhwc"}
-    assert call_of("liger", problem(**of)) is None
-    assert call_of("liger", problem(**of | {"pass_": FORWARD_BACKWARD, "variant": "silu"})) is None
+    assert make_call("liger", problem(**of)) is None
+    assert make_call("liger", problem(**of | {"pass_": FORWARD_BACKWARD, "variant": "silu"})) is None
 
 
 def test_the_extension_is_put_aside_and_put_back(monkeypatch):
@@ -45,18 +45,18 @@ def test_the_extension_is_put_aside_and_put_back(monkeypatch):
     for each in replay._PASSES:
         monkeypatch.setattr(each, "number", each.number)
     monkeypatch.setattr(replay, "_extension", extension)
-    with settings("fusednorm_python"):
-        assert replay.in_use() is None
-    assert replay.in_use() is extension
-    with settings("fusednorm"):
-        assert replay.in_use() is extension
+    with select_settings("fusednorm_python"):
+        assert replay.get_extension() is None
+    assert replay.get_extension() is extension
+    with select_settings("fusednorm"):
+        assert replay.get_extension() is extension
 
 
 def test_without_replays_no_call_is_looked_up(monkeypatch, device):
     looked_up = []
-    monkeypatch.setattr(replay.Pass, "_known", lambda *call: looked_up.append(call))
+    monkeypatch.setattr(replay.ReplayablePass, "_known", lambda *call: looked_up.append(call))
     x = torch.randn(6, 64, device=device)
-    with settings("fusednorm_planned"):
+    with select_settings("fusednorm_planned"):
         fusednorm.layer_norm_forward(x, eps=EPS)
     assert not looked_up
     fusednorm.layer_norm_forward(x, eps=EPS)
@@ -65,7 +65,7 @@ def test_without_replays_no_call_is_looked_up(monkeypatch, device):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the extension may be there")
 def test_without_the_extension_nothing_is_timed_in_its_name():
-    with pytest.raises(NoExtensionError, match=r"python -m fusednorm.host"), settings("fusednorm"):
+    with pytest.raises(MissingExtensionError, match=r"python -m fusednorm.host"), select_settings("fusednorm"):
         pytest.fail("entered")
 
 

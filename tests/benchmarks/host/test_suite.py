@@ -2,12 +2,12 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.harness.timing import Quantiles
+from benchmarks.harness.timing import TimeQuantiles
 from benchmarks.host import suite
-from benchmarks.host.calls import HostCall, call_of
+from benchmarks.host.calls import HostCall, make_call
 from benchmarks.host.cells import CELLS
 from benchmarks.host.suite import HostSuite
-from benchmarks.workload.problem import Tensors
+from benchmarks.workload.problem import TensorCache
 
 GROUPS = {"shape": (2, 8, 3, 5), "groups": 4}
 
@@ -16,10 +16,10 @@ GROUPS = {"shape": (2, 8, 3, 5), "groups": 4}
 def host(monkeypatch, device):
     def timed(call, device):
         call()
-        return Quantiles(1.0, 2.0, 3.0)
+        return TimeQuantiles(1.0, 2.0, 3.0)
 
     monkeypatch.setattr(suite, "WAYS", {"queued": timed, "loop": timed})
-    return HostSuite(device=object, tensors=lambda: Tensors(device))
+    return HostSuite(device=object, tensors=lambda: TensorCache(device))
 
 
 def test_each_provider_has_a_row_for_each_way(host):
@@ -39,14 +39,14 @@ def test_the_activation_is_part_of_the_variant(host):
 
 def test_what_is_wrong_or_fails_is_a_line_and_the_others_are_timed(host, monkeypatch):
     def wrong_or_none(provider, problem):
-        made = call_of("torch", problem)
+        made = make_call("torch", problem)
         if provider == "fusednorm_python":
             return HostCall(lambda: made.call()[0] + 1, lambda y: (y,))
         if provider == "liger":
             raise ImportError("no Liger")
         return made
 
-    monkeypatch.setattr(suite, "call_of", wrong_or_none)
+    monkeypatch.setattr(suite, "make_call", wrong_or_none)
     notes = []
     cell = replace(CELLS[0], shape=(6, 64))
     rows = list(host.rows(cell, ("fusednorm_python", "liger", "torch"), notes.append))
@@ -57,7 +57,7 @@ def test_what_is_wrong_or_fails_is_a_line_and_the_others_are_timed(host, monkeyp
 
 def test_what_is_compiled_ahead_is_the_call_itself(monkeypatch, device):
     called = []
-    monkeypatch.setattr(suite, "Tensors", lambda: Tensors(device))
-    monkeypatch.setattr(suite, "call_of", lambda provider, problem: called.append((provider, problem.cell)))
-    suite.run_once((CELLS[0], "fusednorm"))
+    monkeypatch.setattr(suite, "TensorCache", lambda: TensorCache(device))
+    monkeypatch.setattr(suite, "make_call", lambda provider, problem: called.append((provider, problem.cell)))
+    suite.make_call_once((CELLS[0], "fusednorm"))
     assert called == [("fusednorm", CELLS[0])]

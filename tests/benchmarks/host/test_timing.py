@@ -3,7 +3,7 @@ import gc
 import pytest
 
 from benchmarks.host import timing
-from benchmarks.host.timing import loop, queued
+from benchmarks.host.timing import time_call_loop, time_queued_calls
 
 
 class FakeDevice:
@@ -31,12 +31,12 @@ def device(monkeypatch):
 
 
 def test_queued_calls_are_made_while_the_device_is_busy_in_short_queues(device):
-    assert queued(device.call, device).p50 > 0
+    assert time_queued_calls(device.call, device).p50 > 0
     assert "".join(device.events) == "wbccc" * 5 + "w"
 
 
 def test_a_loop_is_timed_to_the_end_of_its_work(device):
-    assert loop(device.call, device).p50 > 0
+    assert time_call_loop(device.call, device).p50 > 0
     assert "".join(device.events) == "wccccccw" * 2
     assert gc.isenabled()
 

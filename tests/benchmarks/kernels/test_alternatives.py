@@ -2,14 +2,14 @@
 
 import pytest
 
-from benchmarks.kernels.alternatives import CHOSEN, cells, plan
+from benchmarks.kernels.alternatives import CHOSEN, iterate_cells, plan_cell
 
-CELLS = [cell for cell in cells() if cell.form != CHOSEN]
+CELLS = [cell for cell in iterate_cells() if cell.form != CHOSEN]
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: f"{cell.name} {cell.form}")
 def test_a_form_is_planned_as_it_is_named(cell):
-    launches, tensors = plan(cell, "meta")
+    launches, tensors = plan_cell(cell, "meta")
     names = [step.kernel.__name__ for step in launches]
     assert tensors["x"].shape == tensors["y"].shape == cell.shape
     if cell.form == "split":

@@ -6,14 +6,14 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from benchmarks.models import architectures, suite, timing
-from benchmarks.models.architectures import Architecture
+from benchmarks.models.architectures import ModelArchitecture
 
-TINY = Architecture(
+TINY = ModelArchitecture(
     # torch 2.13 for CPUs dies in the backward of a channels-last GroupNorm whose x asks for no gradient.
     lambda shape: nn.Sequential(nn.Conv2d(shape[1], shape[1], 1), nn.GroupNorm(4, shape[1])),
-    architectures._images("input", channels_last=True),
-    architectures._nothing,
-    architectures._mean_square,
+    architectures._make_image_inputs("input", channels_last=True),
+    architectures._make_no_inputs,
+    architectures._compute_mean_square,
     channels_last=True,
 )
 
@@ -44,7 +44,7 @@ def tiny(monkeypatch):
     """The architecture `blocks` on a CPU, two short rounds of timing, and graphs that only call."""
     monkeypatch.setitem(architectures.ARCHITECTURES, "blocks", TINY)
     monkeypatch.setattr("gc.collect", lambda: 0)  # of all that tests have imported it takes long
-    monkeypatch.setattr(suite, "name_cache", lambda: None)
+    monkeypatch.setattr(suite, "fix_triton_cache", lambda: None)
     monkeypatch.setattr(timing, "ROUNDS", 2)
     monkeypatch.setattr(timing, "CALLS", 1)
 
@@ -53,5 +53,5 @@ def tiny(monkeypatch):
             clear()
             self.replay = call
 
-    monkeypatch.setattr("benchmarks.models.passes.Graph", FakeGraph)
+    monkeypatch.setattr("benchmarks.models.passes.PassGraph", FakeGraph)
     return suite.ModelSuite(device="cpu")

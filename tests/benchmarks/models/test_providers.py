@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.models.providers import NothingToReplaceError, with_liger
+from benchmarks.models.providers import NothingReplacedError, replace_with_liger
 
 
 class FakeNorm(nn.Module):
@@ -40,7 +40,7 @@ def test_ligers_modules_have_the_parameters_of_those_they_replace(liger):
     inner = nn.Sequential(LlamaRMSNorm(), nn.GroupNorm(1, 4))
     model = nn.Sequential(nn.LayerNorm(4, eps=1e-4), inner, nn.LayerNorm(4, bias=False))
     weight, bias, rms_weight = model[0].weight, model[0].bias, inner[0].weight
-    with_liger(model)
+    replace_with_liger(model)
     assert [type(module).__name__ for module in (*model, *inner)] == [
         "LigerLayerNorm",
         "Sequential",
@@ -55,5 +55,5 @@ def test_ligers_modules_have_the_parameters_of_those_they_replace(liger):
 
 
 def test_a_model_without_such_norms_is_none_of_ligers(liger):
-    with pytest.raises(NothingToReplaceError):
-        with_liger(nn.Sequential(nn.GroupNorm(1, 4)))
+    with pytest.raises(NothingReplacedError):
+        replace_with_liger(nn.Sequential(nn.GroupNorm(1, 4)))

@@ -5,8 +5,8 @@ from torch import nn
 from benchmarks.harness import records
 from benchmarks.models import suite
 from benchmarks.models.cells import ModelCell
-from benchmarks.models.passes import Outcome
-from benchmarks.models.suite import agrees
+from benchmarks.models.passes import StepOutcome
+from benchmarks.models.suite import is_within_tolerance
 
 from .conftest import patch
 
@@ -16,7 +16,7 @@ CELL = ModelCell("blocks", (2, 8, 2, 2))
 @pytest.fixture(autouse=True)
 def extension(monkeypatch):
     """There is a host extension, as far as anybody asks."""
-    monkeypatch.setattr(suite.replay, "in_use", object)
+    monkeypatch.setattr(suite.replay, "get_extension", object)
 
 
 def test_each_provider_has_a_row_for_each_pass_and_variant(tiny, patching):
@@ -42,7 +42,7 @@ def test_a_model_that_computes_something_else_has_a_row_without_times(tiny, patc
     assert {row["ms_p50"] for row in wrong} == {""}
     assert float(wrong[0]["max_error"]) > 0.05
     assert len(wrong) == len(rows) / 2
-    assert "is not torch's Outcome(loss=" in notes[0]
+    assert "is not torch's StepOutcome(loss=" in notes[0]
 
 
 def test_a_provider_that_fails_costs_its_rows_alone(tiny, patching):
@@ -73,7 +73,7 @@ def test_a_model_that_is_not_installed_is_a_line(tiny, monkeypatch):
 
 def test_a_graph_that_computes_something_else_has_no_time(tiny, patching, monkeypatch):
     monkeypatch.setattr(
-        "benchmarks.models.passes.Passes.graphed_outcome", lambda self, graph: Outcome(1e6, float("nan"))
+        "benchmarks.models.passes.ModelPasses.graphed_outcome", lambda self, graph: StepOutcome(1e6, float("nan"))
     )
     notes = []
     rows = list(tiny.rows(CELL, ("torch",), notes.append))
@@ -87,7 +87,7 @@ def test_a_pass_that_fails_leaves_the_other(tiny, patching, monkeypatch):
     def forward(self):
         raise torch.OutOfMemoryError("too much")
 
-    monkeypatch.setattr("benchmarks.models.passes.Passes._forward", forward)
+    monkeypatch.setattr("benchmarks.models.passes.ModelPasses._forward", forward)
     notes = []
     rows = list(tiny.rows(ModelCell("blocks", (2, 8, 2, 2), ("eager",)), ("torch",), notes.append))
     assert [row["pass"] for row in rows] == ["step"]
@@ -115,14 +115,14 @@ def test_only_torch_and_fusednorm_are_compiled_after_compiling_ahead_once(tiny, 
 def test_what_is_compiled_ahead_is_what_the_cell_times(tiny, patching, monkeypatch):
     compiled, called = [], []
     monkeypatch.setattr(torch, "compile", lambda model, dynamic: compiled.append(model) or model)
-    monkeypatch.setattr("benchmarks.models.passes.Passes._step", lambda self: called.append("step"))
-    monkeypatch.setattr(suite, "compile_alone", lambda: None)
-    suite.run_once((ModelCell("blocks", (2, 8, 2, 2), ("compile",), ("step",)), "fusednorm"))
+    monkeypatch.setattr("benchmarks.models.passes.ModelPasses._step", lambda self: called.append("step"))
+    monkeypatch.setattr(suite, "limit_inductor", lambda: None)
+    suite.compile_once((ModelCell("blocks", (2, 8, 2, 2), ("compile",), ("step",)), "fusednorm"))
     assert (len(compiled), called) == (1, ["step"])
 
 
 def test_ours_without_the_extension_is_said_once(tiny, patching, monkeypatch):
-    monkeypatch.setattr(suite.replay, "in_use", lambda: None)
+    monkeypatch.setattr(suite.replay, "get_extension", lambda: None)
     notes = []
     cell = ModelCell("blocks", (2, 8, 2, 2), ("eager",), ("forward",))
     for _ in range(2):
@@ -133,11 +133,11 @@ def test_ours_without_the_extension_is_said_once(tiny, patching, monkeypatch):
 @pytest.mark.parametrize(
     ("outcome", "right"),
     [
-        (Outcome(10.05, 2.0), True),
-        (Outcome(10.2, 2.0), False),
-        (Outcome(10.0, 2.2), False),
-        (Outcome(float("nan"), 2.0), False),
+        (StepOutcome(10.05, 2.0), True),
+        (StepOutcome(10.2, 2.0), False),
+        (StepOutcome(10.0, 2.2), False),
+        (StepOutcome(float("nan"), 2.0), False),
     ],
 )
 def test_what_rounding_explains(outcome, right):
-    assert agrees(outcome, Outcome(10.0, 2.0)) is right
+    assert is_within_tolerance(outcome, StepOutcome(10.0, 2.0)) is right

@@ -1,7 +1,7 @@
 import pytest
 
 from benchmarks.models import timing
-from benchmarks.models.timing import timed_in_turn
+from benchmarks.models.timing import time_in_turns
 
 
 @pytest.fixture(autouse=True)
@@ -13,8 +13,8 @@ def short(monkeypatch):
 
 def order_of_calls(call_ms, monkeypatch):
     called = []
-    monkeypatch.setattr(timing, "_wall_ms", lambda call: call() or call_ms)
-    times = timed_in_turn({name: lambda name=name: called.append(name) for name in "ab"})
+    monkeypatch.setattr(timing, "_measure_wall_ms", lambda call: call() or call_ms)
+    times = time_in_turns({name: lambda name=name: called.append(name) for name in "ab"})
     assert times["a"].p50 == call_ms
     return "".join(called)
 
@@ -32,7 +32,7 @@ def test_the_shortest_passes_end_after_the_most_rounds(monkeypatch):
 
 
 def test_of_no_provider_there_is_nothing_to_time():
-    assert timed_in_turn({}) == {}
+    assert time_in_turns({}) == {}
 
 
 def test_at_least_twenty_calls_are_timed(monkeypatch):

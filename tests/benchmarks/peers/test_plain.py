@@ -3,19 +3,19 @@ import asyncio
 import httpx
 import torch
 from normload.adapters.registry import ADAPTERS
-from normload.adapters.rows import parameters
+from normload.adapters.rows import make_parameters
 from normload.clients import oracle
-from normserve.client.answers.answer import Answer
+from normserve.client.answers.answer import ApiResponse
 
-from benchmarks.peers.__main__ import SIZES, scenario
-from benchmarks.peers.plain import plain_app
+from benchmarks.peers.__main__ import SIZES, make_scenario
+from benchmarks.peers.plain import make_app
 
 
 def test_the_plain_server_answers_right():
-    ((case, _),) = scenario(SIZES["4 KiB"], 1.0).workload.drawn(0)
-    held = {name: torch.from_numpy(values) for name, values in parameters(case).items()}
+    ((case, _),) = make_scenario(SIZES["4 KiB"], 1.0).workload.drawn(0)
+    held = {name: torch.from_numpy(values) for name, values in make_parameters(case).items()}
     exchange = ADAPTERS["npy"]().exchange(case, case.tensors())
-    transport = httpx.ASGITransport(plain_app(held["weight"], held["bias"]))
+    transport = httpx.ASGITransport(make_app(held["weight"], held["bias"]))
 
     async def post():
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
@@ -23,5 +23,5 @@ def test_the_plain_server_answers_right():
             return await client.post("/layer_norm", content=content, headers=exchange.headers)
 
     response = asyncio.run(post())
-    answer = Answer(response.status_code, response.headers, memoryview(response.content))
-    assert oracle.fault(case, case.tensors(), ADAPTERS["npy"]().tensors(case, answer)) is None
+    answer = ApiResponse(response.status_code, response.headers, memoryview(response.content))
+    assert oracle.find_fault(case, case.tensors(), ADAPTERS["npy"]().tensors(case, answer)) is None

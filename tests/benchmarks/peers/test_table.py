@@ -1,4 +1,4 @@
-from benchmarks.peers.table import table
+from benchmarks.peers.table import format_table
 
 
 def row(server, per_second, *, size="1 MiB", connections="1", number=0, wrong=0):
@@ -13,7 +13,7 @@ def test_a_table_has_medians_and_how_many_times_as_many_are_ours():
         row("other", 5, connections="8"),
         row("normserve", 40, connections="8"),
     ]
-    assert table(rows).splitlines() == [
+    assert format_table(rows).splitlines() == [
         "| server | 1 MiB, 1 | 1 MiB, 8 |",
         "|---|---|---|",
         "| normserve | 40/s | 40/s |",
@@ -22,6 +22,6 @@ def test_a_table_has_medians_and_how_many_times_as_many_are_ours():
 
 
 def test_wrong_answers_and_none_at_all_are_said():
-    text = table([row("normserve", 10), row("other", 0, wrong=3)])
+    text = format_table([row("normserve", 10), row("other", 0, wrong=3)])
     assert "| other | 0/s, - |" in text
     assert "Wrong answers came from other." in text

@@ -1,9 +1,9 @@
 from benchmarks.harness import records
-from benchmarks.plots.charts import charts, draw_chart
+from benchmarks.plots.charts import draw_chart, iterate_charts
 
 
 def test_a_chart_for_each_variant_of_enough_shapes(path):
-    assert [(stem, len(of)) for stem, _, of in charts(records.read([path]))] == [
+    assert [(stem, len(of)) for stem, _, of in iterate_charts(records.read_records([path]))] == [
         ("group_norm-forward-silu-bfloat16", 24)
     ]
 
@@ -19,7 +19,7 @@ def test_a_chart_has_fractions_and_times_in_both_layouts(path, tmp_path, monkeyp
         savefig(figure, *args, **kwargs)
 
     monkeypatch.setattr(Figure, "savefig", remember)
-    _, title, of = next(charts(records.read([path])))
+    _, title, of = next(iterate_charts(records.read_records([path])))
     draw_chart(of, title, tmp_path / "chart.png")
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "chart.png").stat().st_size < 60_000

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from benchmarks.plots.__main__ import main
-from benchmarks.plots.front_ends import draw_loads, is_of_front_ends, loads
+from benchmarks.plots.front_ends import draw_front_ends, is_front_end_csv, iterate_plots
 from benchmarks.serve.processes.frontends import COLUMNS
 
 
@@ -36,8 +36,8 @@ def test_a_line_has_the_medians_of_the_rounds(file, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Figure, "savefig", remember)
     with file.open(newline="", encoding="utf-8") as rows:
-        ((stem, title, of),) = loads(list(csv.DictReader(rows)))
-    draw_loads(of, title, tmp_path / "plot.png")
+        ((stem, title, of),) = iterate_plots(list(csv.DictReader(rows)))
+    draw_front_ends(of, title, tmp_path / "plot.png")
     assert stem == "front-ends"
     (panel,) = drawn
     line = panel.get_lines()[0]
@@ -48,8 +48,8 @@ def test_a_line_has_the_medians_of_the_rounds(file, tmp_path, monkeypatch):
 
 
 def test_it_is_written_beside_those_of_kernels(file, path, tmp_path, monkeypatch, capsys):
-    assert is_of_front_ends(file)
-    assert not is_of_front_ends(path)
+    assert is_front_end_csv(file)
+    assert not is_front_end_csv(path)
     monkeypatch.setattr(sys, "argv", ["plots", str(path), str(file), "--out", str(tmp_path / "out")])
     main()
     assert str(tmp_path / "out" / "front-ends.png") in capsys.readouterr().out.split()

@@ -2,7 +2,7 @@ import pytest
 
 from benchmarks.harness import records
 from benchmarks.models.cells import ModelCell
-from benchmarks.plots.models import curves, draw_curve
+from benchmarks.plots.models import draw_curve, iterate_curves
 
 
 @pytest.fixture
@@ -16,11 +16,11 @@ def rows(write_csv):
     ]
     timed.append((ModelCell("bert", (1, 128)).figure("step", "eager"), "torch", None))
     timed += [(ModelCell("blocks", (n, 8 * n)).figure("step", "eager"), "torch", None) for n in (1, 2, 4)]
-    return records.read([write_csv(*timed)])
+    return records.read_records([write_csv(*timed)])
 
 
 def test_a_plot_for_each_model_of_enough_batches(rows):
-    assert [(stem, len(of)) for stem, _, of in curves(rows)] == [("model-gpt2-512-step-eager", 7)]
+    assert [(stem, len(of)) for stem, _, of in iterate_curves(rows)] == [("model-gpt2-512-step-eager", 7)]
 
 
 def test_a_plot_has_times_and_ratios_in_order_of_the_batch(rows, tmp_path, monkeypatch):
@@ -34,7 +34,7 @@ def test_a_plot_has_times_and_ratios_in_order_of_the_batch(rows, tmp_path, monke
         savefig(figure, *args, **kwargs)
 
     monkeypatch.setattr(Figure, "savefig", remember)
-    _, title, of = next(curves(rows))
+    _, title, of = next(iterate_curves(rows))
     draw_curve(of, title, tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "curve.png").stat().st_size < 60_000

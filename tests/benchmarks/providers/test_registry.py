@@ -1,13 +1,13 @@
 import sys
 from types import ModuleType
 
-from benchmarks.providers.registry import PROVIDERS, importable
+from benchmarks.providers.registry import PROVIDERS, filter_importable
 
 
 def test_what_cannot_be_imported_is_left_out(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
     monkeypatch.setitem(sys.modules, "quack", None)
-    assert importable(PROVIDERS) == ["fusednorm", "torch", "compile", "tutorial"]
+    assert filter_importable(PROVIDERS) == ["fusednorm", "torch", "compile", "tutorial"]
     assert "liger is left out" in capsys.readouterr().err
 
 
@@ -15,10 +15,10 @@ def test_a_package_that_fails_in_its_own_way_is_left_out(monkeypatch, tmp_path, 
     (tmp_path / "quack.py").write_text("raise OSError('libcute.so is missing')")
     monkeypatch.delitem(sys.modules, "quack", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
-    assert not importable(["quack"])
+    assert not filter_importable(["quack"])
     assert "libcute.so is missing" in capsys.readouterr().err
 
 
 def test_what_can_be_imported_takes_part(monkeypatch):
     monkeypatch.setitem(sys.modules, "quack", ModuleType("quack"))
-    assert importable(["quack", "torch"]) == ["quack", "torch"]
+    assert filter_importable(["quack", "torch"]) == ["quack", "torch"]

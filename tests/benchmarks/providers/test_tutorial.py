@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from benchmarks.providers.tutorial import layer_norm_forward, takes
+from benchmarks.providers.tutorial import can_fit_block, layer_norm_forward
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -17,6 +17,6 @@ def test_a_row_is_normalised(device, dtype, cols):
 
 def test_rows_of_more_than_64_kb_are_declined(device):
     half = torch.empty(1, 32769, device=device, dtype=torch.float16)
-    assert not takes(half)
-    assert takes(half[:, :32768])
-    assert not takes(half[:, :16385].float())
+    assert not can_fit_block(half)
+    assert can_fit_block(half[:, :32768])
+    assert not can_fit_block(half[:, :16385].float())

@@ -5,8 +5,8 @@ import re
 import pytest
 
 from benchmarks.report import figures
-from benchmarks.report.documents import DOCUMENTS, PART, ROOT, TEMPLATES, Renderer, wrapped
-from benchmarks.report.literal import FIGURE, exempt_passages, figures_in, literal_figures
+from benchmarks.report.documents import DOCUMENTS, PART, ROOT, TEMPLATES, DocumentRenderer, wrap_markdown
+from benchmarks.report.literal import FIGURE, find_exempt_passages, find_figures, find_literal_figures
 
 WITHOUT_A_CSV = {
     # Python's version.
@@ -20,7 +20,7 @@ EXEMPT = {"performance.md": ["cb99177"]}
 
 @pytest.fixture(scope="module")
 def renderer():
-    return Renderer()
+    return DocumentRenderer()
 
 
 def text_of(name):
@@ -45,13 +45,13 @@ def test_each_template_has_its_place():
 @pytest.mark.parametrize("name", templates())
 def test_a_template_has_no_figure_but_by_a_query(name):
     template = (TEMPLATES / name).read_text(encoding="utf-8")
-    assert literal_figures(template) == []
-    assert [commit for _, commit in exempt_passages(template)] == EXEMPT.get(name, [])
+    assert find_literal_figures(template) == []
+    assert [commit for _, commit in find_exempt_passages(template)] == EXEMPT.get(name, [])
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_a_document_has_no_figure_outside_of_its_parts(name):
-    assert figures_in(PART.sub("", text_of(name))) == WITHOUT_A_CSV.get(name, [])
+    assert find_figures(PART.sub("", text_of(name))) == WITHOUT_A_CSV.get(name, [])
 
 
 @pytest.mark.parametrize("name", ["docs/patching.md", "benchmarks/results/models.md"])
@@ -78,27 +78,27 @@ def test_a_csv_that_is_changed_is_found(renderer, tmp_path, monkeypatch):
 
 
 def test_figures_are_told_from_other_numbers():
-    assert figures_in("It takes 0.98 of that, 12 µs, 1.008 to 1.013, and 5 % of 3 to 4 times.") == [
+    assert find_figures("It takes 0.98 of that, 12 µs, 1.008 to 1.013, and 5 % of 3 to 4 times.") == [
         *("0.98", "12 µs", "1.008", "1.013", "5 %", "3 to 4 times"),
     ]
-    assert figures_in("At 1x512 and 2^20 columns of 16 bytes, torch 2.11.0, 30 calls, 64 MiB, adr/0020.") == []
-    assert figures_in("`0.98`, [of 0.98](x-0.98.md)\n\n    python -m x 0.98\n\n<!-- 0.98 -->\n") == ["0.98"]
+    assert find_figures("At 1x512 and 2^20 columns of 16 bytes, torch 2.11.0, 30 calls, 64 MiB, adr/0020.") == []
+    assert find_figures("`0.98`, [of 0.98](x-0.98.md)\n\n    python -m x 0.98\n\n<!-- 0.98 -->\n") == ["0.98"]
 
 
 def test_figures_of_templates_are_found_in_text_and_queries():
-    assert literal_figures("takes {{ times | one(2) }} of it, and 0.5 of that") == ["0.5"]
-    assert literal_figures("takes {{ '0.98' }} or {{ 0.97 }}{{ 1 }}") == ["0.98", "0.97"]
-    assert literal_figures('{% call by_hand("a", "b") %}0.98{% endcall %} and 0.99') == ["0.99"]
-    assert exempt_passages('{% call by_hand("a", "b") %}0.98{% endcall %}') == [("a", "b")]
+    assert find_literal_figures("takes {{ times | one(2) }} of it, and 0.5 of that") == ["0.5"]
+    assert find_literal_figures("takes {{ '0.98' }} or {{ 0.97 }}{{ 1 }}") == ["0.98", "0.97"]
+    assert find_literal_figures('{% call by_hand("a", "b") %}0.98{% endcall %} and 0.99') == ["0.99"]
+    assert find_exempt_passages('{% call by_hand("a", "b") %}0.98{% endcall %}') == [("a", "b")]
     assert FIGURE.search("1e-9") is None
 
 
 def test_paragraphs_are_wrapped_and_all_else_stays():
     long = " ".join(["word"] * 40)
-    assert max(map(len, wrapped(f"{long}\n{long}").splitlines())) <= 120
-    item = wrapped(f"- {long}\n- short\n").splitlines()
+    assert max(map(len, wrap_markdown(f"{long}\n{long}").splitlines())) <= 120
+    item = wrap_markdown(f"- {long}\n- short\n").splitlines()
     assert item[0].startswith("- word")
     assert item[1].startswith("  word")
     assert item[-1] == "- short"
     for kept in (f"| {long} |", f"# {long}", f"    {long}", f"![{long}](x.png)", f"<!-- {long} -->"):
-        assert wrapped(f"a\n{kept}\nb\n") == f"a\n{kept}\nb\n"
+        assert wrap_markdown(f"a\n{kept}\nb\n") == f"a\n{kept}\nb\n"

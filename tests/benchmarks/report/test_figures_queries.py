@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.report import figures
 from benchmarks.report.figures import FigureError, around, csv, least, middle, most, one, span, standing
-from benchmarks.workload.cells import Cell
+from benchmarks.workload.cells import KernelCell
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +19,7 @@ def elsewhere(tmp_path, monkeypatch):
 def rows(write_csv, sweep_cell):
     """Ours and torch at two lengths, torch wrong at the second; and one shape that is named."""
     short, long = sweep_cell(1024), sweep_cell(4096)
-    named = Cell("layer_norm", "forward", "plain", (1, 4096), 0, "bfloat16", "rows")
+    named = KernelCell("layer_norm", "forward", "plain", (1, 4096), 0, "bfloat16", "rows")
     write_csv(
         *((cell, "copy", 1.0) for cell in (short, long, named)),
         *((short, "fusednorm", 0.8), (short, "torch", 0.4)),

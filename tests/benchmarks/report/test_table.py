@@ -1,11 +1,11 @@
 from benchmarks.harness import records
 from benchmarks.models.cells import ModelCell
-from benchmarks.report.table import ratios, tables
-from benchmarks.workload.cells import Cell
+from benchmarks.report.table import format_ratios, format_tables
+from benchmarks.workload.cells import KernelCell
 
 
 def lines(*paths, long=False):
-    return list(tables(records.read(paths), long))
+    return list(format_tables(records.read_records(paths), long))
 
 
 def test_ours_stands_beside_the_best_peer_and_the_better_is_bold(write_csv, sweep_cell):
@@ -47,7 +47,7 @@ def test_the_best_peer_stands_beside_ours_of_its_own_file(write_csv, sweep_cell)
 
 
 def test_rows_that_are_named_and_passes_have_tables_of_their_own(write_csv, sweep_cell):
-    small = Cell("layer_norm", "forward", "plain", (1, 4096), 0, "bfloat16", "rows")
+    small = KernelCell("layer_norm", "forward", "plain", (1, 4096), 0, "bfloat16", "rows")
     cells = (sweep_cell(4096), sweep_cell(4096, pass_="backward"), sweep_cell(4096, variant="relu"), small)
     path = write_csv(*((cell, provider, 0.5) for cell in cells for provider in ("copy", "fusednorm")))
     text = lines(path)
@@ -61,7 +61,9 @@ def test_rows_that_are_named_and_passes_have_tables_of_their_own(write_csv, swee
 
 
 def test_layouts_are_columns(write_csv):
-    cells = [Cell("group_norm", "forward", "silu", (2, 320, 64, 64), 32, "float16", la) for la in ("nchw", "nhwc")]
+    cells = [
+        KernelCell("group_norm", "forward", "silu", (2, 320, 64, 64), 32, "float16", la) for la in ("nchw", "nhwc")
+    ]
     path = write_csv(*((cell, provider, 0.5) for cell in cells for provider in ("copy", "fusednorm")))
     assert "| shape | float16 nchw | best peer | float16 nhwc | best peer |" in lines(path)
 
@@ -77,7 +79,7 @@ def test_the_long_form_has_every_provider(write_csv, sweep_cell):
 
 
 def test_host_time_comes_in_microseconds(write_csv):
-    cell = Cell("layer_norm", "forward", "queued", (1, 4096), 0, "bfloat16", "rows")
+    cell = KernelCell("layer_norm", "forward", "queued", (1, 4096), 0, "bfloat16", "rows")
     path = write_csv((cell, "fusednorm", None), (cell, "torch", None))
     assert lines(path) == [
         "layer_norm forward, queued, a call in microseconds\n",
@@ -109,7 +111,7 @@ def test_a_model_that_was_wrong_says_so(write_csv):
 
 def test_ours_over_another_by_pass_and_layout(write_csv):
     def cell(channels, pass_="forward", layout="nhwc"):
-        return Cell("group_norm", pass_, "silu", (2, channels, 8, 8), 32, "bfloat16", layout)
+        return KernelCell("group_norm", pass_, "silu", (2, channels, 8, 8), 32, "bfloat16", layout)
 
     path = write_csv(
         *((cell(64), provider, of_copy) for provider, of_copy in (("fusednorm", 0.6), ("compile", 0.2))),
@@ -118,7 +120,7 @@ def test_ours_over_another_by_pass_and_layout(write_csv):
         *((cell(64, layout="nchw"), provider, 0.5) for provider in ("fusednorm", "compile")),
         (cell(64, "backward"), "compile", 0.1),
     )
-    assert list(ratios(records.read([path]), "compile"))[2:] == [
+    assert list(format_ratios(records.read_records([path]), "compile"))[2:] == [
         "| group_norm | forward | silu | nhwc | 2 | 2.00, 2x96x8x8g32 bfloat16 | 3.00, 2x64x8x8g32 bfloat16 |",
         "| group_norm | forward | silu | nchw | 1 | 1.00, 2x64x8x8g32 bfloat16 | 1.00, 2x64x8x8g32 bfloat16 |",
     ]

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 import torch
 
-from benchmarks.serve.clients.posts import COLS, make_parameters, npy
+from benchmarks.serve.clients.posts import COLS, encode_npy, make_parameters
 
 PARAMETERS = make_parameters()
 
@@ -14,7 +14,7 @@ PARAMETERS = make_parameters()
 def normalised(body: bytes) -> bytes:
     x = torch.from_numpy(np.frombuffer(body[128:], np.float32).reshape(-1, COLS).copy())
     weight, bias = (torch.from_numpy(PARAMETERS[name]) for name in ("weight", "bias"))
-    return npy(torch.nn.functional.layer_norm(x, (COLS,), weight, bias).numpy())
+    return encode_npy(torch.nn.functional.layer_norm(x, (COLS,), weight, bias).numpy())
 
 
 def answer(status: int, body: bytes, *lines: str) -> bytes:

@@ -6,9 +6,9 @@ from benchmarks.serve import command
 
 
 def asked(tmp_path, *more):
-    options = command.parser("client", "the servers and of the callers")
-    command.add_sizes(options)
-    command.add_turns(options, "each caller", 1.5)
+    options = command.make_parser("client", "the servers and of the callers")
+    command.add_size_option(options)
+    command.add_turn_options(options, "each caller", 1.5)
     return options.parse_args(["--out", str(tmp_path / "out.csv"), *more])
 
 
@@ -27,8 +27,8 @@ def test_a_run_leaves_rows_a_table_and_whether_all_parts_went_well(tmp_path, cap
             raise RuntimeError("injected")
 
     options = asked(tmp_path)
-    assert command.run(options, ("size",), measure, lambda rows: f"{len(rows)} rows") == 1
+    assert command.run_command(options, ("size",), measure, lambda rows: f"{len(rows)} rows") == 1
     assert capsys.readouterr().out.endswith("1 rows\n")
     (row,) = csv.DictReader(options.out.read_text().splitlines())
     assert row["size"] == "4 KiB"
-    assert command.run(options, ("size",), lambda *_: None) == 0
+    assert command.run_command(options, ("size",), lambda *_: None) == 0

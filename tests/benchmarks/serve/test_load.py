@@ -1,4 +1,4 @@
-from benchmarks.serve.load import table
+from benchmarks.serve.load import format_table
 
 
 def row(client, per_second, **ratios):
@@ -15,4 +15,4 @@ def row(client, per_second, **ratios):
 
 def test_the_table_sets_both_clients_side_by_side():
     rows = [row("c", "1000"), row("normload", "900", rate_over_c="0.9", p50_over_c="1.05")]
-    assert table(rows).splitlines()[-1] == "| tcp, 1 row | 1000 | 900 | 0.90 | 1.05 | 0.20 |"
+    assert format_table(rows).splitlines()[-1] == "| tcp, 1 row | 1000 | 900 | 0.90 | 1.05 | 0.20 |"

@@ -2,7 +2,7 @@
 
 import urllib.request
 
-from benchmarks.serve.tracing import TRACED, _collector, table
+from benchmarks.serve.tracing import TRACED, _run_collector, format_table
 
 
 def test_table_has_medians_over_rounds():
@@ -11,13 +11,13 @@ def test_table_has_medians_over_rounds():
         for traced in TRACED
         for rate, ratio in (("100", "1.0"), ("90", "0.9"), ("110", "1.1"))
     ]
-    assert table(rows).splitlines()[2:] == [
+    assert format_table(rows).splitlines()[2:] == [
         f"| 64 | {traced} | 100 | 0.500 | 1.000 (0.900 to 1.100) |" for traced in TRACED
     ]
 
 
 def test_the_collector_takes_what_it_is_sent():
-    with _collector() as url:
+    with _run_collector() as url:
         for _ in range(2):
             with urllib.request.urlopen(f"{url}/v1/traces", data=bytes(100_000)) as answer:
                 assert (answer.status, answer.read()) == (200, b"")

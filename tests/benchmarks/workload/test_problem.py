@@ -2,12 +2,12 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.workload.problem import Problem
+from benchmarks.workload.problem import BenchmarkProblem
 
 
 def test_cells_over_the_same_tensors_share_them(problem):
     forward = problem()
-    backward = Problem(replace(forward.cell, pass_="backward", op="rms_norm"), forward.tensors)
+    backward = BenchmarkProblem(replace(forward.cell, pass_="backward", op="rms_norm"), forward.tensors)
     assert backward.x is forward.x
     assert backward.weight is forward.weight
 
@@ -15,7 +15,7 @@ def test_cells_over_the_same_tensors_share_them(problem):
 def test_another_shape_gets_tensors_of_its_own(problem):
     first = problem()
     x = first.x
-    other = Problem(replace(first.cell, shape=(3, 128)), first.tensors)
+    other = BenchmarkProblem(replace(first.cell, shape=(3, 128)), first.tensors)
     assert other.x.shape == (3, 128)
     assert x.shape == (6, 256)
 
@@ -48,7 +48,7 @@ def test_a_stream_is_as_wide_as_the_variant_says(problem):
 
 def test_variants_of_a_shape_share_x_but_not_parameters_of_another_shape(problem):
     one = problem()
-    three = Problem(replace(one.cell, variant="chain"), one.tensors)
+    three = BenchmarkProblem(replace(one.cell, variant="chain"), one.tensors)
     assert three.x is one.x
     assert (one.weight.shape, three.weight.shape) == ((256,), (3, 256))
     assert problem(variant="per_head", shape=(6, 3, 64), layout="heads").bias.shape == (3, 64)

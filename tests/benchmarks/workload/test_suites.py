@@ -2,38 +2,38 @@ import itertools
 
 import pytest
 
-from benchmarks.workload.suites import GROUP_SHAPES, SUITES, cells_of, shard
+from benchmarks.workload.suites import GROUP_SHAPES, SUITES, list_cells, select_shard
 from benchmarks.workload.variants import VARIANTS
 
 
 @pytest.mark.parametrize("suite", SUITES)
 def test_every_cell_has_a_known_variant_and_a_name_of_its_own(suite):
-    cells = cells_of([suite])
+    cells = list_cells([suite])
     assert cells
     assert {cell.variant for cell in cells} <= VARIANTS.keys()
     assert len({cell.name for cell in cells}) == len(cells)
 
 
 def test_a_cell_of_two_suites_is_timed_once():
-    assert len(cells_of(["plain", "layer_norm"])) == len(cells_of(["layer_norm"]))
+    assert len(list_cells(["plain", "layer_norm"])) == len(list_cells(["layer_norm"]))
 
 
 def test_cells_over_the_same_tensors_stand_together():
-    tensors = [(cell.shape, cell.dtype, cell.layout) for cell in cells_of(["plain", "residual", "activation"])]
+    tensors = [(cell.shape, cell.dtype, cell.layout) for cell in list_cells(["plain", "residual", "activation"])]
     changes = sum(a != b for a, b in itertools.pairwise(tensors))
     assert changes == len(set(tensors)) - 1
 
 
 def test_shards_are_about_equal_and_together_the_whole():
-    cells = cells_of(["layer_norm"])
-    shards = [shard(cells, index, 5) for index in range(1, 6)]
+    cells = list_cells(["layer_norm"])
+    shards = [select_shard(cells, index, 5) for index in range(1, 6)]
     assert sorted(cell.name for part in shards for cell in part) == sorted(cell.name for cell in cells)
     assert max(map(len, shards)) - min(map(len, shards)) <= 20
 
 
 def test_cells_over_the_same_tensors_are_of_one_shard():
-    cells = cells_of(["plain", "residual"])
-    shards = [{(cell.shape, cell.dtype) for cell in shard(cells, index, 4)} for index in range(1, 5)]
+    cells = list_cells(["plain", "residual"])
+    shards = [{(cell.shape, cell.dtype) for cell in select_shard(cells, index, 4)} for index in range(1, 5)]
     assert sum(map(len, shards)) == len({(cell.shape, cell.dtype) for cell in cells})
 
 
@@ -56,14 +56,14 @@ def test_cells_over_the_same_tensors_are_of_one_shard():
     ],
 )
 def test_layer_norm_has_every_kind_of_cell(name):
-    assert name in {cell.name for cell in cells_of(["layer_norm"])}
+    assert name in {cell.name for cell in list_cells(["layer_norm"])}
 
 
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_group_norm_has_every_shape_in_every_dtype_and_layout(dtype, layout, pass_):
-    names = {cell.name for cell in cells_of(["group_norm"])}
+    names = {cell.name for cell in list_cells(["group_norm"])}
     assert len(GROUP_SHAPES) == 12
     for shape in GROUP_SHAPES:
         assert f"group_norm {pass_} silu {'x'.join(map(str, shape))}g32 {dtype} {layout}" in names
@@ -85,4 +85,4 @@ def test_group_norm_has_every_shape_in_every_dtype_and_layout(dtype, layout, pas
     ],
 )
 def test_group_norm_has_every_kind_of_cell(name):
-    assert name in {cell.name for cell in cells_of(["group_norm"])}
+    assert name in {cell.name for cell in list_cells(["group_norm"])}

@@ -2,7 +2,7 @@
 
 import pytest
 import yaml
-from normserve.client.http.address import Address
+from normserve.client.http.address import ServerAddress
 from normserve.settings import Settings
 
 from tests.docker.k8s.conftest import K8S, run
@@ -56,7 +56,7 @@ def test_manifests_are_valid(sidecar, release):
 
 def test_both_meet_at_the_socket(server, program):
     socket = str(settings_of(told(server)).local)
-    address = Address.of(told(program)["NORMALISE_AT"])
+    address = ServerAddress.of(told(program)["NORMALISE_AT"])
     assert address.shares_memory
     assert address.socket_path == socket
     for container in (server, program):
@@ -92,7 +92,7 @@ def test_compose_does_the_same_without_a_network():
     services = compose()["services"]
     server, program = services["normserve"], services["program"]
     socket = str(settings_of(server["environment"]).local)
-    assert Address.of(program["environment"]["NORMALISE_AT"]).socket_path == socket
+    assert ServerAddress.of(program["environment"]["NORMALISE_AT"]).socket_path == socket
     assert server["user"] == program["user"]
     for service in (server, program):
         assert service["network_mode"] == "none"

@@ -6,8 +6,8 @@ import subprocess
 import pytest
 import torch
 from normserve.client import Client
-from normserve.http.routes.examples import PARAMETERS, example_of, lines_of
-from normserve.jobs.job import LAYER_OPS, Op, Pass
+from normserve.http.routes.examples import PARAMETERS, find_example, make_command_line
+from normserve.jobs.job import LAYER_OPS, Op, PassDirection
 
 from tests.integration.harness.wire import packed
 
@@ -39,7 +39,7 @@ def http(launched):
         put = http.put(
             f"/v1/layers/{NAME}?op=layer_norm", content=packed(weight=torch.ones(4), bias=torch.zeros(4))
         )
-        assert form(put.json()) == form(example_of("PUT", "/v1/layers/{name}").answer)
+        assert form(put.json()) == form(find_example("PUT", "/v1/layers/{name}").answer)
         yield http
 
 
@@ -54,7 +54,7 @@ def form(value):
 
 @pytest.mark.parametrize(("method", "path"), FORMS)
 def test_an_answer_has_the_form_of_its_example(http, method, path):
-    example = example_of(method, path)
+    example = find_example(method, path)
     filled = path.format(**PARAMETERS)
     answer = http.request(method, filled, json=example.request)
     assert answer.status_code == 200
@@ -72,7 +72,7 @@ def test_an_answer_has_the_form_of_its_example(http, method, path):
 
 
 def test_the_example_of_an_inference_is_its_result(http):
-    example = example_of("POST", "/v2/models/{name}/infer")
+    example = find_example("POST", "/v2/models/{name}/infer")
     answer = http.post(f"/v2/models/{NAME}/infer", json=example.request).json()
     (told,), (shown,) = answer["outputs"], example.answer["outputs"]
     assert told["data"] == pytest.approx(shown["data"], abs=1e-6)
@@ -81,14 +81,15 @@ def test_the_example_of_an_inference_is_its_result(http):
 @pytest.mark.parametrize("op", LAYER_OPS)
 def test_the_lines_of_an_operation_run(http, op, tmp_path):
     url = str(http.base_url).rstrip("/")
-    line = lines_of(op, Pass.FORWARD)
+    line = make_command_line(op, PassDirection.FORWARD)
     subprocess.run(["sh", "-c", f"{line} -f"], cwd=tmp_path, env={"URL": url}, check=True)
     assert (tmp_path / "y.npy").read_bytes().startswith(b"\x93NUMPY")
     x = torch.randn(2, 4)
     known = {"dy": x, "x": x, "weight": torch.ones(4)}
     with Client(url) as client:
         (arguments,) = re.fullmatch(
-            rf"normserve\.client\.Client\(URL\)\.{op.value}_backward(\(.*\))", lines_of(op, Pass.BACKWARD)
+            rf"normserve\.client\.Client\(URL\)\.{op.value}_backward(\(.*\))",
+            make_command_line(op, PassDirection.BACKWARD),
         ).groups()
         call = getattr(client, f"{op.value}_backward")
         result = eval(f"call{arguments}", {"call": call, **known})
@@ -96,7 +97,7 @@ def test_the_lines_of_an_operation_run(http, op, tmp_path):
 
 
 def test_the_line_of_a_chain_runs(http):
-    line = lines_of(Op.LAYER_NORM_CHAIN, Pass.FORWARD)
+    line = make_command_line(Op.LAYER_NORM_CHAIN, PassDirection.FORWARD)
     call = re.fullmatch(r"normserve\.client\.Client\(URL\)(\..*)", line)
     with Client(str(http.base_url)) as client:
         x, weight = torch.ones(4, 8), torch.full((8,), 2.0)

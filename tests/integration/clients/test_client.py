@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from normload.adapters.native import Native
-from normload.clients.judge import Judge
+from normload.adapters.native import NativeAdapter
+from normload.clients.judge import ResponseChecker
 from normload.clients.pool import make_request
-from normload.clients.sender import Sender
-from normload.load.arrivals import ClosedLoop, Draws
-from normload.load.scenario import Phase
+from normload.clients.sender import RequestSender
+from normload.load.arrivals import ArrivalGenerator, ClosedLoopSchedule
+from normload.load.scenario import LoadPhase
 from normload.load.workload import Workload
 from normserve.client import (
     AsyncClient,
@@ -24,7 +24,7 @@ from normserve.client import (
     UnauthorizedError,
     UnknownLayerError,
 )
-from normserve.client.http.address import Address
+from normserve.client.http.address import ServerAddress
 
 CASES = {
     "layer_norm": ((5, 7, 33), 33, {}, lambda h, w, b: F.layer_norm(h, (33,), w, b, 1e-5)),
@@ -148,14 +148,16 @@ def test_a_socket_in_the_file_system_answers_as_a_port_does(client, at_a_socket)
 
 
 def test_the_load_test_asks_at_a_socket(at_a_socket):
-    phase = Phase("a", "closed", 0.2, connections=4)
-    address = Address.of(at_a_socket)
+    phase = LoadPhase("a", "closed", 0.2, connections=4)
+    address = ServerAddress.of(at_a_socket)
     drawn = Workload(max_bytes=2**12, pool=5).drawn(0)
-    pool = [make_request(case, Native(), address, None) for case, _ in drawn]
-    sender = Sender(address, pool, Judge(Native(), pool), check_share=1.0, seed=0, timeout_s=20.0)
+    pool = [make_request(case, NativeAdapter(), address, None) for case, _ in drawn]
+    sender = RequestSender(
+        address, pool, ResponseChecker(NativeAdapter(), pool), check_share=1.0, seed=0, timeout_s=20.0
+    )
     assert {(record.code, record.fault) for record in sender.send_all()} == {("ok", None)}
     start = time.perf_counter()
-    sender.run(ClosedLoop(phase, start, Draws((0,), [1.0] * 5)), 4, [start], lambda: None)
+    sender.run(ClosedLoopSchedule(phase, start, ArrivalGenerator((0,), [1.0] * 5)), 4, [start], lambda: None)
     records = [record for _, record in sender.take_records()]
     assert len(records) > 4
     assert {(record.code, record.checked, record.fault) for record in records} == {("ok", True, None)}

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 from normload.load import scenario
-from normload.run import Target, run
+from normload.run import TargetServer, run_scenario
 
-SCENARIOS = scenario.built_in()
+SCENARIOS = scenario.load_built_in_scenarios()
 MOST_CONNECTIONS = 8
 
 
@@ -24,7 +24,7 @@ def without_ceilings(monkeypatch, load_test_forks):
     monkeypatch.setattr("normload.run.measure_echo", lambda *amount, is_unix: None)
 
 
-def shortened(long: scenario.Scenario) -> scenario.Scenario:
+def shortened(long: scenario.LoadScenario) -> scenario.LoadScenario:
     """The same phases, for as short as will do, with a few small requests."""
     phases = [replace(phase, connections=min(phase.connections, MOST_CONNECTIONS)) for phase in long.phases]
     cases = tuple(
@@ -49,7 +49,7 @@ def shortened(long: scenario.Scenario) -> scenario.Scenario:
 )
 def test_it_runs_and_all_answers_are_right(urls, transport, name):
     short = shortened(SCENARIOS[name])
-    result = run(short, Target(urls[transport]), seed=0, processes=1, verify=True)
+    result = run_scenario(short, TargetServer(urls[transport]), seed=0, processes=1, verify=True)
     assert result.wrong == 0
     assert result.whole.total.ok > 0
     # Those while the server's capacity was looked for are checked, too.

@@ -5,7 +5,7 @@ import signal
 import sys
 
 import ray
-from normserve.peers.replicas import Scale
+from normserve.peers.replicas import ReplicaScaling
 from normserve.process.ray import build
 from ray import serve
 
@@ -30,7 +30,9 @@ def main() -> None:
 
 def deploy(replicas: int) -> None:
     """Have so many."""
-    serve.run(build(Scale(min_replicas=replicas, max_replicas=replicas)), name="normserve", route_prefix="/")
+    serve.run(
+        build(ReplicaScaling(min_replicas=replicas, max_replicas=replicas)), name="normserve", route_prefix="/"
+    )
 
 
 if __name__ == "__main__":

@@ -6,15 +6,15 @@ from math import prod
 
 import normserve.http.service
 import torch
-from normserve.backends.cpu.backend import TorchBackend
+from normserve.backends.cpu.backend import CpuBackend
 from normserve.backends.cuda import recurring, replays
-from normserve.backends.cuda.places import PlacesOfBatches
+from normserve.backends.cuda.places import BatchBufferAllocator
 from normserve.backends.cuda.replayer import build
-from normserve.backends.cuda.streams import Pipeline
-from normserve.backends.replayer import Replay
+from normserve.backends.cuda.streams import StreamPipeline
+from normserve.backends.replayer import CapturedLaunch
 from normserve.backends.tensors import TORCH_DTYPES
 from normserve.cli.commands import main
-from normserve.memory.device_segments import Device
+from normserve.memory.device_segments import ShareableDevice
 
 from tests.service.backends.cuda.fake_driver import FakeDriver as LaunchingDriver
 from tests.service.backends.cuda.no_device import HostStreams, Writing
@@ -54,13 +54,13 @@ class Driver(LaunchingDriver):
         return Graph(call, self)
 
 
-class DeviceBackend(TorchBackend):
+class DeviceBackend(CpuBackend):
     def start(self):
-        self.device_memory = Device(0, FakeDriver())
+        self.device_memory = ShareableDevice(0, FakeDriver())
         self._driver = Driver()
-        self._replays = replays.Replays(self._driver)
-        self._places = PlacesOfBatches(self._slabs)
-        self._pipeline = Pipeline(HostStreams(urgent=True))
+        self._replays = replays.GraphCache(self._driver)
+        self._places = BatchBufferAllocator(self._slabs)
+        self._pipeline = StreamPipeline(HostStreams(urgent=True))
         return super().start()
 
     @torch.inference_mode()
@@ -70,7 +70,7 @@ class DeviceBackend(TorchBackend):
             return super().run(batch)
         prepared = None if job.recurrence is None else job.recurrence.prepared
         if prepared is None:
-            prepared = recurring.prepare_launch(
+            prepared = recurring.prepare_client_memory_launch(
                 self._places.own(job), Writing(), self._pipeline, self._replays, iter(())
             )
             if job.recurrence is not None:
@@ -79,17 +79,17 @@ class DeviceBackend(TorchBackend):
 
     def replay(self, recurrence):
         prepared = recurrence.prepared
-        if not isinstance(prepared, recurring.PreparedLaunch) or prepared.graph is None:
+        if not isinstance(prepared, recurring.ClientMemoryLaunch) or prepared.graph is None:
             return None
-        return Replay(id(prepared.graph), 1, (), (prepared, prepared.graph))
+        return CapturedLaunch(id(prepared.graph), 1, (), (prepared, prepared.graph))
 
     def make_replayer(self):
-        return build.load()(**self._driver.addresses())
+        return build.load_extension()(**self._driver.addresses())
 
 
 if __name__ == "__main__":
     # What comes again is soon answered without Python code.
     replays._CALLS_BEFORE_CAPTURE = 2
-    recurring._seen = seen
+    recurring._view_as_device_tensor = seen
     normserve.http.service.choose_backend = lambda name, threads, slabs, sizes: DeviceBackend(threads, slabs)
     sys.exit(main())

@@ -4,7 +4,7 @@ import os
 
 import numpy as np
 from normserve.codec import local_frames as frames
-from normserve.memory.device_segments import Device, DeviceSegment
+from normserve.memory.device_segments import DeviceSegment, ShareableDevice
 
 from tests.integration.harness.local_wire import LocalConnection
 from tests.service.memory.fake_driver import FakeDriver
@@ -24,12 +24,12 @@ class DeviceConnection(LocalConnection):
         assert answer.segment is not None, answer
         return answer.segment
 
-    def request_device_segment(self, nbytes: int) -> frames.Answer:
+    def request_device_segment(self, nbytes: int) -> frames.LocalResponse:
         """Ask for a segment and map it, if the server grants it."""
-        answer = self.request(frames.Grow(nbytes, "device"))
+        answer = self.request(frames.GrowArenaMessage(nbytes, "device"))
         if answer.segment is not None:
             descriptor = self._descriptors.pop()
-            device = Device.find(answer.device, self.driver)
+            device = ShareableDevice.find(answer.device, self.driver)
             self.mapped[answer.segment] = device.open(descriptor, answer.nbytes, DeviceSegment)
             os.close(descriptor)
         return answer

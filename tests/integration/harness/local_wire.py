@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from normserve.codec import local_frames as frames
 from normserve.codec.framing import FrameReader
-from normserve.memory.segments import Segment, map_segment
+from normserve.memory.segments import HostSegment, map_segment
 
 _RIGHTS_BYTES = socket.CMSG_SPACE(8 * struct.calcsize("i"))
 
@@ -21,13 +21,13 @@ class LocalConnection:
         self.socket = socket.socket(socket.AF_UNIX)
         self.socket.settimeout(timeout_s)
         self.socket.connect(str(path))
-        self.segments: dict[int, Segment] = {}
+        self.segments: dict[int, HostSegment] = {}
         self._frames = FrameReader(2**30)
         self._found: list[tuple[int, bytes]] = []
         self._descriptors: list[int] = []
         self._tag = 0
         if greet:
-            assert self.request(frames.Hello(frames.VERSION, key)).status == 200
+            assert self.request(frames.HelloMessage(frames.VERSION, key)).status == 200
 
     def __enter__(self) -> "LocalConnection":
         return self
@@ -39,13 +39,13 @@ class LocalConnection:
         """Leave as a client does that lives on: what it does not give back stays its own."""
         with contextlib.suppress(OSError):
             for number in self.segments:
-                self.send(frames.Free(number))
+                self.send(frames.FreeSegmentMessage(number))
         self.socket.close()
 
     def send(self, message, tag: int = 0) -> None:
-        self.socket.sendall(frames.write(tag, message))
+        self.socket.sendall(frames.encode_frame(tag, message))
 
-    def receive(self) -> tuple[int, frames.Answer] | None:
+    def receive(self) -> tuple[int, frames.LocalResponse] | None:
         """The next answer with its tag; None where the server has closed."""
         while not self._found:
             try:
@@ -58,9 +58,9 @@ class LocalConnection:
                 self._descriptors += struct.unpack(f"{len(rights) // 4}i", rights)
             self._found += self._frames.feed(data)
         tag, content = self._found.pop(0)
-        return tag, frames.read_answer(content)
+        return tag, frames.decode_response(content)
 
-    def request(self, message) -> frames.Answer:
+    def request(self, message) -> frames.LocalResponse:
         """Send a message and return its answer, which must be the next."""
         self._tag += 1
         self.send(message, self._tag)
@@ -75,9 +75,9 @@ class LocalConnection:
         assert answer.segment is not None, answer
         return answer.segment
 
-    def request_segment(self, nbytes: int) -> frames.Answer:
+    def request_segment(self, nbytes: int) -> frames.LocalResponse:
         """Ask for a segment and map it, if the server grants it."""
-        answer = self.request(frames.Grow(nbytes))
+        answer = self.request(frames.GrowArenaMessage(nbytes))
         if answer.segment is not None:
             descriptor = self._descriptors.pop()
             self.segments[answer.segment] = map_segment(descriptor)
@@ -88,7 +88,7 @@ class LocalConnection:
         count = int(np.prod(shape))
         return np.frombuffer(memoryview(self.segments[segment]), dtype, count, offset).reshape(shape)
 
-    def layer_norm(self, x: np.ndarray, **changes) -> frames.Answer:
+    def layer_norm(self, x: np.ndarray, **changes) -> frames.LocalResponse:
         """LayerNorm of an x that is written at the beginning of segment 0; y goes to its second half."""
         if not self.segments:
             self.grow()
@@ -102,14 +102,14 @@ class LocalConnection:
 HALF = 2**19
 
 
-def located(shape, offset: int = 0, segment: int = 0, dtype: str = "float32") -> frames.Located:
-    return frames.Located(segment, offset, dtype, tuple(shape))
+def located(shape, offset: int = 0, segment: int = 0, dtype: str = "float32") -> frames.TensorReference:
+    return frames.TensorReference(segment, offset, dtype, tuple(shape))
 
 
-def request(shape, *, offset: int = 0, segment: int = 0) -> frames.Compute:
+def request(shape, *, offset: int = 0, segment: int = 0) -> frames.ComputeMessage:
     """LayerNorm forward of what `LocalConnection.layer_norm` writes."""
-    return frames.Compute(
+    return frames.ComputeMessage(
         op="layer_norm",
         tensors={"x": located(shape, offset, segment)},
-        results={"y": frames.Place(segment, HALF, 4 * int(np.prod(shape)))},
+        results={"y": frames.SegmentRange(segment, HALF, 4 * int(np.prod(shape)))},
     )

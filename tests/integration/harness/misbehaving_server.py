@@ -13,14 +13,14 @@ from typing import NoReturn
 
 import normserve.http.service
 import torch
-from normserve.backends.cpu.backend import TorchBackend
+from normserve.backends.cpu.backend import CpuBackend
 from normserve.cli.commands import main
 from normserve.errors import DeviceFailureError
 
 WAITS, FAILS, RUNS_DRY, HAS_A_BUG = 101, 102, 103, 104
 
 
-class MisbehavingBackend(TorchBackend):
+class MisbehavingBackend(CpuBackend):
     def __init__(self, threads, slabs):
         super().__init__(threads, slabs)
         # What waits must not do so on the event loop.

@@ -77,7 +77,7 @@ class Entrance(NamedTuple):
 
     def _ask_locally(self, key: str | None) -> Said:
         with LocalConnection(self.local, key=key) as connection:
-            grown = connection.request(frames.Grow(2**20))
+            grown = connection.request(frames.GrowArenaMessage(2**20))
             return _of_frame(grown if grown.status != 200 else connection.request(request(X.shape)))
 
 
@@ -106,7 +106,7 @@ def _of_http(response: httpx.Response) -> Said:
     return Said(response.status_code, detail, response.headers.get("retry-after"))
 
 
-def _of_frame(answer: frames.Answer) -> Said:
+def _of_frame(answer: frames.LocalResponse) -> Said:
     problem = answer.problem or {}
     return Said(answer.status, problem.get("detail", ""), problem.get("retry_after"))
 
@@ -178,7 +178,7 @@ def test_a_key_has_no_more_bytes_in_flight_than_it_may(entrance, way):
 
 def test_a_user_has_the_scope_and_the_rate_of_the_users_key(entrance):
     with LocalConnection(entrance.local) as connection:
-        refused = connection.request(frames.PutLayer("a", "op=rms_norm", {}))
+        refused = connection.request(frames.PutLayerMessage("a", "op=rms_norm", {}))
         assert (refused.status, "needs the scope layers" in _of_frame(refused).detail) == (403, True)
         # The only request of a thousand seconds is the one for memory.
         connection.grow()

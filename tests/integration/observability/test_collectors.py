@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 from normserve.metrics.requests import RequestRecord
-from normserve.traces.export import export_to
+from normserve.traces.export import make_exporting_tracer
 
 from tests.integration.harness.collector import SOON, collecting
 from tests.integration.harness.wire import post
@@ -43,7 +43,7 @@ def test_spans_beyond_the_queue_and_of_refused_batches_are_counted(monkeypatch, 
     with collecting() as collector:
         collector.status = 400
         collector.hang()
-        traces = export_to(collector.url, 1.0, observe)
+        traces = make_exporting_tracer(collector.url, 1.0, observe)
 
         def trace(requests):
             for _ in range(requests):

@@ -9,7 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from normserve.http.routes.page import commands
+from normserve.http.routes.page import list_example_commands
 
 from tests.integration.harness.wire import assert_problem
 
@@ -55,7 +55,7 @@ def test_nothing_on_it_is_inline_or_from_outside(api):
 def test_lines_to_try_work(api, tmp_path, tool):
     tool("curl")
     page = api.get("/").text
-    for line in commands(str(api.base_url).rstrip("/"), with_key=False):
+    for line in list_example_commands(str(api.base_url).rstrip("/"), with_key=False):
         assert line.replace("&", "&amp;").replace("'", "&#x27;") in page
         few = line.replace("seq 500", "seq 2")
         # What curl says of a refusal is its exit code, if it is told to fail.

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tritonclient.http as triton
-from normserve.memory.device_segments import Device
+from normserve.memory.device_segments import ShareableDevice
 from tritonclient.utils import InferenceServerException
 
 from tests.service.memory.allocations import allocation_of
@@ -31,7 +31,7 @@ def client(launched):
 @pytest.fixture
 def allocation():
     """Its bytes as float32, and its handle as the client takes it."""
-    device = Device(0, FakeDriver())
+    device = ShareableDevice(0, FakeDriver())
     address = device.driver.allocate(NBYTES)
     handle = base64.b64encode(allocation_of(device, address).handle)
     yield np.frombuffer(bytes_at(address, NBYTES), np.float32), handle

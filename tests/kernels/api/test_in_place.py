@@ -69,7 +69,7 @@ def test_results_of_kernels_may_be_changed_in_place(name, device, monkeypatch):
     if not HAS_TRITON:
         pytest.skip("there are no kernels without Triton")
     passes = autograd.group_norm_passes if "group" in name else autograd.layer_norm_passes
-    monkeypatch.setattr(autograd, "library_of", lambda *_: passes)
+    monkeypatch.setattr(autograd, "select_library", lambda *_: passes)
     leaves = inputs(name, device, torch.float32)
 
     def compute():

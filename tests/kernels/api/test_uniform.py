@@ -6,7 +6,7 @@ import itertools
 import fusednorm
 import pytest
 import torch
-from fusednorm.api.uniform import copy_unsupported
+from fusednorm.api.uniform import copy_unsupported_strides
 from torch import nn
 from torch._prims_common import check_significant_strides
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -173,15 +173,15 @@ def test_only_strides_that_no_kernel_supports_are_copied():
     qkv = torch.randn(2, 5, 3, 2, 4)
     rows, pixels = torch.randn(5, 24), torch.randn(2, 5, 7, 4)
     for op, kept in (("rms_norm", [qkv[:, :, 0], qkv[:, :, 1]]), ("layer_norm", [rows[:, 8:16], rows[:, :8]])):
-        assert [t.data_ptr() for t in copy_unsupported(op, *kept)] == [t.data_ptr() for t in kept]
-    (samples,) = copy_unsupported("group_norm", pixels.permute(0, 3, 1, 2))
+        assert [t.data_ptr() for t in copy_unsupported_strides(op, *kept)] == [t.data_ptr() for t in kept]
+    (samples,) = copy_unsupported_strides("group_norm", pixels.permute(0, 3, 1, 2))
     assert samples.data_ptr() == pixels.data_ptr()
     # Heads need tokens of contiguous heads, of all tensors.
-    heads, sliced = copy_unsupported("rms_norm", qkv[:, :, 0], torch.randn(2, 5, 2, 6)[..., :4])
+    heads, sliced = copy_unsupported_strides("rms_norm", qkv[:, :, 0], torch.randn(2, 5, 2, 6)[..., :4])
     assert heads.data_ptr() == qkv.data_ptr()
     assert sliced.is_contiguous()
     for heads, cols, is_copied in ((65536, 2, True), (65535, 2, False), (2, 8193, True), (2, 8192, False)):
-        (tokens,) = copy_unsupported("rms_norm", torch.empty(2, 2, heads, cols)[:, 0])
+        (tokens,) = copy_unsupported_strides("rms_norm", torch.empty(2, 2, heads, cols)[:, 0])
         assert tokens.is_contiguous() == is_copied
 
 

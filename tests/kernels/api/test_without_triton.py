@@ -12,7 +12,7 @@ sys.modules["triton"] = None  # As if it were not there.
 import fusednorm
 import torch
 from fusednorm import reference
-from normserve.backends.cpu.backend import TorchBackend
+from normserve.backends.cpu.backend import CpuBackend
 
 assert all(hasattr(fusednorm, name) for name in fusednorm.__all__)
 x = torch.randn(4, 8, requires_grad=True)
@@ -37,7 +37,7 @@ for name in (*kernels, "warmup", "warmup_group_norm"):
     else:
         raise AssertionError(name)
 # Every operation, direction and dtype.
-print(TorchBackend().start().kind)
+print(CpuBackend().start().kind)
 """
 
 _COMPILED = """

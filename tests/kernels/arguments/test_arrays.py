@@ -12,8 +12,8 @@ from fusednorm.arguments.arrays import (
     new_workspace,
     workspace_like,
 )
-from fusednorm.arguments.checks import as_heads, as_rows
-from fusednorm.arguments.layouts import in_layout
+from fusednorm.arguments.checks import view_as_heads, view_as_rows
+from fusednorm.arguments.layouts import has_layout
 from fusednorm.errors import UnsupportedShapeError
 from fusednorm.tensors import layouts
 from fusednorm.tensors.arrays import describe
@@ -36,7 +36,7 @@ def view_or_none(tensor, *shape):
 def test_strides_are_dense_where_tensors_are_contiguous():
     for view in VIEWS:
         assert has_dense_strides(tuple(view.shape), view.stride()) == view.is_contiguous()
-        assert all(in_layout(describe("x", view), last) == layouts.in_layout(view, last) for last in (False, True))
+        assert all(has_layout(describe("x", view), last) == layouts.in_layout(view, last) for last in (False, True))
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (3, 4), (3, 1, 4), (2, 3, 4, 5), (3, 0, 4)])
@@ -44,7 +44,7 @@ def test_contiguous_strides_are_those_of_a_new_tensor(shape):
     assert contiguous_strides(shape) == torch.empty(shape).stride()
 
 
-@pytest.mark.parametrize(("as_view", "kept"), [(as_rows, 1), (as_heads, 2)])
+@pytest.mark.parametrize(("as_view", "kept"), [(view_as_rows, 1), (view_as_heads, 2)])
 def test_axes_are_merged_where_a_tensor_can_be_viewed_so(as_view, kept):
     merged = 0
     for view in VIEWS:

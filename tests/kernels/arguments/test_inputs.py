@@ -1,6 +1,6 @@
 """The order and the roles of a call's tensors."""
 
-from fusednorm.arguments.inputs import ROLES, BackwardInputs, NormInputs, Role, group_names_by_role
+from fusednorm.arguments.inputs import ROLES, BackwardInputs, NormInputs, ShapeRole, group_names_by_role
 from fusednorm.results import Backward
 
 
@@ -20,4 +20,4 @@ def test_arguments_of_operators_are_put_in_order_and_back():
 
 def test_each_tensor_has_a_role():
     assert set(BackwardInputs._fields) == ROLES.keys()
-    assert group_names_by_role(BackwardInputs._fields)[Role.LIKE_X] == ("x", "residual", "dy", "dresidual_out")
+    assert group_names_by_role(BackwardInputs._fields)[ShapeRole.LIKE_X] == ("x", "residual", "dy", "dresidual_out")

@@ -4,7 +4,7 @@ import fusednorm
 import pytest
 import torch
 from fusednorm.arguments.inputs import BackwardInputs, NormInputs
-from fusednorm.arguments.options import NormOptions, collect_arguments, is_repeatable
+from fusednorm.arguments.options import NormOptions, collect_arguments, is_replayable
 
 X = torch.zeros(2, 4)
 
@@ -37,7 +37,7 @@ def test_plain_tuples_of_the_same_values_are_the_same_key():
     ("changed", "repeatable"), [({}, True), ({"dropout": 0.5, "seed": 1}, False), ({"seed": 1}, False)]
 )
 def test_calls_with_a_seed_are_not_repeatable(changed, repeatable):
-    assert is_repeatable(NormOptions("layer_norm", **changed)) is repeatable
+    assert is_replayable(NormOptions("layer_norm", **changed)) is repeatable
 
 
 def test_checked_options_have_the_types_of_kernels():

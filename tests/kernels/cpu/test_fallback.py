@@ -112,7 +112,9 @@ def test_results_are_the_references(op, dtype, activation):
                 assert not got._is_view(), field
         assert (backward.dresidual is backward.dx) == (wanted_backward.dresidual is wanted_backward.dx)
         if dropped:
-            assert torch.equal(forward.y == 0, wanted.y == 0)
+            # Where an activation ends near zero, one of the two may round to it.
+            clear = getattr(reference, f"{name}_forward")(**given | {"dropout": 0.0}).y.abs() > tolerance
+            assert torch.equal((forward.y == 0) & clear, (wanted.y == 0) & clear)
 
 
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from fusednorm.cpu import batch_invariant, dropout, pieces
 from fusednorm.cpu.batch_invariant import outputs
-from fusednorm.reference.dropout import dropout_mask, philox_words
+from fusednorm.reference.dropout import compute_dropout_mask, compute_philox_words
 
 from tests.sampling import mark_rest_slow
 
@@ -81,20 +81,20 @@ def test_bits_are_those_of_the_whole(cut, dtype, p, activation, monkeypatch):
 def test_mask_of_any_piece_is_that_of_the_whole():
     for seed in (0, -3, 2**63 - 1):
         for count, positions in ((1, 37), (9, 1), (9, 4), (5, 6)):
-            whole = dropout_mask(seed, count, positions, 0.3, "cpu")
+            whole = compute_dropout_mask(seed, count, positions, 0.3, "cpu")
             for row in range(count):
                 for start in range(positions):
-                    kept = dropout.Dropout(0.3, seed).kept(range(row, count), range(start, positions))
+                    kept = dropout.DropoutMask(0.3, seed).kept(range(row, count), range(start, positions))
                     assert torch.equal(kept, whole[row:, start:])
-                    kept = dropout.Dropout(0.3, seed).kept(range(row, row + 1), range(start, start + 1))
+                    kept = dropout.DropoutMask(0.3, seed).kept(range(row, row + 1), range(start, start + 1))
                     assert torch.equal(kept, whole[row : row + 1, start : start + 1])
 
 
 def test_mask_of_rows_beyond_32_bits():
     quad = torch.arange(2)[None, :]
     row = torch.tensor([[2**32 + 5]])
-    words = torch.stack(philox_words(9, row, quad), dim=-1).view(1, -1)
-    kept = dropout.Dropout(0.5, 9).kept(range(2**32 + 5, 2**32 + 6), range(7))
+    words = torch.stack(compute_philox_words(9, row, quad), dim=-1).view(1, -1)
+    kept = dropout.DropoutMask(0.5, 9).kept(range(2**32 + 5, 2**32 + 6), range(7))
     assert torch.equal(kept, words[:, :7] >= 2**31)
 
 
@@ -104,7 +104,7 @@ def test_mask_of_rows_beyond_32_bits():
 def test_every_group_is_in_one_piece(samples, groups, elements, monkeypatch):
     monkeypatch.setattr(pieces, "PIECE_ELEMENTS", 48)
     seen = []
-    for of_samples, of_groups in pieces.group_pieces(samples, groups, elements):
+    for of_samples, of_groups in pieces.split_groups(samples, groups, elements):
         count = (of_samples.stop - of_samples.start) * (of_groups.stop - of_groups.start)
         assert count == 1 or count * elements <= 48
         seen += [(s, g) for s in range(samples)[of_samples] for g in range(groups)[of_groups]]

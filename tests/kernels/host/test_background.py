@@ -9,7 +9,7 @@ import sys
 
 import pytest
 from fusednorm.host import background
-from fusednorm.host.background import BackgroundBuild, ensure_built, explain_absence
+from fusednorm.host.background import BackgroundBuild, ensure_extension_built, explain_absence
 from fusednorm.host.load import ExtensionFiles
 
 from tests.kernels.host.test_load import give_away
@@ -156,13 +156,13 @@ def test_a_failure_is_said_once_and_tried_again_by_hand_alone(command, error, fi
     next_process = build(files, WRITING)
     assert next_process._builder is None
     assert [level for _, level, _ in said.record_tuples] == [logging.INFO]
-    assert ensure_built(files, lambda: WRITING) == files.find()
+    assert ensure_extension_built(files, lambda: WRITING) == files.find()
     assert files.read_failure() == ""
 
 
 def test_a_failure_of_other_versions_says_nothing_of_these(files, monkeypatch):
     build(files, FAILING)
-    monkeypatch.setattr("fusednorm.host.load.key", lambda: "another")
+    monkeypatch.setattr("fusednorm.host.load.compute_build_key", lambda: "another")
     others = ExtensionFiles()
     build(others, WRITING)
     assert others.find() is not None
@@ -205,7 +205,7 @@ def test_the_switch_turns_builds_off_and_not_their_results(value, files, monkeyp
     assert not files.folder.exists()
     assert not said.records
     assert explain_absence(files) == f"the host extension is not compiled, and FUSEDNORM_BUILD_EXTENSION is {value}"
-    ensure_built(files, lambda: WRITING)
+    ensure_extension_built(files, lambda: WRITING)
     assert files.find() == files.compiled
 
 
@@ -225,16 +225,16 @@ def test_nothing_is_built_where_others_may_write(files, monkeypatch, said):
     assert made._builder is None
     assert [level for _, level, _ in said.record_tuples] == [logging.INFO]
     with pytest.raises(PermissionError, match="set TRITON_CACHE_DIR to your own folder"):
-        ensure_built(files, lambda: WRITING)
+        ensure_extension_built(files, lambda: WRITING)
 
 
 def test_who_waits_gets_the_result_of_the_process_that_builds(files, gate):
     made = BackgroundBuild(files, gate.command)
     made.advance()
     script = (
-        "from fusednorm.host.background import ensure_built\n"
+        "from fusednorm.host.background import ensure_extension_built\n"
         "print('waits', flush=True)\n"
-        f"print(ensure_built(compile_by=lambda: {ABSENT!r}))"
+        f"print(ensure_extension_built(compile_by=lambda: {ABSENT!r}))"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as waiting:
         assert waiting.stdout.readline() == "waits\n"
@@ -245,10 +245,10 @@ def test_who_waits_gets_the_result_of_the_process_that_builds(files, gate):
 
 def test_who_waits_is_told_the_compilers_errors(files):
     with pytest.raises(RuntimeError, match="no such header"):
-        ensure_built(files, lambda: FAILING)
+        ensure_extension_built(files, lambda: FAILING)
     assert "no such header" in explain_absence(files)
     with pytest.raises(RuntimeError, match="there is no compiler no-such-compiler"):
-        ensure_built(files, lambda: ABSENT)
+        ensure_extension_built(files, lambda: ABSENT)
 
 
 @pytest.mark.slow

@@ -11,18 +11,18 @@ from fusednorm.host import build
 
 @pytest.mark.parametrize("name", [path.name for path in sorted(build.FOLDER.iterdir())])
 def test_a_change_to_any_source_is_another_extension(name, tmp_path, monkeypatch):
-    before = build.key()
+    before = build.compute_build_key()
     copied = tmp_path / "extension"
     shutil.copytree(build.FOLDER, copied)
     monkeypatch.setattr(build, "FOLDER", copied)
-    assert build.key() == before
+    assert build.compute_build_key() == before
     (copied / name).write_text((copied / name).read_text() + "// changed\n")
-    assert build.key() != before
+    assert build.compute_build_key() != before
 
 
 @pytest.mark.parametrize("change", ["torch", "torch's build", "Python's build", "machine"])
 def test_other_versions_have_another_extension(change, monkeypatch):
-    before = build.key()
+    before = build.compute_build_key()
     if change == "torch":
         monkeypatch.setattr(torch, "__version__", "2.99.0")
     elif change == "torch's build":
@@ -31,13 +31,13 @@ def test_other_versions_have_another_extension(change, monkeypatch):
         monkeypatch.setattr(sysconfig, "get_config_var", {"SOABI": "cpython-313t-x86_64-linux-gnu"}.get)
     else:
         monkeypatch.setattr(platform, "machine", lambda: "another")
-    assert build.key() != before
+    assert build.compute_build_key() != before
 
 
 def test_sources_moved_between_files_are_another_extension(tmp_path, monkeypatch):
-    before = build.key()
+    before = build.compute_build_key()
     copied = tmp_path / "extension"
     shutil.copytree(build.FOLDER, copied)
     (copied / "call.h").rename(copied / "calls.h")
     monkeypatch.setattr(build, "FOLDER", copied)
-    assert build.key() != before
+    assert build.compute_build_key() != before

@@ -228,7 +228,7 @@ def test_a_differentiated_copy_does_not_outlive_its_graph(natively, poisoned):
     del y
     norm.x = norm.leaves = None
     natively.compiled.clear()
-    replay.forget()
+    replay.clear_replays()
     gc.collect()
     assert not len(reference)
 

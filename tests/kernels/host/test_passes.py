@@ -6,7 +6,7 @@ import torch
 from fusednorm.api import autograd
 from fusednorm.devices.device import INTERPRETED
 from fusednorm.launch import native
-from fusednorm.launch.native import set_up
+from fusednorm.launch.native import configure_extension
 from fusednorm.policy import batch_invariance, waiting
 from fusednorm.results import Backward, Forward
 
@@ -173,7 +173,7 @@ def test_wrong_statistics_and_gradients_are_refused_after_right_ones(what, nativ
 
 
 def test_kinds_are_bounded_and_the_oldest_goes(natively, plans, host_extension):
-    set_up(host_extension, autograd._backward, 3, natively.launch)
+    configure_extension(host_extension, autograd._compute_gradients, 3, natively.launch)
     for eps in (1.0, 2.0, 3.0, 4.0):
         samples.call(eps=eps)
     assert host_extension.known() == 3
@@ -193,6 +193,6 @@ def test_what_a_launch_raises_is_raised(natively, host_extension):
     def fail(*_):
         raise MemoryError("no launch")
 
-    set_up(host_extension, autograd._backward, 10, fail)
+    configure_extension(host_extension, autograd._compute_gradients, 10, fail)
     with pytest.raises(MemoryError, match="no launch"):
         samples.call()

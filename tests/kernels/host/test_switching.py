@@ -6,7 +6,7 @@ import torch
 from fusednorm.api import autograd
 from fusednorm.devices.device import INTERPRETED
 from fusednorm.launch import native, replay
-from fusednorm.launch.native import set_up
+from fusednorm.launch.native import configure_extension
 
 from tests.kernels.launch.replaying import note_workspaces
 from tests.kernels.ops.layer_norm.replays.operands import Operands
@@ -36,7 +36,7 @@ def looks(replaying, monkeypatch):
     monkeypatch.setattr(replay, "_extension", None)
     monkeypatch.setattr(replay, "_replays", 0)
     monkeypatch.setattr(replay, "_LOOK_EVERY", 3)
-    replay.use_when_there(looks.load)
+    replay.set_extension_loader(looks.load)
     return looks
 
 
@@ -70,11 +70,11 @@ def test_nothing_is_looked_for_or_built_while_a_graph_is_captured(looks):
 
 
 def test_who_does_without_the_extension_looks_for_none(looks):
-    replay.use(None)
+    replay.set_extension(None)
     for _ in range(10):
         forward()
     assert not looks.may_build
-    assert not replay.is_extension_expected()
+    assert not replay.is_extension_pending()
 
 
 def test_one_thread_looks_at_a_time(looks, monkeypatch):
@@ -94,7 +94,7 @@ def test_a_process_goes_on_with_the_extension_once_it_is_there(
         by_extension.append(arguments)
         replaying.launch(*arguments)
 
-    set_up(host_extension, autograd._backward, replay.MAX_KINDS, launch)
+    configure_extension(host_extension, autograd._compute_gradients, replay.MAX_KINDS, launch)
     host_extension.forget()
     note_workspaces(monkeypatch)
     note_workspaces(monkeypatch, "fusednorm.launch.native.workspace_of", stream=0)
@@ -104,7 +104,7 @@ def test_a_process_goes_on_with_the_extension_once_it_is_there(
     looks.extension = host_extension
     if at == "a plan":
         forward(7.0)
-    while replay.in_use() is None:
+    while replay.get_extension() is None:
         assert equal(operands.call(pass_), planned)
     assert not by_extension
     looked = len(looks.may_build)
@@ -159,30 +159,30 @@ def build(monkeypatch):
 
 
 def test_an_extension_is_built_only_where_that_is_allowed_and_it_is_not_there(files, build, monkeypatch):
-    assert native.loaded(None, 1) is None
+    assert native.load_extension(None, 1) is None
     assert build.advanced == 0
-    assert native.loaded(None, 1, True) is None
+    assert native.load_extension(None, 1, True) is None
     assert build.advanced == 1
-    monkeypatch.setattr(native, "set_up", lambda *_: None)
+    monkeypatch.setattr(native, "configure_extension", lambda *_: None)
     files.found = "the extension"
-    assert native.loaded(None, 1, True) == "the extension"
+    assert native.load_extension(None, 1, True) == "the extension"
     assert build.advanced == 1
 
 
 def test_an_extension_is_loaded_after_the_end_of_its_builder(files, build, monkeypatch):
     """So that its builder is not left unreaped."""
-    monkeypatch.setattr(native, "set_up", lambda *_: None)
+    monkeypatch.setattr(native, "configure_extension", lambda *_: None)
     files.found, build.runs = "the extension", True
-    assert native.loaded(None, 1, True) is None
+    assert native.load_extension(None, 1, True) is None
     build.runs = False
-    assert native.loaded(None, 1, True) == "the extension"
+    assert native.load_extension(None, 1, True) == "the extension"
 
 
 @pytest.mark.parametrize("failure", [ImportError("other libraries"), PermissionError("of another user")])
 def test_an_extension_that_does_not_load_is_named_once(failure, files, build):
     files.failure = failure
     with pytest.warns(UserWarning, match=f"does not load, so calls cost more host time: {failure}"):
-        assert native.loaded(None, 1, True) is None
-    assert native.loaded(None, 1, True) is None
+        assert native.load_extension(None, 1, True) is None
+    assert native.load_extension(None, 1, True) is None
     assert build.advanced == 0
     assert native.explain_extension() == (False, f"the host extension does not load: {failure}")

@@ -4,9 +4,9 @@ import pytest
 import torch
 from fusednorm import layer_norm_forward
 from fusednorm.ops.layer_norm import choice
-from fusednorm.ops.layer_norm.backward.cooperative import BackwardCooperative
+from fusednorm.ops.layer_norm.backward.cooperative import LayerNormBackwardCooperative
 from fusednorm.ops.layer_norm.call import SINGLE_ROW_COLS
-from fusednorm.ops.layer_norm.forward.cooperative import ForwardCooperative
+from fusednorm.ops.layer_norm.forward.cooperative import LayerNormForwardCooperative
 
 from tests.kernels.harness.on_gpu import on_streams_of_their_own
 from tests.kernels.ops.layer_norm.cases import check_backward, check_forward, make_case
@@ -21,8 +21,10 @@ def share(monkeypatch):
     """Makes the launchers share each row between programs, SLAB columns each."""
 
     def choose(lag=2, chunks=2):
-        forward = ForwardCooperative(chunks, num_warps=SLAB // chunks // 256, programs_per_sm=4, lag=lag, ahead=1)
-        backward = BackwardCooperative(SLAB, num_warps=4, programs_per_sm=2, lag=lag, ahead=1)
+        forward = LayerNormForwardCooperative(
+            chunks, num_warps=SLAB // chunks // 256, programs_per_sm=4, lag=lag, ahead=1
+        )
+        backward = LayerNormBackwardCooperative(SLAB, num_warps=4, programs_per_sm=2, lag=lag, ahead=1)
         monkeypatch.setattr(choice, "choose_forward", lambda *_: forward)
         monkeypatch.setattr(choice, "choose_backward", lambda *_: backward)
 

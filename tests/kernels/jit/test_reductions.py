@@ -11,9 +11,9 @@ import json, re, sys
 import torch, triton
 from dataclasses import replace
 from benchmarks.fingerprints import group_norm, layer_norm
-from benchmarks.fingerprints.cases import planned
-from fusednorm.launch.inspection import SM_90, specialise
-from fusednorm.ops.group_norm.sample import Sample
+from benchmarks.fingerprints.cases import plan_case
+from fusednorm.launch.inspection import SM_90, specialise_kernel
+from fusednorm.ops.group_norm.sample import SampleShape
 
 SHUFFLE = re.compile(r"shfl\\.sync\\S* *\\t*(%\\w+)")
 MOVE = re.compile(r"mov\\.b32 *\\t*(%\\w+), (%\\w+);")
@@ -33,13 +33,13 @@ def shuffled_addends(ptx):
 
 def case(operation, kind, dtype, shape, unaligned, waits):
     module = {"layer_norm": layer_norm, "group_norm": group_norm}[operation]
-    size = shape if operation == "layer_norm" else Sample(*shape)
-    return module.case(kind, getattr(torch, dtype), size, replace(module.PLAIN, unaligned=unaligned), waits)
+    size = shape if operation == "layer_norm" else SampleShape(*shape)
+    return module.make_case(kind, getattr(torch, dtype), size, replace(module.PLAIN, unaligned=unaligned), waits)
 
 found = {}
 for kernel, call in json.loads(sys.argv[1]):
-    [launch] = [each for each in planned(case(*call)).launches if each.kernel.fn.__name__ == kernel]
-    specialised = specialise(launch)
+    [launch] = [each for each in plan_case(case(*call)).launches if each.kernel.fn.__name__ == kernel]
+    specialised = specialise_kernel(launch)
     found[kernel] = shuffled_addends(triton.compile(specialised.source, SM_90, specialised.options).asm["ptx"])
 print(json.dumps(found))
 """

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from fusednorm.arguments.arrays import Array, Workspace
 from fusednorm.launch import prepared, replay
-from fusednorm.launch.driver import Launcher
+from fusednorm.launch.driver import DriverLauncher
 from fusednorm.launch.memories import Memories
 from fusednorm.tensors.arrays import TORCH_DTYPES
 from torch.utils.weak import WeakIdKeyDictionary
@@ -46,8 +46,8 @@ class Replaying:
 
         self.compiled.append((call, arguments, constants))
         compiled = compiled_of(len(self.compiled), arguments, constants)
-        launcher = Launcher(call, HEAD, self.packed)
-        return prepared.Prepared(launcher, constants, lambda device: 70 + device, compiled)
+        launcher = DriverLauncher(call, HEAD, self.packed)
+        return prepared.PreparedKernel(launcher, constants, lambda device: 70 + device, compiled)
 
     def launch(self, function, grid, threads, shared, early, cooperative, values):
         """A launch of the host extension, as the driver would take it, noted as one of Python's is."""
@@ -126,7 +126,7 @@ def flat(values):
 def drive(monkeypatch):
     """Have calls repeated by a `Replaying`, where they are."""
     driver = Replaying()
-    monkeypatch.setattr(prepared, "find", driver.find)
+    monkeypatch.setattr(prepared, "find_prepared", driver.find)
     # The index of a CPU tensor's device.
     monkeypatch.setattr(replay, "current_device", lambda: -1)
     return driver
@@ -144,7 +144,7 @@ def note_plans(monkeypatch, *passes):
                 _PURPOSES[tensor] = memory.purpose
 
     for module in passes:
-        monkeypatch.setattr(module, "run", note)
+        monkeypatch.setattr(module, "run_launches", note)
     return made
 
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import triton
-from fusednorm.launch.driver import launcher_of
+from fusednorm.launch.driver import find_launcher
 from triton.backends.nvidia.driver import CudaLauncher
 
 FUNCTION, METADATA = 11, (4, 1, 0)
@@ -49,7 +49,7 @@ class Twice(Flat):
 
 
 def launch(run, *parameters):
-    call, head, packed = launcher_of(run, FUNCTION, METADATA)
+    call, head, packed = find_launcher(run, FUNCTION, METADATA)
     call(9, 8, 7, 70, *head, *((parameters,) if packed else parameters))
 
 
@@ -60,14 +60,14 @@ def test_the_driver_gets_what_the_launcher_passes(make):
     through(9, 8, 7, 70, *HEAD, *parameters)
     launch(direct, *parameters)
     assert direct.launched == through.launched
-    assert launcher_of(direct, FUNCTION, METADATA).call is direct.launch
+    assert find_launcher(direct, FUNCTION, METADATA).call is direct.launch
 
 
 @pytest.mark.parametrize("make", [Flat, Packed])
 def test_asking_a_launcher_launches_nothing(make):
     run = make()
     own = run.launch
-    launcher_of(run, FUNCTION, METADATA)
+    find_launcher(run, FUNCTION, METADATA)
     assert run.launched == []
     assert run.launch is own
 
@@ -85,7 +85,7 @@ def test_asking_a_launcher_launches_nothing(make):
     ],
 )
 def test_a_launcher_that_does_more_is_called_itself(run):
-    assert launcher_of(run, FUNCTION, METADATA) == (run, HEAD, False)
+    assert find_launcher(run, FUNCTION, METADATA) == (run, HEAD, False)
 
 
 def test_tritons_launcher_is_left_out(monkeypatch):
@@ -109,4 +109,4 @@ def test_tritons_launcher_is_left_out(monkeypatch):
     launch(run, 256, None, 3)
     run(9, 8, 7, 70, *HEAD, 256, None, 3)
     assert launched[0] == launched[1]
-    assert launcher_of(run, FUNCTION, METADATA).call is run.launch
+    assert find_launcher(run, FUNCTION, METADATA).call is run.launch

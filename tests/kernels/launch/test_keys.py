@@ -9,12 +9,12 @@ import json, sys
 from triton.language.core import constexpr
 from triton.runtime.jit import JITFunction
 from fusednorm.devices.device import H200
-from fusednorm.launch.keys import settle
-from fusednorm.warm.calls import launches
+from fusednorm.launch.keys import compute_stable_key
+from fusednorm.warm.calls import list_warm_launches
 
-kernels = {launch.kernel.__name__: launch.kernel for launch in launches(H200, 1024, False)}
+kernels = {launch.kernel.__name__: launch.kernel for launch in list_warm_launches(H200, 1024, False)}
 for name in sorted(kernels, reverse=json.loads(sys.argv[1])):
-    settle(kernels[name])
+    compute_stable_key(kernels[name])
 shared = []
 for name, kernel in kernels.items():
     used = [each for (each, _), (value, _) in kernel.used_global_vals.items() if isinstance(value, constexpr)]

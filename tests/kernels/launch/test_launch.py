@@ -17,7 +17,7 @@ from itertools import product
 import torch
 import fusednorm
 from fusednorm.devices.device import H200
-from fusednorm.launch.absent import launches_for
+from fusednorm.launch.absent import recording_launches
 
 def new(*shape, last=False):
     if last:
@@ -46,7 +46,7 @@ grids = {}
 for waits in (True, False):
     fusednorm.allow_waiting(waits)
     for call, *arguments in json.loads(sys.argv[1]):
-        with launches_for(H200) as launches:
+        with recording_launches(H200) as launches:
             globals()[call](*arguments)
             for launch in launches:
                 grids.setdefault(launch.kernel.fn.__name__, []).append(launch.grid)
@@ -87,9 +87,9 @@ def test_a_call_that_needs_too_many_programs_is_refused_before_it_launches():
 import json, torch, fusednorm
 from fusednorm.devices.device import H200
 from fusednorm.errors import UnsupportedShapeError
-from fusednorm.launch.absent import launches_for
+from fusednorm.launch.absent import recording_launches
 x = torch.empty(1 << 26, 2, 32, dtype=torch.bfloat16, device="meta").movedim(-1, 1)
-with launches_for(H200) as launches:
+with recording_launches(H200) as launches:
     try:
         fusednorm.group_norm_forward(x, 32)
     except UnsupportedShapeError as error:

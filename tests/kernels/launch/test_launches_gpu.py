@@ -87,7 +87,7 @@ def test_repeated_calls_give_the_bits_of_the_first(op, residual, dtype, cols, de
 
     planned = []
     for case in cases:
-        replay.forget()
+        replay.clear_replays()
         case.dy = torch.randn_like(case.x)
         planned.append(results(case))
     for case in cases:
@@ -112,9 +112,9 @@ def test_any_number_of_rows_repeats_the_first(dtype, cols, device, poisoned, mon
 
     wanted = {}
     for rows in ROWS:
-        replay.forget()
+        replay.clear_replays()
         wanted[rows] = results(rows)
-    replay.forget()
+    replay.clear_replays()
     results(2)
     forbid_plans(monkeypatch)
     for rows in ROWS:

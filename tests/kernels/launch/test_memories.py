@@ -8,7 +8,7 @@ from fusednorm.arguments.arrays import new_workspace
 from fusednorm.devices.device import H200
 from fusednorm.launch import memories
 from fusednorm.launch.memories import Memories
-from fusednorm.launch.workspace import counters, exchange_buffer
+from fusednorm.launch.workspace import get_counters, get_exchange_buffer
 from fusednorm.tensors.arrays import describe
 
 DEVICES = torch.device("cuda", 0), torch.device("cuda", 1)
@@ -34,26 +34,26 @@ def bind(array, device=DEVICES[0]):
 
 
 def test_a_stream_of_a_device_has_one_exchange_buffer_of_a_size(current):
-    planned = bind(exchange_buffer(H200, 5))
+    planned = bind(get_exchange_buffer(H200, 5))
     assert memories.workspace_of(DEVICES[0], 70, planned.numel(), "exchange_buffer") is planned
-    assert bind(exchange_buffer(H200, 5)) is planned
+    assert bind(get_exchange_buffer(H200, 5)) is planned
     others = [
         memories.workspace_of(DEVICES[0], 71, planned.numel(), "exchange_buffer"),
         memories.workspace_of(DEVICES[1], 70, planned.numel(), "exchange_buffer"),
-        bind(exchange_buffer(H200, 500)),
-        bind(counters(H200, 22)),
+        bind(get_exchange_buffer(H200, 500)),
+        bind(get_counters(H200, 22)),
     ]
     assert len({box.data_ptr() for box in (planned, *others)}) == 5
     current.cuda_stream = 71
-    assert bind(exchange_buffer(H200, 5)) is others[0]
+    assert bind(get_exchange_buffer(H200, 5)) is others[0]
 
 
 def test_a_captured_launch_has_an_exchange_buffer_of_its_own(current):
-    planned = bind(exchange_buffer(H200, 5))
+    planned = bind(get_exchange_buffer(H200, 5))
     current.captures = True
     captured = [
         memories.workspace_of(DEVICES[0], 70, planned.numel(), "exchange_buffer"),
-        bind(exchange_buffer(H200, 5)),
+        bind(get_exchange_buffer(H200, 5)),
     ]
     assert len({box.data_ptr() for box in (planned, *captured)}) == 3
     for box in captured:

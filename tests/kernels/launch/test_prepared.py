@@ -66,7 +66,7 @@ class Kernel:
 
     def start(self, device=2, **changed):
         launch, tensors = self.launch(**changed)
-        prepared.start(launch, Memories(FLOATS.device, tensors), device)
+        prepared.launch_kernel(launch, Memories(FLOATS.device, tensors), device)
 
 
 def described(value, tensors):
@@ -189,13 +189,13 @@ def test_the_interpreter_launches_everything_itself(monkeypatch):
     kernel.start()
     kernel.start()
     assert len(kernel.asked) == 2
-    assert prepared.find(kernel.launch()[0], 2) is None
+    assert prepared.find_prepared(kernel.launch()[0], 2) is None
 
 
 def test_a_kernel_is_found_where_it_was_launched():
     kernel = Kernel()
     launch, _ = kernel.launch()
-    assert prepared.find(launch, 2) is None
+    assert prepared.find_prepared(launch, 2) is None
     kernel.start()
-    assert prepared.find(launch, 2).kernel is kernel.compiled[0]
-    assert prepared.find(launch, 1) is None
+    assert prepared.find_prepared(launch, 2).kernel is kernel.compiled[0]
+    assert prepared.find_prepared(launch, 1) is None

@@ -7,9 +7,9 @@ import pytest
 import torch
 from fusednorm.arguments.arrays import new_workspace, workspace_like
 from fusednorm.launch import prepared, workspace
-from fusednorm.launch.driver import Launcher
-from fusednorm.launch.launch import ByRows, Launch
-from fusednorm.launch.recipe import Recipe
+from fusednorm.launch.driver import DriverLauncher
+from fusednorm.launch.launch import Launch, RowDependence
+from fusednorm.launch.recipe import LaunchTemplate
 from fusednorm.tensors.arrays import describe
 
 KERNEL = SimpleNamespace(name="kernel")
@@ -20,9 +20,9 @@ CONSTANTS = (128, True)
 def launched(monkeypatch):
     """What the driver is given."""
     calls = []
-    launcher = Launcher(lambda *everything: calls.append(everything), ("head",), packed=True)
-    kernel = prepared.Prepared(launcher, CONSTANTS, lambda device: 70 + device, None)
-    monkeypatch.setattr(prepared, "find", lambda *_: kernel)
+    launcher = DriverLauncher(lambda *everything: calls.append(everything), ("head",), packed=True)
+    kernel = prepared.PreparedKernel(launcher, CONSTANTS, lambda device: 70 + device, None)
+    monkeypatch.setattr(prepared, "find_prepared", lambda *_: kernel)
     return calls
 
 
@@ -32,7 +32,7 @@ ARRAYS = {name: describe(name, tensor) for name, tensor in TENSORS.items()}
 
 
 def recipe_of(*arguments, tensors=TENSORS):
-    return Recipe.of([Launch(KERNEL, (3,), arguments, {})], tensors)
+    return LaunchTemplate.of([Launch(KERNEL, (3,), arguments, {})], tensors)
 
 
 def test_arguments_follow_from_the_tensors_and_the_workspace(launched):
@@ -57,7 +57,7 @@ def test_tensors_are_told_apart_by_name_where_one_is_two(launched):
 
 def test_launches_come_in_order(launched):
     launches = [Launch(KERNEL, grid, (ARRAYS["x"],), {}) for grid in ((3,), (4, 5), (6, 7, 8))]
-    Recipe.of(launches, {"x": X}).launch([16])
+    LaunchTemplate.of(launches, {"x": X}).launch([16])
     assert [call[:3] for call in launched] == [(3, 1, 1), (4, 5, 1), (6, 7, 8)]
 
 
@@ -81,19 +81,19 @@ def test_a_misaligned_tensor_teaches_nothing(launched):
 
 
 def test_kernels_that_are_not_there_teach_nothing(monkeypatch):
-    monkeypatch.setattr(prepared, "find", lambda *_: None)
+    monkeypatch.setattr(prepared, "find_prepared", lambda *_: None)
     assert recipe_of(ARRAYS["x"]) is None
 
 
 def test_launches_follow_from_the_number_of_rows_where_all_say_how(launched):
     x = ARRAYS["x"]
-    rule = ByRows(4, 5, rows=1)
+    rule = RowDependence(4, 5, rows=1)
     launches = [
         Launch(KERNEL, (2,), (x, 7), {}, rule),
         Launch(KERNEL, (9, 2), (x, 2, 7), {}, replace(rule, grid=False, rows=None, programs=1)),
-        Launch(KERNEL, (7,), (x, 7), {}, ByRows()),
+        Launch(KERNEL, (7,), (x, 7), {}, RowDependence()),
     ]
-    recipe = Recipe.of(launches, {"x": X})
+    recipe = LaunchTemplate.of(launches, {"x": X})
     for rows, programs in ((1, 1), (8, 2), (9, 3), (1000, 5)):
         launched.clear()
         recipe.launch([16], rows)
@@ -102,13 +102,13 @@ def test_launches_follow_from_the_number_of_rows_where_all_say_how(launched):
             ((9, 2, 1), (16, programs, 7)),
             ((rows, 1, 1), (16, 7)),
         ]
-    assert not Recipe.of([*launches, Launch(KERNEL, (7,), (x, 7), {})], {"x": X}).rules
+    assert not LaunchTemplate.of([*launches, Launch(KERNEL, (7,), (x, 7), {})], {"x": X}).rules
 
 
 @pytest.mark.parametrize("purpose", ["exchange_buffer", "counters"])
 def test_a_workspace_of_the_stream_is_asked_for_again_by_its_purpose(purpose, launched, monkeypatch):
     x = ARRAYS["x"]
-    planned = getattr(workspace, purpose)(x.device, 5)
+    planned = getattr(workspace, f"get_{purpose}")(x.device, 5)
     recipe = recipe_of(x, planned, tensors={"x": X})
     asked, given = [], torch.zeros(4)
 

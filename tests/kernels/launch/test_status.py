@@ -18,25 +18,29 @@ def extension(monkeypatch):
 
 def test_an_extension_that_is_there_will_be_used(extension):
     extension(True, "/cache/it.so")
-    assert status.describe_calls() == "repeated calls on a GPU are made by the host extension: /cache/it.so"
+    assert (
+        status.describe_repeated_calls() == "repeated calls on a GPU are made by the host extension: /cache/it.so"
+    )
 
 
 def test_without_one_python_makes_them_and_it_is_said_why(extension):
     extension(False, "it is being compiled")
-    assert status.describe_calls() == "repeated calls on a GPU are made by Python: it is being compiled"
+    assert status.describe_repeated_calls() == "repeated calls on a GPU are made by Python: it is being compiled"
 
 
 def test_a_process_that_does_without_it_says_so(extension):
     extension(True, "/cache/it.so")
-    replay.use(None)
-    assert status.describe_calls().endswith("by Python: this process does not use the host extension")
+    replay.set_extension(None)
+    assert status.describe_repeated_calls().endswith("by Python: this process does not use the host extension")
 
 
 def test_one_in_use_is_named(extension, monkeypatch):
     extension(True, "/cache/it.so")
     monkeypatch.setattr(replay, "_load", None)
     monkeypatch.setattr(replay, "_extension", object())
-    assert status.describe_calls() == "repeated calls on a GPU are made by the host extension: /cache/it.so"
+    assert (
+        status.describe_repeated_calls() == "repeated calls on a GPU are made by the host extension: /cache/it.so"
+    )
 
 
 @pytest.mark.parametrize("why", ["kernels are interpreted", "Triton's hooks or debug settings see each launch"])
@@ -46,7 +50,7 @@ def test_what_prevents_replays_is_named(why, extension, monkeypatch):
         monkeypatch.setattr(status, "INTERPRETED", True)
     else:
         monkeypatch.setattr(knobs.runtime, "debug", True)
-    assert status.describe_calls() == f"repeated calls on a GPU are planned anew: {why}"
+    assert status.describe_repeated_calls() == f"repeated calls on a GPU are planned anew: {why}"
 
 
 def test_a_folder_that_cannot_be_trusted_is_named(monkeypatch):

@@ -32,14 +32,15 @@ from fusednorm.arguments.arrays import contiguous_strides
 from fusednorm.arguments.inputs import BackwardInputs, NormInputs
 from fusednorm.arguments.options import NormOptions
 from fusednorm.ops.group_norm import backward_choice as group_backward, forward_choice as group_forward
-from fusednorm.ops.group_norm.affine import Affine
-from fusednorm.ops.group_norm.call import BackwardCall as GroupBackward, ForwardCall as GroupForward
+from fusednorm.ops.group_norm.affine import AffineParameters
+from fusednorm.ops.group_norm.call import GroupNormBackwardCall, GroupNormForwardCall
 from fusednorm.ops.group_norm.checks import check_sample
-from fusednorm.ops.group_norm.outputs import backward_outputs as group_gradients, forward_outputs as group_results
-from fusednorm.ops.layer_norm.call import BackwardCall, ForwardCall
+from fusednorm.ops.group_norm.outputs import declare_backward_outputs as group_gradients
+from fusednorm.ops.group_norm.outputs import declare_forward_outputs as group_results
+from fusednorm.ops.layer_norm.call import LayerNormBackwardCall, LayerNormForwardCall
 from fusednorm.ops.layer_norm.checks import check_rows
 from fusednorm.ops.layer_norm.choice import plan_backward, plan_forward
-from fusednorm.ops.layer_norm.outputs import backward_outputs, forward_outputs
+from fusednorm.ops.layer_norm.outputs import declare_backward_outputs, declare_forward_outputs
 from fusednorm.results import Backward, Forward
 
 def new(name, *shape, dtype="bfloat16"):
@@ -59,26 +60,26 @@ def rows(shape, activation):
     options = NormOptions("layer_norm", activation=activation).validate()
     x, weight, bias = new("x", *shape), new("weight", shape[-1]), new("bias", shape[-1])
     inputs = NormInputs(x, weight, bias)
-    outputs = forward_outputs(None, "bfloat16", True, False)
+    outputs = declare_forward_outputs(None, "bfloat16", True, False)
     out = Forward(*describe_results(outputs, x))
-    yield from plan_forward(ForwardCall(**check_rows(options, inputs), options=options, out=out))
+    yield from plan_forward(LayerNormForwardCall(**check_rows(options, inputs), options=options, out=out))
     mean, rstd = (new(name, *shape[:-1], dtype="float32") for name in ("mean", "rstd"))
     inputs = BackwardInputs(x, weight, bias, None, None, None, mean, rstd, new("dy", *shape), None)
-    out = Backward(*describe_results(backward_outputs(x, weight, bias, None), x))
-    yield from plan_backward(BackwardCall(**check_rows(options, inputs), options=options, out=out))
+    out = Backward(*describe_results(declare_backward_outputs(x, weight, bias, None), x))
+    yield from plan_backward(LayerNormBackwardCall(**check_rows(options, inputs), options=options, out=out))
 
 def samples(shape, groups):
     options = NormOptions("group_norm", groups, activation="silu").validate()
     x, weight, bias = new("x", *shape), new("weight", shape[1]), new("bias", shape[1])
     inputs = NormInputs(x, weight, bias)
     sample = check_sample(options, inputs)
-    given = {"x": x, "sample": sample, "affine": Affine(weight, bias), "options": options}
+    given = {"x": x, "sample": sample, "affine": AffineParameters(weight, bias), "options": options}
     out = Forward(*describe_results(group_results(x, sample, None, "bfloat16", True), x))
-    yield from group_forward.plan_forward(GroupForward(**given, out=out))
+    yield from group_forward.plan_forward(GroupNormForwardCall(**given, out=out))
     dy = in_the_other_format(new("dy", *shape))
     check_sample(options, BackwardInputs(x, weight, bias, None, None, None, None, None, dy, None))
     out = Backward(*describe_results(group_gradients(x, (weight, bias, None, None), False), x))
-    yield from group_backward.plan_backward(GroupBackward(dy=dy, **given, out=out))
+    yield from group_backward.plan_backward(GroupNormBackwardCall(dy=dy, **given, out=out))
 
 
 calls = [*(rows(shape, "silu") for shape in ROWS), *(samples(shape, 32) for shape in SAMPLES)]
@@ -97,12 +98,12 @@ sys.modules["fusednorm"] = package
 
 WITH_TENSORS = """
 import fusednorm, torch
-from fusednorm.launch.absent import launches_for
+from fusednorm.launch.absent import recording_launches
 
 def new(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="meta")
 
-with launches_for(H200) as launches:
+with recording_launches(H200) as launches:
     for shape in ROWS:
         x, w = new(*shape), new(shape[-1])
         fusednorm.layer_norm_forward(x, w, w, stats=True, activation="silu")

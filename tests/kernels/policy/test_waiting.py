@@ -5,11 +5,11 @@ import pytest
 import torch
 from fusednorm.arguments.options import NormOptions
 from fusednorm.ops.group_norm import call as group_call
-from fusednorm.ops.group_norm.affine import Affine
+from fusednorm.ops.group_norm.affine import AffineParameters
 from fusednorm.ops.group_norm.backward_choice import plan_backward as plan_group_backward
 from fusednorm.ops.group_norm.forward_choice import plan_forward as plan_group_forward
-from fusednorm.ops.group_norm.sample import Sample
-from fusednorm.ops.layer_norm.call import BackwardCall, ForwardCall
+from fusednorm.ops.group_norm.sample import SampleShape
+from fusednorm.ops.layer_norm.call import LayerNormBackwardCall, LayerNormForwardCall
 from fusednorm.ops.layer_norm.choice import plan_backward as plan_row_backward
 from fusednorm.ops.layer_norm.choice import plan_forward as plan_row_forward
 from fusednorm.policy import waiting
@@ -33,21 +33,25 @@ def empty(*shape):
 def group_launches(last):
     """Both passes over groups that one program does not hold."""
     x = empty(2, 24, 24, 1280).movedim(-1, 1) if last else empty(2, 640, 128, 128)
-    sample, w = Sample(32, x.shape[1] // 32, x[0, 0].numel(), last), empty(x.shape[1])
+    sample, w = SampleShape(32, x.shape[1] // 32, x[0, 0].numel(), last), empty(x.shape[1])
     saved = torch.empty(2, 32, device="meta")
-    given = {"x": x, "sample": sample, "affine": Affine(w, w), "options": NormOptions("group_norm", 32)}
-    yield from plan_group_forward(make(group_call.ForwardCall, **given, out=Forward(x)))
+    given = {"x": x, "sample": sample, "affine": AffineParameters(w, w), "options": NormOptions("group_norm", 32)}
+    yield from plan_group_forward(make(group_call.GroupNormForwardCall, **given, out=Forward(x)))
     out = Backward(x, w, w)
-    yield from plan_group_backward(make(group_call.BackwardCall, dy=x, **given, mean=saved, rstd=saved, out=out))
+    yield from plan_group_backward(
+        make(group_call.GroupNormBackwardCall, dy=x, **given, mean=saved, rstd=saved, out=out)
+    )
 
 
 def row_launches():
     """Both passes over rows that one program does not hold."""
     x, w = empty(16, 1 << 17), empty(1 << 17)
     given = {"x": x, "weight": w, "bias": w, "options": NormOptions("layer_norm")}
-    yield from plan_row_forward(make(ForwardCall, **given, out=Forward(x)))
+    yield from plan_row_forward(make(LayerNormForwardCall, **given, out=Forward(x)))
     saved = torch.empty(16, device="meta")
-    yield from plan_row_backward(make(BackwardCall, dy=x, **given, mean=saved, rstd=saved, out=Backward(x, w, w)))
+    yield from plan_row_backward(
+        make(LayerNormBackwardCall, dy=x, **given, mean=saved, rstd=saved, out=Backward(x, w, w))
+    )
 
 
 @pytest.mark.parametrize("launches", [lambda: group_launches(False), lambda: group_launches(True), row_launches])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from fusednorm import reference
-from fusednorm.reference.float8 import quantised_rows
+from fusednorm.reference.float8 import quantise_rows
 from fusednorm.tensors.arrays import FLOAT8
 
 NUMBERS = torch.arange(256, dtype=torch.uint8).view(FLOAT8).double()
@@ -12,7 +12,7 @@ NUMBERS = NUMBERS[torch.isfinite(NUMBERS)]
 
 def test_every_element_becomes_the_nearest_number_of_the_type():
     y = torch.randn(40, 50, dtype=torch.float64) * torch.logspace(-6, 6, 50, dtype=torch.float64)
-    values, scale = quantised_rows(y)
+    values, scale = quantise_rows(y)
     torch.testing.assert_close(scale, y.abs().amax(-1) / 448)
     quotient = (y / scale[:, None]).unsqueeze(-1)
     nearest = (quotient - NUMBERS).abs().amin(-1)
@@ -20,14 +20,14 @@ def test_every_element_becomes_the_nearest_number_of_the_type():
 
 
 def test_ties_go_to_the_even_number():
-    values, scale = quantised_rows(torch.tensor([[448.0, 17.0, 19.0, -17.0, 2.0**-10, 3 * 2.0**-10]]))
+    values, scale = quantise_rows(torch.tensor([[448.0, 17.0, 19.0, -17.0, 2.0**-10, 3 * 2.0**-10]]))
     assert scale.tolist() == [1.0]
     assert values.float().tolist() == [[448.0, 16.0, 20.0, -16.0, 0.0, 2.0**-8]]
 
 
 def test_rows_of_zeros_and_rows_that_are_not_finite():
     infinity, nan = float("inf"), float("nan")
-    values, scale = quantised_rows(torch.tensor([[0.0, 0.0], [1.0, nan], [infinity, 1.0]]))
+    values, scale = quantise_rows(torch.tensor([[0.0, 0.0], [1.0, nan], [infinity, 1.0]]))
     assert scale[[0, 2]].tolist() == [2.0**-126, infinity]
     assert values[0].float().tolist() == [0.0, 0.0]
     assert torch.isnan(values[1:].float() * scale[1:, None]).all()

@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812
 from fusednorm import reference
 from fusednorm.arguments.checks import ACTIVATIONS
 from fusednorm.errors import KernelInputError, UnsupportedShapeError
-from fusednorm.reference.dropout import dropout_mask, philox_words
+from fusednorm.reference.dropout import compute_dropout_mask, compute_philox_words
 from torch import Tensor
 
 from tests.kernels.harness.activations import TORCH_ACTIVATIONS
@@ -78,7 +78,7 @@ def test_both_passes_agree_with_torch_autograd(operation, activation, affine):
     w = leaves[2] if weight is not None else None
     b = leaves[3] if bias is not None else None
     rows, positions = (shape[0], math.prod(shape[1:])) if groups else (12, 7)
-    keep = dropout_mask(SEED, rows, positions, P, "cpu")
+    keep = compute_dropout_mask(SEED, rows, positions, P, "cpu")
     keep = keep.view(2, 3, 5, 6).permute(0, 3, 1, 2) if layout else keep.view(shape)
     y = TORCH_ACTIVATIONS[activation](torch_norm(operation, h, w, b, *groups or (0,))) * keep / (1 - P)
     expected = torch.autograd.grad([y, h], leaves, [dy, dh])
@@ -210,15 +210,15 @@ def test_philox_words_are_the_published_ones():
 
     assert philox((0, 0, 0, 0), (0, 0)) == [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]
     for seed, row, quad in [(0, 0, 0), (-1, 2**62 + 3, 2**32 - 1), (2**63 - 1, 2**33, 77)]:
-        words = philox_words(seed, torch.tensor(row), torch.tensor(quad))
+        words = compute_philox_words(seed, torch.tensor(row), torch.tensor(quad))
         counter = (quad, row % 2**32, row >> 32, 0)
         assert [int(w) for w in words] == philox(counter, (seed % 2**32, (seed >> 32) % 2**32))
 
 
 def test_dropout_is_a_function_of_row_and_position_alone():
-    mask = dropout_mask(7, 5, 1001, 0.25, "cpu")
-    assert mask[:3, :10].equal(dropout_mask(7, 3, 10, 0.25, "cpu"))
-    assert not mask.equal(dropout_mask(8, 5, 1001, 0.25, "cpu"))
+    mask = compute_dropout_mask(7, 5, 1001, 0.25, "cpu")
+    assert mask[:3, :10].equal(compute_dropout_mask(7, 3, 10, 0.25, "cpu"))
+    assert not mask.equal(compute_dropout_mask(8, 5, 1001, 0.25, "cpu"))
     assert mask.float().mean().item() == pytest.approx(0.75, abs=0.02)
 
 
@@ -227,7 +227,7 @@ def test_dropout_of_group_norm_counts_in_memory_order():
     dropped = {"dropout": 0.5, "seed": 3}
     contiguous = reference.group_norm_forward(x, 2, **dropped).y
     last = reference.group_norm_forward(channels_last(x), 2, **dropped).y
-    mask = dropout_mask(3, 2, 36, 0.5, "cpu")
+    mask = compute_dropout_mask(3, 2, 36, 0.5, "cpu")
     assert (contiguous != 0).flatten(1).equal(mask)
     assert (last != 0).permute(0, 2, 3, 1).flatten(1).equal(mask)
 

@@ -6,9 +6,9 @@ BEGIN = """
 import functools, json, threading
 import fusednorm, torch
 from fusednorm.devices.device import H200
-from fusednorm.launch.absent import launches_for
-from fusednorm.warm.at_once import compile_at_once
-from fusednorm.warm.calls import warm
+from fusednorm.launch.absent import recording_launches
+from fusednorm.warm.at_once import compile_in_parallel
+from fusednorm.warm.calls import compile_kernel
 from fusednorm.warm.driver import AbsentDriver
 from triton import knobs
 from triton.runtime import driver
@@ -23,12 +23,12 @@ x, w = torch.empty(4, 32, device="meta"), torch.empty(32, device="meta")
 def test_a_call_of_several_kernels_has_them_compiled_in_as_many_threads():
     script = """
 call = functools.partial(fusednorm.layer_norm_backward, x, x, w)
-compile_at_once(H200, call)
+compile_in_parallel(H200, call)
 names, threads = zip(*compiled)
-with launches_for(H200) as noted:
+with recording_launches(H200) as noted:
     call()
 for launch in noted:
-    warm(launch)
+    compile_kernel(launch)
 print(json.dumps([sorted(names), len(set(threads)), threading.get_ident() in threads, len(compiled)]))
 """
     names, threads, is_here, after = compile_elsewhere(BEGIN + script)
@@ -40,7 +40,7 @@ print(json.dumps([sorted(names), len(set(threads)), threading.get_ident() in thr
 
 def test_a_single_kernel_is_left_to_its_call():
     script = """
-compile_at_once(H200, lambda: fusednorm.layer_norm_forward(x, w))
+compile_in_parallel(H200, lambda: fusednorm.layer_norm_forward(x, w))
 print(json.dumps(compiled))
 """
     assert compile_elsewhere(BEGIN + script) == []
@@ -50,7 +50,7 @@ def test_a_call_that_is_refused_is_refused_here():
     script = """
 from fusednorm.errors import KernelInputError
 try:
-    compile_at_once(H200, lambda: fusednorm.layer_norm_forward(x, w[1:]))
+    compile_in_parallel(H200, lambda: fusednorm.layer_norm_forward(x, w[1:]))
 except KernelInputError as error:
     print(json.dumps(str(error)))
 """

@@ -7,10 +7,10 @@ from tests.kernels.harness.compiled import compile_elsewhere
 BAKE = """
 import contextlib, io, json, sys
 from fusednorm.warm import __main__ as warm
-from fusednorm.warm.calls import launches
+from fusednorm.warm.calls import list_warm_launches
 
 # One kernel of each, of the forward pass: compiling takes its time.
-warm.launches = lambda gpu, length, only_warm_up: launches(gpu, length, only_warm_up)[:1]
+warm.list_warm_launches = lambda gpu, length, only_warm_up: list_warm_launches(gpu, length, only_warm_up)[:1]
 said = io.StringIO()
 with contextlib.redirect_stdout(said):
     try:
@@ -29,7 +29,7 @@ from fusednorm.devices.device import H200
 from fusednorm.launch import prepared
 from fusednorm.launch.absent import bind_to_nothing
 from fusednorm.launch.memories import Memories
-from fusednorm.warm.calls import launches
+from fusednorm.warm.calls import list_warm_launches
 from fusednorm.warm.driver import AbsentDriver
 from triton import knobs
 from triton.runtime import driver
@@ -52,8 +52,8 @@ class Driver(AbsentDriver):
 driver.set_active(Driver([H200]))
 hits = []
 knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
-launch = launches(H200, int(sys.argv[1]), True)[0]
-prepared.start(replace(launch, arguments=bind_to_nothing(launch.arguments)), Memories(None, {}), 0)
+launch = list_warm_launches(H200, int(sys.argv[1]), True)[0]
+prepared.launch_kernel(replace(launch, arguments=bind_to_nothing(launch.arguments)), Memories(None, {}), 0)
 print(json.dumps([hits, len(launched)]))
 """
 
@@ -119,7 +119,7 @@ def test_kernels_without_their_note_are_found(cache, tmp_path):
 
 def test_a_kernel_that_does_not_compile_is_said(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    failing = BAKE.replace("said =", "warm.Warming._compile = lambda *_: 1 / 0\nsaid =")
+    failing = BAKE.replace("said =", "warm.CacheWarmer._compile = lambda *_: 1 / 0\nsaid =")
     code, said = compile_elsewhere(failing, *OPTIONS, "--lengths", "64")
     assert code == 1
     assert said[0].endswith(" failed")

@@ -5,7 +5,7 @@ from tests.kernels.harness.compiled import compile_elsewhere
 COMPILE = """
 import json
 import torch
-from fusednorm.launch.inspection import inspect
+from fusednorm.launch.inspection import inspect_launch
 from fusednorm.ops.layer_norm.chain import ChainCall
 from fusednorm.ops.layer_norm.choice import plan_chain
 from triton import knobs
@@ -15,7 +15,7 @@ hits = []
 knobs.compilation.listener = lambda *, cache_hit, **about: hits.append(cache_hit)
 x, w = (torch.empty(shape, device="meta") for shape in ((64, 256), (256,)))
 (launch,) = plan_chain(make(ChainCall, x, (w, w), (w, w), 1e-5, x))
-inspect(launch)
+inspect_launch(launch)
 print(json.dumps(hits))
 """
 
@@ -41,5 +41,7 @@ def test_kernels_are_found_where_they_were_written_and_nowhere_else(monkeypatch,
 
 def test_a_kernel_that_is_not_there_needs_a_folder_to_write_to(monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", "/proc/no-folder-can-be-made-here")
-    refused = COMPILE.replace("inspect(launch)", "try: inspect(launch)\nexcept OSError: hits.append('refused')")
+    refused = COMPILE.replace(
+        "inspect_launch(launch)", "try: inspect_launch(launch)\nexcept OSError: hits.append('refused')"
+    )
     assert compile_elsewhere(refused) == ["refused"]

@@ -7,12 +7,12 @@ from tests.kernels.harness.compiled import compile_elsewhere
 PLAN = """
 import json, sys
 from fusednorm.devices.gpus import GPUS
-from fusednorm.warm.calls import kernel_of, launches
+from fusednorm.warm.calls import make_kernel_key, list_warm_launches
 
 gpus = {gpu.name: gpu for gpu in GPUS}
 
 def planned(name, length, only_warm_up):
-    return launches(gpus[name], length, only_warm_up)
+    return list_warm_launches(gpus[name], length, only_warm_up)
 """
 
 
@@ -36,8 +36,8 @@ print(json.dumps([
 
 def test_each_kernel_comes_once_and_layers_after_the_warm_up():
     script = """
-least = [kernel_of(launch) for launch in planned("H200", 64, True)]
-every = [kernel_of(launch) for launch in planned("H200", 64, False)]
+least = [make_kernel_key(launch) for launch in planned("H200", 64, True)]
+every = [make_kernel_key(launch) for launch in planned("H200", 64, False)]
 print(json.dumps([len(least), len(set(least)), len(every), len(set(every)), every[:len(least)] == least]))
 """
     least, distinct, every, all_distinct, begins_alike = compile_elsewhere(PLAN + script)

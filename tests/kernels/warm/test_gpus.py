@@ -7,7 +7,7 @@ import fusednorm
 import pytest
 import torch
 from fusednorm.devices.device import H200
-from fusednorm.devices.gpus import GPUS, of_architectures
+from fusednorm.devices.gpus import GPUS, select_gpu_models
 from fusednorm.tensors.devices import describe_device, stand_in, stands_in
 
 META = torch.device("meta")
@@ -36,7 +36,7 @@ def test_meta_is_an_h200_to_inspect(standing_in):
 def test_models_are_told_apart():
     assert len({gpu.name for gpu in GPUS}) == len(GPUS)
     assert len({(gpu.arch, gpu.multiprocessors) for gpu in GPUS}) == len(GPUS)
-    assert {gpu.arch for gpu in of_architectures(frozenset({80, 90}))} == {80, 90}
+    assert {gpu.arch for gpu in select_gpu_models(frozenset({80, 90}))} == {80, 90}
 
 
 def test_nothing_else_is_asked_of_a_device():

@@ -14,7 +14,7 @@ from pathlib import Path
 spec = spec_from_file_location("workers", Path(package, "warm", "workers.py"))
 sys.modules["workers"] = workers = module_from_spec(spec)
 spec.loader.exec_module(workers)
-work_off = workers.work_off
+run_tickets = workers.run_tickets
 
 folder = Path(sys.argv[1])
 
@@ -29,7 +29,8 @@ def wanted():
     return True
 
 def outcome(work, tickets, jobs, is_wanted=wanted):
-    return sorted([done.ticket, done.nbytes, done.was_there] for done in work_off(tickets, work, jobs, is_wanted))
+    done = run_tickets(tickets, work, jobs, is_wanted)
+    return sorted([each.ticket, each.nbytes, each.was_there] for each in done)
 """
 
 

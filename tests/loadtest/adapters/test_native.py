@@ -2,21 +2,21 @@ from dataclasses import replace
 
 import httpx
 import pytest
-from normload.adapters.native import Native
-from normload.load.cases import Case
+from normload.adapters.native import NativeAdapter
+from normload.load.cases import RequestCase
 from normserve.client import Client, DType
-from normserve.client.answers.answer import Answer
+from normserve.client.answers.answer import ApiResponse
 from normserve.codec import safetensors
 
-ROWS = Case("layer_norm", (3, 8), DType.FLOAT32, seed=1)
+ROWS = RequestCase("layer_norm", (3, 8), DType.FLOAT32, seed=1)
 
 
 @pytest.mark.parametrize(
     "case",
     [
         ROWS,
-        Case("rms_norm/backward", (2, 4), DType.BFLOAT16, residual=True),
-        Case("group_norm", (1, 2, 2, 4), DType.FLOAT16, "silu", num_groups=2, layout="nhwc", adaptive=True),
+        RequestCase("rms_norm/backward", (2, 4), DType.BFLOAT16, residual=True),
+        RequestCase("group_norm", (1, 2, 2, 4), DType.FLOAT16, "silu", num_groups=2, layout="nhwc", adaptive=True),
     ],
 )
 def test_native_sends_what_the_client_sends(case):
@@ -30,7 +30,7 @@ def test_native_sends_what_the_client_sends(case):
     client = Client("http://127.0.0.1:8000", transport=httpx.MockTransport(answer))
     with pytest.raises(Exception, match="503"), client:
         getattr(client, case.operation.replace("/", "_"))(**tensors, **case.parameters())
-    exchange = Native().exchange(case, tensors)
+    exchange = NativeAdapter().exchange(case, tensors)
     assert (exchange.method, exchange.target) == (sent[0].method, sent[0].url.raw_path.decode())
     assert b"".join(exchange.parts) == sent[0].content
     assert exchange.headers["content-type"] == sent[0].headers["content-type"]
@@ -38,24 +38,24 @@ def test_native_sends_what_the_client_sends(case):
 
 def test_native_reads_every_tensor():
     body = b"".join(safetensors.encode({"y": ROWS.tensors()["x"], "residual_out": ROWS.tensors()["x"]}))
-    answer = Answer(200, {"content-type": "application/x-safetensors"}, memoryview(body))
-    assert Native().tensors(ROWS, answer).keys() == {"y", "residual_out"}
+    answer = ApiResponse(200, {"content-type": "application/x-safetensors"}, memoryview(body))
+    assert NativeAdapter().tensors(ROWS, answer).keys() == {"y", "residual_out"}
 
 
 @pytest.mark.parametrize("parts", [2, 3])
 @pytest.mark.parametrize(
     "case",
     [
-        Case("layer_norm", (3, 2, 8), DType.FLOAT16, residual=True, heads=True),
-        Case("rms_norm/backward", (5, 4), DType.BFLOAT16, residual=True),
-        Case("group_norm", (3, 2, 2, 4), DType.FLOAT16, "silu", num_groups=2, layout="nhwc", adaptive=True),
-        Case("layer_norm_chain", (3, 8), DType.FLOAT32, norms=2),
+        RequestCase("layer_norm", (3, 2, 8), DType.FLOAT16, residual=True, heads=True),
+        RequestCase("rms_norm/backward", (5, 4), DType.BFLOAT16, residual=True),
+        RequestCase("group_norm", (3, 2, 2, 4), DType.FLOAT16, "silu", num_groups=2, layout="nhwc", adaptive=True),
+        RequestCase("layer_norm_chain", (3, 8), DType.FLOAT32, norms=2),
     ],
 )
 def test_parts_are_sent_as_several_tensors_and_their_answers_joined(case, parts):
     case = replace(case, parts=parts)
     tensors = case.tensors()
-    exchange = Native().exchange(case, tensors)
+    exchange = NativeAdapter().exchange(case, tensors)
     sent = safetensors.decode(memoryview(b"".join(exchange.parts)))
     affine = {name for name in tensors if name.startswith(("weight", "bias"))}
     own = tensors.keys() - affine
@@ -64,8 +64,8 @@ def test_parts_are_sent_as_several_tensors_and_their_answers_joined(case, parts)
         assert b"".join([bytes(sent[f"{name}.{part}"].data) for part in range(parts)]) == bytes(tensors[name].data)
         assert all(sent[f"{name}.{part}"].shape[0] for part in range(parts))
     body = b"".join(safetensors.encode({name: tensor for name, tensor in sent.items() if name not in affine}))
-    answer = Answer(200, {"content-type": "application/x-safetensors"}, memoryview(body))
-    joined = Native().tensors(case, answer)
+    answer = ApiResponse(200, {"content-type": "application/x-safetensors"}, memoryview(body))
+    joined = NativeAdapter().tensors(case, answer)
     assert {name: (each.shape, bytes(each.data)) for name, each in joined.items()} == {
         name: (tensors[name].shape, bytes(tensors[name].data)) for name in own
     }

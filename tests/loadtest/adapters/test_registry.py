@@ -1,9 +1,9 @@
 import pytest
 from normload.adapters.registry import ADAPTERS
-from normload.load.cases import Case
+from normload.load.cases import RequestCase
 from normserve.client import DType
 
-ROWS = Case("layer_norm", (3, 8), DType.FLOAT32, seed=1)
+ROWS = RequestCase("layer_norm", (3, 8), DType.FLOAT32, seed=1)
 
 
 @pytest.mark.parametrize("name", ADAPTERS)

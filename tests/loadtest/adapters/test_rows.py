@@ -3,28 +3,28 @@ import json
 
 import numpy as np
 import pytest
-from normload.adapters.rows import KServe, Npy, parameters
-from normload.load.cases import Case
-from normload.load.elements import widen
+from normload.adapters.rows import KServeAdapter, NpyAdapter, make_parameters
+from normload.load.cases import RequestCase
+from normload.load.elements import to_float64
 from normserve.client import DType, UnexpectedAnswerError
-from normserve.client.answers.answer import Answer
+from normserve.client.answers.answer import ApiResponse
 from normserve.codec import npy
 
-ROWS = Case("layer_norm", (3, 8), DType.FLOAT32, seed=1)
+ROWS = RequestCase("layer_norm", (3, 8), DType.FLOAT32, seed=1)
 
 
 def test_npy_is_x_there_and_y_back():
     tensors = ROWS.tensors()
-    body = b"".join(Npy().exchange(ROWS, tensors).parts)
-    np.testing.assert_array_equal(widen(npy.decode(memoryview(body))), widen(tensors["x"]))
-    assert Npy().tensors(ROWS, Answer(200, {}, memoryview(body))) == {"y": tensors["x"]}
+    body = b"".join(NpyAdapter().exchange(ROWS, tensors).parts)
+    np.testing.assert_array_equal(to_float64(npy.decode(memoryview(body))), to_float64(tensors["x"]))
+    assert NpyAdapter().tensors(ROWS, ApiResponse(200, {}, memoryview(body))) == {"y": tensors["x"]}
     with pytest.raises(UnexpectedAnswerError, match="not npy"):
-        Npy().tensors(ROWS, Answer(200, {}, memoryview(b"hello")))
+        NpyAdapter().tensors(ROWS, ApiResponse(200, {}, memoryview(b"hello")))
 
 
 def test_kserve_has_raw_bytes_behind_its_json():
     tensors = ROWS.tensors()
-    exchange = KServe().exchange(ROWS, tensors)
+    exchange = KServeAdapter().exchange(ROWS, tensors)
     length = int(exchange.headers["Inference-Header-Content-Length"])
     body = b"".join(exchange.parts)
     (given,) = json.loads(body[:length])["inputs"]
@@ -33,11 +33,11 @@ def test_kserve_has_raw_bytes_behind_its_json():
     assert body[length:] == bytes(tensors["x"].data)
     head = json.dumps({"outputs": [{"name": "y", "shape": [3, 8], "datatype": "FP32"}]}).encode()
     headers = {"inference-header-content-length": str(len(head))}
-    answer = Answer(200, headers, memoryview(head + body[length:]))
-    np.testing.assert_array_equal(widen(KServe().tensors(ROWS, answer)["y"]), widen(tensors["x"]))
-    for wrong in (Answer(200, {}, answer.body), Answer(200, headers, memoryview(b"{}" + bytes(200)))):
+    answer = ApiResponse(200, headers, memoryview(head + body[length:]))
+    np.testing.assert_array_equal(to_float64(KServeAdapter().tensors(ROWS, answer)["y"]), to_float64(tensors["x"]))
+    for wrong in (ApiResponse(200, {}, answer.body), ApiResponse(200, headers, memoryview(b"{}" + bytes(200)))):
         with pytest.raises(UnexpectedAnswerError, match="KServe"):
-            KServe().tensors(ROWS, wrong)
+            KServeAdapter().tensors(ROWS, wrong)
 
 
 @pytest.mark.parametrize(
@@ -60,21 +60,23 @@ def test_kserves_json_may_lie(output, length):
     head = json.dumps({"outputs": [output]}).encode()
     headers = {} if length is None else {"inference-header-content-length": length or str(len(head))}
     with pytest.raises(UnexpectedAnswerError):
-        KServe().tensors(ROWS, Answer(200, headers, memoryview(head + bytes(96))))
+        KServeAdapter().tensors(ROWS, ApiResponse(200, headers, memoryview(head + bytes(96))))
     nested = {"inference-header-content-length": "100000"}
     with pytest.raises(UnexpectedAnswerError):
-        KServe().tensors(ROWS, Answer(200, nested, memoryview(b"[" * 100_000)))
+        KServeAdapter().tensors(ROWS, ApiResponse(200, nested, memoryview(b"[" * 100_000)))
 
 
 def test_npy_may_be_in_column_major_order():
-    x = widen(ROWS.tensors()["x"]).astype(np.float32)
+    x = to_float64(ROWS.tensors()["x"]).astype(np.float32)
     file = io.BytesIO()
     np.save(file, np.asfortranarray(x))
-    np.testing.assert_array_equal(widen(Npy().tensors(ROWS, Answer(200, {}, memoryview(file.getvalue())))["y"]), x)
+    np.testing.assert_array_equal(
+        to_float64(NpyAdapter().tensors(ROWS, ApiResponse(200, {}, memoryview(file.getvalue())))["y"]), x
+    )
 
 
 def test_servers_of_rows_hold_the_parameters_of_any_number_of_them():
-    held = parameters(ROWS)
-    more = Case("layer_norm", (50, 8), DType.FLOAT32, seed=1).tensors()
+    held = make_parameters(ROWS)
+    more = RequestCase("layer_norm", (50, 8), DType.FLOAT32, seed=1).tensors()
     for name in ("weight", "bias"):
-        np.testing.assert_array_equal(held[name], widen(more[name]))
+        np.testing.assert_array_equal(held[name], to_float64(more[name]))

@@ -3,8 +3,8 @@
 import socket
 import threading
 
-from normload.clients.connection import Connection
-from normserve.client.http.address import Address
+from normload.clients.connection import HttpLoadConnection
+from normserve.client.http.address import ServerAddress
 
 
 class Scripted:
@@ -20,7 +20,7 @@ class Scripted:
 
     def connection(self, timeout_s=5.0):
         host, port = self.listener.getsockname()
-        return Connection(Address(host, port), timeout_s)
+        return HttpLoadConnection(ServerAddress(host, port), timeout_s)
 
     def _serve(self):
         for script in self._scripts:

@@ -10,10 +10,10 @@ import pytest
 import trustme
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from normload.clients.connection import Connection
+from normload.clients.connection import HttpLoadConnection
 from normserve.client import ClientError, ConnectionFailedError, RequestTimeoutError, UnexpectedAnswerError
-from normserve.client.http.address import Address
-from normserve.client.http.opening import Trust
+from normserve.client.http.address import ServerAddress
+from normserve.client.http.opening import TlsSettings
 
 from tests.loadtest.clients.scripted import Scripted, drains, ends, says, takes
 
@@ -172,13 +172,13 @@ def test_tls_keeps_the_deadline(raw_server, monkeypatch):
     there, here = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
     authority.issue_cert("127.0.0.1").configure_cert(there)
     authority.configure_trust(here)
-    monkeypatch.setattr("normload.clients.connection._TRUST", Trust(here))
+    monkeypatch.setattr("normload.clients.connection._TRUST", TlsSettings(here))
     slow = [head_of(b"Content-Length: 60000"), lambda connected: server.drip()(connected)]
     server = raw_server([OK], slow, tls=there)
-    connection = Connection(Address.of(server.url), 5.0)
+    connection = HttpLoadConnection(ServerAddress.of(server.url), 5.0)
     assert bytes(connection.exchange(HEAD, [b"abc"], MOST).body) == b"hello"
     connection.close()
-    connection = Connection(Address.of(server.url), 0.3)
+    connection = HttpLoadConnection(ServerAddress.of(server.url), 0.3)
     began = time.monotonic()
     for body in (b"abc", bytes(2**24)):
         with pytest.raises(RequestTimeoutError):
@@ -224,7 +224,7 @@ def test_http_1_0_and_close_end_the_connection(connection):
 def test_a_name_that_cannot_be_looked_up_is_an_error():
     for host in ("a" * 300, "no.such.host.invalid"):
         with pytest.raises(ConnectionFailedError):
-            Connection(Address(host, 1), 1.0).exchange(HEAD, [], MOST)
+            HttpLoadConnection(ServerAddress(host, 1), 1.0).exchange(HEAD, [], MOST)
 
 
 LINES = st.sampled_from(
@@ -268,4 +268,4 @@ def test_nobody_there_is_an_error():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     with pytest.raises(ConnectionFailedError):
-        Connection(Address("127.0.0.1", port), 1.0).exchange(HEAD, [b"abc"], MOST)
+        HttpLoadConnection(ServerAddress("127.0.0.1", port), 1.0).exchange(HEAD, [b"abc"], MOST)

@@ -1,25 +1,28 @@
 import pytest
-from normload.clients.fleet import Fleet, HarnessError, spread
-from normload.clients.worker import Setup
+from normload.clients.fleet import ClientProcessError, ClientProcesses, split_evenly
+from normload.clients.worker import WorkerSetup
 
 from tests.loadtest.conftest import WORKLOAD
 
 
 def test_connections_are_shared_out_evenly():
-    assert spread(7, 3) == [3, 2, 2]
-    assert spread(1, 2) == [1, 0]
+    assert split_evenly(7, 3) == [3, 2, 2]
+    assert split_evenly(1, 2) == [1, 0]
 
 
 def test_a_process_that_cannot_begin_says_why():
-    setup = Setup("http://127.0.0.1:9", "no such adapter", None, 1.0, WORKLOAD.drawn(0), 0, 0.0, 0, 1)
-    with Fleet(setup, lambda _: None) as fleet, pytest.raises(HarnessError, match="KeyError: 'no such adapter'"):
+    setup = WorkerSetup("http://127.0.0.1:9", "no such adapter", None, 1.0, WORKLOAD.drawn(0), 0, 0.0, 0, 1)
+    with (
+        ClientProcesses(setup, lambda _: None) as fleet,
+        pytest.raises(ClientProcessError, match="KeyError: 'no such adapter'"),
+    ):
         fleet.wait_until_ready()
 
 
 def test_a_process_that_dies_is_noticed():
-    setup = Setup("http://127.0.0.1:9", "normserve", None, 1.0, WORKLOAD.drawn(0), 0, 0.0, 0, 1)
-    with Fleet(setup, lambda _: None) as fleet:
+    setup = WorkerSetup("http://127.0.0.1:9", "normserve", None, 1.0, WORKLOAD.drawn(0), 0, 0.0, 0, 1)
+    with ClientProcesses(setup, lambda _: None) as fleet:
         fleet.wait_until_ready()
         fleet._running[0].kill()
-        with pytest.raises(HarnessError, match="ended unexpectedly"):
+        with pytest.raises(ClientProcessError, match="ended unexpectedly"):
             fleet.send_all()

@@ -1,35 +1,35 @@
 import pytest
-from normload.adapters.native import Native
+from normload.adapters.native import NativeAdapter
 from normload.clients import oracle
-from normload.clients.judge import Judge
+from normload.clients.judge import ResponseChecker
 from normload.clients.pool import make_request
-from normload.load.cases import Case
-from normload.load.elements import narrow
+from normload.load.cases import RequestCase
+from normload.load.elements import round_to_tensor
 from normserve.client import DType
-from normserve.client.answers.answer import Answer
-from normserve.client.http.address import Address
+from normserve.client.answers.answer import ApiResponse
+from normserve.client.http.address import ServerAddress
 from normserve.codec import safetensors
 
-CASE = Case("layer_norm", (3, 8), DType.FLOAT32)
+CASE = RequestCase("layer_norm", (3, 8), DType.FLOAT32)
 
 
 @pytest.fixture
 def computed(monkeypatch):
     calls = []
-    compute = oracle.fault
-    monkeypatch.setattr(oracle, "fault", lambda *given: calls.append(given) or compute(*given))
+    compute = oracle.find_fault
+    monkeypatch.setattr(oracle, "find_fault", lambda *given: calls.append(given) or compute(*given))
     return calls
 
 
 def judge():
-    request = make_request(CASE, Native(), Address.of("http://localhost"), None)
-    return Judge(Native(), [request])
+    request = make_request(CASE, NativeAdapter(), ServerAddress.of("http://localhost"), None)
+    return ResponseChecker(NativeAdapter(), [request])
 
 
 def answer(factor=1.0, change=0.0):
-    values = oracle.expected(CASE, CASE.tensors())["y"].values.numpy() * factor + change
-    body = b"".join(safetensors.encode({"y": narrow(values, DType.FLOAT32)}))
-    return Answer(200, {"content-type": "application/x-safetensors"}, memoryview(body))
+    values = oracle.compute_expected(CASE, CASE.tensors())["y"].values.numpy() * factor + change
+    body = b"".join(safetensors.encode({"y": round_to_tensor(values, DType.FLOAT32)}))
+    return ApiResponse(200, {"content-type": "application/x-safetensors"}, memoryview(body))
 
 
 def test_the_same_bits_are_computed_once(computed):
@@ -54,4 +54,4 @@ def test_wrong_bits_are_found_before_and_after_right_ones():
 
 
 def test_what_cannot_be_read_is_wrong():
-    assert "safetensors" in judge().fault(0, Answer(200, {}, memoryview(b"hello")))
+    assert "safetensors" in judge().fault(0, ApiResponse(200, {}, memoryview(b"hello")))

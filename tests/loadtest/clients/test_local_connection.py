@@ -10,27 +10,29 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
-from normload.adapters.native import Native
-from normload.clients.judge import Judge
-from normload.clients.local_connection import _KEPT_BYTES, LocalConnection
+from normload.adapters.native import NativeAdapter
+from normload.clients.judge import ResponseChecker
+from normload.clients.local_connection import _KEPT_BYTES, LocalLoadConnection
 from normload.clients.pool import make_request
-from normload.clients.sender import Sender
-from normload.load.arrivals import ClosedLoop, Draws
-from normload.load.cases import Case
-from normload.load.scenario import Phase
+from normload.clients.sender import RequestSender
+from normload.load.arrivals import ArrivalGenerator, ClosedLoopSchedule
+from normload.load.cases import RequestCase
+from normload.load.scenario import LoadPhase
 from normserve.client import ConnectionFailedError, DType, RequestTimeoutError, UnexpectedAnswerError
-from normserve.client.http.address import Address
+from normserve.client.http.address import ServerAddress
 from normserve.codec import local_frames as frames
 from normserve.codec.framing import FrameReader
-from normserve.memory.segments import Segment, make_segment
+from normserve.memory.segments import HostSegment, make_segment
 
 from tests.loadtest.conftest import wait_for
 
-SHARED = Address.of("unix:///nowhere")
+SHARED = ServerAddress.of("unix:///nowhere")
 
 
 def request(rows=4, seed=0):
-    return make_request(Case("layer_norm", (rows, 64), DType.FLOAT32, seed=seed), Native(), SHARED, None)
+    return make_request(
+        RequestCase("layer_norm", (rows, 64), DType.FLOAT32, seed=seed), NativeAdapter(), SHARED, None
+    )
 
 
 def layer_norm(x, weight, bias):
@@ -52,7 +54,7 @@ class LocalServer:
         threading.Thread(target=self._serve, daemon=True).start()
 
     def connection(self, timeout_s=5.0, api_key=None):
-        return LocalConnection(self.path, api_key, timeout_s)
+        return LocalLoadConnection(self.path, api_key, timeout_s)
 
     def _serve(self):
         while True:
@@ -68,7 +70,7 @@ class LocalServer:
         with connected:
             while data := connected.recv(2**16):
                 for tag, content in coming.feed(data):
-                    (message,) = frames.read_messages(content)
+                    (message,) = frames.decode_messages(content)
                     self.counts[type(message).__name__] += 1
                     # Whoever has left may have said something before.
                     with suppress(OSError):
@@ -76,23 +78,23 @@ class LocalServer:
         self.counts["ended"] += 1
 
     def _answer(self, connected, tag, message, segments):
-        answer = self.before(message, connected) or frames.Answer(200)
-        if isinstance(message, frames.Free):
+        answer = self.before(message, connected) or frames.LocalResponse(200)
+        if isinstance(message, frames.FreeSegmentMessage):
             return
-        if answer.status == 200 and isinstance(message, frames.Grow):
-            descriptor, segment = make_segment(message.nbytes, Segment)
+        if answer.status == 200 and isinstance(message, frames.GrowArenaMessage):
+            descriptor, segment = make_segment(message.nbytes, HostSegment)
             segments.append(np.frombuffer(segment, np.uint8))
             answer.segment = len(segments) - 1
-            socket.send_fds(connected, [frames.write(tag, answer)], [descriptor])
+            socket.send_fds(connected, [frames.encode_frame(tag, answer)], [descriptor])
             os.close(descriptor)
             return
-        if answer.status == 200 and isinstance(message, frames.Compute):
+        if answer.status == 200 and isinstance(message, frames.ComputeMessage):
             self.asked.append(message)
             given = {name: _view(segments, each) for name, each in message.tensors.items()}
             x, place = message.tensors["x"], message.results["y"]
-            answer.results = {"y": frames.Located(place.segment, place.offset, x.dtype, x.shape)}
+            answer.results = {"y": frames.TensorReference(place.segment, place.offset, x.dtype, x.shape)}
             _view(segments, answer.results["y"])[:] = layer_norm(**given)
-        connected.sendall(frames.write(tag, answer))
+        connected.sendall(frames.encode_frame(tag, answer))
 
 
 def _view(segments, located):
@@ -120,7 +122,7 @@ def exchanged(connection, asked):
 
 
 def right(asked):
-    return Judge(Native(), [asked])
+    return ResponseChecker(NativeAdapter(), [asked])
 
 
 def test_a_request_that_comes_again_is_the_same_bytes_in_the_same_memory(server, connection):
@@ -129,7 +131,11 @@ def test_a_request_that_comes_again_is_the_same_bytes_in_the_same_memory(server,
         answer = exchanged(connection, asked)
         assert (answer.status, answer.nbytes) == (200, 4 * 64 * 4)
         assert right(asked).fault(0, answer) is None
-    assert (server.counts["accepted"], server.counts["Hello"], server.counts["Grow"]) == (1, 1, 1)
+    assert (server.counts["accepted"], server.counts["HelloMessage"], server.counts["GrowArenaMessage"]) == (
+        1,
+        1,
+        1,
+    )
     assert server.asked[0] == server.asked[1] == server.asked[2]
 
 
@@ -158,14 +164,14 @@ def test_requests_that_are_too_many_to_stay_make_place_for_one_another(server, c
     for asked in pool:
         assert right(asked).fault(0, exchanged(connection, asked)) is None
     # Two of them never lie there at once; the first place is too small or just right.
-    assert server.counts["Grow"] <= 2
+    assert server.counts["GrowArenaMessage"] <= 2
 
 
 def test_the_arena_is_given_back_at_the_end(server, connection):
     exchanged(connection, request())
     connection.close()
     wait_for(lambda: server.counts["ended"] == 1)
-    assert server.counts["Free"] == server.counts["Grow"] == 1
+    assert server.counts["FreeSegmentMessage"] == server.counts["GrowArenaMessage"] == 1
 
 
 def test_an_arena_that_the_server_may_write_to_is_not_given_back(server):
@@ -174,7 +180,7 @@ def test_an_arena_that_the_server_may_write_to_is_not_given_back(server):
     exchanged(connection, request())
 
     def waits(message, _connected):
-        if isinstance(message, frames.Compute):
+        if isinstance(message, frames.ComputeMessage):
             gate.wait(5)
 
     server.before, connection.timeout_s = waits, 0.3
@@ -182,7 +188,7 @@ def test_an_arena_that_the_server_may_write_to_is_not_given_back(server):
         exchanged(connection, request())
     gate.set()
     wait_for(lambda: server.counts["ended"] == 1)
-    assert server.counts["Free"] == 0
+    assert server.counts["FreeSegmentMessage"] == 0
     connection.timeout_s = 5.0
     server.before = lambda message, connected: None
     assert exchanged(connection, request()).status == 200
@@ -190,10 +196,12 @@ def test_an_arena_that_the_server_may_write_to_is_not_given_back(server):
     connection.close()
 
 
-@pytest.mark.parametrize("kind", [frames.Hello, frames.Grow, frames.Compute])
+@pytest.mark.parametrize("kind", [frames.HelloMessage, frames.GrowArenaMessage, frames.ComputeMessage])
 def test_a_refusal_is_the_answer(server, connection, kind):
     problem = {"code": "overloaded", "status": 429}
-    server.before = lambda message, _: frames.Answer(429, problem=problem) if isinstance(message, kind) else None
+    server.before = lambda message, _: (
+        frames.LocalResponse(429, problem=problem) if isinstance(message, kind) else None
+    )
     answer = exchanged(connection, request())
     assert (answer.status, json.loads(bytes(answer.body))) == (429, problem)
     server.before = lambda message, connected: None
@@ -202,7 +210,7 @@ def test_a_refusal_is_the_answer(server, connection, kind):
 
 def test_a_server_that_says_why_it_takes_no_connection_is_heard(server, connection):
     def refuses(_message, connected):
-        connected.sendall(frames.write(0, frames.Answer(403, problem={"code": "forbidden"})))
+        connected.sendall(frames.encode_frame(0, frames.LocalResponse(403, problem={"code": "forbidden"})))
         connected.shutdown(socket.SHUT_RDWR)
 
     server.before = refuses
@@ -215,7 +223,7 @@ def test_a_key_is_given(server):
     server.before = lambda message, _: said.append(message)
     connection = server.connection(api_key="secret")
     exchanged(connection, request())
-    assert said[0] == frames.Hello(frames.VERSION, "secret")
+    assert said[0] == frames.HelloMessage(frames.VERSION, "secret")
     connection.close()
 
 
@@ -230,7 +238,7 @@ def test_a_connection_that_ended_while_nobody_asked_is_opened_again(server, conn
 
 def test_a_connection_that_ends_within_a_request_is_a_failure(server, connection):
     def ends(message, connected):
-        if isinstance(message, frames.Compute):
+        if isinstance(message, frames.ComputeMessage):
             connected.shutdown(socket.SHUT_RDWR)
 
     server.before = ends
@@ -245,18 +253,22 @@ def test_what_is_no_answer_is_said(server, connection):
 
 
 def test_nobody_there_is_a_failure(tmp_path):
-    connection = LocalConnection(str(tmp_path / "none"), None, 1.0)
+    connection = LocalLoadConnection(str(tmp_path / "none"), None, 1.0)
     with pytest.raises(ConnectionFailedError):
         exchanged(connection, request())
 
 
 def test_one_thread_drives_many_and_checks_every_answer(server):
-    address = Address.of(f"unix://{server.path}")
+    address = ServerAddress.of(f"unix://{server.path}")
     pool = [request(rows, rows) for rows in (1, 2, 3, 40)]
-    sender = Sender(address, pool, Judge(Native(), pool), check_share=1.0, seed=0, timeout_s=5.0)
+    sender = RequestSender(
+        address, pool, ResponseChecker(NativeAdapter(), pool), check_share=1.0, seed=0, timeout_s=5.0
+    )
     assert [record.code for record in sender.send_all()] == ["ok"] * 4
     start = time.perf_counter()
-    arrivals = ClosedLoop(Phase("a", "closed", 0.2, connections=6), start, Draws((0, 1), [1.0] * 4))
+    arrivals = ClosedLoopSchedule(
+        LoadPhase("a", "closed", 0.2, connections=6), start, ArrivalGenerator((0, 1), [1.0] * 4)
+    )
     sender.run(arrivals, 6, [start], lambda: None)
     records = [record for _, record in sender.take_records()]
     assert len(records) > 6

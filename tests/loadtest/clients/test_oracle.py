@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from fusednorm.reference.float8 import quantised_rows
+from fusednorm.reference.float8 import quantise_rows
 from normload.clients import oracle
-from normload.load.cases import ACTIVATIONS, OPERATIONS, Case
-from normload.load.elements import narrow, widen
+from normload.load.cases import ACTIVATIONS, OPERATIONS, RequestCase
+from normload.load.elements import round_to_tensor, to_float64
 from normserve.client import DType, HostTensor
 from normserve.memory.host_tensors import FLOATS
 
@@ -21,7 +21,7 @@ def case(operation, layout="nchw", **options):
         options = {"num_groups": 3, "layout": layout} | options
     else:
         shape = (4, 5, 33)
-    return Case(operation, shape, options.pop("dtype", DType.FLOAT32), **options)
+    return RequestCase(operation, shape, options.pop("dtype", DType.FLOAT32), **options)
 
 
 def defined(case, given):
@@ -80,8 +80,8 @@ def test_it_agrees_with_the_definitions(operation, layout, activation):
             continue
         asked = case(operation, layout, activation=activation, **options)
         tensors = asked.tensors()
-        answer = oracle.expected(asked, tensors)
-        given = {name: widen(tensor) for name, tensor in tensors.items()}
+        answer = oracle.compute_expected(asked, tensors)
+        given = {name: to_float64(tensor) for name, tensor in tensors.items()}
         if not asked.is_backward:
             y, h = defined(asked, given)
             np.testing.assert_allclose(answer["y"].values, y, rtol=1e-9, atol=1e-9)
@@ -103,9 +103,9 @@ def test_it_agrees_with_the_definitions(operation, layout, activation):
 def right_answer(asked):
     tensors = asked.tensors()
     answer = {}
-    for name, reference in oracle.expected(asked, tensors).items():
+    for name, reference in oracle.compute_expected(asked, tensors).items():
         dtype = tensors[name.removeprefix("d")].dtype if asked.is_backward else asked.dtype
-        answer[name] = narrow(reference.values.detach().numpy(), dtype)
+        answer[name] = round_to_tensor(reference.values.detach().numpy(), dtype)
     return tensors, answer
 
 
@@ -114,56 +114,56 @@ def right_answer(asked):
 def test_an_answer_that_is_only_rounded_is_right(operation, dtype):
     asked = case(operation, dtype=dtype, residual=True, adaptive=operation.startswith("group_norm"))
     tensors, answer = right_answer(asked)
-    assert oracle.fault(asked, tensors, answer) is None
+    assert oracle.find_fault(asked, tensors, answer) is None
 
 
 @pytest.mark.parametrize("norms", [1, 2, 8])
 def test_a_chain_is_one_norm_after_another(norms):
-    asked = Case("layer_norm_chain", (4, 5, 33), DType.FLOAT32, norms=norms)
+    asked = RequestCase("layer_norm_chain", (4, 5, 33), DType.FLOAT32, norms=norms)
     tensors = asked.tensors()
     assert len(tensors) == 1 + 2 * norms
-    given = {name: widen(tensor) for name, tensor in tensors.items()}
+    given = {name: to_float64(tensor) for name, tensor in tensors.items()}
     y = given["x"]
     for norm in range(norms):
         y = standardised(y, (-1,), 1e-5) * given[f"weight.{norm}"] + given[f"bias.{norm}"]
-    np.testing.assert_allclose(oracle.expected(asked, tensors)["y"].values, y, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(oracle.compute_expected(asked, tensors)["y"].values, y, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("cols", [1, 7, 1000])
 def test_a_chain_in_float32_is_right_and_one_norm_more_is_wrong(dtype, cols):
-    asked = Case("layer_norm_chain", (6, cols), dtype, norms=8)
+    asked = RequestCase("layer_norm_chain", (6, cols), dtype, norms=8)
     tensors = asked.tensors()
-    wide = {name: torch.from_numpy(widen(tensor)).float() for name, tensor in tensors.items()}
+    wide = {name: torch.from_numpy(to_float64(tensor)).float() for name, tensor in tensors.items()}
     y = wide["x"]
     for norm in range(8):
         parameters = wide[f"weight.{norm}"], wide[f"bias.{norm}"]
         y = torch.nn.functional.layer_norm(y, (cols,), *parameters, 1e-5)
-    assert oracle.fault(asked, tensors, {"y": narrow(y.double().numpy(), dtype)}) is None
+    assert oracle.find_fault(asked, tensors, {"y": round_to_tensor(y.double().numpy(), dtype)}) is None
     more = torch.nn.functional.layer_norm(y, (cols,), *parameters, 1e-5)
     if cols > 1:
-        assert "off by" in oracle.fault(asked, tensors, {"y": narrow(more.double().numpy(), dtype)})
+        assert "off by" in oracle.find_fault(asked, tensors, {"y": round_to_tensor(more.double().numpy(), dtype)})
 
 
 @pytest.mark.parametrize("operation", ["layer_norm", "rms_norm"])
 def test_float8_is_right_up_to_its_own_rounding(operation):
     asked = case(operation, out_dtype=DType.FLOAT8_E4M3FN)
     tensors = asked.tensors()
-    exact = oracle.expected(asked, tensors)["y"].values
-    y, scale = quantised_rows(exact.float())
+    exact = oracle.compute_expected(asked, tensors)["y"].values
+    y, scale = quantise_rows(exact.float())
 
     def answer(y: torch.Tensor, scale: torch.Tensor) -> dict[str, HostTensor]:
         data = y.reshape(-1).view(torch.uint8).numpy().data
         return {
             "y": HostTensor(DType.FLOAT8_E4M3FN, tuple(y.shape), data),
-            "scale": narrow(scale.double().numpy(), DType.FLOAT32),
+            "scale": round_to_tensor(scale.double().numpy(), DType.FLOAT32),
         }
 
-    assert oracle.fault(asked, tensors, answer(y, scale)) is None
-    assert "off by" in oracle.fault(asked, tensors, answer(y, scale * 1.1))
-    assert "scale of" in oracle.fault(asked, tensors, answer(y, scale * 1.01))
-    assert "y of" in oracle.fault(asked, tensors, answer((y.float() * 1.3).to(y.dtype), scale))
-    assert "scale" in oracle.fault(asked, tensors, answer(y, scale[0]))
+    assert oracle.find_fault(asked, tensors, answer(y, scale)) is None
+    assert "off by" in oracle.find_fault(asked, tensors, answer(y, scale * 1.1))
+    assert "scale of" in oracle.find_fault(asked, tensors, answer(y, scale * 1.01))
+    assert "y of" in oracle.find_fault(asked, tensors, answer((y.float() * 1.3).to(y.dtype), scale))
+    assert "scale" in oracle.find_fault(asked, tensors, answer(y, scale[0]))
 
 
 @pytest.mark.parametrize("operation", ["layer_norm", "layer_norm/backward", "group_norm", "group_norm/backward"])
@@ -172,26 +172,29 @@ def test_any_wrong_answer_is_found(operation):
     tensors, answer = right_answer(asked)
     for name, tensor in answer.items():
         without = {other: value for other, value in answer.items() if other != name}
-        assert "expected" in oracle.fault(asked, tensors, without)
-        values = widen(tensor)
+        assert "expected" in oracle.find_fault(asked, tensors, without)
+        values = to_float64(tensor)
         for wrong in (
             values * 1.01,
             np.where(np.arange(values.size).reshape(values.shape) == values.size - 1, np.nan, values),
         ):
-            off = answer | {name: narrow(wrong, tensor.dtype)}
-            assert f"{name} of {asked.shape}: off by" in oracle.fault(asked, tensors, off)
-        for form in (replace(tensor, shape=(tensor.nbytes // 4,) + (1,) * 5), narrow(values, DType.FLOAT16)):
-            assert "expected float32" in oracle.fault(asked, tensors, answer | {name: form})
+            off = answer | {name: round_to_tensor(wrong, tensor.dtype)}
+            assert f"{name} of {asked.shape}: off by" in oracle.find_fault(asked, tensors, off)
+        for form in (
+            replace(tensor, shape=(tensor.nbytes // 4,) + (1,) * 5),
+            round_to_tensor(values, DType.FLOAT16),
+        ):
+            assert "expected float32" in oracle.find_fault(asked, tensors, answer | {name: form})
 
 
 def test_names_that_a_server_makes_up_are_shown_short_and_printable():
     asked = case("layer_norm")
     given = asked.tensors()
     made_up = {f"\x1b{number:03}" + "n" * 1000: given["x"] for number in range(60)}
-    found = oracle.fault(asked, given, made_up)
+    found = oracle.find_fault(asked, given, made_up)
     assert found.startswith("expected y, got \ufffd000nnn")
     assert found.isprintable()
     assert len(found) < 400
     deep = {"y": replace(given["x"], shape=(1,) * 60)}
-    assert oracle.fault(asked, given, deep).endswith("got float32 60 dimensions")
-    assert oracle.fault(asked, given, {}) == "expected y, got none"
+    assert oracle.find_fault(asked, given, deep).endswith("got float32 60 dimensions")
+    assert oracle.find_fault(asked, given, {}) == "expected y, got none"

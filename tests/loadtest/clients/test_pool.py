@@ -1,23 +1,23 @@
 import numpy as np
 import pytest
-from normload.adapters.native import Native
+from normload.adapters.native import NativeAdapter
 from normload.adapters.registry import ADAPTERS
-from normload.clients.pool import make_request, require_askable
-from normload.load.cases import Case
-from normload.load.elements import widen
+from normload.clients.pool import check_supported, make_request
+from normload.load.cases import RequestCase
+from normload.load.elements import to_float64
 from normload.load.tables import ScenarioError
 from normserve.client import DType
-from normserve.client.http.address import Address
+from normserve.client.http.address import ServerAddress
 from normserve.codec import safetensors
 
-CASE = Case("rms_norm", (3, 8), DType.FLOAT16)
-ROWS = Case("layer_norm", (3, 8), DType.FLOAT32, seed=1)
+CASE = RequestCase("rms_norm", (3, 8), DType.FLOAT16)
+ROWS = RequestCase("layer_norm", (3, 8), DType.FLOAT32, seed=1)
 
-HTTP, SHARED = Address.of("http://host:81/below"), Address.of("unix:///run/normserve.sock")
+HTTP, SHARED = ServerAddress.of("http://host:81/below"), ServerAddress.of("unix:///run/normserve.sock")
 
 
 def request(api_key=None):
-    return make_request(CASE, Native(), Address.of("http://host:81/below"), api_key)
+    return make_request(CASE, NativeAdapter(), ServerAddress.of("http://host:81/below"), api_key)
 
 
 def test_a_request_is_ready_to_be_sent():
@@ -28,7 +28,9 @@ def test_a_request_is_ready_to_be_sent():
     assert headers[0] == "Host: host:81"
     assert headers[-3:] == [f"Content-Length: {len(body)}", "", ""]
     assert made.nbytes == len(body)
-    np.testing.assert_array_equal(widen(safetensors.decode(memoryview(body))["x"]), widen(made.tensors["x"]))
+    np.testing.assert_array_equal(
+        to_float64(safetensors.decode(memoryview(body))["x"]), to_float64(made.tensors["x"])
+    )
 
 
 def test_a_key_is_a_bearer_token():
@@ -39,30 +41,30 @@ def test_a_key_is_a_bearer_token():
 @pytest.mark.parametrize(
     "case",
     [
-        Case("rms_norm", (3, 8), DType.FLOAT32),
-        Case("layer_norm/backward", (3, 8), DType.FLOAT32),
-        Case("layer_norm", (3, 8), DType.BFLOAT16),
-        Case("layer_norm", (3, 8), DType.FLOAT32, activation="silu"),
-        Case("layer_norm", (3, 8), DType.FLOAT32, residual=True),
-        Case("layer_norm", (3, 8), DType.FLOAT32, affine=False),
+        RequestCase("rms_norm", (3, 8), DType.FLOAT32),
+        RequestCase("layer_norm/backward", (3, 8), DType.FLOAT32),
+        RequestCase("layer_norm", (3, 8), DType.BFLOAT16),
+        RequestCase("layer_norm", (3, 8), DType.FLOAT32, activation="silu"),
+        RequestCase("layer_norm", (3, 8), DType.FLOAT32, residual=True),
+        RequestCase("layer_norm", (3, 8), DType.FLOAT32, affine=False),
     ],
 )
 def test_what_a_kind_of_server_does_not_do_is_said_before_it_is_asked(case):
     for name in ("npy", "kserve"):
         with pytest.raises(ScenarioError, match="such a server does only"):
-            require_askable(ADAPTERS[name](), [ROWS, case], HTTP)
+            check_supported(ADAPTERS[name](), [ROWS, case], HTTP)
     for address in (HTTP, SHARED):
-        require_askable(ADAPTERS["normserve"](), [ROWS, case], address)
+        check_supported(ADAPTERS["normserve"](), [ROWS, case], address)
 
 
 @pytest.mark.parametrize("name", ["npy", "kserve"])
 def test_only_normserve_is_asked_through_shared_memory(name):
     with pytest.raises(ScenarioError, match="only normserve shares memory"):
-        require_askable(ADAPTERS[name](), [ROWS], SHARED)
+        check_supported(ADAPTERS[name](), [ROWS], SHARED)
 
 
 def test_what_shares_memory_is_asked_by_a_call():
-    made = make_request(CASE, Native(), SHARED, "secret")
+    made = make_request(CASE, NativeAdapter(), SHARED, "secret")
     assert made.call is not None
     assert (made.call.path, made.head, list(made.parts)) == ("/v1/rms_norm", b"", [])
     assert made.nbytes == sum(tensor.nbytes for tensor in made.tensors.values())

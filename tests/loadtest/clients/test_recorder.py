@@ -1,28 +1,30 @@
 """What records say of answers; of whole exchanges in `test_sender`."""
 
 import pytest
-from normload.adapters.native import Native
-from normload.clients.exchange import Exchange
-from normload.clients.judge import Judge
+from normload.adapters.native import NativeAdapter
+from normload.clients.exchange import SentRequest
+from normload.clients.judge import ResponseChecker
 from normload.clients.pool import make_request
-from normload.clients.recorder import Recorder
-from normload.load.arrivals import Slot
-from normserve.client.answers.answer import Answer
-from normserve.client.http.address import Address
+from normload.clients.recorder import RequestRecorder
+from normload.load.arrivals import ScheduledRequest
+from normserve.client.answers.answer import ApiResponse
+from normserve.client.http.address import ServerAddress
 
 from tests.loadtest.conftest import WORKLOAD
 
 
 @pytest.fixture
 def recorder():
-    address = Address.of("http://127.0.0.1:1")
-    pool = [make_request(case, Native(), address, None) for case, _ in WORKLOAD.drawn(0)]
-    return Recorder(pool, Judge(Native(), pool))
+    address = ServerAddress.of("http://127.0.0.1:1")
+    pool = [make_request(case, NativeAdapter(), address, None) for case, _ in WORKLOAD.drawn(0)]
+    return RequestRecorder(pool, ResponseChecker(NativeAdapter(), pool))
 
 
 def code_of(recorder, body):
     """That a record has of an error with that document."""
-    exchange = Exchange(None, Slot(0, 0.0, 0), 0.0, 0.0, False, None, answer=Answer(503, {}, memoryview(body)))
+    exchange = SentRequest(
+        None, ScheduledRequest(0, 0.0, 0), 0.0, 0.0, False, None, answer=ApiResponse(503, {}, memoryview(body))
+    )
     recorder.end(exchange, 0.0)
     recorder.settle()
     ((_, record),) = recorder.take()

@@ -5,22 +5,24 @@ import threading
 import time
 
 import pytest
-from normload.adapters.native import Native
-from normload.clients.judge import Judge
+from normload.adapters.native import NativeAdapter
+from normload.clients.judge import ResponseChecker
 from normload.clients.pool import make_request
-from normload.clients.sender import Sender
-from normload.load.arrivals import ClosedLoop, Draws, OpenLoop
-from normload.load.scenario import Phase
-from normload.measurements.tally import Tally
-from normserve.client.http.address import Address
+from normload.clients.sender import RequestSender
+from normload.load.arrivals import ArrivalGenerator, ClosedLoopSchedule, OpenLoopSchedule
+from normload.load.scenario import LoadPhase
+from normload.measurements.tally import PhaseTally
+from normserve.client.http.address import ServerAddress
 
 from tests.loadtest.conftest import WORKLOAD
 
 
 def sender_of(server, timeout_s):
-    address = Address.of(server.url)
-    pool = [make_request(case, Native(), address, None) for case, _ in WORKLOAD.drawn(0)]
-    return Sender(address, pool, Judge(Native(), pool), check_share=0.0, seed=0, timeout_s=timeout_s)
+    address = ServerAddress.of(server.url)
+    pool = [make_request(case, NativeAdapter(), address, None) for case, _ in WORKLOAD.drawn(0)]
+    return RequestSender(
+        address, pool, ResponseChecker(NativeAdapter(), pool), check_share=0.0, seed=0, timeout_s=timeout_s
+    )
 
 
 @pytest.fixture
@@ -33,15 +35,15 @@ def sender(fake_server):
 
 
 def draws():
-    return Draws((0, 1), [1.0] * WORKLOAD.pool)
+    return ArrivalGenerator((0, 1), [1.0] * WORKLOAD.pool)
 
 
 def played(sender, phase, connections, grace_s=5.0):
     start = time.perf_counter()
     if phase.arrivals == "closed":
-        arrivals = ClosedLoop(phase, start, draws())
+        arrivals = ClosedLoopSchedule(phase, start, draws())
     else:
-        arrivals = OpenLoop([phase], start, grace_s, draws())
+        arrivals = OpenLoopSchedule([phase], start, grace_s, draws())
     sender.run(arrivals, connections, [start], lambda: None)
     return [record for _, record in sender.take_records()]
 
@@ -56,9 +58,9 @@ def stalls_once(server, at, seconds):
 
 def test_a_stall_shows_in_every_request_that_was_due_during_it(fake_server, sender):
     stalls_once(fake_server, 10, 0.5)
-    records = played(sender, Phase("a", "constant", 1.0, rate=100.0), connections=1)
+    records = played(sender, LoadPhase("a", "constant", 1.0, rate=100.0), connections=1)
     assert len(records) == 100
-    tally = Tally(1.0)
+    tally = PhaseTally(1.0)
     tally.add(records)
     latencies = [record.ended_s - record.due_s for record in records]
     # 50 requests were due while the server stood, and each waited for the rest of it.
@@ -72,7 +74,7 @@ def test_a_stall_shows_in_every_request_that_was_due_during_it(fake_server, send
 
 def test_a_closed_loop_asks_a_stalled_server_less(fake_server, sender):
     stalls_once(fake_server, 3, 0.4)
-    records = played(sender, Phase("a", "closed", 0.4, connections=1), connections=1)
+    records = played(sender, LoadPhase("a", "closed", 0.4, connections=1), connections=1)
     assert len(records) == 3
 
 
@@ -86,13 +88,13 @@ def test_connections_are_used_at_once(fake_server, sender):
             were_together.set()
 
     fake_server.before = wait_for_others
-    played(sender, Phase("a", "closed", 0.3, connections=4), connections=4)
+    played(sender, LoadPhase("a", "closed", 0.3, connections=4), connections=4)
     assert were_together.is_set()
 
 
 def test_what_was_due_too_long_ago_is_not_sent_but_counted(fake_server, sender):
     fake_server.requests, fake_server.before = 0, lambda _: time.sleep(0.1)
-    records = played(sender, Phase("a", "constant", 0.5, rate=50.0), connections=1, grace_s=0.1)
+    records = played(sender, LoadPhase("a", "constant", 0.5, rate=50.0), connections=1, grace_s=0.1)
     sent = [record for record in records if record.code != "not_sent"]
     assert len(records) == 25
     assert len(sent) == fake_server.requests < 10
@@ -102,8 +104,8 @@ def test_what_was_due_too_long_ago_is_not_sent_but_counted(fake_server, sender):
 def test_errors_have_their_code_and_their_status(fake_server, sender):
     failures = {1: (429, "overloaded"), 2: (503, "draining"), 3: (502, ""), 4: (429, "overloaded")}
     fake_server.requests, fake_server.before = 0, failures.get
-    records = played(sender, Phase("a", "constant", 0.3, rate=50.0), connections=1)
-    tally = Tally(0.3)
+    records = played(sender, LoadPhase("a", "constant", 0.3, rate=50.0), connections=1)
+    tally = PhaseTally(0.3)
     tally.add(records)
     assert tally.total().outcomes == {
         (429, "overloaded"): 2,
@@ -119,7 +121,7 @@ def test_headers_that_mean_nothing_are_no_times(fake_server, sender):
         "X-Kernel-Bytes": "9" * 400,
         "X-Batch-Size": "0",
     }
-    (record,) = played(sender, Phase("a", "constant", 0.01, rate=100.0), connections=1)
+    (record,) = played(sender, LoadPhase("a", "constant", 0.01, rate=100.0), connections=1)
     assert (record.code, record.kernel_bytes, record.kernel_s) == ("ok", 0, 0.0)
 
 
@@ -163,7 +165,7 @@ def test_a_server_that_is_gone_is_not_asked_as_fast_as_can_be(fake_server, sende
     fake_server.shutdown()
     fake_server.server_close()
     sender._connections[0].close()
-    records = played(sender, Phase("a", "closed", 0.3, connections=1), connections=1)
+    records = played(sender, LoadPhase("a", "closed", 0.3, connections=1), connections=1)
     assert 0 < len(records) < 30
     assert {record.code for record in records} == {"connection_failed"}
 
@@ -180,7 +182,7 @@ def test_a_run_goes_on_while_the_server_restarts(fake_server, sender):
             restarted.start()
 
     start = time.perf_counter()
-    arrivals = ClosedLoop(Phase("a", "closed", 1.0, connections=2), start, draws())
+    arrivals = ClosedLoopSchedule(LoadPhase("a", "closed", 1.0, connections=2), start, draws())
     sender.run(arrivals, 2, [start], restart)
     fake_server.shutdown()
     restarted.join()
@@ -190,7 +192,7 @@ def test_a_run_goes_on_while_the_server_restarts(fake_server, sender):
 
 
 def test_what_the_server_says_of_its_device_is_kept(sender):
-    (record,) = played(sender, Phase("a", "constant", 0.01, rate=100.0), connections=1)
+    (record,) = played(sender, LoadPhase("a", "constant", 0.01, rate=100.0), connections=1)
     # A launch of two requests took 2 ms.
     assert (record.kernel_bytes, record.kernel_s) == (1000, pytest.approx(0.001))
     assert record.sent_bytes > 0
@@ -199,7 +201,7 @@ def test_what_the_server_says_of_its_device_is_kept(sender):
 
 
 def test_an_error_of_the_harness_is_not_swallowed(sender, monkeypatch):
-    monkeypatch.setattr(Judge, "fault", lambda *_: 1 / 0)
+    monkeypatch.setattr(ResponseChecker, "fault", lambda *_: 1 / 0)
     monkeypatch.setattr(sender, "_check_share", 1.0)
     with pytest.raises(ZeroDivisionError):
-        played(sender, Phase("a", "closed", 5.0, connections=1), connections=1)
+        played(sender, LoadPhase("a", "closed", 5.0, connections=1), connections=1)

@@ -3,15 +3,15 @@ import math
 
 import numpy as np
 import pytest
-from normload.load.arrivals import ClosedLoop, Draws, OpenLoop
-from normload.load.scenario import Phase
+from normload.load.arrivals import ArrivalGenerator, ClosedLoopSchedule, OpenLoopSchedule
+from normload.load.scenario import LoadPhase
 
-POISSON = Phase("a", "poisson", 20.0, rate=500.0)
-CONSTANT = Phase("b", "constant", 2.0, rate=4.0)
+POISSON = LoadPhase("a", "poisson", 20.0, rate=500.0)
+CONSTANT = LoadPhase("b", "constant", 2.0, rate=4.0)
 
 
 def draws(seed=0, shares=(1, 3)):
-    return Draws((seed, 1), shares)
+    return ArrivalGenerator((seed, 1), shares)
 
 
 def taken(arrivals, now=1e9):
@@ -56,31 +56,32 @@ def test_requests_are_drawn_as_often_as_they_should_be():
 def test_processes_share_a_schedule_without_changing_it(processes):
     whole = list(draws().schedule([CONSTANT, POISSON], 0.0))
     shares = [
-        taken(OpenLoop([CONSTANT, POISSON], 0.0, 1.0, draws(), (index, processes))) for index in range(processes)
+        taken(OpenLoopSchedule([CONSTANT, POISSON], 0.0, 1.0, draws(), (index, processes)))
+        for index in range(processes)
     ]
     assert sorted(itertools.chain(*shares)) == whole
 
 
 def test_what_is_due_keeps_its_time():
-    arrivals = OpenLoop([CONSTANT], 90.0, 1.0, draws())
+    arrivals = OpenLoopSchedule([CONSTANT], 90.0, 1.0, draws())
     assert [slot.due for slot in taken(arrivals)][:2] == [90.0, 90.25]
 
 
 def test_what_is_not_due_is_waited_for():
-    arrivals = OpenLoop([CONSTANT], 100.0, 1.0, draws())
+    arrivals = OpenLoopSchedule([CONSTANT], 100.0, 1.0, draws())
     assert arrivals.next(99.0) == 1.0
     assert arrivals.next(100.125).due == 100.0
     assert arrivals.next(100.125) == 0.125
-    assert ClosedLoop(CONSTANT, 100.0, draws()).next(98.0) == 2.0
+    assert ClosedLoopSchedule(CONSTANT, 100.0, draws()).next(98.0) == 2.0
 
 
 def test_what_is_late_is_sent_until_the_grace_is_over():
-    assert OpenLoop([CONSTANT, POISSON], 10.0, 0.5, draws()).cutoff == 32.5
-    assert ClosedLoop(CONSTANT, 10.0, draws()).cutoff == math.inf
+    assert OpenLoopSchedule([CONSTANT, POISSON], 10.0, 0.5, draws()).cutoff == 32.5
+    assert ClosedLoopSchedule(CONSTANT, 10.0, draws()).cutoff == math.inf
 
 
 def test_a_closed_loop_ends_with_its_phase():
-    arrivals = ClosedLoop(CONSTANT, 100.0, draws())
+    arrivals = ClosedLoopSchedule(CONSTANT, 100.0, draws())
     assert [arrivals.next(now).due for now in (100.0, 101.9)] == [100.0, 101.9]
     assert arrivals.next(102.0) is None
 
@@ -88,8 +89,8 @@ def test_a_closed_loop_ends_with_its_phase():
 @pytest.mark.parametrize(
     "arrivals",
     [
-        lambda: OpenLoop([CONSTANT], 100.0, 1.0, draws()),
-        lambda: ClosedLoop(Phase("c", "closed", 60, connections=1), 100.0, draws()),
+        lambda: OpenLoopSchedule([CONSTANT], 100.0, 1.0, draws()),
+        lambda: ClosedLoopSchedule(LoadPhase("c", "closed", 60, connections=1), 100.0, draws()),
     ],
 )
 def test_they_end_when_told_to(arrivals):

@@ -1,8 +1,8 @@
-from normload.load.cases import Case
+from normload.load.cases import RequestCase
 from normserve.client import DType
 
 
 def test_parameters_do_not_depend_on_the_number_of_rows():
-    few, many = (Case("layer_norm", (rows, 8), DType.FLOAT32, seed=3).tensors() for rows in (2, 5))
+    few, many = (RequestCase("layer_norm", (rows, 8), DType.FLOAT32, seed=3).tensors() for rows in (2, 5))
     assert few["weight"] == many["weight"]
     assert few["bias"] == many["bias"]

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from normload.load.elements import narrow, widen
+from normload.load.elements import round_to_tensor, to_float64
 from normserve.client import DType, HostTensor
 
 VALUES = np.concatenate(
@@ -13,18 +13,18 @@ VALUES = np.concatenate(
 def test_rounding_is_torchs(dtype):
     as_float32 = torch.from_numpy(VALUES.astype(np.float32))
     expected = as_float32.to(getattr(torch, dtype.value)).double().numpy()
-    tensor = narrow(VALUES, dtype)
+    tensor = round_to_tensor(VALUES, dtype)
     assert tensor.nbytes == tensor.data.nbytes
-    np.testing.assert_array_equal(widen(tensor), expected)
+    np.testing.assert_array_equal(to_float64(tensor), expected)
 
 
 def test_half_precision_and_shapes():
-    tensor = narrow(np.arange(6.0).reshape(2, 3), DType.FLOAT16)
+    tensor = round_to_tensor(np.arange(6.0).reshape(2, 3), DType.FLOAT16)
     assert (tensor.shape, tensor.nbytes) == ((2, 3), 12)
-    np.testing.assert_array_equal(widen(tensor), np.arange(6.0).reshape(2, 3))
+    np.testing.assert_array_equal(to_float64(tensor), np.arange(6.0).reshape(2, 3))
 
 
 def test_every_value_of_float8_is_torchs():
     codes = np.arange(256, dtype=np.uint8)
     expected = torch.from_numpy(codes).view(torch.float8_e4m3fn).double().numpy()
-    np.testing.assert_array_equal(widen(HostTensor(DType.FLOAT8_E4M3FN, (256,), codes.data)), expected)
+    np.testing.assert_array_equal(to_float64(HostTensor(DType.FLOAT8_E4M3FN, (256,), codes.data)), expected)

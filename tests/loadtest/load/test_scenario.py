@@ -1,7 +1,7 @@
 import re
 
 import pytest
-from normload.load.scenario import Phase, built_in, load, parse
+from normload.load.scenario import LoadPhase, load_built_in_scenarios, load_scenario, parse_scenario
 from normload.load.tables import ScenarioError
 
 STEADY = """
@@ -14,7 +14,7 @@ duration_s = 30.0
 
 
 def test_every_kind_of_load_comes_with_the_harness():
-    scenarios = built_in()
+    scenarios = load_built_in_scenarios()
     assert scenarios.keys() == {"steady", "burst", "ramp", "overload", "mixed", "large", "soak"}
     assert all(each.description and each.duration_s > 0 for each in scenarios.values())
     assert scenarios["soak"].duration_s >= 3600
@@ -24,29 +24,32 @@ def test_every_kind_of_load_comes_with_the_harness():
 
 
 def test_what_is_left_out_has_a_default():
-    scenario = parse("mine", STEADY)
+    scenario = parse_scenario("mine", STEADY)
     assert scenario.name == "mine"
-    assert scenario.phases == (Phase("steady", "poisson", 30.0, 0.6, of_capacity=True),)
+    assert scenario.phases == (LoadPhase("steady", "poisson", 30.0, 0.6, of_capacity=True),)
     assert scenario.needs_capacity
-    assert scenario.phases[0].at(500.0) == Phase("steady", "poisson", 30.0, 300.0)
+    assert scenario.phases[0].at(500.0) == LoadPhase("steady", "poisson", 30.0, 300.0)
 
 
 def test_a_list_of_rates_is_a_phase_for_each():
-    scenario = parse("mine", STEADY.replace('"60%"', '["50%", 200]'))
+    scenario = parse_scenario("mine", STEADY.replace('"60%"', '["50%", 200]'))
     assert [(phase.name, phase.rate) for phase in scenario.phases] == [("steady 50%", 0.5), ("steady 200", 200.0)]
 
 
 def test_phases_run_into_one_another_unless_they_settle_or_are_closed():
     other = STEADY.replace("steady", "after")
     closed = '[[phases]]\nname = "closed"\narrivals = "closed"\nconnections = 2\nduration_s = 1.0\n'
-    names = [[phase.name for phase in each] for each in parse("mine", STEADY + other + closed + other).segments()]
+    names = [
+        [phase.name for phase in each]
+        for each in parse_scenario("mine", STEADY + other + closed + other).segments()
+    ]
     assert names == [["steady", "after"], ["closed"], ["after"]]
-    assert len(parse("mine", "settle_s = 1.0\n" + STEADY + other).segments()) == 2
-    assert [len(each) for each in parse("mine", "cycles = 3\n" + STEADY + other).segments()] == [6]
+    assert len(parse_scenario("mine", "settle_s = 1.0\n" + STEADY + other).segments()) == 2
+    assert [len(each) for each in parse_scenario("mine", "cycles = 3\n" + STEADY + other).segments()] == [6]
 
 
 def test_another_duration_is_shared_out():
-    scenario = parse("mine", "cycles = 2\n" + STEADY + STEADY.replace("30.0", "10.0")).lasting(8.0)
+    scenario = parse_scenario("mine", "cycles = 2\n" + STEADY + STEADY.replace("30.0", "10.0")).lasting(8.0)
     assert [phase.duration_s for phase in scenario.phases] == [3.0, 1.0]
     assert scenario.duration_s == pytest.approx(8.0)
 
@@ -114,26 +117,26 @@ def test_another_duration_is_shared_out():
 )
 def test_what_means_nothing_is_refused_and_said(text, said):
     with pytest.raises(ScenarioError, match=re.escape(said)):
-        parse("mine", text)
+        parse_scenario("mine", text)
 
 
 def test_the_smallest_sizes_are_sizes():
-    workload = parse("mine", "[workload]\nmin_kib = 1e-30\nmax_mib = 1e-30\npool = 3" + STEADY).workload
+    workload = parse_scenario("mine", "[workload]\nmin_kib = 1e-30\nmax_mib = 1e-30\npool = 3" + STEADY).workload
     assert all(case.tensors()["x"].nbytes <= 4 * max(case.shape) for case, _ in workload.drawn(0))
 
 
 def test_a_file_is_read(tmp_path):
     file = tmp_path / "own.toml"
     file.write_text(STEADY)
-    assert load(str(file)).name == "own"
+    assert load_scenario(str(file)).name == "own"
 
 
 def test_a_name_that_nobody_knows_is_said_with_those_that_are_known():
     with pytest.raises(ScenarioError, match=r"burst.*steady.*got 'nothing'"):
-        load("nothing")
+        load_scenario("nothing")
 
 
 def test_descriptions_are_true_for_any_duration():
     """A description is shown in the report of a run, whose `--duration` may differ from the scenario's."""
-    for scenario in built_in().values():
+    for scenario in load_built_in_scenarios().values():
         assert not re.search(r"\b(second|minute|hour|half a|\d+ ?(s|min|h))\b", scenario.description)

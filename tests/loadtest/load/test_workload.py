@@ -2,8 +2,8 @@ import tomllib
 from collections import Counter
 
 import pytest
-from normload.load.cases import OPERATIONS, Case
-from normload.load.tables import ScenarioError, Table
+from normload.load.cases import OPERATIONS, RequestCase
+from normload.load.tables import ScenarioError, TomlTable
 from normload.load.workload import Workload, read_workload
 from normserve.client import DType
 
@@ -55,7 +55,7 @@ def test_groups_divide_the_channels():
 
 
 def test_cases_of_ones_own_have_the_seed_s_numbers():
-    own = Workload(cases=((Case("rms_norm", (4, 8), DType.FLOAT32), 2.0),))
+    own = Workload(cases=((RequestCase("rms_norm", (4, 8), DType.FLOAT32), 2.0),))
     ((case, share),) = own.drawn(1)
     assert share == 2.0
     assert case.tensors() != own.drawn(2)[0][0].tensors()
@@ -64,7 +64,7 @@ def test_cases_of_ones_own_have_the_seed_s_numbers():
 @pytest.mark.parametrize("key", ["mix = { layer_norm = 1 }", "min_kib = 1", "max_mib = 1", "pool = 4"])
 def test_what_cases_of_ones_own_make_needless_is_said_to_be(key):
     text = f'[workload]\n{key}\n[[workload.cases]]\noperation = "rms_norm"\nshape = [4, 8]\n'
-    table = Table("file", tomllib.loads(text)).table("workload")
+    table = TomlTable("file", tomllib.loads(text)).table("workload")
     name = key.partition(" ")[0]
     with pytest.raises(ScenarioError, match=rf"{name} has no effect with \[\[workload.cases\]\]"):
         read_workload(table)

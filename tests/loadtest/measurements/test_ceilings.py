@@ -1,5 +1,5 @@
 import pytest
-from normload.measurements.ceilings import Echo, is_loopback, measure_echo
+from normload.measurements.ceilings import LoopbackEcho, is_loopback, measure_echo
 
 
 def test_the_echo_is_measured():
@@ -10,7 +10,7 @@ def test_the_echo_is_measured():
 
 
 def test_bytes_go_there_and_back():
-    assert Echo(1000, 2, 50.0, 0.1).bytes_per_second == 100_000
+    assert LoopbackEcho(1000, 2, 50.0, 0.1).bytes_per_second == 100_000
 
 
 @pytest.mark.parametrize(("host", "expected"), [("127.0.0.1", True), ("::1", True), ("192.0.2.1", False)])

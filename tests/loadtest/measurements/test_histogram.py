@@ -3,13 +3,13 @@ import math
 
 import numpy as np
 import pytest
-from normload.measurements.histogram import Histogram, upper_s
+from normload.measurements.histogram import LatencyHistogram, compute_upper_bounds_s
 
 VALUES = np.random.default_rng(0).lognormal(-6, 2, 20_000).tolist()
 
 
 def histogram(values):
-    made = Histogram()
+    made = LatencyHistogram()
     made.add(values)
     return made
 
@@ -49,18 +49,18 @@ def test_values_beyond_its_range_are_kept_in_the_last_bucket():
 
 def test_it_is_the_same_after_json():
     made = histogram(VALUES)
-    again = Histogram.from_json(json.loads(json.dumps(made.to_json())))
+    again = LatencyHistogram.from_json(json.loads(json.dumps(made.to_json())))
     np.testing.assert_array_equal(again.counts, made.counts)
     assert (again.mean_s, again.max_s) == (made.mean_s, made.max_s)
 
 
 def test_buckets_follow_one_another():
-    uppers = upper_s(np.arange(3000))
+    uppers = compute_upper_bounds_s(np.arange(3000))
     assert (np.diff(uppers) > 0).all()
     for value in uppers[:2000:97]:
         assert histogram([value * 0.9999]).percentile(50) <= value
 
 
 def test_nothing_has_no_percentile():
-    assert math.isnan(Histogram().percentile(50))
-    assert math.isnan(Histogram().mean_s)
+    assert math.isnan(LatencyHistogram().percentile(50))
+    assert math.isnan(LatencyHistogram().mean_s)

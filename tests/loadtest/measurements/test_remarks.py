@@ -1,20 +1,20 @@
-from normload.load.scenario import Phase
+from normload.load.scenario import LoadPhase
 from normload.measurements.machine import MachineUse
-from normload.measurements.remarks import remarks_on
+from normload.measurements.remarks import list_remarks
 from normload.measurements.result import PhaseResult
-from normload.measurements.tally import Record, Tally
+from normload.measurements.tally import PhaseTally, RequestOutcome
 
 from tests.loadtest.conftest import made_result
 
 
 def said(result, *, stopped=False):
-    return " ".join(remarks_on(result, stopped=stopped))
+    return " ".join(list_remarks(result, stopped=stopped))
 
 
 def lagging(lag_s, took_s):
-    tally = Tally(1.0)
-    tally.add([Record("a", 0.1, 0.0, 0.1 + lag_s, 0.1 + lag_s + took_s, 200, "ok") for _ in range(2000)])
-    return made_result([], phases=[PhaseResult(Phase("a", "constant", 1.0, rate=2000), 0.0, 1.0, tally)])
+    tally = PhaseTally(1.0)
+    tally.add([RequestOutcome("a", 0.1, 0.0, 0.1 + lag_s, 0.1 + lag_s + took_s, 200, "ok") for _ in range(2000)])
+    return made_result([], phases=[PhaseResult(LoadPhase("a", "constant", 1.0, rate=2000), 0.0, 1.0, tally)])
 
 
 def test_a_good_run_needs_no_words():
@@ -36,7 +36,7 @@ def test_a_machine_without_idle_cores_was_the_limit():
 
 def test_a_closed_loop_s_client_has_its_share_said():
     phase = PhaseResult(
-        Phase("a", "closed", 10.0, connections=4), 0.0, 10.0, made_result([0.01] * 2000).phases[0].tally
+        LoadPhase("a", "closed", 10.0, connections=4), 0.0, 10.0, made_result([0.01] * 2000).phases[0].tally
     )
     busy = made_result([], phases=[phase], cpu=[0.2, 0.45])
     assert "A client process used 45% of a core" in said(busy)
@@ -52,9 +52,9 @@ def test_a_late_client_is_said_to_be():
 
 
 def test_what_was_left_out_is_said():
-    tally = Tally(1.0)
-    tally.add([Record("a", 0, 0, 0, 1, 0, "not_sent")] * 7)
-    result = made_result([], phases=[PhaseResult(Phase("a", "constant", 1.0, rate=7), 0.0, 1.0, tally)])
+    tally = PhaseTally(1.0)
+    tally.add([RequestOutcome("a", 0, 0, 0, 1, 0, "not_sent")] * 7)
+    result = made_result([], phases=[PhaseResult(LoadPhase("a", "constant", 1.0, rate=7), 0.0, 1.0, tally)])
     assert "7 requests were never sent: all 4 connections were busy" in said(result)
 
 

@@ -3,23 +3,23 @@ import math
 from collections import Counter
 
 import pytest
-from normload.load.scenario import Phase
-from normload.measurements.ceilings import Echo
+from normload.load.scenario import LoadPhase
+from normload.measurements.ceilings import LoopbackEcho
 from normload.measurements.machine import MachineUse
-from normload.measurements.result import FORMAT, PhaseResult, Result, read_result
-from normload.measurements.tally import Record, Tally
+from normload.measurements.result import FORMAT, PhaseResult, RunResult, read_result
+from normload.measurements.tally import PhaseTally, RequestOutcome
 
 from tests.loadtest.conftest import made_result
 
 
 def phase(name, start_s, ended_s, *, rate=10.0, segment_s=2.0):
-    tally = Tally(1.0)
-    tally.add([Record("layer_norm", 0.5, 0.5, 0.5, at, 200, "ok", 100, 100) for at in ended_s])
-    return PhaseResult(Phase(name, "poisson", 1.0, rate=rate), start_s, segment_s, tally)
+    tally = PhaseTally(1.0)
+    tally.add([RequestOutcome("layer_norm", 0.5, 0.5, 0.5, at, 200, "ok", 100, 100) for at in ended_s])
+    return PhaseResult(LoadPhase(name, "poisson", 1.0, rate=rate), start_s, segment_s, tally)
 
 
 def test_a_file_holds_all_of_it(tmp_path):
-    result = made_result([0.01] * 100, errors=3, echo=Echo(1000, 2, 5000.0, 1e-4), faults=["x"], wrong=1)
+    result = made_result([0.01] * 100, errors=3, echo=LoopbackEcho(1000, 2, 5000.0, 1e-4), faults=["x"], wrong=1)
     result.machine = MachineUse(4, 0.75, 0.5)
     result.write(tmp_path / "a.json")
     again = read_result(tmp_path / "a.json")
@@ -49,7 +49,7 @@ def test_another_file_is_refused(tmp_path, text):
 
 
 def test_a_file_that_lies_is_refused(tmp_path):
-    made = made_result([0.01] * 10, echo=Echo(1000, 2, 5000.0, 1e-4)).to_json()
+    made = made_result([0.01] * 10, echo=LoopbackEcho(1000, 2, 5000.0, 1e-4)).to_json()
     lies = [
         made | {name: lie}
         for name in ("phases", "echo", "machine", "apart")
@@ -66,7 +66,7 @@ def test_a_file_that_lies_is_refused(tmp_path):
 def test_a_file_from_before_the_machine_was_measured_is_read():
     document = made_result([0.01] * 10).to_json()
     del document["machine"]
-    assert Result.from_json(document).machine is None
+    assert RunResult.from_json(document).machine is None
 
 
 @pytest.mark.parametrize("said", [None, "fast", [1], True, -1.0, 0, float("nan"), float("inf"), 10**400])
@@ -105,17 +105,20 @@ def test_phases_of_one_name_are_counted_together():
 
 
 def test_what_was_never_sent_was_not_sent():
-    tally = Tally(1.0)
+    tally = PhaseTally(1.0)
     tally.add(
-        [Record("a", 0, 0, 0, 1, status, code) for status, code in ((0, "not_sent"), (0, "timeout"), (200, "ok"))]
+        [
+            RequestOutcome("a", 0, 0, 0, 1, status, code)
+            for status, code in ((0, "not_sent"), (0, "timeout"), (200, "ok"))
+        ]
     )
-    result = made_result([], phases=[PhaseResult(Phase("a", "constant", 1.0, rate=3), 0.0, 1.0, tally)])
+    result = made_result([], phases=[PhaseResult(LoadPhase("a", "constant", 1.0, rate=3), 0.0, 1.0, tally)])
     assert result.sent_by_status() == Counter({200: 4, 0: 1})
 
 
 def test_a_closed_loop_offers_nothing_and_is_no_sweep():
-    closed = PhaseResult(Phase("a", "closed", 1.0, connections=1), 0.0, 1.0, Tally(1.0))
+    closed = PhaseResult(LoadPhase("a", "closed", 1.0, connections=1), 0.0, 1.0, PhaseTally(1.0))
     result = made_result([], phases=[closed])
     assert math.isnan(result.whole.offered)
     assert result.sweep() is None
-    assert isinstance(Result.from_json(json.loads(json.dumps(result.to_json()))), Result)
+    assert isinstance(RunResult.from_json(json.loads(json.dumps(result.to_json()))), RunResult)

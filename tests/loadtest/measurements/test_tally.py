@@ -1,15 +1,15 @@
 import json
 
 import pytest
-from normload.measurements.tally import INTERVALS, Record, Tally
+from normload.measurements.tally import INTERVALS, PhaseTally, RequestOutcome
 
 
 def record(due_s=0.0, took_s=0.1, *, code="ok", status=200, operation="rms_norm", **others):
-    return Record(operation, due_s, due_s, due_s, due_s + took_s, status, code, **others)
+    return RequestOutcome(operation, due_s, due_s, due_s, due_s + took_s, status, code, **others)
 
 
 def tally(*records, duration_s=6.0):
-    made = Tally(duration_s)
+    made = PhaseTally(duration_s)
     made.add(records)
     return made
 
@@ -43,13 +43,13 @@ def test_operations_are_kept_apart():
 
 
 def test_latency_counts_from_when_it_was_due_and_lag_from_when_it_could_be_sent():
-    late = Record("rms_norm", 1.0, 1.5, 1.6, 2.0, 200, "ok")
+    late = RequestOutcome("rms_norm", 1.0, 1.5, 1.6, 2.0, 200, "ok")
     made = tally(late)
     assert made.total().latency.max_s == pytest.approx(1.0)
     assert made.service.max_s == pytest.approx(0.4)
     assert made.lag.max_s == pytest.approx(0.1)
     # A connection that was free for long waited for the schedule, which is no delay.
-    early = tally(Record("rms_norm", 1.0, 0.2, 1.05, 2.0, 200, "ok"))
+    early = tally(RequestOutcome("rms_norm", 1.0, 0.2, 1.05, 2.0, 200, "ok"))
     assert early.lag.max_s == pytest.approx(0.05)
 
 
@@ -71,10 +71,10 @@ def test_shares_of_processes_add_up():
     ]
     records += [record(code="timeout", status=0, checked=True, fault="x") for _ in range(9)]
     # Late by themselves by different times.
-    records += [Record("a", 1.0, 1.0, 1.0 + late_s, 3.0, 200, "ok") for late_s in (0.01, 0.02, 0.4, 0.8)]
+    records += [RequestOutcome("a", 1.0, 1.0, 1.0 + late_s, 3.0, 200, "ok") for late_s in (0.01, 0.02, 0.4, 0.8)]
     whole, parts = tally(*records), tally(*records[::2])
     parts.merge(tally(*records[1::2]))
-    again = Tally.from_json(json.loads(json.dumps(parts.to_json())))
+    again = PhaseTally.from_json(json.loads(json.dumps(parts.to_json())))
     for made in (parts, again):
         assert made.cells.keys() == whole.cells.keys()
         assert made.total().outcomes == whole.total().outcomes

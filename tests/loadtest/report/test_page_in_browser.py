@@ -5,7 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from normload.measurements.ceilings import Echo
+from normload.measurements.ceilings import LoopbackEcho
 from normload.measurements.result import PhaseResult
 from normload.report import page
 
@@ -54,9 +54,9 @@ def file(tmp_path_factory):
                 replace(one.phase, name=f"load {10 * number + 10}%", rate=rate), 11.3 * number, 10.0, one.tally
             )
         )
-    result = made_result([], phases=phases, echo=Echo(1000, 2, 1e7, 1e-4))
+    result = made_result([], phases=phases, echo=LoopbackEcho(1000, 2, 1e7, 1e-4))
     file = tmp_path_factory.mktemp("page") / "a.html"
-    file.write_text(page.render(result), "utf-8")
+    file.write_text(page.render_html(result), "utf-8")
     return file
 
 

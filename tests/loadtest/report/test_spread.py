@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from normload.report.spread import interval, student_t
+from normload.report.spread import compute_interval, compute_student_quantile
 
 
 # Source: tables of Student's distribution.
@@ -20,18 +20,18 @@ from normload.report.spread import interval, student_t
     ],
 )
 def test_quantiles_are_those_of_the_tables(probability, degrees, quantile):
-    assert student_t(probability, degrees) == pytest.approx(quantile, rel=1e-3, abs=1e-6)
+    assert compute_student_quantile(probability, degrees) == pytest.approx(quantile, rel=1e-3, abs=1e-6)
 
 
 def test_an_interval_holds_the_difference_as_often_as_it_says():
     random = np.random.default_rng(0)
     held = 0
     for _ in range(1000):
-        low, high = interval(random.normal(1, 2, 3).tolist(), random.normal(4, 2, 2).tolist(), 0.9)
+        low, high = compute_interval(random.normal(1, 2, 3).tolist(), random.normal(4, 2, 2).tolist(), 0.9)
         held += low <= 3 <= high
     assert held == pytest.approx(900, abs=40)
 
 
 def test_without_spread_it_is_the_difference():
-    assert interval([1.0, 1.0], [3.0], 0.99) == (2.0, 2.0)
-    assert math.isfinite(interval([1.0, 2.0], [3.0], 0.999)[1])
+    assert compute_interval([1.0, 1.0], [3.0], 0.99) == (2.0, 2.0)
+    assert math.isfinite(compute_interval([1.0, 2.0], [3.0], 0.999)[1])

@@ -6,7 +6,7 @@ import httpx
 import pytest
 from fastapi import FastAPI, WebSocket
 from normserve.http.app import create_app
-from normserve.http.transport import PlainAsgi
+from normserve.http.transport import AsgiAdapter
 from normserve.jobs.job import LAYER_OPS, Op
 from normserve.settings import Settings
 from starlette.responses import PlainTextResponse
@@ -60,7 +60,7 @@ def ask(app: FastAPI, requests: list[tuple[str, str, str | None]]) -> list[httpx
     """The answers to requests by method, path and key."""
 
     async def run() -> list[httpx.Response]:
-        transport = httpx.ASGITransport(PlainAsgi(app.state.entrance))
+        transport = httpx.ASGITransport(AsgiAdapter(app.state.entrance))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return [
                 await client.request(method, path, headers=bearing(key), content=b"x" if method == "PUT" else None)
@@ -181,7 +181,7 @@ def test_a_route_for_a_host_of_its_own_is_refused(app):
     later_routes(app)
 
     async def run() -> httpx.Response:
-        transport = httpx.ASGITransport(PlainAsgi(app.state.entrance))
+        transport = httpx.ASGITransport(AsgiAdapter(app.state.entrance))
         async with httpx.AsyncClient(transport=transport, base_url="http://mounted.test") as client:
             return await client.get("/data", headers=bearing(EVERYTHING))
 
@@ -198,7 +198,7 @@ def test_below_a_root_path_no_route_is_taken_for_another(app):
     """Some servers put the application below a path, which the router strips and direct routes do not."""
 
     async def run(root: str, path: str, key: str) -> int:
-        transport = httpx.ASGITransport(PlainAsgi(app.state.entrance), root_path=root)
+        transport = httpx.ASGITransport(AsgiAdapter(app.state.entrance), root_path=root)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return (await client.post(path, headers=bearing(key))).status_code
 

@@ -50,10 +50,10 @@ def normalised(x):
 
 
 def forward(segment, *, x=0, y=4096, of_y=None, shape=(2, 12), nbytes=96):
-    return frames.Compute(
+    return frames.ComputeMessage(
         op="layer_norm",
-        tensors={"x": frames.Located(segment, x, "float32", shape)},
-        results={"y": frames.Place(segment if of_y is None else of_y, y, nbytes)},
+        tensors={"x": frames.TensorReference(segment, x, "float32", shape)},
+        results={"y": frames.SegmentRange(segment if of_y is None else of_y, y, nbytes)},
     )
 
 
@@ -99,7 +99,9 @@ def test_the_memories_do_not_mix(wire):
         answer = wire.request(forward(**places))
         assert answer.status == 422
         assert "all in device memory" in answer.problem["detail"]
-    put = frames.PutLayer("l", "op=layer_norm", {"weight": frames.Located(device, 0, "float32", (12,))})
+    put = frames.PutLayerMessage(
+        "l", "op=layer_norm", {"weight": frames.TensorReference(device, 0, "float32", (12,))}
+    )
     answer = wire.request(put)
     assert answer.status == 422
     assert "in host memory" in answer.problem["detail"]
@@ -119,8 +121,8 @@ def test_what_is_given_back_is_of_no_use_and_comes_again_cleared(wire):
     number = wire.grow_device()
     wire.view(number)[:] = 5
     assert wire.request(forward(number)).status == 200
-    wire.send(frames.Free(number))
-    wire.send(frames.Free(number))
+    wire.send(frames.FreeSegmentMessage(number))
+    wire.send(frames.FreeSegmentMessage(number))
     assert wire.request(forward(number)).status == 422
     again = wire.grow_device()
     assert again != number
@@ -152,7 +154,7 @@ def test_what_comes_many_times_is_replayed_on_what_lies_there_then(serving, wire
         wire.view(number)[:24] = factor * X.flatten()
         answer = wire.request(forward(number))
         assert answer.status == 200
-        assert answer.results["y"] == frames.Located(number, 4096, "float32", (2, 12))
+        assert answer.results["y"] == frames.TensorReference(number, 4096, "float32", (2, 12))
         np.testing.assert_allclose(wire.view(number)[1024:1048].reshape(2, 12), normalised(factor * X), atol=1e-5)
     assert replayed(serving) - before >= 20
     # Another frame, and parts of one, are told apart from it.
@@ -162,7 +164,7 @@ def test_what_comes_many_times_is_replayed_on_what_lies_there_then(serving, wire
     assert wire.request(forward(number)).status == 200
     np.testing.assert_allclose(wire.view(number)[1024:1048].reshape(2, 12), normalised(X), atol=1e-5)
     # Nor is anything left of it once its memory is given back.
-    wire.send(frames.Free(number))
+    wire.send(frames.FreeSegmentMessage(number))
     assert wire.request(forward(number)).status == 422
 
 
@@ -193,13 +195,13 @@ def test_connecting_anew_does_not_get_past_the_quota(serving, path, until):
             wire.view(number)[:] = 1
             if len(held) % 2:
                 # Said to be given back, and still mapped.
-                wire.send(frames.Free(number))
+                wire.send(frames.FreeSegmentMessage(number))
             wire.segments.clear()
         assert device_bytes(serving) <= QUOTA
     with DeviceConnection(path) as wire:
-        assert wire.request(frames.Grow(QUOTA + 1, "device")).status == 413
+        assert wire.request(frames.GrowArenaMessage(QUOTA + 1, "device")).status == 413
         kept = 0
-        while (answer := wire.request(frames.Grow(GRANULARITY, "device"))).status == 200:
+        while (answer := wire.request(frames.GrowArenaMessage(GRANULARITY, "device"))).status == 200:
             kept += 1
         assert answer.status == 429
         assert kept <= QUOTA // GRANULARITY
@@ -237,7 +239,7 @@ def test_a_process_that_is_killed_gives_its_memory_back(launched, tmp_path, unti
         until(lambda: device_bytes(serving) == 0)
     with DeviceConnection(path) as wire:
         number = wire.grow_device()
-        wire.send(frames.Free(number))
+        wire.send(frames.FreeSegmentMessage(number))
         assert wire.request(forward(number)).status == 422
         # It is mapped still, whatever was said.
         assert [device_bytes(serving) for _ in range(10)] == [GRANULARITY] * 10
@@ -247,9 +249,9 @@ def test_a_server_without_a_device_lends_none(launched, tmp_path):
     path = tmp_path / "plain.sock"
     serving = launched("--local", str(path))
     with LocalConnection(path, greet=False) as connection:
-        greeting = connection.request(frames.Hello(frames.VERSION))
+        greeting = connection.request(frames.HelloMessage(frames.VERSION))
         assert greeting.document["device"] is None
-        answer = connection.request(frames.Grow(1, "device"))
+        answer = connection.request(frames.GrowArenaMessage(1, "device"))
         assert (answer.status, answer.problem["code"]) == (422, "invalid_parameter")
         elsewhere = b'{"do":"grow","nbytes":1,"memory":"elsewhere"}'
         connection.socket.sendall(frames.PREFIX.pack(len(elsewhere), 9) + elsewhere)

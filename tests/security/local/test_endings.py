@@ -136,7 +136,7 @@ def test_a_request_that_is_taken_back_does_not_run(stage):
         client.send(request((5, 78)), 2)
         stage.wait_for_queue(1)
         for tag in (2, 1, 99):
-            client.send(frames.Cancel(tag))
+            client.send(frames.CancelRequestMessage(tag))
         # One that runs has its result: it is written already.
         assert client.receive()[1].problem["code"] == "client_left"
         stage.open_gate()
@@ -218,10 +218,10 @@ def test_connections_that_leave_answers_unread_leave_nothing(local, http, path, 
     before = settled(lambda: held(local, http))
     for number in range(100):
         with LocalConnection(path, greet=False) as client:
-            for message in (frames.Hello(frames.VERSION), frames.Grow(2**20), request((2, 12))):
+            for message in (frames.HelloMessage(frames.VERSION), frames.GrowArenaMessage(2**20), request((2, 12))):
                 client.send(message)
             time.sleep(0.001 * (number % 10))
-            client.send(frames.Free(0))
+            client.send(frames.FreeSegmentMessage(0))
     until(lambda: held(local, http) == before)
 
 
@@ -231,8 +231,8 @@ def test_memory_that_clients_did_not_wait_for_is_not_theirs(local, http, path, u
     for number in range(300):
         # While the server has not noticed the ends of many, it refuses others.
         with LocalConnection(path, greet=False) as client, contextlib.suppress(BrokenPipeError):
-            client.send(frames.Hello(frames.VERSION))
-            client.send(frames.Grow(2**20))
+            client.send(frames.HelloMessage(frames.VERSION))
+            client.send(frames.GrowArenaMessage(2**20))
             time.sleep(0.001 * (number % 3))
     until(lambda: held(local, http) == before)
 

@@ -99,7 +99,7 @@ def test_a_frame_that_is_too_long_ends_the_connection(connection, length):
 
 def test_a_frame_of_single_bytes(connection):
     connection.grow()
-    for byte in frames.write(9, request(X.shape)):
+    for byte in frames.encode_frame(9, request(X.shape)):
         connection.socket.sendall(bytes([byte]))
     tag, answer = connection.receive()
     assert (tag, answer.status) == (9, 200)
@@ -108,7 +108,7 @@ def test_a_frame_of_single_bytes(connection):
 def test_a_frame_that_is_cut_off_leaves_nothing(connection, path, until, settled, local):
     before = settled(lambda: local.descriptors())
     with LocalConnection(path) as other:
-        other.socket.sendall(frames.write(1, request(X.shape))[:-5])
+        other.socket.sendall(frames.encode_frame(1, request(X.shape))[:-5])
     until(lambda: local.descriptors() == before)
 
 
@@ -116,7 +116,7 @@ def test_a_frame_of_many_messages_is_answered_under_tags_that_follow(connection)
     connection.grow()
     connection.array(0, 0, X.shape)[:] = X
     several = [
-        msgspec.structs.replace(request(X.shape), results={"y": frames.Place(0, HALF + 1024 * number, 1024)})
+        msgspec.structs.replace(request(X.shape), results={"y": frames.SegmentRange(0, HALF + 1024 * number, 1024)})
         for number in range(50)
     ]
     connection.send(several, frames.TAGS - 10)
@@ -128,7 +128,12 @@ def test_a_frame_of_many_messages_is_answered_under_tags_that_follow(connection)
 
 
 def test_nothing_is_answered_before_hello(local, path):
-    for message in (frames.Info(), frames.Grow(4096), request(X.shape), frames.Layers()):
+    for message in (
+        frames.GetInfoMessage(),
+        frames.GrowArenaMessage(4096),
+        request(X.shape),
+        frames.ListLayersMessage(),
+    ):
         with LocalConnection(path, greet=False) as connection:
             answer = connection.request(message)
             assert (answer.status, answer.problem["detail"]) == (400, "the first message must be hello")
@@ -137,8 +142,8 @@ def test_nothing_is_answered_before_hello(local, path):
 
 def test_another_version_is_refused(local, path):
     with LocalConnection(path, greet=False) as connection:
-        assert connection.request(frames.Hello(2)).status == 422
-        assert connection.request(frames.Info()).status == 400
+        assert connection.request(frames.HelloMessage(2)).status == 422
+        assert connection.request(frames.GetInfoMessage()).status == 400
 
 
 @pytest.mark.parametrize(
@@ -175,7 +180,7 @@ def test_slow_frames_and_clients_that_do_not_read_are_cut_off(launched, tmp_path
         slow.socket.sendall(b"\x10\0\0\0")
         assert slow.receive() is None
     with LocalConnection(path) as deaf:
-        question = frames.write(1, [frames.Info()] * 64)
+        question = frames.encode_frame(1, [frames.GetInfoMessage()] * 64)
         with pytest.raises((BrokenPipeError, ConnectionResetError)):
             deaf.socket.sendall(question * 10**5)
     assert impatient.resident_bytes() < before + 64 * 2**20

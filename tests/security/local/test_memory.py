@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from normserve.client import Client
 from normserve.codec import local_frames as frames
-from normserve.codec.local_frames import Place
+from normserve.codec.local_frames import SegmentRange
 
 from tests.integration.harness.local_wire import HALF, LocalConnection, located, request
 from tests.integration.harness.stage import stage_on
@@ -74,7 +74,7 @@ def test_tensors_and_places_outside_are_refused(connection, segment, offset, sha
     tensors = {"x": located(shape, offset, segment)}
     answer = connection.request(msgspec.structs.replace(asked, tensors=tensors))
     assert (answer.status, answer.problem["code"]) == (422, "invalid_parameter")
-    place = Place(segment, offset, 4 * int(np.prod(shape, dtype=object)))
+    place = SegmentRange(segment, offset, 4 * int(np.prod(shape, dtype=object)))
     answer = connection.request(msgspec.structs.replace(asked, results={"y": place}))
     assert answer.status == 422
 
@@ -82,14 +82,14 @@ def test_tensors_and_places_outside_are_refused(connection, segment, offset, sha
 @pytest.mark.parametrize("offset", [0, 16, 80, HALF + 16])
 def test_results_that_overlap_are_refused(connection, offset):
     tensors = {"x": located(X.shape), "residual": located(X.shape, HALF)}
-    places = {"y": Place(0, HALF + 16 if offset else 16, 96), "residual_out": Place(0, offset, 96)}
+    places = {"y": SegmentRange(0, HALF + 16 if offset else 16, 96), "residual_out": SegmentRange(0, offset, 96)}
     answer = connection.request(msgspec.structs.replace(request(X.shape), tensors=tensors, results=places))
     assert (answer.status, answer.problem["code"]) == (422, "invalid_parameter")
     assert "overlap" in answer.problem["detail"]
 
 
 def test_a_place_that_is_too_small_is_refused(connection):
-    answer = connection.request(msgspec.structs.replace(request(X.shape), results={"y": Place(0, HALF, 95)}))
+    answer = connection.request(msgspec.structs.replace(request(X.shape), results={"y": SegmentRange(0, HALF, 95)}))
     assert (answer.status, answer.problem["code"]) == (422, "invalid_shape")
 
 
@@ -104,11 +104,13 @@ def test_x_is_written_over_only_where_the_client_says_so(connection, rows):
     in_arena[:] = x
     shown = {"x": located(x.shape, 0, last)}
     asked = msgspec.structs.replace(request(x.shape), tensors=shown)
-    elsewhere = connection.request(msgspec.structs.replace(asked, results={"y": Place(last - 1, 0, x.nbytes)}))
+    elsewhere = connection.request(
+        msgspec.structs.replace(asked, results={"y": SegmentRange(last - 1, 0, x.nbytes)})
+    )
     assert elsewhere.status == 200
     assert (in_arena == x).all()
     y = connection.array(last - 1, 0, x.shape).copy()
-    over = connection.request(msgspec.structs.replace(asked, results={"y": Place(last, 0, x.nbytes)}))
+    over = connection.request(msgspec.structs.replace(asked, results={"y": SegmentRange(last, 0, x.nbytes)}))
     assert over.status == 200
     assert (in_arena == y).all()
 
@@ -121,7 +123,7 @@ def test_a_segment_of_another_connection_is_nobodys(connection, path):
             msgspec.structs.replace(request(X.shape), tensors={"x": located((2, 12), 0, 1)})
         )
         assert answer.status == 422
-        connection.send(frames.Free(1))
+        connection.send(frames.FreeSegmentMessage(1))
         assert other.request(request((2, 12), segment=1)).status == 200
 
 
@@ -130,8 +132,8 @@ def test_segments_that_are_given_back_are_gone(connection, until, settled, local
     number = connection.grow()
     kept = connection.array(number, 0, (4,))
     kept[:] = 3
-    connection.send(frames.Free(number))
-    connection.send(frames.Free(number))
+    connection.send(frames.FreeSegmentMessage(number))
+    connection.send(frames.FreeSegmentMessage(number))
     assert connection.request(request((2, 12), segment=number)).status == 422
     until(lambda: shared_bytes(local) == before)
     # What this process still maps holds nothing any more, and no memory of the server's.
@@ -142,13 +144,13 @@ def test_descriptors_that_nobody_asked_for_are_not_taken(connection, settled, un
     before = settled(lambda: local.descriptors())
     for _ in range(100):
         sent = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))]
-        connection.socket.sendmsg([frames.write(1, frames.Cancel(0))], sent)
+        connection.socket.sendmsg([frames.encode_frame(1, frames.CancelRequestMessage(0))], sent)
     assert connection.layer_norm(X).status == 200
     until(lambda: local.descriptors() == before)
 
 
 def test_a_segment_cannot_be_shrunk_or_grown(connection):
-    connection.send(frames.Grow(SEGMENT), 5)
+    connection.send(frames.GrowArenaMessage(SEGMENT), 5)
     _, rights, _, _ = connection.socket.recvmsg(2**16, 1024)
     descriptor = array.array("i", rights[0][2])[0]
     try:
@@ -168,7 +170,7 @@ def test_quotas_are_a_users_and_hold_for_who_disconnects_and_lives_on(connection
         "statuses, kept = [], []\n"
         "for _ in range(12):\n"
         "    other = LocalConnection(sys.argv[1])\n"
-        "    other.send(frames.Grow(2**22), 1)\n"
+        "    other.send(frames.GrowArenaMessage(2**22), 1)\n"
         "    statuses.append(other.receive()[1].status)\n"
         "    other.close()\n"
         "print(*statuses, flush=True)\n"
@@ -182,9 +184,9 @@ def test_quotas_are_a_users_and_hold_for_who_disconnects_and_lives_on(connection
         statuses = process.stdout.readline().split()
         assert statuses[:6] == ["200"] * 6
         assert statuses[-4:] == ["429"] * 4
-        assert connection.request(frames.Grow(2**22)).status == 429
-        assert connection.request(frames.Grow(2**30)).status == 413
-        assert connection.request(frames.Grow(2**63 - 1)).status == 413
+        assert connection.request(frames.GrowArenaMessage(2**22)).status == 429
+        assert connection.request(frames.GrowArenaMessage(2**30)).status == 413
+        assert connection.request(frames.GrowArenaMessage(2**63 - 1)).status == 413
         process.stdin.close()
     until(lambda: shared_bytes(local) == before)
 

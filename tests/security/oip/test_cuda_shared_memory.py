@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from normserve.memory.device_segments import Device
+from normserve.memory.device_segments import ShareableDevice
 
 from tests.security.keys import EVERYTHING, INFER, bearing, write_keys
 from tests.security.local.test_device_memory import ROOT, SCRIPT, X, normalised
@@ -30,7 +30,7 @@ class Owner:
     def __init__(self, http: httpx.Client) -> None:
         self.http = http
         self.driver = FakeDriver()
-        self.device = Device(0, self.driver)
+        self.device = ShareableDevice(0, self.driver)
 
     def allocate(self, nbytes: int = NBYTES) -> tuple[int, bytes]:
         """An address and its handle."""

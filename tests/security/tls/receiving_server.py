@@ -3,9 +3,9 @@
 import sys
 
 from normserve.cli.commands import main
-from normserve.http.transport.reception import Reception
+from normserve.http.transport.reception import IncomingBody
 
-advance, take = Reception.advance, Reception._take
+advance, take = IncomingBody.advance, IncomingBody._take
 
 
 def placed(self, nbytes):
@@ -19,5 +19,5 @@ def copied(self, data):
 
 
 if __name__ == "__main__":
-    Reception.advance, Reception._take = placed, copied
+    IncomingBody.advance, IncomingBody._take = placed, copied
     sys.exit(main())

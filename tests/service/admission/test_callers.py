@@ -1,37 +1,41 @@
-from normserve.admission.callers import Caller, anonymous
+from normserve.admission.callers import ClientIdentity, make_anonymous_identity
 
 
 def test_a_caller_with_a_key_shares_with_whoever_else_has_it():
-    assert Caller("10.0.0.1", "team").tenant == Caller("10.0.0.2", "team").tenant
+    assert ClientIdentity("10.0.0.1", "team").tenant == ClientIdentity("10.0.0.2", "team").tenant
 
 
 def test_a_caller_without_a_key_shares_with_its_address():
-    assert Caller("10.0.0.1").tenant == Caller("10.0.0.1").tenant != Caller("10.0.0.2").tenant
+    assert (
+        ClientIdentity("10.0.0.1").tenant == ClientIdentity("10.0.0.1").tenant != ClientIdentity("10.0.0.2").tenant
+    )
 
 
 def test_an_address_is_no_key():
-    assert Caller("team").tenant != Caller("10.0.0.1", "team").tenant
+    assert ClientIdentity("team").tenant != ClientIdentity("10.0.0.1", "team").tenant
 
 
 def test_ipv6_addresses_of_one_network_are_one_tenant():
-    tenants = {Caller(address).tenant for address in ("2001:db8:1:2::1", "2001:db8:1:2:ffff:ffff:ffff:ffff")}
+    tenants = {
+        ClientIdentity(address).tenant for address in ("2001:db8:1:2::1", "2001:db8:1:2:ffff:ffff:ffff:ffff")
+    }
     assert tenants == {"2001:db8:1:2::/64"}
-    assert Caller("2001:db8:1:3::1").tenant not in tenants
+    assert ClientIdentity("2001:db8:1:3::1").tenant not in tenants
 
 
 def test_ipv4_addresses_on_a_socket_of_both_kinds_stay_apart():
-    assert Caller("::ffff:10.0.0.1").tenant == Caller("10.0.0.1").tenant
-    assert Caller("::ffff:10.0.0.1").tenant != Caller("::ffff:10.0.0.2").tenant
+    assert ClientIdentity("::ffff:10.0.0.1").tenant == ClientIdentity("10.0.0.1").tenant
+    assert ClientIdentity("::ffff:10.0.0.1").tenant != ClientIdentity("::ffff:10.0.0.2").tenant
 
 
 def test_a_link_local_address_is_one_too():
-    assert Caller("fe80::1%eth0").tenant == "fe80::/64"
+    assert ClientIdentity("fe80::1%eth0").tenant == "fe80::/64"
 
 
 def test_what_is_no_address_stays_what_it_is():
-    assert Caller("odd:thing").tenant == "odd:thing"
+    assert ClientIdentity("odd:thing").tenant == "odd:thing"
 
 
 def test_an_anonymous_caller_is_its_address():
-    assert anonymous("10.0.0.1") == Caller("10.0.0.1")
-    assert anonymous("10.0.0.1") is anonymous("10.0.0.1")
+    assert make_anonymous_identity("10.0.0.1") == ClientIdentity("10.0.0.1")
+    assert make_anonymous_identity("10.0.0.1") is make_anonymous_identity("10.0.0.1")

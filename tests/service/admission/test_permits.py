@@ -5,13 +5,13 @@ import contextlib
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from normserve.admission.permits import Limits
+from normserve.admission.permits import AdmissionBudget
 from normserve.errors import OverloadedError, TooLargeError
 
 
 @pytest.fixture
-def limits() -> Limits:
-    return Limits(max_requests=2, max_bytes=100)
+def limits() -> AdmissionBudget:
+    return AdmissionBudget(max_requests=2, max_bytes=100)
 
 
 def test_requests_are_counted(limits):
@@ -56,7 +56,7 @@ def test_second_release_does_nothing(limits):
 
 @given(st.lists(st.tuples(st.integers(0, 120), st.booleans())))
 def test_budget_is_never_overdrawn_and_always_restored(steps):
-    limits = Limits(max_requests=3, max_bytes=100)
+    limits = AdmissionBudget(max_requests=3, max_bytes=100)
     held = []
     for nbytes, gives_back in steps:
         with contextlib.suppress(OverloadedError):
@@ -72,8 +72,8 @@ def test_budget_is_never_overdrawn_and_always_restored(steps):
 
 class TestWhenToComeBack:
     @pytest.fixture
-    def limits(self, now) -> Limits:
-        return Limits(max_requests=10, max_bytes=1000, clock=lambda: now[0])
+    def limits(self, now) -> AdmissionBudget:
+        return AdmissionBudget(max_requests=10, max_bytes=1000, clock=lambda: now[0])
 
     @staticmethod
     def serve(limits, now, *, requests: int, seconds_each: float, nbytes: int = 0) -> None:
@@ -129,8 +129,8 @@ class TestWhenToComeBack:
 
 class TestBytesOfOneTenant:
     @pytest.fixture
-    def limits(self, now) -> Limits:
-        return Limits(max_requests=4, max_bytes=1000, clock=lambda: now[0])
+    def limits(self, now) -> AdmissionBudget:
+        return AdmissionBudget(max_requests=4, max_bytes=1000, clock=lambda: now[0])
 
     def test_bytes_in_flight_are_those_of_all_its_requests(self, limits):
         first = limits.acquire(60, "team", 100)

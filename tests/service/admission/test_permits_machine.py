@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from normserve.admission.permits import Limits, Permit
+from normserve.admission.permits import AdmissionBudget, Permit
 from normserve.errors import NormserveError, OverloadedError, RequestTimeoutError, TooLargeError
 
 MAX_REQUESTS, MAX_BYTES, MAX_OF_KEY = 4, 100, 50
@@ -38,7 +38,7 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.revoked: list[str] = []
-        self.limits = Limits(
+        self.limits = AdmissionBudget(
             max_requests=MAX_REQUESTS, max_bytes=MAX_BYTES, clock=lambda: self.now, on_revoked=self.revoked.append
         )
         self.all: list[Held] = []

@@ -1,7 +1,7 @@
 """The rate of a key's requests."""
 
 import pytest
-from normserve.admission.request_rate import RequestRate
+from normserve.admission.request_rate import TokenBucket
 
 
 @pytest.fixture
@@ -9,7 +9,7 @@ def now() -> list[float]:
     return [100.0]
 
 
-def taken(rate: RequestRate, most: int = 100) -> int:
+def taken(rate: TokenBucket, most: int = 100) -> int:
     """How many requests may come at once."""
     for count in range(most):
         if rate.wait_s():
@@ -20,12 +20,12 @@ def taken(rate: RequestRate, most: int = 100) -> int:
 
 @pytest.mark.parametrize(("per_second", "at_once"), [(5.0, 5), (2.5, 2), (1.0, 1), (0.1, 1)])
 def test_a_seconds_requests_may_come_at_once(now, per_second, at_once):
-    assert taken(RequestRate(per_second, clock=lambda: now[0])) == at_once
+    assert taken(TokenBucket(per_second, clock=lambda: now[0])) == at_once
 
 
 @pytest.mark.parametrize("per_second", [0.1, 1.0, 4.0])
 def test_in_the_long_run_there_are_so_many_a_second(now, per_second):
-    rate = RequestRate(per_second, clock=lambda: now[0])
+    rate = TokenBucket(per_second, clock=lambda: now[0])
     first = taken(rate)
     came = 0
     for _ in range(1000):
@@ -38,7 +38,7 @@ def test_in_the_long_run_there_are_so_many_a_second(now, per_second):
 
 @pytest.mark.parametrize("per_second", [0.3, 1.0, 40.0])
 def test_whoever_waits_as_long_as_told_is_let_in(now, per_second):
-    rate = RequestRate(per_second, clock=lambda: now[0])
+    rate = TokenBucket(per_second, clock=lambda: now[0])
     taken(rate)
     wait_s = rate.wait_s()
     assert 0 < wait_s <= 1 / per_second
@@ -49,5 +49,5 @@ def test_whoever_waits_as_long_as_told_is_let_in(now, per_second):
 
 
 def test_asking_costs_nothing(now):
-    rate = RequestRate(1.0, clock=lambda: now[0])
+    rate = TokenBucket(1.0, clock=lambda: now[0])
     assert [rate.wait_s() for _ in range(5)] == [0.0] * 5

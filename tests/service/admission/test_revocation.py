@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 import pytest
-from normserve.admission.revocation import SHARE, STALLED, Inflow, Lacking, choose_revoked
-from normserve.admission.tenants import Share, Tenant
+from normserve.admission.revocation import SHARE, STALLED, BodyRate, CapacityShortfall, choose_permits_to_revoke
+from normserve.admission.tenants import Tenant, TenantShare
 
 
 @dataclass(eq=False)
@@ -24,7 +24,7 @@ class Scene:
     """Permits whose bodies began at 0 and are due at 100 bytes a second."""
 
     def __init__(self) -> None:
-        self.inflows: dict[Held, Inflow] = {}
+        self.inflows: dict[Held, BodyRate] = {}
         self.tenants: dict[str, Tenant] = {}
 
     def add(self, nbytes: int = 10, tenant: str = "", began: float = 0.0) -> Held:
@@ -32,11 +32,11 @@ class Scene:
         holder.requests += 1
         holder.bytes += nbytes
         held = Held(holder, nbytes)
-        self.inflows[held] = Inflow(held.body, 100.0, 2.0, began)
+        self.inflows[held] = BodyRate(held.body, 100.0, 2.0, began)
         return held
 
-    def chosen(self, now: float, requests: int = 0, nbytes: int = 0, share: Share | None = None):
-        return choose_revoked(self.inflows.items(), Lacking(requests, nbytes), share, now)
+    def chosen(self, now: float, requests: int = 0, nbytes: int = 0, share: TenantShare | None = None):
+        return choose_permits_to_revoke(self.inflows.items(), CapacityShortfall(requests, nbytes), share, now)
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_a_whole_body_does_not(scene):
     held = scene.add()
     held.body.is_complete = True
     assert scene.chosen(10.0, 1) is None
-    assert scene.chosen(10.0, 1, share=Share(0, 0)) is None
+    assert scene.chosen(10.0, 1, share=TenantShare(0, 0)) is None
 
 
 def test_the_slowest_come_first_and_of_equals_the_largest(scene):
@@ -114,7 +114,7 @@ def test_no_more_give_way_than_need_to(scene):
 
 
 class TestShares:
-    share = Share(2, 100)
+    share = TenantShare(2, 100)
 
     def test_tenants_above_theirs_give_way_to_one_below(self, scene):
         many = [scene.add(tenant="many", began=9.0) for _ in range(3)]

@@ -3,7 +3,7 @@
 import contextlib
 
 import pytest
-from normserve.admission.permits import Limits, Permit
+from normserve.admission.permits import AdmissionBudget, Permit
 from normserve.errors import OverloadedError, RequestTimeoutError
 
 
@@ -22,7 +22,7 @@ class Body:
 DUE = 100.0
 
 
-def receiving(limits: Limits, nbytes: int = 0, tenant: str = "") -> tuple[Permit, Body]:
+def receiving(limits: AdmissionBudget, nbytes: int = 0, tenant: str = "") -> tuple[Permit, Body]:
     """A permit whose body is being received."""
     body = Body()
     permit = limits.acquire(nbytes, tenant)
@@ -36,8 +36,8 @@ class TestBodiesThatStall:
         return []
 
     @pytest.fixture
-    def limits(self, now, revoked) -> Limits:
-        return Limits(max_requests=4, max_bytes=1000, clock=lambda: now[0], on_revoked=revoked.append)
+    def limits(self, now, revoked) -> AdmissionBudget:
+        return AdmissionBudget(max_requests=4, max_bytes=1000, clock=lambda: now[0], on_revoked=revoked.append)
 
     def test_their_requests_are_given_to_those_that_come(self, limits, now, revoked):
         bodies = [receiving(limits)[1] for _ in range(4)]
@@ -138,8 +138,8 @@ class TestShares:
         return []
 
     @pytest.fixture
-    def limits(self, now, revoked) -> Limits:
-        return Limits(max_requests=8, max_bytes=1000, clock=lambda: now[0], on_revoked=revoked.append)
+    def limits(self, now, revoked) -> AdmissionBudget:
+        return AdmissionBudget(max_requests=8, max_bytes=1000, clock=lambda: now[0], on_revoked=revoked.append)
 
     @staticmethod
     def refused(limits, nbytes: int = 0, tenant: str = "") -> OverloadedError:
@@ -210,7 +210,7 @@ class TestShares:
         limits.acquire(600, "few")
 
     def test_one_request_is_within_any_share(self, now):
-        limits = Limits(max_requests=2, max_bytes=1000, clock=lambda: now[0])
+        limits = AdmissionBudget(max_requests=2, max_bytes=1000, clock=lambda: now[0])
         computed = [limits.acquire(0, "a"), limits.acquire(0, "b")]
         for name in "cde":
             self.refused(limits, 0, name)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from fusednorm import reference
 from fusednorm.results import Backward, Forward
-from normserve.jobs.job import LAYER_OPS, Layout, NormJob, NormSpec, Op, Pass
+from normserve.jobs.job import LAYER_OPS, ChannelLayout, NormJob, NormSpec, Op, PassDirection
 from normserve.memory.host_tensors import DType
 
 from tests.service.backends.answers import assert_right
@@ -26,8 +26,8 @@ EPILOGUES = (
 #: Operation, pass, dtype and layout: what `combinations` takes.
 KINDS = [
     (op, direction, dtype, layout)
-    for op, direction, dtype in product(LAYER_OPS, Pass, DTYPES)
-    for layout in (Layout if op is Op.GROUP_NORM else (Layout.NCHW,))
+    for op, direction, dtype in product(LAYER_OPS, PassDirection, DTYPES)
+    for layout in (ChannelLayout if op is Op.GROUP_NORM else (ChannelLayout.NCHW,))
 ]
 
 
@@ -44,14 +44,16 @@ class Combination(NamedTuple):
     compute_right: Callable[[], Forward | Backward]
 
 
-def combinations(op: Op, direction: Pass, dtype: torch.dtype, layout: Layout) -> Iterator[Combination]:
+def combinations(
+    op: Op, direction: PassDirection, dtype: torch.dtype, layout: ChannelLayout
+) -> Iterator[Combination]:
     """Each subset of the optional tensors with each choice of statistics and out_dtype, the epilogues in turn."""
     parameters = ("weight",) if op is Op.RMS_NORM else ("weight", "bias")
     of_samples = ("scale", "shift") if op is Op.GROUP_NORM else ()
     statistics = ("rstd",) if op is Op.RMS_NORM else ("mean", "rstd")
     optional: list[tuple[str, ...]] = [(name,) for name in (*parameters, *of_samples, "residual")]
     options: list[dict[str, object]] = [{}]
-    if direction is Pass.BACKWARD:
+    if direction is PassDirection.BACKWARD:
         optional += [statistics, ("dresidual_out",)]
     else:
         other = DType.BFLOAT16 if dtype is torch.float32 else DType.FLOAT32
@@ -80,7 +82,7 @@ def assert_all_right(answers: Iterator[tuple[Combination, dict[str, torch.Tensor
             least = (
                 2**-12 if combination.job.spec.op is Op.GROUP_NORM and combination.job.x.dtype.itemsize == 2 else 0
             )
-            assert_right(got, combination.compute_right(), combination.job.spec.layout is Layout.NHWC, least)
+            assert_right(got, combination.compute_right(), combination.job.spec.layout is ChannelLayout.NHWC, least)
         except AssertionError as error:
             raise AssertionError(f"{combination.given}: {error}") from error
         count += 1
@@ -93,14 +95,14 @@ def answer(backend, combination: Combination) -> dict[str, torch.Tensor]:
     return {name: back(tensor) for name, tensor in execution.outputs[0].items()}
 
 
-def _form(op: Op, layout: Layout) -> tuple[int, Layout]:
+def _form(op: Op, layout: ChannelLayout) -> tuple[int, ChannelLayout]:
     return (GROUPS if op is Op.GROUP_NORM else 0), layout
 
 
 def _combination(
     spec: NormSpec, names: tuple[str, ...], dtype: torch.dtype, heads: bool, of_residual: torch.dtype
 ) -> Combination:
-    grouped, moved = spec.op is Op.GROUP_NORM, spec.layout is Layout.NHWC
+    grouped, moved = spec.op is Op.GROUP_NORM, spec.layout is ChannelLayout.NHWC
     shape = (2, 4, 3, 2) if grouped else (3, 2, 6) if heads else (3, 6)
     size = shape[1:2] if grouped else shape[-2:] if heads else shape[-1:]
 
@@ -108,7 +110,7 @@ def _combination(
         tensor = torch.randn(shape).to(dtype)
         return tensor.movedim(1, -1).contiguous().movedim(-1, 1) if moved else tensor
 
-    tensors = {"x": like_x()} | ({"dy": like_x()} if spec.direction is Pass.BACKWARD else {})
+    tensors = {"x": like_x()} | ({"dy": like_x()} if spec.direction is PassDirection.BACKWARD else {})
     tensors |= {name: like_x() for name in ("residual", "dresidual_out") if name in names}
     if "residual" in names:
         tensors["residual"] = tensors["residual"].to(of_residual)
@@ -128,7 +130,7 @@ def _combination(
         saved = {"residual": tensors["residual"]} if "residual" in names else {}
         said = getattr(reference, function + "forward")(tensors["x"], *groups, eps=spec.eps, stats=True, **saved)
         tensors |= {name: getattr(said, name) for name in ("mean", "rstd") if name in names}
-    if spec.direction is Pass.FORWARD:
+    if spec.direction is PassDirection.FORWARD:
         out = None if spec.out_dtype is None else getattr(torch, spec.out_dtype.value)
         right = getattr(reference, function + "forward")
         given = functools.partial(right, tensors["x"], *groups, **options, out_dtype=out, stats=spec.stats)

@@ -3,9 +3,9 @@
 import fusednorm
 import pytest
 import torch
-from normserve.backends.cpu.backend import TorchBackend
+from normserve.backends.cpu.backend import CpuBackend
 from normserve.backends.cuda import backend as triton
-from normserve.jobs.job import Batch, Lane, Op
+from normserve.jobs.job import Batch, Op, QueueLane
 from normserve.memory.slabs import SlabPool
 
 from tests.service.backends.combinations import KINDS, answer, assert_all_right, combinations
@@ -44,7 +44,7 @@ def check(run, kind, chosen=range(2**7)) -> int:
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(name_of, kind)))
 def test_on_the_cpu(kind):
-    backend = TorchBackend(1)
+    backend = CpuBackend(1)
     optional = {Op.LAYER_NORM: 5, Op.RMS_NORM: 4, Op.GROUP_NORM: 7}[kind[0]]
     assert check(lambda job: backend.run(Batch((job,))), kind) == 2**optional
 
@@ -54,9 +54,9 @@ def test_on_the_cpu(kind):
 def test_some_interpreted(monkeypatch):
     monkeypatch.setattr(triton, "_DEVICE", "cpu")
     monkeypatch.setattr(triton, "CudaStreams", HostStreams)
-    monkeypatch.setattr(triton, "CudaGraphs", FakeGraphs)
+    monkeypatch.setattr(triton, "CudaGraphCapturer", FakeGraphs)
     backend = triton.TritonBackend(SlabPool(max_idle_bytes=0))
-    backend._pipelines = {lane: triton.Pipeline(HostStreams(urgent=False)) for lane in Lane}
+    backend._pipelines = {lane: triton.StreamPipeline(HostStreams(urgent=False)) for lane in QueueLane}
     assert triton.fusednorm is fusednorm
     count = 0
     for index, kind in enumerate(KINDS):

@@ -5,10 +5,10 @@ import pytest
 import torch
 from fusednorm import reference
 from fusednorm.cpu import batch_invariant
-from normserve.backends.launch import launch
-from normserve.backends.tensors import channels_first
+from normserve.backends.launch import run_operation
+from normserve.backends.tensors import move_channels_first
 from normserve.codec.activations import ACTIVATIONS
-from normserve.jobs.job import Layout, NormSpec, Op, Pass
+from normserve.jobs.job import ChannelLayout, NormSpec, Op, PassDirection
 from normserve.memory.host_tensors import DType
 
 from tests.service.backends.answers import assert_right
@@ -25,32 +25,34 @@ def seeded():
     torch.manual_seed(5)
 
 
-def group_spec(direction: Pass, layout: Layout, **more: object) -> NormSpec:
+def group_spec(direction: PassDirection, layout: ChannelLayout, **more: object) -> NormSpec:
     return NormSpec(Op.GROUP_NORM, direction, eps=1e-5, num_groups=GROUPS, layout=layout, **more)
 
 
 def arrived(spec: NormSpec, samples: int = 2) -> dict[str, torch.Tensor]:
     """A request's tensors as a backend hands them on."""
-    shape = (samples, 3, 5, 8) if spec.layout is Layout.NHWC else (samples, 8, 3, 5)
-    names = ("x", "residual") if spec.direction is Pass.FORWARD else ("x", "residual", "dy", "dresidual_out")
+    shape = (samples, 3, 5, 8) if spec.layout is ChannelLayout.NHWC else (samples, 8, 3, 5)
+    names = (
+        ("x", "residual") if spec.direction is PassDirection.FORWARD else ("x", "residual", "dy", "dresidual_out")
+    )
     tensors = {name: torch.randn(shape).half() for name in names}
     tensors |= {"weight": torch.randn(8), "bias": torch.randn(8)}
     tensors |= {"scale": torch.randn(samples, 8).half(), "shift": torch.randn(samples, 8)}
-    return {name: channels_first(spec, name, tensor) for name, tensor in tensors.items()}
+    return {name: move_channels_first(spec, name, tensor) for name, tensor in tensors.items()}
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("layout", Layout)
-@pytest.mark.parametrize("direction", Pass)
+@pytest.mark.parametrize("layout", ChannelLayout)
+@pytest.mark.parametrize("direction", PassDirection)
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_group_norm_with_everything(library, direction, layout, activation):
     functions, device = LIBRARIES[library]
-    spec = group_spec(direction, layout, activation=activation, stats=direction is Pass.FORWARD)
+    spec = group_spec(direction, layout, activation=activation, stats=direction is PassDirection.FORWARD)
     tensors = arrived(spec)
-    got = launch(functions, spec, {name: tensor.to(device) for name, tensor in tensors.items()})
+    got = run_operation(functions, spec, {name: tensor.to(device) for name, tensor in tensors.items()})
     leading = [tensors.pop(name) for name in ("dy", "x") if name in tensors]
     options = tensors | {"activation": activation, "precision": torch.float64}
-    if direction is Pass.FORWARD:
+    if direction is PassDirection.FORWARD:
         options["stats"] = True
     result = getattr(reference, f"group_norm_{direction.value}")(*leading, GROUPS, **options)
     want = {name: tensor for name, tensor in result._asdict().items() if tensor is not None}
@@ -63,25 +65,25 @@ def test_a_group_norm_with_everything(library, direction, layout, activation):
         assert (got[name].cpu().double() - right.double()).abs().max() / scale <= tolerance, name
 
 
-@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("layout", ChannelLayout)
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("given", [("scale",), ("shift",)])
 def test_scale_or_shift_alone(given, library, layout):
     functions, device = LIBRARIES[library]
-    for direction in Pass:
+    for direction in PassDirection:
         spec = group_spec(direction, layout)
         tensors = {name: t.to(device) for name, t in arrived(spec).items() if name in ("x", "dy", *given)}
-        outputs = launch(functions, spec, tensors)
-        assert outputs.keys() == ({"y"} if direction is Pass.FORWARD else {"dx", f"d{given[0]}"})
+        outputs = run_operation(functions, spec, tensors)
+        assert outputs.keys() == ({"y"} if direction is PassDirection.FORWARD else {"dx", f"d{given[0]}"})
 
 
-@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("layout", ChannelLayout)
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_no_samples(library, layout):
     functions, device = LIBRARIES[library]
-    spec = group_spec(Pass.BACKWARD, layout)
+    spec = group_spec(PassDirection.BACKWARD, layout)
     tensors = {name: tensor.to(device) for name, tensor in arrived(spec, samples=0).items()}
-    outputs = launch(functions, spec, tensors)
+    outputs = run_operation(functions, spec, tensors)
     for name in ("x", "weight", "bias", "scale", "shift"):
         assert outputs[f"d{name}"].shape == tensors[name].shape
         assert outputs[f"d{name}"].dtype == tensors[name].dtype
@@ -108,18 +110,18 @@ def test_what_rows_alone_take(library, asked, op):
     tensors["weight"] = torch.randn(of).half()
     if op is Op.LAYER_NORM:
         tensors["bias"] = torch.randn(of)
-    for direction in (Pass.FORWARD,) if "out_dtype" in options else Pass:
-        if direction is Pass.BACKWARD:
+    for direction in (PassDirection.FORWARD,) if "out_dtype" in options else PassDirection:
+        if direction is PassDirection.BACKWARD:
             tensors["dy"] = torch.randn(4, 3, 8).half()
         if len(of) == 1:
             tensors = {n: t.flatten(0, -2) if n not in ("weight", "bias") else t for n, t in tensors.items()}
         spec = NormSpec(op, direction, eps=1e-5, **options)
-        got = launch(functions, spec, {name: tensor.to(device) for name, tensor in tensors.items()})
+        got = run_operation(functions, spec, {name: tensor.to(device) for name, tensor in tensors.items()})
         named = dict(tensors)
-        leading = [named.pop(name) for name in (("x",) if direction is Pass.FORWARD else ("dy", "x"))]
+        leading = [named.pop(name) for name in (("x",) if direction is PassDirection.FORWARD else ("dy", "x"))]
         named |= {"precision": torch.float64, "eps": 1e-5, "weight_offset": spec.weight_offset}
         if spec.out_dtype:
             named["out_dtype"] = torch.float8_e4m3fn
         want = getattr(reference, f"{op.value}_{direction.value}")(*leading, **named)
         assert_right({name: tensor.cpu() for name, tensor in got.items()}, want, moved=False)
-        assert ("dresidual" in got) == (direction is Pass.BACKWARD and of_residual is torch.float32)
+        assert ("dresidual" in got) == (direction is PassDirection.BACKWARD and of_residual is torch.float32)

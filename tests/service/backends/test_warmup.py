@@ -1,12 +1,12 @@
 """What a backend runs before it is ready: everything, at the lengths that were named."""
 
-from normserve.backends.warmup import warm_up_batches
-from normserve.jobs.job import LAYER_OPS, Op, Pass
+from normserve.backends.warmup import make_warm_up_batches
+from normserve.jobs.job import LAYER_OPS, Op, PassDirection
 from normserve.memory.host_tensors import FLOATS
 
 
 def test_every_operation_on_every_length_with_parameters_and_without():
-    batches = list(warm_up_batches([8, 300]))
+    batches = list(make_warm_up_batches([8, 300]))
     kinds = {
         (
             job.x.shape[-1],
@@ -23,7 +23,7 @@ def test_every_operation_on_every_length_with_parameters_and_without():
         (size, op, direction, dtype, names)
         for size in (8, 300)
         for op in LAYER_OPS
-        for direction in Pass
+        for direction in PassDirection
         for dtype in FLOATS
         for names in parameters[op]
     }
@@ -31,6 +31,6 @@ def test_every_operation_on_every_length_with_parameters_and_without():
 
 
 def test_groups_come_out_even():
-    for batch in warm_up_batches([300, 7]):
+    for batch in make_warm_up_batches([300, 7]):
         spec, x = batch.jobs[0].spec, batch.jobs[0].x
         assert spec.op is not Op.GROUP_NORM or x.shape[1] % spec.num_groups == 0

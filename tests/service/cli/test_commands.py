@@ -20,7 +20,7 @@ from normserve.settings import REMOVED, Settings
 def served(monkeypatch):
     """Settings that `serve` was called with."""
     calls = []
-    monkeypatch.setattr(normserve.process.serving, "serve", lambda settings: calls.append(settings) or 7)
+    monkeypatch.setattr(normserve.process.serving, "run_server", lambda settings: calls.append(settings) or 7)
     return calls
 
 

@@ -8,10 +8,10 @@ import httpx
 import numpy as np
 import pytest
 from normserve import client as api
-from normserve.client.answers.failures import api_error
+from normserve.client.answers.failures import make_api_error
 from normserve.client.deadlines import Deadline
 from normserve.client.errors import ApiError, ConnectionFailedError
-from normserve.client.retries import Attempts, RetryPolicy
+from normserve.client.retries import RetryPolicy, RetrySchedule
 
 from .harness.fake_server import FakeServer, problem_answer, tensors_answer
 
@@ -101,13 +101,13 @@ def test_the_api_key_is_sent(connect):
 
 
 def pauses(policy, failure, jitter=1.0, timeout_s=None):
-    attempts = Attempts(policy, Deadline(timeout_s), lambda: jitter)
+    attempts = RetrySchedule(policy, Deadline(timeout_s), lambda: jitter)
     return list(iter(lambda: attempts.pause_after(failure), None))
 
 
 def overloaded(retry_after=None):
     headers = {} if retry_after is None else {"retry-after": retry_after}
-    return api_error(429, headers, b"")
+    return make_api_error(429, headers, b"")
 
 
 def test_pauses_double_up_to_a_limit():
@@ -165,7 +165,7 @@ def test_a_retry_after_that_means_nothing_is_none(text):
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"null", b"<html>\xff", b'{"code": 7}'])
 def test_an_error_from_whoever_stands_between_is_an_error(body):
-    error = api_error(502, {"x-request-id": "abc"}, body)
+    error = make_api_error(502, {"x-request-id": "abc"}, body)
     assert isinstance(error, ApiError)
     assert error.request_id == "abc"
     assert "502" in str(error)
@@ -182,19 +182,19 @@ def test_a_server_that_starts_is_waited_for_no_longer_than_that_nor_where_nothin
     with pytest.raises(api.UnavailableError):
         connect(starting, tries=1).layer_norm(X)
     assert len(starting.requests) == 1
-    failure = api_error(503, {"content-type": "application/problem+json"}, b'{"code": "not_ready"}')
+    failure = make_api_error(503, {"content-type": "application/problem+json"}, b'{"code": "not_ready"}')
     policy = RetryPolicy(tries=2, first_pause_s=100, longest_pause_s=300)
     assert pauses(policy, failure, timeout_s=250) == [100, 200]
 
 
 def test_a_server_that_starts_is_asked_about_as_often_as_it_says():
-    starting = api_error(503, {"retry-after": "2"}, b'{"code": "not_ready"}')
-    attempts = Attempts(RetryPolicy(tries=4, first_pause_s=1), Deadline(1000), lambda: 1.0)
+    starting = make_api_error(503, {"retry-after": "2"}, b'{"code": "not_ready"}')
+    attempts = RetrySchedule(RetryPolicy(tries=4, first_pause_s=1), Deadline(1000), lambda: 1.0)
     assert attempts.pause_after(overloaded()) == 1
     assert [attempts.pause_after(starting) for _ in range(50)] == [2.5] * 50
     # Other failures are counted as if the server had been ready all the time.
     assert [attempts.pause_after(overloaded()) for _ in range(3)] == [2, 4, None]
-    ending = Attempts(RetryPolicy(first_pause_s=0), Deadline(1.5), lambda: 1.0)
+    ending = RetrySchedule(RetryPolicy(first_pause_s=0), Deadline(1.5), lambda: 1.0)
     assert ending.pause_after(starting) is None
 
 
@@ -209,11 +209,11 @@ def test_a_call_outlasts_a_restart_that_takes_no_longer_than_reconnect_s():
 
 def test_reconnecting_pauses_for_a_second_at_most_and_leaves_the_tries():
     policy = RetryPolicy(tries=3, first_pause_s=0.25, reconnect_s=1000)
-    attempts = Attempts(policy, Deadline(None), lambda: 1.0)
+    attempts = RetrySchedule(policy, Deadline(None), lambda: 1.0)
     gone = ConnectionFailedError("refused")
     assert [attempts.pause_after(gone) for _ in range(5)] == [0.25, 0.5, 1, 1, 1]
     assert [attempts.pause_after(overloaded()) for _ in range(3)] == [0.25, 0.5, None]
-    jittered = Attempts(policy, Deadline(None), lambda: 0.0)
+    jittered = RetrySchedule(policy, Deadline(None), lambda: 0.0)
     assert list(islice(iter(lambda: jittered.pause_after(gone), None), 4)) == [0.125, 0.25, 0.5, 0.5]
 
 
@@ -234,7 +234,7 @@ def test_reconnecting_ends(options, timeout_s):
 def test_the_time_to_reconnect_begins_with_the_first_failed_connection(monkeypatch):
     now = 0.0
     monkeypatch.setattr("time.monotonic", lambda: now)
-    attempts = Attempts(RetryPolicy(reconnect_s=10), Deadline(None), lambda: 1.0)
+    attempts = RetrySchedule(RetryPolicy(reconnect_s=10), Deadline(None), lambda: 1.0)
     gone = ConnectionFailedError("refused")
     waited = []
     while (pause_s := attempts.pause_after(gone)) is not None:

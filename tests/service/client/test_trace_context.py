@@ -6,8 +6,8 @@ from types import ModuleType
 import msgspec
 import numpy as np
 import pytest
-from normserve.client.local.messages import in_current_span
-from normserve.client.trace_context import current_headers, current_traceparent
+from normserve.client.local.messages import add_traceparent
+from normserve.client.trace_context import get_current_headers, get_current_traceparent
 from normserve.codec import local_frames as frames
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, TraceState, use_span
 
@@ -15,7 +15,7 @@ from .harness.fake_server import FakeServer
 
 X = np.zeros((2, 2), np.float32)
 TRACEPARENT = "00-0000000000000000000000000000000a-000000000000000b-01"
-COMPUTE = frames.Compute("layer_norm", {}, {})
+COMPUTE = frames.ComputeMessage("layer_norm", {}, {})
 
 
 def span(trace_id=10, *, sampled=True, state=None):
@@ -36,12 +36,12 @@ def test_requests_carry_the_current_span(connect):
 
 def test_a_span_that_is_not_sampled_says_so():
     with span(sampled=False):
-        assert current_headers() == [("traceparent", TRACEPARENT[:-2] + "00")]
+        assert get_current_headers() == [("traceparent", TRACEPARENT[:-2] + "00")]
 
 
 def test_an_invalid_span_is_not_propagated():
     with span(trace_id=0):
-        assert current_headers() == []
+        assert get_current_headers() == []
 
 
 @pytest.mark.parametrize("module", [None, ModuleType("opentelemetry.trace")], ids=["absent", "half imported"])
@@ -49,17 +49,17 @@ def test_a_program_without_opentelemetry_has_no_span(monkeypatch, module):
     monkeypatch.delitem(sys.modules, "opentelemetry.trace")
     if module is not None:
         monkeypatch.setitem(sys.modules, "opentelemetry.trace", module)
-    assert current_traceparent() is None
+    assert get_current_traceparent() is None
 
 
 @pytest.mark.parametrize("message", [COMPUTE, msgspec.Raw(msgspec.json.encode(COMPUTE))], ids=["struct", "encoded"])
 def test_messages_of_operations_carry_the_current_span(message):
-    assert in_current_span(message) is message
+    assert add_traceparent(message) is message
     with span():
-        sent = msgspec.json.decode(msgspec.json.encode(in_current_span(message)), type=frames.Compute)
+        sent = msgspec.json.decode(msgspec.json.encode(add_traceparent(message)), type=frames.ComputeMessage)
     assert sent == msgspec.structs.replace(COMPUTE, traceparent=TRACEPARENT)
 
 
 def test_other_messages_carry_none():
     with span():
-        assert in_current_span(frames.Info()) == frames.Info()
+        assert add_traceparent(frames.GetInfoMessage()) == frames.GetInfoMessage()

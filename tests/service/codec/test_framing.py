@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from normserve.codec.framing import PREFIX, FrameReader, SendQueue, rights_bytes
+from normserve.codec.framing import PREFIX, FrameReader, SendQueue, compute_ancillary_bytes
 from normserve.errors import TooLargeError
 
 CONTENTS = st.lists(st.tuples(st.integers(0, 2**32 - 1), st.binary(max_size=80)), max_size=6)
@@ -111,7 +111,7 @@ def test_what_a_socket_sends_in_parts_another_receives_with_its_descriptors():
             with suppress(BlockingIOError):
                 queue.send(ours)
             with suppress(BlockingIOError):
-                data, ancillary, flags, _ = theirs.recvmsg(2**16, rights_bytes(4))
+                data, ancillary, flags, _ = theirs.recvmsg(2**16, compute_ancillary_bytes(4))
                 for tag, content in reader.feed(data, ancillary, flags):
                     found.append((tag, content))
                     if tag % 3 == 0:

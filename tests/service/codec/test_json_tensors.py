@@ -81,7 +81,7 @@ def test_anything_else_is_refused(text):
 )
 def test_more_than_the_shape_declares_is_not_decoded(monkeypatch, shape, text):
     monkeypatch.setattr(json_tensors, "_FLAT", None)
-    monkeypatch.setattr(json_tensors, "_nested", None)
+    monkeypatch.setattr(json_tensors, "_make_nested_decoder", None)
     with pytest.raises(MalformedPayloadError, match="x must"):
         decode("x", DType.FLOAT32, shape, text.encode())
 
@@ -110,6 +110,6 @@ def test_many_elements_are_refused_unread():
     with pytest.raises(TooLargeError, match="binary data"):
         decode("x", DType.FLOAT32, [MAX_ELEMENTS + 1], b"no JSON at all")
     with pytest.raises(TooLargeError, match="binary data"):
-        json_tensors.require_few("y", MAX_ELEMENTS + 1)
+        json_tensors.require_json_size("y", MAX_ELEMENTS + 1)
     with pytest.raises(MalformedPayloadError, match="2\\^63"):
         decode("x", DType.FLOAT32, [2**62, 4, 0], b"[]")

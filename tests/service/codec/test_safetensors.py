@@ -84,7 +84,7 @@ def test_a_header_that_was_read_before_is_of_the_body_that_has_it():
     with pytest.raises(MalformedPayloadError, match="must end where the body does"):
         codec.decode(second[:-4])
     with pytest.raises(TooLargeError, match="at most 0 tensors"):
-        codec.decode(second, codec.Limits(header_bytes=1024, tensors=0))
+        codec.decode(second, codec.HeaderLimits(header_bytes=1024, tensors=0))
 
 
 def test_encode_sends_the_tensors_own_buffers():
@@ -99,7 +99,7 @@ def test_every_tensor_starts_at_a_multiple_of_its_element_size(tmp_path):
     body = b"".join(codec.encode(tensors))
     for read in codec.read_entries(memoryview(body)):
         assert read.start % tensors[read.name].dtype.itemsize == 0
-    assert codec.data_order({"a": (DType.FLOAT16, (1,)), "b": (DType.FLOAT32, (1,))}) == ["b", "a"]
+    assert codec.sort_by_element_size({"a": (DType.FLOAT16, (1,)), "b": (DType.FLOAT32, (1,))}) == ["b", "a"]
     path = tmp_path / "answer.safetensors"
     path.write_bytes(body)
     assert safetensors.torch.load_file(path)["y"].tolist() == [1, 1, 1]

@@ -2,7 +2,7 @@
 
 import pytest
 from fusednorm.api.chain import MAX_NORMS as OF_KERNELS
-from normserve.codec.tensor_names import CHAIN_PARAMETERS, MAX_NORMS, is_parameter, norm_count
+from normserve.codec.tensor_names import CHAIN_PARAMETERS, MAX_NORMS, count_norms, is_parameter
 
 
 def test_a_chain_is_as_long_as_the_kernels_take_it():
@@ -27,4 +27,4 @@ def test_parameters_are_those_of_one_norm_or_of_a_chain():
     ],
 )
 def test_norms_without_parameters_count_before_the_last_that_has_some(names, count):
-    assert norm_count(names) == count
+    assert count_norms(names) == count

@@ -3,12 +3,12 @@
 import threading
 from collections import deque
 
-from normserve.backends.base import InFlight
+from normserve.backends.base import PendingLaunch
 from normserve.errors import DeviceOutOfMemoryError
-from normserve.jobs.device import DeviceInfo
-from normserve.jobs.job import Execution
+from normserve.jobs.device import DeviceDescription
+from normserve.jobs.job import BatchResult
 
-EXECUTION = Execution(({},), (0,), 0.0, 0.0, 0.0)
+EXECUTION = BatchResult(({},), (0,), 0.0, 0.0, 0.0)
 
 
 class FakeBackend:
@@ -25,7 +25,7 @@ class FakeBackend:
         self.is_ready = True
 
     def start(self):
-        return self._noted(DeviceInfo("a device", "cpu", 1e9, {}))
+        return self._noted(DeviceDescription("a device", "cpu", 1e9, {}))
 
     def load(self, op, weight, bias):
         assert self.may_load.wait(20)
@@ -53,7 +53,7 @@ class FakeBackend:
         return value
 
 
-class Landing(InFlight):
+class Landing(PendingLaunch):
     """Is done when it is told to be, or raises what it is told to."""
 
     def __init__(self) -> None:

@@ -5,14 +5,14 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from normserve.backends.base import ONE_AT_A_TIME, Depth, InFlight
+from normserve.backends.base import ONE_AT_A_TIME, LaunchDepth, PendingLaunch
 from normserve.engine.batcher import Batcher
-from normserve.engine.compilation import Compilation
+from normserve.engine.compilation import CompilationQueue
 from normserve.engine.engine import Engine
-from normserve.engine.executor import Outcome
+from normserve.engine.executor import WorkOutcome
 from normserve.errors import DeviceFailureError, NormserveError
-from normserve.jobs.device import DeviceInfo
-from normserve.jobs.job import Batch, Execution, Lane, NormJob, NormResult
+from normserve.jobs.device import DeviceDescription
+from normserve.jobs.job import Batch, BatchResult, NormJob, NormResult, QueueLane
 from normserve.metrics.metrics import Metrics
 
 from tests.service.jobs.fake_jobs import job
@@ -33,7 +33,7 @@ class FakeBackend:
         return False
 
 
-class Flying(InFlight):
+class Flying(PendingLaunch):
     """Lands when the test says so."""
 
     def __init__(self, batch: Batch) -> None:
@@ -66,7 +66,7 @@ class FakeExecutor:
         self.stopped_within: float | None = None
 
     def start(self, reply):
-        reply(Outcome(0.0, value=DeviceInfo("a device", "cpu", 1e9, {})))
+        reply(WorkOutcome(0.0, value=DeviceDescription("a device", "cpu", 1e9, {})))
 
     def run(self, batch, on_launched, reply):
         self.handed_over += 1
@@ -83,11 +83,11 @@ class FakeExecutor:
 
     def launch_here(self, batch):
         self.here.append(batch)
-        return Outcome(time.perf_counter(), value=Flying(batch))
+        return WorkOutcome(time.perf_counter(), value=Flying(batch))
 
     def run_here(self, batch):
         self.here.append(batch)
-        return Outcome(time.perf_counter(), value=Flying(batch)) if self.is_slow else self._outcome(batch)
+        return WorkOutcome(time.perf_counter(), value=Flying(batch)) if self.is_slow else self._outcome(batch)
 
     def landed(self, outcome):
         self.looks += 1
@@ -101,7 +101,7 @@ class FakeExecutor:
 
     def load(self, op, weight, bias, reply):
         self.loaded.append((op, weight, bias))
-        reply(Outcome(0.0, value="resident"))
+        reply(WorkOutcome(0.0, value="resident"))
 
     def compile(self, job, reply):
         self.compiling.append((job, reply))
@@ -111,28 +111,28 @@ class FakeExecutor:
 
     def end_compile(self, error=None) -> None:
         _, reply = self.compiling.pop(0)
-        reply(Outcome(time.perf_counter() - 0.5, error=error))
+        reply(WorkOutcome(time.perf_counter() - 0.5, error=error))
 
     def end_launch(self) -> None:
         """What was handed over is in flight."""
         batch, on_launched = self.launching.pop()
-        on_launched(Outcome(time.perf_counter(), value=Flying(batch)))
+        on_launched(WorkOutcome(time.perf_counter(), value=Flying(batch)))
 
     def finish(self, error=None) -> Batch:
         """End the oldest launch."""
         batch, reply = self.running.pop(0)
         self.launching = [each for each in self.launching if each[0] is not batch]
         if error is not None:
-            reply(Outcome(time.perf_counter(), error=error))
+            reply(WorkOutcome(time.perf_counter(), error=error))
         else:
             reply(self._outcome(batch))
         return batch
 
     @staticmethod
-    def _outcome(batch) -> Outcome:
+    def _outcome(batch) -> WorkOutcome:
         outputs = tuple({"y": each.x} for each in batch.jobs)
-        execution = Execution(outputs, tuple(each.rows for each in batch.jobs), 0.1, 0.5, 0.2)
-        return Outcome(time.perf_counter(), value=execution)
+        execution = BatchResult(outputs, tuple(each.rows for each in batch.jobs), 0.1, 0.5, 0.2)
+        return WorkOutcome(time.perf_counter(), value=execution)
 
 
 class Scene:
@@ -140,7 +140,9 @@ class Scene:
         self.executor = FakeExecutor()
         self.metrics = Metrics()
         batcher = Batcher(max_requests=8, max_bytes=10**6)
-        self.engine = Engine(self.executor, batcher, Compilation(max_classes=4, max_per_minute=60), self.metrics)
+        self.engine = Engine(
+            self.executor, batcher, CompilationQueue(max_classes=4, max_per_minute=60), self.metrics
+        )
 
     def submit(self, work, deadline: float = FAR) -> asyncio.Task:
         """Begin a job in a task that has its result or raises its error; cancelled, it ends the job."""
@@ -172,7 +174,7 @@ class Quick(FakeBackend):
 class Deep(FakeBackend):
     """Takes several batches at once."""
 
-    depth = Depth(3, {Lane.SMALL: 2, Lane.LARGE: 2})
+    depth = LaunchDepth(3, {QueueLane.SMALL: 2, QueueLane.LARGE: 2})
 
 
 def large_job() -> NormJob:

@@ -2,7 +2,7 @@
 
 import pytest
 from normserve.engine.batcher import Batcher
-from normserve.jobs.job import Lane, Op, Pass
+from normserve.jobs.job import Op, PassDirection, QueueLane
 from normserve.memory.host_tensors import DType
 
 from tests.service.jobs.fake_jobs import job, layer, tensor
@@ -27,7 +27,7 @@ def test_empty_queue_has_nothing_due(batcher):
 def test_nothing_is_due_without_a_free_lane(batcher):
     batcher.add(job(1, 4))
     assert batcher.take(()) is None
-    assert batcher.take((Lane.LARGE,)) is None
+    assert batcher.take((QueueLane.LARGE,)) is None
     assert len(batcher) == 1
 
 
@@ -108,7 +108,7 @@ class TestLanes:
         for each in (small[0], *large):
             batcher.add(each)
         for taken in large[:3]:
-            assert batcher.take((Lane.LARGE,)).jobs == (taken,)
+            assert batcher.take((QueueLane.LARGE,)).jobs == (taken,)
         for each in small[1:]:
             batcher.add(each)
         order = drained(batcher)
@@ -117,14 +117,14 @@ class TestLanes:
 
     def test_a_quarter_of_a_mebibyte_is_the_last_that_is_small(self):
         batcher = Batcher(max_requests=3, max_bytes=2**22)
-        assert batcher.lane_of(job(2**16, 1)) is Lane.SMALL
-        assert batcher.lane_of(job(2**16 + 1, 1)) is Lane.LARGE
+        assert batcher.lane_of(job(2**16, 1)) is QueueLane.SMALL
+        assert batcher.lane_of(job(2**16 + 1, 1)) is QueueLane.LARGE
 
     def test_batch_says_its_lane(self, batcher):
         batcher.add(job(100, 4))
-        assert batcher.take((Lane.LARGE,)).lane is Lane.LARGE
+        assert batcher.take((QueueLane.LARGE,)).lane is QueueLane.LARGE
         batcher.add(job(1, 4))
-        assert batcher.take((Lane.SMALL,)).lane is Lane.SMALL
+        assert batcher.take((QueueLane.SMALL,)).lane is QueueLane.SMALL
 
     def test_every_lane_is_looked_through(self, batcher):
         pair = [job(1, 4), job(100, 4)]
@@ -159,8 +159,8 @@ STRANGERS = {
     "layer": (job(1, 4, layer=LAYER), job(1, 4, layer=layer())),
     "dropout": (job(1, 4, dropout=0.5, seed=1), job(1, 4, dropout=0.5, seed=1)),
     "parameter gradients": (
-        job(1, 4, direction=Pass.BACKWARD, tensors={"dy": tensor(1, 4)} | WEIGHT),
-        job(1, 4, direction=Pass.BACKWARD, tensors={"dy": tensor(1, 4)} | WEIGHT),
+        job(1, 4, direction=PassDirection.BACKWARD, tensors={"dy": tensor(1, 4)} | WEIGHT),
+        job(1, 4, direction=PassDirection.BACKWARD, tensors={"dy": tensor(1, 4)} | WEIGHT),
     ),
     "scale": (
         job(1, 4, 6, op=Op.GROUP_NORM, num_groups=2),
@@ -204,15 +204,15 @@ KIN = {
             samples,
             *(4, 6),
             op=Op.GROUP_NORM,
-            direction=Pass.BACKWARD,
+            direction=PassDirection.BACKWARD,
             num_groups=2,
             tensors={"dy": tensor(samples, 4, 6), "scale": tensor(samples, 4)},
         )
         for samples in (2, 1)
     ),
     "backward without parameters": (
-        job(1, 4, direction=Pass.BACKWARD, tensors={"dy": tensor(1, 4)}),
-        job(2, 4, direction=Pass.BACKWARD, tensors={"dy": tensor(2, 4)}),
+        job(1, 4, direction=PassDirection.BACKWARD, tensors={"dy": tensor(1, 4)}),
+        job(2, 4, direction=PassDirection.BACKWARD, tensors={"dy": tensor(2, 4)}),
     ),
 }
 

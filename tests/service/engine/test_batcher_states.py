@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from normserve.engine.batcher import Batcher
-from normserve.jobs.job import Lane, NormJob
+from normserve.jobs.job import NormJob, QueueLane
 from normserve.memory.host_tensors import DType, HostTensor
 
 from tests.service.jobs.fake_jobs import job
@@ -15,7 +15,7 @@ from tests.service.jobs.fake_jobs import job
 MAX_REQUESTS, MAX_BYTES = 3, 2000
 # Bytes of x by how it is to run: with others, alone though small, alone.
 ROWS = st.sampled_from([1, 3, 30, 62, 63, 200])
-LANES = st.sampled_from([tuple(Lane), (Lane.SMALL,), (Lane.LARGE,), ()])
+LANES = st.sampled_from([tuple(QueueLane), (QueueLane.SMALL,), (QueueLane.LARGE,), ()])
 
 
 class Batching(RuleBasedStateMachine):
@@ -29,19 +29,19 @@ class Batching(RuleBasedStateMachine):
         # Whether the device ever has room in one lane alone, which that lane owes to the other for as long.
         self.restricts = True
         # Bytes launched of each lane since both last had work, and of the largest launch of all.
-        self.served = dict.fromkeys(Lane, 0)
+        self.served = dict.fromkeys(QueueLane, 0)
         self.largest = 0
 
     @initialize(restricts=st.booleans())
     def begin(self, restricts):
         self.restricts = restricts
 
-    def lane(self, each: NormJob) -> Lane:
-        return Lane.SMALL if each.nbytes <= MAX_BYTES else Lane.LARGE
+    def lane(self, each: NormJob) -> QueueLane:
+        return QueueLane.SMALL if each.nbytes <= MAX_BYTES else QueueLane.LARGE
 
     @property
     def both_wait(self) -> bool:
-        return {self.lane(each) for each in self.waiting} == set(Lane)
+        return {self.lane(each) for each in self.waiting} == set(QueueLane)
 
     @rule(sizes=st.lists(ROWS, min_size=1, max_size=6), eps=st.sampled_from([1e-5, 1e-6, 1e-7]))
     def add(self, sizes, eps):
@@ -53,7 +53,7 @@ class Batching(RuleBasedStateMachine):
             self.waiting.append(job(rows, 8, eps=eps, tensors={"x": x}))
             self.batcher.add(self.waiting[-1])
             if not before:
-                self.served = dict.fromkeys(Lane, 0)
+                self.served = dict.fromkeys(QueueLane, 0)
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
@@ -66,7 +66,7 @@ class Batching(RuleBasedStateMachine):
     @rule(lanes=LANES)
     def take(self, lanes):
         waited = self.both_wait
-        lanes = lanes if self.restricts else tuple(Lane)
+        lanes = lanes if self.restricts else tuple(QueueLane)
         batch = self.batcher.take(lanes)
         candidates = [each for each in self.waiting if self.lane(each) in lanes]
         if not candidates:
@@ -81,7 +81,7 @@ class Batching(RuleBasedStateMachine):
         if waited and not self.restricts:
             self.served[batch.lane] += batch.nbytes
             # Start-time fair queueing: two lanes that both have work drift apart by a launch of each at most.
-            assert abs(self.served[Lane.SMALL] - self.served[Lane.LARGE]) <= 2 * self.largest
+            assert abs(self.served[QueueLane.SMALL] - self.served[QueueLane.LARGE]) <= 2 * self.largest
 
     def expected(self, queue: list[NormJob]) -> list[NormJob]:
         """The oldest of a lane and, in order, those of its class that fit beside it."""

@@ -1,9 +1,9 @@
 """How many classes are compiled, how fast, and who waits."""
 
 import pytest
-from normserve.engine.compilation import Compilation
+from normserve.engine.compilation import CompilationQueue
 from normserve.errors import OverloadedError
-from normserve.jobs.job import Op, Pass
+from normserve.jobs.job import Op, PassDirection
 from normserve.memory.host_tensors import DType
 
 from tests.service.jobs.fake_jobs import job, layer, tensor
@@ -24,7 +24,7 @@ def clock():
 
 @pytest.fixture
 def compilation(clock):
-    return Compilation(max_classes=100, max_per_minute=2, clock=clock)
+    return CompilationQueue(max_classes=100, max_per_minute=2, clock=clock)
 
 
 def test_first_of_a_class_asks_for_it_and_the_rest_wait(compilation):
@@ -66,7 +66,7 @@ def test_rate_is_bounded_and_says_when_to_come_back(compilation, clock):
 
 
 def test_number_is_bounded(clock):
-    compilation = Compilation(max_classes=3, max_per_minute=1000, clock=clock)
+    compilation = CompilationQueue(max_classes=3, max_per_minute=1000, clock=clock)
     compilation.foresee(["a", "b"])
     compilation.wait_for("c", job(1, 4))
     with pytest.raises(OverloadedError):
@@ -93,7 +93,7 @@ OTHER = {
     "dropout": job(1, 4, dropout=0.5, seed=1),
     "stats": job(1, 4, stats=True),
     "out_dtype": job(1, 4, out_dtype=DType.BFLOAT16),
-    "direction": job(1, 4, direction=Pass.BACKWARD, tensors={"dy": tensor(1, 4)}),
+    "direction": job(1, 4, direction=PassDirection.BACKWARD, tensors={"dy": tensor(1, 4)}),
     "op": job(1, 4, op=Op.RMS_NORM),
 }
 

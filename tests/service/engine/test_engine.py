@@ -8,7 +8,7 @@ from normserve.errors import (
     DrainingError,
     NotReadyError,
 )
-from normserve.jobs.job import Lane, Op
+from normserve.jobs.job import Op, QueueLane
 
 from tests.service.engine.fake_engine import Deep, Quick, Scene, large_job, scene, turn
 from tests.service.jobs.fake_jobs import job, tensor
@@ -79,11 +79,11 @@ async def test_device_with_wires_of_its_own_gets_several_batches_at_once(scene):
     scene.executor.backend = Deep()
     tasks = [scene.submit(large_job()) for _ in range(3)]
     await turn()
-    assert [batch.lane for batch, _ in scene.executor.running] == [Lane.LARGE] * 2
+    assert [batch.lane for batch, _ in scene.executor.running] == [QueueLane.LARGE] * 2
     tasks.append(scene.submit(job(1, 4)))
     await turn()
     # The small one has a lane of its own, which the large one that came before it may not take.
-    assert [batch.lane for batch, _ in scene.executor.running] == [Lane.LARGE] * 2 + [Lane.SMALL]
+    assert [batch.lane for batch, _ in scene.executor.running] == [QueueLane.LARGE] * 2 + [QueueLane.SMALL]
     tasks.append(scene.submit(job(1, 5)))
     await turn()
     assert len(scene.executor.running) == 3
@@ -135,7 +135,7 @@ async def test_what_is_alone_and_small_enough_is_no_large_batch(scene):
     scene.executor.backend = Quick()
     scene.executor.backend.inline_bytes = large_job().nbytes
     await scene.submit(large_job())
-    assert [batch.lane for batch in scene.executor.here] == [Lane.SMALL]
+    assert [batch.lane for batch in scene.executor.here] == [QueueLane.SMALL]
 
 
 @scene

@@ -4,7 +4,7 @@ import re
 import time
 
 import pytest
-from normserve.engine.engine import State
+from normserve.engine.engine import EngineState
 from normserve.errors import (
     ClientLeftError,
     DeadlineExceededError,
@@ -105,4 +105,4 @@ async def test_device_that_fails_while_it_compiles_has_failed(scene):
     with pytest.raises(DeviceFailureError):
         await doomed
     assert told == [True]
-    assert scene.engine.state is State.FAILED
+    assert scene.engine.state is EngineState.FAILED

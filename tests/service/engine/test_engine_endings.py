@@ -5,7 +5,7 @@ import gc
 import time
 
 import pytest
-from normserve.engine.engine import State
+from normserve.engine.engine import EngineState
 from normserve.errors import (
     ClientLeftError,
     DeadlineExceededError,
@@ -119,7 +119,7 @@ async def test_out_of_memory_is_that_launch_alone(scene):
     await turn()
     scene.executor.finish()
     await well
-    assert scene.engine.state is State.READY
+    assert scene.engine.state is EngineState.READY
 
 
 @scene
@@ -170,7 +170,7 @@ async def test_device_failure_answers_everybody_and_is_told_once(scene):
     with pytest.raises(NotReadyError):
         scene.engine.require_ready()
     scene.engine.close()
-    assert scene.engine.state is State.FAILED
+    assert scene.engine.state is EngineState.FAILED
     assert told == [True]
     assert scene.executor.running == []
 

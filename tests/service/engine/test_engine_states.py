@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from normserve.errors import ClientLeftError, DeviceOutOfMemoryError, InvalidShapeError, NormserveError
-from normserve.jobs.job import Lane, NormJob
+from normserve.jobs.job import NormJob, QueueLane
 
 from tests.service.engine.fake_engine import CompilingScene, Deep, turn
 from tests.service.jobs.fake_jobs import job
@@ -112,7 +112,7 @@ class Serving(RuleBasedStateMachine):
         batches = [batch for batch, _ in self.executor.running]
         depth = Deep.depth
         assert len(batches) <= depth.total
-        assert all(sum(batch.lane is lane for batch in batches) <= depth.lanes[lane] for lane in Lane)
+        assert all(sum(batch.lane is lane for batch in batches) <= depth.lanes[lane] for lane in QueueLane)
 
     @invariant()
     def one_batch_at_a_time_is_launched(self):
@@ -127,8 +127,8 @@ class Serving(RuleBasedStateMachine):
         waits = {each for each, task in self.asked.items() if not task.done()} - set(self.launched)
         ready = {each for each in waits if each.x.shape[-1] == 4}
         free = Deep.depth.total - len(self.executor.running)
-        lanes = {Lane.SMALL if each.nbytes <= 10**6 else Lane.LARGE for each in ready}
-        busy = {lane for lane in Lane if sum(b.lane is lane for b, _ in self.executor.running) >= 2}
+        lanes = {QueueLane.SMALL if each.nbytes <= 10**6 else QueueLane.LARGE for each in ready}
+        busy = {lane for lane in QueueLane if sum(b.lane is lane for b, _ in self.executor.running) >= 2}
         assert not (ready and free and lanes - busy) or self.executor.launching
 
     @invariant()

@@ -6,7 +6,7 @@ import time
 import pytest
 from normserve.engine.executor import Executor
 from normserve.errors import DeviceFailureError, DeviceOutOfMemoryError, InvalidShapeError
-from normserve.jobs.job import Batch, Execution, Lane, Op
+from normserve.jobs.job import Batch, BatchResult, Op, QueueLane
 from normserve.memory.device_tensors import DeviceTensor
 
 from tests.service.engine.fake_backend import EXECUTION, FakeBackend, Landing, Replies
@@ -39,7 +39,7 @@ def _unnoted(outcome) -> None:
 def test_batches_run_on_one_thread_of_their_own(executor, backend, replies):
     for _ in range(3):
         executor.run(Batch((job(1, 4),)), _unnoted, replies)
-        assert isinstance(replies.next().value, Execution)
+        assert isinstance(replies.next().value, BatchResult)
     assert len(backend.threads) == 1
     assert threading.get_ident() not in backend.threads
 
@@ -69,7 +69,7 @@ def test_errors_come_back_as_what_they_mean(executor, backend, replies, raised, 
     assert type(replies.next().error) is meant
 
 
-def fly(executor, backend, replies, lane=Lane.SMALL) -> Landing:
+def fly(executor, backend, replies, lane=QueueLane.SMALL) -> Landing:
     landing = Landing()
     backend.results.append(landing)
     executor.run(Batch((job(1, 4),), lane), _unnoted, replies)
@@ -87,8 +87,8 @@ def test_owner_goes_on_while_a_batch_is_in_flight(executor, backend, replies):
 
 
 def test_small_batch_lands_before_a_large_one_that_took_off_earlier(executor, backend, replies):
-    large = fly(executor, backend, replies, Lane.LARGE)
-    small = fly(executor, backend, replies, Lane.SMALL)
+    large = fly(executor, backend, replies, QueueLane.LARGE)
+    small = fly(executor, backend, replies, QueueLane.SMALL)
     small.may_end.set()
     replies.next()
     assert not large.thread
@@ -125,7 +125,7 @@ def test_batch_that_takes_long_is_not_waited_for_here(executor, backend, replies
     landing = Landing()
     backend.results.append(landing)
     outcome = executor.run_here(Batch((job(1, 4),)))
-    executor.await_landing(outcome, Lane.SMALL, replies)
+    executor.await_landing(outcome, QueueLane.SMALL, replies)
     took_off = time.perf_counter()
     landing.may_end.set()
     outcome = replies.next()
@@ -142,7 +142,7 @@ def test_a_batch_is_launched_here_while_the_owner_has_nothing_to_do(executor, ba
     outcome = executor.launch_here(batch)
     assert outcome.value is landing
     assert threading.get_ident() in backend.threads
-    executor.await_landing(outcome, Lane.LARGE, replies)
+    executor.await_landing(outcome, QueueLane.LARGE, replies)
     landing.may_end.set()
     assert replies.next().value is EXECUTION
 

@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from normserve.backends.base import InFlight
-from normserve.engine.places import in_places
-from normserve.jobs.job import Batch, Execution, NormJob, NormSpec, Op, Pass
+from normserve.backends.base import PendingLaunch
+from normserve.engine.places import fill_result_buffers
+from normserve.jobs.job import Batch, BatchResult, NormJob, NormSpec, Op, PassDirection
 from normserve.memory.host_tensors import DType, HostTensor
 
-SPEC = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5)
+SPEC = NormSpec(Op.LAYER_NORM, PassDirection.FORWARD, 1e-5)
 
 
 def tensor(values: np.ndarray) -> HostTensor:
@@ -19,18 +19,18 @@ def job(rows: int, place: memoryview | None = None) -> NormJob:
     return NormJob(SPEC, {"x": tensor(x)}, places=None if place is None else {"y": place})
 
 
-def execution(*results: np.ndarray) -> Execution:
-    return Execution(tuple({"y": tensor(each)} for each in results), (1,) * len(results), 0.0, 0.5, 0.25)
+def execution(*results: np.ndarray) -> BatchResult:
+    return BatchResult(tuple({"y": tensor(each)} for each in results), (1,) * len(results), 0.0, 0.5, 0.25)
 
 
-class Flying(InFlight):
-    def __init__(self, landed: Execution) -> None:
+class Flying(PendingLaunch):
+    def __init__(self, landed: BatchResult) -> None:
         self._landed = landed
 
     def lands_within(self, seconds: float) -> bool:
         return seconds > 1
 
-    def wait(self) -> Execution:
+    def wait(self) -> BatchResult:
         return self._landed
 
 
@@ -40,14 +40,14 @@ def test_a_result_lies_in_its_place_and_another_jobs_where_it_was(rows):
     place = np.full(64 * rows + 100, 9, np.uint8)
     batch = Batch((job(rows, place.data), job(1)))
     value = execution(y, other)
-    moved = in_places(batch, value)
+    moved = fill_result_buffers(batch, value)
     assert moved.outputs[0]["y"].shape == (rows, 16)
     assert (place[: 64 * rows].view(np.float32) == 2).all()
     assert (place[64 * rows :] == 9).all()
     assert len(moved.outputs[0]["y"].data) == 64 * rows
     assert moved.outputs[1] is value.outputs[1]
     assert moved.copy_out_s > 0.25
-    flight = in_places(batch, Flying(value))
+    flight = fill_result_buffers(batch, Flying(value))
     assert not flight.lands_within(0)
     place[:] = 0
     assert flight.wait().outputs[0]["y"].shape == (rows, 16)
@@ -57,18 +57,18 @@ def test_a_result_lies_in_its_place_and_another_jobs_where_it_was(rows):
 def test_what_the_backend_has_placed_is_not_looked_at():
     value = execution(np.zeros((3, 16), np.float32))._replace(are_placed=True)
     batch = Batch((job(3, memoryview(bytearray(192))),))
-    assert in_places(batch, value) is value
-    assert in_places(batch, Flying(value)).wait() is value
+    assert fill_result_buffers(batch, value) is value
+    assert fill_result_buffers(batch, Flying(value)).wait() is value
 
 
 def test_what_lies_there_already_stays():
     y = np.arange(16 * 4000, dtype=np.float32).reshape(-1, 16)
     place = y.reshape(-1).view(np.uint8).data
-    moved = in_places(Batch((job(4000, place),)), execution(y))
+    moved = fill_result_buffers(Batch((job(4000, place),)), execution(y))
     assert np.shares_memory(np.frombuffer(moved.outputs[0]["y"].data, np.uint8), y)
     assert y[3999, 15] == 16 * 4000 - 1
 
 
 def test_without_places_nothing_happens():
     value = execution(np.ones((1, 16), np.float32))
-    assert in_places(Batch((job(1),)), value) is value
+    assert fill_result_buffers(Batch((job(1),)), value) is value

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 from normserve.engine import polling as module
-from normserve.engine.polling import Polling
-from normserve.engine.progress import Progress
+from normserve.engine.polling import BusyPoller
+from normserve.engine.progress import CompletionTracker
 
 
 class Clock:
@@ -35,7 +35,7 @@ def iterations(begin) -> int:
         call_soon = loop.call_soon
 
         def counted(callback, *arguments, **named):
-            if isinstance(getattr(callback, "__self__", None), Polling):
+            if isinstance(getattr(callback, "__self__", None), BusyPoller):
                 planned.append(callback)
             return call_soon(callback, *arguments, **named)
 
@@ -57,17 +57,17 @@ def exchange(polling, clock, pause_s) -> None:
 
 
 def test_after_a_prompt_message_it_polls_for_a_while(clock):
-    seen = iterations(lambda: exchange(Polling(), clock, 50e-6))
+    seen = iterations(lambda: exchange(BusyPoller(), clock, 50e-6))
     assert 15 <= seen <= 25
 
 
 def test_after_a_pause_it_sleeps(clock):
-    assert iterations(lambda: exchange(Polling(), clock, 1e-3)) == 0
+    assert iterations(lambda: exchange(BusyPoller(), clock, 1e-3)) == 0
 
 
 def test_several_connections_poll_as_one(clock):
     def begin():
-        shared = Polling()
+        shared = BusyPoller()
         for _ in range(10):
             exchange(shared, clock, 0)
 
@@ -75,14 +75,14 @@ def test_several_connections_poll_as_one(clock):
 
 
 def test_it_does_not_poll_while_requests_are_computed(clock):
-    progress = Progress()
+    progress = CompletionTracker()
     progress.begin()
-    assert iterations(lambda: exchange(Polling(progress), clock, 0)) == 1
+    assert iterations(lambda: exchange(BusyPoller(progress), clock, 0)) == 1
     progress.end()
-    assert iterations(lambda: exchange(Polling(progress), clock, 0)) > 10
+    assert iterations(lambda: exchange(BusyPoller(progress), clock, 0)) > 10
 
 
 @pytest.mark.parametrize(("cores", "polls"), [(1, False), (2, True), (64, True)])
 def test_one_core_is_left_to_the_other_process(monkeypatch, cores, polls):
     monkeypatch.setattr(module.os, "sched_getaffinity", lambda pid: set(range(cores)))
-    assert (module.polling() is not None) == polls
+    assert (module.make_busy_poller() is not None) == polls

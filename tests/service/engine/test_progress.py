@@ -1,7 +1,7 @@
 """When a server is stalled, and when it only looks so."""
 
 import pytest
-from normserve.engine.progress import Progress, StallWatch
+from normserve.engine.progress import CompletionTracker, StallDetector
 from normserve.errors import StalledError
 
 
@@ -20,7 +20,7 @@ def clock():
 
 @pytest.fixture
 def progress(clock):
-    return Progress(clock)
+    return CompletionTracker(clock)
 
 
 def test_without_work_nothing_stalls(progress, clock):
@@ -52,9 +52,9 @@ def test_whatever_is_finished_is_progress(progress, clock):
 
 @pytest.mark.parametrize("place", ["requests", "launches"])
 def test_either_of_requests_and_launches_may_stall(clock, place):
-    launches = Progress(clock)
-    watch = StallWatch(60, launches)
-    watch.requests = Progress(clock)
+    launches = CompletionTracker(clock)
+    watch = StallDetector(60, launches)
+    watch.requests = CompletionTracker(clock)
     (launches if place == "launches" else watch.requests).begin()
     clock.now += 60
     watch.require_progress()

@@ -5,9 +5,9 @@ import functools
 import time
 
 import pytest
-from normserve.engine.waiters import Replies
+from normserve.engine.waiters import PendingJobs
 from normserve.errors import DeadlineExceededError, DeviceOutOfMemoryError
-from normserve.jobs.job import Batch, Execution
+from normserve.jobs.job import Batch, BatchResult
 
 from tests.service.jobs.fake_jobs import job
 
@@ -21,13 +21,13 @@ def on_a_loop(play):
     return test
 
 
-def execution_of(*jobs) -> Execution:
-    return Execution(tuple({"y": each.x} for each in jobs), tuple(10 * each.rows for each in jobs), 0.1, 0.5, 0.2)
+def execution_of(*jobs) -> BatchResult:
+    return BatchResult(tuple({"y": each.x} for each in jobs), tuple(10 * each.rows for each in jobs), 0.1, 0.5, 0.2)
 
 
 @on_a_loop
 async def test_each_gets_its_own_and_what_the_launch_cost():
-    replies, jobs, told = Replies(pytest.fail), (job(1, 4), job(3, 4)), []
+    replies, jobs, told = PendingJobs(pytest.fail), (job(1, 4), job(3, 4)), []
     for each in jobs:
         replies.expect(each, FAR, told.append)
     replies.note_start(Batch(jobs))
@@ -39,7 +39,7 @@ async def test_each_gets_its_own_and_what_the_launch_cost():
 
 @on_a_loop
 async def test_whoever_waits_no_more_is_left_out():
-    replies, here, left, told = Replies(pytest.fail), job(1, 4), job(1, 4), []
+    replies, here, left, told = PendingJobs(pytest.fail), job(1, 4), job(1, 4), []
     replies.expect(here, FAR, told.append)
     replies.expect(left, FAR, pytest.fail)
     replies.forget(left)
@@ -53,7 +53,7 @@ async def test_whoever_waits_no_more_is_left_out():
 
 @on_a_loop
 async def test_each_is_told_once():
-    replies, work, told = Replies(pytest.fail), job(1, 4), []
+    replies, work, told = PendingJobs(pytest.fail), job(1, 4), []
     replies.expect(work, FAR, told.append)
     replies.refuse((work,), DeviceOutOfMemoryError("dry"))
     replies.give(Batch((work,)), execution_of(work), time.perf_counter())
@@ -63,7 +63,7 @@ async def test_each_is_told_once():
 
 @on_a_loop
 async def test_who_is_told_may_forget_its_job_and_ask_again():
-    replies, jobs, next_job, told = Replies(pytest.fail), (job(1, 4), job(1, 4)), job(1, 4), []
+    replies, jobs, next_job, told = PendingJobs(pytest.fail), (job(1, 4), job(1, 4)), job(1, 4), []
 
     def ask_again(result):
         told.append(result)
@@ -83,7 +83,7 @@ async def test_who_is_told_may_forget_its_job_and_ask_again():
 @on_a_loop
 async def test_late_job_is_taken_out_before_its_caller_hears_of_it():
     late, told = [], asyncio.Event()
-    replies, work = Replies(late.append), job(1, 4)
+    replies, work = PendingJobs(late.append), job(1, 4)
 
     def hear(error):
         late.append(type(error))
@@ -98,7 +98,7 @@ async def test_late_job_is_taken_out_before_its_caller_hears_of_it():
 @on_a_loop
 async def test_each_is_late_at_its_own_time_in_whatever_order_they_came():
     late, told, deadlines = [], {}, []
-    replies, jobs, all_told = Replies(late.append), [job(1, 4) for _ in range(4)], asyncio.Event()
+    replies, jobs, all_told = PendingJobs(late.append), [job(1, 4) for _ in range(4)], asyncio.Event()
 
     def hear(number, error):
         told[number] = type(error), time.perf_counter()
@@ -121,7 +121,7 @@ async def test_each_is_late_at_its_own_time_in_whatever_order_they_came():
 @on_a_loop
 async def test_a_deadline_is_kept_though_an_earlier_one_counts_no_more():
     late, told = [], asyncio.Event()
-    replies, runs, gone, waits = Replies(late.append), job(1, 4), job(1, 4), job(1, 4)
+    replies, runs, gone, waits = PendingJobs(late.append), job(1, 4), job(1, 4), job(1, 4)
     for number, each in enumerate((runs, gone, waits)):
         replies.expect(each, time.perf_counter() + 0.01 * (number + 1), lambda _: told.set())
         replies.keep_deadline(each)
@@ -133,7 +133,7 @@ async def test_a_deadline_is_kept_though_an_earlier_one_counts_no_more():
 
 @on_a_loop
 async def test_what_runs_is_late_no_more():
-    replies, work = Replies(pytest.fail), job(1, 4)
+    replies, work = PendingJobs(pytest.fail), job(1, 4)
     replies.expect(work, time.perf_counter() + 0.1, pytest.fail)
     replies.keep_deadline(work)
     replies.note_start(Batch((work,)))
@@ -143,7 +143,7 @@ async def test_what_runs_is_late_no_more():
 
 @on_a_loop
 async def test_deadline_that_has_passed_is_not_waited_for():
-    replies, work = Replies(pytest.fail), job(1, 4)
+    replies, work = PendingJobs(pytest.fail), job(1, 4)
     with pytest.raises(DeadlineExceededError):
         replies.expect(work, time.perf_counter(), pytest.fail)
     assert not replies.is_awaited(work)
@@ -151,7 +151,7 @@ async def test_deadline_that_has_passed_is_not_waited_for():
 
 @on_a_loop
 async def test_errors_are_not_shared():
-    replies, jobs, told = Replies(pytest.fail), (job(1, 4), job(1, 4)), []
+    replies, jobs, told = PendingJobs(pytest.fail), (job(1, 4), job(1, 4)), []
     for each in jobs:
         replies.expect(each, FAR, told.append)
     error = DeviceOutOfMemoryError("dry")

@@ -3,22 +3,22 @@
 from types import SimpleNamespace
 from typing import Any
 
-from normserve.admission.callers import Caller
-from normserve.admission.permits import Limits, Permit
-from normserve.engine.progress import Progress
-from normserve.http.exchange import Exchange
-from normserve.http.transport import Reception
-from normserve.http.transport.asgi import PlainSending
+from normserve.admission.callers import ClientIdentity
+from normserve.admission.permits import AdmissionBudget, Permit
+from normserve.engine.progress import CompletionTracker
+from normserve.http.exchange import HttpExchange
+from normserve.http.transport import IncomingBody
+from normserve.http.transport.asgi import AsgiResponseSender
 from normserve.metrics.requests import RequestRecord
-from normserve.requests.admission import Admission
+from normserve.requests.admission import MemoryAdmission
 from normserve.requests.lifecycle import RequestServices
 
 from tests.service.engine.fake_engine import Scene
 
 
-def make_exchange(limits: Limits, reception: Any, address: str = "127.0.0.1") -> Any:
+def make_exchange(limits: AdmissionBudget, reception: Any, address: str = "127.0.0.1") -> Any:
     """Return as much of a request as its body takes; `permit` is None until it has one."""
-    caller = Caller(address)
+    caller = ClientIdentity(address)
     exchange = SimpleNamespace(reception=reception, permit=None)
 
     def acquire_permit(nbytes: int) -> Permit:
@@ -34,15 +34,17 @@ class ExchangeScene:
 
     def __init__(self, *, max_bytes: int = 2**30, timeout_ms: float = 20_000) -> None:
         self.scene = Scene()
-        self.limits, self.progress = Limits(max_requests=4, max_bytes=2**30), Progress()
+        self.limits, self.progress = AdmissionBudget(max_requests=4, max_bytes=2**30), CompletionTracker()
         engine = self.scene.engine
-        admission = Admission(engine, max_bytes)
+        admission = MemoryAdmission(engine, max_bytes)
         services = RequestServices(engine, self.limits, admission, self.progress, self.scene.metrics, timeout_ms)
-        reception = Reception(0, bytearray)
+        reception = IncomingBody(0, bytearray)
         reception.complete()
-        scope = {"path": "/", "state": {"reception": reception, "sending": PlainSending(None)}}
+        scope = {"path": "/", "state": {"reception": reception, "sending": AsgiResponseSender(None)}}
         record = RequestRecord(stages={"recv": 0.0})
-        self.exchange = Exchange(services, "id", {}, Caller("somebody"), record, scope, lambda scope: "/")
+        self.exchange = HttpExchange(
+            services, "id", {}, ClientIdentity("somebody"), record, scope, lambda scope: "/"
+        )
 
     async def start(self) -> None:
         await self.scene.engine.start()

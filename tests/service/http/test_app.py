@@ -10,7 +10,7 @@ from fastapi.routing import APIRoute
 from normserve.errors import DeviceOutOfMemoryError, UnknownLayerError
 from normserve.http.app import create_app
 from normserve.http.direct import DirectRoute
-from normserve.http.transport import PlainAsgi
+from normserve.http.transport import AsgiAdapter
 from normserve.settings import Settings
 
 from tests.integration.harness.wire import assert_problem
@@ -27,7 +27,7 @@ def asked(app, method: str, path: str, **options) -> httpx.Response:
     """The answer of the whole application, its edge included."""
 
     async def ask() -> httpx.Response:
-        transport = httpx.ASGITransport(PlainAsgi(app.state.entrance))
+        transport = httpx.ASGITransport(AsgiAdapter(app.state.entrance))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await client.request(method, path, **options)
 
@@ -166,7 +166,7 @@ def test_an_answer_that_breaks_off_gets_no_second_one(error, route_class):
             "headers": [],
             "state": {},
         }
-        await PlainAsgi(app.state.entrance)(scope, receive, send)
+        await AsgiAdapter(app.state.entrance)(scope, receive, send)
 
     asyncio.run(play())
     # The server below closes the connection of an answer that was not ended.
@@ -181,7 +181,7 @@ def played(app, method: str, path: str, send, during) -> None:
             await asyncio.Event().wait()
 
         scope = {"type": "http", "method": method, "path": path, "query_string": b"", "headers": [], "state": {}}
-        request = asyncio.create_task(PlainAsgi(app.state.entrance)(scope, receive, send))
+        request = asyncio.create_task(AsgiAdapter(app.state.entrance)(scope, receive, send))
         await during(request)
 
     asyncio.run(play())

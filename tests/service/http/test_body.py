@@ -5,11 +5,11 @@ import threading
 from dataclasses import replace
 
 import pytest
-from normserve.admission.permits import Limits
+from normserve.admission.permits import AdmissionBudget
 from normserve.errors import NotReadyError, OverloadedError, RequestTimeoutError
 from normserve.http.body import BodyReader
-from normserve.http.transport import Reception as RealReception
-from normserve.memory.slabs import PLAIN, SlabPool, Source, plain_memory
+from normserve.http.transport import IncomingBody as RealReception
+from normserve.memory.slabs import PLAIN, SlabAllocator, SlabPool, allocate_plain
 
 from tests.service.http.fake_exchanges import ExchangeScene, make_exchange
 
@@ -50,7 +50,7 @@ def made_on(slabs):
 
     def allocate(nbytes):
         threads.append(threading.current_thread())
-        return plain_memory(nbytes)
+        return allocate_plain(nbytes)
 
     slabs.source = replace(PLAIN, allocate=allocate)
     return threads
@@ -78,7 +78,7 @@ class Chunked:
 
 def read(slabs: SlabPool, nbytes: int, reception: type = Reception) -> memoryview:
     reader = BodyReader(slabs, 64 * MIB, 5.0, 5.0)
-    exchange = make_exchange(Limits(max_requests=4, max_bytes=64 * MIB), reception(nbytes))
+    exchange = make_exchange(AdmissionBudget(max_requests=4, max_bytes=64 * MIB), reception(nbytes))
     return asyncio.run(reader.read(exchange))
 
 
@@ -104,7 +104,7 @@ def test_no_memory_is_to_come_back_later(slabs, is_slow):
     def nothing_left(nbytes):
         raise MemoryError
 
-    slabs.source = Source(nothing_left, steps=4, is_slow=is_slow)
+    slabs.source = SlabAllocator(nothing_left, steps=4, is_slow=is_slow)
     with pytest.raises(OverloadedError):
         read(slabs, 8 * MIB)
     assert slabs.used_bytes == 0
@@ -112,7 +112,7 @@ def test_no_memory_is_to_come_back_later(slabs, is_slow):
 
 def test_a_body_that_was_cut_off_before_needs_no_permit(slabs):
     reader = BodyReader(slabs, 64 * MIB, 5.0, 5.0)
-    exchange = make_exchange(Limits(max_requests=0, max_bytes=0), CutOff(8 * MIB))
+    exchange = make_exchange(AdmissionBudget(max_requests=0, max_bytes=0), CutOff(8 * MIB))
     with pytest.raises(RequestTimeoutError):
         asyncio.run(reader.read(exchange))
     assert exchange.permit is None
@@ -145,7 +145,7 @@ class TestChunkedBodies:
 @pytest.mark.parametrize("announced", [16 * MIB, None])
 def test_a_body_that_stalls_gives_its_place_and_its_memory_to_the_next_at_once(slabs, announced):
     now = [0.0]
-    limits = Limits(max_requests=1, max_bytes=16 * MIB, clock=lambda: now[0])
+    limits = AdmissionBudget(max_requests=1, max_bytes=16 * MIB, clock=lambda: now[0])
     reader = BodyReader(slabs, 16 * MIB, 60.0, 60.0, min_bytes_per_s=4096, grace_s=60.0)
 
     async def stall() -> None:

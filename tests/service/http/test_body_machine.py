@@ -6,10 +6,10 @@ import gc
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from normserve.admission.permits import Limits
+from normserve.admission.permits import AdmissionBudget
 from normserve.errors import ClientLeftError, NormserveError
 from normserve.http.body import BodyReader
-from normserve.http.transport import Reception
+from normserve.http.transport import IncomingBody
 from normserve.memory.slabs import SlabPool
 
 from tests.service.http.fake_exchanges import make_exchange
@@ -25,7 +25,7 @@ class Client:
         self.announced = announced
         self.left = MAX_BODY + 1 if announced is None else announced
         self.sent = bytearray()
-        self.reception = Reception(announced, bytearray)
+        self.reception = IncomingBody(announced, bytearray)
         if not announced and announced is not None:
             self.reception.complete()
         self.exchange = make_exchange(machine.limits, self.reception, address)
@@ -78,7 +78,7 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         self.loop = asyncio.new_event_loop()
         self.now = 0.0
-        self.limits = Limits(max_requests=MAX_REQUESTS, max_bytes=MAX_BYTES, clock=lambda: self.now)
+        self.limits = AdmissionBudget(max_requests=MAX_REQUESTS, max_bytes=MAX_BYTES, clock=lambda: self.now)
         self.slabs = SlabPool(max_idle_bytes=0)
         self.reader = BodyReader(self.slabs, MAX_BODY, pause_s=60, total_s=60, min_bytes_per_s=1000)
         self.clients: list[Client] = []

@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import pytest
 from normserve.errors import ClientLeftError, DeadlineExceededError, DeviceOutOfMemoryError, TooLargeError
-from normserve.jobs.job import NormResult, NormSpec, Op, Pass
-from normserve.jobs.validation import costed_job
+from normserve.jobs.job import NormResult, NormSpec, Op, PassDirection
+from normserve.jobs.validation import make_validated_job
 
 from tests.service.engine.fake_engine import turn
 from tests.service.http.fake_exchanges import ExchangeScene
 from tests.service.jobs.fake_jobs import tensor
 
-SPEC = NormSpec(Op.LAYER_NORM, Pass.FORWARD, eps=1e-5)
+SPEC = NormSpec(Op.LAYER_NORM, PassDirection.FORWARD, eps=1e-5)
 
 
 class Asked(ExchangeScene):
@@ -23,7 +23,7 @@ class Asked(ExchangeScene):
 
     def __init__(self, *, rows: int = 2, **options: float) -> None:
         super().__init__(**options)
-        self.job, self.cost = costed_job(SPEC, {"x": tensor(rows, 4)})
+        self.job, self.cost = make_validated_job(SPEC, {"x": tensor(rows, 4)})
         self.body_bytes = self.job.x.nbytes
 
     async def start(self) -> None:
@@ -91,7 +91,7 @@ def test_what_takes_more_than_there_may_be_is_not_computed():
 @pytest.mark.parametrize(("default", "given"), [(20, None), (20_000, 20.0)])
 def test_the_deadline_is_the_requests_or_the_servers(default, given):
     async def body(asked):
-        first = asked.scene.submit(costed_job(SPEC, {"x": tensor(1, 4)})[0])
+        first = asked.scene.submit(make_validated_job(SPEC, {"x": tensor(1, 4)})[0])
         await turn()
         with pytest.raises(DeadlineExceededError):
             await asked.run(given)
@@ -113,7 +113,7 @@ def test_time_that_the_body_took_counts():
 
 def test_who_leaves_in_time_costs_no_launch():
     async def body(asked):
-        first = asked.scene.submit(costed_job(SPEC, {"x": tensor(1, 8)})[0])
+        first = asked.scene.submit(make_validated_job(SPEC, {"x": tensor(1, 8)})[0])
         await turn()
         running = asked.run()
         await turn()
@@ -154,7 +154,7 @@ def test_an_error_of_the_device_is_the_callers():
 
 def test_a_task_that_is_cancelled_takes_its_job_out_of_the_queue():
     async def body(asked):
-        first = asked.scene.submit(costed_job(SPEC, {"x": tensor(1, 8)})[0])
+        first = asked.scene.submit(make_validated_job(SPEC, {"x": tensor(1, 8)})[0])
         await turn()
         running = asked.run()
         await turn()
@@ -192,7 +192,7 @@ def test_a_body_does_not_wait_for_the_collector_after_an_error():
     async def body(asked):
         memory = Memory(32)
         held = weakref.ref(memory)
-        asked.job, _ = costed_job(SPEC, {"x": replace(tensor(2, 4), data=memoryview(memory))})
+        asked.job, _ = make_validated_job(SPEC, {"x": replace(tensor(2, 4), data=memoryview(memory))})
         del memory
         running = asked.run()
         await turn()

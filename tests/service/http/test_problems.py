@@ -5,8 +5,8 @@ import json
 import pytest
 from normserve import errors
 from normserve.errors import NormserveError, TooManyConnectionsError
-from normserve.errors.problems import STATUSES, status_of
-from normserve.http.problems import problem
+from normserve.errors.problems import STATUSES, get_status
+from normserve.http.problems import make_problem_response
 
 
 def family(error: type) -> set[type]:
@@ -28,9 +28,9 @@ def test_tree_in_the_docstring_is_the_tree():
 @pytest.mark.parametrize("error", sorted(SERVER_ERRORS, key=lambda each: each.__name__))
 def test_problem_document(error):
     raised = error("what was expected and what came")
-    status, headers, body = problem(raised, "an-id")
+    status, headers, body = make_problem_response(raised, "an-id")
     document = json.loads(body)
-    assert status == document["status"] == status_of(raised)
+    assert status == document["status"] == get_status(raised)
     assert document["code"] == error.code
     assert document["request_id"] == "an-id"
     assert document["detail"] == raised.detail
@@ -44,10 +44,10 @@ def test_problem_document(error):
 
 @pytest.mark.parametrize(("after_s", "header"), [(0.0, b"1"), (1.0, b"1"), (1.2, b"2"), (30, b"30")])
 def test_retry_after_is_whole_seconds_and_never_zero(after_s, header):
-    _, headers, _ = problem(errors.OverloadedError("full", retry_after_s=after_s), "an-id")
+    _, headers, _ = make_problem_response(errors.OverloadedError("full", retry_after_s=after_s), "an-id")
     assert dict(headers)[b"retry-after"] == header
 
 
 def test_methods_are_told():
-    _, headers, _ = problem(errors.MethodNotAllowedError("no", ["GET", "PUT"]), "an-id")
+    _, headers, _ = make_problem_response(errors.MethodNotAllowedError("no", ["GET", "PUT"]), "an-id")
     assert dict(headers)[b"allow"] == b"GET, PUT"

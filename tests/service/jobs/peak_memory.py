@@ -14,10 +14,10 @@ from math import prod
 from pathlib import Path
 
 import torch
-from normserve.backends.cpu.backend import TorchBackend
+from normserve.backends.cpu.backend import CpuBackend
 from normserve.backends.tensors import TORCH_DTYPES
-from normserve.jobs.job import LAYER_OPS, Batch, Layout, NormSpec, Op, Pass
-from normserve.jobs.validation import costed_job
+from normserve.jobs.job import LAYER_OPS, Batch, ChannelLayout, NormSpec, Op, PassDirection
+from normserve.jobs.validation import make_validated_job
 from normserve.memory.host_tensors import DType, HostTensor
 
 MIB = 2**20
@@ -33,13 +33,13 @@ Case = tuple[str, NormSpec, dict[str, HostTensor], bool]
 
 
 def main() -> None:
-    backend = TorchBackend(1)
+    backend = CpuBackend(1)
     torch.set_num_threads(1)
     # What is imported needs no looking through before each case.
     gc.freeze()
     noise = torch.randn(2 * MIB)
     for name, spec, tensors, may_overwrite in cases(noise):
-        job, cost = costed_job(spec, tensors, may_overwrite=may_overwrite)
+        job, cost = make_validated_job(spec, tensors, may_overwrite=may_overwrite)
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
@@ -59,10 +59,10 @@ def main() -> None:
 
 def cases(noise: torch.Tensor) -> Iterator[Case]:
     """Each shape with all that there is in one direction, and with less in the other; then what rows alone take."""
-    for op, direction in product(LAYER_OPS, Pass):
-        layouts = Layout if op is Op.GROUP_NORM else (Layout.NCHW,)
+    for op, direction in product(LAYER_OPS, PassDirection):
+        layouts = ChannelLayout if op is Op.GROUP_NORM else (ChannelLayout.NCHW,)
         for index, (shape, layout) in enumerate(product(SAMPLES if op is Op.GROUP_NORM else ROWS, layouts)):
-            if (index + (direction is Pass.FORWARD)) % 2:
+            if (index + (direction is PassDirection.FORWARD)) % 2:
                 yield case(noise, op, direction, F16, layout, shape, True, True)
             else:
                 yield case(noise, op, direction, F32, layout, shape, index % 4 < 2, index % 3 == 0)
@@ -72,9 +72,9 @@ def cases(noise: torch.Tensor) -> Iterator[Case]:
 def cases_of_rows(noise: torch.Tensor) -> Iterator[Case]:
     """Parameters of each head, an offset of weight, a residual of its own type, float8."""
     for op, direction, shape in product(
-        (Op.LAYER_NORM, Op.RMS_NORM), Pass, [(32, 1024, 64), (1, 2048, 1024), (2, MIB), (1, 2, MIB)]
+        (Op.LAYER_NORM, Op.RMS_NORM), PassDirection, [(32, 1024, 64), (1, 2048, 1024), (2, MIB), (1, 2, MIB)]
     ):
-        heads, forward = len(shape) == 3, direction is Pass.FORWARD
+        heads, forward = len(shape) == 3, direction is PassDirection.FORWARD
         if heads and not forward and shape[-1] > 8192:
             continue
         of = shape[-2:] if heads else shape[-1:]
@@ -90,17 +90,17 @@ def cases_of_rows(noise: torch.Tensor) -> Iterator[Case]:
 def case(
     noise: torch.Tensor,
     op: Op,
-    direction: Pass,
+    direction: PassDirection,
     dtype: DType,
-    layout: Layout,
+    layout: ChannelLayout,
     shape: tuple[int, ...],
     everything: bool,
     epilogue: bool,
 ) -> Case:
     size, samples = shape[1], shape[0]
-    if layout is Layout.NHWC:
+    if layout is ChannelLayout.NHWC:
         shape = (samples, *shape[2:], size)
-    forward = direction is Pass.FORWARD
+    forward = direction is PassDirection.FORWARD
     like_x = ["x"] if forward else ["x", "dy"]
     tensors = {}
     if everything:

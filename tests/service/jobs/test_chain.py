@@ -2,7 +2,7 @@
 
 import pytest
 from normserve.errors import InvalidParameterError
-from normserve.jobs.chain import chain_of
+from normserve.jobs.chain import make_chain_layer
 from normserve.jobs.job import Op
 from normserve.memory.host_tensors import DType
 
@@ -15,7 +15,7 @@ def test_a_chain_has_what_its_layers_have():
         layer("a", eps=1e-3, resident=residents[0]),
         layer("b", eps=1e-3, dtype=DType.FLOAT16, has_bias=False, nbytes=8, resident=residents[1]),
     ]
-    chain = chain_of(layers)
+    chain = make_chain_layer(layers)
     assert (chain.op, chain.name, chain.size, chain.spec.eps) == (Op.LAYER_NORM_CHAIN, "a,b", 4, 1e-3)
     assert chain.nbytes == layers[0].nbytes + 8
     assert chain.resident.residents == residents
@@ -23,10 +23,10 @@ def test_a_chain_has_what_its_layers_have():
 
 def test_kernels_depend_on_the_parameters_of_every_norm():
     plain, half = layer("a"), layer("b", dtype=DType.FLOAT16)
-    chains = [chain_of(each) for each in ([plain], [plain, plain], [plain, half], [half, plain])]
+    chains = [make_chain_layer(each) for each in ([plain], [plain, plain], [plain, half], [half, plain])]
     classes = {job(3, 4, layer=chain, op=Op.LAYER_NORM_CHAIN).kernel_class() for chain in chains}
     assert len(classes) == len(chains)
-    again = job(7, 4, layer=chain_of([half, plain]), op=Op.LAYER_NORM_CHAIN)
+    again = job(7, 4, layer=make_chain_layer([half, plain]), op=Op.LAYER_NORM_CHAIN)
     assert again.kernel_class() in classes
 
 
@@ -44,5 +44,5 @@ def test_kernels_depend_on_the_parameters_of_every_norm():
 )
 def test_layers_that_make_no_chain_are_refused_by_name(layers, message):
     with pytest.raises(InvalidParameterError) as caught:
-        chain_of(layers)
+        make_chain_layer(layers)
     assert message in caught.value.detail

@@ -5,14 +5,14 @@ from inspect import signature
 
 import fusednorm
 import pytest
-from normserve.jobs.job import OPTIONS, Layout, NormSpec, Op, Pass, options_of
+from normserve.jobs.job import OPTIONS, ChannelLayout, NormSpec, Op, PassDirection, list_options
 from normserve.memory.host_tensors import DType
 
-SPEC = NormSpec(Op.GROUP_NORM, Pass.FORWARD, eps=1e-5, num_groups=2, dropout=0.5, seed=1)
+SPEC = NormSpec(Op.GROUP_NORM, PassDirection.FORWARD, eps=1e-5, num_groups=2, dropout=0.5, seed=1)
 OTHER = {
     "eps": 1e-3,
     "num_groups": 4,
-    "layout": Layout.NHWC,
+    "layout": ChannelLayout.NHWC,
     "weight_offset": 1.0,
     "activation": "silu",
     "dropout": 0.25,
@@ -39,4 +39,4 @@ def test_dropout_runs_other_kernels_than_none():
 def test_the_library_takes_every_option_but_the_layout(op, direction):
     name = op.value if op is Op.LAYER_NORM_CHAIN else f"{op.value}_{direction.value}"
     taken = signature(getattr(fusednorm, name)).parameters
-    assert {option.name for option in options_of(op, direction)} - {"layout"} <= taken.keys()
+    assert {option.name for option in list_options(op, direction)} - {"layout"} <= taken.keys()

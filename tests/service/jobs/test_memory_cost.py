@@ -9,15 +9,15 @@ import pytest
 from fusednorm.cpu.batch_invariant.outputs import WHOLE_ELEMENTS
 from fusednorm.cpu.pieces import PIECE_ELEMENTS
 from normserve.jobs import memory_cost as model
-from normserve.jobs.job import Layout, NormSpec, Op, Pass
-from normserve.jobs.memory_cost import SCRATCH_BYTES, memory_cost
-from normserve.jobs.validation import costed_job
+from normserve.jobs.job import ChannelLayout, NormSpec, Op, PassDirection
+from normserve.jobs.memory_cost import SCRATCH_BYTES, estimate_memory_cost
+from normserve.jobs.validation import make_validated_job
 from normserve.memory.host_tensors import DType
 
 from tests.service.jobs.fake_jobs import layer, tensor
 
 MIB = 2**20
-FORWARD = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5)
+FORWARD = NormSpec(Op.LAYER_NORM, PassDirection.FORWARD, 1e-5)
 
 
 @pytest.mark.slow
@@ -48,57 +48,57 @@ def described(**shapes):
 
 class TestResults:
     def test_rows_of_one_element_come_back_many_times_as_large(self):
-        spec = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5, out_dtype=DType.FLOAT32, stats=True)
+        spec = NormSpec(Op.LAYER_NORM, PassDirection.FORWARD, 1e-5, out_dtype=DType.FLOAT32, stats=True)
         x = (DType.FLOAT16, (MIB, 1))
-        cost = memory_cost(spec, described(x=x), None)
+        cost = estimate_memory_cost(spec, described(x=x), None)
         assert cost == (12 * MIB, 0, 0)
-        cost = memory_cost(spec, described(x=x, residual=x), None)
+        cost = estimate_memory_cost(spec, described(x=x, residual=x), None)
         assert cost.results == 14 * MIB
 
     def test_only_a_large_y_of_xs_size_is_written_over_x(self):
         x = (DType.FLOAT32, (1024, 1024))
-        cost = memory_cost(FORWARD, described(x=x), None)
+        cost = estimate_memory_cost(FORWARD, described(x=x), None)
         assert (cost.results, cost.reusable) == (4 * MIB, 4 * MIB)
         assert (cost.on_cpu(may_overwrite=True), cost.on_cpu(may_overwrite=False)) == (0, 4 * MIB)
         small = (DType.FLOAT32, (256, 1024))
-        assert memory_cost(FORWARD, described(x=small), None).reusable == 0
-        backward = NormSpec(Op.LAYER_NORM, Pass.BACKWARD, 1e-5)
-        assert memory_cost(backward, described(x=x, dy=x), None).reusable == 0
+        assert estimate_memory_cost(FORWARD, described(x=small), None).reusable == 0
+        backward = NormSpec(Op.LAYER_NORM, PassDirection.BACKWARD, 1e-5)
+        assert estimate_memory_cost(backward, described(x=x, dy=x), None).reusable == 0
 
     def test_gradients_of_a_registered_layer_are_counted(self):
-        spec = NormSpec(Op.RMS_NORM, Pass.BACKWARD, 1e-5)
+        spec = NormSpec(Op.RMS_NORM, PassDirection.BACKWARD, 1e-5)
         x = (DType.FLOAT16, (3, 64))
         registered = layer(op=Op.RMS_NORM, size=64, has_bias=False)
-        assert memory_cost(spec, described(x=x, dy=x), registered).results == 2 * 3 * 64 + 4 * 64
+        assert estimate_memory_cost(spec, described(x=x, dy=x), registered).results == 2 * 3 * 64 + 4 * 64
 
 
 class TestTemporaries:
     def test_short_rows_and_small_groups_need_none_that_grow(self):
         x = (DType.FLOAT16, (2**30, 1))
-        assert memory_cost(FORWARD, described(x=x), None).temporaries == 0
-        spec = NormSpec(Op.GROUP_NORM, Pass.FORWARD, 1e-5, 4, Layout.NHWC)
+        assert estimate_memory_cost(FORWARD, described(x=x), None).temporaries == 0
+        spec = NormSpec(Op.GROUP_NORM, PassDirection.FORWARD, 1e-5, 4, ChannelLayout.NHWC)
         x = (DType.FLOAT16, (2**20, 8, 8))
-        assert memory_cost(spec, described(x=x), None).temporaries == 0
+        assert estimate_memory_cost(spec, described(x=x), None).temporaries == 0
 
     def test_a_long_row_needs_its_float32_copies(self):
         x = (DType.FLOAT16, (1, 2**30))
-        assert memory_cost(FORWARD, described(x=x), None).temporaries == 8 * 2**30
+        assert estimate_memory_cost(FORWARD, described(x=x), None).temporaries == 8 * 2**30
 
     def test_no_rows_need_nothing(self):
         for op, shape in ((Op.LAYER_NORM, (0, 2**40)), (Op.GROUP_NORM, (0, 2**20, 2**20))):
-            spec = NormSpec(op, Pass.BACKWARD, 1e-5, num_groups=4)
+            spec = NormSpec(op, PassDirection.BACKWARD, 1e-5, num_groups=4)
             x = (DType.FLOAT16, shape)
-            assert memory_cost(spec, described(x=x, dy=x), None) == (0, 0, 0)
+            assert estimate_memory_cost(spec, described(x=x, dy=x), None) == (0, 0, 0)
 
     def test_sizes_do_not_wrap(self):
         x = (DType.FLOAT32, (2**40, 2**40))
-        cost = memory_cost(FORWARD, described(x=x), None)
+        cost = estimate_memory_cost(FORWARD, described(x=x), None)
         assert cost.results == 4 * 2**80
         assert cost.temporaries > 2**40
 
 
 def test_cost_comes_with_the_checked_job():
-    spec = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5, stats=True)
-    job, cost = costed_job(spec, {"x": tensor(3, 4)})
+    spec = NormSpec(Op.LAYER_NORM, PassDirection.FORWARD, 1e-5, stats=True)
+    job, cost = make_validated_job(spec, {"x": tensor(3, 4)})
     assert job.spec is spec
     assert cost.results == 48 + 24

@@ -2,19 +2,19 @@
 
 import pytest
 from normserve.errors import InvalidParameterError, InvalidShapeError, MissingTensorError, UnexpectedTensorError
-from normserve.jobs.job import LAYER_OPS, Layout, NormJob, NormSpec, Op, Pass
-from normserve.jobs.validation import check_parameters, costed_job, tensor_names
+from normserve.jobs.job import LAYER_OPS, ChannelLayout, NormJob, NormSpec, Op, PassDirection
+from normserve.jobs.validation import check_layer_parameters, list_tensor_names, make_validated_job
 from normserve.memory.host_tensors import DType
 
 from tests.service.jobs.fake_jobs import layer, tensor
 
 
-def spec(op: Op = Op.LAYER_NORM, direction: Pass = Pass.FORWARD, **more: object) -> NormSpec:
+def spec(op: Op = Op.LAYER_NORM, direction: PassDirection = PassDirection.FORWARD, **more: object) -> NormSpec:
     return NormSpec(op, direction, eps=1e-5, **more)
 
 
 def make_job(*given: object, **options: object) -> NormJob:
-    job, _ = costed_job(*given, **options)
+    job, _ = make_validated_job(*given, **options)
     return job
 
 
@@ -42,7 +42,7 @@ def test_layer_says_what_the_request_does_not():
         (spec(Op.RMS_NORM), layer(), InvalidParameterError),
         (spec(), layer(size=5), InvalidShapeError),
         (
-            spec(Op.GROUP_NORM, layout=Layout.NHWC),
+            spec(Op.GROUP_NORM, layout=ChannelLayout.NHWC),
             layer(op=Op.GROUP_NORM, num_groups=2, size=5),
             InvalidShapeError,
         ),
@@ -55,7 +55,7 @@ def test_layer_must_fit(asked, registered, error):
 
 def test_channels_are_where_the_layout_says():
     parameters = {"x": tensor(2, 3, 8), "weight": tensor(8)}
-    made = make_job(spec(Op.GROUP_NORM, num_groups=4, layout=Layout.NHWC), parameters)
+    made = make_job(spec(Op.GROUP_NORM, num_groups=4, layout=ChannelLayout.NHWC), parameters)
     assert made.spec.num_groups == 4
     with pytest.raises(InvalidParameterError, match="divide the 3 channels"):
         make_job(spec(Op.GROUP_NORM, num_groups=4), parameters)
@@ -87,7 +87,7 @@ def test_parameters_of_heads_must_fit(tensors, said):
 def test_gradients_of_heads_have_a_longest_row():
     tensors = {"x": tensor(2, 8193), "dy": tensor(2, 8193), "weight": tensor(2, 8193)}
     with pytest.raises(InvalidShapeError, match="N of at most 8192, got 8193"):
-        make_job(spec(direction=Pass.BACKWARD), tensors)
+        make_job(spec(direction=PassDirection.BACKWARD), tensors)
     assert make_job(spec(), {name: tensors[name] for name in ("x", "weight")}).heads == 2
 
 
@@ -103,18 +103,18 @@ def test_weight_offset_needs_a_weight(tensors):
     assert make_job(spec(), {"x": tensor(2, 4)}, layer(weight_offset=1.0)).spec.weight_offset == 1.0
 
 
-@pytest.mark.parametrize("direction", Pass)
+@pytest.mark.parametrize("direction", PassDirection)
 def test_scale_and_shift_are_groups_alone(direction):
     for op in LAYER_OPS:
-        names = tensor_names(op, direction)
+        names = list_tensor_names(op, direction)
         assert ({"scale", "shift"} <= set(names)) == (op is Op.GROUP_NORM)
-        beside_a_layer = tensor_names(op, direction, with_layer=True)
+        beside_a_layer = list_tensor_names(op, direction, with_layer=True)
         assert set(names) - set(beside_a_layer) == {"weight", "bias"} - ({"bias"} if op is Op.RMS_NORM else set())
 
 
 @pytest.mark.parametrize("x", [(2, 3, 8), (2, 8)])
 def test_scale_and_shift_are_of_samples_and_channels(x):
-    groups = spec(Op.GROUP_NORM, num_groups=4, layout=Layout.NHWC)
+    groups = spec(Op.GROUP_NORM, num_groups=4, layout=ChannelLayout.NHWC)
     tensors = {"x": tensor(*x), "scale": tensor(2, 8, dtype=DType.FLOAT16)}
     made = make_job(groups, tensors, layer(op=Op.GROUP_NORM, num_groups=2, size=8))
     assert made.tensors.keys() == {"x", "scale"}
@@ -132,5 +132,5 @@ def test_long_tensor_names_are_cut():
 
 def test_parameters_of_a_layer():
     weight, bias = tensor(4), tensor(4)
-    assert check_parameters(Op.LAYER_NORM, {"weight": weight, "bias": bias}) == (weight, bias)
-    assert check_parameters(Op.RMS_NORM, {"weight": weight}) == (weight, None)
+    assert check_layer_parameters(Op.LAYER_NORM, {"weight": weight, "bias": bias}) == (weight, bias)
+    assert check_layer_parameters(Op.RMS_NORM, {"weight": weight}) == (weight, None)

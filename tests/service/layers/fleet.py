@@ -5,19 +5,21 @@ import functools
 from types import SimpleNamespace
 
 from normserve.codec import safetensors
-from normserve.jobs.job import Layer, NormSpec, Op, Pass
+from normserve.jobs.job import NormSpec, Op, PassDirection, RegisteredLayer
 from normserve.layers.changes import FleetLayerChanges
 from normserve.layers.registry import LayerRegistry
 from normserve.memory.host_tensors import DType, HostTensor
-from normserve.peers.siblings import Place, Siblings
+from normserve.peers.siblings import FleetPosition, SiblingProcesses
 
 BODY = memoryview(
     bytearray(b"".join(safetensors.encode({"weight": HostTensor(DType.FLOAT32, (1,), memoryview(bytearray(4)))})))
 )
 
 
-def layer(name: str, query: bytes = b"") -> Layer:
-    return Layer(name, NormSpec(Op.RMS_NORM, Pass.FORWARD, 1.0), 1, DType.FLOAT32, False, 4, query)
+def layer(name: str, query: bytes = b"") -> RegisteredLayer:
+    return RegisteredLayer(
+        name, NormSpec(Op.RMS_NORM, PassDirection.FORWARD, 1.0), 1, DType.FLOAT32, False, 4, query
+    )
 
 
 class Process:
@@ -30,7 +32,7 @@ class Process:
 
     def __init__(self, index: int, count: int, folder, max_layers: int = 10) -> None:
         self.registry = LayerRegistry(max_layers=max_layers, max_bytes=2**20)
-        siblings = self.siblings = Siblings(Place(index, count, "cpu", 0, folder))
+        siblings = self.siblings = SiblingProcesses(FleetPosition(index, count, "cpu", 0, folder))
         self.changes = FleetLayerChanges(self.registry, siblings, self._make, folder)
         self.changes.on_divergence = lambda: setattr(self, "diverged", True)
         self.diverged = False
@@ -52,7 +54,7 @@ class Process:
     async def put(self, name: str, query: bytes = b"first") -> bool:
         return (await self.changes.register(name, query, BODY))[1]
 
-    async def _make(self, name: str, query: bytes, body: memoryview) -> Layer:
+    async def _make(self, name: str, query: bytes, body: memoryview) -> RegisteredLayer:
         if self.at_making is not None:
             await self.at_making()
         assert "weight" in safetensors.decode(body)

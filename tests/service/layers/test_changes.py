@@ -15,12 +15,12 @@ from normserve.errors import (
     TooLargeError,
     UnknownLayerError,
 )
-from normserve.jobs.job import Layer
+from normserve.jobs.job import RegisteredLayer
 from normserve.layers import changes as layer_changes
 from normserve.layers.changes import LayerChanges
 from normserve.layers.registry import LayerRegistry
 from normserve.memory.host_tensors import DType
-from normserve.peers.siblings import Siblings
+from normserve.peers.siblings import SiblingProcesses
 
 from tests.service.layers.fleet import BODY, Process, agreed, failing, files, fleet_of, layer
 
@@ -304,11 +304,11 @@ def test_after_any_history_all_have_what_a_single_process_would_have(tmp_path_fa
 def test_a_process_alone_needs_no_journal():
     registry = LayerRegistry(max_layers=1, max_bytes=2**20)
 
-    async def make(name: str, query: bytes, body: memoryview) -> Layer:
+    async def make(name: str, query: bytes, body: memoryview) -> RegisteredLayer:
         return layer(name, query)
 
     async def play() -> None:
-        changes = LayerChanges(registry, Siblings(None), make)
+        changes = LayerChanges(registry, SiblingProcesses(None), make)
         await changes.join()
         assert [(await changes.register("a", b"", BODY))[1] for _ in range(2)] == [False, True]
         with pytest.raises(TooLargeError):

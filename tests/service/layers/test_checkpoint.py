@@ -4,7 +4,7 @@ import os
 
 import pytest
 from normserve.errors import MalformedPayloadError
-from normserve.layers.checkpoint import eps_beside
+from normserve.layers.checkpoint import read_config_eps
 
 
 @pytest.mark.parametrize(
@@ -14,16 +14,16 @@ from normserve.layers.checkpoint import eps_beside
 def test_checkpoint_layers_have_the_eps_of_the_configuration_beside_it(config, eps, tmp_path):
     if config is not None:
         (tmp_path / "config.json").write_text(config)
-    assert eps_beside(tmp_path / "model.safetensors") == eps
+    assert read_config_eps(tmp_path / "model.safetensors") == eps
 
 
 @pytest.mark.parametrize("eps", ["0.0", '"1e-5"', "-1.0", "NaN"])
 def test_a_senseless_eps_beside_a_checkpoint_is_refused(eps, tmp_path):
     (tmp_path / "config.json").write_text(f'{{"layer_norm_eps": {eps}}}')
     with pytest.raises(MalformedPayloadError, match=r"config\.json"):
-        eps_beside(tmp_path / "model.safetensors")
+        read_config_eps(tmp_path / "model.safetensors")
 
 
 def test_a_pipe_beside_a_checkpoint_is_no_configuration(tmp_path):
     os.mkfifo(tmp_path / "config.json")
-    assert eps_beside(tmp_path / "model.safetensors") == 1e-5
+    assert read_config_eps(tmp_path / "model.safetensors") == 1e-5

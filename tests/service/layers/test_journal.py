@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from normserve.errors import StorageError
-from normserve.layers.journal import Journal
+from normserve.layers.journal import LayerJournal
 from normserve.layers.registry import is_layer_name
 
 NAMES = st.from_regex(r"[A-Za-z0-9._-]{1,128}", fullmatch=True).filter(is_layer_name)
@@ -18,7 +18,7 @@ def files(folder) -> set[str]:
     return {path.name for path in folder.rglob("*") if path.is_file()}
 
 
-async def put(journal: Journal, name: str, change: str = "c", body: bytes = b"body") -> None:
+async def put(journal: LayerJournal, name: str, change: str = "c", body: bytes = b"body") -> None:
     await journal.stage(name, change, b"op=rms_norm", [body])
     await journal.commit(name)
 
@@ -36,7 +36,7 @@ def no_space():
 
 def test_what_is_committed_is_read(tmp_path):
     async def play() -> None:
-        journal = Journal(tmp_path)
+        journal = LayerJournal(tmp_path)
         assert await journal.read("a") is None
         assert await journal.change_of("a") is None
         await journal.stage("a", "first", b"op=rms_norm&eps=0.5", [b"bo", memoryview(b"dy")])
@@ -54,7 +54,7 @@ def test_what_is_committed_is_read(tmp_path):
 
 def test_it_holds_what_is_registered_and_nothing_else(tmp_path):
     async def play() -> None:
-        journal = Journal(tmp_path)
+        journal = LayerJournal(tmp_path)
         for index in range(5):
             await put(journal, "a", str(index), b"x" * 1000)
         await journal.stage("b", "c", b"", [b"x" * 1000])
@@ -71,7 +71,7 @@ def test_it_holds_what_is_registered_and_nothing_else(tmp_path):
 
 def test_a_full_disk_leaves_nothing_half_written(tmp_path):
     async def play() -> None:
-        journal = Journal(tmp_path)
+        journal = LayerJournal(tmp_path)
         await put(journal, "a", "first")
         before = files(tmp_path)
         with no_space(), pytest.raises(StorageError, match="too large"):
@@ -84,7 +84,7 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path):
 
 
 def test_a_folder_that_is_gone_is_an_error_of_the_storage(tmp_path):
-    journal = Journal(tmp_path / "gone")
+    journal = LayerJournal(tmp_path / "gone")
     with pytest.raises(StorageError):
         asyncio.run(journal.stage("a", "c", b"", []))
 
@@ -92,7 +92,7 @@ def test_a_folder_that_is_gone_is_an_error_of_the_storage(tmp_path):
 @settings(max_examples=50)
 @given(names=st.sets(NAMES, min_size=2, max_size=8))
 def test_each_name_has_a_file_of_its_own_on_every_file_system(tmp_path, names):
-    journal = Journal(tmp_path)
+    journal = LayerJournal(tmp_path)
     paths = [journal._file(name) for name in names]
     assert len({path.name.lower() for path in paths}) == len(names)
     assert all(path.parent == tmp_path / "layers" and len(path.name) < 255 for path in paths)
@@ -103,7 +103,7 @@ def test_each_name_has_a_file_of_its_own_on_every_file_system(tmp_path, names):
 )
 def test_names_that_a_file_system_may_confuse(tmp_path, names):
     async def play() -> None:
-        journal = Journal(tmp_path)
+        journal = LayerJournal(tmp_path)
         for name in names:
             await put(journal, name, change=name)
         entries = [await journal.load(file) for file in await journal.entries()]

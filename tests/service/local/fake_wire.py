@@ -9,22 +9,22 @@ from collections.abc import Callable
 
 import msgspec
 from normserve.admission.keys import Keyring
-from normserve.admission.permits import Limits
+from normserve.admission.permits import AdmissionBudget
 from normserve.codec import local_frames as frames
 from normserve.layers.changes import LayerChanges
 from normserve.layers.registry import LayerRegistry
-from normserve.local.connection import Connection
-from normserve.local.device import DeviceArenas
-from normserve.local.layers import LayerMessages
-from normserve.local.memory import Leftovers, SharedMemory
-from normserve.local.operations import Operations
-from normserve.local.peer import Peer
-from normserve.local.service import Service
-from normserve.memory.device_segments import Device
-from normserve.peers.siblings import Siblings
-from normserve.requests.admission import Admission
-from normserve.requests.authorisation import Authorisation
-from normserve.requests.layers import make_layer
+from normserve.local.connection import LocalServerConnection
+from normserve.local.device import DeviceSegmentAllocator
+from normserve.local.layers import LayerMessageDispatcher
+from normserve.local.memory import HostSegmentAllocator, OrphanedSegments
+from normserve.local.operations import OperationPlanner
+from normserve.local.peer import PeerProcess
+from normserve.local.service import LocalServices
+from normserve.memory.device_segments import ShareableDevice
+from normserve.peers.siblings import SiblingProcesses
+from normserve.requests.admission import MemoryAdmission
+from normserve.requests.authorisation import KeyAuthorisation
+from normserve.requests.layers import load_layer
 from normserve.requests.lifecycle import RequestServices
 
 from tests.service.engine.fake_engine import Scene, turn
@@ -44,9 +44,9 @@ class FakeWire:
 
     flights = 0
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: LocalServerConnection) -> None:
         self._connection = connection
-        self.sent: list[tuple[int, frames.Answer]] = []
+        self.sent: list[tuple[int, frames.LocalResponse]] = []
         self.is_open = True
         self.is_wanted = False
 
@@ -58,7 +58,7 @@ class FakeWire:
             os.close(descriptor)
         if self.is_open:
             tag = struct.unpack_from("<II", frame)[1]
-            self.sent.append((tag, frames.read_answer(frame[frames.PREFIX.size :])))
+            self.sent.append((tag, frames.decode_response(frame[frames.PREFIX.size :])))
 
     def close(self) -> None:
         if self.is_open:
@@ -80,21 +80,21 @@ class Client:
         """
         self.scene = Scene()
         self.engine, self.executor = self.scene.engine, self.scene.executor
-        self.limits = Limits(max_requests=most_requests, max_bytes=2**40)
+        self.limits = AdmissionBudget(max_requests=most_requests, max_bytes=2**40)
         self.layers = LayerRegistry(max_layers=4, max_bytes=2**30)
         self.progress = self.engine.launches
-        admission, metrics = Admission(self.engine, 2**40), self.scene.metrics
+        admission, metrics = MemoryAdmission(self.engine, 2**40), self.scene.metrics
         requests = RequestServices(self.engine, self.limits, admission, self.progress, metrics, timeout_ms=20_000)
-        make = functools.partial(make_layer, self.engine, self.layers)
-        self.memory = SharedMemory(64 * MIB)
-        self.leftovers = Leftovers()
+        make = functools.partial(load_layer, self.engine, self.layers)
+        self.memory = HostSegmentAllocator(64 * MIB)
+        self.leftovers = OrphanedSegments()
         self.driver = FakeDriver()
-        self.device_memory = DeviceArenas(4 * GRANULARITY, lambda: Device(0, self.driver))
-        self.service = Service(
+        self.device_memory = DeviceSegmentAllocator(4 * GRANULARITY, lambda: ShareableDevice(0, self.driver))
+        self.service = LocalServices(
             requests,
-            Operations(self.engine, self.layers),
-            LayerMessages(requests, self.layers, LayerChanges(self.layers, Siblings(None), make)),
-            None if keys is None else Authorisation(keys, "in hello"),
+            OperationPlanner(self.engine, self.layers),
+            LayerMessageDispatcher(requests, self.layers, LayerChanges(self.layers, SiblingProcesses(None), make)),
+            None if keys is None else KeyAuthorisation(keys, "in hello"),
             self.memory,
             self.device_memory,
             self.leftovers,
@@ -102,15 +102,17 @@ class Client:
         )
         self.described = asyncio.Event()
         self.left: list | None = None
-        peer = Peer(os.getpid() if pid is None else pid, os.geteuid())
-        self.connection = Connection(self.service, peer, None, lambda: os.pidfd_open(os.getpid()))
+        peer = PeerProcess(os.getpid() if pid is None else pid, os.geteuid())
+        self.connection = LocalServerConnection(self.service, peer, None, lambda: os.pidfd_open(os.getpid()))
         self.connection.on_gone = self._end
         self.wire = FakeWire(self.connection)
         self._tag = 0
 
-    def connect(self) -> Connection:
+    def connect(self) -> LocalServerConnection:
         """Return a further connection to the same server."""
-        connection = Connection(self.service, self.connection.peer, None, lambda: os.pidfd_open(os.getpid()))
+        connection = LocalServerConnection(
+            self.service, self.connection.peer, None, lambda: os.pidfd_open(os.getpid())
+        )
         connection.serve(FakeWire(connection))
         return connection
 
@@ -120,7 +122,7 @@ class Client:
         self.engine.open()
         self.connection.serve(self.wire)
         if greet:
-            assert (await self.request(frames.Hello(frames.VERSION))).status == 200
+            assert (await self.request(frames.HelloMessage(frames.VERSION))).status == 200
 
     def send(self, message, tag: int = 0) -> None:
         """Have a frame come in: a message, several, or bytes."""
@@ -128,7 +130,7 @@ class Client:
         now = time.perf_counter()
         self.connection.on_frame(tag, content, now, now)
 
-    async def request(self, message) -> frames.Answer:
+    async def request(self, message) -> frames.LocalResponse:
         """Send a message and wait for its answer, which must be the last that came."""
         self._tag += 1
         before = len(self.wire.sent)
@@ -138,12 +140,12 @@ class Client:
         assert self.wire.sent[-1][0] == self._tag
         return self.wire.sent[-1][1]
 
-    def compute(self, *, offset: int = 0, query: str = "") -> frames.Compute:
+    def compute(self, *, offset: int = 0, query: str = "") -> frames.ComputeMessage:
         """LayerNorm of 2 rows of 4 in segment 0, which `grow` has made."""
-        return frames.Compute(
+        return frames.ComputeMessage(
             "layer_norm",
-            {"x": frames.Located(0, offset, "float32", (2, 4))},
-            {"y": frames.Place(0, offset + MIB // 2, 32)},
+            {"x": frames.TensorReference(0, offset, "float32", (2, 4))},
+            {"y": frames.SegmentRange(0, offset + MIB // 2, 32)},
             query=query,
         )
 
@@ -173,7 +175,7 @@ def played(body: Callable, **options) -> None:
     async def run() -> None:
         client = Client(**options)
         await client.start()
-        assert (await client.request(frames.Grow(1))).segment == 0
+        assert (await client.request(frames.GrowArenaMessage(1))).segment == 0
         client.wire.sent.clear()
         await turn()
         await body(client)

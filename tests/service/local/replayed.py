@@ -12,15 +12,15 @@ from typing import Any
 import msgspec
 from normserve.admission.keys import Keyring
 from normserve.backends.cuda.replayer import build
-from normserve.backends.replayer import Replay
+from normserve.backends.replayer import CapturedLaunch
 from normserve.codec import local_frames as frames
 from normserve.codec.framing import FrameReader
-from normserve.jobs.job import Recurrence
-from normserve.local.connection import Connection
-from normserve.local.peer import Peer
-from normserve.local.replaying import Replaying
-from normserve.local.wire import Wire
-from normserve.requests.authorisation import Authorisation
+from normserve.jobs.job import ReplaySlot
+from normserve.local.connection import LocalServerConnection
+from normserve.local.peer import PeerProcess
+from normserve.local.replaying import RequestReplays
+from normserve.local.wire import FrameSocket
+from normserve.requests.authorisation import KeyAuthorisation
 
 from tests.service.backends.cuda.fake_driver import FakeDriver
 from tests.service.local.fake_wire import Client
@@ -43,28 +43,28 @@ class Replayed:
         self.driver = FakeDriver()
         self.is_captured = True
         self.by_python = 0
-        self.recurrences: weakref.WeakSet[Recurrence] = weakref.WeakSet()
+        self.recurrences: weakref.WeakSet[ReplaySlot] = weakref.WeakSet()
         backend = self.behind.executor.backend
-        backend.make_replayer = lambda: build.load()(**self.driver.addresses())
+        backend.make_replayer = lambda: build.load_extension()(**self.driver.addresses())
         backend.replay = self._replay
-        replaying = Replaying(
+        replaying = RequestReplays(
             self.behind.service.requests,
             self.behind.layers,
             keys,
             poll_s=0.0,
         )
-        authorisation = None if keys is None else Authorisation(keys, "in hello")
+        authorisation = None if keys is None else KeyAuthorisation(keys, "in hello")
         service = dataclasses.replace(self.behind.service, authorisation=authorisation, replaying=replaying)
         self.replaying = replaying
-        self.connection = Connection(service, Peer(os.getpid(), os.geteuid()), None, lambda: None)
+        self.connection = LocalServerConnection(service, PeerProcess(os.getpid(), os.geteuid()), None, lambda: None)
         self.ended: list[object] = []
         self.connection.on_gone = self.ended.append
         self._frames = FrameReader(2**20)
         self._found: list[tuple[int, bytes]] = []
 
-    def _replay(self, recurrence: Recurrence) -> Replay | None:
+    def _replay(self, recurrence: ReplaySlot) -> CapturedLaunch | None:
         self.recurrences.add(recurrence)
-        return Replay(GRAPH, 8, (), recurrence) if self.is_captured else None
+        return CapturedLaunch(GRAPH, 8, (), recurrence) if self.is_captured else None
 
     async def start(self, key: str | None = None) -> None:
         """Connect, say hello and get a segment."""
@@ -72,18 +72,18 @@ class Replayed:
         self.behind.engine.open()
         ours, self.theirs = socket.socketpair()
         self.theirs.setblocking(False)
-        self.wire = Wire(ours, self.connection, frame_s=20.0, send_s=20.0, most_unsent=8)
+        self.wire = FrameSocket(ours, self.connection, frame_s=20.0, send_s=20.0, most_unsent=8)
         self.connection.serve(self.wire)
-        assert (await self.ask(frames.Hello(frames.VERSION, key))).status == 200
+        assert (await self.ask(frames.HelloMessage(frames.VERSION, key))).status == 200
         # The descriptor is not received: nothing here looks into the segment.
-        assert (await self.ask(frames.Grow(1))).status == 200
+        assert (await self.ask(frames.GrowArenaMessage(1))).status == 200
 
     async def send(self, message: Any, tag: int = 1) -> None:
         """Send a message, or bytes as they are."""
         data = message if isinstance(message, bytes) else framed(message, tag)
         await asyncio.get_running_loop().sock_sendall(self.theirs, data)
 
-    async def answer(self) -> tuple[int, frames.Answer]:
+    async def answer(self) -> tuple[int, frames.LocalResponse]:
         """The next answer, with its tag; jobs of the engine are run meanwhile."""
         loop = asyncio.get_running_loop()
         while not self._found:
@@ -97,16 +97,16 @@ class Replayed:
                 raise EOFError
             self._found += self._frames.feed(data)
         tag, content = self._found.pop(0)
-        return tag, frames.read_answer(content)
+        return tag, frames.decode_response(content)
 
-    async def ask(self, message: Any, tag: int = 1) -> frames.Answer:
+    async def ask(self, message: Any, tag: int = 1) -> frames.LocalResponse:
         """Send a message and wait for its answer."""
         await self.send(message, tag)
         told, answer = await self.answer()
         assert told == tag
         return answer
 
-    def compute(self, query: str = "", offset: int = 0) -> frames.Compute:
+    def compute(self, query: str = "", offset: int = 0) -> frames.ComputeMessage:
         """LayerNorm of 2 rows of 4."""
         return self.behind.compute(offset=offset, query=query)
 

@@ -47,7 +47,7 @@ def test_each_message_is_counted_once_by_what_became_of_it():
         await turn()
         client.send(client.compute(), 7)
         await turn()
-        client.send(frames.Cancel(7))
+        client.send(frames.CancelRequestMessage(7))
         await client.finish()
         assert requests_of(client) == before | {
             ("layer_norm", "200"): 2,
@@ -96,8 +96,8 @@ def test_only_errors_of_the_server_itself_are_logged_with_whose_request_it_was(c
     async def run():
         client = Client(keys=Keyring([key], clock=lambda: 0.0))
         await client.start(greet=False)
-        await client.request(frames.Hello(frames.VERSION, "secret"))
-        await client.request(frames.Grow(1))
+        await client.request(frames.HelloMessage(frames.VERSION, "secret"))
+        await client.request(frames.GrowArenaMessage(1))
         client.send(client.compute(query="layer=none"), 1)
         client.send(client.compute(), 2)
         await client.finish(UnsupportedDtypeError("no kernel takes that"))

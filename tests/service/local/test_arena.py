@@ -5,9 +5,9 @@ from math import prod
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from normserve.codec.local_frames import ALIGNMENT, Located, Place
+from normserve.codec.local_frames import ALIGNMENT, SegmentRange, TensorReference
 from normserve.errors import NormserveError
-from normserve.local.arena import Arena, Span, check_places
+from normserve.local.arena import ArenaRange, SegmentTable, check_result_ranges
 from normserve.memory.host_tensors import FLOATS, DType
 
 BYTES = 4096
@@ -16,7 +16,7 @@ NEAR = st.integers(0, BYTES + 64) | st.sampled_from([2**31, 2**32, 2**62, 2**63 
 
 @pytest.fixture(scope="module")
 def arena():
-    arena = Arena()
+    arena = SegmentTable()
     for number in range(2):
         assert arena.add(memoryview(bytearray(BYTES))) == number
     del arena.segments[0]
@@ -28,7 +28,7 @@ def test_a_tensor_lies_within_its_segment_or_is_refused(arena, segment, offset, 
     nbytes = prod(shape) * dtype.itemsize
     fits = segment == 1 and offset % ALIGNMENT == 0 and offset + nbytes <= BYTES
     try:
-        tensor, span = arena.tensor("x", Located(segment, offset, dtype.value, tuple(shape)))
+        tensor, span = arena.tensor("x", TensorReference(segment, offset, dtype.value, tuple(shape)))
     except NormserveError:
         # The others of a shape with a zero may be more than can be counted.
         assert not fits or prod(size for size in shape if size) * dtype.itemsize >= 2**63
@@ -46,7 +46,7 @@ def test_a_tensor_lies_within_its_segment_or_is_refused(arena, segment, offset, 
 def test_a_place_lies_within_its_segment_or_is_refused(arena, segment, offset, nbytes):
     fits = segment == 1 and offset % ALIGNMENT == 0 and offset + nbytes <= BYTES
     try:
-        place = arena.place("y", Place(segment, offset, nbytes))
+        place = arena.place("y", SegmentRange(segment, offset, nbytes))
     except NormserveError:
         assert not fits
         return
@@ -55,7 +55,7 @@ def test_a_place_lies_within_its_segment_or_is_refused(arena, segment, offset, n
 
 
 SPANS = st.tuples(st.integers(0, 1), st.integers(0, 12), st.integers(0, 6)).map(
-    lambda drawn: Span(drawn[0], 16 * drawn[1], 16 * (drawn[1] + drawn[2]))
+    lambda drawn: ArenaRange(drawn[0], 16 * drawn[1], 16 * (drawn[1] + drawn[2]))
 )
 
 
@@ -67,7 +67,7 @@ def test_results_overlap_nothing_but_the_tensor_that_they_may_be_written_over(te
         for name, span in zip(("y", "residual_out"), places, strict=True)
     }
     named = {
-        name: Place(span.segment, span.start, span.stop - span.start)
+        name: SegmentRange(span.segment, span.start, span.stop - span.start)
         for name, span in zip(("y", "residual_out"), places, strict=True)
     }
     is_over = may and places[0] == tensors[0]
@@ -76,12 +76,12 @@ def test_results_overlap_nothing_but_the_tensor_that_they_may_be_written_over(te
         others.append((places[0], tensors[0]))
     allowed = not any(touched(one) & touched(other) and one.segment == other.segment for one, other in others)
     try:
-        assert check_places(results, named, given_, {"y": "x"} if may else {}) == is_over
+        assert check_result_ranges(results, named, given_, {"y": "x"} if may else {}) == is_over
     except NormserveError:
         assert not allowed
     else:
         assert allowed
 
 
-def touched(span: Span) -> set[int]:
+def touched(span: ArenaRange) -> set[int]:
     return set(range(span.start, span.stop))

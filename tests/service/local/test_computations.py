@@ -59,12 +59,12 @@ def test_a_permit_covers_the_tensors_and_the_results_until_the_answer():
         assert (client.limits.requests, client.limits.bytes) == (1, 32)
         await client.finish()
         assert (client.limits.requests, client.limits.bytes) == (0, 0)
-        await client.request(frames.Grow(2 * MIB))
+        await client.request(frames.GrowArenaMessage(2 * MIB))
         client.send(
-            frames.Compute(
+            frames.ComputeMessage(
                 "layer_norm",
-                {"x": frames.Located(1, 0, "float32", (2**15, 4))},
-                {"y": frames.Place(1, MIB, 2**19)},
+                {"x": frames.TensorReference(1, 0, "float32", (2**15, 4))},
+                {"y": frames.SegmentRange(1, MIB, 2**19)},
             ),
             2,
         )
@@ -101,8 +101,8 @@ def test_a_key_has_no_more_inside_than_its_quota(limit, status):
     async def run():
         client = Client(keys=Keyring([key], clock=lambda: 0.0))
         await client.start(greet=False)
-        await client.request(frames.Hello(frames.VERSION, "secret"))
-        await client.request(frames.Grow(1))
+        await client.request(frames.HelloMessage(frames.VERSION, "secret"))
+        await client.request(frames.GrowArenaMessage(1))
         client.wire.sent.clear()
         for tag in (1, 2):
             client.send(client.compute(offset=64 * tag), tag)

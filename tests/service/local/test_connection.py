@@ -27,7 +27,7 @@ def test_an_operation_is_answered_where_its_result_lies():
         await client.finish()
         [(tag, answer)] = client.wire.sent
         assert (tag, answer.status, answer.batch_size) == (5, 200, 1)
-        assert answer.results == {"y": frames.Located(0, 2**19, "float32", (2, 4))}
+        assert answer.results == {"y": frames.TensorReference(0, 2**19, "float32", (2, 4))}
         assert set(answer.stages_ms) == {"recv", "queue", "copy_in", "kernel", "copy_out"}
         assert len(answer.request_id) == 32
 
@@ -74,7 +74,13 @@ def test_before_hello_nothing_is_done():
     async def run():
         client = Client()
         await client.start(greet=False)
-        for message in (frames.Grow(1), frames.Info(), frames.Layers(), frames.Layer("a"), client.compute()):
+        for message in (
+            frames.GrowArenaMessage(1),
+            frames.GetInfoMessage(),
+            frames.ListLayersMessage(),
+            frames.GetLayerMessage("a"),
+            client.compute(),
+        ):
             answer = await client.request(message)
             assert (answer.status, answer.segment) == (400, None)
             assert "hello" in answer.problem["detail"]
@@ -103,16 +109,27 @@ def test_requests_beyond_the_most_wait_and_nothing_more_is_read():
 @pytest.mark.parametrize(
     ("message", "status"),
     [
-        (frames.PutLayer("a", "op=layer_norm", {"weight": frames.Located(0, 0, "float32", (4,))}), 201),
-        (frames.PutLayer("a", "op=group_norm", {"weight": frames.Located(0, 0, "float32", (4,))}), 422),
-        (frames.PutLayer("a", "op=layer_norm", {"scale": frames.Located(0, 0, "float32", (4,))}), 422),
-        (frames.DeleteLayer("there"), 204),
-        (frames.DeleteLayer("nowhere"), 404),
+        (
+            frames.PutLayerMessage("a", "op=layer_norm", {"weight": frames.TensorReference(0, 0, "float32", (4,))}),
+            201,
+        ),
+        (
+            frames.PutLayerMessage("a", "op=group_norm", {"weight": frames.TensorReference(0, 0, "float32", (4,))}),
+            422,
+        ),
+        (
+            frames.PutLayerMessage("a", "op=layer_norm", {"scale": frames.TensorReference(0, 0, "float32", (4,))}),
+            422,
+        ),
+        (frames.DeleteLayerMessage("there"), 204),
+        (frames.DeleteLayerMessage("nowhere"), 404),
     ],
 )
 def test_a_change_of_layers_that_is_answered_leaves_nothing_to_be_done(message, status):
     async def body(client):
-        there = frames.PutLayer("there", "op=rms_norm", {"weight": frames.Located(0, 0, "float32", (4,))})
+        there = frames.PutLayerMessage(
+            "there", "op=rms_norm", {"weight": frames.TensorReference(0, 0, "float32", (4,))}
+        )
         assert (await client.request(there)).status == 201
         assert (await client.request(message)).status == status
         await turn()
@@ -149,8 +166,8 @@ def test_messages_that_wait_keep_their_order():
     async def body(client):
         # What fills the connection, and then: let the segment go before the last, which is not there any more.
         for tag in range(MOST_UNDER_WAY):
-            client.send(frames.Info(), tag)
-        client.send([client.compute(), frames.Free(0), client.compute(offset=16)], 100)
+            client.send(frames.GetInfoMessage(), tag)
+        client.send([client.compute(), frames.FreeSegmentMessage(0), client.compute(offset=16)], 100)
         client.described.set()
         await turn()
         await client.finish()
@@ -179,7 +196,7 @@ def test_a_frame_that_comes_again_is_checked_by_what_holds_now():
             (404, lambda: client.layers.put(layer("a"))),
             (200, lambda: client.layers.put(layer("a", size=8))),
             (422, lambda: client.layers.put(layer("a"))),
-            (200, lambda: client.send(frames.Free(0))),
+            (200, lambda: client.send(frames.FreeSegmentMessage(0))),
             (422, lambda: None),
         ]:
             client.wire.sent.clear()
@@ -194,9 +211,9 @@ def test_a_frame_that_comes_again_is_checked_by_what_holds_now():
 def test_frames_of_a_step_with_many_norms_are_parsed_in_the_first_step_only(monkeypatch):
     async def body(client):
         parsed = []
-        read_messages = frames.read_messages
+        read_messages = frames.decode_messages
         monkeypatch.setattr(
-            frames, "read_messages", lambda content: parsed.append(content) or read_messages(content)
+            frames, "decode_messages", lambda content: parsed.append(content) or read_messages(content)
         )
         for _ in range(3):
             for tag in range(200):
@@ -211,8 +228,8 @@ def test_frames_of_a_step_with_many_norms_are_parsed_in_the_first_step_only(monk
 def parsed(monkeypatch):
     """The frames that have been parsed."""
     parsed = []
-    read_messages = frames.read_messages
-    monkeypatch.setattr(frames, "read_messages", lambda content: parsed.append(content) or read_messages(content))
+    read_messages = frames.decode_messages
+    monkeypatch.setattr(frames, "decode_messages", lambda content: parsed.append(content) or read_messages(content))
     return parsed
 
 
@@ -269,8 +286,8 @@ def test_key_and_rate_are_checked_for_each_frame_that_comes_again(parsed):
             return client.statuses()[1]
 
         await client.start(greet=False)
-        assert (await client.request(frames.Hello(frames.VERSION, "secret"))).status == 200
-        assert (await client.request(frames.Grow(1))).status == 200
+        assert (await client.request(frames.HelloMessage(frames.VERSION, "secret"))).status == 200
+        assert (await client.request(frames.GrowArenaMessage(1))).status == 200
         parsed.clear()
         statuses = [await status()]
         for changed in ([key(KeyScope.INFER, requests_per_second=1e-6)], [key(KeyScope.LAYERS)], []):
@@ -294,7 +311,12 @@ def test_key_and_rate_are_checked_for_each_frame_that_comes_again(parsed):
 def test_only_operations_without_a_span_are_kept(parsed):
     async def body(client):
         traced = msgspec.structs.replace(client.compute(), traceparent=f"00-{1:032x}-{1:016x}-01")
-        for message in (traced, frames.Info(), frames.Hello(frames.VERSION), [client.compute(), frames.Cancel(9)]):
+        for message in (
+            traced,
+            frames.GetInfoMessage(),
+            frames.HelloMessage(frames.VERSION),
+            [client.compute(), frames.CancelRequestMessage(9)],
+        ):
             content = msgspec.json.encode(message)
             for _ in range(2):
                 parsed.clear()
@@ -308,8 +330,8 @@ def test_only_operations_without_a_span_are_kept(parsed):
 @pytest.mark.parametrize("number", [1, 2**63 - 1])
 def test_what_is_not_there_is_let_go_in_silence(number):
     async def body(client):
-        client.send([frames.Free(number), frames.Cancel(number)], 9)
-        client.send(frames.Cancel(9))
+        client.send([frames.FreeSegmentMessage(number), frames.CancelRequestMessage(number)], 9)
+        client.send(frames.CancelRequestMessage(9))
         await turn()
         assert client.wire.sent == []
 
@@ -322,7 +344,7 @@ def test_what_waits_can_be_taken_back_and_what_runs_cannot():
         await turn()
         client.send(client.compute(), 2)
         await turn()
-        client.send([frames.Cancel(1), frames.Cancel(2)])
+        client.send([frames.CancelRequestMessage(1), frames.CancelRequestMessage(2)])
         await turn()
         assert client.statuses() == {2: 499}
         await client.finish()
@@ -338,7 +360,7 @@ def test_what_is_taken_back_is_what_was_named():
         for tag in (2, 3, 4):
             client.send(client.compute(offset=64 * tag), tag)
         await turn()
-        client.send(frames.Cancel(3))
+        client.send(frames.CancelRequestMessage(3))
         await turn()
         assert client.statuses() == {3: 499}
         await client.finish()
@@ -363,7 +385,7 @@ def test_an_unknown_error_is_not_told(caplog, monkeypatch):
     def fail(*_):
         raise RuntimeError("the secret of another client")
 
-    monkeypatch.setattr(computations, "answered", fail)
+    monkeypatch.setattr(computations, "make_response", fail)
 
     async def body(client):
         client.send(client.compute(), 1)

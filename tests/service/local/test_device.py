@@ -7,14 +7,14 @@ import weakref
 
 import pytest
 from normserve.errors import InvalidParameterError, OverloadedError, TooLargeError
-from normserve.local.device import DeviceArenas
-from normserve.local.memory import Leftovers
-from normserve.local.peer import Peer
-from normserve.memory.device_segments import Device, DeviceSegment
+from normserve.local.device import DeviceSegmentAllocator
+from normserve.local.memory import OrphanedSegments
+from normserve.local.peer import PeerProcess
+from normserve.memory.device_segments import DeviceSegment, ShareableDevice
 
 from tests.service.memory.fake_driver import GRANULARITY, FakeDriver
 
-PEER = Peer(os.getpid(), 7)
+PEER = PeerProcess(os.getpid(), 7)
 
 
 class Lender:
@@ -22,17 +22,17 @@ class Lender:
 
     def __init__(self) -> None:
         self.driver = FakeDriver()
-        self.device = Device(0, self.driver)
-        self.arenas = DeviceArenas(3 * GRANULARITY, lambda: self.device)
-        self.spent, self.leftovers = [], Leftovers()
+        self.device = ShareableDevice(0, self.driver)
+        self.arenas = DeviceSegmentAllocator(3 * GRANULARITY, lambda: self.device)
+        self.spent, self.leftovers = [], OrphanedSegments()
 
-    async def lend(self, nbytes: int = 1, peer: Peer = PEER):
+    async def lend(self, nbytes: int = 1, peer: PeerProcess = PEER):
         descriptor, segment = await self.arenas.lend(peer, nbytes, self.spent, self.leftovers)
         os.close(descriptor)
         return segment
 
     async def end_of_process(self) -> None:
-        """What `Leftovers` does when a process has ended."""
+        """What `OrphanedSegments` does when a process has ended."""
         segments = [weakref.ref(each) for each in self.spent]
         self.leftovers.give_back([*self.spent])
         self.spent.clear()
@@ -50,7 +50,7 @@ def test_a_user_is_charged_until_the_process_has_ended(lender):
         held = [await lender.lend(), await lender.lend(2 * GRANULARITY)]
         with pytest.raises(OverloadedError, match="local_device_bytes"):
             await lender.lend()
-        other = await lender.lend(peer=Peer(1, 8))
+        other = await lender.lend(peer=PeerProcess(1, 8))
         assert lender.arenas.nbytes == 4 * GRANULARITY
         # Given back, but perhaps still mapped.
         lender.spent += held
@@ -86,10 +86,10 @@ def test_neither_another_process_nor_another_user_gets_it(lender):
         watch = os.pidfd_open(os.getpid())
         lender.leftovers.keep(PEER.pid, watch, [await lender.lend(3 * GRANULARITY)])
         with pytest.raises(OverloadedError):
-            await lender.lend(peer=Peer(PEER.pid + 1, PEER.uid))
-        stranger = await lender.lend(peer=Peer(PEER.pid, 8))
+            await lender.lend(peer=PeerProcess(PEER.pid + 1, PEER.uid))
+        stranger = await lender.lend(peer=PeerProcess(PEER.pid, 8))
         assert len(stranger) == GRANULARITY
-        nameless = Peer(0, PEER.uid)
+        nameless = PeerProcess(0, PEER.uid)
         with pytest.raises(OverloadedError):
             await lender.lend(peer=nameless)
         assert len(await lender.lend()) == 3 * GRANULARITY
@@ -145,9 +145,9 @@ def test_what_cannot_be_lent_again_stays_charged(lender):
 
 def test_servers_that_lend_none(lender):
     for most_bytes, device in ((0, lender.device), (GRANULARITY, None)):
-        arenas = DeviceArenas(most_bytes, lambda device=device: device)
+        arenas = DeviceSegmentAllocator(most_bytes, lambda device=device: device)
         assert arenas.offer() is None
         with pytest.raises(InvalidParameterError, match="memory must be host"):
-            asyncio.run(arenas.lend(PEER, 1, [], Leftovers()))
+            asyncio.run(arenas.lend(PEER, 1, [], OrphanedSegments()))
     assert lender.arenas.offer() == {"uuid": lender.device.uuid, "bytes": 3 * GRANULARITY}
     assert isinstance(asyncio.run(lender.lend()), DeviceSegment)

@@ -9,21 +9,21 @@ import weakref
 
 import pytest
 from normserve.errors import OverloadedError, TooLargeError
-from normserve.local.memory import LEAST_BYTES, Leftovers, SharedMemory
+from normserve.local.memory import LEAST_BYTES, HostSegmentAllocator, OrphanedSegments
 
 
 class Registration:
     """Of a driver."""
 
 
-def lend(memory: SharedMemory, uid: int = 7, nbytes: int = 1):
+def lend(memory: HostSegmentAllocator, uid: int = 7, nbytes: int = 1):
     descriptor, segment = asyncio.run(memory.lend(uid, nbytes))
     os.close(descriptor)
     return segment
 
 
 def test_a_user_is_charged_until_the_last_view_is_gone():
-    memory = SharedMemory(3 * LEAST_BYTES)
+    memory = HostSegmentAllocator(3 * LEAST_BYTES)
     kept = [lend(memory), lend(memory, nbytes=2 * LEAST_BYTES)]
     with pytest.raises(OverloadedError, match="local_bytes"):
         lend(memory)
@@ -38,7 +38,7 @@ def test_a_user_is_charged_until_the_last_view_is_gone():
 
 
 def test_what_can_never_be_lent_is_told_apart():
-    memory = SharedMemory(3 * LEAST_BYTES)
+    memory = HostSegmentAllocator(3 * LEAST_BYTES)
     for nbytes in (3 * LEAST_BYTES + 1, 2**63 - 1):
         with pytest.raises(TooLargeError):
             lend(memory, nbytes=nbytes)
@@ -48,7 +48,7 @@ def test_what_fails_is_not_charged():
     def refuse(memory: memoryview) -> object:
         raise MemoryError("injected")
 
-    memory = SharedMemory(LEAST_BYTES, refuse)
+    memory = HostSegmentAllocator(LEAST_BYTES, refuse)
     for _ in range(3):
         with pytest.raises(OverloadedError, match="no shared memory"):
             lend(memory)
@@ -64,7 +64,7 @@ def test_the_driver_forgets_memory_before_it_goes():
         made.append(weakref.ref(registration))
         return registration
 
-    segment = lend(SharedMemory(LEAST_BYTES, share))
+    segment = lend(HostSegmentAllocator(LEAST_BYTES, share))
     assert made[0]() is not None
     del segment
     gc.collect()
@@ -73,7 +73,7 @@ def test_the_driver_forgets_memory_before_it_goes():
 
 def test_what_is_left_over_is_given_back_once_its_process_has_ended():
     async def check():
-        memory, leftovers = SharedMemory(4 * LEAST_BYTES), Leftovers()
+        memory, leftovers = HostSegmentAllocator(4 * LEAST_BYTES), OrphanedSegments()
         with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
             for _ in range(2):
                 descriptor, segment = await memory.lend(7, 1)
@@ -92,7 +92,7 @@ def test_what_is_left_over_is_given_back_once_its_process_has_ended():
 
 def test_what_is_given_back_reads_as_zeros_for_whoever_maps_it():
     async def check():
-        memory = SharedMemory(LEAST_BYTES)
+        memory = HostSegmentAllocator(LEAST_BYTES)
         descriptor, segment = await memory.lend(7, 1)
         from normserve.memory.segments import map_segment
 
@@ -101,7 +101,7 @@ def test_what_is_given_back_reads_as_zeros_for_whoever_maps_it():
         theirs[3] = 9
         segments = [segment]
         del segment
-        Leftovers().give_back(segments)
+        OrphanedSegments().give_back(segments)
         while memory.nbytes:
             await asyncio.sleep(0.01)
         assert theirs[3] == 0

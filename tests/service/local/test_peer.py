@@ -10,7 +10,7 @@ import sys
 import pytest
 from normserve.errors import ForbiddenError
 from normserve.local import peer as peer_module
-from normserve.local.peer import Peer, Users
+from normserve.local.peer import LocalUsers, PeerProcess
 
 OWN = os.geteuid()
 # Of sockets, that no kernel has.
@@ -18,7 +18,7 @@ NO_OPTION = 2**15
 
 
 def test_the_servers_own_user_is_always_admitted():
-    users = Users("")
+    users = LocalUsers("")
     assert users.admit(OWN) is None
     assert not users.are_several
     with pytest.raises(ForbiddenError):
@@ -26,7 +26,7 @@ def test_the_servers_own_user_is_always_admitted():
 
 
 def test_listed_users_have_their_keys():
-    users = Users(f"{OWN + 1},{OWN + 2}=batch")
+    users = LocalUsers(f"{OWN + 1},{OWN + 2}=batch")
     assert users.are_several
     assert [users.admit(OWN + number) for number in range(3)] == [None, None, "batch"]
     with pytest.raises(ForbiddenError, match="local-users"):
@@ -35,23 +35,23 @@ def test_listed_users_have_their_keys():
 
 def test_users_without_a_number_here_are_never_admitted():
     with pytest.raises(ForbiddenError):
-        Users("65534").admit(65534)
+        LocalUsers("65534").admit(65534)
 
 
 def test_a_peer_is_the_process_that_connected():
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        assert Peer.of(ours) == Peer(os.getpid(), OWN)
+        assert PeerProcess.of(ours) == PeerProcess(os.getpid(), OWN)
 
 
 def test_what_is_no_unix_socket_has_no_peer():
     with socket.socket(socket.AF_INET) as strange:
-        told = Peer.of(strange)
+        told = PeerProcess.of(strange)
         assert told.pid == 0
         # All ones is no user: neither the server's own, nor one that may be listed.
         assert told.uid == 2**32 - 1
         with pytest.raises(ForbiddenError):
-            Users("").admit(told.uid)
+            LocalUsers("").admit(told.uid)
 
 
 def test_a_closed_connection_has_no_peer():
@@ -59,7 +59,7 @@ def test_a_closed_connection_has_no_peer():
     ours.close()
     theirs.close()
     with pytest.raises(OSError, match="descriptor"):
-        Peer.of(ours)
+        PeerProcess.of(ours)
 
 
 @pytest.mark.parametrize("by_socket", [True, False])
@@ -73,7 +73,7 @@ def test_a_watch_can_be_read_once_the_process_has_ended(by_socket, tmp_path, mon
         with connecting_process(path) as process:
             connected, _ = listener.accept()
             with connected:
-                peer = Peer.of(connected)
+                peer = PeerProcess.of(connected)
                 assert peer.pid == process.pid
                 watch = peer.watch(connected)
                 try:
@@ -89,7 +89,7 @@ def test_a_process_is_watched_that_has_closed_the_connection():
     ours, theirs = socket.socketpair()
     theirs.close()
     with ours:
-        watch = Peer.of(ours).watch(ours)
+        watch = PeerProcess.of(ours).watch(ours)
         assert not ended(watch, 0)
         os.close(watch)
 
@@ -103,7 +103,7 @@ def test_where_the_kernel_tells_no_process_one_without_a_number_cannot_be_watche
         number = process.pid
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        assert Peer(number, OWN).watch(ours) is None
+        assert PeerProcess(number, OWN).watch(ours) is None
 
 
 def ended(watch, timeout_s):

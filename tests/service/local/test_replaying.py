@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from normserve.admission.keys import ApiKey, Keyring, KeyScope
 from normserve.codec import local_frames as frames
-from normserve.engine.engine import State
+from normserve.engine.engine import EngineState
 
 from tests.service.jobs.fake_jobs import layer
 from tests.service.local.replayed import GRAPH, framed, played
@@ -155,7 +155,7 @@ def test_a_failed_launch_is_answered_and_ends_the_connection_and_the_engine():
         assert answer.status == 500
         with pytest.raises(EOFError):
             await client.answer()
-        assert client.behind.engine.state is State.FAILED
+        assert client.behind.engine.state is EngineState.FAILED
 
     played(body)
 
@@ -163,7 +163,7 @@ def test_a_failed_launch_is_answered_and_ends_the_connection_and_the_engine():
 def test_memory_that_is_given_back_is_not_used_again():
     async def body(client):
         await client.ask(client.compute())
-        await client.send(frames.Free(0))
+        await client.send(frames.FreeSegmentMessage(0))
         assert (await client.ask(client.compute())).status == 422
         assert client.driver.launched == []
 
@@ -215,7 +215,7 @@ def test_what_was_computed_with_a_layer_that_is_no_more_is_not_replayed(is_remov
 def test_what_lies_in_memory_that_is_no_more_is_not_replayed():
     async def body(client):
         async def change():
-            await client.send(frames.Free(0))
+            await client.send(frames.FreeSegmentMessage(0))
             while client.connection._arena.segments:
                 await asyncio.sleep(0)
 
@@ -343,8 +343,8 @@ def test_parameters_that_are_sent_along_recur_where_jobs_are_computed_alone(is_a
     async def body(client):
         client.behind.executor.backend.computes_alone = lambda job: is_alone
         plain = client.compute()
-        tensors = {**plain.tensors, "weight": frames.Located(0, 4096, "float32", (4,))}
-        message = frames.Compute("layer_norm", tensors, plain.results)
+        tensors = {**plain.tensors, "weight": frames.TensorReference(0, 4096, "float32", (4,))}
+        message = frames.ComputeMessage("layer_norm", tensors, plain.results)
         for _ in range(3):
             assert (await client.ask(message)).status == 200
         assert client.by_python == (1 if is_alone else 3)
@@ -361,11 +361,11 @@ def test_what_is_forgotten_keeps_no_memory_until_the_next_scrape(end):
         if end == "close":
             client.theirs.close()
         elif end == "free":
-            await client.send(frames.Free(0))
+            await client.send(frames.FreeSegmentMessage(0))
         else:
             client.behind.layers.put(layer(size=4))
             client.connection._prepared.clear()
-            await client.ask(frames.Layers())
+            await client.ask(frames.ListLayersMessage())
         while client.recurrences:
             gc.collect()
             await asyncio.sleep(0)

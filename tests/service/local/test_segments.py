@@ -19,7 +19,7 @@ def test_what_is_freed_is_not_kept_by_frames_that_are_known():
             client.send(client.compute(offset=offset), offset)
         await client.finish()
         assert client.memory.nbytes > 0
-        client.send(frames.Free(0))
+        client.send(frames.FreeSegmentMessage(0))
         while client.memory.nbytes:
             await asyncio.sleep(0.001)
             gc.collect()
@@ -31,7 +31,7 @@ def test_a_segment_that_a_request_uses_stays_until_it_is_answered():
     async def body(client):
         client.send(client.compute(), 1)
         await turn()
-        client.send(frames.Free(0))
+        client.send(frames.FreeSegmentMessage(0))
         await turn()
         assert client.memory.nbytes > 0
         await client.finish()
@@ -47,7 +47,7 @@ def test_nothing_of_a_connection_that_has_ended_is_kept():
     async def run():
         client = Client()
         await client.start()
-        await client.request(frames.Grow(1))
+        await client.request(frames.GrowArenaMessage(1))
         client.send(client.compute(), 1)
         await client.finish()
         client.wire.close()
@@ -62,7 +62,7 @@ def test_nothing_of_a_connection_that_has_ended_is_kept():
 
 def test_a_segment_that_comes_too_late_is_freed_at_once():
     async def body(client):
-        client.send(frames.Grow(2**20), 1)
+        client.send(frames.GrowArenaMessage(2**20), 1)
         client.wire.close()
         await asyncio.sleep(0)
         assert client.memory.nbytes == 2 * 2**20
@@ -77,8 +77,8 @@ def test_a_segment_that_comes_too_late_is_freed_at_once():
 def test_what_is_freed_may_be_lent_again_at_once():
     async def body(client):
         for number in range(1, 5):
-            assert (await client.request(frames.Grow(63 * 2**20))).segment == number
-            client.send(frames.Free(number))
+            assert (await client.request(frames.GrowArenaMessage(63 * 2**20))).segment == number
+            client.send(frames.FreeSegmentMessage(number))
 
     played(body)
 
@@ -88,11 +88,11 @@ def test_what_is_freed_may_be_lent_again_at_once():
 def test_device_memory_that_the_client_had_stays_charged_when_it_leaves_while_it_is_lent_again(fails, pid):
     # What its process has mapped it has still, whatever the driver says of lending it again.
     async def body(client):
-        answer = await client.request(frames.Grow(1, "device"))
-        client.send(frames.Free(answer.segment))
+        answer = await client.request(frames.GrowArenaMessage(1, "device"))
+        client.send(frames.FreeSegmentMessage(answer.segment))
         if fails:
             client.driver.refusals["cuMemsetD8"] = 999
-        client.send(frames.Grow(1, "device"), 7)
+        client.send(frames.GrowArenaMessage(1, "device"), 7)
         await asyncio.sleep(0)
         client.wire.close()
         while not client.leftovers:
@@ -112,9 +112,9 @@ def test_growing_leaves_no_descriptor_behind():
     async def body(client):
         before = descriptors()
         for _ in range(3):
-            await client.request(frames.Grow(1))
+            await client.request(frames.GrowArenaMessage(1))
         for _ in range(3):
-            assert (await client.request(frames.Grow(2**62))).status == 413
+            assert (await client.request(frames.GrowArenaMessage(2**62))).status == 413
         await turn()
         # Each mapping has one.
         assert descriptors() == before + 3

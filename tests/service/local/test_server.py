@@ -7,7 +7,7 @@ import socket
 import pytest
 import uvloop
 from normserve.local import server
-from normserve.local.peer import Users
+from normserve.local.peer import LocalUsers
 from normserve.local.server import LocalServer
 
 from tests.service.local.fake_wire import Client
@@ -23,7 +23,7 @@ def test_a_connection_whose_client_has_gone_unnoticed_is_swept(loop, monkeypatch
     monkeypatch.setattr(server, "_SWEEP_S", 0.01)
 
     async def run():
-        serving = LocalServer(Client().service, Users(""), frame_s=5, send_s=5)
+        serving = LocalServer(Client().service, LocalUsers(""), frame_s=5, send_s=5)
         ended = []
         pairs = [socket.socketpair() for _ in range(2)]
         for number, (_, ours) in enumerate(pairs):
@@ -49,10 +49,10 @@ def test_a_connection_that_is_refused_is_closed_and_its_place_is_free_again(fail
 
     async def run():
         if fails == "socket":
-            monkeypatch.setattr(server.Peer, "of", gone)
+            monkeypatch.setattr(server.PeerProcess, "of", gone)
         else:
             monkeypatch.setattr(os, "geteuid", lambda: 4242)
-        serving = LocalServer(Client().service, Users(""), frame_s=5, send_s=5)
+        serving = LocalServer(Client().service, LocalUsers(""), frame_s=5, send_s=5)
         ended = []
         theirs, ours = socket.socketpair()
         with theirs:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from normserve.admission.keys import ApiKey, Keyring, KeyScope
-from normserve.codec.local_frames import ALIGNMENT, MAX_FRAME_BYTES, VERSION, Hello
+from normserve.codec.local_frames import ALIGNMENT, MAX_FRAME_BYTES, VERSION, HelloMessage
 from normserve.errors import (
     ForbiddenError,
     InvalidParameterError,
@@ -14,13 +14,13 @@ from normserve.errors import (
     RateLimitedError,
     UnauthorizedError,
 )
-from normserve.local.session import Session
+from normserve.local.session import LocalSession
 from normserve.metrics.requests import RequestRecord
-from normserve.requests.authorisation import Authorisation
+from normserve.requests.authorisation import KeyAuthorisation
 
 INFER = frozenset([KeyScope.INFER])
 LAYERS = frozenset([KeyScope.LAYERS])
-GREETING = Hello(VERSION)
+GREETING = HelloMessage(VERSION)
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def keyring(*keys):
 
 
 def session(keys=None, key_name=None, *, hello=GREETING):
-    made = Session(7, key_name, None if keys is None else Authorisation(keys, "in hello"))
+    made = LocalSession(7, key_name, None if keys is None else KeyAuthorisation(keys, "in hello"))
     if hello is not None:
         made.greet(hello, {})
     return made
@@ -52,7 +52,7 @@ def authorise(of, needed=INFER):
 
 
 def test_the_greeting_says_what_clients_must_know():
-    greeting = session(hello=None).greet(Hello(VERSION), {"device": None})
+    greeting = session(hello=None).greet(HelloMessage(VERSION), {"device": None})
     assert greeting == {
         "version": VERSION,
         "alignment": ALIGNMENT,
@@ -70,15 +70,15 @@ def test_nothing_comes_before_hello():
 def test_a_hello_of_another_version_is_none(version):
     of = session(hello=None)
     with pytest.raises(InvalidParameterError, match="version"):
-        of.greet(Hello(version), {})
+        of.greet(HelloMessage(version), {})
     with pytest.raises(MalformedPayloadError):
         authorise(of)
 
 
 def test_a_hello_of_another_version_leaves_what_was_said_before():
-    of = session(keyring(key("batch", b"secret")), hello=Hello(VERSION, "secret"))
+    of = session(keyring(key("batch", b"secret")), hello=HelloMessage(VERSION, "secret"))
     with pytest.raises(InvalidParameterError):
-        of.greet(Hello(VERSION + 1, "other"), {})
+        of.greet(HelloMessage(VERSION + 1, "other"), {})
     assert authorise(of)[0].key == "batch"
 
 
@@ -89,12 +89,12 @@ def test_without_keys_a_client_is_its_user():
 
 
 def test_a_key_that_is_not_asked_for_says_nothing():
-    assert authorise(session(hello=Hello(VERSION, "anything")))[0].tenant == "uid 7"
+    assert authorise(session(hello=HelloMessage(VERSION, "anything")))[0].tenant == "uid 7"
 
 
 def test_a_key_says_who_the_client_is():
     caller, record = authorise(
-        session(keyring(key("batch", b"secret", max_inflight_bytes=9)), hello=Hello(VERSION, "secret"))
+        session(keyring(key("batch", b"secret", max_inflight_bytes=9)), hello=HelloMessage(VERSION, "secret"))
     )
     assert (caller.tenant, caller.max_inflight_bytes) == ("key:batch", 9)
     assert record.key == "batch"
@@ -103,12 +103,12 @@ def test_a_key_says_who_the_client_is():
 def test_a_key_stands_for_a_user_who_brings_none():
     keys = keyring(key("batch", b"secret"), key("other", b"theirs"))
     assert authorise(session(keys, "batch"))[0].key == "batch"
-    assert authorise(session(keys, "batch", hello=Hello(VERSION, "theirs")))[0].key == "other"
+    assert authorise(session(keys, "batch", hello=HelloMessage(VERSION, "theirs")))[0].key == "other"
 
 
 @pytest.mark.parametrize("brought", ["", "wrong", "\N{LATIN SMALL LETTER E WITH ACUTE}", "batch"])
 def test_a_wrong_key_is_refused_though_another_stands_for_the_user(brought, refusals):
-    of = session(keyring(key("batch", b"secret")), "batch", hello=Hello(VERSION, brought))
+    of = session(keyring(key("batch", b"secret")), "batch", hello=HelloMessage(VERSION, brought))
     with pytest.raises(UnauthorizedError, match="not one that the server knows"):
         authorise(of)
     told = {"reason": "unknown", "method": "local", "path": "grow", "address": "uid 7", "request_id": "an-id"}
@@ -122,7 +122,7 @@ def test_a_key_must_come_from_somewhere(named):
 
 
 def test_a_key_does_no_more_than_its_scopes(refusals):
-    of = session(keyring(key("batch", b"secret")), hello=Hello(VERSION, "secret"))
+    of = session(keyring(key("batch", b"secret")), hello=HelloMessage(VERSION, "secret"))
     with pytest.raises(ForbiddenError, match="layers"):
         authorise(of, LAYERS)
     assert [each["reason"] for each in refusals()] == ["forbidden"]
@@ -130,24 +130,24 @@ def test_a_key_does_no_more_than_its_scopes(refusals):
 
 
 def test_a_key_that_has_expired_is_refused():
-    of = session(keyring(key("batch", b"secret", expires=1.0)), hello=Hello(VERSION, "secret"))
+    of = session(keyring(key("batch", b"secret", expires=1.0)), hello=HelloMessage(VERSION, "secret"))
     with pytest.raises(UnauthorizedError, match="expired"):
         authorise(of)
 
 
 def test_a_key_is_asked_for_at_each_message():
     keys = keyring(key("batch", b"secret"))
-    of = session(keys, hello=Hello(VERSION, "secret"))
+    of = session(keys, hello=HelloMessage(VERSION, "secret"))
     authorise(of)
     keys.replace([key("batch", b"new")])
     with pytest.raises(UnauthorizedError):
         authorise(of)
-    of.greet(Hello(VERSION, "new"), {})
+    of.greet(HelloMessage(VERSION, "new"), {})
     assert authorise(of)[0].key == "batch"
 
 
 def test_requests_of_a_key_are_counted_and_refused_ones_are_not():
-    of = session(keyring(key("batch", b"secret", requests_per_second=2)), hello=Hello(VERSION, "secret"))
+    of = session(keyring(key("batch", b"secret", requests_per_second=2)), hello=HelloMessage(VERSION, "secret"))
     for _ in range(5):
         with pytest.raises(ForbiddenError):
             authorise(of, LAYERS)
@@ -158,9 +158,9 @@ def test_requests_of_a_key_are_counted_and_refused_ones_are_not():
 
 
 def test_who_greets_anew_is_nobody_until_the_key_is_known():
-    of = session(keyring(key("batch", b"secret")), hello=Hello(VERSION, "secret"))
+    of = session(keyring(key("batch", b"secret")), hello=HelloMessage(VERSION, "secret"))
     authorise(of)
-    of.greet(Hello(VERSION, "wrong"), {})
+    of.greet(HelloMessage(VERSION, "wrong"), {})
     with pytest.raises(UnauthorizedError):
         authorise(of)
     # Otherwise the access log would say that this key sent it.
@@ -180,5 +180,5 @@ def test_who_greets_anew_is_nobody_until_the_key_is_known():
     ids=["plain", "another scope", "an end", "a rate", "a quota", "not the client's"],
 )
 def test_what_a_client_may_always_send(of, may):
-    assert session(keyring(of), hello=Hello(VERSION, "secret")).may_always(INFER) == may
+    assert session(keyring(of), hello=HelloMessage(VERSION, "secret")).may_always(INFER) == may
     assert session().may_always(INFER)

@@ -10,7 +10,7 @@ import pytest
 import uvloop
 from normserve.codec.local_frames import MAX_FRAME_BYTES, PREFIX
 from normserve.local import wire as wire_module
-from normserve.local.wire import Wire
+from normserve.local.wire import FrameSocket
 
 
 class Told:
@@ -43,7 +43,7 @@ def wired(body, loop=asyncio.run, **options):
     async def run():
         ours, theirs = socket.socketpair()
         told = Told()
-        told.wire = wire = Wire(ours, told, **{"frame_s": 20.0, "send_s": 20.0, "most_unsent": 2} | options)
+        told.wire = wire = FrameSocket(ours, told, **{"frame_s": 20.0, "send_s": 20.0, "most_unsent": 2} | options)
         wire.read(wanted=True)
         with theirs:
             theirs.settimeout(20)

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 from normserve.logs import audit
-from normserve.logs.audit import Refusals
+from normserve.logs.audit import KeyRefusalLog
 
 
 class Clock:
@@ -27,8 +27,8 @@ def told(caplog):
 
 
 def test_events_have_fields_and_leave_out_what_nobody_knows(told):
-    audit.layer_changed("PUT", "/v1/layers/a", "registered", key=None, address="10.0.0.1", request_id="r")
-    audit.ended(0)
+    audit.log_layer_change("PUT", "/v1/layers/a", "registered", key=None, address="10.0.0.1", request_id="r")
+    audit.log_end(0)
     assert told() == [
         {
             "event": "layer_change",
@@ -45,7 +45,7 @@ def test_events_have_fields_and_leave_out_what_nobody_knows(told):
 def test_refusals_beyond_ten_a_second_are_counted(told):
     async def run() -> None:
         clock = Clock()
-        refusals = Refusals(clock)
+        refusals = KeyRefusalLog(clock)
         for _ in range(1000):
             refusals.log("unknown", "GET", "/v1/info", address="10.0.0.1")
         clock.now = 1.0
@@ -63,7 +63,7 @@ def test_the_count_is_told_though_nobody_comes_any_more(told, monkeypatch):
         loop = asyncio.get_running_loop()
         later = loop.call_later
         monkeypatch.setattr(loop, "call_later", lambda delay, *call: later(delay / 1000, *call))
-        refusals = Refusals(Clock())
+        refusals = KeyRefusalLog(Clock())
         for _ in range(12):
             refusals.log("unknown", "GET", "/")
         async with asyncio.timeout(10):
@@ -76,7 +76,7 @@ def test_the_count_is_told_though_nobody_comes_any_more(told, monkeypatch):
 
 def test_a_long_path_is_cut(told):
     async def run() -> None:
-        Refusals().log("absent", "GET", "/" + "a" * 60_000)
+        KeyRefusalLog().log("absent", "GET", "/" + "a" * 60_000)
 
     asyncio.run(run())
     assert len(told()[0]["path"]) == 200

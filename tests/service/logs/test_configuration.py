@@ -8,7 +8,7 @@ import sys
 from datetime import datetime
 
 import pytest
-from normserve.logs.configuration import JsonLines, TextLines, block
+from normserve.logs.configuration import JsonLinesFormatter, TextFormatter, make_block_fields
 
 HOSTILE = "a\nb\r\nc\x1b[31md\x00e\u2028f\x85g\x7fh\u202ei\ud800j"
 
@@ -32,12 +32,12 @@ def logged():
 
 
 def test_text_is_readable(logged):
-    line = logged(TextLines(), "ready on %s", "http://x", extra={"fields": {"key": "team", "ms": 1.5}})
+    line = logged(TextFormatter(), "ready on %s", "http://x", extra={"fields": {"key": "team", "ms": 1.5}})
     assert line.endswith(" INFO     normserve.some: ready on http://x key=team ms=1.5\n")
     datetime.strptime(line[:19], "%Y-%m-%d %H:%M:%S")
 
 
-@pytest.mark.parametrize("formatter", [TextLines(), JsonLines()])
+@pytest.mark.parametrize("formatter", [TextFormatter(), JsonLinesFormatter()])
 def test_nothing_in_a_message_or_a_field_begins_a_line(formatter, logged):
     written = logged(formatter, "it was %s", HOSTILE, extra={"fields": {"path": HOSTILE}})
     assert written.count("\n") == 1
@@ -47,13 +47,15 @@ def test_nothing_in_a_message_or_a_field_begins_a_line(formatter, logged):
 
 
 def test_a_field_that_looks_like_others_is_quoted(logged):
-    line = logged(TextLines(), "x", extra={"fields": {"path": "/a key=root", "quoted": 'a"b', "none": None}})
+    line = logged(TextFormatter(), "x", extra={"fields": {"path": "/a key=root", "quoted": 'a"b', "none": None}})
     assert line.endswith(r': x path="/a key=root" quoted="a\"b" none=null' + "\n")
 
 
 def test_json_has_the_fields_as_members(logged):
     fields = {"key": "team", "bytes": 5, "logger": "mine", "settings": {"port": 1}}
-    found = json.loads(logged(JsonLines("1"), "said %d", 3, extra={"fields": fields, "color_message": "\x1b[1m"}))
+    found = json.loads(
+        logged(JsonLinesFormatter("1"), "said %d", 3, extra={"fields": fields, "color_message": "\x1b[1m"})
+    )
     time = datetime.fromisoformat(found.pop("time"))
     assert time.utcoffset() is not None
     assert found == {
@@ -68,13 +70,13 @@ def test_json_has_the_fields_as_members(logged):
 
 
 def test_text_of_a_fleet_says_which_process_it_is(logged):
-    line = logged(TextLines("front end 1"), "ready", extra={"fields": {"ms": 1.5}})
+    line = logged(TextFormatter("front end 1"), "ready", extra={"fields": {"ms": 1.5}})
     assert line.endswith(': ready process="front end 1" ms=1.5\n')
 
 
 def test_a_block_has_its_fields_on_lines_of_their_own(logged):
     fields = {"what": "it\x1b failed", "settings": {"port": 1}, "traceback": "Traceback:\n  1 / 0\n" + HOSTILE}
-    lines = logged(TextLines("1"), "crash report", extra=block(fields)).split("\n")
+    lines = logged(TextFormatter("1"), "crash report", extra=make_block_fields(fields)).split("\n")
     assert lines[0].endswith(" INFO     normserve.some: crash report")
     assert lines[1:6] == [
         "    process: 1",
@@ -89,7 +91,9 @@ def test_a_block_has_its_fields_on_lines_of_their_own(logged):
 
 
 def test_a_block_of_json_is_one_object(logged):
-    written = logged(JsonLines(), "crash report", extra=block({"what": "x", "traceback": "a\nb"}))
+    written = logged(
+        JsonLinesFormatter(), "crash report", extra=make_block_fields({"what": "x", "traceback": "a\nb"})
+    )
     found = json.loads(written)
     assert (found["message"], found["what"], found["traceback"]) == ("crash report", "x", "a\nb")
     assert written.count("\n") == 1
@@ -104,7 +108,7 @@ def failure() -> tuple:
 
 
 def test_an_exception_is_a_field_of_json(logged):
-    written = logged(JsonLines(), "it failed", exc_info=failure())
+    written = logged(JsonLinesFormatter(), "it failed", exc_info=failure())
     found = json.loads(written)
     assert written.count("\n") == 1
     assert found["exception"].startswith("Traceback")
@@ -112,7 +116,7 @@ def test_an_exception_is_a_field_of_json(logged):
 
 
 def test_a_traceback_as_text_begins_no_event(logged):
-    lines = logged(TextLines(), "it failed", exc_info=failure()).splitlines()
+    lines = logged(TextFormatter(), "it failed", exc_info=failure()).splitlines()
     assert lines[0].endswith("it failed")
     assert all(line.startswith("    ") for line in lines[1:])
     assert any("forged" in line for line in lines[1:])

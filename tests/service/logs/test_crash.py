@@ -15,7 +15,7 @@ def told(caplog):
 
     def tell(**more: object) -> dict[str, object]:
         facts = {"version": "1.2.3", "settings": {}, "device": None, "work": None, "trace": None, **more}
-        crash.report("it failed", **facts)
+        crash.log_crash_report("it failed", **facts)
         assert caplog.records[-1].levelno == logging.CRITICAL
         return caplog.records[-1].fields
 

@@ -4,7 +4,7 @@ import ctypes
 from typing import NamedTuple
 
 from normserve.memory.allocations import HANDLE_BYTES
-from normserve.memory.device_segments import Device, call, call_for_all
+from normserve.memory.device_segments import ShareableDevice, call_driver, call_driver_for_all
 
 
 class Allocation(NamedTuple):
@@ -20,10 +20,10 @@ class Allocation(NamedTuple):
     handle: bytes
 
 
-def allocation_of(device: Device, address: int) -> Allocation:
+def allocation_of(device: ShareableDevice, address: int) -> Allocation:
     """The whole allocation that an address lies in, for another process to open."""
     driver = device.driver
     with device.current():
-        base, nbytes = (int(each) for each in call_for_all(driver.cuMemGetAddressRange, address))
-        handle = call(driver.cuIpcGetMemHandle, base)
+        base, nbytes = (int(each) for each in call_driver_for_all(driver.cuMemGetAddressRange, address))
+        handle = call_driver(driver.cuIpcGetMemHandle, base)
     return Allocation(base, nbytes, ctypes.string_at(handle.getPtr(), HANDLE_BYTES))

@@ -3,8 +3,8 @@
 import gc
 
 import pytest
-from normserve.memory.allocations import HANDLE_BYTES, OpenedAllocation, open_allocation
-from normserve.memory.device_segments import Device, DeviceMemoryError
+from normserve.memory.allocations import HANDLE_BYTES, IpcAllocation, open_allocation
+from normserve.memory.device_segments import DeviceMemoryError, ShareableDevice
 
 from tests.service.memory.allocations import allocation_of
 from tests.service.memory.fake_driver import FakeDriver, bytes_at
@@ -16,12 +16,12 @@ class Sides:
     """A client with an allocation, and a server."""
 
     def __init__(self) -> None:
-        self.client, self.server = Device(0, FakeDriver()), Device(0, FakeDriver())
+        self.client, self.server = ShareableDevice(0, FakeDriver()), ShareableDevice(0, FakeDriver())
         self.address = self.client.driver.allocate(NBYTES)
 
-    def open(self, nbytes: int = NBYTES, handle: bytes | None = None) -> OpenedAllocation:
+    def open(self, nbytes: int = NBYTES, handle: bytes | None = None) -> IpcAllocation:
         handle = allocation_of(self.client, self.address).handle if handle is None else handle
-        return open_allocation(self.server, handle, nbytes, OpenedAllocation)
+        return open_allocation(self.server, handle, nbytes, IpcAllocation)
 
     @property
     def opened(self) -> dict:

@@ -5,10 +5,10 @@ import os
 
 import pytest
 from normserve.memory.device_segments import (
-    Device,
     DeviceMemoryError,
     DeviceMemoryFullError,
     DeviceSegment,
+    ShareableDevice,
 )
 
 from tests.service.memory.fake_driver import GRANULARITY, TOTAL, FakeDriver
@@ -25,7 +25,7 @@ def driver():
 
 @pytest.fixture
 def device(driver):
-    return Device(0, driver)
+    return ShareableDevice(0, driver)
 
 
 def test_what_one_writes_the_other_reads(driver, device):
@@ -34,7 +34,7 @@ def test_what_one_writes_the_other_reads(driver, device):
     assert len(segment) == GRANULARITY
     descriptor = device.export(segment)
     assert not os.get_inheritable(descriptor)
-    found = Device.find(device.uuid, client)
+    found = ShareableDevice.find(device.uuid, client)
     assert found.ordinal == 1
     opened = found.open(descriptor, len(segment), DeviceSegment)
     os.close(descriptor)
@@ -49,7 +49,7 @@ def test_new_memory_is_cleared_before_anybody_gets_it(driver, device):
 
 
 def test_memory_goes_once_neither_side_has_it(driver, device):
-    client = Device(0, FakeDriver())
+    client = ShareableDevice(0, FakeDriver())
     segment = device.make(1, DeviceSegment)
     descriptor = device.export(segment)
     opened = client.open(descriptor, GRANULARITY, DeviceSegment)
@@ -104,13 +104,13 @@ def test_what_is_no_such_memory_is_not_mapped(driver, device):
 def test_devices_without_it(driver):
     driver.attribute = 0
     with pytest.raises(DeviceMemoryError, match="descriptor"):
-        Device(0, driver)
+        ShareableDevice(0, driver)
     driver.attribute = 1
     driver.refusals["cuInit"] = 100
     with pytest.raises(DeviceMemoryError, match="100"):
-        Device(0, driver)
+        ShareableDevice(0, driver)
     with pytest.raises(DeviceMemoryError, match="does not see"):
-        Device.find("00" * 16, FakeDriver())
+        ShareableDevice.find("00" * 16, FakeDriver())
 
 
 def test_views_are_pieces_of_the_segment(device):

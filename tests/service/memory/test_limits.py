@@ -1,7 +1,7 @@
 """What may be taken is the least of what the host has and what each limit leaves."""
 
 import pytest
-from normserve.memory.limits import available_bytes
+from normserve.memory.limits import read_available_bytes
 
 MIB = 2**20
 HOST = 1000 * MIB
@@ -25,7 +25,7 @@ def limited(tree, group, limit, taken, inactive_file=0):
 
 
 def available(tree):
-    return available_bytes(tree / "proc", tree / "cgroups")
+    return read_available_bytes(tree / "proc", tree / "cgroups")
 
 
 def test_without_a_limit_it_is_what_the_host_has(tree):

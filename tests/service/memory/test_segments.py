@@ -6,12 +6,12 @@ import os
 
 import pytest
 from normserve.memory import segments
-from normserve.memory.segments import PAGE_BYTES, Segment, make_segment, map_segment
+from normserve.memory.segments import PAGE_BYTES, HostSegment, make_segment, map_segment
 
 
 @pytest.fixture
 def made():
-    descriptor, segment = make_segment(PAGE_BYTES + 1, Segment)
+    descriptor, segment = make_segment(PAGE_BYTES + 1, HostSegment)
     yield descriptor, segment
     os.close(descriptor)
 
@@ -43,7 +43,7 @@ def test_all_of_its_pages_are_there_from_the_beginning(made):
 
 
 def test_a_view_keeps_it_mapped():
-    descriptor, segment = make_segment(PAGE_BYTES, Segment)
+    descriptor, segment = make_segment(PAGE_BYTES, HostSegment)
     os.close(descriptor)
     view = memoryview(segment)[:16]
     del segment
@@ -83,7 +83,7 @@ def test_huge_pages_are_not_mapped():
 
 
 def test_more_than_there_is_is_a_memory_error(monkeypatch):
-    assert PAGE_BYTES < segments.available_bytes() < 2**50
-    monkeypatch.setattr(segments, "available_bytes", lambda: 3 * PAGE_BYTES)
+    assert PAGE_BYTES < segments.read_available_bytes() < 2**50
+    monkeypatch.setattr(segments, "read_available_bytes", lambda: 3 * PAGE_BYTES)
     with pytest.raises(MemoryError):
-        make_segment(3 * PAGE_BYTES + 1, Segment)
+        make_segment(3 * PAGE_BYTES + 1, HostSegment)

@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 from normserve.memory.segments import PAGE_BYTES, map_segment
-from normserve.memory.shared_slabs import SharedSlabs
+from normserve.memory.shared_slabs import SharedSlabRegistry
 from normserve.memory.slabs import SlabPool
 
 MIB = 2**20
@@ -14,7 +14,7 @@ MIB = 2**20
 
 @pytest.fixture
 def shared():
-    return SharedSlabs()
+    return SharedSlabRegistry()
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from normserve.memory.slabs import PLAIN, SlabPool, Source, memory_of, plain_memory
+from normserve.memory.slabs import PLAIN, SlabAllocator, SlabPool, allocate_plain, get_slab_memory
 
 MIB = 2**20
 
@@ -39,13 +39,13 @@ def test_memory_of_a_view_is_what_was_allocated(pool):
     made = []
 
     def allocate(nbytes):
-        made.append(plain_memory(nbytes))
+        made.append(allocate_plain(nbytes))
         return made[-1]
 
     pool.source = replace(PLAIN, allocate=allocate)
-    assert memory_of(pool.take(MIB)[10:20]) is made[0]
-    assert memory_of(memoryview(bytearray(4))) is None
-    assert memory_of(plain_memory(4).data) is None
+    assert get_slab_memory(pool.take(MIB)[10:20]) is made[0]
+    assert get_slab_memory(memoryview(bytearray(4))) is None
+    assert get_slab_memory(allocate_plain(4).data) is None
 
 
 def test_slab_is_used_again(pool):
@@ -155,6 +155,6 @@ def test_slab_is_large_enough_and_little_larger(nbytes):
 )
 def test_source_of_powers_of_two_is_asked_for_nothing_else(nbytes, slab_bytes):
     pool = SlabPool(max_idle_bytes=2**26)
-    pool.source = Source(plain_memory, steps=1, is_slow=False)
+    pool.source = SlabAllocator(allocate_plain, steps=1, is_slow=False)
     slab = pool.take(nbytes)
     assert len(slab) == pool.used_bytes == slab_bytes

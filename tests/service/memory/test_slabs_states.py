@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from normserve.memory.slabs import PLAIN, SlabPool, Source, plain_memory
+from normserve.memory.slabs import PLAIN, SlabAllocator, SlabPool, allocate_plain
 
 KIB = 1024
 MAX_IDLE_BYTES = 600 * KIB
@@ -30,7 +30,7 @@ class Lending(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = SlabPool(max_idle_bytes=MAX_IDLE_BYTES)
-        self.pool.source = Source(self.allocate, steps=PLAIN.steps, is_slow=False)
+        self.pool.source = SlabAllocator(self.allocate, steps=PLAIN.steps, is_slow=False)
         self.loans: list[Loan] = []
         self.is_exhausted = False
         self.numbers = 0
@@ -38,7 +38,7 @@ class Lending(RuleBasedStateMachine):
     def allocate(self, nbytes: int):
         if self.is_exhausted:
             raise MemoryError
-        return plain_memory(nbytes)
+        return allocate_plain(nbytes)
 
     def lend(self, slab: memoryview, nbytes: int) -> None:
         assert nbytes <= len(slab) <= max(64 * KIB, nbytes * 5 // 4)

@@ -3,8 +3,8 @@
 import functools
 
 import pytest
-from normserve.metrics.exposition import Exposition, merged, open_metrics, plain
-from normserve.metrics.instruments import Counter, Exemplar, Family, Gauge, Histogram
+from normserve.metrics.exposition import TextExposition, convert_to_open_metrics, merge_expositions, strip_exemplars
+from normserve.metrics.instruments import Counter, Exemplar, Gauge, Histogram, MetricFamily
 from normserve.metrics.metrics import Metrics
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_families
 from prometheus_client.parser import text_string_to_metric_families
@@ -24,19 +24,19 @@ def read(text: bytes):
 
 @pytest.fixture
 def families():
-    sent = Family("sent_total", "Sent.", ("op",), Counter)
+    sent = MetricFamily("sent_total", "Sent.", ("op",), Counter)
     sent("a").inc(2)
     sent("b").inc(1e21)
-    inside = Family("inside", "Inside.", (), Gauge)
+    inside = MetricFamily("inside", "Inside.", (), Gauge)
     inside().set(3)
-    took = Family("took_seconds", "Took.", ("op",), functools.partial(Histogram, (0.25, 0.5)))
+    took = MetricFamily("took_seconds", "Took.", ("op",), functools.partial(Histogram, (0.25, 0.5)))
     for value in (0.2, 0.5, 7.0):
         took("a").observe(value)
     return sent, inside, took
 
 
 def test_everything_is_read_back(families):
-    samples, kinds = read(Exposition(families, {}).render())
+    samples, kinds = read(TextExposition(families, {}).render())
     assert kinds == {"sent": "counter", "inside": "gauge", "took_seconds": "histogram"}
     assert samples == {
         ("sent_total", (("op", "a"),)): 2,
@@ -51,7 +51,7 @@ def test_everything_is_read_back(families):
 
 
 def test_what_came_since_is_told_the_next_time(families):
-    exposition = Exposition(families, {})
+    exposition = TextExposition(families, {})
     before, _ = read(exposition.render())
     families[0]("a").inc()
     families[0]("c").inc()
@@ -64,21 +64,21 @@ def test_what_came_since_is_told_the_next_time(families):
 
 def test_quotes_backslashes_and_line_ends_survive():
     name = 'NVIDIA "H200"\\0\nx'
-    family = Family("roof", "Of\nthe \\device.", ("device",), Gauge)
+    family = MetricFamily("roof", "Of\nthe \\device.", ("device",), Gauge)
     family(name).set(1)
-    samples, _ = read(Exposition([family], {}).render())
+    samples, _ = read(TextExposition([family], {}).render())
     assert samples == {("roof", (("device", name),)): 1}
 
 
 def test_labels_that_all_carry_come_first(families):
-    text = Exposition(families, {"process": "1"}).render().decode()
+    text = TextExposition(families, {"process": "1"}).render().decode()
     assert 'inside{process="1"} 3.0\n' in text
     assert 'took_seconds_bucket{process="1",op="a",le="+Inf"} 3\n' in text
 
 
 def test_a_family_stands_once_for_all_processes(families):
-    texts = {name: Exposition(families, {"process": name}).render() for name in "20"}
-    merged_text = merged(texts, "012")
+    texts = {name: TextExposition(families, {"process": name}).render() for name in "20"}
+    merged_text = merge_expositions(texts, "012")
     samples, kinds = read(merged_text)
     assert merged_text.count(b"# TYPE sent_total ") == 1
     assert kinds["took_seconds"] == "histogram"
@@ -108,9 +108,9 @@ def test_openmetrics_has_the_same_samples_and_the_exemplars(families):
     took = families[2]("a")
     for value in (0.25, 7.0):
         took.show(Exemplar("ab" * 16, value, 1700000000.125))
-    text = Exposition(families, {}).render()
-    samples, exemplars = read_open(open_metrics(text))
-    assert samples == read(plain(text))[0]
+    text = TextExposition(families, {}).render()
+    samples, exemplars = read_open(convert_to_open_metrics(text))
+    assert samples == read(strip_exemplars(text))[0]
     assert exemplars == {
         ("took_seconds_bucket", (("op", "a"), ("le", le))): ({"trace_id": "ab" * 16}, value, 1700000000.125)
         for le, value in (("0.25", 0.25), ("+Inf", 7.0))
@@ -118,31 +118,31 @@ def test_openmetrics_has_the_same_samples_and_the_exemplars(families):
 
 
 def test_the_plain_text_does_not_change_with_exemplars(families):
-    exposition = Exposition(families, {})
+    exposition = TextExposition(families, {})
     before = exposition.render()
-    assert plain(before) == before
+    assert strip_exemplars(before) == before
     families[2]("a").show(Exemplar("ab" * 16, 0.5, 1.0))
     after = exposition.render()
     assert b"trace_id" in after
-    assert plain(after) == before
+    assert strip_exemplars(after) == before
 
 
 def test_what_looks_like_an_exemplar_in_a_label_stays():
-    family = Family("roof", "Of it.", ("device",), Gauge)
+    family = MetricFamily("roof", "Of it.", ("device",), Gauge)
     name = 'a # {trace_id="0"} 1'
     family(name).set(1)
-    text = Exposition([family], {}).render()
-    assert read(plain(text))[0] == {("roof", (("device", name),)): 1}
-    assert read_open(open_metrics(text))[0] == {("roof", (("device", name),)): 1}
+    text = TextExposition([family], {}).render()
+    assert read(strip_exemplars(text))[0] == {("roof", (("device", name),)): 1}
+    assert read_open(convert_to_open_metrics(text))[0] == {("roof", (("device", name),)): 1}
 
 
 def test_all_processes_exemplars_are_there(families):
     families[2]("a").show(Exemplar("ab" * 16, 0.5, 1.0))
-    texts = {name: Exposition(families, {"process": name}).render() for name in "01"}
-    _, exemplars = read_open(open_metrics(merged(texts, "01")))
+    texts = {name: TextExposition(families, {"process": name}).render() for name in "01"}
+    _, exemplars = read_open(convert_to_open_metrics(merge_expositions(texts, "01")))
     assert [dict(labels)["process"] for _, labels in exemplars] == ["0", "1"]
 
 
 def test_everything_that_is_counted_is_openmetrics():
     text = Metrics().render()
-    assert read_open(open_metrics(text))[0].keys() == read(plain(text))[0].keys()
+    assert read_open(convert_to_open_metrics(text))[0].keys() == read(strip_exemplars(text))[0].keys()

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from normserve.metrics.instruments import Counter, Family, Histogram
+from normserve.metrics.instruments import Counter, Histogram, MetricFamily
 
 
 def test_counter_adds():
@@ -32,7 +32,7 @@ def test_many_values_count_as_one_by_one(count):
 
 
 def test_members_are_told_apart_by_their_labels():
-    family = Family("a", "doc", ("op", "code"), Counter)
+    family = MetricFamily("a", "doc", ("op", "code"), Counter)
     family("x", "200").inc()
     family("x", "200").inc()
     family("x", "404").inc()
@@ -42,4 +42,4 @@ def test_members_are_told_apart_by_their_labels():
 
 
 def test_one_without_labels_is_there_before_it_counts():
-    assert Family("a", "doc", (), Counter).members[()].value == 0
+    assert MetricFamily("a", "doc", (), Counter).members[()].value == 0

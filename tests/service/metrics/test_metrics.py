@@ -6,9 +6,9 @@ import sys
 import time
 
 import pytest
-from normserve.jobs.device import DeviceInfo
-from normserve.jobs.job import Batch, Execution
-from normserve.metrics.exposition import open_metrics
+from normserve.jobs.device import DeviceDescription
+from normserve.jobs.job import Batch, BatchResult
+from normserve.metrics.exposition import convert_to_open_metrics
 from normserve.metrics.metrics import Metrics
 from normserve.metrics.registrar import COUNTED_AT_ONCE
 from normserve.metrics.requests import RequestRecord
@@ -70,7 +70,7 @@ def test_revocation_is_counted_by_its_reason(metrics, reason, other):
 def test_launch_is_counted(metrics):
     batch = Batch((job(2, 4), job(3, 4)))
     outputs = ({"y": tensor(2, 4)}, {"y": tensor(3, 4)})
-    metrics.observe_launch(batch, Execution(outputs, (64, 96), 0.25, 0.5, 0.125))
+    metrics.observe_launch(batch, BatchResult(outputs, (64, 96), 0.25, 0.5, 0.125))
     kernel = {"op": "layer_norm", "pass": "forward", "dtype": "float32"}
     assert value(metrics, "kernel_bytes_total", **kernel) == 160
     assert value(metrics, "kernel_seconds_total", **kernel) == 0.5
@@ -85,7 +85,7 @@ def test_launch_is_counted(metrics):
 
 def test_what_is_not_copied_is_no_transfer(metrics):
     outputs = ({"y": tensor(2, 4)},)
-    metrics.observe_launch(Batch((job(2, 4),)), Execution(outputs, (64,), 0.25, 0.5, 0.0))
+    metrics.observe_launch(Batch((job(2, 4),)), BatchResult(outputs, (64,), 0.25, 0.5, 0.0))
     assert value(metrics, "transfer_bytes_total", direction="in") == 32
     assert value(metrics, "transfer_bytes_total", direction="out") in (None, 0)
 
@@ -137,7 +137,7 @@ def test_gauges_are_asked_at_each_scrape(metrics):
     inside = [3, 4096]
     metrics.watch_inflight(lambda: inside[0], lambda: inside[1])
     metrics.watch_queue(lambda: inside[0])
-    metrics.watch_device("torch", DeviceInfo("a cpu", "cpu", 2e10, {}), lambda: {"allocated": 5})
+    metrics.watch_device("torch", DeviceDescription("a cpu", "cpu", 2e10, {}), lambda: {"allocated": 5})
     assert value(metrics, "inflight_requests") == value(metrics, "queue_requests") == 3
     inside[0] = 0
     assert value(metrics, "inflight_requests") == 0
@@ -284,7 +284,7 @@ def test_a_request_that_is_traced_stands_for_its_buckets(metrics):
         stages = {"recv": seconds}
         record = RequestRecord("layer_norm", "forward", stages=stages, status=200, began=began, trace_id=trace_id)
         metrics.observe_request(record)
-    text = open_metrics(metrics.render()).decode()
+    text = convert_to_open_metrics(metrics.render()).decode()
     samples = [sample for family in open_families(text) for sample in family.samples if sample.exemplar is not None]
     told = {(each.name, each.exemplar.labels["trace_id"]): each.exemplar for each in samples}
     for name in ("request_duration_seconds", "stage_duration_seconds"):

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from normserve.errors import MethodNotAllowedError
 from normserve.metrics.metrics import Metrics
-from normserve.peers.replicas import Board, Replicas, Scale
+from normserve.peers.replicas import ReplicaScaling, ReplicaSiblings, ReplicaStateTable
 from normserve.settings import Settings
 from pydantic import ValidationError
 
@@ -25,10 +25,10 @@ def clock():
 
 @pytest.fixture
 def board(clock):
-    return Board(clock)
+    return ReplicaStateTable(clock)
 
 
-def on(board: Board):
+def on(board: ReplicaStateTable):
     """The board as a replica reaches it."""
 
     async def exchange(process, number, text):
@@ -37,12 +37,12 @@ def on(board: Board):
     return exchange
 
 
-def scrape(replica: Replicas, own: bytes) -> str:
+def scrape(replica: ReplicaSiblings, own: bytes) -> str:
     return asyncio.run(replica.exposition(own)).decode()
 
 
 def test_a_scrape_of_one_shows_all_that_speak(board):
-    one, other = Replicas("a", on(board)), Replicas("b", on(board))
+    one, other = ReplicaSiblings("a", on(board)), ReplicaSiblings("b", on(board))
     scrape(one, Metrics("a").render())
     text = scrape(other, Metrics("b").render())
     assert 'normserve_ready{process="a"} 0.0' in text
@@ -66,7 +66,7 @@ def test_without_the_board_a_replica_tells_of_itself():
     async def unreachable(process, number, text):
         raise ConnectionError
 
-    text = scrape(Replicas("a", unreachable), Metrics("a").render())
+    text = scrape(ReplicaSiblings("a", unreachable), Metrics("a").render())
     assert 'normserve_ready{process="a"} 0.0' in text
 
 
@@ -81,7 +81,7 @@ def test_a_replica_keeps_the_board_informed(board):
     async def play():
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
-                await Replicas("a", exchange).post_regularly(lambda: next(texts))
+                await ReplicaSiblings("a", exchange).post_regularly(lambda: next(texts))
 
     asyncio.run(play())
     assert posted == [("a", 1, b"first")]
@@ -89,46 +89,48 @@ def test_a_replica_keeps_the_board_informed(board):
 
 def test_layers_cannot_be_changed_where_others_would_not_know():
     with pytest.raises(MethodNotAllowedError, match="checkpoint"):
-        Replicas("a", on(Board())).require_changeable()
+        ReplicaSiblings("a", on(ReplicaStateTable())).require_changeable()
 
 
 def test_a_replica_owns_its_device_and_its_cores():
     settings = Settings(uds="/tmp/a.sock", devices="0,1")
-    on_gpu = Scale(device="gpu", cpus_per_replica=4).settings_of_replica(settings)
+    on_gpu = ReplicaScaling(device="gpu", cpus_per_replica=4).settings_of_replica(settings)
     assert (on_gpu.backend, on_gpu.uds, on_gpu.devices, on_gpu.cpu_threads) == ("triton", None, "", 4)
-    on_cpu = Scale(cpus_per_replica=0.5).settings_of_replica(settings)
+    on_cpu = ReplicaScaling(cpus_per_replica=0.5).settings_of_replica(settings)
     assert (on_cpu.backend, on_cpu.cpu_threads) == ("torch", 1)
 
 
 def test_a_replica_answers_for_what_ray_answers_for():
     """Where Ray listens the settings do not know; names that are set hold there, too."""
-    assert Scale().settings_of_replica(Settings()).allowed_hosts == "*"
-    assert Scale().settings_of_replica(Settings(allowed_hosts="api.example")).allowed_hosts == "api.example"
+    assert ReplicaScaling().settings_of_replica(Settings()).allowed_hosts == "*"
+    assert (
+        ReplicaScaling().settings_of_replica(Settings(allowed_hosts="api.example")).allowed_hosts == "api.example"
+    )
 
 
 def test_shared_memory_is_refused_before_a_replica_starts():
     with pytest.raises(ValueError, match="NORMSERVE_LOCAL must not be set"):
-        Scale().settings_of_replica(Settings(local="/run/normserve/normserve.sock"))
+        ReplicaScaling().settings_of_replica(Settings(local="/run/normserve/normserve.sock"))
     with pytest.raises(ValueError, match="NORMSERVE_OIP_CUDA_SHARED_MEMORY must not be set"):
-        Scale().settings_of_replica(Settings(oip_cuda_shared_memory=True))
+        ReplicaScaling().settings_of_replica(Settings(oip_cuda_shared_memory=True))
 
 
 def test_regions_are_registered_with_one_replica():
     settings = Settings(oip_shared_memory="norms-")
     with pytest.raises(ValueError, match="NORMSERVE_OIP_SHARED_MEMORY needs one process"):
-        Scale(max_replicas=2).settings_of_replica(settings)
-    assert Scale(max_replicas=1).settings_of_replica(settings).oip_shared_memory == "norms-"
+        ReplicaScaling(max_replicas=2).settings_of_replica(settings)
+    assert ReplicaScaling(max_replicas=1).settings_of_replica(settings).oip_shared_memory == "norms-"
 
 
 @pytest.mark.parametrize("frontends", ["2", "auto"])
 def test_front_ends_are_refused_before_a_replica_starts(frontends):
     with pytest.raises(ValueError, match="NORMSERVE_FRONTENDS must not be set"):
-        Scale().settings_of_replica(Settings(frontends=frontends))
+        ReplicaScaling().settings_of_replica(Settings(frontends=frontends))
 
 
 def test_the_replica_refuses_before_ray_does():
     settings = Settings(max_inflight_requests=10, drain_s=12)
-    options = Scale(device="gpu", max_replicas=8).deployment_options(settings)
+    options = ReplicaScaling(device="gpu", max_replicas=8).deployment_options(settings)
     assert options["max_ongoing_requests"] > settings.max_inflight_requests
     assert options["graceful_shutdown_timeout_s"] >= settings.drain_s
     assert options["ray_actor_options"]["num_gpus"] == 1
@@ -138,4 +140,4 @@ def test_the_replica_refuses_before_ray_does():
 @pytest.mark.parametrize("wrong", [{"max_replicas": 1, "min_replicas": 2}, {"replicas": 2}, {"device": "tpu"}])
 def test_nonsense_is_refused(wrong):
     with pytest.raises(ValidationError):
-        Scale(**wrong)
+        ReplicaScaling(**wrong)

@@ -10,20 +10,20 @@ from hypothesis import strategies as st
 from normserve.codec.framing import PREFIX
 from normserve.errors import NormserveError
 from normserve.peers import siblings
-from normserve.peers.siblings import FrameStream, Place, RefusedError, Siblings
+from normserve.peers.siblings import FleetPosition, FrameStream, SiblingProcesses, SiblingRefusedError
 
 
 @pytest.fixture
 def place(tmp_path):
-    return Place(index=0, count=2, device="cpu", restarts=0, folder=tmp_path)
+    return FleetPosition(index=0, count=2, device="cpu", restarts=0, folder=tmp_path)
 
 
-def other(place: Place) -> Siblings:
-    return Siblings(Place(1, place.count, "cpu", 0, place.folder))
+def other(place: FleetPosition) -> SiblingProcesses:
+    return SiblingProcesses(FleetPosition(1, place.count, "cpu", 0, place.folder))
 
 
 @contextlib.asynccontextmanager
-async def listening(sibling: Siblings, **handlers):
+async def listening(sibling: SiblingProcesses, **handlers):
     sibling.handlers |= handlers
     server = await sibling.listen()
     try:
@@ -43,7 +43,7 @@ def saying(text: bytes, after_s: float = 0.0):
 def test_those_that_answer_are_heard(place):
     async def play() -> None:
         async with listening(other(place), metrics=saying(b"text")):
-            assert await Siblings(place).request("metrics") == {1: b"text"}
+            assert await SiblingProcesses(place).request("metrics") == {1: b"text"}
 
     asyncio.run(play())
 
@@ -53,15 +53,15 @@ def test_one_that_takes_long_holds_nothing_up(place, monkeypatch):
 
     async def play() -> None:
         async with listening(other(place), metrics=saying(b"text", after_s=0.2)):
-            assert await Siblings(place).request("metrics") == {}
+            assert await SiblingProcesses(place).request("metrics") == {}
 
     asyncio.run(play())
 
 
 def test_one_that_is_not_there_holds_nothing_up(place):
     async def play() -> None:
-        assert await Siblings(place).request("metrics") == {}
-        async with Siblings(place).linked() as links:
+        assert await SiblingProcesses(place).request("metrics") == {}
+        async with SiblingProcesses(place).linked() as links:
             assert links == []
 
     asyncio.run(play())
@@ -72,7 +72,7 @@ def test_one_that_ends_after_it_was_connected_is_gone_each_time_it_is_asked(plac
     async def play():
         connected = []
         server = await asyncio.start_unix_server(lambda *ends: connected.append(ends), place.socket_of(1))
-        async with Siblings(place).linked() as links, server:
+        async with SiblingProcesses(place).linked() as links, server:
             (link,) = links
             while not connected:
                 await asyncio.sleep(0.001)
@@ -86,9 +86,9 @@ def test_one_that_ends_after_it_was_connected_is_gone_each_time_it_is_asked(plac
 
 def test_no_fleet_no_siblings():
     async def play() -> None:
-        assert await Siblings(None).listen() is None
-        assert await Siblings(None).request("metrics") == {}
-        assert await Siblings(None).exposition(b"own") == b"own"
+        assert await SiblingProcesses(None).listen() is None
+        assert await SiblingProcesses(None).request("metrics") == {}
+        assert await SiblingProcesses(None).exposition(b"own") == b"own"
 
     asyncio.run(play())
 
@@ -102,11 +102,11 @@ def test_a_sibling_says_why_it_cannot(place):
 
     async def play() -> None:
         there = listening(other(place), refuse=refuse, break_down=break_down)
-        async with there, Siblings(place).linked() as links:
+        async with there, SiblingProcesses(place).linked() as links:
             for question in ({"do": "break_down"}, {"do": "unheard of"}):
-                with pytest.raises(RefusedError, match="an error of its own"):
+                with pytest.raises(SiblingRefusedError, match="an error of its own"):
                     await links[0].request(question, 1)
-            with pytest.raises(RefusedError, match="not this"):
+            with pytest.raises(SiblingRefusedError, match="not this"):
                 await links[0].request({"do": "refuse", "what": "this"}, 1)
 
     asyncio.run(play())
@@ -121,10 +121,10 @@ def test_what_is_to_be_done_at_the_end_is_done_however_it_comes(place):
 
     async def play() -> None:
         async with listening(other(place), begin=begin):
-            async with Siblings(place).linked() as links:
+            async with SiblingProcesses(place).linked() as links:
                 await links[0].request({"do": "begin", "name": "closed"}, 1)
                 assert ended == []
-            async with Siblings(place).linked() as links:
+            async with SiblingProcesses(place).linked() as links:
                 await links[0].request({"do": "begin", "name": "aborted"}, 1)
                 links[0]._stream._writer.transport.abort()
             while len(ended) < 2:
@@ -173,7 +173,7 @@ def test_a_frame_that_is_cut_off_is_not_the_end(length):
     asyncio.run(play())
 
 
-async def said_to(place: Place, raw: bytes) -> bytes:
+async def said_to(place: FleetPosition, raw: bytes) -> bytes:
     """All that comes back for these bytes."""
     reader, writer = await asyncio.open_unix_connection(place.socket_of(1))
     writer.write(raw)
@@ -197,7 +197,7 @@ def test_what_is_no_question_ends_the_connection(place, raw):
     async def play() -> None:
         async with listening(other(place), metrics=saying(b"text")):
             assert await said_to(place, raw) == b""
-            assert await Siblings(place).request("metrics") == {1: b"text"}
+            assert await SiblingProcesses(place).request("metrics") == {1: b"text"}
 
     asyncio.run(play())
 
@@ -227,10 +227,10 @@ def test_what_is_no_answer_is_no_success(place, said, reason):
 
     async def play() -> None:
         there = await asyncio.start_unix_server(say, place.socket_of(1))
-        async with there, Siblings(place).linked() as links:
-            with pytest.raises(RefusedError, match=reason):
+        async with there, SiblingProcesses(place).linked() as links:
+            with pytest.raises(SiblingRefusedError, match=reason):
                 await links[0].request({"do": "metrics"}, 1)
-            assert await Siblings(place).request("metrics") == {}
+            assert await SiblingProcesses(place).request("metrics") == {}
 
     asyncio.run(play())
 

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 from normserve.process import connections, supervisor
-from normserve.process.supervisor import Fleet
+from normserve.process.supervisor import FleetSupervisor
 from normserve.settings import Settings
 
 _PROGRAM = """
@@ -89,7 +89,7 @@ class FakeProcesses:
         self._folder = folder
         self._journal = folder / "journal"
         self._journal.touch()
-        self.fleet: Fleet
+        self.fleet: FleetSupervisor
         monkeypatch.setenv("PYTHONPATH", str(folder))
         monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
         monkeypatch.setattr(supervisor, "OWNER", "fake_owner")
@@ -119,7 +119,7 @@ class FakeProcesses:
         """Run a fleet, and `play()` beside it, after which all is told to stop; the fleet's exit code."""
 
         async def run() -> int:
-            self.fleet = Fleet(settings, self._folder)
+            self.fleet = FleetSupervisor(settings, self._folder)
             serving = asyncio.create_task(self.fleet.run())
             try:
                 await play()

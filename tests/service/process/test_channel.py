@@ -6,8 +6,16 @@ import socket
 import pytest
 import uvloop
 from normserve.process import channel
-from normserve.process.channel import Channel
-from normserve.process.handover import LINK, NOT_READY, READY, REFUSED, Heard, hand_over, numbered
+from normserve.process.channel import SupervisorChannel
+from normserve.process.handover import (
+    LINK,
+    NOT_READY,
+    READY,
+    REFUSED,
+    ReportReader,
+    encode_connection,
+    send_with_socket,
+)
 
 
 @pytest.fixture
@@ -27,7 +35,7 @@ class Process:
         self.refused: list[str] = []
         self.is_alone = asyncio.Event()
         self.links = []
-        self.channel = Channel(
+        self.channel = SupervisorChannel(
             channel,
             is_stalled=lambda: self.is_stalled,
             on_connection=lambda *come: self.came.append(come),
@@ -41,14 +49,14 @@ def test_a_process_says_whether_it_finishes_work(sockets):
     process = Process(sockets[0])
     process.channel._report()
     process.channel.report(ready=True)
-    assert Heard().feed(sockets[1].recv(64)) == [NOT_READY, READY]
+    assert ReportReader().feed(sockets[1].recv(64)) == [NOT_READY, READY]
     process.is_stalled = True
     process.channel._report()
-    assert Heard().feed(sockets[1].recv(64)) == [NOT_READY]
+    assert ReportReader().feed(sockets[1].recv(64)) == [NOT_READY]
     process.is_stalled = False
     process.channel._report()
     process.channel.report(ready=False)
-    assert Heard().feed(sockets[1].recv(64)) == [READY, NOT_READY]
+    assert ReportReader().feed(sockets[1].recv(64)) == [READY, NOT_READY]
 
 
 def test_signs_do_not_pile_up_while_nobody_hears_them(sockets):
@@ -72,7 +80,7 @@ def test_signs_come_as_long_as_the_event_loop_runs(sockets, monkeypatch):
         process = Process(sockets[0])
         process.channel.report(ready=True)
         process.channel.open()
-        heard = Heard()
+        heard = ReportReader()
         signs = 0
         while signs < 5:
             signs += len(heard.feed(await asyncio.to_thread(sockets[1].recv, 64)))
@@ -88,12 +96,12 @@ def test_connections_refusals_and_the_end_are_told(sockets):
         process.channel.open()
         accepted, client = socket.socketpair()
         with accepted, client:
-            hand_over(sockets[1], REFUSED["max_connections"])
-            hand_over(sockets[1], LINK, accepted)
-            hand_over(sockets[1], numbered(7, "max_connections"), accepted)
+            send_with_socket(sockets[1], REFUSED["max_connections"])
+            send_with_socket(sockets[1], LINK, accepted)
+            send_with_socket(sockets[1], encode_connection(7, "max_connections"), accepted)
             # The descriptors of these were lost on the way.
-            hand_over(sockets[1], 8)
-            hand_over(sockets[1], LINK)
+            send_with_socket(sockets[1], 8)
+            send_with_socket(sockets[1], LINK)
             sockets[1].shutdown(socket.SHUT_WR)
             await asyncio.wait_for(process.is_alone.wait(), 10)
             ((connection, on_end, beyond),) = process.came
@@ -109,7 +117,7 @@ def test_connections_refusals_and_the_end_are_told(sockets):
             link.close()
         assert process.refused == ["max_connections"]
         refused = REFUSED["max_connections_per_address"]
-        assert Heard().feed(sockets[1].recv(64)) == [NOT_READY, 7, 8, 8, LINK, refused, LINK, 7]
+        assert ReportReader().feed(sockets[1].recv(64)) == [NOT_READY, 7, 8, 8, LINK, refused, LINK, 7]
 
     asyncio.run(play())
 
@@ -123,7 +131,7 @@ def test_the_end_of_a_process_that_has_left_reports_unread_is_told(loop):
             process = Process(here)
             process.channel.open()
             for _ in range(3):
-                hand_over(there, REFUSED["max_connections"])
+                send_with_socket(there, REFUSED["max_connections"])
             there.close()
             await asyncio.wait_for(process.is_alone.wait(), 10)
         assert process.refused == 3 * ["max_connections"]

@@ -7,8 +7,8 @@ import socket
 
 import pytest
 from normserve.process import child
-from normserve.process.child import OWNER, Handed, Process, ending
-from normserve.process.handover import BEAT_S, MESSAGE, NOT_READY, READY, REFUSED, Heard
+from normserve.process.child import OWNER, ChildProcess, HandedConnection, describe_exit
+from normserve.process.handover import BEAT_S, MESSAGE, NOT_READY, READY, REFUSED, ReportReader
 
 
 class Running:
@@ -44,17 +44,17 @@ def running(monkeypatch):
 
 @pytest.fixture
 def process(running):
-    process = Process("process 0", OWNER, lambda restarts: restarts, "cpu", hang_s=10)
+    process = ChildProcess("process 0", OWNER, lambda restarts: restarts, "cpu", hang_s=10)
     process._channel, process._running = Channel(), running
     return process
 
 
-def say(process: Process, *numbers: int) -> None:
+def say(process: ChildProcess, *numbers: int) -> None:
     process._channel.said = b"".join(map(MESSAGE.pack, numbers))
-    process._hear(process._channel, Heard())
+    process._hear(process._channel, ReportReader())
 
 
-def wait(process: Process, seconds: float) -> None:
+def wait(process: ChildProcess, seconds: float) -> None:
     for _ in range(round(seconds / BEAT_S)):
         process.note_silence(BEAT_S)
 
@@ -137,7 +137,7 @@ def channel():
 class Connections:
     """Hands a process connections of clients, and notes what becomes of them."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: ChildProcess) -> None:
         self._process = process
         self.ended: list[int] = []
         self.returned: dict[int, socket.socket] = {}
@@ -151,7 +151,7 @@ class Connections:
         def take_back(connection: socket.socket) -> None:
             self.returned[number] = connection
 
-        assert self._process.take(number, Handed(accepted, lambda: self.ended.append(number), take_back))
+        assert self._process.take(number, HandedConnection(accepted, lambda: self.ended.append(number), take_back))
 
 
 @pytest.fixture
@@ -168,12 +168,12 @@ def test_a_connection_is_the_process_s_alone_once_it_has_received_it(process, ch
     _, (descriptor,), _, _ = socket.recv_fds(channel[1], 8, 1)
     with socket.socket(fileno=descriptor):
         channel[1].send(MESSAGE.pack(7))
-        process._hear(channel[0], Heard())
+        process._hear(channel[0], ReportReader())
     # No copy of it is left open here.
     assert connections.clients[0].recv(1) == b""
     assert connections.ended == []
     channel[1].send(MESSAGE.pack(7))
-    process._hear(channel[0], Heard())
+    process._hear(channel[0], ReportReader())
     assert connections.ended == [7]
     assert process._handed == {}
 
@@ -191,7 +191,7 @@ channel.send(number)
 def test_connections_that_a_process_had_not_received_are_taken_back(monkeypatch, tmp_path):
     (tmp_path / "receives_one.py").write_text(_RECEIVES_ONE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    process = Process("process 0", "receives_one", lambda restarts: restarts, "cpu", hang_s=10)
+    process = ChildProcess("process 0", "receives_one", lambda restarts: restarts, "cpu", hang_s=10)
     connections = Connections(process)
 
     def hand_over() -> None:
@@ -215,8 +215,8 @@ def test_connections_that_a_process_had_not_received_are_taken_back(monkeypatch,
     [(0, {"exit_code": 0}), (3, {"exit_code": 3}), (-9, {"signal": "SIGKILL"}), (-11, {"signal": "SIGSEGV"})],
 )
 def test_an_end_is_a_code_or_a_signal_by_its_name(code, told):
-    assert ending(code) == told
+    assert describe_exit(code) == told
 
 
 def test_a_signal_without_a_name_is_its_number():
-    assert ending(-45) == {"signal": "45"}
+    assert describe_exit(-45) == {"signal": "45"}

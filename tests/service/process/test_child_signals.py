@@ -5,8 +5,8 @@ import socket
 
 import pytest
 from normserve.process import child
-from normserve.process.child import OWNER, Process
-from normserve.process.handover import MESSAGE, NOT_READY, READY, Heard
+from normserve.process.child import OWNER, ChildProcess
+from normserve.process.handover import MESSAGE, NOT_READY, READY, ReportReader
 
 
 class Running:
@@ -22,7 +22,7 @@ class Running:
 @pytest.fixture
 def process(monkeypatch):
     monkeypatch.setattr(child.os, "kill", lambda pid, number: made._running.signals.append(number))
-    made = Process("process 0", OWNER, lambda restarts: restarts, "cpu", hang_s=20)
+    made = ChildProcess("process 0", OWNER, lambda restarts: restarts, "cpu", hang_s=20)
     made._running = Running()
     return made
 
@@ -35,7 +35,7 @@ def said(process):
 
         def say(what):
             there.send(MESSAGE.pack(what))
-            process._hear(here, Heard())
+            process._hear(here, ReportReader())
 
         yield say
 

@@ -11,7 +11,7 @@ import socket
 
 import pytest
 from normserve.process import connections
-from normserve.process.connections import ConnectionLimits, address_of, connections_for_descriptors
+from normserve.process.connections import ConnectionLimits, identify_client, limit_to_descriptors
 
 from tests.integration.harness.raw import Answer
 from tests.integration.harness.wire import assert_problem
@@ -152,13 +152,13 @@ async def test_log_has_one_line_a_second(limits, comes_from, caplog):
     ],
 )
 def test_address(comes_from, peer, address):
-    assert address_of(comes_from(peer)) == address
+    assert identify_client(comes_from(peer)) == address
 
 
 def test_address_at_a_unix_socket(comes_from):
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        assert address_of(ours) == f"uid {os.getuid()}"
+        assert identify_client(ours) == f"uid {os.getuid()}"
 
 
 @on_a_loop
@@ -212,5 +212,5 @@ def test_connections_fit_into_the_descriptors(monkeypatch, soft, hard, wanted, r
     now = [(soft, hard)]
     monkeypatch.setattr(resource, "getrlimit", lambda which: now[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda which, limit: now.append(limit))
-    assert connections_for_descriptors(wanted) == possible
+    assert limit_to_descriptors(wanted) == possible
     assert now[1:] == ([] if raised is None else [(raised, hard)])

@@ -9,12 +9,12 @@ from normserve.process.handover import (
     MESSAGE,
     READY,
     REFUSED,
-    Heard,
-    Reports,
-    hand_over,
-    numbered,
-    read_number,
-    receive,
+    ReportReader,
+    ReportWriter,
+    decode_connection,
+    encode_connection,
+    receive_message,
+    send_with_socket,
 )
 
 
@@ -31,39 +31,39 @@ def test_connection_and_its_number_arrive_together(pair):
     here, there = pair
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        assert hand_over(here, 7, ours)
-        assert hand_over(here, 8)
-        number, (descriptor,) = receive(there)
+        assert send_with_socket(here, 7, ours)
+        assert send_with_socket(here, 8)
+        number, (descriptor,) = receive_message(there)
         with socket.socket(fileno=descriptor) as received:
             received.send(b"a")
             assert (number, theirs.recv(1)) == (7, b"a")
-    assert receive(there) == (8, [])
+    assert receive_message(there) == (8, [])
     with pytest.raises(BlockingIOError):
-        receive(there)
+        receive_message(there)
 
 
 def test_end_of_the_other_process(pair):
     here, there = pair
     here.close()
-    assert receive(there) is None
-    assert not hand_over(there, 1)
+    assert receive_message(there) is None
+    assert not send_with_socket(there, 1)
 
 
 @pytest.mark.parametrize("step", [1, 3, 8, 20])
 def test_messages_come_out_of_any_pieces(step):
     said = b"".join(map(MESSAGE.pack, [1, READY, 2**40]))
-    heard = Heard()
+    heard = ReportReader()
     assert [n for at in range(0, 24, step) for n in heard.feed(said[at : at + step])] == [1, READY, 2**40]
 
 
 @pytest.mark.parametrize("beyond", [None, "max_connections", "max_connections_per_address"])
 def test_number_of_a_connection_says_which_limit_it_exceeds(beyond):
-    assert read_number(numbered(2**40 + 3, beyond)) == (2**40 + 3, beyond)
+    assert decode_connection(encode_connection(2**40 + 3, beyond)) == (2**40 + 3, beyond)
 
 
 @pytest.mark.parametrize("number", [LINK, READY, *REFUSED.values()])
 def test_other_numbers_name_no_limit(number):
-    assert read_number(number) == (number, None)
+    assert decode_connection(number) == (number, None)
 
 
 def test_no_report_is_lost_while_nobody_listens(pair):
@@ -71,7 +71,7 @@ def test_no_report_is_lost_while_nobody_listens(pair):
     count = 5000
 
     async def play() -> list[int]:
-        reports, heard, told = Reports(here), Heard(), []
+        reports, heard, told = ReportWriter(here), ReportReader(), []
         for number in range(count):
             reports.send(number)
         while len(told) < count:

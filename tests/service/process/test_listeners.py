@@ -6,7 +6,7 @@ import select
 import socket
 
 import pytest
-from normserve.process.listeners import ListenError, listening, listening_locally
+from normserve.process.listeners import ListenError, open_listeners, open_local_listener
 from normserve.settings import Settings
 
 
@@ -19,10 +19,10 @@ def listening_at(kind, path):
     """The socket at a path of `--uds` or `--local`."""
     settings = settings_for(kind, path)
     if kind == "local":
-        with listening_locally(settings) as listener:
+        with open_local_listener(settings) as listener:
             yield listener
     else:
-        with listening(settings) as listeners:
+        with open_listeners(settings) as listeners:
             yield listeners[-1]
 
 
@@ -134,20 +134,20 @@ def test_the_socket_of_local_clients_is_the_users_own(tmp_path):
 
 @pytest.mark.parametrize("host", ["a..b", "192.0.2.1"])
 def test_a_host_that_is_not_here_is_named_with_its_setting(host):
-    with pytest.raises(ListenError, match=f"--host {host}"), listening(Settings(host=host, port=0)):
+    with pytest.raises(ListenError, match=f"--host {host}"), open_listeners(Settings(host=host, port=0)):
         pass
 
 
 def test_a_port_in_use_is_named():
-    with listening(Settings(port=0)) as (listener,):
+    with open_listeners(Settings(port=0)) as (listener,):
         port = listener.getsockname()[1]
-        with pytest.raises(ListenError, match=f"already in use.*{port}"), listening(Settings(port=port)):
+        with pytest.raises(ListenError, match=f"already in use.*{port}"), open_listeners(Settings(port=port)):
             pass
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
 def test_all_addresses_of_ipv6_are_those_of_ipv4_too():
-    with listening(Settings(host="::", port=0)) as listeners:
+    with open_listeners(Settings(host="::", port=0)) as listeners:
         ports = {listener.getsockname()[1] for listener in listeners}
         assert len(ports) == 1
         for host in ("127.0.0.1", "::1"):

@@ -20,8 +20,8 @@ def switch_interval():
 
 def test_a_thread_that_compiles_gives_way_in_time(switch_interval, monkeypatch):
     told = []
-    monkeypatch.setattr(server.Server, "run", lambda self: told.append(sys.getswitchinterval()))
-    assert serving.serve(Settings(port=0, backend="torch")) == 0
+    monkeypatch.setattr(server.OwnerServer, "run", lambda self: told.append(sys.getswitchinterval()))
+    assert serving.run_server(Settings(port=0, backend="torch")) == 0
     assert told == [pytest.approx(0.0005)]
 
 
@@ -33,17 +33,17 @@ def channel():
         yield here, there
 
 
-def running_on(channel: socket.socket) -> server.Server:
+def running_on(channel: socket.socket) -> server.OwnerServer:
     app = create_app(Settings(backend="torch"))
-    return server.Server(uvicorn.Config(app, log_config=None), app, [], lambda: None, channel, None)
+    return server.OwnerServer(uvicorn.Config(app, log_config=None), app, [], lambda: None, channel, None)
 
 
 def test_a_server_that_meets_what_nobody_expected_at_its_start_ends(monkeypatch, switch_interval):
     async def fail(self) -> None:
         raise RuntimeError("injected")
 
-    monkeypatch.setattr("normserve.http.service.Service.warm_up", fail)
-    assert serving.serve(Settings(port=0, backend="torch")) == 1
+    monkeypatch.setattr("normserve.http.service.ApplicationServices.warm_up", fail)
+    assert serving.run_server(Settings(port=0, backend="torch")) == 1
 
 
 def test_a_loop_that_finds_no_memory_ends_the_server_and_any_other_error_does_not(channel, monkeypatch):

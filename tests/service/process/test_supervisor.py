@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 from normserve.process import supervisor
 from normserve.process.handover import REFUSED
-from normserve.process.supervisor import Fleet
+from normserve.process.supervisor import FleetSupervisor
 from normserve.settings import Settings
 
 from tests.service.process.fake_processes import FakeProcesses
@@ -18,10 +18,10 @@ from tests.service.process.fake_processes import FakeProcesses
 
 @pytest.fixture
 def fleet(tmp_path):
-    return Fleet(Settings(devices="cpu,cpu"), tmp_path)
+    return FleetSupervisor(Settings(devices="cpu,cpu"), tmp_path)
 
 
-def end_with(fleet: Fleet, code: int, *, was_told: bool, was_ready: bool = False) -> int:
+def end_with(fleet: FleetSupervisor, code: int, *, was_told: bool, was_ready: bool = False) -> int:
     """The exit code of the fleet after its first process has ended with a code."""
     process = fleet._owners[0]
 
@@ -161,9 +161,9 @@ def served_by(family: int, address) -> bytes:
 def listeners(monkeypatch):
     """Those of a fleet, once all of its processes have been ready."""
     told = []
-    url_of = supervisor.url_of
+    url_of = supervisor.make_url
     monkeypatch.setattr(
-        supervisor, "url_of", lambda listener, **more: (told.append(listener), url_of(listener, **more))[1]
+        supervisor, "make_url", lambda listener, **more: (told.append(listener), url_of(listener, **more))[1]
     )
     return told
 

@@ -27,7 +27,7 @@ def theirs(tmp_path_factory):
 @pytest.fixture
 def started(monkeypatch):
     calls = []
-    monkeypatch.setattr(normserve.process.serving, "serve", calls.append)
+    monkeypatch.setattr(normserve.process.serving, "run_server", calls.append)
     monkeypatch.setattr(normserve.process.supervisor, "serve_fleet", calls.append)
     return calls
 

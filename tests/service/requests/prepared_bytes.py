@@ -13,25 +13,25 @@ from types import SimpleNamespace
 
 import msgspec
 import numpy as np
-from normserve.admission.callers import Caller
-from normserve.backends.cpu.recurring import recurring
+from normserve.admission.callers import ClientIdentity
+from normserve.backends.cpu.recurring import find_prepared_job
 from normserve.codec import local_frames as frames
 from normserve.codec import safetensors
-from normserve.http.edge.origins import Origins
-from normserve.http.oip.infer import Infer
+from normserve.http.edge.origins import OriginPolicy
+from normserve.http.oip.infer import InferenceRoutes
 from normserve.http.oip.models import OPERATIONS
 from normserve.http.relay import messages
-from normserve.http.relay.direct import Direct, Parts
-from normserve.http.relay.owner import Relays
-from normserve.http.routes.operations import Operation
-from normserve.jobs.job import Op, Pass
-from normserve.local.arena import Arena
-from normserve.local.connection import Connection
-from normserve.local.operations import Operations
-from normserve.memory.segments import Segment, make_segment
+from normserve.http.relay.direct import OperationDispatcher, OperationServices
+from normserve.http.relay.owner import RelayServer
+from normserve.http.routes.operations import OperationEndpoint
+from normserve.jobs.job import Op, PassDirection
+from normserve.local.arena import SegmentTable
+from normserve.local.connection import LocalServerConnection
+from normserve.local.operations import OperationPlanner
+from normserve.memory.segments import HostSegment, make_segment
 from normserve.metrics.metrics import Metrics
 from normserve.metrics.requests import RequestRecord
-from normserve.requests.prepared_calls import PreparedCalls
+from normserve.requests.prepared_calls import PreparedCallCache
 
 from tests.service.jobs.fake_jobs import tensor
 
@@ -50,8 +50,8 @@ class Mallinfo(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in _names_.split()]
 
 
-def prepared_calls() -> PreparedCalls:
-    return PreparedCalls(2**40, METRICS.prepared_call_counters("process"))
+def prepared_calls() -> PreparedCallCache:
+    return PreparedCallCache(2**40, METRICS.prepared_call_counters("process"))
 
 
 def saved(array: np.ndarray) -> bytes:
@@ -60,9 +60,9 @@ def saved(array: np.ndarray) -> bytes:
     return file.getvalue()
 
 
-def http(prepared: PreparedCalls) -> dict[str, Call]:
-    operation = Operation(None, None, prepared, Op.LAYER_NORM, Pass.FORWARD)
-    sender = SimpleNamespace(caller=Caller("here"), charge_copy=lambda nbytes: None)
+def http(prepared: PreparedCallCache) -> dict[str, Call]:
+    operation = OperationEndpoint(None, None, prepared, Op.LAYER_NORM, PassDirection.FORWARD)
+    sender = SimpleNamespace(caller=ClientIdentity("here"), charge_copy=lambda nbytes: None)
     ranges = ",".join(chr(97 + number % 26) + chr(97 + number // 26) for number in range(400)).encode()
     head = operation.prepare_head(b"", {}, "here")
 
@@ -83,16 +83,18 @@ def http(prepared: PreparedCalls) -> dict[str, Call]:
     }
 
 
-def relayed(prepared: PreparedCalls) -> dict[str, Call]:
-    operation = Operation(None, None, prepared_calls(), Op.LAYER_NORM, Pass.FORWARD)
-    relays = Relays(None, None, METRICS, prepared)
-    relays.relay_to(None, Direct(Parts({"/v1/layer_norm": operation}, Origins(None), None, None)))
+def relayed(prepared: PreparedCallCache) -> dict[str, Call]:
+    operation = OperationEndpoint(None, None, prepared_calls(), Op.LAYER_NORM, PassDirection.FORWARD)
+    relays = RelayServer(None, None, METRICS, prepared)
+    relays.relay_to(
+        None, OperationDispatcher(OperationServices({"/v1/layer_norm": operation}, OriginPolicy(None), None, None))
+    )
 
     def relay(number: int, fields: int) -> None:
         headers = [(b"x-number", b"%d" % number), *[(b"h%d" % each, b"%d" % each) for each in range(fields)]]
         path = "/v1/layer_norm"
-        head = messages.Head("POST", path, path.encode(), b"", headers, "1.1", "http", ("localhost", 80))
-        relays._prepare_head(messages.Request(1, messages.encode(head), ("127.0.0.1", 1), 0, None, 0.0, ""))
+        head = messages.RequestHead("POST", path, path.encode(), b"", headers, "1.1", "http", ("localhost", 80))
+        relays._prepare_head(messages.RequestStarted(1, messages.encode(head), ("127.0.0.1", 1), 0, None, 0.0, ""))
 
     return {
         "relayed": lambda number: relay(number, 3),
@@ -100,8 +102,8 @@ def relayed(prepared: PreparedCalls) -> dict[str, Call]:
     }
 
 
-def json_headers(prepared: PreparedCalls) -> dict[str, Call]:
-    infer = Infer(None, None, None, None, None, prepared)
+def json_headers(prepared: PreparedCallCache) -> dict[str, Call]:
+    infer = InferenceRoutes(None, None, None, None, None, prepared)
 
     def read(number: int, inputs: int, outputs: int) -> None:
         of_each = {"shape": [1], "datatype": "FP32", "parameters": {"binary_data_size": 4}}
@@ -121,27 +123,29 @@ def json_headers(prepared: PreparedCalls) -> dict[str, Call]:
     }
 
 
-def local(prepared: PreparedCalls) -> dict[str, Call]:
-    _, segment = make_segment(2**20, Segment)
-    arena = Arena()
+def local(prepared: PreparedCallCache) -> dict[str, Call]:
+    _, segment = make_segment(2**20, HostSegment)
+    arena = SegmentTable()
     at = arena.add(memoryview(segment))
     engine = SimpleNamespace(require_ready=lambda: None, computes_alone=lambda job: True)
-    operations = Operations(engine, None)
+    operations = OperationPlanner(engine, None)
     connection = SimpleNamespace(_prepared=prepared)
 
     def compute(
         number: int, op: str, query: str, tensors: dict[str, tuple[int, ...]], results: int
-    ) -> frames.Compute:
-        located = {name: frames.Located(at, 2**10 * number, "float32", shape) for name, shape in tensors.items()}
+    ) -> frames.ComputeMessage:
+        located = {
+            name: frames.TensorReference(at, 2**10 * number, "float32", shape) for name, shape in tensors.items()
+        }
         names = ("y", "residual_out", "mean", "rstd")[:results]
-        places = {name: frames.Place(at, 2**19 + 2**10 * place, 2**10) for place, name in enumerate(names)}
-        return frames.Compute(op, located, places, query=query)
+        places = {name: frames.SegmentRange(at, 2**19 + 2**10 * place, 2**10) for place, name in enumerate(names)}
+        return frames.ComputeMessage(op, located, places, query=query)
 
-    def frame(message: frames.Compute | list[frames.Compute]) -> None:
-        for request in Connection._read(connection, msgspec.json.encode(message)):
+    def frame(message: frames.ComputeMessage | list[frames.ComputeMessage]) -> None:
+        for request in LocalServerConnection._read(connection, msgspec.json.encode(message)):
             plan, layer = operations.plan(request, arena, prepared, RequestRecord())
             job = plan.job(layer)
-            of_backend = recurring(job)
+            of_backend = find_prepared_job(job)
             assert of_backend is not None
             of_backend.run()
 

@@ -5,14 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 from normserve.errors import OverloadedError, TooLargeError
-from normserve.jobs.job import NormSpec, Op, Pass
-from normserve.jobs.validation import costed_job
-from normserve.requests.admission import UNCHARGED_BYTES, Admission
+from normserve.jobs.job import NormSpec, Op, PassDirection
+from normserve.jobs.validation import make_validated_job
+from normserve.requests.admission import UNCHARGED_BYTES, MemoryAdmission
 
 from tests.service.jobs.fake_jobs import tensor
 
 MIB = 2**20
-SPEC = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5)
+SPEC = NormSpec(Op.LAYER_NORM, PassDirection.FORWARD, 1e-5)
 
 
 class FakePermit:
@@ -31,9 +31,9 @@ class FakePermit:
 def charged(
     shape, spec=SPEC, *, kind="cpu", free=2**40, max_bytes=2**40, may_overwrite=True, fortran=False, body=0
 ):
-    admission = Admission(SimpleNamespace(device=SimpleNamespace(kind=kind)), max_bytes)
+    admission = MemoryAdmission(SimpleNamespace(device=SimpleNamespace(kind=kind)), max_bytes)
     x = replace(tensor(*shape), fortran_order=fortran)
-    job, cost = costed_job(spec, {"x": x}, may_overwrite=may_overwrite)
+    job, cost = make_validated_job(spec, {"x": x}, may_overwrite=may_overwrite)
     permit = FakePermit(free)
     admission.charge(permit, job, cost, body)
     return permit.taken
@@ -70,7 +70,7 @@ def test_what_never_fits_is_told_apart_from_what_does_not_fit_now():
 
 
 def test_a_body_and_its_copy():
-    admission = Admission(SimpleNamespace(device=None), 100)
+    admission = MemoryAdmission(SimpleNamespace(device=None), 100)
     permit = FakePermit(100)
     admission.charge_copy(permit, 50)
     assert permit.taken == 50

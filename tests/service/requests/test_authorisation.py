@@ -4,11 +4,11 @@ import logging
 from dataclasses import dataclass, field
 
 import pytest
-from normserve.admission.callers import Caller
+from normserve.admission.callers import ClientIdentity
 from normserve.admission.keys import Keyring, KeyScope, parse_keys
 from normserve.errors import ForbiddenError, NormserveError, RateLimitedError, UnauthorizedError
 from normserve.metrics.requests import RequestRecord
-from normserve.requests.authorisation import Authorisation
+from normserve.requests.authorisation import KeyAuthorisation
 
 from tests.security.keys import table
 
@@ -26,7 +26,7 @@ INFER, METRICS = frozenset([KeyScope.INFER]), frozenset([KeyScope.METRICS])
 class Request:
     """As much of one as is asked for."""
 
-    caller: Caller = field(default_factory=lambda: Caller("10.0.0.1"))
+    caller: ClientIdentity = field(default_factory=lambda: ClientIdentity("10.0.0.1"))
     record: RequestRecord = field(default_factory=RequestRecord)
     log_fields: dict[str, str] = field(default_factory=lambda: {"request_id": "an-id", "trace_id": "a-trace"})
 
@@ -38,8 +38,8 @@ def admit(authorisation, token, needed=INFER, key_name=None) -> Request:
 
 
 @pytest.fixture
-def authorisation() -> Authorisation:
-    return Authorisation(Keyring(parse_keys(FILE.encode())), "in a header")
+def authorisation() -> KeyAuthorisation:
+    return KeyAuthorisation(Keyring(parse_keys(FILE.encode())), "in a header")
 
 
 @pytest.fixture

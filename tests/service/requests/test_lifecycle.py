@@ -7,9 +7,9 @@ import weakref
 from dataclasses import replace
 
 import pytest
-from normserve.admission.callers import Caller
-from normserve.admission.permits import Limits
-from normserve.engine.progress import Progress
+from normserve.admission.callers import ClientIdentity
+from normserve.admission.permits import AdmissionBudget
+from normserve.engine.progress import CompletionTracker
 from normserve.errors import (
     ClientLeftError,
     ConfigurationError,
@@ -19,22 +19,22 @@ from normserve.errors import (
     OverloadedError,
     TooLargeError,
 )
-from normserve.jobs.job import NormSpec, Op, Pass
-from normserve.jobs.validation import costed_job
+from normserve.jobs.job import NormSpec, Op, PassDirection
+from normserve.jobs.validation import make_validated_job
 from normserve.metrics.requests import RequestRecord
-from normserve.requests.admission import Admission
+from normserve.requests.admission import MemoryAdmission
 from normserve.requests.lifecycle import CallbackRequest, RequestServices
 
 from tests.service.engine.fake_engine import Scene, turn
 from tests.service.jobs.fake_jobs import tensor
 
-SPEC = NormSpec(Op.LAYER_NORM, Pass.FORWARD, eps=1e-5)
+SPEC = NormSpec(Op.LAYER_NORM, PassDirection.FORWARD, eps=1e-5)
 
 
 class Sent(CallbackRequest):
     """Keeps its response."""
 
-    def __init__(self, services, caller=Caller("10.0.0.1")):  # noqa: B008
+    def __init__(self, services, caller=ClientIdentity("10.0.0.1")):  # noqa: B008
         record = RequestRecord(op="layer_norm", stages={"recv": 0.0})
         super().__init__(services, "an-id", {}, caller, record)
         self.results, self.problems = [], []
@@ -60,18 +60,18 @@ class Server:
 
     def __init__(self, *, max_bytes=2**30, max_requests=4):
         self.scene = Scene()
-        self.limits = Limits(max_requests=max_requests, max_bytes=2**30)
-        self.progress = Progress()
+        self.limits = AdmissionBudget(max_requests=max_requests, max_bytes=2**30)
+        self.progress = CompletionTracker()
         self.records = []
         metrics = self.scene.metrics
         metrics.observe_request = self.records.append
         engine = self.scene.engine
         self.services = RequestServices(
-            engine, self.limits, Admission(engine, max_bytes), self.progress, metrics, timeout_ms=20_000
+            engine, self.limits, MemoryAdmission(engine, max_bytes), self.progress, metrics, timeout_ms=20_000
         )
 
     def begin(self, request, *, rows=2, timeout_ms=None, x=None):
-        job, cost = costed_job(SPEC, {"x": tensor(rows, 4) if x is None else x})
+        job, cost = make_validated_job(SPEC, {"x": tensor(rows, 4) if x is None else x})
         request.acquire_permit(job.nbytes)
         request.charge_memory(job, cost, job.nbytes)
         request.begin_job(job, timeout_ms)
@@ -221,7 +221,7 @@ def test_memory_and_permits_have_limits():
 
 def test_a_key_has_no_more_inside_than_its_quota():
     server = Server()
-    request = Sent(server.services, Caller("10.0.0.1", "batch", 10))
+    request = Sent(server.services, ClientIdentity("10.0.0.1", "batch", 10))
     with pytest.raises(TooLargeError):
         request.acquire_permit(11)
     request.acquire_permit(10)
@@ -238,7 +238,7 @@ def test_a_key_has_no_more_inside_than_its_quota():
     ],
 )
 def test_errors_of_the_server_are_logged_with_whose_request_it_was(error, logger, code, caplog):
-    request = Sent(Server().services, Caller("10.0.0.1", "batch"))
+    request = Sent(Server().services, ClientIdentity("10.0.0.1", "batch"))
     request.refuse(error)
     assert [each.code for each in request.problems] == [request.record.error]
     assert [record.name for record in caplog.records] == ([] if logger is None else [logger])

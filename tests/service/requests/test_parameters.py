@@ -3,17 +3,17 @@
 import pytest
 from normserve.codec.activations import ACTIVATIONS
 from normserve.errors import InvalidParameterError
-from normserve.jobs.job import Layout, Op, Pass
+from normserve.jobs.job import ChannelLayout, Op, PassDirection
 from normserve.memory.host_tensors import FLOATS, DType
 from normserve.requests.parameters import (
     LAYER_PARAMETERS,
-    describe,
+    list_operation_parameters,
+    make_openapi_parameters,
     make_spec,
-    operation_parameters,
     parse_query,
 )
 
-GROUP_FORWARD = operation_parameters(Op.GROUP_NORM, Pass.FORWARD)
+GROUP_FORWARD = list_operation_parameters(Op.GROUP_NORM, PassDirection.FORWARD)
 SMALLEST_FLOAT32 = 2.0**-149
 LARGEST_FLOAT32 = 3.4028234663852886e38
 
@@ -32,8 +32,8 @@ def parsed(query: str, parameters=GROUP_FORWARD) -> dict:
         ("num_groups=1", 1),
         ("num_groups=32", 32),
         ("num_groups=" + "0" * 18 + "7", 7),
-        ("layout=nchw", Layout.NCHW),
-        ("layout=nhwc", Layout.NHWC),
+        ("layout=nchw", ChannelLayout.NCHW),
+        ("layout=nhwc", ChannelLayout.NHWC),
         *((f"activation={name}", name) for name in ACTIVATIONS),
         ("dropout=0", 0.0),
         ("dropout=0.999999", 0.999999),
@@ -113,19 +113,22 @@ GROUPS = {"num_groups", "layout"}
 @pytest.mark.parametrize(
     ("op", "direction", "names"),
     [
-        (Op.LAYER_NORM, Pass.FORWARD, BASE | ROWS | FORWARD),
-        (Op.LAYER_NORM, Pass.BACKWARD, BASE | ROWS),
-        (Op.RMS_NORM, Pass.FORWARD, BASE | ROWS | FORWARD),
-        (Op.RMS_NORM, Pass.BACKWARD, BASE | ROWS),
-        (Op.GROUP_NORM, Pass.FORWARD, BASE | FORWARD | GROUPS),
-        (Op.GROUP_NORM, Pass.BACKWARD, BASE | GROUPS),
+        (Op.LAYER_NORM, PassDirection.FORWARD, BASE | ROWS | FORWARD),
+        (Op.LAYER_NORM, PassDirection.BACKWARD, BASE | ROWS),
+        (Op.RMS_NORM, PassDirection.FORWARD, BASE | ROWS | FORWARD),
+        (Op.RMS_NORM, PassDirection.BACKWARD, BASE | ROWS),
+        (Op.GROUP_NORM, PassDirection.FORWARD, BASE | FORWARD | GROUPS),
+        (Op.GROUP_NORM, PassDirection.BACKWARD, BASE | GROUPS),
     ],
 )
 def test_each_operation_takes_its_own_parameters(op, direction, names):
-    parameters = operation_parameters(op, direction)
+    parameters = list_operation_parameters(op, direction)
     assert set(parameters) == names
-    assert {described["name"] for described in describe(parameters)} == names
-    assert all(described["in"] == "query" and not described["required"] for described in describe(parameters))
+    assert {described["name"] for described in make_openapi_parameters(parameters)} == names
+    assert all(
+        described["in"] == "query" and not described["required"]
+        for described in make_openapi_parameters(parameters)
+    )
 
 
 def test_a_layer_says_what_an_operation_does_not():
@@ -136,25 +139,25 @@ def test_a_layer_says_what_an_operation_does_not():
 @pytest.mark.parametrize(("op", "eps"), [(Op.LAYER_NORM, 1e-5), (Op.RMS_NORM, 1e-6), (Op.GROUP_NORM, 1e-5)])
 def test_defaults_are_those_of_the_contract(op, eps):
     values = {"num_groups": 2} if op is Op.GROUP_NORM else {}
-    spec = make_spec(op, Pass.FORWARD, values)
+    spec = make_spec(op, PassDirection.FORWARD, values)
     assert spec.eps == eps
-    assert (spec.op, spec.direction) == (op, Pass.FORWARD)
+    assert (spec.op, spec.direction) == (op, PassDirection.FORWARD)
     assert spec.num_groups == values.get("num_groups", 0)
-    assert spec.layout is Layout.NCHW
+    assert spec.layout is ChannelLayout.NCHW
     assert (spec.activation, spec.dropout, spec.seed) == ("none", 0.0, None)
     assert (spec.out_dtype, spec.stats) == (None, False)
 
 
 def test_what_is_said_is_what_is_asked():
     query = "eps=0.5&num_groups=4&layout=nhwc&activation=silu&dropout=0.25&seed=7&out_dtype=float16&stats=true"
-    spec = make_spec(Op.GROUP_NORM, Pass.FORWARD, parsed(query))
-    assert (spec.eps, spec.num_groups, spec.layout, spec.activation) == (0.5, 4, Layout.NHWC, "silu")
+    spec = make_spec(Op.GROUP_NORM, PassDirection.FORWARD, parsed(query))
+    assert (spec.eps, spec.num_groups, spec.layout, spec.activation) == (0.5, 4, ChannelLayout.NHWC, "silu")
     assert (spec.dropout, spec.seed, spec.out_dtype, spec.stats) == (0.25, 7, DType.FLOAT16, True)
 
 
 def test_a_seed_without_dropout_draws_nothing():
-    assert make_spec(Op.RMS_NORM, Pass.FORWARD, {"dropout": 0.0, "seed": 3}).seed is None
-    assert make_spec(Op.RMS_NORM, Pass.FORWARD, {"dropout": 0.5, "seed": 0}).seed == 0
+    assert make_spec(Op.RMS_NORM, PassDirection.FORWARD, {"dropout": 0.0, "seed": 3}).seed is None
+    assert make_spec(Op.RMS_NORM, PassDirection.FORWARD, {"dropout": 0.5, "seed": 0}).seed == 0
 
 
 @pytest.mark.parametrize(
@@ -169,11 +172,11 @@ def test_a_seed_without_dropout_draws_nothing():
 )
 def test_what_does_not_go_together_is_refused(op, values, words):
     with pytest.raises(InvalidParameterError, match=words):
-        make_spec(op, Pass.FORWARD, values)
+        make_spec(op, PassDirection.FORWARD, values)
 
 
 def test_with_a_layer_group_norm_needs_no_groups():
-    assert make_spec(Op.GROUP_NORM, Pass.FORWARD, {"layer": "a"}).num_groups == 0
+    assert make_spec(Op.GROUP_NORM, PassDirection.FORWARD, {"layer": "a"}).num_groups == 0
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 from normserve.metrics.metrics import Metrics
-from normserve.requests.prepared_calls import PreparedCalls
+from normserve.requests.prepared_calls import PreparedCallCache
 
 from tests.service.jobs.fake_jobs import layer
 
@@ -17,7 +17,7 @@ def metrics():
 
 @pytest.fixture
 def calls(metrics):
-    return PreparedCalls(1000, metrics.prepared_call_counters("process"))
+    return PreparedCallCache(1000, metrics.prepared_call_counters("process"))
 
 
 def counted(metrics, event: str, owner: str = "process") -> float:

@@ -10,7 +10,7 @@ from normserve.errors import (
     UnsupportedDtypeError,
 )
 from normserve.memory.host_tensors import DType, HostTensor
-from normserve.requests.several import Several, joined
+from normserve.requests.several import TensorSplit, concatenate_tensors
 
 from tests.service.jobs.fake_jobs import tensor
 
@@ -32,7 +32,7 @@ def received(tensors: dict[str, HostTensor]) -> tuple[dict[str, HostTensor], mem
 
 def join(tensors, body=b""):
     copied = []
-    whole, several = joined(tensors, memoryview(body), copied.append)
+    whole, several = concatenate_tensors(tensors, memoryview(body), copied.append)
     return whole, several, copied
 
 
@@ -47,7 +47,7 @@ def test_neighbours_in_the_body_are_joined_where_they_lie(count):
     sent = numbered("x", *shapes) | numbered("mean", *[shape[:1] for shape in shapes]) | {"weight": tensor(4)}
     whole, several, copied = join(*received(sent))
     assert copied == []
-    assert several == Several(tuple([shape[0] for shape in shapes]))
+    assert several == TensorSplit(tuple([shape[0] for shape in shapes]))
     assert whole.keys() == {"x", "mean", "weight"}
     assert whole["x"].shape == (sum(several.counts), 4)
     assert bytes(whole["x"].data) == b"".join(bytes(sent[f"x.{n}"].data) for n in range(count))
@@ -67,11 +67,11 @@ def test_a_copy_may_be_refused():
         raise TooLargeError(f"{nbytes} bytes")
 
     with pytest.raises(TooLargeError, match="32 bytes"):
-        joined(numbered("x", (1, 4), (1, 4)), memoryview(b""), refuse)
+        concatenate_tensors(numbered("x", (1, 4), (1, 4)), memoryview(b""), refuse)
 
 
 def test_results_are_numbered_and_sums_over_all_are_not():
-    several = Several((2, 0, 1))
+    several = TensorSplit((2, 0, 1))
     dx = HostTensor(DType.FLOAT16, (3, 2), memoryview(bytes(range(12))))
     rstd, dweight = tensor(3), tensor(2)
     divided = several.divided({"dx": dx, "rstd": rstd, "dweight": dweight})

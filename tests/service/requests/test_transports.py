@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from normserve.admission.permits import Limits
+from normserve.admission.permits import AdmissionBudget
 from normserve.codec import local_frames as frames
 from normserve.engine.engine import Engine
 from normserve.errors import OverloadedError
 from normserve.http.relay import messages
-from normserve.http.transport import PlainAsgi
+from normserve.http.transport import AsgiAdapter
 
 from tests.service.engine.fake_engine import turn
 from tests.service.http.relay.owner_scene import OwnerScene, npy
@@ -35,7 +35,7 @@ class Refused(NamedTuple):
     is_idle: bool
 
 
-def fail_to_begin(engine: Engine, limits: Limits, error: Exception) -> list[int]:
+def fail_to_begin(engine: Engine, limits: AdmissionBudget, error: Exception) -> list[int]:
     """Have the engine take no job; the bytes of the permits that were held then."""
     held: list[int] = []
 
@@ -70,7 +70,7 @@ async def post(error: Exception, path: str, body: bytes, *headers: tuple[bytes, 
         "client": ("127.0.0.1", 1),
         "scheme": "http",
     }
-    await PlainAsgi(owner.app.state.entrance)(scope, receive, send)
+    await AsgiAdapter(owner.app.state.entrance)(scope, receive, send)
     assert held[0] >= len(body)
     limits, used, idle_s = service.limits, service.slabs.used_bytes, service.stalls.requests.idle_s
     return Refused(sent[0]["status"], limits.requests, limits.bytes, used, idle_s == 0)
@@ -108,8 +108,8 @@ async def over_front_ends_that_receive(error: Exception) -> Refused:
     receive = await owner.started()
     held = fail_to_begin(owner.scene.engine, owner.limits, error)
     owner.come(receive, owner.body)
-    [answer] = owner.said(messages.Send)
-    owner.asked.on_message(messages.Sent(receive.number, 0.0, is_delivered=True))
+    [answer] = owner.said(messages.ResponsePart)
+    owner.asked.on_message(messages.ResponseSent(receive.number, 0.0, is_delivered=True))
     assert held[0] >= len(owner.body)
     limits, used, idle_s = owner.limits, owner.front_end.slabs.used_bytes, owner.scene.engine.launches.idle_s
     return Refused(answer.status, limits.requests, limits.bytes, used, idle_s == 0)
@@ -118,7 +118,7 @@ async def over_front_ends_that_receive(error: Exception) -> Refused:
 async def over_shared_memory(error: Exception) -> Refused:
     client = Client()
     await client.start()
-    await client.request(frames.Grow(1))
+    await client.request(frames.GrowArenaMessage(1))
     client.wire.sent.clear()
     held = fail_to_begin(client.engine, client.limits, error)
     client.send(client.compute(), 1)

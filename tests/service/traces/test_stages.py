@@ -3,7 +3,7 @@
 import pytest
 from normserve.jobs.job import NormResult
 from normserve.metrics.requests import RequestRecord
-from normserve.traces.stages import SHORTEST_S, Stage, stages_of
+from normserve.traces.stages import SHORTEST_S, StageInterval, compute_stage_intervals
 
 
 def record(**of_record: object) -> RequestRecord:
@@ -15,15 +15,15 @@ def test_a_result_has_every_stage():
     # It was queued at 102, half a second after it was parsed.
     done.note_result(NormResult({}, 3.0, 0.25, 2.0, 0.5, 64, 128, 2, started=105.0), answering=108.0)
     done.stages |= {"serialize": 0.5, "send": 1.5}
-    assert stages_of(done, 110.5) == [
-        Stage("recv", 100.0, 101.0),
-        Stage("parse", 101.0, 101.5),
-        Stage("queue", 102.0, 105.0),
-        Stage("copy_in", 105.0, 105.25),
-        Stage("kernel", 105.25, 107.25),
-        Stage("copy_out", 107.25, 107.75),
-        Stage("serialize", 108.0, 108.5),
-        Stage("send", 108.5, 110.0),
+    assert compute_stage_intervals(done, 110.5) == [
+        StageInterval("recv", 100.0, 101.0),
+        StageInterval("parse", 101.0, 101.5),
+        StageInterval("queue", 102.0, 105.0),
+        StageInterval("copy_in", 105.0, 105.25),
+        StageInterval("kernel", 105.25, 107.25),
+        StageInterval("copy_out", 107.25, 107.75),
+        StageInterval("serialize", 108.0, 108.5),
+        StageInterval("send", 108.5, 110.0),
     ]
     assert (done.launch_bytes, done.kernel_bytes, done.batch_size) == (128, 64, 2)
 
@@ -33,7 +33,7 @@ def test_short_stages_are_left_out_except_for_the_kernel():
     done = record(status=200, stages={"recv": 0.0, "parse": long})
     done.note_result(NormResult({}, short, short, short, long, 64, 64, 1, started=105.0), answering=108.0)
     done.stages |= {"serialize": short, "send": long}
-    stages = stages_of(done, 110.0)
+    stages = compute_stage_intervals(done, 110.0)
     assert [stage.name for stage in stages] == ["parse", "kernel", "copy_out", "send"]
     # Those that follow one that is left out begin at its end.
     began = [100.0, 105.0 + short, 105.0 + 2 * short, 108.0 + short]
@@ -42,22 +42,22 @@ def test_short_stages_are_left_out_except_for_the_kernel():
 
 def test_a_failed_request_has_its_short_stages():
     failed = record(status=400, stages={"recv": 0.0}, waiting_in="parse")
-    assert [stage.name for stage in stages_of(failed, 100.0)] == ["recv", "parse"]
+    assert [stage.name for stage in compute_stage_intervals(failed, 100.0)] == ["recv", "parse"]
 
 
 @pytest.mark.parametrize(
     ("stages", "waiting_in", "last"),
     [
-        ({}, "recv", Stage("recv", 100.0, 104.0)),
-        ({"recv": 1.0}, "parse", Stage("parse", 101.0, 104.0)),
-        ({"recv": 1.0, "parse": 2.0}, "queue", Stage("queue", 103.0, 104.0)),
+        ({}, "recv", StageInterval("recv", 100.0, 104.0)),
+        ({"recv": 1.0}, "parse", StageInterval("parse", 101.0, 104.0)),
+        ({"recv": 1.0, "parse": 2.0}, "queue", StageInterval("queue", 103.0, 104.0)),
     ],
 )
 def test_what_fails_has_the_stage_that_it_failed_in(stages, waiting_in, last):
     failed = record(status=503, stages=stages, waiting_in=waiting_in)
-    assert stages_of(failed, 104.0)[-1] == last
-    assert len(stages_of(failed, 104.0)) == len(stages) + 1
+    assert compute_stage_intervals(failed, 104.0)[-1] == last
+    assert len(compute_stage_intervals(failed, 104.0)) == len(stages) + 1
 
 
 def test_what_is_no_operation_has_no_stages():
-    assert stages_of(RequestRecord(op="metrics", status=404, began=1.0), 2.0) == []
+    assert compute_stage_intervals(RequestRecord(op="metrics", status=404, began=1.0), 2.0) == []

@@ -10,12 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusednorm.api.patching.patched import PatchedForward, Replacement, is_forward_of_class, may_be_taken
-from fusednorm.api.patching.recognise import NotRecognisedError, check_not_replaced, input_name
+from fusednorm.api.patching.patched import (
+    ForwardReplacement,
+    PatchedForward,
+    is_forward_of_class,
+    is_supported_input,
+)
+from fusednorm.api.patching.recognise import UnrecognisedNormError, check_not_replaced, get_input_name
 from fusednorm.errors import KernelInputError
 
 
-def activation_of(module: nn.Module) -> str | None:
+def find_activation_name(module: nn.Module) -> str | None:
     """The kernels' name for one of torch's activation modules, or None; also None if its forward is replaced."""
     if not is_forward_of_class(module, vars(module).get("forward")):
         return None
@@ -40,7 +45,7 @@ class SequentialForward(PatchedForward):
         layers, place = list(module), 0
         while place < len(layers):
             layer, *following = layers[place : place + 2]
-            y = normalised_and_activated(layer, following[0], x) if following else None
+            y = compute_norm_and_activation(layer, following[0], x) if following else None
             x, taken = (layer(x), 1) if y is None else (y, 2)
             place += taken
         return x
@@ -62,9 +67,9 @@ class ResnetBlockForward(PatchedForward):
         if (temb is None) != (module.time_emb_proj is None):
             return None
         norm1, norm2, activation = module.norm1, module.norm2, module.nonlinearity
-        hidden = normalised_and_activated(norm1, activation, x)
+        hidden = compute_norm_and_activation(norm1, activation, x)
         # The second norm may be fused if the first is, unless there is a scale and shift that it does not support.
-        if hidden is None or not _may_be_fused(norm2, activation):
+        if hidden is None or not _can_fuse(norm2, activation):
             return None
         hidden = module.conv1(hidden)
         scale = shift = None
@@ -74,7 +79,7 @@ class ResnetBlockForward(PatchedForward):
                 scale, shift = temb.chunk(2, dim=1)
             else:
                 hidden = hidden + temb[:, :, None, None]
-        activated = normalised_and_activated(norm2, activation, hidden, scale, shift)
+        activated = compute_norm_and_activation(norm2, activation, hidden, scale, shift)
         if activated is None:
             z = norm2(hidden)
             if scale is not None and shift is not None:
@@ -86,20 +91,22 @@ class ResnetBlockForward(PatchedForward):
         return (x + hidden) / module.output_scale_factor
 
 
-def normalised_and_activated(
+def compute_norm_and_activation(
     norm: Any, activation: nn.Module, x: Any, scale: Tensor | None = None, shift: Tensor | None = None
 ) -> Tensor | None:
     """activation(norm(x) * (1 + scale) + shift) in one pass; None if that is not possible."""
-    if not (_may_be_fused(norm, activation) and may_be_taken(x)):
+    if not (_can_fuse(norm, activation) and is_supported_input(x)):
         return None
     try:
-        y: Tensor = norm.forward.compute(norm, x, activation=activation_of(activation), scale=scale, shift=shift)
+        y: Tensor = norm.forward.compute(
+            norm, x, activation=find_activation_name(activation), scale=scale, shift=shift
+        )
     except KernelInputError:
         return None
     return y
 
 
-def replace_block(module: nn.Module) -> Replacement | None:
+def find_block_replacement(module: nn.Module) -> ForwardReplacement | None:
     """The replacement for the forward of a module around patched GroupNorms; None for other modules.
 
     It fuses each GroupNorm with its activation.
@@ -108,51 +115,51 @@ def replace_block(module: nn.Module) -> Replacement | None:
         NotRecognisedError: it is such a module, but must not be patched.
     """
     if type(module).forward is nn.Sequential.forward:
-        return _sequential(module)
+        return _find_fused_sequential(module)
     if type(module).__name__ == "ResnetBlock2D" and hasattr(module, "norm1") and hasattr(module, "nonlinearity"):
-        return _resnet_block(module)
+        return _find_resnet_block_replacement(module)
     return None
 
 
-def _sequential(module: Any) -> Replacement | None:
+def _find_fused_sequential(module: Any) -> ForwardReplacement | None:
     layers = list(module)
     pairs = [
-        activation_of(activation)
+        find_activation_name(activation)
         for norm, activation in pairwise(layers)
-        if _takes_activation(norm) and activation_of(activation) is not None
+        if _is_fusible_norm(norm) and find_activation_name(activation) is not None
     ]
     if not pairs:
         return None
     check_not_replaced(module)
     described = ", ".join(f"group_norm with {name}" for name in pairs)
-    return Replacement(f"{described} in a Sequential", SequentialForward(module, input_name(module)))
+    return ForwardReplacement(f"{described} in a Sequential", SequentialForward(module, get_input_name(module)))
 
 
-def _resnet_block(module: Any) -> Replacement:
+def _find_resnet_block_replacement(module: Any) -> ForwardReplacement:
     check_not_replaced(module)
     if getattr(module, "upsample", None) is not None or getattr(module, "downsample", None) is not None:
-        raise NotRecognisedError("it samples up or down: its norms are taken alone")
-    name = activation_of(module.nonlinearity)
-    if name is None or not (_takes_activation(module.norm1) and _takes_activation(module.norm2)):
-        raise NotRecognisedError(
+        raise UnrecognisedNormError("it samples up or down: its norms are taken alone")
+    name = find_activation_name(module.nonlinearity)
+    if name is None or not (_is_fusible_norm(module.norm1) and _is_fusible_norm(module.norm2)):
+        raise UnrecognisedNormError(
             "its norms and nonlinearity are not GroupNorms and an activation to be taken as one"
         )
-    forward = ResnetBlockForward(module, input_name(module))
+    forward = ResnetBlockForward(module, get_input_name(module))
     try:
-        is_as_known = _computes_as_known(module)
+        is_as_known = _has_known_results(module)
     # The forward may be that of another version of the class.
     except Exception as error:
-        raise NotRecognisedError(f"a small one of its kind raised {type(error).__name__}") from error
+        raise UnrecognisedNormError(f"a small one of its kind raised {type(error).__name__}") from error
     if not is_as_known:
-        raise NotRecognisedError("a small one of its kind computes something else")
-    return Replacement(f"twice group_norm with {name} in a ResnetBlock2D", forward)
+        raise UnrecognisedNormError("a small one of its kind computes something else")
+    return ForwardReplacement(f"twice group_norm with {name} in a ResnetBlock2D", forward)
 
 
-def _computes_as_known(module: Any) -> bool:
+def _has_known_results(module: Any) -> bool:
     """Whether a copy with few channels gives the results of `ResnetBlockForward` on random samples."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        small = _small_copy(module)
+        small = _make_small_copy(module)
         x = torch.randn(2, 4, 3, 3, device="cpu", dtype=torch.float32)
         temb = None if module.time_emb_proj is None else torch.randn(2, 5, device="cpu", dtype=torch.float32)
         want = type(small).forward(small, x, temb)
@@ -160,7 +167,7 @@ def _computes_as_known(module: Any) -> bool:
     return got is not None and got.shape == want.shape and torch.allclose(got, want, 1e-4, 1e-4)
 
 
-def _small_copy(module: Any) -> Any:
+def _make_small_copy(module: Any) -> Any:
     out = 4 if module.conv_shortcut is None else 6
     on_cpu: dict[str, Any] = {"device": "cpu", "dtype": torch.float32}
     layers: dict[str, nn.Module | None] = {
@@ -185,14 +192,14 @@ def _small_copy(module: Any) -> Any:
     return small
 
 
-def _may_be_fused(norm: Any, activation: nn.Module) -> bool:
+def _can_fuse(norm: Any, activation: nn.Module) -> bool:
     """Whether `norm` is a patched GroupNorm and `activation` an activation, both without hooks."""
-    if not isinstance(norm, nn.Module) or not _takes_activation(norm):
+    if not isinstance(norm, nn.Module) or not _is_fusible_norm(norm):
         return False
-    return activation_of(activation) is not None and not (_has_hooks(norm) or _has_hooks(activation))
+    return find_activation_name(activation) is not None and not (_has_hooks(norm) or _has_hooks(activation))
 
 
-def _takes_activation(norm: Any) -> bool:
+def _is_fusible_norm(norm: Any) -> bool:
     """Whether a module has a replaced forward that can fuse the activation after the norm."""
     forward = norm.forward
     return isinstance(forward, PatchedForward) and forward.takes_activation

@@ -7,9 +7,13 @@ from torch.nn import Parameter
 
 from fusednorm.api.autocast import casts_to_float32
 from fusednorm.api.autograd import rms_norm
-from fusednorm.api.patching.patched import PatchedForward, Replacement, is_plain
-from fusednorm.api.patching.recognise import Observed, input_name, recognise_norm
-from fusednorm.api.torch_norms import torch_group_norm, torch_layer_norm, torch_rms_norm
+from fusednorm.api.patching.patched import ForwardReplacement, PatchedForward, is_plain_tensor
+from fusednorm.api.patching.recognise import ProbedProperties, get_input_name, recognise_norm
+from fusednorm.api.torch_norms import (
+    compute_group_norm_module,
+    compute_layer_norm_over_shape,
+    compute_rms_norm_module,
+)
 from fusednorm.errors import KernelInputError
 
 
@@ -17,14 +21,14 @@ class LayerNormForward(PatchedForward):
     """The forward of torch.nn.LayerNorm."""
 
     def compute(self, module: Any, x: Tensor) -> Tensor:
-        return torch_layer_norm(x, module.normalized_shape, *_affine(module), module.eps)
+        return compute_layer_norm_over_shape(x, module.normalized_shape, *_get_weight_and_bias(module), module.eps)
 
 
 class RMSNormForward(PatchedForward):
     """The forward of torch.nn.RMSNorm."""
 
     def compute(self, module: Any, x: Tensor) -> Tensor:
-        return torch_rms_norm(x, module.normalized_shape, _weight(module), module.eps)
+        return compute_rms_norm_module(x, module.normalized_shape, _get_weight(module), module.eps)
 
 
 class GroupNormForward(PatchedForward):
@@ -35,10 +39,10 @@ class GroupNormForward(PatchedForward):
 
     def compute(self, module: Any, x: Tensor, **others: Any) -> Tensor:
         """The module's y, with other arguments of `group_norm`."""
-        return torch_group_norm(x, module.num_groups, *_affine(module), module.eps, **others)
+        return compute_group_norm_module(x, module.num_groups, *_get_weight_and_bias(module), module.eps, **others)
 
 
-class ObservedRMSNormForward(PatchedForward):
+class ProbedRMSNormForward(PatchedForward):
     """The forward of an RMSNorm whose formula was determined from its results.
 
     Args:
@@ -46,7 +50,7 @@ class ObservedRMSNormForward(PatchedForward):
         observed: the properties that the results showed.
     """
 
-    def __init__(self, module: nn.Module, input_name: str, observed: Observed) -> None:
+    def __init__(self, module: nn.Module, input_name: str, observed: ProbedProperties) -> None:
         super().__init__(module, input_name)
         self.eps_name = observed.eps_name
         self.weight_offset = observed.weight_offset
@@ -54,7 +58,7 @@ class ObservedRMSNormForward(PatchedForward):
         self.autocast_dtypes = observed.autocast_dtypes
 
     def compute(self, module: nn.Module, x: Tensor) -> Tensor:
-        weight = _weight(module)
+        weight = _get_weight(module)
         if weight is None:
             raise KernelInputError("weight must be a tensor, got None")
         dtype = (self.autocast_dtypes if casts_to_float32(x) else self.dtypes).get((x.dtype, weight.dtype))
@@ -75,7 +79,7 @@ _OF_OPERATIONS: dict[str, type[PatchedForward]] = {
 }
 
 
-def replace_norm(module: nn.Module) -> Replacement | None:
+def find_norm_replacement(module: nn.Module) -> ForwardReplacement | None:
     """The replacement for the forward of a norm; None for a module that does not look like a norm.
 
     Raises:
@@ -84,13 +88,13 @@ def replace_norm(module: nn.Module) -> Replacement | None:
     norm = recognise_norm(module)
     if norm is None:
         return None
-    name = input_name(module)
+    name = get_input_name(module)
     if norm.observed is not None:
-        return Replacement(norm.description, ObservedRMSNormForward(module, name, norm.observed))
-    return Replacement(norm.description, _OF_OPERATIONS[norm.operation](module, name))
+        return ForwardReplacement(norm.description, ProbedRMSNormForward(module, name, norm.observed))
+    return ForwardReplacement(norm.description, _OF_OPERATIONS[norm.operation](module, name))
 
 
-def _weight(module: Any) -> Tensor | None:
+def _get_weight(module: Any) -> Tensor | None:
     """A module's current weight.
 
     Raises:
@@ -99,15 +103,15 @@ def _weight(module: Any) -> Tensor | None:
     parameters = module._parameters
     # A module's own look-up of an attribute takes as long as all else here; parametrised modules need it.
     weight: Tensor | None = parameters["weight"] if "weight" in parameters else module.weight  # noqa: SIM401
-    if type(weight) is not Parameter and weight is not None and not is_plain(weight):
+    if type(weight) is not Parameter and weight is not None and not is_plain_tensor(weight):
         raise KernelInputError(f"weight must be a plain tensor, got {type(weight).__name__}")
     return weight
 
 
-def _affine(module: Any) -> tuple[Tensor | None, Tensor | None]:
-    """A module's current weight and bias, checked as in `_weight`."""
+def _get_weight_and_bias(module: Any) -> tuple[Tensor | None, Tensor | None]:
+    """A module's current weight and bias, checked as in `_get_weight`."""
     parameters = module._parameters
     bias: Tensor | None = parameters["bias"] if "bias" in parameters else module.bias  # noqa: SIM401
-    if type(bias) is not Parameter and bias is not None and not is_plain(bias):
+    if type(bias) is not Parameter and bias is not None and not is_plain_tensor(bias):
         raise KernelInputError(f"bias must be a plain tensor, got {type(bias).__name__}")
-    return _weight(module), bias
+    return _get_weight(module), bias

@@ -6,16 +6,16 @@ from types import MethodType
 
 from torch import nn
 
-from fusednorm.api.patching.blocks import replace_block
-from fusednorm.api.patching.forwards import replace_norm
-from fusednorm.api.patching.patched import PatchedForward, forward_attribute
-from fusednorm.api.patching.recognise import NotRecognisedError
+from fusednorm.api.patching.blocks import find_block_replacement
+from fusednorm.api.patching.forwards import find_norm_replacement
+from fusednorm.api.patching.patched import PatchedForward, get_forward_attribute
+from fusednorm.api.patching.recognise import UnrecognisedNormError
 from fusednorm.api.patching.report import PatchReport
 from fusednorm.devices.device import HAS_TRITON
 from fusednorm.errors import KernelInputError
 
 if HAS_TRITON:
-    from fusednorm.launch.status import describe_calls
+    from fusednorm.launch.status import describe_repeated_calls
 
 
 def patch(model: nn.Module, only: Callable[[str, nn.Module], bool] | None = None) -> PatchReport:
@@ -49,21 +49,21 @@ def patch(model: nn.Module, only: Callable[[str, nn.Module], bool] | None = None
     skipped: dict[str, str] = {}
     modules = list(model.named_modules())
     # Blocks last: the pairs that they fuse depend on the norms that are patched.
-    for replace in (replace_norm, replace_block):
+    for replace in (find_norm_replacement, find_block_replacement):
         for path, module in modules:
             try:
                 found = replace(module)
                 if found is None:
                     continue
                 if only is not None and not only(path, module):
-                    raise NotRecognisedError("left out by `only`")
-            except NotRecognisedError as reason:
+                    raise UnrecognisedNormError("left out by `only`")
+            except UnrecognisedNormError as reason:
                 skipped[path] = str(reason)
                 continue
-            setattr(module, forward_attribute(module), found.forward)
+            setattr(module, get_forward_attribute(module), found.forward)
             patched[path] = found.description
     on_cpu = sum(any(parameter.is_cpu for parameter in dict(modules)[path].parameters()) for path in patched)
-    return PatchReport(patched, skipped, on_cpu, describe_calls() if HAS_TRITON else "")
+    return PatchReport(patched, skipped, on_cpu, describe_repeated_calls() if HAS_TRITON else "")
 
 
 def unpatch(model: nn.Module) -> None:
@@ -76,7 +76,7 @@ def unpatch(model: nn.Module) -> None:
     _check_model(model)
     wrapped = []
     for path, module in model.named_modules():
-        attribute = forward_attribute(module)
+        attribute = get_forward_attribute(module)
         forward = vars(module).get(attribute)
         if forward is None:
             continue

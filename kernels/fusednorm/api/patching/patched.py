@@ -52,7 +52,7 @@ class PatchedForward:
             return type(module).forward(module, *inputs, **named)
         x = inputs[0] if len(inputs) == 1 and not named else self._only_input(inputs, named)
         kind = type(x)
-        is_known = kind is Tensor or kind is Parameter or is_plain(x)
+        is_known = kind is Tensor or kind is Parameter or is_plain_tensor(x)
         if is_known and x.dtype in FLOAT_DTYPES and (x.is_cuda or x.is_cpu):
             try:
                 return self.compute(module, x)
@@ -101,7 +101,7 @@ class PatchedForward:
         return None if inputs or len(named) != 1 else named.get(self.input_name)
 
 
-class Replacement(NamedTuple):
+class ForwardReplacement(NamedTuple):
     """The replacement for the forward of a module.
 
     Attributes:
@@ -113,7 +113,7 @@ class Replacement(NamedTuple):
     forward: PatchedForward
 
 
-def forward_attribute(module: nn.Module) -> str:
+def get_forward_attribute(module: nn.Module) -> str:
     """Return the name of the attribute by which an instance replaces its class's forward.
 
     A hook of accelerate replaces `forward` itself, and calls `_old_forward` until it is removed.
@@ -126,12 +126,12 @@ def is_forward_of_class(module: nn.Module, forward: Any) -> bool:
     return forward is None or forward == MethodType(type(module).forward, module)
 
 
-def may_be_taken(x: Any) -> bool:
+def is_supported_input(x: Any) -> bool:
     """Whether an argument is a tensor of a class, dtype and device that the kernels support."""
-    return is_plain(x) and x.dtype in FLOAT_DTYPES and (x.is_cuda or x.is_cpu)
+    return is_plain_tensor(x) and x.dtype in FLOAT_DTYPES and (x.is_cuda or x.is_cpu)
 
 
-def is_plain(x: Any) -> bool:
+def is_plain_tensor(x: Any) -> bool:
     """Whether a value is a tensor that does not consist of other tensors, unlike a DTensor."""
     kind = type(x)
     if kind is Tensor or kind is Parameter:

@@ -27,30 +27,30 @@ Formula = Callable[[Tensor, dict[str, Tensor], float], Tensor]
 """y in float32 from x, the module's parameters by name (all float32) and eps."""
 
 
-def rms_norm_formula(weight_offset: float) -> Formula:
+def make_rms_norm_formula(weight_offset: float) -> Formula:
     """y = x / sqrt(mean(x^2) + eps) * (weight + weight_offset)."""
 
-    def formula(x: Tensor, parameters: dict[str, Tensor], eps: float) -> Tensor:
+    def compute_rms_norm(x: Tensor, parameters: dict[str, Tensor], eps: float) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (parameters["weight"] + weight_offset)
 
-    return formula
+    return compute_rms_norm
 
 
-def layer_norm_formula(x: Tensor, parameters: dict[str, Tensor], eps: float) -> Tensor:
+def compute_layer_norm(x: Tensor, parameters: dict[str, Tensor], eps: float) -> Tensor:
     """torch's layer_norm over the last axis."""
     return functional.layer_norm(x, x.shape[-1:], parameters.get("weight"), parameters.get("bias"), eps)
 
 
-def group_norm_formula(num_groups: int) -> Formula:
+def make_group_norm_formula(num_groups: int) -> Formula:
     """torch's group_norm."""
 
-    def formula(x: Tensor, parameters: dict[str, Tensor], eps: float) -> Tensor:
+    def compute_group_norm(x: Tensor, parameters: dict[str, Tensor], eps: float) -> Tensor:
         return functional.group_norm(x, num_groups, parameters.get("weight"), parameters.get("bias"), eps)
 
-    return formula
+    return compute_group_norm
 
 
-class Probe:
+class ForwardProbe:
     """Calls the forward of a module's class.
 
     Args:
@@ -102,7 +102,7 @@ class Probe:
 
     def autocast_dtypes(self) -> Dtypes:
         """The same under CUDA's autocast, whose casts are emulated because it does not exist on the CPU."""
-        with _CudaAutocast():
+        with _EmulatedCudaAutocast():
             return self.dtypes()
 
     def _matches(self, formula: Formula, dtype: torch.dtype) -> bool:
@@ -140,16 +140,16 @@ _CAST = (
 """The functions that norms use and whose arguments CUDA's autocast casts to float32."""
 
 
-class _CudaAutocast(TorchFunctionMode):
+class _EmulatedCudaAutocast(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if function in _CAST:
-            args = tuple(map(_widened, args))
-            kwargs = {name: _widened(value) for name, value in kwargs.items()}
+            args = tuple(map(_cast_to_float32, args))
+            kwargs = {name: _cast_to_float32(value) for name, value in kwargs.items()}
         return function(*args, **kwargs)
 
 
-def _widened(value: Any) -> Any:
+def _cast_to_float32(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype in FLOAT_DTYPES else value

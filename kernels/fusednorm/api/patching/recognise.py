@@ -9,16 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from fusednorm.api.patching.patched import PatchedForward, forward_attribute, is_forward_of_class
+from fusednorm.api.patching.patched import PatchedForward, get_forward_attribute, is_forward_of_class
 from fusednorm.api.patching.probe import (
     Dtypes,
     Formula,
-    Probe,
-    group_norm_formula,
-    layer_norm_formula,
-    rms_norm_formula,
+    ForwardProbe,
+    compute_layer_norm,
+    make_group_norm_formula,
+    make_rms_norm_formula,
 )
-from fusednorm.arguments.checks import MAX_COLS, checked_eps
+from fusednorm.arguments.checks import MAX_COLS, validate_eps
 from fusednorm.errors import KernelInputError
 from fusednorm.tensors.arrays import FLOAT_DTYPES
 
@@ -41,7 +41,7 @@ TIMM = {
 
 
 @dataclass(frozen=True)
-class Observed:
+class ProbedProperties:
     """The properties that the results of an RMSNorm's own forward showed.
 
     Attributes:
@@ -57,7 +57,7 @@ class Observed:
 
 
 @dataclass(frozen=True)
-class Norm:
+class RecognisedNorm:
     """A module that can be patched.
 
     Attributes:
@@ -67,7 +67,7 @@ class Norm:
     """
 
     operation: str
-    observed: Observed | None = None
+    observed: ProbedProperties | None = None
     name: str = ""
 
     @property
@@ -79,11 +79,11 @@ class Norm:
         return f"{self.operation}{offset}, as {self.name} has it"
 
 
-class NotRecognisedError(Exception):
+class UnrecognisedNormError(Exception):
     """The module is not patched; the message has the reason."""
 
 
-def recognise_norm(module: nn.Module) -> Norm | None:
+def recognise_norm(module: nn.Module) -> RecognisedNorm | None:
     """The norm that a module is; None if neither its class nor its forward's code names one.
 
     Raises:
@@ -91,27 +91,27 @@ def recognise_norm(module: nn.Module) -> Norm | None:
     """
     kind = type(module)
     if not _looks_like_norm(module):
-        if function := _norm_function_of(module):
-            raise NotRecognisedError(f"its forward calls the function {function}: only modules are patched")
+        if function := _find_called_norm(module):
+            raise UnrecognisedNormError(f"its forward calls the function {function}: only modules are patched")
         return None
     check_not_replaced(module)
     if kind.__module__.startswith("fusednorm."):
-        raise NotRecognisedError("on these kernels already")
+        raise UnrecognisedNormError("on these kernels already")
     for torch_class, recognise_one in _OF_TORCH.items():
         if kind.forward is torch_class.forward:
             return recognise_one(module)
     if getattr(module, "_fast_norm", False):
-        raise NotRecognisedError("timm's fast norm is switched on, which autocast treats otherwise")
+        raise UnrecognisedNormError("timm's fast norm is switched on, which autocast treats otherwise")
     of_timm = TIMM.get(f"{kind.__module__}.{kind.__qualname__}")
     if of_timm is not None and isinstance(module, of_timm):
-        return _of_timm(module, of_timm)
+        return _recognise_timm_norm(module, of_timm)
     if isinstance(module, (nn.LayerNorm, nn.GroupNorm)):
-        raise NotRecognisedError(f"{kind.__name__} has a forward of its own")
+        raise UnrecognisedNormError(f"{kind.__name__} has a forward of its own")
     if isinstance(module, _INSTANCE_NORMS) and not module.track_running_stats:
-        raise NotRecognisedError(f"{kind.__name__} is patched if written as a GroupNorm of one channel a group")
+        raise UnrecognisedNormError(f"{kind.__name__} is patched if written as a GroupNorm of one channel a group")
     if kind.__module__.startswith("torch."):
-        raise NotRecognisedError(f"no kernel for {kind.__name__}")
-    return _by_behaviour(module)
+        raise UnrecognisedNormError(f"no kernel for {kind.__name__}")
+    return _recognise_by_results(module)
 
 
 def _looks_like_norm(module: nn.Module) -> bool:
@@ -125,7 +125,7 @@ def _is_named_norm(module: nn.Module) -> bool:
     return "norm" in type(module).__name__.lower()
 
 
-def _norm_function_of(module: nn.Module) -> str | None:
+def _find_called_norm(module: nn.Module) -> str | None:
     """The function of a norm that the code of a module's forward names, and no submodule has as its name."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     for name in _NORM_FUNCTIONS.intersection(code.co_names if code else ()):
@@ -136,109 +136,109 @@ def _norm_function_of(module: nn.Module) -> str | None:
 
 def check_not_replaced(module: nn.Module) -> None:
     """Raises NotRecognisedError for a module whose forward, below accelerate's hooks, is not its class's."""
-    forward = vars(module).get(forward_attribute(module))
+    forward = vars(module).get(get_forward_attribute(module))
     if isinstance(forward, PatchedForward):
-        raise NotRecognisedError("patched already")
+        raise UnrecognisedNormError("patched already")
     if not is_forward_of_class(module, forward):
-        raise NotRecognisedError("its forward is replaced by another")
+        raise UnrecognisedNormError("its forward is replaced by another")
 
 
-def _layer_norm(module: Any) -> Norm:
+def _recognise_layer_norm(module: Any) -> RecognisedNorm:
     _check_shapes(module, tuple(module.normalized_shape))
     _check_eps(module.eps)
-    return Norm("layer_norm")
+    return RecognisedNorm("layer_norm")
 
 
-def _rms_norm(module: Any) -> Norm:
+def _recognise_rms_norm(module: Any) -> RecognisedNorm:
     _check_shapes(module, tuple(module.normalized_shape))
     if module.eps is not None:
         _check_eps(module.eps)
-    return Norm("rms_norm")
+    return RecognisedNorm("rms_norm")
 
 
-def _group_norm(module: Any) -> Norm:
+def _recognise_group_norm(module: Any) -> RecognisedNorm:
     _check_shapes(module, (module.num_channels,))
     _check_eps(module.eps)
-    return Norm("group_norm")
+    return RecognisedNorm("group_norm")
 
 
-_OF_TORCH: dict[type[nn.Module], Callable[[Any], Norm]] = {
-    nn.LayerNorm: _layer_norm,
-    nn.RMSNorm: _rms_norm,
-    nn.GroupNorm: _group_norm,
+_OF_TORCH: dict[type[nn.Module], Callable[[Any], RecognisedNorm]] = {
+    nn.LayerNorm: _recognise_layer_norm,
+    nn.RMSNorm: _recognise_rms_norm,
+    nn.GroupNorm: _recognise_group_norm,
 }
 
 
-def _of_timm(module: Any, base: type[nn.Module]) -> Norm:
+def _recognise_timm_norm(module: Any, base: type[nn.Module]) -> RecognisedNorm:
     found = _OF_TORCH[base](module)
     if base is nn.GroupNorm:
-        shape, formula = (3, module.num_channels, 2, 2), group_norm_formula(module.num_groups)
+        shape, formula = (3, module.num_channels, 2, 2), make_group_norm_formula(module.num_groups)
     else:
         if len(module.normalized_shape) != 1:
-            raise NotRecognisedError(f"normalized_shape {list(module.normalized_shape)} is of several axes")
-        shape, formula = (3, 2, *module.normalized_shape), layer_norm_formula
-    if not _agrees(Probe(module, shape, module.eps), formula):
-        raise NotRecognisedError(f"{type(module).__name__} computes something else than {found.description}")
+            raise UnrecognisedNormError(f"normalized_shape {list(module.normalized_shape)} is of several axes")
+        shape, formula = (3, 2, *module.normalized_shape), compute_layer_norm
+    if not _matches_formula(ForwardProbe(module, shape, module.eps), formula):
+        raise UnrecognisedNormError(f"{type(module).__name__} computes something else than {found.description}")
     return found
 
 
-def _by_behaviour(module: Any) -> Norm:
+def _recognise_by_results(module: Any) -> RecognisedNorm:
     name = type(module).__name__
     parameters = {key: parameter for key, parameter in module._parameters.items() if parameter is not None}
-    weight, eps_name = parameters.get("weight"), _eps_name(module)
+    weight, eps_name = parameters.get("weight"), _find_eps_attribute(module)
     others = parameters.keys() - {"weight", "bias"}
     if weight is None or weight.dim() != 1 or eps_name is None or others or module._buffers or module._modules:
-        raise NotRecognisedError(
+        raise UnrecognisedNormError(
             f"{name} is not compared with kernels: expected weight [cols], eps or variance_epsilon, and at most a "
             "bias"
         )
     for key, value in vars(module).items():
         if key not in _OF_EVERY_MODULE and not isinstance(value, _PLAIN):
-            raise NotRecognisedError(f"{name} has {key}, which is unknown")
+            raise UnrecognisedNormError(f"{name} has {key}, which is unknown")
     eps = getattr(module, eps_name)
     _check_eps(eps)
     _check_parameter("weight", weight, tuple(weight.shape))
-    probe = Probe(module, (3, 2, weight.shape[0]), eps)
+    probe = ForwardProbe(module, (3, 2, weight.shape[0]), eps)
     for offset in (0.0, 1.0):
-        if "bias" not in parameters and _agrees(probe, rms_norm_formula(offset)):
-            observed = Observed(eps_name, offset, probe.dtypes(), probe.autocast_dtypes())
-            return Norm("rms_norm", observed, name)
-    if _agrees(probe, layer_norm_formula):
-        raise NotRecognisedError(
+        if "bias" not in parameters and _matches_formula(probe, make_rms_norm_formula(offset)):
+            observed = ProbedProperties(eps_name, offset, probe.dtypes(), probe.autocast_dtypes())
+            return RecognisedNorm("rms_norm", observed, name)
+    if _matches_formula(probe, compute_layer_norm):
+        raise UnrecognisedNormError(
             f"{name} computes layer_norm: patched are classes with the forward of nn.LayerNorm"
         )
-    raise NotRecognisedError(f"{name} computes neither rms_norm nor layer_norm")
+    raise UnrecognisedNormError(f"{name} computes neither rms_norm nor layer_norm")
 
 
-def _agrees(probe: Probe, formula: Formula) -> bool:
+def _matches_formula(probe: ForwardProbe, formula: Formula) -> bool:
     try:
         return probe.matches(formula)
     # The forward of an unknown class may raise anything.
     except Exception as error:
-        raise NotRecognisedError(f"its forward of a few random samples raised {type(error).__name__}") from error
+        raise UnrecognisedNormError(f"its forward of a few random samples raised {type(error).__name__}") from error
 
 
-def _eps_name(module: nn.Module) -> str | None:
+def _find_eps_attribute(module: nn.Module) -> str | None:
     return next((name for name in _EPS_NAMES if isinstance(module.__dict__.get(name), float)), None)
 
 
-def input_name(module: nn.Module) -> str:
+def get_input_name(module: nn.Module) -> str:
     """The name of the first parameter of the forward of a module's class."""
     return list(inspect.signature(type(module).forward).parameters)[1]
 
 
 def _check_eps(eps: float) -> None:
     try:
-        checked_eps(eps)
+        validate_eps(eps)
     except KernelInputError as error:
-        raise NotRecognisedError(str(error)) from error
+        raise UnrecognisedNormError(str(error)) from error
 
 
 def _check_shapes(module: Any, shape: tuple[int, ...]) -> None:
     """Raises NotRecognisedError for a shape or parameters that no kernel supports."""
     size = torch.Size(shape).numel()
     if not shape or not 0 < size <= MAX_COLS:
-        raise NotRecognisedError(f"no kernel takes normalized_shape {list(shape)}")
+        raise UnrecognisedNormError(f"no kernel takes normalized_shape {list(shape)}")
     for name in ("weight", "bias"):
         _check_parameter(name, getattr(module, name, None), shape)
 
@@ -248,12 +248,12 @@ def _check_parameter(name: str, parameter: Any, shape: tuple[int, ...]) -> None:
         return
     kind = type(parameter)
     if kind is not Parameter and kind is not Tensor:
-        raise NotRecognisedError(f"its {name} is a {kind.__name__}")
+        raise UnrecognisedNormError(f"its {name} is a {kind.__name__}")
     if parameter.is_meta:
-        raise NotRecognisedError(f"its {name} is on the meta device, without values")
+        raise UnrecognisedNormError(f"its {name} is on the meta device, without values")
     if parameter.device.type not in ("cuda", "cpu"):
-        raise NotRecognisedError(f"no kernel for {parameter.device.type}")
+        raise UnrecognisedNormError(f"no kernel for {parameter.device.type}")
     if not parameter.numel() or tuple(parameter.shape) != shape or not parameter.untyped_storage().size():
-        raise NotRecognisedError(f"its {name} is sharded: {list(parameter.shape)} of {list(shape)} are here")
+        raise UnrecognisedNormError(f"its {name} is sharded: {list(parameter.shape)} of {list(shape)} are here")
     if parameter.dtype not in FLOAT_DTYPES:
-        raise NotRecognisedError(f"its {name} is {str(parameter.dtype).removeprefix('torch.')}")
+        raise UnrecognisedNormError(f"its {name} is {str(parameter.dtype).removeprefix('torch.')}")

@@ -42,22 +42,22 @@ class PatchReport:
 
     def _lines(self) -> Iterator[str]:
         yield f"patched {len(self.patched)}, skipped {len(self.skipped)}"
-        yield from _grouped("patched", self.patched)
-        yield from _grouped("skipped", self.skipped)
+        yield from _format_groups("patched", self.patched)
+        yield from _format_groups("skipped", self.skipped)
         if self.on_cpu:
             yield f"on the CPU: {self.on_cpu} of the patched; torch computes them there, and nothing is gained"
         if self.calls and self.on_cpu < len(self.patched):
             yield self.calls
 
 
-def _grouped(title: str, entries: dict[str, str]) -> Iterator[str]:
+def _format_groups(title: str, entries: dict[str, str]) -> Iterator[str]:
     by_text: dict[str, list[str]] = {}
     for path, text in entries.items():
         by_text.setdefault(text, []).append(path or "(the model itself)")
     for text, paths in by_text.items():
-        yield f"{title} {len(paths):>4}  {text}: {_shortened(paths)}"
+        yield f"{title} {len(paths):>4}  {text}: {_shorten_paths(paths)}"
 
 
-def _shortened(paths: Iterable[str]) -> str:
+def _shorten_paths(paths: Iterable[str]) -> str:
     first, rest = (all_paths := list(paths))[:_SHOWN], len(all_paths) - _SHOWN
     return ", ".join(first) + (f" and {rest} more" if rest > 0 else "")

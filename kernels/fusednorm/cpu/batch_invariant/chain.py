@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fusednorm.cpu.batch_invariant.outputs import Outputs
-from fusednorm.cpu.pieces import row_pieces
-from fusednorm.cpu.taken import wide
+from fusednorm.cpu.batch_invariant.outputs import RowResults
+from fusednorm.cpu.pieces import split_rows
+from fusednorm.cpu.taken import to_float32
 
 
 def layer_norm_chain(
@@ -23,11 +23,11 @@ def layer_norm_chain(
 
     Args: memory_like: as of `layer_norm_forward`.
     """
-    out = Outputs(x, None, out_dtype, stats=False, centred=True, memory_like=memory_like)
-    for piece in row_pieces(out.rows, out.cols):
+    out = RowResults(x, None, out_dtype, stats=False, centred=True, memory_like=memory_like)
+    for piece in split_rows(out.rows, out.cols):
         h = out.sum(piece)
         for weight, bias in zip(weights, biases, strict=True):
-            h, _, _ = torch.native_layer_norm(h, h.shape[-1:], wide(weight), wide(bias), eps)
+            h, _, _ = torch.native_layer_norm(h, h.shape[-1:], to_float32(weight), to_float32(bias), eps)
         out.write(piece, h, None, None)
         del h
     return out.result().y

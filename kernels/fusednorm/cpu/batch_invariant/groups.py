@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fusednorm.cpu.dropout import Dropout, dropout_of
-from fusednorm.cpu.epilogue import backpropagate_epilogue, finish_
-from fusednorm.cpu.pieces import group_pieces, parts
-from fusednorm.cpu.taken import summed, wide
+from fusednorm.cpu.dropout import DropoutMask, make_dropout_mask
+from fusednorm.cpu.epilogue import apply_epilogue_, backpropagate_epilogue
+from fusednorm.cpu.pieces import split_groups, split_range
+from fusednorm.cpu.taken import add_residual, to_float32
 from fusednorm.results import Backward, Forward
 from fusednorm.tensors.layouts import is_channels_last
 
@@ -31,21 +31,21 @@ def group_norm_forward(
     stats: bool = False,
 ) -> Forward:
     """See `fusednorm.reference.group_norm_forward`."""
-    cut = _Cut(x, num_groups, dropout_of(dropout, seed))
+    cut = _ChunkedSamples(x, num_groups, make_dropout_mask(dropout, seed))
     y, residual_out = cut.result(out_dtype or x.dtype), cut.result(x.dtype)
     of_groups = (x.shape[0], num_groups)
     mean, rstd = (
         x.new_empty(of_groups, dtype=torch.float32) if stats and not cut.is_whole else None for _ in range(2)
     )
-    weight, bias = wide(weight), wide(bias)
+    weight, bias = to_float32(weight), to_float32(bias)
     for piece in cut.pieces():
         h = piece.sum(residual)
         if residual is not None:
             residual_out.write(piece, h)
         z, centre, inverse = piece.normalised(h, weight, bias, eps)
         del h
-        z = _modulated(z, piece.factor(scale), piece.of_samples(shift))
-        y.write(piece, finish_(z, activation, cut.dropout, piece.kept()))
+        z = _modulate_(z, piece.factor(scale), piece.of_samples(shift))
+        y.write(piece, apply_epilogue_(z, activation, cut.dropout, piece.kept()))
         del z
         if cut.is_whole and stats:
             mean, rstd = centre, inverse
@@ -75,12 +75,12 @@ def group_norm_backward(
     """See `fusednorm.reference.group_norm_backward`; of many samples the parameters' gradients are summed piece by
     piece, in order.
     """
-    cut = _Cut(x, num_groups, dropout_of(dropout, seed))
-    w, b = wide(weight), wide(bias)
+    cut = _ChunkedSamples(x, num_groups, make_dropout_mask(dropout, seed))
+    w, b = to_float32(weight), to_float32(bias)
     # torch's kernel has no gradient of the bias without a weight.
     of_kernel = torch.ones_like(b) if w is None and b is not None else w
     needed = [True, weight is not None, bias is not None]
-    dweight, dbias = (None, None) if cut.is_whole else (_zeros_like(w), _zeros_like(b))
+    dweight, dbias = (None, None) if cut.is_whole else (_make_zeros_like(w), _make_zeros_like(b))
     dscale, dshift = (None if of is None else torch.empty_like(of) for of in (scale, shift))
     result = cut.result(x.dtype)
     for piece in cut.pieces():
@@ -91,7 +91,7 @@ def group_norm_backward(
         factor = piece.factor(scale)
         # z itself is asked for once more where it is modulated, and only there.
         is_modulated = scale is not None or shift is not None
-        modulated = _modulated(z.clone() if is_modulated else z, factor, piece.of_samples(shift))
+        modulated = _modulate_(z.clone() if is_modulated else z, factor, piece.of_samples(shift))
         dz = backpropagate_epilogue(
             piece.planes(dy), modulated, activation, cut.dropout, piece.kept(), overwrites_z=True
         )
@@ -135,7 +135,7 @@ def group_norm_backward(
     )
 
 
-class _Cut:
+class _ChunkedSamples:
     """x and how it is cut into pieces of whole groups.
 
     Attributes:
@@ -144,27 +144,27 @@ class _Cut:
         is_whole: whether there is one piece only.
     """
 
-    def __init__(self, x: Tensor, num_groups: int, dropout: Dropout | None) -> None:
+    def __init__(self, x: Tensor, num_groups: int, dropout: DropoutMask | None) -> None:
         self.x = x
         self.num_groups = num_groups
         self.dropout = dropout
-        self.planes = _planes(x)
+        self.planes = _view_planes(x)
         self.channels_last = is_channels_last(x)
         samples, channels, positions = self.planes.shape
         elements = channels // num_groups * positions
-        self._pieces = list(group_pieces(samples, num_groups, elements))
+        self._pieces = list(split_groups(samples, num_groups, elements))
         self.is_whole = len(self._pieces) == 1
         self._kept: tuple[slice, Tensor] | None = None
 
-    def pieces(self) -> Iterator["_Piece"]:
+    def pieces(self) -> Iterator["_GroupChunk"]:
         """All of them, in order."""
         of_group = self.planes.shape[1] // self.num_groups
         for samples, groups in self._pieces:
-            yield _Piece(self, samples, groups, slice(groups.start * of_group, groups.stop * of_group))
+            yield _GroupChunk(self, samples, groups, slice(groups.start * of_group, groups.stop * of_group))
 
-    def result(self, dtype: torch.dtype) -> "_Result":
+    def result(self, dtype: torch.dtype) -> "_ChunkedResult":
         """What is to be written piece by piece, in x's shape and layout."""
-        return _Result(self, dtype)
+        return _ChunkedResult(self, dtype)
 
     def kept(self, samples: slice, channels: slice) -> Tensor:
         """Dropout's mask of a piece, bool, in the order of [samples, channels, positions]."""
@@ -180,10 +180,10 @@ class _Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _GroupChunk:
     """Some groups of a sample, or some whole samples."""
 
-    cut: _Cut
+    cut: _ChunkedSamples
     samples: slice
     groups: slice
     channels: slice
@@ -210,15 +210,15 @@ class _Piece:
         if not x.is_contiguous():
             # Widened and put in order in one pass.
             x = torch.empty(x.shape, dtype=torch.float32, device="cpu").copy_(x)
-        of_residual = None if residual is None else self.share(_planes(residual))
-        return summed(x, of_residual).contiguous()
+        of_residual = None if residual is None else self.share(_view_planes(residual))
+        return add_residual(x, of_residual).contiguous()
 
     def planes(self, t: Tensor) -> Tensor:
         """Its share of a tensor like x as [samples, channels, positions], contiguous; of channels-last a copy.
 
         torch's channels-last kernel takes the variance as E[h²] - mean², which is noise when the mean is large.
         """
-        return self.share(_planes(t)).contiguous()
+        return self.share(_view_planes(t)).contiguous()
 
     def normalised(
         self, h: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
@@ -258,7 +258,7 @@ class _Piece:
     ) -> None:
         """dscale and dshift [B, C]: the sums of dz * z and of dz over positions."""
         samples, channels, positions = z.shape
-        at_once = parts(channels, samples * positions)
+        at_once = split_range(channels, samples * positions)
         # Summed together, since torch sums a lone row in another order than one of several.
         sums = [torch.stack((dz[:, some] * z[:, some], dz[:, some])).sum(-1) for some in at_once]
         for gradient, of_piece in zip((dscale, dshift), torch.cat(sums, dim=-1), strict=True):
@@ -266,15 +266,15 @@ class _Piece:
                 gradient[self.samples, self.channels] = of_piece
 
 
-class _Result:
+class _ChunkedResult:
     """A tensor like x that is written piece by piece."""
 
-    def __init__(self, cut: _Cut, dtype: torch.dtype) -> None:
+    def __init__(self, cut: _ChunkedSamples, dtype: torch.dtype) -> None:
         self._cut = cut
         self._dtype = dtype
         self._tensor: Tensor | None = None
 
-    def write(self, piece: _Piece, values: Tensor) -> None:
+    def write(self, piece: _GroupChunk, values: Tensor) -> None:
         """Args: values: [samples, channels, positions] of the piece."""
         x = self._cut.x
         if self._cut.is_whole and not self._cut.channels_last:
@@ -282,7 +282,7 @@ class _Result:
             return
         if self._tensor is None:
             self._tensor = torch.empty_like(x, dtype=self._dtype)
-        piece.share(_planes(self._tensor)).copy_(values)
+        piece.share(_view_planes(self._tensor)).copy_(values)
 
     def whole(self) -> Tensor:
         """The tensor, once every piece has been written."""
@@ -290,12 +290,12 @@ class _Result:
         return self._tensor
 
 
-def _planes(t: Tensor) -> Tensor:
+def _view_planes(t: Tensor) -> Tensor:
     """[B, C, positions], the same memory."""
     return t.flatten(2) if t.dim() > 2 else t.unsqueeze(-1)
 
 
-def _modulated(z: Tensor, factor: Tensor | None, shift: Tensor | None) -> Tensor:
+def _modulate_(z: Tensor, factor: Tensor | None, shift: Tensor | None) -> Tensor:
     """z * (1 + scale) + shift of [B, C, positions], in z's memory."""
     if factor is not None:
         z *= factor
@@ -304,5 +304,5 @@ def _modulated(z: Tensor, factor: Tensor | None, shift: Tensor | None) -> Tensor
     return z
 
 
-def _zeros_like(parameter: Tensor | None) -> Tensor | None:
+def _make_zeros_like(parameter: Tensor | None) -> Tensor | None:
     return None if parameter is None else torch.zeros_like(parameter)

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fusednorm.cpu.float8 import quantised_
-from fusednorm.cpu.taken import summed
+from fusednorm.cpu.float8 import scale_rows_
+from fusednorm.cpu.taken import add_residual
 from fusednorm.results import Forward
 
 WHOLE_ELEMENTS = 256 * 1024
@@ -17,12 +17,12 @@ after each call.
 """
 
 
-def is_whole(x: Tensor) -> bool:
+def is_small_result(x: Tensor) -> bool:
     """Whether torch may write a result of this size into memory of its own."""
     return x.numel() <= WHOLE_ELEMENTS
 
 
-class Outputs:
+class RowResults:
     """What forward gives back, filled piece by piece."""
 
     def __init__(
@@ -39,14 +39,14 @@ class Outputs:
         stats: also mean and rstd, the mean only of what is centred.
         memory_like: as of `layer_norm_forward`.
         """
-        self._x = flat_rows(x)
-        self._residual = None if residual is None else flat_rows(residual)
+        self._x = flatten_rows(x)
+        self._residual = None if residual is None else flatten_rows(residual)
         self.rows, self.cols = self._x.shape
-        is_given = out_dtype in (None, x.dtype) and not is_whole(x)
+        is_given = out_dtype in (None, x.dtype) and not is_small_result(x)
         self._y = memory_like(x) if is_given else torch.empty_like(x, dtype=out_dtype)
-        self._y_rows = flat_rows(self._y)
+        self._y_rows = flatten_rows(self._y)
         self._residual_out = None if residual is None else torch.empty_like(residual)
-        self._sum_rows = None if self._residual_out is None else flat_rows(self._residual_out)
+        self._sum_rows = None if self._residual_out is None else flatten_rows(self._residual_out)
         is_float8 = out_dtype == torch.float8_e4m3fn
         self._scale = x.new_empty(x.shape[:-1], dtype=torch.float32) if is_float8 else None
         self._rstd = x.new_empty(x.shape[:-1], dtype=torch.float32) if stats else None
@@ -54,7 +54,7 @@ class Outputs:
 
     def sum(self, piece: slice) -> Tensor:
         """x + residual of some rows in float32, which goes to residual_out."""
-        h = summed(self._x[piece], None if self._residual is None else self._residual[piece])
+        h = add_residual(self._x[piece], None if self._residual is None else self._residual[piece])
         if self._sum_rows is not None:
             self._sum_rows[piece] = h
         return h
@@ -62,7 +62,7 @@ class Outputs:
     def write(self, piece: slice, y: Tensor, mean: Tensor | None, rstd: Tensor | None) -> None:
         """Round y [rows, cols] to its type; mean and rstd are [rows, 1]."""
         if self._scale is not None:
-            self._scale.view(-1)[piece] = quantised_(y)
+            self._scale.view(-1)[piece] = scale_rows_(y)
         self._y_rows[piece] = y
         if self._rstd is not None and rstd is not None:
             self._rstd.view(-1)[piece] = rstd[:, 0]
@@ -74,6 +74,6 @@ class Outputs:
         return Forward(self._y, self._mean, self._rstd, self._residual_out, self._scale)
 
 
-def flat_rows(t: Tensor) -> Tensor:
+def flatten_rows(t: Tensor) -> Tensor:
     """[rows, cols], also of [tokens, heads, cols]."""
     return t if t.ndim == 2 else t.flatten(0, 1)

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 
-class Parameter:
+class RowParameter:
     """A weight or a bias; none at all is one, too.
 
     Attributes:
@@ -26,7 +26,7 @@ class Parameter:
         if tensor.ndim == 2:
             self._of_heads = tensor
         else:
-            self.common = _widened(tensor, offset) if offset else tensor.float()
+            self.common = _cast_with_offset(tensor, offset) if offset else tensor.float()
 
     def own(self, piece: slice) -> Tensor | None:
         """The parameters of a piece by its heads, [heads, cols] in float32; None if all rows have the same.
@@ -38,31 +38,31 @@ class Parameter:
         # Not `len`, which is Python's function for a tensor.
         heads, rows = self._of_heads.shape[0], piece.stop - piece.start
         if rows >= heads:
-            return _widened(self._of_heads, self._offset)
+            return _cast_with_offset(self._of_heads, self._offset)
         first = piece.start % heads
-        return _widened(self._of_heads[first : first + rows], self._offset)
+        return _cast_with_offset(self._of_heads[first : first + rows], self._offset)
 
     def of(self, piece: slice) -> Tensor | None:
         """What some rows have: `common` or their own."""
         return self.common if self._of_heads is None else self.own(piece)
 
 
-def affine_(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+def apply_affine_(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
     """Compute y * weight + bias in y's memory; parameters [heads, cols] are repeated for each token."""
     if weight is not None:
-        _by_head(y, weight).mul_(weight)
+        _view_by_head(y, weight).mul_(weight)
     if bias is not None:
-        _by_head(y, bias).add_(bias)
+        _view_by_head(y, bias).add_(bias)
 
 
-def multiply(y: Tensor, weight: Tensor) -> Tensor:
+def multiply_by_weight(y: Tensor, weight: Tensor) -> Tensor:
     """Compute y * weight; a weight [heads, cols] is repeated for each token."""
     if weight.ndim == 1 or weight.shape == y.shape:
         return y * weight
-    return (_by_head(y, weight) * weight).view(y.shape)
+    return (_view_by_head(y, weight) * weight).view(y.shape)
 
 
-def add_gradient(total: Tensor, gradient: Tensor, piece: slice) -> None:
+def accumulate_parameter_gradient(total: Tensor, gradient: Tensor, piece: slice) -> None:
     """Add what rows give to the gradient of a parameter.
 
     Args:
@@ -78,12 +78,12 @@ def add_gradient(total: Tensor, gradient: Tensor, piece: slice) -> None:
     total[first : first + of_token] += gradient.view(-1, of_token, cols).sum(0)
 
 
-def _by_head(y: Tensor, parameter: Tensor) -> Tensor:
+def _view_by_head(y: Tensor, parameter: Tensor) -> Tensor:
     """y as [tokens, heads, cols] for a parameter [heads, cols], the same memory."""
     return y if parameter.ndim == 1 or parameter.shape == y.shape else y.view(-1, *parameter.shape)
 
 
-def _widened(tensor: Tensor, offset: float) -> Tensor:
+def _cast_with_offset(tensor: Tensor, offset: float) -> Tensor:
     wide = tensor.float()
     if not offset:
         return wide

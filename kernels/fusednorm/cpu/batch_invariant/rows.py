@@ -9,12 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusednorm.cpu.batch_invariant.outputs import Outputs, flat_rows, is_whole
-from fusednorm.cpu.batch_invariant.parameters import Parameter, add_gradient, affine_, multiply
-from fusednorm.cpu.dropout import Dropout, dropout_of
-from fusednorm.cpu.epilogue import backpropagate_epilogue, finish_
-from fusednorm.cpu.pieces import row_pieces
-from fusednorm.cpu.taken import in_dtype_of, summed, wide
+from fusednorm.cpu.batch_invariant.outputs import RowResults, flatten_rows, is_small_result
+from fusednorm.cpu.batch_invariant.parameters import (
+    RowParameter,
+    accumulate_parameter_gradient,
+    apply_affine_,
+    multiply_by_weight,
+)
+from fusednorm.cpu.dropout import DropoutMask, make_dropout_mask
+from fusednorm.cpu.epilogue import apply_epilogue_, backpropagate_epilogue
+from fusednorm.cpu.pieces import split_rows
+from fusednorm.cpu.taken import add_residual, cast_gradient, to_float32
 from fusednorm.results import Backward, Forward
 
 
@@ -39,23 +44,23 @@ def layer_norm_forward(
         memory_like: gives a large y its memory where that is as large as x; it may be x's own.  Memory that has
             been used before takes less time than new pages, and x's own leaves more of the cache to what is next.
     """
-    drop = dropout_of(dropout, seed)
+    drop = make_dropout_mask(dropout, seed)
     is_float32 = x.dtype == torch.float32 and residual is None and out_dtype in (None, torch.float32)
-    if is_float32 and x.ndim == 2 and not weight_offset and is_whole(x):
-        y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], wide(weight), wide(bias), eps)
+    if is_float32 and x.ndim == 2 and not weight_offset and is_small_result(x):
+        y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], to_float32(weight), to_float32(bias), eps)
         if drop is not None or activation != "none":
-            y = finish_(y, activation, drop, _kept(drop, x, slice(0, len(x))))
-        return Forward(y, *_flat(mean, rstd)) if stats else Forward(y)
-    w, b = Parameter(weight, weight_offset), Parameter(bias)
-    heads = _heads(x)
-    out = Outputs(x, residual, out_dtype, stats=stats, centred=True, memory_like=memory_like)
-    for piece in row_pieces(out.rows, out.cols, heads):
+            y = apply_epilogue_(y, activation, drop, _compute_dropout_mask(drop, x, slice(0, len(x))))
+        return Forward(y, *_flatten_statistics(mean, rstd)) if stats else Forward(y)
+    w, b = RowParameter(weight, weight_offset), RowParameter(bias)
+    heads = _count_own_heads(x)
+    out = RowResults(x, residual, out_dtype, stats=stats, centred=True, memory_like=memory_like)
+    for piece in split_rows(out.rows, out.cols, heads):
         h = out.sum(piece)
         y, mean, rstd = torch.native_layer_norm(h, h.shape[-1:], w.common, b.common, eps)
         del h
         if heads:
-            affine_(y, w.own(piece), b.own(piece))
-        out.write(piece, finish_(y, activation, drop, _kept(drop, x, piece)), mean, rstd)
+            apply_affine_(y, w.own(piece), b.own(piece))
+        out.write(piece, apply_epilogue_(y, activation, drop, _compute_dropout_mask(drop, x, piece)), mean, rstd)
         del y
     return out.result()
 
@@ -75,17 +80,17 @@ def rms_norm_forward(
     memory_like: Callable[[Tensor], Tensor] = torch.empty_like,
 ) -> Forward:
     """See `fusednorm.reference.rms_norm_forward`, and `layer_norm_forward` for `memory_like`."""
-    w = Parameter(weight, weight_offset)
-    drop = dropout_of(dropout, seed)
-    heads = _heads(x)
-    out = Outputs(x, residual, out_dtype, stats=stats, centred=False, memory_like=memory_like)
-    for piece in row_pieces(out.rows, out.cols, heads):
+    w = RowParameter(weight, weight_offset)
+    drop = make_dropout_mask(dropout, seed)
+    heads = _count_own_heads(x)
+    out = RowResults(x, residual, out_dtype, stats=stats, centred=False, memory_like=memory_like)
+    for piece in split_rows(out.rows, out.cols, heads):
         h = out.sum(piece)
-        rstd = _rms_rstd(h, eps)
+        rstd = _compute_rms_rstd(h, eps)
         y = h * rstd
         del h
-        affine_(y, w.of(piece), None)
-        out.write(piece, finish_(y, activation, drop, _kept(drop, x, piece)), None, rstd)
+        apply_affine_(y, w.of(piece), None)
+        out.write(piece, apply_epilogue_(y, activation, drop, _compute_dropout_mask(drop, x, piece)), None, rstd)
         del y
     return out.result()
 
@@ -107,20 +112,20 @@ def layer_norm_backward(
     seed: int | None = None,
 ) -> Backward:
     """See `fusednorm.reference.layer_norm_backward`."""
-    w, b = Parameter(weight, weight_offset), Parameter(bias)
-    drop = dropout_of(dropout, seed)
+    w, b = RowParameter(weight, weight_offset), RowParameter(bias)
+    drop = make_dropout_mask(dropout, seed)
     is_own = residual is not None or x.dtype != torch.float32
-    gradients, heads = _Gradients(x, weight, bias, residual), _heads(x)
-    x, dy, residual, dresidual_out, mean, rstd = _as_rows(x, dy, residual, dresidual_out, mean, rstd)
-    for piece in row_pieces(len(x), x.shape[-1], heads):
-        h = summed(x[piece], None if residual is None else residual[piece])
+    gradients, heads = _RowGradients(x, weight, bias, residual), _count_own_heads(x)
+    x, dy, residual, dresidual_out, mean, rstd = _flatten_tensors(x, dy, residual, dresidual_out, mean, rstd)
+    for piece in split_rows(len(x), x.shape[-1], heads):
+        h = add_residual(x[piece], None if residual is None else residual[piece])
         z, centre, scale = torch.native_layer_norm(h, h.shape[-1:], w.common, b.common, eps)
         weight_of_heads = w.own(piece)
         if heads:
-            affine_(z, weight_of_heads, b.own(piece))
+            apply_affine_(z, weight_of_heads, b.own(piece))
         if mean is not None and rstd is not None:
             centre, scale = mean[piece].reshape(-1, 1), rstd[piece].reshape(-1, 1)
-        kept = _kept(drop, x, piece)
+        kept = _compute_dropout_mask(drop, x, piece)
         dz = backpropagate_epilogue(dy[piece], z, activation, drop, kept, overwrites_z=True)
         del z, kept
         # torch's kernel forms x_hat as h·rstd - mean·rstd, which cancels when the mean is large; h without its mean
@@ -130,7 +135,7 @@ def layer_norm_backward(
         is_lone = len(h) == 1
         of_all = not (is_lone or heads)
         needed = [True, weight is not None and of_all, bias is not None and of_all]
-        g = dz if weight_of_heads is None else multiply(dz, weight_of_heads)
+        g = dz if weight_of_heads is None else multiply_by_weight(dz, weight_of_heads)
         dx, dw, db = torch.ops.aten.native_layer_norm_backward(
             g, h, h.shape[-1:], torch.zeros_like(centre), scale, w.common, b.common, needed
         )
@@ -161,24 +166,24 @@ def rms_norm_backward(
     seed: int | None = None,
 ) -> Backward:
     """See `fusednorm.reference.rms_norm_backward`."""
-    parameter = Parameter(weight, weight_offset)
-    drop = dropout_of(dropout, seed)
+    parameter = RowParameter(weight, weight_offset)
+    drop = make_dropout_mask(dropout, seed)
     is_own = residual is not None or x.dtype != torch.float32
-    gradients, heads = _Gradients(x, weight, None, residual), _heads(x)
-    x, dy, residual, dresidual_out, rstd = _as_rows(x, dy, residual, dresidual_out, rstd)
-    for piece in row_pieces(len(x), x.shape[-1], heads):
-        h = summed(x[piece], None if residual is None else residual[piece])
-        scale = _rms_rstd(h, eps) if rstd is None else rstd[piece].reshape(-1, 1)
+    gradients, heads = _RowGradients(x, weight, None, residual), _count_own_heads(x)
+    x, dy, residual, dresidual_out, rstd = _flatten_tensors(x, dy, residual, dresidual_out, rstd)
+    for piece in split_rows(len(x), x.shape[-1], heads):
+        h = add_residual(x[piece], None if residual is None else residual[piece])
+        scale = _compute_rms_rstd(h, eps) if rstd is None else rstd[piece].reshape(-1, 1)
         xhat = h.mul_(scale) if is_own else h * scale
         del h
         w = parameter.of(piece)
-        z = xhat if w is None else multiply(xhat, w)
-        kept = _kept(drop, x, piece)
+        z = xhat if w is None else multiply_by_weight(xhat, w)
+        kept = _compute_dropout_mask(drop, x, piece)
         dz = backpropagate_epilogue(dy[piece], z, activation, drop, kept, overwrites_z=w is not None)
         del z, kept
-        g = dz if w is None else multiply(dz, w)
+        g = dz if w is None else multiply_by_weight(dz, w)
         dx = g * xhat
-        torch.mul(xhat, _row_mean(dx), out=dx)
+        torch.mul(xhat, _compute_row_mean(dx), out=dx)
         torch.sub(g, dx, out=dx).mul_(scale)
         del g
         dw = None if w is None else xhat.mul_(dz) if heads else xhat.mul_(dz).sum(0)
@@ -187,16 +192,16 @@ def rms_norm_backward(
     return gradients.result()
 
 
-class _Gradients:
+class _RowGradients:
     """What backward gives back; parameter gradients are summed piece by piece, in order."""
 
     def __init__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> None:
         self._dx = torch.empty_like(x)
         self._dresidual = None if residual is None else self._dx
-        self._rows = [flat_rows(self._dx)]
+        self._rows = [flatten_rows(self._dx)]
         if residual is not None and residual.dtype != x.dtype:
             self._dresidual = torch.empty_like(residual)
-            self._rows.append(flat_rows(self._dresidual))
+            self._rows.append(flatten_rows(self._dresidual))
         self._weight, self._bias = weight, bias
         self._dweight = None if weight is None else torch.zeros_like(weight, dtype=torch.float32)
         self._dbias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
@@ -214,42 +219,42 @@ class _Gradients:
         for rows in self._rows:
             rows[piece] = dx
         if self._dweight is not None and dweight is not None:
-            add_gradient(self._dweight, dweight, piece)
+            accumulate_parameter_gradient(self._dweight, dweight, piece)
         if self._dbias is not None and dbias is not None:
-            add_gradient(self._dbias, dbias, piece)
+            accumulate_parameter_gradient(self._dbias, dbias, piece)
 
     def result(self) -> Backward:
-        dweight, dbias = in_dtype_of(self._dweight, self._weight), in_dtype_of(self._dbias, self._bias)
+        dweight, dbias = cast_gradient(self._dweight, self._weight), cast_gradient(self._dbias, self._bias)
         return Backward(self._dx, dweight, dbias, self._dresidual)
 
 
-def _heads(x: Tensor) -> int:
+def _count_own_heads(x: Tensor) -> int:
     """How many heads have parameters of their own; 0: all rows have the same."""
     return x.shape[1] if x.ndim == 3 else 0
 
 
-def _as_rows(x: Tensor, *others: Tensor | None) -> Any:
+def _flatten_tensors(x: Tensor, *others: Tensor | None) -> Any:
     """[rows, cols] of x and what is like it, [rows] of statistics."""
     if x.ndim == 2:
         return (x, *others)
     return tuple([None if each is None else each.flatten(0, 1) for each in (x, *others)])
 
 
-def _kept(dropout: Dropout | None, x: Tensor, piece: slice) -> Tensor | None:
+def _compute_dropout_mask(dropout: DropoutMask | None, x: Tensor, piece: slice) -> Tensor | None:
     """Dropout's mask of some rows."""
     return None if dropout is None else dropout.kept(range(piece.start, piece.stop), range(x.shape[-1]))
 
 
-def _row_mean(t: Tensor) -> Tensor:
+def _compute_row_mean(t: Tensor) -> Tensor:
     """Mean of each row as [rows, 1]: LayerNorm's, because `Tensor.mean` sums a lone row in another order."""
     return torch.native_layer_norm(t, t.shape[-1:], None, None, 0.0)[1]
 
 
-def _rms_rstd(h: Tensor, eps: float) -> Tensor:
+def _compute_rms_rstd(h: Tensor, eps: float) -> Tensor:
     """1 / sqrt(mean(h²) + eps) as [rows, 1], from LayerNorm's moments: mean(h²) = variance + mean²."""
     _, mean, rstd = torch.native_layer_norm(h, h.shape[-1:], None, None, 0.0)
     return torch.rsqrt(rstd.square().reciprocal() + mean.square() + eps)
 
 
-def _flat(*statistics: Tensor) -> list[Tensor]:
+def _flatten_statistics(*statistics: Tensor) -> list[Tensor]:
     return [statistic.reshape(-1) for statistic in statistics]

@@ -12,7 +12,7 @@ import triton.language as tl
 from fusednorm.arguments.arrays import Array
 
 
-class Affine(NamedTuple):
+class AffineParameters(NamedTuple):
     """The four optional parameters of a call.
 
     Attributes:

@@ -8,33 +8,33 @@ not depend on the other samples, and a new number of samples causes no compilati
 from dataclasses import replace
 from functools import lru_cache
 
-from fusednorm.devices.device import multiprocessor_count
+from fusednorm.devices.device import count_multiprocessors
 from fusednorm.integers import next_power_of_2
 from fusednorm.launch.launch import Launch
 from fusednorm.ops.group_norm import table as tables
-from fusednorm.ops.group_norm.call import BackwardCall, BackwardConfig
-from fusednorm.ops.group_norm.channels_last.backward.columns import BackwardColumns
+from fusednorm.ops.group_norm.call import GroupNormBackwardCall, GroupNormBackwardConfig
+from fusednorm.ops.group_norm.channels_last.backward.columns import BackwardColumnSplit
 from fusednorm.ops.group_norm.channels_last.backward.cooperative import BackwardCooperativeBlock
-from fusednorm.ops.group_norm.channels_last.backward.stream import BackwardStream
-from fusednorm.ops.group_norm.channels_last.blocks import most_touched
+from fusednorm.ops.group_norm.channels_last.backward.stream import BackwardSampleStream
+from fusednorm.ops.group_norm.channels_last.blocks import count_max_overlaps
 from fusednorm.ops.group_norm.channels_last.stream import (
     STREAM_FROM,
     STREAM_POSITIONS,
-    measured_stream,
-    stream_splits,
-    stream_warps,
+    count_stream_splits,
+    find_measured_stream,
+    find_stream_warps,
 )
-from fusednorm.ops.group_norm.companions import copy_companions
-from fusednorm.ops.group_norm.contiguous.backward.cooperative import BackwardCooperative
-from fusednorm.ops.group_norm.contiguous.backward.split import BackwardSplit
-from fusednorm.ops.group_norm.contiguous.backward.tile import BackwardTile
+from fusednorm.ops.group_norm.companions import plan_layout_copies
+from fusednorm.ops.group_norm.contiguous.backward.cooperative import GroupNormBackwardCooperative
+from fusednorm.ops.group_norm.contiguous.backward.split import GroupNormBackwardSplit
+from fusednorm.ops.group_norm.contiguous.backward.tile import GroupNormBackwardTile
 from fusednorm.ops.group_norm.sample import (
     MAX_OFFSET,
-    Sample,
-    column_width,
-    empty_statistics,
-    max_splits,
-    vector_width,
+    SampleShape,
+    allocate_statistics,
+    choose_block_columns,
+    compute_access_width,
+    compute_max_splits,
 )
 from fusednorm.ops.group_norm.statistics import plan_statistics
 from fusednorm.policy.waiting import may_wait
@@ -46,57 +46,64 @@ MAX_WASTE = 1.15
 """The most lanes per element that an entry of the tables may use."""
 
 
-def idle_share(
-    config: BackwardCooperative | BackwardCooperativeBlock, sample: Sample, itemsize: int, multiprocessors: int
+def compute_idle_fraction(
+    config: GroupNormBackwardCooperative | BackwardCooperativeBlock,
+    sample: SampleShape,
+    itemsize: int,
+    multiprocessors: int,
 ) -> float:
     """The fraction of the resident programs that is idle with the largest possible number of teams."""
     programs = config.programs_per_sm * multiprocessors
     return programs % config.members(sample, itemsize) / programs
 
 
-def plan_backward(call: BackwardCall, config: BackwardConfig | None = None) -> list[Launch]:
+def plan_backward(call: GroupNormBackwardCall, config: GroupNormBackwardConfig | None = None) -> list[Launch]:
     """The launches of a backward pass.
 
     `config` overrides the choice, for tests, benchmarks and compile checks.
     """
-    call, copies = copy_companions(call)
+    call, copies = plan_layout_copies(call)
     x, sample = call.x, call.sample
     if config is None:
-        config = choose_backward(sample, x.element_size(), multiprocessor_count(x.device), may_wait())
+        config = choose_backward(sample, x.element_size(), count_multiprocessors(x.device), may_wait())
     if call.mean is not None or not config.takes_statistics:
         return copies + config.launches(call)
-    mean, rstd = empty_statistics(x, sample)
+    mean, rstd = allocate_statistics(x, sample)
     before = plan_statistics(x, sample, call.options.eps, call.residual, mean, rstd)
     return [*copies, *before, *config.launches(replace(call, mean=mean, rstd=rstd))]
 
 
 @lru_cache(maxsize=4096)
-def choose_backward(sample: Sample, itemsize: int, multiprocessors: int, waits: bool = True) -> BackwardConfig:
+def choose_backward(
+    sample: SampleShape, itemsize: int, multiprocessors: int, waits: bool = True
+) -> GroupNormBackwardConfig:
     """The backward configuration for samples of elements of `itemsize` bytes.
 
     Args:
         waits: whether programs may wait for one another, which requires a cooperative launch.
     """
     if sample.channels_last:
-        measured = measured_blocks(sample, itemsize, multiprocessors) if waits else None
+        measured = find_measured_config(sample, itemsize, multiprocessors) if waits else None
         if measured is not None:
             return measured
-        streamed = stream_backward(sample, itemsize)
+        streamed = find_stream_backward(sample, itemsize)
         is_large = sample.hw >= STREAM_POSITIONS or sample.hw * sample.c * itemsize >= STREAM_FROM
         if streamed is not None and is_large:
             return streamed
-        blocks = cooperative_blocks(sample, itemsize, multiprocessors) if waits else None
-        return blocks or streamed or split_backward(sample, itemsize)
+        blocks = find_cooperative_blocks(sample, itemsize, multiprocessors) if waits else None
+        return blocks or streamed or find_split_backward(sample, itemsize)
     channels, positions = next_power_of_2(sample.channels), next_power_of_2(sample.hw)
     padded = channels * positions
     if padded <= 8192 and (padded <= 1024 or padded < 2 * sample.group_length):
         rows = min(64, max(1, 1024 // padded))
-        return BackwardTile(rows, channels, positions, min(16, max(1, rows * padded // 512)))
-    cooperative = cooperative_backward(sample, itemsize, multiprocessors) if waits else None
-    return cooperative or split_backward(sample, itemsize)
+        return GroupNormBackwardTile(rows, channels, positions, min(16, max(1, rows * padded // 512)))
+    cooperative = find_cooperative_backward(sample, itemsize, multiprocessors) if waits else None
+    return cooperative or find_split_backward(sample, itemsize)
 
 
-def cooperative_backward(sample: Sample, itemsize: int, multiprocessors: int) -> BackwardCooperative | None:
+def find_cooperative_backward(
+    sample: SampleShape, itemsize: int, multiprocessors: int
+) -> GroupNormBackwardCooperative | None:
     """The configuration in which programs share a group, or None if it does not fit the device."""
     for channels, most, config in tables.BACKWARD_CONTIGUOUS[itemsize]:
         if (
@@ -110,33 +117,36 @@ def cooperative_backward(sample: Sample, itemsize: int, multiprocessors: int) ->
         for pieces in (1, 2, 4, 5, 8)
         for chunks in (2, 3, 4, 5)
         for channels in (1, 2, 4, 8, 16)
-        if (config := BackwardCooperative(channels, chunks, pieces, 4, 4, 2, 2)).fits(
+        if (config := GroupNormBackwardCooperative(channels, chunks, pieces, 4, 4, 2, 2)).fits(
             sample, itemsize, multiprocessors
         )
     ]
     return min(
         fitting,
         key=lambda config: (
-            config.padded_length(sample, itemsize) / (1.0 - idle_share(config, sample, itemsize, multiprocessors))
+            config.padded_length(sample, itemsize)
+            / (1.0 - compute_idle_fraction(config, sample, itemsize, multiprocessors))
         ),
         default=None,
     )
 
 
-def stream_backward(sample: Sample, itemsize: int) -> BackwardStream | None:
+def find_stream_backward(sample: SampleShape, itemsize: int) -> BackwardSampleStream | None:
     """The configuration that streams samples twice, or None if the lanes cannot cover all columns."""
-    num_warps = stream_warps(sample, itemsize)
+    num_warps = find_stream_warps(sample, itemsize)
     if num_warps is None:
         return None
-    usual = BackwardStream(
-        num_warps, chunks=4, apply_chunks=4, apply_pieces=2, splits=stream_splits(sample, itemsize)
+    usual = BackwardSampleStream(
+        num_warps, chunks=4, apply_chunks=4, apply_pieces=2, splits=count_stream_splits(sample, itemsize)
     )
-    return measured_stream(tables.BACKWARD_STREAM[itemsize], sample) or usual
+    return find_measured_stream(tables.BACKWARD_STREAM[itemsize], sample) or usual
 
 
-def measured_blocks(sample: Sample, itemsize: int, multiprocessors: int) -> BackwardCooperativeBlock | None:
+def find_measured_config(
+    sample: SampleShape, itemsize: int, multiprocessors: int
+) -> BackwardCooperativeBlock | None:
     """The entry of the tables for the sample's class, or None if no entry fits."""
-    if sample.c % (16 // itemsize) or most_touched(sample.channels, 16 // itemsize) > MOST_LABELS:
+    if sample.c % (16 // itemsize) or count_max_overlaps(sample.channels, 16 // itemsize) > MOST_LABELS:
         return None
     for channels, most, config in tables.BACKWARD_CHANNELS_LAST[itemsize]:
         if (
@@ -148,10 +158,12 @@ def measured_blocks(sample: Sample, itemsize: int, multiprocessors: int) -> Back
     return None
 
 
-def cooperative_blocks(sample: Sample, itemsize: int, multiprocessors: int) -> BackwardCooperativeBlock | None:
+def find_cooperative_blocks(
+    sample: SampleShape, itemsize: int, multiprocessors: int
+) -> BackwardCooperativeBlock | None:
     """The configuration in which programs share blocks of columns, or None if it does not fit the device."""
     vector = 16 // itemsize
-    labels = most_touched(sample.channels, vector)
+    labels = count_max_overlaps(sample.channels, vector)
     if sample.c % vector or labels > MOST_LABELS:
         return None
     programs_per_sm = 4 if labels == 1 else 3
@@ -169,7 +181,8 @@ def cooperative_blocks(sample: Sample, itemsize: int, multiprocessors: int) -> B
     return min(
         fitting,
         key=lambda config: (
-            config.padded_width(sample, itemsize) / (1.0 - idle_share(config, sample, itemsize, multiprocessors)),
+            config.padded_width(sample, itemsize)
+            / (1.0 - compute_idle_fraction(config, sample, itemsize, multiprocessors)),
             abs(config.columns * itemsize - 128),
             config.pieces,
         ),
@@ -178,14 +191,16 @@ def cooperative_blocks(sample: Sample, itemsize: int, multiprocessors: int) -> B
 
 
 @lru_cache(maxsize=4096)
-def split_backward(sample: Sample, itemsize: int) -> BackwardSplit | BackwardColumns:
+def find_split_backward(sample: SampleShape, itemsize: int) -> GroupNormBackwardSplit | BackwardColumnSplit:
     """The configuration whose programs wait for nothing, for samples of any size."""
-    most = max_splits(sample.c)
+    most = compute_max_splits(sample.c)
     if sample.channels_last:
-        vec = vector_width(itemsize, sample.c)
-        columns = BackwardColumns(column_width(sample, itemsize), 4, 1, 4)
-        return replace(columns, pieces=_pieces(sample.hw, columns.chunks * columns.rows(vec), most))
-    shapes = [BackwardSplit(channels, chunks, 1, 4) for chunks in (2, 3, 4) for channels in (1, 2, 4, 8, 16, 32)]
+        vec = compute_access_width(itemsize, sample.c)
+        columns = BackwardColumnSplit(choose_block_columns(sample, itemsize), 4, 1, 4)
+        return replace(columns, pieces=_count_fragments(sample.hw, columns.chunks * columns.rows(vec), most))
+    shapes = [
+        GroupNormBackwardSplit(channels, chunks, 1, 4) for chunks in (2, 3, 4) for channels in (1, 2, 4, 8, 16, 32)
+    ]
     shape = min(
         (shape for shape in shapes if shape.channels * sample.hw < MAX_OFFSET or shape.channels == 1),
         key=lambda shape: (
@@ -193,9 +208,9 @@ def split_backward(sample: Sample, itemsize: int) -> BackwardSplit | BackwardCol
             * -(-sample.channels // shape.channels) * shape.channels
         ),
     )  # fmt: skip
-    return replace(shape, pieces=_pieces(sample.hw, shape.part_positions(itemsize), most))
+    return replace(shape, pieces=_count_fragments(sample.hw, shape.part_positions(itemsize), most))
 
 
-def _pieces(positions: int, piece: int, most: int) -> int:
+def _count_fragments(positions: int, piece: int, most: int) -> int:
     """Pieces per program: enough for at most `most` parts, and at least 4 unless there are fewer in all."""
     return min(-(-positions // piece), max(4, -(-positions // (piece * most))))

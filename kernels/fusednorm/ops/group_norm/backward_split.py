@@ -10,15 +10,15 @@ import triton
 import triton.language as tl
 
 from fusednorm.jit.reductions import multiply_terms
-from fusednorm.launch.launch import Launch, dependent
-from fusednorm.ops.group_norm.call import BackwardCall
+from fusednorm.launch.launch import Launch, make_early_options
+from fusednorm.ops.group_norm.call import GroupNormBackwardCall
 from fusednorm.ops.group_norm.gradients import load_tiles, tile_gradient, tile_mask, write_tile
-from fusednorm.ops.group_norm.reduce_sums import group_reduction, parameter_reductions
-from fusednorm.ops.group_norm.sample import empty_statistics
+from fusednorm.ops.group_norm.reduce_sums import plan_group_reduction, plan_parameter_reductions
+from fusednorm.ops.group_norm.sample import allocate_statistics
 
 
-def sums_and_apply(
-    call: BackwardCall,
+def plan_sums_and_apply(
+    call: GroupNormBackwardCall,
     kernels: tuple[Any, Any],
     grid: tuple[int, ...],
     shape: tuple[Any, ...],
@@ -28,7 +28,7 @@ def sums_and_apply(
     """The launches: sums of channels, their reduction to groups, dx, and the reduction to parameter gradients."""
     sample = call.sample
     parts = call.parts(splits)
-    sums_of_groups = empty_statistics(call.x, sample)
+    sums_of_groups = allocate_statistics(call.x, sample)
     sums_kernel, apply_kernel = kernels
     sums_arguments = (
         *call.inputs, call.parameters, call.mean, call.rstd, *parts, *shape
@@ -39,9 +39,9 @@ def sums_and_apply(
     )  # fmt: skip
     return [
         Launch(sums_kernel, grid, sums_arguments, options),
-        group_reduction(parts, call.affine, sample, splits, sums_of_groups, call.early),
-        Launch(apply_kernel, grid, apply_arguments, {**options, **dependent(call.early)}),
-        *parameter_reductions(parts, call.affine, call.out, splits, call.early),
+        plan_group_reduction(parts, call.affine, sample, splits, sums_of_groups, call.early),
+        Launch(apply_kernel, grid, apply_arguments, {**options, **make_early_options(call.early)}),
+        *plan_parameter_reductions(parts, call.affine, call.out, splits, call.early),
     ]
 
 

@@ -6,30 +6,36 @@ from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 from fusednorm.arguments.arrays import Array
 from fusednorm.arguments.options import NormOptions
-from fusednorm.devices.device import multiprocessor_count, since_hopper
-from fusednorm.launch.launch import Launch, Resident, can_prefetch, has_lane_a_thread, registers_for
-from fusednorm.ops.group_norm.affine import Affine
-from fusednorm.ops.group_norm.sample import Sample, pair, vector_width
+from fusednorm.devices.device import count_multiprocessors, is_hopper_or_newer
+from fusednorm.launch.launch import (
+    Launch,
+    ResidentConfig,
+    can_prefetch,
+    compute_max_registers,
+    has_one_lane_per_thread,
+)
+from fusednorm.ops.group_norm.affine import AffineParameters
+from fusednorm.ops.group_norm.sample import SampleShape, allocate_pair, compute_access_width
 from fusednorm.results import Backward, Forward
 
-NO_PARAMETERS = Affine()
+NO_PARAMETERS = AffineParameters()
 
 USUAL_REGISTERS = 20
 """The fewest registers that a thread needs besides those for its part of x and residual."""
 
 
-def derivative_gain(activation: str, itemsize: int) -> float:
+def get_derivative_gain(activation: str, itemsize: int) -> float:
     """GAIN of backward kernels over elements of `itemsize` bytes: see `gradients`."""
     return 2.0 if itemsize == 2 and activation in ("silu", "gelu_tanh") else 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class GroupNormCall:
     """The arguments that both passes have."""
 
     x: Array
-    sample: Sample
-    affine: Affine = NO_PARAMETERS
+    sample: SampleShape
+    affine: AffineParameters = NO_PARAMETERS
     options: NormOptions
     residual: Array | None = None
 
@@ -40,11 +46,11 @@ class Call:
     @property
     def early(self) -> bool:
         """Whether a kernel may start before the previous kernel ends."""
-        return since_hopper(self.x.device)
+        return is_hopper_or_newer(self.x.device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardCall(Call):
+class GroupNormForwardCall(GroupNormCall):
     """The checked arguments of one forward pass."""
 
     out: Forward[Array]
@@ -61,7 +67,7 @@ class ForwardCall(Call):
     @property
     def group_vec(self) -> int:
         """Elements of one access for contiguous groups."""
-        return vector_width(self.x.element_size(), self.sample.group_length)
+        return compute_access_width(self.x.element_size(), self.sample.group_length)
 
     @property
     def group_units(self) -> int:
@@ -82,7 +88,7 @@ class ForwardCall(Call):
     def has_lane_a_thread(self) -> bool:
         """`launch.has_lane_a_thread` of pieces of contiguous groups, which may be skewed."""
         width = 16 if self.is_skewed else self.group_vec * self.x.element_size()
-        return has_lane_a_thread(width, self.x, self.residual, self.out.y, self.out.residual_out)
+        return has_one_lane_per_thread(width, self.x, self.residual, self.out.y, self.out.residual_out)
 
     @property
     def held_bytes(self) -> int:
@@ -96,7 +102,12 @@ class ForwardCall(Call):
 
     def indexing(self, unit: int) -> tuple[int, ...]:
         """Groups, channels, the division that gives the channel of a unit, and the stride of scale and shift."""
-        return self.sample.groups, self.sample.channels, *_division(self.sample.hw // unit), self.affine.stride
+        return (
+            self.sample.groups,
+            self.sample.channels,
+            *_compute_division_constants(self.sample.hw // unit),
+            self.affine.stride,
+        )
 
     def contiguous_options(self, units: int, num_warps: int) -> dict[str, object]:
         """Constexprs of the kernels that read contiguous groups."""
@@ -138,14 +149,14 @@ class ForwardCall(Call):
         }
 
 
-def _division(divisor: int) -> tuple[int, int, int]:
+def _compute_division_constants(divisor: int) -> tuple[int, int, int]:
     """The divisor, and the multiplier and shift for the division of any i < 2^31 by it."""
     shift = (divisor - 1).bit_length()
     return divisor, -(-(1 << (31 + shift)) // divisor), shift
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BackwardCall(Call):
+class GroupNormBackwardCall(GroupNormCall):
     """The checked arguments of one backward pass."""
 
     dy: Array
@@ -161,13 +172,13 @@ class BackwardCall(Call):
     @property
     def gradient_options(self) -> dict[str, object]:
         """The constexprs for the computation of dz from dy."""
-        gain = derivative_gain(self.options.activation, self.x.element_size())
+        gain = get_derivative_gain(self.options.activation, self.x.element_size())
         return {"GAIN": gain, **self.options.constexprs}
 
     @property
     def channel_vec(self) -> int:
         """Elements of one access for contiguous channels."""
-        return vector_width(self.x.element_size(), self.sample.hw)
+        return compute_access_width(self.x.element_size(), self.sample.hw)
 
     @property
     def parameters(self) -> tuple[Array | None, ...]:
@@ -176,7 +187,7 @@ class BackwardCall(Call):
 
     def parts(self, splits: int) -> tuple[Array, Array]:
         """Memory for the sums of dz and of dz * x_hat, float32 [N * splits, C] each."""
-        return pair(self.x, self.n * splits, self.sample.c)
+        return allocate_pair(self.x, self.n * splits, self.sample.c)
 
     def wanted_parts(self, splits: int) -> tuple[Array | None, Array | None]:
         """`parts`, or (None, None) if no gradient is computed from them."""
@@ -186,25 +197,25 @@ class BackwardCall(Call):
         return self.parts(splits)
 
 
-class ForwardConfig(ABC):
+class GroupNormForwardConfig(ABC):
     """How one algorithm computes a forward pass; subclasses are frozen dataclasses."""
 
     __slots__ = ()
 
-    def is_resident(self, sample: Sample, itemsize: int, multiprocessors: int, waits: bool) -> bool:
+    def is_resident(self, sample: SampleShape, itemsize: int, multiprocessors: int, waits: bool) -> bool:
         """Whether its programs that wait for one another, if any, are allowed to and fit the device together."""
         return True
 
-    def fitted(self, call: ForwardCall) -> Self | None:
+    def fitted(self, call: GroupNormForwardCall) -> Self | None:
         """The configuration with so few resident programs that the call's registers suffice, or None."""
         return self
 
     @abstractmethod
-    def launches(self, call: ForwardCall) -> list[Launch]:
+    def launches(self, call: GroupNormForwardCall) -> list[Launch]:
         """What computes the pass."""
 
 
-class BackwardConfig(ABC):
+class GroupNormBackwardConfig(ABC):
     """How one algorithm computes a backward pass; subclasses are frozen dataclasses."""
 
     __slots__ = ()
@@ -213,21 +224,21 @@ class BackwardConfig(ABC):
     """Whether the algorithm needs mean and rstd; if not, it computes them when the call has none."""
 
     @abstractmethod
-    def launches(self, call: BackwardCall) -> list[Launch]:
+    def launches(self, call: GroupNormBackwardCall) -> list[Launch]:
         """What computes the pass."""
 
 
-class _Fewer(Resident, Protocol):
+class _ResidentDataclass(ResidentConfig, Protocol):
     """A dataclass whose programs are resident."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
 
-Fewer = TypeVar("Fewer", bound=_Fewer)
+Fewer = TypeVar("Fewer", bound=_ResidentDataclass)
 
 
-def with_registers(
-    config: Fewer, call: ForwardCall, held_bytes: int, extra: int = 0, members: int = 1
+def fit_resident_programs(
+    config: Fewer, call: GroupNormForwardCall, held_bytes: int, extra: int = 0, members: int = 1
 ) -> Fewer | None:
     """`config` with fewer resident programs, so that a thread's registers suffice; None if they never do.
 
@@ -236,17 +247,17 @@ def with_registers(
         extra: further registers, in addition to those for dropout and the activation.
         members: programs that must be resident together.
     """
-    multiprocessors = multiprocessor_count(call.x.device)
+    multiprocessors = count_multiprocessors(call.x.device)
     for programs_per_sm in range(config.programs_per_sm, 0, -1):
         fewer = replace(config, programs_per_sm=programs_per_sm)
         if members > multiprocessors * programs_per_sm:
             return None
-        if held_bytes // 4 + call.fused_registers + extra + USUAL_REGISTERS <= registers_for(fewer):
+        if held_bytes // 4 + call.fused_registers + extra + USUAL_REGISTERS <= compute_max_registers(fewer):
             return fewer
     return None
 
 
-def writers_of_one(units: int, most: int, multiprocessors: int) -> int:
+def count_writers(units: int, most: int, multiprocessors: int) -> int:
     """The number of programs that write a group or block together; it does not change the bits of the result."""
     writers = 1
     while writers < most and 2 * writers * units <= multiprocessors:

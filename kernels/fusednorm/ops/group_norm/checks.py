@@ -11,14 +11,14 @@ from fusednorm.arguments.checks import (
     check_statistics,
 )
 from fusednorm.arguments.inputs import BackwardInputs, NormInputs, group_names_by_role
-from fusednorm.arguments.layouts import is_channels_last
+from fusednorm.arguments.layouts import detect_channels_last
 from fusednorm.arguments.options import NormOptions
-from fusednorm.ops.group_norm.sample import Sample
+from fusednorm.ops.group_norm.sample import SampleShape
 
 _LIKE_X, _, _PARAMETERS, _ = group_names_by_role(BackwardInputs._fields)
 
 
-def check_sample(options: NormOptions, inputs: NormInputs[Array] | BackwardInputs[Array]) -> Sample:
+def check_sample(options: NormOptions, inputs: NormInputs[Array] | BackwardInputs[Array]) -> SampleShape:
     """The shape of a sample of x; all inputs are checked.
 
     Raises:
@@ -28,16 +28,16 @@ def check_sample(options: NormOptions, inputs: NormInputs[Array] | BackwardInput
     x = inputs.x
     check_float("x", x)
     check_groups(x, options.num_groups)
-    channels_last = is_channels_last(x)
+    channels_last = detect_channels_last(x)
     for name in _PARAMETERS:
         check_parameter(name, getattr(inputs, name), x.shape[1:2], x)
     for name in _LIKE_X[1:]:
         array = getattr(inputs, name, None)
         if array is not None:
             check_float(name, array, like=x)
-            is_channels_last(array, name)
+            detect_channels_last(array, name)
     check_scale_and_shift(inputs.scale, inputs.shift, x)
     groups = options.num_groups
     if isinstance(inputs, BackwardInputs):
         check_statistics(inputs.mean, inputs.rstd, (x.shape[0], groups))
-    return Sample(groups, x.shape[1] // groups, prod(x.shape[2:]), channels_last)
+    return SampleShape(groups, x.shape[1] // groups, prod(x.shape[2:]), channels_last)

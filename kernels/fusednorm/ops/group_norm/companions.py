@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 
 from fusednorm.arguments.arrays import Array, workspace_like
-from fusednorm.arguments.layouts import in_layout
+from fusednorm.arguments.layouts import has_layout
 from fusednorm.integers import cdiv
 from fusednorm.launch.launch import Launch
-from fusednorm.ops.group_norm.call import BackwardCall, ForwardCall
-from fusednorm.ops.group_norm.sample import Sample, vector_width
+from fusednorm.ops.group_norm.call import GroupNormBackwardCall, GroupNormForwardCall
+from fusednorm.ops.group_norm.sample import SampleShape, compute_access_width
 
 COPY_BLOCK, COPY_WARPS = 64, 4
 """Rows and columns of a block that a program copies, and its warps."""
@@ -19,25 +19,25 @@ COPY_BLOCK, COPY_WARPS = 64, 4
 
 _COMPANIONS = ("dy", "residual", "dresidual_out")
 
-AnyCall = TypeVar("AnyCall", ForwardCall, BackwardCall)
+AnyCall = TypeVar("AnyCall", GroupNormForwardCall, GroupNormBackwardCall)
 
 
-def copy_companions(call: AnyCall) -> tuple[AnyCall, list[Launch]]:
+def plan_layout_copies(call: AnyCall) -> tuple[AnyCall, list[Launch]]:
     """The call with its companions in x's memory format, and the launches that copy those in the other one."""
     copies: dict[str, Any] = {}
     launches = []
     for name in _COMPANIONS:
         array: Array | None = getattr(call, name, None)
-        if array is not None and not in_layout(array, call.sample.channels_last):
+        if array is not None and not has_layout(array, call.sample.channels_last):
             copies[name] = workspace_like(call.x, array.dtype)
-            launches.append(_copy(array, copies[name], call.sample))
+            launches.append(_plan_copy(array, copies[name], call.sample))
     return (replace(call, **copies) if copies else call), launches
 
 
-def _copy(source: Array, copy: Array, sample: Sample) -> Launch:
+def _plan_copy(source: Array, copy: Array, sample: SampleShape) -> Launch:
     """The launch that copies a tensor in the other format than `sample` into its format."""
     rows, columns = (sample.c, sample.hw) if sample.channels_last else (sample.hw, sample.c)
-    row_vec, column_vec = (vector_width(source.element_size(), size) for size in (rows, columns))
+    row_vec, column_vec = (compute_access_width(source.element_size(), size) for size in (rows, columns))
     row_blocks, column_blocks = cdiv(rows, COPY_BLOCK), cdiv(columns, COPY_BLOCK)
     arguments = source, copy, rows // row_vec, columns // column_vec, row_blocks, column_blocks
     options = {"ROW_VEC": row_vec, "COLUMN_VEC": column_vec, "BLOCK": COPY_BLOCK, "num_warps": COPY_WARPS}

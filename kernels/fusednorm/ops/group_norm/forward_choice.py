@@ -14,28 +14,28 @@ from dataclasses import replace
 from functools import lru_cache
 from math import lcm
 
-from fusednorm.devices.device import multiprocessor_count
+from fusednorm.devices.device import count_multiprocessors
 from fusednorm.integers import next_power_of_2
 from fusednorm.launch.launch import Launch
 from fusednorm.ops.group_norm import table as tables
-from fusednorm.ops.group_norm.call import ForwardCall, ForwardConfig
+from fusednorm.ops.group_norm.call import GroupNormForwardCall, GroupNormForwardConfig
 from fusednorm.ops.group_norm.channels_last.forward.cooperative import ForwardCooperativeBlock
 from fusednorm.ops.group_norm.channels_last.forward.resident import ForwardResidentBlock
-from fusednorm.ops.group_norm.channels_last.forward.stream import ForwardStream
-from fusednorm.ops.group_norm.channels_last.pieces import block_tile
+from fusednorm.ops.group_norm.channels_last.forward.stream import ForwardSampleStream
+from fusednorm.ops.group_norm.channels_last.pieces import make_block_tile
 from fusednorm.ops.group_norm.channels_last.stream import (
     STREAM_FROM,
     STREAM_POSITIONS,
-    measured_stream,
-    stream_splits,
-    stream_warps,
+    count_stream_splits,
+    find_measured_stream,
+    find_stream_warps,
 )
-from fusednorm.ops.group_norm.companions import copy_companions
-from fusednorm.ops.group_norm.contiguous.forward.cooperative import ForwardCooperative
-from fusednorm.ops.group_norm.contiguous.forward.sweep import ForwardSweep
-from fusednorm.ops.group_norm.contiguous.forward.tile import ForwardTile
-from fusednorm.ops.group_norm.sample import Sample, vector_width
-from fusednorm.ops.group_norm.statistics import split_forward, sweep_units
+from fusednorm.ops.group_norm.companions import plan_layout_copies
+from fusednorm.ops.group_norm.contiguous.forward.cooperative import GroupNormForwardCooperative
+from fusednorm.ops.group_norm.contiguous.forward.sweep import GroupNormForwardSweep
+from fusednorm.ops.group_norm.contiguous.forward.tile import GroupNormForwardTile
+from fusednorm.ops.group_norm.sample import SampleShape, compute_access_width
+from fusednorm.ops.group_norm.statistics import count_sweep_vectors, find_split_forward
 from fusednorm.policy.waiting import may_wait
 
 MAX_PROGRAM_BYTES = 256 * 1024
@@ -61,49 +61,57 @@ With 8 runs, one for each column, too few accesses would remain: such samples ar
 """
 
 
-def plan_forward(call: ForwardCall, config: ForwardConfig | None = None) -> list[Launch]:
+def plan_forward(call: GroupNormForwardCall, config: GroupNormForwardConfig | None = None) -> list[Launch]:
     """The launches of a forward pass.
 
     `config` overrides the choice, for tests, benchmarks and compile checks.
     """
-    call, copies = copy_companions(call)
+    call, copies = plan_layout_copies(call)
     sample, size = call.sample, call.x.element_size()
-    choices: tuple[ForwardConfig, ...] = (config,) if config is not None else ()
+    choices: tuple[GroupNormForwardConfig, ...] = (config,) if config is not None else ()
     if config is None:
-        choices = candidates(sample, size, multiprocessor_count(call.x.device), may_wait())
+        choices = list_candidates(sample, size, count_multiprocessors(call.x.device), may_wait())
     fitting = (fits for choice in choices if (fits := choice.fitted(call)) is not None)
-    config = next(fitting, None) or never_waiting(sample, size)
+    config = next(fitting, None) or find_two_pass_forward(sample, size)
     return copies + config.launches(call)
 
 
-def choose_forward(sample: Sample, itemsize: int, multiprocessors: int, waits: bool = True) -> ForwardConfig:
+def choose_forward(
+    sample: SampleShape, itemsize: int, multiprocessors: int, waits: bool = True
+) -> GroupNormForwardConfig:
     """The forward configuration for samples of elements of `itemsize` bytes, with nothing fused.
 
     Args:
         waits: whether programs may wait for one another, which requires a cooperative launch.
     """
-    return next(iter(candidates(sample, itemsize, multiprocessors, waits)), None) or never_waiting(sample, itemsize)
+    return next(iter(list_candidates(sample, itemsize, multiprocessors, waits)), None) or find_two_pass_forward(
+        sample, itemsize
+    )
 
 
 @lru_cache(maxsize=4096)
-def candidates(
-    sample: Sample, itemsize: int, multiprocessors: int, waits: bool = True
-) -> tuple[ForwardConfig, ...]:
+def list_candidates(
+    sample: SampleShape, itemsize: int, multiprocessors: int, waits: bool = True
+) -> tuple[GroupNormForwardConfig, ...]:
     """The configurations that read samples once, or were measured for them, the fastest first; possibly none.
 
     A configuration that uses fewer registers follows one that uses more, for passes that fuse more.
     """
-    tile = None if sample.channels_last else _tile(sample, itemsize)
+    tile = None if sample.channels_last else _find_tile(sample, itemsize)
     if tile is not None:
         return (tile,)
-    chosen: list[ForwardConfig] = [
+    chosen: list[GroupNormForwardConfig] = [
         config
-        for place, config in enumerate(_measured(sample, itemsize))
+        for place, config in enumerate(_iterate_measured(sample, itemsize))
         if config.is_resident(sample, itemsize, multiprocessors, waits)
-        and (place == 0 or not isinstance(config, ForwardCooperative) or _padding(config, sample) <= MAX_PADDING)
+        and (
+            place == 0
+            or not isinstance(config, GroupNormForwardCooperative)
+            or _compute_padding(config, sample) <= MAX_PADDING
+        )
     ]
     if sample.channels_last and sample.hw * sample.c * itemsize < STREAM_FROM:
-        block = _block(sample, itemsize, multiprocessors, waits)
+        block = _find_block(sample, itemsize, multiprocessors, waits)
         if isinstance(block, ForwardResidentBlock):
             # Data that one program can hold needs no team: 0.79, not 0.50 (2x512x16x16), 0.73, not 0.71
             # (8x512x32x32).
@@ -113,84 +121,84 @@ def candidates(
     return tuple(chosen)
 
 
-def _padding(config: ForwardCooperative, sample: Sample) -> float:
+def _compute_padding(config: GroupNormForwardCooperative, sample: SampleShape) -> float:
     """Elements of the slabs of all members for each element of a group."""
     return config.members(sample) * config.chunks * config.block / sample.group_length
 
 
 @lru_cache(maxsize=4096)
-def never_waiting(sample: Sample, itemsize: int) -> ForwardConfig:
+def find_two_pass_forward(sample: SampleShape, itemsize: int) -> GroupNormForwardConfig:
     """The configuration for groups that do not fit registers, not even those of a team: it reads them twice."""
     if sample.channels_last:
-        return stream_forward(sample, itemsize) or split_forward(sample, itemsize)
+        return find_stream_forward(sample, itemsize) or find_split_forward(sample, itemsize)
     if sample.group_length * itemsize <= MAX_PROGRAM_BYTES:
-        return ForwardSweep(sweep_units(vector_width(itemsize, sample.group_length)), 16)
-    return split_forward(sample, itemsize)
+        return GroupNormForwardSweep(count_sweep_vectors(compute_access_width(itemsize, sample.group_length)), 16)
+    return find_split_forward(sample, itemsize)
 
 
-def _tile(sample: Sample, itemsize: int) -> ForwardTile | None:
+def _find_tile(sample: SampleShape, itemsize: int) -> GroupNormForwardTile | None:
     """The configuration for small contiguous groups."""
-    vec = vector_width(itemsize, sample.group_length)
+    vec = compute_access_width(itemsize, sample.group_length)
     units = next_power_of_2(sample.group_length // vec)
     if units * vec > 4096:
         return None
     rows = min(64, max(1, 2048 // (units * vec)))
-    return ForwardTile(rows, units, _warps(rows * units * vec, 16))
+    return GroupNormForwardTile(rows, units, _count_warps(rows * units * vec, 16))
 
 
-def _measured(sample: Sample, itemsize: int) -> Iterator[ForwardConfig]:
+def _iterate_measured(sample: SampleShape, itemsize: int) -> Iterator[GroupNormForwardConfig]:
     """Yield the table entries for the sample's class, with chunks chosen so that programs share a group equally."""
     if not sample.channels_last:
         for most, config in tables.FORWARD_CONTIGUOUS[itemsize]:
             if sample.group_length > most:
                 continue
-            if isinstance(config, ForwardCooperative):
+            if isinstance(config, GroupNormForwardCooperative):
                 members = config.members(sample)
                 config = replace(config, chunks=-(-sample.frame_length // (members * config.block)))
             yield config
         return
     if sample.hw * sample.c * itemsize >= STREAM_FROM:
-        streamed = measured_stream(tables.FORWARD_STREAM[itemsize], sample)
+        streamed = find_measured_stream(tables.FORWARD_STREAM[itemsize], sample)
         if streamed is not None:
             yield streamed
     for channels, most, block in tables.FORWARD_CHANNELS_LAST[itemsize]:
         if channels != sample.channels or sample.hw > most:
             continue
-        if not _in_blocks(sample, block.block_groups, itemsize):
+        if not _can_use_blocks(sample, block.block_groups, itemsize):
             continue
         if isinstance(block, ForwardCooperativeBlock):
-            rows = block_tile(sample, block.block_groups, block.num_warps, itemsize).rows
+            rows = make_block_tile(sample, block.block_groups, block.num_warps, itemsize).rows
             members = block.members(sample, itemsize)
             block = replace(block, chunks=-(-sample.hw // (members * rows)))
         yield block
 
 
-def _in_blocks(sample: Sample, groups: int, itemsize: int) -> bool:
+def _can_use_blocks(sample: SampleShape, groups: int, itemsize: int) -> bool:
     """Whether blocks of `groups` groups start and end on 16 bytes, and 32-bit offsets reach a whole sample."""
-    width = vector_width(itemsize, sample.c, groups * sample.channels)
+    width = compute_access_width(itemsize, sample.c, groups * sample.channels)
     return groups <= sample.groups and width * itemsize == 16 and sample.hw < 2**31 // sample.c
 
 
-def _warps(elements: int, a_thread: int) -> int:
+def _count_warps(elements: int, a_thread: int) -> int:
     return min(16, max(1, next_power_of_2(elements // (32 * a_thread))))
 
 
-def block_groups(sample: Sample, itemsize: int) -> tuple[int, ...]:
+def list_block_groups(sample: SampleShape, itemsize: int) -> tuple[int, ...]:
     """Numbers of groups whose columns, at least 64 bytes, may form a block; fewest wasted lanes first."""
     whole = lcm(sample.channels, 16 // itemsize) // sample.channels
     counts = list(range(whole, sample.groups + 1, whole)) or [sample.groups]
     counts = [count for count in counts if count * sample.channels <= MAX_BLOCK_COLUMNS]
     wide = [count for count in counts if count * sample.channels * itemsize >= MIN_RUN_BYTES] or counts[-1:]
 
-    def padded(count: int) -> tuple[int, int]:
-        tile = block_tile(sample, count, 1, itemsize)
+    def compute_padded_columns(count: int) -> tuple[int, int]:
+        tile = make_block_tile(sample, count, 1, itemsize)
         return -(-sample.groups // count) * tile.vectors * tile.vec, count
 
-    return tuple(sorted(wide, key=padded))
+    return tuple(sorted(wide, key=compute_padded_columns))
 
 
-def _block(
-    sample: Sample, itemsize: int, multiprocessors: int, waits: bool
+def _find_block(
+    sample: SampleShape, itemsize: int, multiprocessors: int, waits: bool
 ) -> ForwardResidentBlock | ForwardCooperativeBlock | None:
     """Blocks of the columns that waste the fewest lanes, or None if a sample is better streamed.
 
@@ -198,31 +206,31 @@ def _block(
     programs would share a block or keep sums of several runs in a lane; with fewer positions, if they would do
     both.
     """
-    counts = block_groups(sample, itemsize)
+    counts = list_block_groups(sample, itemsize)
     if not counts or sample.hw >= 2**31 // sample.c:
         return None
     groups = counts[0]
-    keep = block_tile(sample, groups, 1, itemsize).keep
+    keep = make_block_tile(sample, groups, 1, itemsize).keep
     most = _BLOCK_CHUNKS.get(keep)
     if most is None or (keep > 1 and sample.hw >= STREAM_POSITIONS):
         return None
     for warps, programs_per_sm in ((4, 4), (8, 2), (16, 1)):
-        chunks = -(-sample.hw // block_tile(sample, groups, warps, itemsize).rows)
+        chunks = -(-sample.hw // make_block_tile(sample, groups, warps, itemsize).rows)
         if chunks <= most:
             return ForwardResidentBlock(groups, warps, programs_per_sm, writers=4)
-    rows = block_tile(sample, groups, 8, itemsize).rows
+    rows = make_block_tile(sample, groups, 8, itemsize).rows
     members = -(-sample.hw // (most * rows))
-    may_stream = stream_warps(sample, itemsize) is not None
+    may_stream = find_stream_warps(sample, itemsize) is not None
     if not waits or members > multiprocessors or (may_stream and (keep > 1 or sample.hw >= STREAM_POSITIONS)):
         return None
     chunks = -(-sample.hw // (members * rows))
     return ForwardCooperativeBlock(groups, chunks, 8, programs_per_sm=2, lag=0, ahead=1)
 
 
-def stream_forward(sample: Sample, itemsize: int) -> ForwardStream | None:
+def find_stream_forward(sample: SampleShape, itemsize: int) -> ForwardSampleStream | None:
     """The configuration that streams samples twice, or None if the lanes cannot cover all columns."""
-    num_warps = stream_warps(sample, itemsize)
+    num_warps = find_stream_warps(sample, itemsize)
     if num_warps is None:
         return None
-    usual = ForwardStream(num_warps, chunks=4, apply_chunks=4, splits=stream_splits(sample, itemsize))
-    return measured_stream(tables.FORWARD_STREAM[itemsize], sample) or usual
+    usual = ForwardSampleStream(num_warps, chunks=4, apply_chunks=4, splits=count_stream_splits(sample, itemsize))
+    return find_measured_stream(tables.FORWARD_STREAM[itemsize], sample) or usual

@@ -8,17 +8,17 @@ import triton
 import triton.language as tl
 
 from fusednorm.arguments.arrays import Array
-from fusednorm.devices.device import since_hopper
+from fusednorm.devices.device import is_hopper_or_newer
 from fusednorm.integers import next_power_of_2
 from fusednorm.jit.early_start import await_previous, let_next_start
 from fusednorm.jit.moments import about_mean, about_rough_mean, share_of_mean
-from fusednorm.launch.launch import Launch, dependent
+from fusednorm.launch.launch import Launch, make_early_options
 
 REDUCE_BLOCK, REDUCE_NUM_WARPS = 512, 4
 """Elements of a tile, and warps, of the kernel that reduces partial results of one group."""
 
 
-def moments_reduction(
+def plan_moment_reduction(
     parts: tuple[Array, Array, Array],
     splits: int,
     mean: Array,
@@ -37,13 +37,13 @@ def moments_reduction(
         *parts, mean, rest, rstd, mean.shape[1], group_columns, splits, split_length, column_length, eps
     )  # fmt: skip
     options = {
-        **reduction_tile(splits, group_columns),
-        **dependent(since_hopper(mean.device)),
+        **choose_reduction_tile(splits, group_columns),
+        **make_early_options(is_hopper_or_newer(mean.device)),
     }
     return Launch(group_norm_reduce_moments_kernel, (mean.numel(),), arguments, options)
 
 
-def reduction_tile(splits: int, columns: int) -> dict[str, int]:
+def choose_reduction_tile(splits: int, columns: int) -> dict[str, int]:
     """The tile for the reduction of one group's partial results; as wide as its columns if they fit."""
     block_columns = min(64, next_power_of_2(columns))
     block_splits = min(REDUCE_BLOCK // block_columns, next_power_of_2(splits))

@@ -12,9 +12,9 @@ from fusednorm.arguments.arrays import Array
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import await_previous, let_next_start
 from fusednorm.jit.reductions import sum_pair, total_pair
-from fusednorm.launch.launch import Launch, dependent
-from fusednorm.ops.group_norm.affine import Affine
-from fusednorm.ops.group_norm.sample import Sample, pair
+from fusednorm.launch.launch import Launch, make_early_options
+from fusednorm.ops.group_norm.affine import AffineParameters
+from fusednorm.ops.group_norm.sample import SampleShape, allocate_pair
 from fusednorm.results import Backward
 
 SUMS_ELEMENTS, SUMS_COLUMNS = 4096, 64
@@ -30,10 +30,10 @@ FEW_ROWS, SOME_ROWS = tl.constexpr(16), tl.constexpr(128)
 """Column sums of at most this many rows use tiles with this many rows: most of a larger tile would be masked."""
 
 
-def group_reduction(
+def plan_group_reduction(
     parts: tuple[Array, Array],
-    affine: Affine,
-    sample: Sample,
+    affine: AffineParameters,
+    sample: SampleShape,
     splits: int,
     sums: tuple[Array, Array],
     early: bool,
@@ -52,14 +52,14 @@ def group_reduction(
         "BLOCK_SPLITS": block_splits,
         "BLOCK_COLUMNS": block_columns,
         "num_warps": max(4, min(8, block_splits * block_columns // 256)),
-        **dependent(early),
+        **make_early_options(early),
     }
     return Launch(group_norm_reduce_sums_kernel, (sums[0].numel(),), arguments, options)
 
 
-def parameter_reductions(
+def plan_parameter_reductions(
     parts: tuple[Array | None, Array | None],
-    affine: Affine,
+    affine: AffineParameters,
     out: Backward[Array],
     splits: int,
     early: bool,
@@ -79,13 +79,13 @@ def parameter_reductions(
         return []
     rows, c = dz.shape
     tile = {"ROWS": REDUCE_ROWS, "COLUMNS": REDUCE_COLUMNS, "num_warps": REDUCE_NUM_WARPS}
-    options = {**tile, **dependent(early)}
+    options = {**tile, **make_early_options(early)}
     blocks = cdiv(c, REDUCE_COLUMNS)
     launches: list[Launch] = []
     wants_sums = out.dbias is not None or out.dweight is not None
     if affine.scale is not None or affine.shift is not None:
         samples = rows // splits
-        sums = pair(dz, samples, c) if wants_sums else (None, None)
+        sums = allocate_pair(dz, samples, c) if wants_sums else (None, None)
         of_samples = (
             dz, dz_xhat, affine.weight, affine.bias, affine.scale, out.dscale, out.dshift, *sums, splits, c,
             affine.stride,
@@ -98,7 +98,7 @@ def parameter_reductions(
         return launches
     if rows > REDUCE_TWICE_ABOVE:
         runs = REDUCE_RUNS
-        fewer = pair(dz, runs, c)
+        fewer = allocate_pair(dz, runs, c)
         of_runs = (dz, dz_xhat, *fewer, rows, c, cdiv(rows, runs))
         launches.append(
             Launch(

@@ -20,7 +20,7 @@ MAX_OFFSET = 2**31
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class SampleShape:
     """One sample of x: `groups` groups of `channels` channels of `hw` positions, and its memory layout."""
 
     groups: int
@@ -44,46 +44,46 @@ class Sample:
         return self.group_length + (7 if self.group_length % 8 else 0)
 
 
-def vector_width(itemsize: int, *sizes: int) -> int:
+def compute_access_width(itemsize: int, *sizes: int) -> int:
     """Elements of one access: 16 bytes of x, or the largest power of two below that divides every size."""
     return gcd(16 // itemsize, *sizes)
 
 
-def max_splits(columns: int) -> int:
+def compute_max_splits(columns: int) -> int:
     """The most parts into which each column of a sample is divided."""
     return min(512, max(32, MAX_PARTS // columns))
 
 
-def column_width(sample: Sample, itemsize: int) -> int:
+def choose_block_columns(sample: SampleShape, itemsize: int) -> int:
     """Columns of a block: the power of two from 32 to 256 bytes with the least padding of C, the widest if equal.
 
     If C has fewer than 32 bytes, the block has the size of C.
     """
-    vec = vector_width(itemsize, sample.c)
+    vec = compute_access_width(itemsize, sample.c)
     widths = [max(vec, size // itemsize) for size in (256, 128, 64, 32)]
     if sample.c * itemsize < 32:
         widths = [next_power_of_2(sample.c)]
     return min(widths, key=lambda width: (-(-sample.c // width) * width, -width))
 
 
-def stays_in_l2(threads: int, tiles: int, programs: int) -> bool:
+def can_stay_in_l2(threads: int, tiles: int, programs: int) -> bool:
     """Whether L2 holds each program's last `tiles` tiles of x and dy, 16 bytes per thread, at a second read."""
     return 2 * 16 * threads * tiles * programs <= L2_BYTES
 
 
-def empty_statistics(x: Array, sample: Sample) -> tuple[Array, Array]:
+def allocate_statistics(x: Array, sample: SampleShape) -> tuple[Array, Array]:
     """Memory for two float32 values of each group, [N, groups]."""
     shape = (x.shape[0], sample.groups)
     return new_workspace(x, *shape), new_workspace(x, *shape)
 
 
-def triple(like: Array, *shape: int) -> tuple[Array, Array, Array]:
+def allocate_triple(like: Array, *shape: int) -> tuple[Array, Array, Array]:
     """Memory for three adjacent float32 arrays of the given shape on the device of `like`: moments of parts."""
     mean, rest, square = new_workspace(like, 3, *shape).unbind()
     return mean, rest, square
 
 
-def pair(like: Array, *shape: int) -> tuple[Array, Array]:
+def allocate_pair(like: Array, *shape: int) -> tuple[Array, Array]:
     """Memory for two adjacent float32 arrays of the given shape on the device of `like`."""
     first, second = new_workspace(like, 2, *shape).unbind()
     return first, second

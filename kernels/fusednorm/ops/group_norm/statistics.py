@@ -4,38 +4,43 @@ from functools import lru_cache
 
 from fusednorm.arguments.arrays import Array
 from fusednorm.launch.launch import Launch
-from fusednorm.ops.group_norm.channels_last.forward.columns import ForwardColumns
-from fusednorm.ops.group_norm.contiguous.forward.split import ForwardSplit
-from fusednorm.ops.group_norm.sample import Sample, column_width, max_splits, vector_width
+from fusednorm.ops.group_norm.channels_last.forward.columns import ForwardColumnSplit
+from fusednorm.ops.group_norm.contiguous.forward.split import GroupNormForwardSplit
+from fusednorm.ops.group_norm.sample import (
+    SampleShape,
+    choose_block_columns,
+    compute_access_width,
+    compute_max_splits,
+)
 
 
 @lru_cache(maxsize=4096)
-def split_forward(sample: Sample, itemsize: int) -> ForwardSplit | ForwardColumns:
+def find_split_forward(sample: SampleShape, itemsize: int) -> GroupNormForwardSplit | ForwardColumnSplit:
     """The forward configuration that splits groups of any size."""
     if sample.channels_last:
-        return _columns(sample, itemsize)
-    vec = vector_width(itemsize, sample.group_length)
-    tile = sweep_units(vec)
-    tiles = -(-sample.group_length // (vec * tile * max_splits(sample.groups)))
-    return ForwardSplit(tile, tile * max(2, tiles), 2 * tile, 16)
+        return _find_column_split(sample, itemsize)
+    vec = compute_access_width(itemsize, sample.group_length)
+    tile = count_sweep_vectors(vec)
+    tiles = -(-sample.group_length // (vec * tile * compute_max_splits(sample.groups)))
+    return GroupNormForwardSplit(tile, tile * max(2, tiles), 2 * tile, 16)
 
 
 def plan_statistics(
-    x: Array, sample: Sample, eps: float, residual: Array | None, mean: Array, rstd: Array
+    x: Array, sample: SampleShape, eps: float, residual: Array | None, mean: Array, rstd: Array
 ) -> list[Launch]:
     """The launches that compute only mean and rstd, for a backward pass that needs them and has none."""
-    return split_forward(sample, x.element_size()).statistics(x, sample, eps, residual, mean, rstd)
+    return find_split_forward(sample, x.element_size()).statistics(x, sample, eps, residual, mean, rstd)
 
 
-def sweep_units(vec: int) -> int:
+def count_sweep_vectors(vec: int) -> int:
     """Vectors of a tile of 16 warps: 16 elements per thread, or 8 if each element is a separate access."""
     return 8192 // vec if vec > 1 else 4096
 
 
-def _columns(sample: Sample, itemsize: int) -> ForwardColumns:
-    vec = vector_width(itemsize, sample.c)
-    width = column_width(sample, itemsize)
+def _find_column_split(sample: SampleShape, itemsize: int) -> ForwardColumnSplit:
+    vec = compute_access_width(itemsize, sample.c)
+    width = choose_block_columns(sample, itemsize)
     rows = max(1, 32 * 8 * vec // width)
     step = rows * 4
-    split_rows = step * max(2, -(-sample.hw // (step * max_splits(sample.c))))
-    return ForwardColumns(width, rows, 4, split_rows, rows * 2, rows * 8, 8)
+    split_rows = step * max(2, -(-sample.hw // (step * compute_max_splits(sample.c))))
+    return ForwardColumnSplit(width, rows, 4, split_rows, rows * 2, rows * 8, 8)

@@ -8,15 +8,15 @@ entry `forward_choice` and `backward_choice` choose the configuration that waste
 """
 
 from fusednorm.ops.group_norm.channels_last.backward.cooperative import BackwardCooperativeBlock
-from fusednorm.ops.group_norm.channels_last.backward.stream import BackwardStream
+from fusednorm.ops.group_norm.channels_last.backward.stream import BackwardSampleStream
 from fusednorm.ops.group_norm.channels_last.forward.cooperative import ForwardCooperativeBlock
 from fusednorm.ops.group_norm.channels_last.forward.resident import ForwardResidentBlock
-from fusednorm.ops.group_norm.channels_last.forward.stream import ForwardStream
-from fusednorm.ops.group_norm.contiguous.backward.cooperative import BackwardCooperative
-from fusednorm.ops.group_norm.contiguous.forward.cooperative import ForwardCooperative
-from fusednorm.ops.group_norm.contiguous.forward.resident import ForwardResident
+from fusednorm.ops.group_norm.channels_last.forward.stream import ForwardSampleStream
+from fusednorm.ops.group_norm.contiguous.backward.cooperative import GroupNormBackwardCooperative
+from fusednorm.ops.group_norm.contiguous.forward.cooperative import GroupNormForwardCooperative
+from fusednorm.ops.group_norm.contiguous.forward.resident import GroupNormForwardResident
 
-Contiguous = ForwardResident | ForwardCooperative
+Contiguous = GroupNormForwardResident | GroupNormForwardCooperative
 ChannelsLast = ForwardResidentBlock | ForwardCooperativeBlock
 
 # A thread holds up to 64 elements; the number of warps leaves registers for at least two programs on a
@@ -25,33 +25,33 @@ ChannelsLast = ForwardResidentBlock | ForwardCooperativeBlock
 FORWARD_CONTIGUOUS: dict[int, tuple[tuple[int, Contiguous], ...]] = {
     2: (
         # 0.80-0.83 (2x640x32x32, 2x1280x16x16)
-        (24576, ForwardResident(8, programs_per_sm=3)),
+        (24576, GroupNormForwardResident(8, programs_per_sm=3)),
         # 0.91 (32x256x56x56)
-        (32768, ForwardResident(8, programs_per_sm=2, ahead_per_sm=1)),
+        (32768, GroupNormForwardResident(8, programs_per_sm=2, ahead_per_sm=1)),
         # 0.88 (16x320x64x64), 0.77 (2x320x64x64)
-        (49152, ForwardResident(8, programs_per_sm=2, ahead_per_sm=1)),
+        (49152, GroupNormForwardResident(8, programs_per_sm=2, ahead_per_sm=1)),
         # 0.87 (8x512x64x64)
-        (65536, ForwardResident(16, programs_per_sm=1, ahead_per_sm=1)),
+        (65536, GroupNormForwardResident(16, programs_per_sm=1, ahead_per_sm=1)),
         # 0.80 (8x640x64x64)
-        (131072, ForwardCooperative(8, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),
+        (131072, GroupNormForwardCooperative(8, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),
         # 0.85 (1x512x128x128)
-        (262144, ForwardCooperative(16, num_warps=4, programs_per_sm=4, lag=0, ahead=1)),
+        (262144, GroupNormForwardCooperative(16, num_warps=4, programs_per_sm=4, lag=0, ahead=1)),
         # 0.78 (2x960x128x128)
-        (491520, ForwardCooperative(6, num_warps=4, programs_per_sm=5, lag=2, ahead=1)),
+        (491520, GroupNormForwardCooperative(6, num_warps=4, programs_per_sm=5, lag=2, ahead=1)),
         # 0.83 (4x256x256x256)
-        (524288, ForwardCooperative(8, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),
+        (524288, GroupNormForwardCooperative(8, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),
         # 0.69-0.78 (4x128x512x512)
-        (2**22, ForwardCooperative(8, num_warps=8, programs_per_sm=2, lag=2, ahead=1)),
+        (2**22, GroupNormForwardCooperative(8, num_warps=8, programs_per_sm=2, lag=2, ahead=1)),
         # 0.73 (1x128x20x256x256)
-        (2**31, ForwardCooperative(10, num_warps=8, programs_per_sm=2, lag=2, ahead=1)),
+        (2**31, GroupNormForwardCooperative(10, num_warps=8, programs_per_sm=2, lag=2, ahead=1)),
     ),
     4: (
-        (12288, ForwardResident(8, programs_per_sm=2, writers=2)),
-        (24576, ForwardResident(16, programs_per_sm=1, writers=2)),
-        (32768, ForwardResident(16, programs_per_sm=1, writers=2, ahead_per_sm=1)),
+        (12288, GroupNormForwardResident(8, programs_per_sm=2, writers=2)),
+        (24576, GroupNormForwardResident(16, programs_per_sm=1, writers=2)),
+        (32768, GroupNormForwardResident(16, programs_per_sm=1, writers=2, ahead_per_sm=1)),
         # 0.86 (16x320x64x64)
-        (524288, ForwardCooperative(4, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),
-        (2**31, ForwardCooperative(4, num_warps=8, programs_per_sm=2, lag=2, ahead=1)),
+        (524288, GroupNormForwardCooperative(4, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),
+        (2**31, GroupNormForwardCooperative(4, num_warps=8, programs_per_sm=2, lag=2, ahead=1)),
     ),
 }
 
@@ -67,46 +67,46 @@ FORWARD_CHANNELS_LAST: dict[int, tuple[tuple[int, int, ChannelsLast], ...]] = {
 }
 
 # Parts that are filled by whole channels; four programs of four warps on a multiprocessor.
-BACKWARD_CONTIGUOUS: dict[int, tuple[tuple[int, int, BackwardCooperative], ...]] = {
+BACKWARD_CONTIGUOUS: dict[int, tuple[tuple[int, int, GroupNormBackwardCooperative], ...]] = {
     2: (
         # 0.71 (4x128x512x512)
-        (4, 262144, BackwardCooperative(1, 4, 1, num_warps=8, programs_per_sm=2, lag=2, ahead=1)),
+        (4, 262144, GroupNormBackwardCooperative(1, 4, 1, num_warps=8, programs_per_sm=2, lag=2, ahead=1)),
         # 0.72
-        (4, 1048576, BackwardCooperative(1, 2, 4, num_warps=8, programs_per_sm=2, lag=2, ahead=1)),
+        (4, 1048576, GroupNormBackwardCooperative(1, 2, 4, num_warps=8, programs_per_sm=2, lag=2, ahead=1)),
         # 0.67
-        (4, 1310720, BackwardCooperative(1, 2, 5, num_warps=8, programs_per_sm=2, lag=2, ahead=1)),
+        (4, 1310720, GroupNormBackwardCooperative(1, 2, 5, num_warps=8, programs_per_sm=2, lag=2, ahead=1)),
         # 0.69 (32x256x56x56)
-        (8, 3136, BackwardCooperative(8, 5, 1, num_warps=4, programs_per_sm=4, lag=1, ahead=1)),
+        (8, 3136, GroupNormBackwardCooperative(8, 5, 1, num_warps=4, programs_per_sm=4, lag=1, ahead=1)),
         # 0.74 (4x256x256x256)
-        (8, 65536, BackwardCooperative(1, 2, 2, num_warps=4, programs_per_sm=5, lag=2, ahead=1)),
+        (8, 65536, GroupNormBackwardCooperative(1, 2, 2, num_warps=4, programs_per_sm=5, lag=2, ahead=1)),
         # 0.75 (16x320x64x64)
-        (10, 4096, BackwardCooperative(1, 4, 1, num_warps=4, programs_per_sm=4, lag=1, ahead=1)),
+        (10, 4096, GroupNormBackwardCooperative(1, 4, 1, num_warps=4, programs_per_sm=4, lag=1, ahead=1)),
         # 0.74 (8x512x64x64)
-        (16, 4096, BackwardCooperative(1, 4, 1, num_warps=4, programs_per_sm=4, lag=1, ahead=1)),
+        (16, 4096, GroupNormBackwardCooperative(1, 4, 1, num_warps=4, programs_per_sm=4, lag=1, ahead=1)),
         # 0.65 (1x512x128x128)
-        (16, 16384, BackwardCooperative(1, 4, 1, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),
+        (16, 16384, GroupNormBackwardCooperative(1, 4, 1, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),
         # 0.83 (2x640x32x32)
-        (20, 1024, BackwardCooperative(4, 4, 1, num_warps=4, programs_per_sm=3, lag=2, ahead=1)),
+        (20, 1024, GroupNormBackwardCooperative(4, 4, 1, num_warps=4, programs_per_sm=3, lag=2, ahead=1)),
         # 0.71 (2x960x128x128)
-        (30, 16384, BackwardCooperative(1, 4, 1, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),
+        (30, 16384, GroupNormBackwardCooperative(1, 4, 1, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),
         # 0.77 (2x1280x16x16)
-        (40, 256, BackwardCooperative(8, 2, 1, num_warps=4, programs_per_sm=3, lag=2, ahead=1)),
+        (40, 256, GroupNormBackwardCooperative(8, 2, 1, num_warps=4, programs_per_sm=3, lag=2, ahead=1)),
     ),
     4: (
         # 0.76
-        (4, 262144, BackwardCooperative(1, 4, 1, num_warps=8, programs_per_sm=2, lag=2, ahead=1)),
+        (4, 262144, GroupNormBackwardCooperative(1, 4, 1, num_warps=8, programs_per_sm=2, lag=2, ahead=1)),
         # 0.74
-        (8, 3136, BackwardCooperative(8, 5, 1, num_warps=4, programs_per_sm=4, lag=1, ahead=1)),
+        (8, 3136, GroupNormBackwardCooperative(8, 5, 1, num_warps=4, programs_per_sm=4, lag=1, ahead=1)),
         # 0.75
-        (8, 65536, BackwardCooperative(1, 4, 1, num_warps=8, programs_per_sm=2, lag=2, ahead=1)),
+        (8, 65536, GroupNormBackwardCooperative(1, 4, 1, num_warps=8, programs_per_sm=2, lag=2, ahead=1)),
         # 0.81 (16x320x64x64)
-        (10, 4096, BackwardCooperative(1, 2, 2, num_warps=4, programs_per_sm=5, lag=2, ahead=1)),
+        (10, 4096, GroupNormBackwardCooperative(1, 2, 2, num_warps=4, programs_per_sm=5, lag=2, ahead=1)),
         # 0.76
-        (16, 4096, BackwardCooperative(1, 2, 2, num_warps=4, programs_per_sm=5, lag=2, ahead=1)),
+        (16, 4096, GroupNormBackwardCooperative(1, 2, 2, num_warps=4, programs_per_sm=5, lag=2, ahead=1)),
         # 0.75
-        (16, 16384, BackwardCooperative(1, 4, 1, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),
+        (16, 16384, GroupNormBackwardCooperative(1, 4, 1, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),
         # 0.69
-        (30, 16384, BackwardCooperative(1, 4, 1, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),
+        (30, 16384, GroupNormBackwardCooperative(1, 4, 1, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),
     ),
 }
 
@@ -120,51 +120,51 @@ BACKWARD_CHANNELS_LAST: dict[int, tuple[tuple[int, int, BackwardCooperativeBlock
 }
 
 # With these splits the resident programs process the measured samples in one iteration, or in two.
-FORWARD_STREAM: dict[int, tuple[tuple[int, int, ForwardStream], ...]] = {
+FORWARD_STREAM: dict[int, tuple[tuple[int, int, ForwardSampleStream], ...]] = {
     2: (
         # 0.70 (16x128x64x64)
-        (128, 4096, ForwardStream(4, chunks=4, apply_chunks=4, splits=32)),
+        (128, 4096, ForwardSampleStream(4, chunks=4, apply_chunks=4, splits=32)),
         # 0.64 (4x128x512x512)
-        (128, 262144, ForwardStream(4, chunks=8, apply_chunks=4, splits=256)),
+        (128, 262144, ForwardSampleStream(4, chunks=8, apply_chunks=4, splits=256)),
         # 0.64 (1x128x1024x1024)
-        (128, 2**21, ForwardStream(4, chunks=8, apply_chunks=8, splits=512)),
+        (128, 2**21, ForwardSampleStream(4, chunks=8, apply_chunks=8, splits=512)),
         # 0.66 (32x256x56x56)
-        (256, 4096, ForwardStream(4, chunks=2, apply_chunks=8, splits=49)),
+        (256, 4096, ForwardSampleStream(4, chunks=2, apply_chunks=8, splits=49)),
         # 0.63 (4x256x256x256)
-        (256, 65536, ForwardStream(4, chunks=8, apply_chunks=4, splits=256)),
+        (256, 65536, ForwardSampleStream(4, chunks=8, apply_chunks=4, splits=256)),
         # 0.64 (16x320x64x64), 0.60 (2x320x64x64)
-        (320, 4096, ForwardStream(4, chunks=2, apply_chunks=8, splits=80)),
+        (320, 4096, ForwardSampleStream(4, chunks=2, apply_chunks=8, splits=80)),
         # 0.66 (8x512x64x64)
-        (512, 4096, ForwardStream(4, chunks=4, apply_chunks=8, splits=128)),
+        (512, 4096, ForwardSampleStream(4, chunks=4, apply_chunks=8, splits=128)),
         # 0.67 (16x640x32x32), 0.54 (2x640x32x32)
-        (640, 1024, ForwardStream(8, chunks=2, apply_chunks=4, splits=40)),
+        (640, 1024, ForwardSampleStream(8, chunks=2, apply_chunks=4, splits=40)),
         # 0.63 (2x960x128x128)
-        (960, 16384, ForwardStream(8, chunks=4, apply_chunks=4, splits=320)),
+        (960, 16384, ForwardSampleStream(8, chunks=4, apply_chunks=4, splits=320)),
     ),
     4: (),
 }
 # Measured with 4x128x512x512, 1x128x1024x1024 and a video, 32x256x56x56, 4x256x256x256, 16x320x64x64, 8x512x64x64,
 # 1x512x128x128 and 2x960x128x128.
-BACKWARD_STREAM: dict[int, tuple[tuple[int, int, BackwardStream], ...]] = {
+BACKWARD_STREAM: dict[int, tuple[tuple[int, int, BackwardSampleStream], ...]] = {
     2: (
         # 0.55
-        (128, 262144, BackwardStream(4, chunks=4, apply_chunks=4, apply_pieces=2, splits=256)),
+        (128, 262144, BackwardSampleStream(4, chunks=4, apply_chunks=4, apply_pieces=2, splits=256)),
         # 0.57-0.58
-        (128, 2**21, BackwardStream(4, chunks=4, apply_chunks=2, apply_pieces=4, splits=512)),
+        (128, 2**21, BackwardSampleStream(4, chunks=4, apply_chunks=2, apply_pieces=4, splits=512)),
         # 0.55
-        (256, 4096, BackwardStream(4, chunks=4, apply_chunks=4, apply_pieces=2, splits=12)),
+        (256, 4096, BackwardSampleStream(4, chunks=4, apply_chunks=4, apply_pieces=2, splits=12)),
         # 0.55
-        (256, 65536, BackwardStream(4, chunks=4, apply_chunks=4, apply_pieces=2, splits=160)),
+        (256, 65536, BackwardSampleStream(4, chunks=4, apply_chunks=4, apply_pieces=2, splits=160)),
         # 0.56
-        (320, 4096, BackwardStream(4, chunks=2, apply_chunks=4, apply_pieces=2, splits=40)),
+        (320, 4096, BackwardSampleStream(4, chunks=2, apply_chunks=4, apply_pieces=2, splits=40)),
         # 0.58
-        (512, 4096, BackwardStream(4, chunks=4, apply_chunks=4, apply_pieces=1, splits=64)),
+        (512, 4096, BackwardSampleStream(4, chunks=4, apply_chunks=4, apply_pieces=1, splits=64)),
         # 0.54
-        (512, 16384, BackwardStream(4, chunks=4, apply_chunks=4, apply_pieces=2, splits=256)),
+        (512, 16384, BackwardSampleStream(4, chunks=4, apply_chunks=4, apply_pieces=2, splits=256)),
         # 0.50
-        (640, 1024, BackwardStream(8, chunks=4, apply_chunks=4, apply_pieces=1, splits=40)),
+        (640, 1024, BackwardSampleStream(8, chunks=4, apply_chunks=4, apply_pieces=1, splits=40)),
         # 0.55
-        (960, 16384, BackwardStream(4, chunks=4, apply_chunks=4, apply_pieces=2, splits=256)),
+        (960, 16384, BackwardSampleStream(4, chunks=4, apply_chunks=4, apply_pieces=2, splits=256)),
     ),
     4: (),
 }

@@ -6,27 +6,27 @@ from typing import NamedTuple
 from fusednorm.arguments.arrays import Array
 from fusednorm.arguments.checks import MAX_HEADS, has_heads
 from fusednorm.arguments.options import NormOptions
-from fusednorm.devices.device import multiprocessor_count, since_hopper
+from fusednorm.devices.device import count_multiprocessors, is_hopper_or_newer
 from fusednorm.errors import UnsupportedShapeError
-from fusednorm.integers import vector_width
-from fusednorm.launch.launch import MAX_VEC, ByRows, can_prefetch, has_lane_a_thread
+from fusednorm.integers import compute_vector_width
+from fusednorm.launch.launch import MAX_VEC, RowDependence, can_prefetch, has_one_lane_per_thread
 from fusednorm.results import Backward, Forward
 
 SINGLE_ROW_COLS = 524289
 """From this row length on, a call with a single row uses the split algorithm, which divides the row into parts."""
 
 
-_PROGRAM_A_ROW = ByRows()
+_PROGRAM_A_ROW = RowDependence()
 
 
-class Statistics(NamedTuple):
+class RowStatistics(NamedTuple):
     """Results of a forward pass that computes only mean and rstd."""
 
     mean: Array | None
     rstd: Array
 
 
-class Layout(NamedTuple):
+class RowLayout(NamedTuple):
     """The memory layout of the rows of a call's tensors.
 
     Attributes:
@@ -40,14 +40,14 @@ class Layout(NamedTuple):
     sizes: tuple[int, ...]
 
     @classmethod
-    def of(cls, heads: str, cols: int, strides: tuple[int, ...], max_vec: int) -> "Layout":
-        vec = vector_width(max_vec, cols, *strides)
+    def of(cls, heads: str, cols: int, strides: tuple[int, ...], max_vec: int) -> "RowLayout":
+        vec = compute_vector_width(max_vec, cols, *strides)
         sizes = (cols // vec, *[stride // vec for stride in strides])
         return cls(heads, vec, sizes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class LayerNormCall:
     """The arguments that all passes have; x is [rows, cols] or [tokens, heads, cols]."""
 
     x: Array
@@ -77,12 +77,12 @@ class Call:
 
     @property
     def multiprocessors(self) -> int:
-        return multiprocessor_count(self.x.device)
+        return count_multiprocessors(self.x.device)
 
     @property
     def early(self) -> bool:
         """Whether a kernel may start before the previous kernel ends."""
-        return since_hopper(self.x.device)
+        return is_hopper_or_newer(self.x.device)
 
     @property
     def strided(self) -> tuple[Array | None, ...]:
@@ -118,16 +118,16 @@ class Call:
                 "and for heads with parameters of their own"
             )
 
-    def layout_of_rows(self, max_vec: int = MAX_VEC) -> Layout:
+    def layout_of_rows(self, max_vec: int = MAX_VEC) -> RowLayout:
         """The layout of rows, for kernels that do not support heads.
 
         Raises:
             UnsupportedShapeError: there are heads.
         """
         self.refuse_heads()
-        return Layout.of("none", self.cols, row_strides(self.cols, *self.strided), max_vec)
+        return RowLayout.of("none", self.cols, list_row_strides(self.cols, *self.strided), max_vec)
 
-    def layout_of_heads(self) -> Layout:
+    def layout_of_heads(self) -> RowLayout:
         """The layout of rows, or of tokens with heads.
 
         Raises:
@@ -135,18 +135,20 @@ class Call:
         """
         cols, tensors = self.cols, self.strided
         if self.x.ndim == 2:
-            return Layout.of("none", cols, row_strides(cols, *tensors), MAX_VEC)
+            return RowLayout.of("none", cols, list_row_strides(cols, *tensors), MAX_VEC)
         present = [tensor for tensor in tensors if tensor is not None]
         tokens, heads, _ = self.x.shape
         own_parameters = self.has_own_parameters
         if heads > MAX_HEADS:
             raise UnsupportedShapeError(f"there must be at most {MAX_HEADS} heads, got {heads}")
         if heads == 1 or all(tensor.stride(1) == cols for tensor in present):
-            return Layout.of("own" if own_parameters else "shared", cols, row_strides(cols, *tensors), MAX_VEC)
+            return RowLayout.of(
+                "own" if own_parameters else "shared", cols, list_row_strides(cols, *tensors), MAX_VEC
+            )
         uniform = tokens == 1 or all(tensor.stride(0) == heads * tensor.stride(1) for tensor in present)
         if own_parameters and uniform:
             strides = tuple(cols if tensor is None else tensor.stride(1) for tensor in tensors)
-            return Layout.of("own_uniform", cols, strides, MAX_VEC)
+            return RowLayout.of("own_uniform", cols, strides, MAX_VEC)
         raise UnsupportedShapeError(
             f"the heads of every token must lie {cols} elements apart, or all rows one constant stride apart, "
             f"got strides {', '.join(str(list(tensor.strides)) for tensor in present)}"
@@ -154,24 +156,24 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardCall(Call):
+class LayerNormForwardCall(LayerNormCall):
     """The checked arguments of one forward pass."""
 
-    out: Forward[Array] | Statistics
+    out: Forward[Array] | RowStatistics
 
     @property
     def outputs(self) -> tuple[Array | None, ...]:
         """y, residual_out, mean and rstd."""
-        if isinstance(self.out, Statistics):
+        if isinstance(self.out, RowStatistics):
             return None, None, self.out.mean, self.out.rstd
         return self.out.y, self.out.residual_out, self.out.mean, self.out.rstd
 
     @property
     def scale(self) -> Array | None:
         """The tensor for the scales of float8 rows."""
-        return None if isinstance(self.out, Statistics) else self.out.scale
+        return None if isinstance(self.out, RowStatistics) else self.out.scale
 
-    def layout_of_float8(self) -> Layout:
+    def layout_of_float8(self) -> RowLayout:
         """The layout of rows for a float8 y.
 
         Accesses have at most the elements of one 16-byte load of x: for wider stores of y the compiler would give a
@@ -198,12 +200,12 @@ class ForwardCall(Call):
         narrow = vec < group and self.cols < SINGLE_ROW_COLS
         return {"GROUP": vec if narrow else group, "NARROW": narrow}
 
-    def may_prefetch_rows(self, layout: Layout) -> bool:
+    def may_prefetch_rows(self, layout: RowLayout) -> bool:
         """Whether programs of one row each may prefetch rows and parameters into L2."""
         return layout.heads == "none" and can_prefetch(layout.vec, self.x, self.weight, self.bias, self.residual)
 
     @property
-    def program_a_row(self) -> ByRows | None:
+    def program_a_row(self) -> RowDependence | None:
         """How a launch with one program per row depends on the number of rows; None with heads."""
         return _PROGRAM_A_ROW if len(self.x.shape) == 2 else None
 
@@ -213,11 +215,11 @@ class ForwardCall(Call):
         `access` and `tensors` are those of this call.
         """
         # Narrow accesses are not merged at all.
-        return bool(access["NARROW"]) or has_lane_a_thread(min(16, vec * self.itemsize), *tensors)
+        return bool(access["NARROW"]) or has_one_lane_per_thread(min(16, vec * self.itemsize), *tensors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BackwardCall(Call):
+class LayerNormBackwardCall(LayerNormCall):
     """The checked arguments of one backward pass."""
 
     dy: Array
@@ -252,6 +254,6 @@ class BackwardCall(Call):
         return (self.out.dweight is not None or self.out.dbias is not None) and self.early
 
 
-def row_strides(cols: int, *tensors: Array | None) -> tuple[int, ...]:
+def list_row_strides(cols: int, *tensors: Array | None) -> tuple[int, ...]:
     """Strides between rows or tokens in elements; for None or one row cols, which does not narrow the accesses."""
     return tuple([cols if tensor is None or tensor.shape[0] == 1 else tensor.stride(0) for tensor in tensors])

@@ -11,17 +11,17 @@ import triton
 import triton.language as tl
 
 from fusednorm.arguments.arrays import Array
-from fusednorm.devices.device import multiprocessor_count
+from fusednorm.devices.device import count_multiprocessors
 from fusednorm.integers import cdiv
 from fusednorm.jit.loads import column_mask, load_rows
 from fusednorm.jit.moments import lane_moments, tile_moments
 from fusednorm.jit.prefetch import prefetch_row_ahead
 from fusednorm.jit.reductions import multiply_terms
 from fusednorm.jit.tiles import load_tile, normalised
-from fusednorm.launch.launch import MAX_VEC, ByRows, Launch, can_prefetch
-from fusednorm.ops.layer_norm.call import Layout, row_strides
-from fusednorm.ops.layer_norm.forward.sweep import ForwardSweep
-from fusednorm.ops.layer_norm.forward.tile import TILE_AHEAD_PER_SM, ForwardTile
+from fusednorm.launch.launch import MAX_VEC, Launch, RowDependence, can_prefetch
+from fusednorm.ops.layer_norm.call import RowLayout, list_row_strides
+from fusednorm.ops.layer_norm.forward.sweep import LayerNormForwardSweep
+from fusednorm.ops.layer_norm.forward.tile import TILE_AHEAD_PER_SM, LayerNormForwardTile
 
 Parameters = tuple[Array | None, ...]
 
@@ -42,21 +42,21 @@ class ChainCall:
         return self.x, self.y, self.weights, self.biases
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> RowLayout:
         """The layout of the rows."""
         cols = self.x.shape[1]
-        return Layout.of("none", cols, row_strides(cols, self.x), MAX_VEC)
+        return RowLayout.of("none", cols, list_row_strides(cols, self.x), MAX_VEC)
 
     def ahead(self, ahead_per_sm: int) -> int:
         """How many programs ahead of its own a program prefetches a row into L2."""
-        return ahead_per_sm * multiprocessor_count(self.x.device)
+        return ahead_per_sm * count_multiprocessors(self.x.device)
 
     def options(self, vec: int) -> dict[str, object]:
         """Constexprs of both kernels."""
         return {"NORMS": len(self.weights), "VEC": vec}
 
 
-def chain_tile_launches(call: ChainCall, config: ForwardTile) -> list[Launch]:
+def plan_tile_chain(call: ChainCall, config: LayerNormForwardTile) -> list[Launch]:
     """The launch of a chain over rows that fit a tile."""
     layout = call.layout
     rows, cols = call.x.shape
@@ -66,11 +66,11 @@ def chain_tile_launches(call: ChainCall, config: ForwardTile) -> list[Launch]:
         **call.options(layout.vec),
     }
     arguments = (*call.tensors, call.ahead(TILE_AHEAD_PER_SM), rows, *layout.sizes, call.eps)
-    by_rows = ByRows(config.rows, rows=len(call.tensors) + 1)
+    by_rows = RowDependence(config.rows, rows=len(call.tensors) + 1)
     return [Launch(layer_norm_chain_tile_kernel, (cdiv(rows, config.rows),), arguments, options, by_rows)]
 
 
-def chain_sweep_launches(call: ChainCall, config: ForwardSweep) -> list[Launch]:
+def plan_sweep_chain(call: ChainCall, config: LayerNormForwardSweep) -> list[Launch]:
     """The launch of a chain over rows of any length."""
     layout = call.layout
     rows, cols = call.x.shape
@@ -80,7 +80,7 @@ def chain_sweep_launches(call: ChainCall, config: ForwardSweep) -> list[Launch]:
         **call.options(layout.vec),
     }
     arguments = (*call.tensors, call.ahead(config.ahead_per_sm), *layout.sizes, call.eps)
-    return [Launch(layer_norm_chain_sweep_kernel, (rows,), arguments, options, ByRows())]
+    return [Launch(layer_norm_chain_sweep_kernel, (rows,), arguments, options, RowDependence())]
 
 
 @triton.jit(do_not_specialize=["ahead", "rows", "col_units", "x_row_units"])

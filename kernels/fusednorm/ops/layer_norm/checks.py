@@ -9,15 +9,15 @@ from fusednorm.arguments.checks import (
     check_statistics,
     check_weight_offset,
     has_heads,
-    view_of_rows,
+    select_row_view,
 )
-from fusednorm.arguments.inputs import BackwardInputs, NormInputs, Role, group_names_by_role
+from fusednorm.arguments.inputs import BackwardInputs, NormInputs, ShapeRole, group_names_by_role
 from fusednorm.arguments.options import NormOptions, collect_arguments
 
 _LIKE_X: dict[type, tuple[str, ...]] = {
-    each: group_names_by_role(each._fields)[Role.LIKE_X] for each in (NormInputs, BackwardInputs)
+    each: group_names_by_role(each._fields)[ShapeRole.LIKE_X] for each in (NormInputs, BackwardInputs)
 }
-_PARAMETERS = group_names_by_role(NormInputs._fields)[Role.PARAMETER]
+_PARAMETERS = group_names_by_role(NormInputs._fields)[ShapeRole.PARAMETER]
 
 
 def check_rows(options: NormOptions, inputs: NormInputs[Array] | BackwardInputs[Array]) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def check_rows(options: NormOptions, inputs: NormInputs[Array] | BackwardInputs[
         if arrays[name] is not None:
             check_float(name, arrays[name], like=x)
     own = has_heads(inputs.weight, inputs.bias)
-    view = view_of_rows(own, *map(arrays.get, like_x))
+    view = select_row_view(own, *map(arrays.get, like_x))
     for name in like_x:
         if arrays[name] is not None:
             arrays[name] = view(name, arrays[name])

@@ -14,16 +14,21 @@ from typing import TypeVar
 from fusednorm.arguments.arrays import new_workspace
 from fusednorm.launch.launch import REGISTERS_PER_SM, Launch
 from fusednorm.ops.layer_norm import table as tables
-from fusednorm.ops.layer_norm.backward.cooperative import BackwardCooperative, backward_cooperative_launches
-from fusednorm.ops.layer_norm.backward.split import BackwardSplit, backward_split_launches
-from fusednorm.ops.layer_norm.backward.tile import BackwardTile, backward_tile_launches
-from fusednorm.ops.layer_norm.call import SINGLE_ROW_COLS, BackwardCall, ForwardCall, Statistics
-from fusednorm.ops.layer_norm.chain import ChainCall, chain_sweep_launches, chain_tile_launches
-from fusednorm.ops.layer_norm.forward.cooperative import ForwardCooperative, forward_cooperative_launches
-from fusednorm.ops.layer_norm.forward.resident import ForwardResident, forward_resident_launches
-from fusednorm.ops.layer_norm.forward.split import ForwardSplit, forward_split_launches
-from fusednorm.ops.layer_norm.forward.sweep import ForwardSweep, forward_sweep_launches
-from fusednorm.ops.layer_norm.forward.tile import ForwardTile, forward_tile_launches
+from fusednorm.ops.layer_norm.backward.cooperative import LayerNormBackwardCooperative, plan_cooperative_backward
+from fusednorm.ops.layer_norm.backward.split import LayerNormBackwardSplit, plan_split_backward
+from fusednorm.ops.layer_norm.backward.tile import LayerNormBackwardTile, plan_tile_backward
+from fusednorm.ops.layer_norm.call import (
+    SINGLE_ROW_COLS,
+    LayerNormBackwardCall,
+    LayerNormForwardCall,
+    RowStatistics,
+)
+from fusednorm.ops.layer_norm.chain import ChainCall, plan_sweep_chain, plan_tile_chain
+from fusednorm.ops.layer_norm.forward.cooperative import LayerNormForwardCooperative, plan_cooperative_forward
+from fusednorm.ops.layer_norm.forward.resident import LayerNormForwardResident, plan_resident_forward
+from fusednorm.ops.layer_norm.forward.split import LayerNormForwardSplit, plan_split_forward
+from fusednorm.ops.layer_norm.forward.sweep import LayerNormForwardSweep, plan_sweep_forward
+from fusednorm.ops.layer_norm.forward.tile import LayerNormForwardTile, plan_tile_forward
 from fusednorm.ops.layer_norm.table import BackwardConfig, ForwardConfig
 from fusednorm.policy.waiting import may_wait
 
@@ -36,11 +41,11 @@ _REGISTERS_BESIDE = 48
 Config = TypeVar("Config", ForwardConfig, BackwardConfig)
 
 
-def _between(cols: int, table: tuple[tuple[int, int, Config], ...]) -> Iterator[Config]:
+def _iterate_entries_between(cols: int, table: tuple[tuple[int, int, Config], ...]) -> Iterator[Config]:
     return (choice for first, last, choice in table if first <= cols <= last)
 
 
-def _choices(
+def _iterate_choices(
     cols: int,
     itemsize: int,
     table: dict[int, tuple[tuple[int, Config], ...]],
@@ -48,7 +53,7 @@ def _choices(
 ) -> Iterator[Config]:
     """The entry for rows of `cols` columns, and those for longer ones."""
     if cols * itemsize % 16:
-        yield from _between(cols, unaligned[itemsize])
+        yield from _iterate_entries_between(cols, unaligned[itemsize])
     yield from (choice for limit, choice in table[itemsize] if cols <= limit)
 
 
@@ -67,14 +72,14 @@ def choose_forward(
 def _choose_forward(
     cols: int, itemsize: int, multiprocessors: int, residual: bool, heads: bool, single: bool, waits: bool
 ) -> ForwardConfig:
-    choices = _choices(cols, itemsize, tables.FORWARD, tables.FORWARD_UNALIGNED)
+    choices = _iterate_choices(cols, itemsize, tables.FORWARD, tables.FORWARD_UNALIGNED)
     if residual:
-        choices = chain(_between(cols, tables.FORWARD_WITH_RESIDUAL[itemsize]), choices)
+        choices = chain(_iterate_entries_between(cols, tables.FORWARD_WITH_RESIDUAL[itemsize]), choices)
     choice = next(choices)
-    if isinstance(choice, ForwardResident) and residual:
-        held = _with_residual(choice, itemsize) if cols * itemsize <= MOST_BYTES_WITH_RESIDUAL else None
-        choice = held or next(c for c in choices if isinstance(c, ForwardCooperative))
-    if isinstance(choice, ForwardCooperative):
+    if isinstance(choice, LayerNormForwardResident) and residual:
+        held = _fit_residual(choice, itemsize) if cols * itemsize <= MOST_BYTES_WITH_RESIDUAL else None
+        choice = held or next(c for c in choices if isinstance(c, LayerNormForwardCooperative))
+    if isinstance(choice, LayerNormForwardCooperative):
         if heads:
             return choose_sweep(cols)
         if not waits:
@@ -89,7 +94,7 @@ def _choose_forward(
     return choice
 
 
-def _with_residual(choice: ForwardResident, itemsize: int) -> ForwardResident | None:
+def _fit_residual(choice: LayerNormForwardResident, itemsize: int) -> LayerNormForwardResident | None:
     """`choice` with fewer programs, so that registers suffice for a residual; None if they do not suffice for one.
 
     A residual doubles the bytes of a row, so a prefetch of one row per multiprocessor is enough: 1.01 of a copy
@@ -108,13 +113,13 @@ def _with_residual(choice: ForwardResident, itemsize: int) -> ForwardResident | 
 def choose_statistics(cols: int, itemsize: int, multiprocessors: int, residual: bool) -> ForwardConfig:
     """The configuration of a pass that computes only mean and rstd."""
     choice = choose_forward(cols, itemsize, multiprocessors, residual)
-    return choose_sweep(cols) if isinstance(choice, ForwardTile | ForwardResident) else choice
+    return choose_sweep(cols) if isinstance(choice, LayerNormForwardTile | LayerNormForwardResident) else choice
 
 
-def choose_sweep(cols: int) -> ForwardSweep:
+def choose_sweep(cols: int) -> LayerNormForwardSweep:
     """The configuration that reads rows of `cols` columns twice, the same for all dtypes."""
     block = min(1 << (cols.bit_length() - 2), 8192)
-    return ForwardSweep(block, num_warps=max(1, block // 256))
+    return LayerNormForwardSweep(block, num_warps=max(1, block // 256))
 
 
 def choose_backward(cols: int, itemsize: int, multiprocessors: int, plain: bool) -> BackwardConfig:
@@ -127,8 +132,8 @@ def choose_backward(cols: int, itemsize: int, multiprocessors: int, plain: bool)
 
 @lru_cache(maxsize=4096)
 def _choose_backward(cols: int, itemsize: int, multiprocessors: int, plain: bool, waits: bool) -> BackwardConfig:
-    choice = next(_choices(cols, itemsize, tables.BACKWARD, tables.BACKWARD_UNALIGNED))
-    if isinstance(choice, BackwardCooperative):
+    choice = next(_iterate_choices(cols, itemsize, tables.BACKWARD, tables.BACKWARD_UNALIGNED))
+    if isinstance(choice, LayerNormBackwardCooperative):
         if not plain:
             choice = replace(choice, programs_per_sm=choice.programs_per_sm - 1)
         if not waits or cols > choice.block_n * choice.programs_per_sm * multiprocessors:
@@ -136,18 +141,18 @@ def _choose_backward(cols: int, itemsize: int, multiprocessors: int, plain: bool
     return choice
 
 
-def choose_tile(cols: int) -> ForwardTile | None:
+def choose_tile(cols: int) -> LayerNormForwardTile | None:
     """The tile of float8 passes and chains for rows of `cols` columns; None if registers cannot hold such a row."""
     return next((tile for limit, tile in tables.TILES if cols <= limit), None)
 
 
-def choose_float8(cols: int, itemsize: int) -> ForwardTile | ForwardSweep:
+def choose_float8(cols: int, itemsize: int) -> LayerNormForwardTile | LayerNormForwardSweep:
     """The configuration of a forward pass with a float8 y, for rows of `cols` elements of `itemsize` bytes."""
     sweeps = (sweep for limit, sweep in tables.FLOAT8_SWEEP[itemsize] if cols <= limit)
     return choose_tile(cols) or next(sweeps)
 
 
-def plan_forward(call: ForwardCall, config: ForwardConfig | None = None) -> list[Launch]:
+def plan_forward(call: LayerNormForwardCall, config: ForwardConfig | None = None) -> list[Launch]:
     """The launches of a forward pass.
 
     `config` overrides the choice, for tests, benchmarks and compile checks.
@@ -163,51 +168,51 @@ def plan_forward(call: ForwardCall, config: ForwardConfig | None = None) -> list
         call.rows == 1,
     )
     match config:
-        case ForwardTile():
-            return forward_tile_launches(call, config)
-        case ForwardResident():
-            return forward_resident_launches(call, config)
-        case ForwardCooperative():
-            return forward_cooperative_launches(call, config)
-        case ForwardSplit():
-            return forward_split_launches(call, config)
-        case ForwardSweep():
-            return forward_sweep_launches(call, config)
+        case LayerNormForwardTile():
+            return plan_tile_forward(call, config)
+        case LayerNormForwardResident():
+            return plan_resident_forward(call, config)
+        case LayerNormForwardCooperative():
+            return plan_cooperative_forward(call, config)
+        case LayerNormForwardSplit():
+            return plan_split_forward(call, config)
+        case LayerNormForwardSweep():
+            return plan_sweep_forward(call, config)
 
 
-def plan_backward(call: BackwardCall, config: BackwardConfig | None = None) -> list[Launch]:
+def plan_backward(call: LayerNormBackwardCall, config: BackwardConfig | None = None) -> list[Launch]:
     """The launches of a backward pass.
 
     `config` overrides the choice, for tests, benchmarks and compile checks.
     """
     config = config or choose_backward(call.cols, call.itemsize, call.multiprocessors, call.is_plain)
     match config:
-        case BackwardTile():
-            return backward_tile_launches(call, config)
-        case BackwardCooperative():
+        case LayerNormBackwardTile():
+            return plan_tile_backward(call, config)
+        case LayerNormBackwardCooperative():
             call.refuse_heads()
-            call, statistics = _with_statistics(call)
-            return statistics + backward_cooperative_launches(call, config)
-        case BackwardSplit():
-            return backward_split_launches(call, config)
+            call, statistics = _add_statistics(call)
+            return statistics + plan_cooperative_backward(call, config)
+        case LayerNormBackwardSplit():
+            return plan_split_backward(call, config)
 
 
 def plan_chain(call: ChainCall) -> list[Launch]:
     """The launch of a chain."""
     tile = choose_tile(call.x.shape[1])
     if tile is not None:
-        return chain_tile_launches(call, tile)
-    return chain_sweep_launches(call, tables.CHAIN_SWEEP[call.x.element_size()])
+        return plan_tile_chain(call, tile)
+    return plan_sweep_chain(call, tables.CHAIN_SWEEP[call.x.element_size()])
 
 
-def _with_statistics(call: BackwardCall) -> tuple[BackwardCall, list[Launch]]:
+def _add_statistics(call: LayerNormBackwardCall) -> tuple[LayerNormBackwardCall, list[Launch]]:
     """The call with mean and rstd; if it had none, also the launches that compute them first."""
     if call.rstd is not None:
         return call, []
     rstd = new_workspace(call.x, call.rows)
     mean = None if call.options.is_rms else new_workspace(call.x, call.rows)
     config = choose_statistics(call.cols, call.itemsize, call.multiprocessors, call.residual is not None)
-    statistics = ForwardCall(
-        x=call.x, residual=call.residual, options=call.options.of_statistics, out=Statistics(mean, rstd)
+    statistics = LayerNormForwardCall(
+        x=call.x, residual=call.residual, options=call.options.of_statistics, out=RowStatistics(mean, rstd)
     )
     return replace(call, mean=mean, rstd=rstd), plan_forward(statistics, config)

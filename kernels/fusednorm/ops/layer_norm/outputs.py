@@ -1,30 +1,30 @@
 """The results of LayerNorm's and RMSNorm's passes."""
 
 from fusednorm.arguments.arrays import FLOAT8, Array
-from fusednorm.arguments.outputs import Output, Outputs
+from fusednorm.arguments.outputs import Outputs, OutputSpec
 
 
-def forward_outputs(residual: Array | None, dtype: str, stats: bool, is_rms: bool) -> Outputs:
+def declare_forward_outputs(residual: Array | None, dtype: str, stats: bool, is_rms: bool) -> Outputs:
     """The outputs of a forward pass whose y has the given dtype, one per field of `Forward`."""
     return (
-        Output("y", dtype),
-        Output("mean", "float32", axes_less=1) if stats and not is_rms else None,
-        Output("rstd", "float32", axes_less=1) if stats else None,
-        None if residual is None else Output("residual_out", residual.dtype),
-        Output("scale", "float32", axes_less=1) if dtype == FLOAT8 else None,
+        OutputSpec("y", dtype),
+        OutputSpec("mean", "float32", axes_less=1) if stats and not is_rms else None,
+        OutputSpec("rstd", "float32", axes_less=1) if stats else None,
+        None if residual is None else OutputSpec("residual_out", residual.dtype),
+        OutputSpec("scale", "float32", axes_less=1) if dtype == FLOAT8 else None,
     )
 
 
-def backward_outputs(x: Array, weight: Array | None, bias: Array | None, residual: Array | None) -> Outputs:
+def declare_backward_outputs(x: Array, weight: Array | None, bias: Array | None, residual: Array | None) -> Outputs:
     """The outputs of a backward pass, one per field of `Backward`; no gradient for a parameter that is None."""
-    dx = Output("dx", x.dtype)
+    dx = OutputSpec("dx", x.dtype)
     dresidual = None if residual is None else dx
     if residual is not None and residual.dtype != x.dtype:
-        dresidual = Output("dresidual", residual.dtype)
+        dresidual = OutputSpec("dresidual", residual.dtype)
     return (
         dx,
-        None if weight is None else Output("dweight", weight.dtype, weight.shape),
-        None if bias is None else Output("dbias", bias.dtype, bias.shape),
+        None if weight is None else OutputSpec("dweight", weight.dtype, weight.shape),
+        None if bias is None else OutputSpec("dbias", bias.dtype, bias.shape),
         dresidual,
         None,
         None,

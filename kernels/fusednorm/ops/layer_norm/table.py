@@ -4,216 +4,281 @@ They are indexed by the size of an element of x in bytes.  An entry is used for 
 columns, so the number of compiled kernels is bounded.
 """
 
-from fusednorm.ops.layer_norm.backward.cooperative import BackwardCooperative
-from fusednorm.ops.layer_norm.backward.split import BackwardSplit
-from fusednorm.ops.layer_norm.backward.tile import BackwardTile
-from fusednorm.ops.layer_norm.forward.cooperative import ForwardCooperative
-from fusednorm.ops.layer_norm.forward.resident import ForwardResident
-from fusednorm.ops.layer_norm.forward.split import ForwardSplit
-from fusednorm.ops.layer_norm.forward.sweep import ForwardSweep
-from fusednorm.ops.layer_norm.forward.tile import ForwardTile
+from fusednorm.ops.layer_norm.backward.cooperative import LayerNormBackwardCooperative
+from fusednorm.ops.layer_norm.backward.split import LayerNormBackwardSplit
+from fusednorm.ops.layer_norm.backward.tile import LayerNormBackwardTile
+from fusednorm.ops.layer_norm.forward.cooperative import LayerNormForwardCooperative
+from fusednorm.ops.layer_norm.forward.resident import LayerNormForwardResident
+from fusednorm.ops.layer_norm.forward.split import LayerNormForwardSplit
+from fusednorm.ops.layer_norm.forward.sweep import LayerNormForwardSweep
+from fusednorm.ops.layer_norm.forward.tile import LayerNormForwardTile
 
-ForwardConfig = ForwardTile | ForwardResident | ForwardSweep | ForwardCooperative | ForwardSplit
-BackwardConfig = BackwardTile | BackwardCooperative | BackwardSplit
+ForwardConfig = (
+    LayerNormForwardTile
+    | LayerNormForwardResident
+    | LayerNormForwardSweep
+    | LayerNormForwardCooperative
+    | LayerNormForwardSplit
+)
+BackwardConfig = LayerNormBackwardTile | LayerNormBackwardCooperative | LayerNormBackwardSplit
 
 # Measured on an H200 (`benchmarks.tune.layer_norm`), x of 256 MiB; comments are fractions of a copy's speed.
 FORWARD: dict[int, tuple[tuple[int, ForwardConfig], ...]] = {
     2: (
-        (16, ForwardTile(32, 1, 16, num_warps=2)),
-        (64, ForwardTile(32, 1, 64, num_warps=4)),
-        (128, ForwardTile(32, 1, 128, num_warps=4)),  # 0.97
-        (256, ForwardTile(8, 1, 256, num_warps=4)),  # 0.94
-        (512, ForwardTile(2, 1, 512, num_warps=1)),  # 1.00
-        (768, ForwardTile(2, 3, 256, num_warps=1)),  # 1.02
-        (1024, ForwardTile(1, 1, 1024, num_warps=1)),  # 1.00
-        (1536, ForwardTile(1, 3, 512, num_warps=1)),  # 1.02
-        (2048, ForwardResident(4, num_warps=2, programs_per_sm=8, ahead_per_sm=2)),  # 1.01
-        (2560, ForwardResident(5, num_warps=2, programs_per_sm=10, ahead_per_sm=2)),  # 1.00
-        (3072, ForwardResident(3, num_warps=4, programs_per_sm=5, ahead_per_sm=2)),  # 1.01
-        (3584, ForwardTile(1, 7, 512, num_warps=2)),  # 1.01
-        (4096, ForwardResident(4, num_warps=4, programs_per_sm=4, ahead_per_sm=2)),  # 1.00
-        (5120, ForwardResident(5, num_warps=4, programs_per_sm=4, ahead_per_sm=2)),  # 1.00
-        (6144, ForwardResident(6, num_warps=4, programs_per_sm=4, ahead_per_sm=2)),  # 1.00
-        (7168, ForwardResident(7, num_warps=4, programs_per_sm=5, ahead_per_sm=1)),  # 1.00
-        (8192, ForwardResident(4, num_warps=8, programs_per_sm=3, ahead_per_sm=2)),  # 1.00
-        (10240, ForwardResident(5, num_warps=8, programs_per_sm=3, ahead_per_sm=1)),  # 1.00
-        (12288, ForwardResident(6, num_warps=8, programs_per_sm=3, ahead_per_sm=1)),  # 1.00
-        (14336, ForwardResident(7, num_warps=8, programs_per_sm=3, ahead_per_sm=1)),  # 1.00
-        (16384, ForwardResident(8, num_warps=8, programs_per_sm=2, ahead_per_sm=1)),  # 0.99
-        (20480, ForwardResident(5, num_warps=16, programs_per_sm=2, ahead_per_sm=1)),  # 0.99
-        (24576, ForwardResident(6, num_warps=16, programs_per_sm=2, ahead_per_sm=1)),  # 0.98
-        (32768, ForwardResident(8, num_warps=16, programs_per_sm=2, ahead_per_sm=1)),  # 0.98
-        (49152, ForwardResident(6, num_warps=32, programs_per_sm=1, ahead_per_sm=1)),  # 0.95
-        (65536, ForwardResident(8, num_warps=32, programs_per_sm=1, ahead_per_sm=1)),  # 0.91
-        (524288, ForwardCooperative(4, num_warps=4, programs_per_sm=5, lag=2, ahead=1)),  # 0.77-0.87
-        (2**31, ForwardCooperative(4, num_warps=8, programs_per_sm=2, lag=3, ahead=1)),  # 0.74
+        (16, LayerNormForwardTile(32, 1, 16, num_warps=2)),
+        (64, LayerNormForwardTile(32, 1, 64, num_warps=4)),
+        (128, LayerNormForwardTile(32, 1, 128, num_warps=4)),  # 0.97
+        (256, LayerNormForwardTile(8, 1, 256, num_warps=4)),  # 0.94
+        (512, LayerNormForwardTile(2, 1, 512, num_warps=1)),  # 1.00
+        (768, LayerNormForwardTile(2, 3, 256, num_warps=1)),  # 1.02
+        (1024, LayerNormForwardTile(1, 1, 1024, num_warps=1)),  # 1.00
+        (1536, LayerNormForwardTile(1, 3, 512, num_warps=1)),  # 1.02
+        (2048, LayerNormForwardResident(4, num_warps=2, programs_per_sm=8, ahead_per_sm=2)),  # 1.01
+        (2560, LayerNormForwardResident(5, num_warps=2, programs_per_sm=10, ahead_per_sm=2)),  # 1.00
+        (3072, LayerNormForwardResident(3, num_warps=4, programs_per_sm=5, ahead_per_sm=2)),  # 1.01
+        (3584, LayerNormForwardTile(1, 7, 512, num_warps=2)),  # 1.01
+        (4096, LayerNormForwardResident(4, num_warps=4, programs_per_sm=4, ahead_per_sm=2)),  # 1.00
+        (5120, LayerNormForwardResident(5, num_warps=4, programs_per_sm=4, ahead_per_sm=2)),  # 1.00
+        (6144, LayerNormForwardResident(6, num_warps=4, programs_per_sm=4, ahead_per_sm=2)),  # 1.00
+        (7168, LayerNormForwardResident(7, num_warps=4, programs_per_sm=5, ahead_per_sm=1)),  # 1.00
+        (8192, LayerNormForwardResident(4, num_warps=8, programs_per_sm=3, ahead_per_sm=2)),  # 1.00
+        (10240, LayerNormForwardResident(5, num_warps=8, programs_per_sm=3, ahead_per_sm=1)),  # 1.00
+        (12288, LayerNormForwardResident(6, num_warps=8, programs_per_sm=3, ahead_per_sm=1)),  # 1.00
+        (14336, LayerNormForwardResident(7, num_warps=8, programs_per_sm=3, ahead_per_sm=1)),  # 1.00
+        (16384, LayerNormForwardResident(8, num_warps=8, programs_per_sm=2, ahead_per_sm=1)),  # 0.99
+        (20480, LayerNormForwardResident(5, num_warps=16, programs_per_sm=2, ahead_per_sm=1)),  # 0.99
+        (24576, LayerNormForwardResident(6, num_warps=16, programs_per_sm=2, ahead_per_sm=1)),  # 0.98
+        (32768, LayerNormForwardResident(8, num_warps=16, programs_per_sm=2, ahead_per_sm=1)),  # 0.98
+        (49152, LayerNormForwardResident(6, num_warps=32, programs_per_sm=1, ahead_per_sm=1)),  # 0.95
+        (65536, LayerNormForwardResident(8, num_warps=32, programs_per_sm=1, ahead_per_sm=1)),  # 0.91
+        (524288, LayerNormForwardCooperative(4, num_warps=4, programs_per_sm=5, lag=2, ahead=1)),  # 0.77-0.87
+        (2**31, LayerNormForwardCooperative(4, num_warps=8, programs_per_sm=2, lag=3, ahead=1)),  # 0.74
     ),
     4: (
-        (16, ForwardTile(32, 1, 16, num_warps=2)),
-        (64, ForwardTile(8, 1, 64, num_warps=2)),  # 1.00
-        (128, ForwardTile(4, 1, 128, num_warps=1)),
-        (256, ForwardTile(2, 1, 256, num_warps=2)),  # 1.01
-        (512, ForwardTile(1, 1, 512, num_warps=1)),  # 1.00
-        (768, ForwardTile(1, 3, 256, num_warps=1)),  # 1.02
-        (1024, ForwardTile(1, 1, 1024, num_warps=2)),  # 1.00
-        (1536, ForwardTile(1, 3, 512, num_warps=2)),  # 1.00
-        (2048, ForwardResident(2, num_warps=4, programs_per_sm=4, ahead_per_sm=2)),  # 1.00
-        (2560, ForwardResident(3, num_warps=4, programs_per_sm=3, ahead_per_sm=2)),  # 1.00
-        (3072, ForwardResident(3, num_warps=4, programs_per_sm=4, ahead_per_sm=2)),  # 1.00
-        (3584, ForwardTile(1, 7, 512, num_warps=2)),  # 0.99
-        (4096, ForwardResident(2, num_warps=8, programs_per_sm=4, ahead_per_sm=2)),  # 1.00
-        (5120, ForwardResident(3, num_warps=8, programs_per_sm=3, ahead_per_sm=1)),  # 1.01
-        (6144, ForwardResident(3, num_warps=8, programs_per_sm=2, ahead_per_sm=1)),  # 1.00
-        (7168, ForwardResident(4, num_warps=8, programs_per_sm=3, ahead_per_sm=1)),  # 1.00
-        (8192, ForwardResident(4, num_warps=8, programs_per_sm=3, ahead_per_sm=1)),  # 1.00
-        (10240, ForwardResident(5, num_warps=8, programs_per_sm=2, ahead_per_sm=1)),  # 0.99
-        (12288, ForwardResident(3, num_warps=16, programs_per_sm=2, ahead_per_sm=1)),  # 1.00
-        (14336, ForwardResident(7, num_warps=8, programs_per_sm=2, ahead_per_sm=1)),  # 0.98
-        (16384, ForwardResident(4, num_warps=16, programs_per_sm=2, ahead_per_sm=1)),  # 0.98
-        (20480, ForwardResident(5, num_warps=16, programs_per_sm=1, ahead_per_sm=1)),  # 0.96
-        (24576, ForwardResident(3, num_warps=32, programs_per_sm=1, ahead_per_sm=1)),  # 0.97
-        (32768, ForwardResident(8, num_warps=16, programs_per_sm=1, ahead_per_sm=1)),  # 0.95
-        (524288, ForwardCooperative(2, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),  # 0.85-0.92
-        (2**31, ForwardCooperative(2, num_warps=8, programs_per_sm=2, lag=3, ahead=1)),  # 0.81
+        (16, LayerNormForwardTile(32, 1, 16, num_warps=2)),
+        (64, LayerNormForwardTile(8, 1, 64, num_warps=2)),  # 1.00
+        (128, LayerNormForwardTile(4, 1, 128, num_warps=1)),
+        (256, LayerNormForwardTile(2, 1, 256, num_warps=2)),  # 1.01
+        (512, LayerNormForwardTile(1, 1, 512, num_warps=1)),  # 1.00
+        (768, LayerNormForwardTile(1, 3, 256, num_warps=1)),  # 1.02
+        (1024, LayerNormForwardTile(1, 1, 1024, num_warps=2)),  # 1.00
+        (1536, LayerNormForwardTile(1, 3, 512, num_warps=2)),  # 1.00
+        (2048, LayerNormForwardResident(2, num_warps=4, programs_per_sm=4, ahead_per_sm=2)),  # 1.00
+        (2560, LayerNormForwardResident(3, num_warps=4, programs_per_sm=3, ahead_per_sm=2)),  # 1.00
+        (3072, LayerNormForwardResident(3, num_warps=4, programs_per_sm=4, ahead_per_sm=2)),  # 1.00
+        (3584, LayerNormForwardTile(1, 7, 512, num_warps=2)),  # 0.99
+        (4096, LayerNormForwardResident(2, num_warps=8, programs_per_sm=4, ahead_per_sm=2)),  # 1.00
+        (5120, LayerNormForwardResident(3, num_warps=8, programs_per_sm=3, ahead_per_sm=1)),  # 1.01
+        (6144, LayerNormForwardResident(3, num_warps=8, programs_per_sm=2, ahead_per_sm=1)),  # 1.00
+        (7168, LayerNormForwardResident(4, num_warps=8, programs_per_sm=3, ahead_per_sm=1)),  # 1.00
+        (8192, LayerNormForwardResident(4, num_warps=8, programs_per_sm=3, ahead_per_sm=1)),  # 1.00
+        (10240, LayerNormForwardResident(5, num_warps=8, programs_per_sm=2, ahead_per_sm=1)),  # 0.99
+        (12288, LayerNormForwardResident(3, num_warps=16, programs_per_sm=2, ahead_per_sm=1)),  # 1.00
+        (14336, LayerNormForwardResident(7, num_warps=8, programs_per_sm=2, ahead_per_sm=1)),  # 0.98
+        (16384, LayerNormForwardResident(4, num_warps=16, programs_per_sm=2, ahead_per_sm=1)),  # 0.98
+        (20480, LayerNormForwardResident(5, num_warps=16, programs_per_sm=1, ahead_per_sm=1)),  # 0.96
+        (24576, LayerNormForwardResident(3, num_warps=32, programs_per_sm=1, ahead_per_sm=1)),  # 0.97
+        (32768, LayerNormForwardResident(8, num_warps=16, programs_per_sm=1, ahead_per_sm=1)),  # 0.95
+        (524288, LayerNormForwardCooperative(2, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),  # 0.85-0.92
+        (2**31, LayerNormForwardCooperative(2, num_warps=8, programs_per_sm=2, lag=3, ahead=1)),  # 0.81
     ),
 }
 # Rows that are too long for the resident programs together, and a single row from SINGLE_ROW_COLS on.  The parts
 # have the size of the slabs of the last entry above, so that a row has the same bits with both algorithms.
 FORWARD_SPLIT = {
-    2: ForwardSplit(4, num_warps=8, slab_chunks=2, slab_num_warps=4, rows=16),  # 0.54-0.60
-    4: ForwardSplit(2, num_warps=8, slab_chunks=1, slab_num_warps=4, rows=16),  # 0.48-0.61
+    2: LayerNormForwardSplit(4, num_warps=8, slab_chunks=2, slab_num_warps=4, rows=16),  # 0.54-0.60
+    4: LayerNormForwardSplit(2, num_warps=8, slab_chunks=1, slab_num_warps=4, rows=16),  # 0.48-0.61
 }
 
 # These entries replace those of FORWARD for rows of (first, last) columns whose size is no multiple of 16 bytes:
 # accesses are narrow and nothing is prefetched, so there are more warps.
 FORWARD_UNALIGNED: dict[int, tuple[tuple[int, int, ForwardConfig], ...]] = {
     2: (
-        (513, 1024, ForwardResident(4, num_warps=1, programs_per_sm=16)),  # 0.80 (1001)
-        (32769, 53248, ForwardResident(13, num_warps=16, programs_per_sm=1, ahead_per_sm=1)),  # 0.50 (50257)
-        (53249, 65536, ForwardResident(16, num_warps=16, programs_per_sm=1, ahead_per_sm=1)),
+        (513, 1024, LayerNormForwardResident(4, num_warps=1, programs_per_sm=16)),  # 0.80 (1001)
+        (
+            32769,
+            53248,
+            LayerNormForwardResident(13, num_warps=16, programs_per_sm=1, ahead_per_sm=1),
+        ),  # 0.50 (50257)
+        (53249, 65536, LayerNormForwardResident(16, num_warps=16, programs_per_sm=1, ahead_per_sm=1)),
     ),
-    4: ((513, 1024, ForwardResident(4, num_warps=1, programs_per_sm=12)),),  # 0.99 (1001)
+    4: ((513, 1024, LayerNormForwardResident(4, num_warps=1, programs_per_sm=12)),),  # 0.99 (1001)
 }
 
 # These entries replace those of FORWARD for rows of (first, last) columns with a residual.
 FORWARD_WITH_RESIDUAL: dict[int, tuple[tuple[int, int, ForwardConfig], ...]] = {
     2: (),
     4: (
-        (12289, 14336, ForwardResident(4, num_warps=16, programs_per_sm=1, ahead_per_sm=1)),
+        (12289, 14336, LayerNormForwardResident(4, num_warps=16, programs_per_sm=1, ahead_per_sm=1)),
     ),  # 1.01, 7 x 8 warps 0.96
 }
 
 BACKWARD: dict[int, tuple[tuple[int, BackwardConfig], ...]] = {
     2: (
-        (16, BackwardTile(32, 16, num_warps=2, stages=3, programs_per_sm=4, hold_weight=True)),
-        (64, BackwardTile(16, 64, num_warps=2, stages=3, programs_per_sm=4, hold_weight=True)),
-        (128, BackwardTile(16, 128, num_warps=2, stages=4, programs_per_sm=4, hold_weight=True)),
-        (256, BackwardTile(2, 256, num_warps=1, stages=3, programs_per_sm=12, hold_weight=True)),  # 0.98
-        (512, BackwardTile(2, 512, num_warps=2, stages=4, programs_per_sm=4, hold_weight=True, ahead=6)),  # 0.98
-        (768, BackwardTile(4, 1024, num_warps=4, stages=4, programs_per_sm=2, hold_weight=True)),  # 0.99
-        (1024, BackwardTile(1, 1024, num_warps=2, stages=3, programs_per_sm=6, hold_weight=True)),  # 0.98
-        (2048, BackwardTile(1, 2048, num_warps=4, stages=4, programs_per_sm=2, hold_weight=True, ahead=6)),  # 0.99
-        (2560, BackwardTile(1, 512, num_warps=4, stages=4, programs_per_sm=2, hold_weight=True, chunks=5)),  # 0.98
-        (3072, BackwardTile(1, 4096, num_warps=4, stages=3, programs_per_sm=2, hold_weight=True, ahead=3)),  # 0.98
-        (4096, BackwardTile(1, 4096, num_warps=4, stages=4, programs_per_sm=1, hold_weight=True, ahead=6)),  # 0.98
-        (5120, BackwardTile(1, 1024, num_warps=8, stages=3, programs_per_sm=2, hold_weight=True, chunks=5)),  # 0.94
-        (7168, BackwardTile(1, 8192, num_warps=8, stages=4, programs_per_sm=1, hold_weight=True)),  # 0.97
-        (8192, BackwardTile(1, 8192, num_warps=16, stages=4, programs_per_sm=1, hold_weight=False, ahead=4)),  # .97
+        (16, LayerNormBackwardTile(32, 16, num_warps=2, stages=3, programs_per_sm=4, hold_weight=True)),
+        (64, LayerNormBackwardTile(16, 64, num_warps=2, stages=3, programs_per_sm=4, hold_weight=True)),
+        (128, LayerNormBackwardTile(16, 128, num_warps=2, stages=4, programs_per_sm=4, hold_weight=True)),
+        (256, LayerNormBackwardTile(2, 256, num_warps=1, stages=3, programs_per_sm=12, hold_weight=True)),  # 0.98
         (
-            12288,
-            BackwardTile(1, 4096, num_warps=16, stages=3, programs_per_sm=1, hold_weight=True, chunks=3),
-        ),  # 0.93
-        (65536, BackwardCooperative(2048, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),  # 0.79-0.86
-        (2**31, BackwardCooperative(2048, num_warps=4, programs_per_sm=4, lag=3, ahead=1)),  # 0.78
-    ),
-    4: (
-        (16, BackwardTile(32, 16, num_warps=2, stages=3, programs_per_sm=4, hold_weight=True)),
-        (64, BackwardTile(16, 64, num_warps=2, stages=3, programs_per_sm=4, hold_weight=True)),
-        (128, BackwardTile(8, 128, num_warps=2, stages=3, programs_per_sm=4, hold_weight=True)),
-        (256, BackwardTile(2, 256, num_warps=2, stages=3, programs_per_sm=6, hold_weight=True)),  # 0.98
-        (512, BackwardTile(1, 512, num_warps=2, stages=3, programs_per_sm=6, hold_weight=True)),  # 0.99
-        (768, BackwardTile(1, 256, num_warps=2, stages=3, programs_per_sm=4, hold_weight=True, chunks=3)),  # 1.02
-        (1024, BackwardTile(2, 1024, num_warps=4, stages=4, programs_per_sm=1, hold_weight=True, ahead=6)),  # 0.99
-        (2048, BackwardTile(1, 2048, num_warps=4, stages=4, programs_per_sm=1, hold_weight=True, ahead=6)),  # 1.00
+            512,
+            LayerNormBackwardTile(2, 512, num_warps=2, stages=4, programs_per_sm=4, hold_weight=True, ahead=6),
+        ),  # 0.98
+        (768, LayerNormBackwardTile(4, 1024, num_warps=4, stages=4, programs_per_sm=2, hold_weight=True)),  # 0.99
+        (1024, LayerNormBackwardTile(1, 1024, num_warps=2, stages=3, programs_per_sm=6, hold_weight=True)),  # 0.98
+        (
+            2048,
+            LayerNormBackwardTile(1, 2048, num_warps=4, stages=4, programs_per_sm=2, hold_weight=True, ahead=6),
+        ),  # 0.99
         (
             2560,
-            BackwardTile(1, 512, num_warps=4, stages=4, programs_per_sm=1, hold_weight=True, chunks=5, ahead=4),
+            LayerNormBackwardTile(1, 512, num_warps=4, stages=4, programs_per_sm=2, hold_weight=True, chunks=5),
+        ),  # 0.98
+        (
+            3072,
+            LayerNormBackwardTile(1, 4096, num_warps=4, stages=3, programs_per_sm=2, hold_weight=True, ahead=3),
+        ),  # 0.98
+        (
+            4096,
+            LayerNormBackwardTile(1, 4096, num_warps=4, stages=4, programs_per_sm=1, hold_weight=True, ahead=6),
+        ),  # 0.98
+        (
+            5120,
+            LayerNormBackwardTile(1, 1024, num_warps=8, stages=3, programs_per_sm=2, hold_weight=True, chunks=5),
+        ),  # 0.94
+        (7168, LayerNormBackwardTile(1, 8192, num_warps=8, stages=4, programs_per_sm=1, hold_weight=True)),  # 0.97
+        (
+            8192,
+            LayerNormBackwardTile(1, 8192, num_warps=16, stages=4, programs_per_sm=1, hold_weight=False, ahead=4),
+        ),  # .97
+        (
+            12288,
+            LayerNormBackwardTile(1, 4096, num_warps=16, stages=3, programs_per_sm=1, hold_weight=True, chunks=3),
+        ),  # 0.93
+        (65536, LayerNormBackwardCooperative(2048, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),  # 0.79-0.86
+        (2**31, LayerNormBackwardCooperative(2048, num_warps=4, programs_per_sm=4, lag=3, ahead=1)),  # 0.78
+    ),
+    4: (
+        (16, LayerNormBackwardTile(32, 16, num_warps=2, stages=3, programs_per_sm=4, hold_weight=True)),
+        (64, LayerNormBackwardTile(16, 64, num_warps=2, stages=3, programs_per_sm=4, hold_weight=True)),
+        (128, LayerNormBackwardTile(8, 128, num_warps=2, stages=3, programs_per_sm=4, hold_weight=True)),
+        (256, LayerNormBackwardTile(2, 256, num_warps=2, stages=3, programs_per_sm=6, hold_weight=True)),  # 0.98
+        (512, LayerNormBackwardTile(1, 512, num_warps=2, stages=3, programs_per_sm=6, hold_weight=True)),  # 0.99
+        (
+            768,
+            LayerNormBackwardTile(1, 256, num_warps=2, stages=3, programs_per_sm=4, hold_weight=True, chunks=3),
+        ),  # 1.02
+        (
+            1024,
+            LayerNormBackwardTile(2, 1024, num_warps=4, stages=4, programs_per_sm=1, hold_weight=True, ahead=6),
+        ),  # 0.99
+        (
+            2048,
+            LayerNormBackwardTile(1, 2048, num_warps=4, stages=4, programs_per_sm=1, hold_weight=True, ahead=6),
+        ),  # 1.00
+        (
+            2560,
+            LayerNormBackwardTile(
+                1, 512, num_warps=4, stages=4, programs_per_sm=1, hold_weight=True, chunks=5, ahead=4
+            ),
         ),  # 0.99
         (
             3072,
-            BackwardTile(1, 1024, num_warps=4, stages=3, programs_per_sm=1, hold_weight=True, chunks=3, ahead=3),
+            LayerNormBackwardTile(
+                1, 1024, num_warps=4, stages=3, programs_per_sm=1, hold_weight=True, chunks=3, ahead=3
+            ),
         ),  # 0.99
-        (4096, BackwardTile(1, 4096, num_warps=16, stages=3, programs_per_sm=1, hold_weight=True, ahead=3)),  # 0.98
-        (5120, BackwardTile(1, 8192, num_warps=8, stages=3, programs_per_sm=1, hold_weight=True)),  # 0.96
+        (
+            4096,
+            LayerNormBackwardTile(1, 4096, num_warps=16, stages=3, programs_per_sm=1, hold_weight=True, ahead=3),
+        ),  # 0.98
+        (5120, LayerNormBackwardTile(1, 8192, num_warps=8, stages=3, programs_per_sm=1, hold_weight=True)),  # 0.96
         (
             6144,
-            BackwardTile(1, 2048, num_warps=16, stages=3, programs_per_sm=1, hold_weight=True, chunks=3, ahead=3),
+            LayerNormBackwardTile(
+                1, 2048, num_warps=16, stages=3, programs_per_sm=1, hold_weight=True, chunks=3, ahead=3
+            ),
         ),  # 0.97
         (
             7168,
-            BackwardTile(1, 1024, num_warps=16, stages=3, programs_per_sm=1, hold_weight=True, chunks=7, ahead=3),
+            LayerNormBackwardTile(
+                1, 1024, num_warps=16, stages=3, programs_per_sm=1, hold_weight=True, chunks=7, ahead=3
+            ),
         ),  # 0.97
-        (8192, BackwardTile(1, 8192, num_warps=16, stages=3, programs_per_sm=1, hold_weight=True)),  # 0.94
-        (2**31, BackwardCooperative(2048, num_warps=4, programs_per_sm=3, lag=2, ahead=1)),  # 0.92-0.94
+        (8192, LayerNormBackwardTile(1, 8192, num_warps=16, stages=3, programs_per_sm=1, hold_weight=True)),  # 0.94
+        (2**31, LayerNormBackwardCooperative(2048, num_warps=4, programs_per_sm=3, lag=2, ahead=1)),  # 0.92-0.94
     ),
 }
 
 BACKWARD_UNALIGNED: dict[int, tuple[tuple[int, int, BackwardConfig], ...]] = {
     2: (
-        (513, 1024, BackwardTile(2, 1024, num_warps=4, stages=3, programs_per_sm=4, hold_weight=True)),  # 0.67-0.75
+        (
+            513,
+            1024,
+            LayerNormBackwardTile(2, 1024, num_warps=4, stages=3, programs_per_sm=4, hold_weight=True),
+        ),  # 0.67-0.75
         (
             12289,
             65536,
-            BackwardCooperative(1024, num_warps=2, programs_per_sm=8, lag=2, ahead=1),
+            LayerNormBackwardCooperative(1024, num_warps=2, programs_per_sm=8, lag=2, ahead=1),
         ),  # 0.44-0.56 (50257)
     ),
     4: (
-        (513, 1024, BackwardTile(1, 1024, num_warps=4, stages=3, programs_per_sm=3, hold_weight=True)),  # 0.87-0.89
+        (
+            513,
+            1024,
+            LayerNormBackwardTile(1, 1024, num_warps=4, stages=3, programs_per_sm=3, hold_weight=True),
+        ),  # 0.87-0.89
     ),
 }
 
 # For devices where programs cannot wait for one another, and rows that are too long for all programs together.
 BACKWARD_SPLIT = {
-    2: BackwardSplit(4096, 8, rows=1, block_n=2048, num_warps=4, stages=4, programs_per_sm=2),  # 0.56-0.58
-    4: BackwardSplit(4096, 8, rows=1, block_n=1024, num_warps=4, stages=4, programs_per_sm=2),  # 0.55-0.59
+    2: LayerNormBackwardSplit(4096, 8, rows=1, block_n=2048, num_warps=4, stages=4, programs_per_sm=2),  # 0.56-0.58
+    4: LayerNormBackwardSplit(4096, 8, rows=1, block_n=1024, num_warps=4, stages=4, programs_per_sm=2),  # 0.55-0.59
 }
 
 # For float8 and for chains: tiles stay in registers for all passes, as float32 for every dtype of x.  A thread has
 # 16 to 56 values; a kernel needs about twice as many registers in total, so that a multiprocessor loads 64 KB or
 # more of 16-bit rows at a time.  An entry is used for every row up to its number of columns.
 TILES = (
-    (16, ForwardTile(32, 1, 16, num_warps=2)),
-    (64, ForwardTile(32, 1, 64, num_warps=4)),
-    (128, ForwardTile(8, 1, 128, num_warps=1)),
-    (256, ForwardTile(4, 1, 256, num_warps=1)),
-    (512, ForwardTile(4, 1, 512, num_warps=2)),
-    (768, ForwardTile(1, 3, 256, num_warps=1)),
-    (1024, ForwardTile(1, 1, 1024, num_warps=1)),
-    (1536, ForwardTile(1, 3, 512, num_warps=2)),
-    (2048, ForwardTile(1, 1, 2048, num_warps=2)),
-    (2560, ForwardTile(1, 5, 512, num_warps=2)),
-    (3072, ForwardTile(1, 3, 1024, num_warps=4)),
-    (4096, ForwardTile(1, 1, 4096, num_warps=4)),
-    (5120, ForwardTile(1, 5, 1024, num_warps=4)),
-    (6144, ForwardTile(1, 3, 2048, num_warps=8)),
-    (7168, ForwardTile(1, 7, 1024, num_warps=4)),
-    (8192, ForwardTile(1, 1, 8192, num_warps=8)),
-    (10240, ForwardTile(1, 5, 2048, num_warps=8)),
-    (12288, ForwardTile(1, 3, 4096, num_warps=16)),
-    (14336, ForwardTile(1, 7, 2048, num_warps=8)),
-    (16384, ForwardTile(1, 1, 16384, num_warps=16)),
+    (16, LayerNormForwardTile(32, 1, 16, num_warps=2)),
+    (64, LayerNormForwardTile(32, 1, 64, num_warps=4)),
+    (128, LayerNormForwardTile(8, 1, 128, num_warps=1)),
+    (256, LayerNormForwardTile(4, 1, 256, num_warps=1)),
+    (512, LayerNormForwardTile(4, 1, 512, num_warps=2)),
+    (768, LayerNormForwardTile(1, 3, 256, num_warps=1)),
+    (1024, LayerNormForwardTile(1, 1, 1024, num_warps=1)),
+    (1536, LayerNormForwardTile(1, 3, 512, num_warps=2)),
+    (2048, LayerNormForwardTile(1, 1, 2048, num_warps=2)),
+    (2560, LayerNormForwardTile(1, 5, 512, num_warps=2)),
+    (3072, LayerNormForwardTile(1, 3, 1024, num_warps=4)),
+    (4096, LayerNormForwardTile(1, 1, 4096, num_warps=4)),
+    (5120, LayerNormForwardTile(1, 5, 1024, num_warps=4)),
+    (6144, LayerNormForwardTile(1, 3, 2048, num_warps=8)),
+    (7168, LayerNormForwardTile(1, 7, 1024, num_warps=4)),
+    (8192, LayerNormForwardTile(1, 1, 8192, num_warps=8)),
+    (10240, LayerNormForwardTile(1, 5, 2048, num_warps=8)),
+    (12288, LayerNormForwardTile(1, 3, 4096, num_warps=16)),
+    (14336, LayerNormForwardTile(1, 7, 2048, num_warps=8)),
+    (16384, LayerNormForwardTile(1, 1, 16384, num_warps=16)),
 )
 
 # Float8 rows that do not stay in registers.  A multiprocessor has two programs, one of which reads while the other
 # reduces, as long as the rows of all programs fit well into L2; longer rows have one program.
-FLOAT8_SWEEP: dict[int, tuple[tuple[int, ForwardSweep], ...]] = {
-    2: ((65536, ForwardSweep(8192, num_warps=16, ahead_per_sm=1)), (2**31, ForwardSweep(16384, num_warps=32))),
-    4: ((32768, ForwardSweep(4096, num_warps=16, ahead_per_sm=1)), (2**31, ForwardSweep(8192, num_warps=32))),
+FLOAT8_SWEEP: dict[int, tuple[tuple[int, LayerNormForwardSweep], ...]] = {
+    2: (
+        (65536, LayerNormForwardSweep(8192, num_warps=16, ahead_per_sm=1)),
+        (2**31, LayerNormForwardSweep(16384, num_warps=32)),
+    ),
+    4: (
+        (32768, LayerNormForwardSweep(4096, num_warps=16, ahead_per_sm=1)),
+        (2**31, LayerNormForwardSweep(8192, num_warps=32)),
+    ),
 }
 
 # Rows of chains that do not stay in registers: each thread has one access per chunk, which leaves registers for the
 # parameters of several norms.
 CHAIN_SWEEP = {
-    2: ForwardSweep(4096, num_warps=16, ahead_per_sm=1),
-    4: ForwardSweep(2048, num_warps=16, ahead_per_sm=1),
+    2: LayerNormForwardSweep(4096, num_warps=16, ahead_per_sm=1),
+    4: LayerNormForwardSweep(2048, num_warps=16, ahead_per_sm=1),
 }

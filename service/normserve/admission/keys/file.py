@@ -50,7 +50,7 @@ class ApiKey:
     max_inflight_bytes: int | None = None
 
 
-class _Entry(BaseModel):
+class _KeyTable(BaseModel):
     """A table of the file."""
 
     model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
@@ -101,12 +101,12 @@ class _Entry(BaseModel):
         )
 
 
-class _File(BaseModel):
+class _KeysDocument(BaseModel):
     """The whole file."""
 
     model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
 
-    keys: list[_Entry] = Field(min_length=1, max_length=MAX_KEYS)
+    keys: list[_KeyTable] = Field(min_length=1, max_length=MAX_KEYS)
 
 
 def parse_keys(content: bytes) -> tuple[ApiKey, ...]:
@@ -121,19 +121,19 @@ def parse_keys(content: bytes) -> tuple[ApiKey, ...]:
         # Errors of the parser quote the file, which may contain a key.
         raise KeysFileError("it is not well-formed TOML in UTF-8") from None
     try:
-        keys = tuple(entry.key() for entry in _File.model_validate(tables).keys)
+        keys = tuple(entry.key() for entry in _KeysDocument.model_validate(tables).keys)
     except ValidationError as error:
-        raise KeysFileError(_fault(error)) from None
-    _require_unlike("name", [key.name for key in keys])
-    _require_unlike("sha256", [key.digest for key in keys])
+        raise KeysFileError(_describe_fault(error)) from None
+    _require_unique("name", [key.name for key in keys])
+    _require_unique("sha256", [key.digest for key in keys])
     return keys
 
 
-def _fault(error: ValidationError) -> str:
+def _describe_fault(error: ValidationError) -> str:
     """The first fault, by where it is: `keys[2].sha256: …`."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     # An unknown field may be a key that was written in the wrong place.
-    known = {*_File.model_fields, *_Entry.model_fields}
+    known = {*_KeysDocument.model_fields, *_KeyTable.model_fields}
     where = ""
     for part in first["loc"]:
         if isinstance(part, int):
@@ -143,7 +143,7 @@ def _fault(error: ValidationError) -> str:
     return f"{where}: {first['msg'].removeprefix('Value error, ')}"
 
 
-def _require_unlike(field: str, values: Sequence[object]) -> None:
+def _require_unique(field: str, values: Sequence[object]) -> None:
     seen: dict[object, int] = {}
     for index, value in enumerate(values):
         if value in seen:

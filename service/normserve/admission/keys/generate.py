@@ -9,12 +9,12 @@ from normserve.admission.keys.file import KEY_NAME
 _RANDOM_BYTES = 32
 
 
-def new_key() -> str:
+def generate_key() -> str:
     """A key of 256 random bits."""
     return secrets.token_urlsafe(_RANDOM_BYTES)
 
 
-def entry(name: str, key: str) -> str:
+def format_key_table(name: str, key: str) -> str:
     """The TOML table of a key that may run the operations.
 
     Raises:

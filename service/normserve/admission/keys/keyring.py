@@ -4,9 +4,9 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable, Set
 
-from normserve.admission.callers import Caller
+from normserve.admission.callers import ClientIdentity
 from normserve.admission.keys.file import ApiKey, KeyScope
-from normserve.admission.request_rate import RequestRate
+from normserve.admission.request_rate import TokenBucket
 from normserve.errors import ForbiddenError, RateLimitedError, UnauthorizedError
 
 #: The name of the one key that `--api-key` sets.
@@ -15,7 +15,7 @@ DEFAULT_NAME = "default"
 _MAX_CALLERS = 256
 
 
-class Grant:
+class KeyringEntry:
     """A key that is known, and what it has used up.
 
     Attributes:
@@ -24,18 +24,18 @@ class Grant:
 
     __slots__ = ("_callers", "key", "rate")
 
-    def __init__(self, key: ApiKey, rate: RequestRate | None) -> None:
+    def __init__(self, key: ApiKey, rate: TokenBucket | None) -> None:
         self.key = key
         self.rate = rate
-        self._callers: dict[str, Caller] = {}
+        self._callers: dict[str, ClientIdentity] = {}
 
-    def caller(self, address: str) -> Caller:
+    def caller(self, address: str) -> ClientIdentity:
         """Who sends from that address with this key; remembered, since most come again and again."""
         caller = self._callers.get(address)
         if caller is None:
             if len(self._callers) >= _MAX_CALLERS:
                 self._callers.clear()
-            caller = self._callers[address] = Caller(address, self.key.name, self.key.max_inflight_bytes)
+            caller = self._callers[address] = ClientIdentity(address, self.key.name, self.key.max_inflight_bytes)
         return caller
 
     def require_valid(self, now: float) -> None:
@@ -76,9 +76,9 @@ class Keyring:
 
     def __init__(self, keys: Iterable[ApiKey], clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._by_digest: dict[bytes, Grant] = {}
-        self._by_token: dict[bytes, Grant] = {}
-        self._by_name: dict[str, Grant] = {}
+        self._by_digest: dict[bytes, KeyringEntry] = {}
+        self._by_token: dict[bytes, KeyringEntry] = {}
+        self._by_name: dict[str, KeyringEntry] = {}
         self.version = 0
         self.replace(keys)
 
@@ -96,12 +96,12 @@ class Keyring:
     def replace(self, keys: Iterable[ApiKey]) -> None:
         """Know these keys from now on and no others; what one has used up of its rate stays used up."""
         rates = {grant.key.name: grant.rate for grant in self._by_digest.values()}
-        self._by_digest = {key.digest: Grant(key, self._rate(key, rates.get(key.name))) for key in keys}
+        self._by_digest = {key.digest: KeyringEntry(key, self._rate(key, rates.get(key.name))) for key in keys}
         self._by_name = {grant.key.name: grant for grant in self._by_digest.values()}
         self._by_token = {}
         self.version += 1
 
-    def find(self, token: bytes) -> Grant | None:
+    def find(self, token: bytes) -> KeyringEntry | None:
         """What a key is known as; None if it is not."""
         grant = self._by_token.get(token)
         if grant is None:
@@ -110,13 +110,13 @@ class Keyring:
                 self._by_token[token] = grant
         return grant
 
-    def named(self, name: str) -> Grant | None:
+    def named(self, name: str) -> KeyringEntry | None:
         """What the key of that name is known as; None if there is none."""
         return self._by_name.get(name)
 
-    def _rate(self, key: ApiKey, before: RequestRate | None) -> RequestRate | None:
+    def _rate(self, key: ApiKey, before: TokenBucket | None) -> TokenBucket | None:
         if key.requests_per_second is None:
             return None
         if before is not None and before.per_second == key.requests_per_second:
             return before
-        return RequestRate(key.requests_per_second, self._clock)
+        return TokenBucket(key.requests_per_second, self._clock)

@@ -18,7 +18,7 @@ _MAX_BYTES = 2**20
 _Fingerprint = tuple[int, ...]
 
 
-class KeysFile:
+class KeysFileReader:
     """A file of keys, and which state of it was read last."""
 
     def __init__(self, path: Path) -> None:
@@ -48,7 +48,7 @@ class KeysFile:
             keys = parse_keys(content)
         except KeysFileError as error:
             raise KeysFileError(f"{self._path}: {error}") from None
-        self._seen = _fingerprint(before)
+        self._seen = _make_fingerprint(before)
         return keys
 
     async def watch(self, apply: Callable[[tuple[ApiKey, ...]], None], every_s: float = _EVERY_S) -> None:
@@ -78,14 +78,14 @@ class KeysFile:
 
     def _read_if_changed(self) -> tuple[ApiKey, ...] | None:
         try:
-            now = _fingerprint(self._path.stat())
+            now = _make_fingerprint(self._path.stat())
         except OSError:
             return self.read()
         if now == self._seen:
             return None
         keys = self.read()
         try:
-            if _fingerprint(self._path.stat()) != now:
+            if _make_fingerprint(self._path.stat()) != now:
                 # The file is being written: a part of it may look like a whole one with fewer keys.
                 self._seen = None
                 return None
@@ -101,5 +101,5 @@ class KeysFile:
         self._warned = exposed
 
 
-def _fingerprint(state: os.stat_result) -> _Fingerprint:
+def _make_fingerprint(state: os.stat_result) -> _Fingerprint:
     return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns

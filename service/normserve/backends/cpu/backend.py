@@ -15,22 +15,22 @@ from fusednorm.errors import KernelInputError
 from torch import Tensor
 
 from normserve.backends.base import ONE_AT_A_TIME
-from normserve.backends.cpu.recurring import recurring
-from normserve.backends.launch import ResidentParameters, launch, parameters_of
+from normserve.backends.cpu.recurring import find_prepared_job
+from normserve.backends.launch import ResidentParameters, collect_parameters, run_operation
 from normserve.backends.tensors import (
-    channels_first,
-    host_tensor,
-    kernel_bytes_of,
-    payload_order,
-    rows_of,
-    split,
-    view,
+    count_batch_kernel_bytes,
+    move_channels_first,
+    restore_payload_order,
+    split_results,
+    to_host_tensor,
+    view_as_torch,
+    view_rows,
 )
-from normserve.backends.warmup import warm_up_batches
+from normserve.backends.warmup import make_warm_up_batches
 from normserve.codec.tensor_names import is_parameter
 from normserve.errors import DeviceOutOfMemoryError, InvalidShapeError, NormserveError
-from normserve.jobs.device import DeviceInfo
-from normserve.jobs.job import Batch, Execution, NormJob, Op, Pass, Recurrence
+from normserve.jobs.device import DeviceDescription
+from normserve.jobs.job import Batch, BatchResult, NormJob, Op, PassDirection, ReplaySlot
 from normserve.memory.host_tensors import HostTensor
 from normserve.memory.slabs import SlabPool
 
@@ -45,7 +45,7 @@ _INLINE_BYTES_ON_ONE_CORE = 2 * 1024 * 1024
 _SCRATCH_BYTES = 512 * 1024
 
 
-class TorchBackend:
+class CpuBackend:
     """Runs batches on the CPU, in the memory that the requests came in."""
 
     name = "torch"
@@ -69,40 +69,44 @@ class TorchBackend:
         self._threads = threads or max(1, cores - 1)
         self.inline_bytes = _INLINE_BYTES if cores > 1 else _INLINE_BYTES_ON_ONE_CORE
 
-    def start(self) -> DeviceInfo:
+    def start(self) -> DeviceDescription:
         torch.set_num_threads(self._threads)
-        for batch in warm_up_batches(self._warm_sizes):
+        for batch in make_warm_up_batches(self._warm_sizes):
             self.run(batch)
-        return DeviceInfo(
-            name=_processor(),
+        return DeviceDescription(
+            name=_read_processor_name(),
             kind="cpu",
-            copy_bandwidth=_copy_bandwidth(),
+            copy_bandwidth=_measure_copy_bandwidth(),
             versions={"python": platform.python_version(), "torch": str(torch.__version__)},
         )
 
     def load(self, op: Op, weight: HostTensor, bias: HostTensor | None) -> ResidentParameters:
-        return ResidentParameters(view(weight).clone(), None if bias is None else view(bias).clone())
+        return ResidentParameters(
+            view_as_torch(weight).clone(), None if bias is None else view_as_torch(bias).clone()
+        )
 
-    def run(self, batch: Batch) -> Execution:
-        if len(batch.jobs) == 1 and (known := recurring(batch.jobs[0])) is not None:
+    def run(self, batch: Batch) -> BatchResult:
+        if len(batch.jobs) == 1 and (known := find_prepared_job(batch.jobs[0])) is not None:
             return known.run()
         return self._run(batch)
 
     @torch.inference_mode()
-    def _run(self, batch: Batch) -> Execution:
+    def _run(self, batch: Batch) -> BatchResult:
         job = batch.jobs[0]
         began = time.perf_counter()
-        tensors = {name: channels_first(job.spec, name, self._gather(batch, name)) for name in job.tensors}
+        tensors = {name: move_channels_first(job.spec, name, self._gather(batch, name)) for name in job.tensors}
         if job.layer is not None:
-            tensors |= parameters_of(job.layer.resident)
+            tensors |= collect_parameters(job.layer.resident)
         ready = time.perf_counter()
-        outputs = launch(batch_invariant, job.spec, tensors, self._result_memory(batch))
+        outputs = run_operation(batch_invariant, job.spec, tensors, self._result_memory(batch))
         computed = time.perf_counter()
-        ordered = {name: host_tensor(payload_order(job.spec, name, tensor)) for name, tensor in outputs.items()}
-        shares = split(batch, ordered)
-        return Execution(
+        ordered = {
+            name: to_host_tensor(restore_payload_order(job.spec, name, tensor)) for name, tensor in outputs.items()
+        }
+        shares = split_results(batch, ordered)
+        return BatchResult(
             outputs=shares,
-            kernel_bytes=kernel_bytes_of(batch, shares),
+            kernel_bytes=count_batch_kernel_bytes(batch, shares),
             copy_in_s=ready - began,
             kernel_s=computed - ready,
             copy_out_s=time.perf_counter() - computed,
@@ -120,9 +124,9 @@ class TorchBackend:
 
     def computes_alone(self, job: NormJob) -> bool:
         # They share no launch in any case: gradients of parameters are sums over the rows.
-        return job.spec.direction is Pass.BACKWARD and any(map(is_parameter, job.tensors))
+        return job.spec.direction is PassDirection.BACKWARD and any(map(is_parameter, job.tensors))
 
-    def replay(self, recurrence: Recurrence) -> None:
+    def replay(self, recurrence: ReplaySlot) -> None:
         return None
 
     def make_replayer(self) -> None:
@@ -147,12 +151,12 @@ class TorchBackend:
     def _result_memory(self, batch: Batch) -> dict[str, Any]:
         """Where rows go, if they are many: over what came, which is cached, to their place, or into a slab."""
         spec = batch.jobs[0].spec
-        if spec.op is Op.GROUP_NORM or spec.direction is Pass.BACKWARD:
+        if spec.op is Op.GROUP_NORM or spec.direction is PassDirection.BACKWARD:
             return {}
         job = batch.jobs[0]
         # Of several jobs the rows have been gathered in memory of their own.
         if len(batch.jobs) > 1 or job.may_overwrite:
-            return {"memory_like": _same}
+            return {"memory_like": _reuse_input}
         if job.places is not None:
             place = job.places["y"]
             return {"memory_like": lambda x: torch.frombuffer(place[: x.nbytes], dtype=x.dtype).view(x.shape)}
@@ -168,8 +172,8 @@ class TorchBackend:
 
     def _gather(self, batch: Batch, name: str) -> Tensor:
         if is_parameter(name):
-            return view(batch.jobs[0].tensors[name])
-        rows = rows_of(batch, name)
+            return view_as_torch(batch.jobs[0].tensors[name])
+        rows = view_rows(batch, name)
         if len(rows) == 1:
             return rows[0]
         if sum([part.nbytes for part in rows]) <= _SCRATCH_BYTES:
@@ -179,11 +183,11 @@ class TorchBackend:
         return torch.cat(rows, out=self._slab(shape, rows[0].dtype))
 
 
-def _same(tensor: Tensor) -> Tensor:
+def _reuse_input(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _copy_bandwidth() -> float:
+def _measure_copy_bandwidth() -> float:
     """Bytes a second, read plus written: the best of a few copies of a tensor that no cache holds."""
     source = torch.ones(_COPY_BYTES // 4, dtype=torch.float32, device="cpu")
     target = torch.zeros_like(source)
@@ -195,7 +199,7 @@ def _copy_bandwidth() -> float:
     return 2 * _COPY_BYTES / fastest
 
 
-def _processor() -> str:
+def _read_processor_name() -> str:
     """The processor's name, for people."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()

@@ -6,52 +6,58 @@ from collections.abc import Mapping
 from fusednorm.cpu import batch_invariant
 from torch import Tensor
 
-from normserve.backends.launch import call_of, parameters_of
-from normserve.backends.tensors import channels_first, kernel_bytes, results_of, shape_of, view
+from normserve.backends.launch import bind_operation, collect_parameters
+from normserve.backends.tensors import (
+    compute_launch_shape,
+    count_kernel_bytes,
+    infer_batch_result_specs,
+    move_channels_first,
+    view_as_torch,
+)
 from normserve.jobs import results
-from normserve.jobs.job import Execution, NormJob, Op
+from normserve.jobs.job import BatchResult, NormJob, Op
 from normserve.memory.host_tensors import HostTensor
 
 
-def recurring(job: NormJob) -> "Recurring | None":
+def find_prepared_job(job: NormJob) -> "PreparedCpuJob | None":
     """What is known of such jobs; None of those that come alone, are empty, or have no places for their results."""
     recurrence = job.recurrence
     if recurrence is None:
         return None
     known = recurrence.prepared
     if known is None and job.places is not None and len(job.x.data):
-        known = recurrence.prepared = Recurring(job, job.places)
-    return known if isinstance(known, Recurring) else None
+        known = recurrence.prepared = PreparedCpuJob(job, job.places)
+    return known if isinstance(known, PreparedCpuJob) else None
 
 
-class Recurring:
+class PreparedCpuJob:
     """Computes a job from where its tensors lie into the places of its results."""
 
     def __init__(self, job: NormJob, places: Mapping[str, memoryview]) -> None:
         """Args: places: of the job."""
         spec = job.spec
         tensors = {
-            name: channels_first(spec, name, view(tensor, shape_of(job, name, job.rows)))
+            name: move_channels_first(spec, name, view_as_torch(tensor, compute_launch_shape(job, name, job.rows)))
             for name, tensor in job.tensors.items()
         }
         if job.layer is not None:
-            tensors |= parameters_of(job.layer.resident)
+            tensors |= collect_parameters(job.layer.resident)
         given = {name: (tensor.dtype, tensor.shape) for name, tensor in job.tensors.items()}
         self._shares = {
-            name: _in_place(HostTensor(dtype, shape, places[name]))
-            for name, (dtype, shape) in results.results_of(spec, given, job.layer).items()
+            name: _trim_to_nbytes(HostTensor(dtype, shape, places[name]))
+            for name, (dtype, shape) in results.infer_result_specs(spec, given, job.layer).items()
         }
-        self._kernel_bytes = (kernel_bytes(job, self._shares),)
+        self._kernel_bytes = (count_kernel_bytes(job, self._shares),)
         self._targets = {
-            name: channels_first(spec, name, view(self._shares[name], shape))
-            for name, (_, shape) in results_of(job, job.rows).items()
+            name: move_channels_first(spec, name, view_as_torch(self._shares[name], shape))
+            for name, (_, shape) in infer_batch_result_specs(job, job.rows).items()
         }
         y = self._targets.get("y")
         # Large rows are written there as they are computed; that may be over x.
         of_library = {} if y is None or spec.op is Op.GROUP_NORM else {"memory_like": lambda _: y}
-        self._call = call_of(batch_invariant, spec, tensors, of_library)
+        self._call = bind_operation(batch_invariant, spec, tensors, of_library)
 
-    def run(self) -> Execution:
+    def run(self) -> BatchResult:
         """Compute it, of what its tensors hold now."""
         began = time.perf_counter()
         outputs = self._call()
@@ -60,7 +66,7 @@ class Recurring:
             output: Tensor = getattr(outputs, name)
             if output.data_ptr() != target.data_ptr():
                 target.copy_(output)
-        return Execution(
+        return BatchResult(
             outputs=(self._shares,),
             kernel_bytes=self._kernel_bytes,
             copy_in_s=0.0,
@@ -70,6 +76,6 @@ class Recurring:
         )
 
 
-def _in_place(tensor: HostTensor) -> HostTensor:
+def _trim_to_nbytes(tensor: HostTensor) -> HostTensor:
     """The same in no more than its own bytes."""
     return HostTensor(tensor.dtype, tensor.shape, tensor.data[: tensor.nbytes])

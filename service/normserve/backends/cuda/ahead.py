@@ -36,14 +36,14 @@ sys.exit(main(sys.argv[1:], hashing))
 """
 
 
-class Model(NamedTuple):
+class CompileTarget(NamedTuple):
     """What plans ask of a device."""
 
     arch: int
     multiprocessors: int
 
 
-class CompilingAhead:
+class BackgroundCompiler:
     """Processes that compile what `lengths` of rows need, if that is not in Triton's cache."""
 
     def __init__(self, lengths: Collection[int]) -> None:
@@ -54,7 +54,7 @@ class CompilingAhead:
     def begin(self) -> None:
         """Start them if there is a device that a length was never compiled ahead for; beside what follows this."""
         # A machine with a GPU may have torch's build for CPUs alone, and no Triton.
-        if cuda_driver() is None or find_spec("triton") is None:
+        if load_cuda_driver() is None or find_spec("triton") is None:
             return
         imported = threading.Event()
         self._preparing = threading.Thread(target=self._prepare, args=(imported,), daemon=True)
@@ -68,10 +68,10 @@ class CompilingAhead:
 
     def _prepare(self, imported: threading.Event) -> None:
         """What the start needs that holds Python's lock for no time: the driver, files, other processes."""
-        model = present_model()
+        model = read_compile_target()
         if model is None:
             return
-        cache, about = _cache(), f"{model.arch}-{model.multiprocessors}"
+        cache, about = _find_triton_cache(), f"{model.arch}-{model.multiprocessors}"
         # A note of another version is taken for one of this: which it is `finish` sees.
         missing = [each for each in self._lengths if not any((cache / _NOTES).glob(f"{about}-{each}-*"))]
         if missing:
@@ -86,13 +86,13 @@ class CompilingAhead:
             # A module in C, compiled where it is not in the cache.
             CudaUtils()
 
-    def finish(self, model: Model) -> None:
+    def finish(self, model: CompileTarget) -> None:
         """Wait until all is compiled; what could not be is left to be compiled at its first use."""
-        from fusednorm.warm.stamps import is_warm
+        from fusednorm.warm.stamps import is_compiled
         from triton import knobs
 
         self._await_preparation()
-        missing = [length for length in self._lengths if not is_warm(*model, length, only_warm_up=True)]
+        missing = [length for length in self._lengths if not is_compiled(*model, length, only_warm_up=True)]
         if not missing:
             self.abandon()
             return
@@ -123,12 +123,12 @@ class CompilingAhead:
         if self._preparing is not None:
             self._preparing.join()
 
-    def _start(self, model: Model, lengths: Collection[int], cache: Path) -> None:
-        if not _may_write(cache):
+    def _start(self, model: CompileTarget, lengths: Collection[int], cache: Path) -> None:
+        if not _is_writable(cache):
             return
         log.info("compiling kernels for rows of %s", ", ".join(map(str, lengths)))
         self._compiler = subprocess.Popen(
-            command(model, lengths),
+            make_compiler_command(model, lengths),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             # A terminal's interrupt is for this process, without which those end.
@@ -136,7 +136,7 @@ class CompilingAhead:
         )
 
 
-def command(model: Model, lengths: Collection[int]) -> Sequence[str]:
+def make_compiler_command(model: CompileTarget, lengths: Collection[int]) -> Sequence[str]:
     """What compiles ahead for a device."""
     return (
         *(sys.executable, "-c", _COMPILER, "--only-warm-up"),
@@ -145,7 +145,7 @@ def command(model: Model, lengths: Collection[int]) -> Sequence[str]:
     )
 
 
-def cuda_driver() -> ctypes.CDLL | None:
+def load_cuda_driver() -> ctypes.CDLL | None:
     """The driver's library, not initialised; None where there is none."""
     try:
         return ctypes.CDLL("libcuda.so.1")
@@ -153,22 +153,22 @@ def cuda_driver() -> ctypes.CDLL | None:
         return None
 
 
-def present_model() -> Model | None:
+def read_compile_target() -> CompileTarget | None:
     """The first CUDA device as the driver tells of it, without a context; None where there is none."""
-    cuda = cuda_driver()
+    cuda = load_cuda_driver()
     device = ctypes.c_int()
     if cuda is None or cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), 0):
         return None
 
-    def told(attribute: int) -> int:
+    def read_attribute(attribute: int) -> int:
         value = ctypes.c_int()
         cuda.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
         return value.value
 
-    return Model(10 * told(_MAJOR) + told(_MINOR), told(_MULTIPROCESSORS))
+    return CompileTarget(10 * read_attribute(_MAJOR) + read_attribute(_MINOR), read_attribute(_MULTIPROCESSORS))
 
 
-def _cache() -> Path:
+def _find_triton_cache() -> Path:
     """Triton's, as Triton finds it, which takes a moment to load."""
     environment = os.environ  # noqa: TID251
     if folder := environment.get("TRITON_CACHE_DIR"):
@@ -176,7 +176,7 @@ def _cache() -> Path:
     return Path(environment.get("TRITON_HOME") or Path.home()) / ".triton" / "cache"
 
 
-def _may_write(folder: Path) -> bool:
+def _is_writable(folder: Path) -> bool:
     """Whether files can be made there, be it that the folder must be made first."""
     while not folder.exists():
         folder = folder.parent

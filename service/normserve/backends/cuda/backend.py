@@ -10,51 +10,63 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 import fusednorm
 import torch
 import triton
-from fusednorm.devices.device import Gpu
+from fusednorm.devices.device import GpuModel
 from fusednorm.errors import KernelInputError
 from fusednorm.tensors.devices import copy_bandwidth, describe_device
-from fusednorm.warm.at_once import compile_at_once
+from fusednorm.warm.at_once import compile_in_parallel
 from torch import Tensor
 
-from normserve.backends.base import Depth
-from normserve.backends.cuda.ahead import CompilingAhead, Model
-from normserve.backends.cuda.copied import LAUNCHED, CopiedPart, chunk_parts, chunks_of, whole_part
+from normserve.backends.base import LaunchDepth
+from normserve.backends.cuda.ahead import BackgroundCompiler, CompileTarget
+from normserve.backends.cuda.copied import (
+    LAUNCHED,
+    CopiedLaunch,
+    divide_rows,
+    make_chunk_launches,
+    make_whole_launch,
+)
 from normserve.backends.cuda.cuda_streams import CudaStreams
-from normserve.backends.cuda.graphs import CudaGraphs
-from normserve.backends.cuda.in_flight import PendingBatch
-from normserve.backends.cuda.in_place import call_in_place
-from normserve.backends.cuda.pinned import pinned_memory, pinned_segments, registered
-from normserve.backends.cuda.places import BatchPlaces, PlacesOfBatches
+from normserve.backends.cuda.graphs import CudaGraphCapturer
+from normserve.backends.cuda.in_flight import PendingCudaLaunch
+from normserve.backends.cuda.in_place import get_in_place_call
+from normserve.backends.cuda.pinned import allocate_pinned, make_pinned_allocator, register_memory
+from normserve.backends.cuda.places import BatchBufferAllocator, BatchBuffers
 from normserve.backends.cuda.recurring import (
-    PreparedLaunch,
-    Workspace,
-    is_computed_alone,
-    prepare_launch,
+    ChunkExecutionContext,
+    ClientMemoryLaunch,
+    is_computed_in_client_memory,
+    prepare_client_memory_launch,
 )
 from normserve.backends.cuda.replayer import build, driver
-from normserve.backends.cuda.replays import Replays
-from normserve.backends.cuda.streams import Pipeline
-from normserve.backends.launch import ResidentParameters, call_of, destinations, launch, parameters_of
-from normserve.backends.replayer import Replay, Replayer
+from normserve.backends.cuda.replays import GraphCache
+from normserve.backends.cuda.streams import StreamPipeline
+from normserve.backends.launch import (
+    ResidentParameters,
+    bind_operation,
+    collect_parameters,
+    make_output_argument,
+    run_operation,
+)
+from normserve.backends.replayer import CapturedLaunch, LaunchReplayer
 from normserve.backends.tensors import (
     TORCH_DTYPES,
-    channels_first,
-    results_of,
-    shape_of,
-    view,
+    compute_launch_shape,
+    infer_batch_result_specs,
+    move_channels_first,
+    view_as_torch,
 )
-from normserve.backends.warmup import warm_up_batches
+from normserve.backends.warmup import make_warm_up_batches
 from normserve.errors import (
     DeviceFailureError,
     DeviceOutOfMemoryError,
     InvalidShapeError,
     NormserveError,
 )
-from normserve.jobs.device import DeviceInfo
-from normserve.jobs.job import Batch, Lane, NormJob, Op, Recurrence
-from normserve.memory.device_segments import Device, DeviceMemoryError
+from normserve.jobs.device import DeviceDescription
+from normserve.jobs.job import Batch, NormJob, Op, QueueLane, ReplaySlot
+from normserve.memory.device_segments import DeviceMemoryError, ShareableDevice
 from normserve.memory.host_tensors import HostTensor
-from normserve.memory.slabs import SlabPool, Source
+from normserve.memory.slabs import SlabAllocator, SlabPool
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +85,7 @@ class TritonBackend:
     name = "triton"
     # Of large batches one on each wire and one that is computed.  Of small ones one: most run where they come from,
     # and would not again if there were always another under way.
-    depth = Depth(4, {Lane.SMALL: 1, Lane.LARGE: 3})
+    depth = LaunchDepth(4, {QueueLane.SMALL: 1, QueueLane.LARGE: 3})
     # Such a batch is on the device, and on the bus each way, for less time than two threads take to be told of it.
     inline_bytes = 1024 * 1024
 
@@ -81,7 +93,7 @@ class TritonBackend:
         self,
         slabs: SlabPool | None = None,
         warm_sizes: Collection[int] = (1024,),
-        ahead: CompilingAhead | None = None,
+        ahead: BackgroundCompiler | None = None,
     ) -> None:
         """Make it.
 
@@ -93,43 +105,45 @@ class TritonBackend:
         self._warm_sizes = warm_sizes
         self._ahead = ahead
         self.compiled: set[Hashable] = set()
-        self.device_memory: Device | None = None
+        self.device_memory: ShareableDevice | None = None
         self._slabs = slabs or SlabPool(max_idle_bytes=0)
-        self._replays = Replays(CudaGraphs())
-        self._workspaces: Iterator[Workspace] = iter(())
-        self._new_replayer: Callable[..., Replayer] | None = None
-        self._places = PlacesOfBatches(self._slabs)
+        self._replays = GraphCache(CudaGraphCapturer())
+        self._workspaces: Iterator[ChunkExecutionContext] = iter(())
+        self._new_replayer: Callable[..., LaunchReplayer] | None = None
+        self._places = BatchBufferAllocator(self._slabs)
         # What launches have run, each with the bytes of the slab that its results take.
         self._ran: dict[Hashable, int] = {}
 
-    def start(self) -> DeviceInfo:
+    def start(self) -> DeviceDescription:
         # Samples of several clients share launches.
         fusednorm.require_batch_invariance(True)
         segments = self._slabs.source.segments
         # torch pins powers of two, whatever it is asked for.
-        allocate, steps = (pinned_memory, 1) if segments is None else (pinned_segments(segments), 4)
-        self._slabs.source = Source(allocate, steps=steps, is_slow=True, segments=segments)
+        allocate, steps = (allocate_pinned, 1) if segments is None else (make_pinned_allocator(segments), 4)
+        self._slabs.source = SlabAllocator(allocate, steps=steps, is_slow=True, segments=segments)
         # Streams of their own for each lane: a small batch is not behind the copies of large ones.  Its own stages
         # take less time than streams take to wait for one another.
         self._pipelines = {
-            Lane.SMALL: Pipeline(CudaStreams(urgent=True), apart=False),
-            Lane.LARGE: Pipeline(CudaStreams(urgent=False)),
+            QueueLane.SMALL: StreamPipeline(CudaStreams(urgent=True), apart=False),
+            QueueLane.LARGE: StreamPipeline(CudaStreams(urgent=False)),
         }
         device = torch.device("cuda", torch.cuda.current_device())
         # Two, so that jobs of several clients overlap.
-        workspaces = [Workspace(CudaStreams(urgent=False), CudaGraphs(), _DEVICE) for _ in range(2)]
+        workspaces = [
+            ChunkExecutionContext(CudaStreams(urgent=False), CudaGraphCapturer(), _DEVICE) for _ in range(2)
+        ]
         self._workspaces = itertools.cycle(workspaces)
-        self.device_memory = _shareable(torch.cuda.current_device())
+        self.device_memory = _find_shareable_device(torch.cuda.current_device())
         # While other processes compile.
-        self._new_replayer = build.load()
+        self._new_replayer = build.load_extension()
         bandwidth = copy_bandwidth(device)
         if self._ahead is not None:
-            model = _model(device)
-            self._ahead.finish(Model(model.arch, model.multiprocessors))
-        for batch in warm_up_batches(self._warm_sizes):
+            model = _read_gpu(device)
+            self._ahead.finish(CompileTarget(model.arch, model.multiprocessors))
+        for batch in make_warm_up_batches(self._warm_sizes):
             self.run(batch).wait()
             self.compiled.update(job.kernel_class() for job in batch.jobs)
-        return DeviceInfo(
+        return DeviceDescription(
             name=torch.cuda.get_device_name(),
             kind="cuda",
             copy_bandwidth=bandwidth,
@@ -148,21 +162,25 @@ class TritonBackend:
             warm_up = functools.partial(
                 fusednorm.warmup, op.value, TORCH_DTYPES[weight.dtype], weight.shape[0], backward=False
             )
-            compile_at_once(_model(torch.device(_DEVICE)), functools.partial(warm_up, device=torch.device("meta")))
+            compile_in_parallel(
+                _read_gpu(torch.device(_DEVICE)), functools.partial(warm_up, device=torch.device("meta"))
+            )
             warm_up()
-        return ResidentParameters(view(weight).cuda(), None if bias is None else view(bias).cuda())
+        return ResidentParameters(
+            view_as_torch(weight).cuda(), None if bias is None else view_as_torch(bias).cuda()
+        )
 
     def launches_at_once(self, batch: Batch) -> bool:
         job = batch.jobs[0]
         is_prepared = job.recurrence is not None and job.recurrence.prepared is not None
         if job.is_on_device or (is_prepared and len(batch.jobs) == 1):
             return is_prepared
-        nbytes = self._ran.get(_launch_class(batch))
+        nbytes = self._ran.get(_compute_launch_class(batch))
         if nbytes is None or any(each.x.fortran_order for each in batch.jobs):
             return False
         return (job.places is not None and len(batch.jobs) == 1) or self._slabs.has_idle(nbytes)
 
-    def run(self, batch: Batch) -> PendingBatch:
+    def run(self, batch: Batch) -> PendingCudaLaunch:
         """Launch a batch.
 
         It is computed where it lies, in its client's memory or packed in a slab, or copied, whole or in chunks.
@@ -173,12 +191,12 @@ class TritonBackend:
         began = time.perf_counter()
         places = self._places.take(batch)
         pipeline = self._pipelines[batch.lane]
-        if (call := call_in_place(places, fusednorm)) is not None:
-            parameters = {} if job.layer is None else parameters_of(job.layer.resident)
+        if (call := get_in_place_call(places, fusednorm)) is not None:
+            parameters = {} if job.layer is None else collect_parameters(job.layer.resident)
             packed_s = time.perf_counter() - began
             pending = pipeline.start_one(functools.partial(call, **parameters), places)
         else:
-            chunks = chunks_of(job, LAUNCHED) if is_alone else ()
+            chunks = divide_rows(job, LAUNCHED) if is_alone else ()
             packed_s = time.perf_counter() - began
             pending = self._start_copies(places, chunks, pipeline)
         # While the device computes it.
@@ -188,7 +206,7 @@ class TritonBackend:
             self._note(places)
         return pending
 
-    def _prepared_launch(self, job: NormJob) -> PreparedLaunch | None:
+    def _prepared_launch(self, job: NormJob) -> ClientMemoryLaunch | None:
         """The launch of a job in its client's memory; prepared once for those that follow."""
         recurrence = job.recurrence
         if recurrence is None:
@@ -198,65 +216,73 @@ class TritonBackend:
         if recurrence.prepared is None:
             recurrence.prepared = self._prepare_launch(job)
         prepared = recurrence.prepared
-        assert prepared is None or isinstance(prepared, PreparedLaunch)
+        assert prepared is None or isinstance(prepared, ClientMemoryLaunch)
         return prepared
 
-    def _prepare_launch(self, job: NormJob) -> PreparedLaunch | None:
+    def _prepare_launch(self, job: NormJob) -> ClientMemoryLaunch | None:
         # On one stream whatever its size: graphs share memory, so that all of them follow one another.
-        pipeline = self._pipelines[Lane.SMALL]
-        return prepare_launch(self._places.own(job), fusednorm, pipeline, self._replays, self._workspaces)
+        pipeline = self._pipelines[QueueLane.SMALL]
+        return prepare_client_memory_launch(
+            self._places.own(job), fusednorm, pipeline, self._replays, self._workspaces
+        )
 
     @torch.inference_mode()
-    def _start_copies(self, places: BatchPlaces, chunks: Sequence[range], pipeline: Pipeline) -> PendingBatch:
-        def make_parts() -> Sequence[CopiedPart]:
+    def _start_copies(
+        self, places: BatchBuffers, chunks: Sequence[range], pipeline: StreamPipeline
+    ) -> PendingCudaLaunch:
+        def make_launches() -> Sequence[CopiedLaunch]:
             if not chunks:
-                return [whole_part(places, fusednorm, _DEVICE)]
-            return chunk_parts(places.batch.jobs[0], chunks, places.results(), fusednorm, _tensors_like)
+                return [make_whole_launch(places, fusednorm, _DEVICE)]
+            return make_chunk_launches(
+                places.batch.jobs[0], chunks, places.results(), fusednorm, _make_device_tensors_like
+            )
 
-        return pipeline.start(make_parts, places)
+        return pipeline.start(make_launches, places)
 
-    def _note(self, places: BatchPlaces) -> None:
+    def _note(self, places: BatchBuffers) -> None:
         """A launch has run: nothing is compiled or loaded for its like."""
-        key = _launch_class(places.batch)
+        key = _compute_launch_class(places.batch)
         if key not in self._ran and not places.layout.is_empty:
             if len(self._ran) >= _MOST_KNOWN:
                 self._ran.clear()
             self._ran[key] = places.layout.results_bytes
 
     def computes_alone(self, job: NormJob) -> bool:
-        return is_computed_alone(job)
+        return is_computed_in_client_memory(job)
 
     @torch.inference_mode()
     def compile(self, job: NormJob) -> None:
-        compile_at_once(_model(torch.device(_DEVICE)), lambda: _call_without_memory(job))
-        parameters = {} if job.layer is None else parameters_of(job.layer.resident)
+        compile_in_parallel(_read_gpu(torch.device(_DEVICE)), lambda: _call_on_meta_tensors(job))
+        parameters = {} if job.layer is None else collect_parameters(job.layer.resident)
         for count in _FEW_ROWS:
             rows = count * max(1, job.heads)
             tensors = {
-                name: torch.zeros(shape_of(job, name, rows), dtype=TORCH_DTYPES[tensor.dtype], device=_DEVICE)
+                name: torch.zeros(
+                    compute_launch_shape(job, name, rows), dtype=TORCH_DTYPES[tensor.dtype], device=_DEVICE
+                )
                 for name, tensor in job.tensors.items()
             }
-            inputs = {name: channels_first(job.spec, name, tensor) for name, tensor in tensors.items()}
-            launch(fusednorm, job.spec, {**inputs, **parameters})
+            inputs = {name: move_channels_first(job.spec, name, tensor) for name, tensor in tensors.items()}
+            run_operation(fusednorm, job.spec, {**inputs, **parameters})
         torch.cuda.current_stream().synchronize()
 
     def share(self, memory: memoryview) -> object:
-        return registered(memory)
+        return register_memory(memory)
 
-    def replay(self, recurrence: Recurrence) -> Replay | None:
+    def replay(self, recurrence: ReplaySlot) -> CapturedLaunch | None:
         prepared = recurrence.prepared
-        if not isinstance(prepared, PreparedLaunch) or (graph := prepared.graph) is None:
+        if not isinstance(prepared, ClientMemoryLaunch) or (graph := prepared.graph) is None:
             return None
         marks = [(part.arrived.cuda_event, part.computed.cuda_event) for part in prepared.marks]
         stream = prepared.pipeline.compute_stream.cuda_stream
-        return Replay(graph.raw_cuda_graph_exec(), stream, marks, (graph, prepared))
+        return CapturedLaunch(graph.raw_cuda_graph_exec(), stream, marks, (graph, prepared))
 
-    def make_replayer(self) -> Replayer | None:
+    def make_replayer(self) -> LaunchReplayer | None:
         if self._new_replayer is None:
             return None
         # Makes the device's context the thread's own.
         torch.cuda.set_device(torch.cuda.current_device())
-        return self._new_replayer(**driver.addresses())
+        return self._new_replayer(**driver.find_function_addresses())
 
     def translate(self, error: Exception) -> NormserveError | None:
         if isinstance(error, KernelInputError):
@@ -279,43 +305,43 @@ class TritonBackend:
         }
 
 
-def _shareable(ordinal: int) -> Device | None:
+def _find_shareable_device(ordinal: int) -> ShareableDevice | None:
     """A device whose memory clients may have; None where that cannot be."""
     try:
-        return Device(ordinal)
+        return ShareableDevice(ordinal)
     except DeviceMemoryError as error:
         log.warning("clients on this host cannot have memory of the device: %s", error)
         return None
 
 
-def _launch_class(batch: Batch) -> Hashable:
+def _compute_launch_class(batch: Batch) -> Hashable:
     """Launches that are equal in this run the same kernels in the same way."""
     return batch.jobs[0].kernel_class(), sum([job.rows for job in batch.jobs])
 
 
-def _tensors_like(given: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def _make_device_tensors_like(given: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     return {name: torch.empty_like(tensor, device=_DEVICE) for name, tensor in given.items()}
 
 
-def _call_without_memory(job: NormJob) -> None:
+def _call_on_meta_tensors(job: NormJob) -> None:
     """Call what jobs of this one's class run, on tensors that have only shapes."""
 
-    def absent(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def make_meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    parameters = {} if job.layer is None else parameters_of(job.layer.resident)
-    named = {name: absent(tensor.shape, tensor.dtype) for name, tensor in parameters.items()}
+    parameters = {} if job.layer is None else collect_parameters(job.layer.resident)
+    named = {name: make_meta(tensor.shape, tensor.dtype) for name, tensor in parameters.items()}
     for count in _FEW_ROWS:
         rows = count * max(1, job.heads)
         if not len(job.x.data):
             return
-        results = results_of(job, rows)
+        results = infer_batch_result_specs(job, rows)
         for name, tensor in job.tensors.items():
-            given = absent(shape_of(job, name, rows), TORCH_DTYPES[tensor.dtype])
-            named[name] = channels_first(job.spec, name, given)
-        written = {name: absent(shape, TORCH_DTYPES[dtype]) for name, (dtype, shape) in results.items()}
-        call_of(fusednorm, job.spec, named, {"out": destinations(job.spec, written)})()
+            given = make_meta(compute_launch_shape(job, name, rows), TORCH_DTYPES[tensor.dtype])
+            named[name] = move_channels_first(job.spec, name, given)
+        written = {name: make_meta(shape, TORCH_DTYPES[dtype]) for name, (dtype, shape) in results.items()}
+        bind_operation(fusednorm, job.spec, named, {"out": make_output_argument(job.spec, written)})()
 
 
-def _model(device: torch.device) -> Gpu:
-    return Gpu("", torch.cuda.get_device_capability(device), describe_device(device).multiprocessors)
+def _read_gpu(device: torch.device) -> GpuModel:
+    return GpuModel("", torch.cuda.get_device_capability(device), describe_device(device).multiprocessors)

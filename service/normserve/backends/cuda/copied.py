@@ -14,18 +14,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from normserve.backends.cuda.places import BatchPlaces, pieces_of, who_bring
-from normserve.backends.launch import call_of, destinations, launch, parameters_of
+from normserve.backends.cuda.places import BatchBuffers, list_jobs_with, view_slices
+from normserve.backends.launch import bind_operation, collect_parameters, make_output_argument, run_operation
 from normserve.backends.tensors import (
     TORCH_DTYPES,
-    channels_first,
-    payload_order,
-    results_of,
-    shape_of,
-    view,
+    compute_launch_shape,
+    infer_batch_result_specs,
+    move_channels_first,
+    restore_payload_order,
+    view_as_torch,
 )
 from normserve.codec.tensor_names import is_parameter
-from normserve.jobs.job import NormJob, NormSpec, Pass
+from normserve.jobs.job import NormJob, NormSpec, PassDirection
 from normserve.memory.host_tensors import HostTensor
 
 _ALIGNMENT = 16
@@ -34,7 +34,7 @@ Copies = Sequence[tuple[Tensor, Tensor]]
 """Pairs of tensors: to where, and from where."""
 
 
-class ChunkSizes(NamedTuple):
+class ChunkLimits(NamedTuple):
     """The fewest bytes of a chunk, and how many chunks there may be.
 
     Of n chunks the first copy in and the last copy out overlap with nothing.
@@ -46,12 +46,12 @@ class ChunkSizes(NamedTuple):
 
 # The host takes about as long to launch a chunk as the bus takes to transfer 4 MiB each way.  More chunks would
 # keep the thread that launches them from everything else for longer, and save little.
-LAUNCHED = ChunkSizes(4 * 2**20, 6)
+LAUNCHED = ChunkLimits(4 * 2**20, 6)
 # To replay a graph of all chunks takes the host hardly longer than to launch one.
-REPLAYED = ChunkSizes(2 * 2**20, 16)
+REPLAYED = ChunkLimits(2 * 2**20, 16)
 
 
-class CopiedPart:
+class CopiedLaunch:
     """One launch and its copies, each put on the thread's current stream."""
 
     def __init__(self, arriving: Copies, compute: Callable[[], Copies]) -> None:
@@ -61,21 +61,21 @@ class CopiedPart:
         self._leaving: Copies = ()
 
     def copy_in(self) -> None:
-        _copy(self._arriving)
+        _enqueue_copies(self._arriving)
 
     def compute(self) -> None:
         self._leaving = self._compute()
 
     def copy_out(self) -> None:
-        _copy(self._leaving)
+        _enqueue_copies(self._leaving)
 
 
-def _copy(pairs: Copies) -> None:
+def _enqueue_copies(pairs: Copies) -> None:
     for target, source in pairs:
         target.copy_(source, non_blocking=True)
 
 
-def whole_part(places: BatchPlaces, library: ModuleType, device: str) -> CopiedPart:
+def make_whole_launch(places: BatchBuffers, library: ModuleType, device: str) -> CopiedLaunch:
     """A batch in one piece.
 
     Args:
@@ -88,43 +88,46 @@ def whole_part(places: BatchPlaces, library: ModuleType, device: str) -> CopiedP
         buffer = torch.empty(layout.inputs_bytes, dtype=torch.uint8, device=device)
         if layout.inputs_bytes:
             arriving.append((buffer, places.packed_inputs()))
-        tensors = pieces_of(buffer, layout, layout.inputs, 0)
+        tensors = view_slices(buffer, layout, layout.inputs, 0)
     else:
         tensors = {}
         for name, (dtype, shape) in layout.inputs.items():
             tensors[name] = whole = torch.empty(shape, dtype=TORCH_DTYPES[dtype], device=device)
-            sources = [view(job.tensors[name], shape_of(job, name, job.rows)) for job in who_bring(batch, name)]
+            sources = [
+                view_as_torch(job.tensors[name], compute_launch_shape(job, name, job.rows))
+                for job in list_jobs_with(batch, name)
+            ]
             targets = (whole,) if len(sources) == 1 else whole.split([len(source) for source in sources])
             arriving += zip(targets, sources, strict=True)
 
     def compute() -> Copies:
         spec, layer = layout.spec, batch.jobs[0].layer
-        inputs = {name: channels_first(spec, name, tensor) for name, tensor in tensors.items()}
+        inputs = {name: move_channels_first(spec, name, tensor) for name, tensor in tensors.items()}
         if layer is not None:
-            inputs |= parameters_of(layer.resident)
+            inputs |= collect_parameters(layer.resident)
         if layout.is_empty or len(layout.results) == 1:
             # In memory that the library takes: what has places for its results is called in twice the host's time
             # (18 and 9 µs, adr/0020).
-            outputs = launch(library, spec, inputs)
-            there = {name: payload_order(spec, name, tensor) for name, tensor in outputs.items()}
+            outputs = run_operation(library, spec, inputs)
+            there = {name: restore_payload_order(spec, name, tensor) for name, tensor in outputs.items()}
         else:
             buffer = torch.empty(layout.results_bytes, dtype=torch.uint8, device=device)
-            there = pieces_of(buffer, layout, layout.results, layout.inputs_bytes)
-            call_of(library, spec, inputs, {"out": destinations(spec, there)})()
+            there = view_slices(buffer, layout, layout.results, layout.inputs_bytes)
+            bind_operation(library, spec, inputs, {"out": make_output_argument(spec, there)})()
             if places.slab is not None:
                 return [(places.packed_results(), buffer)]
-        return [(view(place), there[name]) for name, place in places.results().items()]
+        return [(view_as_torch(place), there[name]) for name, place in places.results().items()]
 
-    return CopiedPart(arriving, compute)
+    return CopiedLaunch(arriving, compute)
 
 
-def chunk_parts(
+def make_chunk_launches(
     job: NormJob,
     chunks: Sequence[range],
     results: Mapping[str, HostTensor],
     library: ModuleType,
     allocate: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor] | None],
-) -> Sequence[CopiedPart]:
+) -> Sequence[CopiedLaunch]:
     """A job in chunks of rows, of which the first brings the parameters; none without memory of the device.
 
     Args:
@@ -132,31 +135,34 @@ def chunk_parts(
         results: where they go.
         allocate: makes tensors on the device, like those of the host.
     """
-    came = {name: view(tensor, shape_of(job, name, job.rows)) for name, tensor in job.tensors.items()}
-    goes = {name: view(tensor) for name, tensor in results.items()}
+    came = {
+        name: view_as_torch(tensor, compute_launch_shape(job, name, job.rows))
+        for name, tensor in job.tensors.items()
+    }
+    goes = {name: view_as_torch(tensor) for name, tensor in results.items()}
     there = allocate(came | goes)
     if there is None:
         return ()
     own = {name: there[name] for name in came if is_parameter(name)}
-    parameters = own if job.layer is None else parameters_of(job.layer.resident)
+    parameters = own if job.layer is None else collect_parameters(job.layer.resident)
     given = {name: tensor for name, tensor in came.items() if name not in own}
     unit = max(1, job.heads)
     counts = [len(chunk) // unit for chunk in chunks]
 
-    def divided(whole: Mapping[str, Tensor], names: Iterable[str]) -> Iterator[Mapping[str, Tensor]]:
+    def split_rows(whole: Mapping[str, Tensor], names: Iterable[str]) -> Iterator[Mapping[str, Tensor]]:
         """Views of the tensors' rows, for each chunk."""
         pieces = [whole[name].split(counts) for name in names]
         return (dict(zip(names, each, strict=True)) for each in zip(*pieces, strict=True))
 
-    parts: list[CopiedPart] = []
-    views = divided(given, given), divided(there, given), divided(there, goes), divided(goes, goes)
+    parts: list[CopiedLaunch] = []
+    views = split_rows(given, given), split_rows(there, given), split_rows(there, goes), split_rows(goes, goes)
     for sources, inputs, outputs, homes in zip(*views, strict=True):
         arriving = [(inputs[name], source) for name, source in sources.items()]
         if not parts:
             arriving += [(tensor, came[name]) for name, tensor in own.items()]
         leaving = [(home, outputs[name]) for name, home in homes.items()]
         compute = functools.partial(_compute_chunk, library, job.spec, {**inputs, **parameters}, outputs, leaving)
-        parts.append(CopiedPart(arriving, compute))
+        parts.append(CopiedLaunch(arriving, compute))
     return parts
 
 
@@ -167,21 +173,21 @@ def _compute_chunk(
     outputs: Mapping[str, Tensor],
     leaving: Copies,
 ) -> Copies:
-    inputs = {name: channels_first(spec, name, tensor) for name, tensor in tensors.items()}
-    call_of(library, spec, inputs, {"out": destinations(spec, outputs)})()
+    inputs = {name: move_channels_first(spec, name, tensor) for name, tensor in tensors.items()}
+    bind_operation(library, spec, inputs, {"out": make_output_argument(spec, outputs)})()
     return leaving
 
 
-def chunks_of(job: NormJob, sizes: ChunkSizes) -> Sequence[range]:
+def divide_rows(job: NormJob, sizes: ChunkLimits) -> Sequence[range]:
     """The rows, or samples, of each chunk; none of a job that is not divided.
 
     A gradient of parameters is a sum over all rows, and dropout's mask depends on a row's number.
     """
-    if job.spec.direction is not Pass.FORWARD or job.spec.dropout or job.nbytes < 2 * sizes.least_bytes:
+    if job.spec.direction is not PassDirection.FORWARD or job.spec.dropout or job.nbytes < 2 * sizes.least_bytes:
         return ()
     if any(tensor.fortran_order for tensor in job.tensors.values()):
         return ()
-    unit = _aligned_rows(job)
+    unit = _count_aligned_rows(job)
     units = job.rows // unit
     count = min(job.nbytes // sizes.least_bytes, sizes.most, units)
     if count < 2:
@@ -190,12 +196,13 @@ def chunks_of(job: NormJob, sizes: ChunkSizes) -> Sequence[range]:
     return [range(first, end) for first, end in itertools.pairwise([*edges, job.rows])]
 
 
-def _aligned_rows(job: NormJob) -> int:
+def _count_aligned_rows(job: NormJob) -> int:
     """Of how many rows, or samples, every tensor has whole multiples of the alignment that kernels want."""
     heads = max(1, job.heads)
     count = job.rows // heads
     given = {name: (tensor.dtype, tensor.shape) for name, tensor in job.tensors.items() if not is_parameter(name)}
     sizes = [
-        dtype.itemsize * math.prod(shape) for dtype, shape in (*given.values(), *results_of(job, job.rows).values())
+        dtype.itemsize * math.prod(shape)
+        for dtype, shape in (*given.values(), *infer_batch_result_specs(job, job.rows).values())
     ]
     return heads * max([_ALIGNMENT // math.gcd(_ALIGNMENT, nbytes // count) for nbytes in sizes])

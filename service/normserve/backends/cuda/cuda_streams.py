@@ -24,11 +24,11 @@ class CudaStreams:
     def mark(self) -> torch.cuda.Event:
         return torch.cuda.Event(enable_timing=True, external=True)
 
-    def use(self, stream: torch.cuda.Stream) -> "_Use":
-        return _Use(stream)
+    def use(self, stream: torch.cuda.Stream) -> "_CurrentStream":
+        return _CurrentStream(stream)
 
 
-class _Use:
+class _CurrentStream:
     """Makes a stream the thread's current one, which it stays: small batches come again and again on the same."""
 
     _of_thread = threading.local()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 
-class CudaGraphs:
+class CudaGraphCapturer:
     """Captures on the thread's current stream, which has none of its own under way and is not the default one.
 
     All graphs share one pool for the memory that they use meanwhile: they are to be replayed one after another, on
@@ -44,7 +44,7 @@ class CudaGraphs:
                 raise
             graph.capture_end()
         except BaseException:
-            if not _has_ended(graph):
+            if not _has_ended_capture(graph):
                 # torch's allocator may go on asking it which memory is its own: it stays, and is the last.
                 self._unended = graph
             raise
@@ -52,7 +52,7 @@ class CudaGraphs:
         return graph
 
 
-def _has_ended(graph: torch.cuda.CUDAGraph) -> bool:
+def _has_ended_capture(graph: torch.cuda.CUDAGraph) -> bool:
     """Whether its capture is over for torch's allocator: only then it tells its pool."""
     try:
         graph.pool()

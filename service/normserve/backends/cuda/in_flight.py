@@ -4,12 +4,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from normserve.backends.base import InFlight
-from normserve.jobs.job import Execution
+from normserve.backends.base import PendingLaunch
+from normserve.jobs.job import BatchResult
 from normserve.memory.host_tensors import HostTensor
 
 
-class Event(Protocol):
+class StreamEvent(Protocol):
     """A moment on a stream, as of CUDA.
 
     Attributes:
@@ -25,7 +25,7 @@ class Event(Protocol):
     def elapsed_time(self, end_event: Any) -> float: ...
 
 
-class PartMarks(NamedTuple):
+class StageEvents(NamedTuple):
     """The moments of one part of a batch that is copied.
 
     Attributes:
@@ -34,9 +34,9 @@ class PartMarks(NamedTuple):
         computed: the end of its computation.
     """
 
-    arrived: Event
-    started: Event
-    computed: Event
+    arrived: StreamEvent
+    started: StreamEvent
+    computed: StreamEvent
 
 
 class StageSeconds(NamedTuple):
@@ -47,7 +47,7 @@ class StageSeconds(NamedTuple):
     copy_out: float
 
 
-class PendingBatch(InFlight):
+class PendingCudaLaunch(PendingLaunch):
     """A batch on the device, which is over once its last event is."""
 
     __slots__ = (
@@ -67,14 +67,14 @@ class PendingBatch(InFlight):
 
     def __init__(
         self,
-        began: Event,
-        parts: Sequence[PartMarks],
-        leaving: Event | None,
-        ended: Event,
+        began: StreamEvent,
+        parts: Sequence[StageEvents],
+        leaving: StreamEvent | None,
+        ended: StreamEvent,
         *,
         held: object,
-        events: Sequence[Event],
-        spare: list[Event],
+        events: Sequence[StreamEvent],
+        spare: list[StreamEvent],
     ) -> None:
         """Make it.
 
@@ -96,7 +96,7 @@ class PendingBatch(InFlight):
         packed_s: float = 0.0,
         are_placed: bool,
     ) -> None:
-        """Say what it computes, in the words of `Execution`; while the device computes it.
+        """Say what it computes, in the words of `BatchResult`; while the device computes it.
 
         Args: packed_s: that its tensors took to be gathered.
         """
@@ -104,16 +104,16 @@ class PendingBatch(InFlight):
         self._packed_s, self._are_placed = packed_s, are_placed
 
     def lands_within(self, seconds: float) -> bool:
-        self._is_over = _passes_within(self._ended, seconds)
+        self._is_over = _poll_event(self._ended, seconds)
         return self._is_over
 
-    def wait(self) -> Execution:
+    def wait(self) -> BatchResult:
         """Block until it is over, and release what it worked on."""
         if not self._is_over:
             self._ended.synchronize()
         self._held = None
         copy_in_s, kernel_s, copy_out_s = self.measure()
-        return Execution(
+        return BatchResult(
             self._outputs,
             self._kernel_bytes,
             self._packed_s + copy_in_s,
@@ -145,7 +145,7 @@ class PendingBatch(InFlight):
         return took
 
 
-def _passes_within(event: Event, seconds: float) -> bool:
+def _poll_event(event: StreamEvent, seconds: float) -> bool:
     """Watch for an event, for so long at most; whether it is over."""
     if event.query():
         return True

@@ -9,11 +9,11 @@ from types import ModuleType
 
 from fusednorm.results import Backward, Forward
 
-from normserve.backends.cuda.pinned import PinnedMemory
-from normserve.backends.cuda.places import BatchPlaces, LaunchLayout, pieces_of
-from normserve.backends.launch import call_of, destinations
-from normserve.backends.tensors import channels_first
-from normserve.memory.slabs import memory_of
+from normserve.backends.cuda.pinned import PinnedArray
+from normserve.backends.cuda.places import BatchBuffers, LaunchLayout, view_slices
+from normserve.backends.launch import bind_operation, make_output_argument
+from normserve.backends.tensors import move_channels_first
+from normserve.memory.slabs import get_slab_memory
 
 MOST_BYTES = 1024 * 1024
 """Of all tensors that come and go, each way over the bus at once; more is as quick under copies."""
@@ -24,7 +24,7 @@ _MOST_CALLS = 64
 Call = Callable[..., Forward | Backward]
 
 
-def call_in_place(places: BatchPlaces, library: ModuleType) -> Call | None:
+def get_in_place_call(places: BatchBuffers, library: ModuleType) -> Call | None:
     """The launch of a packed batch on its slab; None if it is better copied: large, or of no rows.
 
     It takes a registered layer's parameters by name.
@@ -33,21 +33,21 @@ def call_in_place(places: BatchPlaces, library: ModuleType) -> Call | None:
     if not places.is_packed or layout.nbytes > MOST_BYTES or layout.is_empty:
         return None
     assert places.slab is not None
-    memory = memory_of(places.slab)
-    if not isinstance(memory, PinnedMemory):
+    memory = get_slab_memory(places.slab)
+    if not isinstance(memory, PinnedArray):
         # Older than the device's start.
         return None
     call: Call | None = memory.calls.get(layout)
     if call is None:
         if len(memory.calls) >= _MOST_CALLS:
             memory.calls.clear()
-        call = memory.calls[layout] = _new_call(layout, memory, library)
+        call = memory.calls[layout] = _make_call(layout, memory, library)
     return call
 
 
-def _new_call(layout: LaunchLayout, memory: PinnedMemory, library: ModuleType) -> Call:
+def _make_call(layout: LaunchLayout, memory: PinnedArray, library: ModuleType) -> Call:
     spec = layout.spec
-    inputs = pieces_of(memory.on_device, layout, layout.inputs, 0)
-    results = pieces_of(memory.on_device, layout, layout.results, 0)
-    came = {name: channels_first(spec, name, tensor) for name, tensor in inputs.items()}
-    return call_of(library, spec, came, {"out": destinations(spec, results)})
+    inputs = view_slices(memory.on_device, layout, layout.inputs, 0)
+    results = view_slices(memory.on_device, layout, layout.results, 0)
+    came = {name: move_channels_first(spec, name, tensor) for name, tensor in inputs.items()}
+    return bind_operation(library, spec, came, {"out": make_output_argument(spec, results)})

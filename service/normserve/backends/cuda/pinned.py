@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from normserve.memory.segments import Segment
+from normserve.memory.segments import HostSegment
 from normserve.memory.slabs import Bytes
 
 log = logging.getLogger(__name__)
 
 
-class PinnedMemory(np.ndarray[tuple[int], np.dtype[np.uint8]]):
+class PinnedArray(np.ndarray[tuple[int], np.dtype[np.uint8]]):
     """Memory of the host, and what the device sees of it.
 
     Attributes:
@@ -30,14 +30,14 @@ class PinnedMemory(np.ndarray[tuple[int], np.dtype[np.uint8]]):
 
     on_device: Tensor
     calls: dict[Any, Any]
-    registration: "RegisteredMemory | None" = None
+    registration: "HostMemoryRegistration | None" = None
 
     def piece(self, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         """A contiguous tensor of the device from byte `start` on."""
         return self.on_device[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
-def pinned_memory(nbytes: int) -> Bytes:
+def allocate_pinned(nbytes: int) -> Bytes:
     """New memory for a slab, seen by the current device.
 
     Raises:
@@ -50,10 +50,10 @@ def pinned_memory(nbytes: int) -> Bytes:
         raise MemoryError(f"{nbytes} bytes cannot be pinned") from error
     # The caller may be in inference mode; the memory outlives that.
     with torch.inference_mode(False):
-        return with_device_view(pinned, torch.as_tensor(_DeviceArray(pinned), device="cuda"))
+        return attach_device_view(pinned, torch.as_tensor(_CudaArrayView(pinned), device="cuda"))
 
 
-def pinned_segments(segment: Callable[[int], Segment]) -> Callable[[int], Bytes]:
+def make_pinned_allocator(segment: Callable[[int], HostSegment]) -> Callable[[int], Bytes]:
     """What makes memory for a slab that other processes map as well, seen by the current device.
 
     Args: segment: makes the memory that is shared.
@@ -62,31 +62,31 @@ def pinned_segments(segment: Callable[[int], Segment]) -> Callable[[int], Bytes]
     def allocate(nbytes: int) -> Bytes:
         memory = memoryview(segment(nbytes))[:nbytes]
         try:
-            registration = RegisteredMemory(memory)
+            registration = HostMemoryRegistration(memory)
         except RuntimeError as error:
             raise MemoryError(f"{nbytes} bytes cannot be pinned") from error
         host = torch.frombuffer(memory, dtype=torch.uint8)
         with torch.inference_mode(False):
-            pinned = with_device_view(host, torch.as_tensor(_DeviceArray(host), device="cuda"))
+            pinned = attach_device_view(host, torch.as_tensor(_CudaArrayView(host), device="cuda"))
         pinned.registration = registration
         return pinned
 
     return allocate
 
 
-def registered(memory: memoryview) -> "RegisteredMemory | None":
+def register_memory(memory: memoryview) -> "HostMemoryRegistration | None":
     """Memory of the host that the driver knows, so that copies of it are asynchronous and as quick as the bus.
 
     None where the driver refuses: copies of it are made by way of the driver's own memory.
     """
     try:
-        return RegisteredMemory(memory)
+        return HostMemoryRegistration(memory)
     except RuntimeError as error:
         log.warning("shared memory of %d bytes is not pinned: %s", len(memory), error)
         return None
 
 
-class RegisteredMemory:
+class HostMemoryRegistration:
     """Known to the driver for as long as this lives, which must be no longer than the memory is mapped."""
 
     #: Of all that there are, the bytes from each address on.
@@ -107,26 +107,26 @@ class RegisteredMemory:
 
 
 def is_registered(memory: memoryview) -> bool:
-    """Whether kernels can read and write this memory of the host: it is within a `RegisteredMemory`."""
+    """Whether kernels can read and write this memory of the host: it is within a `HostMemoryRegistration`."""
     begin = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
     # Of a copy: memory comes and goes on any thread.
-    known = tuple(RegisteredMemory.known.items())
+    known = tuple(HostMemoryRegistration.known.items())
     return any(start <= begin and begin + len(memory) <= start + nbytes for start, nbytes in known)
 
 
-def device_view(memory: memoryview) -> Tensor:
+def view_on_device(memory: memoryview) -> Tensor:
     """Registered memory as bytes of the device; the tensor keeps the memory mapped."""
-    return torch.as_tensor(_DeviceArray(torch.frombuffer(memory, dtype=torch.uint8)), device="cuda")
+    return torch.as_tensor(_CudaArrayView(torch.frombuffer(memory, dtype=torch.uint8)), device="cuda")
 
 
-def with_device_view(host: Tensor, on_device: Tensor) -> PinnedMemory:
+def attach_device_view(host: Tensor, on_device: Tensor) -> PinnedArray:
     """A tensor's memory, flat, that is `on_device` to the device."""
-    memory = host.numpy().view(PinnedMemory)
+    memory = host.numpy().view(PinnedArray)
     memory.on_device, memory.calls = on_device, {}
     return memory
 
 
-class _DeviceArray:
+class _CudaArrayView:
     """Says to torch, as libraries on CUDA tell one another, where an array lies."""
 
     def __init__(self, pinned: Tensor) -> None:

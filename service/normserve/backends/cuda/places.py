@@ -7,7 +7,14 @@ from math import prod
 import torch
 from torch import Tensor
 
-from normserve.backends.tensors import TORCH_DTYPES, kernel_bytes_of, results_of, shape_of, split, view
+from normserve.backends.tensors import (
+    TORCH_DTYPES,
+    compute_launch_shape,
+    count_batch_kernel_bytes,
+    infer_batch_result_specs,
+    split_results,
+    view_as_torch,
+)
 from normserve.codec.tensor_names import is_parameter
 from normserve.jobs.job import Batch, NormJob, NormSpec
 from normserve.jobs.results import Described
@@ -48,7 +55,7 @@ class LaunchLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class BatchPlaces:
+class BatchBuffers:
     """Where a batch's tensors lie, and the memory that its results are to be in.
 
     Attributes:
@@ -68,7 +75,9 @@ class BatchPlaces:
         if slab is None:
             job = self.batch.jobs[0]
             assert job.places is not None
-            return at_places(job.places, layout.results, DeviceTensor if job.is_on_device else HostTensor)
+            return make_tensors_in_buffers(
+                job.places, layout.results, DeviceTensor if job.is_on_device else HostTensor
+            )
         before = layout.inputs_bytes - self._first_result
         found = {}
         for name, (dtype, shape) in layout.results.items():
@@ -78,11 +87,11 @@ class BatchPlaces:
 
     def shares(self) -> tuple[dict[str, HostTensor], ...]:
         """Each job's results."""
-        return split(self.batch, self.results())
+        return split_results(self.batch, self.results())
 
     def kernel_bytes(self, shares: Sequence[Mapping[str, HostTensor]]) -> tuple[int, ...]:
         """For each job, the fewest bytes that its share of the launch must move."""
-        return kernel_bytes_of(self.batch, shares, self.layout.kernel_bytes)
+        return count_batch_kernel_bytes(self.batch, shares, self.layout.kernel_bytes)
 
     def packed_inputs(self) -> Tensor:
         """The packed tensors as one of bytes."""
@@ -101,14 +110,14 @@ class BatchPlaces:
         return self.layout.inputs_bytes if self.is_packed else 0
 
 
-class PlacesOfBatches:
+class BatchBufferAllocator:
     """Takes places for batches.  One thread at a time."""
 
     def __init__(self, slabs: SlabPool) -> None:
         self._slabs = slabs
         self._layouts: dict[Hashable, LaunchLayout] = {}
 
-    def take(self, batch: Batch) -> BatchPlaces:
+    def take(self, batch: Batch) -> BatchBuffers:
         """Memory for a batch's results; and small tensors are packed.
 
         Raises:
@@ -117,22 +126,24 @@ class PlacesOfBatches:
         layout = self._layout_of(batch)
         if is_packed(batch):
             slab = self._slabs.take(layout.nbytes)
-            pack(batch, slab, layout.offsets)
-            return BatchPlaces(batch, layout, slab, is_packed=True)
+            pack_inputs(batch, slab, layout.offsets)
+            return BatchBuffers(batch, layout, slab, is_packed=True)
         is_placed = len(batch.jobs) == 1 and batch.jobs[0].places is not None
-        return BatchPlaces(
+        return BatchBuffers(
             batch, layout, None if is_placed else self._slabs.take(layout.results_bytes), is_packed=False
         )
 
-    def own(self, job: NormJob) -> BatchPlaces:
+    def own(self, job: NormJob) -> BatchBuffers:
         """Where a job alone has its tensors and wants its results; it has places for these."""
         batch = Batch((job,))
-        return BatchPlaces(batch, self._layout_of(batch), None, is_packed=False)
+        return BatchBuffers(batch, self._layout_of(batch), None, is_packed=False)
 
     def _layout_of(self, batch: Batch) -> LaunchLayout:
         job = batch.jobs[0]
         rows = sum([each.rows for each in batch.jobs])
-        inputs = {name: (tensor.dtype, shape_of(job, name, rows)) for name, tensor in job.tensors.items()}
+        inputs = {
+            name: (tensor.dtype, compute_launch_shape(job, name, rows)) for name, tensor in job.tensors.items()
+        }
         layer = job.layer
         of_layer = None if layer is None else (layer.size, layer.dtype, layer.has_bias)
         key = (job.spec, rows, of_layer, *inputs.items())
@@ -140,9 +151,9 @@ class PlacesOfBatches:
         if layout is None:
             if len(self._layouts) >= _MOST_LAYOUTS:
                 self._layouts.clear()
-            results = results_of(job, rows)
-            offsets, inputs_bytes = _offsets_of(inputs, 0)
-            of_results, nbytes = _offsets_of(results, inputs_bytes)
+            results = infer_batch_result_specs(job, rows)
+            offsets, inputs_bytes = _compute_offsets(inputs, 0)
+            of_results, nbytes = _compute_offsets(results, inputs_bytes)
             is_empty = not prod(inputs["x"][1])
             layout = LaunchLayout(job.spec, inputs, results, offsets | of_results, inputs_bytes, nbytes, is_empty)
             self._layouts[key] = layout
@@ -154,17 +165,17 @@ def is_packed(batch: Batch) -> bool:
     return batch.nbytes <= _PACKED_BYTES * len(batch.jobs)
 
 
-def pack(batch: Batch, slab: memoryview, offsets: Mapping[str, int]) -> None:
+def pack_inputs(batch: Batch, slab: memoryview, offsets: Mapping[str, int]) -> None:
     """Write what came to a slab: from each name's offset on its tensors one after another, of parameters one."""
     for name in batch.jobs[0].tensors:
         start = offsets[name]
-        for job in who_bring(batch, name):
-            data = _row_major(job.tensors[name])
+        for job in list_jobs_with(batch, name):
+            data = _get_row_major_bytes(job.tensors[name])
             slab[start : start + len(data)] = data
             start += len(data)
 
 
-def at_places(
+def make_tensors_in_buffers(
     places: Mapping[str, memoryview], tensors: Described, kind: type[HostTensor] = HostTensor
 ) -> dict[str, HostTensor]:
     """Tensors in memory of at least their bytes, of the device where `kind` is `DeviceTensor`."""
@@ -174,25 +185,25 @@ def at_places(
     }
 
 
-def who_bring(batch: Batch, name: str) -> Sequence[NormJob]:
+def list_jobs_with(batch: Batch, name: str) -> Sequence[NormJob]:
     """The jobs whose tensors of that name a launch reads: parameters are the same in all."""
     return batch.jobs[:1] if is_parameter(name) else batch.jobs
 
 
-def piece_of(buffer: Tensor, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+def view_slice(buffer: Tensor, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """A contiguous tensor in a buffer of bytes, from byte `start` on."""
     return buffer[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
-def pieces_of(buffer: Tensor, layout: LaunchLayout, tensors: Described, first: int) -> dict[str, Tensor]:
+def view_slices(buffer: Tensor, layout: LaunchLayout, tensors: Described, first: int) -> dict[str, Tensor]:
     """Tensors of a layout in a buffer of bytes that begins with the slab's byte `first`."""
     return {
-        name: piece_of(buffer, layout.offsets[name] - first, TORCH_DTYPES[dtype], shape)
+        name: view_slice(buffer, layout.offsets[name] - first, TORCH_DTYPES[dtype], shape)
         for name, (dtype, shape) in tensors.items()
     }
 
 
-def _offsets_of(tensors: Described, start: int) -> tuple[dict[str, int], int]:
+def _compute_offsets(tensors: Described, start: int) -> tuple[dict[str, int], int]:
     """Where in a slab each of the tensors begins, the first at `start`, and where the last one ends."""
     offsets = {}
     for name, (dtype, shape) in tensors.items():
@@ -201,6 +212,6 @@ def _offsets_of(tensors: Described, start: int) -> tuple[dict[str, int], int]:
     return offsets, start
 
 
-def _row_major(tensor: HostTensor) -> memoryview:
+def _get_row_major_bytes(tensor: HostTensor) -> memoryview:
     """A tensor's bytes, in row-major order."""
-    return view(tensor).reshape(-1).view(torch.uint8).numpy().data if tensor.fortran_order else tensor.data
+    return view_as_torch(tensor).reshape(-1).view(torch.uint8).numpy().data if tensor.fortran_order else tensor.data

@@ -13,19 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normserve.backends.cuda.copied import REPLAYED, chunk_parts, chunks_of
-from normserve.backends.cuda.in_flight import PartMarks, PendingBatch
-from normserve.backends.cuda.pinned import device_view, is_registered
-from normserve.backends.cuda.places import BatchPlaces, at_places
-from normserve.backends.cuda.replays import Graphs, Repeated, Replays
-from normserve.backends.cuda.streams import Pipeline, Streams
-from normserve.backends.launch import call_of, destinations, launch, parameters_of
+from normserve.backends.cuda.copied import REPLAYED, divide_rows, make_chunk_launches
+from normserve.backends.cuda.in_flight import PendingCudaLaunch, StageEvents
+from normserve.backends.cuda.pinned import is_registered, view_on_device
+from normserve.backends.cuda.places import BatchBuffers, make_tensors_in_buffers
+from normserve.backends.cuda.replays import GraphCache, GraphCapturer, RepeatedCall
+from normserve.backends.cuda.streams import StreamFactory, StreamPipeline
+from normserve.backends.launch import bind_operation, collect_parameters, make_output_argument, run_operation
 from normserve.backends.tensors import (
     TORCH_DTYPES,
-    channels_first,
-    kernel_bytes,
-    payload_order,
-    results_of,
+    count_kernel_bytes,
+    infer_batch_result_specs,
+    move_channels_first,
+    restore_payload_order,
 )
 from normserve.codec.tensor_names import is_parameter
 from normserve.jobs.job import NormJob
@@ -43,7 +43,7 @@ _MOST_CHUNKED_BYTES = 160 * 2**20
 _ALIGNMENT = 256
 
 
-class PreparedLaunch:
+class ClientMemoryLaunch:
     """One job's launch in memory that its client has, made again and again: it keeps that memory mapped.
 
     Attributes:
@@ -57,9 +57,9 @@ class PreparedLaunch:
         self,
         results: Mapping[str, HostTensor],
         kernel_bytes: int,
-        pipeline: Pipeline,
-        repeated: Repeated,
-        marks: Sequence[PartMarks] = (),
+        pipeline: StreamPipeline,
+        repeated: RepeatedCall,
+        marks: Sequence[StageEvents] = (),
     ) -> None:
         self.results = results
         self.kernel_bytes = kernel_bytes
@@ -72,7 +72,7 @@ class PreparedLaunch:
         """What is replayed; None before it has been captured."""
         return self._repeated.graph
 
-    def start(self) -> PendingBatch:
+    def start(self) -> PendingCudaLaunch:
         """Launch it, of what its tensors hold then."""
         pending = self.pipeline.start_one(self._repeated.make, self, self.marks)
         # While the device computes it.
@@ -82,18 +82,18 @@ class PreparedLaunch:
         return pending
 
 
-class Workspace:
+class ChunkExecutionContext:
     """Streams and memory of the device, which jobs in chunks use one after another."""
 
-    def __init__(self, streams: Streams, graphs: Graphs, device: str) -> None:
+    def __init__(self, streams: StreamFactory, graphs: GraphCapturer, device: str) -> None:
         """Make it.
 
         Args:
             graphs: its own, which are replayed one after another.
             device: as torch names it.
         """
-        self.pipeline = Pipeline(streams)
-        self.replays = Replays(graphs)
+        self.pipeline = StreamPipeline(streams)
+        self.replays = GraphCache(graphs)
         self._device = device
         self._memory: Tensor | None = None
         self._is_refused = False
@@ -118,9 +118,13 @@ class Workspace:
             log.warning("large requests in shared host memory are not captured: %s", error)
 
 
-def prepare_launch(
-    places: BatchPlaces, library: ModuleType, pipeline: Pipeline, replays: Replays, workspaces: Iterator[Workspace]
-) -> PreparedLaunch | None:
+def prepare_client_memory_launch(
+    places: BatchBuffers,
+    library: ModuleType,
+    pipeline: StreamPipeline,
+    replays: GraphCache,
+    workspaces: Iterator[ChunkExecutionContext],
+) -> ClientMemoryLaunch | None:
     """The launch of a job that is computed in its client's memory; None of any other.
 
     Args:
@@ -130,32 +134,34 @@ def prepare_launch(
         workspaces: of jobs in chunks, in turn.
     """
     job = places.batch.jobs[0]
-    is_near = is_in_reach(job)
-    chunks = () if is_near else _chunks(job)
+    is_near = is_computed_in_place(job)
+    chunks = () if is_near else _divide_rows(job)
     workspace = next(workspaces, None) if chunks else None
     if not is_near and workspace is None:
         return None
     (share,) = places.shares()
-    nbytes = kernel_bytes(job, share)
+    nbytes = count_kernel_bytes(job, share)
     # What is made in inference mode can be used nowhere else.
     with torch.inference_mode(False):
         if workspace is None:
-            return PreparedLaunch(share, nbytes, pipeline, Repeated(_call(places, library), job.spec, replays))
-        parts = chunk_parts(job, chunks, places.results(), library, workspace.tensors_like)
+            return ClientMemoryLaunch(
+                share, nbytes, pipeline, RepeatedCall(_make_call(places, library), job.spec, replays)
+            )
+        parts = make_chunk_launches(job, chunks, places.results(), library, workspace.tensors_like)
         if not parts:
             return None
         marks = workspace.pipeline.marks(len(parts))
         put = functools.partial(workspace.pipeline.put, parts, marks)
-        repeated = Repeated(put, job.spec, workspace.replays)
-        return PreparedLaunch(share, nbytes, workspace.pipeline, repeated, marks)
+        repeated = RepeatedCall(put, job.spec, workspace.replays)
+        return ClientMemoryLaunch(share, nbytes, workspace.pipeline, repeated, marks)
 
 
-def is_computed_alone(job: NormJob) -> bool:
+def is_computed_in_client_memory(job: NormJob) -> bool:
     """Whether jobs that recur like this one are computed in their client's memory."""
-    return is_in_reach(job) or bool(_chunks(job))
+    return is_computed_in_place(job) or bool(_divide_rows(job))
 
 
-def is_in_reach(job: NormJob) -> bool:
+def is_computed_in_place(job: NormJob) -> bool:
     """Whether a job alone in its launch is computed where its tensors are.
 
     In host memory that is what comes again and again, in registered memory, and is small: kernels read and write
@@ -163,7 +169,12 @@ def is_in_reach(job: NormJob) -> bool:
     """
     if job.is_on_device:
         return True
-    if job.recurrence is None or job.may_overwrite or not len(job.x.data) or (memory := _memory_of(job)) is None:
+    if (
+        job.recurrence is None
+        or job.may_overwrite
+        or not len(job.x.data)
+        or (memory := _list_host_memory(job)) is None
+    ):
         return False
     nbytes = sum(map(len, memory))
     # Programs read parameters each for itself.
@@ -172,50 +183,52 @@ def is_in_reach(job: NormJob) -> bool:
     return nbytes <= _MOST_HOST_BYTES and all(map(is_registered, memory))
 
 
-def _chunks(job: NormJob) -> Sequence[range]:
+def _divide_rows(job: NormJob) -> Sequence[range]:
     """The rows of each chunk of a large job in registered memory; none of any other."""
     if job.is_on_device or job.recurrence is None or job.may_overwrite:
         return ()
-    chunks = chunks_of(job, REPLAYED)
-    memory = _memory_of(job) if chunks else None
+    chunks = divide_rows(job, REPLAYED)
+    memory = _list_host_memory(job) if chunks else None
     if memory is None or sum(map(len, memory)) + _ALIGNMENT * len(memory) > _MOST_CHUNKED_BYTES:
         return ()
     return chunks if all(map(is_registered, memory)) else ()
 
 
-def _memory_of(job: NormJob) -> Sequence[memoryview] | None:
+def _list_host_memory(job: NormJob) -> Sequence[memoryview] | None:
     """Of the host, what a job's tensors take and its results; None without places for these."""
     if job.places is None:
         return None
-    of_results = at_places(job.places, results_of(job, job.rows))
+    of_results = make_tensors_in_buffers(job.places, infer_batch_result_specs(job, job.rows))
     return [tensor.data for tensor in (*job.tensors.values(), *of_results.values())]
 
 
-def _call(places: BatchPlaces, library: ModuleType) -> Callable[[], object]:
+def _make_call(places: BatchBuffers, library: ModuleType) -> Callable[[], object]:
     """The launch on a job's tensors where they lie."""
     job, layout = places.batch.jobs[0], places.layout
     spec = layout.spec
     came = {
-        name: channels_first(spec, name, _seen(job.tensors[name].data, dtype, shape))
+        name: move_channels_first(spec, name, _view_as_device_tensor(job.tensors[name].data, dtype, shape))
         for name, (dtype, shape) in layout.inputs.items()
     }
     if job.layer is not None:
-        came |= parameters_of(job.layer.resident)
-    there = {name: _seen(each.data, each.dtype, each.shape) for name, each in places.results().items()}
+        came |= collect_parameters(job.layer.resident)
+    there = {
+        name: _view_as_device_tensor(each.data, each.dtype, each.shape) for name, each in places.results().items()
+    }
     if not layout.is_empty and not job.may_overwrite:
-        return call_of(library, spec, came, {"out": destinations(spec, there)})
+        return bind_operation(library, spec, came, {"out": make_output_argument(spec, there)})
 
     def launch_and_copy() -> None:
         # Over what came, or of no rows: the library takes memory of its own.
-        for name, output in launch(library, spec, came).items():
-            there[name].copy_(payload_order(spec, name, output))
+        for name, output in run_operation(library, spec, came).items():
+            there[name].copy_(restore_payload_order(spec, name, output))
 
     return launch_and_copy
 
 
-def _seen(data: Any, dtype: DType, shape: tuple[int, ...]) -> Tensor:
+def _view_as_device_tensor(data: Any, dtype: DType, shape: tuple[int, ...]) -> Tensor:
     """What lies there as a tensor, which keeps it mapped."""
     if not len(data):
         return torch.empty(shape, dtype=TORCH_DTYPES[dtype], device="cuda")
-    flat = device_view(data) if isinstance(data, memoryview) else torch.as_tensor(data, device="cuda")
+    flat = view_on_device(data) if isinstance(data, memoryview) else torch.as_tensor(data, device="cuda")
     return flat.view(TORCH_DTYPES[dtype]).view(shape)

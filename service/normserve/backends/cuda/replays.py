@@ -21,27 +21,27 @@ _MOST_GRAPHS = 1024
 Call = Callable[[], object]
 
 
-class Graph(Protocol):
+class CapturedGraph(Protocol):
     """What a call put on a stream, as of CUDA."""
 
     def replay(self) -> None:
         """Put it on the thread's current stream."""
 
 
-class Graphs(Protocol):
+class GraphCapturer(Protocol):
     """Where graphs come from."""
 
-    def capture(self, call: Call) -> Graph:
+    def capture(self, call: Call) -> CapturedGraph:
         """What a call puts on the thread's current stream, recorded and not run.
 
         Whatever fails, the stream takes work as before.
         """
 
 
-class Repeated:
+class RepeatedCall:
     """One call with the same tensors each time."""
 
-    def __init__(self, call: Call, what: object, replays: "Replays") -> None:
+    def __init__(self, call: Call, what: object, replays: "GraphCache") -> None:
         """Make it.
 
         Args:
@@ -52,7 +52,7 @@ class Repeated:
         self._what = what
         self._replays = replays
         self._times = 0
-        self._graph: Graph | None = None
+        self._graph: CapturedGraph | None = None
 
     def make(self) -> None:
         """Make the call, or replay it."""
@@ -67,7 +67,7 @@ class Repeated:
         self._times += 1
 
     @property
-    def graph(self) -> Graph | None:
+    def graph(self) -> CapturedGraph | None:
         """What is replayed, once it has been captured."""
         return self._graph
 
@@ -95,15 +95,15 @@ class Repeated:
         log.warning("%s is called and not replayed: %s: %s", self._what, type(error).__name__, str(error))
 
 
-class Replays:
+class GraphCache:
     """The graphs of a device's calls, of which only so many live.  One thread at a time."""
 
-    def __init__(self, graphs: Graphs) -> None:
+    def __init__(self, graphs: GraphCapturer) -> None:
         self._graphs = graphs
         # Those that have a graph, the oldest first; calls that go take theirs along.
-        self._captured: list[weakref.ref[Repeated]] = []
+        self._captured: list[weakref.ref[RepeatedCall]] = []
 
-    def capture(self, repeated: Repeated, call: Call) -> Graph:
+    def capture(self, repeated: RepeatedCall, call: Call) -> CapturedGraph:
         """A graph of the call; the oldest goes for it if there are too many."""
         graph = self._graphs.capture(call)
         self._captured = [each for each in self._captured if each() is not None]

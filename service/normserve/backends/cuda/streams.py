@@ -9,29 +9,29 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from normserve.backends.cuda.in_flight import Event, PartMarks, PendingBatch
+from normserve.backends.cuda.in_flight import PendingCudaLaunch, StageEvents, StreamEvent
 
 
-class Stream(Protocol):
+class DeviceStream(Protocol):
     """What is put on it happens in turn, as of CUDA."""
 
     def wait_event(self, event: Any) -> None: ...
     def synchronize(self) -> None: ...
 
 
-class Streams(Protocol):
+class StreamFactory(Protocol):
     """Where streams and events come from."""
 
-    def stream(self) -> Stream: ...
-    def event(self) -> Event: ...
-    def mark(self) -> Event:
+    def stream(self) -> DeviceStream: ...
+    def event(self) -> StreamEvent: ...
+    def mark(self) -> StreamEvent:
         """An event that each replay of a graph records, if it was recorded in the graph's capture."""
 
     def use(self, stream: Any) -> AbstractContextManager[object]:
         """Work of this thread is put on that stream inside; afterwards on any."""
 
 
-class Part(Protocol):
+class StagedLaunch(Protocol):
     """One launch of a batch and its copies, each put on the thread's current stream, in this order."""
 
     def copy_in(self) -> None: ...
@@ -39,22 +39,22 @@ class Part(Protocol):
     def copy_out(self) -> None: ...
 
 
-class Pipeline:
+class StreamPipeline:
     """The streams of one lane."""
 
-    def __init__(self, streams: Streams, *, apart: bool = True) -> None:
+    def __init__(self, streams: StreamFactory, *, apart: bool = True) -> None:
         """Args: apart: each stage has a stream of its own; else all share one, which starts sooner."""
         self._source = streams
         self._streams = [streams.stream() for _ in range(3)] if apart else [streams.stream()] * 3
-        # Events of batches that are over; `PendingBatch.wait` adds them.
-        self._spare: list[Event] = []
+        # Events of batches that are over; `PendingCudaLaunch.wait` adds them.
+        self._spare: list[StreamEvent] = []
 
     @property
     def compute_stream(self) -> Any:
         """The compute stage's stream."""
         return self._streams[1]
 
-    def start(self, make_parts: Callable[[], Sequence[Part]], held: object) -> PendingBatch:
+    def start(self, make_parts: Callable[[], Sequence[StagedLaunch]], held: object) -> PendingCudaLaunch:
         """Put copy-in, compute and copy-out of each part on their streams; blocks for none.
 
         While a part is copied in, the one before it is copied out.
@@ -66,7 +66,7 @@ class Pipeline:
             held: stays alive until then as well.
         """
         on_way_in, _, on_way_out = self._streams
-        events: list[Event] = []
+        events: list[StreamEvent] = []
         try:
             with self._source.use(on_way_in):
                 parts = make_parts()
@@ -77,9 +77,9 @@ class Pipeline:
         except BaseException:
             self._settle()
             raise
-        return PendingBatch(began, marks, leaving, ended, held=(held, parts), events=events, spare=self._spare)
+        return PendingCudaLaunch(began, marks, leaving, ended, held=(held, parts), events=events, spare=self._spare)
 
-    def put(self, parts: Sequence[Part], replayed: Sequence[PartMarks]) -> None:
+    def put(self, parts: Sequence[StagedLaunch], replayed: Sequence[StageEvents]) -> None:
         """Put copy-in, compute and copy-out of each part on their streams.
 
         They come after all that the compute stage's stream has, and before all that it gets afterwards.  It is the
@@ -88,7 +88,7 @@ class Pipeline:
         Args: replayed: of each part; from `marks`.
         """
         on_way_in, on_device, on_way_out = self._streams
-        events: list[Event] = []
+        events: list[StreamEvent] = []
         begun = self._mark(on_device, events)
         on_way_in.wait_event(begun)
         on_way_out.wait_event(begun)
@@ -98,7 +98,9 @@ class Pipeline:
             # Waits that were put on a stream are for what an event was recorded after then.
             self._spare += events
 
-    def start_one(self, stage: Callable[[], object], held: object, marks: Sequence[PartMarks] = ()) -> PendingBatch:
+    def start_one(
+        self, stage: Callable[[], object], held: object, marks: Sequence[StageEvents] = ()
+    ) -> PendingCudaLaunch:
         """Put a stage alone on the compute stage's stream; as `start` with nothing to copy, in half of its steps.
 
         Args:
@@ -106,7 +108,7 @@ class Pipeline:
             marks: that the stage records.
         """
         stream = self._streams[1]
-        events: list[Event] = []
+        events: list[StreamEvent] = []
         try:
             with self._source.use(stream):
                 began = self._mark(stream, events)
@@ -115,12 +117,12 @@ class Pipeline:
         except BaseException:
             self._settle()
             raise
-        return PendingBatch(began, marks, None, ended, held=(held, value), events=events, spare=self._spare)
+        return PendingCudaLaunch(began, marks, None, ended, held=(held, value), events=events, spare=self._spare)
 
-    def marks(self, count: int) -> Sequence[PartMarks]:
+    def marks(self, count: int) -> Sequence[StageEvents]:
         """For so many parts, which each replay of a graph records."""
         made = [(self._source.mark(), self._source.mark()) for _ in range(count)]
-        return [PartMarks(arrived, arrived, computed) for arrived, computed in made]
+        return [StageEvents(arrived, arrived, computed) for arrived, computed in made]
 
     def aside(self, work: Callable[[], object]) -> None:
         """Do something with the compute stage's stream as the thread's own, in no batch's time."""
@@ -129,12 +131,12 @@ class Pipeline:
 
     def _put(
         self,
-        parts: Sequence[Part],
-        events: list[Event],
+        parts: Sequence[StagedLaunch],
+        events: list[StreamEvent],
         *,
         are_measured_apart: bool = False,
-        replayed: Sequence[PartMarks] = (),
-    ) -> tuple[Sequence[PartMarks], Event | None]:
+        replayed: Sequence[StageEvents] = (),
+    ) -> tuple[Sequence[StageEvents], StreamEvent | None]:
         """The stages of each part; their moments, and the beginning of the last copy-out.
 
         Args:
@@ -144,7 +146,7 @@ class Pipeline:
         """
         on_way_in, on_device, on_way_out = self._streams
         are_measured_apart = are_measured_apart and on_way_in is not on_device
-        marks: list[PartMarks] = []
+        marks: list[StageEvents] = []
         leaving = None
         for number, part in enumerate(parts):
             with self._source.use(on_way_in):
@@ -168,10 +170,10 @@ class Pipeline:
                 if are_measured_apart:
                     leaving = self._mark(on_way_out, events)
                 part.copy_out()
-            marks.append(PartMarks(arrived, started, computed))
+            marks.append(StageEvents(arrived, started, computed))
         return marks, leaving
 
-    def _mark(self, stream: Stream, events: list[Event]) -> Event:
+    def _mark(self, stream: DeviceStream, events: list[StreamEvent]) -> StreamEvent:
         event = self._spare.pop() if self._spare else self._source.event()
         event.record(stream)
         events.append(event)

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from normserve.client.answers.documents import read_json
+from normserve.client.answers.documents import parse_json
 from normserve.client.errors import UnexpectedAnswerError
-from normserve.client.quoting import quoted
+from normserve.client.quoting import quote_text
 from normserve.client.results import Timing
 from normserve.codec import safetensors
 from normserve.codec.media_types import CANONICAL, SAFETENSORS
-from normserve.codec.safetensors import Entry
+from normserve.codec.safetensors import SafetensorsEntry
 from normserve.errors import NormserveError
 from normserve.memory.host_tensors import HostTensor
 
@@ -21,7 +21,7 @@ _FAMILIAR = ("text/html", "text/plain", "application/json", "application/problem
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ApiResponse:
     """A complete answer.
 
     Attributes:
@@ -50,7 +50,7 @@ class Answer:
             UnexpectedAnswerError: it is not.
         """
         try:
-            return read_json(bytes(self.body))
+            return parse_json(bytes(self.body))
         except ValueError:
             raise UnexpectedAnswerError("the answer must be JSON, it is not") from None
 
@@ -71,12 +71,12 @@ class Answer:
         Raises:
             UnexpectedAnswerError: it holds none that the codec can read.
         """
-        media_type = _media_type(self.headers.get("content-type", ""))
+        media_type = _parse_media_type(self.headers.get("content-type", ""))
         if CANONICAL.get(media_type) != SAFETENSORS:
             got = media_type if media_type in _FAMILIAR else "something else"
             raise UnexpectedAnswerError(f"the answer must be {SAFETENSORS}, got {got}")
         try:
-            return {entry.name: entry.result(self.body) for entry in _entries(self.body)}
+            return {entry.name: entry.result(self.body) for entry in _read_entries(self.body)}
         except NormserveError as error:
             raise UnexpectedAnswerError(f"the answer is not well-formed safetensors: {error.detail}") from error
 
@@ -84,7 +84,7 @@ class Answer:
         """What the headers say about how the request was served; what means nothing is taken as left out."""
         said = self.headers.get
         return Timing.later(
-            _timing,
+            _parse_timing,
             (
                 said("server-timing", ""),
                 said("x-kernel-bytes"),
@@ -95,19 +95,19 @@ class Answer:
         )
 
 
-def _timing(
+def _parse_timing(
     stages: str, kernel_bytes: str | None, bandwidth: str | None, batch_size: str | None, request_id: str | None
 ) -> tuple[dict[str, float], int, float, int, str]:
     return (
-        _read_stages(stages),
-        _whole(kernel_bytes, 0),
-        _amount(bandwidth) or 0.0,
-        max(1, _whole(batch_size, 1)),
-        quoted(request_id, 128),
+        _parse_server_timing(stages),
+        _parse_whole(kernel_bytes, 0),
+        _parse_nonnegative(bandwidth) or 0.0,
+        max(1, _parse_whole(batch_size, 1)),
+        quote_text(request_id, 128),
     )
 
 
-def _media_type(content_type: str) -> str:
+def _parse_media_type(content_type: str) -> str:
     """Without its parameters."""
     return content_type.partition(";")[0].strip().lower()
 
@@ -116,7 +116,7 @@ def _media_type(content_type: str) -> str:
 _KEPT, _KEPT_BYTES = 256, 1024
 
 
-def _entries(body: memoryview) -> Sequence[Entry]:
+def _read_entries(body: memoryview) -> Sequence[SafetensorsEntry]:
     """What the header in a body says of each tensor, all of it checked.
 
     Raises:
@@ -135,14 +135,14 @@ def _entries(body: memoryview) -> Sequence[Entry]:
     return known
 
 
-_known_entries: dict[tuple[bytes, int], Sequence[Entry]] = {}
+_known_entries: dict[tuple[bytes, int], Sequence[SafetensorsEntry]] = {}
 
 # As normserve writes it; what is written in another way takes longer to read.
 _STAGES = ("recv", "queue", "copy_in", "kernel", "copy_out")
 _DURATIONS = re.compile(", ".join([rf"{stage};dur=([0-9]{{1,15}}\.[0-9]{{1,15}})" for stage in _STAGES]))
 
 
-def _read_stages(server_timing: str) -> dict[str, float]:
+def _parse_server_timing(server_timing: str) -> dict[str, float]:
     if found := _DURATIONS.fullmatch(server_timing):
         return dict(zip(_STAGES, map(float, found.groups()), strict=True))
     stages = {}
@@ -150,17 +150,17 @@ def _read_stages(server_timing: str) -> dict[str, float]:
         name, *parameters = (part.strip() for part in metric.split(";"))
         for parameter in parameters:
             key, _, value = parameter.partition("=")
-            if key == "dur" and (duration_ms := _amount(value)) is not None:
-                stages[quoted(name, 64)] = duration_ms
+            if key == "dur" and (duration_ms := _parse_nonnegative(value)) is not None:
+                stages[quote_text(name, 64)] = duration_ms
     return stages
 
 
-def _whole(text: str | None, default: int) -> int:
+def _parse_whole(text: str | None, default: int) -> int:
     """A whole number of at most 18 digits."""
     return int(text) if text and text.isascii() and text.isdecimal() and len(text) < 19 else default
 
 
-def _amount(text: str | None) -> float | None:
+def _parse_nonnegative(text: str | None) -> float | None:
     """A finite number that is not negative; None for anything else."""
     try:
         value = float(text or "")

@@ -4,7 +4,7 @@ import json
 from typing import Any, NoReturn
 
 
-def read_json(body: bytes) -> Any:
+def parse_json(body: bytes) -> Any:
     """Return the value that `body` is.
 
     Raises:
@@ -12,12 +12,12 @@ def read_json(body: bytes) -> Any:
             does not have, or holds half of a surrogate pair, which is no text.
     """
     try:
-        value = json.loads(body, parse_constant=_refuse)
+        value = json.loads(body, parse_constant=_refuse_constant)
         json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     return value
 
 
-def _refuse(constant: str) -> NoReturn:
+def _refuse_constant(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")

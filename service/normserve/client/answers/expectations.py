@@ -23,7 +23,7 @@ _WIDEST_BYTES = max(dtype.itemsize for dtype in DType)
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class ExpectedResult:
     """One tensor of an answer.
 
     Attributes:
@@ -53,7 +53,7 @@ class Output:
             return f"be {self.dtype.value}, got {tensor.dtype.value}" if self.dtype else None
         if tensor.shape == self.shape or (self.has_groups and self._are_groups(tensor.shape)):
             return None
-        return f"be {list(self.shape)}, got {_sizes(tensor.shape)}"
+        return f"be {list(self.shape)}, got {_format_shape(tensor.shape)}"
 
     def _are_groups(self, shape: tuple[int, ...]) -> bool:
         *samples, channels = self.shape
@@ -61,10 +61,10 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Expectation:
+class ExpectedResults:
     """All of an answer's tensors, by their names in the API."""
 
-    outputs: Mapping[str, Output]
+    outputs: Mapping[str, ExpectedResult]
 
     @functools.cached_property
     def most_bytes(self) -> int:
@@ -99,7 +99,7 @@ class Expectation:
 _KEPT = 256
 
 
-def forward(op: str, tensors: Mapping[str, HostTensor], params: Mapping[str, str]) -> Expectation:
+def expect_forward(op: str, tensors: Mapping[str, HostTensor], params: Mapping[str, str]) -> ExpectedResults:
     """What a forward pass answers.
 
     Args:
@@ -107,22 +107,30 @@ def forward(op: str, tensors: Mapping[str, HostTensor], params: Mapping[str, str
         tensors: what is sent.
         params: the request's query.
     """
-    described, query = _described(tensors), tuple(params.items())
-    return _several(_forward, op, described, query) if "x.0" in tensors else _forward(op, described, query)
+    described, query = _make_tensor_specs(tensors), tuple(params.items())
+    return (
+        _expect_numbered(_expect_forward, op, described, query)
+        if "x.0" in tensors
+        else _expect_forward(op, described, query)
+    )
 
 
-def backward(op: str, tensors: Mapping[str, HostTensor], params: Mapping[str, str]) -> Expectation:
+def expect_backward(op: str, tensors: Mapping[str, HostTensor], params: Mapping[str, str]) -> ExpectedResults:
     """What a backward pass answers; args as `forward`."""
-    described, query = _described(tensors), tuple(params.items())
-    return _several(_backward, op, described, query) if "x.0" in tensors else _backward(op, described, query)
+    described, query = _make_tensor_specs(tensors), tuple(params.items())
+    return (
+        _expect_numbered(_expect_backward, op, described, query)
+        if "x.0" in tensors
+        else _expect_backward(op, described, query)
+    )
 
 
-def _described(tensors: Mapping[str, HostTensor]) -> "_Described":
+def _make_tensor_specs(tensors: Mapping[str, HostTensor]) -> "_Described":
     return tuple([(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()])
 
 
 @dataclass(frozen=True, slots=True)
-class _Sent:
+class _TensorSpec:
     """A tensor that is sent, without its memory."""
 
     dtype: DType
@@ -130,51 +138,54 @@ class _Sent:
 
 
 @functools.lru_cache(_KEPT)
-def _forward(op: str, described: "_Described", query: "_Query") -> Expectation:
-    tensors, params = _by_name(described), dict(query)
+def _expect_forward(op: str, described: "_Described", query: "_Query") -> ExpectedResults:
+    tensors, params = _index_by_name(described), dict(query)
     x = tensors["x"]
-    outputs = {"y": Output(x.shape, _dtype(params.get("out_dtype"), x.dtype))}
+    outputs = {"y": ExpectedResult(x.shape, _find_dtype(params.get("out_dtype"), x.dtype))}
     if "residual" in tensors:
         sums = x if op == "group_norm" else tensors["residual"]
-        outputs["residual_out"] = Output(x.shape, sums.dtype)
+        outputs["residual_out"] = ExpectedResult(x.shape, sums.dtype)
     if params.get("stats") in ("true", "1"):
-        statistics = _statistics(op, x.shape, params)
+        statistics = _expect_statistics(op, x.shape, params)
         outputs |= dict.fromkeys(("rstd",) if op == "rms_norm" else ("mean", "rstd"), statistics)
     if outputs["y"].dtype is DType.FLOAT8_E4M3FN and op != "group_norm":
-        outputs["scale"] = Output(x.shape[:-1], DType.FLOAT32)
-    return Expectation(outputs)
+        outputs["scale"] = ExpectedResult(x.shape[:-1], DType.FLOAT32)
+    return ExpectedResults(outputs)
 
 
 @functools.lru_cache(_KEPT)
-def _backward(op: str, described: "_Described", query: "_Query") -> Expectation:
-    tensors, params = _by_name(described), dict(query)
+def _expect_backward(op: str, described: "_Described", query: "_Query") -> ExpectedResults:
+    tensors, params = _index_by_name(described), dict(query)
     x = tensors["x"]
-    outputs = {"dx": Output(x.shape, x.dtype)}
+    outputs = {"dx": ExpectedResult(x.shape, x.dtype)}
     if op != "group_norm" and "residual" in tensors and tensors["residual"].dtype is not x.dtype:
-        outputs["dresidual"] = Output(x.shape, tensors["residual"].dtype)
+        outputs["dresidual"] = ExpectedResult(x.shape, tensors["residual"].dtype)
     for name in ("weight", "bias", "scale", "shift"):
         if name in tensors:
-            outputs[f"d{name}"] = Output(tensors[name].shape, tensors[name].dtype)
+            outputs[f"d{name}"] = ExpectedResult(tensors[name].shape, tensors[name].dtype)
     if "layer" in params:
-        outputs["dweight"] = Output((_size(op, x.shape, params),), None)
+        outputs["dweight"] = ExpectedResult((_find_parameter_size(op, x.shape, params),), None)
         if op != "rms_norm":
-            outputs["dbias"] = Output((_size(op, x.shape, params),), None, is_optional=True)
-    return Expectation(outputs)
+            outputs["dbias"] = ExpectedResult((_find_parameter_size(op, x.shape, params),), None, is_optional=True)
+    return ExpectedResults(outputs)
 
 
 @functools.lru_cache(_KEPT)
-def _several(
-    of_one: Callable[[str, "_Described", "_Query"], Expectation], op: str, described: "_Described", query: "_Query"
-) -> Expectation:
+def _expect_numbered(
+    of_one: Callable[[str, "_Described", "_Query"], ExpectedResults],
+    op: str,
+    described: "_Described",
+    query: "_Query",
+) -> ExpectedResults:
     """What several tensors that share parameters are answered with: numbered results, and sums over all."""
     shared = tuple([each for each in described if each[0].partition(".")[0] not in OF_ROWS])
-    outputs: dict[str, Output] = {}
+    outputs: dict[str, ExpectedResult] = {}
     for number in range(sum(name.startswith("x.") for name, *_ in described)):
         numbered = [each for each in described if _is_numbered(each[0], number)]
         own = [(name.partition(".")[0], dtype, shape) for name, dtype, shape in numbered]
         for name, output in of_one(op, (*own, *shared), query).outputs.items():
             outputs[name if name in PARAMETER_GRADIENTS else f"{name}.{number}"] = output
-    return Expectation(outputs)
+    return ExpectedResults(outputs)
 
 
 def _is_numbered(name: str, number: int) -> bool:
@@ -182,29 +193,29 @@ def _is_numbered(name: str, number: int) -> bool:
     return base in OF_ROWS and digits == str(number)
 
 
-def _by_name(described: "_Described") -> dict[str, _Sent]:
-    return {name: _Sent(dtype, shape) for name, dtype, shape in described}
+def _index_by_name(described: "_Described") -> dict[str, _TensorSpec]:
+    return {name: _TensorSpec(dtype, shape) for name, dtype, shape in described}
 
 
-def _dtype(name: str | None, of_x: DType) -> DType | None:
+def _find_dtype(name: str | None, of_x: DType) -> DType | None:
     if name is None:
         return of_x
     return next((dtype for dtype in DType if dtype.value == name), None)
 
 
-def _size(op: str, shape: tuple[int, ...], params: Mapping[str, str]) -> int:
+def _find_parameter_size(op: str, shape: tuple[int, ...], params: Mapping[str, str]) -> int:
     """The length of a parameter vector; 0 where x has no such axis, which the server refuses."""
     axis = 1 if op == "group_norm" and params.get("layout") != "nhwc" else len(shape) - 1
     return shape[axis] if 0 <= axis < len(shape) else 0
 
 
-def _statistics(op: str, shape: tuple[int, ...], params: Mapping[str, str]) -> Output:
+def _expect_statistics(op: str, shape: tuple[int, ...], params: Mapping[str, str]) -> ExpectedResult:
     if op != "group_norm":
-        return Output(shape[:-1], DType.FLOAT32)
+        return ExpectedResult(shape[:-1], DType.FLOAT32)
     if (groups := params.get("num_groups", "")).isdecimal():
-        return Output((*shape[:1], int(groups)), DType.FLOAT32)
-    return Output((*shape[:1], _size(op, shape, params)), DType.FLOAT32, has_groups=True)
+        return ExpectedResult((*shape[:1], int(groups)), DType.FLOAT32)
+    return ExpectedResult((*shape[:1], _find_parameter_size(op, shape, params)), DType.FLOAT32, has_groups=True)
 
 
-def _sizes(shape: tuple[int, ...]) -> str:
+def _format_shape(shape: tuple[int, ...]) -> str:
     return str(list(shape)) if len(shape) <= 16 else f"{len(shape)} dimensions"

@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from normserve.client.answers.documents import read_json
+from normserve.client.answers.documents import parse_json
 from normserve.client.errors import (
     ApiError,
     DeadlineExceededError,
@@ -37,7 +37,7 @@ _BY_STATUS: dict[int, type[ApiError]] = {
 _FROM_BETWEEN = (500, 502)
 
 
-def api_error(status: int, headers: Mapping[str, str], body: bytes, api_key: str | None = None) -> ApiError:
+def make_api_error(status: int, headers: Mapping[str, str], body: bytes, api_key: str | None = None) -> ApiError:
     """Make the error of an answer with a status of 400 or above, from the server or a proxy.
 
     Args:
@@ -52,19 +52,23 @@ def api_error(status: int, headers: Mapping[str, str], body: bytes, api_key: str
     kind = _BY_CODE.get(code) if isinstance(code, str) else None
     kind = kind or _BY_STATUS.get(status, default)
     return kind(
-        status, problem, headers.get("x-request-id", ""), _seconds(headers.get("retry-after")), api_key=api_key
+        status,
+        problem,
+        headers.get("x-request-id", ""),
+        _parse_retry_after_s(headers.get("retry-after")),
+        api_key=api_key,
     )
 
 
 def _read_problem(body: bytes) -> Mapping[str, Any]:
     try:
-        problem = read_json(body)
+        problem = parse_json(body)
     except ValueError:
         return {}
     return problem if isinstance(problem, dict) else {}
 
 
-def _seconds(retry_after: str | None) -> float | None:
+def _parse_retry_after_s(retry_after: str | None) -> float | None:
     """How long a Retry-After asks to wait: a number of seconds, or a date; None when it is neither."""
     if not retry_after:
         return None

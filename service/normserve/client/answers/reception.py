@@ -7,7 +7,7 @@ import httpx
 
 from normserve.client.deadlines import Deadline
 from normserve.client.errors import ClientError, ConnectionFailedError, UnexpectedAnswerError
-from normserve.client.quoting import quoted
+from normserve.client.quoting import quote_text
 
 #: What a description of one thing may have: a problem document, a layer, the server itself.  All are a few KiB.
 DOCUMENT_BYTES = 2**20
@@ -23,14 +23,14 @@ def is_compressed(headers: Mapping[str, str]) -> bool:
     return headers.get("content-encoding", "").strip().lower() not in ("", "identity")
 
 
-def announced_bytes(headers: Mapping[str, str]) -> int | None:
+def parse_content_length(headers: Mapping[str, str]) -> int | None:
     """What Content-Length says; None when it says nothing that can be a length."""
     text = headers.get("content-length", "").strip()
     # Longer numbers than 63 bits have are no lengths, and take Python time to read.
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else None
 
 
-class Reception:
+class LimitedBody:
     """Takes the pieces of a body while they are what was asked for.
 
     An error's body only explains its status, so one that is too long or compressed is left unread.
@@ -51,7 +51,7 @@ class Reception:
         self.is_wanted = True
         if is_compressed(headers):
             self._refuse("the answer must not be compressed, it is")
-        elif (length := announced_bytes(headers) or 0) > self._most_bytes:
+        elif (length := parse_content_length(headers) or 0) > self._most_bytes:
             self._refuse(f"the answer must have at most {self._most_bytes} bytes, {length} are announced")
 
     def take(self, piece: bytes | memoryview) -> None:
@@ -86,7 +86,7 @@ def refuse_redirect(status: int) -> None:
         raise UnexpectedAnswerError(f"the answer must not be a redirection, its status is {status}")
 
 
-class TransportErrors:
+class TransportErrorTranslator:
     """Turn what a transport raises while a request is under way into the client's errors."""
 
     __slots__ = ("_deadline",)
@@ -108,7 +108,7 @@ class TransportErrors:
                 raise ConnectionFailedError("no connection was made in time") from error
             raise deadline.error() from error
         if isinstance(error, httpx.NetworkError | httpx.ProxyError | OSError):
-            raise ConnectionFailedError(quoted(str(error), 200) or type(error).__name__) from error
+            raise ConnectionFailedError(quote_text(str(error), 200) or type(error).__name__) from error
         # What these say repeats what the server sent, so it stays out of the message and the chain of causes.
         if isinstance(error, httpx.HTTPError):
             raise ConnectionFailedError("the connection ended early, or the answer is not HTTP") from None

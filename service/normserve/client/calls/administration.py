@@ -3,10 +3,10 @@
 from typing import Any, Literal
 from urllib.parse import quote
 
-from normserve.client.answers.answer import Answer
+from normserve.client.answers.answer import ApiResponse
 from normserve.client.answers.reception import LIST_BYTES
 from normserve.client.calls.arrays import TensorLike
-from normserve.client.calls.call import Call, described, query
+from normserve.client.calls.call import ApiCall, describe_tensors, make_query
 from normserve.client.errors import UnexpectedAnswerError
 from normserve.codec.activations import ActivationName
 from normserve.codec.tensor_names import PARAMETERS
@@ -22,7 +22,7 @@ def put_layer(
     num_groups: int | None = None,
     activation: ActivationName | None = None,
     weight_offset: float | None = None,
-) -> Call[bool]:
+) -> ApiCall[bool]:
     """Register parameters under a name, or replace those that are; they stay on the server's device.
 
     Args:
@@ -36,52 +36,52 @@ def put_layer(
     """
     arguments = dict(locals())
     del arguments["name"]
-    tensors = described({each: arguments.pop(each) for each in PARAMETERS})
-    return Call("PUT", _path(name), _is_created, query(arguments), tensors, statuses=(200, 201))
+    tensors = describe_tensors({each: arguments.pop(each) for each in PARAMETERS})
+    return ApiCall("PUT", _make_layer_path(name), _is_created, make_query(arguments), tensors, statuses=(200, 201))
 
 
-def layers() -> Call[list[dict[str, Any]]]:
+def layers() -> ApiCall[list[dict[str, Any]]]:
     """Return what is known of every registered layer."""
-    return Call("GET", "/v1/layers", _read_layers, most_bytes=LIST_BYTES)
+    return ApiCall("GET", "/v1/layers", _read_layers, most_bytes=LIST_BYTES)
 
 
-def layer(name: str) -> Call[dict[str, Any]]:
+def layer(name: str) -> ApiCall[dict[str, Any]]:
     """Return what is known of one registered layer.
 
     Raises:
         UnknownLayerError: there is none of that name.
     """
-    return Call("GET", _path(name), Answer.object)
+    return ApiCall("GET", _make_layer_path(name), ApiResponse.object)
 
 
-def delete_layer(name: str) -> Call[None]:
+def delete_layer(name: str) -> ApiCall[None]:
     """Forget a registered layer.
 
     Raises:
         UnknownLayerError: there is none of that name.
     """
-    return Call("DELETE", _path(name), _read_nothing, statuses=(204,))
+    return ApiCall("DELETE", _make_layer_path(name), _read_none, statuses=(204,))
 
 
-def info() -> Call[dict[str, Any]]:
+def info() -> ApiCall[dict[str, Any]]:
     """Return the server's versions, backend, device, limits and measured copy bandwidth."""
-    return Call("GET", "/v1/info", Answer.object)
+    return ApiCall("GET", "/v1/info", ApiResponse.object)
 
 
-def _path(name: str) -> str:
+def _make_layer_path(name: str) -> str:
     return f"/v1/layers/{quote(name, safe='')}"
 
 
-def _is_created(answer: Answer) -> bool:
+def _is_created(answer: ApiResponse) -> bool:
     return answer.status == 201
 
 
-def _read_layers(answer: Answer) -> list[dict[str, Any]]:
+def _read_layers(answer: ApiResponse) -> list[dict[str, Any]]:
     found = answer.object().get("layers")
     if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
         raise UnexpectedAnswerError("the answer must hold a list of layers, it does not")
     return found
 
 
-def _read_nothing(_answer: Answer) -> None:
+def _read_none(_answer: ApiResponse) -> None:
     return None

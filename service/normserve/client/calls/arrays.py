@@ -12,12 +12,12 @@ from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 
-from normserve.client.calls.on_device import OnDevice, bytes_of
+from normserve.client.calls.on_device import TorchCudaTensor, copy_to_host_bytes
 from normserve.memory.host_tensors import FLOATS, DType, HostTensor
 
 
 class TensorLike(Protocol):
-    """A numpy array, a torch tensor or a `HostTensor`, for type checkers; `to_host` is stricter."""
+    """A numpy array, a torch tensor or a `HostTensor`, for type checkers; `describe_array` is stricter."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -40,7 +40,7 @@ _EMPTY = memoryview(b"")
 _first_byte: Callable[[Any], ctypes.c_char] = ctypes.c_char.from_buffer
 
 
-def to_host(name: str, value: object) -> HostTensor:
+def describe_array(name: str, value: object) -> HostTensor:
     """Describe an array's memory; only what is no contiguous, little-endian host memory is copied.
 
     What is in a device's memory is copied to the host's when it is needed there.
@@ -50,14 +50,14 @@ def to_host(name: str, value: object) -> HostTensor:
     """
     if isinstance(value, HostTensor):
         return value
-    if is_torch(value):
-        return _from_torch(name, value)
+    if is_torch_tensor(value):
+        return _describe_torch(name, value)
     if isinstance(value, np.ndarray):
-        return _from_numpy(name, value)
+        return _describe_numpy(name, value)
     raise TypeError(f"{name} must be a numpy array or a torch tensor, got {type(value).__name__}")
 
 
-def from_host(tensor: HostTensor, like: T) -> T:
+def convert_tensor(tensor: HostTensor, like: T) -> T:
     """Return the tensor as the kind of array that `like` is, on its device; in host memory without a copy.
 
     Raises:
@@ -65,10 +65,10 @@ def from_host(tensor: HostTensor, like: T) -> T:
     """
     if isinstance(like, HostTensor):
         return cast(T, tensor)
-    return cast(T, _to_torch(tensor, like) if is_torch(like) else _to_numpy(tensor))
+    return cast(T, _convert_to_torch(tensor, like) if is_torch_tensor(like) else _convert_to_numpy(tensor))
 
 
-def described_dtype(dtype: object) -> tuple[DType, bool]:
+def parse_dtype(dtype: object) -> tuple[DType, bool]:
     """The element type that a name, a numpy or a torch type stands for, and whether it is torch's.
 
     Raises:
@@ -78,11 +78,11 @@ def described_dtype(dtype: object) -> tuple[DType, bool]:
         return dtype, False
     name = str(dtype)
     if name.startswith("torch."):
-        return _dtype("dtype", name.removeprefix("torch.")), True
-    return _dtype("dtype", name if isinstance(dtype, str) else np.dtype(cast(Any, dtype)).name), False
+        return _find_dtype("dtype", name.removeprefix("torch.")), True
+    return _find_dtype("dtype", name if isinstance(dtype, str) else np.dtype(cast(Any, dtype)).name), False
 
 
-def empty(data: memoryview, dtype: DType, shape: tuple[int, ...], *, as_torch: bool) -> Any:
+def make_array(data: memoryview, dtype: DType, shape: tuple[int, ...], *, as_torch: bool) -> Any:
     """An array in that memory, of whatever that holds.
 
     Raises:
@@ -90,7 +90,7 @@ def empty(data: memoryview, dtype: DType, shape: tuple[int, ...], *, as_torch: b
     """
     tensor = HostTensor(dtype, shape, data)
     if not as_torch:
-        return _to_numpy(tensor)
+        return _convert_to_numpy(tensor)
     torch: Any = sys.modules["torch"]
     of_dtype = getattr(torch, dtype.value)
     if not len(data):
@@ -98,7 +98,7 @@ def empty(data: memoryview, dtype: DType, shape: tuple[int, ...], *, as_torch: b
     return torch.frombuffer(data, dtype=of_dtype).reshape(shape)
 
 
-def address(array: np.ndarray[Any, Any]) -> int:
+def get_address(array: np.ndarray[Any, Any]) -> int:
     """Of an array's first byte."""
     try:
         # A quarter of what `__array_interface__` takes.
@@ -109,7 +109,7 @@ def address(array: np.ndarray[Any, Any]) -> int:
         return where
 
 
-def cuda_index(device: object) -> int | None:
+def get_cuda_index(device: object) -> int | None:
     """The number of a CUDA device, the current one if it has none; None of any other device."""
     torch: Any = importlib.import_module("torch")
     named = torch.device(device)
@@ -119,29 +119,29 @@ def cuda_index(device: object) -> int | None:
     return index
 
 
-def empty_on(device: object, dtype: DType, shape: tuple[int, ...]) -> Any:
+def make_device_tensor(device: object, dtype: DType, shape: tuple[int, ...]) -> Any:
     """A tensor in the memory of a device, torch's own."""
     torch: Any = importlib.import_module("torch")
     return torch.empty(shape, dtype=getattr(torch, dtype.value), device=device)
 
 
-def check_holds(like: object, dtype: str) -> None:
+def check_dtype_support(like: object, dtype: str) -> None:
     """Refuse an element type that the kind of array `like` cannot hold, before anything is sent.
 
     Raises:
         TypeError: numpy was handed in and has no such type.
     """
     if isinstance(like, np.ndarray) and dtype in _NOT_OF_NUMPY:
-        numpy_dtype(_NOT_OF_NUMPY[dtype])
+        get_numpy_dtype(_NOT_OF_NUMPY[dtype])
 
 
-def is_torch(value: object) -> bool:
+def is_torch_tensor(value: object) -> bool:
     """Whether it is a tensor of torch, of any class."""
     torch: Any = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def _dtype(name: str, dtype_name: str, conversion: str = "") -> DType:
+def _find_dtype(name: str, dtype_name: str, conversion: str = "") -> DType:
     found = _FLOATS.get(dtype_name)
     if found is None:
         remedy = f"; {name}{conversion} converts it" if conversion else ""
@@ -149,41 +149,41 @@ def _dtype(name: str, dtype_name: str, conversion: str = "") -> DType:
     return found
 
 
-def _from_numpy(name: str, array: np.ndarray[Any, Any]) -> HostTensor:
+def _describe_numpy(name: str, array: np.ndarray[Any, Any]) -> HostTensor:
     dtype = _LITTLE.get(array.dtype)
     if dtype is not None and array.flags.c_contiguous:
         # What has no elements cannot be cast.
         data = array.data.cast("B") if array.size else _EMPTY
         return HostTensor(dtype, array.shape, data)
-    dtype = _dtype(name, array.dtype.name, ".astype(np.float32)")
+    dtype = _find_dtype(name, array.dtype.name, ".astype(np.float32)")
     flat = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1)
     return HostTensor(dtype, array.shape, flat.view(np.uint8).data)
 
 
-def _from_torch(name: str, tensor: Any) -> HostTensor:
-    dtype = _torch_dtype(name, tensor.dtype)
+def _describe_torch(name: str, tensor: Any) -> HostTensor:
+    dtype = _find_torch_dtype(name, tensor.dtype)
     if tensor.is_cuda:
-        return OnDevice(dtype, tensor.detach().resolve_neg())
-    return HostTensor(dtype, tuple(tensor.shape), bytes_of(tensor))
+        return TorchCudaTensor(dtype, tensor.detach().resolve_neg())
+    return HostTensor(dtype, tuple(tensor.shape), copy_to_host_bytes(tensor))
 
 
 _OF_TORCH: dict[object, DType] = {}
 
 
-def _torch_dtype(name: str, dtype: object) -> DType:
+def _find_torch_dtype(name: str, dtype: object) -> DType:
     found = _OF_TORCH.get(dtype)
     if found is None:
         # Its name takes longer to find.
-        found = _OF_TORCH[dtype] = _dtype(name, str(dtype).removeprefix("torch."), ".float()")
+        found = _OF_TORCH[dtype] = _find_dtype(name, str(dtype).removeprefix("torch."), ".float()")
     return found
 
 
-def _to_numpy(tensor: HostTensor) -> np.ndarray[Any, Any]:
-    return np.frombuffer(tensor.data, numpy_dtype(tensor.dtype)).reshape(tensor.shape)
+def _convert_to_numpy(tensor: HostTensor) -> np.ndarray[Any, Any]:
+    return np.frombuffer(tensor.data, get_numpy_dtype(tensor.dtype)).reshape(tensor.shape)
 
 
 @functools.cache
-def numpy_dtype(dtype: DType) -> np.dtype[Any]:
+def get_numpy_dtype(dtype: DType) -> np.dtype[Any]:
     """numpy's type of little-endian elements.
 
     Raises:
@@ -198,8 +198,8 @@ def numpy_dtype(dtype: DType) -> np.dtype[Any]:
     return little
 
 
-def _to_torch(tensor: HostTensor, like: Any) -> Any:
-    if isinstance(tensor, OnDevice):
+def _convert_to_torch(tensor: HostTensor, like: Any) -> Any:
+    if isinstance(tensor, TorchCudaTensor):
         there = tensor.tensor
         return there if there.device == like.device else there.to(like.device)
     torch: Any = sys.modules["torch"]

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 from urllib.parse import urlencode
 
-from normserve.client.answers.answer import Answer
-from normserve.client.answers.expectations import Output
-from normserve.client.answers.failures import api_error
+from normserve.client.answers.answer import ApiResponse
+from normserve.client.answers.expectations import ExpectedResult
+from normserve.client.answers.failures import make_api_error
 from normserve.client.answers.reception import DOCUMENT_BYTES
 from normserve.client.calls import arrays
 from normserve.client.errors import UnexpectedAnswerError
@@ -19,7 +19,7 @@ R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
-class Call(Generic[R]):
+class ApiCall(Generic[R]):
     """One request, and how its answer is read.
 
     Attributes:
@@ -33,22 +33,22 @@ class Call(Generic[R]):
 
     method: str
     path: str
-    understand: Callable[[Answer], R]
+    understand: Callable[[ApiResponse], R]
     params: Mapping[str, str] = field(default_factory=dict)
     tensors: Mapping[str, HostTensor] | None = None
-    outputs: Mapping[str, Output] | None = None
+    outputs: Mapping[str, ExpectedResult] | None = None
     statuses: tuple[int, ...] = (200,)
     most_bytes: int = DOCUMENT_BYTES
 
     @property
     def query(self) -> str:
         """The parameters as a URL has them."""
-        return _query(tuple(self.params.items())) if self.params else ""
+        return _encode_query(tuple(self.params.items())) if self.params else ""
 
     @property
     def target(self) -> str:
         """The path with its query."""
-        return _target(self.path, tuple(self.params.items()))
+        return _make_target(self.path, tuple(self.params.items()))
 
     def parts(self) -> list[bytes | memoryview] | None:
         """The tensors as safetensors in pieces, of which all but the first are their own memory; None is no body.
@@ -56,9 +56,9 @@ class Call(Generic[R]):
         Raises:
             ValueError: a tensor is in column-major order, or its memory of another size than its shape asks for.
         """
-        return None if self.tensors is None else _encoded(self.tensors)
+        return None if self.tensors is None else _encode_tensors(self.tensors)
 
-    def read(self, answer: Answer, api_key: str | None = None) -> R:
+    def read(self, answer: ApiResponse, api_key: str | None = None) -> R:
         """Return what the answer says.
 
         Args: api_key: what no error may repeat.
@@ -68,7 +68,7 @@ class Call(Generic[R]):
             UnexpectedAnswerError: it is nothing that was asked for.
         """
         if answer.status >= 400:
-            raise api_error(answer.status, answer.headers, bytes(answer.body), api_key)
+            raise make_api_error(answer.status, answer.headers, bytes(answer.body), api_key)
         if answer.status not in self.statuses:
             expected = " or ".join(map(str, self.statuses))
             raise UnexpectedAnswerError(f"the answer's status must be {expected}, or an error, got {answer.status}")
@@ -80,45 +80,45 @@ _KEPT = 256
 
 
 @functools.lru_cache(_KEPT)
-def _query(params: tuple[tuple[str, str], ...]) -> str:
+def _encode_query(params: tuple[tuple[str, str], ...]) -> str:
     return urlencode(params)
 
 
 @functools.lru_cache(_KEPT)
-def _target(path: str, params: tuple[tuple[str, str], ...]) -> str:
-    return f"{path}?{_query(params)}" if params else path
+def _make_target(path: str, params: tuple[tuple[str, str], ...]) -> str:
+    return f"{path}?{_encode_query(params)}" if params else path
 
 
-def _encoded(tensors: Mapping[str, HostTensor]) -> list[bytes | memoryview]:
+def _encode_tensors(tensors: Mapping[str, HostTensor]) -> list[bytes | memoryview]:
     """As `safetensors.encode`."""
     for name, tensor in tensors.items():
         if tensor.fortran_order or tensor.data.nbytes != tensor.nbytes:
             # Which says what is wrong.
             return safetensors.encode({name: tensor})
-    header, order = _layout(tuple([(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]))
+    header, order = _encode_header(tuple([(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]))
     return [header, *(tensors[name].data for name in order)]
 
 
 @functools.lru_cache(_KEPT)
-def _layout(described: tuple[tuple[str, DType, tuple[int, ...]], ...]) -> tuple[bytes, list[str]]:
+def _encode_header(described: tuple[tuple[str, DType, tuple[int, ...]], ...]) -> tuple[bytes, list[str]]:
     """All that precedes the data, and the order of those."""
     tensors = {name: (dtype, shape) for name, dtype, shape in described}
-    return safetensors.encode_header(tensors), safetensors.data_order(tensors)
+    return safetensors.encode_header(tensors), safetensors.sort_by_element_size(tensors)
 
 
-def described(tensors: Mapping[str, object]) -> dict[str, HostTensor]:
+def describe_tensors(tensors: Mapping[str, object]) -> dict[str, HostTensor]:
     """Return the memory of these arrays; one that is None is left out.
 
     Raises:
         TypeError: one is no array, or of no element type of the API.
     """
-    return {name: arrays.to_host(name, value) for name, value in tensors.items() if value is not None}
+    return {name: arrays.describe_array(name, value) for name, value in tensors.items() if value is not None}
 
 
-def query(params: Mapping[str, object]) -> dict[str, str]:
+def make_query(params: Mapping[str, object]) -> dict[str, str]:
     """Return the query that carries these parameters; one that is None is left out."""
-    return {name: _text(value) for name, value in params.items() if value is not None}
+    return {name: _format_parameter(value) for name, value in params.items() if value is not None}
 
 
-def _text(value: object) -> str:
+def _format_parameter(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)

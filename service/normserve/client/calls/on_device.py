@@ -6,7 +6,7 @@ from typing import Any
 from normserve.memory.host_tensors import DType, HostTensor
 
 
-class OnDevice(HostTensor):
+class TorchCudaTensor(HostTensor):
     """A tensor in the memory of a device.
 
     Attributes:
@@ -29,12 +29,12 @@ class OnDevice(HostTensor):
     def data(self) -> memoryview:
         copy = self._copy
         if copy is None:
-            copy = bytes_of(self.tensor)
+            copy = copy_to_host_bytes(self.tensor)
             object.__setattr__(self, "_copy", copy)
         return copy
 
 
-def bytes_of(tensor: Any) -> memoryview:
+def copy_to_host_bytes(tensor: Any) -> memoryview:
     """A tensor's bytes in row-major order; copied where they do not lie so in the host's memory."""
     torch: Any = sys.modules["torch"]
     flat = tensor.detach().resolve_neg().cpu().contiguous().reshape(-1)

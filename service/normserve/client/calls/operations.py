@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from normserve.client.answers import expectations
-from normserve.client.answers.answer import Answer
-from normserve.client.answers.expectations import Expectation
+from normserve.client.answers.answer import ApiResponse
+from normserve.client.answers.expectations import ExpectedResults
 from normserve.client.calls import arrays
 from normserve.client.calls.arrays import TensorLike
-from normserve.client.calls.call import Call, described, query
+from normserve.client.calls.call import ApiCall, describe_tensors, make_query
 from normserve.client.errors import UnexpectedAnswerError
 from normserve.client.results import BackwardResult, ForwardResult
 from normserve.codec.activations import ActivationName
@@ -43,7 +43,7 @@ def layer_norm(
     stats: bool | None = None,
     layer: str | None = None,
     timeout_ms: float | None = None,
-) -> Call[ForwardResult[T]]:
+) -> ApiCall[ForwardResult[T]]:
     """y = dropout(activation(w * (h - mean(h)) / sqrt(var(h) + eps) + bias)), h = x + residual.
 
     Args:
@@ -65,7 +65,7 @@ def layer_norm(
         TypeError: an argument is no array, or of no element type of the API.
         ClientError: see `normserve.client.errors`.
     """
-    return _forward("layer_norm", x, locals())
+    return _make_forward_call("layer_norm", x, locals())
 
 
 def rms_norm(
@@ -82,12 +82,12 @@ def rms_norm(
     stats: bool | None = None,
     layer: str | None = None,
     timeout_ms: float | None = None,
-) -> Call[ForwardResult[T]]:
+) -> ApiCall[ForwardResult[T]]:
     """y = dropout(activation(w * h / sqrt(mean(h^2) + eps))), h = x + residual.
 
     Args: as `layer_norm`, without bias; eps is 1e-6 by default, and `stats` returns `rstd` alone.
     """
-    return _forward("rms_norm", x, locals())
+    return _make_forward_call("rms_norm", x, locals())
 
 
 def group_norm(
@@ -108,7 +108,7 @@ def group_norm(
     stats: bool | None = None,
     layer: str | None = None,
     timeout_ms: float | None = None,
-) -> Call[ForwardResult[T]]:
+) -> ApiCall[ForwardResult[T]]:
     """`layer_norm` over each of `num_groups` groups of channels, together with their positions.
 
     Args: as `layer_norm`, and
@@ -122,7 +122,7 @@ def group_norm(
         layout: "nchw" or "nhwc".
         stats: also return `mean` and `rstd`, [B, num_groups].
     """
-    return _forward("group_norm", x, locals())
+    return _make_forward_call("group_norm", x, locals())
 
 
 def layer_norm_chain(
@@ -134,7 +134,7 @@ def layer_norm_chain(
     out_dtype: object = None,
     layers: Sequence[str] | None = None,
     timeout_ms: float | None = None,
-) -> Call[ForwardResult[T]]:
+) -> ApiCall[ForwardResult[T]]:
     """y = LN_k(... LN_2(LN_1(x))), each `layer_norm` with a weight and a bias of its own, in one pass over x.
 
     What one norm hands to the next stays float32.  There is no backward pass.
@@ -155,7 +155,7 @@ def layer_norm_chain(
     arguments = dict(locals())
     for name, plural in zip(PARAMETERS, ("weights", "biases"), strict=True):
         arguments |= {f"{name}.{norm}": each for norm, each in enumerate(arguments.pop(plural))}
-    return _forward("layer_norm_chain", x, arguments | {"layers": layers and ",".join(layers)})
+    return _make_forward_call("layer_norm_chain", x, arguments | {"layers": layers and ",".join(layers)})
 
 
 def layer_norm_backward(
@@ -175,7 +175,7 @@ def layer_norm_backward(
     seed: int | None = None,
     layer: str | None = None,
     timeout_ms: float | None = None,
-) -> Call[BackwardResult[T]]:
+) -> ApiCall[BackwardResult[T]]:
     """The gradients of `layer_norm`: all that was handed in there is handed in again, and dy.
 
     Args: as `layer_norm`, and
@@ -184,7 +184,7 @@ def layer_norm_backward(
         dresidual_out: the gradient that reached `residual_out` from elsewhere, in x's shape; added to dx.
         layer: of one whose parameters are [H, N], hand in the parameters themselves.
     """
-    return _backward("layer_norm", x, locals())
+    return _make_backward_call("layer_norm", x, locals())
 
 
 def rms_norm_backward(
@@ -202,12 +202,12 @@ def rms_norm_backward(
     seed: int | None = None,
     layer: str | None = None,
     timeout_ms: float | None = None,
-) -> Call[BackwardResult[T]]:
+) -> ApiCall[BackwardResult[T]]:
     """The gradients of `rms_norm`.
 
     Args: as `rms_norm`, and those of `layer_norm_backward` but mean.
     """
-    return _backward("rms_norm", x, locals())
+    return _make_backward_call("rms_norm", x, locals())
 
 
 def group_norm_backward(
@@ -230,45 +230,53 @@ def group_norm_backward(
     seed: int | None = None,
     layer: str | None = None,
     timeout_ms: float | None = None,
-) -> Call[BackwardResult[T]]:
+) -> ApiCall[BackwardResult[T]]:
     """The gradients of `group_norm`.
 
     Args: as `group_norm`, and those of `layer_norm_backward`.
     """
-    return _backward("group_norm", x, locals())
+    return _make_backward_call("group_norm", x, locals())
 
 
-def _forward(op: str, x: T, arguments: Mapping[str, object]) -> Call[ForwardResult[T]]:
-    tensors, params = _divided(arguments)
+def _make_forward_call(op: str, x: T, arguments: Mapping[str, object]) -> ApiCall[ForwardResult[T]]:
+    tensors, params = _split_arguments(arguments)
     if "out_dtype" in params:
         params["out_dtype"] = str(params["out_dtype"]).removeprefix("torch.")
-        arrays.check_holds(_first(x), str(params["out_dtype"]))
+        arrays.check_dtype_support(_get_first_tensor(x), str(params["out_dtype"]))
 
-    sent, asked = described(tensors), query(params)
-    expected = expectations.forward(op, sent, asked)
+    sent, asked = describe_tensors(tensors), make_query(params)
+    expected = expectations.expect_forward(op, sent, asked)
 
-    def understand(answer: Answer) -> ForwardResult[T]:
-        like = _first(x)
-        found = _listed({name: arrays.from_host(tensor, like) for name, tensor in _read(answer, expected).items()})
+    def read_result(answer: ApiResponse) -> ForwardResult[T]:
+        like = _get_first_tensor(x)
+        found = _group_numbered(
+            {
+                name: arrays.convert_tensor(tensor, like)
+                for name, tensor in _read_checked_tensors(answer, expected).items()
+            }
+        )
         statistics = found.get("mean"), found.get("rstd")
         return ForwardResult(
             found["y"], found.get("residual_out"), *statistics, answer.timing(), found.get("scale")
         )
 
-    return Call("POST", f"/v1/{op}", understand, asked, sent, expected.outputs, most_bytes=expected.most_bytes)
+    return ApiCall("POST", f"/v1/{op}", read_result, asked, sent, expected.outputs, most_bytes=expected.most_bytes)
 
 
-def _backward(op: str, x: T, arguments: Mapping[str, object]) -> Call[BackwardResult[T]]:
-    tensors, params = _divided(arguments)
-    sent, asked = described(tensors), query(params)
-    expected = expectations.backward(op, sent, asked)
+def _make_backward_call(op: str, x: T, arguments: Mapping[str, object]) -> ApiCall[BackwardResult[T]]:
+    tensors, params = _split_arguments(arguments)
+    sent, asked = describe_tensors(tensors), make_query(params)
+    expected = expectations.expect_backward(op, sent, asked)
 
-    def understand(answer: Answer) -> BackwardResult[T]:
-        results = _read(answer, expected)
+    def read_result(answer: ApiResponse) -> BackwardResult[T]:
+        results = _read_checked_tensors(answer, expected)
         try:
-            like = _first(x)
-            found = _listed(
-                {name: arrays.from_host(tensor, _owner(name, like, tensors)) for name, tensor in results.items()}
+            like = _get_first_tensor(x)
+            found = _group_numbered(
+                {
+                    name: arrays.convert_tensor(tensor, _find_gradient_source(name, like, tensors))
+                    for name, tensor in results.items()
+                }
             )
         # A registered layer's parameters may be of a type that x's kind of array does not have.
         except TypeError as error:
@@ -277,17 +285,17 @@ def _backward(op: str, x: T, arguments: Mapping[str, object]) -> Call[BackwardRe
         timing, dresidual = answer.timing(), found.get("dresidual")
         return BackwardResult(found["dx"], dweight, dbias, dscale, dshift, timing, dresidual)
 
-    return Call(
-        "POST", f"/v1/{op}/backward", understand, asked, sent, expected.outputs, most_bytes=expected.most_bytes
+    return ApiCall(
+        "POST", f"/v1/{op}/backward", read_result, asked, sent, expected.outputs, most_bytes=expected.most_bytes
     )
 
 
-def _first(x: T) -> Any:
+def _get_first_tensor(x: T) -> Any:
     """One of several tensors."""
     return x[0] if isinstance(x, list | tuple) else x
 
 
-def _listed(results: Mapping[str, Any]) -> dict[str, Any]:
+def _group_numbered(results: Mapping[str, Any]) -> dict[str, Any]:
     """Numbered results as lists under one name."""
     found: dict[str, Any] = {}
     for name, tensor in results.items():
@@ -299,7 +307,7 @@ def _listed(results: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _divided(arguments: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:
+def _split_arguments(arguments: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:
     """Tensors, and parameters, of those that were given."""
     tensors: dict[str, object] = {}
     params: dict[str, object] = {}
@@ -312,13 +320,13 @@ def _divided(arguments: Mapping[str, object]) -> tuple[dict[str, object], dict[s
     return tensors, params
 
 
-def _read(answer: Answer, expected: Expectation) -> Mapping[str, HostTensor]:
+def _read_checked_tensors(answer: ApiResponse, expected: ExpectedResults) -> Mapping[str, HostTensor]:
     results = answer.tensors()
     expected.check(results)
     return results
 
 
-def _owner(gradient: str, x: object, tensors: Mapping[str, object]) -> object:
+def _find_gradient_source(gradient: str, x: object, tensors: Mapping[str, object]) -> object:
     """What a gradient belongs to; x for one of a registered layer's parameters."""
     owner = tensors.get(gradient.removeprefix("d"))
     return x if owner is None else owner

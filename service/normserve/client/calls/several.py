@@ -23,7 +23,7 @@ SEVERAL = (list, tuple)
 """What an operation's first argument is where it is several tensors."""
 
 
-class Place(NamedTuple):
+class ConcatenationPlan(NamedTuple):
     """A buffer for one argument.
 
     Attributes:
@@ -44,12 +44,12 @@ class Place(NamedTuple):
         return torch.cat([part.detach() for part in self.parts], out=memory)
 
 
-def first_of(arguments: Sequence[object], named: Mapping[str, object]) -> object:
+def get_first_argument(arguments: Sequence[object], named: Mapping[str, object]) -> object:
     """An operation's first tensor, or several tensors; None where there is none."""
     return arguments[0] if arguments else named.get("x")
 
 
-class Joined:
+class TensorListCall:
     """A call of several tensors as one of one."""
 
     def __init__(self, build: Callable[..., object], arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
@@ -62,7 +62,7 @@ class Joined:
         self._arguments = dict(_signature(build).bind(*arguments, **named).arguments)
         self._counts = [part.shape[0] if part.ndim > 1 else 0 for part in self._arguments["x"]]
 
-    def places(self) -> Iterator[tuple[str, Place]]:
+    def places(self) -> Iterator[tuple[str, ConcatenationPlan]]:
         """Buffers that are needed, by the arguments' names.
 
         Raises:
@@ -84,7 +84,7 @@ class Joined:
                 if part.dtype != first.dtype:
                     raise ValueError(f"{name}.{number} must be {first.dtype} as {name}.0 is, got {part.dtype}")
             device = first.device if getattr(first, "is_cuda", False) else None
-            yield name, Place(parts, (sum(self._counts), *first.shape[1:]), first.dtype, device)
+            yield name, ConcatenationPlan(parts, (sum(self._counts), *first.shape[1:]), first.dtype, device)
 
     def arguments(self, joined: Mapping[str, Any]) -> dict[str, Any]:
         """Those of the call of one tensor, all by name."""

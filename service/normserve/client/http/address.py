@@ -17,7 +17,7 @@ _BARE = re.compile(r"(?:[A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\]):[0-9]{1,5}/?", re.ASCI
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class ServerAddress:
     """Where a server listens.
 
     Attributes:
@@ -38,7 +38,7 @@ class Address:
     shares_memory: bool = False
 
     @classmethod
-    def of(cls, url: str) -> "Address":
+    def of(cls, url: str) -> "ServerAddress":
         """Read a URL.
 
         Raises:

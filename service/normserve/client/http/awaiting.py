@@ -8,18 +8,18 @@ from typing import Any, TypeVar
 import httpx
 
 from normserve.client.deadlines import Deadline
-from normserve.client.http.address import Address
-from normserve.client.http.connection import Connection
-from normserve.client.http.idle import IdleConnections
+from normserve.client.http.address import ServerAddress
+from normserve.client.http.connection import ClientHttpConnection
+from normserve.client.http.idle import IdleConnectionStack
 from normserve.client.http.opening import (
     Place,
-    Trust,
-    connecting,
-    encrypted,
-    patience_s,
-    places,
-    shaking_hands,
-    unconnected,
+    TlsSettings,
+    compute_attempt_s,
+    connect,
+    do_handshake,
+    list_socket_addresses,
+    make_socket,
+    wrap_tls,
 )
 from normserve.client.http.steps import READ, WRITE, Steps
 from normserve.sockets import has_error
@@ -27,10 +27,10 @@ from normserve.sockets import has_error
 R = TypeVar("R")
 
 
-class AsyncSockets:
+class AsyncConnectionPool:
     """As `blocking.Sockets`, for tasks; another event loop begins with none."""
 
-    def __init__(self, address: Address, trust: Trust, most: int, keep_s: float) -> None:
+    def __init__(self, address: ServerAddress, trust: TlsSettings, most: int, keep_s: float) -> None:
         """Args: as `blocking.Sockets`."""
         self._address = address
         self._trust = trust
@@ -39,9 +39,9 @@ class AsyncSockets:
         self._closed = False
         self._process = 0
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._idle = IdleConnections(most, keep_s)
+        self._idle = IdleConnectionStack(most, keep_s)
 
-    async def take(self, deadline: Deadline, *, fresh: bool = False) -> tuple[Connection, bool]:
+    async def take(self, deadline: Deadline, *, fresh: bool = False) -> tuple[ClientHttpConnection, bool]:
         """As `blocking.Sockets.take`; the caller ends the waiting when the deadline is over."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop or self._process != os.getpid():
@@ -58,7 +58,7 @@ class AsyncSockets:
             free.release()
             raise
 
-    def give(self, connection: Connection) -> None:
+    def give(self, connection: ClientHttpConnection) -> None:
         """Take a connection back."""
         if connection.is_reusable and not self._closed:
             self._idle.give(connection)
@@ -76,9 +76,9 @@ class AsyncSockets:
             self._idle.close()
         self._process, self._loop = os.getpid(), loop
         self._free = asyncio.Semaphore(self._most)
-        self._idle = IdleConnections(self._most, self._keep_s)
+        self._idle = IdleConnectionStack(self._most, self._keep_s)
 
-    async def _opened(self, deadline: Deadline) -> Connection:
+    async def _opened(self, deadline: Deadline) -> ClientHttpConnection:
         try:
             found = await self._places()
             for place in found:
@@ -95,19 +95,21 @@ class AsyncSockets:
         if self._address.socket_path is not None:
             return [(socket.AF_UNIX, self._address.socket_path)]
         loop = asyncio.get_running_loop()
-        return places(await loop.getaddrinfo(self._address.host, self._address.port, type=socket.SOCK_STREAM))
+        return list_socket_addresses(
+            await loop.getaddrinfo(self._address.host, self._address.port, type=socket.SOCK_STREAM)
+        )
 
-    async def _opened_at(self, place: Place, deadline: Deadline, *, is_last: bool) -> Connection:
+    async def _opened_at(self, place: Place, deadline: Deadline, *, is_last: bool) -> ClientHttpConnection:
         family, where = place
-        made = unconnected(family)
+        made = make_socket(family)
         try:
-            async with asyncio.timeout(patience_s(deadline.left_s(), is_last=is_last)):
-                await drive(connecting(made, where))
+            async with asyncio.timeout(compute_attempt_s(deadline.left_s(), is_last=is_last)):
+                await run_steps(connect(made, where))
             if self._address.tls:
-                secured = encrypted(made, self._address, self._trust.context)
+                secured = wrap_tls(made, self._address, self._trust.context)
                 made = secured
-                await drive(shaking_hands(secured))
-            return Connection(made)
+                await run_steps(do_handshake(secured))
+            return ClientHttpConnection(made)
         except TimeoutError:
             made.close()
             raise httpx.ConnectTimeout("there was no more time") from None
@@ -116,14 +118,14 @@ class AsyncSockets:
             raise
 
 
-async def drive(steps: Steps[R]) -> R:
+async def run_steps(steps: Steps[R]) -> R:
     """As `blocking.drive`; it waits until it is cancelled."""
     try:
         descriptor, events = next(steps)
     except StopIteration as stop:
         at_once: R = stop.value
         return at_once
-    driven = _Driven(steps)
+    driven = _StepRunner(steps)
     try:
         driven.wait_for(descriptor, events)
         outcome: R = await driven.outcome
@@ -133,7 +135,7 @@ async def drive(steps: Steps[R]) -> R:
         steps.close()
 
 
-class _Driven:
+class _StepRunner:
     """Steps that the event loop takes when what they wait for has come, without waking the task in between."""
 
     def __init__(self, steps: Steps[Any]) -> None:

@@ -12,20 +12,20 @@ from typing import TypeVar
 import httpx
 
 from normserve.client.deadlines import Deadline
-from normserve.client.http.address import Address
-from normserve.client.http.connection import Connection
-from normserve.client.http.idle import IdleConnections
+from normserve.client.http.address import ServerAddress
+from normserve.client.http.connection import ClientHttpConnection
+from normserve.client.http.idle import IdleConnectionStack
 from normserve.client.http.opening import (
     Place,
-    Trust,
-    connecting,
-    encrypted,
-    patience_s,
-    places,
-    shaking_hands,
-    unconnected,
+    TlsSettings,
+    compute_attempt_s,
+    connect,
+    do_handshake,
+    list_socket_addresses,
+    make_socket,
+    wrap_tls,
 )
-from normserve.client.http.receiving import Fill
+from normserve.client.http.receiving import BlockingReceive
 from normserve.client.http.steps import Steps
 
 R = TypeVar("R")
@@ -44,10 +44,10 @@ _LATE = "there was no more time"
 _ALL: int = getattr(socket, "MSG_WAITALL", 0)
 
 
-class Sockets:
+class ConnectionPool:
     """Connections to one address, for threads to take and give back; a forked process begins with none."""
 
-    def __init__(self, address: Address, trust: Trust, most: int, keep_s: float) -> None:
+    def __init__(self, address: ServerAddress, trust: TlsSettings, most: int, keep_s: float) -> None:
         """Args:
         address: where to.
         trust: of connections with TLS.
@@ -61,7 +61,7 @@ class Sockets:
         self._closed = False
         self._begin()
 
-    def take(self, deadline: Deadline, *, fresh: bool = False) -> tuple[Connection, bool]:
+    def take(self, deadline: Deadline, *, fresh: bool = False) -> tuple[ClientHttpConnection, bool]:
         """Return a connection, and whether it was used before; `give` it back, whatever comes of it.
 
         Args:
@@ -90,7 +90,7 @@ class Sockets:
             free.release()
             raise
 
-    def give(self, connection: Connection) -> None:
+    def give(self, connection: ClientHttpConnection) -> None:
         """Take a connection back."""
         if connection.is_reusable and not self._closed:
             self._idle.give(connection)
@@ -106,9 +106,9 @@ class Sockets:
     def _begin(self) -> None:
         self._process = os.getpid()
         self._free = threading.Semaphore(self._most)
-        self._idle = IdleConnections(self._most, self._keep_s)
+        self._idle = IdleConnectionStack(self._most, self._keep_s)
 
-    def _opened(self, deadline: Deadline) -> Connection:
+    def _opened(self, deadline: Deadline) -> ClientHttpConnection:
         try:
             found = self._places()
             for place in found:
@@ -124,32 +124,34 @@ class Sockets:
     def _places(self) -> list[Place]:
         if self._address.socket_path is not None:
             return [(socket.AF_UNIX, self._address.socket_path)]
-        return places(socket.getaddrinfo(self._address.host, self._address.port, type=socket.SOCK_STREAM))
+        return list_socket_addresses(
+            socket.getaddrinfo(self._address.host, self._address.port, type=socket.SOCK_STREAM)
+        )
 
-    def _opened_at(self, place: Place, deadline: Deadline, *, is_last: bool) -> Connection:
+    def _opened_at(self, place: Place, deadline: Deadline, *, is_last: bool) -> ClientHttpConnection:
         family, where = place
         late = httpx.ConnectTimeout
-        made = unconnected(family)
+        made = make_socket(family)
         try:
-            drive(connecting(made, where), Deadline(patience_s(deadline.left_s(), is_last=is_last)), late)
+            run_steps(connect(made, where), Deadline(compute_attempt_s(deadline.left_s(), is_last=is_last)), late)
             if self._address.tls:
-                secured = encrypted(made, self._address, self._trust.context)
+                secured = wrap_tls(made, self._address, self._trust.context)
                 made = secured
-                drive(shaking_hands(secured), deadline, late)
+                run_steps(do_handshake(secured), deadline, late)
             else:
                 made.setblocking(True)
-                made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(_SENDING_S))
-                made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(_RECEIVING_S))
-            return Connection(made, blocks=not self._address.tls)
+                made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _pack_timeval(_SENDING_S))
+                made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _pack_timeval(_RECEIVING_S))
+            return ClientHttpConnection(made, blocks=not self._address.tls)
         except BaseException:
             made.close()
             raise
 
 
-def filling(deadline: Deadline) -> Fill:
+def make_blocking_receiver(deadline: Deadline) -> BlockingReceive:
     """Receives with calls of the kernel's that wait: a body with one, which wakes this thread when it is whole."""
 
-    def fill(connected: socket.socket, view: memoryview, /, *, whole: bool) -> int:
+    def receive_into(connected: socket.socket, view: memoryview, /, *, whole: bool) -> int:
         flags = _ALL if whole else 0
         while True:
             left_s = deadline.left_s()
@@ -160,23 +162,23 @@ def filling(deadline: Deadline) -> Fill:
                     continue
             if left_s <= 0:
                 raise httpx.ReadTimeout(_LATE)
-            connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(left_s))
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _pack_timeval(left_s))
             try:
                 with suppress(BlockingIOError):
                     return connected.recv_into(view, 0, flags)
             finally:
-                connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(_RECEIVING_S))
+                connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _pack_timeval(_RECEIVING_S))
 
-    return fill
+    return receive_into
 
 
-def _timeval(seconds: float) -> bytes:
+def _pack_timeval(seconds: float) -> bytes:
     """As the kernel has it."""
     whole = int(min(seconds, _LONGEST_S))
     return struct.pack("@ll", whole, max(1, int((min(seconds, _LONGEST_S) - whole) * 1e6)))
 
 
-def drive(steps: Steps[R], deadline: Deadline, late: type[httpx.TimeoutException] = httpx.ReadTimeout) -> R:
+def run_steps(steps: Steps[R], deadline: Deadline, late: type[httpx.TimeoutException] = httpx.ReadTimeout) -> R:
     """Wait for what the steps wait for, and return what they do.
 
     Args:

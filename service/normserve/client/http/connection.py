@@ -14,11 +14,11 @@ from collections.abc import Sequence
 import httpx
 import numpy as np
 
-from normserve.client.answers.answer import Answer
-from normserve.client.answers.reception import Reception
-from normserve.client.http.heads import HEAD_BYTES, AnswerHead, HeadReader
-from normserve.client.http.parts import advance, coalesced
-from normserve.client.http.receiving import NOW, TURN_BYTES, Fill, Receiver
+from normserve.client.answers.answer import ApiResponse
+from normserve.client.answers.reception import LimitedBody
+from normserve.client.http.heads import HEAD_BYTES, ResponseHead, ResponseHeadParser
+from normserve.client.http.parts import coalesce_small, drop_sent
+from normserve.client.http.receiving import NOW, TURN_BYTES, BlockingReceive, SocketReceiver
 from normserve.client.http.steps import READ, WRITE, Steps
 
 # Of a body that comes in pieces.
@@ -29,7 +29,7 @@ _MOST_PARTS = 64
 _LATER = (BlockingIOError, InterruptedError, ssl.SSLWantWriteError)
 
 
-class Connection(Receiver):
+class ClientHttpConnection(SocketReceiver):
     """An open connection, used by one exchange at a time.
 
     Attributes:
@@ -48,7 +48,7 @@ class Connection(Receiver):
         self.is_reusable = True
         self.idle_since = time.monotonic()
         self._send_flags = 0 if blocks else NOW
-        self._heads = HeadReader()
+        self._heads = ResponseHeadParser()
         # Of the parts of a request, by the first call.
         self._already = 0
 
@@ -63,8 +63,8 @@ class Connection(Receiver):
         parts: Sequence[bytes | memoryview],
         most_bytes: int,
         room: memoryview | None = None,
-        fill: Fill | None = None,
-    ) -> Steps[Answer]:
+        fill: BlockingReceive | None = None,
+    ) -> Steps[ApiResponse]:
         """Send a request and return its answer.
 
         Args:
@@ -83,7 +83,7 @@ class Connection(Receiver):
         length, reception = answer.length, None
         # What is as it should be needs no second look.
         if status >= 400 or length is None or length > most_bytes or "content-encoding" in headers:
-            reception = Reception(status, headers, most_bytes)
+            reception = LimitedBody(status, headers, most_bytes)
         if length is not None and (reception is None or reception.is_wanted):
             if room is None or len(room) < length:
                 # Not cleared before it is filled, which a bytearray would be.
@@ -91,15 +91,15 @@ class Connection(Receiver):
             body = room[:length]
             yield from self._fill(body, fill)
             self.end(answer, sent)
-            return Answer(status, headers, body)
-        reception = reception or Reception(status, headers, most_bytes)
+            return ApiResponse(status, headers, body)
+        reception = reception or LimitedBody(status, headers, most_bytes)
         while reception.is_wanted:
             piece = yield from self.piece(answer)
             if piece is None:
                 self.end(answer, sent)
                 break
             reception.take(piece)
-        return Answer(status, headers, reception.body())
+        return ApiResponse(status, headers, reception.body())
 
     def send(self, parts: Sequence[bytes | memoryview]) -> Steps[bool]:
         """Send these one after another; return whether all of it went, and not an answer came before.
@@ -114,9 +114,9 @@ class Connection(Receiver):
                 return True
             views = [memoryview(part).cast("B") for part in parts if len(part)]
             if self._tls:
-                views = coalesced(views)
+                views = coalesce_small(views)
             else:
-                advance(views, self._already)
+                drop_sent(views, self._already)
             while views:
                 try:
                     sent = self._send_some(views)
@@ -126,7 +126,7 @@ class Connection(Receiver):
                 except _LATER:
                     turn = TURN_BYTES
                 else:
-                    advance(views, sent)
+                    drop_sent(views, sent)
                     # Of a socket that took a part there is nothing more to ask for now.
                     turn = turn + sent if self._tls else TURN_BYTES
                 if turn >= TURN_BYTES and views:
@@ -139,7 +139,7 @@ class Connection(Receiver):
             return False
         return True
 
-    def head(self, fill: Fill | None = None) -> Steps[AnswerHead]:
+    def head(self, fill: BlockingReceive | None = None) -> Steps[ResponseHead]:
         """Receive an answer's head; interim ones before it are left out.
 
         Args: fill: as in `exchange`.
@@ -157,7 +157,7 @@ class Connection(Receiver):
             # A server may send these faster than they are read, and the time is looked at only in a wait.
             yield self._descriptor, READ | WRITE
 
-    def piece(self, head: AnswerHead) -> Steps[bytes | memoryview | None]:
+    def piece(self, head: ResponseHead) -> Steps[bytes | memoryview | None]:
         """Receive the next piece of an answer's body; None is its end."""
         while True:
             if head.length == 0 or (head.chunks is not None and head.chunks.is_complete):
@@ -185,7 +185,7 @@ class Connection(Receiver):
                 head.length -= len(piece)
             return piece
 
-    def end(self, head: AnswerHead, sent: bool) -> None:
+    def end(self, head: ResponseHead, sent: bool) -> None:
         """Say that an answer was read to its end.
 
         Args:

@@ -5,7 +5,7 @@ import ssl
 import httpx
 
 
-def checked(api_key: str) -> str:
+def validate_api_key(api_key: str) -> str:
     """Return the key if a header can contain it.
 
     Raises:
@@ -17,7 +17,9 @@ def checked(api_key: str) -> str:
     return api_key
 
 
-def trust(verify: ssl.SSLContext | str | bool, certificate: str | tuple[str, str] | None) -> ssl.SSLContext | bool:
+def make_verify_argument(
+    verify: ssl.SSLContext | str | bool, certificate: str | tuple[str, str] | None
+) -> ssl.SSLContext | bool:
     """What httpx is told about TLS; it deprecates paths."""
     if isinstance(verify, str):
         verify = ssl.create_default_context(cafile=verify)

@@ -6,26 +6,26 @@ from typing import Any
 
 import httpx
 
-from normserve.client.answers.answer import Answer
-from normserve.client.answers.reception import TransportErrors, refuse_redirect
-from normserve.client.calls.call import Call
+from normserve.client.answers.answer import ApiResponse
+from normserve.client.answers.reception import TransportErrorTranslator, refuse_redirect
+from normserve.client.calls.call import ApiCall
 from normserve.client.deadlines import Deadline
-from normserve.client.http.address import Address
-from normserve.client.http.awaiting import AsyncSockets
-from normserve.client.http.awaiting import drive as drive_tasks
-from normserve.client.http.blocking import Sockets, drive, filling
-from normserve.client.http.connection import Connection
-from normserve.client.http.heads import request_head
-from normserve.client.trace_context import current_headers
+from normserve.client.http.address import ServerAddress
+from normserve.client.http.awaiting import AsyncConnectionPool
+from normserve.client.http.awaiting import run_steps as drive_tasks
+from normserve.client.http.blocking import ConnectionPool, make_blocking_receiver, run_steps
+from normserve.client.http.connection import ClientHttpConnection
+from normserve.client.http.heads import encode_request_head
+from normserve.client.trace_context import get_current_headers
 from normserve.codec.media_types import SAFETENSORS
 
 _CONTENT_TYPE = SAFETENSORS.encode()
 
 
-class Requests:
+class RequestEncoder:
     """Makes the requests of calls to one server."""
 
-    def __init__(self, address: Address, api_key: str | None = None, userinfo: str = "") -> None:
+    def __init__(self, address: ServerAddress, api_key: str | None = None, userinfo: str = "") -> None:
         """Args:
         address: of the server.
         api_key: sent as a bearer token.
@@ -46,12 +46,12 @@ class Requests:
         # What callers ask for is often the same, but for the numbers in it.
         self._head = functools.lru_cache(256)(self._made)
 
-    def request(self, call: Call[Any]) -> tuple[bytes, list[bytes | memoryview]]:
+    def request(self, call: ApiCall[Any]) -> tuple[bytes, list[bytes | memoryview]]:
         """A call's head and the parts of its body."""
         parts = call.parts()
         length = None if parts is None else sum(map(len, parts))
         head = self._head(call.method, call.target, length)
-        if headers := current_headers():
+        if headers := get_current_headers():
             own = [b"%b: %b\r\n" % (name.encode("ascii"), value.encode("ascii")) for name, value in headers]
             # Before the empty line that ends the head.
             head = b"".join([head[:-2], *own, b"\r\n"])
@@ -60,28 +60,30 @@ class Requests:
     def _made(self, method: str, target: str, length: int | None) -> bytes:
         own = [] if length is None else [(b"Content-Type", _CONTENT_TYPE), (b"Content-Length", b"%d" % length)]
         target = self.address.target(target)
-        return request_head(method.encode("ascii"), target.encode("ascii"), [*self._of_all, *own])
+        return encode_request_head(method.encode("ascii"), target.encode("ascii"), [*self._of_all, *own])
 
 
 class DirectTransport:
     """A `Transport` of the blocking client."""
 
-    def __init__(self, requests: Requests, sockets: Sockets) -> None:
+    def __init__(self, requests: RequestEncoder, sockets: ConnectionPool) -> None:
         self._requests = requests
         self._sockets = sockets
 
-    def exchange(self, call: Call[Any], deadline: Deadline) -> Answer:
+    def exchange(self, call: ApiCall[Any], deadline: Deadline) -> ApiResponse:
         """As `Transport.exchange`."""
         head, parts = self._requests.request(call)
-        fill = filling(deadline)
-        with TransportErrors(deadline):
+        fill = make_blocking_receiver(deadline)
+        with TransportErrorTranslator(deadline):
             fresh = False
             while True:
                 connection, used = self._sockets.take(deadline, fresh=fresh)
                 try:
-                    return _final(drive(connection.exchange(head, parts, call.most_bytes, fill=fill), deadline))
+                    return _refuse_redirect(
+                        run_steps(connection.exchange(head, parts, call.most_bytes, fill=fill), deadline)
+                    )
                 except (httpx.NetworkError, httpx.RemoteProtocolError):
-                    if not (used and _may_go_again(call, connection)):
+                    if not (used and _can_resend(call, connection)):
                         raise
                 finally:
                     self._sockets.give(connection)
@@ -95,22 +97,24 @@ class DirectTransport:
 class AsyncDirectTransport:
     """An `AsyncTransport` of the asynchronous client."""
 
-    def __init__(self, requests: Requests, sockets: AsyncSockets) -> None:
+    def __init__(self, requests: RequestEncoder, sockets: AsyncConnectionPool) -> None:
         self._requests = requests
         self._sockets = sockets
 
-    async def exchange(self, call: Call[Any], deadline: Deadline) -> Answer:
+    async def exchange(self, call: ApiCall[Any], deadline: Deadline) -> ApiResponse:
         """As `Transport.exchange`."""
         head, parts = self._requests.request(call)
-        with TransportErrors(deadline):
+        with TransportErrorTranslator(deadline):
             fresh = False
             async with deadline.ends():
                 while True:
                     connection, used = await self._sockets.take(deadline, fresh=fresh)
                     try:
-                        return _final(await drive_tasks(connection.exchange(head, parts, call.most_bytes)))
+                        return _refuse_redirect(
+                            await drive_tasks(connection.exchange(head, parts, call.most_bytes))
+                        )
                     except (httpx.NetworkError, httpx.RemoteProtocolError):
-                        if not (used and _may_go_again(call, connection)):
+                        if not (used and _can_resend(call, connection)):
                             raise
                     finally:
                         self._sockets.give(connection)
@@ -121,12 +125,12 @@ class AsyncDirectTransport:
         self._sockets.close()
 
 
-def _final(answer: Answer) -> Answer:
+def _refuse_redirect(answer: ApiResponse) -> ApiResponse:
     refuse_redirect(answer.status)
     return answer
 
 
-def _may_go_again(call: Call[Any], connection: Connection) -> bool:
+def _can_resend(call: ApiCall[Any], connection: ClientHttpConnection) -> bool:
     """Whether a call that broke with a kept connection may be sent once more at once.
 
     The server may have closed the connection while the request was under way.  Operations change nothing, and to

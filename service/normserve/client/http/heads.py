@@ -26,7 +26,7 @@ _LENGTH = "0|[1-9][0-9]{0,14}"
 _OF_CONNECTIONS = frozenset(["connection", "proxy-connection", "keep-alive", "transfer-encoding", "upgrade"])
 
 
-def request_head(method: bytes, target: bytes, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+def encode_request_head(method: bytes, target: bytes, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     """The bytes before a body.
 
     Raises:
@@ -43,7 +43,7 @@ def request_head(method: bytes, target: bytes, headers: Iterable[tuple[bytes, by
 
 
 @dataclass(slots=True)
-class AnswerHead:
+class ResponseHead:
     """The head of an answer.
 
     Attributes:
@@ -57,11 +57,11 @@ class AnswerHead:
     status: int
     headers: dict[str, str]
     length: int | None
-    chunks: "Chunks | None"
+    chunks: "ChunkDecoder | None"
     stays: bool
 
 
-class HeadReader:
+class ResponseHeadParser:
     """Reads the heads of one connection's answers.
 
     One with the same lines as an earlier one is read without the parser. Which lines those are is the server's
@@ -74,7 +74,7 @@ class HeadReader:
         # They are tried in turn; one server sends few kinds of heads.
         self._patterns: list[tuple[re.Pattern[str], list[str]]] = []
 
-    def read(self, raw: bytes) -> AnswerHead:
+    def read(self, raw: bytes) -> ResponseHead:
         """Read a head, the empty line at its end included.
 
         Raises:
@@ -83,16 +83,16 @@ class HeadReader:
         if (as_before := self._as_before(raw)) is not None:
             return as_before
         # Most other heads have each name once and a length, and need no Python call for each line.
-        quick = _Quick()
-        _feed(quick, raw)
-        headers = {_lower(name): value.decode("latin-1") for name, value in quick.found.items()}
+        quick = _HeaderCollector()
+        _run_parser(quick, raw)
+        headers = {_decode_lower(name): value.decode("latin-1") for name, value in quick.found.items()}
         stays, found = quick.stays, None
         if raw.count(b"\r\n") != len(headers) + 2 or "transfer-encoding" in headers:
-            found = _Found()
-            _feed(found, raw)
+            found = _MessageCollector()
+            _run_parser(found, raw)
             headers = {}
             for name, value in found.fields:
-                key, text = _lower(name), value.decode("latin-1")
+                key, text = _decode_lower(name), value.decode("latin-1")
                 headers[key] = f"{headers[key]}, {text}" if key in headers else text
         status: int = quick.parser.get_status_code()
         if not quick.is_complete or status < 100:
@@ -104,28 +104,28 @@ class HeadReader:
         elif found is not None and "transfer-encoding" in headers:
             if headers["transfer-encoding"].strip().lower() != "chunked":
                 raise httpx.RemoteProtocolError("the answer has an unknown transfer encoding")
-            chunks = Chunks(found)
+            chunks = ChunkDecoder(found)
         elif "content-length" in headers:
             length = int(headers["content-length"])
             if found is None and stays:
                 self._learn(raw, quick.found)
-        return AnswerHead(status, headers, length, chunks, stays)
+        return ResponseHead(status, headers, length, chunks, stays)
 
-    def _as_before(self, raw: bytes) -> AnswerHead | None:
+    def _as_before(self, raw: bytes) -> ResponseHead | None:
         """Read a head with the same lines as an earlier one, whatever their values; None for any other head."""
         if raw.isascii():
             text = raw.decode("ascii")
             for pattern, names in self._patterns:
                 if found := pattern.fullmatch(text):
                     headers = dict(zip(names, found.groups(), strict=True))
-                    return AnswerHead(200, headers, int(headers["content-length"]), None, True)
+                    return ResponseHead(200, headers, int(headers["content-length"]), None, True)
         return None
 
     def _learn(self, raw: bytes, names: Iterable[bytes]) -> None:
         """Remember the line names of a result's head, if each comes once and none is about the connection."""
         if len(self._patterns) >= _MOST_PATTERNS or not raw.startswith(_RESULT) or len(raw) > _LONGEST_LEARNT:
             return
-        keys = [_lower(name) for name in names]
+        keys = [_decode_lower(name) for name in names]
         if "content-length" not in keys or not _OF_CONNECTIONS.isdisjoint(keys):
             return
         lines = [
@@ -140,11 +140,11 @@ class HeadReader:
 _MOST_PATTERNS, _LONGEST_LEARNT = 4, 2048
 
 
-def _lower(name: bytes) -> str:
+def _decode_lower(name: bytes) -> str:
     return name.decode("latin-1").lower()
 
 
-def _feed(protocol: "_Quick | _Found", raw: bytes) -> None:
+def _run_parser(protocol: "_HeaderCollector | _MessageCollector", raw: bytes) -> None:
     protocol.parser = httptools.HttpResponseParser(protocol)
     try:
         protocol.parser.feed_data(raw)
@@ -154,7 +154,7 @@ def _feed(protocol: "_Quick | _Found", raw: bytes) -> None:
         raise httpx.RemoteProtocolError("the header of the answer is not HTTP") from error
 
 
-class _Quick:
+class _HeaderCollector:
     """What the parser says of a head, the last of each name."""
 
     def __init__(self) -> None:
@@ -169,7 +169,7 @@ class _Quick:
         self.stays = self.parser.should_keep_alive()
 
 
-class _Found:
+class _MessageCollector:
     """What the parser says of a head, all of it, and of the chunks behind it."""
 
     def __init__(self) -> None:
@@ -198,7 +198,7 @@ class _Found:
         self.ended += 1
 
 
-class Chunks:
+class ChunkDecoder:
     """Reads a body in chunks.
 
     Attributes:
@@ -206,7 +206,7 @@ class Chunks:
         has_more: whether more came than that, which is nothing that was asked for.
     """
 
-    def __init__(self, found: _Found) -> None:
+    def __init__(self, found: _MessageCollector) -> None:
         self._found = found
         self._without_body = 0
         self.is_complete = False

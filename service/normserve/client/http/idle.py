@@ -3,10 +3,10 @@
 import collections
 import time
 
-from normserve.client.http.connection import Connection
+from normserve.client.http.connection import ClientHttpConnection
 
 
-class IdleConnections:
+class IdleConnectionStack:
     """Keeps connections for the next call; threads may share it, since appending and popping take no lock."""
 
     def __init__(self, most: int, keep_s: float) -> None:
@@ -16,9 +16,9 @@ class IdleConnections:
         """
         self._most = most
         self._keep_s = keep_s
-        self._idle: collections.deque[Connection] = collections.deque()
+        self._idle: collections.deque[ClientHttpConnection] = collections.deque()
 
-    def take(self) -> Connection | None:
+    def take(self) -> ClientHttpConnection | None:
         """Return the connection that was used last, if one is still open."""
         while True:
             try:
@@ -29,7 +29,7 @@ class IdleConnections:
                 return kept
             kept.close()
 
-    def give(self, connection: Connection) -> None:
+    def give(self, connection: ClientHttpConnection) -> None:
         """Keep one more; those idle for long, and those beyond the limit, are closed."""
         self._idle.append(connection)
         while self._idle:

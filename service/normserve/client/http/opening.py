@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from normserve.client.http.address import Address
+from normserve.client.http.address import ServerAddress
 from normserve.client.http.steps import READ, WRITE, Steps
 
 #: A place to connect to: the family of its socket, and where.
@@ -21,12 +21,12 @@ _UNIX_BUFFER_BYTES = 4 * 2**20
 _FIRST_TRIES_S = 3.0
 
 
-def places(found: Sequence[tuple[Any, ...]]) -> list[Place]:
+def list_socket_addresses(found: Sequence[tuple[Any, ...]]) -> list[Place]:
     """The places of what `getaddrinfo` found, each once."""
     return list(dict.fromkeys((family, where) for family, _, _, _, where in found))
 
 
-def unconnected(family: socket.AddressFamily) -> socket.socket:
+def make_socket(family: socket.AddressFamily) -> socket.socket:
     """A socket that does not block.
 
     Raises:
@@ -41,12 +41,12 @@ def unconnected(family: socket.AddressFamily) -> socket.socket:
     return made
 
 
-def encrypted(connected: socket.socket, address: Address, context: ssl.SSLContext) -> ssl.SSLSocket:
+def wrap_tls(connected: socket.socket, address: ServerAddress, context: ssl.SSLContext) -> ssl.SSLSocket:
     """A connected socket with TLS, whose handshake is still to be done; the one that was given is used up."""
     return context.wrap_socket(connected, server_hostname=address.host, do_handshake_on_connect=False)
 
 
-def connecting(unconnected: socket.socket, where: Any) -> Steps[None]:
+def connect(unconnected: socket.socket, where: Any) -> Steps[None]:
     """Connect a socket that does not block.
 
     Raises:
@@ -63,7 +63,7 @@ def connecting(unconnected: socket.socket, where: Any) -> Steps[None]:
             raise OSError(error, f"connecting failed: {os.strerror(error)}") from None
 
 
-def shaking_hands(connected: ssl.SSLSocket) -> Steps[None]:
+def do_handshake(connected: ssl.SSLSocket) -> Steps[None]:
     """Do a handshake of TLS.
 
     Raises:
@@ -79,14 +79,14 @@ def shaking_hands(connected: ssl.SSLSocket) -> Steps[None]:
             yield connected.fileno(), WRITE
 
 
-def patience_s(left_s: float | None, *, is_last: bool) -> float | None:
+def compute_attempt_s(left_s: float | None, *, is_last: bool) -> float | None:
     """How long to try one place."""
     if is_last:
         return left_s
     return _FIRST_TRIES_S if left_s is None else min(left_s, _FIRST_TRIES_S)
 
 
-class Trust:
+class TlsSettings:
     """Whom connections with TLS believe; made when the first one needs it, which takes a while."""
 
     def __init__(self, verify: ssl.SSLContext | bool) -> None:

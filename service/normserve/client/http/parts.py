@@ -4,7 +4,7 @@
 _RECORD_BYTES = 16 * 1024
 
 
-def coalesced(views: list[memoryview]) -> list[memoryview]:
+def coalesce_small(views: list[memoryview]) -> list[memoryview]:
     """Views of which the small ones at the beginning are one."""
     small = b""
     for place, view in enumerate(views):
@@ -14,7 +14,7 @@ def coalesced(views: list[memoryview]) -> list[memoryview]:
     return [memoryview(small)] if small else views
 
 
-def advance(views: list[memoryview], sent: int) -> None:
+def drop_sent(views: list[memoryview], sent: int) -> None:
     """Leave out the first bytes."""
     while sent:
         if sent < len(views[0]):

@@ -10,7 +10,7 @@ import httpx
 from normserve.client.http.steps import READ, WRITE, Steps
 
 
-class Fill(Protocol):
+class BlockingReceive(Protocol):
     """Receives for who may block its thread."""
 
     def __call__(self, connected: socket.socket, view: memoryview, /, *, whole: bool) -> int:
@@ -31,11 +31,11 @@ _LEAST_BYTES = 256 * 1024
 NOW: int = getattr(socket, "MSG_DONTWAIT", 0)
 
 
-class EndedEarlyError(httpx.RemoteProtocolError):
+class IncompleteResponseError(httpx.RemoteProtocolError):
     """The server closed the connection before its answer was whole."""
 
 
-class Receiver:
+class SocketReceiver:
     """An open socket, and what came through it and was not taken yet.
 
     Attributes:
@@ -66,7 +66,7 @@ class Receiver:
         self._start = min(self._stop, begin + most_bytes)
         return memoryview(self._buffer)[begin : self._start]
 
-    def _receive_more(self, fill: Fill | None = None) -> Steps[None]:
+    def _receive_more(self, fill: BlockingReceive | None = None) -> Steps[None]:
         if fill is not None and not self._tls:
             if not self._receive_now(fill):
                 raise self._ended()
@@ -87,7 +87,7 @@ class Receiver:
             except OSError as error:
                 raise self._broken(error) from error
 
-    def _receive_now(self, fill: Fill | None = None) -> int:
+    def _receive_now(self, fill: BlockingReceive | None = None) -> int:
         """Receive what is there, or with `fill` what comes next, behind what was not taken yet."""
         if self._start:
             self._buffer[: self._stop - self._start] = self._buffer[self._start : self._stop]
@@ -100,7 +100,7 @@ class Receiver:
         self._stop += got
         return got
 
-    def _fill(self, view: memoryview, fill: Fill | None) -> Steps[None]:
+    def _fill(self, view: memoryview, fill: BlockingReceive | None) -> Steps[None]:
         already = self._take(len(view))
         view[: len(already)] = already
         view = view[len(already) :]
@@ -125,7 +125,7 @@ class Receiver:
             if fill is None and not few:
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
 
-    def _filled(self, fill: Fill, view: memoryview, *, whole: bool) -> int:
+    def _filled(self, fill: BlockingReceive, view: memoryview, *, whole: bool) -> int:
         try:
             return fill(self._socket, view, whole=whole)
         except OSError as error:
@@ -166,7 +166,7 @@ class Receiver:
     def _ended(self) -> httpx.TransportError:
         if self._failure is not None and not self.has_answered:
             return httpx.WriteError(str(self._failure))
-        return EndedEarlyError("the server closed the connection before its answer was complete")
+        return IncompleteResponseError("the server closed the connection before its answer was complete")
 
     def _broken(self, error: OSError) -> httpx.TransportError:
         if self._failure is not None and not self.has_answered:

@@ -7,12 +7,12 @@ from typing import Any, cast
 
 import httpx
 
-from normserve.client.answers.answer import Answer
-from normserve.client.answers.reception import Reception, TransportErrors, refuse_redirect
-from normserve.client.calls.call import Call
+from normserve.client.answers.answer import ApiResponse
+from normserve.client.answers.reception import LimitedBody, TransportErrorTranslator, refuse_redirect
+from normserve.client.calls.call import ApiCall
 from normserve.client.deadlines import Deadline
-from normserve.client.http.waiting import keep_deadlines
-from normserve.client.trace_context import current_headers
+from normserve.client.http.waiting import enforce_deadlines
+from normserve.client.trace_context import get_current_headers
 from normserve.codec.media_types import SAFETENSORS
 
 # Large enough for its overhead to be nothing, small enough for the transport's copy of it to stay in cache.
@@ -32,7 +32,7 @@ class SocketTransport(httpx.HTTPTransport):
             max_connections: in use at once.
             uds: the path of a Unix domain socket to connect to, whatever a request's URL says.
         """
-        super().__init__(verify=verify, limits=_limits(max_connections), uds=uds)
+        super().__init__(verify=verify, limits=_make_limits(max_connections), uds=uds)
 
 
 class AsyncSocketTransport(httpx.AsyncHTTPTransport):
@@ -42,10 +42,10 @@ class AsyncSocketTransport(httpx.AsyncHTTPTransport):
         self, *, verify: ssl.SSLContext | bool = True, max_connections: int = 100, uds: str | None = None
     ) -> None:
         """Args: as `SocketTransport`."""
-        super().__init__(verify=verify, limits=_limits(max_connections), uds=uds)
+        super().__init__(verify=verify, limits=_make_limits(max_connections), uds=uds)
 
 
-def _limits(max_connections: int) -> httpx.Limits:
+def _make_limits(max_connections: int) -> httpx.Limits:
     return httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections)
 
 
@@ -58,24 +58,24 @@ class HttpxTransport:
         options: of httpx's client.
         """
         hooks = {"response": [_refuse_redirect]}
-        self._http = httpx.Client(transport=transport, event_hooks=hooks, **_as_ever(options))
-        keep_deadlines(self._http)
+        self._http = httpx.Client(transport=transport, event_hooks=hooks, **_add_fixed_options(options))
+        enforce_deadlines(self._http)
 
-    def exchange(self, call: Call[Any], deadline: Deadline) -> Answer:
+    def exchange(self, call: ApiCall[Any], deadline: Deadline) -> ApiResponse:
         """As `Transport.exchange`."""
         parts = call.parts()
         request = self._http.build_request(
             call.method,
             call.path,
             params=call.params,
-            headers=_headers(parts),
-            content=None if parts is None else _chunks(parts),
+            headers=_make_request_headers(parts),
+            content=None if parts is None else _split_chunks(parts),
             extensions={"timeout": deadline.timeouts()},
         )
-        with TransportErrors(deadline):
+        with TransportErrorTranslator(deadline):
             response = self._http.send(request, stream=True)
             try:
-                reception = Reception(response.status_code, response.headers, call.most_bytes)
+                reception = LimitedBody(response.status_code, response.headers, call.most_bytes)
                 # As it comes: httpx's own iterators would decompress it.
                 pieces = cast(httpx.SyncByteStream, response.stream) if reception.is_wanted else ()
                 for piece in pieces:
@@ -85,7 +85,7 @@ class HttpxTransport:
                         break
             finally:
                 response.close()
-        return Answer(response.status_code, response.headers, reception.body())
+        return ApiResponse(response.status_code, response.headers, reception.body())
 
     def close(self) -> None:
         """Close all connections."""
@@ -98,23 +98,23 @@ class AsyncHttpxTransport:
     def __init__(self, transport: httpx.AsyncBaseTransport | None = None, **options: Any) -> None:
         """Args: as `HttpxTransport`."""
         hooks = {"response": [_refuse_redirect_async]}
-        self._http = httpx.AsyncClient(transport=transport, event_hooks=hooks, **_as_ever(options))
+        self._http = httpx.AsyncClient(transport=transport, event_hooks=hooks, **_add_fixed_options(options))
 
-    async def exchange(self, call: Call[Any], deadline: Deadline) -> Answer:
+    async def exchange(self, call: ApiCall[Any], deadline: Deadline) -> ApiResponse:
         """As `Transport.exchange`."""
         parts = call.parts()
         request = self._http.build_request(
             call.method,
             call.path,
             params=call.params,
-            headers=_headers(parts),
-            content=None if parts is None else _async_chunks(parts),
+            headers=_make_request_headers(parts),
+            content=None if parts is None else _split_chunks_async(parts),
         )
-        with TransportErrors(deadline):
+        with TransportErrorTranslator(deadline):
             async with deadline.ends():
                 response = await self._http.send(request, stream=True)
                 try:
-                    reception = Reception(response.status_code, response.headers, call.most_bytes)
+                    reception = LimitedBody(response.status_code, response.headers, call.most_bytes)
                     if reception.is_wanted:
                         # As it comes: httpx's own iterators would decompress it.
                         async for piece in cast(httpx.AsyncByteStream, response.stream):
@@ -123,32 +123,32 @@ class AsyncHttpxTransport:
                                 break
                 finally:
                     await response.aclose()
-        return Answer(response.status_code, response.headers, reception.body())
+        return ApiResponse(response.status_code, response.headers, reception.body())
 
     async def close(self) -> None:
         """Close all connections."""
         await self._http.aclose()
 
 
-def _as_ever(options: dict[str, Any]) -> dict[str, Any]:
+def _add_fixed_options(options: dict[str, Any]) -> dict[str, Any]:
     return {
         **options,
         # A request says itself how much time is left.
         "timeout": None,
         # The key must not go where a server points to, and a server has nothing to remember here.
         "follow_redirects": False,
-        "cookies": _NoCookies(),
+        "cookies": _EmptyCookieJar(),
     }
 
 
-def _headers(parts: Sequence[bytes | memoryview] | None) -> dict[str, str]:
-    headers = dict(current_headers())
+def _make_request_headers(parts: Sequence[bytes | memoryview] | None) -> dict[str, str]:
+    headers = dict(get_current_headers())
     if parts is not None:
         headers |= {"content-type": SAFETENSORS, "content-length": str(sum(map(len, parts)))}
     return headers
 
 
-def _chunks(parts: Sequence[bytes | memoryview]) -> Iterator[bytes]:
+def _split_chunks(parts: Sequence[bytes | memoryview]) -> Iterator[bytes]:
     for part in parts:
         view = memoryview(part)
         for start in range(0, len(view), _CHUNK_BYTES):
@@ -156,12 +156,12 @@ def _chunks(parts: Sequence[bytes | memoryview]) -> Iterator[bytes]:
             yield cast(bytes, view[start : start + _CHUNK_BYTES])
 
 
-async def _async_chunks(parts: Sequence[bytes | memoryview]) -> AsyncIterator[bytes]:
-    for chunk in _chunks(parts):
+async def _split_chunks_async(parts: Sequence[bytes | memoryview]) -> AsyncIterator[bytes]:
+    for chunk in _split_chunks(parts):
         yield chunk
 
 
-class _NoCookies(CookieJar):
+class _EmptyCookieJar(CookieJar):
     """Keeps none, and reads none: Python's reader of them meets errors that it does not expect."""
 
     def extract_cookies(self, response: object, request: object) -> None:

@@ -2,7 +2,7 @@
 
 httpx's timeouts begin anew at each read and each write, so a server that sends a byte now and then is waited for
 without end.  Its connection pool opens sockets through a network backend, which is replaced here by one that asks
-the request's deadline (`TimeLeft`) before each wait.
+the request's deadline (`RemainingSeconds`) before each wait.
 """
 
 import socket
@@ -13,12 +13,12 @@ from typing import Any
 import httpcore
 import httpx
 
-from normserve.client.deadlines import TimeLeft
+from normserve.client.deadlines import RemainingSeconds
 
 _Options = Iterable[Any] | None
 
 
-def keep_deadlines(http: httpx.Client) -> None:
+def enforce_deadlines(http: httpx.Client) -> None:
     """Make the sockets of a client wait no longer than its requests' deadlines.
 
     A transport that is not httpx's own is left as it is: it is given the time that is left when a request begins,
@@ -26,19 +26,19 @@ def keep_deadlines(http: httpx.Client) -> None:
     """
     for transport in (http._transport, *http._mounts.values()):
         pool = getattr(transport, "_pool", None)
-        if isinstance(pool, httpcore.ConnectionPool) and not isinstance(pool._network_backend, _Backend):
-            pool._network_backend = _Backend(pool._network_backend)
+        if isinstance(pool, httpcore.ConnectionPool) and not isinstance(pool._network_backend, _DeadlineBackend):
+            pool._network_backend = _DeadlineBackend(pool._network_backend)
 
 
-def _left(timeout: float | None, error: type[httpcore.TimeoutException]) -> float | None:
+def _get_remaining_s(timeout: float | None, error: type[httpcore.TimeoutException]) -> float | None:
     """Seconds to wait at most."""
-    left_s = timeout.deadline.left_s() if isinstance(timeout, TimeLeft) else timeout
+    left_s = timeout.deadline.left_s() if isinstance(timeout, RemainingSeconds) else timeout
     if left_s is not None and left_s <= 0:
         raise error("the call's time is over")
     return left_s
 
 
-class _Backend(httpcore.NetworkBackend):
+class _DeadlineBackend(httpcore.NetworkBackend):
     """Opens sockets as another backend does."""
 
     def __init__(self, inner: httpcore.NetworkBackend) -> None:
@@ -54,10 +54,12 @@ class _Backend(httpcore.NetworkBackend):
     ) -> httpcore.NetworkStream:
         """Try each address of a host: the inner backend would give each of them the whole time."""
         failure: Exception | None = None
-        for address in _addresses(host, port):
-            left_s = _left(timeout, httpcore.ConnectTimeout)
+        for address in _resolve_addresses(host, port):
+            left_s = _get_remaining_s(timeout, httpcore.ConnectTimeout)
             try:
-                return _Stream(self._inner.connect_tcp(address, port, left_s, local_address, socket_options))
+                return _DeadlineStream(
+                    self._inner.connect_tcp(address, port, left_s, local_address, socket_options)
+                )
             except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
                 failure = error
         raise failure or httpcore.ConnectError("the host has no address")
@@ -65,11 +67,11 @@ class _Backend(httpcore.NetworkBackend):
     def connect_unix_socket(
         self, path: str, timeout: float | None = None, socket_options: _Options = None
     ) -> httpcore.NetworkStream:
-        left_s = _left(timeout, httpcore.ConnectTimeout)
-        return _Stream(self._inner.connect_unix_socket(path, left_s, socket_options))
+        left_s = _get_remaining_s(timeout, httpcore.ConnectTimeout)
+        return _DeadlineStream(self._inner.connect_unix_socket(path, left_s, socket_options))
 
 
-def _addresses(host: str, port: int) -> list[str]:
+def _resolve_addresses(host: str, port: int) -> list[str]:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     # A name of which no query can be made: a part of it is too long.
@@ -78,14 +80,14 @@ def _addresses(host: str, port: int) -> list[str]:
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
 
-class _Stream(httpcore.NetworkStream):
+class _DeadlineStream(httpcore.NetworkStream):
     """Waits as long as another stream may."""
 
     def __init__(self, inner: httpcore.NetworkStream) -> None:
         self._inner = inner
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        return self._inner.read(max_bytes, _left(timeout, httpcore.ReadTimeout))
+        return self._inner.read(max_bytes, _get_remaining_s(timeout, httpcore.ReadTimeout))
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
         # The inner stream would begin anew to wait whenever a part has gone.
@@ -93,11 +95,11 @@ class _Stream(httpcore.NetworkStream):
         is_tls = self._inner.get_extra_info("ssl_object") is not None
         if is_tls and not isinstance(connected, ssl.SSLSocket):
             # TLS within a proxy's TLS: the socket takes what that stream makes of the bytes.
-            self._inner.write(buffer, _left(timeout, httpcore.WriteTimeout))
+            self._inner.write(buffer, _get_remaining_s(timeout, httpcore.WriteTimeout))
             return
         rest = memoryview(buffer)
         while rest:
-            left_s = _left(timeout, httpcore.WriteTimeout)
+            left_s = _get_remaining_s(timeout, httpcore.WriteTimeout)
             try:
                 connected.settimeout(left_s)
                 rest = rest[connected.send(rest) :]
@@ -112,8 +114,8 @@ class _Stream(httpcore.NetworkStream):
     def start_tls(
         self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
     ) -> httpcore.NetworkStream:
-        left_s = _left(timeout, httpcore.ConnectTimeout)
-        return _Stream(self._inner.start_tls(ssl_context, server_hostname, left_s))
+        left_s = _get_remaining_s(timeout, httpcore.ConnectTimeout)
+        return _DeadlineStream(self._inner.start_tls(ssl_context, server_hostname, left_s))
 
     def get_extra_info(self, info: str) -> Any:
         return self._inner.get_extra_info(info)

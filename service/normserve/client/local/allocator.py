@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
-from normserve.client.local.holes import Holes
-from normserve.codec.local_frames import ALIGNMENT, Place
+from normserve.client.local.holes import FreeRanges
+from normserve.codec.local_frames import ALIGNMENT, SegmentRange
 
 B = TypeVar("B")
 
@@ -20,7 +20,7 @@ B = TypeVar("B")
 _LINE_BYTES = 64
 
 
-class Part:
+class MappedSegment:
     """One segment: where it is mapped, and which parts of it are free.
 
     Attributes:
@@ -32,10 +32,10 @@ class Part:
         self.memory = memory
         self.address = address
         self.nbytes = nbytes
-        self.holes = Holes(nbytes)
+        self.holes = FreeRanges(nbytes)
 
 
-class Allocator(ABC, Generic[B]):
+class ArenaAllocator(ABC, Generic[B]):
     """Segments, and the blocks at places in them that are taken.  Threads share one.
 
     Attributes:
@@ -44,10 +44,10 @@ class Allocator(ABC, Generic[B]):
 
     def __init__(self) -> None:
         self.nbytes = 0
-        self._parts: dict[int, Part] = {}
-        self._returned: deque[Place] = deque()
+        self._parts: dict[int, MappedSegment] = {}
+        self._returned: deque[SegmentRange] = deque()
         # Free, and not in the holes.
-        self._whole: set[Place] = set()
+        self._whole: set[SegmentRange] = set()
         self._lock = threading.Lock()
         self._taken = 0
         self._on_empty: Callable[[], None] | None = None
@@ -67,7 +67,7 @@ class Allocator(ABC, Generic[B]):
         places = self._find(sizes)
         return None if places is None else self._blocks(places)
 
-    def take_at(self, places: Sequence[Place]) -> list[B] | None:
+    def take_at(self, places: Sequence[SegmentRange]) -> list[B] | None:
         """A block at each of several places where blocks were before; None where one of them is in use."""
         return self._blocks(places) if self._occupy(places) else None
 
@@ -79,11 +79,11 @@ class Allocator(ABC, Generic[B]):
                 return None if offset % ALIGNMENT else (part.number, offset)
         return None
 
-    def address(self, place: Place) -> int:
+    def address(self, place: SegmentRange) -> int:
         """That at which a place begins."""
         return self._parts[place.segment].address + place.offset
 
-    def note_return(self, place: Place) -> None:
+    def note_return(self, place: SegmentRange) -> None:
         """The last view of a place is gone."""
         self._returned.append(place)
         if self._on_empty is not None:
@@ -105,10 +105,10 @@ class Allocator(ABC, Generic[B]):
         return list(idle)
 
     @abstractmethod
-    def _blocks(self, places: Sequence[Place]) -> list[B]:
+    def _blocks(self, places: Sequence[SegmentRange]) -> list[B]:
         """What keeps each of these places, and notes its return."""
 
-    def _add(self, part: Part) -> None:
+    def _add(self, part: MappedSegment) -> None:
         with self._lock:
             if part.number in self._parts:
                 raise ValueError("a new segment has the number of another")
@@ -116,12 +116,12 @@ class Allocator(ABC, Generic[B]):
             self._parts = {**self._parts, part.number: part}
             self.nbytes += part.nbytes
 
-    def _find(self, sizes: Sequence[int]) -> Sequence[Place] | None:
+    def _find(self, sizes: Sequence[int]) -> Sequence[SegmentRange] | None:
         """Places of at least so many bytes, taken, with the lowest addresses; none where not all fit."""
         with self._lock:
             self._collect()
             self._join_all()
-            places: list[Place] = []
+            places: list[SegmentRange] = []
             for nbytes in sizes:
                 place = self._cut(-(-nbytes // _LINE_BYTES) * _LINE_BYTES or _LINE_BYTES)
                 if place is None:
@@ -131,7 +131,7 @@ class Allocator(ABC, Generic[B]):
             self._taken += len(places)
         return places
 
-    def _occupy(self, places: Sequence[Place]) -> bool:
+    def _occupy(self, places: Sequence[SegmentRange]) -> bool:
         """Take just these; False, and none is taken, where not all of them are free."""
         with self._lock:
             self._collect()
@@ -147,11 +147,11 @@ class Allocator(ABC, Generic[B]):
             self._taken += len(places)
         return True
 
-    def _cut(self, size: int) -> Place | None:
+    def _cut(self, size: int) -> SegmentRange | None:
         for part in self._parts.values():
             start = part.holes.take(size)
             if start is not None:
-                return Place(part.number, start, size)
+                return SegmentRange(part.number, start, size)
         return None
 
     def _join_all(self) -> None:

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from normserve.client.local.allocator import Allocator, Part
-from normserve.codec.local_frames import Place
-from normserve.memory.segments import Segment
+from normserve.client.local.allocator import ArenaAllocator, MappedSegment
+from normserve.codec.local_frames import SegmentRange
+from normserve.memory.segments import HostSegment
 
 _BYTES = np.dtype(np.uint8)
 
 
-class Block(np.ndarray[tuple[int], np.dtype[np.uint8]]):
+class ArenaBlock(np.ndarray[tuple[int], np.dtype[np.uint8]]):
     """Bytes of the arena that were taken; an array whose base it is keeps it.
 
     Attributes:
@@ -21,8 +21,8 @@ class Block(np.ndarray[tuple[int], np.dtype[np.uint8]]):
 
     __slots__ = ("home", "place")
 
-    home: "Arena"
-    place: Place
+    home: "HostArena"
+    place: SegmentRange
 
     def __del__(self) -> None:
         # A slice of it, which is of this class as well, has no home.
@@ -30,33 +30,35 @@ class Block(np.ndarray[tuple[int], np.dtype[np.uint8]]):
             home.note_return(self.place)
 
 
-class Arena(Allocator[Block]):
+class HostArena(ArenaAllocator[ArenaBlock]):
     """Segments of the host's memory, and the blocks in them.  Threads share one."""
 
-    def add(self, number: int, segment: Segment) -> None:
+    def add(self, number: int, segment: HostSegment) -> None:
         """Take in what the server has made.
 
         Raises:
             ValueError: there is a segment of that number.
         """
-        self._add(Part(number, segment, ctypes.addressof(ctypes.c_char.from_buffer(segment)), len(segment)))
+        self._add(
+            MappedSegment(number, segment, ctypes.addressof(ctypes.c_char.from_buffer(segment)), len(segment))
+        )
 
     def locate(self, data: memoryview) -> tuple[int, int] | None:
         """As `locate_address` of these bytes."""
-        return self.locate_address(_address(data))
+        return self.locate_address(_get_address(data))
 
-    def _blocks(self, places: Sequence[Place]) -> list[Block]:
+    def _blocks(self, places: Sequence[SegmentRange]) -> list[ArenaBlock]:
         blocks = []
         for place in places:
             # Not in an array: numpy would take that for the base of arrays in the block, which they would not keep.
-            block = Block((place.nbytes,), _BYTES, self._parts[place.segment].memory, place.offset)
+            block = ArenaBlock((place.nbytes,), _BYTES, self._parts[place.segment].memory, place.offset)
             block.place = place
             block.home = self
             blocks.append(block)
         return blocks
 
 
-def _address(data: memoryview) -> int:
+def _get_address(data: memoryview) -> int:
     if data.readonly:
         address: int = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
         return address

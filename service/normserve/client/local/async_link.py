@@ -8,18 +8,18 @@ from functools import partial
 from typing import TypeVar
 
 from normserve.client.errors import ConnectionFailedError
-from normserve.client.local.device import Busy
-from normserve.client.local.protocol import ClientProtocol, Exchanges, LocalRequest
+from normserve.client.local.device import BusyStream
+from normserve.client.local.protocol import Exchanges, LocalClientProtocol, LocalRequest
 from normserve.client.local.sockets import RECEIVED_AT_ONCE
-from normserve.client.quoting import quoted
+from normserve.client.quoting import quote_text
 from normserve.codec.framing import SendQueue
-from normserve.codec.local_frames import Reply
+from normserve.codec.local_frames import LazyLocalResponse
 from normserve.sockets import add_reader
 
 _R = TypeVar("_R")
 
 
-class AsyncLink:
+class AsyncLocalClientConnection:
     """A connected socket, and the tasks that wait for responses on it.
 
     Attributes:
@@ -29,7 +29,7 @@ class AsyncLink:
     def __init__(self, api_key: str | None) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.setblocking(False)
-        self.protocol = ClientProtocol(api_key)
+        self.protocol = LocalClientProtocol(api_key)
         self.recurring = self.protocol.recurring
         self.is_open = True
         self._loop = asyncio.get_running_loop()
@@ -52,7 +52,7 @@ class AsyncLink:
             await self._loop.sock_connect(self._socket, path)
         except OSError as error:
             self._socket.close()
-            raise ConnectionFailedError(quoted(f"{path}: {error}", 200)) from error
+            raise ConnectionFailedError(quote_text(f"{path}: {error}", 200)) from error
         except BaseException:
             self._socket.close()
             raise
@@ -60,7 +60,7 @@ class AsyncLink:
         try:
             await self.run(self.protocol.greet())
         except BaseException as error:
-            self.protocol.fail(partial(ConnectionFailedError, quoted(str(error), 200)))
+            self.protocol.fail(partial(ConnectionFailedError, quote_text(str(error), 200)))
             self._close()
             raise
 
@@ -70,7 +70,7 @@ class AsyncLink:
         try:
             while True:
                 step = exchanges.send(reply)
-                if isinstance(step, Busy):
+                if isinstance(step, BusyStream):
                     reply = None
                     await asyncio.to_thread(step.wait)
                 else:
@@ -79,14 +79,14 @@ class AsyncLink:
             result: _R = done.value
             return result
 
-    async def request(self, request: LocalRequest) -> Reply:
+    async def request(self, request: LocalRequest) -> LazyLocalResponse:
         """As `link.Link.request`."""
         protocol = self.protocol
         if protocol.failure is not None:
             raise protocol.failure()
         pending, frame = protocol.begin(request)
         answered = self._loop.create_future()
-        pending.wake = partial(_wake, answered)
+        pending.wake = partial(_resolve, answered)
         self._send(frame)
         try:
             if request.meanwhile is not None:
@@ -154,7 +154,7 @@ class AsyncLink:
         except BlockingIOError:
             return
         except OSError as error:
-            protocol.fail(partial(ConnectionFailedError, quoted(str(error), 200)))
+            protocol.fail(partial(ConnectionFailedError, quote_text(str(error), 200)))
         if protocol.failure is not None:
             self._close()
 
@@ -167,6 +167,6 @@ class AsyncLink:
         self._socket.close()
 
 
-def _wake(answered: "asyncio.Future[None]") -> None:
+def _resolve(answered: "asyncio.Future[None]") -> None:
     if not answered.done():
         answered.set_result(None)

@@ -5,12 +5,12 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from normserve.client.answers.answer import Answer
-from normserve.client.calls.call import Call
+from normserve.client.answers.answer import ApiResponse
+from normserve.client.calls.call import ApiCall
 from normserve.client.deadlines import Deadline
-from normserve.client.local.async_link import AsyncLink
-from normserve.client.local.protocol import ClientProtocol, Exchanges, LocalRequest
-from normserve.client.local.recurring import Recurring, Signature
+from normserve.client.local.async_link import AsyncLocalClientConnection
+from normserve.client.local.protocol import Exchanges, LocalClientProtocol, LocalRequest
+from normserve.client.local.recurring import CallCache, Signature
 from normserve.memory.host_tensors import DType
 
 _R = TypeVar("_R")
@@ -23,19 +23,21 @@ class AsyncLocalTransport:
         self._path = path
         self._api_key = api_key
         self._connecting = asyncio.Lock()
-        self._link: AsyncLink | None = None
+        self._link: AsyncLocalClientConnection | None = None
         self._finalizer: weakref.finalize[..., AsyncLocalTransport] | None = None
 
-    async def exchange(self, call: Call[Any], deadline: Deadline) -> Answer:
+    async def exchange(self, call: ApiCall[Any], deadline: Deadline) -> ApiResponse:
         """As `Transport.exchange`."""
         return await self._run(lambda protocol: protocol.exchange(call), deadline)
 
-    def usable_link(self) -> AsyncLink | None:
+    def usable_link(self) -> AsyncLocalClientConnection | None:
         """As `LocalTransport.usable_link`."""
         link = self._link
         return link if link is not None and link.is_usable else None
 
-    async def repeat(self, link: AsyncLink, recurring: Recurring, signature: Signature, deadline: Deadline) -> Any:
+    async def repeat(
+        self, link: AsyncLocalClientConnection, recurring: CallCache, signature: Signature, deadline: Deadline
+    ) -> Any:
         """As `LocalTransport.repeat`."""
         key, elsewhere = signature
         known = recurring.known.get(key)
@@ -63,7 +65,7 @@ class AsyncLocalTransport:
         """As `LocalTransport.device_tensor`."""
         return await self._run(lambda protocol: protocol.device_tensor(index, dtype, shape), deadline)
 
-    async def _run(self, exchanges: Callable[[ClientProtocol], Exchanges[_R]], deadline: Deadline) -> _R:
+    async def _run(self, exchanges: Callable[[LocalClientProtocol], Exchanges[_R]], deadline: Deadline) -> _R:
         try:
             async with deadline.ends():
                 link = await self._connected()
@@ -76,13 +78,13 @@ class AsyncLocalTransport:
         self._forget()
         self._link = None
 
-    async def _connected(self) -> AsyncLink:
+    async def _connected(self) -> AsyncLocalClientConnection:
         link = self._link
         if link is not None and link.is_usable:
             return link
         async with self._connecting:
             if self._link is None or not self._link.is_usable:
-                link = AsyncLink(self._api_key)
+                link = AsyncLocalClientConnection(self._api_key)
                 await link.connect(self._path)
                 self._forget()
                 self._link = link

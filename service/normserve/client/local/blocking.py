@@ -4,12 +4,12 @@ import threading
 import weakref
 from typing import Any
 
-from normserve.client.answers.answer import Answer
-from normserve.client.calls.call import Call
+from normserve.client.answers.answer import ApiResponse
+from normserve.client.calls.call import ApiCall
 from normserve.client.deadlines import Deadline
-from normserve.client.local.link import Link
+from normserve.client.local.link import LocalClientConnection
 from normserve.client.local.protocol import LocalRequest
-from normserve.client.local.recurring import Recurring, Signature
+from normserve.client.local.recurring import CallCache, Signature
 from normserve.memory.host_tensors import DType
 
 
@@ -20,20 +20,22 @@ class LocalTransport:
         self._path = path
         self._api_key = api_key
         self._connecting = threading.Lock()
-        self._link: Link | None = None
+        self._link: LocalClientConnection | None = None
         self._finalizer: weakref.finalize[..., LocalTransport] | None = None
 
-    def exchange(self, call: Call[Any], deadline: Deadline) -> Answer:
+    def exchange(self, call: ApiCall[Any], deadline: Deadline) -> ApiResponse:
         """As `Transport.exchange`."""
         link = self._connected(deadline)
         return link.run(link.protocol.exchange(call), deadline)
 
-    def usable_link(self) -> Link | None:
+    def usable_link(self) -> LocalClientConnection | None:
         """The connection, if there is one that can be used."""
         link = self._link
         return None if link is None or not link.is_usable else link
 
-    def repeat(self, link: Link, recurring: Recurring, signature: Signature, deadline: Deadline) -> Any:
+    def repeat(
+        self, link: LocalClientConnection, recurring: CallCache, signature: Signature, deadline: Deadline
+    ) -> Any:
         """The result of a call that was answered before; None where that is not known.
 
         Args:
@@ -86,7 +88,7 @@ class LocalTransport:
                 self._forget()
                 link.retire()
 
-    def _connected(self, deadline: Deadline) -> Link:
+    def _connected(self, deadline: Deadline) -> LocalClientConnection:
         link = self._link
         if link is not None and link.is_usable:
             return link
@@ -94,7 +96,7 @@ class LocalTransport:
         try:
             if self._link is None or not self._link.is_usable:
                 self._forget()
-                self._link = link = Link(self._path, self._api_key, deadline)
+                self._link = link = LocalClientConnection(self._path, self._api_key, deadline)
                 # Without a client there are no more requests, but views of results may be left.
                 self._finalizer = weakref.finalize(self, link.retire)
             return self._link

@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from normserve.client.local.allocator import Allocator, Part
-from normserve.codec.local_frames import Place
-from normserve.memory.device_segments import Device, DeviceMemoryError, DeviceSegment
+from normserve.client.local.allocator import ArenaAllocator, MappedSegment
+from normserve.codec.local_frames import SegmentRange
+from normserve.memory.device_segments import DeviceMemoryError, DeviceSegment, ShareableDevice
 from normserve.memory.host_tensors import DType
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class DeviceBlock:
 
     __cuda_array_interface__: dict[str, object]
 
-    def __init__(self, home: "DeviceArena", place: Place, address: int) -> None:
+    def __init__(self, home: "DeviceArena", place: SegmentRange, address: int) -> None:
         self.place = place
         self.address = address
         self._home = home
@@ -51,7 +51,7 @@ class DeviceBlock:
         self._home.note_return(self.place)
 
 
-class _Spot:
+class _UnownedAddress:
     """An address that a tensor is made at."""
 
     __slots__ = ("__cuda_array_interface__", "address")
@@ -62,7 +62,7 @@ class _Spot:
         self.address = address
 
 
-class _Mapping(DeviceSegment):
+class _ClientDeviceSegment(DeviceSegment):
     """A segment of the client's: it goes once the device uses it no more."""
 
     def __del__(self) -> None:
@@ -77,14 +77,14 @@ class _Mapping(DeviceSegment):
         super().__del__()
 
 
-class DeviceArena(Allocator[DeviceBlock]):
+class DeviceArena(ArenaAllocator[DeviceBlock]):
     """Segments of a device's memory, and the blocks in them.  Threads share one.
 
     Attributes:
         ordinal: the device's, as torch counts.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: ShareableDevice) -> None:
         super().__init__()
         self._torch: Any = importlib.import_module("torch")
         self._device = device
@@ -92,7 +92,7 @@ class DeviceArena(Allocator[DeviceBlock]):
         # Told each time: a default device of torch's would have tensors made elsewhere, as copies.
         self._torch_device = self._torch.device(f"cuda:{device.ordinal}")
         # Blocks without a view, each with the stream that may still use it.
-        self._dying: deque[tuple[Place, _StreamKey]] = deque()
+        self._dying: deque[tuple[SegmentRange, _StreamKey]] = deque()
         self._streams: dict[_StreamKey, Any] = {}
 
     def add_device_segment(self, number: int, descriptor: int, nbytes: int) -> None:
@@ -102,12 +102,12 @@ class DeviceArena(Allocator[DeviceBlock]):
             ValueError: the descriptor is of no such memory, or there is a segment of that number.
         """
         try:
-            segment = self._device.open(descriptor, nbytes, _Mapping)
+            segment = self._device.open(descriptor, nbytes, _ClientDeviceSegment)
         except DeviceMemoryError as error:
             raise ValueError(f"the device's memory cannot be mapped: {error}") from None
-        self._add(Part(number, segment, segment.address, nbytes))
+        self._add(MappedSegment(number, segment, segment.address, nbytes))
 
-    def _blocks(self, places: Sequence[Place]) -> list[DeviceBlock]:
+    def _blocks(self, places: Sequence[SegmentRange]) -> list[DeviceBlock]:
         return [DeviceBlock(self, place, self.address(place)) for place in places]
 
     def locate_tensor(self, tensor: Any) -> tuple[int, int] | None:
@@ -120,17 +120,17 @@ class DeviceArena(Allocator[DeviceBlock]):
             return self.maker(dtype, shape)(block)
         return self._torch.empty(shape, dtype=getattr(self._torch, dtype.label), device=self._torch_device)
 
-    def view(self, place: Place, dtype: DType, shape: tuple[int, ...]) -> Any:
+    def view(self, place: SegmentRange, dtype: DType, shape: tuple[int, ...]) -> Any:
         """A tensor of at least one element at a place, which it does not keep; it can be written in any mode."""
         with self._torch.inference_mode(False):
-            return self.maker(dtype, shape)(_Spot(self.address(place)))
+            return self.maker(dtype, shape)(_UnownedAddress(self.address(place)))
 
-    def maker(self, dtype: DType, shape: tuple[int, ...]) -> Callable[["DeviceBlock | _Spot"], Any]:
+    def maker(self, dtype: DType, shape: tuple[int, ...]) -> Callable[["DeviceBlock | _UnownedAddress"], Any]:
         """What makes a tensor in a block, which it keeps; of at least one element."""
         as_tensor, device, typestr = self._torch.as_tensor, self._torch_device, _TYPES[dtype]
         of_torch = getattr(self._torch, dtype.label) if dtype in _NOT_OF_OTHERS else None
 
-        def make(block: DeviceBlock | _Spot) -> Any:
+        def make(block: DeviceBlock | _UnownedAddress) -> Any:
             block.__cuda_array_interface__ = {
                 "shape": shape,
                 "typestr": typestr,
@@ -150,7 +150,7 @@ class DeviceArena(Allocator[DeviceBlock]):
             source = self._torch.frombuffer(source, dtype=tensor.dtype).view(tensor.shape)
         tensor.copy_(source)
 
-    def busy_stream(self) -> "Busy | None":
+    def busy_stream(self) -> "BusyStream | None":
         """What must be waited for before the server may read what the current stream writes, if anything.
 
         Raises:
@@ -166,9 +166,9 @@ class DeviceArena(Allocator[DeviceBlock]):
             is_idle = stream.query()
             if dying:
                 self._sort(dying, {key: is_idle})
-        return None if is_idle else Busy(self._torch.cuda, stream)
+        return None if is_idle else BusyStream(self._torch.cuda, stream)
 
-    def note_return(self, place: Place) -> None:
+    def note_return(self, place: SegmentRange) -> None:
         try:
             key = self._current_stream()
             if key is None:
@@ -202,10 +202,10 @@ class DeviceArena(Allocator[DeviceBlock]):
             self._sort(dying, {key: self._stream(key).query() for key in {key for _, key in dying}})
         super()._collect()
 
-    def _take_dying(self) -> list[tuple[Place, _StreamKey]]:
+    def _take_dying(self) -> list[tuple[SegmentRange, _StreamKey]]:
         return [self._dying.popleft() for _ in range(len(self._dying))]
 
-    def _sort(self, dying: list[tuple[Place, _StreamKey]], are_idle: Mapping[_StreamKey, bool]) -> None:
+    def _sort(self, dying: list[tuple[SegmentRange, _StreamKey]], are_idle: Mapping[_StreamKey, bool]) -> None:
         """Places whose streams are idle have returned; the others go on waiting."""
         for place, key in dying:
             if are_idle.get(key):
@@ -231,7 +231,7 @@ class DeviceArena(Allocator[DeviceBlock]):
         return stream
 
 
-class Busy:
+class BusyStream:
     """A stream has work that must be over first."""
 
     def __init__(self, cuda: Any, stream: Any) -> None:
@@ -249,12 +249,12 @@ class Busy:
                 return
 
 
-def arena_on(offer: Any) -> DeviceArena | None:
+def make_device_arena(offer: Any) -> DeviceArena | None:
     """An arena in the memory of the device that a server offers; None where there is no use for it."""
     if not isinstance(offer, dict) or not isinstance(offer.get("uuid"), str):
         return None
     try:
-        return DeviceArena(Device.find(offer["uuid"]))
+        return DeviceArena(ShareableDevice.find(offer["uuid"]))
     except DeviceMemoryError as error:
         log.warning("tensors on the device are copied through host memory: %s", error)
         return None

@@ -6,7 +6,7 @@ from operator import itemgetter
 _start_of = itemgetter(0)
 
 
-class Holes:
+class FreeRanges:
     """The pieces of a segment that are free: in order, and never side by side."""
 
     def __init__(self, nbytes: int) -> None:

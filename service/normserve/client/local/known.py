@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
-from normserve.client.local.memories import Taken
-from normserve.client.local.messages import timing_of
+from normserve.client.local.memories import AllocatedBlock
+from normserve.client.local.messages import make_timing
 from normserve.codec import local_frames as frames
-from normserve.codec.local_frames import Located, Place
+from normserve.codec.local_frames import SegmentRange, TensorReference
 from normserve.errors import MalformedPayloadError
 
 # So many places that a call had for copies and results are taken again, if they are free: the server answers
@@ -22,7 +22,7 @@ _LONGEST_KEPT = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Copied:
+class CopiedInput:
     """A tensor of a call that is copied into shared memory.
 
     Attributes:
@@ -33,14 +33,14 @@ class Copied:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    target: Callable[[Place], Any]
+    target: Callable[[SegmentRange], Any]
 
-    def at(self, place: Place) -> Located:
-        return Located(place.segment, place.offset, self.dtype, self.shape)
+    def at(self, place: SegmentRange) -> TensorReference:
+        return TensorReference(place.segment, place.offset, self.dtype, self.shape)
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class ResultField:
     """A tensor of a call's result.
 
     Attributes:
@@ -57,7 +57,7 @@ class Result:
 
 
 @dataclass(slots=True)
-class Asked:
+class EncodedCall:
     """A call with places for copies and results.
 
     Attributes:
@@ -67,14 +67,14 @@ class Asked:
         results: as the last answer that was understood told them, encoded; an answer that says the same is as good.
     """
 
-    places: Sequence[Place]
+    places: Sequence[SegmentRange]
     content: msgspec.Raw
     targets: Sequence[Any]
     results: msgspec.Raw | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class CachedCall:
     """A call that was answered once.
 
     Attributes:
@@ -87,16 +87,16 @@ class Known:
         asked: what was sent, with several places for these, the last ones at the end.
     """
 
-    message: frames.Compute
+    message: frames.ComputeMessage
     kind: Callable[..., Any]
     fields: int
     timing: int
-    copied: Sequence[Copied]
-    results: Sequence[Result]
+    copied: Sequence[CopiedInput]
+    results: Sequence[ResultField]
     sizes: Sequence[int]
-    asked: list[Asked] = field(default_factory=list)
+    asked: list[EncodedCall] = field(default_factory=list)
 
-    def at(self, places: Sequence[Place]) -> Asked:
+    def at(self, places: Sequence[SegmentRange]) -> EncodedCall:
         """The call with copies and results at places where they have not been lately."""
         count = len(self.copied)
         copies = {each.name: each.at(place) for each, place in zip(self.copied, places[:count], strict=True)}
@@ -104,23 +104,23 @@ class Known:
         tensors = self.message.tensors | copies
         whole = msgspec.structs.replace(self.message, tensors=tensors, results=named)
         targets = [copied.target(place) for copied, place in zip(self.copied, places[:count], strict=True)]
-        asked = Asked(places, msgspec.Raw(msgspec.json.encode(whole)), targets)
+        asked = EncodedCall(places, msgspec.Raw(msgspec.json.encode(whole)), targets)
         if len(self.asked) >= _MOST_PLACES:
             del self.asked[0]
         self.asked.append(asked)
         return asked
 
-    def fits(self, told: frames.Reply) -> bool:
+    def fits(self, told: frames.LazyLocalResponse) -> bool:
         """Whether an answer's results are what they were before."""
         try:
-            located = frames.read_results(told)
+            located = frames.decode_results(told)
         except MalformedPayloadError:
             return False
         found = {name: (each.dtype, each.shape) for name, each in located.items()}
         return found == {result.name: (result.dtype, result.shape) for result in self.results}
 
 
-class Again:
+class PendingCachedCall:
     """A call that is asked for again: what is sent, and what to make of the answer.  It keeps the memory of both.
 
     Attributes:
@@ -129,7 +129,7 @@ class Again:
 
     __slots__ = ("_asked", "_blocks", "_fields", "_known", "content")
 
-    def __init__(self, known: Known, blocks: Sequence[Taken], asked: Asked) -> None:
+    def __init__(self, known: CachedCall, blocks: Sequence[AllocatedBlock], asked: EncodedCall) -> None:
         self._known = known
         self._blocks = blocks
         self._asked = asked
@@ -151,7 +151,7 @@ class Again:
         for result, block in zip(known.results, blocks, strict=True):
             made[result.position] = result.make(block)
 
-    def result(self, told: frames.Reply) -> Any:
+    def result(self, told: frames.LazyLocalResponse) -> Any:
         """The call's result; None where the answer is not what it was before."""
         known = self._known
         if told.status != 200:
@@ -163,5 +163,5 @@ class Again:
             results = bytes(told.results)
             if len(results) <= _LONGEST_KEPT:
                 self._asked.results = msgspec.Raw(results)
-        self._fields[known.timing] = timing_of(told)
+        self._fields[known.timing] = make_timing(told)
         return known.kind(*self._fields)

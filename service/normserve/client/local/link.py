@@ -13,12 +13,12 @@ from typing import TypeVar
 
 from normserve.client.deadlines import Deadline
 from normserve.client.errors import ClientError, ConnectionFailedError, RequestTimeoutError
-from normserve.client.local.device import Busy
-from normserve.client.local.protocol import ClientProtocol, Exchanges, LocalRequest, PendingRequest
+from normserve.client.local.device import BusyStream
+from normserve.client.local.protocol import Exchanges, LocalClientProtocol, LocalRequest, PendingLocalRequest
 from normserve.client.local.sockets import SHORTEST_WAIT_S, PollingReceiver
-from normserve.client.quoting import quoted
+from normserve.client.quoting import quote_text
 from normserve.codec.framing import SendQueue
-from normserve.codec.local_frames import Reply
+from normserve.codec.local_frames import LazyLocalResponse
 
 _R = TypeVar("_R")
 
@@ -26,12 +26,12 @@ _R = TypeVar("_R")
 _process = os.getpid()
 
 
-def _after_fork() -> None:
+def _update_process_id() -> None:
     global _process
     _process = os.getpid()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_update_process_id)
 
 # How long a wait in the kernel lasts before the deadline is looked at again.
 _WAIT_S = 1.0
@@ -40,7 +40,7 @@ _TIMEVAL = struct.Struct("ll")
 _AT_ONCE = int(socket.MSG_DONTWAIT)
 
 
-class Link:
+class LocalClientConnection:
     """A connected socket, and the threads that wait for responses on it.
 
     Of the threads that wait one receives, for all of them.
@@ -58,7 +58,7 @@ class Link:
             ClientError: the server is not there, or does not want this client.
         """
         self._socket = socket.socket(socket.AF_UNIX)
-        self.protocol = ClientProtocol(api_key)
+        self.protocol = LocalClientProtocol(api_key)
         self.recurring = self.protocol.recurring
         self.is_open = True
         self._process = _process
@@ -77,12 +77,12 @@ class Link:
             self._set_wait(_WAIT_S)
             # A server that accepts nobody is waited for so long.
             wait_s = max(SHORTEST_WAIT_S, min(_WAIT_S, deadline.left_s() or _WAIT_S))
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(wait_s))
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _pack_timeval(wait_s))
             self._socket.connect(path)
         except OSError as error:
             self._socket.close()
             deadline.check()
-            raise ConnectionFailedError(quoted(f"{path}: {error}", 200)) from error
+            raise ConnectionFailedError(quote_text(f"{path}: {error}", 200)) from error
         try:
             self.run(self.protocol.greet(), deadline)
         except BaseException:
@@ -104,7 +104,7 @@ class Link:
         try:
             while True:
                 step = exchanges.send(reply)
-                if isinstance(step, Busy):
+                if isinstance(step, BusyStream):
                     reply = None
                     step.wait()
                 else:
@@ -113,7 +113,7 @@ class Link:
             result: _R = done.value
             return result
 
-    def request(self, request: LocalRequest, deadline: Deadline) -> Reply:
+    def request(self, request: LocalRequest, deadline: Deadline) -> LazyLocalResponse:
         """Send a request and wait for its response.
 
         Raises:
@@ -182,7 +182,7 @@ class Link:
         self._writable.poll(math.ceil(wait_s * 1000))
         return True
 
-    def _wait_for(self, pending: PendingRequest, deadline: Deadline) -> Reply:
+    def _wait_for(self, pending: PendingLocalRequest, deadline: Deadline) -> LazyLocalResponse:
         lock = self._lock
         while True:
             with lock:
@@ -226,7 +226,7 @@ class Link:
             except BlockingIOError:
                 continue
             except OSError as error:
-                self._fail(partial(ConnectionFailedError, quoted(str(error), 200)))
+                self._fail(partial(ConnectionFailedError, quote_text(str(error), 200)))
                 return
             except BaseException:
                 # It is unknown whether anything came.
@@ -247,7 +247,7 @@ class Link:
             self._set_wait(wait_s)
 
     def _set_wait(self, seconds: float) -> None:
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(max(seconds, SHORTEST_WAIT_S)))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _pack_timeval(max(seconds, SHORTEST_WAIT_S)))
         self._wait_s = seconds
 
     def _fail(self, failure: Callable[[], ClientError]) -> None:
@@ -266,6 +266,6 @@ class Link:
         self._close()
 
 
-def _timeval(seconds: float) -> bytes:
+def _pack_timeval(seconds: float) -> bytes:
     whole = int(seconds)
     return _TIMEVAL.pack(whole, int((seconds - whole) * 1e6))

@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from normserve.client.calls import arrays
-from normserve.client.calls.on_device import OnDevice
-from normserve.client.local.arena import Arena, Block
-from normserve.client.local.device import Busy, DeviceArena
-from normserve.codec.local_frames import Place
+from normserve.client.calls.on_device import TorchCudaTensor
+from normserve.client.local.arena import ArenaBlock, HostArena
+from normserve.client.local.device import BusyStream, DeviceArena
+from normserve.codec.local_frames import SegmentRange
 from normserve.memory.host_tensors import DType, HostTensor
 
 # Of others numpy finds the name slowly.
@@ -22,17 +22,17 @@ _NUMPY = frozenset([np.dtype("<f4"), np.dtype("<f2")])
 _SIZED: dict[DType, np.dtype[Any]] = {DType.BFLOAT16: np.dtype("<i2"), DType.FLOAT8_E4M3FN: np.dtype("u1")}
 
 
-class Taken(Protocol):
+class AllocatedBlock(Protocol):
     """A block.
 
     Attributes:
         place: its segment, offset and bytes.
     """
 
-    place: Place
+    place: SegmentRange
 
 
-class Memory(Protocol):
+class SharedArrayMemory(Protocol):
     """Shared memory, and one kind of arrays in it."""
 
     def described(self, value: Any) -> tuple[Hashable, ...]:
@@ -44,43 +44,43 @@ class Memory(Protocol):
     def located(self, tensor: HostTensor) -> tuple[int, int] | None:
         """The segment and the offset of a call's tensor; None where it lies elsewhere."""
 
-    def take_all(self, sizes: Sequence[int]) -> Sequence[Taken] | None:
+    def take_all(self, sizes: Sequence[int]) -> Sequence[AllocatedBlock] | None:
         """A block of at least so many bytes for each of several sizes; None where there is no space for all."""
 
-    def take_at(self, places: Sequence[Place]) -> Sequence[Taken] | None:
+    def take_at(self, places: Sequence[SegmentRange]) -> Sequence[AllocatedBlock] | None:
         """A block at each of several places where blocks were before; None where one of them is in use."""
 
     def maker(self, dtype: DType, shape: tuple[int, ...]) -> Callable[[Any], Any]:
         """What makes an array of at least one element for the caller in a block, which the array keeps."""
 
-    def target(self, dtype: DType, shape: tuple[int, ...], place: Place) -> Any:
+    def target(self, dtype: DType, shape: tuple[int, ...], place: SegmentRange) -> Any:
         """What `copy` copies to at a place, which it does not keep; of at least one element."""
 
     def copy(self, targets: Sequence[Any], sources: Sequence[Any]) -> None:
         """Copy arrays that lie elsewhere, whose bytes follow one another."""
 
-    def busy(self) -> Busy | None:
+    def busy(self) -> BusyStream | None:
         """What must end before the server may read what the caller has written, if anything."""
 
 
-class _HostMemory:
+class _HostArrayMemory:
     """Memory of the host."""
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: HostArena) -> None:
         self._arena = arena
         self.take_all, self.take_at = arena.take_all, arena.take_at
 
     def located(self, tensor: HostTensor) -> tuple[int, int] | None:
         return self._arena.locate(tensor.data)
 
-    def target(self, dtype: DType, shape: tuple[int, ...], place: Place) -> tuple[int, int]:
+    def target(self, dtype: DType, shape: tuple[int, ...], place: SegmentRange) -> tuple[int, int]:
         return self._arena.address(place), prod(shape) * dtype.itemsize
 
     def busy(self) -> None:
         return None
 
 
-class NumpyMemory(_HostMemory):
+class NumpyArrayMemory(_HostArrayMemory):
     """Memory of the host with numpy's arrays."""
 
     def described(self, value: Any) -> tuple[Hashable, ...]:
@@ -89,21 +89,21 @@ class NumpyMemory(_HostMemory):
         dtype = value.dtype
         if dtype not in _NUMPY:
             return ()
-        return self._arena.locate_address(arrays.address(value)), dtype, value.shape
+        return self._arena.locate_address(arrays.get_address(value)), dtype, value.shape
 
     def copy(self, targets: Sequence[tuple[int, int]], sources: Sequence[Any]) -> None:
         for (address, nbytes), source in zip(targets, sources, strict=True):
-            ctypes.memmove(address, arrays.address(source), nbytes)
+            ctypes.memmove(address, arrays.get_address(source), nbytes)
 
-    def maker(self, dtype: DType, shape: tuple[int, ...]) -> Callable[[Block], Any]:
-        of_numpy = arrays.numpy_dtype(dtype)
+    def maker(self, dtype: DType, shape: tuple[int, ...]) -> Callable[[ArenaBlock], Any]:
+        of_numpy = arrays.get_numpy_dtype(dtype)
         return lambda block: np.ndarray(shape, of_numpy, block)
 
 
-class TorchMemory(_HostMemory):
+class TorchArrayMemory(_HostArrayMemory):
     """Memory of the host with torch's tensors."""
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: HostArena) -> None:
         super().__init__(arena)
         torch: Any = sys.modules["torch"]
         self._torch = torch
@@ -119,17 +119,17 @@ class TorchMemory(_HostMemory):
             # Not by torch's threads, which take milliseconds where there are more of them than cores.
             ctypes.memmove(address, source.data_ptr(), nbytes)
 
-    def maker(self, dtype: DType, shape: tuple[int, ...]) -> Callable[[Block], Any]:
+    def maker(self, dtype: DType, shape: tuple[int, ...]) -> Callable[[ArenaBlock], Any]:
         # torch's own `frombuffer` knows no shape, and each view of a tensor takes as long as this.
         from_numpy = self._torch.from_numpy
         if dtype not in _SIZED:
-            of_numpy = arrays.numpy_dtype(dtype)
+            of_numpy = arrays.get_numpy_dtype(dtype)
             return lambda block: from_numpy(np.ndarray(shape, of_numpy, block))
         sized, of_torch = _SIZED[dtype], getattr(self._torch, dtype.label)
         return lambda block: from_numpy(np.ndarray(shape, sized, block)).view(of_torch)
 
 
-class CudaMemory:
+class CudaArrayMemory:
     """Memory of a device with torch's tensors."""
 
     def __init__(self, arena: DeviceArena) -> None:
@@ -150,7 +150,7 @@ class CudaMemory:
             return ()
         return place, value.dtype, value.shape
 
-    def target(self, dtype: DType, shape: tuple[int, ...], place: Place) -> Any:
+    def target(self, dtype: DType, shape: tuple[int, ...], place: SegmentRange) -> Any:
         return self._arena.view(place, dtype, shape)
 
     def copy(self, targets: Sequence[Any], sources: Sequence[Any]) -> None:
@@ -161,4 +161,4 @@ class CudaMemory:
         self._copy_all(targets, [source.detach() for source in sources])
 
     def located(self, tensor: HostTensor) -> tuple[int, int] | None:
-        return self._arena.locate_tensor(tensor.tensor) if isinstance(tensor, OnDevice) else None
+        return self._arena.locate_tensor(tensor.tensor) if isinstance(tensor, TorchCudaTensor) else None

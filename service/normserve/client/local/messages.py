@@ -11,16 +11,16 @@ from urllib.parse import unquote
 import msgspec
 import numpy as np
 
-from normserve.client.answers.answer import Answer
-from normserve.client.answers.failures import api_error
-from normserve.client.calls.call import Call
+from normserve.client.answers.answer import ApiResponse
+from normserve.client.answers.failures import make_api_error
+from normserve.client.calls.call import ApiCall
 from normserve.client.errors import ApiError, UnexpectedAnswerError
-from normserve.client.local.arena import Arena, Block
-from normserve.client.quoting import quoted
+from normserve.client.local.arena import ArenaBlock, HostArena
+from normserve.client.quoting import quote_text
 from normserve.client.results import Timing
-from normserve.client.trace_context import current_traceparent
+from normserve.client.trace_context import get_current_traceparent
 from normserve.codec import local_frames as frames
-from normserve.codec.local_frames import Located, Message, Place
+from normserve.codec.local_frames import Message, SegmentRange, TensorReference
 from normserve.errors import MalformedPayloadError
 from normserve.memory.host_tensors import DType, HostTensor
 
@@ -39,7 +39,7 @@ Needs = Generator[int, None, _R]
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class HostCallMessage:
     """A call as a message.
 
     Attributes:
@@ -48,83 +48,85 @@ class Prepared:
     """
 
     message: Message
-    inputs: list[Block] = field(default_factory=list)
-    results: Mapping[str, Block] = field(default_factory=dict)
+    inputs: list[ArenaBlock] = field(default_factory=list)
+    results: Mapping[str, ArenaBlock] = field(default_factory=dict)
 
 
-def prepare(call: Call[Any], arena: Arena) -> Needs[Prepared]:
+def prepare_host_call(call: ApiCall[Any], arena: HostArena) -> Needs[HostCallMessage]:
     """Put a call's tensors where the server finds them, each copied once if it does not lie there already.
 
     Raises:
         ValueError: a tensor is in column-major order, or its memory of another size than its shape asks for.
     """
-    inputs: list[Block] = []
+    inputs: list[ArenaBlock] = []
     located = {}
     for name, tensor in (call.tensors or {}).items():
-        nbytes = _checked_bytes(name, tensor)
+        nbytes = _count_checked_bytes(name, tensor)
         found = arena.locate(tensor.data) if nbytes else None
         if found is None:
-            block = yield from taken(arena, nbytes)
+            block = yield from allocate_host_block(arena, nbytes)
             if nbytes:
                 block[:nbytes] = np.frombuffer(tensor.data, np.uint8)
             inputs.append(block)
             found = block.place.segment, block.place.offset
-        located[name] = Located(*found, tensor.dtype.label, tensor.shape)
+        located[name] = TensorReference(*found, tensor.dtype.label, tensor.shape)
     if call.outputs is None:
-        return Prepared(_administration(call, located), inputs)
+        return HostCallMessage(_make_administration_message(call, located), inputs)
     results, places = {}, {}
     for name, output in call.outputs.items():
         # What `taken` does, without a generator of its own: there is space except at first.
         while (room := arena.take(output.most_bytes)) is None:
             yield output.most_bytes
         results[name], places[name] = room, room.place
-    return Prepared(compute(call, located, places), inputs, results)
+    return HostCallMessage(make_compute_message(call, located, places), inputs, results)
 
 
-def compute(call: Call[Any], located: dict[str, Located], places: dict[str, Place]) -> frames.Compute:
+def make_compute_message(
+    call: ApiCall[Any], located: dict[str, TensorReference], places: dict[str, SegmentRange]
+) -> frames.ComputeMessage:
     """The message of an operation."""
-    op, direction = _operation(call.path)
-    return frames.Compute(op, located, places, direction, call.query)
+    op, direction = _parse_operation(call.path)
+    return frames.ComputeMessage(op, located, places, direction, call.query)
 
 
-def in_current_span(message: Message | msgspec.Raw) -> Message | msgspec.Raw:
+def add_traceparent(message: Message | msgspec.Raw) -> Message | msgspec.Raw:
     """The message of an operation with the caller's current span, if there is one; any other as it is.
 
     Args: message: a `msgspec.Raw` is an encoded operation.
     """
-    traceparent = current_traceparent()
+    traceparent = get_current_traceparent()
     if traceparent is None:
         return message
     if isinstance(message, msgspec.Raw):
         return msgspec.Raw(b'%b,"traceparent":"%b"}' % (bytes(message)[:-1], traceparent.encode("ascii")))
-    if isinstance(message, frames.Compute):
+    if isinstance(message, frames.ComputeMessage):
         return msgspec.structs.replace(message, traceparent=traceparent)
     return message
 
 
 @functools.lru_cache(maxsize=64)
-def _operation(path: str) -> tuple[str, str]:
+def _parse_operation(path: str) -> tuple[str, str]:
     """The operation's name, and the pass."""
     op = path.removeprefix("/v1/")
     return (op.removesuffix(_BACKWARD), "backward") if op.endswith(_BACKWARD) else (op, "forward")
 
 
-def _administration(call: Call[Any], located: Mapping[str, Located]) -> Message:
+def _make_administration_message(call: ApiCall[Any], located: Mapping[str, TensorReference]) -> Message:
     name = unquote(call.path.removeprefix(_LAYERS + "/"))
     match call.method, call.path:
         case "GET", "/v1/info":
-            return frames.Info()
+            return frames.GetInfoMessage()
         case "GET", path if path == _LAYERS:
-            return frames.Layers()
+            return frames.ListLayersMessage()
         case "GET", _:
-            return frames.Layer(name)
+            return frames.GetLayerMessage(name)
         case "DELETE", _:
-            return frames.DeleteLayer(name)
+            return frames.DeleteLayerMessage(name)
         case _:
-            return frames.PutLayer(name, call.query, dict(located))
+            return frames.PutLayerMessage(name, call.query, dict(located))
 
 
-def _checked_bytes(name: str, tensor: HostTensor) -> int:
+def _count_checked_bytes(name: str, tensor: HostTensor) -> int:
     """How many there are of a tensor."""
     if tensor.fortran_order:
         raise ValueError(f"{name} must be row-major")
@@ -134,7 +136,7 @@ def _checked_bytes(name: str, tensor: HostTensor) -> int:
     return nbytes
 
 
-def taken(arena: Arena, nbytes: int) -> Needs[Block]:
+def allocate_host_block(arena: HostArena, nbytes: int) -> Needs[ArenaBlock]:
     """A block of the arena."""
     while (block := arena.take(nbytes)) is None:
         yield nbytes
@@ -142,11 +144,11 @@ def taken(arena: Arena, nbytes: int) -> Needs[Block]:
 
 
 @dataclass(frozen=True, slots=True)
-class LocalAnswer(Answer):
+class ArenaResponse(ApiResponse):
     """An answer whose tensors lie in the arena."""
 
-    told: frames.Answer = field(default_factory=lambda: frames.Answer(0))
-    blocks: Mapping[str, Block] = field(default_factory=dict)
+    told: frames.LocalResponse = field(default_factory=lambda: frames.LocalResponse(0))
+    blocks: Mapping[str, ArenaBlock] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -176,15 +178,15 @@ class LocalAnswer(Answer):
 
     def timing(self) -> Timing:
         """What the server says about how it answered."""
-        return timing_of(self.told)
+        return make_timing(self.told)
 
-    def _located(self) -> dict[str, Located]:
+    def _located(self) -> dict[str, TensorReference]:
         try:
-            return frames.read_results(self.told)
+            return frames.decode_results(self.told)
         except MalformedPayloadError as error:
             raise UnexpectedAnswerError(f"the server sent a malformed answer: {error}") from None
 
-    def _tensor(self, name: str, located: Located) -> HostTensor:
+    def _tensor(self, name: str, located: TensorReference) -> HostTensor:
         dtype, block = DTYPES.get(located.dtype), self.blocks.get(name)
         if dtype is None or block is None:
             raise UnexpectedAnswerError("the answer's results must be those that were requested, they are not")
@@ -195,45 +197,45 @@ class LocalAnswer(Answer):
         return HostTensor(dtype, located.shape, block.data[:nbytes] if nbytes else _EMPTY)
 
 
-def timing_of(told: frames.Answer) -> Timing:
+def make_timing(told: frames.LocalResponse) -> Timing:
     """What the server says about how it answered."""
     # Not all of the answer, which may hold more.
     said = told.stages_ms, told.kernel_bytes, told.kernel_bandwidth, told.batch_size, told.request_id
-    return Timing.later(_timing, said)
+    return Timing.later(_read_timing_fields, said)
 
 
-def _timing(
+def _read_timing_fields(
     stages: dict[str, float], kernel_bytes: int, bandwidth: float, batch_size: int, request_id: str
 ) -> tuple[Mapping[str, float], int, float, int, str]:
     if stages.keys() != _STAGES or min(stages.values()) < 0:
-        stages = {quoted(name, 64): stage_ms for name, stage_ms in stages.items() if stage_ms >= 0}
-    return stages, kernel_bytes, max(0.0, bandwidth), max(1, batch_size), quoted(request_id, 128)
+        stages = {quote_text(name, 64): stage_ms for name, stage_ms in stages.items() if stage_ms >= 0}
+    return stages, kernel_bytes, max(0.0, bandwidth), max(1, batch_size), quote_text(request_id, 128)
 
 
-def understood(told: frames.Answer, blocks: Mapping[str, Block]) -> LocalAnswer:
+def make_arena_response(told: frames.LocalResponse, blocks: Mapping[str, ArenaBlock]) -> ArenaResponse:
     """The protocol's answer as that of a call."""
     if told.status < 400:
-        return LocalAnswer(told.status, {}, _EMPTY, told, blocks)
+        return ArenaResponse(told.status, {}, _EMPTY, told, blocks)
     headers = {"x-request-id": told.request_id}
     if told.retry_after_s is not None:
         headers["retry-after"] = str(told.retry_after_s)
-    return LocalAnswer(told.status, headers, memoryview(json.dumps(told.problem).encode()), told)
+    return ArenaResponse(told.status, headers, memoryview(json.dumps(told.problem).encode()), told)
 
 
-def required(told: frames.Answer) -> None:
+def raise_for_status(told: frames.LocalResponse) -> None:
     """Raises: ApiError: the answer is an error."""
     # In no name of this frame, which the error holds: a ring would keep the blocks of all frames above.
     if told.status >= 400:
-        raise refusal_of(told)
+        raise make_local_api_error(told)
 
 
-def refusal_of(told: frames.Answer) -> ApiError:
+def make_local_api_error(told: frames.LocalResponse) -> ApiError:
     """The error that an answer of a status of 400 or above is."""
-    refused = understood(told, {})
-    return api_error(refused.status, refused.headers, bytes(refused.body))
+    refused = make_arena_response(told, {})
+    return make_api_error(refused.status, refused.headers, bytes(refused.body))
 
 
-def growth(lacking: int, nbytes: int) -> list[int]:
+def list_segment_sizes(lacking: int, nbytes: int) -> list[int]:
     """Sizes of a new segment that are worth a try, for so many bytes that an arena of `nbytes` lacks."""
     lacking += -lacking % 4096
     return [max(lacking, min(max(nbytes, _LEAST_GROWTH), _MOST_GROWTH)), lacking]

@@ -3,16 +3,16 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from normserve.client.local.arena import Arena
-from normserve.client.local.device import DeviceArena, arena_on
+from normserve.client.local.arena import HostArena
+from normserve.client.local.device import DeviceArena, make_device_arena
 
 _UNKNOWN = object()
 
 # What remains to be done of closed connections whose arenas are still in use.
-_LEAVING: dict["Offers", Callable[[], None]] = {}
+_LEAVING: dict["DeviceMemoryOffer", Callable[[], None]] = {}
 
 
-class Offers:
+class DeviceMemoryOffer:
     """Of one connection."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Offers:
         """
         if not self._is_looked_for and self.is_known:
             self._is_looked_for = True
-            self._arena = arena_on(self._offer)
+            self._arena = make_device_arena(self._offer)
         arena = self._arena
         return arena if arena is not None and index == arena.ordinal else None
 
@@ -47,7 +47,7 @@ class Offers:
             raise ValueError("the server sent device memory that was not requested")
         self._arena.add_device_segment(number, descriptor, nbytes)
 
-    def once_empty(self, host: Arena, then: Callable[[], None]) -> None:
+    def once_empty(self, host: HostArena, then: Callable[[], None]) -> None:
         """Call this once no block of any arena is in use; nothing may be taken from here on.
 
         Until then the connection is kept: the memory stays mapped for a captured graph, and a block in a reference
@@ -55,13 +55,13 @@ class Offers:
         """
         device = self._arena
 
-        def leave() -> None:
+        def finish() -> None:
             # Not by its own name, which would be a cycle: the memory is unmapped now, and not by the collector.
             _LEAVING.pop(self, None)
             then()
 
-        _LEAVING[self] = leave
-        host.once_empty(leave if device is None else lambda: device.once_empty(leave))
+        _LEAVING[self] = finish
+        host.once_empty(finish if device is None else lambda: device.once_empty(finish))
 
     def given_up(self) -> Sequence[int]:
         """The numbers of the device's segments, which are not mapped any more from here on."""

@@ -14,36 +14,36 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from normserve.client.answers.answer import Answer
+from normserve.client.answers.answer import ApiResponse
 from normserve.client.answers.reception import DOCUMENT_BYTES, LIST_BYTES
-from normserve.client.calls.call import Call
+from normserve.client.calls.call import ApiCall
 from normserve.client.errors import ClientError, ConnectionFailedError, OverloadedError, UnexpectedAnswerError
-from normserve.client.local.arena import Arena
-from normserve.client.local.device import Busy, DeviceArena
+from normserve.client.local.arena import HostArena
+from normserve.client.local.device import BusyStream, DeviceArena
 from normserve.client.local.device_messages import (
     DeviceNeeds,
-    growth_on_device,
-    prepare_on_device,
-    taken_on_device,
-    understood_on_device,
-    x_of,
+    allocate_device_block,
+    get_device_x,
+    list_device_segment_sizes,
+    make_device_response,
+    prepare_device_call,
 )
 from normserve.client.local.messages import (
     Needs,
-    growth,
-    in_current_span,
-    prepare,
-    refusal_of,
-    required,
-    taken,
-    understood,
+    add_traceparent,
+    allocate_host_block,
+    list_segment_sizes,
+    make_arena_response,
+    make_local_api_error,
+    prepare_host_call,
+    raise_for_status,
 )
-from normserve.client.local.offers import Offers
-from normserve.client.local.recurring import KindsOfRecurring
+from normserve.client.local.offers import DeviceMemoryOffer
+from normserve.client.local.recurring import CallCaches
 from normserve.client.trace_context import TRACING
 from normserve.codec import local_frames as frames
 from normserve.codec.framing import FrameReader
-from normserve.codec.local_frames import TAGS, VERSION, Message, Reply
+from normserve.codec.local_frames import TAGS, VERSION, LazyLocalResponse, Message
 from normserve.errors import NormserveError
 from normserve.memory.host_tensors import DType
 from normserve.memory.segments import map_segment
@@ -67,11 +67,11 @@ class LocalRequest(msgspec.Struct):
     freed: Sequence[int] = ()
 
 
-Exchanges: TypeAlias = Generator[LocalRequest | Busy, Any, _R]
-"""Yields a request, and is sent its `Reply`; or work of a device, and continues once it is complete."""
+Exchanges: TypeAlias = Generator[LocalRequest | BusyStream, Any, _R]
+"""Yields a request, and is sent its `LazyLocalResponse`; or work of a device, and continues once it is complete."""
 
 
-class PendingRequest(msgspec.Struct):
+class PendingLocalRequest(msgspec.Struct):
     """A request that was begun, until the response arrives.
 
     Attributes:
@@ -82,11 +82,11 @@ class PendingRequest(msgspec.Struct):
 
     tag: int
     used: object
-    reply: Reply | None = None
+    reply: LazyLocalResponse | None = None
     wake: Callable[[], None] | None = None
 
 
-class ClientProtocol:
+class LocalClientProtocol:
     """The arenas, the requests and the responses of one connection.
 
     Threads may share one if only one of them at a time calls `receive`.
@@ -99,39 +99,39 @@ class ClientProtocol:
     """
 
     def __init__(self, api_key: str | None) -> None:
-        self.arena = Arena()
-        self.recurring = KindsOfRecurring(self.arena)
+        self.arena = HostArena()
+        self.recurring = CallCaches(self.arena)
         self.failure: Callable[[], ClientError] | None = None
         self._api_key = api_key
-        self._offers = Offers()
+        self._offers = DeviceMemoryOffer()
         self._reader = FrameReader(DOCUMENT_BYTES)
         self._tags = itertools.count(1)
-        self._pending: dict[int, PendingRequest] = {}
+        self._pending: dict[int, PendingLocalRequest] = {}
         # Those that bring a segment each, by their tags.
-        self._growing: dict[int, frames.Grow] = {}
+        self._growing: dict[int, frames.GrowArenaMessage] = {}
 
     @property
     def has_pending(self) -> bool:
         """Whether the server may still write to the arenas."""
         return bool(self._pending)
 
-    def begin(self, request: LocalRequest) -> tuple[PendingRequest, bytes]:
+    def begin(self, request: LocalRequest) -> tuple[PendingLocalRequest, bytes]:
         """Begin a request; return what is pending and the bytes to be sent."""
         message = request.message
         tag = next(self._tags) % (TAGS - 1) + 1
-        frame = frames.write(tag, in_current_span(message) if TRACING in sys.modules else message)
+        frame = frames.encode_frame(tag, add_traceparent(message) if TRACING in sys.modules else message)
         if request.freed:
-            frame = _frees(request.freed) + frame
-        if isinstance(message, frames.Grow):
+            frame = _encode_frees(request.freed) + frame
+        if isinstance(message, frames.GrowArenaMessage):
             self._growing[tag] = message
-        elif isinstance(message, frames.Layers):
+        elif isinstance(message, frames.ListLayersMessage):
             self._reader.max_bytes = LIST_BYTES
-        pending = self._pending[tag] = PendingRequest(tag, request.used)
+        pending = self._pending[tag] = PendingLocalRequest(tag, request.used)
         return pending, frame
 
-    def cancel(self, pending: PendingRequest) -> bytes:
+    def cancel(self, pending: PendingLocalRequest) -> bytes:
         """Return the bytes to be sent when nobody waits for a request any more."""
-        return frames.write(0, frames.Cancel(pending.tag))
+        return frames.encode_frame(0, frames.CancelRequestMessage(pending.tag))
 
     def receive(self, data: bytes, ancillary: Sequence[tuple[int, int, bytes]], flags: int) -> bool:
         """Take in what `recvmsg` returned; return whether a request was answered.
@@ -144,7 +144,7 @@ class ClientProtocol:
             reader.max_descriptors = len(self._growing)
         try:
             for tag, content in reader.feed(data, ancillary, flags):
-                reply = frames.read_reply(content)
+                reply = frames.decode_lazy_response(content)
                 if self._growing or reply.segment is not None:
                     self._take_segment(self._growing.pop(tag, None), reply)
                 pending = self._pending.pop(tag, None)
@@ -154,7 +154,7 @@ class ClientProtocol:
                     if pending.wake is not None:
                         pending.wake()
                 elif not tag and reply.status >= 400:
-                    self.fail(partial(refusal_of, reply))
+                    self.fail(partial(make_local_api_error, reply))
                     break
         except (NormserveError, ValueError) as error:
             self.fail(partial(UnexpectedAnswerError, f"the server sent a malformed answer: {error}"))
@@ -190,7 +190,7 @@ class ClientProtocol:
 
     def leave(self) -> bytes:
         """Give up all segments, which are not in use; return the bytes to be sent."""
-        return _frees([*self.arena.segments, *self._offers.given_up()])
+        return _encode_frees([*self.arena.segments, *self._offers.given_up()])
 
     def greet(self) -> Exchanges[None]:
         """Introduce the client; learn what the server offers.
@@ -198,23 +198,23 @@ class ClientProtocol:
         Raises:
             ApiError: the server does not want this client.
         """
-        reply = yield LocalRequest(frames.Hello(VERSION, self._api_key))
-        required(reply)
+        reply = yield LocalRequest(frames.HelloMessage(VERSION, self._api_key))
+        raise_for_status(reply)
         self._offers.read_greeting(reply.document)
 
-    def exchange(self, call: Call[Any]) -> Exchanges[Answer]:
+    def exchange(self, call: ApiCall[Any]) -> Exchanges[ApiResponse]:
         """Make a call."""
-        x = x_of(call)
+        x = get_device_x(call)
         arena = None if x is None else (yield from self._device_arena(x.tensor.device.index))
         if arena is not None:
-            there = yield from self._filled_on_device(prepare_on_device(call, arena), arena)
-            return understood_on_device((yield LocalRequest(there.message, there)), arena, there.results)
-        prepared = yield from self.filled(prepare(call, self.arena))
-        return understood((yield LocalRequest(prepared.message, prepared)), prepared.results)
+            there = yield from self._filled_on_device(prepare_device_call(call, arena), arena)
+            return make_device_response((yield LocalRequest(there.message, there)), arena, there.results)
+        prepared = yield from self.filled(prepare_host_call(call, self.arena))
+        return make_arena_response((yield LocalRequest(prepared.message, prepared)), prepared.results)
 
     def memory(self, nbytes: int) -> Exchanges[memoryview]:
         """Take bytes of the arena, which are the caller's until the last view of them is gone."""
-        return (yield from self.filled(taken(self.arena, nbytes))).data[:nbytes]
+        return (yield from self.filled(allocate_host_block(self.arena, nbytes))).data[:nbytes]
 
     def device_tensor(self, index: int, dtype: DType, shape: tuple[int, ...]) -> Exchanges[Any]:
         """Make a tensor in the arena in a device's memory; None where the server shares none of that device's.
@@ -224,7 +224,7 @@ class ClientProtocol:
         arena = yield from self._device_arena(index)
         if arena is None:
             return None
-        needs = taken_on_device(arena, prod(shape) * dtype.itemsize)
+        needs = allocate_device_block(arena, prod(shape) * dtype.itemsize)
         return arena.tensor((yield from self._filled_on_device(needs, arena)), dtype, shape)
 
     def filled(self, needs: Needs[_R]) -> Exchanges[_R]:
@@ -241,10 +241,10 @@ class ClientProtocol:
         try:
             while True:
                 lacking = next(needs)
-                if isinstance(lacking, Busy):
+                if isinstance(lacking, BusyStream):
                     yield lacking
                 else:
-                    yield from self._grow_by(growth_on_device(lacking, arena.nbytes), "device")
+                    yield from self._grow_by(list_device_segment_sizes(lacking, arena.nbytes), "device")
         except StopIteration as done:
             result: _R = done.value
             return result
@@ -260,22 +260,22 @@ class ClientProtocol:
 
     def _grow(self, lacking: int) -> Exchanges[None]:
         try:
-            yield from self._grow_by(growth(lacking, self.arena.nbytes), "host")
+            yield from self._grow_by(list_segment_sizes(lacking, self.arena.nbytes), "host")
         except OverloadedError:
             idle = self.arena.release_idle()
             if not idle:
                 raise
-            yield from self._grow_by(growth(lacking, self.arena.nbytes), "host", idle)
+            yield from self._grow_by(list_segment_sizes(lacking, self.arena.nbytes), "host", idle)
 
     def _grow_by(
         self, sizes: Sequence[int], memory: Literal["host", "device"], freed: Sequence[int] = ()
     ) -> Exchanges[None]:
-        reply = yield LocalRequest(frames.Grow(sizes[0], memory), freed=freed)
+        reply = yield LocalRequest(frames.GrowArenaMessage(sizes[0], memory), freed=freed)
         if reply.status >= 400 and sizes[1] < sizes[0]:
-            reply = yield LocalRequest(frames.Grow(sizes[1], memory))
-        required(reply)
+            reply = yield LocalRequest(frames.GrowArenaMessage(sizes[1], memory))
+        raise_for_status(reply)
 
-    def _take_segment(self, request: frames.Grow | None, reply: Reply) -> None:
+    def _take_segment(self, request: frames.GrowArenaMessage | None, reply: LazyLocalResponse) -> None:
         """Map the segment that a response brings, if it brings one: as much of it as was requested, and no more."""
         if reply.segment is None:
             if request is not None and reply.status < 400:
@@ -297,5 +297,5 @@ class ClientProtocol:
             os.close(descriptor)
 
 
-def _frees(numbers: Sequence[int]) -> bytes:
-    return b"".join([frames.write(0, frames.Free(number)) for number in numbers])
+def _encode_frees(numbers: Sequence[int]) -> bytes:
+    return b"".join([frames.encode_frame(0, frames.FreeSegmentMessage(number)) for number in numbers])

@@ -15,15 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from normserve.client.answers.failures import api_error
-from normserve.client.calls.call import Call
-from normserve.client.local.arena import Arena
+from normserve.client.answers.failures import make_api_error
+from normserve.client.calls.call import ApiCall
+from normserve.client.local.arena import HostArena
 from normserve.client.local.device import DeviceArena
-from normserve.client.local.known import Again, Copied, Known, Result
-from normserve.client.local.memories import CudaMemory, Memory, NumpyMemory, TorchMemory
-from normserve.client.local.messages import compute, understood
+from normserve.client.local.known import CachedCall, CopiedInput, PendingCachedCall, ResultField
+from normserve.client.local.memories import CudaArrayMemory, NumpyArrayMemory, SharedArrayMemory, TorchArrayMemory
+from normserve.client.local.messages import make_arena_response, make_compute_message
 from normserve.codec import local_frames as frames
-from normserve.codec.local_frames import Located
+from normserve.codec.local_frames import TensorReference
 from normserve.memory.host_tensors import DType
 
 _MOST_CALLS = 1024
@@ -40,7 +40,7 @@ Calls of the same key differ in nothing but what their tensors hold, and where t
 """
 
 
-class Recurring:
+class CallCache:
     """Those of one connection with arrays of one kind.
 
     Attributes:
@@ -49,11 +49,11 @@ class Recurring:
             there is anything.
     """
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: SharedArrayMemory) -> None:
         self._memory = memory
         self._take_all, self._take_at = memory.take_all, memory.take_at
         self.busy = memory.busy
-        self.known: dict[Hashable, Known] = {}
+        self.known: dict[Hashable, CachedCall] = {}
 
     def signature(
         self, build: Callable[..., object], arguments: Sequence[Any], named: Mapping[str, Any]
@@ -71,7 +71,7 @@ class Recurring:
             if not said:
                 return None
             if said[0] is None:
-                elsewhere[_name(build, position)] = value
+                elsewhere[_get_parameter_name(build, position)] = value
             parts.append(said)
         for name, value in named.items():
             if value is None:
@@ -101,7 +101,7 @@ class Recurring:
             parts.append(said)
         return (kind, *parts)
 
-    def begin(self, known: Known, elsewhere: Mapping[str, Any]) -> Again | None:
+    def begin(self, known: CachedCall, elsewhere: Mapping[str, Any]) -> PendingCachedCall | None:
         """Ask for a call again; None where it needs more memory than there is.
 
         Args: elsewhere: as of `Signature`; copied.
@@ -115,12 +115,14 @@ class Recurring:
             if blocks is None:
                 return None
             asked = known.at([block.place for block in blocks])
-        again = Again(known, blocks, asked)
+        again = PendingCachedCall(known, blocks, asked)
         if elsewhere:
             again.copy(elsewhere, self._memory.copy)
         return again
 
-    def end(self, key: Hashable, again: Again, told: frames.Reply, api_key: str | None) -> Any:
+    def end(
+        self, key: Hashable, again: PendingCachedCall, told: frames.LazyLocalResponse, api_key: str | None
+    ) -> Any:
         """The call's result; None where it is not what it was before, and must be asked for anew.
 
         Args: api_key: what no error may repeat.
@@ -134,28 +136,28 @@ class Recurring:
         self.known.pop(key, None)
         if told.status < 400:
             return None
-        refused = understood(told, {})
-        raise api_error(refused.status, refused.headers, bytes(refused.body), api_key)
+        refused = make_arena_response(told, {})
+        raise make_api_error(refused.status, refused.headers, bytes(refused.body), api_key)
 
-    def learn(self, signature: Signature, call: Call[Any], result: Any) -> None:
+    def learn(self, signature: Signature, call: ApiCall[Any], result: Any) -> None:
         """Remember an operation that was answered."""
         key, elsewhere = signature
         if call.outputs is None or call.tensors is None or not elsewhere.keys() <= call.tensors.keys():
             return
-        located: dict[str, Located] = {}
-        copied: list[Copied] = []
+        located: dict[str, TensorReference] = {}
+        copied: list[CopiedInput] = []
         sizes = []
         for name, tensor in call.tensors.items():
             if name in elsewhere:
                 target = functools.partial(self._memory.target, tensor.dtype, tensor.shape)
-                copied.append(Copied(name, tensor.dtype.label, tensor.shape, target))
+                copied.append(CopiedInput(name, tensor.dtype.label, tensor.shape, target))
                 sizes.append(tensor.nbytes)
                 continue
             there = self._memory.located(tensor)
             if there is None:
                 # The connection has ended, and its arena with it.
                 return
-            located[name] = Located(*there, tensor.dtype.label, tensor.shape)
+            located[name] = TensorReference(*there, tensor.dtype.label, tensor.shape)
         names = [each.name for each in fields(result)]
         results = []
         for position, name in enumerate(names):
@@ -165,33 +167,33 @@ class Recurring:
             dtype, shape = DType(str(tensor.dtype).removeprefix("torch.")), tuple(tensor.shape)
             if 0 in shape:
                 return
-            results.append(Result(name, position, dtype.label, shape, self._memory.maker(dtype, shape)))
+            results.append(ResultField(name, position, dtype.label, shape, self._memory.maker(dtype, shape)))
             sizes.append(prod(shape) * dtype.itemsize)
         if len(self.known) >= _MOST_CALLS:
             self.known.clear()
         # Not the call, which has its tensors.
-        message, timing = compute(call, located, {}), names.index(_TIMING)
-        self.known[key] = Known(message, type(result), len(names), timing, copied, results, sizes)
+        message, timing = make_compute_message(call, located, {}), names.index(_TIMING)
+        self.known[key] = CachedCall(message, type(result), len(names), timing, copied, results, sizes)
 
 
 @functools.cache
-def _name(build: Callable[..., object], position: int) -> str:
+def _get_parameter_name(build: Callable[..., object], position: int) -> str:
     """Of a method's argument; "" where it has none there."""
     names = list(inspect.signature(build).parameters)
     return names[position] if position < len(names) else ""
 
 
-class KindsOfRecurring:
+class CallCaches:
     """The recurring calls of one connection, by the kind of their arrays."""
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: HostArena) -> None:
         """Args: arena: in host memory."""
         self._arena = arena
-        self._numpy = Recurring(NumpyMemory(arena))
-        self._torch: Recurring | None = None
-        self._cuda: Recurring | None = None
+        self._numpy = CallCache(NumpyArrayMemory(arena))
+        self._torch: CallCache | None = None
+        self._cuda: CallCache | None = None
 
-    def of(self, x: object) -> Recurring | None:
+    def of(self, x: object) -> CallCache | None:
         """Those of the kind that x is; None of no array, and of a tensor on a device before `share_device`."""
         if type(x) is np.ndarray:
             return self._numpy
@@ -202,10 +204,10 @@ class KindsOfRecurring:
             return self._cuda
         if self._torch is None:
             # Only now, because torch is imported only by callers that use it.
-            self._torch = Recurring(TorchMemory(self._arena))
+            self._torch = CallCache(TorchArrayMemory(self._arena))
         return self._torch
 
     def share_device(self, arena: DeviceArena) -> None:
         """Tensors in device memory can recur from now on."""
         if self._cuda is None:
-            self._cuda = Recurring(CudaMemory(arena))
+            self._cuda = CallCache(CudaArrayMemory(arena))

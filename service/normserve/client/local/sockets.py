@@ -5,15 +5,15 @@ import socket
 import time
 from typing import Any
 
-from normserve.codec.framing import rights_bytes
+from normserve.codec.framing import compute_ancillary_bytes
 
 _READ_BYTES = 64 * 1024
 _MOST_DESCRIPTORS = 4
 # As enumerations these take a microsecond each time.
 _CLOSE_ON_EXEC, _AT_ONCE = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_DONTWAIT)
-_RECEIVED = _READ_BYTES, rights_bytes(_MOST_DESCRIPTORS), _CLOSE_ON_EXEC
+_RECEIVED = _READ_BYTES, compute_ancillary_bytes(_MOST_DESCRIPTORS), _CLOSE_ON_EXEC
 #: What a client gives to `recvmsg`; it does not wait.
-RECEIVED_AT_ONCE = _READ_BYTES, rights_bytes(_MOST_DESCRIPTORS), _CLOSE_ON_EXEC | _AT_ONCE
+RECEIVED_AT_ONCE = _READ_BYTES, compute_ancillary_bytes(_MOST_DESCRIPTORS), _CLOSE_ON_EXEC | _AT_ONCE
 
 # An answer that comes so soon, waking included, might have been polled for; and how long that is tried.  On virtual
 # machines waking alone can take 0.2 ms.

@@ -16,7 +16,7 @@ from normserve.client.results import BackwardResult, ForwardResult
 _AUTOCASTING = "cuda"
 _AUTOCASTS_RMS_NORM = bool(torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA"))
 
-# Tensors of each operation, in the order in which `_Norm` is given them, and its statistics.
+# Tensors of each operation, in the order in which `_ServiceNorm` is given them, and its statistics.
 _OF_ROWS = "x", "weight", "bias"
 _INPUTS = {"layer_norm": _OF_ROWS, "rms_norm": _OF_ROWS[:2], "group_norm": (*_OF_ROWS, "scale", "shift")}
 _STATISTICS = "mean", "rstd"
@@ -26,7 +26,7 @@ _STATISTICS = "mean", "rstd"
 _MOST_RECOMPUTED_BYTES = 2**20
 
 
-class Operation:
+class ClientOperation:
     """One of the client's operations, both of its passes.
 
     Attributes:
@@ -56,40 +56,42 @@ class Operation:
         return run(dy=dy, **named, **self.options)
 
 
-class _Norm(torch.autograd.Function):
+class _ServiceNorm(torch.autograd.Function):
     """y of an operation of its inputs, and its derivative."""
 
     @staticmethod
-    def forward(ctx: Any, operation: Operation, *inputs: Tensor | None) -> Tensor:
-        result = operation.forward(inputs, stats=_keeps_statistics(inputs[0]) or None)
+    def forward(ctx: Any, operation: ClientOperation, *inputs: Tensor | None) -> Tensor:
+        result = operation.forward(inputs, stats=_has_kept_statistics(inputs[0]) or None)
         ctx.operation = operation
         statistics: Iterable[Tensor | None] = (result.mean, result.rstd)
         if not isinstance(operation.client._transport, LocalTransport):
-            statistics = map(_alone, statistics)
+            statistics = map(_copy_from_response, statistics)
         # In shared memory, the service finds them again without a copy.
-        ctx.save_for_backward(*_for_backward(inputs, operation, ctx.needs_input_grad), *statistics)
-        return _of_its_own(result.y)
+        ctx.save_for_backward(*_select_backward_inputs(inputs, operation, ctx.needs_input_grad), *statistics)
+        return _detach_view(result.y)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
-            gradients = _Gradients.apply(ctx.operation, dy, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
+            gradients = _BackwardWithoutDoubleBackward.apply(ctx.operation, dy, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
         else:
-            gradients = _gradients(ctx.operation, dy, *ctx.saved_tensors)
+            gradients = _compute_gradients(ctx.operation, dy, *ctx.saved_tensors)
         # The service computes the gradients of all that it is sent.
         _, *needed = ctx.needs_input_grad
         return None, *[each if is_needed else None for each, is_needed in zip(gradients, needed, strict=False)]
 
 
-class _Gradients(torch.autograd.Function):
-    """`_gradients` where they may be differentiated in turn, which is refused.
+class _BackwardWithoutDoubleBackward(torch.autograd.Function):
+    """`_compute_gradients` where they may be differentiated in turn, which is refused.
 
     `once_differentiable` would leave out of a second derivative, without a word, what comes by way of x.
     """
 
     @staticmethod
-    def forward(ctx: Any, operation: Operation, dy: Tensor, *saved: Tensor | None) -> tuple[Tensor | None, ...]:
-        return _gradients(operation, dy, *saved)
+    def forward(
+        ctx: Any, operation: ClientOperation, dy: Tensor, *saved: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        return _compute_gradients(operation, dy, *saved)
 
     @staticmethod
     def backward(_: Any, *__: Tensor) -> Tensor:
@@ -98,30 +100,30 @@ class _Gradients(torch.autograd.Function):
         )
 
 
-def _gradients(operation: Operation, dy: Tensor, *saved: Tensor | None) -> tuple[Tensor | None, ...]:
+def _compute_gradients(operation: ClientOperation, dy: Tensor, *saved: Tensor | None) -> tuple[Tensor | None, ...]:
     result = operation.backward(dy, saved)
     parameters: Iterable[Tensor | None] = (result.dweight, result.dbias, result.dscale, result.dshift)
-    return _of_its_own(result.dx), *map(_alone, parameters)
+    return _detach_view(result.dx), *map(_copy_from_response, parameters)
 
 
-def _keeps_statistics(x: Tensor | None) -> bool:
+def _has_kept_statistics(x: Tensor | None) -> bool:
     return x is None or not x.is_cuda or x.nbytes > _MOST_RECOMPUTED_BYTES
 
 
-def _alone(tensor: Tensor | None) -> Tensor | None:
+def _copy_from_response(tensor: Tensor | None) -> Tensor | None:
     """A short tensor that is kept for long, in memory of its own: on the host results may be parts of an answer."""
     if tensor is None:
         return None
-    return _of_its_own(tensor) if tensor.is_cuda else tensor.clone()
+    return _detach_view(tensor) if tensor.is_cuda else tensor.clone()
 
 
-def _of_its_own(result: Tensor) -> Tensor:
+def _detach_view(result: Tensor) -> Tensor:
     """Not as a view of what was received: autograd does not allow such a result to be changed in place."""
     return result.data
 
 
-def _for_backward(
-    inputs: Sequence[Tensor | None], operation: Operation, needs_grad: Sequence[bool]
+def _select_backward_inputs(
+    inputs: Sequence[Tensor | None], operation: ClientOperation, needs_grad: Sequence[bool]
 ) -> Sequence[Tensor | None]:
     """The inputs that backward needs: what is added after all else only where its gradient is asked for."""
     if operation.options["activation"] != "none" or len(inputs) < len(_OF_ROWS):
@@ -136,16 +138,16 @@ def _for_backward(
     return x, weight, bias if needs_bias else None, *of_samples
 
 
-def _computed(operation: Operation, inputs: Sequence[Tensor | None]) -> Tensor:
+def _compute(operation: ClientOperation, inputs: Sequence[Tensor | None]) -> Tensor:
     if torch._C._get_tracing_state() is not None:
         raise RuntimeError("torch.jit.trace cannot record a call of the service: use the module as it is")
-    if _is_differentiated(inputs):
-        y: Tensor = _Norm.apply(operation, *inputs)  # type: ignore[no-untyped-call]
+    if _needs_autograd(inputs):
+        y: Tensor = _ServiceNorm.apply(operation, *inputs)  # type: ignore[no-untyped-call]
         return y
-    return _of_its_own(operation.forward(inputs, stats=None).y)
+    return _detach_view(operation.forward(inputs, stats=None).y)
 
 
-def _is_differentiated(inputs: Sequence[Tensor | None]) -> bool:
+def _needs_autograd(inputs: Sequence[Tensor | None]) -> bool:
     """Whether autograd must know of the call, if only to refuse it."""
     if torch.is_grad_enabled():
         for tensor in inputs:
@@ -167,17 +169,17 @@ def normalise(client: Client, name: str, options: Mapping[str, object], *inputs:
             RMSNorm weight, for GroupNorm weight, bias, scale and shift.
     """
     global _untraced
-    out_dtype = _autocast_dtype(name, inputs[0]) if torch.is_autocast_enabled(_AUTOCASTING) else None
-    operation = Operation(client, name, options, out_dtype)
+    out_dtype = _get_autocast_dtype(name, inputs[0]) if torch.is_autocast_enabled(_AUTOCASTING) else None
+    operation = ClientOperation(client, name, options, out_dtype)
     # Where this is not loaded nothing is compiled; loading it takes longer than the client's first second of work.
     if "torch._dynamo" not in sys.modules:
-        return _computed(operation, inputs)
+        return _compute(operation, inputs)
     if _untraced is None:
-        _untraced = torch.compiler.disable(_computed)
+        _untraced = torch.compiler.disable(_compute)
     return _untraced(operation, inputs)
 
 
-def _autocast_dtype(name: str, x: Tensor | None) -> str | None:
+def _get_autocast_dtype(name: str, x: Tensor | None) -> str | None:
     if x is None or x.device.type != _AUTOCASTING or (name == "rms_norm" and not _AUTOCASTS_RMS_NORM):
         return None
     return "float32"

@@ -11,25 +11,25 @@ from normserve.client.torch.autograd import normalise
 from normserve.codec.activations import ACTIVATIONS, ActivationName
 
 
-class _Kept:
+class _ClientHolder:
     """A module's client: copies of the module share it, and pickles leave it out."""
 
     def __init__(self, client: Client | None = None) -> None:
         self.client = client
 
-    def __deepcopy__(self, memo: object) -> "_Kept":
+    def __deepcopy__(self, memo: object) -> "_ClientHolder":
         return self
 
-    def __reduce__(self) -> tuple[type["_Kept"], tuple[()]]:
-        return _Kept, ()
+    def __reduce__(self) -> tuple[type["_ClientHolder"], tuple[()]]:
+        return _ClientHolder, ()
 
 
-class _Remote(nn.Module):
+class _ServiceModule(nn.Module):
     """What stands before each of torch's modules: a client, and an activation behind the norm."""
 
     #: Added to the weight; of modules that normalise over the last axes alone.
     weight_offset: float = 0.0
-    _kept: _Kept
+    _kept: _ClientHolder
 
     def __init__(self, *args: Any, client: Client, activation: ActivationName, **kwargs: Any) -> None:
         if activation not in ACTIVATIONS:
@@ -56,7 +56,7 @@ class _Remote(nn.Module):
     def client(self, client: Client) -> None:
         if not isinstance(client, Client):
             raise TypeError(f"client must be a normserve.client.Client, got {type(client).__name__}")
-        self._kept = _Kept(client)
+        self._kept = _ClientHolder(client)
 
     def extra_repr(self) -> str:
         """torch's, and what differs from torch's module."""
@@ -69,7 +69,7 @@ class _Remote(nn.Module):
         return {"eps": eps, "activation": self.activation}
 
 
-class _OfRows(_Remote):
+class _ServiceRowModule(_ServiceModule):
     """A module that normalises over the last axes."""
 
     normalized_shape: tuple[int, ...]
@@ -89,12 +89,15 @@ class _OfRows(_Remote):
         shape, options = self.normalized_shape, self._options(eps)
         if self.weight_offset:
             options["weight_offset"] = self.weight_offset
-        inputs = [_rows_of(x, shape), *[_one_axis(name, each, shape) for name, each in parameters.items()]]
+        inputs = [
+            _flatten_rows(x, shape),
+            *[_flatten_parameter(name, each, shape) for name, each in parameters.items()],
+        ]
         y = normalise(self.client, operation, options, *inputs)
         return y if len(shape) == 1 else y.view(x.shape)
 
 
-class LayerNorm(_OfRows, nn.LayerNorm):
+class LayerNorm(_ServiceRowModule, nn.LayerNorm):
     """torch.nn.LayerNorm, computed by the service.
 
     Args:
@@ -144,7 +147,7 @@ class LayerNorm(_OfRows, nn.LayerNorm):
         return self._normalised("layer_norm", input, self.eps, weight=self.weight, bias=self.bias)
 
 
-class RMSNorm(_OfRows, nn.RMSNorm):
+class RMSNorm(_ServiceRowModule, nn.RMSNorm):
     """torch.nn.RMSNorm, computed by the service.
 
     Args:
@@ -186,7 +189,7 @@ class RMSNorm(_OfRows, nn.RMSNorm):
         return self._normalised("rms_norm", x, eps, weight=self.weight)
 
 
-class GroupNorm(_Remote, nn.GroupNorm):
+class GroupNorm(_ServiceModule, nn.GroupNorm):
     """torch.nn.GroupNorm, computed by the service.
 
     Args:
@@ -242,7 +245,7 @@ class GroupNorm(_Remote, nn.GroupNorm):
         return y.movedim(-1, 1) if is_channels_last else y
 
 
-def _rows_of(x: Tensor, normalized_shape: tuple[int, ...]) -> Tensor:
+def _flatten_rows(x: Tensor, normalized_shape: tuple[int, ...]) -> Tensor:
     axes = len(normalized_shape)
     if not axes or x.shape[-axes:] != normalized_shape:
         raise ValueError(
@@ -251,7 +254,7 @@ def _rows_of(x: Tensor, normalized_shape: tuple[int, ...]) -> Tensor:
     return x if axes == 1 else x.flatten(-axes)
 
 
-def _one_axis(name: str, parameter: Tensor | None, normalized_shape: tuple[int, ...]) -> Tensor | None:
+def _flatten_parameter(name: str, parameter: Tensor | None, normalized_shape: tuple[int, ...]) -> Tensor | None:
     if parameter is None:
         return None
     if parameter.shape != normalized_shape:

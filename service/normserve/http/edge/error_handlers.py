@@ -20,9 +20,9 @@ from normserve.errors import (
     UnauthorizedError,
     UnsupportedMediaTypeError,
 )
-from normserve.errors.problems import unexpected
-from normserve.http.edge.middleware import respond_problem
-from normserve.http.exchange import Exchange
+from normserve.errors.problems import convert_unexpected_error
+from normserve.http.edge.middleware import send_problem
+from normserve.http.exchange import HttpExchange
 
 _LONGEST_COMPARED, _CLOSE = 100, 0.6
 
@@ -37,60 +37,64 @@ _FRAMEWORKS_ERRORS: dict[int, type[NormserveError]] = {
 
 
 class ProblemResponse(Response):
-    """An error, answered by the edge's `respond_problem`."""
+    """An error, answered by the edge's `send_problem`."""
 
-    def __init__(self, error: NormserveError, exchange: Exchange) -> None:
+    def __init__(self, error: NormserveError, exchange: HttpExchange) -> None:
         super().__init__(status_code=500)
         self._error, self._exchange = error, exchange
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await respond_problem(self._error, self._exchange, send)
+        await send_problem(self._error, self._exchange, send)
 
 
-async def answer_http_exception(request: Request, error: Exception) -> Response:
+async def handle_http_exception(request: Request, error: Exception) -> Response:
     """Answer an error of the framework: an unknown path, a wrong method, or an invalid request."""
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        return await answer_error(request, NotFoundError(_nothing_there(request)))
+        return await handle_normserve_error(request, NotFoundError(_describe_missing_path(request)))
     if error.status_code != 405:
-        return await answer_error(request, _FRAMEWORKS_ERRORS.get(error.status_code, NormserveError)(error.detail))
-    allowed = _allowed_methods(request)
+        return await handle_normserve_error(
+            request, _FRAMEWORKS_ERRORS.get(error.status_code, NormserveError)(error.detail)
+        )
+    allowed = _find_allowed_methods(request)
     if request.method == "OPTIONS":
         return Response(status_code=204, headers={"allow": ", ".join(allowed)})
-    return await answer_error(request, MethodNotAllowedError(f"this path takes {', '.join(allowed)}", allowed))
+    return await handle_normserve_error(
+        request, MethodNotAllowedError(f"this path takes {', '.join(allowed)}", allowed)
+    )
 
 
-async def answer_invalid_request(request: Request, error: Exception) -> Response:
+async def handle_validation_error(request: Request, error: Exception) -> Response:
     """Answer an error in parameters that a handler declares, without the values that were sent."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])
-    return await answer_error(request, InvalidParameterError(f"{where}: {first['msg']}"))
+    return await handle_normserve_error(request, InvalidParameterError(f"{where}: {first['msg']}"))
 
 
-async def answer_unexpected(request: Request, error: Exception) -> Response:
+async def handle_unexpected_error(request: Request, error: Exception) -> Response:
     """Answer in place of the framework's bare text; the framework raises the error again, and the edge logs it."""
-    return await answer_error(request, unexpected(error))
+    return await handle_normserve_error(request, convert_unexpected_error(error))
 
 
-async def answer_error(request: Request, error: Exception) -> Response:
+async def handle_normserve_error(request: Request, error: Exception) -> Response:
     """Answer before FastAPI's own layers see the error; errors of direct routes reach the edge unchanged."""
     assert isinstance(error, NormserveError)
     return ProblemResponse(error, request.state.exchange)
 
 
-def _nothing_there(request: Request) -> str:
+def _describe_missing_path(request: Request) -> str:
     """The message for a path that has no route, with the closest path that has one."""
     closest, similarity = "", _CLOSE
     for template in {getattr(route, "path", "") for route in request.app.state.routes}:
-        asked, known = _without_parameters(request.url.path[:_LONGEST_COMPARED], template)
+        asked, known = _strip_path_parameters(request.url.path[:_LONGEST_COMPARED], template)
         compared = difflib.SequenceMatcher(None, asked, known)
         if compared.quick_ratio() > similarity and (ratio := compared.ratio()) > similarity:
             closest, similarity = f"; the closest path is {template}", ratio
     return f"nothing is at this path{closest}; GET /docs shows what there is"
 
 
-def _without_parameters(path: str, template: str) -> tuple[str, str]:
+def _strip_path_parameters(path: str, template: str) -> tuple[str, str]:
     """A request's path and a route's, both without the segments in which the route has a parameter."""
     known = template.split("/")
     is_parameter = [segment.startswith("{") for segment in known]
@@ -101,7 +105,7 @@ def _without_parameters(path: str, template: str) -> tuple[str, str]:
     )
 
 
-def _allowed_methods(request: Request) -> list[str]:
+def _find_allowed_methods(request: Request) -> list[str]:
     methods = {"OPTIONS"}
     for route in request.app.state.routes:
         if route.matches(request.scope)[0] is not Match.NONE:

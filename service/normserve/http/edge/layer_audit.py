@@ -2,7 +2,7 @@
 
 from starlette.types import Scope
 
-from normserve.http.exchange import Exchange
+from normserve.http.exchange import HttpExchange
 from normserve.logs import audit
 
 LAYERS = "layers"
@@ -16,13 +16,13 @@ _RESULTS = {
 }
 
 
-def note_layer_change(scope: Scope, exchange: Exchange) -> None:
+def audit_layer_change(scope: Scope, exchange: HttpExchange) -> None:
     """Log a request to change a layer, once its result is known."""
     results = _RESULTS.get(scope["method"])
     if results is None:
         return
     record = exchange.record
-    audit.layer_changed(
+    audit.log_layer_change(
         scope["method"],
         scope["path"],
         record.error or results.get(record.status, "interrupted"),

@@ -9,16 +9,16 @@ from collections.abc import Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from normserve.admission.callers import Caller
+from normserve.admission.callers import ClientIdentity
 from normserve.errors import ClientLeftError, NormserveError
-from normserve.http.edge.layer_audit import LAYERS, note_layer_change
-from normserve.http.edge.origins import Origins
-from normserve.http.exchange import Exchange
-from normserve.http.problems import problem
+from normserve.http.edge.layer_audit import LAYERS, audit_layer_change
+from normserve.http.edge.origins import OriginPolicy
+from normserve.http.exchange import HttpExchange
+from normserve.http.problems import make_problem_response
 from normserve.http.routes.scopes import PUBLIC, RouteScopes
 from normserve.http.transport import Buffers, Headers
 from normserve.metrics.requests import UNMATCHED, RequestRecord
-from normserve.requests.authorisation import Authorisation
+from normserve.requests.authorisation import KeyAuthorisation
 from normserve.requests.lifecycle import RequestServices
 
 _SANE_ID = re.compile(rb"[A-Za-z0-9._~+/=:-]{1,128}")
@@ -26,16 +26,16 @@ _SANE_ID = re.compile(rb"[A-Za-z0-9._~+/=:-]{1,128}")
 _names = random.Random()
 
 
-class Edge:
+class RequestMiddleware:
     """Wraps the application."""
 
     def __init__(
         self,
         app: ASGIApp,
         services: RequestServices,
-        origins: Origins,
+        origins: OriginPolicy,
         scopes: RouteScopes,
-        authorisation: Authorisation | None = None,
+        authorisation: KeyAuthorisation | None = None,
     ) -> None:
         """Args:
         origins: which hosts and origins a request may name.
@@ -59,7 +59,7 @@ class Edge:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         exchange = self._exchange(scope, headers)
         scope["state"]["exchange"] = exchange
-        outgoing = _Outgoing(send, exchange)
+        outgoing = _ResponseRecorder(send, exchange)
 
         async def receive_body() -> Message:
             message = await receive()
@@ -81,24 +81,26 @@ class Edge:
         finally:
             self._close(exchange, outgoing)
 
-    def _exchange(self, scope: Scope, headers: dict[bytes, bytes]) -> Exchange:
+    def _exchange(self, scope: Scope, headers: dict[bytes, bytes]) -> HttpExchange:
         client = scope["client"]
         transport, address = ("unix", "unix") if client is None else ("tcp", client[0])
         record = RequestRecord(transport=transport, began=scope["state"]["reception"].began)
-        request_id = request_id_of(headers)
-        return Exchange(self._services, request_id, headers, Caller(address), record, scope, self._scopes.template)
+        request_id = choose_request_id(headers)
+        return HttpExchange(
+            self._services, request_id, headers, ClientIdentity(address), record, scope, self._scopes.template
+        )
 
-    def _authorise(self, exchange: Exchange) -> None:
+    def _authorise(self, exchange: HttpExchange) -> None:
         """Refuse a request that its key does not allow."""
         if self._authorisation is None:
             return
         scope = exchange.scope
         needed = self._scopes.needed(scope)
         if needed != PUBLIC:
-            token = bearer_token(exchange.headers)
+            token = parse_bearer_token(exchange.headers)
             self._authorisation.admit(exchange, token, needed, scope["method"], scope["path"])
 
-    def _close(self, exchange: Exchange, outgoing: "_Outgoing") -> None:
+    def _close(self, exchange: HttpExchange, outgoing: "_ResponseRecorder") -> None:
         record = exchange.record
         record.received = exchange.reception.received
         if outgoing.started and "kernel" in record.stages:
@@ -106,28 +108,28 @@ class Edge:
         if record.op == UNMATCHED and record.status < 400:
             record.op = "docs"
         if record.op == LAYERS:
-            note_layer_change(exchange.scope, exchange)
+            audit_layer_change(exchange.scope, exchange)
         exchange.account(is_delivered=bool(exchange.sending.is_delivered) and not exchange.client_left)
 
 
-async def respond_problem(error: NormserveError, exchange: Exchange, send: Send) -> None:
+async def send_problem(error: NormserveError, exchange: HttpExchange, send: Send) -> None:
     """Answer with an error's problem document."""
     exchange.record.error = error.code
     if isinstance(error, ClientLeftError):
         exchange.client_left = True
-    status, headers, body = problem(error, exchange.request_id, exchange.path)
+    status, headers, body = make_problem_response(error, exchange.request_id, exchange.path)
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 
-class _Outgoing:
+class _ResponseRecorder:
     """The response, with the headers that every response has.
 
     Attributes:
         shared: headers for the page that sent the request, if a page did.
     """
 
-    def __init__(self, send: Send, exchange: Exchange) -> None:
+    def __init__(self, send: Send, exchange: HttpExchange) -> None:
         self._send = send
         self._exchange = exchange
         self.started = False
@@ -155,7 +157,7 @@ class _Outgoing:
     async def respond_problem(self, error: NormserveError) -> None:
         """Answer with an error; if a response has already begun, the connection's end cuts it off."""
         if not self.started:
-            await respond_problem(error, self._exchange, self.send)
+            await send_problem(error, self._exchange, self.send)
             return
         self._exchange.record.error = error.code
         self._exchange.client_left |= isinstance(error, ClientLeftError)
@@ -175,13 +177,13 @@ class _Outgoing:
         await self._send({**message, "headers": [*message["headers"], *self.shared, named]})
 
 
-def bearer_token(headers: Mapping[bytes, bytes]) -> bytes | None:
+def parse_bearer_token(headers: Mapping[bytes, bytes]) -> bytes | None:
     """The token of `Authorization: Bearer TOKEN`; None without such a header."""
     scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
     return token.strip(b" ") or None if scheme.lower() == b"bearer" else None
 
 
-def request_id_of(headers: Mapping[bytes, bytes]) -> str:
+def choose_request_id(headers: Mapping[bytes, bytes]) -> str:
     """The id of a request: the client's own, if it is valid."""
     given = headers.get(b"x-request-id", b"")
     if given and _SANE_ID.fullmatch(given):

@@ -37,7 +37,7 @@ _LONGEST_AUTHORITY = 300
 _MOST_KEPT = 1024
 
 
-class Origins:
+class OriginPolicy:
     """Decides about the `Host` and the `Origin` of every request."""
 
     def __init__(self, hosts: Iterable[str] | None, cors_origins: Iterable[str] = ()) -> None:
@@ -46,11 +46,13 @@ class Origins:
             allows any.
         cors_origins: origins whose pages may send requests and read the responses, as `https://app.example`.
         """
-        self._hosts = None if hosts is None else _LOOPBACK | {name for each in hosts if (name := _name(each))}
+        self._hosts = (
+            None if hosts is None else _LOOPBACK | {name for each in hosts if (name := _normalise_host(each))}
+        )
         self._accepted: set[bytes] = set()
         allowed = tuple(origin.lower() for origin in cors_origins)
         self._cors = CORSMiddleware(
-            _nothing,
+            _ignore_call,
             allow_origins=allowed,
             allow_methods=_METHODS,
             allow_headers=_REQUEST_HEADERS,
@@ -82,7 +84,7 @@ class Origins:
 
     def _require_host(self, host: bytes, path: str) -> None:
         assert self._hosts is not None
-        found = _authority(host.decode("latin-1"))
+        found = _parse_authority(host.decode("latin-1"))
         if found is not None and found[0] in self._hosts:
             if len(self._accepted) < _MOST_KEPT:
                 self._accepted.add(host)
@@ -97,7 +99,7 @@ class Origins:
     ) -> tuple[Headers, Response | None]:
         shared = self._shared.get(origin)
         if shared is None:
-            if not _is_own(origin, scope["scheme"], headers.get(b"host", b"")):
+            if not _is_own_origin(origin, scope["scheme"], headers.get(b"host", b"")):
                 raise ForbiddenOriginError(
                     "Origin must be the server's own or one of the setting --cors-origins, it is another"
                 )
@@ -113,8 +115,8 @@ class Origins:
         return (), response
 
 
-def hosts_of(host: str, allowed: str) -> list[str] | None:
-    """The hosts of a server, in the form that `Origins` takes.
+def list_allowed_hosts(host: str, allowed: str) -> list[str] | None:
+    """The hosts of a server, in the form that `OriginPolicy` takes.
 
     Args:
         host: the address that it listens on.
@@ -125,21 +127,21 @@ def hosts_of(host: str, allowed: str) -> list[str] | None:
         return None
     if allowed:
         return allowed.split(",")
-    return [host] if _is_loopback(host) else None
+    return [host] if _is_loopback_host(host) else None
 
 
-async def _nothing(*_: object) -> None:
+async def _ignore_call(*_: object) -> None:
     """A placeholder for the application: the middleware is used for its responses and wraps nothing."""
 
 
-def _is_loopback(host: str) -> bool:
+def _is_loopback_host(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host.lower() == "localhost"
 
 
-def _is_own(origin: bytes, scheme: str, host: bytes) -> bool:
+def _is_own_origin(origin: bytes, scheme: str, host: bytes) -> bool:
     """Whether an origin is this server, under the host name of the request.
 
     A server that uses plain HTTP may be behind a proxy that uses TLS.
@@ -147,21 +149,21 @@ def _is_own(origin: bytes, scheme: str, host: bytes) -> bool:
     said = _ORIGIN.fullmatch(origin.decode("latin-1").lower())
     if said is None or (scheme == "https" and said[1] != scheme):
         return False
-    from_page, to_server = _authority(said[2]), _authority(host.decode("latin-1"))
+    from_page, to_server = _parse_authority(said[2]), _parse_authority(host.decode("latin-1"))
     if from_page is None or to_server is None:
         return False
     port = _PORTS[said[1]]
     return (from_page[0], from_page[1] or port) == (to_server[0], to_server[1] or port)
 
 
-def _name(host: str) -> str | None:
-    """A name or an address of the settings in the form of `_authority`; None if it is neither."""
+def _normalise_host(host: str) -> str | None:
+    """A name or an address of the settings in the form of `_parse_authority`; None if it is neither."""
     bare = host.count(":") > 1 and not host.startswith("[")
-    found = _authority(f"[{host}]" if bare else host)
+    found = _parse_authority(f"[{host}]" if bare else host)
     return None if found is None else found[0]
 
 
-def _authority(text: str) -> tuple[str, int | None] | None:
+def _parse_authority(text: str) -> tuple[str, int | None] | None:
     """Name and port of `name[:port]`, in one form for all spellings; None if it has another form."""
     if len(text) > _LONGEST_AUTHORITY or (found := _AUTHORITY.fullmatch(text.lower())) is None:
         return None

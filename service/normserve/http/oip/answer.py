@@ -7,20 +7,22 @@ import msgspec
 
 from normserve.codec import json_tensors
 from normserve.errors import UnexpectedTensorError
-from normserve.http.oip.asked import Asked, Output, output_names
+from normserve.http.oip.asked import InferenceRequest, RequestedOutput, list_output_names
 from normserve.http.oip.datatypes import NAMES
 from normserve.http.oip.header import LENGTH
-from normserve.http.oip.models import VERSION, Model
+from normserve.http.oip.models import VERSION, InferenceModel
 from normserve.http.transport import Buffers, Headers
 from normserve.jobs.job import NormJob
-from normserve.jobs.results import results_of
+from normserve.jobs.results import infer_result_specs
 from normserve.memory.host_tensors import HostTensor
-from normserve.requests.several import Several
+from normserve.requests.several import TensorSplit
 
 _JSON, _BINARY = b"application/json", b"application/octet-stream"
 
 
-def require_possible(model: Model, asked: Asked, job: NormJob, several: Several | None = None) -> None:
+def require_expressible(
+    model: InferenceModel, asked: InferenceRequest, job: NormJob, several: TensorSplit | None = None
+) -> None:
     """Refuse, before the work, a request whose response cannot have the requested form.
 
     Args: several: how results are divided if x was sent as several tensors.
@@ -32,18 +34,20 @@ def require_possible(model: Model, asked: Asked, job: NormJob, several: Several 
     if asked.outputs is None and asked.all_binary:
         return
     given = {name: (tensor.dtype, tensor.shape) for name, tensor in job.tensors.items()}
-    results = results_of(job.spec, given, job.layer)
+    results = infer_result_specs(job.spec, given, job.layer)
     if several is not None:
         results = several.described(results)
-    wanted = _wanted(model, asked, results)
+    wanted = _select_outputs(model, asked, results)
     if not wanted:
         raise UnexpectedTensorError(f"these inputs give {', '.join(results)}, and nothing that is requested")
     for each in wanted:
         if not each.is_binary and each.region is None:
-            json_tensors.require_few(each.name, prod(results[each.name][1]))
+            json_tensors.require_json_size(each.name, prod(results[each.name][1]))
 
 
-def answer(model: Model, asked: Asked, results: Mapping[str, HostTensor]) -> tuple[Buffers, bytes, Headers]:
+def build_response(
+    model: InferenceModel, asked: InferenceRequest, results: Mapping[str, HostTensor]
+) -> tuple[Buffers, bytes, Headers]:
     """A response's body in pieces, its media type, and the header with the length of the JSON.
 
     Raises:
@@ -51,7 +55,7 @@ def answer(model: Model, asked: Asked, results: Mapping[str, HostTensor]) -> tup
     """
     described: list[dict[str, object]] = []
     buffers: list[bytes | memoryview] = []
-    for each in _wanted(model, asked, results):
+    for each in _select_outputs(model, asked, results):
         tensor = results[each.name]
         output: dict[str, object] = {"name": each.name, "datatype": NAMES[tensor.dtype], "shape": tensor.shape}
         if each.region is not None:
@@ -75,11 +79,13 @@ def answer(model: Model, asked: Asked, results: Mapping[str, HostTensor]) -> tup
     return [text, *buffers], _BINARY, [(LENGTH, b"%d" % len(text))]
 
 
-def _wanted(model: Model, asked: Asked, results: Mapping[str, object]) -> Sequence[Output]:
+def _select_outputs(
+    model: InferenceModel, asked: InferenceRequest, results: Mapping[str, object]
+) -> Sequence[RequestedOutput]:
     """The outputs to send: those of the requested ones that exist."""
     if asked.outputs is not None:
         return [each for each in asked.outputs if each.name in results]
-    order = {name: place for place, name in enumerate(output_names(model))}
+    order = {name: place for place, name in enumerate(list_output_names(model))}
     # Outputs of several tensors stay in the order of their numbers.
     names = results if len(results) == 1 else sorted(results, key=lambda name: order[name.partition(".")[0]])
-    return [Output(name, asked.all_binary) for name in names]
+    return [RequestedOutput(name, asked.all_binary) for name in names]

@@ -7,29 +7,29 @@ from typing import Any
 
 import msgspec
 
-from normserve.codec.shapes import bits_of
+from normserve.codec.shapes import count_bits
 from normserve.codec.tensor_names import PARAMETERS, STATISTICS
 from normserve.errors import InvalidParameterError, InvalidShapeError, MalformedPayloadError, UnexpectedTensorError
-from normserve.http.oip.datatypes import dtype_of
+from normserve.http.oip.datatypes import parse_datatype
 from normserve.http.oip.header import (
-    Header,
+    InferenceHeader,
     InputHeader,
     InputParameters,
     OutputHeader,
     OutputParameters,
     Value,
 )
-from normserve.http.oip.models import VERSION, Model
-from normserve.jobs.job import LAYER_OPTIONS, OUT_DTYPE_OF_FLOATS, NormSpec, Op, Pass
-from normserve.jobs.validation import tensor_names
+from normserve.http.oip.models import VERSION, InferenceModel
+from normserve.jobs.job import LAYER_OPTIONS, OUT_DTYPE_OF_FLOATS, NormSpec, Op, PassDirection
+from normserve.jobs.validation import list_tensor_names
 from normserve.memory.host_tensors import DType
 from normserve.requests.parameters import (
     Parameters,
-    expected_instead,
+    find_layer_name,
+    list_operation_parameters,
     make_spec,
-    named_layer,
-    operation_parameters,
-    parse_values,
+    parse_parameters,
+    suggest_name,
 )
 
 _MAX_TIMEOUT_US = 86_400_000_000
@@ -38,21 +38,21 @@ _ABSENT = (b"", b"null")
 
 
 @dataclass(frozen=True, slots=True)
-class Data:
+class JsonSource:
     """A tensor in the JSON."""
 
     json: msgspec.Raw
 
 
 @dataclass(frozen=True, slots=True)
-class Binary:
+class BinarySource:
     """A tensor in the body, from byte `start` on, with the length that its shape requires."""
 
     start: int
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class RegionReference:
     """A tensor that is read from or written to memory that the client registered."""
 
     name: str
@@ -61,7 +61,7 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True)
-class Input:
+class InputTensor:
     """One input tensor.
 
     Attributes:
@@ -72,11 +72,11 @@ class Input:
     dtype: DType
     shape: tuple[int, ...]
     nbytes: int
-    source: Data | Binary | Region
+    source: JsonSource | BinarySource | RegionReference
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class RequestedOutput:
     """One requested output tensor.
 
     Attributes:
@@ -86,11 +86,11 @@ class Output:
 
     name: str
     is_binary: bool
-    region: Region | None = None
+    region: RegionReference | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class InferenceRequest:
     """One request, without its tensors' memory.
 
     Attributes:
@@ -103,15 +103,17 @@ class Asked:
 
     spec: NormSpec
     layer: str | None
-    inputs: tuple[Input, ...]
-    outputs: tuple[Output, ...] | None
+    inputs: tuple[InputTensor, ...]
+    outputs: tuple[RequestedOutput, ...] | None
     all_binary: bool
     timeout_ms: float | None
     id: str | None
     uses_regions: bool = False
 
 
-def check_header(model: Model, header: Header, json_bytes: int, body_bytes: int) -> Asked:
+def check_request(
+    model: InferenceModel, header: InferenceHeader, json_bytes: int, body_bytes: int
+) -> InferenceRequest:
     """Check a header.
 
     Args: body_bytes: length of the JSON and everything after it.
@@ -122,19 +124,29 @@ def check_header(model: Model, header: Header, json_bytes: int, body_bytes: int)
     if header.model_name not in (None, model.name) or header.model_version not in (None, "", VERSION):
         raise MalformedPayloadError("model_name and model_version must be those of the path, or absent")
     given = dict(header.parameters or {})
-    all_binary = _taken_flag(given, "binary_data_output")
-    timeout_ms = _taken_timeout(given)
-    values = _read_parameters(model, given)
-    outputs = None if not header.outputs else tuple([_output(model, each, all_binary) for each in header.outputs])
-    if outputs is not None and model.direction is Pass.FORWARD and any(each.name in STATISTICS for each in outputs):
+    all_binary = _pop_flag(given, "binary_data_output")
+    timeout_ms = _pop_timeout_ms(given)
+    values = _parse_parameters(model, given)
+    outputs = (
+        None if not header.outputs else tuple([_check_output(model, each, all_binary) for each in header.outputs])
+    )
+    if (
+        outputs is not None
+        and model.direction is PassDirection.FORWARD
+        and any(each.name in STATISTICS for each in outputs)
+    ):
         values["stats"] = True
-    spec = _spec_of(model, values)
-    inputs = _inputs(header.inputs, json_bytes, body_bytes)
-    uses_regions = any(type(each.source) is Region for each in inputs) or any(each.region for each in outputs or ())
-    return Asked(spec, _layer_of(model, values), inputs, outputs, all_binary, timeout_ms, header.id, uses_regions)
+    spec = _make_spec(model, values)
+    inputs = _check_inputs(header.inputs, json_bytes, body_bytes)
+    uses_regions = any(type(each.source) is RegionReference for each in inputs) or any(
+        each.region for each in outputs or ()
+    )
+    return InferenceRequest(
+        spec, _find_layer_name(model, values), inputs, outputs, all_binary, timeout_ms, header.id, uses_regions
+    )
 
 
-def check_raw(model: Model, row: tuple[int, ...] | None, body_bytes: int) -> Asked:
+def make_raw_request(model: InferenceModel, row: tuple[int, ...] | None, body_bytes: int) -> InferenceRequest:
     """The request of a body that consists of x alone: float32, rows of the model's length or one row.
 
     Args: row: the shape of a layer's row, [N], or [H, N] with heads; None: one row of any length.
@@ -142,7 +154,7 @@ def check_raw(model: Model, row: tuple[int, ...] | None, body_bytes: int) -> Ask
     Raises:
         NormserveError: the model needs more than x, or the bytes are not such an x.
     """
-    if model.direction is Pass.BACKWARD or model.op is Op.GROUP_NORM:
+    if model.direction is PassDirection.BACKWARD or model.op is Op.GROUP_NORM:
         raise MalformedPayloadError(
             f"{model.name} cannot know the shapes of a body without a JSON header; Inference-Header-Content-Length"
             " must be that of one"
@@ -155,43 +167,43 @@ def check_raw(model: Model, row: tuple[int, ...] | None, body_bytes: int) -> Ask
             f"without a JSON header a body must be FP32 [rows, {sizes}], got {body_bytes} bytes"
         )
     shape = (count,) if row is None else (count // of_row, *row)
-    x = Input("x", DType.FLOAT32, shape, body_bytes, Binary(0))
-    return Asked(_spec_of(model, {}), _layer_of(model, {}), (x,), None, True, None, None)
+    x = InputTensor("x", DType.FLOAT32, shape, body_bytes, BinarySource(0))
+    return InferenceRequest(_make_spec(model, {}), _find_layer_name(model, {}), (x,), None, True, None, None)
 
 
-def input_names(model: Model) -> tuple[str, ...]:
+def list_input_names(model: InferenceModel) -> tuple[str, ...]:
     """The inputs of a model."""
-    return tensor_names(model.op, model.direction, with_layer=model.is_layer)
+    return list_tensor_names(model.op, model.direction, with_layer=model.is_layer)
 
 
-def output_names(model: Model) -> tuple[str, ...]:
+def list_output_names(model: InferenceModel) -> tuple[str, ...]:
     """The possible outputs of a model, in their order."""
-    if model.direction is Pass.BACKWARD:
-        of_input = [f"d{name}" for name in (*PARAMETERS, "scale", "shift") if name in input_names(model)]
+    if model.direction is PassDirection.BACKWARD:
+        of_input = [f"d{name}" for name in (*PARAMETERS, "scale", "shift") if name in list_input_names(model)]
         return ("dx", *of_input) if model.op is Op.GROUP_NORM else ("dx", "dresidual", *of_input)
     if model.op is Op.LAYER_NORM_CHAIN:
         return ("y",)
     return ("y", "residual_out", *(STATISTICS[1:] if model.op is Op.RMS_NORM else STATISTICS))
 
 
-def _layer_of(model: Model, values: dict[str, Any]) -> str | None:
-    return model.name if model.is_layer else named_layer(values)
+def _find_layer_name(model: InferenceModel, values: dict[str, Any]) -> str | None:
+    return model.name if model.is_layer else find_layer_name(values)
 
 
-def _spec_of(model: Model, values: dict[str, Any]) -> NormSpec:
+def _make_spec(model: InferenceModel, values: dict[str, Any]) -> NormSpec:
     """The spec without the values that a layer fixes, which are added when the job is made."""
     layer = {"layer": model.name} if model.is_layer else {}
     return make_spec(model.op, model.direction, values | layer)
 
 
-def _taken_flag(given: dict[str, Value], name: str) -> bool:
+def _pop_flag(given: dict[str, Value], name: str) -> bool:
     value = given.pop(name, False)
     if not isinstance(value, bool):
         raise InvalidParameterError(f"{name} must be true or false")
     return value
 
 
-def _taken_timeout(given: dict[str, Value]) -> float | None:
+def _pop_timeout_ms(given: dict[str, Value]) -> float | None:
     """The timeout in milliseconds; 0 microseconds mean the server's default."""
     value = given.pop("timeout", 0)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_TIMEOUT_US:
@@ -199,74 +211,76 @@ def _taken_timeout(given: dict[str, Value]) -> float | None:
     return value / 1000 or None
 
 
-def _read_parameters(model: Model, given: dict[str, Value]) -> dict[str, Any]:
-    known = _parameters(model)
+def _parse_parameters(model: InferenceModel, given: dict[str, Value]) -> dict[str, Any]:
+    known = _list_parameters(model)
     for name in given:
         if name.startswith(_RESERVED):
             raise MalformedPayloadError(f"{name[:64]!r} is reserved: no parameter may begin with {_RESERVED}")
         if name not in known:
-            near = expected_instead(name, [*known, "timeout", "binary_data_output"])
+            near = suggest_name(name, [*known, "timeout", "binary_data_output"])
             raise InvalidParameterError(f"{name[:64]!r} is not a parameter of {model.name}; {near}")
-    return parse_values([(name, _text(value)) for name, value in given.items()], known)
+    return parse_parameters([(name, _format_query_value(value)) for name, value in given.items()], known)
 
 
-def _parameters(model: Model) -> Parameters:
+def _list_parameters(model: InferenceModel) -> Parameters:
     of_layer = {"layer", *[option.name for option in LAYER_OPTIONS]} if model.is_layer else set()
     # The protocol has no datatype of eight bits.
     changed = {"out_dtype": OUT_DTYPE_OF_FLOATS}
-    known = operation_parameters(model.op, model.direction)
+    known = list_operation_parameters(model.op, model.direction)
     return {name: changed.get(name, each) for name, each in known.items() if name not in {"timeout_ms", *of_layer}}
 
 
-def _text(value: Value) -> str:
+def _format_query_value(value: Value) -> str:
     """A parameter in the form of a query's value."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     return str(value)
 
 
-def _output(model: Model, header: OutputHeader, all_binary: bool) -> Output:
-    known = output_names(model)
+def _check_output(model: InferenceModel, header: OutputHeader, all_binary: bool) -> RequestedOutput:
+    known = list_output_names(model)
     base, _, number = header.name.partition(".")
     if header.name not in known and not (base in known and number.isdigit()):
-        near = expected_instead(header.name, known)
+        near = suggest_name(header.name, known)
         raise UnexpectedTensorError(f"{header.name[:64]!r} is not an output of {model.name}; {near}")
     said = header.parameters or OutputParameters()
     if said.classification:
         raise InvalidParameterError("classification is not supported: outputs are tensors")
     is_binary = all_binary if said.binary_data is None else said.binary_data
-    region = _region(header.name, said)
+    region = _read_region(header.name, said)
     if region is not None and is_binary and said.binary_data:
         raise MalformedPayloadError(f"{header.name} must be requested as binary data or in a region, not both")
-    return Output(header.name, is_binary, region)
+    return RequestedOutput(header.name, is_binary, region)
 
 
-def _inputs(headers: Iterable[InputHeader], json_bytes: int, body_bytes: int) -> tuple[Input, ...]:
+def _check_inputs(headers: Iterable[InputHeader], json_bytes: int, body_bytes: int) -> tuple[InputTensor, ...]:
     """The inputs in order; binary ones follow the JSON one after another, up to the body's last byte."""
     inputs = []
     position = json_bytes
     for header in headers:
-        dtype = dtype_of(header.name, header.datatype)
-        nbytes = bits_of(header.shape, dtype.itemsize * 8) // 8
+        dtype = parse_datatype(header.name, header.datatype)
+        nbytes = count_bits(header.shape, dtype.itemsize * 8) // 8
         said = header.parameters or InputParameters()
-        region = _region(header.name, said)
+        region = _read_region(header.name, said)
         data = None if bytes(header.data) in _ABSENT else header.data
         if (data is not None) + (said.binary_data_size is not None) + (region is not None) != 1:
             raise MalformedPayloadError(
-                f"{_label(header.name)} must have exactly one of data, binary_data_size and shared_memory_region"
+                f"{_format_label(header.name)} must have exactly one of data, binary_data_size and "
+                "shared_memory_region"
             )
-        source: Data | Binary | Region
+        source: JsonSource | BinarySource | RegionReference
         if data is not None:
-            source = Data(data)
+            source = JsonSource(data)
         else:
             size = said.binary_data_size if region is None else region.nbytes
             if size != nbytes:
                 raise MalformedPayloadError(
-                    f"{_label(header.name)} must have the {nbytes} bytes of its shape and datatype, got {size}"
+                    f"{_format_label(header.name)} must have the {nbytes} bytes of its shape and datatype, "
+                    f"got {size}"
                 )
-            source = region or Binary(position)
+            source = region or BinarySource(position)
             position += 0 if region else nbytes
-        inputs.append(Input(header.name, dtype, header.shape, nbytes, source))
+        inputs.append(InputTensor(header.name, dtype, header.shape, nbytes, source))
     if position != body_bytes:
         raise MalformedPayloadError(
             f"the JSON and the binary inputs must be the whole body of {body_bytes} bytes, are {position}"
@@ -274,15 +288,17 @@ def _inputs(headers: Iterable[InputHeader], json_bytes: int, body_bytes: int) ->
     return tuple(inputs)
 
 
-def _region(name: str, said: InputParameters | OutputParameters) -> Region | None:
+def _read_region(name: str, said: InputParameters | OutputParameters) -> RegionReference | None:
     if said.shared_memory_region is None:
         if said.shared_memory_byte_size is not None or said.shared_memory_offset is not None:
-            raise MalformedPayloadError(f"{_label(name)} must name the shared_memory_region of its size and offset")
+            raise MalformedPayloadError(
+                f"{_format_label(name)} must name the shared_memory_region of its size and offset"
+            )
         return None
     if said.shared_memory_byte_size is None:
-        raise MalformedPayloadError(f"{_label(name)} must have a shared_memory_byte_size beside its region")
-    return Region(said.shared_memory_region, said.shared_memory_offset or 0, said.shared_memory_byte_size)
+        raise MalformedPayloadError(f"{_format_label(name)} must have a shared_memory_byte_size beside its region")
+    return RegionReference(said.shared_memory_region, said.shared_memory_offset or 0, said.shared_memory_byte_size)
 
 
-def _label(name: str) -> str:
+def _format_label(name: str) -> str:
     return repr(name[:64])

@@ -9,17 +9,17 @@ from fastapi.responses import JSONResponse
 
 from normserve import __version__
 from normserve.engine.engine import Engine
-from normserve.engine.progress import StallWatch
+from normserve.engine.progress import StallDetector
 from normserve.errors import NormserveError, RetryLaterError
-from normserve.http.oip.descriptions import PLATFORM, configuration, metadata
-from normserve.http.oip.models import Model, Models
-from normserve.http.oip.notes import note
-from normserve.http.oip.regions.device import DeviceMemory
-from normserve.http.oip.regions.registry import Regions
-from normserve.http.oip.statistics import Statistics, document
-from normserve.jobs.job import Layer
+from normserve.http.oip.descriptions import PLATFORM, describe_configuration, describe_model
+from normserve.http.oip.models import InferenceModel, ModelCatalogue
+from normserve.http.oip.notes import label_request
+from normserve.http.oip.regions.device import DeviceRegionOpener
+from normserve.http.oip.regions.registry import RegionRegistry
+from normserve.http.oip.statistics import InferenceStatistics, make_document
+from normserve.jobs.job import RegisteredLayer
 from normserve.layers.registry import LayerRegistry
-from normserve.peers.siblings import Question, Siblings
+from normserve.peers.siblings import Question, SiblingProcesses
 
 EXTENSIONS = ("binary_tensor_data", "statistics", "model_repository", "model_configuration", "parameters")
 
@@ -28,7 +28,7 @@ _QUESTION = "oip_statistics"
 
 
 @dataclass(frozen=True, slots=True)
-class Catalogue:
+class ModelRoutes:
     """The routes for metadata, health, configuration and statistics.
 
     Attributes:
@@ -36,13 +36,13 @@ class Catalogue:
     """
 
     engine: Engine
-    stalls: StallWatch
-    models: Models
+    stalls: StallDetector
+    models: ModelCatalogue
     layers: LayerRegistry
-    statistics: Statistics
-    siblings: Siblings
-    regions: Regions
-    device_memory: DeviceMemory
+    statistics: InferenceStatistics
+    siblings: SiblingProcesses
+    regions: RegionRegistry
+    device_memory: DeviceRegionOpener
 
     def router(self) -> APIRouter:
         """The routes, all of which only read."""
@@ -71,19 +71,19 @@ class Catalogue:
 
     async def server(self, request: Request) -> JSONResponse:
         """The server and its extensions of the protocol."""
-        note(request, "info")
+        label_request(request, "info")
         of_memory = {"system_shared_memory": self.regions.is_on, "cuda_shared_memory": self.device_memory.is_on}
         extensions = [*EXTENSIONS, *(name for name, is_on in of_memory.items() if is_on)]
         return JSONResponse({"name": PLATFORM, "version": __version__, "extensions": extensions})
 
     async def live(self, request: Request) -> JSONResponse:
         """200 while the process works."""
-        note(request, "livez")
+        label_request(request, "livez")
         return JSONResponse({"live": True})
 
     async def ready(self, request: Request) -> JSONResponse:
         """200 once warmed up and while requests are accepted and finished, else 400 with the reason."""
-        note(request, "readyz")
+        label_request(request, "readyz")
         try:
             self._require_ready()
         except NormserveError as error:
@@ -92,12 +92,12 @@ class Catalogue:
 
     async def show(self, request: Request, name: str, version: str | None = None) -> JSONResponse:
         """The inputs and outputs of a model."""
-        note(request, "models")
-        return JSONResponse(metadata(*self._model(name, version)))
+        label_request(request, "models")
+        return JSONResponse(describe_model(*self._model(name, version)))
 
     async def model_ready(self, request: Request, name: str, version: str | None = None) -> Response:
         """200 if the model exists and the server is ready, else 404 or 400."""
-        note(request, "models")
+        label_request(request, "models")
         try:
             self._model(name, version)
             self._require_ready()
@@ -107,19 +107,19 @@ class Catalogue:
 
     async def configuration(self, request: Request, name: str, version: str | None = None) -> JSONResponse:
         """A model's configuration."""
-        note(request, "models")
-        return JSONResponse(configuration(*self._model(name, version)))
+        label_request(request, "models")
+        return JSONResponse(describe_configuration(*self._model(name, version)))
 
     async def model_statistics(self, request: Request, name: str, version: str | None = None) -> JSONResponse:
         """Statistics of a model's inferences."""
-        note(request, "model_stats")
+        label_request(request, "model_stats")
         self._model(name, version)
-        return JSONResponse(document([name], await self._counted()))
+        return JSONResponse(make_document([name], await self._counted()))
 
     async def all_statistics(self, request: Request) -> JSONResponse:
         """Statistics of the inferences of all models."""
-        note(request, "model_stats")
-        return JSONResponse(document([each.name for each in self.models.all()], await self._counted()))
+        label_request(request, "model_stats")
+        return JSONResponse(make_document([each.name for each in self.models.all()], await self._counted()))
 
     async def _counted(self) -> list[dict[str, object]]:
         """The counts of each process of the fleet that answers."""
@@ -128,7 +128,7 @@ class Catalogue:
         answers = await self.siblings.request(_QUESTION)
         return [self.statistics.plain(), *map(json.loads, answers.values())]
 
-    def _model(self, name: str, version: str | None) -> tuple[Model, Layer | None]:
+    def _model(self, name: str, version: str | None) -> tuple[InferenceModel, RegisteredLayer | None]:
         model = self.models.get(name, version)
         return model, self.layers.get(name) if model.is_layer else None
 

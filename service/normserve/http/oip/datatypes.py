@@ -7,7 +7,7 @@ DTYPES = {"FP32": DType.FLOAT32, "FP16": DType.FLOAT16, "BF16": DType.BFLOAT16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def dtype_of(name: str, datatype: str) -> DType:
+def parse_datatype(name: str, datatype: str) -> DType:
     """The element type of the tensor `name`.
 
     Raises:

@@ -3,17 +3,17 @@
 from typing import Any
 
 from normserve.codec.tensor_names import OF_SAMPLES, STATISTICS, is_parameter
-from normserve.http.oip.asked import input_names, output_names
+from normserve.http.oip.asked import list_input_names, list_output_names
 from normserve.http.oip.datatypes import NAMES
-from normserve.http.oip.models import VERSION, Model
-from normserve.jobs.job import Layer, Op, Pass
+from normserve.http.oip.models import VERSION, InferenceModel
+from normserve.jobs.job import Op, PassDirection, RegisteredLayer
 from normserve.memory.host_tensors import DType
 
 PLATFORM = "normserve"
 _ANY = -1
 
 
-def metadata(model: Model, layer: Layer | None) -> dict[str, Any]:
+def describe_model(model: InferenceModel, layer: RegisteredLayer | None) -> dict[str, Any]:
     """The model metadata.  An arbitrary size is -1; x may also have any other rank.
 
     Args: layer: the registered layer, if the model is one.
@@ -22,17 +22,17 @@ def metadata(model: Model, layer: Layer | None) -> dict[str, Any]:
         "name": model.name,
         "versions": [VERSION],
         "platform": PLATFORM,
-        "inputs": [_described(model, layer, name) for name in input_names(model)],
-        "outputs": [_described(model, layer, name) for name in output_names(model)],
+        "inputs": [_describe_tensor(model, layer, name) for name in list_input_names(model)],
+        "outputs": [_describe_tensor(model, layer, name) for name in list_output_names(model)],
     }
 
 
-def configuration(model: Model, layer: Layer | None) -> dict[str, Any]:
+def describe_configuration(model: InferenceModel, layer: RegisteredLayer | None) -> dict[str, Any]:
     """The model configuration, as far as it applies to this server."""
     required = ("x", "dy")
 
-    def tensor(name: str) -> dict[str, Any]:
-        told = _described(model, layer, name)
+    def describe_tensor(name: str) -> dict[str, Any]:
+        told = _describe_tensor(model, layer, name)
         return {"name": name, "data_type": f"TYPE_{told['datatype']}", "dims": told["shape"]}
 
     return {
@@ -40,20 +40,20 @@ def configuration(model: Model, layer: Layer | None) -> dict[str, Any]:
         "platform": PLATFORM,
         "backend": PLATFORM,
         "max_batch_size": 0,
-        "input": [tensor(name) | {"optional": name not in required} for name in input_names(model)],
-        "output": [tensor(name) for name in output_names(model)],
+        "input": [describe_tensor(name) | {"optional": name not in required} for name in list_input_names(model)],
+        "output": [describe_tensor(name) for name in list_output_names(model)],
     }
 
 
-def _described(model: Model, layer: Layer | None, name: str) -> dict[str, Any]:
+def _describe_tensor(model: InferenceModel, layer: RegisteredLayer | None, name: str) -> dict[str, Any]:
     """One tensor.  The server accepts other types as well; this is the most usual one."""
     dtype = DType.FLOAT32
-    if layer is not None and model.direction is Pass.FORWARD and name not in STATISTICS:
+    if layer is not None and model.direction is PassDirection.FORWARD and name not in STATISTICS:
         dtype = layer.dtype
-    return {"name": name, "datatype": NAMES[dtype], "shape": _shape(model, layer, name)}
+    return {"name": name, "datatype": NAMES[dtype], "shape": _describe_shape(model, layer, name)}
 
 
-def _shape(model: Model, layer: Layer | None, name: str) -> list[int]:
+def _describe_shape(model: InferenceModel, layer: RegisteredLayer | None, name: str) -> list[int]:
     size = _ANY if layer is None else layer.size
     row = [size] if layer is None else list(layer.row)
     name = name[1:] if name in ("dweight", "dbias", "dscale", "dshift") else name

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from normserve.errors import InvalidParameterError, MalformedPayloadError, TooLargeError
-from normserve.requests.parameters import expected_instead
+from normserve.requests.parameters import suggest_name
 
 LENGTH = b"inference-header-content-length"
 """The header field with the number of bytes of JSON in the body."""
@@ -67,7 +67,7 @@ class OutputHeader(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     parameters: OutputParameters | None = None
 
 
-class Header(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+class InferenceHeader(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """A whole request without its binary data.
 
     Attributes:
@@ -83,10 +83,10 @@ class Header(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 _MARK = "\ufeff".encode()
-_DECODER = msgspec.json.Decoder(Header)
+_DECODER = msgspec.json.Decoder(InferenceHeader)
 
 
-def json_bytes(said: bytes | None, announced: int | None) -> int | None:
+def parse_json_length(said: bytes | None, announced: int | None) -> int | None:
     """The number of bytes of JSON in a body, from its header; None if the whole body is JSON.
 
     Args:
@@ -98,7 +98,7 @@ def json_bytes(said: bytes | None, announced: int | None) -> int | None:
         TooLargeError: the JSON is too long.
     """
     if said is None:
-        require_short(announced or 0)
+        require_json_limit(announced or 0)
         return None
     if not said.isdigit() or len(said) > _MAX_DIGITS:
         raise MalformedPayloadError("Inference-Header-Content-Length must be a number of bytes")
@@ -107,11 +107,11 @@ def json_bytes(said: bytes | None, announced: int | None) -> int | None:
         raise MalformedPayloadError(
             f"Inference-Header-Content-Length must be at most the body's {announced} bytes, is {nbytes}"
         )
-    require_short(nbytes)
+    require_json_limit(nbytes)
     return nbytes
 
 
-def require_short(nbytes: int) -> None:
+def require_json_limit(nbytes: int) -> None:
     """Raises: TooLargeError: the JSON is too long."""
     if nbytes > MAX_JSON_BYTES:
         raise TooLargeError(
@@ -119,7 +119,7 @@ def require_short(nbytes: int) -> None:
         )
 
 
-def read_header(text: bytes | memoryview) -> Header:
+def parse_header(text: bytes | memoryview) -> InferenceHeader:
     """Parse the JSON header.
 
     Raises:
@@ -131,23 +131,23 @@ def read_header(text: bytes | memoryview) -> Header:
     if fields > _MAX_FIELDS:
         raise MalformedPayloadError(f"a request's JSON must have at most {_MAX_FIELDS} fields, got {fields}")
     try:
-        header = _DECODER.decode(without_mark(text))
+        header = _DECODER.decode(strip_byte_order_mark(text))
     except msgspec.ValidationError as error:
-        raise _fault(str(error)) from None
+        raise _make_format_error(str(error)) from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         told = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
         raise MalformedPayloadError(f"the request's JSON cannot be read: {told}") from None
-    _require_distinct("inputs", [each.name for each in header.inputs])
-    _require_distinct("outputs", [each.name for each in header.outputs or ()])
+    _require_distinct_names("inputs", [each.name for each in header.inputs])
+    _require_distinct_names("outputs", [each.name for each in header.outputs or ()])
     return header
 
 
-def without_mark(text: bytes | memoryview) -> bytes | memoryview:
+def strip_byte_order_mark(text: bytes | memoryview) -> bytes | memoryview:
     """Return JSON without the byte order mark that programs on Windows write before it."""
     return text[len(_MARK) :] if text[: len(_MARK)] == _MARK else text
 
 
-def _fault(told: str) -> MalformedPayloadError | InvalidParameterError:
+def _make_format_error(told: str) -> MalformedPayloadError | InvalidParameterError:
     """The error for JSON of another form; for an unknown field it says which are known."""
     _, unknown, rest = told.partition("unknown field `")
     where = told.rpartition(" - at `")[2].rstrip("`") if " - at `" in told else "$"
@@ -156,14 +156,14 @@ def _fault(told: str) -> MalformedPayloadError | InvalidParameterError:
     name = rest.partition("`")[0]
     of_input, of_output = where.startswith("$.inputs"), where.startswith("$.outputs")
     if where.endswith(".parameters") and where != "$.parameters":
-        near = expected_instead(name, (InputParameters if of_input else OutputParameters).__struct_fields__)
+        near = suggest_name(name, (InputParameters if of_input else OutputParameters).__struct_fields__)
         return InvalidParameterError(f"{name[:64]!r} is not a parameter of a tensor; {near}")
-    said = InputHeader if of_input else OutputHeader if of_output else Header
-    near = expected_instead(name, said.__struct_fields__)
+    said = InputHeader if of_input else OutputHeader if of_output else InferenceHeader
+    near = suggest_name(name, said.__struct_fields__)
     return MalformedPayloadError(f"{name[:64]!r} is not a known field; {near}")
 
 
-def _require_distinct(what: str, names: list[str]) -> None:
+def _require_distinct_names(what: str, names: list[str]) -> None:
     if len(names) > MAX_TENSORS:
         raise TooLargeError(f"a request must have at most {MAX_TENSORS} {what}, got {len(names)}")
     if len(set(names)) != len(names):

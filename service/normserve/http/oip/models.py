@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from normserve.errors import NotFoundError, UnknownLayerError
-from normserve.jobs.job import Layer, Op, Pass
+from normserve.jobs.job import Op, PassDirection, RegisteredLayer
 from normserve.layers.registry import LayerRegistry
 
 VERSION = "1"
@@ -11,7 +11,7 @@ VERSION = "1"
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class InferenceModel:
     """An operation or a registered layer, under one name.
 
     Attributes:
@@ -20,25 +20,25 @@ class Model:
 
     name: str
     op: Op
-    direction: Pass
+    direction: PassDirection
     is_layer: bool = False
 
 
 OPERATIONS = {
-    name: Model(name, op, direction)
+    name: InferenceModel(name, op, direction)
     for op in Op
     for direction in op.passes
-    for name in [op.value if direction is Pass.FORWARD else f"{op.value}_backward"]
+    for name in [op.value if direction is PassDirection.FORWARD else f"{op.value}_backward"]
 }
 
 
-class Models:
+class ModelCatalogue:
     """Finds models.  A layer with the name of an operation is hidden by the operation."""
 
     def __init__(self, layers: LayerRegistry) -> None:
         self._layers = layers
 
-    def get(self, name: str, version: str | None = None) -> Model:
+    def get(self, name: str, version: str | None = None) -> InferenceModel:
         """The model of that name.
 
         Raises:
@@ -48,18 +48,18 @@ class Models:
         model = OPERATIONS.get(name)
         if model is None:
             try:
-                model = _of_layer(self._layers.get(name))
+                model = _make_layer_model(self._layers.get(name))
             except UnknownLayerError:
                 raise NotFoundError("no model has this name; POST /v2/repository/index lists all models") from None
         if version not in (None, VERSION):
             raise NotFoundError(f"every model has the version {VERSION} and no other")
         return model
 
-    def all(self) -> list[Model]:
+    def all(self) -> list[InferenceModel]:
         """Every model: the operations first, then the layers by name."""
         layers = [each for each in self._layers.all() if each.name not in OPERATIONS]
-        return [*OPERATIONS.values(), *map(_of_layer, layers)]
+        return [*OPERATIONS.values(), *map(_make_layer_model, layers)]
 
 
-def _of_layer(layer: Layer) -> Model:
-    return Model(layer.name, layer.op, Pass.FORWARD, is_layer=True)
+def _make_layer_model(layer: RegisteredLayer) -> InferenceModel:
+    return InferenceModel(layer.name, layer.op, PassDirection.FORWARD, is_layer=True)

@@ -2,13 +2,13 @@
 
 from fastapi import Request
 
-from normserve.http.exchange import Exchange
+from normserve.http.exchange import HttpExchange
 
 TRANSPORT = "oip"
 
 
-def note(request: Request, route: str) -> Exchange:
+def label_request(request: Request, route: str) -> HttpExchange:
     """Set the request's metric labels to this route and protocol."""
-    exchange: Exchange = request.scope["state"]["exchange"]
+    exchange: HttpExchange = request.scope["state"]["exchange"]
     exchange.record.op, exchange.record.transport = route, TRANSPORT
     return exchange

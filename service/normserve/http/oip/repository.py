@@ -8,23 +8,23 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from normserve.errors import InvalidParameterError, MalformedPayloadError, NormserveError
-from normserve.http.body import BodyReader, require_identity
-from normserve.http.exchange import Exchange
-from normserve.http.oip.header import require_short, without_mark
-from normserve.http.oip.models import VERSION, Models
-from normserve.http.oip.notes import note
+from normserve.http.body import BodyReader, require_uncompressed
+from normserve.http.exchange import HttpExchange
+from normserve.http.oip.header import require_json_limit, strip_byte_order_mark
+from normserve.http.oip.models import VERSION, ModelCatalogue
+from normserve.http.oip.notes import label_request
 from normserve.layers.changes import LayerChanges
-from normserve.requests.parameters import expected_instead
+from normserve.requests.parameters import suggest_name
 
 _READY = "READY"
 _JSON = msgspec.json.Decoder(dict[str, Any])
 
 
 @dataclass(frozen=True, slots=True)
-class Repository:
+class RepositoryRoutes:
     """The routes for the list of models and for layers."""
 
-    models: Models
+    models: ModelCatalogue
     changes: LayerChanges
     bodies: BodyReader
 
@@ -38,9 +38,9 @@ class Repository:
 
     async def index(self, request: Request) -> JSONResponse:
         """Every model; all of them are ready."""
-        exchange = note(request, "repository")
+        exchange = label_request(request, "repository")
         said = await self._said(exchange)
-        _require_known(said, ("ready",))
+        _require_known_fields(said, ("ready",))
         if not isinstance(said.get("ready", False), bool):
             raise InvalidParameterError("ready must be true or false")
         models = [
@@ -50,8 +50,8 @@ class Repository:
 
     async def load(self, request: Request, name: str) -> Response:
         """Do nothing for an existing model; no other can be loaded, and no parameters are allowed."""
-        exchange = note(request, "repository")
-        parameters = _parameters(await self._said(exchange))
+        exchange = label_request(request, "repository")
+        parameters = _get_parameters(await self._said(exchange))
         if parameters:
             raise InvalidParameterError(
                 "a model is loaded as it was registered, without config and files; PUT /v1/layers registers it"
@@ -61,44 +61,44 @@ class Repository:
 
     async def unload(self, request: Request, name: str) -> Response:
         """Remove a registered layer; requests that already use it are not affected."""
-        exchange = note(request, "layers")
-        parameters = _parameters(await self._said(exchange))
-        _require_known(parameters, ("unload_dependents",))
+        exchange = label_request(request, "layers")
+        parameters = _get_parameters(await self._said(exchange))
+        _require_known_fields(parameters, ("unload_dependents",))
         if not self.models.get(name).is_layer:
             raise MalformedPayloadError(f"{name} is an operation, which cannot be unloaded; registered layers can")
         exchange.begin_work()
         await self.changes.remove(name)
         return JSONResponse({})
 
-    async def _said(self, exchange: Exchange) -> dict[str, Any]:
+    async def _said(self, exchange: HttpExchange) -> dict[str, Any]:
         """The body's JSON object; an empty one for no body.
 
         Raises:
             NormserveError: the body is not a JSON object, or too long.
         """
-        require_identity(exchange.headers.get(b"content-encoding", b"").decode("latin-1"))
-        require_short(exchange.reception.announced or 0)
+        require_uncompressed(exchange.headers.get(b"content-encoding", b"").decode("latin-1"))
+        require_json_limit(exchange.reception.announced or 0)
         body = await self.bodies.read(exchange)
         try:
-            require_short(len(body))
-            return _JSON.decode(without_mark(body)) if body else {}
+            require_json_limit(len(body))
+            return _JSON.decode(strip_byte_order_mark(body)) if body else {}
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
             raise MalformedPayloadError("the body must be a JSON object, or none") from None
 
 
-def _parameters(said: dict[str, Any]) -> dict[str, Any]:
-    _require_known(said, ("parameters",))
+def _get_parameters(said: dict[str, Any]) -> dict[str, Any]:
+    _require_known_fields(said, ("parameters",))
     parameters = said.get("parameters", {})
     if not isinstance(parameters, dict):
         raise MalformedPayloadError("parameters must be an object")
     return parameters
 
 
-def _require_known(said: dict[str, Any], known: tuple[str, ...]) -> None:
+def _require_known_fields(said: dict[str, Any], known: tuple[str, ...]) -> None:
     for name in said:
         if name not in known:
-            raise _unknown(name, known)
+            raise _make_unknown_error(name, known)
 
 
-def _unknown(name: str, known: tuple[str, ...]) -> NormserveError:
-    return InvalidParameterError(f"{name[:64]!r} is not a known field; {expected_instead(name, known)}")
+def _make_unknown_error(name: str, known: tuple[str, ...]) -> NormserveError:
+    return InvalidParameterError(f"{name[:64]!r} is not a known field; {suggest_name(name, known)}")

@@ -13,13 +13,13 @@ from msgspec import Meta
 from normserve.errors import MalformedPayloadError, TooLargeError
 from normserve.http.body import BodyReader
 from normserve.http.direct import DirectRoute
-from normserve.http.exchange import Exchange
-from normserve.http.oip.header import without_mark
-from normserve.http.oip.regions.device import DeviceMemory, DeviceRegion
-from normserve.http.oip.regions.files import RegionFile
-from normserve.http.oip.regions.registry import Regions, require_name
+from normserve.http.exchange import HttpExchange
+from normserve.http.oip.header import strip_byte_order_mark
+from normserve.http.oip.regions.device import DeviceRegion, DeviceRegionOpener
+from normserve.http.oip.regions.files import FileRegion
+from normserve.http.oip.regions.registry import RegionRegistry, require_region_name
 from normserve.memory.allocations import HANDLE_BYTES
-from normserve.memory.threads import make_in_thread
+from normserve.memory.threads import make_on_thread
 
 TRANSPORT_SYSTEM, TRANSPORT_CUDA = "oip_shm", "oip_cuda"
 """Metric labels of requests that use or register regions of either kind."""
@@ -30,7 +30,7 @@ _MAX_BODY_BYTES = 64 * 1024
 _Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
-class _SystemRegion(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+class _SystemRegistration(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """The body that registers system shared memory."""
 
     key: str
@@ -38,29 +38,29 @@ class _SystemRegion(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     offset: _Size = 0
 
 
-class _RawHandle(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+class _IpcHandle(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     b64: str
 
 
-class _CudaRegion(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+class _CudaRegistration(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """The body that registers CUDA shared memory."""
 
-    raw_handle: _RawHandle
+    raw_handle: _IpcHandle
     device_id: _Size
     byte_size: _Size
 
 
 _T = TypeVar("_T")
 
-_SYSTEM, _CUDA = msgspec.json.Decoder(_SystemRegion), msgspec.json.Decoder(_CudaRegion)
+_SYSTEM, _CUDA = msgspec.json.Decoder(_SystemRegistration), msgspec.json.Decoder(_CudaRegistration)
 
 
 @dataclass(frozen=True, slots=True)
-class SharedMemory:
+class SharedMemoryRoutes:
     """The handlers of these routes."""
 
-    regions: Regions
-    device_memory: DeviceMemory
+    regions: RegionRegistry
+    device_memory: DeviceRegionOpener
     bodies: BodyReader
 
     def router(self) -> APIRouter:
@@ -84,72 +84,72 @@ class SharedMemory:
 
     async def register_system(self, request: Request) -> Response:
         """Open a file of shared memory and give a region of it a name."""
-        exchange, name = _begun(request, TRANSPORT_SYSTEM)
-        said: _SystemRegion = await self._said(exchange, _SYSTEM)
+        exchange, name = _label_request(request, TRANSPORT_SYSTEM)
+        said: _SystemRegistration = await self._said(exchange, _SYSTEM)
         assert name is not None
         # The search of the process's mappings takes a millisecond.
-        region = await make_in_thread(self.regions.open, name, said.key, said.offset, said.byte_size)
+        region = await make_on_thread(self.regions.open, name, said.key, said.offset, said.byte_size)
         self.regions.register(exchange.caller.key, name, region)
         return Response()
 
     async def register_cuda(self, request: Request) -> Response:
         """Open device memory that the client has allocated and give it a name."""
-        exchange, name = _begun(request, TRANSPORT_CUDA)
-        said: _CudaRegion = await self._said(exchange, _CUDA)
+        exchange, name = _label_request(request, TRANSPORT_CUDA)
+        said: _CudaRegistration = await self._said(exchange, _CUDA)
         assert name is not None
-        require_name(name)
-        handle = _handle(said.raw_handle.b64)
+        require_region_name(name)
+        handle = _decode_handle(said.raw_handle.b64)
         region = await self.device_memory.open(exchange.caller, handle, said.device_id, said.byte_size)
         self.regions.register(exchange.caller.key, name, region)
         return Response()
 
     async def status_system(self, request: Request) -> Response:
         """The registered regions of system shared memory."""
-        exchange, name = _begun(request, TRANSPORT_SYSTEM)
-        return JSONResponse(self.regions.status(exchange.caller.key, RegionFile.kind, name))
+        exchange, name = _label_request(request, TRANSPORT_SYSTEM)
+        return JSONResponse(self.regions.status(exchange.caller.key, FileRegion.kind, name))
 
     async def status_cuda(self, request: Request) -> Response:
         """The registered regions of CUDA memory."""
-        exchange, name = _begun(request, TRANSPORT_CUDA)
+        exchange, name = _label_request(request, TRANSPORT_CUDA)
         return JSONResponse(self.regions.status(exchange.caller.key, DeviceRegion.kind, name))
 
     async def unregister_system(self, request: Request) -> Response:
         """Unregister a region, or all; requests that already use them are not affected."""
-        exchange, name = _begun(request, TRANSPORT_SYSTEM)
-        self.regions.unregister(exchange.caller.key, RegionFile.kind, name)
+        exchange, name = _label_request(request, TRANSPORT_SYSTEM)
+        self.regions.unregister(exchange.caller.key, FileRegion.kind, name)
         return Response()
 
     async def unregister_cuda(self, request: Request) -> Response:
         """The same for CUDA memory, which is unmapped once no request uses it."""
-        exchange, name = _begun(request, TRANSPORT_CUDA)
+        exchange, name = _label_request(request, TRANSPORT_CUDA)
         self.regions.unregister(exchange.caller.key, DeviceRegion.kind, name)
         return Response()
 
-    async def _said(self, exchange: Exchange, decoder: "msgspec.json.Decoder[_T]") -> _T:
-        _require_short(exchange.reception.announced or 0)
+    async def _said(self, exchange: HttpExchange, decoder: "msgspec.json.Decoder[_T]") -> _T:
+        _require_body_limit(exchange.reception.announced or 0)
         body = await self.bodies.read(exchange)
         exchange.begin_work()
-        _require_short(len(body))
+        _require_body_limit(len(body))
         try:
-            return decoder.decode(without_mark(body))
+            return decoder.decode(strip_byte_order_mark(body))
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
             told = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
             raise MalformedPayloadError(f"the region's JSON cannot be read: {told}") from None
 
 
-def _begun(request: Request, transport: str) -> tuple[Exchange, str | None]:
+def _label_request(request: Request, transport: str) -> tuple[HttpExchange, str | None]:
     """Set the request's metric labels; return its exchange, and the region that its path names."""
-    exchange: Exchange = request.scope["state"]["exchange"]
+    exchange: HttpExchange = request.scope["state"]["exchange"]
     exchange.record.op, exchange.record.transport = _OP, transport
     return exchange, request.path_params.get("region")
 
 
-def _require_short(nbytes: int) -> None:
+def _require_body_limit(nbytes: int) -> None:
     if nbytes > _MAX_BODY_BYTES:
         raise TooLargeError(f"a region's registration must be at most {_MAX_BODY_BYTES} bytes, got {nbytes}")
 
 
-def _handle(b64: str) -> bytes:
+def _decode_handle(b64: str) -> bytes:
     try:
         handle = base64.b64decode(b64, validate=True)
     except (binascii.Error, ValueError):

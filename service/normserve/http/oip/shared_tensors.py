@@ -5,46 +5,46 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-from normserve.admission.callers import Caller
+from normserve.admission.callers import ClientIdentity
 from normserve.errors import UnusableRegionError
-from normserve.http.oip.asked import Asked, Region
-from normserve.http.oip.regions.device import DeviceMemory, DeviceRegion
-from normserve.http.oip.regions.registry import Regions, Span
-from normserve.http.oip.regions.transfer import Transfer
-from normserve.jobs.job import NormJob, Pass
-from normserve.jobs.results import results_of
+from normserve.http.oip.asked import InferenceRequest, RegionReference
+from normserve.http.oip.regions.device import DeviceRegion, DeviceRegionOpener
+from normserve.http.oip.regions.registry import RegionRange, RegionRegistry
+from normserve.http.oip.regions.transfer import RegionTransfer
+from normserve.jobs.job import NormJob, PassDirection
+from normserve.jobs.results import infer_result_specs
 from normserve.memory.host_tensors import HostTensor
 
 # Results that a kernel may write over an input, at exactly the same bytes.
-_WRITTEN_OVER = {Pass.FORWARD: {"y": "x"}, Pass.BACKWARD: {"dx": "x"}}
+_WRITTEN_OVER = {PassDirection.FORWARD: {"y": "x"}, PassDirection.BACKWARD: {"dx": "x"}}
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class RegionBindings:
     """The regions of a request's tensors, by name; they stay open even if they are unregistered.
 
     Attributes:
         is_on_device: whether all inputs, and the places of all results, are in regions of CUDA memory.
     """
 
-    inputs: Mapping[str, Span]
-    outputs: Mapping[str, Span]
+    inputs: Mapping[str, RegionRange]
+    outputs: Mapping[str, RegionRange]
     is_on_device: bool = False
 
 
-NONE = Found({}, {})
+NONE = RegionBindings({}, {})
 """For a request that names no region."""
 
 
 @dataclass(frozen=True, slots=True)
-class SharedTensors:
+class RegionTensorAccess:
     """Finds regions for requests, and copies from and to regions that are not on the device."""
 
-    regions: Regions
-    transfer: Transfer
-    device_memory: DeviceMemory
+    regions: RegionRegistry
+    transfer: RegionTransfer
+    device_memory: DeviceRegionOpener
 
-    def find(self, caller: Caller, asked: Asked) -> Found:
+    def find(self, caller: ClientIdentity, asked: InferenceRequest) -> RegionBindings:
         """The regions that a request names.
 
         Raises:
@@ -54,7 +54,9 @@ class SharedTensors:
         """
         owner = caller.key
         inputs = {
-            each.name: self._span(owner, each.source) for each in asked.inputs if isinstance(each.source, Region)
+            each.name: self._span(owner, each.source)
+            for each in asked.inputs
+            if isinstance(each.source, RegionReference)
         }
         outputs = {
             each.name: self._span(owner, each.region) for each in asked.outputs or () if each.region is not None
@@ -64,7 +66,7 @@ class SharedTensors:
                 raise UnusableRegionError(f"{one} and {other} would be written over each other")
         are_on_device = [isinstance(each.region, DeviceRegion) for each in (*inputs.values(), *outputs.values())]
         if not any(are_on_device):
-            return Found(inputs, outputs)
+            return RegionBindings(inputs, outputs)
         self.device_memory.require_allowed(caller)
         elsewhere = len(asked.inputs) - len(inputs) + len(asked.outputs or ()) - len(outputs)
         if elsewhere or not outputs or not all(are_on_device):
@@ -72,9 +74,9 @@ class SharedTensors:
                 "inputs and outputs of a request must all be in regions of CUDA memory or none of them, and all"
                 " outputs must be named"
             )
-        return Found(inputs, outputs, is_on_device=True)
+        return RegionBindings(inputs, outputs, is_on_device=True)
 
-    async def read(self, found: Found) -> dict[str, memoryview]:
+    async def read(self, found: RegionBindings) -> dict[str, memoryview]:
         """The inputs, by name: copies, or for CUDA memory the regions themselves.
 
         Raises:
@@ -82,10 +84,10 @@ class SharedTensors:
             OverloadedError: there is no memory.
         """
         if found.is_on_device:
-            return {name: _on_device(span) for name, span in found.inputs.items()}
+            return {name: _view_device_range(span) for name, span in found.inputs.items()}
         return dict(zip(found.inputs, await self.transfer.read([*found.inputs.values()]), strict=True))
 
-    async def write(self, found: Found, results: Mapping[str, HostTensor]) -> None:
+    async def write(self, found: RegionBindings, results: Mapping[str, HostTensor]) -> None:
         """Copy results into their regions, if they are not there already.
 
         Raises:
@@ -97,11 +99,11 @@ class SharedTensors:
                 [(span, results[name].data) for name, span in found.outputs.items() if name in results]
             )
 
-    def _span(self, owner: str | None, said: Region) -> Span:
+    def _span(self, owner: str | None, said: RegionReference) -> RegionRange:
         return self.regions.find(owner, said.name, said.offset, said.nbytes)
 
 
-def placed(found: Found, job: NormJob) -> NormJob:
+def assign_result_buffers(found: RegionBindings, job: NormJob) -> NormJob:
     """The job, with the places of its results if it is computed on the device.
 
     This happens before the work, so that a result that cannot be written costs none.
@@ -110,7 +112,7 @@ def placed(found: Found, job: NormJob) -> NormJob:
         UnusableRegionError: a region is too small for a result; or, on the device, a result has no region or would
             overwrite a tensor that is still read.
     """
-    results = _sizes(job)
+    results = _count_result_bytes(job)
     for name, nbytes in results.items():
         if name in found.outputs and nbytes > found.outputs[name].nbytes:
             raise UnusableRegionError(
@@ -131,17 +133,17 @@ def placed(found: Found, job: NormJob) -> NormJob:
                 is_over = True
             elif span.overlaps(theirs):
                 raise UnusableRegionError(f"{name} would be written over {other}, which is still read")
-    places = {name: _on_device(span) for name, span in found.outputs.items() if name in results}
+    places = {name: _view_device_range(span) for name, span in found.outputs.items() if name in results}
     return NormJob(job.spec, job.tensors, job.layer, is_over, places)
 
 
-def _sizes(job: NormJob) -> dict[str, int]:
+def _count_result_bytes(job: NormJob) -> dict[str, int]:
     """Bytes of each result."""
     given = {name: (tensor.dtype, tensor.shape) for name, tensor in job.tensors.items()}
-    results = results_of(job.spec, given, job.layer)
+    results = infer_result_specs(job.spec, given, job.layer)
     return {name: dtype.itemsize * prod(shape) for name, (dtype, shape) in results.items()}
 
 
-def _on_device(span: Span) -> memoryview:
+def _view_device_range(span: RegionRange) -> memoryview:
     assert isinstance(span.region, DeviceRegion)
     return span.region.view(span.offset, span.nbytes)

@@ -3,37 +3,37 @@
 from collections.abc import Mapping
 
 from normserve.codec import json_tensors
-from normserve.http.oip.asked import Binary, Data, Input
-from normserve.memory.device_segments import DeviceBytes
+from normserve.http.oip.asked import BinarySource, InputTensor, JsonSource
+from normserve.memory.device_segments import DeviceMemoryView
 from normserve.memory.device_tensors import DeviceTensor
 from normserve.memory.host_tensors import HostTensor
 
 
-def tensors_of(
-    inputs: tuple[Input, ...], body: memoryview, shared: Mapping[str, memoryview]
+def build_tensors(
+    inputs: tuple[InputTensor, ...], body: memoryview, shared: Mapping[str, memoryview]
 ) -> Mapping[str, HostTensor]:
     """The tensors by name; binary ones are views of the body.
 
-    Args: shared: the tensors in regions, by name: copies, or `DeviceBytes` of the regions themselves.
+    Args: shared: the tensors in regions, by name: copies, or `DeviceMemoryView` of the regions themselves.
 
     Raises:
         NormserveError: a tensor is invalid.
     """
-    return {each.name: _tensor(each, body, shared) for each in inputs}
+    return {each.name: _build_tensor(each, body, shared) for each in inputs}
 
 
-def _tensor(each: Input, body: memoryview, shared: Mapping[str, memoryview]) -> HostTensor:
+def _build_tensor(each: InputTensor, body: memoryview, shared: Mapping[str, memoryview]) -> HostTensor:
     match each.source:
-        case Binary(start):
+        case BinarySource(start):
             return HostTensor(each.dtype, each.shape, body[start : start + each.nbytes])
-        case Data(json):
+        case JsonSource(json):
             return json_tensors.decode(each.name, each.dtype, each.shape, json)
         case _:
             data = shared[each.name]
-            kind = DeviceTensor if isinstance(data, DeviceBytes) else HostTensor
+            kind = DeviceTensor if isinstance(data, DeviceMemoryView) else HostTensor
             return kind(each.dtype, each.shape, data)
 
 
-def brought_bytes(inputs: tuple[Input, ...]) -> int:
+def count_external_bytes(inputs: tuple[InputTensor, ...]) -> int:
     """Bytes of the tensors that are in other memory than the body."""
-    return sum([each.nbytes for each in inputs if type(each.source) is not Binary])
+    return sum([each.nbytes for each in inputs if type(each.source) is not BinarySource])

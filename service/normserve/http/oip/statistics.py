@@ -16,7 +16,7 @@ _NEVER = ("cache_hit", "cache_miss")
 
 
 @dataclass(slots=True)
-class Tally:
+class ModelStatistics:
     """The statistics of one model.
 
     Attributes:
@@ -43,13 +43,13 @@ class Tally:
         return {"launches": self.launches, "last_ms": self.last_ms, "counts": self.counts, "seconds": self.seconds}
 
 
-class Statistics:
+class InferenceStatistics:
     """Counts the inferences of one process."""
 
     def __init__(self, models: Callable[[], Iterable[str]]) -> None:
         """Args: models: the names of all models that exist."""
         self._models = models
-        self._tallies: dict[str, Tally] = {}
+        self._tallies: dict[str, ModelStatistics] = {}
         self._most = _MOST_REMOVED
 
     def note_success(self, model: str, result: NormResult, seconds: float, output_s: float) -> None:
@@ -82,12 +82,12 @@ class Statistics:
         """All counts, for another process to add."""
         return {name: tally.plain() for name, tally in self._tallies.items()}
 
-    def _tally(self, model: str) -> Tally:
+    def _tally(self, model: str) -> ModelStatistics:
         tally = self._tallies.get(model)
         if tally is None:
             if len(self._tallies) >= self._most:
                 self._forget_removed()
-            tally = self._tallies[model] = Tally()
+            tally = self._tallies[model] = ModelStatistics()
         return tally
 
     def _forget_removed(self) -> None:
@@ -97,19 +97,21 @@ class Statistics:
         self._most = len(self._tallies) + _MOST_REMOVED
 
 
-def document(models: Iterable[str], counted: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def make_document(models: Iterable[str], counted: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """The statistics of models in the protocol's form.
 
-    Args: counted: the counts of each process, from `Statistics.plain`.
+    Args: counted: the counts of each process, from `InferenceStatistics.plain`.
     """
     counted = list(counted)
     return {
-        "model_stats": [_model_document(name, [each[name] for each in counted if name in each]) for name in models]
+        "model_stats": [
+            _make_model_document(name, [each[name] for each in counted if name in each]) for name in models
+        ]
     }
 
 
-def _model_document(name: str, tallies: list[Mapping[str, Any]]) -> dict[str, Any]:
-    total = Tally()
+def _make_model_document(name: str, tallies: list[Mapping[str, Any]]) -> dict[str, Any]:
+    total = ModelStatistics()
     for tally in tallies:
         total.add(tally)
     durations = {

@@ -12,22 +12,27 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import Scope
 
-from normserve.admission.callers import Caller, anonymous
-from normserve.admission.keys import Grant, KeyScope
+from normserve.admission.callers import ClientIdentity, make_anonymous_identity
+from normserve.admission.keys import KeyringEntry, KeyScope
 from normserve.errors import NormserveError
-from normserve.http.edge.middleware import bearer_token
-from normserve.http.edge.origins import Origins
-from normserve.http.measured import Measured
-from normserve.http.problems import problem
+from normserve.http.edge.middleware import parse_bearer_token
+from normserve.http.edge.origins import OriginPolicy
+from normserve.http.measured import LaunchMeasurements
+from normserve.http.problems import make_problem_response
 from normserve.http.relay import messages
-from normserve.http.relay.exchange import INLINE_BYTES, FrontEnd, part_at_once, part_of
-from normserve.http.routes.operations import Head, Operation, answer
-from normserve.http.routes.payloads import Told
-from normserve.http.spans import describe_span
+from normserve.http.relay.exchange import (
+    INLINE_BYTES,
+    FrontEndConnection,
+    share_response_bytes,
+    try_share_response_bytes,
+)
+from normserve.http.routes.operations import OperationEndpoint, OperationHead, build_response
+from normserve.http.routes.payloads import ResponseFormat
+from normserve.http.spans import describe_request_span
 from normserve.http.transport import Buffers, Headers
-from normserve.jobs.job import Layer, NormJob, NormResult
+from normserve.jobs.job import NormJob, NormResult, RegisteredLayer
 from normserve.metrics.requests import RequestRecord
-from normserve.requests.authorisation import Authorisation
+from normserve.requests.authorisation import KeyAuthorisation
 from normserve.requests.lifecycle import CallbackRequest, RequestServices
 
 if TYPE_CHECKING:
@@ -37,7 +42,7 @@ _INFER = frozenset([KeyScope.INFER])
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedHeader:
     """What a header says of all the requests that have it.
 
     Attributes:
@@ -48,33 +53,38 @@ class Prepared:
     """
 
     scope: Scope
-    operation: Operation
-    head: Head
+    operation: OperationEndpoint
+    head: OperationHead
     shared: Headers
     token: bytes | None
     headers: Mapping[bytes, bytes]
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class OperationServices:
     """What these requests are answered with."""
 
-    operations: Mapping[str, Operation]
-    origins: Origins
-    authorisation: Authorisation | None
+    operations: Mapping[str, OperationEndpoint]
+    origins: OriginPolicy
+    authorisation: KeyAuthorisation | None
     services: RequestServices
 
 
-class DirectRequest(CallbackRequest):
+class RelayedOperation(CallbackRequest):
     """One request under way, until its response has been sent."""
 
-    _form: Told
+    _form: ResponseFormat
     # What the front end reads until it has sent it.
     _held: Sequence[object] = ()
     _is_lost = False
 
     def __init__(
-        self, parts: Parts, front_end: FrontEnd, request: messages.Request, prepared: Prepared, caller: Caller
+        self,
+        parts: OperationServices,
+        front_end: FrontEndConnection,
+        request: messages.RequestStarted,
+        prepared: PreparedHeader,
+        caller: ClientIdentity,
     ) -> None:
         record = RequestRecord(
             op=prepared.operation.op.label,
@@ -98,7 +108,7 @@ class DirectRequest(CallbackRequest):
             return
         self.compute(body, layer, 0.0)
 
-    def admit(self, nbytes: int) -> Layer | None:
+    def admit(self, nbytes: int) -> RegisteredLayer | None:
         """Take a permit for a body of so many bytes; the layer that the request names, if any.
 
         Raises:
@@ -109,7 +119,7 @@ class DirectRequest(CallbackRequest):
         self._bodies.admit(self, nbytes)
         return layer
 
-    def compute(self, body: memoryview, layer: Layer | None, received_s: float) -> None:
+    def compute(self, body: memoryview, layer: RegisteredLayer | None, received_s: float) -> None:
         """Compute a received body and send its response.
 
         Args: received_s: seconds from the header to the end of the body.
@@ -124,9 +134,9 @@ class DirectRequest(CallbackRequest):
     def on_message(self, message: Any) -> None:
         """What the front end says about it."""
         match message:
-            case messages.Sent():
+            case messages.ResponseSent():
                 self._end(message)
-            case messages.Left():
+            case messages.ClientDisconnected():
                 self.withdraw()
 
     def on_progress(self, nbytes: int) -> None:
@@ -142,9 +152,9 @@ class DirectRequest(CallbackRequest):
             self.withdraw()
 
     def _end_unsent(self) -> None:
-        self._end(messages.Sent(self._number, 0.0, is_delivered=False))
+        self._end(messages.ResponseSent(self._number, 0.0, is_delivered=False))
 
-    def _end(self, sent: messages.Sent) -> None:
+    def _end(self, sent: messages.ResponseSent) -> None:
         """The response has been sent, or never will be."""
         if "kernel" in self.record.stages:
             self.record.stages["send"] = sent.seconds
@@ -159,66 +169,70 @@ class DirectRequest(CallbackRequest):
             super().conclude(ended, job)
 
     def send_result(self, result: NormResult, job: NormJob) -> None:
-        buffers, measured = answer(self.record, self._form, result)
+        buffers, measured = build_response(self.record, self._form, result)
         nbytes = sum(map(len, buffers))
         self.record.status, self.record.sent = 200, nbytes
         if nbytes <= INLINE_BYTES:
             self._respond(measured, [b"".join(buffers)])
             return
-        told = [part_at_once(self._front_end, buffer) for buffer in buffers]
+        told = [try_share_response_bytes(self._front_end, buffer) for buffer in buffers]
         if None in told:
             self._copying = asyncio.get_running_loop().create_task(self._copy_and_respond(measured, buffers))
         else:
             self._respond_parts(measured, [part for part in told if part is not None])
 
-    async def _copy_and_respond(self, measured: Measured, buffers: Buffers) -> None:
+    async def _copy_and_respond(self, measured: LaunchMeasurements, buffers: Buffers) -> None:
         try:
-            self._respond_parts(measured, [await part_of(self._front_end, buffer) for buffer in buffers])
+            self._respond_parts(
+                measured, [await share_response_bytes(self._front_end, buffer) for buffer in buffers]
+            )
         except Exception as error:
             self.refuse(error)
 
-    def _respond_parts(self, measured: Measured, told: Sequence[tuple[bytes | messages.Part, object]]) -> None:
+    def _respond_parts(
+        self, measured: LaunchMeasurements, told: Sequence[tuple[bytes | messages.SharedSlabRange, object]]
+    ) -> None:
         self._held = [held for _, held in told]
         self._respond(measured, [part for part, _ in told])
 
-    def _respond(self, measured: Measured, body: list[bytes | messages.Part]) -> None:
+    def _respond(self, measured: LaunchMeasurements, body: list[bytes | messages.SharedSlabRange]) -> None:
         media_type, shared = self._form.media_type, self._prepared.shared
-        self._front_end.send(messages.Result(self._number, media_type, measured, shared, body))
+        self._front_end.send(messages.OperationResponse(self._number, media_type, measured, shared, body))
 
     def send_problem(self, error: NormserveError) -> None:
-        status, headers, body = problem(error, self.request_id)
+        status, headers, body = make_problem_response(error, self.request_id)
         self.record.sent = len(body)
         named = [*headers, *self._prepared.shared, (b"x-request-id", self.request_id.encode())]
-        self._front_end.send(messages.Send(self._number, status, named, body, more=False))
+        self._front_end.send(messages.ResponsePart(self._number, status, named, body, more=False))
 
     def describe_span(self) -> "tuple[str, Attributes]":
         scope = self._prepared.scope
-        return describe_span(self, scope, scope["path"])
+        return describe_request_span(self, scope, scope["path"])
 
     def describe_target(self) -> tuple[str, str]:
         scope = self._prepared.scope
         return scope["method"], scope["path"]
 
 
-class Direct:
+class OperationDispatcher:
     """Finds out which requests can be answered so.
 
     Attributes:
         parts: what they are answered with.
     """
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: OperationServices) -> None:
         self.parts = parts
 
-    def find_tenant(self, request: messages.Request, scope: Scope) -> str | None:
+    def find_tenant(self, request: messages.RequestStarted, scope: Scope) -> str | None:
         """Return the tenant that sends a request; None if its key is missing or unknown."""
         authorisation = self.parts.authorisation
         if authorisation is None:
-            return anonymous(_address_of(request)).tenant
-        grant = authorisation.find(bearer_token(dict(scope["headers"])))
-        return None if grant is None else grant.caller(_address_of(request)).tenant
+            return make_anonymous_identity(_get_client_address(request)).tenant
+        grant = authorisation.find(parse_bearer_token(dict(scope["headers"])))
+        return None if grant is None else grant.caller(_get_client_address(request)).tenant
 
-    def prepare(self, scope: Scope, tenant: str) -> Prepared | None:
+    def prepare(self, scope: Scope, tenant: str) -> PreparedHeader | None:
         """What a header says; None where it is for the application.
 
         Args: tenant: that sends it.
@@ -235,9 +249,11 @@ class Direct:
             return None
         if preflight is not None:
             return None
-        return Prepared(scope, operation, head, shared, bearer_token(headers), headers)
+        return PreparedHeader(scope, operation, head, shared, parse_bearer_token(headers), headers)
 
-    def begin(self, front_end: FrontEnd, request: messages.Request, prepared: Prepared) -> DirectRequest | None:
+    def begin(
+        self, front_end: FrontEndConnection, request: messages.RequestStarted, prepared: PreparedHeader
+    ) -> RelayedOperation | None:
         """Begin a request whose body is there; None where the application must say why it may not."""
         grant, caller = self._who(request, prepared)
         if caller is None:
@@ -247,23 +263,25 @@ class Direct:
                 grant.take_request()
         except NormserveError:
             return None
-        direct = DirectRequest(self.parts, front_end, request, prepared, caller)
+        direct = RelayedOperation(self.parts, front_end, request, prepared, caller)
         assert request.body is not None
         direct.begin(memoryview(request.body))
         return direct
 
-    def caller(self, request: messages.Request, prepared: Prepared) -> Caller | None:
+    def caller(self, request: messages.RequestStarted, prepared: PreparedHeader) -> ClientIdentity | None:
         """Who sends a request; None where the application must say why it may not, and where requests are counted:
         what is handed over to the application would count twice.
         """
         grant, caller = self._who(request, prepared)
         return caller if grant is None or grant.rate is None else None
 
-    def _who(self, request: messages.Request, prepared: Prepared) -> tuple[Grant | None, Caller | None]:
-        address = _address_of(request)
+    def _who(
+        self, request: messages.RequestStarted, prepared: PreparedHeader
+    ) -> tuple[KeyringEntry | None, ClientIdentity | None]:
+        address = _get_client_address(request)
         authorisation = self.parts.authorisation
         if authorisation is None:
-            return None, anonymous(address)
+            return None, make_anonymous_identity(address)
         grant = authorisation.find(prepared.token)
         try:
             return grant, authorisation.require(grant, prepared.token, _INFER).caller(address)
@@ -271,5 +289,5 @@ class Direct:
             return grant, None
 
 
-def _address_of(request: messages.Request) -> str:
+def _get_client_address(request: messages.RequestStarted) -> str:
     return "unix" if request.client is None else request.client[0]

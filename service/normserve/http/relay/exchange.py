@@ -11,9 +11,9 @@ from starlette.types import Message
 
 from normserve.errors import ClientLeftError, NormserveError
 from normserve.http.relay import messages
-from normserve.http.relay.messages import Part
-from normserve.http.transport import Buffers, Departure, Headers, Reception
-from normserve.memory.shared_slabs import Located
+from normserve.http.relay.messages import SharedSlabRange
+from normserve.http.transport import Buffers, Headers, IncomingBody, ResponseSender
+from normserve.memory.shared_slabs import SlabLocation
 from normserve.memory.slabs import SlabPool
 
 INLINE_BYTES = 16 * 1024
@@ -23,7 +23,7 @@ INLINE_BYTES = 16 * 1024
 _COPIED_HERE_BYTES = 256 * 1024
 
 
-class FrontEnd(Protocol):
+class FrontEndConnection(Protocol):
     """Where a request came from.
 
     Attributes:
@@ -38,14 +38,14 @@ class FrontEnd(Protocol):
     def send(self, message: msgspec.Struct) -> None:
         """Say something to it."""
 
-    def locate(self, view: memoryview) -> Located | None:
+    def locate(self, view: memoryview) -> SlabLocation | None:
         """Where bytes lie, if it can reach them; it has that memory mapped from now on."""
 
 
-class RelayedReception(Reception):
+class RelayedIncomingBody(IncomingBody):
     """A request's body, which a front end receives."""
 
-    def __init__(self, front_end: FrontEnd, request: messages.Request) -> None:
+    def __init__(self, front_end: FrontEndConnection, request: messages.RequestStarted) -> None:
         super().__init__(request.announced, self._let_come)
         self._front_end = front_end
         self._number = request.number
@@ -53,7 +53,7 @@ class RelayedReception(Reception):
         # What the front end writes to: not reused before the front end says that it has stopped.
         self._lent: memoryview | None = None
         self._is_coming = False
-        self._piece: asyncio.Future[messages.Piece] | None = None
+        self._piece: asyncio.Future[messages.BodyPart] | None = None
         self._has_left = False
         if request.body is not None or request.announced == 0:
             self.complete()
@@ -81,13 +81,13 @@ class RelayedReception(Reception):
         self._piece = asyncio.get_running_loop().create_future()
         if self._has_left:
             return {"type": "http.disconnect"}
-        self._front_end.send(messages.Pull(self._number, all=False))
+        self._front_end.send(messages.BodyPartRequest(self._number, all=False))
         try:
             piece = await self._piece
         except ClientLeftError:
             return {"type": "http.disconnect"}
         except asyncio.CancelledError:
-            self._front_end.send(messages.Stop(self._number))
+            self._front_end.send(messages.BodyStopRequest(self._number))
             raise
         finally:
             self._piece = None
@@ -99,14 +99,14 @@ class RelayedReception(Reception):
         super().fail(error)
         if self._is_coming:
             self._is_coming = False
-            self._front_end.send(messages.Stop(self._number))
+            self._front_end.send(messages.BodyStopRequest(self._number))
 
     def on_progress(self, nbytes: int) -> None:
         """So many bytes have come to their place."""
         if self.is_filling:
             self.received = nbytes
 
-    def on_received(self, message: messages.Received) -> None:
+    def on_received(self, message: messages.BodyReceived) -> None:
         """All of them have."""
         self._is_coming, self._lent = False, None
         if self.is_filling:
@@ -114,7 +114,7 @@ class RelayedReception(Reception):
             self.complete()
             self._ended = message.ended
 
-    def on_piece(self, piece: messages.Piece) -> None:
+    def on_piece(self, piece: messages.BodyPart) -> None:
         """The next of a body that has no place."""
         if self._piece is not None:
             if not self._piece.done():
@@ -144,7 +144,7 @@ class RelayedReception(Reception):
         """A route wants the body; what came already."""
         if not self.is_complete and self.announced is None:
             self._is_coming = True
-            self._front_end.send(messages.Pull(self._number, all=True))
+            self._front_end.send(messages.BodyPartRequest(self._number, all=True))
         early, self._early = self._early, bytearray()
         return early
 
@@ -154,26 +154,26 @@ class RelayedReception(Reception):
         self._is_coming = True
         located = self._front_end.locate(room)
         if located is None:
-            self._front_end.send(messages.Pull(self._number, all=True))
+            self._front_end.send(messages.BodyPartRequest(self._number, all=True))
             return
         self._lent = room
         place = located.memory.number, located.offset
-        self._front_end.send(messages.Receive(self._number, *place, self.announced))
+        self._front_end.send(messages.BodyLocation(self._number, *place, self.announced))
 
 
-class RelayedDeparture(Departure):
+class RelayedResponseSender(ResponseSender):
     """A response, which a front end sends.
 
     Attributes:
         is_answered: it has all of it.
     """
 
-    def __init__(self, front_end: FrontEnd, number: int) -> None:
+    def __init__(self, front_end: FrontEndConnection, number: int) -> None:
         super().__init__()
         self._front_end = front_end
         self._number = number
         self._start: Message | None = None
-        self._sent: asyncio.Future[messages.Sent] | None = None
+        self._sent: asyncio.Future[messages.ResponseSent] | None = None
         self._seconds = 0.0
         self.is_answered = False
 
@@ -187,10 +187,10 @@ class RelayedDeparture(Departure):
         # What is not shared is copied; that and the buffers live until they are sent.
         parts, held = [], []
         for buffer in buffers:
-            part, view = await part_of(self._front_end, buffer)
+            part, view = await share_response_bytes(self._front_end, buffer)
             parts.append(part)
             held.append(view)
-        told = messages.Respond(self._number, status, list(headers), parts, nbytes)
+        told = messages.CompleteResponse(self._number, status, list(headers), parts, nbytes)
         self.is_answered = True
         self._conclude(await self._say(told))
 
@@ -205,11 +205,11 @@ class RelayedDeparture(Departure):
         status, headers = (0, []) if start is None else (start["status"], list(start["headers"]))
         data, more = message.get("body", b""), message.get("more_body", False)
         self.is_answered = not more
-        sent = await self._say(messages.Send(self._number, status, headers, data, more))
+        sent = await self._say(messages.ResponsePart(self._number, status, headers, data, more))
         if not more:
             self._conclude(sent)
 
-    def on_sent(self, sent: messages.Sent) -> None:
+    def on_sent(self, sent: messages.ResponseSent) -> None:
         """What was said last has been taken by the kernel, or never will be."""
         if self._sent is not None and not self._sent.done():
             self._sent.set_result(sent)
@@ -224,9 +224,9 @@ class RelayedDeparture(Departure):
     def on_front_end_lost(self) -> None:
         """It will not be sent."""
         self.on_left()
-        self.on_sent(messages.Sent(self._number, self._seconds, is_delivered=False))
+        self.on_sent(messages.ResponseSent(self._number, self._seconds, is_delivered=False))
 
-    async def _say(self, message: msgspec.Struct) -> messages.Sent:
+    async def _say(self, message: msgspec.Struct) -> messages.ResponseSent:
         self._began = self._began or time.perf_counter()
         self._sent = asyncio.get_running_loop().create_future()
         self._front_end.send(message)
@@ -235,42 +235,46 @@ class RelayedDeparture(Departure):
         finally:
             self._sent = None
 
-    def _conclude(self, sent: messages.Sent) -> None:
+    def _conclude(self, sent: messages.ResponseSent) -> None:
         self._seconds = sent.seconds
         if self.is_delivered is None:
             self.is_delivered = sent.is_delivered
 
 
-async def part_of(front_end: FrontEnd, buffer: bytes | memoryview) -> tuple[bytes | Part, object]:
+async def share_response_bytes(
+    front_end: FrontEndConnection, buffer: bytes | memoryview
+) -> tuple[bytes | SharedSlabRange, object]:
     """A piece of a response as it is told; with it what must live until it has been sent."""
-    told = part_at_once(front_end, buffer)
+    told = try_share_response_bytes(front_end, buffer)
     if told is not None:
         return told
     view = memoryview(buffer)
     copied = front_end.slabs.take(len(view))[: len(view)]
-    await asyncio.to_thread(_copy, view, copied)
-    return _located(front_end, copied) or (bytes(view), None)
+    await asyncio.to_thread(_copy_bytes, view, copied)
+    return _locate_range(front_end, copied) or (bytes(view), None)
 
 
-def part_at_once(front_end: FrontEnd, buffer: bytes | memoryview) -> tuple[bytes | Part, object] | None:
-    """`part_of`; None where the event loop should not wait for it."""
+def try_share_response_bytes(
+    front_end: FrontEndConnection, buffer: bytes | memoryview
+) -> tuple[bytes | SharedSlabRange, object] | None:
+    """`share_response_bytes`; None where the event loop should not wait for it."""
     if len(buffer) <= INLINE_BYTES:
         return bytes(buffer), None
     view = memoryview(buffer)
-    located = _located(front_end, view)
+    located = _locate_range(front_end, view)
     if located is not None or len(view) > _COPIED_HERE_BYTES:
         return located
     copied = front_end.slabs.take(len(view))[: len(view)]
-    _copy(view, copied)
+    _copy_bytes(view, copied)
     # Memory that cannot be shared came of the pool: a driver's.
-    return _located(front_end, copied) or (bytes(view), None)
+    return _locate_range(front_end, copied) or (bytes(view), None)
 
 
-def _located(front_end: FrontEnd, view: memoryview) -> tuple[Part, memoryview] | None:
+def _locate_range(front_end: FrontEndConnection, view: memoryview) -> tuple[SharedSlabRange, memoryview] | None:
     located = front_end.locate(view)
-    return None if located is None else (Part(located.memory.number, located.offset, len(view)), view)
+    return None if located is None else (SharedSlabRange(located.memory.number, located.offset, len(view)), view)
 
 
-def _copy(source: memoryview, target: memoryview) -> None:
+def _copy_bytes(source: memoryview, target: memoryview) -> None:
     # Unlike a memoryview's own, this copy leaves Python's lock to others.
     np.frombuffer(target, np.uint8)[:] = np.frombuffer(source, np.uint8)

@@ -8,17 +8,17 @@ from typing import Any, Protocol
 from starlette.types import Receive, Scope, Send
 
 from normserve.errors import ClientLeftError, NormserveError, NotReadyError
-from normserve.http.edge.middleware import request_id_of
+from normserve.http.edge.middleware import choose_request_id
 from normserve.http.relay import messages
-from normserve.http.relay.link import Link
-from normserve.http.transport import Reception
-from normserve.http.transport.sending import Sending
+from normserve.http.relay.link import RelayLink
+from normserve.http.transport import IncomingBody
+from normserve.http.transport.sending import SocketResponseSender
 
 # The other process limits how long a body may take.
 _NO_LIMIT_S = 7 * 86400.0
 
 
-class Owner(Protocol):
+class OwnerConnection(Protocol):
     """The process that a request is relayed to.
 
     Attributes:
@@ -26,34 +26,34 @@ class Owner(Protocol):
         receiving: bodies that come to their places, by their requests.
     """
 
-    link: Link
+    link: RelayLink
     memory: dict[int, memoryview]
-    receiving: dict[int, Reception]
+    receiving: dict[int, IncomingBody]
 
-    def watch(self, number: int, reception: Reception) -> None:
+    def watch(self, number: int, reception: IncomingBody) -> None:
         """Report how much of a slow body has come."""
 
 
-def decline(link: Link, message: Any) -> None:
+def decline_message(link: RelayLink, message: Any) -> None:
     """Answer messages about a request that no longer has a handler."""
     match message:
-        case messages.Result() | messages.Respond() | messages.Send():
-            link.send(messages.Sent(message.number, 0.0, is_delivered=False))
-        case messages.Receive() | messages.Pull():
-            link.send(messages.Ended(message.number, left=True))
+        case messages.OperationResponse() | messages.CompleteResponse() | messages.ResponsePart():
+            link.send(messages.ResponseSent(message.number, 0.0, is_delivered=False))
+        case messages.BodyLocation() | messages.BodyPartRequest():
+            link.send(messages.BodyAborted(message.number, left=True))
 
 
-class Forwarded:
+class ForwardedRequest:
     """One request, from the side of its connection."""
 
-    def __init__(self, owner: Owner, number: int, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, owner: OwnerConnection, number: int, scope: Scope, receive: Receive, send: Send) -> None:
         self._owner = owner
         self._number = number
         self._scope = scope
         self._receive, self._send = receive, send
-        self._request_id = request_id_of(dict(scope["headers"]))
-        self._reception: Reception = scope["state"]["reception"]
-        self._sending: Sending = scope["state"]["sending"]
+        self._request_id = choose_request_id(dict(scope["headers"]))
+        self._reception: IncomingBody = scope["state"]["reception"]
+        self._sending: SocketResponseSender = scope["state"]["sending"]
         # Whether the response has, and whether all of it is with the connection.
         self._has_begun = self._is_complete = False
         self._is_receiving = self._is_stopped = False
@@ -76,7 +76,7 @@ class Forwarded:
         except BaseException:
             self._tell_departure()
             for each in (message, *self._said):
-                decline(link, each)
+                decline_message(link, each)
             raise
         finally:
             sending.on_departure = None
@@ -100,16 +100,16 @@ class Forwarded:
 
     def on_message(self, message: Any) -> None:
         """What the other process says about it; None once that is gone."""
-        if message is None or type(message) is messages.Stop:
+        if message is None or type(message) is messages.BodyStopRequest:
             self._stop()
-        if type(message) is not messages.Stop:
+        if type(message) is not messages.BodyStopRequest:
             self._said.append(message)
             if self._waiting is not None and not self._waiting.done():
                 self._waiting.set_result(None)
 
-    async def _request(self) -> messages.Request:
+    async def _request(self) -> messages.RequestStarted:
         scope, reception = self._scope, self._reception
-        head = messages.Head(
+        head = messages.RequestHead(
             method=scope["method"],
             path=scope["path"],
             raw_path=scope["raw_path"],
@@ -121,8 +121,8 @@ class Forwarded:
         )
         body = None
         if reception.is_complete and reception.announced:
-            body = bytearray(await reception.into(_no_room, pause_s=_NO_LIMIT_S, total_s=_NO_LIMIT_S))
-        return messages.Request(
+            body = bytearray(await reception.into(_refuse_allocation, pause_s=_NO_LIMIT_S, total_s=_NO_LIMIT_S))
+        return messages.RequestStarted(
             self._number,
             messages.encode(head),
             scope["client"],
@@ -140,33 +140,33 @@ class Forwarded:
 
     async def _do(self, message: Any) -> None:
         match message:
-            case messages.Result():
+            case messages.OperationResponse():
                 await self._respond(message.response(self._request_id))
-            case messages.Respond():
+            case messages.CompleteResponse():
                 await self._respond(message)
-            case messages.Send():
+            case messages.ResponsePart():
                 await self._pass_on(message)
-            case messages.Receive():
+            case messages.BodyLocation():
                 await self._receive_into(message)
-            case messages.Pull():
+            case messages.BodyPartRequest():
                 await self._pull(all_of_it=message.all)
-            case messages.Done():
+            case messages.ResponseAborted():
                 self._has_begun = self._is_complete = True
                 await self._sending.cut_off()
 
-    async def _respond(self, message: messages.Respond) -> None:
+    async def _respond(self, message: messages.CompleteResponse) -> None:
         self._has_begun = True
         memory = self._owner.memory
         body = [
             memory[each.memory][each.offset : each.offset + each.nbytes]
-            if isinstance(each, messages.Part)
+            if isinstance(each, messages.SharedSlabRange)
             else each
             for each in message.body
         ]
         await self._sending.respond(message.status, message.headers, body, message.nbytes)
         self._tell_sent(is_last=True)
 
-    async def _pass_on(self, message: messages.Send) -> None:
+    async def _pass_on(self, message: messages.ResponsePart) -> None:
         self._has_begun = True
         if message.status:
             start = {"type": "http.response.start", "status": message.status, "headers": message.headers}
@@ -174,7 +174,7 @@ class Forwarded:
         await self._send({"type": "http.response.body", "body": message.data, "more_body": message.more})
         self._tell_sent(is_last=not message.more)
 
-    async def _receive_into(self, message: messages.Receive) -> None:
+    async def _receive_into(self, message: messages.BodyLocation) -> None:
         room = self._owner.memory[message.memory][message.offset : message.offset + message.nbytes]
         reception, link = self._reception, self._owner.link
         was_complete = reception.is_complete
@@ -184,11 +184,11 @@ class Forwarded:
             body = await reception.into(lambda nbytes: room, pause_s=_NO_LIMIT_S, total_s=_NO_LIMIT_S)
         except NormserveError as error:
             left = isinstance(error, ClientLeftError) and not self._is_stopped
-            link.send(messages.Progress({self._number: reception.received}))
-            link.send(messages.Ended(self._number, left))
+            link.send(messages.BodyProgress({self._number: reception.received}))
+            link.send(messages.BodyAborted(self._number, left))
             return
         except asyncio.CancelledError:
-            link.send(messages.Ended(self._number, left=True))
+            link.send(messages.BodyAborted(self._number, left=True))
             raise
         finally:
             self._is_receiving = False
@@ -196,7 +196,7 @@ class Forwarded:
         if was_complete:
             # It came meanwhile, to where it was not asked for yet.
             room[: len(body)] = body
-        link.send(messages.Received(self._number, len(body), reception.began + reception.seconds))
+        link.send(messages.BodyReceived(self._number, len(body), reception.began + reception.seconds))
 
     async def _pull(self, *, all_of_it: bool) -> None:
         self._is_stopped = False
@@ -213,10 +213,10 @@ class Forwarded:
             finally:
                 self._pulling = None
             if message["type"] == "http.disconnect":
-                self._owner.link.send(messages.Ended(self._number, left=True))
+                self._owner.link.send(messages.BodyAborted(self._number, left=True))
                 return
             more = message.get("more_body", False)
-            self._owner.link.send(messages.Piece(self._number, message.get("body", b""), more))
+            self._owner.link.send(messages.BodyPart(self._number, message.get("body", b""), more))
             await self._owner.link.drained()
             more = more and all_of_it
 
@@ -231,11 +231,11 @@ class Forwarded:
     def _tell_sent(self, *, is_last: bool) -> None:
         self._is_complete = is_last
         is_delivered = is_last and bool(self._sending.is_delivered)
-        self._owner.link.send(messages.Sent(self._number, self._sending.seconds, is_delivered))
+        self._owner.link.send(messages.ResponseSent(self._number, self._sending.seconds, is_delivered))
 
     def _tell_departure(self) -> None:
-        self._owner.link.send(messages.Left(self._number))
+        self._owner.link.send(messages.ClientDisconnected(self._number))
 
 
-def _no_room(nbytes: int) -> memoryview:
+def _refuse_allocation(nbytes: int) -> memoryview:
     raise AssertionError("a body that is there needs no memory")

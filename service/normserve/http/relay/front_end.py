@@ -12,15 +12,15 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from normserve.engine.polling import Polling, polling
+from normserve.engine.polling import BusyPoller, make_busy_poller
 from normserve.errors import NormserveError, NotReadyError
-from normserve.errors.problems import status_of
-from normserve.http.edge.middleware import request_id_of
-from normserve.http.problems import problem
+from normserve.errors.problems import get_status
+from normserve.http.edge.middleware import choose_request_id
+from normserve.http.problems import make_problem_response
 from normserve.http.relay import messages
-from normserve.http.relay.forwarded import Forwarded, decline
-from normserve.http.relay.link import Link
-from normserve.http.transport import Reception
+from normserve.http.relay.forwarded import ForwardedRequest, decline_message
+from normserve.http.relay.link import RelayLink
+from normserve.http.transport import IncomingBody
 from normserve.memory.segments import map_segment
 
 # How often the process that owns the device learns how far bodies are that take their time.
@@ -29,7 +29,7 @@ _PROGRESS_S = 0.02
 _QUIET_S = 3.0
 
 
-class FrontEnd:
+class RelayApplication:
     """Relays requests, in turn to each process that owns a device and takes work.
 
     Attributes:
@@ -40,13 +40,13 @@ class FrontEnd:
         """Args: index: of all front ends, this one's."""
         self._index = index
         self.on_link_lost: Callable[[], None] = lambda: None
-        self._owners: list[_Owner] = []
+        self._owners: list[_OwnerSession] = []
         self._turns = itertools.count()
         self._untold: Counter[tuple[int, str]] = Counter()
         self._untold_departures = 0
         self._connections = 0
         # Nothing here is left to other threads.
-        self._polling = polling()
+        self._polling = make_busy_poller()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         owner = self._next()
@@ -60,14 +60,14 @@ class FrontEnd:
 
     def connect(self, connected: socket.socket) -> None:
         """A process that owns a device is there."""
-        owner = _Owner(connected, self._polling)
+        owner = _OwnerSession(connected, self._polling)
         owner.on_gone = functools.partial(self._lose, owner)
-        owner.link.send(messages.Hello(self._index, os.getpid()))
+        owner.link.send(messages.FrontEndHello(self._index, os.getpid()))
         owner.link.on_drained = self._tell
         self._owners.append(owner)
         self._tell()
 
-    def _lose(self, owner: "_Owner") -> None:
+    def _lose(self, owner: "_OwnerSession") -> None:
         self._owners.remove(owner)
         # The next one in its place counts from now on.
         self._tell()
@@ -77,7 +77,7 @@ class FrontEnd:
 
     def count_refusal(self, error: NormserveError) -> None:
         """What never became a request for the other process was answered with an error."""
-        self._untold[status_of(error), error.code] += 1
+        self._untold[get_status(error), error.code] += 1
         self._tell()
 
     def count_late_departure(self) -> None:
@@ -97,8 +97,8 @@ class FrontEnd:
         """
         error = NotReadyError("the process that owns the device is starting again")
         self.count_refusal(error)
-        request_id = request_id_of(dict(scope["headers"]))
-        status, headers, body = problem(error, request_id, scope["path"])
+        request_id = choose_request_id(dict(scope["headers"]))
+        status, headers, body = make_problem_response(error, request_id, scope["path"])
         headers.append((b"x-request-id", request_id.encode()))
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body, "more_body": False})
@@ -110,15 +110,15 @@ class FrontEnd:
         owner = self._owners[0]
         if owner.told_connections != self._connections:
             owner.told_connections = self._connections
-            owner.link.send(messages.Connections(self._connections))
+            owner.link.send(messages.ConnectionCount(self._connections))
         for (status, code), count in self._untold.items():
-            owner.link.send(messages.Refused(status, code, count))
+            owner.link.send(messages.RefusalCount(status, code, count))
         self._untold.clear()
         if self._untold_departures:
-            owner.link.send(messages.LeftLate(self._untold_departures))
+            owner.link.send(messages.LateDisconnectCount(self._untold_departures))
         self._untold_departures = 0
 
-    def _next(self) -> "_Owner | None":
+    def _next(self) -> "_OwnerSession | None":
         """The one whose turn it is of those that take work; else one that says why it does not."""
         owners = self._owners
         if len(owners) > 1:
@@ -126,7 +126,7 @@ class FrontEnd:
         return owners[next(self._turns) % len(owners)] if owners else None
 
 
-class _Owner:
+class _OwnerSession:
     """One process that owns a device.
 
     Attributes:
@@ -134,18 +134,18 @@ class _Owner:
         told_connections: how many clients it knows to be connected.
     """
 
-    def __init__(self, connected: socket.socket, polling: Polling | None) -> None:
+    def __init__(self, connected: socket.socket, polling: BusyPoller | None) -> None:
         self.told_connections = 0
         self._says_ready = False
         self._heard_at = 0.0
         self.on_gone: Callable[[], None] = lambda: None
         self.memory: dict[int, memoryview] = {}
-        self.receiving: dict[int, Reception] = {}
-        self._relayed: dict[int, Forwarded] = {}
+        self.receiving: dict[int, IncomingBody] = {}
+        self._relayed: dict[int, ForwardedRequest] = {}
         self._numbers = itertools.count()
         self._ticking: asyncio.TimerHandle | None = None
         self._told: dict[int, int] = {}
-        self.link = Link(connected, messages.from_owner, self._on_message, self._on_end, polling=polling)
+        self.link = RelayLink(connected, messages.from_owner, self._on_message, self._on_end, polling=polling)
 
     @property
     def was_heard(self) -> bool:
@@ -160,7 +160,7 @@ class _Owner:
     async def relay(self, scope: Scope, receive: Receive, send: Send) -> bool:
         """Relay a request; False where it must be answered here, since the other process is gone."""
         number = next(self._numbers)
-        relayed = self._relayed[number] = Forwarded(self, number, scope, receive, send)
+        relayed = self._relayed[number] = ForwardedRequest(self, number, scope, receive, send)
         try:
             return await relayed.run()
         finally:
@@ -171,7 +171,7 @@ class _Owner:
         """Whether requests are under way."""
         return bool(self._relayed)
 
-    def watch(self, number: int, reception: Reception) -> None:
+    def watch(self, number: int, reception: IncomingBody) -> None:
         """Tell how far a body is, if it takes its time."""
         self.receiving[number] = reception
         if self._ticking is None:
@@ -183,15 +183,15 @@ class _Owner:
         news = {number: nbytes for number, nbytes in received.items() if self._told.get(number) != nbytes}
         self._told = received
         if news:
-            self.link.send(messages.Progress(news))
+            self.link.send(messages.BodyProgress(news))
         if received:
             self._ticking = asyncio.get_running_loop().call_later(_PROGRESS_S, self._tell_progress)
 
     def _on_message(self, message: Any) -> None:
         match message:
-            case messages.Readiness():
+            case messages.OwnerReadiness():
                 self._says_ready, self._heard_at = message.is_ready, time.monotonic()
-            case messages.Memory():
+            case messages.SharedSlabAdded():
                 descriptor = self.link.take_descriptor()
                 try:
                     self.memory[message.number] = memoryview(map_segment(descriptor, is_there_at_once=False))
@@ -200,14 +200,14 @@ class _Owner:
                     self.link.close()
                 finally:
                     os.close(descriptor)
-            case messages.Forget():
+            case messages.SharedSlabRemoved():
                 for number in message.numbers:
                     self.memory.pop(number, None)
             case _:
                 if (relayed := self._relayed.get(message.number)) is not None:
                     relayed.on_message(message)
                 else:
-                    decline(self.link, message)
+                    decline_message(self.link, message)
 
     def _on_end(self) -> None:
         self.on_gone()

@@ -9,21 +9,21 @@ from typing import Any
 
 import msgspec
 
-from normserve.codec.framing import PREFIX, FrameReader, SendQueue, rights_bytes
-from normserve.engine.polling import Polling
+from normserve.codec.framing import PREFIX, FrameReader, SendQueue, compute_ancillary_bytes
+from normserve.engine.polling import BusyPoller
 from normserve.errors import TooLargeError
 from normserve.http.relay.messages import encode_into
 from normserve.sockets import add_reader
 
 _READ_BYTES = 256 * 1024
 _MOST_DESCRIPTORS = 64
-_RIGHTS_BYTES = rights_bytes(_MOST_DESCRIPTORS)
+_RIGHTS_BYTES = compute_ancillary_bytes(_MOST_DESCRIPTORS)
 # The other process is trusted: as many as a prefix can say.
 _MOST_BYTES = 2**32 - 1
 _BUFFER_BYTES = 4 * 2**20
 
 
-class Link:
+class RelayLink:
     """A connected Unix socket.  What is said in one turn of the event loop leaves together, at its end.
 
     Messages that leave together are one frame, a list, which is encoded and decoded at once: in the process that
@@ -42,7 +42,7 @@ class Link:
         on_end: Callable[[], None],
         *,
         lends: bool = False,
-        polling: Polling | None = None,
+        polling: BusyPoller | None = None,
     ) -> None:
         """Args:
         on_message: is given each message as it comes; if it raises, the link ends.

@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
-from normserve.http.measured import Measured
-from normserve.http.responses import headers_of
+from normserve.http.measured import LaunchMeasurements
+from normserve.http.responses import make_response_headers
 
 
-class Head(msgspec.Struct, array_like=True, gc=False):
+class RequestHead(msgspec.Struct, array_like=True, gc=False):
     """What a request's header says, beside what its connection says of it: the same for many requests."""
 
     method: str
@@ -25,17 +25,17 @@ class Head(msgspec.Struct, array_like=True, gc=False):
     server: tuple[str, int | None] | None
 
 
-class Request(msgspec.Struct, array_like=True, tag=0, gc=False):
+class RequestStarted(msgspec.Struct, array_like=True, tag=0, gc=False):
     """A request whose header is complete.
 
     Attributes:
         number: of all that this front end sends, this one's.
-        head: a `Head` in MessagePack.
+        head: a `RequestHead` in MessagePack.
         client: address and port; None on a Unix socket.
         announced: bytes of its body; None where it is chunked.
         body: if it came whole with the header.
         began: when the header was complete, by `time.perf_counter`.
-        request_id: what a `Result` names it.
+        request_id: what an `OperationResponse` names it.
     """
 
     number: int
@@ -47,7 +47,7 @@ class Request(msgspec.Struct, array_like=True, tag=0, gc=False):
     request_id: str
 
 
-class Received(msgspec.Struct, array_like=True, tag=1, gc=False):
+class BodyReceived(msgspec.Struct, array_like=True, tag=1, gc=False):
     """A body is whole, in the place that it was given; `ended` is when, by `time.perf_counter`."""
 
     number: int
@@ -55,13 +55,13 @@ class Received(msgspec.Struct, array_like=True, tag=1, gc=False):
     ended: float
 
 
-class Progress(msgspec.Struct, array_like=True, tag=2, gc=False):
+class BodyProgress(msgspec.Struct, array_like=True, tag=2, gc=False):
     """How many bytes have come of bodies that take their time, by their requests."""
 
     received: dict[int, int]
 
 
-class Piece(msgspec.Struct, array_like=True, tag=3, gc=False):
+class BodyPart(msgspec.Struct, array_like=True, tag=3, gc=False):
     """The next of a body that has no place, as ASGI hands it out."""
 
     number: int
@@ -69,7 +69,7 @@ class Piece(msgspec.Struct, array_like=True, tag=3, gc=False):
     more: bool
 
 
-class Ended(msgspec.Struct, array_like=True, tag=4, gc=False):
+class BodyAborted(msgspec.Struct, array_like=True, tag=4, gc=False):
     """A body that was to be received will not be; nothing is written to its place any more.
 
     Attributes: left: the client has gone.
@@ -79,13 +79,13 @@ class Ended(msgspec.Struct, array_like=True, tag=4, gc=False):
     left: bool
 
 
-class Left(msgspec.Struct, array_like=True, tag=5, gc=False):
+class ClientDisconnected(msgspec.Struct, array_like=True, tag=5, gc=False):
     """The client has gone before its response was complete."""
 
     number: int
 
 
-class Sent(msgspec.Struct, array_like=True, tag=6, gc=False):
+class ResponseSent(msgspec.Struct, array_like=True, tag=6, gc=False):
     """What was given to be sent has been taken by the kernel, or never will be.
 
     Attributes:
@@ -98,7 +98,7 @@ class Sent(msgspec.Struct, array_like=True, tag=6, gc=False):
     is_delivered: bool
 
 
-class Refused(msgspec.Struct, array_like=True, tag=7, gc=False):
+class RefusalCount(msgspec.Struct, array_like=True, tag=7, gc=False):
     """So many times a front end has answered with an error what never became a request here."""
 
     status: int
@@ -106,19 +106,19 @@ class Refused(msgspec.Struct, array_like=True, tag=7, gc=False):
     count: int
 
 
-class LeftLate(msgspec.Struct, array_like=True, tag=8, gc=False):
+class LateDisconnectCount(msgspec.Struct, array_like=True, tag=8, gc=False):
     """So many clients left with a response that the kernel had taken and that they had not read."""
 
     count: int
 
 
-class Connections(msgspec.Struct, array_like=True, tag=9, gc=False):
+class ConnectionCount(msgspec.Struct, array_like=True, tag=9, gc=False):
     """How many clients are connected now."""
 
     count: int
 
 
-class Hello(msgspec.Struct, array_like=True, tag=10, gc=False):
+class FrontEndHello(msgspec.Struct, array_like=True, tag=10, gc=False):
     """The first message: which front end this is, and its process."""
 
     index: int
@@ -126,29 +126,39 @@ class Hello(msgspec.Struct, array_like=True, tag=10, gc=False):
 
 
 FromFrontEnd = (
-    Hello | Request | Received | Progress | Piece | Ended | Left | Sent | Refused | LeftLate | Connections
+    FrontEndHello
+    | RequestStarted
+    | BodyReceived
+    | BodyProgress
+    | BodyPart
+    | BodyAborted
+    | ClientDisconnected
+    | ResponseSent
+    | RefusalCount
+    | LateDisconnectCount
+    | ConnectionCount
 )
 
 
-class Readiness(msgspec.Struct, array_like=True, tag=0, gc=False):
+class OwnerReadiness(msgspec.Struct, array_like=True, tag=0, gc=False):
     """Whether the process takes work."""
 
     is_ready: bool
 
 
-class Memory(msgspec.Struct, array_like=True, tag=1, gc=False):
+class SharedSlabAdded(msgspec.Struct, array_like=True, tag=1, gc=False):
     """Memory to be mapped, known by its number from now on; its descriptor comes along."""
 
     number: int
 
 
-class Forget(msgspec.Struct, array_like=True, tag=2, gc=False):
+class SharedSlabRemoved(msgspec.Struct, array_like=True, tag=2, gc=False):
     """Memory of which nothing will be said any more."""
 
     numbers: list[int]
 
 
-class Receive(msgspec.Struct, array_like=True, tag=3, gc=False):
+class BodyLocation(msgspec.Struct, array_like=True, tag=3, gc=False):
     """Let a body of announced length come, into its place."""
 
     number: int
@@ -157,20 +167,20 @@ class Receive(msgspec.Struct, array_like=True, tag=3, gc=False):
     nbytes: int
 
 
-class Pull(msgspec.Struct, array_like=True, tag=4, gc=False):
+class BodyPartRequest(msgspec.Struct, array_like=True, tag=4, gc=False):
     """Let a body come in pieces: the next one, or all."""
 
     number: int
     all: bool
 
 
-class Stop(msgspec.Struct, array_like=True, tag=5, gc=False):
-    """The rest of a body is not wanted.  Where it had a place, `Ended` answers this, unless `Received` was sent."""
+class BodyStopRequest(msgspec.Struct, array_like=True, tag=5, gc=False):
+    """The rest of a body is not wanted.  If it had a place, `BodyAborted` answers, or `BodyReceived` was sent."""
 
     number: int
 
 
-class Part(msgspec.Struct, array_like=True, gc=False):
+class SharedSlabRange(msgspec.Struct, array_like=True, gc=False):
     """Bytes that lie in shared memory."""
 
     memory: int
@@ -178,17 +188,17 @@ class Part(msgspec.Struct, array_like=True, gc=False):
     nbytes: int
 
 
-class Respond(msgspec.Struct, array_like=True, tag=6, gc=False):
+class CompleteResponse(msgspec.Struct, array_like=True, tag=6, gc=False):
     """A whole response; its body in pieces, of which short ones are here."""
 
     number: int
     status: int
     headers: list[tuple[bytes, bytes]]
-    body: list[bytes | Part]
+    body: list[bytes | SharedSlabRange]
     nbytes: int
 
 
-class Send(msgspec.Struct, array_like=True, tag=7, gc=False):
+class ResponsePart(msgspec.Struct, array_like=True, tag=7, gc=False):
     """A piece of a response, as ASGI has it; with the first come status and headers, else the status is 0."""
 
     number: int
@@ -198,41 +208,52 @@ class Send(msgspec.Struct, array_like=True, tag=7, gc=False):
     more: bool
 
 
-class Done(msgspec.Struct, array_like=True, tag=8, gc=False):
+class ResponseAborted(msgspec.Struct, array_like=True, tag=8, gc=False):
     """The application has nothing more to say to a request, though its response is not complete."""
 
     number: int
 
 
-class Result(msgspec.Struct, array_like=True, tag=9, gc=False):
+class OperationResponse(msgspec.Struct, array_like=True, tag=9, gc=False):
     """A whole response with the result of an operation; the front end makes its header.
 
     Attributes:
         shared: headers for the page that sent the request.
-        body: as of `Respond`.
+        body: as of `CompleteResponse`.
     """
 
     number: int
     media_type: str
-    measured: Measured
+    measured: LaunchMeasurements
     shared: Sequence[tuple[bytes, bytes]]
-    body: list[bytes | Part]
+    body: list[bytes | SharedSlabRange]
 
-    def response(self, request_id: str) -> Respond:
+    def response(self, request_id: str) -> CompleteResponse:
         """The same with its header, for a request of this id."""
-        nbytes = sum([each.nbytes if isinstance(each, Part) else len(each) for each in self.body])
+        nbytes = sum([each.nbytes if isinstance(each, SharedSlabRange) else len(each) for each in self.body])
         headers = [
-            *headers_of(nbytes, self.media_type.encode(), self.measured.headers()),
+            *make_response_headers(nbytes, self.media_type.encode(), self.measured.headers()),
             *self.shared,
             (b"x-request-id", request_id.encode()),
         ]
-        return Respond(self.number, 200, headers, self.body, nbytes)
+        return CompleteResponse(self.number, 200, headers, self.body, nbytes)
 
 
-FromOwner = Readiness | Memory | Forget | Receive | Pull | Stop | Respond | Send | Done | Result
+FromOwner = (
+    OwnerReadiness
+    | SharedSlabAdded
+    | SharedSlabRemoved
+    | BodyLocation
+    | BodyPartRequest
+    | BodyStopRequest
+    | CompleteResponse
+    | ResponsePart
+    | ResponseAborted
+    | OperationResponse
+)
 
 _encoder = msgspec.msgpack.Encoder()
 encode, encode_into = _encoder.encode, _encoder.encode_into
-read_head = msgspec.msgpack.Decoder(Head).decode
+read_head = msgspec.msgpack.Decoder(RequestHead).decode
 from_front_end: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(list[FromFrontEnd])
 from_owner: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(list[FromOwner])

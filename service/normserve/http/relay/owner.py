@@ -10,21 +10,21 @@ from typing import Any, NamedTuple
 import msgspec
 from starlette.types import ASGIApp, Scope
 
-from normserve.engine.polling import Polling
+from normserve.engine.polling import BusyPoller
 from normserve.errors import NormserveError
-from normserve.errors.problems import unexpected
-from normserve.http.problems import problem
+from normserve.errors.problems import convert_unexpected_error
+from normserve.http.problems import make_problem_response
 from normserve.http.relay import messages
-from normserve.http.relay.direct import Direct, DirectRequest, Prepared
-from normserve.http.relay.link import Link
-from normserve.http.relay.messages import Readiness
-from normserve.http.relay.received import ReceivedRequest
-from normserve.http.relay.relayed import Relayed
-from normserve.memory.shared_slabs import Located, SharedSlabs
+from normserve.http.relay.direct import OperationDispatcher, PreparedHeader, RelayedOperation
+from normserve.http.relay.link import RelayLink
+from normserve.http.relay.messages import OwnerReadiness
+from normserve.http.relay.received import SharedBodyOperation
+from normserve.http.relay.relayed import RelayedRequest
+from normserve.memory.shared_slabs import SharedSlabRegistry, SlabLocation
 from normserve.memory.slabs import SlabPool
 from normserve.metrics.metrics import Metrics
 from normserve.metrics.requests import RequestRecord
-from normserve.requests.prepared_calls import PreparedCalls
+from normserve.requests.prepared_calls import PreparedCallCache
 
 log = logging.getLogger(__name__)
 
@@ -34,21 +34,29 @@ _POLL_S = 0.02
 # How often front ends get a heartbeat, and are told of memory that the pool has freed.
 _BEAT_S = 0.5
 
-_OF_A_REQUEST = frozenset([messages.Sent, messages.Received, messages.Piece, messages.Ended, messages.Left])
+_OF_A_REQUEST = frozenset(
+    [
+        messages.ResponseSent,
+        messages.BodyReceived,
+        messages.BodyPart,
+        messages.BodyAborted,
+        messages.ClientDisconnected,
+    ]
+)
 
 _ASGI = {"version": "3.0", "spec_version": "2.3"}
 
 
-class Relays:
+class RelayServer:
     """Serves the front ends of this process.  Belongs to the event loop's thread."""
 
     def __init__(
         self,
-        shared: SharedSlabs,
+        shared: SharedSlabRegistry,
         slabs: SlabPool,
         metrics: Metrics,
-        prepared: PreparedCalls,
-        polling: Polling | None = None,
+        prepared: PreparedCallCache,
+        polling: BusyPoller | None = None,
     ) -> None:
         """Args:
         slabs: whose memory is of `shared`.
@@ -60,13 +68,13 @@ class Relays:
         self._metrics = metrics
         self._polling = polling
         self._entrance: ASGIApp | None = None
-        self._direct: Direct | None = None
+        self._direct: OperationDispatcher | None = None
         self._prepared = prepared
-        self._front_ends: set[_FrontEnd] = set()
+        self._front_ends: set[_FrontEndSession] = set()
         self._is_ready = False
         self._beating: asyncio.TimerHandle | None = None
 
-    def relay_to(self, entrance: ASGIApp, direct: Direct | None) -> None:
+    def relay_to(self, entrance: ASGIApp, direct: OperationDispatcher | None) -> None:
         """Have requests answered, before there are any.
 
         Args:
@@ -88,7 +96,7 @@ class Relays:
     def serve(self, connected: socket.socket) -> None:
         """A front end is there."""
         of_all = self._shared, self._slabs, self._metrics, self._begin, self._admit, self._polling
-        front_end = _FrontEnd(connected, *of_all)
+        front_end = _FrontEndSession(connected, *of_all)
         front_end.on_gone = functools.partial(self._front_ends.discard, front_end)
         self._front_ends.add(front_end)
         if self._beating is None:
@@ -98,7 +106,7 @@ class Relays:
         """Let front ends know whether this process takes work."""
         self._is_ready = ready
         for each in self._front_ends:
-            each.send(Readiness(ready))
+            each.send(OwnerReadiness(ready))
 
     async def close(self, within_s: float) -> None:
         """Let what is under way be answered, then end all links."""
@@ -114,17 +122,19 @@ class Relays:
         numbers = self._shared.ended()
         for each in self._front_ends:
             each.forget(numbers)
-            each.beat(Readiness(self._is_ready))
+            each.beat(OwnerReadiness(self._is_ready))
         self._beating = asyncio.get_running_loop().call_later(_BEAT_S, self._beat)
 
-    def _admit(self, front_end: "_FrontEnd") -> None:
+    def _admit(self, front_end: "_FrontEndSession") -> None:
         """A front end has said which one it is; of two links with the same process the second is not needed."""
         if any(each.hello == front_end.hello for each in self._front_ends if each is not front_end):
             front_end.close()
         else:
-            front_end.send(Readiness(self._is_ready))
+            front_end.send(OwnerReadiness(self._is_ready))
 
-    def _begin(self, front_end: "_FrontEnd", request: messages.Request) -> DirectRequest | Relayed:
+    def _begin(
+        self, front_end: "_FrontEndSession", request: messages.RequestStarted
+    ) -> RelayedOperation | RelayedRequest:
         head = self._prepare_head(request)
         if head.prepared is not None and self._direct is not None:
             if request.body is not None:
@@ -134,11 +144,16 @@ class Relays:
             if direct is not None:
                 return direct
         assert self._entrance is not None
-        return Relayed(front_end, request, head.scope, self._entrance)
+        return RelayedRequest(front_end, request, head.scope, self._entrance)
 
     def _receive(
-        self, direct: Direct, front_end: "_FrontEnd", request: messages.Request, scope: Scope, prepared: Prepared
-    ) -> DirectRequest | None:
+        self,
+        direct: OperationDispatcher,
+        front_end: "_FrontEndSession",
+        request: messages.RequestStarted,
+        scope: Scope,
+        prepared: PreparedHeader,
+    ) -> RelayedOperation | None:
         """Begin a request whose body is to come; None where the application must see to it."""
         caller = direct.caller(request, prepared) if request.announced else None
         if caller is None:
@@ -146,22 +161,22 @@ class Relays:
 
         def hand_over(error: NormserveError, received: int) -> None:
             assert self._entrance is not None
-            relayed = Relayed(front_end, request, scope, self._entrance)
+            relayed = RelayedRequest(front_end, request, scope, self._entrance)
             relayed.fail(error, received)
             front_end.replace(request.number, relayed)
 
-        asked = ReceivedRequest(direct.parts, front_end, request, prepared, caller, hand_over)
+        asked = SharedBodyOperation(direct.parts, front_end, request, prepared, caller, hand_over)
         assert request.announced is not None
         return asked if asked.receive(request.announced) else None
 
-    def _prepare_head(self, request: messages.Request) -> "_PreparedHead":
+    def _prepare_head(self, request: messages.RequestStarted) -> "_PreparedScope":
         """Return what a header says, the same object for requests from an address with the same header.
 
         Only headers with a valid key are kept, where keys are required.
         """
         # None over a Unix socket, which decides as well.
         key = request.head, None if request.client is None else request.client[0]
-        known: _PreparedHead | None = self._prepared.find(key)
+        known: _PreparedScope | None = self._prepared.find(key)
         if known is not None:
             return known
         head = messages.read_head(request.head)
@@ -181,21 +196,21 @@ class Relays:
         }
         tenant = None if self._direct is None else self._direct.find_tenant(request, scope)
         if self._direct is None or tenant is None:
-            return _PreparedHead(scope, None)
-        known = _PreparedHead(scope, self._direct.prepare(scope, tenant))
+            return _PreparedScope(scope, None)
+        known = _PreparedScope(scope, self._direct.prepare(scope, tenant))
         nbytes = _HEAD_BYTES + _FIELD_BYTES * len(head.headers) + _BYTES_PER_HEAD_BYTE * len(request.head)
         self._prepared.keep(key, known, nbytes, tenant)
         return known
 
 
-class _PreparedHead(NamedTuple):
+class _PreparedScope(NamedTuple):
     """What a header says: a scope but for what its connection says, and what there is to know of plain requests."""
 
     scope: Scope
-    prepared: Prepared | None
+    prepared: PreparedHeader | None
 
 
-class _FrontEnd:
+class _FrontEndSession:
     """One front end, and the requests of it that are under way.
 
     Attributes:
@@ -207,23 +222,23 @@ class _FrontEnd:
     def __init__(
         self,
         connected: socket.socket,
-        shared: SharedSlabs,
+        shared: SharedSlabRegistry,
         slabs: SlabPool,
         metrics: Metrics,
-        begin: Callable[["_FrontEnd", messages.Request], DirectRequest | Relayed],
-        on_hello: Callable[["_FrontEnd"], None],
-        polling: Polling | None,
+        begin: Callable[["_FrontEndSession", messages.RequestStarted], RelayedOperation | RelayedRequest],
+        on_hello: Callable[["_FrontEndSession"], None],
+        polling: BusyPoller | None,
     ) -> None:
         self.slabs = slabs
-        self.hello = messages.Hello(-1, 0)
+        self.hello = messages.FrontEndHello(-1, 0)
         self.connections = 0
         self.on_gone: Callable[[], None] = lambda: None
         self._shared = shared
         self._metrics = metrics
         self._begin, self._on_hello = begin, on_hello
         self._mapped: set[int] = set()
-        self._under_way: dict[int, DirectRequest | Relayed] = {}
-        self._link = Link(
+        self._under_way: dict[int, RelayedOperation | RelayedRequest] = {}
+        self._link = RelayLink(
             connected, messages.from_front_end, self._on_message, self._on_end, lends=True, polling=polling
         )
 
@@ -235,7 +250,7 @@ class _FrontEnd:
     def send(self, message: msgspec.Struct) -> None:
         self._link.send(message)
 
-    def beat(self, readiness: Readiness) -> None:
+    def beat(self, readiness: OwnerReadiness) -> None:
         """Send a heartbeat, unless earlier messages are still unsent."""
         if not self._link.is_behind:
             self._link.send(readiness)
@@ -244,11 +259,11 @@ class _FrontEnd:
         """End the link."""
         self._link.close()
 
-    def locate(self, view: memoryview) -> Located | None:
+    def locate(self, view: memoryview) -> SlabLocation | None:
         located = self._shared.locate(view)
         if located is not None and located.memory.number not in self._mapped:
             self._mapped.add(located.memory.number)
-            self._link.send(messages.Memory(located.memory.number), located.memory.descriptor)
+            self._link.send(messages.SharedSlabAdded(located.memory.number), located.memory.descriptor)
         return located
 
     def forget(self, numbers: list[int]) -> None:
@@ -256,9 +271,9 @@ class _FrontEnd:
         mapped = self._mapped.intersection(numbers)
         if mapped:
             self._mapped -= mapped
-            self._link.send(messages.Forget(list(mapped)))
+            self._link.send(messages.SharedSlabRemoved(list(mapped)))
 
-    def replace(self, number: int, request: Relayed) -> None:
+    def replace(self, number: int, request: RelayedRequest) -> None:
         """From now on the application answers a request."""
         self._under_way[number] = request
 
@@ -271,35 +286,35 @@ class _FrontEnd:
         if kind in _OF_A_REQUEST:
             if (request := self._under_way.get(message.number)) is not None:
                 request.on_message(message)
-        elif kind is messages.Request:
+        elif kind is messages.RequestStarted:
             try:
                 self._under_way[message.number] = self._begin(self, message)
             except Exception as error:
                 self._refuse(message, error)
-        elif kind is messages.Hello:
+        elif kind is messages.FrontEndHello:
             self.hello = message
             self._on_hello(self)
-        elif kind is messages.Connections:
+        elif kind is messages.ConnectionCount:
             self.connections = message.count
-        elif kind is messages.Refused:
+        elif kind is messages.RefusalCount:
             for _ in range(message.count):
                 self._metrics.observe_request(RequestRecord(status=message.status, error=message.code))
-        elif kind is messages.LeftLate:
+        elif kind is messages.LateDisconnectCount:
             for _ in range(message.count):
                 self._metrics.observe_late_departure()
         else:
-            assert kind is messages.Progress
+            assert kind is messages.BodyProgress
             for number, nbytes in message.received.items():
                 if (request := self._under_way.get(number)) is not None:
                     request.on_progress(nbytes)
 
-    def _refuse(self, request: messages.Request, error: Exception) -> None:
+    def _refuse(self, request: messages.RequestStarted, error: Exception) -> None:
         """Answer a request that met an error of this server's own before it began."""
         log.error("unexpected error in a relayed request", exc_info=error)
-        known = unexpected(error)
-        status, headers, body = problem(known, request.request_id)
+        known = convert_unexpected_error(error)
+        status, headers, body = make_problem_response(known, request.request_id)
         self._metrics.observe_request(RequestRecord(status=status, error=known.code))
-        self.send(messages.Send(request.number, status, headers, body, more=False))
+        self.send(messages.ResponsePart(request.number, status, headers, body, more=False))
 
     def _on_end(self) -> None:
         for request in tuple(self._under_way.values()):

@@ -5,19 +5,19 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from normserve.admission.callers import Caller
+from normserve.admission.callers import ClientIdentity
 from normserve.errors import ClientLeftError, NormserveError, RequestTimeoutError
 from normserve.http.relay import messages
-from normserve.http.relay.direct import DirectRequest, Parts, Prepared
-from normserve.http.relay.exchange import FrontEnd
-from normserve.http.transport.pace import Pace, PaceWatch
-from normserve.jobs.job import Layer
+from normserve.http.relay.direct import OperationServices, PreparedHeader, RelayedOperation
+from normserve.http.relay.exchange import FrontEndConnection
+from normserve.http.transport.pace import SlowTransferMonitor, TransferProgress
+from normserve.jobs.job import RegisteredLayer
 from normserve.memory.slabs import SlabPool
 
 HandOver = Callable[[NormserveError, int], None]
 
 
-class ReceivedRequest(DirectRequest):
+class SharedBodyOperation(RelayedOperation):
     """One request under way, from the first byte of its body on.
 
     Attributes:
@@ -27,21 +27,21 @@ class ReceivedRequest(DirectRequest):
 
     def __init__(
         self,
-        parts: Parts,
-        front_end: FrontEnd,
-        request: messages.Request,
-        prepared: Prepared,
-        caller: Caller,
+        parts: OperationServices,
+        front_end: FrontEndConnection,
+        request: messages.RequestStarted,
+        prepared: PreparedHeader,
+        caller: ClientIdentity,
         hand_over: HandOver,
     ) -> None:
         """Args: hand_over: has the application answer the request, whose body was cut off after so many bytes."""
         super().__init__(parts, front_end, request, prepared, caller)
         self._began = request.began
         self._hand_over = hand_over
-        self._layer: Layer | None = None
+        self._layer: RegisteredLayer | None = None
         # What the front end writes to: not reused before the front end says that it has stopped.
         self._room: memoryview | None = None
-        self._watch: PaceWatch | None = None
+        self._watch: SlowTransferMonitor | None = None
         self._failure: NormserveError | None = None
         self.received = 0
         self.is_complete = False
@@ -57,17 +57,19 @@ class ReceivedRequest(DirectRequest):
         except NormserveError:
             return False
         assert self.permit is not None
-        room = _room(bodies.slabs, announced)
+        room = _allocate_body(bodies.slabs, announced)
         located = None if room is None else self._front_end.locate(room)
         if located is None:
             self.permit.release()
             return False
         self._room = room
         self.permit.receive(self, bodies.due_bytes_per_s(announced))
-        pace = Pace(time.perf_counter(), bodies.pause_s, bodies.total_s, bodies.min_bytes_per_s, bodies.grace_s)
-        self._watch = PaceWatch(asyncio.get_running_loop(), pace, lambda: self.received, self._end_slow)
+        pace = TransferProgress(
+            time.perf_counter(), bodies.pause_s, bodies.total_s, bodies.min_bytes_per_s, bodies.grace_s
+        )
+        self._watch = SlowTransferMonitor(asyncio.get_running_loop(), pace, lambda: self.received, self._end_slow)
         place = located.memory.number, located.offset
-        self._front_end.send(messages.Receive(self._number, *place, announced))
+        self._front_end.send(messages.BodyLocation(self._number, *place, announced))
         return True
 
     def on_progress(self, nbytes: int) -> None:
@@ -77,15 +79,15 @@ class ReceivedRequest(DirectRequest):
     def on_message(self, message: Any) -> None:
         """What the front end says about it."""
         match message:
-            case messages.Received() if self._failure is None:
+            case messages.BodyReceived() if self._failure is None:
                 self._take(message)
-            case messages.Received() | messages.Ended():
+            case messages.BodyReceived() | messages.BodyAborted():
                 # Nothing is written to its place any more.
                 self._room = None
                 self.fail(ClientLeftError("the client left while its body was received"))
                 assert self._failure is not None
                 self._hand_over(self._failure, self.received)
-            case messages.Left() if not self.is_complete:
+            case messages.ClientDisconnected() if not self.is_complete:
                 # The body's end says so, too.
                 pass
             case _:
@@ -108,9 +110,9 @@ class ReceivedRequest(DirectRequest):
         if self.permit is not None:
             self.permit.release()
         if self._room is not None:
-            self._front_end.send(messages.Stop(self._number))
+            self._front_end.send(messages.BodyStopRequest(self._number))
 
-    def _take(self, message: messages.Received) -> None:
+    def _take(self, message: messages.BodyReceived) -> None:
         """The body is whole."""
         assert self.permit is not None
         assert self._room is not None
@@ -128,7 +130,7 @@ class ReceivedRequest(DirectRequest):
             self._watch.stop()
 
 
-def _room(slabs: SlabPool, nbytes: int) -> memoryview | None:
+def _allocate_body(slabs: SlabPool, nbytes: int) -> memoryview | None:
     """Memory for a body; None where there is none at once."""
     if slabs.source.is_slow:
         return slabs.take_idle(nbytes)

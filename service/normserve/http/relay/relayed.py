@@ -7,19 +7,21 @@ from starlette.types import ASGIApp, Scope
 
 from normserve.errors import ClientLeftError, NormserveError
 from normserve.http.relay import messages
-from normserve.http.relay.exchange import FrontEnd, RelayedDeparture, RelayedReception
+from normserve.http.relay.exchange import FrontEndConnection, RelayedIncomingBody, RelayedResponseSender
 
 
-class Relayed:
+class RelayedRequest:
     """A request that the application answers, as any other."""
 
-    def __init__(self, front_end: FrontEnd, request: messages.Request, scope: Scope, entrance: ASGIApp) -> None:
+    def __init__(
+        self, front_end: FrontEndConnection, request: messages.RequestStarted, scope: Scope, entrance: ASGIApp
+    ) -> None:
         """Args: scope: but for what the connection says."""
         self._front_end = front_end
         self._number = request.number
         self._entrance = entrance
-        self._reception = RelayedReception(front_end, request)
-        self._departure = RelayedDeparture(front_end, request.number)
+        self._reception = RelayedIncomingBody(front_end, request)
+        self._departure = RelayedResponseSender(front_end, request.number)
         state = {"reception": self._reception, "sending": self._departure}
         whole = {**scope, "client": request.client, "state": state}
         self._is_over = False
@@ -39,15 +41,15 @@ class Relayed:
     def on_message(self, message: Any) -> None:
         """What the front end says about it."""
         match message:
-            case messages.Sent():
+            case messages.ResponseSent():
                 self._departure.on_sent(message)
-            case messages.Received():
+            case messages.BodyReceived():
                 self._reception.on_received(message)
-            case messages.Piece():
+            case messages.BodyPart():
                 self._reception.on_piece(message)
-            case messages.Ended():
+            case messages.BodyAborted():
                 self._reception.on_ended(left=message.left)
-            case messages.Left():
+            case messages.ClientDisconnected():
                 self._reception.on_left()
                 self._departure.on_left()
         self._settle()
@@ -62,7 +64,7 @@ class Relayed:
             await self._entrance(scope, self._reception.receive, self._departure.send)
         finally:
             if not self._departure.is_answered:
-                self._front_end.send(messages.Done(self._number))
+                self._front_end.send(messages.ResponseAborted(self._number))
             self._is_over = True
             self._settle()
 

@@ -12,8 +12,8 @@ from fastapi.routing import APIRoute
 from normserve import errors
 from normserve.codec.media_types import NPY
 from normserve.errors import NormserveError
-from normserve.errors.problems import STATUSES, document
-from normserve.http.routes.examples import PARAMETERS, Example, example_of
+from normserve.errors.problems import STATUSES, make_problem_document
+from normserve.http.routes.examples import PARAMETERS, RouteExample, find_example
 from normserve.http.routes.scopes import RouteScopes
 
 # Swagger UI 4 refuses 3.1; nothing here needs it.
@@ -38,50 +38,50 @@ _SHOWN_ERRORS = (
 _REQUEST_ID = "2688c9a37667b02a0161b9894444878d"
 
 
-def describe(app: FastAPI, scopes: RouteScopes | None) -> Callable[[], dict[str, Any]]:
+def make_openapi_getter(app: FastAPI, scopes: RouteScopes | None) -> Callable[[], dict[str, Any]]:
     """A function that creates the application's description once.
 
     Args:
         scopes: which routes require an API key; None if no keys are required.
     """
 
-    def described() -> dict[str, Any]:
+    def get_description() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = _described(app, scopes)
+            app.openapi_schema = _make_description(app, scopes)
         return app.openapi_schema
 
     app.openapi_version = OPENAPI_VERSION
-    return described
+    return get_description
 
 
-def _described(app: FastAPI, scopes: RouteScopes | None) -> dict[str, Any]:
+def _make_description(app: FastAPI, scopes: RouteScopes | None) -> dict[str, Any]:
     description = get_openapi(
         title=app.title,
         version=app.version,
         openapi_version=app.openapi_version,
         description=app.description,
-        routes=list(_without_head(app)),
+        routes=list(_list_routes_without_head(app)),
     )
     # FastAPI's own schemas describe errors that this server never sends.
-    description["components"] = {"schemas": {"Problem": _problem_schema(), "Error": _error_schema()}}
+    description["components"] = {"schemas": {"Problem": _make_problem_schema(), "Error": _make_error_schema()}}
     if scopes is not None:
         description["components"]["securitySchemes"] = {"key": _KEY_SCHEME}
     for path, methods in description["paths"].items():
         for method, operation in methods.items():
-            operation["operationId"] = operation_id(method, path)
-            _name_parameters(operation, path)
-            _show_answers(operation, method, path)
+            operation["operationId"] = make_operation_id(method, path)
+            _describe_parameters(operation, path)
+            _describe_responses(operation, method, path)
             if scopes is not None and scopes.needs_key(method.upper(), path):
                 operation["security"] = [{"key": []}]
     return description
 
 
-def operation_id(method: str, path: str) -> str:
+def make_operation_id(method: str, path: str) -> str:
     """The name of an operation in generated clients: its method and path, not the name in the server's code."""
     return "_".join([method, *re.findall(r"\w+", path)])
 
 
-def _without_head(app: FastAPI) -> Iterator[APIRoute]:
+def _list_routes_without_head(app: FastAPI) -> Iterator[APIRoute]:
     """The routes, without HEAD, which every GET route also accepts."""
     for route in app.routes:
         if isinstance(route, APIRoute) and route.include_in_schema:
@@ -90,7 +90,7 @@ def _without_head(app: FastAPI) -> Iterator[APIRoute]:
             yield alone
 
 
-def _name_parameters(operation: dict[str, Any], path: str) -> None:
+def _describe_parameters(operation: dict[str, Any], path: str) -> None:
     """Set path parameters and examples; drop FastAPI's parameters for handlers' arguments, which have a title."""
     of_path = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
@@ -103,20 +103,20 @@ def _name_parameters(operation: dict[str, Any], path: str) -> None:
             each["example"] = PARAMETERS[each["name"]]
 
 
-def _show_answers(operation: dict[str, Any], method: str, path: str) -> None:
+def _describe_responses(operation: dict[str, Any], method: str, path: str) -> None:
     answers = operation["responses"]
     answers.pop("422", None)
-    example = example_of(method.upper(), path)
+    example = find_example(method.upper(), path)
     if example is None:
-        _show_tensors(operation, is_forward=not path.endswith("/backward"))
+        _describe_tensor_bodies(operation, is_forward=not path.endswith("/backward"))
     else:
-        _show_example(operation, example)
+        _add_example(operation, example)
         if (method, path) == ("put", "/v1/layers/{name}"):
             answers["201"] = answers["200"] | {"description": "The layer is new."}
-    answers["default"] = _failures_of_inference_protocol() if path.startswith("/v2") else _failures()
+    answers["default"] = _describe_inference_errors() if path.startswith("/v2") else _describe_problems()
 
 
-def _show_tensors(operation: dict[str, Any], *, is_forward: bool) -> None:
+def _describe_tensor_bodies(operation: dict[str, Any], *, is_forward: bool) -> None:
     sent, answer = operation["requestBody"]["content"], operation["responses"]["200"]
     if is_forward:
         sent[NPY] = sent[NPY] | {"examples": _SAMPLE}
@@ -130,7 +130,7 @@ def _show_tensors(operation: dict[str, Any], *, is_forward: bool) -> None:
     }
 
 
-def _show_example(operation: dict[str, Any], example: Example) -> None:
+def _add_example(operation: dict[str, Any], example: RouteExample) -> None:
     if example.request is not None:
         content = {"application/json": {"schema": {"type": "object"}, "example": example.request}}
         operation["requestBody"] = {"required": bool(example.request), "content": content}
@@ -141,57 +141,66 @@ def _show_example(operation: dict[str, Any], example: Example) -> None:
         schema = {"type": "string", "format": "binary"}
         answer["content"] = {example.media_type: {"schema": schema, "examples": _SAMPLE}}
     elif example.answer is not None:
-        answer["content"] = {example.media_type: {"schema": _kind_of(example.answer), "example": example.answer}}
+        answer["content"] = {
+            example.media_type: {"schema": _infer_schema(example.answer), "example": example.answer}
+        }
 
 
-def _kind_of(value: object) -> dict[str, Any]:
+def _infer_schema(value: object) -> dict[str, Any]:
     if isinstance(value, str):
         return {"type": "string"}
     return {"type": "array", "items": {"type": "object"}} if isinstance(value, list) else {"type": "object"}
 
 
-def _failures() -> dict[str, Any]:
+def _describe_problems() -> dict[str, Any]:
     """The error responses of all paths but those below `/v2`."""
     shown = {
-        error.code: {"summary": f"{STATUSES[type(error)]} {error.code}", "value": document(error, _REQUEST_ID)}
+        error.code: {
+            "summary": f"{STATUSES[type(error)]} {error.code}",
+            "value": make_problem_document(error, _REQUEST_ID),
+        }
         for error in _SHOWN_ERRORS
     }
     schema = {"$ref": "#/components/schemas/Problem"}
     return {
         "description": "Any error: a problem document (RFC 9457).",
-        "headers": {"Retry-After": _retry_after()},
+        "headers": {"Retry-After": _describe_retry_after()},
         "content": {"application/problem+json": {"schema": schema, "examples": shown}},
     }
 
 
-def _failures_of_inference_protocol() -> dict[str, Any]:
+def _describe_inference_errors() -> dict[str, Any]:
     schema = {"$ref": "#/components/schemas/Error"}
     return {
         "description": "Any error, as the protocol has them.",
-        "headers": {"Retry-After": _retry_after()},
+        "headers": {"Retry-After": _describe_retry_after()},
         "content": {"application/json": {"schema": schema, "example": {"error": _SHOWN_ERRORS[0].detail}}},
     }
 
 
-def _retry_after() -> dict[str, Any]:
+def _describe_retry_after() -> dict[str, Any]:
     return {"description": "Of 429 and 503: seconds.", "schema": {"type": "integer", "minimum": 1}}
 
 
-def _problem_schema() -> dict[str, Any]:
+def _make_problem_schema() -> dict[str, Any]:
     properties = {
         "type": {"type": "string", "format": "uri"},
         "title": {"type": "string"},
         "status": {"type": "integer", "minimum": 400, "maximum": 599},
         "detail": {"type": "string", "description": "What was expected and what came."},
-        "code": {"type": "string", "enum": sorted(_codes(NormserveError)), "description": "The cause."},
+        "code": {
+            "type": "string",
+            "enum": sorted(_collect_error_codes(NormserveError)),
+            "description": "The cause.",
+        },
         "request_id": {"type": "string", "description": "Names the request in the server's log."},
     }
     return {"type": "object", "required": list(properties), "properties": properties}
 
 
-def _error_schema() -> dict[str, Any]:
+def _make_error_schema() -> dict[str, Any]:
     return {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
 
 
-def _codes(kind: type[NormserveError]) -> set[str]:
-    return {kind.code}.union(*map(_codes, kind.__subclasses__()))
+def _collect_error_codes(kind: type[NormserveError]) -> set[str]:
+    return {kind.code}.union(*map(_collect_error_codes, kind.__subclasses__()))

@@ -9,10 +9,10 @@ from typing import Any
 
 from normserve import __version__
 from normserve.codec.media_types import NPY, SAFETENSORS
-from normserve.jobs.job import Layer, NormSpec, Op, Pass
+from normserve.jobs.job import NormSpec, Op, PassDirection, RegisteredLayer
 from normserve.memory.host_tensors import FLOATS, DType
 from normserve.metrics.exposition import CONTENT_TYPE
-from normserve.requests.layers import layer_document
+from normserve.requests.layers import describe_layer
 
 _JSON, _TEXT = "application/json", "text/plain"
 
@@ -26,7 +26,7 @@ PARAMETERS: Mapping[str, str | int] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Example:
+class RouteExample:
     """A request and its response.
 
     Attributes:
@@ -40,10 +40,10 @@ class Example:
     request: Any = None
 
 
-_LAYER = layer_document(
-    Layer(
+_LAYER = describe_layer(
+    RegisteredLayer(
         name=str(PARAMETERS["name"]),
-        spec=NormSpec(Op.LAYER_NORM, Pass.FORWARD, eps=1e-5),
+        spec=NormSpec(Op.LAYER_NORM, PassDirection.FORWARD, eps=1e-5),
         size=768,
         dtype=DType.FLOAT32,
         has_bias=True,
@@ -75,22 +75,22 @@ _INFO = {
     "local": None,
 }
 _OF_STATUS = {
-    "GET /livez": Example("ok\n", _TEXT),
-    "GET /readyz": Example("ready\n", _TEXT),
-    "GET /metrics": Example("normserve_inflight_requests 0.0\n", CONTENT_TYPE),
-    "GET /v1/info": Example(_INFO),
-    "GET /sample.npy": Example(b"", NPY),
+    "GET /livez": RouteExample("ok\n", _TEXT),
+    "GET /readyz": RouteExample("ready\n", _TEXT),
+    "GET /metrics": RouteExample("normserve_inflight_requests 0.0\n", CONTENT_TYPE),
+    "GET /v1/info": RouteExample(_INFO),
+    "GET /sample.npy": RouteExample(b"", NPY),
 }
 _OF_LAYERS = {
-    "GET /v1/layers": Example({"layers": [_LAYER]}),
-    "GET /v1/layers/{name}": Example(_LAYER),
-    "PUT /v1/layers/{name}": Example(_LAYER),
-    "DELETE /v1/layers/{name}": Example(),
+    "GET /v1/layers": RouteExample({"layers": [_LAYER]}),
+    "GET /v1/layers/{name}": RouteExample(_LAYER),
+    "PUT /v1/layers/{name}": RouteExample(_LAYER),
+    "DELETE /v1/layers/{name}": RouteExample(),
 }
 
 _X = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
 _Y = [-1.3416354656219482, -0.4472118318080902, 0.4472118318080902, 1.3416354656219482]
-_INFER = Example(
+_INFER = RouteExample(
     {
         "model_name": "encoder.LayerNorm",
         "model_version": "1",
@@ -132,20 +132,20 @@ _CUDA_REGION = {"device_id": 0, "byte_size": 4096}
 _HANDLE = {"b64": "of the 64 bytes of a CUDA IPC handle"}
 _EXTENSIONS = ["binary_tensor_data", "statistics", "model_repository", "model_configuration", "parameters"]
 _OF_INFERENCE_PROTOCOL = {
-    "GET /v2": Example({"name": "normserve", "version": __version__, "extensions": _EXTENSIONS}),
-    "GET /v2/health/live": Example({"live": True}),
-    "GET /v2/health/ready": Example({"ready": True}),
+    "GET /v2": RouteExample({"name": "normserve", "version": __version__, "extensions": _EXTENSIONS}),
+    "GET /v2/health/live": RouteExample({"live": True}),
+    "GET /v2/health/ready": RouteExample({"ready": True}),
     "POST /v2/models/{name}/infer": _INFER,
-    "GET /v2/models/{name}": Example(_MODEL),
-    "GET /v2/models/{name}/ready": Example({"name": "encoder.LayerNorm", "ready": True}),
-    "GET /v2/models/{name}/config": Example(_CONFIGURATION),
-    "GET /v2/models/{name}/stats": Example(_STATISTICS),
-    "GET /v2/models/stats": Example(_STATISTICS),
-    "POST /v2/repository/index": Example(
+    "GET /v2/models/{name}": RouteExample(_MODEL),
+    "GET /v2/models/{name}/ready": RouteExample({"name": "encoder.LayerNorm", "ready": True}),
+    "GET /v2/models/{name}/config": RouteExample(_CONFIGURATION),
+    "GET /v2/models/{name}/stats": RouteExample(_STATISTICS),
+    "GET /v2/models/stats": RouteExample(_STATISTICS),
+    "POST /v2/repository/index": RouteExample(
         [{"name": "encoder.LayerNorm", "version": "1", "state": "READY", "reason": ""}], request={"ready": True}
     ),
-    "POST /v2/repository/models/{name}/load": Example({}, request={}),
-    "POST /v2/repository/models/{name}/unload": Example({}, request={}),
+    "POST /v2/repository/models/{name}/load": RouteExample({}, request={}),
+    "POST /v2/repository/models/{name}/unload": RouteExample({}, request={}),
 }
 _OF_REGIONS = {
     f"{method} /v2/{kind}sharedmemory{region}/{what}": example
@@ -154,24 +154,27 @@ _OF_REGIONS = {
         ("cuda", _CUDA_REGION, {"raw_handle": _HANDLE, **_CUDA_REGION}),
     )
     for method, region, what, example in (
-        ("POST", "/region/{region}", "register", Example(request=asked)),
-        *(("GET", region, "status", Example([{"name": "input", **told}])) for region in ("", "/region/{region}")),
-        *(("POST", region, "unregister", Example()) for region in ("", "/region/{region}")),
+        ("POST", "/region/{region}", "register", RouteExample(request=asked)),
+        *(
+            ("GET", region, "status", RouteExample([{"name": "input", **told}]))
+            for region in ("", "/region/{region}")
+        ),
+        *(("POST", region, "unregister", RouteExample()) for region in ("", "/region/{region}")),
     )
 }
-_EXAMPLES: Mapping[str, Example] = {**_OF_STATUS, **_OF_LAYERS, **_OF_INFERENCE_PROTOCOL, **_OF_REGIONS}
+_EXAMPLES: Mapping[str, RouteExample] = {**_OF_STATUS, **_OF_LAYERS, **_OF_INFERENCE_PROTOCOL, **_OF_REGIONS}
 
 
-def example_of(method: str, path: str) -> Example | None:
+def find_example(method: str, path: str) -> RouteExample | None:
     """The example of a route, in any version of a model; None for operations, whose bodies are not JSON."""
     return _EXAMPLES.get(f"{method} {path.replace('/versions/{version}', '')}")
 
 
-def lines_of(op: Op, direction: Pass) -> str:
+def make_command_line(op: Op, direction: PassDirection) -> str:
     """A command to try an operation: curl, or Python if the operation needs more than the sample."""
     if op is Op.LAYER_NORM_CHAIN:
         return "normserve.client.Client(URL).layer_norm_chain(x, [weight, weight])"
-    if direction is Pass.FORWARD:
+    if direction is PassDirection.FORWARD:
         query = f"?num_groups={PARAMETERS['num_groups']}" if op is Op.GROUP_NORM else ""
         return f'curl -s $URL/sample.npy | curl -s --data-binary @- -o y.npy "$URL/v1/{op.value}{query}"'
     groups = f"num_groups={PARAMETERS['num_groups']}, " if op is Op.GROUP_NORM else ""

@@ -1,26 +1,33 @@
 """The format of a request and of its response: npy or safetensors."""
 
-from normserve.codec.media_types import CANONICAL, NPY, SAFETENSORS, UNTYPED, guess, sniff
+from normserve.codec.media_types import (
+    CANONICAL,
+    NPY,
+    SAFETENSORS,
+    UNTYPED,
+    describe_unsupported_format,
+    detect_media_type,
+)
 from normserve.errors import (
     MalformedPayloadError,
     NormserveError,
     NotAcceptableError,
     UnsupportedMediaTypeError,
 )
-from normserve.http.body import require_identity
-from normserve.http.curl import with_curl_hint
+from normserve.http.body import require_uncompressed
+from normserve.http.curl import add_curl_hint
 
 # A safetensors file begins with the length of its header in 8 bytes, the most significant last.
 _LENGTH_END = 8
 
 
-def declared_format(content_type: str, content_encoding: str) -> str | None:
+def parse_declared_format(content_type: str, content_encoding: str) -> str | None:
     """The format that the headers announce; None if the body's first bytes decide.
 
     Raises:
         UnsupportedMediaTypeError: the format is not supported, or the body is compressed.
     """
-    require_identity(content_encoding)
+    require_uncompressed(content_encoding)
     media_type = content_type.partition(";")[0].strip().lower()
     if media_type in UNTYPED:
         return None
@@ -29,7 +36,7 @@ def declared_format(content_type: str, content_encoding: str) -> str | None:
     return CANONICAL[media_type]
 
 
-def sniffed_format(body: memoryview) -> str:
+def detect_format(body: memoryview) -> str:
     """The format of an undeclared body, from its first bytes.
 
     Raises:
@@ -38,35 +45,35 @@ def sniffed_format(body: memoryview) -> str:
     """
     if not body:
         raise MalformedPayloadError("the body must be safetensors or npy, got none")
-    media_type = sniff(body)
+    media_type = detect_media_type(body)
     if media_type is None:
-        what = guess(body) or "neither"
+        what = describe_unsupported_format(body) or "neither"
         raise UnsupportedMediaTypeError(f"the body must be {SAFETENSORS} or {NPY}, its first bytes show {what}")
     return media_type
 
 
-def with_hints(error: NormserveError, body: memoryview, declared: str | None, *, is_form: bool) -> NormserveError:
+def add_hints(error: NormserveError, body: memoryview, declared: str | None, *, is_form: bool) -> NormserveError:
     """An error about a body that cannot be read, with hints from its first bytes about the cause.
 
     Args:
         declared: the format of Content-Type; None if it has none.
         is_form: whether Content-Type is that of a form, which is curl's default.
     """
-    found = sniff(body)
+    found = detect_media_type(body)
     if found == SAFETENSORS and body[_LENGTH_END - 1]:
         # Probably text: as the length of a header these bytes would be more than 2^56.
         found = None
-    what = "" if found else guess(body)
+    what = "" if found else describe_unsupported_format(body)
     detail = error.detail
     # The other error names it already.
     if what and isinstance(error, MalformedPayloadError):
         detail += f"; its first bytes show {what}"
     if declared and found and found != declared:
         detail += f"; its first bytes show {found}, Content-Type says {declared}"
-    return with_curl_hint(type(error)(detail), body) if is_form and not what else type(error)(detail)
+    return add_curl_hint(type(error)(detail), body) if is_form and not what else type(error)(detail)
 
 
-class Accepted:
+class AcceptHeader:
     """What a client accepts, from its Accept header."""
 
     def __init__(self, accept: str) -> None:
@@ -74,7 +81,7 @@ class Accepted:
         for item in accept.split(","):
             media_range, *arguments = (part.strip().lower() for part in item.split(";"))
             if media_range:
-                self._weights[CANONICAL.get(media_range, media_range)] = _weight(arguments)
+                self._weights[CANONICAL.get(media_range, media_range)] = _parse_weight(arguments)
 
     def choose(self, request_format: str) -> str:
         """The format of the response to a request in `request_format`, which is preferred in a tie.
@@ -97,18 +104,18 @@ class Accepted:
         return 0.0
 
 
-def prefers(accept: str, media_type: str, default: str) -> bool:
+def is_preferred(accept: str, media_type: str, default: str) -> bool:
     """Whether a client names `media_type`, with at least the weight of `default`."""
     weights = {media_type: 0.0, default: 0.0}
     for item in accept.split(","):
         named, *arguments = (part.strip().lower() for part in item.split(";"))
         if named in weights:
             # Of several versions, the highest weight counts.
-            weights[named] = max(weights[named], _weight(arguments))
+            weights[named] = max(weights[named], _parse_weight(arguments))
     return weights[media_type] > 0 and weights[media_type] >= weights[default]
 
 
-def _weight(arguments: list[str]) -> float:
+def _parse_weight(arguments: list[str]) -> float:
     for argument in arguments:
         name, _, value = argument.partition("=")
         if name.strip() == "q":

@@ -11,32 +11,38 @@ from normserve.codec import npy, safetensors
 from normserve.codec.media_types import NPY, SAFETENSORS
 from normserve.errors import MalformedPayloadError, NotAcceptableError, UnsupportedMediaTypeError
 from normserve.http.body import BodyReader
-from normserve.http.curl import is_form
+from normserve.http.curl import is_form_type
 from normserve.http.direct import DirectRoute
-from normserve.http.exchange import Exchange
-from normserve.http.measured import Measured, note_result
+from normserve.http.exchange import HttpExchange
+from normserve.http.measured import LaunchMeasurements, record_result
 from normserve.http.responses import BuffersResponse
-from normserve.http.routes.examples import lines_of
-from normserve.http.routes.negotiation import Accepted, declared_format, sniffed_format, with_hints
-from normserve.http.routes.payloads import Entry, PreparedPayload, Told, entries_of, payload_header
+from normserve.http.routes.examples import make_command_line
+from normserve.http.routes.negotiation import AcceptHeader, add_hints, detect_format, parse_declared_format
+from normserve.http.routes.payloads import (
+    PayloadTensor,
+    PreparedPayload,
+    ResponseFormat,
+    get_payload_header,
+    parse_payload,
+)
 from normserve.http.routes.tensors import describe_tensors
 from normserve.http.transport import Buffers
-from normserve.jobs.job import Layer, NormJob, NormResult, NormSpec, Op, Pass
+from normserve.jobs.job import NormJob, NormResult, NormSpec, Op, PassDirection, RegisteredLayer
 from normserve.jobs.memory_cost import MemoryCost
-from normserve.jobs.validation import costed_job
+from normserve.jobs.validation import make_validated_job
 from normserve.layers.registry import LayerRegistry
 from normserve.memory.host_tensors import DType
 from normserve.metrics.requests import RequestRecord
 from normserve.requests.lifecycle import RequestLifecycle
 from normserve.requests.parameters import (
-    describe,
+    find_layer_name,
+    list_operation_parameters,
+    make_openapi_parameters,
     make_spec,
-    named_layer,
-    operation_parameters,
     parse_query,
 )
-from normserve.requests.prepared_calls import PreparedCalls
-from normserve.requests.several import joined
+from normserve.requests.prepared_calls import PreparedCallCache
+from normserve.requests.several import concatenate_tensors
 
 # Header fields that, besides the query, define the request.
 _ASKING_HEADERS = (b"content-type", b"content-encoding", b"accept")
@@ -48,12 +54,12 @@ _PAYLOAD_BYTES, _BYTES_PER_PAYLOAD_BYTE = 2**10, 6
 
 
 @dataclass(frozen=True, slots=True)
-class Operations:
+class OperationRoutes:
     """Creates the operations' handlers."""
 
     bodies: BodyReader
     layers: LayerRegistry
-    prepared: PreparedCalls
+    prepared: PreparedCallCache
 
     def router(self) -> APIRouter:
         """Every operation in each of its directions."""
@@ -67,26 +73,27 @@ class Operations:
                 name=f"{op.value} {direction.value}",
                 summary=f"{op.value}, {direction.value}",
                 description="Tensors in the body, everything else in the query. For example:\n\n"
-                f"    {lines_of(op, direction)}",
-                openapi_extra=_description(op, direction) | {"x-codeSamples": _code_samples(op, direction)},
+                f"    {make_command_line(op, direction)}",
+                openapi_extra=_describe_operation(op, direction)
+                | {"x-codeSamples": _make_code_samples(op, direction)},
             )
         return router
 
-    def by_path(self) -> "dict[str, Operation]":
+    def by_path(self) -> "dict[str, OperationEndpoint]":
         """Every operation in each of its directions, by path."""
         return {
-            _path(op, direction): Operation(self.bodies, self.layers, self.prepared, op, direction)
+            _make_path(op, direction): OperationEndpoint(self.bodies, self.layers, self.prepared, op, direction)
             for op in Op
             for direction in op.passes
         }
 
 
-def _path(op: Op, direction: Pass) -> str:
-    return f"/v1/{op.value}" + ("" if direction is Pass.FORWARD else "/backward")
+def _make_path(op: Op, direction: PassDirection) -> str:
+    return f"/v1/{op.value}" + ("" if direction is PassDirection.FORWARD else "/backward")
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
+class OperationEndpoint:
     """One operation in one direction.
 
     Attributes:
@@ -95,23 +102,23 @@ class Operation:
 
     bodies: BodyReader
     layers: LayerRegistry
-    prepared: PreparedCalls
+    prepared: PreparedCallCache
     op: Op
-    direction: Pass
+    direction: PassDirection
 
     async def handle(self, request: Request) -> BuffersResponse:
         """Read the head, check what can be checked before the body, then receive, compute and answer."""
-        exchange: Exchange = request.scope["state"]["exchange"]
+        exchange: HttpExchange = request.scope["state"]["exchange"]
         exchange.record.op, exchange.record.direction = self.op.label, self.direction.label
         head = self.prepare_head(request.scope["query_string"], exchange.headers, exchange.caller.tenant)
         layer = self.layer_of(head)
         body = await self.bodies.receive(exchange)
         told = self.begin(exchange, head, body, layer)
         result = await exchange.await_result()
-        buffers, measured = answer(exchange.record, told, result)
+        buffers, measured = build_response(exchange.record, told, result)
         return BuffersResponse(buffers, told.media_type.encode(), measured.headers())
 
-    def layer_of(self, head: "Head") -> Layer | None:
+    def layer_of(self, head: "OperationHead") -> RegisteredLayer | None:
         """The layer that a request names, if it names one.
 
         Raises:
@@ -119,7 +126,7 @@ class Operation:
         """
         return None if head.layer is None else self.layers.named(self.op, head.layer)
 
-    def prepare_head(self, query: bytes, headers: Mapping[bytes, bytes], tenant: str) -> "Head":
+    def prepare_head(self, query: bytes, headers: Mapping[bytes, bytes], tenant: str) -> "OperationHead":
         """Return what a request's head says; the same object for requests of a tenant that say the same.
 
         Raises:
@@ -127,14 +134,16 @@ class Operation:
         """
         said = [query, *[headers.get(name, b"") for name in _ASKING_HEADERS]]
         key = (tenant, self.op, self.direction, *said)
-        head: Head | None = self.prepared.find(key)
+        head: OperationHead | None = self.prepared.find(key)
         if head is None:
-            head = _read_head(self.op, self.direction, *said)
+            head = _parse_head(self.op, self.direction, *said)
             nbytes = _HEAD_BYTES + _BYTES_PER_HEAD_BYTE * sum(map(len, said))
             self.prepared.keep(key, head, nbytes, tenant)
         return head
 
-    def begin(self, request: RequestLifecycle, head: "Head", body: memoryview, layer: Layer | None) -> Told:
+    def begin(
+        self, request: RequestLifecycle, head: "OperationHead", body: memoryview, layer: RegisteredLayer | None
+    ) -> ResponseFormat:
         """Begin to compute a received body; return the form of the response.
 
         Raises:
@@ -146,14 +155,14 @@ class Operation:
         return told
 
     def make_job(
-        self, head: "Head", body: memoryview, layer: Layer | None, request: RequestLifecycle
-    ) -> tuple[NormJob, MemoryCost, Told]:
+        self, head: "OperationHead", body: memoryview, layer: RegisteredLayer | None, request: RequestLifecycle
+    ) -> tuple[NormJob, MemoryCost, ResponseFormat]:
         """The job of a request's body, its memory cost, and the form of its response.
 
         Raises:
             NormserveError: the body is invalid, does not fit head and layer, or needs a copy that is refused.
         """
-        header = payload_header(body)
+        header = get_payload_header(body)
         key = head, header, len(body)
         known: PreparedPayload | None = self.prepared.find(key, layer) if header else None
         if known is None:
@@ -161,12 +170,12 @@ class Operation:
         else:
             entries, media_type = known.entries, known.told.media_type
         decoded = {name: entry.tensor(body) for name, entry in entries.items()}
-        tensors, several = joined(decoded, body, request.charge_copy)
+        tensors, several = concatenate_tensors(decoded, body, request.charge_copy)
         may_overwrite = not body.readonly
         if known is not None:
             return NormJob(known.spec, tensors, layer, may_overwrite), known.cost, known.told
-        job, cost = costed_job(head.spec, tensors, layer, may_overwrite=may_overwrite)
-        told = Told(media_type, several)
+        job, cost = make_validated_job(head.spec, tensors, layer, may_overwrite=may_overwrite)
+        told = ResponseFormat(media_type, several)
         _require_expressible(told, job)
         if header:
             nbytes = _PAYLOAD_BYTES + _BYTES_PER_PAYLOAD_BYTE * len(header)
@@ -175,29 +184,29 @@ class Operation:
         return job, cost, told
 
     def _read_body(
-        self, head: "Head", header: bytes, body: memoryview, tenant: str
-    ) -> tuple[Mapping[str, Entry], str]:
+        self, head: "OperationHead", header: bytes, body: memoryview, tenant: str
+    ) -> tuple[Mapping[str, PayloadTensor], str]:
         """The tensors of a body, which often are those of requests with other heads, and its response's media type.
 
         Args: header: of the payload; empty if it is not to be kept.
         """
         key = tenant, head.body_format, header, len(body)
-        entries: Mapping[str, Entry] | None = self.prepared.find(key) if header else None
+        entries: Mapping[str, PayloadTensor] | None = self.prepared.find(key) if header else None
         try:
-            body_format = head.body_format or sniffed_format(body)
+            body_format = head.body_format or detect_format(body)
             media_type = head.accepted.choose(body_format)
             if entries is not None:
                 return entries, media_type
-            entries = entries_of(body, body_format)
+            entries = parse_payload(body, body_format)
         except (MalformedPayloadError, UnsupportedMediaTypeError) as error:
-            raise with_hints(error, body, head.body_format, is_form=head.is_form) from None
+            raise add_hints(error, body, head.body_format, is_form=head.is_form) from None
         if header:
             self.prepared.keep(key, entries, _PAYLOAD_BYTES + _BYTES_PER_PAYLOAD_BYTE * len(header), tenant)
         return entries, media_type
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Head:
+class OperationHead:
     """A request's head, checked as far as possible without the body; the same object for many requests.
 
     Compared by identity, which is quick: prepared payloads are found by it.
@@ -212,26 +221,26 @@ class Head:
     spec: NormSpec
     layer: str | None
     body_format: str | None
-    accepted: Accepted
+    accepted: AcceptHeader
     timeout_ms: float | None
     is_form: bool
 
 
-def _read_head(
-    op: Op, direction: Pass, query: bytes, content_type: bytes, content_encoding: bytes, accept: bytes
-) -> Head:
-    values = parse_query(query, operation_parameters(op, direction))
-    return Head(
+def _parse_head(
+    op: Op, direction: PassDirection, query: bytes, content_type: bytes, content_encoding: bytes, accept: bytes
+) -> OperationHead:
+    values = parse_query(query, list_operation_parameters(op, direction))
+    return OperationHead(
         spec=make_spec(op, direction, values),
-        layer=named_layer(values),
-        body_format=declared_format(content_type.decode("latin-1"), content_encoding.decode("latin-1")),
-        accepted=Accepted(accept.decode("latin-1")),
+        layer=find_layer_name(values),
+        body_format=parse_declared_format(content_type.decode("latin-1"), content_encoding.decode("latin-1")),
+        accepted=AcceptHeader(accept.decode("latin-1")),
         timeout_ms=values.get("timeout_ms"),
-        is_form=is_form(content_type.decode("latin-1")),
+        is_form=is_form_type(content_type.decode("latin-1")),
     )
 
 
-def _require_expressible(told: Told, job: NormJob) -> None:
+def _require_expressible(told: ResponseFormat, job: NormJob) -> None:
     """Refuse, before the work, a response that its format cannot represent."""
     if told.media_type != NPY:
         return
@@ -244,7 +253,9 @@ def _require_expressible(told: Told, job: NormJob) -> None:
         )
 
 
-def answer(record: RequestRecord, told: Told, result: NormResult) -> tuple[Buffers, Measured]:
+def build_response(
+    record: RequestRecord, told: ResponseFormat, result: NormResult
+) -> tuple[Buffers, LaunchMeasurements]:
     """The response of a result: the body in pieces, and what its headers say of the computation."""
     began = time.perf_counter()
     if told.media_type == NPY:
@@ -252,19 +263,19 @@ def answer(record: RequestRecord, told: Told, result: NormResult) -> tuple[Buffe
     else:
         tensors = result.tensors if told.several is None else told.several.divided(result.tensors)
         buffers = safetensors.encode(tensors)
-    return buffers, note_result(record, result, began)
+    return buffers, record_result(record, result, began)
 
 
-def _code_samples(op: Op, direction: Pass) -> list[dict[str, str]]:
-    lines = lines_of(op, direction)
+def _make_code_samples(op: Op, direction: PassDirection) -> list[dict[str, str]]:
+    lines = make_command_line(op, direction)
     return [{"lang": "Shell" if lines.startswith("curl") else "Python", "source": lines}]
 
 
-def _description(op: Op, direction: Pass) -> dict[str, Any]:
+def _describe_operation(op: Op, direction: PassDirection) -> dict[str, Any]:
     binary = {"schema": {"type": "string", "format": "binary"}}
     content = {SAFETENSORS: binary, NPY: binary}
     return {
-        "parameters": describe(operation_parameters(op, direction)),
+        "parameters": make_openapi_parameters(list_operation_parameters(op, direction)),
         "requestBody": {"required": True, "description": describe_tensors(op, direction), "content": content},
         "responses": {"200": {"description": "The result.", "content": content}},
     }

@@ -14,8 +14,8 @@ from fastapi import APIRouter, Request, Response
 from swagger_ui_bundle import swagger_ui_path
 
 from normserve.errors import NotFoundError
-from normserve.http.curl import curl_command, curl_line
-from normserve.http.exchange import Exchange
+from normserve.http.curl import make_curl_command, make_example_line
+from normserve.http.exchange import HttpExchange
 
 _READS = ["GET", "HEAD"]
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
@@ -41,7 +41,7 @@ _HEADERS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class PageRoutes:
     """The handlers of the pages.
 
     Attributes:
@@ -63,62 +63,62 @@ class Page:
 
     async def page(self, request: Request) -> Response:
         """The page, with example commands that use the same URL as this request."""
-        _note(request, "page")
+        _label_request(request, "page")
         url = str(request.base_url).rstrip("/")
-        lines = commands(url, with_key=self.with_key, with_certificate=self.with_certificate)
+        lines = list_example_commands(url, with_key=self.with_key, with_certificate=self.with_certificate)
         shown = "".join(f"<pre><code>{escape(line)}</code></pre>\n" for line in lines)
         text = Template(_FILES["index.html"][0].decode()).substitute(url=escape(url), commands=shown)
         content = text.encode()
-        return _answer(request, "html", content, _tag(content))
+        return _make_response(request, "html", content, _compute_etag(content))
 
     async def docs(self, request: Request) -> Response:
         """The documentation of the HTTP API, where requests can be tried."""
-        _note(request, "docs")
-        return _answer(request, "html", *_FILES["docs.html"], _DOCS_POLICY)
+        _label_request(request, "docs")
+        return _make_response(request, "html", *_FILES["docs.html"], _DOCS_POLICY)
 
     async def asset(self, request: Request, name: str) -> Response:
         """Style, scripts and libraries."""
-        _note(request, "asset")
+        _label_request(request, "asset")
         if name.endswith(".html") or name not in _FILES:
             raise NotFoundError("there is no such file")
-        return _answer(request, name.rpartition(".")[2], *_FILES[name])
+        return _make_response(request, name.rpartition(".")[2], *_FILES[name])
 
 
-def commands(url: str, *, with_key: bool, with_certificate: bool = False) -> list[str]:
+def list_example_commands(url: str, *, with_key: bool, with_certificate: bool = False) -> list[str]:
     """Shell commands to try the server; the first is the one that the server prints at start."""
     key = '-H "Authorization: Bearer $NORMSERVE_API_KEY" ' if with_key else ""
-    curl = curl_command(url, with_certificate=with_certificate)
+    curl = make_curl_command(url, with_certificate=with_certificate)
     sample = f"{curl} {url}/sample.npy | {curl} {key}--data-binary @- -o y.npy"
     return [
-        curl_line(url, with_key=with_key, with_certificate=with_certificate),
+        make_example_line(url, with_key=with_key, with_certificate=with_certificate),
         f"{sample} '{url}/v1/group_norm?num_groups=2&activation=silu'",
         f"for i in $(seq 500); do {sample} {url}/v1/rms_norm; done",
         f"{curl} {key}{url}/v1/info",
     ]
 
 
-def _answer(request: Request, kind: str, content: bytes, tag: str, policy: str = _POLICY) -> Response:
+def _make_response(request: Request, kind: str, content: bytes, tag: str, policy: str = _POLICY) -> Response:
     headers = {**_HEADERS, "content-security-policy": policy, "etag": tag}
     if request.headers.get("if-none-match") == tag:
         return Response(status_code=304, headers=headers)
     return Response(content, headers=headers, media_type=_TYPES[kind])
 
 
-def _tag(content: bytes) -> str:
+def _compute_etag(content: bytes) -> str:
     return f'"{hashlib.sha256(content).hexdigest()[:32]}"'
 
 
-def _note(request: Request, route: str) -> None:
-    exchange: Exchange = request.state.exchange
+def _label_request(request: Request, route: str) -> None:
+    exchange: HttpExchange = request.state.exchange
     exchange.record.op = route
 
 
-def _read() -> dict[str, tuple[bytes, str]]:
+def _read_files() -> dict[str, tuple[bytes, str]]:
     """Each file and its tag."""
     folder = files("normserve.http") / "page"
     own = {name.rpartition("/")[2]: (folder / name).read_bytes() for name in (*_SOURCES, *_VENDORED)}
     swagger = {name: (swagger_ui_path / name).read_bytes() for name in _SWAGGER}
-    return {name: (content, _tag(content)) for name, content in (own | swagger).items()}
+    return {name: (content, _compute_etag(content)) for name, content in (own | swagger).items()}
 
 
-_FILES = _read()
+_FILES = _read_files()

@@ -8,20 +8,20 @@ from normserve.codec.media_types import NPY
 from normserve.jobs.job import NormSpec
 from normserve.jobs.memory_cost import MemoryCost
 from normserve.memory.host_tensors import HostTensor
-from normserve.requests.several import Several
+from normserve.requests.several import TensorSplit
 
 _NPY_START = b"\x93NUMPY\x01\x00"
 _NPY_LENGTH_END, _SAFETENSORS_LENGTH_END = 10, 8
 
 
-class Entry(Protocol):
+class PayloadTensor(Protocol):
     """One tensor as the payload's header describes it, its place checked."""
 
     def tensor(self, body: memoryview) -> HostTensor:
         """The tensor as a view of the body."""
 
 
-class Told(NamedTuple):
+class ResponseFormat(NamedTuple):
     """The form of a response.
 
     Attributes:
@@ -30,19 +30,19 @@ class Told(NamedTuple):
     """
 
     media_type: str
-    several: Several | None
+    several: TensorSplit | None
 
 
 class PreparedPayload(NamedTuple):
     """What follows from a request's head, its payload's header and length, and its layer."""
 
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, PayloadTensor]
     spec: NormSpec
     cost: MemoryCost
-    told: Told
+    told: ResponseFormat
 
 
-def entries_of(body: memoryview, body_format: str) -> Mapping[str, Entry]:
+def parse_payload(body: memoryview, body_format: str) -> Mapping[str, PayloadTensor]:
     """The tensors of a body.
 
     Raises:
@@ -53,7 +53,7 @@ def entries_of(body: memoryview, body_format: str) -> Mapping[str, Entry]:
     return {entry.name: entry for entry in safetensors.read_entries(body)}
 
 
-def payload_header(body: memoryview) -> bytes:
+def get_payload_header(body: memoryview) -> bytes:
     """A body up to its tensors' data; empty where that is too long, or not clear without more parsing."""
     start = bytes(body[:_NPY_LENGTH_END])
     if start.startswith(_NPY_START):

@@ -10,7 +10,7 @@ from starlette.types import Scope
 
 from normserve.admission.keys import KeyScope
 from normserve.http.spans import UNMATCHED
-from normserve.jobs.job import Op, Pass
+from normserve.jobs.job import Op, PassDirection
 
 #: A key with any of these scopes is sufficient; if the set is empty, no key is needed.
 Needed = frozenset[KeyScope]
@@ -25,22 +25,22 @@ _READS = ("GET", "HEAD")
 _PROBES = ("/livez", "/readyz", "/v2/health/live", "/v2/health/ready")
 
 
-def _rows() -> Iterator[tuple[Sequence[str], str, Needed]]:
+def _list_route_scopes() -> Iterator[tuple[Sequence[str], str, Needed]]:
     """Methods, path template, accepted scopes."""
     for op in Op:
         for direction in op.passes:
-            yield ("POST",), f"/v1/{op.value}" + ("" if direction is Pass.FORWARD else "/backward"), _INFER
+            yield ("POST",), f"/v1/{op.value}" + ("" if direction is PassDirection.FORWARD else "/backward"), _INFER
     yield _READS, "/v1/layers", _INFER | _LAYERS
     yield _READS, "/v1/layers/{name}", _INFER | _LAYERS
     yield ("PUT", "DELETE"), "/v1/layers/{name}", _LAYERS
     yield _READS, "/v1/info", ANY_KEY
-    yield from _rows_of_inference_protocol()
+    yield from _list_inference_route_scopes()
     yield _READS, "/metrics", _METRICS
     for public in (*_PROBES, "/", "/assets/{name}", "/docs", "/openapi.json", "/sample.npy"):
         yield _READS, public, PUBLIC
 
 
-def _rows_of_inference_protocol() -> Iterator[tuple[Sequence[str], str, Needed]]:
+def _list_inference_route_scopes() -> Iterator[tuple[Sequence[str], str, Needed]]:
     for server in ("/v2", "/v2/"):
         yield _READS, server, ANY_KEY
     yield _READS, "/v2/models/stats", _INFER | _METRICS
@@ -60,7 +60,7 @@ def _rows_of_inference_protocol() -> Iterator[tuple[Sequence[str], str, Needed]]
 
 
 DECLARED: Mapping[tuple[str, str], Needed] = {
-    (method, path): needed for methods, path, needed in _rows() for method in methods
+    (method, path): needed for methods, path, needed in _list_route_scopes() for method in methods
 }
 
 

@@ -16,15 +16,21 @@ from normserve import __version__
 from normserve.codec import npy
 from normserve.codec.media_types import NPY, SAFETENSORS
 from normserve.engine.engine import Engine
-from normserve.engine.progress import StallWatch
-from normserve.http.exchange import Exchange
-from normserve.http.routes.negotiation import prefers
+from normserve.engine.progress import StallDetector
+from normserve.http.exchange import HttpExchange
+from normserve.http.routes.negotiation import is_preferred
 from normserve.jobs.job import Op
 from normserve.layers.registry import LayerRegistry
 from normserve.memory.host_tensors import FLOATS, DType, HostTensor
-from normserve.metrics.exposition import CONTENT_TYPE, OPEN_METRICS, OPEN_METRICS_CONTENT_TYPE, open_metrics, plain
+from normserve.metrics.exposition import (
+    CONTENT_TYPE,
+    OPEN_METRICS,
+    OPEN_METRICS_CONTENT_TYPE,
+    convert_to_open_metrics,
+    strip_exemplars,
+)
 from normserve.metrics.metrics import Metrics
-from normserve.peers.siblings import Question, Siblings
+from normserve.peers.siblings import Question, SiblingProcesses
 
 _READS = ["GET", "HEAD"]
 # Higher levels take longer and save little more: 2.7 KB become 2.5 KB.
@@ -33,7 +39,7 @@ _SAMPLE_SHAPE = (4, 8)
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
+class StatusRoutes:
     """The handlers of these routes.
 
     Attributes:
@@ -46,8 +52,8 @@ class Status:
     engine: Engine
     layers: LayerRegistry
     metrics: Metrics
-    siblings: Siblings
-    stalls: StallWatch
+    siblings: SiblingProcesses
+    stalls: StallDetector
     limits: dict[str, Any]
     local: dict[str, Any] | None = None
     front_ends: Callable[[], list[dict[str, int]]] = list
@@ -75,26 +81,26 @@ class Status:
 
     async def livez(self, request: Request) -> Response:
         """200 while the process works."""
-        _note(request, "livez")
+        _label_request(request, "livez")
         return Response("ok\n", media_type="text/plain")
 
     async def readyz(self, request: Request) -> Response:
         """200 once warmed up and while requests are accepted and finished, else 503 with the reason."""
-        _note(request, "readyz")
+        _label_request(request, "readyz")
         self.engine.require_ready()
         self.stalls.require_progress()
         return Response("ready\n", media_type="text/plain")
 
     async def scrape(self, request: Request) -> Response:
         """All metrics, as Prometheus text or OpenMetrics; in a fleet, of all processes."""
-        _note(request, "metrics")
+        _label_request(request, "metrics")
         text = await self.siblings.exposition(self.metrics.render())
-        if prefers(request.headers.get("accept", ""), OPEN_METRICS, "text/plain"):
-            content, content_type = open_metrics(text), OPEN_METRICS_CONTENT_TYPE
+        if is_preferred(request.headers.get("accept", ""), OPEN_METRICS, "text/plain"):
+            content, content_type = convert_to_open_metrics(text), OPEN_METRICS_CONTENT_TYPE
         else:
-            content, content_type = plain(text), CONTENT_TYPE
+            content, content_type = strip_exemplars(text), CONTENT_TYPE
         headers = {"content-type": content_type, "vary": "accept, accept-encoding"}
-        if prefers(request.headers.get("accept-encoding", ""), "gzip", "identity"):
+        if is_preferred(request.headers.get("accept-encoding", ""), "gzip", "identity"):
             # Beside the event loop, which it would delay.
             content = await asyncio.to_thread(gzip.compress, content, _GZIP_LEVEL, mtime=0)
             headers["content-encoding"] = "gzip"
@@ -102,7 +108,7 @@ class Status:
 
     async def info(self, request: Request) -> JSONResponse:
         """Versions, backend, device, limits and the measured copy bandwidth."""
-        _note(request, "info")
+        _label_request(request, "info")
         return JSONResponse(await self.describe())
 
     async def describe(self) -> dict[str, Any]:
@@ -157,7 +163,7 @@ class Status:
 
     async def sample(self, request: Request) -> Response:
         """A small npy array, to try the operations with curl alone."""
-        _note(request, "sample")
+        _label_request(request, "sample")
         rows, cols = _SAMPLE_SHAPE
         values = memoryview(bytearray(rows * cols * 4)).cast("f")
         for index in range(rows * cols):
@@ -166,6 +172,6 @@ class Status:
         return Response(b"".join(npy.encode(tensor)), media_type=NPY)
 
 
-def _note(request: Request, route: str) -> None:
-    exchange: Exchange = request.state.exchange
+def _label_request(request: Request, route: str) -> None:
+    exchange: HttpExchange = request.state.exchange
     exchange.record.op = route

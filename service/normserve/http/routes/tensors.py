@@ -1,8 +1,8 @@
 """The OpenAPI description of a request's tensors."""
 
 from normserve.codec.tensor_names import CHAIN_PARAMETERS
-from normserve.jobs.job import Op, Pass
-from normserve.jobs.validation import tensor_names
+from normserve.jobs.job import Op, PassDirection
+from normserve.jobs.validation import list_tensor_names
 
 _DOCS = {
     "x": "the tensor to normalise, `[..., N]`",
@@ -23,10 +23,10 @@ _DOCS_OF_GROUPS = {
 }
 
 
-def describe_tensors(op: Op, direction: Pass) -> str:
+def describe_tensors(op: Op, direction: PassDirection) -> str:
     """The tensors that a body of one operation may contain, as Markdown."""
     docs = _DOCS | _DOCS_OF_GROUPS if op is Op.GROUP_NORM else _DOCS
     docs |= {name: f"optional, `[N]`, of norm {name[-1]} of the chain" for name in CHAIN_PARAMETERS}
-    lines = [f"- `{name}`: {docs[name]}" for name in tensor_names(op, direction)]
-    or_npy = ", or npy of x alone" if direction is Pass.FORWARD else ""
+    lines = [f"- `{name}`: {docs[name]}" for name in list_tensor_names(op, direction)]
+    or_npy = ", or npy of x alone" if direction is PassDirection.FORWARD else ""
     return "\n".join([f"Safetensors of these by their names{or_npy}:", "", *lines])

@@ -10,11 +10,11 @@ import time
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from normserve.errors import ClientLeftError
-from normserve.http.transport.reception import Reception, announced_bytes
-from normserve.http.transport.sending import Buffers, Departure, Headers
+from normserve.http.transport.reception import IncomingBody, parse_content_length
+from normserve.http.transport.sending import Buffers, Headers, ResponseSender
 
 
-class PlainAsgi:
+class AsgiAdapter:
     """Wraps the application's entrance for a server that calls it with a plain scope."""
 
     def __init__(self, entrance: ASGIApp) -> None:
@@ -24,7 +24,7 @@ class PlainAsgi:
         if scope["type"] != "http":
             await self._entrance(scope, receive, send)
             return
-        body, response = _Body(scope, receive), PlainSending(send)
+        body, response = _AsgiBody(scope, receive), AsgiResponseSender(send)
         state = {**scope.get("state", {}), "reception": body.reception, "sending": response}
         # The application takes a scope without a client for a connection of our own Unix socket.
         client = scope.get("client") or ("", 0)
@@ -34,13 +34,13 @@ class PlainAsgi:
             body.stop()
 
 
-class _Body:
+class _AsgiBody:
     """One request's body: passed to its reception once a route requests it there, else as ASGI messages."""
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
         self._receive = receive
         self._pump: asyncio.Task[None] | None = None
-        self.reception = Reception(announced_bytes(scope["headers"]), self._begin)
+        self.reception = IncomingBody(parse_content_length(scope["headers"]), self._begin)
         if self.reception.announced == 0:
             self.reception.complete()
 
@@ -76,7 +76,7 @@ class _Body:
                 reception.complete()
 
 
-class PlainSending(Departure):
+class AsgiResponseSender(ResponseSender):
     """One response, sent through a server that does not report whether the client received it.
 
     `on_departure` is never called: such a server cancels the call of a client that has left.

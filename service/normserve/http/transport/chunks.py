@@ -16,7 +16,7 @@ _SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:;[\t -~\x80-\xff]*)?\r\n")
 _TRAILER_LINE = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t -~\x80-\xff]*\r\n")
 
 
-class ChunkedBody:
+class ChunkedBodyDecoder:
     """Finds the data in a chunked body.
 
     It keeps at most one unfinished line, and reads each byte once.  The result depends on the bytes alone, not on

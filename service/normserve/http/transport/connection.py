@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from normserve.http.transport.exchanges import HEAD_BYTES, Manners
-from normserve.http.transport.http import HttpProtocol
-from normserve.http.transport.reception import Reception
+from normserve.http.transport.exchanges import HEAD_BYTES, ConnectionPolicy
+from normserve.http.transport.http import HttpParserProtocol
+from normserve.http.transport.reception import IncomingBody
 
 # Bytes per read of a chunked or an unwanted body.
 _PIECE_BYTES = 256 * 1024
@@ -14,7 +14,7 @@ _PIECE_BYTES = 256 * 1024
 _TINY_CHUNKS_BYTES = 32 * 1024
 
 
-class Connection(asyncio.BufferedProtocol):
+class HttpConnection(asyncio.BufferedProtocol):
     """Receives into the memory of a request's body, else into scratch memory that the parser reads.
 
     An idle connection owns no memory: between `get_buffer` and `buffer_updated` the event loop does nothing else,
@@ -27,10 +27,10 @@ class Connection(asyncio.BufferedProtocol):
         on_lost: called when the connection has ended.
     """
 
-    def __init__(self, manners: Manners, scratch: memoryview, **of_uvicorn: Any) -> None:
-        self._http = HttpProtocol(manners, **of_uvicorn)
+    def __init__(self, manners: ConnectionPolicy, scratch: memoryview, **of_uvicorn: Any) -> None:
+        self._http = HttpParserProtocol(manners, **of_uvicorn)
         self._scratch = scratch
-        self._filling: Reception | None = None
+        self._filling: IncomingBody | None = None
         self.on_lost: Callable[[], None] | None = None
 
     def admit(self, address: str, beyond: str | None) -> float:
@@ -78,11 +78,11 @@ class Connection(asyncio.BufferedProtocol):
         self._http.resume_writing()
 
 
-def listen(manners: Manners) -> Callable[..., Connection]:
+def make_connection_factory(manners: ConnectionPolicy) -> Callable[..., HttpConnection]:
     """The factory that uvicorn calls for each accepted connection."""
     scratch = memoryview(bytearray(_PIECE_BYTES))
 
-    def accept(**of_uvicorn: Any) -> Connection:
-        return Connection(manners, scratch, **of_uvicorn)
+    def make_connection(**of_uvicorn: Any) -> HttpConnection:
+        return HttpConnection(manners, scratch, **of_uvicorn)
 
-    return accept
+    return make_connection

@@ -8,8 +8,8 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from normserve.http.transport.pace import Pace, PaceWatch
-from normserve.http.transport.patience import Patience
+from normserve.http.transport.pace import SlowTransferMonitor, TransferProgress
+from normserve.http.transport.patience import ConnectionTimeouts
 
 # Time for the rest of a body that gets no more, and longest pause of any.
 _SHORT_S = 2.0
@@ -25,7 +25,7 @@ _STRANGERS = frozenset({401, 403, 421})
 _STRANGERS_SHARE = 4
 
 
-class DrainLimits:
+class DiscardLimits:
     """Limits of all drains of a process together.
 
     Attributes:
@@ -53,16 +53,18 @@ class DrainLimits:
         return release
 
 
-class BodyDrain:
+class BodyDiscard:
     """One body whose rest is dropped, until it is complete, too slow or too long."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, limits: DrainLimits, on_fault: Callable[[], None]) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, limits: DiscardLimits, on_fault: Callable[[], None]
+    ) -> None:
         """Args: on_fault: called if the body is too slow or too long; not called after `stop`."""
         self._loop = loop
         self._limits = limits
         self._on_fault = on_fault
         self._dropped_bytes = 0
-        self._watch: PaceWatch | None = None
+        self._watch: SlowTransferMonitor | None = None
         self._release: Callable[[], None] | None = None
         self._completion: asyncio.Future[None] | None = None
 
@@ -75,7 +77,7 @@ class BodyDrain:
         finally:
             timer.cancel()
 
-    def limit(self, patience: Patience, status: int, rest_bytes: int | None) -> bool:
+    def limit(self, patience: ConnectionTimeouts, status: int, rest_bytes: int | None) -> bool:
         """Limit the time of the rest; return whether it is likely to be enough.
 
         Args:
@@ -85,14 +87,16 @@ class BodyDrain:
         if rest_bytes is None or rest_bytes <= self._limits.max_bytes:
             self._release = self._limits.take(status)
         is_long = self._release is not None
-        pace = Pace(
+        pace = TransferProgress(
             time.perf_counter(),
             _SHORT_S,
             patience.transfer_s if is_long else min(patience.transfer_s, _SHORT_S),
             patience.min_bytes_per_s,
             _SHORT_S,
         )
-        self._watch = PaceWatch(self._loop, pace, lambda: self._dropped_bytes, lambda fault: self._on_fault())
+        self._watch = SlowTransferMonitor(
+            self._loop, pace, lambda: self._dropped_bytes, lambda fault: self._on_fault()
+        )
         return is_long
 
     def count(self, nbytes: int) -> None:

@@ -15,13 +15,13 @@ from uvicorn._types import ASGISendCallable, ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from normserve.errors import ClientLeftError, NormserveError, RequestTimeoutError
-from normserve.http.transport.chunks import ChunkedBody
-from normserve.http.transport.draining import SMALL_BODY_BYTES, BodyDrain, DrainLimits
-from normserve.http.transport.half_closed import HalfClosedWatch, tells_departures
-from normserve.http.transport.idle import IdleConnections
-from normserve.http.transport.patience import HeaderWatch, Patience, SendWatch
-from normserve.http.transport.reception import Reception
-from normserve.http.transport.sending import TLS_PORTION_BYTES, Sending, unread_bytes
+from normserve.http.transport.chunks import ChunkedBodyDecoder
+from normserve.http.transport.draining import SMALL_BODY_BYTES, BodyDiscard, DiscardLimits
+from normserve.http.transport.half_closed import HalfClosedMonitor, can_detect_disconnect
+from normserve.http.transport.idle import IdleConnectionQueue
+from normserve.http.transport.patience import ConnectionTimeouts, HeaderTimer, SlowReaderMonitor
+from normserve.http.transport.reception import IncomingBody
+from normserve.http.transport.sending import TLS_PORTION_BYTES, SocketResponseSender, count_unacknowledged_bytes
 
 # Bytes per read while a header is expected: enough for it and a small body, and few enough that most of a large
 # body, whose first bytes arrive with the header and must be copied, is received directly into its own memory.
@@ -38,7 +38,7 @@ _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 @dataclass(frozen=True, slots=True)
-class Manners:
+class ConnectionPolicy:
     """Limits and callbacks that all connections share.
 
     Attributes:
@@ -49,11 +49,11 @@ class Manners:
         on_late_departure: called when a client left without reading a response that the kernel had taken.
     """
 
-    patience: Patience
-    drains: DrainLimits
+    patience: ConnectionTimeouts
+    drains: DiscardLimits
     refuse: Callable[[NormserveError, str], bytes]
     on_late_departure: Callable[[], None]
-    idle: IdleConnections = field(default_factory=IdleConnections)
+    idle: IdleConnectionQueue = field(default_factory=IdleConnectionQueue)
 
 
 class ExchangeProtocol(HttpToolsProtocol):
@@ -69,7 +69,7 @@ class ExchangeProtocol(HttpToolsProtocol):
     address = ""
     beyond: str | None = None
 
-    def __init__(self, manners: Manners, **of_uvicorn: Any) -> None:
+    def __init__(self, manners: ConnectionPolicy, **of_uvicorn: Any) -> None:
         super().__init__(**of_uvicorn)
         self._manners = manners
         self.url = b""
@@ -77,22 +77,22 @@ class ExchangeProtocol(HttpToolsProtocol):
         self._header_began = False
         # Bytes that arrived in one piece with the last complete header.
         self._bytes_behind_header = 0
-        self._header_watch = HeaderWatch(self.loop, manners.patience, self._header_is_late)
-        self._send_watch: SendWatch | None = None
-        self._half_closed_watch: HalfClosedWatch | None = None
-        self._reception: Reception | None = None
-        self._sending: Sending | None = None
+        self._header_watch = HeaderTimer(self.loop, manners.patience, self._header_is_late)
+        self._send_watch: SlowReaderMonitor | None = None
+        self._half_closed_watch: HalfClosedMonitor | None = None
+        self._reception: IncomingBody | None = None
+        self._sending: SocketResponseSender | None = None
         # Requests whose response is not complete: the current one, and those pipelined behind it.
-        self._unanswered: dict[Sending, tuple[RequestResponseCycle, Reception]] = {}
+        self._unanswered: dict[SocketResponseSender, tuple[RequestResponseCycle, IncomingBody]] = {}
         self._refusal: NormserveError | None = None
         self._left_unread = False
         # The rest of the body of a refused request, which is the last one that came.
-        self._drain: BodyDrain | None = None
+        self._drain: BodyDiscard | None = None
         self._lingering: asyncio.TimerHandle | None = None
         self._ignored_bytes = 0
         self._is_encrypted = False
         self.unparsed = 0
-        self.chunks: ChunkedBody | None = None
+        self.chunks: ChunkedBodyDecoder | None = None
 
     def admit(self, address: str, beyond: str | None) -> float:
         """As `Connection.admit`."""
@@ -101,11 +101,11 @@ class ExchangeProtocol(HttpToolsProtocol):
         if beyond is not None and not idle.close_oldest(None if beyond == "max_connections" else address):
             self.beyond = beyond
             patience = replace(patience, header_s=min(patience.header_s, _HASTE_S))
-            self._header_watch = HeaderWatch(self.loop, patience, self._header_is_late)
+            self._header_watch = HeaderTimer(self.loop, patience, self._header_is_late)
         return patience.header_s
 
     @property
-    def filling(self) -> Reception | None:
+    def filling(self) -> IncomingBody | None:
         """The body into whose memory the next bytes can be received directly, if there is one."""
         reception = self._reception
         return reception if self.unparsed and reception is not None and reception.is_filling else None
@@ -121,7 +121,7 @@ class ExchangeProtocol(HttpToolsProtocol):
         # two.  The end of its handshake may be unsent now.
         self._is_encrypted = transport.get_extra_info("ssl_object") is not None
         unseen = TLS_PORTION_BYTES if self._is_encrypted else 0
-        self._send_watch = SendWatch(self.loop, self._manners.patience, transport, unseen_bytes=unseen)
+        self._send_watch = SlowReaderMonitor(self.loop, self._manners.patience, transport, unseen_bytes=unseen)
         transport.set_write_buffer_limits(1 if self._is_encrypted else 0)
         self._header_watch.start()
         if self.beyond is None:
@@ -152,16 +152,16 @@ class ExchangeProtocol(HttpToolsProtocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client sends no more; return whether it may still read responses to its complete requests."""
         # A client that leaves in the middle of a response sends FIN first; a reset is visible by itself.
-        self._left_unread = unread_bytes(self.transport) > 0
+        self._left_unread = count_unacknowledged_bytes(self.transport) > 0
         whole = [cycle for cycle, _ in self._unanswered.values() if not cycle.more_body]
         if not whole or self.scheme == "https":
             return False
         if self._refusal is None:
             whole[-1].keep_alive = False
         if self._half_closed_watch is None:
-            if not tells_departures(self.transport):
+            if not can_detect_disconnect(self.transport):
                 next(iter(self._unanswered)).probe()
-            self._half_closed_watch = HalfClosedWatch(self.loop, self.transport)
+            self._half_closed_watch = HalfClosedMonitor(self.loop, self.transport)
         return True
 
     @property
@@ -224,7 +224,7 @@ class ExchangeProtocol(HttpToolsProtocol):
 
     def _end_tls(self) -> None:
         """Abort the connection of a client that does not answer the end of TLS, which it need not do."""
-        if self.transport.get_extra_info("socket") is not None and not unread_bytes(self.transport):
+        if self.transport.get_extra_info("socket") is not None and not count_unacknowledged_bytes(self.transport):
             self.transport.abort()
 
     def timeout_keep_alive_handler(self) -> None:
@@ -239,8 +239,8 @@ class ExchangeProtocol(HttpToolsProtocol):
         Args: announced: bytes of the body; None if it is chunked.
         """
         self._end_idleness()
-        reception = Reception(announced, functools.partial(self._begin_body, cycle))
-        sending = Sending(
+        reception = IncomingBody(announced, functools.partial(self._begin_body, cycle))
+        sending = SocketResponseSender(
             self.transport, self.loop, cycle, is_encrypted=self._is_encrypted, close=self._close_after_body
         )
         cycle.transport = sending  # type: ignore[assignment]
@@ -250,7 +250,7 @@ class ExchangeProtocol(HttpToolsProtocol):
         self._reception, self._sending = reception, sending
         self._unanswered[sending] = cycle, reception
         if announced is None:
-            self.chunks = ChunkedBody()
+            self.chunks = ChunkedBodyDecoder()
         elif announced == 0:
             self._end_body()
         else:
@@ -273,7 +273,7 @@ class ExchangeProtocol(HttpToolsProtocol):
         return early
 
     async def _send(
-        self, cycle: RequestResponseCycle, reception: Reception, send: ASGISendCallable, message: ASGISendEvent
+        self, cycle: RequestResponseCycle, reception: IncomingBody, send: ASGISendCallable, message: ASGISendEvent
     ) -> None:
         """Send a message of a response; before the first one, begin to drop the rest of the request's body."""
         is_connected = not (cycle.disconnected or self.transport.is_closing())
@@ -285,12 +285,12 @@ class ExchangeProtocol(HttpToolsProtocol):
                 await self._drop_body(cycle, reception, message["status"])
         await send(message)
 
-    async def _drop_body(self, cycle: RequestResponseCycle, reception: Reception, status: int) -> None:
+    async def _drop_body(self, cycle: RequestResponseCycle, reception: IncomingBody, status: int) -> None:
         """Drop the rest of a body from now on.
 
         The connection is kept for the next request if the rest arrives in time.
         """
-        self._drain = drain = BodyDrain(self.loop, self._manners.drains, self.transport.close)
+        self._drain = drain = BodyDiscard(self.loop, self._manners.drains, self.transport.close)
         cycle.body = bytearray()
         self.flow.resume_reading()
         announced = reception.announced
@@ -329,7 +329,7 @@ class ExchangeProtocol(HttpToolsProtocol):
             self._unset_keepalive_if_required()
         self._manners.idle.discard(self)
 
-    def _end_response(self, sending: Sending) -> None:
+    def _end_response(self, sending: SocketResponseSender) -> None:
         sending.finish()
         self._unanswered.pop(sending, None)
         self.on_response_complete()

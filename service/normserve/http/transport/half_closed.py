@@ -11,7 +11,7 @@ PROBE = b"HTTP/1.1 "
 _FIRST_LOOK_S, _LONGEST_PAUSE_S = 0.005, 0.5
 
 
-class HalfClosedWatch:
+class HalfClosedMonitor:
     """Aborts a transport whose client has gone.
 
     The end of the client's data does not show whether it has gone, and the event loop detects nothing beyond that.
@@ -36,6 +36,6 @@ class HalfClosedWatch:
         self._timer = self._loop.call_later(pause_s, self._look, pause_s)
 
 
-def tells_departures(transport: asyncio.Transport) -> bool:
+def can_detect_disconnect(transport: asyncio.Transport) -> bool:
     """Whether the kernel reports by itself that the client has gone, without anything being sent."""
     return bool(transport.get_extra_info("socket").family == socket.AF_UNIX)

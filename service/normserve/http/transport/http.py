@@ -16,9 +16,9 @@ from normserve.errors import (
     OverloadedError,
     TooManyConnectionsError,
 )
-from normserve.http.transport.chunks import ChunkedBody
-from normserve.http.transport.exchanges import ExchangeProtocol, Manners
-from normserve.http.transport.request_head import SINGULAR, body_bytes, fault_in
+from normserve.http.transport.chunks import ChunkedBodyDecoder
+from normserve.http.transport.exchanges import ConnectionPolicy, ExchangeProtocol
+from normserve.http.transport.request_head import SINGULAR, find_head_fault, parse_body_length
 
 PROBES = frozenset({b"/livez", b"/readyz", b"/v2/health/live", b"/v2/health/ready", b"/metrics"})
 """Paths that are answered on connections beyond the limits, too."""
@@ -29,10 +29,10 @@ _NO_HTTP = "the request is no well-formed HTTP/1.1"
 _find_end = re.compile(rb"\r\n\r\n").search
 
 
-class HttpProtocol(ExchangeProtocol):
+class HttpParserProtocol(ExchangeProtocol):
     """Parses headers; bodies are received around the parser."""
 
-    def __init__(self, manners: Manners, **of_uvicorn: Any) -> None:
+    def __init__(self, manners: ConnectionPolicy, **of_uvicorn: Any) -> None:
         super().__init__(manners, **of_uvicorn)
         # Of the current header: the number of received bytes, and the last of them, in which its end may begin.
         self._header_bytes = 0
@@ -78,7 +78,7 @@ class HttpProtocol(ExchangeProtocol):
             self._end_body()
         return data[length:]
 
-    def _take_chunks(self, chunks: ChunkedBody, data: memoryview) -> memoryview:
+    def _take_chunks(self, chunks: ChunkedBodyDecoder, data: memoryview) -> memoryview:
         try:
             piece, length = chunks.feed(bytes(data))
         except NormserveError as error:
@@ -144,7 +144,7 @@ class HttpProtocol(ExchangeProtocol):
         self.url, self.expect_100_continue = url, expects
         self._header_watch.stop()
         super().on_headers_complete()
-        self._attend(self.cycle, body_bytes(self._singular))
+        self._attend(self.cycle, parse_body_length(self._singular))
 
     def _end_of_header(self, data: memoryview) -> int:
         """The position after the first empty line; 0 if there is none yet."""
@@ -174,7 +174,7 @@ class HttpProtocol(ExchangeProtocol):
         if self._repeated is not None:
             fault: NormserveError | None = MalformedHttpError(f"{self._repeated.decode()} must be given once")
         else:
-            fault = fault_in(version, self._singular) or self._fault_beyond_limits()
+            fault = find_head_fault(version, self._singular) or self._fault_beyond_limits()
         if fault is not None or not self._header_ended:
             self._refuse(fault or MalformedHttpError(_NO_HTTP))
             return
@@ -187,14 +187,14 @@ class HttpProtocol(ExchangeProtocol):
             self.cycle.keep_alive = False
         self._header_bytes, self._header_began = 0, False
         # uvicorn has created the application's task by now, which has not run yet.
-        self._attend(self.cycle, body_bytes(self._singular))
+        self._attend(self.cycle, parse_body_length(self._singular))
 
     def _fault_beyond_limits(self) -> NormserveError | None:
         """The error of a request that is no probe, on a connection beyond a limit."""
         if self.beyond is None:
             return None
         is_probe = self.url.partition(b"?")[0] in PROBES and self.parser.get_method() in (b"GET", b"HEAD")
-        if is_probe and body_bytes(self._singular) == 0:
+        if is_probe and parse_body_length(self._singular) == 0:
             return None
         return TooManyConnectionsError(self.beyond)
 

@@ -20,7 +20,7 @@ class IdleConnection(Protocol):
         """Close it."""
 
 
-class IdleConnections:
+class IdleConnectionQueue:
     """All idle connections of a process, in the order in which they became idle."""
 
     def __init__(self) -> None:

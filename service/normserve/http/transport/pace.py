@@ -11,7 +11,7 @@ _SECOND_LOOK_S = 0.01
 
 
 @dataclass(slots=True)
-class Pace:
+class TransferProgress:
     """The speed limits of one body, of a request or a response, and its progress so far.
 
     Attributes:
@@ -59,13 +59,13 @@ class Pace:
         return self.began + max(self.grace_s, (received + self.unseen_bytes) / self.min_bytes_per_s)
 
 
-class PaceWatch:
+class SlowTransferMonitor:
     """Calls a function once when a body is too slow."""
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        pace: Pace,
+        pace: TransferProgress,
         passed: Callable[[], int],
         at_fault: Callable[[str], None],
     ) -> None:

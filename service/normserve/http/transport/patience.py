@@ -5,12 +5,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from normserve.http.transport.pace import Pace, PaceWatch
-from normserve.http.transport.sending import Sending
+from normserve.http.transport.pace import SlowTransferMonitor, TransferProgress
+from normserve.http.transport.sending import SocketResponseSender
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class ConnectionTimeouts:
     """The limits, in seconds and bytes.
 
     Attributes:
@@ -29,10 +29,12 @@ class Patience:
     grace_s: float = 0.0
 
 
-class HeaderWatch:
+class HeaderTimer:
     """Calls a function when a header is late."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, patience: Patience, on_late: Callable[[], None]) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, patience: ConnectionTimeouts, on_late: Callable[[], None]
+    ) -> None:
         self._loop = loop
         self._patience = patience
         self._on_late = on_late
@@ -52,13 +54,13 @@ class HeaderWatch:
             self._timer = None
 
 
-class SendWatch:
+class SlowReaderMonitor:
     """Aborts a transport whose client reads too slowly."""
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        patience: Patience,
+        patience: ConnectionTimeouts,
         transport: asyncio.Transport,
         *,
         unseen_bytes: int = 0,
@@ -68,9 +70,9 @@ class SendWatch:
         self._patience = patience
         self._transport = transport
         self._unseen_bytes = unseen_bytes
-        self._watch: PaceWatch | None = None
+        self._watch: SlowTransferMonitor | None = None
 
-    def start(self, response: Sending | None) -> None:
+    def start(self, response: SocketResponseSender | None) -> None:
         """Watch, because the kernel takes no more bytes for now.
 
         Args: response: the one whose bytes wait; None for the last bytes of a complete response.
@@ -79,20 +81,22 @@ class SendWatch:
         unsent = self._transport.get_write_buffer_size
         if response is None:
             whole = unsent()
-            self._watch = PaceWatch(self._loop, self._pace(), lambda: whole - unsent(), self._abort)
+            self._watch = SlowTransferMonitor(self._loop, self._pace(), lambda: whole - unsent(), self._abort)
             return
         if response.pace is None:
             response.pace, response.unfinished = self._pace(), unsent()
-        self._watch = PaceWatch(self._loop, response.pace, lambda: response.unfinished - unsent(), self._abort)
+        self._watch = SlowTransferMonitor(
+            self._loop, response.pace, lambda: response.unfinished - unsent(), self._abort
+        )
 
     def stop(self) -> None:
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
 
-    def _pace(self) -> Pace:
+    def _pace(self) -> TransferProgress:
         limits = self._patience
-        return Pace(
+        return TransferProgress(
             time.perf_counter(),
             limits.send_s,
             limits.transfer_s,

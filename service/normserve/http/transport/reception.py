@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Iterable
 
 from normserve.errors import NormserveError, RequestTimeoutError
-from normserve.http.transport.pace import Pace, PaceWatch
+from normserve.http.transport.pace import SlowTransferMonitor, TransferProgress
 
 
-class Reception:
+class IncomingBody:
     """Moves a body from the connection, which has the bytes, to the route, which has memory for them.
 
     A body that is not requested here stays with uvicorn, as ASGI applications expect.
@@ -87,7 +87,7 @@ class Reception:
         self.is_filling = True
         try:
             self._take(early)
-            pace = Pace(time.perf_counter(), pause_s, total_s, min_bytes_per_s, grace_s)
+            pace = TransferProgress(time.perf_counter(), pause_s, total_s, min_bytes_per_s, grace_s)
             await self._completion(pace)
             return self._memory[: self.received]
         finally:
@@ -138,10 +138,10 @@ class Reception:
         self._memory[self.received : end] = data
         self.received = end
 
-    async def _completion(self, pace: Pace) -> None:
+    async def _completion(self, pace: TransferProgress) -> None:
         loop = asyncio.get_running_loop()
         self._arrival = loop.create_future()
-        watch = PaceWatch(loop, pace, lambda: self.received, self._end)
+        watch = SlowTransferMonitor(loop, pace, lambda: self.received, self._end)
         try:
             await self._arrival
         finally:
@@ -157,7 +157,7 @@ class Reception:
         self._make_room = self._arrival = None
 
 
-def announced_bytes(headers: Iterable[tuple[bytes, bytes]]) -> int | None:
+def parse_content_length(headers: Iterable[tuple[bytes, bytes]]) -> int | None:
     """A body's length from its header; the parser has refused contradictory headers."""
     length = 0
     for name, value in headers:

@@ -8,7 +8,7 @@ SINGULAR = frozenset({b"authorization", b"content-length", b"host", b"transfer-e
 """Fields that must not be repeated: two readers of the same bytes could see different requests."""
 
 
-def fault_in(version: str, singular: Mapping[bytes, bytes]) -> NormserveError | None:
+def find_head_fault(version: str, singular: Mapping[bytes, bytes]) -> NormserveError | None:
     """The error of a request that the parser accepts but the server refuses; None if it is valid.
 
     Args:
@@ -32,7 +32,7 @@ def fault_in(version: str, singular: Mapping[bytes, bytes]) -> NormserveError | 
     return None
 
 
-def body_bytes(singular: Mapping[bytes, bytes]) -> int | None:
+def parse_body_length(singular: Mapping[bytes, bytes]) -> int | None:
     """The announced length of the body of a valid request; None when it is chunked."""
     if b"transfer-encoding" in singular:
         return None

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from normserve.http.transport.half_closed import PROBE
-from normserve.http.transport.pace import Pace
+from normserve.http.transport.pace import TransferProgress
 
 Headers = Sequence[tuple[bytes, bytes]]
 Buffers = Sequence[bytes | memoryview]
@@ -25,7 +25,7 @@ _PORTION_BYTES = 2 * 2**20
 TLS_PORTION_BYTES = 256 * 2**10
 
 
-class Departure(ABC):
+class ResponseSender(ABC):
     """The sending of a response, as the routes see it.
 
     Attributes:
@@ -62,7 +62,7 @@ class Departure(ABC):
         return (self._ended or time.perf_counter()) - self._began if self._began else 0.0
 
 
-class Sending(Departure):
+class SocketResponseSender(ResponseSender):
     """Replaces the transport in uvicorn's cycle and gathers writes, so that header and body are sent together.
 
     The kernel takes the bytes.
@@ -73,7 +73,7 @@ class Sending(Departure):
     """
 
     # Class attributes, because small responses need neither.
-    pace: Pace | None = None
+    pace: TransferProgress | None = None
     unfinished = 0
 
     def __init__(
@@ -111,7 +111,7 @@ class Sending(Departure):
         if nbytes <= _JOIN_BYTES:
             self._transport.write(b"".join([*whole, *buffers]))
         else:
-            for number, portion in enumerate(_portions([b"".join(whole), *buffers], self._portion_bytes)):
+            for number, portion in enumerate(_split_into_writes([b"".join(whole), *buffers], self._portion_bytes)):
                 # Let other tasks run between portions, even if the kernel took all of one.  Not after the last: the
                 # client may read it and leave before this task continues.
                 if number:
@@ -202,7 +202,7 @@ class Sending(Departure):
         (self._close or self._transport.close)()
 
 
-def _portions(buffers: Buffers, portion_bytes: int) -> Iterator[list[bytes | memoryview]]:
+def _split_into_writes(buffers: Buffers, portion_bytes: int) -> Iterator[list[bytes | memoryview]]:
     """The buffers in order, `portion_bytes` at a time."""
     portion: list[bytes | memoryview] = []
     room = portion_bytes
@@ -217,7 +217,7 @@ def _portions(buffers: Buffers, portion_bytes: int) -> Iterator[list[bytes | mem
     yield portion
 
 
-def unread_bytes(transport: asyncio.Transport) -> int:
+def count_unacknowledged_bytes(transport: asyncio.Transport) -> int:
     """Bytes that the kernel has taken and the client's host has not acknowledged."""
     answer = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
     return int(struct.unpack("i", answer)[0])

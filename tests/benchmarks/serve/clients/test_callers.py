@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from normserve.codec import safetensors
 
-from benchmarks.serve.clients.callers import CALLERS, Endpoint
+from benchmarks.serve.clients.callers import CALLERS, ServerEndpoint
 from tests.service.client.harness.raw_server import RawServer
 from tests.service.client.harness.small_call import ANSWER, X
 
@@ -22,7 +22,7 @@ def next_request(connected):
 def test_a_caller_sends_an_array_and_returns_one(name):
     server = RawServer([[ANSWER, next_request, ANSWER, next_request, ANSWER]])
     try:
-        with asyncio.Runner() as runner, CALLERS[name](Endpoint(server.url, "bench"), X, runner) as caller:
+        with asyncio.Runner() as runner, CALLERS[name](ServerEndpoint(server.url, "bench"), X, runner) as caller:
             times = caller.times(3, 0.0)
     finally:
         server.close()

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.serve.clients.closed_loop import ClosedLoop
-from benchmarks.serve.programs.build import compiled
+from benchmarks.serve.clients.closed_loop import CompiledClient
+from benchmarks.serve.programs.build import compile_program
 from benchmarks.serve.servers import launch
-from benchmarks.serve.servers.launch import Served
+from benchmarks.serve.servers.launch import ServerProcess
 
 CORES = {0}
 
@@ -57,15 +57,15 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def client(folder) -> ClosedLoop:
-    return ClosedLoop(folder, CORES)
+def client(folder) -> CompiledClient:
+    return CompiledClient(folder, CORES)
 
 
 @contextlib.contextmanager
-def served(at_once: int, status: str = "200", delay_s: float = 0.0) -> Iterator[Served]:
+def served(at_once: int, status: str = "200", delay_s: float = 0.0) -> Iterator[ServerProcess]:
     command = [sys.executable, "-c", SERVER, str(at_once), status, str(delay_s)]
-    with launch.process(command, CORES, {}) as running:
-        yield Served("test", running.stdout.readline().strip(), "/", running.pid)
+    with launch.run_process(command, CORES, {}) as running:
+        yield ServerProcess("test", running.stdout.readline().strip(), "/", running.pid)
 
 
 def test_connections_are_asked_side_by_side(client):
@@ -90,5 +90,5 @@ def test_an_error_is_no_answer(client):
 
 
 def test_an_echo_gives_everything_back(client, folder):
-    with launch.echo(CORES, compiled(folder, "echo"), 100_000) as (echoing,):
+    with launch.run_echo(CORES, compile_program(folder, "echo"), 100_000) as (echoing,):
         assert client.turn(echoing, "", bytes(100_000), 0.01).per_second > 0

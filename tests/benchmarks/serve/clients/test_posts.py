@@ -1,15 +1,15 @@
 import pytest
 
-from benchmarks.serve.clients.posts import Post
-from benchmarks.serve.clients.wire import Wire
+from benchmarks.serve.clients.posts import CheckedRequest
+from benchmarks.serve.clients.wire import RawConnection
 from tests.benchmarks.serve.fake_server import PARAMETERS, Server, against, normalised
 
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_right_answers_are_believed(waits):
     async def play(port: int) -> None:
-        wire = await Wire.open(port)
-        post = Post("/v1/layer_norm", 2**14, PARAMETERS)
+        wire = await RawConnection.open(port)
+        post = CheckedRequest("/v1/layer_norm", 2**14, PARAMETERS)
         for _ in range(3):
             assert (await post.by(wire, waits_for_leave=waits)).status == 200
         wire.leave()
@@ -19,16 +19,16 @@ def test_right_answers_are_believed(waits):
 
 def test_wrong_answers_are_not():
     async def play(port: int) -> None:
-        wire = await Wire.open(port)
+        wire = await RawConnection.open(port)
         with pytest.raises(AssertionError):
-            await Post("/v1/layer_norm", 2**14, PARAMETERS).by(wire)
+            await CheckedRequest("/v1/layer_norm", 2**14, PARAMETERS).by(wire)
         wire.leave()
 
     against(Server(lambda body: body), play)
 
 
 def test_answer_that_differs_from_the_first_is_not_believed():
-    post = Post("/v1/layer_norm", 2**14, PARAMETERS)
+    post = CheckedRequest("/v1/layer_norm", 2**14, PARAMETERS)
     right = bytearray(normalised(post.body))
     post.check(right)
     wrong = bytearray(right)
@@ -38,7 +38,7 @@ def test_answer_that_differs_from_the_first_is_not_believed():
 
 
 def test_every_window_of_a_long_answer_has_its_turn():
-    post = Post("/v1/layer_norm", 2**23, PARAMETERS)
+    post = CheckedRequest("/v1/layer_norm", 2**23, PARAMETERS)
     right = bytearray(normalised(post.body))
     post.check(right)
     wrong = bytearray(right)

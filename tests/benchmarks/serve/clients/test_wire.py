@@ -1,12 +1,12 @@
-from benchmarks.serve.clients.posts import Post
-from benchmarks.serve.clients.wire import Wire
+from benchmarks.serve.clients.posts import CheckedRequest
+from benchmarks.serve.clients.wire import RawConnection
 from tests.benchmarks.serve.fake_server import PARAMETERS, Server, against, normalised
 
 
 def test_memory_of_an_answer_outlives_the_leave_to_send_the_next_request():
     async def play(port: int) -> None:
-        wire = await Wire.open(port)
-        post = Post("/v1/layer_norm", 2**14, PARAMETERS)
+        wire = await RawConnection.open(port)
+        post = CheckedRequest("/v1/layer_norm", 2**14, PARAMETERS)
         bodies = [(await post.by(wire, waits_for_leave=True)).body for _ in range(2)]
         assert bodies[0] is bodies[1]
         wire.leave()
@@ -18,8 +18,8 @@ def test_refused_body_is_not_sent():
     server = Server(normalised, admits=0)
 
     async def play(port: int) -> None:
-        wire = await Wire.open(port)
-        answered = await Post("/v1/layer_norm", 2**20, PARAMETERS).by(wire, waits_for_leave=True)
+        wire = await RawConnection.open(port)
+        answered = await CheckedRequest("/v1/layer_norm", 2**20, PARAMETERS).by(wire, waits_for_leave=True)
         assert (answered.status, answered.stays_open) == (429, False)
         wire.leave()
 

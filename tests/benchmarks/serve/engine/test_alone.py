@@ -2,12 +2,12 @@
 
 import asyncio
 
-from benchmarks.serve.engine.alone import EngineAlone
+from benchmarks.serve.engine.alone import BareEngine
 
 
 def test_requests_follow_one_another_and_slabs_come_home():
     async def play() -> None:
-        engine = EngineAlone("torch")
+        engine = BareEngine("torch")
         assert await engine.start() == "cpu"
         jobs = await engine.jobs(2**20, 2)
         passage = await engine.turn(jobs, 0.0, passes=3)

@@ -2,7 +2,7 @@ import multiprocessing
 
 import pytest
 
-from benchmarks.serve.engine.processes import engines
+from benchmarks.serve.engine.processes import start_engines
 from tests.integration.harness.preloaded import forking
 
 
@@ -11,7 +11,7 @@ def test_engines_run_side_by_side(devices, monkeypatch):
     # Forked with all imports done.
     context = forking()
     monkeypatch.setattr(multiprocessing, "get_context", lambda method: context)
-    with engines(devices, 2**20, 1) as started:
+    with start_engines(devices, 2**20, 1) as started:
         for engine in started:
             engine.go(0.01)
         assert all(engine.bytes_per_second() > 0 for engine in started)

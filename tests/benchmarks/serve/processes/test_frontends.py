@@ -1,6 +1,6 @@
 """Front ends beside none: the table."""
 
-from benchmarks.serve.processes.frontends import table
+from benchmarks.serve.processes.frontends import format_table
 
 
 def row(front_ends, rate, ratio):
@@ -11,7 +11,7 @@ def row(front_ends, rate, ratio):
 
 def test_table_has_medians_over_rounds():
     rows = [row("0", "100", "1"), row("4", "300", "3")] * 2 + [row("0", "500", "1"), row("4", "1000", "2")]
-    assert table(rows).splitlines()[2:] == [
+    assert format_table(rows).splitlines()[2:] == [
         "| 4096 | 64 | 0 | 100 | 2.00 | 1.000 | 2.000 | 1.00 |",
         "| 4096 | 64 | 4 | 300 | 2.00 | 1.000 | 2.000 | 3.00 |",
     ]

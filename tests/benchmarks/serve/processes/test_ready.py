@@ -20,7 +20,7 @@ def test_a_body_is_what_its_request_says(request_):
 def test_the_table_has_medians():
     rows = [{"cache": "empty", "what": "ready", "ms": ms} for ms in ("5000.0", "7000.0", "6000.0")]
     rows.append({"cache": "full", "what": "ready", "ms": "3000.0"})
-    assert ready.table(rows) == [
+    assert ready.format_table(rows) == [
         "empty cache, ready: 6000 ms (5000 to 7000)",
         "full cache, ready: 3000 ms (3000 to 3000)",
     ]
@@ -37,4 +37,4 @@ def test_a_server_that_has_ended_is_not_waited_for():
         httpx.Client(base_url="http://127.0.0.1", transport=httpx.MockTransport(refuse)) as http,
         pytest.raises(RuntimeError, match="/livez"),
     ):
-        ready._await(http, "/livez", ended, 0.0)
+        ready._wait_for_ok(http, "/livez", ended, 0.0)

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from benchmarks.serve.protocols.tls import Line, table
+from benchmarks.serve.protocols.tls import RepeatedRequest, format_table
 
 
 def row(transport, p50, ratio, size="4 KiB"):
@@ -17,7 +17,7 @@ def test_table_has_medians_over_rounds():
         row("tcp", "4.0", "1.0"),
         row("tls", "6.0", "1.5"),
     ]
-    assert table(rows).splitlines()[2:] == ["| 4 KiB | 1 | 2 | 2.00 (1.50 to 2.00) |"]
+    assert format_table(rows).splitlines()[2:] == ["| 4 KiB | 1 | 2 | 2.00 (1.50 to 2.00) |"]
 
 
 @pytest.mark.parametrize("cuts", [[], [5], [40, 60], list(range(1, 80))])
@@ -33,7 +33,7 @@ def test_an_answer_is_read_whole_however_it_comes(cuts):
 
         thread = threading.Thread(target=serve)
         thread.start()
-        assert bytes(Line(ours, b"request", 40).request()) == bytes(range(40))
+        assert bytes(RepeatedRequest(ours, b"request", 40).request()) == bytes(range(40))
         thread.join()
 
 
@@ -43,7 +43,7 @@ def test_half_an_answer_is_an_error():
         theirs.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 40\r\n\r\n")
         theirs.shutdown(socket.SHUT_WR)
         with pytest.raises(RuntimeError, match="closed"):
-            Line(ours, b"", 40).request()
+            RepeatedRequest(ours, b"", 40).request()
 
 
 def test_a_refusal_is_an_error():
@@ -51,4 +51,4 @@ def test_a_refusal_is_an_error():
     with ours, theirs:
         theirs.sendall(b"HTTP/1.1 429 Too Many Requests\r\ncontent-length: 0\r\n\r\n")
         with pytest.raises(RuntimeError, match="429"):
-            Line(ours, b"request", 40).request()
+            RepeatedRequest(ours, b"request", 40).request()

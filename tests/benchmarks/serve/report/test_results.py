@@ -2,11 +2,11 @@
 
 import csv
 
-from benchmarks.serve.report.results import Results
+from benchmarks.serve.report.results import CsvResults
 
 
 def test_a_part_that_fails_costs_no_other(tmp_path, capsys):
-    results = Results(tmp_path / "a.csv", ("size", "rate"))
+    results = CsvResults(tmp_path / "a.csv", ("size", "rate"))
     with results.part("first"):
         results.add({"size": 1, "rate": 2})
         assert not results.exit_code
@@ -24,6 +24,6 @@ def test_a_part_that_fails_costs_no_other(tmp_path, capsys):
 
 
 def test_rows_are_written_at_once(tmp_path):
-    results = Results(tmp_path / "a.csv", ("size",))
+    results = CsvResults(tmp_path / "a.csv", ("size",))
     results.add({"size": 7})
     assert (tmp_path / "a.csv").read_text().rstrip().endswith(",7")

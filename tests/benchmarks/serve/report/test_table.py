@@ -1,6 +1,6 @@
 """Ratios of whole requests are taken within a round, and their median is what counts."""
 
-from benchmarks.serve.report.table import table
+from benchmarks.serve.report.table import format_table
 
 
 def row(server: str, size: str, per_second: float, ratio: float) -> dict[str, object]:
@@ -16,7 +16,7 @@ def test_ours_comes_first_and_the_others_say_how_many_times_theirs_it_is():
         row("normserve", "1 MiB", 90, 1),
         row("normserve", "1 MiB", 160, 1),
     ]
-    assert table(rows).splitlines() == [
+    assert format_table(rows).splitlines() == [
         "| server | 1 MiB |",
         "|---|---|",
         "| normserve | 150/s |",

@@ -10,7 +10,7 @@ from benchmarks.serve.servers import launch, scrape
 
 @pytest.fixture(scope="module")
 def server():
-    with launch.deviceless({0, 1}, posts.make_parameters(small.COLS)) as running:
+    with launch.run_deviceless({0, 1}, posts.make_parameters(small.COLS)) as running:
         yield running
 
 
@@ -21,14 +21,14 @@ def send(server, body: bytes) -> bytes:
 
 
 def test_it_goes_all_the_way_but_to_a_device(server):
-    before = scrape.samples(server.address)
-    body = small.request_body()
+    before = scrape.fetch_samples(server.address)
+    body = small.make_request_body()
     assert send(server, body)[-2 * small.COLS :] == body[-2 * small.COLS :]
-    assert scrape.requests_a_launch(before, scrape.samples(server.address)) == 1
+    assert scrape.compute_requests_per_launch(before, scrape.fetch_samples(server.address)) == 1
 
 
 def test_its_answer_is_not_taken_for_layer_norm(server):
-    body = small.request_body()
+    body = small.make_request_body()
     answer = send(server, body)
     with pytest.raises(AssertionError):
-        small.require_right(body, posts.make_parameters(small.COLS), answer)
+        small.check_response(body, posts.make_parameters(small.COLS), answer)

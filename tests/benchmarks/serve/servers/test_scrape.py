@@ -1,6 +1,6 @@
 """Means between two scrapes of what a server counts."""
 
-from normserve.jobs.job import Batch, Execution
+from normserve.jobs.job import Batch, BatchResult
 from normserve.metrics.metrics import Metrics
 from normserve.metrics.requests import RequestRecord
 
@@ -9,18 +9,18 @@ from tests.service.jobs.fake_jobs import job
 
 
 def samples(metrics: Metrics) -> dict[str, float]:
-    return scrape.parsed(metrics.render().decode())
+    return scrape.parse_samples(metrics.render().decode())
 
 
 def test_requests_a_launch():
     metrics = Metrics()
     jobs = tuple(job(1, 4) for _ in range(6))
-    metrics.observe_launch(Batch(jobs), Execution((), (), 0.0, 0.0, 0.0))
+    metrics.observe_launch(Batch(jobs), BatchResult((), (), 0.0, 0.0, 0.0))
     before = samples(metrics)
-    assert scrape.requests_a_launch(before, before) == 0
+    assert scrape.compute_requests_per_launch(before, before) == 0
     for batch in (jobs[:1], jobs[:5]):
-        metrics.observe_launch(Batch(batch), Execution((), (), 0.0, 0.0, 0.0))
-    assert scrape.requests_a_launch(before, samples(metrics)) == 3
+        metrics.observe_launch(Batch(batch), BatchResult((), (), 0.0, 0.0, 0.0))
+    assert scrape.compute_requests_per_launch(before, samples(metrics)) == 3
 
 
 def test_stages():
@@ -29,7 +29,7 @@ def test_stages():
     for seconds in (0.002, 0.004):
         metrics.observe_request(RequestRecord(op="layer_norm", direction="forward", stages={"recv": seconds}))
     after = samples(metrics)
-    told = scrape.stage_ms(before, after)
+    told = scrape.compute_stage_ms(before, after)
     assert told["recv"] == 3
     assert told["kernel"] == 0
-    assert "recv 3.000" in scrape.stages_said(before, after)
+    assert "recv 3.000" in scrape.format_stages(before, after)

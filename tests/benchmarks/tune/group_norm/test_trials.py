@@ -3,37 +3,37 @@
 import csv
 
 import pytest
-from fusednorm.ops.group_norm.contiguous.backward.split import BackwardSplit
-from fusednorm.ops.group_norm.contiguous.forward.resident import ForwardResident
-from fusednorm.ops.group_norm.contiguous.forward.sweep import ForwardSweep
+from fusednorm.ops.group_norm.contiguous.backward.split import GroupNormBackwardSplit
+from fusednorm.ops.group_norm.contiguous.forward.resident import GroupNormForwardResident
+from fusednorm.ops.group_norm.contiguous.forward.sweep import GroupNormForwardSweep
 
 from benchmarks.tune.group_norm import trials
 from benchmarks.tune.group_norm.__main__ import LAYOUTS, SHAPES
-from benchmarks.tune.group_norm.passes import Cell
-from benchmarks.tune.group_norm.trials import Item, kernels_of, time_cell, time_item
+from benchmarks.tune.group_norm.passes import GroupNormTuningCell
+from benchmarks.tune.group_norm.trials import TuningItem, select_distinct_kernels, time_cell, time_item
 from tests.benchmarks.harness.fake_timer import Timer
 
-SMALL = Cell("forward", (1, 64, 12), "nchw", "float32")
+SMALL = GroupNormTuningCell("forward", (1, 64, 12), "nchw", "float32")
 
 
 CELLS = {
-    pass_: [Cell(pass_, shape, layout, "bfloat16") for shape in SHAPES for layout in LAYOUTS]
+    pass_: [GroupNormTuningCell(pass_, shape, layout, "bfloat16") for shape in SHAPES for layout in LAYOUTS]
     for pass_ in ("forward", "backward")
 }
 
 
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
 def test_kernels_are_few_enough_to_compile_at_once_and_come_in_the_order_of_the_cells(pass_):
-    kernels = kernels_of({cell: list(cell.configs()) for cell in CELLS[pass_]})
+    kernels = select_distinct_kernels({cell: list(cell.configs()) for cell in CELLS[pass_]})
     assert list(kernels) == CELLS[pass_]
     assert sum(map(len, kernels.values())) <= 450
 
 
 def test_kernels_that_cells_share_are_compiled_for_the_first():
-    cell = Cell("forward", (8, 512, 64, 64), "nchw", "bfloat16")
-    fewer = Cell("forward", (7, 512, 64, 64), "nchw", "bfloat16")
+    cell = GroupNormTuningCell("forward", (8, 512, 64, 64), "nchw", "bfloat16")
+    fewer = GroupNormTuningCell("forward", (7, 512, 64, 64), "nchw", "bfloat16")
     configs = list(cell.configs())
-    kernels = kernels_of({cell: configs, fewer: configs})
+    kernels = select_distinct_kernels({cell: configs, fewer: configs})
     assert kernels[cell]
     assert not kernels[fewer]
 
@@ -41,8 +41,11 @@ def test_kernels_that_cells_share_are_compiled_for_the_first():
 @pytest.mark.parametrize(
     ("cell", "configs"),
     [
-        (SMALL, [ForwardResident(1, 1), ForwardSweep(4, 1)]),
-        (Cell("backward", (1, 64, 12), "nchw", "float32"), [BackwardSplit(2, 2, 1, 1), BackwardSplit(1, 2, 1, 1)]),
+        (SMALL, [GroupNormForwardResident(1, 1), GroupNormForwardSweep(4, 1)]),
+        (
+            GroupNormTuningCell("backward", (1, 64, 12), "nchw", "float32"),
+            [GroupNormBackwardSplit(2, 2, 1, 1), GroupNormBackwardSplit(1, 2, 1, 1)],
+        ),
     ],
 )
 def test_the_fastest_comes_first(cell, configs, device):
@@ -71,20 +74,20 @@ def test_what_fails_is_written_with_its_error_and_what_lasts_ends_the_cell(devic
     refusing = Refusing(None, "too many\nblocks", "CUDA error: misaligned address")
     monkeypatch.setattr(trials, "_timer", lambda: refusing)
     monkeypatch.setattr(trials, "time_cell", lambda *arguments: time_cell(*arguments, device))
-    configs = [ForwardSweep(units, 1) for units in (2, 4, 8, 16)]
+    configs = [GroupNormForwardSweep(units, 1) for units in (2, 4, 8, 16)]
     with pytest.raises(RuntimeError, match="CUDA error"):
-        time_item(Item(SMALL, configs, tmp_path / "tune.csv", float("inf")))
+        time_item(TuningItem(SMALL, configs, tmp_path / "tune.csv", float("inf")))
     with (tmp_path / "tune.csv").open(newline="") as file:
         rows = [dict(zip(trials.COLUMNS, row, strict=True)) for row in csv.reader(file)]
-    assert [row["config"] for row in rows] == [f"ForwardSweep({units},1)" for units in (2, 4, 8)]
+    assert [row["config"] for row in rows] == [f"GroupNormForwardSweep({units},1)" for units in (2, 4, 8)]
     assert [row["error"] for row in rows] == ["", "too many blocks", "CUDA error: misaligned address"]
     assert rows[0]["ms"] == "0.99000"
     assert rows[0]["of_copy"] == "1.0101"
     line = capsys.readouterr().out
     assert line.startswith("forward float32 1x64x12 nchw, copy ")
-    assert line.endswith(": 1.010 990.0 us ForwardSweep(2,1); 2 failed: too many blocks\n")
+    assert line.endswith(": 1.010 990.0 us GroupNormForwardSweep(2,1); 2 failed: too many blocks\n")
 
 
 def test_no_cell_is_begun_too_late(tmp_path):
-    time_item(Item(SMALL, [ForwardSweep(4, 1)], tmp_path / "tune.csv", latest=0.0))
+    time_item(TuningItem(SMALL, [GroupNormForwardSweep(4, 1)], tmp_path / "tune.csv", latest=0.0))
     assert not (tmp_path / "tune.csv").exists()

@@ -5,15 +5,15 @@ from itertools import product
 import pytest
 from fusednorm.launch.launch import REGISTERS_PER_SM
 from fusednorm.ops.layer_norm import table as tables
-from fusednorm.ops.layer_norm.backward.cooperative import BackwardCooperative
-from fusednorm.ops.layer_norm.backward.tile import BackwardTile
-from fusednorm.ops.layer_norm.forward.cooperative import ForwardCooperative
-from fusednorm.ops.layer_norm.forward.resident import ForwardResident
-from fusednorm.ops.layer_norm.forward.split import ForwardSplit
-from fusednorm.ops.layer_norm.forward.sweep import ForwardSweep
-from fusednorm.ops.layer_norm.forward.tile import ForwardTile
+from fusednorm.ops.layer_norm.backward.cooperative import LayerNormBackwardCooperative
+from fusednorm.ops.layer_norm.backward.tile import LayerNormBackwardTile
+from fusednorm.ops.layer_norm.forward.cooperative import LayerNormForwardCooperative
+from fusednorm.ops.layer_norm.forward.resident import LayerNormForwardResident
+from fusednorm.ops.layer_norm.forward.split import LayerNormForwardSplit
+from fusednorm.ops.layer_norm.forward.sweep import LayerNormForwardSweep
+from fusednorm.ops.layer_norm.forward.tile import LayerNormForwardTile
 
-from benchmarks.tune.layer_norm.candidates import candidates
+from benchmarks.tune.layer_norm.candidates import iterate_candidates
 from benchmarks.workload.suites import LONG_ROW_LENGTHS, ODD_ROW_LENGTHS, ROW_LENGTHS
 
 VERY_LONG = 1 << 22
@@ -32,7 +32,7 @@ LONGEST_TIMED = LONG_ROW_LENGTHS[-2]
 def test_there_are_some_and_each_once(pass_, itemsize):
     kinds = set((tables.ForwardConfig if pass_ == "forward" else tables.BackwardConfig).__args__)
     for cols in LENGTHS:
-        found = list(candidates(pass_, cols, itemsize))
+        found = list(iterate_candidates(pass_, cols, itemsize))
         assert found, cols
         assert len(found) == len(set(found)), cols
         assert {type(config) for config in found} <= kinds, cols
@@ -54,20 +54,20 @@ def test_all_have_room_for_their_programs(pass_, itemsize):
 def test_rows_fill_what_holds_them_and_are_longer_than_what_they_share(pass_, itemsize):
     for cols, config in every_candidate(pass_, itemsize):
         match config:
-            case ForwardTile() | ForwardResident():
+            case LayerNormForwardTile() | LayerNormForwardResident():
                 assert cols <= config.chunks * config.block_n
                 assert (config.chunks - 1) * config.block_n < cols
-            case BackwardTile():
+            case LayerNormBackwardTile():
                 assert cols <= config.chunks * config.block_n < 2 * cols
                 assert (config.chunks - 1) * config.block_n < cols
-            case ForwardSweep():
+            case LayerNormForwardSweep():
                 assert 2 * config.block_n <= cols
-            case ForwardSplit():
+            case LayerNormForwardSplit():
                 assert config.chunks * config.block_n < cols
-            case ForwardCooperative():
+            case LayerNormForwardCooperative():
                 slab = config.chunks * config.block_n
                 assert slab < cols <= slab * config.programs_per_sm * MULTIPROCESSORS
-            case BackwardCooperative():
+            case LayerNormBackwardCooperative():
                 assert config.block_n < cols <= config.block_n * config.programs_per_sm * MULTIPROCESSORS
 
 
@@ -75,29 +75,29 @@ def test_rows_fill_what_holds_them_and_are_longer_than_what_they_share(pass_, it
 def test_every_choice_of_the_tables_is_a_candidate(pass_, itemsize):
     table = (tables.FORWARD if pass_ == "forward" else tables.BACKWARD)[itemsize]
     for limit, config in table:
-        assert config in set(candidates(pass_, min(limit, LONGEST_TIMED), itemsize)), (limit, config)
+        assert config in set(iterate_candidates(pass_, min(limit, LONGEST_TIMED), itemsize)), (limit, config)
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_so_are_what_the_tables_leave_to_very_long_rows(itemsize):
-    assert tables.FORWARD_SPLIT[itemsize] in set(candidates("forward", VERY_LONG, itemsize))
-    assert tables.BACKWARD_SPLIT[itemsize] in set(candidates("backward", VERY_LONG, itemsize))
+    assert tables.FORWARD_SPLIT[itemsize] in set(iterate_candidates("forward", VERY_LONG, itemsize))
+    assert tables.BACKWARD_SPLIT[itemsize] in set(iterate_candidates("backward", VERY_LONG, itemsize))
 
 
 def every_candidate(pass_, itemsize):
-    return ((cols, config) for cols in LENGTHS for config in candidates(pass_, cols, itemsize))
+    return ((cols, config) for cols in LENGTHS for config in iterate_candidates(pass_, cols, itemsize))
 
 
 def _held_words(config, itemsize):
     """Registers of a program for what it holds at once of its rows, as they lie in memory."""
     match config:
-        case ForwardTile():
+        case LayerNormForwardTile():
             elements = config.rows * config.chunks * config.block_n
-        case ForwardResident() | ForwardCooperative() | ForwardSplit():
+        case LayerNormForwardResident() | LayerNormForwardCooperative() | LayerNormForwardSplit():
             elements = config.chunks * config.block_n
-        case ForwardSweep():
+        case LayerNormForwardSweep():
             elements = config.block_n
-        case BackwardTile():
+        case LayerNormBackwardTile():
             elements = 2 * config.rows * config.block_n
         case _:
             elements = 2 * config.block_n
@@ -107,6 +107,6 @@ def _held_words(config, itemsize):
 def _shared_bytes(config, itemsize):
     """Of a program's tiles under way."""
     match config:
-        case BackwardTile():
+        case LayerNormBackwardTile():
             return 2 * config.rows * config.block_n * itemsize * (config.stages - 1)
     return 0

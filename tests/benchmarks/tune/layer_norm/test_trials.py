@@ -1,13 +1,13 @@
 import pytest
-from fusednorm.ops.layer_norm.backward.tile import BackwardTile
-from fusednorm.ops.layer_norm.forward.sweep import ForwardSweep
-from fusednorm.ops.layer_norm.forward.tile import ForwardTile
+from fusednorm.ops.layer_norm.backward.tile import LayerNormBackwardTile
+from fusednorm.ops.layer_norm.forward.sweep import LayerNormForwardSweep
+from fusednorm.ops.layer_norm.forward.tile import LayerNormForwardTile
 
-from benchmarks.tune.layer_norm.passes import Cell
-from benchmarks.tune.layer_norm.trials import kernels_of, time_cell
+from benchmarks.tune.layer_norm.passes import LayerNormTuningCell
+from benchmarks.tune.layer_norm.trials import select_distinct_kernels, time_cell
 from tests.benchmarks.harness.fake_timer import Timer
 
-SHORT = Cell("forward", 256, "float32")
+SHORT = LayerNormTuningCell("forward", 256, "float32")
 
 
 @pytest.fixture(autouse=True)
@@ -18,25 +18,25 @@ def few_rows(monkeypatch):
 @pytest.mark.parametrize(
     ("pass_", "configs"),
     [
-        ("forward", [ForwardTile(2, 1, 256, 1), ForwardSweep(128, 1)]),
-        ("backward", [BackwardTile(2, 256, 1, 3, 1, True), BackwardTile(4, 256, 2, 3, 1, False)]),
+        ("forward", [LayerNormForwardTile(2, 1, 256, 1), LayerNormForwardSweep(128, 1)]),
+        ("backward", [LayerNormBackwardTile(2, 256, 1, 3, 1, True), LayerNormBackwardTile(4, 256, 2, 3, 1, False)]),
     ],
 )
 def test_the_fastest_comes_first(device, pass_, configs):
-    rows = time_cell(Cell(pass_, 256, "float32"), configs, Timer(), device)
+    rows = time_cell(LayerNormTuningCell(pass_, 256, "float32"), configs, Timer(), device)
     assert [row.config for row in rows] == configs[::-1]
     tensors = 2 if pass_ == "forward" else 3
     assert rows[1].of_copy == pytest.approx(tensors / 2 / 0.99)
 
 
 def test_what_disagrees_with_the_table_s_choice_is_not_timed(device, capsys):
-    half_a_row = ForwardTile(1, 1, 128, 1)
+    half_a_row = LayerNormForwardTile(1, 1, 128, 1)
     assert time_cell(SHORT, [half_a_row], Timer(), device) == []
     assert "result 0 is wrong" in capsys.readouterr().err
 
 
 def test_tiles_that_differ_in_programs_alone_are_compiled_once():
-    cell = Cell("backward", 256, "float32")
-    tiles = [(cell, BackwardTile(2, 256, 1, 3, programs, True)) for programs in (1, 2, 3)]
-    other = (cell, BackwardTile(2, 256, 1, 4, 1, True))
-    assert kernels_of([*tiles, other]) == [tiles[0], other]
+    cell = LayerNormTuningCell("backward", 256, "float32")
+    tiles = [(cell, LayerNormBackwardTile(2, 256, 1, 3, programs, True)) for programs in (1, 2, 3)]
+    other = (cell, LayerNormBackwardTile(2, 256, 1, 4, 1, True))
+    assert select_distinct_kernels([*tiles, other]) == [tiles[0], other]

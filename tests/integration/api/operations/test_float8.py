@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 import torch
-from fusednorm.reference.float8 import quantised_rows
+from fusednorm.reference.float8 import quantise_rows
 from normserve.client import AsyncClient, Client
 
 from tests.integration.api.operations.cases import post
@@ -22,7 +22,7 @@ def x():
 
 def assert_same(y: torch.Tensor, scale: torch.Tensor, plain: torch.Tensor) -> None:
     """They are what the library makes of the float32 result."""
-    expected, scales = quantised_rows(plain)
+    expected, scales = quantise_rows(plain)
     assert y.dtype == torch.float8_e4m3fn
     assert torch.equal(y.view(torch.uint8), expected.view(torch.uint8))
     assert torch.equal(scale, scales)

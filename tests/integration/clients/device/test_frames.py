@@ -3,7 +3,7 @@
 import pytest
 import torch
 from normserve.codec import local_frames as frames
-from normserve.memory.device_segments import Device, DeviceSegment
+from normserve.memory.device_segments import DeviceSegment, ShareableDevice
 from torch import nn
 
 from tests.integration.clients.device.serving import random
@@ -18,9 +18,9 @@ class Wire(LocalConnection):
     """With segments of the device's memory."""
 
     def grow_device(self, nbytes: int = MIB):
-        answer = self.request(frames.Grow(nbytes, "device"))
+        answer = self.request(frames.GrowArenaMessage(nbytes, "device"))
         assert answer.status == 200, answer
-        mapped = Device.find(answer.device).open(self._descriptors.pop(), answer.nbytes, DeviceSegment)
+        mapped = ShareableDevice.find(answer.device).open(self._descriptors.pop(), answer.nbytes, DeviceSegment)
         return answer.segment, torch.as_tensor(mapped.whole(), device="cuda").view(torch.float32)
 
 
@@ -31,10 +31,10 @@ def wire(serving, path):
 
 
 def forward(segment, *, x=0, y=4096, of_y=None, shape=(4, 256)):
-    return frames.Compute(
+    return frames.ComputeMessage(
         op="layer_norm",
-        tensors={"x": frames.Located(segment, x, "float32", shape)},
-        results={"y": frames.Place(segment if of_y is None else of_y, y, 4096)},
+        tensors={"x": frames.TensorReference(segment, x, "float32", shape)},
+        results={"y": frames.SegmentRange(segment if of_y is None else of_y, y, 4096)},
     )
 
 
@@ -73,7 +73,7 @@ def test_references_that_lie(wire, changes, text):
 
 def test_memories_do_not_mix_and_segments_are_a_connections_own(wire, path):
     number, _ = wire.grow_device()
-    of_host = wire.request(frames.Grow(MIB)).segment
+    of_host = wire.request(frames.GrowArenaMessage(MIB)).segment
     assert "all in device memory" in wire.request(forward(number, of_y=of_host)).problem["detail"]
     assert wire.request(forward(number)).status == 200
     with Wire(path) as other:
@@ -82,7 +82,7 @@ def test_memories_do_not_mix_and_segments_are_a_connections_own(wire, path):
 
 def test_a_segment_that_is_given_back_is_of_no_use(wire):
     number, _ = wire.grow_device()
-    wire.send(frames.Free(number))
+    wire.send(frames.FreeSegmentMessage(number))
     assert wire.request(forward(number)).status == 422
     again, memory = wire.grow_device()
     assert again != number

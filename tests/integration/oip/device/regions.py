@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import httpx
 import torch
-from normserve.memory.device_segments import Device
+from normserve.memory.device_segments import ShareableDevice
 
 from tests.service.memory.allocations import allocation_of
 
@@ -43,7 +43,7 @@ def register(http: httpx.Client, name: str, handle: bytes, nbytes: int) -> httpx
 
 def registered(http: httpx.Client, name: str, tensor: torch.Tensor) -> Region:
     """The allocation that a tensor lies in, registered."""
-    found = allocation_of(Device(torch.cuda.current_device()), tensor.data_ptr())
+    found = allocation_of(ShareableDevice(torch.cuda.current_device()), tensor.data_ptr())
     response = register(http, name, found.handle, found.nbytes)
     assert response.status_code == 200, response.text
     return Region(name, found.address, found.nbytes, found.handle)

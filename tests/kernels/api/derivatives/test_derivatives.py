@@ -184,6 +184,6 @@ def test_a_compiled_call_refuses_a_second_derivative(device):
 def test_a_first_derivative_alone_takes_no_operator(name, device, monkeypatch):
     """Where nobody asks for a second one, the way to the pass is the short one."""
     tensors = inputs(name, device, torch.float32)
-    monkeypatch.setattr(operators, "derivative_of_plain", None)
+    monkeypatch.setattr(operators, "differentiate_plain_operator", None)
     monkeypatch.setattr(torch.ops.fusednorm, f"{name.removeprefix('add_').split()[0]}_backward", None)
     torch.autograd.grad(total(CALLS[name], *tensors), tensors, allow_unused=True)

@@ -14,7 +14,7 @@ import fusednorm
 import pytest
 import torch
 from fusednorm.errors import KernelInputError
-from fusednorm.launch.status import describe_calls
+from fusednorm.launch.status import describe_repeated_calls
 from torch import nn
 
 from tests.kernels.api.norm_calls import Dispatched
@@ -329,7 +329,7 @@ def test_the_report_is_for_people():
 
 def test_the_report_says_how_calls_on_a_gpu_are_made():
     report = fusednorm.patch(nn.LayerNorm(8))
-    assert report.calls == describe_calls()
+    assert report.calls == describe_repeated_calls()
     assert report.calls not in str(report)
     assert str(replace(report, on_cpu=0)).splitlines()[-1] == report.calls
     assert str(replace(fusednorm.patch(nn.Linear(2, 2)), on_cpu=0)) == "patched 0, skipped 0"

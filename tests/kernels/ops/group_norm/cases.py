@@ -8,14 +8,14 @@ import torch.nn.functional as F  # noqa: N812
 from fusednorm import reference
 from fusednorm.ops.group_norm import backward_choice as group_norm_backward_launch
 from fusednorm.ops.group_norm import forward_choice as group_norm_forward_launch
-from fusednorm.ops.group_norm.channels_last.backward.columns import BackwardColumns
-from fusednorm.ops.group_norm.channels_last.backward.stream import BackwardStream
-from fusednorm.ops.group_norm.channels_last.forward.columns import ForwardColumns
-from fusednorm.ops.group_norm.channels_last.forward.stream import ForwardStream
-from fusednorm.ops.group_norm.contiguous.backward.split import BackwardSplit
-from fusednorm.ops.group_norm.contiguous.forward.resident import ForwardResident
-from fusednorm.ops.group_norm.contiguous.forward.split import ForwardSplit
-from fusednorm.ops.group_norm.contiguous.forward.sweep import ForwardSweep
+from fusednorm.ops.group_norm.channels_last.backward.columns import BackwardColumnSplit
+from fusednorm.ops.group_norm.channels_last.backward.stream import BackwardSampleStream
+from fusednorm.ops.group_norm.channels_last.forward.columns import ForwardColumnSplit
+from fusednorm.ops.group_norm.channels_last.forward.stream import ForwardSampleStream
+from fusednorm.ops.group_norm.contiguous.backward.split import GroupNormBackwardSplit
+from fusednorm.ops.group_norm.contiguous.forward.resident import GroupNormForwardResident
+from fusednorm.ops.group_norm.contiguous.forward.split import GroupNormForwardSplit
+from fusednorm.ops.group_norm.contiguous.forward.sweep import GroupNormForwardSweep
 from torch import Tensor
 
 from tests.kernels.harness.accuracy import assert_close_to_oracle
@@ -25,14 +25,14 @@ from tests.kernels.harness.activations import TORCH_ACTIVATIONS
 # programs, with full and partial ones among them.
 CONTIGUOUS = {
     "tile": (None, None),
-    "resident": (ForwardResident(1, 1), None),
-    "sweep": (ForwardSweep(16, 4), None),
-    "split": (ForwardSplit(16, 32, 32, 4), BackwardSplit(2, 1, 2, 1)),
+    "resident": (GroupNormForwardResident(1, 1), None),
+    "sweep": (GroupNormForwardSweep(16, 4), None),
+    "split": (GroupNormForwardSplit(16, 32, 32, 4), GroupNormBackwardSplit(2, 1, 2, 1)),
 }
 CHANNELS_LAST = {
     "resident_block": (None, None),
-    "stream": (ForwardStream(1, 2, 3, 3), BackwardStream(1, 2, 1, 2, 3)),
-    "columns": (ForwardColumns(8, 4, 2, 16, 8, 24, 4), BackwardColumns(8, 1, 2, 1)),
+    "stream": (ForwardSampleStream(1, 2, 3, 3), BackwardSampleStream(1, 2, 1, 2, 3)),
+    "columns": (ForwardColumnSplit(8, 4, 2, 16, 8, 24, 4), BackwardColumnSplit(8, 1, 2, 1)),
 }
 
 
@@ -51,7 +51,7 @@ def use_configuration(monkeypatch, name):
     """Make the launchers choose one algorithm whatever the shape; returns whether it is channels-last."""
     forward, backward = (CONTIGUOUS | CHANNELS_LAST)[name]
     if forward is not None:
-        monkeypatch.setattr(group_norm_forward_launch, "candidates", lambda *_: (forward,))
+        monkeypatch.setattr(group_norm_forward_launch, "list_candidates", lambda *_: (forward,))
     if backward is not None:
         monkeypatch.setattr(group_norm_backward_launch, "choose_backward", lambda *_, **__: backward)
     return name in CHANNELS_LAST

@@ -6,7 +6,7 @@ import torch
 from fusednorm import reference
 from fusednorm.ops.group_norm import backward_choice
 from fusednorm.ops.group_norm.channels_last.backward.cooperative import BackwardCooperativeBlock
-from fusednorm.ops.group_norm.contiguous.backward.cooperative import BackwardCooperative
+from fusednorm.ops.group_norm.contiguous.backward.cooperative import GroupNormBackwardCooperative
 
 from tests.kernels.ops.group_norm.cases import check_backward, make_case
 
@@ -26,12 +26,16 @@ def share(monkeypatch):
 @pytest.mark.parametrize(
     ("shape", "groups", "config"),
     [
-        ((1, 4, 16, 24), 2, BackwardCooperative(1, 1, 2, 1, 4, 2, 0)),  # parts in one channel, of two pieces
-        ((1, 8, 8, 16), 2, BackwardCooperative(2, 1, 1, 1, 4, 1, 0)),  # of two channels
+        (
+            (1, 4, 16, 24),
+            2,
+            GroupNormBackwardCooperative(1, 1, 2, 1, 4, 2, 0),
+        ),  # parts in one channel, of two pieces
+        ((1, 8, 8, 16), 2, GroupNormBackwardCooperative(2, 1, 1, 1, 4, 1, 0)),  # of two channels
         (
             (1, 6, 5, 24),
             2,
-            BackwardCooperative(2, 2, 1, 1, 6, 1, 0),
+            GroupNormBackwardCooperative(2, 2, 1, 1, 6, 1, 0),
         ),  # neither channels nor positions come out even
     ],
 )
@@ -69,7 +73,10 @@ def test_blocks_of_channels_last_groups_match_the_oracle(shape, groups, config, 
 
 @pytest.mark.parametrize(
     ("last", "config"),
-    [(False, BackwardCooperative(2, 1, 1, 1, 4, 1, 0)), (True, BackwardCooperativeBlock(8, 1, 2, 1, 4, 2, 0))],
+    [
+        (False, GroupNormBackwardCooperative(2, 1, 1, 1, 4, 1, 0)),
+        (True, BackwardCooperativeBlock(8, 1, 2, 1, 4, 2, 0)),
+    ],
 )
 def test_scale_shift_and_outside_gradients_of_cooperative_groups(last, config, share, device, poisoned):
     share(config)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from fusednorm.ops.group_norm import backward_choice as launch
 from fusednorm.ops.group_norm.channels_last.backward.cooperative import BackwardCooperativeBlock
-from fusednorm.ops.group_norm.contiguous.backward.cooperative import BackwardCooperative
-from fusednorm.ops.group_norm.sample import Sample
+from fusednorm.ops.group_norm.contiguous.backward.cooperative import GroupNormBackwardCooperative
+from fusednorm.ops.group_norm.sample import SampleShape
 
 from tests.kernels.harness.on_gpu import on_streams_of_their_own
 from tests.kernels.ops.group_norm.cases import check_backward, make_case
@@ -17,12 +17,12 @@ pytestmark = pytest.mark.gpu
 
 # Whole and partial channels, parts of several pieces, and parts that no channel fills.
 COOPERATIVE = [
-    ((5, 64, 64, 64), 16, BackwardCooperative(1, 2, 1, 4, 4, 2, 1)),
-    ((5, 64, 64, 64), 16, BackwardCooperative(2, 4, 1, 4, 3, 3, 2)),
-    ((3, 80, 40, 40), 8, BackwardCooperative(4, 2, 1, 4, 4, 1, 1)),
-    ((300, 64, 16, 16), 2, BackwardCooperative(8, 1, 1, 4, 4, 2, 2)),
-    ((3, 30, 100, 100), 3, BackwardCooperative(1, 2, 4, 4, 4, 2, 1)),
-    ((2, 8, 300, 300), 1, BackwardCooperative(1, 2, 5, 8, 2, 3, 2)),
+    ((5, 64, 64, 64), 16, GroupNormBackwardCooperative(1, 2, 1, 4, 4, 2, 1)),
+    ((5, 64, 64, 64), 16, GroupNormBackwardCooperative(2, 4, 1, 4, 3, 3, 2)),
+    ((3, 80, 40, 40), 8, GroupNormBackwardCooperative(4, 2, 1, 4, 4, 1, 1)),
+    ((300, 64, 16, 16), 2, GroupNormBackwardCooperative(8, 1, 1, 4, 4, 2, 2)),
+    ((3, 30, 100, 100), 3, GroupNormBackwardCooperative(1, 2, 4, 4, 4, 2, 1)),
+    ((2, 8, 300, 300), 1, GroupNormBackwardCooperative(1, 2, 5, 8, 2, 3, 2)),
 ]
 # Groups that fill a vector, a block or neither, and blocks that do not divide the channels.
 BLOCKS = [
@@ -75,7 +75,7 @@ def test_the_forms_that_wait_and_the_one_that_does_not_agree(shape, groups, conf
     given = {"dresidual_out": outside, "scale": scale, "shift": shift}
     share(config)
     shared = case.backward(ours, dy, **given)
-    share(launch.split_backward(Sample(groups, shape[1] // groups, case.x[0, 0].numel(), last), 4))
+    share(launch.find_split_backward(SampleShape(groups, shape[1] // groups, case.x[0, 0].numel(), last), 4))
     for actual, wanted in zip(shared, case.backward(ours, dy, **given), strict=True):
         assert (actual is None) == (wanted is None)
         if actual is not None:

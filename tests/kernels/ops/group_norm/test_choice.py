@@ -2,24 +2,24 @@
 
 import pytest
 from fusednorm.ops.group_norm import table as tables
-from fusednorm.ops.group_norm.backward_choice import choose_backward, split_backward
-from fusednorm.ops.group_norm.channels_last.backward.columns import BackwardColumns
+from fusednorm.ops.group_norm.backward_choice import choose_backward, find_split_backward
+from fusednorm.ops.group_norm.channels_last.backward.columns import BackwardColumnSplit
 from fusednorm.ops.group_norm.channels_last.backward.cooperative import BackwardCooperativeBlock
-from fusednorm.ops.group_norm.channels_last.backward.stream import BackwardStream
-from fusednorm.ops.group_norm.channels_last.forward.columns import ForwardColumns
+from fusednorm.ops.group_norm.channels_last.backward.stream import BackwardSampleStream
+from fusednorm.ops.group_norm.channels_last.forward.columns import ForwardColumnSplit
 from fusednorm.ops.group_norm.channels_last.forward.cooperative import ForwardCooperativeBlock
 from fusednorm.ops.group_norm.channels_last.forward.resident import ForwardResidentBlock
-from fusednorm.ops.group_norm.channels_last.forward.stream import ForwardStream
-from fusednorm.ops.group_norm.contiguous.backward.cooperative import BackwardCooperative
-from fusednorm.ops.group_norm.contiguous.forward.cooperative import ForwardCooperative
-from fusednorm.ops.group_norm.contiguous.forward.tile import ForwardTile
+from fusednorm.ops.group_norm.channels_last.forward.stream import ForwardSampleStream
+from fusednorm.ops.group_norm.contiguous.backward.cooperative import GroupNormBackwardCooperative
+from fusednorm.ops.group_norm.contiguous.forward.cooperative import GroupNormForwardCooperative
+from fusednorm.ops.group_norm.contiguous.forward.tile import GroupNormForwardTile
 from fusednorm.ops.group_norm.forward_choice import choose_forward
-from fusednorm.ops.group_norm.sample import Sample
+from fusednorm.ops.group_norm.sample import SampleShape
 
 MULTIPROCESSORS = 132
 GROUPS = 32
 SAMPLES = [
-    Sample(groups, channels, hw, last)
+    SampleShape(groups, channels, hw, last)
     for groups, channels, hw in ((32, 16, 4096), (32, 10, 4096), (32, 4, 2**20), (1, 64, 5329), (7, 3, 10007))
     for last in (False, True)
 ]
@@ -27,7 +27,7 @@ SAMPLES = [
 
 def chosen_like(config, entry):
     """Whether a configuration is the entry, perhaps with fewer chunks that come out even."""
-    if isinstance(entry, ForwardCooperative | ForwardCooperativeBlock):
+    if isinstance(entry, GroupNormForwardCooperative | ForwardCooperativeBlock):
         return type(config) is type(entry) and config.chunks <= entry.chunks and config.lag == entry.lag
     return config == entry
 
@@ -36,28 +36,28 @@ def chosen_like(config, entry):
 def test_every_entry_serves_the_largest_groups_of_its_class(itemsize):
     on_every_device = 1 << 20  # multiprocessors: what is shared fits
     for most, entry in tables.FORWARD_CONTIGUOUS[itemsize]:
-        sample = Sample(GROUPS, 1, most, channels_last=False)
+        sample = SampleShape(GROUPS, 1, most, channels_last=False)
         assert chosen_like(choose_forward(sample, itemsize, on_every_device), entry)
     for channels, most, entry in tables.FORWARD_CHANNELS_LAST[itemsize]:
-        sample = Sample(GROUPS, channels, most, channels_last=True)
+        sample = SampleShape(GROUPS, channels, most, channels_last=True)
         assert chosen_like(choose_forward(sample, itemsize, MULTIPROCESSORS), entry)
     for columns, most, entry in tables.FORWARD_STREAM[itemsize]:
-        sample = Sample(GROUPS, columns // GROUPS, most, channels_last=True)
+        sample = SampleShape(GROUPS, columns // GROUPS, most, channels_last=True)
         assert choose_forward(sample, itemsize, MULTIPROCESSORS, waits=False) == entry
     for columns, most, entry in tables.BACKWARD_STREAM[itemsize]:
-        sample = Sample(GROUPS, columns // GROUPS, most, channels_last=True)
+        sample = SampleShape(GROUPS, columns // GROUPS, most, channels_last=True)
         assert choose_backward(sample, itemsize, MULTIPROCESSORS) == entry
     for channels, most, entry in tables.BACKWARD_CONTIGUOUS[itemsize]:
-        assert choose_backward(Sample(GROUPS, channels, most, False), itemsize, MULTIPROCESSORS) == entry
+        assert choose_backward(SampleShape(GROUPS, channels, most, False), itemsize, MULTIPROCESSORS) == entry
     for channels, most, entry in tables.BACKWARD_CHANNELS_LAST[itemsize]:
-        assert choose_backward(Sample(GROUPS, channels, most, True), itemsize, MULTIPROCESSORS) == entry
+        assert choose_backward(SampleShape(GROUPS, channels, most, True), itemsize, MULTIPROCESSORS) == entry
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("sample", SAMPLES, ids=str)
 def test_what_programs_share_is_resident_and_covers_the_group(sample, itemsize):
     forward = choose_forward(sample, itemsize, MULTIPROCESSORS)
-    if isinstance(forward, ForwardCooperative):
+    if isinstance(forward, GroupNormForwardCooperative):
         members = forward.members(sample)
         slab = forward.chunks * forward.block
         assert (members - 1) * slab < sample.group_length <= members * slab
@@ -65,7 +65,7 @@ def test_what_programs_share_is_resident_and_covers_the_group(sample, itemsize):
     elif isinstance(forward, ForwardCooperativeBlock):
         assert forward.members(sample, itemsize) <= MULTIPROCESSORS * forward.programs_per_sm
     backward = choose_backward(sample, itemsize, MULTIPROCESSORS)
-    if isinstance(backward, BackwardCooperative | BackwardCooperativeBlock):
+    if isinstance(backward, GroupNormBackwardCooperative | BackwardCooperativeBlock):
         assert backward.members(sample, itemsize) <= MULTIPROCESSORS * backward.programs_per_sm
 
 
@@ -73,72 +73,76 @@ def test_what_programs_share_is_resident_and_covers_the_group(sample, itemsize):
 @pytest.mark.parametrize("sample", SAMPLES, ids=str)
 def test_nothing_is_shared_where_programs_may_not_wait(sample, itemsize):
     forward = choose_forward(sample, itemsize, MULTIPROCESSORS, waits=False)
-    assert not isinstance(forward, ForwardCooperative | ForwardCooperativeBlock)
+    assert not isinstance(forward, GroupNormForwardCooperative | ForwardCooperativeBlock)
     backward = choose_backward(sample, itemsize, MULTIPROCESSORS, waits=False)
-    assert not isinstance(backward, BackwardCooperative | BackwardCooperativeBlock)
+    assert not isinstance(backward, GroupNormBackwardCooperative | BackwardCooperativeBlock)
 
 
 def test_groups_larger_than_the_device_are_read_twice():
     for last in (False, True):
-        sample = Sample(1, 64, 2**24, last)
+        sample = SampleShape(1, 64, 2**24, last)
         assert not isinstance(
-            choose_forward(sample, 2, MULTIPROCESSORS), ForwardCooperative | ForwardCooperativeBlock
+            choose_forward(sample, 2, MULTIPROCESSORS), GroupNormForwardCooperative | ForwardCooperativeBlock
         )
         assert not isinstance(
-            choose_backward(sample, 2, MULTIPROCESSORS), BackwardCooperative | BackwardCooperativeBlock
+            choose_backward(sample, 2, MULTIPROCESSORS), GroupNormBackwardCooperative | BackwardCooperativeBlock
         )
 
 
-POSITIONS = [Sample(32, 10, 32 * 32, True), Sample(32, 20, 32 * 32, True), Sample(32, 4, 64 * 64, True)]
+POSITIONS = [
+    SampleShape(32, 10, 32 * 32, True),
+    SampleShape(32, 20, 32 * 32, True),
+    SampleShape(32, 4, 64 * 64, True),
+]
 
 
 @pytest.mark.parametrize("sample", POSITIONS, ids=str)
 def test_samples_of_many_positions_are_streamed_where_programs_would_share_them(sample):
-    assert isinstance(choose_forward(sample, 2, MULTIPROCESSORS), ForwardStream)
-    assert isinstance(choose_backward(sample, 2, MULTIPROCESSORS), BackwardStream)
+    assert isinstance(choose_forward(sample, 2, MULTIPROCESSORS), ForwardSampleStream)
+    assert isinstance(choose_backward(sample, 2, MULTIPROCESSORS), BackwardSampleStream)
 
 
 def test_what_a_program_holds_has_few_positions_or_no_lanes_for_its_columns_is_not_streamed():
-    held = Sample(32, 8, 32 * 32, True)
+    held = SampleShape(32, 8, 32 * 32, True)
     assert isinstance(choose_forward(held, 2, MULTIPROCESSORS), ForwardResidentBlock)
-    few = Sample(32, 40, 16 * 16, True)
+    few = SampleShape(32, 40, 16 * 16, True)
     assert isinstance(choose_forward(few, 4, MULTIPROCESSORS), ForwardCooperativeBlock)
     assert isinstance(choose_backward(few, 2, MULTIPROCESSORS), BackwardCooperativeBlock)
-    more_columns_than_lanes = Sample(256, 18, 10 * 10, True)
+    more_columns_than_lanes = SampleShape(256, 18, 10 * 10, True)
     assert isinstance(choose_forward(more_columns_than_lanes, 2, MULTIPROCESSORS), ForwardCooperativeBlock)
 
 
 @pytest.mark.parametrize("channels", [64, 320, 640, 960, 1280, 4096, 8 * 4096])
 def test_streams_leave_few_lanes_without_columns(channels):
-    sample = Sample(32, channels // 32, 1 << 14, channels_last=True)
+    sample = SampleShape(32, channels // 32, 1 << 14, channels_last=True)
     forward = choose_forward(sample, 2, MULTIPROCESSORS, waits=False)
     backward = choose_backward(sample, 2, MULTIPROCESSORS, waits=False)
     if channels > 4096:
-        assert isinstance(forward, ForwardColumns)
-        assert isinstance(backward, BackwardColumns)
+        assert isinstance(forward, ForwardColumnSplit)
+        assert isinstance(backward, BackwardColumnSplit)
     else:
-        assert isinstance(forward, ForwardStream)
-        assert isinstance(backward, BackwardStream)
+        assert isinstance(forward, ForwardSampleStream)
+        assert isinstance(backward, BackwardSampleStream)
         for lanes in (32 * forward.num_warps, 32 * backward.num_warps):
             assert 0 <= lanes % (channels // 8) <= lanes // 8
 
 
 @pytest.mark.parametrize("hw", [1, 40, 4096])
 def test_a_program_of_the_passes_that_do_not_wait_has_no_empty_piece(hw):
-    contiguous = split_backward(Sample(4, 3, hw, channels_last=False), 2)
+    contiguous = find_split_backward(SampleShape(4, 3, hw, channels_last=False), 2)
     piece = contiguous.part_positions(2) // contiguous.pieces
     assert contiguous.pieces <= -(-hw // piece)
-    last = split_backward(Sample(4, 8, hw, channels_last=True), 2)
+    last = find_split_backward(SampleShape(4, 8, hw, channels_last=True), 2)
     assert last.pieces <= -(-hw // (last.chunks * last.rows(8)))
 
 
 def test_small_groups_go_several_to_a_program():
-    config = choose_forward(Sample(8, 4, 16, channels_last=False), 2, MULTIPROCESSORS)
-    assert isinstance(config, ForwardTile)
+    config = choose_forward(SampleShape(8, 4, 16, channels_last=False), 2, MULTIPROCESSORS)
+    assert isinstance(config, GroupNormForwardTile)
     assert config.rows > 1
 
 
 @pytest.mark.parametrize("positions", [1, 64, 256, 1024])
 def test_what_one_program_holds_is_not_shared(positions):
-    sample = Sample(GROUPS, 16, positions, channels_last=True)
+    sample = SampleShape(GROUPS, 16, positions, channels_last=True)
     assert isinstance(choose_forward(sample, 2, MULTIPROCESSORS), ForwardResidentBlock)

@@ -27,12 +27,12 @@ COMPILE = """
 import json, math, sys
 import torch
 from fusednorm.arguments.options import NormOptions
-from fusednorm.ops.group_norm.affine import Affine
+from fusednorm.ops.group_norm.affine import AffineParameters
 from fusednorm.ops.group_norm.backward_choice import plan_backward
-from fusednorm.ops.group_norm.call import BackwardCall, ForwardCall
+from fusednorm.ops.group_norm.call import GroupNormBackwardCall, GroupNormForwardCall
 from fusednorm.ops.group_norm.forward_choice import plan_forward
-from fusednorm.ops.group_norm.sample import Sample, empty_statistics
-from fusednorm.launch.inspection import inspect
+from fusednorm.ops.group_norm.sample import SampleShape, allocate_statistics
+from fusednorm.launch.inspection import inspect_launch
 from fusednorm.results import Backward, Forward
 from tests.kernels.harness.arrays import make
 
@@ -40,24 +40,24 @@ dtype, shapes = getattr(torch, sys.argv[1]), json.loads(sys.argv[2])
 done, reports = set(), []
 for (n, c, *spatial), groups in shapes:
     for channels_last in (False, True):
-        sample = Sample(groups, c // groups, math.prod(spatial), channels_last)
+        sample = SampleShape(groups, c // groups, math.prod(spatial), channels_last)
         x = torch.empty((n, c, *spatial), dtype=dtype, device="meta")
         if channels_last:
             x = torch.empty((n, *spatial, c), dtype=dtype, device="meta").movedim(-1, 1)
         w = torch.empty(c, dtype=dtype, device="meta")
         options = NormOptions("group_norm", groups, activation="silu")
-        given = {"x": x, "sample": sample, "affine": Affine(w, w), "options": options}
-        plans = plan_forward(make(ForwardCall, **given, out=Forward(x)))
-        saved = empty_statistics(x, sample)
+        given = {"x": x, "sample": sample, "affine": AffineParameters(w, w), "options": options}
+        plans = plan_forward(make(GroupNormForwardCall, **given, out=Forward(x)))
+        saved = allocate_statistics(x, sample)
         for mean, rstd in ((None, None), saved):
             out = Backward(x, w, w)
-            plans += plan_backward(make(BackwardCall, dy=x, **given, mean=mean, rstd=rstd, out=out))
+            plans += plan_backward(make(GroupNormBackwardCall, dy=x, **given, mean=mean, rstd=rstd, out=out))
         for launch in plans:
             absent = tuple(i for i, value in enumerate(launch.arguments) if value is None)
             key = launch.kernel.fn.__name__, tuple(sorted(launch.options.items())), absent
             if key not in done:
                 done.add(key)
-                report = inspect(launch)
+                report = inspect_launch(launch)
                 widest = {kind: max(widths, default=0) for kind, widths in report.access_bytes.items()}
                 reports.append((*key, report.spilled_bytes, report.registers, widest))
 print(json.dumps(reports))

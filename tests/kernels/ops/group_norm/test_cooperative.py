@@ -4,7 +4,7 @@ import pytest
 import torch
 from fusednorm.ops.group_norm import forward_choice
 from fusednorm.ops.group_norm.channels_last.forward.cooperative import ForwardCooperativeBlock
-from fusednorm.ops.group_norm.contiguous.forward.cooperative import ForwardCooperative
+from fusednorm.ops.group_norm.contiguous.forward.cooperative import GroupNormForwardCooperative
 
 from tests.kernels.harness.cells import sampled
 from tests.kernels.ops.group_norm.cases import check_forward, make_case
@@ -39,7 +39,7 @@ def share(monkeypatch):
     ],
 )
 def test_slabs_of_contiguous_groups_match_the_oracle(shape, groups, lag, dtype, share, device, poisoned):
-    share(ForwardCooperative(2, num_warps=1, programs_per_sm=2, lag=lag, ahead=1))
+    share(GroupNormForwardCooperative(2, num_warps=1, programs_per_sm=2, lag=lag, ahead=1))
     check_forward(make_case(shape, groups, dtype, device, activation="silu"))
 
 
@@ -60,7 +60,7 @@ def test_pieces_of_blocks_match_the_oracle(shape, groups, block_groups, lag, dty
 
 def test_a_residual_and_dropout_of_cooperative_groups(share, device):
     for last, config in (
-        (False, ForwardCooperative(1, 1, 1, 0, 1)),
+        (False, GroupNormForwardCooperative(1, 1, 1, 0, 1)),
         (True, ForwardCooperativeBlock(2, 1, 1, 1, 0, 1)),
     ):
         share(config)

@@ -7,8 +7,8 @@ from fusednorm import reference
 from fusednorm.ops.group_norm import forward_choice as launch
 from fusednorm.ops.group_norm.channels_last.forward.cooperative import ForwardCooperativeBlock
 from fusednorm.ops.group_norm.channels_last.forward.resident import ForwardResidentBlock
-from fusednorm.ops.group_norm.contiguous.forward.cooperative import ForwardCooperative
-from fusednorm.ops.group_norm.contiguous.forward.resident import ForwardResident
+from fusednorm.ops.group_norm.contiguous.forward.cooperative import GroupNormForwardCooperative
+from fusednorm.ops.group_norm.contiguous.forward.resident import GroupNormForwardResident
 
 from tests.kernels.harness.on_gpu import on_streams_of_their_own
 from tests.kernels.ops.group_norm.cases import check_forward, make_case
@@ -17,9 +17,9 @@ pytestmark = pytest.mark.gpu
 
 # Few warps and chunks, so that small groups have many members.
 CONTIGUOUS = [
-    ForwardCooperative(2, num_warps=4, programs_per_sm=4, lag=0, ahead=1),
-    ForwardCooperative(2, num_warps=4, programs_per_sm=4, lag=1, ahead=1),
-    ForwardCooperative(4, num_warps=8, programs_per_sm=2, lag=3, ahead=2),
+    GroupNormForwardCooperative(2, num_warps=4, programs_per_sm=4, lag=0, ahead=1),
+    GroupNormForwardCooperative(2, num_warps=4, programs_per_sm=4, lag=1, ahead=1),
+    GroupNormForwardCooperative(4, num_warps=8, programs_per_sm=2, lag=3, ahead=2),
 ]
 CHANNELS_LAST = [
     ForwardCooperativeBlock(2, 2, num_warps=4, programs_per_sm=4, lag=0, ahead=1),
@@ -34,7 +34,7 @@ def use(monkeypatch):
     """Makes the launchers take this configuration."""
 
     def choose(config):
-        monkeypatch.setattr(launch, "candidates", lambda *_: (config,))
+        monkeypatch.setattr(launch, "list_candidates", lambda *_: (config,))
 
     return choose
 
@@ -68,7 +68,7 @@ def test_residuals_and_dropout_of_cooperative_groups(config, last, use, device, 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     ("config", "last"),
-    [*COOPERATIVE, (ForwardResident(8, 2), False), (ForwardResidentBlock(4, 8, 2), True)],
+    [*COOPERATIVE, (GroupNormForwardResident(8, 2), False), (ForwardResidentBlock(4, 8, 2), True)],
 )
 def test_scale_and_shift_of_groups_in_registers(config, last, dtype, use, device, poisoned):
     use(config)
@@ -115,7 +115,7 @@ def test_a_captured_launch_can_be_replayed(config, last, use, device):
 
 @pytest.mark.parametrize(
     ("config", "last"),
-    [(ForwardResident(8, 2, writers=4), False), (ForwardResidentBlock(4, 8, 2, writers=4), True)],
+    [(GroupNormForwardResident(8, 2, writers=4), False), (ForwardResidentBlock(4, 8, 2, writers=4), True)],
 )
 def test_programs_that_share_the_writing_do_not_change_the_bits(config, last, use, device, poisoned):
     use(config)

@@ -8,19 +8,19 @@ from itertools import product
 import fusednorm.api.group_norm as ours
 import pytest
 import torch
-from fusednorm.launch.run import run
+from fusednorm.launch.run import run_launches
 from fusednorm.ops.group_norm import backward_choice, forward_choice
-from fusednorm.ops.group_norm.channels_last.forward.columns import ForwardColumns
+from fusednorm.ops.group_norm.channels_last.forward.columns import ForwardColumnSplit
 from fusednorm.ops.group_norm.channels_last.forward.cooperative import ForwardCooperativeBlock
 from fusednorm.ops.group_norm.channels_last.forward.resident import ForwardResidentBlock
-from fusednorm.ops.group_norm.channels_last.forward.stream import ForwardStream
-from fusednorm.ops.group_norm.contiguous.backward.tile import BackwardTile
-from fusednorm.ops.group_norm.contiguous.forward.cooperative import ForwardCooperative
-from fusednorm.ops.group_norm.contiguous.forward.resident import ForwardResident
-from fusednorm.ops.group_norm.contiguous.forward.split import ForwardSplit
-from fusednorm.ops.group_norm.contiguous.forward.sweep import ForwardSweep
-from fusednorm.ops.group_norm.contiguous.forward.tile import ForwardTile
-from fusednorm.ops.group_norm.sample import Sample
+from fusednorm.ops.group_norm.channels_last.forward.stream import ForwardSampleStream
+from fusednorm.ops.group_norm.contiguous.backward.tile import GroupNormBackwardTile
+from fusednorm.ops.group_norm.contiguous.forward.cooperative import GroupNormForwardCooperative
+from fusednorm.ops.group_norm.contiguous.forward.resident import GroupNormForwardResident
+from fusednorm.ops.group_norm.contiguous.forward.split import GroupNormForwardSplit
+from fusednorm.ops.group_norm.contiguous.forward.sweep import GroupNormForwardSweep
+from fusednorm.ops.group_norm.contiguous.forward.tile import GroupNormForwardTile
+from fusednorm.ops.group_norm.sample import SampleShape
 from fusednorm.tensors.arrays import describe
 
 from tests.kernels.ops.group_norm.cases import channels_last
@@ -45,18 +45,18 @@ MEANS = (0.0, 1e3, 1e6)
 TOGETHER = 4 if torch.cuda.is_available() else 512
 
 CONTIGUOUS = {
-    "tile": ForwardTile(2, 1024, 4),
-    "resident": ForwardResident(2, 1),
-    "cooperative": ForwardCooperative(1, 1, programs_per_sm=TOGETHER, lag=1, ahead=1),
-    "split": ForwardSplit(32, 64, 64, 4),
-    "sweep": ForwardSweep(16, 4),
+    "tile": GroupNormForwardTile(2, 1024, 4),
+    "resident": GroupNormForwardResident(2, 1),
+    "cooperative": GroupNormForwardCooperative(1, 1, programs_per_sm=TOGETHER, lag=1, ahead=1),
+    "split": GroupNormForwardSplit(32, 64, 64, 4),
+    "sweep": GroupNormForwardSweep(16, 4),
 }
 CHANNELS_LAST = {
     "resident": ForwardResidentBlock(4, 4, 1),
     "cooperative": ForwardCooperativeBlock(2, 2, 2, programs_per_sm=TOGETHER, lag=0, ahead=1),
     "cooperative, one behind": ForwardCooperativeBlock(2, 2, 2, programs_per_sm=TOGETHER, lag=1, ahead=1),
-    "stream": ForwardStream(1, 4, 3, 3),
-    "columns": ForwardColumns(8, 4, 2, 16, 8, 24, 4),
+    "stream": ForwardSampleStream(1, 4, 3, 3),
+    "columns": ForwardColumnSplit(8, 4, 2, 16, 8, 24, 4),
 }
 CONFIGS = {
     **{f"contiguous {name}": (config, False) for name, config in CONTIGUOUS.items()},
@@ -69,7 +69,7 @@ def use(monkeypatch):
     """Makes a configuration compute forward passes."""
 
     def choose(config):
-        monkeypatch.setattr(forward_choice, "candidates", lambda *_: (config,))
+        monkeypatch.setattr(forward_choice, "list_candidates", lambda *_: (config,))
 
     return choose
 
@@ -89,18 +89,18 @@ def test_statistics_for_a_backward_pass_do_not_depend_on_the_distance_from_zero(
         x = far_from_zero(shape, mean, device)
         exact_mean, variance = exact_statistics(x, groups)
         given = channels_last(x) if last else x
-        sample = Sample(groups, shape[1] // groups, shape[2] * shape[3], last)
+        sample = SampleShape(groups, shape[1] // groups, shape[2] * shape[3], last)
         results = torch.empty(2, shape[0], groups, device=device).unbind()
         tensors = {"x": given, "mean": results[0], "rstd": results[1]}
         array, *statistics = (describe(name, tensor) for name, tensor in tensors.items())
-        run(x.device, backward_choice.plan_statistics(array, sample, 1e-9, None, *statistics), tensors)
+        run_launches(x.device, backward_choice.plan_statistics(array, sample, 1e-9, None, *statistics), tensors)
         check_variance(results[1], variance, 1e-9, MOST_UNITS)
         torch.testing.assert_close(results[0].double(), exact_mean, rtol=1.01 * UNIT, atol=4 * UNIT)
 
 
 @pytest.mark.parametrize("mean", MEANS)
 def test_a_tile_that_has_no_statistics_centres_x_exactly(mean, monkeypatch, device):
-    monkeypatch.setattr(backward_choice, "choose_backward", lambda *_, **__: BackwardTile(2, 4, 64, 4))
+    monkeypatch.setattr(backward_choice, "choose_backward", lambda *_, **__: GroupNormBackwardTile(2, 4, 64, 4))
     x, dy = far_from_zero((2, 8, 7, 7), mean, device), torch.randn(2, 8, 7, 7, device=device)
     weight = torch.randn(8, device=device)
     actual = ours.group_norm_backward(dy, x, 2, weight)

@@ -6,20 +6,20 @@ from fusednorm.arguments.arrays import Array, Workspace
 from fusednorm.arguments.options import NormOptions
 from fusednorm.devices.device import INTERPRETED
 from fusednorm.ops.group_norm import forward_choice as group_norm_forward_launch
-from fusednorm.ops.group_norm.affine import Affine
-from fusednorm.ops.group_norm.call import ForwardCall
-from fusednorm.ops.group_norm.channels_last.forward.columns import ForwardColumns
+from fusednorm.ops.group_norm.affine import AffineParameters
+from fusednorm.ops.group_norm.call import GroupNormForwardCall
+from fusednorm.ops.group_norm.channels_last.forward.columns import ForwardColumnSplit
 from fusednorm.ops.group_norm.channels_last.forward.cooperative import ForwardCooperativeBlock
 from fusednorm.ops.group_norm.channels_last.forward.resident import ForwardResidentBlock
-from fusednorm.ops.group_norm.channels_last.forward.stream import ForwardStream
-from fusednorm.ops.group_norm.contiguous.forward.cooperative import ForwardCooperative
-from fusednorm.ops.group_norm.contiguous.forward.resident import ForwardResident
-from fusednorm.ops.group_norm.contiguous.forward.split import ForwardSplit
-from fusednorm.ops.group_norm.contiguous.forward.sweep import ForwardSweep
-from fusednorm.ops.group_norm.contiguous.forward.tile import ForwardTile
+from fusednorm.ops.group_norm.channels_last.forward.stream import ForwardSampleStream
+from fusednorm.ops.group_norm.contiguous.forward.cooperative import GroupNormForwardCooperative
+from fusednorm.ops.group_norm.contiguous.forward.resident import GroupNormForwardResident
+from fusednorm.ops.group_norm.contiguous.forward.split import GroupNormForwardSplit
+from fusednorm.ops.group_norm.contiguous.forward.sweep import GroupNormForwardSweep
+from fusednorm.ops.group_norm.contiguous.forward.tile import GroupNormForwardTile
 from fusednorm.ops.group_norm.forward_choice import plan_forward
-from fusednorm.ops.group_norm.reduce import REDUCE_BLOCK, REDUCE_NUM_WARPS, reduction_tile
-from fusednorm.ops.group_norm.sample import WIDE_GROUP, Sample
+from fusednorm.ops.group_norm.reduce import REDUCE_BLOCK, REDUCE_NUM_WARPS, choose_reduction_tile
+from fusednorm.ops.group_norm.sample import WIDE_GROUP, SampleShape
 from fusednorm.ops.group_norm.statistics import plan_statistics
 from fusednorm.results import Forward
 from fusednorm.tensors.arrays import describe
@@ -30,8 +30,8 @@ from tests.kernels.ops.group_norm.cases import channels_last
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs tensors of the host")
 
 N, GROUPS = 3, 2
-SPLIT = ForwardSplit(units=16, split_units=40, program_units=24, num_warps=4)
-COLUMNS = ForwardColumns(width=8, rows=4, unroll=2, split_rows=16, apply_rows=8, run_rows=24, num_warps=4)
+SPLIT = GroupNormForwardSplit(units=16, split_units=40, program_units=24, num_warps=4)
+COLUMNS = ForwardColumnSplit(width=8, rows=4, unroll=2, split_rows=16, apply_rows=8, run_rows=24, num_warps=4)
 
 
 def plan(config, channels, hw, *, last=False, residual=None, stats=True, affine=True):
@@ -42,9 +42,17 @@ def plan(config, channels, hw, *, last=False, residual=None, stats=True, affine=
     statistics = [torch.empty(N, GROUPS) for _ in range(2)] if stats else [None, None]
     out = Forward(torch.empty_like(x), *statistics)
     other = None if residual is None else residual(torch.randn_like(x))
-    sample = Sample(GROUPS, channels, hw, last)
+    sample = SampleShape(GROUPS, channels, hw, last)
     options = NormOptions("group_norm", GROUPS, activation="silu")
-    call = make(ForwardCall, x=x, sample=sample, affine=Affine(weight), options=options, residual=other, out=out)
+    call = make(
+        GroupNormForwardCall,
+        x=x,
+        sample=sample,
+        affine=AffineParameters(weight),
+        options=options,
+        residual=other,
+        out=out,
+    )
     return plan_forward(call, config)
 
 
@@ -65,12 +73,12 @@ def memories(launch) -> dict:
 @pytest.mark.parametrize(
     ("config", "last", "channels", "kernels"),
     [
-        (ForwardResident(1, 1), False, 2, ["nchw_resident"]),
-        (ForwardCooperative(2, 1, 2, 1, 1), False, 16, ["nchw_cooperative"]),
+        (GroupNormForwardResident(1, 1), False, 2, ["nchw_resident"]),
+        (GroupNormForwardCooperative(2, 1, 2, 1, 1), False, 16, ["nchw_cooperative"]),
         (ForwardResidentBlock(2, 1, 1), True, 4, ["nhwc_resident"]),
         (ForwardCooperativeBlock(2, 2, 1, 4, 1, 1), True, 4, ["nhwc_cooperative"]),
         (
-            ForwardStream(1, 2, 3, 3),
+            ForwardSampleStream(1, 2, 3, 3),
             True,
             4,
             ["nhwc_stream_moments", "nhwc_stream_reduce", "nhwc_stream_apply"],
@@ -86,8 +94,8 @@ def test_each_configuration_launches_its_own_kernels(config, last, channels, ker
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("otherwise", [False, True])
 def test_the_tables_choose_and_a_residual_of_the_other_format_is_copied_first(last, otherwise, monkeypatch):
-    chosen = ForwardStream(1, 2, 3, 3) if last else ForwardSweep(16, 4)
-    monkeypatch.setattr(group_norm_forward_launch, "candidates", lambda *_: (chosen,))
+    chosen = ForwardSampleStream(1, 2, 3, 3) if last else GroupNormForwardSweep(16, 4)
+    monkeypatch.setattr(group_norm_forward_launch, "list_candidates", lambda *_: (chosen,))
     to_other = (lambda x: x.contiguous()) if last else channels_last
     launches = plan(None, 4, 36, last=last, residual=to_other if otherwise else lambda x: x)
     copies = launches[:-3] if last else launches[:-1]
@@ -104,10 +112,10 @@ def test_the_tables_choose_and_a_residual_of_the_other_format_is_copied_first(la
 @pytest.mark.parametrize(
     ("sample", "dtype", "kernel"),
     [
-        (Sample(32, 16, 64 * 64, False), torch.bfloat16, "cooperative"),
-        (Sample(32, 8, 64 * 64, False), torch.float32, "cooperative"),
+        (SampleShape(32, 16, 64 * 64, False), torch.bfloat16, "cooperative"),
+        (SampleShape(32, 8, 64 * 64, False), torch.float32, "cooperative"),
         # Seven programs would have a seventh more than there is.
-        (Sample(32, 8, 56 * 56, False), torch.float32, "sweep"),
+        (SampleShape(32, 8, 56 * 56, False), torch.float32, "sweep"),
     ],
     ids=str,
 )
@@ -116,15 +124,15 @@ def test_groups_too_large_for_registers_beside_a_residual_are_shared(sample, dty
     x = torch.empty((1, sample.c, sample.hw), dtype=dtype, device="meta")
     given = {"x": x, "sample": sample, "out": Forward(x)}
     options = NormOptions("group_norm", sample.groups)
-    plain = plan_forward(make(ForwardCall, **given, options=options))
+    plain = plan_forward(make(GroupNormForwardCall, **given, options=options))
     options = options._replace(activation="silu", dropout=0.1, seed=1)
-    added = plan_forward(make(ForwardCall, **given, residual=x, options=options))
+    added = plan_forward(make(GroupNormForwardCall, **given, residual=x, options=options))
     assert names(plain) == ["group_norm_nchw_resident_kernel"]
     assert names(added) == [f"group_norm_nchw_{kernel}_kernel"]
 
 
 def test_tiles_take_so_many_groups_each():
-    (launch,) = plan(ForwardTile(4, 16, 4), 2, 20)
+    (launch,) = plan(GroupNormForwardTile(4, 16, 4), 2, 20)
     assert names([launch]) == ["group_norm_nchw_tile_kernel"]
     # Six groups of forty elements, which are ten vectors.
     assert launch.grid == (2,)
@@ -133,7 +141,7 @@ def test_tiles_take_so_many_groups_each():
 
 
 def test_a_sweep_is_a_program_a_group():
-    (launch,) = plan(ForwardSweep(16, 4), 2, 20)
+    (launch,) = plan(GroupNormForwardSweep(16, 4), 2, 20)
     assert names([launch]) == ["group_norm_nchw_sweep_kernel"]
     assert launch.grid == (N * GROUPS,)
     assert launch.options["num_warps"] == 4
@@ -161,12 +169,16 @@ def test_split_groups_are_covered_by_their_parts(hw, splits, programs):
 
 @pytest.mark.parametrize(("channels", "hw", "wide"), [(1, WIDE_GROUP - 4, False), (1, WIDE_GROUP, True)])
 def test_long_groups_are_indexed_with_more_bits(channels, hw, wide):
-    whole = ForwardSplit(units=2**20, split_units=2**28, program_units=2**28, num_warps=4)
+    whole = GroupNormForwardSplit(units=2**20, split_units=2**28, program_units=2**28, num_warps=4)
     x = torch.empty(1).expand(1, channels, hw)
     out = Forward(x, None, None)
     launches = plan_forward(
         make(
-            ForwardCall, x=x, sample=Sample(1, channels, hw, False), options=NormOptions("group_norm", 1), out=out
+            GroupNormForwardCall,
+            x=x,
+            sample=SampleShape(1, channels, hw, False),
+            options=NormOptions("group_norm", 1),
+            out=out,
         ),
         whole,
     )
@@ -206,9 +218,9 @@ def test_statistics_that_nobody_wants_are_the_launches_own(given):
     x = channels_last(torch.randn(N, 8, 36))
     wanted = {given: torch.empty(N, GROUPS)} if given else {}
     out = Forward(torch.empty_like(x), **wanted)
-    sample = Sample(GROUPS, 4, 36, True)
+    sample = SampleShape(GROUPS, 4, 36, True)
     _, reduce, apply = plan_forward(
-        make(ForwardCall, x=x, sample=sample, options=NormOptions("group_norm", GROUPS), out=out), COLUMNS
+        make(GroupNormForwardCall, x=x, sample=sample, options=NormOptions("group_norm", GROUPS), out=out), COLUMNS
     )
     own = [named(reduce)[name] for name in ("mean_ptr", "rest_ptr", "rstd_ptr")]
     assert [each.shape for each in own] == [(N, GROUPS)] * 3
@@ -222,7 +234,7 @@ def test_statistics_alone_fill_mean_and_rstd(last):
     x = channels_last(x) if last else x
     mean, rstd = torch.empty(N, GROUPS), torch.empty(N, GROUPS)
     x, mean, rstd = map(describe, ("x", "mean", "rstd"), (x, mean, rstd))
-    launches = plan_statistics(x, Sample(GROUPS, 4, 36, last), 1e-5, None, mean, rstd)
+    launches = plan_statistics(x, SampleShape(GROUPS, 4, 36, last), 1e-5, None, mean, rstd)
     partial, reduce = launches
     assert names(launches)[1] == "group_norm_reduce_moments_kernel"
     assert reduce.grid == (N * GROUPS,)
@@ -241,7 +253,7 @@ def test_statistics_alone_fill_mean_and_rstd(last):
     [(1, 1, 1, 1), (3, 5, 4, 8), (10**6, 1, REDUCE_BLOCK, 1), (10**6, 100, REDUCE_BLOCK // 64, 64), (2, 64, 2, 64)],
 )
 def test_reductions_take_as_wide_a_tile_as_fits(splits, columns, block_splits, block_columns):
-    assert reduction_tile(splits, columns) == {
+    assert choose_reduction_tile(splits, columns) == {
         "BLOCK_SPLITS": block_splits,
         "BLOCK_COLUMNS": block_columns,
         "num_warps": REDUCE_NUM_WARPS,

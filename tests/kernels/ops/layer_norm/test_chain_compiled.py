@@ -15,7 +15,7 @@ CHAINS = (
 COMPILE = """
 import json, sys
 import torch
-from fusednorm.launch.inspection import inspect
+from fusednorm.launch.inspection import inspect_launch
 from fusednorm.ops.layer_norm.chain import ChainCall
 from fusednorm.ops.layer_norm.choice import plan_chain
 from tests.kernels.harness.arrays import make
@@ -27,7 +27,7 @@ for cols, norms in json.loads(sys.argv[2]):
     # Some parameters are absent: Triton 3.6 does not take None everywhere in a tuple.
     weights, biases = (tuple(None if i % 3 == absent else w for i in range(norms)) for absent in (2, 1))
     (launch,) = plan_chain(make(ChainCall, x, weights, biases, 1e-5, x))
-    report = inspect(launch)
+    report = inspect_launch(launch)
     widest = {kind: max(widths, default=0) for kind, widths in report.access_bytes.items()}
     what = f"{report.kernel} {cols} {norms} {dict(launch.options)} {report}"
     reports.append((what, report.spilled_bytes, report.shared_bytes, widest))

@@ -7,11 +7,11 @@ from fusednorm.ops.layer_norm import table as tables
 from fusednorm.ops.layer_norm.backward import reduce
 from fusednorm.ops.layer_norm.call import SINGLE_ROW_COLS
 from fusednorm.ops.layer_norm.forward import split
-from fusednorm.ops.layer_norm.forward.cooperative import ForwardCooperative
-from fusednorm.ops.layer_norm.forward.resident import ForwardResident
-from fusednorm.ops.layer_norm.forward.split import ForwardSplit
-from fusednorm.ops.layer_norm.forward.sweep import ForwardSweep
-from fusednorm.ops.layer_norm.forward.tile import ForwardTile
+from fusednorm.ops.layer_norm.forward.cooperative import LayerNormForwardCooperative
+from fusednorm.ops.layer_norm.forward.resident import LayerNormForwardResident
+from fusednorm.ops.layer_norm.forward.split import LayerNormForwardSplit
+from fusednorm.ops.layer_norm.forward.sweep import LayerNormForwardSweep
+from fusednorm.ops.layer_norm.forward.tile import LayerNormForwardTile
 from fusednorm.policy import waiting
 
 MULTIPROCESSORS = 132
@@ -27,13 +27,13 @@ def compiled(monkeypatch):
 def test_a_residual_leaves_programs_their_registers(itemsize, compiled):
     for limit, choice in tables.FORWARD[itemsize]:
         with_residual = choices.choose_forward(limit, itemsize, MULTIPROCESSORS, residual=True)
-        if isinstance(choice, ForwardResident) and isinstance(with_residual, ForwardResident):
+        if isinstance(choice, LayerNormForwardResident) and isinstance(with_residual, LayerNormForwardResident):
             assert 1 <= with_residual.programs_per_sm <= choice.programs_per_sm
             threads = 32 * choice.num_warps * with_residual.programs_per_sm
             held = 2 * choice.chunks * itemsize * (2 if itemsize == 2 else 1)
             assert held * threads < REGISTERS_PER_SM
-        elif isinstance(choice, ForwardResident):
-            assert isinstance(with_residual, ForwardCooperative)
+        elif isinstance(choice, LayerNormForwardResident):
+            assert isinstance(with_residual, LayerNormForwardCooperative)
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
@@ -48,15 +48,15 @@ def test_a_single_very_long_row_is_cut_as_several_are(itemsize, compiled):
     cols = SINGLE_ROW_COLS
     several = choices.choose_forward(cols, itemsize, MULTIPROCESSORS, residual=False)
     single = choices.choose_forward(cols, itemsize, MULTIPROCESSORS, residual=False, single=True)
-    assert isinstance(several, ForwardCooperative)
-    assert isinstance(single, ForwardSplit)
+    assert isinstance(several, LayerNormForwardCooperative)
+    assert isinstance(single, LayerNormForwardSplit)
     assert (single.chunks, single.num_warps) == (several.chunks, several.num_warps)
     assert choices.choose_forward(cols - 1, itemsize, MULTIPROCESSORS, residual=False, single=True) != single
 
 
 def test_programs_wait_for_one_another_only_where_they_can(monkeypatch):
     monkeypatch.setattr(waiting, "INTERPRETED", True)
-    assert isinstance(choices.choose_forward(1 << 18, 4, MULTIPROCESSORS, residual=False), ForwardSweep)
+    assert isinstance(choices.choose_forward(1 << 18, 4, MULTIPROCESSORS, residual=False), LayerNormForwardSweep)
 
 
 LONGEST_HELD = {(2, False): 65536, (4, False): 32768, (2, True): 32768, (4, True): 24576}
@@ -68,7 +68,9 @@ def test_long_rows_are_swept_only_as_heads_and_where_nothing_waits(itemsize, res
     held = LONGEST_HELD[itemsize, residual]
 
     def is_swept(cols, heads):
-        return isinstance(choices.choose_forward(cols, itemsize, MULTIPROCESSORS, residual, heads), ForwardSweep)
+        return isinstance(
+            choices.choose_forward(cols, itemsize, MULTIPROCESSORS, residual, heads), LayerNormForwardSweep
+        )
 
     assert not is_swept(held, heads=True)
     assert is_swept(held + 8, heads=True)
@@ -84,17 +86,19 @@ def test_long_rows_are_swept_only_as_heads_and_where_nothing_waits(itemsize, res
 
 @pytest.mark.parametrize("cols", [64, 2048, 16384])
 def test_statistics_alone_hold_no_row(cols):
-    assert not isinstance(choices.choose_statistics(cols, 2, MULTIPROCESSORS, False), ForwardTile | ForwardResident)
+    assert not isinstance(
+        choices.choose_statistics(cols, 2, MULTIPROCESSORS, False), LayerNormForwardTile | LayerNormForwardResident
+    )
 
 
 @pytest.mark.parametrize("partials", [1, 66, 132, 528, 1584, 5000])
 def test_all_partials_are_added_up_at_once_where_registers_allow(partials):
-    tile = reduce.reduce_tile(partials)
+    tile = reduce.choose_reduction_tile(partials)
     assert tile["BLOCK_P"] >= min(partials, reduce.MAX_PARTIALS)
     assert tile["BLOCK_P"] * tile["BLOCK_N"] <= 32 * 32 * tile["num_warps"]
 
 
 def test_parts_are_spread_before_they_are_gathered():
-    assert split.parts_a_program(128) == 1
-    assert 1 < split.parts_a_program(1 << 13) <= split.MAX_PARTS_A_PROGRAM
-    assert split.parts_a_program(1 << 20) == split.MAX_PARTS_A_PROGRAM
+    assert split.count_parts_per_program(128) == 1
+    assert 1 < split.count_parts_per_program(1 << 13) <= split.MAX_PARTS_A_PROGRAM
+    assert split.count_parts_per_program(1 << 20) == split.MAX_PARTS_A_PROGRAM

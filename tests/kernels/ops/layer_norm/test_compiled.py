@@ -30,10 +30,10 @@ COMPILE = """
 import json, sys
 import torch
 from fusednorm.ops.layer_norm import table as tables
-from fusednorm.ops.layer_norm.call import BackwardCall, ForwardCall
+from fusednorm.ops.layer_norm.call import LayerNormBackwardCall, LayerNormForwardCall
 from fusednorm.ops.layer_norm.choice import plan_backward, plan_forward
 from fusednorm.arguments.options import NormOptions
-from fusednorm.launch.inspection import inspect
+from fusednorm.launch.inspection import inspect_launch
 from fusednorm.results import Backward, Forward
 from tests.kernels.harness.arrays import make
 
@@ -60,13 +60,13 @@ for variant, cols in cells:
     options = NormOptions("layer_norm", weight_offset=1.0, activation="silu") if variant == "fused" else PLAIN
     given = dict(x=x, weight=w, bias=w, options=options, residual=residual)
     out, gradients = Forward(x, residual_out=residual), Backward(x, w, w, residual if variant == "stream" else x)
-    plan = plan_forward(make(ForwardCall, **given, out=out))
-    plan += plan_backward(make(BackwardCall, dy=x, **given, mean=statistic, rstd=statistic, out=gradients))
+    plan = plan_forward(make(LayerNormForwardCall, **given, out=out))
+    plan += plan_backward(make(LayerNormBackwardCall, dy=x, **given, mean=statistic, rstd=statistic, out=gradients))
     for step in plan:
         key = variant, step.kernel.fn.__name__, tuple(sorted(step.options.items()))
         if key not in done and "reduce" not in step.kernel.fn.__name__:
             done.add(key)
-            report = inspect(step)
+            report = inspect_launch(step)
             widest = {kind: max(widths, default=0) for kind, widths in report.access_bytes.items()}
             reports.append((*key, report.spilled_bytes, report.registers, report.shared_bytes, widest))
 print(json.dumps(reports))
@@ -99,7 +99,7 @@ import json, re, sys
 import torch, triton
 from fusednorm.arguments.options import NormOptions
 from fusednorm.launch import inspection
-from fusednorm.ops.layer_norm.call import BackwardCall, ForwardCall
+from fusednorm.ops.layer_norm.call import LayerNormBackwardCall, LayerNormForwardCall
 from fusednorm.ops.layer_norm.choice import plan_backward, plan_forward
 from fusednorm.results import Backward, Forward
 from tests.kernels.harness.arrays import make
@@ -115,11 +115,11 @@ for cols in (1001, 50257):
         for shape, d in (((4096, cols), dtype), ((cols,), dtype), ((4096,), torch.float32))
     )
     given = dict(x=x, weight=w, bias=w, options=NormOptions("layer_norm"))
-    plan = plan_forward(make(ForwardCall, **given, out=Forward(x)))
+    plan = plan_forward(make(LayerNormForwardCall, **given, out=Forward(x)))
     saved = dict(mean=statistic, rstd=statistic)
-    plan += plan_backward(make(BackwardCall, dy=x, **given, **saved, out=Backward(x, w, w)))[:1]
+    plan += plan_backward(make(LayerNormBackwardCall, dy=x, **given, **saved, out=Backward(x, w, w)))[:1]
     for step in plan:
-        report = inspection.inspect(step)
+        report = inspection.inspect_launch(step)
         code = compiled[-1].asm["ttgir"]
         layouts = dict(re.findall(r"(#\\w+) = #ttg.blocked<{sizePerThread = \\[([0-9, ]+)\\]", code))
         of_loads = re.findall(r"tt.load [^\\n]*tensor<[0-9x]*x!tt.ptr<\\w+>, (#\\w+)>", code)
@@ -145,8 +145,8 @@ COMPILE_HEADS = """
 import json
 import torch
 from fusednorm.arguments.options import NormOptions
-from fusednorm.launch.inspection import inspect
-from fusednorm.ops.layer_norm.call import BackwardCall, ForwardCall
+from fusednorm.launch.inspection import inspect_launch
+from fusednorm.ops.layer_norm.call import LayerNormBackwardCall, LayerNormForwardCall
 from fusednorm.ops.layer_norm.choice import plan_backward, plan_forward
 from fusednorm.results import Backward, Forward
 from tests.kernels.harness.arrays import make
@@ -158,10 +158,10 @@ compiled = []
 for x, shape in ((wide[:, 0], (cols,)), (wide[:, 0], (heads, cols)), (padded, (heads, cols))):
     w, y = torch.empty(shape, device="meta"), torch.empty(tokens, heads, cols, device="meta")
     given = dict(x=x, weight=w, bias=w, options=NormOptions("layer_norm"))
-    (forward,) = plan_forward(make(ForwardCall, **given, out=Forward(y)))
-    backward, _ = plan_backward(make(BackwardCall, dy=x, **given, out=Backward(y, w, w)))
+    (forward,) = plan_forward(make(LayerNormForwardCall, **given, out=Forward(y)))
+    backward, _ = plan_backward(make(LayerNormBackwardCall, dy=x, **given, out=Backward(y, w, w)))
     for launch in (forward, backward):
-        compiled.append((launch.options["HEADS"], inspect(launch).spilled_bytes))
+        compiled.append((launch.options["HEADS"], inspect_launch(launch).spilled_bytes))
 print(json.dumps(compiled))
 """
 

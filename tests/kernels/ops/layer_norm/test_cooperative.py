@@ -3,8 +3,8 @@
 import pytest
 import torch
 from fusednorm.ops.layer_norm import choice
-from fusednorm.ops.layer_norm.backward.cooperative import BackwardCooperative
-from fusednorm.ops.layer_norm.forward.cooperative import ForwardCooperative
+from fusednorm.ops.layer_norm.backward.cooperative import LayerNormBackwardCooperative
+from fusednorm.ops.layer_norm.forward.cooperative import LayerNormForwardCooperative
 
 from tests.kernels.ops.layer_norm.cases import check_backward, check_forward, make_case
 
@@ -14,8 +14,8 @@ def share(monkeypatch):
     """Makes the launchers share each row between programs, 256 columns each."""
 
     def choose(lag):
-        forward = ForwardCooperative(1, num_warps=1, programs_per_sm=4, lag=lag, ahead=1)
-        backward = BackwardCooperative(256, num_warps=1, programs_per_sm=4, lag=lag, ahead=1)
+        forward = LayerNormForwardCooperative(1, num_warps=1, programs_per_sm=4, lag=lag, ahead=1)
+        backward = LayerNormBackwardCooperative(256, num_warps=1, programs_per_sm=4, lag=lag, ahead=1)
         monkeypatch.setattr(choice, "choose_forward", lambda *_: forward)
         monkeypatch.setattr(choice, "choose_backward", lambda *_: backward)
 

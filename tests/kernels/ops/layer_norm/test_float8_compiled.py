@@ -23,8 +23,8 @@ import json, sys
 import torch
 from fusednorm.tensors.arrays import FLOAT8
 from fusednorm.arguments.options import NormOptions
-from fusednorm.launch.inspection import inspect
-from fusednorm.ops.layer_norm.call import ForwardCall
+from fusednorm.launch.inspection import inspect_launch
+from fusednorm.ops.layer_norm.call import LayerNormForwardCall
 from fusednorm.ops.layer_norm.choice import plan_forward
 from fusednorm.results import Forward
 from tests.kernels.harness.arrays import make
@@ -40,8 +40,9 @@ for cols, activation in [(cols, "none") for cols in plain] + [(cols, "silu") for
     residual = x if activation == "silu" else None
     out = Forward(y, residual_out=residual, scale=scale)
     options = NormOptions("layer_norm", activation=activation)
-    (launch,) = plan_forward(make(ForwardCall, x=x, weight=w, bias=w, residual=residual, options=options, out=out))
-    report = inspect(launch)
+    call = make(LayerNormForwardCall, x=x, weight=w, bias=w, residual=residual, options=options, out=out)
+    (launch,) = plan_forward(call)
+    report = inspect_launch(launch)
     widest = {kind: max(widths, default=0) for kind, widths in report.access_bytes.items()}
     what = f"{report.kernel} {cols} {activation} {dict(launch.options)} {report}"
     reports.append((what, activation, report.spilled_bytes, report.shared_bytes, widest))

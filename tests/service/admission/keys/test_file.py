@@ -5,7 +5,7 @@ import hashlib
 import pytest
 from normserve.admission.keys import ApiKey, KeyScope, KeysFileError, parse_keys
 from normserve.admission.keys.file import MAX_KEYS
-from normserve.admission.keys.generate import entry, new_key
+from normserve.admission.keys.generate import format_key_table, generate_key
 
 DIGEST = hashlib.sha256(b"a key").hexdigest()
 SECRET = "wF8-typed-in-the-wrong-place"
@@ -153,14 +153,14 @@ def test_a_fault_repeats_nothing_of_the_file(content):
 
 
 def test_a_new_key_is_that_of_its_entry():
-    key = new_key()
-    assert key != new_key()
+    key = generate_key()
+    assert key != generate_key()
     assert len(key) >= 43
-    (parsed,) = parse_keys(entry("team-1", key).encode())
+    (parsed,) = parse_keys(format_key_table("team-1", key).encode())
     assert parsed == ApiKey("team-1", hashlib.sha256(key.encode()).digest(), frozenset([KeyScope.INFER]))
 
 
 @pytest.mark.parametrize("name", ["", "two words", 'a"\nmay = []', "a" * 65, "a\n"])
 def test_no_entry_has_a_name_that_the_file_may_not(name):
     with pytest.raises(ValueError, match="a key's name must be"):
-        entry(name, "key")
+        format_key_table(name, "key")

@@ -3,7 +3,7 @@
 import hashlib
 
 import pytest
-from normserve.admission.callers import Caller
+from normserve.admission.callers import ClientIdentity
 from normserve.admission.keys import ApiKey, Keyring, KeyScope
 from normserve.errors import RateLimitedError, UnauthorizedError
 
@@ -123,7 +123,7 @@ def test_callers_are_told_apart_by_key_and_by_address():
             address = f"10.0.0.{number}"
             assert (one.caller(address).address, one.caller(address).key) == (address, "a")
     assert one.caller("10.0.0.1").max_inflight_bytes == 1000
-    assert two.caller("10.0.0.1") == Caller("10.0.0.1", "b")
+    assert two.caller("10.0.0.1") == ClientIdentity("10.0.0.1", "b")
 
 
 def test_addresses_are_not_remembered_without_end():

@@ -6,10 +6,10 @@ import logging
 import os
 
 import pytest
-from normserve.admission.keys import KeysFile, KeysFileError
-from normserve.admission.keys.generate import entry
+from normserve.admission.keys import KeysFileError, KeysFileReader
+from normserve.admission.keys.generate import format_key_table
 
-ONE, TWO = entry("one", "1"), entry("two", "2")
+ONE, TWO = format_key_table("one", "1"), format_key_table("two", "2")
 
 
 @pytest.fixture
@@ -30,11 +30,11 @@ def replace(path, content):
 class Watched:
     """A file that is watched; `until` waits for what the watch does."""
 
-    def __init__(self, file: KeysFile) -> None:
+    def __init__(self, file: KeysFileReader) -> None:
         self.applied: list[list[str]] = []
         self._task = asyncio.create_task(self._watch(file))
 
-    async def _watch(self, file: KeysFile) -> None:
+    async def _watch(self, file: KeysFileReader) -> None:
         await file.watch(lambda keys: self.applied.append([key.name for key in keys]), every_s=0.001)
 
     async def until(self, condition) -> None:
@@ -51,7 +51,7 @@ class Watched:
 
 def test_a_change_is_applied_once(path):
     async def run() -> list[list[str]]:
-        file = KeysFile(path)
+        file = KeysFileReader(path)
         file.read()
         watched = Watched(file)
         replace(path, ONE + TWO)
@@ -68,7 +68,7 @@ def test_a_change_is_applied_once(path):
 
 def test_a_broken_file_changes_nothing_and_is_told_of_once(path, caplog):
     async def run() -> list[list[str]]:
-        file = KeysFile(path)
+        file = KeysFileReader(path)
         file.read()
         watched = Watched(file)
         with caplog.at_level(logging.ERROR):
@@ -91,10 +91,10 @@ def test_a_broken_file_changes_nothing_and_is_told_of_once(path, caplog):
 
 def test_an_unforeseen_error_does_not_end_the_watch(path, monkeypatch, caplog):
     async def run() -> list[list[str]]:
-        file = KeysFile(path)
+        file = KeysFileReader(path)
         file.read()
         with monkeypatch.context() as patch:
-            patch.setattr(KeysFile, "_read_if_changed", lambda self: 1 / 0)
+            patch.setattr(KeysFileReader, "_read_if_changed", lambda self: 1 / 0)
             watched = Watched(file)
             await watched.until(lambda: caplog.records)
         replace(path, TWO)
@@ -108,10 +108,10 @@ def test_an_unforeseen_error_does_not_end_the_watch(path, monkeypatch, caplog):
 
 def test_a_file_that_is_being_written_is_read_once_it_rests(path, monkeypatch):
     """A part of a file of keys may be a file of fewer keys."""
-    file = KeysFile(path)
+    file = KeysFileReader(path)
     file.read()
     path.write_text(TWO)
-    read = KeysFile.read
+    read = KeysFileReader.read
 
     def read_while_it_grows(self):
         keys = read(self)
@@ -120,7 +120,7 @@ def test_a_file_that_is_being_written_is_read_once_it_rests(path, monkeypatch):
         return keys
 
     with monkeypatch.context() as patch:
-        patch.setattr(KeysFile, "read", read_while_it_grows)
+        patch.setattr(KeysFileReader, "read", read_while_it_grows)
         assert file._read_if_changed() is None
     assert [key.name for key in file._read_if_changed()] == ["two", "one"]
 
@@ -128,7 +128,7 @@ def test_a_file_that_is_being_written_is_read_once_it_rests(path, monkeypatch):
 @pytest.mark.parametrize("content", ["", "[[keys]]\nname = 'half", None])
 def test_a_file_that_is_unusable_for_a_moment_is_no_error(path, monkeypatch, caplog, content):
     """As one is that is written in place, or that is removed before the new one is there."""
-    look = KeysFile._read_if_changed
+    look = KeysFileReader._read_if_changed
 
     def look_in_between(self):
         try:
@@ -137,10 +137,10 @@ def test_a_file_that_is_unusable_for_a_moment_is_no_error(path, monkeypatch, cap
             replace(path, TWO)
 
     async def run() -> list[list[str]]:
-        file = KeysFile(path)
+        file = KeysFileReader(path)
         file.read()
         path.unlink() if content is None else replace(path, content)
-        monkeypatch.setattr(KeysFile, "_read_if_changed", look_in_between)
+        monkeypatch.setattr(KeysFileReader, "_read_if_changed", look_in_between)
         watched = Watched(file)
         await watched.until(lambda: watched.applied)
         await watched.stop()
@@ -153,7 +153,7 @@ def test_a_file_that_is_unusable_for_a_moment_is_no_error(path, monkeypatch, cap
 @pytest.mark.parametrize(("mode", "warned"), [(0o600, 0), (0o640, 0), (0o644, 1), (0o602, 1)])
 def test_a_file_that_everybody_can_read_is_warned_of_once(path, mode, warned, caplog):
     path.chmod(mode)
-    file = KeysFile(path)
+    file = KeysFileReader(path)
     file.read()
     file.read()
     assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == warned
@@ -164,16 +164,16 @@ def test_an_endless_file_is_not_read(tmp_path):
     with long.open("wb") as file:
         file.truncate(2**30)
     with pytest.raises(KeysFileError, match="at most"):
-        KeysFile(long).read()
+        KeysFileReader(long).read()
 
 
 def test_a_file_that_is_none_says_so(tmp_path):
     for path in (tmp_path, tmp_path / "missing"):
         with pytest.raises(KeysFileError, match=str(path)):
-            KeysFile(path).read()
+            KeysFileReader(path).read()
 
 
 def test_a_pipe_is_no_file_of_keys(tmp_path):
     os.mkfifo(tmp_path / "keys.toml")
     with pytest.raises(KeysFileError, match="not a regular file"):
-        KeysFile(tmp_path / "keys.toml").read()
+        KeysFileReader(tmp_path / "keys.toml").read()

@@ -8,10 +8,10 @@ import pytest
 import torch
 from fusednorm.cpu import batch_invariant, pieces
 from normserve.backends.cpu import backend as cpu_backend
-from normserve.backends.cpu.backend import TorchBackend
+from normserve.backends.cpu.backend import CpuBackend
 from normserve.codec.activations import ACTIVATIONS
 from normserve.errors import DeviceOutOfMemoryError, InvalidShapeError
-from normserve.jobs.job import Batch, Layout, NormJob, NormSpec, Op, Pass
+from normserve.jobs.job import Batch, ChannelLayout, NormJob, NormSpec, Op, PassDirection
 from normserve.memory.host_tensors import DType, HostTensor
 from normserve.memory.slabs import SlabPool
 
@@ -30,29 +30,40 @@ def seeded():
 @pytest.fixture(scope="module", params=[1, 3])
 def backend(request):
     before = torch.get_num_threads()
-    made = TorchBackend(threads=request.param)
+    made = CpuBackend(threads=request.param)
     made.start()
     yield made
     torch.set_num_threads(before)
 
 
 def row_jobs(
-    op: Op, direction: Pass, dtype: torch.dtype, cols: int, rows: list[int], activation: str = "gelu"
+    op: Op, direction: PassDirection, dtype: torch.dtype, cols: int, rows: list[int], activation: str = "gelu"
 ) -> list[NormJob]:
-    spec = NormSpec(op, direction, eps=1e-5, activation=activation, stats=direction is Pass.FORWARD)
-    names = ("x", "residual") if direction is Pass.FORWARD else ("x", "dy")
+    spec = NormSpec(op, direction, eps=1e-5, activation=activation, stats=direction is PassDirection.FORWARD)
+    names = ("x", "residual") if direction is PassDirection.FORWARD else ("x", "dy")
     return [NormJob(spec, {name: host(torch.randn(count, cols).to(dtype)) for name in names}) for count in rows]
 
 
 def sample_jobs(
-    direction: Pass, layout: Layout, dtype: torch.dtype, shape: tuple[int, ...], activation: str, groups: int
+    direction: PassDirection,
+    layout: ChannelLayout,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    activation: str,
+    groups: int,
 ) -> list[NormJob]:
     """One, two and three samples of [C, *spatial], each with a scale and a shift."""
     spec = NormSpec(
-        Op.GROUP_NORM, direction, 1e-5, groups, layout, activation=activation, stats=direction is Pass.FORWARD
+        Op.GROUP_NORM,
+        direction,
+        1e-5,
+        groups,
+        layout,
+        activation=activation,
+        stats=direction is PassDirection.FORWARD,
     )
-    names = ("x", "residual") if direction is Pass.FORWARD else ("x", "dy", "dresidual_out")
-    sample = shape if layout is Layout.NCHW else (*shape[1:], shape[0])
+    names = ("x", "residual") if direction is PassDirection.FORWARD else ("x", "dy", "dresidual_out")
+    sample = shape if layout is ChannelLayout.NCHW else (*shape[1:], shape[0])
     jobs = []
     for count in (1, 2, 3):
         tensors = {name: host(torch.randn(count, *sample).to(dtype)) for name in names}
@@ -62,7 +73,7 @@ def sample_jobs(
     return jobs
 
 
-def assert_same_bits_alone(backend: TorchBackend, jobs: list[NormJob]) -> None:
+def assert_same_bits_alone(backend: CpuBackend, jobs: list[NormJob]) -> None:
     together = backend.run(Batch(tuple(jobs)))
     for job, outputs in zip(jobs, together.outputs, strict=True):
         (alone,) = backend.run(Batch((job,))).outputs
@@ -77,12 +88,12 @@ def test_the_sum_has_the_residuals_dtype_but_xs_of_groups(backend, op):
     shape = (3, 8, 5) if op == "group_norm" else (3, 8)
     x, residual = torch.randn(shape).bfloat16(), torch.randn(shape).half()
     tensors = {"x": host(x), "residual": host(residual)}
-    forward = NormSpec(Op(op), Pass.FORWARD, eps=1e-5, num_groups=2)
+    forward = NormSpec(Op(op), PassDirection.FORWARD, eps=1e-5, num_groups=2)
     (outputs,) = backend.run(Batch((NormJob(forward, tensors),))).outputs
     own = op != "group_norm"
     expected = (x.float() + residual.float()).to(torch.float16 if own else torch.bfloat16)
     assert torch.equal(back(outputs["residual_out"]), expected)
-    backward = NormSpec(Op(op), Pass.BACKWARD, eps=1e-5, num_groups=2)
+    backward = NormSpec(Op(op), PassDirection.BACKWARD, eps=1e-5, num_groups=2)
     (outputs,) = backend.run(Batch((NormJob(backward, tensors | {"dy": host(x)}),))).outputs
     assert outputs.keys() == ({"dx", "dresidual"} if own else {"dx"})
     assert back(outputs["dx"]).dtype == torch.bfloat16
@@ -93,31 +104,33 @@ def test_the_sum_has_the_residuals_dtype_but_xs_of_groups(backend, op):
 class TestCompany:
     @pytest.mark.parametrize(
         ("dtype", "op", "direction", "cols"),
-        mark_rest_slow(product(DTYPES, (Op.LAYER_NORM, Op.RMS_NORM), Pass, (1, 7, 1000, 70_000))),
+        mark_rest_slow(product(DTYPES, (Op.LAYER_NORM, Op.RMS_NORM), PassDirection, (1, 7, 1000, 70_000))),
     )
     def test_rows_have_the_same_bits_alone_and_together(self, backend, op, direction, dtype, cols):
         assert_same_bits_alone(backend, row_jobs(op, direction, dtype, cols, [1, 2, 5]))
 
     @pytest.mark.parametrize(
         ("shape", "direction", "dtype", "layout"),
-        mark_rest_slow(product([(8, 40, 3), (8, 5), (4, 30_011), (1, 70_001), (1, 1)], Pass, DTYPES, Layout)),
+        mark_rest_slow(
+            product([(8, 40, 3), (8, 5), (4, 30_011), (1, 70_001), (1, 1)], PassDirection, DTYPES, ChannelLayout)
+        ),
     )
     def test_samples_have_the_same_bits_alone_and_together(self, backend, shape, direction, dtype, layout):
         groups = min(4, shape[0])
         assert_same_bits_alone(backend, sample_jobs(direction, layout, dtype, shape, "silu", groups))
 
     @pytest.mark.parametrize("activation", ACTIVATIONS)
-    @pytest.mark.parametrize("direction", Pass)
+    @pytest.mark.parametrize("direction", PassDirection)
     def test_no_activation_tells_where_an_element_lies(self, backend, direction, activation):
         for cols in (1, 37, 40_003):
             jobs = row_jobs(Op.LAYER_NORM, direction, torch.float32, cols, [1, 2, 5], activation)
             assert_same_bits_alone(backend, jobs)
         for shape in ((6, 5), (6, 40_003)):
-            jobs = sample_jobs(direction, Layout.NCHW, torch.float32, shape, activation, 3)
+            jobs = sample_jobs(direction, ChannelLayout.NCHW, torch.float32, shape, activation, 3)
             assert_same_bits_alone(backend, jobs)
 
     def test_each_sample_keeps_its_own_scale_and_shift(self, backend):
-        jobs = sample_jobs(Pass.FORWARD, Layout.NHWC, torch.float32, (6, 2, 5), "none", 3)
+        jobs = sample_jobs(PassDirection.FORWARD, ChannelLayout.NHWC, torch.float32, (6, 2, 5), "none", 3)
         for job, outputs in zip(jobs, backend.run(Batch(tuple(jobs))).outputs, strict=True):
             given = {name: back(tensor) for name, tensor in job.tensors.items()}
             h = (given["x"] + given["residual"]).movedim(-1, 1)
@@ -127,12 +140,12 @@ class TestCompany:
             torch.testing.assert_close(back(outputs["y"]), right, atol=1e-5, rtol=1e-5)
 
     def test_each_gets_its_own_bytes_counted(self, backend):
-        jobs = row_jobs(Op.LAYER_NORM, Pass.FORWARD, torch.float32, 8, [1, 2])
+        jobs = row_jobs(Op.LAYER_NORM, PassDirection.FORWARD, torch.float32, 8, [1, 2])
         assert backend.run(Batch(tuple(jobs))).kernel_bytes == (4 * 32, 4 * 64)
 
     def test_scale_and_shift_are_counted_with_their_samples(self, backend):
-        for direction, passes in ((Pass.FORWARD, 1), (Pass.BACKWARD, 2)):
-            jobs = sample_jobs(direction, Layout.NCHW, torch.float32, (4, 3), "none", 2)
+        for direction, passes in ((PassDirection.FORWARD, 1), (PassDirection.BACKWARD, 2)):
+            jobs = sample_jobs(direction, ChannelLayout.NCHW, torch.float32, (4, 3), "none", 2)
             counted = backend.run(Batch(tuple(jobs))).kernel_bytes
             of_samples = passes * 4 * (2 + 4)
             assert counted == tuple(count * (4 * 12 * 4 + of_samples) for count in (1, 2, 3))
@@ -142,7 +155,7 @@ class TestBackend:
     def test_column_major_is_turned_round(self, backend):
         x = torch.randn(3, 5, 4)
         columns = HostTensor(DType.FLOAT32, (3, 5, 4), host(x.permute(2, 1, 0)).data, fortran_order=True)
-        spec = NormSpec(Op.LAYER_NORM, Pass.FORWARD, eps=1e-5)
+        spec = NormSpec(Op.LAYER_NORM, PassDirection.FORWARD, eps=1e-5)
         (outputs,) = backend.run(Batch((NormJob(spec, {"x": columns}),))).outputs
         torch.testing.assert_close(back(outputs["y"]), torch.nn.functional.layer_norm(x, (4,)))
 
@@ -152,7 +165,7 @@ class TestBackend:
         sent.data[:] = bytes(16)
         x = torch.randn(3, 4)
         job = NormJob(
-            NormSpec(Op.RMS_NORM, Pass.FORWARD, eps=1e-6),
+            NormSpec(Op.RMS_NORM, PassDirection.FORWARD, eps=1e-6),
             {"x": host(x)},
             layer(op=Op.RMS_NORM, resident=resident),
         )
@@ -163,7 +176,7 @@ class TestBackend:
     def test_times_are_told(self, backend, monkeypatch):
         times = iter([10, 11, 13, 16])
         monkeypatch.setattr(cpu_backend, "time", SimpleNamespace(perf_counter=lambda: next(times)))
-        execution = backend.run(Batch(tuple(row_jobs(Op.LAYER_NORM, Pass.FORWARD, torch.float32, 8, [1]))))
+        execution = backend.run(Batch(tuple(row_jobs(Op.LAYER_NORM, PassDirection.FORWARD, torch.float32, 8, [1]))))
         assert (execution.copy_in_s, execution.kernel_s, execution.copy_out_s) == (1, 2, 3)
 
     def test_device_is_told(self, backend):
@@ -199,7 +212,7 @@ class TestBackend:
         results = {}
         for may_overwrite in (False, True):
             tensors = {name: host(sent) for name in names}
-            job = NormJob(NormSpec(op, Pass.FORWARD, eps=1e-5), tensors, None, may_overwrite)
+            job = NormJob(NormSpec(op, PassDirection.FORWARD, eps=1e-5), tensors, None, may_overwrite)
             (results[may_overwrite],) = backend.run(Batch((job,))).outputs
             y = results[may_overwrite]["y"]
             assert (bytes(tensors["x"].data) == bytes(y.data)) == may_overwrite
@@ -213,8 +226,8 @@ class TestBackend:
         monkeypatch.setattr("normserve.backends.cpu.backend._SCRATCH_BYTES", scratch_bytes)
         monkeypatch.setattr("fusednorm.cpu.batch_invariant.outputs.WHOLE_ELEMENTS", 0)
         slabs = SlabPool(max_idle_bytes=0)
-        jobs = row_jobs(Op.LAYER_NORM, Pass.FORWARD, torch.bfloat16, 8, [1, 2, 5])
-        backend = TorchBackend(1, slabs)
+        jobs = row_jobs(Op.LAYER_NORM, PassDirection.FORWARD, torch.bfloat16, 8, [1, 2, 5])
+        backend = CpuBackend(1, slabs)
         together = backend.run(Batch(tuple(jobs)))
         assert (slabs.used_bytes > 0) == (scratch_bytes == 0)
         for job, outputs in zip(jobs, together.outputs, strict=True):
@@ -225,9 +238,9 @@ class TestBackend:
 
     def test_more_is_computed_where_it_came_in_when_there_is_one_core(self, monkeypatch):
         monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
-        several = TorchBackend().inline_bytes
+        several = CpuBackend().inline_bytes
         monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
-        assert 0 < several < TorchBackend().inline_bytes
+        assert 0 < several < CpuBackend().inline_bytes
 
     @pytest.mark.parametrize(
         ("error", "meaning"),

@@ -4,8 +4,8 @@ import pytest
 import torch
 from fusednorm.cpu import batch_invariant, pieces
 from fusednorm.reference.chain import layer_norm_chain as right
-from normserve.backends.cpu.backend import TorchBackend
-from normserve.jobs.job import Batch, NormJob, NormSpec, Op, Pass
+from normserve.backends.cpu.backend import CpuBackend
+from normserve.jobs.job import Batch, NormJob, NormSpec, Op, PassDirection
 
 from tests.service.memory.host_tensors import DTYPES, back, host
 
@@ -16,7 +16,7 @@ def parameters(cols: int, *present: bool) -> list[torch.Tensor | None]:
 
 def job(x: torch.Tensor, **parameters: torch.Tensor) -> NormJob:
     named = {name.replace("_", "."): tensor for name, tensor in parameters.items()}
-    spec = NormSpec(Op.LAYER_NORM_CHAIN, Pass.FORWARD, 1e-5)
+    spec = NormSpec(Op.LAYER_NORM_CHAIN, PassDirection.FORWARD, 1e-5)
     return NormJob(spec, {name: host(tensor) for name, tensor in {"x": x, **named}.items()})
 
 
@@ -37,9 +37,9 @@ def test_it_is_the_oracles_result(dtype, shape, norms):
 def test_rows_have_the_same_bits_alone_and_together(monkeypatch):
     given = {"weight_0": torch.randn(48), "bias_2": torch.randn(48).half()}
     jobs = tuple(job(torch.randn(rows, 48), **given) for rows in (1, 4, 2))
-    alone = [back(TorchBackend(1).run(Batch((each,))).outputs[0]["y"]) for each in jobs]
+    alone = [back(CpuBackend(1).run(Batch((each,))).outputs[0]["y"]) for each in jobs]
     monkeypatch.setattr(pieces, "PIECE_ELEMENTS", 96)
-    together = TorchBackend(1).run(Batch(jobs)).outputs
+    together = CpuBackend(1).run(Batch(jobs)).outputs
     for got, want in zip(together, alone, strict=True):
         assert torch.equal(back(got["y"]), want)
 
@@ -47,14 +47,14 @@ def test_rows_have_the_same_bits_alone_and_together(monkeypatch):
 def test_large_rows_are_written_over_what_came():
     x = torch.randn(600, 1000)
     given = {"weight_0": torch.randn(1000), "weight_1": torch.randn(1000)}
-    expected = back(TorchBackend(1).run(Batch((job(x, **given),))).outputs[0]["y"])
+    expected = back(CpuBackend(1).run(Batch((job(x, **given),))).outputs[0]["y"])
     made = job(x.clone(), **given)
     reused = NormJob(made.spec, made.tensors, may_overwrite=True)
-    got = TorchBackend(1).run(Batch((reused,))).outputs[0]["y"]
+    got = CpuBackend(1).run(Batch((reused,))).outputs[0]["y"]
     assert torch.equal(back(got), expected)
     assert torch.equal(back(made.tensors["x"]), expected)
 
 
 def test_no_rows_at_all():
-    (got,) = TorchBackend(1).run(Batch((job(torch.randn(0, 4), weight_1=torch.randn(4)),))).outputs
+    (got,) = CpuBackend(1).run(Batch((job(torch.randn(0, 4), weight_1=torch.randn(4)),))).outputs
     assert got["y"].shape == (0, 4)

@@ -3,10 +3,10 @@
 import pytest
 import torch
 from fusednorm.cpu import pieces
-from fusednorm.cpu.float8 import quantised_
-from fusednorm.reference.float8 import quantised_rows
-from normserve.backends.cpu.backend import TorchBackend
-from normserve.jobs.job import Batch, NormJob, NormSpec, Op, Pass
+from fusednorm.cpu.float8 import scale_rows_
+from fusednorm.reference.float8 import quantise_rows
+from normserve.backends.cpu.backend import CpuBackend
+from normserve.jobs.job import Batch, NormJob, NormSpec, Op, PassDirection
 from normserve.memory.host_tensors import DType
 
 from tests.service.memory.host_tensors import back, host
@@ -17,10 +17,10 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def run(op: Op, out_dtype: DType, *xs: torch.Tensor, **tensors: torch.Tensor) -> list[dict[str, torch.Tensor]]:
-    spec = NormSpec(op, Pass.FORWARD, 1e-5, activation="silu", out_dtype=out_dtype)
+    spec = NormSpec(op, PassDirection.FORWARD, 1e-5, activation="silu", out_dtype=out_dtype)
     sent = {name: host(tensor) for name, tensor in tensors.items()}
     jobs = tuple(NormJob(spec, {"x": host(x), **sent}) for x in xs)
-    return [{n: back(t) for n, t in each.items()} for each in TorchBackend(1).run(Batch(jobs)).outputs]
+    return [{n: back(t) for n, t in each.items()} for each in CpuBackend(1).run(Batch(jobs)).outputs]
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (5, 33), (2, 3, 1000), (3, 200_000)])
@@ -30,7 +30,7 @@ def test_it_is_the_float32_result_quantised_as_the_library_does(op, shape):
     x, weight = torch.randn(shape).half(), torch.randn(shape[-1])
     (got,) = run(op, DType.FLOAT8_E4M3FN, x, weight=weight)
     (plain,) = run(op, DType.FLOAT32, x, weight=weight)
-    y, scale = quantised_rows(plain["y"])
+    y, scale = quantise_rows(plain["y"])
     assert got.keys() == {"y", "scale"}
     assert torch.equal(bits(got["y"]), bits(y))
     assert torch.equal(got["scale"], scale)
@@ -48,15 +48,15 @@ def test_rows_have_the_same_bits_alone_and_together(monkeypatch):
 def test_rows_of_zeros_and_of_what_is_not_finite():
     inf, nan = float("inf"), float("nan")
     rows = torch.tensor([[0.0, 0.0], [1e-45, 0.0], [1.0, nan], [inf, 1.0], [-inf, nan], [-448.0, 0.1]])
-    y, scale = quantised_rows(rows)
+    y, scale = quantise_rows(rows)
     mine = rows.clone()
-    found = quantised_(mine)
+    found = scale_rows_(mine)
     assert torch.equal(bits(mine.to(torch.float8_e4m3fn)), bits(y))
     torch.testing.assert_close(found, scale, rtol=0, atol=0, equal_nan=True)
 
 
 def test_no_rows():
-    spec = NormSpec(Op.RMS_NORM, Pass.FORWARD, 1e-6, out_dtype=DType.FLOAT8_E4M3FN)
-    (got,) = TorchBackend(1).run(Batch((NormJob(spec, {"x": host(torch.empty(0, 3, 8))}),))).outputs
+    spec = NormSpec(Op.RMS_NORM, PassDirection.FORWARD, 1e-6, out_dtype=DType.FLOAT8_E4M3FN)
+    (got,) = CpuBackend(1).run(Batch((NormJob(spec, {"x": host(torch.empty(0, 3, 8))}),))).outputs
     assert (got["y"].dtype, got["y"].shape) == (DType.FLOAT8_E4M3FN, (0, 3, 8))
     assert (got["scale"].dtype, got["scale"].shape) == (DType.FLOAT32, (0, 3))

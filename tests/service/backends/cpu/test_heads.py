@@ -3,14 +3,14 @@
 import pytest
 import torch
 from fusednorm.cpu import batch_invariant, pieces
-from normserve.backends.cpu.backend import TorchBackend
+from normserve.backends.cpu.backend import CpuBackend
 from normserve.backends.launch import ResidentParameters
-from normserve.jobs.job import Batch, NormJob, NormSpec, Op, Pass
+from normserve.jobs.job import Batch, NormJob, NormSpec, Op, PassDirection
 
 from tests.service.jobs.fake_jobs import layer
 from tests.service.memory.host_tensors import back, host
 
-FORWARD = NormSpec(Op.LAYER_NORM, Pass.FORWARD, eps=1e-5, stats=True)
+FORWARD = NormSpec(Op.LAYER_NORM, PassDirection.FORWARD, eps=1e-5, stats=True)
 HEADS, COLS = 3, 8
 
 
@@ -32,7 +32,7 @@ def test_tokens_of_several_requests_share_a_launch_with_the_bits_that_they_have_
     shapes = [(HEADS, COLS), (2, HEADS, COLS), (2, 1, HEADS, COLS)]
     jobs = jobs_of(parameters, shapes, registered)
     assert len({job.batch_class() for job in jobs}) == 1
-    backend = TorchBackend(1)
+    backend = CpuBackend(1)
     together = backend.run(Batch(tuple(jobs))).outputs
     for job, shape, share in zip(jobs, shapes, together, strict=True):
         (alone,) = backend.run(Batch((job,))).outputs

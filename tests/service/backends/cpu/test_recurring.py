@@ -6,17 +6,17 @@ from itertools import islice
 
 import pytest
 import torch
-from normserve.backends.cpu.backend import TorchBackend
-from normserve.engine.places import in_places
-from normserve.jobs.job import Batch, Execution, NormJob, NormSpec, Op, Pass, Recurrence
-from normserve.jobs.results import results_of
+from normserve.backends.cpu.backend import CpuBackend
+from normserve.engine.places import fill_result_buffers
+from normserve.jobs.job import Batch, BatchResult, NormJob, NormSpec, Op, PassDirection, ReplaySlot
+from normserve.jobs.results import infer_result_specs
 from normserve.memory.host_tensors import HostTensor
 
 from tests.service.backends.combinations import KINDS, combinations
 from tests.service.jobs.fake_jobs import layer
 from tests.service.memory.host_tensors import back, host
 
-FORWARD = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5)
+FORWARD = NormSpec(Op.LAYER_NORM, PassDirection.FORWARD, 1e-5)
 
 
 class Memory(bytearray):
@@ -26,7 +26,7 @@ class Memory(bytearray):
 @pytest.fixture(scope="module")
 def backend():
     before = torch.get_num_threads()
-    made = TorchBackend(threads=1, warm_sizes=())
+    made = CpuBackend(threads=1, warm_sizes=())
     made.start()
     yield made
     torch.set_num_threads(before)
@@ -42,26 +42,28 @@ def recurring(job: NormJob) -> NormJob:
 
 
 def placed(spec, tensors, of_layer=None) -> NormJob:
-    described = results_of(spec, {name: (each.dtype, each.shape) for name, each in tensors.items()}, of_layer)
+    described = infer_result_specs(
+        spec, {name: (each.dtype, each.shape) for name, each in tensors.items()}, of_layer
+    )
     places = {
         name: memoryview(Memory(b"\7" * (4 * torch.Size(shape).numel() + 64)))
         for name, (_, shape) in described.items()
     }
-    return NormJob(spec, tensors, of_layer, places=places, recurrence=Recurrence())
+    return NormJob(spec, tensors, of_layer, places=places, recurrence=ReplaySlot())
 
 
 def following(job: NormJob) -> NormJob:
     return NormJob(job.spec, job.tensors, job.layer, job.may_overwrite, job.places, job.recurrence)
 
 
-def ran(backend: TorchBackend, job: NormJob) -> Execution:
+def ran(backend: CpuBackend, job: NormJob) -> BatchResult:
     batch = Batch((job,))
-    value = in_places(batch, backend.run(batch))
-    assert isinstance(value, Execution)
+    value = fill_result_buffers(batch, backend.run(batch))
+    assert isinstance(value, BatchResult)
     return value
 
 
-def assert_same(backend: TorchBackend, job: NormJob) -> None:
+def assert_same(backend: CpuBackend, job: NormJob) -> None:
     """A job in its places as one without any."""
     alone = ran(backend, NormJob(job.spec, recurring(job).tensors, job.layer))
     got = ran(backend, job)
@@ -104,7 +106,9 @@ def test_a_layers_parameters_are_used_and_its_gradients_placed(backend, rows):
     assert_same(backend, following(job))
     y = back(HostTensor(job.x.dtype, job.x.shape, job.places["y"][: job.x.nbytes]))
     torch.testing.assert_close(y, torch.nn.functional.layer_norm(x, (1024,), weight, bias))
-    backward = placed(NormSpec(Op.LAYER_NORM, Pass.BACKWARD, 1e-5), {"x": host(x), "dy": host(dy)}, of_layer)
+    backward = placed(
+        NormSpec(Op.LAYER_NORM, PassDirection.BACKWARD, 1e-5), {"x": host(x), "dy": host(dy)}, of_layer
+    )
     assert_same(backend, backward)
     assert_same(backend, following(backward))
 
@@ -115,7 +119,7 @@ def test_x_is_written_over_where_that_is_its_place(backend, rows):
     x = torch.randn(rows, 1024)
     memory = memoryview(bytearray(x.numpy().tobytes()))
     tensor = HostTensor(host(x).dtype, (rows, 1024), memory)
-    job = NormJob(FORWARD, {"x": tensor}, None, True, {"y": memory}, Recurrence())
+    job = NormJob(FORWARD, {"x": tensor}, None, True, {"y": memory}, ReplaySlot())
     ran(backend, job)
     want = torch.nn.functional.layer_norm(x, (1024,))
     torch.testing.assert_close(back(tensor), want)
@@ -149,7 +153,7 @@ def test_what_is_kept_goes_with_whoever_keeps_it(backend):
 
 def test_jobs_that_could_share_no_launch_are_computed_alone(backend):
     x, weight = host(torch.randn(2, 8)), host(torch.randn(8))
-    backward = NormSpec(Op.LAYER_NORM, Pass.BACKWARD, 1e-5)
+    backward = NormSpec(Op.LAYER_NORM, PassDirection.BACKWARD, 1e-5)
     for spec, tensors in ((FORWARD, {"x": x}), (backward, {"x": x, "dy": x})):
         assert not backend.computes_alone(placed(spec, tensors))
         job = placed(spec, tensors | {"weight": weight})

@@ -45,7 +45,7 @@ class FakeDriver:
         }
 
     def addresses(self) -> dict[str, int]:
-        """As `normserve.backends.cuda.replayer.driver.addresses`."""
+        """As `normserve.backends.cuda.replayer.driver.find_function_addresses`."""
         return {name: ctypes.cast(each, _Handle).value or 0 for name, each in self._functions.items()}
 
     def end(self, launches: int = 1) -> None:

@@ -20,7 +20,7 @@ class Client:
 
     def __init__(self):
         self.driver = FakeDriver()
-        self.replayer = build.load()(**self.driver.addresses())
+        self.replayer = build.load_extension()(**self.driver.addresses())
         self.ours, self.theirs = socket.socketpair()
         self.ours.setblocking(False)
         self.theirs.settimeout(20)
@@ -45,7 +45,7 @@ class Client:
         cut, found = FrameReader(2**20), []
         while len(found) < count:
             found += cut.feed(self.theirs.recv(2**16))
-        return [(tag, frames.read_answer(content)) for tag, content in found]
+        return [(tag, frames.decode_response(content)) for tag, content in found]
 
     def has_answer(self):
         self.theirs.settimeout(0)

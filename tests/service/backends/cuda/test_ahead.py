@@ -9,19 +9,19 @@ from types import SimpleNamespace
 import pytest
 from fusednorm.warm import stamps
 from normserve.backends.cuda import ahead
-from normserve.backends.cuda.ahead import CompilingAhead, Model, command
+from normserve.backends.cuda.ahead import BackgroundCompiler, CompileTarget, make_compiler_command
 
 from tests.kernels.harness.compiled import compile_elsewhere
 
-MODEL = Model(90, 132)
+MODEL = CompileTarget(90, 132)
 LENGTHS = (64, 96)
 
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(ahead, "cuda_driver", object)
-    monkeypatch.setattr(ahead, "present_model", lambda: MODEL)
+    monkeypatch.setattr(ahead, "load_cuda_driver", object)
+    monkeypatch.setattr(ahead, "read_compile_target", lambda: MODEL)
     monkeypatch.setattr("triton.runtime.cache.triton_key", lambda: "as it is")
     return tmp_path / "cache"
 
@@ -40,7 +40,7 @@ def compilers(monkeypatch):
         started.append(tuple(lengths))
         return sys.executable, "-S", "-c", started.program
 
-    monkeypatch.setattr(ahead, "command", stand_in)
+    monkeypatch.setattr(ahead, "make_compiler_command", stand_in)
     return started
 
 
@@ -52,11 +52,11 @@ def begin(compiling):
 
 def note(*lengths):
     for length in lengths:
-        stamps.note_warm(*MODEL, length, only_warm_up=True)
+        stamps.record_compiled(*MODEL, length, only_warm_up=True)
 
 
 def test_an_empty_cache_is_filled_from_the_begin_on(cache, compilers):
-    compiling = CompilingAhead(LENGTHS)
+    compiling = BackgroundCompiler(LENGTHS)
     compilers.program = f"import pathlib; pathlib.Path({str(cache.parent / 'ran')!r}).touch()"
     begin(compiling)
     assert compilers == [LENGTHS]
@@ -67,7 +67,7 @@ def test_an_empty_cache_is_filled_from_the_begin_on(cache, compilers):
 
 def test_a_full_cache_starts_nothing(cache, compilers):
     note(*LENGTHS)
-    compiling = CompilingAhead(LENGTHS)
+    compiling = BackgroundCompiler(LENGTHS)
     compiling.begin()
     compiling.finish(MODEL)
     assert compilers == []
@@ -75,16 +75,16 @@ def test_a_full_cache_starts_nothing(cache, compilers):
 
 def test_what_was_baked_with_more_is_enough(cache, compilers):
     for length in LENGTHS:
-        stamps.note_warm(*MODEL, length, only_warm_up=False)
-    CompilingAhead(LENGTHS).finish(MODEL)
+        stamps.record_compiled(*MODEL, length, only_warm_up=False)
+    BackgroundCompiler(LENGTHS).finish(MODEL)
     assert compilers == []
 
 
-@pytest.mark.parametrize("other", [Model(80, 108), Model(90, 114)])
+@pytest.mark.parametrize("other", [CompileTarget(80, 108), CompileTarget(90, 114)])
 def test_what_was_baked_for_another_gpu_is_not(other, cache, compilers):
     for length in LENGTHS:
-        stamps.note_warm(*other, length, only_warm_up=True)
-    compiling = CompilingAhead(LENGTHS)
+        stamps.record_compiled(*other, length, only_warm_up=True)
+    compiling = BackgroundCompiler(LENGTHS)
     compiling.begin()
     compiling.finish(MODEL)
     assert compilers == [LENGTHS]
@@ -92,7 +92,7 @@ def test_what_was_baked_for_another_gpu_is_not(other, cache, compilers):
 
 def test_what_is_missing_is_compiled(cache, compilers):
     note(LENGTHS[0])
-    compiling = CompilingAhead(LENGTHS)
+    compiling = BackgroundCompiler(LENGTHS)
     begin(compiling)
     assert compilers == [LENGTHS[1:]]
     compiling.finish(MODEL)
@@ -101,9 +101,9 @@ def test_what_is_missing_is_compiled(cache, compilers):
 
 def test_what_another_version_compiled_is_compiled_again(cache, compilers, monkeypatch):
     with monkeypatch.context() as before:
-        before.setattr(stamps, "_versions", lambda: "others")
+        before.setattr(stamps, "_describe_versions", lambda: "others")
         note(*LENGTHS)
-    compiling = CompilingAhead(LENGTHS)
+    compiling = BackgroundCompiler(LENGTHS)
     begin(compiling)
     assert compilers == []
     compiling.finish(MODEL)
@@ -115,7 +115,7 @@ def test_what_another_version_compiled_is_compiled_again(cache, compilers, monke
 )
 def test_a_compiler_that_fails_stops_nobody(program, cache, compilers, caplog):
     compilers.program = program
-    compiling = CompilingAhead(LENGTHS)
+    compiling = BackgroundCompiler(LENGTHS)
     compiling.begin()
     with caplog.at_level(logging.WARNING):
         compiling.finish(MODEL)
@@ -125,7 +125,7 @@ def test_a_compiler_that_fails_stops_nobody(program, cache, compilers, caplog):
 def test_a_compiler_that_hangs_is_given_up(cache, compilers, monkeypatch, caplog):
     monkeypatch.setattr(ahead, "_PATIENCE_S", 0.01)
     compilers.program = "import time; time.sleep(300)"
-    compiling = CompilingAhead(LENGTHS)
+    compiling = BackgroundCompiler(LENGTHS)
     compiling.begin()
     with caplog.at_level(logging.WARNING):
         compiling.finish(MODEL)
@@ -135,23 +135,23 @@ def test_a_compiler_that_hangs_is_given_up(cache, compilers, monkeypatch, caplog
 
 def test_a_compiler_that_nobody_needs_is_ended(cache, compilers):
     compilers.program = "import time; time.sleep(300)"
-    compiling = CompilingAhead(LENGTHS)
+    compiling = BackgroundCompiler(LENGTHS)
     compiling.begin()
     compiling.abandon()
     assert compiling._compiler.returncode is not None
 
 
 def test_no_gpu_no_compiler(cache, compilers, monkeypatch):
-    monkeypatch.setattr(ahead, "present_model", lambda: None)
-    compiling = CompilingAhead(LENGTHS)
+    monkeypatch.setattr(ahead, "read_compile_target", lambda: None)
+    compiling = BackgroundCompiler(LENGTHS)
     compiling.begin()
     compiling.abandon()
     assert compilers == []
 
 
 def test_no_driver_nothing_loaded(cache, compilers, monkeypatch):
-    monkeypatch.setattr(ahead, "cuda_driver", lambda: None)
-    compiling = CompilingAhead(LENGTHS)
+    monkeypatch.setattr(ahead, "load_cuda_driver", lambda: None)
+    compiling = BackgroundCompiler(LENGTHS)
     begin(compiling)
     assert compiling._preparing is None
     assert compilers == []
@@ -160,13 +160,13 @@ def test_no_driver_nothing_loaded(cache, compilers, monkeypatch):
 def test_no_triton_no_compiler(cache, compilers, monkeypatch):
     monkeypatch.setattr(ahead, "find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "triton.backends.nvidia.driver", None)
-    begin(CompilingAhead(LENGTHS))
+    begin(BackgroundCompiler(LENGTHS))
     assert compilers == []
 
 
 def test_a_cache_that_cannot_be_written_to_starts_nothing(cache, compilers, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    compiling = CompilingAhead(LENGTHS)
+    compiling = BackgroundCompiler(LENGTHS)
     compiling.begin()
     compiling.finish(MODEL)
     assert compilers == []
@@ -178,22 +178,22 @@ def test_the_folder_of_the_cache_is_tritons(monkeypatch, tmp_path):
     for name, value in {"TRITON_CACHE_DIR": "", "TRITON_HOME": "/somewhere"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TRITON_CACHE_DIR")
-    assert ahead._cache() == Path(knobs.cache.dir)
+    assert ahead._find_triton_cache() == Path(knobs.cache.dir)
     monkeypatch.delenv("TRITON_HOME")
-    assert ahead._cache() == Path(knobs.cache.dir)
+    assert ahead._find_triton_cache() == Path(knobs.cache.dir)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    assert ahead._cache() == Path(knobs.cache.dir) == tmp_path
+    assert ahead._find_triton_cache() == Path(knobs.cache.dir) == tmp_path
     assert ahead._NOTES == stamps.FOLDER
 
 
 def test_the_command_is_understood(monkeypatch):
     """By the program that it runs, which compiles nothing here: this process is gone when it looks."""
-    program, dash_c, source, *arguments = command(MODEL, LENGTHS)
+    program, dash_c, source, *arguments = make_compiler_command(MODEL, LENGTHS)
     assert (program, dash_c) == (sys.executable, "-c")
     script = """
 import json, sys
 from fusednorm.warm import __main__ as warm
-print(json.dumps({name: value for name, value in vars(warm._parser().parse_args(sys.argv[1:])).items()}))
+print(json.dumps({name: value for name, value in vars(warm._make_parser().parse_args(sys.argv[1:])).items()}))
 """
     understood = compile_elsewhere(script, *arguments)
     understood.pop("jobs")
@@ -214,12 +214,14 @@ import json
 import fusednorm
 import torch
 from fusednorm.devices.gpus import GPUS
-from fusednorm.launch.absent import launches_for
+from fusednorm.launch.absent import recording_launches
 from fusednorm.policy.batch_invariance import require_batch_invariance
-from fusednorm.warm.calls import kernel_of, launches
-from normserve.backends.launch import call_of, destinations, launch
-from normserve.backends.tensors import TORCH_DTYPES, channels_first, results_of, shape_of
-from normserve.backends.warmup import warm_up_batches
+from fusednorm.warm.calls import make_kernel_key, list_warm_launches
+from normserve.backends.launch import bind_operation, make_output_argument, run_operation
+from normserve.backends.tensors import (
+    TORCH_DTYPES, compute_launch_shape, infer_batch_result_specs, move_channels_first
+)
+from normserve.backends.warmup import make_warm_up_batches
 
 def empty(dtype, shape):
     return torch.empty(shape, dtype=TORCH_DTYPES[dtype], device="meta")
@@ -228,17 +230,20 @@ require_batch_invariance(True)
 compared = []
 for gpu in GPUS[::3]:
     for length in (64, 300, 1024, 40960):
-        with launches_for(gpu) as noted:
-            for batch in warm_up_batches([length]):
+        with recording_launches(gpu) as noted:
+            for batch in make_warm_up_batches([length]):
                 (job,) = batch.jobs
                 inputs = {
-                    name: channels_first(job.spec, name, empty(each.dtype, shape_of(job, name, job.rows)))
+                    name: move_channels_first(
+                        job.spec, name, empty(each.dtype, compute_launch_shape(job, name, job.rows))
+                    )
                     for name, each in job.tensors.items()
                 }
-                results = {name: empty(*each) for name, each in results_of(job, job.rows).items()}
-                call_of(fusednorm, job.spec, inputs, {"out": destinations(job.spec, results)})()
-            warmed_up = {kernel_of(each) for each in noted}
-        compared.append([len(warmed_up), warmed_up == {kernel_of(each) for each in launches(gpu, length, True)}])
+                results = {name: empty(*each) for name, each in infer_batch_result_specs(job, job.rows).items()}
+                bind_operation(fusednorm, job.spec, inputs, {"out": make_output_argument(job.spec, results)})()
+            warmed_up = {make_kernel_key(each) for each in noted}
+        expected = {make_kernel_key(each) for each in list_warm_launches(gpu, length, True)}
+        compared.append([len(warmed_up), warmed_up == expected])
 print(json.dumps(compared))
 """
     compared = compile_elsewhere(script)
@@ -258,9 +263,9 @@ def test_the_driver_is_asked_for_its_first_device(monkeypatch):
 
     driver = SimpleNamespace(cuInit=lambda flags: 0, cuDeviceGet=device, cuDeviceGetAttribute=attribute)
     monkeypatch.setattr(ahead.ctypes, "CDLL", lambda name: driver)
-    assert ahead.present_model() == MODEL
+    assert ahead.read_compile_target() == MODEL
     driver.cuDeviceGet = lambda *_: 101
-    assert ahead.present_model() is None
+    assert ahead.read_compile_target() is None
 
 
 def test_beginning_loads_no_torch(tmp_path):
@@ -272,10 +277,10 @@ for name in [name for name in sys.modules if name.split(".")[0] in ("torch", "fu
 sys.meta_path.insert(0, type("Refusing", (), {"find_spec": staticmethod(
     lambda name, *_: 1 / 0 if name.split(".")[0] in ("torch", "fusednorm") else None)}))
 from normserve.backends.cuda import ahead
-ahead.cuda_driver = object
-ahead.present_model = lambda: ahead.Model(90, 132)
-ahead.command = lambda *_: ("true",)
-compiling = ahead.CompilingAhead((64,))
+ahead.load_cuda_driver = object
+ahead.read_compile_target = lambda: ahead.CompileTarget(90, 132)
+ahead.make_compiler_command = lambda *_: ("true",)
+compiling = ahead.BackgroundCompiler((64,))
 compiling.begin()
 compiling._await_preparation()
 print(json.dumps(compiling._compiler.wait()))

@@ -8,7 +8,7 @@ import torch
 from fusednorm import reference
 from fusednorm.errors import KernelInputError
 from normserve.errors import DeviceFailureError, DeviceOutOfMemoryError, InvalidShapeError
-from normserve.jobs.job import LAYER_OPS, Batch, Lane, Layout, NormJob, NormSpec, Op, Pass
+from normserve.jobs.job import LAYER_OPS, Batch, ChannelLayout, NormJob, NormSpec, Op, PassDirection, QueueLane
 from normserve.memory.host_tensors import DType, HostTensor
 from triton import knobs
 
@@ -28,21 +28,23 @@ def seeded():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("direction", Pass)
-@pytest.mark.parametrize(("op", "layout"), [*((op, Layout.NCHW) for op in LAYER_OPS), (Op.GROUP_NORM, Layout.NHWC)])
+@pytest.mark.parametrize("direction", PassDirection)
+@pytest.mark.parametrize(
+    ("op", "layout"), [*((op, ChannelLayout.NCHW) for op in LAYER_OPS), (Op.GROUP_NORM, ChannelLayout.NHWC)]
+)
 def test_every_operation(backend, op, direction, layout, dtype):
-    moved = layout is Layout.NHWC
+    moved = layout is ChannelLayout.NHWC
     shape = (2, 12, 10, 64) if moved else (2, 64, 12, 10) if op is Op.GROUP_NORM else (37, 1536)
     size = 64 if op is Op.GROUP_NORM else 1536
     groups = [8] if op is Op.GROUP_NORM else []
-    names = ["x", "residual"] + (["dy", "dresidual_out"] if direction is Pass.BACKWARD else [])
+    names = ["x", "residual"] + (["dy", "dresidual_out"] if direction is PassDirection.BACKWARD else [])
     tensors = {name: torch.randn(shape).to(dtype) for name in names}
     tensors["weight"] = torch.randn(size)
     if op is not Op.RMS_NORM:
         tensors["bias"] = torch.randn(size)
     if op is Op.GROUP_NORM:
         tensors |= {"scale": torch.randn(2, size).to(dtype), "shift": torch.randn(2, size)}
-    forward = direction is Pass.FORWARD
+    forward = direction is PassDirection.FORWARD
     spec = NormSpec(op, direction, 1e-5, groups[0] if groups else 0, layout, activation="silu", stats=forward)
     (got,) = run(backend, NormJob(spec, {name: host(tensor) for name, tensor in tensors.items()}))
 
@@ -60,7 +62,7 @@ def test_every_operation(backend, op, direction, layout, dtype):
 
 @pytest.mark.parametrize("cols", [1, 100, 4096, 40_000])
 def test_rows_have_the_same_bits_alone_and_together(backend, cols):
-    spec = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5, stats=True)
+    spec = NormSpec(Op.LAYER_NORM, PassDirection.FORWARD, 1e-5, stats=True)
     jobs = [NormJob(spec, {"x": host(torch.randn(rows, cols))}) for rows in (1, 2, 33)]
     together = run(backend, *jobs)
     for job, outputs in zip(jobs, together, strict=True):
@@ -69,13 +71,13 @@ def test_rows_have_the_same_bits_alone_and_together(backend, cols):
             assert torch.equal(alone[name], outputs[name]), name
 
 
-@pytest.mark.parametrize("layout", Layout)
-@pytest.mark.parametrize("direction", Pass)
+@pytest.mark.parametrize("layout", ChannelLayout)
+@pytest.mark.parametrize("direction", PassDirection)
 @pytest.mark.parametrize("shape", [(320, 8, 8), (320, 64, 64), (128, 300, 300), (6, 31), (4, 1)])
 def test_samples_have_the_same_bits_alone_and_together(backend, shape, direction, layout):
-    forward = direction is Pass.FORWARD
+    forward = direction is PassDirection.FORWARD
     spec = NormSpec(Op.GROUP_NORM, direction, 1e-5, 2, layout, activation="silu", stats=forward)
-    sample = (*shape[1:], shape[0]) if layout is Layout.NHWC else shape
+    sample = (*shape[1:], shape[0]) if layout is ChannelLayout.NHWC else shape
     jobs = []
     for samples in (1, 2, 5):
         names = ("x", "residual") if forward else ("x", "dy")
@@ -92,11 +94,11 @@ def test_samples_have_the_same_bits_alone_and_together(backend, shape, direction
 
 def test_threads_take_turns_on_a_lane(backend):
     """The event loop's thread and the owner's launch on the same stream, one after the other."""
-    spec = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5)
+    spec = NormSpec(Op.LAYER_NORM, PassDirection.FORWARD, 1e-5)
 
     def one_of(number: int) -> None:
-        lane = Lane.LARGE if number % 5 == 0 else Lane.SMALL
-        x = torch.randn(700 if lane is Lane.LARGE else 2, 1024)
+        lane = QueueLane.LARGE if number % 5 == 0 else QueueLane.SMALL
+        x = torch.randn(700 if lane is QueueLane.LARGE else 2, 1024)
         (outputs,) = backend.run(Batch((NormJob(spec, {"x": host(x)}),), lane)).wait().outputs
         torch.testing.assert_close(
             back(outputs["y"]), torch.nn.functional.layer_norm(x, (1024,)), rtol=0, atol=3e-5
@@ -109,7 +111,7 @@ def test_threads_take_turns_on_a_lane(backend):
 
 
 def test_no_rows(backend):
-    spec = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5)
+    spec = NormSpec(Op.LAYER_NORM, PassDirection.FORWARD, 1e-5)
     job = NormJob(spec, {"x": host(torch.empty(0, 8))})
     assert backend.run(Batch((job,))).wait().outputs[0]["y"].shape == (0, 8)
 
@@ -119,7 +121,7 @@ def test_layers_parameters_stay_on_the_device(backend):
     resident = backend.load(Op.RMS_NORM, host(weight), None)
     x = torch.randn(5, 256)
     registered = layer(op=Op.RMS_NORM, resident=resident)
-    (got,) = run(backend, NormJob(NormSpec(Op.RMS_NORM, Pass.FORWARD, 1e-6), {"x": host(x)}, registered))
+    (got,) = run(backend, NormJob(NormSpec(Op.RMS_NORM, PassDirection.FORWARD, 1e-6), {"x": host(x)}, registered))
     torch.testing.assert_close(got["y"], torch.nn.functional.rms_norm(x, (256,), weight, 1e-6))
 
 
@@ -131,7 +133,7 @@ def test_a_layers_rows_compile_nothing_once_it_is_loaded(op, bias, backend, monk
     monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda **kernel: compiled.append(kernel["fn"].name))
     for rows in (1, 7, 500):
         x = {"x": host(torch.randn(rows, 1111))}
-        run(backend, NormJob(NormSpec(op, Pass.FORWARD, 1e-6), x, layer(op=op, resident=resident)))
+        run(backend, NormJob(NormSpec(op, PassDirection.FORWARD, 1e-6), x, layer(op=op, resident=resident)))
     assert compiled == []
 
 
@@ -156,14 +158,14 @@ def test_memory_is_told(backend):
     assert memory["allocated"] <= memory["reserved"] <= memory["total"]
 
 
-@pytest.mark.parametrize("direction", Pass)
+@pytest.mark.parametrize("direction", PassDirection)
 @pytest.mark.parametrize("op", LAYER_OPS)
 def test_a_compiled_classes_jobs_compile_nothing(op, direction, backend, monkeypatch):
     shape = (64, 7, 3) if op is Op.GROUP_NORM else (1377,)
     parameters = {"weight": torch.randn(shape[0] if op is Op.GROUP_NORM else shape[-1])}
 
     def asked(rows: int) -> NormJob:
-        names = ("x", "dy") if direction is Pass.BACKWARD else ("x", "residual")
+        names = ("x", "dy") if direction is PassDirection.BACKWARD else ("x", "residual")
         tensors = {name: torch.randn(rows, *shape) for name in names} | parameters
         spec = NormSpec(op, direction, 1e-5, 8 if op is Op.GROUP_NORM else 0, activation="silu")
         return NormJob(spec, {name: host(tensor) for name, tensor in tensors.items()})
@@ -178,11 +180,11 @@ def test_a_compiled_classes_jobs_compile_nothing(op, direction, backend, monkeyp
 
 def test_batches_overlap_and_stay_apart(backend):
     """Several in flight at once, in both lanes, each with its own numbers."""
-    spec = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5)
+    spec = NormSpec(Op.LAYER_NORM, PassDirection.FORWARD, 1e-5)
     flights = []
     for number in range(12):
         x = torch.randn(8192 if number % 2 else 3, 1024)
-        lane = Lane.LARGE if number % 2 else Lane.SMALL
+        lane = QueueLane.LARGE if number % 2 else QueueLane.SMALL
         flights.append((x, backend.run(Batch((NormJob(spec, {"x": host(x)}),), lane))))
     for x, flight in flights:
         (outputs,) = flight.wait().outputs
@@ -192,7 +194,7 @@ def test_batches_overlap_and_stay_apart(backend):
 
 
 def test_large_jobs_have_the_same_bits_alone_together_and_at_their_places(backend):
-    spec = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5, stats=True)
+    spec = NormSpec(Op.LAYER_NORM, PassDirection.FORWARD, 1e-5, stats=True)
     weight = host(torch.randn(1024))
     given = [host(torch.randn(rows, 1024)) for rows in (80, 90, 3000)]
     jobs = [NormJob(spec, {"x": x, "weight": weight}) for x in given]
@@ -207,18 +209,18 @@ def test_large_jobs_have_the_same_bits_alone_together_and_at_their_places(backen
 
 def test_slabs_are_pinned_and_come_home(backend):
     slabs = backend._slabs
-    spec = NormSpec(Op.RMS_NORM, Pass.FORWARD, 1e-5)
+    spec = NormSpec(Op.RMS_NORM, PassDirection.FORWARD, 1e-5)
     slab = torch.frombuffer(slabs.take(2**22), dtype=torch.float32)
     assert slab.is_pinned()
     x = HostTensor(DType.FLOAT32, (1024, 1024), slab.view(torch.uint8).numpy().data)
-    execution = backend.run(Batch((NormJob(spec, {"x": x}),), Lane.LARGE)).wait()
+    execution = backend.run(Batch((NormJob(spec, {"x": x}),), QueueLane.LARGE)).wait()
     assert torch.frombuffer(execution.outputs[0]["y"].data, dtype=torch.float32).is_pinned()
     del x, slab, execution
     assert slabs.used_bytes == 0
 
 
 def test_small_batches_run_on_whatever_thread_they_come_from(backend):
-    spec = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5)
+    spec = NormSpec(Op.LAYER_NORM, PassDirection.FORWARD, 1e-5)
     given = [torch.randn(rows, 4096) for rows in (1, 3)]
     batch = Batch(tuple(NormJob(spec, {"x": host(x)}) for x in given))
     assert batch.nbytes <= backend.inline_bytes
@@ -235,7 +237,7 @@ def test_small_batches_run_on_whatever_thread_they_come_from(backend):
 @pytest.mark.parametrize("op", [Op.LAYER_NORM, Op.RMS_NORM])
 def test_float8_has_the_bits_of_the_library_in_process(backend, op, rows):
     x, residual, weight = torch.randn(rows, 1536).bfloat16(), torch.randn(rows, 1536), torch.randn(1536)
-    spec = NormSpec(op, Pass.FORWARD, 1e-5, out_dtype=DType.FLOAT8_E4M3FN, weight_offset=1.0)
+    spec = NormSpec(op, PassDirection.FORWARD, 1e-5, out_dtype=DType.FLOAT8_E4M3FN, weight_offset=1.0)
     tensors = {"x": x, "residual": residual, "weight": weight}
     (got,) = run(backend, NormJob(spec, {name: host(tensor) for name, tensor in tensors.items()}))
     library = getattr(fusednorm, f"{op.value}_forward")
@@ -249,7 +251,7 @@ def test_float8_has_the_bits_of_the_library_in_process(backend, op, rows):
 
 
 def test_tokens_of_heads_have_the_same_bits_alone_and_together(backend):
-    spec = NormSpec(Op.RMS_NORM, Pass.FORWARD, 1e-5, stats=True)
+    spec = NormSpec(Op.RMS_NORM, PassDirection.FORWARD, 1e-5, stats=True)
     weight = host(torch.randn(8, 128))
     jobs = [
         NormJob(spec, {"x": host(torch.randn(tokens, 8, 128).half()), "weight": weight}) for tokens in (1, 5, 40)

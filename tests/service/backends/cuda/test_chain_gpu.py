@@ -3,7 +3,7 @@
 import pytest
 import torch
 from fusednorm.reference.chain import layer_norm_chain
-from normserve.jobs.job import NormJob, NormSpec, Op, Pass
+from normserve.jobs.job import NormJob, NormSpec, Op, PassDirection
 
 from tests.service.backends.cuda.on_gpu import backend, run
 from tests.service.memory.host_tensors import DTYPES, host
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_it_is_the_oracles_result_alone_and_together(backend, dtype, cols):
     named = {"weight.0": torch.randn(cols), "bias.1": torch.randn(cols).half(), "weight.2": torch.randn(cols)}
-    spec = NormSpec(Op.LAYER_NORM_CHAIN, Pass.FORWARD, 1e-5)
+    spec = NormSpec(Op.LAYER_NORM_CHAIN, PassDirection.FORWARD, 1e-5)
     sent = {name: host(tensor) for name, tensor in named.items()}
     xs = [torch.randn(rows, cols).to(dtype) for rows in (1, 2, 33)]
     jobs = [NormJob(spec, {"x": host(x), **sent}) for x in xs]

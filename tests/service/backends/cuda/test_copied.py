@@ -7,10 +7,10 @@ import torch
 from fusednorm.cpu import batch_invariant
 from normserve.backends.cuda import backend as triton
 from normserve.backends.cuda import places
-from normserve.backends.cuda.copied import ChunkSizes, chunks_of
+from normserve.backends.cuda.copied import ChunkLimits, divide_rows
 from normserve.backends.launch import ResidentParameters
-from normserve.backends.tensors import channels_first, payload_order
-from normserve.jobs.job import Batch, Lane, Layout, NormJob, NormSpec, Op, Pass
+from normserve.backends.tensors import move_channels_first, restore_payload_order
+from normserve.jobs.job import Batch, ChannelLayout, NormJob, NormSpec, Op, PassDirection, QueueLane
 from normserve.memory.host_tensors import DType, HostTensor
 
 from tests.service.backends.cuda.test_host import backend, graphs, library, slabs
@@ -21,8 +21,8 @@ __all__ = ["backend", "graphs", "library", "slabs"]
 
 pytestmark = pytest.mark.parametrize("slabs", ["copied"], indirect=True)
 
-FORWARD = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5, stats=True)
-SIZES = ChunkSizes(1024, 6)
+FORWARD = NormSpec(Op.LAYER_NORM, PassDirection.FORWARD, 1e-5, stats=True)
+SIZES = ChunkLimits(1024, 6)
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def small_chunks(slabs, monkeypatch):
 @pytest.fixture
 def run(backend):
     def run(job):
-        (results,) = backend.run(Batch((job,), Lane.LARGE)).wait().outputs
+        (results,) = backend.run(Batch((job,), QueueLane.LARGE)).wait().outputs
         return results
 
     return run
@@ -57,7 +57,7 @@ def equal(results, right, names):
 )
 @pytest.mark.parametrize("rows", [1000, 1003, 4099])
 def test_chunks_cover_all_rows_and_begin_at_multiples_of_16_bytes(rows, cols, dtype, unit):
-    chunks = chunks_of(job_of(x=torch.randn(rows, cols).to(dtype)), SIZES)
+    chunks = divide_rows(job_of(x=torch.randn(rows, cols).to(dtype)), SIZES)
     assert len(chunks) == 6
     assert [row for chunk in chunks for row in chunk] == list(range(rows))
     assert all(chunk.start % unit == 0 for chunk in chunks)
@@ -65,7 +65,7 @@ def test_chunks_cover_all_rows_and_begin_at_multiples_of_16_bytes(rows, cols, dt
 
 
 def test_chunks_of_heads_hold_whole_tokens():
-    chunks = chunks_of(job_of(x=torch.randn(101, 3, 16), weight=torch.randn(3, 16)), SIZES)
+    chunks = divide_rows(job_of(x=torch.randn(101, 3, 16), weight=torch.randn(3, 16)), SIZES)
     assert chunks
     assert all(edge % 3 == 0 for chunk in chunks for edge in (chunk.start, chunk.stop))
 
@@ -80,8 +80,8 @@ def test_heads_in_chunks_have_the_bits_of_the_whole(run):
 
 
 def test_few_large_samples_are_divided():
-    spec = NormSpec(Op.GROUP_NORM, Pass.FORWARD, 1e-5, 4)
-    assert list(map(len, chunks_of(job_of(spec, x=torch.randn(3, 8, 30, 30)), SIZES))) == [1, 1, 1]
+    spec = NormSpec(Op.GROUP_NORM, PassDirection.FORWARD, 1e-5, 4)
+    assert list(map(len, divide_rows(job_of(spec, x=torch.randn(3, 8, 30, 30)), SIZES))) == [1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -89,8 +89,10 @@ def test_few_large_samples_are_divided():
     [
         job_of(x=torch.randn(1, 4096)),
         job_of(x=torch.randn(255, 2)),
-        job_of(NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5, dropout=0.5, seed=1), x=torch.randn(100, 64)),
-        job_of(NormSpec(Op.LAYER_NORM, Pass.BACKWARD, 1e-5), x=torch.randn(100, 64), dy=torch.randn(100, 64)),
+        job_of(NormSpec(Op.LAYER_NORM, PassDirection.FORWARD, 1e-5, dropout=0.5, seed=1), x=torch.randn(100, 64)),
+        job_of(
+            NormSpec(Op.LAYER_NORM, PassDirection.BACKWARD, 1e-5), x=torch.randn(100, 64), dy=torch.randn(100, 64)
+        ),
         NormJob(
             FORWARD, {"x": HostTensor(DType.FLOAT32, (64, 64), memoryview(bytearray(2**14)), fortran_order=True)}
         ),
@@ -98,7 +100,7 @@ def test_few_large_samples_are_divided():
     ids=["one row", "little", "dropout", "backward", "column-major"],
 )
 def test_what_is_not_divided(job, run, library):
-    assert not chunks_of(job, SIZES)
+    assert not divide_rows(job, SIZES)
     run(job)
     assert len(library.written) <= 1
 
@@ -106,7 +108,7 @@ def test_what_is_not_divided(job, run, library):
 def test_jobs_that_share_a_launch_are_not_divided(backend, library):
     given = [torch.randn(rows, 64) for rows in (100, 60)]
     weight = torch.randn(64)
-    shares = backend.run(Batch(tuple([job_of(x=x, weight=weight) for x in given]), Lane.LARGE)).wait().outputs
+    shares = backend.run(Batch(tuple([job_of(x=x, weight=weight) for x in given]), QueueLane.LARGE)).wait().outputs
     assert len(library.written) == 1
     for x, outputs in zip(given, shares, strict=True):
         right = batch_invariant.layer_norm_forward(x, weight, eps=1e-5, stats=True)
@@ -142,9 +144,9 @@ def test_results_of_chunks_go_to_their_places(run, slabs):
 def test_the_engine_has_nothing_to_move_where_a_lone_job_has_places(backend, rows):
     tensors = {"x": host(torch.randn(rows, 32))}
     places = {name: memoryview(bytearray(50_000)) for name in ("y", "mean", "rstd")}
-    placed = backend.run(Batch((NormJob(FORWARD, tensors, places=places),), Lane.LARGE)).wait()
+    placed = backend.run(Batch((NormJob(FORWARD, tensors, places=places),), QueueLane.LARGE)).wait()
     assert placed.are_placed
-    elsewhere = backend.run(Batch((NormJob(FORWARD, tensors),), Lane.LARGE)).wait()
+    elsewhere = backend.run(Batch((NormJob(FORWARD, tensors),), QueueLane.LARGE)).wait()
     assert not elsewhere.are_placed
 
 
@@ -152,27 +154,27 @@ def test_results_may_be_written_over_what_came(run):
     x = torch.randn(301, 32)
     memory = memoryview(bytearray(x.numpy().tobytes()))
     tensor = HostTensor(DType.FLOAT32, (301, 32), memory)
-    spec = NormSpec(Op.RMS_NORM, Pass.FORWARD, 1e-5)
+    spec = NormSpec(Op.RMS_NORM, PassDirection.FORWARD, 1e-5)
     results = run(NormJob(spec, {"x": tensor}, may_overwrite=True, places={"y": memory}))
     assert torch.equal(back(results["y"]), batch_invariant.rms_norm_forward(x, eps=1e-5).y)
 
 
-@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("layout", ChannelLayout)
 def test_samples_in_chunks_with_a_registered_layer(run, layout):
     resident = ResidentParameters(torch.randn(8), torch.randn(8))
     registered = layer(op=Op.GROUP_NORM, size=8, num_groups=2, resident=resident)
-    spec = NormSpec(Op.GROUP_NORM, Pass.FORWARD, 1e-5, 2, layout)
-    x = torch.randn(25, 8, 5, 3) if layout is Layout.NCHW else torch.randn(25, 5, 3, 8)
+    spec = NormSpec(Op.GROUP_NORM, PassDirection.FORWARD, 1e-5, 2, layout)
+    x = torch.randn(25, 8, 5, 3) if layout is ChannelLayout.NCHW else torch.randn(25, 5, 3, 8)
     job = job_of(spec, registered, x=x, scale=torch.randn(25, 8))
-    assert chunks_of(job, SIZES)
-    first = channels_first(spec, "x", x)
+    assert divide_rows(job, SIZES)
+    first = move_channels_first(spec, "x", x)
     scale = back(job.tensors["scale"])
     right = batch_invariant.group_norm_forward(first, 2, resident.weight, resident.bias, scale=scale, eps=1e-5).y
-    assert torch.equal(back(run(job)["y"]), payload_order(spec, "y", right))
+    assert torch.equal(back(run(job)["y"]), restore_payload_order(spec, "y", right))
 
 
 def test_memory_that_is_read_is_held_until_the_chunks_are_over(backend, slabs):
-    pending = backend.run(Batch((job_of(x=torch.randn(301, 32)),), Lane.LARGE))
+    pending = backend.run(Batch((job_of(x=torch.randn(301, 32)),), QueueLane.LARGE))
     assert slabs.used_bytes > 0
     pending.wait()
     del pending

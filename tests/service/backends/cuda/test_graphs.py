@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from normserve.backends.cuda.graphs import CudaGraphs
+from normserve.backends.cuda.graphs import CudaGraphCapturer
 
 
 class NotingGraph:
@@ -45,13 +45,13 @@ def log(monkeypatch):
 
 
 def test_call_is_made_within_the_capture(log):
-    graph = CudaGraphs().capture(lambda: log.append("call"))
+    graph = CudaGraphCapturer().capture(lambda: log.append("call"))
     assert log == [("begin", "a"), "call", "end"]
     assert graph.has_ended
 
 
 def test_graphs_share_a_pool_for_as_long_as_one_of_them_lives(log):
-    graphs = CudaGraphs()
+    graphs = CudaGraphCapturer()
     first = graphs.capture(lambda: None)
     second = graphs.capture(lambda: None)
     del first
@@ -69,7 +69,7 @@ def fail():
 
 
 def test_capture_is_ended_when_its_call_fails_and_the_next_begins(log):
-    graphs = CudaGraphs()
+    graphs = CudaGraphCapturer()
     with pytest.raises(KeyError, match="of the call"):
         graphs.capture(fail)
     assert log == [("begin", "a"), "end"]
@@ -79,7 +79,7 @@ def test_capture_is_ended_when_its_call_fails_and_the_next_begins(log):
 @pytest.mark.parametrize("call", [fail, lambda: None])
 @pytest.mark.parametrize("broken", ["broken_begin", "broken_end"])
 def test_capture_that_cannot_be_ended_is_the_last(log, monkeypatch, broken, call):
-    graphs = CudaGraphs()
+    graphs = CudaGraphCapturer()
     monkeypatch.setattr(NotingGraph, broken, True)
     with pytest.raises((KeyError, RuntimeError), match=r"of the call|no beginning|no end"):
         graphs.capture(call)

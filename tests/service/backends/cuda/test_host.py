@@ -8,10 +8,10 @@ import torch
 from fusednorm.cpu import batch_invariant
 from fusednorm.devices.device import H200
 from normserve.backends.cuda import backend as triton
-from normserve.backends.cuda.pinned import with_device_view
-from normserve.backends.tensors import channels_first, payload_order
+from normserve.backends.cuda.pinned import attach_device_view
+from normserve.backends.tensors import move_channels_first, restore_payload_order
 from normserve.errors import DeviceOutOfMemoryError
-from normserve.jobs.job import Batch, Lane, Layout, NormJob, NormSpec, Op, Pass
+from normserve.jobs.job import Batch, ChannelLayout, NormJob, NormSpec, Op, PassDirection, QueueLane
 from normserve.memory.host_tensors import DType, HostTensor
 from normserve.memory.slabs import PLAIN, SlabPool
 
@@ -23,7 +23,7 @@ from tests.service.memory.host_tensors import DTYPES, back
 
 def memory_of_both_sides(nbytes):
     memory = torch.empty(nbytes, dtype=torch.uint8)
-    return with_device_view(memory, memory)
+    return attach_device_view(memory, memory)
 
 
 @pytest.fixture(params=["in place", "copied"])
@@ -48,10 +48,10 @@ def graphs():
 def backend(slabs, library, graphs, monkeypatch):
     monkeypatch.setattr(triton, "_DEVICE", "cpu")
     monkeypatch.setattr(triton, "CudaStreams", HostStreams)
-    monkeypatch.setattr(triton, "CudaGraphs", lambda: graphs)
+    monkeypatch.setattr(triton, "CudaGraphCapturer", lambda: graphs)
     monkeypatch.setattr(triton, "fusednorm", library)
     made = triton.TritonBackend(slabs)
-    made._pipelines = {lane: triton.Pipeline(HostStreams(urgent=False)) for lane in Lane}
+    made._pipelines = {lane: triton.StreamPipeline(HostStreams(urgent=False)) for lane in QueueLane}
     return made
 
 
@@ -61,7 +61,7 @@ def host(tensor: torch.Tensor, slabs: SlabPool) -> HostTensor:
     return HostTensor(DTYPES[tensor.dtype], tuple(tensor.shape), slab)
 
 
-FORWARD = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5, stats=True)
+FORWARD = NormSpec(Op.LAYER_NORM, PassDirection.FORWARD, 1e-5, stats=True)
 
 
 def test_a_launch_that_ran_before_is_at_once_where_memory_for_its_results_is_idle(backend, slabs, monkeypatch):
@@ -71,7 +71,7 @@ def test_a_launch_that_ran_before_is_at_once_where_memory_for_its_results_is_idl
         tensor = host(torch.randn(rows, 1024), slabs)
         if turned:
             tensor = HostTensor(tensor.dtype, tensor.shape, tensor.data, fortran_order=True)
-        return Batch((NormJob(FORWARD, {"x": tensor}),), Lane.LARGE)
+        return Batch((NormJob(FORWARD, {"x": tensor}),), QueueLane.LARGE)
 
     first = batch(1024)
     assert not backend.launches_at_once(first)
@@ -92,7 +92,9 @@ def test_what_the_host_packs_is_never_launched_at_once(backend, slabs, monkeypat
     assert not backend.launches_at_once(batch)
 
 
-@pytest.mark.parametrize(("rows", "lane"), [((3,), Lane.SMALL), ((1, 2, 5), Lane.SMALL), ((1100,), Lane.LARGE)])
+@pytest.mark.parametrize(
+    ("rows", "lane"), [((3,), QueueLane.SMALL), ((1, 2, 5), QueueLane.SMALL), ((1100,), QueueLane.LARGE)]
+)
 def test_each_job_gets_its_rows_and_all_slabs_come_home(backend, slabs, library, rows, lane):
     given = [torch.randn(count, 128).bfloat16() for count in rows]
     weight = torch.randn(128)
@@ -114,29 +116,29 @@ def test_each_job_gets_its_rows_and_all_slabs_come_home(backend, slabs, library,
     assert slabs.used_bytes == 0
 
 
-@pytest.mark.parametrize("lane", Lane)
+@pytest.mark.parametrize("lane", QueueLane)
 def test_one_result_is_written_in_place_or_where_the_library_likes(backend, slabs, library, lane):
-    home = host(torch.randn(3 if lane is Lane.SMALL else 1100, 128), slabs)
+    home = host(torch.randn(3 if lane is QueueLane.SMALL else 1100, 128), slabs)
     spec = replace(FORWARD, stats=False)
     (outputs,) = backend.run(Batch((NormJob(spec, {"x": home}),), lane)).wait().outputs
-    assert len(library.written) == (lane is Lane.SMALL and slabs.source is not PLAIN)
+    assert len(library.written) == (lane is QueueLane.SMALL and slabs.source is not PLAIN)
     right = torch.nn.functional.layer_norm(back(home), (128,))
     torch.testing.assert_close(back(outputs["y"]), right)
 
 
-@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("layout", ChannelLayout)
 def test_gradients_come_home_in_one_piece(backend, slabs, library, layout):
-    shape = (20, 8, 6, 40) if layout is Layout.NCHW else (20, 6, 40, 8)
+    shape = (20, 8, 6, 40) if layout is ChannelLayout.NCHW else (20, 6, 40, 8)
     given = {name: torch.randn(shape) for name in ("x", "dy", "residual")} | {"weight": torch.randn(8)}
-    spec = NormSpec(Op.GROUP_NORM, Pass.BACKWARD, 1e-5, 2, layout)
+    spec = NormSpec(Op.GROUP_NORM, PassDirection.BACKWARD, 1e-5, 2, layout)
     tensors = {name: host(tensor, slabs) for name, tensor in given.items()}
-    (outputs,) = backend.run(Batch((NormJob(spec, tensors),), Lane.LARGE)).wait().outputs
+    (outputs,) = backend.run(Batch((NormJob(spec, tensors),), QueueLane.LARGE)).wait().outputs
     assert [len(pieces) for pieces in library.written] == [1]
-    first = {name: channels_first(spec, name, tensor).requires_grad_() for name, tensor in given.items()}
+    first = {name: move_channels_first(spec, name, tensor).requires_grad_() for name, tensor in given.items()}
     y = torch.nn.functional.group_norm(first["x"] + first["residual"], 2, first["weight"])
     dx, dweight = torch.autograd.grad(y, (first["x"], first["weight"]), first["dy"].detach())
     assert outputs.keys() == {"dx", "dweight"}
-    torch.testing.assert_close(back(outputs["dx"]), payload_order(spec, "dx", dx), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(back(outputs["dx"]), restore_payload_order(spec, "dx", dx), rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(back(outputs["dweight"]), dweight, rtol=1e-3, atol=1e-3)
 
 
@@ -151,7 +153,7 @@ def test_channels_last_and_a_registered_layer(backend, slabs):
     weight, bias = torch.randn(8), torch.randn(8)
     resident = triton.ResidentParameters(weight, bias)
     registered = layer(op=Op.GROUP_NORM, size=8, num_groups=2, resident=resident)
-    spec = NormSpec(Op.GROUP_NORM, Pass.FORWARD, 1e-5, 2, Layout.NHWC)
+    spec = NormSpec(Op.GROUP_NORM, PassDirection.FORWARD, 1e-5, 2, ChannelLayout.NHWC)
     x = torch.randn(2, 5, 3, 8)
     (outputs,) = backend.run(Batch((NormJob(spec, {"x": host(x, slabs)}, registered),))).wait().outputs
     right = torch.nn.functional.group_norm(x.movedim(-1, 1), 2, weight, bias).movedim(1, -1)
@@ -188,21 +190,27 @@ def test_failed_launch_leaves_no_slab(backend, slabs, library, monkeypatch):
 @pytest.mark.parametrize(("op", "direction"), [(op, direction) for op in Op for direction in op.passes])
 def test_a_class_is_compiled_by_running_it_on_few_rows(backend, slabs, op, direction, monkeypatch):
     launched = []
-    real = triton.launch
+    real = triton.run_operation
 
     def noting(library, spec, tensors):
         launched.append({name: tuple(tensor.shape) for name, tensor in tensors.items()})
         return real(library, spec, tensors)
 
-    monkeypatch.setattr(triton, "launch", noting)
+    monkeypatch.setattr(triton, "run_operation", noting)
     shape = (9, 8, 6) if op is Op.GROUP_NORM else (9, 8)
     is_chain = op is Op.LAYER_NORM_CHAIN
-    names = ("x",) if is_chain else ("x", "residual", "dy") if direction is Pass.BACKWARD else ("x", "residual")
+    names = (
+        ("x",)
+        if is_chain
+        else ("x", "residual", "dy")
+        if direction is PassDirection.BACKWARD
+        else ("x", "residual")
+    )
     tensors = {name: host(torch.randn(shape), slabs) for name in names}
     tensors["weight.1" if is_chain else "weight"] = host(torch.randn(8), slabs)
     spec = NormSpec(op, direction, 1e-5, 2 if op is Op.GROUP_NORM else 0)
     monkeypatch.setattr(torch.cuda, "current_stream", Instant)
-    monkeypatch.setattr(triton, "_model", lambda device: H200)
+    monkeypatch.setattr(triton, "_read_gpu", lambda device: H200)
     planned = []
 
     def note_ahead(gpu, call):
@@ -216,8 +224,8 @@ def test_a_class_is_compiled_by_running_it_on_few_rows(backend, slabs, op, direc
         planned.append({name: tuple(tensor.shape) for name, tensor in tensors.items()})
         return lambda: None
 
-    monkeypatch.setattr(triton, "compile_at_once", note_ahead)
-    monkeypatch.setattr(triton, "call_of", noting_absent)
+    monkeypatch.setattr(triton, "compile_in_parallel", note_ahead)
+    monkeypatch.setattr(triton, "bind_operation", noting_absent)
     backend.compile(NormJob(spec, tensors))
     assert planned == launched
     assert [each["x"][0] for each in launched] == [1, 2]

@@ -1,7 +1,7 @@
 """How the time of a batch is divided among its stages."""
 
 import pytest
-from normserve.backends.cuda.in_flight import PartMarks, PendingBatch
+from normserve.backends.cuda.in_flight import PendingCudaLaunch, StageEvents
 
 from tests.service.backends.cuda.test_streams import FakeDevice, FakeEvent
 
@@ -16,9 +16,9 @@ def seconds_of(parts, *, leaving=None, ended):
     marks = []
     for arrived, started, computed in parts:
         arriving = at(arrived)
-        marks.append(PartMarks(arriving, arriving if started is None else at(started), at(computed)))
+        marks.append(StageEvents(arriving, arriving if started is None else at(started), at(computed)))
     last = None if leaving is None else at(leaving)
-    return tuple(PendingBatch(at(0), marks, last, at(ended), held=None, events=(), spare=[]).measure())
+    return tuple(PendingCudaLaunch(at(0), marks, last, at(ended), held=None, events=(), spare=[]).measure())
 
 
 @pytest.mark.parametrize(

@@ -4,18 +4,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from normserve.backends.cuda.in_place import MOST_BYTES, call_in_place
-from normserve.backends.cuda.pinned import with_device_view
-from normserve.backends.cuda.places import PlacesOfBatches
-from normserve.backends.tensors import results_of
-from normserve.jobs.job import Batch, Layout, NormJob, NormSpec, Op, Pass
+from normserve.backends.cuda.in_place import MOST_BYTES, get_in_place_call
+from normserve.backends.cuda.pinned import attach_device_view
+from normserve.backends.cuda.places import BatchBufferAllocator
+from normserve.backends.tensors import infer_batch_result_specs
+from normserve.jobs.job import Batch, ChannelLayout, NormJob, NormSpec, Op, PassDirection
 from normserve.memory.host_tensors import DType
 from normserve.memory.slabs import PLAIN, SlabPool
 
 from tests.service.jobs.fake_jobs import layer
 from tests.service.memory.host_tensors import host
 
-FORWARD = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5)
+FORWARD = NormSpec(Op.LAYER_NORM, PassDirection.FORWARD, 1e-5)
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def slabs():
 
     def allocate(nbytes):
         memory = torch.empty(nbytes, dtype=torch.uint8)
-        return with_device_view(memory, memory)
+        return attach_device_view(memory, memory)
 
     pool = SlabPool(max_idle_bytes=2**20)
     pool.source = replace(PLAIN, allocate=allocate)
@@ -48,13 +48,13 @@ class Workplaces:
     """The places of batches, and the launches there."""
 
     def __init__(self, slabs):
-        self._places = PlacesOfBatches(slabs)
+        self._places = BatchBufferAllocator(slabs)
         self._library = Library()
 
     def prepare(self, batch):
         """A batch's places, and its launch there."""
         places = self._places.take(batch)
-        return places, call_in_place(places, self._library)
+        return places, get_in_place_call(places, self._library)
 
     def call(self, batch):
         """Its launch there, None if it is copied; its memory is given back."""
@@ -152,7 +152,7 @@ def test_more_kinds_than_a_slab_remembers(workplaces):
 
 
 def test_channels_last_is_seen_with_channels_first(workplaces):
-    spec = NormSpec(Op.GROUP_NORM, Pass.FORWARD, 1e-5, 2, Layout.NHWC, stats=True)
+    spec = NormSpec(Op.GROUP_NORM, PassDirection.FORWARD, 1e-5, 2, ChannelLayout.NHWC, stats=True)
     x = torch.randn(2, 5, 3, 8)
     places, call = workplaces.prepare(batch_of({"x": x}, spec=spec))
     called = call()
@@ -165,7 +165,7 @@ def test_channels_last_is_seen_with_channels_first(workplaces):
 
 def test_gradients_of_a_registered_layer_have_its_dtype(workplaces):
     registered = layer(size=8, dtype=DType.BFLOAT16, has_bias=True)
-    spec = NormSpec(Op.LAYER_NORM, Pass.BACKWARD, 1e-5)
+    spec = NormSpec(Op.LAYER_NORM, PassDirection.BACKWARD, 1e-5)
     tensors = {"x": torch.randn(3, 8), "dy": torch.randn(3, 8)}
     _, call = workplaces.prepare(batch_of(tensors, spec=spec, of=registered))
     out = call()["out"]
@@ -209,9 +209,9 @@ def test_memory_that_the_device_does_not_see_is_left_to_copies(workplaces, slabs
 @pytest.mark.parametrize("stats", [False, True])
 def test_results_of_a_forward_pass(op, stats):
     groups = 2 if op is Op.GROUP_NORM else 0
-    spec = NormSpec(op, Pass.FORWARD, 1e-5, groups, out_dtype=DType.FLOAT16, stats=stats)
+    spec = NormSpec(op, PassDirection.FORWARD, 1e-5, groups, out_dtype=DType.FLOAT16, stats=stats)
     (job,) = batch_of({"x": torch.zeros(3, 8)}, spec=spec).jobs
-    results = results_of(job, 5)
+    results = infer_batch_result_specs(job, 5)
     assert results["y"] == (DType.FLOAT16, (5, 8))
     statistics = {name: results[name] for name in results if name != "y"}
     names = () if not stats else ("rstd",) if op is Op.RMS_NORM else ("mean", "rstd")
@@ -219,11 +219,11 @@ def test_results_of_a_forward_pass(op, stats):
 
 
 def test_results_of_a_backward_pass_are_gradients_of_what_came():
-    spec = NormSpec(Op.GROUP_NORM, Pass.BACKWARD, 1e-5, 2)
+    spec = NormSpec(Op.GROUP_NORM, PassDirection.BACKWARD, 1e-5, 2)
     tensors = {name: torch.zeros(3, 8, 5).bfloat16() for name in ("x", "dy", "residual")}
     tensors |= {"weight": torch.zeros(8), "scale": torch.zeros(3, 8), "shift": torch.zeros(3, 8).bfloat16()}
     (job,) = batch_of(tensors, spec=spec).jobs
-    assert results_of(job, 3) == {
+    assert infer_batch_result_specs(job, 3) == {
         "dx": (DType.BFLOAT16, (3, 8, 5)),
         "dweight": (DType.FLOAT32, (8,)),
         "dscale": (DType.FLOAT32, (3, 8)),

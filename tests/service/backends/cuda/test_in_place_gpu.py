@@ -7,9 +7,9 @@ import pytest
 import torch
 from fusednorm import reference
 from normserve.backends.cuda import in_place
-from normserve.jobs.job import LAYER_OPS, Batch, Layout, NormJob, NormSpec, Op, Pass, Recurrence
+from normserve.jobs.job import LAYER_OPS, Batch, ChannelLayout, NormJob, NormSpec, Op, PassDirection, ReplaySlot
 from normserve.memory.host_tensors import HostTensor
-from normserve.memory.segments import Segment, make_segment
+from normserve.memory.segments import HostSegment, make_segment
 from normserve.memory.slabs import SlabPool
 
 from tests.service.backends.answers import assert_right
@@ -27,13 +27,19 @@ def seeded():
     torch.manual_seed(11)
 
 
-def in_and_out(op: Op, direction: Pass, layout: Layout, dtype: torch.dtype) -> list[NormJob]:
+def in_and_out(op: Op, direction: PassDirection, layout: ChannelLayout, dtype: torch.dtype) -> list[NormJob]:
     """Jobs of one and of three rows or samples, small enough to be computed in place."""
-    forward, grouped = direction is Pass.FORWARD, op is Op.GROUP_NORM
+    forward, grouped = direction is PassDirection.FORWARD, op is Op.GROUP_NORM
     jobs = []
     parameters = {} if grouped or not forward else {"weight": torch.randn(640)}
     for count in (1, 3):
-        shape = (count, 640) if not grouped else (count, 7, 5, 64) if layout is Layout.NHWC else (count, 64, 7, 5)
+        shape = (
+            (count, 640)
+            if not grouped
+            else (count, 7, 5, 64)
+            if layout is ChannelLayout.NHWC
+            else (count, 64, 7, 5)
+        )
         names = ("x", "residual") if forward else ("x", "dy", "dresidual_out")
         tensors = {name: torch.randn(shape).to(dtype) for name in names} | parameters
         if grouped:
@@ -44,11 +50,13 @@ def in_and_out(op: Op, direction: Pass, layout: Layout, dtype: torch.dtype) -> l
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("direction", Pass)
-@pytest.mark.parametrize(("op", "layout"), [*((op, Layout.NCHW) for op in LAYER_OPS), (Op.GROUP_NORM, Layout.NHWC)])
+@pytest.mark.parametrize("direction", PassDirection)
+@pytest.mark.parametrize(
+    ("op", "layout"), [*((op, ChannelLayout.NCHW) for op in LAYER_OPS), (Op.GROUP_NORM, ChannelLayout.NHWC)]
+)
 def test_in_place_the_bits_are_those_of_copies(backend, op, direction, layout, dtype, monkeypatch):
     jobs = in_and_out(op, direction, layout, dtype)
-    assert in_place.call_in_place(backend._places.take(Batch(tuple(jobs))), fusednorm) is not None
+    assert in_place.get_in_place_call(backend._places.take(Batch(tuple(jobs))), fusednorm) is not None
     together = run(backend, *jobs)
     alone = [run(backend, job)[0] for job in jobs]
     monkeypatch.setattr(in_place, "MOST_BYTES", 0)
@@ -67,7 +75,7 @@ def test_rows_of_any_length_in_place(backend, rows, cols, dtype):
     x, residual = torch.randn(2, rows, cols).to(dtype)
     weight, bias = torch.randn(2, cols)
     resident = backend.load(Op.LAYER_NORM, host(weight), host(bias))
-    spec = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5, stats=True)
+    spec = NormSpec(Op.LAYER_NORM, PassDirection.FORWARD, 1e-5, stats=True)
     tensors = {"x": host(x), "residual": host(residual)}
     (got,) = run(backend, NormJob(spec, tensors, layer(size=cols, resident=resident)))
     want = reference.layer_norm_forward(
@@ -79,16 +87,16 @@ def test_rows_of_any_length_in_place(backend, rows, cols, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 256])
 def test_registered_memory_is_computed_where_it_is(backend, rows, dtype):
-    descriptor, segment = make_segment(2**22, Segment)
+    descriptor, segment = make_segment(2**22, HostSegment)
     os.close(descriptor)
     memory = memoryview(segment)
     registration = backend.share(memory)
     assert registration is not None
     nbytes = rows * 1024 * dtype.itemsize
-    shape, recurrence = (rows, 1024), Recurrence()
+    shape, recurrence = (rows, 1024), ReplaySlot()
     x = HostTensor(DTYPES[dtype], shape, memory[:nbytes])
     places = {"y": memory[2**21 : 2**21 + nbytes]}
-    spec = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5)
+    spec = NormSpec(Op.LAYER_NORM, PassDirection.FORWARD, 1e-5)
     # Often enough for its graph to be replayed.
     for _ in range(60):
         torch.frombuffer(x.data, dtype=dtype).normal_()
@@ -106,23 +114,23 @@ def test_gradients_of_parameters_in_place(backend):
     weight, bias = torch.randn(2, 300)
     resident = backend.load(Op.LAYER_NORM, host(weight), host(bias))
     x, dy = torch.randn(2, 9, 300)
-    spec = NormSpec(Op.LAYER_NORM, Pass.BACKWARD, 1e-5)
+    spec = NormSpec(Op.LAYER_NORM, PassDirection.BACKWARD, 1e-5)
     job = NormJob(spec, {"x": host(x), "dy": host(dy)}, layer(size=300, resident=resident))
     (got,) = run(backend, job)
     assert_right(got, reference.layer_norm_backward(dy, x, weight, bias, eps=1e-5, precision=torch.float64), False)
 
 
 def test_memory_from_before_the_start_is_not_computed_in_place(backend, monkeypatch):
-    (job, _) = in_and_out(Op.RMS_NORM, Pass.FORWARD, Layout.NCHW, torch.float32)
+    (job, _) = in_and_out(Op.RMS_NORM, PassDirection.FORWARD, ChannelLayout.NCHW, torch.float32)
     (want,) = run(backend, job)
     monkeypatch.setattr(backend._places, "_slabs", SlabPool(max_idle_bytes=0))
-    assert in_place.call_in_place(backend._places.take(Batch((job,))), fusednorm) is None
+    assert in_place.get_in_place_call(backend._places.take(Batch((job,))), fusednorm) is None
     (got,) = run(backend, job)
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
 def test_a_batch_says_when_it_is_over(backend):
-    (job, _) = in_and_out(Op.LAYER_NORM, Pass.FORWARD, Layout.NCHW, torch.bfloat16)
+    (job, _) = in_and_out(Op.LAYER_NORM, PassDirection.FORWARD, ChannelLayout.NCHW, torch.bfloat16)
     pending = backend.run(Batch((job,)))
     assert pending.lands_within(10)
     assert pending.wait().copy_out_s == 0

@@ -7,10 +7,10 @@ pytestmark = pytest.mark.gpu
 
 
 def test_device_sees_pinned_memory_where_it_lies():
-    from normserve.backends.cuda.pinned import pinned_memory
+    from normserve.backends.cuda.pinned import allocate_pinned
 
     with torch.inference_mode():
-        memory = pinned_memory(1 << 16)
+        memory = allocate_pinned(1 << 16)
     assert not memory.on_device.is_inference()
     assert memory.on_device.is_cuda
     assert memory.on_device.data_ptr() == memory.ctypes.data
@@ -24,20 +24,20 @@ def test_device_sees_pinned_memory_where_it_lies():
 def test_shared_memory_is_known_to_the_driver_for_as_long_as_it_is_registered():
     import os
 
-    from normserve.backends.cuda.pinned import device_view, is_registered, registered
-    from normserve.memory.segments import Segment, make_segment
+    from normserve.backends.cuda.pinned import is_registered, register_memory, view_on_device
+    from normserve.memory.segments import HostSegment, make_segment
 
-    descriptor, segment = make_segment(1 << 20, Segment)
+    descriptor, segment = make_segment(1 << 20, HostSegment)
     os.close(descriptor)
     with memoryview(segment) as memory:
-        registration = registered(memory)
+        registration = register_memory(memory)
     seen = torch.frombuffer(segment, dtype=torch.uint8)
     assert registration is not None
     assert seen.is_pinned()
     with memoryview(segment) as whole, whole[1000:] as part:
         assert is_registered(whole)
         assert is_registered(part)
-        assert device_view(part).data_ptr() == seen.data_ptr() + 1000
+        assert view_on_device(part).data_ptr() == seen.data_ptr() + 1000
     assert not is_registered(memoryview(bytearray(1000)))
     seen.copy_(torch.full((1 << 20,), 7, dtype=torch.uint8, device="cuda"), non_blocking=True)
     torch.cuda.synchronize()

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from normserve.backends.cuda.copied import whole_part
-from normserve.backends.cuda.places import PlacesOfBatches
-from normserve.jobs.job import Batch, NormJob, NormSpec, Op, Pass
+from normserve.backends.cuda.copied import make_whole_launch
+from normserve.backends.cuda.places import BatchBufferAllocator
+from normserve.jobs.job import Batch, NormJob, NormSpec, Op, PassDirection
 from normserve.memory.device_tensors import DeviceTensor
 from normserve.memory.host_tensors import DType, HostTensor
 from normserve.memory.slabs import SlabPool
@@ -13,8 +13,8 @@ from tests.service.backends.cuda.no_device import Writing
 from tests.service.jobs.fake_jobs import layer
 from tests.service.memory.host_tensors import back, host
 
-SPEC = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5)
-STATISTICS = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5, stats=True)
+SPEC = NormSpec(Op.LAYER_NORM, PassDirection.FORWARD, 1e-5)
+STATISTICS = NormSpec(Op.LAYER_NORM, PassDirection.FORWARD, 1e-5, stats=True)
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def slabs():
 
 @pytest.fixture
 def places(slabs):
-    return PlacesOfBatches(slabs)
+    return BatchBufferAllocator(slabs)
 
 
 def batch_of(*jobs: dict[str, torch.Tensor], spec: NormSpec = SPEC) -> Batch:
@@ -42,7 +42,7 @@ class Launch:
     def __init__(self, taken) -> None:
         self.given: dict[str, torch.Tensor] = {}
         self.copies = [0, 0]
-        part = whole_part(taken, self, "cpu")
+        part = make_whole_launch(taken, self, "cpu")
         self.copies[0] = len(part._arriving)
         part.copy_in()
         part.compute()
@@ -115,7 +115,7 @@ def test_no_rows(places):
 
 
 def test_gradients_of_parameters_of_no_rows_are_zero(places):
-    spec = NormSpec(Op.LAYER_NORM, Pass.BACKWARD, 1e-5)
+    spec = NormSpec(Op.LAYER_NORM, PassDirection.BACKWARD, 1e-5)
     given = {"x": torch.empty(0, 8), "dy": torch.empty(0, 8), "weight": torch.randn(8)}
     taken = places.take(batch_of(given, spec=spec))
     Launch(taken)
@@ -145,7 +145,7 @@ def test_results_of_a_large_job_go_to_its_own_places_and_nothing_behind_them(pla
 
 
 def test_gradients_have_the_dtype_of_the_layer_that_each_batch_names(places):
-    spec = NormSpec(Op.LAYER_NORM, Pass.BACKWARD, 1e-5)
+    spec = NormSpec(Op.LAYER_NORM, PassDirection.BACKWARD, 1e-5)
     given = {"x": host(torch.randn(2, 8)), "dy": host(torch.randn(2, 8))}
     for dtype in (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT32):
         taken = places.take(Batch((NormJob(spec, given, layer(size=8, dtype=dtype)),)))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from normserve.backends.cuda import recurring, replays
-from normserve.jobs.job import Batch, Lane, NormJob, Recurrence
+from normserve.jobs.job import Batch, NormJob, QueueLane, ReplaySlot
 from normserve.memory.device_tensors import DeviceTensor
 from normserve.memory.host_tensors import DType, HostTensor
 
@@ -25,7 +25,7 @@ def registered(monkeypatch):
     """The memory that kernels can access."""
     known: list[memoryview] = []
     monkeypatch.setattr(recurring, "is_registered", lambda memory: any(memory.obj is each.obj for each in known))
-    monkeypatch.setattr(recurring, "device_view", lambda memory: torch.frombuffer(memory, dtype=torch.uint8))
+    monkeypatch.setattr(recurring, "view_on_device", lambda memory: torch.frombuffer(memory, dtype=torch.uint8))
     return known
 
 
@@ -43,7 +43,7 @@ def job_in(memory, recurrence, rows=3, start=0):
     place = memory[start + nbytes : start + 2 * nbytes + 100]
     job = NormJob(SPEC, {"x": x}, places={"y": place}, recurrence=recurrence)
     if recurrence is not None:
-        recurrence.is_alone = recurring.is_in_reach(job)
+        recurrence.is_alone = recurring.is_computed_in_place(job)
     return job
 
 
@@ -60,12 +60,12 @@ def assert_placed(execution, job):
 
 
 def test_a_job_is_computed_where_its_tensors_are_and_is_prepared_once(backend, slabs, library, memory):
-    recurrence = Recurrence()
+    recurrence = ReplaySlot()
     first = job_in(memory, recurrence)
     assert not backend.launches_at_once(Batch((first,)))
     assert_placed(run(backend, first), first)
     prepared = recurrence.prepared
-    assert isinstance(prepared, recurring.PreparedLaunch)
+    assert isinstance(prepared, recurring.ClientMemoryLaunch)
     again = job_in(memory, recurrence)
     assert backend.launches_at_once(Batch((again,)))
     assert_placed(run(backend, again), again)
@@ -80,10 +80,10 @@ def test_a_job_is_computed_where_its_tensors_are_and_is_prepared_once(backend, s
 def test_what_is_not_computed_there(backend, memory):
     other = memoryview(bytearray(2**16))
     jobs = {
-        "in memory that kernels cannot access": job_in(other, Recurrence()),
-        "large": job_in(memory, Recurrence(), rows=3000),
+        "in memory that kernels cannot access": job_in(other, ReplaySlot()),
+        "large": job_in(memory, ReplaySlot(), rows=3000),
         "not to come again": job_in(memory, None),
-        "without a place": NormJob(SPEC, {"x": job_in(memory, None).x}, recurrence=Recurrence()),
+        "without a place": NormJob(SPEC, {"x": job_in(memory, None).x}, recurrence=ReplaySlot()),
     }
     for what, job in jobs.items():
         run(backend, job)
@@ -97,7 +97,7 @@ def test_the_kernel_does_not_write_over_what_it_reads(backend, memory, library, 
     right = torch.nn.functional.layer_norm(back(x), (128,))
     if is_on_device:
         x = DeviceTensor(x.dtype, x.shape, x.data)
-    recurrence = Recurrence()
+    recurrence = ReplaySlot()
     job = NormJob(SPEC, {"x": x}, None, may_overwrite=True, places={"y": x.data}, recurrence=recurrence)
     recurrence.is_alone = backend.computes_alone(job)
     assert recurrence.is_alone == is_on_device
@@ -108,11 +108,11 @@ def test_the_kernel_does_not_write_over_what_it_reads(backend, memory, library, 
 
 @pytest.mark.parametrize("slabs", ["copied"], indirect=True)
 def test_jobs_that_share_a_launch_are_copied_even_if_they_came_alone_before(backend, memory):
-    recurrences = Recurrence(), Recurrence()
+    recurrences = ReplaySlot(), ReplaySlot()
     for number, each in enumerate(recurrences):
         run(backend, job_in(memory, each, start=number * 2**16))
     jobs = tuple(job_in(memory, each, start=number * 2**16) for number, each in enumerate(recurrences))
-    assert not backend.launches_at_once(Batch(jobs, Lane.SMALL))
+    assert not backend.launches_at_once(Batch(jobs, QueueLane.SMALL))
     execution = run(backend, *jobs)
     assert not execution.are_placed
     for job, outputs in zip(jobs, execution.outputs, strict=True):
@@ -123,7 +123,7 @@ def test_jobs_that_share_a_launch_are_copied_even_if_they_came_alone_before(back
 @pytest.mark.parametrize("slabs", ["copied"], indirect=True)
 def test_what_is_captured_can_be_replayed_by_others(backend, memory, graphs, monkeypatch):
     monkeypatch.setattr(replays, "_CALLS_BEFORE_CAPTURE", 2)
-    recurrence = Recurrence()
+    recurrence = ReplaySlot()
     assert backend.replay(recurrence) is None
     run(backend, job_in(memory, recurrence))
     assert backend.replay(recurrence) is None
@@ -145,7 +145,7 @@ def test_what_is_captured_can_be_replayed_by_others(backend, memory, graphs, mon
 @pytest.mark.parametrize("slabs", ["copied"], indirect=True)
 def test_a_job_that_recurs_is_captured_once_and_replayed_from_then_on(backend, memory, graphs):
     calls = replays._CALLS_BEFORE_CAPTURE
-    recurrence = Recurrence()
+    recurrence = ReplaySlot()
     for number in range(1, calls + 6):
         job = job_in(memory, recurrence)
         assert_placed(run(backend, job), job)
@@ -157,7 +157,7 @@ def test_a_job_that_recurs_is_captured_once_and_replayed_from_then_on(backend, m
 def test_a_capture_falls_into_no_jobs_time(backend, memory, graphs, monkeypatch):
     monkeypatch.setattr(replays, "_CALLS_BEFORE_CAPTURE", 1)
     seen = []
-    pipeline = backend._pipelines[Lane.SMALL]
+    pipeline = backend._pipelines[QueueLane.SMALL]
     start_one, capture = pipeline.start_one, graphs.capture
 
     def noting_flight(*stages):
@@ -172,7 +172,7 @@ def test_a_capture_falls_into_no_jobs_time(backend, memory, graphs, monkeypatch)
 
     monkeypatch.setattr(pipeline, "start_one", noting_flight)
     monkeypatch.setattr(graphs, "capture", noting_capture)
-    run(backend, job_in(memory, Recurrence()))
+    run(backend, job_in(memory, ReplaySlot()))
     assert seen == ["flight begins", "flight is on its way", "capture"]
 
 
@@ -180,7 +180,7 @@ def test_a_capture_falls_into_no_jobs_time(backend, memory, graphs, monkeypatch)
 def test_a_capture_that_fails_costs_no_response(backend, memory, graphs, monkeypatch, caplog):
     monkeypatch.setattr(replays, "_CALLS_BEFORE_CAPTURE", 1)
     graphs.broken = lambda: torch.OutOfMemoryError("dry")
-    recurrence = Recurrence()
+    recurrence = ReplaySlot()
     for _ in range(3):
         job = job_in(memory, recurrence)
         assert_placed(run(backend, job), job)
@@ -195,7 +195,7 @@ def test_without_the_extension_nothing_is_replayed_by_others(backend):
 
 @pytest.mark.parametrize("slabs", ["copied"], indirect=True)
 def test_what_is_computed_alone_shares_no_launch(backend, memory):
-    there, elsewhere = job_in(memory, Recurrence()), job_in(memoryview(bytearray(2**16)), Recurrence())
+    there, elsewhere = job_in(memory, ReplaySlot()), job_in(memoryview(bytearray(2**16)), ReplaySlot())
     assert backend.computes_alone(there)
     assert there.batch_class() is None
     assert not backend.computes_alone(elsewhere)
@@ -213,5 +213,5 @@ def test_parameters_are_read_where_they_are_unless_many_programs_would_read_long
     x = HostTensor(DType.FLOAT32, (rows, cols), memory[: 4 * rows * cols])
     weight = HostTensor(DType.FLOAT32, (cols,), memory[2**21 : 2**21 + 4 * cols])
     places = {"y": memory[2**21 + 2**12 :][: 4 * rows * cols]}
-    job = NormJob(SPEC, {"x": x, "weight": weight}, places=places, recurrence=Recurrence())
-    assert recurring.is_in_reach(job) == is_read
+    job = NormJob(SPEC, {"x": x, "weight": weight}, places=places, recurrence=ReplaySlot())
+    assert recurring.is_computed_in_place(job) == is_read

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 from normserve.backends.cuda import recurring, replays
-from normserve.backends.cuda.copied import ChunkSizes, CopiedPart
-from normserve.backends.cuda.recurring import PreparedLaunch, Workspace
-from normserve.backends.cuda.streams import Pipeline
+from normserve.backends.cuda.copied import ChunkLimits, CopiedLaunch
+from normserve.backends.cuda.recurring import ChunkExecutionContext, ClientMemoryLaunch
+from normserve.backends.cuda.streams import StreamPipeline
 from normserve.backends.launch import ResidentParameters
-from normserve.jobs.job import Batch, Lane, NormJob, Recurrence
+from normserve.jobs.job import Batch, NormJob, QueueLane, ReplaySlot
 from normserve.memory.host_tensors import DType, HostTensor
 
 from tests.service.backends.cuda.no_device import HostStreams
@@ -29,12 +29,12 @@ NBYTES = 4 * ROWS * COLS
 @pytest.fixture(autouse=True)
 def spaces(backend, graphs, monkeypatch):
     """Two, as of a device, and jobs of some KiB are large."""
-    monkeypatch.setattr(recurring, "REPLAYED", ChunkSizes(4096, 16))
+    monkeypatch.setattr(recurring, "REPLAYED", ChunkLimits(4096, 16))
     monkeypatch.setattr(recurring, "_MOST_CHUNKED_BYTES", 2**18)
     monkeypatch.setattr(replays, "_CALLS_BEFORE_CAPTURE", 3)
     monkeypatch.setattr(recurring, "_MOST_HOST_BYTES", 0)
     monkeypatch.setattr(recurring, "is_registered", lambda memory: not memory.readonly)
-    made = [Workspace(HostStreams(urgent=False), graphs, "cpu") for _ in range(2)]
+    made = [ChunkExecutionContext(HostStreams(urgent=False), graphs, "cpu") for _ in range(2)]
     backend._workspaces = iter(2 * made)
     return made
 
@@ -48,7 +48,7 @@ def job_in(memory, recurrence, registered=None, **changes):
     spec = replace(FORWARD, **changes)
     job = NormJob(spec, {"x": x}, registered, places=places, recurrence=recurrence)
     if recurrence is not None:
-        recurrence.is_alone = recurring.is_computed_alone(job)
+        recurrence.is_alone = recurring.is_computed_in_client_memory(job)
     return job
 
 
@@ -58,7 +58,7 @@ def memory():
 
 
 def run(backend, *jobs):
-    return backend.run(Batch(jobs, Lane.LARGE)).wait()
+    return backend.run(Batch(jobs, QueueLane.LARGE)).wait()
 
 
 def assert_right(execution, job):
@@ -72,7 +72,7 @@ def assert_right(execution, job):
 
 
 def test_each_job_is_computed_of_what_lies_there_then_and_captured_in_the_end(backend, memory, library, graphs):
-    recurrence = Recurrence()
+    recurrence = ReplaySlot()
     for number in range(6):
         job = job_in(memory, recurrence)
         assert_right(run(backend, job), job)
@@ -80,8 +80,8 @@ def test_each_job_is_computed_of_what_lies_there_then_and_captured_in_the_end(ba
     assert graphs.replayed == 3
     # In nine chunks.
     assert len(library.written) == 9 * 6
-    assert isinstance(recurrence.prepared, PreparedLaunch)
-    assert backend.launches_at_once(Batch((job,), Lane.LARGE))
+    assert isinstance(recurrence.prepared, ClientMemoryLaunch)
+    assert backend.launches_at_once(Batch((job,), QueueLane.LARGE))
     replay = backend.replay(recurrence)
     assert len(replay.marks) == 9
 
@@ -89,7 +89,7 @@ def test_each_job_is_computed_of_what_lies_there_then_and_captured_in_the_end(ba
 def test_jobs_take_turns_with_the_memory_of_the_device(backend, memory):
     works = []
     for _ in range(3):
-        recurrence = Recurrence()
+        recurrence = ReplaySlot()
         run(backend, job_in(memory, recurrence))
         works.append(recurrence.prepared)
     first, second, third = (each.pipeline for each in works)
@@ -100,7 +100,7 @@ def test_jobs_take_turns_with_the_memory_of_the_device(backend, memory):
 def test_parameters_of_layers_are_used(backend, memory):
     weight, bias = torch.randn(COLS), torch.randn(COLS)
     named = replace(layer(size=COLS), resident=ResidentParameters(weight, bias))
-    job = job_in(memory, Recurrence(), named)
+    job = job_in(memory, ReplaySlot(), named)
     (outputs,) = run(backend, job).outputs
     torch.testing.assert_close(
         back(outputs["y"]), torch.nn.functional.layer_norm(back(job.x), (COLS,), weight, bias)
@@ -109,7 +109,7 @@ def test_parameters_of_layers_are_used(backend, memory):
 
 def test_stages_are_measured(backend, memory):
     began = time.perf_counter()
-    execution = run(backend, job_in(memory, Recurrence()))
+    execution = run(backend, job_in(memory, ReplaySlot()))
     elapsed_s = time.perf_counter() - began
     assert execution.copy_in_s > 0
     assert execution.kernel_s > 0
@@ -127,27 +127,32 @@ def test_stages_are_measured(backend, memory):
     ids=["not to come again", "no place", "over x", "memory that is not registered"],
 )
 def test_what_is_computed_in_another_way(backend, memory, spaces, changes):
-    job = job_in(memory, Recurrence(), stats=False)
+    job = job_in(memory, ReplaySlot(), stats=False)
     given = {name: getattr(job, name) for name in ("tensors", "places", "recurrence", "may_overwrite")} | changes
     other = NormJob(job.spec, given["tensors"], None, given["may_overwrite"], given["places"], given["recurrence"])
-    assert recurring.prepare_launch(backend._places.own(other), None, None, None, iter(spaces)) is None
+    assert (
+        recurring.prepare_client_memory_launch(backend._places.own(other), None, None, None, iter(spaces)) is None
+    )
 
 
 def test_what_does_not_fit_is_computed_in_another_way(backend, memory, spaces, monkeypatch):
     monkeypatch.setattr(recurring, "_MOST_CHUNKED_BYTES", 2 * NBYTES)
-    job = job_in(memory, Recurrence(), stats=False)
-    assert recurring.prepare_launch(backend._places.own(job), None, None, None, iter(spaces)) is None
+    job = job_in(memory, ReplaySlot(), stats=False)
+    assert recurring.prepare_client_memory_launch(backend._places.own(job), None, None, None, iter(spaces)) is None
 
 
 def test_without_memory_of_the_device_jobs_are_computed_in_another_way(backend, memory, library, monkeypatch):
     def refuse(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    place = Workspace(HostStreams(urgent=False), None, "cpu")
+    place = ChunkExecutionContext(HostStreams(urgent=False), None, "cpu")
     monkeypatch.setattr(torch, "empty", refuse)
     for _ in range(2):
-        job = job_in(memory, Recurrence())
-        assert recurring.prepare_launch(backend._places.own(job), library, None, None, iter([place])) is None
+        job = job_in(memory, ReplaySlot())
+        assert (
+            recurring.prepare_client_memory_launch(backend._places.own(job), library, None, None, iter([place]))
+            is None
+        )
 
 
 def test_the_thread_stays_on_the_stream_that_is_captured():
@@ -158,13 +163,13 @@ def test_the_thread_stays_on_the_stream_that_is_captured():
             used.append(stream)
             return super().use(stream)
 
-    pipeline = Pipeline(Streams(urgent=False))
-    pipeline.put([CopiedPart((), lambda: ())] * 2, pipeline.marks(2))
+    pipeline = StreamPipeline(Streams(urgent=False))
+    pipeline.put([CopiedLaunch((), lambda: ())] * 2, pipeline.marks(2))
     assert used[-1] is pipeline.compute_stream
 
 
 def test_parameters_that_come_along_are_read_anew_each_time(backend, memory):
-    recurrence = Recurrence()
+    recurrence = ReplaySlot()
     for _ in range(5):
         job = job_in(memory, recurrence, stats=False)
         weight = HostTensor(DType.FLOAT32, (COLS,), memory[3 * NBYTES : 3 * NBYTES + 4 * COLS])

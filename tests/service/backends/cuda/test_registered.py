@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from normserve.backends.cuda import pinned
-from normserve.backends.cuda.pinned import RegisteredMemory, is_registered, registered
+from normserve.backends.cuda.pinned import HostMemoryRegistration, is_registered, register_memory
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def driver(monkeypatch):
     runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=made.known.pop)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "check_error", check)
-    monkeypatch.setattr(RegisteredMemory, "known", {})
+    monkeypatch.setattr(HostMemoryRegistration, "known", {})
     return made
 
 
@@ -36,7 +36,7 @@ def memory():
 
 
 def test_memory_is_known_for_as_long_as_it_is_registered(driver, memory):
-    registration = registered(memory)
+    registration = register_memory(memory)
     assert list(driver.known.values()) == [4096]
     for part in (memory, memory[:1], memory[-1:], memory[100:200]):
         assert is_registered(part)
@@ -47,7 +47,7 @@ def test_memory_is_known_for_as_long_as_it_is_registered(driver, memory):
 
 
 def test_what_lies_only_partly_in_such_memory_is_not(driver, memory):
-    registration = registered(memory[1024:2048])
+    registration = register_memory(memory[1024:2048])
     assert is_registered(memory[1024:2048])
     for part in (memory[1023:2048], memory[1024:2049], memory[:1024], memory[2048:], memory[:]):
         assert not is_registered(part)
@@ -56,11 +56,11 @@ def test_what_lies_only_partly_in_such_memory_is_not(driver, memory):
 
 def test_memory_that_the_driver_refuses_is_used_without_it(driver, memory, caplog):
     driver.code = 2
-    assert registered(memory) is None
+    assert register_memory(memory) is None
     assert not is_registered(memory)
     assert len(caplog.records) == 1
     with pytest.raises(RuntimeError, match="error 2"):
-        RegisteredMemory(memory)
+        HostMemoryRegistration(memory)
     gc.collect()
     assert not driver.known
 
@@ -68,4 +68,4 @@ def test_memory_that_the_driver_refuses_is_used_without_it(driver, memory, caplo
 def test_a_slab_that_cannot_be_pinned_is_a_want_of_memory(driver, memory):
     driver.code = 2
     with pytest.raises(MemoryError):
-        pinned.pinned_segments(lambda nbytes: memory)(1000)
+        pinned.make_pinned_allocator(lambda nbytes: memory)(1000)

@@ -23,7 +23,7 @@ def test_a_known_request_is_launched_and_answered(client):
     [(tag, answer)] = client.answers(1)
     assert tag == 2**32 - 5
     assert (answer.status, answer.batch_size) == (200, 1)
-    assert answer.results == {"y": frames.Located(0, 16, "float32", (2, 4))}
+    assert answer.results == {"y": frames.TensorReference(0, 16, "float32", (2, 4))}
     assert answer.stages_ms["kernel"] == 0.25
     assert set(answer.stages_ms) == {"recv", "queue", "copy_in", "kernel", "copy_out"}
     assert (answer.kernel_bytes, answer.kernel_bandwidth) == (5000, 5000 / 0.25e-3)
@@ -162,7 +162,7 @@ def test_answers_follow_those_that_the_caller_has_not_sent(client):
     [(kind, descriptor, _, _, whole)] = client.serve()
     assert (kind, descriptor) == (UNSENT, client.descriptor)
     assert not client.has_answer()
-    assert frames.read_answer(whole[8:]).status == 200
+    assert frames.decode_response(whole[8:]).status == 200
 
 
 def test_the_rest_of_an_answer_that_is_not_read_goes_to_the_caller(client):
@@ -262,6 +262,6 @@ def test_other_threads_run_while_it_serves_and_may_not_use_it(client):
 
 
 def test_a_source_that_does_not_compile_leaves_requests_to_python(monkeypatch, caplog):
-    monkeypatch.setattr(build, "command", lambda target: ["sh", "-c", "echo broken >&2; exit 1"])
-    assert build.load() is None
+    monkeypatch.setattr(build, "make_gcc_command", lambda target: ["sh", "-c", "echo broken >&2; exit 1"])
+    assert build.load_extension() is None
     assert "broken" in caplog.text

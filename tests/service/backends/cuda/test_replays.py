@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 from normserve.backends.cuda import replays
-from normserve.backends.cuda.replays import Repeated, Replays
+from normserve.backends.cuda.replays import GraphCache, RepeatedCall
 
 from tests.service.backends.fake_graphs import FakeGraphs
 
@@ -31,7 +31,7 @@ class Scene:
 
     def __init__(self, shared):
         self.made = 0
-        self.repeated = Repeated(self._call, "this call", shared)
+        self.repeated = RepeatedCall(self._call, "this call", shared)
 
     def _call(self):
         self.made += 1
@@ -45,7 +45,7 @@ class Scene:
 
 @pytest.fixture
 def scene(graphs):
-    return Scene(Replays(graphs))
+    return Scene(GraphCache(graphs))
 
 
 def test_a_call_that_recurs_is_captured_once_and_replayed_from_then_on(scene, graphs):
@@ -76,7 +76,7 @@ def test_a_capture_that_fails_is_logged_once_and_the_call_made_as_before(scene, 
 
 def test_a_failed_capture_keeps_nothing_of_its_call(graphs, caplog):
     graphs.broken = lambda: RuntimeError("no")
-    scene = Scene(Replays(graphs))
+    scene = Scene(GraphCache(graphs))
     scene.send(SOON)
     collected = weakref.ref(scene)
     del scene
@@ -100,7 +100,7 @@ def test_what_the_call_itself_raises_is_the_callers(graphs):
     def fail():
         raise RuntimeError("CUDA error: unspecified launch failure")
 
-    repeated = Repeated(fail, "it", Replays(graphs))
+    repeated = RepeatedCall(fail, "it", GraphCache(graphs))
     for _ in range(2 * SOON):
         with pytest.raises(RuntimeError, match="launch failure"):
             repeated.make()
@@ -109,7 +109,7 @@ def test_what_the_call_itself_raises_is_the_callers(graphs):
 
 def test_so_many_graphs_live_and_the_oldest_goes(graphs, monkeypatch):
     monkeypatch.setattr(replays, "_MOST_GRAPHS", 4)
-    shared = Replays(graphs)
+    shared = GraphCache(graphs)
     scenes = [Scene(shared) for _ in range(6)]
     for scene in scenes:
         scene.send(SOON)
@@ -124,7 +124,7 @@ def test_so_many_graphs_live_and_the_oldest_goes(graphs, monkeypatch):
 
 def test_graphs_of_calls_that_are_gone_make_room(graphs, monkeypatch):
     monkeypatch.setattr(replays, "_MOST_GRAPHS", 2)
-    shared = Replays(graphs)
+    shared = GraphCache(graphs)
     kept = Scene(shared)
     kept.send(SOON)
     for _ in range(5):
@@ -137,7 +137,7 @@ def test_graphs_of_calls_that_are_gone_make_room(graphs, monkeypatch):
 def test_captures_stay_rare_whatever_comes(graphs, monkeypatch):
     """Calls in turn, as many as make each graph useless as soon as it is there."""
     monkeypatch.setattr(replays, "_MOST_GRAPHS", 2)
-    shared = Replays(graphs)
+    shared = GraphCache(graphs)
     scenes = [Scene(shared) for _ in range(5)]
     for _ in range(10):
         for scene in scenes:

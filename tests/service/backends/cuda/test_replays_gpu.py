@@ -14,11 +14,11 @@ import pytest
 import torch
 from fusednorm import reference
 from normserve.backends.cuda import replays
-from normserve.backends.cuda.graphs import CudaGraphs
-from normserve.jobs.job import Batch, Layout, NormJob, NormSpec, Op, Pass, Recurrence
-from normserve.jobs.results import results_of
+from normserve.backends.cuda.graphs import CudaGraphCapturer
+from normserve.jobs.job import Batch, ChannelLayout, NormJob, NormSpec, Op, PassDirection, ReplaySlot
+from normserve.jobs.results import infer_result_specs
 from normserve.memory.host_tensors import HostTensor
-from normserve.memory.segments import Segment, make_segment
+from normserve.memory.segments import HostSegment, make_segment
 from normserve.memory.slabs import SlabPool
 
 from tests.service.backends.answers import assert_right
@@ -40,7 +40,7 @@ class Counting:
 
     def __init__(self) -> None:
         self.captured = self.replayed = 0
-        self._graphs = CudaGraphs()
+        self._graphs = CudaGraphCapturer()
 
     def capture(self, call):
         graph = self._graphs.capture(call)
@@ -76,7 +76,7 @@ def graphs(backend, monkeypatch):
 @pytest.fixture(scope="module")
 def memory(backend):
     """Memory of a client, registered with the driver."""
-    descriptor, segment = make_segment(2**22, Segment)
+    descriptor, segment = make_segment(2**22, HostSegment)
     os.close(descriptor)
     made = memoryview(segment)
     registration = backend.share(made)
@@ -102,7 +102,7 @@ class Caller:
         self.backend, self.memory = backend, memory
         self.spec = spec or LAYER_NORM
         self.registered = registered
-        self.recurrence = Recurrence()
+        self.recurrence = ReplaySlot()
 
     def call(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Its results, computed where they are."""
@@ -122,7 +122,7 @@ class Caller:
         described = {name: (tensor.dtype, tensor.shape) for name, tensor in given.items()}
         places = {
             name: take(dtype.itemsize * prod(shape))
-            for name, (dtype, shape) in results_of(self.spec, described, self.registered).items()
+            for name, (dtype, shape) in infer_result_specs(self.spec, described, self.registered).items()
         }
         job = NormJob(self.spec, given, self.registered, places=places, recurrence=self.recurrence)
         self.recurrence.is_alone = self.backend.computes_alone(job)
@@ -134,9 +134,9 @@ def right(spec: NormSpec, tensors: dict[str, torch.Tensor]):
     """What the oracle says, in float64."""
 
     def first(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.movedim(-1, 1) if spec.layout is Layout.NHWC and tensor.dim() > 2 else tensor
+        return tensor.movedim(-1, 1) if spec.layout is ChannelLayout.NHWC and tensor.dim() > 2 else tensor
 
-    names = ("x",) if spec.direction is Pass.FORWARD else ("dy", "x")
+    names = ("x",) if spec.direction is PassDirection.FORWARD else ("dy", "x")
     given = [first(tensors[name]) for name in names] + ([spec.num_groups] if spec.num_groups else [])
     options = {name: first(tensor) for name, tensor in tensors.items() if name not in names}
     if spec.stats:
@@ -145,13 +145,13 @@ def right(spec: NormSpec, tensors: dict[str, torch.Tensor]):
     return function(*given, **options, eps=spec.eps, activation=spec.activation, precision=torch.float64)
 
 
-LAYER_NORM = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5)
-GRADIENTS = NormSpec(Op.LAYER_NORM, Pass.BACKWARD, 1e-5)
-RMS_NORM = NormSpec(Op.RMS_NORM, Pass.FORWARD, 1e-6, activation="silu", stats=True)
+LAYER_NORM = NormSpec(Op.LAYER_NORM, PassDirection.FORWARD, 1e-5)
+GRADIENTS = NormSpec(Op.LAYER_NORM, PassDirection.BACKWARD, 1e-5)
+RMS_NORM = NormSpec(Op.RMS_NORM, PassDirection.FORWARD, 1e-6, activation="silu", stats=True)
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-def group_norm(direction: Pass, layout: Layout) -> NormSpec:
+def group_norm(direction: PassDirection, layout: ChannelLayout) -> NormSpec:
     return NormSpec(Op.GROUP_NORM, direction, 1e-5, 2, layout, activation="silu")
 
 
@@ -161,12 +161,27 @@ CLASSES = {
     "a long row": (LAYER_NORM, (1, 60_000), BF16, False),
     "rows": (RMS_NORM, (5, 1000), FP32, False),
     "gradients of a layer": (GRADIENTS, (24, 1024), FP32, True),
-    "a small sample": (group_norm(Pass.FORWARD, Layout.NCHW), (1, 32, 8, 8), BF16, True),
-    "a large sample": (group_norm(Pass.FORWARD, Layout.NCHW), (1, 32, 40, 40), BF16, False),
-    "a small sample, channels last": (group_norm(Pass.FORWARD, Layout.NHWC), (1, 8, 8, 32), BF16, False),
-    "a large sample, channels last": (group_norm(Pass.FORWARD, Layout.NHWC), (1, 40, 40, 32), BF16, True),
-    "gradients of a sample": (group_norm(Pass.BACKWARD, Layout.NCHW), (1, 32, 40, 40), BF16, True),
-    "gradients, channels last": (group_norm(Pass.BACKWARD, Layout.NHWC), (1, 40, 40, 32), BF16, True),
+    "a small sample": (group_norm(PassDirection.FORWARD, ChannelLayout.NCHW), (1, 32, 8, 8), BF16, True),
+    "a large sample": (group_norm(PassDirection.FORWARD, ChannelLayout.NCHW), (1, 32, 40, 40), BF16, False),
+    "a small sample, channels last": (
+        group_norm(PassDirection.FORWARD, ChannelLayout.NHWC),
+        (1, 8, 8, 32),
+        BF16,
+        False,
+    ),
+    "a large sample, channels last": (
+        group_norm(PassDirection.FORWARD, ChannelLayout.NHWC),
+        (1, 40, 40, 32),
+        BF16,
+        True,
+    ),
+    "gradients of a sample": (group_norm(PassDirection.BACKWARD, ChannelLayout.NCHW), (1, 32, 40, 40), BF16, True),
+    "gradients, channels last": (
+        group_norm(PassDirection.BACKWARD, ChannelLayout.NHWC),
+        (1, 40, 40, 32),
+        BF16,
+        True,
+    ),
 }
 
 
@@ -178,14 +193,14 @@ def test_every_replay_is_right_and_has_the_calls_bits(backend, graphs, memory, s
         parameters = {"weight": torch.randn(size), "bias": torch.randn(size)}
         resident = backend.load(spec.op, host(parameters["weight"]), host(parameters["bias"]))
         registered = layer(op=spec.op, size=size, num_groups=spec.num_groups, resident=resident)
-    names = ("x", "residual") if spec.direction is Pass.FORWARD else ("x", "dy")
+    names = ("x", "residual") if spec.direction is PassDirection.FORWARD else ("x", "dy")
     caller = Caller(backend, memory, spec, registered)
     for number in range(SOON + 50):
         tensors = {name: torch.randn(shape).to(dtype) for name in names}
         got = caller.call(tensors)
         if 5 < number < SOON - 5:
             continue
-        assert_right(got, right(spec, tensors | parameters), spec.layout is Layout.NHWC)
+        assert_right(got, right(spec, tensors | parameters), spec.layout is ChannelLayout.NHWC)
         called = computed(
             backend, NormJob(spec, {name: host(tensor) for name, tensor in tensors.items()}, registered)
         )
@@ -265,7 +280,7 @@ def test_captures_beside_a_thread_that_allocates_and_waits(backend, graphs, memo
 
 
 def test_capture_whose_call_fails_leaves_the_stream_as_it_was():
-    graphs = CudaGraphs()
+    graphs = CudaGraphCapturer()
     with torch.cuda.stream(torch.cuda.Stream()):
         counted = torch.zeros(1, device="cuda")
 
@@ -288,7 +303,7 @@ def test_capture_whose_call_fails_leaves_the_stream_as_it_was():
 
 
 def test_pool_is_another_once_all_graphs_of_one_are_gone():
-    graphs = CudaGraphs()
+    graphs = CudaGraphCapturer()
     with torch.cuda.stream(torch.cuda.Stream()):
         out = torch.zeros(3, device="cuda")
 

@@ -5,8 +5,8 @@ import time
 import weakref
 
 import pytest
-from normserve.backends.cuda.streams import Pipeline
-from normserve.jobs.job import Execution
+from normserve.backends.cuda.streams import StreamPipeline
+from normserve.jobs.job import BatchResult
 
 NAMES = ("in", "compute", "out")
 
@@ -79,7 +79,7 @@ def device():
 
 @pytest.fixture
 def pipeline(device):
-    return Pipeline(device)
+    return StreamPipeline(device)
 
 
 class FakePart:
@@ -135,7 +135,7 @@ def test_each_stage_is_on_its_stream_behind_the_one_before(device, pipeline):
 
 
 def test_stages_on_one_stream_wait_for_nothing_and_share_their_moments(device):
-    pending = start(device, Pipeline(device, apart=False))
+    pending = start(device, StreamPipeline(device, apart=False))
     assert device.log == [
         ("in", "reaches", 1),
         ("in", "runs in", "x"),
@@ -170,7 +170,7 @@ def test_stages_are_timed_without_their_waits(device, pipeline):
 def test_what_was_gathered_on_the_host_counts_as_copied_in(device, pipeline):
     pending = start(device, pipeline)
     pending.expect(({"y": 1},), (7,), packed_s=0.5, are_placed=True)
-    assert pending.wait() == Execution(({"y": 1},), (7,), 1.5, 1.0, 1.0, are_placed=True)
+    assert pending.wait() == BatchResult(({"y": 1},), (7,), 1.5, 1.0, 1.0, are_placed=True)
 
 
 def test_parts_of_a_batch_wait_for_their_own_stages_alone(device, pipeline):
@@ -255,14 +255,14 @@ def test_a_part_that_fails_settles_the_streams(device, pipeline, broken):
 
 
 def test_stage_alone_takes_two_moments_and_the_others_no_time(device):
-    pipeline = Pipeline(device, apart=False)
+    pipeline = StreamPipeline(device, apart=False)
     pending = pipeline.start_one(lambda: device.log.append((device.current.name, "runs", "x")), None)
     assert device.log == [("in", "reaches", 1), ("in", "runs", "x"), ("in", "reaches", 2)]
     assert stage_seconds(pending) == (0.0, 1.0, 0.0)
 
 
 def test_what_is_done_aside_has_the_stream_and_no_moments(device):
-    pipeline = Pipeline(device)
+    pipeline = StreamPipeline(device)
     pipeline.aside(lambda: device.log.append((device.current.name, "runs", "aside")))
     assert device.log == [("compute", "runs", "aside")]
     assert device.current is None
@@ -346,7 +346,7 @@ def test_failed_stage_alone_settles_the_streams_as_well(device):
         raise ValueError("bad")
 
     with pytest.raises(ValueError, match="bad"):
-        Pipeline(device, apart=False).start_one(fail, None)
+        StreamPipeline(device, apart=False).start_one(fail, None)
     assert ("host", "settles", device.streams[0].name) in device.log
 
 

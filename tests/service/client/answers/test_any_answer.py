@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from normserve import client as api
-from normserve.client.answers.answer import Answer
-from normserve.client.answers.failures import api_error
+from normserve.client.answers.answer import ApiResponse
+from normserve.client.answers.failures import make_api_error
 
 from tests.service.client.harness.fake_server import HEADERS, FakeServer, tensors_answer
 
@@ -218,7 +218,7 @@ def calls_of_raw_server(raw_server):
 @given(body=bodies, status=st.integers(400, 999), headers=header_lists)
 @settings(max_examples=100)
 def test_any_problem_document(body, status, headers):
-    error = api_error(status, {name.decode(): value.decode() for name, value in headers}, body, KEY)
+    error = make_api_error(status, {name.decode(): value.decode() for name, value in headers}, body, KEY)
     assert error.status == status
     check_error(error)
 
@@ -227,4 +227,4 @@ def test_any_problem_document(body, status, headers):
 @settings(max_examples=100)
 def test_any_timing(headers):
     named = {name.decode(): value.decode() for name, value in headers}
-    check_timing(Answer(200, named, memoryview(b"")).timing())
+    check_timing(ApiResponse(200, named, memoryview(b"")).timing())

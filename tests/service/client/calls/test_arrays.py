@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 from normserve.client import UnexpectedAnswerError
 from normserve.client.calls import arrays
-from normserve.client.calls.arrays import from_host, to_host
+from normserve.client.calls.arrays import convert_tensor, describe_array
 from normserve.memory.host_tensors import DType, HostTensor
 
 from tests.service.client.harness.fake_server import FakeServer, tensors_answer
@@ -20,7 +20,7 @@ X = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
 
 
 def round_trip(value):
-    return from_host(to_host("x", value), value)
+    return convert_tensor(describe_array("x", value), value)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -61,9 +61,9 @@ def test_a_torch_tensor_survives(dtype, view):
 
 def test_contiguous_memory_is_not_copied():
     x = X.copy()
-    tensor = to_host("x", x)
+    tensor = describe_array("x", x)
     x[0, 0, 0] = 7
-    assert from_host(tensor, x)[0, 0, 0] == 7
+    assert convert_tensor(tensor, x)[0, 0, 0] == 7
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_numpy_cannot_hold_bfloat16(connect, plain_numpy):
         connect(server).layer_norm(X, out_dtype="bfloat16")
     assert not server.requests
     with pytest.raises(TypeError, match="numpy has no bfloat16"):
-        from_host(HostTensor(DType.BFLOAT16, (1,), memoryview(bytes(2))), X)
+        convert_tensor(HostTensor(DType.BFLOAT16, (1,), memoryview(bytes(2))), X)
 
 
 def test_numpy_can_hold_it_where_ml_dtypes_is_imported(connect):
@@ -122,7 +122,7 @@ def test_torch_in_torch_out(connect):
 
 def test_raw_memory_passes_as_it_is(connect):
     raw = HostTensor(DType.BFLOAT16, (2,), memoryview(bytes(4)))
-    assert to_host("x", raw) is raw
+    assert describe_array("x", raw) is raw
     y = connect(FakeServer(tensors_answer(y=X[0, 0, :2]))).layer_norm(raw, out_dtype="float32").y
     assert (y.dtype, y.shape, bytes(y.data)) == (DType.FLOAT32, (2,), X[0, 0, :2].tobytes())
 
@@ -152,7 +152,7 @@ def test_elements_at_odd_addresses_are_moved():
     data = memoryview(bytearray(X.tobytes() + b"0"))
     for start in (0, 1):
         data[start : start + X.nbytes] = memoryview(X.tobytes())
-        result = from_host(HostTensor(DType.FLOAT32, X.shape, data[start : start + X.nbytes]), torch.empty(0))
+        result = convert_tensor(HostTensor(DType.FLOAT32, X.shape, data[start : start + X.nbytes]), torch.empty(0))
         assert torch.equal(result, torch.from_numpy(X))
         assert result.data_ptr() % 4 == 0
 
@@ -178,14 +178,14 @@ def test_neither_torch_nor_the_server_is_imported():
 def test_an_array_of_any_size_is_sent_from_where_it_lies(array, is_writable):
     array = np.array(array)
     array.flags.writeable = is_writable
-    sent = arrays.to_host("x", array)
+    sent = arrays.describe_array("x", array)
     assert (sent.shape, bytes(sent.data), sent.data.format) == (array.shape, array.tobytes(), "B")
-    assert arrays.address(array) == array.__array_interface__["data"][0]
+    assert arrays.get_address(array) == array.__array_interface__["data"][0]
     assert not array.size or np.shares_memory(np.frombuffer(sent.data, np.uint8), array)
 
 
 @pytest.mark.parametrize("size", [0, 3])
 def test_memory_of_the_host_lies_there_whatever_torch_takes_for_default(size):
     with torch.device("meta"):
-        made = arrays.empty(memoryview(bytearray(4 * size)), DType.FLOAT32, (size,), as_torch=True)
+        made = arrays.make_array(memoryview(bytearray(4 * size)), DType.FLOAT32, (size,), as_torch=True)
     assert made.device.type == "cpu"

@@ -14,7 +14,7 @@ def plain_numpy(monkeypatch):
             raise TypeError(f"data type {what!r} not understood")
         return np.dtype(what)
 
-    arrays.numpy_dtype.cache_clear()
+    arrays.get_numpy_dtype.cache_clear()
     monkeypatch.setattr(arrays, "np", SimpleNamespace(**{**vars(np), "dtype": dtype}))
     yield
-    arrays.numpy_dtype.cache_clear()
+    arrays.get_numpy_dtype.cache_clear()

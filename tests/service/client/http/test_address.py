@@ -1,30 +1,34 @@
 import re
 
 import pytest
-from normserve.client.http.address import Address
+from normserve.client.http.address import ServerAddress
 
 
 @pytest.mark.parametrize(
     ("url", "address", "header"),
     [
-        ("http://host", Address("host", 80), "host"),
-        ("https://host/", Address("host", 443, tls=True), "host"),
-        ("https://host:80", Address("host", 80, tls=True), "host:80"),
-        ("http://[::1]:8000/a/b/?c=d", Address("::1", 8000, prefix="/a/b", query="c=d"), "[::1]:8000"),
-        ("http://B\u00fccher.example:1", Address("xn--bcher-kva.example", 1), "xn--bcher-kva.example:1"),
-        ("http+unix:///run/a b.sock", Address("localhost", 0, socket_path="/run/a b.sock"), "localhost"),
-        ("http+unix://here.sock", Address("localhost", 0, socket_path="here.sock"), "localhost"),
-        ("unix:///run/a.sock", Address("localhost", 0, socket_path="/run/a.sock", shares_memory=True), "localhost"),
+        ("http://host", ServerAddress("host", 80), "host"),
+        ("https://host/", ServerAddress("host", 443, tls=True), "host"),
+        ("https://host:80", ServerAddress("host", 80, tls=True), "host:80"),
+        ("http://[::1]:8000/a/b/?c=d", ServerAddress("::1", 8000, prefix="/a/b", query="c=d"), "[::1]:8000"),
+        ("http://B\u00fccher.example:1", ServerAddress("xn--bcher-kva.example", 1), "xn--bcher-kva.example:1"),
+        ("http+unix:///run/a b.sock", ServerAddress("localhost", 0, socket_path="/run/a b.sock"), "localhost"),
+        ("http+unix://here.sock", ServerAddress("localhost", 0, socket_path="here.sock"), "localhost"),
+        (
+            "unix:///run/a.sock",
+            ServerAddress("localhost", 0, socket_path="/run/a.sock", shares_memory=True),
+            "localhost",
+        ),
     ],
 )
 def test_a_url_says_where(url, address, header):
-    assert Address.of(url) == address
-    assert Address.of(url).host_header == header
+    assert ServerAddress.of(url) == address
+    assert ServerAddress.of(url).host_header == header
 
 
 def test_a_target_lies_below_the_url():
-    assert Address.of("http://h/a/?k=1").target("/v1/x?b=c") == "/a/v1/x?b=c&k=1"
-    assert Address.of("http://h?k=1").target("/v1/x") == "/v1/x?k=1"
+    assert ServerAddress.of("http://h/a/?k=1").target("/v1/x?b=c") == "/a/v1/x?b=c&k=1"
+    assert ServerAddress.of("http://h?k=1").target("/v1/x") == "/v1/x?k=1"
 
 
 @pytest.mark.parametrize(
@@ -44,17 +48,17 @@ def test_a_target_lies_below_the_url():
 )
 def test_what_is_none_is_refused(url):
     with pytest.raises(ValueError, match=r"the URL must be http://HOST:PORT, .* http\+unix://PATH or unix://PATH"):
-        Address.of(url)
+        ServerAddress.of(url)
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "localhost:8000/", "[::1]:8000"])
 def test_what_a_url_lacks_is_said(url):
     with pytest.raises(ValueError, match=re.escape(f"; http://{url} may be meant")):
-        Address.of(url)
+        ServerAddress.of(url)
 
 
 @pytest.mark.parametrize("url", ["user:secret@host:1", "secret", "secret word:80"])
 def test_nothing_that_may_be_secret_is_repeated(url):
     with pytest.raises(ValueError, match="the URL must be") as caught:
-        Address.of(url)
+        ServerAddress.of(url)
     assert "secret" not in str(caught.value)

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 import uvloop
-from normserve.client.http.awaiting import drive
+from normserve.client.http.awaiting import run_steps
 from normserve.client.http.steps import READ
 
 
@@ -26,6 +26,6 @@ def test_an_answer_comes_whole_from_a_server_that_has_closed_before_it_read_the_
             ours.send(b"the rest of a request")
             theirs.send(b"answer")
             theirs.close()
-            assert await asyncio.wait_for(drive(receiving(ours, 6)), 10) == b"answer"
+            assert await asyncio.wait_for(run_steps(receiving(ours, 6)), 10) == b"answer"
 
     loop(run())

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 from normserve.client.deadlines import Deadline
-from normserve.client.http.address import Address
-from normserve.client.http.blocking import Sockets, filling
-from normserve.client.http.opening import Trust
+from normserve.client.http.address import ServerAddress
+from normserve.client.http.blocking import ConnectionPool, make_blocking_receiver
+from normserve.client.http.opening import TlsSettings
 
 _PATIENCE_S = 1
 
@@ -41,7 +41,7 @@ class RecordingSocket(socket.socket):
 
 def test_what_comes_first_is_enough_unless_all_is_wanted(pair):
     connected, theirs = pair
-    fill = filling(Deadline(30))
+    fill = make_blocking_receiver(Deadline(30))
     room = memoryview(bytearray(8))
     with RecordingSocket(fileno=connected.detach()) as ours:
         ours.flags = []
@@ -63,7 +63,7 @@ def test_what_comes_first_is_enough_unless_all_is_wanted(pair):
 def test_no_longer_than_there_is_time_and_the_next_has_the_usual_patience(pair, whole):
     ours, _ = pair
     with pytest.raises(httpx.ReadTimeout):
-        filling(Deadline(0.02))(ours, memoryview(bytearray(8)), whole=whole)
+        make_blocking_receiver(Deadline(0.02))(ours, memoryview(bytearray(8)), whole=whole)
     assert patience_s(ours) == pytest.approx(_PATIENCE_S, abs=0.1)
 
 
@@ -72,7 +72,7 @@ def test_there_is_time_when_the_systems_patience_is_over(pair):
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", 0, 1000))
     late = threading.Timer(0.05, theirs.send, (b"abc",))
     late.start()
-    assert filling(Deadline(30))(ours, memoryview(bytearray(8)), whole=False) == 3
+    assert make_blocking_receiver(Deadline(30))(ours, memoryview(bytearray(8)), whole=False) == 3
     late.join()
 
 
@@ -80,7 +80,7 @@ def test_there_is_time_when_the_systems_patience_is_over(pair):
 def address():
     """Where connections can be made."""
     with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
-        yield Address("127.0.0.1", listener.getsockname()[1])
+        yield ServerAddress("127.0.0.1", listener.getsockname()[1])
 
 
 @pytest.fixture
@@ -88,12 +88,12 @@ def nowhere():
     """Where none can be made."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        yield Address("127.0.0.1", taken.getsockname()[1])
+        yield ServerAddress("127.0.0.1", taken.getsockname()[1])
 
 
 @pytest.fixture
 def sockets(address):
-    made = Sockets(address, Trust(False), 2, 30.0)
+    made = ConnectionPool(address, TlsSettings(False), 2, 30.0)
     yield made
     made.close()
 
@@ -135,7 +135,7 @@ def test_who_waited_in_vain_takes_nothing(sockets):
 
 
 def test_a_connection_that_cannot_be_made_takes_no_place(nowhere):
-    sockets = Sockets(nowhere, Trust(False), 2, 30.0)
+    sockets = ConnectionPool(nowhere, TlsSettings(False), 2, 30.0)
     for _ in range(5):
         with pytest.raises(httpx.ConnectError):
             sockets.take(in_time())

@@ -3,8 +3,8 @@
 import ssl
 
 import pytest
-from normserve.client.http.connection import Connection
-from normserve.client.http.heads import HeadReader
+from normserve.client.http.connection import ClientHttpConnection
+from normserve.client.http.heads import ResponseHeadParser
 
 INTERIM = b"HTTP/1.1 103 Early Hints\r\n\r\n"
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -39,14 +39,14 @@ def rounds(steps, endless, count=10):
 
 def test_interim_answers_without_end_let_others_go_on():
     endless = EndlessSocket(INTERIM * 10)
-    rounds(Connection(endless).head(), endless)
+    rounds(ClientHttpConnection(endless).head(), endless)
 
 
 @pytest.mark.parametrize("piece", [b"1;a=b\r\nx\r\n", b"1;" + b"a" * 100], ids=["small chunks", "extensions"])
 def test_a_body_of_small_chunks_lets_others_go_on(piece):
     endless = EndlessSocket(piece)
-    connection = Connection(endless)
-    head = HeadReader().read(CHUNKED)
+    connection = ClientHttpConnection(endless)
+    head = ResponseHeadParser().read(CHUNKED)
 
     def body():
         while (yield from connection.piece(head)) is not None:

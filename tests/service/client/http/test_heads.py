@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from normserve.client.http import heads
-from normserve.client.http.heads import HEAD_BYTES, HeadReader, request_head
+from normserve.client.http.heads import HEAD_BYTES, ResponseHeadParser, encode_request_head
 
 
 def read_head(raw):
     """Read a head that is the first of its connection."""
-    return HeadReader().read(raw)
+    return ResponseHeadParser().read(raw)
 
 
 def head(*lines):
@@ -110,7 +110,7 @@ def test_what_is_no_body_is_bounded(beginning):
 
 
 def test_a_request_s_head_is_what_it_was_given():
-    made = request_head(b"POST", b"/v1/x?a=b", [(b"Host", b"h"), (b"X", b"")])
+    made = encode_request_head(b"POST", b"/v1/x?a=b", [(b"Host", b"h"), (b"X", b"")])
     assert made == b"POST /v1/x?a=b HTTP/1.1\r\nHost: h\r\nX: \r\n\r\n"
 
 
@@ -131,7 +131,7 @@ def test_a_request_s_head_is_what_it_was_given():
 )
 def test_what_would_be_read_as_something_else_is_not_sent(method, target, header):
     with pytest.raises(httpx.LocalProtocolError):
-        request_head(method, target, [header])
+        encode_request_head(method, target, [header])
 
 
 ANSWER = (
@@ -145,7 +145,7 @@ ANSWER = (
 @pytest.fixture
 def learnt():
     """A reader of one head before."""
-    reader = HeadReader()
+    reader = ResponseHeadParser()
     reader.read(head(*ANSWER))
     assert len(reader._patterns) == 1
     return reader
@@ -160,7 +160,7 @@ def outcome(raw, reader):
 
 
 def test_a_head_like_one_before_is_read_without_the_parser(learnt, monkeypatch):
-    monkeypatch.setattr(heads, "_feed", None)
+    monkeypatch.setattr(heads, "_run_parser", None)
     again = learnt.read(head(*ANSWER[:2], b"X-Request-ID: d: e", b"Content-Length: 17"))
     assert (again.status, again.length, again.chunks, again.stays) == (200, 17, None, True)
     assert again.headers == {
@@ -200,7 +200,7 @@ def test_a_head_like_one_before_is_read_without_the_parser(learnt, monkeypatch):
 )
 def test_what_came_before_changes_nothing_of_what_is_read(learnt, place, line):
     raw = head(*ANSWER[:place], line, *ANSWER[place + 1 :])
-    assert outcome(raw, learnt) == outcome(raw, HeadReader())
+    assert outcome(raw, learnt) == outcome(raw, ResponseHeadParser())
 
 
 @given(st.data())
@@ -208,9 +208,9 @@ def test_a_head_changed_anywhere_is_read_as_the_parser_reads_it(data):
     raw = bytearray(head(*ANSWER))
     for _ in range(data.draw(st.integers(1, 4))):
         raw[data.draw(st.integers(0, len(raw) - 5))] = data.draw(st.integers(0, 255))
-    reader = HeadReader()
+    reader = ResponseHeadParser()
     reader.read(head(*ANSWER))
-    assert outcome(bytes(raw), reader) == outcome(bytes(raw), HeadReader())
+    assert outcome(bytes(raw), reader) == outcome(bytes(raw), ResponseHeadParser())
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_a_head_changed_anywhere_is_read_as_the_parser_reads_it(data):
     ],
 )
 def test_of_other_heads_nothing_is_remembered(lines):
-    reader = HeadReader()
+    reader = ResponseHeadParser()
     reader.read(head(*lines))
     assert reader._patterns == []
 
@@ -235,14 +235,14 @@ def fill(reader):
 
 
 def test_of_many_kinds_of_heads_few_are_remembered():
-    reader = HeadReader()
+    reader = ResponseHeadParser()
     fill(reader)
     assert len(reader._patterns) == 4
 
 
 def test_what_one_server_sends_is_not_remembered_for_another(monkeypatch):
-    fill(HeadReader())
-    other = HeadReader()
+    fill(ResponseHeadParser())
+    other = ResponseHeadParser()
     other.read(head(*ANSWER))
-    monkeypatch.setattr(heads, "_feed", None)
+    monkeypatch.setattr(heads, "_run_parser", None)
     assert other.read(head(*ANSWER)).length == 4096

@@ -3,17 +3,17 @@
 import os
 
 import pytest
-from normserve.client.local.arena import Arena
-from normserve.memory.segments import Segment, make_segment
+from normserve.client.local.arena import HostArena
+from normserve.memory.segments import HostSegment, make_segment
 
 SEGMENT = 2**16
 
 
 @pytest.fixture
 def arena():
-    arena = Arena()
+    arena = HostArena()
     for number in (3, 7):
-        descriptor, segment = make_segment(SEGMENT, Segment)
+        descriptor, segment = make_segment(SEGMENT, HostSegment)
         os.close(descriptor)
         arena.add(number, segment)
     return arena

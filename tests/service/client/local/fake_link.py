@@ -8,7 +8,7 @@ class FakeLink:
     """Answers with the results where they are wanted, as `shape` says, or with what is `written` in their place."""
 
     def __init__(self) -> None:
-        self.asked: list[frames.Compute] = []
+        self.asked: list[frames.ComputeMessage] = []
         self.status, self.shape = 200, (4, 256)
         self.written: bytes | None = None
 
@@ -22,15 +22,17 @@ class FakeLink:
         again = recurring.begin(known, elsewhere)
         if again is None:
             return None
-        told = self._answer(msgspec.json.decode(bytes(again.content), type=frames.Compute))
+        told = self._answer(msgspec.json.decode(bytes(again.content), type=frames.ComputeMessage))
         again.make_results()
         return recurring.end(key, again, told, "the key")
 
     def _answer(self, asked):
         self.asked.append(asked)
         if self.status >= 400:
-            return frames.Reply(self.status, "id", problem={"code": "overloaded", "detail": "the key"})
+            return frames.LazyLocalResponse(self.status, "id", problem={"code": "overloaded", "detail": "the key"})
         place = asked.results["y"]
-        found = {"y": frames.Located(place.segment, place.offset, "float32", self.shape)}
+        found = {"y": frames.TensorReference(place.segment, place.offset, "float32", self.shape)}
         results = msgspec.Raw(self.written or msgspec.json.encode(found))
-        return frames.Reply(self.status, "id", results=results, stages_ms={"kernel": 1.0}, kernel_bytes=7)
+        return frames.LazyLocalResponse(
+            self.status, "id", results=results, stages_ms={"kernel": 1.0}, kernel_bytes=7
+        )

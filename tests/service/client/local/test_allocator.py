@@ -5,7 +5,7 @@ import random
 import threading
 
 import numpy as np
-from normserve.client.local.arena import Arena
+from normserve.client.local.arena import HostArena
 
 from tests.service.client.local.arenas import SEGMENT, arena
 
@@ -58,7 +58,7 @@ def test_once_empty_is_told_once_by_whoever_returns_the_last_block(arena):
         thread.join()
     gc.collect()
     assert told == [1]
-    other = Arena()
+    other = HostArena()
     other.once_empty(lambda: told.append(2))
     assert told == [1, 2]
 

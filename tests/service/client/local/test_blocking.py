@@ -10,15 +10,15 @@ def test_a_call_that_was_known_connects_anew_where_its_connection_ends(tmp_path)
     computed = []
 
     def answer(connected, tag, message):
-        if isinstance(message, frames.Grow):
+        if isinstance(message, frames.GrowArenaMessage):
             send_segment(connected, tag)
-        elif isinstance(message, frames.Compute):
+        elif isinstance(message, frames.ComputeMessage):
             computed.append(message)
             if len(computed) == 3:
                 return True
             place = message.results["y"]
-            results = {"y": frames.Located(place.segment, place.offset, "float32", (4, 4))}
-            connected.sendall(frames.write(tag, frames.Answer(200, "id", results, {"recv": 0.5})))
+            results = {"y": frames.TensorReference(place.segment, place.offset, "float32", (4, 4))}
+            connected.sendall(frames.encode_frame(tag, frames.LocalResponse(200, "id", results, {"recv": 0.5})))
         return False
 
     path = str(tmp_path / "socket")

@@ -24,9 +24,9 @@ class SilentServer:
         self.has_request = threading.Event()
 
     def answer(self, connected, tag, message):
-        if isinstance(message, frames.Grow):
+        if isinstance(message, frames.GrowArenaMessage):
             send_segment(connected, tag)
-        elif isinstance(message, frames.Compute):
+        elif isinstance(message, frames.ComputeMessage):
             self.has_request.set()
 
 
@@ -114,9 +114,9 @@ def test_a_call_that_times_out_after_the_client_was_closed_keeps_nothing(tmp_pat
 
 def test_a_client_closed_after_its_connection_broke_keeps_nothing(tmp_path):
     def answer(connected, tag, message):
-        if isinstance(message, frames.Grow):
+        if isinstance(message, frames.GrowArenaMessage):
             send_segment(connected, tag)
-        return isinstance(message, frames.Compute)
+        return isinstance(message, frames.ComputeMessage)
 
     path = str(tmp_path / "socket")
     with serving(path, answer):
@@ -137,12 +137,12 @@ def time_out_quietly(path: str) -> None:
 
 
 def answer_at_once(connected, tag, message):
-    if isinstance(message, frames.Grow):
+    if isinstance(message, frames.GrowArenaMessage):
         send_segment(connected, tag)
-    elif isinstance(message, frames.Compute):
+    elif isinstance(message, frames.ComputeMessage):
         place = message.results["y"]
-        results = {"y": frames.Located(place.segment, place.offset, "float32", (4, 4))}
-        connected.sendall(frames.write(tag, frames.Answer(200, "id", results)))
+        results = {"y": frames.TensorReference(place.segment, place.offset, "float32", (4, 4))}
+        connected.sendall(frames.encode_frame(tag, frames.LocalResponse(200, "id", results)))
 
 
 @pytest.mark.parametrize(

@@ -23,11 +23,11 @@ from normserve.client import (
     UnauthorizedError,
     UnexpectedAnswerError,
 )
-from normserve.client.local.async_link import AsyncLink
+from normserve.client.local.async_link import AsyncLocalClientConnection
 from normserve.client.local.protocol import LocalRequest
 from normserve.codec import local_frames as frames
 from normserve.codec.framing import FrameReader
-from normserve.memory.segments import Segment, make_segment
+from normserve.memory.segments import HostSegment, make_segment
 
 ONCE = RetryPolicy(tries=1)
 
@@ -42,8 +42,8 @@ def serving(path, server):
         with connected, suppress(OSError):
             while data := connected.recv(2**16):
                 for tag, content in found.feed(data):
-                    for message in frames.read_messages(content):
-                        if isinstance(message, frames.Hello):
+                    for message in frames.decode_messages(content):
+                        if isinstance(message, frames.HelloMessage):
                             server.greet(connected, tag)
                         elif server.answer(connected, tag, message):
                             return
@@ -127,37 +127,37 @@ class Server:
         self._segments = 0
 
     def greet(self, connected, tag):
-        connected.sendall(frames.write(tag, frames.Answer(200, document={})))
+        connected.sendall(frames.encode_frame(tag, frames.LocalResponse(200, document={})))
 
     def answer(self, connected, tag, message):
         self.asked.append(message)
-        if isinstance(message, frames.Grow):
+        if isinstance(message, frames.GrowArenaMessage):
             if self.refuses(message.nbytes):
                 problem = {"code": "overloaded", "detail": "no memory", "status": 429}
-                connected.sendall(frames.write(tag, frames.Answer(429, "id", problem=problem)))
+                connected.sendall(frames.encode_frame(tag, frames.LocalResponse(429, "id", problem=problem)))
             else:
                 self.lend(connected, tag, message.nbytes)
             return None
-        if isinstance(message, frames.Free | frames.Cancel):
+        if isinstance(message, frames.FreeSegmentMessage | frames.CancelRequestMessage):
             return None
         return self.respond(connected, tag, message)
 
     def lend(self, connected, tag, nbytes):
-        descriptor, _ = make_segment(nbytes, Segment)
+        descriptor, _ = make_segment(nbytes, HostSegment)
         rights = struct.pack("i", descriptor)
-        frame = frames.write(tag, frames.Answer(200, segment=self._segments))
+        frame = frames.encode_frame(tag, frames.LocalResponse(200, segment=self._segments))
         connected.sendmsg([frame], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
         os.close(descriptor)
         self._segments += 1
 
     def respond(self, connected, tag, message):
-        if isinstance(message, frames.Compute):
+        if isinstance(message, frames.ComputeMessage):
             place = message.results["y"]
             shape = message.tensors["x"].shape
-            results = {"y": frames.Located(place.segment, place.offset, "float32", shape)}
-            connected.sendall(frames.write(tag, frames.Answer(200, "id", results)))
+            results = {"y": frames.TensorReference(place.segment, place.offset, "float32", shape)}
+            connected.sendall(frames.encode_frame(tag, frames.LocalResponse(200, "id", results)))
         else:
-            connected.sendall(frames.write(tag, frames.Answer(200, "id", document={"tag": tag})))
+            connected.sendall(frames.encode_frame(tag, frames.LocalResponse(200, "id", document={"tag": tag})))
 
     def of(self, kind):
         """What was asked of one kind."""
@@ -175,7 +175,9 @@ class Reversing(Server):
         self._kept.append((tag, message))
         if len(self._kept) == self._count:
             for other, kept in reversed(self._kept):
-                connected.sendall(frames.write(other, frames.Answer(200, "id", document={"name": kept.name})))
+                connected.sendall(
+                    frames.encode_frame(other, frames.LocalResponse(200, "id", document={"name": kept.name}))
+                )
             self._kept.clear()
 
 
@@ -197,7 +199,7 @@ def test_memory_is_asked_for_in_less_where_there_is_no_more(play):
         x = await client.empty((256, 1024))
         x[:] = 3
         assert x.sum() == 3 * 2**18
-        assert [each.nbytes > 2**20 for each in server.of(frames.Grow)] == [True, False]
+        assert [each.nbytes > 2**20 for each in server.of(frames.GrowArenaMessage)] == [True, False]
 
     play(body, server)
 
@@ -212,10 +214,10 @@ def test_where_there_is_no_memory_idle_segments_are_given_back_first(play):
         # A thread that made the call may have it for a moment longer.
         while view() is not None:
             await asyncio.sleep(0.001)
-        server.refuses = lambda nbytes: not server.of(frames.Free)
+        server.refuses = lambda nbytes: not server.of(frames.FreeSegmentMessage)
         big = await client.empty((8, 1024, 1024))
         assert big.nbytes == 2**25
-        assert [each.segment for each in server.of(frames.Free)] == [0]
+        assert [each.segment for each in server.of(frames.FreeSegmentMessage)] == [0]
 
     play(body, server)
 
@@ -237,7 +239,7 @@ def test_who_is_refused_at_the_beginning_is_told_why(play):
     class Refusing(Server):
         def greet(self, connected, tag):
             problem = {"code": "unauthorized", "detail": "no such key", "status": 401}
-            connected.sendall(frames.write(tag, frames.Answer(401, "id", problem=problem)))
+            connected.sendall(frames.encode_frame(tag, frames.LocalResponse(401, "id", problem=problem)))
 
     async def body(client, server):
         for _ in range(2):
@@ -255,7 +257,7 @@ def test_a_fault_of_the_connection_is_the_error_of_all_who_wait(play, status):
             self.waiting = getattr(self, "waiting", 0) + 1
             if self.waiting == 3:
                 problem = {"code": "malformed_payload", "detail": "no frame", "status": status}
-                connected.sendall(frames.write(0, frames.Answer(status, "id", problem=problem)))
+                connected.sendall(frames.encode_frame(0, frames.LocalResponse(status, "id", problem=problem)))
 
     async def body(client, server):
         outcomes = await asyncio.gather(*[client.info() for _ in range(3)], return_exceptions=True)
@@ -274,7 +276,9 @@ def test_a_call_that_is_late_is_taken_back_and_its_answer_is_nobody_elses(play):
                 self.late = tag
                 return
             # First the answer that nobody waits for.
-            connected.sendall(frames.write(self.late, frames.Answer(200, "id", document={"tag": "late"})))
+            connected.sendall(
+                frames.encode_frame(self.late, frames.LocalResponse(200, "id", document={"tag": "late"}))
+            )
             super().respond(connected, tag, message)
 
     async def body(client, server):
@@ -282,7 +286,7 @@ def test_a_call_that_is_late_is_taken_back_and_its_answer_is_nobody_elses(play):
             await client.info()
         document = await client.info()
         assert document["tag"] not in ("late", server.late)
-        assert [each.request for each in server.of(frames.Cancel)] == [server.late]
+        assert [each.request for each in server.of(frames.CancelRequestMessage)] == [server.late]
 
     play(body, Slow(), timeout_s=0.5)
 
@@ -321,7 +325,7 @@ def test_what_a_client_had_is_given_back_when_it_closes_and_its_results_are_gone
         kept.append((await client.layer_norm(x)).y)
 
     server = play(body)
-    assert not server.of(frames.Free)
+    assert not server.of(frames.FreeSegmentMessage)
     # Views outlive the client, and what they show stays as it is.
     assert kept[0].shape == (4, 256)
     kept.clear()
@@ -334,7 +338,7 @@ def test_closing_gives_back_each_segment(play):
     class Counting(Server):
         def answer(self, connected, tag, message):
             ends = super().answer(connected, tag, message)
-            if len(self.of(frames.Free)) == 2:
+            if len(self.of(frames.FreeSegmentMessage)) == 2:
                 over.set()
             return ends
 
@@ -345,7 +349,7 @@ def test_closing_gives_back_each_segment(play):
     server = play(body, Counting())
     gc.collect()
     assert over.wait(10)
-    assert sorted(each.segment for each in server.of(frames.Free)) == [0, 1]
+    assert sorted(each.segment for each in server.of(frames.FreeSegmentMessage)) == [0, 1]
 
 
 def test_no_descriptor_is_left_of_a_server_that_is_not_there(tmp_path):
@@ -397,9 +401,9 @@ def test_another_event_loop_has_a_connection_of_its_own(tmp_path):
 
 def test_what_waits_for_a_server_that_does_not_read_is_sent_once_it_does(tmp_path):
     path, reads = str(tmp_path / "socket"), threading.Event()
-    tensors = {str(number): frames.Located(0, 0, "x" * 200, (1,)) for number in range(200)}
-    x = {"x": frames.Located(0, 0, "float32", (1,))}
-    long = frames.Compute("layer_norm", tensors | x, {"y": frames.Place(0, 0, 4)})
+    tensors = {str(number): frames.TensorReference(0, 0, "x" * 200, (1,)) for number in range(200)}
+    x = {"x": frames.TensorReference(0, 0, "float32", (1,))}
+    long = frames.ComputeMessage("layer_norm", tensors | x, {"y": frames.SegmentRange(0, 0, 4)})
 
     class Pausing(Server):
         def answer(self, connected, tag, message):
@@ -409,7 +413,7 @@ def test_what_waits_for_a_server_that_does_not_read_is_sent_once_it_does(tmp_pat
     server = Pausing()
 
     async def main():
-        link = AsyncLink(None)
+        link = AsyncLocalClientConnection(None)
         await link.connect(path)
         asked = [asyncio.create_task(link.request(LocalRequest(long))) for _ in range(40)]
         await asyncio.sleep(0.01)

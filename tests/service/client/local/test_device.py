@@ -8,13 +8,13 @@ import pytest
 import torch
 from normserve.client import UnexpectedAnswerError
 from normserve.client.calls import operations
-from normserve.client.calls.on_device import OnDevice
+from normserve.client.calls.on_device import TorchCudaTensor
 from normserve.client.local import device
-from normserve.client.local.device import Busy, DeviceArena, arena_on
-from normserve.client.local.device_messages import prepare_on_device, understood_on_device, x_of
+from normserve.client.local.device import BusyStream, DeviceArena, make_device_arena
+from normserve.client.local.device_messages import get_device_x, make_device_response, prepare_device_call
 from normserve.codec import local_frames as frames
 from normserve.memory import device_segments
-from normserve.memory.device_segments import Device, DeviceSegment
+from normserve.memory.device_segments import DeviceSegment, ShareableDevice
 from normserve.memory.host_tensors import DType
 
 from tests.service.client.local.fake_cuda import FakeTorch
@@ -30,12 +30,12 @@ def fake(monkeypatch):
 
 @pytest.fixture
 def server():
-    return Device(0, FakeDriver())
+    return ShareableDevice(0, FakeDriver())
 
 
 @pytest.fixture
 def arena(fake, server):
-    made = DeviceArena(Device(0, FakeDriver()))
+    made = DeviceArena(ShareableDevice(0, FakeDriver()))
     grow(made, server, 3)
     return made
 
@@ -171,14 +171,14 @@ def test_memory_that_is_none_is_refused(arena):
 
 @pytest.mark.parametrize("offer", [None, 7, {}, {"uuid": 3}, {"uuid": "00" * 16}])
 def test_what_is_no_offer_for_this_process(offer, monkeypatch):
-    monkeypatch.setattr("normserve.memory.device_segments._bindings", FakeDriver)
-    assert arena_on(offer) is None
+    monkeypatch.setattr("normserve.memory.device_segments._import_driver", FakeDriver)
+    assert make_device_arena(offer) is None
 
 
 def test_an_offer_of_a_device_that_this_process_sees(fake, monkeypatch):
-    monkeypatch.setattr(device_segments, "_bindings", FakeDriver)
+    monkeypatch.setattr(device_segments, "_import_driver", FakeDriver)
     # Servers of older versions say more.
-    made = arena_on({"uuid": Device(0, FakeDriver()).uuid, "own": True})
+    made = make_device_arena({"uuid": ShareableDevice(0, FakeDriver()).uuid, "own": True})
     assert made is not None
     assert made.ordinal == 0
 
@@ -186,7 +186,7 @@ def test_an_offer_of_a_device_that_this_process_sees(fake, monkeypatch):
 def call_of(x, **more):
     call = operations.layer_norm(x, **more)
     tensors = dict(call.tensors or {})
-    tensors["x"] = OnDevice(DType.FLOAT32, OnFake(x))
+    tensors["x"] = TorchCudaTensor(DType.FLOAT32, OnFake(x))
     object.__setattr__(call, "tensors", tensors)
     return call
 
@@ -210,16 +210,16 @@ class OnFake:
 def test_calls_name_what_lies_there_and_copy_the_rest(arena):
     x = arena.tensor(taken(arena, 4096), DType.FLOAT32, (4, 256)).fill_(2)
     call = call_of(x, weight=torch.ones(256))
-    assert x_of(call) is not None
-    prepared = finished(prepare_on_device(call, arena))
+    assert get_device_x(call) is not None
+    prepared = finished(prepare_device_call(call, arena))
     message = prepared.message
-    assert message.tensors["x"] == frames.Located(3, 0, "float32", (4, 256))
+    assert message.tensors["x"] == frames.TensorReference(3, 0, "float32", (4, 256))
     weight = message.tensors["weight"]
     assert weight.segment == 3
     assert len(prepared.inputs) == 2
     assert prepared.inputs[1].tolist() == [1.0] * 256
-    answer = frames.Answer(200, results={"y": frames.Located(3, 64, "float32", (4, 256))})
-    tensors = understood_on_device(answer, arena, prepared.results).tensors()
+    answer = frames.LocalResponse(200, results={"y": frames.TensorReference(3, 64, "float32", (4, 256))})
+    tensors = make_device_response(answer, arena, prepared.results).tensors()
     found = arena.locate_tensor(tensors["y"].tensor)
     assert found == (3, message.results["y"].offset)
 
@@ -227,9 +227,9 @@ def test_calls_name_what_lies_there_and_copy_the_rest(arena):
 def test_calls_wait_for_the_stream_and_ask_for_memory(arena, fake, server):
     x = torch.ones(GRANULARITY // 4, 2)
     fake.stream.is_busy = True
-    needs = prepare_on_device(call_of(x), arena)
+    needs = prepare_device_call(call_of(x), arena)
     busy = next(needs)
-    assert isinstance(busy, Busy)
+    assert isinstance(busy, BusyStream)
     busy.wait()
     assert fake.stream.waits == 1
     assert next(needs) == 2 * GRANULARITY
@@ -243,15 +243,15 @@ def test_calls_wait_for_the_stream_and_ask_for_memory(arena, fake, server):
 @pytest.mark.parametrize(
     "located",
     [
-        frames.Located(3, 0, "float64", (4,)),
-        frames.Located(3, 0, "float32", (2**20, 2**20)),
+        frames.TensorReference(3, 0, "float64", (4,)),
+        frames.TensorReference(3, 0, "float32", (2**20, 2**20)),
     ],
 )
 def test_answers_that_lie(arena, located):
-    prepared = finished(prepare_on_device(call_of(torch.ones(4, 256)), arena))
-    answer = understood_on_device(frames.Answer(200, results={"y": located}), arena, prepared.results)
+    prepared = finished(prepare_device_call(call_of(torch.ones(4, 256)), arena))
+    answer = make_device_response(frames.LocalResponse(200, results={"y": located}), arena, prepared.results)
     with pytest.raises(UnexpectedAnswerError):
         answer.tensors()
-    unknown = frames.Answer(200, results={"z": frames.Located(3, 0, "float32", (4,))})
+    unknown = frames.LocalResponse(200, results={"z": frames.TensorReference(3, 0, "float32", (4,))})
     with pytest.raises(UnexpectedAnswerError):
-        understood_on_device(unknown, arena, prepared.results).tensors()
+        make_device_response(unknown, arena, prepared.results).tensors()

@@ -8,32 +8,32 @@ import numpy as np
 import pytest
 import torch
 from normserve.client.calls import operations
-from normserve.client.local.arena import Arena
-from normserve.client.local.memories import NumpyMemory, TorchMemory
-from normserve.client.local.recurring import Recurring
+from normserve.client.local.arena import HostArena
+from normserve.client.local.memories import NumpyArrayMemory, TorchArrayMemory
+from normserve.client.local.recurring import CallCache
 from normserve.client.results import ForwardResult, Timing
 from normserve.codec import local_frames as frames
 from normserve.memory.host_tensors import DType
-from normserve.memory.segments import Segment, make_segment
+from normserve.memory.segments import HostSegment, make_segment
 
 from tests.service.client.local.fake_link import FakeLink
 
-MEMORIES = {"numpy": NumpyMemory, "torch": TorchMemory}
+MEMORIES = {"numpy": NumpyArrayMemory, "torch": TorchArrayMemory}
 
 
 @pytest.fixture(params=MEMORIES)
 def here(request):
     """An arena, its calls, and how an array of the kind is made."""
-    descriptor, segment = make_segment(2**20, Segment)
+    descriptor, segment = make_segment(2**20, HostSegment)
     os.close(descriptor)
-    arena = Arena()
+    arena = HostArena()
     arena.add(5, segment)
 
     def make(value, shape=(4, 256)):
         array = np.full(shape, value, np.float32)
         return array if request.param == "numpy" else torch.from_numpy(array)
 
-    return SimpleNamespace(arena=arena, recurring=Recurring(MEMORIES[request.param](arena)), make=make)
+    return SimpleNamespace(arena=arena, recurring=CallCache(MEMORIES[request.param](arena)), make=make)
 
 
 def learn(here, *arguments, **named):
@@ -72,7 +72,7 @@ def test_a_long_answer_is_not_kept(here):
     kept = asked.results
     assert kept is not None
     place = link.asked[0].results["y"]
-    found = {"y": frames.Located(place.segment, place.offset, "float32", link.shape)}
+    found = {"y": frames.TensorReference(place.segment, place.offset, "float32", link.shape)}
     link.written = msgspec.json.encode(found) + b" " * 2**19
     assert ask(here, link, here.make(3)) is not None
     assert bytes(asked.results) == bytes(kept)
@@ -131,7 +131,7 @@ def test_several_parameters_that_lie_elsewhere_are_not_known(here):
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16])
 def test_tensors_of_every_type_of_torch_are_copied(here, dtype):
     source = torch.arange(1.0, 15.0).to(getattr(torch, dtype.label)).view(2, 7)
-    memory, block = TorchMemory(here.arena), here.arena.take(source.nbytes)
+    memory, block = TorchArrayMemory(here.arena), here.arena.take(source.nbytes)
     memory.copy([memory.target(dtype, (2, 7), block.place)], [source])
     assert torch.equal(torch.frombuffer(block.data, dtype=source.dtype)[:14].view(2, 7), source)
 

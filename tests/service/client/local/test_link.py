@@ -13,13 +13,13 @@ import pytest
 from normserve.client import Client, ConnectionFailedError, RequestTimeoutError, RetryPolicy, UnexpectedAnswerError
 from normserve.client.deadlines import Deadline
 from normserve.client.local import sockets
-from normserve.client.local.link import Link
+from normserve.client.local.link import LocalClientConnection
 from normserve.client.local.protocol import LocalRequest
 from normserve.codec import local_frames as frames
 from normserve.codec.framing import FrameReader
-from normserve.memory.segments import Segment, make_segment
+from normserve.memory.segments import HostSegment, make_segment
 
-LONG = {str(number): frames.Located(0, 0, "x" * 200, (1,)) for number in range(200)}
+LONG = {str(number): frames.TensorReference(0, 0, "x" * 200, (1,)) for number in range(200)}
 
 
 @contextmanager
@@ -37,9 +37,9 @@ def serving(path, answer, connections=1):
         found = FrameReader(2**30)
         while data := connected.recv(2**16):
             for tag, content in found.feed(data):
-                (message,) = frames.read_messages(content)
-                if isinstance(message, frames.Hello):
-                    connected.sendall(frames.write(tag, frames.Answer(200, document={})))
+                (message,) = frames.decode_messages(content)
+                if isinstance(message, frames.HelloMessage):
+                    connected.sendall(frames.encode_frame(tag, frames.LocalResponse(200, document={})))
                 elif answer(connected, tag, message):
                     return
 
@@ -67,9 +67,9 @@ def serving(path, answer, connections=1):
 
 def send_segment(connected, tag):
     """What answers a request for memory."""
-    descriptor, _ = make_segment(2**22, Segment)
+    descriptor, _ = make_segment(2**22, HostSegment)
     rights = struct.pack("i", descriptor)
-    frame = frames.write(tag, frames.Answer(200, segment=0))
+    frame = frames.encode_frame(tag, frames.LocalResponse(200, segment=0))
     try:
         connected.sendmsg([frame], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
     finally:
@@ -102,13 +102,13 @@ def test_what_follows_a_frame_that_was_cut_is_not_sent(tmp_path):
 
     path = str(tmp_path / "socket")
     with serving(path, answer):
-        link = Link(path, None, Deadline(20))
+        link = LocalClientConnection(path, None, Deadline(20))
         try:
             link._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
             link._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 10_000))
-            threading.Thread(target=lambda: ask(link, frames.Info(), 0.5)).start()
+            threading.Thread(target=lambda: ask(link, frames.GetInfoMessage(), 0.5)).start()
             heard.wait(20)
-            message = msgspec.Raw(msgspec.json.encode(frames.Compute("layer_norm", LONG, {})))
+            message = msgspec.Raw(msgspec.json.encode(frames.ComputeMessage("layer_norm", LONG, {})))
             with pytest.raises(RequestTimeoutError):
                 link.request(LocalRequest(message), Deadline(0.1))
             # Nobody knows where a next frame would begin.
@@ -127,22 +127,25 @@ def test_an_answer_is_taken_back_when_what_is_done_meanwhile_raises(tmp_path):
 
     def answer(connected, tag, message):
         heard.append((tag, message))
-        if isinstance(message, frames.Cancel):
-            connected.sendall(frames.write(message.request, frames.Answer(409)))
-        elif isinstance(message, frames.Layers):
-            connected.sendall(frames.write(tag, frames.Answer(200, document="layers")))
+        if isinstance(message, frames.CancelRequestMessage):
+            connected.sendall(frames.encode_frame(message.request, frames.LocalResponse(409)))
+        elif isinstance(message, frames.ListLayersMessage):
+            connected.sendall(frames.encode_frame(tag, frames.LocalResponse(200, document="layers")))
 
     def stop():
         raise StopError
 
     path = str(tmp_path / "socket")
     with serving(path, answer):
-        link = Link(path, None, Deadline(20))
+        link = LocalClientConnection(path, None, Deadline(20))
         try:
             with pytest.raises(StopError):
-                link.request(LocalRequest(frames.Info(), meanwhile=stop), Deadline(20))
-            assert link.request(LocalRequest(frames.Layers()), Deadline(20)).document == "layers"
-            assert [message for _, message in heard[:2]] == [frames.Info(), frames.Cancel(heard[0][0])]
+                link.request(LocalRequest(frames.GetInfoMessage(), meanwhile=stop), Deadline(20))
+            assert link.request(LocalRequest(frames.ListLayersMessage()), Deadline(20)).document == "layers"
+            assert [message for _, message in heard[:2]] == [
+                frames.GetInfoMessage(),
+                frames.CancelRequestMessage(heard[0][0]),
+            ]
             assert not link.protocol.has_pending
         finally:
             link._socket.close()
@@ -150,10 +153,10 @@ def test_an_answer_is_taken_back_when_what_is_done_meanwhile_raises(tmp_path):
 
 def test_malformed_results_are_no_answer(tmp_path):
     def answer(connected, tag, message):
-        if isinstance(message, frames.Grow):
+        if isinstance(message, frames.GrowArenaMessage):
             send_segment(connected, tag)
         else:
-            connected.sendall(frames.write(tag, msgspec.Raw(b'{"status":200,"results":{"y":{}}}')))
+            connected.sendall(frames.encode_frame(tag, msgspec.Raw(b'{"status":200,"results":{"y":{}}}')))
 
     path = str(tmp_path / "socket")
     with serving(path, answer), Client(f"unix://{path}", retries=RetryPolicy(tries=1)) as client:
@@ -163,7 +166,9 @@ def test_malformed_results_are_no_answer(tmp_path):
         del x
 
 
-@pytest.mark.parametrize("flood", [frames.write(2**31, frames.Answer(200)), bytes(1)], ids=["answers", "bytes"])
+@pytest.mark.parametrize(
+    "flood", [frames.encode_frame(2**31, frames.LocalResponse(200)), bytes(1)], ids=["answers", "bytes"]
+)
 def test_a_server_that_sends_other_things_does_not_hold_a_call_past_its_timeout(tmp_path, monkeypatch, flood):
     # What comes at once is polled for, and never waited for.
     monkeypatch.setattr(sockets, "_MAY_POLL", True)
@@ -171,17 +176,17 @@ def test_a_server_that_sends_other_things_does_not_hold_a_call_past_its_timeout(
     monkeypatch.setattr(sockets, "_POLLED_S", 20.0)
 
     def answer(connected, tag, message):
-        if isinstance(message, frames.Info):
+        if isinstance(message, frames.GetInfoMessage):
             connected.sendall(frames.PREFIX.pack(2**20, tag)) if len(flood) == 1 else None
             while True:
                 connected.sendall(flood)
 
     path = str(tmp_path / "socket")
     with serving(path, answer):
-        link = Link(path, None, Deadline(20))
+        link = LocalClientConnection(path, None, Deadline(20))
         try:
             with pytest.raises(RequestTimeoutError):
-                link.request(LocalRequest(frames.Info()), Deadline(0.1))
+                link.request(LocalRequest(frames.GetInfoMessage()), Deadline(0.1))
         finally:
             link._socket.close()
 
@@ -211,9 +216,9 @@ def test_a_thread_that_cannot_send_does_not_hold_others_past_their_timeouts(tmp_
         return True
 
     path = str(tmp_path / "socket")
-    message = msgspec.Raw(msgspec.json.encode(frames.Compute("layer_norm", LONG, {})))
+    message = msgspec.Raw(msgspec.json.encode(frames.ComputeMessage("layer_norm", LONG, {})))
     with serving(path, answer):
-        link = Link(path, None, Deadline(20))
+        link = LocalClientConnection(path, None, Deadline(20))
         link._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
         threads = [threading.Thread(target=ask, args=(link, message, 20)) for _ in range(3)]
         for thread in threads:
@@ -236,21 +241,21 @@ def test_a_request_of_which_nothing_could_be_sent_costs_no_connection(tmp_path, 
 
     def answer(connected, tag, message):
         reads.wait(20)
-        if not isinstance(message, frames.Cancel):
-            connected.sendall(frames.write(tag, frames.Answer(200, document={})))
+        if not isinstance(message, frames.CancelRequestMessage):
+            connected.sendall(frames.encode_frame(tag, frames.LocalResponse(200, document={})))
 
     path = str(tmp_path / "socket")
     with serving(path, answer):
-        link = Link(path, None, Deadline(20))
+        link = LocalClientConnection(path, None, Deadline(20))
         try:
             link._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
             stops(15)
             for _ in range(30):
                 with pytest.raises(RequestTimeoutError):
-                    link.request(LocalRequest(frames.Info()), Deadline(0.005))
+                    link.request(LocalRequest(frames.GetInfoMessage()), Deadline(0.005))
             assert link.is_usable
             reads.set()
-            assert link.request(LocalRequest(frames.Info()), Deadline(20)).status == 200
+            assert link.request(LocalRequest(frames.GetInfoMessage()), Deadline(20)).status == 200
         finally:
             reads.set()
             link._socket.close()
@@ -263,7 +268,7 @@ def test_a_server_that_accepts_nobody_does_not_hold_a_call_past_its_timeout(tmp_
         listener.listen(0)
         first.connect(path)
         with pytest.raises(RequestTimeoutError):
-            Link(path, None, Deadline(0.05))
+            LocalClientConnection(path, None, Deadline(0.05))
 
 
 def test_an_answer_that_brings_no_memory_is_no_answer_to_a_request_for_it(tmp_path):
@@ -271,7 +276,7 @@ def test_an_answer_that_brings_no_memory_is_no_answer_to_a_request_for_it(tmp_pa
 
     def answer(connected, tag, message):
         asked.append(message)
-        connected.sendall(frames.write(tag, frames.Answer(200)))
+        connected.sendall(frames.encode_frame(tag, frames.LocalResponse(200)))
 
     path = str(tmp_path / "socket")
     with (

@@ -6,18 +6,18 @@ import socket
 import warnings
 import weakref
 
-from normserve.client.local.arena import Arena
-from normserve.client.local.offers import Offers
-from normserve.memory.segments import Segment, make_segment
+from normserve.client.local.arena import HostArena
+from normserve.client.local.offers import DeviceMemoryOffer
+from normserve.memory.segments import HostSegment, make_segment
 
 
 class Link:
     """Of the client's, what an arena refers to."""
 
     def __init__(self) -> None:
-        self.arena = Arena()
+        self.arena = HostArena()
         self.socket = socket.socket()
-        descriptor, segment = make_segment(2**16, Segment)
+        descriptor, segment = make_segment(2**16, HostSegment)
         os.close(descriptor)
         self.arena.add(0, segment)
 
@@ -29,7 +29,7 @@ def test_a_block_in_a_reference_cycle_leaves_no_open_socket():
     link = Link()
     cycle: list[object] = [link.arena.take(64)]
     cycle.append(cycle)
-    Offers().once_empty(link.arena, link.leave)
+    DeviceMemoryOffer().once_empty(link.arena, link.leave)
     left = weakref.ref(link)
     del link
     with warnings.catch_warnings(record=True) as warned:
@@ -47,7 +47,7 @@ def test_memory_that_a_captured_graph_uses_stays_mapped():
     assert block is not None
     # As device memory whose last view died while a graph was captured: it does not return.
     place, block.home = block.place, None
-    Offers().once_empty(link.arena, link.leave)
+    DeviceMemoryOffer().once_empty(link.arena, link.leave)
     left = weakref.ref(link)
     del link, block
     gc.collect()

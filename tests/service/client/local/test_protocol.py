@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from normserve.client.answers.reception import DOCUMENT_BYTES
 from normserve.client.errors import ApiError, ConnectionFailedError, UnexpectedAnswerError
-from normserve.client.local.protocol import ClientProtocol, LocalRequest
+from normserve.client.local.protocol import LocalClientProtocol, LocalRequest
 from normserve.codec import local_frames as frames
 from normserve.codec.framing import FrameReader
 
@@ -46,7 +46,7 @@ def descriptors():
 
 @pytest.fixture
 def protocol(descriptors):
-    made = ClientProtocol(None)
+    made = LocalClientProtocol(None)
     yield made
     made.close()
     made.arena._parts.clear()
@@ -55,14 +55,14 @@ def protocol(descriptors):
 @pytest.fixture
 def growing(protocol):
     """A protocol that has requested a segment, and that request."""
-    pending, _ = protocol.begin(LocalRequest(frames.Grow(SEGMENT)))
+    pending, _ = protocol.begin(LocalRequest(frames.GrowArenaMessage(SEGMENT)))
     return protocol, pending
 
 
 def answer(protocol, pending, answered, count=0, part=slice(None), nbytes=SEGMENT, flags=0):
     """Receive an answer, or a part of it, with so many segments; return whether a request was answered."""
     ancillary = rights(*[memory(nbytes) for _ in range(count)]) if count else []
-    return protocol.receive(frames.write(pending.tag, answered)[part], ancillary, flags)
+    return protocol.receive(frames.encode_frame(pending.tag, answered)[part], ancillary, flags)
 
 
 def raised(protocol):
@@ -72,14 +72,14 @@ def raised(protocol):
 
 
 def begun(protocol, message=None):
-    return protocol.begin(LocalRequest(frames.Info() if message is None else message))[0]
+    return protocol.begin(LocalRequest(frames.GetInfoMessage() if message is None else message))[0]
 
 
 def test_answers_in_any_order_belong_to_their_requests(protocol):
     first, second = begun(protocol), begun(protocol)
-    assert answer(protocol, second, frames.Answer(200, document=2))
+    assert answer(protocol, second, frames.LocalResponse(200, document=2))
     assert first.reply is None
-    assert answer(protocol, first, frames.Answer(200, document=1))
+    assert answer(protocol, first, frames.LocalResponse(200, document=1))
     assert (first.reply.document, second.reply.document) == (1, 2)
     assert not protocol.has_pending
 
@@ -89,7 +89,7 @@ def test_who_waits_is_woken_by_the_answer_and_by_the_end(protocol):
     pending = [begun(protocol) for _ in range(2)]
     for number, each in enumerate(pending):
         each.wake = lambda number=number: woken.append(number)
-    answer(protocol, pending[1], frames.Answer(200))
+    answer(protocol, pending[1], frames.LocalResponse(200))
     assert woken == [1]
     protocol.receive(b"", [], 0)
     assert woken == [1, 0]
@@ -101,23 +101,29 @@ def test_what_a_request_uses_is_kept_until_its_answer_though_nobody_waits(protoc
         pass
 
     used = Used()
-    pending, _ = protocol.begin(LocalRequest(frames.Info(), used))
+    pending, _ = protocol.begin(LocalRequest(frames.GetInfoMessage(), used))
     ((_, content),) = FrameReader(2**20).feed(protocol.cancel(pending))
-    assert frames.read_messages(content) == (frames.Cancel(pending.tag),)
+    assert frames.decode_messages(content) == (frames.CancelRequestMessage(pending.tag),)
     assert pending.used is used
     protocol.drop_used()
     assert pending.used is None
 
 
 def test_segments_are_freed_before_the_request_that_wants_others(protocol):
-    pending, data = protocol.begin(LocalRequest(frames.Grow(SEGMENT), freed=(3, 4)))
-    sent = [(tag, *frames.read_messages(content)) for tag, content in FrameReader(2**20).feed(data)]
-    assert sent == [(0, frames.Free(3)), (0, frames.Free(4)), (pending.tag, frames.Grow(SEGMENT))]
+    pending, data = protocol.begin(LocalRequest(frames.GrowArenaMessage(SEGMENT), freed=(3, 4)))
+    sent = [(tag, *frames.decode_messages(content)) for tag, content in FrameReader(2**20).feed(data)]
+    assert sent == [
+        (0, frames.FreeSegmentMessage(3)),
+        (0, frames.FreeSegmentMessage(4)),
+        (pending.tag, frames.GrowArenaMessage(SEGMENT)),
+    ]
 
 
 def test_a_refusal_of_the_connection_is_the_error_of_all_requests(protocol):
     pending = begun(protocol)
-    assert not protocol.receive(frames.write(0, frames.Answer(403, problem={"code": "forbidden"})), [], 0)
+    assert not protocol.receive(
+        frames.encode_frame(0, frames.LocalResponse(403, problem={"code": "forbidden"})), [], 0
+    )
     assert pending.reply is None
     first, second = raised(protocol), raised(protocol)
     assert isinstance(first, ApiError)
@@ -134,20 +140,20 @@ def test_the_first_failure_stays(protocol):
 def test_of_a_segment_only_what_was_requested_is_mapped(growing):
     protocol, pending = growing
     # More than any machine has: it is neither allocated nor mapped.
-    assert answer(protocol, pending, frames.Answer(200, segment=0), 1, nbytes=2**40)
+    assert answer(protocol, pending, frames.LocalResponse(200, segment=0), 1, nbytes=2**40)
     assert protocol.arena.nbytes == SEGMENT
 
 
 @pytest.mark.parametrize(
     ("tag", "answered", "count", "nbytes"),
     [
-        (None, frames.Answer(200, segment=0), 1, SEGMENT - 4096),
-        (None, frames.Answer(200, segment=0), 0, SEGMENT),
-        (None, frames.Answer(200, segment=0), 2, SEGMENT),
-        (8, frames.Answer(200, segment=0), 1, SEGMENT),
-        (0, frames.Answer(200, segment=0), 1, SEGMENT),
-        (None, frames.Answer(200, segment=0, device="ab", nbytes=SEGMENT), 1, SEGMENT),
-        (None, frames.Answer(200), 1, SEGMENT),
+        (None, frames.LocalResponse(200, segment=0), 1, SEGMENT - 4096),
+        (None, frames.LocalResponse(200, segment=0), 0, SEGMENT),
+        (None, frames.LocalResponse(200, segment=0), 2, SEGMENT),
+        (8, frames.LocalResponse(200, segment=0), 1, SEGMENT),
+        (0, frames.LocalResponse(200, segment=0), 1, SEGMENT),
+        (None, frames.LocalResponse(200, segment=0, device="ab", nbytes=SEGMENT), 1, SEGMENT),
+        (None, frames.LocalResponse(200), 1, SEGMENT),
     ],
     ids=["smaller", "without", "two", "another tag", "no tag", "on a device", "no number"],
 )
@@ -162,17 +168,17 @@ def test_segments_that_were_not_requested_are_refused(growing, tag, answered, co
 def test_the_descriptor_of_an_answer_without_a_segment_is_closed(growing, descriptors):
     protocol, pending = growing
     before = descriptors()
-    assert answer(protocol, pending, frames.Answer(429), 1)
+    assert answer(protocol, pending, frames.LocalResponse(429), 1)
     assert descriptors() == before
     # The request is answered: what comes later is another's.
-    assert not answer(protocol, pending, frames.Answer(200, segment=0), 1)
+    assert not answer(protocol, pending, frames.LocalResponse(200, segment=0), 1)
     assert "requested" in str(raised(protocol))
 
 
 def test_a_segment_is_taken_once_for_each_request(growing):
     protocol, pending = growing
-    assert answer(protocol, pending, frames.Answer(200, segment=0), 1)
-    assert not answer(protocol, pending, frames.Answer(200, segment=1), 1)
+    assert answer(protocol, pending, frames.LocalResponse(200, segment=0), 1)
+    assert not answer(protocol, pending, frames.LocalResponse(200, segment=1), 1)
     assert isinstance(raised(protocol), UnexpectedAnswerError)
     assert protocol.arena.nbytes == SEGMENT
 
@@ -180,7 +186,7 @@ def test_a_segment_is_taken_once_for_each_request(growing):
 def test_descriptors_that_come_with_parts_of_an_answer_do_not_pile_up(growing, descriptors):
     protocol, pending = growing
     before = descriptors()
-    answered = frames.Answer(200, "x" * 100, segment=0)
+    answered = frames.LocalResponse(200, "x" * 100, segment=0)
     assert not answer(protocol, pending, answered, 1, part=slice(0, 1))
     assert descriptors() == before + 1
     assert not answer(protocol, pending, answered, 1, part=slice(1, 2))
@@ -190,16 +196,16 @@ def test_descriptors_that_come_with_parts_of_an_answer_do_not_pile_up(growing, d
 
 def test_an_answer_whose_descriptor_was_lost_is_none(growing):
     protocol, pending = growing
-    assert not answer(protocol, pending, frames.Answer(200, segment=0), flags=socket.MSG_CTRUNC)
+    assert not answer(protocol, pending, frames.LocalResponse(200, segment=0), flags=socket.MSG_CTRUNC)
     assert isinstance(raised(protocol), UnexpectedAnswerError)
 
 
 def test_only_a_list_may_be_long(protocol):
     head = frames.PREFIX.pack(DOCUMENT_BYTES + 1, 9)
-    begun(protocol, frames.Layers())
+    begun(protocol, frames.ListLayersMessage())
     protocol.receive(head, [], 0)
     assert protocol.failure is None
-    other = ClientProtocol(None)
+    other = LocalClientProtocol(None)
     begun(other)
     other.receive(head, [], 0)
     assert "at most" in str(raised(other))
@@ -208,8 +214,8 @@ def test_only_a_list_may_be_long(protocol):
 def test_a_segment_on_a_device_is_no_smaller_than_requested(protocol):
     opened = []
     protocol._offers.add_device_segment = lambda number, descriptor, nbytes: opened.append((number, nbytes))
-    first, second = [begun(protocol, frames.Grow(SEGMENT, "device")) for _ in range(2)]
-    assert answer(protocol, first, frames.Answer(200, segment=0, device="ab", nbytes=2 * SEGMENT), 1)
+    first, second = [begun(protocol, frames.GrowArenaMessage(SEGMENT, "device")) for _ in range(2)]
+    assert answer(protocol, first, frames.LocalResponse(200, segment=0, device="ab", nbytes=2 * SEGMENT), 1)
     assert opened == [(0, 2 * SEGMENT)]
-    assert not answer(protocol, second, frames.Answer(200, segment=1, device="ab", nbytes=SEGMENT - 1), 1)
+    assert not answer(protocol, second, frames.LocalResponse(200, segment=1, device="ab", nbytes=SEGMENT - 1), 1)
     assert "at least" in str(raised(protocol))

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 import torch
 from normserve.client.calls import operations
-from normserve.client.calls.on_device import OnDevice
+from normserve.client.calls.on_device import TorchCudaTensor
 from normserve.client.errors import OverloadedError
 from normserve.client.local import device
-from normserve.client.local.arena import Arena
+from normserve.client.local.arena import HostArena
 from normserve.client.local.device import DeviceArena
-from normserve.client.local.memories import CudaMemory
-from normserve.client.local.recurring import KindsOfRecurring, Recurring
+from normserve.client.local.memories import CudaArrayMemory
+from normserve.client.local.recurring import CallCache, CallCaches
 from normserve.client.results import ForwardResult, Timing
 from normserve.codec import local_frames as frames
-from normserve.memory.device_segments import Device
+from normserve.memory.device_segments import ShareableDevice
 from normserve.memory.host_tensors import DType, HostTensor
 
 from tests.service.client.local.fake_cuda import FakeStream, FakeTorch
@@ -44,16 +44,16 @@ def fake():
 @pytest.fixture
 def arena(monkeypatch, fake):
     monkeypatch.setattr(device.importlib, "import_module", lambda name: fake)
-    made = DeviceArena(Device(0, FakeDriver()))
-    grow(made, Device(0, FakeDriver()), 3)
+    made = DeviceArena(ShareableDevice(0, FakeDriver()))
+    grow(made, ShareableDevice(0, FakeDriver()), 3)
     return made
 
 
 @pytest.fixture
 def recurring(arena):
-    memory = CudaMemory(arena)
+    memory = CudaArrayMemory(arena)
     memory._types = frozenset([Shown])
-    return Recurring(memory)
+    return CallCache(memory)
 
 
 def shown(arena) -> Shown:
@@ -64,7 +64,7 @@ def shown(arena) -> Shown:
 def learnt(recurring, arena, x, **options):
     signature = recurring.signature(operations.layer_norm, (x,), options)
     call = operations.layer_norm(x.as_subclass(torch.Tensor), **options)
-    object.__setattr__(call, "tensors", {"x": OnDevice(DType.FLOAT32, x)})
+    object.__setattr__(call, "tensors", {"x": TorchCudaTensor(DType.FLOAT32, x)})
     y = arena.tensor(arena.take(4096), DType.FLOAT32, (4, 256))
     recurring.learn(signature, call, ForwardResult(y, None, None, None, Timing()))
     return signature
@@ -77,7 +77,7 @@ def test_what_is_asked_again_is_the_same_message(recurring, arena):
     result = link.request(recurring, signature)
     (asked,) = link.asked
     assert (asked.op, asked.direction, asked.query) == ("layer_norm", "forward", "eps=0.5")
-    assert asked.tensors == {"x": frames.Located(3, 0, "float32", (4, 256))}
+    assert asked.tensors == {"x": frames.TensorReference(3, 0, "float32", (4, 256))}
     assert arena.locate_tensor(result.y) == (3, asked.results["y"].offset)
     assert (result.mean, result.timing.kernel_bytes) == (None, 7)
     other = link.request(recurring, signature)
@@ -265,7 +265,7 @@ def test_an_arena_that_is_full_is_the_slow_ways_to_enlarge(recurring, arena):
 
 
 def test_each_kind_of_arrays_has_its_own_recurring_calls(arena):
-    kinds = KindsOfRecurring(Arena())
+    kinds = CallCaches(HostArena())
     on_device = shown(arena)
     assert kinds.of(on_device) is None
     kinds.share_device(arena)

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 from normserve.client.calls import operations
-from normserve.client.local.arena import Arena
-from normserve.client.local.memories import NumpyMemory, TorchMemory
-from normserve.client.local.recurring import Recurring
+from normserve.client.local.arena import HostArena
+from normserve.client.local.memories import NumpyArrayMemory, TorchArrayMemory
+from normserve.client.local.recurring import CallCache
 from normserve.client.results import ForwardResult, Timing
 from normserve.codec import local_frames as frames
 from normserve.memory.host_tensors import DType
-from normserve.memory.segments import Segment, make_segment
+from normserve.memory.segments import HostSegment, make_segment
 
 from tests.service.client.local.fake_link import FakeLink
 
@@ -24,11 +24,11 @@ class Shown(torch.Tensor):
 
 @pytest.fixture
 def on_host():
-    descriptor, segment = make_segment(2**20, Segment)
+    descriptor, segment = make_segment(2**20, HostSegment)
     os.close(descriptor)
-    arena = Arena()
+    arena = HostArena()
     arena.add(5, segment)
-    return SimpleNamespace(arena=arena, recurring=Recurring(NumpyMemory(arena)))
+    return SimpleNamespace(arena=arena, recurring=CallCache(NumpyArrayMemory(arena)))
 
 
 def written(arena, dtype="<f4"):
@@ -49,7 +49,7 @@ def test_arrays_in_the_hosts_memory_are_asked_for_again(on_host):
     signature, link = learnt_on_host(on_host, x), FakeLink()
     result = link.request(on_host.recurring, signature)
     (asked,) = link.asked
-    assert asked.tensors == {"x": frames.Located(5, 0, "float32", (4, 256))}
+    assert asked.tensors == {"x": frames.TensorReference(5, 0, "float32", (4, 256))}
     assert (type(result.y), result.y.dtype, result.y.shape) == (np.ndarray, np.float32, (4, 256))
     assert on_host.arena.locate(result.y.data.cast("B")) == (5, asked.results["y"].offset)
     result.y[:] = 1
@@ -98,7 +98,7 @@ def test_arrays_of_another_shape_or_type_are_other_calls(on_host):
 
 @pytest.fixture
 def in_torch(on_host):
-    return SimpleNamespace(arena=on_host.arena, recurring=Recurring(TorchMemory(on_host.arena)))
+    return SimpleNamespace(arena=on_host.arena, recurring=CallCache(TorchArrayMemory(on_host.arena)))
 
 
 def filled(arena, dtype=torch.float32):
@@ -117,7 +117,7 @@ def test_tensors_in_host_memory_are_asked_for_again(in_torch):
     signature, link = learnt_in_torch(in_torch, x), FakeLink()
     result = link.request(in_torch.recurring, signature)
     (asked,) = link.asked
-    assert asked.tensors == {"x": frames.Located(5, 0, "float32", (4, 256))}
+    assert asked.tensors == {"x": frames.TensorReference(5, 0, "float32", (4, 256))}
     assert (type(result.y), result.y.dtype, result.y.shape) == (torch.Tensor, torch.float32, (4, 256))
     assert in_torch.arena.locate_address(result.y.data_ptr()) == (5, asked.results["y"].offset)
     result.y.fill_(1)
@@ -129,7 +129,7 @@ def test_results_in_torch_are_of_every_type_and_keep_their_block(in_torch, dtype
     arena = in_torch.arena
     block = arena.take(8 * dtype.itemsize)
     place = block.place
-    y = TorchMemory(arena).maker(dtype, (2, 4))(block)
+    y = TorchArrayMemory(arena).maker(dtype, (2, 4))(block)
     assert (y.dtype, y.shape, y.is_contiguous()) == (getattr(torch, dtype.label), (2, 4), True)
     y.view(torch.uint8).fill_(1)
     assert block[: 8 * dtype.itemsize].sum() == 8 * dtype.itemsize

@@ -6,8 +6,8 @@ import logging
 import re
 
 import pytest
-from normserve.admission.permits import Limits
-from normserve.engine.progress import Progress
+from normserve.admission.permits import AdmissionBudget
+from normserve.engine.progress import CompletionTracker
 from normserve.errors import (
     ClientLeftError,
     ConfigurationError,
@@ -15,10 +15,10 @@ from normserve.errors import (
     OverloadedError,
     UnauthorizedError,
 )
-from normserve.http.edge.middleware import Edge, bearer_token
-from normserve.http.edge.origins import Origins
+from normserve.http.edge.middleware import RequestMiddleware, parse_bearer_token
+from normserve.http.edge.origins import OriginPolicy
 from normserve.http.routes.scopes import ANY_KEY, RouteScopes
-from normserve.http.transport import PlainAsgi
+from normserve.http.transport import AsgiAdapter
 from normserve.metrics.metrics import Metrics
 from normserve.metrics.requests import UNMATCHED
 from normserve.requests.lifecycle import RequestServices
@@ -40,12 +40,16 @@ class Scene:
         metrics = Metrics()
         self.records = []
         metrics.observe_request = self.records.append
-        self.progress, self.limits = Progress(), Limits(max_requests=4, max_bytes=1000)
+        self.progress, self.limits = CompletionTracker(), AdmissionBudget(max_requests=4, max_bytes=1000)
         self.sent, self.received = [], []
         self.exchange = None
         services = RequestServices(None, self.limits, None, self.progress, metrics, 20_000)
-        self.edge = Edge(
-            self._call, services, Origins(None, origins), RouteScopes([], metrics_are_public=True), authorisation
+        self.edge = RequestMiddleware(
+            self._call,
+            services,
+            OriginPolicy(None, origins),
+            RouteScopes([], metrics_are_public=True),
+            authorisation,
         )
 
     async def _call(self, scope, receive, send):
@@ -73,7 +77,7 @@ class Scene:
             **more,
         }
         self.sent.clear()
-        asyncio.run(PlainAsgi(self.edge)(scope, receive, send))
+        asyncio.run(AsgiAdapter(self.edge)(scope, receive, send))
         starts = [each for each in self.sent if each["type"] == "http.response.start"]
         assert len(starts) == 1, "a request has one response"
         body = b"".join(bytes(each.get("body", b"")) for each in self.sent)
@@ -122,7 +126,7 @@ def test_the_start_and_the_end_of_the_process_are_the_applications():
     async def receive():
         return "startup"
 
-    edge = Edge(app, Metrics(), Progress(), Origins(None))
+    edge = RequestMiddleware(app, Metrics(), CompletionTracker(), OriginPolicy(None))
     asyncio.run(edge({"type": "lifespan"}, receive, None))
     assert told == [("lifespan", "startup")]
 
@@ -159,8 +163,8 @@ def test_an_id_that_could_be_something_else_is_replaced(given):
     ],
 )
 def test_a_key_is_a_bearer_token(header, token):
-    assert bearer_token({b"authorization": header}) == token
-    assert bearer_token({}) is None
+    assert parse_bearer_token({b"authorization": header}) == token
+    assert parse_bearer_token({}) is None
 
 
 @pytest.mark.parametrize("is_allowed", [True, False])

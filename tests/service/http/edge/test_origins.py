@@ -2,7 +2,7 @@
 
 import pytest
 from normserve.errors import ForbiddenOriginError, MisdirectedRequestError
-from normserve.http.edge.origins import Origins, hosts_of
+from normserve.http.edge.origins import OriginPolicy, list_allowed_hosts
 
 SCOPE = {"type": "http", "method": "POST", "scheme": "http", "path": "/v1/layer_norm", "client": ("127.0.0.1", 1)}
 
@@ -30,7 +30,7 @@ def admitted(origins, *, scope=None, **headers):
     ],
 )
 def test_hosts_follow_the_address_unless_they_are_set(host, allowed, hosts):
-    assert hosts_of(host, allowed) == hosts
+    assert list_allowed_hosts(host, allowed) == hosts
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_hosts_follow_the_address_unless_they_are_set(host, allowed, hosts):
     ],
 )
 def test_allowed_hosts_in_every_spelling(host):
-    origins = Origins(["api.example", "10.0.0.5", "2001:db8::5"])
+    origins = OriginPolicy(["api.example", "10.0.0.5", "2001:db8::5"])
     for _ in range(2):
         assert admitted(origins, host=host) == ((), None)
 
@@ -83,33 +83,33 @@ def test_allowed_hosts_in_every_spelling(host):
 )
 def test_any_other_host_is_misdirected(host):
     with pytest.raises(MisdirectedRequestError, match="--allowed-hosts"):
-        admitted(Origins(["127.0.0.1"]), host=host)
+        admitted(OriginPolicy(["127.0.0.1"]), host=host)
 
 
 def test_what_answers_for_any_host_takes_any():
-    assert admitted(Origins(None), host="evil.example") == ((), None)
+    assert admitted(OriginPolicy(None), host="evil.example") == ((), None)
 
 
 @pytest.mark.parametrize("path", ["/livez", "/readyz", "/v2/health/live", "/v2/health/ready"])
 def test_probes_may_name_any_host(path):
-    origins = Origins(["api.example"])
+    origins = OriginPolicy(["api.example"])
     assert admitted(origins, scope={"path": path}, host="10.1.2.3:8000") == ((), None)
     with pytest.raises(MisdirectedRequestError):
         admitted(origins, host="10.1.2.3:8000")
 
 
 def test_nobody_without_a_host_is_a_browser():
-    assert admitted(Origins(["api.example"])) == ((), None)
+    assert admitted(OriginPolicy(["api.example"])) == ((), None)
 
 
 def test_unix_sockets_are_exempt():
     unix = {"client": None}
-    assert admitted(Origins(["api.example"]), scope=unix, host="sibling", origin="http://evil") == ((), None)
+    assert admitted(OriginPolicy(["api.example"]), scope=unix, host="sibling", origin="http://evil") == ((), None)
 
 
 def test_known_hosts_are_few():
     """Spellings of allowed hosts are remembered, within bounds; the rest is looked at each time."""
-    origins = Origins(["localhost"])
+    origins = OriginPolicy(["localhost"])
     for port in range(2000):
         admitted(origins, host=f"localhost:{port}")
     assert len(origins._accepted) == 1024
@@ -129,7 +129,7 @@ def test_known_hosts_are_few():
     ],
 )
 def test_own_pages_may_send(origin, host, scheme):
-    assert admitted(Origins(None), scope={"scheme": scheme}, host=host, origin=origin) == ((), None)
+    assert admitted(OriginPolicy(None), scope={"scheme": scheme}, host=host, origin=origin) == ((), None)
 
 
 @pytest.mark.parametrize(
@@ -154,11 +154,11 @@ def test_own_pages_may_send(origin, host, scheme):
 )
 def test_other_pages_may_not(origin, host, scheme):
     with pytest.raises(ForbiddenOriginError, match="--cors-origins"):
-        admitted(Origins(None, ["https://app.example"]), scope={"scheme": scheme}, host=host, origin=origin)
+        admitted(OriginPolicy(None, ["https://app.example"]), scope={"scheme": scheme}, host=host, origin=origin)
 
 
 def test_a_page_that_the_settings_allow_reads_the_answer():
-    origins = Origins(None, ["https://App.Example"])
+    origins = OriginPolicy(None, ["https://App.Example"])
     headers, response = admitted(origins, host="api.example", origin="https://app.example")
     assert response is None
     told = dict(headers)
@@ -171,13 +171,13 @@ def test_a_page_that_the_settings_allow_reads_the_answer():
 
 
 def test_without_an_origin_caches_hear_that_it_matters():
-    assert admitted(Origins(None, ["https://app.example"]), host="a") == (((b"vary", b"Origin"),), None)
+    assert admitted(OriginPolicy(None, ["https://app.example"]), host="a") == (((b"vary", b"Origin"),), None)
 
 
 def preflight(**headers):
     asked = {"access_control_request_method": "POST", **headers}
     return admitted(
-        Origins(None, ["https://app.example"]),
+        OriginPolicy(None, ["https://app.example"]),
         scope={"method": "OPTIONS"},
         host="api.example",
         origin="https://app.example",
@@ -205,7 +205,7 @@ def test_leave_for_anything_else_is_not(asked):
 
 def test_an_options_request_that_asks_no_leave_is_a_request():
     headers, response = admitted(
-        Origins(None, ["https://app.example"]),
+        OriginPolicy(None, ["https://app.example"]),
         scope={"method": "OPTIONS"},
         host="api.example",
         origin="https://app.example",

@@ -12,28 +12,34 @@ from normserve.errors import (
     UnexpectedTensorError,
     UnsupportedDtypeError,
 )
-from normserve.http.oip.asked import Asked, Binary, Region, check_header, check_raw
-from normserve.http.oip.header import MAX_JSON_BYTES, json_bytes, read_header
-from normserve.http.oip.models import OPERATIONS, Model
-from normserve.jobs.job import Op, Pass
+from normserve.http.oip.asked import (
+    BinarySource,
+    InferenceRequest,
+    RegionReference,
+    check_request,
+    make_raw_request,
+)
+from normserve.http.oip.header import MAX_JSON_BYTES, parse_header, parse_json_length
+from normserve.http.oip.models import OPERATIONS, InferenceModel
+from normserve.jobs.job import Op, PassDirection
 
 X = {"name": "x", "shape": [2, 3], "datatype": "FP32", "parameters": {"binary_data_size": 24}}
 Y = {"name": "y"}
-LAYER = Model("a.norm", Op.LAYER_NORM, Pass.FORWARD, is_layer=True)
+LAYER = InferenceModel("a.norm", Op.LAYER_NORM, PassDirection.FORWARD, is_layer=True)
 
 
-def read(model="layer_norm", binary_bytes=24, **said) -> Asked:
+def read(model="layer_norm", binary_bytes=24, **said) -> InferenceRequest:
     text = json.dumps({"inputs": [X], **said}).encode()
-    model = model if isinstance(model, Model) else OPERATIONS[model]
-    return check_header(model, read_header(text), len(text), len(text) + binary_bytes)
+    model = model if isinstance(model, InferenceModel) else OPERATIONS[model]
+    return check_request(model, parse_header(text), len(text), len(text) + binary_bytes)
 
 
 def test_binary_tensors_lie_behind_the_json_one_after_another():
     residual = {"name": "residual", "shape": [3], "datatype": "BF16", "parameters": {"binary_data_size": 6}}
     asked = read(inputs=[X, residual], binary_bytes=30)
     first, second = asked.inputs
-    assert isinstance(first.source, Binary)
-    assert isinstance(second.source, Binary)
+    assert isinstance(first.source, BinarySource)
+    assert isinstance(second.source, BinarySource)
     assert second.source.start - first.source.start == 24
     assert (second.shape, second.nbytes) == ((3,), 6)
 
@@ -41,9 +47,9 @@ def test_binary_tensors_lie_behind_the_json_one_after_another():
 def test_regions_take_no_bytes_of_the_body():
     place = {"shared_memory_region": "r", "shared_memory_byte_size": 24, "shared_memory_offset": 8}
     asked = read(inputs=[{**X, "parameters": place}], outputs=[{**Y, "parameters": place}], binary_bytes=0)
-    assert asked.inputs[0].source == Region("r", 8, 24)
+    assert asked.inputs[0].source == RegionReference("r", 8, 24)
     assert asked.outputs is not None
-    assert asked.outputs[0].region == Region("r", 8, 24)
+    assert asked.outputs[0].region == RegionReference("r", 8, 24)
 
 
 def test_statistics_that_are_asked_for_are_computed():
@@ -151,36 +157,36 @@ def test_bytes_that_belong_to_nothing_are_refused(binary_bytes):
 )
 def test_what_is_no_header_is_refused(text):
     with pytest.raises(MalformedPayloadError):
-        read_header(text)
+        parse_header(text)
 
 
 @pytest.mark.parametrize("said", [b"-1", b"+1", b"1.0", b"0x10", b"", b"a", b"9" * 19, b"1 ", b"\xb2", b"1,1"])
 def test_a_length_that_is_no_number_is_refused(said):
     with pytest.raises(MalformedPayloadError, match="number of bytes"):
-        json_bytes(said, None)
+        parse_json_length(said, None)
 
 
 def test_a_length_is_within_the_body_and_the_limit():
-    assert json_bytes(b"10", 10) == 10
-    assert json_bytes(None, 10) is None
+    assert parse_json_length(b"10", 10) == 10
+    assert parse_json_length(None, 10) is None
     with pytest.raises(MalformedPayloadError, match="at most the body's 9"):
-        json_bytes(b"10", 9)
+        parse_json_length(b"10", 9)
     for said, announced in ((str(MAX_JSON_BYTES + 1).encode(), None), (None, MAX_JSON_BYTES + 1)):
         with pytest.raises(TooLargeError, match="binary data"):
-            json_bytes(said, announced)
+            parse_json_length(said, announced)
 
 
 def test_a_body_without_json():
-    (x,) = check_raw(OPERATIONS["rms_norm"], None, 12).inputs
+    (x,) = make_raw_request(OPERATIONS["rms_norm"], None, 12).inputs
     assert x.shape == (3,)
-    (x,) = check_raw(LAYER, (4,), 32).inputs
+    (x,) = make_raw_request(LAYER, (4,), 32).inputs
     assert x.shape == (2, 4)
-    (x,) = check_raw(LAYER, (2, 4), 96).inputs
+    (x,) = make_raw_request(LAYER, (2, 4), 96).inputs
     assert x.shape == (3, 2, 4)
     with pytest.raises(InvalidShapeError, match="FP32 \\[rows, 2, 4\\]"):
-        check_raw(LAYER, (2, 4), 48)
+        make_raw_request(LAYER, (2, 4), 48)
     for nbytes in (30, 36):
         with pytest.raises(InvalidShapeError, match="FP32 \\[rows, 4\\]"):
-            check_raw(LAYER, (4,), nbytes)
+            make_raw_request(LAYER, (4,), nbytes)
     with pytest.raises(MalformedPayloadError, match="JSON header"):
-        check_raw(OPERATIONS["group_norm"], None, 16)
+        make_raw_request(OPERATIONS["group_norm"], None, 16)

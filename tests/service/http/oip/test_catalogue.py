@@ -5,7 +5,7 @@ import asyncio
 import httpx
 import pytest
 from normserve.http.app import create_app
-from normserve.http.transport import PlainAsgi
+from normserve.http.transport import AsgiAdapter
 from normserve.settings import Settings
 
 
@@ -13,7 +13,7 @@ def ask(method: str, path: str, root_path: str = "") -> httpx.Response:
     app = create_app(Settings(backend="torch"))
 
     async def run() -> httpx.Response:
-        transport = httpx.ASGITransport(PlainAsgi(app.state.entrance), root_path=root_path)
+        transport = httpx.ASGITransport(AsgiAdapter(app.state.entrance), root_path=root_path)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await client.request(method, path)
 

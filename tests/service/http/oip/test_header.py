@@ -5,7 +5,7 @@ import json
 import pytest
 from normserve.errors import MalformedPayloadError
 from normserve.http.oip import header
-from normserve.http.oip.header import MAX_TENSORS, read_header
+from normserve.http.oip.header import MAX_TENSORS, parse_header
 
 INPUT = b'{"name":"x","shape":[1],"datatype":"FP32"}'
 
@@ -23,7 +23,7 @@ def test_too_many_fields_are_refused_unread(monkeypatch, text):
     monkeypatch.setattr(header, "_DECODER", None)
     for body in (text, memoryview(text)):
         with pytest.raises(MalformedPayloadError, match="fields"):
-            read_header(body)
+            parse_header(body)
 
 
 def test_a_request_of_as_many_tensors_as_there_may_be_is_read():
@@ -37,4 +37,4 @@ def test_a_request_of_as_many_tensors_as_there_may_be_is_read():
         ],
         "outputs": [{"name": f"y{number}", "parameters": parameters} for number in range(MAX_TENSORS)],
     }
-    assert len(read_header(json.dumps(request).encode()).inputs) == MAX_TENSORS
+    assert len(parse_header(json.dumps(request).encode()).inputs) == MAX_TENSORS

@@ -32,8 +32,8 @@ def counts(monkeypatch):
 
         return call
 
-    monkeypatch.setattr(infer, "read_header", counting("parsed", infer.read_header))
-    monkeypatch.setattr(prepared_jobs, "costed_job", counting("checked", prepared_jobs.costed_job))
+    monkeypatch.setattr(infer, "parse_header", counting("parsed", infer.parse_header))
+    monkeypatch.setattr(prepared_jobs, "make_validated_job", counting("checked", prepared_jobs.make_validated_job))
     return counts
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 from normserve.http.oip import statistics as module
-from normserve.http.oip.statistics import Statistics, document
+from normserve.http.oip.statistics import InferenceStatistics, make_document
 from normserve.jobs.job import NormResult
 
 
@@ -12,11 +12,11 @@ def result(batch_size: int) -> NormResult:
 
 @pytest.fixture
 def statistics():
-    return Statistics(lambda: ["m"])
+    return InferenceStatistics(lambda: ["m"])
 
 
 def of_model(*counted):
-    (model,) = document(["m"], [each.plain() for each in counted])["model_stats"]
+    (model,) = make_document(["m"], [each.plain() for each in counted])["model_stats"]
     return model
 
 
@@ -39,12 +39,12 @@ def test_inferences_that_share_a_launch_are_one_execution_and_each_waits_for_it(
 
 
 def test_counts_of_several_processes_are_added_and_the_last_is_the_latest(statistics):
-    other = Statistics(lambda: ["m"])
+    other = InferenceStatistics(lambda: ["m"])
     statistics.note_success("m", result(1), 1.0, 0.0)
     other.note_success("m", result(1), 2.0, 0.0)
     other.note_failure("m", 4.0)
     other.note_failure("another", 8.0)
-    model = of_model(statistics, other, Statistics(lambda: []))
+    model = of_model(statistics, other, InferenceStatistics(lambda: []))
     assert (model["inference_count"], model["execution_count"]) == (2, 2)
     assert model["inference_stats"]["success"] == {"count": 2, "ns": 3 * 10**9}
     assert model["inference_stats"]["fail"] == {"count": 1, "ns": 4 * 10**9}
@@ -65,7 +65,7 @@ def models():
 @pytest.fixture
 def counted(models, monkeypatch):
     monkeypatch.setattr(module, "_MOST_REMOVED", 3)
-    return Statistics(lambda: models)
+    return InferenceStatistics(lambda: models)
 
 
 def test_removed_models_are_forgotten_and_all_others_kept(counted, models):

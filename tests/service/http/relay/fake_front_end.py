@@ -2,13 +2,13 @@
 
 import numpy as np
 from normserve.http.relay import messages
-from normserve.memory.shared_slabs import SharedSlabs
+from normserve.memory.shared_slabs import SharedSlabRegistry
 from normserve.memory.slabs import SlabPool
 
 
 class FakeFrontEnd:
     def __init__(self, source=None):
-        self.shared = SharedSlabs()
+        self.shared = SharedSlabRegistry()
         self.slabs = SlabPool(max_idle_bytes=2**20, source=source or self.shared.source())
         self.said = []
 
@@ -26,11 +26,11 @@ class FakeFrontEnd:
         target = self._memory(receive.memory)
         target[receive.offset : receive.offset + len(data)] = np.frombuffer(data, np.uint8)
 
-    def body_of(self, response: messages.Respond) -> bytes:
+    def body_of(self, response: messages.CompleteResponse) -> bytes:
         """What a front end would send of a response."""
         parts = [
             bytes(self._memory(part.memory)[part.offset : part.offset + part.nbytes])
-            if isinstance(part, messages.Part)
+            if isinstance(part, messages.SharedSlabRange)
             else part
             for part in response.body
         ]

@@ -11,11 +11,11 @@ from unittest import mock
 import numpy as np
 import pytest
 from normserve.http.app import create_app
-from normserve.http.edge.middleware import request_id_of
+from normserve.http.edge.middleware import choose_request_id
 from normserve.http.relay import messages
-from normserve.http.relay.link import Link
-from normserve.http.relay.owner import Relays
-from normserve.http.service import Service
+from normserve.http.relay.link import RelayLink
+from normserve.http.relay.owner import RelayServer
+from normserve.http.service import ApplicationServices
 from normserve.settings import Settings
 
 from tests.service.engine.fake_engine import FakeExecutor
@@ -47,8 +47,8 @@ class SpokenFor:
         self.heard: list[Any] = []
         self.ended = 0
         self._request_ids: dict[int, str] = {}
-        self.link = Link(connected, messages.from_owner, self.heard.append, self._end)
-        self.link.send(messages.Hello(index, 1000 + index))
+        self.link = RelayLink(connected, messages.from_owner, self.heard.append, self._end)
+        self.link.send(messages.FrontEndHello(index, 1000 + index))
 
     def _end(self) -> None:
         self.ended += 1
@@ -69,11 +69,13 @@ class SpokenFor:
         if body is not None:
             headers = (*headers, (b"content-length", b"%d" % len(body)))
             announced = len(body)
-        head = messages.Head(method, path, path.encode(), query, headers, "1.1", "http", ("localhost", 80))
+        head = messages.RequestHead(method, path, path.encode(), query, headers, "1.1", "http", ("localhost", 80))
         came = bytearray(body) if body else None
         encoded = messages.encode(head)
-        request_id = self._request_ids[number] = request_id_of(dict(headers))
-        self.link.send(messages.Request(number, encoded, client, announced, came, time.perf_counter(), request_id))
+        request_id = self._request_ids[number] = choose_request_id(dict(headers))
+        self.link.send(
+            messages.RequestStarted(number, encoded, client, announced, came, time.perf_counter(), request_id)
+        )
 
     def said_of(self, number: int) -> list[Any]:
         """What has been said of a request."""
@@ -83,11 +85,13 @@ class SpokenFor:
         """The response to a request, which is sent as soon as it comes."""
         await until(lambda: [each for each in self.said_of(number) if isinstance(each, ANSWERS)])
         (answer,) = [each for each in self.said_of(number) if isinstance(each, ANSWERS)]
-        self.link.send(messages.Sent(number, 0.001, is_delivered=True))
-        return answer.response(self._request_ids[number]) if isinstance(answer, messages.Result) else answer
+        self.link.send(messages.ResponseSent(number, 0.001, is_delivered=True))
+        return (
+            answer.response(self._request_ids[number]) if isinstance(answer, messages.OperationResponse) else answer
+        )
 
 
-ANSWERS = messages.Result, messages.Respond, messages.Send
+ANSWERS = messages.OperationResponse, messages.CompleteResponse, messages.ResponsePart
 
 
 class OwnerScene:
@@ -97,8 +101,8 @@ class OwnerScene:
         self.executor = FakeExecutor()
         with mock.patch("normserve.http.service.Executor", return_value=self.executor):
             self.app = create_app(Settings(**{"backend": "torch", "frontends": "2", **settings}))
-        self.service: Service = self.app.state.service
-        self.relays: Relays = self.app.state.relays
+        self.service: ApplicationServices = self.app.state.service
+        self.relays: RelayServer = self.app.state.relays
         if not is_direct:
             self.relays.relay_to(self.app.state.entrance, None)
         self.records: list[Any] = []

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from normserve.errors import ClientLeftError, OverloadedError, RequestTimeoutError
 from normserve.http.relay import messages
-from normserve.http.relay.exchange import RelayedDeparture, RelayedReception
+from normserve.http.relay.exchange import RelayedIncomingBody, RelayedResponseSender
 from normserve.memory.slabs import PLAIN
 
 from tests.service.http.relay.fake_front_end import FakeFrontEnd
@@ -16,7 +16,7 @@ PATIENT = {"pause_s": 20.0, "total_s": 20.0}
 
 
 def asked(announced, body=None):
-    return messages.Request(3, b"", ("127.0.0.1", 1), announced, body, began=1.5, request_id="asked")
+    return messages.RequestStarted(3, b"", ("127.0.0.1", 1), announced, body, began=1.5, request_id="asked")
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ async def begun(reception, front_end, **limits):
 
 def test_a_body_that_came_along_is_where_it_is(front_end):
     async def run():
-        reception = RelayedReception(front_end, asked(5, bytearray(b"whole")))
+        reception = RelayedIncomingBody(front_end, asked(5, bytearray(b"whole")))
         assert reception.is_complete
         body = await reception.into(front_end.slabs.take, **PATIENT)
         assert bytes(body) == b"whole"
@@ -46,7 +46,7 @@ def test_a_body_that_came_along_is_where_it_is(front_end):
 
 def test_a_body_comes_to_its_place(front_end):
     async def run():
-        reception = RelayedReception(front_end, asked(100 * KIB))
+        reception = RelayedIncomingBody(front_end, asked(100 * KIB))
         task = await begun(reception, front_end)
         (receive,) = front_end.said
         assert (receive.number, receive.nbytes) == (3, 100 * KIB)
@@ -54,7 +54,7 @@ def test_a_body_comes_to_its_place(front_end):
         reception.on_progress(50 * KIB)
         assert reception.received == 50 * KIB
         front_end.write(receive, b"y" * 100 * KIB)
-        reception.on_received(messages.Received(3, 100 * KIB, ended=4.0))
+        reception.on_received(messages.BodyReceived(3, 100 * KIB, ended=4.0))
         assert bytes(await task) == b"y" * 100 * KIB
         assert reception.seconds == 2.5
         assert not reception.is_lent
@@ -65,13 +65,13 @@ def test_a_body_comes_to_its_place(front_end):
 @pytest.mark.parametrize("error", [OverloadedError("share"), RequestTimeoutError("stalled")])
 def test_a_place_is_nobody_elses_until_the_front_end_lets_it_go(front_end, error):
     async def run():
-        reception = RelayedReception(front_end, asked(100 * KIB))
+        reception = RelayedIncomingBody(front_end, asked(100 * KIB))
         task = await begun(reception, front_end)
         reception.fail(error)
         with pytest.raises(type(error)):
             await task
         del task
-        assert front_end.said[-1] == messages.Stop(3)
+        assert front_end.said[-1] == messages.BodyStopRequest(3)
         assert reception.is_lent
         assert front_end.slabs.used_bytes > 0
         reception.on_ended(left=False)
@@ -83,10 +83,10 @@ def test_a_place_is_nobody_elses_until_the_front_end_lets_it_go(front_end, error
 
 def test_one_that_was_whole_before_it_was_stopped_lets_its_place_go_too(front_end):
     async def run():
-        reception = RelayedReception(front_end, asked(100 * KIB))
+        reception = RelayedIncomingBody(front_end, asked(100 * KIB))
         task = await begun(reception, front_end)
         reception.fail(OverloadedError("share"))
-        reception.on_received(messages.Received(3, 100 * KIB, ended=4.0))
+        reception.on_received(messages.BodyReceived(3, 100 * KIB, ended=4.0))
         with pytest.raises(OverloadedError):
             await task
         assert not reception.is_lent
@@ -100,11 +100,11 @@ def test_a_body_comes_in_pieces(source):
     front_end = FakeFrontEnd(source)
 
     async def run():
-        reception = RelayedReception(front_end, asked(None if source is None else 9))
+        reception = RelayedIncomingBody(front_end, asked(None if source is None else 9))
         task = await begun(reception, front_end)
-        assert front_end.said == [messages.Pull(3, all=True)]
+        assert front_end.said == [messages.BodyPartRequest(3, all=True)]
         for piece, more in ((b"one", True), (b"", True), (b"two", True), (b"end", False)):
-            reception.on_piece(messages.Piece(3, piece, more))
+            reception.on_piece(messages.BodyPart(3, piece, more))
         assert bytes(await task) == b"onetwoend"
         assert not reception.is_lent
 
@@ -114,7 +114,7 @@ def test_a_body_comes_in_pieces(source):
 @pytest.mark.parametrize("announced", [100 * KIB, None])
 def test_a_client_that_leaves_ends_its_body(front_end, announced):
     async def run():
-        reception = RelayedReception(front_end, asked(announced))
+        reception = RelayedIncomingBody(front_end, asked(announced))
         task = await begun(reception, front_end)
         reception.on_ended(left=True)
         with pytest.raises(ClientLeftError):
@@ -127,22 +127,22 @@ def test_a_client_that_leaves_ends_its_body(front_end, announced):
 
 def test_a_body_that_is_too_slow_is_cut_off_by_what_has_come(front_end):
     async def run():
-        reception = RelayedReception(front_end, asked(100 * KIB))
+        reception = RelayedIncomingBody(front_end, asked(100 * KIB))
         task = await begun(reception, front_end, pause_s=0.05)
         with pytest.raises(RequestTimeoutError):
             await task
-        assert front_end.said[-1] == messages.Stop(3)
+        assert front_end.said[-1] == messages.BodyStopRequest(3)
 
     asyncio.run(run())
 
 
 def test_what_nobody_wants_is_pulled_piece_by_piece(front_end):
     async def run():
-        reception = RelayedReception(front_end, asked(100 * KIB))
+        reception = RelayedIncomingBody(front_end, asked(100 * KIB))
         receiving = asyncio.get_running_loop().create_task(reception.receive())
         await asyncio.sleep(0)
-        assert front_end.said == [messages.Pull(3, all=False)]
-        reception.on_piece(messages.Piece(3, b"some", more=True))
+        assert front_end.said == [messages.BodyPartRequest(3, all=False)]
+        reception.on_piece(messages.BodyPart(3, b"some", more=True))
         assert await receiving == {"type": "http.request", "body": b"some", "more_body": True}
         assert not reception.is_complete
         late = asyncio.get_running_loop().create_task(reception.receive())
@@ -151,14 +151,14 @@ def test_what_nobody_wants_is_pulled_piece_by_piece(front_end):
         with pytest.raises(asyncio.CancelledError):
             await late
         # Else the front end would wait for the client while the answer is due.
-        assert front_end.said[-1] == messages.Stop(3)
+        assert front_end.said[-1] == messages.BodyStopRequest(3)
 
     asyncio.run(run())
 
 
 def test_large_results_are_told_by_where_they_lie(front_end):
     async def run():
-        departure = RelayedDeparture(front_end, 3)
+        departure = RelayedResponseSender(front_end, 3)
         slab = front_end.slabs.take(100 * KIB)[: 100 * KIB]
         header = b"head"
         sending = asyncio.get_running_loop().create_task(
@@ -167,10 +167,10 @@ def test_large_results_are_told_by_where_they_lie(front_end):
         await asyncio.sleep(0)
         (told,) = front_end.said
         number = front_end.locate(slab).memory.number
-        assert told.body == [b"head", messages.Part(number, 0, 100 * KIB)]
+        assert told.body == [b"head", messages.SharedSlabRange(number, 0, 100 * KIB)]
         del slab
         assert front_end.slabs.used_bytes > 0
-        departure.on_sent(messages.Sent(3, 0.25, is_delivered=True))
+        departure.on_sent(messages.ResponseSent(3, 0.25, is_delivered=True))
         await sending
         del sending
         assert (departure.seconds, departure.is_delivered, departure.is_answered) == (0.25, True, True)
@@ -182,7 +182,7 @@ def test_large_results_are_told_by_where_they_lie(front_end):
 @pytest.mark.parametrize("nbytes", [100 * KIB, 1000 * KIB])
 def test_results_elsewhere_are_copied_to_where_they_can_be_reached(front_end, nbytes):
     async def run():
-        departure = RelayedDeparture(front_end, 3)
+        departure = RelayedResponseSender(front_end, 3)
         y = np.arange(nbytes, dtype=np.uint8)
         sending = asyncio.get_running_loop().create_task(departure.respond(200, [], [memoryview(y)], nbytes))
         while not front_end.said:
@@ -191,7 +191,7 @@ def test_results_elsewhere_are_copied_to_where_they_can_be_reached(front_end, nb
         (memory,) = [each for each in front_end.shared._live.values() if each.number == part.memory]
         there = (np.ctypeslib.ctypes.c_ubyte * nbytes).from_address(memory.address + part.offset)
         assert (np.frombuffer(there, np.uint8) == y).all()
-        departure.on_sent(messages.Sent(3, 0.25, is_delivered=True))
+        departure.on_sent(messages.ResponseSent(3, 0.25, is_delivered=True))
         await sending
 
     asyncio.run(run())
@@ -199,7 +199,7 @@ def test_results_elsewhere_are_copied_to_where_they_can_be_reached(front_end, nb
 
 def test_a_client_that_has_left_is_sent_nothing(front_end):
     async def run():
-        departure = RelayedDeparture(front_end, 3)
+        departure = RelayedResponseSender(front_end, 3)
         left = []
         departure.on_departure = lambda: left.append(True)
         departure.on_left()
@@ -214,7 +214,7 @@ def test_a_client_that_has_left_is_sent_nothing(front_end):
 
 def test_a_front_end_that_is_gone_ends_what_waits_for_it(front_end):
     async def run():
-        departure = RelayedDeparture(front_end, 3)
+        departure = RelayedResponseSender(front_end, 3)
         sending = asyncio.get_running_loop().create_task(departure.respond(200, [], [b"x"], 1))
         await asyncio.sleep(0)
         departure.on_front_end_lost()
@@ -226,7 +226,7 @@ def test_a_front_end_that_is_gone_ends_what_waits_for_it(front_end):
 
 def test_messages_of_a_response_go_along_one_by_one(front_end):
     async def run():
-        departure = RelayedDeparture(front_end, 3)
+        departure = RelayedResponseSender(front_end, 3)
         start = {"type": "http.response.start", "status": 404, "headers": [(b"a", b"b")]}
         await departure.send(start)
         for body, more in ((b"one", True), (b"two", False)):
@@ -235,11 +235,11 @@ def test_messages_of_a_response_go_along_one_by_one(front_end):
             )
             await asyncio.sleep(0)
             assert departure.is_answered is not more
-            departure.on_sent(messages.Sent(3, 0.5, is_delivered=not more))
+            departure.on_sent(messages.ResponseSent(3, 0.5, is_delivered=not more))
             await sending
         assert front_end.said == [
-            messages.Send(3, 404, [(b"a", b"b")], b"one", more=True),
-            messages.Send(3, 0, [], b"two", more=False),
+            messages.ResponsePart(3, 404, [(b"a", b"b")], b"one", more=True),
+            messages.ResponsePart(3, 0, [], b"two", more=False),
         ]
         assert departure.is_delivered
 

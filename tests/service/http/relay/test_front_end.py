@@ -8,25 +8,25 @@ from typing import Any
 
 import pytest
 from normserve.errors import HeadersTooLargeError
-from normserve.http.measured import Measured
+from normserve.http.measured import LaunchMeasurements
 from normserve.http.relay import messages
-from normserve.http.relay.front_end import FrontEnd
-from normserve.http.relay.link import Link
-from normserve.http.transport import Reception
+from normserve.http.relay.front_end import RelayApplication
+from normserve.http.relay.link import RelayLink
+from normserve.http.transport import IncomingBody
 
 from tests.service.http.relay.owner_scene import until
 
-MEASURED = Measured(0.0, 0.5, 0.0, 0.25, 0.0, 64, 256.0, 2)
+MEASURED = LaunchMeasurements(0.0, 0.5, 0.0, 0.25, 0.0, 64, 256.0, 2)
 
 
 class Owner:
     """A process that owns a device, as far as its messages go."""
 
-    def __init__(self, front_end: FrontEnd) -> None:
+    def __init__(self, front_end: RelayApplication) -> None:
         here, there = socket.socketpair()
         front_end.connect(here)
         self.heard: list[Any] = []
-        self.link = Link(there, messages.from_front_end, self.heard.append, lambda: None)
+        self.link = RelayLink(there, messages.from_front_end, self.heard.append, lambda: None)
 
     def heard_of(self, kind: type) -> list[Any]:
         return [each for each in self.heard if type(each) is kind]
@@ -76,9 +76,9 @@ class FakeSending:
 class Asked:
     """A request on a connection of a front end."""
 
-    def __init__(self, front_end: FrontEnd, body: bytes = b"") -> None:
+    def __init__(self, front_end: RelayApplication, body: bytes = b"") -> None:
         self.sending = FakeSending()
-        reception = Reception(len(body), lambda: bytearray(body))
+        reception = IncomingBody(len(body), lambda: bytearray(body))
         reception.complete()
         self.sent: list[Any] = []
         scope = {
@@ -105,28 +105,30 @@ class Asked:
             self.sending.is_delivered = True
 
 
-async def fill(owner: Owner, front_end: FrontEnd) -> None:
+async def fill(owner: Owner, front_end: RelayApplication) -> None:
     """Have more to say than the kernel takes."""
     owner.is_slow()
     link = front_end._owners[0].link
     while not link.is_behind:
-        link.send(messages.Piece(10**6, bytes(2**20), more=True))
+        link.send(messages.BodyPart(10**6, bytes(2**20), more=True))
         await asyncio.sleep(0)
 
 
 def test_a_request_goes_along_and_its_response_comes_back():
     async def run():
-        front_end = FrontEnd(0)
+        front_end = RelayApplication(0)
         owner = Owner(front_end)
         asked = Asked(front_end, b"whole")
-        (request,) = await owner.hear(messages.Request)
+        (request,) = await owner.hear(messages.RequestStarted)
         assert (request.body, request.announced) == (b"whole", 5)
         assert messages.read_head(request.head).path == "/v1/layer_norm"
         assert front_end.is_busy
-        owner.link.send(messages.Respond(request.number, 200, [], [b"of ", b"it"], 5))
+        owner.link.send(messages.CompleteResponse(request.number, 200, [], [b"of ", b"it"], 5))
         await asked.task
         assert asked.sending.responses == [(200, b"of it")]
-        assert await owner.hear(messages.Sent) == [messages.Sent(request.number, 0.25, is_delivered=True)]
+        assert await owner.hear(messages.ResponseSent) == [
+            messages.ResponseSent(request.number, 0.25, is_delivered=True)
+        ]
         assert not front_end.is_busy
         owner.link.close()
 
@@ -135,12 +137,14 @@ def test_a_request_goes_along_and_its_response_comes_back():
 
 def test_a_result_is_sent_under_the_requests_own_id():
     async def run():
-        front_end = FrontEnd(0)
+        front_end = RelayApplication(0)
         owner = Owner(front_end)
         asked = Asked(front_end, b"whole")
-        (request,) = await owner.hear(messages.Request)
+        (request,) = await owner.hear(messages.RequestStarted)
         assert re.fullmatch("[0-9a-f]{32}", request.request_id)
-        owner.link.send(messages.Result(request.number, "application/x-npy", MEASURED, [], [b"of ", b"it"]))
+        owner.link.send(
+            messages.OperationResponse(request.number, "application/x-npy", MEASURED, [], [b"of ", b"it"])
+        )
         await asked.task
         assert asked.sending.responses == [(200, b"of it")]
         assert asked.sending.headers[b"x-request-id"] == request.request_id.encode()
@@ -152,7 +156,7 @@ def test_a_result_is_sent_under_the_requests_own_id():
 
 def test_a_request_waits_for_a_process_that_is_behind():
     async def run():
-        front_end = FrontEnd(0)
+        front_end = RelayApplication(0)
         owner = Owner(front_end)
         await fill(owner, front_end)
         link = front_end._owners[0].link
@@ -164,11 +168,11 @@ def test_a_request_waits_for_a_process_that_is_behind():
         await leaves.task
         assert len(link._said) <= said
         owner.reads_again()
-        (request,) = await owner.hear(messages.Request)
-        owner.link.send(messages.Respond(request.number, 200, [], [b"y"], 1))
+        (request,) = await owner.hear(messages.RequestStarted)
+        owner.link.send(messages.CompleteResponse(request.number, 200, [], [b"y"], 1))
         await stays.task
         assert stays.sending.responses == [(200, b"y")]
-        assert owner.heard_of(messages.Left) == leaves.sending.responses == []
+        assert owner.heard_of(messages.ClientDisconnected) == leaves.sending.responses == []
         owner.link.close()
 
     asyncio.run(run())
@@ -176,7 +180,7 @@ def test_a_request_waits_for_a_process_that_is_behind():
 
 def test_a_process_that_is_behind_and_ends_leaves_no_request_waiting():
     async def run():
-        front_end = FrontEnd(0)
+        front_end = RelayApplication(0)
         owner = Owner(front_end)
         await fill(owner, front_end)
         asked = Asked(front_end)
@@ -190,7 +194,7 @@ def test_a_process_that_is_behind_and_ends_leaves_no_request_waiting():
 
 def test_what_a_process_counts_is_gathered_while_it_is_behind():
     async def run():
-        front_end = FrontEnd(0)
+        front_end = RelayApplication(0)
         owner = Owner(front_end)
         await fill(owner, front_end)
         link = front_end._owners[0].link
@@ -201,9 +205,9 @@ def test_what_a_process_counts_is_gathered_while_it_is_behind():
             front_end.count_late_departure()
         assert len(link._said) <= said
         owner.reads_again()
-        assert await owner.hear(messages.LeftLate) == [messages.LeftLate(1000)]
-        assert owner.heard_of(messages.Connections) == [messages.Connections(1000)]
-        assert owner.heard_of(messages.Refused) == [messages.Refused(431, "headers_too_large", 1000)]
+        assert await owner.hear(messages.LateDisconnectCount) == [messages.LateDisconnectCount(1000)]
+        assert owner.heard_of(messages.ConnectionCount) == [messages.ConnectionCount(1000)]
+        assert owner.heard_of(messages.RefusalCount) == [messages.RefusalCount(431, "headers_too_large", 1000)]
         owner.link.close()
 
     asyncio.run(run())
@@ -211,10 +215,10 @@ def test_what_a_process_counts_is_gathered_while_it_is_behind():
 
 def test_what_no_process_was_there_to_count_the_next_one_does():
     async def run():
-        front_end = FrontEnd(0)
+        front_end = RelayApplication(0)
         gone = Owner(front_end)
         front_end.count_connections(3)
-        await gone.hear(messages.Connections)
+        await gone.hear(messages.ConnectionCount)
         gone.link.close()
         await until(lambda: not front_end._owners)
         asked = [Asked(front_end) for _ in range(2)]
@@ -226,9 +230,9 @@ def test_what_no_process_was_there_to_count_the_next_one_does():
         front_end.count_late_departure()
         front_end.count_connections(-1)
         owner = Owner(front_end)
-        assert await owner.hear(messages.LeftLate) == [messages.LeftLate(1)]
-        assert owner.heard_of(messages.Refused) == [messages.Refused(503, "not_ready", 2)]
-        assert owner.heard_of(messages.Connections) == [messages.Connections(2)]
+        assert await owner.hear(messages.LateDisconnectCount) == [messages.LateDisconnectCount(1)]
+        assert owner.heard_of(messages.RefusalCount) == [messages.RefusalCount(503, "not_ready", 2)]
+        assert owner.heard_of(messages.ConnectionCount) == [messages.ConnectionCount(2)]
         owner.link.close()
 
     asyncio.run(run())
@@ -236,12 +240,12 @@ def test_what_no_process_was_there_to_count_the_next_one_does():
 
 def test_of_two_processes_the_one_that_is_left_counts():
     async def run():
-        front_end = FrontEnd(0)
+        front_end = RelayApplication(0)
         first, second = Owner(front_end), Owner(front_end)
         front_end.count_connections(3)
-        assert await first.hear(messages.Connections) == [messages.Connections(3)]
+        assert await first.hear(messages.ConnectionCount) == [messages.ConnectionCount(3)]
         first.link.close()
-        assert await second.hear(messages.Connections) == [messages.Connections(3)]
+        assert await second.hear(messages.ConnectionCount) == [messages.ConnectionCount(3)]
         second.link.close()
 
     asyncio.run(run())
@@ -249,10 +253,10 @@ def test_of_two_processes_the_one_that_is_left_counts():
 
 def test_a_process_that_ends_before_a_response_has_its_requests_answered_here():
     async def run():
-        front_end = FrontEnd(0)
+        front_end = RelayApplication(0)
         owner = Owner(front_end)
         asked = Asked(front_end)
-        await owner.hear(messages.Request)
+        await owner.hear(messages.RequestStarted)
         owner.link.close()
         await asked.task
         assert asked.sent[0]["status"] == 503
@@ -262,12 +266,14 @@ def test_a_process_that_ends_before_a_response_has_its_requests_answered_here():
 
 def test_a_response_that_was_begun_is_cut_off_when_its_process_ends():
     async def run():
-        front_end = FrontEnd(0)
+        front_end = RelayApplication(0)
         owner = Owner(front_end)
         asked = Asked(front_end)
-        (request,) = await owner.hear(messages.Request)
-        owner.link.send(messages.Send(request.number, 200, [], b"a part", more=True))
-        assert await owner.hear(messages.Sent) == [messages.Sent(request.number, 0.25, is_delivered=False)]
+        (request,) = await owner.hear(messages.RequestStarted)
+        owner.link.send(messages.ResponsePart(request.number, 200, [], b"a part", more=True))
+        assert await owner.hear(messages.ResponseSent) == [
+            messages.ResponseSent(request.number, 0.25, is_delivered=False)
+        ]
         owner.link.close()
         await asked.task
         assert asked.sending.is_cut_off
@@ -278,15 +284,17 @@ def test_a_response_that_was_begun_is_cut_off_when_its_process_ends():
 
 def test_a_client_that_leaves_is_told_of_at_once():
     async def run():
-        front_end = FrontEnd(0)
+        front_end = RelayApplication(0)
         owner = Owner(front_end)
         asked = Asked(front_end)
-        (request,) = await owner.hear(messages.Request)
+        (request,) = await owner.hear(messages.RequestStarted)
         asked.sending.depart()
-        assert await owner.hear(messages.Left) == [messages.Left(request.number)]
-        owner.link.send(messages.Respond(request.number, 200, [], [b"y"], 1))
+        assert await owner.hear(messages.ClientDisconnected) == [messages.ClientDisconnected(request.number)]
+        owner.link.send(messages.CompleteResponse(request.number, 200, [], [b"y"], 1))
         await asked.task
-        assert await owner.hear(messages.Sent) == [messages.Sent(request.number, 0.25, is_delivered=False)]
+        assert await owner.hear(messages.ResponseSent) == [
+            messages.ResponseSent(request.number, 0.25, is_delivered=False)
+        ]
         owner.link.close()
 
     asyncio.run(run())
@@ -296,16 +304,18 @@ def test_a_fault_of_a_request_ends_it_on_the_other_side():
     """Else its permit would never come home."""
 
     async def run():
-        front_end = FrontEnd(0)
+        front_end = RelayApplication(0)
         owner = Owner(front_end)
         asked = Asked(front_end)
         asked.sending.error = ZeroDivisionError()
-        (request,) = await owner.hear(messages.Request)
-        owner.link.send(messages.Respond(request.number, 200, [], [b"y"], 1))
+        (request,) = await owner.hear(messages.RequestStarted)
+        owner.link.send(messages.CompleteResponse(request.number, 200, [], [b"y"], 1))
         with pytest.raises(ZeroDivisionError):
             await asked.task
-        assert await owner.hear(messages.Sent) == [messages.Sent(request.number, 0.0, is_delivered=False)]
-        assert owner.heard_of(messages.Left) == [messages.Left(request.number)]
+        assert await owner.hear(messages.ResponseSent) == [
+            messages.ResponseSent(request.number, 0.0, is_delivered=False)
+        ]
+        assert owner.heard_of(messages.ClientDisconnected) == [messages.ClientDisconnected(request.number)]
         owner.link.close()
 
     asyncio.run(run())
@@ -314,22 +324,22 @@ def test_a_fault_of_a_request_ends_it_on_the_other_side():
 @pytest.mark.parametrize(
     ("said", "answer"),
     [
-        (messages.Respond(77, 200, [], [], 0), messages.Sent(77, 0.0, is_delivered=False)),
-        (messages.Result(77, "", MEASURED, [], []), messages.Sent(77, 0.0, is_delivered=False)),
-        (messages.Send(77, 200, [], b"", more=True), messages.Sent(77, 0.0, is_delivered=False)),
-        (messages.Receive(77, 1, 2, 3), messages.Ended(77, left=True)),
-        (messages.Pull(77, all=True), messages.Ended(77, left=True)),
+        (messages.CompleteResponse(77, 200, [], [], 0), messages.ResponseSent(77, 0.0, is_delivered=False)),
+        (messages.OperationResponse(77, "", MEASURED, [], []), messages.ResponseSent(77, 0.0, is_delivered=False)),
+        (messages.ResponsePart(77, 200, [], b"", more=True), messages.ResponseSent(77, 0.0, is_delivered=False)),
+        (messages.BodyLocation(77, 1, 2, 3), messages.BodyAborted(77, left=True)),
+        (messages.BodyPartRequest(77, all=True), messages.BodyAborted(77, left=True)),
     ],
     ids=lambda each: type(each).__name__,
 )
 def test_what_is_said_of_a_request_that_is_over_is_answered(said, answer):
     async def run():
-        front_end = FrontEnd(0)
+        front_end = RelayApplication(0)
         owner = Owner(front_end)
-        for each in (messages.Stop(77), messages.Done(77), said):
+        for each in (messages.BodyStopRequest(77), messages.ResponseAborted(77), said):
             owner.link.send(each)
         assert await owner.hear(type(answer)) == [answer]
-        assert [type(each) for each in owner.heard] == [messages.Hello, type(answer)]
+        assert [type(each) for each in owner.heard] == [messages.FrontEndHello, type(answer)]
         owner.link.close()
 
     asyncio.run(run())

@@ -1,9 +1,9 @@
 """Messages between a front end and the process that owns a device."""
 
-from normserve.http.measured import Measured
+from normserve.http.measured import LaunchMeasurements
 from normserve.http.relay import messages
 
-MEASURED = Measured(0.0, 0.5, 0.0, 0.25, 0.0, 64, 256.0, 2)
+MEASURED = LaunchMeasurements(0.0, 0.5, 0.0, 0.25, 0.0, 64, 256.0, 2)
 
 
 def sent(message):
@@ -14,9 +14,9 @@ def sent(message):
 
 def test_a_result_gets_its_header_where_it_is_sent():
     shared = ((b"vary", b"origin"),)
-    body = [b"header", messages.Part(1, 64, 100)]
-    result = sent(messages.Result(7, "application/x-npy", MEASURED, shared, body))
-    assert result.response("asked") == messages.Respond(
+    body = [b"header", messages.SharedSlabRange(1, 64, 100)]
+    result = sent(messages.OperationResponse(7, "application/x-npy", MEASURED, shared, body))
+    assert result.response("asked") == messages.CompleteResponse(
         7,
         200,
         [

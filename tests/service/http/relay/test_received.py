@@ -6,20 +6,20 @@ import time
 
 import numpy as np
 import pytest
-from normserve.admission.callers import Caller
-from normserve.admission.permits import Limits
+from normserve.admission.callers import ClientIdentity
+from normserve.admission.permits import AdmissionBudget
 from normserve.errors import ClientLeftError, DrainingError, OverloadedError, RequestTimeoutError
 from normserve.http.body import BodyReader
-from normserve.http.edge.origins import Origins
+from normserve.http.edge.origins import OriginPolicy
 from normserve.http.relay import messages
-from normserve.http.relay.direct import Direct, Parts
-from normserve.http.relay.received import ReceivedRequest
-from normserve.http.routes.operations import Operations
+from normserve.http.relay.direct import OperationDispatcher, OperationServices
+from normserve.http.relay.received import SharedBodyOperation
+from normserve.http.routes.operations import OperationRoutes
 from normserve.layers.registry import LayerRegistry
-from normserve.memory.slabs import Source
-from normserve.requests.admission import Admission
+from normserve.memory.slabs import SlabAllocator
+from normserve.requests.admission import MemoryAdmission
 from normserve.requests.lifecycle import RequestServices
-from normserve.requests.prepared_calls import PreparedCalls
+from normserve.requests.prepared_calls import PreparedCallCache
 
 from tests.service.engine.fake_engine import Scene, turn
 from tests.service.http.relay.fake_front_end import FakeFrontEnd
@@ -40,14 +40,14 @@ class Owner:
     def __init__(self, *, path="/v1/layer_norm", query=b"", max_bytes=2**24, total_s=20.0, source=None):
         self.scene = Scene()
         self.front_end = FakeFrontEnd(source)
-        self.limits = Limits(max_requests=4, max_bytes=max_bytes)
+        self.limits = AdmissionBudget(max_requests=4, max_bytes=max_bytes)
         engine = self.scene.engine
         bodies = BodyReader(self.front_end.slabs, 2**23, pause_s=20.0, total_s=total_s)
-        kept = PreparedCalls(2**20, self.scene.metrics.prepared_call_counters("process"))
-        operations = Operations(bodies, LayerRegistry(max_layers=4, max_bytes=2**20), kept).by_path()
-        admission, progress = Admission(engine, 2**30), engine.launches
+        kept = PreparedCallCache(2**20, self.scene.metrics.prepared_call_counters("process"))
+        operations = OperationRoutes(bodies, LayerRegistry(max_layers=4, max_bytes=2**20), kept).by_path()
+        admission, progress = MemoryAdmission(engine, 2**30), engine.launches
         services = RequestServices(engine, self.limits, admission, progress, self.scene.metrics, 20_000)
-        direct = Direct(Parts(operations, Origins((), ()), None, services))
+        direct = OperationDispatcher(OperationServices(operations, OriginPolicy((), ()), None, services))
         scope = {
             "type": "http",
             "method": "POST",
@@ -61,27 +61,29 @@ class Owner:
         prepared = direct.prepare(scope, "127.0.0.1")
         assert prepared is not None
         self.body = npy(X)
-        self.asked = ReceivedRequest(
+        self.asked = SharedBodyOperation(
             direct.parts,
             self.front_end,
-            messages.Request(NUMBER, b"", ("127.0.0.1", 1), len(self.body), None, time.perf_counter(), "asked"),
+            messages.RequestStarted(
+                NUMBER, b"", ("127.0.0.1", 1), len(self.body), None, time.perf_counter(), "asked"
+            ),
             prepared,
-            Caller("127.0.0.1"),
+            ClientIdentity("127.0.0.1"),
             lambda error, received: self.handed_over.append((type(error), received)),
         )
 
-    async def started(self) -> messages.Receive:
+    async def started(self) -> messages.BodyLocation:
         """Let the body come; where."""
         await self.scene.engine.start()
         self.scene.engine.open()
         assert self.asked.receive(len(self.body))
-        (receive,) = self.said(messages.Receive)
+        (receive,) = self.said(messages.BodyLocation)
         return receive
 
     def come(self, receive, body) -> None:
         """The front end has received a body."""
         self.front_end.write(receive, body)
-        self.asked.on_message(messages.Received(NUMBER, len(body), time.perf_counter()))
+        self.asked.on_message(messages.BodyReceived(NUMBER, len(body), time.perf_counter()))
 
     def said(self, kind) -> list:
         return [each for each in self.front_end.said if isinstance(each, kind)]
@@ -111,15 +113,15 @@ def test_a_body_comes_to_its_place_and_is_answered_from_where_the_result_lies():
         await turn()
         owner.scene.executor.finish()
         await turn()
-        (result,) = owner.said(messages.Result)
+        (result,) = owner.said(messages.OperationResponse)
         response = result.response("asked")
         assert response.status == 200
         assert (b"content-length", b"%d" % response.nbytes) in response.headers
         np.testing.assert_array_equal(np.load(io.BytesIO(owner.front_end.body_of(response))), X)
         # What is long is read from shared memory.
-        assert any(isinstance(part, messages.Part) for part in response.body)
+        assert any(isinstance(part, messages.SharedSlabRange) for part in response.body)
         assert owner.front_end.slabs.used_bytes > 0
-        owner.asked.on_message(messages.Sent(NUMBER, 0.25, is_delivered=True))
+        owner.asked.on_message(messages.ResponseSent(NUMBER, 0.25, is_delivered=True))
         assert owner.front_end.said[-1] == ("end", NUMBER)
         assert (owner.limits.requests, owner.count(code="200", op="layer_norm")) == (0, 1)
 
@@ -165,7 +167,7 @@ def test_memory_that_takes_long_to_make_is_the_applications_to_make():
         assert not owner.asked.receive(len(owner.body))
         assert (made, owner.limits.requests, owner.front_end.said) == ([], 0, [])
 
-    played(play, source=Source(allocate, steps=4, is_slow=True))
+    played(play, source=SlabAllocator(allocate, steps=4, is_slow=True))
 
 
 def test_memory_that_no_front_end_can_reach_is_not_used():
@@ -175,17 +177,17 @@ def test_memory_that_no_front_end_can_reach_is_not_used():
         assert not owner.asked.receive(len(owner.body))
         assert (owner.limits.requests, owner.front_end.slabs.used_bytes) == (0, 0)
 
-    played(play, source=Source(lambda nbytes: np.empty(nbytes, np.uint8), steps=4, is_slow=False))
+    played(play, source=SlabAllocator(lambda nbytes: np.empty(nbytes, np.uint8), steps=4, is_slow=False))
 
 
 def test_a_body_that_is_nonsense_is_refused():
     async def play(owner):
         receive = await owner.started()
         owner.come(receive, b"\0" * len(owner.body))
-        (answer,) = owner.said(messages.Send)
+        (answer,) = owner.said(messages.ResponsePart)
         assert answer.status == 400
         assert not answer.more
-        owner.asked.on_message(messages.Sent(NUMBER, 0.0, is_delivered=True))
+        owner.asked.on_message(messages.ResponseSent(NUMBER, 0.0, is_delivered=True))
         assert (owner.limits.requests, owner.count(code="400")) == (0, 1)
 
     played(play)
@@ -195,13 +197,13 @@ def test_a_slow_body_is_stopped_and_the_application_says_so_once_its_place_is_fr
     async def play(owner):
         await owner.started()
         owner.asked.on_progress(500)
-        while not owner.said(messages.Stop):
+        while not owner.said(messages.BodyStopRequest):
             await asyncio.sleep(0.01)
         # The permit is home, the memory not before the front end has let go.
         assert owner.limits.requests == 0
         assert owner.front_end.slabs.used_bytes > 0
         assert owner.handed_over == []
-        owner.asked.on_message(messages.Ended(NUMBER, left=False))
+        owner.asked.on_message(messages.BodyAborted(NUMBER, left=False))
         assert owner.handed_over == [(RequestTimeoutError, 500)]
         assert owner.front_end.slabs.used_bytes == 0
         assert owner.count() == 0
@@ -214,7 +216,7 @@ def test_a_body_gives_way_to_a_newcomer_though_it_became_whole_meanwhile():
         receive = await owner.started()
         owner.asked.fail(OverloadedError("another's share"))
         owner.asked.fail(RequestTimeoutError("slow as well"))
-        assert len(owner.said(messages.Stop)) == 1
+        assert len(owner.said(messages.BodyStopRequest)) == 1
         owner.come(receive, owner.body)
         await turn()
         assert owner.scene.executor.running == []
@@ -236,17 +238,17 @@ def test_only_a_body_that_is_not_whole_gives_way_to_who_has_less(is_whole):
         if is_whole:
             with pytest.raises(OverloadedError):
                 owner.limits.acquire(nbytes, "another")
-            assert not owner.said(messages.Stop)
+            assert not owner.said(messages.BodyStopRequest)
             owner.scene.executor.finish()
             await turn()
-            (result,) = owner.said(messages.Result)
+            (result,) = owner.said(messages.OperationResponse)
             assert result.number == NUMBER
-            owner.asked.on_message(messages.Sent(NUMBER, 0.0, is_delivered=True))
+            owner.asked.on_message(messages.ResponseSent(NUMBER, 0.0, is_delivered=True))
         else:
             permit = owner.limits.acquire(nbytes, "another")
-            assert len(owner.said(messages.Stop)) == 1
+            assert len(owner.said(messages.BodyStopRequest)) == 1
             permit.release()
-            owner.asked.on_message(messages.Ended(NUMBER, left=False))
+            owner.asked.on_message(messages.BodyAborted(NUMBER, left=False))
             assert owner.handed_over == [(OverloadedError, 0)]
         assert (owner.limits.requests, owner.limits.bytes) == (0, 0)
 
@@ -261,13 +263,13 @@ def test_the_time_of_a_body_is_from_the_header_to_its_last_byte():
         receive = await owner.started()
         owner.front_end.write(receive, owner.body)
         # It became whole a while after.
-        owner.asked.on_message(messages.Received(NUMBER, len(owner.body), time.perf_counter() + 5))
+        owner.asked.on_message(messages.BodyReceived(NUMBER, len(owner.body), time.perf_counter() + 5))
         await turn()
         owner.scene.executor.finish()
         await turn()
-        (result,) = owner.said(messages.Result)
+        (result,) = owner.said(messages.OperationResponse)
         assert 5 <= result.measured.recv_s <= 5 + time.perf_counter() - start
-        owner.asked.on_message(messages.Sent(NUMBER, 0.0, is_delivered=True))
+        owner.asked.on_message(messages.ResponseSent(NUMBER, 0.0, is_delivered=True))
 
     played(play)
 
@@ -276,9 +278,9 @@ def test_a_client_that_leaves_while_it_sends():
     async def play(owner):
         await owner.started()
         owner.asked.on_progress(700)
-        owner.asked.on_message(messages.Left(NUMBER))
+        owner.asked.on_message(messages.ClientDisconnected(NUMBER))
         assert owner.handed_over == []
-        owner.asked.on_message(messages.Ended(NUMBER, left=True))
+        owner.asked.on_message(messages.BodyAborted(NUMBER, left=True))
         assert owner.handed_over == [(ClientLeftError, 700)]
         assert (owner.limits.requests, owner.front_end.slabs.used_bytes) == (0, 0)
 
@@ -289,10 +291,10 @@ def test_a_client_that_leaves_while_it_is_computed():
     async def play(owner):
         receive = await owner.started()
         owner.come(receive, owner.body)
-        owner.asked.on_message(messages.Left(NUMBER))
+        owner.asked.on_message(messages.ClientDisconnected(NUMBER))
         await turn()
         assert owner.scene.executor.running == []
-        owner.asked.on_message(messages.Sent(NUMBER, 0.0, is_delivered=False))
+        owner.asked.on_message(messages.ResponseSent(NUMBER, 0.0, is_delivered=False))
         assert (owner.limits.requests, owner.count(code="499")) == (0, 1)
 
     played(play)

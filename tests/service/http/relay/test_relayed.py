@@ -4,7 +4,7 @@ import asyncio
 
 from normserve.errors import OverloadedError
 from normserve.http.relay import messages
-from normserve.http.relay.relayed import Relayed
+from normserve.http.relay.relayed import RelayedRequest
 
 from tests.service.http.relay.test_exchange import FakeFrontEnd, asked
 
@@ -51,14 +51,14 @@ def play(test):
 @play
 async def test_it_is_over_once_its_response_has_been_sent(front_end):
     application = Application(front_end)
-    relayed = Relayed(front_end, asked(5, bytearray(b"whole")), SCOPE, application)
+    relayed = RelayedRequest(front_end, asked(5, bytearray(b"whole")), SCOPE, application)
     await turn()
     assert application.scope["client"] == ("127.0.0.1", 1)
     assert "client" not in SCOPE
     application.proceed.set()
     await turn()
-    assert front_end.said == [messages.Respond(3, 200, [], [b"y"], 1)]
-    relayed.on_message(messages.Sent(3, 0.5, is_delivered=True))
+    assert front_end.said == [messages.CompleteResponse(3, 200, [], [b"y"], 1)]
+    relayed.on_message(messages.ResponseSent(3, 0.5, is_delivered=True))
     await turn()
     assert front_end.said[1:] == [("end", 3)]
     assert application.scope["state"]["sending"].is_delivered
@@ -67,19 +67,19 @@ async def test_it_is_over_once_its_response_has_been_sent(front_end):
 @play
 async def test_an_application_that_says_nothing_ends_it(front_end):
     application = Application(front_end, responds=False)
-    Relayed(front_end, asked(0), SCOPE, application)
+    RelayedRequest(front_end, asked(0), SCOPE, application)
     application.proceed.set()
     await turn()
-    assert front_end.said == [messages.Done(3), ("end", 3)]
+    assert front_end.said == [messages.ResponseAborted(3), ("end", 3)]
 
 
 @play
 async def test_an_application_that_fails_ends_it(front_end):
     application = Application(front_end, error=ZeroDivisionError())
-    relayed = Relayed(front_end, asked(0), SCOPE, application)
+    relayed = RelayedRequest(front_end, asked(0), SCOPE, application)
     application.proceed.set()
     await turn()
-    assert front_end.said == [messages.Done(3), ("end", 3)]
+    assert front_end.said == [messages.ResponseAborted(3), ("end", 3)]
     assert isinstance(relayed._task.exception(), ZeroDivisionError)
 
 
@@ -87,23 +87,23 @@ async def test_an_application_that_fails_ends_it(front_end):
 async def test_its_number_is_free_once_its_body_has_no_place_any_more(front_end):
     """Who answers early does not wait for the client; the front end may write still."""
     application = Application(front_end, receives=True, responds=False)
-    relayed = Relayed(front_end, asked(100_000), SCOPE, application)
+    relayed = RelayedRequest(front_end, asked(100_000), SCOPE, application)
     await turn()
     relayed.on_progress(50)
     assert application.scope["state"]["reception"].received == 50
     relayed._reception.fail(OverloadedError("no"))
     application.proceed.set()
     await turn()
-    assert [type(each) for each in front_end.said[1:]] == [messages.Stop, messages.Done]
-    relayed.on_message(messages.Ended(3, left=False))
+    assert [type(each) for each in front_end.said[1:]] == [messages.BodyStopRequest, messages.ResponseAborted]
+    relayed.on_message(messages.BodyAborted(3, left=False))
     assert front_end.said[-1] == ("end", 3)
 
 
 @play
 async def test_a_front_end_that_is_gone_ends_its_body_and_its_response(front_end):
     receiving, responding = Application(front_end, receives=True, responds=False), Application(front_end)
-    one = Relayed(front_end, asked(100_000), SCOPE, receiving)
-    other = Relayed(front_end, asked(0), SCOPE, responding)
+    one = RelayedRequest(front_end, asked(100_000), SCOPE, receiving)
+    other = RelayedRequest(front_end, asked(0), SCOPE, responding)
     responding.proceed.set()
     await turn()
     one.on_lost()
@@ -119,12 +119,12 @@ async def test_a_front_end_that_is_gone_ends_its_body_and_its_response(front_end
 @play
 async def test_a_client_that_has_left_is_noticed_by_body_and_response(front_end):
     application = Application(front_end, receives=True)
-    relayed = Relayed(front_end, asked(100_000), SCOPE, application)
+    relayed = RelayedRequest(front_end, asked(100_000), SCOPE, application)
     await turn()
     left = []
     application.scope["state"]["sending"].on_departure = lambda: left.append(1)
-    relayed.on_message(messages.Left(3))
+    relayed.on_message(messages.ClientDisconnected(3))
     application.proceed.set()
     await turn()
     assert (left, application.refused) == ([1], "ClientLeftError")
-    assert not [each for each in front_end.said if isinstance(each, messages.Respond)]
+    assert not [each for each in front_end.said if isinstance(each, messages.CompleteResponse)]

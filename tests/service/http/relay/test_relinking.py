@@ -5,13 +5,13 @@ import os
 import socket
 
 from normserve.http.relay import messages
-from normserve.http.relay.front_end import FrontEnd
-from normserve.http.relay.link import Link
-from normserve.http.relay.owner import Relays
-from normserve.memory.shared_slabs import SharedSlabs
+from normserve.http.relay.front_end import RelayApplication
+from normserve.http.relay.link import RelayLink
+from normserve.http.relay.owner import RelayServer
+from normserve.memory.shared_slabs import SharedSlabRegistry
 from normserve.memory.slabs import SlabPool
 from normserve.metrics.metrics import Metrics
-from normserve.requests.prepared_calls import PreparedCalls
+from normserve.requests.prepared_calls import PreparedCallCache
 
 
 async def until(condition):
@@ -21,10 +21,10 @@ async def until(condition):
 
 
 def relays():
-    shared = SharedSlabs()
+    shared = SharedSlabRegistry()
     metrics = Metrics()
-    prepared = PreparedCalls(2**20, metrics.prepared_call_counters("process"))
-    return Relays(shared, SlabPool(max_idle_bytes=0, source=shared.source()), metrics, prepared)
+    prepared = PreparedCallCache(2**20, metrics.prepared_call_counters("process"))
+    return RelayServer(shared, SlabPool(max_idle_bytes=0, source=shared.source()), metrics, prepared)
 
 
 def link(front_end, owner):
@@ -35,7 +35,7 @@ def link(front_end, owner):
 
 def test_a_second_link_with_the_same_process_is_ended_without_another_being_wanted():
     async def run():
-        front_end, owner, lost = FrontEnd(1), relays(), []
+        front_end, owner, lost = RelayApplication(1), relays(), []
         front_end.on_link_lost = lambda: lost.append(1)
         link(front_end, owner)
         await until(lambda: front_end._owners[0].was_heard)
@@ -52,7 +52,7 @@ def test_a_second_link_with_the_same_process_is_ended_without_another_being_want
 
 def test_processes_of_their_own_keep_theirs():
     async def run():
-        first, second, owner = FrontEnd(0), FrontEnd(1), relays()
+        first, second, owner = RelayApplication(0), RelayApplication(1), relays()
         link(first, owner)
         link(second, owner)
         await until(lambda: all(each._owners[0].was_heard for each in (first, second)))
@@ -64,14 +64,14 @@ def test_processes_of_their_own_keep_theirs():
 
 def test_memory_that_cannot_be_mapped_ends_the_link():
     async def run():
-        front_end, lost = FrontEnd(0), []
+        front_end, lost = RelayApplication(0), []
         front_end.on_link_lost = lambda: lost.append(1)
         here, there = socket.socketpair()
         front_end.connect(here)
-        owner = Link(there, messages.from_front_end, lambda message: None, lambda: None)
+        owner = RelayLink(there, messages.from_front_end, lambda message: None, lambda: None)
         descriptor = os.open("/dev/zero", os.O_RDONLY)
-        owner.send(messages.Readiness(is_ready=True))
-        owner.send(messages.Memory(1), descriptor)
+        owner.send(messages.OwnerReadiness(is_ready=True))
+        owner.send(messages.SharedSlabAdded(1), descriptor)
         os.close(descriptor)
         await until(lambda: not owner.is_open)
         assert lost == [1]

@@ -36,7 +36,7 @@ def headers(**changed: str | None):
 
 
 def body_of(response) -> bytes:
-    return response.data if isinstance(response, messages.Send) else b"".join(response.body)
+    return response.data if isinstance(response, messages.ResponsePart) else b"".join(response.body)
 
 
 def plain(answer) -> tuple:

@@ -9,7 +9,7 @@ import pytest
 from normserve.errors import NormserveError
 from normserve.errors.problems import STATUSES
 from normserve.http.app import create_app
-from normserve.http.routes.docs import operation_id
+from normserve.http.routes.docs import make_operation_id
 from normserve.settings import Settings
 
 PROBLEM = "application/problem+json"
@@ -50,8 +50,8 @@ def test_operation_ids_are_unique_names(described):
     ids = [operation["operationId"] for _, _, operation in operations(described)]
     assert len(set(ids)) == len(ids)
     assert all(each.isidentifier() for each in ids)
-    assert operation_id("post", "/v1/layer_norm/backward") == "post_v1_layer_norm_backward"
-    assert operation_id("get", "/v2/models/{name}/stats") != operation_id("get", "/v2/models/stats")
+    assert make_operation_id("post", "/v1/layer_norm/backward") == "post_v1_layer_norm_backward"
+    assert make_operation_id("get", "/v2/models/{name}/stats") != make_operation_id("get", "/v2/models/stats")
 
 
 def test_every_operation_says_how_it_fails(described):

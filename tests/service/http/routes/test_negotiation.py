@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from normserve.codec.media_types import NPY, SAFETENSORS
 from normserve.errors import NotAcceptableError
-from normserve.http.routes.negotiation import Accepted, prefers
+from normserve.http.routes.negotiation import AcceptHeader, is_preferred
 
 RANGES = st.sampled_from([NPY, SAFETENSORS, "application/*", "*/*", "text/html", "text/*"])
 QUALITIES = st.sampled_from(["0", "0.001", "0.25", "0.5", "0.999", "1", "1.000"])
@@ -44,29 +44,29 @@ def test_the_most_wanted_format_answers_and_the_requests_own_wins_a_tie(header, 
     text, said = header
     other = SAFETENSORS if request_format == NPY else NPY
     if not said:
-        assert Accepted(text).choose(request_format) == request_format
+        assert AcceptHeader(text).choose(request_format) == request_format
     elif wanted(said, request_format) == wanted(said, other) == 0:
         with pytest.raises(NotAcceptableError):
-            Accepted(text).choose(request_format)
+            AcceptHeader(text).choose(request_format)
     else:
         best = request_format if wanted(said, request_format) >= wanted(said, other) else other
-        assert Accepted(text).choose(request_format) == best
+        assert AcceptHeader(text).choose(request_format) == best
 
 
 @given(st.text(st.characters(codec="latin-1"), max_size=200))
 def test_any_header_is_an_answer_or_a_refusal(text):
     with contextlib.suppress(NotAcceptableError):
-        assert Accepted(text).choose(NPY) in (NPY, SAFETENSORS)
+        assert AcceptHeader(text).choose(NPY) in (NPY, SAFETENSORS)
 
 
 @pytest.mark.parametrize("quality", ["nan", "inf", "-1", "2", "1e400", "", "x", "0x1"])
 def test_a_quality_that_is_none_never_wins(quality):
-    accepted = Accepted(f"{NPY};q={quality}, {SAFETENSORS};q=1")
+    accepted = AcceptHeader(f"{NPY};q={quality}, {SAFETENSORS};q=1")
     assert accepted.choose(SAFETENSORS) == SAFETENSORS
 
 
 @pytest.mark.parametrize(
-    ("accept", "is_preferred"),
+    ("accept", "expected"),
     [
         ("application/openmetrics-text", True),
         ("application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.3,*/*;q=0.2", True),
@@ -81,5 +81,5 @@ def test_a_quality_that_is_none_never_wins(quality):
         ("", False),
     ],
 )
-def test_what_is_asked_for_by_name_is_preferred_to_the_default(accept, is_preferred):
-    assert prefers(accept, "application/openmetrics-text", "text/plain") == is_preferred
+def test_what_is_asked_for_by_name_is_preferred_to_the_default(accept, expected):
+    assert is_preferred(accept, "application/openmetrics-text", "text/plain") == expected

@@ -8,17 +8,17 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from normserve.admission.callers import Caller
+from normserve.admission.callers import ClientIdentity
 from normserve.codec import safetensors
 from normserve.codec.media_types import NPY, SAFETENSORS
 from normserve.errors import InvalidShapeError, NormserveError, OverloadedError
 from normserve.http.routes import operations, payloads
-from normserve.http.routes.negotiation import Accepted
-from normserve.http.routes.operations import Head, Operation
-from normserve.jobs.job import NormSpec, Op, Pass
+from normserve.http.routes.negotiation import AcceptHeader
+from normserve.http.routes.operations import OperationEndpoint, OperationHead
+from normserve.jobs.job import NormSpec, Op, PassDirection
 from normserve.memory.host_tensors import DType, HostTensor
 from normserve.metrics.metrics import Metrics
-from normserve.requests.prepared_calls import PreparedCalls
+from normserve.requests.prepared_calls import PreparedCallCache
 
 from tests.service.jobs.fake_jobs import layer, tensor
 
@@ -35,32 +35,32 @@ def packed(**tensors: HostTensor) -> bytearray:
     return bytearray().join(safetensors.encode(tensors))
 
 
-def head(body_format: str | None = None, **asked: object) -> Head:
-    spec = NormSpec(**{"op": Op.LAYER_NORM, "direction": Pass.FORWARD, "eps": 1e-5} | asked)
-    return Head(spec, None, body_format, Accepted(""), None, is_form=False)
+def head(body_format: str | None = None, **asked: object) -> OperationHead:
+    spec = NormSpec(**{"op": Op.LAYER_NORM, "direction": PassDirection.FORWARD, "eps": 1e-5} | asked)
+    return OperationHead(spec, None, body_format, AcceptHeader(""), None, is_form=False)
 
 
 def no_copy(nbytes: int) -> None:
     raise AssertionError(nbytes)
 
 
-def operation(max_bytes: int = 2**20) -> Operation:
-    prepared = PreparedCalls(max_bytes, Metrics().prepared_call_counters("process"))
-    return Operation(None, None, prepared, Op.LAYER_NORM, Pass.FORWARD)
+def operation(max_bytes: int = 2**20) -> OperationEndpoint:
+    prepared = PreparedCallCache(max_bytes, Metrics().prepared_call_counters("process"))
+    return OperationEndpoint(None, None, prepared, Op.LAYER_NORM, PassDirection.FORWARD)
 
 
 OPERATION = operation()
 
 
 def sender(charge_copy=no_copy, address: str = "here") -> SimpleNamespace:
-    return SimpleNamespace(caller=Caller(address), charge_copy=charge_copy)
+    return SimpleNamespace(caller=ClientIdentity(address), charge_copy=charge_copy)
 
 
-def made(asked: Head, body, of_layer=None, charge_copy=no_copy) -> tuple:
+def made(asked: OperationHead, body, of_layer=None, charge_copy=no_copy) -> tuple:
     return OPERATION.make_job(asked, memoryview(body), of_layer, sender(charge_copy))
 
 
-def outcome(asked: Head, body: bytearray, of_layer=None) -> tuple:
+def outcome(asked: OperationHead, body: bytearray, of_layer=None) -> tuple:
     """All that is made of a body, or what is wrong with it."""
     try:
         job, cost, told = made(asked, body, of_layer)
@@ -110,7 +110,7 @@ def test_the_next_data_are_its_own():
 def test_it_is_not_parsed_again(monkeypatch):
     asked = head()
     first = outcome(asked, npy())
-    monkeypatch.setattr("normserve.http.routes.operations.entries_of", no_copy)
+    monkeypatch.setattr("normserve.http.routes.operations.parse_payload", no_copy)
     assert outcome(asked, npy()) == first
 
 
@@ -168,8 +168,8 @@ def test_a_copy_is_refused_each_time():
 def test_payloads_with_long_headers_are_kept_within_their_bytes(monkeypatch):
     here, parsed = operation(2**20), []
     monkeypatch.setattr(
-        "normserve.http.routes.operations.entries_of",
-        lambda body, body_format: parsed.append(1) or payloads.entries_of(body, body_format),
+        "normserve.http.routes.operations.parse_payload",
+        lambda body, body_format: parsed.append(1) or payloads.parse_payload(body, body_format),
     )
     asked = head()
 
@@ -209,4 +209,4 @@ def test_heads_are_kept_for_each_tenant(monkeypatch):
 
 def test_a_header_that_is_longer_than_the_codec_reads_is_no_key():
     text = b" " * 2**16
-    assert payloads.payload_header(memoryview(len(text).to_bytes(8, "little") + text)) == b""
+    assert payloads.get_payload_header(memoryview(len(text).to_bytes(8, "little") + text)) == b""

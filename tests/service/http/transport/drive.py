@@ -15,9 +15,9 @@ from types import SimpleNamespace
 
 import uvicorn
 from normserve.errors import NormserveError
-from normserve.http.problems import render
-from normserve.http.transport import DrainLimits, Manners, Patience, listen
-from normserve.http.transport.idle import IdleConnections
+from normserve.http.problems import render_problem_response
+from normserve.http.transport import ConnectionPolicy, ConnectionTimeouts, DiscardLimits, make_connection_factory
+from normserve.http.transport.idle import IdleConnectionQueue
 from uvicorn.server import ServerState
 
 
@@ -48,7 +48,7 @@ Event = Request | Answer | Closed
 
 _ANSWER = re.compile(rb"HTTP/1\.1 (\d+) [^\r]*\r\n(?:content-type: (\S+json))?")
 _SLAB_STEPS = 1024
-_PATIENCE = Patience(60, 60, 60)
+_PATIENCE = ConnectionTimeouts(60, 60, 60)
 _STEPS_UNTIL_QUIET = 12
 
 
@@ -138,17 +138,19 @@ class Driver:
         self,
         loop: asyncio.AbstractEventLoop,
         application: Application | None = None,
-        patience: Patience = _PATIENCE,
-        drains: DrainLimits | None = None,
-        idle: IdleConnections | None = None,
+        patience: ConnectionTimeouts = _PATIENCE,
+        drains: DiscardLimits | None = None,
+        idle: IdleConnectionQueue | None = None,
         admission: tuple[str, str | None] = ("a", None),
     ) -> None:
         self._loop = loop
         self.application = application or Application()
         self.refusals: list[NormserveError] = []
         self.wire = Wire()
-        self.idle = idle or IdleConnections()
-        accept = listen(Manners(patience, drains or DrainLimits(2**20), self._refuse, lambda: None, self.idle))
+        self.idle = idle or IdleConnectionQueue()
+        accept = make_connection_factory(
+            ConnectionPolicy(patience, drains or DiscardLimits(2**20), self._refuse, lambda: None, self.idle)
+        )
         state, server = {"application": self.application}, ServerState()
         self.connection = accept(config=_config(), server_state=server, app_state=state, _loop=loop)
         self.header_s = self.connection.admit(*admission)
@@ -157,7 +159,7 @@ class Driver:
 
     def _refuse(self, error: NormserveError, target: str) -> bytes:
         self.refusals.append(error)
-        return render(error, target)
+        return render_problem_response(error, target)
 
     async def receive(self, data: bytes) -> None:
         """Bytes arrive: as many at a time as the connection has room for, while it reads."""

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 from normserve.errors import ClientLeftError, OverloadedError, RequestTimeoutError
-from normserve.http.transport import PlainAsgi
+from normserve.http.transport import AsgiAdapter
 
 BODY = bytes(range(256)) * 40
 
@@ -30,7 +30,7 @@ async def call(app, messages, headers=(), patience_s=5.0):
 
     scope = {"type": "http", "headers": list(headers), "client": None}
     async with asyncio.timeout(patience_s):
-        await PlainAsgi(app)(scope, incoming.get, send)
+        await AsgiAdapter(app)(scope, incoming.get, send)
     return sent
 
 
@@ -109,7 +109,7 @@ def test_what_no_route_took_can_still_be_read():
     async def send(message):
         raise AssertionError(message)
 
-    asyncio.run(PlainAsgi(stall_and_drain)(scope, incoming.get, send))
+    asyncio.run(AsgiAdapter(stall_and_drain)(scope, incoming.get, send))
 
 
 def test_views_leave_as_bytes_and_the_last_one_counts_as_delivered():
@@ -134,5 +134,5 @@ def test_what_is_no_request_passes_as_it_is():
         seen.append(scope)
 
     scope = {"type": "lifespan"}
-    asyncio.run(PlainAsgi(app)(scope, None, None))
+    asyncio.run(AsgiAdapter(app)(scope, None, None))
     assert seen == [scope]

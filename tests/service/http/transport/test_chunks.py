@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from normserve.errors import HeadersTooLargeError, MalformedHttpError, NormserveError
-from normserve.http.transport.chunks import ChunkedBody
+from normserve.http.transport.chunks import ChunkedBodyDecoder
 
 
 def taken(stream: bytes, *places: int) -> tuple[bytes, int, type[NormserveError] | None, bool]:
     """The data, how many bytes belonged to the body, what was raised, and whether it is complete."""
-    body, data, used = ChunkedBody(), b"", 0
+    body, data, used = ChunkedBodyDecoder(), b"", 0
     ends = [*sorted(places), len(stream)]
     for start, end in zip([0, *ends], ends, strict=False):
         try:

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 from normserve.errors import OverloadedError
-from normserve.http.transport import DrainLimits, Patience, draining
+from normserve.http.transport import ConnectionTimeouts, DiscardLimits, draining
 
 from tests.service.http.transport.drive import Driver
 
@@ -35,8 +35,8 @@ class Refusing:
 @contextlib.asynccontextmanager
 async def connected(application=None, drains=None, patience=None):
     """A connection whose requests are refused."""
-    loop, patience = asyncio.get_running_loop(), patience or Patience(60, 60, 60)
-    driver = Driver(loop, application or Refusing(), patience, drains or DrainLimits(2 * LENGTH))
+    loop, patience = asyncio.get_running_loop(), patience or ConnectionTimeouts(60, 60, 60)
+    driver = Driver(loop, application or Refusing(), patience, drains or DiscardLimits(2 * LENGTH))
     try:
         yield driver
     finally:
@@ -171,7 +171,7 @@ async def test_client_that_sends_no_more_is_let_go(hurried):
 
 @on_a_loop
 async def test_body_below_the_minimum_rate_is_not_waited_for(hurried):
-    async with connected(patience=Patience(60, 60, 60, min_bytes_per_s=2.0**20)) as driver:
+    async with connected(patience=ConnectionTimeouts(60, 60, 60, min_bytes_per_s=2.0**20)) as driver:
         await receive(driver, post(SIZED))
         async with asyncio.timeout(10):
             while not driver.wire.is_closed:
@@ -181,7 +181,7 @@ async def test_body_below_the_minimum_rate_is_not_waited_for(hurried):
 
 @on_a_loop
 async def test_body_that_takes_too_long_is_not_waited_for():
-    async with connected(patience=Patience(60, 60, 0.1)) as driver:
+    async with connected(patience=ConnectionTimeouts(60, 60, 0.1)) as driver:
         await receive(driver, post(SIZED))
         async with asyncio.timeout(10):
             while not driver.wire.is_closed:
@@ -191,7 +191,7 @@ async def test_body_that_takes_too_long_is_not_waited_for():
 
 @on_a_loop
 async def test_chunked_body_is_dropped_up_to_the_limit():
-    async with connected(drains=DrainLimits(LENGTH)) as driver:
+    async with connected(drains=DiscardLimits(LENGTH)) as driver:
         piece = b"%x\r\n%b\r\n" % (len(HALF), HALF)
         await receive(driver, post("Transfer-Encoding: chunked") + piece)
         await receive(driver, piece)
@@ -203,7 +203,7 @@ async def test_chunked_body_is_dropped_up_to_the_limit():
 
 @on_a_loop
 async def test_body_that_announces_more_than_the_limit_has_little_time(hurried):
-    async with connected(drains=DrainLimits(LENGTH - 1)) as driver:
+    async with connected(drains=DiscardLimits(LENGTH - 1)) as driver:
         assert b"connection: close" in await receive(driver, post(SIZED))
         async with asyncio.timeout(10):
             while not driver.wire.is_closed:
@@ -216,7 +216,7 @@ async def test_body_that_announces_more_than_the_limit_has_little_time(hurried):
 async def test_few_connections_may_take_long(hurried, monkeypatch, status, places):
     """Fewer of strangers."""
     monkeypatch.setattr(draining, "_MAX_LONG_DRAINS", 8)
-    drains = DrainLimits(LENGTH)
+    drains = DiscardLimits(LENGTH)
     async with contextlib.AsyncExitStack() as stack:
         drivers = [await stack.enter_async_context(connected(Refusing(status), drains)) for _ in range(places + 1)]
         answers = [await receive(driver, post(SIZED)) for driver in drivers]
@@ -232,7 +232,7 @@ async def test_few_connections_may_take_long(hurried, monkeypatch, status, place
 @on_a_loop
 async def test_connection_is_idle_after_the_body():
     """It is not waited for a header as after the first byte of one."""
-    async with connected(patience=Patience(0.05, 60, 60)) as driver:
+    async with connected(patience=ConnectionTimeouts(0.05, 60, 60)) as driver:
         await receive(driver, post(SIZED))
         await receive(driver, HALF + HALF)
         await asyncio.sleep(0.2)

@@ -5,9 +5,9 @@ import functools
 from types import SimpleNamespace
 
 import pytest
-from normserve.http.transport import Patience, idle
+from normserve.http.transport import ConnectionTimeouts, idle
 from normserve.http.transport.http import PROBES
-from normserve.http.transport.idle import IdleConnections
+from normserve.http.transport.idle import IdleConnectionQueue
 
 from tests.service.http.transport.drive import Driver, view
 
@@ -35,7 +35,7 @@ class Idle:
 
 
 def test_the_oldest_one_is_closed_first(clock):
-    connections, waiting = IdleConnections(), [Idle(address) for address in "aabba"]
+    connections, waiting = IdleConnectionQueue(), [Idle(address) for address in "aabba"]
     for connection in waiting:
         connections.add(connection)
         clock.now += 1
@@ -49,7 +49,7 @@ def test_the_oldest_one_is_closed_first(clock):
 
 
 def test_one_that_was_used_again_is_the_youngest(clock):
-    connections, waiting = IdleConnections(), [Idle("a"), Idle("a")]
+    connections, waiting = IdleConnectionQueue(), [Idle("a"), Idle("a")]
     for connection in (*waiting, waiting[0]):
         connections.discard(connection)
         connections.add(connection)
@@ -59,7 +59,7 @@ def test_one_that_was_used_again_is_the_youngest(clock):
 
 
 def test_one_between_two_requests_is_not_idle(clock):
-    connections = IdleConnections()
+    connections = IdleConnectionQueue()
     connections.add(Idle("a"))
     clock.now += 0.9
     assert not connections.close_oldest(None)
@@ -79,13 +79,13 @@ class Host:
     """Connections of one process."""
 
     def __init__(self) -> None:
-        self.idle = IdleConnections()
+        self.idle = IdleConnectionQueue()
         self.drivers: list[Driver] = []
 
     def connect(self, beyond: str | None = None, address: str = "a", patience=None) -> Driver:
         driver = Driver(
             asyncio.get_running_loop(),
-            patience=patience or Patience(60, 60, 60),
+            patience=patience or ConnectionTimeouts(60, 60, 60),
             idle=self.idle,
             admission=(address, beyond),
         )
@@ -174,7 +174,7 @@ async def test_without_an_idle_one_all_else_is_refused(request_text):
 @on_a_loop
 async def test_connection_for_a_probe_must_not_hesitate():
     async with Host() as host:
-        hesitant = host.connect("max_connections", patience=Patience(0.02, 60, 60))
+        hesitant = host.connect("max_connections", patience=ConnectionTimeouts(0.02, 60, 60))
         async with asyncio.timeout(10):
             while not hesitant.wire.is_closed:
                 await asyncio.sleep(0.01)

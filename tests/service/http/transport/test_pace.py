@@ -1,15 +1,15 @@
 """When a body is too slow."""
 
 import pytest
-from normserve.http.transport.pace import Pace
+from normserve.http.transport.pace import TransferProgress
 
 
 @pytest.fixture
-def pace() -> Pace:
-    return Pace(began=100.0, pause_s=30, total_s=300, min_bytes_per_s=1000, grace_s=10)
+def pace() -> TransferProgress:
+    return TransferProgress(began=100.0, pause_s=30, total_s=300, min_bytes_per_s=1000, grace_s=10)
 
 
-def ended(pace: Pace, bytes_per_s: float, *, every_s: float) -> float | None:
+def ended(pace: TransferProgress, bytes_per_s: float, *, every_s: float) -> float | None:
     """After how long a body is ended of which a piece comes every so often; looks are taken when they must be."""
     now, look = pace.began, pace.began
     while now < pace.began + 1000:
@@ -50,14 +50,14 @@ def test_a_body_that_is_just_too_slow_is_ended(pace):
 
 @pytest.mark.parametrize("min_bytes_per_s", [0, 1])
 def test_a_pause_ends_even_what_was_fast(min_bytes_per_s):
-    pace = Pace(began=100.0, pause_s=30, total_s=300, min_bytes_per_s=min_bytes_per_s, grace_s=10)
+    pace = TransferProgress(began=100.0, pause_s=30, total_s=300, min_bytes_per_s=min_bytes_per_s, grace_s=10)
     assert pace.fault(105.0, 10**9) is None
     assert pace.fault(134.9, 10**9) is None
     assert "no more of the body came for 30 s" in pace.fault(135.0, 10**9)
 
 
 def test_without_a_least_rate_single_bytes_have_all_the_time():
-    pace = Pace(began=100.0, pause_s=30, total_s=300)
+    pace = TransferProgress(began=100.0, pause_s=30, total_s=300)
     assert ended(pace, 1 / 11, every_s=11) == pytest.approx(300)
 
 

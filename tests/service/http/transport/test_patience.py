@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 from normserve.http.transport import pace as pace_module
 from normserve.http.transport import patience as patience_module
-from normserve.http.transport.patience import Patience, SendWatch
-from normserve.http.transport.sending import TLS_PORTION_BYTES, Sending
+from normserve.http.transport.patience import ConnectionTimeouts, SlowReaderMonitor
+from normserve.http.transport.sending import TLS_PORTION_BYTES, SocketResponseSender
 
 RATE = 1000
-LIMITS = Patience(header_s=10, send_s=30, transfer_s=300, min_bytes_per_s=RATE, grace_s=10)
+LIMITS = ConnectionTimeouts(header_s=10, send_s=30, transfer_s=300, min_bytes_per_s=RATE, grace_s=10)
 #: Progress is looked for at intervals, and a fault is looked at twice.
 SLACK_S = 0.5
 
@@ -57,14 +57,14 @@ class Transport:
 class Stage:
     """One connection, whose responses leave in portions."""
 
-    def __init__(self, clock: Clock, limits: Patience, unseen_bytes: int) -> None:
+    def __init__(self, clock: Clock, limits: ConnectionTimeouts, unseen_bytes: int) -> None:
         self.clock, self.transport = clock, Transport()
-        self.watch = SendWatch(clock, limits, self.transport, unseen_bytes=unseen_bytes)
+        self.watch = SlowReaderMonitor(clock, limits, self.transport, unseen_bytes=unseen_bytes)
 
-    def response(self) -> Sending:
-        return Sending(self.transport, self.clock, SimpleNamespace())
+    def response(self) -> SocketResponseSender:
+        return SocketResponseSender(self.transport, self.clock, SimpleNamespace())
 
-    def hand(self, response: Sending | None, nbytes: int, taken: int = 0) -> None:
+    def hand(self, response: SocketResponseSender | None, nbytes: int, taken: int = 0) -> None:
         """Give the transport a portion, of which the kernel takes so much at once."""
         if response is not None:
             response.unfinished += nbytes
@@ -137,7 +137,7 @@ def test_the_pause_ends_what_was_fast(stage):
 
 
 def test_without_a_least_rate_drips_have_all_the_time(stage):
-    there = stage(Patience(header_s=10, send_s=30, transfer_s=300))
+    there = stage(ConnectionTimeouts(header_s=10, send_s=30, transfer_s=300))
     there.hand(there.response(), 10**6)
     assert there.read(1) == pytest.approx(300, abs=1)
 
@@ -186,7 +186,7 @@ class TestTls:
     """What leaves shows in whole portions."""
 
     def test_one_that_is_fast_enough_gets_everything(self, stage):
-        limits = Patience(header_s=10, send_s=300, transfer_s=3000, min_bytes_per_s=RATE, grace_s=10)
+        limits = ConnectionTimeouts(header_s=10, send_s=300, transfer_s=3000, min_bytes_per_s=RATE, grace_s=10)
         there = stage(limits, TLS_PORTION_BYTES)
         response = there.response()
         for _ in range(5):
@@ -194,7 +194,7 @@ class TestTls:
             assert there.read(1.1 * RATE, shows=False) is None
 
     def test_one_that_is_too_slow_is_given_up_when_a_portion_should_have_left(self, stage):
-        limits = Patience(header_s=10, send_s=3000, transfer_s=3000, min_bytes_per_s=RATE, grace_s=10)
+        limits = ConnectionTimeouts(header_s=10, send_s=3000, transfer_s=3000, min_bytes_per_s=RATE, grace_s=10)
         there = stage(limits, TLS_PORTION_BYTES)
         there.hand(there.response(), TLS_PORTION_BYTES)
         assert there.read(RATE / 2, shows=False) == pytest.approx(TLS_PORTION_BYTES / RATE, abs=1)

@@ -6,7 +6,7 @@ import weakref
 import numpy as np
 import pytest
 from normserve.errors import ClientLeftError, OverloadedError, RequestTimeoutError, TooLargeError
-from normserve.http.transport import Reception
+from normserve.http.transport import IncomingBody
 
 
 class Memory:
@@ -24,7 +24,7 @@ class Memory:
 
 
 def receive(
-    reception: Reception, memory: Memory, *events, pause_s: float = 5, total_s: float = 5, **rate: float
+    reception: IncomingBody, memory: Memory, *events, pause_s: float = 5, total_s: float = 5, **rate: float
 ) -> bytes:
     """Run the route's side, and the connection's: `events` are called between steps of the loop."""
 
@@ -38,7 +38,7 @@ def receive(
     return asyncio.run(both())
 
 
-def arriving(reception: Reception, data: bytes):
+def arriving(reception: IncomingBody, data: bytes):
     def write() -> None:
         room = reception.room()
         room[: len(data)] = data
@@ -49,7 +49,7 @@ def arriving(reception: Reception, data: bytes):
 
 def test_announced_body_is_written_where_it_belongs():
     memory = Memory()
-    reception = Reception(6, lambda: bytearray(b"ab"))
+    reception = IncomingBody(6, lambda: bytearray(b"ab"))
     got = receive(reception, memory, arriving(reception, b"cd"), arriving(reception, b"ef"), reception.complete)
     assert got == b"abcdef"
     assert memory.asked == [6]
@@ -58,7 +58,7 @@ def test_announced_body_is_written_where_it_belongs():
 
 def test_room_ends_with_the_body_though_the_slab_does_not():
     memory = Memory()
-    reception = Reception(6, lambda: bytearray(b"ab"))
+    reception = IncomingBody(6, lambda: bytearray(b"ab"))
     rooms: list[int] = []
     larger = lambda nbytes: memory(nbytes + 100)  # noqa: E731
     receive(reception, larger, lambda: rooms.append(len(reception.room())), reception.complete)
@@ -67,7 +67,7 @@ def test_room_ends_with_the_body_though_the_slab_does_not():
 
 def test_body_that_came_with_its_header_needs_no_memory():
     memory = Memory()
-    reception = Reception(2, lambda: bytearray(b"ab"))
+    reception = IncomingBody(2, lambda: bytearray(b"ab"))
     reception.complete()
     assert receive(reception, memory) == b"ab"
     assert memory.asked == []
@@ -75,7 +75,7 @@ def test_body_that_came_with_its_header_needs_no_memory():
 
 def test_chunked_body_moves_when_it_outgrows_its_memory():
     memory = Memory()
-    reception = Reception(None, lambda: bytearray(b"a"))
+    reception = IncomingBody(None, lambda: bytearray(b"a"))
     pieces = [b"bc", b"", b"defg"]
     got = receive(
         reception, memory, *[lambda piece=piece: reception.append(piece) for piece in pieces], reception.complete
@@ -85,7 +85,7 @@ def test_chunked_body_moves_when_it_outgrows_its_memory():
 
 
 def test_chunked_body_is_refused_where_memory_ends():
-    reception = Reception(None, bytearray)
+    reception = IncomingBody(None, bytearray)
     with pytest.raises(TooLargeError):
         receive(reception, Memory(limit=4), lambda: reception.append(b"12345"))
     assert not reception.is_filling
@@ -93,14 +93,14 @@ def test_chunked_body_is_refused_where_memory_ends():
 
 @pytest.mark.parametrize(("pause_s", "total_s", "said"), [(0.01, 5, "no more"), (5, 0.01, "had not come")])
 def test_slow_body_is_given_up(pause_s, total_s, said):
-    reception = Reception(6, bytearray)
+    reception = IncomingBody(6, bytearray)
     with pytest.raises(RequestTimeoutError, match=said):
         receive(reception, Memory(), pause_s=pause_s, total_s=total_s)
     assert not reception.is_filling
 
 
 def test_body_below_the_least_rate_is_given_up():
-    reception = Reception(600, bytearray)
+    reception = IncomingBody(600, bytearray)
     with pytest.raises(RequestTimeoutError, match="less than 1000 bytes a second"):
         receive(reception, Memory(), arriving(reception, b"abc"), min_bytes_per_s=1000, grace_s=0.01)
     assert not reception.is_filling
@@ -115,7 +115,7 @@ def test_body_that_is_cut_off_holds_no_memory_from_then_on():
         memories.append(weakref.ref(slab))
         return slab.data
 
-    reception = Reception(6, bytearray)
+    reception = IncomingBody(6, bytearray)
 
     def cut_off() -> None:
         reception.fail(OverloadedError("for another"))
@@ -128,41 +128,41 @@ def test_body_that_is_cut_off_holds_no_memory_from_then_on():
 
 def test_body_that_is_whole_is_not_lost_to_what_comes_after():
     """Its route may not have run since."""
-    reception = Reception(2, bytearray)
+    reception = IncomingBody(2, bytearray)
     whole_and_left = lambda: (reception.complete(), reception.fail(ClientLeftError("gone")))  # noqa: E731
     assert receive(reception, Memory(), arriving(reception, b"ab"), whole_and_left) == b"ab"
 
 
 def test_silent_chunked_body_needs_no_memory():
     memory = Memory()
-    reception = Reception(None, bytearray)
+    reception = IncomingBody(None, bytearray)
     with pytest.raises(ClientLeftError):
         receive(reception, memory, lambda: None, lambda: reception.fail(ClientLeftError("gone")))
     assert memory.asked == []
 
 
 def test_first_piece_for_which_there_is_no_memory_ends_the_body():
-    reception = Reception(None, lambda: bytearray(b"12345"))
+    reception = IncomingBody(None, lambda: bytearray(b"12345"))
     with pytest.raises(TooLargeError):
         receive(reception, Memory(limit=4))
     assert not reception.is_filling
 
 
 def test_departure_ends_the_wait():
-    reception = Reception(6, bytearray)
+    reception = IncomingBody(6, bytearray)
     with pytest.raises(ClientLeftError):
         receive(reception, Memory(), lambda: reception.fail(ClientLeftError("gone")))
 
 
 def test_memory_is_let_go_of():
-    reception = Reception(6, bytearray)
+    reception = IncomingBody(6, bytearray)
     receive(reception, Memory(), arriving(reception, b"abcdef"), reception.complete)
     assert len(reception.room()) == 0
 
 
 def test_client_that_left_before_its_body_was_asked_for_is_not_waited_for():
     begun = []
-    reception = Reception(6, lambda: begun.append(1) or bytearray())
+    reception = IncomingBody(6, lambda: begun.append(1) or bytearray())
     reception.fail(ClientLeftError("gone"))
     with pytest.raises(ClientLeftError):
         receive(reception, Memory())

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from normserve.http.transport.sending import Sending
+from normserve.http.transport.sending import SocketResponseSender
 
 
 class Wire:
@@ -75,8 +75,8 @@ def cycle() -> Cycle:
 
 
 @pytest.fixture
-def sending(wire, loop, cycle) -> Sending:
-    return Sending(wire, loop, cycle)
+def sending(wire, loop, cycle) -> SocketResponseSender:
+    return SocketResponseSender(wire, loop, cycle)
 
 
 def test_header_and_large_body_leave_together_as_they_are(wire, sending):
@@ -196,14 +196,14 @@ class TestWholeResponses:
         assert max(sum(map(len, write)) for write in wire.writes) <= 2 * 2**20
 
     def test_what_tls_encrypts_at_once_is_less(self, wire, cycle, loop):
-        sending = Sending(wire, loop, cycle, is_encrypted=True)
+        sending = SocketResponseSender(wire, loop, cycle, is_encrypted=True)
         loop.run_until_complete(sending.respond(200, HEADERS, [memoryview(bytearray(2**20))], 2**20))
         assert max(sum(map(len, write)) for write in wire.writes) == 2**18
 
     def test_only_what_is_large_is_counted(self, wire, sending, cycle, loop):
         loop.run_until_complete(sending.respond(200, HEADERS, [b"body"], 4))
         assert not {"pace", "unfinished"} & vars(sending).keys()
-        large = Sending(wire, loop, cycle)
+        large = SocketResponseSender(wire, loop, cycle)
         loop.run_until_complete(large.respond(200, HEADERS, [bytes(5 * 2**20)], 5 * 2**20))
         assert large.unfinished == len(HEAD) + 2 + 5 * 2**20
 

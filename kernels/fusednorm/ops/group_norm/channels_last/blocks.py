@@ -19,7 +19,7 @@ mov.u32 $0, 0;
 ASK: tl.constexpr = tl.constexpr(_ASK)
 
 
-def most_touched(size: int, window: int) -> int:
+def count_max_overlaps(size: int, window: int) -> int:
     """The most consecutive intervals of `size` that a window, at a multiple of its own size, overlaps."""
     if window % size == 0:
         return window // size

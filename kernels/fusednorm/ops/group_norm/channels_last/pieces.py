@@ -20,7 +20,7 @@ from fusednorm.jit.moments import about_mean, about_rough_mean, merge_moments, s
 from fusednorm.jit.reductions import sum_pair
 from fusednorm.ops.group_norm.affine import slope_and_offset
 from fusednorm.ops.group_norm.channels_last.blocks import runs_of, sum_squares_of_runs
-from fusednorm.ops.group_norm.sample import Sample, vector_width
+from fusednorm.ops.group_norm.sample import SampleShape, compute_access_width
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +36,17 @@ class BlockTile:
     keep: int
 
 
-def block_tile(sample: Sample, block_groups: int, num_warps: int, itemsize: int) -> BlockTile:
+def make_block_tile(sample: SampleShape, block_groups: int, num_warps: int, itemsize: int) -> BlockTile:
     """The chunk in which one access per thread covers the columns of a block of `block_groups` groups."""
     columns = block_groups * sample.channels
-    vec = vector_width(itemsize, sample.c, columns)
+    vec = compute_access_width(itemsize, sample.c, columns)
     vectors = next_power_of_2(columns // vec)
     return BlockTile(vec, vectors, max(1, 32 * num_warps // vectors), vec // gcd(vec, sample.channels))
 
 
-def block_options(sample: Sample, block_groups: int, num_warps: int, tile: BlockTile) -> dict[str, object]:
+def make_block_options(
+    sample: SampleShape, block_groups: int, num_warps: int, tile: BlockTile
+) -> dict[str, object]:
     """Constexprs of the kernels that process pieces of blocks, and their number of warps."""
     columns = block_groups * sample.channels
     return {

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Protocol, TypeVar
 
-from fusednorm.devices.device import Gpu, multiprocessor_count
+from fusednorm.devices.device import GpuModel, count_multiprocessors
 from fusednorm.integers import cdiv, next_power_of_2
-from fusednorm.ops.group_norm.sample import Sample, vector_width
+from fusednorm.ops.group_norm.sample import SampleShape, compute_access_width
 from fusednorm.policy.batch_invariance import is_batch_invariant
 
 STREAM_WARPS, STREAM_IDLE = (4, 8, 16), 1 / 8
@@ -31,7 +31,7 @@ STREAM_LEAST_WARPS = 7
 Config = TypeVar("Config")
 
 
-class Streaming(Protocol):
+class StreamConfig(Protocol):
     """Fields that the configurations of both passes have; see `ForwardStream`."""
 
     @property
@@ -44,25 +44,28 @@ class Streaming(Protocol):
     def splits(self) -> int: ...
 
 
-def stream_warps(sample: Sample, itemsize: int) -> int | None:
+def find_stream_warps(sample: SampleShape, itemsize: int) -> int | None:
     """The number of warps whose lanes hold all columns of one or more positions, or None if there are too many."""
-    units = sample.c // vector_width(itemsize, sample.c)
+    units = sample.c // compute_access_width(itemsize, sample.c)
     fitting = [warps for warps in STREAM_WARPS if 32 * warps >= units]
     if not fitting or sample.hw >= 2**30:
         return None
 
-    def idle(num_warps: int) -> float:
+    def compute_idle_fraction(num_warps: int) -> float:
         return 32 * num_warps % units / (32 * num_warps)
 
-    return next((warps for warps in fitting if idle(warps) <= STREAM_IDLE), min(fitting, key=idle))
+    return next(
+        (warps for warps in fitting if compute_idle_fraction(warps) <= STREAM_IDLE),
+        min(fitting, key=compute_idle_fraction),
+    )
 
 
-def stream_splits(sample: Sample, itemsize: int) -> int:
+def count_stream_splits(sample: SampleShape, itemsize: int) -> int:
     """The number of parts of a streamed sample; it depends only on the sample's size."""
     return max(1, min(MAX_STREAM_SPLITS, sample.hw * sample.c * itemsize // STREAM_BYTES))
 
 
-def measured_stream(entries: Iterable[tuple[int, int, Config]], sample: Sample) -> Config | None:
+def find_measured_stream(entries: Iterable[tuple[int, int, Config]], sample: SampleShape) -> Config | None:
     """The first entry of a table for samples with its columns and at most its positions, but not many fewer."""
     return next(
         (
@@ -104,7 +107,7 @@ class StreamPartition:
         """Constexprs of the kernels that stream a sample, and their number of warps."""
         return {"VEC": self.vec, "LANES": self.lanes, "num_warps": num_warps}
 
-    def moments(self, sample: Sample) -> dict[str, int]:
+    def moments(self, sample: SampleShape) -> dict[str, int]:
         """Constexprs of kernels that compute moments of its groups: tile sizes for groups and runs of a group.
 
         A lane has separate sums for runs of its columns, each within one group.
@@ -115,8 +118,8 @@ class StreamPartition:
         return {"KEEP": keep, "GROUPS": max(2, next_power_of_2(sample.groups)), "RUNS": next_power_of_2(runs)}
 
 
-def stream_partition(
-    sample: Sample, itemsize: int, config: Streaming, samples: int, device: Gpu
+def make_stream_partition(
+    sample: SampleShape, itemsize: int, config: StreamConfig, samples: int, device: GpuModel
 ) -> StreamPartition:
     """The partition of `samples` samples of elements of `itemsize` bytes.
 
@@ -126,11 +129,11 @@ def stream_partition(
     """
     if is_batch_invariant():
         samples = 1
-    vec = vector_width(itemsize, sample.c)
+    vec = compute_access_width(itemsize, sample.c)
     units, lanes = sample.c // vec, 32 * config.num_warps
     positions = lanes // units
     steps = cdiv(sample.hw, positions * config.chunks)
-    least = cdiv(multiprocessor_count(device) * STREAM_LEAST_WARPS, config.num_warps * samples)
+    least = cdiv(count_multiprocessors(device) * STREAM_LEAST_WARPS, config.num_warps * samples)
     splits, apply_chunks = config.splits, config.apply_chunks
     while splits < least:
         splits *= 2

@@ -14,15 +14,15 @@ from fusednorm.jit.exchange import collect, first_tag, leave, post, slot_of
 from fusednorm.jit.loads import column_mask, offset_weight, unaligned_zero, widened
 from fusednorm.jit.prefetch import prefetch
 from fusednorm.jit.reductions import sum_pair, total_pair
-from fusednorm.launch.launch import Launch, can_prefetch, resident_options
-from fusednorm.launch.workspace import exchange_buffer
-from fusednorm.ops.layer_norm.backward.reduce import Partials, reduce_launches
-from fusednorm.ops.layer_norm.call import BackwardCall
+from fusednorm.launch.launch import Launch, can_prefetch, make_cooperative_options
+from fusednorm.launch.workspace import get_exchange_buffer
+from fusednorm.ops.layer_norm.backward.reduce import PartialGradients, plan_partial_reduction
+from fusednorm.ops.layer_norm.call import LayerNormBackwardCall
 from fusednorm.ops.layer_norm.gradients import affine_gradient, store_input_gradient, stored_parameter
 
 
 @dataclass(frozen=True, slots=True)
-class BackwardCooperative:
+class LayerNormBackwardCooperative:
     """Programs that share rows, a slab of `block_n` columns each, and exchange the row's sums.
 
     `programs_per_sm` programs are resident on a multiprocessor.  A program reads a slab again `lag` rows after it
@@ -36,13 +36,13 @@ class BackwardCooperative:
     ahead: int
 
 
-def backward_cooperative_launches(call: BackwardCall, config: BackwardCooperative) -> list[Launch]:
+def plan_cooperative_backward(call: LayerNormBackwardCall, config: LayerNormBackwardCooperative) -> list[Launch]:
     """The launches of a pass with known mean and rstd; the first launch is cooperative."""
     layout = call.layout_of_rows()
     members = cdiv(call.cols, config.block_n)
     most_groups = call.multiprocessors * config.programs_per_sm // members
     groups = min(call.rows, most_groups)
-    partials = Partials.of(call.x, call.out, call.has_own_parameters, groups)
+    partials = PartialGradients.of(call.x, call.out, call.has_own_parameters, groups)
     depth = next_power_of_2(2 * config.lag)
     options = {
         "BLOCK_N": config.block_n,
@@ -55,16 +55,16 @@ def backward_cooperative_launches(call: BackwardCall, config: BackwardCooperativ
         "IS_RMS": call.options.is_rms,
         "num_warps": config.num_warps,
         **call.constexprs(layout.vec),
-        **resident_options(config),
+        **make_cooperative_options(config),
     }
     arguments = (
         *call.tensors, call.mean, call.rstd, *call.gradients, partials.dweight, partials.dbias,
-        exchange_buffer(call.x.device, depth * groups * members), call.rows, members, *layout.sizes,
+        get_exchange_buffer(call.x.device, depth * groups * members), call.rows, members, *layout.sizes,
         *call.options.dropout_arguments,
     )  # fmt: skip
     return [
         Launch(layer_norm_backward_cooperative_kernel, (groups * members,), arguments, options),
-        *reduce_launches(partials, call.out, call.early, most_groups),
+        *plan_partial_reduction(partials, call.out, call.early, most_groups),
     ]
 
 

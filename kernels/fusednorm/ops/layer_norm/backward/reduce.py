@@ -12,7 +12,7 @@ import triton.language as tl
 from fusednorm.arguments.arrays import Array, new_workspace
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import await_previous
-from fusednorm.launch.launch import ByRows, Launch, dependent
+from fusednorm.launch.launch import Launch, RowDependence, make_early_options
 from fusednorm.results import Backward
 
 TILE_ELEMENTS, MAX_PARTIALS, MIN_COLS = 2048, 1024, 8
@@ -20,7 +20,7 @@ TILE_ELEMENTS, MAX_PARTIALS, MIN_COLS = 2048, 1024, 8
 
 
 @dataclass(frozen=True, slots=True)
-class Partials:
+class PartialGradients:
     """Memory for the sums of each program of a backward kernel, float32.
 
     Attributes:
@@ -33,7 +33,9 @@ class Partials:
     dbias: Array | None
 
     @classmethod
-    def of(cls, x: Array, out: Backward[Array], own: bool, programs: int, most: int | None = None) -> "Partials":
+    def of(
+        cls, x: Array, out: Backward[Array], own: bool, programs: int, most: int | None = None
+    ) -> "PartialGradients":
         """Partials of `programs` programs (per head of x, if any), with room for `most` programs if that is set.
 
         `own` says whether heads have parameters of their own.
@@ -46,15 +48,19 @@ class Partials:
         return cls(count, None if out.dweight is None else both[0], None if out.dbias is None else both[-1])
 
 
-def reduce_tile(most_partials: int) -> dict[str, int]:
+def choose_reduction_tile(most_partials: int) -> dict[str, int]:
     """Tile and warps for up to `most_partials` partials: all at once if possible, columns as narrow as a sector."""
     block_p = min(next_power_of_2(most_partials), MAX_PARTIALS)
     block_n = max(MIN_COLS, TILE_ELEMENTS // block_p)
     return {"BLOCK_P": block_p, "BLOCK_N": block_n, "num_warps": max(4, block_p * block_n // 512)}
 
 
-def reduce_launches(
-    partials: Partials, out: Backward[Array], early: bool, most_partials: int, by_rows: ByRows | None = None
+def plan_partial_reduction(
+    partials: PartialGradients,
+    out: Backward[Array],
+    early: bool,
+    most_partials: int,
+    by_rows: RowDependence | None = None,
 ) -> list[Launch]:
     """The launch that adds up partials: at most `most_partials` for any number of rows.
 
@@ -66,12 +72,12 @@ def reduce_launches(
     if not gradients:
         return []
     size = gradients[0].numel()
-    tile = reduce_tile(most_partials)
+    tile = choose_reduction_tile(most_partials)
     grid = (cdiv(size, tile["BLOCK_N"]), len(gradients))
     arguments = (partials.dweight, partials.dbias, out.dweight, out.dbias, partials.count, size)
     if by_rows is not None:
         by_rows = replace(by_rows, grid=False, rows=None, programs=4)
-    options = tile | dependent(early)
+    options = tile | make_early_options(early)
     return [Launch(layer_norm_backward_reduce_kernel, grid, arguments, options, by_rows)]
 
 

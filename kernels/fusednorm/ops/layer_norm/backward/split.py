@@ -15,13 +15,13 @@ from fusednorm.jit.loads import column_mask, load_rows, offset_weight, widened
 from fusednorm.jit.moments import sweep_moments
 from fusednorm.jit.reductions import sum_pair
 from fusednorm.launch.launch import Launch
-from fusednorm.ops.layer_norm.backward.reduce import Partials, reduce_launches
-from fusednorm.ops.layer_norm.call import BackwardCall
+from fusednorm.ops.layer_norm.backward.reduce import PartialGradients, plan_partial_reduction
+from fusednorm.ops.layer_norm.call import LayerNormBackwardCall
 from fusednorm.ops.layer_norm.gradients import affine_gradient, load_parameter, store_input_gradient
 
 
 @dataclass(frozen=True, slots=True)
-class BackwardSplit:
+class LayerNormBackwardSplit:
     """A kernel for each row's constants, then slabs of `block_n` columns over tiles of `rows` rows."""
 
     rows_block_n: int
@@ -33,13 +33,13 @@ class BackwardSplit:
     programs_per_sm: int
 
 
-def backward_split_launches(call: BackwardCall, config: BackwardSplit) -> list[Launch]:
+def plan_split_backward(call: LayerNormBackwardCall, config: LayerNormBackwardSplit) -> list[Launch]:
     """The launches of a pass over rows of any length."""
     layout = call.layout_of_rows()
     slabs = cdiv(call.cols, config.block_n)
     most_tiles = max(1, call.multiprocessors * config.programs_per_sm // slabs)
     tiles = min(cdiv(call.rows, config.rows), most_tiles)
-    partials = Partials.of(call.x, call.out, call.has_own_parameters, tiles)
+    partials = PartialGradients.of(call.x, call.out, call.has_own_parameters, tiles)
     constants = new_workspace(call.x, call.rows, 4)
     sums = Launch(
         layer_norm_backward_split_sums_kernel,
@@ -73,7 +73,7 @@ def backward_split_launches(call: BackwardCall, config: BackwardSplit) -> list[L
             **call.constexprs(layout.vec),
         },
     )  # fmt: skip
-    return [sums, apply, *reduce_launches(partials, call.out, call.early, most_tiles)]
+    return [sums, apply, *plan_partial_reduction(partials, call.out, call.early, most_tiles)]
 
 
 @triton.jit(

@@ -18,9 +18,9 @@ from fusednorm.jit.loads import column_mask, load_rows, offset_weight, unaligned
 from fusednorm.jit.moments import tile_moments
 from fusednorm.jit.prefetch import prefetch
 from fusednorm.jit.reductions import multiply_terms, sum_pair
-from fusednorm.launch.launch import ByRows, Launch, can_prefetch
-from fusednorm.ops.layer_norm.backward.reduce import Partials, reduce_launches
-from fusednorm.ops.layer_norm.call import BackwardCall
+from fusednorm.launch.launch import Launch, RowDependence, can_prefetch
+from fusednorm.ops.layer_norm.backward.reduce import PartialGradients, plan_partial_reduction
+from fusednorm.ops.layer_norm.call import LayerNormBackwardCall
 from fusednorm.ops.layer_norm.gradients import affine_gradient, load_parameter, store_input_gradient
 
 SHARED_BYTES_PER_SM = 200 << 10
@@ -28,7 +28,7 @@ SHARED_BYTES_PER_SM = 200 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class BackwardTile:
+class LayerNormBackwardTile:
     """Persistent programs over tiles of `rows` rows by `chunks` blocks, `stages` - 1 tiles ahead in shared memory.
 
     `hold_weight` keeps weight in registers for all tiles; otherwise each tile loads it again from L1.  A program
@@ -55,7 +55,7 @@ class BackwardTile:
         return min(self.stages, max(1, 1 + SHARED_BYTES_PER_SM // tile_bytes))
 
 
-def backward_tile_launches(call: BackwardCall, config: BackwardTile) -> list[Launch]:
+def plan_tile_backward(call: LayerNormBackwardCall, config: LayerNormBackwardTile) -> list[Launch]:
     """The launches of a pass over rows that fit a tile."""
     layout = call.layout_of_heads()
     pipelined = list(call.strided)
@@ -65,7 +65,9 @@ def backward_tile_launches(call: BackwardCall, config: BackwardTile) -> list[Lau
     most = max(1, call.most_programs(config.programs_per_sm))
     programs = min(cdiv(call.rows, config.rows), most)
     # Without heads the allocation is the same for any number of rows, on which only the number of programs depends.
-    partials = Partials.of(call.x, call.out, call.has_own_parameters, programs, most if call.x.ndim == 2 else None)
+    partials = PartialGradients.of(
+        call.x, call.out, call.has_own_parameters, programs, most if call.x.ndim == 2 else None
+    )
     cols, dy_row, x_row, *_ = layout.sizes
     is_dense = dy_row == x_row == cols
     options = {
@@ -84,10 +86,12 @@ def backward_tile_launches(call: BackwardCall, config: BackwardTile) -> list[Lau
     }
     tensors = (*call.tensors, call.mean, call.rstd, *call.gradients, partials.dweight, partials.dbias)
     arguments = (*tensors, call.rows, *layout.sizes, call.options.eps, *call.options.dropout_arguments)
-    by_rows = ByRows(config.rows, most, rows=len(tensors)) if call.x.ndim == 2 else None
+    by_rows = RowDependence(config.rows, most, rows=len(tensors)) if call.x.ndim == 2 else None
     return [
         Launch(layer_norm_backward_tile_kernel, call.grid(programs), arguments, options, by_rows),
-        *reduce_launches(partials, call.out, call.early, call.multiprocessors * config.programs_per_sm, by_rows),
+        *plan_partial_reduction(
+            partials, call.out, call.early, call.multiprocessors * config.programs_per_sm, by_rows
+        ),
     ]
 
 

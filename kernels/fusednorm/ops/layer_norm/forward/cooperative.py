@@ -18,13 +18,13 @@ from fusednorm.jit.pieces import (
     write_sums,
 )
 from fusednorm.jit.prefetch import prefetch
-from fusednorm.launch.launch import Launch, can_prefetch, known_whole_in_slabs, resident_options
-from fusednorm.launch.workspace import exchange_buffer
-from fusednorm.ops.layer_norm.call import ForwardCall
+from fusednorm.launch.launch import Launch, can_prefetch, count_full_range_chunks, make_cooperative_options
+from fusednorm.launch.workspace import get_exchange_buffer
+from fusednorm.ops.layer_norm.call import LayerNormForwardCall
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardCooperative:
+class LayerNormForwardCooperative:
     """Programs that share rows: each reads a slab of `chunks` chunks, 8 columns per thread in a chunk, twice.
 
     `programs_per_sm` programs are resident on a multiprocessor, and exchange the row's moments.  A program reads a
@@ -48,7 +48,7 @@ class ForwardCooperative:
         return self.chunks * self.block_n
 
 
-def forward_cooperative_launches(call: ForwardCall, config: ForwardCooperative) -> list[Launch]:
+def plan_cooperative_forward(call: LayerNormForwardCall, config: LayerNormForwardCooperative) -> list[Launch]:
     """The cooperative launch of a pass over rows that fit the resident programs together."""
     layout = call.layout_of_rows()
     members = cdiv(call.cols, config.slab)
@@ -59,7 +59,7 @@ def forward_cooperative_launches(call: ForwardCall, config: ForwardCooperative) 
     access, tensors = call.access(layout.vec), call.tensors
     merges_as_equals = call.merges_as_equals(layout.vec, access, tensors)
     options = {
-        "FULL": known_whole_in_slabs(call.cols, config.block_n, config.chunks, merges_as_equals),
+        "FULL": count_full_range_chunks(call.cols, config.block_n, config.chunks, merges_as_equals),
         # Each member is one lane of a reduction; EQUAL_SLABS says whether all lanes have the same weight.
         "EQUAL_SLABS": call.cols == config.slab * slots and slots <= 32 * config.num_warps,
         "SLOTS": slots,
@@ -72,9 +72,9 @@ def forward_cooperative_launches(call: ForwardCall, config: ForwardCooperative) 
         "IS_RMS": call.options.is_rms,
         "num_warps": config.num_warps,
         **call.constexprs(layout.vec),
-        **resident_options(config),
+        **make_cooperative_options(config),
     }
-    buffer = exchange_buffer(call.x.device, depth * programs)
+    buffer = get_exchange_buffer(call.x.device, depth * programs)
     scalars = (call.rows, members, *layout.sizes, call.options.eps, *call.options.dropout_arguments)
     arguments = (*tensors, buffer, *scalars)
     return [Launch(layer_norm_forward_cooperative_kernel, (programs,), arguments, options)]

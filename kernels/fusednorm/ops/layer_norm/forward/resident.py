@@ -10,12 +10,12 @@ from fusednorm.jit.loads import unaligned_zero
 from fusednorm.jit.moments import store_row_statistics
 from fusednorm.jit.pieces import load_piece, moments_of_piece, write_piece, write_sums
 from fusednorm.jit.prefetch import FEW_PROGRAMS, prefetch_parameters, prefetch_row_ahead
-from fusednorm.launch.launch import Launch, known_whole, registers_for
-from fusednorm.ops.layer_norm.call import ForwardCall
+from fusednorm.launch.launch import Launch, compute_max_registers, count_full_chunks
+from fusednorm.ops.layer_norm.call import LayerNormForwardCall
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardResident:
+class LayerNormForwardResident:
     """One row per program, held in the dtype of memory as `chunks` chunks, 8 columns per thread in a chunk.
 
     Registers are limited so that `programs_per_sm` programs are resident on a multiprocessor.  A program prefetches
@@ -33,13 +33,13 @@ class ForwardResident:
         return 256 * self.num_warps
 
 
-def forward_resident_launches(call: ForwardCall, config: ForwardResident) -> list[Launch]:
+def plan_resident_forward(call: LayerNormForwardCall, config: LayerNormForwardResident) -> list[Launch]:
     """The launch of a pass over rows that fit the registers of one program."""
     layout, tensors = call.layout_of_heads(), call.tensors
     access = call.access(layout.vec)
     merges_as_equals = call.merges_as_equals(layout.vec, access, tensors)
     options = {
-        "FULL": known_whole(call.cols, config.block_n, config.chunks, merges_as_equals),
+        "FULL": count_full_chunks(call.cols, config.block_n, config.chunks, merges_as_equals),
         "BLOCK_N": config.block_n,
         "CHUNKS": config.chunks,
         **access,
@@ -48,7 +48,7 @@ def forward_resident_launches(call: ForwardCall, config: ForwardResident) -> lis
         "HEADS": layout.heads,
         "IS_RMS": call.options.is_rms,
         "num_warps": config.num_warps,
-        "maxnreg": registers_for(config),
+        "maxnreg": compute_max_registers(config),
         **call.constexprs(layout.vec),
     }
     ahead = config.ahead_per_sm * call.multiprocessors

@@ -17,9 +17,15 @@ from fusednorm.jit.loads import chunk_of
 from fusednorm.jit.moments import store_row_statistics
 from fusednorm.jit.pieces import load_piece, merge, piece_moments, total_moments, write_chunk, write_sums
 from fusednorm.jit.prefetch import prefetch
-from fusednorm.launch.launch import Launch, can_prefetch, dependent, has_lane_a_thread, known_whole_in_slabs
-from fusednorm.launch.workspace import counters
-from fusednorm.ops.layer_norm.call import ForwardCall
+from fusednorm.launch.launch import (
+    Launch,
+    can_prefetch,
+    count_full_range_chunks,
+    has_one_lane_per_thread,
+    make_early_options,
+)
+from fusednorm.launch.workspace import get_counters
+from fusednorm.ops.layer_norm.call import LayerNormForwardCall
 
 MAX_PARTS = 1024
 """The largest number of parts of a row; one program merges their moments."""
@@ -32,7 +38,7 @@ MOMENTS = tl.constexpr(4)
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardSplit:
+class LayerNormForwardSplit:
     """A kernel for the moments of parts of rows, then a kernel for slabs of up to `rows` rows.
 
     A part has the fewest pieces of `chunks` chunks for which a row has at most MAX_PARTS parts; a slab has
@@ -56,12 +62,12 @@ class ForwardSplit:
         return 256 * self.slab_num_warps
 
 
-def parts_a_program(parts: int) -> int:
+def count_parts_per_program(parts: int) -> int:
     """The number of parts per program for `parts` parts of all rows; it does not change the bits of a row."""
     return max(1, min(MAX_PARTS_A_PROGRAM, parts // PARTS_PROGRAMS))
 
 
-def forward_split_launches(call: ForwardCall, config: ForwardSplit) -> list[Launch]:
+def plan_split_forward(call: LayerNormForwardCall, config: LayerNormForwardSplit) -> list[Launch]:
     """The two launches of a pass over rows of any length; only the first if just the statistics are wanted."""
     y, residual_out, mean, rstd = call.outputs
     x, residual, rows, cols = call.x, call.residual, call.rows, call.cols
@@ -69,24 +75,24 @@ def forward_split_launches(call: ForwardCall, config: ForwardSplit) -> list[Laun
     options = {"GROUP": 16 // call.itemsize, "IS_RMS": call.options.is_rms, **call.constexprs(layout.vec)}
     early = y is not None and call.early
     prefetches = can_prefetch(layout.vec, x, residual)
-    lane_a_thread = has_lane_a_thread(min(16, layout.vec * call.itemsize), x, residual)
+    lane_a_thread = has_one_lane_per_thread(min(16, layout.vec * call.itemsize), x, residual)
 
     piece = config.chunks * config.block_n
     part = piece * cdiv(cols, piece * MAX_PARTS)
     parts = cdiv(cols, part)
     slots = next_power_of_2(parts)
-    of_a_program = parts_a_program(rows * parts)
+    of_a_program = count_parts_per_program(rows * parts)
     of_parts = new_workspace(x, rows, parts, 4)
     of_rows = None if y is None else new_workspace(x, rows, 4)
     statistics = Launch(
         layer_norm_forward_split_stats_kernel,
         (rows * cdiv(parts, of_a_program),),
         (
-            x, residual, mean, rstd, of_rows, of_parts, counters(x.device, rows),
+            x, residual, mean, rstd, of_rows, of_parts, get_counters(x.device, rows),
             parts, of_a_program, part // layout.vec, *layout.sizes, call.options.eps,
         ),
         {
-            "FULL": known_whole_in_slabs(cols, config.block_n, config.chunks, lane_a_thread),
+            "FULL": count_full_range_chunks(cols, config.block_n, config.chunks, lane_a_thread),
             "EQUAL_PARTS": cols == part * slots and slots <= 32 * config.num_warps,
             "BLOCK_N": config.block_n,
             "CHUNKS": config.chunks,
@@ -119,7 +125,7 @@ def forward_split_launches(call: ForwardCall, config: ForwardSplit) -> list[Laun
                 "PREFETCH": prefetches,
                 "num_warps": config.slab_num_warps,
                 **options,
-                **dependent(early),
+                **make_early_options(early),
             },
         ),
     ]  # fmt: skip

@@ -14,11 +14,11 @@ from fusednorm.jit.prefetch import FEW_PROGRAMS, prefetch, prefetch_parameters, 
 from fusednorm.jit.reductions import maximum
 from fusednorm.jit.tiles import normalised
 from fusednorm.launch.launch import Launch
-from fusednorm.ops.layer_norm.call import ForwardCall
+from fusednorm.ops.layer_norm.call import LayerNormForwardCall
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardSweep:
+class LayerNormForwardSweep:
     """One row per program, read in chunks of `block_n` columns: twice, or three times for a float8 y.
 
     It is the only algorithm for heads whose rows do not fit one program: over 65536 columns in 16 bits and 32768 in
@@ -43,7 +43,7 @@ class ForwardSweep:
         }
 
 
-def forward_sweep_launches(call: ForwardCall, config: ForwardSweep) -> list[Launch]:
+def plan_sweep_forward(call: LayerNormForwardCall, config: LayerNormForwardSweep) -> list[Launch]:
     """The launch of a pass over rows of any length."""
     layout = call.layout_of_heads() if call.scale is None else call.layout_of_float8()
     options = {

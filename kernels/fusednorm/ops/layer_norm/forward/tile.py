@@ -18,15 +18,15 @@ from fusednorm.jit.moments import store_row_statistics, tile_moments
 from fusednorm.jit.prefetch import prefetch_row_ahead
 from fusednorm.jit.reductions import maximum
 from fusednorm.jit.tiles import load_tile
-from fusednorm.launch.launch import ByRows, Launch, can_prefetch
-from fusednorm.ops.layer_norm.call import ForwardCall
+from fusednorm.launch.launch import Launch, RowDependence, can_prefetch
+from fusednorm.ops.layer_norm.call import LayerNormForwardCall
 
 TILE_AHEAD_PER_SM = 2
 """For tiles of one row: float8 passes and chains prefetch the row this many times the multiprocessors later."""
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardTile:
+class LayerNormForwardTile:
     """One program per tile of `rows` rows by `chunks` blocks of `block_n` columns."""
 
     rows: int
@@ -45,7 +45,7 @@ class ForwardTile:
         }
 
 
-def forward_tile_launches(call: ForwardCall, config: ForwardTile) -> list[Launch]:
+def plan_tile_forward(call: LayerNormForwardCall, config: LayerNormForwardTile) -> list[Launch]:
     """The launch of a pass over rows that fit a tile."""
     layout = call.layout_of_heads() if call.scale is None else call.layout_of_float8()
     ahead = None
@@ -59,7 +59,7 @@ def forward_tile_launches(call: ForwardCall, config: ForwardTile) -> list[Launch
     }
     scalars = (ahead, call.rows, *layout.sizes, call.options.eps, *call.options.dropout_arguments)
     arguments = (*call.tensors, call.scale, *scalars)
-    by_rows = ByRows(config.rows, rows=len(call.tensors) + 2) if call.x.ndim == 2 else None
+    by_rows = RowDependence(config.rows, rows=len(call.tensors) + 2) if call.x.ndim == 2 else None
     grid = call.grid(cdiv(call.rows, config.rows))
     return [Launch(layer_norm_forward_tile_kernel, grid, arguments, options, by_rows)]
 

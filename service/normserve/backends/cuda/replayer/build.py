@@ -10,10 +10,10 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from fusednorm.host.load import module_at
+from fusednorm.host.load import load_extension_module
 from triton.runtime.cache import get_cache_manager
 
-from normserve.backends.replayer import Replayer
+from normserve.backends.replayer import LaunchReplayer
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ _FILE = f"{MODULE}.so"
 _COMPILER_S = 60.0
 
 
-def command(target: Path) -> list[str]:
+def make_gcc_command(target: Path) -> list[str]:
     """The compiler's command line."""
     return [
         "gcc", "-std=c11", "-O2", "-fPIC", "-shared", "-fvisibility=hidden",
@@ -33,33 +33,35 @@ def command(target: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def load() -> Callable[..., Replayer] | None:
+def load_extension() -> Callable[..., LaunchReplayer] | None:
     """The extension's class, compiled now if it was not before; None, with a warning, where that cannot be done."""
     try:
-        loaded: Callable[..., Replayer] = module_at(_compiled(), MODULE).Replayer
+        loaded: Callable[..., LaunchReplayer] = load_extension_module(_get_extension_path(), MODULE).Replayer
     except (OSError, RuntimeError, ImportError, subprocess.TimeoutExpired) as error:
         log.warning("recurring requests of clients on this host are answered by Python code: %s", error)
         return None
     return loaded
 
 
-def _compiled() -> str:
+def _get_extension_path() -> str:
     """The path of the compiled extension, in Triton's cache."""
-    cache = get_cache_manager(_key())
+    cache = get_cache_manager(_compute_cache_key())
     path: str | None = cache.get_file(_FILE)
-    return path or str(cache.put(_build(), _FILE, binary=True))
+    return path or str(cache.put(_compile_extension(), _FILE, binary=True))
 
 
-def _key() -> str:
+def _compute_cache_key() -> str:
     sources = (f"{path.name}\n{path.read_text()}" for path in sorted(FOLDER.iterdir()))
-    facts = (sys.implementation.cache_tag, platform.machine(), *command(Path()))
+    facts = (sys.implementation.cache_tag, platform.machine(), *make_gcc_command(Path()))
     return hashlib.sha256("\n".join((*sources, *map(str, facts))).encode()).hexdigest()
 
 
-def _build() -> bytes:
+def _compile_extension() -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / _FILE
-        done = subprocess.run(command(target), capture_output=True, text=True, check=False, timeout=_COMPILER_S)
+        done = subprocess.run(
+            make_gcc_command(target), capture_output=True, text=True, check=False, timeout=_COMPILER_S
+        )
         if done.returncode:
             raise RuntimeError(f"the extension does not compile:\n{done.stderr}")
         return target.read_bytes()

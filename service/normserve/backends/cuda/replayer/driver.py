@@ -11,7 +11,7 @@ _FUNCTIONS = {
 }
 
 
-def addresses() -> dict[str, int]:
+def find_function_addresses() -> dict[str, int]:
     """Each function's address, by the name of the extension's argument.
 
     Raises:

@@ -4,17 +4,17 @@ import ipaddress
 import queue
 from typing import Any
 
-from normserve.admission.callers import Caller
+from normserve.admission.callers import ClientIdentity
 from normserve.codec.local_frames import ALIGNMENT
 from normserve.engine.engine import Engine
 from normserve.errors import ForbiddenError, UnusableRegionError
 from normserve.http.oip.regions.region import Kind
-from normserve.memory.allocations import OpenedAllocation, open_for_client
+from normserve.memory.allocations import IpcAllocation, open_allocation_on_thread
 
 OFF = "this server registers no CUDA shared memory; its operator can allow that with --oip-cuda-shared-memory"
 
 
-class DeviceRegion(OpenedAllocation):
+class DeviceRegion(IpcAllocation):
     """A region that stays mapped while anything refers to it: a registration, a request, a launch.
 
     Attributes:
@@ -61,7 +61,7 @@ class DeviceRegion(OpenedAllocation):
             self.home.put(self.nbytes)
 
 
-class DeviceMemory:
+class DeviceRegionOpener:
     """Opens memory that clients on this host have allocated, if the settings allow it."""
 
     def __init__(self, is_allowed: bool, engine: Engine) -> None:
@@ -75,7 +75,7 @@ class DeviceMemory:
         engine = self._engine
         return self._is_allowed and engine.device is not None and engine.device_memory is not None
 
-    def require_allowed(self, caller: Caller) -> None:
+    def require_allowed(self, caller: ClientIdentity) -> None:
         """Refuse clients for which no memory may be opened.
 
         Raises:
@@ -84,10 +84,10 @@ class DeviceMemory:
         """
         if not self._is_allowed:
             raise UnusableRegionError(OFF)
-        if not is_on_this_host(caller.address):
+        if not is_local_address(caller.address):
             raise ForbiddenError("CUDA shared memory is for clients that come over loopback or a Unix socket")
 
-    async def open(self, caller: Caller, handle: bytes, device_id: int, nbytes: int) -> DeviceRegion:
+    async def open(self, caller: ClientIdentity, handle: bytes, device_id: int, nbytes: int) -> DeviceRegion:
         """Open memory that is to be registered.
 
         Args:
@@ -105,14 +105,14 @@ class DeviceMemory:
         if device is None:
             raise UnusableRegionError("the server has no device whose memory could be registered")
         try:
-            region = await open_for_client(device, handle, nbytes, DeviceRegion)
+            region = await open_allocation_on_thread(device, handle, nbytes, DeviceRegion)
         except ValueError as error:
             raise UnusableRegionError(str(error)) from None
         region.device_id = device_id
         return region
 
 
-def is_on_this_host(address: str) -> bool:
+def is_local_address(address: str) -> bool:
     """Whether a caller's address is loopback or a Unix socket."""
     if address == "unix":
         return True

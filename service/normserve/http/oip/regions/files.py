@@ -9,7 +9,7 @@ from normserve.errors import StorageError, UnusableRegionError
 from normserve.http.oip.regions.region import Kind
 
 
-class RegionFile:
+class FileRegion:
     """A region that stays open while anything refers to it: a registration, a request, a thread that reads.
 
     It is read and written by system calls, never mapped: if the client has truncated the file, a call returns an
@@ -37,7 +37,7 @@ class RegionFile:
 
     def shares_memory_with(self, other: object) -> bool:
         """Whether both are parts of one file."""
-        return isinstance(other, RegionFile) and self._inode == other._inode
+        return isinstance(other, FileRegion) and self._inode == other._inode
 
     def require_present(self, offset: int, nbytes: int) -> None:
         """Raises: UnusableRegionError: the file no longer has these bytes of the region."""

@@ -6,7 +6,7 @@ import stat
 from pathlib import Path
 
 from normserve.errors import UnusableRegionError
-from normserve.http.oip.regions.files import RegionFile
+from normserve.http.oip.regions.files import FileRegion
 
 SHARED_MEMORY = Path("/dev/shm")
 """The system's folder of named shared memory."""
@@ -18,7 +18,7 @@ _MAPPINGS = Path("/proc/self/maps")
 _REFUSED = "the key is of no shared memory that this server may use"
 
 
-class Folder:
+class SharedMemoryFolder:
     """Opens files of one folder whose names begin with a prefix.
 
     Attributes:
@@ -32,7 +32,7 @@ class Folder:
         self._device = os.fstat(self._descriptor).st_dev
         self._uid = os.geteuid()
 
-    def open(self, key: str, start: int, nbytes: int) -> RegionFile:
+    def open(self, key: str, start: int, nbytes: int) -> FileRegion:
         """Open a region of a file.
 
         Args:
@@ -51,10 +51,10 @@ class Folder:
             descriptor = os.open(name, _FLAGS, dir_fd=self._descriptor)
         except OSError:
             raise UnusableRegionError(_REFUSED) from None
-        region = RegionFile(descriptor, key, start, nbytes)
+        region = FileRegion(descriptor, key, start, nbytes)
         status = os.fstat(descriptor)
         self._require_usable(status)
-        if _is_mapped(status):
+        if _is_mapped_here(status):
             raise UnusableRegionError(_REFUSED)
         if not nbytes or start + nbytes > status.st_size:
             raise UnusableRegionError(
@@ -87,7 +87,7 @@ class Folder:
             raise UnusableRegionError(_REFUSED)
 
 
-def _is_mapped(status: os.stat_result) -> bool:
+def _is_mapped_here(status: os.stat_result) -> bool:
     """Whether this process has mapped the file: a library may have created it, under any name."""
     device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}".encode()
     inode = b"%d" % status.st_ino

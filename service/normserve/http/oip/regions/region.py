@@ -6,7 +6,7 @@ from typing import Any, Literal, Protocol
 Kind = Literal["system", "cuda"]
 
 
-class Region(Protocol):
+class MemoryRegion(Protocol):
     """Memory of a client that stays open while anything refers to it.
 
     Attributes:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from normserve.errors import OverloadedError, UnusableRegionError
-from normserve.http.oip.regions.files import RegionFile
-from normserve.http.oip.regions.folder import Folder
-from normserve.http.oip.regions.region import Kind, Region
+from normserve.http.oip.regions.files import FileRegion
+from normserve.http.oip.regions.folder import SharedMemoryFolder
+from normserve.http.oip.regions.region import Kind, MemoryRegion
 
 MOST_REGIONS = 1024
 """Limit of the open regions of all clients; each needs a descriptor."""
@@ -18,18 +18,18 @@ _RETRY_AFTER_S = 5.0
 OFF = "this server shares no memory by names; its operator can allow that with --oip-shared-memory PREFIX"
 
 
-class Span(NamedTuple):
+class RegionRange(NamedTuple):
     """A part of a region.
 
     Attributes:
         offset: of the part in the region, in bytes.
     """
 
-    region: Region
+    region: MemoryRegion
     offset: int
     nbytes: int
 
-    def overlaps(self, other: "Span") -> bool:
+    def overlaps(self, other: "RegionRange") -> bool:
         """Whether the parts have a byte in common, as far as the registrations show."""
         return (
             self.region.shares_memory_with(other.region)
@@ -39,14 +39,14 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Name:
+class _RegionName:
     """A region's name; clients with different API keys have separate namespaces."""
 
     owner: str | None
     name: str
 
 
-class Regions:
+class RegionRegistry:
     """Registers regions of both kinds and finds them; belongs to the event loop's thread, except for `open`.
 
     An unregistered region stays open for the requests that have found it, and counts until they are done.
@@ -54,7 +54,7 @@ class Regions:
 
     def __init__(
         self,
-        folder: Folder | None,
+        folder: SharedMemoryFolder | None,
         max_bytes: int,
         max_regions: int = MOST_REGIONS,
         *,
@@ -68,7 +68,7 @@ class Regions:
         self._folder = folder
         self._shares_device_memory = shares_device_memory
         self._max_bytes, self._max_regions = max_bytes, max_regions
-        self._regions: dict[_Name, Region] = {}
+        self._regions: dict[_RegionName, MemoryRegion] = {}
         self._closed: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._open_bytes = self._open_regions = 0
 
@@ -89,7 +89,7 @@ class Regions:
         self._collect()
         return self._open_regions
 
-    def open(self, name: str, key: str, start: int, nbytes: int) -> RegionFile:
+    def open(self, name: str, key: str, start: int, nbytes: int) -> FileRegion:
         """Open system shared memory that is to be registered; any thread may call this.
 
         Raises:
@@ -97,10 +97,10 @@ class Regions:
         """
         if self._folder is None:
             raise UnusableRegionError(OFF)
-        require_name(name)
+        require_region_name(name)
         return self._folder.open(key, start, nbytes)
 
-    def register(self, owner: str | None, name: str, region: Region) -> None:
+    def register(self, owner: str | None, name: str, region: MemoryRegion) -> None:
         """Give an open region a name.
 
         Args: owner: the name of the client's API key, None if no key is required.
@@ -109,9 +109,11 @@ class Regions:
             UnusableRegionError: there is a region of this name.
             OverloadedError: there are too many regions, or they have too many bytes.
         """
-        named = _Name(owner, name)
+        named = _RegionName(owner, name)
         if named in self._regions:
-            raise UnusableRegionError(f"a region with the name {_label(name)} is registered: unregister it first")
+            raise UnusableRegionError(
+                f"a region with the name {_format_label(name)} is registered: unregister it first"
+            )
         self._collect()
         if self._open_regions >= self._max_regions:
             raise OverloadedError(
@@ -130,7 +132,7 @@ class Regions:
 
     def unregister(self, owner: str | None, kind: Kind, name: str | None = None) -> None:
         """Remove a region, or all regions of a kind of this owner; a missing region is no error."""
-        for named in [*self._regions] if name is None else [_Name(owner, name)]:
+        for named in [*self._regions] if name is None else [_RegionName(owner, name)]:
             region = self._regions.get(named)
             if named.owner == owner and region is not None and region.kind == kind:
                 del self._regions[named]
@@ -139,23 +141,23 @@ class Regions:
         """Remove the regions of all clients."""
         self._regions.clear()
 
-    def find(self, owner: str | None, name: str, offset: int, nbytes: int) -> Span:
+    def find(self, owner: str | None, name: str, offset: int, nbytes: int) -> RegionRange:
         """A part of a region, for as long as the caller needs it.
 
         Raises:
             UnusableRegionError: there is no such region, it has no such part, or its file no longer has it.
         """
-        region = self._regions.get(_Name(owner, name))
+        region = self._regions.get(_RegionName(owner, name))
         if region is None:
             raise self._unknown(name)
         # Python integers do not overflow.
         if offset < 0 or nbytes < 0 or offset + nbytes > region.nbytes:
             raise UnusableRegionError(
                 f"{nbytes} bytes at offset {offset} do not lie within the {region.nbytes} bytes of the region"
-                f" {_label(name)}"
+                f" {_format_label(name)}"
             )
         region.require_present(offset, nbytes)
-        return Span(region, offset, nbytes)
+        return RegionRange(region, offset, nbytes)
 
     def status(self, owner: str | None, kind: Kind, name: str | None = None) -> list[dict[str, Any]]:
         """The registered regions of a kind in the protocol's form: all, or the one of this name.
@@ -165,15 +167,17 @@ class Regions:
         """
         if name is None:
             mine = [(named.name, region) for named, region in self._regions.items() if named.owner == owner]
-            return [_told(each, region) for each, region in mine if region.kind == kind]
-        region = self._regions.get(_Name(owner, name))
+            return [_describe_named(each, region) for each, region in mine if region.kind == kind]
+        region = self._regions.get(_RegionName(owner, name))
         if region is None or region.kind != kind:
             raise self._unknown(name)
-        return [_told(name, region)]
+        return [_describe_named(name, region)]
 
     def _unknown(self, name: str) -> UnusableRegionError:
         may_register = self.is_on or self._shares_device_memory
-        return UnusableRegionError(f"no region with the name {_label(name)} is registered" if may_register else OFF)
+        return UnusableRegionError(
+            f"no region with the name {_format_label(name)} is registered" if may_register else OFF
+        )
 
     def _collect(self) -> None:
         while not self._closed.empty():
@@ -181,15 +185,15 @@ class Regions:
             self._open_regions -= 1
 
 
-def require_name(name: str) -> None:
+def require_region_name(name: str) -> None:
     """Raises: UnusableRegionError: no region may have this name."""
     if not 0 < len(name) <= _LONGEST_NAME or not name.isprintable():
         raise UnusableRegionError(f"a region's name must have 1 to {_LONGEST_NAME} printable characters")
 
 
-def _told(name: str, region: Region) -> dict[str, Any]:
+def _describe_named(name: str, region: MemoryRegion) -> dict[str, Any]:
     return {"name": name, **region.described()}
 
 
-def _label(name: str) -> str:
+def _format_label(name: str) -> str:
     return repr(name[:64])

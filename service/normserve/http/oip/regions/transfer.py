@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from normserve.errors import OverloadedError
-from normserve.http.oip.regions.files import RegionFile
-from normserve.http.oip.regions.registry import Span
+from normserve.http.oip.regions.files import FileRegion
+from normserve.http.oip.regions.registry import RegionRange
 from normserve.memory.slabs import SlabPool
-from normserve.memory.threads import make_in_thread
+from normserve.memory.threads import make_on_thread
 
 # A shorter copy takes no longer than a hand-over to another thread.
 _LONG_BYTES = 2**20
@@ -18,12 +18,12 @@ _ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class RegionTransfer:
     """Copies between regions and the server's own memory; long copies run on other threads."""
 
     slabs: SlabPool
 
-    async def read(self, spans: Sequence[Span]) -> list[memoryview]:
+    async def read(self, spans: Sequence[RegionRange]) -> list[memoryview]:
         """Copy parts of regions into a slab; return for each part its place there, which nothing else writes.
 
         The caller's permit covers their bytes.
@@ -40,17 +40,17 @@ class Transfer:
         places = [slab[start : start + span.nbytes] for start, span in zip(starts, spans, strict=True)]
         if end <= _LONG_BYTES:
             for span, place in zip(spans, places, strict=True):
-                _file(span).read(span.offset, place)
+                _get_file_region(span).read(span.offset, place)
             return places
         pieces = [
-            asyncio.to_thread(_file(span).read, span.offset + start, place[start : start + _PIECE_BYTES])
+            asyncio.to_thread(_get_file_region(span).read, span.offset + start, place[start : start + _PIECE_BYTES])
             for span, place in zip(spans, places, strict=True)
             for start in range(0, span.nbytes, _PIECE_BYTES)
         ]
         await asyncio.gather(*pieces)
         return places
 
-    async def write(self, results: Sequence[tuple[Span, memoryview]]) -> None:
+    async def write(self, results: Sequence[tuple[RegionRange, memoryview]]) -> None:
         """Copy results into parts of regions, each from the part's beginning.
 
         Raises:
@@ -58,25 +58,25 @@ class Transfer:
             StorageError: there is no memory for it.
         """
         if sum([len(data) for _, data in results]) <= _LONG_BYTES:
-            _write(results)
+            _write_results(results)
         else:
-            await asyncio.to_thread(_write, results)
+            await asyncio.to_thread(_write_results, results)
 
     async def _slab(self, nbytes: int) -> memoryview:
         try:
             if not self.slabs.source.is_slow or nbytes < _LONG_BYTES:
                 return self.slabs.take(nbytes)
             idle = self.slabs.take_idle(nbytes)
-            return await make_in_thread(self.slabs.take, nbytes) if idle is None else idle
+            return await make_on_thread(self.slabs.take, nbytes) if idle is None else idle
         except MemoryError:
             raise OverloadedError(f"there is no memory for tensors of {nbytes} bytes now") from None
 
 
-def _write(results: Sequence[tuple[Span, memoryview]]) -> None:
+def _write_results(results: Sequence[tuple[RegionRange, memoryview]]) -> None:
     for span, data in results:
-        _file(span).write(span.offset, data)
+        _get_file_region(span).write(span.offset, data)
 
 
-def _file(span: Span) -> RegionFile:
-    assert isinstance(span.region, RegionFile)
+def _get_file_region(span: RegionRange) -> FileRegion:
+    assert isinstance(span.region, FileRegion)
     return span.region

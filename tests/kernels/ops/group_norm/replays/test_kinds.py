@@ -225,14 +225,14 @@ def test_kinds_are_bounded_and_the_oldest_goes(pass_, replaying, plans, monkeypa
 @pytest.mark.parametrize("pass_", PASSES)
 def test_a_watched_call_is_planned(pass_, replaying, plans, monkeypatch):
     call(pass_)
-    monkeypatch.setattr(prepared, "undisturbed", lambda: False)
+    monkeypatch.setattr(prepared, "can_bypass_triton", lambda: False)
     assert not replaying.is_repeated(lambda: call(pass_))
 
 
 @pytest.mark.parametrize("pass_", PASSES)
 def test_a_kernel_that_is_still_being_compiled_is_not_kept(pass_, replaying, plans, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(prepared, "find", lambda *_: None)
+        patch.setattr(prepared, "find_prepared", lambda *_: None)
         call(pass_)
     assert not replaying.is_repeated(lambda: call(pass_))
     assert replaying.is_repeated(lambda: call(pass_))
@@ -244,7 +244,7 @@ def test_a_differentiable_call_of_a_known_kind_is_repeated_unless_it_is_watched(
     adds, gradients, replaying, plans, monkeypatch
 ):
     # Torch's own norms, which CPU tensors take, are no replays.
-    monkeypatch.setattr(autograd, "library_of", lambda op, x: fusednorm.reference)
+    monkeypatch.setattr(autograd, "select_library", lambda op, x: fusednorm.reference)
     x, weight = (torch.randn(size, requires_grad=gradients) for size in (SHAPE, C))
     bias, residual = torch.randn(C), torch.randn(SHAPE) if adds else None
 

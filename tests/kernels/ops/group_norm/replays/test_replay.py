@@ -12,8 +12,8 @@ from fusednorm.devices.device import INTERPRETED
 from fusednorm.launch import replay
 from fusednorm.ops.group_norm.channels_last.backward.cooperative import BackwardCooperativeBlock
 from fusednorm.ops.group_norm.channels_last.forward.cooperative import ForwardCooperativeBlock
-from fusednorm.ops.group_norm.contiguous.backward.cooperative import BackwardCooperative
-from fusednorm.ops.group_norm.contiguous.forward.cooperative import ForwardCooperative
+from fusednorm.ops.group_norm.contiguous.backward.cooperative import GroupNormBackwardCooperative
+from fusednorm.ops.group_norm.contiguous.forward.cooperative import GroupNormForwardCooperative
 from fusednorm.results import Forward
 
 from tests.kernels.launch.replaying import addresses, compare, flat, note_workspaces
@@ -58,14 +58,18 @@ def test_a_repeated_call_gives_the_bits_of_a_planned_one(algorithm, of, replayin
     last = use_configuration(monkeypatch, algorithm)
     first, second = (Operands(last, (2, 8, 5, 7), 2, **GIVEN[given]) for _ in range(2))
     planned = second.call(pass_, **OPTIONS)
-    replay.forget()
+    replay.clear_replays()
     first.call(pass_, **OPTIONS)
     replaying.runs = True
     assert replaying.is_repeated(lambda: equal(second.call(pass_, **OPTIONS), planned))
 
 
 COOPERATIVE = {
-    "cooperative": (False, ForwardCooperative(2, 1, 2, 1, 1), BackwardCooperative(2, 1, 1, 1, 4, 1, 0)),
+    "cooperative": (
+        False,
+        GroupNormForwardCooperative(2, 1, 2, 1, 1),
+        GroupNormBackwardCooperative(2, 1, 1, 1, 4, 1, 0),
+    ),
     "shared blocks": (
         True,
         ForwardCooperativeBlock(2, 2, 1, 4, 1, 1),
@@ -79,7 +83,7 @@ def use(monkeypatch, name):
     if name not in COOPERATIVE:
         return use_configuration(monkeypatch, name)
     last, forward, backward = COOPERATIVE[name]
-    monkeypatch.setattr("fusednorm.ops.group_norm.forward_choice.candidates", lambda *_: (forward,))
+    monkeypatch.setattr("fusednorm.ops.group_norm.forward_choice.list_candidates", lambda *_: (forward,))
     monkeypatch.setattr("fusednorm.ops.group_norm.backward_choice.choose_backward", lambda *_: backward)
     return last
 
@@ -106,7 +110,7 @@ def test_repeated_launches_are_the_planned_ones(
     first, second = (Operands(last, shape, groups, **GIVEN[given]) for _ in range(2))
     first.call(pass_, **OPTIONS)
     result = second.call(pass_, **OPTIONS)
-    replay.forget()
+    replay.clear_replays()
     second.call(pass_, **OPTIONS, out=result)
     _, plan = plans
     tensors = (second.x, second.dy, *second.affine, *second.options.values(), *second.gradients.values(), *result)
@@ -172,7 +176,7 @@ def test_parameters_come_one_by_one_where_the_launcher_wants_them_so(pass_, repl
     operands.call(pass_)
     results = [operands.call(pass_)]
     replaying.packed = False
-    replay.forget()
+    replay.clear_replays()
     operands.call(pass_)
     results.append(operands.call(pass_))
     half = len(replaying.launched) // 2

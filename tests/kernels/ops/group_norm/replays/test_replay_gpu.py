@@ -72,7 +72,7 @@ def test_repeated_calls_give_the_bits_of_the_first(
     first, second = (Call(shape, groups, device, last, dtype, **given) for _ in range(2))
     planned = []
     for call in (first, second):
-        replay.forget()
+        replay.clear_replays()
         planned.append(call.both(saved))
     forbid_plans()
     for _ in range(2):
@@ -113,7 +113,7 @@ def test_repeated_calls_are_captured_into_a_graph(last, shape, groups, device, f
 def test_a_kind_first_seen_in_a_capture_is_right_outside_of_it(last, device, forbid_plans):
     call = Call((2, *WAITING[last]), 32, device, last)
     wanted = call.both()
-    replay.forget()
+    replay.clear_replays()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -132,7 +132,7 @@ def test_kinds_are_bounded_and_the_oldest_goes(replaying, monkeypatch):
 
 def test_a_watched_call_is_planned(replaying, monkeypatch):
     call()
-    monkeypatch.setattr(prepared, "undisturbed", lambda: False)
+    monkeypatch.setattr(prepared, "can_bypass_triton", lambda: False)
     assert not replaying.is_repeated(call)
 
 
@@ -142,7 +142,7 @@ def test_a_differentiable_call_of_a_known_kind_is_repeated_unless_it_is_watched(
     adds, gradients, replaying, monkeypatch
 ):
     # Plain norms of CPU tensors are torch's before they are anything known.
-    monkeypatch.setattr(autograd, "library_of", lambda op, x: fusednorm.reference)
+    monkeypatch.setattr(autograd, "select_library", lambda op, x: fusednorm.reference)
     x, weight = (t.clone().requires_grad_(gradients) for t in (torch.randn(3, COLS), WEIGHT))
     residual = torch.randn(3, COLS) if adds else None
 

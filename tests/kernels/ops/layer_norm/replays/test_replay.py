@@ -85,7 +85,7 @@ def test_a_repeated_call_gives_the_bits_of_a_planned_one(size, given, pass_, rep
     cols, rows = size
     first, second = (Operands(count, cols, **GIVEN[given]) for count in (3, rows))
     planned = second.call(pass_)
-    replay.forget()
+    replay.clear_replays()
     first.call(pass_)
     replaying.runs = True
     assert replaying.is_repeated(lambda: equal(second.call(pass_), planned))
@@ -96,9 +96,9 @@ def test_heads_with_parameters_of_their_own_are_repeated_for_as_many_tokens(pass
     tokens = [Operands(size, COLS, heads=2) for size in (3, 3, 4)]
     planned = []
     for operands in tokens:
-        replay.forget()
+        replay.clear_replays()
         planned.append(operands.call(pass_))
-    replay.forget()
+    replay.clear_replays()
     tokens[0].call(pass_)
     replaying.runs = True
     assert replaying.is_repeated(lambda: equal(tokens[1].call(pass_), planned[1]))
@@ -152,7 +152,7 @@ from fusednorm.arguments.arrays import Array
 from fusednorm.arguments.options import NormOptions
 from fusednorm.launch import prepared
 from fusednorm.ops.layer_norm import table as tables
-from fusednorm.ops.layer_norm.call import BackwardCall, ForwardCall
+from fusednorm.ops.layer_norm.call import LayerNormBackwardCall, LayerNormForwardCall
 from fusednorm.ops.layer_norm.choice import plan_backward, plan_forward
 from fusednorm.results import Backward, Forward
 from tests.kernels.harness.arrays import make
@@ -163,8 +163,8 @@ def plan(rows, cols, dtype, residual, stats):
     mean, rstd, residual = s if stats else None, s if stats else None, x if residual else None
     out, gradients = Forward(y, mean, rstd, residual), Backward(x, w, w, residual)
     given = dict(x=x, weight=w, bias=w, residual=residual, options=NormOptions("layer_norm"))
-    yield from plan_forward(make(ForwardCall, **given, out=out))
-    yield from plan_backward(make(BackwardCall, dy=x, **given, mean=mean, rstd=rstd, out=gradients))
+    yield from plan_forward(make(LayerNormForwardCall, **given, out=out))
+    yield from plan_backward(make(LayerNormBackwardCall, dy=x, **given, mean=mean, rstd=rstd, out=gradients))
 
 shapes, wrong = 0, []
 for itemsize, dtype in ((2, torch.bfloat16), (4, torch.float32)):
@@ -175,7 +175,7 @@ for itemsize, dtype in ((2, torch.bfloat16), (4, torch.float32)):
             keys, fixed = set(), set()
             for rows in (1, 2, 131, 133, 10**6):
                 launches = list(plan(rows, cols, dtype, residual, stats))
-                keys.add(tuple(prepared._described(l, 0)[0] for l in launches))
+                keys.add(tuple(prepared._make_key(l, 0)[0] for l in launches))
                 for number, launch in enumerate(launches):
                     rule = launch.by_rows
                     if rule is None:

@@ -5,15 +5,15 @@ import gc
 from types import SimpleNamespace
 
 import pytest
-from normserve.admission.callers import Caller
+from normserve.admission.callers import ClientIdentity
 from normserve.errors import ForbiddenError, NotReadyError, UnusableRegionError
-from normserve.http.oip.asked import Asked, Binary, Input, Output, Region
-from normserve.http.oip.regions.device import DeviceMemory, DeviceRegion, is_on_this_host
-from normserve.http.oip.regions.registry import Regions
-from normserve.http.oip.regions.transfer import Transfer
-from normserve.http.oip.shared_tensors import SharedTensors, placed
-from normserve.jobs.job import NormJob, NormSpec, Op, Pass
-from normserve.memory.device_segments import Device
+from normserve.http.oip.asked import BinarySource, InferenceRequest, InputTensor, RegionReference, RequestedOutput
+from normserve.http.oip.regions.device import DeviceRegion, DeviceRegionOpener, is_local_address
+from normserve.http.oip.regions.registry import RegionRegistry
+from normserve.http.oip.regions.transfer import RegionTransfer
+from normserve.http.oip.shared_tensors import RegionTensorAccess, assign_result_buffers
+from normserve.jobs.job import NormJob, NormSpec, Op, PassDirection
+from normserve.memory.device_segments import ShareableDevice
 from normserve.memory.device_tensors import DeviceTensor
 from normserve.memory.host_tensors import DType
 from normserve.memory.slabs import SlabPool
@@ -22,20 +22,20 @@ from tests.service.memory.allocations import allocation_of
 from tests.service.memory.fake_driver import FakeDriver
 
 NBYTES = 2**21
-HERE, REMOTE = Caller("127.0.0.1"), Caller("192.0.2.1")
-SPEC = NormSpec(Op.LAYER_NORM, Pass.FORWARD, 1e-5)
+HERE, REMOTE = ClientIdentity("127.0.0.1"), ClientIdentity("192.0.2.1")
+SPEC = NormSpec(Op.LAYER_NORM, PassDirection.FORWARD, 1e-5)
 
 
 class Sides:
     """A client with an allocation, and a server that may open it."""
 
     def __init__(self) -> None:
-        self.client, self.server = Device(0, FakeDriver()), Device(0, FakeDriver())
+        self.client, self.server = ShareableDevice(0, FakeDriver()), ShareableDevice(0, FakeDriver())
         self.address = self.client.driver.allocate(NBYTES)
         self.engine = SimpleNamespace(device=object(), device_memory=self.server, require_ready=lambda: None)
-        self.memory = DeviceMemory(True, self.engine)
-        self.regions = Regions(None, 2**40, shares_device_memory=True)
-        self.tensors = SharedTensors(self.regions, Transfer(SlabPool(max_idle_bytes=0)), self.memory)
+        self.memory = DeviceRegionOpener(True, self.engine)
+        self.regions = RegionRegistry(None, 2**40, shares_device_memory=True)
+        self.tensors = RegionTensorAccess(self.regions, RegionTransfer(SlabPool(max_idle_bytes=0)), self.memory)
 
     def register(self, name="r", caller=HERE, nbytes=NBYTES) -> None:
         handle = allocation_of(self.client, self.address).handle
@@ -55,24 +55,26 @@ def sides():
     sides.client.driver.free(sides.address)
 
 
-X, Y = Region("r", 0, 96), Region("r", 4096, 96)
+X, Y = RegionReference("r", 0, 96), RegionReference("r", 4096, 96)
 
 
-def asked(x=X, y=Y) -> Asked:
-    given = Input("x", DType.FLOAT32, (2, 12), 96, x)
-    return Asked(SPEC, None, (given,), (Output("y", False, y),), False, None, None, uses_regions=True)
+def asked(x=X, y=Y) -> InferenceRequest:
+    given = InputTensor("x", DType.FLOAT32, (2, 12), 96, x)
+    return InferenceRequest(
+        SPEC, None, (given,), (RequestedOutput("y", False, y),), False, None, None, uses_regions=True
+    )
 
 
 @pytest.mark.parametrize("address", ["unix", "127.0.0.1", "127.8.9.1", "::1", "::ffff:127.0.0.1"])
 def test_this_host(address):
-    assert is_on_this_host(address)
+    assert is_local_address(address)
 
 
 @pytest.mark.parametrize(
     "address", ["192.0.2.1", "0.0.0.0", "::", "::2", "::ffff:192.0.2.1", "10.0.0.1", "", "uid 0", "localhost"]
 )
 def test_other_hosts(address):
-    assert not is_on_this_host(address)
+    assert not is_local_address(address)
 
 
 def test_memory_is_opened_for_clients_of_this_host_and_used_by_no_other(sides):
@@ -139,7 +141,7 @@ def test_before_the_server_is_ready(sides):
 
 
 def test_switched_off():
-    memory = DeviceMemory(False, SimpleNamespace(device=object(), device_memory=object()))
+    memory = DeviceRegionOpener(False, SimpleNamespace(device=object(), device_memory=object()))
     assert not memory.is_on
     with pytest.raises(UnusableRegionError, match="--oip-cuda-shared-memory"):
         memory.require_allowed(HERE)
@@ -148,13 +150,13 @@ def test_switched_off():
 def test_a_tensor_cannot_begin_anywhere(sides):
     sides.register()
     with pytest.raises(UnusableRegionError, match="multiple of 16"):
-        sides.tensors.find(HERE, asked(y=Region("r", 4104, 96)))
+        sides.tensors.find(HERE, asked(y=RegionReference("r", 4104, 96)))
 
 
 def test_a_tensor_in_the_body_is_none_on_the_device(sides):
     sides.register()
     with pytest.raises(UnusableRegionError, match="all be in regions"):
-        sides.tensors.find(HERE, asked(x=Binary(0)))
+        sides.tensors.find(HERE, asked(x=BinarySource(0)))
     with pytest.raises(UnusableRegionError, match="all be in regions"):
         sides.tensors.find(HERE, asked(y=None))
 
@@ -162,9 +164,11 @@ def test_a_tensor_in_the_body_is_none_on_the_device(sides):
 @pytest.mark.parametrize(("offset", "is_over"), [(4096, False), (96, False), (0, True)])
 def test_a_job_on_the_device_has_places(sides, offset, is_over):
     sides.register()
-    found = sides.tensors.find(HERE, asked(y=Region("r", offset, 96)))
+    found = sides.tensors.find(HERE, asked(y=RegionReference("r", offset, 96)))
     x = asyncio.run(sides.tensors.read(found))["x"]
-    job = placed(found, NormJob(SPEC, {"x": DeviceTensor(DType.FLOAT32, (2, 12), x)}, may_overwrite=True))
+    job = assign_result_buffers(
+        found, NormJob(SPEC, {"x": DeviceTensor(DType.FLOAT32, (2, 12), x)}, may_overwrite=True)
+    )
     assert job.is_on_device
     assert job.may_overwrite == is_over
     region = sides.regions.find(None, "r", 0, 1).region

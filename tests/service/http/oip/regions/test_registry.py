@@ -9,22 +9,22 @@ from pathlib import Path
 
 import pytest
 from normserve.errors import OverloadedError, UnusableRegionError
-from normserve.http.oip.regions.folder import SHARED_MEMORY, Folder
-from normserve.http.oip.regions.registry import Regions
+from normserve.http.oip.regions.folder import SHARED_MEMORY, SharedMemoryFolder
+from normserve.http.oip.regions.registry import RegionRegistry
 
 KEY = "ns-a"
 
 
 @pytest.fixture
 def folder(tmp_path):
-    folder = Folder("ns-", tmp_path)
+    folder = SharedMemoryFolder("ns-", tmp_path)
     yield folder
     folder.close()
 
 
 @pytest.fixture
 def regions(folder):
-    return Regions(folder, max_bytes=1000, max_regions=4)
+    return RegionRegistry(folder, max_bytes=1000, max_regions=4)
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_reads_and_writes_what_the_name_stands_for(regions, path, key):
 def test_what_multiprocessing_makes_can_be_registered():
     shared = SHARED_MEMORY / f"ns-{os.getpid()}"
     shared.write_bytes(b"x" * 8)
-    folder = Folder("ns-")
+    folder = SharedMemoryFolder("ns-")
     try:
         assert folder.open(shared.name, 0, 8).nbytes == 8
     finally:
@@ -273,7 +273,7 @@ def test_spans_of_one_file_overlap_whatever_they_are_registered_as(regions, path
 
 
 def test_without_a_folder_it_says_how_to_switch_it_on():
-    regions = Regions(None, 1000)
+    regions = RegionRegistry(None, 1000)
     for use in (
         lambda: regions.open("r", KEY, 0, 1),
         lambda: regions.find(None, "r", 0, 1),

@@ -6,21 +6,21 @@ import threading
 
 import pytest
 from normserve.errors import OverloadedError, StorageError, UnusableRegionError
-from normserve.http.oip.regions.folder import Folder
-from normserve.http.oip.regions.registry import Regions, Span
-from normserve.http.oip.regions.transfer import Transfer
-from normserve.memory.slabs import SlabPool, Source, plain_memory
+from normserve.http.oip.regions.folder import SharedMemoryFolder
+from normserve.http.oip.regions.registry import RegionRange, RegionRegistry
+from normserve.http.oip.regions.transfer import RegionTransfer
+from normserve.memory.slabs import SlabAllocator, SlabPool, allocate_plain
 
 MIB = 2**20
 
 
 @pytest.fixture
 def span(tmp_path):
-    folder = Folder("ns-", tmp_path)
+    folder = SharedMemoryFolder("ns-", tmp_path)
 
-    def make(content: bytes, name: str = "ns-a") -> Span:
+    def make(content: bytes, name: str = "ns-a") -> RegionRange:
         (tmp_path / name).write_bytes(content)
-        regions = Regions(folder, 2**40)
+        regions = RegionRegistry(folder, 2**40)
         regions.register(None, "r", regions.open("r", name, 0, len(content)))
         return regions.find(None, "r", 0, len(content))
 
@@ -36,7 +36,7 @@ def slabs():
 @pytest.mark.parametrize("nbytes", [1, 1000, MIB, 33 * MIB + 5], ids=str)
 def test_parts_come_into_one_slab_and_go_back(span, slabs, nbytes, tmp_path):
     first, second = os.urandom(nbytes), os.urandom(100)
-    transfer = Transfer(slabs)
+    transfer = RegionTransfer(slabs)
 
     async def both_ways() -> list[bytes]:
         spans = [span(first), span(second, "ns-b")]
@@ -70,8 +70,8 @@ def test_what_is_long_is_copied_beside_the_event_loop(span, slabs, monkeypatch):
 
     async def both_ways(content: bytes) -> None:
         part = span(content)
-        [place] = await Transfer(slabs).read([part])
-        await Transfer(slabs).write([(part, place)])
+        [place] = await RegionTransfer(slabs).read([part])
+        await RegionTransfer(slabs).write([(part, place)])
 
     asyncio.run(both_ways(bytes(2 * MIB)))
     assert {*threads} == {("preadv", True), ("pwrite", True)}
@@ -92,7 +92,7 @@ def test_a_file_that_shrinks_before_it_is_read_or_written_is_an_error(span, slab
             return error.detail
         return ""
 
-    transfer = Transfer(slabs)
+    transfer = RegionTransfer(slabs)
     assert "become shorter" in asyncio.run(refused(transfer.read([part])))
     assert slabs.used_bytes == 0
     assert "become 10 bytes" in asyncio.run(refused(transfer.write([(part, memoryview(bytes(nbytes)))])))
@@ -103,10 +103,10 @@ def test_slow_memory_is_made_beside_the_event_loop(span, slabs):
 
     def allocate(nbytes):
         threads.append(threading.get_ident())
-        return plain_memory(nbytes)
+        return allocate_plain(nbytes)
 
-    slabs.source = Source(allocate, steps=1, is_slow=True)
-    asyncio.run(Transfer(slabs).read([span(bytes(2 * MIB))]))
+    slabs.source = SlabAllocator(allocate, steps=1, is_slow=True)
+    asyncio.run(RegionTransfer(slabs).read([span(bytes(2 * MIB))]))
     assert threads
     assert threads[0] != threading.get_ident()
 
@@ -120,11 +120,11 @@ def test_no_memory_for_the_tensors_or_for_the_pages_is_said_so(span, slabs, monk
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", fail)
         with pytest.raises(StorageError):
-            asyncio.run(Transfer(slabs).write([(part, memoryview(b"1"))]))
+            asyncio.run(RegionTransfer(slabs).write([(part, memoryview(b"1"))]))
 
     def allocate(nbytes):
         raise MemoryError
 
-    slabs.source = Source(allocate, steps=4, is_slow=False)
+    slabs.source = SlabAllocator(allocate, steps=4, is_slow=False)
     with pytest.raises(OverloadedError):
-        asyncio.run(Transfer(slabs).read([part]))
+        asyncio.run(RegionTransfer(slabs).read([part]))

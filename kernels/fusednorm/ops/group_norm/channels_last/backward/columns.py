@@ -12,17 +12,17 @@ from fusednorm.integers import cdiv
 from fusednorm.jit.early_start import await_previous, let_next_start
 from fusednorm.jit.reductions import rounded_product, sum_pair
 from fusednorm.launch.launch import Launch
-from fusednorm.ops.group_norm.backward_split import sums_and_apply, sums_of_pieces, write_pieces
-from fusednorm.ops.group_norm.call import BackwardCall, BackwardConfig
-from fusednorm.ops.group_norm.channels_last.blocks import load_statistic, most_touched, vector_mask
+from fusednorm.ops.group_norm.backward_split import plan_sums_and_apply, sums_of_pieces, write_pieces
+from fusednorm.ops.group_norm.call import GroupNormBackwardCall, GroupNormBackwardConfig
+from fusednorm.ops.group_norm.channels_last.blocks import count_max_overlaps, load_statistic, vector_mask
 from fusednorm.ops.group_norm.gradients import load_gained_affine
-from fusednorm.ops.group_norm.sample import vector_width
+from fusednorm.ops.group_norm.sample import compute_access_width
 
 _SIZES = ["splits", "blocks", "pieces", "hw", "column_units", "groups", "channels", "seed", "dropout_threshold"]
 
 
 @dataclass(frozen=True, slots=True)
-class BackwardColumns(BackwardConfig):
+class BackwardColumnSplit(GroupNormBackwardConfig):
     """Slabs of `columns` columns, a power of two, one per program, in a kernel for sums and a kernel for dx.
 
     A slab is `pieces` pieces of `chunks` tiles; a tile has one vector per thread.
@@ -40,9 +40,9 @@ class BackwardColumns(BackwardConfig):
         """Positions of a tile of vectors of `vec` elements."""
         return 32 * self.num_warps * vec // self.columns
 
-    def launches(self, call: BackwardCall) -> list[Launch]:
+    def launches(self, call: GroupNormBackwardCall) -> list[Launch]:
         sample = call.sample
-        vec = vector_width(call.x.element_size(), sample.c)
+        vec = compute_access_width(call.x.element_size(), sample.c)
         slab_rows = self.pieces * self.chunks * self.rows(vec)
         splits = cdiv(sample.hw, slab_rows)
         blocks = cdiv(sample.c, self.columns)
@@ -56,13 +56,13 @@ class BackwardColumns(BackwardConfig):
             "CV": self.columns // vec,
             "CHUNKS": self.chunks,
             "EVEN": sample.c % self.columns == 0 and sample.hw % slab_rows == 0,
-            "LABELS": most_touched(sample.channels, vec),
+            "LABELS": count_max_overlaps(sample.channels, vec),
             "EARLY": call.early,
             "num_warps": self.num_warps,
             **call.gradient_options,
         }
         kernels = group_norm_nhwc_backward_columns_sums_kernel, group_norm_nhwc_backward_columns_apply_kernel
-        return sums_and_apply(call, kernels, (call.n * splits * blocks,), shape, options, splits)
+        return plan_sums_and_apply(call, kernels, (call.n * splits * blocks,), shape, options, splits)
 
 
 @triton.jit(do_not_specialize=_SIZES)

@@ -3,19 +3,19 @@
 from dataclasses import dataclass
 from math import gcd
 
-from fusednorm.devices.device import multiprocessor_count
+from fusednorm.devices.device import count_multiprocessors
 from fusednorm.integers import cdiv, next_power_of_2
-from fusednorm.launch.launch import Launch, resident_options
-from fusednorm.launch.workspace import exchange_buffer
-from fusednorm.ops.group_norm.call import BackwardCall, BackwardConfig
+from fusednorm.launch.launch import Launch, make_cooperative_options
+from fusednorm.launch.workspace import get_exchange_buffer
+from fusednorm.ops.group_norm.call import GroupNormBackwardCall, GroupNormBackwardConfig
 from fusednorm.ops.group_norm.channels_last.backward.bundles import group_norm_nhwc_backward_cooperative_kernel
-from fusednorm.ops.group_norm.channels_last.blocks import most_touched
-from fusednorm.ops.group_norm.reduce_sums import parameter_reductions
-from fusednorm.ops.group_norm.sample import MAX_OFFSET, Sample, stays_in_l2
+from fusednorm.ops.group_norm.channels_last.blocks import count_max_overlaps
+from fusednorm.ops.group_norm.reduce_sums import plan_parameter_reductions
+from fusednorm.ops.group_norm.sample import MAX_OFFSET, SampleShape, can_stay_in_l2
 
 
 @dataclass(frozen=True, slots=True)
-class BackwardCooperativeBlock(BackwardConfig):
+class BackwardCooperativeBlock(GroupNormBackwardConfig):
     """Programs that share channels-last groups: a block of `columns` columns over a slab of positions each.
 
     A slab is `pieces` pieces, a piece `chunks` tiles; a tile has one 16-byte vector of x per thread.  Blocks with
@@ -42,34 +42,34 @@ class BackwardCooperativeBlock(BackwardConfig):
         """Positions of a slab."""
         return self.pieces * self.chunks * self.rows(itemsize)
 
-    def splits(self, sample: Sample, itemsize: int) -> int:
+    def splits(self, sample: SampleShape, itemsize: int) -> int:
         """Slabs of a block."""
         return -(-sample.hw // self.slab_rows(itemsize))
 
-    def bundle_blocks(self, sample: Sample) -> int:
+    def bundle_blocks(self, sample: SampleShape) -> int:
         """Blocks of a bundle: the fewest that hold whole groups."""
         blocks = sample.channels // gcd(self.columns, sample.channels)
         return min(blocks, -(-sample.c // self.columns))
 
-    def members(self, sample: Sample, itemsize: int) -> int:
+    def members(self, sample: SampleShape, itemsize: int) -> int:
         """Programs that share a bundle of blocks."""
         return self.splits(sample, itemsize) * self.bundle_blocks(sample)
 
-    def fits(self, sample: Sample, itemsize: int, multiprocessors: int) -> bool:
+    def fits(self, sample: SampleShape, itemsize: int, multiprocessors: int) -> bool:
         """Whether a bundle's members are resident together, and a piece is still in L2 when it is read again."""
         programs = self.programs_per_sm * multiprocessors
         return (
             sample.c * itemsize % 16 == 0
             and self.members(sample, itemsize) <= programs
-            and stays_in_l2(32 * self.num_warps, self.chunks * (self.pieces + self.lag), programs)
+            and can_stay_in_l2(32 * self.num_warps, self.chunks * (self.pieces + self.lag), programs)
             and sample.hw < MAX_OFFSET
         )
 
-    def padded_width(self, sample: Sample, itemsize: int) -> int:
+    def padded_width(self, sample: SampleShape, itemsize: int) -> int:
         """Columns of the tiles of all blocks."""
         return -(-sample.c // self.columns) * self.vectors(itemsize) * (16 // itemsize)
 
-    def launches(self, call: BackwardCall) -> list[Launch]:
+    def launches(self, call: GroupNormBackwardCall) -> list[Launch]:
         sample, itemsize = call.sample, call.x.element_size()
         group = 16 // itemsize
         splits, members = self.splits(sample, itemsize), self.members(sample, itemsize)
@@ -77,17 +77,17 @@ class BackwardCooperativeBlock(BackwardConfig):
         bundle_groups = min(blocks * self.columns, sample.c) // sample.channels
         bundles = cdiv(sample.groups, bundle_groups)
         units = call.n * bundles
-        resident = multiprocessor_count(call.x.device) * self.programs_per_sm
+        resident = count_multiprocessors(call.x.device) * self.programs_per_sm
         teams = max(1, min(units, resident // members))
         # If so, no other block has columns of its group.
         direct = self.columns == sample.channels
         depth = next_power_of_2((2 if direct else 1) * cdiv(self.lag, self.pieces))
-        overlap = min(blocks, most_touched(self.columns, sample.channels))
+        overlap = min(blocks, count_max_overlaps(self.columns, sample.channels))
         partial = call.wanted_parts(splits)
         pairs = teams * depth * bundle_groups * (splits * overlap + 1)
         arguments = (
             *call.inputs, call.dresidual_out, call.parameters, call.mean, call.rstd, call.out.dx, *partial,
-            exchange_buffer(call.x.device, cdiv(pairs, 2)),
+            get_exchange_buffer(call.x.device, cdiv(pairs, 2)),
             units, members, splits, sample.hw, sample.c // group, sample.groups, sample.channels,
             bundles, bundle_groups, bundle_groups * sample.channels // group, blocks, self.columns // group,
             call.affine.stride, *call.options.dropout_arguments,
@@ -100,8 +100,8 @@ class BackwardCooperativeBlock(BackwardConfig):
             "CHUNKS": self.chunks,
             "PIECES": self.pieces,
             "EVEN": whole and sample.hw % self.slab_rows(itemsize) == 0,
-            "LABELS": most_touched(sample.channels, group),
-            "SPAN": next_power_of_2(min(bundle_groups, most_touched(sample.channels, self.columns))),
+            "LABELS": count_max_overlaps(sample.channels, group),
+            "SPAN": next_power_of_2(min(bundle_groups, count_max_overlaps(sample.channels, self.columns))),
             "OVERLAP": overlap,
             "DIRECT": direct,
             "SLOTS": next_power_of_2(splits * overlap),
@@ -110,10 +110,10 @@ class BackwardCooperativeBlock(BackwardConfig):
             "AHEAD": self.ahead,
             "EARLY": call.early,
             "num_warps": self.num_warps,
-            **resident_options(self),
+            **make_cooperative_options(self),
             **call.gradient_options,
         }
         return [
             Launch(group_norm_nhwc_backward_cooperative_kernel, (teams * members,), arguments, options),
-            *parameter_reductions(partial, call.affine, call.out, splits, call.early),
+            *plan_parameter_reductions(partial, call.affine, call.out, splits, call.early),
         ]

@@ -13,8 +13,8 @@ from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import await_previous, let_next_start
 from fusednorm.jit.loads import chunk_of, widened
 from fusednorm.jit.reductions import rounded_product
-from fusednorm.launch.launch import Launch, can_prefetch, dependent
-from fusednorm.ops.group_norm.call import BackwardCall, BackwardConfig
+from fusednorm.launch.launch import Launch, can_prefetch, make_early_options
+from fusednorm.ops.group_norm.call import GroupNormBackwardCall, GroupNormBackwardConfig
 from fusednorm.ops.group_norm.channels_last.backward.positions import (
     add_gradient_positions,
     load_gradient_positions,
@@ -22,16 +22,16 @@ from fusednorm.ops.group_norm.channels_last.backward.positions import (
     prefetch_gradient_positions,
     sums_of_columns,
 )
-from fusednorm.ops.group_norm.channels_last.blocks import load_statistic, most_touched
+from fusednorm.ops.group_norm.channels_last.blocks import count_max_overlaps, load_statistic
 from fusednorm.ops.group_norm.channels_last.positions import places, stored_mask, turns_of
-from fusednorm.ops.group_norm.channels_last.stream import stream_partition
+from fusednorm.ops.group_norm.channels_last.stream import make_stream_partition
 from fusednorm.ops.group_norm.gradients import gained_gradient, load_gained_affine
-from fusednorm.ops.group_norm.reduce_sums import group_reduction, parameter_reductions
-from fusednorm.ops.group_norm.sample import empty_statistics
+from fusednorm.ops.group_norm.reduce_sums import plan_group_reduction, plan_parameter_reductions
+from fusednorm.ops.group_norm.sample import allocate_statistics
 
 
 @dataclass(frozen=True, slots=True)
-class BackwardStream(BackwardConfig):
+class BackwardSampleStream(GroupNormBackwardConfig):
     """Sums over up to `splits` parts of each channels-last sample, with all columns of a position in a tile.
 
     A thread has `chunks` accesses per step; for dx a program has `apply_pieces` pieces of `apply_chunks` accesses.
@@ -43,11 +43,11 @@ class BackwardStream(BackwardConfig):
     apply_pieces: int
     splits: int
 
-    def launches(self, call: BackwardCall) -> list[Launch]:
+    def launches(self, call: GroupNormBackwardCall) -> list[Launch]:
         sample = call.sample
-        partition = stream_partition(sample, call.x.element_size(), self, call.n, call.x.device)
+        partition = make_stream_partition(sample, call.x.element_size(), self, call.n, call.x.device)
         parts = call.parts(partition.splits)
-        sums_of_groups = empty_statistics(call.x, sample)
+        sums_of_groups = allocate_statistics(call.x, sample)
         piece = partition.positions * partition.apply_chunks
         pieces = 1 if partition.is_cut_finer else self.apply_pieces
         programs = cdiv(sample.hw, piece * pieces)
@@ -63,7 +63,7 @@ class BackwardStream(BackwardConfig):
         options = {
             **partition.tile(self.num_warps),
             "IDLE": partition.idle,
-            "LABELS": most_touched(sample.channels, partition.vec),
+            "LABELS": count_max_overlaps(sample.channels, partition.vec),
             "PREFETCH": can_prefetch(sample.c, *call.inputs),
             **call.gradient_options,
         }
@@ -79,13 +79,13 @@ class BackwardStream(BackwardConfig):
             **options,
             "CHUNKS": partition.apply_chunks,
             "WHOLE": sample.hw % (piece * pieces) == 0,
-            **dependent(call.early),
+            **make_early_options(call.early),
         }
         return [
             Launch(group_norm_nhwc_backward_stream_sums_kernel, (call.n * partition.splits,), sums, sums_options),
-            group_reduction(parts, call.affine, sample, partition.splits, sums_of_groups, call.early),
+            plan_group_reduction(parts, call.affine, sample, partition.splits, sums_of_groups, call.early),
             Launch(group_norm_nhwc_backward_stream_apply_kernel, (call.n * programs,), apply, apply_options),
-            *parameter_reductions(parts, call.affine, call.out, partition.splits, call.early, beside=True),
+            *plan_parameter_reductions(parts, call.affine, call.out, partition.splits, call.early, beside=True),
         ]
 
 

@@ -10,24 +10,24 @@ import triton
 import triton.language as tl
 
 from fusednorm.arguments.arrays import Array, new_workspace
-from fusednorm.devices.device import since_hopper
+from fusednorm.devices.device import is_hopper_or_newer
 from fusednorm.integers import cdiv
 from fusednorm.jit.early_start import await_previous, let_next_start
-from fusednorm.launch.launch import Launch, dependent
+from fusednorm.launch.launch import Launch, make_early_options
 from fusednorm.ops.group_norm.affine import load_masked_affine
-from fusednorm.ops.group_norm.call import ForwardCall, ForwardConfig
+from fusednorm.ops.group_norm.call import GroupNormForwardCall, GroupNormForwardConfig
 from fusednorm.ops.group_norm.channels_last.columns import (
     block_of_columns,
     channel_moments,
     normalise_rows,
     statistic_of_columns,
 )
-from fusednorm.ops.group_norm.reduce import moments_reduction
-from fusednorm.ops.group_norm.sample import Sample, empty_statistics, triple, vector_width
+from fusednorm.ops.group_norm.reduce import plan_moment_reduction
+from fusednorm.ops.group_norm.sample import SampleShape, allocate_statistics, allocate_triple, compute_access_width
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardColumns(ForwardConfig):
+class ForwardColumnSplit(GroupNormForwardConfig):
     """Blocks of `width` columns: statistics, then y.
 
     Statistics are over `split_rows` positions in tiles of `rows`, `unroll` tiles per step; y is written in runs of
@@ -46,10 +46,10 @@ class ForwardColumns(ForwardConfig):
     run_rows: int
     num_warps: int
 
-    def launches(self, call: ForwardCall) -> list[Launch]:
+    def launches(self, call: GroupNormForwardCall) -> list[Launch]:
         sample, out = call.sample, call.out
         if out.mean is None or out.rstd is None:
-            mean, rstd = empty_statistics(call.x, sample)
+            mean, rstd = allocate_statistics(call.x, sample)
         else:
             mean, rstd = out.mean, out.rstd
         rest = new_workspace(call.x, *mean.shape)
@@ -63,7 +63,7 @@ class ForwardColumns(ForwardConfig):
         options = {
             "ROWS": self.apply_rows,
             **tile,
-            **dependent(call.early),
+            **make_early_options(call.early),
             **call.options.constexprs,
         }
         return [
@@ -74,7 +74,7 @@ class ForwardColumns(ForwardConfig):
     def statistics(
         self,
         x: Array,
-        sample: Sample,
+        sample: SampleShape,
         eps: float,
         residual: Array | None,
         mean: Array,
@@ -88,24 +88,26 @@ class ForwardColumns(ForwardConfig):
         splits = cdiv(sample.hw, self.split_rows)
         blocks = cdiv(sample.c, self.width)
         tile = self._tile(sample, x.element_size())
-        parts = triple(x, x.shape[0], splits, sample.c)
+        parts = allocate_triple(x, x.shape[0], splits, sample.c)
         arguments = (
             x, residual, *parts, sample.hw, sample.c // tile["VEC"], splits, self.split_rows, blocks
         )  # fmt: skip
         options = {
             "ROWS": self.rows,
             "UNROLL": self.unroll,
-            "EARLY": since_hopper(x.device),
+            "EARLY": is_hopper_or_newer(x.device),
             **tile,
         }
         grid = (x.shape[0] * splits * blocks,)
         return [
             Launch(group_norm_nhwc_columns_moments_kernel, grid, arguments, options),
-            moments_reduction(parts, splits, mean, rstd, eps, sample.channels, self.split_rows, sample.hw, rest),
+            plan_moment_reduction(
+                parts, splits, mean, rstd, eps, sample.channels, self.split_rows, sample.hw, rest
+            ),
         ]
 
-    def _tile(self, sample: Sample, itemsize: int) -> Mapping[str, int]:
-        vec = vector_width(itemsize, sample.c)
+    def _tile(self, sample: SampleShape, itemsize: int) -> Mapping[str, int]:
+        vec = compute_access_width(itemsize, sample.c)
         return {
             "VEC": vec,
             "CV": self.width // vec,

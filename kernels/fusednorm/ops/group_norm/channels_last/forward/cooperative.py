@@ -6,19 +6,19 @@ from typing import Self
 import triton
 import triton.language as tl
 
-from fusednorm.devices.device import multiprocessor_count
+from fusednorm.devices.device import count_multiprocessors
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.exchange import collect_tile, first_tag, leave, post_tile, slot_of
 from fusednorm.jit.prefetch import touch_rows
-from fusednorm.launch.launch import Launch, resident_options
-from fusednorm.launch.workspace import exchange_buffer
-from fusednorm.ops.group_norm.call import ForwardCall, ForwardConfig, with_registers
+from fusednorm.launch.launch import Launch, make_cooperative_options
+from fusednorm.launch.workspace import get_exchange_buffer
+from fusednorm.ops.group_norm.call import GroupNormForwardCall, GroupNormForwardConfig, fit_resident_programs
 from fusednorm.ops.group_norm.channels_last.pieces import (
-    block_options,
-    block_tile,
     columns_of,
     load_columns,
     load_rows,
+    make_block_options,
+    make_block_tile,
     merge_members,
     of_runs,
     piece_moments,
@@ -26,11 +26,11 @@ from fusednorm.ops.group_norm.channels_last.pieces import (
     store_statistics,
     write_rows,
 )
-from fusednorm.ops.group_norm.sample import Sample
+from fusednorm.ops.group_norm.sample import SampleShape
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardCooperativeBlock(ForwardConfig):
+class ForwardCooperativeBlock(GroupNormForwardConfig):
     """Programs that share a block of `block_groups` groups of one sample, `chunks` chunks of positions each.
 
     Otherwise as `ForwardCooperative`.
@@ -43,42 +43,42 @@ class ForwardCooperativeBlock(ForwardConfig):
     lag: int
     ahead: int
 
-    def members(self, sample: Sample, itemsize: int) -> int:
+    def members(self, sample: SampleShape, itemsize: int) -> int:
         """Programs that share a block."""
-        rows = block_tile(sample, self.block_groups, self.num_warps, itemsize).rows
+        rows = make_block_tile(sample, self.block_groups, self.num_warps, itemsize).rows
         return -(-sample.hw // (self.chunks * rows))
 
-    def is_resident(self, sample: Sample, itemsize: int, multiprocessors: int, waits: bool) -> bool:
+    def is_resident(self, sample: SampleShape, itemsize: int, multiprocessors: int, waits: bool) -> bool:
         return waits and self.members(sample, itemsize) <= multiprocessors * self.programs_per_sm
 
-    def fitted(self, call: ForwardCall) -> Self | None:
+    def fitted(self, call: GroupNormForwardCall) -> Self | None:
         sample, size = call.sample, call.x.element_size()
-        tile = block_tile(sample, self.block_groups, self.num_warps, size)
+        tile = make_block_tile(sample, self.block_groups, self.num_warps, size)
         slabs = 1 if self.lag == 0 else 2
         held = slabs * self.chunks * tile.vec * call.held_bytes
-        return with_registers(self, call, held, members=self.members(sample, size))
+        return fit_resident_programs(self, call, held, members=self.members(sample, size))
 
-    def launches(self, call: ForwardCall) -> list[Launch]:
+    def launches(self, call: GroupNormForwardCall) -> list[Launch]:
         sample = call.sample
         blocks = cdiv(sample.groups, self.block_groups)
         units = call.n * blocks
-        tile = block_tile(sample, self.block_groups, self.num_warps, call.x.element_size())
+        tile = make_block_tile(sample, self.block_groups, self.num_warps, call.x.element_size())
         members = self.members(sample, call.x.element_size())
         depth = next_power_of_2(max(2, 2 * self.lag))
-        programs = min(units, multiprocessor_count(call.x.device) * self.programs_per_sm // members) * members
+        programs = min(units, count_multiprocessors(call.x.device) * self.programs_per_sm // members) * members
         options = {
-            **block_options(sample, self.block_groups, self.num_warps, tile),
+            **make_block_options(sample, self.block_groups, self.num_warps, tile),
             "CHUNKS": self.chunks,
             "FULL": self.chunks if sample.hw % (self.chunks * tile.rows) == 0 else 0,
             "SLOTS": next_power_of_2(members),
             "DEPTH": depth,
             "LAG": self.lag,
             "AHEAD": self.ahead,
-            **resident_options(self),
+            **make_cooperative_options(self),
             **call.options.constexprs,
         }
         # A slot for each group of a block.
-        buffer = exchange_buffer(call.x.device, depth * programs * next_power_of_2(self.block_groups))
+        buffer = get_exchange_buffer(call.x.device, depth * programs * next_power_of_2(self.block_groups))
         arguments = (
             *call.tensors, *call.statistics, buffer, units, members, sample.hw, sample.c // tile.vec,
             sample.groups, sample.channels, blocks, self.block_groups, call.options.eps,

@@ -6,21 +6,21 @@ from typing import Self
 import triton
 import triton.language as tl
 
-from fusednorm.devices.device import multiprocessor_count
+from fusednorm.devices.device import count_multiprocessors
 from fusednorm.integers import cdiv
-from fusednorm.launch.launch import Launch, registers_for
+from fusednorm.launch.launch import Launch, compute_max_registers
 from fusednorm.ops.group_norm.call import (
-    ForwardCall,
-    ForwardConfig,
-    with_registers,
-    writers_of_one,
+    GroupNormForwardCall,
+    GroupNormForwardConfig,
+    count_writers,
+    fit_resident_programs,
 )
 from fusednorm.ops.group_norm.channels_last.pieces import (
-    block_options,
-    block_tile,
     columns_of,
     load_columns,
     load_rows,
+    make_block_options,
+    make_block_tile,
     of_runs,
     piece_moments,
     row_of_lane,
@@ -30,7 +30,7 @@ from fusednorm.ops.group_norm.channels_last.pieces import (
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardResidentBlock(ForwardConfig):
+class ForwardResidentBlock(GroupNormForwardConfig):
     """One block of `block_groups` groups of one sample per program, held in the dtype of memory.
 
     Otherwise as `ForwardResident`: each chunk of positions has 16 bytes per thread.
@@ -41,28 +41,28 @@ class ForwardResidentBlock(ForwardConfig):
     programs_per_sm: int
     writers: int = 1
 
-    def fitted(self, call: ForwardCall) -> Self | None:
-        tile = block_tile(call.sample, self.block_groups, self.num_warps, call.x.element_size())
-        return with_registers(self, call, cdiv(call.sample.hw, tile.rows) * tile.vec * call.held_bytes)
+    def fitted(self, call: GroupNormForwardCall) -> Self | None:
+        tile = make_block_tile(call.sample, self.block_groups, self.num_warps, call.x.element_size())
+        return fit_resident_programs(self, call, cdiv(call.sample.hw, tile.rows) * tile.vec * call.held_bytes)
 
-    def launches(self, call: ForwardCall) -> list[Launch]:
+    def launches(self, call: GroupNormForwardCall) -> list[Launch]:
         sample = call.sample
         blocks = cdiv(sample.groups, self.block_groups)
         units = call.n * blocks
-        writers = writers_of_one(units, self.writers, multiprocessor_count(call.x.device))
-        tile = block_tile(sample, self.block_groups, self.num_warps, call.x.element_size())
+        writers = count_writers(units, self.writers, count_multiprocessors(call.x.device))
+        tile = make_block_tile(sample, self.block_groups, self.num_warps, call.x.element_size())
         arguments = (
             *call.tensors, *call.statistics, writers, sample.hw, sample.c // tile.vec, sample.groups,
             sample.channels, blocks, self.block_groups, call.options.eps, call.affine.stride,
             *call.options.dropout_arguments,
         )  # fmt: skip
         options = {
-            **block_options(sample, self.block_groups, self.num_warps, tile),
+            **make_block_options(sample, self.block_groups, self.num_warps, tile),
             "CHUNKS": cdiv(sample.hw, tile.rows),
             "FULL": sample.hw // tile.rows,
             "SHARED": writers > 1,
             # Shared groups are few, so each program has a multiprocessor of its own.
-            "maxnreg": registers_for(replace(self, programs_per_sm=1) if writers > 1 else self),
+            "maxnreg": compute_max_registers(replace(self, programs_per_sm=1) if writers > 1 else self),
             **call.options.constexprs,
         }
         return [Launch(group_norm_nhwc_resident_kernel, (units * writers,), arguments, options)]

@@ -12,13 +12,13 @@ from fusednorm.arguments.arrays import new_workspace
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import await_previous, let_next_start
 from fusednorm.jit.moments import merge_moments
-from fusednorm.launch.launch import Launch, dependent
+from fusednorm.launch.launch import Launch, make_early_options
 from fusednorm.ops.group_norm.affine import load_masked_affine
-from fusednorm.ops.group_norm.call import ForwardCall, ForwardConfig
+from fusednorm.ops.group_norm.call import GroupNormForwardCall, GroupNormForwardConfig
 from fusednorm.ops.group_norm.channels_last.positions import places, turns_of
 from fusednorm.ops.group_norm.channels_last.samples import load_sample_piece, split_moments, write_sample_piece
-from fusednorm.ops.group_norm.channels_last.stream import stream_partition
-from fusednorm.ops.group_norm.sample import triple
+from fusednorm.ops.group_norm.channels_last.stream import make_stream_partition
+from fusednorm.ops.group_norm.sample import allocate_triple
 
 _REDUCE_CHANNELS = 512
 """The most channels for which a reduction writes coefficients at a time."""
@@ -28,7 +28,7 @@ _REDUCE_WARPS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardStream(ForwardConfig):
+class ForwardSampleStream(GroupNormForwardConfig):
     """Moments of up to `splits` parts of each sample, then y of pieces.
 
     For moments a thread has `chunks` accesses per step; a piece is `apply_chunks` accesses of a thread.
@@ -39,10 +39,10 @@ class ForwardStream(ForwardConfig):
     apply_chunks: int
     splits: int
 
-    def launches(self, call: ForwardCall) -> list[Launch]:
+    def launches(self, call: GroupNormForwardCall) -> list[Launch]:
         sample, x, out = call.sample, call.x, call.out
-        partition = stream_partition(sample, x.element_size(), self, call.n, x.device)
-        parts = triple(x, call.n, partition.splits, sample.groups)
+        partition = make_stream_partition(sample, x.element_size(), self, call.n, x.device)
+        parts = allocate_triple(x, call.n, partition.splits, sample.groups)
         coefficients = new_workspace(x, 3, call.n, sample.c)
         piece = partition.positions * partition.apply_chunks
         moments = (
@@ -78,7 +78,7 @@ class ForwardStream(ForwardConfig):
                     "SPLITS": next_power_of_2(partition.splits),
                     "BLOCK_CHANNELS": min(_REDUCE_CHANNELS, next_power_of_2(sample.channels)),
                     "num_warps": 1 if partition.is_cut_finer else _REDUCE_WARPS,
-                    **dependent(call.early),
+                    **make_early_options(call.early),
                 },
             ),
             Launch(
@@ -90,7 +90,7 @@ class ForwardStream(ForwardConfig):
                     "IDLE": partition.idle,
                     "CHUNKS": partition.apply_chunks,
                     "WHOLE": sample.hw % piece == 0,
-                    **dependent(call.early),
+                    **make_early_options(call.early),
                     **call.options.constexprs,
                 },
             ),

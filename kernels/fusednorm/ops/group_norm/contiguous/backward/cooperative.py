@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from fusednorm.devices.device import multiprocessor_count
+from fusednorm.devices.device import count_multiprocessors
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import let_next_start
 from fusednorm.jit.exchange import collect, first_tag, leave, post, slot_of
 from fusednorm.jit.reductions import multiply_terms, rounded_product, sum_pair, total_pair
-from fusednorm.launch.launch import Launch, can_prefetch, resident_options
-from fusednorm.launch.workspace import exchange_buffer
-from fusednorm.ops.group_norm.call import BackwardCall, BackwardConfig
+from fusednorm.launch.launch import Launch, can_prefetch, make_cooperative_options
+from fusednorm.launch.workspace import get_exchange_buffer
+from fusednorm.ops.group_norm.call import GroupNormBackwardCall, GroupNormBackwardConfig
 from fusednorm.ops.group_norm.contiguous.runs import prefetch_runs, run_position
 from fusednorm.ops.group_norm.gradients import (
     load_gained_affine,
@@ -26,12 +26,12 @@ from fusednorm.ops.group_norm.gradients import (
     tile_mask,
     write_tile,
 )
-from fusednorm.ops.group_norm.reduce_sums import parameter_reductions
-from fusednorm.ops.group_norm.sample import MAX_OFFSET, Sample, stays_in_l2
+from fusednorm.ops.group_norm.reduce_sums import plan_parameter_reductions
+from fusednorm.ops.group_norm.sample import MAX_OFFSET, SampleShape, can_stay_in_l2
 
 
 @dataclass(frozen=True, slots=True)
-class BackwardCooperative(BackwardConfig):
+class GroupNormBackwardCooperative(GroupNormBackwardConfig):
     """Programs that share a contiguous group, parts of `channels` neighbouring channels each.
 
     A part is `pieces` pieces, a piece `chunks` tiles along its channels, a tile one 16-byte vector of x per thread.
@@ -56,31 +56,31 @@ class BackwardCooperative(BackwardConfig):
         """Positions of a part."""
         return self.pieces * self.chunks * self.units * (16 // itemsize)
 
-    def members(self, sample: Sample, itemsize: int) -> int:
+    def members(self, sample: SampleShape, itemsize: int) -> int:
         """Programs that share a group."""
         parts = -(-sample.hw // self.part_positions(itemsize))
         return parts * -(-sample.channels // self.channels)
 
-    def padded_length(self, sample: Sample, itemsize: int) -> int:
+    def padded_length(self, sample: SampleShape, itemsize: int) -> int:
         """Elements of all members' tiles."""
         return self.members(sample, itemsize) * self.channels * self.part_positions(itemsize)
 
-    def fits(self, sample: Sample, itemsize: int, multiprocessors: int) -> bool:
+    def fits(self, sample: SampleShape, itemsize: int, multiprocessors: int) -> bool:
         """Whether a group's members are resident together, and a piece is still in L2 when it is read again."""
         programs = self.programs_per_sm * multiprocessors
         return (
             sample.hw * itemsize % 16 == 0
             and self.members(sample, itemsize) <= programs
-            and stays_in_l2(32 * self.num_warps, self.chunks * (self.pieces + self.lag), programs)
+            and can_stay_in_l2(32 * self.num_warps, self.chunks * (self.pieces + self.lag), programs)
             and self.channels * sample.hw < MAX_OFFSET
         )
 
-    def launches(self, call: BackwardCall) -> list[Launch]:
+    def launches(self, call: GroupNormBackwardCall) -> list[Launch]:
         sample, itemsize = call.sample, call.x.element_size()
         vec = call.channel_vec
         members = self.members(sample, itemsize)
         parts = cdiv(sample.hw, self.part_positions(itemsize))
-        resident = multiprocessor_count(call.x.device) * self.programs_per_sm
+        resident = count_multiprocessors(call.x.device) * self.programs_per_sm
         rows = call.n * sample.groups
         # The device refuses the launch if a team is not resident.
         teams = max(1, min(rows, resident // members))
@@ -88,7 +88,7 @@ class BackwardCooperative(BackwardConfig):
         partial = call.wanted_parts(parts)
         arguments = (
             *call.inputs, call.dresidual_out, call.parameters, call.mean, call.rstd, call.out.dx, *partial,
-            exchange_buffer(call.x.device, depth * teams * members),
+            get_exchange_buffer(call.x.device, depth * teams * members),
             rows, members, parts, sample.hw // vec, sample.groups, sample.channels, call.affine.stride,
             *call.options.dropout_arguments,
         )  # fmt: skip
@@ -106,12 +106,12 @@ class BackwardCooperative(BackwardConfig):
             "AHEAD": self.ahead if can_prefetch(vec, call.x, call.dy) else 0,
             "EARLY": call.early,
             "num_warps": self.num_warps,
-            **resident_options(self),
+            **make_cooperative_options(self),
             **call.gradient_options,
         }
         return [
             Launch(group_norm_nchw_backward_cooperative_kernel, (teams * members,), arguments, options),
-            *parameter_reductions(partial, call.affine, call.out, parts, call.early),
+            *plan_parameter_reductions(partial, call.affine, call.out, parts, call.early),
         ]
 
 

@@ -12,8 +12,8 @@ from fusednorm.integers import cdiv
 from fusednorm.jit.early_start import await_previous, let_next_start
 from fusednorm.jit.reductions import sum_pair
 from fusednorm.launch.launch import Launch
-from fusednorm.ops.group_norm.backward_split import sums_and_apply, sums_of_pieces, write_pieces
-from fusednorm.ops.group_norm.call import BackwardCall, BackwardConfig
+from fusednorm.ops.group_norm.backward_split import plan_sums_and_apply, sums_of_pieces, write_pieces
+from fusednorm.ops.group_norm.call import GroupNormBackwardCall, GroupNormBackwardConfig
 from fusednorm.ops.group_norm.contiguous.runs import run_position
 from fusednorm.ops.group_norm.gradients import load_gained_affine
 
@@ -23,7 +23,7 @@ _SIZES = [
 
 
 @dataclass(frozen=True, slots=True)
-class BackwardSplit(BackwardConfig):
+class GroupNormBackwardSplit(GroupNormBackwardConfig):
     """Parts of groups as in `BackwardCooperative`, one per program, in a kernel for sums and a kernel for dx.
 
     It is the only algorithm for groups larger than a tile if programs may not wait, if a channel's size is not a
@@ -39,7 +39,7 @@ class BackwardSplit(BackwardConfig):
         """Positions of a part."""
         return self.pieces * self.chunks * (32 * self.num_warps // self.channels) * (16 // itemsize)
 
-    def launches(self, call: BackwardCall) -> list[Launch]:
+    def launches(self, call: GroupNormBackwardCall) -> list[Launch]:
         sample, itemsize = call.sample, call.x.element_size()
         vec = call.channel_vec
         parts = cdiv(sample.hw, self.part_positions(itemsize))
@@ -60,7 +60,7 @@ class BackwardSplit(BackwardConfig):
             **call.gradient_options,
         }
         kernels = group_norm_nchw_backward_split_sums_kernel, group_norm_nchw_backward_split_apply_kernel
-        return sums_and_apply(call, kernels, (call.n * sample.groups * blocks * parts,), shape, options, parts)
+        return plan_sums_and_apply(call, kernels, (call.n * sample.groups * blocks * parts,), shape, options, parts)
 
 
 @triton.jit

@@ -18,13 +18,13 @@ from fusednorm.jit.loads import load_masked, load_sum
 from fusednorm.jit.moments import about_mean
 from fusednorm.jit.reductions import multiply_terms, rounded_product, sum_pair
 from fusednorm.launch.launch import Launch
-from fusednorm.ops.group_norm.call import BackwardCall, BackwardConfig
+from fusednorm.ops.group_norm.call import GroupNormBackwardCall, GroupNormBackwardConfig
 from fusednorm.ops.group_norm.gradients import gained_gradient, load_gained_affine
-from fusednorm.ops.group_norm.reduce_sums import parameter_reductions
+from fusednorm.ops.group_norm.reduce_sums import plan_parameter_reductions
 
 
 @dataclass(frozen=True, slots=True)
-class BackwardTile(BackwardConfig):
+class GroupNormBackwardTile(GroupNormBackwardConfig):
     """`rows` whole groups per program, padded to `channels` x `positions` elements, in registers."""
 
     rows: int
@@ -34,7 +34,7 @@ class BackwardTile(BackwardConfig):
 
     takes_statistics: ClassVar[bool] = False
 
-    def launches(self, call: BackwardCall) -> list[Launch]:
+    def launches(self, call: GroupNormBackwardCall) -> list[Launch]:
         vec, sample = call.channel_vec, call.sample
         rows = call.n * sample.groups
         parts = call.wanted_parts(1)
@@ -55,7 +55,7 @@ class BackwardTile(BackwardConfig):
         grid = (cdiv(rows, self.rows),)
         return [
             Launch(group_norm_nchw_backward_tile_kernel, grid, arguments, options),
-            *parameter_reductions(parts, call.affine, call.out, 1, call.early),
+            *plan_parameter_reductions(parts, call.affine, call.out, 1, call.early),
         ]
 
 

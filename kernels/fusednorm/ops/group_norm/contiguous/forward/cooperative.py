@@ -6,14 +6,14 @@ from typing import Self
 import triton
 import triton.language as tl
 
-from fusednorm.devices.device import multiprocessor_count
+from fusednorm.devices.device import count_multiprocessors
 from fusednorm.integers import next_power_of_2
 from fusednorm.jit.exchange import collect, first_tag, leave, post, slot_of
 from fusednorm.jit.pieces import merge, merge_even, total_moments
 from fusednorm.jit.prefetch import prefetch
-from fusednorm.launch.launch import Launch, known_whole_in_slabs, resident_options
-from fusednorm.launch.workspace import exchange_buffer
-from fusednorm.ops.group_norm.call import ForwardCall, ForwardConfig, with_registers
+from fusednorm.launch.launch import Launch, count_full_range_chunks, make_cooperative_options
+from fusednorm.launch.workspace import get_exchange_buffer
+from fusednorm.ops.group_norm.call import GroupNormForwardCall, GroupNormForwardConfig, fit_resident_programs
 from fusednorm.ops.group_norm.contiguous.frames import count_inside, frame_of, whole_vectors
 from fusednorm.ops.group_norm.contiguous.pieces import (
     load_chunk_affine,
@@ -22,11 +22,11 @@ from fusednorm.ops.group_norm.contiguous.pieces import (
     same_for_all,
     write_chunks,
 )
-from fusednorm.ops.group_norm.sample import Sample
+from fusednorm.ops.group_norm.sample import SampleShape
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardCooperative(ForwardConfig):
+class GroupNormForwardCooperative(GroupNormForwardConfig):
     """Programs that share a group, each a slab of `chunks` chunks, 8 elements per thread in a chunk.
 
     `programs_per_sm` programs are resident on a multiprocessor.  A program reads a slab again `lag` groups after it
@@ -45,35 +45,35 @@ class ForwardCooperative(ForwardConfig):
         """Elements of a chunk."""
         return 256 * self.num_warps
 
-    def members(self, sample: Sample) -> int:
+    def members(self, sample: SampleShape) -> int:
         """Programs that share a group."""
         return -(-sample.frame_length // (self.chunks * self.block))
 
-    def is_resident(self, sample: Sample, itemsize: int, multiprocessors: int, waits: bool) -> bool:
+    def is_resident(self, sample: SampleShape, itemsize: int, multiprocessors: int, waits: bool) -> bool:
         return waits and self.members(sample) <= multiprocessors * self.programs_per_sm
 
-    def fitted(self, call: ForwardCall) -> Self | None:
+    def fitted(self, call: GroupNormForwardCall) -> Self | None:
         slabs = 1 if self.lag == 0 else 2
         # A vector in two channels needs the parameters of both.
         extra = 48 if call.sample.hw * call.x.element_size() % 16 else 0
-        return with_registers(
+        return fit_resident_programs(
             self, call, slabs * self.chunks * 8 * call.held_bytes, extra, self.members(call.sample)
         )
 
-    def launches(self, call: ForwardCall) -> list[Launch]:
+    def launches(self, call: GroupNormForwardCall) -> list[Launch]:
         rows, sample = call.n * call.sample.groups, call.sample
         slab = self.chunks * self.block
         members = self.members(sample)
         slots = next_power_of_2(members)
         depth = next_power_of_2(max(2, 2 * self.lag))
-        programs = min(rows, multiprocessor_count(call.x.device) * self.programs_per_sm // members) * members
+        programs = min(rows, count_multiprocessors(call.x.device) * self.programs_per_sm // members) * members
         arguments = (
-            *call.tensors, *call.statistics, exchange_buffer(call.x.device, depth * programs), rows, members,
+            *call.tensors, *call.statistics, get_exchange_buffer(call.x.device, depth * programs), rows, members,
             call.group_units, *call.piece_indexing, call.options.eps, *call.options.dropout_arguments,
         )  # fmt: skip
         options = {
             **call.chunk_options(self.block, self.chunks, self.num_warps),
-            "FULL": known_whole_in_slabs(sample.group_length, self.block, self.chunks, call.has_lane_a_thread),
+            "FULL": count_full_range_chunks(sample.group_length, self.block, self.chunks, call.has_lane_a_thread),
             "LANE_A_THREAD": call.has_lane_a_thread,
             "EQUAL": sample.group_length == slab * slots and slots <= 32 * self.num_warps,
             "SKEWED": call.is_skewed,
@@ -82,7 +82,7 @@ class ForwardCooperative(ForwardConfig):
             "LAG": self.lag,
             "AHEAD": self.ahead if call.can_prefetch_groups else 0,
             "PARAMETERS": call.parameters_mode(self.block, slab),
-            **resident_options(self),
+            **make_cooperative_options(self),
             **call.options.constexprs,
         }
         return [Launch(group_norm_nchw_cooperative_kernel, (programs,), arguments, options)]

@@ -6,16 +6,16 @@ from typing import Self
 import triton
 import triton.language as tl
 
-from fusednorm.devices.device import multiprocessor_count
+from fusednorm.devices.device import count_multiprocessors
 from fusednorm.integers import cdiv
 from fusednorm.jit.pieces import total_moments
 from fusednorm.jit.prefetch import FEW_PROGRAMS, prefetch, touch
-from fusednorm.launch.launch import Launch, known_whole, registers_for
+from fusednorm.launch.launch import Launch, compute_max_registers, count_full_chunks
 from fusednorm.ops.group_norm.call import (
-    ForwardCall,
-    ForwardConfig,
-    with_registers,
-    writers_of_one,
+    GroupNormForwardCall,
+    GroupNormForwardConfig,
+    count_writers,
+    fit_resident_programs,
 )
 from fusednorm.ops.group_norm.contiguous.frames import frame_of, whole_vectors
 from fusednorm.ops.group_norm.contiguous.pieces import (
@@ -28,7 +28,7 @@ from fusednorm.ops.group_norm.contiguous.pieces import (
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardResident(ForwardConfig):
+class GroupNormForwardResident(GroupNormForwardConfig):
     """One group per program, held in the dtype of memory in chunks of 8 elements per thread.
 
     Registers are limited so that `programs_per_sm` programs are resident on a multiprocessor.  Launches with fewer
@@ -46,14 +46,14 @@ class ForwardResident(ForwardConfig):
         """Elements of a chunk."""
         return 256 * self.num_warps
 
-    def fitted(self, call: ForwardCall) -> Self | None:
+    def fitted(self, call: GroupNormForwardCall) -> Self | None:
         chunks = cdiv(call.sample.frame_length, self.block)
-        return with_registers(self, call, chunks * 8 * call.held_bytes)
+        return fit_resident_programs(self, call, chunks * 8 * call.held_bytes)
 
-    def launches(self, call: ForwardCall) -> list[Launch]:
+    def launches(self, call: GroupNormForwardCall) -> list[Launch]:
         rows, sample = call.n * call.sample.groups, call.sample
-        multiprocessors = multiprocessor_count(call.x.device)
-        writers = writers_of_one(rows, self.writers, multiprocessors)
+        multiprocessors = count_multiprocessors(call.x.device)
+        writers = count_writers(rows, self.writers, multiprocessors)
         chunks = cdiv(sample.frame_length, self.block)
         arguments = (
             *call.tensors, *call.statistics, writers, self.ahead_per_sm * multiprocessors if writers == 1 else 0,
@@ -61,13 +61,13 @@ class ForwardResident(ForwardConfig):
         )  # fmt: skip
         options = {
             **call.chunk_options(self.block, chunks, self.num_warps),
-            "FULL": known_whole(sample.group_length, self.block, chunks, call.has_lane_a_thread),
+            "FULL": count_full_chunks(sample.group_length, self.block, chunks, call.has_lane_a_thread),
             "SKEWED": call.is_skewed,
             "PREFETCH": call.can_prefetch_groups,
             "PARAMETERS": call.parameters_mode(self.block, self.block * chunks),
             "SHARED": writers > 1,
             # Shared groups are few, so each program has a multiprocessor of its own.
-            "maxnreg": registers_for(replace(self, programs_per_sm=1) if writers > 1 else self),
+            "maxnreg": compute_max_registers(replace(self, programs_per_sm=1) if writers > 1 else self),
             **call.options.constexprs,
         }
         return [Launch(group_norm_nchw_resident_kernel, (rows * writers,), arguments, options)]

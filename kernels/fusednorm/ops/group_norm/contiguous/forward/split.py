@@ -9,18 +9,18 @@ import triton
 import triton.language as tl
 
 from fusednorm.arguments.arrays import Array
-from fusednorm.devices.device import since_hopper
+from fusednorm.devices.device import is_hopper_or_newer
 from fusednorm.integers import cdiv, next_power_of_2
 from fusednorm.jit.early_start import await_previous, let_next_start
-from fusednorm.launch.launch import Launch, dependent
-from fusednorm.ops.group_norm.call import ForwardCall, ForwardConfig
+from fusednorm.launch.launch import Launch, make_early_options
+from fusednorm.ops.group_norm.call import GroupNormForwardCall, GroupNormForwardConfig
 from fusednorm.ops.group_norm.contiguous.ranges import normalise_range, range_moments
-from fusednorm.ops.group_norm.reduce import REDUCE_BLOCK, moments_reduction, reduce_moments
-from fusednorm.ops.group_norm.sample import WIDE_GROUP, Sample, triple, vector_width
+from fusednorm.ops.group_norm.reduce import REDUCE_BLOCK, plan_moment_reduction, reduce_moments
+from fusednorm.ops.group_norm.sample import WIDE_GROUP, SampleShape, allocate_triple, compute_access_width
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardSplit(ForwardConfig):
+class GroupNormForwardSplit(GroupNormForwardConfig):
     """Statistics over parts of `split_units` vectors, then y in runs of `program_units` vectors; tiles of `units`.
 
     It is the only algorithm for groups above 256 KiB if programs may not wait or all programs together cannot hold
@@ -33,7 +33,7 @@ class ForwardSplit(ForwardConfig):
     program_units: int
     num_warps: int
 
-    def launches(self, call: ForwardCall) -> list[Launch]:
+    def launches(self, call: GroupNormForwardCall) -> list[Launch]:
         parts, splits, partial = self._parts(call.x, call.sample, call.residual)
         programs = cdiv(call.group_units, self.program_units)
         arguments = (
@@ -44,29 +44,31 @@ class ForwardSplit(ForwardConfig):
         options = {
             "BLOCK_SPLITS": min(REDUCE_BLOCK, next_power_of_2(splits)),
             "WIDE": call.sample.group_length >= WIDE_GROUP,
-            **dependent(call.early),
+            **make_early_options(call.early),
             **call.contiguous_options(self.units, self.num_warps),
         }
         grid = (call.n * call.sample.groups * programs,)
         return [partial, Launch(group_norm_nchw_split_apply_kernel, grid, arguments, options)]
 
     def statistics(
-        self, x: Array, sample: Sample, eps: float, residual: Array | None, mean: Array, rstd: Array
+        self, x: Array, sample: SampleShape, eps: float, residual: Array | None, mean: Array, rstd: Array
     ) -> list[Launch]:
         """The launches that compute only mean and rstd."""
-        vec = vector_width(x.element_size(), sample.group_length)
+        vec = compute_access_width(x.element_size(), sample.group_length)
         parts, splits, partial = self._parts(x, sample, residual)
-        reduce = moments_reduction(parts, splits, mean, rstd, eps, 1, self.split_units * vec, sample.group_length)
+        reduce = plan_moment_reduction(
+            parts, splits, mean, rstd, eps, 1, self.split_units * vec, sample.group_length
+        )
         return [partial, reduce]
 
     def _parts(
-        self, x: Array, sample: Sample, residual: Array | None
+        self, x: Array, sample: SampleShape, residual: Array | None
     ) -> tuple[tuple[Array, Array, Array], int, Launch]:
         """Moments of parts of contiguous groups, [N, splits, groups] each, the number of splits, and the launch."""
-        vec = vector_width(x.element_size(), sample.group_length)
+        vec = compute_access_width(x.element_size(), sample.group_length)
         group_units = sample.group_length // vec
         splits = cdiv(group_units, self.split_units)
-        parts = triple(x, x.shape[0], splits, sample.groups)
+        parts = allocate_triple(x, x.shape[0], splits, sample.groups)
         arguments = (
             x, residual, *parts, group_units, sample.groups, sample.channels, splits, self.split_units
         )  # fmt: skip
@@ -74,7 +76,7 @@ class ForwardSplit(ForwardConfig):
             "VEC": vec,
             "UNITS": self.units,
             "WIDE": sample.group_length >= WIDE_GROUP,
-            "EARLY": since_hopper(x.device),
+            "EARLY": is_hopper_or_newer(x.device),
             "num_warps": self.num_warps,
         }
         grid = (x.shape[0] * sample.groups * splits,)

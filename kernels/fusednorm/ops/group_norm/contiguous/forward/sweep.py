@@ -6,12 +6,12 @@ import triton
 import triton.language as tl
 
 from fusednorm.launch.launch import Launch
-from fusednorm.ops.group_norm.call import ForwardCall, ForwardConfig
+from fusednorm.ops.group_norm.call import GroupNormForwardCall, GroupNormForwardConfig
 from fusednorm.ops.group_norm.contiguous.ranges import normalise_range, range_moments
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardSweep(ForwardConfig):
+class GroupNormForwardSweep(GroupNormForwardConfig):
     """One group per program, read twice in tiles of `units` vectors.
 
     If programs may not wait, it is the only algorithm for groups up to 256 KiB that do not fit registers.  If they
@@ -21,7 +21,7 @@ class ForwardSweep(ForwardConfig):
     units: int
     num_warps: int
 
-    def launches(self, call: ForwardCall) -> list[Launch]:
+    def launches(self, call: GroupNormForwardCall) -> list[Launch]:
         arguments = (
             *call.tensors, *call.statistics, call.group_units, *call.channel_indexing,
             call.options.eps, *call.options.dropout_arguments,

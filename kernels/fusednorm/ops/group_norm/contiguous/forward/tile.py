@@ -10,19 +10,19 @@ from fusednorm.jit.loads import load_sum
 from fusednorm.jit.moments import about_mean
 from fusednorm.jit.reductions import multiply_terms, sum_pair
 from fusednorm.launch.launch import Launch
-from fusednorm.ops.group_norm.call import ForwardCall, ForwardConfig
+from fusednorm.ops.group_norm.call import GroupNormForwardCall, GroupNormForwardConfig
 from fusednorm.ops.group_norm.contiguous.ranges import store_normalised
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardTile(ForwardConfig):
+class GroupNormForwardTile(GroupNormForwardConfig):
     """`rows` whole groups per program, each padded to `units` vectors, in registers."""
 
     rows: int
     units: int
     num_warps: int
 
-    def launches(self, call: ForwardCall) -> list[Launch]:
+    def launches(self, call: GroupNormForwardCall) -> list[Launch]:
         rows = call.n * call.sample.groups
         arguments = (
             *call.tensors, *call.statistics, rows, call.group_units, *call.channel_indexing,
