@@ -9,7 +9,6 @@ cache flushed, beside a copy of x in the same process.
 
 import argparse
 import csv
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -110,4 +109,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -26,18 +26,18 @@ Values = tuple[Decimal, ...]
 _cell: Callable[[Row], tuple[str, ...]] = itemgetter(*CELL)
 
 
-class FigureError(ValueError):
+class QueryError(ValueError):
     """A query has an unexpected result: no rows, several values, or rows of different runs."""
 
 
 @dataclass(frozen=True)
-class Rows:
+class CsvRows:
     """Rows of one or several CSVs, and their source."""
 
     source: str
     rows: tuple[Row, ...]
 
-    def where(self, **columns: str | int | Iterable[str | int]) -> "Rows":
+    def where(self, **columns: str | int | Iterable[str | int]) -> "CsvRows":
         """The rows whose columns have the given values, or one of several given values."""
         kept = self.rows
         for name, values in columns.items():
@@ -45,7 +45,7 @@ class Rows:
             kept = tuple(row for row in kept if row[name] in texts)
         return self._only(kept, columns)
 
-    def like(self, **patterns: str) -> "Rows":
+    def like(self, **patterns: str) -> "CsvRows":
         """The rows whose columns fully match the given regular expressions."""
         kept = self.rows
         for name, pattern in patterns.items():
@@ -53,7 +53,7 @@ class Rows:
             kept = tuple(row for row in kept if matches(row[name]))
         return self._only(kept, patterns)
 
-    def between(self, column: str, least: int, most: int) -> "Rows":
+    def between(self, column: str, least: int, most: int) -> "CsvRows":
         """The rows whose integer in a column is between two values, both included."""
         return self._only(
             (row for row in self.rows if row[column] and least <= int(row[column]) <= most), (column, least, most)
@@ -72,13 +72,13 @@ class Rows:
         """A provider's number divided by another's in each cell that both computed correctly.
 
         Raises:
-            FigureError: no cell has both, or a cell has rows of two commits.
+            QueryError: no cell has both, or a cell has rows of two commits.
         """
         return tuple(
             Decimal(upper[column]) / Decimal(lower[column]) for upper, lower in self._pairs(provider, over)
         )
 
-    def slower(self, column: str, provider: str, over: str) -> "Rows":
+    def slower(self, column: str, provider: str, over: str) -> "CsvRows":
         """A provider's rows whose number is greater than another's in the same cell."""
         return self._only(
             (
@@ -94,7 +94,7 @@ class Rows:
         first, second = (median(self.where(**{by: value}).of(column)) for value in (upper, lower))
         return (first / second,)
 
-    def among(self, others: "Rows") -> "Rows":
+    def among(self, others: "CsvRows") -> "CsvRows":
         """The rows of cells that `others` have too."""
         cells = {_cell(row) for row in others.rows}
         return self._only((row for row in self.rows if _cell(row) in cells), f"cells of {others.source}")
@@ -114,22 +114,22 @@ class Rows:
             if all(name in of_cell and of_cell[name]["ms_p50"] for name in (provider, over))
         ]
         if not pairs:
-            raise FigureError(f"{self.source}: no cell has both {provider} and {over}")
+            raise QueryError(f"{self.source}: no cell has both {provider} and {over}")
         for upper, lower in pairs:
             if upper["commit"] != lower["commit"]:
                 cell = " ".join(_cell(upper))
-                raise FigureError(f"{self.source}: {provider} and {over} are of two commits in {cell}")
+                raise QueryError(f"{self.source}: {provider} and {over} are of two commits in {cell}")
         return pairs
 
-    def _only(self, rows: Iterable[Row], query: object) -> "Rows":
+    def _only(self, rows: Iterable[Row], query: object) -> "CsvRows":
         kept = tuple(rows)
         if not kept:
-            raise FigureError(f"{self.source} has no row of {query}")
-        return Rows(self.source, kept)
+            raise QueryError(f"{self.source} has no row of {query}")
+        return CsvRows(self.source, kept)
 
 
 @dataclass(frozen=True)
-class Standing:
+class PeerComparison:
     """Ours compared with the best of the others, cell by cell.
 
     Attributes:
@@ -153,7 +153,7 @@ class Standing:
         return sum(map(len, self.behind.values()))
 
 
-def standing(rows: Rows) -> Standing:
+def standing(rows: CsvRows) -> PeerComparison:
     """Ours against the best peer of each cell; ours from the peer's file if that has it."""
     ahead: list[Decimal] = []
     behind: dict[str, list[Decimal]] = {}
@@ -166,36 +166,36 @@ def standing(rows: Rows) -> Standing:
             continue
         lead = Decimal(best["ours"] or of_cell[OURS]["of_copy"]) - Decimal(best["of_copy"])
         (ahead if lead >= 0 else behind.setdefault(best["provider"], [])).append(abs(lead))
-    return Standing(tuple(ahead), {name: tuple(values) for name, values in behind.items()}, alone)
+    return PeerComparison(tuple(ahead), {name: tuple(values) for name, values in behind.items()}, alone)
 
 
-def apart(one: Rows, other: Rows, column: str = "of_copy") -> Values:
+def apart(one: CsvRows, other: CsvRows, column: str = "of_copy") -> Values:
     """Ours in the first file minus ours in the second, in each cell that both have."""
     first, second = (
         {_cell(row): Decimal(row[column]) for row in rows.where(provider=OURS).rows} for rows in (one, other)
     )
     differences = tuple(value - second[cell] for cell, value in first.items() if cell in second)
     if not differences:
-        raise FigureError(f"{one.source} and {other.source} have no cell of ours in common")
+        raise QueryError(f"{one.source} and {other.source} have no cell of ours in common")
     return differences
 
 
 @cache
-def csv(*names: str) -> Rows:
+def csv(*names: str) -> CsvRows:
     """The rows of files in `benchmarks/results`, as `records.read_records` joins them.
 
     Rows of row lengths have two additional columns: `cols`, and `sweep`, "1" if x has 256 MiB.
     """
     paths = [RESULTS / name for name in names]
     if len(names) == 1 and "provider" not in (rows := records.read_csv(paths[0]))[0]:
-        return Rows(names[0], tuple(rows))
-    return Rows(" ".join(names), tuple(_with_length(row) for row in records.read_records(paths)))
+        return CsvRows(names[0], tuple(rows))
+    return CsvRows(" ".join(names), tuple(_with_length(row) for row in records.read_records(paths)))
 
 
 def one(values: Values, digits: int = 2, scale: float = 1) -> str:
     """The only value."""
     if len(values) != 1:
-        raise FigureError(f"one value was meant, not {len(values)}")
+        raise QueryError(f"one value was meant, not {len(values)}")
     return _text(values[0], digits, scale)
 
 
@@ -228,7 +228,7 @@ def around(values: Values, digits: int = 2, scale: float = 1) -> str:
 
 def _some(values: Values) -> Values:
     if not values:
-        raise FigureError("there is no value")
+        raise QueryError("there is no value")
     return values
 
 

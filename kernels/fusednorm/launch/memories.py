@@ -31,7 +31,7 @@ def _zeros(device: torch.device, words: int) -> Tensor:
     return torch.zeros(words, dtype=torch.int64, device=device)
 
 
-class Memories(dict[str | Workspace, Tensor]):
+class PlanTensors(dict[str | Workspace, Tensor]):
     """The tensor of each memory of a plan; a workspace is allocated when it is first looked up.
 
     Args:

@@ -19,7 +19,7 @@ from fusednorm.devices.device import INTERPRETED
 from fusednorm.launch.driver import DriverLauncher, find_launcher
 from fusednorm.launch.keys import compute_stable_key
 from fusednorm.launch.launch import Launch
-from fusednorm.launch.memories import Memories
+from fusednorm.launch.memories import PlanTensors
 
 Key = tuple[Any, ...]
 
@@ -60,7 +60,7 @@ def can_bypass_triton() -> bool:
     )
 
 
-def launch_kernel(launch: Launch, memories: Memories, device: int) -> None:
+def launch_kernel(launch: Launch, memories: PlanTensors, device: int) -> None:
     """Launch on the current stream of the current device, which has index `device`; compiles at the first use."""
     if INTERPRETED or not can_bypass_triton():
         _launch_through_triton(launch, memories)
@@ -83,7 +83,7 @@ def find_prepared(launch: Launch, device: int) -> PreparedKernel | None:
     return None if INTERPRETED else _PREPARED.get(_make_key(launch, device)[0])
 
 
-def _launch_through_triton(launch: Launch, memories: Memories) -> Any:
+def _launch_through_triton(launch: Launch, memories: PlanTensors) -> Any:
     compute_stable_key(launch.kernel)
     # Set explicitly: later versions of Triton change this default, which changes the last bits of results.
     return launch.kernel[launch.grid](*memories.bind(launch.arguments), enable_fp_fusion=True, **launch.options)
@@ -96,7 +96,7 @@ def _prepare_kernel(kernel: Any, compiled: Any, arguments: int, options: Mapping
     return PreparedKernel(launcher, constants, driver.active.get_current_stream, compiled)
 
 
-def _make_key(launch: Launch, device: int, memories: Memories | None = None) -> tuple[Key, list[Any]]:
+def _make_key(launch: Launch, device: int, memories: PlanTensors | None = None) -> tuple[Key, list[Any]]:
     """The key by which Triton chooses the compiled kernel; with `memories`, also the parameters of the launch."""
     # Not the kernel object, whose hash is computed from its source.
     kernel = launch.kernel
@@ -109,7 +109,7 @@ def _make_key(launch: Launch, device: int, memories: Memories | None = None) -> 
 
 
 def _describe_arguments(
-    looks: Iterable[str], arguments: tuple[Any, ...], memories: Memories | None
+    looks: Iterable[str], arguments: tuple[Any, ...], memories: PlanTensors | None
 ) -> tuple[list[Any], list[Any]]:
     kinds: list[Any] = []
     values: list[Any] = []

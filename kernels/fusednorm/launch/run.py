@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fusednorm.launch import absent, prepared
 from fusednorm.launch.launch import Launch
-from fusednorm.launch.memories import Memories
+from fusednorm.launch.memories import PlanTensors
 
 
 def run_launches(device: torch.device, launches: Iterable[Launch], tensors: Mapping[str, Tensor]) -> None:
@@ -19,7 +19,7 @@ def run_launches(device: torch.device, launches: Iterable[Launch], tensors: Mapp
     if device.type == "meta":
         absent.record_launches(launches)
         return
-    memories = Memories(device, tensors)
+    memories = PlanTensors(device, tensors)
     index = device.index if device.type == "cuda" else -1
     if index < 0 or index == torch.cuda.current_device():
         _launch_in_order(launches, memories, index)
@@ -28,6 +28,6 @@ def run_launches(device: torch.device, launches: Iterable[Launch], tensors: Mapp
             _launch_in_order(launches, memories, index)
 
 
-def _launch_in_order(launches: Iterable[Launch], memories: Memories, index: int) -> None:
+def _launch_in_order(launches: Iterable[Launch], memories: PlanTensors, index: int) -> None:
     for launch in launches:
         prepared.launch_kernel(launch, memories, index)

@@ -3,7 +3,7 @@ from decimal import Decimal
 import pytest
 
 from benchmarks.report import figures
-from benchmarks.report.figures import FigureError, around, csv, least, middle, most, one, span, standing
+from benchmarks.report.figures import QueryError, around, csv, least, middle, most, one, span, standing
 from benchmarks.workload.cells import KernelCell
 
 
@@ -55,7 +55,7 @@ def test_rows_are_chosen_by_columns(rows):
     ],
 )
 def test_a_query_that_finds_nothing_is_an_error(rows, query):
-    with pytest.raises(FigureError, match=r"run\.csv"):
+    with pytest.raises(QueryError, match=r"run\.csv"):
         query(rows)
 
 
@@ -71,8 +71,8 @@ def test_ratios_are_of_cells_that_were_right_for_both(rows):
 
 def test_a_ratio_of_two_commits_is_an_error(rows):
     changed = tuple(row | {"commit": "def"} if row["provider"] == "torch" else row for row in rows.rows)
-    with pytest.raises(FigureError, match=r"two commits in layer_norm forward plain 131072x1024"):
-        figures.Rows("run.csv", changed).ratio("of_copy", "fusednorm", "torch")
+    with pytest.raises(QueryError, match=r"two commits in layer_norm forward plain 131072x1024"):
+        figures.CsvRows("run.csv", changed).ratio("of_copy", "fusednorm", "torch")
 
 
 def test_what_is_appended_to_a_file_holds(write_csv, sweep_cell):
@@ -105,7 +105,7 @@ def test_two_files_are_compared_where_both_have_ours(write_csv, sweep_cell):
     write_csv((sweep_cell(1024), "fusednorm", 0.8), (sweep_cell(2048), "fusednorm", 0.5), name="one.csv")
     write_csv((sweep_cell(1024), "fusednorm", 0.9), (sweep_cell(4096), "fusednorm", 0.5), name="other.csv")
     assert figures.apart(csv("one.csv"), csv("other.csv")) == numbers("-0.1")
-    with pytest.raises(FigureError, match="in common"):
+    with pytest.raises(QueryError, match="in common"):
         figures.apart(csv("one.csv").where(cols=2048), csv("other.csv"))
 
 
@@ -122,10 +122,10 @@ def test_figures_are_written_as_on_paper():
 
 @pytest.mark.parametrize("shown", [one, middle, least, most, span, around])
 def test_no_value_is_no_figure(shown):
-    with pytest.raises(FigureError):
+    with pytest.raises(QueryError):
         shown(())
 
 
 def test_several_values_are_not_one():
-    with pytest.raises(FigureError, match="not 2"):
+    with pytest.raises(QueryError, match="not 2"):
         one(numbers("1", "2"))

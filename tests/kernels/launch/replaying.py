@@ -10,7 +10,7 @@ import torch
 from fusednorm.arguments.arrays import Array, Workspace
 from fusednorm.launch import prepared, replay
 from fusednorm.launch.driver import DriverLauncher
-from fusednorm.launch.memories import Memories
+from fusednorm.launch.memories import PlanTensors
 from fusednorm.tensors.arrays import TORCH_DTYPES
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -137,7 +137,7 @@ def note_plans(monkeypatch, *passes):
     made = []
 
     def note(device, launches, tensors):
-        memories = Memories(device, tensors)
+        memories = PlanTensors(device, tensors)
         made.append([replace(launch, arguments=memories.bind(launch.arguments)) for launch in launches])
         for memory, tensor in memories.items():
             if isinstance(memory, Workspace) and memory.purpose is not None:

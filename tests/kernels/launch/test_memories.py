@@ -7,7 +7,7 @@ import torch
 from fusednorm.arguments.arrays import new_workspace
 from fusednorm.devices.device import H200
 from fusednorm.launch import memories
-from fusednorm.launch.memories import Memories
+from fusednorm.launch.memories import PlanTensors
 from fusednorm.launch.workspace import get_counters, get_exchange_buffer
 from fusednorm.tensors.arrays import describe
 
@@ -29,7 +29,7 @@ def current(monkeypatch):
 
 def bind(array, device=DEVICES[0]):
     """The tensor of an array in a new call."""
-    (tensor,) = Memories(device, {}).bind((array,))
+    (tensor,) = PlanTensors(device, {}).bind((array,))
     return tensor
 
 
@@ -64,7 +64,7 @@ def test_a_captured_launch_has_an_exchange_buffer_of_its_own(current):
 def test_parts_of_a_workspace_lie_one_after_another():
     x = torch.zeros(3, 8)
     first, second = new_workspace(describe("x", x), 2, 3, 5).unbind()
-    own = Memories(x.device, {"x": x})
+    own = PlanTensors(x.device, {"x": x})
     one, (other, none), given, number = own.bind((first, (second, None), describe("x", x), 7))
     assert other.data_ptr() - one.data_ptr() == 4 * 15
     assert (none, number) == (None, 7)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from fusednorm.launch import prepared
 from fusednorm.launch.launch import Launch
-from fusednorm.launch.memories import Memories
+from fusednorm.launch.memories import PlanTensors
 from fusednorm.tensors.arrays import describe
 from triton import knobs
 from triton.compiler import CompiledKernel
@@ -66,7 +66,7 @@ class Kernel:
 
     def start(self, device=2, **changed):
         launch, tensors = self.launch(**changed)
-        prepared.launch_kernel(launch, Memories(FLOATS.device, tensors), device)
+        prepared.launch_kernel(launch, PlanTensors(FLOATS.device, tensors), device)
 
 
 def described(value, tensors):

@@ -28,7 +28,7 @@ from types import SimpleNamespace
 from fusednorm.devices.device import H200
 from fusednorm.launch import prepared
 from fusednorm.launch.absent import bind_to_nothing
-from fusednorm.launch.memories import Memories
+from fusednorm.launch.memories import PlanTensors
 from fusednorm.warm.calls import list_warm_launches
 from fusednorm.warm.driver import AbsentDriver
 from triton import knobs
@@ -53,7 +53,7 @@ driver.set_active(Driver([H200]))
 hits = []
 knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
 launch = list_warm_launches(H200, int(sys.argv[1]), True)[0]
-prepared.launch_kernel(replace(launch, arguments=bind_to_nothing(launch.arguments)), Memories(None, {}), 0)
+prepared.launch_kernel(replace(launch, arguments=bind_to_nothing(launch.arguments)), PlanTensors(None, {}), 0)
 print(json.dumps([hits, len(launched)]))
 """
 
