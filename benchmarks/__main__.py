@@ -51,7 +51,7 @@ def main() -> None:
     wait_for_extension()
     began = time.monotonic()
     if arguments.warm:
-        suite.warm(cells, providers, min(arguments.warm, seconds))
+        suite.compile_ahead(cells, providers, min(arguments.warm, seconds))
     machine = records.describe_machine(arguments.commit)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     with arguments.out.open("w", newline="") as file, ProgressDisplay(len(cells)) as progress:
@@ -59,16 +59,16 @@ def main() -> None:
         writer.writeheader()
         for done, cell in enumerate(cells):
             if time.monotonic() - began > seconds:
-                progress.note(f"out of time after {done} of {len(cells)} cells")
+                progress.print_line(f"out of time after {done} of {len(cells)} cells")
                 break
             cell_began = time.monotonic()
             rows = []
-            for row in suite.rows(cell, providers, progress.note):
+            for row in suite.measure_rows(cell, providers, progress.print_line):
                 writer.writerow(machine | row)
                 file.flush()
                 rows.append(row)
             figures = "  ".join(map(_format_figure, rows))
-            progress.step(f"{cell.name}: {figures}  ({time.monotonic() - cell_began:.1f} s)")
+            progress.finish_step(f"{cell.name}: {figures}  ({time.monotonic() - cell_began:.1f} s)")
 
 
 def make_suite(names: Sequence[str]) -> BenchmarkSuite:

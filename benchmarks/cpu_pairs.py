@@ -50,7 +50,7 @@ class CpuCallCell:
     nbytes: int
 
     @property
-    def name(self) -> str:
+    def full_name(self) -> str:
         """The text that `--cells` searches."""
         return f"{self.op} {self.pass_} {self.option} {self.dtype} {self.nbytes}"
 
@@ -197,7 +197,7 @@ def main() -> None:
     parser.add_argument("--cells", default="", help="a regular expression; by default all")
     parser.add_argument("--pairs", type=int, default=40)
     arguments = parser.parse_args()
-    chosen = [cell for cell in iterate_cells() if re.search(arguments.cells, cell.name)]
+    chosen = [cell for cell in iterate_cells() if re.search(arguments.cells, cell.full_name)]
     with (
         CpuVersionProcess(arguments.before) as before,
         CpuVersionProcess(Path(__file__).parents[1]) as after,

@@ -32,7 +32,7 @@ class AlgorithmRule:
     call: Call
     cells: Cells
 
-    def fits(self, call: Call) -> bool:
+    def is_applicable(self, call: Call) -> bool:
         return all(word in ("", had) for word, had in zip(self.call, call, strict=True))
 
 
@@ -57,7 +57,7 @@ class AlgorithmTable:
     text: Callable[[Cell], str]
 
     @property
-    def reached(self) -> list[str]:
+    def reached_algorithms(self) -> list[str]:
         """The algorithms that some size chooses."""
         return [
             name
@@ -65,7 +65,7 @@ class AlgorithmTable:
             if any(ranges for line in lines for cell in line.cells for ranges in cell.values())
         ]
 
-    def says(self, call: Call, place: int, channels: int, size: int) -> list[str]:
+    def find_algorithms(self, call: Call, place: int, channels: int, size: int) -> list[str]:
         """The algorithms in the table for a call; `place`: the index in `Cells`."""
         return [
             name
@@ -75,7 +75,7 @@ class AlgorithmTable:
 
 
 def _find_ranges(lines: Sequence[AlgorithmRule], call: Call, place: int, channels: int) -> Ranges:
-    fitting = (line for line in reversed(lines) if line.fits(call) and channels in line.cells[place])
+    fitting = (line for line in reversed(lines) if line.is_applicable(call) and channels in line.cells[place])
     return next((line.cells[place][channels] for line in fitting), ())
 
 

@@ -58,7 +58,7 @@ class AlgorithmPage:
     def __init__(self) -> None:
         self.tables = tables = [*layer_norm.make_pass_tables(), *group_norm.make_pass_tables()]
         shapes = list(group_norm.iterate_benchmark_shapes())
-        self.chosen = {PassAlgorithm(table.pass_, name) for table in tables for name in table.reached}
+        self.chosen = {PassAlgorithm(table.pass_, name) for table in tables for name in table.reached_algorithms}
         self.unreached = [algorithm for algorithm in list_algorithms() if algorithm not in self.chosen]
         parts = [_INTRODUCTION]
         for pass_ in PASSES:
@@ -92,7 +92,7 @@ def _iterate_rules(table: AlgorithmTable, lines: Iterable[AlgorithmRule]) -> Ite
     shown: list[tuple[AlgorithmRule, tuple[str, str]]] = []
     for line in lines:
         two, four = map(table.text, line.cells)
-        before = next((texts for other, texts in reversed(shown) if other.fits(line.call)), None)
+        before = next((texts for other, texts in reversed(shown) if other.is_applicable(line.call)), None)
         if before != (two, four):
             shown.append((line, (two, four)))
             yield _format_traits(table, line), two, four

@@ -38,10 +38,10 @@ class MetaTensors:
     _roles: dict[int, str] = field(default_factory=dict)
     _most_elements: int = 0
 
-    def new(self, role: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def make_tensor(self, role: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A contiguous tensor with a separate storage."""
         size = torch.Size(shape)
-        self.memories[role] = memory = self.memory(role, size.numel() + self.unaligned, dtype)
+        self.memories[role] = memory = self.allocate(role, size.numel() + self.unaligned, dtype)
         self._roles[_storage_of(memory)] = role
         self._most_elements = max(self._most_elements, size.numel())
         return memory[int(self.unaligned) :].view(size)
@@ -62,11 +62,11 @@ class MetaTensors:
         )
 
     @property
-    def most_elements(self) -> int:
+    def max_elements(self) -> int:
         """The number of elements of the largest tensor."""
         return self._most_elements
 
-    def memory(self, role: str, count: int, dtype: torch.dtype) -> Tensor:
+    def allocate(self, role: str, count: int, dtype: torch.dtype) -> Tensor:
         """The memory of a new tensor, of which an unaligned one leaves out the first element."""
         return torch.empty(count, dtype=dtype, device="meta")
 
@@ -83,14 +83,14 @@ class FingerprintCase:
     Attributes:
         name: operation, dtype, shape and variant; unique.
         plan: creates tensors and returns the launches of the call.
-        waits: whether programs may wait for one another.
+        may_wait: whether programs may wait for one another.
         batch_invariant: whether bits must not depend on the number of samples.
     """
 
     name: str
     plan: Callable[[MetaTensors], list[Launch]]
     unaligned: bool = False
-    waits: bool = True
+    may_wait: bool = True
     batch_invariant: bool = False
 
 
@@ -118,7 +118,7 @@ def plan_case(case: FingerprintCase, tensors: MetaTensors | None = None) -> Plan
 @contextmanager
 def _apply_policy(case: FingerprintCase) -> Iterator[None]:
     """Use the case's policy, and afterwards that of a new process."""
-    allow_waiting(case.waits)
+    allow_waiting(case.may_wait)
     require_batch_invariance(case.batch_invariant)
     try:
         yield

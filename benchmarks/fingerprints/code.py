@@ -57,7 +57,7 @@ class KernelCompilation:
         self._module = self._source.make_ir(SM_90, self._options, functions, modules, self._context)
         self.ir = _number_functions(self._module.str_nodebug())
 
-    def code(self) -> MachineCode:
+    def compile_code(self) -> MachineCode:
         """Machine code without line information.  Can be called once: the passes change the IR in place."""
         knobs.compilation.disable_line_info = True
         stages: dict[str, Any] = {}

@@ -43,7 +43,7 @@ class GroupNormVariant:
 
     Attributes:
         residual: "own" with a separate result, "in place", of the "other dtype", or in the "other layout".
-        outside: whether dresidual_out is given; by default, if there is a residual.
+        has_dresidual_out: whether dresidual_out is given; by default, if there is a residual.
         other_dtypes: whether the parameters and y have another dtype.
         other_layout: whether dy has another layout than x.
         adaptive: whether scale and shift are given, as halves of one [N, 2 * C].
@@ -55,7 +55,7 @@ class GroupNormVariant:
     bias: bool = True
     stats: bool = False
     residual: Literal["", "own", "in place", "other dtype", "other layout"] = ""
-    outside: bool | None = None
+    has_dresidual_out: bool | None = None
     activation: ActivationName = "none"
     dropout: float = 0.0
     other_dtypes: bool = False
@@ -97,8 +97,8 @@ RARE = (
     GroupNormVariant("many samples", samples=256),
     GroupNormVariant("one sample, batch invariant", samples=1, batch_invariant=True),
     GroupNormVariant("batch invariant", batch_invariant=True),
-    GroupNormVariant("residual alone", residual="own", outside=False),
-    GroupNormVariant("dresidual_out alone", outside=True),
+    GroupNormVariant("residual alone", residual="own", has_dresidual_out=False),
+    GroupNormVariant("dresidual_out alone", has_dresidual_out=True),
 )
 """Variants for one sample of every algorithm."""
 
@@ -169,7 +169,7 @@ def make_case(
         f"{variant.samples}x{sample.groups}x{sample.channels}x{sample.hw} {variant.name}{policy}",
         partial(plan, dtype, sample, variant),
         unaligned=variant.unaligned,
-        waits=waits,
+        may_wait=waits,
         batch_invariant=variant.batch_invariant,
     )
 
@@ -199,8 +199,8 @@ def _make_like_x(
 ) -> Tensor:
     """[N, C, positions] in the sample's layout or in the other one."""
     if sample.channels_last != other_layout:
-        return tensors.new(role, (samples, sample.hw, sample.c), dtype).movedim(-1, 1)
-    return tensors.new(role, (samples, sample.c, sample.hw), dtype)
+        return tensors.make_tensor(role, (samples, sample.hw, sample.c), dtype).movedim(-1, 1)
+    return tensors.make_tensor(role, (samples, sample.c, sample.hw), dtype)
 
 
 def _make_inputs(
@@ -208,8 +208,8 @@ def _make_inputs(
 ) -> _GroupNormTensors:
     x = _make_like_x(tensors, "x", sample, variant.samples, dtype)
     of_parameters = choose_other_dtype(dtype) if variant.other_dtypes else dtype
-    weight = tensors.new("weight", (sample.c,), of_parameters) if variant.weight else None
-    bias = tensors.new("bias", (sample.c,), of_parameters) if variant.bias else None
+    weight = tensors.make_tensor("weight", (sample.c,), of_parameters) if variant.weight else None
+    bias = tensors.make_tensor("bias", (sample.c,), of_parameters) if variant.bias else None
     residual = None
     if variant.residual:
         of_residual = choose_other_dtype(dtype) if variant.residual == "other dtype" else dtype
@@ -217,7 +217,7 @@ def _make_inputs(
         residual = _make_like_x(tensors, "residual", sample, variant.samples, of_residual, otherwise)
     scale, shift = None, None
     if variant.adaptive:
-        both = tensors.new("scale_shift", (variant.samples, 2 * sample.c), of_parameters)
+        both = tensors.make_tensor("scale_shift", (variant.samples, 2 * sample.c), of_parameters)
         scale, shift = both.chunk(2, 1)
     return _GroupNormTensors(x, weight, bias, residual, scale, shift)
 
@@ -233,7 +233,7 @@ def _make_statistics(
     if not variant.stats:
         return None, None
     shape = (variant.samples, sample.groups)
-    return tensors.new("mean", shape, torch.float32), tensors.new("rstd", shape, torch.float32)
+    return tensors.make_tensor("mean", shape, torch.float32), tensors.make_tensor("rstd", shape, torch.float32)
 
 
 def _plan_forward(
@@ -266,12 +266,12 @@ def _plan_backward(
     of_dy = choose_other_dtype(dtype) if variant.other_dtypes else dtype
     dy = _make_like_x(tensors, "dy", sample, variant.samples, of_dy, variant.other_layout)
     outside = None
-    if inputs.residual is not None if variant.outside is None else variant.outside:
+    if inputs.residual is not None if variant.has_dresidual_out is None else variant.has_dresidual_out:
         otherwise = variant.residual == "other layout"
         outside = _make_like_x(tensors, "dresidual_out", sample, variant.samples, dtype, otherwise)
     dx = _make_like_x(tensors, "dx", sample, variant.samples, dtype)
     dweight, dbias, dscale, dshift = (
-        None if parameter is None else tensors.new(role, tuple(parameter.shape), parameter.dtype)
+        None if parameter is None else tensors.make_tensor(role, tuple(parameter.shape), parameter.dtype)
         for role, parameter in (
             ("dweight", inputs.weight), ("dbias", inputs.bias), ("dscale", inputs.scale), ("dshift", inputs.shift)
         )

@@ -35,7 +35,7 @@ class LayerNormVariant:
 
     Attributes:
         residual: "own" with a separate result, "in place", or of the "other dtype".
-        outside: whether dresidual_out is given; by default, if there is a residual.
+        has_dresidual_out: whether dresidual_out is given; by default, if there is a residual.
         other_dtypes: whether the parameters and y have another dtype.
         heads: x is [tokens, heads, cols]: "shared" parameters for the heads of a wider tensor, "own" parameters for
             each of packed heads, or "uniform": own parameters for padded rows.
@@ -50,7 +50,7 @@ class LayerNormVariant:
     weight_offset: float = 0.0
     stats: bool = False
     residual: Literal["", "own", "in place", "other dtype"] = ""
-    outside: bool | None = None
+    has_dresidual_out: bool | None = None
     activation: ActivationName = "none"
     dropout: float = 0.0
     other_dtypes: bool = False
@@ -94,8 +94,8 @@ RARE = (
     LayerNormVariant("heads own", heads="own", stats=True),
     LayerNormVariant("heads uniform", heads="uniform", residual="own", activation="silu"),
     LayerNormVariant("few rows", rows=7),
-    LayerNormVariant("residual alone", residual="own", outside=False),
-    LayerNormVariant("dresidual_out alone", outside=True),
+    LayerNormVariant("residual alone", residual="own", has_dresidual_out=False),
+    LayerNormVariant("dresidual_out alone", has_dresidual_out=True),
 )
 """Variants for one row length of every algorithm."""
 
@@ -154,7 +154,7 @@ def make_case(
     policy = "" if waits else ", nothing waits"
     plan = {"forward": _plan_forward, "backward": _plan_backward, "float8": _plan_float8}[kind]
     name = f"layer_norm {kind} {SHORT_NAMES[dtype]} {variant.rows}x{cols} {variant.name}{policy}"
-    return FingerprintCase(name, partial(plan, dtype, cols, variant), unaligned=variant.unaligned, waits=waits)
+    return FingerprintCase(name, partial(plan, dtype, cols, variant), unaligned=variant.unaligned, may_wait=waits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,12 +170,12 @@ class _LayerNormTensors:
 def _make_rows(tensors: MetaTensors, role: str, cols: int, dtype: torch.dtype, variant: LayerNormVariant) -> Tensor:
     """An input of [rows, cols], or [tokens, heads, cols] if the variant has heads."""
     if variant.heads == "shared":
-        return tensors.new(role, (variant.tokens, 3 * HEADS, cols), dtype)[:, :HEADS]
+        return tensors.make_tensor(role, (variant.tokens, 3 * HEADS, cols), dtype)[:, :HEADS]
     if variant.heads == "own":
-        return tensors.new(role, (variant.tokens, HEADS, cols), dtype)
+        return tensors.make_tensor(role, (variant.tokens, HEADS, cols), dtype)
     if variant.heads == "uniform":
-        return tensors.new(role, (variant.tokens, HEADS, cols + 64), dtype)[..., :cols]
-    return tensors.new(role, (variant.rows, cols), dtype)
+        return tensors.make_tensor(role, (variant.tokens, HEADS, cols + 64), dtype)[..., :cols]
+    return tensors.make_tensor(role, (variant.rows, cols), dtype)
 
 
 def _make_inputs(
@@ -184,8 +184,8 @@ def _make_inputs(
     x = _make_rows(tensors, "x", cols, dtype, variant)
     of_parameters = choose_other_dtype(dtype) if variant.other_dtypes else dtype
     shape = (HEADS, cols) if variant.heads in ("own", "uniform") else (cols,)
-    weight = tensors.new("weight", shape, of_parameters) if variant.weight else None
-    bias = tensors.new("bias", shape, of_parameters) if variant.bias else None
+    weight = tensors.make_tensor("weight", shape, of_parameters) if variant.weight else None
+    bias = tensors.make_tensor("bias", shape, of_parameters) if variant.bias else None
     of_residual = choose_other_dtype(dtype) if variant.residual == "other dtype" else dtype
     residual = _make_rows(tensors, "residual", cols, of_residual, variant) if variant.residual else None
     return _LayerNormTensors(x, weight, bias, residual)
@@ -202,8 +202,8 @@ def _make_statistics(
     if not variant.stats:
         return None, None
     of_rows = tuple(x.shape[:-1])
-    mean = None if variant.is_rms else tensors.new("mean", of_rows, torch.float32)
-    return mean, tensors.new("rstd", of_rows, torch.float32)
+    mean = None if variant.is_rms else tensors.make_tensor("mean", of_rows, torch.float32)
+    return mean, tensors.make_tensor("rstd", of_rows, torch.float32)
 
 
 def _make_results(
@@ -218,8 +218,8 @@ def _make_results(
     if residual is None or variant.residual == "in place":
         residual_out = residual
     else:
-        residual_out = tensors.new("residual_out", tuple(x.shape), residual.dtype)
-    return Forward(tensors.new("y", tuple(x.shape), dtype), mean, rstd, residual_out, scale)
+        residual_out = tensors.make_tensor("residual_out", tuple(x.shape), residual.dtype)
+    return Forward(tensors.make_tensor("y", tuple(x.shape), dtype), mean, rstd, residual_out, scale)
 
 
 def _plan_forward(dtype: torch.dtype, cols: int, variant: LayerNormVariant, tensors: MetaTensors) -> list[Launch]:
@@ -231,7 +231,7 @@ def _plan_forward(dtype: torch.dtype, cols: int, variant: LayerNormVariant, tens
 
 def _plan_float8(dtype: torch.dtype, cols: int, variant: LayerNormVariant, tensors: MetaTensors) -> list[Launch]:
     inputs = _make_inputs(tensors, dtype, cols, variant)
-    scale = tensors.new("scale", tuple(inputs.x.shape[:-1]), torch.float32)
+    scale = tensors.make_tensor("scale", tuple(inputs.x.shape[:-1]), torch.float32)
     out = _make_results(tensors, inputs, FLOAT8, variant, scale)
     return plan_forward(_make_forward_call(tensors, inputs, variant, out))
 
@@ -256,15 +256,15 @@ def _plan_backward(dtype: torch.dtype, cols: int, variant: LayerNormVariant, ten
     mean, rstd = _make_statistics(tensors, x, variant)
     of_dy = choose_other_dtype(dtype) if variant.other_dtypes else dtype
     dy = _make_rows(tensors, "dy", cols, of_dy, variant)
-    comes = residual is not None if variant.outside is None else variant.outside
+    comes = residual is not None if variant.has_dresidual_out is None else variant.has_dresidual_out
     of_outside = dtype if residual is None else residual.dtype
     outside = _make_rows(tensors, "dresidual_out", cols, of_outside, variant) if comes else None
-    dx = tensors.new("dx", tuple(x.shape), dtype)
+    dx = tensors.make_tensor("dx", tuple(x.shape), dtype)
     dresidual = None if residual is None else dx
     if residual is not None and residual.dtype != dtype:
-        dresidual = tensors.new("dresidual", tuple(x.shape), residual.dtype)
+        dresidual = tensors.make_tensor("dresidual", tuple(x.shape), residual.dtype)
     dweight, dbias = (
-        None if parameter is None else tensors.new(role, tuple(parameter.shape), parameter.dtype)
+        None if parameter is None else tensors.make_tensor(role, tuple(parameter.shape), parameter.dtype)
         for role, parameter in (("dweight", weight), ("dbias", bias))
     )
     describe = tensors.describe
@@ -309,10 +309,10 @@ def make_chain_case(
 
 def _plan_chain(dtype: torch.dtype, rows: int, cols: int, norms: int, tensors: MetaTensors) -> list[Launch]:
     """A chain of which some parameters are absent."""
-    x, y = (tensors.new(role, (rows, cols), dtype) for role in ("x", "y"))
+    x, y = (tensors.make_tensor(role, (rows, cols), dtype) for role in ("x", "y"))
     weights, biases = (
         tuple(
-            None if index % 3 == absent else tensors.new(f"{role}[{index}]", (cols,), dtype)
+            None if index % 3 == absent else tensors.make_tensor(f"{role}[{index}]", (cols,), dtype)
             for index in range(norms)
         )
         for role, absent in (("weights", 2), ("biases", 1))

@@ -31,7 +31,7 @@ def make_code_line(specialisation: KernelSpecialisation, known: Mapping[str, str
     before = _hash_ir(specialisation, compilation)
     if before in known:
         return known[before]
-    code = compilation.code()
+    code = compilation.compile_code()
     after = compute_short_hash(code.content)
     return f"{before} {after} {code.registers} registers, {code.local_bytes} local, {code.shared_bytes} shared"
 

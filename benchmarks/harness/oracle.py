@@ -31,22 +31,22 @@ class ResultOracle:
         self._problem = problem
         self._exact: Results | None = None
 
-    def error(self, run: ProviderRun) -> float:
+    def measure_error(self, run: ProviderRun) -> float:
         """Largest absolute error of the first result, y or dx.
 
         Raises:
             WrongResultError: a result is missing or wrong.
         """
-        if run.before is not None:
-            run.before()
+        if run.restore_inputs is not None:
+            run.restore_inputs()
         results = run.call()
-        exact = self._exact_for(run, results)
+        exact = self._get_exact(run, results)
         if len(results) != len(exact):
             raise WrongResultError(f"{len(exact)} results expected, got {len(results)}")
-        errors = [self._checked(index, right, results) for index, right in enumerate(exact)]
+        errors = [self._check_result(index, right, results) for index, right in enumerate(exact)]
         return errors[0]
 
-    def _checked(self, index: int, exact: Tensor, results: Results) -> float:
+    def _check_result(self, index: int, exact: Tensor, results: Results) -> float:
         """The largest error of one result, if rounding explains it."""
         actual = results[index].double()
         is_float8 = results[index].dtype == FLOAT8
@@ -55,28 +55,28 @@ class ResultOracle:
         error = actual.sub_(exact).abs_()
         largest = float(error.max())
         beyond = float((error - exact.abs() * _FLOAT8_ROUNDING).max()) if is_float8 else largest
-        if not beyond <= self._tolerance(index, exact):
+        if not beyond <= self._compute_tolerance(index, exact):
             raise WrongResultError(f"result {index} is wrong by {largest:.3g}")
         return largest
 
-    def _exact_for(self, run: ProviderRun, results: Results) -> Results:
-        if run.keep is not None:
-            keep = run.keep(results)
-            self._check_rate(keep)
+    def _get_exact(self, run: ProviderRun, results: Results) -> Results:
+        if run.find_kept is not None:
+            keep = run.find_kept(results)
+            self._check_dropout_rate(keep)
             return compute_exact_results(self._problem, keep)
         if self._exact is None:
             self._exact = compute_exact_results(self._problem)
         return self._exact
 
-    def _check_rate(self, keep: Tensor) -> None:
-        p = self._problem.cell.spec.dropout
+    def _check_dropout_rate(self, keep: Tensor) -> None:
+        p = self._problem.cell.variant_options.dropout
         kept = float(keep.sum(dtype=torch.float64)) / keep.numel()
         if not abs(kept - (1 - p)) <= 6 * (p * (1 - p) / keep.numel()) ** 0.5:
             raise WrongResultError(f"dropout of {p} kept {kept:.4f}")
 
-    def _tolerance(self, index: int, exact: Tensor) -> float:
+    def _compute_tolerance(self, index: int, exact: Tensor) -> float:
         """Rounding to x's dtype, with room for a peer that rounds in between; a long float32 sum adds its own."""
-        x, spec = self._problem.x, self._problem.cell.spec
+        x, spec = self._problem.x, self._problem.cell.variant_options
         relative = 8 * torch.finfo(x.dtype).eps
         if self._problem.cell.pass_ == "backward" and index > 0:
             relative += torch.finfo(torch.float32).eps * (x.numel() / exact.numel()) ** 0.5
@@ -96,8 +96,8 @@ def compute_exact_results(problem: BenchmarkProblem, keep: Tensor | None = None)
     parts = [_compute_backward(problem, part, keep) for part in _split_rows(problem.x)]
     of_parts, *gradients = zip(*parts, strict=True)
     dx = torch.cat(of_parts)
-    dresidual = (dx,) if problem.cell.spec.has_dresidual(problem.x.dtype) else ()
-    count = len(gradients) - len(problem.of_samples)
+    dresidual = (dx,) if problem.cell.variant_options.has_own_dresidual(problem.x.dtype) else ()
+    count = len(gradients) - len(problem.sample_parameters)
     of_all = (torch.stack(gradient).sum(0) for gradient in gradients[:count])
     return (dx, *of_all, *map(torch.cat, gradients[count:]), *dresidual)
 
@@ -109,14 +109,14 @@ def _split_rows(x: Tensor) -> Iterator[slice]:
 
 
 def _compute_forward(problem: BenchmarkProblem, part: slice, keep: Tensor | None) -> Results:
-    if problem.cell.spec.norms > 1:
+    if problem.cell.variant_options.norms > 1:
         x, *parameters = _get_inputs(problem, part)
         return (layer_norm_chain(x, *parameters, eps=EPS, precision=torch.float64),)
     forward = getattr(reference, f"{problem.cell.op}_forward")
     y: Tensor = forward(*_get_inputs(problem, part), **_get_options(problem, part)).y
-    if problem.cell.spec.dropout:
+    if problem.cell.variant_options.dropout:
         y = y * _compute_dropout_factors(problem, part, keep)
-    if problem.cell.spec.out_dtype == FLOAT8:
+    if problem.cell.variant_options.out_dtype == FLOAT8:
         return y, quantise_rows(y)[1]
     if problem.residual is None:
         return (y,)
@@ -126,7 +126,7 @@ def _compute_forward(problem: BenchmarkProblem, part: slice, keep: Tensor | None
 def _compute_backward(problem: BenchmarkProblem, part: slice, keep: Tensor | None) -> Results:
     backward = getattr(reference, f"{problem.cell.op}_backward")
     dy = problem.dy[part].double()
-    if problem.cell.spec.dropout:
+    if problem.cell.variant_options.dropout:
         dy = dy * _compute_dropout_factors(problem, part, keep)
     result = backward(dy, *_get_inputs(problem, part), **_get_options(problem, part))
     return drop_none((result.dx, result.dweight, result.dbias, result.dscale, result.dshift))
@@ -142,12 +142,12 @@ def _get_inputs(problem: BenchmarkProblem, part: slice) -> tuple[Any, ...]:
 def _get_options(problem: BenchmarkProblem, part: slice) -> dict[str, Any]:
     """Options without dropout: a part does not know the index of its first row, on which the mask depends."""
     residual = None if problem.residual is None else problem.residual[part].double()
-    of_samples = {name: tensor[part].double() for name, tensor in problem.of_samples.items()}
-    return {"eps": EPS, "activation": problem.cell.spec.activation, "residual": residual, **of_samples}
+    of_samples = {name: tensor[part].double() for name, tensor in problem.sample_parameters.items()}
+    return {"eps": EPS, "activation": problem.cell.variant_options.activation, "residual": residual, **of_samples}
 
 
 def _compute_dropout_factors(problem: BenchmarkProblem, part: slice, keep: Tensor | None) -> Tensor:
-    p = problem.cell.spec.dropout
+    p = problem.cell.variant_options.dropout
     kept = compute_keep_mask(problem.x, part, p) if keep is None else keep[part]
     return kept.double() / (1.0 - p)
 

@@ -35,16 +35,16 @@ class ProgressDisplay:
         if self._bar is not None:
             self._bar.stop()
 
-    def note(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Print a line that is not a step."""
         if self._bar is not None:
             self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
         else:
             print(line, file=sys.stderr, flush=True)
 
-    def step(self, line: str) -> None:
+    def finish_step(self, line: str) -> None:
         """Print the result of a finished step."""
         self._done += 1
-        self.note(f"[{self._done}/{self._total}] {line}")
+        self.print_line(f"[{self._done}/{self._total}] {line}")
         if self._bar is not None:
             self._bar.advance(self._task)

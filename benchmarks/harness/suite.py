@@ -42,8 +42,8 @@ class BenchmarkSuite(Protocol):
     def cells(self) -> Sequence[Any]:
         """The cells to time, each `BenchmarkCell`, in order."""
 
-    def warm(self, cells: Sequence[Any], providers: Iterable[str], seconds: float) -> None:
+    def compile_ahead(self, cells: Sequence[Any], providers: Iterable[str], seconds: float) -> None:
         """Compile in advance, for at most `seconds`."""
 
-    def rows(self, cell: Any, providers: Iterable[str], note: Note) -> Iterable[Row]:
+    def measure_rows(self, cell: Any, providers: Iterable[str], note: Note) -> Iterable[Row]:
         """Rows of one cell as they are timed; `note` receives failures."""

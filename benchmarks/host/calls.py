@@ -28,11 +28,11 @@ class HostCall:
 
     Attributes:
         call: the timed function.
-        results: selects from its return value y alone, or the gradients of x, weight and bias.
+        select_results: selects from its return value y alone, or the gradients of x, weight and bias.
     """
 
     call: Callable[[], Any]
-    results: Callable[[Any], Results]
+    select_results: Callable[[Any], Results]
 
 
 def make_call(provider: str, problem: BenchmarkProblem) -> HostCall | None:
@@ -91,8 +91,8 @@ def _make_liger_call(problem: BenchmarkProblem) -> HostCall | None:
     run = others.make_liger_run(problem)
     if run is None:
         return None
-    if run.before is not None:
-        run.before()
+    if run.restore_inputs is not None:
+        run.restore_inputs()
     return HostCall(run.call, lambda returned: returned)
 
 
@@ -104,7 +104,7 @@ def _make_module_call(provider: str, problem: BenchmarkProblem) -> HostCall | No
     dy = problem.dy.clone()  # Liger's RMSNorm overwrites it with its gradient.
     parameters = list(module.parameters())
     forward: Callable[[Tensor], Tensor] = module
-    if provider == "torch" and problem.cell.spec.activation == "silu":
+    if provider == "torch" and problem.cell.variant_options.activation == "silu":
         silu = F.silu
 
         def forward(x: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ def _make_torch_module(cell: KernelCell) -> nn.Module:
 
 def _make_own_module(cell: KernelCell) -> nn.Module:
     if cell.op == "group_norm":
-        return fusednorm.GroupNorm(cell.groups, cell.shape[1], EPS, activation=cell.spec.activation)
+        return fusednorm.GroupNorm(cell.groups, cell.shape[1], EPS, activation=cell.variant_options.activation)
     return (fusednorm.LayerNorm if cell.op == "layer_norm" else fusednorm.RMSNorm)(cell.shape[-1], EPS)
 
 
@@ -196,8 +196,8 @@ def _disable_extension() -> Any:
 @contextmanager
 def _disable_replays() -> Any:
     """Each call is checked and planned."""
-    again = patch.object(replay.ReplayablePass, "again", lambda *_: None)
-    with _disable_extension(), again, patch.object(replay.ReplayablePass, "learn", lambda *_: None):
+    again = patch.object(replay.ReplayablePass, "replay", lambda *_: None)
+    with _disable_extension(), again, patch.object(replay.ReplayablePass, "record", lambda *_: None):
         yield
 
 

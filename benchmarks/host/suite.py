@@ -45,12 +45,12 @@ class HostSuite:
         self._device, self._tensors = device, tensors()
         self._ready: BusyDevice | None = None
 
-    def warm(self, cells: Sequence[KernelCell], providers: Iterable[str], seconds: float) -> None:
+    def compile_ahead(self, cells: Sequence[KernelCell], providers: Iterable[str], seconds: float) -> None:
         """Compile in advance, on most cores in parallel, for at most a part of `seconds`."""
         work = [(cell, provider) for cell in cells for provider in providers if provider in ("fusednorm", "liger")]
         run_in_workers(make_call_once, work, max(1, (os.cpu_count() or 2) - 2), seconds * _SHARE_OF_COMPILING)
 
-    def rows(self, cell: KernelCell, providers: Iterable[str], note: Note) -> Iterator[Row]:
+    def measure_rows(self, cell: KernelCell, providers: Iterable[str], note: Note) -> Iterator[Row]:
         """Rows of every provider that has the cell and computes it correctly; `note` receives failures."""
         if self._ready is None:
             self._ready = self._device()
@@ -59,18 +59,18 @@ class HostSuite:
         for provider in providers:
             try:
                 with select_settings(provider):
-                    yield from self._timed(provider, problem, oracle, self._ready)
+                    yield from self._time_provider(provider, problem, oracle, self._ready)
             except Exception as error:
                 note(f"{provider}: {cell.name}: {str(error)[:300]}")
                 synchronize()  # raises, and ends the run, if the device has failed
 
-    def _timed(
+    def _time_provider(
         self, provider: str, problem: BenchmarkProblem, oracle: ResultOracle, device: BusyDevice
     ) -> Iterator[Row]:
         made = make_call(provider, problem)
         if made is None:
             return
-        error = oracle.error(ProviderRun(lambda: _compute_results(made)))
+        error = oracle.measure_error(ProviderRun(lambda: _compute_results(made)))
         for _ in range(_WARMUP):
             made.call()
         cell = problem.cell
@@ -85,7 +85,7 @@ def _make_checked_cell(cell: KernelCell) -> KernelCell:
 
 
 def _compute_results(made: HostCall) -> tuple[torch.Tensor, ...]:
-    return tuple(tensor.detach() for tensor in made.results(made.call()))
+    return tuple(tensor.detach() for tensor in made.select_results(made.call()))
 
 
 def make_call_once(item: tuple[KernelCell, str]) -> None:

@@ -26,7 +26,7 @@ class BusyDevice(Protocol):
     def synchronize(self) -> None:
         """Wait until it is idle."""
 
-    def occupy(self, seconds: float) -> None:
+    def queue_busy_work(self, seconds: float) -> None:
         """Queue work for it that takes `seconds`."""
 
 
@@ -45,7 +45,7 @@ class CudaDevice:
     def synchronize(self) -> None:
         synchronize()
 
-    def occupy(self, seconds: float) -> None:
+    def queue_busy_work(self, seconds: float) -> None:
         torch.cuda._sleep(int(seconds * self._cycles_per_second))
 
 
@@ -64,7 +64,7 @@ def time_queued_calls(call: Callable[[], object], device: BusyDevice) -> TimeQua
 def _time_queue(call: Callable[[], object], device: BusyDevice, busy: float) -> float:
     """Seconds that `AT_ONCE` calls take the host."""
     device.synchronize()
-    device.occupy(busy)
+    device.queue_busy_work(busy)
     began = time.perf_counter_ns()
     for _ in range(AT_ONCE):
         call()

@@ -36,11 +36,11 @@ class KernelSuite:
     def _tensors(self) -> TensorCache:
         return TensorCache()
 
-    def warm(self, cells: Sequence[KernelCell], providers: Iterable[str], seconds: float) -> None:
+    def compile_ahead(self, cells: Sequence[KernelCell], providers: Iterable[str], seconds: float) -> None:
         """Compile in advance, for at most `seconds`."""
         compile_cells(cells, providers, seconds)
 
-    def rows(self, cell: KernelCell, providers: Iterable[str], note: Note) -> Iterator[Row]:
+    def measure_rows(self, cell: KernelCell, providers: Iterable[str], note: Note) -> Iterator[Row]:
         """The copy's row, and those of every provider that has the cell and computes it correctly."""
         chosen = {name: PROVIDERS[name] for name in providers}
         yield from measure_cell(BenchmarkProblem(cell, self._tensors), chosen, self._timer, note)
@@ -61,8 +61,10 @@ def measure_cell(
             run = provider(problem)
             if run is None:
                 continue
-            error = oracle.error(run)
-            yield records.make_row(cell, name, timer(run.call, before=run.before), error, problem.min_bytes, roof)
+            error = oracle.measure_error(run)
+            yield records.make_row(
+                cell, name, timer(run.call, before=run.restore_inputs), error, problem.min_bytes, roof
+            )
         except Exception as error_of_provider:
             note(f"{name}: {cell.name}: {str(error_of_provider)[:300]}")
             synchronize()  # raises, and ends the run, if the device has failed

@@ -39,7 +39,7 @@ class ModelArchitecture:
     loss: Callable[[Any], Tensor]
     channels_last: bool = False
 
-    def made(self, shape: Shape, device: str, seed: int = 0) -> nn.Module:
+    def make_model(self, shape: Shape, device: str, seed: int = 0) -> nn.Module:
         """The model in bfloat16; the same weights for the same seed, no vector of them ones or zeros.
 
         The effect of a norm's weight and bias shows in a loss only if they do not have torch's initial values.

@@ -55,7 +55,7 @@ class ModelCell:
         """model gpt2 1x512 eager graph, step forward."""
         return f"model {self.architecture} {self.shape_name} {' '.join(self.variants)}, {' '.join(self.passes)}"
 
-    def figure(self, pass_: str, variant: str) -> ModelRow:
+    def make_row(self, pass_: str, variant: str) -> ModelRow:
         """The name of a row of this cell."""
         return ModelRow(MODEL, pass_, variant, self.shape_name, self.dtype, self.layout)
 

@@ -24,7 +24,7 @@ class StepOutcome(NamedTuple):
     loss: float
     gradient_norm: float
 
-    def error(self, other: "StepOutcome") -> float:
+    def compute_error(self, other: "StepOutcome") -> float:
         """The larger relative difference from a reference; NaN if either is."""
         errors = torch.tensor([abs(a - b) / max(abs(b), 1e-12) for a, b in zip(self, other, strict=True)])
         return float(errors.max())
@@ -47,41 +47,41 @@ class ModelPasses:
         """Call the model through torch.compile from now on, for these shapes only."""
         self._called = torch.compile(self._model, dynamic=False)
 
-    def call(self, pass_: str) -> Call:
+    def get_call(self, pass_: str) -> Call:
         """The timed function: `step` or `forward`."""
-        return self._step if pass_ == "step" else self._forward
+        return self._train_step if pass_ == "step" else self._run_forward
 
-    def clear(self) -> None:
+    def clear_gradients(self) -> None:
         """Drop all gradients."""
         self._model.zero_grad(set_to_none=True)
 
-    def outcome(self) -> StepOutcome:
+    def run_step(self) -> StepOutcome:
         """The outcome of one training step."""
-        loss = float(self._step())
-        outcome = StepOutcome(loss, self._gradient_norm())
-        self.clear()
+        loss = float(self._train_step())
+        outcome = StepOutcome(loss, self._compute_gradient_norm())
+        self.clear_gradients()
         return outcome
 
-    def graph(self, pass_: str) -> "PassGraph":
+    def capture_graph(self, pass_: str) -> "PassGraph":
         """The pass as a CUDA graph."""
-        return PassGraph(self.call(pass_), self.clear)
+        return PassGraph(self.get_call(pass_), self.clear_gradients)
 
-    def graphed_outcome(self, graph: "PassGraph") -> StepOutcome:
+    def replay_step(self, graph: "PassGraph") -> StepOutcome:
         """The outcome of one replay of the training step's graph."""
         loss = float(graph.replay())
-        return StepOutcome(loss, self._gradient_norm())
+        return StepOutcome(loss, self._compute_gradient_norm())
 
-    def _step(self) -> Tensor:
-        self.clear()
+    def _train_step(self) -> Tensor:
+        self.clear_gradients()
         loss = self._loss(self._called(**self._all_inputs))
         loss.backward()
         return loss.detach()
 
-    def _forward(self) -> Any:
+    def _run_forward(self) -> Any:
         with torch.no_grad():
             return self._called(**self._inputs)
 
-    def _gradient_norm(self) -> float:
+    def _compute_gradient_norm(self) -> float:
         gradients = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
         return float(torch.stack([gradient.float().norm() for gradient in gradients]).norm())
 

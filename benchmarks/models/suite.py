@@ -52,53 +52,55 @@ class ModelSuite:
     def __init__(self, device: str = "cuda") -> None:
         self._device = device
         self._noted = False
-        self._ahead: Callable[[], object] | None = None
+        self._pending_compilation: Callable[[], object] | None = None
 
-    def warm(self, cells: Sequence[ModelCell], providers: Iterable[str], seconds: float) -> None:
+    def compile_ahead(self, cells: Sequence[ModelCell], providers: Iterable[str], seconds: float) -> None:
         """Keep the cells and the time, to compile in parallel once the first cell needs torch.compile."""
         compiled = [cell for cell in cells if "compile" in cell.variants]
         work = [(cell, name) for cell in compiled for name in providers if name in COMPILED]
         workers = min(_MOST_COMPILERS, max(1, (os.cpu_count() or 2) - 2))
-        self._ahead = lambda: run_in_workers(compile_once, work, workers, seconds * _SHARE_OF_COMPILING)
+        self._pending_compilation = lambda: run_in_workers(
+            compile_once, work, workers, seconds * _SHARE_OF_COMPILING
+        )
 
-    def rows(self, cell: ModelCell, providers: Iterable[str], note: Note) -> Iterator[Row]:
+    def measure_rows(self, cell: ModelCell, providers: Iterable[str], note: Note) -> Iterator[Row]:
         """Rows of every provider that can be timed; `note` receives failures."""
         if "compile" in cell.variants:
             fix_triton_cache()
             torch.compiler.reset()
-            if self._ahead is not None:
+            if self._pending_compilation is not None:
                 _free_memory()
-                self._ahead()
-                self._ahead = None
+                self._pending_compilation()
+                self._pending_compilation = None
         try:
-            yield from self._rows(cell, providers, note)
+            yield from self._measure_cell(cell, providers, note)
         except Exception as error:
             note(f"{cell.name}: {_format_error(error)}")
         finally:
             _free_memory()
 
-    def _rows(self, cell: ModelCell, providers: Iterable[str], note: Note) -> Iterator[Row]:
+    def _measure_cell(self, cell: ModelCell, providers: Iterable[str], note: Note) -> Iterator[Row]:
         made: dict[str, ModelPasses] = {}
         errors: dict[str, float] = {}
-        of_torch = self._passes(cell, REFERENCE)
-        reference = of_torch.outcome()
+        of_torch = self._make_passes(cell, REFERENCE)
+        reference = of_torch.run_step()
         for name in providers:
             if cell.variants == ("compile",) and name not in COMPILED:
                 continue
             _free_memory()  # Memory of an earlier one that failed.
             try:
-                passes = of_torch if name == REFERENCE else self._passes(cell, name)
+                passes = of_torch if name == REFERENCE else self._make_passes(cell, name)
                 if "compile" in cell.variants:
                     passes.compile()
-                outcome = passes.outcome()
-                self._note_extension(name, note)
+                outcome = passes.run_step()
+                self._report_missing_extension(name, note)
             except NothingReplacedError as error:
                 note(f"{name}: {cell.name}: {error}")
                 continue
             except Exception as error:
                 note(f"{name}: {cell.name}: {_format_error(error)}")
                 continue
-            errors[name] = outcome.error(reference)
+            errors[name] = outcome.compute_error(reference)
             if is_within_tolerance(outcome, reference):
                 made[name] = passes
             else:
@@ -112,22 +114,22 @@ class ModelSuite:
                 else:
                     times = _time_passes(made, pass_, cell, note)
                 for name, time_ms in times.items():
-                    yield records.make_row(cell.figure(pass_, variant), name, time_ms, errors[name])
+                    yield records.make_row(cell.make_row(pass_, variant), name, time_ms, errors[name])
 
-    def _note_extension(self, provider: str, note: Note) -> None:
+    def _report_missing_extension(self, provider: str, note: Note) -> None:
         """Note once if ours is timed without the host extension."""
         if provider == records.OURS and replay.get_extension() is None and not self._noted:
             note("fusednorm is timed without its host extension: python -m fusednorm.host compiles it")
             self._noted = True
 
-    def _passes(self, cell: ModelCell, provider: str) -> ModelPasses:
+    def _make_passes(self, cell: ModelCell, provider: str) -> ModelPasses:
         return make_passes(cell, provider, self._device)
 
 
 def make_passes(cell: ModelCell, provider: str, device: str) -> ModelPasses:
     """The passes of a cell's model with a provider's norms; weights and inputs are always the same."""
     architecture = ARCHITECTURES[cell.architecture]
-    model = architecture.made(cell.shape, device)
+    model = architecture.make_model(cell.shape, device)
     PROVIDERS[provider](model)
     torch.manual_seed(1)
     return ModelPasses(model, architecture, architecture.forward_inputs(cell.shape, device))
@@ -143,7 +145,7 @@ def is_within_tolerance(outcome: StepOutcome, reference: StepOutcome) -> bool:
 def _make_wrong_rows(cell: ModelCell, provider: str, error: float) -> Iterator[Row]:
     for variant in cell.variants:
         for pass_ in cell.passes:
-            yield records.make_row(cell.figure(pass_, variant), provider, None, error)
+            yield records.make_row(cell.make_row(pass_, variant), provider, None, error)
 
 
 def _time_passes(made: dict[str, ModelPasses], pass_: str, cell: ModelCell, note: Note) -> dict[str, TimeQuantiles]:
@@ -151,15 +153,15 @@ def _time_passes(made: dict[str, ModelPasses], pass_: str, cell: ModelCell, note
     calls = {}
     for name, passes in made.items():
         try:
-            passes.call(pass_)()
+            passes.get_call(pass_)()
             synchronize()
         except Exception as error:
             note(f"{name}: {cell.name}: {pass_}: {_format_error(error)}")
         else:
-            calls[name] = passes.call(pass_)
+            calls[name] = passes.get_call(pass_)
     times = time_in_turns(calls)
     for passes in made.values():
-        passes.clear()
+        passes.clear_gradients()
     return times
 
 
@@ -176,15 +178,15 @@ def _time_graphs(
         else:
             if times[name] is None:
                 note(f"{name}: {cell.name}: graph of {pass_}: other results than torch's")
-        passes.clear()
+        passes.clear_gradients()
         _free_memory()
     return times
 
 
 def _time_graph(passes: ModelPasses, pass_: str, reference: StepOutcome) -> TimeQuantiles | None:
     """Times of replays, or None if their result differs."""
-    graph = passes.graph(pass_)
-    if pass_ == "step" and not is_within_tolerance(passes.graphed_outcome(graph), reference):
+    graph = passes.capture_graph(pass_)
+    if pass_ == "step" and not is_within_tolerance(passes.replay_step(graph), reference):
         return None
     return time_in_turns({pass_: graph.replay})[pass_]
 
@@ -209,6 +211,6 @@ def compile_once(item: tuple[ModelCell, str]) -> None:
     passes = make_passes(cell, provider, "cuda" if torch.cuda.is_available() else "cpu")
     passes.compile()
     for pass_ in cell.passes:
-        passes.call(pass_)()
+        passes.get_call(pass_)()
     del passes
     _free_memory()

@@ -77,9 +77,9 @@ def measure_servers(
             turns = list(running.items())
             random.Random(number).shuffle(turns)
             for name, server in turns:
-                server.wake()
+                server.resume()
                 result = run_scenario(make_scenario(nbytes, seconds), server.target, seed=0, processes=processes)
-                server.sleep()
+                server.suspend()
                 for row in _make_rows(result):
                     yield machine | {"size": size, "server": name, "round": number} | row
         print(f"{size}: done", flush=True)
@@ -94,13 +94,13 @@ def make_scenario(nbytes: int, seconds: float) -> LoadScenario:
 
 
 def _make_rows(result: RunResult) -> Iterator[dict[str, object]]:
-    for part in result.parts():
+    for part in result.summarise_phases():
         latency = part.total.latency
         yield {
             "connections": part.name,
             "per_second": f"{part.rate:.2f}",
-            "p50_ms": f"{latency.percentile(50) * 1e3:.3f}",
-            "p99_ms": f"{latency.percentile(99) * 1e3:.3f}",
+            "p50_ms": f"{latency.compute_percentile_s(50) * 1e3:.3f}",
+            "p99_ms": f"{latency.compute_percentile_s(99) * 1e3:.3f}",
             "bytes_per_second": f"{part.bytes_per_second:.0f}",
             "errors": part.total.errors,
             "wrong": result.wrong,
@@ -111,7 +111,7 @@ def _start_servers(
     stack: contextlib.ExitStack, folder: Path, cores: set[int], device: str, interpreters: Mapping[str, str]
 ) -> dict[str, RunningServer]:
     """Start the installed servers; each is stopped until its turn."""
-    ((case, _),) = make_scenario(SIZES["4 KiB"], 1.0).workload.drawn(0)
+    ((case, _),) = make_scenario(SIZES["4 KiB"], 1.0).workload.draw_cases(0)
     held = make_parameters(case)
     file = folder / "parameters.npz"
     np.savez(file, weight=held["weight"], bias=held["bias"])
@@ -130,9 +130,9 @@ def _start_servers(
         else:
             print(f"{name} is left out: {interpreter} has no {each.package}", flush=True)
     for server in running.values():
-        server.sleep()
+        server.suspend()
         # Stopped processes could not end with the run.
-        stack.callback(server.wake)
+        stack.callback(server.resume)
     return running
 
 

@@ -25,14 +25,14 @@ class PeerServer:
         package: what must be installed.
         module: the module of this folder that runs it.
         path: of requests with tensors.
-        ready: path that returns 200 once the server is ready.
+        ready_path: path that returns 200 once the server is ready.
         adapter: normload's adapter for its protocol.
     """
 
     package: str
     module: str
     path: str
-    ready: str
+    ready_path: str
     adapter: str
 
 
@@ -60,11 +60,11 @@ class RunningServer:
     target: TargetServer
     pid: int
 
-    def sleep(self) -> None:
+    def suspend(self) -> None:
         """Stop all its processes; some poll while idle, and all servers share cores."""
         os.killpg(self.pid, signal.SIGSTOP)
 
-    def wake(self) -> None:
+    def resume(self) -> None:
         """Continue its processes."""
         os.killpg(self.pid, signal.SIGCONT)
 
@@ -83,7 +83,7 @@ def run_peer(
     command = [interpreter, "-m", started.module, str(parameters), device, str(port)]
     with run_process(command, cores, TUNED_MALLOC) as running:
         url = f"http://127.0.0.1:{port}"
-        _wait_until_ready(url + started.ready)
+        _wait_until_ready(url + started.ready_path)
         yield RunningServer(TargetServer(url + started.path, started.adapter), running.pid)
 
 

@@ -51,7 +51,7 @@ def _make_liger_rms_norm(problem: BenchmarkProblem) -> ProviderRun:
         dx, dweight = rms_norm_backward(dy, x, weight, rstd, 0.0, mode, block, num_warps, True, None)
         return dx, dweight
 
-    return ProviderRun(backward, before=lambda: dy.copy_(problem.dy))
+    return ProviderRun(backward, restore_inputs=lambda: dy.copy_(problem.dy))
 
 
 def _make_liger_add_rms_norm(problem: BenchmarkProblem) -> ProviderRun:

@@ -10,27 +10,27 @@ from benchmarks.workload.problem import EPS, SEED, BenchmarkProblem, ProviderRun
 def make_own_run(problem: BenchmarkProblem) -> ProviderRun:
     """The launchers, without autograd."""
     cell = problem.cell
-    if cell.spec.norms > 1:
+    if cell.variant_options.norms > 1:
         return _make_own_chain(problem)
     leading = (problem.x, cell.groups) if cell.groups else (problem.x,)
     parameters = (problem.weight,) if cell.op == "rms_norm" else (problem.weight, problem.bias)
     options: dict[str, Any] = {
         "eps": EPS,
-        "activation": cell.spec.activation,
+        "activation": cell.variant_options.activation,
         "residual": problem.residual,
-        **problem.of_samples,
+        **problem.sample_parameters,
     }
-    if cell.spec.dropout:
-        options |= {"dropout": cell.spec.dropout, "seed": SEED}
+    if cell.variant_options.dropout:
+        options |= {"dropout": cell.variant_options.dropout, "seed": SEED}
     forward = getattr(fusednorm, f"{cell.op}_forward")
     if cell.pass_ == "forward":
-        if cell.spec.out_dtype is not None:
-            options["out_dtype"] = cell.spec.out_dtype
+        if cell.variant_options.out_dtype is not None:
+            options["out_dtype"] = cell.variant_options.out_dtype
         return ProviderRun(lambda: drop_none(forward(*leading, *parameters, **options)))
     backward = getattr(fusednorm, f"{cell.op}_backward")
     saved = forward(*leading, *parameters, stats=True, **options)
     statistics = {"rstd": saved.rstd} if cell.op == "rms_norm" else {"mean": saved.mean, "rstd": saved.rstd}
-    has_dresidual = cell.spec.has_dresidual(problem.x.dtype)
+    has_dresidual = cell.variant_options.has_own_dresidual(problem.x.dtype)
 
     def compute_gradients() -> Results:
         result = backward(problem.dy, *leading, *parameters, **statistics, **options)

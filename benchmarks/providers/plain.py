@@ -31,27 +31,27 @@ def compute_plain(
     if scale is not None and shift is not None:
         of_channels = (*scale.shape, *[1] * (x.ndim - 2))
         y = y * (1 + scale.view(of_channels)) + shift.view(of_channels)
-    match cell.spec.activation:
+    match cell.variant_options.activation:
         case "relu":
             y = F.relu(y)
         case "silu":
             y = F.silu(y)
         case "gelu_tanh":
             y = F.gelu(y, approximate="tanh")
-    if cell.spec.dropout:
-        y = F.dropout(y, cell.spec.dropout)
-    if cell.spec.out_dtype == FLOAT8:
+    if cell.variant_options.dropout:
+        y = F.dropout(y, cell.variant_options.dropout)
+    if cell.variant_options.out_dtype == FLOAT8:
         return _quantise(y)
     return y if residual is None else (y, h)
 
 
 def _normalise(cell: KernelCell, h: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     size = h.shape[-1:]
-    if cell.spec.per_head:
+    if cell.variant_options.per_head:
         assert weight is not None
         y = F.rms_norm(h, size, eps=EPS) if cell.op == "rms_norm" else F.layer_norm(h, size, eps=EPS)
         return y * weight if bias is None else y * weight + bias
-    if cell.spec.norms > 1:
+    if cell.variant_options.norms > 1:
         assert weight is not None
         assert bias is not None
         for norm_weight, norm_bias in zip(weight.unbind(), bias.unbind(), strict=True):
@@ -110,35 +110,37 @@ def _make_autograd_run(
         def forward() -> Results:
             with torch.no_grad():
                 result = function(
-                    cell, problem.x, problem.weight, problem.bias, problem.residual, **problem.of_samples
+                    cell, problem.x, problem.weight, problem.bias, problem.residual, **problem.sample_parameters
                 )
             return result if isinstance(result, tuple) else (result,)
 
-        return ProviderRun(forward, keep=(lambda results: results[0] != 0) if cell.spec.dropout else None)
+        return ProviderRun(
+            forward, find_kept=(lambda results: results[0] != 0) if cell.variant_options.dropout else None
+        )
 
     normalise = prepare(_compute_y)
 
     def build_graph(tensors: dict[str, Tensor], residual: Tensor | None) -> tuple[Tensor, Results]:
         leaves = {name: tensor.detach().requires_grad_() for name, tensor in tensors.items()}
-        if residual is not None and cell.spec.has_dresidual(problem.x.dtype):
+        if residual is not None and cell.variant_options.has_own_dresidual(problem.x.dtype):
             residual = leaves["residual"] = residual.detach().requires_grad_()
         torch.manual_seed(SEED)
-        of_samples = {name: leaves[name] for name in cell.spec.roles_of_samples}
+        of_samples = {name: leaves[name] for name in cell.variant_options.modulation_roles}
         y = normalise(cell, leaves["x"], leaves.get("weight"), leaves.get("bias"), residual, **of_samples)
         return y, tuple(leaves.values())
 
-    named = {"x": problem.x, "weight": problem.weight, "bias": problem.bias, **problem.of_samples}
+    named = {"x": problem.x, "weight": problem.weight, "bias": problem.bias, **problem.sample_parameters}
     inputs = {name: tensor for name, tensor in named.items() if tensor is not None}
     y, leaves = build_graph(inputs, problem.residual)
     mask = None
-    if cell.spec.dropout:
+    if cell.variant_options.dropout:
         # With inputs of ones, y is 0 only where the mask makes it 0.
         ones = {name: torch.ones_like(tensor) for name, tensor in inputs.items()}
         residual = None if problem.residual is None else torch.ones_like(problem.residual)
         mask = build_graph(ones, residual)[0].detach() != 0
     return ProviderRun(
         lambda: torch.autograd.grad(y, leaves, problem.dy, retain_graph=True),
-        keep=None if mask is None else lambda _: mask,
+        find_kept=None if mask is None else lambda _: mask,
     )
 
 

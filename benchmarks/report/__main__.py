@@ -14,7 +14,7 @@ def main() -> None:
     for name in DOCUMENTS:
         path = ROOT / name
         before = path.read_text(encoding="utf-8")
-        after = renderer.document(before)
+        after = renderer.render_document(before)
         if after != before:
             path.write_text(after, encoding="utf-8")
             print(name)

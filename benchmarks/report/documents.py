@@ -65,11 +65,13 @@ class DocumentRenderer:
         for shown in (figures.one, figures.middle, figures.least, figures.most, figures.span, figures.around):
             self._environment.filters[shown.__name__] = shown
 
-    def document(self, text: str) -> str:
+    def render_document(self, text: str) -> str:
         """A document's text with every part rendered again."""
-        return PART.sub(lambda part: f"{part['begin']}\n{self.template(part['template'])}\n{part['end']}", text)
+        return PART.sub(
+            lambda part: f"{part['begin']}\n{self.render_template(part['template'])}\n{part['end']}", text
+        )
 
-    def template(self, name: str) -> str:
+    def render_template(self, name: str) -> str:
         """A template rendered, its paragraphs wrapped."""
         return wrap_markdown(self._environment.get_template(name).render())
 

@@ -53,7 +53,7 @@ def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> Non
             *stack.enter_context(launch.run_plain(server_cores, folder, parameters, asked.device)),
         ]
         for size in asked.size or SIZES:
-            with results.part(size):
+            with results.run_part(size):
                 x = make_x(SIZES[size])
                 body = encode_npy(x)
                 for server in http:
@@ -76,9 +76,9 @@ def _time_rounds(
     first = len(results.rows)
     for number in range(rounds):
         random.Random(number).shuffle(turns)
-        timed = {server.name: client.turn(server, _NPY, body, seconds) for server in turns}
+        timed = {server.name: client.run_turn(server, _NPY, body, seconds) for server in turns}
         for name, turn in timed.items():
-            results.add(
+            results.add_row(
                 {
                     "size": size,
                     "nbytes": len(body),

@@ -52,7 +52,7 @@ def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> Non
         os.sched_setaffinity(0, client_cores)
         for transport, server in zip(("tcp", "unix"), served, strict=True):
             for case in asked.case or CASES:
-                with results.part(f"{transport}, {case}"):
+                with results.run_part(f"{transport}, {case}"):
                     _measure_case(results, client, server, transport, case, asked.rounds, asked.seconds)
 
 
@@ -67,7 +67,7 @@ def _measure_case(
 ) -> None:
     rows, connections = CASES[name]
     case = RequestCase("layer_norm", (rows, COLS), DType.FLOAT32, affine=False)
-    exchange = NativeAdapter().exchange(case, case.tensors())
+    exchange = NativeAdapter().make_request(case, case.make_tensors())
     body = b"".join(bytes(part) for part in exchange.parts)
     asked = replace(server, path=exchange.target)
     url = f"http://127.0.0.1:{server.address}" if transport == "tcp" else f"http+unix://{server.address}"
@@ -77,12 +77,12 @@ def _measure_case(
         turns: dict[str, ClosedLoopTimes] = {}
         for which in random.Random(number).sample(("c", "normload"), 2):
             if which == "c":
-                turns[which] = client.turn(asked, _MEDIA_TYPE, body, seconds, connections)
+                turns[which] = client.run_turn(asked, _MEDIA_TYPE, body, seconds, connections)
             else:
                 _run_turn(worker, number, seconds / 5, connections)
                 turns[which] = _run_turn(worker, number, seconds, connections)
         for which, turn in turns.items():
-            results.add(
+            results.add_row(
                 {
                     "transport": transport,
                     "case": name,
@@ -110,10 +110,13 @@ class _SilentParent:
 def _run_turn(worker: ClientWorker, number: int, seconds: float, connections: int) -> ClosedLoopTimes:
     phase = LoadPhase("turn", "closed", seconds, connections=connections)
     load = LoadCommand(number, (phase,), time.perf_counter(), connections, 0.0)
-    done = worker.load(load, cast(Any, _SilentParent()))
+    done = worker.send_segment(load, cast(Any, _SilentParent()))
     (tally,) = done.tallies
     return ClosedLoopTimes(
-        tally.in_time().ok / seconds, tally.service.percentile(50), tally.service.percentile(99), done.cpu
+        tally.sum_in_time().ok / seconds,
+        tally.service.compute_percentile_s(50),
+        tally.service.compute_percentile_s(99),
+        done.cpu_fraction,
     )
 
 

@@ -74,7 +74,7 @@ class VersionUnderTest:
         self._servers = servers
         self._device = device
 
-    def run(self, case: str, seconds: float) -> CallCost:
+    def run_turn(self, case: str, seconds: float) -> CallCost:
         """Let the client make calls for so many seconds."""
         assert self._client.stdin is not None
         assert self._client.stdout is not None
@@ -123,7 +123,7 @@ def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> Non
             own.mkdir()
             versions[name] = stack.enter_context(_start_version(checkout, own, asked))
         for case in asked.case or CASES:
-            with results.part(case):
+            with results.run_part(case):
                 _measure_case(results, versions, case, asked)
 
 
@@ -156,15 +156,15 @@ def _measure_case(
     results: CsvResults, versions: dict[str, VersionUnderTest], case: str, asked: argparse.Namespace
 ) -> None:
     for version in versions.values():
-        version.run(case, _WARM_S)
+        version.run_turn(case, _WARM_S)
     speeds, cpu_speeds = [], []
     for number in range(asked.pairs):
         order = list(versions)[:: 1 if number % 2 else -1]
-        turns = {name: versions[name].run(case, asked.seconds) for name in order}
+        turns = {name: versions[name].run_turn(case, asked.seconds) for name in order}
         before, after = turns["before"], turns["after"]
         speeds.append(before.time_s / after.time_s)
         cpu_speeds.append(before.cpu_s / after.cpu_s)
-        results.add(
+        results.add_row(
             {
                 "case": case,
                 "pair": number,

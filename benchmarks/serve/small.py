@@ -54,7 +54,7 @@ def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> Non
         served = _start_servers(stack, folder, server_cores, asked.backend)
         body = make_request_body()
         for connections in asked.connections:
-            with results.part(f"{connections} connections"):
+            with results.run_part(f"{connections} connections"):
                 _measure_connections(results, client, served, body, connections, asked.rounds, asked.seconds)
 
 
@@ -106,11 +106,11 @@ def _measure_connections(
         turns, launches = {}, {}
         for server in random.Random(number).sample(served, len(served)):
             before = scrape.fetch_samples(server.address)
-            turns[server.name] = client.turn(server, _SAFETENSORS, body, seconds, connections)
+            turns[server.name] = client.run_turn(server, _SAFETENSORS, body, seconds, connections)
             launches[server.name] = scrape.compute_requests_per_launch(before, scrape.fetch_samples(server.address))
         for name in turns:
             of_round = {"connections": connections, "server": name, "round": number}
-            results.add(of_round | _make_figures(name, turns) | {"requests_a_launch": f"{launches[name]:.2f}"})
+            results.add_row(of_round | _make_figures(name, turns) | {"requests_a_launch": f"{launches[name]:.2f}"})
     for server in served:
         rows = [row for row in results.rows[first:] if row["server"] == server.name]
         print(f"{connections} connections, {server.name}: {_format_medians(rows)}")

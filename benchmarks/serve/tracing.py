@@ -57,7 +57,7 @@ def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> Non
         os.sched_setaffinity(0, client_cores)
         client = CompiledClient(folder, client_cores)
         for connections in _CONNECTIONS:
-            with results.part(f"{connections} connections"):
+            with results.run_part(f"{connections} connections"):
                 for number in range(asked.rounds):
                     turn = {traced: servers[number % len(servers)] for traced, servers in served.items()}
                     _time_round(results, client, turn, body, connections, number, asked.seconds)
@@ -74,9 +74,9 @@ def _time_round(
 ) -> None:
     turns = {}
     for traced in random.Random(number).sample([*served], len(served)):
-        turns[traced] = client.turn(served[traced], "application/x-npy", body, seconds, connections)
+        turns[traced] = client.run_turn(served[traced], "application/x-npy", body, seconds, connections)
     for traced, turn in turns.items():
-        results.add(
+        results.add_row(
             {
                 "connections": connections,
                 "traced": traced,

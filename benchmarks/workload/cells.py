@@ -34,7 +34,7 @@ class KernelCell:
     layout: str
 
     @property
-    def spec(self) -> VariantOptions:
+    def variant_options(self) -> VariantOptions:
         """The variant with this name."""
         return VARIANTS[self.variant]
 
@@ -43,9 +43,9 @@ class KernelCell:
         """The shape of weight and of bias."""
         if self.groups:
             return self.shape[1:2]
-        if self.spec.per_head:
+        if self.variant_options.per_head:
             return self.shape[-2:]
-        return self.shape[-1:] if self.spec.norms == 1 else (self.spec.norms, self.shape[-1])
+        return self.shape[-1:] if self.variant_options.norms == 1 else (self.variant_options.norms, self.shape[-1])
 
     @property
     def shape_name(self) -> str:

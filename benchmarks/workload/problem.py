@@ -22,7 +22,7 @@ class TensorCache:
         self._key: object = None
         self._kept: dict[object, Tensor] = {}
 
-    def of(self, role: str, cell: KernelCell) -> Tensor:
+    def get_tensor(self, role: str, cell: KernelCell) -> Tensor:
         """x, dy or residual in x's layout; weight or bias in the parameters' shape; scale or shift [N, C]."""
         key = (cell.shape, cell.dtype, cell.layout)
         if key != self._key:
@@ -31,14 +31,14 @@ class TensorCache:
         shape = cell.shape
         if is_parameter:
             shape = cell.parameter_shape if role in ("weight", "bias") else cell.shape[:2]
-        dtype = cell.spec.stream if role == "residual" else None
+        dtype = cell.variant_options.residual_dtype if role == "residual" else None
         own_key = (role, shape, dtype)
         if own_key not in self._kept:
             layout = "rows" if is_parameter else cell.layout
-            self._kept[own_key] = self._random(shape, dtype or getattr(torch, cell.dtype), layout)
+            self._kept[own_key] = self._make_random(shape, dtype or getattr(torch, cell.dtype), layout)
         return self._kept[own_key]
 
-    def _random(self, shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> Tensor:
+    def _make_random(self, shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> Tensor:
         x = torch.randn(shape, device=self._device, dtype=dtype)
         if layout != "nhwc":
             return x
@@ -55,34 +55,36 @@ class BenchmarkProblem:
 
     @property
     def x(self) -> Tensor:
-        return self.tensors.of("x", self.cell)
+        return self.tensors.get_tensor("x", self.cell)
 
     @property
     def dy(self) -> Tensor:
-        return self.tensors.of("dy", self.cell)
+        return self.tensors.get_tensor("dy", self.cell)
 
     @property
     def residual(self) -> Tensor | None:
-        return self.tensors.of("residual", self.cell) if self.cell.spec.residual else None
+        return self.tensors.get_tensor("residual", self.cell) if self.cell.variant_options.residual else None
 
     @property
     def weight(self) -> Tensor | None:
-        return self.tensors.of("weight", self.cell) if self.cell.spec.affine else None
+        return self.tensors.get_tensor("weight", self.cell) if self.cell.variant_options.affine else None
 
     @property
     def bias(self) -> Tensor | None:
-        has_bias = self.cell.spec.affine and self.cell.op != "rms_norm"
-        return self.tensors.of("bias", self.cell) if has_bias else None
+        has_bias = self.cell.variant_options.affine and self.cell.op != "rms_norm"
+        return self.tensors.get_tensor("bias", self.cell) if has_bias else None
 
     @property
-    def of_samples(self) -> dict[str, Tensor]:
+    def sample_parameters(self) -> dict[str, Tensor]:
         """scale and shift by name, [N, C], or nothing."""
-        return {role: self.tensors.of(role, self.cell) for role in self.cell.spec.roles_of_samples}
+        return {
+            role: self.tensors.get_tensor(role, self.cell) for role in self.cell.variant_options.modulation_roles
+        }
 
     @property
     def min_bytes(self) -> int:
         """The minimum number of bytes that the pass must move."""
-        return self.cell.spec.min_bytes(self.cell.pass_, self.x.numel(), self.x.dtype)
+        return self.cell.variant_options.compute_min_bytes(self.cell.pass_, self.x.numel(), self.x.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +94,14 @@ class ProviderRun:
     Attributes:
         call: the whole pass, with all work that it needs; returns (y[, residual_out][, scale]), or
             (dx[, dweight][, dbias][, dscale, dshift][, dresidual]) with dresidual only if it is not dx.
-        keep: which elements the provider's own dropout kept, bool like x, given the results of a call; None
+        find_kept: which elements the provider's own dropout kept, bool like x, given the results of a call; None
             where there is no dropout or the mask is fusednorm's.
-        before: restores inputs before each call, outside the measured time.
+        restore_inputs: restores inputs before each call, outside the measured time.
     """
 
     call: Callable[[], Results]
-    keep: Callable[[Results], Tensor] | None = None
-    before: Callable[[], object] | None = None
+    find_kept: Callable[[Results], Tensor] | None = None
+    restore_inputs: Callable[[], object] | None = None
 
 
 def drop_none(tensors: tuple[Tensor | None, ...]) -> Results:

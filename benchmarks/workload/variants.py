@@ -13,42 +13,42 @@ class VariantOptions:
     Attributes:
         activation: after the affine step; one of `fusednorm.arguments.checks.ACTIVATIONS`.
         residual: x + residual is normalised; forward also returns the sum.
-        stream: the residual's dtype; x's when None.
+        residual_dtype: the residual's dtype; x's when None.
         dropout: probability of a zero, after everything else.
         out_dtype: y's dtype, x's when None; a float8 y has a scale for each row.
         per_head: every head of x [tokens, heads, cols] has parameters of its own, [heads, cols].
         norms: number of consecutive norms of a chain; parameters are [norms, cols].
         affine: whether weight and bias are given.
-        of_samples: scale and shift [N, C] are given, an affine step of each sample after the common one.
+        has_modulation: scale and shift [N, C] are given, an affine step of each sample after the common one.
     """
 
     activation: ActivationName = "none"
     residual: bool = False
-    stream: torch.dtype | None = None
+    residual_dtype: torch.dtype | None = None
     dropout: float = 0.0
     out_dtype: torch.dtype | None = None
     per_head: bool = False
     norms: int = 1
     affine: bool = True
-    of_samples: bool = False
+    has_modulation: bool = False
 
-    def min_bytes(self, pass_: str, numel: int, dtype: torch.dtype) -> int:
+    def compute_min_bytes(self, pass_: str, numel: int, dtype: torch.dtype) -> int:
         """The minimum bytes that a pass over an x of `numel` elements must move."""
         size, y = dtype.itemsize, (self.out_dtype or dtype).itemsize
-        residual = (self.stream or dtype).itemsize if self.residual else 0
+        residual = (self.residual_dtype or dtype).itemsize if self.residual else 0
         if pass_ == "forward":
             return traffic.compute_forward_bytes(numel, size, y, residual=residual, residual_out=residual)
-        dresidual = residual if self.has_dresidual(dtype) else 0
+        dresidual = residual if self.has_own_dresidual(dtype) else 0
         return traffic.compute_backward_bytes(numel, size, y, residual=residual, dresidual=dresidual)
 
     @property
-    def roles_of_samples(self) -> tuple[str, ...]:
+    def modulation_roles(self) -> tuple[str, ...]:
         """Names of the given tensors [N, C]."""
-        return ("scale", "shift") if self.of_samples else ()
+        return ("scale", "shift") if self.has_modulation else ()
 
-    def has_dresidual(self, dtype: torch.dtype) -> bool:
+    def has_own_dresidual(self, dtype: torch.dtype) -> bool:
         """Whether the residual's gradient is a separate result from that of an x of `dtype`."""
-        return self.residual and self.stream not in (None, dtype)
+        return self.residual and self.residual_dtype not in (None, dtype)
 
 
 VARIANTS = {
@@ -59,11 +59,11 @@ VARIANTS = {
     "gelu_tanh": VariantOptions(activation="gelu_tanh"),
     "dropout": VariantOptions(dropout=0.1),
     "residual_dropout": VariantOptions(residual=True, dropout=0.1),
-    "residual_float32": VariantOptions(residual=True, stream=torch.float32),
+    "residual_float32": VariantOptions(residual=True, residual_dtype=torch.float32),
     "float8": VariantOptions(out_dtype=torch.float8_e4m3fn),
     "per_head": VariantOptions(per_head=True),
     "chain": VariantOptions(norms=3),
     "no_affine": VariantOptions(affine=False),
-    "scale_shift_silu": VariantOptions(activation="silu", of_samples=True),
+    "scale_shift_silu": VariantOptions(activation="silu", has_modulation=True),
 }
 """Variants by their name in cells and in the CSV."""

@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run_scenario(options: argparse.Namespace) -> int:
     chosen = scenario.load_scenario(options.scenario)
     if options.duration is not None:
-        chosen = chosen.lasting(options.duration)
+        chosen = chosen.with_duration(options.duration)
     target = TargetServer(options.url, options.adapter, options.api_key, options.timeout)
     files = (options.json, options.html, options.csv, options.markdown)
     for file in files:
@@ -65,7 +65,7 @@ def _run_scenario(options: argparse.Namespace) -> int:
     outcomes = [evaluate_objective(objective, result) for objective in options.slo]
     terminal.print_objectives(console, outcomes)
     if options.json is not None:
-        result.write(options.json)
+        result.write_json(options.json)
     if options.html is not None:
         options.html.write_text(page.render_html(result, outcomes), encoding="utf-8")
     if options.csv is not None:
@@ -79,15 +79,15 @@ def _run_scenario(options: argparse.Namespace) -> int:
 
 def evaluate_objective(objective: LoadObjective, result: RunResult) -> tuple[LoadObjective, float, bool]:
     """An objective, its value in the run, and whether it passed."""
-    whole = result.whole
-    value = objective.value(whole.total, whole.rate)
-    return objective, value, objective.passes(value)
+    whole = result.all_phases
+    value = objective.get_value(whole.total, whole.rate)
+    return objective, value, objective.is_met(value)
 
 
 def _exit_code(result: RunResult, outcomes: Sequence[tuple[LoadObjective, float, bool]]) -> int:
     if result.wrong:
         return WRONG_ANSWERS
-    if not result.whole.total.ok:
+    if not result.all_phases.total.ok:
         return NO_ANSWERS
     return 0 if all(passed for _, _, passed in outcomes) else MISSED
 
@@ -240,7 +240,7 @@ def _parse_timeout_s(text: str) -> float:
 
 def _parse_url(text: str) -> str:
     try:
-        ServerAddress.of(text)
+        ServerAddress.parse_url(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{error}, got {text!r}") from None
     return text

@@ -46,7 +46,7 @@ class TargetServer:
     api_key: str | None = None
     timeout_s: float = 60.0
 
-    def info(self) -> Mapping[str, Any]:
+    def fetch_info(self) -> Mapping[str, Any]:
         """The server's `/v1/info`; empty with adapters that have none.
 
         Raises:
@@ -62,13 +62,13 @@ class TargetServer:
 class RunObserver:
     """Receives the progress of a run; this one ignores it."""
 
-    def stage(self, name: str, duration_s: float | None) -> None:
+    def begin_stage(self, name: str, duration_s: float | None) -> None:
         """A stage begins; None if its duration is not known."""
 
-    def progress(self, progress: LoadProgress) -> None:
+    def add_progress(self, progress: LoadProgress) -> None:
         """Requests have ended."""
 
-    def control(self, stop: Callable[[], None]) -> None:
+    def set_stop(self, stop: Callable[[], None]) -> None:
         """Calling `stop` ends the run early, with the result so far."""
 
 
@@ -102,9 +102,9 @@ def run_scenario(
         HarnessError: a client process failed.
     """
     watcher = watcher or RunObserver()
-    address, cases = ServerAddress.of(target.url), scenario.workload.drawn(seed)
+    address, cases = ServerAddress.parse_url(target.url), scenario.workload.draw_cases(seed)
     check_supported(ADAPTERS[target.adapter](), [case for case, _ in cases], address)
-    info = target.info()
+    info = target.fetch_info()
     most = max([scenario.connections, *(phase.connections for phase in scenario.phases)])
     setup = WorkerSetup(
         target.url,
@@ -118,15 +118,15 @@ def run_scenario(
         processes or choose_process_count(most),
     )
     started = datetime.now(UTC).isoformat(timespec="seconds")
-    watcher.stage("making requests", None)
-    with ClientProcesses(setup, watcher.progress) as fleet:
-        watcher.control(fleet.stop)
+    watcher.begin_stage("making requests", None)
+    with ClientProcesses(setup, watcher.add_progress) as fleet:
+        watcher.set_stop(fleet.stop_segment)
         fleet.wait_until_ready()
         conductor = _ScenarioRun(scenario, fleet, watcher)
         conductor.warm_up()
-        echo = conductor.echo(address)
+        echo = conductor.measure_echo(address)
         conductor.run_phases()
-    return conductor.result(target, seed, info, started, most, echo)
+    return conductor.make_result(target, seed, info, started, most, echo)
 
 
 class _ScenarioRun:
@@ -136,24 +136,24 @@ class _ScenarioRun:
         self._scenario = scenario
         self._fleet = fleet
         self._watcher = watcher
-        self._apart: list[PhaseTally] = []
+        self._uncounted_tallies: list[PhaseTally] = []
         self._phases: list[PhaseResult] = []
         self._capacity: float | None = None
         self._machine: MachineUse | None = None
 
     def warm_up(self) -> None:
         """Send every request once."""
-        self._watcher.stage("sending every request once", None)
-        self._apart.append(self._fleet.send_all())
+        self._watcher.begin_stage("sending every request once", None)
+        self._uncounted_tallies.append(self._fleet.send_all())
 
-    def echo(self, address: ServerAddress) -> LoopbackEcho | None:
+    def measure_echo(self, address: ServerAddress) -> LoopbackEcho | None:
         """The loopback bandwidth for messages of the load's mean size, if the server is on this machine."""
         is_unix = address.socket_path is not None
-        total = self._apart[0].total()
+        total = self._uncounted_tallies[0].sum_all()
         # With shared memory, no tensors pass through sockets.
-        if address.shares_memory or not total.ok or not (is_unix or is_loopback(address.host)):
+        if address.is_shared_memory or not total.ok or not (is_unix or is_loopback(address.host)):
             return None
-        self._watcher.stage("measuring the loopback", None)
+        self._watcher.begin_stage("measuring the loopback", None)
         with suppress(OSError, EOFError):
             nbytes = max(1, total.moved_bytes // total.ok // 2)
             return measure_echo(nbytes, self._fleet.processes, is_unix=is_unix)
@@ -163,31 +163,33 @@ class _ScenarioRun:
         """Run every phase, after a warm-up with the load of the first one."""
         scenario = self._scenario
         if scenario.needs_capacity:
-            self._find_capacity()
-        segments = [tuple(phase.at(self._capacity or 0.0) for phase in each) for each in scenario.segments()]
-        if self._capacity == 0 or self._fleet.stopped:
+            self._measure_capacity()
+        segments = [
+            tuple(phase.resolve_rate(self._capacity or 0.0) for phase in each) for each in scenario.list_segments()
+        ]
+        if self._capacity == 0 or self._fleet.is_stopped:
             return
         if scenario.warmup_s:
             first = replace(segments[0][0], duration_s=scenario.warmup_s)
-            self._apart += self._load("warming up", (first,))[1]
+            self._uncounted_tallies += self._send_segment("warming up", (first,))[1]
         began: float | None = None
         for number, segment in enumerate(segments):
-            if self._fleet.stopped:
+            if self._fleet.is_stopped:
                 return
             if number and scenario.settle_s:
                 time.sleep(scenario.settle_s)
             before = read_cpu_times()
-            start, tallies = self._load(segment[0].name, segment)
+            start, tallies = self._send_segment(segment[0].name, segment)
             after = read_cpu_times()
             if before is not None and after is not None:
-                self._note_machine(after.share_since(before))
+                self._record_machine_use(after.compute_busy_fraction(before))
             began = start if began is None else began
             end = start + sum(phase.duration_s for phase in segment)
             for phase, tally in zip(segment, tallies, strict=True):
                 self._phases.append(PhaseResult(phase, start - began, end - start, tally))
                 start += phase.duration_s
 
-    def result(
+    def make_result(
         self,
         target: TargetServer,
         seed: int,
@@ -197,10 +199,10 @@ class _ScenarioRun:
         echo: LoopbackEcho | None,
     ) -> RunResult:
         """The result of the run."""
-        tallies = [*self._apart, *(each.tally for each in self._phases)]
+        tallies = [*self._uncounted_tallies, *(each.tally for each in self._phases)]
         apart: Counter[tuple[int, str]] = Counter()
-        for tally in self._apart:
-            apart.update(tally.total().outcomes)
+        for tally in self._uncounted_tallies:
+            apart.update(tally.sum_all().outcomes)
         result = RunResult(
             scenario=self._scenario.name,
             description=self._scenario.description,
@@ -222,23 +224,23 @@ class _ScenarioRun:
             faults=[fault for tally in tallies for fault in tally.faults][:FAULTS_KEPT],
             remarks=[],
         )
-        result.remarks += list_remarks(result, stopped=self._fleet.stopped)
+        result.remarks += list_remarks(result, stopped=self._fleet.is_stopped)
         return result
 
-    def _note_machine(self, busy: float) -> None:
+    def _record_machine_use(self, busy: float) -> None:
         """Keep the segment in which the machine was busiest."""
         if self._machine is None or busy > self._machine.busy:
             cores = count_available_cores()
             self._machine = MachineUse(cores, busy, self._fleet.cores_used / cores)
 
-    def _find_capacity(self) -> None:
+    def _measure_capacity(self) -> None:
         phase = self._scenario.capacity
-        (tally,) = self._load("measuring the capacity", (phase,))[1]
-        self._apart.append(tally)
-        self._capacity = tally.in_time().ok / phase.duration_s
+        (tally,) = self._send_segment("measuring the capacity", (phase,))[1]
+        self._uncounted_tallies.append(tally)
+        self._capacity = tally.sum_in_time().ok / phase.duration_s
 
-    def _load(self, name: str, segment: tuple[LoadPhase, ...]) -> tuple[float, list[PhaseTally]]:
-        self._watcher.stage(name, sum(phase.duration_s for phase in segment))
+    def _send_segment(self, name: str, segment: tuple[LoadPhase, ...]) -> tuple[float, list[PhaseTally]]:
+        self._watcher.begin_stage(name, sum(phase.duration_s for phase in segment))
         connections = segment[0].connections or self._scenario.connections
         grace_s = max(_MIN_GRACE_S, self._scenario.settle_s or 0.0)
-        return self._fleet.load(segment, connections, grace_s)
+        return self._fleet.send_phases(segment, connections, grace_s)

@@ -306,7 +306,7 @@ class Settings(BaseSettings):
 
     @model_validator(mode="before")
     @classmethod
-    def _has_no_removed_setting(cls, values: Any) -> Any:
+    def _refuse_removed_settings(cls, values: Any) -> Any:
         given = {name.upper() for name in os.environ}
         for name, instead in REMOVED.items():
             variable = f"{cls.model_config['env_prefix']}{name}".upper()
@@ -317,19 +317,19 @@ class Settings(BaseSettings):
         return values
 
     @model_validator(mode="after")
-    def _has_one_source_of_keys(self) -> Self:
+    def _refuse_two_key_sources(self) -> Self:
         if self.api_key is not None and self.api_keys_file is not None:
             raise ValueError("--api-key and --api-keys-file must not be given together")
         return self
 
     @model_validator(mode="after")
-    def _has_a_path_for_each_socket(self) -> Self:
+    def _refuse_shared_socket_path(self) -> Self:
         if self.uds is not None and self.local is not None and self.uds.absolute() == self.local.absolute():
             raise ValueError("--uds and --local must be two paths: the protocols are different")
         return self
 
     @model_validator(mode="after")
-    def _registers_in_one_process(self) -> Self:
+    def _refuse_regions_with_several_devices(self) -> Self:
         for option, is_on in (
             ("--oip-shared-memory", self.oip_shared_memory),
             ("--oip-cuda-shared-memory", self.oip_cuda_shared_memory),
@@ -347,12 +347,12 @@ class Settings(BaseSettings):
         # With fewer cores, the process that owns the device needs all of them.
         return 0 if cores < _CORES_FOR_FRONTENDS else min(cores // 2, _MOST_AUTOMATIC)
 
-    def shown(self) -> dict[str, Any]:
+    def dump_masked(self) -> dict[str, Any]:
         """All settings as JSON values, secrets masked."""
         return self.model_dump(mode="json")
 
-    def changed(self) -> dict[str, Any]:
-        """The settings that differ from their defaults, in the format of `shown`."""
+    def dump_changed(self) -> dict[str, Any]:
+        """The settings that differ from their defaults, in the format of `dump_masked`."""
         return self.model_dump(mode="json", exclude_defaults=True)
 
     @field_validator("tls_key", "tls_client_ca")

@@ -47,7 +47,7 @@ def facts() -> dict[str, Any]:
         try_one = _of_rows if table.pass_.startswith("layer_norm") else _of_samples
         for _ in range(TRIES):
             call, place, channels, size, found = try_one(table, draw)
-            names = [table.says(call, place, channels, near) for near in (size, size - 8, size + 8)]
+            names = [table.find_algorithms(call, place, channels, near) for near in (size, size - 8, size + 8)]
             if found not in ("".join(said) for said in (names if "contiguous" in table.pass_ else names[:1])):
                 untrue.append(f"{table.pass_} {call} {place} {channels} {size}: {found}, not {names[0]}")
     return {
@@ -201,9 +201,9 @@ def test_a_line_says_what_no_line_before_it_does():
     ]
     assert lines_of_walks({"": usual, ALONE: alone}, whole_cells=True)["sweep"][0].cells[0] == {1: cell, 2: ()}
     table = AlgorithmTable("a pass", "", (), (), found, make_channel_formatter(2))
-    assert [table.says((ALONE,), 0, 1, size) for size in (64, 65)] == [["tile"], ["sweep"]]
-    assert [table.says(("",), 1, 1, size) for size in (64, 65)] == [["tile"], ["split"]]
-    assert table.reached == ["tile", "split", "sweep"]
+    assert [table.find_algorithms((ALONE,), 0, 1, size) for size in (64, 65)] == [["tile"], ["sweep"]]
+    assert [table.find_algorithms(("",), 1, 1, size) for size in (64, 65)] == [["tile"], ["split"]]
+    assert table.reached_algorithms == ["tile", "split", "sweep"]
 
 
 def test_cells_in_words():

@@ -27,7 +27,7 @@ def threads():
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("cell", SMALL, ids=lambda cell: cell.name)
+@pytest.mark.parametrize("cell", SMALL, ids=lambda cell: cell.full_name)
 def test_each_call_can_be_repeated(cell):
     call = make_call(cell)
     first, second = call(), call()

@@ -29,7 +29,7 @@ QUERIES = {f"{panel['title']}, {target['refId']}": target for panel in PANELS fo
 
 def series():
     """Names of the time series that the server exposes, each with its labels and those that a scrape adds."""
-    for metric in Metrics().catalogue:
+    for metric in Metrics().families:
         labels = {*metric.label_names, "instance", "job"}
         if metric.kind == "histogram":
             yield f"{metric.name}_bucket", labels | {"le"}

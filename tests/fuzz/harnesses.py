@@ -85,7 +85,7 @@ def headers(data: bytes) -> None:
     with contextlib.suppress(NormserveError):
         declared = parse_declared_format(content_type.decode("latin-1"), content_encoding.decode("latin-1"))
         request_format = declared or detect_format(memoryview(body))
-        assert AcceptHeader(accept.decode("latin-1")).choose(request_format) in (
+        assert AcceptHeader(accept.decode("latin-1")).choose_format(request_format) in (
             "application/x-safetensors",
             "application/x-npy",
         )

@@ -57,17 +57,17 @@ class _OnDevice(DeviceSegment):
 def _refers_to_its_arena(message: local_codec.ComputeMessage) -> None:
     """Segment 0 is the host's, segment 1 a device's."""
     arena = SegmentTable()
-    memories = [memoryview(bytearray(4096)), _OnDevice().whole()]
+    memories = [memoryview(bytearray(4096)), _OnDevice().view()]
     for memory in memories:
-        arena.add(memory)
+        arena.add_segment(memory)
     with contextlib.suppress(NormserveError):
-        located = {name: arena.tensor(name, each) for name, each in message.tensors.items()}
+        located = {name: arena.find_tensor(name, each) for name, each in message.tensors.items()}
         for tensor, span in located.values():
             assert tensor.data.obj is memories[span.segment].obj
             assert len(tensor.data) == tensor.nbytes == span.stop - span.start
             assert isinstance(tensor, DeviceTensor) == (span.segment == 1)
             _lies_within(tensor.data)
-        places = {name: arena.place(name, place) for name, place in message.results.items()}
+        places = {name: arena.find_result_buffer(name, place) for name, place in message.results.items()}
         for name, place in message.results.items():
             assert len(places[name]) == place.nbytes
             _lies_within(places[name])

@@ -30,23 +30,23 @@ def local_replies(data: bytes) -> None:
     before = _open_count()
     protocol = LocalClientProtocol(None)
     woken: list[int] = []
-    pending = [protocol.begin(LocalRequest(message))[0] for message in _REQUESTS]
+    pending = [protocol.begin_request(LocalRequest(message))[0] for message in _REQUESTS]
     for number, each in enumerate(pending):
-        each.wake = lambda number=number: woken.append(number)  # type: ignore[misc]
+        each.on_done = lambda number=number: woken.append(number)  # type: ignore[misc]
     for number, piece in enumerate(pieces):
-        if protocol.failure is not None:
+        if protocol.make_failure is not None:
             break
         count = (options >> number & 1) * (1 + (options >> 5 & 1))
         is_cut = bool(options >> 6 & 1) and number == len(pieces) - 1
         ancillary = [_rights(count)] if count else []
-        protocol.receive(piece, ancillary, socket.MSG_CTRUNC if is_cut else 0)
-        assert protocol.failure is not None or not is_cut
-    if protocol.failure is not None:
-        assert isinstance(protocol.failure(), ClientError)
+        protocol.receive_data(piece, ancillary, socket.MSG_CTRUNC if is_cut else 0)
+        assert protocol.make_failure is not None or not is_cut
+    if protocol.make_failure is not None:
+        assert isinstance(protocol.make_failure(), ClientError)
         assert set(woken) == set(range(len(pending)))
     else:
-        assert [number for number, each in enumerate(pending) if each.reply is not None] == sorted(woken)
-    protocol.close()
+        assert [number for number, each in enumerate(pending) if each.response is not None] == sorted(woken)
+    protocol.close_descriptors()
     del protocol, pending
     assert _open_count() == before
 

@@ -100,7 +100,7 @@ async def _frames_end_whole(pieces: list[bytes], heard: list[bytes]) -> bool:
     async with _arriving(pieces) as connection:
         with contextlib.suppress(ConnectionError):
             stream = FrameStream(connection.reader, connection, _FRAME_BYTES)  # type: ignore[arg-type]
-            while (frame := await stream.receive()) is not None:
+            while (frame := await stream.receive_frame()) is not None:
                 heard.append(frame)
                 connection.unread -= 8 + len(frame)
                 assert connection.unread <= _MOST_UNREAD
@@ -112,4 +112,4 @@ async def _frames_end_whole(pieces: list[bytes], heard: list[bytes]) -> bool:
 async def _answer_in(pieces: list[bytes]) -> bytes:
     async with _arriving(pieces) as connection:
         link = SiblingConnection(0, connection.reader, connection)  # type: ignore[arg-type]
-        return await link.request({"do": "metrics"}, timeout_s=60)
+        return await link.send_request({"do": "metrics"}, timeout_s=60)

@@ -53,7 +53,7 @@ def replaying(monkeypatch: pytest.MonkeyPatch) -> Replaying:
 def host_extension() -> Any:
     """The host extension, compiled where it was not yet."""
     ensure_extension_built()
-    return ExtensionFiles().load()
+    return ExtensionFiles().load_module()
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def natively(host_extension: Any, replaying: Replaying, monkeypatch: pytest.Monk
     monkeypatch.setattr(replay, "_extension", None)
     replay.set_extension(host_extension)
     # It is the extension that repeats, or nobody.
-    monkeypatch.setattr(replay.ReplayablePass, "_known", lambda *_: None)
+    monkeypatch.setattr(replay.ReplayablePass, "_find_replay", lambda *_: None)
     yield replaying
     host_extension.forget()
 

@@ -44,7 +44,7 @@ class FakeServer(ThreadingHTTPServer):
         self.requests = 0
         self.statuses: Counter[int] = Counter()
         self.lock = threading.Lock()
-        self._cases = {bytes(case.tensors()["x"].data): case for case, _ in workload.drawn(seed)}
+        self._cases = {bytes(case.make_tensors()["x"].data): case for case, _ in workload.draw_cases(seed)}
         self._answers: dict[tuple[bytes, float], bytes] = {}
 
     @property
@@ -164,7 +164,7 @@ def made_result(latencies_s: Sequence[float], *, errors: int = 0, rate: float = 
         code = (200, "ok") if number < len(latencies_s) else (429, "overloaded")
         times = (due, due - 0.01, due, min(due + latency_s, duration_s - 1e-6))
         records.append(RequestOutcome("layer_norm", *times, *code, 1000, 1000, 2000, 1e-6))
-    tally.add(records)
+    tally.add_records(records)
     phase = LoadPhase("steady", "poisson", duration_s, rate=rate)
     fields = {
         "scenario": "steady",

@@ -221,7 +221,7 @@ def test_a_file_that_is_no_scenario_is_refused(tmp_path, capsys, content):
 def test_two_results_are_compared(tmp_path, capsys):
     files = [tmp_path / name for name in ("a.json", "b.json", "c.json")]
     for file, latency_s in zip(files, (0.01, 0.01, 0.02), strict=True):
-        made_result([latency_s] * 1000).write(file)
+        made_result([latency_s] * 1000).write_json(file)
     assert cli.main(["compare", str(files[0]), str(files[1])]) == 0
     assert "No change beyond noise" in capsys.readouterr().out
     assert cli.main(["compare", str(files[0]), str(files[2])]) == cli.MISSED
@@ -233,7 +233,7 @@ def test_folders_of_results_are_compared(tmp_path, capsys):
     for side, latencies_s in (("a", (0.0100, 0.0101, 0.0100)), ("b", (0.0120, 0.0121, 0.0120)), ("empty", ())):
         (tmp_path / side).mkdir()
         for number, latency_s in enumerate(latencies_s):
-            made_result([latency_s] * 1000).write(tmp_path / side / f"{number}.json")
+            made_result([latency_s] * 1000).write_json(tmp_path / side / f"{number}.json")
     before, after, empty = (str(tmp_path / side) for side in ("a", "b", "empty"))
     assert cli.main(["compare", before, after]) == cli.MISSED
     assert "+1" in capsys.readouterr().out

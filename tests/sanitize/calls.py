@@ -70,7 +70,7 @@ def calls(count: int, dtypes: tuple[torch.dtype, ...] = DTYPES) -> list[Call]:
 def _call(case: FingerprintCase) -> tuple[int, Call] | None:
     """A case's size and its call; None if it is refused or too large."""
     plan = plan_case(case)
-    size = plan.tensors.most_elements
+    size = plan.tensors.max_elements
     if plan.launches is None or size > MOST_ELEMENTS:
         return None
     algorithms = frozenset(filter(None, map(_algorithm, plan.launches)))

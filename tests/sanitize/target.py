@@ -31,7 +31,7 @@ class DeviceTensors(MetaTensors):
     device: str = "cuda"
     has_statistics: bool = False
 
-    def memory(self, role: str, count: int, dtype: torch.dtype) -> Tensor:
+    def allocate(self, role: str, count: int, dtype: torch.dtype) -> Tensor:
         memory = torch.empty(count, dtype=dtype, device=self.device)
         is_result = role in _RESULTS or (role in ("mean", "rstd") and not self.has_statistics)
         if not is_result:

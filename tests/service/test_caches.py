@@ -74,7 +74,7 @@ def test_functions_remember_so_many_calls():
 def test_spellings_of_hosts():
     origins = OriginPolicy(["localhost"])
     scope = {"type": "http", "method": "POST", "scheme": "http", "path": "/", "client": ("127.0.0.1", 1)}
-    assert_bounded(lambda number: origins.admit(scope, {b"host": b"localhost:%d" % (number + 1)}), 1024)
+    assert_bounded(lambda number: origins.check_request(scope, {b"host": b"localhost:%d" % (number + 1)}), 1024)
 
 
 def test_chains_of_layers():
@@ -82,19 +82,19 @@ def test_chains_of_layers():
     for name in "abcd":
         layers.put(layer(name))
     named = [",".join(each) for each in itertools.product("abcd", repeat=5)]
-    assert_bounded(lambda number: layers.named(Op.LAYER_NORM_CHAIN, named[number]), 256)
+    assert_bounded(lambda number: layers.resolve(Op.LAYER_NORM_CHAIN, named[number]), 256)
 
 
 def test_names_of_models():
     statistics = InferenceStatistics(lambda: ["layer_norm"])
-    assert_bounded(lambda number: statistics.note_failure(f"model {number}", 0.1), 1024)
+    assert_bounded(lambda number: statistics.count_failure(f"model {number}", 0.1), 1024)
 
 
 def test_heads_of_a_clients_requests():
     requests = RequestEncoder(ServerAddress("localhost", 80), None)
 
     def ask(number):
-        requests.request(SimpleNamespace(method="POST", target=f"/v1/layer_norm?eps={number}", parts=list))
+        requests.encode(SimpleNamespace(method="POST", target=f"/v1/layer_norm?eps={number}", encode_body=list))
 
     assert_bounded(ask, 256)
 
@@ -104,7 +104,7 @@ def arena():
     descriptor, segment = make_segment(2**20, HostSegment)
     os.close(descriptor)
     arena = HostArena()
-    arena.add(5, segment)
+    arena.add_segment(5, segment)
     return arena
 
 
@@ -114,8 +114,10 @@ def test_calls_of_a_client_that_shares_memory(arena):
 
     def learn(number):
         named = {"eps": 1.0 + number}
-        signature = recurring.signature(operations.layer_norm, (x,), named)
-        recurring.learn(signature, operations.layer_norm(x, **named), ForwardResult(y, None, None, None, Timing()))
+        signature = recurring.compute_signature(operations.layer_norm, (x,), named)
+        recurring.add_call(
+            signature, operations.layer_norm(x, **named), ForwardResult(y, None, None, None, Timing())
+        )
 
     assert_bounded(learn, 1024)
 
@@ -123,8 +125,8 @@ def test_calls_of_a_client_that_shares_memory(arena):
 def test_places_of_results_that_were_there_at_the_same_time(arena):
     recurring, link = CallCache(NumpyArrayMemory(arena)), FakeLink()
     x, y = np.zeros((2, 4, 256), np.float32)
-    signature = recurring.signature(operations.layer_norm, (x,), {})
-    recurring.learn(signature, operations.layer_norm(x), ForwardResult(y, None, None, None, Timing()))
+    signature = recurring.compute_signature(operations.layer_norm, (x,), {})
+    recurring.add_call(signature, operations.layer_norm(x), ForwardResult(y, None, None, None, Timing()))
 
     def ask(count):
         asked = [link.request(recurring, signature) for _ in range(count)]

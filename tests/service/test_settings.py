@@ -90,7 +90,7 @@ def test_api_key_is_not_shown():
 
 
 def test_what_is_shown_has_every_setting_and_no_secret():
-    shown = Settings(api_key="s3cret", checkpoint="a.safetensors").shown()
+    shown = Settings(api_key="s3cret", checkpoint="a.safetensors").dump_masked()
     assert shown.keys() == Settings.model_fields.keys()
     assert shown["checkpoint"] == "a.safetensors"
     assert "s3cret" not in json.dumps(shown)

@@ -75,11 +75,11 @@ def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> Non
         own = folder / str(number)
         own.mkdir()
         with (
-            results.part(name),
+            results.run_part(name),
             launch.run_normserve(server_cores, own, parameters, asked.backend, options) as (server, _),
         ):
             for each in uvloop.run(_run_scenario(play, server, parameters, asked.full)):
-                results.add({"scenario": name} | asdict(each))
+                results.add_row({"scenario": name} | asdict(each))
                 print(f"| {name} | {each.measure} | {each.value:.4g} | {each.wanted} |", flush=True)
 
 

@@ -33,7 +33,7 @@ class StressMeasurement:
 class _ResponseTally:
     """Seconds of each response by its kind, and the number of broken connections."""
 
-    served: list[float] = field(default_factory=list)
+    served_s: list[float] = field(default_factory=list)
     refused: list[float] = field(default_factory=list)
     other: int = 0
     broken: int = 0
@@ -49,12 +49,12 @@ async def run_overload(
             connection it is idle while the client reads, and the latency has no knee up to that rate.
     """
     port = int(server.address)
-    alone = (await _run_open_loop(port, post, 1.0, 3)).served
+    alone = (await _run_open_loop(port, post, 1.0, 3)).served_s
     capacity = await _measure_closed_loop(port, post, seconds, at_once)
     knee, at_knee = 0.0, _ResponseTally()
     for fraction in _RATES:
         tally = await _run_open_loop(port, post, fraction * capacity, seconds)
-        if knee and (tally.refused or tally.broken or median(tally.served) > 2 * median(alone)):
+        if knee and (tally.refused or tally.broken or median(tally.served_s) > 2 * median(alone)):
             break
         knee, at_knee = fraction * capacity, tally
     # The first part lets the number of slabs settle.
@@ -66,11 +66,11 @@ async def run_overload(
     return [
         StressMeasurement(f"closed loop, {at_once} connections, requests/s", capacity, "-"),
         StressMeasurement("rate where latency bends, requests/s", knee, "-"),
-        StressMeasurement("p99 there, s", _compute_quantile(at_knee.served, 0.99), "-"),
-        StressMeasurement("goodput at 3 times that over it", len(storm.served) / elapsed / knee, ">= 0.9"),
+        StressMeasurement("p99 there, s", _compute_quantile(at_knee.served_s, 0.99), "-"),
+        StressMeasurement("goodput at 3 times that over it", len(storm.served_s) / elapsed / knee, ">= 0.9"),
         StressMeasurement(
             "p99 of what is served over that at the knee",
-            _compute_quantile(storm.served, 0.99) / _compute_quantile(at_knee.served, 0.99),
+            _compute_quantile(storm.served_s, 0.99) / _compute_quantile(at_knee.served_s, 0.99),
             "< 2",
         ),
         StressMeasurement("p99 of a refusal, s", _compute_quantile(storm.refused, 0.99), f"< {_REFUSED_WITHIN_S}"),
@@ -101,14 +101,14 @@ async def run_disturbance(
                 tally.broken += 1
                 continue
             if answered == 200:
-                tally.served.append(0.0)
+                tally.served_s.append(0.0)
             else:
                 tally.other += 1
 
     await asyncio.gather(*(run_client() for _ in range(16)))
     left = await _wait_until_unused(port)
     return [
-        StressMeasurement("answers that were awaited and right", len(tally.served), f"all of about {count // 2}"),
+        StressMeasurement("answers that were awaited and right", len(tally.served_s), f"all of about {count // 2}"),
         StressMeasurement("awaited answers that were an error", tally.other, "0"),
         StressMeasurement("connections that broke", tally.broken, "0"),
         *(StressMeasurement(f"{name} afterwards", value, "0") for name, value in left.items()),
@@ -127,9 +127,9 @@ async def run_mixed_load(
         nonlocal answers
         wire = await RawConnection.open(port)
         while time.monotonic() < end:
-            assert (await rng.choice(posts).by(wire)).status == 200
+            assert (await rng.choice(posts).send(wire)).status == 200
             answers += 1
-        wire.leave()
+        wire.close()
 
     async def sample_memory() -> None:
         while time.monotonic() < end:
@@ -156,9 +156,9 @@ async def run_single_rows(server: ServerProcess, post: CheckedRequest, seconds: 
         nonlocal answers
         wire = await RawConnection.open(port)
         while time.monotonic() < end:
-            assert (await post.by(wire)).status == 200
+            assert (await post.send(wire)).status == 200
             answers += 1
-        wire.leave()
+        wire.close()
 
     await asyncio.gather(*(run_client() for _ in range(64)))
     after = await _fetch_samples(port)
@@ -176,9 +176,9 @@ async def _measure_closed_loop(port: int, post: CheckedRequest, seconds: float, 
         nonlocal answers
         wire = await RawConnection.open(port)
         while time.perf_counter() - began < seconds:
-            assert (await post.by(wire, waits_for_leave=True)).status == 200
+            assert (await post.send(wire, waits_for_leave=True)).status == 200
             answers += 1
-        wire.leave()
+        wire.close()
 
     await asyncio.gather(*(run_client() for _ in range(connections)))
     return answers / (time.perf_counter() - began)
@@ -193,17 +193,17 @@ async def _run_open_loop(port: int, post: CheckedRequest, rate: float, seconds: 
         began = time.perf_counter()
         try:
             wire = idle.pop() if idle else await RawConnection.open(port)
-            answered = await post.by(wire, waits_for_leave=True)
+            answered = await post.send(wire, waits_for_leave=True)
         except OSError:
             tally.broken += 1
             return
         took = time.perf_counter() - began
-        if answered.stays_open:
+        if answered.is_reusable:
             idle.append(wire)
         else:
-            wire.leave()
+            wire.close()
         if answered.status == 200:
-            tally.served.append(took)
+            tally.served_s.append(took)
         elif answered.status == 429:
             tally.refused.append(took)
         else:
@@ -215,16 +215,16 @@ async def _run_open_loop(port: int, post: CheckedRequest, rate: float, seconds: 
             await asyncio.sleep(max(0.0, start + number / rate - time.perf_counter()))
             tasks.create_task(send_one())
     for wire in idle:
-        wire.leave()
+        wire.close()
     return tally
 
 
 async def _send_on_new_connection(port: int, post: CheckedRequest) -> int:
     wire = await RawConnection.open(port)
     try:
-        return (await post.by(wire)).status
+        return (await post.send(wire)).status
     finally:
-        wire.leave()
+        wire.close()
 
 
 async def _send_disturbed(port: int, post: CheckedRequest, rng: random.Random) -> None:
@@ -237,19 +237,19 @@ async def _send_disturbed(port: int, post: CheckedRequest, rng: random.Random) -
         whole = post.head + b"\r\n" + post.body
         match rng.randrange(4):
             case 0:
-                await wire.send(whole[: rng.randrange(len(post.head))])
+                await wire.send_bytes(whole[: rng.randrange(len(post.head))])
             case 1:
-                await wire.send(whole[: rng.randrange(len(post.head), len(whole))])
+                await wire.send_bytes(whole[: rng.randrange(len(post.head), len(whole))])
             case 2:
-                await wire.send(whole)
+                await wire.send_bytes(whole)
                 await asyncio.sleep(rng.random() * 0.005)
             case _:
-                await wire.send(whole)
-                await wire.read_some(rng.randrange(1, len(post.body)))
+                await wire.send_bytes(whole)
+                await wire.receive_bytes(rng.randrange(1, len(post.body)))
     except OSError:
         return
     finally:
-        wire.leave()
+        wire.close()
 
 
 async def _wait_until_unused(port: int) -> dict[str, float]:

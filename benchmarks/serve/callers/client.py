@@ -60,7 +60,7 @@ def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> Non
             x = posts.make_x(SIZES[size])
             right = posts.compute_expected(x, parameters).float().numpy()
             for transport in transports:
-                with results.part(f"{transport}, {size}"):
+                with results.run_part(f"{transport}, {size}"):
                     peaks = {name: _measure_peak_bytes(name, endpoints[transport], x) for name in chosen}
                     of_all = {"transport": transport, "size": size, "nbytes": x.nbytes}
                     turns = _time_rounds(chosen, endpoints[transport], x, right, asked.rounds, asked.seconds)
@@ -70,7 +70,7 @@ def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> Non
                             row = {"caller": name, "round": number, **figures, "over_socket": over}
                             row["peak_over_body"] = peaks[name] / x.nbytes
                             shown = {key: f"{value:.4g}" for key, value in row.items() if isinstance(value, float)}
-                            results.add(of_all | row | shown)
+                            results.add_row(of_all | row | shown)
 
 
 def _start_endpoints(
@@ -100,14 +100,14 @@ def _time_rounds(
     with asyncio.Runner() as runner, contextlib.ExitStack() as stack:
         asked = {name: stack.enter_context(CALLERS[name](endpoint, x, runner)) for name in chosen}
         for caller in asked.values():
-            (y,) = caller.times(1, 0.0).results
+            (y,) = caller.measure(1, 0.0).results
             np.testing.assert_allclose(y, right, rtol=1e-5, atol=3e-5)
         for number in range(rounds):
             timed = {}
             for name in random.Random(number).sample(chosen, len(chosen)):
-                asked[name].times(1, seconds / 5)
+                asked[name].measure(1, seconds / 5)
                 busy = time.process_time()
-                times = asked[name].times(3, seconds).seconds
+                times = asked[name].measure(3, seconds).seconds
                 busy = time.process_time() - busy
                 timed[name] = {
                     "per_second": len(times) / sum(times),
@@ -138,11 +138,11 @@ def _report_growth(
     small = np.ones((1, shape[1]), np.float32)
     with asyncio.Runner() as runner, CALLERS[name](endpoint, x, runner) as caller:
         with CALLERS[name](endpoint, small, runner) as warm:
-            warm.times(3, 0.0)
+            warm.measure(3, 0.0)
         before = _read_memory_bytes("VmRSS")
         # Reset the peak.
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-        caller.times(1, 0.0)
+        caller.measure(1, 0.0)
         pipe.send(_read_memory_bytes("VmHWM") - before)
 
 

@@ -71,18 +71,18 @@ def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> Non
         os.sched_setaffinity(0, caller_cores)
         local, http = f"unix://{shared}", f"http://127.0.0.1:{tcp.address}"
         for size, nbytes in SIZES.items():
-            with results.part(size), Client(local) as client, Client(http) as over_http:
+            with results.run_part(size), Client(local) as client, Client(http) as over_http:
                 time_calls(results, size, nbytes, _make_forward_calls(client, over_http, nbytes), asked)
         for count, what in MODULES.items():
-            with results.part(what), Client(local) as client:
+            with results.run_part(what), Client(local) as client:
                 nbytes = 2 * _MODULE_ROWS * _MODULE_COLS
                 time_calls(
                     results, f"{what}, forward and backward", nbytes, _make_module_steps(client, count), asked
                 )
         for count, size, device in ((8, "4 KiB", "cuda"), (8, "4 KiB", None), (4, "64 MiB", None)):
-            with results.part(f"{count} clients"):
+            with results.run_part(f"{count} clients"):
                 _time_clients(results, local, (count, size, device), asked)
-        with results.part("copies"):
+        with results.run_part("copies"):
             time_calls(results, "copies both ways, 64 MiB", 2**26, {"pinned memory": _make_copies(2**26)}, asked)
 
 
@@ -214,7 +214,7 @@ def _add_row(
     results: CsvResults, what: str, caller: str, nbytes: int, number: int, taken: list[float], rate: float
 ) -> None:
     ordered = sorted(taken)
-    results.add(
+    results.add_row(
         {
             "what": what,
             "caller": caller,

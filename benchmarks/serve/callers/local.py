@@ -52,7 +52,7 @@ def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> Non
         os.sched_setaffinity(0, caller_cores)
         for size in asked.size or SIZES:
             x = posts.make_x(SIZES[size])
-            with results.part(size), contextlib.ExitStack() as stack:
+            with results.run_part(size), contextlib.ExitStack() as stack:
                 runner = stack.enter_context(asyncio.Runner())
                 over_http = ServerEndpoint(f"http+unix://{unix.address}", launch.LAYER)
                 turns = {
@@ -99,17 +99,17 @@ def _time_callers(
     asked: argparse.Namespace,
 ) -> None:
     for caller in turns.values():
-        (y,) = caller.times(1, 0.0).results
+        (y,) = caller.measure(1, 0.0).results
         np.testing.assert_allclose(y, right, rtol=1e-5, atol=3e-5)
         del y
     for number in range(asked.rounds):
         taken: dict[str, list[float]] = {}
         for name in random.Random(number).sample(list(turns), len(turns)):
-            turns[name].times(1, asked.seconds / 5)
-            taken[name] = turns[name].times(3, asked.seconds).seconds
+            turns[name].measure(1, asked.seconds / 5)
+            taken[name] = turns[name].measure(3, asked.seconds).seconds
         p50 = {name: median(times) for name, times in taken.items()}
         for name, times in taken.items():
-            results.add(
+            results.add_row(
                 {
                     "size": size,
                     "nbytes": x.nbytes,

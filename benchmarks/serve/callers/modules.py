@@ -66,7 +66,7 @@ def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> Non
             TCP: f"http://127.0.0.1:{tcp.address}",
         }
         for rows in asked.rows or (16, 1024):
-            with results.part(f"{rows} rows"), contextlib.ExitStack() as stack:
+            with results.run_part(f"{rows} rows"), contextlib.ExitStack() as stack:
                 clients = {name: stack.enter_context(Client(url)) for name, url in urls.items()}
                 _time_steps(results, rows, dict(_iterate_steps(clients, rows, asked)), asked)
 
@@ -125,7 +125,7 @@ def _time_steps(results: CsvResults, rows: int, steps: Mapping[str, Step], asked
             taken[name] = time_calls_s(steps[name], asked.seconds)
         p50 = {name: median(each) for name, each in taken.items()}
         for name, each in taken.items():
-            results.add(
+            results.add_row(
                 {
                     "module": name,
                     "device": asked.device,

@@ -55,7 +55,7 @@ def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> Non
         urls = {"device memory": f"unix://{shared}", "HTTP": f"http://127.0.0.1:{tcp.address}"}
         for size, nbytes in SIZES.items():
             for transport, url in urls.items():
-                with results.part(f"{size}, {transport}"), Client(url) as client:
+                with results.run_part(f"{size}, {transport}"), Client(url) as client:
                     device = "cuda" if transport == "device memory" else None
                     for what, calls in _iterate_calls(client, nbytes, device):
                         time_calls(results, f"{what}, {size}, {transport}", nbytes, calls, asked)

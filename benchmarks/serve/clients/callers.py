@@ -40,7 +40,7 @@ class ServerEndpoint:
         """The request's path and query."""
         return f"/v1/layer_norm?layer={self.layer}"
 
-    def context(self) -> ssl.SSLContext | None:
+    def make_tls_context(self) -> ssl.SSLContext | None:
         """The TLS context for https."""
         return None if self.authority is None else ssl.create_default_context(cafile=self.authority)
 
@@ -59,7 +59,7 @@ class BlockingCaller:
     def __init__(self, call: Callable[[], np.ndarray]) -> None:
         self._call = call
 
-    def times(self, least: int, seconds: float) -> CallTimes:
+    def measure(self, least: int, seconds: float) -> CallTimes:
         """Call for `seconds`, and at least `least` times."""
         taken: list[float] = []
         began = ended = time.perf_counter()
@@ -82,11 +82,11 @@ class AsyncCaller:
         self._x = x
         self._layer = layer
 
-    def times(self, least: int, seconds: float) -> CallTimes:
-        """As `BlockingCaller.times`."""
-        return self._runner.run(self._times(least, seconds))
+    def measure(self, least: int, seconds: float) -> CallTimes:
+        """As `BlockingCaller.measure`."""
+        return self._runner.run(self._measure(least, seconds))
 
-    async def _times(self, least: int, seconds: float) -> CallTimes:
+    async def _measure(self, least: int, seconds: float) -> CallTimes:
         taken: list[float] = []
         began = ended = time.perf_counter()
         while len(taken) < least or ended - began < seconds:
@@ -128,7 +128,7 @@ def _make_socket_call(
 
 @contextlib.contextmanager
 def _open_socket_caller(endpoint: ServerEndpoint, x: np.ndarray, _: asyncio.Runner) -> Iterator[BlockingCaller]:
-    address, context = ServerAddress.of(endpoint.url), endpoint.context()
+    address, context = ServerAddress.parse_url(endpoint.url), endpoint.make_tls_context()
     with contextlib.ExitStack() as stack:
         if address.socket_path is not None:
             connected = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -159,9 +159,9 @@ def _open_async_caller(endpoint: ServerEndpoint, x: np.ndarray, runner: asyncio.
 @contextlib.contextmanager
 def _open_httpx_caller(endpoint: ServerEndpoint, x: np.ndarray, _: asyncio.Runner) -> Iterator[BlockingCaller]:
     """A request in the form of httpx's documentation, with the codec's own encoding."""
-    address = ServerAddress.of(endpoint.url)
+    address = ServerAddress.parse_url(endpoint.url)
     header = safetensors.encode_header({"x": (DType.FLOAT32, x.shape)})
-    transport = httpx.HTTPTransport(uds=address.socket_path, verify=endpoint.context() or True)
+    transport = httpx.HTTPTransport(uds=address.socket_path, verify=endpoint.make_tls_context() or True)
     url = "http://localhost" if address.socket_path is not None else endpoint.url
 
     def call(http: httpx.Client) -> np.ndarray:

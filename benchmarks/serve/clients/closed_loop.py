@@ -38,7 +38,7 @@ class CompiledClient:
         self._request = folder / "request"
         self._cores = cores
 
-    def turn(
+    def run_turn(
         self,
         server: ServerProcess,
         content_type: str,

@@ -62,14 +62,14 @@ class CheckedRequest:
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/x-npy\r\n"
         self.head = f"{head}Content-Length: {len(self.body)}\r\n".encode()
 
-    async def by(self, wire: RawConnection, *, waits_for_leave: bool = False) -> WireResponse:
+    async def send(self, wire: RawConnection, *, waits_for_leave: bool = False) -> WireResponse:
         """Send it and check the response, if it is successful."""
-        answered = await wire.request(self.head, self.body, waits_for_leave=waits_for_leave)
+        answered = await wire.exchange(self.head, self.body, waits_for_leave=waits_for_leave)
         if answered.status == 200:
-            self.check(answered.body)
+            self.check_body(answered.body)
         return answered
 
-    def check(self, answer: bytearray) -> None:
+    def check_body(self, answer: bytearray) -> None:
         """Raises: AssertionError: the response is wrong."""
         if self._right is None:
             self._right = bytes(answer)

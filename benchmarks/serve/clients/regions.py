@@ -28,7 +28,7 @@ class SharedMemoryCall:
         y: np.ndarray = shared_memory.get_contents_as_numpy(self._target, self._x.dtype, self._x.shape)
         return y
 
-    def body(self) -> bytes:
+    def make_body(self) -> bytes:
         """The body that such a call sends."""
         body, _ = triton.InferenceServerClient.generate_request_body([self._source], outputs=[self._wanted])
         return bytes(body)

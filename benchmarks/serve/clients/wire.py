@@ -13,7 +13,7 @@ class WireResponse:
 
     status: int
     body: bytearray
-    stays_open: bool
+    is_reusable: bool
 
 
 class RawConnection:
@@ -34,26 +34,26 @@ class RawConnection:
         await asyncio.get_running_loop().sock_connect(made, ("127.0.0.1", port))
         return cls(made)
 
-    async def send(self, data: bytes | memoryview) -> None:
+    async def send_bytes(self, data: bytes | memoryview) -> None:
         for start in range(0, len(data), _PIECE_BYTES):
             # One system call continues as long as the server reads, and would delay the timed requests.
             await self._loop.sock_sendall(self._socket, memoryview(data)[start : start + _PIECE_BYTES])
             await asyncio.sleep(0)
 
-    async def request(self, head: bytes, body: bytes, *, waits_for_leave: bool) -> WireResponse:
+    async def exchange(self, head: bytes, body: bytes, *, waits_for_leave: bool) -> WireResponse:
         """One request and its response; the body is not sent if the server refuses the request before."""
         if waits_for_leave:
-            await self.send(head + b"Expect: 100-continue\r\n\r\n")
-            first = await self.answer()
+            await self.send_bytes(head + b"Expect: 100-continue\r\n\r\n")
+            first = await self.receive_response()
             if first.status != 100:
                 return first
-            await self.send(body)
+            await self.send_bytes(body)
         else:
-            await self.send(head + b"\r\n")
-            await self.send(body)
-        return await self.answer()
+            await self.send_bytes(head + b"\r\n")
+            await self.send_bytes(body)
+        return await self.receive_response()
 
-    async def answer(self) -> WireResponse:
+    async def receive_response(self) -> WireResponse:
         """Receive the next response completely."""
         received = bytearray()
         while (end := received.find(b"\r\n\r\n")) < 0:
@@ -68,18 +68,18 @@ class RawConnection:
             self._body = bytearray(length)
         body = self._body if length else bytearray()
         body[: len(received) - end - 4] = received[end + 4 :]
-        await self._fill(memoryview(body)[len(received) - end - 4 :])
+        await self._receive_into(memoryview(body)[len(received) - end - 4 :])
         return WireResponse(int(head.split(b" ")[1]), body, b"\r\nconnection: close" not in head)
 
-    async def read_some(self, nbytes: int) -> None:
+    async def receive_bytes(self, nbytes: int) -> None:
         """Receive `nbytes` of any data."""
-        await self._fill(memoryview(bytearray(nbytes)))
+        await self._receive_into(memoryview(bytearray(nbytes)))
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Disconnect at once."""
         self._socket.close()
 
-    async def _fill(self, memory: memoryview) -> None:
+    async def _receive_into(self, memory: memoryview) -> None:
         while len(memory):
             got = await self._loop.sock_recv_into(self._socket, memory[:_PIECE_BYTES])
             if not got:

@@ -43,15 +43,15 @@ async def _measure_engine(results: CsvResults, asked: argparse.Namespace) -> Non
     kind = await engine.start()
     for mib in asked.mib:
         for in_flight in asked.in_flight:
-            with results.part(f"{mib} MiB, {in_flight} in flight"):
+            with results.run_part(f"{mib} MiB, {in_flight} in flight"):
                 nbytes = mib * 2**20
                 copies = _make_pinned_copies(nbytes) if kind == "cuda" else _make_host_copies(nbytes)
-                jobs = await engine.jobs(nbytes, in_flight)
+                jobs = await engine.make_jobs(nbytes, in_flight)
                 for number in range(asked.rounds):
                     ceiling = _measure_copy_rate(copies, nbytes, asked.seconds / 2)
-                    passage = await engine.turn(jobs, asked.seconds)
+                    passage = await engine.run_turn(jobs, asked.seconds)
                     row = {"backend": kind, "nbytes": nbytes, "in_flight": in_flight, "round": number}
-                    results.add(row | _make_figures(passage, ceiling))
+                    results.add_row(row | _make_figures(passage, ceiling))
                     print(f"{mib} MiB, {in_flight} in flight: {_format_figures(passage, ceiling)}", flush=True)
                 del jobs, copies
     engine.stop()

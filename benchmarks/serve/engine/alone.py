@@ -52,16 +52,16 @@ class BareEngine:
     async def start(self) -> str:
         """Start the device; return its kind."""
         device = await self._engine.start()
-        self._engine.open()
+        self._engine.accept_jobs()
         return device.kind
 
-    async def jobs(self, nbytes: int, count: int) -> list[NormJob]:
+    async def make_jobs(self, nbytes: int, count: int) -> list[NormJob]:
         """LayerNorm jobs with `count` inputs in separate slabs; compile kernels and allocate slabs for results."""
         jobs = [_make_job(self.slabs, nbytes) for _ in range(count)]
-        await self.turn(jobs, _WARM_S, _WARM_PASSES)
+        await self.run_turn(jobs, _WARM_S, _WARM_PASSES)
         return jobs
 
-    async def turn(self, jobs: list[NormJob], seconds: float, passes: int = 1) -> EngineTimes:
+    async def run_turn(self, jobs: list[NormJob], seconds: float, passes: int = 1) -> EngineTimes:
         """Submit each job again as soon as it is done, for `seconds` and at least `passes` times."""
         results: list[tuple[float, NormResult]] = []
         moved, began, used = 0, time.perf_counter(), time.process_time()
@@ -84,9 +84,9 @@ class BareEngine:
 
     async def _compute(self, job: NormJob) -> NormResult:
         ended: asyncio.Future[NormResult | NormserveError] = asyncio.get_running_loop().create_future()
-        self._engine.begin(job, _FAR, ended.set_result)
+        self._engine.submit(job, _FAR, ended.set_result)
         result = await ended
-        self._engine.end(job)
+        self._engine.release(job)
         if isinstance(result, NormserveError):
             raise result
         return result
@@ -106,7 +106,7 @@ def _compute_stages_ms(results: list[tuple[float, NormResult]]) -> dict[str, flo
 
 def _make_job(slabs: SlabPool, nbytes: int) -> NormJob:
     shape = (nbytes // 2 // COLS, COLS)
-    data = slabs.take(nbytes)[:nbytes]
+    data = slabs.borrow(nbytes)[:nbytes]
     torch.frombuffer(data, dtype=torch.bfloat16).normal_()
     spec = NormSpec(Op.LAYER_NORM, PassDirection.FORWARD, eps=1e-5)
     return NormJob(spec, {"x": HostTensor(DType.BFLOAT16, shape, data)})

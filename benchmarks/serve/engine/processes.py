@@ -29,22 +29,22 @@ class EngineProcess:
 
     def wait_until_ready(self) -> None:
         """Raises: EOFError, TimeoutError: it has ended, or takes too long."""
-        self._hear(_START_S)
+        self._receive(_START_S)
 
-    def go(self, seconds: float) -> None:
+    def start_turn(self, seconds: float) -> None:
         """Begin a turn."""
         self._here.send(seconds)
 
-    def bytes_per_second(self) -> float:
+    def receive_rate(self) -> float:
         """The rate of the turn."""
-        return float(self._hear(_TURN_S))
+        return float(self._receive(_TURN_S))
 
-    def end(self) -> None:
+    def terminate(self) -> None:
         """End the process at once."""
         self._process.terminate()
         self._process.join()
 
-    def _hear(self, patience_s: float) -> Any:
+    def _receive(self, patience_s: float) -> Any:
         if not self._here.poll(patience_s):
             raise TimeoutError(f"an engine said nothing for {patience_s:g} s")
         return self._here.recv()
@@ -57,7 +57,7 @@ def start_engines(devices: Sequence[str], nbytes: int, in_flight: int) -> Iterat
         started = []
         for device in devices:
             started.append(EngineProcess(device, nbytes, in_flight))
-            stack.callback(started[-1].end)
+            stack.callback(started[-1].terminate)
         for engine in started:
             engine.wait_until_ready()
         yield started
@@ -82,9 +82,9 @@ def _run_process(channel: Connection, backend: str, nbytes: int, in_flight: int)
 async def _run_turns(channel: Connection, backend: str, nbytes: int, in_flight: int) -> None:
     engine = BareEngine(backend)
     await engine.start()
-    jobs = await engine.jobs(nbytes, in_flight)
+    jobs = await engine.make_jobs(nbytes, in_flight)
     channel.send("ready")
     while True:
         # A blocking read: there is no other work between turns.
         seconds = channel.recv()
-        channel.send((await engine.turn(jobs, seconds)).bytes_per_second)
+        channel.send((await engine.run_turn(jobs, seconds)).bytes_per_second)

@@ -42,7 +42,7 @@ _REQUESTS = ((2**12, 64), (2**20, 32), (2**24, 16), (2**26, 8))
 class _DeviceServer:
     """A server, its processes by name, and how many devices they own."""
 
-    served: ServerProcess
+    server: ServerProcess
     pids: dict[str, int]
     devices: int
 
@@ -60,17 +60,17 @@ def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> Non
     devices = asked.devices.split(",")
     if asked.only != "http":
         for mib in _ENGINE_MIB:
-            with results.part(f"engines, {mib} MiB"):
+            with results.run_part(f"engines, {mib} MiB"):
                 _measure_engines(results, devices, mib * 2**20, asked.rounds, asked.seconds)
     if asked.only != "engine":
-        with results.part("servers"), contextlib.ExitStack() as stack:
+        with results.run_part("servers"), contextlib.ExitStack() as stack:
             server_cores, client_cores = asked.cores
             client = CompiledClient(folder, client_cores)
             fleets = [
                 _start_server(stack, folder / str(len(some)), some, server_cores) for some in (devices[:1], devices)
             ]
             for nbytes, connections in _REQUESTS:
-                with results.part(f"servers, {nbytes} bytes"):
+                with results.run_part(f"servers, {nbytes} bytes"):
                     _measure_servers(results, client, fleets, nbytes, connections, asked.rounds, asked.seconds)
 
 
@@ -81,10 +81,10 @@ def _measure_engines(results: CsvResults, devices: list[str], nbytes: int, round
             reached = []
             for some in (all_of_them[:1], all_of_them):
                 for engine in some:
-                    engine.go(seconds)
-                reached.append(sum(engine.bytes_per_second() for engine in some))
+                    engine.start_turn(seconds)
+                reached.append(sum(engine.receive_rate() for engine in some))
             for count, rate in zip((1, len(devices)), reached, strict=True):
-                results.add(
+                results.add_row(
                     {
                         "what": "engine",
                         "nbytes": nbytes,
@@ -124,16 +124,16 @@ def _measure_servers(
     for fleet in fleets:
         _check_responses(fleet, x, body)
         # A first turn, to allocate slabs for this many requests.
-        client.turn(fleet.served, "application/x-npy", body, seconds, connections)
+        client.run_turn(fleet.server, "application/x-npy", body, seconds, connections)
     for number in range(rounds):
         alone = 0.0
         for fleet in fleets:
             began, used = time.perf_counter(), read_processor_seconds(fleet.pids)
-            turn = client.turn(fleet.served, "application/x-npy", body, seconds, connections)
+            turn = client.run_turn(fleet.server, "application/x-npy", body, seconds, connections)
             elapsed = time.perf_counter() - began
             busy = {name: (now - used[name]) / elapsed for name, now in read_processor_seconds(fleet.pids).items()}
             alone = alone or turn.per_second
-            results.add(
+            results.add_row(
                 {
                     "what": "server",
                     "nbytes": len(body),
@@ -153,7 +153,7 @@ def _measure_servers(
 
 def _check_responses(fleet: _DeviceServer, x: np.ndarray, body: bytes) -> None:
     """Compare one response of each process with torch's; connections go to the processes in turn."""
-    url = f"http://127.0.0.1:{fleet.served.address}{fleet.served.path}"
+    url = f"http://127.0.0.1:{fleet.server.address}{fleet.server.path}"
     for _ in range(fleet.devices):
         answer = httpx.post(url, content=body, headers={"content-type": "application/x-npy"}, timeout=60)
         posts.check_response(x, posts.make_parameters(), answer.raise_for_status().content)

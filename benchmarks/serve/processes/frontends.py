@@ -38,7 +38,7 @@ _REQUESTS = ((2**12, 1), (2**12, 64), (2**20, 1), (2**20, 64), (2**24, 1), (2**2
 class _ServerProcesses:
     """A server, its processes by name, and its number of HTTP processes."""
 
-    served: ServerProcess
+    server: ServerProcess
     pids: dict[str, int]
     front_ends: int
 
@@ -61,7 +61,7 @@ def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> Non
             _start_server(stack, folder / str(count), server_cores, asked.backend, count) for count in counts
         ]
         for nbytes, connections in _REQUESTS:
-            with results.part(f"{nbytes} bytes, {connections} connections"):
+            with results.run_part(f"{nbytes} bytes, {connections} connections"):
                 _measure_requests(results, client, servers, nbytes, connections, asked.rounds, asked.seconds)
 
 
@@ -118,24 +118,24 @@ def _measure_requests(
     x = posts.make_x(nbytes)
     body = posts.encode_npy(x)
     for server in servers:
-        url = f"http://127.0.0.1:{server.served.address}{server.served.path}"
+        url = f"http://127.0.0.1:{server.server.address}{server.server.path}"
         answer = httpx.post(url, content=body, headers={"content-type": _NPY}, timeout=300)
         posts.check_response(x, posts.make_parameters(), answer.raise_for_status().content)
         # A first turn, to allocate slabs for this many requests.
-        client.turn(server.served, _NPY, body, seconds / 3, connections)
+        client.run_turn(server.server, _NPY, body, seconds / 3, connections)
     for number in range(rounds):
         turns = {}
         for server in random.Random(number).sample(servers, len(servers)):
             began, used = time.perf_counter(), read_processor_seconds(server.pids)
-            before = scrape.fetch_samples(server.served.address)
-            turn = client.turn(server.served, _NPY, body, seconds, connections)
-            shared = scrape.compute_requests_per_launch(before, scrape.fetch_samples(server.served.address))
+            before = scrape.fetch_samples(server.server.address)
+            turn = client.run_turn(server.server, _NPY, body, seconds, connections)
+            shared = scrape.compute_requests_per_launch(before, scrape.fetch_samples(server.server.address))
             elapsed = time.perf_counter() - began
             busy = {name: (now - used[name]) / elapsed for name, now in read_processor_seconds(server.pids).items()}
             turns[server.front_ends] = turn, shared, busy
         alone, _, _ = turns[0]
         for count, (turn, shared, busy) in sorted(turns.items()):
-            results.add(
+            results.add_row(
                 {
                     "nbytes": nbytes,
                     "connections": connections,

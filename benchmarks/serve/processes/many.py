@@ -61,9 +61,11 @@ def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> Non
     backend = "triton" if asked.device == "cuda" else "torch"
     for size, count in itertools.product(asked.size or ["4 KiB", "1 MiB"], asked.clients):
         load = _ProcessLoad(size, count, asked, before)
-        with results.part(f"{OWN}, {count} of {size}"):
+        with results.run_part(f"{OWN}, {count} of {size}"):
             for number in range(asked.rounds):
-                results.add(load.row(OWN, number, server_cores | client_cores, f"own {asked.device}", None))
+                results.add_row(
+                    load.measure_row(OWN, number, server_cores | client_cores, f"own {asked.device}", None)
+                )
     with launch.run_normserve(
         server_cores, folder, posts.make_parameters(), backend, ("--local", str(shared), *quotas)
     ) as (served, _):
@@ -73,14 +75,14 @@ def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> Non
         for size, count in itertools.product(asked.size or ["4 KiB", "1 MiB"], asked.clients):
             load = _ProcessLoad(size, count, asked, before)
             for caller, where in callers.items():
-                with results.part(f"{caller}, {count} of {size}"):
+                with results.run_part(f"{caller}, {count} of {size}"):
                     for number in range(asked.rounds):
-                        results.add(load.row(caller, number, client_cores, where, served.pid))
+                        results.add_row(load.measure_row(caller, number, client_cores, where, served.pid))
         for size, (caller, where) in itertools.product(asked.size or ["4 KiB", "1 MiB"], callers.items()):
-            with results.part(f"{BESIDE}, {size}"), _occupy(client_cores, asked.device):
+            with results.run_part(f"{BESIDE}, {size}"), _occupy(client_cores, asked.device):
                 load = _ProcessLoad(size, 1, asked, before)
                 for number in range(asked.rounds):
-                    results.add(load.row(caller, number, client_cores, where, served.pid, BESIDE))
+                    results.add_row(load.measure_row(caller, number, client_cores, where, served.pid, BESIDE))
 
 
 class _ProcessLoad:
@@ -90,7 +92,7 @@ class _ProcessLoad:
         self._size, self._count, self._asked = size, count, asked
         self._device_before = device_before
 
-    def row(
+    def measure_row(
         self, caller: str, number: int, cores: set[int], where: str, server: int | None, beside: str = ""
     ) -> Mapping[str, object]:
         """Start the processes, let them work, kill one, and return the measurements."""
@@ -98,7 +100,7 @@ class _ProcessLoad:
             clients = [_NormalisingProcess(cores, where, SIZES[self._size]) for _ in range(self._count)]
             for client in clients:
                 stack.callback(client.end)
-            first = [client.ready() for client in clients]
+            first = [client.wait_until_ready() for client in clients]
             taken = _run_turn(clients, self._asked.seconds)
             pids = [client.pid for client in clients] + ([] if server is None else [server])
             resident = memory.read_resident_bytes(pids)
@@ -134,20 +136,20 @@ class _NormalisingProcess:
         self._running = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.pid = self._running.pid
 
-    def ready(self) -> float:
+    def wait_until_ready(self) -> float:
         """Wait for its first result; return the seconds since its start."""
-        answered: float = self._told()
+        answered: float = self._receive()
         return answered - self._began
 
-    def begin(self, until: float) -> None:
+    def start_turn(self, until: float) -> None:
         """Let it work until this time, by `time.perf_counter`."""
         assert self._running.stdin is not None
         self._running.stdin.write(f"{until}\n")
         self._running.stdin.flush()
 
-    def taken(self) -> Mapping[str, Any]:
+    def receive_calls(self) -> Mapping[str, Any]:
         """The result of `normalising.taken_until`."""
-        taken: Mapping[str, Any] = self._told()
+        taken: Mapping[str, Any] = self._receive()
         return taken
 
     def kill(self) -> None:
@@ -157,7 +159,7 @@ class _NormalisingProcess:
         self._running.kill()
         self._running.communicate()
 
-    def _told(self) -> Any:
+    def _receive(self) -> Any:
         assert self._running.stdout is not None
         line = self._running.stdout.readline()
         if not line:
@@ -168,8 +170,8 @@ class _NormalisingProcess:
 def _run_turn(clients: Sequence[_NormalisingProcess], seconds: float) -> list[Mapping[str, Any]]:
     until = time.perf_counter() + seconds
     for client in clients:
-        client.begin(until)
-    return [client.taken() for client in clients]
+        client.start_turn(until)
+    return [client.receive_calls() for client in clients]
 
 
 def _compute_rate(one: Mapping[str, Any]) -> float:
@@ -183,11 +185,11 @@ def _measure_kill(clients: Sequence[_NormalisingProcess]) -> tuple[int, str]:
     first, *others = clients
     began = time.perf_counter()
     for client in clients:
-        client.begin(began + _BEFORE_KILL_S + _AFTER_KILL_S)
+        client.start_turn(began + _BEFORE_KILL_S + _AFTER_KILL_S)
     time.sleep(_BEFORE_KILL_S)
     killed_at = time.perf_counter()
     first.kill()
-    taken = [client.taken() for client in others]
+    taken = [client.receive_calls() for client in others]
     after = [seconds for one in taken for ended, seconds in one["calls"] if ended >= killed_at]
     return sum(one["errors"] for one in taken), f"{1e6 * max(after):.4g}"
 

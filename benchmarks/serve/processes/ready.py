@@ -41,7 +41,7 @@ class StartRequest:
     path: str
     shapes: Mapping[str, tuple[int, ...]]
 
-    def body(self) -> bytes:
+    def encode_body(self) -> bytes:
         """The body, as safetensors."""
         numbers = np.random.default_rng(0)
         tensors = {}
@@ -81,11 +81,11 @@ def main() -> int:
     for number in range(asked.rounds):
         with tempfile.TemporaryDirectory() as folder:
             for cache in ("empty", "full"):
-                with results.part(f"{cache} cache"):
+                with results.run_part(f"{cache} cache"):
                     for what, seconds in _measure_start(asked.backend, cores, Path(folder)):
                         kernels = len(list(Path(folder).glob("*/*.cubin")))
                         about = {"cache": cache, "round": number, "kernels_in_cache": kernels}
-                        results.add(about | {"what": what, "ms": f"{1000 * seconds:.1f}"})
+                        results.add_row(about | {"what": what, "ms": f"{1000 * seconds:.1f}"})
     for line in format_table(results.rows):
         print(line)
     return results.exit_code
@@ -137,7 +137,7 @@ def _wait_for_ok(http: httpx.Client, path: str, running: subprocess.Popen[str], 
 
 
 def _send_request(http: httpx.Client, request: StartRequest) -> None:
-    answer = http.post(request.path, content=request.body(), headers={"content-type": _SAFETENSORS})
+    answer = http.post(request.path, content=request.encode_body(), headers={"content-type": _SAFETENSORS})
     answer.raise_for_status()
 
 

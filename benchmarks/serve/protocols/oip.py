@@ -88,7 +88,7 @@ def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> Non
         theirs = stack.enter_context(_start_triton(asked, folder, server_cores, parameters))
         os.sched_setaffinity(0, client_cores)
         for size in asked.size or SIZES:
-            with results.part(size), contextlib.ExitStack() as connected:
+            with results.run_part(size), contextlib.ExitStack() as connected:
                 x = posts.make_x(SIZES[size])
                 right = posts.compute_expected(x, parameters).float().numpy()
                 loop = CompiledClient(folder, client_cores)
@@ -140,7 +140,7 @@ def _iterate_callers(
         np.testing.assert_allclose(shared(), right, rtol=1e-5, atol=3e-5)
         for name, turn in zip(
             _SHARED[in_python],
-            (_make_turn(shared), _make_c_turn(loop, place, _JSON, shared.body(), {})),
+            (_make_turn(shared), _make_c_turn(loop, place, _JSON, shared.make_body(), {})),
             strict=True,
         ):
             yield name, TimedCaller(turn, is_theirs)
@@ -172,7 +172,7 @@ def _make_c_turn(
     loop: CompiledClient, place: ServerProcess, content_type: str, body: bytes, fields: Mapping[str, object]
 ) -> Turn:
     def run_turn(seconds: float) -> tuple[float, float]:
-        came = loop.turn(place, content_type, body, seconds, fields=fields)
+        came = loop.run_turn(place, content_type, body, seconds, fields=fields)
         return came.per_second, came.p50_s
 
     return run_turn
@@ -195,7 +195,7 @@ def _time_callers(
                 came[name] = caller.turn(asked.seconds)
         for name, (per_second, p50_s) in came.items():
             peer = _PEERS.get(name)
-            results.add(
+            results.add_row(
                 {
                     "size": size,
                     "nbytes": x.nbytes,
@@ -215,11 +215,11 @@ def _suspend(server: RunningServer | None) -> Iterator[None]:
     if server is None:
         yield
         return
-    server.sleep()
+    server.suspend()
     try:
         yield
     finally:
-        server.wake()
+        server.resume()
 
 
 def format_table(rows: Sequence[Mapping[str, object]]) -> str:

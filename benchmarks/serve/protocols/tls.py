@@ -63,7 +63,7 @@ def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> Non
             served[transport] = stack.enter_context(running)[0]
         os.sched_setaffinity(0, client_cores)
         for size in asked.size or SIZES:
-            with results.part(size):
+            with results.run_part(size):
                 x = make_x(SIZES[size])
                 with contextlib.ExitStack() as opened:
                     lines = {
@@ -71,7 +71,7 @@ def measure(results: CsvResults, folder: Path, asked: argparse.Namespace) -> Non
                         for transport, context in contexts.items()
                     }
                     for line in lines.values():
-                        check_response(x, parameters, bytes(line.request()))
+                        check_response(x, parameters, bytes(line.send()))
                     for number in range(asked.rounds):
                         _time_round(results, lines, size, number, asked.seconds)
 
@@ -87,7 +87,7 @@ class RepeatedRequest:
         cipher = connection.cipher() if isinstance(connection, ssl.SSLSocket) else None
         self.cipher = cipher[0] if cipher else ""
 
-    def request(self) -> memoryview:
+    def send(self) -> memoryview:
         """Send the request and read the whole response; return its body.
 
         Raises:
@@ -133,7 +133,7 @@ def _time_round(
     for transport, line in lines.items():
         p50 = median(times[transport])
         per_second = len(times[transport]) / sum(times[transport])
-        results.add(
+        results.add_row(
             {
                 "size": size,
                 "nbytes": line.body_bytes,
@@ -154,7 +154,7 @@ def _run_turn(line: RepeatedRequest, seconds: float) -> list[float]:
     began = time.perf_counter()
     while not times or time.perf_counter() - began < seconds:
         sent = time.perf_counter()
-        line.request()
+        line.send()
         if sent - began >= seconds / 5:
             times.append(time.perf_counter() - sent)
     return times

@@ -27,14 +27,14 @@ class CsvResults:
         with path.open("w", newline="", encoding="utf-8") as file:
             csv.DictWriter(file, self._columns).writeheader()
 
-    def add(self, row: Mapping[str, object]) -> None:
+    def add_row(self, row: Mapping[str, object]) -> None:
         """Write a row, after the columns that describe the machine."""
         self.rows.append(row)
         with self._path.open("a", newline="", encoding="utf-8") as file:
             csv.DictWriter(file, self._columns).writerow(self._machine | dict(row))
 
     @contextlib.contextmanager
-    def part(self, name: str) -> Iterator[None]:
+    def run_part(self, name: str) -> Iterator[None]:
         """A part of the run; its failure is printed, and the run continues."""
         try:
             yield

@@ -22,43 +22,43 @@ class NullBackend:
     """Returns x as y, on the calling thread."""
 
     name = "none"
-    depth = ONE_AT_A_TIME
-    inline_bytes = 2**62
-    compiled = None
-    device_memory = None
+    launch_depth = ONE_AT_A_TIME
+    max_inline_bytes = 2**62
+    compiled_classes = None
+    shareable_device = None
 
     def start(self) -> DeviceDescription:
         return DeviceDescription(name="none", kind="none", copy_bandwidth=0.0, versions={})
 
-    def load(self, op: Op, weight: HostTensor, bias: HostTensor | None) -> object:
+    def load_parameters(self, op: Op, weight: HostTensor, bias: HostTensor | None) -> object:
         return None
 
     def run(self, batch: Batch) -> BatchResult:
         outputs = tuple({"y": job.x} for job in batch.jobs)
         return BatchResult(outputs, tuple(2 * job.nbytes for job in batch.jobs), 0.0, 0.0, 0.0)
 
-    def launches_at_once(self, batch: Batch) -> bool:
+    def can_launch_without_waiting(self, batch: Batch) -> bool:
         return False
 
-    def compile(self, job: NormJob) -> None:
+    def compile_kernels(self, job: NormJob) -> None:
         """Do nothing: there is nothing to compile."""
 
-    def share(self, memory: memoryview) -> object:
+    def register_host_memory(self, memory: memoryview) -> object:
         return None
 
-    def computes_alone(self, job: NormJob) -> bool:
+    def is_better_unbatched(self, job: NormJob) -> bool:
         return False
 
-    def replay(self, recurrence: ReplaySlot) -> None:
+    def get_captured_launch(self, recurrence: ReplaySlot) -> None:
         return None
 
     def make_replayer(self) -> None:
         return None
 
-    def translate(self, error: Exception) -> NormserveError | None:
+    def translate_error(self, error: Exception) -> NormserveError | None:
         return None
 
-    def memory_bytes(self) -> Mapping[str, int]:
+    def read_memory_bytes(self) -> Mapping[str, int]:
         return {}
 
 

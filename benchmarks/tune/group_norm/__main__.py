@@ -53,7 +53,7 @@ def main() -> None:
         for shape in shapes
         for layout in arguments.layout.split(",")
     ]
-    work = {cell: list(cell.configs(arguments.only)) for cell in cells}
+    work = {cell: list(cell.iterate_configs(arguments.only)) for cell in cells}
     latest = time.monotonic() + arguments.seconds
     cells = compile_cells(select_distinct_kernels(work), arguments.seconds * _COMPILING)
     if arguments.compile_only:

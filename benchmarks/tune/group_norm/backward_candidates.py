@@ -67,14 +67,14 @@ def _list_cooperative(sample: SampleShape, itemsize: int, samples: int) -> list[
         and (resident_warps <= 16 or chunks <= 2)
         and (
             config := GroupNormBackwardCooperative(channels, chunks, pieces, warps, resident_warps // warps, 2, 1)
-        ).fits(sample, itemsize, _MULTIPROCESSORS)
+        ).can_run(sample, itemsize, _MULTIPROCESSORS)
     ]
-    least = min((config.padded_length(sample, itemsize) for config in fitting), default=0)
-    lean = [config for config in fitting if config.padded_length(sample, itemsize) <= _WASTE * least]
+    least = min((config.compute_padded_length(sample, itemsize) for config in fitting), default=0)
+    lean = [config for config in fitting if config.compute_padded_length(sample, itemsize) <= _WASTE * least]
     lean.sort(
         key=lambda config: (
             _estimate_cost(config, sample, itemsize, samples * sample.groups)
-            + 1.5 * (config.padded_length(sample, itemsize) > sample.group_length)
+            + 1.5 * (config.compute_padded_length(sample, itemsize) > sample.group_length)
             + 0.1 * config.channels
         )
     )
@@ -100,12 +100,12 @@ def _list_cooperative_blocks(sample: SampleShape, itemsize: int, samples: int) -
         and 96 + 8 * chunks <= 2048 // resident_warps
         and (
             config := BackwardCooperativeBlock(columns, chunks, pieces, warps, resident_warps // warps, 2, 1)
-        ).fits(sample, itemsize, _MULTIPROCESSORS)
+        ).can_run(sample, itemsize, _MULTIPROCESSORS)
     ]
     fitting.sort(
         key=lambda config: (
             _estimate_cost(config, sample, itemsize, samples * _count_bundles(config, sample))
-            + 4 * config.padded_width(sample, itemsize) / sample.c
+            + 4 * config.compute_padded_width(sample, itemsize) / sample.c
             + abs(config.columns * itemsize / 128 - 1.2)
         )
     )
@@ -125,7 +125,7 @@ def _vary_lags(shapes: list[Timed]) -> list[Timed]:
 
 
 def _count_bundles(config: BackwardCooperativeBlock, sample: SampleShape) -> int:
-    return ceil(sample.c / (config.bundle_blocks(sample) * config.columns))
+    return ceil(sample.c / (config.count_bundle_blocks(sample) * config.columns))
 
 
 def _estimate_cost(
@@ -133,10 +133,10 @@ def _estimate_cost(
 ) -> float:
     """A cost, small for a few chunks and pieces, and for few idle programs in the last wave."""
     programs = config.programs_per_sm * _MULTIPROCESSORS
-    members = config.members(sample, itemsize)
+    members = config.count_members(sample, itemsize)
     turns = ceil(units / (programs // members))
     idle = 1 - units * members / (turns * programs)
-    return abs(config.chunks - 3) + 0.8 * abs(config.pieces - 1.5) + 0.5 * (config.num_warps > 4) + 5 * idle
+    return abs(config.chunks - 3) + 0.8 * abs(config.fragments - 1.5) + 0.5 * (config.num_warps > 4) + 5 * idle
 
 
 def _iterate_splits(sample: SampleShape, itemsize: int) -> Iterator[GroupNormBackwardSplit]:
@@ -146,7 +146,7 @@ def _iterate_splits(sample: SampleShape, itemsize: int) -> Iterator[GroupNormBac
         for channels, chunks, pieces, warps in product((1, 2, 4, 8), (2, 3, 4), (1, 2, 4, 8), (4, 8))
     ]
     work = [
-        -(-sample.hw // shape.part_positions(itemsize)) * shape.part_positions(itemsize)
+        -(-sample.hw // shape.count_range_positions(itemsize)) * shape.count_range_positions(itemsize)
         * -(-sample.channels // shape.channels) * shape.channels
         for shape in shapes
     ]  # fmt: skip
@@ -159,7 +159,7 @@ def _iterate_columns(sample: SampleShape, itemsize: int) -> Iterator[BackwardCol
     vec = compute_access_width(itemsize, sample.c)
     for size, chunks, pieces, warps in ((128, 4, 4, 4), (128, 2, 8, 8), (256, 4, 4, 8), (64, 4, 8, 4)):
         config = BackwardColumnSplit(size // itemsize, chunks, pieces, warps)
-        if config.columns <= sample.c and chunks * pieces * config.rows(vec) <= sample.hw:
+        if config.columns <= sample.c and chunks * pieces * config.count_tile_rows(vec) <= sample.hw:
             yield config
 
 
@@ -168,6 +168,6 @@ def _iterate_streams(sample: SampleShape, itemsize: int) -> Iterator[BackwardSam
     usual = find_stream_backward(sample, itemsize)
     if usual is not None:
         for chunks, apply_chunks, apply_pieces in ((2, 2, 2), (4, 2, 4), (4, 4, 1), (4, 4, 2), (2, 2, 1)):
-            yield replace(usual, chunks=chunks, apply_chunks=apply_chunks, apply_pieces=apply_pieces)
+            yield replace(usual, chunks=chunks, apply_chunks=apply_chunks, apply_fragments=apply_pieces)
         yield replace(usual, splits=max(1, usual.splits // 2))
         yield replace(usual, num_warps=2 * usual.num_warps)

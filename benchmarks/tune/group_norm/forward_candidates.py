@@ -96,8 +96,8 @@ def iterate_cooperative(sample: SampleShape, itemsize: int, samples: int) -> Ite
             config = GroupNormForwardCooperative(max(1, chunks * 2 // itemsize), warps, programs_per_sm, lag, 1)
             held = config.chunks * 2 * itemsize
             if _can_fit_registers(config, held * (1 if lag == 0 else 2)):
-                members = config.members(sample)
-                padding = members * config.chunks * config.block / sample.group_length
+                members = config.count_members(sample)
+                padding = members * config.chunks * config.chunk_elements / sample.group_length
                 found[config] = padding * _estimate_cost(
                     members, samples * sample.groups, programs_per_sm, held * 128 * warps * programs_per_sm, lag
                 )
@@ -112,7 +112,7 @@ def iterate_resident_blocks(sample: SampleShape, itemsize: int, samples: int) ->
         chunks = ceil(sample.hw / tile.rows)
         units = samples * ceil(sample.groups / groups)
         config = ForwardResidentBlock(groups, warps, programs_per_sm, 4 if 4 * units <= _MULTIPROCESSORS else 1)
-        if chunks <= 20 and _can_fit_registers(config, chunks * 4, sums=_REDUCE_REGISTERS + 5 * tile.keep):
+        if chunks <= 20 and _can_fit_registers(config, chunks * 4, sums=_REDUCE_REGISTERS + 5 * tile.runs):
             turns = units / (_MULTIPROCESSORS * programs_per_sm)
             found[config] = (
                 _estimate_width_cost(sample, groups, tile.vectors * tile.vec, itemsize) * ceil(turns) / turns
@@ -134,10 +134,10 @@ def iterate_cooperative_blocks(
             config = ForwardCooperativeBlock(
                 groups, ceil(sample.hw / (members * tile.rows)), warps, programs_per_sm, lag, 1
             )
-            members = config.members(sample, itemsize)
+            members = config.count_members(sample, itemsize)
             # Values that a thread collects of all members and groups at once.
             pairs = next_power_of_2(members) * next_power_of_2(groups) // (32 * warps)
-            sums = _REDUCE_REGISTERS + 5 * tile.keep + 3 * pairs
+            sums = _REDUCE_REGISTERS + 5 * tile.runs + 3 * pairs
             if _can_fit_registers(config, config.chunks * (4 if lag == 0 else 8), sums):
                 padding = members * config.chunks * tile.rows / sample.hw
                 found[config] = (

@@ -69,7 +69,7 @@ class GroupNormTuningCell:
         """forward bfloat16 8x512x64x64 nchw."""
         return f"{self.pass_} {self.dtype} {'x'.join(map(str, self.shape))} {self.layout}"
 
-    def configs(self, only: str = "") -> Iterator[Config]:
+    def iterate_configs(self, only: str = "") -> Iterator[Config]:
         """The cell's candidates whose repr matches."""
         for config in CANDIDATES[self.pass_](self.sample, self.torch_dtype.itemsize, self.shape[0]):
             if re.search(only, repr(config)):
@@ -107,7 +107,7 @@ class GroupNormTuningPass:
         self.tensors |= {name: torch.empty_like(like) for name, like in results.items()}
         self.results = tuple(self.tensors[name] for name in results)
 
-    def plan(self, config: Config) -> list[Launch]:
+    def plan_launches(self, config: Config) -> list[Launch]:
         """Launches that write into `results`."""
         options = NormOptions("group_norm", self.cell.sample.groups, EPS, activation=ACTIVATION)
         arrays = {name: describe(name, tensor) for name, tensor in self.tensors.items()}
@@ -131,7 +131,7 @@ class GroupNormTuningPass:
         return plan_backward(backward, config)
 
     @cached_property
-    def expected(self) -> tuple[Tensor, ...]:
+    def expected_results(self) -> tuple[Tensor, ...]:
         """Torch's results in float32."""
         leaves = [t.detach().float().requires_grad_(self.dy is not None) for t in (self.x, self.weight, self.bias)]
         y = F.silu(F.group_norm(leaves[0], GROUPS, leaves[1], leaves[2], EPS))
@@ -146,8 +146,8 @@ class GroupNormTuningPass:
         fewest = traffic.compute_forward_bytes if self.dy is None else traffic.compute_backward_bytes
         return fewest(self.x.numel(), self.x.element_size(), self.x.element_size())
 
-    def check(self) -> None:
+    def check_results(self) -> None:
         """Raises ValueError unless `results` agree with torch's."""
-        for index, (actual, right) in enumerate(zip(self.results, self.expected, strict=True)):
+        for index, (actual, right) in enumerate(zip(self.results, self.expected_results, strict=True)):
             if not torch.allclose(actual.float(), right, rtol=2e-2, atol=float(right.abs().max()) * 1e-2):
                 raise ValueError(f"result {index} is wrong")

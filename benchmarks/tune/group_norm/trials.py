@@ -48,7 +48,7 @@ class TuningOutcome:
     failed: list[FailedConfig]
 
     @property
-    def line(self) -> str:
+    def summary_line(self) -> str:
         """The best of them, in one line."""
         best = "; ".join(
             f"{row.of_copy:.3f} {row.ms * 1e3:.1f} us {format_config(row.config)}" for row in self.timed[:SHOWN]
@@ -56,7 +56,7 @@ class TuningOutcome:
         failures = f"; {len(self.failed)} failed: {self.failed[0].error[:60]}" if self.failed else ""
         return f"{self.cell.name}, copy {self.roof / 1e6:.0f} GB/s: {best}{failures}"
 
-    def rows(self) -> Iterator[list[str]]:
+    def iterate_rows(self) -> Iterator[list[str]]:
         """Values of COLUMNS."""
         cell = self.cell
         leading = [cell.pass_, "x".join(map(str, cell.shape)), cell.layout, cell.dtype]
@@ -68,18 +68,18 @@ class TuningOutcome:
 
 @dataclass(frozen=True, slots=True)
 class TuningItem:
-    """A cell to time and the file to add its rows to, unless it is `latest` on the monotonic clock."""
+    """A cell to time and the file to add its rows to, unless it is `deadline_s` on the monotonic clock."""
 
     cell: GroupNormTuningCell
     configs: list[Config]
     out: Path
-    latest: float
+    deadline_s: float
 
 
 def compile_config(item: tuple[GroupNormTuningCell, Config]) -> None:
     """Fill Triton's cache, in a worker process."""
     cell, config = item
-    for step in GroupNormTuningPass(cell, "meta").plan(config):
+    for step in GroupNormTuningPass(cell, "meta").plan_launches(config):
         step.kernel.warmup(*bind_to_nothing(step.arguments), grid=step.grid, enable_fp_fusion=True, **step.options)
 
 
@@ -95,7 +95,7 @@ def select_distinct_kernels(
         for config in configs:
             key = tuple(
                 (step.kernel.fn.__name__, cell.dtype, tuple(sorted(step.options.items())))
-                for step in of.plan(config)
+                for step in of.plan_launches(config)
             )
             if key not in known:
                 known.add(key)
@@ -133,11 +133,11 @@ def time_cell(
     timed, failed = [], []
     for config in configs:
         try:
-            plan = of.plan(config)
+            plan = of.plan_launches(config)
             for result in of.results:
                 result.fill_(float("nan"))
             run_launches(of.x.device, plan, of.tensors)
-            of.check()
+            of.check_results()
             ms = timer(partial(run_launches, of.x.device, plan, of.tensors), repeats=20, warmup=2).p50
         except Exception as error:
             failed.append(FailedConfig(config, " ".join(str(error).split())[:200]))
@@ -150,12 +150,12 @@ def time_cell(
 
 def time_item(item: TuningItem) -> None:
     """Time one cell in a process that times several, and write and print the outcome."""
-    if time.monotonic() > item.latest:
+    if time.monotonic() > item.deadline_s:
         return
     outcome = time_cell(item.cell, item.configs, _timer())
     with item.out.open("a", newline="") as file:
-        csv.writer(file).writerows(outcome.rows())
-    print(outcome.line, flush=True)
+        csv.writer(file).writerows(outcome.iterate_rows())
+    print(outcome.summary_line, flush=True)
     if outcome.failed and _is_permanent(outcome.failed[-1]):
         raise RuntimeError(outcome.failed[-1].error)  # Another process takes the next cell.
 

@@ -58,7 +58,7 @@ class LayerNormTuningPass:
         self._tensors |= {name: torch.empty_like(like) for name, like in results.items()}
         self.results = tuple(self._tensors[name] for name in results)
 
-    def plan(self, config: Config | None = None) -> list[Launch]:
+    def plan_launches(self, config: Config | None = None) -> list[Launch]:
         """Launches that write into `results`; with the table's own choice when None."""
         arrays: dict[str, Any] = {name: describe(name, tensor) for name, tensor in self._tensors.items()}
         if self._pass == "forward":
@@ -69,7 +69,7 @@ class LayerNormTuningPass:
         gradients = Backward(arrays.pop("dx"), arrays.pop("dweight"), arrays.pop("dbias"))
         return plan_backward(LayerNormBackwardCall(**arrays, options=OPTIONS, out=gradients), config)
 
-    def run(self, plan: Iterable[Launch]) -> None:
+    def run_launches(self, plan: Iterable[Launch]) -> None:
         """Execute the launches of a plan."""
         run_launches(self.x.device, plan, self._tensors)
 

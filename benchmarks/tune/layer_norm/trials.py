@@ -30,7 +30,7 @@ class TimedRowConfig(NamedTuple):
 def compile_config(item: tuple[LayerNormTuningCell, Config]) -> None:
     """Fill Triton's cache, in a worker process."""
     cell, config = item
-    for step in LayerNormTuningPass(cell, "meta").plan(config):
+    for step in LayerNormTuningPass(cell, "meta").plan_launches(config):
         step.kernel.warmup(*bind_to_nothing(step.arguments), grid=step.grid, enable_fp_fusion=True, **step.options)
 
 
@@ -51,17 +51,17 @@ def time_cell(
     """Every configuration that agrees with the table's choice, fastest first; the others are printed on stderr."""
     of = LayerNormTuningPass(cell, device)
     roof = 2 * of.x.nbytes / timer(lambda: of.results[0].copy_(of.x)).p50
-    of.run(of.plan())
+    of.run_launches(of.plan_launches())
     expected = tuple(result.clone() for result in of.results)
     rows = []
     for config in configs:
         try:
-            plan = of.plan(config)
+            plan = of.plan_launches(config)
             for result in of.results:
                 result.fill_(float("nan"))
-            of.run(plan)
+            of.run_launches(plan)
             _check_results(of.results, expected)
-            ms = timer(partial(of.run, plan), repeats=20, warmup=2).p50
+            ms = timer(partial(of.run_launches, plan), repeats=20, warmup=2).p50
         except Exception as error:
             print(f"{cell} {config}: {str(error)[:120]}", file=sys.stderr)
             continue

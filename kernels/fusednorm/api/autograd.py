@@ -182,7 +182,7 @@ def _dispatch_norm(values: OptionValues, *tensors: Any) -> tuple[Tensor, Any]:
     if observed or not (x.is_cuda or x.is_cpu):
         register_shardings()
         run = getattr(torch.ops.fusednorm, options.op)
-        y, _, _, residual_out = run(*tensors, *options.settings)
+        y, _, _, residual_out = run(*tensors, *options.operator_arguments)
         return y, residual_out
     if differentiated:
         y, residual_out = _apply_norm(options, *tensors)
@@ -240,7 +240,7 @@ def _try_replay(options: NormOptions, tensors: tuple[Any, ...], stats: bool) -> 
     """The result of a call of a known kind, else None: see `launch.replay`."""
     if not HAS_TRITON or (tensors[0].is_cpu and not INTERPRETED) or not is_replayable(options):
         return None
-    again: Forward | None = _select_kernel_passes(options.op).FORWARD.again(tensors, (options, None, stats))
+    again: Forward | None = _select_kernel_passes(options.op).FORWARD.replay(tensors, (options, None, stats))
     return again
 
 
@@ -249,8 +249,9 @@ def _define_extension_call(extension: Any, values: OptionValues) -> None:
     passes, options = _select_kernel_passes(values[0]), NormOptions._make(values)
     forward = ((options, None, stats) for stats in (True, False))
     backward = ((options, parameter_gradients) for parameter_gradients in (True, False))
+    numbers = passes.FORWARD.extension_number, passes.BACKWARD.extension_number
     try:
-        extension.define_differentiable(options, passes.FORWARD.number, *forward, passes.BACKWARD.number, *backward)
+        extension.define_differentiable(options, numbers[0], *forward, numbers[1], *backward)
     except TypeError:  # An option without a hash, which the checks refuse.
         return
 

@@ -69,7 +69,7 @@ def layer_norm_chain(
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
         raise KernelInputError("layer_norm_chain has no derivative: call it under torch.no_grad()")
     given = None if out is None else Forward(out)
-    repeated = CHAIN.again(inputs, options, given)
+    repeated = CHAIN.replay(inputs, options, given)
     if repeated is not None:
         return repeated.y
     eps = validate_eps(eps)
@@ -90,5 +90,5 @@ def layer_norm_chain(
         arrays = tuple(parameters)
         launches = plan_chain(ChainCall(x_rows, arrays[: len(norms)], arrays[len(norms) :], eps, y))
         run_launches(x.device, launches, named)
-        CHAIN.learn(launches, outputs, named, inputs, options)
+        CHAIN.record(launches, outputs, named, inputs, options)
     return result.y

@@ -86,7 +86,7 @@ def group_norm_forward(
     values: OptionValues = "group_norm", num_groups, eps, 0.0, activation, dropout, seed
     tensors, kind = (x, weight, bias, residual, scale, shift), (values, out_dtype, stats)
     may_repeat = is_replayable(values)
-    repeated = FORWARD.again(tensors, kind, out) if may_repeat else None
+    repeated = FORWARD.replay(tensors, kind, out) if may_repeat else None
     if repeated is not None:
         return repeated
     inputs, options = NormInputs._make(tensors), NormOptions._make(values).validate()
@@ -110,7 +110,7 @@ def group_norm_forward(
         launches = plan_forward(call)
         run_launches(x.device, launches, named)
         if may_repeat:
-            FORWARD.learn(launches, outputs, named, inputs, kind)
+            FORWARD.record(launches, outputs, named, inputs, kind)
     return result
 
 
@@ -171,7 +171,7 @@ def group_norm_backward(
     tensors = x, weight, bias, residual, scale, shift, mean, rstd, dy, dresidual_out
     kind = values, parameter_gradients
     may_repeat = is_replayable(values)
-    repeated = BACKWARD.again(tensors, kind, out) if may_repeat else None
+    repeated = BACKWARD.replay(tensors, kind, out) if may_repeat else None
     if repeated is not None:
         return repeated
     inputs, options = BackwardInputs._make(tensors), NormOptions._make(values)
@@ -199,7 +199,7 @@ def group_norm_backward(
         launches = plan_backward(call)
         run_launches(x.device, launches, named)
         if may_repeat:
-            BACKWARD.learn(launches, outputs, named, inputs, kind)
+            BACKWARD.record(launches, outputs, named, inputs, kind)
     else:
         for gradient in (result.dweight, result.dbias):
             if gradient is not None:

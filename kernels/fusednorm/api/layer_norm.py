@@ -189,7 +189,7 @@ def _run_forward(
     """The result; `values` are those of `NormOptions`, `tensors` those of `NormInputs`."""
     kind = values, out_dtype, stats
     may_repeat = is_replayable(values)
-    repeated = FORWARD.again(tensors, kind, out) if may_repeat else None
+    repeated = FORWARD.replay(tensors, kind, out) if may_repeat else None
     if repeated is not None:
         return repeated
     inputs, options = NormInputs._make(tensors), NormOptions._make(values).validate()
@@ -208,7 +208,7 @@ def _run_forward(
         launches = plan_forward(call)
         run_launches(x.device, launches, named)
         if may_repeat:
-            FORWARD.learn(launches, outputs, named, inputs, kind)
+            FORWARD.record(launches, outputs, named, inputs, kind)
     return result
 
 
@@ -218,7 +218,7 @@ def _run_backward(
     """The result; `values` are those of `NormOptions`, `tensors` those of `BackwardInputs`."""
     kind = values, parameter_gradients
     may_repeat = is_replayable(values)
-    repeated = BACKWARD.again(tensors, kind, out) if may_repeat else None
+    repeated = BACKWARD.replay(tensors, kind, out) if may_repeat else None
     if repeated is not None:
         return repeated
     inputs, options = BackwardInputs._make(tensors), NormOptions._make(values)
@@ -236,7 +236,7 @@ def _run_backward(
         launches = plan_backward(LayerNormBackwardCall(**rows, options=options, out=written))
         run_launches(x.device, launches, named)
         if may_repeat:
-            BACKWARD.learn(launches, outputs, named, inputs, kind)
+            BACKWARD.record(launches, outputs, named, inputs, kind)
     else:
         for gradient in (result.dweight, result.dbias):
             if gradient is not None:

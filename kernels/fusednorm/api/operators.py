@@ -48,7 +48,7 @@ def _parse_forward_arguments(op: str, arguments: tuple[Any, ...]) -> tuple[NormI
 def _parse_backward_arguments(op: str, arguments: tuple[Any, ...]) -> tuple[BackwardInputs, NormOptions]:
     """The arguments of a backward operator."""
     count = len(BackwardInputs._fields)
-    return BackwardInputs.from_operator(arguments[:count]), NormOptions(op, *arguments[count:])
+    return BackwardInputs.from_operator_arguments(arguments[:count]), NormOptions(op, *arguments[count:])
 
 
 def _check_dtypes(inputs: NormInputs | BackwardInputs) -> None:
@@ -115,7 +115,8 @@ def _define_operators(library: torch.library.Library, op: str) -> None:
         _check_dtypes(inputs)
         x, residual = inputs.x, inputs.residual
         made = [
-            _make_placeholder(x) if tensor is None else tensor.new_empty(tensor.shape) for tensor in inputs.forward
+            _make_placeholder(x) if tensor is None else tensor.new_empty(tensor.shape)
+            for tensor in inputs.forward_inputs
         ]
         dresidual = _make_result_like(op, residual) if has_own_gradient(residual, op, x) else _make_placeholder(x)
         return tuple(NormInputs._make(made)._replace(x=_make_result_like(op, x), residual=dresidual))
@@ -133,7 +134,7 @@ def _define_operators(library: torch.library.Library, op: str) -> None:
         found = compute_input_gradients(
             partial(run_backward_operator, ctx.options), ctx.saved_tensors, dy, dresidual_out
         )
-        return *found, *(None for _ in ctx.options.settings)
+        return *found, *(None for _ in ctx.options.operator_arguments)
 
     def save_backward_context(ctx: Any, arguments: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         inputs, ctx.options = _parse_backward_arguments(op, arguments)
@@ -144,7 +145,7 @@ def _define_operators(library: torch.library.Library, op: str) -> None:
         ctx.save_for_backward(*inputs._replace(mean=None, rstd=None))
 
     def differentiate_backward(ctx: Any, *of_results: Tensor | None) -> tuple[Tensor | None, ...]:
-        arguments = *BackwardInputs(*ctx.saved_tensors).list_operator_arguments(), *ctx.options.settings
+        arguments = *BackwardInputs(*ctx.saved_tensors).list_operator_arguments(), *ctx.options.operator_arguments
         # Without the first argument, which is the dispatcher's.
         return differentiate_plain_operator(run_plain_backward, arguments, ctx.needs_input_grad[1:], of_results)
 

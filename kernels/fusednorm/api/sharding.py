@@ -35,8 +35,8 @@ def _list_forward_placements(*arguments: Any) -> list[tuple[list[Any], list[Any]
     inputs, settings = NormInputs(*arguments[: len(NormInputs._fields)]), arguments[len(NormInputs._fields) :]
     found = []
     for split in _list_shardings(inputs, settings):
-        residual_out = split.whole if inputs.residual is None else split.of_x
-        results = [split.of_x, split.of_x, split.of_x, residual_out]
+        residual_out = split.replicated if inputs.residual is None else split.x_placement
+        results = [split.x_placement, split.x_placement, split.x_placement, residual_out]
         found.append((results, [*split.list_placements(inputs), *(None for _ in settings)]))
     return found
 
@@ -44,11 +44,13 @@ def _list_forward_placements(*arguments: Any) -> list[tuple[list[Any], list[Any]
 def _list_backward_placements(*arguments: Any) -> list[tuple[list[Any], list[Any]]]:
     """Pairs of the placements of gradients and arguments along one dimension of a mesh."""
     count = len(BackwardInputs._fields)
-    inputs, settings = BackwardInputs.from_operator(arguments[:count]), arguments[count:]
+    inputs, settings = BackwardInputs.from_operator_arguments(arguments[:count]), arguments[count:]
     found = []
-    for split in _list_shardings(inputs.forward, settings):
-        of_gradients = split._replace(of_parameter=split.of_gradient).list_placements(inputs.forward)
-        gradients = [split.whole if placement is None else placement for placement in of_gradients]
+    for split in _list_shardings(inputs.forward_inputs, settings):
+        of_gradients = split._replace(parameter_placement=split.gradient_placement).list_placements(
+            inputs.forward_inputs
+        )
+        gradients = [split.replicated if placement is None else placement for placement in of_gradients]
         placed = BackwardInputs(*split.list_placements(inputs)).list_operator_arguments()
         found.append((gradients, [*placed, *(None for _ in settings)]))
     return found
@@ -57,15 +59,19 @@ def _list_backward_placements(*arguments: Any) -> list[tuple[list[Any], list[Any
 class _ShardingPlacements(NamedTuple):
     """A way to divide the work: the placements of a whole tensor, of x, and of parameters and their gradients."""
 
-    whole: Any
-    of_x: Any
-    of_parameter: Any
-    of_gradient: Any
+    replicated: Any
+    x_placement: Any
+    parameter_placement: Any
+    gradient_placement: Any
 
     def list_placements(self, inputs: NormInputs | BackwardInputs) -> list[Any]:
         """The placement of each input; None for an absent one."""
         return [
-            None if tensor is None else self.of_parameter if ROLES[name] is ShapeRole.PARAMETER else self.of_x
+            None
+            if tensor is None
+            else self.parameter_placement
+            if ROLES[name] is ShapeRole.PARAMETER
+            else self.x_placement
             for name, tensor in zip(inputs._fields, inputs, strict=True)
         ]
 

@@ -57,9 +57,9 @@ def run_backward_operator(options: NormOptions, inputs: BackwardInputs) -> Backw
     """The backward pass of an operation, by its operator."""
     op = options.op
     run = getattr(torch.ops.fusednorm, f"{op}_backward")
-    results = run(*inputs.list_operator_arguments(), *options.settings)
+    results = run(*inputs.list_operator_arguments(), *options.operator_arguments)
     # The operator returns tensors also where there is no gradient.
-    given = zip(inputs.forward, results, strict=True)
+    given = zip(inputs.forward_inputs, results, strict=True)
     gradients = Backward._make([None if tensor is None else result for tensor, result in given])
     if inputs.residual is not None and not has_own_gradient(inputs.residual, op, inputs.x):
         return gradients._replace(dresidual=gradients.dx)
@@ -140,7 +140,7 @@ def _run_empty_forward(options: NormOptions, inputs: NormInputs) -> Forward:
         check_weight_offset(options.weight_offset, inputs.weight)
         of_parameters = x.shape[-2 if has_heads(inputs.weight, inputs.bias) else -1 :]
         of_statistics = x.shape[:-1]
-    shapes = {ShapeRole.LIKE_X: None, ShapeRole.PARAMETER: of_parameters, ShapeRole.OF_SAMPLES: x.shape[:2]}
+    shapes = {ShapeRole.LIKE_X: None, ShapeRole.PARAMETER: of_parameters, ShapeRole.PER_SAMPLE: x.shape[:2]}
     for name, tensor in zip(inputs._fields, inputs, strict=True):
         check_optional_tensor(name, tensor, x, shapes[ROLES[name]])
     rstd = x.new_full(of_statistics, math.nan, dtype=torch.promote_types(x.dtype, torch.float32))
@@ -152,7 +152,7 @@ def _run_empty_forward(options: NormOptions, inputs: NormInputs) -> Forward:
 
 def _run_empty_backward(options: NormOptions, inputs: BackwardInputs) -> Backward:
     """The backward pass over empty rows or groups."""
-    made = [None if tensor is None else tensor.new_zeros(tensor.shape) for tensor in inputs.forward]
+    made = [None if tensor is None else tensor.new_zeros(tensor.shape) for tensor in inputs.forward_inputs]
     x, residual = inputs.x, inputs.residual
     dx = torch.empty_like(x)
     dresidual = torch.empty_like(residual) if has_own_gradient(residual, options.op, x) else dx

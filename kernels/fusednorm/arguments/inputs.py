@@ -14,13 +14,13 @@ class ShapeRole(IntEnum):
     LIKE_X = 0
     """x's shape."""
 
-    OF_ROWS = 1
+    PER_ROW = 1
     """x's shape without the last axis, or [N, num_groups]."""
 
     PARAMETER = 2
     """The shape does not depend on the number of rows or samples."""
 
-    OF_SAMPLES = 3
+    PER_SAMPLE = 3
     """[N, C]."""
 
 
@@ -29,10 +29,10 @@ ROLES = {
     "weight": ShapeRole.PARAMETER,
     "bias": ShapeRole.PARAMETER,
     "residual": ShapeRole.LIKE_X,
-    "scale": ShapeRole.OF_SAMPLES,
-    "shift": ShapeRole.OF_SAMPLES,
-    "mean": ShapeRole.OF_ROWS,
-    "rstd": ShapeRole.OF_ROWS,
+    "scale": ShapeRole.PER_SAMPLE,
+    "shift": ShapeRole.PER_SAMPLE,
+    "mean": ShapeRole.PER_ROW,
+    "rstd": ShapeRole.PER_ROW,
     "dy": ShapeRole.LIKE_X,
     "dresidual_out": ShapeRole.LIKE_X,
 }
@@ -87,12 +87,12 @@ class BackwardInputs(NamedTuple, Generic[A]):
     dresidual_out: A | None
 
     @property
-    def forward(self) -> NormInputs[A]:
+    def forward_inputs(self) -> NormInputs[A]:
         """The tensors of the forward pass."""
         return NormInputs._make(self[: len(NormInputs._fields)])
 
     @classmethod
-    def from_operator(cls, tensors: Sequence[Any]) -> "BackwardInputs[A]":
+    def from_operator_arguments(cls, tensors: Sequence[Any]) -> "BackwardInputs[A]":
         """The inputs from the tensors of a backward operator."""
         return cls(**dict(zip(_OPERATOR_ORDER, tensors, strict=True)))
 

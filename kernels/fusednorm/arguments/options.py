@@ -62,12 +62,12 @@ class NormOptions(NamedTuple):
         return {"ACTIVATION": self.activation, "DROPOUT": self.dropout > 0.0}
 
     @property
-    def settings(self) -> tuple[Any, ...]:
+    def operator_arguments(self) -> tuple[Any, ...]:
         """The options as arguments of an operator."""
         return *self[1:-1], self.seed or 0
 
     @property
-    def of_statistics(self) -> "NormOptions":
+    def statistics_options(self) -> "NormOptions":
         """The options of a pass that computes only mean and rstd."""
         return NormOptions(self.op, self.num_groups, self.eps)
 

@@ -15,28 +15,28 @@ class OutputSpec(NamedTuple):
     Attributes:
         name: the field of the result.
         dtype: the name of the dtype.
-        shape: the shape; None for x's shape without its last `axes_less` axes.
-        as_x: whether the result has x's layout, one of the two layouts of samples; else it is contiguous.
+        shape: the shape; None for x's shape without its last `dropped_axes` axes.
+        has_x_layout: whether the result has x's layout, one of the two layouts of samples; else it is contiguous.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...] | None = None
-    axes_less: int = 0
-    as_x: bool = False
+    dropped_axes: int = 0
+    has_x_layout: bool = False
 
-    def shape_for(self, x: Any) -> tuple[int, ...]:
+    def compute_shape(self, x: Any) -> tuple[int, ...]:
         """The shape for a call with x, an array of any library."""
         if self.shape is not None:
             return self.shape
         shape: tuple[int, ...] = x.shape
-        return shape[: len(shape) - self.axes_less] if self.axes_less else shape
+        return shape[: len(shape) - self.dropped_axes] if self.dropped_axes else shape
 
     def describe(self, x: Array, is_aligned: bool = True) -> Array:
         """The result of a call with x."""
-        if self.as_x:
+        if self.has_x_layout:
             return Array(self.name, self.dtype, x.shape, x.strides, x.device, x.is_dense, is_aligned)
-        shape = self.shape_for(x)
+        shape = self.compute_shape(x)
         strides = x.strides if shape is x.shape and x.is_dense else contiguous_strides(shape)
         return Array(self.name, self.dtype, shape, strides, x.device, True, is_aligned)
 

@@ -27,7 +27,7 @@ class DropoutMask:
     p: float
     seed: int
 
-    def kept(self, rows: range, positions: range) -> Tensor:
+    def compute(self, rows: range, positions: range) -> Tensor:
         """Which elements are kept: bool [rows, positions]."""
         mask = np.empty((len(rows), len(positions)), np.bool_)
         first = positions.start // 4
@@ -45,7 +45,7 @@ class DropoutMask:
             mask[part, low - skipped : high - skipped] = kept.reshape(row.size, -1)[:, of_positions]
         return torch.from_numpy(mask)
 
-    def factors(self, kept: Tensor) -> Tensor:
+    def compute_factors(self, kept: Tensor) -> Tensor:
         """What y is multiplied by, float32: 0, or 1 / (1 - p)."""
         return kept.float().div_(1.0 - self.p)
 

@@ -88,7 +88,7 @@ def apply_epilogue_(
     if dropout is not None and kept is not None:
         flat = z.view(-1)
         for part in split_range(z.numel()):
-            flat[part].mul_(dropout.factors(kept.view(-1)[part]))
+            flat[part].mul_(dropout.compute_factors(kept.view(-1)[part]))
     return z
 
 
@@ -115,7 +115,7 @@ def backpropagate_epilogue(
     for part in split_range(z.numel()):
         gradient = flat_dy[part].float()
         if dropout is not None and kept is not None:
-            gradient = gradient * dropout.factors(kept.view(-1)[part])
+            gradient = gradient * dropout.compute_factors(kept.view(-1)[part])
         if activation == "none":
             flat_dz[part] = gradient
         else:

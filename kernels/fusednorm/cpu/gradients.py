@@ -25,37 +25,39 @@ class ChunkedRowGradients:
         cols = x.shape[-1]
         self._rows = x.reshape(-1, cols)
         self._residual = None if residual is None else residual.reshape(-1, cols)
-        self._outside = None if dresidual_out is None else dresidual_out.reshape(-1, cols)
+        self._dresidual_out = None if dresidual_out is None else dresidual_out.reshape(-1, cols)
         self._dx: Tensor | None = None
         self._dresidual: Tensor | None = None
         self._has_own_dresidual = residual is not None and residual.dtype != x.dtype
         self._dweight: Tensor | None = None
         self._dbias: Tensor | None = None
-        self._piece = slice(0)
+        self._chunk = slice(0)
 
-    def pieces(self, dy: Tensor, mean: Tensor, rstd: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    def iterate_chunks(
+        self, dy: Tensor, mean: Tensor, rstd: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
         """h and dy, [rows, cols], mean and rstd, [rows, 1], all float32, of one piece of rows after another."""
         count, cols = self._rows.shape
         gradient, centre, inverse = dy.reshape(-1, cols), mean.reshape(-1, 1), rstd.reshape(-1, 1)
         is_wide = self._x.dtype == dy.dtype == torch.float32 and self._residual is None
         at_once = count if is_wide else compute_chunk_rows(cols)
         if count <= at_once:
-            self._piece = slice(0, count)
+            self._chunk = slice(0, count)
             yield add_residual(self._rows, self._residual), gradient.float(), centre, inverse
             return
         self._dx = torch.empty(self._rows.shape, dtype=self._x.dtype, device="cpu")
         if self._has_own_dresidual and self._residual is not None:
             self._dresidual = torch.empty(self._rows.shape, dtype=self._residual.dtype, device="cpu")
         for piece in split_rows(count, cols):
-            self._piece = piece
+            self._chunk = piece
             h = add_residual(self._rows[piece], None if self._residual is None else self._residual[piece])
             yield h, gradient[piece].float(), centre[piece], inverse[piece]
 
-    def write(self, dx: Tensor, dweight: Tensor | None, dbias: Tensor | None) -> None:
+    def write_chunk(self, dx: Tensor, dweight: Tensor | None, dbias: Tensor | None) -> None:
         """Store the gradients of the last piece."""
-        piece = self._piece
-        if self._outside is not None:
-            dx = dx.add_(self._outside[piece])
+        piece = self._chunk
+        if self._dresidual_out is not None:
+            dx = dx.add_(self._dresidual_out[piece])
         if self._dx is None:
             self._dx = dx.to(self._x.dtype)
             if self._has_own_dresidual and self._residual is not None:
@@ -67,7 +69,7 @@ class ChunkedRowGradients:
         self._dweight = _add_optional(self._dweight, dweight if self._weight is not None else None)
         self._dbias = _add_optional(self._dbias, dbias if self._bias is not None else None)
 
-    def result(self) -> Backward:
+    def get_result(self) -> Backward:
         x, dx, dresidual = self._x, self._dx, self._dresidual
         assert dx is not None
         # Not views, which torch does not change in place if they are results of an autograd function.

@@ -156,13 +156,13 @@ def layer_norm_backward(
     gradients = ChunkedRowGradients(x, of_weight, of_bias, residual, dresidual_out)
     factor, shift = _compute_weight_factor(weight, weight_offset), to_float32(bias)
     cols, needed = x.shape[-1:], [True, of_weight is not None, of_bias is not None]
-    for piece in gradients.pieces(dy, mean, rstd):
+    for piece in gradients.iterate_chunks(dy, mean, rstd):
         h, gradient, centre, inverse = piece
         if activation != "none":
             z = torch.native_layer_norm(h, cols, factor, shift, eps)[0]
             gradient = backpropagate_activation_(gradient.contiguous(), z, activation)
-        gradients.write(*_backward_of_torch(gradient, h, cols, centre, inverse, factor, shift, needed))
-    return gradients.result()
+        gradients.write_chunk(*_backward_of_torch(gradient, h, cols, centre, inverse, factor, shift, needed))
+    return gradients.get_result()
 
 
 def rms_norm_backward(
@@ -201,7 +201,7 @@ def rms_norm_backward(
     factor = _compute_weight_factor(weight, weight_offset)
     cols, needed = x.shape[-1:], [True, of_weight is not None, False]
     of_mean = (make_ones(cols[0]) if factor is None else factor) * (1.0 / cols[0])
-    for piece in gradients.pieces(dy, torch.zeros_like(rstd), rstd):
+    for piece in gradients.iterate_chunks(dy, torch.zeros_like(rstd), rstd):
         h, gradient, zero, inverse = piece
         if activation != "none":
             z = (h * inverse).contiguous()
@@ -210,8 +210,8 @@ def rms_norm_backward(
             gradient = backpropagate_activation_(gradient.contiguous(), z, activation)
         dx, dweight, _ = _backward_of_torch(gradient, h, cols, zero, inverse, factor, None, needed)
         dx.add_(torch.mv(gradient, of_mean).unsqueeze_(-1).mul_(inverse))
-        gradients.write(dx, dweight, None)
-    return gradients.result()
+        gradients.write_chunk(dx, dweight, None)
+    return gradients.get_result()
 
 
 def _has_valid_statistics(shape: torch.Size, *statistics: Tensor | None) -> bool:

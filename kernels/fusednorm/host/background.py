@@ -36,29 +36,29 @@ class BackgroundBuild:
         self._files = files
         self._command = compile_by
         self._builder: subprocess.Popen[bytes] | None = None
-        self._is_over = False
+        self._has_ended = False
 
     def is_running(self) -> bool:
         """Whether a process that this one has started compiles."""
         return self._builder is not None and self._builder.poll() is None
 
-    def advance(self) -> None:
+    def start_if_needed(self) -> None:
         """Start the build, unless it has failed before, another process compiles, or it is switched off.
 
         Returns at once.  To be called again until the extension is there; says at most once why it will not be.
         """
-        if self._is_over or self.is_running():
+        if self._has_ended or self.is_running():
             return
         if self._builder is not None or self._files.read_failure():
-            self._is_over = True
+            self._has_ended = True
             self._log_failure()
         elif not is_build_enabled():
-            self._is_over = True
+            self._has_ended = True
         else:
             try:
-                self._builder = self._start()
+                self._builder = self._start_compiler()
             except OSError as error:
-                self._is_over = True
+                self._has_ended = True
                 log.info("the host extension is not compiled: %s", error)
 
     def _log_failure(self) -> None:
@@ -69,7 +69,7 @@ class BackgroundBuild:
         else:
             log.info("the process that compiles the host extension was ended: the next process starts another")
 
-    def _start(self) -> subprocess.Popen[bytes] | None:
+    def _start_compiler(self) -> subprocess.Popen[bytes] | None:
         """The process that compiles; None if another process does, or has just done so.
 
         Raises:
@@ -81,7 +81,7 @@ class BackgroundBuild:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return None
-            if self._files.find() is not None or self._files.read_failure():
+            if self._files.find_compiled() is not None or self._files.read_failure():
                 return None
             program = [sys.executable or "python3", "-I", compiler.__file__, str(self._files.compiled)]
             # The process inherits the lock and holds it to its end.
@@ -106,11 +106,11 @@ def ensure_extension_built(
         OSError: the folder cannot be written to, or others can write to it; or headers are missing.
     """
     files = files or ExtensionFiles()
-    found = files.find()
+    found = files.find_compiled()
     if found is None:
         with _open_lock(files) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            found = files.find()
+            found = files.find_compiled()
             if found is None:
                 compiler.compile_library(files.compiled, compile_by())
                 found = files.compiled

@@ -37,7 +37,7 @@ class ExtensionFiles:
         """The file that a process locks while it compiles."""
         return self.folder / "lock"
 
-    def find(self) -> Path | None:
+    def find_compiled(self) -> Path | None:
         """The compiled extension, beside this module if it is part of the installation; None if there is none.
 
         Raises:
@@ -59,14 +59,14 @@ class ExtensionFiles:
         except OSError:
             return ""
 
-    def load(self) -> Any:
+    def load_module(self) -> Any:
         """The extension's module, or None if none was compiled.
 
         Raises:
             ImportError: it is for other libraries than the installed ones.
             PermissionError: other users may have written it.
         """
-        path = self.find()
+        path = self.find_compiled()
         return None if path is None else load_extension_module(str(path), MODULE)
 
 

@@ -17,20 +17,21 @@ class DriverLauncher(NamedTuple):
     """The function that launches a compiled kernel, without hooks.
 
     Attributes:
-        call: called with the grid's three sizes, the stream, `head`, and then every parameter of the kernel.
-        head: the arguments that are the same at each launch.
-        packed: whether the parameters are passed as one tuple.
+        function: called with the grid's three sizes, the stream, `constant_arguments`, and then every parameter of
+            the kernel.
+        constant_arguments: the arguments that are the same at each launch.
+        packs_parameters: whether the parameters are passed as one tuple.
     """
 
-    call: Any
-    head: tuple[Any, ...]
-    packed: bool
+    function: Any
+    constant_arguments: tuple[Any, ...]
+    packs_parameters: bool
 
 
 def find_launcher(run: Any, function: int, metadata: Any) -> DriverLauncher:
     """The shortest way to launch what Triton launches by `run(x, y, z, stream, function, metadata, ...)`."""
     head = (function, metadata, None, None, None)
-    return _find_driver_function(run, head) or DriverLauncher(run, head, packed=False)
+    return _find_driver_function(run, head) or DriverLauncher(run, head, packs_parameters=False)
 
 
 def _find_driver_function(run: Any, head: tuple[Any, ...]) -> DriverLauncher | None:
@@ -48,7 +49,7 @@ def _find_driver_function(run: Any, head: tuple[Any, ...]) -> DriverLauncher | N
         return None
     passed = noted[0][4:]
     if passed[-1] == _PARAMETERS:
-        return DriverLauncher(run.launch, passed[:-1], packed=True)
+        return DriverLauncher(run.launch, passed[:-1], packs_parameters=True)
     if passed[-2:] == _PARAMETERS:
-        return DriverLauncher(run.launch, passed[:-2], packed=False)
+        return DriverLauncher(run.launch, passed[:-2], packs_parameters=False)
     return None

@@ -12,7 +12,7 @@ from fusednorm.policy.waiting import may_wait
 
 Inputs = tuple[Tensor | None, ...]
 Options = tuple[Hashable, ...]
-_LIKE_X, _OF_ROWS = ShapeRole.LIKE_X, ShapeRole.OF_ROWS
+_LIKE_X, _OF_ROWS = ShapeRole.LIKE_X, ShapeRole.PER_ROW
 
 
 def make_call_key(whose: Hashable, inputs: Inputs, options: Options) -> Hashable:

@@ -22,19 +22,21 @@ REGISTERS_PER_SM = 65536
 class RowDependence:
     """How a launch over rows depends on the number of rows; nothing else in the launch depends on it.
 
-    The number of programs is the number of tiles of `tile` rows, at most `most`.
+    The number of programs is the number of tiles of `tile_rows` rows, at most `max_programs`.
 
     Attributes:
-        tile, most: as above; launches of one pass with the same `tile` and `most` have the same number of programs.
-        grid: whether the launch's grid has that number of programs; else the grid is constant.
-        rows, programs: the positions of the numbers of rows and of programs among the arguments, or None.
+        tile_rows, max_programs: as above; launches of one pass with the same `tile_rows` and `max_programs` have
+            the same number of programs.
+        scales_grid: whether the launch's grid has that number of programs; else the grid is constant.
+        rows_index, programs_index: the positions of the numbers of rows and of programs among the arguments, or
+            None.
     """
 
-    tile: int = 1
-    most: int = sys.maxsize
-    grid: bool = True
-    rows: int | None = None
-    programs: int | None = None
+    tile_rows: int = 1
+    max_programs: int = sys.maxsize
+    scales_grid: bool = True
+    rows_index: int | None = None
+    programs_index: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class Launch:
     grid: tuple[int, ...]
     arguments: tuple[Any, ...]
     options: Mapping[str, Any]
-    by_rows: RowDependence | None = None
+    row_dependence: RowDependence | None = None
 
     def __post_init__(self) -> None:
         if any(map(gt, self.grid, MAX_GRID)):

@@ -39,7 +39,7 @@ def load_extension(backward: Callable[..., tuple[Tensor | None, ...]], most: int
     if _load_error or _build.is_running():
         return None
     try:
-        extension = _files.load()
+        extension = _files.load_module()
         if extension is not None:
             configure_extension(extension, backward, most)
     except (ImportError, OSError, RuntimeError) as error:
@@ -47,7 +47,7 @@ def load_extension(backward: Callable[..., tuple[Tensor | None, ...]], most: int
         warnings.warn(f"the host extension does not load, so calls cost more host time: {error}", stacklevel=2)
         return None
     if extension is None and may_build:
-        _build.advance()
+        _build.start_if_needed()
     return extension
 
 
@@ -56,7 +56,7 @@ def explain_extension() -> tuple[bool, str]:
     if _load_error:
         return False, f"the host extension does not load: {_load_error}"
     try:
-        path = _files.find()
+        path = _files.find_compiled()
     except OSError as error:
         return False, f"the host extension does not load: {error}"
     return (False, explain_absence(_files)) if path is None else (True, str(path))
@@ -84,13 +84,13 @@ def describe_call(recipe: LaunchTemplate, outputs: Outputs, x: Tensor, any_rows:
         outputs: the call's outputs; the same `OutputSpec` twice if one tensor is two results.
         x: the call's x.
     """
-    starts = [_describe_launch(start, recipe) for start in recipe.starts]
+    starts = [_describe_launch(start, recipe) for start in recipe.launches]
     if None in starts:
         return None
     return (
         any_rows,
-        recipe.index,
-        recipe.words,
+        recipe.device_index,
+        recipe.scratch_words,
         recipe.offsets,
         recipe.workspaces,
         recipe.rules,
@@ -106,25 +106,25 @@ def _describe_output(outputs: Outputs, place: int, x: Tensor, any_rows: bool) ->
     first = next(index for index, other in enumerate(outputs) if other is output)
     same = first if first < place else -1
     dtype = TORCH_DTYPES[output.dtype]
-    if any_rows and output.shape is None and not output.as_x:
-        return same, (_AS_X, _AS_ROWS)[output.axes_less], dtype, (), ()
-    return same, _FIXED, dtype, tuple(output.shape_for(x)), _list_strides(output, x)
+    if any_rows and output.shape is None and not output.has_x_layout:
+        return same, (_AS_X, _AS_ROWS)[output.dropped_axes], dtype, (), ()
+    return same, _FIXED, dtype, tuple(output.compute_shape(x)), _list_strides(output, x)
 
 
 def _list_strides(output: OutputSpec, x: Tensor) -> tuple[int, ...]:
     """The strides of a result that has x's layout and is not contiguous; else an empty tuple."""
-    return tuple(x.stride()) if output.as_x and not x.is_contiguous() else ()
+    return tuple(x.stride()) if output.has_x_layout and not x.is_contiguous() else ()
 
 
 def _describe_launch(start: PreparedLaunch, recipe: LaunchTemplate) -> tuple[Any, ...] | None:
     """The driver's arguments of a launch; None if the kernel needs features of Triton's launcher."""
-    compiled = start.kernel.kernel
+    compiled = start.kernel.compiled_kernel
     metadata = getattr(compiled, "metadata", None)
     if metadata is None or metadata.num_ctas != 1 or metadata.global_scratch_size or metadata.profile_scratch_size:
         return None
     kinds = compiled.src.signature.values()
-    parameters = tuple(_iterate_parameters(start.places, kinds, recipe))
-    programs = -1 if start.programs is None else start.programs
+    parameters = tuple(_iterate_parameters(start.slots, kinds, recipe))
+    programs = -1 if start.grid_slot is None else start.grid_slot
     threads = 32 * metadata.num_warps
     flags = bool(metadata.launch_pdl), bool(metadata.launch_cooperative_grid)
     return compiled.function, start.grid, programs, threads, metadata.shared, *flags, parameters
@@ -135,8 +135,11 @@ def _iterate_parameters(places: tuple[int, ...], kinds: Any, recipe: LaunchTempl
         if isinstance(kind, tuple):
             yield from _iterate_parameters(recipe.tuples[place], kind, recipe)
         elif kind != "constexpr":
-            constant = place >= recipe.first_value
-            yield constant, _encode_constant(recipe.values[place - recipe.first_value], kind) if constant else place
+            constant = place >= recipe.first_constant_slot
+            yield (
+                constant,
+                _encode_constant(recipe.constants[place - recipe.first_constant_slot], kind) if constant else place,
+            )
 
 
 def _encode_constant(value: Any, kind: str) -> int:

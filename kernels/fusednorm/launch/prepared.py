@@ -31,14 +31,14 @@ class PreparedKernel:
     Attributes:
         launcher: the function that launches it.
         constants: its constexprs, which are its last parameters.
-        stream_of: returns the driver's handle of the current stream for a device index.
-        kernel: the object that keeps the driver's handle valid.
+        get_stream: returns the driver's handle of the current stream for a device index.
+        compiled_kernel: the object that keeps the driver's handle valid.
     """
 
     launcher: DriverLauncher
     constants: tuple[Any, ...]
-    stream_of: Any
-    kernel: Any
+    get_stream: Any
+    compiled_kernel: Any
 
 
 # As many as Triton's compiled kernels, or a few times more where `_make_key` distinguishes more; so bounded too.
@@ -75,7 +75,7 @@ def launch_kernel(launch: Launch, memories: PlanTensors, device: int) -> None:
     x, y, z, *_ = (*launch.grid, 1, 1)
     call, head, packed = prepared.launcher
     parameters = (*values, *prepared.constants)
-    call(x, y, z, prepared.stream_of(device), *head, *((parameters,) if packed else parameters))
+    call(x, y, z, prepared.get_stream(device), *head, *((parameters,) if packed else parameters))
 
 
 def find_prepared(launch: Launch, device: int) -> PreparedKernel | None:

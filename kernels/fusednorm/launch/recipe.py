@@ -2,8 +2,8 @@
 
 Plans depend on shapes, strides and types.  For tensors that differ only in their addresses they make the same
 launches, in which each argument is one of the tensors, a position in temporary memory, a workspace of the stream,
-or a constant.  If all launches declare how they depend on the number of rows (`Launch.by_rows`), that number may
-differ as well.
+or a constant.  If all launches declare how they depend on the number of rows (`Launch.row_dependence`), that number
+may differ as well.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
@@ -32,16 +32,16 @@ class PreparedLaunch(NamedTuple):
 
     Attributes:
         kernel: the kernel to launch.
-        grid: the grid; if `programs` is not None, its first size is item `programs` of the list of parameters.
-        places: the positions of the launch's parameters in that list.
-        pick: selects these parameters from the list.
+        grid: the grid; if `grid_slot` is not None, its first size is item `grid_slot` of the list of parameters.
+        slots: the positions of the launch's parameters in that list.
+        select: selects these parameters from the list.
     """
 
     kernel: prepared.PreparedKernel
     grid: tuple[int, int, int]
-    programs: int | None
-    places: tuple[int, ...]
-    pick: Pick
+    grid_slot: int | None
+    slots: tuple[int, ...]
+    select: Pick
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,32 +49,33 @@ class LaunchTemplate:
     """Launches over tensors that start at multiples of 16 bytes.
 
     Parameters are selected from one list: the addresses of the tensors, of the launches' own memory at `offsets`,
-    and of workspaces; the number of rows and the number of programs of each of `rules`; then, at `first_value`,
-    `values`; then a tuple for each of `tuples`, which contain the positions of their items.
+    and of workspaces; the number of rows and the number of programs of each of `rules`; then, at
+    `first_constant_slot`, `constants`; then a tuple for each of `tuples`, which contain the positions of their
+    items.
 
     Attributes:
-        device: the device of the launches, with its `index`.
-        words: float32 elements of the launches' own memory, allocated by the empty tensor `empty`.
+        device: the device of the launches, with its `device_index`.
+        scratch_words: float32 elements of the launches' own memory, allocated by the empty tensor `empty_tensor`.
         workspaces: words and purpose of each.
         rules: `tile` and `most` of each rule by which a number of programs depends on the number of rows; empty
             if the number of rows is fixed.
-        starts: the launches, in order.
+        launches: the launches, in order.
     """
 
     device: torch.device
-    index: int
-    words: int
-    empty: Tensor
+    device_index: int
+    scratch_words: int
+    empty_tensor: Tensor
     offsets: tuple[int, ...]
     workspaces: tuple[tuple[int, str], ...]
     rules: tuple[tuple[int, int], ...]
-    first_value: int
-    values: list[Any]
+    first_constant_slot: int
+    constants: list[Any]
     tuples: tuple[tuple[int, ...], ...]
-    starts: tuple[PreparedLaunch, ...]
+    launches: tuple[PreparedLaunch, ...]
 
     @classmethod
-    def of(cls, launches: list[Launch], tensors: Mapping[str, Tensor]) -> "LaunchTemplate | None":
+    def from_launches(cls, launches: list[Launch], tensors: Mapping[str, Tensor]) -> "LaunchTemplate | None":
         """The recipe of executed launches; None if there is none for tensors at multiples of 16 bytes.
 
         Args:
@@ -85,29 +86,31 @@ class LaunchTemplate:
         x = next(iter(tensors.values()))
         device, index = x.device, x.get_device()
         kernels = [prepared.find_prepared(launch, index) for launch in launches]
-        own = _ScratchMemory.of(launches)
+        own = _ScratchMemory.from_launches(launches)
         table = _SlotTable(tensors, own, launches)
         starts = []
         for launch, kernel in zip(launches, kernels, strict=True):
             if kernel is None:
                 return None
             programs, y, z, *_ = (*launch.grid, 1, 1)
-            places = table.places(launch, kernel.constants)
+            places = table.list_slots(launch, kernel.constants)
             starts.append(
-                PreparedLaunch(kernel, (programs, y, z), table.programs(launch), places, _make_selector(places))
+                PreparedLaunch(
+                    kernel, (programs, y, z), table.find_grid_slot(launch), places, _make_selector(places)
+                )
             )
         return cls(
             device=device,
-            index=index,
-            words=own.nbytes // 4,
-            empty=x.new_empty(0, dtype=torch.float32),
-            offsets=tuple(own.parts.values()),
+            device_index=index,
+            scratch_words=own.nbytes // 4,
+            empty_tensor=x.new_empty(0, dtype=torch.float32),
+            offsets=tuple(own.offsets.values()),
             workspaces=tuple(own.workspaces),
             rules=tuple(table.rules),
-            first_value=table.first_value,
-            values=table.values,
+            first_constant_slot=table.first_value,
+            constants=table.values,
             tuples=table.tuples,
-            starts=tuple(starts),
+            launches=tuple(starts),
         )
 
     def launch(self, at: list[Any], rows: int = 0) -> bool:
@@ -119,10 +122,10 @@ class LaunchTemplate:
         """
         if reduce(or_, at) % 16:
             return False
-        stream = self.starts[0].kernel.stream_of(self.index)
-        if self.words:
+        stream = self.launches[0].kernel.get_stream(self.device_index)
+        if self.scratch_words:
             # Kept until everything is launched: the memory's next user then runs after these launches.
-            own = self.empty.new_empty(self.words)
+            own = self.empty_tensor.new_empty(self.scratch_words)
             start = own.data_ptr()
             at += [start + offset for offset in self.offsets]
         if self.workspaces:
@@ -133,10 +136,10 @@ class LaunchTemplate:
             for tile, most in self.rules:
                 programs = -(-rows // tile)
                 at.append(programs if programs < most else most)
-        at += self.values
+        at += self.constants
         if self.tuples:
             at += [tuple([at[place] for place in places]) for places in self.tuples]
-        for kernel, (x, y, z), programs_at, _, pick in self.starts:
+        for kernel, (x, y, z), programs_at, _, pick in self.launches:
             call, head, packed = kernel.launcher
             if programs_at is not None:
                 x = at[programs_at]
@@ -152,16 +155,17 @@ class _ScratchMemory:
     """Memory of launches besides the tensors for which they were planned.
 
     Attributes:
-        parts: offsets in bytes of arrays in one allocation of `nbytes` bytes, by their workspace and offset there.
+        offsets: offsets in bytes of arrays in one allocation of `nbytes` bytes, by their workspace and offset
+            there.
         workspaces: words and purpose of the stream's workspaces.
     """
 
-    parts: dict[tuple[Workspace, int], int]
+    offsets: dict[tuple[Workspace, int], int]
     workspaces: dict[tuple[int, str], None]
     nbytes: int
 
     @classmethod
-    def of(cls, launches: list[Launch]) -> "_ScratchMemory":
+    def from_launches(cls, launches: list[Launch]) -> "_ScratchMemory":
         """The memory of the launches."""
         own, starts = cls({}, {}, 0), dict[Workspace, int]()
         for array in _arrays(argument for launch in launches for argument in launch.arguments):
@@ -175,7 +179,7 @@ class _ScratchMemory:
             if memory not in starts:
                 starts[memory] = own.nbytes
                 own.nbytes += -(-memory.count * size // _ALIGNED) * _ALIGNED
-            own.parts[memory, array.offset] = starts[memory] + array.offset * size
+            own.offsets[memory, array.offset] = starts[memory] + array.offset * size
         return own
 
 
@@ -183,7 +187,7 @@ class _SlotTable:
     """The positions of parameters in the list from which launches select them."""
 
     def __init__(self, tensors: Iterable[str], own: _ScratchMemory, launches: list[Launch]) -> None:
-        addresses: tuple[Hashable, ...] = (*tensors, *own.parts, *own.workspaces)
+        addresses: tuple[Hashable, ...] = (*tensors, *own.offsets, *own.workspaces)
         self._addresses = {address: place for place, address in enumerate(addresses)}
         self._rows = len(addresses)
         self.rules = _list_program_rules(launches)
@@ -193,7 +197,7 @@ class _SlotTable:
         for launch in launches:
             for argument in launch.arguments:
                 if type(argument) is tuple:
-                    self._tuples.setdefault(tuple(map(self._argument, argument)), len(self._tuples))
+                    self._tuples.setdefault(tuple(map(self._find_argument_slot, argument)), len(self._tuples))
 
     @property
     def values(self) -> list[Any]:
@@ -203,39 +207,45 @@ class _SlotTable:
     def tuples(self) -> tuple[tuple[int, ...], ...]:
         return tuple(self._tuples)
 
-    def programs(self, launch: Launch) -> int | None:
+    def find_grid_slot(self, launch: Launch) -> int | None:
         """The position of the first size of a launch's grid, if it depends on the number of rows."""
-        by_rows = launch.by_rows
-        if by_rows is None or not self.rules or not by_rows.grid:
+        by_rows = launch.row_dependence
+        if by_rows is None or not self.rules or not by_rows.scales_grid:
             return None
-        return self._rows + 1 + self.rules.index((by_rows.tile, by_rows.most))
+        return self._rows + 1 + self.rules.index((by_rows.tile_rows, by_rows.max_programs))
 
-    def places(self, launch: Launch, constants: tuple[Any, ...]) -> tuple[int, ...]:
+    def list_slots(self, launch: Launch, constants: tuple[Any, ...]) -> tuple[int, ...]:
         """The positions of a launch's parameters in the list."""
-        places = [*map(self._argument, launch.arguments), *map(self._value, constants)]
-        by_rows = launch.by_rows
+        places = [*map(self._find_argument_slot, launch.arguments), *map(self._find_constant_slot, constants)]
+        by_rows = launch.row_dependence
         if by_rows is not None and self.rules:
-            if by_rows.rows is not None:
-                places[by_rows.rows] = self._rows
-            if by_rows.programs is not None:
-                places[by_rows.programs] = self._rows + 1 + self.rules.index((by_rows.tile, by_rows.most))
+            if by_rows.rows_index is not None:
+                places[by_rows.rows_index] = self._rows
+            if by_rows.programs_index is not None:
+                places[by_rows.programs_index] = (
+                    self._rows + 1 + self.rules.index((by_rows.tile_rows, by_rows.max_programs))
+                )
         return tuple(places)
 
-    def _argument(self, argument: Any) -> int:
+    def _find_argument_slot(self, argument: Any) -> int:
         if type(argument) is Array:
             return self._addresses[_address_of(argument)]
         if type(argument) is tuple:
             # Tuples are at the end of the list.
-            return self._tuples[tuple(map(self._argument, argument))] - len(self._tuples)
-        return self._value(argument)
+            return self._tuples[tuple(map(self._find_argument_slot, argument))] - len(self._tuples)
+        return self._find_constant_slot(argument)
 
-    def _value(self, value: Any) -> int:
+    def _find_constant_slot(self, value: Any) -> int:
         return self.first_value + self._values.setdefault((type(value), value), len(self._values))
 
 
 def _list_program_rules(launches: list[Launch]) -> tuple[tuple[int, int], ...]:
     """The rules by which numbers of programs depend on the number of rows; empty unless every launch has one."""
-    rules = [(launch.by_rows.tile, launch.by_rows.most) for launch in launches if launch.by_rows is not None]
+    rules = [
+        (launch.row_dependence.tile_rows, launch.row_dependence.max_programs)
+        for launch in launches
+        if launch.row_dependence is not None
+    ]
     return tuple(dict.fromkeys(rules)) if len(rules) == len(launches) else ()
 
 

@@ -44,23 +44,23 @@ class _CallReplay:
     """The work of a call of a known kind.
 
     Attributes:
-        results: for each field of the result with a tensor of its own, the function that allocates it.
+        allocators: for each field of the result with a tensor of its own, the function that allocates it.
         outputs: the `OutputSpec` of each of these fields, which checks a tensor of the caller.
-        same: pairs of a field and the other field whose tensor it shares.
-        recipe: the call's launches over inputs and results.
+        shared_fields: pairs of a field and the other field whose tensor it shares.
+        template: the call's launches over inputs and results.
     """
 
-    results: tuple[Allocate | None, ...]
+    allocators: tuple[Allocate | None, ...]
     outputs: Outputs
-    same: tuple[tuple[int, int], ...]
-    recipe: LaunchTemplate
+    shared_fields: tuple[tuple[int, int], ...]
+    template: LaunchTemplate
 
-    def within(
+    def allocate_missing(
         self, out: Forward | Backward, x: Tensor, shape: Sequence[int], leading: Sequence[int]
     ) -> list[Tensor | None] | None:
         """Tensors for the results, from `out` where it has some; None if one of these does not fit."""
         results: list[Tensor | None] = []
-        for new, output, given in zip(self.results, self.outputs, out, strict=True):
+        for new, output, given in zip(self.allocators, self.outputs, out, strict=True):
             if given is None:
                 results.append(None if new is None else new(x, shape, leading))
             elif output is not None and fits(output, given, x):
@@ -110,8 +110,8 @@ def set_extension(extension: Any) -> None:
     global _extension, _load
     if extension is not None:
         for each in _PASSES:
-            if each.number < 0:
-                each.number = extension.define_pass(each.roles)
+            if each.extension_number < 0:
+                each.extension_number = extension.define_pass(each.roles)
     _extension, _load = extension, None
 
 
@@ -163,7 +163,7 @@ class ReplayablePass(Generic[Result]):
 
     Attributes:
         roles: as below.
-        number: the pass's number in the host extension, if that is in use.
+        extension_number: the pass's number in the host extension, if that is in use.
 
     Args:
         result: the type of its result.
@@ -174,27 +174,29 @@ class ReplayablePass(Generic[Result]):
     def __init__(self, result: type[Result], roles: tuple[ShapeRole, ...] = ()) -> None:
         self._result: Any = result
         self.roles = roles
-        self.number = -1
+        self.extension_number = -1
         _PASSES.append(self)
 
-    def again(self, inputs: Inputs, options: Options, out: Result | None = None) -> Result | None:
+    def replay(self, inputs: Inputs, options: Options, out: Result | None = None) -> Result | None:
         """The result of a call without dropout, or None unless its kind is known and `out` fits."""
         if not prepared.can_bypass_triton():
             return None
         if _extension is not None and out is None:
-            made: Result | None = _extension.again(self.number, encode_policy(), options, inputs, self._result)
+            made: Result | None = _extension.again(
+                self.extension_number, encode_policy(), options, inputs, self._result
+            )
             if made is not None:
                 return made
         try:
-            known = self._known(inputs, options)
+            known = self._find_replay(inputs, options)
         except TypeError:  # An option without a hash; the checks raise the right error.
             return None
         if known is None:
             return None
-        recipe = known.recipe
-        if current_device() != recipe.index:
-            with torch.cuda.device(recipe.index):
-                return self.again(inputs, options, out)
+        recipe = known.template
+        if current_device() != recipe.device_index:
+            with torch.cuda.device(recipe.device_index):
+                return self.replay(inputs, options, out)
         at = [tensor.data_ptr() for tensor in inputs if tensor is not None]
         # Tensors without elements, and those of tracers, have address 0.
         if not all(at):
@@ -203,9 +205,9 @@ class ReplayablePass(Generic[Result]):
         shape = x.shape
         *leading, cols = shape
         if out is None:
-            results = [None if new is None else new(x, shape, leading) for new in known.results]
+            results = [None if new is None else new(x, shape, leading) for new in known.allocators]
         else:
-            given = known.within(out, x, shape, leading)
+            given = known.allocate_missing(out, x, shape, leading)
             if given is None:
                 return None
             results = given
@@ -214,12 +216,12 @@ class ReplayablePass(Generic[Result]):
             return None
         if _load is not None:
             _count_replay()
-        for place, other in known.same:
+        for place, other in known.shared_fields:
             results[place] = results[other]
         result: Result = _as_result(self._result, results)
         return result
 
-    def learn(
+    def record(
         self,
         launches: list[Launch],
         outputs: Outputs,
@@ -227,14 +229,14 @@ class ReplayablePass(Generic[Result]):
         inputs: Inputs,
         options: Options,
     ) -> None:
-        """Store the data that `again` needs, from a call that was checked, planned and has just been launched.
+        """Store the data that `replay` needs, from a call that was checked, planned and has just been launched.
 
         Args:
             tensors: inputs and results by name, in the order of the pass.
         """
         same = dict(_iterate_shared_fields(outputs))
         own = tuple(None if place in same else output for place, output in enumerate(outputs))
-        recipe = LaunchTemplate.of(launches, tensors)
+        recipe = LaunchTemplate.from_launches(launches, tensors)
         if recipe is None:
             return
         x: Any = inputs[0]
@@ -251,9 +253,9 @@ class ReplayablePass(Generic[Result]):
         if _extension is not None:
             told = describe_call(recipe, outputs, x, follows)
             if told is not None:
-                _extension.learn(self.number, encode_policy(), options, inputs, *told)
+                _extension.learn(self.extension_number, encode_policy(), options, inputs, *told)
 
-    def _known(self, inputs: Inputs, options: Options) -> _CallReplay | None:
+    def _find_replay(self, inputs: Inputs, options: Options) -> _CallReplay | None:
         of_any_rows = make_row_free_key(self, self.roles, inputs, options)
         if of_any_rows is not None:
             known = _KNOWN.get(of_any_rows, _NOTHING)
@@ -282,13 +284,13 @@ def _iterate_shared_fields(outputs: Outputs) -> Iterator[tuple[int, int]]:
 def _make_allocator(output: OutputSpec, x: Tensor, any_rows: bool) -> Allocate:
     """The function that allocates a result for an x like this one; with `any_rows`, for any number of rows."""
     dtype = TORCH_DTYPES[output.dtype]
-    if output.as_x and not x.is_contiguous():
+    if output.has_x_layout and not x.is_contiguous():
         return lambda x, *_: torch.empty_like(x, dtype=dtype)
     # Sizes are passed one by one, if there are any: torch reads a tuple of them several times slower.
     new = x.new_empty(0, dtype=dtype).new_empty
     if output.shape is None and any_rows:
-        if not output.axes_less:
+        if not output.dropped_axes:
             return lambda x, shape, leading: new(*shape)
         return lambda x, shape, leading: new(*leading) if leading else new(())
-    sizes = output.shape_for(x)
+    sizes = output.compute_shape(x)
     return (lambda x, shape, leading: new(*sizes)) if sizes else lambda x, shape, leading: new(())

@@ -46,10 +46,10 @@ class _NormView:
     """The view of tensors in one operation: x as an array of `shape`, normalised over `axes`.
 
     Parameters broadcast as `parameter_shape`; their gradients are sums over `parameter_axes`.
-    `rows` x `positions` is the grid on which dropout's mask is defined, and `mask` converts a mask of that grid to
-    `shape`.  `work` is the dtype of every sum, `stream` that of residual_out and dresidual; `weight_offset` is
-    added to weight.  `scale` and `shift` of a sample's channels are applied after the affine step.  Results of x's
-    shape are channels-last in memory if `channels_last`, else contiguous.
+    `rows` x `positions` is the grid on which dropout's mask is defined, and `convert_mask` converts a mask of that
+    grid to `shape`.  `work_dtype` is the dtype of every sum, `residual_dtype` that of residual_out and dresidual;
+    `weight_offset` is added to weight.  `scale` and `shift` of a sample's channels are applied after the affine
+    step.  Results of x's shape are channels-last in memory if `channels_last`, else contiguous.
     """
 
     shape: tuple[int, ...]
@@ -59,10 +59,10 @@ class _NormView:
     parameter_axes: tuple[int, ...]
     rows: int
     positions: int
-    mask: Callable[[Tensor], Tensor]
-    work: torch.dtype
-    stream: torch.dtype
-    centre: bool = True
+    convert_mask: Callable[[Tensor], Tensor]
+    work_dtype: torch.dtype
+    residual_dtype: torch.dtype
+    subtracts_mean: bool = True
     weight_offset: float = 0.0
     scale: Tensor | None = None
     shift: Tensor | None = None
@@ -304,10 +304,10 @@ def _make_rows_view(
         parameter_axes=(0,),
         rows=tokens * heads,
         positions=cols,
-        mask=lambda mask: mask.view(shape),
-        work=_select_work_dtype(x, precision),
-        stream=x.dtype if residual is None else residual.dtype,
-        centre=centre,
+        convert_mask=lambda mask: mask.view(shape),
+        work_dtype=_select_work_dtype(x, precision),
+        residual_dtype=x.dtype if residual is None else residual.dtype,
+        subtracts_mean=centre,
         weight_offset=weight_offset,
     )
 
@@ -349,9 +349,9 @@ def _make_groups_view(
         parameter_axes=(0, 3),
         rows=n,
         positions=c * hw,
-        mask=convert_mask,
-        work=_select_work_dtype(x, precision),
-        stream=x.dtype,
+        convert_mask=convert_mask,
+        work_dtype=_select_work_dtype(x, precision),
+        residual_dtype=x.dtype,
         scale=scale,
         shift=shift,
         channels_last=channels_last,
@@ -381,7 +381,7 @@ def _compute_forward(
         y=_convert_result(view, x, y, out_dtype or x.dtype),
         mean=mean.reshape(view.statistics_shape) if stats and mean is not None else None,
         rstd=rstd.reshape(view.statistics_shape) if stats else None,
-        residual_out=None if residual is None else _convert_result(view, x, h, view.stream),
+        residual_out=None if residual is None else _convert_result(view, x, h, view.residual_dtype),
         scale=None if scale is None else scale.reshape(view.statistics_shape),
     )
 
@@ -398,13 +398,13 @@ def _compute_backward(
     dresidual_out: Tensor | None,
     options: NormOptions,
 ) -> Backward:
-    work, scale, shift = view.work, view.scale, view.shift
+    work, scale, shift = view.work_dtype, view.scale, view.shift
     check_optional_tensor("dy", dy, x)
     check_optional_tensor("dresidual_out", dresidual_out, x)
     check_optional_tensor("mean", mean, x, view.statistics_shape)
     check_optional_tensor("rstd", rstd, x, view.statistics_shape)
     h = _add_residual(view, x, residual)
-    if rstd is None or (view.centre and mean is None):
+    if rstd is None or (view.subtracts_mean and mean is None):
         centred, _, inverse = _compute_statistics(view, h, options.eps)
     else:
         aligned = tuple(1 if axis in view.axes else size for axis, size in enumerate(view.shape))
@@ -427,13 +427,13 @@ def _compute_backward(
         dz = dz * _compute_scale_factors(view, scale)
     g = dz if weight is None else dz * _compute_weight_factors(view, weight)
     dh = g - xhat * (g * xhat).mean(view.axes, keepdim=True)
-    if view.centre:
+    if view.subtracts_mean:
         dh = dh - g.mean(view.axes, keepdim=True)
     dh = dh * inverse
     if dresidual_out is not None:
         dh = dh + dresidual_out.to(work).reshape(view.shape)
     dx = _convert_result(view, x, dh, x.dtype)
-    dresidual = dx if view.stream == x.dtype else _convert_result(view, x, dh, view.stream)
+    dresidual = dx if view.residual_dtype == x.dtype else _convert_result(view, x, dh, view.residual_dtype)
     return Backward(
         dx=dx,
         dweight=None if weight is None else _sum_parameter_gradient(view, dz * xhat, weight),
@@ -456,7 +456,7 @@ def _select_work_dtype(x: Tensor, precision: torch.dtype | None) -> torch.dtype:
 
 
 def _add_residual(view: _NormView, x: Tensor, residual: Tensor | None) -> Tensor:
-    h = x.to(view.work) if residual is None else x.to(view.work) + residual.to(view.work)
+    h = x.to(view.work_dtype) if residual is None else x.to(view.work_dtype) + residual.to(view.work_dtype)
     return h.reshape(view.shape)
 
 
@@ -466,7 +466,7 @@ def _compute_statistics(view: _NormView, h: Tensor, eps: float) -> tuple[Tensor,
     The last two are broadcastable.
     """
     centred, mean = h, None
-    if view.centre:
+    if view.subtracts_mean:
         rounded = h.mean(view.axes, keepdim=True)
         centred = h - rounded
         # The rounding error of a large mean is large compared with the deviations.
@@ -501,18 +501,18 @@ def _compute_scale_factors(view: _NormView, scale: Tensor) -> Tensor:
 
 def _broadcast_sample_parameter(view: _NormView, parameter: Tensor) -> Tensor:
     """A parameter [N, C], broadcastable."""
-    return parameter.to(view.work).reshape(*view.shape[:3], 1)
+    return parameter.to(view.work_dtype).reshape(*view.shape[:3], 1)
 
 
 def _compute_weight_factors(view: _NormView, weight: Tensor) -> Tensor:
     """The factors of x_hat, broadcastable."""
-    return weight.to(view.work).reshape(view.parameter_shape) + view.weight_offset
+    return weight.to(view.work_dtype).reshape(view.parameter_shape) + view.weight_offset
 
 
 def _compute_dropout_factors(view: _NormView, options: NormOptions, device: torch.device) -> Tensor:
     """Dropout's multiplier of each element: 0, or 1 / (1 - dropout)."""
     keep = compute_dropout_mask(options.seed or 0, view.rows, view.positions, options.dropout, device)
-    return view.mask(keep).to(view.work) / (1.0 - options.dropout)
+    return view.convert_mask(keep).to(view.work_dtype) / (1.0 - options.dropout)
 
 
 def _sum_parameter_gradient(view: _NormView, terms: Tensor, parameter: Tensor) -> Tensor:

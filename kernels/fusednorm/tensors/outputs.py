@@ -20,21 +20,21 @@ def fits(output: OutputSpec, given: Tensor, x: Tensor) -> bool:
     """Whether a result can be written to the tensor `given`."""
     return (
         given.dtype == TORCH_DTYPES[output.dtype]
-        and given.shape == output.shape_for(x)
+        and given.shape == output.compute_shape(x)
         and given.device == x.device
         and not given.is_neg()
-        and (in_layout(given, not x.is_contiguous()) if output.as_x else given.is_contiguous())
+        and (in_layout(given, not x.is_contiguous()) if output.has_x_layout else given.is_contiguous())
     )
 
 
 def _place(output: OutputSpec, given: Tensor | None, x: Tensor) -> Tensor:
-    dtype, shape = TORCH_DTYPES[output.dtype], output.shape_for(x)
+    dtype, shape = TORCH_DTYPES[output.dtype], output.compute_shape(x)
     if given is None:
-        if output.as_x:
+        if output.has_x_layout:
             return torch.empty_like(x, dtype=dtype)
         return torch.empty(shape, dtype=dtype, device=x.device)
     if not fits(output, given, x):
-        contiguous, as_x = ("", ", laid out as x") if output.as_x else ("contiguous ", "")
+        contiguous, as_x = ("", ", laid out as x") if output.has_x_layout else ("contiguous ", "")
         raise KernelInputError(
             f"out.{output.name} must be {contiguous}{dtype} {list(shape)} on {x.device}{as_x}, "
             f"got {given.dtype} {list(given.shape)} with strides {list(given.stride())} on {given.device}"

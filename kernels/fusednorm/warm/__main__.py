@@ -95,9 +95,11 @@ class CacheWarmer:
             until_gone: the id of a process; compilation stops when that process has ended.
         """
         done: dict[int, TicketResult] = {}
-        for each in run_tickets(range(len(self._tickets)), self._compile, jobs, lambda: _is_running(until_gone)):
+        for each in run_tickets(
+            range(len(self._tickets)), self._compile_ticket, jobs, lambda: _is_running(until_gone)
+        ):
             done[each.ticket] = each
-            self._say(each)
+            self._print_result(each)
         missing = 0
         for (place, length), tickets in self._parts.items():
             gpu = self._gpus[place]
@@ -105,13 +107,13 @@ class CacheWarmer:
             missing += lost
             if not lost:
                 record_compiled(gpu.arch, gpu.multiprocessors, length, self._only_warm_up)
-        made = [each for each in done.values() if each.nbytes >= 0 and not each.was_there]
+        made = [each for each in done.values() if each.nbytes >= 0 and not each.was_cached]
         nbytes = sum(each.nbytes for each in made)
         seconds = sum(each.seconds for each in made)
         print(f"{len(made)} kernels compiled, {nbytes / 1e6:.1f} MB, {seconds:.1f} s of a core; {missing} missing")
         return missing
 
-    def _compile(self, ticket: int) -> tuple[int, bool]:
+    def _compile_ticket(self, ticket: int) -> tuple[int, bool]:
         self._driver.current, launch = self._tickets[ticket]
         hits: list[bool] = []
         knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
@@ -121,9 +123,9 @@ class CacheWarmer:
         build_launcher(compiled)
         return _count_kernel_bytes(compiled.hash), was_there
 
-    def _say(self, done: TicketResult) -> None:
+    def _print_result(self, done: TicketResult) -> None:
         place, launch = self._tickets[done.ticket]
-        became = "failed" if done.nbytes < 0 else "there" if done.was_there else f"{done.nbytes / 1e3:.0f} kB"
+        became = "failed" if done.nbytes < 0 else "there" if done.was_cached else f"{done.nbytes / 1e3:.0f} kB"
         print(f"sm_{self._gpus[place].arch} {launch.kernel.__name__} {done.seconds:.2f} s {became}", flush=True)
 
 

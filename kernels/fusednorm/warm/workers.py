@@ -29,13 +29,13 @@ class TicketResult:
     Attributes:
         seconds: the time that it took.
         nbytes: its size in the cache; -1 if it failed.
-        was_there: whether it was in the cache already.
+        was_cached: whether it was in the cache already.
     """
 
     ticket: int
     seconds: float
     nbytes: int
-    was_there: bool
+    was_cached: bool
 
 
 Work = Callable[[int], tuple[int, bool]]

@@ -17,27 +17,27 @@ class AdapterRequest:
     Attributes:
         method, target: the target is a path with its query, below the server's URL.
         parts: the body in pieces.
-        most_bytes: largest possible body of a successful response.
+        max_response_bytes: largest possible body of a successful response.
         headers: all but Host and Content-Length.
     """
 
     method: str
     target: str
     parts: Sequence[bytes | memoryview]
-    most_bytes: int
+    max_response_bytes: int
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
 class ProtocolAdapter(Protocol):
     """A protocol for tensors."""
 
-    def refusal(self, case: RequestCase) -> str | None:
+    def find_unsupported_reason(self, case: RequestCase) -> str | None:
         """The limits of such servers, if they do not support the case; None if they do."""
 
-    def exchange(self, case: RequestCase, tensors: Mapping[str, HostTensor]) -> AdapterRequest:
+    def make_request(self, case: RequestCase, tensors: Mapping[str, HostTensor]) -> AdapterRequest:
         """The request to send."""
 
-    def tensors(self, case: RequestCase, answer: ApiResponse) -> dict[str, HostTensor]:
+    def parse_tensors(self, case: RequestCase, answer: ApiResponse) -> dict[str, HostTensor]:
         """The tensors of a successful response by the names of normserve's API, as views of it.
 
         Raises:

@@ -22,28 +22,30 @@ _OF_ALL = (*PARAMETERS, *PARAMETER_GRADIENTS)
 class NativeAdapter:
     """Sends and reads the same bytes as `normserve.client`."""
 
-    def refusal(self, case: RequestCase) -> str | None:
+    def find_unsupported_reason(self, case: RequestCase) -> str | None:
         """It supports everything."""
         return None
 
-    def exchange(self, case: RequestCase, tensors: Mapping[str, HostTensor]) -> AdapterRequest:
+    def make_request(self, case: RequestCase, tensors: Mapping[str, HostTensor]) -> AdapterRequest:
         """The HTTP request of the client."""
-        call = self.call(case, split_tensors(case, tensors) if case.parts else tensors)
+        call = self.make_call(case, split_tensors(case, tensors) if case.parts else tensors)
         return AdapterRequest(
-            call.method, call.target, call.parts() or (), call.most_bytes, {"content-type": SAFETENSORS}
+            call.method, call.target, call.encode_body() or (), call.max_bytes, {"content-type": SAFETENSORS}
         )
 
-    def call(self, case: RequestCase, tensors: Mapping[str, HostTensor | list[HostTensor]]) -> ApiCall[_Result]:
+    def make_call(
+        self, case: RequestCase, tensors: Mapping[str, HostTensor | list[HostTensor]]
+    ) -> ApiCall[_Result]:
         """The client's call; over shared memory, several tensors are sent as one."""
         build: Callable[..., ApiCall[_Result]] = getattr(operations, case.operation.replace("/", "_"))
         if case.norms:
             both = ([tensors[f"{name}.{norm}"] for norm in range(case.norms)] for name in ("weight", "bias"))
-            return build(tensors["x"], *both, **case.parameters())
-        return build(**tensors, **case.parameters())
+            return build(tensors["x"], *both, **case.list_parameters())
+        return build(**tensors, **case.list_parameters())
 
-    def tensors(self, case: RequestCase, answer: ApiResponse) -> dict[str, HostTensor]:
+    def parse_tensors(self, case: RequestCase, answer: ApiResponse) -> dict[str, HostTensor]:
         """Every tensor in the body; results of several tensors are joined again."""
-        tensors = answer.tensors()
+        tensors = answer.read_tensors()
         return join_tensors(tensors) if case.parts else tensors
 
 

@@ -30,7 +30,7 @@ _DATATYPES = {DType.FLOAT32: "FP32", DType.FLOAT16: "FP16"}
 
 def find_unsupported_reason(case: RequestCase) -> str | None:
     """The limits of such a server, if it does not support the case; None if it does."""
-    if case.operation != "layer_norm" or case.parameters() or case.residual:
+    if case.operation != "layer_norm" or case.list_parameters() or case.residual:
         return "only layer_norm forward, without residual, activation and other options"
     if case.heads or case.parts:
         return "only one x, weight and bias of one vector each"
@@ -41,23 +41,23 @@ def find_unsupported_reason(case: RequestCase) -> str | None:
 
 def make_parameters(case: RequestCase) -> dict[str, NDArray[np.float32]]:
     """Weight and bias that such a server must hold."""
-    tensors = case.tensors()
+    tensors = case.make_tensors()
     return {name: to_float64(tensors[name]).astype(np.float32) for name in ("weight", "bias")}
 
 
 class NpyAdapter:
     """Sends x as npy to the server's URL, and receives y as npy."""
 
-    def refusal(self, case: RequestCase) -> str | None:
+    def find_unsupported_reason(self, case: RequestCase) -> str | None:
         """The limits of all such servers."""
         return find_unsupported_reason(case)
 
-    def exchange(self, case: RequestCase, tensors: Mapping[str, HostTensor]) -> AdapterRequest:
+    def make_request(self, case: RequestCase, tensors: Mapping[str, HostTensor]) -> AdapterRequest:
         """A request with x alone."""
         x = tensors["x"]
         return AdapterRequest("POST", "", npy.encode(x), x.nbytes + _HEADER_BYTES, {"Content-Type": _NPY})
 
-    def tensors(self, case: RequestCase, answer: ApiResponse) -> dict[str, HostTensor]:
+    def parse_tensors(self, case: RequestCase, answer: ApiResponse) -> dict[str, HostTensor]:
         """y."""
         try:
             return {"y": npy.decode(answer.body)}
@@ -71,11 +71,11 @@ class KServeAdapter:
     Source: https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_binary_data.md
     """
 
-    def refusal(self, case: RequestCase) -> str | None:
+    def find_unsupported_reason(self, case: RequestCase) -> str | None:
         """The limits of all such servers."""
         return find_unsupported_reason(case)
 
-    def exchange(self, case: RequestCase, tensors: Mapping[str, HostTensor]) -> AdapterRequest:
+    def make_request(self, case: RequestCase, tensors: Mapping[str, HostTensor]) -> AdapterRequest:
         """A request with x alone, to the model in the URL."""
         x = tensors["x"]
         given = {
@@ -89,7 +89,7 @@ class KServeAdapter:
         headers = {"Content-Type": "application/octet-stream", _LENGTH_HEADER: str(len(head))}
         return AdapterRequest("POST", "/infer", (head, x.data), x.nbytes + _HEADER_BYTES, headers)
 
-    def tensors(self, case: RequestCase, answer: ApiResponse) -> dict[str, HostTensor]:
+    def parse_tensors(self, case: RequestCase, answer: ApiResponse) -> dict[str, HostTensor]:
         """y."""
         try:
             length = int(answer.headers[_LENGTH_HEADER.lower()][:18])

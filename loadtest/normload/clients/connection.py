@@ -40,7 +40,7 @@ class SteppedConnection:
         """Args: timeout_s: longest time of an exchange."""
         self.timeout_s = timeout_s
 
-    def wait_for(self, steps: Steps[ApiResponse]) -> ApiResponse:
+    def run_steps(self, steps: Steps[ApiResponse]) -> ApiResponse:
         """The result of steps.
 
         Raises:
@@ -52,7 +52,7 @@ class SteppedConnection:
         try:
             return run_steps(steps, deadline)
         except httpx.TimeoutException as error:
-            raise deadline.error() from error
+            raise deadline.make_error() from error
         except FAILURES as error:
             raise translate_failure(error) from error
 
@@ -67,9 +67,9 @@ class HttpLoadConnection(SteppedConnection):
         """
         super().__init__(timeout_s)
         self._address = address
-        self._open: http.ClientHttpConnection | None = None
+        self._connection: http.ClientHttpConnection | None = None
         # Memory that was used before is mapped already; new memory is faulted in page by page.
-        self._room: memoryview | None = None
+        self._response_buffer: memoryview | None = None
 
     def exchange(self, head: bytes, parts: Sequence[bytes | memoryview], most_bytes: int) -> ApiResponse:
         """Send one request, wait for its response and return it; its body is valid until the next exchange.
@@ -79,48 +79,50 @@ class HttpLoadConnection(SteppedConnection):
             most_bytes: largest possible body of a successful response; an error's is dropped if it is longer.
 
         Raises:
-            ClientError: as `wait_for`.
+            ClientError: as `run_steps`.
         """
-        return self.wait_for(self._exchanging(head, parts, most_bytes))
+        return self.run_steps(self._exchange_in_steps(head, parts, most_bytes))
 
-    def steps(self, request: PreparedRequest) -> Steps[ApiResponse]:
+    def start_exchange(self, request: PreparedRequest) -> Steps[ApiResponse]:
         """`exchange` in steps, for a caller with its own event loop; it raises only `FAILURES`."""
-        return self._exchanging(request.head, request.parts, request.most_bytes)
+        return self._exchange_in_steps(request.head, request.parts, request.max_response_bytes)
 
-    def _exchanging(self, head: bytes, parts: Sequence[bytes | memoryview], most_bytes: int) -> Steps[ApiResponse]:
+    def _exchange_in_steps(
+        self, head: bytes, parts: Sequence[bytes | memoryview], most_bytes: int
+    ) -> Steps[ApiResponse]:
         # The server may have closed the connection between requests: then its end can be read.
-        if self._open is not None and not self._open.is_quiet():
+        if self._connection is not None and not self._connection.is_quiet():
             self.close()
         try:
-            if self._open is None:
-                self._open = yield from self._opening()
-            answer = yield from self._open.exchange(head, parts, most_bytes, self._room)
+            if self._connection is None:
+                self._connection = yield from self._open_in_steps()
+            answer = yield from self._connection.exchange(head, parts, most_bytes, self._response_buffer)
         except BaseException:
             self.close()
             raise
-        if self._room is None or len(answer.body) > len(self._room):
-            self._room = answer.body
-        if not self._open.is_reusable:
+        if self._response_buffer is None or len(answer.body) > len(self._response_buffer):
+            self._response_buffer = answer.body
+        if not self._connection.is_reusable:
             self.close()
         return answer
 
-    def leave(self) -> None:
+    def release_response(self) -> None:
         """Leave the memory of the last response to the caller."""
-        self._room = None
+        self._response_buffer = None
 
     def close(self) -> None:
         """Close it, if it is open."""
-        if self._open is not None:
-            self._open.close()
-            self._open = None
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
-    def _opening(self) -> Steps[http.ClientHttpConnection]:
+    def _open_in_steps(self) -> Steps[http.ClientHttpConnection]:
         failure = OSError("the host has no address")
-        for family, where in self._places():
+        for family, where in self._resolve_addresses():
             made = make_socket(family)
             try:
                 yield from connect(made, where)
-                if self._address.tls:
+                if self._address.is_tls:
                     secured = wrap_tls(made, self._address, _TRUST.context)
                     made = secured
                     yield from do_handshake(secured)
@@ -133,7 +135,7 @@ class HttpLoadConnection(SteppedConnection):
                 raise
         raise failure
 
-    def _places(self) -> list[Place]:
+    def _resolve_addresses(self) -> list[Place]:
         if self._address.socket_path is not None:
             return [(AF_UNIX, self._address.socket_path)]
         return list_socket_addresses(getaddrinfo(self._address.host, self._address.port, type=SOCK_STREAM))

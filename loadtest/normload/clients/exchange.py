@@ -18,22 +18,22 @@ class SentRequest:
 
     Attributes:
         connection: the one it uses.
-        slot: the request, and its scheduled time.
-        free, sent, ended: when the connection was free, and the request was sent and ended, by the clock.
-        check: whether the response is compared with the expected one.
+        scheduled: the request, and its scheduled time.
+        free_at, sent_at, ended_at: when the connection was free, and the request was sent and ended, by the clock.
+        is_checked: whether the response is compared with the expected one.
         steps: the remaining steps.
         descriptor: the one that it waits for.
-        answer: the response.
+        response: the response.
         code: as in `Record`; "" if it follows from the response.
     """
 
     connection: AnyConnection
-    slot: ScheduledRequest
-    free: float
-    sent: float
-    check: bool
+    scheduled: ScheduledRequest
+    free_at: float
+    sent_at: float
+    is_checked: bool
     steps: Steps[ApiResponse]
     descriptor: int = -1
-    ended: float = 0.0
-    answer: ApiResponse | None = None
+    ended_at: float = 0.0
+    response: ApiResponse | None = None
     code: str = ""

@@ -86,47 +86,47 @@ class ClientProcesses:
                 process.join()
 
     @property
-    def stopped(self) -> bool:
+    def is_stopped(self) -> bool:
         """Whether the run was ended early."""
         return self._stopped
 
     def wait_until_ready(self) -> None:
         """Return when every process has created its requests."""
-        self._gather()
+        self._receive_results()
 
     def send_all(self) -> PhaseTally:
         """Make every process send every request once."""
-        self._tell([SendAllCommand()] * self.processes)
-        return _merge_tallies(self._gather())[0]
+        self._send_commands([SendAllCommand()] * self.processes)
+        return _merge_tallies(self._receive_results())[0]
 
-    def load(
+    def send_phases(
         self, phases: tuple[LoadPhase, ...], connections: int, grace_s: float
     ) -> tuple[float, list[PhaseTally]]:
         """Send consecutive phases; return their start, by time.perf_counter, and the tally of each."""
         start = time.perf_counter() + _HEAD_START_S
         self._segments += 1
         counts = split_evenly(connections, self.processes)
-        self._tell([LoadCommand(self._segments, phases, start, count, grace_s) for count in counts])
-        done = self._gather()
-        self.cpu = [max(before, each.cpu) for before, each in zip(self.cpu, done, strict=True)]
-        self.cores_used = sum(each.cpu for each in done)
+        self._send_commands([LoadCommand(self._segments, phases, start, count, grace_s) for count in counts])
+        done = self._receive_results()
+        self.cpu = [max(before, each.cpu_fraction) for before, each in zip(self.cpu, done, strict=True)]
+        self.cores_used = sum(each.cpu_fraction for each in done)
         return start, _merge_tallies(done)
 
-    def stop(self) -> None:
+    def stop_segment(self) -> None:
         """End the current segment; no other must be started."""
         self._stopped = True
         for pipe in self._pipes:
             with suppress(OSError):
                 pipe.send(StopCommand())
 
-    def _tell(self, commands: Sequence[SendAllCommand | LoadCommand]) -> None:
+    def _send_commands(self, commands: Sequence[SendAllCommand | LoadCommand]) -> None:
         for pipe, command in zip(self._pipes, commands, strict=True):
             try:
                 pipe.send(command)
             except OSError:
                 raise ClientProcessError(_ENDED) from None
 
-    def _gather(self) -> list[CommandResult]:
+    def _receive_results(self) -> list[CommandResult]:
         """The response of every process to its command."""
         done: dict[int, CommandResult] = {}
         while len(done) < self.processes:

@@ -26,21 +26,21 @@ class ResponseChecker:
         """
         self._adapter = adapter
         self._pool = pool
-        self._right: dict[int, list[NDArray[np.uint8]]] = {}
-        self._computing = threading.Lock()
+        self._correct_contents: dict[int, list[NDArray[np.uint8]]] = {}
+        self._compute_lock = threading.Lock()
 
-    def fault(self, number: int, answer: ApiResponse) -> str | None:
+    def find_fault(self, number: int, answer: ApiResponse) -> str | None:
         """Describe what is wrong with the response to a request of the pool; None if it is correct."""
-        right = self._right.get(number)
+        right = self._correct_contents.get(number)
         try:
-            if right is not None and _is_same(right, answer.content()):
+            if right is not None and _is_same(right, answer.list_memory()):
                 return None
         except ClientError as error:
             return str(error)
-        with self._computing:
-            return self._compute(number, answer)
+        with self._compute_lock:
+            return self._compare_with_expected(number, answer)
 
-    def _compute(self, number: int, answer: ApiResponse) -> str | None:
+    def _compare_with_expected(self, number: int, answer: ApiResponse) -> str | None:
         # torch takes seconds to import, and is not needed to measure times.
         import torch
 
@@ -50,13 +50,13 @@ class ResponseChecker:
         torch.set_num_threads(1)
         request = self._pool[number]
         try:
-            tensors = self._adapter.tensors(request.case, answer)
+            tensors = self._adapter.parse_tensors(request.case, answer)
         except ClientError as error:
             return str(error)
         fault = oracle.find_fault(request.case, request.tensors, tensors)
         if fault is None:
-            kept = [np.frombuffer(each, np.uint8).copy() for each in answer.content()]
-            self._right.setdefault(number, kept)
+            kept = [np.frombuffer(each, np.uint8).copy() for each in answer.list_memory()]
+            self._correct_contents.setdefault(number, kept)
         return fault
 
 

@@ -62,27 +62,27 @@ class LocalLoadConnection(SteppedConnection):
         super().__init__(timeout_s)
         self._path = path
         self._api_key = api_key
-        self._open: _LocalSocket | None = None
-        self._placed: OrderedDict[int, _ArenaRequest] = OrderedDict()
+        self._socket: _LocalSocket | None = None
+        self._arena_requests: OrderedDict[int, _ArenaRequest] = OrderedDict()
         # The request of the last response, and the blocks of its results.
         self._last: tuple[int, dict[str, ArenaBlock]] | None = None
 
-    def steps(self, request: PreparedRequest) -> Steps[ApiResponse]:
+    def start_exchange(self, request: PreparedRequest) -> Steps[ApiResponse]:
         """As `Connection.steps`; the results of its response are valid until the next exchange."""
         if self._last is not None:
             # Only the figures of the earlier response are still read; its blocks are needed again.
             self._last[1].clear()
             self._last = None
-        if self._open is not None and not self._open.is_quiet():
+        if self._socket is not None and not self._socket.has_no_input():
             self.close()
         try:
-            if self._open is None:
-                self._open = _LocalSocket(self._api_key)
-                yield from self._open.connect(self._path)
-            placed = self._placed.get(id(request))
+            if self._socket is None:
+                self._socket = _LocalSocket(self._api_key)
+                yield from self._socket.connect(self._path)
+            placed = self._arena_requests.get(id(request))
             if placed is None:
-                placed = yield from self._place(self._open, request)
-            told = yield from self._open.request(LocalRequest(placed.message))
+                placed = yield from self._copy_to_arena(self._socket, request)
+            told = yield from self._socket.send_request(LocalRequest(placed.message))
         except ApiError as refusal:
             self.close()
             return _make_refusal(refusal)
@@ -93,31 +93,33 @@ class LocalLoadConnection(SteppedConnection):
         self._last = id(request), results
         return make_arena_response(told, results)
 
-    def leave(self) -> None:
+    def release_response(self) -> None:
         """Leave the results of the last response to the caller."""
         if self._last is not None:
-            self._placed.pop(self._last[0], None)
+            self._arena_requests.pop(self._last[0], None)
             self._last = None
 
     def close(self) -> None:
         """Close it, if it is open."""
-        self._placed.clear()
+        self._arena_requests.clear()
         self._last = None
-        if self._open is not None:
-            self._open.close()
-            self._open = None
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
 
-    def _place(self, link: "_LocalSocket", request: PreparedRequest) -> Steps[_ArenaRequest]:
+    def _copy_to_arena(self, link: "_LocalSocket", request: PreparedRequest) -> Steps[_ArenaRequest]:
         """Copy a request's tensors into the arena, in place of others if it is full."""
         assert request.call is not None
-        kept = sum(placed.nbytes for placed in self._placed.values())
-        while self._placed and kept + request.nbytes + request.most_bytes > _KEPT_BYTES:
-            kept -= self._placed.popitem(last=False)[1].nbytes
+        kept = sum(placed.nbytes for placed in self._arena_requests.values())
+        while self._arena_requests and kept + request.nbytes + request.max_response_bytes > _KEPT_BYTES:
+            kept -= self._arena_requests.popitem(last=False)[1].nbytes
         protocol = link.protocol
-        prepared = yield from link.run(protocol.filled(prepare_host_call(request.call, protocol.arena)))
+        prepared = yield from link.run_exchanges(
+            protocol.run_host_allocation(prepare_host_call(request.call, protocol.arena))
+        )
         message = msgspec.Raw(msgspec.json.encode(prepared.message))
-        placed = _ArenaRequest(message, prepared.inputs, dict(prepared.results))
-        self._placed[id(request)] = placed
+        placed = _ArenaRequest(message, prepared.copied_inputs, dict(prepared.result_blocks))
+        self._arena_requests[id(request)] = placed
         return placed
 
 
@@ -133,9 +135,9 @@ class _LocalSocket:
     def connect(self, path: str) -> Steps[None]:
         """Connect and exchange greetings."""
         yield from connect(self._socket, path)
-        yield from self.run(self.protocol.greet())
+        yield from self.run_exchanges(self.protocol.exchange_hello())
 
-    def is_quiet(self) -> bool:
+    def has_no_input(self) -> bool:
         """Whether nothing was received between requests, such as the connection's end."""
         try:
             self._socket.recv(1, socket.MSG_PEEK)
@@ -145,7 +147,7 @@ class _LocalSocket:
             return False
         return False
 
-    def run(self, exchanges: Exchanges[_R]) -> Steps[_R]:
+    def run_exchanges(self, exchanges: Exchanges[_R]) -> Steps[_R]:
         """Carry out exchanges about memory of the host.
 
         Raises:
@@ -157,12 +159,12 @@ class _LocalSocket:
             while True:
                 step = exchanges.send(reply)
                 assert isinstance(step, LocalRequest)
-                reply = yield from self.request(step)
+                reply = yield from self.send_request(step)
         except StopIteration as done:
             result: _R = done.value
             return result
 
-    def request(self, request: LocalRequest) -> Steps[LazyLocalResponse]:
+    def send_request(self, request: LocalRequest) -> Steps[LazyLocalResponse]:
         """Send a request and wait for its response.
 
         Raises:
@@ -170,38 +172,38 @@ class _LocalSocket:
             ClientError, OSError: the connection has ended, or cannot be used any more.
         """
         protocol, outgoing = self.protocol, self._outgoing
-        pending, frame = protocol.begin(request)
+        pending, frame = protocol.begin_request(request)
         outgoing.add(frame)
         while outgoing:
             try:
-                outgoing.send(self._socket)
+                outgoing.send_all(self._socket)
             except BlockingIOError:
                 yield self._socket.fileno(), WRITE
             except BrokenPipeError:
                 # The server may have sent a reason before it closed.
-                outgoing.close()
-        while pending.reply is None:
-            if protocol.failure is not None:
-                raise protocol.failure()
+                outgoing.discard_all()
+        while pending.response is None:
+            if protocol.make_failure is not None:
+                raise protocol.make_failure()
             yield self._socket.fileno(), READ
             try:
                 data, ancillary, flags, _ = self._socket.recvmsg(*RECEIVED_AT_ONCE)
             except BlockingIOError:
                 continue
-            protocol.receive(data, ancillary, flags)
-        return pending.reply
+            protocol.receive_data(data, ancillary, flags)
+        return pending.response
 
     def close(self) -> None:
         """End the connection, and free its memory once nothing refers to it."""
-        self.protocol.close()
-        if self.protocol.has_pending or self.protocol.failure is not None:
+        self.protocol.close_descriptors()
+        if self.protocol.has_pending or self.protocol.make_failure is not None:
             self._socket.close()
         else:
-            self.protocol.once_unused(self._leave)
+            self.protocol.call_when_unused(self._send_leave)
 
-    def _leave(self) -> None:
+    def _send_leave(self) -> None:
         try:
-            self._socket.send(self.protocol.leave())
+            self._socket.send(self.protocol.encode_free_all())
         except OSError:
             return
         finally:

@@ -57,7 +57,7 @@ class _ForwardIntermediates:
         y: the activation of z.
         affine_terms, z_terms: the terms of affine and z.
         rstd: of each element's row or group.
-        noise: the rounding errors in x_hat relative to its own rounding: |h| >> sigma costs digits.
+        relative_noise: the rounding errors in x_hat relative to its own rounding: |h| >> sigma costs digits.
         factor: 1 + scale, in a shape that broadcasts.
     """
 
@@ -68,7 +68,7 @@ class _ForwardIntermediates:
     affine_terms: Tensor
     z_terms: Tensor
     rstd: Tensor
-    noise: Tensor
+    relative_noise: Tensor
     factor: Tensor
 
 
@@ -245,10 +245,14 @@ def _compute_gradients(
     grouped = _group_elements(case, dx_hat)
     along = _ungroup_elements(case, grouped.mean(-1, keepdim=True).expand_as(grouped), dy)
     affine = forward.affine.detach()
-    parameters = size * forward.factor.abs() * forward.noise
+    parameters = size * forward.factor.abs() * forward.relative_noise
     # The sum over no axes at all would be one over every axis.
     parameters = parameters.sum(of_parameters) if of_parameters else parameters
-    terms = {"x": forward.rstd * (dx_hat + along) * forward.noise, "weight": parameters, "bias": parameters}
+    terms = {
+        "x": forward.rstd * (dx_hat + along) * forward.relative_noise,
+        "weight": parameters,
+        "bias": parameters,
+    }
     if case.adaptive:
         affine = forward.affine.detach().abs()
         scale, shift = size * (forward.affine_terms + forward.z_terms * affine), dz.abs() + size * forward.z_terms

@@ -23,7 +23,7 @@ class PreparedRequest:
         case, tensors: the request.
         head, parts: its bytes over HTTP; empty with shared memory.
         nbytes: size of the body, or of the tensors.
-        most_bytes: largest possible body of a successful response, or size of its tensors.
+        max_response_bytes: largest possible body of a successful response, or size of its tensors.
         call: the request over shared memory; None over HTTP.
     """
 
@@ -32,16 +32,16 @@ class PreparedRequest:
     head: bytes
     parts: Sequence[bytes | memoryview]
     nbytes: int
-    most_bytes: int
+    max_response_bytes: int
     call: ApiCall[Any] | None = None
 
 
 def check_supported(adapter: ProtocolAdapter, cases: Sequence[RequestCase], address: ServerAddress) -> None:
     """Raises: ScenarioError: servers of this kind do not share memory, or do not support one of the cases."""
-    if address.shares_memory and not isinstance(adapter, NativeAdapter):
+    if address.is_shared_memory and not isinstance(adapter, NativeAdapter):
         raise ScenarioError("only normserve shares memory: unix://PATH takes no other adapter")
     for case in cases:
-        if refusal := adapter.refusal(case):
+        if refusal := adapter.find_unsupported_reason(case):
             raise ScenarioError(f"such a server does {refusal}; the scenario has {case.operation}")
 
 
@@ -49,11 +49,11 @@ def make_request(
     case: RequestCase, adapter: ProtocolAdapter, address: ServerAddress, api_key: str | None
 ) -> PreparedRequest:
     """Create the tensors and the bytes of a request."""
-    tensors = case.tensors()
-    if address.shares_memory:
+    tensors = case.make_tensors()
+    if address.is_shared_memory:
         assert isinstance(adapter, NativeAdapter)
-        return _make_shared_request(case, tensors, adapter.call(case, tensors))
-    exchange = adapter.exchange(case, tensors)
+        return _make_shared_request(case, tensors, adapter.make_call(case, tensors))
+    exchange = adapter.make_request(case, tensors)
     nbytes = sum(memoryview(part).nbytes for part in exchange.parts)
     headers = {"Host": address.host_header, "Accept-Encoding": "identity"} | dict(exchange.headers)
     if api_key is not None:
@@ -61,14 +61,14 @@ def make_request(
     headers["Content-Length"] = str(nbytes)
     fields = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
     head = encode_request_head(
-        exchange.method.encode("ascii"), address.target(exchange.target).encode("ascii"), fields
+        exchange.method.encode("ascii"), address.make_target(exchange.target).encode("ascii"), fields
     )
-    return PreparedRequest(case, tensors, head, exchange.parts, nbytes, exchange.most_bytes)
+    return PreparedRequest(case, tensors, head, exchange.parts, nbytes, exchange.max_response_bytes)
 
 
 def _make_shared_request(
     case: RequestCase, tensors: Mapping[str, HostTensor], call: ApiCall[Any]
 ) -> PreparedRequest:
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
-    most_bytes = sum(output.most_bytes for output in (call.outputs or {}).values())
+    most_bytes = sum(output.max_bytes for output in (call.expected_results or {}).values())
     return PreparedRequest(case, tensors, b"", (), nbytes, most_bytes, call)

@@ -36,40 +36,40 @@ class RequestRecorder:
         self._judge = judge
         self._records: Records = []
         # Ended exchanges without a record, with the start of their phase.
-        self._left: collections.deque[tuple[SentRequest, float]] = collections.deque()
-        self._left_bytes = 0
+        self._unrecorded: collections.deque[tuple[SentRequest, float]] = collections.deque()
+        self._unrecorded_bytes = 0
         self._codes: set[str] = set()
 
     @property
-    def is_behind(self) -> bool:
+    def has_unrecorded(self) -> bool:
         """Whether ended exchanges wait for their records."""
-        return bool(self._left)
+        return bool(self._unrecorded)
 
-    def take(self) -> Records:
+    def take_records(self) -> Records:
         """The records since the last call, each with the index of its phase."""
         taken, self._records = self._records, []
         return taken
 
-    def end(self, exchange: SentRequest, start: float) -> None:
+    def add_ended(self, exchange: SentRequest, start: float) -> None:
         """Keep an ended exchange until there is time for its record, or too many wait.
 
         Args:
             exchange: the ended exchange.
             start: of its phase, by the clock.
         """
-        answer = exchange.answer
+        answer = exchange.response
         if answer is None or answer.status != 200:
             # Its text is valid until the next exchange.
-            exchange.code = exchange.code or self._problem(answer)
-            exchange.check = False
-        elif exchange.check:
-            exchange.connection.leave()
-            self._left_bytes += answer.nbytes
-        self._left.append((exchange, start))
-        while len(self._left) > _MOST_LEFT or self._left_bytes > _MOST_LEFT_BYTES:
-            self.settle()
+            exchange.code = exchange.code or self._find_error_code(answer)
+            exchange.is_checked = False
+        elif exchange.is_checked:
+            exchange.connection.release_response()
+            self._unrecorded_bytes += answer.nbytes
+        self._unrecorded.append((exchange, start))
+        while len(self._unrecorded) > _MOST_LEFT or self._unrecorded_bytes > _MOST_LEFT_BYTES:
+            self.record_next()
 
-    def leave_out(self, slot: ScheduledRequest, start: float, cutoff: float) -> None:
+    def record_unsent(self, slot: ScheduledRequest, start: float, cutoff: float) -> None:
         """Create the record of a request that was due and is not sent any more.
 
         Args:
@@ -77,32 +77,32 @@ class RequestRecorder:
             start: of its phase, by the clock.
             cutoff: when sending ended, by the clock.
         """
-        operation = self._pool[slot.request].case.operation
+        operation = self._pool[slot.request_index].case.operation
         never = cutoff - start
         self._records.append(
-            (slot.phase, RequestOutcome(operation, slot.due - start, never, never, never, 0, NOT_SENT))
+            (slot.phase_index, RequestOutcome(operation, slot.due_at - start, never, never, never, 0, NOT_SENT))
         )
 
-    def settle(self) -> None:
+    def record_next(self) -> None:
         """Create the record of the first ended exchange that waits."""
-        exchange, start = self._left.popleft()
-        if exchange.check and exchange.answer is not None:
-            self._left_bytes -= exchange.answer.nbytes
-        self._records.append((exchange.slot.phase, self.record(exchange, start)))
+        exchange, start = self._unrecorded.popleft()
+        if exchange.is_checked and exchange.response is not None:
+            self._unrecorded_bytes -= exchange.response.nbytes
+        self._records.append((exchange.scheduled.phase_index, self.make_record(exchange, start)))
 
-    def record(self, exchange: SentRequest, start: float) -> RequestOutcome:
+    def make_record(self, exchange: SentRequest, start: float) -> RequestOutcome:
         """Create the record of an ended exchange at once.
 
-        Args: as `end`.
+        Args: as `add_ended`.
         """
-        slot, answer = exchange.slot, exchange.answer
-        request = self._pool[slot.request]
-        times = (slot.due - start, exchange.free - start, exchange.sent - start, exchange.ended - start)
+        slot, answer = exchange.scheduled, exchange.response
+        request = self._pool[slot.request_index]
+        times = (slot.due_at - start, exchange.free_at - start, exchange.sent_at - start, exchange.ended_at - start)
         if answer is None or answer.status != 200:
             status = answer.status if answer else 0
-            code = exchange.code or self._problem(answer)
+            code = exchange.code or self._find_error_code(answer)
             return RequestOutcome(request.case.operation, *times, status, code, request.nbytes)
-        timing = answer.timing()
+        timing = answer.read_timing()
         # The server reports the launch's time for every request of a batch: each gets an equal part.
         kernel_s = timing.stages_ms.get("kernel", 0.0) / 1000 / max(1, timing.batch_size)
         return RequestOutcome(
@@ -114,11 +114,11 @@ class RequestRecorder:
             answer.nbytes,
             timing.kernel_bytes,
             kernel_s,
-            exchange.check,
-            self._judge.fault(slot.request, answer) if exchange.check else None,
+            exchange.is_checked,
+            self._judge.find_fault(slot.request_index, answer) if exchange.is_checked else None,
         )
 
-    def _problem(self, answer: ApiResponse | None) -> str:
+    def _find_error_code(self, answer: ApiResponse | None) -> str:
         """The API's code of an error; without one, the status."""
         if answer is None:
             return UNEXPECTED_ANSWER

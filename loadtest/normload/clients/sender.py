@@ -44,19 +44,19 @@ class _SegmentState:
     """The current segment.
 
     Attributes:
-        arrivals, starts: of the segment.
+        schedule, starts: of the segment.
         free: unused connections and since when, the longest unused first.
-        resting: failed connections, and until when they pause.
+        paused: failed connections, and until when they pause.
         busy: exchanges by the descriptor that they wait for.
         events: the ones that the selector waits for.
         is_over: whether no more requests will be due.
     """
 
-    arrivals: RequestSchedule
+    schedule: RequestSchedule
     starts: Sequence[float]
     free: collections.deque[tuple[AnyConnection, float]]
     events: select.epoll
-    resting: collections.deque[tuple[float, AnyConnection]] = field(default_factory=collections.deque)
+    paused: collections.deque[tuple[float, AnyConnection]] = field(default_factory=collections.deque)
     busy: dict[int, SentRequest] = field(default_factory=dict)
     is_over: bool = False
 
@@ -93,7 +93,7 @@ class RequestSender:
         self._api_key = api_key
         self._connections: list[AnyConnection] = []
 
-    def run(
+    def send_segment(
         self, arrivals: RequestSchedule, connections: int, starts: Sequence[float], report: Callable[[], None]
     ) -> None:
         """Send all scheduled requests.
@@ -107,47 +107,47 @@ class RequestSender:
         if not connections:
             return
         now = time.perf_counter()
-        free = collections.deque((connection, now) for connection in self._opened(connections))
+        free = collections.deque((connection, now) for connection in self._get_connections(connections))
         with select.epoll() as events:
             run = _SegmentState(arrivals, starts, free, events)
             look = reported = now
             try:
                 while not run.is_over or run.busy:
-                    self._wait(run, self._send_due(run))
+                    self._wait_for_events(run, self._send_due(run))
                     now = time.perf_counter()
                     if now >= look + _LOOK_S:
                         look = now
-                        self._end_late(run, now)
+                        self._time_out_requests(run, now)
                     if now >= reported + _REPORT_S:
                         reported = now
                         report()
             finally:
                 for exchange in run.busy.values():
                     exchange.steps.close()
-        while self._recorder.is_behind:
-            self._recorder.settle()
+        while self._recorder.has_unrecorded:
+            self._recorder.record_next()
 
     def take_records(self) -> Records:
-        """As `RequestRecorder.take`."""
-        return self._recorder.take()
+        """As `RequestRecorder.take_records`."""
+        return self._recorder.take_records()
 
     def send_all(self) -> list[RequestOutcome]:
         """Send each request of the pool once, one after another, and check every response.
 
         It ends early after too many timeouts, each of which takes the full time.
         """
-        (connection,) = self._opened(1)
+        (connection,) = self._get_connections(1)
         records: list[RequestOutcome] = []
         for number, request in enumerate(self._pool):
             began = time.perf_counter()
-            steps = connection.steps(request)
+            steps = connection.start_exchange(request)
             exchange = SentRequest(connection, ScheduledRequest(0, began, number), began, began, True, steps)
             try:
-                exchange.answer = connection.wait_for(exchange.steps)
+                exchange.response = connection.run_steps(exchange.steps)
             except ClientError as error:
                 exchange.code = get_error_code(error)
-            exchange.ended = time.perf_counter()
-            records.append(self._recorder.record(exchange, began))
+            exchange.ended_at = time.perf_counter()
+            records.append(self._recorder.make_record(exchange, began))
             if sum(record.code == TIMEOUT for record in records) == _MOST_TIMEOUTS:
                 break
         return records
@@ -157,13 +157,13 @@ class RequestSender:
         for connection in self._connections:
             connection.close()
 
-    def _opened(self, count: int) -> list[AnyConnection]:
+    def _get_connections(self, count: int) -> list[AnyConnection]:
         while len(self._connections) < count:
-            self._connections.append(self._connection())
+            self._connections.append(self._make_connection())
         return self._connections[:count]
 
-    def _connection(self) -> AnyConnection:
-        if self._address.shares_memory:
+    def _make_connection(self) -> AnyConnection:
+        if self._address.is_shared_memory:
             assert self._address.socket_path is not None
             return LocalLoadConnection(self._address.socket_path, self._api_key, self._timeout_s)
         return HttpLoadConnection(self._address, self._timeout_s)
@@ -171,11 +171,11 @@ class RequestSender:
     def _send_due(self, run: _SegmentState) -> float | None:
         """Send due requests while connections are free; return the seconds until the next, None if none waits."""
         now = time.perf_counter()
-        while run.resting and run.resting[0][0] <= now:
-            until, connection = run.resting.popleft()
+        while run.paused and run.paused[0][0] <= now:
+            until, connection = run.paused.popleft()
             run.free.append((connection, until))
         while run.free:
-            slot = run.arrivals.next(now)
+            slot = run.schedule.take_due(now)
             if slot is None:
                 run.is_over = True
                 return None
@@ -183,31 +183,33 @@ class RequestSender:
                 return slot
             connection, free = run.free.popleft()
             now = time.perf_counter()
-            if max(slot.due, now) > run.arrivals.cutoff:
-                self._recorder.leave_out(slot, run.starts[slot.phase], run.arrivals.cutoff)
+            if max(slot.due_at, now) > run.schedule.cutoff:
+                self._recorder.record_unsent(slot, run.starts[slot.phase_index], run.schedule.cutoff)
                 run.free.appendleft((connection, free))
             else:
-                self._begin(run, connection, slot, free)
+                self._start_request(run, connection, slot, free)
                 now = time.perf_counter()
         return None
 
-    def _begin(self, run: _SegmentState, connection: AnyConnection, slot: ScheduledRequest, free: float) -> None:
-        request = self._pool[slot.request]
+    def _start_request(
+        self, run: _SegmentState, connection: AnyConnection, slot: ScheduledRequest, free: float
+    ) -> None:
+        request = self._pool[slot.request_index]
         check = self._choices.random() < self._check_share
-        steps = connection.steps(request)
+        steps = connection.start_exchange(request)
         exchange = SentRequest(connection, slot, free, time.perf_counter(), check, steps)
-        self._step(run, exchange, None)
+        self._advance(run, exchange, None)
 
-    def _wait(self, run: _SegmentState, due_s: float | None) -> None:
+    def _wait_for_events(self, run: _SegmentState, due_s: float | None) -> None:
         """Wait for responses or the next scheduled request; check earlier responses meanwhile."""
         most = len(run.busy) + 1
         came = run.events.poll(0, most)
         if not came:
-            if self._recorder.is_behind and (due_s is None or due_s > _SETTLE_S):
-                self._recorder.settle()
+            if self._recorder.has_unrecorded and (due_s is None or due_s > _SETTLE_S):
+                self._recorder.record_next()
                 return
             wait_s = _LOOK_S if due_s is None else min(due_s, _LOOK_S)
-            if run.resting:
+            if run.paused:
                 wait_s = min(wait_s, _PAUSE_S)
             if due_s is not None and wait_s < _EXACT_S:
                 select.select([run.events], (), (), wait_s)
@@ -216,17 +218,17 @@ class RequestSender:
                 came = run.events.poll(wait_s, most)
         for descriptor, events in came:
             if (exchange := run.busy.pop(descriptor, None)) is not None:
-                self._step(run, exchange, events)
+                self._advance(run, exchange, events)
 
-    def _step(self, run: _SegmentState, exchange: SentRequest, came: int | None) -> None:
+    def _advance(self, run: _SegmentState, exchange: SentRequest, came: int | None) -> None:
         try:
             descriptor, events = next(exchange.steps) if came is None else exchange.steps.send(came)
         except StopIteration as stop:
-            exchange.answer = stop.value
-            self._end(run, exchange)
+            exchange.response = stop.value
+            self._finish_request(run, exchange)
         except FAILURES as error:
             exchange.code = get_error_code(translate_failure(error))
-            self._end(run, exchange)
+            self._finish_request(run, exchange)
         else:
             exchange.descriptor = descriptor
             run.busy[descriptor] = exchange
@@ -236,17 +238,17 @@ class RequestSender:
             except FileNotFoundError:
                 run.events.register(descriptor, events | select.EPOLLONESHOT)
 
-    def _end(self, run: _SegmentState, exchange: SentRequest) -> None:
-        exchange.ended = time.perf_counter()
-        self._recorder.end(exchange, run.starts[exchange.slot.phase])
+    def _finish_request(self, run: _SegmentState, exchange: SentRequest) -> None:
+        exchange.ended_at = time.perf_counter()
+        self._recorder.add_ended(exchange, run.starts[exchange.scheduled.phase_index])
         if exchange.code == CONNECTION_FAILED:
-            run.resting.append((exchange.ended + _PAUSE_S, exchange.connection))
+            run.paused.append((exchange.ended_at + _PAUSE_S, exchange.connection))
         else:
-            run.free.append((exchange.connection, exchange.ended))
+            run.free.append((exchange.connection, exchange.ended_at))
 
-    def _end_late(self, run: _SegmentState, now: float) -> None:
-        for exchange in [each for each in run.busy.values() if each.sent + self._timeout_s <= now]:
+    def _time_out_requests(self, run: _SegmentState, now: float) -> None:
+        for exchange in [each for each in run.busy.values() if each.sent_at + self._timeout_s <= now]:
             del run.busy[exchange.descriptor]
             exchange.steps.close()
             exchange.code = TIMEOUT
-            self._end(run, exchange)
+            self._finish_request(run, exchange)

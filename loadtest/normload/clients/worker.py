@@ -28,7 +28,7 @@ class WorkerSetup:
         url, adapter, api_key, timeout_s: of the server.
         cases: the pool, with the relative frequency of each.
         seed: of the order, and of the choice of responses to check.
-        check_share: fraction of responses to check, from 0 to 1.
+        checked_fraction: fraction of responses to check, from 0 to 1.
         index, processes: this process's index, and the number of processes.
     """
 
@@ -38,7 +38,7 @@ class WorkerSetup:
     timeout_s: float
     cases: Sequence[tuple[RequestCase, float]]
     seed: int
-    check_share: float
+    checked_fraction: float
     index: int
     processes: int
 
@@ -87,11 +87,11 @@ class CommandResult:
 
     Attributes:
         tallies: of each phase.
-        cpu: the fraction of a core that this process used.
+        cpu_fraction: the fraction of a core that this process used.
     """
 
     tallies: list[PhaseTally]
-    cpu: float
+    cpu_fraction: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ def main(
             if isinstance(command, SendAllCommand):
                 pipe.send(worker.send_all())
             elif isinstance(command, LoadCommand):
-                pipe.send(worker.load(command, pipe))
+                pipe.send(worker.send_segment(command, pipe))
     except EOFError:
         return
     except Exception as error:
@@ -135,13 +135,13 @@ class ClientWorker:
 
     def __init__(self, setup: WorkerSetup) -> None:
         self._setup = setup
-        adapter, address = ADAPTERS[setup.adapter](), ServerAddress.of(setup.url)
+        adapter, address = ADAPTERS[setup.adapter](), ServerAddress.parse_url(setup.url)
         pool = [make_request(case, adapter, address, setup.api_key) for case, _ in setup.cases]
         self._sender = RequestSender(
             address,
             pool,
             ResponseChecker(adapter, pool),
-            check_share=setup.check_share,
+            check_share=setup.checked_fraction,
             seed=setup.seed + setup.index,
             timeout_s=setup.timeout_s,
             api_key=setup.api_key,
@@ -150,10 +150,10 @@ class ClientWorker:
     def send_all(self) -> CommandResult:
         """Send every request once, to warm up connections and the server."""
         tally = PhaseTally(1.0)
-        tally.add(self._sender.send_all())
+        tally.add_records(self._sender.send_all())
         return CommandResult([tally], 0.0)
 
-    def load(
+    def send_segment(
         self,
         command: LoadCommand,
         pipe: WorkerPipe,
@@ -163,21 +163,21 @@ class ClientWorker:
         for phase in command.phases[:-1]:
             starts.append(starts[-1] + phase.duration_s)
         tallies = [PhaseTally(phase.duration_s) for phase in command.phases]
-        arrivals = self._arrivals(command)
+        arrivals = self._make_schedule(command)
 
         def report() -> None:
             if pipe.poll():
                 pipe.recv()
                 arrivals.stop()
-            pipe.send(self._fold(tallies))
+            pipe.send(self._tally_records(tallies))
 
         began, busy = time.perf_counter(), time.process_time()
-        self._sender.run(arrivals, command.connections, starts, report)
+        self._sender.send_segment(arrivals, command.connections, starts, report)
         cpu = (time.process_time() - busy) / (time.perf_counter() - began)
-        self._fold(tallies)
+        self._tally_records(tallies)
         return CommandResult(tallies, cpu if command.connections else 0.0)
 
-    def _arrivals(self, command: LoadCommand) -> RequestSchedule:
+    def _make_schedule(self, command: LoadCommand) -> RequestSchedule:
         setup, (first, *_) = self._setup, command.phases
         shares = [share for _, share in setup.cases]
         if first.arrivals == "closed":
@@ -189,13 +189,13 @@ class ClientWorker:
             command.phases, command.start, command.grace_s, draws, (setup.index, setup.processes)
         )
 
-    def _fold(self, tallies: Sequence[PhaseTally]) -> LoadProgress:
+    def _tally_records(self, tallies: Sequence[PhaseTally]) -> LoadProgress:
         taken = self._sender.take_records()
         by_phase: dict[int, list[RequestOutcome]] = {}
         for place, record in taken:
             by_phase.setdefault(place, []).append(record)
         for place, records in by_phase.items():
-            tallies[place].add(records)
+            tallies[place].add_records(records)
         good = [record for _, record in taken if record.code == OK]
         moved = sum(record.sent_bytes + record.received_bytes for record in good)
         return LoadProgress(len(taken), len(taken) - len(good), moved)

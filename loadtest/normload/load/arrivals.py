@@ -21,14 +21,14 @@ class ScheduledRequest(NamedTuple):
     """A scheduled request.
 
     Attributes:
-        phase: index of its phase in the segment.
-        due: its scheduled time by the clock, in seconds.
-        request: its index in the pool.
+        phase_index: index of its phase in the segment.
+        due_at: its scheduled time by the clock, in seconds.
+        request_index: its index in the pool.
     """
 
-    phase: int
-    due: float
-    request: int
+    phase_index: int
+    due_at: float
+    request_index: int
 
 
 class RequestSchedule(Protocol):
@@ -37,7 +37,7 @@ class RequestSchedule(Protocol):
     #: By the clock; requests that are due but not sent by then are not sent any more.
     cutoff: float
 
-    def next(self, now: float) -> ScheduledRequest | float | None:
+    def take_due(self, now: float) -> ScheduledRequest | float | None:
         """A request that is due now; else the seconds until the next one; None after the last or a stop."""
 
     def stop(self) -> None:
@@ -64,23 +64,23 @@ class OpenLoopSchedule:
         """
         self.cutoff = start + sum(phase.duration_s for phase in phases) + grace_s
         self._slots: Iterator[ScheduledRequest] = itertools.islice(
-            draws.schedule(phases, start), share[0], None, share[1]
+            draws.iterate_schedule(phases, start), share[0], None, share[1]
         )
-        self._following = next(self._slots, None)
+        self._next_request = next(self._slots, None)
 
-    def next(self, now: float) -> ScheduledRequest | float | None:
-        """As `RequestSchedule.next`."""
-        slot = self._following
+    def take_due(self, now: float) -> ScheduledRequest | float | None:
+        """As `RequestSchedule.take_due`."""
+        slot = self._next_request
         if slot is None:
             return None
-        if slot.due > now:
-            return slot.due - now
-        self._following = next(self._slots, None)
+        if slot.due_at > now:
+            return slot.due_at - now
+        self._next_request = next(self._slots, None)
         return slot
 
     def stop(self) -> None:
         """Schedule no more requests."""
-        self._following, self._slots = None, iter(())
+        self._next_request, self._slots = None, iter(())
 
 
 class ClosedLoopSchedule:
@@ -98,10 +98,10 @@ class ClosedLoopSchedule:
         """Args: as `OpenLoopSchedule`."""
         self.cutoff = math.inf
         self._start, self._end = start, start + phase.duration_s
-        self._requests = draws.requests()
+        self._requests = draws.iterate_requests()
 
-    def next(self, now: float) -> ScheduledRequest | float | None:
-        """As `RequestSchedule.next`."""
+    def take_due(self, now: float) -> ScheduledRequest | float | None:
+        """As `RequestSchedule.take_due`."""
         if now >= self._end:
             return None
         return self._start - now if now < self._start else ScheduledRequest(0, now, next(self._requests))
@@ -122,24 +122,24 @@ class ArrivalGenerator:
         self._seed = seed
         self._shares = np.asarray(shares, np.float64) / sum(shares)
 
-    def requests(self) -> Iterator[int]:
+    def iterate_requests(self) -> Iterator[int]:
         """An endless sequence of indices into the pool."""
         numbers = np.random.default_rng([*self._seed, 0])
         while True:
             yield from numbers.choice(len(self._shares), _CHUNK, p=self._shares).tolist()
 
-    def schedule(self, phases: Sequence[LoadPhase], start: float) -> Iterator[ScheduledRequest]:
+    def iterate_schedule(self, phases: Sequence[LoadPhase], start: float) -> Iterator[ScheduledRequest]:
         """Every request of all phases."""
-        requests = self.requests()
+        requests = self.iterate_requests()
         for place, phase in enumerate(phases):
             end = start + phase.duration_s
-            for due in self._times(place, phase, start):
+            for due in self._iterate_times(place, phase, start):
                 if due >= end:
                     break
                 yield ScheduledRequest(place, due, next(requests))
             start = end
 
-    def _times(self, place: int, phase: LoadPhase, start: float) -> Iterator[float]:
+    def _iterate_times(self, place: int, phase: LoadPhase, start: float) -> Iterator[float]:
         if phase.arrivals == "constant":
             for number in itertools.count():
                 yield start + number / phase.rate

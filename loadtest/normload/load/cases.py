@@ -39,11 +39,11 @@ def _declare_key(read: _Read, *, is_option: bool = False) -> dict[str, Any]:
 
 
 def _read_one_of(names: Sequence[str]) -> _Read:
-    return lambda table, key: table.one_of(key, names)
+    return lambda table, key: table.take_one_of(key, names)
 
 
 def _read_dtype(dtypes: Sequence[DType]) -> _Read:
-    return lambda table, key: DType(table.one_of(key, [dtype.value for dtype in dtypes]))
+    return lambda table, key: DType(table.take_one_of(key, [dtype.value for dtype in dtypes]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,31 +68,33 @@ class RequestCase:
     """
 
     operation: str = field(metadata=_declare_key(_read_one_of(OPERATIONS)))
-    shape: tuple[int, ...] = field(metadata=_declare_key(TomlTable.sizes))
+    shape: tuple[int, ...] = field(metadata=_declare_key(TomlTable.take_sizes))
     dtype: DType = field(default=DType.FLOAT32, metadata=_declare_key(_read_dtype(FLOATS)))
     activation: str = field(default="none", metadata=_declare_key(_read_one_of(ACTIVATIONS), is_option=True))
-    residual: bool = field(default=False, metadata=_declare_key(TomlTable.flag))
-    affine: bool = field(default=True, metadata=_declare_key(TomlTable.flag))
-    num_groups: int = field(default=0, metadata=_declare_key(TomlTable.count, is_option=True))
+    residual: bool = field(default=False, metadata=_declare_key(TomlTable.take_flag))
+    affine: bool = field(default=True, metadata=_declare_key(TomlTable.take_flag))
+    num_groups: int = field(default=0, metadata=_declare_key(TomlTable.take_count, is_option=True))
     layout: str = field(default="nchw", metadata=_declare_key(_read_one_of(LAYOUTS), is_option=True))
     seed: int = 0
-    adaptive: bool = field(default=False, metadata=_declare_key(TomlTable.flag))
-    weight_offset: int = field(default=0, metadata=_declare_key(partial(TomlTable.count, most=1), is_option=True))
-    heads: bool = field(default=False, metadata=_declare_key(TomlTable.flag))
+    adaptive: bool = field(default=False, metadata=_declare_key(TomlTable.take_flag))
+    weight_offset: int = field(
+        default=0, metadata=_declare_key(partial(TomlTable.take_count, most=1), is_option=True)
+    )
+    heads: bool = field(default=False, metadata=_declare_key(TomlTable.take_flag))
     residual_dtype: DType | None = field(default=None, metadata=_declare_key(_read_dtype(FLOATS)))
     out_dtype: DType | None = field(default=None, metadata=_declare_key(_read_dtype(tuple(DType)), is_option=True))
-    norms: int = field(default=0, metadata=_declare_key(partial(TomlTable.count, most=MOST_NORMS)))
-    parts: int = field(default=0, metadata=_declare_key(partial(TomlTable.count, most=MOST_PARTS)))
+    norms: int = field(default=0, metadata=_declare_key(partial(TomlTable.take_count, most=MOST_NORMS)))
+    parts: int = field(default=0, metadata=_declare_key(partial(TomlTable.take_count, most=MOST_PARTS)))
 
     @classmethod
-    def read(cls, table: TomlTable) -> Self:
+    def from_table(cls, table: TomlTable) -> Self:
         """Take the keys of a case; those that are left out have their defaults.
 
         Raises:
             ScenarioError: a key is missing, or its value is not one of the allowed.
         """
         keys = [each for each in fields(cls) if each.metadata]
-        given = [each for each in keys if table.has(each.name) or each.default is MISSING]
+        given = [each for each in keys if table.has_key(each.name) or each.default is MISSING]
         return cls(**{each.name: each.metadata["read"](table, each.name) for each in given})
 
     @property
@@ -110,7 +112,7 @@ class RequestCase:
         """The axis of x whose size weight and bias have."""
         return 1 if self.op == "group_norm" and self.layout == "nchw" else -1
 
-    def parameters(self) -> dict[str, str | int]:
+    def list_parameters(self) -> dict[str, str | int]:
         """The options that are not their defaults, in the form that the client's methods take."""
         options = [each for each in fields(self) if each.metadata.get("is_option")]
         given = {
@@ -118,7 +120,7 @@ class RequestCase:
         }
         return {name: value.value if isinstance(value, DType) else value for name, value in given.items()}
 
-    def tensors(self) -> dict[str, HostTensor]:
+    def make_tensors(self) -> dict[str, HostTensor]:
         """The request's tensors by name: new ones at each call, with the same values.
 
         Weight and bias follow from the seed and the size of the normalised axis alone, so that a server that holds

@@ -59,7 +59,7 @@ class LoadPhase:
     of_capacity: bool = False
     connections: int = 0
 
-    def at(self, capacity: float) -> "LoadPhase":
+    def resolve_rate(self, capacity: float) -> "LoadPhase":
         """The same phase with its rate in requests per second."""
         return replace(self, rate=self.rate * capacity, of_capacity=False) if self.of_capacity else self
 
@@ -78,7 +78,7 @@ class LoadScenario:
     cycles: int = 1
     capacity: LoadPhase = LoadPhase("capacity", "closed", 3.0, connections=16)
 
-    def segments(self) -> list[tuple[LoadPhase, ...]]:
+    def list_segments(self) -> list[tuple[LoadPhase, ...]]:
         """Groups of phases without a pause between them; before each segment all responses are awaited."""
         found: list[tuple[LoadPhase, ...]] = []
         for phase in self.phases * self.cycles:
@@ -99,7 +99,7 @@ class LoadScenario:
         """Duration of all phases, without pauses."""
         return self.cycles * sum(phase.duration_s for phase in self.phases)
 
-    def lasting(self, duration_s: float) -> "LoadScenario":
+    def with_duration(self, duration_s: float) -> "LoadScenario":
         """The same with another total duration, of which each phase keeps its share."""
         factor = duration_s / self.duration_s
         phases = tuple(replace(phase, duration_s=phase.duration_s * factor) for phase in self.phases)
@@ -153,16 +153,16 @@ def parse_scenario(name: str, text: str) -> LoadScenario:
     table = TomlTable(name, document)
     scenario = LoadScenario(
         name=name,
-        description=table.text("description", ""),
-        workload=read_workload(table.table("workload")),
-        phases=tuple(phase for each in table.tables("phases") for phase in _read_phases(each)),
-        connections=table.count("connections", 64, _MOST_CONNECTIONS),
-        warmup_s=table.seconds("warmup_s", 2.0),
-        settle_s=table.seconds("settle_s") if table.has("settle_s") else None,
-        cycles=table.count("cycles", 1, _MOST_CYCLES),
-        capacity=_read_capacity_phase(table.table("capacity")),
+        description=table.take_text("description", ""),
+        workload=read_workload(table.take_table("workload")),
+        phases=tuple(phase for each in table.take_tables("phases") for phase in _read_phases(each)),
+        connections=table.take_count("connections", 64, _MOST_CONNECTIONS),
+        warmup_s=table.take_seconds("warmup_s", 2.0),
+        settle_s=table.take_seconds("settle_s") if table.has_key("settle_s") else None,
+        cycles=table.take_count("cycles", 1, _MOST_CYCLES),
+        capacity=_read_capacity_phase(table.take_table("capacity")),
     )
-    table.close()
+    table.check_no_unknown_keys()
     if not scenario.phases:
         raise ScenarioError(f"{name}: there must be at least one of [[phases]]")
     return scenario
@@ -172,27 +172,29 @@ def _read_capacity_phase(table: TomlTable) -> LoadPhase:
     phase = LoadPhase(
         "capacity",
         "closed",
-        table.amount("duration_s", 3.0),
-        connections=table.count("connections", 16, _MOST_CONNECTIONS),
+        table.take_amount("duration_s", 3.0),
+        connections=table.take_count("connections", 16, _MOST_CONNECTIONS),
     )
-    table.close()
+    table.check_no_unknown_keys()
     return phase
 
 
 def _read_phases(table: TomlTable) -> Sequence[LoadPhase]:
-    name, duration_s = table.text("name"), table.amount("duration_s")
-    kind = cast(Arrivals, table.one_of("arrivals", get_args(Arrivals)))
+    name, duration_s = table.take_text("name"), table.take_amount("duration_s")
+    kind = cast(Arrivals, table.take_one_of("arrivals", get_args(Arrivals)))
     if kind == "closed":
-        phases = [LoadPhase(name, kind, duration_s, connections=table.count("connections", most=_MOST_CONNECTIONS))]
+        phases = [
+            LoadPhase(name, kind, duration_s, connections=table.take_count("connections", most=_MOST_CONNECTIONS))
+        ]
     else:
-        given = table.take("rate")
+        given = table.take_value("rate")
         rates: Sequence[Any] = given if isinstance(given, list) else [given]
         phases = []
         for rate in rates:
-            number, of_capacity = _parse_rate(table.where, rate)
+            number, of_capacity = _parse_rate(table.location, rate)
             label = f"{name} {rate}" if len(rates) > 1 else name
             phases.append(LoadPhase(label, kind, duration_s, number, of_capacity))
-    table.close()
+    table.check_no_unknown_keys()
     return phases
 
 

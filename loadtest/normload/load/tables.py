@@ -21,110 +21,112 @@ class ScenarioError(ValueError):
 
 
 class TomlTable:
-    """One table; each key is taken once, and `close` refuses the keys that were not taken."""
+    """One table; each key is taken once, and `check_no_unknown_keys` refuses the keys that were not taken."""
 
     def __init__(self, where: str, entries: Mapping[str, Any]) -> None:
-        self.where = where
+        self.location = where
         self._entries = dict(entries)
-        self._known: list[str] = []
+        self._requested_keys: list[str] = []
 
-    def has(self, key: str) -> bool:
+    def has_key(self, key: str) -> bool:
         """Whether the key is there."""
-        self._known.append(key)
+        self._requested_keys.append(key)
         return key in self._entries
 
-    def take(self, key: str, default: Any = _MISSING) -> Any:
+    def take_value(self, key: str, default: Any = _MISSING) -> Any:
         """The value of the TOML file.
 
         Raises:
             ScenarioError: it is missing, and there is no default.
         """
-        self._known.append(key)
+        self._requested_keys.append(key)
         if key in self._entries:
             return self._entries.pop(key)
         if default is _MISSING:
-            raise ScenarioError(f"{self.where}: {key} is missing")
+            raise ScenarioError(f"{self.location}: {key} is missing")
         return default
 
-    def text(self, key: str, default: str = _MISSING) -> str:
+    def take_text(self, key: str, default: str = _MISSING) -> str:
         """A string."""
-        return str(self._checked(key, default, lambda value: isinstance(value, str), "a string"))
+        return str(self._take_checked(key, default, lambda value: isinstance(value, str), "a string"))
 
-    def one_of(self, key: str, allowed: Sequence[str], default: str = _MISSING) -> str:
+    def take_one_of(self, key: str, allowed: Sequence[str], default: str = _MISSING) -> str:
         """One of the allowed strings."""
-        return str(self._checked(key, default, lambda value: value in allowed, f"one of {', '.join(allowed)}"))
+        return str(self._take_checked(key, default, lambda value: value in allowed, f"one of {', '.join(allowed)}"))
 
-    def flag(self, key: str, default: bool = _MISSING) -> bool:
+    def take_flag(self, key: str, default: bool = _MISSING) -> bool:
         """True or false."""
-        return bool(self._checked(key, default, lambda value: isinstance(value, bool), "true or false"))
+        return bool(self._take_checked(key, default, lambda value: isinstance(value, bool), "true or false"))
 
-    def count(self, key: str, default: int = _MISSING, most: int = 10**9) -> int:
+    def take_count(self, key: str, default: int = _MISSING, most: int = 10**9) -> int:
         """A whole number above 0."""
-        value = self._checked(
+        value = self._take_checked(
             key, default, lambda value: _is_integer(value) and value > 0, "a whole number above 0", most
         )
         return int(value)
 
-    def amount(self, key: str, default: float = _MISSING, most: float = MOST) -> float:
+    def take_amount(self, key: str, default: float = _MISSING, most: float = MOST) -> float:
         """A finite number above 0."""
-        value = self._checked(key, default, lambda value: is_number(value) and value > 0, "a number above 0", most)
+        value = self._take_checked(
+            key, default, lambda value: is_number(value) and value > 0, "a number above 0", most
+        )
         return float(value)
 
-    def seconds(self, key: str, default: float = _MISSING) -> float:
+    def take_seconds(self, key: str, default: float = _MISSING) -> float:
         """A finite number of at least 0."""
-        value = self._checked(
+        value = self._take_checked(
             key, default, lambda value: is_number(value) and value >= 0, "a number that is not negative", MOST
         )
         return float(value)
 
-    def sizes(self, key: str) -> tuple[int, ...]:
+    def take_sizes(self, key: str) -> tuple[int, ...]:
         """A list of whole numbers above 0."""
-        value = self.take(key)
+        value = self.take_value(key)
         if not isinstance(value, list) or not value or not all(_is_integer(size) and size > 0 for size in value):
             raise ScenarioError(
-                f"{self.where}: {key} must be a list of whole numbers above 0, got {format_value(value)}"
+                f"{self.location}: {key} must be a list of whole numbers above 0, got {format_value(value)}"
             )
         if len(value) > MAX_RANK or prod(value) > _MOST_ELEMENTS:
             raise ScenarioError(
-                f"{self.where}: {key} must have at most {_MOST_ELEMENTS} elements, got {format_value(value)}"
+                f"{self.location}: {key} must have at most {_MOST_ELEMENTS} elements, got {format_value(value)}"
             )
         return tuple(value)
 
-    def table(self, key: str) -> "TomlTable":
+    def take_table(self, key: str) -> "TomlTable":
         """A table within this one; an empty one if it is missing."""
-        value = self._checked(key, {}, lambda value: isinstance(value, dict), "a table")
-        return TomlTable(f"{self.where}: [{key}]", value)
+        value = self._take_checked(key, {}, lambda value: isinstance(value, dict), "a table")
+        return TomlTable(f"{self.location}: [{key}]", value)
 
-    def tables(self, key: str) -> list["TomlTable"]:
+    def take_tables(self, key: str) -> list["TomlTable"]:
         """An array of tables; empty if it is missing."""
-        value = self._checked(
+        value = self._take_checked(
             key,
             [],
             lambda value: isinstance(value, list) and all(isinstance(each, dict) for each in value),
             "an array of tables",
         )
-        return [TomlTable(f"{self.where}: [[{key}]] {number}", each) for number, each in enumerate(value, 1)]
+        return [TomlTable(f"{self.location}: [[{key}]] {number}", each) for number, each in enumerate(value, 1)]
 
-    def items(self) -> dict[str, Any]:
+    def take_remaining(self) -> dict[str, Any]:
         """Take all remaining keys."""
         left, self._entries = self._entries, {}
         return left
 
-    def close(self) -> None:
+    def check_no_unknown_keys(self) -> None:
         """Raises: ScenarioError: a key was not taken."""
         for key in self._entries:
-            close = difflib.get_close_matches(key, self._known, 1)
+            close = difflib.get_close_matches(key, self._requested_keys, 1)
             hint = f"; did you mean {close[0]}?" if close else ""
-            raise ScenarioError(f"{self.where}: {key} is unknown{hint}")
+            raise ScenarioError(f"{self.location}: {key} is unknown{hint}")
 
-    def _checked(self, key: str, default: Any, holds: Any, expected: str, most: float | None = None) -> Any:
+    def _take_checked(self, key: str, default: Any, holds: Any, expected: str, most: float | None = None) -> Any:
         if key not in self._entries:
-            return self.take(key, default)
-        value = self.take(key)
+            return self.take_value(key, default)
+        value = self.take_value(key)
         if not holds(value):
-            raise ScenarioError(f"{self.where}: {key} must be {expected}, got {format_value(value)}")
+            raise ScenarioError(f"{self.location}: {key} must be {expected}, got {format_value(value)}")
         if most is not None and value > most:
-            raise ScenarioError(f"{self.where}: {key} must be at most {most:g}, got {format_value(value)}")
+            raise ScenarioError(f"{self.location}: {key} must be at most {most:g}, got {format_value(value)}")
         return value
 
 

@@ -70,15 +70,15 @@ class Workload:
     max_bytes: int = 2**20
     pool: int = 64
 
-    def drawn(self, seed: int) -> list[tuple[RequestCase, float]]:
+    def draw_cases(self, seed: int) -> list[tuple[RequestCase, float]]:
         """The requests and their relative frequencies."""
         choices = random.Random(seed)
         if self.cases:
             return [(replace(case, seed=choices.getrandbits(32)), share) for case, share in self.cases]
         operations = choices.choices(list(self.mix), list(self.mix.values()), k=self.pool)
-        return [(_split_sometimes(self._case(operation, choices), choices), 1.0) for operation in operations]
+        return [(_split_sometimes(self._draw_case(operation, choices), choices), 1.0) for operation in operations]
 
-    def _case(self, operation: str, choices: random.Random) -> RequestCase:
+    def _draw_case(self, operation: str, choices: random.Random) -> RequestCase:
         dtype = choices.choice(FLOATS)
         low = min(self.min_bytes, self.max_bytes)
         elements = int(low * (self.max_bytes / low) ** choices.random()) // dtype.itemsize
@@ -130,20 +130,20 @@ def read_workload(table: TomlTable) -> Workload:
     Raises:
         ScenarioError: the table is not valid.
     """
-    if cases := tuple(_read_case(each) for each in table.tables("cases")):
+    if cases := tuple(_read_case(each) for each in table.take_tables("cases")):
         for key in ("mix", "min_kib", "max_mib", "pool"):
-            if table.has(key):
-                raise ScenarioError(f"{table.where}: {key} has no effect with [[workload.cases]]")
+            if table.has_key(key):
+                raise ScenarioError(f"{table.location}: {key} has no effect with [[workload.cases]]")
         workload = Workload(cases=cases)
     else:
-        mix = table.table("mix")
+        mix = table.take_table("mix")
         workload = Workload(
-            mix=_read_mix(mix.where, mix.items()) or DEFAULT_MIX,
-            min_bytes=max(1, int(table.amount("min_kib", 1.0, _MOST_MIB * 2**10) * 2**10)),
-            max_bytes=max(1, int(table.amount("max_mib", 1.0, _MOST_MIB) * 2**20)),
-            pool=table.count("pool", 64, _MOST_REQUESTS),
+            mix=_read_mix(mix.location, mix.take_remaining()) or DEFAULT_MIX,
+            min_bytes=max(1, int(table.take_amount("min_kib", 1.0, _MOST_MIB * 2**10) * 2**10)),
+            max_bytes=max(1, int(table.take_amount("max_mib", 1.0, _MOST_MIB) * 2**20)),
+            pool=table.take_count("pool", 64, _MOST_REQUESTS),
         )
-    table.close()
+    table.check_no_unknown_keys()
     return workload
 
 
@@ -157,34 +157,36 @@ def _read_mix(where: str, entries: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _read_case(table: TomlTable) -> tuple[RequestCase, float]:
-    case = RequestCase.read(table)
-    share = table.amount("share", 1.0)
-    table.close()
+    case = RequestCase.from_table(table)
+    share = table.take_amount("share", 1.0)
+    table.check_no_unknown_keys()
     if (case.op == "layer_norm_chain") != bool(case.norms):
-        raise ScenarioError(f"{table.where}: norms belongs to layer_norm_chain, and only there")
+        raise ScenarioError(f"{table.location}: norms belongs to layer_norm_chain, and only there")
     if case.norms and case != RequestCase(
         case.operation, case.shape, case.dtype, out_dtype=case.out_dtype, norms=case.norms, parts=case.parts
     ):
-        raise ScenarioError(f"{table.where}: layer_norm_chain takes shape, dtype, out_dtype, norms and parts alone")
+        raise ScenarioError(
+            f"{table.location}: layer_norm_chain takes shape, dtype, out_dtype, norms and parts alone"
+        )
     if case.parts and (len(case.shape) < 2 or case.shape[0] < case.parts):
         raise ScenarioError(
-            f"{table.where}: parts need a shape of at least two sizes, the first as large as they are many"
+            f"{table.location}: parts need a shape of at least two sizes, the first as large as they are many"
         )
     is_group_norm = case.op == "group_norm"
     if is_group_norm != bool(case.num_groups):
-        raise ScenarioError(f"{table.where}: num_groups belongs to group_norm, and only there")
+        raise ScenarioError(f"{table.location}: num_groups belongs to group_norm, and only there")
     if is_group_norm and (len(case.shape) < 2 or case.shape[case.channel_axis] % case.num_groups):
-        raise ScenarioError(f"{table.where}: num_groups must divide the channels of {list(case.shape)}")
+        raise ScenarioError(f"{table.location}: num_groups must divide the channels of {list(case.shape)}")
     if case.adaptive and not is_group_norm:
-        raise ScenarioError(f"{table.where}: adaptive belongs to group_norm")
+        raise ScenarioError(f"{table.location}: adaptive belongs to group_norm")
     if is_group_norm and (case.weight_offset or case.heads):
-        raise ScenarioError(f"{table.where}: weight_offset and heads belong to layer_norm and rms_norm")
+        raise ScenarioError(f"{table.location}: weight_offset and heads belong to layer_norm and rms_norm")
     if (case.weight_offset or case.heads) and not case.affine:
-        raise ScenarioError(f"{table.where}: weight_offset and heads need affine")
+        raise ScenarioError(f"{table.location}: weight_offset and heads need affine")
     if case.out_dtype is not None and case.is_backward:
-        raise ScenarioError(f"{table.where}: out_dtype belongs to forward passes")
+        raise ScenarioError(f"{table.location}: out_dtype belongs to forward passes")
     if case.out_dtype is DType.FLOAT8_E4M3FN and (is_group_norm or case.norms or case.heads):
-        raise ScenarioError(f"{table.where}: float8_e4m3fn belongs to layer_norm and rms_norm without heads")
+        raise ScenarioError(f"{table.location}: float8_e4m3fn belongs to layer_norm and rms_norm without heads")
     if case.heads and len(case.shape) < 2:
-        raise ScenarioError(f"{table.where}: heads need a shape of at least two sizes, got {list(case.shape)}")
+        raise ScenarioError(f"{table.location}: heads need a shape of at least two sizes, got {list(case.shape)}")
     return case, share

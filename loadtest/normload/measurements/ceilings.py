@@ -84,7 +84,7 @@ def measure_echo(nbytes: int, pairs: int, seconds: float = _SECONDS, *, is_unix:
     latency = LatencyHistogram()
     for _, times in measured:
         latency.merge(times)
-    return LoopbackEcho(nbytes, pairs, sum(rate for rate, _ in measured), latency.percentile(50))
+    return LoopbackEcho(nbytes, pairs, sum(rate for rate, _ in measured), latency.compute_percentile_s(50))
 
 
 def _connect_pair() -> tuple[socket.socket, socket.socket]:
@@ -126,7 +126,7 @@ def _measure_round_trips(
         ended = time.perf_counter()
         taken.append(ended - now)
         now = ended
-    times.add(taken)
+    times.add_seconds(taken)
     pipe.send((len(taken) / (now - began), times))
 
 

@@ -45,7 +45,7 @@ class LatencyHistogram:
         """The mean; NaN without latencies."""
         return self.sum_s / self.count if self.count else math.nan
 
-    def add(self, seconds: Sequence[float]) -> None:
+    def add_seconds(self, seconds: Sequence[float]) -> None:
         """Count latencies, none of them negative."""
         if not seconds:
             return
@@ -64,7 +64,7 @@ class LatencyHistogram:
         self.sum_s += other.sum_s * times
         self.max_s = max(self.max_s, other.max_s)
 
-    def percentile(self, percent: float) -> float:
+    def compute_percentile_s(self, percent: float) -> float:
         """Seconds that at least `percent` of all do not exceed, as the end of a bucket; NaN without latencies."""
         total = self.count
         if not total:

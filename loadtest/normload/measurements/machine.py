@@ -20,7 +20,7 @@ class CpuTimes:
     busy: int
     total: int
 
-    def share_since(self, before: "CpuTimes") -> float:
+    def compute_busy_fraction(self, before: "CpuTimes") -> float:
         """The fraction of the time since then that the cores were busy; 0 if no time has passed."""
         total = self.total - before.total
         return (self.busy - before.busy) / total if total > 0 else 0.0

@@ -18,7 +18,7 @@ def list_remarks(result: RunResult, *, stopped: bool) -> list[str]:
     if stopped:
         remarks.append("The run was ended early.")
     remarks += [*_list_client_remarks(result), *_list_lag_remarks(result)]
-    total = result.whole.total
+    total = result.all_phases.total
     if left := sum(count for (_, code), count in total.outcomes.items() if code == NOT_SENT):
         remarks.append(
             f"{left} requests were never sent: all {result.connections} connections were busy until the end of "
@@ -57,8 +57,8 @@ def _list_lag_remarks(result: RunResult) -> list[str]:
     lag = LatencyHistogram()
     for each in result.phases:
         lag.merge(each.tally.lag)
-    late_s = lag.percentile(99)
-    if not (late_s > _LAG_S and late_s > _LAG_PART * result.whole.total.latency.percentile(50)):
+    late_s = lag.compute_percentile_s(99)
+    if not (late_s > _LAG_S and late_s > _LAG_PART * result.all_phases.total.latency.compute_percentile_s(50)):
         return []
     return [
         f"The client sent late: 1 % of the requests were sent at least {late_s * 1e3:.1f} ms after a "

@@ -69,8 +69,8 @@ class PhaseSummary:
         self.offered = math.nan if is_closed else compute_rate(due, self.duration_s)
         self.total, self.in_time = RequestTotals(), RequestTotals()
         for each in self.phases:
-            self.total.merge(each.tally.total())
-            self.in_time.merge(each.tally.in_time(within_s=self._within_s(each)))
+            self.total.merge(each.tally.sum_all())
+            self.in_time.merge(each.tally.sum_in_time(within_s=self._get_limit_s(each)))
 
     @property
     def rate(self) -> float:
@@ -87,15 +87,15 @@ class PhaseSummary:
         """The fraction of all requests that failed; NaN without requests."""
         return self.total.errors / self.total.requests if self.total.requests else math.nan
 
-    def of(self, operation: str) -> tuple[RequestTotals, RequestTotals]:
+    def sum_operation(self, operation: str) -> tuple[RequestTotals, RequestTotals]:
         """One operation's requests: all, and those that ended in time."""
         total, in_time = RequestTotals(), RequestTotals()
         for each in self.phases:
-            total.merge(each.tally.total(operation))
-            in_time.merge(each.tally.in_time(operation, self._within_s(each)))
+            total.merge(each.tally.sum_all(operation))
+            in_time.merge(each.tally.sum_in_time(operation, self._get_limit_s(each)))
         return total, in_time
 
-    def _within_s(self, phase: PhaseResult) -> float:
+    def _get_limit_s(self, phase: PhaseResult) -> float:
         return phase.segment_s if self.name == _ALL else phase.phase.duration_s
 
 
@@ -140,22 +140,22 @@ class RunResult:
     remarks: list[str]
 
     @property
-    def whole(self) -> PhaseSummary:
+    def all_phases(self) -> PhaseSummary:
         """All phases together."""
         return PhaseSummary(_ALL, self.phases)
 
-    def parts(self) -> list[PhaseSummary]:
+    def summarise_phases(self) -> list[PhaseSummary]:
         """Phases by name, in the order of their first start."""
         names = dict.fromkeys(each.phase.name for each in self.phases)
         return [PhaseSummary(name, [each for each in self.phases if each.phase.name == name]) for name in names]
 
-    def operations(self) -> list[str]:
+    def list_operations(self) -> list[str]:
         """The operations of the workload, sorted."""
-        return sorted({operation for each in self.phases for operation in each.tally.operations()})
+        return sorted({operation for each in self.phases for operation in each.tally.list_operations()})
 
-    def sent_by_status(self) -> Counter[int]:
+    def count_by_status(self) -> Counter[int]:
         """Counts of all requests that were sent, with the warm-up, by status; 0 without a response."""
-        outcomes = self.apart + self.whole.total.outcomes
+        outcomes = self.apart + self.all_phases.total.outcomes
         counts: Counter[int] = Counter()
         for (status, code), count in outcomes.items():
             if code != NOT_SENT:
@@ -180,14 +180,14 @@ class RunResult:
         said = self.server.get("copy_bandwidth_bytes_per_second")
         return float(said) if is_number(said) and 0 < said < 1e18 else None
 
-    def kernel_bandwidth(self) -> float:
+    def compute_kernel_bandwidth(self) -> float:
         """Bytes per second on the device, as reported by the server; NaN if it reports none."""
-        total = self.whole.total
+        total = self.all_phases.total
         return compute_rate(total.kernel_bytes, total.kernel_s)
 
-    def sweep(self) -> LoadSweep | None:
+    def find_sweep(self) -> LoadSweep | None:
         """The knee and the sustained load, if the phases are a sweep of rates."""
-        parts = [part for part in self.parts() if not math.isnan(part.offered)]
+        parts = [part for part in self.summarise_phases() if not math.isnan(part.offered)]
         return find_knee(
             [
                 SweepPoint(part.name, part.offered, part.rate, part.total.latency.mean_s, part.errors)
@@ -195,19 +195,19 @@ class RunResult:
             ]
         )
 
-    def write(self, file: Path) -> None:
+    def write_json(self, file: Path) -> None:
         """Write the JSON."""
         file.write_text(json.dumps(self.to_json(), separators=(",", ":")) + "\n", encoding="utf-8")
 
     def to_json(self) -> dict[str, Any]:
         """The result as JSON; `summary` is for readers and derived from the other fields."""
-        sweep = self.sweep()
+        sweep = self.find_sweep()
         return {
             "format": FORMAT,
             "summary": {
-                "phases": [_make_summary(part) for part in [*self.parts(), self.whole]],
-                "sent_by_status": {str(status): count for status, count in sorted(self.sent_by_status().items())},
-                "kernel_bytes_per_second": _make_json_number(self.kernel_bandwidth()),
+                "phases": [_make_summary(part) for part in [*self.summarise_phases(), self.all_phases]],
+                "sent_by_status": {str(status): count for status, count in sorted(self.count_by_status().items())},
+                "kernel_bytes_per_second": _make_json_number(self.compute_kernel_bandwidth()),
                 "sweep": None if sweep is None else asdict(sweep),
             },
             **{name: getattr(self, name) for name in _PLAIN},
@@ -283,7 +283,9 @@ def _make_summary(part: PhaseSummary) -> dict[str, Any]:
         "requests": part.total.requests,
         "ok_per_second": _make_json_number(part.rate),
         "bytes_per_second": _make_json_number(part.bytes_per_second),
-        "latency_s": {f"p{percent:g}": _make_json_number(latency.percentile(percent)) for percent in PERCENTILES}
+        "latency_s": {
+            f"p{percent:g}": _make_json_number(latency.compute_percentile_s(percent)) for percent in PERCENTILES
+        }
         | {"max": latency.max_s, "mean": _make_json_number(latency.mean_s)},
         "errors": {
             f"{status} {code}": count for (status, code), count in part.total.outcomes.items() if code != OK

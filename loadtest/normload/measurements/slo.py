@@ -32,7 +32,7 @@ class LoadObjective:
     inclusive: bool
     bound: float
 
-    def value(self, total: RequestTotals, rate: float) -> float:
+    def get_value(self, total: RequestTotals, rate: float) -> float:
         """The metric's value; NaN if there were no responses."""
         if self.metric == "errors":
             return total.errors / total.requests if total.requests else math.nan
@@ -40,15 +40,15 @@ class LoadObjective:
             return rate
         if self.metric == "max":
             return total.latency.max_s if total.latency.count else math.nan
-        return total.latency.percentile(float(self.metric[1:]))
+        return total.latency.compute_percentile_s(float(self.metric[1:]))
 
-    def passes(self, value: float) -> bool:
+    def is_met(self, value: float) -> bool:
         """Whether a value is within the bound; NaN is not."""
         if value == self.bound:
             return self.inclusive
         return value < self.bound if self.at_most else value > self.bound
 
-    def show(self, value: float) -> str:
+    def format_value(self, value: float) -> str:
         """A value with the unit in which reports show the metric."""
         if self.metric == "errors":
             return f"{value:.3%}"

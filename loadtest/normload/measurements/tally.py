@@ -141,7 +141,7 @@ class PhaseTally:
         self.wrong = 0
         self.faults: list[str] = []
 
-    def add(self, records: Iterable[RequestOutcome]) -> None:
+    def add_records(self, records: Iterable[RequestOutcome]) -> None:
         """Add records."""
         latencies: dict[tuple[str, int], list[float]] = {}
         service, lag = [], []
@@ -160,11 +160,11 @@ class PhaseTally:
                 cell.kernel_s += record.kernel_s
             self.checked += record.checked
             if record.fault is not None:
-                self._note(record.operation, record.fault)
+                self._add_fault(record.operation, record.fault)
         for key, values in latencies.items():
-            self.cells[key].latency.add(values)
-        self.service.add(service)
-        self.lag.add(lag)
+            self.cells[key].latency.add_seconds(values)
+        self.service.add_seconds(service)
+        self.lag.add_seconds(lag)
 
     def merge(self, other: "PhaseTally") -> None:
         """Add another process's share of the phase."""
@@ -176,7 +176,7 @@ class PhaseTally:
         self.wrong += other.wrong
         self.faults = (self.faults + other.faults)[:FAULTS_KEPT]
 
-    def total(self, operation: str | None = None) -> RequestTotals:
+    def sum_all(self, operation: str | None = None) -> RequestTotals:
         """The sum of all requests, or of those of one operation."""
         total = RequestTotals()
         for (of, _), cell in self.cells.items():
@@ -184,7 +184,7 @@ class PhaseTally:
                 total.merge(cell)
         return total
 
-    def in_time(self, operation: str | None = None, within_s: float | None = None) -> RequestTotals:
+    def sum_in_time(self, operation: str | None = None, within_s: float | None = None) -> RequestTotals:
         """The requests that ended within a time, by default the phase's; rates are computed from these."""
         intervals = INTERVALS if within_s is None else round(within_s / self.interval_s)
         total = RequestTotals()
@@ -193,11 +193,11 @@ class PhaseTally:
                 total.merge(cell)
         return total
 
-    def operations(self) -> list[str]:
+    def list_operations(self) -> list[str]:
         """The operations that occur."""
         return sorted({operation for operation, _ in self.cells})
 
-    def intervals(self) -> dict[int, RequestTotals]:
+    def sum_by_interval(self) -> dict[int, RequestTotals]:
         """All operations together, by interval."""
         found: dict[int, RequestTotals] = {}
         for (_, interval), cell in sorted(self.cells.items()):
@@ -228,7 +228,7 @@ class PhaseTally:
         made.faults = list(document["faults"])
         return made
 
-    def _note(self, operation: str, fault: str) -> None:
+    def _add_fault(self, operation: str, fault: str) -> None:
         self.wrong += 1
         if len(self.faults) < FAULTS_KEPT:
             self.faults.append(f"{operation}: {fault}")

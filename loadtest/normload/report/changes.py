@@ -86,7 +86,13 @@ def _format_row(change: MetricChange) -> list[str]:
         how_much = f"{by:+.1%}", f"{change.low - 1:+.1%} to {change.high - 1:+.1%}"
     spreads = [_format_percent(each) for each in (change.spread_before, change.spread_after)]
     return [
-        *(change.phase, change.metric, change.shown(change.before), change.shown(change.after), *how_much),
+        *(
+            change.phase,
+            change.metric,
+            change.format_value(change.before),
+            change.format_value(change.after),
+            *how_much,
+        ),
         *(spreads if _has_spread(change) else []),
     ]
 

@@ -48,7 +48,7 @@ class MetricChange:
             NaN for a single run.
         is_change: whether the difference is beyond noise.
         is_worse: whether it is a change for the worse.
-        shown: formats a value in the unit of the metric.
+        format_value: formats a value in the unit of the metric.
     """
 
     phase: str
@@ -61,7 +61,7 @@ class MetricChange:
     spread_after: float
     is_change: bool
     is_worse: bool
-    shown: Callable[[float], str]
+    format_value: Callable[[float], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +71,14 @@ class _BootstrapMetric:
     Attributes:
         name: in reports.
         more_is_better: whether an increase is good.
-        shown: formats a value.
-        of: from the number of times that each interval is drawn, [draws, intervals], to a value for each draw.
+        format_value: formats a value.
+        compute: from the number of times that each interval is drawn, [draws, intervals], to a value for each draw.
     """
 
     name: str
     more_is_better: bool
-    shown: Callable[[float], str]
-    of: "Callable[[Floats, _IntervalArrays], Floats]"
+    format_value: Callable[[float], str]
+    compute: "Callable[[Floats, _IntervalArrays], Floats]"
 
 
 class _IntervalArrays:
@@ -88,7 +88,7 @@ class _IntervalArrays:
         cells: list[RequestTotals] = []
         seconds: list[float] = []
         for phase in part.phases:
-            found = phase.tally.intervals()
+            found = phase.tally.sum_by_interval()
             cells += [found.get(number, RequestTotals()) for number in range(INTERVALS)]
             seconds += [phase.tally.interval_s] * INTERVALS
         self.seconds = np.asarray(seconds)
@@ -105,7 +105,7 @@ class _IntervalArrays:
     def __len__(self) -> int:
         return len(self.seconds)
 
-    def percentile(self, times: Floats, percent: float) -> Floats:
+    def compute_percentiles(self, times: Floats, percent: float) -> Floats:
         """The percentile of the latencies in the drawn intervals, each counted as often as it was drawn."""
         if not len(self.upper_s):
             return np.full(len(times), math.nan)
@@ -125,7 +125,7 @@ def _make_percentile_metric(percent: float) -> _BootstrapMetric:
         f"p{percent:g}",
         False,
         lambda value: f"{value * 1e3:.2f} ms",
-        lambda times, of: of.percentile(times, percent),
+        lambda times, of: of.compute_percentiles(times, percent),
     )
 
 
@@ -167,13 +167,15 @@ def compare_runs(before: Sequence[RunResult], after: Sequence[RunResult]) -> lis
         ValueError: the runs are of different scenarios.
     """
     first = before[0]
-    names = [part.name for part in first.parts()]
+    names = [part.name for part in first.summarise_phases()]
     for run in (*before, *after):
-        if run.scenario != first.scenario or [part.name for part in run.parts()] != names:
+        if run.scenario != first.scenario or [part.name for part in run.summarise_phases()] != names:
             raise ValueError(
                 f"runs must be of one scenario and its phases, got {first.scenario!r} and {run.scenario!r}"
             )
-    sides = [[[_IntervalArrays(part) for part in run.parts()] for run in side] for side in (before, after)]
+    sides = [
+        [[_IntervalArrays(part) for part in run.summarise_phases()] for run in side] for side in (before, after)
+    ]
     random = np.random.default_rng(0)
     changes = []
     for number, name in enumerate(names):
@@ -190,8 +192,10 @@ def compare_runs(before: Sequence[RunResult], after: Sequence[RunResult]) -> lis
 def describe_load_differences(before: Sequence[RunResult], after: Sequence[RunResult]) -> list[str]:
     """Sentences about phases whose offered loads differ, so that their latencies are hardly comparable."""
     sentences = []
-    for number, part in enumerate(before[0].parts()):
-        old, new = (float(np.mean([run.parts()[number].offered for run in side])) for side in (before, after))
+    for number, part in enumerate(before[0].summarise_phases()):
+        old, new = (
+            float(np.mean([run.summarise_phases()[number].offered for run in side])) for side in (before, after)
+        )
         if abs(old - new) > _BETWEEN_RUNS * old:
             sentences.append(f"{part.name}: offered {old:.1f}/s before and {new:.1f}/s after.")
     return sentences
@@ -201,7 +205,7 @@ def _compare_single_runs(
     phase: str, metric: _BootstrapMetric, old: _IntervalArrays, new: _IntervalArrays, drawn: tuple[Floats, Floats]
 ) -> MetricChange:
     before, after = _compute_value(metric, old), _compute_value(metric, new)
-    first, second = metric.of(drawn[0], old), metric.of(drawn[1], new)
+    first, second = metric.compute(drawn[0], old), metric.compute(drawn[1], new)
     if metric.name == ERRORS:
         draws, none = second - first, 0.0
     else:
@@ -243,7 +247,7 @@ def _compute_spread(metric: _BootstrapMetric, values: Sequence[float]) -> float:
 
 
 def _compute_value(metric: _BootstrapMetric, run: _IntervalArrays) -> float:
-    return float(metric.of(np.ones((1, len(run))), run)[0])
+    return float(metric.compute(np.ones((1, len(run))), run)[0])
 
 
 def _evaluate_change(
@@ -259,7 +263,9 @@ def _evaluate_change(
     band = (-_FEW_ERRORS, _FEW_ERRORS) if metric.name == ERRORS else (1 / (1 + least), 1 + least)
     rises, falls = low > band[1], high < band[0]
     is_worse = falls if metric.more_is_better else rises
-    return MetricChange(phase, metric.name, *values, low, high, *spreads, rises or falls, is_worse, metric.shown)
+    return MetricChange(
+        phase, metric.name, *values, low, high, *spreads, rises or falls, is_worse, metric.format_value
+    )
 
 
 def _draw_intervals(count: int, random: np.random.Generator) -> Floats:

@@ -58,11 +58,17 @@ def _make_time_series(result: RunResult) -> dict[str, Any]:
     peak = result.copy_bandwidth
     return {
         "s": [each.middle_s for each in bins],
-        "rate": [each.of(lambda cell, seconds: cell.ok / seconds) for each in bins],
-        "bandwidth": [each.of(lambda cell, seconds: cell.moved_bytes / seconds / 1e9) for each in bins],
-        "kernels": [each.of(lambda cell, _: compute_rate(cell.kernel_bytes, cell.kernel_s) / 1e9) for each in bins],
-        "percentiles": {f"p{percent:g}": [each.percentile_ms(percent) for each in bins] for percent in PERCENTILES},
-        "errors": {_format_outcome(outcome): [each.per_second(outcome) for each in bins] for outcome in outcomes},
+        "rate": [each.compute(lambda cell, seconds: cell.ok / seconds) for each in bins],
+        "bandwidth": [each.compute(lambda cell, seconds: cell.moved_bytes / seconds / 1e9) for each in bins],
+        "kernels": [
+            each.compute(lambda cell, _: compute_rate(cell.kernel_bytes, cell.kernel_s) / 1e9) for each in bins
+        ],
+        "percentiles": {
+            f"p{percent:g}": [each.compute_percentile_ms(percent) for each in bins] for percent in PERCENTILES
+        },
+        "errors": {
+            _format_outcome(outcome): [each.compute_outcome_rate(outcome) for each in bins] for outcome in outcomes
+        },
         "phases": [{"name": each.phase.name, "s": each.start_s} for each in result.phases],
         "ceilings": {
             "echo": None if result.echo is None else result.echo.bytes_per_second / 1e9,
@@ -85,14 +91,14 @@ class _TimeBin:
     seconds: float
     cell: RequestTotals | None
 
-    def of(self, number: Callable[[RequestTotals, float], float]) -> float | None:
+    def compute(self, number: Callable[[RequestTotals, float], float]) -> float | None:
         return None if self.cell is None else _replace_nan(number(self.cell, self.seconds))
 
-    def percentile_ms(self, percent: float) -> float | None:
-        return self.of(lambda cell, _: cell.latency.percentile(percent) * 1e3)
+    def compute_percentile_ms(self, percent: float) -> float | None:
+        return self.compute(lambda cell, _: cell.latency.compute_percentile_s(percent) * 1e3)
 
-    def per_second(self, outcome: tuple[int, str]) -> float | None:
-        return self.of(lambda cell, seconds: cell.outcomes[outcome] / seconds)
+    def compute_outcome_rate(self, outcome: tuple[int, str]) -> float | None:
+        return self.compute(lambda cell, seconds: cell.outcomes[outcome] / seconds)
 
 
 def _make_bins(phases: Sequence[PhaseResult]) -> list[_TimeBin]:
@@ -106,7 +112,7 @@ def _make_bins(phases: Sequence[PhaseResult]) -> list[_TimeBin]:
     cells: dict[int, RequestTotals] = {}
     covered: Counter[int] = Counter()
     for each in phases:
-        for number, cell in each.tally.intervals().items():
+        for number, cell in each.tally.sum_by_interval().items():
             middle = each.start_s + (number + 0.5) * each.tally.interval_s
             cells.setdefault(int(middle / width), RequestTotals()).merge(cell)
         # In thousandths of a bin.
@@ -138,22 +144,26 @@ def _make_percentile_curves(result: RunResult) -> dict[str, Any]:
         "nines": [-math.log10(1 - percent / 100) for percent in _CURVE],
         "percents": list(_CURVE),
         "parts": {
-            part.name: [_replace_nan(part.total.latency.percentile(percent) * 1e3) for percent in _CURVE]
-            for part in result.parts()
+            part.name: [_replace_nan(part.total.latency.compute_percentile_s(percent) * 1e3) for percent in _CURVE]
+            for part in result.summarise_phases()
         },
     }
 
 
 def _make_load_curves(result: RunResult) -> dict[str, Any] | None:
-    sweep = result.sweep()
+    sweep = result.find_sweep()
     if sweep is None:
         return None
-    parts = sorted((part for part in result.parts() if not math.isnan(part.offered)), key=lambda part: part.offered)
+    parts = sorted(
+        (part for part in result.summarise_phases() if not math.isnan(part.offered)), key=lambda part: part.offered
+    )
     return {
         "offered": [part.offered for part in parts],
         "rate": [part.rate for part in parts],
         "percentiles": {
-            f"p{percent:g}": [_replace_nan(part.total.latency.percentile(percent) * 1e3) for part in parts]
+            f"p{percent:g}": [
+                _replace_nan(part.total.latency.compute_percentile_s(percent) * 1e3) for part in parts
+            ]
             for percent in PERCENTILES
         },
         "knee": None if sweep.knee is None else sweep.knee.offered,

@@ -30,9 +30,9 @@ def render_csv(result: RunResult) -> str:
     text = io.StringIO()
     lines = csv.writer(text, lineterminator="\n")
     lines.writerow(COLUMNS)
-    for part in (*result.parts(), result.whole):
-        for operation in result.operations():
-            lines.writerow(_make_line(result, part, operation, math.nan, *part.of(operation)))
+    for part in (*result.summarise_phases(), result.all_phases):
+        for operation in result.list_operations():
+            lines.writerow(_make_line(result, part, operation, math.nan, *part.sum_operation(operation)))
         lines.writerow(_make_line(result, part, "all", part.offered, part.total, part.in_time))
     return text.getvalue()
 
@@ -53,7 +53,7 @@ def _make_line(
         total.errors,
         compute_rate(in_time.ok, part.duration_s),
         compute_rate(in_time.moved_bytes, part.duration_s),
-        *(latency.percentile(percent) for percent in PERCENTILES),
+        *(latency.compute_percentile_s(percent) for percent in PERCENTILES),
         latency.max_s if latency.count else math.nan,
         compute_rate(total.kernel_bytes, total.kernel_s),
     )

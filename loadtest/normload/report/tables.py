@@ -28,33 +28,36 @@ Outcome = tuple[LoadObjective, float, bool]
 
 def make_phase_rows(result: RunResult) -> list[list[str]]:
     """A row for each phase, and a last one for the whole run."""
-    return [_format_phase_row(part) for part in (*result.parts(), result.whole)]
+    return [_format_phase_row(part) for part in (*result.summarise_phases(), result.all_phases)]
 
 
 def make_operation_rows(result: RunResult) -> list[list[str]]:
     """Return a row for each operation and a last row of totals."""
-    whole = result.whole
-    rows = [[name, *_make_total_cells(*whole.of(name), whole.duration_s)] for name in result.operations()]
+    whole = result.all_phases
+    rows = [
+        [name, *_make_total_cells(*whole.sum_operation(name), whole.duration_s)]
+        for name in result.list_operations()
+    ]
     return [*rows, ["all", *_make_total_cells(whole.total, whole.in_time, whole.duration_s)]]
 
 
 def make_objective_rows(outcomes: Sequence[Outcome]) -> list[list[str]]:
     """A row for each objective."""
     return [
-        [objective.text, objective.show(value), "passed" if passed else "failed"]
+        [objective.text, objective.format_value(value), "passed" if passed else "failed"]
         for objective, value, passed in outcomes
     ]
 
 
 def format_statuses(result: RunResult) -> str:
     """Counts of all requests by HTTP status, with those of the warm-up."""
-    counts = sorted(result.sent_by_status().items())
+    counts = sorted(result.count_by_status().items())
     return ", ".join(f"{status or 'no response'}: {count}" for status, count in counts)
 
 
 def format_errors(result: RunResult) -> str:
     """Counts of the errors of all phases by code, the most frequent first; "" if there are none."""
-    outcomes = result.whole.total.outcomes.most_common()
+    outcomes = result.all_phases.total.outcomes.most_common()
     failed = [(f"{status} {code}" if status else code, count) for (status, code), count in outcomes if code != OK]
     return ", ".join(f"{what}: {count}" for what, count in failed)
 
@@ -65,7 +68,7 @@ def list_facts(result: RunResult) -> dict[str, str]:
         "server": result.server_name or "?",
         "URL": result.url,
         "started": result.started,
-        "duration": f"{result.whole.duration_s:.1f} s",
+        "duration": f"{result.all_phases.duration_s:.1f} s",
         "client": f"{result.processes} processes, {result.connections} connections, seed {result.seed}",
         "client CPU": _format_cpu(result),
         "capacity": f"{result.capacity:.0f}/s" if result.capacity else "",
@@ -90,15 +93,15 @@ def list_sentences(result: RunResult) -> list[str]:
 
 def _list_bandwidth_sentences(result: RunResult) -> list[str]:
     sentences = []
-    whole, echo = result.whole, result.echo
+    whole, echo = result.all_phases, result.echo
     if echo is not None and whole.bytes_per_second > 0:
-        reached = max(part.bytes_per_second for part in result.parts())
+        reached = max(part.bytes_per_second for part in result.summarise_phases())
         sentences.append(
             f"End-to-end bandwidth: at most {reached / 1e9:.3f} GB/s, {reached / echo.bytes_per_second:.1%} of the "
             f"loopback echo's {echo.bytes_per_second / 1e9:.2f} GB/s ({echo.pairs} pairs of sockets, messages of "
             f"{_format_bytes(echo.nbytes)}, median round trip {format_milliseconds(echo.p50_s)} ms)."
         )
-    kernel = result.kernel_bandwidth()
+    kernel = result.compute_kernel_bandwidth()
     if not math.isnan(kernel):
         peak = result.copy_bandwidth
         of_peak = f", {kernel / peak:.1%} of the device's copy bandwidth of {peak / 1e9:.1f} GB/s" if peak else ""
@@ -107,7 +110,7 @@ def _list_bandwidth_sentences(result: RunResult) -> list[str]:
 
 
 def _list_sweep_sentences(result: RunResult) -> list[str]:
-    sweep = result.sweep()
+    sweep = result.find_sweep()
     if sweep is None:
         return []
     sentences = []
@@ -128,7 +131,7 @@ def _format_phase_row(part: PhaseSummary) -> list[str]:
         offered,
         f"{part.rate:.1f}",
         f"{part.bytes_per_second / 1e9:.3f}",
-        *(format_milliseconds(latency.percentile(percent)) for percent in PERCENTILES),
+        *(format_milliseconds(latency.compute_percentile_s(percent)) for percent in PERCENTILES),
         format_milliseconds(latency.max_s if latency.count else math.nan),
         str(part.total.errors),
     ]
@@ -141,8 +144,8 @@ def _make_total_cells(total: RequestTotals, in_time: RequestTotals, duration_s: 
         str(total.errors),
         f"{in_time.ok / duration_s:.1f}" if duration_s else "-",
         f"{in_time.moved_bytes / duration_s / 1e9:.3f}" if duration_s else "-",
-        format_milliseconds(total.latency.percentile(50)),
-        format_milliseconds(total.latency.percentile(99)),
+        format_milliseconds(total.latency.compute_percentile_s(50)),
+        format_milliseconds(total.latency.compute_percentile_s(99)),
         "-" if math.isnan(kernel) else f"{kernel / 1e9:.2f}",
     ]
 

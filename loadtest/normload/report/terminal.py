@@ -35,7 +35,7 @@ class ProgressBar(run.RunObserver):
         self._began = 0.0
         self._requests = self._errors = self._moved = 0
 
-    def stage(self, name: str, duration_s: float | None) -> None:
+    def begin_stage(self, name: str, duration_s: float | None) -> None:
         """A stage begins."""
         if self._task is not None:
             self._progress.remove_task(self._task)
@@ -43,7 +43,7 @@ class ProgressBar(run.RunObserver):
         self._duration_s, self._began = duration_s, time.perf_counter()
         self._requests = self._errors = self._moved = 0
 
-    def progress(self, progress: worker.LoadProgress) -> None:
+    def add_progress(self, progress: worker.LoadProgress) -> None:
         """Requests have ended."""
         if self._task is None:
             return
@@ -55,7 +55,7 @@ class ProgressBar(run.RunObserver):
         done = min(elapsed_s, self._duration_s or elapsed_s)
         self._progress.update(self._task, completed=done, state=f"{rates}  {self._errors} errors")
 
-    def control(self, stop: Callable[[], None]) -> None:
+    def set_stop(self, stop: Callable[[], None]) -> None:
         """Pass on the function that ends the run."""
         self._on_control(stop)
 
@@ -98,7 +98,7 @@ def print_objectives(console: Console, outcomes: Sequence[tables.Outcome]) -> No
 def _format_server(result: RunResult) -> str:
     known = f"{result.server_name}, " if result.server_name else ""
     found = f", capacity {result.capacity:.0f}/s" if result.capacity else ""
-    sent = sum(result.sent_by_status().values())
+    sent = sum(result.count_by_status().values())
     return (
         f"{known}at {result.url}; {result.processes} client processes, {result.connections} connections, "
         f"seed {result.seed}{found}; {sent} requests with the warm-up, {result.checked} responses checked, "

@@ -23,7 +23,7 @@ class ClientIdentity:
     max_inflight_bytes: int | None = None
 
     @property
-    def tenant(self) -> str:
+    def tenant_name(self) -> str:
         """Whose share of the server's capacity the request takes: its key's, without one its address's.
 
         IPv6 addresses of one /64 network are one tenant.

@@ -32,31 +32,31 @@ class ReleaseRate:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._since = self._last = clock()
+        self._started_at = self._updated_at = clock()
         self._requests = 0.0
         self._bytes = 0.0
 
-    def note(self, nbytes: int, requests: int = 1) -> None:
+    def record_release(self, nbytes: int, requests: int = 1) -> None:
         """A request has left now, or several, and so many bytes with them."""
         now = self._clock()
-        kept = math.exp((self._last - now) / _MEMORY_S)
+        kept = math.exp((self._updated_at - now) / _MEMORY_S)
         self._requests = self._requests * kept + requests
         self._bytes = self._bytes * kept + nbytes
-        self._last = now
+        self._updated_at = now
 
-    def seconds_for_requests(self, requests: int) -> float:
+    def estimate_seconds_for_requests(self, requests: int) -> float:
         """How long so many will take to leave; 0 while nothing is known."""
-        return self._seconds_for(requests, self._requests)
+        return self._estimate_seconds(requests, self._requests)
 
-    def seconds_for_bytes(self, nbytes: int) -> float:
+    def estimate_seconds_for_bytes(self, nbytes: int) -> float:
         """How long so many will take to leave; 0 while nothing is known."""
-        return self._seconds_for(nbytes, self._bytes)
+        return self._estimate_seconds(nbytes, self._bytes)
 
-    def _seconds_for(self, amount: float, left: float) -> float:
+    def _estimate_seconds(self, amount: float, left: float) -> float:
         now = self._clock()
-        remembered = left * math.exp((self._last - now) / _MEMORY_S)
+        remembered = left * math.exp((self._updated_at - now) / _MEMORY_S)
         # Since the start, less than the whole memory has been filled.
-        span = _MEMORY_S * (1 - math.exp((self._since - now) / _MEMORY_S))
+        span = _MEMORY_S * (1 - math.exp((self._started_at - now) / _MEMORY_S))
         return amount * span / remembered if remembered else 0.0
 
 
@@ -84,19 +84,19 @@ class AdmissionBudget:
         self._stall_s = stall_s
         self._clock = clock
         self._on_revoked = on_revoked
-        self.requests = 0
-        self.bytes = 0
-        self._out = ReleaseRate(clock)
+        self.request_count = 0
+        self.used_bytes = 0
+        self._release_rate = ReleaseRate(clock)
         self._tenants = TenantTable(max_requests=max_requests, max_bytes=max_bytes)
-        self._by_name = self._tenants.by_name
+        self._tenants_by_name = self._tenants.by_name
         # Permits whose body is still being received, in the order of their beginning.
-        self._receiving: dict[Permit, BodyRate] = {}
-        self._next_look = clock()
+        self._body_rates: dict[Permit, BodyRate] = {}
+        self._next_inspection_at = clock()
 
     @property
-    def tenants(self) -> int:
+    def tenant_count(self) -> int:
         """Those that hold something, or were refused of late and are not forgotten yet."""
-        return self._tenants.count
+        return self._tenants.sharing_count
 
     def acquire(self, nbytes: int, tenant: str = "", max_inflight_bytes: int | None = None) -> "Permit":
         """Admit one request that brings `nbytes`.
@@ -110,82 +110,86 @@ class AdmissionBudget:
                 is inside now will have left, at the rate of late.
             TooLargeError: `max_inflight_bytes` is less than `nbytes`.
         """
-        holder = self._by_name.get(tenant) or self._tenants.add(tenant)
+        holder = self._tenants_by_name.get(tenant) or self._tenants.add_tenant(tenant)
         if max_inflight_bytes is not None:
-            self._require_within(max_inflight_bytes, holder, nbytes)
-        if self.requests >= self._max_requests or self.bytes + nbytes > self._max_bytes or self._tenants.owed:
-            self._contend(holder, 1, nbytes, None)
-        if not holder.requests and holder.refused_at is None:
-            self._tenants.count += 1
-        holder.requests += 1
-        holder.bytes += nbytes
-        self.requests += 1
-        self.bytes += nbytes
+            self._require_tenant_limit(max_inflight_bytes, holder, nbytes)
+        if (
+            self.request_count >= self._max_requests
+            or self.used_bytes + nbytes > self._max_bytes
+            or self._tenants.priority_count
+        ):
+            self._make_room(holder, 1, nbytes, None)
+        if not holder.request_count and holder.refused_at is None:
+            self._tenants.sharing_count += 1
+        holder.request_count += 1
+        holder.used_bytes += nbytes
+        self.request_count += 1
+        self.used_bytes += nbytes
         permit = Permit(self, holder, nbytes)
         if max_inflight_bytes is not None:
             permit.max_inflight_bytes = max_inflight_bytes
         return permit
 
     @property
-    def room(self) -> tuple[int, int]:
+    def free_capacity(self) -> tuple[int, int]:
         """Requests and bytes that are free, and that nobody has a better claim to."""
-        if self._tenants.owed:
+        if self._tenants.priority_count:
             return 0, 0
-        return self._max_requests - self.requests, self._max_bytes - self.bytes
+        return self._max_requests - self.request_count, self._max_bytes - self.used_bytes
 
-    def hold(self, requests: int, nbytes: int) -> None:
-        """Count requests without permits, which found `room`; negative numbers give that back."""
-        self.requests += requests
-        self.bytes += nbytes
+    def adjust_unpermitted(self, requests: int, nbytes: int) -> None:
+        """Count requests without permits, which found `free_capacity`; negative numbers give that back."""
+        self.request_count += requests
+        self.used_bytes += nbytes
 
-    def note_departure(self, requests: int, nbytes: int) -> None:
+    def record_unpermitted_release(self, requests: int, nbytes: int) -> None:
         """So many requests without permits have left, and so many bytes with them."""
-        self._out.note(nbytes, requests)
+        self._release_rate.record_release(nbytes, requests)
 
-    def grow(self, permit: "Permit", nbytes: int) -> None:
+    def grow_permit(self, permit: "Permit", nbytes: int) -> None:
         """Take more bytes for a permit that is held; see `Permit.grow`."""
         holder = permit.tenant
         if permit.max_inflight_bytes is not None:
-            self._require_within(permit.max_inflight_bytes, holder, nbytes)
-        if self.bytes + nbytes > self._max_bytes or self._tenants.owed:
-            self._contend(holder, 0, nbytes, permit)
-        holder.bytes += nbytes
-        self.bytes += nbytes
+            self._require_tenant_limit(permit.max_inflight_bytes, holder, nbytes)
+        if self.used_bytes + nbytes > self._max_bytes or self._tenants.priority_count:
+            self._make_room(holder, 0, nbytes, permit)
+        holder.used_bytes += nbytes
+        self.used_bytes += nbytes
         permit.nbytes += nbytes
 
-    def give_back(self, permit: "Permit") -> None:
+    def release_permit(self, permit: "Permit") -> None:
         """Called once by each permit that was not revoked."""
-        self._subtract(permit)
-        self._out.note(permit.nbytes)
+        self._subtract_permit(permit)
+        self._release_rate.record_release(permit.nbytes)
 
-    def watch(self, permit: "Permit", body: RevocableBody, due_bytes_per_s: float) -> None:
-        """A permit's body is being received; see `Permit.receive`."""
-        self._receiving[permit] = BodyRate(body, due_bytes_per_s, self._stall_s, self._clock())
+    def start_receiving(self, permit: "Permit", body: RevocableBody, due_bytes_per_s: float) -> None:
+        """A permit's body is being received; see `Permit.start_receiving`."""
+        self._body_rates[permit] = BodyRate(body, due_bytes_per_s, self._stall_s, self._clock())
 
-    def unwatch(self, permit: "Permit") -> None:
+    def end_receiving(self, permit: "Permit") -> None:
         """It has been received, or will not be."""
-        del self._receiving[permit]
+        del self._body_rates[permit]
 
-    def _subtract(self, permit: "Permit") -> None:
+    def _subtract_permit(self, permit: "Permit") -> None:
         holder = permit.tenant
-        holder.requests -= 1
-        holder.bytes -= permit.nbytes
-        self.requests -= 1
-        self.bytes -= permit.nbytes
-        if not holder.requests and holder.refused_at is None:
-            self._tenants.count -= 1
+        holder.request_count -= 1
+        holder.used_bytes -= permit.nbytes
+        self.request_count -= 1
+        self.used_bytes -= permit.nbytes
+        if not holder.request_count and holder.refused_at is None:
+            self._tenants.sharing_count -= 1
 
-    def _require_within(self, most: int, holder: Tenant, nbytes: int) -> None:
-        if holder.bytes + nbytes <= most:
+    def _require_tenant_limit(self, most: int, holder: Tenant, nbytes: int) -> None:
+        if holder.used_bytes + nbytes <= most:
             return
         if nbytes > most:
             raise TooLargeError(f"{nbytes} bytes are more than this key's max_inflight_bytes, {most}")
         raise OverloadedError(
-            f"{nbytes} more bytes do not fit beside {holder.bytes} of this key's max_inflight_bytes, {most}",
-            _clamp_retry_after(self._out.seconds_for_bytes(holder.bytes)),
+            f"{nbytes} more bytes do not fit beside {holder.used_bytes} of this key's max_inflight_bytes, {most}",
+            _clamp_retry_after(self._release_rate.estimate_seconds_for_bytes(holder.used_bytes)),
         )
 
-    def _contend(self, holder: Tenant, requests: int, nbytes: int, asking: "Permit | None") -> None:
+    def _make_room(self, holder: Tenant, requests: int, nbytes: int, asking: "Permit | None") -> None:
         """Let a tenant have so much more although others want it too, or it is not there.
 
         Args: asking: the permit that grows; it gives nothing up for itself.
@@ -195,53 +199,55 @@ class AdmissionBudget:
         """
         now = self._clock()
         tenants = self._tenants
-        tenants.expire(now)
-        share = tenants.share_with(holder)
-        is_within = share.allows(holder.requests + requests, holder.bytes + nbytes)
-        if is_within or not tenants.others_are_owed(holder):
+        tenants.expire_refusals(now)
+        share = tenants.compute_share(holder)
+        is_within = share.is_enough_for(holder.request_count + requests, holder.used_bytes + nbytes)
+        if is_within or not tenants.has_other_priority(holder):
             lacking = CapacityShortfall(
-                self.requests + requests - self._max_requests, self.bytes + nbytes - self._max_bytes
+                self.request_count + requests - self._max_requests, self.used_bytes + nbytes - self._max_bytes
             )
             revoked = choose_permits_to_revoke(
-                ((permit, inflow) for permit, inflow in self._receiving.items() if permit is not asking),
+                ((permit, inflow) for permit, inflow in self._body_rates.items() if permit is not asking),
                 lacking,
                 # Only who is within its share may take from those that are above theirs.
                 share if is_within else None,
                 now,
-                looks_at_all=not lacking.is_nothing and self._is_time_to_look(now),
+                looks_at_all=not lacking.is_covered and self._claim_inspection(now),
             )
             if revoked is not None:
                 for permit, reason in revoked:
                     self._revoke(permit, reason)
-                tenants.settle(holder)
+                tenants.clear_priority(holder)
                 return
-        error = self._refusal(requests, nbytes, is_within)
-        tenants.refuse(holder, now, is_owed=is_within)
+        error = self._make_refusal(requests, nbytes, is_within)
+        tenants.record_refusal(holder, now, is_owed=is_within)
         raise error
 
-    def _is_time_to_look(self, now: float) -> bool:
+    def _claim_inspection(self, now: float) -> bool:
         """A flood of those that are refused need not look at each body each time."""
-        if now < self._next_look:
+        if now < self._next_inspection_at:
             return False
-        self._next_look = now + self._stall_s / _LOOKS
+        self._next_inspection_at = now + self._stall_s / _LOOKS
         return True
 
-    def _refusal(self, requests: int, nbytes: int, is_within: bool) -> OverloadedError:
-        if self.requests + requests > self._max_requests:
-            detail = f"{self.requests} requests are in flight, no more than that are admitted"
-            wait_s = self._out.seconds_for_requests(self.requests)
-        elif self.bytes + nbytes > self._max_bytes:
-            detail = f"{nbytes} more bytes do not fit beside {self.bytes} in flight of {self._max_bytes} admitted"
-            wait_s = self._out.seconds_for_bytes(self.bytes)
+    def _make_refusal(self, requests: int, nbytes: int, is_within: bool) -> OverloadedError:
+        if self.request_count + requests > self._max_requests:
+            detail = f"{self.request_count} requests are in flight, no more than that are admitted"
+            wait_s = self._release_rate.estimate_seconds_for_requests(self.request_count)
+        elif self.used_bytes + nbytes > self._max_bytes:
+            detail = (
+                f"{nbytes} more bytes do not fit beside {self.used_bytes} in flight of {self._max_bytes} admitted"
+            )
+            wait_s = self._release_rate.estimate_seconds_for_bytes(self.used_bytes)
         else:
             detail = "others have less than their share and come first"
-            wait_s = self._out.seconds_for_requests(self.requests)
+            wait_s = self._release_rate.estimate_seconds_for_requests(self.request_count)
         return OverloadedError(detail, _SHORTEST_WAIT_S if is_within else _clamp_retry_after(wait_s))
 
     def _revoke(self, permit: "Permit", reason: str) -> None:
-        inflow = self._receiving[permit]
+        inflow = self._body_rates[permit]
         permit.revoke()
-        self._subtract(permit)
+        self._subtract_permit(permit)
         self._on_revoked(reason)
         error: NormserveError
         if reason is STALLED:
@@ -249,9 +255,9 @@ class AdmissionBudget:
         else:
             error = OverloadedError(
                 "the body was cut off in favour of a client below its share of the server",
-                _clamp_retry_after(self._out.seconds_for_bytes(self.bytes)),
+                _clamp_retry_after(self._release_rate.estimate_seconds_for_bytes(self.used_bytes)),
             )
-        inflow.body.fail(error)
+        inflow.body.abort(error)
 
 
 def _clamp_retry_after(seconds: float) -> float:
@@ -262,7 +268,7 @@ class Permit:
     """The right of one request to be inside.
 
     Release it when the last byte is out, or once the client is gone and the device no longer works for it.
-    While the request's body is being received, from `receive` to `complete_body`, it may be revoked.
+    While the request's body is being received, from `start_receiving` to `complete_body`, it may be revoked.
 
     Attributes:
         tenant: who holds it.
@@ -276,7 +282,7 @@ class Permit:
     _is_revoked = False
 
     def __init__(self, limits: AdmissionBudget, tenant: Tenant, nbytes: int) -> None:
-        self._limits: AdmissionBudget | None = limits
+        self._budget: AdmissionBudget | None = limits
         self.tenant = tenant
         self.nbytes = nbytes
 
@@ -289,34 +295,34 @@ class Permit:
         """
         if self._is_revoked:
             raise OverloadedError("the permit was revoked while the body was received")
-        if self._limits is not None:
-            self._limits.grow(self, nbytes)
+        if self._budget is not None:
+            self._budget.grow_permit(self, nbytes)
 
-    def receive(self, body: RevocableBody, due_bytes_per_s: float) -> None:
+    def start_receiving(self, body: RevocableBody, due_bytes_per_s: float) -> None:
         """The body is being received from now on: others may be given what it holds.
 
         Args: due_bytes_per_s: a body that comes more slowly is not waited for while others want its place.
         """
-        if self._limits is not None:
+        if self._budget is not None:
             self._is_receiving = True
-            self._limits.watch(self, body, due_bytes_per_s)
+            self._budget.start_receiving(self, body, due_bytes_per_s)
 
     def complete_body(self) -> None:
         """The body is whole: the permit can no longer be revoked."""
-        if self._is_receiving and self._limits is not None:
+        if self._is_receiving and self._budget is not None:
             self._is_receiving = False
-            self._limits.unwatch(self)
+            self._budget.end_receiving(self)
 
     def revoke(self) -> None:
         """Called by the limits, which have taken everything back."""
         self.complete_body()
-        self._limits = None
+        self._budget = None
         self._is_revoked = True
 
     def release(self) -> None:
         """Give everything back; a second call does nothing, nor does one for what was revoked."""
         if self._is_receiving:
             self.complete_body()
-        limits, self._limits = self._limits, None
+        limits, self._budget = self._budget, None
         if limits is not None:
-            limits.give_back(self)
+            limits.release_permit(self)

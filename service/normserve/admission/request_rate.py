@@ -12,19 +12,19 @@ class TokenBucket:
 
     def __init__(self, per_second: float, clock: Callable[[], float] = time.monotonic) -> None:
         """Args: per_second: above 0; below 1, requests come one at a time."""
-        self.per_second = per_second
+        self.tokens_per_s = per_second
         self._clock = clock
         self._capacity = max(1.0, per_second)
         self._tokens = self._capacity
-        self._filled = clock()
+        self._refilled_at = clock()
 
-    def wait_s(self) -> float:
+    def refill_and_get_wait_s(self) -> float:
         """Seconds until another request may come; 0 if it may come now."""
         now = self._clock()
-        self._tokens = min(self._capacity, self._tokens + (now - self._filled) * self.per_second)
-        self._filled = now
-        return max(0.0, (1 - self._tokens) / self.per_second)
+        self._tokens = min(self._capacity, self._tokens + (now - self._refilled_at) * self.tokens_per_s)
+        self._refilled_at = now
+        return max(0.0, (1 - self._tokens) / self.tokens_per_s)
 
-    def take(self) -> None:
-        """A request has come; `wait_s` said that it may."""
+    def take_token(self) -> None:
+        """A request has come; `refill_and_get_wait_s` said that it may."""
         self._tokens -= 1

@@ -15,14 +15,14 @@ class RevocableBody(Protocol):
     """A request's body as it is received.
 
     Attributes:
-        received: bytes that have come.
+        received_bytes: bytes that have come.
         is_complete: its last byte has come.
     """
 
-    received: int
+    received_bytes: int
     is_complete: bool
 
-    def fail(self, error: NormserveError) -> None:
+    def abort(self, error: NormserveError) -> None:
         """End it: its memory is freed at once, and the caller that waits for it gets the error."""
 
 
@@ -37,22 +37,22 @@ class BodyRate:
         """Args: stall_s: the shortest time over which a body's rate is judged."""
         self.body = body
         self.is_stalled = False
-        self._due = due_bytes_per_s
+        self._min_bytes_per_s = due_bytes_per_s
         self._stall_s = stall_s
-        self._since = now
-        self._received = body.received
-        self._rate: float | None = None
+        self._measured_since = now
+        self._received_bytes = body.received_bytes
+        self._bytes_per_s: float | None = None
 
-    def pace(self, now: float) -> float:
+    def measure_relative_rate(self, now: float) -> float:
         """Its rate of late over the one that is due; that of a body which has just begun as if it had for long."""
-        came, span = self.body.received - self._received, now - self._since
+        came, span = self.body.received_bytes - self._received_bytes, now - self._measured_since
         if span >= self._stall_s:
-            rate = self._rate = came / span
-            self._received, self._since = self.body.received, now
+            rate = self._bytes_per_s = came / span
+            self._received_bytes, self._measured_since = self.body.received_bytes, now
         else:
-            rate = max(self._rate or 0.0, came / self._stall_s)
-        self.is_stalled = self._rate is not None and rate < self._due
-        return rate / self._due
+            rate = max(self._bytes_per_s or 0.0, came / self._stall_s)
+        self.is_stalled = self._bytes_per_s is not None and rate < self._min_bytes_per_s
+        return rate / self._min_bytes_per_s
 
 
 class RevocablePermit(Protocol):
@@ -65,20 +65,20 @@ class RevocablePermit(Protocol):
 class CapacityShortfall(NamedTuple):
     """What the newcomer needs beyond what is free; 0 or less of what there is enough of."""
 
-    requests: int
-    bytes: int
+    request_count: int
+    nbytes: int
 
     @property
-    def is_nothing(self) -> bool:
-        return self.requests <= 0 and self.bytes <= 0
+    def is_covered(self) -> bool:
+        return self.request_count <= 0 and self.nbytes <= 0
 
-    def less(self, held: RevocablePermit) -> "CapacityShortfall":
+    def subtract_permit(self, held: RevocablePermit) -> "CapacityShortfall":
         """What still lacks once a permit is revoked."""
-        return CapacityShortfall(self.requests - 1, self.bytes - held.nbytes)
+        return CapacityShortfall(self.request_count - 1, self.nbytes - held.nbytes)
 
-    def more(self, held: RevocablePermit) -> "CapacityShortfall":
+    def add_permit(self, held: RevocablePermit) -> "CapacityShortfall":
         """What lacks if a permit is not revoked after all."""
-        return CapacityShortfall(self.requests + 1, self.bytes + held.nbytes)
+        return CapacityShortfall(self.request_count + 1, self.nbytes + held.nbytes)
 
 
 _H = TypeVar("_H", bound=RevocablePermit)
@@ -102,20 +102,20 @@ def choose_permits_to_revoke(
         share: each tenant's, if the newcomer may take from those that hold more.
         looks_at_all: also at bodies that did not stall when they were last looked at, which takes its time.
     """
-    if lacking.is_nothing:
+    if lacking.is_covered:
         return []
     chosen: list[tuple[_H, str]] = []
     left: dict[Tenant, tuple[int, int]] = {}
     for is_lively, _, _, held in _rank_candidates(receiving, lacking, share, now, looks_at_all):
-        if lacking.is_nothing:
+        if lacking.is_covered:
             break
-        requests, nbytes = left.get(held.tenant, (held.tenant.requests, held.tenant.bytes))
+        requests, nbytes = left.get(held.tenant, (held.tenant.request_count, held.tenant.used_bytes))
         if is_lively and not _is_above_share_of_shortfall(share, lacking, requests, nbytes):
             continue
         chosen.append((held, SHARE if is_lively else STALLED))
         left[held.tenant] = requests - 1, nbytes - held.nbytes
-        lacking = lacking.less(held)
-    return _drop_unneeded(chosen, lacking) if lacking.is_nothing else None
+        lacking = lacking.subtract_permit(held)
+    return _drop_unneeded(chosen, lacking) if lacking.is_covered else None
 
 
 def _rank_candidates(
@@ -132,12 +132,14 @@ def _rank_candidates(
         if (looks_at_all or inflow.is_stalled or _is_above_share(held.tenant, share))
         and not inflow.body.is_complete
     ]
-    is_too_little = len(possible) < lacking.requests or sum(held.nbytes for held, _ in possible) < lacking.bytes
+    is_too_little = (
+        len(possible) < lacking.request_count or sum(held.nbytes for held, _ in possible) < lacking.nbytes
+    )
     if is_too_little and not looks_at_all:
         return []
     candidates = []
     for held, inflow in possible:
-        pace = inflow.pace(now)
+        pace = inflow.measure_relative_rate(now)
         if inflow.is_stalled or _is_above_share(held.tenant, share):
             candidates.append((not inflow.is_stalled, pace, -held.nbytes, held))
     return sorted(candidates, key=itemgetter(0, 1, 2))
@@ -145,15 +147,15 @@ def _rank_candidates(
 
 def _is_above_share(tenant: Tenant, share: TenantShare | None) -> bool:
     """Whether a tenant has more than its share of anything."""
-    return share is not None and (tenant.requests > share.requests or tenant.bytes > share.bytes)
+    return share is not None and (tenant.request_count > share.max_requests or tenant.used_bytes > share.max_bytes)
 
 
 def _is_above_share_of_shortfall(
     share: TenantShare | None, lacking: CapacityShortfall, requests: int, nbytes: int
 ) -> bool:
     """Whether a tenant has more than its share of what lacks."""
-    return share is not None and not share.allows(
-        requests if lacking.requests > 0 else 0, nbytes if lacking.bytes > 0 else 0
+    return share is not None and not share.is_enough_for(
+        requests if lacking.request_count > 0 else 0, nbytes if lacking.nbytes > 0 else 0
     )
 
 
@@ -161,8 +163,8 @@ def _drop_unneeded(chosen: list[tuple[_H, str]], lacking: CapacityShortfall) -> 
     """Without those that help nothing, or that a larger one, chosen after them, has made superfluous."""
     kept = []
     for held, reason in chosen:
-        if lacking.more(held).is_nothing:
-            lacking = lacking.more(held)
+        if lacking.add_permit(held).is_covered:
+            lacking = lacking.add_permit(held)
         else:
             kept.append((held, reason))
     return kept

@@ -21,7 +21,7 @@ def choose_backend(
         from normserve.backends.cuda.ahead import BackgroundCompiler
 
         ahead = BackgroundCompiler(warm_sizes)
-        ahead.begin()
+        ahead.start()
 
         import torch
 
@@ -29,7 +29,7 @@ def choose_backend(
             from normserve.backends.cuda.backend import TritonBackend
 
             return TritonBackend(slabs, warm_sizes, ahead)
-        ahead.abandon()
+        ahead.stop()
         if name == "triton":
             raise ConfigurationError("the triton backend needs a CUDA device, torch sees none")
     from normserve.backends.cpu.backend import CpuBackend

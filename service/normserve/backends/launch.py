@@ -35,7 +35,7 @@ def collect_parameters(resident: object) -> Mapping[str, Tensor]:
     if isinstance(resident, ChainParameters):
         return {
             f"{name}.{norm}": tensor
-            for norm, each in enumerate(resident.residents)
+            for norm, each in enumerate(resident.layer_parameters)
             for name, tensor in collect_parameters(each).items()
         }
     assert isinstance(resident, ResidentParameters)

@@ -9,15 +9,15 @@ class CapturedLaunch(NamedTuple):
 
     Attributes:
         graph, stream: the driver's handles.
-        marks: of each of its parts, the events at the end of its copy-in and of its computation; none where nothing
-            is copied.
-        held: keeps the graph, and the memory that it reads and writes.
+        stage_events: of each of its parts, the events at the end of its copy-in and of its computation; none where
+            nothing is copied.
+        retained: keeps the graph, and the memory that it reads and writes.
     """
 
     graph: int
     stream: int
-    marks: Sequence[tuple[int, int]]
-    held: object
+    stage_events: Sequence[tuple[int, int]]
+    retained: object
 
 
 #: Kinds of what a `LaunchReplayer` hands to its caller: bytes that have come, the rest of an answer, a launch that
@@ -43,19 +43,19 @@ class LaunchReplayer(Protocol):
     def fileno(self) -> int:
         """Readable when something has come on a connection that is read."""
 
-    def open(self, descriptor: int) -> None:
+    def add_connection(self, descriptor: int) -> None:
         """Take over a connection; nothing is read from it yet."""
 
-    def close(self, descriptor: int) -> None:
+    def remove_connection(self, descriptor: int) -> None:
         """Forget a connection, before it is closed; what is in flight is not answered."""
 
-    def read(self, descriptor: int, wanted: bool) -> None:
+    def set_receiving(self, descriptor: int, wanted: bool) -> None:
         """Whether anything is to be received from a connection."""
 
-    def hold(self, descriptor: int, is_within_frame: bool, is_behind: bool) -> None:
+    def set_caller_state(self, descriptor: int, is_within_frame: bool, is_behind: bool) -> None:
         """Say what the caller has of a connection: the beginning of a frame, and answers that are not sent."""
 
-    def learn(
+    def add_replay(
         self,
         descriptor: int,
         content: bytes,
@@ -77,10 +77,10 @@ class LaunchReplayer(Protocol):
             held: kept as long as it is known or in flight, and handed out with events and samples.
         """
 
-    def forget(self, descriptor: int) -> None:
+    def remove_replays(self, descriptor: int) -> None:
         """Answer none of a connection's frames any more."""
 
-    def forget_all(self) -> None:
+    def remove_all_replays(self) -> None:
         """Answer no frames any more."""
 
     def serve(
@@ -96,11 +96,11 @@ class LaunchReplayer(Protocol):
             most_s: the call takes hardly longer.
         """
 
-    def samples(self) -> list[tuple[Any, list[Sample]]]:
-        """What was measured of each request since the last call, under what `learn` was given."""
+    def take_samples(self) -> list[tuple[Any, list[Sample]]]:
+        """What was measured of each request since the last call, under what `add_replay` was given."""
 
-    def flights(self, descriptor: int) -> int:
+    def count_launches(self, descriptor: int) -> int:
         """Launches of a connection that have not ended."""
 
-    def state(self) -> tuple[int, int, int]:
+    def count_all(self) -> tuple[int, int, int]:
         """Launches that have not ended, the bytes that they were admitted with, and samples."""

@@ -56,8 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _print_setting_error(name, fault["msg"].removeprefix("Value error, "))
         return 2
     try:
-        if files := TlsFiles.of(settings):
-            files.load()
+        if files := TlsFiles.from_settings(settings):
+            files.load_context()
     except TlsFileError as error:
         _print_setting_error(error.setting, error.detail)
         return 2

@@ -61,8 +61,8 @@ def make_settings_page() -> str:
 
 def make_metrics_page() -> str:
     """docs/metrics.md"""
-    families = (*Metrics().catalogue, make_process_up_family())
-    rows = [(f"`{each.name}`", each.kind, ", ".join(each.label_names), each.doc) for each in families]
+    families = (*Metrics().families, make_process_up_family())
+    rows = [(f"`{each.name}`", each.kind, ", ".join(each.label_names), each.help_text) for each in families]
     return _METRICS + _format_table(("metric", "kind", "labels", "meaning"), rows)
 
 

@@ -33,9 +33,9 @@ def _make_method(
         if isinstance(transport, AsyncLocalTransport):
             first = get_first_argument(args, kwargs)
             if type(first) in SEVERAL:
-                return await self._run_joined(transport, build, TensorListCall(build, args, kwargs))
-            return await self._run_again(transport, first, build, args, kwargs)
-        return await self._run(build(*args, **kwargs))
+                return await self._run_concatenated(transport, build, TensorListCall(build, args, kwargs))
+            return await self._run_cacheable(transport, first, build, args, kwargs)
+        return await self._run_call(build(*args, **kwargs))
 
     copy_signature(run_method, build)
     return run_method
@@ -57,9 +57,9 @@ class AsyncClient:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         """Args and errors: as `Client`; the transport is one of httpx's asynchronous ones, of any make."""
-        self._server = ClientOptions.told(url, api_key, timeout_s, max_connections, verify, certificate)
-        self._retries = RetryPolicy.of(retries)
-        self._transport = choose_async_transport(self._server, transport)
+        self._options = ClientOptions.from_arguments(url, api_key, timeout_s, max_connections, verify, certificate)
+        self._retry_policy = RetryPolicy.of(retries)
+        self._transport = choose_async_transport(self._options, transport)
 
     layer_norm = _make_method(operations.layer_norm)
     rms_norm = _make_method(operations.rms_norm)
@@ -79,20 +79,20 @@ class AsyncClient:
         of, as_torch = arrays.parse_dtype(dtype)
         sizes = tuple(shape)
         if device is not None:
-            return await self._empty_on(device, of, sizes)
+            return await self._make_empty_on_device(device, of, sizes)
         nbytes = prod(sizes) * of.itemsize
         transport = self._transport
         if nbytes and isinstance(transport, AsyncLocalTransport):
-            data = await transport.memory(nbytes, Deadline(self._server.timeout_s))
+            data = await transport.allocate_memory(nbytes, Deadline(self._options.timeout_s))
         else:
             data = np.empty(nbytes, np.uint8).data
         return arrays.make_array(data, of, sizes, as_torch=as_torch)
 
-    async def _empty_on(self, device: object, dtype: DType, shape: tuple[int, ...]) -> Any:
+    async def _make_empty_on_device(self, device: object, dtype: DType, shape: tuple[int, ...]) -> Any:
         transport, index = self._transport, arrays.get_cuda_index(device)
         made = None
         if index is not None and 0 not in shape and isinstance(transport, AsyncLocalTransport):
-            made = await transport.device_tensor(index, dtype, shape, Deadline(self._server.timeout_s))
+            made = await transport.allocate_device_tensor(index, dtype, shape, Deadline(self._options.timeout_s))
         return arrays.make_device_tensor(device, dtype, shape) if made is None else made
 
     async def close(self) -> None:
@@ -100,7 +100,7 @@ class AsyncClient:
         await self._transport.close()
 
     def __repr__(self) -> str:
-        return self._server.shown(self)
+        return self._options.format_repr(self)
 
     async def __aenter__(self) -> Self:
         return self
@@ -110,18 +110,20 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    async def _run_joined(
+    async def _run_concatenated(
         self, transport: AsyncLocalTransport, build: Callable[..., ApiCall[R]], joined: TensorListCall
     ) -> R:
-        """As `Client._run_joined`."""
+        """As `Client._run_concatenated`."""
         arguments = {
-            name: place.fill(await self.empty(place.shape, place.dtype, device=place.device))
-            for name, place in joined.places()
+            name: place.concatenate_into(await self.empty(place.shape, place.dtype, device=place.device))
+            for name, place in joined.iterate_buffers()
         }
-        named = joined.arguments(arguments)
-        return joined.divided(await self._run_again(transport, get_first_argument((), named), build, (), named))
+        named = joined.make_arguments(arguments)
+        return joined.split_result(
+            await self._run_cacheable(transport, get_first_argument((), named), build, (), named)
+        )
 
-    async def _run_again(
+    async def _run_cacheable(
         self,
         transport: AsyncLocalTransport,
         first: object,
@@ -129,39 +131,39 @@ class AsyncClient:
         args: Sequence[Any],
         kwargs: dict[str, Any],
     ) -> R:
-        """As `Client._run_again`."""
-        link = transport.usable_link()
-        recurring = None if link is None else link.recurring.of(first)
-        signature = None if recurring is None else recurring.signature(build, args, kwargs)
+        """As `Client._run_cacheable`."""
+        link = transport.get_usable_connection()
+        recurring = None if link is None else link.call_caches.get_cache(first)
+        signature = None if recurring is None else recurring.compute_signature(build, args, kwargs)
         if link is None or recurring is None or signature is None:
-            return await self._run(build(*args, **kwargs))
+            return await self._run_call(build(*args, **kwargs))
 
         async def exchange(deadline: Deadline) -> R:
-            known: R | None = await transport.repeat(link, recurring, signature, deadline)
+            known: R | None = await transport.exchange_cached(link, recurring, signature, deadline)
             if known is not None:
                 return known
             call = build(*args, **kwargs)
-            result = call.read(await transport.exchange(call, deadline), self._server.api_key)
-            recurring.learn(signature, call, result)
+            result = call.read_response(await transport.exchange(call, deadline), self._options.api_key)
+            recurring.add_call(signature, call, result)
             return result
 
-        return await self._repeated(exchange)
+        return await self._run_with_retries(exchange)
 
-    async def _run(self, call: ApiCall[R]) -> R:
+    async def _run_call(self, call: ApiCall[R]) -> R:
         async def exchange(deadline: Deadline) -> R:
-            return call.read(await self._transport.exchange(call, deadline), self._server.api_key)
+            return call.read_response(await self._transport.exchange(call, deadline), self._options.api_key)
 
-        return await self._repeated(exchange)
+        return await self._run_with_retries(exchange)
 
-    async def _repeated(self, attempt: Callable[[Deadline], Awaitable[R]]) -> R:
-        deadline = Deadline(self._server.timeout_s)
+    async def _run_with_retries(self, attempt: Callable[[Deadline], Awaitable[R]]) -> R:
+        deadline = Deadline(self._options.timeout_s)
         attempts = None
         while True:
             try:
                 return await attempt(deadline)
             except ClientError as failure:
-                attempts = attempts or RetrySchedule(self._retries, deadline)
-                pause_s = attempts.pause_after(failure)
+                attempts = attempts or RetrySchedule(self._retry_policy, deadline)
+                pause_s = attempts.compute_pause_s(failure)
                 if pause_s is None:
                     raise
             await asyncio.sleep(pause_s)

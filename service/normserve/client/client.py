@@ -31,9 +31,9 @@ def _make_method(build: Callable[P, ApiCall[R]]) -> "Callable[Concatenate[Client
         if isinstance(transport, LocalTransport):
             first = get_first_argument(args, kwargs)
             if type(first) in SEVERAL:
-                return self._run_joined(transport, build, TensorListCall(build, args, kwargs))
-            return self._run_again(transport, first, build, args, kwargs)
-        return self._run(build(*args, **kwargs))
+                return self._run_concatenated(transport, build, TensorListCall(build, args, kwargs))
+            return self._run_cacheable(transport, first, build, args, kwargs)
+        return self._run_call(build(*args, **kwargs))
 
     copy_signature(run_method, build)
     return run_method
@@ -71,9 +71,9 @@ class Client:
         Raises:
             TypeError, ValueError: an argument is of another type, or none that can be used.
         """
-        self._server = ClientOptions.told(url, api_key, timeout_s, max_connections, verify, certificate)
-        self._retries = RetryPolicy.of(retries)
-        self._transport = choose_transport(self._server, transport)
+        self._options = ClientOptions.from_arguments(url, api_key, timeout_s, max_connections, verify, certificate)
+        self._retry_policy = RetryPolicy.of(retries)
+        self._transport = choose_transport(self._options, transport)
 
     layer_norm = _make_method(operations.layer_norm)
     rms_norm = _make_method(operations.rms_norm)
@@ -104,20 +104,20 @@ class Client:
         of, as_torch = arrays.parse_dtype(dtype)
         sizes = tuple(shape)
         if device is not None:
-            return self._empty_on(device, of, sizes)
+            return self._make_empty_on_device(device, of, sizes)
         nbytes = prod(sizes) * of.itemsize
         transport = self._transport
         if nbytes and isinstance(transport, LocalTransport):
-            data = self._repeated(lambda deadline: transport.memory(nbytes, deadline))
+            data = self._run_with_retries(lambda deadline: transport.allocate_memory(nbytes, deadline))
         else:
             data = np.empty(nbytes, np.uint8).data
         return arrays.make_array(data, of, sizes, as_torch=as_torch)
 
-    def _empty_on(self, device: object, dtype: DType, shape: tuple[int, ...]) -> Any:
+    def _make_empty_on_device(self, device: object, dtype: DType, shape: tuple[int, ...]) -> Any:
         transport, index = self._transport, arrays.get_cuda_index(device)
         made = None
         if index is not None and 0 not in shape and isinstance(transport, LocalTransport):
-            made = transport.device_tensor(index, dtype, shape, Deadline(self._server.timeout_s))
+            made = transport.allocate_device_tensor(index, dtype, shape, Deadline(self._options.timeout_s))
         return arrays.make_device_tensor(device, dtype, shape) if made is None else made
 
     def close(self) -> None:
@@ -125,7 +125,7 @@ class Client:
         self._transport.close()
 
     def __repr__(self) -> str:
-        return self._server.shown(self)
+        return self._options.format_repr(self)
 
     def __enter__(self) -> Self:
         return self
@@ -135,16 +135,18 @@ class Client:
     ) -> None:
         self.close()
 
-    def _run_joined(self, transport: LocalTransport, build: Callable[..., ApiCall[R]], joined: TensorListCall) -> R:
+    def _run_concatenated(
+        self, transport: LocalTransport, build: Callable[..., ApiCall[R]], joined: TensorListCall
+    ) -> R:
         """Several tensors, copied to where the server reads them as one."""
         arguments = {
-            name: place.fill(self.empty(place.shape, place.dtype, device=place.device))
-            for name, place in joined.places()
+            name: place.concatenate_into(self.empty(place.shape, place.dtype, device=place.device))
+            for name, place in joined.iterate_buffers()
         }
-        named = joined.arguments(arguments)
-        return joined.divided(self._run_again(transport, get_first_argument((), named), build, (), named))
+        named = joined.make_arguments(arguments)
+        return joined.split_result(self._run_cacheable(transport, get_first_argument((), named), build, (), named))
 
-    def _run_again(
+    def _run_cacheable(
         self,
         transport: LocalTransport,
         first: object,
@@ -153,37 +155,37 @@ class Client:
         kwargs: dict[str, Any],
     ) -> R:
         """What was asked before is not made anew."""
-        link = transport.usable_link()
-        recurring = None if link is None else link.recurring.of(first)
-        signature = None if recurring is None else recurring.signature(build, args, kwargs)
+        link = transport.get_usable_connection()
+        recurring = None if link is None else link.call_caches.get_cache(first)
+        signature = None if recurring is None else recurring.compute_signature(build, args, kwargs)
         if link is None or recurring is None or signature is None:
-            return self._run(build(*args, **kwargs))
+            return self._run_call(build(*args, **kwargs))
 
         def exchange(deadline: Deadline) -> R:
-            known: R | None = transport.repeat(link, recurring, signature, deadline)
+            known: R | None = transport.exchange_cached(link, recurring, signature, deadline)
             if known is not None:
                 return known
             call = build(*args, **kwargs)
-            result = call.read(transport.exchange(call, deadline), self._server.api_key)
-            recurring.learn(signature, call, result)
+            result = call.read_response(transport.exchange(call, deadline), self._options.api_key)
+            recurring.add_call(signature, call, result)
             return result
 
-        return self._repeated(exchange)
+        return self._run_with_retries(exchange)
 
-    def _run(self, call: ApiCall[R]) -> R:
-        return self._repeated(
-            lambda deadline: call.read(self._transport.exchange(call, deadline), self._server.api_key)
+    def _run_call(self, call: ApiCall[R]) -> R:
+        return self._run_with_retries(
+            lambda deadline: call.read_response(self._transport.exchange(call, deadline), self._options.api_key)
         )
 
-    def _repeated(self, attempt: Callable[[Deadline], R]) -> R:
-        deadline = Deadline(self._server.timeout_s)
+    def _run_with_retries(self, attempt: Callable[[Deadline], R]) -> R:
+        deadline = Deadline(self._options.timeout_s)
         attempts = None
         while True:
             try:
                 return attempt(deadline)
             except ClientError as failure:
-                attempts = attempts or RetrySchedule(self._retries, deadline)
-                pause_s = attempts.pause_after(failure)
+                attempts = attempts or RetrySchedule(self._retry_policy, deadline)
+                pause_s = attempts.compute_pause_s(failure)
                 if pause_s is None:
                     raise
             time.sleep(pause_s)

@@ -46,7 +46,7 @@ class ClientOptions:
     verify: ssl.SSLContext | bool
 
     @classmethod
-    def told(
+    def from_arguments(
         cls,
         url: str,
         api_key: str | None,
@@ -66,12 +66,12 @@ class ClientOptions:
         check_type("certificate", certificate, (str, tuple, None), "a str, a tuple or None")
         check_count("max_connections", max_connections, 1)
         check_timeout(timeout_s)
-        address = ServerAddress.of(url)
+        address = ServerAddress.parse_url(url)
         if api_key is not None:
             validate_api_key(api_key)
         return cls(url, address, api_key, timeout_s, max_connections, make_verify_argument(verify, certificate))
 
-    def shown(self, kind: object) -> str:
+    def format_repr(self, kind: object) -> str:
         """How a client shows itself: neither its key, nor a password in its URL, nor where it lies in memory."""
         url = self.url
         if self.address.socket_path is None:
@@ -82,7 +82,7 @@ class ClientOptions:
 def choose_transport(server: ClientOptions, own: httpx.BaseTransport | None) -> CallTransport:
     """The blocking client's transport; `own` is one of httpx's that its maker wants used."""
     check_type("transport", own, (httpx.BaseTransport, None), "httpx's BaseTransport or None")
-    if server.address.shares_memory:
+    if server.address.is_shared_memory:
         return LocalTransport(_get_shared_memory_path(server, own), server.api_key)
     if own is not None or _needs_httpx(server):
         return HttpxTransport(own, **_make_httpx_options(server))
@@ -93,7 +93,7 @@ def choose_transport(server: ClientOptions, own: httpx.BaseTransport | None) -> 
 def choose_async_transport(server: ClientOptions, own: httpx.AsyncBaseTransport | None) -> AsyncCallTransport:
     """As `choose_transport`, of the asynchronous client."""
     check_type("transport", own, (httpx.AsyncBaseTransport, None), "httpx's AsyncBaseTransport or None")
-    if server.address.shares_memory:
+    if server.address.is_shared_memory:
         return AsyncLocalTransport(_get_shared_memory_path(server, own), server.api_key)
     if own is not None or _needs_httpx(server):
         return AsyncHttpxTransport(own, **_make_httpx_options(server))

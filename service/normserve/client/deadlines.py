@@ -23,49 +23,49 @@ def check_timeout(timeout_s: float | None) -> None:
 class Deadline:
     """The end of a call's time, which begins when this is made."""
 
-    __slots__ = ("_end", "_timeout_s")
+    __slots__ = ("_ends_at", "_timeout_s")
 
     def __init__(self, timeout_s: float | None) -> None:
         """Args: timeout_s: all the time that there is; None is for ever."""
         self._timeout_s = timeout_s
-        self._end = None if timeout_s is None else time.monotonic() + timeout_s
+        self._ends_at = None if timeout_s is None else time.monotonic() + timeout_s
 
-    def left_s(self) -> float | None:
+    def get_remaining_s(self) -> float | None:
         """Seconds that are left, 0 or fewer when the time is over; None is for ever."""
-        return None if self._end is None else self._end - time.monotonic()
+        return None if self._ends_at is None else self._ends_at - time.monotonic()
 
     def is_over(self, after_s: float = 0.0) -> bool:
         """Whether nothing is left once `after_s` more have passed."""
-        left_s = self.left_s()
+        left_s = self.get_remaining_s()
         return left_s is not None and left_s <= after_s
 
-    def error(self) -> RequestTimeoutError:
+    def make_error(self) -> RequestTimeoutError:
         """What to raise when it is over."""
         return RequestTimeoutError(f"there was no complete answer within {self._timeout_s or 0:g} s")
 
     def check(self) -> None:
         """Raises: RequestTimeoutError: it is over."""
-        if self._end is not None and self._end <= time.monotonic():
-            raise self.error()
+        if self._ends_at is not None and self._ends_at <= time.monotonic():
+            raise self.make_error()
 
-    def acquire(self, lock: threading.Lock) -> None:
+    def acquire_lock(self, lock: threading.Lock) -> None:
         """Acquire a lock, which is the caller's to release.
 
         Raises: RequestTimeoutError: it is over before.
         """
         if lock.acquire(blocking=False):
             return
-        left_s = self.left_s()
+        left_s = self.get_remaining_s()
         if not lock.acquire(timeout=-1 if left_s is None else max(0.0, left_s)):
-            raise self.error()
+            raise self.make_error()
 
-    def ends(self) -> asyncio.Timeout:
+    def make_asyncio_timeout(self) -> asyncio.Timeout:
         """What ends the waiting of a task when it is over."""
-        return asyncio.timeout(self.left_s())
+        return asyncio.timeout(self.get_remaining_s())
 
-    def timeouts(self) -> dict[str, "RemainingSeconds | None"]:
+    def make_httpx_timeouts(self) -> dict[str, "RemainingSeconds | None"]:
         """The timeouts of a request as httpx's transports take them."""
-        left = None if self._end is None else RemainingSeconds(self)
+        left = None if self._ends_at is None else RemainingSeconds(self)
         return dict.fromkeys(("connect", "read", "write", "pool"), left)
 
 
@@ -79,6 +79,6 @@ class RemainingSeconds(float):
 
     def __new__(cls, deadline: Deadline) -> "RemainingSeconds":
         """Args: deadline: one that comes."""
-        made = super().__new__(cls, max(0.0, deadline.left_s() or 0.0))
+        made = super().__new__(cls, max(0.0, deadline.get_remaining_s() or 0.0))
         made.deadline = deadline
         return made

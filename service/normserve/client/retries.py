@@ -77,43 +77,43 @@ class RetrySchedule:
         self._policy = policy
         self._deadline = deadline
         self._jitter = jitter
-        self._made = 0
-        self._reconnects = 0
-        self._reconnecting: Deadline | None = None
+        self._attempt_count = 0
+        self._reconnect_count = 0
+        self._reconnect_deadline: Deadline | None = None
 
-    def pause_after(self, failure: ClientError) -> float | None:
+    def compute_pause_s(self, failure: ClientError) -> float | None:
         """Return the seconds to wait before the next attempt, or None when this failure is the last."""
         if not failure.retryable:
             return None
         if isinstance(failure, ConnectionFailedError) and self._policy.reconnect_s is not None:
-            return self._pause_before_reconnect(self._policy.reconnect_s)
+            return self._compute_reconnect_pause_s(self._policy.reconnect_s)
         is_starting = self._is_starting(failure)
         if is_starting and failure.retry_after_s is not None:
-            pause_s = self._pause_s(failure.retry_after_s, doublings=0)
+            pause_s = self._compute_backoff_pause_s(failure.retry_after_s, doublings=0)
         else:
-            self._made += 1
-            if self._made >= self._policy.tries and not is_starting:
+            self._attempt_count += 1
+            if self._attempt_count >= self._policy.tries and not is_starting:
                 return None
-            pause_s = self._pause_s(failure.retry_after_s, doublings=self._made - 1)
+            pause_s = self._compute_backoff_pause_s(failure.retry_after_s, doublings=self._attempt_count - 1)
         return None if pause_s is None or self._deadline.is_over(pause_s) else pause_s
 
-    def _pause_before_reconnect(self, reconnect_s: float) -> float | None:
+    def _compute_reconnect_pause_s(self, reconnect_s: float) -> float | None:
         if self._policy.tries <= 1:
             return None
-        self._reconnecting = self._reconnecting or Deadline(reconnect_s)
+        self._reconnect_deadline = self._reconnect_deadline or Deadline(reconnect_s)
         longest = min(self._policy.longest_pause_s, _LONGEST_RECONNECT_PAUSE_S)
-        backoff = self._backoff_s(self._reconnects, longest)
-        self._reconnects += 1
+        backoff = self._compute_backoff_s(self._reconnect_count, longest)
+        self._reconnect_count += 1
         pause_s = backoff / 2 * (1 + self._jitter())
-        return None if self._reconnecting.is_over(pause_s) or self._deadline.is_over(pause_s) else pause_s
+        return None if self._reconnect_deadline.is_over(pause_s) or self._deadline.is_over(pause_s) else pause_s
 
     def _is_starting(self, failure: ClientError) -> bool:
         """Whether the server is still starting, which is waited for until the call's timeout."""
         return self._policy.tries > 1 and getattr(failure, "code", "") == "not_ready"
 
-    def _pause_s(self, retry_after_s: float | None, *, doublings: int) -> float | None:
+    def _compute_backoff_pause_s(self, retry_after_s: float | None, *, doublings: int) -> float | None:
         longest = self._policy.longest_pause_s
-        backoff = self._backoff_s(doublings, longest)
+        backoff = self._compute_backoff_s(doublings, longest)
         jitter = backoff / 2 * self._jitter()
         if retry_after_s is None:
             return backoff / 2 + jitter
@@ -121,5 +121,5 @@ class RetrySchedule:
             return None
         return min(retry_after_s + jitter, longest)
 
-    def _backoff_s(self, doublings: int, longest: float) -> float:
+    def _compute_backoff_s(self, doublings: int, longest: float) -> float:
         return min(self._policy.first_pause_s * 2.0 ** min(doublings, _MOST_DOUBLINGS), longest)

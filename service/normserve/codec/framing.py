@@ -44,13 +44,13 @@ class FrameReader:
         self.max_bytes = max_bytes
         self.max_descriptors = max_descriptors
         self.descriptors: deque[int] = deque()
-        self._rest = bytearray()
+        self._partial_frame = bytearray()
         self._needed_bytes = 0
 
     @property
-    def is_within(self) -> bool:
+    def has_partial_frame(self) -> bool:
         """Whether a frame has begun and is not complete."""
-        return bool(self._rest)
+        return bool(self._partial_frame)
 
     def feed(
         self, data: _Data, ancillary: Sequence[tuple[int, int, bytes]] = (), flags: int = 0
@@ -66,12 +66,12 @@ class FrameReader:
                 lost on the way; nothing received later can be understood.
         """
         if ancillary or flags & _TRUNCATED:
-            self._keep_descriptors(ancillary, flags)
-        if self._rest:
-            self._rest += data
-            if len(self._rest) < self._needed_bytes:
+            self._add_descriptors(ancillary, flags)
+        if self._partial_frame:
+            self._partial_frame += data
+            if len(self._partial_frame) < self._needed_bytes:
                 return []
-            whole, self._rest = self._rest, bytearray()
+            whole, self._partial_frame = self._partial_frame, bytearray()
             data = bytes(whole) if isinstance(data, bytes) else memoryview(whole)
         elif len(data) >= PREFIX.size:
             # Usually exactly one frame has come.
@@ -92,12 +92,12 @@ class FrameReader:
             position = begin + length
             found.append((tag, data[begin:position]))
         if position < end:
-            self._rest += data[position:]
+            self._partial_frame += data[position:]
         return found
 
     def close_unclaimed(self) -> None:
         """Close descriptors that accompanied frames which did not call for them."""
-        if not self._rest:
+        if not self._partial_frame:
             self.close()
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ class FrameReader:
         close_descriptors(self.descriptors)
         self.descriptors.clear()
 
-    def _keep_descriptors(self, ancillary: Sequence[tuple[int, int, bytes]], flags: int) -> None:
+    def _add_descriptors(self, ancillary: Sequence[tuple[int, int, bytes]], flags: int) -> None:
         for level, kind, rights in ancillary:
             if level == _SOCKET and kind == _RIGHTS:
                 whole = len(rights) // _INT.size * _INT.size
@@ -123,13 +123,13 @@ class SendQueue:
     """Frames to be sent, in their order; closes their descriptors once these are sent or given up.
 
     Attributes:
-        on_last_lost: of the last frame that was sent completely, the `on_lost` that `add` was given.
-        is_cut: a frame has been sent in part, so that only its rest may follow.
+        last_on_lost: of the last frame that was sent completely, the `on_lost` that `add` was given.
+        has_partial_frame: a frame has been sent in part, so that only its rest may follow.
     """
 
     def __init__(self) -> None:
-        self.on_last_lost: Callable[[], None] | None = None
-        self.is_cut = False
+        self.last_on_lost: Callable[[], None] | None = None
+        self.has_partial_frame = False
         # Of each the bytes that have not been sent yet, the descriptors, and `on_lost`.
         self._frames: deque[tuple[_Bytes, Sequence[int], Callable[[], None] | None]] = deque()
 
@@ -143,12 +143,12 @@ class SendQueue:
 
         Args:
             descriptors: accompany it, and are closed then.
-            on_lost: returned by `close` if the frame was not sent completely.
+            on_lost: returned by `discard_all` if the frame was not sent completely.
         """
         self._frames.append((frame, descriptors, on_lost))
 
-    def push(self, connected: socket.socket, frame: _Bytes, flags: int = 0) -> None:
-        """Add a frame and send all; raises as `send`."""
+    def add_and_send(self, connected: socket.socket, frame: _Bytes, flags: int = 0) -> None:
+        """Add a frame and send all; raises as `send_all`."""
         if self._frames:
             self.add(frame)
         else:
@@ -159,11 +159,11 @@ class SendQueue:
             finally:
                 if nbytes < len(frame):
                     self.add(memoryview(frame)[nbytes:])
-                    self.is_cut = nbytes > 0
+                    self.has_partial_frame = nbytes > 0
         if self._frames:
-            self.send(connected, flags)
+            self.send_all(connected, flags)
 
-    def send(self, connected: socket.socket, flags: int = 0) -> None:
+    def send_all(self, connected: socket.socket, flags: int = 0) -> None:
         """Send all frames.
 
         Raises:
@@ -180,14 +180,14 @@ class SendQueue:
                 nbytes = connected.send(frame, flags)
             if nbytes == len(frame):
                 frames.popleft()
-                self.is_cut = False
-                self.on_last_lost = on_lost
+                self.has_partial_frame = False
+                self.last_on_lost = on_lost
             else:
                 # The descriptors went with the first byte.
                 frames[0] = memoryview(frame)[nbytes:], (), on_lost
-                self.is_cut = True
+                self.has_partial_frame = True
 
-    def close(self) -> list[Callable[[], None]]:
+    def discard_all(self) -> list[Callable[[], None]]:
         """Give up all frames; return the `on_lost` of those that have one."""
         lost = []
         for _, descriptors, on_lost in self._frames:
@@ -195,7 +195,7 @@ class SendQueue:
             if on_lost is not None:
                 lost.append(on_lost)
         self._frames.clear()
-        self.is_cut = False
+        self.has_partial_frame = False
         return lost
 
 

@@ -85,14 +85,14 @@ class NpyEntry:
     fortran_order: bool
     start: int
 
-    def tensor(self, body: memoryview) -> HostTensor:
+    def view_tensor(self, body: memoryview) -> HostTensor:
         """Return the array as a view of the body that this entry was read from, or of one with the same header."""
         return HostTensor(self.dtype, self.shape, body[self.start :], self.fortran_order)
 
 
 def decode(body: memoryview) -> HostTensor:
     """Return the array in `body`, as `read_entry` describes it."""
-    return read_entry(body).tensor(body)
+    return read_entry(body).view_tensor(body)
 
 
 def read_entry(body: memoryview) -> NpyEntry:

@@ -49,13 +49,13 @@ DATA_ALIGNMENT = 64
 class HeaderLimits:
     """How much header to accept, so that a hostile one costs nothing."""
 
-    header_bytes: int
-    tensors: int
+    max_header_bytes: int
+    max_tensors: int
 
 
-REQUEST_LIMITS = HeaderLimits(header_bytes=64 * 1024, tensors=64)
+REQUEST_LIMITS = HeaderLimits(max_header_bytes=64 * 1024, max_tensors=64)
 #: For files that the operator names: as much as the usual library accepts.
-CHECKPOINT_LIMITS = HeaderLimits(header_bytes=100_000_000, tensors=1_000_000)
+CHECKPOINT_LIMITS = HeaderLimits(max_header_bytes=100_000_000, max_tensors=1_000_000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,19 +75,19 @@ class SafetensorsEntry:
     start: int
     stop: int
 
-    def tensor(self, body: memoryview) -> HostTensor:
+    def view_tensor(self, body: memoryview) -> HostTensor:
         """Return the tensor as a view of the body that this entry was read from.
 
         Raises:
             UnsupportedDtypeError: the element type is not float32, float16 or bfloat16.
         """
-        return self._of(_DTYPES, body)
+        return self._view_as(_DTYPES, body)
 
-    def result(self, body: memoryview) -> HostTensor:
-        """`tensor`, of an answer: it may be float8_e4m3fn as well."""
-        return self._of(_RESULT_DTYPES, body)
+    def view_result(self, body: memoryview) -> HostTensor:
+        """`view_tensor`, of an answer: it may be float8_e4m3fn as well."""
+        return self._view_as(_RESULT_DTYPES, body)
 
-    def _of(self, dtypes: Mapping[str, DType], body: memoryview) -> HostTensor:
+    def _view_as(self, dtypes: Mapping[str, DType], body: memoryview) -> HostTensor:
         dtype = dtypes.get(self.dtype)
         if dtype is None:
             raise UnsupportedDtypeError(
@@ -109,7 +109,7 @@ def decode(body: memoryview, limits: HeaderLimits = REQUEST_LIMITS) -> dict[str,
         TooLargeError: there are more tensors than `limits` allows.
         UnsupportedDtypeError: all is well-formed, but an element type is not float32, float16 or bfloat16.
     """
-    return {entry.name: entry.tensor(body) for entry in read_entries(body, limits)}
+    return {entry.name: entry.view_tensor(body) for entry in read_entries(body, limits)}
 
 
 def read_entries(body: memoryview, limits: HeaderLimits = REQUEST_LIMITS) -> Sequence[SafetensorsEntry]:
@@ -122,8 +122,8 @@ def read_entries(body: memoryview, limits: HeaderLimits = REQUEST_LIMITS) -> Seq
     text = bytes(body[_LENGTH_BYTES : _find_header_end(body, limits)])
     header = _parse_header(text)
     _check_metadata(header.pop(_METADATA, {}))
-    if len(header) > limits.tensors:
-        raise TooLargeError(f"a payload must hold at most {limits.tensors} tensors, got {len(header)}")
+    if len(header) > limits.max_tensors:
+        raise TooLargeError(f"a payload must hold at most {limits.max_tensors} tensors, got {len(header)}")
     data_start = _LENGTH_BYTES + len(text)
     entries = tuple([_parse_entry(name, fields, data_start) for name, fields in header.items()])
     _check_contiguity(entries, data_start, len(body))
@@ -136,8 +136,8 @@ def _find_header_end(body: memoryview, limits: HeaderLimits) -> int:
             f"safetensors must begin with {_LENGTH_BYTES} bytes of header length, got {len(body)} bytes"
         )
     length = int.from_bytes(body[:_LENGTH_BYTES], "little")
-    if length > limits.header_bytes:
-        raise MalformedPayloadError(f"the header must be at most {limits.header_bytes} bytes, got {length}")
+    if length > limits.max_header_bytes:
+        raise MalformedPayloadError(f"the header must be at most {limits.max_header_bytes} bytes, got {length}")
     end = _LENGTH_BYTES + length
     if end > len(body):
         raise MalformedPayloadError(f"the header must end within the body of {len(body)} bytes, ends at {end}")

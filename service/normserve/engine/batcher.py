@@ -1,7 +1,7 @@
 """The choice of the next batch.  A pure policy: no clock, no thread, no tensor.
 
-Jobs of one class (see `NormJob.batch_class`) become rows of one launch.  No job waits for others to arrive: a
-batch consists of jobs that arrived while the device was busy.  A free device takes the oldest job of a lane
+Jobs of one class (see `NormJob.compute_batch_class`) become rows of one launch.  No job waits for others to arrive:
+a batch consists of jobs that arrived while the device was busy.  A free device takes the oldest job of a lane
 together with the other jobs of its class.
 
 Small and large jobs wait in separate lanes, which share the device by bytes (start-time fair queueing; Goyal, Vin,
@@ -23,16 +23,16 @@ class Batcher:
     def __init__(self, *, max_requests: int, max_bytes: int) -> None:
         self._max_requests = max_requests
         self._max_bytes = max_bytes
-        self._small_bytes = min(max_bytes, _LARGE_BYTES)
+        self._max_small_bytes = min(max_bytes, _LARGE_BYTES)
         self._lanes = {lane: _LaneQueue() for lane in QueueLane}
-        self._taken = dict.fromkeys(
+        self._served_bytes = dict.fromkeys(
             QueueLane, 0
         )  # bytes, raised to the other lane's when one comes back from idling
-        self._last_start = 0
-        self._count = 0
+        self._virtual_time = 0
+        self._job_count = 0
 
     def __len__(self) -> int:
-        return self._count
+        return self._job_count
 
     def __contains__(self, job: NormJob) -> bool:
         return any(job in queue for queue in self._lanes.values())
@@ -41,42 +41,42 @@ class Batcher:
         for queue in self._lanes.values():
             yield from queue
 
-    def lane_of(self, job: NormJob) -> QueueLane:
+    def choose_lane(self, job: NormJob) -> QueueLane:
         """Where a job would wait."""
-        return QueueLane.SMALL if job.nbytes <= self._small_bytes else QueueLane.LARGE
+        return QueueLane.SMALL if job.nbytes <= self._max_small_bytes else QueueLane.LARGE
 
     def add(self, job: NormJob) -> None:
         """Queue a job."""
-        lane = self.lane_of(job)
+        lane = self.choose_lane(job)
         queue = self._lanes[lane]
         if not queue:
-            self._taken[lane] = max(self._taken[lane], self._last_start)
-        queue.add(job, job.batch_class() if job.nbytes <= self._max_bytes else None)
-        self._count += 1
+            self._served_bytes[lane] = max(self._served_bytes[lane], self._virtual_time)
+        queue.add(job, job.compute_batch_class() if job.nbytes <= self._max_bytes else None)
+        self._job_count += 1
 
     def discard(self, job: NormJob) -> None:
         """Forget a job that need not run any more; unknown ones are fine."""
         for queue in self._lanes.values():
             if job in queue:
-                queue.discard(job)
-                self._count -= 1
+                queue.remove(job)
+                self._job_count -= 1
 
-    def take(self, lanes: Collection[QueueLane] = tuple(QueueLane)) -> Batch | None:
+    def take_batch(self, lanes: Collection[QueueLane] = tuple(QueueLane)) -> Batch | None:
         """Take out the next batch for a device with capacity in these lanes; None where nothing waits in them."""
         waiting = [lane for lane in QueueLane if lane in lanes and self._lanes[lane]]
         if not waiting:
             return None
-        lane = min(waiting, key=self._taken.__getitem__)
+        lane = min(waiting, key=self._served_bytes.__getitem__)
         queue = self._lanes[lane]
-        batch = Batch(tuple(self._fitting(queue.head_and_kin())), lane)
+        batch = Batch(tuple(self._limit_batch(queue.list_next_jobs())), lane)
         for job in batch.jobs:
-            queue.discard(job)
-        self._count -= len(batch.jobs)
-        self._last_start = self._taken[lane]
-        self._taken[lane] += batch.nbytes
+            queue.remove(job)
+        self._job_count -= len(batch.jobs)
+        self._virtual_time = self._served_bytes[lane]
+        self._served_bytes[lane] += batch.nbytes
         return batch
 
-    def _fitting(self, members: Iterable[NormJob]) -> Iterator[NormJob]:
+    def _limit_batch(self, members: Iterable[NormJob]) -> Iterator[NormJob]:
         """The first members, as many as one launch takes, at least one."""
         nbytes = 0
         for count, job in enumerate(members):
@@ -90,31 +90,31 @@ class _LaneQueue:
     """Jobs in order of arrival, and by class."""
 
     def __init__(self) -> None:
-        self._classes: dict[NormJob, Hashable] = {}
-        self._members: dict[Hashable, dict[NormJob, None]] = {}
+        self._batch_classes: dict[NormJob, Hashable] = {}
+        self._jobs_by_class: dict[Hashable, dict[NormJob, None]] = {}
 
     def __len__(self) -> int:
-        return len(self._classes)
+        return len(self._batch_classes)
 
     def __contains__(self, job: NormJob) -> bool:
-        return job in self._classes
+        return job in self._batch_classes
 
     def __iter__(self) -> Iterator[NormJob]:
-        return iter(self._classes)
+        return iter(self._batch_classes)
 
     def add(self, job: NormJob, kind: Hashable | None) -> None:
         key = job if kind is None else kind
-        self._classes[job] = key
-        self._members.setdefault(key, {})[job] = None
+        self._batch_classes[job] = key
+        self._jobs_by_class.setdefault(key, {})[job] = None
 
-    def discard(self, job: NormJob) -> None:
+    def remove(self, job: NormJob) -> None:
         """Forget a job that is there."""
-        key = self._classes.pop(job)
-        members = self._members[key]
+        key = self._batch_classes.pop(job)
+        members = self._jobs_by_class[key]
         del members[job]
         if not members:
-            del self._members[key]
+            del self._jobs_by_class[key]
 
-    def head_and_kin(self) -> Iterable[NormJob]:
+    def list_next_jobs(self) -> Iterable[NormJob]:
         """The oldest job and all that may share a launch with it, oldest first."""
-        return self._members[self._classes[next(iter(self._classes))]]
+        return self._jobs_by_class[self._batch_classes[next(iter(self._batch_classes))]]

@@ -21,69 +21,69 @@ class CompilationQueue:
         self, *, max_classes: int, max_per_minute: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._max_classes = max_classes
-        self._per_second = max_per_minute / 60
-        self._burst = float(max_per_minute)
+        self._tokens_per_s = max_per_minute / 60
+        self._capacity = float(max_per_minute)
         self._clock = clock
-        self._allowance = self._burst
-        self._counted = clock()
-        self._compiled: set[Hashable] = set()
-        self._waiting: dict[Hashable, dict[NormJob, None]] = {}
-        self._class_of: dict[NormJob, Hashable] = {}
+        self._tokens = self._capacity
+        self._refilled_at = clock()
+        self._compiled_classes: set[Hashable] = set()
+        self._waiting_jobs: dict[Hashable, dict[NormJob, None]] = {}
+        self._waiting_classes: dict[NormJob, Hashable] = {}
 
     def __len__(self) -> int:
         """How many jobs wait."""
-        return len(self._class_of)
+        return len(self._waiting_classes)
 
     def __contains__(self, kind: Hashable) -> bool:
-        return kind in self._compiled
+        return kind in self._compiled_classes
 
-    def foresee(self, kinds: Iterable[Hashable]) -> None:
+    def add_compiled(self, kinds: Iterable[Hashable]) -> None:
         """These are compiled already."""
-        self._compiled.update(kinds)
+        self._compiled_classes.update(kinds)
 
-    def wait_for(self, kind: Hashable, job: NormJob) -> bool:
+    def add_job(self, kind: Hashable, job: NormJob) -> bool:
         """Let a job wait for its class; whether the caller has to start its compilation.
 
         Raises:
             OverloadedError: as many classes are compiled as may be, or too many of late.
         """
-        is_new = kind not in self._waiting
+        is_new = kind not in self._waiting_jobs
         if is_new:
-            self._spend()
-            self._waiting[kind] = {}
-        self._waiting[kind][job] = None
-        self._class_of[job] = kind
+            self._take_token()
+            self._waiting_jobs[kind] = {}
+        self._waiting_jobs[kind][job] = None
+        self._waiting_classes[job] = kind
         return is_new
 
-    def end(self, kind: Hashable, *, compiled: bool) -> Collection[NormJob]:
+    def end_compilation(self, kind: Hashable, *, compiled: bool) -> Collection[NormJob]:
         """The compiler is done with a class; the jobs that waited for it and still do."""
-        jobs = self._waiting.pop(kind)
+        jobs = self._waiting_jobs.pop(kind)
         for job in jobs:
-            del self._class_of[job]
+            del self._waiting_classes[job]
         if compiled:
-            self._compiled.add(kind)
+            self._compiled_classes.add(kind)
         return jobs
 
-    def discard(self, job: NormJob) -> None:
+    def discard_job(self, job: NormJob) -> None:
         """A job need not wait any more; unknown ones are fine."""
-        if job in self._class_of:
-            del self._waiting[self._class_of.pop(job)][job]
+        if job in self._waiting_classes:
+            del self._waiting_jobs[self._waiting_classes.pop(job)][job]
 
-    def jobs(self) -> Iterable[NormJob]:
+    def list_jobs(self) -> Iterable[NormJob]:
         """Everybody who waits."""
-        return tuple(self._class_of)
+        return tuple(self._waiting_classes)
 
-    def _spend(self) -> None:
-        if len(self._compiled) + len(self._waiting) >= self._max_classes:
+    def _take_token(self) -> None:
+        if len(self._compiled_classes) + len(self._waiting_jobs) >= self._max_classes:
             raise OverloadedError(
                 f"kernels of {self._max_classes} classes are compiled, no more than that are kept", 60.0
             )
         now = self._clock()
-        self._allowance = min(self._burst, self._allowance + (now - self._counted) * self._per_second)
-        self._counted = now
-        if self._allowance < 1:
+        self._tokens = min(self._capacity, self._tokens + (now - self._refilled_at) * self._tokens_per_s)
+        self._refilled_at = now
+        if self._tokens < 1:
             raise OverloadedError(
                 "this needs kernels that are not compiled, and too many requests needed new kernels recently",
-                (1 - self._allowance) / self._per_second,
+                (1 - self._tokens) / self._tokens_per_s,
             )
-        self._allowance -= 1
+        self._tokens -= 1

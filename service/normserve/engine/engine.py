@@ -47,8 +47,8 @@ class Engine:
     """Feeds one executor.
 
     Attributes:
-        launches: what the executor's threads run and have run.
-        failed_work: what the device failed with, where that was a launch.
+        launch_progress: what the executor's threads run and have run.
+        failed_launch: what the device failed with, where that was a launch.
     """
 
     def __init__(
@@ -56,22 +56,22 @@ class Engine:
     ) -> None:
         self._executor = executor
         self._batcher = batcher
-        self._compilation = compilation
+        self._compilation_queue = compilation
         self._metrics = metrics
-        self._replies = PendingJobs(self._withdraw)
-        self._arrivals: dict[NormJob, bool] = {}
-        self._on_device = LaunchDispatcher(executor, self._finish, self._feed)
-        self.launches = self._on_device.progress
+        self._pending_jobs = PendingJobs(self._remove_job)
+        self._new_jobs: dict[NormJob, bool] = {}
+        self._dispatcher = LaunchDispatcher(executor, self._end_launch, self._launch_waiting)
+        self.launch_progress = self._dispatcher.progress
         self.state = EngineState.STARTING
-        self.device: DeviceDescription | None = None
-        self.failed_work: str | None = None
+        self.device_description: DeviceDescription | None = None
+        self.failed_launch: str | None = None
         self.on_failure: Callable[[], None] = lambda: None
-        metrics.watch_queue(lambda: len(batcher) + len(compilation))
+        metrics.track_queue(lambda: len(batcher) + len(compilation))
 
     @property
     def backend_name(self) -> str:
         """The backend that runs, or an empty string before it does."""
-        return "" if self.device is None else self._executor.backend.name
+        return "" if self.device_description is None else self._executor.backend.name
 
     @property
     def last_error(self) -> str:
@@ -79,32 +79,32 @@ class Engine:
         return self._executor.last_error
 
     async def start(self) -> DeviceDescription:
-        """Start the device; the engine still takes no jobs until `open`.
+        """Start the device; the engine still takes no jobs until `accept_jobs`.
 
         Raises:
             NormserveError: the device cannot be used.
         """
-        device = await self._ask(self._executor.start)
+        device = await self._run_on_executor(self._executor.start)
         assert isinstance(device, DeviceDescription)
-        self.device = device
+        self.device_description = device
         backend = self._executor.backend
-        self._compilation.foresee(backend.compiled or ())
-        self._metrics.watch_device(backend.name, device, backend.memory_bytes)
+        self._compilation_queue.add_compiled(backend.compiled_classes or ())
+        self._metrics.track_device(backend.name, device, backend.read_memory_bytes)
         return device
 
-    def open(self) -> None:
+    def accept_jobs(self) -> None:
         """Take jobs from now on."""
         if self.state is EngineState.STARTING:
-            self._enter(EngineState.READY)
+            self._set_state(EngineState.READY)
 
-    def close(self) -> None:
+    def start_draining(self) -> None:
         """Take no more jobs; those already admitted are finished."""
         if self.state is not EngineState.FAILED:
-            self._enter(EngineState.DRAINING)
+            self._set_state(EngineState.DRAINING)
 
-    def give_up(self) -> None:
+    def fail_pending_jobs(self) -> None:
         """Tell everybody who still waits that the server ends first."""
-        self._replies.refuse_all(DrainingError("the server ends before this request was finished"))
+        self._pending_jobs.fail_all(DrainingError("the server ends before this request was finished"))
 
     @property
     def is_running(self) -> bool:
@@ -131,54 +131,54 @@ class Engine:
             case EngineState.FAILED:
                 raise _make_not_launched_error()
 
-    async def load(self, op: Op, weight: HostTensor, bias: HostTensor | None) -> object:
+    async def load_parameters(self, op: Op, weight: HostTensor, bias: HostTensor | None) -> object:
         """Bring a layer's parameters to where the device wants them.
 
         Raises:
             NormserveError: the device could not take them.
         """
-        return await self._ask(lambda reply: self._executor.load(op, weight, bias, reply))
+        return await self._run_on_executor(lambda reply: self._executor.load_parameters(op, weight, bias, reply))
 
-    def share(self, memory: memoryview) -> object:
+    def register_host_memory(self, memory: memoryview) -> object:
         """Prepare memory that clients on this host share for the device, for as long as the returned object lives.
 
         Called from any thread, once the engine is ready.
         """
-        return self._executor.backend.share(memory)
+        return self._executor.backend.register_host_memory(memory)
 
     @property
-    def device_memory(self) -> ShareableDevice | None:
+    def shareable_device(self) -> ShareableDevice | None:
         """Whose memory clients on this host may have; None where none can be shared.  Asked once it is ready."""
-        return self._executor.backend.device_memory
+        return self._executor.backend.shareable_device
 
     def make_replayer(self) -> LaunchReplayer | None:
-        """What answers recurring requests without `begin`; None where there is none.  Called once it is ready."""
+        """What answers recurring requests without `submit`; None where there is none.  Called once it is ready."""
         return self._executor.backend.make_replayer()
 
-    def computes_alone(self, job: NormJob) -> bool:
+    def is_better_unbatched(self, job: NormJob) -> bool:
         """Whether jobs that recur like this one are computed each by itself, where their client has them."""
-        return self._executor.backend.computes_alone(job)
+        return self._executor.backend.is_better_unbatched(job)
 
-    def replay(self, recurrence: ReplaySlot) -> CapturedLaunch | None:
+    def get_captured_launch(self, recurrence: ReplaySlot) -> CapturedLaunch | None:
         """The captured launch of jobs that recur, if there is one."""
-        return self._executor.backend.replay(recurrence)
+        return self._executor.backend.get_captured_launch(recurrence)
 
     @property
-    def may_replay(self) -> bool:
+    def can_replay(self) -> bool:
         """Whether captured launches may be launched now, on this thread."""
-        return self.state is EngineState.READY and not self._on_device.is_launching
+        return self.state is EngineState.READY and not self._dispatcher.is_launching
 
-    def note_failed_replay(self, code: int) -> NormserveError:
+    def record_failed_replay(self, code: int) -> NormserveError:
         """A captured launch has failed, and with it the device: what its caller is told.
 
         Args: code: the driver's.
         """
-        error = self._executor.translated(RuntimeError(f"CUDA error: {code}, of a captured launch"))
-        self._note_failure(error)
+        error = self._executor.translate_error(RuntimeError(f"CUDA error: {code}, of a captured launch"))
+        self._record_failure(error)
         return error
 
-    def begin(self, job: NormJob, deadline: float, on_end: OnEnd) -> None:
-        """Run a job; who began it calls `end` once told, or when it is not wanted any more.
+    def submit(self, job: NormJob, deadline: float, on_end: OnEnd) -> None:
+        """Run a job; who began it calls `release` once told, or when it is not wanted any more.
 
         Args:
             deadline: when execution must have begun, by `time.perf_counter`.
@@ -190,118 +190,118 @@ class Engine:
         """
         if self.state is EngineState.FAILED:
             raise _make_not_launched_error()
-        self._replies.expect(job, deadline, on_end)
+        self._pending_jobs.add(job, deadline, on_end)
         try:
-            is_compiled = self._is_compiled(job)
+            is_compiled = self._ensure_compiled(job)
         except NormserveError:
-            self.end(job)
+            self.release(job)
             raise
-        if not self._arrivals:
+        if not self._new_jobs:
             # When this turn of the loop ends: what else came in it shares the launch, without a wait.
-            asyncio.get_running_loop().call_soon(self._admit)
-        self._arrivals[job] = is_compiled
+            asyncio.get_running_loop().call_soon(self._admit_new_jobs)
+        self._new_jobs[job] = is_compiled
 
-    def end(self, job: NormJob) -> None:
+    def release(self, job: NormJob) -> None:
         """The caller no longer waits for a job: it leaves the queue, if it is still there."""
-        if not self._replies.forget(job):
-            self._withdraw(job)
+        if not self._pending_jobs.remove(job):
+            self._remove_job(job)
 
-    def withdraw(self, job: NormJob) -> None:
+    def cancel(self, job: NormJob) -> None:
         """The client does not want a job any more: one that waits is refused, one that runs has its result."""
-        if self._replies.has_begun(job):
+        if self._pending_jobs.is_running(job):
             return
-        self._withdraw(job)
-        self._replies.refuse((job,), ClientLeftError("the client left before its result was ready"))
+        self._remove_job(job)
+        self._pending_jobs.fail((job,), ClientLeftError("the client left before its result was ready"))
 
-    def _is_compiled(self, job: NormJob) -> bool:
+    def _ensure_compiled(self, job: NormJob) -> bool:
         """Whether a job may run now; if not, it will be queued once its kernels are there.
 
         Raises:
             OverloadedError: too much is being compiled.
         """
-        if self._executor.backend.compiled is None:
+        if self._executor.backend.compiled_classes is None:
             return True
-        if job.recurrence is not None and job.recurrence.prepared is not None:
+        if job.replay_slot is not None and job.replay_slot.prepared is not None:
             # The like of it has run.
             return True
-        kind = job.kernel_class()
-        if kind in self._compilation:
+        kind = job.compute_kernel_class()
+        if kind in self._compilation_queue:
             return True
-        if self._compilation.wait_for(kind, job):
-            self._executor.compile(job, wrap_for_loop(functools.partial(self._end_compile, kind)))
+        if self._compilation_queue.add_job(kind, job):
+            self._executor.compile_kernels(job, wrap_for_loop(functools.partial(self._end_compilation, kind)))
         return False
 
-    def _end_compile(self, kind: Hashable, outcome: WorkOutcome) -> None:
-        jobs = self._compilation.end(kind, compiled=outcome.error is None)
+    def _end_compilation(self, kind: Hashable, outcome: WorkOutcome) -> None:
+        jobs = self._compilation_queue.end_compilation(kind, compiled=outcome.error is None)
         if outcome.error is not None:
-            self._note_failure(outcome.error)
-            self._replies.refuse(jobs, outcome.error)
+            self._record_failure(outcome.error)
+            self._pending_jobs.fail(jobs, outcome.error)
             return
-        self._metrics.observe_compile(time.perf_counter() - outcome.started)
+        self._metrics.observe_compile(time.perf_counter() - outcome.started_at)
         for job in jobs:
             self._batcher.add(job)
-        self._feed()
+        self._launch_waiting()
 
-    def _admit(self) -> None:
+    def _admit_new_jobs(self) -> None:
         """Give the device what it can take, and let the clock run for what must wait."""
-        if len(self._arrivals) == 1 and self.state is not EngineState.FAILED:
-            self._admit_alone(*self._arrivals.popitem())
+        if len(self._new_jobs) == 1 and self.state is not EngineState.FAILED:
+            self._admit_single_job(*self._new_jobs.popitem())
             return
         # Some may have left since.
-        arrivals = {job: ready for job, ready in self._arrivals.items() if self._replies.is_awaited(job)}
-        self._arrivals = {}
+        arrivals = {job: ready for job, ready in self._new_jobs.items() if self._pending_jobs.is_pending(job)}
+        self._new_jobs = {}
         if self.state is EngineState.FAILED:
-            self._replies.refuse(arrivals, _make_not_launched_error())
+            self._pending_jobs.fail(arrivals, _make_not_launched_error())
             return
         for job, is_compiled in arrivals.items():
             if is_compiled:
                 self._batcher.add(job)
-        self._feed()
+        self._launch_waiting()
         for job in arrivals:
-            self._replies.keep_deadline(job)
+            self._pending_jobs.enforce_deadline(job)
 
-    def _admit_alone(self, job: NormJob, is_compiled: bool) -> None:
-        """`_admit` for what nothing else came with: it has no kin to look for if nothing waits either."""
-        if not self._replies.is_awaited(job):
+    def _admit_single_job(self, job: NormJob, is_compiled: bool) -> None:
+        """`_admit_new_jobs` for what nothing else came with: it has no kin to look for if nothing waits either."""
+        if not self._pending_jobs.is_pending(job):
             return
         if is_compiled:
-            lane = self._batcher.lane_of(job)
-            if not self._batcher and self._on_device.has_room(lane):
-                self._launch(Batch((job,), lane))
+            lane = self._batcher.choose_lane(job)
+            if not self._batcher and self._dispatcher.has_capacity(lane):
+                self._launch_batch(Batch((job,), lane))
             else:
                 self._batcher.add(job)
-                self._feed()
-        self._replies.keep_deadline(job)
+                self._launch_waiting()
+        self._pending_jobs.enforce_deadline(job)
 
-    def _feed(self) -> None:
+    def _launch_waiting(self) -> None:
         while self.state is not EngineState.FAILED:
-            batch = self._batcher.take(self._on_device.free_lanes())
+            batch = self._batcher.take_batch(self._dispatcher.list_free_lanes())
             if batch is None:
                 return
-            self._launch(batch)
+            self._launch_batch(batch)
 
-    def _launch(self, batch: Batch) -> None:
-        self._replies.note_start(batch)
-        outcome = self._on_device.run(batch)
+    def _launch_batch(self, batch: Batch) -> None:
+        self._pending_jobs.record_start(batch)
+        outcome = self._dispatcher.launch(batch)
         if outcome is not None:
-            self._conclude(batch, outcome)
+            self._resolve_batch(batch, outcome)
 
-    def _finish(self, batch: Batch, outcome: WorkOutcome) -> None:
-        self._conclude(batch, outcome)
-        self._feed()
+    def _end_launch(self, batch: Batch, outcome: WorkOutcome) -> None:
+        self._resolve_batch(batch, outcome)
+        self._launch_waiting()
 
-    def _conclude(self, batch: Batch, outcome: WorkOutcome) -> None:
+    def _resolve_batch(self, batch: Batch, outcome: WorkOutcome) -> None:
         if outcome.error is not None:
-            self._note_failure(outcome.error, batch)
-            self._replies.refuse(batch.jobs, outcome.error)
+            self._record_failure(outcome.error, batch)
+            self._pending_jobs.fail(batch.jobs, outcome.error)
             return
         execution = outcome.value
         assert isinstance(execution, BatchResult)
-        self._replies.give(batch, execution, outcome.started)
+        self._pending_jobs.resolve(batch, execution, outcome.started_at)
         # No caller waits for this.
         self._metrics.observe_launch(batch, execution)
 
-    def _note_failure(self, error: NormserveError, batch: Batch | None = None) -> None:
+    def _record_failure(self, error: NormserveError, batch: Batch | None = None) -> None:
         """A failed device is of no more use: refuse the jobs that wait for it and tell the process.
 
         Only jobs of a launch that failed are told of the failure: one of them may be its cause, and would make the
@@ -309,30 +309,30 @@ class Engine:
         """
         if not isinstance(error, DeviceFailureError) or self.state is EngineState.FAILED:
             return
-        self.failed_work = None if batch is None else describe_batch(batch)
-        self._enter(EngineState.FAILED)
+        self.failed_launch = None if batch is None else describe_batch(batch)
+        self._set_state(EngineState.FAILED)
         log.critical("the device failed, the server ends: %s", error.detail)
-        queued = (*self._batcher, *self._compilation.jobs())
+        queued = (*self._batcher, *self._compilation_queue.list_jobs())
         for job in queued:
-            self._withdraw(job)
-        self._replies.refuse(queued, _make_not_launched_error())
+            self._remove_job(job)
+        self._pending_jobs.fail(queued, _make_not_launched_error())
         self.on_failure()
 
-    def _withdraw(self, job: NormJob) -> None:
+    def _remove_job(self, job: NormJob) -> None:
         self._batcher.discard(job)
-        self._compilation.discard(job)
+        self._compilation_queue.discard_job(job)
 
-    def _enter(self, state: EngineState) -> None:
+    def _set_state(self, state: EngineState) -> None:
         self.state = state
         self._metrics.set_ready(state is EngineState.READY)
 
-    async def _ask(self, request: Callable[[Reply], None]) -> object:
+    async def _run_on_executor(self, request: Callable[[Reply], None]) -> object:
         """Hand something to the executor and wait for its reply."""
         future: asyncio.Future[WorkOutcome] = asyncio.get_running_loop().create_future()
         request(wrap_for_loop(lambda outcome: None if future.done() else future.set_result(outcome)))
         outcome = await future
         if outcome.error is not None:
-            self._note_failure(outcome.error)
+            self._record_failure(outcome.error)
             raise copy.copy(outcome.error)
         return outcome.value
 

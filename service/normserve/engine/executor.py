@@ -32,10 +32,10 @@ class WorkOutcome(NamedTuple):
     """What became of a piece of work: a value or an error, never both.
 
     Attributes:
-        started: when the device took it up, by `time.perf_counter`.
+        started_at: when the device took it up, by `time.perf_counter`.
     """
 
-    started: float
+    started_at: float
     value: object = None
     error: NormserveError | None = None
 
@@ -59,8 +59,8 @@ def wrap_for_loop(reply: Reply) -> Reply:
 
 @dataclass(frozen=True, slots=True)
 class _WorkItem:
-    do: Callable[[], object]
-    reply: Reply
+    function: Callable[[], object]
+    on_done: Reply
     lane: QueueLane
     on_launched: Reply | None = None
 
@@ -70,14 +70,14 @@ class _WorkerThread:
 
     def __init__(self, name: str, work: Callable[[_WorkItem], None]) -> None:
         self._inbox: queue.SimpleQueue[_WorkItem | None] = queue.SimpleQueue()
-        self._work = work
+        self._process = work
         # A device that hangs must not keep the process from exiting.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def put(self, work: _WorkItem) -> None:
+    def enqueue(self, work: _WorkItem) -> None:
         self._inbox.put(work)
 
     def stop(self, timeout_s: float) -> None:
@@ -92,7 +92,7 @@ class _WorkerThread:
     def _run(self) -> None:
         while (work := self._inbox.get()) is not None:
             try:
-                self._work(work)
+                self._process(work)
             except MemoryError:
                 _report_no_memory(work)
             # The wait for the next piece must not keep this one's memory.
@@ -112,89 +112,95 @@ class Executor:
     def __init__(self, make_backend: Callable[[], Backend]) -> None:
         self._make_backend = make_backend
         self._backend: Backend | None = None
-        self._owner = _WorkerThread("device-owner", self._do)
-        self._waiters = {lane: _WorkerThread(f"device-waits-{lane.value}", self._answer) for lane in QueueLane}
-        self._compiler = _WorkerThread("device-compiler", self._answer)
+        self._owner = _WorkerThread("device-owner", self._process_device_work)
+        self._waiting_threads = {
+            lane: _WorkerThread(f"device-waits-{lane.value}", self._process_item) for lane in QueueLane
+        }
+        self._compiler = _WorkerThread("device-compiler", self._process_item)
         self.last_error = ""
-        self._threads = (self._owner, *self._waiters.values(), self._compiler)
+        self._threads = (self._owner, *self._waiting_threads.values(), self._compiler)
 
     def start(self, reply: Reply) -> None:
         """Start the thread and the device; the reply's value is a `DeviceDescription`."""
         for thread in self._threads:
             thread.start()
-        self._owner.put(_WorkItem(self._start_backend, reply, QueueLane.SMALL))
+        self._owner.enqueue(_WorkItem(self._start_backend, reply, QueueLane.SMALL))
 
-    def run(self, batch: Batch, on_launched: Reply, reply: Reply) -> None:
+    def run_batch(self, batch: Batch, on_launched: Reply, reply: Reply) -> None:
         """Run a batch; the reply's value is a `BatchResult`.
 
         Args: on_launched: called before the reply if the batch is in flight and the thread is free for the next.
         """
-        self._owner.put(
+        self._owner.enqueue(
             _WorkItem(lambda: fill_result_buffers(batch, self.backend.run(batch)), reply, batch.lane, on_launched)
         )
 
-    def runs_soon(self, batch: Batch) -> bool:
+    def is_inline_size(self, batch: Batch) -> bool:
         """Whether a batch is over sooner than it could be handed to a thread."""
-        if batch.nbytes <= self.backend.inline_bytes:
+        if batch.nbytes <= self.backend.max_inline_bytes:
             return True
         return batch.nbytes <= _INLINE_DEVICE_BYTES and batch.jobs[0].is_on_device
 
-    def launches_here(self, batch: Batch) -> bool:
-        """Whether `launch_here` takes less time than handing a batch over."""
-        return self.backend.launches_at_once(batch)
+    def can_launch_inline(self, batch: Batch) -> bool:
+        """Whether `launch_inline` takes less time than handing a batch over."""
+        return self.backend.can_launch_without_waiting(batch)
 
-    def launch_here(self, batch: Batch) -> WorkOutcome:
+    def launch_inline(self, batch: Batch) -> WorkOutcome:
         """Set a batch going on the caller's thread; the outcome's value is a `PendingLaunch`, or a `BatchResult`.
 
-        No batch may be between `run` and its `on_launched`: a backend launches one at a time.
+        No batch may be between `run_batch` and its `on_launched`: a backend launches one at a time.
         """
-        return self._attempt(lambda: fill_result_buffers(batch, self.backend.run(batch)))
+        return self._run_catching(lambda: fill_result_buffers(batch, self.backend.run(batch)))
 
-    def run_here(self, batch: Batch) -> WorkOutcome:
-        """Run a batch on the caller's thread, for an idle device that allows it (`Backend.inline_bytes`).
+    def run_inline(self, batch: Batch) -> WorkOutcome:
+        """Run a batch on the caller's thread, for an idle device that allows it (`Backend.max_inline_bytes`).
 
-        Nothing that `run` was given may be unfinished: a backend runs one batch at a time.  Where it takes long,
-        the outcome's value is a `PendingLaunch`, which is for `await_landing`.
+        Nothing that `run_batch` was given may be unfinished: a backend runs one batch at a time.  Where it takes
+        long, the outcome's value is a `PendingLaunch`, which is for `wait_on_thread`.
         """
         started = time.perf_counter()
         try:
             return WorkOutcome(started, _run_and_poll(self.backend, batch))
         except Exception as error:
-            return self._failed(started, error)
+            return self._make_failed_outcome(started, error)
 
     @property
-    def watched_s(self) -> float:
-        """How long to ask `landed` for a batch before a thread waits for it."""
+    def poll_s(self) -> float:
+        """How long to ask `poll_launch` for a batch before a thread waits for it."""
         return _WATCHED_S
 
-    def landed(self, outcome: WorkOutcome) -> WorkOutcome | None:
+    def poll_launch(self, outcome: WorkOutcome) -> WorkOutcome | None:
         """What became of a batch in flight; None where that is not known yet.  Does not block."""
         flight = outcome.value
         assert isinstance(flight, PendingLaunch)
         try:
-            return outcome._replace(value=flight.wait()) if flight.lands_within(0.0) else None
+            return outcome._replace(value=flight.wait()) if flight.poll(0.0) else None
         except Exception as error:
-            return self._failed(outcome.started, error)
+            return self._make_failed_outcome(outcome.started_at, error)
 
-    def await_landing(self, outcome: WorkOutcome, lane: QueueLane, reply: Reply) -> None:
+    def wait_on_thread(self, outcome: WorkOutcome, lane: QueueLane, reply: Reply) -> None:
         """Have a thread wait for a batch in flight; the reply's value is a `BatchResult`."""
-        started, flight = outcome.started, outcome.value
+        started, flight = outcome.started_at, outcome.value
         assert isinstance(flight, PendingLaunch)
-        self._waiters[lane].put(_WorkItem(flight.wait, lambda done: reply(done._replace(started=started)), lane))
+        self._waiting_threads[lane].enqueue(
+            _WorkItem(flight.wait, lambda done: reply(done._replace(started_at=started)), lane)
+        )
 
-    def translated(self, error: Exception) -> NormserveError:
+    def translate_error(self, error: Exception) -> NormserveError:
         """What an error that a launch has ended with means for its caller."""
-        meaning = self._failed(0.0, error).error
+        meaning = self._make_failed_outcome(0.0, error).error
         assert meaning is not None
         return meaning
 
-    def load(self, op: Op, weight: HostTensor, bias: HostTensor | None, reply: Reply) -> None:
+    def load_parameters(self, op: Op, weight: HostTensor, bias: HostTensor | None, reply: Reply) -> None:
         """Keep parameters on the device, beside the work; the reply's value is the backend's handle for them."""
-        self._compiler.put(_WorkItem(lambda: self.backend.load(op, weight, bias), reply, QueueLane.SMALL))
+        self._compiler.enqueue(
+            _WorkItem(lambda: self.backend.load_parameters(op, weight, bias), reply, QueueLane.SMALL)
+        )
 
-    def compile(self, job: NormJob, reply: Reply) -> None:
+    def compile_kernels(self, job: NormJob, reply: Reply) -> None:
         """Compile what the job's class runs, beside the owner's work."""
-        self._compiler.put(_WorkItem(lambda: self.backend.compile(job), reply, QueueLane.SMALL))
+        self._compiler.enqueue(_WorkItem(lambda: self.backend.compile_kernels(job), reply, QueueLane.SMALL))
 
     def stop(self, timeout_s: float) -> None:
         """End the threads once what was handed in is done, or leave them behind after `timeout_s`."""
@@ -218,26 +224,26 @@ class Executor:
         self._backend = self._make_backend()
         return self._backend.start()
 
-    def _do(self, work: _WorkItem) -> None:
-        outcome = self._attempt(work.do)
+    def _process_device_work(self, work: _WorkItem) -> None:
+        outcome = self._run_catching(work.function)
         if isinstance(outcome.value, PendingLaunch):
             if work.on_launched is not None:
                 work.on_launched(outcome)
-            self.await_landing(outcome, work.lane, work.reply)
+            self.wait_on_thread(outcome, work.lane, work.on_done)
         else:
-            work.reply(outcome)
+            work.on_done(outcome)
 
-    def _answer(self, work: _WorkItem) -> None:
-        work.reply(self._attempt(work.do))
+    def _process_item(self, work: _WorkItem) -> None:
+        work.on_done(self._run_catching(work.function))
 
-    def _attempt(self, work: Callable[[], object]) -> WorkOutcome:
+    def _run_catching(self, work: Callable[[], object]) -> WorkOutcome:
         started = time.perf_counter()
         try:
             return WorkOutcome(started, value=work())
         except Exception as error:
-            return self._failed(started, error)
+            return self._make_failed_outcome(started, error)
 
-    def _failed(self, started: float, error: Exception) -> WorkOutcome:
+    def _make_failed_outcome(self, started: float, error: Exception) -> WorkOutcome:
         try:
             meaning = self._translate(error)
             if type(meaning) in (NormserveError, DeviceFailureError):
@@ -250,7 +256,7 @@ class Executor:
     def _translate(self, error: Exception) -> NormserveError:
         if isinstance(error, NormserveError):
             return error
-        meaning = None if self._backend is None else self._backend.translate(error)
+        meaning = None if self._backend is None else self._backend.translate_error(error)
         if meaning is None:
             log.exception("unexpected error in the executor", exc_info=error)
             return NormserveError("internal error in the server; its log has details")
@@ -266,7 +272,7 @@ def _report_no_memory(work: _WorkItem) -> None:
     """Answer what there was no memory to answer, as soon as there is some: a caller waits for it."""
     while True:
         try:
-            work.reply(WorkOutcome(time.perf_counter(), error=_WORDLESS))
+            work.on_done(WorkOutcome(time.perf_counter(), error=_WORDLESS))
             return
         except MemoryError:
             time.sleep(_PAUSE_S)
@@ -275,4 +281,4 @@ def _report_no_memory(work: _WorkItem) -> None:
 def _run_and_poll(backend: Backend, batch: Batch) -> BatchResult | PendingLaunch:
     """What came of a batch, if that is known soon."""
     value = fill_result_buffers(batch, backend.run(batch))
-    return value.wait() if isinstance(value, PendingLaunch) and value.lands_within(_SOON_S) else value
+    return value.wait() if isinstance(value, PendingLaunch) and value.poll(_SOON_S) else value

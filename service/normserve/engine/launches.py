@@ -24,7 +24,7 @@ class _PolledLaunch(NamedTuple):
 
     batch: Batch
     outcome: WorkOutcome
-    until: float
+    poll_until: float
 
 
 class LaunchDispatcher:
@@ -38,7 +38,7 @@ class LaunchDispatcher:
         self, executor: Executor, on_end: Callable[[Batch, WorkOutcome], None], on_room: Callable[[], None]
     ) -> None:
         """Args:
-        on_end: is told what became of a batch that `run` did not wait for.
+        on_end: is told what became of a batch that `launch` did not wait for.
         on_room: called when another batch may be launched although none has ended.
         """
         self._executor = executor
@@ -46,90 +46,96 @@ class LaunchDispatcher:
         # What the executor's own thread has not launched yet.  It gets no other batch before that: a queue there
         # would keep all later batches from being launched on this thread, and two threads that launch and answer
         # by turns wait for Python's lock at every call that releases it.
-        self._handed_over: Batch | None = None
-        self._watched: list[_PolledLaunch] = []
-        self._is_to_look = False
-        self._running = dict.fromkeys(QueueLane, 0)
-        self._launched = 0
+        self._batch_to_launch: Batch | None = None
+        self._polled: list[_PolledLaunch] = []
+        self._is_poll_scheduled = False
+        self._lane_counts = dict.fromkeys(QueueLane, 0)
+        self._launch_count = 0
         self.progress = CompletionTracker()
 
     @property
     def is_launching(self) -> bool:
         """Whether a thread of the executor may be launching a batch now."""
-        return self._handed_over is not None
+        return self._batch_to_launch is not None
 
-    def has_room(self, lane: QueueLane) -> bool:
+    def has_capacity(self, lane: QueueLane) -> bool:
         """Whether the device would take another batch of that lane now."""
-        if self._handed_over is not None:
+        if self._batch_to_launch is not None:
             return False
-        depth = self._executor.backend.depth
-        return self._launched < depth.total and self._running[lane] < depth.lanes[lane]
+        depth = self._executor.backend.launch_depth
+        return (
+            self._launch_count < depth.max_launches and self._lane_counts[lane] < depth.max_launches_by_lane[lane]
+        )
 
-    def free_lanes(self) -> list[QueueLane]:
+    def list_free_lanes(self) -> list[QueueLane]:
         """Of which lanes the device would take another batch now."""
-        return [lane for lane in QueueLane if self.has_room(lane)]
+        return [lane for lane in QueueLane if self.has_capacity(lane)]
 
-    def run(self, batch: Batch) -> WorkOutcome | None:
+    def launch(self, batch: Batch) -> WorkOutcome | None:
         """Run a batch; what became of it, or None where `on_end` will be told."""
         executor = self._executor
         outcome: WorkOutcome | None = None
         # Nothing is with the executor's threads, so that none of them uses the device meanwhile.
-        if not self._launched and executor.runs_soon(batch):
-            if batch.lane is QueueLane.LARGE and batch.nbytes <= executor.backend.inline_bytes:
+        if not self._launch_count and executor.is_inline_size(batch):
+            if batch.lane is QueueLane.LARGE and batch.nbytes <= executor.backend.max_inline_bytes:
                 # Nothing is there that its copies could overlap with: one stream starts sooner than three.
                 batch = Batch(batch.jobs, QueueLane.SMALL)
-            outcome = executor.run_here(batch)
-        elif executor.launches_here(batch):
+            outcome = executor.run_inline(batch)
+        elif executor.can_launch_inline(batch):
             # Threads that take turns with Python's lock would set it going later, and hold up this one meanwhile.
-            outcome = executor.launch_here(batch)
+            outcome = executor.launch_inline(batch)
         if outcome is None:
-            self._handed_over = batch
-            executor.run(batch, wrap_for_loop(functools.partial(self._note_launched, batch)), self._reply(batch))
+            self._batch_to_launch = batch
+            executor.run_batch(
+                batch,
+                wrap_for_loop(functools.partial(self._record_launched, batch)),
+                self._make_end_callback(batch),
+            )
         elif isinstance(outcome.value, PendingLaunch):
-            self._watch(_PolledLaunch(batch, outcome, time.perf_counter() + executor.watched_s))
+            self._add_polled(_PolledLaunch(batch, outcome, time.perf_counter() + executor.poll_s))
         else:
             return outcome
-        self._running[batch.lane] += 1
-        self._launched += 1
-        self.progress.begin()
+        self._lane_counts[batch.lane] += 1
+        self._launch_count += 1
+        self.progress.begin_work()
         return None
 
-    def _reply(self, batch: Batch) -> Reply:
-        return wrap_for_loop(functools.partial(self._end, batch))
+    def _make_end_callback(self, batch: Batch) -> Reply:
+        return wrap_for_loop(functools.partial(self._end_launch, batch))
 
-    def _watch(self, flight: _PolledLaunch) -> None:
-        self._watched.append(flight)
-        if not self._is_to_look:
-            self._is_to_look = True
-            asyncio.get_running_loop().call_soon(self._look)
+    def _add_polled(self, flight: _PolledLaunch) -> None:
+        self._polled.append(flight)
+        if not self._is_poll_scheduled:
+            self._is_poll_scheduled = True
+            asyncio.get_running_loop().call_soon(self._poll_all)
 
-    def _look(self) -> None:
+    def _poll_all(self) -> None:
         """Conclude what has landed; what has not is looked at in the next turn of the loop, or left to a thread."""
-        self._is_to_look = False
-        watched, self._watched = self._watched, []
+        self._is_poll_scheduled = False
+        watched, self._polled = self._polled, []
         for flight in watched:
             batch, outcome, until = flight
-            landed = self._executor.landed(outcome)
+            landed = self._executor.poll_launch(outcome)
             if landed is not None:
-                self._end(batch, landed)
+                self._end_launch(batch, landed)
             elif time.perf_counter() < until:
-                self._watch(flight)
+                self._add_polled(flight)
             else:
-                self._executor.await_landing(outcome, batch.lane, self._reply(batch))
+                self._executor.wait_on_thread(outcome, batch.lane, self._make_end_callback(batch))
 
-    def _note_launched(self, batch: Batch, _: WorkOutcome) -> None:
-        self._forget_handed_over(batch)
+    def _record_launched(self, batch: Batch, _: WorkOutcome) -> None:
+        self._clear_batch_to_launch(batch)
         self._on_room()
 
-    def _forget_handed_over(self, batch: Batch) -> None:
-        if self._handed_over is batch:
-            self._handed_over = None
+    def _clear_batch_to_launch(self, batch: Batch) -> None:
+        if self._batch_to_launch is batch:
+            self._batch_to_launch = None
 
-    def _end(self, batch: Batch, outcome: WorkOutcome) -> None:
-        self._forget_handed_over(batch)
-        self._running[batch.lane] -= 1
-        self._launched -= 1
-        self.progress.end()
+    def _end_launch(self, batch: Batch, outcome: WorkOutcome) -> None:
+        self._clear_batch_to_launch(batch)
+        self._lane_counts[batch.lane] -= 1
+        self._launch_count -= 1
+        self.progress.end_work()
         self._on_end(batch, outcome)
 
 

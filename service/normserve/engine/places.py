@@ -15,10 +15,10 @@ _SHORT_BYTES = 32 * 1024
 
 def fill_result_buffers(batch: Batch, value: BatchResult | PendingLaunch) -> BatchResult | PendingLaunch:
     """What a backend gave back for a batch, or will; results of jobs that have places for them lie there."""
-    if isinstance(value, BatchResult) and value.are_placed:
+    if isinstance(value, BatchResult) and value.has_filled_buffers:
         return value
     for job in batch.jobs:
-        if job.places is not None and not job.is_on_device:
+        if job.result_buffers is not None and not job.is_on_device:
             return (
                 _BufferedPendingLaunch(batch, value)
                 if isinstance(value, PendingLaunch)
@@ -30,27 +30,27 @@ def fill_result_buffers(batch: Batch, value: BatchResult | PendingLaunch) -> Bat
 class _BufferedPendingLaunch(PendingLaunch):
     def __init__(self, batch: Batch, flight: PendingLaunch) -> None:
         self._batch = batch
-        self._flight = flight
+        self._launch = flight
 
-    def lands_within(self, seconds: float) -> bool:
-        return self._flight.lands_within(seconds)
+    def poll(self, seconds: float) -> bool:
+        return self._launch.poll(seconds)
 
     def wait(self) -> BatchResult:
-        return _copy_batch_results(self._batch, self._flight.wait())
+        return _copy_batch_results(self._batch, self._launch.wait())
 
 
 def _copy_batch_results(batch: Batch, execution: BatchResult) -> BatchResult:
-    if execution.are_placed:
+    if execution.has_filled_buffers:
         return execution
     began = time.perf_counter()
     outputs = tuple(
         [
-            results if job.places is None else _copy_results(results, job.places)
-            for job, results in zip(batch.jobs, execution.outputs, strict=True)
+            results if job.result_buffers is None else _copy_results(results, job.result_buffers)
+            for job, results in zip(batch.jobs, execution.results, strict=True)
         ]
     )
     copy_out_s = execution.copy_out_s + time.perf_counter() - began
-    return execution._replace(outputs=outputs, copy_out_s=copy_out_s)
+    return execution._replace(results=outputs, copy_out_s=copy_out_s)
 
 
 def _copy_results(results: Mapping[str, HostTensor], places: Mapping[str, memoryview]) -> dict[str, HostTensor]:

@@ -24,27 +24,27 @@ class BusyPoller:
         """Args: progress: of all requests; while there are any, other threads need Python's lock.  None where there
         are no such threads.
         """
-        self._progress = progress
-        self._sent = self._until = 0.0
+        self._request_progress = progress
+        self._sent_at = self._poll_until = 0.0
         self._is_prompt = self._is_polling = False
 
-    def note_received(self) -> None:
+    def record_received(self) -> None:
         """A message has come; if it came soon after the last one was sent, so may the next one."""
-        self._is_prompt = time.perf_counter() - self._sent <= SOON_S
+        self._is_prompt = time.perf_counter() - self._sent_at <= SOON_S
 
-    def note_sent(self) -> None:
+    def record_sent(self) -> None:
         """A message has been sent: poll from now on, if those before it were followed by others soon."""
-        self._sent = time.perf_counter()
+        self._sent_at = time.perf_counter()
         if not self._is_prompt:
             return
-        self._until = self._sent + SOON_S
+        self._poll_until = self._sent_at + SOON_S
         if not self._is_polling:
             self._is_polling = True
             asyncio.get_running_loop().call_soon(self._poll)
 
     def _poll(self) -> None:
-        may_poll = self._progress is None or self._progress.is_idle
-        if may_poll and time.perf_counter() < self._until:
+        may_poll = self._request_progress is None or self._request_progress.is_idle
+        if may_poll and time.perf_counter() < self._poll_until:
             asyncio.get_running_loop().call_soon(self._poll)
         else:
             self._is_polling = False

@@ -16,57 +16,57 @@ class CompletionTracker:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._open = 0
-        self._since = 0.0
+        self._open_count = 0
+        self._last_change_at = 0.0
 
-    def begin(self) -> None:
+    def begin_work(self) -> None:
         """One more is to be finished."""
-        if not self._open:
-            self._since = self._clock()
-        self._open += 1
+        if not self._open_count:
+            self._last_change_at = self._clock()
+        self._open_count += 1
 
-    def end(self) -> None:
+    def end_work(self) -> None:
         """One is finished, whatever came of it."""
-        self._open -= 1
-        self._since = self._clock()
+        self._open_count -= 1
+        self._last_change_at = self._clock()
 
     @property
     def is_idle(self) -> bool:
         """Whether everything that was begun has ended."""
-        return not self._open
+        return not self._open_count
 
     @property
-    def idle_s(self) -> float:
+    def stalled_s(self) -> float:
         """Seconds since anything was finished, or since there was anything to finish; 0 while there is nothing."""
-        return self._clock() - self._since if self._open else 0.0
+        return self._clock() - self._last_change_at if self._open_count else 0.0
 
 
 class StallDetector:
     """Notices that nothing is finished any more, of requests or on the device.
 
     Attributes:
-        requests: those received whole and not answered yet.
+        request_progress: those received whole and not answered yet.
     """
 
     def __init__(self, stall_s: float, launches: CompletionTracker) -> None:
         """Args: launches: what the device's threads were given and have not returned."""
         self._stall_s = stall_s
-        self._launches = launches
-        self.requests = CompletionTracker()
+        self._launch_progress = launches
+        self.request_progress = CompletionTracker()
 
     @property
-    def seconds(self) -> float:
+    def stalled_s(self) -> float:
         """For how long nothing has been finished that could be."""
-        return max(self.requests.idle_s, self._launches.idle_s)
+        return max(self.request_progress.stalled_s, self._launch_progress.stalled_s)
 
     @property
     def is_stalled(self) -> bool:
         """It has been too long."""
-        return self.seconds > self._stall_s
+        return self.stalled_s > self._stall_s
 
     def require_progress(self) -> None:
         """Raises: StalledError: nothing has been finished for too long."""
         if self.is_stalled:
             raise StalledError(
-                f"requests wait, and none has been finished for {self.seconds:.0f} s", _RETRY_AFTER_S
+                f"requests wait, and none has been finished for {self.stalled_s:.0f} s", _RETRY_AFTER_S
             )

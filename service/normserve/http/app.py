@@ -79,44 +79,52 @@ def create_app(
         },
     )
     app.state.service = service
-    prepared = PreparedCallCache(_PREPARED_BYTES, service.metrics.prepared_call_counters("process"))
+    prepared = PreparedCallCache(_PREPARED_BYTES, service.metrics.get_prepared_call_counters("process"))
     relays = app.state.relays = RelayServer(
-        service.shared, service.slabs, service.metrics, prepared, make_busy_poller(service.stalls.requests)
+        service.shared_slabs,
+        service.slab_pool,
+        service.metrics,
+        prepared,
+        make_busy_poller(service.stall_detector.request_progress),
     )
     # The front ends are linked to all processes with a device; only the first of these reports them.
-    if service.siblings.place is None or service.siblings.place.index == 0:
-        service.metrics.watch_front_ends(lambda: [(each["index"], each["pid"]) for each in relays.described()])
+    if service.sibling_processes.position is None or service.sibling_processes.position.index == 0:
+        service.metrics.track_front_ends(
+            lambda: [(each["index"], each["pid"]) for each in relays.describe_front_ends()]
+        )
     status = _make_status_routes(service, relays)
-    app.state.describe = status.describe
+    app.state.describe = status.describe_server
     bodies = _make_body_reader(service)
     operations = OperationRoutes(bodies, service.layers, prepared)
     routers = [
-        operations.router(),
-        LayerRoutes(service.engine, service.layers, service.changes, bodies).router(),
+        operations.make_router(),
+        LayerRoutes(service.engine, service.layers, service.layer_changes, bodies).make_router(),
         *_make_inference_routers(service, bodies, prepared),
-        status.router(),
-        PageRoutes(service.keys is not None, settings.tls_client_ca is not None).router(),
+        status.make_router(),
+        PageRoutes(service.keyring is not None, settings.tls_client_ca is not None).make_router(),
     ]
     app.state.routes = [route for router in routers for route in router.routes]
     # Included routers would be matched twice for each request, and after FastAPI's own pages.
     app.router.routes[:0] = app.state.routes
     scopes = RouteScopes(app.router.routes, metrics_are_public=settings.api_keys_file is None)
-    app.openapi = make_openapi_getter(app, None if service.keys is None else scopes)  # type: ignore[method-assign]
+    app.openapi = make_openapi_getter(app, None if service.keyring is None else scopes)  # type: ignore[method-assign]
     cors_origins = settings.cors_origins.split(",") if settings.cors_origins else ()
     origins = OriginPolicy(list_allowed_hosts(settings.host, settings.allowed_hosts), cors_origins)
     authorisation = None
-    if service.keys is not None:
-        authorisation = KeyAuthorisation(service.keys, "as Authorization: Bearer KEY")
+    if service.keyring is not None:
+        authorisation = KeyAuthorisation(service.keyring, "as Authorization: Bearer KEY")
     app.state.entrance = RequestMiddleware(
         DirectRouter(app, app.state.routes),
-        service.requests,
+        service.request_services,
         origins,
         scopes,
         authorisation,
     )
-    relays.relay_to(
+    relays.set_application(
         app.state.entrance,
-        OperationDispatcher(OperationServices(operations.by_path(), origins, authorisation, service.requests)),
+        OperationDispatcher(
+            OperationServices(operations.make_endpoints(), origins, authorisation, service.request_services)
+        ),
     )
     return app
 
@@ -126,26 +134,26 @@ def _make_inference_routers(
 ) -> list[APIRouter]:
     """The routers of the paths below `/v2`."""
     models = ModelCatalogue(service.layers)
-    statistics = InferenceStatistics(lambda: [model.name for model in models.all()])
+    statistics = InferenceStatistics(lambda: [model.name for model in models.list_models()])
     regions = service.regions
     device_memory = DeviceRegionOpener(service.settings.oip_cuda_shared_memory, service.engine)
     catalogue = ModelRoutes(
         service.engine,
-        service.stalls,
+        service.stall_detector,
         models,
         service.layers,
         statistics,
-        service.siblings,
+        service.sibling_processes,
         regions,
         device_memory,
     )
-    catalogue.answer_siblings()
-    shared = RegionTensorAccess(regions, RegionTransfer(service.slabs), device_memory)
+    catalogue.register_sibling_handlers()
+    shared = RegionTensorAccess(regions, RegionTransfer(service.slab_pool), device_memory)
     return [
-        InferenceRoutes(bodies, models, service.layers, statistics, shared, prepared).router(),
-        SharedMemoryRoutes(regions, device_memory, bodies).router(),
-        catalogue.router(),
-        RepositoryRoutes(models, service.changes, bodies).router(),
+        InferenceRoutes(bodies, models, service.layers, statistics, shared, prepared).make_router(),
+        SharedMemoryRoutes(regions, device_memory, bodies).make_router(),
+        catalogue.make_router(),
+        RepositoryRoutes(models, service.layer_changes, bodies).make_router(),
     ]
 
 
@@ -172,28 +180,28 @@ def _make_status_routes(service: ApplicationServices, relays: RelayServer) -> St
             "max_connections": settings.local_connections,
             "max_device_bytes": settings.local_device_bytes,
         }
-    stalls = service.stalls
+    stalls = service.stall_detector
     status = StatusRoutes(
         service.engine,
         service.layers,
         service.metrics,
-        service.siblings,
+        service.sibling_processes,
         stalls,
         limits,
         local,
-        relays.described,
+        relays.describe_front_ends,
     )
-    status.answer_siblings()
+    status.register_sibling_handlers()
     return status
 
 
 def _make_body_reader(service: ApplicationServices) -> BodyReader:
     settings = service.settings
     return BodyReader(
-        service.slabs,
+        service.slab_pool,
         max_body_bytes=settings.max_body_bytes,
-        pause_s=settings.body_timeout_s,
-        total_s=settings.transfer_timeout_s,
+        max_pause_s=settings.body_timeout_s,
+        max_total_s=settings.transfer_timeout_s,
         min_bytes_per_s=settings.min_body_bytes_per_s,
         grace_s=settings.body_grace_s,
     )
@@ -205,18 +213,18 @@ async def _run_lifespan(app: FastAPI) -> AsyncIterator[None]:
     # The server listens while it warms up, and /readyz reports that.
     warming = asyncio.create_task(service.warm_up())
     app.state.warming = warming
-    watching = asyncio.create_task(service.watch_keys())
+    watching = asyncio.create_task(service.reload_keys_on_change())
     try:
         yield
     finally:
         watching.cancel()
-        service.engine.close()
+        service.engine.start_draining()
         warming.cancel()
         # An error of the start was reported then.
         with contextlib.suppress(asyncio.CancelledError, Exception):
             await warming
         # Work that still runs keeps its regions; the driver unmaps the others while it is still loaded.
-        service.regions.close()
+        service.regions.unregister_all()
         await asyncio.to_thread(service.engine.stop, _STOP_S)
-        if service.traces is not None:
-            await service.traces.close(_LAST_TRACES_S)
+        if service.tracer is not None:
+            await service.tracer.close(_LAST_TRACES_S)

@@ -34,30 +34,30 @@ class BodyReader:
 
     Attributes:
         max_body_bytes: limit of one body.
-        pause_s, total_s: longest pause within a body, and longest time for the whole body.
+        max_pause_s, max_total_s: longest pause within a body, and longest time for the whole body.
         min_bytes_per_s, grace_s: minimum mean rate of a body, and the time after which it applies.
     """
 
-    slabs: SlabPool
+    slab_pool: SlabPool
     max_body_bytes: int
-    pause_s: float
-    total_s: float
+    max_pause_s: float
+    max_total_s: float
     min_bytes_per_s: float = 0.0
     grace_s: float = 0.0
 
-    async def receive(self, exchange: HttpExchange) -> memoryview:
+    async def receive_operation_body(self, exchange: HttpExchange) -> memoryview:
         """Receive the body of an operation whose head is valid; the server's work on the request begins then.
 
         Raises:
             NormserveError: the request is not admitted, or its body does not arrive.
         """
         exchange.services.engine.require_ready()
-        body = await self.read(exchange)
-        exchange.begin_work()
-        exchange.note_received(exchange.reception.seconds)
+        body = await self.receive_body(exchange)
+        exchange.begin_processing()
+        exchange.record_received(exchange.incoming_body.receive_s)
         return body
 
-    async def read(self, exchange: HttpExchange) -> memoryview:
+    async def receive_body(self, exchange: HttpExchange) -> memoryview:
         """Acquire a permit, and only then receive the body.  After an error the permit is released.
 
         Raises:
@@ -66,28 +66,28 @@ class BodyReader:
             RequestTimeoutError: the client was too slow.
             ClientLeftError: the client disconnected.
         """
-        reception = exchange.reception
-        announced = reception.announced
-        reception.require_open()
-        permit = self.admit(exchange, announced or 0)
+        reception = exchange.incoming_body
+        announced = reception.content_length
+        reception.require_not_aborted()
+        permit = self.acquire_permit(exchange, announced or 0)
         room = _BodyBuffer(self, permit, announced)
         try:
-            if self.slabs.source.is_slow:
-                await room.prepare()
+            if self.slab_pool.source.is_slow:
+                await room.allocate_ahead()
             if not reception.is_complete:
-                permit.receive(reception, self.due_bytes_per_s(announced or 0))
-            body = await reception.into(
-                room.make,
-                pause_s=self.pause_s,
-                total_s=self.total_s,
+                permit.start_receiving(reception, self.compute_due_bytes_per_s(announced or 0))
+            body = await reception.receive_into(
+                room.allocate,
+                pause_s=self.max_pause_s,
+                total_s=self.max_total_s,
                 min_bytes_per_s=self.min_bytes_per_s,
                 grace_s=self.grace_s,
             )
             permit.complete_body()
             if announced is None:
-                self.require_short(len(body))
+                self.require_body_limit(len(body))
                 permit.grow(max(0, len(body) - permit.nbytes))
-                body = await room.settled(body)
+                body = await room.move_to_slab(body)
         except BaseException:
             # Sending the error to a client that still sends may take a while, and the traceback holds this frame.
             permit.release()
@@ -95,21 +95,21 @@ class BodyReader:
             raise
         return body
 
-    def admit(self, request: RequestLifecycle, nbytes: int) -> Permit:
+    def acquire_permit(self, request: RequestLifecycle, nbytes: int) -> Permit:
         """Take a permit for a body of so many bytes.
 
         Raises:
             TooLargeError: no body may be this long, or none of this client.
             OverloadedError: there is no permit.
         """
-        self.require_short(nbytes)
+        self.require_body_limit(nbytes)
         return request.acquire_permit(nbytes)
 
-    def due_bytes_per_s(self, announced: int) -> float:
+    def compute_due_bytes_per_s(self, announced: int) -> float:
         """The rate below which a body may lose its permit to other requests: it would not be complete in time."""
-        return max(self.min_bytes_per_s, announced / self.total_s, _SLOWEST)
+        return max(self.min_bytes_per_s, announced / self.max_total_s, _SLOWEST)
 
-    def require_short(self, nbytes: int) -> None:
+    def require_body_limit(self, nbytes: int) -> None:
         """Raises: TooLargeError: no body may be this long."""
         if nbytes > self.max_body_bytes:
             raise TooLargeError(
@@ -123,56 +123,56 @@ class _BodyBuffer:
 
     reader: BodyReader
     permit: Permit
-    announced: int | None
+    content_length: int | None
     slab: memoryview | None = None
 
-    async def prepare(self) -> None:
+    async def allocate_ahead(self) -> None:
         """Allocate slow memory on another thread, while the event loop serves other requests: pinning takes
         milliseconds, and other requests take microseconds.
 
         Raises:
             OverloadedError: there is no memory.
         """
-        slabs = self.reader.slabs
-        if self.announced is None or self.announced < _LONG_BYTES:
+        slabs = self.reader.slab_pool
+        if self.content_length is None or self.content_length < _LONG_BYTES:
             return
-        self.slab = slabs.take_idle(self.announced)
+        self.slab = slabs.borrow_idle(self.content_length)
         if self.slab is None:
-            self.slab = await make_on_thread(self._take, self.announced)
+            self.slab = await make_on_thread(self._borrow_slab, self.content_length)
 
-    def make(self, nbytes: int) -> memoryview:
+    def allocate(self, nbytes: int) -> memoryview:
         """A slab of `nbytes`, within the permit; larger if the body's length is unknown."""
         if self.slab is not None:
             slab, self.slab = self.slab, None
             return slab
-        if self.announced is not None:
-            return self._take(nbytes)
-        self.reader.require_short(nbytes)
+        if self.content_length is not None:
+            return self._borrow_slab(nbytes)
+        self.reader.require_body_limit(nbytes)
         nbytes = min(max(2 * nbytes, _FIRST_BYTES), self.reader.max_body_bytes)
         self.permit.grow(nbytes - self.permit.nbytes)
         # Slow memory is allocated once the length is known: between two chunks it would take too long.
-        return allocate_plain(nbytes).data if self.reader.slabs.source.is_slow else self._take(nbytes)
+        return allocate_plain(nbytes).data if self.reader.slab_pool.source.is_slow else self._borrow_slab(nbytes)
 
-    async def settled(self, body: memoryview) -> memoryview:
+    async def move_to_slab(self, body: memoryview) -> memoryview:
         """Move a body of unknown length into the kind of memory that a body of known length gets.
 
         Raises:
             OverloadedError: there is no memory.
         """
-        if not self.reader.slabs.source.is_slow or len(body) <= _PACKED_BYTES:
+        if not self.reader.slab_pool.source.is_slow or len(body) <= _PACKED_BYTES:
             return body
-        self.announced = len(body)
-        await self.prepare()
-        slab = self.make(len(body))
+        self.content_length = len(body)
+        await self.allocate_ahead()
+        slab = self.allocate(len(body))
         if len(body) < _LONG_BYTES:
             slab[: len(body)] = body
         else:
             await asyncio.to_thread(_copy_bytes, body, slab)
         return slab[: len(body)]
 
-    def _take(self, nbytes: int) -> memoryview:
+    def _borrow_slab(self, nbytes: int) -> memoryview:
         try:
-            return self.reader.slabs.take(nbytes)
+            return self.reader.slab_pool.borrow(nbytes)
         except MemoryError:
             raise OverloadedError(f"there is no memory for a body of {nbytes} bytes now") from None
 

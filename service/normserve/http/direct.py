@@ -34,19 +34,21 @@ class DirectRouter:
         self._app = app
         direct = [route for route in routes if isinstance(route, DirectRoute)]
         places = [(method, route) for route in direct for method in route.methods or ()]
-        self._exact = {(method, route.path): route for method, route in places if not route.param_convertors}
-        self._patterns = [(method, route) for method, route in places if route.param_convertors]
+        self._routes_by_path = {
+            (method, route.path): route for method, route in places if not route.param_convertors
+        }
+        self._pattern_routes = [(method, route) for method, route in places if route.param_convertors]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        route = self._find(scope) if scope["type"] == "http" else None
+        route = self._find_route(scope) if scope["type"] == "http" else None
         await (self._app if route is None else route.handle)(scope, receive, send)
 
-    def _find(self, scope: Scope) -> DirectRoute | None:
+    def _find_route(self, scope: Scope) -> DirectRoute | None:
         method, path = scope["method"], scope["path"]
-        exact = self._exact.get((method, path))
+        exact = self._routes_by_path.get((method, path))
         if exact is not None:
             return exact
-        for taken, route in self._patterns:
+        for taken, route in self._pattern_routes:
             if taken == method and (found := route.path_regex.match(path)):
                 scope["path_params"] = found.groupdict()
                 return route

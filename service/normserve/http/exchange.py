@@ -26,14 +26,14 @@ class HttpExchange(RequestLifecycle):
     Attributes:
         scope: the request as ASGI has it.
         path: the request's path, without the application's root path.
-        reception: receives the request's body.
-        sending: sends the response.
-        respond: sends a whole response: status, headers, the body in pieces, and its length in bytes.
-        client_left: the connection ended before the response was complete.
+        incoming_body: receives the request's body.
+        response_sender: sends the response.
+        send_response: sends a whole response: status, headers, the body in pieces, and its length in bytes.
+        is_client_disconnected: the connection ended before the response was complete.
     """
 
-    respond: Callable[[int, Headers, Buffers, int], Awaitable[None]]
-    client_left = False
+    send_response: Callable[[int, Headers, Buffers, int], Awaitable[None]]
+    is_client_disconnected = False
     _result: asyncio.Future[NormResult] | None = None
 
     def __init__(
@@ -51,9 +51,9 @@ class HttpExchange(RequestLifecycle):
         self.scope = scope
         path: str = scope["path"]
         self.path = path.removeprefix(below) if (below := scope.get("root_path")) else path
-        self.reception: IncomingBody = scope["state"]["reception"]
-        self.sending: ResponseSender = scope["state"]["sending"]
-        self._find_route = find_route
+        self.incoming_body: IncomingBody = scope["state"]["reception"]
+        self.response_sender: ResponseSender = scope["state"]["sending"]
+        self._find_route_template = find_route
 
     async def await_result(self) -> NormResult:
         """Wait for the result of the job that has just been begun, unless the client leaves before it runs.
@@ -63,16 +63,16 @@ class HttpExchange(RequestLifecycle):
         """
         self._result = asyncio.get_running_loop().create_future()
         # A job that already runs is waited for: the permit is held as long as the device works.
-        self.sending.on_departure = self.withdraw
+        self.response_sender.on_disconnect = self.cancel_job
         try:
             return await self._result
         except asyncio.CancelledError:
-            self.withdraw()
+            self.cancel_job()
             raise
         finally:
-            self.sending.on_departure = None
+            self.response_sender.on_disconnect = None
 
-    def conclude(self, ended: NormResult | NormserveError, job: NormJob) -> None:
+    def conclude_job(self, ended: NormResult | NormserveError, job: NormJob) -> None:
         # Dropped: the traceback of an error holds the frame that waits, and so this object and the job's slabs.
         result, self._result = self._result, None
         assert result is not None
@@ -84,7 +84,7 @@ class HttpExchange(RequestLifecycle):
             result.set_result(ended)
 
     def describe_span(self) -> "tuple[str, Attributes]":
-        return describe_request_span(self, self.scope, self._find_route(self.scope))
+        return describe_request_span(self, self.scope, self._find_route_template(self.scope))
 
-    def describe_target(self) -> tuple[str, str]:
-        return self.scope["method"], self._find_route(self.scope)
+    def describe_log_target(self) -> tuple[str, str]:
+        return self.scope["method"], self._find_route_template(self.scope)

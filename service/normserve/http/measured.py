@@ -22,7 +22,7 @@ class LaunchMeasurements(NamedTuple):
     kernel_bandwidth: float
     batch_size: int
 
-    def headers(self) -> Headers:
+    def make_headers(self) -> Headers:
         """The headers of a response that say this."""
         return [
             (b"server-timing", _TIMING % tuple([1000 * seconds for seconds in self[:5]])),
@@ -37,11 +37,11 @@ def record_result(record: RequestRecord, result: NormResult, began: float) -> La
 
     Args: began: when serialisation of the response began, by `time.perf_counter`.
     """
-    record.note_result(result, began)
-    record.stages["serialize"] = time.perf_counter() - began
-    record.waiting_in = "send"
+    record.record_result(result, began)
+    record.stage_seconds["serialize"] = time.perf_counter() - began
+    record.current_stage = "send"
     return LaunchMeasurements(
-        record.stages["recv"],
+        record.stage_seconds["recv"],
         result.queue_s,
         result.copy_in_s,
         result.kernel_s,

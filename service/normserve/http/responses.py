@@ -28,4 +28,4 @@ class BuffersResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: HttpExchange = scope["state"]["exchange"]
         buffers, self._buffers = self._buffers, ()
-        await exchange.respond(self.status_code, self.raw_headers, buffers, self._nbytes)
+        await exchange.send_response(self.status_code, self.raw_headers, buffers, self._nbytes)

@@ -45,58 +45,60 @@ class ApplicationServices:
         siblings: SiblingProcesses | None = None,
     ) -> None:
         self.settings = settings
-        self.siblings = siblings or SiblingProcesses(None)
-        self.metrics = Metrics(self.siblings.process)
-        self.limits = AdmissionBudget(
+        self.sibling_processes = siblings or SiblingProcesses(None)
+        self.metrics = Metrics(self.sibling_processes.process_label)
+        self.admission_budget = AdmissionBudget(
             max_requests=settings.max_inflight_requests,
             max_bytes=settings.max_inflight_bytes,
             stall_s=settings.body_grace_s / 5,
             on_revoked=self.metrics.observe_revocation,
         )
-        self.metrics.watch_inflight(lambda: self.limits.requests, lambda: self.limits.bytes)
+        self.metrics.track_inflight(
+            lambda: self.admission_budget.request_count, lambda: self.admission_budget.used_bytes
+        )
         # The memory that front ends receive into and send from.
-        self.shared = SharedSlabRegistry()
-        source = self.shared.source() if settings.frontend_count else PLAIN
-        self.slabs = SlabPool(max_idle_bytes=settings.max_idle_slab_bytes, source=source)
-        self.metrics.watch_slabs(lambda: self.slabs.used_bytes, lambda: self.slabs.idle_bytes)
+        self.shared_slabs = SharedSlabRegistry()
+        source = self.shared_slabs.make_source() if settings.frontend_count else PLAIN
+        self.slab_pool = SlabPool(max_idle_bytes=settings.max_idle_slab_bytes, source=source)
+        self.metrics.track_slabs(lambda: self.slab_pool.used_bytes, lambda: self.slab_pool.idle_bytes)
         prefix = settings.oip_shared_memory
         self.regions = RegionRegistry(
             SharedMemoryFolder(prefix) if prefix else None,
             settings.oip_shared_memory_bytes,
             shares_device_memory=settings.oip_cuda_shared_memory,
         )
-        self.metrics.watch_regions(lambda: self.regions.open_regions, lambda: self.regions.open_bytes)
+        self.metrics.track_regions(lambda: self.regions.open_count, lambda: self.regions.open_bytes)
         self.layers = LayerRegistry(max_layers=settings.max_layers, max_bytes=settings.max_layer_bytes)
-        self.metrics.watch_layers(lambda: len(self.layers), lambda: self.layers.nbytes)
+        self.metrics.track_layers(lambda: len(self.layers), lambda: self.layers.nbytes)
         batcher = Batcher(max_requests=settings.max_batch_requests, max_bytes=settings.max_batch_bytes)
         compilation = CompilationQueue(
             max_classes=settings.max_compiled_classes, max_per_minute=settings.max_compiles_per_minute
         )
         executor = Executor(make_backend or self._choose_backend)
         self.engine = Engine(executor, batcher, compilation, self.metrics)
-        self.stalls = StallDetector(settings.stall_s, self.engine.launches)
-        self.metrics.watch_stall(lambda: self.stalls.seconds)
-        self.changes = self._layer_changes()
-        self.traces = self._exported_traces()
-        self.requests = RequestServices(
+        self.stall_detector = StallDetector(settings.stall_s, self.engine.launch_progress)
+        self.metrics.track_stall(lambda: self.stall_detector.stalled_s)
+        self.layer_changes = self._make_layer_changes()
+        self.tracer = self._make_tracer()
+        self.request_services = RequestServices(
             self.engine,
-            self.limits,
+            self.admission_budget,
             MemoryAdmission(self.engine, settings.max_inflight_bytes),
-            self.stalls.requests,
+            self.stall_detector.request_progress,
             self.metrics,
             settings.timeout_ms,
-            self.traces,
+            self.tracer,
             settings.access_log,
         )
         self._keys_file = None if settings.api_keys_file is None else KeysFileReader(settings.api_keys_file)
-        self.keys = self._known_keys()
+        self.keyring = self._load_keyring()
 
-    def _layer_changes(self) -> LayerChanges:
+    def _make_layer_changes(self) -> LayerChanges:
         make = functools.partial(load_layer, self.engine, self.layers)
-        place = self.siblings.place
+        place = self.sibling_processes.position
         if place is None:
-            return LayerChanges(self.layers, self.siblings, make)
-        return FleetLayerChanges(self.layers, self.siblings, make, place.folder)
+            return LayerChanges(self.layers, self.sibling_processes, make)
+        return FleetLayerChanges(self.layers, self.sibling_processes, make, place.folder)
 
     def report_crash(self, what: str, error: BaseException | None = None) -> None:
         """Log a crash report; without `error` it has the device's last error."""
@@ -104,13 +106,15 @@ class ApplicationServices:
         crash.log_crash_report(
             what,
             version=__version__,
-            settings=self.settings.changed(),
-            device=None if engine.device is None else f"{engine.device.name}, backend {engine.backend_name}",
-            work=engine.failed_work,
+            settings=self.settings.dump_changed(),
+            device=None
+            if engine.device_description is None
+            else f"{engine.device_description.name}, backend {engine.backend_name}",
+            work=engine.failed_launch,
             trace=engine.last_error if error is None else "".join(traceback.format_exception(error)),
         )
 
-    def _exported_traces(self) -> "RequestTracer | None":
+    def _make_tracer(self) -> "RequestTracer | None":
         endpoint = self.settings.trace_endpoint
         if endpoint is None:
             return None
@@ -118,34 +122,37 @@ class ApplicationServices:
         from normserve.traces.export import make_exporting_tracer
 
         return make_exporting_tracer(
-            endpoint, self.settings.trace_ratio, self.metrics.observe_dropped_spans, self.siblings.process
+            endpoint,
+            self.settings.trace_ratio,
+            self.metrics.observe_dropped_spans,
+            self.sibling_processes.process_label,
         )
 
-    def _known_keys(self) -> Keyring | None:
+    def _load_keyring(self) -> Keyring | None:
         """The accepted API keys; None if no key is required."""
         if self._keys_file is not None:
             keys = Keyring(self._keys_file.read())
         elif self.settings.api_key is not None:
-            keys = Keyring.of_one(self.settings.api_key.get_secret_value())
+            keys = Keyring.from_secret(self.settings.api_key.get_secret_value())
         else:
             return None
-        self.metrics.announce_keys(keys.names)
+        self.metrics.add_key_series(keys.key_names)
         return keys
 
-    async def watch_keys(self) -> None:
+    async def reload_keys_on_change(self) -> None:
         """Read the file of API keys again whenever it changes, until cancelled."""
         if self._keys_file is not None:
-            await self._keys_file.watch(self._replace_keys)
+            await self._keys_file.poll_changes(self._replace_keys)
 
     def _replace_keys(self, keys: tuple[ApiKey, ...]) -> None:
-        assert self.keys is not None
-        self.keys.replace(keys)
-        self.metrics.announce_keys(self.keys.names)
-        audit.log_keys_loaded(self.keys.names)
+        assert self.keyring is not None
+        self.keyring.replace_keys(keys)
+        self.metrics.add_key_series(self.keyring.key_names)
+        audit.log_keys_loaded(self.keyring.key_names)
 
     def _choose_backend(self) -> Backend:
         sizes = [int(size) for size in self.settings.warm_sizes.split(",")]
-        return choose_backend(self.settings.backend, self.settings.cpu_threads, self.slabs, sizes)
+        return choose_backend(self.settings.backend, self.settings.cpu_threads, self.slab_pool, sizes)
 
     async def warm_up(self) -> None:
         """Start the device, register the checkpoint's layers, then open for requests.
@@ -161,6 +168,6 @@ class ApplicationServices:
         # them all under load and delays every request by a tenth of a second.
         gc.collect()
         gc.freeze()
-        await self.changes.join()
+        await self.layer_changes.synchronise()
         self.layers.is_loading = False
-        self.engine.open()
+        self.engine.accept_jobs()

@@ -25,12 +25,12 @@ def describe_request_span(request: RequestLifecycle, scope: Scope, route: str) -
     attributes: Attributes = {
         "http.request.method": method,
         "http.response.status_code": request.record.status,
-        "http.request.body.size": request.record.received,
-        "http.response.body.size": request.record.sent,
+        "http.request.body.size": request.record.received_bytes,
+        "http.response.body.size": request.record.sent_bytes,
         "url.path": scope["path"][:_LONGEST_PATH],
         "url.scheme": scope["scheme"],
         "network.protocol.version": scope["http_version"],
-        "client.address": request.caller.address,
+        "client.address": request.client_identity.address,
         "normserve.request_id": request.request_id,
     }
     if agent := request.headers.get(b"user-agent"):

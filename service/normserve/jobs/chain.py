@@ -11,7 +11,7 @@ from normserve.jobs.job import LAYER_OPTIONS, NormSpec, Op, PassDirection, Regis
 _OF_LAYERS_ALONE = [
     option.name
     for option in LAYER_OPTIONS
-    if Op.LAYER_NORM in option.parameters and Op.LAYER_NORM_CHAIN not in option.parameters
+    if Op.LAYER_NORM in option.request_parameters and Op.LAYER_NORM_CHAIN not in option.request_parameters
 ]
 
 
@@ -19,7 +19,7 @@ _OF_LAYERS_ALONE = [
 class ChainParameters:
     """Of layers in a row: what the backend keeps of each."""
 
-    residents: tuple[object, ...]
+    layer_parameters: tuple[object, ...]
 
 
 def make_chain_layer(layers: Sequence[RegisteredLayer]) -> RegisteredLayer:
@@ -52,6 +52,6 @@ def make_chain_layer(layers: Sequence[RegisteredLayer]) -> RegisteredLayer:
         dtype=first.dtype,
         has_bias=any(layer.has_bias for layer in layers),
         nbytes=sum([layer.nbytes for layer in layers]),
-        resident=ChainParameters(tuple([layer.resident for layer in layers])),
+        backend_parameters=ChainParameters(tuple([layer.backend_parameters for layer in layers])),
         parameter_types=tuple([(layer.dtype, layer.has_bias) for layer in layers]),
     )

@@ -97,17 +97,18 @@ class NormOption(NamedTuple):
 
     Attributes:
         name: in the API, in the spec and in the kernel library.
-        parameters: how requests give it, by the operations that take it.
+        request_parameters: how requests give it, by the operations that take it.
         passes: that take it.
-        is_of_layer: whether a registered layer has it, so that requests with the layer do not give it.
-        kernel_key: from its value to what decides which kernels run; None where they are the same for all values.
+        is_layer_option: whether a registered layer has it, so that requests with the layer do not give it.
+        get_kernel_key: from its value to what decides which kernels run; None where they are the same for all
+            values.
     """
 
     name: str
-    parameters: Mapping[Op, RequestParameter]
+    request_parameters: Mapping[Op, RequestParameter]
     passes: tuple[PassDirection, ...]
-    is_of_layer: bool
-    kernel_key: Callable[[Any], Hashable] | None
+    is_layer_option: bool
+    get_kernel_key: Callable[[Any], Hashable] | None
 
 
 def _make_identity_key(value: Hashable) -> Hashable:
@@ -115,18 +116,18 @@ def _make_identity_key(value: Hashable) -> Hashable:
 
 
 def _declare_option(
-    parameters: Mapping[Op, RequestParameter],
+    request_parameters: Mapping[Op, RequestParameter],
     passes: tuple[PassDirection, ...] = tuple(PassDirection),
     *,
-    is_of_layer: bool = False,
-    kernel_key: Callable[[Any], Hashable] | None = _make_identity_key,
+    is_layer_option: bool = False,
+    get_kernel_key: Callable[[Any], Hashable] | None = _make_identity_key,
 ) -> dict[str, Any]:
     """Declare a field of `NormSpec` as an `NormOption`."""
     return {
-        "parameters": parameters,
+        "request_parameters": request_parameters,
         "passes": passes,
-        "is_of_layer": is_of_layer,
-        "kernel_key": kernel_key,
+        "is_layer_option": is_layer_option,
+        "get_kernel_key": get_kernel_key,
     }
 
 
@@ -138,7 +139,7 @@ class NormSpec:
         num_groups: of GroupNorm, 0 elsewhere.
         seed: of the dropout mask; None without dropout.
         out_dtype: of y; None means x's.
-        kernels: what of it decides which kernels run.
+        kernel_key: what of it decides which kernels run.
     """
 
     op: Op
@@ -151,8 +152,8 @@ class NormSpec:
                     "Added to the variance; 1e-5, or 1e-6 for rms_norm, by default.", parse_eps, {"type": "number"}
                 ),
             ),
-            is_of_layer=True,
-            kernel_key=None,
+            is_layer_option=True,
+            get_kernel_key=None,
         )
     )
     num_groups: int = field(
@@ -163,7 +164,7 @@ class NormSpec:
                     "Divides the channels.", parse_count, {"type": "integer", "minimum": 1}
                 )
             },
-            is_of_layer=True,
+            is_layer_option=True,
         ),
     )
     layout: ChannelLayout = field(
@@ -187,14 +188,14 @@ class NormSpec:
                     {"enum": [0, 1]},
                 ),
             ),
-            is_of_layer=True,
+            is_layer_option=True,
         ),
     )
     activation: str = field(
         default="none",
         metadata=_declare_option(
             dict.fromkeys(LAYER_OPS, make_choice_parameter("Applied after the affine step.", ACTIVATIONS)),
-            is_of_layer=True,
+            is_layer_option=True,
         ),
     )
     dropout: float = field(
@@ -204,7 +205,7 @@ class NormSpec:
                 LAYER_OPS,
                 RequestParameter("Probability of a zero, applied last.", parse_probability, {"type": "number"}),
             ),
-            kernel_key=bool,
+            get_kernel_key=bool,
         ),
     )
     seed: int | None = field(
@@ -214,7 +215,7 @@ class NormSpec:
                 LAYER_OPS,
                 RequestParameter("Of the dropout mask; required with dropout.", parse_seed, {"type": "integer"}),
             ),
-            kernel_key=None,
+            get_kernel_key=None,
         ),
     )
     out_dtype: DType | None = field(
@@ -232,13 +233,15 @@ class NormSpec:
             (PassDirection.FORWARD,),
         ),
     )
-    kernels: Hashable = field(init=False, repr=False, compare=False)
+    kernel_key: Hashable = field(init=False, repr=False, compare=False)
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # Every request looks things up by its spec.
-        keys = [each.kernel_key(getattr(self, each.name)) for each in OPTIONS if each.kernel_key is not None]
-        object.__setattr__(self, "kernels", (self.op, self.direction, *keys))
+        keys = [
+            each.get_kernel_key(getattr(self, each.name)) for each in OPTIONS if each.get_kernel_key is not None
+        ]
+        object.__setattr__(self, "kernel_key", (self.op, self.direction, *keys))
         values = [getattr(self, each.name) for each in OPTIONS]
         object.__setattr__(self, "_hash", hash((self.op, self.direction, *values)))
 
@@ -249,14 +252,14 @@ class NormSpec:
 OPTIONS = tuple([NormOption(each.name, **each.metadata) for each in fields(NormSpec) if each.metadata])
 """Every option, in the order in which the API's description has them."""
 
-LAYER_OPTIONS = tuple([option for option in OPTIONS if option.is_of_layer])
+LAYER_OPTIONS = tuple([option for option in OPTIONS if option.is_layer_option])
 """Those that a registered layer has, in the request's stead."""
 
 
 @functools.cache
 def list_options(op: Op, direction: PassDirection) -> tuple[NormOption, ...]:
     """The options that one operation takes."""
-    return tuple([option for option in OPTIONS if op in option.parameters and direction in option.passes])
+    return tuple([option for option in OPTIONS if op in option.request_parameters and direction in option.passes])
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -267,10 +270,10 @@ class RegisteredLayer:
         spec: its operation, with the options that it has; the others have their defaults.
         size: N, or C of GroupNorm.
         nbytes: of the parameters.
-        resident: the parameters where the backend wants them; opaque here, freed with the last job of it.
+        backend_parameters: the parameters where the backend wants them; opaque here, freed with the last job of it.
         heads: H where the parameters are [H, N], 0 where they are [N].
         parameter_types: what of the parameters decides which kernels run.
-        plans: of requests that name it, by request: freed with the request, and with the layer.
+        prepared_plans: of requests that name it, by request: freed with the request, and with the layer.
     """
 
     name: str
@@ -279,10 +282,12 @@ class RegisteredLayer:
     dtype: DType
     has_bias: bool
     nbytes: int
-    resident: object = field(repr=False)
+    backend_parameters: object = field(repr=False)
     heads: int = 0
     parameter_types: Hashable = ()
-    plans: "WeakKeyDictionary[Hashable, Any]" = field(default_factory=WeakKeyDictionary, init=False, repr=False)
+    prepared_plans: "WeakKeyDictionary[Hashable, Any]" = field(
+        default_factory=WeakKeyDictionary, init=False, repr=False
+    )
 
     def __post_init__(self) -> None:
         if not self.parameter_types:
@@ -294,7 +299,7 @@ class RegisteredLayer:
         return self.spec.op
 
     @property
-    def row(self) -> tuple[int, ...]:
+    def parameter_shape(self) -> tuple[int, ...]:
         """The shape of its parameters, and of what they are for: [N], or [H, N] of heads."""
         return (self.heads, self.size) if self.heads else (self.size,)
 
@@ -304,14 +309,14 @@ class ReplaySlot:
 
     Attributes:
         prepared: what the backend has made of the first for those that follow; its own, and opaque elsewhere.
-        is_alone: each of them is computed by itself, in the memory that its client has.
+        is_unbatched: each of them is computed by itself, in the memory that its client has.
     """
 
-    __slots__ = ("__weakref__", "is_alone", "prepared")
+    __slots__ = ("__weakref__", "is_unbatched", "prepared")
 
     def __init__(self) -> None:
         self.prepared: object = None
-        self.is_alone = False
+        self.is_unbatched = False
 
 
 @dataclass(slots=True, eq=False)
@@ -323,9 +328,9 @@ class NormJob:
             all of them `DeviceTensor`s: such a job runs alone, and its places are `DeviceBytes`.
         layer: the registered parameters, if the request named some.
         may_overwrite: the tensors are not read after the job; results may be written over them.
-        places: where the caller wants results, by their names in the API, each of at least their bytes; None
-            where the backend's own memory will do.
-        recurrence: shared with the jobs before and after it that are its like; None where nothing is known of any.
+        result_buffers: where the caller wants results, by their names in the API, each of at least their bytes;
+            None where the backend's own memory will do.
+        replay_slot: shared with the jobs before and after it that are its like; None where nothing is known of any.
         nbytes: of all tensors that came with the request.
         rows: how many independent units x holds along its outermost axis: rows, or samples of GroupNorm.
         heads: H where each head of x [..., H, N] has parameters of its own, else 0.
@@ -335,8 +340,8 @@ class NormJob:
     tensors: Mapping[str, HostTensor]
     layer: RegisteredLayer | None = None
     may_overwrite: bool = False
-    places: Mapping[str, memoryview] | None = None
-    recurrence: ReplaySlot | None = None
+    result_buffers: Mapping[str, memoryview] | None = None
+    replay_slot: ReplaySlot | None = None
     nbytes: int = field(init=False)
     rows: int = field(init=False)
     heads: int = field(init=False)
@@ -346,7 +351,7 @@ class NormJob:
         shape = self.tensors["x"].shape
         self.nbytes = sum([len(tensor.data) for tensor in self.tensors.values()])
         self.rows = shape[0] if self.spec.op is Op.GROUP_NORM else prod(shape[:-1])
-        self.heads = self._heads()
+        self.heads = self._count_heads()
 
     @property
     def x(self) -> HostTensor:
@@ -358,18 +363,18 @@ class NormJob:
         """Whether its tensors, and the places of its results, lie in the device's memory."""
         return isinstance(self.tensors["x"], DeviceTensor)
 
-    def batch_class(self) -> Hashable | None:
+    def compute_batch_class(self) -> Hashable | None:
         """Jobs of equal class may be rows of one launch; None: this job runs alone.
 
         Dropout's mask depends on the row's index and parameter gradients are sums over the rows, so neither
         is the same in a shared launch.  GroupNorm's scale and shift are batched with their samples.
         """
         spec, tensors = self.spec, self.tensors
-        if self.is_on_device or spec.dropout or (self.recurrence is not None and self.recurrence.is_alone):
+        if self.is_on_device or spec.dropout or (self.replay_slot is not None and self.replay_slot.is_unbatched):
             return None
         if len(tensors) == 1 and spec.direction is PassDirection.FORWARD:
             x = tensors["x"]
-            return None if x.fortran_order else (spec, self._unit, self.layer, ("x", x.dtype))
+            return None if x.fortran_order else (spec, self._unit_shape, self.layer, ("x", x.dtype))
         if spec.direction is PassDirection.BACKWARD and (self.layer is not None or any(map(is_parameter, tensors))):
             return None
         members: list[Hashable] = []
@@ -382,26 +387,26 @@ class NormJob:
                 return None
             else:
                 members.append((name, tensor.dtype, bytes(tensor.data)))
-        return (spec, self._unit, self.layer, *members)
+        return (spec, self._unit_shape, self.layer, *members)
 
-    def kernel_class(self) -> Hashable:
+    def compute_kernel_class(self) -> Hashable:
         """Jobs of equal class run the same compiled kernels, however many rows they bring."""
         layer = self.layer
         of_layer = None if layer is None else layer.parameter_types
         tensors = self.tensors
         if len(tensors) == 1:
-            return (self.spec.kernels, self._unit, of_layer, tensors["x"].dtype)
+            return (self.spec.kernel_key, self._unit_shape, of_layer, tensors["x"].dtype)
         dtypes = [(name, tensor.dtype) for name, tensor in sorted(tensors.items())]
-        return (self.spec.kernels, self._unit, of_layer, *dtypes)
+        return (self.spec.kernel_key, self._unit_shape, of_layer, *dtypes)
 
     @property
-    def _unit(self) -> tuple[int, ...]:
+    def _unit_shape(self) -> tuple[int, ...]:
         """The shape of what may go along with others: a row, all heads of one, or a sample of GroupNorm."""
         if self.spec.op is Op.GROUP_NORM:
             return self.x.shape[1:]
         return self.x.shape[-2:] if self.heads else self.x.shape[-1:]
 
-    def _heads(self) -> int:
+    def _count_heads(self) -> int:
         if self.layer is not None:
             return self.layer.heads
         for name in PARAMETERS:
@@ -441,20 +446,20 @@ class BatchResult(NamedTuple):
     """What a backend gives back for a batch: for each job its outputs, and where the launch's time went.
 
     Attributes:
-        outputs: one mapping a job, in the batch's order, by the names of the API.
+        results: one mapping a job, in the batch's order, by the names of the API.
         copy_in_s: from the request's memory to where the kernel reads.
         kernel_s: device time of the kernels.
         copy_out_s: back into host memory.
         kernel_bytes: for each job, the fewest bytes that its share of the launch must move on the device.
-        are_placed: whether results for which a job has places lie there already.
+        has_filled_buffers: whether results for which a job has places lie there already.
     """
 
-    outputs: tuple[Mapping[str, HostTensor], ...]
+    results: tuple[Mapping[str, HostTensor], ...]
     kernel_bytes: tuple[int, ...]
     copy_in_s: float
     kernel_s: float
     copy_out_s: float
-    are_placed: bool = False
+    has_filled_buffers: bool = False
 
 
 class NormResult(NamedTuple):
@@ -467,7 +472,7 @@ class NormResult(NamedTuple):
         kernel_bytes: the fewest bytes that this request's share must move.
         launch_bytes: the same for the whole launch.
         batch_size: requests in the launch.
-        started: when the launch began, by `time.perf_counter`; with `launch_bytes` it names the launch.
+        started_at: when the launch began, by `time.perf_counter`; with `launch_bytes` it names the launch.
     """
 
     tensors: Mapping[str, HostTensor]
@@ -478,7 +483,7 @@ class NormResult(NamedTuple):
     kernel_bytes: int
     launch_bytes: int
     batch_size: int
-    started: float
+    started_at: float
 
     @property
     def kernel_bandwidth(self) -> float:

@@ -30,18 +30,18 @@ class MemoryCost(NamedTuple):
     """Bytes of the host's memory.
 
     Attributes:
-        results: what goes back to the client.
-        temporaries: what the CPU backend needs meanwhile, beyond `SCRATCH_BYTES`.
-        reusable: of the results, what the CPU backend may write over the tensors that came.
+        result_bytes: what goes back to the client.
+        temporary_bytes: what the CPU backend needs meanwhile, beyond `SCRATCH_BYTES`.
+        reusable_bytes: of the results, what the CPU backend may write over the tensors that came.
     """
 
-    results: int = 0
-    temporaries: int = 0
-    reusable: int = 0
+    result_bytes: int = 0
+    temporary_bytes: int = 0
+    reusable_bytes: int = 0
 
-    def on_cpu(self, *, may_overwrite: bool) -> int:
+    def count_cpu_bytes(self, *, may_overwrite: bool) -> int:
         """What the CPU backend takes beside the tensors that came."""
-        return self.results + self.temporaries - (self.reusable if may_overwrite else 0)
+        return self.result_bytes + self.temporary_bytes - (self.reusable_bytes if may_overwrite else 0)
 
 
 def estimate_memory_cost(spec: NormSpec, given: Described, layer: LayerParameterSpec | None) -> MemoryCost:

@@ -36,9 +36,9 @@ class LayerChanges:
     """Changes the layers of a process that has no siblings."""
 
     def __init__(self, layers: LayerRegistry, siblings: SiblingProcesses, make: MakeLayer) -> None:
-        self._layers = layers
+        self._registry = layers
         self._siblings = siblings
-        self._make = make
+        self._make_layer = make
 
     async def register(self, name: str, query: bytes, body: memoryview) -> tuple[RegisteredLayer, bool]:
         """Make and register a layer; with it, whether it replaced one.
@@ -46,9 +46,9 @@ class LayerChanges:
         Raises:
             NormserveError: by what is wrong with it, or with the moment; nothing has changed.
         """
-        self._siblings.require_changeable()
-        layer = await self._make(name, query, body)
-        return layer, self._layers.put(layer)
+        self._siblings.require_changeable_layers()
+        layer = await self._make_layer(name, query, body)
+        return layer, self._registry.put(layer)
 
     async def remove(self, name: str) -> None:
         """Forget a layer.
@@ -57,10 +57,10 @@ class LayerChanges:
             UnknownLayerError: there is none of that name.
             NormserveError: the moment is wrong; nothing has changed.
         """
-        self._siblings.require_changeable()
-        self._layers.remove(name)
+        self._siblings.require_changeable_layers()
+        self._registry.remove(name)
 
-    async def join(self) -> None:
+    async def synchronise(self) -> None:
         """Have the layers that the others have."""
 
 
@@ -78,79 +78,79 @@ class FleetLayerChanges(LayerChanges):
         super().__init__(layers, siblings, make)
         self._journal = LayerJournal(folder)
         self._lock = ProcessLock(folder)
-        self._going: set[asyncio.Task[Any]] = set()
-        self._of_checkpoint: frozenset[str] = frozenset()
+        self._running_changes: set[asyncio.Task[Any]] = set()
+        self._checkpoint_names: frozenset[str] = frozenset()
         # By which change each layer is what it is, of those that the journal knows.
-        self._changes: dict[str, str] = {}
+        self._change_ids: dict[str, str] = {}
         # What a sibling is about to register, by its change.
-        self._prepared: tuple[str, RegisteredLayer] | None = None
-        self._applying = asyncio.Lock()
-        self._has_joined = False
+        self._prepared_layer: tuple[str, RegisteredLayer] | None = None
+        self._apply_lock = asyncio.Lock()
+        self._is_synchronised = False
         self.on_divergence: Callable[[], None] = lambda: None
-        siblings.handlers |= {"prepare": self._prepare, "apply": self._apply}
+        siblings.handlers |= {"prepare": self._handle_prepare, "apply": self._handle_apply}
 
     async def register(self, name: str, query: bytes, body: memoryview) -> tuple[RegisteredLayer, bool]:
-        return await self._to_its_end(self._register(name, query, body))
+        return await self._run_to_completion(self._register_in_fleet(name, query, body))
 
     async def remove(self, name: str) -> None:
-        await self._to_its_end(self._remove(name))
+        await self._run_to_completion(self._remove_in_fleet(name))
 
-    async def join(self) -> None:
-        self._of_checkpoint = frozenset(layer.name for layer in self._layers.all())
-        async with self._lock.held(None):
-            for file in await self._journal.entries():
-                entry = await self._journal.load(file)
+    async def synchronise(self) -> None:
+        self._checkpoint_names = frozenset(layer.name for layer in self._registry.list_layers())
+        async with self._lock.hold(None):
+            for file in await self._journal.list_entry_files():
+                entry = await self._journal.read_entry_file(file)
                 if entry.query is not None:
-                    self._layers.put(await self._make(entry.name, entry.query, entry.body))
-                elif entry.name in self._layers:
-                    self._layers.remove(entry.name)
-                self._changes[entry.name] = entry.change
+                    self._registry.put(await self._make_layer(entry.name, entry.query, entry.body))
+                elif entry.name in self._registry:
+                    self._registry.remove(entry.name)
+                self._change_ids[entry.name] = entry.change_id
             # From now on this process receives every change of a layer.
-            self._has_joined = True
+            self._is_synchronised = True
 
-    async def _register(self, name: str, query: bytes, body: memoryview) -> tuple[RegisteredLayer, bool]:
-        async with self._turn(), self._agreed(name) as links:
-            layer = await self._made(name, query, body)
+    async def _register_in_fleet(self, name: str, query: bytes, body: memoryview) -> tuple[RegisteredLayer, bool]:
+        async with self._hold_fleet_lock(), self._connect_siblings(name) as links:
+            layer = await self._make_layer_in_time(name, query, body)
             change = secrets.token_hex(8)
             # Without what else the client's header said: the journal is as large as the layers are.
-            async with self._staged(name, change, query, safetensors.encode(safetensors.decode(body))):
-                await self._ask_all(links, {"do": "prepare", "name": name, "change": change}, _PREPARE_S)
-                await self._journal.commit(name)
-            self._changes[name] = change
-            replaced = self._layers.put(layer)
-            await self._have_applied(links, name)
+            async with self._stage_change(name, change, query, safetensors.encode(safetensors.decode(body))):
+                await self._request_all(links, {"do": "prepare", "name": name, "change": change}, _PREPARE_S)
+                await self._journal.commit_staged(name)
+            self._change_ids[name] = change
+            replaced = self._registry.put(layer)
+            await self._request_apply(links, name)
         return layer, replaced
 
-    async def _remove(self, name: str) -> None:
-        async with self._turn(), self._agreed(name) as links:
-            self._layers.get(name)
-            await self._ask_all(links, {"do": "prepare", "name": name, "change": ""}, _PREPARE_S)
-            if name in self._of_checkpoint:
+    async def _remove_in_fleet(self, name: str) -> None:
+        async with self._hold_fleet_lock(), self._connect_siblings(name) as links:
+            self._registry.get(name)
+            await self._request_all(links, {"do": "prepare", "name": name, "change": ""}, _PREPARE_S)
+            if name in self._checkpoint_names:
                 change = secrets.token_hex(8)
-                async with self._staged(name, change, None, ()):
-                    await self._journal.commit(name)
-                self._changes[name] = change
+                async with self._stage_change(name, change, None, ()):
+                    await self._journal.commit_staged(name)
+                self._change_ids[name] = change
             else:
                 await self._journal.remove(name)
-                self._changes.pop(name, None)
-            self._layers.remove(name)
-            await self._have_applied(links, name)
+                self._change_ids.pop(name, None)
+            self._registry.remove(name)
+            await self._request_apply(links, name)
 
-    async def _to_its_end(self, change: Coroutine[Any, Any, _T]) -> _T:
+    async def _run_to_completion(self, change: Coroutine[Any, Any, _T]) -> _T:
         """What has begun is finished even if the client leaves."""
         task = asyncio.get_running_loop().create_task(change)
-        self._going.add(task)
-        task.add_done_callback(self._forget)
+        self._running_changes.add(task)
+        task.add_done_callback(self._discard_task)
         return await asyncio.shield(task)
 
-    def _forget(self, task: asyncio.Task[Any]) -> None:
-        self._going.discard(task)
+    def _discard_task(self, task: asyncio.Task[Any]) -> None:
+        self._running_changes.discard(task)
         if not task.cancelled():
             # The client may have left.
             task.exception()
 
     @contextlib.asynccontextmanager
-    async def _turn(self) -> AsyncIterator[None]:
+    async def _hold_fleet_lock(self) -> AsyncIterator[None]:
         """No other process changes layers meanwhile.
 
         Raises:
@@ -159,7 +159,7 @@ class FleetLayerChanges(LayerChanges):
         """
         async with contextlib.AsyncExitStack() as stack:
             try:
-                await stack.enter_async_context(self._lock.held(_TURN_S))
+                await stack.enter_async_context(self._lock.hold(_TURN_S))
             except TimeoutError:
                 raise ChangeFailedError(f"other layers were being changed for {_TURN_S:g} s") from None
             except OSError as error:
@@ -167,17 +167,17 @@ class FleetLayerChanges(LayerChanges):
             yield
 
     @contextlib.asynccontextmanager
-    async def _agreed(self, name: str) -> AsyncIterator[list[SiblingConnection]]:
+    async def _connect_siblings(self, name: str) -> AsyncIterator[list[SiblingConnection]]:
         """Connections to those that have to agree."""
         async with contextlib.AsyncExitStack() as stack:
             try:
-                links = await stack.enter_async_context(self._siblings.linked())
+                links = await stack.enter_async_context(self._siblings.connect_all())
             except OSError as error:
                 raise ChangeFailedError(f"the other processes cannot be reached: {error.strerror}") from error
             yield links
 
     @contextlib.asynccontextmanager
-    async def _staged(
+    async def _stage_change(
         self, name: str, change: str, query: bytes | None, body: Sequence[bytes | memoryview]
     ) -> AsyncIterator[None]:
         """Written beside the journal; gone again if what is to be done with it fails."""
@@ -186,10 +186,10 @@ class FleetLayerChanges(LayerChanges):
             yield
         except BaseException:
             with contextlib.suppress(StorageError):
-                await self._journal.discard()
+                await self._journal.discard_staged()
             raise
 
-    async def _ask_all(self, links: list[SiblingConnection], question: Question, timeout_s: float) -> None:
+    async def _request_all(self, links: list[SiblingConnection], question: Question, timeout_s: float) -> None:
         """Ask all who are there, and go on without those that are gone: they read the journal when they start.
 
         Raises:
@@ -198,7 +198,7 @@ class FleetLayerChanges(LayerChanges):
 
         async def request(link: SiblingConnection) -> str | None:
             try:
-                await link.request(question, timeout_s)
+                await link.send_request(question, timeout_s)
             except ConnectionError:
                 links.remove(link)
             except SiblingRefusedError as error:
@@ -211,14 +211,14 @@ class FleetLayerChanges(LayerChanges):
         if faults:
             raise ChangeFailedError(f"no process has changed the layer, because {faults[0]}")
 
-    async def _have_applied(self, links: list[SiblingConnection], name: str) -> None:
+    async def _request_apply(self, links: list[SiblingConnection], name: str) -> None:
         """Have all processes register what they made; those that do not confirm now do so as soon as they can."""
         try:
-            await self._ask_all(links, {"do": "apply", "name": name}, _APPLY_S)
+            await self._request_all(links, {"do": "apply", "name": name}, _APPLY_S)
         except ChangeFailedError as error:
             log.warning("a change of a layer is in effect, but not yet in every process: %s", error.detail)
 
-    async def _made(self, name: str, query: bytes, body: memoryview) -> RegisteredLayer:
+    async def _make_layer_in_time(self, name: str, query: bytes, body: memoryview) -> RegisteredLayer:
         """A layer that can be registered: within a time, so that no request waits for a device that hangs.
 
         Raises:
@@ -226,67 +226,67 @@ class FleetLayerChanges(LayerChanges):
         """
         try:
             async with asyncio.timeout(_PREPARE_S):
-                layer = await self._make(name, query, body)
+                layer = await self._make_layer(name, query, body)
         except TimeoutError:
             raise ChangeFailedError(f"the device has not taken the layer in {_PREPARE_S:g} s") from None
-        self._layers.require_room(layer.name, layer.nbytes)
+        self._registry.require_capacity(layer.name, layer.nbytes)
         return layer
 
-    async def _prepare(self, question: Question, at_end: contextlib.AsyncExitStack) -> bytes:
+    async def _handle_prepare(self, question: Question, at_end: contextlib.AsyncExitStack) -> bytes:
         """Make what a sibling is about to register; when it is gone, see what became of it."""
-        if not self._has_joined:
+        if not self._is_synchronised:
             return b""
         name, change = question["name"], question["change"]
-        at_end.push_async_callback(self._follow, name, change)
+        at_end.push_async_callback(self._follow_journal, name, change)
         if not change:
             return b""
-        async with self._applying:
-            entry = await self._journal.staged()
-            if entry is None or entry.change != change or entry.query is None:
+        async with self._apply_lock:
+            entry = await self._journal.read_staged()
+            if entry is None or entry.change_id != change or entry.query is None:
                 raise ChangeFailedError("the change was abandoned meanwhile")
-            self._prepared = change, await self._made(name, entry.query, entry.body)
+            self._prepared_layer = change, await self._make_layer_in_time(name, entry.query, entry.body)
         return b""
 
-    async def _apply(self, question: Question, at_end: contextlib.AsyncExitStack) -> bytes:
-        if self._has_joined:
-            await self._follow(question["name"])
+    async def _handle_apply(self, question: Question, at_end: contextlib.AsyncExitStack) -> bytes:
+        if self._is_synchronised:
+            await self._follow_journal(question["name"])
         return b""
 
-    async def _follow(self, name: str, ended: str | None = None) -> None:
+    async def _follow_journal(self, name: str, ended: str | None = None) -> None:
         """Make a layer what the journal says; after a change that has ended, what was made for it may go."""
         try:
-            async with self._applying:
-                while (change := await self._change_of(name)) != self._changes.get(name):
-                    await self._take_over(name, change)
-                if self._prepared is not None and self._prepared[0] == ended:
-                    self._prepared = None
+            async with self._apply_lock:
+                while (change := await self._read_change_id(name)) != self._change_ids.get(name):
+                    await self._apply_change(name, change)
+                if self._prepared_layer is not None and self._prepared_layer[0] == ended:
+                    self._prepared_layer = None
         except Exception:
             log.critical("this process cannot follow a change of a layer, and must start again", exc_info=True)
             self.on_divergence()
 
-    async def _change_of(self, name: str) -> str | None:
+    async def _read_change_id(self, name: str) -> str | None:
         """By which change a layer is what it is; descriptors may be exhausted for a while."""
         for _ in range(_READS):
             with contextlib.suppress(StorageError):
-                return await self._journal.change_of(name)
+                return await self._journal.read_change_id(name)
             await asyncio.sleep(_READ_AGAIN_S)
-        return await self._journal.change_of(name)
+        return await self._journal.read_change_id(name)
 
-    async def _take_over(self, name: str, change: str | None) -> None:
+    async def _apply_change(self, name: str, change: str | None) -> None:
         layer = None
-        if change is not None and self._prepared is not None and self._prepared[0] == change:
-            layer = self._prepared[1]
+        if change is not None and self._prepared_layer is not None and self._prepared_layer[0] == change:
+            layer = self._prepared_layer[1]
         elif change is not None:
-            entry = await self._journal.read(name)
-            if entry is None or entry.change != change:
+            entry = await self._journal.read_entry(name)
+            if entry is None or entry.change_id != change:
                 return
             if entry.query is not None:
-                layer = await self._made(name, entry.query, entry.body)
+                layer = await self._make_layer_in_time(name, entry.query, entry.body)
         if layer is not None:
-            self._layers.put(layer)
-        elif name in self._layers:
-            self._layers.remove(name)
+            self._registry.put(layer)
+        elif name in self._registry:
+            self._registry.remove(name)
         if change is None:
-            self._changes.pop(name, None)
+            self._change_ids.pop(name, None)
         else:
-            self._changes[name] = change
+            self._change_ids[name] = change

@@ -45,8 +45,8 @@ async def register_checkpoint(path: Path, engine: Engine, layers: LayerRegistry)
     for name, weight, bias in found:
         nbytes = weight.nbytes + bias.nbytes
         try:
-            with layers.expecting(name, nbytes):
-                resident = await engine.load(Op.LAYER_NORM, weight, bias)
+            with layers.reserve(name, nbytes):
+                resident = await engine.load_parameters(Op.LAYER_NORM, weight, bias)
         except TooLargeError as error:
             raise ConfigurationError(f"the checkpoint {path}: {error.detail}") from error
         spec = NormSpec(Op.LAYER_NORM, PassDirection.FORWARD, eps)
@@ -61,7 +61,9 @@ def _read_norm_parameters(path: Path) -> list[tuple[str, HostTensor, HostTensor]
         # Copy on write: torch wants memory that it could write to.
         body = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
     entries = {entry.name: entry for entry in read_entries(body, CHECKPOINT_LIMITS)}
-    return [(name, weight.tensor(body), bias.tensor(body)) for name, weight, bias in _find_norm_pairs(entries)]
+    return [
+        (name, weight.view_tensor(body), bias.view_tensor(body)) for name, weight, bias in _find_norm_pairs(entries)
+    ]
 
 
 def read_config_eps(path: Path) -> float:

@@ -20,13 +20,13 @@ class JournalEntry:
     """What one change made of a layer.
 
     Attributes:
-        change: names the change.
+        change_id: names the change.
         query: what the layer was registered with; None where it was removed.
         body: its parameters as safetensors.
     """
 
     name: str
-    change: str
+    change_id: str
     query: bytes | None
     body: memoryview
 
@@ -40,8 +40,8 @@ class LayerJournal:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "layers"
-        self._staged = folder / "staged"
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
+        self._staged_path = folder / "staged"
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="journal")
 
     async def stage(self, name: str, change: str, query: bytes | None, body: Iterable[bytes | memoryview]) -> None:
         """Write what a change is to make of a layer; no process's layers are changed by that.
@@ -51,59 +51,59 @@ class LayerJournal:
         """
         said = None if query is None else query.decode("latin-1")
         head = json.dumps({"name": name, "change": change, "query": said}).encode() + b"\n"
-        await self._do(lambda: self._write([head, *body]))
+        await self._run_on_thread(lambda: self._write_staged([head, *body]))
 
-    async def staged(self) -> JournalEntry | None:
+    async def read_staged(self) -> JournalEntry | None:
         """What is about to be."""
-        return await self._do(lambda: _read_entry(self._staged))
+        return await self._run_on_thread(lambda: _read_entry(self._staged_path))
 
-    async def commit(self, name: str) -> None:
+    async def commit_staged(self, name: str) -> None:
         """What is staged is what holds, from now on."""
-        await self._do(lambda: self._staged.rename(self._file(name)))
+        await self._run_on_thread(lambda: self._staged_path.rename(self._get_entry_path(name)))
 
-    async def discard(self) -> None:
+    async def discard_staged(self) -> None:
         """Forget what is staged."""
-        await self._do(lambda: self._staged.unlink(missing_ok=True))
+        await self._run_on_thread(lambda: self._staged_path.unlink(missing_ok=True))
 
     async def remove(self, name: str) -> None:
         """There is no such layer any more."""
-        await self._do(lambda: self._file(name).unlink(missing_ok=True))
+        await self._run_on_thread(lambda: self._get_entry_path(name).unlink(missing_ok=True))
 
-    async def read(self, name: str) -> JournalEntry | None:
+    async def read_entry(self, name: str) -> JournalEntry | None:
         """What holds of a layer; None where nothing was written of it."""
-        return await self._do(lambda: _read_entry(self._file(name)))
+        return await self._run_on_thread(lambda: _read_entry(self._get_entry_path(name)))
 
-    async def change_of(self, name: str) -> str | None:
+    async def read_change_id(self, name: str) -> str | None:
         """By which change a layer is what it is; None where nothing was written of it."""
-        return await self._do(lambda: _read_change_id(self._file(name)))
+        return await self._run_on_thread(lambda: _read_change_id(self._get_entry_path(name)))
 
-    async def entries(self) -> list[Path]:
-        """The files of everything that holds, for `load`."""
-        return await self._do(lambda: sorted(self._folder.glob("*.layer")))
+    async def list_entry_files(self) -> list[Path]:
+        """The files of everything that holds, for `read_entry_file`."""
+        return await self._run_on_thread(lambda: sorted(self._folder.glob("*.layer")))
 
-    async def load(self, file: Path) -> JournalEntry:
-        """What one of `entries` says."""
-        entry = await self._do(lambda: _read_entry(file))
+    async def read_entry_file(self, file: Path) -> JournalEntry:
+        """What one of `list_entry_files` says."""
+        entry = await self._run_on_thread(lambda: _read_entry(file))
         assert entry is not None
         return entry
 
-    def _file(self, name: str) -> Path:
+    def _get_entry_path(self, name: str) -> Path:
         """Where a layer's entry is: another for each name, on file systems that take A for a as well."""
         return self._folder / (base64.b32encode(name.encode()).decode().rstrip("=").lower() + ".layer")
 
-    def _write(self, pieces: list[bytes | memoryview]) -> None:
+    def _write_staged(self, pieces: list[bytes | memoryview]) -> None:
         self._folder.mkdir(exist_ok=True)
         try:
-            with self._staged.open("wb") as file:
+            with self._staged_path.open("wb") as file:
                 file.writelines(pieces)
         except OSError:
             with contextlib.suppress(OSError):
-                self._staged.unlink(missing_ok=True)
+                self._staged_path.unlink(missing_ok=True)
             raise
 
-    async def _do(self, work: Callable[[], _T]) -> _T:
+    async def _run_on_thread(self, work: Callable[[], _T]) -> _T:
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+            return await asyncio.get_running_loop().run_in_executor(self._executor, work)
         except OSError as error:
             raise StorageError(f"the registered layers could not be written to disk: {error.strerror}") from error
 

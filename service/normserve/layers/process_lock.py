@@ -21,10 +21,10 @@ class ProcessLock:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._own = asyncio.Lock()
+        self._task_lock = asyncio.Lock()
 
     @contextlib.asynccontextmanager
-    async def held(self, timeout_s: float | None) -> AsyncIterator[None]:
+    async def hold(self, timeout_s: float | None) -> AsyncIterator[None]:
         """Hold the lock.
 
         Args:
@@ -36,8 +36,8 @@ class ProcessLock:
         """
         with contextlib.ExitStack() as stack:
             async with asyncio.timeout(timeout_s):
-                await self._own.acquire()
-                stack.callback(self._own.release)
+                await self._task_lock.acquire()
+                stack.callback(self._task_lock.release)
                 with (self._folder / "turn").open("w") as turn:
                     await _lock_file(turn)
                     lock = stack.enter_context((self._folder / "lock").open("w"))

@@ -31,8 +31,8 @@ class LayerRegistry:
         self._max_bytes = max_bytes
         self._layers: dict[str, RegisteredLayer] = {}
         self._nbytes = 0
-        self._coming: dict[object, tuple[str, int]] = {}
-        self._chains: dict[str, RegisteredLayer] = {}
+        self._reservations: dict[object, tuple[str, int]] = {}
+        self._chain_cache: dict[str, RegisteredLayer] = {}
         #: Another number after each change.
         self.version = 0
 
@@ -48,19 +48,19 @@ class LayerRegistry:
         return self._nbytes
 
     @contextlib.contextmanager
-    def expecting(self, name: str, nbytes: int) -> Iterator[None]:
+    def reserve(self, name: str, nbytes: int) -> Iterator[None]:
         """Reserve memory for a layer of so many bytes while its parameters are brought to the device.
 
         Raises:
             TooLargeError: there are as many layers, or bytes, as may be.
         """
-        self.require_room(name, nbytes)
+        self.require_capacity(name, nbytes)
         coming = object()
-        self._coming[coming] = name, nbytes
+        self._reservations[coming] = name, nbytes
         try:
             yield
         finally:
-            del self._coming[coming]
+            del self._reservations[coming]
 
     def put(self, layer: RegisteredLayer) -> bool:
         """Register a layer; whether it replaced one, whose bytes it takes over.
@@ -69,25 +69,25 @@ class LayerRegistry:
             TooLargeError: there are as many layers, or bytes, as may be.
         """
         name = layer.name
-        self.require_room(name, layer.nbytes)
+        self.require_capacity(name, layer.nbytes)
         replaced = name in self._layers
-        self._nbytes += layer.nbytes - self._bytes_of(name)
+        self._nbytes += layer.nbytes - self._get_layer_bytes(name)
         self._layers[name] = layer
-        self._note_change()
+        self._record_change()
         return replaced
 
-    def require_room(self, name: str, nbytes: int) -> None:
+    def require_capacity(self, name: str, nbytes: int) -> None:
         """Refuse a layer of so many bytes that could not be registered now.
 
         Raises:
             TooLargeError: there are as many layers, or bytes, as may be.
         """
-        coming = dict(self._coming.values())
+        coming = dict(self._reservations.values())
         names = self._layers.keys() | coming.keys()
         if name not in names and len(names) >= self._max_layers:
             raise TooLargeError(f"{self._max_layers} layers are registered, no more than that are kept")
-        there = self._nbytes - self._bytes_of(name)
-        there += sum([of - self._bytes_of(other) for other, of in coming.items() if other != name])
+        there = self._nbytes - self._get_layer_bytes(name)
+        there += sum([of - self._get_layer_bytes(other) for other, of in coming.items() if other != name])
         if there + nbytes > self._max_bytes:
             raise TooLargeError(
                 f"the layer's parameters take {nbytes} bytes beside {there} of the layers that are there, "
@@ -108,7 +108,7 @@ class LayerRegistry:
                 raise NotReadyError("the server is still loading its layers") from None
             raise UnknownLayerError("no layer of that name is registered") from None
 
-    def named(self, op: Op, text: str) -> RegisteredLayer:
+    def resolve(self, op: Op, text: str) -> RegisteredLayer:
         """What a request of an operation names: a layer, or of a chain layers, joined by commas, as one.
 
         The same layers are the same chain each time.
@@ -119,12 +119,12 @@ class LayerRegistry:
         """
         if op is not Op.LAYER_NORM_CHAIN:
             return self.get(text)
-        chain = self._chains.get(text)
+        chain = self._chain_cache.get(text)
         if chain is None:
             chain = make_chain_layer([self.get(name) for name in text.split(",")])
-            if len(self._chains) >= _MOST_CHAINS:
-                self._chains.clear()
-            self._chains[text] = chain
+            if len(self._chain_cache) >= _MOST_CHAINS:
+                self._chain_cache.clear()
+            self._chain_cache[text] = chain
         return chain
 
     def remove(self, name: str) -> None:
@@ -135,16 +135,16 @@ class LayerRegistry:
         """
         self._nbytes -= self.get(name).nbytes
         del self._layers[name]
-        self._note_change()
+        self._record_change()
 
-    def all(self) -> list[RegisteredLayer]:
+    def list_layers(self) -> list[RegisteredLayer]:
         """Every layer, by name."""
         return [self._layers[name] for name in sorted(self._layers)]
 
-    def _note_change(self) -> None:
-        self._chains.clear()
+    def _record_change(self) -> None:
+        self._chain_cache.clear()
         self.version += 1
 
-    def _bytes_of(self, name: str) -> int:
+    def _get_layer_bytes(self, name: str) -> int:
         """What a layer of that name would replace."""
         return self._layers[name].nbytes if name in self._layers else 0

@@ -25,39 +25,39 @@ class LocalResponder:
     """The way back to the client of one connection.
 
     Attributes:
-        wire: None until the connection is served.
+        frame_socket: None until the connection is served.
     """
 
     def __init__(self, services: RequestServices, session: LocalSession) -> None:
         self.services = services
         self.session = session
-        self.wire: FrameSocket | None = None
+        self.frame_socket: FrameSocket | None = None
 
     @property
     def is_open(self) -> bool:
         """Whether they can still be sent."""
-        return self.wire is not None and self.wire.is_open
+        return self.frame_socket is not None and self.frame_socket.is_open
 
     @property
-    def flights(self) -> int:
+    def pending_replays(self) -> int:
         """Answers that a replayer will send."""
-        return 0 if self.wire is None else self.wire.flights
+        return 0 if self.frame_socket is None else self.frame_socket.pending_replays
 
-    def close(self) -> None:
+    def close_connection(self) -> None:
         """End the connection from this side."""
-        if self.wire is not None:
-            self.wire.close()
+        if self.frame_socket is not None:
+            self.frame_socket.close()
 
-    def send(
+    def send_frame(
         self, frame: bytes, descriptors: tuple[int, ...] = (), on_lost: Callable[[], None] | None = None
     ) -> None:
-        """Send an answer, as `FrameSocket.send`."""
-        assert self.wire is not None
-        self.wire.send(frame, descriptors, on_lost)
+        """Send an answer, as `FrameSocket.send_frame`."""
+        assert self.frame_socket is not None
+        self.frame_socket.send_frame(frame, descriptors, on_lost)
 
-    def refuse(self, tag: int, error: NormserveError, record: RequestRecord) -> None:
+    def respond_error(self, tag: int, error: NormserveError, record: RequestRecord) -> None:
         """Answer a message with an error, and account for it."""
-        LocalExchange(self, tag, record).refuse(error)
+        LocalExchange(self, tag, record).respond_error(error)
 
 
 class LocalExchange(CallbackRequest):
@@ -75,9 +75,9 @@ class LocalExchange(CallbackRequest):
     ) -> None:
         # Ids are no secrets, so the system's random source, a system call for each id, is not needed.
         request_id = f"{_names.getrandbits(128):032x}"
-        super().__init__(answers.services, request_id, headers, answers.session.caller, record)
+        super().__init__(answers.services, request_id, headers, answers.session.client_identity, record)
         self.tag = tag
-        self._answers = answers
+        self._responder = answers
 
     def send_result(self, result: NormResult, job: NormJob) -> None:
         raise AssertionError("only operations have results")
@@ -90,23 +90,23 @@ class LocalExchange(CallbackRequest):
         )
         if isinstance(error, RetryLaterError):
             answer.retry_after_s = compute_retry_after_s(error)
-        self._answers.send(frames.encode_frame(self.tag, answer))
-        self.end()
+        self._responder.send_frame(frames.encode_frame(self.tag, answer))
+        self.finish_message()
 
-    def end(self) -> None:
+    def finish_message(self) -> None:
         """Account for a message that has been answered."""
-        has_left = self.record.error == ClientLeftError.code or not self._answers.is_open
-        self.account(is_delivered=not has_left)
+        has_left = self.record.error_code == ClientLeftError.code or not self._responder.is_open
+        self.finish_request(is_delivered=not has_left)
 
     def describe_span(self) -> "tuple[str, Attributes]":
         attributes: Attributes = {
             "network.transport": "unix",
-            "client.address": self.caller.address,
+            "client.address": self.client_identity.address,
             "normserve.request_id": self.request_id,
             "normserve.status": self.record.status,
         }
         return f"local {self.record.op}", attributes
 
-    def describe_target(self) -> tuple[str, str]:
+    def describe_log_target(self) -> tuple[str, str]:
         record = self.record
         return record.transport, record.op if record.direction == NONE else f"{record.op}/{record.direction}"

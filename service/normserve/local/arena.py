@@ -27,7 +27,7 @@ class ArenaRange(NamedTuple):
     start: int
     stop: int
 
-    def overlaps(self, other: "ArenaRange") -> bool:
+    def has_overlap(self, other: "ArenaRange") -> bool:
         """Whether any byte belongs to both."""
         return self.segment == other.segment and max(self.start, other.start) < min(self.stop, other.stop)
 
@@ -42,20 +42,20 @@ class SegmentTable:
 
     def __init__(self) -> None:
         self.segments: dict[int, memoryview] = {}
-        self._next = 0
+        self._next_number = 0
 
-    def add(self, memory: memoryview) -> int:
+    def add_segment(self, memory: memoryview) -> int:
         """Take a segment in; its number."""
-        number = self._next
-        self._next += 1
+        number = self._next_number
+        self._next_number += 1
         self.segments[number] = memory
         return number
 
-    def has(self, references: Iterable[TensorReference | SegmentRange]) -> bool:
+    def has_segments(self, references: Iterable[TensorReference | SegmentRange]) -> bool:
         """Whether the segments of all these are there still."""
         return all(each.segment in self.segments for each in references)
 
-    def tensor(self, name: str, located: TensorReference) -> tuple[HostTensor, ArenaRange]:
+    def find_tensor(self, name: str, located: TensorReference) -> tuple[HostTensor, ArenaRange]:
         """A tensor in the arena, and its bytes.
 
         Raises:
@@ -70,21 +70,21 @@ class SegmentTable:
                 f"{_format_label(name)} must be {expected}, got {located.dtype[:_LONGEST_NAME]!r}"
             )
         nbytes = count_bits(located.shape, 8 * dtype.itemsize) // 8
-        data = self._bytes(name, located.segment, located.offset, nbytes)
+        data = self._find_bytes(name, located.segment, located.offset, nbytes)
         span = ArenaRange(located.segment, located.offset, located.offset + nbytes)
         kind = DeviceTensor if isinstance(data, DeviceMemoryView) else HostTensor
         return kind(dtype, located.shape, data), span
 
-    def place(self, name: str, place: SegmentRange) -> memoryview:
+    def find_result_buffer(self, name: str, place: SegmentRange) -> memoryview:
         """The bytes that a result may be written to.
 
         Raises:
             InvalidParameterError: they do not lie in a segment of this arena, or not as tensors must.
         """
-        return self._bytes(name, place.segment, place.offset, place.nbytes)
+        return self._find_bytes(name, place.segment, place.offset, place.nbytes)
 
-    def _bytes(self, name: str, number: int, offset: int, nbytes: int) -> memoryview:
-        segment = self._segment(name, number)
+    def _find_bytes(self, name: str, number: int, offset: int, nbytes: int) -> memoryview:
+        segment = self._find_segment(name, number)
         if offset % ALIGNMENT:
             raise InvalidParameterError(
                 f"the offset of {_format_label(name)} must be a multiple of {ALIGNMENT}, got {offset}"
@@ -97,7 +97,7 @@ class SegmentTable:
             )
         return segment[offset : offset + nbytes]
 
-    def _segment(self, name: str, number: int) -> memoryview:
+    def _find_segment(self, name: str, number: int) -> memoryview:
         try:
             return self.segments[number]
         except KeyError:
@@ -154,7 +154,7 @@ def check_result_ranges(
         for other, theirs in (*taken, *tensors.items()):
             if theirs == span and over.get(name) == other:
                 is_over = True
-            elif span.overlaps(theirs):
+            elif span.has_overlap(theirs):
                 raise InvalidParameterError(
                     f"the place for {name} must not overlap {_format_label(other)}, it does"
                 )

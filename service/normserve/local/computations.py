@@ -21,10 +21,10 @@ class ConnectionComputations:
     """Those of one connection.
 
     Attributes:
-        service, arena, answers: what they are computed with, from where, and how they are answered.
-        prepared: the connection's prepared calls.
+        services, segment_table, responder: what they are computed with, from where, and how they are answered.
+        prepared_calls: the connection's prepared calls.
         on_end: called once an operation is over, before it is answered.
-        under_way: those that the engine has.
+        in_progress: those that the engine has.
     """
 
     def __init__(
@@ -35,28 +35,28 @@ class ConnectionComputations:
         answers: LocalResponder,
         on_end: Callable[[], None],
     ) -> None:
-        self.service = service
-        self.arena = arena
-        self.prepared = prepared
-        self.answers = answers
+        self.services = service
+        self.segment_table = arena
+        self.prepared_calls = prepared
+        self.responder = answers
         self.on_end = on_end
-        self.under_way: set[LocalComputation] = set()
+        self.in_progress: set[LocalComputation] = set()
 
-    def begin(self, tag: int, request: ComputeRequest, record: RequestRecord) -> None:
+    def begin_computation(self, tag: int, request: ComputeRequest, record: RequestRecord) -> None:
         """Have an operation run; it is answered, now or later, whatever becomes of it."""
-        if self.service.polling is not None:
-            self.service.polling.note_received()
-        LocalComputation(self, tag, request, record).begin()
+        if self.services.busy_poller is not None:
+            self.services.busy_poller.record_received()
+        LocalComputation(self, tag, request, record).begin_computation()
 
-    def withdraw(self, tag: int) -> None:
+    def cancel_computation(self, tag: int) -> None:
         """The client does not want what it asked for under this tag, if that waits still."""
-        for each in [each for each in self.under_way if each.tag == tag]:
-            each.withdraw()
+        for each in [each for each in self.in_progress if each.tag == tag]:
+            each.cancel_job()
 
-    def abandon(self) -> None:
+    def cancel_all(self) -> None:
         """The client is gone: what waits is refused; what runs keeps its permit until the device is done."""
-        for each in tuple(self.under_way):
-            each.withdraw()
+        for each in tuple(self.in_progress):
+            each.cancel_job()
 
 
 class LocalComputation(LocalExchange):
@@ -68,59 +68,61 @@ class LocalComputation(LocalExchange):
     def __init__(
         self, computations: ConnectionComputations, tag: int, request: ComputeRequest, record: RequestRecord
     ) -> None:
-        super().__init__(computations.answers, tag, record, request.headers)
+        super().__init__(computations.responder, tag, record, request.headers)
         self._computations = computations
         self._request = request
 
-    def begin(self) -> None:
+    def begin_computation(self) -> None:
         """Check and begin the operation, or refuse it."""
         computations = self._computations
-        service = computations.service
+        service = computations.services
         try:
-            self._answers.session.authorise(_INFER, self)
-            plan, layer = service.operations.plan(
-                self._request, computations.arena, computations.prepared, self.record
+            self._responder.session.authorise(_INFER, self)
+            plan, layer = service.operation_planner.plan_request(
+                self._request, computations.segment_table, computations.prepared_calls, self.record
             )
             self._plan = plan
-            self.acquire_permit(plan.nbytes)
-            job = plan.job(layer)
-            self.charge_memory(job, plan.cost, plan.nbytes)
-            self.record.received = plan.nbytes
+            self.acquire_permit(plan.tensor_bytes)
+            job = plan.make_job(layer)
+            self.charge_memory(job, plan.cost, plan.tensor_bytes)
+            self.record.received_bytes = plan.tensor_bytes
             if job.is_on_device:
                 self.record.transport = "local_cuda"
-            assert self._request.asked is not None
-            self.begin_job(job, self._request.asked.timeout_ms)
+            assert self._request.operation is not None
+            self.submit_job(job, self._request.operation.timeout_ms)
         except Exception as error:
-            self.refuse(error)
+            self.respond_error(error)
         else:
-            computations.under_way.add(self)
+            computations.in_progress.add(self)
 
-    def conclude(self, ended: NormResult | NormserveError, job: NormJob) -> None:
-        self._computations.under_way.discard(self)
+    def conclude_job(self, ended: NormResult | NormserveError, job: NormJob) -> None:
+        self._computations.in_progress.discard(self)
         assert self.permit is not None
         # Before others are begun: the client has the memory.
         self.permit.release()
         if isinstance(ended, DrainingError | DeviceFailureError):
             # It may run still, and would write where the client, once it has an answer, keeps something else.
-            self._answers.close()
+            self._responder.close_connection()
         self._computations.on_end()
-        super().conclude(ended, job)
+        super().conclude_job(ended, job)
 
     def send_result(self, result: NormResult, job: NormJob) -> None:
-        request, plan, record, service = self._request, self._plan, self.record, self._computations.service
+        request, plan, record, service = self._request, self._plan, self.record, self._computations.services
         began = time.perf_counter()
         frame = frames.encode_frame(self.tag, make_response(plan, result, self.request_id, record, began))
-        record.stages["serialize"] = time.perf_counter() - began
+        record.stage_seconds["serialize"] = time.perf_counter() - began
         record.status = 200
-        record.waiting_in = "send"
-        self._answers.send(frame)
-        self.end()
+        record.current_stage = "send"
+        self._responder.send_frame(frame)
+        self.finish_message()
         message = request.message
         # What it lies in may have been given back meanwhile.
-        if service.replaying is not None and self._computations.arena.has(
+        if service.request_replays is not None and self._computations.segment_table.has_segments(
             [*message.tensors.values(), *message.results.values()]
         ):
             assert self.permit is not None
-            service.replaying.learn(request, plan.described, job, record, self.permit.nbytes, self._answers)
-        if service.polling is not None:
-            service.polling.note_sent()
+            service.request_replays.add_replay(
+                request, plan.encoded_results, job, record, self.permit.nbytes, self._responder
+            )
+        if service.busy_poller is not None:
+            service.busy_poller.record_sent()

@@ -48,7 +48,7 @@ class LocalServerConnection:
 
     Attributes:
         peer: the client's process.
-        on_gone: told that the connection has ended, and of the segments that the client has not given back.
+        on_closed: told that the connection has ended, and of the segments that the client has not given back.
     """
 
     def __init__(
@@ -59,154 +59,159 @@ class LocalServerConnection:
         watch: makes a descriptor that can be read once the peer has ended, while the connection is open; None
             where there is none.
         """
-        self._service = service
-        self._watch = watch
+        self._services = service
+        self._open_exit_descriptor = watch
         self.peer = peer
-        self.on_gone: Callable[[list[ClientSegment]], None] = service.leftovers.give_back
-        self._session = LocalSession(peer.uid, key_name, service.authorisation)
-        self._arena = SegmentTable()
+        self.on_closed: Callable[[list[ClientSegment]], None] = service.orphaned_segments.free_segments
+        self._session = LocalSession(peer.uid, key_name, service.key_authorisation)
+        self._segment_table = SegmentTable()
         # Of the device: given back, and charged until the client's process has ended.
-        self._spent: list[ChargedDeviceSegment] = []
-        self._waiting: deque[tuple[int, Said, float, float]] = deque()
+        self._returned_segments: list[ChargedDeviceSegment] = []
+        self._queued_messages: deque[tuple[int, Said, float, float]] = deque()
         # By frames: clients send the same few repeatedly.
-        counters = service.requests.metrics.prepared_call_counters("connection")
-        self._prepared = PreparedCallCache(_PREPARED_BYTES, counters)
+        counters = service.request_services.metrics.get_prepared_call_counters("connection")
+        self._prepared_calls = PreparedCallCache(_PREPARED_BYTES, counters)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._answers = LocalResponder(service.requests, self._session)
+        self._responder = LocalResponder(service.request_services, self._session)
         self._computations = ConnectionComputations(
-            service, self._arena, self._prepared, self._answers, self._on_room
+            service, self._segment_table, self._prepared_calls, self._responder, self._on_request_end
         )
 
     @property
     def is_busy(self) -> bool:
         """Whether requests of it are under way."""
-        return bool(self._tasks or self._computations.under_way or self._answers.flights)
+        return bool(self._tasks or self._computations.in_progress or self._responder.pending_replays)
 
-    def serve(self, wire: FrameSocket) -> None:
+    def start(self, wire: FrameSocket) -> None:
         """Begin."""
-        self._answers.wire = wire
-        wire.read(wanted=True)
+        self._responder.frame_socket = wire
+        wire.set_receiving(wanted=True)
 
     def close(self) -> None:
         """End it from this side."""
-        self._answers.close()
+        self._responder.close_connection()
 
     def on_frame(self, tag: int, content: bytes, began: float, ended: float) -> None:
         """Answer what a frame says, each message under a tag of its own."""
-        messages: Sequence[Said] | None = self._prepared.find(content)
+        messages: Sequence[Said] | None = self._prepared_calls.find(content)
         if messages is None:
             try:
-                messages = self._read(content)
+                messages = self._parse_frame(content)
             except MalformedPayloadError as error:
-                self._answers.refuse(tag, error, RequestRecord(transport="local", began=began))
+                self._responder.respond_error(tag, error, RequestRecord(transport="local", began_at=began))
                 return
-        if len(messages) == 1 and not self._waiting and self._has_room:
-            self._begin(tag, messages[0], began, ended)
+        if len(messages) == 1 and not self._queued_messages and self._has_free_slot:
+            self._begin_message(tag, messages[0], began, ended)
             return
         for index, message in enumerate(messages):
-            self._waiting.append(((tag + index) % frames.TAGS, message, began, ended))
-        self._begin_waiting()
+            self._queued_messages.append(((tag + index) % frames.TAGS, message, began, ended))
+        self._begin_queued()
 
-    def _read(self, content: bytes) -> Sequence[Said]:
+    def _parse_frame(self, content: bytes) -> Sequence[Said]:
         said = [
             ComputeRequest(each) if isinstance(each, frames.ComputeMessage) else each
             for each in frames.decode_messages(content)
         ]
         # Only operations are sent repeatedly, and of these none that names a span.
         if all(isinstance(each, ComputeRequest) and not each.headers for each in said):
-            self._prepared.keep(content, said, _BYTES_PER_MESSAGE * len(said) + _BYTES_PER_BYTE * len(content))
+            self._prepared_calls.store(
+                content, said, _BYTES_PER_MESSAGE * len(said) + _BYTES_PER_BYTE * len(content)
+            )
             if isinstance(first := said[0], ComputeRequest) and len(said) == 1:
-                first.content = content
+                first.frame_content = content
         return said
 
     def on_fault(self, error: NormserveError) -> None:
         """Say what is wrong, and end: it is unknown where the next frame begins."""
-        self._answers.refuse(0, error, RequestRecord(transport="local"))
+        self._responder.respond_error(0, error, RequestRecord(transport="local"))
         self.close()
 
     def on_end(self) -> None:
         """The client has left: what waits is dropped, and results of what runs are discarded."""
-        self._waiting.clear()
-        self._forget()
-        self._computations.abandon()
-        self.on_gone(self._segments_left())
+        self._queued_messages.clear()
+        self._clear_caches()
+        self._computations.cancel_all()
+        self.on_closed(self._release_segments())
 
-    def _segments_left(self) -> list[ClientSegment]:
+    def _release_segments(self) -> list[ClientSegment]:
         """What the client has of the server's memory; this connection has that no more."""
-        segments: list[ClientSegment] = [*map(_get_segment, self._arena.segments.values()), *self._spent]
+        segments: list[ClientSegment] = [
+            *map(_get_segment, self._segment_table.segments.values()),
+            *self._returned_segments,
+        ]
         # In its place: what is lent again while the connection ends may return there.
-        self._spent.clear()
-        self._arena.segments.clear()
+        self._returned_segments.clear()
+        self._segment_table.segments.clear()
         return segments
 
-    def _begin_waiting(self) -> None:
-        while self._waiting and self._has_room:
-            self._begin(*self._waiting.popleft())
-        wire = self._answers.wire
+    def _begin_queued(self) -> None:
+        while self._queued_messages and self._has_free_slot:
+            self._begin_message(*self._queued_messages.popleft())
+        wire = self._responder.frame_socket
         if wire is not None:
-            wire.read(wanted=not self._waiting)
+            wire.set_receiving(wanted=not self._queued_messages)
 
-    def _on_room(self) -> None:
-        if self._waiting:
-            self._begin_waiting()
+    def _on_request_end(self) -> None:
+        if self._queued_messages:
+            self._begin_queued()
 
     @property
-    def _has_room(self) -> bool:
+    def _has_free_slot(self) -> bool:
         """Whether another request may be answered now."""
-        return len(self._tasks) + len(self._computations.under_way) < MOST_UNDER_WAY
+        return len(self._tasks) + len(self._computations.in_progress) < MOST_UNDER_WAY
 
-    def _begin(self, tag: int, message: Said, began: float, ended: float) -> None:
+    def _begin_message(self, tag: int, message: Said, began: float, ended: float) -> None:
         """Do what a message says; its frame came from `began` to `ended`."""
         if isinstance(message, _UNANSWERED):
-            self._let_go(message)
+            self._handle_silent_message(message)
             return
-        record = RequestRecord(transport="local", stages={"recv": ended - began}, began=began)
+        record = RequestRecord(transport="local", stage_seconds={"recv": ended - began}, began_at=began)
         if isinstance(message, ComputeRequest):
-            self._computations.begin(tag, message, record)
+            self._computations.begin_computation(tag, message, record)
             return
-        exchange = LocalExchange(self._answers, tag, record)
-        task = asyncio.get_running_loop().create_task(self._attend(message, exchange))
+        exchange = LocalExchange(self._responder, tag, record)
+        task = asyncio.get_running_loop().create_task(self._handle_message(message, exchange))
         self._tasks.add(task)
-        task.add_done_callback(self._end_task)
+        task.add_done_callback(self._on_task_end)
 
-    def _end_task(self, task: asyncio.Task[None]) -> None:
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        self._on_room()
+        self._on_request_end()
 
-    def _let_go(self, message: frames.CancelRequestMessage | frames.FreeSegmentMessage) -> None:
+    def _handle_silent_message(self, message: frames.CancelRequestMessage | frames.FreeSegmentMessage) -> None:
         """What has no answer: unknown numbers are ignored."""
         if isinstance(message, frames.FreeSegmentMessage):
-            self._take_back(message.segment)
+            self._remove_segment(message.segment)
             return
-        self._computations.withdraw(message.request)
+        self._computations.cancel_computation(message.request)
 
-    def _take_back(self, number: int | None) -> None:
+    def _remove_segment(self, number: int | None) -> None:
         """Take a segment out of the arena, which the client has given back or has never received."""
-        memory = None if number is None else self._arena.segments.pop(number, None)
+        memory = None if number is None else self._segment_table.segments.pop(number, None)
         # What is known may lie there, and would keep it.
-        self._forget()
+        self._clear_caches()
         if memory is not None:
             segment = _get_segment(memory)
             if isinstance(segment, ChargedDeviceSegment):
-                self._spent.append(segment)
+                self._returned_segments.append(segment)
             else:
-                self._service.leftovers.give_back([segment])
+                self._services.orphaned_segments.free_segments([segment])
 
-    def _forget(self) -> None:
-        self._prepared.clear()
-        if self._service.replaying is not None:
-            self._service.replaying.forget(self._answers)
+    def _clear_caches(self) -> None:
+        self._prepared_calls.clear()
+        if self._services.request_replays is not None:
+            self._services.request_replays.remove_replays(self._responder)
 
-    async def _attend(self, message: Message, exchange: LocalExchange) -> None:
+    async def _handle_message(self, message: Message, exchange: LocalExchange) -> None:
         """Answer one message but an operation, whatever becomes of it, and account for it."""
         try:
-            await self._answer(message, exchange)
+            await self._send_response(message, exchange)
         except Exception as error:
-            exchange.refuse(error)
+            exchange.respond_error(error)
         else:
-            exchange.end()
+            exchange.finish_message()
 
-    async def _answer(self, message: Message, exchange: LocalExchange) -> None:
+    async def _send_response(self, message: Message, exchange: LocalExchange) -> None:
         record = exchange.record
         descriptors: tuple[int, ...] = ()
         on_lost: Callable[[], None] | None = None
@@ -214,61 +219,63 @@ class LocalServerConnection:
         match message:
             case frames.HelloMessage():
                 record.op = "hello"
-                answer.document = self._session.greet(message, self._offered())
-                exchange.caller = self._session.caller
+                answer.document = self._session.accept_hello(message, self._describe_device_memory())
+                exchange.client_identity = self._session.client_identity
             case frames.GrowArenaMessage():
                 record.op = "grow"
                 self._session.authorise(_ANY, exchange)
-                descriptors = (await self._grow(message, answer),)
-                on_lost = functools.partial(self._take_back, answer.segment)
+                descriptors = (await self._add_segment(message, answer),)
+                on_lost = functools.partial(self._remove_segment, answer.segment)
             case frames.GetInfoMessage():
                 record.op = "info"
                 self._session.authorise(_ANY, exchange)
-                answer.document = await self._service.describe()
+                answer.document = await self._services.describe_server()
             case _:
                 record.op = "layers"
-                sender = MessageOrigin(self._arena, self._session, exchange)
-                answer.document, answer.status = await self._service.layers.answer(message, sender)
+                sender = MessageOrigin(self._segment_table, self._session, exchange)
+                answer.document, answer.status = await self._services.layer_messages.handle_message(message, sender)
         record.status = answer.status
-        self._answers.send(frames.encode_frame(exchange.tag, answer), descriptors, on_lost)
+        self._responder.send_frame(frames.encode_frame(exchange.tag, answer), descriptors, on_lost)
 
-    def _offered(self) -> dict[str, Any]:
+    def _describe_device_memory(self) -> dict[str, Any]:
         """What the greeting says of the device's memory; nothing before the server is ready, which finds out."""
-        service = self._service
-        if service.requests.engine.device is None:
+        service = self._services
+        if service.request_services.engine.device_description is None:
             return {}
-        return {"device": service.device_memory.offer()}
+        return {"device": service.device_allocator.describe_device()}
 
-    async def _grow(self, message: frames.GrowArenaMessage, answer: LocalResponse) -> int:
+    async def _add_segment(self, message: frames.GrowArenaMessage, answer: LocalResponse) -> int:
         """Make the segment that is asked for and say so in the answer; the descriptor to go with it."""
-        service = self._service
-        service.requests.engine.require_ready()
+        service = self._services
+        service.request_services.engine.require_ready()
         # If the connection ends meanwhile, its peer can no longer be found.
-        watch = self._watch()
+        watch = self._open_exit_descriptor()
         try:
-            return await self._grown(message, answer)
+            return await self._allocate_segment(message, answer)
         finally:
-            if self._answers.is_open:
+            if self._responder.is_open:
                 if watch is not None:
                     os.close(watch)
             else:
-                self._take_back(answer.segment)
-                service.leftovers.keep(self.peer.pid, watch, self._segments_left())
+                self._remove_segment(answer.segment)
+                service.orphaned_segments.retain_segments(self.peer.pid, watch, self._release_segments())
 
-    async def _grown(self, message: frames.GrowArenaMessage, answer: LocalResponse) -> int:
-        service = self._service
+    async def _allocate_segment(self, message: frames.GrowArenaMessage, answer: LocalResponse) -> int:
+        service = self._services
         segment: ChargedSegment | ChargedDeviceSegment
         if message.memory == "device":
-            lend = service.device_memory.lend(self.peer, message.nbytes, self._spent, service.leftovers)
+            lend = service.device_allocator.allocate_segment(
+                self.peer, message.nbytes, self._returned_segments, service.orphaned_segments
+            )
             descriptor, segment = await lend
             answer.device, answer.nbytes = segment.device.uuid, len(segment)
-            memory = segment.whole()
+            memory = segment.view()
         else:
             # What this client has just given back does not count.
-            await service.leftovers.settle()
-            descriptor, segment = await service.memory.lend(self.peer.uid, message.nbytes)
+            await service.orphaned_segments.wait_freed()
+            descriptor, segment = await service.host_allocator.allocate_segment(self.peer.uid, message.nbytes)
             memory = memoryview(segment)
-        answer.segment = self._arena.add(memory)
+        answer.segment = self._segment_table.add_segment(memory)
         return descriptor
 
 

@@ -28,18 +28,18 @@ class ChargedDeviceSegment(DeviceSegment):
 
     Attributes:
         uid: whose it is.
-        is_given_back: its process has ended.
-        home: is told the user and the bytes once it has gone.
+        is_returned: its process has ended.
+        released_charges: is told the user and the bytes once it has gone.
     """
 
     uid = 0
-    is_given_back = False
-    home: "queue.SimpleQueue[tuple[int, int]] | None" = None
+    is_returned = False
+    released_charges: "queue.SimpleQueue[tuple[int, int]] | None" = None
 
     def __del__(self) -> None:
         super().__del__()
-        if self.home is not None:
-            self.home.put((self.uid, len(self)))
+        if self.released_charges is not None:
+            self.released_charges.put((self.uid, len(self)))
 
 
 class DeviceSegmentAllocator:
@@ -50,8 +50,8 @@ class DeviceSegmentAllocator:
         most_bytes: that one user may have; 0 lends none.
         find: the device, once the server is ready; None where its memory cannot be lent.
         """
-        self._most_bytes = most_bytes
-        self._find = find
+        self._max_user_bytes = most_bytes
+        self._find_device = find
         self._accounts = SegmentAccounts(most_bytes, "device memory", "local_device_bytes")
 
     @property
@@ -62,14 +62,14 @@ class DeviceSegmentAllocator:
     @property
     def device(self) -> ShareableDevice | None:
         """Whose memory is lent; None where none is."""
-        return self._find() if self._most_bytes else None
+        return self._find_device() if self._max_user_bytes else None
 
-    def offer(self) -> dict[str, Any] | None:
+    def describe_device(self) -> dict[str, Any] | None:
         """What a client is told of it."""
         device = self.device
-        return None if device is None else {"uuid": device.uuid, "bytes": self._most_bytes}
+        return None if device is None else {"uuid": device.uuid, "bytes": self._max_user_bytes}
 
-    async def lend(
+    async def allocate_segment(
         self, peer: PeerProcess, nbytes: int, spent: list[ChargedDeviceSegment], leftovers: OrphanedSegments
     ) -> tuple[int, ChargedDeviceSegment]:
         """A segment of zeros of at least so many bytes: the descriptor, which is the caller's to close, and itself.
@@ -86,16 +86,16 @@ class DeviceSegmentAllocator:
         device = self.device
         if device is None:
             raise InvalidParameterError("memory must be host: this server does not share device memory")
-        nbytes = device.rounded(nbytes)
+        nbytes = device.round_up(nbytes)
         known = _pop_reusable(peer, nbytes, spent, leftovers)
         if known is None:
-            self._accounts.charge(peer.uid, nbytes)
+            self._accounts.charge_segment(peer.uid, nbytes)
         try:
             # Clearing, and what the driver does, take a millisecond, which others shall not wait.
             descriptor, segment = await make_on_thread(_export_segment, device, known, nbytes)
         except BaseException as error:
             if known is None:
-                self._accounts.returned.put((peer.uid, nbytes))
+                self._accounts.released_charges.put((peer.uid, nbytes))
             else:
                 spent.append(known)
             if not isinstance(error, DeviceMemoryError):
@@ -103,8 +103,8 @@ class DeviceSegmentAllocator:
             if not isinstance(error, DeviceMemoryFullError):
                 # The text alone: an error's frames hold the segment.
                 log.error("device memory cannot be shared: %s", str(error))
-            raise self._accounts.exhausted(nbytes) from None
-        segment.uid, segment.home = peer.uid, self._accounts.returned
+            raise self._accounts.make_exhausted_error(nbytes) from None
+        segment.uid, segment.released_charges = peer.uid, self._accounts.released_charges
         return descriptor, segment
 
 
@@ -113,7 +113,7 @@ def _pop_reusable(
 ) -> ChargedDeviceSegment | None:
     """The smallest of what the client's process has had already that is large enough, if anything is."""
     found: tuple[list[Any], ChargedDeviceSegment] | None = None
-    kept: Sequence[list[Any]] = (spent, leftovers.of(peer.pid) if peer.pid else [])
+    kept: Sequence[list[Any]] = (spent, leftovers.find_segments(peer.pid) if peer.pid else [])
     for segments in kept:
         for segment in segments:
             if not isinstance(segment, ChargedDeviceSegment) or segment.uid != peer.uid or len(segment) < nbytes:
@@ -130,7 +130,7 @@ def _export_segment(
     device: ShareableDevice, segment: ChargedDeviceSegment | None, nbytes: int
 ) -> tuple[int, ChargedDeviceSegment]:
     if segment is None:
-        segment = device.make(nbytes, ChargedDeviceSegment)
+        segment = device.allocate(nbytes, ChargedDeviceSegment)
     else:
-        device.clear(segment)
-    return device.export(segment), segment
+        device.zero_segment(segment)
+    return device.export_descriptor(segment), segment

@@ -35,11 +35,11 @@ class MessageOrigin:
     """Who sent a message.
 
     Attributes:
-        arena: where its tensors lie.
+        segment_table: where its tensors lie.
         exchange: the message's.
     """
 
-    arena: SegmentTable
+    segment_table: SegmentTable
     session: LocalSession
     exchange: LocalExchange
 
@@ -53,14 +53,14 @@ class LayerMessageDispatcher:
     """Answers them.
 
     Attributes:
-        requests: what every request is served with.
+        request_services: what every request is served with.
     """
 
-    requests: RequestServices
+    request_services: RequestServices
     layers: LayerRegistry
-    changes: LayerChanges
+    layer_changes: LayerChanges
 
-    async def answer(self, message: Message, sender: MessageOrigin) -> _Answer:
+    async def handle_message(self, message: Message, sender: MessageOrigin) -> _Answer:
         """What a message is answered with, and the status.
 
         Raises:
@@ -70,41 +70,41 @@ class LayerMessageDispatcher:
         match message:
             case frames.ListLayersMessage():
                 sender.authorise(_READS)
-                return {"layers": [describe_layer(layer) for layer in layers.all()]}, 200
+                return {"layers": [describe_layer(layer) for layer in layers.list_layers()]}, 200
             case frames.GetLayerMessage():
                 sender.authorise(_READS)
                 return describe_layer(layers.get(message.name)), 200
             case frames.DeleteLayerMessage():
-                return await self._audited("DELETE", message, sender, self._delete)
+                return await self._change_with_audit("DELETE", message, sender, self._delete_layer)
             case frames.PutLayerMessage():
-                return await self._audited("PUT", message, sender, self._put)
+                return await self._change_with_audit("PUT", message, sender, self._register_layer)
             case _:
                 raise AssertionError(f"{message} is no message about layers")
 
-    async def _delete(self, message: Any, sender: MessageOrigin) -> _Answer:
-        sender.exchange.begin_work()
-        await self.changes.remove(message.name)
+    async def _delete_layer(self, message: Any, sender: MessageOrigin) -> _Answer:
+        sender.exchange.begin_processing()
+        await self.layer_changes.remove(message.name)
         return None, 204
 
-    async def _put(self, message: Any, sender: MessageOrigin) -> _Answer:
+    async def _register_layer(self, message: Any, sender: MessageOrigin) -> _Answer:
         if not is_layer_name(message.name):
             raise InvalidParameterError(f"a layer's name must be {LAYER_NAMES}")
         query = message.query.encode()
         require_layer_query(query)
-        self.requests.engine.require_ready()
-        arena, exchange = sender.arena, sender.exchange
+        self.request_services.engine.require_ready()
+        arena, exchange = sender.segment_table, sender.exchange
         nbytes = sum([len(tensor.data) for tensor in _find_parameters(arena, message.tensors).values()])
         permit = exchange.acquire_permit(nbytes)
         try:
             exchange.charge_copy(nbytes)
             body = memoryview(b"".join(safetensors.encode(copy_tensors(_find_parameters(arena, message.tensors)))))
-            exchange.begin_work()
-            layer, replaced = await self.changes.register(message.name, query, body)
+            exchange.begin_processing()
+            layer, replaced = await self.layer_changes.register(message.name, query, body)
         finally:
             permit.release()
         return describe_layer(layer), 200 if replaced else 201
 
-    async def _audited(
+    async def _change_with_audit(
         self, method: str, message: Any, sender: MessageOrigin, change: Callable[..., Any]
     ) -> _Answer:
         """Make a change, and tell the audit trail what became of it."""
@@ -128,7 +128,7 @@ def _find_parameters(arena: SegmentTable, located: Mapping[str, TensorReference]
     Raises:
         InvalidParameterError: they lie in the device's memory.
     """
-    tensors = {name: arena.tensor(name, each)[0] for name, each in located.items()}
+    tensors = {name: arena.find_tensor(name, each)[0] for name, each in located.items()}
     if any(isinstance(tensor, DeviceTensor) for tensor in tensors.values()):
         raise InvalidParameterError("a layer's parameters must be in host memory, they are not")
     return tensors

@@ -25,100 +25,102 @@ class ChargedSegment(HostSegment):
 
     Attributes:
         uid: whose it is.
-        is_given_back: no view of it is left.
-        registration: what keeps the device's driver aware of it; it goes before the memory does.
-        home: is told the user and the bytes once it has gone.
+        is_returned: no view of it is left.
+        device_registration: what keeps the device's driver aware of it; it goes before the memory does.
+        released_charges: is told the user and the bytes once it has gone.
     """
 
     uid = 0
-    is_given_back = False
-    registration: object = None
-    home: "queue.SimpleQueue[tuple[int, int]] | None" = None
+    is_returned = False
+    device_registration: object = None
+    released_charges: "queue.SimpleQueue[tuple[int, int]] | None" = None
 
     def __del__(self) -> None:
-        if self.home is not None:
-            self.registration = None
-            if self.is_given_back:
-                self.discard()
+        if self.released_charges is not None:
+            self.device_registration = None
+            if self.is_returned:
+                self.discard_content()
             # Reentrant, unlike a lock: this may run within any allocation of any thread.
-            self.home.put((self.uid, len(self)))
+            self.released_charges.put((self.uid, len(self)))
 
 
 class ClientSegment(Protocol):
     """A segment of any kind of memory that a user is charged for.
 
     Attributes:
-        is_given_back: no view of it is left.
+        is_returned: no view of it is left.
     """
 
-    is_given_back: bool
+    is_returned: bool
 
 
 class _UserAccount:
     """What one user has."""
 
     def __init__(self) -> None:
-        self.bytes = 0
-        self.segments = 0
+        self.nbytes = 0
+        self.segment_count = 0
 
 
 class SegmentAccounts:
     """What users are charged for; belongs to the event loop's thread.
 
     Attributes:
-        most_bytes: that one user may have.
-        returned: told the user and the bytes of each segment that is gone, by any thread; unlike a lock it is
-            reentrant, for what runs within any allocation.
+        max_user_bytes: that one user may have.
+        released_charges: the user and the bytes of each segment that is gone, put there by any thread; unlike a
+            lock it is reentrant, for what runs within any allocation.
     """
 
     def __init__(self, most_bytes: int, kind: str, setting: str) -> None:
         """Args:
         kind: of memory, as errors have it.
-        setting: what says `most_bytes`.
+        setting: what says `max_user_bytes`.
         """
-        self.most_bytes = most_bytes
-        self.returned: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
-        self._kind, self._setting = kind, setting
-        self._of_users: dict[int, _UserAccount] = {}
+        self.max_user_bytes = most_bytes
+        self.released_charges: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+        self._memory_name, self._setting_name = kind, setting
+        self._by_uid: dict[int, _UserAccount] = {}
 
     @property
     def nbytes(self) -> int:
         """Of all users."""
-        self._collect()
-        return sum([account.bytes for account in self._of_users.values()])
+        self._collect_released()
+        return sum([account.nbytes for account in self._by_uid.values()])
 
-    def charge(self, uid: int, nbytes: int) -> None:
+    def charge_segment(self, uid: int, nbytes: int) -> None:
         """A user takes a segment of so many bytes.
 
         Raises:
             TooLargeError: no user may have so many.
             OverloadedError: this one may not now.
         """
-        self._collect()
-        if nbytes > self.most_bytes:
-            raise TooLargeError(f"{nbytes} bytes of {self._kind} are more than {self._setting}, {self.most_bytes}")
-        account = self._of_users.setdefault(uid, _UserAccount())
-        if account.bytes + nbytes > self.most_bytes or account.segments >= _MOST_SEGMENTS:
+        self._collect_released()
+        if nbytes > self.max_user_bytes:
+            raise TooLargeError(
+                f"{nbytes} bytes of {self._memory_name} are more than {self._setting_name}, {self.max_user_bytes}"
+            )
+        account = self._by_uid.setdefault(uid, _UserAccount())
+        if account.nbytes + nbytes > self.max_user_bytes or account.segment_count >= _MOST_SEGMENTS:
             raise OverloadedError(
-                f"{nbytes} more bytes of {self._kind} do not fit beside {account.bytes} in {account.segments} "
-                f"segments of this user's {self._setting}, {self.most_bytes}",
+                f"{nbytes} more bytes of {self._memory_name} do not fit beside {account.nbytes} in "
+                f"{account.segment_count} segments of this user's {self._setting_name}, {self.max_user_bytes}",
                 _RETRY_AFTER_S,
             )
-        account.bytes += nbytes
-        account.segments += 1
+        account.nbytes += nbytes
+        account.segment_count += 1
 
-    def exhausted(self, nbytes: int) -> OverloadedError:
+    def make_exhausted_error(self, nbytes: int) -> OverloadedError:
         """The error that there is no memory, whatever the user may have."""
-        return OverloadedError(f"there is no {self._kind} of {nbytes} bytes now", _RETRY_AFTER_S)
+        return OverloadedError(f"there is no {self._memory_name} of {nbytes} bytes now", _RETRY_AFTER_S)
 
-    def _collect(self) -> None:
-        while not self.returned.empty():
-            uid, nbytes = self.returned.get()
-            account = self._of_users[uid]
-            account.bytes -= nbytes
-            account.segments -= 1
-            if not account.segments:
-                del self._of_users[uid]
+    def _collect_released(self) -> None:
+        while not self.released_charges.empty():
+            uid, nbytes = self.released_charges.get()
+            account = self._by_uid[uid]
+            account.nbytes -= nbytes
+            account.segment_count -= 1
+            if not account.segment_count:
+                del self._by_uid[uid]
 
 
 class HostSegmentAllocator:
@@ -129,7 +131,7 @@ class HostSegmentAllocator:
         most_bytes: that one user may have.
         share: prepares memory for the device, for as long as what it returns lives.
         """
-        self._share = share
+        self._register_with_device = share
         self._accounts = SegmentAccounts(most_bytes, "shared memory", "local_bytes")
 
     @property
@@ -137,7 +139,7 @@ class HostSegmentAllocator:
         """Of all segments that are lent."""
         return self._accounts.nbytes
 
-    async def lend(self, uid: int, nbytes: int) -> tuple[int, ChargedSegment]:
+    async def allocate_segment(self, uid: int, nbytes: int) -> tuple[int, ChargedSegment]:
         """A new segment of at least so many bytes: the descriptor, which is the caller's to close, and its mapping.
 
         Raises:
@@ -145,23 +147,23 @@ class HostSegmentAllocator:
             OverloadedError: this one may not now, or there is no memory.
         """
         nbytes = round_up_to_pages(max(nbytes, LEAST_BYTES))
-        self._accounts.charge(uid, nbytes)
+        self._accounts.charge_segment(uid, nbytes)
         try:
             # Zeroing pages takes a millisecond for 2 MiB, which others shall not wait.
-            descriptor, segment = await make_on_thread(self._make, nbytes)
+            descriptor, segment = await make_on_thread(self._make_segment, nbytes)
         except BaseException as error:
-            self._accounts.returned.put((uid, nbytes))
+            self._accounts.released_charges.put((uid, nbytes))
             if isinstance(error, MemoryError):
-                raise self._accounts.exhausted(nbytes) from None
+                raise self._accounts.make_exhausted_error(nbytes) from None
             raise
-        segment.uid, segment.home = uid, self._accounts.returned
+        segment.uid, segment.released_charges = uid, self._accounts.released_charges
         return descriptor, segment
 
-    def _make(self, nbytes: int) -> tuple[int, ChargedSegment]:
+    def _make_segment(self, nbytes: int) -> tuple[int, ChargedSegment]:
         descriptor, segment = make_segment(nbytes, ChargedSegment)
         try:
             with memoryview(segment) as memory:
-                segment.registration = self._share(memory)
+                segment.device_registration = self._register_with_device(memory)
         except BaseException:
             os.close(descriptor)
             raise
@@ -175,17 +177,17 @@ class OrphanedSegments:
     """
 
     def __init__(self) -> None:
-        self._of_process: dict[int, tuple[int, list[ClientSegment]]] = {}
-        self._returning: set[asyncio.Future[None]] = set()
+        self._by_process: dict[int, tuple[int, list[ClientSegment]]] = {}
+        self._free_tasks: set[asyncio.Future[None]] = set()
 
     def __len__(self) -> int:
-        return sum([len(segments) for _, segments in self._of_process.values()])
+        return sum([len(segments) for _, segments in self._by_process.values()])
 
-    def of(self, pid: int) -> list[ClientSegment]:
+    def find_segments(self, pid: int) -> list[ClientSegment]:
         """Those that are kept for a process; who has another use for one takes it out."""
-        return self._of_process[pid][1] if pid in self._of_process else []
+        return self._by_process[pid][1] if pid in self._by_process else []
 
-    def keep(self, pid: int, watch: int | None, segments: list[ClientSegment]) -> None:
+    def retain_segments(self, pid: int, watch: int | None, segments: list[ClientSegment]) -> None:
         """Keep these until their process ends.
 
         Args: watch: a descriptor that can be read once it has, which is closed here; None where there is none.
@@ -193,40 +195,40 @@ class OrphanedSegments:
         if watch is None or not segments:
             if watch is not None:
                 os.close(watch)
-            self.give_back(segments)
+            self.free_segments(segments)
             return
         # Those in a namespace that this process does not see have no number here.
         key = pid or -watch
-        if key in self._of_process:
+        if key in self._by_process:
             os.close(watch)
-            self._of_process[key][1].extend(segments)
+            self._by_process[key][1].extend(segments)
             return
-        self._of_process[key] = (watch, segments)
-        asyncio.get_running_loop().add_reader(watch, self._end, key)
+        self._by_process[key] = (watch, segments)
+        asyncio.get_running_loop().add_reader(watch, self._on_process_exit, key)
 
-    def close(self) -> None:
+    def stop_monitoring(self) -> None:
         """Watch no more, and leave everything as it is: the server ends, its clients may go on."""
-        for watch, _ in self._of_process.values():
+        for watch, _ in self._by_process.values():
             asyncio.get_running_loop().remove_reader(watch)
             os.close(watch)
-        self._of_process.clear()
+        self._by_process.clear()
 
-    def _end(self, key: int) -> None:
-        watch, segments = self._of_process.pop(key)
+    def _on_process_exit(self, key: int) -> None:
+        watch, segments = self._by_process.pop(key)
         asyncio.get_running_loop().remove_reader(watch)
         os.close(watch)
-        self.give_back(segments)
+        self.free_segments(segments)
 
-    def give_back(self, segments: list[ClientSegment]) -> None:
+    def free_segments(self, segments: list[ClientSegment]) -> None:
         """Free segments of which the client has no view, each with the last request that uses it."""
         for segment in segments:
-            segment.is_given_back = True
+            segment.is_returned = True
         # To take pages away and to unmap them takes a millisecond for 16 MiB, or for a piece of a device's memory.
         returning = asyncio.get_running_loop().run_in_executor(None, segments.clear)
-        self._returning.add(returning)
-        returning.add_done_callback(self._returning.discard)
+        self._free_tasks.add(returning)
+        returning.add_done_callback(self._free_tasks.discard)
 
-    async def settle(self) -> None:
+    async def wait_freed(self) -> None:
         """Wait until what was given back before is freed, if no request uses it, and charged to nobody."""
-        if self._returning:
-            await asyncio.wait(self._returning)
+        if self._free_tasks:
+            await asyncio.wait(self._free_tasks)

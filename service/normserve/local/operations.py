@@ -73,31 +73,31 @@ class RequestPlan:
 
     Attributes:
         spec: with what the layer says.
-        tensors, places: in the arena.
-        shared: names of the tensors that a launch reads for other jobs as well.
-        is_over: a result is written over a tensor.
-        recurrence: of the jobs; None where each reads memory of its own.
-        described: the results, as the answer says them.
+        tensors, result_buffers: in the arena.
+        compared_names: names of the tensors that a launch reads for other jobs as well.
+        overwrites_tensor: a result is written over a tensor.
+        replay_slot: of the jobs; None where each reads memory of its own.
+        encoded_results: the results, as the answer says them.
     """
 
     spec: NormSpec
     tensors: Mapping[str, HostTensor]
-    places: Mapping[str, memoryview]
-    shared: tuple[str, ...]
-    is_over: bool
-    recurrence: ReplaySlot | None
+    result_buffers: Mapping[str, memoryview]
+    compared_names: tuple[str, ...]
+    overwrites_tensor: bool
+    replay_slot: ReplaySlot | None
     cost: MemoryCost
-    nbytes: int
-    described: msgspec.Raw
+    tensor_bytes: int
+    encoded_results: msgspec.Raw
 
-    def job(self, layer: RegisteredLayer | None) -> NormJob:
+    def make_job(self, layer: RegisteredLayer | None) -> NormJob:
         """Make the job of one request, with the layer that the plan was made with."""
         tensors = self.tensors
-        if self.shared:
+        if self.compared_names:
             # Parameters decide which jobs share a launch, and are read again by it, for all of them: what was
             # compared must be what is read, whatever the client writes meanwhile.
-            tensors = {**tensors, **{name: _copy_tensor(tensors[name]) for name in self.shared}}
-        return NormJob(self.spec, tensors, layer, self.is_over, self.places, self.recurrence)
+            tensors = {**tensors, **{name: _copy_tensor(tensors[name]) for name in self.compared_names}}
+        return NormJob(self.spec, tensors, layer, self.overwrites_tensor, self.result_buffers, self.replay_slot)
 
 
 class ComputeRequest:
@@ -105,30 +105,30 @@ class ComputeRequest:
 
     Attributes:
         headers: what it says of its trace, as headers of HTTP do.
-        asked: None until its parameters have been read once.
-        content: of its frame, if that has no other message; None also of frames that are not kept.
+        operation: None until its parameters have been read once.
+        frame_content: of its frame, if that has no other message; None also of frames that are not kept.
     """
 
-    __slots__ = ("__weakref__", "_plan", "asked", "content", "headers", "message")
+    __slots__ = ("__weakref__", "_plan", "frame_content", "headers", "message", "operation")
 
     def __init__(self, message: ComputeMessage) -> None:
         self.message = message
-        self.content: bytes | None = None
+        self.frame_content: bytes | None = None
         said = message.traceparent
         self.headers: Mapping[bytes, bytes] = {} if isinstance(said, UnsetType) else {b"traceparent": said.encode()}
-        self.asked: ParsedOperation | None = None
+        self.operation: ParsedOperation | None = None
         self._plan: RequestPlan | None = None
 
     def find_plan(self, layer: RegisteredLayer | None) -> RequestPlan | None:
         """Return the plan that was made of it with this layer."""
-        return self._plan if layer is None else layer.plans.get(self)
+        return self._plan if layer is None else layer.prepared_plans.get(self)
 
-    def keep_plan(self, plan: RequestPlan, layer: RegisteredLayer | None) -> None:
+    def store_plan(self, plan: RequestPlan, layer: RegisteredLayer | None) -> None:
         """Keep a plan for as long as the request is kept and the layer, if it has one, is registered."""
         if layer is None:
             self._plan = plan
         else:
-            layer.plans[self] = plan
+            layer.prepared_plans[self] = plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class OperationPlanner:
     engine: Engine
     layers: LayerRegistry
 
-    def plan(
+    def plan_request(
         self, request: ComputeRequest, arena: SegmentTable, prepared: PreparedCallCache, record: RequestRecord
     ) -> tuple[RequestPlan, RegisteredLayer | None]:
         """Check a request against its arena and its layer, which are returned with the plan.
@@ -148,21 +148,21 @@ class OperationPlanner:
         Raises:
             NormserveError: the request is invalid, or the server is not ready.
         """
-        record.waiting_in = "parse"
-        message, asked = request.message, request.asked
+        record.current_stage = "parse"
+        message, asked = request.message, request.operation
         if asked is None:
-            asked = request.asked = _prepare_operation(message, prepared)
+            asked = request.operation = _prepare_operation(message, prepared)
         spec = asked.spec
         record.op, record.direction = spec.op.label, spec.direction.label
-        layer = None if asked.layer is None else self.layers.named(spec.op, asked.layer)
+        layer = None if asked.layer is None else self.layers.resolve(spec.op, asked.layer)
         self.engine.require_ready()
         plan = request.find_plan(layer)
         if plan is None:
-            plan = self._planned(message, spec, layer, arena, prepared)
-            request.keep_plan(plan, layer)
+            plan = self._make_plan(message, spec, layer, arena, prepared)
+            request.store_plan(plan, layer)
         return plan, layer
 
-    def _planned(
+    def _make_plan(
         self,
         message: ComputeMessage,
         spec: NormSpec,
@@ -170,9 +170,9 @@ class OperationPlanner:
         arena: SegmentTable,
         prepared: PreparedCallCache,
     ) -> RequestPlan:
-        located = {name: arena.tensor(name, each) for name, each in message.tensors.items()}
+        located = {name: arena.find_tensor(name, each) for name, each in message.tensors.items()}
         tensors = {name: tensor for name, (tensor, _) in located.items()}
-        places = {name: arena.place(name, place) for name, place in message.results.items()}
+        places = {name: arena.find_result_buffer(name, place) for name, place in message.results.items()}
         require_one_memory(tensors, places)
         job, cost = prepare_job(prepared, "", spec, tensors, layer)
         results = infer_result_specs(
@@ -182,8 +182,8 @@ class OperationPlanner:
         is_over = check_result_ranges(results, message.results, spans, _WRITTEN_OVER[spec.direction])
         recurrence = ReplaySlot()
         alike = NormJob(job.spec, tensors, layer, is_over, places, recurrence)
-        recurrence.is_alone = job.is_on_device or self.engine.computes_alone(alike)
-        shared = () if recurrence.is_alone else _find_compared_names(tensors)
+        recurrence.is_unbatched = job.is_on_device or self.engine.is_better_unbatched(alike)
+        shared = () if recurrence.is_unbatched else _find_compared_names(tensors)
         described = {
             name: TensorReference(message.results[name].segment, message.results[name].offset, dtype.label, shape)
             for name, (dtype, shape) in results.items()
@@ -207,7 +207,7 @@ def _prepare_operation(message: ComputeMessage, prepared: PreparedCallCache) -> 
     asked: ParsedOperation | None = prepared.find(key)
     if asked is None:
         asked = parse_operation(*key)
-        prepared.keep(key, asked, _ASKED_BYTES + _BYTES_PER_ASKED_BYTE * sum(map(len, key)))
+        prepared.store(key, asked, _ASKED_BYTES + _BYTES_PER_ASKED_BYTE * sum(map(len, key)))
     return asked
 
 
@@ -224,13 +224,13 @@ def make_response(
 
     Args: began: when it began to be written, by `time.perf_counter`.
     """
-    record.note_result(result, began)
-    record.sent = sum([len(tensor.data) for tensor in result.tensors.values()])
+    record.record_result(result, began)
+    record.sent_bytes = sum([len(tensor.data) for tensor in result.tensors.values()])
     return ComputeResponse(
         request_id,
-        plan.described,
+        plan.encoded_results,
         StageMilliseconds(
-            1e3 * record.stages["recv"],
+            1e3 * record.stage_seconds["recv"],
             1e3 * result.queue_s,
             1e3 * result.copy_in_s,
             1e3 * result.kernel_s,

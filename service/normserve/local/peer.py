@@ -28,7 +28,7 @@ class PeerProcess:
     uid: int
 
     @classmethod
-    def of(cls, connection: socket.socket) -> "PeerProcess":
+    def from_socket(cls, connection: socket.socket) -> "PeerProcess":
         """Who connected.
 
         Raises:
@@ -38,7 +38,7 @@ class PeerProcess:
         pid, uid, _ = _CREDENTIALS.unpack(told)
         return cls(pid, uid & 0xFFFFFFFF)
 
-    def watch(self, connection: socket.socket) -> int | None:
+    def open_exit_descriptor(self, connection: socket.socket) -> int | None:
         """A descriptor that can be read once the process has ended; None where the kernel gives none.
 
         Args: connection: the process's; one that is closed says nothing of it, and its number may be another's.
@@ -48,10 +48,10 @@ class PeerProcess:
             descriptor: int = struct.unpack("i", told)[0]
             os.set_inheritable(descriptor, False)
         except OSError:
-            return self._watch_by_number()
+            return self._open_by_pid()
         return descriptor
 
-    def _watch_by_number(self) -> int | None:
+    def _open_by_pid(self) -> int | None:
         try:
             return os.pidfd_open(self.pid) if self.pid > 0 else None
         except OSError:
@@ -64,26 +64,26 @@ class LocalUsers:
     def __init__(self, listed: str) -> None:
         """Args: listed: as the setting has it, `UID` or `UID=KEY`, divided by commas."""
         entries = [entry.partition("=") for entry in listed.split(",") if entry]
-        self._keys: Mapping[int, str | None] = {os.geteuid(): None} | {
+        self._key_names: Mapping[int, str | None] = {os.geteuid(): None} | {
             int(uid): key or None for uid, _, key in entries
         }
         # The id of every user of another user namespace.
         self._overflow_uid = _read_overflow_uid()
 
     @property
-    def are_several(self) -> bool:
+    def has_other_users(self) -> bool:
         """Whether users other than the server's own may connect."""
-        return len(self._keys) > 1
+        return len(self._key_names) > 1
 
-    def admit(self, uid: int) -> str | None:
+    def find_key_name(self, uid: int) -> str | None:
         """The name of the API key whose scopes and limits a user has, if there is one.
 
         Raises:
             ForbiddenError: that user may not connect.
         """
-        if uid == self._overflow_uid or uid not in self._keys:
+        if uid == self._overflow_uid or uid not in self._key_names:
             raise ForbiddenError("this user may not connect: --local-users lists who may")
-        return self._keys[uid]
+        return self._key_names[uid]
 
 
 def _read_overflow_uid() -> int:

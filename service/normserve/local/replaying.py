@@ -56,13 +56,13 @@ class _ReplayedRequest:
 
     Attributes:
         record: of the one that was answered by Python code.
-        replay: keeps the memory of its launch.
+        captured_launch: keeps the memory of its launch.
     """
 
     record: RequestRecord
     job: NormJob
-    replay: CapturedLaunch
-    admitted_bytes: int
+    captured_launch: CapturedLaunch
+    permit_bytes: int
 
 
 class RequestReplays:
@@ -80,22 +80,27 @@ class RequestReplays:
         keys: None where no key is asked for.
         poll_s: for so long to poll for a request that follows an answer closely.
         """
-        self._engine, self._limits, self._layers, self._keys = services.engine, services.limits, layers, keys
+        self._engine, self._admission_budget, self._layers, self._keyring = (
+            services.engine,
+            services.admission_budget,
+            layers,
+            keys,
+        )
         # Of requests that are not answered in the turn in which they came.
-        self._progress, self._metrics = services.progress, services.metrics
+        self._request_progress, self._metrics = services.request_progress, services.metrics
         self._timeout_ms, self._poll_s = services.timeout_ms, poll_s
         self._replayer: LaunchReplayer | None = None
-        self._is_begun = False
-        self._others = -1
+        self._is_replayer_made = False
+        self._selector_descriptor = -1
         # By the descriptors of the connections that are received through the replayer.
-        self._answers: dict[int, LocalResponder] = {}
-        self._versions = self._version()
+        self._responders: dict[int, LocalResponder] = {}
+        self._last_version = self._get_version()
         # Launches that were in flight after the last turn, and their bytes; and when one was last seen to end.
-        self._flights = self._bytes = 0
-        self._moved = 0.0
-        self._is_due = False
+        self._pending_launches = self._pending_bytes = 0
+        self._last_completion = 0.0
+        self._is_scheduled = False
 
-    def learn(
+    def add_replay(
         self,
         request: ComputeRequest,
         described: Raw,
@@ -112,143 +117,150 @@ class RequestReplays:
             admitted_bytes: that its permit counted.
         """
         if (
-            job.recurrence is None
-            or request.content is None
-            or (replay := self._engine.replay(job.recurrence)) is None
-            or len(request.content) > _LONGEST_FRAME
+            job.replay_slot is None
+            or request.frame_content is None
+            or (replay := self._engine.get_captured_launch(job.replay_slot)) is None
+            or len(request.frame_content) > _LONGEST_FRAME
         ):
             return
-        is_as_it_was = answers.is_open and answers.session.may_always(_INFER) and self._has_its_layer(request, job)
-        if not is_as_it_was or self._is_hurried(request) or (replayer := self._begun()) is None:
+        is_as_it_was = (
+            answers.is_open
+            and answers.session.has_lasting_permission(_INFER)
+            and self._has_same_layer(request, job)
+        )
+        if not is_as_it_was or self._has_short_timeout(request) or (replayer := self._get_replayer()) is None:
             return
-        self._note_version()
-        assert answers.wire is not None
-        descriptor = answers.wire.descriptor
-        if descriptor not in self._answers:
-            answers.wire.receive_through(replayer)
-            self._answers[descriptor] = answers
-        replayer.learn(
+        self._remove_on_change()
+        assert answers.frame_socket is not None
+        descriptor = answers.frame_socket.descriptor
+        if descriptor not in self._responders:
+            answers.frame_socket.attach_replayer(replayer)
+            self._responders[descriptor] = answers
+        replayer.add_replay(
             descriptor,
-            request.content,
+            request.frame_content,
             replay.graph,
             replay.stream,
-            replay.marks,
+            replay.stage_events,
             bytes(described),
             record.kernel_bytes,
             admitted_bytes,
             _ReplayedRequest(record, job, replay, admitted_bytes),
         )
 
-    def forget(self, answers: LocalResponder) -> None:
+    def remove_replays(self, answers: LocalResponder) -> None:
         """A connection has ended, or has given memory back that its requests may use."""
-        if answers.wire is None or self._answers.get(descriptor := answers.wire.descriptor) is not answers:
+        if (
+            answers.frame_socket is None
+            or self._responders.get(descriptor := answers.frame_socket.descriptor) is not answers
+        ):
             return
         if not answers.is_open:
-            del self._answers[descriptor]
+            del self._responders[descriptor]
         elif self._replayer is not None:
-            self._replayer.forget(descriptor)
+            self._replayer.remove_replays(descriptor)
         # What has not been counted keeps the memory of its launch.
-        self.collect()
+        self.collect_samples()
 
-    def collect(self) -> None:
+    def collect_samples(self) -> None:
         """Count what has been answered."""
         if self._replayer is None:
             return
-        for learned, samples in self._replayer.samples():
+        for learned, samples in self._replayer.take_samples():
             assert isinstance(learned, _ReplayedRequest)
-            self._limits.note_departure(len(samples), len(samples) * learned.admitted_bytes)
+            self._admission_budget.record_unpermitted_release(len(samples), len(samples) * learned.permit_bytes)
             self._metrics.observe_replays(learned.record, _make_times(samples), learned.job)
 
-    def _has_its_layer(self, request: ComputeRequest, job: NormJob) -> bool:
+    def _has_same_layer(self, request: ComputeRequest, job: NormJob) -> bool:
         """Whether the layer that the request names is the one that it was computed with."""
-        assert request.asked is not None
-        if request.asked.layer is None:
+        assert request.operation is not None
+        if request.operation.layer is None:
             return True
         try:
-            return self._layers.named(job.spec.op, request.asked.layer) is job.layer
+            return self._layers.resolve(job.spec.op, request.operation.layer) is job.layer
         except NormserveError:
             return False
 
-    def _is_hurried(self, request: ComputeRequest) -> bool:
-        assert request.asked is not None
-        timeout_ms = self._timeout_ms if request.asked.timeout_ms is None else request.asked.timeout_ms
+    def _has_short_timeout(self, request: ComputeRequest) -> bool:
+        assert request.operation is not None
+        timeout_ms = self._timeout_ms if request.operation.timeout_ms is None else request.operation.timeout_ms
         return timeout_ms < _SHORTEST_TIMEOUT_MS
 
-    def _begun(self) -> LaunchReplayer | None:
+    def _get_replayer(self) -> LaunchReplayer | None:
         """The replayer; made when it is first needed, since the backend has one only once it has started."""
-        if not self._is_begun:
-            self._is_begun = True
+        if not self._is_replayer_made:
+            self._is_replayer_made = True
             self._replayer = self._engine.make_replayer()
             if self._replayer is not None:
                 loop = asyncio.get_running_loop()
                 # Of asyncio's own loops; what else is ready ends a turn.
                 selector = getattr(loop, "_selector", None)
-                self._others = -1 if selector is None else selector.fileno()
-                loop.add_reader(self._replayer.fileno(), self._serve)
-                self._metrics.watch_replays(self.collect)
+                self._selector_descriptor = -1 if selector is None else selector.fileno()
+                loop.add_reader(self._replayer.fileno(), self._run_replayer)
+                self._metrics.set_replay_collector(self.collect_samples)
         return self._replayer
 
-    def _version(self) -> Hashable:
+    def _get_version(self) -> Hashable:
         """Another value after each change of what requests are checked against."""
-        return self._layers.version, None if self._keys is None else self._keys.version
+        return self._layers.version, None if self._keyring is None else self._keyring.version
 
-    def _note_version(self) -> None:
-        if self._versions != (versions := self._version()):
-            self._versions = versions
+    def _remove_on_change(self) -> None:
+        if self._last_version != (versions := self._get_version()):
+            self._last_version = versions
             if self._replayer is not None:
-                self._replayer.forget_all()
-                self.collect()
+                self._replayer.remove_all_replays()
+                self.collect_samples()
 
-    def _serve(self) -> None:
+    def _run_replayer(self) -> None:
         """Let the replayer have a turn."""
         replayer = self._replayer
         assert replayer is not None
-        self._note_version()
-        room = self._limits.room
-        events = replayer.serve(*room, self._engine.may_replay, self._poll_s, self._others, _TURN_S)
-        flights, nbytes, samples = replayer.state()
-        self._note_flights(flights, nbytes)
+        self._remove_on_change()
+        room = self._admission_budget.free_capacity
+        events = replayer.serve(*room, self._engine.can_replay, self._poll_s, self._selector_descriptor, _TURN_S)
+        flights, nbytes, samples = replayer.count_all()
+        self._update_pending(flights, nbytes)
         if samples >= _COLLECTED_AT_ONCE:
-            self.collect()
+            self.collect_samples()
         # The rest of an answer first: what came in the same turn may be answered at once.
         for event in sorted(events, key=_is_not_unsent):
-            self._conclude(event)
-        if flights and not self._is_due:
-            self._is_due = True
-            is_slow = time.perf_counter() - self._moved > _WATCHED_S
-            asyncio.get_running_loop().call_later(_PAUSE_S if is_slow else 0.0, self._serve_again)
+            self._handle_event(event)
+        if flights and not self._is_scheduled:
+            self._is_scheduled = True
+            is_slow = time.perf_counter() - self._last_completion > _WATCHED_S
+            asyncio.get_running_loop().call_later(_PAUSE_S if is_slow else 0.0, self._run_scheduled)
 
-    def _serve_again(self) -> None:
-        self._is_due = False
-        self._serve()
+    def _run_scheduled(self) -> None:
+        self._is_scheduled = False
+        self._run_replayer()
 
-    def _note_flights(self, flights: int, nbytes: int) -> None:
-        if flights != self._flights or not flights:
-            self._moved = time.perf_counter()
-        self._limits.hold(flights - self._flights, nbytes - self._bytes)
-        for _ in range(self._flights, flights):
-            self._progress.begin()
-        for _ in range(flights, self._flights):
-            self._progress.end()
-        self._flights, self._bytes = flights, nbytes
+    def _update_pending(self, flights: int, nbytes: int) -> None:
+        if flights != self._pending_launches or not flights:
+            self._last_completion = time.perf_counter()
+        self._admission_budget.adjust_unpermitted(flights - self._pending_launches, nbytes - self._pending_bytes)
+        for _ in range(self._pending_launches, flights):
+            self._request_progress.begin_work()
+        for _ in range(flights, self._pending_launches):
+            self._request_progress.end_work()
+        self._pending_launches, self._pending_bytes = flights, nbytes
 
-    def _conclude(self, event: Event) -> None:
+    def _handle_event(self, event: Event) -> None:
         kind, descriptor, tag, code, said = event
         if kind == LEFT:
             self._metrics.observe_request(_make_record(said, CLIENT_LEFT, ClientLeftError.code))
             return
-        answers = self._answers.get(descriptor)
-        if answers is None or answers.wire is None:
+        answers = self._responders.get(descriptor)
+        if answers is None or answers.frame_socket is None:
             return
         if kind == RECEIVED:
-            answers.wire.take(said)
+            answers.frame_socket.handle_bytes(said)
         elif kind == UNSENT:
-            answers.wire.send(said)
+            answers.frame_socket.send_frame(said)
         elif kind == FAILED:
-            error = self._engine.note_failed_replay(code)
-            answers.refuse(tag, error, _make_record(said, 0, None))
+            error = self._engine.record_failed_replay(code)
+            answers.respond_error(tag, error, _make_record(said, 0, None))
             # The device may still write where the client, once it has an answer, keeps something else.
-            answers.close()
+            answers.close_connection()
 
 
 def _is_not_unsent(event: Event) -> bool:
@@ -258,7 +270,9 @@ def _is_not_unsent(event: Event) -> bool:
 def _make_record(learned: _ReplayedRequest, status: int, error: str | None) -> RequestRecord:
     """Of a request that has no result."""
     began = time.perf_counter()
-    return replace(learned.record, status=status, error=error, stages={}, waiting_in="send", began=began)
+    return replace(
+        learned.record, status=status, error_code=error, stage_seconds={}, current_stage="send", began_at=began
+    )
 
 
 def _make_times(samples: list[Sample]) -> RequestTimes:

@@ -33,25 +33,25 @@ class LocalServer:
         frame_s: a frame must be whole so long after its first byte.
         send_s: a client must have read what it was sent so long after.
         """
-        self._service = service
-        self._users = users
-        self._frame_s, self._send_s = frame_s, send_s
+        self._services = service
+        self._local_users = users
+        self._max_frame_s, self._max_send_s = frame_s, send_s
         self._connections: dict[LocalServerConnection, socket.socket] = {}
-        self._leftovers = service.leftovers
+        self._orphaned_segments = service.orphaned_segments
         self._sweep_timer: asyncio.TimerHandle | None = None
         # Connections whose clients had gone at the last sweep.
-        self._abandoned: set[LocalServerConnection] = set()
+        self._stale_connections: set[LocalServerConnection] = set()
 
     @property
-    def connections(self) -> int:
+    def connection_count(self) -> int:
         """How many are open."""
         return len(self._connections)
 
-    def serve(self, connected: socket.socket, on_end: Callable[[], None]) -> None:
+    def serve_connection(self, connected: socket.socket, on_end: Callable[[], None]) -> None:
         """Serve a connection until its end, of which `on_end` is told."""
         try:
-            peer = PeerProcess.of(connected)
-            key_name = self._users.admit(peer.uid)
+            peer = PeerProcess.from_socket(connected)
+            key_name = self._local_users.find_key_name(peer.uid)
         except (ForbiddenError, OSError) as error:
             if isinstance(error, ForbiddenError):
                 connected.setblocking(False)
@@ -59,12 +59,14 @@ class LocalServer:
             connected.close()
             on_end()
             return
-        connection = LocalServerConnection(self._service, peer, key_name, functools.partial(peer.watch, connected))
-        connection.on_gone = functools.partial(self._end, connection, connected, on_end)
+        connection = LocalServerConnection(
+            self._services, peer, key_name, functools.partial(peer.open_exit_descriptor, connected)
+        )
+        connection.on_closed = functools.partial(self._finish_connection, connection, connected, on_end)
         self._connections[connection] = connected
-        self._time_sweep()
-        timing = {"frame_s": self._frame_s, "send_s": self._send_s}
-        connection.serve(FrameSocket(connected, connection, most_unsent=_MOST_UNSENT, **timing))
+        self._schedule_sweep()
+        timing = {"frame_s": self._max_frame_s, "send_s": self._max_send_s}
+        connection.start(FrameSocket(connected, connection, most_unsent=_MOST_UNSENT, **timing))
 
     async def close(self, within_s: float) -> None:
         """Let what is under way be answered, then end all connections; what clients have mapped stays theirs."""
@@ -75,24 +77,24 @@ class LocalServer:
             connection.close()
         if self._sweep_timer is not None:
             self._sweep_timer.cancel()
-        self._leftovers.close()
+        self._orphaned_segments.stop_monitoring()
 
-    def _time_sweep(self) -> None:
+    def _schedule_sweep(self) -> None:
         if self._sweep_timer is None:
-            self._sweep_timer = asyncio.get_running_loop().call_later(_SWEEP_S, self._sweep)
+            self._sweep_timer = asyncio.get_running_loop().call_later(_SWEEP_S, self._close_stale_connections)
 
-    def _sweep(self) -> None:
+    def _close_stale_connections(self) -> None:
         """End connections whose clients have been gone since the last sweep, which nobody should have to do."""
         self._sweep_timer = None
         gone = {each for each, connected in self._connections.items() if has_ended(connected.fileno())}
-        for connection in gone & self._abandoned:
+        for connection in gone & self._stale_connections:
             log.error("a connection of uid %d outlived its client: please report this", connection.peer.uid)
             connection.close()
-        self._abandoned = gone & self._connections.keys()
+        self._stale_connections = gone & self._connections.keys()
         if self._connections:
-            self._time_sweep()
+            self._schedule_sweep()
 
-    def _end(
+    def _finish_connection(
         self,
         connection: LocalServerConnection,
         connected: socket.socket,
@@ -101,8 +103,8 @@ class LocalServer:
     ) -> None:
         del self._connections[connection]
         # Where nothing is left over, no process need be watched.
-        watch = connection.peer.watch(connected) if left else None
-        self._leftovers.keep(connection.peer.pid, watch, left)
+        watch = connection.peer.open_exit_descriptor(connected) if left else None
+        self._orphaned_segments.retain_segments(connection.peer.pid, watch, left)
         on_end()
 
 

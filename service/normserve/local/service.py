@@ -22,20 +22,20 @@ class LocalServices:
     """What connections work with.
 
     Attributes:
-        authorisation: None where no key is asked for.
-        polling: None where the event loop sleeps between requests.
-        replaying: answers requests that recur; None where all are answered by Python code.
-        leftovers: segments of connections that have ended.
-        describe: what `/v1/info` answers.
+        key_authorisation: None where no key is asked for.
+        busy_poller: None where the event loop sleeps between requests.
+        request_replays: answers requests that recur; None where all are answered by Python code.
+        orphaned_segments: segments of connections that have ended.
+        describe_server: what `/v1/info` answers.
     """
 
-    requests: RequestServices
-    operations: OperationPlanner
-    layers: LayerMessageDispatcher
-    authorisation: KeyAuthorisation | None
-    memory: HostSegmentAllocator
-    device_memory: DeviceSegmentAllocator
-    leftovers: OrphanedSegments
-    describe: Callable[[], Awaitable[dict[str, Any]]]
-    polling: BusyPoller | None = None
-    replaying: "RequestReplays | None" = None
+    request_services: RequestServices
+    operation_planner: OperationPlanner
+    layer_messages: LayerMessageDispatcher
+    key_authorisation: KeyAuthorisation | None
+    host_allocator: HostSegmentAllocator
+    device_allocator: DeviceSegmentAllocator
+    orphaned_segments: OrphanedSegments
+    describe_server: Callable[[], Awaitable[dict[str, Any]]]
+    busy_poller: BusyPoller | None = None
+    request_replays: "RequestReplays | None" = None

@@ -15,7 +15,7 @@ class LocalSession:
     """What a client has said of itself, and what the kernel has.
 
     Attributes:
-        caller: who it is, as far as its messages have shown.
+        client_identity: who it is, as far as its messages have shown.
     """
 
     def __init__(self, uid: int, key_name: str | None, authorisation: KeyAuthorisation | None) -> None:
@@ -23,22 +23,22 @@ class LocalSession:
         key_name: of the API key that is used for the user.
         authorisation: None where no key is asked for.
         """
-        self.caller = ClientIdentity(f"uid {uid}")
+        self.client_identity = ClientIdentity(f"uid {uid}")
         self._key_name = key_name
-        self._authorisation = authorisation
+        self._key_authorisation = authorisation
         self._token: bytes | None = None
-        self._is_greeted = False
+        self._has_received_hello = False
 
-    def may_always(self, needed: Set[KeyScope]) -> bool:
+    def has_lasting_permission(self, needed: Set[KeyScope]) -> bool:
         """Whether the client may send a message now, and nothing but a change of the keys can alter that."""
-        if self._authorisation is None:
+        if self._key_authorisation is None:
             return True
-        grant = self._authorisation.find(self._token, self._key_name)
+        grant = self._key_authorisation.find_key_entry(self._token, self._key_name)
         if grant is None or not needed & grant.key.scopes:
             return False
-        return grant.rate is None and grant.key.max_inflight_bytes is None and grant.key.expires is None
+        return grant.token_bucket is None and grant.key.max_inflight_bytes is None and grant.key.expires is None
 
-    def greet(self, message: HelloMessage, offered: Mapping[str, Any]) -> dict[str, Any]:
+    def accept_hello(self, message: HelloMessage, offered: Mapping[str, Any]) -> dict[str, Any]:
         """What a client must know before it asks.
 
         Args: offered: what is known beyond that.
@@ -48,10 +48,10 @@ class LocalSession:
         """
         if message.version != VERSION:
             raise InvalidParameterError(f"the protocol's version must be {VERSION}, got {message.version}")
-        self._is_greeted = True
+        self._has_received_hello = True
         self._token = None if message.key is None else message.key.encode()
         # No key's name until it is known: what is refused is not logged as another's.
-        self.caller = ClientIdentity(self.caller.address)
+        self.client_identity = ClientIdentity(self.client_identity.address)
         return {"version": VERSION, "alignment": ALIGNMENT, "max_frame_bytes": MAX_FRAME_BYTES, **offered}
 
     def authorise(self, needed: Set[KeyScope], sent: RequestLifecycle) -> ClientIdentity:
@@ -61,12 +61,14 @@ class LocalSession:
             MalformedPayloadError: the client has not said hello.
             UnauthorizedError, ForbiddenError, RateLimitedError: its key does not allow it.
         """
-        if not self._is_greeted:
+        if not self._has_received_hello:
             raise MalformedPayloadError("the first message must be hello")
-        sent.caller = self.caller
-        if self._authorisation is not None:
+        sent.client_identity = self.client_identity
+        if self._key_authorisation is not None:
             try:
-                self._authorisation.admit(sent, self._token, needed, "local", sent.record.op, self._key_name)
+                self._key_authorisation.authorise_request(
+                    sent, self._token, needed, "local", sent.record.op, self._key_name
+                )
             finally:
-                self.caller = sent.caller
-        return sent.caller
+                self.client_identity = sent.client_identity
+        return sent.client_identity

@@ -50,61 +50,61 @@ class FrameSocket:
         most_unsent: frames that may wait for a client to read; it is not read from meanwhile.
         """
         connection.setblocking(False)
-        self._connection = connection
-        self._listener = listener
+        self._socket = connection
+        self._callbacks = listener
         self._loop = asyncio.get_running_loop()
-        self._frames = FrameReader(MAX_FRAME_BYTES)
-        self._frame_s, self._send_s, self._most_unsent = frame_s, send_s, most_unsent
-        self._began = 0.0
-        self._unsent = SendQueue()
+        self._frame_reader = FrameReader(MAX_FRAME_BYTES)
+        self._max_frame_s, self._max_send_s, self._max_unsent = frame_s, send_s, most_unsent
+        self._frame_began_at = 0.0
+        self._send_queue = SendQueue()
         # Of frames that were not sent whole.
-        self._lost: list[Callable[[], None]] = []
+        self._lost_callbacks: list[Callable[[], None]] = []
         self._was_reset = False
         self._frame_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
         self._replayer: LaunchReplayer | None = None
-        self._is_reading = False
-        self._wants_input = False
+        self._is_receiving = False
+        self._is_receiving_wanted = False
         self.is_open = True
 
     @property
     def descriptor(self) -> int:
         """The socket's."""
-        return self._connection.fileno()
+        return self._socket.fileno()
 
     @property
-    def flights(self) -> int:
+    def pending_replays(self) -> int:
         """Requests that the replayer has not answered yet."""
-        return 0 if self._replayer is None or not self.is_open else self._replayer.flights(self.descriptor)
+        return 0 if self._replayer is None or not self.is_open else self._replayer.count_launches(self.descriptor)
 
-    def receive_through(self, replayer: LaunchReplayer) -> None:
-        """Have a replayer receive from now on, which answers some frames itself; the others go to `take`."""
-        was_reading, wanted = self._is_reading, self._wants_input
-        self.read(wanted=False)
-        replayer.open(self.descriptor)
+    def attach_replayer(self, replayer: LaunchReplayer) -> None:
+        """Have a replayer receive from now on, which answers some frames; the others go to `handle_bytes`."""
+        was_reading, wanted = self._is_receiving, self._is_receiving_wanted
+        self.set_receiving(wanted=False)
+        replayer.add_connection(self.descriptor)
         self._replayer = replayer
-        self._tell_replayer()
-        self._wants_input = wanted
+        self._update_replayer()
+        self._is_receiving_wanted = wanted
         if was_reading:
-            self.read(wanted=True)
+            self.set_receiving(wanted=True)
 
-    def read(self, *, wanted: bool) -> None:
+    def set_receiving(self, *, wanted: bool) -> None:
         """Whether more frames are wanted now."""
-        self._wants_input = wanted
-        wanted = wanted and self.is_open and len(self._unsent) <= self._most_unsent
-        if wanted == self._is_reading:
+        self._is_receiving_wanted = wanted
+        wanted = wanted and self.is_open and len(self._send_queue) <= self._max_unsent
+        if wanted == self._is_receiving:
             return
-        self._is_reading = wanted
+        self._is_receiving = wanted
         if self._replayer is not None:
-            self._replayer.read(self.descriptor, wanted)
+            self._replayer.set_receiving(self.descriptor, wanted)
         elif wanted:
-            add_reader(self._loop, self._connection, self._receive)
+            add_reader(self._loop, self._socket, self._read_socket)
         else:
-            self._loop.remove_reader(self._connection)
+            self._loop.remove_reader(self._socket)
         # While nothing is read, the rest of a frame cannot come.
-        self._time_frame(runs=wanted and self._frames.is_within)
+        self._set_frame_timer(runs=wanted and self._frame_reader.has_partial_frame)
 
-    def send(
+    def send_frame(
         self, frame: bytes, descriptors: Sequence[int] = (), on_lost: Callable[[], None] | None = None
     ) -> None:
         """Send a frame, now or once the client reads; the descriptors that go with it are closed then.
@@ -115,105 +115,107 @@ class FrameSocket:
         if not self.is_open:
             close_descriptors(descriptors)
             return
-        self._unsent.add(frame, descriptors, on_lost)
-        if len(self._unsent) == 1:
+        self._send_queue.add(frame, descriptors, on_lost)
+        if len(self._send_queue) == 1:
             self._flush()
         else:
-            self.read(wanted=self._wants_input)
+            self.set_receiving(wanted=self._is_receiving_wanted)
 
     def close(self) -> None:
         """End the connection."""
         if not self.is_open:
             return
-        self.read(wanted=False)
+        self.set_receiving(wanted=False)
         self.is_open = False
-        self._time_frame(runs=False)
+        self._set_frame_timer(runs=False)
         if self._send_timer is not None:
             self._send_timer.cancel()
-        if self._unsent:
-            self._loop.remove_writer(self._connection)
-        self._lost += self._unsent.close()
+        if self._send_queue:
+            self._loop.remove_writer(self._socket)
+        self._lost_callbacks += self._send_queue.discard_all()
         was_reset = self._was_reset or has_error(self.descriptor)
         # Where there is a replayer it may have sent later frames.
-        if was_reset and self._unsent.on_last_lost is not None and self._replayer is None:
-            self._lost.append(self._unsent.on_last_lost)
+        if was_reset and self._send_queue.last_on_lost is not None and self._replayer is None:
+            self._lost_callbacks.append(self._send_queue.last_on_lost)
         if self._replayer is not None:
-            self._replayer.close(self.descriptor)
-        for on_lost in self._lost:
+            self._replayer.remove_connection(self.descriptor)
+        for on_lost in self._lost_callbacks:
             on_lost()
-        self._listener.on_end()
-        self._connection.close()
+        self._callbacks.on_end()
+        self._socket.close()
 
-    def _receive(self) -> None:
+    def _read_socket(self) -> None:
         try:
-            data = self._connection.recv(_READ_BYTES)
+            data = self._socket.recv(_READ_BYTES)
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
             # The client has closed and not read everything: not the end of what was sent last.
             self._was_reset = True
             data = b""
-        self.take(data)
+        self.handle_bytes(data)
 
-    def take(self, data: bytes) -> None:
+    def handle_bytes(self, data: bytes) -> None:
         """Bytes have come; none where the client has ended the connection."""
         if not data:
             self.close()
             return
         ended = time.perf_counter()
-        began = self._began if self._frames.is_within else ended
+        began = self._frame_began_at if self._frame_reader.has_partial_frame else ended
         try:
-            found = self._frames.feed(data)
+            found = self._frame_reader.feed(data)
         except NormserveError as error:
-            self._listener.on_fault(error)
+            self._callbacks.on_fault(error)
             return
-        is_within = self._frames.is_within
+        is_within = self._frame_reader.has_partial_frame
         if self._frame_timer is not None and (found or not is_within):
-            self._time_frame(runs=False)
+            self._set_frame_timer(runs=False)
         if is_within:
-            self._began = ended if found else began
-            self._time_frame(runs=True)
-        self._tell_replayer()
+            self._frame_began_at = ended if found else began
+            self._set_frame_timer(runs=True)
+        self._update_replayer()
         for tag, content in found:
             if not self.is_open:
                 return
-            self._listener.on_frame(tag, content, began, ended)
+            self._callbacks.on_frame(tag, content, began, ended)
             began = ended
 
-    def _time_frame(self, *, runs: bool) -> None:
+    def _set_frame_timer(self, *, runs: bool) -> None:
         """Let the clock run for a frame that is not whole, or stop it."""
         if runs and self._frame_timer is None:
-            self._frame_timer = self._loop.call_later(self._frame_s, self.close)
+            self._frame_timer = self._loop.call_later(self._max_frame_s, self.close)
         elif not runs and self._frame_timer is not None:
             self._frame_timer.cancel()
             self._frame_timer = None
 
     def _flush(self) -> None:
         try:
-            self._unsent.send(self._connection)
+            self._send_queue.send_all(self._socket)
         except (BlockingIOError, InterruptedError):
             pass
         except OSError:
             # Frames that the client sent before it left are still to be received, and its end after them.
-            self._lost += self._unsent.close()
-        self._time_sending(runs=bool(self._unsent))
-        self._tell_replayer()
-        self.read(wanted=self._wants_input)
+            self._lost_callbacks += self._send_queue.discard_all()
+        self._set_send_timer(runs=bool(self._send_queue))
+        self._update_replayer()
+        self.set_receiving(wanted=self._is_receiving_wanted)
 
-    def _time_sending(self, *, runs: bool) -> None:
+    def _set_send_timer(self, *, runs: bool) -> None:
         """Wait until the client reads, for a while, or stop waiting."""
         is_waiting = self._send_timer is not None
         if self._send_timer is not None:
             self._send_timer.cancel()
             self._send_timer = None
         if runs:
-            self._send_timer = self._loop.call_later(self._send_s, self.close)
+            self._send_timer = self._loop.call_later(self._max_send_s, self.close)
         if runs and not is_waiting:
-            self._loop.add_writer(self._connection, self._flush)
+            self._loop.add_writer(self._socket, self._flush)
         elif is_waiting and not runs:
-            self._loop.remove_writer(self._connection)
+            self._loop.remove_writer(self._socket)
 
-    def _tell_replayer(self) -> None:
+    def _update_replayer(self) -> None:
         """What is begun here must be ended here: a frame, and answers that the client does not read."""
         if self._replayer is not None and self.is_open:
-            self._replayer.hold(self.descriptor, self._frames.is_within, bool(self._unsent))
+            self._replayer.set_caller_state(
+                self.descriptor, self._frame_reader.has_partial_frame, bool(self._send_queue)
+            )

@@ -46,33 +46,33 @@ class KeyRefusalLog:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._second = clock()
-        self._told = 0
-        self._left_out = 0
+        self._second_began_at = clock()
+        self._logged_count = 0
+        self._omitted_count = 0
         self._timer: asyncio.TimerHandle | None = None
 
-    def log(self, reason: str, method: str, path: str, **who: str | None) -> None:
+    def log_refusal(self, reason: str, method: str, path: str, **who: str | None) -> None:
         """A request was refused."""
         now = self._clock()
-        if now - self._second >= 1:
-            self.log_count()
-            self._second, self._told = now, 0
-        if self._told < _REFUSALS_A_SECOND:
-            self._told += 1
+        if now - self._second_began_at >= 1:
+            self.log_omitted_count()
+            self._second_began_at, self._logged_count = now, 0
+        if self._logged_count < _REFUSALS_A_SECOND:
+            self._logged_count += 1
             _log_event("key_refused", reason=reason, method=method, path=path[:_LONGEST_PATH], **who)
             return
-        self._left_out += 1
+        self._omitted_count += 1
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(1, self.log_count)
+            self._timer = asyncio.get_running_loop().call_later(1, self.log_omitted_count)
 
-    def log_count(self) -> None:
+    def log_omitted_count(self) -> None:
         """How many were left out since it was told last, if any were."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._left_out:
-            _log_event("keys_refused", count=self._left_out)
-            self._left_out = 0
+        if self._omitted_count:
+            _log_event("keys_refused", count=self._omitted_count)
+            self._omitted_count = 0
 
 
 def _log_event(event: str, **fields: object) -> None:

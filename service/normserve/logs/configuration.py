@@ -34,12 +34,12 @@ class TextFormatter(logging.Formatter):
     def __init__(self, process: str | None = None) -> None:
         """Args: process: which process of a fleet this is."""
         super().__init__(_FORMAT)
-        self._static = {} if process is None else {"process": process}
+        self._static_fields = {} if process is None else {"process": process}
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         """The line; a traceback follows it, indented, so that none of its lines looks like another event's."""
         record.message = _CONTROL.sub(_escape_character, record.message)
-        line, fields = super().formatMessage(record), {**self._static, **_get_fields(record)}
+        line, fields = super().formatMessage(record), {**self._static_fields, **_get_fields(record)}
         if getattr(record, "is_block", False):
             return "\n".join(
                 [line, *(each for name, value in fields.items() for each in _format_block_field(name, value))]
@@ -154,15 +154,18 @@ class ThrottledLogger:
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
-        self._next = 0.0
-        self._left_out = 0
+        self._next_line_at = 0.0
+        self._omitted_count = 0
 
     def warning(self, message: str, *arguments: object) -> None:
         now = time.monotonic()
-        if now < self._next:
-            self._left_out += 1
+        if now < self._next_line_at:
+            self._omitted_count += 1
             return
-        if self._left_out:
-            message, arguments = message + " (and %d times since the last such line)", (*arguments, self._left_out)
-        self._next, self._left_out = now + 1.0, 0
+        if self._omitted_count:
+            message, arguments = (
+                message + " (and %d times since the last such line)",
+                (*arguments, self._omitted_count),
+            )
+        self._next_line_at, self._omitted_count = now + 1.0, 0
         self._log.warning(message, *arguments)

@@ -37,7 +37,7 @@ class IpcAllocation(DeviceSegment):
 
     def __del__(self) -> None:
         # Of a device that has failed, or a driver that has ended, all is gone anyway.
-        with contextlib.suppress(DeviceMemoryError), self.device.current():
+        with contextlib.suppress(DeviceMemoryError), self.device.use_context():
             call_driver(self.device.driver.cuIpcCloseMemHandle, self.address)
 
 
@@ -59,7 +59,7 @@ def open_allocation(device: ShareableDevice, handle: bytes, nbytes: int, kind: t
     # Its field has no name in every version of cuda.bindings.
     told = driver.CUipcMemHandle()
     ctypes.memmove(told.getPtr(), handle, HANDLE_BYTES)
-    with device.current():
+    with device.use_context():
         address = int(call_driver(driver.cuIpcOpenMemHandle, told, _LAZY_PEER_ACCESS))
         try:
             base, extent = (int(each) for each in call_driver_for_all(driver.cuMemGetAddressRange, address))

@@ -43,21 +43,23 @@ class ShareableDevice:
         self.driver = driver = _import_driver() if driver is None else driver
         self.ordinal = ordinal
         call_driver(driver.cuInit, 0)
-        self._device = call_driver(driver.cuDeviceGet, ordinal)
+        self._driver_device = call_driver(driver.cuDeviceGet, ordinal)
         attributes = driver.CUdevice_attribute
         for needed in (
             attributes.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
             attributes.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
         ):
-            if not call_driver(driver.cuDeviceGetAttribute, needed, self._device):
+            if not call_driver(driver.cuDeviceGetAttribute, needed, self._driver_device):
                 raise DeviceMemoryError("the device's memory cannot be handed over as a descriptor")
-        self.uuid = _read_uuid(driver, self._device)
+        self.uuid = _read_uuid(driver, self._driver_device)
         self._handle_type = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         smallest = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        self.granularity = int(call_driver(driver.cuMemGetAllocationGranularity, self._properties(), smallest))
+        self.granularity = int(
+            call_driver(driver.cuMemGetAllocationGranularity, self._make_allocation_properties(), smallest)
+        )
 
     @classmethod
-    def find(cls, uuid: str, driver: Any = None) -> "ShareableDevice":
+    def find_by_uuid(cls, uuid: str, driver: Any = None) -> "ShareableDevice":
         """The device of that UUID, wherever among this process's it is.
 
         Raises:
@@ -70,7 +72,7 @@ class ShareableDevice:
                 return cls(ordinal, driver)
         raise DeviceMemoryError("this process does not see the server's device")
 
-    def make(self, nbytes: int, kind: type[_S]) -> _S:
+    def allocate(self, nbytes: int, kind: type[_S]) -> _S:
         """New memory of zeros, mapped.
 
         Args:
@@ -81,25 +83,25 @@ class ShareableDevice:
             DeviceMemoryFullError: the device has no more.
             DeviceMemoryError: the driver refuses.
         """
-        nbytes = self.rounded(nbytes)
-        handle = call_driver(self.driver.cuMemCreate, nbytes, self._properties(), 0)
-        segment = self._mapped(handle, nbytes, kind)
-        self.clear(segment)
+        nbytes = self.round_up(nbytes)
+        handle = call_driver(self.driver.cuMemCreate, nbytes, self._make_allocation_properties(), 0)
+        segment = self._map_handle(handle, nbytes, kind)
+        self.zero_segment(segment)
         return segment
 
-    def rounded(self, nbytes: int) -> int:
+    def round_up(self, nbytes: int) -> int:
         """A segment's size for so many bytes."""
         return max(1, -(-nbytes // self.granularity)) * self.granularity
 
-    def clear(self, segment: "DeviceSegment") -> None:
+    def zero_segment(self, segment: "DeviceSegment") -> None:
         """Overwrite all of it with zeros, which it holds when this returns."""
         driver = self.driver
-        with self.current():
+        with self.use_context():
             call_driver(driver.cuMemsetD8, segment.address, 0, len(segment))
             # Only of the stream that it was put on: others' work need not be waited for.
             call_driver(driver.cuStreamSynchronize, 0)
 
-    def export(self, segment: "DeviceSegment") -> int:
+    def export_descriptor(self, segment: "DeviceSegment") -> int:
         """A descriptor to hand over, which is the caller's to close.
 
         Raises:
@@ -111,32 +113,32 @@ class ShareableDevice:
         os.set_inheritable(descriptor, False)
         return descriptor
 
-    def open(self, descriptor: int, nbytes: int, kind: type[_S]) -> _S:
+    def map_descriptor(self, descriptor: int, nbytes: int, kind: type[_S]) -> _S:
         """Map what another process made; the descriptor stays the caller's.
 
         Raises:
             DeviceMemoryError: it is no such memory, or of another size.
         """
         handle = call_driver(self.driver.cuMemImportFromShareableHandle, descriptor, self._handle_type)
-        return self._mapped(handle, nbytes, kind)
+        return self._map_handle(handle, nbytes, kind)
 
     def unmap(self, address: int, nbytes: int) -> None:
         """End a mapping, whose memory nothing uses any more."""
         call_driver(self.driver.cuMemUnmap, address, nbytes)
         call_driver(self.driver.cuMemAddressFree, address, nbytes)
 
-    def release(self, handle: Any) -> None:
+    def release_handle(self, handle: Any) -> None:
         """Release memory: it is free once nothing maps it."""
         call_driver(self.driver.cuMemRelease, handle)
 
-    def _mapped(self, handle: Any, nbytes: int, kind: type[_S]) -> _S:
+    def _map_handle(self, handle: Any, nbytes: int, kind: type[_S]) -> _S:
         driver = self.driver
         try:
             address = int(call_driver(driver.cuMemAddressReserve, nbytes, 0, 0, 0))
             try:
                 call_driver(driver.cuMemMap, address, nbytes, 0, handle, 0)
                 try:
-                    call_driver(driver.cuMemSetAccess, address, nbytes, [self._access()], 1)
+                    call_driver(driver.cuMemSetAccess, address, nbytes, [self._make_access()], 1)
                 except BaseException:
                     call_driver(driver.cuMemUnmap, address, nbytes)
                     raise
@@ -144,11 +146,11 @@ class ShareableDevice:
                 call_driver(driver.cuMemAddressFree, address, nbytes)
                 raise
         except BaseException:
-            self.release(handle)
+            self.release_handle(handle)
             raise
         return kind(self, handle, address, nbytes)
 
-    def _properties(self) -> Any:
+    def _make_allocation_properties(self) -> Any:
         driver = self.driver
         properties = driver.CUmemAllocationProp()
         properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
@@ -157,7 +159,7 @@ class ShareableDevice:
         properties.requestedHandleTypes = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         return properties
 
-    def _access(self) -> Any:
+    def _make_access(self) -> Any:
         driver = self.driver
         access = driver.CUmemAccessDesc()
         access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
@@ -166,17 +168,17 @@ class ShareableDevice:
         return access
 
     @contextlib.contextmanager
-    def current(self) -> Iterator[None]:
+    def use_context(self) -> Iterator[None]:
         """This thread uses the device's primary context inside, which is torch's as well."""
-        call_driver(self.driver.cuCtxPushCurrent, self._context)
+        call_driver(self.driver.cuCtxPushCurrent, self._primary_context)
         try:
             yield
         finally:
             call_driver(self.driver.cuCtxPopCurrent)
 
     @functools.cached_property
-    def _context(self) -> Any:
-        return call_driver(self.driver.cuDevicePrimaryCtxRetain, self._device)
+    def _primary_context(self) -> Any:
+        return call_driver(self.driver.cuDevicePrimaryCtxRetain, self._driver_device)
 
 
 class DeviceSegment:
@@ -195,7 +197,7 @@ class DeviceSegment:
     def __len__(self) -> int:
         return self._nbytes
 
-    def whole(self) -> memoryview:
+    def view(self) -> memoryview:
         """All of it, as a `DeviceMemoryView`, for code that passes memory on and does not read it."""
         return cast(memoryview, DeviceMemoryView(self, 0, self._nbytes))
 
@@ -204,7 +206,7 @@ class DeviceSegment:
         with contextlib.suppress(DeviceMemoryError):
             self.device.unmap(self.address, self._nbytes)
         with contextlib.suppress(DeviceMemoryError):
-            self.device.release(self.handle)
+            self.device.release_handle(self.handle)
 
 
 class DeviceMemoryView:

@@ -12,8 +12,8 @@ class _CgroupFiles(NamedTuple):
     """Where a version of control groups says what counts: two files, and a line of `memory.stat`."""
 
     limit: str
-    taken: str
-    droppable: str
+    usage: str
+    inactive_file_key: str
 
 
 _VERSION_2 = _CgroupFiles("memory.max", "memory.current", "inactive_file")
@@ -66,9 +66,9 @@ def _read_group_available_bytes(group: Path, files: _CgroupFiles) -> int | None:
         # Version 1 writes a number beyond every host's memory in its place.
         if limit == "max":
             return None
-        taken = int((group / files.taken).read_text(encoding="ascii"))
+        taken = int((group / files.usage).read_text(encoding="ascii"))
         # Cached files are counted, and are dropped before a process is killed.
-        droppable = _parse_amounts(group / "memory.stat").get(files.droppable, 0)
+        droppable = _parse_amounts(group / "memory.stat").get(files.inactive_file_key, 0)
         return max(0, int(limit) - taken + droppable)
     except (OSError, ValueError):
         return None

@@ -1,7 +1,7 @@
 """Memory that two processes share: a sealed anonymous file (memfd), whose descriptor is passed on.
 
 It cannot be shrunk, so accesses to a mapping never fault.  Its pages are allocated in advance unless the segment
-is created as lazy.  A mapping cannot be revoked, but `HostSegment.discard` removes the content.
+is created as lazy.  A mapping cannot be revoked, but `HostSegment.discard_content` removes the content.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ class HostSegment(mmap.mmap):
     A `memoryview` of it keeps it mapped.
     """
 
-    def discard(self) -> None:
+    def discard_content(self) -> None:
         """Remove its content and its pages from all mappings; from then on it reads as zeros."""
         with contextlib.suppress(OSError, ValueError):
             self.madvise(mmap.MADV_REMOVE)

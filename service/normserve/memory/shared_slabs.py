@@ -37,7 +37,7 @@ class SharedSlab:
 class SlabLocation(NamedTuple):
     """Where bytes lie: in which memory, from which of its bytes on."""
 
-    memory: SharedSlab
+    slab: SharedSlab
     offset: int
 
 
@@ -48,14 +48,16 @@ class SharedSlabRegistry:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._addresses: list[int] = []
-        self._live: dict[int, SharedSlab] = {}  # by address
+        self._slabs_by_address: dict[int, SharedSlab] = {}  # by address
         # Reentrant, unlike the lock: memory ends within any allocation of any thread.
-        self._ended: queue.SimpleQueue[SharedSlab] = queue.SimpleQueue()
-        self._untold: list[int] = []
+        self._ended_slabs: queue.SimpleQueue[SharedSlab] = queue.SimpleQueue()
+        self._unreported_numbers: list[int] = []
 
-    def source(self) -> SlabAllocator:
+    def make_source(self) -> SlabAllocator:
         """Of slabs, until a device's driver knows a better one."""
-        return SlabAllocator(self.allocate, steps=4, is_slow=False, segments=self.segment)
+        return SlabAllocator(
+            self.allocate, sizes_per_doubling=4, is_slow=False, allocate_segment=self.allocate_segment
+        )
 
     def allocate(self, nbytes: int) -> Bytes:
         """New memory for a slab.
@@ -63,9 +65,9 @@ class SharedSlabRegistry:
         Raises:
             MemoryError: there is no more.
         """
-        return np.frombuffer(self.segment(nbytes), np.uint8)[:nbytes]
+        return np.frombuffer(self.allocate_segment(nbytes), np.uint8)[:nbytes]
 
-    def segment(self, nbytes: int) -> HostSegment:
+    def allocate_segment(self, nbytes: int) -> HostSegment:
         """New memory of at least so many bytes; it ends with its last view.
 
         Raises:
@@ -73,43 +75,43 @@ class SharedSlabRegistry:
         """
         descriptor, segment = make_segment(nbytes, HostSegment, is_there_at_once=False)
         memory = SharedSlab(next(self._numbers), descriptor, _get_address(memoryview(segment)), len(segment))
-        weakref.finalize(segment, self._end, memory)
+        weakref.finalize(segment, self._close_slab, memory)
         with self._lock:
             # What lay at this address before has ended, or it would not be free.
-            self._collect()
+            self._remove_ended()
             bisect.insort(self._addresses, memory.address)
-            self._live[memory.address] = memory
+            self._slabs_by_address[memory.address] = memory
         return segment
 
     def locate(self, view: memoryview) -> SlabLocation | None:
         """Where a view's bytes lie; None if it is not in such memory."""
         address = _get_address(view)
         with self._lock:
-            self._collect()
+            self._remove_ended()
             index = bisect.bisect_right(self._addresses, address) - 1
             if index < 0:
                 return None
-            memory = self._live[self._addresses[index]]
+            memory = self._slabs_by_address[self._addresses[index]]
         offset = address - memory.address
         return SlabLocation(memory, offset) if offset + view.nbytes <= memory.nbytes else None
 
-    def ended(self) -> list[int]:
+    def take_ended_numbers(self) -> list[int]:
         """The numbers of the memory that has ended since this was asked last."""
         with self._lock:
-            self._collect()
-            untold, self._untold = self._untold, []
+            self._remove_ended()
+            untold, self._unreported_numbers = self._unreported_numbers, []
         return untold
 
-    def _end(self, memory: SharedSlab) -> None:
+    def _close_slab(self, memory: SharedSlab) -> None:
         os.close(memory.descriptor)
-        self._ended.put(memory)
+        self._ended_slabs.put(memory)
 
-    def _collect(self) -> None:
-        while not self._ended.empty():
-            memory = self._ended.get()
-            del self._live[memory.address]
+    def _remove_ended(self) -> None:
+        while not self._ended_slabs.empty():
+            memory = self._ended_slabs.get()
+            del self._slabs_by_address[memory.address]
             self._addresses.remove(memory.address)
-            self._untold.append(memory.number)
+            self._unreported_numbers.append(memory.number)
 
 
 def _get_address(view: memoryview) -> int:

@@ -24,12 +24,12 @@ class _SlabLease(np.ndarray[tuple[int], np.dtype[np.uint8]]):
     """
 
     memory: Bytes | None = None
-    home: "queue.SimpleQueue[Bytes] | None" = None
+    returned_slabs: "queue.SimpleQueue[Bytes] | None" = None
 
     def __del__(self) -> None:
-        if self.memory is not None and self.home is not None:
+        if self.memory is not None and self.returned_slabs is not None:
             # Reentrant, unlike a lock: this may run within any allocation of any thread.
-            self.home.put(self.memory)
+            self.returned_slabs.put(self.memory)
 
 
 def get_slab_memory(view: memoryview) -> Bytes | None:
@@ -48,19 +48,19 @@ class SlabAllocator:
 
     Attributes:
         allocate: makes it, or raises MemoryError.
-        steps: in how many sizes to each power of two.
+        sizes_per_doubling: in how many sizes to each power of two.
         is_slow: it takes so long that the event loop has another thread make it.
-        segments: what other processes map as well, in which the memory is to be; None where there are none.
+        allocate_segment: what other processes map as well, in which the memory is to be; None where there are none.
     """
 
     allocate: Callable[[int], Bytes]
-    steps: int
+    sizes_per_doubling: int
     is_slow: bool
-    segments: Callable[[int], HostSegment] | None = None
+    allocate_segment: Callable[[int], HostSegment] | None = None
 
 
 # In four steps at most a fifth of a slab lies idle, and the next body of about the same length finds it.
-PLAIN = SlabAllocator(allocate_plain, steps=4, is_slow=False)
+PLAIN = SlabAllocator(allocate_plain, sizes_per_doubling=4, is_slow=False)
 
 
 class SlabPool:
@@ -82,16 +82,16 @@ class SlabPool:
         self._used_bytes = 0
         self.source = source
 
-    def take(self, nbytes: int) -> memoryview:
+    def borrow(self, nbytes: int) -> memoryview:
         """Borrow a slab of at least `nbytes`; it is lent until the last view of it is gone.
 
         Raises:
             MemoryError: there is no more.
         """
-        size = _compute_slab_bytes(nbytes, self.source.steps)
+        size = _compute_slab_bytes(nbytes, self.source.sizes_per_doubling)
         with self._lock:
-            self._collect()
-            memory = self._reuse(size)
+            self._collect_returned()
+            memory = self._take_idle(size)
             self._used_bytes += size
         try:
             memory = self.source.allocate(size) if memory is None else memory
@@ -99,52 +99,52 @@ class SlabPool:
             with self._lock:
                 self._used_bytes -= size
             raise
-        return self._lend(memory)
+        return self._make_lease(memory)
 
-    def take_idle(self, nbytes: int) -> memoryview | None:
+    def borrow_idle(self, nbytes: int) -> memoryview | None:
         """Borrow a slab of at least `nbytes` if one of that size is idle."""
-        size = _compute_slab_bytes(nbytes, self.source.steps)
+        size = _compute_slab_bytes(nbytes, self.source.sizes_per_doubling)
         with self._lock:
-            self._collect()
-            memory = self._reuse(size)
+            self._collect_returned()
+            memory = self._take_idle(size)
             if memory is None:
                 return None
             self._used_bytes += size
-        return self._lend(memory)
+        return self._make_lease(memory)
 
     def has_idle(self, nbytes: int) -> bool:
         """Whether a slab for so many bytes would be lent without making one."""
         with self._lock:
-            self._collect()
-            return bool(self._idle.get(_compute_slab_bytes(nbytes, self.source.steps)))
+            self._collect_returned()
+            return bool(self._idle.get(_compute_slab_bytes(nbytes, self.source.sizes_per_doubling)))
 
-    def _lend(self, memory: Bytes) -> memoryview:
+    def _make_lease(self, memory: Bytes) -> memoryview:
         lease = memory.view(_SlabLease)
-        lease.memory, lease.home = memory, self._returned
+        lease.memory, lease.returned_slabs = memory, self._returned
         return lease.data
 
     @property
     def used_bytes(self) -> int:
         """Of slabs that are lent."""
         with self._lock:
-            self._collect()
+            self._collect_returned()
             return self._used_bytes
 
     @property
     def idle_bytes(self) -> int:
         """Of slabs that wait for a borrower."""
         with self._lock:
-            self._collect()
+            self._collect_returned()
             return self._idle_bytes
 
-    def _reuse(self, size: int) -> Bytes | None:
+    def _take_idle(self, size: int) -> Bytes | None:
         idle = self._idle.get(size)
         if not idle:
             return None
         self._idle_bytes -= size
         return idle.pop()
 
-    def _collect(self) -> None:
+    def _collect_returned(self) -> None:
         """Collect returned slabs, and free those beyond the limit, the longest unused sizes first."""
         while not self._returned.empty():
             memory = self._returned.get()

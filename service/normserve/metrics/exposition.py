@@ -29,22 +29,24 @@ class TextExposition:
     def __init__(self, families: Sequence[AnyFamily], constant: Mapping[str, str]) -> None:
         """Args: constant: labels that every series carries before its own."""
         self._families = families
-        self._constant = constant
-        self._heads: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+        self._constant_labels = constant
+        self._series_names: dict[tuple[str, tuple[str, ...]], list[str]] = {}
 
     def render(self) -> bytes:
         """The text of all that the families hold now."""
-        return "".join(part for family in self._families for part in self._lines(family)).encode()
+        return "".join(part for family in self._families for part in self._render_family(family)).encode()
 
-    def _lines(self, family: AnyFamily) -> Iterator[str]:
-        doc = family.doc.replace("\\", r"\\").replace("\n", r"\n")
+    def _render_family(self, family: AnyFamily) -> Iterator[str]:
+        doc = family.help_text.replace("\\", r"\\").replace("\n", r"\n")
         yield f"# HELP {family.name} {doc}\n# TYPE {family.name} {family.kind}\n"
-        for labels, instrument in family.members.items():
-            heads = self._heads.get((family.name, labels))
+        for labels, instrument in family.instruments.items():
+            heads = self._series_names.get((family.name, labels))
             if heads is None:
-                heads = self._heads[family.name, labels] = self._heads_of(family, labels, instrument)
+                heads = self._series_names[family.name, labels] = self._make_series_names(
+                    family, labels, instrument
+                )
             if isinstance(instrument, Histogram):
-                counts = [count for _, count in instrument.cumulative()]
+                counts = [count for _, count in instrument.iterate_cumulative()]
                 values = (*counts, counts[-1], instrument.sum)
                 shown = instrument.exemplars
                 if not shown:
@@ -55,13 +57,13 @@ class TextExposition:
             else:
                 yield f"{heads[0]} {_format_number(instrument.value)}\n"
 
-    def _heads_of(
+    def _make_series_names(
         self, family: AnyFamily, labels: tuple[str, ...], instrument: Counter | Gauge | Histogram
     ) -> list[str]:
-        named = {**self._constant, **dict(zip(family.label_names, labels, strict=True))}
+        named = {**self._constant_labels, **dict(zip(family.label_names, labels, strict=True))}
         if not isinstance(instrument, Histogram):
             return [_format_series_name(family.name, named)]
-        bounds = [_format_number(bound) for bound, _ in instrument.cumulative()]
+        bounds = [_format_number(bound) for bound, _ in instrument.iterate_cumulative()]
         buckets = [_format_series_name(f"{family.name}_bucket", {**named, "le": bound}) for bound in bounds]
         return [
             *buckets,

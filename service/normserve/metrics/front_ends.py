@@ -13,19 +13,19 @@ class FrontEndMetrics:
     def __init__(self, make: MetricRegistry) -> None:
         # Not "process", which says of each series of a fleet whose it is.
         label = ("frontend",)
-        self._cpu_seconds = make.counter(
+        self._cpu_seconds = make.add_counter(
             "frontend_cpu_seconds_total",
             "CPU time of each front end, including earlier processes with the same index.",
             label,
         )
-        self._resident_bytes = make.gauge(
+        self._resident_bytes = make.add_gauge(
             "frontend_resident_memory_bytes",
             "Resident memory of each front end, including mapped shared buffers.",
             label,
         )
-        self._open_fds = make.gauge("frontend_open_fds", "Open file descriptors of each front end.", label)
+        self._open_fds = make.add_gauge("frontend_open_fds", "Open file descriptors of each front end.", label)
         # By index: whose CPU time was read last, and what it was.
-        self._last: dict[int, tuple[int, float]] = {}
+        self._last_cpu_seconds: dict[int, tuple[int, float]] = {}
 
     def refresh(self, there: Iterable[tuple[int, int]]) -> None:
         """Args: there: each front end that is there, its index and its process."""
@@ -36,14 +36,14 @@ class FrontEndMetrics:
                 self._add_cpu_seconds(index, pid, read["process_cpu_seconds_total"])
             self._resident_bytes(str(index)).set(read.get("process_resident_memory_bytes", 0))
             self._open_fds(str(index)).set(read.get("process_open_fds", 0))
-        for index in self._last.keys() - pids:
+        for index in self._last_cpu_seconds.keys() - pids:
             self._resident_bytes(str(index)).set(0)
             self._open_fds(str(index)).set(0)
 
     def _add_cpu_seconds(self, index: int, pid: int, seconds: float) -> None:
-        last_pid, last = self._last.get(index, (pid, 0.0))
+        last_pid, last = self._last_cpu_seconds.get(index, (pid, 0.0))
         self._cpu_seconds(str(index)).inc(max(0.0, seconds - (last if last_pid == pid else 0.0)))
-        self._last[index] = (pid, seconds)
+        self._last_cpu_seconds[index] = (pid, seconds)
 
 
 def _read_process_metrics(pid: int) -> dict[str, float]:

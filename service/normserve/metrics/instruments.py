@@ -77,7 +77,7 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
-    def observe_all(self, values: Sequence[float]) -> None:
+    def observe_many(self, values: Sequence[float]) -> None:
         """Count many values, in a fraction of the time that they take one by one."""
         if len(values) < _FEW:
             for value in values:
@@ -87,11 +87,11 @@ class Histogram:
         self.counts = [before + more for before, more in zip(self.counts, found.tolist(), strict=True)]
         self.sum += sum(values)
 
-    def show(self, exemplar: Exemplar) -> None:
+    def attach_exemplar(self, exemplar: Exemplar) -> None:
         """Attach a counted value to its bucket, as an exemplar."""
         self.exemplars[bisect_left(self.bounds, exemplar.value)] = exemplar
 
-    def cumulative(self) -> Iterator[tuple[float, int]]:
+    def iterate_cumulative(self) -> Iterator[tuple[float, int]]:
         """Each bound, infinity the last, with how many values were at most that."""
         total = 0
         for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
@@ -106,16 +106,16 @@ class MetricFamily(Generic[_I]):
     """Instruments of one name by the values of their labels; those without labels are there from the start."""
 
     def __init__(self, name: str, doc: str, labels: Sequence[str], make: Callable[[], _I]) -> None:
-        self.name, self.doc, self.label_names = name, doc, tuple(labels)
+        self.name, self.help_text, self.label_names = name, doc, tuple(labels)
         self.kind: str = make().kind
-        self._make = make
-        self.members: dict[tuple[str, ...], _I] = {} if labels else {(): make()}
+        self._make_instrument = make
+        self.instruments: dict[tuple[str, ...], _I] = {} if labels else {(): make()}
 
     def __call__(self, *values: str) -> _I:
         """The instrument of those values."""
-        member = self.members.get(values)
+        member = self.instruments.get(values)
         if member is None:
             if len(values) != len(self.label_names):
                 raise ValueError(f"{self.name} has the labels {self.label_names}, got {values}")
-            member = self.members[values] = self._make()
+            member = self.instruments[values] = self._make_instrument()
         return member

@@ -26,15 +26,15 @@ class PreparedCallMetrics:
     """Look-ups and evictions of prepared calls."""
 
     def __init__(self, make: MetricRegistry) -> None:
-        self._events = make.counter(
+        self._events = make.add_counter(
             "prepared_calls_total",
             "Prepared calls that were found (hit), not found (miss), or discarded to limit their memory (evicted), "
             "in the process's memory of them or in those of connections that share memory with the server.",
             ("owner", "event"),
         )
         for owner in OWNERS:
-            self.of(owner)
+            self.get_counters(owner)
 
-    def of(self, owner: str) -> PreparedCallCounters:
+    def get_counters(self, owner: str) -> PreparedCallCounters:
         """Return the counters of an owner's kind, one of `OWNERS`."""
         return PreparedCallCounters(*[self._events(owner, event) for event in ("hit", "miss", "evicted")])

@@ -23,24 +23,24 @@ class MetricRegistry:
     def __init__(self) -> None:
         self.families: list[AnyFamily] = []
 
-    def counter(self, name: str, doc: str, labels: Sequence[str]) -> MetricFamily[Counter]:
-        return self._kept(MetricFamily(f"normserve_{name}", doc, labels, Counter))
+    def add_counter(self, name: str, doc: str, labels: Sequence[str]) -> MetricFamily[Counter]:
+        return self._add(MetricFamily(f"normserve_{name}", doc, labels, Counter))
 
-    def gauge(self, name: str, doc: str, labels: Sequence[str] = ()) -> MetricFamily[Gauge]:
-        return self._kept(MetricFamily(f"normserve_{name}", doc, labels, Gauge))
+    def add_gauge(self, name: str, doc: str, labels: Sequence[str] = ()) -> MetricFamily[Gauge]:
+        return self._add(MetricFamily(f"normserve_{name}", doc, labels, Gauge))
 
-    def histogram(
+    def add_histogram(
         self, name: str, doc: str, labels: Sequence[str], buckets: Sequence[float]
     ) -> MetricFamily[Histogram]:
-        return self._kept(MetricFamily(f"normserve_{name}", doc, labels, functools.partial(Histogram, buckets)))
+        return self._add(MetricFamily(f"normserve_{name}", doc, labels, functools.partial(Histogram, buckets)))
 
-    def foreign(self, metric: Metric) -> MetricFamily[Counter] | MetricFamily[Gauge]:
+    def add_process_metric(self, metric: Metric) -> MetricFamily[Counter] | MetricFamily[Gauge]:
         """One that prometheus_client reads, under the name that it has there."""
         name, doc = metric.samples[0].name, metric.documentation
         if metric.type == "counter":
-            return self._kept(MetricFamily(name, doc, (), Counter))
-        return self._kept(MetricFamily(name, doc, (), Gauge))
+            return self._add(MetricFamily(name, doc, (), Counter))
+        return self._add(MetricFamily(name, doc, (), Gauge))
 
-    def _kept(self, family: MetricFamily[_I]) -> MetricFamily[_I]:
+    def _add(self, family: MetricFamily[_I]) -> MetricFamily[_I]:
         self.families.append(family)
         return family

@@ -38,12 +38,12 @@ class ReplicaScaling(BaseModel):
     target_ongoing_requests: float = Field(16.0, gt=0)
 
     @model_validator(mode="after")
-    def _check_order(self) -> "ReplicaScaling":
+    def _require_max_above_min(self) -> "ReplicaScaling":
         if self.max_replicas < self.min_replicas:
             raise ValueError(f"max_replicas must be at least min_replicas, got {self.max_replicas}")
         return self
 
-    def settings_of_replica(self, settings: Settings) -> Settings:
+    def make_replica_settings(self, settings: Settings) -> Settings:
         """What one replica is told: its device, and no more threads than cores are its own.
 
         Raises:
@@ -77,7 +77,7 @@ class ReplicaScaling(BaseModel):
         own["allowed_hosts"] = settings.allowed_hosts or "*"
         return settings.model_copy(update=own)
 
-    def deployment_options(self, settings: Settings) -> dict[str, Any]:
+    def make_deployment_options(self, settings: Settings) -> dict[str, Any]:
         """What Ray Serve is told about the deployment."""
         return {
             "ray_actor_options": {"num_cpus": self.cpus_per_replica, "num_gpus": int(self.device == "gpu")},
@@ -98,15 +98,15 @@ class ReplicaStateTable:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._notes: dict[str, tuple[int, float, bytes]] = {}
+        self._states: dict[str, tuple[int, float, bytes]] = {}
 
-    def exchange(self, process: str, number: int, text: bytes) -> dict[str, bytes]:
+    def publish(self, process: str, number: int, text: bytes) -> dict[str, bytes]:
         """Note a text unless a later one of the same process is there; give those of all that still speak."""
         now = self._clock()
-        if process not in self._notes or self._notes[process][0] < number:
-            self._notes[process] = (number, now, text)
-        self._notes = {name: note for name, note in self._notes.items() if now - note[1] <= _FRESH_S}
-        return {name: kept for name, (_, _, kept) in self._notes.items()}
+        if process not in self._states or self._states[process][0] < number:
+            self._states[process] = (number, now, text)
+        self._states = {name: note for name, note in self._states.items() if now - note[1] <= _FRESH_S}
+        return {name: kept for name, (_, _, kept) in self._states.items()}
 
 
 class ReplicaSiblings(SiblingProcesses):
@@ -114,32 +114,32 @@ class ReplicaSiblings(SiblingProcesses):
 
     def __init__(self, name: str, exchange: BoardCall) -> None:
         super().__init__(None)
-        self.process = self._name = name
-        self._exchange = exchange
-        self._number = 0
+        self.process_label = self._name = name
+        self._publish_text = exchange
+        self._version = 0
 
-    async def exposition(self, own: bytes) -> bytes:
+    async def render_metrics(self, own: bytes) -> bytes:
         """The text of all that speak; of this one alone while the board does not answer.
 
         Whoever is asked next shows no less of this one than is shown now, so that no counter seems to fall.
         """
-        texts = dict(await self._post(own))
+        texts = dict(await self._publish(own))
         texts[self._name] = own
         return merge_expositions(texts, texts)
 
-    async def post_regularly(self, render: Callable[[], bytes]) -> None:
+    async def publish_regularly(self, render: Callable[[], bytes]) -> None:
         """Tell the board of oneself until cancelled."""
         while True:
-            await self._post(render())
+            await self._publish(render())
             await asyncio.sleep(_POST_S)
 
-    async def _post(self, text: bytes) -> Mapping[str, bytes]:
-        self._number += 1
+    async def _publish(self, text: bytes) -> Mapping[str, bytes]:
+        self._version += 1
         with contextlib.suppress(TimeoutError, ConnectionError):
-            return await asyncio.wait_for(self._exchange(self._name, self._number, text), _ANSWER_S)
+            return await asyncio.wait_for(self._publish_text(self._name, self._version, text), _ANSWER_S)
         return {}
 
-    def require_changeable(self) -> NoReturn:
+    def require_changeable_layers(self) -> NoReturn:
         """Raises: MethodNotAllowedError: a replica that is started later would not know of the change."""
         raise MethodNotAllowedError(
             "layers come from the checkpoint here: replicas come and go, and one registered by a request "

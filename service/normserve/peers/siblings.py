@@ -60,7 +60,7 @@ class FleetPosition:
     folder: Path
     is_shown: bool = True
 
-    def socket_of(self, index: int) -> Path:
+    def get_socket_path(self, index: int) -> Path:
         """Where the sibling of that index listens."""
         return self.folder / f"{index}.sock"
 
@@ -75,10 +75,10 @@ class FrameStream:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, max_bytes: int) -> None:
         """Args: max_bytes: of the content of a received frame."""
         self._reader, self._writer = reader, writer
-        self._frames = FrameReader(max_bytes)
-        self._received: deque[bytes] = deque()
+        self._frame_reader = FrameReader(max_bytes)
+        self._received_frames: deque[bytes] = deque()
 
-    async def send(self, content: bytes) -> None:
+    async def send_frame(self, content: bytes) -> None:
         """Send a frame.
 
         Raises:
@@ -91,23 +91,23 @@ class FrameStream:
             raise ConnectionResetError("the other process has ended") from error
         await self._writer.drain()
 
-    async def receive(self) -> bytes | None:
+    async def receive_frame(self) -> bytes | None:
         """Return the content of the next frame; None once there are no more.
 
         Raises:
             ConnectionError: the connection broke within a frame, or one is longer than permitted.
         """
-        while not self._received:
+        while not self._received_frames:
             data = await self._reader.read(_READ_BYTES)
             if not data:
-                if self._frames.is_within:
+                if self._frame_reader.has_partial_frame:
                     raise ConnectionResetError("the connection broke within a frame")
                 return None
             try:
-                self._received += [content for _, content in self._frames.feed(data)]
+                self._received_frames += [content for _, content in self._frame_reader.feed(data)]
             except TooLargeError as error:
                 raise ConnectionAbortedError(error.detail) from None
-        return self._received.popleft()
+        return self._received_frames.popleft()
 
     def close(self) -> None:
         """End the connection."""
@@ -125,7 +125,7 @@ class SiblingConnection:
         self.index = index
         self._stream = FrameStream(reader, writer, _ANSWER_BYTES)
 
-    async def request(self, question: Question, timeout_s: float) -> bytes:
+    async def send_request(self, question: Question, timeout_s: float) -> bytes:
         """What the sibling answers.
 
         Raises:
@@ -134,8 +134,8 @@ class SiblingConnection:
             TimeoutError: it said nothing in time.
         """
         async with asyncio.timeout(timeout_s):
-            await self._stream.send(json.dumps(question).encode())
-            answer = await self._stream.receive()
+            await self._stream.send_frame(json.dumps(question).encode())
+            answer = await self._stream.receive_frame()
         if answer is None:
             raise ConnectionResetError("the other process has ended")
         if answer[:1] == _GOOD:
@@ -154,57 +154,57 @@ class SiblingProcesses:
     """The other processes; none where there is no fleet.
 
     Attributes:
-        process: what this one's metrics are labelled with.
+        process_label: what this one's metrics are labelled with.
         handlers: what this one answers to each question.
     """
 
     def __init__(self, place: FleetPosition | None) -> None:
-        self.place = place
-        self.process: str | None = str(place.index) if place is not None and place.is_shown else None
+        self.position = place
+        self.process_label: str | None = str(place.index) if place is not None and place.is_shown else None
         self.handlers: dict[str, Handler] = {}
-        self._served: set[asyncio.Task[None]] = set()
+        self._serve_tasks: set[asyncio.Task[None]] = set()
 
-    async def listen(self) -> asyncio.Server | None:
+    async def start_listening(self) -> asyncio.Server | None:
         """Answer the siblings' questions from now on; a socket that an earlier process left is replaced."""
-        if self.place is None:
+        if self.position is None:
             return None
 
         def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             # Of a task of its own, the stream would tell the loop that it was cancelled at the loop's end.
-            task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
-            self._served.add(task)
-            task.add_done_callback(self._served.discard)
+            task = asyncio.get_running_loop().create_task(self._serve_connection(reader, writer))
+            self._serve_tasks.add(task)
+            task.add_done_callback(self._serve_tasks.discard)
 
-        return await asyncio.start_unix_server(serve, self.place.socket_of(self.place.index))
+        return await asyncio.start_unix_server(serve, self.position.get_socket_path(self.position.index))
 
-    def require_changeable(self) -> None:
+    def require_changeable_layers(self) -> None:
         """Raises: NormserveError: layers cannot be registered or removed here."""
 
-    async def request(self, what: str) -> dict[int, bytes]:
+    async def request_all(self, what: str) -> dict[int, bytes]:
         """What the others answer, by index; without those that do not."""
 
         async def answer(index: int) -> bytes | None:
             try:
-                async with asyncio.timeout(_ANSWER_S), self._linked(index) as link:
-                    return await link.request({"do": what}, _ANSWER_S)
+                async with asyncio.timeout(_ANSWER_S), self._connect(index) as link:
+                    return await link.send_request({"do": what}, _ANSWER_S)
             except (OSError, TimeoutError, SiblingRefusedError):
                 return None
 
-        others = self._others()
+        others = self._list_siblings()
         answers = await asyncio.gather(*(answer(index) for index in others))
         return {index: content for index, content in zip(others, answers, strict=True) if content is not None}
 
-    async def exposition(self, own: bytes) -> bytes:
+    async def render_metrics(self, own: bytes) -> bytes:
         """The metrics' rendered text that answers a scrape: of every process."""
-        if self.place is None or not self.place.is_shown:
+        if self.position is None or not self.position.is_shown:
             return own
-        texts = {str(index): text for index, text in (await self.request("metrics")).items()}
+        texts = {str(index): text for index, text in (await self.request_all("metrics")).items()}
         return merge_expositions(
-            {str(self.place.index): own} | texts, [str(index) for index in range(self.place.count)]
+            {str(self.position.index): own} | texts, [str(index) for index in range(self.position.count)]
         )
 
     @contextlib.asynccontextmanager
-    async def linked(self) -> AsyncIterator[list[SiblingConnection]]:
+    async def connect_all(self) -> AsyncIterator[list[SiblingConnection]]:
         """Connections to all siblings that are there.
 
         Raises:
@@ -212,26 +212,26 @@ class SiblingProcesses:
         """
         async with contextlib.AsyncExitStack() as stack:
             links = []
-            for index in self._others():
+            for index in self._list_siblings():
                 # No process listens there: not yet, or no longer.
                 with contextlib.suppress(FileNotFoundError, ConnectionError):
-                    links.append(await stack.enter_async_context(self._linked(index)))
+                    links.append(await stack.enter_async_context(self._connect(index)))
             yield links
 
     @contextlib.asynccontextmanager
-    async def _linked(self, index: int) -> AsyncIterator[SiblingConnection]:
-        assert self.place is not None
-        link = SiblingConnection(index, *await asyncio.open_unix_connection(self.place.socket_of(index)))
+    async def _connect(self, index: int) -> AsyncIterator[SiblingConnection]:
+        assert self.position is not None
+        link = SiblingConnection(index, *await asyncio.open_unix_connection(self.position.get_socket_path(index)))
         try:
             yield link
         finally:
             link.close()
 
-    def _others(self) -> list[int]:
-        place = self.place
+    def _list_siblings(self) -> list[int]:
+        place = self.position
         return [] if place is None else [index for index in range(place.count) if index != place.index]
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer one connection's questions until it ends."""
         try:
             if not _is_same_user(writer):
@@ -240,12 +240,12 @@ class SiblingProcesses:
             stream = FrameStream(reader, writer, _QUESTION_BYTES)
             async with contextlib.AsyncExitStack() as at_end:
                 with contextlib.suppress(ConnectionError):
-                    while (question := await stream.receive()) is not None:
-                        await stream.send(await self._answer(question, at_end))
+                    while (question := await stream.receive_frame()) is not None:
+                        await stream.send_frame(await self._handle_request(question, at_end))
         finally:
             writer.close()
 
-    async def _answer(self, frame: bytes, at_end: contextlib.AsyncExitStack) -> bytes:
+    async def _handle_request(self, frame: bytes, at_end: contextlib.AsyncExitStack) -> bytes:
         try:
             question = json.loads(frame)
             return _GOOD + await self.handlers[question["do"]](question, at_end)

@@ -46,34 +46,34 @@ class SupervisorChannel:
         on_closed: called when the other process has ended.
         """
         self._channel = channel
-        self._reports = ReportWriter(channel)
+        self._report_writer = ReportWriter(channel)
         self._is_stalled = is_stalled
         self._on_connection = on_connection
         self._on_refused = on_refused
         self._on_link = on_link
         self._on_closed = on_closed
         self._is_ready = False
-        self._lost_log = ThrottledLogger(log)
+        self._throttled_log = ThrottledLogger(log)
 
-    def open(self) -> None:
+    def start(self) -> None:
         """Receive connections from now on, and send a report at every beat."""
-        add_reader(asyncio.get_running_loop(), self._channel, self._receive)
-        self._beat()
+        add_reader(asyncio.get_running_loop(), self._channel, self._receive_message)
+        self._send_heartbeat()
 
-    def report(self, *, ready: bool) -> None:
+    def report_readiness(self, *, ready: bool) -> None:
         """Report to the other process whether this one is ready, now and at every beat."""
         self._is_ready = ready
-        self._report()
+        self._send_readiness()
 
-    def report_refused(self, reason: str) -> None:
+    def report_refused_connection(self, reason: str) -> None:
         """Report that a connection was refused that the other process had accepted beyond a limit."""
-        self._reports.send(REFUSED[reason])
+        self._report_writer.send_report(REFUSED[reason])
 
     def request_link(self) -> None:
         """Ask the other process to link this one with the processes that it has no link with."""
-        self._reports.send(LINK)
+        self._report_writer.send_report(LINK)
 
-    def _receive(self) -> None:
+    def _receive_message(self) -> None:
         try:
             received = receive_message(self._channel)
         except BlockingIOError:
@@ -87,11 +87,11 @@ class SupervisorChannel:
         if (reason := _REASONS.get(number)) is not None:
             self._on_refused(reason)
         elif not descriptors:
-            self._lost_log.warning("a connection was lost: no descriptor is free")
+            self._throttled_log.warning("a connection was lost: no descriptor is free")
             if number != LINK:
-                self._reports.send(number)
+                self._report_writer.send_report(number)
             # The connection has ended; for a link: another one is needed.
-            self._reports.send(number)
+            self._report_writer.send_report(number)
         for descriptor in descriptors:
             connection = socket.socket(fileno=descriptor)
             connection.setblocking(False)
@@ -99,14 +99,14 @@ class SupervisorChannel:
                 self._on_link(connection)
                 continue
             # The connection is received: if this process ends now, the connection ends with it.
-            self._reports.send(number)
-            self._on_connection(connection, functools.partial(self._reports.send, number), beyond)
+            self._report_writer.send_report(number)
+            self._on_connection(connection, functools.partial(self._report_writer.send_report, number), beyond)
 
-    def _beat(self) -> None:
+    def _send_heartbeat(self) -> None:
         """Report regularly; this shows that the event loop runs."""
-        if not self._reports.is_behind:
-            self._report()
-        asyncio.get_running_loop().call_later(BEAT_S, self._beat)
+        if not self._report_writer.is_backlogged:
+            self._send_readiness()
+        asyncio.get_running_loop().call_later(BEAT_S, self._send_heartbeat)
 
-    def _report(self) -> None:
-        self._reports.send(READY if self._is_ready and not self._is_stalled() else NOT_READY)
+    def _send_readiness(self) -> None:
+        self._report_writer.send_report(READY if self._is_ready and not self._is_stalled() else NOT_READY)

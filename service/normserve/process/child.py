@@ -40,14 +40,14 @@ class HandedConnection:
     Attributes:
         connection: the socket until the process has received it, then None.
         on_end: called when the connection has ended.
-        beyond: the limit that it exceeds.
-        on_unreceived: takes the connection back if the process ends before it has received it.
+        exceeded_limit: the limit that it exceeds.
+        on_not_received: takes the connection back if the process ends before it has received it.
     """
 
     connection: socket.socket | None
     on_end: Callable[[], None]
-    on_unreceived: Callable[[socket.socket], None]
-    beyond: str | None = None
+    on_not_received: Callable[[socket.socket], None]
+    exceeded_limit: str | None = None
 
 
 class ChildProcess:
@@ -62,115 +62,115 @@ class ChildProcess:
         hang_s: a process that sends nothing for this long is killed.
         """
         self.name = name
-        self._command, self._say, self._device, self._hang_s = command, say, device, hang_s
+        self._module, self._make_arguments, self._device, self._hang_s = command, say, device, hang_s
         # The connections of the process, by number.
-        self._handed: dict[int, HandedConnection] = {}
+        self._connections: dict[int, HandedConnection] = {}
         self._channel: socket.socket | None = None
-        self._running: asyncio.subprocess.Process | None = None
+        self._subprocess: asyncio.subprocess.Process | None = None
         # SIGHUP ends a process that has not sent anything yet.
-        self._minds_signals = self._reloads_late = False
+        self._handles_signals = self._is_reload_pending = False
         self.restarts = 0
-        self.was_ready = asyncio.Event()
+        self.ready_event = asyncio.Event()
         self.on_start: Callable[[], None] = lambda: None
         self.on_refused: Callable[[str], None] = lambda reason: None
-        self._says_ready = False
+        self._is_reported_ready = False
         # Whether the current process, not an earlier one in this position, has been ready.
-        self._has_served = False
+        self._has_current_been_ready = False
         self._silence_s = 0.0
 
     @property
-    def fields(self) -> dict[str, object]:
+    def log_fields(self) -> dict[str, object]:
         """Log fields of the process that is in this position now, or was the last."""
-        pid = None if self._running is None else self._running.pid
+        pid = None if self._subprocess is None else self._subprocess.pid
         return {"child": self.name, "device": self._device or "all", "pid": pid}
 
     @property
-    def is_there(self) -> bool:
+    def is_reachable(self) -> bool:
         """Whether it can receive connections; it may answer them that it is not ready."""
         return self._channel is not None and self._silence_s < _QUIET_S
 
     @property
     def is_ready(self) -> bool:
         """Whether it serves requests."""
-        return self._says_ready and self.is_there
+        return self._is_reported_ready and self.is_reachable
 
-    async def run(self) -> int:
+    async def run_process(self) -> int:
         """Start the process and wait for its end; its exit code."""
         here, there = socket.socketpair()
         here.setblocking(False)
         with there:
-            self._running = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", self._command, str(there.fileno())),
+            self._subprocess = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", self._module, str(there.fileno())),
                 stdin=asyncio.subprocess.PIPE,
                 pass_fds=[there.fileno()],
                 env=make_device_environment(self._device),
                 # The supervisor alone receives a terminal's interrupt, and signals the others.
                 start_new_session=True,
             )
-        self._channel, self._has_served, self._silence_s = here, False, 0.0
+        self._channel, self._has_current_been_ready, self._silence_s = here, False, 0.0
         loop = asyncio.get_running_loop()
         heard = ReportReader()
-        loop.add_reader(here, self._hear, here, heard)
-        assert self._running.stdin is not None
-        self._running.stdin.write(pickle.dumps(self._say(self.restarts)))
-        self._running.stdin.close()
+        loop.add_reader(here, self._receive_reports, here, heard)
+        assert self._subprocess.stdin is not None
+        self._subprocess.stdin.write(pickle.dumps(self._make_arguments(self.restarts)))
+        self._subprocess.stdin.close()
         self.on_start()
         try:
-            return await self._running.wait()
+            return await self._subprocess.wait()
         finally:
-            while self._hear(here, heard):
+            while self._receive_reports(here, heard):
                 pass
             loop.remove_reader(here)
             here.close()
-            self._channel, self._says_ready, self._minds_signals = None, False, False
-            handed, self._handed = self._handed, {}
+            self._channel, self._is_reported_ready, self._handles_signals = None, False, False
+            handed, self._connections = self._connections, {}
             for each in handed.values():
                 if each.connection is None:
                     each.on_end()
                 else:
-                    each.on_unreceived(each.connection)
+                    each.on_not_received(each.connection)
 
-    def take(self, number: int, connection: HandedConnection) -> bool:
+    def hand_over_connection(self, number: int, connection: HandedConnection) -> bool:
         """Hand over a connection, which belongs to it from then on; return whether it could be sent."""
-        message = encode_connection(number, connection.beyond)
+        message = encode_connection(number, connection.exceeded_limit)
         if self._channel is None or not send_with_socket(self._channel, message, connection.connection):
             return False
-        self._handed[number] = connection
+        self._connections[number] = connection
         return True
 
-    def send(self, number: int, along: socket.socket | None = None) -> bool:
+    def send_message(self, number: int, along: socket.socket | None = None) -> bool:
         """Send a message, and a socket with it; return whether it could be sent."""
         return self._channel is not None and send_with_socket(self._channel, number, along)
 
-    def signal(self) -> None:
+    def stop_process(self) -> None:
         """Make it drain, or stop at once if it already drains."""
-        if self._running is not None and self._running.returncode is None:
-            _send_signal(self._running.pid, signal.SIGTERM)
+        if self._subprocess is not None and self._subprocess.returncode is None:
+            _send_signal(self._subprocess.pid, signal.SIGTERM)
 
-    def reload(self) -> None:
+    def reload_tls(self) -> None:
         """Make it read the TLS files again, as soon as it handles SIGHUP."""
-        if self._minds_signals and self._running is not None and self._running.returncode is None:
-            _send_signal(self._running.pid, signal.SIGHUP)
+        if self._handles_signals and self._subprocess is not None and self._subprocess.returncode is None:
+            _send_signal(self._subprocess.pid, signal.SIGHUP)
         else:
-            self._reloads_late = True
+            self._is_reload_pending = True
 
-    def note_silence(self, seconds: float) -> None:
+    def add_silence(self, seconds: float) -> None:
         """Add time in which nothing arrived; a process that has been ready and is silent for too long is killed."""
         # A process that starts loads libraries and is silent for long.
-        if not self._has_served or self._running is None or self._running.returncode is not None:
+        if not self._has_current_been_ready or self._subprocess is None or self._subprocess.returncode is not None:
             return
         before, self._silence_s = self._silence_s, self._silence_s + seconds
         if before < _QUIET_S <= self._silence_s:
-            self._note(logging.WARNING, "%s gives no sign and gets no new connections", self.name)
+            self._log_event(logging.WARNING, "%s gives no sign and gets no new connections", self.name)
         if before < self._hang_s <= self._silence_s:
             silent = "%s has given no sign for %.1f s and is killed"
-            self._note(logging.ERROR, silent, self.name, self._silence_s)
-            _send_signal(self._running.pid, signal.SIGKILL)
+            self._log_event(logging.ERROR, silent, self.name, self._silence_s)
+            _send_signal(self._subprocess.pid, signal.SIGKILL)
 
-    def _note(self, level: int, message: str, *arguments: object) -> None:
-        log.log(level, message, *arguments, extra={"fields": self.fields})
+    def _log_event(self, level: int, message: str, *arguments: object) -> None:
+        log.log(level, message, *arguments, extra={"fields": self.log_fields})
 
-    def _hear(self, channel: socket.socket, heard: ReportReader) -> bool:
+    def _receive_reports(self, channel: socket.socket, heard: ReportReader) -> bool:
         """Read the messages of the process; return whether there may be more."""
         try:
             said = channel.recv(4096)
@@ -178,37 +178,37 @@ class ChildProcess:
             said = b""
         if not said:
             asyncio.get_running_loop().remove_reader(channel)
-            self._says_ready = False
+            self._is_reported_ready = False
             return False
-        self._minds_signals = True
-        if self._reloads_late:
-            self._reloads_late = False
-            self.reload()
+        self._handles_signals = True
+        if self._is_reload_pending:
+            self._is_reload_pending = False
+            self.reload_tls()
         if self._silence_s >= _QUIET_S:
-            self._note(logging.INFO, "%s gives signs again", self.name)
+            self._log_event(logging.INFO, "%s gives signs again", self.name)
         self._silence_s = 0.0
         for number in heard.feed(said):
-            if number in self._handed:
-                self._hear_of(number)
+            if number in self._connections:
+                self._on_connection_report(number)
             elif number in (READY, NOT_READY):
-                self._says_ready = number == READY
+                self._is_reported_ready = number == READY
             elif (reason := _REASONS.get(number)) is not None:
                 self.on_refused(reason)
             elif number == LINK:
                 asyncio.get_running_loop().call_later(_LINK_AGAIN_S, self.on_start)
-        if self._says_ready:
-            self._has_served = True
-            self.was_ready.set()
+        if self._is_reported_ready:
+            self._has_current_been_ready = True
+            self.ready_event.set()
         return True
 
-    def _hear_of(self, number: int) -> None:
+    def _on_connection_report(self, number: int) -> None:
         """The process has received a connection; or, the second time, the connection has ended."""
-        handed = self._handed[number]
+        handed = self._connections[number]
         if handed.connection is not None:
             handed.connection.close()
             handed.connection = None
         else:
-            del self._handed[number]
+            del self._connections[number]
             handed.on_end()
 
 

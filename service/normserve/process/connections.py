@@ -38,11 +38,11 @@ class AdmittedConnection(NamedTuple):
 
     Attributes:
         address: for `release`.
-        beyond: the limit that it exceeds.
+        exceeded_limit: the limit that it exceeds.
     """
 
     address: str
-    beyond: Reason | None
+    exceeded_limit: Reason | None
 
 
 Take = Callable[[socket.socket, AdmittedConnection], Awaitable[None]]
@@ -52,8 +52,8 @@ class ConnectionLimits:
     """Counts connections and refuses those beyond the limits.
 
     Attributes:
-        open: number of connections that were admitted and have not ended.
-        max_all: limit on `open`.
+        open_count: number of connections that were admitted and have not ended.
+        max_connections: limit on `open_count`.
     """
 
     def __init__(
@@ -71,50 +71,50 @@ class ConnectionLimits:
         of_address: the setting that defines `max_per_address`.
         farewell: makes the response to a refused client.
         """
-        self.open = 0
-        self._reserve = reserve
-        self._of_address = of_address
-        self._farewell = farewell
-        self.max_all = max_all
+        self.open_count = 0
+        self._extra_connections = reserve
+        self._address_limit = of_address
+        self._render_refusal = farewell
+        self.max_connections = max_all
         self._max_per_address = max_per_address
         self._on_refused = on_refused
-        self._by_address: dict[str, int] = {}
-        self._lingering = 0
-        self._beyond_log, self._refused_log, self._failed_log = (
+        self._counts_by_address: dict[str, int] = {}
+        self._lingering_count = 0
+        self._exceeded_log, self._refused_log, self._failed_log = (
             ThrottledLogger(log),
             ThrottledLogger(log),
             ThrottledLogger(log),
         )
 
-    def admit(self, connection: socket.socket) -> AdmittedConnection | None:
+    def admit_connection(self, connection: socket.socket) -> AdmittedConnection | None:
         """Count an accepted connection; None if it was refused and closed."""
         address = identify_client(connection)
-        of_address = self._by_address.get(address, 0)
+        of_address = self._counts_by_address.get(address, 0)
         beyond: Reason | None = None
         for reason, count, limit in (
-            (self._of_address, of_address, self._max_per_address),
-            ("max_connections", self.open, self.max_all),
+            (self._address_limit, of_address, self._max_per_address),
+            ("max_connections", self.open_count, self.max_connections),
         ):
-            if count >= limit + self._reserve:
-                self._refuse(connection, reason, limit)
+            if count >= limit + self._extra_connections:
+                self._refuse_connection(connection, reason, limit)
                 return None
             if count >= limit and beyond is None:
                 beyond = reason
-                self._beyond_log.warning("a connection is beyond the limit: %s is %d", reason, limit)
-        self.open += 1
-        self._by_address[address] = of_address + 1
+                self._exceeded_log.warning("a connection is beyond the limit: %s is %d", reason, limit)
+        self.open_count += 1
+        self._counts_by_address[address] = of_address + 1
         return AdmittedConnection(address, beyond)
 
-    def release(self, address: str) -> None:
+    def release_address(self, address: str) -> None:
         """Count the end of a connection from this address."""
-        self.open -= 1
-        left = self._by_address[address] - 1
+        self.open_count -= 1
+        left = self._counts_by_address[address] - 1
         if left:
-            self._by_address[address] = left
+            self._counts_by_address[address] = left
         else:
-            del self._by_address[address]
+            del self._counts_by_address[address]
 
-    async def accept(self, listener: socket.socket, take: Take) -> None:
+    async def accept_connections(self, listener: socket.socket, take: Take) -> None:
         """Accept until cancelled; `take` owns each connection and arranges the release of its address."""
         loop = asyncio.get_running_loop()
         while True:
@@ -126,7 +126,7 @@ class ConnectionLimits:
                 await asyncio.sleep(_PAUSE_S)
                 continue
             connection.setblocking(False)
-            admission = self.admit(connection)
+            admission = self.admit_connection(connection)
             if admission is not None:
                 if connection.family != socket.AF_UNIX:
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -134,20 +134,20 @@ class ConnectionLimits:
             # `sock_accept` does not yield while connections wait: let other tasks run.
             await asyncio.sleep(0)
 
-    def _refuse(self, connection: socket.socket, reason: Reason, limit: int) -> None:
+    def _refuse_connection(self, connection: socket.socket, reason: Reason, limit: int) -> None:
         self._on_refused(reason)
         self._refused_log.warning("a connection was refused: %s is %d", reason, limit)
         with contextlib.suppress(OSError):
-            connection.send(self._farewell(TooManyConnectionsError(reason)))
+            connection.send(self._render_refusal(TooManyConnectionsError(reason)))
             connection.shutdown(socket.SHUT_WR)
-        if self._lingering >= _MAX_LINGERING:
+        if self._lingering_count >= _MAX_LINGERING:
             _close_refused(connection)
             return
-        self._lingering += 1
-        asyncio.get_running_loop().call_later(_LINGER_S, self._end_lingering, connection)
+        self._lingering_count += 1
+        asyncio.get_running_loop().call_later(_LINGER_S, self._close_lingering, connection)
 
-    def _end_lingering(self, connection: socket.socket) -> None:
-        self._lingering -= 1
+    def _close_lingering(self, connection: socket.socket) -> None:
+        self._lingering_count -= 1
         _close_refused(connection)
 
 

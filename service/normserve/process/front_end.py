@@ -39,40 +39,42 @@ class FrontEndServer(HttpServer):
         front_end: RelayApplication,
     ) -> None:
         super().__init__(config, settings, tls)
-        self._front_end = front_end
+        self._relay_application = front_end
         self._channel = SupervisorChannel(
             channel,
             is_stalled=lambda: False,
-            on_connection=self._take_connection,
+            on_connection=self._serve_handed_over,
             on_refused=lambda reason: None,
-            on_link=front_end.connect,
-            on_closed=self._drain_once,
+            on_link=front_end.connect_owner,
+            on_closed=self._start_drain,
         )
         front_end.on_link_lost = self._channel.request_link
 
-    def report_refused(self, limit: str) -> None:
+    def report_refused_connection(self, limit: str) -> None:
         """Have a connection counted that was accepted beyond this limit, and refused."""
-        self._channel.report_refused(limit)
+        self._channel.report_refused_connection(limit)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])
-        self._channel.open()
-        self._channel.report(ready=True)
+        self._channel.start()
+        self._channel.report_readiness(ready=True)
 
-    def _take_connection(self, connection: socket.socket, on_end: Callable[[], None], beyond: str | None) -> None:
-        self._front_end.count_connections(1)
-        self._spawn(self._serve_connection(connection, functools.partial(self._end_connection, on_end), beyond))
+    def _serve_handed_over(self, connection: socket.socket, on_end: Callable[[], None], beyond: str | None) -> None:
+        self._relay_application.adjust_connection_count(1)
+        self._start_task(
+            self._serve_connection(connection, functools.partial(self._on_connection_end, on_end), beyond)
+        )
 
-    def _end_connection(self, on_end: Callable[[], None]) -> None:
-        self._front_end.count_connections(-1)
+    def _on_connection_end(self, on_end: Callable[[], None]) -> None:
+        self._relay_application.adjust_connection_count(-1)
         on_end()
 
-    def _begin_drain(self) -> None:
-        self._channel.report(ready=False)
+    def _announce_drain(self) -> None:
+        self._channel.report_readiness(ready=False)
 
-    async def _drain(self) -> None:
+    async def _finish_requests(self) -> None:
         give_up = time.monotonic() + CLOSE_S
-        while self._front_end.is_busy and time.monotonic() < give_up:
+        while self._relay_application.is_busy and time.monotonic() < give_up:
             await asyncio.sleep(_POLL_S)
         self.should_exit = True
 
@@ -91,15 +93,19 @@ def _run_server(settings: Settings, index: int, channel: socket.socket) -> int:
 
     def render_refusal(error: NormserveError, target: str) -> bytes:
         if isinstance(error, TooManyConnectionsError):
-            server.report_refused(error.limit)
+            server.report_refused_connection(error.limit)
         else:
             front_end.count_refusal(error)
         return render_problem_response(error, target)
 
     config = make_uvicorn_config(
-        settings, front_end, lifespan="off", refuse=render_refusal, on_late_departure=front_end.count_late_departure
+        settings,
+        front_end,
+        lifespan="off",
+        refuse=render_refusal,
+        on_late_departure=front_end.count_late_disconnect,
     )
-    files = TlsFiles.of(settings)
+    files = TlsFiles.from_settings(settings)
     tls = None if files is None else TlsContext(files)
     server = FrontEndServer(config, settings, tls, channel, front_end)
     server.run()

@@ -54,11 +54,11 @@ class ReportWriter:
         self._unsent = bytearray()
 
     @property
-    def is_behind(self) -> bool:
+    def is_backlogged(self) -> bool:
         """Whether messages wait because the other side has not read earlier ones."""
         return bool(self._unsent)
 
-    def send(self, number: int) -> None:
+    def send_report(self, number: int) -> None:
         was_waiting = bool(self._unsent)
         self._unsent += MESSAGE.pack(number)
         if not was_waiting:
@@ -85,12 +85,12 @@ class ReportReader:
     """Splits a stream into messages."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._incomplete = b""
 
     def feed(self, data: bytes) -> list[int]:
-        whole = self._rest + data
+        whole = self._incomplete + data
         end = len(whole) - len(whole) % MESSAGE.size
-        self._rest = whole[end:]
+        self._incomplete = whole[end:]
         return [number for (number,) in MESSAGE.iter_unpack(whole[:end])]
 
 

@@ -39,8 +39,8 @@ class HttpServer(uvicorn.Server):
         super().__init__(config)
         self._settings = settings
         self._tls = tls
-        self._background: set[asyncio.Task[None]] = set()
-        self._draining = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_draining = False
         self.exit_code = ExitCode.STOPPED
 
     @contextlib.contextmanager
@@ -51,38 +51,38 @@ class HttpServer(uvicorn.Server):
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
         if self._tls is not None:
-            loop.add_signal_handler(signal.SIGHUP, self._read_certificate_again)
+            loop.add_signal_handler(signal.SIGHUP, self._reload_tls)
         yield
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.remove_signal_handler(number)
 
     @abstractmethod
-    async def _drain(self) -> None:
+    async def _finish_requests(self) -> None:
         """Finish the admitted requests, then make the server end."""
 
-    def _begin_drain(self) -> None:
+    def _announce_drain(self) -> None:
         """The first step of a drain, which must happen at once."""
 
     def _on_signal(self, number: signal.Signals) -> None:
-        log.info("%s came%s", number.name, ", again: the server ends at once" if self._draining else "")
-        if self._draining:
+        log.info("%s came%s", number.name, ", again: the server ends at once" if self._is_draining else "")
+        if self._is_draining:
             self.exit_code = ExitCode.FAILED
             self.should_exit = self.force_exit = True
             return
-        self._drain_once()
+        self._start_drain()
 
-    def _drain_once(self) -> None:
+    def _start_drain(self) -> None:
         """Begin to drain, unless a drain has already begun."""
-        if self._draining:
+        if self._is_draining:
             return
-        self._draining = True
-        self._begin_drain()
-        self._spawn(self._drain())
+        self._is_draining = True
+        self._announce_drain()
+        self._start_task(self._finish_requests())
 
-    def _read_certificate_again(self) -> None:
+    def _reload_tls(self) -> None:
         assert self._tls is not None
         try:
-            self._tls.reload()
+            self._tls.reload_files()
         except TlsFileError as error:
             log.error("the new TLS files cannot be used, the old ones stay in use: %s", error)
         else:
@@ -99,9 +99,9 @@ class HttpServer(uvicorn.Server):
         protocol: HttpConnection = factory(
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
-        protocol.on_lost = on_end
+        protocol.on_connection_lost = on_end
         header_s = protocol.admit(identify_client(connection), beyond)
-        handshake = {} if connection.family == socket.AF_UNIX else self._handshake(header_s)
+        handshake = {} if connection.family == socket.AF_UNIX else self._make_tls_options(header_s)
         try:
             await asyncio.get_running_loop().connect_accepted_socket(lambda: protocol, connection, **handshake)
         except OSError:
@@ -109,7 +109,7 @@ class HttpServer(uvicorn.Server):
             connection.close()
             on_end()
 
-    def _handshake(self, timeout_s: float) -> dict[str, Any]:
+    def _make_tls_options(self, timeout_s: float) -> dict[str, Any]:
         """The event loop's TLS options; none without TLS."""
         if self._tls is None:
             return {}
@@ -120,10 +120,10 @@ class HttpServer(uvicorn.Server):
             "ssl_shutdown_timeout": self._settings.send_timeout_s,
         }
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
 
 def make_uvicorn_config(

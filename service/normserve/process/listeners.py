@@ -42,7 +42,7 @@ def open_local_listener(settings: Settings) -> Iterator[socket.socket]:
     path = settings.local
     assert path is not None
     with _open_unix_listener("local", path, 0o600) as listener:
-        if LocalUsers(settings.local_users).are_several:
+        if LocalUsers(settings.local_users).has_other_users:
             path.chmod(0o666)
         listener.setblocking(False)
         yield listener

@@ -38,16 +38,16 @@ def make_local_server(
     Args: describe: makes the response of `/v1/info`.
     """
     settings = service.settings
-    layers = LayerMessageDispatcher(service.requests, service.layers, service.changes)
-    memory = HostSegmentAllocator(settings.local_bytes, service.engine.share)
-    device_memory = DeviceSegmentAllocator(settings.local_device_bytes, lambda: service.engine.device_memory)
-    polls = make_busy_poller(service.requests.progress)
+    layers = LayerMessageDispatcher(service.request_services, service.layers, service.layer_changes)
+    memory = HostSegmentAllocator(settings.local_bytes, service.engine.register_host_memory)
+    device_memory = DeviceSegmentAllocator(settings.local_device_bytes, lambda: service.engine.shareable_device)
+    polls = make_busy_poller(service.request_services.request_progress)
     local = LocalServer(
         LocalService(
-            service.requests,
+            service.request_services,
             OperationPlanner(service.engine, service.layers),
             layers,
-            None if service.keys is None else KeyAuthorisation(service.keys, "in hello"),
+            None if service.keyring is None else KeyAuthorisation(service.keyring, "in hello"),
             memory,
             device_memory,
             OrphanedSegments(),
@@ -59,13 +59,15 @@ def make_local_server(
         frame_s=settings.header_timeout_s,
         send_s=settings.send_timeout_s,
     )
-    service.metrics.watch_local(lambda: local.connections, lambda: memory.nbytes, lambda: device_memory.nbytes)
+    service.metrics.track_local_clients(
+        lambda: local.connection_count, lambda: memory.nbytes, lambda: device_memory.nbytes
+    )
     return local
 
 
 def _make_request_replays(service: ApplicationServices, poll_s: float) -> RequestReplays | None:
     """What answers recurring requests; None where each request is logged or may be traced."""
-    services = service.requests
-    if services.is_logged or services.traces is not None:
+    services = service.request_services
+    if services.is_logged or services.tracer is not None:
         return None
-    return RequestReplays(services, service.layers, service.keys, poll_s=poll_s)
+    return RequestReplays(services, service.layers, service.keyring, poll_s=poll_s)

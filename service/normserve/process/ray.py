@@ -28,13 +28,13 @@ class RayReplica:
     """One process that owns one device; Ray Serve starts and ends it."""
 
     def __init__(self, settings: Settings, board: DeploymentHandle) -> None:
-        self._board = board
-        self._replicas = ReplicaSiblings(serve.get_replica_context().replica_id.unique_id, self._exchange)
-        self._app = create_app(settings, siblings=self._replicas)
+        self._state_table = board
+        self._siblings = ReplicaSiblings(serve.get_replica_context().replica_id.unique_id, self._publish)
+        self._app = create_app(settings, siblings=self._siblings)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Called by Ray Serve on the event loop that will serve requests."""
-        return _WarmupApplication(self._app, self._replicas)
+        return _WarmupApplication(self._app, self._siblings)
 
     def check_health(self) -> None:
         """Raises: RuntimeError: the device has failed, and another process must replace this one."""
@@ -42,9 +42,9 @@ class RayReplica:
         if service.engine.state is EngineState.FAILED:
             raise RuntimeError("the device has failed")
 
-    async def _exchange(self, process: str, number: int, text: bytes) -> Mapping[str, bytes]:
+    async def _publish(self, process: str, number: int, text: bytes) -> Mapping[str, bytes]:
         try:
-            texts: Mapping[str, bytes] = await self._board.exchange.remote(process, number, text)
+            texts: Mapping[str, bytes] = await self._state_table.publish.remote(process, number, text)
         except (RayError, RayServeException) as error:
             raise ConnectionError("the board does not answer") from error
         return texts
@@ -55,11 +55,11 @@ class _WarmupApplication:
 
     def __init__(self, app: FastAPI, replicas: ReplicaSiblings) -> None:
         self._app, self._replicas = app, replicas
-        self._entrance = AsgiAdapter(app.state.entrance)
+        self._asgi_app = AsgiAdapter(app.state.entrance)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan":
-            await self._entrance(scope, receive, functools.partial(_send_without_request_id, send))
+            await self._asgi_app(scope, receive, functools.partial(_send_without_request_id, send))
             return
         posting: asyncio.Task[None] | None = None
 
@@ -72,11 +72,11 @@ class _WarmupApplication:
                 except NormserveError as error:
                     message = {"type": "lifespan.startup.failed", "message": error.detail}
                 else:
-                    posting = asyncio.create_task(self._replicas.post_regularly(service.metrics.render))
+                    posting = asyncio.create_task(self._replicas.publish_regularly(service.metrics.render))
             await send(message)
 
         try:
-            await self._entrance(scope, receive, send_when_warm)
+            await self._asgi_app(scope, receive, send_when_warm)
         finally:
             if posting is not None:
                 posting.cancel()
@@ -98,7 +98,7 @@ def build(scale: ReplicaScaling) -> serve.Application:
     Args:
         scale: Serve's `args`.
     """
-    settings = scale.settings_of_replica(Settings(**{}))
+    settings = scale.make_replica_settings(Settings(**{}))
     board = serve.deployment(
         ReplicaStateTable, name="board", ray_actor_options={"num_cpus": 0}, logging_config=_QUIET
     )
@@ -106,6 +106,6 @@ def build(scale: ReplicaScaling) -> serve.Application:
         serve.ingress()(RayReplica),
         name="normserve",
         logging_config=_QUIET,
-        **scale.deployment_options(settings),
+        **scale.make_deployment_options(settings),
     )
     return ingress.bind(settings, board.bind())

@@ -50,149 +50,153 @@ class OwnerServer(HttpServer):
         local_listener: the source of connections of clients that share memory.
         """
         self._app = app
-        self._service: ApplicationServices = app.state.service
-        settings = self._service.settings
+        self._services: ApplicationServices = app.state.service
+        settings = self._services.settings
         super().__init__(config, settings, tls)
         self._listeners = listeners
         self._stop_listening = stop_listening
-        self._accepting: list[asyncio.Task[None]] = []
+        self._accept_tasks: list[asyncio.Task[None]] = []
         self._is_failing = False
-        self._limits = ConnectionLimits(
+        self._connection_limits = ConnectionLimits(
             max_all=limit_to_descriptors(settings.max_connections),
             max_per_address=settings.max_connections_per_address,
-            on_refused=self._service.metrics.observe_refused_connection,
+            on_refused=self._services.metrics.observe_refused_connection,
         )
         self._local_listener = local_listener
-        self._local_limits = make_local_limits(settings, self._service.metrics.observe_refused_connection)
-        self._local: LocalServer | None = None
-        self._relays: RelayServer = app.state.relays
-        self._service.metrics.watch_connections(self._count_connections)
-        self._channel = None if channel is None else self._channel_of(channel)
-        self._service.engine.on_failure = self._fail_with_device
-        self._service.changes.on_divergence = self._drain_once
+        self._local_limits = make_local_limits(settings, self._services.metrics.observe_refused_connection)
+        self._local_server: LocalServer | None = None
+        self._relay_server: RelayServer = app.state.relays
+        self._services.metrics.track_connections(self._count_connections)
+        self._channel = None if channel is None else self._make_channel(channel)
+        self._services.engine.on_failure = self._on_device_failure
+        self._services.layer_changes.on_divergence = self._start_drain
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])
-        asyncio.get_running_loop().set_exception_handler(self._note_error_of_loop)
-        if (server := await self._service.siblings.listen()) is not None:
+        asyncio.get_running_loop().set_exception_handler(self._handle_loop_error)
+        if (server := await self._services.sibling_processes.start_listening()) is not None:
             self.servers.append(server)
-        if self._service.settings.local is not None:
-            self._local = make_local_server(self._service, self._app.state.describe)
+        if self._services.settings.local is not None:
+            self._local_server = make_local_server(self._services, self._app.state.describe)
         if self._channel is not None:
-            self._channel.open()
+            self._channel.start()
         if self._local_listener is not None:
-            accepting = self._local_limits.accept(self._local_listener, self._take_local)
-            self._accepting.append(asyncio.get_running_loop().create_task(accepting))
+            accepting = self._local_limits.accept_connections(self._local_listener, self._serve_local)
+            self._accept_tasks.append(asyncio.get_running_loop().create_task(accepting))
         for listener in self._listeners:
-            accepting = self._limits.accept(listener, self._take_connection)
-            self._accepting.append(asyncio.get_running_loop().create_task(accepting))
-        self._spawn(self._announce())
+            accepting = self._connection_limits.accept_connections(listener, self._serve_accepted)
+            self._accept_tasks.append(asyncio.get_running_loop().create_task(accepting))
+        self._start_task(self._announce_when_ready())
 
-    def _note_error_of_loop(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    def _handle_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Log a callback's exception.  A MemoryError ends the server: a caller may be left waiting forever."""
         if not isinstance(context.get("exception"), MemoryError):
             loop.default_exception_handler(context)
         elif not self._is_failing:
             log.critical("out of memory: the server ends")
-            self._service.report_crash("there is no memory left to go on with", context["exception"])
-            self._fail()
+            self._services.report_crash("there is no memory left to go on with", context["exception"])
+            self._end_with_failure()
 
-    def _begin_drain(self) -> None:
-        self._tell(ready=False)
+    def _announce_drain(self) -> None:
+        self._report_readiness(ready=False)
         audit.log_drain()
         log.info("draining: admitted requests are finished, new ones are refused")
-        self._service.engine.close()
+        self._services.engine.start_draining()
 
-    async def _drain(self) -> None:
-        give_up = time.monotonic() + self._service.settings.drain_s
-        while self._service.limits.requests and time.monotonic() < give_up:
+    async def _finish_requests(self) -> None:
+        give_up = time.monotonic() + self._services.settings.drain_s
+        while self._services.admission_budget.request_count and time.monotonic() < give_up:
             await asyncio.sleep(_DRAIN_POLL_S)
-        if self._service.limits.requests:
-            log.warning("%d requests were not finished in time", self._service.limits.requests)
-            self._service.engine.give_up()
+        if self._services.admission_budget.request_count:
+            log.warning("%d requests were not finished in time", self._services.admission_budget.request_count)
+            self._services.engine.fail_pending_jobs()
             await asyncio.sleep(_FAREWELL_S)
         self.should_exit = True
 
-    async def _take_connection(self, connection: socket.socket, admission: AdmittedConnection) -> None:
+    async def _serve_accepted(self, connection: socket.socket, admission: AdmittedConnection) -> None:
         """Serve a connection that this process accepted."""
-        on_end = functools.partial(self._limits.release, admission.address)
-        self._spawn(self._serve_connection(connection, on_end, admission.beyond))
+        on_end = functools.partial(self._connection_limits.release_address, admission.address)
+        self._start_task(self._serve_connection(connection, on_end, admission.exceeded_limit))
 
-    async def _take_local(self, connection: socket.socket, admission: AdmittedConnection) -> None:
+    async def _serve_local(self, connection: socket.socket, admission: AdmittedConnection) -> None:
         """Serve a connection that this process accepted from a client that shares memory."""
-        assert self._local is not None
-        self._local.serve(connection, functools.partial(self._local_limits.release, admission.address))
+        assert self._local_server is not None
+        self._local_server.serve_connection(
+            connection, functools.partial(self._local_limits.release_address, admission.address)
+        )
 
-    def _channel_of(self, channel: socket.socket) -> SupervisorChannel:
+    def _make_channel(self, channel: socket.socket) -> SupervisorChannel:
         """A channel for connections that another process accepts; when that process ends, this one ends as well."""
-        service = self._service
+        service = self._services
         return SupervisorChannel(
             channel,
-            is_stalled=lambda: service.stalls.is_stalled,
+            is_stalled=lambda: service.stall_detector.is_stalled,
             on_connection=self._serve_handed_over,
             on_refused=service.metrics.observe_refused_connection,
-            on_link=self._relays.serve,
-            on_closed=self._drain_once,
+            on_link=self._relay_server.serve_front_end,
+            on_closed=self._start_drain,
         )
 
     def _serve_handed_over(self, connection: socket.socket, on_end: Callable[[], None], beyond: str | None) -> None:
-        if self._local is not None and is_local_connection(connection, self._service.settings):
-            self._local.serve(connection, on_end)
+        if self._local_server is not None and is_local_connection(connection, self._services.settings):
+            self._local_server.serve_connection(connection, on_end)
         else:
-            self._spawn(self._serve_connection(connection, on_end, beyond))
+            self._start_task(self._serve_connection(connection, on_end, beyond))
 
-    def _tell(self, *, ready: bool) -> None:
+    def _report_readiness(self, *, ready: bool) -> None:
         """Report readiness to the process that accepts connections, if there is one, and to the front ends."""
-        self._relays.report(ready=ready)
+        self._relay_server.report_readiness(ready=ready)
         if self._channel is not None:
-            self._channel.report(ready=ready)
+            self._channel.report_readiness(ready=ready)
 
     def _count_connections(self) -> int:
-        return len(self.server_state.connections) + self._relays.connections
+        return len(self.server_state.connections) + self._relay_server.connection_count
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        for task in self._accepting:
+        for task in self._accept_tasks:
             task.cancel()
-        await asyncio.gather(*self._accepting, return_exceptions=True)
+        await asyncio.gather(*self._accept_tasks, return_exceptions=True)
         self._stop_listening()
         within_s = 0.0 if self.force_exit else CLOSE_S
-        if self._local is not None:
-            await self._local.close(within_s)
-        await self._relays.close(within_s)
+        if self._local_server is not None:
+            await self._local_server.close(within_s)
+        await self._relay_server.close(within_s)
         await super().shutdown(sockets)
 
-    async def _announce(self) -> None:
+    async def _announce_when_ready(self) -> None:
         try:
             await self._app.state.warming
         except NormserveError as error:
             log.critical("the server cannot start: %s", error.detail)
-            self._fail(ExitCode.MISCONFIGURED if isinstance(error, ConfigurationError) else ExitCode.FAILED)
+            self._end_with_failure(
+                ExitCode.MISCONFIGURED if isinstance(error, ConfigurationError) else ExitCode.FAILED
+            )
             return
         except Exception as error:
-            self._service.report_crash("the server cannot start", error)
-            self._fail()
+            self._services.report_crash("the server cannot start", error)
+            self._end_with_failure()
             return
-        engine = self._service.engine
-        assert engine.device is not None
+        engine = self._services.engine
+        assert engine.device_description is not None
         log.info(
             "backend %s on %s, device copy %.1f GB/s",
             engine.backend_name,
-            engine.device.name,
-            engine.device.copy_bandwidth / 1e9,
+            engine.device_description.name,
+            engine.device_description.copy_bandwidth / 1e9,
         )
         if self._channel is not None:
-            self._tell(ready=True)
+            self._report_readiness(ready=True)
             return
         url = make_url(self._listeners[0], encrypted=self._tls is not None)
         log.info("ready on %s", url)
         print_announcement(self._settings, url)
 
-    def _fail_with_device(self) -> None:
-        self._service.report_crash("the device failed")
-        self._fail()
+    def _on_device_failure(self) -> None:
+        self._services.report_crash("the device failed")
+        self._end_with_failure()
 
-    def _fail(self, code: ExitCode = ExitCode.FAILED) -> None:
+    def _end_with_failure(self, code: ExitCode = ExitCode.FAILED) -> None:
         self._is_failing = True
         self.exit_code = code
-        self._tell(ready=False)
+        self._report_readiness(ready=False)
         asyncio.get_running_loop().call_later(_FAREWELL_S, setattr, self, "should_exit", True)

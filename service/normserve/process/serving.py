@@ -44,7 +44,7 @@ def run_server(settings: Settings, app: FastAPI | None = None, channel: socket.s
         if isinstance(error, TooManyConnectionsError):
             service.metrics.observe_refused_connection(error.limit)
         else:
-            service.metrics.observe_request(RequestRecord(status=get_status(error), error=error.code))
+            service.metrics.observe_request(RequestRecord(status=get_status(error), error_code=error.code))
         return render_problem_response(error, target)
 
     config = make_uvicorn_config(
@@ -52,7 +52,7 @@ def run_server(settings: Settings, app: FastAPI | None = None, channel: socket.s
         app.state.entrance,
         lifespan="on",
         refuse=render_refusal,
-        on_late_departure=service.metrics.observe_late_departure,
+        on_late_departure=service.metrics.observe_late_disconnect,
     )
     sys.setswitchinterval(_SWITCH_S)
     with contextlib.ExitStack() as stack:
@@ -63,12 +63,12 @@ def run_server(settings: Settings, app: FastAPI | None = None, channel: socket.s
         except ListenError as error:
             log.critical("the server cannot listen: %s", error)
             return ExitCode.MISCONFIGURED
-        files = TlsFiles.of(settings)
+        files = TlsFiles.from_settings(settings)
         tls = None if files is None else TlsContext(files)
         server = OwnerServer(config, app, listeners, stack.close, channel, tls, local_listener)
-        audit.log_start(__version__, settings.shown())
-        if service.keys is not None:
-            audit.log_keys_loaded(service.keys.names)
+        audit.log_start(__version__, settings.dump_masked())
+        if service.keyring is not None:
+            audit.log_keys_loaded(service.keyring.key_names)
         try:
             server.run()
         except Exception as error:

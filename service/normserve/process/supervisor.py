@@ -43,23 +43,23 @@ class FleetSupervisor:
 
     def __init__(self, settings: Settings, folder: Path) -> None:
         self._settings = settings
-        self._limits = ConnectionLimits(
+        self._connection_limits = ConnectionLimits(
             max_all=limit_to_descriptors(settings.max_connections),
             max_per_address=settings.max_connections_per_address,
-            on_refused=self._count_refused,
+            on_refused=self._report_refused,
         )
-        self._local_limits = make_local_limits(settings, self._count_refused)
+        self._local_limits = make_local_limits(settings, self._report_refused)
         self._owners = _make_owners(settings, folder)
         self._front_ends = _make_front_ends(settings)
         self._processes = [*self._owners, *self._front_ends]
         for process in self._processes:
-            process.on_start = functools.partial(self._link, process)
-            process.on_refused = self._count_refused
-        self._numbers = itertools.count()
-        self._turns = itertools.count()
+            process.on_start = functools.partial(self._link_process, process)
+            process.on_refused = self._report_refused
+        self._connection_numbers = itertools.count()
+        self._turn_counter = itertools.count()
         # Connections that a process had not received when it ended.
-        self._again: set[asyncio.Task[None]] = set()
-        self._ending = asyncio.Event()
+        self._retry_tasks: set[asyncio.Task[None]] = set()
+        self._stop_event = asyncio.Event()
         self._exit_code = 0
 
     async def run(self) -> int:
@@ -68,61 +68,69 @@ class FleetSupervisor:
         with contextlib.ExitStack() as stack:
             listeners = stack.enter_context(open_listeners(self._settings))
             takers = self._front_ends or self._owners
-            accepted = [self._limits.accept(each, self._hand_over_from(self._limits, takers)) for each in listeners]
+            accepted = [
+                self._connection_limits.accept_connections(
+                    each, self._make_hand_over(self._connection_limits, takers)
+                )
+                for each in listeners
+            ]
             if self._settings.local is not None:
                 listener = stack.enter_context(open_local_listener(self._settings))
-                hand_over = self._hand_over_from(self._local_limits, self._owners)
-                accepted.append(self._local_limits.accept(listener, hand_over))
+                hand_over = self._make_hand_over(self._local_limits, self._owners)
+                accepted.append(self._local_limits.accept_connections(listener, hand_over))
             for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, self._end)
+                loop.add_signal_handler(number, self._stop_processes)
             if self._settings.tls_cert is not None:
-                loop.add_signal_handler(signal.SIGHUP, self._reload)
-            beside = [asyncio.create_task(work) for work in (self._announce(listeners[0]), self._watch())]
+                loop.add_signal_handler(signal.SIGHUP, self._reload_tls)
+            beside = [
+                asyncio.create_task(work)
+                for work in (self._announce_when_ready(listeners[0]), self._count_silence())
+            ]
             accepting = [asyncio.create_task(each) for each in accepted]
-            serving = [asyncio.create_task(self._keep(process)) for process in self._front_ends]
-            await asyncio.gather(*(self._keep(process) for process in self._owners))
+            serving = [asyncio.create_task(self._keep_running(process)) for process in self._front_ends]
+            await asyncio.gather(*(self._keep_running(process) for process in self._owners))
             # The front ends have sent the responses to all requests that the owners had admitted.
             for process in self._front_ends:
-                process.signal()
+                process.stop_process()
             await asyncio.gather(*serving)
-            for task in (*beside, *accepting, *self._again):
+            for task in (*beside, *accepting, *self._retry_tasks):
                 task.cancel()
         return self._exit_code
 
-    async def _keep(self, process: ChildProcess) -> None:
+    async def _keep_running(self, process: ChildProcess) -> None:
         """Run a process, and restart it when it ends unexpectedly."""
         pause = _FIRST_PAUSE_S
-        while not self._ending.is_set():
+        while not self._stop_event.is_set():
             began = time.monotonic()
-            code = await process.run()
-            if self._ending.is_set() or self._would_fail_again(process, code):
-                if self._ending.is_set() and code == -signal.SIGTERM:
+            code = await process.run_process()
+            if self._stop_event.is_set() or self._is_fatal_exit(process, code):
+                if self._stop_event.is_set() and code == -signal.SIGTERM:
                     # It was starting and had no handler yet for the signal that it was sent.
                     code = ExitCode.STOPPED
                 self._exit_code = self._exit_code or (code if code in list(ExitCode) else ExitCode.FAILED)
-                if not self._ending.is_set():
-                    ended = {**process.fields, **describe_exit(code)}
+                if not self._stop_event.is_set():
+                    ended = {**process.log_fields, **describe_exit(code)}
                     log.critical("%s cannot start: the server ends", process.name, extra={"fields": ended})
-                    self._end()
+                    self._stop_processes()
                 return
             process.restarts += 1
             pause = _FIRST_PAUSE_S if time.monotonic() - began > _STEADY_S else min(2 * pause, _LONGEST_PAUSE_S)
-            ended = {**process.fields, **describe_exit(code)}
+            ended = {**process.log_fields, **describe_exit(code)}
             log.error("%s ended and is started again in %.1f s", process.name, pause, extra={"fields": ended})
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._ending.wait(), pause)
+                await asyncio.wait_for(self._stop_event.wait(), pause)
 
-    def _would_fail_again(self, process: ChildProcess, code: int) -> bool:
+    def _is_fatal_exit(self, process: ChildProcess, code: int) -> bool:
         """Whether the whole fleet ends with a process: it could not even start.
 
         One that has been ready and can start no more, such as one whose device is gone, is tried again as long as
         another one serves.
         """
-        if not process.was_ready.is_set():
+        if not process.ready_event.is_set():
             return True
         return code == ExitCode.MISCONFIGURED and not any(owner.is_ready for owner in self._owners)
 
-    async def _watch(self) -> None:
+    async def _count_silence(self) -> None:
         """Count the time in which processes are silent.
 
         Each step adds at most the time slept: time in which this process or the whole machine was stopped does not
@@ -131,44 +139,44 @@ class FleetSupervisor:
         while True:
             await asyncio.sleep(BEAT_S)
             for process in self._processes:
-                process.note_silence(BEAT_S)
+                process.add_silence(BEAT_S)
 
-    def _end(self) -> None:
+    def _stop_processes(self) -> None:
         # At the second signal the supervisor waits for no process.
-        processes = self._processes if self._ending.is_set() else self._owners
-        self._ending.set()
+        processes = self._processes if self._stop_event.is_set() else self._owners
+        self._stop_event.set()
         for process in processes:
-            process.signal()
+            process.stop_process()
 
-    def _link(self, process: ChildProcess) -> None:
+    def _link_process(self, process: ChildProcess) -> None:
         """Link a process that has started with the running processes of the other kind."""
         if process in self._front_ends:
             pairs = [(process, owner) for owner in self._owners]
         else:
             pairs = [(front_end, process) for front_end in self._front_ends]
         for front_end, owner in pairs:
-            if front_end.is_there and owner.is_there:
+            if front_end.is_reachable and owner.is_reachable:
                 here, there = socket.socketpair()
                 with here, there:
-                    front_end.send(LINK, here)
-                    owner.send(LINK, there)
+                    front_end.send_message(LINK, here)
+                    owner.send_message(LINK, there)
 
-    def _reload(self) -> None:
+    def _reload_tls(self) -> None:
         for process in self._front_ends or self._owners:
-            process.reload()
+            process.reload_tls()
 
-    def _hand_over_from(
+    def _make_hand_over(
         self, limits: ConnectionLimits, takers: Sequence[ChildProcess]
     ) -> Callable[[socket.socket, AdmittedConnection], Coroutine[None, None, None]]:
         """The function that takes the connections that these limits admit."""
 
         async def hand_over(connection: socket.socket, admission: AdmittedConnection) -> None:
-            on_end = functools.partial(limits.release, admission.address)
-            await self._hand_over(connection, takers, on_end, admission.beyond)
+            on_end = functools.partial(limits.release_address, admission.address)
+            await self._hand_over_connection(connection, takers, on_end, admission.exceeded_limit)
 
         return hand_over
 
-    async def _hand_over(
+    async def _hand_over_connection(
         self,
         connection: socket.socket,
         takers: Sequence[ChildProcess],
@@ -178,28 +186,33 @@ class FleetSupervisor:
         """Hand over to the next process that is ready, else to one that is not ready, else wait for one."""
 
         def hand_over_again(connection: socket.socket) -> None:
-            again = asyncio.create_task(self._hand_over(connection, takers, on_end, beyond))
-            self._again.add(again)
-            again.add_done_callback(self._again.discard)
+            again = asyncio.create_task(self._hand_over_connection(connection, takers, on_end, beyond))
+            self._retry_tasks.add(again)
+            again.add_done_callback(self._retry_tasks.discard)
 
-        number, handed = next(self._numbers), HandedConnection(connection, on_end, hand_over_again, beyond)
+        number, handed = (
+            next(self._connection_numbers),
+            HandedConnection(connection, on_end, hand_over_again, beyond),
+        )
         with contextlib.ExitStack() as stack:
             stack.enter_context(connection)
             while True:
-                first = next(self._turns) % len(takers)
+                first = next(self._turn_counter) % len(takers)
                 in_turn = [*takers[first:], *takers[:first]]
-                willing = [each for each in in_turn if each.is_ready] or [each for each in in_turn if each.is_there]
-                if any(process.take(number, handed) for process in willing):
+                willing = [each for each in in_turn if each.is_ready] or [
+                    each for each in in_turn if each.is_reachable
+                ]
+                if any(process.hand_over_connection(number, handed) for process in willing):
                     stack.pop_all()
                     return
                 await asyncio.sleep(0.05)
 
-    def _count_refused(self, reason: str) -> None:
-        any(process.send(REFUSED[reason]) for process in self._owners)
+    def _report_refused(self, reason: str) -> None:
+        any(process.send_message(REFUSED[reason]) for process in self._owners)
 
-    async def _announce(self, listener: socket.socket) -> None:
+    async def _announce_when_ready(self, listener: socket.socket) -> None:
         for process in self._processes:
-            await process.was_ready.wait()
+            await process.ready_event.wait()
         url = make_url(listener, encrypted=self._settings.tls_cert is not None)
         with_device = f"{len(self._owners)} with a device" if self._front_ends else f"on {self._settings.devices}"
         log.info("%d processes %s are ready on %s", len(self._processes), with_device, url)

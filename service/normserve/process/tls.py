@@ -41,13 +41,13 @@ class TlsFiles:
     client_ca: Path | None
 
     @classmethod
-    def of(cls, settings: Settings) -> Self | None:
+    def from_settings(cls, settings: Settings) -> Self | None:
         """The files of the settings; None if the server uses plain HTTP."""
         if settings.tls_cert is None:
             return None
         return cls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
 
-    def load(self) -> ssl.SSLContext:
+    def load_context(self) -> ssl.SSLContext:
         """A context for TLS 1.2 or newer, with the current content of the files.
 
         Raises:
@@ -88,15 +88,15 @@ class TlsContext(ssl.SSLContext):
     def __init__(self, files: TlsFiles) -> None:
         """Raises: TlsFileError: one of the files cannot be used."""
         self._files = files
-        self._current = files.load()
+        self._current = files.load_context()
 
-    def reload(self) -> None:
+    def reload_files(self) -> None:
         """Read the files again, for later handshakes.
 
         Raises:
             TlsFileError: one of them cannot be used; nothing has changed.
         """
-        self._current = self._files.load()
+        self._current = self._files.load_context()
 
     def wrap_bio(self, *arguments: Any, **options: Any) -> ssl.SSLObject:
         """Called by event loops to begin a handshake."""

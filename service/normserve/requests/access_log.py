@@ -24,9 +24,9 @@ def log_request(
         "status": record.status,
         "key": caller.key or "-",
         "address": caller.address,
-        "received_bytes": record.received,
-        "sent_bytes": record.sent,
-        "ms": round(record.seconds * 1000, 3),
+        "received_bytes": record.received_bytes,
+        "sent_bytes": record.sent_bytes,
+        "ms": round(record.duration_s * 1000, 3),
         **named,
     }
     _log.info("request", extra={"fields": fields})

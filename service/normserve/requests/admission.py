@@ -23,23 +23,23 @@ class MemoryAdmission:
     engine: Engine
     max_bytes: int
 
-    def charge(self, permit: Permit | None, job: NormJob, cost: MemoryCost, body_bytes: int) -> None:
+    def charge_job(self, permit: Permit | None, job: NormJob, cost: MemoryCost, body_bytes: int) -> None:
         """Have the request's permit cover its results and temporaries, too, unless they are few.
 
         Raises:
             TooLargeError: it never will; it says what the request takes.
             OverloadedError: not now.
         """
-        if cost.results + cost.temporaries <= UNCHARGED_BYTES:
+        if cost.result_bytes + cost.temporary_bytes <= UNCHARGED_BYTES:
             return
         if job.x.fortran_order:
             # Turned round in memory of its own.
-            cost = cost._replace(temporaries=cost.temporaries + job.x.nbytes)
-        device = self.engine.device
+            cost = cost._replace(temporary_bytes=cost.temporary_bytes + job.x.nbytes)
+        device = self.engine.device_description
         if device is not None and device.kind == "cpu":
-            nbytes = cost.on_cpu(may_overwrite=job.may_overwrite)
+            nbytes = cost.count_cpu_bytes(may_overwrite=job.may_overwrite)
         else:
-            nbytes = cost.results
+            nbytes = cost.result_bytes
         if body_bytes + nbytes > self.max_bytes:
             raise TooLargeError(
                 f"this request takes {body_bytes + nbytes} bytes of memory, {body_bytes} of its body and {nbytes} "

@@ -14,12 +14,12 @@ class KeyAuthorisation:
 
     def __init__(self, keys: Keyring, place: str) -> None:
         """Args: place: where clients give their key, for the message to those who give none."""
-        self._keys = keys
-        self._place = place
+        self._keyring = keys
+        self._key_location = place
         # Separate, so that guessed keys do not crowd out log lines about known keys.
-        self._refused_strangers, self._refused_keys = KeyRefusalLog(), KeyRefusalLog()
+        self._unknown_key_refusals, self._known_key_refusals = KeyRefusalLog(), KeyRefusalLog()
 
-    def find(self, token: bytes | None, key_name: str | None = None) -> KeyringEntry | None:
+    def find_key_entry(self, token: bytes | None, key_name: str | None = None) -> KeyringEntry | None:
         """Return what a request's key is known as; None if it is not.
 
         Args:
@@ -27,10 +27,10 @@ class KeyAuthorisation:
             key_name: the name of the key that is used in its place.
         """
         if token is not None:
-            return self._keys.find(token)
-        return None if key_name is None else self._keys.named(key_name)
+            return self._keyring.find_by_token(token)
+        return None if key_name is None else self._keyring.find_by_name(key_name)
 
-    def require(
+    def require_scope(
         self, grant: KeyringEntry | None, token: bytes | None, needed: Set[KeyScope] | None
     ) -> KeyringEntry:
         """Return the grant if it allows a request; counts and logs nothing.
@@ -43,7 +43,7 @@ class KeyAuthorisation:
         """
         if grant is None:
             if token is None:
-                raise UnauthorizedError(f"an API key must be given {self._place}")
+                raise UnauthorizedError(f"an API key must be given {self._key_location}")
             raise UnauthorizedError("the API key is not one that the server knows")
         now = time.time()
         if needed is None:
@@ -52,7 +52,7 @@ class KeyAuthorisation:
         grant.require_scope(needed, now)
         return grant
 
-    def admit(
+    def authorise_request(
         self,
         request: RequestLifecycle,
         token: bytes | None,
@@ -64,8 +64,8 @@ class KeyAuthorisation:
         """Admit a request, and write its caller into it.
 
         Args:
-            token, key_name: as for `find`.
-            needed: as for `require`.
+            token, key_name: as for `find_key_entry`.
+            needed: as for `require_scope`.
             method, path: by which the audit trail names a request that is refused.
 
         Raises:
@@ -73,20 +73,20 @@ class KeyAuthorisation:
             ForbiddenError: the key does not allow this.
             RateLimitedError: the key sent more requests per second than it may.
         """
-        grant = self.find(token, key_name)
+        grant = self.find_key_entry(token, key_name)
         if grant is not None:
-            request.caller = grant.caller(request.caller.address)
-            request.record.key = grant.key.name
+            request.client_identity = grant.get_identity(request.client_identity.address)
+            request.record.key_name = grant.key.name
         try:
-            self.require(grant, token, needed).take_request()
+            self.require_scope(grant, token, needed).take_token()
         except (UnauthorizedError, ForbiddenError) as error:
-            refusals = self._refused_strangers if grant is None else self._refused_keys
-            refusals.log(
+            refusals = self._unknown_key_refusals if grant is None else self._known_key_refusals
+            refusals.log_refusal(
                 _classify_refusal(error, token, grant),
                 method,
                 path,
-                key=request.record.key,
-                address=request.caller.address,
+                key=request.record.key_name,
+                address=request.client_identity.address,
                 **request.log_fields,
             )
             raise

@@ -30,8 +30,8 @@ async def load_layer(
     if spec.num_groups:
         check_group_count(spec.num_groups, weight.shape[0])
     nbytes = weight.nbytes + (0 if bias is None else bias.nbytes)
-    with layers.expecting(name, nbytes):
-        resident = await engine.load(spec.op, weight, bias)
+    with layers.reserve(name, nbytes):
+        resident = await engine.load_parameters(spec.op, weight, bias)
     return RegisteredLayer(
         name=name,
         spec=spec,
@@ -39,7 +39,7 @@ async def load_layer(
         dtype=weight.dtype,
         has_bias=bias is not None,
         nbytes=nbytes,
-        resident=resident,
+        backend_parameters=resident,
         heads=weight.shape[0] if len(weight.shape) == 2 else 0,
     )
 
@@ -47,7 +47,9 @@ async def load_layer(
 def describe_layer(layer: RegisteredLayer) -> dict[str, Any]:
     """A registered layer as JSON tells of it."""
     options = {
-        option.name: getattr(layer.spec, option.name) for option in LAYER_OPTIONS if layer.op in option.parameters
+        option.name: getattr(layer.spec, option.name)
+        for option in LAYER_OPTIONS
+        if layer.op in option.request_parameters
     }
     described: dict[str, Any] = {
         "name": layer.name,
@@ -69,7 +71,7 @@ def _parse_spec(query: bytes) -> NormSpec:
     if (op is Op.GROUP_NORM) != ("num_groups" in values):
         raise InvalidParameterError("num_groups must be given for group_norm, and for nothing else")
     for option in LAYER_OPTIONS:
-        if option.name in values and op not in option.parameters:
-            takers = " or ".join([each.value for each in LAYER_OPS if each in option.parameters])
+        if option.name in values and op not in option.request_parameters:
+            takers = " or ".join([each.value for each in LAYER_OPS if each in option.request_parameters])
             raise InvalidParameterError(f"{option.name} must be given for {takers} alone")
     return make_spec(op, PassDirection.FORWARD, values)

@@ -35,34 +35,34 @@ class RequestServices:
     """The objects that every request is served with.
 
     Attributes:
-        progress: counts the requests that have been received completely and have no response yet.
+        request_progress: counts the requests that have been received completely and have no response yet.
         timeout_ms: from a request's arrival to its start on the device, unless the request says otherwise.
-        traces: None if requests are not traced.
+        tracer: None if requests are not traced.
         is_logged: whether the access log has a line for each request.
     """
 
     engine: Engine
-    limits: AdmissionBudget
-    admission: MemoryAdmission
-    progress: CompletionTracker
+    admission_budget: AdmissionBudget
+    memory_admission: MemoryAdmission
+    request_progress: CompletionTracker
     metrics: Metrics
     timeout_ms: float
-    traces: "RequestTracer | None" = None
+    tracer: "RequestTracer | None" = None
     is_logged: bool = False
 
 
 class RequestLifecycle(ABC):
     """One request: it is admitted, charged for memory, computed, answered and accounted for.
 
-    A transport derives from it.  It says in `conclude` how what became of the job reaches the client, and calls
-    `account` once the response has been sent or never will be.
+    A transport derives from it.  It says in `conclude_job` how what became of the job reaches the client, and calls
+    `finish_request` once the response has been sent or never will be.
 
     Attributes:
         request_id: the client's own, if it sent a valid one.
         headers: the request's headers by lower-case name; without HTTP those of its trace.
-        caller: the client.
+        client_identity: the client.
         record: the values for the metrics.
-        permit: None until the request is admitted; released by `account` at the latest.
+        permit: None until the request is admitted; released by `finish_request` at the latest.
         job: set while the engine has it.
         is_traced: whether the request may have a span.
     """
@@ -70,7 +70,7 @@ class RequestLifecycle(ABC):
     is_traced = True
     permit: Permit | None = None
     job: NormJob | None = None
-    _is_in_work = False
+    _is_processing = False
 
     def __init__(
         self,
@@ -83,19 +83,19 @@ class RequestLifecycle(ABC):
         self.services = services
         self.request_id = request_id
         self.headers = headers
-        self.caller = caller
+        self.client_identity = caller
         self.record = record
 
     @abstractmethod
-    def conclude(self, ended: NormResult | NormserveError, job: NormJob) -> None:
-        """Respond with a job's result or with its error; called by the engine, later than in `begin_job`."""
+    def conclude_job(self, ended: NormResult | NormserveError, job: NormJob) -> None:
+        """Respond with a job's result or with its error; called by the engine, later than in `submit_job`."""
 
     @abstractmethod
     def describe_span(self) -> "tuple[str, Attributes]":
         """Return the name and the attributes that the transport gives the request's span."""
 
     @abstractmethod
-    def describe_target(self) -> tuple[str, str]:
+    def describe_log_target(self) -> tuple[str, str]:
         """Return the method and the path by which the access log names the request."""
 
     @property
@@ -109,29 +109,31 @@ class RequestLifecycle(ABC):
         Raises:
             OverloadedError, TooLargeError: the server or the caller's key has too much inside.
         """
-        caller = self.caller
-        self.permit = permit = self.services.limits.acquire(nbytes, caller.tenant, caller.max_inflight_bytes)
+        caller = self.client_identity
+        self.permit = permit = self.services.admission_budget.acquire(
+            nbytes, caller.tenant_name, caller.max_inflight_bytes
+        )
         return permit
 
-    def note_received(self, seconds: float) -> None:
+    def record_received(self, seconds: float) -> None:
         """Write into the record that the body has been received, within so many seconds of its header."""
-        self.record.stages["recv"] = seconds
-        self.record.waiting_in = "parse"
+        self.record.stage_seconds["recv"] = seconds
+        self.record.current_stage = "parse"
 
-    def begin_work(self) -> None:
+    def begin_processing(self) -> None:
         """The request has been received completely: from now on the server is responsible for a response.
 
         A second call does nothing.
         """
-        if not self._is_in_work:
-            self._is_in_work = True
-            self.services.progress.begin()
+        if not self._is_processing:
+            self._is_processing = True
+            self.services.request_progress.begin_work()
 
-    def end_work(self) -> None:
+    def end_processing(self) -> None:
         """The response is ready, or no longer wanted; a second call does nothing."""
-        if self._is_in_work:
-            self._is_in_work = False
-            self.services.progress.end()
+        if self._is_processing:
+            self._is_processing = False
+            self.services.request_progress.end_work()
 
     def charge_memory(self, job: NormJob, cost: MemoryCost, body_bytes: int) -> None:
         """Charge a job's results and temporaries to the permit.
@@ -142,10 +144,10 @@ class RequestLifecycle(ABC):
             TooLargeError, OverloadedError: the job takes too much memory, ever or now.
         """
         record = self.record
-        self.services.admission.charge(self.permit, job, cost, body_bytes)
+        self.services.memory_admission.charge_job(self.permit, job, cost, body_bytes)
         record.dtype, record.rows = job.x.dtype.label, job.rows
-        record.stages["parse"] = time.perf_counter() - record.began - record.stages["recv"]
-        record.waiting_in = "queue"
+        record.stage_seconds["parse"] = time.perf_counter() - record.began_at - record.stage_seconds["recv"]
+        record.current_stage = "queue"
 
     def charge_copy(self, nbytes: int) -> None:
         """Charge a copy of the body to the permit.
@@ -153,18 +155,18 @@ class RequestLifecycle(ABC):
         Raises:
             TooLargeError, OverloadedError: the copy takes too much memory, ever or now.
         """
-        self.services.admission.charge_copy(self.permit, nbytes)
+        self.services.memory_admission.charge_copy(self.permit, nbytes)
 
-    def deadline(self, timeout_ms: float | None) -> float:
+    def compute_deadline(self, timeout_ms: float | None) -> float:
         """Return the latest time at which execution may begin, by `time.perf_counter`.
 
         Args: timeout_ms: None for the server's default.
         """
         wait_ms = self.services.timeout_ms if timeout_ms is None else timeout_ms
-        return self.record.began + wait_ms / 1000
+        return self.record.began_at + wait_ms / 1000
 
-    def begin_job(self, job: NormJob, timeout_ms: float | None) -> None:
-        """Begin a job that has been charged; `conclude` is called with what becomes of it.
+    def submit_job(self, job: NormJob, timeout_ms: float | None) -> None:
+        """Begin a job that has been charged; `conclude_job` is called with what becomes of it.
 
         Args: timeout_ms: None for the server's default.
 
@@ -172,52 +174,52 @@ class RequestLifecycle(ABC):
             DeadlineExceededError: the deadline has passed.
             NormserveError: the engine does not take the job.
         """
-        self.services.engine.begin(job, self.deadline(timeout_ms), self._end_job)
-        self.begin_work()
+        self.services.engine.submit(job, self.compute_deadline(timeout_ms), self._on_job_end)
+        self.begin_processing()
         self.job = job
 
-    def withdraw(self) -> None:
+    def cancel_job(self) -> None:
         """Refuse the job if it waits, since nobody wants it; one that runs has its result."""
         if self.job is not None:
-            self.services.engine.withdraw(self.job)
+            self.services.engine.cancel(self.job)
 
     def log_failure(self, error: BaseException) -> NormserveError:
         """Log an error that is the server's own; return what the client is told."""
         if isinstance(error, NormserveError):
             if get_status(error) == HTTPStatus.INTERNAL_SERVER_ERROR:
-                failures.log_failure(error.detail, self._failure_fields())
+                failures.log_failure(error.detail, self._make_failure_fields())
             return error
-        log.error("unexpected error in a request", exc_info=error, extra={"fields": self._failure_fields()})
+        log.error("unexpected error in a request", exc_info=error, extra={"fields": self._make_failure_fields()})
         return convert_unexpected_error(error)
 
-    def account(self, *, is_delivered: bool) -> None:
+    def finish_request(self, *, is_delivered: bool) -> None:
         """End the request, whose response has been sent or never will be.
 
         Its work is over, its permit is released, and it is traced, counted and logged.
         """
         services, record = self.services, self.record
-        self.end_work()
+        self.end_processing()
         if self.permit is not None:
             self.permit.release()
         if not is_delivered:
             record.status = CLIENT_LEFT
-        if services.traces is not None and self.is_traced:
-            services.traces.end(record, self.headers, self.describe_span)
+        if services.tracer is not None and self.is_traced:
+            services.tracer.end_span(record, self.headers, self.describe_span)
         services.metrics.observe_request(record)
         if services.is_logged:
-            log_request(*self.describe_target(), record, self.caller, self.log_fields)
+            log_request(*self.describe_log_target(), record, self.client_identity, self.log_fields)
 
-    def _end_job(self, ended: NormResult | NormserveError) -> None:
+    def _on_job_end(self, ended: NormResult | NormserveError) -> None:
         job, self.job = self.job, None
         assert job is not None
-        self.services.engine.end(job)
-        self.conclude(ended, job)
+        self.services.engine.release(job)
+        self.conclude_job(ended, job)
 
-    def _failure_fields(self) -> dict[str, str | None]:
+    def _make_failure_fields(self) -> dict[str, str | None]:
         """The log fields that identify the request and its caller."""
-        if self.services.traces is not None and self.is_traced:
-            self.services.traces.decide(self.record, self.headers)
-        return {**self.log_fields, "key": self.caller.key}
+        if self.services.tracer is not None and self.is_traced:
+            self.services.tracer.begin_span(self.record, self.headers)
+        return {**self.log_fields, "key": self.client_identity.key}
 
 
 class CallbackRequest(RequestLifecycle):
@@ -234,19 +236,19 @@ class CallbackRequest(RequestLifecycle):
     def send_problem(self, error: NormserveError) -> None:
         """Send an error, which the record has already."""
 
-    def refuse(self, error: BaseException) -> None:
+    def respond_error(self, error: BaseException) -> None:
         """Send an error; if it is the server's own, log it."""
         known = self.log_failure(error)
-        self.record.error, self.record.status = known.code, get_status(known)
+        self.record.error_code, self.record.status = known.code, get_status(known)
         self.send_problem(known)
 
-    def conclude(self, ended: NormResult | NormserveError, job: NormJob) -> None:
-        self.end_work()
+    def conclude_job(self, ended: NormResult | NormserveError, job: NormJob) -> None:
+        self.end_processing()
         # Not raised: its traceback would hold this frame, and with it the job.
         if isinstance(ended, NormserveError):
-            self.refuse(ended)
+            self.respond_error(ended)
             return
         try:
             self.send_result(ended, job)
         except Exception as error:
-            self.refuse(error)
+            self.respond_error(error)

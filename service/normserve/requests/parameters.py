@@ -53,7 +53,7 @@ Parameters = Mapping[str, RequestParameter]
 """Those that something takes, by name."""
 
 LAYER_PARAMETERS: Parameters = {"op": _OP} | {
-    option.name: next(iter(option.parameters.values())) for option in LAYER_OPTIONS
+    option.name: next(iter(option.request_parameters.values())) for option in LAYER_OPTIONS
 }
 
 
@@ -61,7 +61,7 @@ LAYER_PARAMETERS: Parameters = {"op": _OP} | {
 def list_operation_parameters(op: Op, direction: PassDirection) -> Parameters:
     """The parameters that one operation takes."""
     layer = {"layers": _LAYERS} if op is Op.LAYER_NORM_CHAIN else {"layer": _LAYER}
-    options = {option.name: option.parameters[op] for option in list_options(op, direction)}
+    options = {option.name: option.request_parameters[op] for option in list_options(op, direction)}
     return {**options, **layer, "timeout_ms": _TIMEOUT}
 
 

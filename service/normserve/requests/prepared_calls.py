@@ -34,7 +34,7 @@ class PreparedCallCache:
         self.nbytes = 0
         self._hits, self._misses, self._evictions = counters
         self._entries: dict[Hashable, _PreparedCall] = {}
-        self._holders: OrderedDict[str, _TenantEntries] = OrderedDict()
+        self._tenants: OrderedDict[str, _TenantEntries] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -50,13 +50,13 @@ class PreparedCallCache:
             # The reference of a layer that is gone is None as well.
             if reference is layer or (reference is not None and reference() is layer is not None):
                 self._hits.value += 1
-                entry.is_used = True
+                entry.is_recently_found = True
                 return entry.value
-            self._discard(key, entry)
+            self._remove_entry(key, entry)
         self._misses.value += 1
         return None
 
-    def keep(self, key: Hashable, value: object, nbytes: int, tenant: str = "", layer: object = None) -> None:
+    def store(self, key: Hashable, value: object, nbytes: int, tenant: str = "", layer: object = None) -> None:
         """Keep what was prepared for a key.
 
         Args:
@@ -68,54 +68,54 @@ class PreparedCallCache:
             return
         replaced = self._entries.get(key)
         if replaced is not None:
-            self._discard(key, replaced)
-        holder = self._holders.get(tenant)
+            self._remove_entry(key, replaced)
+        holder = self._tenants.get(tenant)
         if holder is None:
-            holder = self._holders[tenant] = _TenantEntries()
+            holder = self._tenants[tenant] = _TenantEntries()
         entry = _PreparedCall(value, nbytes, tenant, None if layer is None else weakref.ref(layer))
         self._entries[key] = holder.entries[key] = entry
         holder.nbytes += nbytes
         self.nbytes += nbytes
         while self.nbytes > self.max_bytes:
-            self._evict(holder if self._exceeds_share(holder) else self._find_holder_above_share())
+            self._evict_oldest(holder if self._is_over_share(holder) else self._find_over_share())
 
     def clear(self) -> None:
         """Discard all entries."""
         self._entries.clear()
-        self._holders.clear()
+        self._tenants.clear()
         self.nbytes = 0
 
-    def _exceeds_share(self, holder: "_TenantEntries") -> bool:
-        return holder.nbytes * len(self._holders) > self.max_bytes
+    def _is_over_share(self, holder: "_TenantEntries") -> bool:
+        return holder.nbytes * len(self._tenants) > self.max_bytes
 
-    def _find_holder_above_share(self) -> "_TenantEntries":
+    def _find_over_share(self) -> "_TenantEntries":
         """Return a tenant with more than an equal share; there is one while there are too many bytes."""
         while True:
-            tenant, holder = next(iter(self._holders.items()))
-            if self._exceeds_share(holder):
+            tenant, holder = next(iter(self._tenants.items()))
+            if self._is_over_share(holder):
                 return holder
             # The next search begins behind those that are within their shares.
-            self._holders.move_to_end(tenant)
+            self._tenants.move_to_end(tenant)
 
-    def _evict(self, holder: "_TenantEntries") -> None:
+    def _evict_oldest(self, holder: "_TenantEntries") -> None:
         """Discard the oldest of a tenant's entries that was not found since it was kept or passed over."""
         entries = holder.entries
         key, entry = entries.popitem(last=False)
-        while entry.is_used:
-            entry.is_used = False
+        while entry.is_recently_found:
+            entry.is_recently_found = False
             entries[key] = entry
             key, entry = entries.popitem(last=False)
         entries[key] = entry
-        self._discard(key, entry)
+        self._remove_entry(key, entry)
         self._evictions.value += 1
 
-    def _discard(self, key: Hashable, entry: "_PreparedCall") -> None:
-        holder = self._holders[entry.tenant]
+    def _remove_entry(self, key: Hashable, entry: "_PreparedCall") -> None:
+        holder = self._tenants[entry.tenant]
         del self._entries[key], holder.entries[key]
         holder.nbytes -= entry.nbytes
         self.nbytes -= entry.nbytes
         if not holder.entries:
-            del self._holders[entry.tenant]
+            del self._tenants[entry.tenant]
 
 
 class _PreparedCall:
@@ -123,17 +123,17 @@ class _PreparedCall:
 
     Attributes:
         layer: a weak reference to the layer that it was prepared with, None without one.
-        is_used: whether it was found since it was kept, or since it was last passed over.
+        is_recently_found: whether it was found since it was kept, or since it was last passed over.
     """
 
-    __slots__ = ("is_used", "layer", "nbytes", "tenant", "value")
+    __slots__ = ("is_recently_found", "layer", "nbytes", "tenant", "value")
 
     def __init__(self, value: object, nbytes: int, tenant: str, layer: Callable[[], object] | None) -> None:
         self.value = value
         self.nbytes = nbytes
         self.tenant = tenant
         self.layer = layer
-        self.is_used = False
+        self.is_recently_found = False
 
 
 class _TenantEntries:

@@ -37,5 +37,5 @@ def prepare_job(
     job, cost = make_validated_job(spec, tensors, layer, may_overwrite=may_overwrite)
     axes = sum([len(tensor.shape) for tensor in tensors.values()])
     nbytes = _CHECK_BYTES + _TENSOR_BYTES * len(tensors) + _AXIS_BYTES * axes
-    prepared.keep(key, (job.spec, cost), nbytes, tenant, layer)
+    prepared.store(key, (job.spec, cost), nbytes, tenant, layer)
     return job, cost

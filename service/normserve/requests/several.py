@@ -22,15 +22,15 @@ class TensorSplit(NamedTuple):
 
     counts: tuple[int, ...]
 
-    def divided(self, results: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
+    def split_results(self, results: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
         """Results as they are told: each tensor's own, and gradients of parameters, which are sums over all."""
-        return self._each(results, _cut_rows)
+        return self._split_each(results, _cut_rows)
 
-    def described(self, results: Mapping[str, tuple[DType, tuple[int, ...]]]) -> dict[str, tuple[DType, Any]]:
+    def split_specs(self, results: Mapping[str, tuple[DType, tuple[int, ...]]]) -> dict[str, tuple[DType, Any]]:
         """The same of dtypes and shapes."""
-        return self._each(results, lambda told, start, stop: (told[0], (stop - start, *told[1][1:])))
+        return self._split_each(results, lambda told, start, stop: (told[0], (stop - start, *told[1][1:])))
 
-    def _each(self, results: Mapping[str, T], cut: Callable[[T, int, int], T]) -> dict[str, T]:
+    def _split_each(self, results: Mapping[str, T], cut: Callable[[T, int, int], T]) -> dict[str, T]:
         told: dict[str, T] = {}
         for name, result in results.items():
             if name in PARAMETER_GRADIENTS:

@@ -111,17 +111,17 @@ class _DropCountingProcessor(BatchSpanProcessor):
     """Tells of each span that is dropped because the queue is full, which the SDK only logs."""
 
     def __init__(self, exporter: "_MonitoredExporter", on_dropped: OnDropped) -> None:
-        self._telling = exporter
+        self._exporter_monitor = exporter
         self._on_dropped = on_dropped
-        self._ended = self._dropped = 0
-        self._most_waiting: int = self._default_max_queue_size()  # type: ignore[no-untyped-call]
-        super().__init__(exporter, max_queue_size=self._most_waiting)
+        self._ended_count = self._dropped_count = 0
+        self._max_queue_size: int = self._default_max_queue_size()  # type: ignore[no-untyped-call]
+        super().__init__(exporter, max_queue_size=self._max_queue_size)
 
     def on_end(self, span: ReadableSpan) -> None:
-        self._ended += 1
-        if self._ended - self._dropped - self._telling.taken > self._most_waiting:
+        self._ended_count += 1
+        if self._ended_count - self._dropped_count - self._exporter_monitor.taken_count > self._max_queue_size:
             # What is added now pushes the oldest span out.
-            self._dropped += 1
+            self._dropped_count += 1
             self._on_dropped("queue_full", 1)
         super().on_end(span)
 
@@ -130,27 +130,27 @@ class _MonitoredExporter(SpanExporter):
     """Exports by another, counts what that fails to, and logs when it begins to fail and when it works again.
 
     Attributes:
-        taken: spans that it was given so far.
+        taken_count: spans that it was given so far.
     """
 
     def __init__(self, exporter: SpanExporter, endpoint: str, on_dropped: OnDropped) -> None:
         self._exporter = exporter
         self._endpoint = endpoint
         self._on_dropped = on_dropped
-        self._lost = 0
-        self.taken = 0
+        self._lost_count = 0
+        self.taken_count = 0
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        self.taken += len(spans)
+        self.taken_count += len(spans)
         result = self._exporter.export(spans)
         if result is not SpanExportResult.SUCCESS:
-            if not self._lost:
+            if not self._lost_count:
                 log.warning("%s accepts no traces: they are dropped until it does", self._endpoint)
-            self._lost += len(spans)
+            self._lost_count += len(spans)
             self._on_dropped("export_failed", len(spans))
-        elif self._lost:
-            log.info("%s accepts traces again: %d spans were dropped", self._endpoint, self._lost)
-            self._lost = 0
+        elif self._lost_count:
+            log.info("%s accepts traces again: %d spans were dropped", self._endpoint, self._lost_count)
+            self._lost_count = 0
         return result
 
     def shutdown(self) -> None:

@@ -10,11 +10,11 @@ SHORTEST_S = 20e-6
 
 
 class StageInterval(NamedTuple):
-    """One stage; `began` and `ended` by `time.perf_counter`."""
+    """One stage; `began_at` and `ended_at` by `time.perf_counter`."""
 
     name: str
-    began: float
-    ended: float
+    began_at: float
+    ended_at: float
 
 
 def compute_stage_intervals(record: RequestRecord, ended: float) -> list[StageInterval]:
@@ -24,24 +24,26 @@ def compute_stage_intervals(record: RequestRecord, ended: float) -> list[StageIn
     `SHORTEST_S` are left out, except for `kernel`.  An operation that was refused or given up has all of them, and
     the stage that it was in then.
     """
-    queue = record.stages.get("queue", 0.0)
+    queue = record.stage_seconds.get("queue", 0.0)
     stages = [
-        *_place_consecutively(record, record.began, "recv", "parse"),
-        *_place_consecutively(record, record.launched - queue, "queue", "copy_in", "kernel", "copy_out"),
-        *_place_consecutively(record, record.answering, "serialize", "send"),
+        *_place_consecutively(record, record.began_at, "recv", "parse"),
+        *_place_consecutively(record, record.launched_at - queue, "queue", "copy_in", "kernel", "copy_out"),
+        *_place_consecutively(record, record.response_began_at, "serialize", "send"),
     ]
     if record.status < 400:
-        return [stage for stage in stages if stage.name == "kernel" or stage.ended - stage.began >= SHORTEST_S]
-    if record.direction != NONE and record.waiting_in not in record.stages:
-        began = stages[-1].ended if stages else record.began
-        stages.append(StageInterval(record.waiting_in, began, max(began, ended)))
+        return [
+            stage for stage in stages if stage.name == "kernel" or stage.ended_at - stage.began_at >= SHORTEST_S
+        ]
+    if record.direction != NONE and record.current_stage not in record.stage_seconds:
+        began = stages[-1].ended_at if stages else record.began_at
+        stages.append(StageInterval(record.current_stage, began, max(began, ended)))
     return stages
 
 
 def _place_consecutively(record: RequestRecord, began: float, *names: str) -> Iterator[StageInterval]:
     """Stages that follow one another from `began` on, without those that there were not."""
     for name in names:
-        seconds = record.stages.get(name)
+        seconds = record.stage_seconds.get(name)
         if seconds is not None:
             yield StageInterval(name, began, began + seconds)
             began += seconds

@@ -63,20 +63,20 @@ class RequestTracer:
         self._ratio = ratio
         self._shut_down = shut_down
         # Spans by what names their launches, each with its end.
-        self._launches: dict[tuple[float, int], tuple[Span, int]] = {}
+        self._launch_spans: dict[tuple[float, int], tuple[Span, int]] = {}
 
-    def passes_over(self, record: RequestRecord, headers: Mapping[bytes, bytes]) -> bool:
+    def sample_early(self, record: RequestRecord, headers: Mapping[bytes, bytes]) -> bool:
         """Whether a request is not traced, as far as that is known without its parent: quick, for most are not."""
         if record.span is None and b"traceparent" not in headers:
             record.span = _NOT_TRACED if random.random() >= self._ratio else _CHOSEN
         return record.span is _NOT_TRACED
 
-    def decide(self, record: RequestRecord, headers: Mapping[bytes, bytes]) -> None:
+    def begin_span(self, record: RequestRecord, headers: Mapping[bytes, bytes]) -> None:
         """Begin the span of a request that is to be traced, unless that was decided before.
 
         Args: headers: the request's, by their lower-case names.
         """
-        if self.passes_over(record, headers) or isinstance(record.span, _RequestSpan):
+        if self.sample_early(record, headers) or isinstance(record.span, _RequestSpan):
             return
         parent = parse_parent(headers)
         is_chosen = record.span is _CHOSEN or (parent is not None and parent.is_sampled)
@@ -84,7 +84,7 @@ class RequestTracer:
             record.span = _NOT_TRACED
             return
         # Of the clock only this is read: however it is set meanwhile, no stage begins before its request.
-        began_ns = time.time_ns() - _to_nanoseconds(time.perf_counter() - record.began)
+        began_ns = time.time_ns() - _to_nanoseconds(time.perf_counter() - record.began_at)
         context = Context() if parent is None else _make_context(parent)
         span = self._tracer.start_span("request", context, SpanKind.SERVER, start_time=began_ns)
         if not span.is_recording():
@@ -96,51 +96,51 @@ class RequestTracer:
             format_trace_id(span.get_span_context().trace_id),
         )
 
-    def end(
+    def end_span(
         self, record: RequestRecord, headers: Mapping[bytes, bytes], describe: Callable[[], tuple[str, Attributes]]
     ) -> None:
         """A request is over: end its span, if it is traced.
 
         Args: describe: what its transport calls it and says of it.
         """
-        self.decide(record, headers)
+        self.begin_span(record, headers)
         traced = record.span
         if not isinstance(traced, _RequestSpan):
             return
         span, ended = traced.span, time.perf_counter()
 
         def at(moment: float) -> int:
-            return traced.began_ns + _to_nanoseconds(moment - record.began)
+            return traced.began_ns + _to_nanoseconds(moment - record.began_at)
 
         name, attributes = describe()
         span.update_name(name)
         span.set_attributes({**attributes, **_make_attributes(record)})
         if record.status >= 500:
-            span.set_attribute("error.type", record.error or str(record.status))
+            span.set_attribute("error.type", record.error_code or str(record.status))
             span.set_status(Status(StatusCode.ERROR))
         parent = span.get_span_context()
         for stage in compute_stage_intervals(record, ended):
-            self._make_stage(parent, stage.name, at(stage.began), at(stage.ended))
+            self._make_stage(parent, stage.name, at(stage.began_at), at(stage.ended_at))
         if record.batch_size > 1:
-            self._link(span, self._launch(record, at))
+            self._link_spans(span, self._get_launch_span(record, at))
         span.end(at(ended))
 
     async def close(self, within_s: float) -> None:
         """Have everything exported, in so many seconds at most; of requests that end afterwards nothing is."""
-        for key in tuple(self._launches):
-            self._end_launch(key)
+        for key in tuple(self._launch_spans):
+            self._end_launch_span(key)
         await asyncio.to_thread(self._shut_down, within_s)
 
-    def _link(self, request: Span, launch: Span) -> None:
+    def _link_spans(self, request: Span, launch: Span) -> None:
         request.add_link(launch.get_span_context())
         if launch.is_recording():
             launch.add_link(request.get_span_context())
 
-    def _launch(self, record: RequestRecord, at: Callable[[float], int]) -> Span:
+    def _get_launch_span(self, record: RequestRecord, at: Callable[[float], int]) -> Span:
         """The span of the launch that a request shared, which is the root of a trace of its own."""
-        key = (record.launched, record.launch_bytes)
-        if key not in self._launches:
-            seconds = sum([record.stages[stage] for stage in ("copy_in", "kernel", "copy_out")])
+        key = (record.launched_at, record.launch_bytes)
+        if key not in self._launch_spans:
+            seconds = sum([record.stage_seconds[stage] for stage in ("copy_in", "kernel", "copy_out")])
             attributes: Attributes = {
                 "normserve.op": record.op,
                 "normserve.pass": record.direction,
@@ -149,14 +149,14 @@ class RequestTracer:
                 "normserve.launch_bytes": record.launch_bytes,
             }
             span = self._tracer.start_span(
-                f"launch {record.op}", Context(), attributes=attributes, start_time=at(record.launched)
+                f"launch {record.op}", Context(), attributes=attributes, start_time=at(record.launched_at)
             )
-            self._launches[key] = span, at(record.launched + seconds)
-            asyncio.get_running_loop().call_later(_LAUNCH_OPEN_S, self._end_launch, key)
-        return self._launches[key][0]
+            self._launch_spans[key] = span, at(record.launched_at + seconds)
+            asyncio.get_running_loop().call_later(_LAUNCH_OPEN_S, self._end_launch_span, key)
+        return self._launch_spans[key][0]
 
-    def _end_launch(self, key: tuple[float, int]) -> None:
-        if (launch := self._launches.pop(key, None)) is not None:
+    def _end_launch_span(self, key: tuple[float, int]) -> None:
+        if (launch := self._launch_spans.pop(key, None)) is not None:
             span, ended_ns = launch
             span.end(ended_ns)
 
@@ -167,8 +167,8 @@ def _make_attributes(record: RequestRecord) -> Attributes:
         "normserve.op": record.op,
         "normserve.pass": record.direction,
         "normserve.transport": record.transport,
-        "normserve.bytes_in": record.received,
-        "normserve.bytes_out": record.sent,
+        "normserve.bytes_in": record.received_bytes,
+        "normserve.bytes_out": record.sent_bytes,
     }
     if record.rows:
         attributes |= {"normserve.dtype": record.dtype, "normserve.rows": record.rows}
@@ -178,10 +178,10 @@ def _make_attributes(record: RequestRecord) -> Attributes:
             "normserve.kernel_bytes": record.kernel_bytes,
             "normserve.launch_bytes": record.launch_bytes,
         }
-    if record.key is not None:
-        attributes["normserve.key"] = record.key
-    if record.error is not None:
-        attributes["normserve.error"] = record.error
+    if record.key_name is not None:
+        attributes["normserve.key"] = record.key_name
+    if record.error_code is not None:
+        attributes["normserve.error"] = record.error_code
     return attributes
 
 

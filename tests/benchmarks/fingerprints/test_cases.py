@@ -32,11 +32,11 @@ def tagged(table, value):
     kind = type(value)
     fields = {name: getattr(value, name) for name in kind.__dataclass_fields__}
     namespace = {"__slots__": (), "entry": table}
-    if hasattr(kind, "launches"):
-        def launches(config, call):
+    if hasattr(kind, "plan_launches"):
+        def plan_launches(config, call):
             reached.add(table)
-            return kind.launches(config, call)
-        namespace["launches"] = launches
+            return kind.plan_launches(config, call)
+        namespace["plan_launches"] = plan_launches
     return type(kind.__name__, (kind,), namespace)(**fields)
 
 def noted(launches):
@@ -89,6 +89,6 @@ def test_the_policy_of_a_case_holds_for_it_alone():
         seen.append((waiting._allowed, batch_invariance.is_batch_invariant()))
         return []
 
-    plan_case(FingerprintCase("a case", plan, waits=False, batch_invariant=True))
+    plan_case(FingerprintCase("a case", plan, may_wait=False, batch_invariant=True))
     plan_case(FingerprintCase("another", plan))
     assert seen == [(False, True), (True, False)]

@@ -11,7 +11,7 @@ from benchmarks.fingerprints.launches import format_case, summarise_launches
 def launch_of(name, parameter, block=128, rows=3, swapped=False, case="a case"):
     """A launch of a kernel with one compile-time parameter, and the tensors of its case."""
     tensors = MetaTensors()
-    x, y = (tensors.new(role, (rows, 8), torch.float32) for role in ("x", "y"))
+    x, y = (tensors.make_tensor(role, (rows, 8), torch.float32) for role in ("x", "y"))
     kernel = SimpleNamespace(fn=SimpleNamespace(__name__=name), arg_names=["x", "y", "w", "rows", parameter])
     x, y = map(tensors.describe, (x, y))
     both = (y, x) if swapped else (x, y)

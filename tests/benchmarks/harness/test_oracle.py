@@ -27,7 +27,7 @@ from benchmarks.workload.problem import SEED, ProviderRun
 )
 def test_right_results_pass(problem, provider, dtype, op, pass_, variant):
     it = problem(op, pass_, variant, dtype=dtype)
-    assert 0 < ResultOracle(it).error(provider(it)) < 0.2
+    assert 0 < ResultOracle(it).measure_error(provider(it)) < 0.2
 
 
 @pytest.mark.parametrize("provider", [make_own_run, make_eager_run])
@@ -36,7 +36,7 @@ def test_right_results_pass(problem, provider, dtype, op, pass_, variant):
 def test_right_heads_pass(problem, provider, op, pass_):
     it = problem(op, pass_, "per_head", shape=(6, 3, 64), layout="heads")
     assert it.weight.shape == (3, 64)
-    assert 0 < ResultOracle(it).error(provider(it)) < 1e-4
+    assert 0 < ResultOracle(it).measure_error(provider(it)) < 1e-4
 
 
 @pytest.mark.parametrize("provider", [make_own_run, make_eager_run])
@@ -46,21 +46,25 @@ def test_right_rows_of_float8_pass(problem, provider, op):
     y, scale = provider(it).call()
     assert y.dtype == torch.float8_e4m3fn
     assert scale.shape == (6,)
-    assert 0 < ResultOracle(it).error(provider(it)) < 0.5
+    assert 0 < ResultOracle(it).measure_error(provider(it)) < 0.5
 
 
 def test_float8_in_steps_twice_as_large_fails(problem):
     it = problem(variant="float8")
     exact, scale = compute_exact_results(it)
     with pytest.raises(WrongResultError, match="result 0"):
-        ResultOracle(it).error(ProviderRun(lambda: (_float8(exact / scale[:, None] / 64), scale.float() * 64)))
+        ResultOracle(it).measure_error(
+            ProviderRun(lambda: (_float8(exact / scale[:, None] / 64), scale.float() * 64))
+        )
 
 
 def test_a_scale_that_leaves_half_the_range_empty_fails(problem):
     it = problem(variant="float8", dtype="bfloat16")
     exact, scale = compute_exact_results(it)
     with pytest.raises(WrongResultError, match="result 1"):
-        ResultOracle(it).error(ProviderRun(lambda: (_float8(exact / scale[:, None] / 2), scale.float() * 2)))
+        ResultOracle(it).measure_error(
+            ProviderRun(lambda: (_float8(exact / scale[:, None] / 2), scale.float() * 2))
+        )
 
 
 def _float8(rows):
@@ -73,7 +77,7 @@ def _float8(rows):
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
 def test_right_groups_pass(problem, provider, layout, pass_, variant):
     it = problem("group_norm", pass_, variant, shape=(2, 8, 4, 4), groups=4, layout=layout)
-    assert 0 < ResultOracle(it).error(provider(it)) < 1e-5
+    assert 0 < ResultOracle(it).measure_error(provider(it)) < 1e-5
 
 
 def test_wrong_gradients_of_scale_and_shift_fail(problem):
@@ -83,7 +87,7 @@ def test_wrong_gradients_of_scale_and_shift_fail(problem):
     for index in (3, 4):
         results = (*right[:index], right[index] + 0.1, *right[index + 1 :])
         with pytest.raises(WrongResultError, match=f"result {index}"):
-            ResultOracle(it).error(ProviderRun(lambda results=results: results))
+            ResultOracle(it).measure_error(ProviderRun(lambda results=results: results))
 
 
 @pytest.mark.parametrize("index", [0, 1, 2, 3])
@@ -93,26 +97,26 @@ def test_each_wrong_gradient_fails(problem, index):
     results[index] = results[index].clone()
     results[index].view(-1)[-1] += 0.5
     with pytest.raises(WrongResultError, match=f"result {index}"):
-        ResultOracle(it).error(ProviderRun(lambda: tuple(results)))
+        ResultOracle(it).measure_error(ProviderRun(lambda: tuple(results)))
 
 
 def test_a_wrong_residual_sum_fails(problem):
     it = problem(variant="residual")
     y, residual_out = make_own_run(it).call()
     with pytest.raises(WrongResultError, match="result 1"):
-        ResultOracle(it).error(ProviderRun(lambda: (y, residual_out + 0.01)))
+        ResultOracle(it).measure_error(ProviderRun(lambda: (y, residual_out + 0.01)))
 
 
 def test_nan_fails(problem):
     it = problem()
     with pytest.raises(WrongResultError):
-        ResultOracle(it).error(ProviderRun(lambda: (it.x * float("nan"),)))
+        ResultOracle(it).measure_error(ProviderRun(lambda: (it.x * float("nan"),)))
 
 
 def test_a_missing_gradient_fails(problem):
     it = problem(pass_="backward")
     with pytest.raises(WrongResultError, match="3 results expected, got 2"):
-        ResultOracle(it).error(ProviderRun(lambda: make_own_run(it).call()[:2]))
+        ResultOracle(it).measure_error(ProviderRun(lambda: make_own_run(it).call()[:2]))
 
 
 def test_dropout_at_another_rate_fails(problem):
@@ -123,13 +127,15 @@ def test_dropout_at_another_rate_fails(problem):
         return (torch.nn.functional.dropout(exact, 0.5),)
 
     with pytest.raises(WrongResultError, match="kept"):
-        ResultOracle(it).error(ProviderRun(half, keep=lambda results: results[0] != 0))
+        ResultOracle(it).measure_error(ProviderRun(half, find_kept=lambda results: results[0] != 0))
 
 
 def test_what_must_be_put_back_is_put_back_first(problem):
     it = problem()
     y = torch.empty_like(it.x)
-    ResultOracle(it).error(ProviderRun(lambda: (y,), before=lambda: y.copy_(make_own_run(it).call()[0])))
+    ResultOracle(it).measure_error(
+        ProviderRun(lambda: (y,), restore_inputs=lambda: y.copy_(make_own_run(it).call()[0]))
+    )
 
 
 def test_parts_sum_to_the_whole(problem, monkeypatch):

@@ -30,7 +30,10 @@ def test_what_is_timed_is_right_the_second_time_too(cell, provider, device):
     exact = ResultOracle(BenchmarkProblem(replace(small, pass_=small.pass_.removeprefix("forward_")), tensors))
     made = make_call(provider, BenchmarkProblem(small, tensors))
     for _ in range(2):
-        assert exact.error(ProviderRun(lambda: tuple(t.detach() for t in made.results(made.call())))) < 0.1
+        assert (
+            exact.measure_error(ProviderRun(lambda: tuple(t.detach() for t in made.select_results(made.call()))))
+            < 0.1
+        )
 
 
 def test_liger_is_left_out_of_groups_that_lie_channels_last(problem):
@@ -43,7 +46,7 @@ def test_the_extension_is_put_aside_and_put_back(monkeypatch):
     monkeypatch.setattr(replay, "_load", None)
     extension = type("Extension", (), {"define_pass": lambda self, *follows: 0})()
     for each in replay._PASSES:
-        monkeypatch.setattr(each, "number", each.number)
+        monkeypatch.setattr(each, "extension_number", each.extension_number)
     monkeypatch.setattr(replay, "_extension", extension)
     with select_settings("fusednorm_python"):
         assert replay.get_extension() is None
@@ -54,7 +57,7 @@ def test_the_extension_is_put_aside_and_put_back(monkeypatch):
 
 def test_without_replays_no_call_is_looked_up(monkeypatch, device):
     looked_up = []
-    monkeypatch.setattr(replay.ReplayablePass, "_known", lambda *call: looked_up.append(call))
+    monkeypatch.setattr(replay.ReplayablePass, "_find_replay", lambda *call: looked_up.append(call))
     x = torch.randn(6, 64, device=device)
     with select_settings("fusednorm_planned"):
         fusednorm.layer_norm_forward(x, eps=EPS)

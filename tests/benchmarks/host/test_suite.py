@@ -23,7 +23,7 @@ def host(monkeypatch, device):
 
 
 def test_each_provider_has_a_row_for_each_way(host):
-    rows = list(host.rows(replace(CELLS[0], shape=(6, 64)), ("torch", "fusednorm_python"), pytest.fail))
+    rows = list(host.measure_rows(replace(CELLS[0], shape=(6, 64)), ("torch", "fusednorm_python"), pytest.fail))
     assert [(row["provider"], row["variant"], row["pass"], row["ms_p50"]) for row in rows] == [
         (provider, way, "forward", "2.00000")
         for provider in ("torch", "fusednorm_python")
@@ -33,7 +33,7 @@ def test_each_provider_has_a_row_for_each_way(host):
 
 def test_the_activation_is_part_of_the_variant(host):
     cell = next(cell for cell in CELLS if cell.variant == "silu")
-    rows = list(host.rows(replace(cell, **GROUPS), ("torch",), pytest.fail))
+    rows = list(host.measure_rows(replace(cell, **GROUPS), ("torch",), pytest.fail))
     assert [row["variant"] for row in rows] == ["queued_silu", "loop_silu"]
 
 
@@ -49,7 +49,7 @@ def test_what_is_wrong_or_fails_is_a_line_and_the_others_are_timed(host, monkeyp
     monkeypatch.setattr(suite, "make_call", wrong_or_none)
     notes = []
     cell = replace(CELLS[0], shape=(6, 64))
-    rows = list(host.rows(cell, ("fusednorm_python", "liger", "torch"), notes.append))
+    rows = list(host.measure_rows(cell, ("fusednorm_python", "liger", "torch"), notes.append))
     assert {row["provider"] for row in rows} == {"torch"}
     assert "result 0 is wrong by 1" in notes[0]
     assert notes[1].startswith("liger: layer_norm forward")

@@ -13,7 +13,7 @@ class FakeDevice:
     def synchronize(self):
         self.events.append("w")
 
-    def occupy(self, seconds):
+    def queue_busy_work(self, seconds):
         assert seconds > 0
         self.events.append("b")
 

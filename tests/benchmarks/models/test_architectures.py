@@ -12,7 +12,7 @@ from .conftest import TINY
 
 
 def test_a_seed_gives_the_same_weights_and_no_vector_of_ones():
-    models = [TINY.made((2, 32, 4, 4), "cpu") for _ in range(2)]
+    models = [TINY.make_model((2, 32, 4, 4), "cpu") for _ in range(2)]
     for one, other in zip(*(model.parameters() for model in models), strict=True):
         assert torch.equal(one, other)
         assert one.dtype == torch.bfloat16
@@ -57,7 +57,7 @@ def packages(monkeypatch):
 
 def test_models_of_packages_have_no_dropout(packages):
     for name in ("gpt2", "bert", "llama", "vit"):
-        assert isinstance(ARCHITECTURES[name].made((1, 4), "cpu"), nn.Linear)
+        assert isinstance(ARCHITECTURES[name].make_model((1, 4), "cpu"), nn.Linear)
     assert not any(packages["GPT2Config"].values())
     assert len(packages["BertConfig"]) == 2
     assert not any(packages["BertConfig"].values())

@@ -20,7 +20,7 @@ def extension(monkeypatch):
 
 
 def test_each_provider_has_a_row_for_each_pass_and_variant(tiny, patching):
-    rows = list(tiny.rows(CELL, ("torch", "fusednorm"), pytest.fail))
+    rows = list(tiny.measure_rows(CELL, ("torch", "fusednorm"), pytest.fail))
     assert [(row["variant"], row["pass"], row["provider"]) for row in rows] == [
         (variant, pass_, provider)
         for variant in ("eager", "graph")
@@ -37,7 +37,7 @@ def test_each_provider_has_a_row_for_each_pass_and_variant(tiny, patching):
 def test_a_model_that_computes_something_else_has_a_row_without_times(tiny, patching):
     patching(lambda model: patch(model, eps=3.0))
     notes = []
-    rows = list(tiny.rows(CELL, ("fusednorm", "torch"), notes.append))
+    rows = list(tiny.measure_rows(CELL, ("fusednorm", "torch"), notes.append))
     wrong = [row for row in rows if row["provider"] == "fusednorm"]
     assert {row["ms_p50"] for row in wrong} == {""}
     assert float(wrong[0]["max_error"]) > 0.05
@@ -51,7 +51,7 @@ def test_a_provider_that_fails_costs_its_rows_alone(tiny, patching):
 
     patching(broken)
     notes = []
-    rows = list(tiny.rows(CELL, ("fusednorm", "torch", "liger"), notes.append))
+    rows = list(tiny.measure_rows(CELL, ("fusednorm", "torch", "liger"), notes.append))
     assert {row["provider"] for row in rows} == {"torch"}
     assert "RuntimeError: no such kernel" in notes[0]
     assert notes[1].startswith("liger: model blocks 2x8x2x2 eager graph, step forward: ")
@@ -60,23 +60,23 @@ def test_a_provider_that_fails_costs_its_rows_alone(tiny, patching):
 def test_a_patch_that_replaces_nothing_is_not_timed(tiny, patching):
     patching(lambda model: "skipped: all")
     notes = []
-    assert not list(tiny.rows(CELL, ("fusednorm",), notes.append))
+    assert not list(tiny.measure_rows(CELL, ("fusednorm",), notes.append))
     assert "replaced nothing: skipped: all" in notes[0]
 
 
 def test_a_model_that_is_not_installed_is_a_line(tiny, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     notes = []
-    assert not list(tiny.rows(ModelCell("gpt2", (1, 512)), ("torch",), notes.append))
+    assert not list(tiny.measure_rows(ModelCell("gpt2", (1, 512)), ("torch",), notes.append))
     assert notes[0].startswith("model gpt2 1x512 eager graph, step forward: ")
 
 
 def test_a_graph_that_computes_something_else_has_no_time(tiny, patching, monkeypatch):
     monkeypatch.setattr(
-        "benchmarks.models.passes.ModelPasses.graphed_outcome", lambda self, graph: StepOutcome(1e6, float("nan"))
+        "benchmarks.models.passes.ModelPasses.replay_step", lambda self, graph: StepOutcome(1e6, float("nan"))
     )
     notes = []
-    rows = list(tiny.rows(CELL, ("torch",), notes.append))
+    rows = list(tiny.measure_rows(CELL, ("torch",), notes.append))
     times = {(row["variant"], row["pass"]): row["ms_p50"] for row in rows}
     assert times["graph", "step"] == ""
     assert times["graph", "forward"]
@@ -87,9 +87,9 @@ def test_a_pass_that_fails_leaves_the_other(tiny, patching, monkeypatch):
     def forward(self):
         raise torch.OutOfMemoryError("too much")
 
-    monkeypatch.setattr("benchmarks.models.passes.ModelPasses._forward", forward)
+    monkeypatch.setattr("benchmarks.models.passes.ModelPasses._run_forward", forward)
     notes = []
-    rows = list(tiny.rows(ModelCell("blocks", (2, 8, 2, 2), ("eager",)), ("torch",), notes.append))
+    rows = list(tiny.measure_rows(ModelCell("blocks", (2, 8, 2, 2), ("eager",)), ("torch",), notes.append))
     assert [row["pass"] for row in rows] == ["step"]
     assert "forward: OutOfMemoryError: too much" in notes[0]
 
@@ -99,10 +99,10 @@ def test_only_torch_and_fusednorm_are_compiled_after_compiling_ahead_once(tiny, 
     monkeypatch.setattr(torch, "compile", lambda model, dynamic: compiled.append(model) or model)
     monkeypatch.setattr(suite, "run_in_workers", lambda task, work, workers, seconds: ahead.append((work, seconds)))
     cell = ModelCell("blocks", (2, 8, 2, 2), ("compile",), ("step",))
-    tiny.warm((CELL, cell), ("torch", "fusednorm", "liger"), 100.0)
+    tiny.compile_ahead((CELL, cell), ("torch", "fusednorm", "liger"), 100.0)
     assert not ahead
     for _ in range(2):
-        rows = list(tiny.rows(cell, ("torch", "fusednorm", "liger"), pytest.fail))
+        rows = list(tiny.measure_rows(cell, ("torch", "fusednorm", "liger"), pytest.fail))
         assert [(row["provider"], row["variant"]) for row in rows] == [
             ("torch", "compile"),
             ("fusednorm", "compile"),
@@ -115,7 +115,7 @@ def test_only_torch_and_fusednorm_are_compiled_after_compiling_ahead_once(tiny, 
 def test_what_is_compiled_ahead_is_what_the_cell_times(tiny, patching, monkeypatch):
     compiled, called = [], []
     monkeypatch.setattr(torch, "compile", lambda model, dynamic: compiled.append(model) or model)
-    monkeypatch.setattr("benchmarks.models.passes.ModelPasses._step", lambda self: called.append("step"))
+    monkeypatch.setattr("benchmarks.models.passes.ModelPasses._train_step", lambda self: called.append("step"))
     monkeypatch.setattr(suite, "limit_inductor", lambda: None)
     suite.compile_once((ModelCell("blocks", (2, 8, 2, 2), ("compile",), ("step",)), "fusednorm"))
     assert (len(compiled), called) == (1, ["step"])
@@ -126,7 +126,7 @@ def test_ours_without_the_extension_is_said_once(tiny, patching, monkeypatch):
     notes = []
     cell = ModelCell("blocks", (2, 8, 2, 2), ("eager",), ("forward",))
     for _ in range(2):
-        assert list(tiny.rows(cell, ("fusednorm",), notes.append))
+        assert list(tiny.measure_rows(cell, ("fusednorm",), notes.append))
     assert notes == ["fusednorm is timed without its host extension: python -m fusednorm.host compiles it"]
 
 

@@ -12,9 +12,9 @@ from benchmarks.peers.plain import make_app
 
 
 def test_the_plain_server_answers_right():
-    ((case, _),) = make_scenario(SIZES["4 KiB"], 1.0).workload.drawn(0)
+    ((case, _),) = make_scenario(SIZES["4 KiB"], 1.0).workload.draw_cases(0)
     held = {name: torch.from_numpy(values) for name, values in make_parameters(case).items()}
-    exchange = ADAPTERS["npy"]().exchange(case, case.tensors())
+    exchange = ADAPTERS["npy"]().make_request(case, case.make_tensors())
     transport = httpx.ASGITransport(make_app(held["weight"], held["bias"]))
 
     async def post():
@@ -24,4 +24,4 @@ def test_the_plain_server_answers_right():
 
     response = asyncio.run(post())
     answer = ApiResponse(response.status_code, response.headers, memoryview(response.content))
-    assert oracle.find_fault(case, case.tensors(), ADAPTERS["npy"]().tensors(case, answer)) is None
+    assert oracle.find_fault(case, case.make_tensors(), ADAPTERS["npy"]().parse_tensors(case, answer)) is None

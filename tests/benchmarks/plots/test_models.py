@@ -9,13 +9,13 @@ from benchmarks.plots.models import draw_curve, iterate_curves
 def rows(write_csv):
     """GPT-2 at three batches with a wrong one among Liger's, a model at one, and blocks of three sizes."""
     cells = [ModelCell("gpt2", (n, 512)) for n in (1, 16, 4)]
-    timed = [(cell.figure("step", "eager"), name, None) for cell in cells for name in ("fusednorm", "torch")]
+    timed = [(cell.make_row("step", "eager"), name, None) for cell in cells for name in ("fusednorm", "torch")]
     timed += [
-        (cells[0].figure("step", "eager"), "liger", "wrong"),
-        (cells[1].figure("step", "eager"), "liger", None),
+        (cells[0].make_row("step", "eager"), "liger", "wrong"),
+        (cells[1].make_row("step", "eager"), "liger", None),
     ]
-    timed.append((ModelCell("bert", (1, 128)).figure("step", "eager"), "torch", None))
-    timed += [(ModelCell("blocks", (n, 8 * n)).figure("step", "eager"), "torch", None) for n in (1, 2, 4)]
+    timed.append((ModelCell("bert", (1, 128)).make_row("step", "eager"), "torch", None))
+    timed += [(ModelCell("blocks", (n, 8 * n)).make_row("step", "eager"), "torch", None) for n in (1, 2, 4)]
     return records.read_records([write_csv(*timed)])
 
 

@@ -33,7 +33,7 @@ def templates():
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_a_document_has_the_figures_of_its_csvs(renderer, name):
-    assert renderer.document(text_of(name)) == text_of(name), "python -m benchmarks.report"
+    assert renderer.render_document(text_of(name)) == text_of(name), "python -m benchmarks.report"
 
 
 def test_each_template_has_its_place():
@@ -61,7 +61,7 @@ def test_each_digit_that_is_changed_by_hand_is_found(renderer, name):
     places = [place.start() for place in re.finditer(r"(?<=\.)\d", text) if part.start("text") < place.start()]
     for place in places[:5]:
         changed = f"{text[:place]}{(int(text[place]) + 1) % 10}{text[place + 1 :]}"
-        assert renderer.document(changed) == text != changed
+        assert renderer.render_document(changed) == text != changed
 
 
 def test_a_csv_that_is_changed_is_found(renderer, tmp_path, monkeypatch):
@@ -72,7 +72,7 @@ def test_a_csv_that_is_changed_is_found(renderer, tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
     figures.csv.cache_clear()
     try:
-        assert renderer.document(text_of("docs/patching.md")) != text_of("docs/patching.md")
+        assert renderer.render_document(text_of("docs/patching.md")) != text_of("docs/patching.md")
     finally:
         figures.csv.cache_clear()
 

@@ -91,7 +91,7 @@ def test_host_time_comes_in_microseconds(write_csv):
 
 
 def test_models_come_in_milliseconds_with_ours_over_torch(write_csv):
-    gpt2, vit = (ModelCell(*of).figure("step", "eager") for of in (("gpt2", (1, 512)), ("vit", (8, 3, 224, 224))))
+    gpt2, vit = (ModelCell(*of).make_row("step", "eager") for of in (("gpt2", (1, 512)), ("vit", (8, 3, 224, 224))))
     path = write_csv((gpt2, "torch", None), (gpt2, "fusednorm", None), (vit, "torch", None))
     assert lines(path) == [
         "step of models, eager, in milliseconds\n",
@@ -104,7 +104,7 @@ def test_models_come_in_milliseconds_with_ours_over_torch(write_csv):
 
 
 def test_a_model_that_was_wrong_says_so(write_csv):
-    figure = ModelCell("gpt2", (1, 512)).figure("step", "eager")
+    figure = ModelCell("gpt2", (1, 512)).make_row("step", "eager")
     path = write_csv((figure, "torch", None), (figure, "fusednorm", "wrong"))
     assert lines(path)[3] == "| gpt2 | 1x512 | wrong | 0.01 | - |"
 

@@ -22,8 +22,8 @@ def test_options_have_what_all_commands_have(tmp_path):
 def test_a_run_leaves_rows_a_table_and_whether_all_parts_went_well(tmp_path, capsys):
     def measure(results, folder, asked):
         (folder / "of a server").touch()
-        results.add({"size": "4 KiB"})
-        with results.part("one that fails"):
+        results.add_row({"size": "4 KiB"})
+        with results.run_part("one that fails"):
             raise RuntimeError("injected")
 
     options = asked(tmp_path)

@@ -31,8 +31,8 @@ def test_groups_have_the_parameters_of_their_variant(problem):
         return problem("group_norm", variant=variant, shape=(2, 8, 4, 5), groups=4)
 
     assert of("no_affine").weight is of("no_affine").bias is None
-    assert of("silu").of_samples == {}
-    assert {name: t.shape for name, t in of("scale_shift_silu").of_samples.items()} == {
+    assert of("silu").sample_parameters == {}
+    assert {name: t.shape for name, t in of("scale_shift_silu").sample_parameters.items()} == {
         "scale": (2, 8),
         "shift": (2, 8),
     }

@@ -56,8 +56,8 @@ def test_manifests_are_valid(sidecar, release):
 
 def test_both_meet_at_the_socket(server, program):
     socket = str(settings_of(told(server)).local)
-    address = ServerAddress.of(told(program)["NORMALISE_AT"])
-    assert address.shares_memory
+    address = ServerAddress.parse_url(told(program)["NORMALISE_AT"])
+    assert address.is_shared_memory
     assert address.socket_path == socket
     for container in (server, program):
         mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
@@ -92,7 +92,7 @@ def test_compose_does_the_same_without_a_network():
     services = compose()["services"]
     server, program = services["normserve"], services["program"]
     socket = str(settings_of(server["environment"]).local)
-    assert ServerAddress.of(program["environment"]["NORMALISE_AT"]).socket_path == socket
+    assert ServerAddress.parse_url(program["environment"]["NORMALISE_AT"]).socket_path == socket
     assert server["user"] == program["user"]
     for service in (server, program):
         assert service["network_mode"] == "none"

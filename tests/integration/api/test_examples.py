@@ -39,7 +39,7 @@ def http(launched):
         put = http.put(
             f"/v1/layers/{NAME}?op=layer_norm", content=packed(weight=torch.ones(4), bias=torch.zeros(4))
         )
-        assert form(put.json()) == form(find_example("PUT", "/v1/layers/{name}").answer)
+        assert form(put.json()) == form(find_example("PUT", "/v1/layers/{name}").response_body)
         yield http
 
 
@@ -56,13 +56,13 @@ def form(value):
 def test_an_answer_has_the_form_of_its_example(http, method, path):
     example = find_example(method, path)
     filled = path.format(**PARAMETERS)
-    answer = http.request(method, filled, json=example.request)
+    answer = http.request(method, filled, json=example.request_body)
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith(example.media_type)
-    if isinstance(example.answer, str):
-        assert answer.text == example.answer
+    if isinstance(example.response_body, str):
+        assert answer.text == example.response_body
         return
-    told, shown = form(answer.json()), form(example.answer)
+    told, shown = form(answer.json()), form(example.response_body)
     if path == "/v1/info":
         # A server on the CPU has no Triton.
         assert shown["versions"].pop("triton") is str
@@ -73,8 +73,8 @@ def test_an_answer_has_the_form_of_its_example(http, method, path):
 
 def test_the_example_of_an_inference_is_its_result(http):
     example = find_example("POST", "/v2/models/{name}/infer")
-    answer = http.post(f"/v2/models/{NAME}/infer", json=example.request).json()
-    (told,), (shown,) = answer["outputs"], example.answer["outputs"]
+    answer = http.post(f"/v2/models/{NAME}/infer", json=example.request_body).json()
+    (told,), (shown,) = answer["outputs"], example.response_body["outputs"]
     assert told["data"] == pytest.approx(shown["data"], abs=1e-6)
 
 

@@ -149,15 +149,17 @@ def test_a_socket_in_the_file_system_answers_as_a_port_does(client, at_a_socket)
 
 def test_the_load_test_asks_at_a_socket(at_a_socket):
     phase = LoadPhase("a", "closed", 0.2, connections=4)
-    address = ServerAddress.of(at_a_socket)
-    drawn = Workload(max_bytes=2**12, pool=5).drawn(0)
+    address = ServerAddress.parse_url(at_a_socket)
+    drawn = Workload(max_bytes=2**12, pool=5).draw_cases(0)
     pool = [make_request(case, NativeAdapter(), address, None) for case, _ in drawn]
     sender = RequestSender(
         address, pool, ResponseChecker(NativeAdapter(), pool), check_share=1.0, seed=0, timeout_s=20.0
     )
     assert {(record.code, record.fault) for record in sender.send_all()} == {("ok", None)}
     start = time.perf_counter()
-    sender.run(ClosedLoopSchedule(phase, start, ArrivalGenerator((0,), [1.0] * 5)), 4, [start], lambda: None)
+    sender.send_segment(
+        ClosedLoopSchedule(phase, start, ArrivalGenerator((0,), [1.0] * 5)), 4, [start], lambda: None
+    )
     records = [record for _, record in sender.take_records()]
     assert len(records) > 4
     assert {(record.code, record.checked, record.fault) for record in records} == {("ok", True, None)}

@@ -41,7 +41,7 @@ def shortened(long: scenario.LoadScenario) -> scenario.LoadScenario:
         settle_s=0.02,
         cycles=min(long.cycles, 2),
         capacity=replace(long.capacity, duration_s=0.5, connections=2),
-    ).lasting(0.3)
+    ).with_duration(0.3)
 
 
 @pytest.mark.parametrize(
@@ -51,10 +51,10 @@ def test_it_runs_and_all_answers_are_right(urls, transport, name):
     short = shortened(SCENARIOS[name])
     result = run_scenario(short, TargetServer(urls[transport]), seed=0, processes=1, verify=True)
     assert result.wrong == 0
-    assert result.whole.total.ok > 0
+    assert result.all_phases.total.ok > 0
     # Those while the server's capacity was looked for are checked, too.
     before = sum(count for (status, _), count in result.apart.items() if status == 200)
-    assert result.whole.total.ok <= result.checked <= result.whole.total.ok + before
+    assert result.all_phases.total.ok <= result.checked <= result.all_phases.total.ok + before
     assert [each.phase.name for each in result.phases] == [
-        phase.name for each in short.segments() for phase in each
+        phase.name for each in short.list_segments() for phase in each
     ]

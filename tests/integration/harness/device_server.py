@@ -56,7 +56,7 @@ class Driver(LaunchingDriver):
 
 class DeviceBackend(CpuBackend):
     def start(self):
-        self.device_memory = ShareableDevice(0, FakeDriver())
+        self.shareable_device = ShareableDevice(0, FakeDriver())
         self._driver = Driver()
         self._replays = replays.GraphCache(self._driver)
         self._places = BatchBufferAllocator(self._slabs)
@@ -68,20 +68,20 @@ class DeviceBackend(CpuBackend):
         job = batch.jobs[0]
         if not job.is_on_device:
             return super().run(batch)
-        prepared = None if job.recurrence is None else job.recurrence.prepared
+        prepared = None if job.replay_slot is None else job.replay_slot.prepared
         if prepared is None:
             prepared = recurring.prepare_client_memory_launch(
                 self._places.own(job), Writing(), self._pipeline, self._replays, iter(())
             )
-            if job.recurrence is not None:
-                job.recurrence.prepared = prepared
+            if job.replay_slot is not None:
+                job.replay_slot.prepared = prepared
         return prepared.start()
 
-    def replay(self, recurrence):
+    def get_captured_launch(self, recurrence):
         prepared = recurrence.prepared
-        if not isinstance(prepared, recurring.ClientMemoryLaunch) or prepared.graph is None:
+        if not isinstance(prepared, recurring.ClientMemoryLaunch) or prepared.captured_graph is None:
             return None
-        return CapturedLaunch(id(prepared.graph), 1, (), (prepared, prepared.graph))
+        return CapturedLaunch(id(prepared.captured_graph), 1, (), (prepared, prepared.captured_graph))
 
     def make_replayer(self):
         return build.load_extension()(**self._driver.addresses())

@@ -29,8 +29,8 @@ class DeviceConnection(LocalConnection):
         answer = self.request(frames.GrowArenaMessage(nbytes, "device"))
         if answer.segment is not None:
             descriptor = self._descriptors.pop()
-            device = ShareableDevice.find(answer.device, self.driver)
-            self.mapped[answer.segment] = device.open(descriptor, answer.nbytes, DeviceSegment)
+            device = ShareableDevice.find_by_uuid(answer.device, self.driver)
+            self.mapped[answer.segment] = device.map_descriptor(descriptor, answer.nbytes, DeviceSegment)
             os.close(descriptor)
         return answer
 

@@ -24,7 +24,7 @@ class MisbehavingBackend(CpuBackend):
     def __init__(self, threads, slabs):
         super().__init__(threads, slabs)
         # What waits must not do so on the event loop.
-        self.inline_bytes = 0
+        self.max_inline_bytes = 0
         self.loaded = 0
 
     def start(self):
@@ -34,11 +34,11 @@ class MisbehavingBackend(CpuBackend):
             compute_forever()
         return super().start()
 
-    def load(self, op, weight, bias):
+    def load_parameters(self, op, weight, bias):
         if self.loaded and os.environ.get("WAIT_AT_LOAD"):
             wait_for_gate()
         self.loaded += 1
-        return super().load(op, weight, bias)
+        return super().load_parameters(op, weight, bias)
 
     def run(self, batch):
         cols = batch.jobs[0].x.shape[-1]

@@ -36,7 +36,7 @@ class Notes:
 @pytest.fixture
 def notes(monkeypatch, device):
     # What is known is launched without a note.
-    monkeypatch.setattr(replay.ReplayablePass, "learn", lambda *_: None)
+    monkeypatch.setattr(replay.ReplayablePass, "record", lambda *_: None)
     return Notes(monkeypatch)
 
 

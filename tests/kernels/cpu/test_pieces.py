@@ -84,9 +84,9 @@ def test_mask_of_any_piece_is_that_of_the_whole():
             whole = compute_dropout_mask(seed, count, positions, 0.3, "cpu")
             for row in range(count):
                 for start in range(positions):
-                    kept = dropout.DropoutMask(0.3, seed).kept(range(row, count), range(start, positions))
+                    kept = dropout.DropoutMask(0.3, seed).compute(range(row, count), range(start, positions))
                     assert torch.equal(kept, whole[row:, start:])
-                    kept = dropout.DropoutMask(0.3, seed).kept(range(row, row + 1), range(start, start + 1))
+                    kept = dropout.DropoutMask(0.3, seed).compute(range(row, row + 1), range(start, start + 1))
                     assert torch.equal(kept, whole[row : row + 1, start : start + 1])
 
 
@@ -94,7 +94,7 @@ def test_mask_of_rows_beyond_32_bits():
     quad = torch.arange(2)[None, :]
     row = torch.tensor([[2**32 + 5]])
     words = torch.stack(compute_philox_words(9, row, quad), dim=-1).view(1, -1)
-    kept = dropout.DropoutMask(0.5, 9).kept(range(2**32 + 5, 2**32 + 6), range(7))
+    kept = dropout.DropoutMask(0.5, 9).compute(range(2**32 + 5, 2**32 + 6), range(7))
     assert torch.equal(kept, words[:, :7] >= 2**31)
 
 

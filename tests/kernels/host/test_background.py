@@ -73,10 +73,10 @@ def wait_until_free(files):
 def build(files, command):
     """The build by a compiler, after its process has ended and this one has noticed."""
     made = BackgroundBuild(files, lambda: command)
-    made.advance()
+    made.start_if_needed()
     if made._builder is not None:
         made._builder.wait()
-    made.advance()
+    made.start_if_needed()
     return made
 
 
@@ -89,7 +89,7 @@ def test_the_extension_appears_whole_and_only_its_user_may_write_it(files):
     finally:
         os.umask(before)
     assert not made.is_running()
-    assert files.find().read_text() == "compiled"
+    assert files.find_compiled().read_text() == "compiled"
     assert sorted(path.name for path in files.folder.iterdir()) == sorted([files.compiled.name, "lock"])
     assert files.compiled.stat().st_mode & 0o777 == 0o644
     assert files.folder.stat().st_mode & 0o777 == 0o755
@@ -108,18 +108,18 @@ def test_the_builder_yields_to_everybody_and_holds_nothing_of_its_starter(files,
 
 def test_one_process_builds_and_the_others_find_its_result(files, gate):
     first, second = (BackgroundBuild(files, gate.command) for _ in range(2))
-    first.advance()
+    first.start_if_needed()
     for _ in range(3):
-        second.advance()
-        first.advance()
+        second.start_if_needed()
+        first.start_if_needed()
     assert first.is_running()
     assert second._builder is None
     assert explain_absence(files) == "the host extension is being compiled"
     gate.open()
     wait_until_free(files)
-    second.advance()
+    second.start_if_needed()
     assert second._builder is None
-    assert files.find() == files.compiled
+    assert files.find_compiled() == files.compiled
     first._builder.wait()
 
 
@@ -129,7 +129,7 @@ def test_a_process_ends_without_its_builder(files, gate):
         "from fusednorm.host.background import BackgroundBuild\n"
         "from fusednorm.host.load import ExtensionFiles\n"
         f"build = BackgroundBuild(ExtensionFiles(), lambda: {gate.command()!r})\n"
-        "build.advance()\n"
+        "build.start_if_needed()\n"
         "print(build.is_running())"
     )
     # It would not return while the builder had the pipes.
@@ -138,7 +138,7 @@ def test_a_process_ends_without_its_builder(files, gate):
     assert explain_absence(files) == "the host extension is being compiled"
     gate.open()
     wait_until_free(files)
-    assert files.find() == files.compiled
+    assert files.find_compiled() == files.compiled
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_a_process_ends_without_its_builder(files, gate):
 )
 def test_a_failure_is_said_once_and_tried_again_by_hand_alone(command, error, files, said):
     made = build(files, command)
-    made.advance()
+    made.start_if_needed()
     ((_, level, message),) = said.record_tuples
     assert level == logging.WARNING
     assert f"the host extension does not compile ({error}" in message
@@ -156,7 +156,7 @@ def test_a_failure_is_said_once_and_tried_again_by_hand_alone(command, error, fi
     next_process = build(files, WRITING)
     assert next_process._builder is None
     assert [level for _, level, _ in said.record_tuples] == [logging.INFO]
-    assert ensure_extension_built(files, lambda: WRITING) == files.find()
+    assert ensure_extension_built(files, lambda: WRITING) == files.find_compiled()
     assert files.read_failure() == ""
 
 
@@ -165,19 +165,19 @@ def test_a_failure_of_other_versions_says_nothing_of_these(files, monkeypatch):
     monkeypatch.setattr("fusednorm.host.load.compute_build_key", lambda: "another")
     others = ExtensionFiles()
     build(others, WRITING)
-    assert others.find() is not None
-    assert files.find() is None
+    assert others.find_compiled() is not None
+    assert files.find_compiled() is None
 
 
 def test_a_builder_that_is_killed_is_replaced_by_the_next_process(files, said):
     killed = build(files, KILLING)
-    killed.advance()
+    killed.start_if_needed()
     assert not killed.is_running()
     ((_, level, message),) = said.record_tuples
     assert level == logging.INFO
     assert "the next process starts another" in message
     build(files, WRITING)
-    assert files.find() == files.compiled
+    assert files.find_compiled() == files.compiled
 
 
 def test_in_a_cache_that_cannot_be_written_to_nothing_is_tried_twice(monkeypatch, said):
@@ -186,7 +186,7 @@ def test_in_a_cache_that_cannot_be_written_to_nothing_is_tried_twice(monkeypatch
     commands = []
     made = BackgroundBuild(ExtensionFiles(), lambda: commands.append(WRITING) or WRITING)
     for _ in range(3):
-        made.advance()
+        made.start_if_needed()
     assert not commands
     assert [level for _, level, _ in said.record_tuples] == [logging.INFO]
 
@@ -201,19 +201,19 @@ def test_a_cache_that_cannot_be_written_to_is_named(files, monkeypatch):
 @pytest.mark.parametrize("value", ["0", "false", "OFF", "no"])
 def test_the_switch_turns_builds_off_and_not_their_results(value, files, monkeypatch, said):
     monkeypatch.setenv(background.SWITCH, value)
-    assert BackgroundBuild(files, lambda: WRITING).advance() is None
+    assert BackgroundBuild(files, lambda: WRITING).start_if_needed() is None
     assert not files.folder.exists()
     assert not said.records
     assert explain_absence(files) == f"the host extension is not compiled, and FUSEDNORM_BUILD_EXTENSION is {value}"
     ensure_extension_built(files, lambda: WRITING)
-    assert files.find() == files.compiled
+    assert files.find_compiled() == files.compiled
 
 
 @pytest.mark.parametrize("value", ["", "1", "true"])
 def test_otherwise_builds_are_on(value, files, monkeypatch):
     monkeypatch.setenv(background.SWITCH, value)
     build(files, WRITING)
-    assert files.find() == files.compiled
+    assert files.find_compiled() == files.compiled
 
 
 def test_nothing_is_built_where_others_may_write(files, monkeypatch, said):
@@ -221,7 +221,7 @@ def test_nothing_is_built_where_others_may_write(files, monkeypatch, said):
     give_away(files.folder, monkeypatch)
     made = BackgroundBuild(files, lambda: WRITING)
     for _ in range(2):
-        made.advance()
+        made.start_if_needed()
     assert made._builder is None
     assert [level for _, level, _ in said.record_tuples] == [logging.INFO]
     with pytest.raises(PermissionError, match="set TRITON_CACHE_DIR to your own folder"):
@@ -230,7 +230,7 @@ def test_nothing_is_built_where_others_may_write(files, monkeypatch, said):
 
 def test_who_waits_gets_the_result_of_the_process_that_builds(files, gate):
     made = BackgroundBuild(files, gate.command)
-    made.advance()
+    made.start_if_needed()
     script = (
         "from fusednorm.host.background import ensure_extension_built\n"
         "print('waits', flush=True)\n"
@@ -254,7 +254,7 @@ def test_who_waits_is_told_the_compilers_errors(files):
 @pytest.mark.slow
 def test_the_extension_itself_is_built_in_the_background(files):
     made = BackgroundBuild(files)
-    made.advance()
+    made.start_if_needed()
     made._builder.wait()
     assert files.read_failure() == ""
     assert files.load().known() == 0

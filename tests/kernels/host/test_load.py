@@ -20,16 +20,16 @@ def files(tmp_path, monkeypatch):
 
 
 def test_the_extension_is_found_in_tritons_cache(files, tmp_path):
-    assert files.find() == files.compiled
+    assert files.find_compiled() == files.compiled
     assert files.compiled.is_relative_to(tmp_path / "cache")
     files.compiled.unlink()
-    assert files.find() is None
-    assert files.load() is None
+    assert files.find_compiled() is None
+    assert files.load_module() is None
 
 
 def test_a_cache_that_is_moved_later_is_not_followed(files, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "another"))
-    assert files.find() == files.compiled
+    assert files.find_compiled() == files.compiled
 
 
 def test_the_extension_of_an_installation_needs_no_cache(files, tmp_path, monkeypatch):
@@ -40,15 +40,15 @@ def test_the_extension_of_an_installation_needs_no_cache(files, tmp_path, monkey
     installed.touch()
     for folder in (files.folder, package):
         (folder / "of-other-versions.so").touch()
-    assert files.find() == installed
+    assert files.find_compiled() == installed
     files.compiled.unlink()
-    assert files.find() == installed
+    assert files.find_compiled() == installed
 
 
 def test_a_cache_that_may_not_be_read_has_no_extension(files, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    assert files.find() is None
-    assert files.load() is None
+    assert files.find_compiled() is None
+    assert files.load_module() is None
 
 
 @pytest.mark.parametrize("what", ["compiled", "folder", "cache"])
@@ -60,7 +60,7 @@ def test_what_others_may_have_written_is_not_loaded(how, what, files, monkeypatc
     else:
         give_away(path, monkeypatch)
     with pytest.raises(PermissionError, match=f"expected {path} to be writable by its user alone"):
-        files.load()
+        files.load_module()
 
 
 def give_away(path, monkeypatch):
@@ -76,16 +76,16 @@ def test_root_may_have_written_it_for_everybody(files, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
     if owner:
         with pytest.raises(PermissionError):
-            files.find()
+            files.find_compiled()
     else:
-        assert files.find() == files.compiled
+        assert files.find_compiled() == files.compiled
 
 
 def test_a_folder_from_which_nobody_can_remove_others_files_may_be_written_by_everybody(files):
     files.folder.parent.chmod(0o1777)
-    assert files.find() == files.compiled
+    assert files.find_compiled() == files.compiled
 
 
 def test_what_is_no_extension_is_refused(files):
     with pytest.raises(ImportError):
-        files.load()
+        files.load_module()

@@ -128,12 +128,12 @@ def files(monkeypatch):
     class Files:
         found, failure = None, None
 
-        def load(self):
+        def load_module(self):
             if self.failure:
                 raise self.failure
             return self.found
 
-        def find(self):
+        def find_compiled(self):
             return self.found
 
     monkeypatch.setattr(native, "_files", Files())
@@ -148,7 +148,7 @@ class Build:
     def is_running(self):
         return self.runs
 
-    def advance(self):
+    def start_if_needed(self):
         self.advanced += 1
 
 

@@ -60,7 +60,7 @@ def test_the_driver_gets_what_the_launcher_passes(make):
     through(9, 8, 7, 70, *HEAD, *parameters)
     launch(direct, *parameters)
     assert direct.launched == through.launched
-    assert find_launcher(direct, FUNCTION, METADATA).call is direct.launch
+    assert find_launcher(direct, FUNCTION, METADATA).function is direct.launch
 
 
 @pytest.mark.parametrize("make", [Flat, Packed])
@@ -109,4 +109,4 @@ def test_tritons_launcher_is_left_out(monkeypatch):
     launch(run, 256, None, 3)
     run(9, 8, 7, 70, *HEAD, 256, None, 3)
     assert launched[0] == launched[1]
-    assert find_launcher(run, FUNCTION, METADATA).call is run.launch
+    assert find_launcher(run, FUNCTION, METADATA).function is run.launch

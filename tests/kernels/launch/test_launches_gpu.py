@@ -172,8 +172,8 @@ def test_a_call_is_captured_into_a_graph(cols, device):
 def test_a_known_call_goes_straight_to_the_driver(device):
     make_case("layer_norm", torch.bfloat16, 1, 4096, device).forward(fusednorm)
     (known,) = replay._KNOWN.values()
-    (start,) = known.recipe.starts
-    assert start.kernel.launcher.call is start.kernel.kernel.run.launch
+    (start,) = known.template.launches
+    assert start.kernel.launcher.function is start.kernel.compiled_kernel.run.launch
 
 
 def test_hooks_see_every_launch(device):

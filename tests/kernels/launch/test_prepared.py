@@ -197,5 +197,5 @@ def test_a_kernel_is_found_where_it_was_launched():
     launch, _ = kernel.launch()
     assert prepared.find_prepared(launch, 2) is None
     kernel.start()
-    assert prepared.find_prepared(launch, 2).kernel is kernel.compiled[0]
+    assert prepared.find_prepared(launch, 2).compiled_kernel is kernel.compiled[0]
     assert prepared.find_prepared(launch, 1) is None

@@ -20,7 +20,7 @@ CONSTANTS = (128, True)
 def launched(monkeypatch):
     """What the driver is given."""
     calls = []
-    launcher = DriverLauncher(lambda *everything: calls.append(everything), ("head",), packed=True)
+    launcher = DriverLauncher(lambda *everything: calls.append(everything), ("head",), packs_parameters=True)
     kernel = prepared.PreparedKernel(launcher, CONSTANTS, lambda device: 70 + device, None)
     monkeypatch.setattr(prepared, "find_prepared", lambda *_: kernel)
     return calls
@@ -32,14 +32,14 @@ ARRAYS = {name: describe(name, tensor) for name, tensor in TENSORS.items()}
 
 
 def recipe_of(*arguments, tensors=TENSORS):
-    return LaunchTemplate.of([Launch(KERNEL, (3,), arguments, {})], tensors)
+    return LaunchTemplate.from_launches([Launch(KERNEL, (3,), arguments, {})], tensors)
 
 
 def test_arguments_follow_from_the_tensors_and_the_workspace(launched):
     x, y = ARRAYS.values()
     (first, second), alone = new_workspace(x, 2, 5).unbind(), new_workspace(x, 3)
     recipe = recipe_of(x, None, second, (y, None, first), 1, True, 1.0, alone, (y, None, first))
-    assert recipe.words == 2 * 64
+    assert recipe.scratch_words == 2 * 64
     assert recipe.launch([160, 320])
     ((*head, parameters),) = launched
     assert head == [3, 1, 1, 69, "head"]
@@ -57,14 +57,14 @@ def test_tensors_are_told_apart_by_name_where_one_is_two(launched):
 
 def test_launches_come_in_order(launched):
     launches = [Launch(KERNEL, grid, (ARRAYS["x"],), {}) for grid in ((3,), (4, 5), (6, 7, 8))]
-    LaunchTemplate.of(launches, {"x": X}).launch([16])
+    LaunchTemplate.from_launches(launches, {"x": X}).launch([16])
     assert [call[:3] for call in launched] == [(3, 1, 1), (4, 5, 1), (6, 7, 8)]
 
 
 def test_memory_of_any_floating_point_is_the_launches_own(launched):
     x = ARRAYS["x"]
     recipe = recipe_of(workspace_like(x, "bfloat16"), x, new_workspace(x, 3))
-    assert recipe.words == 2 * 64
+    assert recipe.scratch_words == 2 * 64
     assert recipe.launch([160, 320])
     first, _, second = launched[0][-1][:3]
     assert second - first == 256
@@ -87,13 +87,13 @@ def test_kernels_that_are_not_there_teach_nothing(monkeypatch):
 
 def test_launches_follow_from_the_number_of_rows_where_all_say_how(launched):
     x = ARRAYS["x"]
-    rule = RowDependence(4, 5, rows=1)
+    rule = RowDependence(4, 5, rows_index=1)
     launches = [
         Launch(KERNEL, (2,), (x, 7), {}, rule),
-        Launch(KERNEL, (9, 2), (x, 2, 7), {}, replace(rule, grid=False, rows=None, programs=1)),
+        Launch(KERNEL, (9, 2), (x, 2, 7), {}, replace(rule, scales_grid=False, rows_index=None, programs_index=1)),
         Launch(KERNEL, (7,), (x, 7), {}, RowDependence()),
     ]
-    recipe = LaunchTemplate.of(launches, {"x": X})
+    recipe = LaunchTemplate.from_launches(launches, {"x": X})
     for rows, programs in ((1, 1), (8, 2), (9, 3), (1000, 5)):
         launched.clear()
         recipe.launch([16], rows)
@@ -102,7 +102,7 @@ def test_launches_follow_from_the_number_of_rows_where_all_say_how(launched):
             ((9, 2, 1), (16, programs, 7)),
             ((rows, 1, 1), (16, 7)),
         ]
-    assert not LaunchTemplate.of([*launches, Launch(KERNEL, (7,), (x, 7), {})], {"x": X}).rules
+    assert not LaunchTemplate.from_launches([*launches, Launch(KERNEL, (7,), (x, 7), {})], {"x": X}).rules
 
 
 @pytest.mark.parametrize("purpose", ["exchange_buffer", "counters"])

@@ -55,7 +55,7 @@ def test_what_prevents_replays_is_named(why, extension, monkeypatch):
 
 def test_a_folder_that_cannot_be_trusted_is_named(monkeypatch):
     class Files:
-        def find(self):
+        def find_compiled(self):
             raise PermissionError("expected it to be writable by its user alone")
 
     monkeypatch.setattr(native, "_files", Files())

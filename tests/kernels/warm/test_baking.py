@@ -119,7 +119,7 @@ def test_kernels_without_their_note_are_found(cache, tmp_path):
 
 def test_a_kernel_that_does_not_compile_is_said(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    failing = BAKE.replace("said =", "warm.CacheWarmer._compile = lambda *_: 1 / 0\nsaid =")
+    failing = BAKE.replace("said =", "warm.CacheWarmer._compile_ticket = lambda *_: 1 / 0\nsaid =")
     code, said = compile_elsewhere(failing, *OPTIONS, "--lengths", "64")
     assert code == 1
     assert said[0].endswith(" failed")

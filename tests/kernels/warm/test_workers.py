@@ -30,7 +30,7 @@ def wanted():
 
 def outcome(work, tickets, jobs, is_wanted=wanted):
     done = run_tickets(tickets, work, jobs, is_wanted)
-    return sorted([each.ticket, each.nbytes, each.was_there] for each in done)
+    return sorted([each.ticket, each.nbytes, each.was_cached] for each in done)
 """
 
 

@@ -26,20 +26,20 @@ def test_native_sends_what_the_client_sends(case):
         sent.append(request)
         return httpx.Response(503)
 
-    tensors = case.tensors()
+    tensors = case.make_tensors()
     client = Client("http://127.0.0.1:8000", transport=httpx.MockTransport(answer))
     with pytest.raises(Exception, match="503"), client:
-        getattr(client, case.operation.replace("/", "_"))(**tensors, **case.parameters())
-    exchange = NativeAdapter().exchange(case, tensors)
+        getattr(client, case.operation.replace("/", "_"))(**tensors, **case.list_parameters())
+    exchange = NativeAdapter().make_request(case, tensors)
     assert (exchange.method, exchange.target) == (sent[0].method, sent[0].url.raw_path.decode())
     assert b"".join(exchange.parts) == sent[0].content
     assert exchange.headers["content-type"] == sent[0].headers["content-type"]
 
 
 def test_native_reads_every_tensor():
-    body = b"".join(safetensors.encode({"y": ROWS.tensors()["x"], "residual_out": ROWS.tensors()["x"]}))
+    body = b"".join(safetensors.encode({"y": ROWS.make_tensors()["x"], "residual_out": ROWS.make_tensors()["x"]}))
     answer = ApiResponse(200, {"content-type": "application/x-safetensors"}, memoryview(body))
-    assert NativeAdapter().tensors(ROWS, answer).keys() == {"y", "residual_out"}
+    assert NativeAdapter().parse_tensors(ROWS, answer).keys() == {"y", "residual_out"}
 
 
 @pytest.mark.parametrize("parts", [2, 3])
@@ -54,8 +54,8 @@ def test_native_reads_every_tensor():
 )
 def test_parts_are_sent_as_several_tensors_and_their_answers_joined(case, parts):
     case = replace(case, parts=parts)
-    tensors = case.tensors()
-    exchange = NativeAdapter().exchange(case, tensors)
+    tensors = case.make_tensors()
+    exchange = NativeAdapter().make_request(case, tensors)
     sent = safetensors.decode(memoryview(b"".join(exchange.parts)))
     affine = {name for name in tensors if name.startswith(("weight", "bias"))}
     own = tensors.keys() - affine
@@ -65,7 +65,7 @@ def test_parts_are_sent_as_several_tensors_and_their_answers_joined(case, parts)
         assert all(sent[f"{name}.{part}"].shape[0] for part in range(parts))
     body = b"".join(safetensors.encode({name: tensor for name, tensor in sent.items() if name not in affine}))
     answer = ApiResponse(200, {"content-type": "application/x-safetensors"}, memoryview(body))
-    joined = NativeAdapter().tensors(case, answer)
+    joined = NativeAdapter().parse_tensors(case, answer)
     assert {name: (each.shape, bytes(each.data)) for name, each in joined.items()} == {
         name: (tensors[name].shape, bytes(tensors[name].data)) for name in own
     }

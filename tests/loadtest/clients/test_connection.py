@@ -90,7 +90,7 @@ def test_a_connection_that_ended_while_idle_is_opened_anew():
     connection = server.connection()
     connection.exchange(HEAD, [b"abc"], MOST)
     # Until the end of the first connection has arrived.
-    assert select.select([connection._open._descriptor], (), (), 5.0)[0]
+    assert select.select([connection._connection._descriptor], (), (), 5.0)[0]
     assert connection.exchange(HEAD, [b"abc"], MOST).status == 200
     assert server.accepted == 2
     connection.close()
@@ -175,10 +175,10 @@ def test_tls_keeps_the_deadline(raw_server, monkeypatch):
     monkeypatch.setattr("normload.clients.connection._TRUST", TlsSettings(here))
     slow = [head_of(b"Content-Length: 60000"), lambda connected: server.drip()(connected)]
     server = raw_server([OK], slow, tls=there)
-    connection = HttpLoadConnection(ServerAddress.of(server.url), 5.0)
+    connection = HttpLoadConnection(ServerAddress.parse_url(server.url), 5.0)
     assert bytes(connection.exchange(HEAD, [b"abc"], MOST).body) == b"hello"
     connection.close()
-    connection = HttpLoadConnection(ServerAddress.of(server.url), 0.3)
+    connection = HttpLoadConnection(ServerAddress.parse_url(server.url), 0.3)
     began = time.monotonic()
     for body in (b"abc", bytes(2**24)):
         with pytest.raises(RequestTimeoutError):
@@ -260,7 +260,7 @@ def test_any_bytes_are_an_answer_or_an_error_of_the_client(lines, end):
     with suppress(ClientError):
         answer = connection.exchange(HEAD, [b"abc"], 5)
         assert len(answer.body) <= 5 or answer.status >= 400
-        answer.timing()
+        answer.read_timing()
     connection.close()
 
 

@@ -11,7 +11,7 @@ def test_connections_are_shared_out_evenly():
 
 
 def test_a_process_that_cannot_begin_says_why():
-    setup = WorkerSetup("http://127.0.0.1:9", "no such adapter", None, 1.0, WORKLOAD.drawn(0), 0, 0.0, 0, 1)
+    setup = WorkerSetup("http://127.0.0.1:9", "no such adapter", None, 1.0, WORKLOAD.draw_cases(0), 0, 0.0, 0, 1)
     with (
         ClientProcesses(setup, lambda _: None) as fleet,
         pytest.raises(ClientProcessError, match="KeyError: 'no such adapter'"),
@@ -20,7 +20,7 @@ def test_a_process_that_cannot_begin_says_why():
 
 
 def test_a_process_that_dies_is_noticed():
-    setup = WorkerSetup("http://127.0.0.1:9", "normserve", None, 1.0, WORKLOAD.drawn(0), 0, 0.0, 0, 1)
+    setup = WorkerSetup("http://127.0.0.1:9", "normserve", None, 1.0, WORKLOAD.draw_cases(0), 0, 0.0, 0, 1)
     with ClientProcesses(setup, lambda _: None) as fleet:
         fleet.wait_until_ready()
         fleet._running[0].kill()

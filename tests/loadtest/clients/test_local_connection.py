@@ -26,7 +26,7 @@ from normserve.memory.segments import HostSegment, make_segment
 
 from tests.loadtest.conftest import wait_for
 
-SHARED = ServerAddress.of("unix:///nowhere")
+SHARED = ServerAddress.parse_url("unix:///nowhere")
 
 
 def request(rows=4, seed=0):
@@ -118,7 +118,7 @@ def connection(server):
 
 
 def exchanged(connection, asked):
-    return connection.wait_for(connection.steps(asked))
+    return connection.run_steps(connection.start_exchange(asked))
 
 
 def right(asked):
@@ -130,7 +130,7 @@ def test_a_request_that_comes_again_is_the_same_bytes_in_the_same_memory(server,
     for _ in range(3):
         answer = exchanged(connection, asked)
         assert (answer.status, answer.nbytes) == (200, 4 * 64 * 4)
-        assert right(asked).fault(0, answer) is None
+        assert right(asked).find_fault(0, answer) is None
     assert (server.counts["accepted"], server.counts["HelloMessage"], server.counts["GrowArenaMessage"]) == (
         1,
         1,
@@ -142,11 +142,11 @@ def test_a_request_that_comes_again_is_the_same_bytes_in_the_same_memory(server,
 def test_an_answer_that_is_left_keeps_its_results(server, connection):
     asked, other = request(), request(seed=1)
     answer = exchanged(connection, asked)
-    connection.leave()
-    before = [bytes(each) for each in answer.content()]
+    connection.release_response()
+    before = [bytes(each) for each in answer.list_memory()]
     for each in (asked, other, asked):
         exchanged(connection, each)
-    assert [bytes(each) for each in answer.content()] == before
+    assert [bytes(each) for each in answer.list_memory()] == before
     assert server.asked[0].results != server.asked[1].results
 
 
@@ -155,14 +155,14 @@ def test_the_results_of_one_that_is_not_left_are_used_again(server, connection):
     exchanged(connection, request(seed=1))
     assert answer.nbytes == 4 * 64 * 4
     with pytest.raises(UnexpectedAnswerError):
-        answer.content()
+        answer.list_memory()
 
 
 def test_requests_that_are_too_many_to_stay_make_place_for_one_another(server, connection):
     rows = _KEPT_BYTES // (4 * 64 * 4)
     pool = [request(rows, seed) for seed in range(4)]
     for asked in pool:
-        assert right(asked).fault(0, exchanged(connection, asked)) is None
+        assert right(asked).find_fault(0, exchanged(connection, asked)) is None
     # Two of them never lie there at once; the first place is too small or just right.
     assert server.counts["GrowArenaMessage"] <= 2
 
@@ -259,7 +259,7 @@ def test_nobody_there_is_a_failure(tmp_path):
 
 
 def test_one_thread_drives_many_and_checks_every_answer(server):
-    address = ServerAddress.of(f"unix://{server.path}")
+    address = ServerAddress.parse_url(f"unix://{server.path}")
     pool = [request(rows, rows) for rows in (1, 2, 3, 40)]
     sender = RequestSender(
         address, pool, ResponseChecker(NativeAdapter(), pool), check_share=1.0, seed=0, timeout_s=5.0
@@ -269,7 +269,7 @@ def test_one_thread_drives_many_and_checks_every_answer(server):
     arrivals = ClosedLoopSchedule(
         LoadPhase("a", "closed", 0.2, connections=6), start, ArrivalGenerator((0, 1), [1.0] * 4)
     )
-    sender.run(arrivals, 6, [start], lambda: None)
+    sender.send_segment(arrivals, 6, [start], lambda: None)
     records = [record for _, record in sender.take_records()]
     assert len(records) > 6
     assert server.counts["accepted"] == 6

@@ -79,7 +79,7 @@ def test_it_agrees_with_the_definitions(operation, layout, activation):
         if "heads" in options and operation.startswith("group_norm"):
             continue
         asked = case(operation, layout, activation=activation, **options)
-        tensors = asked.tensors()
+        tensors = asked.make_tensors()
         answer = oracle.compute_expected(asked, tensors)
         given = {name: to_float64(tensor) for name, tensor in tensors.items()}
         if not asked.is_backward:
@@ -101,7 +101,7 @@ def test_it_agrees_with_the_definitions(operation, layout, activation):
 
 
 def right_answer(asked):
-    tensors = asked.tensors()
+    tensors = asked.make_tensors()
     answer = {}
     for name, reference in oracle.compute_expected(asked, tensors).items():
         dtype = tensors[name.removeprefix("d")].dtype if asked.is_backward else asked.dtype
@@ -120,7 +120,7 @@ def test_an_answer_that_is_only_rounded_is_right(operation, dtype):
 @pytest.mark.parametrize("norms", [1, 2, 8])
 def test_a_chain_is_one_norm_after_another(norms):
     asked = RequestCase("layer_norm_chain", (4, 5, 33), DType.FLOAT32, norms=norms)
-    tensors = asked.tensors()
+    tensors = asked.make_tensors()
     assert len(tensors) == 1 + 2 * norms
     given = {name: to_float64(tensor) for name, tensor in tensors.items()}
     y = given["x"]
@@ -133,7 +133,7 @@ def test_a_chain_is_one_norm_after_another(norms):
 @pytest.mark.parametrize("cols", [1, 7, 1000])
 def test_a_chain_in_float32_is_right_and_one_norm_more_is_wrong(dtype, cols):
     asked = RequestCase("layer_norm_chain", (6, cols), dtype, norms=8)
-    tensors = asked.tensors()
+    tensors = asked.make_tensors()
     wide = {name: torch.from_numpy(to_float64(tensor)).float() for name, tensor in tensors.items()}
     y = wide["x"]
     for norm in range(8):
@@ -148,7 +148,7 @@ def test_a_chain_in_float32_is_right_and_one_norm_more_is_wrong(dtype, cols):
 @pytest.mark.parametrize("operation", ["layer_norm", "rms_norm"])
 def test_float8_is_right_up_to_its_own_rounding(operation):
     asked = case(operation, out_dtype=DType.FLOAT8_E4M3FN)
-    tensors = asked.tensors()
+    tensors = asked.make_tensors()
     exact = oracle.compute_expected(asked, tensors)["y"].values
     y, scale = quantise_rows(exact.float())
 
@@ -189,7 +189,7 @@ def test_any_wrong_answer_is_found(operation):
 
 def test_names_that_a_server_makes_up_are_shown_short_and_printable():
     asked = case("layer_norm")
-    given = asked.tensors()
+    given = asked.make_tensors()
     made_up = {f"\x1b{number:03}" + "n" * 1000: given["x"] for number in range(60)}
     found = oracle.find_fault(asked, given, made_up)
     assert found.startswith("expected y, got \ufffd000nnn")

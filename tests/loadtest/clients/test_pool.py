@@ -13,11 +13,14 @@ from normserve.codec import safetensors
 CASE = RequestCase("rms_norm", (3, 8), DType.FLOAT16)
 ROWS = RequestCase("layer_norm", (3, 8), DType.FLOAT32, seed=1)
 
-HTTP, SHARED = ServerAddress.of("http://host:81/below"), ServerAddress.of("unix:///run/normserve.sock")
+HTTP, SHARED = (
+    ServerAddress.parse_url("http://host:81/below"),
+    ServerAddress.parse_url("unix:///run/normserve.sock"),
+)
 
 
 def request(api_key=None):
-    return make_request(CASE, NativeAdapter(), ServerAddress.of("http://host:81/below"), api_key)
+    return make_request(CASE, NativeAdapter(), ServerAddress.parse_url("http://host:81/below"), api_key)
 
 
 def test_a_request_is_ready_to_be_sent():
@@ -68,6 +71,6 @@ def test_what_shares_memory_is_asked_by_a_call():
     assert made.call is not None
     assert (made.call.path, made.head, list(made.parts)) == ("/v1/rms_norm", b"", [])
     assert made.nbytes == sum(tensor.nbytes for tensor in made.tensors.values())
-    assert made.most_bytes == made.tensors["x"].nbytes + sum(
-        output.most_bytes for name, output in made.call.outputs.items() if name != "y"
+    assert made.max_response_bytes == made.tensors["x"].nbytes + sum(
+        output.max_bytes for name, output in made.call.expected_results.items() if name != "y"
     )

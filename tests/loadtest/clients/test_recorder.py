@@ -15,19 +15,19 @@ from tests.loadtest.conftest import WORKLOAD
 
 @pytest.fixture
 def recorder():
-    address = ServerAddress.of("http://127.0.0.1:1")
-    pool = [make_request(case, NativeAdapter(), address, None) for case, _ in WORKLOAD.drawn(0)]
+    address = ServerAddress.parse_url("http://127.0.0.1:1")
+    pool = [make_request(case, NativeAdapter(), address, None) for case, _ in WORKLOAD.draw_cases(0)]
     return RequestRecorder(pool, ResponseChecker(NativeAdapter(), pool))
 
 
 def code_of(recorder, body):
     """That a record has of an error with that document."""
     exchange = SentRequest(
-        None, ScheduledRequest(0, 0.0, 0), 0.0, 0.0, False, None, answer=ApiResponse(503, {}, memoryview(body))
+        None, ScheduledRequest(0, 0.0, 0), 0.0, 0.0, False, None, response=ApiResponse(503, {}, memoryview(body))
     )
-    recorder.end(exchange, 0.0)
-    recorder.settle()
-    ((_, record),) = recorder.take()
+    recorder.add_ended(exchange, 0.0)
+    recorder.record_next()
+    ((_, record),) = recorder.take_records()
     return record.code
 
 

@@ -18,8 +18,8 @@ from tests.loadtest.conftest import WORKLOAD
 
 
 def sender_of(server, timeout_s):
-    address = ServerAddress.of(server.url)
-    pool = [make_request(case, NativeAdapter(), address, None) for case, _ in WORKLOAD.drawn(0)]
+    address = ServerAddress.parse_url(server.url)
+    pool = [make_request(case, NativeAdapter(), address, None) for case, _ in WORKLOAD.draw_cases(0)]
     return RequestSender(
         address, pool, ResponseChecker(NativeAdapter(), pool), check_share=0.0, seed=0, timeout_s=timeout_s
     )
@@ -44,7 +44,7 @@ def played(sender, phase, connections, grace_s=5.0):
         arrivals = ClosedLoopSchedule(phase, start, draws())
     else:
         arrivals = OpenLoopSchedule([phase], start, grace_s, draws())
-    sender.run(arrivals, connections, [start], lambda: None)
+    sender.send_segment(arrivals, connections, [start], lambda: None)
     return [record for _, record in sender.take_records()]
 
 
@@ -61,15 +61,15 @@ def test_a_stall_shows_in_every_request_that_was_due_during_it(fake_server, send
     records = played(sender, LoadPhase("a", "constant", 1.0, rate=100.0), connections=1)
     assert len(records) == 100
     tally = PhaseTally(1.0)
-    tally.add(records)
+    tally.add_records(records)
     latencies = [record.ended_s - record.due_s for record in records]
     # 50 requests were due while the server stood, and each waited for the rest of it.
     assert sum(latency_s > 0.1 for latency_s in latencies) >= 35
-    assert tally.total().latency.percentile(75) > 0.1
+    assert tally.sum_all().latency.compute_percentile_s(75) > 0.1
     # From when they were sent, one alone took long: what a closed loop would have seen.
     assert sum(record.ended_s - record.sent_s > 0.25 for record in records) <= 3
     # The client itself was not late: nobody was free.
-    assert tally.lag.percentile(75) < tally.total().latency.percentile(75) / 2
+    assert tally.lag.compute_percentile_s(75) < tally.sum_all().latency.compute_percentile_s(75) / 2
 
 
 def test_a_closed_loop_asks_a_stalled_server_less(fake_server, sender):
@@ -106,8 +106,8 @@ def test_errors_have_their_code_and_their_status(fake_server, sender):
     fake_server.requests, fake_server.before = 0, failures.get
     records = played(sender, LoadPhase("a", "constant", 0.3, rate=50.0), connections=1)
     tally = PhaseTally(0.3)
-    tally.add(records)
-    assert tally.total().outcomes == {
+    tally.add_records(records)
+    assert tally.sum_all().outcomes == {
         (429, "overloaded"): 2,
         (503, "draining"): 1,
         (502, "502"): 1,
@@ -183,7 +183,7 @@ def test_a_run_goes_on_while_the_server_restarts(fake_server, sender):
 
     start = time.perf_counter()
     arrivals = ClosedLoopSchedule(LoadPhase("a", "closed", 1.0, connections=2), start, draws())
-    sender.run(arrivals, 2, [start], restart)
+    sender.send_segment(arrivals, 2, [start], restart)
     fake_server.shutdown()
     restarted.join()
     codes = [record.code for _, record in sender.take_records()]
@@ -201,7 +201,7 @@ def test_what_the_server_says_of_its_device_is_kept(sender):
 
 
 def test_an_error_of_the_harness_is_not_swallowed(sender, monkeypatch):
-    monkeypatch.setattr(ResponseChecker, "fault", lambda *_: 1 / 0)
+    monkeypatch.setattr(ResponseChecker, "find_fault", lambda *_: 1 / 0)
     monkeypatch.setattr(sender, "_check_share", 1.0)
     with pytest.raises(ZeroDivisionError):
         played(sender, LoadPhase("a", "closed", 5.0, connections=1), connections=1)

@@ -15,16 +15,16 @@ def draws(seed=0, shares=(1, 3)):
 
 
 def taken(arrivals, now=1e9):
-    return list(iter(lambda: arrivals.next(now), None))
+    return list(iter(lambda: arrivals.take_due(now), None))
 
 
 def test_a_constant_schedule_is_even():
-    slots = list(draws().schedule([CONSTANT], start=10.0))
-    assert [slot.due for slot in slots] == [10 + number / 4 for number in range(8)]
+    slots = list(draws().iterate_schedule([CONSTANT], start=10.0))
+    assert [slot.due_at for slot in slots] == [10 + number / 4 for number in range(8)]
 
 
 def test_a_poisson_schedule_has_its_rate_and_is_without_memory():
-    times = np.asarray([slot.due for slot in draws().schedule([POISSON], start=0.0)])
+    times = np.asarray([slot.due_at for slot in draws().iterate_schedule([POISSON], start=0.0)])
     gaps = np.diff(times)
     assert len(times) == pytest.approx(10_000, rel=0.05)
     # An exponential's standard deviation is its mean, and one gap says nothing of the next.
@@ -34,27 +34,27 @@ def test_a_poisson_schedule_has_its_rate_and_is_without_memory():
 
 
 def test_phases_follow_one_another():
-    slots = list(draws().schedule([CONSTANT, POISSON, CONSTANT], start=5.0))
-    assert [slot.phase for slot in slots] == sorted(slot.phase for slot in slots)
+    slots = list(draws().iterate_schedule([CONSTANT, POISSON, CONSTANT], start=5.0))
+    assert [slot.phase_index for slot in slots] == sorted(slot.phase_index for slot in slots)
     for place, start, end in ((0, 5, 7), (1, 7, 27), (2, 27, 29)):
-        times = [slot.due for slot in slots if slot.phase == place]
+        times = [slot.due_at for slot in slots if slot.phase_index == place]
         assert start <= min(times) <= max(times) < end
 
 
 def test_a_seed_says_when_and_which():
-    first, again, other = (list(draws(seed).schedule([POISSON], 0.0)) for seed in (1, 1, 2))
+    first, again, other = (list(draws(seed).iterate_schedule([POISSON], 0.0)) for seed in (1, 1, 2))
     assert first == again
     assert first != other
 
 
 def test_requests_are_drawn_as_often_as_they_should_be():
-    numbers = list(itertools.islice(draws().requests(), 8000))
+    numbers = list(itertools.islice(draws().iterate_requests(), 8000))
     assert numbers.count(1) == pytest.approx(6000, rel=0.05)
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3])
 def test_processes_share_a_schedule_without_changing_it(processes):
-    whole = list(draws().schedule([CONSTANT, POISSON], 0.0))
+    whole = list(draws().iterate_schedule([CONSTANT, POISSON], 0.0))
     shares = [
         taken(OpenLoopSchedule([CONSTANT, POISSON], 0.0, 1.0, draws(), (index, processes)))
         for index in range(processes)
@@ -64,15 +64,15 @@ def test_processes_share_a_schedule_without_changing_it(processes):
 
 def test_what_is_due_keeps_its_time():
     arrivals = OpenLoopSchedule([CONSTANT], 90.0, 1.0, draws())
-    assert [slot.due for slot in taken(arrivals)][:2] == [90.0, 90.25]
+    assert [slot.due_at for slot in taken(arrivals)][:2] == [90.0, 90.25]
 
 
 def test_what_is_not_due_is_waited_for():
     arrivals = OpenLoopSchedule([CONSTANT], 100.0, 1.0, draws())
-    assert arrivals.next(99.0) == 1.0
-    assert arrivals.next(100.125).due == 100.0
-    assert arrivals.next(100.125) == 0.125
-    assert ClosedLoopSchedule(CONSTANT, 100.0, draws()).next(98.0) == 2.0
+    assert arrivals.take_due(99.0) == 1.0
+    assert arrivals.take_due(100.125).due_at == 100.0
+    assert arrivals.take_due(100.125) == 0.125
+    assert ClosedLoopSchedule(CONSTANT, 100.0, draws()).take_due(98.0) == 2.0
 
 
 def test_what_is_late_is_sent_until_the_grace_is_over():
@@ -82,8 +82,8 @@ def test_what_is_late_is_sent_until_the_grace_is_over():
 
 def test_a_closed_loop_ends_with_its_phase():
     arrivals = ClosedLoopSchedule(CONSTANT, 100.0, draws())
-    assert [arrivals.next(now).due for now in (100.0, 101.9)] == [100.0, 101.9]
-    assert arrivals.next(102.0) is None
+    assert [arrivals.take_due(now).due_at for now in (100.0, 101.9)] == [100.0, 101.9]
+    assert arrivals.take_due(102.0) is None
 
 
 @pytest.mark.parametrize(
@@ -96,4 +96,4 @@ def test_a_closed_loop_ends_with_its_phase():
 def test_they_end_when_told_to(arrivals):
     made = arrivals()
     made.stop()
-    assert made.next(100.0) is None
+    assert made.take_due(100.0) is None

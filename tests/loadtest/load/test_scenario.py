@@ -18,9 +18,9 @@ def test_every_kind_of_load_comes_with_the_harness():
     assert scenarios.keys() == {"steady", "burst", "ramp", "overload", "mixed", "large", "soak"}
     assert all(each.description and each.duration_s > 0 for each in scenarios.values())
     assert scenarios["soak"].duration_s >= 3600
-    assert len(scenarios["ramp"].segments()) >= 10
-    for case, _ in scenarios["large"].workload.drawn(0):
-        assert case.tensors()["x"].nbytes >= 2**24
+    assert len(scenarios["ramp"].list_segments()) >= 10
+    for case, _ in scenarios["large"].workload.draw_cases(0):
+        assert case.make_tensors()["x"].nbytes >= 2**24
 
 
 def test_what_is_left_out_has_a_default():
@@ -28,7 +28,7 @@ def test_what_is_left_out_has_a_default():
     assert scenario.name == "mine"
     assert scenario.phases == (LoadPhase("steady", "poisson", 30.0, 0.6, of_capacity=True),)
     assert scenario.needs_capacity
-    assert scenario.phases[0].at(500.0) == LoadPhase("steady", "poisson", 30.0, 300.0)
+    assert scenario.phases[0].resolve_rate(500.0) == LoadPhase("steady", "poisson", 30.0, 300.0)
 
 
 def test_a_list_of_rates_is_a_phase_for_each():
@@ -41,15 +41,15 @@ def test_phases_run_into_one_another_unless_they_settle_or_are_closed():
     closed = '[[phases]]\nname = "closed"\narrivals = "closed"\nconnections = 2\nduration_s = 1.0\n'
     names = [
         [phase.name for phase in each]
-        for each in parse_scenario("mine", STEADY + other + closed + other).segments()
+        for each in parse_scenario("mine", STEADY + other + closed + other).list_segments()
     ]
     assert names == [["steady", "after"], ["closed"], ["after"]]
-    assert len(parse_scenario("mine", "settle_s = 1.0\n" + STEADY + other).segments()) == 2
-    assert [len(each) for each in parse_scenario("mine", "cycles = 3\n" + STEADY + other).segments()] == [6]
+    assert len(parse_scenario("mine", "settle_s = 1.0\n" + STEADY + other).list_segments()) == 2
+    assert [len(each) for each in parse_scenario("mine", "cycles = 3\n" + STEADY + other).list_segments()] == [6]
 
 
 def test_another_duration_is_shared_out():
-    scenario = parse_scenario("mine", "cycles = 2\n" + STEADY + STEADY.replace("30.0", "10.0")).lasting(8.0)
+    scenario = parse_scenario("mine", "cycles = 2\n" + STEADY + STEADY.replace("30.0", "10.0")).with_duration(8.0)
     assert [phase.duration_s for phase in scenario.phases] == [3.0, 1.0]
     assert scenario.duration_s == pytest.approx(8.0)
 
@@ -122,7 +122,7 @@ def test_what_means_nothing_is_refused_and_said(text, said):
 
 def test_the_smallest_sizes_are_sizes():
     workload = parse_scenario("mine", "[workload]\nmin_kib = 1e-30\nmax_mib = 1e-30\npool = 3" + STEADY).workload
-    assert all(case.tensors()["x"].nbytes <= 4 * max(case.shape) for case, _ in workload.drawn(0))
+    assert all(case.make_tensors()["x"].nbytes <= 4 * max(case.shape) for case, _ in workload.draw_cases(0))
 
 
 def test_a_file_is_read(tmp_path):

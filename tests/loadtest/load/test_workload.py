@@ -9,24 +9,24 @@ from normserve.client import DType
 
 
 def drawn(seed, **options):
-    return [case for case, _ in Workload(**{"max_bytes": 2**16, "pool": 40} | options).drawn(seed)]
+    return [case for case, _ in Workload(**{"max_bytes": 2**16, "pool": 40} | options).draw_cases(seed)]
 
 
 def test_a_seed_says_all():
     assert drawn(seed=1) == drawn(seed=1)
     assert drawn(seed=1) != drawn(seed=2)
-    first, again = (drawn(seed=1)[0].tensors() for _ in range(2))
+    first, again = (drawn(seed=1)[0].make_tensors() for _ in range(2))
     assert first == again
 
 
 @pytest.mark.parametrize("max_bytes", [1, 100, 2**12, 2**18])
 def test_no_tensor_is_larger_than_it_may_be(max_bytes):
     for case in drawn(seed=3, max_bytes=max_bytes, pool=100):
-        assert case.tensors()["x"].nbytes <= max(max_bytes, 4)
+        assert case.make_tensors()["x"].nbytes <= max(max_bytes, 4)
 
 
 def test_no_tensor_is_much_smaller_than_it_may_be():
-    sizes = [case.tensors()["x"].nbytes for case in drawn(seed=3, min_bytes=2**15, pool=60)]
+    sizes = [case.make_tensors()["x"].nbytes for case in drawn(seed=3, min_bytes=2**15, pool=60)]
     # Shapes are those of models, so the last bytes may be left over.
     assert min(sizes) > 2**14
 
@@ -56,15 +56,15 @@ def test_groups_divide_the_channels():
 
 def test_cases_of_ones_own_have_the_seed_s_numbers():
     own = Workload(cases=((RequestCase("rms_norm", (4, 8), DType.FLOAT32), 2.0),))
-    ((case, share),) = own.drawn(1)
+    ((case, share),) = own.draw_cases(1)
     assert share == 2.0
-    assert case.tensors() != own.drawn(2)[0][0].tensors()
+    assert case.make_tensors() != own.draw_cases(2)[0][0].make_tensors()
 
 
 @pytest.mark.parametrize("key", ["mix = { layer_norm = 1 }", "min_kib = 1", "max_mib = 1", "pool = 4"])
 def test_what_cases_of_ones_own_make_needless_is_said_to_be(key):
     text = f'[workload]\n{key}\n[[workload.cases]]\noperation = "rms_norm"\nshape = [4, 8]\n'
-    table = TomlTable("file", tomllib.loads(text)).table("workload")
+    table = TomlTable("file", tomllib.loads(text)).take_table("workload")
     name = key.partition(" ")[0]
     with pytest.raises(ScenarioError, match=rf"{name} has no effect with \[\[workload.cases\]\]"):
         read_workload(table)

@@ -15,8 +15,8 @@ def test_times_are_of_the_cores_that_the_process_may_use(tmp_path, monkeypatch):
 
 
 def test_a_share_is_of_the_time_between_two_readings():
-    assert CpuTimes(130, 400).share_since(CpuTimes(100, 300)) == 0.3
-    assert CpuTimes(100, 300).share_since(CpuTimes(100, 300)) == 0.0
+    assert CpuTimes(130, 400).compute_busy_fraction(CpuTimes(100, 300)) == 0.3
+    assert CpuTimes(100, 300).compute_busy_fraction(CpuTimes(100, 300)) == 0.0
 
 
 def test_a_system_without_these_times_has_none(tmp_path):
@@ -29,4 +29,4 @@ def test_this_system_s_times_only_grow():
     before, after = read_cpu_times(), read_cpu_times()
     if before is not None:
         assert after.total >= before.total
-        assert 0 <= after.share_since(before) <= 1
+        assert 0 <= after.compute_busy_fraction(before) <= 1

@@ -13,7 +13,9 @@ def said(result, *, stopped=False):
 
 def lagging(lag_s, took_s):
     tally = PhaseTally(1.0)
-    tally.add([RequestOutcome("a", 0.1, 0.0, 0.1 + lag_s, 0.1 + lag_s + took_s, 200, "ok") for _ in range(2000)])
+    tally.add_records(
+        [RequestOutcome("a", 0.1, 0.0, 0.1 + lag_s, 0.1 + lag_s + took_s, 200, "ok") for _ in range(2000)]
+    )
     return made_result([], phases=[PhaseResult(LoadPhase("a", "constant", 1.0, rate=2000), 0.0, 1.0, tally)])
 
 
@@ -53,7 +55,7 @@ def test_a_late_client_is_said_to_be():
 
 def test_what_was_left_out_is_said():
     tally = PhaseTally(1.0)
-    tally.add([RequestOutcome("a", 0, 0, 0, 1, 0, "not_sent")] * 7)
+    tally.add_records([RequestOutcome("a", 0, 0, 0, 1, 0, "not_sent")] * 7)
     result = made_result([], phases=[PhaseResult(LoadPhase("a", "constant", 1.0, rate=7), 0.0, 1.0, tally)])
     assert "7 requests were never sent: all 4 connections were busy" in said(result)
 

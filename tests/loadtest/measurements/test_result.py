@@ -14,19 +14,19 @@ from tests.loadtest.conftest import made_result
 
 def phase(name, start_s, ended_s, *, rate=10.0, segment_s=2.0):
     tally = PhaseTally(1.0)
-    tally.add([RequestOutcome("layer_norm", 0.5, 0.5, 0.5, at, 200, "ok", 100, 100) for at in ended_s])
+    tally.add_records([RequestOutcome("layer_norm", 0.5, 0.5, 0.5, at, 200, "ok", 100, 100) for at in ended_s])
     return PhaseResult(LoadPhase(name, "poisson", 1.0, rate=rate), start_s, segment_s, tally)
 
 
 def test_a_file_holds_all_of_it(tmp_path):
     result = made_result([0.01] * 100, errors=3, echo=LoopbackEcho(1000, 2, 5000.0, 1e-4), faults=["x"], wrong=1)
     result.machine = MachineUse(4, 0.75, 0.5)
-    result.write(tmp_path / "a.json")
+    result.write_json(tmp_path / "a.json")
     again = read_result(tmp_path / "a.json")
     assert again.to_json() == result.to_json()
     assert again.machine == result.machine
     assert again.echo.bytes_per_second == 10_000_000
-    assert again.whole.total.outcomes == {(200, "ok"): 100, (429, "overloaded"): 3}
+    assert again.all_phases.total.outcomes == {(200, "ok"): 100, (429, "overloaded"): 3}
 
 
 def test_its_summary_is_for_other_programs():
@@ -91,14 +91,14 @@ def test_a_server_is_named_by_what_can_be_printed(server, name):
 def test_late_answers_are_the_run_s_and_not_their_phase_s():
     burst, after = phase("burst", 0.0, [0.9, 1.5, 2.5]), phase("after", 1.0, [0.9], segment_s=1.0)
     result = made_result([], phases=[burst, after])
-    assert [part.in_time.ok for part in result.parts()] == [1, 1]
-    assert result.whole.in_time.ok == 3
-    assert result.whole.total.ok == 4
+    assert [part.in_time.ok for part in result.summarise_phases()] == [1, 1]
+    assert result.all_phases.in_time.ok == 3
+    assert result.all_phases.total.ok == 4
 
 
 def test_phases_of_one_name_are_counted_together():
     result = made_result([], phases=[phase("a", 0.0, [0.5]), phase("b", 1.0, []), phase("a", 2.0, [0.5], rate=30)])
-    first, second = result.parts()
+    first, second = result.summarise_phases()
     assert (first.name, first.offered, first.total.ok, first.rate) == ("a", 20, 2, 1)
     assert (second.name, second.total.requests) == ("b", 0)
     assert math.isnan(second.errors)
@@ -106,19 +106,19 @@ def test_phases_of_one_name_are_counted_together():
 
 def test_what_was_never_sent_was_not_sent():
     tally = PhaseTally(1.0)
-    tally.add(
+    tally.add_records(
         [
             RequestOutcome("a", 0, 0, 0, 1, status, code)
             for status, code in ((0, "not_sent"), (0, "timeout"), (200, "ok"))
         ]
     )
     result = made_result([], phases=[PhaseResult(LoadPhase("a", "constant", 1.0, rate=3), 0.0, 1.0, tally)])
-    assert result.sent_by_status() == Counter({200: 4, 0: 1})
+    assert result.count_by_status() == Counter({200: 4, 0: 1})
 
 
 def test_a_closed_loop_offers_nothing_and_is_no_sweep():
     closed = PhaseResult(LoadPhase("a", "closed", 1.0, connections=1), 0.0, 1.0, PhaseTally(1.0))
     result = made_result([], phases=[closed])
-    assert math.isnan(result.whole.offered)
-    assert result.sweep() is None
+    assert math.isnan(result.all_phases.offered)
+    assert result.find_sweep() is None
     assert isinstance(RunResult.from_json(json.loads(json.dumps(result.to_json()))), RunResult)

@@ -8,8 +8,8 @@ from tests.loadtest.conftest import made_result
 
 def value(text, result):
     objective = parse_objective(text)
-    whole = result.whole
-    return objective.value(whole.total, whole.rate)
+    whole = result.all_phases
+    return objective.get_value(whole.total, whole.rate)
 
 
 RESULT = made_result([0.010] * 990 + [0.050] * 9, errors=1)
@@ -31,13 +31,13 @@ RESULT = made_result([0.010] * 990 + [0.050] * 9, errors=1)
     ],
 )
 def test_objectives_pass_or_fail(text, passes):
-    assert parse_objective(text).passes(value(text, RESULT)) is passes
+    assert parse_objective(text).is_met(value(text, RESULT)) is passes
 
 
 def test_nothing_is_met_by_nothing():
     empty = made_result([], errors=3)
     for text in ("p99<20ms", "max<1s", "errors<5%", "rate>1"):
-        assert not parse_objective(text).passes(value(text, empty))
+        assert not parse_objective(text).is_met(value(text, empty))
     assert math.isnan(value("p99<20ms", empty))
 
 
@@ -50,5 +50,5 @@ def test_what_is_no_objective_is_refused(text):
 
 
 def test_values_are_shown_in_their_unit():
-    shown = {text: parse_objective(text).show(0.0123) for text in ("p99<1s", "errors<1%", "rate>1")}
+    shown = {text: parse_objective(text).format_value(0.0123) for text in ("p99<1s", "errors<1%", "rate>1")}
     assert shown == {"p99<1s": "12.30 ms", "errors<1%": "1.230%", "rate>1": "0.0/s"}

@@ -10,7 +10,7 @@ def record(due_s=0.0, took_s=0.1, *, code="ok", status=200, operation="rms_norm"
 
 def tally(*records, duration_s=6.0):
     made = PhaseTally(duration_s)
-    made.add(records)
+    made.add_records(records)
     return made
 
 
@@ -20,7 +20,7 @@ def test_sums_are_of_successes_and_counts_of_all():
         for took_s in (0.1, 0.3)
     ]
     bad = [record(code="overloaded", status=429, sent_bytes=99), record(code="timeout", status=0)]
-    total = tally(*ok, *bad).total()
+    total = tally(*ok, *bad).sum_all()
     assert (total.requests, total.ok, total.errors) == (4, 2, 2)
     assert (total.moved_bytes, total.kernel_bytes, total.kernel_s) == (30, 14, 0.2)
     assert total.latency.count == 2
@@ -30,22 +30,22 @@ def test_sums_are_of_successes_and_counts_of_all():
 
 def test_answers_count_where_they_ended():
     made = tally(record(0.05), record(5.05), record(5.95), record(5.05, took_s=3.0))
-    assert made.total().ok == 4
-    assert made.in_time().ok == 2
-    assert made.in_time(within_s=7.0).ok == 3
-    assert sorted(made.intervals()) == [1, 51, INTERVALS, 80]
+    assert made.sum_all().ok == 4
+    assert made.sum_in_time().ok == 2
+    assert made.sum_in_time(within_s=7.0).ok == 3
+    assert sorted(made.sum_by_interval()) == [1, 51, INTERVALS, 80]
 
 
 def test_operations_are_kept_apart():
     made = tally(record(), record(operation="layer_norm"), record(operation="layer_norm"))
-    assert made.operations() == ["layer_norm", "rms_norm"]
-    assert made.total("layer_norm").ok == made.in_time("layer_norm").ok == 2
+    assert made.list_operations() == ["layer_norm", "rms_norm"]
+    assert made.sum_all("layer_norm").ok == made.sum_in_time("layer_norm").ok == 2
 
 
 def test_latency_counts_from_when_it_was_due_and_lag_from_when_it_could_be_sent():
     late = RequestOutcome("rms_norm", 1.0, 1.5, 1.6, 2.0, 200, "ok")
     made = tally(late)
-    assert made.total().latency.max_s == pytest.approx(1.0)
+    assert made.sum_all().latency.max_s == pytest.approx(1.0)
     assert made.service.max_s == pytest.approx(0.4)
     assert made.lag.max_s == pytest.approx(0.1)
     # A connection that was free for long waited for the schedule, which is no delay.
@@ -55,7 +55,7 @@ def test_latency_counts_from_when_it_was_due_and_lag_from_when_it_could_be_sent(
 
 def test_what_was_never_sent_is_an_error_without_a_latency():
     made = tally(record(code="not_sent", status=0))
-    assert (made.total().errors, made.total().latency.count, made.lag.count) == (1, 0, 0)
+    assert (made.sum_all().errors, made.sum_all().latency.count, made.lag.count) == (1, 0, 0)
 
 
 def test_faults_are_counted_and_the_first_ones_kept():
@@ -77,10 +77,10 @@ def test_shares_of_processes_add_up():
     again = PhaseTally.from_json(json.loads(json.dumps(parts.to_json())))
     for made in (parts, again):
         assert made.cells.keys() == whole.cells.keys()
-        assert made.total().outcomes == whole.total().outcomes
-        assert made.total().latency.percentile(90) == whole.total().latency.percentile(90)
+        assert made.sum_all().outcomes == whole.sum_all().outcomes
+        assert made.sum_all().latency.compute_percentile_s(90) == whole.sum_all().latency.compute_percentile_s(90)
         assert (made.checked, made.wrong, made.faults) == (whole.checked, whole.wrong, whole.faults)
-        assert made.total().to_json() == whole.total().to_json()
+        assert made.sum_all().to_json() == whole.sum_all().to_json()
         assert (made.checked, made.wrong, len(made.faults)) == (9, 9, 5)
         for name in ("service", "lag"):
             mine, all_of_it = getattr(made, name), getattr(whole, name)

@@ -24,8 +24,8 @@ def result():
 @pytest.fixture
 def outcomes(result):
     objectives = map(parse_objective, ("p99<1ms", "errors<50%"))
-    values = [(each, each.value(result.whole.total, result.whole.rate)) for each in objectives]
-    return [(each, value, each.passes(value)) for each, value in values]
+    values = [(each, each.get_value(result.all_phases.total, result.all_phases.rate)) for each in objectives]
+    return [(each, value, each.is_met(value)) for each, value in values]
 
 
 def test_a_page_and_a_summary_have_all_that_the_terminal_has(result, outcomes):
@@ -45,11 +45,11 @@ def test_a_page_and_a_summary_have_all_that_the_terminal_has(result, outcomes):
 
 
 def test_statuses_hold_the_warm_up_and_errors_do_not(result):
-    by_status = result.sent_by_status()
+    by_status = result.count_by_status()
     assert tables.format_statuses(result) == ", ".join(
         f"{status}: {by_status[status]}" for status in sorted(by_status)
     )
-    assert sum(by_status.values()) == 7 + result.whole.total.requests
+    assert sum(by_status.values()) == 7 + result.all_phases.total.requests
     assert sum(int(each.rsplit(": ")[1]) for each in tables.format_errors(result).split(", ")) == 40
     assert tables.format_errors(made_result([0.01])) == ""
 
@@ -71,10 +71,14 @@ def test_what_a_server_says_is_no_markup(result):
 def test_a_line_of_csv_is_of_a_phase_and_an_operation(result):
     lines = list(csv.DictReader(io.StringIO(spreadsheet.render_csv(result))))
     named = [(line["phase"], line["operation"]) for line in lines]
-    assert len(set(named)) == len(named) == (len(result.parts()) + 1) * (len(result.operations()) + 1)
+    assert (
+        len(set(named)) == len(named) == (len(result.summarise_phases()) + 1) * (len(result.list_operations()) + 1)
+    )
     whole = lines[named.index(("all", "all"))]
-    assert float(whole["ok_per_second"]) == pytest.approx(result.whole.rate, rel=1e-5)
-    assert float(whole["p99_s"]) == pytest.approx(result.whole.total.latency.percentile(99), rel=1e-5)
+    assert float(whole["ok_per_second"]) == pytest.approx(result.all_phases.rate, rel=1e-5)
+    assert float(whole["p99_s"]) == pytest.approx(
+        result.all_phases.total.latency.compute_percentile_s(99), rel=1e-5
+    )
     assert int(whole["errors"]) == 40
     assert all(line["offered_per_second"] == "" for line in lines if line["operation"] != "all")
 
@@ -88,7 +92,7 @@ def test_a_spreadsheet_computes_nothing(result):
 
 def test_a_run_without_answers_is_written_as_well():
     empty = made_result([])
-    assert math.isnan(empty.whole.total.latency.percentile(99))
+    assert math.isnan(empty.all_phases.total.latency.compute_percentile_s(99))
     lines = list(csv.DictReader(io.StringIO(spreadsheet.render_csv(empty))))
     assert {line["p99_s"] for line in lines} == {""}
     assert "| all |" in markdown.render_markdown(empty)

@@ -5,7 +5,7 @@ import sys
 from normserve.cli.commands import main
 from normserve.http.transport.reception import IncomingBody
 
-advance, take = IncomingBody.advance, IncomingBody._take
+advance, take = IncomingBody.count_received, IncomingBody._store
 
 
 def placed(self, nbytes):
@@ -19,5 +19,5 @@ def copied(self, data):
 
 
 if __name__ == "__main__":
-    IncomingBody.advance, IncomingBody._take = placed, copied
+    IncomingBody.count_received, IncomingBody._store = placed, copied
     sys.exit(main())

@@ -27,13 +27,13 @@ def test_bytes_are_counted_up_to_the_last(limits):
     with pytest.raises(OverloadedError, match="41 more bytes"):
         limits.acquire(41)
     limits.acquire(40)
-    assert (limits.requests, limits.bytes) == (2, 100)
+    assert (limits.request_count, limits.used_bytes) == (2, 100)
 
 
 def test_refusal_takes_nothing(limits):
     with pytest.raises(OverloadedError):
         limits.acquire(101)
-    assert (limits.requests, limits.bytes) == (0, 0)
+    assert (limits.request_count, limits.used_bytes) == (0, 0)
 
 
 def test_growth_beyond_the_budget_keeps_what_was_held(limits):
@@ -41,9 +41,9 @@ def test_growth_beyond_the_budget_keeps_what_was_held(limits):
     permit.grow(20)
     with pytest.raises(OverloadedError):
         permit.grow(71)
-    assert limits.bytes == 30
+    assert limits.used_bytes == 30
     permit.release()
-    assert limits.bytes == 0
+    assert limits.used_bytes == 0
 
 
 def test_second_release_does_nothing(limits):
@@ -51,7 +51,7 @@ def test_second_release_does_nothing(limits):
     permit.release()
     permit.release()
     permit.grow(5)
-    assert (limits.requests, limits.bytes) == (0, 0)
+    assert (limits.request_count, limits.used_bytes) == (0, 0)
 
 
 @given(st.lists(st.tuples(st.integers(0, 120), st.booleans())))
@@ -63,11 +63,11 @@ def test_budget_is_never_overdrawn_and_always_restored(steps):
             held.append(limits.acquire(nbytes))
         if gives_back and held:
             held.pop(0).release()
-        assert limits.requests == len(held) <= 3
-        assert limits.bytes == sum(permit.nbytes for permit in held) <= 100
+        assert limits.request_count == len(held) <= 3
+        assert limits.used_bytes == sum(permit.nbytes for permit in held) <= 100
     for permit in held:
         permit.release()
-    assert (limits.requests, limits.bytes) == (0, 0)
+    assert (limits.request_count, limits.used_bytes) == (0, 0)
 
 
 class TestWhenToComeBack:
@@ -145,9 +145,9 @@ class TestBytesOfOneTenant:
         permit.grow(40)
         with pytest.raises(OverloadedError, match="max_inflight_bytes"):
             permit.grow(1)
-        assert limits.bytes == 100
+        assert limits.used_bytes == 100
 
     def test_what_never_fits_is_too_large(self, limits):
         with pytest.raises(TooLargeError, match="max_inflight_bytes"):
             limits.acquire(101, "team", 100)
-        assert (limits.requests, limits.bytes) == (0, 0)
+        assert (limits.request_count, limits.used_bytes) == (0, 0)

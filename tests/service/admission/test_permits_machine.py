@@ -21,11 +21,11 @@ class Held:
     tenant: str
     nbytes: int
     is_receiving: bool = False
-    received: int = 0
+    received_bytes: int = 0
     is_complete: bool = False
     failures: list[NormserveError] = field(default_factory=list)
 
-    def fail(self, error: NormserveError) -> None:
+    def abort(self, error: NormserveError) -> None:
         assert self.is_receiving, "only what is being received is cut off"
         assert not self.is_complete
         self.failures.append(error)
@@ -63,13 +63,13 @@ class Machine(RuleBasedStateMachine):
         held = self.pick(data)
         if not held.is_receiving and not held.is_complete:
             held.is_receiving = True
-            held.permit.receive(held, 10.0)
+            held.permit.start_receiving(held, 10.0)
 
     @precondition(lambda self: self.inside)
     @rule(data=st.data(), nbytes=st.integers(1, 100))
     def bring(self, data: st.DataObject, nbytes: int) -> None:
         held = self.pick(data)
-        held.received += nbytes * held.is_receiving
+        held.received_bytes += nbytes * held.is_receiving
 
     @precondition(lambda self: self.inside)
     @rule(data=st.data(), is_told=st.booleans())
@@ -105,12 +105,12 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_counted_is_what_is_held(self) -> None:
-        assert self.limits.requests == len(self.inside) <= MAX_REQUESTS
-        assert self.limits.bytes == sum(held.nbytes for held in self.inside) <= MAX_BYTES
+        assert self.limits.request_count == len(self.inside) <= MAX_REQUESTS
+        assert self.limits.used_bytes == sum(held.nbytes for held in self.inside) <= MAX_BYTES
         for name in TENANTS:
             tenant = self.limits._tenants.by_name.get(name)
             own = [held.nbytes for held in self.inside if held.tenant == name]
-            assert (tenant.requests, tenant.bytes) == (len(own), sum(own)) if tenant else not own
+            assert (tenant.request_count, tenant.used_bytes) == (len(own), sum(own)) if tenant else not own
 
     @invariant()
     def no_key_has_more_than_it_may(self) -> None:
@@ -126,19 +126,19 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def those_that_share_are_counted(self) -> None:
         tenants = self.limits._tenants
-        assert tenants.count == sum(each.is_sharing for each in tenants.by_name.values())
-        assert tenants.owed == sum(each.is_owed for each in tenants.by_name.values())
+        assert tenants.sharing_count == sum(each.is_sharing for each in tenants.by_name.values())
+        assert tenants.priority_count == sum(each.has_priority for each in tenants.by_name.values())
 
     def teardown(self) -> None:
         for held in self.all:
             held.permit.release()
-        assert (self.limits.requests, self.limits.bytes) == (0, 0)
-        assert not self.limits._receiving
+        assert (self.limits.request_count, self.limits.used_bytes) == (0, 0)
+        assert not self.limits._body_rates
         self.now += 10
         # All is free again, whoever was owed something.
         self.limits.acquire(MAX_BYTES, "d").release()
-        self.limits._tenants.expire(self.now)
-        assert self.limits.tenants == 0
+        self.limits._tenants.expire_refusals(self.now)
+        assert self.limits.tenant_count == 0
 
 
 TestMachine = Machine.TestCase

@@ -12,9 +12,9 @@ def now() -> list[float]:
 def taken(rate: TokenBucket, most: int = 100) -> int:
     """How many requests may come at once."""
     for count in range(most):
-        if rate.wait_s():
+        if rate.refill_and_get_wait_s():
             return count
-        rate.take()
+        rate.take_token()
     return most
 
 
@@ -40,14 +40,14 @@ def test_in_the_long_run_there_are_so_many_a_second(now, per_second):
 def test_whoever_waits_as_long_as_told_is_let_in(now, per_second):
     rate = TokenBucket(per_second, clock=lambda: now[0])
     taken(rate)
-    wait_s = rate.wait_s()
+    wait_s = rate.refill_and_get_wait_s()
     assert 0 < wait_s <= 1 / per_second
     now[0] += wait_s * 0.9
-    assert rate.wait_s() > 0
+    assert rate.refill_and_get_wait_s() > 0
     now[0] += wait_s * 0.1 + 1e-9
-    assert rate.wait_s() == 0
+    assert rate.refill_and_get_wait_s() == 0
 
 
 def test_asking_costs_nothing(now):
     rate = TokenBucket(1.0, clock=lambda: now[0])
-    assert [rate.wait_s() for _ in range(5)] == [0.0] * 5
+    assert [rate.refill_and_get_wait_s() for _ in range(5)] == [0.0] * 5

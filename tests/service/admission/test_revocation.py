@@ -9,7 +9,7 @@ from normserve.admission.tenants import Tenant, TenantShare
 
 @dataclass(eq=False)
 class Body:
-    received: int = 0
+    received_bytes: int = 0
     is_complete: bool = False
 
 
@@ -29,8 +29,8 @@ class Scene:
 
     def add(self, nbytes: int = 10, tenant: str = "", began: float = 0.0) -> Held:
         holder = self.tenants.setdefault(tenant, Tenant(tenant))
-        holder.requests += 1
-        holder.bytes += nbytes
+        holder.request_count += 1
+        holder.used_bytes += nbytes
         held = Held(holder, nbytes)
         self.inflows[held] = BodyRate(held.body, 100.0, 2.0, began)
         return held
@@ -62,14 +62,14 @@ def test_a_body_has_some_time_to_begin(scene):
 
 def test_a_body_that_comes_as_it_is_due_does_not(scene):
     held = scene.add()
-    held.body.received = 1000
+    held.body.received_bytes = 1000
     assert scene.chosen(10.0, 1) is None
 
 
 def test_a_body_that_comes_no_more_does(scene):
     """Whatever came before."""
     held = scene.add()
-    held.body.received = 10**6
+    held.body.received_bytes = 10**6
     assert scene.chosen(10.0, 1) is None
     assert scene.chosen(11.9, 1) is None
     assert scene.chosen(12.0, 1) == [(held, STALLED)]
@@ -78,7 +78,7 @@ def test_a_body_that_comes_no_more_does(scene):
 def test_a_body_that_comes_again_does_not(scene):
     held = scene.add()
     assert scene.chosen(10.0, 5) is None
-    held.body.received = 200
+    held.body.received_bytes = 200
     assert scene.chosen(10.5, 1) is None
 
 
@@ -92,7 +92,7 @@ def test_a_whole_body_does_not(scene):
 def test_the_slowest_come_first_and_of_equals_the_largest(scene):
     bodies = [scene.add(nbytes=nbytes) for nbytes in (10, 20, 30, 40)]
     for held, received in zip(bodies, (0, 50, 0, 20), strict=True):
-        held.body.received = received
+        held.body.received_bytes = received
     order = [bodies[2], bodies[0], bodies[3], bodies[1]]
     for count in range(1, 5):
         assert [held for held, _ in scene.chosen(10.0, count)] == order[:count]
@@ -107,7 +107,7 @@ def test_nobody_gives_way_in_vain(scene):
 def test_no_more_give_way_than_need_to(scene):
     silent = [scene.add(nbytes=0) for _ in range(5)]
     large = scene.add(nbytes=100)
-    large.body.received = 1
+    large.body.received_bytes = 1
     assert scene.chosen(10.0, 1, 50) == [(large, STALLED)]
     assert len(scene.chosen(10.0, 2, 50)) == 2
     assert [held for held, _ in scene.chosen(10.0, 1)] == silent[:1]

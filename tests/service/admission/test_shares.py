@@ -11,11 +11,11 @@ class Body:
     """One that comes as a test says."""
 
     def __init__(self) -> None:
-        self.received = 0
+        self.received_bytes = 0
         self.is_complete = False
         self.failure: Exception | None = None
 
-    def fail(self, error: Exception) -> None:
+    def abort(self, error: Exception) -> None:
         self.failure = error
 
 
@@ -26,7 +26,7 @@ def receiving(limits: AdmissionBudget, nbytes: int = 0, tenant: str = "") -> tup
     """A permit whose body is being received."""
     body = Body()
     permit = limits.acquire(nbytes, tenant)
-    permit.receive(body, DUE)
+    permit.start_receiving(body, DUE)
     return permit, body
 
 
@@ -43,7 +43,7 @@ class TestBodiesThatStall:
         bodies = [receiving(limits)[1] for _ in range(4)]
         now[0] += 2
         limits.acquire(0)
-        assert limits.requests == 4
+        assert limits.request_count == 4
         assert revoked == ["stalled"]
         assert [type(body.failure) for body in bodies].count(RequestTimeoutError) == 1
 
@@ -51,7 +51,7 @@ class TestBodiesThatStall:
         _, body = receiving(limits, 1000)
         now[0] += 2
         limits.acquire(10)
-        assert limits.bytes == 10
+        assert limits.used_bytes == 10
         assert isinstance(body.failure, RequestTimeoutError)
 
     def test_while_there_is_room_nobody_minds_them(self, limits, now):
@@ -67,7 +67,7 @@ class TestBodiesThatStall:
         growing.grow(500)
         assert own.failure is None
         assert other.failure is not None
-        assert limits.bytes == growing.nbytes == 900
+        assert limits.used_bytes == growing.nbytes == 900
         with pytest.raises(OverloadedError):
             growing.grow(101)
         assert own.failure is None
@@ -80,7 +80,7 @@ class TestBodiesThatStall:
             permit.grow(1)
         permit.complete_body()
         permit.release()
-        assert (limits.requests, limits.bytes) == (1, 10)
+        assert (limits.request_count, limits.used_bytes) == (1, 10)
 
     def test_what_has_left_is_not_cut_off(self, limits, now):
         permit, body = receiving(limits, 1000)
@@ -110,7 +110,7 @@ class TestBodiesThatStall:
             with pytest.raises(OverloadedError):
                 limits.acquire(1000)
         limits.acquire(0)
-        assert limits.requests == 4
+        assert limits.request_count == 4
 
     def test_requests_that_fit_put_off_no_look(self, limits, now):
         held = [limits.acquire(0, "many") for _ in range(3)]
@@ -150,7 +150,7 @@ class TestShares:
     def test_one_alone_may_have_all(self, limits):
         for _ in range(8):
             limits.acquire(125, "one")
-        assert (limits.requests, limits.bytes) == (8, 1000)
+        assert (limits.request_count, limits.used_bytes) == (8, 1000)
 
     def test_whoever_comes_next_gets_its_share_at_once(self, limits, revoked):
         """Of what is still being received, however fast that is."""
@@ -228,14 +228,14 @@ class TestShares:
             limits.acquire(0, "one")
         for number in range(5000):
             self.refused(limits, 0, str(number))
-            assert limits.tenants <= 1 + 1024
+            assert limits.tenant_count <= 1 + 1024
         now[0] += 2
         with contextlib.suppress(OverloadedError):
             limits.acquire(0, "one")
-        assert limits.tenants == 1
+        assert limits.tenant_count == 1
 
     def test_many_addresses_one_after_another_take_no_memory(self, limits):
         for number in range(5000):
             limits.acquire(0, str(number)).release()
-        assert limits.tenants == 0
+        assert limits.tenant_count == 0
         assert len(limits._tenants.by_name) <= 1024

@@ -92,7 +92,7 @@ def assert_all_right(answers: Iterator[tuple[Combination, dict[str, torch.Tensor
 def answer(backend, combination: Combination) -> dict[str, torch.Tensor]:
     """What a backend makes of it."""
     execution = backend(combination.job)
-    return {name: back(tensor) for name, tensor in execution.outputs[0].items()}
+    return {name: back(tensor) for name, tensor in execution.results[0].items()}
 
 
 def _form(op: Op, layout: ChannelLayout) -> tuple[int, ChannelLayout]:

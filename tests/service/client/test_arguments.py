@@ -88,4 +88,4 @@ def test_a_number_of_retries_is_how_often_a_request_is_repeated(monkeypatch, ret
 
 def test_numbers_of_numpy_are_numbers():
     with Client(timeout_s=np.float32(3), max_connections=np.int64(3), retries=np.int32(2)) as client:
-        assert client._retries.tries == 3
+        assert client._retry_policy.tries == 3

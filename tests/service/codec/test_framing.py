@@ -47,7 +47,7 @@ def test_frames_survive_however_the_stream_is_cut(kind, sent, places):
         found += [(tag, bytes(content)) for tag, content in reader.feed(kind(buffer))]
         buffer[:] = bytes(len(buffer))
     assert found == sent
-    assert not reader.is_within
+    assert not reader.has_partial_frame
 
 
 @given(st.lists(st.integers(0, 70), max_size=8), st.integers(1, 60))
@@ -57,7 +57,7 @@ def test_no_more_is_kept_than_one_frame(lengths, most):
     try:
         for byte in b"".join(frame(7, bytes(length)) for length in lengths):
             found += reader.feed(bytes([byte]))
-            assert len(reader._rest) < most + PREFIX.size
+            assert len(reader._partial_frame) < most + PREFIX.size
     except TooLargeError:
         refused = True
     taken = list(itertools.takewhile(lambda length: length <= most, lengths))
@@ -81,7 +81,7 @@ def test_descriptors_at_any_place_are_taken_or_closed(received, most):
             if takes and reader.descriptors:
                 os.close(reader.descriptors.popleft())
             reader.close_unclaimed()
-            assert not reader.descriptors or reader.is_within
+            assert not reader.descriptors or reader.has_partial_frame
     except TooLargeError:
         pass
     finally:
@@ -109,7 +109,7 @@ def test_what_a_socket_sends_in_parts_another_receives_with_its_descriptors():
             queue.add(frame(tag, content), [null()] if tag % 3 == 0 else [])
         while queue or len(found) < len(sent):
             with suppress(BlockingIOError):
-                queue.send(ours)
+                queue.send_all(ours)
             with suppress(BlockingIOError):
                 data, ancillary, flags, _ = theirs.recvmsg(2**16, compute_ancillary_bytes(4))
                 for tag, content in reader.feed(data, ancillary, flags):
@@ -142,12 +142,12 @@ def test_frames_that_are_given_up_close_their_descriptors_and_are_reported():
             raise BlockingIOError
 
     with pytest.raises(BlockingIOError):
-        queue.send(Full())
-    assert queue.is_cut
-    for on_lost in queue.close():
+        queue.send_all(Full())
+    assert queue.has_partial_frame
+    for on_lost in queue.discard_all():
         on_lost()
     assert lost == [1, 2]
-    queue.on_last_lost()
+    queue.last_on_lost()
     assert lost == [1, 2, 0]
     assert not queue
     assert open_count() == before

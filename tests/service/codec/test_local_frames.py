@@ -43,7 +43,7 @@ def test_messages_survive_however_the_stream_is_cut(sent, cuts):
         found += incoming.feed(stream[start:end])
         start = end
     assert [(tag, *frames.decode_messages(content)) for tag, content in found] == sent
-    assert not incoming.is_within
+    assert not incoming.has_partial_frame
 
 
 @given(st.lists(MESSAGES, min_size=1, max_size=4))

@@ -27,23 +27,23 @@ class FakeBackend:
     def start(self):
         return self._noted(DeviceDescription("a device", "cpu", 1e9, {}))
 
-    def load(self, op, weight, bias):
+    def load_parameters(self, op, weight, bias):
         assert self.may_load.wait(20)
         return self._noted((weight, bias))
 
-    def launches_at_once(self, batch):
+    def can_launch_without_waiting(self, batch):
         return self.is_ready
 
     def run(self, batch):
         return self._noted(self.results.popleft() if self.results else EXECUTION)
 
-    def compile(self, job):
+    def compile_kernels(self, job):
         return self._noted(None)
 
-    def translate(self, error):
+    def translate_error(self, error):
         return DeviceOutOfMemoryError("dry") if isinstance(error, MemoryError) else None
 
-    def memory_bytes(self):
+    def read_memory_bytes(self):
         return {}
 
     def _noted(self, value):
@@ -62,7 +62,7 @@ class Landing(PendingLaunch):
         self.thread = 0
         self.fault: Exception | None = None
 
-    def lands_within(self, seconds):
+    def poll(self, seconds):
         if self.fault is not None:
             raise self.fault
         return self.may_end.is_set()

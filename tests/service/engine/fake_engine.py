@@ -22,14 +22,14 @@ FAR = 1e9
 
 class FakeBackend:
     name = "fake"
-    depth = ONE_AT_A_TIME
-    compiled = None
-    inline_bytes = 0
+    launch_depth = ONE_AT_A_TIME
+    compiled_classes = None
+    max_inline_bytes = 0
 
-    def memory_bytes(self):
+    def read_memory_bytes(self):
         return {"allocated": 7}
 
-    def computes_alone(self, job):
+    def is_better_unbatched(self, job):
         return False
 
 
@@ -42,7 +42,7 @@ class Flying(PendingLaunch):
     def wait(self):
         raise AssertionError("nobody waits for it")
 
-    def lands_within(self, seconds):
+    def poll(self, seconds):
         return False
 
 
@@ -56,7 +56,7 @@ class FakeExecutor:
         self.handed_over = 0
         self.launching: list[tuple[Batch, Callable]] = []
         self.launches_quickly = True
-        self.watched_s = 0.0
+        self.poll_s = 0.0
         self.looks = 0
         self.lands_at_look: int | None = None
         self.is_slow = False
@@ -68,42 +68,42 @@ class FakeExecutor:
     def start(self, reply):
         reply(WorkOutcome(0.0, value=DeviceDescription("a device", "cpu", 1e9, {})))
 
-    def run(self, batch, on_launched, reply):
+    def run_batch(self, batch, on_launched, reply):
         self.handed_over += 1
         self.running.append((batch, reply))
         self.launching.append((batch, on_launched))
         if self.launches_quickly:
             self.end_launch()
 
-    def runs_soon(self, batch):
-        return batch.nbytes <= self.backend.inline_bytes
+    def is_inline_size(self, batch):
+        return batch.nbytes <= self.backend.max_inline_bytes
 
-    def launches_here(self, batch):
+    def can_launch_inline(self, batch):
         return self.launches_at_once
 
-    def launch_here(self, batch):
+    def launch_inline(self, batch):
         self.here.append(batch)
         return WorkOutcome(time.perf_counter(), value=Flying(batch))
 
-    def run_here(self, batch):
+    def run_inline(self, batch):
         self.here.append(batch)
         return WorkOutcome(time.perf_counter(), value=Flying(batch)) if self.is_slow else self._outcome(batch)
 
-    def landed(self, outcome):
+    def poll_launch(self, outcome):
         self.looks += 1
         return self._outcome(outcome.value.batch) if self.looks == self.lands_at_look else None
 
-    def await_landing(self, outcome, lane, reply):
+    def wait_on_thread(self, outcome, lane, reply):
         self.running.append((outcome.value.batch, reply))
 
-    def translated(self, error):
+    def translate_error(self, error):
         return DeviceFailureError(str(error))
 
-    def load(self, op, weight, bias, reply):
+    def load_parameters(self, op, weight, bias, reply):
         self.loaded.append((op, weight, bias))
         reply(WorkOutcome(0.0, value="resident"))
 
-    def compile(self, job, reply):
+    def compile_kernels(self, job, reply):
         self.compiling.append((job, reply))
 
     def stop(self, timeout_s):
@@ -150,11 +150,11 @@ class Scene:
 
     async def _computed(self, work: NormJob, deadline: float) -> NormResult:
         ended: asyncio.Future[NormResult | NormserveError] = asyncio.get_running_loop().create_future()
-        self.engine.begin(work, deadline, ended.set_result)
+        self.engine.submit(work, deadline, ended.set_result)
         try:
             result = await ended
         finally:
-            self.engine.end(work)
+            self.engine.release(work)
             del ended
         if not isinstance(result, NormserveError):
             return result
@@ -168,13 +168,13 @@ class Scene:
 class Quick(FakeBackend):
     """Runs what is tiny where it comes from."""
 
-    inline_bytes = 64
+    max_inline_bytes = 64
 
 
 class Deep(FakeBackend):
     """Takes several batches at once."""
 
-    depth = LaunchDepth(3, {QueueLane.SMALL: 2, QueueLane.LARGE: 2})
+    launch_depth = LaunchDepth(3, {QueueLane.SMALL: 2, QueueLane.LARGE: 2})
 
 
 def large_job() -> NormJob:
@@ -184,7 +184,7 @@ def large_job() -> NormJob:
 class Compiling(FakeBackend):
     """Has kernels for rows of 4."""
 
-    compiled = frozenset({job(1, 4).kernel_class()})
+    compiled_classes = frozenset({job(1, 4).compute_kernel_class()})
 
 
 async def turn() -> None:
@@ -215,7 +215,7 @@ def _with_engine(play, make: type[Scene]) -> Callable[[], None]:
         async def run() -> None:
             with_engine = make()
             await with_engine.engine.start()
-            with_engine.engine.open()
+            with_engine.engine.accept_jobs()
             await play(with_engine)
 
         asyncio.run(run())

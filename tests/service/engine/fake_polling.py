@@ -7,8 +7,8 @@ class FakePolling:
     def __init__(self) -> None:
         self.noted: list[str] = []
 
-    def note_received(self) -> None:
+    def record_received(self) -> None:
         self.noted.append("received")
 
-    def note_sent(self) -> None:
+    def record_sent(self) -> None:
         self.noted.append("sent")

@@ -15,19 +15,19 @@ def batcher() -> Batcher:
 
 def drained(batcher: Batcher) -> list[list]:
     batches = []
-    while (batch := batcher.take()) is not None:
+    while (batch := batcher.take_batch()) is not None:
         batches.append(list(batch.jobs))
     return batches
 
 
 def test_empty_queue_has_nothing_due(batcher):
-    assert batcher.take() is None
+    assert batcher.take_batch() is None
 
 
 def test_nothing_is_due_without_a_free_lane(batcher):
     batcher.add(job(1, 4))
-    assert batcher.take(()) is None
-    assert batcher.take((QueueLane.LARGE,)) is None
+    assert batcher.take_batch(()) is None
+    assert batcher.take_batch((QueueLane.LARGE,)) is None
     assert len(batcher) == 1
 
 
@@ -72,7 +72,7 @@ class TestLanes:
         large = [job(100, 4) for _ in range(3)]
         for each in large:
             batcher.add(each)
-        assert batcher.take().jobs == (large[0],)
+        assert batcher.take_batch().jobs == (large[0],)
         small = job(1, 4)
         batcher.add(small)
         assert drained(batcher) == [[small], [large[1]], [large[2]]]
@@ -81,7 +81,7 @@ class TestLanes:
         first, second = job(100, 4), job(100, 4)
         batcher.add(first)
         batcher.add(second)
-        assert batcher.take().jobs == (first,)
+        assert batcher.take_batch().jobs == (first,)
         # Strangers, so that each is a launch of its own.
         small = [job(10, 4, eps=number) for number in range(1, 21)]
         for each in small:
@@ -93,7 +93,7 @@ class TestLanes:
     def test_idle_lane_saves_up_no_turns(self, batcher):
         for _ in range(5):
             batcher.add(job(100, 4))
-        while batcher.take() is not None:
+        while batcher.take_batch() is not None:
             pass
         small = [job(50, 4, eps=number) for number in range(1, 6)]
         large = [job(100, 4), job(100, 4)]
@@ -108,7 +108,7 @@ class TestLanes:
         for each in (small[0], *large):
             batcher.add(each)
         for taken in large[:3]:
-            assert batcher.take((QueueLane.LARGE,)).jobs == (taken,)
+            assert batcher.take_batch((QueueLane.LARGE,)).jobs == (taken,)
         for each in small[1:]:
             batcher.add(each)
         order = drained(batcher)
@@ -117,14 +117,14 @@ class TestLanes:
 
     def test_a_quarter_of_a_mebibyte_is_the_last_that_is_small(self):
         batcher = Batcher(max_requests=3, max_bytes=2**22)
-        assert batcher.lane_of(job(2**16, 1)) is QueueLane.SMALL
-        assert batcher.lane_of(job(2**16 + 1, 1)) is QueueLane.LARGE
+        assert batcher.choose_lane(job(2**16, 1)) is QueueLane.SMALL
+        assert batcher.choose_lane(job(2**16 + 1, 1)) is QueueLane.LARGE
 
     def test_batch_says_its_lane(self, batcher):
         batcher.add(job(100, 4))
-        assert batcher.take((QueueLane.LARGE,)).lane is QueueLane.LARGE
+        assert batcher.take_batch((QueueLane.LARGE,)).lane is QueueLane.LARGE
         batcher.add(job(1, 4))
-        assert batcher.take((QueueLane.SMALL,)).lane is QueueLane.SMALL
+        assert batcher.take_batch((QueueLane.SMALL,)).lane is QueueLane.SMALL
 
     def test_every_lane_is_looked_through(self, batcher):
         pair = [job(1, 4), job(100, 4)]

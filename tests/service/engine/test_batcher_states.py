@@ -67,7 +67,7 @@ class Batching(RuleBasedStateMachine):
     def take(self, lanes):
         waited = self.both_wait
         lanes = lanes if self.restricts else tuple(QueueLane)
-        batch = self.batcher.take(lanes)
+        batch = self.batcher.take_batch(lanes)
         candidates = [each for each in self.waiting if self.lane(each) in lanes]
         if not candidates:
             assert batch is None

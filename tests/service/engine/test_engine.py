@@ -133,7 +133,7 @@ async def test_what_takes_long_where_it_came_from_keeps_the_device_to_itself(sce
 @scene
 async def test_what_is_alone_and_small_enough_is_no_large_batch(scene):
     scene.executor.backend = Quick()
-    scene.executor.backend.inline_bytes = large_job().nbytes
+    scene.executor.backend.max_inline_bytes = large_job().nbytes
     await scene.submit(large_job())
     assert [batch.lane for batch in scene.executor.here] == [QueueLane.SMALL]
 
@@ -146,7 +146,7 @@ async def test_what_is_quick_to_launch_is_launched_where_it_comes_from(scene):
     await turn()
     # As many as the device takes at once, in its lane.
     assert len(scene.executor.here) == len(scene.executor.running) == 2
-    assert not scene.engine.launches.is_idle
+    assert not scene.engine.launch_progress.is_idle
     scene.executor.finish()
     await tasks[0]
     assert len(scene.executor.here) == 3
@@ -161,7 +161,7 @@ async def test_a_flight_that_lands_soon_is_left_to_no_thread(scene):
     executor = scene.executor
     executor.backend = Deep()
     executor.launches_at_once = True
-    executor.watched_s = 60.0
+    executor.poll_s = 60.0
     executor.lands_at_look = 3
     first, second = (scene.submit(large_job()) for _ in range(2))
     await turn()
@@ -182,7 +182,7 @@ async def test_a_flight_that_takes_long_is_left_to_a_thread(scene):
     executor = scene.executor
     executor.backend = Deep()
     executor.launches_at_once = True
-    executor.watched_s = 0.1
+    executor.poll_s = 0.1
     task = scene.submit(large_job())
     await turn()
     assert executor.looks > 1
@@ -251,7 +251,7 @@ async def test_small_request_behind_many_large_ones_waits_for_one_of_them(scene)
 async def test_closed_engine_finishes_what_it_has(scene):
     running = scene.submit(job(1, 4))
     await turn()
-    scene.engine.close()
+    scene.engine.start_draining()
     with pytest.raises(DrainingError):
         scene.engine.require_ready()
     scene.executor.finish()
@@ -260,8 +260,8 @@ async def test_closed_engine_finishes_what_it_has(scene):
 
 @scene
 async def test_closed_engine_stays_closed(scene):
-    scene.engine.close()
-    scene.engine.open()
+    scene.engine.start_draining()
+    scene.engine.accept_jobs()
     with pytest.raises(DrainingError):
         scene.engine.require_ready()
 
@@ -270,8 +270,8 @@ async def test_closed_engine_stays_closed(scene):
 async def test_giving_up_answers_everybody_who_waits(scene):
     running, waiting = scene.submit(job(1, 4)), scene.submit(job(1, 8))
     await turn()
-    scene.engine.close()
-    scene.engine.give_up()
+    scene.engine.start_draining()
+    scene.engine.fail_pending_jobs()
     for each in (running, waiting):
         with pytest.raises(DrainingError):
             await each
@@ -309,14 +309,14 @@ async def test_metrics_tell_of_the_device_the_queue_and_the_launches(scene):
 def test_starting_tells_what_the_device_is():
     started = Scene()
     device = asyncio.run(started.engine.start())
-    assert device is started.engine.device
+    assert device is started.engine.device_description
     assert device.name == "a device"
 
 
 @scene
 async def test_parameters_are_loaded_by_the_device(scene):
     weight = tensor(4)
-    assert await scene.engine.load(Op.RMS_NORM, weight, None) == "resident"
+    assert await scene.engine.load_parameters(Op.RMS_NORM, weight, None) == "resident"
     assert scene.executor.loaded == [(Op.RMS_NORM, weight, None)]
 
 

@@ -47,7 +47,7 @@ async def test_whoever_waits_for_a_compile_may_leave_or_be_late(scene):
     gone = job(1, 8)
     leaving, late = scene.submit(gone), scene.submit(job(1, 8), deadline=time.perf_counter() + 0.001)
     await turn()
-    scene.engine.withdraw(gone)
+    scene.engine.cancel(gone)
     with pytest.raises(ClientLeftError):
         await leaving
     with pytest.raises(DeadlineExceededError):

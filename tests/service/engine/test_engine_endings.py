@@ -74,7 +74,7 @@ async def test_client_that_left_the_queue_costs_no_launch(scene):
     running, gone = scene.submit(job(1, 4)), job(1, 8)
     leaving = scene.submit(gone)
     await turn()
-    scene.engine.withdraw(gone)
+    scene.engine.cancel(gone)
     with pytest.raises(ClientLeftError):
         await leaving
     scene.executor.finish()
@@ -87,7 +87,7 @@ async def test_client_that_left_a_launch_does_not_disturb_it(scene):
     gone, stays = job(1, 4), job(1, 8)
     leaving, staying = scene.submit(gone), scene.submit(stays)
     await turn()
-    scene.engine.withdraw(gone)
+    scene.engine.cancel(gone)
     await turn()
     # The device works for it still, and who asked is told no sooner that its memory is free.
     assert not leaving.done()
@@ -143,7 +143,7 @@ async def test_what_failed_does_not_wait_for_the_collector_to_give_its_slabs_bac
 
 
 def slab_job(pool: SlabPool):
-    return job(1, 8, tensors={"x": HostTensor(DType.FLOAT32, (1, 8), pool.take(32)[:32])})
+    return job(1, 8, tensors={"x": HostTensor(DType.FLOAT32, (1, 8), pool.borrow(32)[:32])})
 
 
 def raised_by_a_device(held) -> DeviceOutOfMemoryError:
@@ -169,7 +169,7 @@ async def test_device_failure_answers_everybody_and_is_told_once(scene):
             await each
     with pytest.raises(NotReadyError):
         scene.engine.require_ready()
-    scene.engine.close()
+    scene.engine.start_draining()
     assert scene.engine.state is EngineState.FAILED
     assert told == [True]
     assert scene.executor.running == []

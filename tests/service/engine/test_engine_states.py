@@ -15,7 +15,7 @@ from tests.service.jobs.fake_jobs import job
 class DeepCompiling(Deep):
     """Several batches at once, and kernels for rows of 4."""
 
-    compiled = frozenset({job(1, 4).kernel_class()})
+    compiled_classes = frozenset({job(1, 4).compute_kernel_class()})
 
 
 class Serving(RuleBasedStateMachine):
@@ -37,7 +37,7 @@ class Serving(RuleBasedStateMachine):
         self.executor.backend = DeepCompiling()
         self.executor.launches_quickly = False
         await self.scene.engine.start()
-        self.scene.engine.open()
+        self.scene.engine.accept_jobs()
 
     def play(self, *steps) -> None:
         async def run() -> None:
@@ -67,7 +67,7 @@ class Serving(RuleBasedStateMachine):
     def leave(self, data, cancels, as_a_launch_ends):
         gone = self.drawn(data)
         was_launched = gone in self.launched
-        steps = [lambda: self.asked[gone].cancel() if cancels else self.scene.engine.withdraw(gone)]
+        steps = [lambda: self.asked[gone].cancel() if cancels else self.scene.engine.cancel(gone)]
         if as_a_launch_ends and self.executor.running and not cancels:
             steps.append(self.executor.finish)
         self.play(*steps)
@@ -110,9 +110,11 @@ class Serving(RuleBasedStateMachine):
     @invariant()
     def device_has_no_more_than_it_takes(self):
         batches = [batch for batch, _ in self.executor.running]
-        depth = Deep.depth
-        assert len(batches) <= depth.total
-        assert all(sum(batch.lane is lane for batch in batches) <= depth.lanes[lane] for lane in QueueLane)
+        depth = Deep.launch_depth
+        assert len(batches) <= depth.max_launches
+        assert all(
+            sum(batch.lane is lane for batch in batches) <= depth.max_launches_by_lane[lane] for lane in QueueLane
+        )
 
     @invariant()
     def one_batch_at_a_time_is_launched(self):
@@ -126,7 +128,7 @@ class Serving(RuleBasedStateMachine):
     def device_is_not_idle_while_a_compiled_job_waits(self):
         waits = {each for each, task in self.asked.items() if not task.done()} - set(self.launched)
         ready = {each for each in waits if each.x.shape[-1] == 4}
-        free = Deep.depth.total - len(self.executor.running)
+        free = Deep.launch_depth.max_launches - len(self.executor.running)
         lanes = {QueueLane.SMALL if each.nbytes <= 10**6 else QueueLane.LARGE for each in ready}
         busy = {lane for lane in QueueLane if sum(b.lane is lane for b, _ in self.executor.running) >= 2}
         assert not (ready and free and lanes - busy) or self.executor.launching

@@ -38,7 +38,7 @@ def _unnoted(outcome) -> None:
 
 def test_batches_run_on_one_thread_of_their_own(executor, backend, replies):
     for _ in range(3):
-        executor.run(Batch((job(1, 4),)), _unnoted, replies)
+        executor.run_batch(Batch((job(1, 4),)), _unnoted, replies)
         assert isinstance(replies.next().value, BatchResult)
     assert len(backend.threads) == 1
     assert threading.get_ident() not in backend.threads
@@ -46,9 +46,9 @@ def test_batches_run_on_one_thread_of_their_own(executor, backend, replies):
 
 def test_what_may_compile_keeps_no_batch_waiting(executor, backend, replies):
     backend.may_load.clear()
-    executor.load(Op.RMS_NORM, tensor(4), None, replies)
-    executor.compile(job(1, 4), replies)
-    executor.run(Batch((job(1, 4),)), _unnoted, replies)
+    executor.load_parameters(Op.RMS_NORM, tensor(4), None, replies)
+    executor.compile_kernels(job(1, 4), replies)
+    executor.run_batch(Batch((job(1, 4),)), _unnoted, replies)
     assert replies.next().value is EXECUTION
     backend.may_load.set()
     assert replies.next().error is replies.next().error is None
@@ -65,20 +65,20 @@ def test_what_may_compile_keeps_no_batch_waiting(executor, backend, replies):
 )
 def test_errors_come_back_as_what_they_mean(executor, backend, replies, raised, meant):
     backend.error = raised
-    executor.run(Batch((job(1, 4),)), _unnoted, replies)
+    executor.run_batch(Batch((job(1, 4),)), _unnoted, replies)
     assert type(replies.next().error) is meant
 
 
 def fly(executor, backend, replies, lane=QueueLane.SMALL) -> Landing:
     landing = Landing()
     backend.results.append(landing)
-    executor.run(Batch((job(1, 4),), lane), _unnoted, replies)
+    executor.run_batch(Batch((job(1, 4),), lane), _unnoted, replies)
     return landing
 
 
 def test_owner_goes_on_while_a_batch_is_in_flight(executor, backend, replies):
     landing = fly(executor, backend, replies)
-    executor.run(Batch((job(1, 4),)), _unnoted, replies)
+    executor.run_batch(Batch((job(1, 4),)), _unnoted, replies)
     assert replies.next().error is None
     landing.may_end.set()
     outcome = replies.next()
@@ -98,11 +98,11 @@ def test_small_batch_lands_before_a_large_one_that_took_off_earlier(executor, ba
 
 def test_start_is_that_of_the_take_off(executor, backend, replies):
     landing = fly(executor, backend, replies)
-    executor.run(Batch((job(1, 4),)), _unnoted, replies)
+    executor.run_batch(Batch((job(1, 4),)), _unnoted, replies)
     replies.next()
     landed = time.perf_counter()
     landing.may_end.set()
-    assert replies.next().started < landed
+    assert replies.next().started_at < landed
 
 
 def test_error_in_flight_comes_back_as_what_it_means(executor, backend, replies):
@@ -116,7 +116,7 @@ def test_batch_that_runs_here_has_landed_when_the_caller_gets_it(executor, backe
     landing = Landing()
     landing.may_end.set()
     backend.results.append(landing)
-    assert executor.run_here(Batch((job(1, 4),))).value is EXECUTION
+    assert executor.run_inline(Batch((job(1, 4),))).value is EXECUTION
     assert landing.thread == threading.get_ident()
     assert len(replies.all) == 1
 
@@ -124,25 +124,25 @@ def test_batch_that_runs_here_has_landed_when_the_caller_gets_it(executor, backe
 def test_batch_that_takes_long_is_not_waited_for_here(executor, backend, replies):
     landing = Landing()
     backend.results.append(landing)
-    outcome = executor.run_here(Batch((job(1, 4),)))
-    executor.await_landing(outcome, QueueLane.SMALL, replies)
+    outcome = executor.run_inline(Batch((job(1, 4),)))
+    executor.wait_on_thread(outcome, QueueLane.SMALL, replies)
     took_off = time.perf_counter()
     landing.may_end.set()
     outcome = replies.next()
     assert outcome.value is EXECUTION
-    assert outcome.started < took_off
+    assert outcome.started_at < took_off
     assert landing.thread != threading.get_ident()
 
 
 def test_a_batch_is_launched_here_while_the_owner_has_nothing_to_do(executor, backend, replies):
     batch = Batch((job(1, 4),))
-    assert executor.launches_here(batch)
+    assert executor.can_launch_inline(batch)
     landing = Landing()
     backend.results.append(landing)
-    outcome = executor.launch_here(batch)
+    outcome = executor.launch_inline(batch)
     assert outcome.value is landing
     assert threading.get_ident() in backend.threads
-    executor.await_landing(outcome, QueueLane.LARGE, replies)
+    executor.wait_on_thread(outcome, QueueLane.LARGE, replies)
     landing.may_end.set()
     assert replies.next().value is EXECUTION
 
@@ -150,37 +150,37 @@ def test_a_batch_is_launched_here_while_the_owner_has_nothing_to_do(executor, ba
 def test_what_became_of_a_flight_is_known_once_it_has_landed(executor, backend):
     landing = Landing()
     backend.results.append(landing)
-    outcome = executor.launch_here(Batch((job(1, 4),)))
-    assert executor.landed(outcome) is None
+    outcome = executor.launch_inline(Batch((job(1, 4),)))
+    assert executor.poll_launch(outcome) is None
     landing.may_end.set()
-    landed = executor.landed(outcome)
+    landed = executor.poll_launch(outcome)
     assert landed.value is EXECUTION
-    assert landed.started == outcome.started
+    assert landed.started_at == outcome.started_at
     landing.error = MemoryError()
-    assert isinstance(executor.landed(outcome).error, DeviceOutOfMemoryError)
+    assert isinstance(executor.poll_launch(outcome).error, DeviceOutOfMemoryError)
 
 
 def test_the_launch_of_a_batch_is_reported_before_its_end(executor, backend, replies):
     landing = Landing()
     backend.results.append(landing)
-    executor.run(Batch((job(1, 4),)), replies, replies)
+    executor.run_batch(Batch((job(1, 4),)), replies, replies)
     assert replies.next().value is landing
     landing.may_end.set()
     assert replies.next().value is EXECUTION
 
 
 def test_only_the_end_is_reported_of_a_batch_that_is_never_in_flight(executor, backend, replies):
-    executor.run(Batch((job(1, 4),)), replies, replies)
+    executor.run_batch(Batch((job(1, 4),)), replies, replies)
     assert replies.next().value is EXECUTION
     backend.error = MemoryError()
-    executor.run(Batch((job(1, 4),)), replies, replies)
+    executor.run_batch(Batch((job(1, 4),)), replies, replies)
     assert isinstance(replies.next().error, DeviceOutOfMemoryError)
     assert len(replies.all) == 3
 
 
 def test_what_would_wait_for_something_is_not_launched_here(executor, backend):
     backend.is_ready = False
-    assert not executor.launches_here(Batch((job(1, 4),)))
+    assert not executor.can_launch_inline(Batch((job(1, 4),)))
 
 
 def test_batch_that_crashes_here_says_what_it_means(executor, backend, replies):
@@ -188,14 +188,14 @@ def test_batch_that_crashes_here_says_what_it_means(executor, backend, replies):
     landing.may_end.set()
     landing.error = MemoryError()
     backend.results.append(landing)
-    assert isinstance(executor.run_here(Batch((job(1, 4),))).error, DeviceOutOfMemoryError)
+    assert isinstance(executor.run_inline(Batch((job(1, 4),))).error, DeviceOutOfMemoryError)
 
 
 def test_device_that_fails_while_it_is_watched_says_what_it_means(executor, backend, replies):
     landing = Landing()
     landing.fault = DeviceFailureError("gone")
     backend.results.append(landing)
-    assert executor.run_here(Batch((job(1, 4),))).error.detail == "gone"
+    assert executor.run_inline(Batch((job(1, 4),))).error.detail == "gone"
     assert len(replies.all) == 1
 
 
@@ -208,13 +208,13 @@ def test_stop_waits_for_what_is_in_flight(executor, backend, replies):
 
 def test_unknown_error_is_logged_and_not_told(executor, backend, replies, caplog):
     backend.error = ZeroDivisionError("a secret")
-    executor.run(Batch((job(1, 4),)), _unnoted, replies)
+    executor.run_batch(Batch((job(1, 4),)), _unnoted, replies)
     error = replies.next().error
     assert error.code == "internal"
     assert "secret" not in error.detail
     assert "ZeroDivisionError" in caplog.text
     backend.error = None
-    executor.run(Batch((job(1, 4),)), _unnoted, replies)
+    executor.run_batch(Batch((job(1, 4),)), _unnoted, replies)
     assert replies.next().error is None
 
 
@@ -229,7 +229,7 @@ def test_unknown_error_is_logged_and_not_told(executor, backend, replies, caplog
 )
 def test_the_last_error_is_one_that_no_request_is_to_blame_for(executor, backend, replies, raised, is_kept):
     backend.error = raised
-    executor.run(Batch((job(1, 4),)), _unnoted, replies)
+    executor.run_batch(Batch((job(1, 4),)), _unnoted, replies)
     replies.next()
     assert (type(raised).__name__ in executor.last_error) == is_kept
     assert bool(executor.last_error) == is_kept
@@ -240,17 +240,17 @@ def test_the_last_error_is_one_that_no_request_is_to_blame_for(executor, backend
     [(16, False, True), (17, False, False), (17, True, True), (2**18, True, True)],
 )
 def test_what_is_tiny_and_what_the_device_has_already_is_over_soon(executor, backend, cols, on_device, is_soon):
-    backend.inline_bytes = 64
+    backend.max_inline_bytes = 64
     x = tensor(1, cols)
     if on_device:
         x = DeviceTensor(x.dtype, x.shape, x.data)
-    assert executor.runs_soon(Batch((job(1, cols, tensors={"x": x}),))) == is_soon
+    assert executor.is_inline_size(Batch((job(1, cols, tensors={"x": x}),))) == is_soon
 
 
 def test_stop_finishes_what_was_handed_in(backend, replies):
     executor = Executor(lambda: backend)
     executor.start(replies)
-    executor.run(Batch((job(1, 4),)), _unnoted, replies)
+    executor.run_batch(Batch((job(1, 4),)), _unnoted, replies)
     executor.stop(20)
     assert len(replies.all) == 2
 
@@ -272,11 +272,11 @@ def test_whoever_waits_is_answered_though_there_is_no_memory_for_the_words(execu
         raise MemoryError
 
     backend.error = MemoryError()
-    monkeypatch.setattr(backend, "translate", without_memory)
-    executor.run(Batch((job(1, 4),)), _unnoted, replies)
+    monkeypatch.setattr(backend, "translate_error", without_memory)
+    executor.run_batch(Batch((job(1, 4),)), _unnoted, replies)
     assert replies.next().error.code == "device_out_of_memory"
     backend.error = None
-    executor.run(Batch((job(1, 4),)), _unnoted, replies)
+    executor.run_batch(Batch((job(1, 4),)), _unnoted, replies)
     assert replies.next().error is None
 
 
@@ -289,7 +289,7 @@ def test_an_answer_that_found_no_memory_is_given_as_soon_as_there_is_some(execut
             raise MemoryError
         replies(outcome)
 
-    executor.run(Batch((job(1, 4),)), _unnoted, reply)
+    executor.run_batch(Batch((job(1, 4),)), _unnoted, reply)
     assert replies.next().error.code == "device_out_of_memory"
-    executor.run(Batch((job(1, 4),)), _unnoted, replies)
+    executor.run_batch(Batch((job(1, 4),)), _unnoted, replies)
     assert replies.next().error is None

@@ -16,7 +16,7 @@ def tensor(values: np.ndarray) -> HostTensor:
 
 def job(rows: int, place: memoryview | None = None) -> NormJob:
     x = np.zeros((rows, 16), np.float32)
-    return NormJob(SPEC, {"x": tensor(x)}, places=None if place is None else {"y": place})
+    return NormJob(SPEC, {"x": tensor(x)}, result_buffers=None if place is None else {"y": place})
 
 
 def execution(*results: np.ndarray) -> BatchResult:
@@ -27,7 +27,7 @@ class Flying(PendingLaunch):
     def __init__(self, landed: BatchResult) -> None:
         self._landed = landed
 
-    def lands_within(self, seconds: float) -> bool:
+    def poll(self, seconds: float) -> bool:
         return seconds > 1
 
     def wait(self) -> BatchResult:
@@ -41,21 +41,21 @@ def test_a_result_lies_in_its_place_and_another_jobs_where_it_was(rows):
     batch = Batch((job(rows, place.data), job(1)))
     value = execution(y, other)
     moved = fill_result_buffers(batch, value)
-    assert moved.outputs[0]["y"].shape == (rows, 16)
+    assert moved.results[0]["y"].shape == (rows, 16)
     assert (place[: 64 * rows].view(np.float32) == 2).all()
     assert (place[64 * rows :] == 9).all()
-    assert len(moved.outputs[0]["y"].data) == 64 * rows
-    assert moved.outputs[1] is value.outputs[1]
+    assert len(moved.results[0]["y"].data) == 64 * rows
+    assert moved.results[1] is value.results[1]
     assert moved.copy_out_s > 0.25
     flight = fill_result_buffers(batch, Flying(value))
-    assert not flight.lands_within(0)
+    assert not flight.poll(0)
     place[:] = 0
-    assert flight.wait().outputs[0]["y"].shape == (rows, 16)
+    assert flight.wait().results[0]["y"].shape == (rows, 16)
     assert (place[: 64 * rows].view(np.float32) == 2).all()
 
 
 def test_what_the_backend_has_placed_is_not_looked_at():
-    value = execution(np.zeros((3, 16), np.float32))._replace(are_placed=True)
+    value = execution(np.zeros((3, 16), np.float32))._replace(has_filled_buffers=True)
     batch = Batch((job(3, memoryview(bytearray(192))),))
     assert fill_result_buffers(batch, value) is value
     assert fill_result_buffers(batch, Flying(value)).wait() is value
@@ -65,7 +65,7 @@ def test_what_lies_there_already_stays():
     y = np.arange(16 * 4000, dtype=np.float32).reshape(-1, 16)
     place = y.reshape(-1).view(np.uint8).data
     moved = fill_result_buffers(Batch((job(4000, place),)), execution(y))
-    assert np.shares_memory(np.frombuffer(moved.outputs[0]["y"].data, np.uint8), y)
+    assert np.shares_memory(np.frombuffer(moved.results[0]["y"].data, np.uint8), y)
     assert y[3999, 15] == 16 * 4000 - 1
 
 

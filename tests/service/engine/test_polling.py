@@ -50,10 +50,10 @@ def iterations(begin) -> int:
 
 def exchange(polling, clock, pause_s) -> None:
     """A message is sent, another one comes after a pause and is answered."""
-    polling.note_sent()
+    polling.record_sent()
     clock.now += pause_s
-    polling.note_received()
-    polling.note_sent()
+    polling.record_received()
+    polling.record_sent()
 
 
 def test_after_a_prompt_message_it_polls_for_a_while(clock):
@@ -76,9 +76,9 @@ def test_several_connections_poll_as_one(clock):
 
 def test_it_does_not_poll_while_requests_are_computed(clock):
     progress = CompletionTracker()
-    progress.begin()
+    progress.begin_work()
     assert iterations(lambda: exchange(BusyPoller(progress), clock, 0)) == 1
-    progress.end()
+    progress.end_work()
     assert iterations(lambda: exchange(BusyPoller(progress), clock, 0)) > 10
 
 

@@ -24,41 +24,41 @@ def progress(clock):
 
 
 def test_without_work_nothing_stalls(progress, clock):
-    assert progress.idle_s == 0
-    progress.begin()
-    progress.end()
+    assert progress.stalled_s == 0
+    progress.begin_work()
+    progress.end_work()
     clock.now += 100
-    assert progress.idle_s == 0
+    assert progress.stalled_s == 0
 
 
 def test_time_counts_from_the_first_that_waits(progress, clock):
     clock.now += 100
-    progress.begin()
+    progress.begin_work()
     clock.now += 5
-    progress.begin()
+    progress.begin_work()
     clock.now += 5
-    assert progress.idle_s == 10
+    assert progress.stalled_s == 10
 
 
 def test_whatever_is_finished_is_progress(progress, clock):
-    progress.begin()
+    progress.begin_work()
     for _ in range(10):
-        progress.begin()
+        progress.begin_work()
         clock.now += 9
-        progress.end()
+        progress.end_work()
     clock.now += 1
-    assert progress.idle_s == 1
+    assert progress.stalled_s == 1
 
 
 @pytest.mark.parametrize("place", ["requests", "launches"])
 def test_either_of_requests_and_launches_may_stall(clock, place):
     launches = CompletionTracker(clock)
     watch = StallDetector(60, launches)
-    watch.requests = CompletionTracker(clock)
-    (launches if place == "launches" else watch.requests).begin()
+    watch.request_progress = CompletionTracker(clock)
+    (launches if place == "launches" else watch.request_progress).begin_work()
     clock.now += 60
     watch.require_progress()
     clock.now += 1
-    assert watch.seconds == 61
+    assert watch.stalled_s == 61
     with pytest.raises(StalledError, match="61 s"):
         watch.require_progress()

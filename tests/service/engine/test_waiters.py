@@ -29,9 +29,9 @@ def execution_of(*jobs) -> BatchResult:
 async def test_each_gets_its_own_and_what_the_launch_cost():
     replies, jobs, told = PendingJobs(pytest.fail), (job(1, 4), job(3, 4)), []
     for each in jobs:
-        replies.expect(each, FAR, told.append)
-    replies.note_start(Batch(jobs))
-    replies.give(Batch(jobs), execution_of(*jobs), time.perf_counter())
+        replies.add(each, FAR, told.append)
+    replies.record_start(Batch(jobs))
+    replies.resolve(Batch(jobs), execution_of(*jobs), time.perf_counter())
     for each, result in zip(jobs, told, strict=True):
         assert result.tensors["y"] is each.x
         assert (result.kernel_bytes, result.launch_bytes, result.batch_size) == (10 * each.rows, 40, 2)
@@ -40,24 +40,24 @@ async def test_each_gets_its_own_and_what_the_launch_cost():
 @on_a_loop
 async def test_whoever_waits_no_more_is_left_out():
     replies, here, left, told = PendingJobs(pytest.fail), job(1, 4), job(1, 4), []
-    replies.expect(here, FAR, told.append)
-    replies.expect(left, FAR, pytest.fail)
-    replies.forget(left)
-    assert replies.is_awaited(here)
-    assert not replies.is_awaited(left)
-    replies.give(Batch((here, left)), execution_of(here, left), time.perf_counter())
+    replies.add(here, FAR, told.append)
+    replies.add(left, FAR, pytest.fail)
+    replies.remove(left)
+    assert replies.is_pending(here)
+    assert not replies.is_pending(left)
+    replies.resolve(Batch((here, left)), execution_of(here, left), time.perf_counter())
     (result,) = told
     assert result.batch_size == 2
-    assert not replies.is_awaited(here)
+    assert not replies.is_pending(here)
 
 
 @on_a_loop
 async def test_each_is_told_once():
     replies, work, told = PendingJobs(pytest.fail), job(1, 4), []
-    replies.expect(work, FAR, told.append)
-    replies.refuse((work,), DeviceOutOfMemoryError("dry"))
-    replies.give(Batch((work,)), execution_of(work), time.perf_counter())
-    replies.refuse_all(DeviceOutOfMemoryError("again"))
+    replies.add(work, FAR, told.append)
+    replies.fail((work,), DeviceOutOfMemoryError("dry"))
+    replies.resolve(Batch((work,)), execution_of(work), time.perf_counter())
+    replies.fail_all(DeviceOutOfMemoryError("again"))
     assert [str(each) for each in told] == ["dry"]
 
 
@@ -67,17 +67,17 @@ async def test_who_is_told_may_forget_its_job_and_ask_again():
 
     def ask_again(result):
         told.append(result)
-        replies.forget(jobs[0])
-        replies.expect(next_job, FAR, told.append)
+        replies.remove(jobs[0])
+        replies.add(next_job, FAR, told.append)
 
-    replies.expect(jobs[0], FAR, ask_again)
-    replies.expect(jobs[1], FAR, told.append)
-    replies.note_start(Batch(jobs))
-    replies.give(Batch(jobs), execution_of(*jobs), time.perf_counter())
+    replies.add(jobs[0], FAR, ask_again)
+    replies.add(jobs[1], FAR, told.append)
+    replies.record_start(Batch(jobs))
+    replies.resolve(Batch(jobs), execution_of(*jobs), time.perf_counter())
     # It has run: there is no deadline to keep.
-    replies.keep_deadline(jobs[0])
+    replies.enforce_deadline(jobs[0])
     assert len(told) == 2
-    assert replies.is_awaited(next_job)
+    assert replies.is_pending(next_job)
 
 
 @on_a_loop
@@ -89,8 +89,8 @@ async def test_late_job_is_taken_out_before_its_caller_hears_of_it():
         late.append(type(error))
         told.set()
 
-    replies.expect(work, time.perf_counter() + 0.001, hear)
-    replies.keep_deadline(work)
+    replies.add(work, time.perf_counter() + 0.001, hear)
+    replies.enforce_deadline(work)
     await told.wait()
     assert late == [work, DeadlineExceededError]
 
@@ -108,14 +108,14 @@ async def test_each_is_late_at_its_own_time_in_whatever_order_they_came():
     # The timer is set, set to an earlier time, left as it is, and set once more after it has ended.
     for number, seconds in enumerate((60.0, 0.01, 0.05, 60.0)):
         deadlines.append(time.perf_counter() + seconds)
-        replies.expect(jobs[number], deadlines[number], functools.partial(hear, number))
-        replies.keep_deadline(jobs[number])
+        replies.add(jobs[number], deadlines[number], functools.partial(hear, number))
+        replies.enforce_deadline(jobs[number])
     await all_told.wait()
     assert late == [jobs[1], jobs[2]]
     assert {error for error, _ in told.values()} == {DeadlineExceededError}
     assert all(told[number][1] >= deadlines[number] for number in (1, 2))
-    assert replies.is_awaited(jobs[0])
-    assert replies.is_awaited(jobs[3])
+    assert replies.is_pending(jobs[0])
+    assert replies.is_pending(jobs[3])
 
 
 @on_a_loop
@@ -123,10 +123,10 @@ async def test_a_deadline_is_kept_though_an_earlier_one_counts_no_more():
     late, told = [], asyncio.Event()
     replies, runs, gone, waits = PendingJobs(late.append), job(1, 4), job(1, 4), job(1, 4)
     for number, each in enumerate((runs, gone, waits)):
-        replies.expect(each, time.perf_counter() + 0.01 * (number + 1), lambda _: told.set())
-        replies.keep_deadline(each)
-    replies.note_start(Batch((runs,)))
-    replies.forget(gone)
+        replies.add(each, time.perf_counter() + 0.01 * (number + 1), lambda _: told.set())
+        replies.enforce_deadline(each)
+    replies.record_start(Batch((runs,)))
+    replies.remove(gone)
     await told.wait()
     assert late == [waits]
 
@@ -134,10 +134,10 @@ async def test_a_deadline_is_kept_though_an_earlier_one_counts_no_more():
 @on_a_loop
 async def test_what_runs_is_late_no_more():
     replies, work = PendingJobs(pytest.fail), job(1, 4)
-    replies.expect(work, time.perf_counter() + 0.1, pytest.fail)
-    replies.keep_deadline(work)
-    replies.note_start(Batch((work,)))
-    replies.keep_deadline(work)
+    replies.add(work, time.perf_counter() + 0.1, pytest.fail)
+    replies.enforce_deadline(work)
+    replies.record_start(Batch((work,)))
+    replies.enforce_deadline(work)
     await asyncio.sleep(0.11)
 
 
@@ -145,16 +145,16 @@ async def test_what_runs_is_late_no_more():
 async def test_deadline_that_has_passed_is_not_waited_for():
     replies, work = PendingJobs(pytest.fail), job(1, 4)
     with pytest.raises(DeadlineExceededError):
-        replies.expect(work, time.perf_counter(), pytest.fail)
-    assert not replies.is_awaited(work)
+        replies.add(work, time.perf_counter(), pytest.fail)
+    assert not replies.is_pending(work)
 
 
 @on_a_loop
 async def test_errors_are_not_shared():
     replies, jobs, told = PendingJobs(pytest.fail), (job(1, 4), job(1, 4)), []
     for each in jobs:
-        replies.expect(each, FAR, told.append)
+        replies.add(each, FAR, told.append)
     error = DeviceOutOfMemoryError("dry")
-    replies.refuse_all(error)
+    replies.fail_all(error)
     assert [str(each) for each in told] == ["dry", "dry"]
     assert len({id(each) for each in (*told, error)}) == 3

@@ -19,10 +19,10 @@ from tests.service.engine.fake_engine import Scene
 def make_exchange(limits: AdmissionBudget, reception: Any, address: str = "127.0.0.1") -> Any:
     """Return as much of a request as its body takes; `permit` is None until it has one."""
     caller = ClientIdentity(address)
-    exchange = SimpleNamespace(reception=reception, permit=None)
+    exchange = SimpleNamespace(incoming_body=reception, permit=None)
 
     def acquire_permit(nbytes: int) -> Permit:
-        exchange.permit = limits.acquire(nbytes, caller.tenant, caller.max_inflight_bytes)
+        exchange.permit = limits.acquire(nbytes, caller.tenant_name, caller.max_inflight_bytes)
         return exchange.permit
 
     exchange.acquire_permit = acquire_permit
@@ -39,13 +39,13 @@ class ExchangeScene:
         admission = MemoryAdmission(engine, max_bytes)
         services = RequestServices(engine, self.limits, admission, self.progress, self.scene.metrics, timeout_ms)
         reception = IncomingBody(0, bytearray)
-        reception.complete()
+        reception.mark_complete()
         scope = {"path": "/", "state": {"reception": reception, "sending": AsgiResponseSender(None)}}
-        record = RequestRecord(stages={"recv": 0.0})
+        record = RequestRecord(stage_seconds={"recv": 0.0})
         self.exchange = HttpExchange(
             services, "id", {}, ClientIdentity("somebody"), record, scope, lambda scope: "/"
         )
 
     async def start(self) -> None:
         await self.scene.engine.start()
-        self.scene.engine.open()
+        self.scene.engine.accept_jobs()

@@ -20,21 +20,21 @@ class Reception:
     """Asks for memory for all that was announced."""
 
     def __init__(self, announced: int) -> None:
-        self.announced = announced
+        self.content_length = announced
 
     is_complete = True
 
-    def require_open(self):
+    def require_not_aborted(self):
         """It is."""
 
-    async def into(self, make_room, **how_slow):
-        return make_room(self.announced)[: self.announced]
+    async def receive_into(self, make_room, **how_slow):
+        return make_room(self.content_length)[: self.content_length]
 
 
 class CutOff(Reception):
     """Was ended before anybody asked for it."""
 
-    def require_open(self):
+    def require_not_aborted(self):
         raise RequestTimeoutError("too slow")
 
 
@@ -59,16 +59,16 @@ def made_on(slabs):
 class Chunked:
     """Outgrows the memory that it was given twice."""
 
-    announced = None
+    content_length = None
     is_complete = True
 
-    def require_open(self):
+    def require_not_aborted(self):
         """It is."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
 
-    async def into(self, make_room, **how_slow):
+    async def receive_into(self, make_room, **how_slow):
         for share in (8, 4):
             make_room(self.nbytes // share)
         room = make_room(self.nbytes)
@@ -79,7 +79,7 @@ class Chunked:
 def read(slabs: SlabPool, nbytes: int, reception: type = Reception) -> memoryview:
     reader = BodyReader(slabs, 64 * MIB, 5.0, 5.0)
     exchange = make_exchange(AdmissionBudget(max_requests=4, max_bytes=64 * MIB), reception(nbytes))
-    return asyncio.run(reader.read(exchange))
+    return asyncio.run(reader.receive_body(exchange))
 
 
 def test_memory_that_takes_long_to_make_is_made_beside_the_loop(slabs, made_on):
@@ -104,7 +104,7 @@ def test_no_memory_is_to_come_back_later(slabs, is_slow):
     def nothing_left(nbytes):
         raise MemoryError
 
-    slabs.source = SlabAllocator(nothing_left, steps=4, is_slow=is_slow)
+    slabs.source = SlabAllocator(nothing_left, sizes_per_doubling=4, is_slow=is_slow)
     with pytest.raises(OverloadedError):
         read(slabs, 8 * MIB)
     assert slabs.used_bytes == 0
@@ -114,7 +114,7 @@ def test_a_body_that_was_cut_off_before_needs_no_permit(slabs):
     reader = BodyReader(slabs, 64 * MIB, 5.0, 5.0)
     exchange = make_exchange(AdmissionBudget(max_requests=0, max_bytes=0), CutOff(8 * MIB))
     with pytest.raises(RequestTimeoutError):
-        asyncio.run(reader.read(exchange))
+        asyncio.run(reader.receive_body(exchange))
     assert exchange.permit is None
 
 
@@ -151,12 +151,12 @@ def test_a_body_that_stalls_gives_its_place_and_its_memory_to_the_next_at_once(s
     async def stall() -> None:
         stalls = RealReception(announced, lambda: bytearray(b"first"))
         exchange = make_exchange(limits, stalls)
-        reading = asyncio.ensure_future(reader.read(exchange))
+        reading = asyncio.ensure_future(reader.receive_body(exchange))
         await asyncio.sleep(0)
         assert slabs.used_bytes > 0
         now[0] += 2
         limits.acquire(8 * MIB, "10.0.0.1")
-        assert (limits.requests, limits.bytes, slabs.used_bytes) == (1, 8 * MIB, 0)
+        assert (limits.request_count, limits.used_bytes, slabs.used_bytes) == (1, 8 * MIB, 0)
         with pytest.raises(RequestTimeoutError):
             await reading
 
@@ -164,15 +164,15 @@ def test_a_body_that_stalls_gives_its_place_and_its_memory_to_the_next_at_once(s
 
 
 def reader(slabs: SlabPool) -> BodyReader:
-    return BodyReader(slabs, MIB, pause_s=5, total_s=5)
+    return BodyReader(slabs, MIB, max_pause_s=5, max_total_s=5)
 
 
 def test_no_body_is_received_before_the_server_is_ready(slabs):
     async def run():
         asked = ExchangeScene()
         with pytest.raises(NotReadyError):
-            await reader(slabs).receive(asked.exchange)
-        assert asked.limits.requests == 0
+            await reader(slabs).receive_operation_body(asked.exchange)
+        assert asked.limits.request_count == 0
         assert asked.exchange.permit is None
         assert asked.progress.is_idle
 
@@ -183,10 +183,13 @@ def test_work_begins_once_the_body_is_whole(slabs):
     async def run():
         asked = ExchangeScene()
         await asked.start()
-        assert bytes(await reader(slabs).receive(asked.exchange)) == b""
+        assert bytes(await reader(slabs).receive_operation_body(asked.exchange)) == b""
         record = asked.exchange.record
-        assert (record.stages["recv"], record.waiting_in) == (asked.exchange.reception.seconds, "parse")
+        assert (record.stage_seconds["recv"], record.current_stage) == (
+            asked.exchange.incoming_body.receive_s,
+            "parse",
+        )
         assert not asked.progress.is_idle
-        assert asked.limits.requests == 1
+        assert asked.limits.request_count == 1
 
     asyncio.run(run())

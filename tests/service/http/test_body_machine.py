@@ -27,7 +27,7 @@ class Client:
         self.sent = bytearray()
         self.reception = IncomingBody(announced, bytearray)
         if not announced and announced is not None:
-            self.reception.complete()
+            self.reception.mark_complete()
         self.exchange = make_exchange(machine.limits, self.reception, address)
         self.computed = asyncio.Event()
         self.task = machine.loop.create_task(self.serve(machine.reader))
@@ -49,26 +49,26 @@ class Client:
     async def read(self, reader: BodyReader) -> memoryview:
         """The body, or nothing is held any more: an answer may take its time."""
         try:
-            return await reader.read(self.exchange)
+            return await reader.receive_body(self.exchange)
         except NormserveError:
-            assert self.exchange.permit is None or self.exchange.permit._limits is None
-            assert not self.reception.is_filling
+            assert self.exchange.permit is None or self.exchange.permit._budget is None
+            assert not self.reception.is_receiving
             raise
 
     def send(self, piece: bytes) -> None:
         """As the connection does: bytes that nobody receives are lost here."""
         piece = piece[: self.left]
-        if not self.reception.is_filling or self.reception.is_complete:
+        if not self.reception.is_receiving or self.reception.is_complete:
             return
         self.left -= len(piece)
         self.sent += piece
         if self.announced is None:
-            self.reception.append(piece)
+            self.reception.append_part(piece)
             return
-        self.reception.room()[: len(piece)] = piece
-        self.reception.advance(len(piece))
+        self.reception.get_free_buffer()[: len(piece)] = piece
+        self.reception.count_received(len(piece))
         if not self.left:
-            self.reception.complete()
+            self.reception.mark_complete()
 
 
 class Machine(RuleBasedStateMachine):
@@ -80,7 +80,7 @@ class Machine(RuleBasedStateMachine):
         self.now = 0.0
         self.limits = AdmissionBudget(max_requests=MAX_REQUESTS, max_bytes=MAX_BYTES, clock=lambda: self.now)
         self.slabs = SlabPool(max_idle_bytes=0)
-        self.reader = BodyReader(self.slabs, MAX_BODY, pause_s=60, total_s=60, min_bytes_per_s=1000)
+        self.reader = BodyReader(self.slabs, MAX_BODY, max_pause_s=60, max_total_s=60, min_bytes_per_s=1000)
         self.clients: list[Client] = []
 
     def turn(self) -> None:
@@ -109,13 +109,13 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def end_chunks(self, data: st.DataObject) -> None:
         client = data.draw(st.sampled_from(self.clients))
-        if client.announced is None and client.reception.is_filling:
-            client.reception.complete()
+        if client.announced is None and client.reception.is_receiving:
+            client.reception.mark_complete()
 
     @precondition(lambda self: self.clients)
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
-        data.draw(st.sampled_from(self.clients)).reception.fail(ClientLeftError("gone"))
+        data.draw(st.sampled_from(self.clients)).reception.abort(ClientLeftError("gone"))
 
     @precondition(lambda self: self.clients)
     @rule(data=st.data())
@@ -135,24 +135,29 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def budget_is_kept(self) -> None:
         held = [client.exchange.permit for client in self.clients if client.exchange.permit is not None]
-        inside = [permit for permit in held if permit._limits is not None]
-        assert self.limits.requests == len(inside) <= MAX_REQUESTS
-        assert self.limits.bytes == sum(permit.nbytes for permit in inside) <= MAX_BYTES
+        inside = [permit for permit in held if permit._budget is not None]
+        assert self.limits.request_count == len(inside) <= MAX_REQUESTS
+        assert self.limits.used_bytes == sum(permit.nbytes for permit in inside) <= MAX_BYTES
 
     @invariant()
     def memory_is_what_permits_say(self) -> None:
         # A slab of 10 bytes is 64 KiB long.
-        if self.slabs.used_bytes > self.limits.bytes + MAX_REQUESTS * 65536:
-            # The error of a body that was cut off may be in a cycle with the frame that holds the body.
+        if self.slabs.used_bytes > self.limits.used_bytes + MAX_REQUESTS * 65536:
+            # The error of a body that was cut off may be in a cycle with the frame that holds the body; a cancelled
+            # task keeps its error.
+            for client in self.clients:
+                if client.task.cancelled():
+                    client.task = self.loop.create_future()
+                    client.task.cancel()
             gc.collect()
-        assert self.slabs.used_bytes <= self.limits.bytes + MAX_REQUESTS * 65536
+        assert self.slabs.used_bytes <= self.limits.used_bytes + MAX_REQUESTS * 65536
 
     def end_all(self) -> None:
         """What came whole is computed, the others leave.  No name outlives it: a cancelled task holds its body."""
         for client in self.clients:
             client.computed.set()
             if not client.reception.is_complete:
-                client.reception.fail(ClientLeftError("gone"))
+                client.reception.abort(ClientLeftError("gone"))
         self.turn()
 
     def teardown(self) -> None:
@@ -164,8 +169,8 @@ class Machine(RuleBasedStateMachine):
             # A cancelled task, its error, the frame in that and the client are a cycle.
             del self.clients.pop().task
         gc.collect()
-        assert (self.limits.requests, self.limits.bytes, self.slabs.used_bytes) == (0, 0, 0)
-        assert not self.limits._receiving
+        assert (self.limits.request_count, self.limits.used_bytes, self.slabs.used_bytes) == (0, 0, 0)
+        assert not self.limits._body_rates
         self.loop.close()
 
 

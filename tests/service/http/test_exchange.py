@@ -38,7 +38,7 @@ class Asked(ExchangeScene):
         # The frame holds it, as that of a route does.
         job = self.job
         self.exchange.charge_memory(job, self.cost, self.body_bytes)
-        self.exchange.begin_job(job, timeout_ms)
+        self.exchange.submit_job(job, timeout_ms)
         return await self.exchange.await_result()
 
 
@@ -47,7 +47,7 @@ def played(body, **options) -> None:
         asked = Asked(**options)
         await asked.start()
         await body(asked)
-        assert asked.exchange.sending.on_departure is None
+        assert asked.exchange.response_sender.on_disconnect is None
 
     asyncio.run(asyncio.wait_for(run(), 20))
 
@@ -56,9 +56,9 @@ def test_a_job_is_computed_and_its_record_says_where_it_is():
     async def body(asked):
         running, record = asked.run(), asked.exchange.record
         await turn()
-        assert (record.dtype, record.rows, record.waiting_in) == ("float32", 2, "queue")
-        assert record.stages["parse"] >= 0
-        assert asked.limits.requests == 1
+        assert (record.dtype, record.rows, record.current_stage) == ("float32", 2, "queue")
+        assert record.stage_seconds["parse"] >= 0
+        assert asked.limits.request_count == 1
         asked.scene.executor.finish()
         result = await running
         assert result.tensors["y"] is asked.job.x
@@ -70,11 +70,11 @@ def test_results_are_charged_before_they_are_computed():
     async def body(asked):
         running = asked.run()
         await turn()
-        assert asked.limits.bytes >= 2 * asked.body_bytes
+        assert asked.limits.used_bytes >= 2 * asked.body_bytes
         asked.scene.executor.finish()
         await running
         # Until the response has been sent.
-        assert asked.limits.bytes >= 2 * asked.body_bytes
+        assert asked.limits.used_bytes >= 2 * asked.body_bytes
 
     played(body, rows=2**14)
 
@@ -104,7 +104,7 @@ def test_the_deadline_is_the_requests_or_the_servers(default, given):
 
 def test_time_that_the_body_took_counts():
     async def body(asked):
-        asked.exchange.record.began = time.perf_counter() - 30
+        asked.exchange.record.began_at = time.perf_counter() - 30
         with pytest.raises(DeadlineExceededError):
             await asked.run()
 
@@ -117,7 +117,7 @@ def test_who_leaves_in_time_costs_no_launch():
         await turn()
         running = asked.run()
         await turn()
-        asked.exchange.sending.on_departure()
+        asked.exchange.response_sender.on_disconnect()
         with pytest.raises(ClientLeftError):
             await running
         asked.scene.executor.finish()
@@ -131,10 +131,10 @@ def test_who_leaves_while_the_device_works_keeps_the_permit_until_it_is_done():
     async def body(asked):
         running = asked.run()
         await turn()
-        asked.exchange.sending.on_departure()
+        asked.exchange.response_sender.on_disconnect()
         await turn()
         assert not running.done()
-        assert asked.limits.requests == 1
+        assert asked.limits.request_count == 1
         asked.scene.executor.finish()
         await running
 

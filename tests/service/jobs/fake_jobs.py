@@ -28,6 +28,6 @@ def layer(name: str = "a", size: int = 4, **changes: object) -> RegisteredLayer:
         "dtype": DType.FLOAT32,
         "has_bias": True,
         "nbytes": 8 * size,
-        "resident": None,
+        "backend_parameters": None,
     }
     return RegisteredLayer(**described | changes)

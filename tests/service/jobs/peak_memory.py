@@ -46,12 +46,12 @@ def main() -> None:
         before = resident("VmRSS")
         execution = backend.run(Batch((job,)))
         peak = resident("VmHWM") - before
-        results = sum(len(tensor.data) for tensor in execution.outputs[0].values())
+        results = sum(len(tensor.data) for tensor in execution.results[0].values())
         line = {
             "name": name,
             "peak": peak,
-            "model": cost.on_cpu(may_overwrite=may_overwrite),
-            "results": [results, cost.results],
+            "model": cost.count_cpu_bytes(may_overwrite=may_overwrite),
+            "results": [results, cost.result_bytes],
         }
         print(json.dumps(line), flush=True)
         del job, execution

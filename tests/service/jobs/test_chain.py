@@ -12,22 +12,22 @@ from tests.service.jobs.fake_jobs import job, layer
 def test_a_chain_has_what_its_layers_have():
     residents = object(), object()
     layers = [
-        layer("a", eps=1e-3, resident=residents[0]),
-        layer("b", eps=1e-3, dtype=DType.FLOAT16, has_bias=False, nbytes=8, resident=residents[1]),
+        layer("a", eps=1e-3, backend_parameters=residents[0]),
+        layer("b", eps=1e-3, dtype=DType.FLOAT16, has_bias=False, nbytes=8, backend_parameters=residents[1]),
     ]
     chain = make_chain_layer(layers)
     assert (chain.op, chain.name, chain.size, chain.spec.eps) == (Op.LAYER_NORM_CHAIN, "a,b", 4, 1e-3)
     assert chain.nbytes == layers[0].nbytes + 8
-    assert chain.resident.residents == residents
+    assert chain.backend_parameters.layer_parameters == residents
 
 
 def test_kernels_depend_on_the_parameters_of_every_norm():
     plain, half = layer("a"), layer("b", dtype=DType.FLOAT16)
     chains = [make_chain_layer(each) for each in ([plain], [plain, plain], [plain, half], [half, plain])]
-    classes = {job(3, 4, layer=chain, op=Op.LAYER_NORM_CHAIN).kernel_class() for chain in chains}
+    classes = {job(3, 4, layer=chain, op=Op.LAYER_NORM_CHAIN).compute_kernel_class() for chain in chains}
     assert len(classes) == len(chains)
     again = job(7, 4, layer=make_chain_layer([half, plain]), op=Op.LAYER_NORM_CHAIN)
-    assert again.kernel_class() in classes
+    assert again.compute_kernel_class() in classes
 
 
 @pytest.mark.parametrize(

@@ -53,36 +53,36 @@ class TestResults:
         cost = estimate_memory_cost(spec, described(x=x), None)
         assert cost == (12 * MIB, 0, 0)
         cost = estimate_memory_cost(spec, described(x=x, residual=x), None)
-        assert cost.results == 14 * MIB
+        assert cost.result_bytes == 14 * MIB
 
     def test_only_a_large_y_of_xs_size_is_written_over_x(self):
         x = (DType.FLOAT32, (1024, 1024))
         cost = estimate_memory_cost(FORWARD, described(x=x), None)
-        assert (cost.results, cost.reusable) == (4 * MIB, 4 * MIB)
-        assert (cost.on_cpu(may_overwrite=True), cost.on_cpu(may_overwrite=False)) == (0, 4 * MIB)
+        assert (cost.result_bytes, cost.reusable_bytes) == (4 * MIB, 4 * MIB)
+        assert (cost.count_cpu_bytes(may_overwrite=True), cost.count_cpu_bytes(may_overwrite=False)) == (0, 4 * MIB)
         small = (DType.FLOAT32, (256, 1024))
-        assert estimate_memory_cost(FORWARD, described(x=small), None).reusable == 0
+        assert estimate_memory_cost(FORWARD, described(x=small), None).reusable_bytes == 0
         backward = NormSpec(Op.LAYER_NORM, PassDirection.BACKWARD, 1e-5)
-        assert estimate_memory_cost(backward, described(x=x, dy=x), None).reusable == 0
+        assert estimate_memory_cost(backward, described(x=x, dy=x), None).reusable_bytes == 0
 
     def test_gradients_of_a_registered_layer_are_counted(self):
         spec = NormSpec(Op.RMS_NORM, PassDirection.BACKWARD, 1e-5)
         x = (DType.FLOAT16, (3, 64))
         registered = layer(op=Op.RMS_NORM, size=64, has_bias=False)
-        assert estimate_memory_cost(spec, described(x=x, dy=x), registered).results == 2 * 3 * 64 + 4 * 64
+        assert estimate_memory_cost(spec, described(x=x, dy=x), registered).result_bytes == 2 * 3 * 64 + 4 * 64
 
 
 class TestTemporaries:
     def test_short_rows_and_small_groups_need_none_that_grow(self):
         x = (DType.FLOAT16, (2**30, 1))
-        assert estimate_memory_cost(FORWARD, described(x=x), None).temporaries == 0
+        assert estimate_memory_cost(FORWARD, described(x=x), None).temporary_bytes == 0
         spec = NormSpec(Op.GROUP_NORM, PassDirection.FORWARD, 1e-5, 4, ChannelLayout.NHWC)
         x = (DType.FLOAT16, (2**20, 8, 8))
-        assert estimate_memory_cost(spec, described(x=x), None).temporaries == 0
+        assert estimate_memory_cost(spec, described(x=x), None).temporary_bytes == 0
 
     def test_a_long_row_needs_its_float32_copies(self):
         x = (DType.FLOAT16, (1, 2**30))
-        assert estimate_memory_cost(FORWARD, described(x=x), None).temporaries == 8 * 2**30
+        assert estimate_memory_cost(FORWARD, described(x=x), None).temporary_bytes == 8 * 2**30
 
     def test_no_rows_need_nothing(self):
         for op, shape in ((Op.LAYER_NORM, (0, 2**40)), (Op.GROUP_NORM, (0, 2**20, 2**20))):
@@ -93,12 +93,12 @@ class TestTemporaries:
     def test_sizes_do_not_wrap(self):
         x = (DType.FLOAT32, (2**40, 2**40))
         cost = estimate_memory_cost(FORWARD, described(x=x), None)
-        assert cost.results == 4 * 2**80
-        assert cost.temporaries > 2**40
+        assert cost.result_bytes == 4 * 2**80
+        assert cost.temporary_bytes > 2**40
 
 
 def test_cost_comes_with_the_checked_job():
     spec = NormSpec(Op.LAYER_NORM, PassDirection.FORWARD, 1e-5, stats=True)
     job, cost = make_validated_job(spec, {"x": tensor(3, 4)})
     assert job.spec is spec
-    assert cost.results == 48 + 24
+    assert cost.result_bytes == 48 + 24

@@ -41,15 +41,15 @@ class Process:
         self.server = None
 
     async def start(self, *of_checkpoint: str) -> "Process":
-        self.server = await self.siblings.listen()
+        self.server = await self.siblings.start_listening()
         for name in of_checkpoint:
             self.registry.put(layer(name, b"checkpoint"))
-        await self.changes.join()
+        await self.changes.synchronise()
         return self
 
     @property
     def layers(self) -> dict[str, bytes]:
-        return {each.name: each.resident for each in self.registry.all()}
+        return {each.name: each.backend_parameters for each in self.registry.list_layers()}
 
     async def put(self, name: str, query: bytes = b"first") -> bool:
         return (await self.changes.register(name, query, BODY))[1]

@@ -48,7 +48,7 @@ async def test_many_changes_on_all_at_once_end_alike(fleet):
 
     await asyncio.gather(*map(change, range(40)))
     held = await agreed(fleet)
-    entries = [await fleet.a.journal.load(file) for file in await fleet.a.journal.entries()]
+    entries = [await fleet.a.journal.read_entry_file(file) for file in await fleet.a.journal.list_entry_files()]
     assert held == {entry.name: entry.query for entry in entries}
 
 
@@ -90,7 +90,7 @@ async def test_a_full_disk_changes_nothing(fleet):
     def full(pieces):
         raise OSError(28, "No space left on device")
 
-    fleet.a.journal._write = full
+    fleet.a.journal._write_staged = full
     with pytest.raises(StorageError, match="No space left"):
         await fleet.a.put("a", b"second")
     assert await agreed(fleet) == {"a": b"first"}
@@ -103,7 +103,7 @@ async def test_a_disk_that_fails_at_the_last_moment_changes_nothing(fleet):
     async def fail(name) -> None:
         raise StorageError("it fails")
 
-    fleet.a.journal.commit = fleet.a.journal.remove = fail
+    fleet.a.journal.commit_staged = fleet.a.journal.remove = fail
     await fleet.b.put("a")
     for change in (fleet.a.put("a", b"second"), fleet.a.changes.remove("a"), fleet.a.changes.remove("ln")):
         with pytest.raises(StorageError):
@@ -127,7 +127,7 @@ async def test_one_that_hangs_fails_the_change_and_knows_of_none(fleet):
 
 @fleet_of(2)
 async def test_one_that_hangs_after_it_agreed_follows_as_soon_as_it_can(fleet):
-    async with fleet.b.changes._applying:
+    async with fleet.b.changes._apply_lock:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(layer_changes, "_APPLY_S", 0.05)
             await put_while_prepared(fleet)
@@ -137,15 +137,15 @@ async def test_one_that_hangs_after_it_agreed_follows_as_soon_as_it_can(fleet):
 
 async def put_while_prepared(fleet) -> None:
     """Register with `b` prepared, though its lock is held by the test."""
-    held = fleet.b.changes._applying
-    fleet.b.changes._applying = asyncio.Lock()
-    commit = fleet.a.journal.commit
+    held = fleet.b.changes._apply_lock
+    fleet.b.changes._apply_lock = asyncio.Lock()
+    commit = fleet.a.journal.commit_staged
 
     async def commit_and_hang(name: str) -> None:
         await commit(name)
-        fleet.b.changes._applying = held
+        fleet.b.changes._apply_lock = held
 
-    fleet.a.journal.commit = commit_and_hang
+    fleet.a.journal.commit_staged = commit_and_hang
     await fleet.a.put("a")
 
 
@@ -154,16 +154,16 @@ async def test_whoever_ends_in_the_middle_of_a_change_leaves_it_done_or_undone(f
     """Everything that a killed process does for others is that its sockets and its locks go."""
     for committed in (False, True):
         name = f"committed {committed}"
-        async with fleet.a.changes._turn(), fleet.a.siblings.linked() as links:
+        async with fleet.a.changes._hold_fleet_lock(), fleet.a.siblings.connect_all() as links:
             await fleet.a.journal.stage(name, "change", b"first", [BODY])
-            await links[0].request({"do": "prepare", "name": name, "change": "change"}, 1)
+            await links[0].send_request({"do": "prepare", "name": name, "change": "change"}, 1)
             if committed:
-                await fleet.a.journal.commit(name)
+                await fleet.a.journal.commit_staged(name)
     restarted = await Process(0, 2, fleet.folder).start()
     fleet.processes[0].server.close()
     fleet.processes[0] = fleet.a = restarted
     assert await agreed(fleet) == {"committed True": b"first"}
-    while fleet.b.changes._prepared is not None:
+    while fleet.b.changes._prepared_layer is not None:
         await asyncio.sleep(0.001)
     await fleet.a.put("a")
     assert await agreed(fleet) == {"committed True": b"first", "a": b"first"}
@@ -220,7 +220,7 @@ async def test_what_has_begun_is_finished_though_the_client_leaves(fleet):
 async def test_whoever_waits_too_long_for_others_is_told(fleet):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layer_changes, "_TURN_S", 0.02)
-        async with fleet.b.changes._lock.held(1):
+        async with fleet.b.changes._lock.hold(1):
             with pytest.raises(ChangeFailedError, match="other layers were being changed"):
                 await fleet.a.put("a")
     await fleet.a.put("a")
@@ -234,10 +234,10 @@ async def test_without_descriptors_nothing_is_changed(fleet):
         raise OSError(24, "Too many open files")
         yield
 
-    fleet.a.siblings.linked = exhausted
+    fleet.a.siblings.connect_all = exhausted
     with pytest.raises(ChangeFailedError, match="Too many open files"):
         await fleet.a.put("a")
-    fleet.a.changes._lock.held = lambda timeout_s: exhausted()
+    fleet.a.changes._lock.hold = lambda timeout_s: exhausted()
     with pytest.raises(StorageError, match="Too many open files"):
         await fleet.a.put("a")
     assert await agreed(fleet) == {}
@@ -309,7 +309,7 @@ def test_a_process_alone_needs_no_journal():
 
     async def play() -> None:
         changes = LayerChanges(registry, SiblingProcesses(None), make)
-        await changes.join()
+        await changes.synchronise()
         assert [(await changes.register("a", b"", BODY))[1] for _ in range(2)] == [False, True]
         with pytest.raises(TooLargeError):
             await changes.register("b", b"", BODY)

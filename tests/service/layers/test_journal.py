@@ -20,7 +20,7 @@ def files(folder) -> set[str]:
 
 async def put(journal: LayerJournal, name: str, change: str = "c", body: bytes = b"body") -> None:
     await journal.stage(name, change, b"op=rms_norm", [body])
-    await journal.commit(name)
+    await journal.commit_staged(name)
 
 
 @contextlib.contextmanager
@@ -37,16 +37,16 @@ def no_space():
 def test_what_is_committed_is_read(tmp_path):
     async def play() -> None:
         journal = LayerJournal(tmp_path)
-        assert await journal.read("a") is None
-        assert await journal.change_of("a") is None
+        assert await journal.read_entry("a") is None
+        assert await journal.read_change_id("a") is None
         await journal.stage("a", "first", b"op=rms_norm&eps=0.5", [b"bo", memoryview(b"dy")])
-        assert await journal.read("a") is None
-        assert (await journal.staged()).change == "first"
-        await journal.commit("a")
-        assert await journal.staged() is None
-        entry = await journal.read("a")
+        assert await journal.read_entry("a") is None
+        assert (await journal.read_staged()).change_id == "first"
+        await journal.commit_staged("a")
+        assert await journal.read_staged() is None
+        entry = await journal.read_entry("a")
         assert (entry.name, entry.query, bytes(entry.body)) == ("a", b"op=rms_norm&eps=0.5", b"body")
-        assert await journal.change_of("a") == "first"
+        assert await journal.read_change_id("a") == "first"
         assert not entry.body.readonly
 
     asyncio.run(play())
@@ -58,11 +58,11 @@ def test_it_holds_what_is_registered_and_nothing_else(tmp_path):
         for index in range(5):
             await put(journal, "a", str(index), b"x" * 1000)
         await journal.stage("b", "c", b"", [b"x" * 1000])
-        await journal.discard()
+        await journal.discard_staged()
         await put(journal, "c")
         await journal.remove("c")
         await journal.stage("of the checkpoint", "c", None, [])
-        await journal.commit("of the checkpoint")
+        await journal.commit_staged("of the checkpoint")
         assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) < 1300
         assert len(files(tmp_path)) == 2
 
@@ -77,7 +77,7 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path):
         with no_space(), pytest.raises(StorageError, match="too large"):
             await journal.stage("a", "second", b"", [b"x" * 5000])
         assert files(tmp_path) == before
-        assert await journal.change_of("a") == "first"
+        assert await journal.read_change_id("a") == "first"
         await put(journal, "a", "third")
 
     asyncio.run(play())
@@ -93,7 +93,7 @@ def test_a_folder_that_is_gone_is_an_error_of_the_storage(tmp_path):
 @given(names=st.sets(NAMES, min_size=2, max_size=8))
 def test_each_name_has_a_file_of_its_own_on_every_file_system(tmp_path, names):
     journal = LayerJournal(tmp_path)
-    paths = [journal._file(name) for name in names]
+    paths = [journal._get_entry_path(name) for name in names]
     assert len({path.name.lower() for path in paths}) == len(names)
     assert all(path.parent == tmp_path / "layers" and len(path.name) < 255 for path in paths)
 
@@ -106,9 +106,9 @@ def test_names_that_a_file_system_may_confuse(tmp_path, names):
         journal = LayerJournal(tmp_path)
         for name in names:
             await put(journal, name, change=name)
-        entries = [await journal.load(file) for file in await journal.entries()]
+        entries = [await journal.read_entry_file(file) for file in await journal.list_entry_files()]
         assert {entry.name for entry in entries} == set(names)
-        assert [await journal.change_of(name) for name in names] == list(names)
+        assert [await journal.read_change_id(name) for name in names] == list(names)
 
     asyncio.run(play())
     assert [path.name for path in tmp_path.iterdir()] == ["layers"]

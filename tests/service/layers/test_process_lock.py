@@ -16,7 +16,7 @@ from pathlib import Path
 from normserve.layers.process_lock import ProcessLock
 
 async def hold():
-    async with ProcessLock(Path(sys.argv[1])).held(None):
+    async with ProcessLock(Path(sys.argv[1])).hold(None):
         print("held", flush=True)
         await asyncio.sleep(600)
 
@@ -37,7 +37,7 @@ def test_one_at_a_time(tmp_path):
     inside = []
 
     async def change(lock: ProcessLock) -> None:
-        async with lock.held(10):
+        async with lock.hold(10):
             inside.append(1)
             assert len(inside) == 1
             await asyncio.sleep(0.001)
@@ -55,13 +55,13 @@ def test_a_process_with_many_changes_leaves_turns_to_others(tmp_path):
     order = []
 
     async def change(lock: ProcessLock, who: str) -> None:
-        async with lock.held(10):
+        async with lock.hold(10):
             order.append(who)
             await asyncio.sleep(0.001)
 
     async def play() -> None:
         busy, other = ProcessLock(tmp_path), ProcessLock(tmp_path)
-        async with busy.held(10):
+        async with busy.hold(10):
             crowd = [asyncio.create_task(change(busy, "busy")) for _ in range(50)]
             single = asyncio.create_task(change(other, "other"))
             await asyncio.sleep(0.02)
@@ -75,7 +75,7 @@ def test_a_process_with_many_changes_leaves_turns_to_others(tmp_path):
 def test_no_thread_waits(tmp_path, holder):
     async def play() -> None:
         before = threading.active_count()
-        waiting = [asyncio.create_task(ProcessLock(tmp_path).held(0.05).__aenter__()) for _ in range(20)]
+        waiting = [asyncio.create_task(ProcessLock(tmp_path).hold(0.05).__aenter__()) for _ in range(20)]
         await asyncio.sleep(0.02)
         assert threading.active_count() == before
         assert all(
@@ -89,12 +89,12 @@ def test_a_wait_ends_and_leaves_nothing_locked(tmp_path, holder):
     async def play() -> None:
         lock = ProcessLock(tmp_path)
         with pytest.raises(TimeoutError):
-            async with lock.held(0.02):
+            async with lock.hold(0.02):
                 pytest.fail("somebody else holds it")
         os.kill(holder.pid, signal.SIGKILL)
-        async with lock.held(10):
+        async with lock.hold(10):
             pass
-        async with lock.held(10):
+        async with lock.hold(10):
             pass
 
     asyncio.run(play())
@@ -103,7 +103,7 @@ def test_a_wait_ends_and_leaves_nothing_locked(tmp_path, holder):
 def test_the_lock_of_a_stopped_process_is_waited_for_and_free_once_it_is_killed(tmp_path, holder):
     async def play() -> None:
         os.kill(holder.pid, signal.SIGSTOP)
-        waiting = asyncio.create_task(ProcessLock(tmp_path).held(10).__aenter__())
+        waiting = asyncio.create_task(ProcessLock(tmp_path).hold(10).__aenter__())
         await asyncio.sleep(0.02)
         assert not waiting.done()
         os.kill(holder.pid, signal.SIGKILL)
@@ -115,11 +115,11 @@ def test_the_lock_of_a_stopped_process_is_waited_for_and_free_once_it_is_killed(
 def test_a_cancelled_wait_leaves_nothing_locked(tmp_path):
     async def play() -> None:
         lock = ProcessLock(tmp_path)
-        async with lock.held(10):
-            waiting = asyncio.create_task(lock.held(10).__aenter__())
+        async with lock.hold(10):
+            waiting = asyncio.create_task(lock.hold(10).__aenter__())
             await asyncio.sleep(0)
             waiting.cancel()
-        async with lock.held(10), asyncio.timeout(10):
+        async with lock.hold(10), asyncio.timeout(10):
             pass
 
     asyncio.run(play())

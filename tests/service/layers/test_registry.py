@@ -48,10 +48,10 @@ def test_removed_bytes_come_back(layers):
 
 def test_layers_that_are_being_brought_count_already(layers):
     layers.put(layer("a", nbytes=20))
-    with layers.expecting("b", 50):
-        with pytest.raises(TooLargeError, match="take 31 bytes beside 70"), layers.expecting("c", 31):
+    with layers.reserve("b", 50):
+        with pytest.raises(TooLargeError, match="take 31 bytes beside 70"), layers.reserve("c", 31):
             pass
-        with layers.expecting("a", 50):
+        with layers.reserve("a", 50):
             layers.put(layer("a", nbytes=50))
         layers.put(layer("b", nbytes=50))
     assert layers.nbytes == 100
@@ -59,7 +59,7 @@ def test_layers_that_are_being_brought_count_already(layers):
 
 
 def test_what_does_not_come_keeps_no_room(layers):
-    with pytest.raises(ValueError, match="the device"), layers.expecting("a", 100):
+    with pytest.raises(ValueError, match="the device"), layers.reserve("a", 100):
         raise ValueError("the device has not")
     layers.put(layer("b", nbytes=100))
 
@@ -69,7 +69,7 @@ def test_names_are_bounded_too(layers):
         layers.put(layer(name, nbytes=1))
     with pytest.raises(TooLargeError, match="3 layers"):
         layers.put(layer("d", nbytes=1))
-    with pytest.raises(TooLargeError, match="3 layers"), layers.expecting("d", 1):
+    with pytest.raises(TooLargeError, match="3 layers"), layers.reserve("d", 1):
         pass
     assert layers.put(layer("c", nbytes=2))
 
@@ -81,23 +81,23 @@ class Resident:
 def test_the_same_layers_are_the_same_chain_until_one_of_them_changes(layers):
     layers.put(layer("a"))
     layers.put(layer("b"))
-    chain = layers.named(Op.LAYER_NORM_CHAIN, "b,a,b")
+    chain = layers.resolve(Op.LAYER_NORM_CHAIN, "b,a,b")
     assert chain.name == "b,a,b"
-    assert layers.named(Op.LAYER_NORM_CHAIN, "b,a,b") is chain
+    assert layers.resolve(Op.LAYER_NORM_CHAIN, "b,a,b") is chain
     layers.put(layer("a", eps=0.5))
     layers.put(layer("b", eps=0.5))
-    assert layers.named(Op.LAYER_NORM_CHAIN, "b,a,b").spec.eps == 0.5
+    assert layers.resolve(Op.LAYER_NORM_CHAIN, "b,a,b").spec.eps == 0.5
     layers.remove("a")
     with pytest.raises(UnknownLayerError):
-        layers.named(Op.LAYER_NORM_CHAIN, "b,a,b")
-    assert layers.named(Op.LAYER_NORM, "b") is layers.get("b")
+        layers.resolve(Op.LAYER_NORM_CHAIN, "b,a,b")
+    assert layers.resolve(Op.LAYER_NORM, "b") is layers.get("b")
 
 
 def test_a_removed_layer_is_not_kept_by_a_chain(layers):
     resident = Resident()
     freed = weakref.ref(resident)
-    layers.put(layer("a", resident=resident))
-    layers.named(Op.LAYER_NORM_CHAIN, "a,a")
+    layers.put(layer("a", backend_parameters=resident))
+    layers.resolve(Op.LAYER_NORM_CHAIN, "a,a")
     del resident
     layers.remove("a")
     gc.collect()
@@ -108,8 +108,8 @@ def test_only_so_many_chains_are_kept(layers, monkeypatch):
     monkeypatch.setattr("normserve.layers.registry._MOST_CHAINS", 2)
     layers.put(layer("a"))
     for count in range(1, 8):
-        assert layers.named(Op.LAYER_NORM_CHAIN, ",".join(["a"] * count)).nbytes == count * layer().nbytes
-        assert len(layers._chains) <= 2
+        assert layers.resolve(Op.LAYER_NORM_CHAIN, ",".join(["a"] * count)).nbytes == count * layer().nbytes
+        assert len(layers._chain_cache) <= 2
 
 
 def test_what_may_still_come_is_not_unknown(layers):
@@ -118,7 +118,7 @@ def test_what_may_still_come_is_not_unknown(layers):
     assert layers.get("a").name == "a"
     for op, name in ((Op.LAYER_NORM, "b"), (Op.LAYER_NORM_CHAIN, "a,b")):
         with pytest.raises(NotReadyError, match="still loading its layers"):
-            layers.named(op, name)
+            layers.resolve(op, name)
     layers.is_loading = False
     with pytest.raises(UnknownLayerError):
         layers.get("b")

@@ -39,21 +39,21 @@ class FakeWire:
     Attributes:
         sent: answers with their tags.
         is_wanted: whether frames are read.
-        flights: answers that something else will send.
+        pending_replays: answers that something else will send.
     """
 
-    flights = 0
+    pending_replays = 0
 
     def __init__(self, connection: LocalServerConnection) -> None:
-        self._connection = connection
+        self._socket = connection
         self.sent: list[tuple[int, frames.LocalResponse]] = []
         self.is_open = True
         self.is_wanted = False
 
-    def read(self, *, wanted: bool) -> None:
+    def set_receiving(self, *, wanted: bool) -> None:
         self.is_wanted = wanted
 
-    def send(self, frame: bytes, descriptors: tuple[int, ...] = (), on_lost=None) -> None:
+    def send_frame(self, frame: bytes, descriptors: tuple[int, ...] = (), on_lost=None) -> None:
         for descriptor in descriptors:
             os.close(descriptor)
         if self.is_open:
@@ -63,7 +63,7 @@ class FakeWire:
     def close(self) -> None:
         if self.is_open:
             self.is_open = False
-            self._connection.on_end()
+            self._socket.on_end()
 
 
 class Client:
@@ -81,30 +81,32 @@ class Client:
         self.scene = Scene()
         self.engine, self.executor = self.scene.engine, self.scene.executor
         self.limits = AdmissionBudget(max_requests=most_requests, max_bytes=2**40)
-        self.layers = LayerRegistry(max_layers=4, max_bytes=2**30)
-        self.progress = self.engine.launches
+        self.layer_messages = LayerRegistry(max_layers=4, max_bytes=2**30)
+        self.progress = self.engine.launch_progress
         admission, metrics = MemoryAdmission(self.engine, 2**40), self.scene.metrics
         requests = RequestServices(self.engine, self.limits, admission, self.progress, metrics, timeout_ms=20_000)
-        make = functools.partial(load_layer, self.engine, self.layers)
-        self.memory = HostSegmentAllocator(64 * MIB)
-        self.leftovers = OrphanedSegments()
+        make = functools.partial(load_layer, self.engine, self.layer_messages)
+        self.host_allocator = HostSegmentAllocator(64 * MIB)
+        self.orphaned_segments = OrphanedSegments()
         self.driver = FakeDriver()
-        self.device_memory = DeviceSegmentAllocator(4 * GRANULARITY, lambda: ShareableDevice(0, self.driver))
+        self.device_allocator = DeviceSegmentAllocator(4 * GRANULARITY, lambda: ShareableDevice(0, self.driver))
         self.service = LocalServices(
             requests,
-            OperationPlanner(self.engine, self.layers),
-            LayerMessageDispatcher(requests, self.layers, LayerChanges(self.layers, SiblingProcesses(None), make)),
+            OperationPlanner(self.engine, self.layer_messages),
+            LayerMessageDispatcher(
+                requests, self.layer_messages, LayerChanges(self.layer_messages, SiblingProcesses(None), make)
+            ),
             None if keys is None else KeyAuthorisation(keys, "in hello"),
-            self.memory,
-            self.device_memory,
-            self.leftovers,
+            self.host_allocator,
+            self.device_allocator,
+            self.orphaned_segments,
             self._describe,
         )
         self.described = asyncio.Event()
         self.left: list | None = None
         peer = PeerProcess(os.getpid() if pid is None else pid, os.geteuid())
         self.connection = LocalServerConnection(self.service, peer, None, lambda: os.pidfd_open(os.getpid()))
-        self.connection.on_gone = self._end
+        self.connection.on_closed = self._end
         self.wire = FakeWire(self.connection)
         self._tag = 0
 
@@ -113,14 +115,14 @@ class Client:
         connection = LocalServerConnection(
             self.service, self.connection.peer, None, lambda: os.pidfd_open(os.getpid())
         )
-        connection.serve(FakeWire(connection))
+        connection.start(FakeWire(connection))
         return connection
 
     async def start(self, *, greet: bool = True) -> None:
         """Start the engine, and say hello."""
         await self.engine.start()
-        self.engine.open()
-        self.connection.serve(self.wire)
+        self.engine.accept_jobs()
+        self.connection.start(self.wire)
         if greet:
             assert (await self.request(frames.HelloMessage(frames.VERSION))).status == 200
 
@@ -183,8 +185,8 @@ def played(body: Callable, **options) -> None:
         client.described.set()
         client.wire.close()
         await turn()
-        assert client.limits.requests == client.limits.bytes == 0
-        assert client.progress.idle_s == 0
+        assert client.limits.request_count == client.limits.used_bytes == 0
+        assert client.progress.stalled_s == 0
         assert not client.connection.is_busy
 
     asyncio.run(asyncio.wait_for(run(), 20))

@@ -46,19 +46,21 @@ class Replayed:
         self.recurrences: weakref.WeakSet[ReplaySlot] = weakref.WeakSet()
         backend = self.behind.executor.backend
         backend.make_replayer = lambda: build.load_extension()(**self.driver.addresses())
-        backend.replay = self._replay
+        backend.get_captured_launch = self._replay
         replaying = RequestReplays(
-            self.behind.service.requests,
-            self.behind.layers,
+            self.behind.service.request_services,
+            self.behind.layer_messages,
             keys,
             poll_s=0.0,
         )
         authorisation = None if keys is None else KeyAuthorisation(keys, "in hello")
-        service = dataclasses.replace(self.behind.service, authorisation=authorisation, replaying=replaying)
+        service = dataclasses.replace(
+            self.behind.service, key_authorisation=authorisation, request_replays=replaying
+        )
         self.replaying = replaying
         self.connection = LocalServerConnection(service, PeerProcess(os.getpid(), os.geteuid()), None, lambda: None)
         self.ended: list[object] = []
-        self.connection.on_gone = self.ended.append
+        self.connection.on_closed = self.ended.append
         self._frames = FrameReader(2**20)
         self._found: list[tuple[int, bytes]] = []
 
@@ -69,11 +71,11 @@ class Replayed:
     async def start(self, key: str | None = None) -> None:
         """Connect, say hello and get a segment."""
         await self.behind.engine.start()
-        self.behind.engine.open()
+        self.behind.engine.accept_jobs()
         ours, self.theirs = socket.socketpair()
         self.theirs.setblocking(False)
         self.wire = FrameSocket(ours, self.connection, frame_s=20.0, send_s=20.0, most_unsent=8)
-        self.connection.serve(self.wire)
+        self.connection.start(self.wire)
         assert (await self.ask(frames.HelloMessage(frames.VERSION, key))).status == 200
         # The descriptor is not received: nothing here looks into the segment.
         assert (await self.ask(frames.GrowArenaMessage(1))).status == 200
@@ -132,10 +134,10 @@ def played(body: Callable, key: str | None = None, **options: Any) -> None:
             await body(client)
             client.wire.close()
         client.driver.end(100)
-        while client.behind.limits.requests:
+        while client.behind.limits.request_count:
             await asyncio.sleep(0.001)
-        assert client.behind.limits.bytes == 0
-        assert client.behind.progress.idle_s == 0
+        assert client.behind.limits.used_bytes == 0
+        assert client.behind.progress.stalled_s == 0
         assert not client.connection.is_busy
         assert len(client.ended) == 1
 

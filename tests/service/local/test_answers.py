@@ -119,7 +119,7 @@ def test_the_access_log_has_a_line_for_each_message_where_it_is_asked_for(is_log
     caplog.set_level(logging.INFO, "normserve.access")
 
     async def body(client):
-        object.__setattr__(client.service.requests, "is_logged", is_logged)
+        object.__setattr__(client.service.request_services, "is_logged", is_logged)
         client.send(client.compute(), 1)
         await client.finish()
         lines = [record.fields for record in caplog.records if record.name == "normserve.access"]

@@ -18,7 +18,7 @@ NEAR = st.integers(0, BYTES + 64) | st.sampled_from([2**31, 2**32, 2**62, 2**63 
 def arena():
     arena = SegmentTable()
     for number in range(2):
-        assert arena.add(memoryview(bytearray(BYTES))) == number
+        assert arena.add_segment(memoryview(bytearray(BYTES))) == number
     del arena.segments[0]
     return arena
 
@@ -28,7 +28,7 @@ def test_a_tensor_lies_within_its_segment_or_is_refused(arena, segment, offset, 
     nbytes = prod(shape) * dtype.itemsize
     fits = segment == 1 and offset % ALIGNMENT == 0 and offset + nbytes <= BYTES
     try:
-        tensor, span = arena.tensor("x", TensorReference(segment, offset, dtype.value, tuple(shape)))
+        tensor, span = arena.find_tensor("x", TensorReference(segment, offset, dtype.value, tuple(shape)))
     except NormserveError:
         # The others of a shape with a zero may be more than can be counted.
         assert not fits or prod(size for size in shape if size) * dtype.itemsize >= 2**63
@@ -46,7 +46,7 @@ def test_a_tensor_lies_within_its_segment_or_is_refused(arena, segment, offset, 
 def test_a_place_lies_within_its_segment_or_is_refused(arena, segment, offset, nbytes):
     fits = segment == 1 and offset % ALIGNMENT == 0 and offset + nbytes <= BYTES
     try:
-        place = arena.place("y", SegmentRange(segment, offset, nbytes))
+        place = arena.find_result_buffer("y", SegmentRange(segment, offset, nbytes))
     except NormserveError:
         assert not fits
         return

@@ -23,7 +23,7 @@ async def until(condition):
 def test_what_waits_beyond_its_deadline_is_refused_and_not_run(by):
     async def body(client):
         if by == "the server":
-            object.__setattr__(client.service.requests, "timeout_ms", 20.0)
+            object.__setattr__(client.service.request_services, "timeout_ms", 20.0)
         client.send(client.compute(query="timeout_ms=20000"), 1)
         await turn()
         began = time.perf_counter()
@@ -33,7 +33,7 @@ def test_what_waits_beyond_its_deadline_is_refused_and_not_run(by):
         [(tag, answer)] = client.wire.sent
         assert (tag, answer.status, answer.problem["code"]) == (2, 504, "deadline_exceeded")
         # The one that runs is late no more.
-        assert client.limits.requests == 1
+        assert client.limits.request_count == 1
         await client.finish()
         assert client.statuses() == {1: 200, 2: 504}
         assert client.executor.running == []
@@ -56,9 +56,9 @@ def test_a_permit_covers_the_tensors_and_the_results_until_the_answer():
         client.send(client.compute(), 1)
         await turn()
         # Results of few bytes are not charged.
-        assert (client.limits.requests, client.limits.bytes) == (1, 32)
+        assert (client.limits.request_count, client.limits.used_bytes) == (1, 32)
         await client.finish()
-        assert (client.limits.requests, client.limits.bytes) == (0, 0)
+        assert (client.limits.request_count, client.limits.used_bytes) == (0, 0)
         await client.request(frames.GrowArenaMessage(2 * MIB))
         client.send(
             frames.ComputeMessage(
@@ -69,8 +69,8 @@ def test_a_permit_covers_the_tensors_and_the_results_until_the_answer():
             2,
         )
         await turn()
-        assert client.limits.requests == 1
-        assert client.limits.bytes >= 2**20
+        assert client.limits.request_count == 1
+        assert client.limits.used_bytes >= 2**20
         await client.finish()
 
     played(body)
@@ -83,9 +83,9 @@ def test_a_request_that_fails_gives_its_permit_back(error):
     async def body(client):
         client.send(client.compute(), 1)
         await turn()
-        assert client.limits.requests == 1
+        assert client.limits.request_count == 1
         await client.finish(error)
-        assert (client.limits.requests, client.limits.bytes) == (0, 0)
+        assert (client.limits.request_count, client.limits.used_bytes) == (0, 0)
 
     played(body)
 
@@ -109,7 +109,7 @@ def test_a_key_has_no_more_inside_than_its_quota(limit, status):
             await turn()
         await client.finish()
         assert client.statuses() == ({1: 413, 2: 413} if status == 413 else {1: 200, 2: 429})
-        assert (client.limits.requests, client.limits.bytes) == (0, 0)
+        assert (client.limits.request_count, client.limits.used_bytes) == (0, 0)
         client.wire.close()
 
     asyncio.run(asyncio.wait_for(run(), 20))
@@ -124,17 +124,17 @@ def test_who_leaves_keeps_the_permit_and_the_memory_of_what_runs_until_the_devic
         client.left.clear()
         await turn()
         gc.collect()
-        assert client.limits.requests == 1
-        assert client.memory.nbytes == MIB
+        assert client.limits.request_count == 1
+        assert client.host_allocator.nbytes == MIB
         client.executor.finish()
         await turn()
-        assert client.limits.requests == 0
+        assert client.limits.request_count == 0
         for _ in range(100):
             gc.collect()
-            if client.memory.nbytes == 0:
+            if client.host_allocator.nbytes == 0:
                 break
             await turn()
-        assert client.memory.nbytes == 0
+        assert client.host_allocator.nbytes == 0
 
     played(body)
 

@@ -84,7 +84,7 @@ def test_before_hello_nothing_is_done():
             answer = await client.request(message)
             assert (answer.status, answer.segment) == (400, None)
             assert "hello" in answer.problem["detail"]
-        assert client.memory.nbytes == 0
+        assert client.host_allocator.nbytes == 0
 
     asyncio.run(asyncio.wait_for(run(), 20))
 
@@ -96,7 +96,7 @@ def test_requests_beyond_the_most_wait_and_nothing_more_is_read():
         assert client.wire.is_wanted
         client.send([client.compute()] * 3, 100)
         assert not client.wire.is_wanted
-        assert client.limits.requests == MOST_UNDER_WAY
+        assert client.limits.request_count == MOST_UNDER_WAY
         await client.finish()
         assert len(client.statuses()) == MOST_UNDER_WAY + 3
         assert set(client.statuses().values()) == {200}
@@ -134,7 +134,7 @@ def test_a_change_of_layers_that_is_answered_leaves_nothing_to_be_done(message, 
         assert (await client.request(message)).status == status
         await turn()
         assert client.progress.is_idle
-        assert client.limits.requests == client.limits.bytes == 0
+        assert client.limits.request_count == client.limits.used_bytes == 0
 
     played(body)
 
@@ -146,15 +146,15 @@ def test_a_change_of_layers_that_is_answered_leaves_nothing_to_be_done(message, 
 )
 def test_prepared_calls_do_not_keep_a_layer_that_is_not_registered_any_more(change):
     async def body(client):
-        client.layers.put(layer("a"))
+        client.layer_messages.put(layer("a"))
         for tag in range(2):
             client.send(client.compute(query="layer=a"), tag)
             await client.finish()
         assert client.statuses() == {0: 200, 1: 200}
-        former = weakref.ref(client.layers.get("a"))
+        former = weakref.ref(client.layer_messages.get("a"))
         gc.disable()
         try:
-            change(client.layers)
+            change(client.layer_messages)
             assert former() is None
         finally:
             gc.enable()
@@ -193,9 +193,9 @@ def test_a_frame_that_comes_again_is_checked_by_what_holds_now():
     async def body(client):
         content = msgspec.json.encode(client.compute(query="layer=a"))
         for status, change in [
-            (404, lambda: client.layers.put(layer("a"))),
-            (200, lambda: client.layers.put(layer("a", size=8))),
-            (422, lambda: client.layers.put(layer("a"))),
+            (404, lambda: client.layer_messages.put(layer("a"))),
+            (200, lambda: client.layer_messages.put(layer("a", size=8))),
+            (422, lambda: client.layer_messages.put(layer("a"))),
             (200, lambda: client.send(frames.FreeSegmentMessage(0))),
             (422, lambda: None),
         ]:
@@ -236,7 +236,7 @@ def parsed(monkeypatch):
 @pytest.mark.parametrize("messages", [1, 8, 60])
 def test_frames_by_the_thousand_are_kept_by_their_bytes(parsed, messages):
     async def body(client):
-        prepared = client.connection._prepared
+        prepared = client.connection._prepared_calls
         parsed.clear()
         sent = []
         for tag in range(2000 // messages):
@@ -291,7 +291,7 @@ def test_key_and_rate_are_checked_for_each_frame_that_comes_again(parsed):
         parsed.clear()
         statuses = [await status()]
         for changed in ([key(KeyScope.INFER, requests_per_second=1e-6)], [key(KeyScope.LAYERS)], []):
-            client.keys.replace(changed)
+            client.keys.replace_keys(changed)
             statuses += [await status() for _ in range(2)]
         assert statuses == [200, 200, 429, 403, 403, 401, 401]
         assert len(parsed) == 1
@@ -442,7 +442,7 @@ def test_requests_and_responses_are_noted_for_polling():
     polling = FakePolling()
 
     async def body(client):
-        object.__setattr__(client.service, "polling", polling)
+        object.__setattr__(client.service, "busy_poller", polling)
         for tag in range(3):
             client.send(client.compute(), tag)
             await client.finish()

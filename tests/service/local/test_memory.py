@@ -17,7 +17,7 @@ class Registration:
 
 
 def lend(memory: HostSegmentAllocator, uid: int = 7, nbytes: int = 1):
-    descriptor, segment = asyncio.run(memory.lend(uid, nbytes))
+    descriptor, segment = asyncio.run(memory.allocate_segment(uid, nbytes))
     os.close(descriptor)
     return segment
 
@@ -76,9 +76,9 @@ def test_what_is_left_over_is_given_back_once_its_process_has_ended():
         memory, leftovers = HostSegmentAllocator(4 * LEAST_BYTES), OrphanedSegments()
         with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
             for _ in range(2):
-                descriptor, segment = await memory.lend(7, 1)
+                descriptor, segment = await memory.allocate_segment(7, 1)
                 os.close(descriptor)
-                leftovers.keep(process.pid, os.pidfd_open(process.pid), [segment])
+                leftovers.retain_segments(process.pid, os.pidfd_open(process.pid), [segment])
             del segment
             await asyncio.sleep(0.05)
             assert (len(leftovers), memory.nbytes) == (2, 2 * LEAST_BYTES)
@@ -93,7 +93,7 @@ def test_what_is_left_over_is_given_back_once_its_process_has_ended():
 def test_what_is_given_back_reads_as_zeros_for_whoever_maps_it():
     async def check():
         memory = HostSegmentAllocator(LEAST_BYTES)
-        descriptor, segment = await memory.lend(7, 1)
+        descriptor, segment = await memory.allocate_segment(7, 1)
         from normserve.memory.segments import map_segment
 
         theirs = map_segment(descriptor)
@@ -101,7 +101,7 @@ def test_what_is_given_back_reads_as_zeros_for_whoever_maps_it():
         theirs[3] = 9
         segments = [segment]
         del segment
-        OrphanedSegments().give_back(segments)
+        OrphanedSegments().free_segments(segments)
         while memory.nbytes:
             await asyncio.sleep(0.01)
         assert theirs[3] == 0

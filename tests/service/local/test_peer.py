@@ -19,39 +19,39 @@ NO_OPTION = 2**15
 
 def test_the_servers_own_user_is_always_admitted():
     users = LocalUsers("")
-    assert users.admit(OWN) is None
-    assert not users.are_several
+    assert users.find_key_name(OWN) is None
+    assert not users.has_other_users
     with pytest.raises(ForbiddenError):
-        users.admit(OWN + 1)
+        users.find_key_name(OWN + 1)
 
 
 def test_listed_users_have_their_keys():
     users = LocalUsers(f"{OWN + 1},{OWN + 2}=batch")
-    assert users.are_several
-    assert [users.admit(OWN + number) for number in range(3)] == [None, None, "batch"]
+    assert users.has_other_users
+    assert [users.find_key_name(OWN + number) for number in range(3)] == [None, None, "batch"]
     with pytest.raises(ForbiddenError, match="local-users"):
-        users.admit(OWN + 3)
+        users.find_key_name(OWN + 3)
 
 
 def test_users_without_a_number_here_are_never_admitted():
     with pytest.raises(ForbiddenError):
-        LocalUsers("65534").admit(65534)
+        LocalUsers("65534").find_key_name(65534)
 
 
 def test_a_peer_is_the_process_that_connected():
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        assert PeerProcess.of(ours) == PeerProcess(os.getpid(), OWN)
+        assert PeerProcess.from_socket(ours) == PeerProcess(os.getpid(), OWN)
 
 
 def test_what_is_no_unix_socket_has_no_peer():
     with socket.socket(socket.AF_INET) as strange:
-        told = PeerProcess.of(strange)
+        told = PeerProcess.from_socket(strange)
         assert told.pid == 0
         # All ones is no user: neither the server's own, nor one that may be listed.
         assert told.uid == 2**32 - 1
         with pytest.raises(ForbiddenError):
-            LocalUsers("").admit(told.uid)
+            LocalUsers("").find_key_name(told.uid)
 
 
 def test_a_closed_connection_has_no_peer():
@@ -59,7 +59,7 @@ def test_a_closed_connection_has_no_peer():
     ours.close()
     theirs.close()
     with pytest.raises(OSError, match="descriptor"):
-        PeerProcess.of(ours)
+        PeerProcess.from_socket(ours)
 
 
 @pytest.mark.parametrize("by_socket", [True, False])
@@ -73,9 +73,9 @@ def test_a_watch_can_be_read_once_the_process_has_ended(by_socket, tmp_path, mon
         with connecting_process(path) as process:
             connected, _ = listener.accept()
             with connected:
-                peer = PeerProcess.of(connected)
+                peer = PeerProcess.from_socket(connected)
                 assert peer.pid == process.pid
-                watch = peer.watch(connected)
+                watch = peer.open_exit_descriptor(connected)
                 try:
                     assert not os.get_inheritable(watch)
                     assert not ended(watch, 0)
@@ -89,7 +89,7 @@ def test_a_process_is_watched_that_has_closed_the_connection():
     ours, theirs = socket.socketpair()
     theirs.close()
     with ours:
-        watch = PeerProcess.of(ours).watch(ours)
+        watch = PeerProcess.from_socket(ours).open_exit_descriptor(ours)
         assert not ended(watch, 0)
         os.close(watch)
 
@@ -103,7 +103,7 @@ def test_where_the_kernel_tells_no_process_one_without_a_number_cannot_be_watche
         number = process.pid
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        assert PeerProcess(number, OWN).watch(ours) is None
+        assert PeerProcess(number, OWN).open_exit_descriptor(ours) is None
 
 
 def ended(watch, timeout_s):

@@ -83,7 +83,7 @@ def test_many_replayed_requests_are_counted_without_a_scrape():
             for _ in range(32):
                 await client.answer()
         assert client.by_python == 1
-        assert not client.replaying._replayer.state()[2]
+        assert not client.replaying._replayer.count_all()[2]
         assert client.counted("batch_requests_count") == 1 + 1024
 
     played(body)
@@ -97,9 +97,9 @@ def test_a_launch_that_lasts_is_admitted_until_it_ends():
         while not client.driver.launched:
             await asyncio.sleep(0)
         await asyncio.sleep(0.005)
-        assert client.behind.limits.requests == 1
-        assert client.behind.limits.bytes == 32
-        assert client.behind.progress.idle_s > 0
+        assert client.behind.limits.request_count == 1
+        assert client.behind.limits.used_bytes == 32
+        assert client.behind.progress.stalled_s > 0
         assert client.connection.is_busy
         client.driver.end()
         assert (await client.answer())[0] == 9
@@ -118,7 +118,7 @@ def test_requests_in_flight_when_the_client_goes_are_counted_as_left():
         while not client.ended:
             await asyncio.sleep(0)
         client.driver.end()
-        while client.behind.limits.requests or not client.counted("cancelled_total"):
+        while client.behind.limits.request_count or not client.counted("cancelled_total"):
             await asyncio.sleep(0)
         assert client.counted("cancelled_total") == 1
 
@@ -140,7 +140,7 @@ def test_a_full_server_refuses_what_it_has_replayed():
 def test_a_draining_server_refuses_what_it_has_replayed():
     async def body(client):
         await client.ask(client.compute())
-        client.behind.engine.close()
+        client.behind.engine.start_draining()
         assert (await client.ask(client.compute())).status == 503
         assert client.driver.launched == []
 
@@ -172,11 +172,11 @@ def test_memory_that_is_given_back_is_not_used_again():
 
 def test_a_change_of_layers_has_requests_checked_again():
     async def body(client):
-        client.behind.layers.put(layer(size=4))
+        client.behind.layer_messages.put(layer(size=4))
         await client.ask(client.compute(query="layer=a"))
         await client.ask(client.compute(query="layer=a"))
         assert client.driver.launched == [GRAPH]
-        client.behind.layers.remove("a")
+        client.behind.layer_messages.remove("a")
         assert (await client.ask(client.compute(query="layer=a"))).status == 404
         assert client.driver.launched == [GRAPH]
 
@@ -197,13 +197,13 @@ async def while_it_is_computed(client, message, change):
 @pytest.mark.parametrize("is_removed", [False, True])
 def test_what_was_computed_with_a_layer_that_is_no_more_is_not_replayed(is_removed):
     async def body(client):
-        client.behind.layers.put(layer(size=4))
+        client.behind.layer_messages.put(layer(size=4))
 
         async def change():
             if is_removed:
-                client.behind.layers.remove("a")
+                client.behind.layer_messages.remove("a")
             else:
-                client.behind.layers.put(layer(size=4))
+                client.behind.layer_messages.put(layer(size=4))
 
         await while_it_is_computed(client, client.compute(query="layer=a"), change)
         assert (await client.ask(client.compute(query="layer=a"))).status == (404 if is_removed else 200)
@@ -216,7 +216,7 @@ def test_what_lies_in_memory_that_is_no_more_is_not_replayed():
     async def body(client):
         async def change():
             await client.send(frames.FreeSegmentMessage(0))
-            while client.connection._arena.segments:
+            while client.connection._segment_table.segments:
                 await asyncio.sleep(0)
 
         await while_it_is_computed(client, client.compute(), change)
@@ -227,14 +227,14 @@ def test_what_lies_in_memory_that_is_no_more_is_not_replayed():
 
 
 def test_a_change_of_keys_has_clients_checked_again():
-    keys = Keyring.of_one(SECRET)
+    keys = Keyring.from_secret(SECRET)
 
     async def body(client):
         await client.ask(client.compute())
         await client.ask(client.compute())
         assert client.counted("key_requests_total") == 2 + 1
         assert client.driver.launched == [GRAPH]
-        keys.replace([])
+        keys.replace_keys([])
         assert (await client.ask(client.compute())).status == 401
         assert client.driver.launched == [GRAPH]
 
@@ -247,7 +247,7 @@ def test_a_change_of_keys_has_clients_checked_again():
     ids=lambda limit: next(iter(limit)),
 )
 def test_requests_of_keys_with_limits_are_not_replayed(limit):
-    [digest] = Keyring.of_one(SECRET)._by_digest
+    [digest] = Keyring.from_secret(SECRET)._by_digest
     keys = Keyring([ApiKey("a", digest, frozenset(KeyScope), **limit)])
 
     async def body(client):
@@ -299,7 +299,7 @@ def test_messages_of_one_frame_are_not_replayed():
 def test_a_client_that_does_not_read_gets_all_answers_in_the_end():
     async def body(client):
         await client.ask(client.compute())
-        client.wire._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
+        client.wire._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
         sending = asyncio.ensure_future(
             client.send(b"".join(framed(client.compute(), tag) for tag in range(1, 201)))
         )
@@ -307,7 +307,7 @@ def test_a_client_that_does_not_read_gets_all_answers_in_the_end():
         assert [(await client.answer())[0] for _ in range(200)] == [*range(1, 201)]
         await sending
         # From now on answers are no longer sent by Python code.
-        client.wire.send = None
+        client.wire.send_frame = None
         assert (await client.ask(client.compute())).status == 200
 
     played(body)
@@ -318,13 +318,13 @@ def test_the_rest_of_an_answer_is_sent_before_what_python_code_answers_in_the_sa
         client.is_captured = False
         await client.ask(client.compute())
         # No real answer is so long that the kernel takes a part of it.
-        (request,) = client.connection._prepared.find(msgspec.json.encode(client.compute()))
+        (request,) = client.connection._prepared_calls.find(msgspec.json.encode(client.compute()))
         plan = request.find_plan(None)
-        described = bytes(plan.described)
-        object.__setattr__(plan, "described", msgspec.Raw(described[:-1] + b" " * 100_000 + b"}"))
+        described = bytes(plan.encoded_results)
+        object.__setattr__(plan, "encoded_results", msgspec.Raw(described[:-1] + b" " * 100_000 + b"}"))
         client.is_captured = True
         await client.ask(client.compute())
-        client.wire._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
+        client.wire._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
         await client.send(framed(client.compute(), 1) + frames.PREFIX.pack(4, 2) + b"null")
         await asyncio.sleep(0.02)
         assert [(tag, answer.status) for tag, answer in [await client.answer() for _ in range(2)]] == [
@@ -341,7 +341,7 @@ def test_parameters_that_are_sent_along_recur_where_jobs_are_computed_alone(is_a
     """Else they decide which jobs share a launch, and are copied for each."""
 
     async def body(client):
-        client.behind.executor.backend.computes_alone = lambda job: is_alone
+        client.behind.executor.backend.is_better_unbatched = lambda job: is_alone
         plain = client.compute()
         tensors = {**plain.tensors, "weight": frames.TensorReference(0, 4096, "float32", (4,))}
         message = frames.ComputeMessage("layer_norm", tensors, plain.results)
@@ -363,8 +363,8 @@ def test_what_is_forgotten_keeps_no_memory_until_the_next_scrape(end):
         elif end == "free":
             await client.send(frames.FreeSegmentMessage(0))
         else:
-            client.behind.layers.put(layer(size=4))
-            client.connection._prepared.clear()
+            client.behind.layer_messages.put(layer(size=4))
+            client.connection._prepared_calls.clear()
             await client.ask(frames.ListLayersMessage())
         while client.recurrences:
             gc.collect()

@@ -18,9 +18,9 @@ def test_what_is_freed_is_not_kept_by_frames_that_are_known():
         for offset in range(0, 160, 16):
             client.send(client.compute(offset=offset), offset)
         await client.finish()
-        assert client.memory.nbytes > 0
+        assert client.host_allocator.nbytes > 0
         client.send(frames.FreeSegmentMessage(0))
-        while client.memory.nbytes:
+        while client.host_allocator.nbytes:
             await asyncio.sleep(0.001)
             gc.collect()
 
@@ -33,10 +33,10 @@ def test_a_segment_that_a_request_uses_stays_until_it_is_answered():
         await turn()
         client.send(frames.FreeSegmentMessage(0))
         await turn()
-        assert client.memory.nbytes > 0
+        assert client.host_allocator.nbytes > 0
         await client.finish()
         assert client.statuses() == {1: 200}
-        while client.memory.nbytes:
+        while client.host_allocator.nbytes:
             await asyncio.sleep(0.001)
             gc.collect()
 
@@ -65,11 +65,11 @@ def test_a_segment_that_comes_too_late_is_freed_at_once():
         client.send(frames.GrowArenaMessage(2**20), 1)
         client.wire.close()
         await asyncio.sleep(0)
-        assert client.memory.nbytes == 2 * 2**20
-        while client.memory.nbytes > 2**20:
+        assert client.host_allocator.nbytes == 2 * 2**20
+        while client.host_allocator.nbytes > 2**20:
             await asyncio.sleep(0.001)
         assert client.wire.sent == []
-        assert len(client.leftovers) == 0
+        assert len(client.orphaned_segments) == 0
 
     played(body)
 
@@ -95,11 +95,11 @@ def test_device_memory_that_the_client_had_stays_charged_when_it_leaves_while_it
         client.send(frames.GrowArenaMessage(1, "device"), 7)
         await asyncio.sleep(0)
         client.wire.close()
-        while not client.leftovers:
+        while not client.orphaned_segments:
             await asyncio.sleep(0.001)
         gc.collect()
-        assert client.device_memory.nbytes == GRANULARITY
-        client.leftovers.close()
+        assert client.device_allocator.nbytes == GRANULARITY
+        client.orphaned_segments.stop_monitoring()
 
     played(body, pid=pid)
 

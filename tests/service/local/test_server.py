@@ -27,14 +27,14 @@ def test_a_connection_whose_client_has_gone_unnoticed_is_swept(loop, monkeypatch
         ended = []
         pairs = [socket.socketpair() for _ in range(2)]
         for number, (_, ours) in enumerate(pairs):
-            serving.serve(ours, lambda number=number: ended.append(number))
+            serving.serve_connection(ours, lambda number=number: ended.append(number))
         # Nothing tells of the end of the first one any more.
         asyncio.get_running_loop().remove_reader(pairs[0][1])
         pairs[0][0].close()
         await asyncio.wait_for(until(lambda: ended), 20)
         await asyncio.sleep(0.05)
         assert ended == [0]
-        assert serving.connections == 1
+        assert serving.connection_count == 1
         await serving.close(1)
         assert ended == [0, 1]
         pairs[1][0].close()
@@ -49,7 +49,7 @@ def test_a_connection_that_is_refused_is_closed_and_its_place_is_free_again(fail
 
     async def run():
         if fails == "socket":
-            monkeypatch.setattr(server.PeerProcess, "of", gone)
+            monkeypatch.setattr(server.PeerProcess, "from_socket", gone)
         else:
             monkeypatch.setattr(os, "geteuid", lambda: 4242)
         serving = LocalServer(Client().service, LocalUsers(""), frame_s=5, send_s=5)
@@ -57,8 +57,8 @@ def test_a_connection_that_is_refused_is_closed_and_its_place_is_free_again(fail
         theirs, ours = socket.socketpair()
         with theirs:
             theirs.settimeout(5)
-            serving.serve(ours, lambda: ended.append(1))
-            assert (ended, serving.connections, ours.fileno()) == ([1], 0, -1)
+            serving.serve_connection(ours, lambda: ended.append(1))
+            assert (ended, serving.connection_count, ours.fileno()) == ([1], 0, -1)
             said = theirs.recv(2**16)
             assert (b"403" in said) == (fails == "user")
             assert not said or theirs.recv(1) == b""

@@ -41,18 +41,20 @@ def keyring(*keys):
 def session(keys=None, key_name=None, *, hello=GREETING):
     made = LocalSession(7, key_name, None if keys is None else KeyAuthorisation(keys, "in hello"))
     if hello is not None:
-        made.greet(hello, {})
+        made.accept_hello(hello, {})
     return made
 
 
 def authorise(of, needed=INFER):
-    sent = SimpleNamespace(record=RequestRecord(op="grow"), caller=of.caller, log_fields={"request_id": "an-id"})
-    assert of.authorise(needed, sent) is sent.caller
-    return sent.caller, sent.record
+    sent = SimpleNamespace(
+        record=RequestRecord(op="grow"), client_identity=of.client_identity, log_fields={"request_id": "an-id"}
+    )
+    assert of.authorise(needed, sent) is sent.client_identity
+    return sent.client_identity, sent.record
 
 
 def test_the_greeting_says_what_clients_must_know():
-    greeting = session(hello=None).greet(HelloMessage(VERSION), {"device": None})
+    greeting = session(hello=None).accept_hello(HelloMessage(VERSION), {"device": None})
     assert greeting == {
         "version": VERSION,
         "alignment": ALIGNMENT,
@@ -70,7 +72,7 @@ def test_nothing_comes_before_hello():
 def test_a_hello_of_another_version_is_none(version):
     of = session(hello=None)
     with pytest.raises(InvalidParameterError, match="version"):
-        of.greet(HelloMessage(version), {})
+        of.accept_hello(HelloMessage(version), {})
     with pytest.raises(MalformedPayloadError):
         authorise(of)
 
@@ -78,26 +80,31 @@ def test_a_hello_of_another_version_is_none(version):
 def test_a_hello_of_another_version_leaves_what_was_said_before():
     of = session(keyring(key("batch", b"secret")), hello=HelloMessage(VERSION, "secret"))
     with pytest.raises(InvalidParameterError):
-        of.greet(HelloMessage(VERSION + 1, "other"), {})
+        of.accept_hello(HelloMessage(VERSION + 1, "other"), {})
     assert authorise(of)[0].key == "batch"
 
 
 def test_without_keys_a_client_is_its_user():
     caller, record = authorise(session())
-    assert (caller.address, caller.tenant, caller.key, caller.max_inflight_bytes) == ("uid 7", "uid 7", None, None)
-    assert record.key is None
+    assert (caller.address, caller.tenant_name, caller.key, caller.max_inflight_bytes) == (
+        "uid 7",
+        "uid 7",
+        None,
+        None,
+    )
+    assert record.key_name is None
 
 
 def test_a_key_that_is_not_asked_for_says_nothing():
-    assert authorise(session(hello=HelloMessage(VERSION, "anything")))[0].tenant == "uid 7"
+    assert authorise(session(hello=HelloMessage(VERSION, "anything")))[0].tenant_name == "uid 7"
 
 
 def test_a_key_says_who_the_client_is():
     caller, record = authorise(
         session(keyring(key("batch", b"secret", max_inflight_bytes=9)), hello=HelloMessage(VERSION, "secret"))
     )
-    assert (caller.tenant, caller.max_inflight_bytes) == ("key:batch", 9)
-    assert record.key == "batch"
+    assert (caller.tenant_name, caller.max_inflight_bytes) == ("key:batch", 9)
+    assert record.key_name == "batch"
 
 
 def test_a_key_stands_for_a_user_who_brings_none():
@@ -139,10 +146,10 @@ def test_a_key_is_asked_for_at_each_message():
     keys = keyring(key("batch", b"secret"))
     of = session(keys, hello=HelloMessage(VERSION, "secret"))
     authorise(of)
-    keys.replace([key("batch", b"new")])
+    keys.replace_keys([key("batch", b"new")])
     with pytest.raises(UnauthorizedError):
         authorise(of)
-    of.greet(HelloMessage(VERSION, "new"), {})
+    of.accept_hello(HelloMessage(VERSION, "new"), {})
     assert authorise(of)[0].key == "batch"
 
 
@@ -160,11 +167,11 @@ def test_requests_of_a_key_are_counted_and_refused_ones_are_not():
 def test_who_greets_anew_is_nobody_until_the_key_is_known():
     of = session(keyring(key("batch", b"secret")), hello=HelloMessage(VERSION, "secret"))
     authorise(of)
-    of.greet(HelloMessage(VERSION, "wrong"), {})
+    of.accept_hello(HelloMessage(VERSION, "wrong"), {})
     with pytest.raises(UnauthorizedError):
         authorise(of)
     # Otherwise the access log would say that this key sent it.
-    assert of.caller.key is None
+    assert of.client_identity.key is None
 
 
 @pytest.mark.parametrize(
@@ -180,5 +187,5 @@ def test_who_greets_anew_is_nobody_until_the_key_is_known():
     ids=["plain", "another scope", "an end", "a rate", "a quota", "not the client's"],
 )
 def test_what_a_client_may_always_send(of, may):
-    assert session(keyring(of), hello=HelloMessage(VERSION, "secret")).may_always(INFER) == may
-    assert session().may_always(INFER)
+    assert session(keyring(of), hello=HelloMessage(VERSION, "secret")).has_lasting_permission(INFER) == may
+    assert session().has_lasting_permission(INFER)

@@ -44,7 +44,7 @@ def wired(body, loop=asyncio.run, **options):
         ours, theirs = socket.socketpair()
         told = Told()
         told.wire = wire = FrameSocket(ours, told, **{"frame_s": 20.0, "send_s": 20.0, "most_unsent": 2} | options)
-        wire.read(wanted=True)
+        wire.set_receiving(wanted=True)
         with theirs:
             theirs.settimeout(20)
             await body(wire, told, theirs)
@@ -110,7 +110,7 @@ def test_the_time_of_a_frame_is_from_its_first_byte_to_its_last(monkeypatch):
 def test_the_next_socket_with_the_same_descriptor_is_heard_of(loop, unsent):
     async def body(wire, told, theirs):
         running, descriptor = asyncio.get_running_loop(), wire.descriptor
-        wire.send(bytes(unsent))
+        wire.send_frame(bytes(unsent))
         await asyncio.sleep(0)
         wire.close()
         ours, other = socket.socketpair()
@@ -151,7 +151,7 @@ def test_frames_behind_the_end_are_not_told_of():
 @pytest.mark.parametrize("loop", [asyncio.run, uvloop.run])
 def test_a_client_that_leaves_answers_unread_is_noticed(loop):
     async def body(wire, told, theirs):
-        wire.send(frame(1, b"an answer"))
+        wire.send_frame(frame(1, b"an answer"))
         theirs.send(frame(2, b"abc"))
         theirs.close()
         await until(lambda: told.ends)
@@ -163,13 +163,13 @@ def test_a_client_that_leaves_answers_unread_is_noticed(loop):
 @pytest.mark.parametrize("loop", [asyncio.run, uvloop.run])
 def test_all_frames_of_a_client_that_has_left_are_read_in_time(loop):
     async def body(wire, told, theirs):
-        wire.send(frame(1, b"an answer"))
-        wire.read(wanted=False)
+        wire.send_frame(frame(1, b"an answer"))
+        wire.set_receiving(wanted=False)
         for tag in range(2):
             theirs.send(frame(tag, bytes(MAX_FRAME_BYTES // 2)))
         theirs.close()
         await asyncio.sleep(0)
-        wire.read(wanted=True)
+        wire.set_receiving(wanted=True)
         await until(lambda: told.ends)
         assert [tag for tag, _ in told.frames] == [0, 1]
 
@@ -195,10 +195,10 @@ def test_the_last_frame_is_lost_if_the_client_closes_before_it_has_read_its_end(
     async def body(wire, told, theirs):
         called = []
         if sent_before:
-            wire.send(bytes(sent_before))
-        wire.send(bytes(100), (), lambda: called.append(told.ends))
+            wire.send_frame(bytes(sent_before))
+        wire.send_frame(bytes(100), (), lambda: called.append(told.ends))
         if sent_after:
-            wire.send(bytes(sent_after))
+            wire.send_frame(bytes(sent_after))
         if read:
             theirs.recv(read)
         theirs.close()
@@ -214,10 +214,10 @@ def test_frames_of_a_client_that_has_left_are_read_although_nothing_can_be_sent(
     async def body(wire, told, theirs):
         called = []
         if is_full:
-            wire.send(bytes(10**6))
+            wire.send_frame(bytes(10**6))
         theirs.send(frame(1, b"a request") + frame(2, b"what is given back"))
         theirs.close()
-        wire.send(frame(1, b"an answer"), (os.memfd_create("lost"),), lambda: called.append(told.ends))
+        wire.send_frame(frame(1, b"an answer"), (os.memfd_create("lost"),), lambda: called.append(told.ends))
         await until(lambda: told.ends)
         assert [tag for tag, _ in told.frames] == [1, 2]
         assert called == [0]
@@ -229,7 +229,7 @@ def test_frames_that_were_not_sent_are_lost():
     async def body(wire, told, theirs):
         called = []
         for number in range(100):
-            wire.send(bytes(10_000), (os.memfd_create("lost"),), functools.partial(called.append, number))
+            wire.send_frame(bytes(10_000), (os.memfd_create("lost"),), functools.partial(called.append, number))
         received = 0
         while received < 10_000:
             received += len(theirs.recv(10_000 - received))
@@ -265,10 +265,10 @@ def test_the_clock_of_a_frame_stands_still_while_nobody_reads():
     async def body(wire, told, theirs):
         theirs.send(frame(1, b"abc")[:-1])
         await asyncio.sleep(0.01)
-        wire.read(wanted=False)
+        wire.set_receiving(wanted=False)
         await asyncio.sleep(0.4)
         assert wire.is_open
-        wire.read(wanted=True)
+        wire.set_receiving(wanted=True)
         theirs.send(b"c")
         await until(lambda: told.frames)
 
@@ -279,7 +279,7 @@ def test_nothing_is_read_while_too_many_answers_wait():
     async def body(wire, told, theirs):
         big = bytes(2**20)
         for _ in range(4):
-            wire.send(big)
+            wire.send_frame(big)
         theirs.send(frame(1, b"abc"))
         await asyncio.sleep(0.01)
         assert told.frames == []
@@ -293,7 +293,7 @@ def test_nothing_is_read_while_too_many_answers_wait():
 
 def test_who_does_not_read_in_time_is_cut_off():
     async def body(wire, told, theirs):
-        wire.send(bytes(2**22))
+        wire.send_frame(bytes(2**22))
         await until(lambda: told.ends)
 
     wired(body, send_s=0.02)
@@ -304,8 +304,8 @@ def test_descriptors_are_closed_whether_they_were_sent_or_not(waits):
     async def body(wire, told, theirs):
         reading, writing = os.pipe()
         if waits:
-            wire.send(bytes(2**22))
-        wire.send(b"take this", [writing])
+            wire.send_frame(bytes(2**22))
+        wire.send_frame(b"take this", [writing])
         if waits:
             wire.close()
         else:
@@ -323,7 +323,7 @@ def test_descriptors_for_who_has_left_are_closed():
     async def body(wire, told, theirs):
         wire.close()
         reading, writing = os.pipe()
-        wire.send(b"late", [writing])
+        wire.send_frame(b"late", [writing])
         assert os.read(reading, 1) == b""
         os.close(reading)
 

@@ -47,9 +47,9 @@ def test_refusals_beyond_ten_a_second_are_counted(told):
         clock = Clock()
         refusals = KeyRefusalLog(clock)
         for _ in range(1000):
-            refusals.log("unknown", "GET", "/v1/info", address="10.0.0.1")
+            refusals.log_refusal("unknown", "GET", "/v1/info", address="10.0.0.1")
         clock.now = 1.0
-        refusals.log("absent", "GET", "/v1/info", address="10.0.0.1")
+        refusals.log_refusal("absent", "GET", "/v1/info", address="10.0.0.1")
 
     asyncio.run(run())
     lines = told()
@@ -65,7 +65,7 @@ def test_the_count_is_told_though_nobody_comes_any_more(told, monkeypatch):
         monkeypatch.setattr(loop, "call_later", lambda delay, *call: later(delay / 1000, *call))
         refusals = KeyRefusalLog(Clock())
         for _ in range(12):
-            refusals.log("unknown", "GET", "/")
+            refusals.log_refusal("unknown", "GET", "/")
         async with asyncio.timeout(10):
             while told()[-1]["event"] != "keys_refused":
                 await asyncio.sleep(0.001)
@@ -76,7 +76,7 @@ def test_the_count_is_told_though_nobody_comes_any_more(told, monkeypatch):
 
 def test_a_long_path_is_cut(told):
     async def run() -> None:
-        KeyRefusalLog().log("absent", "GET", "/" + "a" * 60_000)
+        KeyRefusalLog().log_refusal("absent", "GET", "/" + "a" * 60_000)
 
     asyncio.run(run())
     assert len(told()[0]["path"]) == 200

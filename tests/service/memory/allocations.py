@@ -23,7 +23,7 @@ class Allocation(NamedTuple):
 def allocation_of(device: ShareableDevice, address: int) -> Allocation:
     """The whole allocation that an address lies in, for another process to open."""
     driver = device.driver
-    with device.current():
+    with device.use_context():
         base, nbytes = (int(each) for each in call_driver_for_all(driver.cuMemGetAddressRange, address))
         handle = call_driver(driver.cuIpcGetMemHandle, base)
     return Allocation(base, nbytes, ctypes.string_at(handle.getPtr(), HANDLE_BYTES))

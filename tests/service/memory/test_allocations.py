@@ -45,7 +45,7 @@ def test_what_one_writes_the_other_reads(sides):
 
 def test_it_is_closed_with_its_last_view(sides):
     opened = sides.open()
-    view = opened.whole()[16:32]
+    view = opened.view()[16:32]
     del opened
     assert sides.opened
     del view

@@ -30,31 +30,31 @@ def device(driver):
 
 def test_what_one_writes_the_other_reads(driver, device):
     client = FakeDriver(b"v" * 16, b"u" * 16)
-    segment = device.make(100, DeviceSegment)
+    segment = device.allocate(100, DeviceSegment)
     assert len(segment) == GRANULARITY
-    descriptor = device.export(segment)
+    descriptor = device.export_descriptor(segment)
     assert not os.get_inheritable(descriptor)
-    found = ShareableDevice.find(device.uuid, client)
+    found = ShareableDevice.find_by_uuid(device.uuid, client)
     assert found.ordinal == 1
-    opened = found.open(descriptor, len(segment), DeviceSegment)
+    opened = found.map_descriptor(descriptor, len(segment), DeviceSegment)
     os.close(descriptor)
     client.content(opened.address)[:3] = b"abc"
     assert driver.content(segment.address)[:4] == b"abc\0"
 
 
 def test_new_memory_is_cleared_before_anybody_gets_it(driver, device):
-    segment = device.make(GRANULARITY, DeviceSegment)
+    segment = device.allocate(GRANULARITY, DeviceSegment)
     assert driver.content(segment.address).raw == bytes(GRANULARITY)
     assert driver.calls.index("cuStreamSynchronize") > driver.calls.index("cuMemsetD8")
 
 
 def test_memory_goes_once_neither_side_has_it(driver, device):
     client = ShareableDevice(0, FakeDriver())
-    segment = device.make(1, DeviceSegment)
-    descriptor = device.export(segment)
-    opened = client.open(descriptor, GRANULARITY, DeviceSegment)
+    segment = device.allocate(1, DeviceSegment)
+    descriptor = device.export_descriptor(segment)
+    opened = client.map_descriptor(descriptor, GRANULARITY, DeviceSegment)
     os.close(descriptor)
-    view = segment.whole()[16:32]
+    view = segment.view()[16:32]
     del segment
     gc.collect()
     assert driver.mappings
@@ -74,7 +74,7 @@ def test_memory_goes_once_neither_side_has_it(driver, device):
 def test_what_fails_halfway_leaves_nothing(driver, device, name):
     driver.refusals[name] = 1
     with pytest.raises(DeviceMemoryError, match="failed: 1"):
-        device.make(1, DeviceSegment)
+        device.allocate(1, DeviceSegment)
     driver.refusals.clear()
     gc.collect()
     assert driver.bytes_in_use == driver.before
@@ -85,18 +85,18 @@ def test_what_fails_halfway_leaves_nothing(driver, device, name):
 
 def test_a_full_device_is_told_apart(driver, device):
     with pytest.raises(DeviceMemoryFullError):
-        device.make(TOTAL + 1, DeviceSegment)
+        device.allocate(TOTAL + 1, DeviceSegment)
 
 
 def test_what_is_no_such_memory_is_not_mapped(driver, device):
     descriptor = os.memfd_create("plain")
     with pytest.raises(DeviceMemoryError):
-        device.open(descriptor, GRANULARITY, DeviceSegment)
+        device.map_descriptor(descriptor, GRANULARITY, DeviceSegment)
     os.close(descriptor)
-    segment = device.make(1, DeviceSegment)
-    descriptor = device.export(segment)
+    segment = device.allocate(1, DeviceSegment)
+    descriptor = device.export_descriptor(segment)
     with pytest.raises(DeviceMemoryError):
-        device.open(descriptor, 2 * GRANULARITY, DeviceSegment)
+        device.map_descriptor(descriptor, 2 * GRANULARITY, DeviceSegment)
     os.close(descriptor)
     assert len(driver.handles) == 1
 
@@ -110,11 +110,11 @@ def test_devices_without_it(driver):
     with pytest.raises(DeviceMemoryError, match="100"):
         ShareableDevice(0, driver)
     with pytest.raises(DeviceMemoryError, match="does not see"):
-        ShareableDevice.find("00" * 16, FakeDriver())
+        ShareableDevice.find_by_uuid("00" * 16, FakeDriver())
 
 
 def test_views_are_pieces_of_the_segment(device):
-    whole = device.make(1, DeviceSegment).whole()
+    whole = device.allocate(1, DeviceSegment).view()
     piece = whole[64:128][16:32]
     assert len(piece) == 16
     assert piece.obj is whole.obj

@@ -23,7 +23,7 @@ def test_two_mappings_are_one_memory_until_it_is_discarded(made):
     assert bytes(segment) == bytes(2 * PAGE_BYTES)
     segment[5] = 7
     assert other[5] == 7
-    segment.discard()
+    segment.discard_content()
     assert other[5] == 0
 
 

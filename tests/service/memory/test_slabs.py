@@ -23,7 +23,7 @@ def address(view: memoryview) -> int:
 
 
 def test_slab_comes_back_with_its_last_view(pool):
-    slab = pool.take(MIB)
+    slab = pool.borrow(MIB)
     part = slab[10:20]
     tensor = torch.frombuffer(part, dtype=torch.uint8)
     del slab, part
@@ -43,29 +43,29 @@ def test_memory_of_a_view_is_what_was_allocated(pool):
         return made[-1]
 
     pool.source = replace(PLAIN, allocate=allocate)
-    assert get_slab_memory(pool.take(MIB)[10:20]) is made[0]
+    assert get_slab_memory(pool.borrow(MIB)[10:20]) is made[0]
     assert get_slab_memory(memoryview(bytearray(4))) is None
     assert get_slab_memory(allocate_plain(4).data) is None
 
 
 def test_slab_is_used_again(pool):
-    slab = pool.take(MIB)
+    slab = pool.borrow(MIB)
     slab[:3] = b"abc"
     where = address(slab)
     del slab
-    again = pool.take(MIB - 1000)
+    again = pool.borrow(MIB - 1000)
     assert address(again) == where
     assert bytes(again[:3]) == b"abc"
 
 
 def test_idle_slab_can_be_had_without_the_risk_of_a_new_one(pool):
-    assert pool.take_idle(MIB) is None
+    assert pool.borrow_idle(MIB) is None
     assert pool.used_bytes == 0
-    slab = pool.take(MIB)
+    slab = pool.borrow(MIB)
     where = address(slab)
-    assert pool.take_idle(MIB) is None
+    assert pool.borrow_idle(MIB) is None
     del slab
-    again = pool.take_idle(MIB)
+    again = pool.borrow_idle(MIB)
     assert address(again) == where
     assert (pool.used_bytes, pool.idle_bytes) == (MIB, 0)
     del again
@@ -74,7 +74,7 @@ def test_idle_slab_can_be_had_without_the_risk_of_a_new_one(pool):
 
 def test_whether_a_slab_is_idle_is_known_without_borrowing_it(pool):
     assert not pool.has_idle(MIB)
-    slab = pool.take(MIB)
+    slab = pool.borrow(MIB)
     assert not pool.has_idle(MIB)
     del slab
     assert pool.has_idle(MIB)
@@ -84,22 +84,22 @@ def test_whether_a_slab_is_idle_is_known_without_borrowing_it(pool):
 
 
 def test_two_borrowers_never_share(pool):
-    slabs = [pool.take(MIB) for _ in range(4)]
+    slabs = [pool.borrow(MIB) for _ in range(4)]
     for index, slab in enumerate(slabs):
         slab[:] = bytes([index]) * MIB
     assert [(slab[0], slab[-1]) for slab in slabs] == [(index, index) for index in range(4)]
 
 
 def test_what_is_idle_stays_within_bounds_and_the_longest_unused_goes_first(pool):
-    small, large = pool.take(MIB), pool.take(3 * MIB)
+    small, large = pool.borrow(MIB), pool.borrow(3 * MIB)
     del small
     assert pool.idle_bytes == MIB
     del large
     assert pool.idle_bytes == 4 * MIB
-    other = pool.take(2 * MIB)
+    other = pool.borrow(2 * MIB)
     del other
     assert pool.idle_bytes <= 4 * MIB
-    kept = pool.take(2 * MIB)
+    kept = pool.borrow(2 * MIB)
     assert pool.idle_bytes in (0, 2 * MIB)
     assert len(kept) == 2 * MIB
 
@@ -110,7 +110,7 @@ def test_failed_allocation_leaves_no_trace(pool):
 
     pool.source = replace(PLAIN, allocate=nothing_left)
     with pytest.raises(MemoryError):
-        pool.take(MIB)
+        pool.borrow(MIB)
     pool.source = PLAIN
     assert (pool.used_bytes, pool.idle_bytes) == (0, 0)
 
@@ -123,7 +123,7 @@ def test_memory_comes_from_whom_it_is_asked_of(pool):
         return tensors[-1].numpy()
 
     pool.source = replace(PLAIN, allocate=tensor_memory)
-    slab = pool.take(MIB)
+    slab = pool.borrow(MIB)
     slab[5] = 7
     assert tensors[0][5] == 7
     del slab
@@ -133,7 +133,7 @@ def test_memory_comes_from_whom_it_is_asked_of(pool):
 def test_slabs_may_come_home_on_any_thread(pool):
     def borrow():
         for _ in range(200):
-            pool.take(MIB)[:1] = b"x"
+            pool.borrow(MIB)[:1] = b"x"
 
     threads = [threading.Thread(target=borrow) for _ in range(4)]
     for thread in threads:
@@ -146,7 +146,7 @@ def test_slabs_may_come_home_on_any_thread(pool):
 
 @given(st.integers(0, 2**24))
 def test_slab_is_large_enough_and_little_larger(nbytes):
-    slab = SlabPool(max_idle_bytes=0).take(nbytes)
+    slab = SlabPool(max_idle_bytes=0).borrow(nbytes)
     assert nbytes <= len(slab) <= max(64 * 1024, nbytes * 1.25)
 
 
@@ -155,6 +155,6 @@ def test_slab_is_large_enough_and_little_larger(nbytes):
 )
 def test_source_of_powers_of_two_is_asked_for_nothing_else(nbytes, slab_bytes):
     pool = SlabPool(max_idle_bytes=2**26)
-    pool.source = SlabAllocator(allocate_plain, steps=1, is_slow=False)
-    slab = pool.take(nbytes)
+    pool.source = SlabAllocator(allocate_plain, sizes_per_doubling=1, is_slow=False)
+    slab = pool.borrow(nbytes)
     assert len(slab) == pool.used_bytes == slab_bytes

@@ -30,7 +30,7 @@ class Lending(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = SlabPool(max_idle_bytes=MAX_IDLE_BYTES)
-        self.pool.source = SlabAllocator(self.allocate, steps=PLAIN.steps, is_slow=False)
+        self.pool.source = SlabAllocator(self.allocate, sizes_per_doubling=PLAIN.sizes_per_doubling, is_slow=False)
         self.loans: list[Loan] = []
         self.is_exhausted = False
         self.numbers = 0
@@ -47,12 +47,12 @@ class Lending(RuleBasedStateMachine):
 
     @rule(nbytes=SIZES)
     def take(self, nbytes):
-        self.lend(self.pool.take(nbytes), nbytes)
+        self.lend(self.pool.borrow(nbytes), nbytes)
 
     @rule(nbytes=SIZES)
     def take_idle(self, nbytes):
         idle = self.pool.idle_bytes
-        slab = self.pool.take_idle(nbytes)
+        slab = self.pool.borrow_idle(nbytes)
         if slab is not None:
             assert self.pool.idle_bytes == idle - len(slab)
             self.lend(slab, nbytes)
@@ -62,7 +62,7 @@ class Lending(RuleBasedStateMachine):
         used = self.pool.used_bytes
         self.is_exhausted = True
         try:
-            self.lend(self.pool.take(nbytes), nbytes)
+            self.lend(self.pool.borrow(nbytes), nbytes)
         except MemoryError:
             assert self.pool.used_bytes == used
         finally:

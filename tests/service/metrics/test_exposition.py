@@ -107,7 +107,7 @@ def read_open(text: bytes):
 def test_openmetrics_has_the_same_samples_and_the_exemplars(families):
     took = families[2]("a")
     for value in (0.25, 7.0):
-        took.show(Exemplar("ab" * 16, value, 1700000000.125))
+        took.attach_exemplar(Exemplar("ab" * 16, value, 1700000000.125))
     text = TextExposition(families, {}).render()
     samples, exemplars = read_open(convert_to_open_metrics(text))
     assert samples == read(strip_exemplars(text))[0]
@@ -121,7 +121,7 @@ def test_the_plain_text_does_not_change_with_exemplars(families):
     exposition = TextExposition(families, {})
     before = exposition.render()
     assert strip_exemplars(before) == before
-    families[2]("a").show(Exemplar("ab" * 16, 0.5, 1.0))
+    families[2]("a").attach_exemplar(Exemplar("ab" * 16, 0.5, 1.0))
     after = exposition.render()
     assert b"trace_id" in after
     assert strip_exemplars(after) == before
@@ -137,7 +137,7 @@ def test_what_looks_like_an_exemplar_in_a_label_stays():
 
 
 def test_all_processes_exemplars_are_there(families):
-    families[2]("a").show(Exemplar("ab" * 16, 0.5, 1.0))
+    families[2]("a").attach_exemplar(Exemplar("ab" * 16, 0.5, 1.0))
     texts = {name: TextExposition(families, {"process": name}).render() for name in "01"}
     _, exemplars = read_open(convert_to_open_metrics(merge_expositions(texts, "01")))
     assert [dict(labels)["process"] for _, labels in exemplars] == ["0", "1"]

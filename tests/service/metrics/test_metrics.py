@@ -40,17 +40,17 @@ def test_two_of_them_are_apart(metrics):
 
 
 def test_catalogue_is_what_is_scraped(metrics):
-    counters = {each.name for each in metrics.catalogue if each.kind == "counter"}
+    counters = {each.name for each in metrics.families if each.kind == "counter"}
     assert all(name.endswith("_total") for name in counters)
-    assert {each.name.removesuffix("_total") for each in metrics.catalogue} == {
+    assert {each.name.removesuffix("_total") for each in metrics.families} == {
         each.name for each in scraped(metrics)
     }
 
 
 def test_every_name_and_label_is_one_of_the_projects_or_of_the_process(metrics):
-    assert all(each.name.startswith(("normserve_", "process_")) for each in metrics.catalogue)
+    assert all(each.name.startswith(("normserve_", "process_")) for each in metrics.families)
     assert not {"process", "le", "instance", "job"} & {
-        name for each in metrics.catalogue for name in each.label_names
+        name for each in metrics.families for name in each.label_names
     }
 
 
@@ -91,8 +91,8 @@ def test_what_is_not_copied_is_no_transfer(metrics):
 
 
 def test_request_is_counted(metrics):
-    record = RequestRecord("rms_norm", "backward", "float16", status=200, received=1000, sent=1000)
-    record.stages = {"kernel": 0.001, "send": 0.002}
+    record = RequestRecord("rms_norm", "backward", "float16", status=200, received_bytes=1000, sent_bytes=1000)
+    record.stage_seconds = {"kernel": 0.001, "send": 0.002}
     metrics.observe_request(record)
     labels = {"op": "rms_norm", "pass": "backward", "transport": "tcp"}
     assert value(metrics, "requests_total", dtype="float16", code="200", **labels) == 1
@@ -102,8 +102,8 @@ def test_request_is_counted(metrics):
 
 
 def test_error_is_counted_by_cause_and_rejection_by_reason(metrics):
-    metrics.observe_request(RequestRecord("layer_norm", status=429, error="overloaded"))
-    metrics.observe_request(RequestRecord("layer_norm", status=422, error="invalid_shape"))
+    metrics.observe_request(RequestRecord("layer_norm", status=429, error_code="overloaded"))
+    metrics.observe_request(RequestRecord("layer_norm", status=422, error_code="invalid_shape"))
     assert value(metrics, "errors_total", cause="overloaded") == 1
     assert value(metrics, "errors_total", cause="invalid_shape") == 1
     assert value(metrics, "rejected_total", reason="overloaded") == 1
@@ -111,10 +111,12 @@ def test_error_is_counted_by_cause_and_rejection_by_reason(metrics):
 
 
 def test_requests_are_counted_by_the_name_of_their_key(metrics):
-    metrics.announce_keys(["a", "b"])
+    metrics.add_key_series(["a", "b"])
     assert value(metrics, "key_requests_total", key="a", code="200") == 0
     for status, key in ((200, "a"), (200, "a"), (403, "a"), (200, "b"), (200, None)):
-        metrics.observe_request(RequestRecord("info", status=status, key=key, received=10, sent=100))
+        metrics.observe_request(
+            RequestRecord("info", status=status, key_name=key, received_bytes=10, sent_bytes=100)
+        )
     assert value(metrics, "key_requests_total", key="a", code="200") == 2
     assert value(metrics, "key_requests_total", key="a", code="403") == 1
     assert value(metrics, "key_requests_total", key="b", code="200") == 1
@@ -123,21 +125,21 @@ def test_requests_are_counted_by_the_name_of_their_key(metrics):
 
 
 def test_a_key_that_is_gone_keeps_its_series(metrics):
-    metrics.announce_keys(["a"])
-    metrics.announce_keys(["b"])
+    metrics.add_key_series(["a"])
+    metrics.add_key_series(["b"])
     assert value(metrics, "key_bytes_total", key="a", direction="in") == 0
 
 
 def test_departure_is_counted_by_stage(metrics):
-    metrics.observe_request(RequestRecord("layer_norm", status=499, waiting_in="queue"))
+    metrics.observe_request(RequestRecord("layer_norm", status=499, current_stage="queue"))
     assert value(metrics, "cancelled_total", stage="queue") == 1
 
 
 def test_gauges_are_asked_at_each_scrape(metrics):
     inside = [3, 4096]
-    metrics.watch_inflight(lambda: inside[0], lambda: inside[1])
-    metrics.watch_queue(lambda: inside[0])
-    metrics.watch_device("torch", DeviceDescription("a cpu", "cpu", 2e10, {}), lambda: {"allocated": 5})
+    metrics.track_inflight(lambda: inside[0], lambda: inside[1])
+    metrics.track_queue(lambda: inside[0])
+    metrics.track_device("torch", DeviceDescription("a cpu", "cpu", 2e10, {}), lambda: {"allocated": 5})
     assert value(metrics, "inflight_requests") == value(metrics, "queue_requests") == 3
     inside[0] = 0
     assert value(metrics, "inflight_requests") == 0
@@ -159,7 +161,7 @@ def test_front_ends_are_told_of_and_their_time_never_goes_back(metrics):
 
     with subprocess.Popen(["sleep", "60"]) as idle:
         there = [(0, os.getpid()), (1, idle.pid)]
-        metrics.watch_front_ends(lambda: there)
+        metrics.track_front_ends(lambda: there)
         metrics.render()
         seconds = of_first("cpu_seconds_total")
         assert 0 < seconds <= time.process_time()
@@ -204,7 +206,7 @@ def test_duration_buckets_double_from_ten_microseconds_to_twenty_seconds(metrics
 
 
 def test_stage_buckets_are_those_of_durations(metrics):
-    metrics.observe_request(RequestRecord("rms_norm", status=200, stages={"kernel": 0.001}))
+    metrics.observe_request(RequestRecord("rms_norm", status=200, stage_seconds={"kernel": 0.001}))
     metrics.observe_request(RequestRecord("livez", status=200))
     assert bounds(metrics, "stage_duration_seconds") == bounds(metrics, "request_duration_seconds")[:23]
 
@@ -218,8 +220,13 @@ def test_bandwidth_buckets_divide_a_decade_in_four_from_a_megabyte_to_a_hundred_
 
 def answered(*, seconds_ago: float = 3.0, **changes) -> RequestRecord:
     """A request whose header was complete some time ago."""
-    described = {"op": "rms_norm", "direction": "forward", "status": 200, "stages": {"kernel": 0.001}} | changes
-    return RequestRecord(**described, began=time.perf_counter() - seconds_ago)
+    described = {
+        "op": "rms_norm",
+        "direction": "forward",
+        "status": 200,
+        "stage_seconds": {"kernel": 0.001},
+    } | changes
+    return RequestRecord(**described, began_at=time.perf_counter() - seconds_ago)
 
 
 def test_duration_is_from_the_header_to_the_end(metrics):
@@ -230,12 +237,12 @@ def test_duration_is_from_the_header_to_the_end(metrics):
 
 
 def test_stage_takes_the_seconds_that_were_measured(metrics):
-    metrics.observe_request(answered(stages={"kernel": 0.003}))
+    metrics.observe_request(answered(stage_seconds={"kernel": 0.003}))
     assert in_bucket(metrics, "stage_duration_seconds", 0.003)
 
 
 def test_bandwidth_is_bytes_in_and_out_over_the_whole_time(metrics):
-    metrics.observe_request(answered(seconds_ago=3.0, received=6 * 10**9, sent=3 * 10**9))
+    metrics.observe_request(answered(seconds_ago=3.0, received_bytes=6 * 10**9, sent_bytes=3 * 10**9))
     labels = {"op": "rms_norm", "pass": "forward", "transport": "tcp"}
     rate = value(metrics, "request_bandwidth_bytes_per_second_sum", **labels)
     assert rate == pytest.approx(3e9, rel=0.3)
@@ -250,7 +257,7 @@ def test_request_that_brought_and_took_nothing_has_no_bytes(metrics):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"status": 300}, {"status": 500}, {"stages": {"recv": 0.001}}, {"status": 499}],
+    [{"status": 300}, {"status": 500}, {"stage_seconds": {"recv": 0.001}}, {"status": 499}],
     ids=["redirect", "error", "no kernel ran", "client left"],
 )
 def test_only_an_answer_that_a_kernel_computed_has_a_bandwidth(metrics, changes):
@@ -282,7 +289,9 @@ def test_a_request_that_is_traced_stands_for_its_buckets(metrics):
     for trace_id, seconds in (("ab" * 16, 0.001), (None, 0.001), ("cd" * 16, 1.0)):
         began = time.perf_counter() - seconds
         stages = {"recv": seconds}
-        record = RequestRecord("layer_norm", "forward", stages=stages, status=200, began=began, trace_id=trace_id)
+        record = RequestRecord(
+            "layer_norm", "forward", stage_seconds=stages, status=200, began_at=began, trace_id=trace_id
+        )
         metrics.observe_request(record)
     text = convert_to_open_metrics(metrics.render()).decode()
     samples = [sample for family in open_families(text) for sample in family.samples if sample.exemplar is not None]

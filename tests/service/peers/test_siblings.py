@@ -25,7 +25,7 @@ def other(place: FleetPosition) -> SiblingProcesses:
 @contextlib.asynccontextmanager
 async def listening(sibling: SiblingProcesses, **handlers):
     sibling.handlers |= handlers
-    server = await sibling.listen()
+    server = await sibling.start_listening()
     try:
         yield
     finally:
@@ -43,7 +43,7 @@ def saying(text: bytes, after_s: float = 0.0):
 def test_those_that_answer_are_heard(place):
     async def play() -> None:
         async with listening(other(place), metrics=saying(b"text")):
-            assert await SiblingProcesses(place).request("metrics") == {1: b"text"}
+            assert await SiblingProcesses(place).request_all("metrics") == {1: b"text"}
 
     asyncio.run(play())
 
@@ -53,15 +53,15 @@ def test_one_that_takes_long_holds_nothing_up(place, monkeypatch):
 
     async def play() -> None:
         async with listening(other(place), metrics=saying(b"text", after_s=0.2)):
-            assert await SiblingProcesses(place).request("metrics") == {}
+            assert await SiblingProcesses(place).request_all("metrics") == {}
 
     asyncio.run(play())
 
 
 def test_one_that_is_not_there_holds_nothing_up(place):
     async def play() -> None:
-        assert await SiblingProcesses(place).request("metrics") == {}
-        async with SiblingProcesses(place).linked() as links:
+        assert await SiblingProcesses(place).request_all("metrics") == {}
+        async with SiblingProcesses(place).connect_all() as links:
             assert links == []
 
     asyncio.run(play())
@@ -71,24 +71,24 @@ def test_one_that_is_not_there_holds_nothing_up(place):
 def test_one_that_ends_after_it_was_connected_is_gone_each_time_it_is_asked(place, run):
     async def play():
         connected = []
-        server = await asyncio.start_unix_server(lambda *ends: connected.append(ends), place.socket_of(1))
-        async with SiblingProcesses(place).linked() as links, server:
+        server = await asyncio.start_unix_server(lambda *ends: connected.append(ends), place.get_socket_path(1))
+        async with SiblingProcesses(place).connect_all() as links, server:
             (link,) = links
             while not connected:
                 await asyncio.sleep(0.001)
             connected[0][1].transport.abort()
             for _ in range(3):
                 with pytest.raises(ConnectionError):
-                    await link.request({"do": "greet"}, 20)
+                    await link.send_request({"do": "greet"}, 20)
 
     run(play())
 
 
 def test_no_fleet_no_siblings():
     async def play() -> None:
-        assert await SiblingProcesses(None).listen() is None
-        assert await SiblingProcesses(None).request("metrics") == {}
-        assert await SiblingProcesses(None).exposition(b"own") == b"own"
+        assert await SiblingProcesses(None).start_listening() is None
+        assert await SiblingProcesses(None).request_all("metrics") == {}
+        assert await SiblingProcesses(None).render_metrics(b"own") == b"own"
 
     asyncio.run(play())
 
@@ -102,12 +102,12 @@ def test_a_sibling_says_why_it_cannot(place):
 
     async def play() -> None:
         there = listening(other(place), refuse=refuse, break_down=break_down)
-        async with there, SiblingProcesses(place).linked() as links:
+        async with there, SiblingProcesses(place).connect_all() as links:
             for question in ({"do": "break_down"}, {"do": "unheard of"}):
                 with pytest.raises(SiblingRefusedError, match="an error of its own"):
-                    await links[0].request(question, 1)
+                    await links[0].send_request(question, 1)
             with pytest.raises(SiblingRefusedError, match="not this"):
-                await links[0].request({"do": "refuse", "what": "this"}, 1)
+                await links[0].send_request({"do": "refuse", "what": "this"}, 1)
 
     asyncio.run(play())
 
@@ -121,11 +121,11 @@ def test_what_is_to_be_done_at_the_end_is_done_however_it_comes(place):
 
     async def play() -> None:
         async with listening(other(place), begin=begin):
-            async with SiblingProcesses(place).linked() as links:
-                await links[0].request({"do": "begin", "name": "closed"}, 1)
+            async with SiblingProcesses(place).connect_all() as links:
+                await links[0].send_request({"do": "begin", "name": "closed"}, 1)
                 assert ended == []
-            async with SiblingProcesses(place).linked() as links:
-                await links[0].request({"do": "begin", "name": "aborted"}, 1)
+            async with SiblingProcesses(place).connect_all() as links:
+                await links[0].send_request({"do": "begin", "name": "aborted"}, 1)
                 links[0]._stream._writer.transport.abort()
             while len(ended) < 2:
                 await asyncio.sleep(0.001)
@@ -152,7 +152,7 @@ def test_frames_survive_every_cut(data):
         reader.feed_eof()
         heard = []
         there = FrameStream(reader, None, 40)
-        while (content := await there.receive()) is not None:
+        while (content := await there.receive_frame()) is not None:
             heard.append(content)
         return heard
 
@@ -166,16 +166,16 @@ def test_a_frame_that_is_cut_off_is_not_the_end(length):
         reader.feed_data(frame(b"") + frame(b"text")[:length])
         reader.feed_eof()
         stream = FrameStream(reader, None, 40)
-        assert await stream.receive() == b""
+        assert await stream.receive_frame() == b""
         with pytest.raises(ConnectionResetError, match="within a frame"):
-            await stream.receive()
+            await stream.receive_frame()
 
     asyncio.run(play())
 
 
 async def said_to(place: FleetPosition, raw: bytes) -> bytes:
     """All that comes back for these bytes."""
-    reader, writer = await asyncio.open_unix_connection(place.socket_of(1))
+    reader, writer = await asyncio.open_unix_connection(place.get_socket_path(1))
     writer.write(raw)
     writer.write_eof()
     with contextlib.closing(writer), contextlib.suppress(ConnectionError):
@@ -197,7 +197,7 @@ def test_what_is_no_question_ends_the_connection(place, raw):
     async def play() -> None:
         async with listening(other(place), metrics=saying(b"text")):
             assert await said_to(place, raw) == b""
-            assert await SiblingProcesses(place).request("metrics") == {1: b"text"}
+            assert await SiblingProcesses(place).request_all("metrics") == {1: b"text"}
 
     asyncio.run(play())
 
@@ -221,16 +221,16 @@ def test_a_question_that_means_nothing_is_refused(place, question):
 def test_what_is_no_answer_is_no_success(place, said, reason):
     async def say(reader, writer):
         stream = FrameStream(reader, writer, 40)
-        await stream.receive()
-        await stream.send(said)
+        await stream.receive_frame()
+        await stream.send_frame(said)
         writer.close()
 
     async def play() -> None:
-        there = await asyncio.start_unix_server(say, place.socket_of(1))
-        async with there, SiblingProcesses(place).linked() as links:
+        there = await asyncio.start_unix_server(say, place.get_socket_path(1))
+        async with there, SiblingProcesses(place).connect_all() as links:
             with pytest.raises(SiblingRefusedError, match=reason):
-                await links[0].request({"do": "metrics"}, 1)
-            assert await SiblingProcesses(place).request("metrics") == {}
+                await links[0].send_request({"do": "metrics"}, 1)
+            assert await SiblingProcesses(place).request_all("metrics") == {}
 
     asyncio.run(play())
 

@@ -47,27 +47,27 @@ class Process:
 
 def test_a_process_says_whether_it_finishes_work(sockets):
     process = Process(sockets[0])
-    process.channel._report()
-    process.channel.report(ready=True)
+    process.channel._send_readiness()
+    process.channel.report_readiness(ready=True)
     assert ReportReader().feed(sockets[1].recv(64)) == [NOT_READY, READY]
     process.is_stalled = True
-    process.channel._report()
+    process.channel._send_readiness()
     assert ReportReader().feed(sockets[1].recv(64)) == [NOT_READY]
     process.is_stalled = False
-    process.channel._report()
-    process.channel.report(ready=False)
+    process.channel._send_readiness()
+    process.channel.report_readiness(ready=False)
     assert ReportReader().feed(sockets[1].recv(64)) == [READY, NOT_READY]
 
 
 def test_signs_do_not_pile_up_while_nobody_hears_them(sockets):
     async def play() -> None:
         channel = Process(sockets[0]).channel
-        while not channel._reports.is_behind:
-            channel._beat()
-        before = len(channel._reports._unsent)
+        while not channel._report_writer.is_backlogged:
+            channel._send_heartbeat()
+        before = len(channel._report_writer._unsent)
         for _ in range(100):
-            channel._beat()
-        assert len(channel._reports._unsent) == before
+            channel._send_heartbeat()
+        assert len(channel._report_writer._unsent) == before
         asyncio.get_running_loop().remove_writer(sockets[0])
 
     asyncio.run(play())
@@ -78,8 +78,8 @@ def test_signs_come_as_long_as_the_event_loop_runs(sockets, monkeypatch):
 
     async def play() -> None:
         process = Process(sockets[0])
-        process.channel.report(ready=True)
-        process.channel.open()
+        process.channel.report_readiness(ready=True)
+        process.channel.start()
         heard = ReportReader()
         signs = 0
         while signs < 5:
@@ -93,7 +93,7 @@ def test_signs_come_as_long_as_the_event_loop_runs(sockets, monkeypatch):
 def test_connections_refusals_and_the_end_are_told(sockets):
     async def play() -> None:
         process = Process(sockets[0])
-        process.channel.open()
+        process.channel.start()
         accepted, client = socket.socketpair()
         with accepted, client:
             send_with_socket(sockets[1], REFUSED["max_connections"])
@@ -110,7 +110,7 @@ def test_connections_refusals_and_the_end_are_told(sockets):
                 client.sendall(b"first")
                 assert connection.recv(16) == b"first"
                 assert not connection.getblocking()
-            process.channel.report_refused("max_connections_per_address")
+            process.channel.report_refused_connection("max_connections_per_address")
             process.channel.request_link()
             on_end()
             (link,) = process.links
@@ -129,7 +129,7 @@ def test_the_end_of_a_process_that_has_left_reports_unread_is_told(loop):
         here.setblocking(False)
         with here:
             process = Process(here)
-            process.channel.open()
+            process.channel.start()
             for _ in range(3):
                 send_with_socket(there, REFUSED["max_connections"])
             there.close()

@@ -45,28 +45,28 @@ def running(monkeypatch):
 @pytest.fixture
 def process(running):
     process = ChildProcess("process 0", OWNER, lambda restarts: restarts, "cpu", hang_s=10)
-    process._channel, process._running = Channel(), running
+    process._channel, process._subprocess = Channel(), running
     return process
 
 
 def say(process: ChildProcess, *numbers: int) -> None:
     process._channel.said = b"".join(map(MESSAGE.pack, numbers))
-    process._hear(process._channel, ReportReader())
+    process._receive_reports(process._channel, ReportReader())
 
 
 def wait(process: ChildProcess, seconds: float) -> None:
     for _ in range(round(seconds / BEAT_S)):
-        process.note_silence(BEAT_S)
+        process.add_silence(BEAT_S)
 
 
 def test_what_it_said_last_is_what_it_is(process):
-    assert process.is_there
+    assert process.is_reachable
     assert not process.is_ready
     say(process, NOT_READY, READY)
     assert process.is_ready
     say(process, READY, NOT_READY)
     assert not process.is_ready
-    assert process.is_there
+    assert process.is_reachable
 
 
 def test_it_says_that_it_refused_a_connection(process):
@@ -79,7 +79,7 @@ def test_it_says_that_it_refused_a_connection(process):
 
 def test_one_that_starts_may_be_silent(process, running):
     wait(process, 1000)
-    assert process.is_there
+    assert process.is_reachable
     say(process, NOT_READY)
     wait(process, 1000)
     assert running.kills == 0
@@ -92,7 +92,7 @@ def test_one_that_is_silent_gets_no_connections_until_it_speaks(process, running
     assert process.is_ready
     wait(process, 1)
     assert not process.is_ready
-    assert not process.is_there
+    assert not process.is_reachable
     say(process, READY)
     assert process.is_ready
     assert running.kills == 0
@@ -151,7 +151,9 @@ class Connections:
         def take_back(connection: socket.socket) -> None:
             self.returned[number] = connection
 
-        assert self._process.take(number, HandedConnection(accepted, lambda: self.ended.append(number), take_back))
+        assert self._process.hand_over_connection(
+            number, HandedConnection(accepted, lambda: self.ended.append(number), take_back)
+        )
 
 
 @pytest.fixture
@@ -168,14 +170,14 @@ def test_a_connection_is_the_process_s_alone_once_it_has_received_it(process, ch
     _, (descriptor,), _, _ = socket.recv_fds(channel[1], 8, 1)
     with socket.socket(fileno=descriptor):
         channel[1].send(MESSAGE.pack(7))
-        process._hear(channel[0], ReportReader())
+        process._receive_reports(channel[0], ReportReader())
     # No copy of it is left open here.
     assert connections.clients[0].recv(1) == b""
     assert connections.ended == []
     channel[1].send(MESSAGE.pack(7))
-    process._hear(channel[0], ReportReader())
+    process._receive_reports(channel[0], ReportReader())
     assert connections.ended == [7]
-    assert process._handed == {}
+    assert process._connections == {}
 
 
 # Reads its start message, receives the first of two connections and ends; its last message may still be unread.
@@ -199,7 +201,7 @@ def test_connections_that_a_process_had_not_received_are_taken_back(monkeypatch,
             connections.hand_over(number)
 
     process.on_start = hand_over
-    assert asyncio.run(process.run()) == 0
+    assert asyncio.run(process.run_process()) == 0
     assert connections.ended == [1]
     assert list(connections.returned) == [2]
     first, second = connections.clients

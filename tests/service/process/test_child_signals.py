@@ -21,9 +21,9 @@ class Running:
 
 @pytest.fixture
 def process(monkeypatch):
-    monkeypatch.setattr(child.os, "kill", lambda pid, number: made._running.signals.append(number))
+    monkeypatch.setattr(child.os, "kill", lambda pid, number: made._subprocess.signals.append(number))
     made = ChildProcess("process 0", OWNER, lambda restarts: restarts, "cpu", hang_s=20)
-    made._running = Running()
+    made._subprocess = Running()
     return made
 
 
@@ -35,7 +35,7 @@ def said(process):
 
         def say(what):
             there.send(MESSAGE.pack(what))
-            process._hear(here, ReportReader())
+            process._receive_reports(here, ReportReader())
 
         yield say
 
@@ -43,23 +43,23 @@ def said(process):
 @pytest.mark.parametrize("first", [READY, NOT_READY])
 def test_one_that_starts_is_told_once_it_minds_signals(process, said, first):
     """Before, the signal would end it; and it may have read the old files already."""
-    process.reload()
-    process.reload()
-    assert process._running.signals == []
+    process.reload_tls()
+    process.reload_tls()
+    assert process._subprocess.signals == []
     said(first)
-    assert process._running.signals == [signal.SIGHUP]
+    assert process._subprocess.signals == [signal.SIGHUP]
     said(READY)
-    assert process._running.signals == [signal.SIGHUP]
+    assert process._subprocess.signals == [signal.SIGHUP]
 
 
 def test_one_that_runs_is_told_at_once(process, said):
     said(READY)
-    process.reload()
-    assert process._running.signals == [signal.SIGHUP]
+    process.reload_tls()
+    assert process._subprocess.signals == [signal.SIGHUP]
 
 
 def test_one_that_has_ended_is_not_told(process, said):
     said(READY)
-    process._running.returncode = 1
-    process.reload()
-    assert process._running.signals == []
+    process._subprocess.returncode = 1
+    process.reload_tls()
+    assert process._subprocess.signals == []

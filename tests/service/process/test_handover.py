@@ -73,10 +73,10 @@ def test_no_report_is_lost_while_nobody_listens(pair):
     async def play() -> list[int]:
         reports, heard, told = ReportWriter(here), ReportReader(), []
         for number in range(count):
-            reports.send(number)
+            reports.send_report(number)
         while len(told) < count:
             told += heard.feed(await asyncio.get_running_loop().sock_recv(there, 4096))
-        reports.send(count)
+        reports.send_report(count)
         return told + heard.feed(await asyncio.get_running_loop().sock_recv(there, 4096))
 
     assert asyncio.run(asyncio.wait_for(play(), 20)) == list(range(count + 1))

@@ -52,7 +52,7 @@ def test_a_loop_that_finds_no_memory_ends_the_server_and_any_other_error_does_no
     async def meet(error: Exception) -> None:
         loop = asyncio.get_running_loop()
         monkeypatch.setattr(loop, "default_exception_handler", lambda context: told.append(context))
-        running._note_error_of_loop(loop, {"message": "a callback failed", "exception": error})
+        running._handle_loop_error(loop, {"message": "a callback failed", "exception": error})
         await asyncio.sleep(0.4)
 
     told: list[object] = []

@@ -27,14 +27,14 @@ def end_with(fleet: FleetSupervisor, code: int, *, was_told: bool, was_ready: bo
 
     async def run() -> int:
         if was_told:
-            fleet._end()
+            fleet._stop_processes()
         if was_ready:
-            process.was_ready.set()
+            process.ready_event.set()
         return code
 
-    process.run = run
-    asyncio.run(asyncio.wait_for(fleet._keep(process), 10))
-    assert fleet._ending.is_set()
+    process.run_process = run
+    asyncio.run(asyncio.wait_for(fleet._keep_running(process), 10))
+    assert fleet._stop_event.is_set()
     return fleet._exit_code
 
 
@@ -59,12 +59,12 @@ def test_one_that_was_ready_and_can_start_no_more_ends_all_if_no_other_serves(fl
 @pytest.mark.parametrize("later", [0, 1, -signal.SIGTERM])
 def test_the_first_that_failed_decides(fleet, later):
     async def end_later() -> int:
-        await fleet._ending.wait()
+        await fleet._stop_event.wait()
         return later
 
     async def run() -> None:
-        fleet._owners[0].run, fleet._owners[1].run = fail, end_later
-        await asyncio.wait_for(asyncio.gather(*map(fleet._keep, fleet._owners)), 10)
+        fleet._owners[0].run_process, fleet._owners[1].run_process = fail, end_later
+        await asyncio.wait_for(asyncio.gather(*map(fleet._keep_running, fleet._owners)), 10)
 
     async def fail() -> int:
         return 2
@@ -110,13 +110,13 @@ def test_a_process_that_ends_soon_is_started_after_longer_and_longer_pauses(
 
     async def run() -> int:
         starts.append(time.monotonic())
-        process.was_ready.set()
+        process.ready_event.set()
         if len(starts) == 3:
-            fleet._end()
+            fleet._stop_processes()
         return 9
 
-    process.run = run
-    asyncio.run(asyncio.wait_for(fleet._keep(process), 10))
+    process.run_process = run
+    asyncio.run(asyncio.wait_for(fleet._keep_running(process), 10))
     assert all(after - before >= pause for (before, after), pause in zip(pairwise(starts), pauses, strict=True))
     assert process.restarts == 2
     assert [record.fields["exit_code"] for record in caplog.records] == [9, 9]

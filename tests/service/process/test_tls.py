@@ -98,15 +98,15 @@ def test_wrong_files_are_refused_with_the_reason(
 
 
 def test_plain_http_has_no_files():
-    assert TlsFiles.of(Settings()) is None
+    assert TlsFiles.from_settings(Settings()) is None
 
 
 def test_old_versions_and_renegotiation_are_off(ours):
-    context = TlsFiles(ours.cert, ours.key, None).load()
+    context = TlsFiles(ours.cert, ours.key, None).load_context()
     assert context.minimum_version is ssl.TLSVersion.TLSv1_2
     assert context.options & ssl.OP_NO_RENEGOTIATION
     assert context.verify_mode is ssl.CERT_NONE
-    assert TlsFiles(ours.cert, ours.key, ours.ca).load().verify_mode is ssl.CERT_REQUIRED
+    assert TlsFiles(ours.cert, ours.key, ours.ca).load_context().verify_mode is ssl.CERT_REQUIRED
 
 
 def handshake(server: ssl.SSLContext, client: ssl.SSLContext) -> str:
@@ -134,7 +134,7 @@ def test_a_reload_is_for_handshakes_to_come(tmp_path):
     assert handshake(context, files.trust()) == first
     files.renew()
     assert handshake(context, files.trust()) == first
-    context.reload()
+    context.reload_files()
     assert handshake(context, files.trust()) == files.serial() != first
 
 
@@ -146,7 +146,7 @@ def test_a_broken_file_changes_nothing(tmp_path):
     files.renew()
     files.key.write_bytes(key)
     with pytest.raises(TlsFileError, match="does not belong"):
-        context.reload()
+        context.reload_files()
     assert handshake(context, files.trust()) == first
 
 
@@ -157,7 +157,7 @@ def test_who_was_trusted_before_a_reload_is_not_after_it(tmp_path, theirs):
     context = TlsContext(TlsFiles(files.cert, files.key, trusted))
     handshake(context, files.trust(client=theirs.client))
     trusted.write_bytes(files.ca.read_bytes())
-    context.reload()
+    context.reload_files()
     handshake(context, files.trust(client=files.client))
     with pytest.raises(ssl.SSLError, match="CERTIFICATE_VERIFY_FAILED"):
         handshake(context, files.trust(client=theirs.client))
@@ -167,4 +167,4 @@ def test_no_password_is_asked_for_on_a_terminal(ours, tmp_path):
     """OpenSSL would, and a server would wait."""
     key = encrypted(ours, tmp_path / "key")
     with pytest.raises(TlsFileError, match="encrypted"):
-        TlsFiles(ours.cert, key, None).load()
+        TlsFiles(ours.cert, key, None).load_context()

@@ -51,7 +51,7 @@ class Mallinfo(ctypes.Structure):
 
 
 def prepared_calls() -> PreparedCallCache:
-    return PreparedCallCache(2**40, METRICS.prepared_call_counters("process"))
+    return PreparedCallCache(2**40, METRICS.get_prepared_call_counters("process"))
 
 
 def saved(array: np.ndarray) -> bytes:
@@ -62,7 +62,7 @@ def saved(array: np.ndarray) -> bytes:
 
 def http(prepared: PreparedCallCache) -> dict[str, Call]:
     operation = OperationEndpoint(None, None, prepared, Op.LAYER_NORM, PassDirection.FORWARD)
-    sender = SimpleNamespace(caller=ClientIdentity("here"), charge_copy=lambda nbytes: None)
+    sender = SimpleNamespace(client_identity=ClientIdentity("here"), charge_copy=lambda nbytes: None)
     ranges = ",".join(chr(97 + number % 26) + chr(97 + number // 26) for number in range(400)).encode()
     head = operation.prepare_head(b"", {}, "here")
 
@@ -86,7 +86,7 @@ def http(prepared: PreparedCallCache) -> dict[str, Call]:
 def relayed(prepared: PreparedCallCache) -> dict[str, Call]:
     operation = OperationEndpoint(None, None, prepared_calls(), Op.LAYER_NORM, PassDirection.FORWARD)
     relays = RelayServer(None, None, METRICS, prepared)
-    relays.relay_to(
+    relays.set_application(
         None, OperationDispatcher(OperationServices({"/v1/layer_norm": operation}, OriginPolicy(None), None, None))
     )
 
@@ -94,7 +94,7 @@ def relayed(prepared: PreparedCallCache) -> dict[str, Call]:
         headers = [(b"x-number", b"%d" % number), *[(b"h%d" % each, b"%d" % each) for each in range(fields)]]
         path = "/v1/layer_norm"
         head = messages.RequestHead("POST", path, path.encode(), b"", headers, "1.1", "http", ("localhost", 80))
-        relays._prepare_head(messages.RequestStarted(1, messages.encode(head), ("127.0.0.1", 1), 0, None, 0.0, ""))
+        relays._prepare_scope(messages.RequestStarted(1, messages.encode(head), ("127.0.0.1", 1), 0, None, 0.0, ""))
 
     return {
         "relayed": lambda number: relay(number, 3),
@@ -114,7 +114,7 @@ def json_headers(prepared: PreparedCallCache) -> dict[str, Call]:
         }
         text = json.dumps(document, separators=(",", ":")).encode()
         body = memoryview(text + bytes(4 * inputs))
-        infer._read(OPERATIONS["layer_norm"], None, len(text), body, "here")
+        infer._parse_request(OPERATIONS["layer_norm"], None, len(text), body, "here")
 
     return {
         "json": lambda number: read(number, 1, 1),
@@ -126,8 +126,8 @@ def json_headers(prepared: PreparedCallCache) -> dict[str, Call]:
 def local(prepared: PreparedCallCache) -> dict[str, Call]:
     _, segment = make_segment(2**20, HostSegment)
     arena = SegmentTable()
-    at = arena.add(memoryview(segment))
-    engine = SimpleNamespace(require_ready=lambda: None, computes_alone=lambda job: True)
+    at = arena.add_segment(memoryview(segment))
+    engine = SimpleNamespace(require_ready=lambda: None, is_better_unbatched=lambda job: True)
     operations = OperationPlanner(engine, None)
     connection = SimpleNamespace(_prepared=prepared)
 
@@ -142,9 +142,9 @@ def local(prepared: PreparedCallCache) -> dict[str, Call]:
         return frames.ComputeMessage(op, located, places, query=query)
 
     def frame(message: frames.ComputeMessage | list[frames.ComputeMessage]) -> None:
-        for request in LocalServerConnection._read(connection, msgspec.json.encode(message)):
-            plan, layer = operations.plan(request, arena, prepared, RequestRecord())
-            job = plan.job(layer)
+        for request in LocalServerConnection._parse_frame(connection, msgspec.json.encode(message)):
+            plan, layer = operations.plan_request(request, arena, prepared, RequestRecord())
+            job = plan.make_job(layer)
             of_backend = find_prepared_job(job)
             assert of_backend is not None
             of_backend.run()

@@ -31,11 +31,11 @@ class FakePermit:
 def charged(
     shape, spec=SPEC, *, kind="cpu", free=2**40, max_bytes=2**40, may_overwrite=True, fortran=False, body=0
 ):
-    admission = MemoryAdmission(SimpleNamespace(device=SimpleNamespace(kind=kind)), max_bytes)
+    admission = MemoryAdmission(SimpleNamespace(device_description=SimpleNamespace(kind=kind)), max_bytes)
     x = replace(tensor(*shape), fortran_order=fortran)
     job, cost = make_validated_job(spec, {"x": x}, may_overwrite=may_overwrite)
     permit = FakePermit(free)
-    admission.charge(permit, job, cost, body)
+    admission.charge_job(permit, job, cost, body)
     return permit.taken
 
 
@@ -70,7 +70,7 @@ def test_what_never_fits_is_told_apart_from_what_does_not_fit_now():
 
 
 def test_a_body_and_its_copy():
-    admission = MemoryAdmission(SimpleNamespace(device=None), 100)
+    admission = MemoryAdmission(SimpleNamespace(device_description=None), 100)
     permit = FakePermit(100)
     admission.charge_copy(permit, 50)
     assert permit.taken == 50

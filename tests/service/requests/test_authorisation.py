@@ -26,14 +26,14 @@ INFER, METRICS = frozenset([KeyScope.INFER]), frozenset([KeyScope.METRICS])
 class Request:
     """As much of one as is asked for."""
 
-    caller: ClientIdentity = field(default_factory=lambda: ClientIdentity("10.0.0.1"))
+    client_identity: ClientIdentity = field(default_factory=lambda: ClientIdentity("10.0.0.1"))
     record: RequestRecord = field(default_factory=RequestRecord)
     log_fields: dict[str, str] = field(default_factory=lambda: {"request_id": "an-id", "trace_id": "a-trace"})
 
 
 def admit(authorisation, token, needed=INFER, key_name=None) -> Request:
     request = Request()
-    authorisation.admit(request, token, needed, "POST", "/v1/layer_norm", key_name)
+    authorisation.authorise_request(request, token, needed, "POST", "/v1/layer_norm", key_name)
     return request
 
 
@@ -51,13 +51,17 @@ def refusals(caplog):
 
 def test_a_request_is_its_keys(authorisation, refusals):
     request = admit(authorisation, b"infer-key")
-    assert (request.caller.address, request.caller.key, request.record.key) == ("10.0.0.1", "reader", "reader")
-    assert request.caller.max_inflight_bytes == 1000
+    assert (request.client_identity.address, request.client_identity.key, request.record.key_name) == (
+        "10.0.0.1",
+        "reader",
+        "reader",
+    )
+    assert request.client_identity.max_inflight_bytes == 1000
     assert not refusals()
 
 
 def test_a_name_stands_for_a_key_that_is_not_given(authorisation):
-    assert admit(authorisation, None, key_name="reader").caller.key == "reader"
+    assert admit(authorisation, None, key_name="reader").client_identity.key == "reader"
     with pytest.raises(UnauthorizedError, match="not one that the server knows"):
         admit(authorisation, b"a-guess", key_name="reader")
     with pytest.raises(UnauthorizedError, match="must be given in a header"):
@@ -78,30 +82,30 @@ def test_a_name_stands_for_a_key_that_is_not_given(authorisation):
 def test_a_refusal_tells_why_and_whose(authorisation, refusals, token, needed, error, reason, key):
     request = Request()
     with pytest.raises(error):
-        authorisation.admit(request, token, needed, "GET", "/metrics")
+        authorisation.authorise_request(request, token, needed, "GET", "/metrics")
     (told,) = refusals()
     assert (told["reason"], told.get("key"), told["address"], told["path"]) == (reason, key, "10.0.0.1", "/metrics")
     assert (told["request_id"], told["trace_id"]) == ("an-id", "a-trace")
-    assert request.record.key == key
+    assert request.record.key_name == key
     assert "a-guess" not in str(told)
 
 
 def test_to_require_a_key_counts_and_tells_nothing(authorisation, refusals):
-    grant = authorisation.find(b"slow-key")
+    grant = authorisation.find_key_entry(b"slow-key")
     for _ in range(3):
-        assert authorisation.require(grant, b"slow-key", INFER) is grant
+        assert authorisation.require_scope(grant, b"slow-key", INFER) is grant
     with pytest.raises(UnauthorizedError):
-        authorisation.require(None, b"a-guess", INFER)
+        authorisation.require_scope(None, b"a-guess", INFER)
     assert not refusals()
-    assert admit(authorisation, b"slow-key").caller.key == "slow"
+    assert admit(authorisation, b"slow-key").client_identity.key == "slow"
 
 
 def test_a_request_too_many_is_its_keys_and_no_refusal_of_the_key(authorisation, refusals):
     admit(authorisation, b"slow-key")
     request = Request()
     with pytest.raises(RateLimitedError):
-        authorisation.admit(request, b"slow-key", INFER, "POST", "/v1/layer_norm")
-    assert request.record.key == "slow"
+        authorisation.authorise_request(request, b"slow-key", INFER, "POST", "/v1/layer_norm")
+    assert request.record.key_name == "slow"
     assert not refusals()
 
 

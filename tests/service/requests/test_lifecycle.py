@@ -35,7 +35,7 @@ class Sent(CallbackRequest):
     """Keeps its response."""
 
     def __init__(self, services, caller=ClientIdentity("10.0.0.1")):  # noqa: B008
-        record = RequestRecord(op="layer_norm", stages={"recv": 0.0})
+        record = RequestRecord(op="layer_norm", stage_seconds={"recv": 0.0})
         super().__init__(services, "an-id", {}, caller, record)
         self.results, self.problems = [], []
         self.fault = None
@@ -51,7 +51,7 @@ class Sent(CallbackRequest):
     def describe_span(self):
         raise AssertionError("nothing is traced")
 
-    def describe_target(self):
+    def describe_log_target(self):
         return "MESSAGE", "layer_norm"
 
 
@@ -60,21 +60,26 @@ class Server:
 
     def __init__(self, *, max_bytes=2**30, max_requests=4):
         self.scene = Scene()
-        self.limits = AdmissionBudget(max_requests=max_requests, max_bytes=2**30)
-        self.progress = CompletionTracker()
+        self.admission_budget = AdmissionBudget(max_requests=max_requests, max_bytes=2**30)
+        self.request_progress = CompletionTracker()
         self.records = []
         metrics = self.scene.metrics
         metrics.observe_request = self.records.append
         engine = self.scene.engine
         self.services = RequestServices(
-            engine, self.limits, MemoryAdmission(engine, max_bytes), self.progress, metrics, timeout_ms=20_000
+            engine,
+            self.admission_budget,
+            MemoryAdmission(engine, max_bytes),
+            self.request_progress,
+            metrics,
+            timeout_ms=20_000,
         )
 
     def begin(self, request, *, rows=2, timeout_ms=None, x=None):
         job, cost = make_validated_job(SPEC, {"x": tensor(rows, 4) if x is None else x})
         request.acquire_permit(job.nbytes)
         request.charge_memory(job, cost, job.nbytes)
-        request.begin_job(job, timeout_ms)
+        request.submit_job(job, timeout_ms)
         return job
 
 
@@ -82,7 +87,7 @@ def played(body, **options):
     async def run():
         server = Server(**options)
         await server.scene.engine.start()
-        server.scene.engine.open()
+        server.scene.engine.accept_jobs()
         await body(server)
 
     asyncio.run(asyncio.wait_for(run(), 20))
@@ -93,19 +98,19 @@ def test_a_job_is_begun_and_its_result_is_sent():
         request = Sent(server.services)
         job = server.begin(request)
         record = request.record
-        assert (record.dtype, record.rows, record.waiting_in) == ("float32", 2, "queue")
-        assert record.stages["parse"] >= 0
+        assert (record.dtype, record.rows, record.current_stage) == ("float32", 2, "queue")
+        assert record.stage_seconds["parse"] >= 0
         assert request.job is job
-        assert not server.progress.is_idle
+        assert not server.request_progress.is_idle
         await turn()
         server.scene.executor.finish()
         await turn()
         [(result, of)] = request.results
         assert (result.tensors["y"], of) == (job.x, job)
         assert request.job is None
-        assert server.progress.is_idle
+        assert server.request_progress.is_idle
         # The transport releases it.
-        assert server.limits.requests == 1
+        assert server.admission_budget.request_count == 1
 
     played(body)
 
@@ -121,7 +126,7 @@ def test_an_error_of_the_job_or_of_its_response_is_sent_as_a_problem(fault, capl
         await turn()
         [problem] = request.problems
         code, status = {None: ("device_out_of_memory", 503)}.get(fault, (problem.code, request.record.status))
-        assert (request.record.error, request.record.status) == (code, status)
+        assert (request.record.error_code, request.record.status) == (code, status)
         assert (problem is fault) == isinstance(fault, InvalidShapeError)
         assert len(caplog.records) == isinstance(fault, ValueError)
         assert not request.results
@@ -132,23 +137,23 @@ def test_an_error_of_the_job_or_of_its_response_is_sent_as_a_problem(fault, capl
 def test_work_is_counted_once_from_its_first_beginning_to_its_first_end():
     server = Server()
     request = Sent(server.services)
-    request.end_work()
-    assert server.progress.is_idle
-    request.begin_work()
-    request.begin_work()
+    request.end_processing()
+    assert server.request_progress.is_idle
+    request.begin_processing()
+    request.begin_processing()
     other = Sent(server.services)
-    other.begin_work()
-    request.end_work()
-    request.end_work()
-    assert not server.progress.is_idle
-    other.end_work()
-    assert server.progress.is_idle
+    other.begin_processing()
+    request.end_processing()
+    request.end_processing()
+    assert not server.request_progress.is_idle
+    other.end_processing()
+    assert server.request_progress.is_idle
 
 
 def test_a_received_body_is_in_the_record():
     request = Sent(Server().services)
-    request.note_received(0.25)
-    assert (request.record.stages["recv"], request.record.waiting_in) == (0.25, "parse")
+    request.record_received(0.25)
+    assert (request.record.stage_seconds["recv"], request.record.current_stage) == (0.25, "parse")
 
 
 def test_what_waits_is_withdrawn_and_what_runs_has_its_result():
@@ -159,11 +164,11 @@ def test_what_waits_is_withdrawn_and_what_runs_has_its_result():
         server.begin(waiting)
         await turn()
         for each in (running, waiting):
-            each.withdraw()
+            each.cancel_job()
         await turn()
         assert [type(each) for each in waiting.problems] == [ClientLeftError]
         assert not running.problems
-        waiting.withdraw()
+        waiting.cancel_job()
         server.scene.executor.finish()
         await turn()
         assert len(running.results) == 1
@@ -196,12 +201,12 @@ def test_a_body_is_not_held_by_the_problem_that_was_sent():
 def test_the_deadline_counts_from_the_arrival(default, given):
     async def body(server):
         request = Sent(replace(server.services, timeout_ms=default))
-        assert request.deadline(given) == pytest.approx(request.record.began + 0.02)
-        request.record.began = time.perf_counter() - 1
+        assert request.compute_deadline(given) == pytest.approx(request.record.began_at + 0.02)
+        request.record.began_at = time.perf_counter() - 1
         with pytest.raises(DeadlineExceededError):
             server.begin(request, timeout_ms=given)
         assert request.job is None
-        assert server.progress.is_idle
+        assert server.request_progress.is_idle
 
     played(body)
 
@@ -225,7 +230,7 @@ def test_a_key_has_no_more_inside_than_its_quota():
     with pytest.raises(TooLargeError):
         request.acquire_permit(11)
     request.acquire_permit(10)
-    assert request.permit.tenant is server.limits.acquire(0, "key:batch").tenant
+    assert request.permit.tenant is server.admission_budget.acquire(0, "key:batch").tenant
 
 
 @pytest.mark.parametrize(
@@ -239,8 +244,8 @@ def test_a_key_has_no_more_inside_than_its_quota():
 )
 def test_errors_of_the_server_are_logged_with_whose_request_it_was(error, logger, code, caplog):
     request = Sent(Server().services, ClientIdentity("10.0.0.1", "batch"))
-    request.refuse(error)
-    assert [each.code for each in request.problems] == [request.record.error]
+    request.respond_error(error)
+    assert [each.code for each in request.problems] == [request.record.error_code]
     assert [record.name for record in caplog.records] == ([] if logger is None else [logger])
     for record in caplog.records:
         assert record.fields == {"request_id": "an-id", "key": "batch"}
@@ -253,7 +258,7 @@ def test_a_request_is_counted_once_and_logged_if_asked_for(is_logged, is_deliver
     server = Server()
     request = Sent(replace(server.services, is_logged=is_logged))
     request.record.status = 200
-    request.account(is_delivered=is_delivered)
+    request.finish_request(is_delivered=is_delivered)
     assert server.records == [request.record]
     assert request.record.status == status
     assert [(each.fields["method"], each.fields["status"]) for each in caplog.records] == [

@@ -74,18 +74,18 @@ def test_results_are_numbered_and_sums_over_all_are_not():
     several = TensorSplit((2, 0, 1))
     dx = HostTensor(DType.FLOAT16, (3, 2), memoryview(bytes(range(12))))
     rstd, dweight = tensor(3), tensor(2)
-    divided = several.divided({"dx": dx, "rstd": rstd, "dweight": dweight})
+    divided = several.split_results({"dx": dx, "rstd": rstd, "dweight": dweight})
     assert list(divided) == ["dx.0", "dx.1", "dx.2", "rstd.0", "rstd.1", "rstd.2", "dweight"]
     assert [bytes(divided[f"dx.{n}"].data) for n in range(3)] == [bytes(range(8)), b"", bytes(range(8, 12))]
     assert divided["dweight"] is dweight
-    described = several.described({"dx": (dx.dtype, dx.shape), "dweight": (dweight.dtype, (2,))})
+    described = several.split_specs({"dx": (dx.dtype, dx.shape), "dweight": (dweight.dtype, (2,))})
     assert described == {name: (divided[name].dtype, divided[name].shape) for name in described}
 
 
 def test_no_rows_at_all():
     whole, several, _ = join(*received(numbered("x", (0, 4), (0, 4))))
     assert whole["x"].shape == (0, 4)
-    assert several.divided({"y": whole["x"]})["y.1"].shape == (0, 4)
+    assert several.split_results({"y": whole["x"]})["y.1"].shape == (0, 4)
 
 
 @pytest.mark.parametrize(

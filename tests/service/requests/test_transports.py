@@ -40,11 +40,11 @@ def fail_to_begin(engine: Engine, limits: AdmissionBudget, error: Exception) -> 
     held: list[int] = []
 
     def begin(*_: object) -> None:
-        held.append(limits.bytes)
+        held.append(limits.used_bytes)
         # The traceback of one that lives on would hold the request's memory.
         raise copy.copy(error)
 
-    engine.begin = begin  # type: ignore[method-assign]
+    engine.submit = begin  # type: ignore[method-assign]
     return held
 
 
@@ -53,7 +53,7 @@ async def post(error: Exception, path: str, body: bytes, *headers: tuple[bytes, 
     owner, sent = OwnerScene(), []
     await owner.open()
     service = owner.service
-    held = fail_to_begin(service.engine, service.limits, error)
+    held = fail_to_begin(service.engine, service.admission_budget, error)
 
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": body}
@@ -72,8 +72,12 @@ async def post(error: Exception, path: str, body: bytes, *headers: tuple[bytes, 
     }
     await AsgiAdapter(owner.app.state.entrance)(scope, receive, send)
     assert held[0] >= len(body)
-    limits, used, idle_s = service.limits, service.slabs.used_bytes, service.stalls.requests.idle_s
-    return Refused(sent[0]["status"], limits.requests, limits.bytes, used, idle_s == 0)
+    limits, used, idle_s = (
+        service.admission_budget,
+        service.slab_pool.used_bytes,
+        service.stall_detector.request_progress.stalled_s,
+    )
+    return Refused(sent[0]["status"], limits.request_count, limits.used_bytes, used, idle_s == 0)
 
 
 async def over_http(error: Exception) -> Refused:
@@ -91,14 +95,18 @@ async def over_front_ends(error: Exception) -> Refused:
     owner = OwnerScene()
     await owner.open()
     service = owner.service
-    held, front_end = fail_to_begin(service.engine, service.limits, error), owner.front_end()
+    held, front_end = fail_to_begin(service.engine, service.admission_budget, error), owner.front_end()
     front_end.request(1, npy(X))
     status = (await front_end.answer(1)).status
     while not owner.records:
         await asyncio.sleep(0)
     assert held[0] >= X.nbytes
-    limits, used, idle_s = service.limits, service.slabs.used_bytes, service.stalls.requests.idle_s
-    refused = Refused(status, limits.requests, limits.bytes, used, idle_s == 0)
+    limits, used, idle_s = (
+        service.admission_budget,
+        service.slab_pool.used_bytes,
+        service.stall_detector.request_progress.stalled_s,
+    )
+    refused = Refused(status, limits.request_count, limits.used_bytes, used, idle_s == 0)
     await owner.close()
     return refused
 
@@ -111,8 +119,12 @@ async def over_front_ends_that_receive(error: Exception) -> Refused:
     [answer] = owner.said(messages.ResponsePart)
     owner.asked.on_message(messages.ResponseSent(receive.number, 0.0, is_delivered=True))
     assert held[0] >= len(owner.body)
-    limits, used, idle_s = owner.limits, owner.front_end.slabs.used_bytes, owner.scene.engine.launches.idle_s
-    return Refused(answer.status, limits.requests, limits.bytes, used, idle_s == 0)
+    limits, used, idle_s = (
+        owner.limits,
+        owner.front_end.slab_pool.used_bytes,
+        owner.scene.engine.launch_progress.stalled_s,
+    )
+    return Refused(answer.status, limits.request_count, limits.used_bytes, used, idle_s == 0)
 
 
 async def over_shared_memory(error: Exception) -> Refused:
@@ -128,7 +140,7 @@ async def over_shared_memory(error: Exception) -> Refused:
     limits = client.limits
     assert not client.connection.is_busy
     # All memory is the client's.
-    refused = Refused(answer.status, limits.requests, limits.bytes, 0, client.progress.idle_s == 0)
+    refused = Refused(answer.status, limits.request_count, limits.used_bytes, 0, client.progress.stalled_s == 0)
     client.wire.close()
     return refused
 

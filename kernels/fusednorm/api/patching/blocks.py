@@ -39,7 +39,7 @@ class SequentialForward(PatchedForward):
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         module: Any = self.module
-        x = inputs[0] if len(inputs) == 1 and not named else self._only_input(inputs, named)
+        x = inputs[0] if len(inputs) == 1 and not named else self._get_only_input(inputs, named)
         if x is None:
             return type(module).forward(module, *inputs, **named)
         layers, place = list(module), 0
@@ -202,7 +202,7 @@ def _can_fuse(norm: Any, activation: nn.Module) -> bool:
 def _is_fusible_norm(norm: Any) -> bool:
     """Whether a module has a replaced forward that can fuse the activation after the norm."""
     forward = norm.forward
-    return isinstance(forward, PatchedForward) and forward.takes_activation
+    return isinstance(forward, PatchedForward) and forward.can_fuse_activation
 
 
 def _has_hooks(module: nn.Module) -> bool:

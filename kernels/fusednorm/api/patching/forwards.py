@@ -34,8 +34,8 @@ class RMSNormForward(PatchedForward):
 class GroupNormForward(PatchedForward):
     """The forward of torch.nn.GroupNorm."""
 
-    is_traced = True
-    takes_activation = True
+    traces_operator = True
+    can_fuse_activation = True
 
     def compute(self, module: Any, x: Tensor, **others: Any) -> Tensor:
         """The module's y, with other arguments of `group_norm`."""
@@ -54,7 +54,7 @@ class ProbedRMSNormForward(PatchedForward):
         super().__init__(module, input_name)
         self.eps_name = observed.eps_name
         self.weight_offset = observed.weight_offset
-        self.dtypes = observed.dtypes
+        self.dtypes = observed.result_dtypes
         self.autocast_dtypes = observed.autocast_dtypes
 
     def compute(self, module: nn.Module, x: Tensor) -> Tensor:
@@ -89,8 +89,8 @@ def find_norm_replacement(module: nn.Module) -> ForwardReplacement | None:
     if norm is None:
         return None
     name = get_input_name(module)
-    if norm.observed is not None:
-        return ForwardReplacement(norm.description, ProbedRMSNormForward(module, name, norm.observed))
+    if norm.probed is not None:
+        return ForwardReplacement(norm.description, ProbedRMSNormForward(module, name, norm.probed))
     return ForwardReplacement(norm.description, _OF_OPERATIONS[norm.operation](module, name))
 
 

@@ -27,7 +27,7 @@ class PatchedForward:
         input_name: the name of that forward's parameter for the tensor that is normalised.
     """
 
-    is_traced = False
+    traces_operator = False
     """Whether compilers trace the library's operator, not the forward of the module's class.
 
     Compilers fuse their own LayerNorm or RMSNorm with adjacent operations: a compiled step with this library's took
@@ -35,7 +35,7 @@ class PatchedForward:
     0.96.
     """
 
-    takes_activation = False
+    can_fuse_activation = False
     """Whether `compute` also takes the name of an activation after the norm, and scale and shift before it."""
 
     def __init__(self, module: nn.Module, input_name: str) -> None:
@@ -48,9 +48,9 @@ class PatchedForward:
         module = self._module()
         if module is None:
             module = self.module
-        if is_compiling() and not self.is_traced:
+        if is_compiling() and not self.traces_operator:
             return type(module).forward(module, *inputs, **named)
-        x = inputs[0] if len(inputs) == 1 and not named else self._only_input(inputs, named)
+        x = inputs[0] if len(inputs) == 1 and not named else self._get_only_input(inputs, named)
         kind = type(x)
         is_known = kind is Tensor or kind is Parameter or is_plain_tensor(x)
         if is_known and x.dtype in FLOAT_DTYPES and (x.is_cuda or x.is_cpu):
@@ -96,7 +96,7 @@ class PatchedForward:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _module=ref(state["_module"]))
 
-    def _only_input(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def _get_only_input(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """The only argument, if it was passed by name; None if there were other arguments."""
         return None if inputs or len(named) != 1 else named.get(self.input_name)
 

@@ -65,9 +65,9 @@ class ForwardProbe:
         self._generator = torch.Generator("cpu").manual_seed(_SEED)
         scales = torch.tensor([1.0, 30.0, math.sqrt(eps)], dtype=torch.float32, device="cpu")
         scales = scales.repeat(shape[0])[: shape[0]]
-        self._x = self._random(shape) * scales.reshape(-1, *(1 for _ in shape[1:]))
+        self._x = self._draw_normal(shape) * scales.reshape(-1, *(1 for _ in shape[1:]))
         self._parameters = {
-            name: self._random(tuple(p.shape)) for name, p in module._parameters.items() if p is not None
+            name: self._draw_normal(tuple(p.shape)) for name, p in module._parameters.items() if p is not None
         }
 
     def __call__(self, x_dtype: torch.dtype, parameter_dtype: torch.dtype) -> Any:
@@ -85,11 +85,11 @@ class ForwardProbe:
         with torch.no_grad(), warnings.catch_warnings(action="ignore"):
             return type(copied).forward(copied, self._x.to(x_dtype))
 
-    def matches(self, formula: Formula) -> bool:
+    def matches_formula(self, formula: Formula) -> bool:
         """Whether float32 and bfloat16 results agree with the formula, up to rounding of intermediates."""
-        return all(self._matches(formula, dtype) for dtype in _TOLERANCES)
+        return all(self._matches_in_dtype(formula, dtype) for dtype in _TOLERANCES)
 
-    def dtypes(self) -> Dtypes:
+    def find_result_dtypes(self) -> Dtypes:
         """The dtypes of y, without combinations that the forward refuses."""
         found = {}
         for x_dtype in FLOAT_DTYPES:
@@ -100,12 +100,12 @@ class ForwardProbe:
                     continue
         return found
 
-    def autocast_dtypes(self) -> Dtypes:
+    def find_autocast_dtypes(self) -> Dtypes:
         """The same under CUDA's autocast, whose casts are emulated because it does not exist on the CPU."""
         with _EmulatedCudaAutocast():
-            return self.dtypes()
+            return self.find_result_dtypes()
 
-    def _matches(self, formula: Formula, dtype: torch.dtype) -> bool:
+    def _matches_in_dtype(self, formula: Formula, dtype: torch.dtype) -> bool:
         y = self(dtype, dtype)
         rounded = {name: values.to(dtype).float() for name, values in self._parameters.items()}
         want = formula(self._x.to(dtype).float(), rounded, self._eps)
@@ -114,7 +114,7 @@ class ForwardProbe:
         relative, absolute = _TOLERANCES[dtype]
         return torch.allclose(y.float(), want, relative, absolute, equal_nan=True)
 
-    def _random(self, shape: Iterable[int]) -> Tensor:
+    def _draw_normal(self, shape: Iterable[int]) -> Tensor:
         return torch.randn(tuple(shape), generator=self._generator, device="cpu", dtype=torch.float32)
 
 

@@ -47,12 +47,12 @@ class ProbedProperties:
     Attributes:
         eps_name: the name of the module's attribute that is added to the mean square.
         weight_offset: 0, or 1 for a weight that is stored around zero.
-        dtypes: the dtypes that the module returns; autocast_dtypes: the same under CUDA's autocast.
+        result_dtypes: the dtypes that the module returns; autocast_dtypes: the same under CUDA's autocast.
     """
 
     eps_name: str
     weight_offset: float
-    dtypes: Dtypes
+    result_dtypes: Dtypes
     autocast_dtypes: Dtypes
 
 
@@ -62,21 +62,21 @@ class RecognisedNorm:
 
     Attributes:
         operation: layer_norm, rms_norm or group_norm.
-        observed: the observed properties of a module that is recognised only by its results.
-        name: the name of that module's class.
+        probed: the observed properties of a module that is recognised only by its results.
+        class_name: the name of that module's class.
     """
 
     operation: str
-    observed: ProbedProperties | None = None
-    name: str = ""
+    probed: ProbedProperties | None = None
+    class_name: str = ""
 
     @property
     def description(self) -> str:
         """The operation as which it is computed."""
-        if self.observed is None:
+        if self.probed is None:
             return self.operation
-        offset = ", weight_offset=1" if self.observed.weight_offset else ""
-        return f"{self.operation}{offset}, as {self.name} has it"
+        offset = ", weight_offset=1" if self.probed.weight_offset else ""
+        return f"{self.operation}{offset}, as {self.class_name} has it"
 
 
 class UnrecognisedNormError(Exception):
@@ -201,7 +201,7 @@ def _recognise_by_results(module: Any) -> RecognisedNorm:
     probe = ForwardProbe(module, (3, 2, weight.shape[0]), eps)
     for offset in (0.0, 1.0):
         if "bias" not in parameters and _matches_formula(probe, make_rms_norm_formula(offset)):
-            observed = ProbedProperties(eps_name, offset, probe.dtypes(), probe.autocast_dtypes())
+            observed = ProbedProperties(eps_name, offset, probe.find_result_dtypes(), probe.find_autocast_dtypes())
             return RecognisedNorm("rms_norm", observed, name)
     if _matches_formula(probe, compute_layer_norm):
         raise UnrecognisedNormError(
@@ -212,7 +212,7 @@ def _recognise_by_results(module: Any) -> RecognisedNorm:
 
 def _matches_formula(probe: ForwardProbe, formula: Formula) -> bool:
     try:
-        return probe.matches(formula)
+        return probe.matches_formula(formula)
     # The forward of an unknown class may raise anything.
     except Exception as error:
         raise UnrecognisedNormError(f"its forward of a few random samples raised {type(error).__name__}") from error

@@ -30,7 +30,7 @@ class PatchReport:
     calls: str = ""
 
     def __str__(self) -> str:
-        return "\n".join(self._lines())
+        return "\n".join(self._format_lines())
 
     def __call__(self, *_: object, **__: object) -> NoReturn:
         raise TypeError(_NO_MODEL.format("is not callable"))
@@ -40,7 +40,7 @@ class PatchReport:
         def __getattr__(self, name: str) -> NoReturn:
             raise AttributeError(_NO_MODEL.format(f"has no attribute {name!r}"))
 
-    def _lines(self) -> Iterator[str]:
+    def _format_lines(self) -> Iterator[str]:
         yield f"patched {len(self.patched)}, skipped {len(self.skipped)}"
         yield from _format_groups("patched", self.patched)
         yield from _format_groups("skipped", self.skipped)

@@ -25,9 +25,9 @@ def layer_norm_chain(
     """
     out = RowResults(x, None, out_dtype, stats=False, centred=True, memory_like=memory_like)
     for piece in split_rows(out.rows, out.cols):
-        h = out.sum(piece)
+        h = out.add_residual(piece)
         for weight, bias in zip(weights, biases, strict=True):
             h, _, _ = torch.native_layer_norm(h, h.shape[-1:], to_float32(weight), to_float32(bias), eps)
-        out.write(piece, h, None, None)
+        out.write_chunk(piece, h, None, None)
         del h
-    return out.result().y
+    return out.get_result().y

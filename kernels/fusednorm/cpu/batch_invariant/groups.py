@@ -32,26 +32,26 @@ def group_norm_forward(
 ) -> Forward:
     """See `fusednorm.reference.group_norm_forward`."""
     cut = _ChunkedSamples(x, num_groups, make_dropout_mask(dropout, seed))
-    y, residual_out = cut.result(out_dtype or x.dtype), cut.result(x.dtype)
+    y, residual_out = cut.make_result(out_dtype or x.dtype), cut.make_result(x.dtype)
     of_groups = (x.shape[0], num_groups)
     mean, rstd = (
-        x.new_empty(of_groups, dtype=torch.float32) if stats and not cut.is_whole else None for _ in range(2)
+        x.new_empty(of_groups, dtype=torch.float32) if stats and not cut.is_single_chunk else None for _ in range(2)
     )
     weight, bias = to_float32(weight), to_float32(bias)
-    for piece in cut.pieces():
-        h = piece.sum(residual)
+    for piece in cut.iterate_chunks():
+        h = piece.add_residual(residual)
         if residual is not None:
-            residual_out.write(piece, h)
-        z, centre, inverse = piece.normalised(h, weight, bias, eps)
+            residual_out.write_chunk(piece, h)
+        z, centre, inverse = piece.normalise(h, weight, bias, eps)
         del h
-        z = _modulate_(z, piece.factor(scale), piece.of_samples(shift))
-        y.write(piece, apply_epilogue_(z, activation, cut.dropout, piece.kept()))
+        z = _modulate_(z, piece.compute_scale_factor(scale), piece.slice_modulation(shift))
+        y.write_chunk(piece, apply_epilogue_(z, activation, cut.dropout, piece.compute_dropout_mask()))
         del z
-        if cut.is_whole and stats:
+        if cut.is_single_chunk and stats:
             mean, rstd = centre, inverse
         elif mean is not None and rstd is not None:
             mean[piece.samples, piece.groups], rstd[piece.samples, piece.groups] = centre, inverse
-    return Forward(y.whole(), mean, rstd, None if residual is None else residual_out.whole())
+    return Forward(y.get_tensor(), mean, rstd, None if residual is None else residual_out.get_tensor())
 
 
 def group_norm_backward(
@@ -80,20 +80,25 @@ def group_norm_backward(
     # torch's kernel has no gradient of the bias without a weight.
     of_kernel = torch.ones_like(b) if w is None and b is not None else w
     needed = [True, weight is not None, bias is not None]
-    dweight, dbias = (None, None) if cut.is_whole else (_make_zeros_like(w), _make_zeros_like(b))
+    dweight, dbias = (None, None) if cut.is_single_chunk else (_make_zeros_like(w), _make_zeros_like(b))
     dscale, dshift = (None if of is None else torch.empty_like(of) for of in (scale, shift))
-    result = cut.result(x.dtype)
-    for piece in cut.pieces():
-        h = piece.sum(residual)
-        z, centre, inverse = piece.normalised(h, w, b, eps)
+    result = cut.make_result(x.dtype)
+    for piece in cut.iterate_chunks():
+        h = piece.add_residual(residual)
+        z, centre, inverse = piece.normalise(h, w, b, eps)
         if mean is not None and rstd is not None:
-            centre, inverse = piece.of_groups(mean), piece.of_groups(rstd)
-        factor = piece.factor(scale)
+            centre, inverse = piece.slice_groups(mean), piece.slice_groups(rstd)
+        factor = piece.compute_scale_factor(scale)
         # z itself is asked for once more where it is modulated, and only there.
         is_modulated = scale is not None or shift is not None
-        modulated = _modulate_(z.clone() if is_modulated else z, factor, piece.of_samples(shift))
+        modulated = _modulate_(z.clone() if is_modulated else z, factor, piece.slice_modulation(shift))
         dz = backpropagate_epilogue(
-            piece.planes(dy), modulated, activation, cut.dropout, piece.kept(), overwrites_z=True
+            piece.slice_planes(dy),
+            modulated,
+            activation,
+            cut.dropout,
+            piece.compute_dropout_mask(),
+            overwrites_z=True,
         )
         del modulated
         if is_modulated:
@@ -105,26 +110,26 @@ def group_norm_backward(
         # its mean has the same gradient and nothing to cancel.
         dx, dw, db = torch.ops.aten.native_group_norm_backward(
             dz,
-            piece.centred(h, centre, overwrites=residual is not None or x.dtype != torch.float32),
+            piece.subtract_mean(h, centre, overwrites=residual is not None or x.dtype != torch.float32),
             torch.zeros_like(centre),
             inverse,
-            piece.of_channels(of_kernel),
+            piece.slice_channels(of_kernel),
             *piece.shape,
             piece.group_count,
             needed,
         )
         del h, dz
         if dresidual_out is not None:
-            dx += piece.planes(dresidual_out)
-        result.write(piece, dx)
-        if cut.is_whole:
+            dx += piece.slice_planes(dresidual_out)
+        result.write_chunk(piece, dx)
+        if cut.is_single_chunk:
             dweight, dbias = dw, db
             continue
         if dweight is not None:
             dweight[piece.channels] += dw
         if dbias is not None:
             dbias[piece.channels] += db
-    dx = result.whole()
+    dx = result.get_tensor()
     return Backward(
         dx=dx,
         dweight=None if weight is None or dweight is None else dweight.to(weight.dtype),
@@ -140,50 +145,50 @@ class _ChunkedSamples:
 
     Attributes:
         x: [B, C, *spatial].
-        planes: x as [B, C, positions], the same memory.
-        is_whole: whether there is one piece only.
+        channel_planes: x as [B, C, positions], the same memory.
+        is_single_chunk: whether there is one piece only.
     """
 
     def __init__(self, x: Tensor, num_groups: int, dropout: DropoutMask | None) -> None:
         self.x = x
         self.num_groups = num_groups
         self.dropout = dropout
-        self.planes = _view_planes(x)
+        self.channel_planes = _view_planes(x)
         self.channels_last = is_channels_last(x)
-        samples, channels, positions = self.planes.shape
+        samples, channels, positions = self.channel_planes.shape
         elements = channels // num_groups * positions
         self._pieces = list(split_groups(samples, num_groups, elements))
-        self.is_whole = len(self._pieces) == 1
-        self._kept: tuple[slice, Tensor] | None = None
+        self.is_single_chunk = len(self._pieces) == 1
+        self._cached_mask: tuple[slice, Tensor] | None = None
 
-    def pieces(self) -> Iterator["_GroupChunk"]:
+    def iterate_chunks(self) -> Iterator["_GroupChunk"]:
         """All of them, in order."""
-        of_group = self.planes.shape[1] // self.num_groups
+        of_group = self.channel_planes.shape[1] // self.num_groups
         for samples, groups in self._pieces:
             yield _GroupChunk(self, samples, groups, slice(groups.start * of_group, groups.stop * of_group))
 
-    def result(self, dtype: torch.dtype) -> "_ChunkedResult":
+    def make_result(self, dtype: torch.dtype) -> "_ChunkedResult":
         """What is to be written piece by piece, in x's shape and layout."""
         return _ChunkedResult(self, dtype)
 
-    def kept(self, samples: slice, channels: slice) -> Tensor:
+    def compute_dropout_mask(self, samples: slice, channels: slice) -> Tensor:
         """Dropout's mask of a piece, bool, in the order of [samples, channels, positions]."""
         assert self.dropout is not None
-        _, size, positions = self.planes.shape
+        _, size, positions = self.channel_planes.shape
         rows = range(samples.start, samples.stop)
         if not self.channels_last:
-            return self.dropout.kept(rows, range(channels.start * positions, channels.stop * positions))
+            return self.dropout.compute(rows, range(channels.start * positions, channels.stop * positions))
         # Channels lie side by side there, so the mask is that of whole samples.
-        if self._kept is None or self._kept[0] != samples:
-            self._kept = samples, self.dropout.kept(rows, range(size * positions))
-        return self._kept[1].view(-1, positions, size)[:, :, channels].transpose(1, 2).contiguous()
+        if self._cached_mask is None or self._cached_mask[0] != samples:
+            self._cached_mask = samples, self.dropout.compute(rows, range(size * positions))
+        return self._cached_mask[1].view(-1, positions, size)[:, :, channels].transpose(1, 2).contiguous()
 
 
 @dataclass(frozen=True, slots=True)
 class _GroupChunk:
     """Some groups of a sample, or some whole samples."""
 
-    cut: _ChunkedSamples
+    source: _ChunkedSamples
     samples: slice
     groups: slice
     channels: slice
@@ -192,62 +197,64 @@ class _GroupChunk:
     def shape(self) -> tuple[int, int, int]:
         """Samples, channels, positions."""
         samples, channels = self.samples, self.channels
-        return samples.stop - samples.start, channels.stop - channels.start, self.cut.planes.shape[2]
+        return samples.stop - samples.start, channels.stop - channels.start, self.source.channel_planes.shape[2]
 
     @property
     def group_count(self) -> int:
         """Of one sample."""
         return len(range(self.groups.start, self.groups.stop))
 
-    def share(self, t: Tensor) -> Tensor:
+    def slice_tensor(self, t: Tensor) -> Tensor:
         """Its part of [B, C, ...]."""
         # Small requests are whole, and each index costs as much as some of their arithmetic.
-        return t if self.cut.is_whole else t[self.samples, self.channels]
+        return t if self.source.is_single_chunk else t[self.samples, self.channels]
 
-    def sum(self, residual: Tensor | None) -> Tensor:
+    def add_residual(self, residual: Tensor | None) -> Tensor:
         """h = x + residual of it, float32 [samples, channels, positions]; x's memory if it is that already."""
-        x = self.share(self.cut.planes)
+        x = self.slice_tensor(self.source.channel_planes)
         if not x.is_contiguous():
             # Widened and put in order in one pass.
             x = torch.empty(x.shape, dtype=torch.float32, device="cpu").copy_(x)
-        of_residual = None if residual is None else self.share(_view_planes(residual))
+        of_residual = None if residual is None else self.slice_tensor(_view_planes(residual))
         return add_residual(x, of_residual).contiguous()
 
-    def planes(self, t: Tensor) -> Tensor:
+    def slice_planes(self, t: Tensor) -> Tensor:
         """Its share of a tensor like x as [samples, channels, positions], contiguous; of channels-last a copy.
 
         torch's channels-last kernel takes the variance as E[h²] - mean², which is noise when the mean is large.
         """
-        return self.share(_view_planes(t)).contiguous()
+        return self.slice_tensor(_view_planes(t)).contiguous()
 
-    def normalised(
+    def normalise(
         self, h: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """z, mean and rstd."""
-        weight, bias = self.of_channels(weight), self.of_channels(bias)
+        weight, bias = self.slice_channels(weight), self.slice_channels(bias)
         samples, channels, positions = h.shape
         return torch.native_group_norm(h, weight, bias, samples, channels, positions, self.group_count, eps)
 
-    def of_channels(self, parameter: Tensor | None) -> Tensor | None:
-        return parameter if parameter is None or self.cut.is_whole else parameter[self.channels]
+    def slice_channels(self, parameter: Tensor | None) -> Tensor | None:
+        return parameter if parameter is None or self.source.is_single_chunk else parameter[self.channels]
 
-    def of_groups(self, statistic: Tensor) -> Tensor:
+    def slice_groups(self, statistic: Tensor) -> Tensor:
         return statistic[self.samples, self.groups].contiguous()
 
-    def of_samples(self, given: Tensor | None) -> Tensor | None:
+    def slice_modulation(self, given: Tensor | None) -> Tensor | None:
         """Its share of scale or shift in float32, over the positions."""
-        return None if given is None else self.share(given).float().unsqueeze(-1)
+        return None if given is None else self.slice_tensor(given).float().unsqueeze(-1)
 
-    def factor(self, scale: Tensor | None) -> Tensor | None:
+    def compute_scale_factor(self, scale: Tensor | None) -> Tensor | None:
         """1 + scale."""
-        scale = self.of_samples(scale)
+        scale = self.slice_modulation(scale)
         return None if scale is None else 1 + scale
 
-    def kept(self) -> Tensor | None:
+    def compute_dropout_mask(self) -> Tensor | None:
         """Its share of dropout's mask."""
-        return None if self.cut.dropout is None else self.cut.kept(self.samples, self.channels)
+        return (
+            None if self.source.dropout is None else self.source.compute_dropout_mask(self.samples, self.channels)
+        )
 
-    def centred(self, h: Tensor, mean: Tensor, *, overwrites: bool) -> Tensor:
+    def subtract_mean(self, h: Tensor, mean: Tensor, *, overwrites: bool) -> Tensor:
         """h - mean of each group."""
         grouped = h.view(*mean.shape, -1)
         centre = mean[..., None]
@@ -274,17 +281,17 @@ class _ChunkedResult:
         self._dtype = dtype
         self._tensor: Tensor | None = None
 
-    def write(self, piece: _GroupChunk, values: Tensor) -> None:
+    def write_chunk(self, piece: _GroupChunk, values: Tensor) -> None:
         """Args: values: [samples, channels, positions] of the piece."""
         x = self._cut.x
-        if self._cut.is_whole and not self._cut.channels_last:
+        if self._cut.is_single_chunk and not self._cut.channels_last:
             self._tensor = values.view(x.shape).to(self._dtype)
             return
         if self._tensor is None:
             self._tensor = torch.empty_like(x, dtype=self._dtype)
-        piece.share(_view_planes(self._tensor)).copy_(values)
+        piece.slice_tensor(_view_planes(self._tensor)).copy_(values)
 
-    def whole(self) -> Tensor:
+    def get_tensor(self) -> Tensor:
         """The tensor, once every piece has been written."""
         assert self._tensor is not None
         return self._tensor

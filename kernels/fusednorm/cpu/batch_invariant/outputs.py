@@ -52,14 +52,14 @@ class RowResults:
         self._rstd = x.new_empty(x.shape[:-1], dtype=torch.float32) if stats else None
         self._mean = x.new_empty(x.shape[:-1], dtype=torch.float32) if stats and centred else None
 
-    def sum(self, piece: slice) -> Tensor:
+    def add_residual(self, piece: slice) -> Tensor:
         """x + residual of some rows in float32, which goes to residual_out."""
         h = add_residual(self._x[piece], None if self._residual is None else self._residual[piece])
         if self._sum_rows is not None:
             self._sum_rows[piece] = h
         return h
 
-    def write(self, piece: slice, y: Tensor, mean: Tensor | None, rstd: Tensor | None) -> None:
+    def write_chunk(self, piece: slice, y: Tensor, mean: Tensor | None, rstd: Tensor | None) -> None:
         """Round y [rows, cols] to its type; mean and rstd are [rows, 1]."""
         if self._scale is not None:
             self._scale.view(-1)[piece] = scale_rows_(y)
@@ -69,7 +69,7 @@ class RowResults:
         if self._mean is not None and mean is not None:
             self._mean.view(-1)[piece] = mean[:, 0]
 
-    def result(self) -> Forward:
+    def get_result(self) -> Forward:
         """What has been written."""
         return Forward(self._y, self._mean, self._rstd, self._residual_out, self._scale)
 

@@ -28,7 +28,7 @@ class RowParameter:
         else:
             self.common = _cast_with_offset(tensor, offset) if offset else tensor.float()
 
-    def own(self, piece: slice) -> Tensor | None:
+    def slice_heads(self, piece: slice) -> Tensor | None:
         """The parameters of a piece by its heads, [heads, cols] in float32; None if all rows have the same.
 
         Args: piece: as `row_pieces` cuts them: whole tokens, or some heads of one.
@@ -42,9 +42,9 @@ class RowParameter:
         first = piece.start % heads
         return _cast_with_offset(self._of_heads[first : first + rows], self._offset)
 
-    def of(self, piece: slice) -> Tensor | None:
+    def get_for_rows(self, piece: slice) -> Tensor | None:
         """What some rows have: `common` or their own."""
-        return self.common if self._of_heads is None else self.own(piece)
+        return self.common if self._of_heads is None else self.slice_heads(piece)
 
 
 def apply_affine_(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:

@@ -55,14 +55,16 @@ def layer_norm_forward(
     heads = _count_own_heads(x)
     out = RowResults(x, residual, out_dtype, stats=stats, centred=True, memory_like=memory_like)
     for piece in split_rows(out.rows, out.cols, heads):
-        h = out.sum(piece)
+        h = out.add_residual(piece)
         y, mean, rstd = torch.native_layer_norm(h, h.shape[-1:], w.common, b.common, eps)
         del h
         if heads:
-            apply_affine_(y, w.own(piece), b.own(piece))
-        out.write(piece, apply_epilogue_(y, activation, drop, _compute_dropout_mask(drop, x, piece)), mean, rstd)
+            apply_affine_(y, w.slice_heads(piece), b.slice_heads(piece))
+        out.write_chunk(
+            piece, apply_epilogue_(y, activation, drop, _compute_dropout_mask(drop, x, piece)), mean, rstd
+        )
         del y
-    return out.result()
+    return out.get_result()
 
 
 def rms_norm_forward(
@@ -85,14 +87,16 @@ def rms_norm_forward(
     heads = _count_own_heads(x)
     out = RowResults(x, residual, out_dtype, stats=stats, centred=False, memory_like=memory_like)
     for piece in split_rows(out.rows, out.cols, heads):
-        h = out.sum(piece)
+        h = out.add_residual(piece)
         rstd = _compute_rms_rstd(h, eps)
         y = h * rstd
         del h
-        apply_affine_(y, w.of(piece), None)
-        out.write(piece, apply_epilogue_(y, activation, drop, _compute_dropout_mask(drop, x, piece)), None, rstd)
+        apply_affine_(y, w.get_for_rows(piece), None)
+        out.write_chunk(
+            piece, apply_epilogue_(y, activation, drop, _compute_dropout_mask(drop, x, piece)), None, rstd
+        )
         del y
-    return out.result()
+    return out.get_result()
 
 
 def layer_norm_backward(
@@ -120,9 +124,9 @@ def layer_norm_backward(
     for piece in split_rows(len(x), x.shape[-1], heads):
         h = add_residual(x[piece], None if residual is None else residual[piece])
         z, centre, scale = torch.native_layer_norm(h, h.shape[-1:], w.common, b.common, eps)
-        weight_of_heads = w.own(piece)
+        weight_of_heads = w.slice_heads(piece)
         if heads:
-            apply_affine_(z, weight_of_heads, b.own(piece))
+            apply_affine_(z, weight_of_heads, b.slice_heads(piece))
         if mean is not None and rstd is not None:
             centre, scale = mean[piece].reshape(-1, 1), rstd[piece].reshape(-1, 1)
         kept = _compute_dropout_mask(drop, x, piece)
@@ -146,9 +150,9 @@ def layer_norm_backward(
         elif is_lone:
             dw = None if weight is None else h.mul_(scale).mul_(dz)[0]
             db = None if bias is None else dz[0]
-        gradients.write(piece, dx, dresidual_out, dw, db)
+        gradients.write_chunk(piece, dx, dresidual_out, dw, db)
         del h, dz, dx, dw, db
-    return gradients.result()
+    return gradients.get_result()
 
 
 def rms_norm_backward(
@@ -176,7 +180,7 @@ def rms_norm_backward(
         scale = _compute_rms_rstd(h, eps) if rstd is None else rstd[piece].reshape(-1, 1)
         xhat = h.mul_(scale) if is_own else h * scale
         del h
-        w = parameter.of(piece)
+        w = parameter.get_for_rows(piece)
         z = xhat if w is None else multiply_by_weight(xhat, w)
         kept = _compute_dropout_mask(drop, x, piece)
         dz = backpropagate_epilogue(dy[piece], z, activation, drop, kept, overwrites_z=w is not None)
@@ -187,9 +191,9 @@ def rms_norm_backward(
         torch.sub(g, dx, out=dx).mul_(scale)
         del g
         dw = None if w is None else xhat.mul_(dz) if heads else xhat.mul_(dz).sum(0)
-        gradients.write(piece, dx, dresidual_out, dw, None)
+        gradients.write_chunk(piece, dx, dresidual_out, dw, None)
         del xhat, dz, dx, dw
-    return gradients.result()
+    return gradients.get_result()
 
 
 class _RowGradients:
@@ -206,7 +210,7 @@ class _RowGradients:
         self._dweight = None if weight is None else torch.zeros_like(weight, dtype=torch.float32)
         self._dbias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
 
-    def write(
+    def write_chunk(
         self,
         piece: slice,
         dx: Tensor,
@@ -223,7 +227,7 @@ class _RowGradients:
         if self._dbias is not None and dbias is not None:
             accumulate_parameter_gradient(self._dbias, dbias, piece)
 
-    def result(self) -> Backward:
+    def get_result(self) -> Backward:
         dweight, dbias = cast_gradient(self._dweight, self._weight), cast_gradient(self._dbias, self._bias)
         return Backward(self._dx, dweight, dbias, self._dresidual)
 
@@ -242,7 +246,7 @@ def _flatten_tensors(x: Tensor, *others: Tensor | None) -> Any:
 
 def _compute_dropout_mask(dropout: DropoutMask | None, x: Tensor, piece: slice) -> Tensor | None:
     """Dropout's mask of some rows."""
-    return None if dropout is None else dropout.kept(range(piece.start, piece.stop), range(x.shape[-1]))
+    return None if dropout is None else dropout.compute(range(piece.start, piece.stop), range(x.shape[-1]))
 
 
 def _compute_row_mean(t: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ class AffineParameters(NamedTuple):
     shift: Array | None = None
 
     @property
-    def stride(self) -> int:
+    def sample_stride(self) -> int:
         """The stride of scale and shift between samples; 0 if there is one sample or neither tensor."""
         tensor = self.shift if self.scale is None else self.scale
         return 0 if tensor is None or tensor.shape[0] == 1 else tensor.stride(0)

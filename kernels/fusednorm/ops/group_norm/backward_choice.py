@@ -54,7 +54,7 @@ def compute_idle_fraction(
 ) -> float:
     """The fraction of the resident programs that is idle with the largest possible number of teams."""
     programs = config.programs_per_sm * multiprocessors
-    return programs % config.members(sample, itemsize) / programs
+    return programs % config.count_members(sample, itemsize) / programs
 
 
 def plan_backward(call: GroupNormBackwardCall, config: GroupNormBackwardConfig | None = None) -> list[Launch]:
@@ -66,11 +66,11 @@ def plan_backward(call: GroupNormBackwardCall, config: GroupNormBackwardConfig |
     x, sample = call.x, call.sample
     if config is None:
         config = choose_backward(sample, x.element_size(), count_multiprocessors(x.device), may_wait())
-    if call.mean is not None or not config.takes_statistics:
-        return copies + config.launches(call)
+    if call.mean is not None or not config.needs_statistics:
+        return copies + config.plan_launches(call)
     mean, rstd = allocate_statistics(x, sample)
     before = plan_statistics(x, sample, call.options.eps, call.residual, mean, rstd)
-    return [*copies, *before, *config.launches(replace(call, mean=mean, rstd=rstd))]
+    return [*copies, *before, *config.plan_launches(replace(call, mean=mean, rstd=rstd))]
 
 
 @lru_cache(maxsize=4096)
@@ -108,8 +108,8 @@ def find_cooperative_backward(
     for channels, most, config in tables.BACKWARD_CONTIGUOUS[itemsize]:
         if (
             (channels == sample.channels and sample.hw <= most)
-            and config.fits(sample, itemsize, multiprocessors)
-            and config.padded_length(sample, itemsize) <= MAX_WASTE * sample.group_length
+            and config.can_run(sample, itemsize, multiprocessors)
+            and config.compute_padded_length(sample, itemsize) <= MAX_WASTE * sample.group_length
         ):
             return config
     fitting = [
@@ -117,14 +117,14 @@ def find_cooperative_backward(
         for pieces in (1, 2, 4, 5, 8)
         for chunks in (2, 3, 4, 5)
         for channels in (1, 2, 4, 8, 16)
-        if (config := GroupNormBackwardCooperative(channels, chunks, pieces, 4, 4, 2, 2)).fits(
+        if (config := GroupNormBackwardCooperative(channels, chunks, pieces, 4, 4, 2, 2)).can_run(
             sample, itemsize, multiprocessors
         )
     ]
     return min(
         fitting,
         key=lambda config: (
-            config.padded_length(sample, itemsize)
+            config.compute_padded_length(sample, itemsize)
             / (1.0 - compute_idle_fraction(config, sample, itemsize, multiprocessors))
         ),
         default=None,
@@ -137,7 +137,7 @@ def find_stream_backward(sample: SampleShape, itemsize: int) -> BackwardSampleSt
     if num_warps is None:
         return None
     usual = BackwardSampleStream(
-        num_warps, chunks=4, apply_chunks=4, apply_pieces=2, splits=count_stream_splits(sample, itemsize)
+        num_warps, chunks=4, apply_chunks=4, apply_fragments=2, splits=count_stream_splits(sample, itemsize)
     )
     return find_measured_stream(tables.BACKWARD_STREAM[itemsize], sample) or usual
 
@@ -152,7 +152,7 @@ def find_measured_config(
         if (
             (channels == sample.channels and sample.hw <= most)
             and config.columns <= sample.c
-            and config.fits(sample, itemsize, multiprocessors)
+            and config.can_run(sample, itemsize, multiprocessors)
         ):
             return config
     return None
@@ -174,17 +174,17 @@ def find_cooperative_blocks(
         for pieces in (1, 2, 4, 8)
         for columns in widths
         if columns % vector == 0 and 64 <= columns * itemsize <= 256
-        if (config := BackwardCooperativeBlock(columns, 2, pieces, 4, programs_per_sm, 2, 1)).fits(
+        if (config := BackwardCooperativeBlock(columns, 2, pieces, 4, programs_per_sm, 2, 1)).can_run(
             sample, itemsize, multiprocessors
         )
     ]
     return min(
         fitting,
         key=lambda config: (
-            config.padded_width(sample, itemsize)
+            config.compute_padded_width(sample, itemsize)
             / (1.0 - compute_idle_fraction(config, sample, itemsize, multiprocessors)),
             abs(config.columns * itemsize - 128),
-            config.pieces,
+            config.fragments,
         ),
         default=None,
     )
@@ -197,18 +197,20 @@ def find_split_backward(sample: SampleShape, itemsize: int) -> GroupNormBackward
     if sample.channels_last:
         vec = compute_access_width(itemsize, sample.c)
         columns = BackwardColumnSplit(choose_block_columns(sample, itemsize), 4, 1, 4)
-        return replace(columns, pieces=_count_fragments(sample.hw, columns.chunks * columns.rows(vec), most))
+        return replace(
+            columns, fragments=_count_fragments(sample.hw, columns.chunks * columns.count_tile_rows(vec), most)
+        )
     shapes = [
         GroupNormBackwardSplit(channels, chunks, 1, 4) for chunks in (2, 3, 4) for channels in (1, 2, 4, 8, 16, 32)
     ]
     shape = min(
         (shape for shape in shapes if shape.channels * sample.hw < MAX_OFFSET or shape.channels == 1),
         key=lambda shape: (
-            -(-sample.hw // shape.part_positions(itemsize)) * shape.part_positions(itemsize)
+            -(-sample.hw // shape.count_range_positions(itemsize)) * shape.count_range_positions(itemsize)
             * -(-sample.channels // shape.channels) * shape.channels
         ),
     )  # fmt: skip
-    return replace(shape, pieces=_count_fragments(sample.hw, shape.part_positions(itemsize), most))
+    return replace(shape, fragments=_count_fragments(sample.hw, shape.count_range_positions(itemsize), most))
 
 
 def _count_fragments(positions: int, piece: int, most: int) -> int:

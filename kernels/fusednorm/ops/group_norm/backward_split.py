@@ -27,7 +27,7 @@ def plan_sums_and_apply(
 ) -> list[Launch]:
     """The launches: sums of channels, their reduction to groups, dx, and the reduction to parameter gradients."""
     sample = call.sample
-    parts = call.parts(splits)
+    parts = call.allocate_partials(splits)
     sums_of_groups = allocate_statistics(call.x, sample)
     sums_kernel, apply_kernel = kernels
     sums_arguments = (
@@ -39,9 +39,9 @@ def plan_sums_and_apply(
     )  # fmt: skip
     return [
         Launch(sums_kernel, grid, sums_arguments, options),
-        plan_group_reduction(parts, call.affine, sample, splits, sums_of_groups, call.early),
-        Launch(apply_kernel, grid, apply_arguments, {**options, **make_early_options(call.early)}),
-        *plan_parameter_reductions(parts, call.affine, call.out, splits, call.early),
+        plan_group_reduction(parts, call.affine, sample, splits, sums_of_groups, call.can_start_early),
+        Launch(apply_kernel, grid, apply_arguments, {**options, **make_early_options(call.can_start_early)}),
+        *plan_parameter_reductions(parts, call.affine, call.out, splits, call.can_start_early),
     ]
 
 

@@ -44,7 +44,7 @@ class GroupNormCall:
         return self.x.shape[0]
 
     @property
-    def early(self) -> bool:
+    def can_start_early(self) -> bool:
         """Whether a kernel may start before the previous kernel ends."""
         return is_hopper_or_newer(self.x.device)
 
@@ -70,13 +70,13 @@ class GroupNormForwardCall(GroupNormCall):
         return compute_access_width(self.x.element_size(), self.sample.group_length)
 
     @property
-    def group_units(self) -> int:
+    def group_vectors(self) -> int:
         return self.sample.group_length // self.group_vec
 
     @property
     def channel_indexing(self) -> tuple[int, ...]:
-        """`indexing` in vectors of `group_vec` elements if every vector has one channel, else in elements."""
-        return self.indexing(self.group_vec if self.sample.hw % self.group_vec == 0 else 1)
+        """`compute_indexing` in vectors of `group_vec` elements if each has one channel, else in elements."""
+        return self.compute_indexing(self.group_vec if self.sample.hw % self.group_vec == 0 else 1)
 
     @property
     def is_skewed(self) -> bool:
@@ -85,7 +85,7 @@ class GroupNormForwardCall(GroupNormCall):
         return sample.group_length % vector != 0 and sample.c * sample.hw % vector == 0
 
     @property
-    def has_lane_a_thread(self) -> bool:
+    def has_one_lane_per_thread(self) -> bool:
         """`launch.has_lane_a_thread` of pieces of contiguous groups, which may be skewed."""
         width = 16 if self.is_skewed else self.group_vec * self.x.element_size()
         return has_one_lane_per_thread(width, self.x, self.residual, self.out.y, self.out.residual_out)
@@ -100,16 +100,16 @@ class GroupNormForwardCall(GroupNormCall):
         """Registers that dropout or the activation needs in addition to USUAL_REGISTERS."""
         return 48 if self.options.dropout else 16 if self.options.activation == "gelu" else 0
 
-    def indexing(self, unit: int) -> tuple[int, ...]:
+    def compute_indexing(self, unit: int) -> tuple[int, ...]:
         """Groups, channels, the division that gives the channel of a unit, and the stride of scale and shift."""
         return (
             self.sample.groups,
             self.sample.channels,
             *_compute_division_constants(self.sample.hw // unit),
-            self.affine.stride,
+            self.affine.sample_stride,
         )
 
-    def contiguous_options(self, units: int, num_warps: int) -> dict[str, object]:
+    def make_contiguous_options(self, units: int, num_warps: int) -> dict[str, object]:
         """Constexprs of the kernels that read contiguous groups."""
         return {
             "VEC": self.group_vec,
@@ -125,12 +125,12 @@ class GroupNormForwardCall(GroupNormCall):
         return can_prefetch(16 // self.x.element_size() if self.is_skewed else self.group_vec, self.x)
 
     @property
-    def piece_indexing(self) -> tuple[int, ...]:
-        """`indexing` in vectors of 16 bytes, or in elements if such a vector may have two channels."""
+    def fragment_indexing(self) -> tuple[int, ...]:
+        """`compute_indexing` in vectors of 16 bytes, or in elements if such a vector may have two channels."""
         vector = 16 // self.x.element_size()
-        return self.indexing(vector if self.sample.hw % vector == 0 else 1)
+        return self.compute_indexing(vector if self.sample.hw % vector == 0 else 1)
 
-    def parameters_mode(self, block: int, piece: int) -> str:
+    def find_parameter_unit(self, block: int, piece: int) -> str:
         """The largest unit with one channel, so one value of each parameter; "two" if a vector has at most two."""
         vector = 16 // self.x.element_size()
         for mode, length in (("piece", piece), ("chunk", block), ("vector", vector)):
@@ -138,7 +138,7 @@ class GroupNormForwardCall(GroupNormCall):
                 return mode
         return "two" if self.sample.hw > vector else "element"
 
-    def chunk_options(self, block: int, chunks: int, num_warps: int) -> dict[str, object]:
+    def make_chunk_options(self, block: int, chunks: int, num_warps: int) -> dict[str, object]:
         """Constexprs of the kernels that load a piece of a contiguous group in chunks of `block` elements."""
         return {
             "VEC": self.group_vec,
@@ -185,16 +185,16 @@ class GroupNormBackwardCall(GroupNormCall):
         """`affine` as an argument of kernels."""
         return tuple(self.affine)
 
-    def parts(self, splits: int) -> tuple[Array, Array]:
+    def allocate_partials(self, splits: int) -> tuple[Array, Array]:
         """Memory for the sums of dz and of dz * x_hat, float32 [N * splits, C] each."""
         return allocate_pair(self.x, self.n * splits, self.sample.c)
 
-    def wanted_parts(self, splits: int) -> tuple[Array | None, Array | None]:
-        """`parts`, or (None, None) if no gradient is computed from them."""
+    def allocate_wanted_partials(self, splits: int) -> tuple[Array | None, Array | None]:
+        """`allocate_partials`, or (None, None) if no gradient is computed from them."""
         out = self.out
         if out.dweight is out.dbias is out.dscale is out.dshift is None:
             return None, None
-        return self.parts(splits)
+        return self.allocate_partials(splits)
 
 
 class GroupNormForwardConfig(ABC):
@@ -202,16 +202,16 @@ class GroupNormForwardConfig(ABC):
 
     __slots__ = ()
 
-    def is_resident(self, sample: SampleShape, itemsize: int, multiprocessors: int, waits: bool) -> bool:
+    def can_be_resident(self, sample: SampleShape, itemsize: int, multiprocessors: int, waits: bool) -> bool:
         """Whether its programs that wait for one another, if any, are allowed to and fit the device together."""
         return True
 
-    def fitted(self, call: GroupNormForwardCall) -> Self | None:
+    def fit_to_registers(self, call: GroupNormForwardCall) -> Self | None:
         """The configuration with so few resident programs that the call's registers suffice, or None."""
         return self
 
     @abstractmethod
-    def launches(self, call: GroupNormForwardCall) -> list[Launch]:
+    def plan_launches(self, call: GroupNormForwardCall) -> list[Launch]:
         """What computes the pass."""
 
 
@@ -220,11 +220,11 @@ class GroupNormBackwardConfig(ABC):
 
     __slots__ = ()
 
-    takes_statistics: ClassVar[bool] = True
+    needs_statistics: ClassVar[bool] = True
     """Whether the algorithm needs mean and rstd; if not, it computes them when the call has none."""
 
     @abstractmethod
-    def launches(self, call: GroupNormBackwardCall) -> list[Launch]:
+    def plan_launches(self, call: GroupNormBackwardCall) -> list[Launch]:
         """What computes the pass."""
 
 

@@ -71,9 +71,9 @@ def plan_forward(call: GroupNormForwardCall, config: GroupNormForwardConfig | No
     choices: tuple[GroupNormForwardConfig, ...] = (config,) if config is not None else ()
     if config is None:
         choices = list_candidates(sample, size, count_multiprocessors(call.x.device), may_wait())
-    fitting = (fits for choice in choices if (fits := choice.fitted(call)) is not None)
+    fitting = (fits for choice in choices if (fits := choice.fit_to_registers(call)) is not None)
     config = next(fitting, None) or find_two_pass_forward(sample, size)
-    return copies + config.launches(call)
+    return copies + config.plan_launches(call)
 
 
 def choose_forward(
@@ -103,7 +103,7 @@ def list_candidates(
     chosen: list[GroupNormForwardConfig] = [
         config
         for place, config in enumerate(_iterate_measured(sample, itemsize))
-        if config.is_resident(sample, itemsize, multiprocessors, waits)
+        if config.can_be_resident(sample, itemsize, multiprocessors, waits)
         and (
             place == 0
             or not isinstance(config, GroupNormForwardCooperative)
@@ -123,7 +123,7 @@ def list_candidates(
 
 def _compute_padding(config: GroupNormForwardCooperative, sample: SampleShape) -> float:
     """Elements of the slabs of all members for each element of a group."""
-    return config.members(sample) * config.chunks * config.block / sample.group_length
+    return config.count_members(sample) * config.chunks * config.chunk_elements / sample.group_length
 
 
 @lru_cache(maxsize=4096)
@@ -153,8 +153,8 @@ def _iterate_measured(sample: SampleShape, itemsize: int) -> Iterator[GroupNormF
             if sample.group_length > most:
                 continue
             if isinstance(config, GroupNormForwardCooperative):
-                members = config.members(sample)
-                config = replace(config, chunks=-(-sample.frame_length // (members * config.block)))
+                members = config.count_members(sample)
+                config = replace(config, chunks=-(-sample.frame_length // (members * config.chunk_elements)))
             yield config
         return
     if sample.hw * sample.c * itemsize >= STREAM_FROM:
@@ -168,7 +168,7 @@ def _iterate_measured(sample: SampleShape, itemsize: int) -> Iterator[GroupNormF
             continue
         if isinstance(block, ForwardCooperativeBlock):
             rows = make_block_tile(sample, block.block_groups, block.num_warps, itemsize).rows
-            members = block.members(sample, itemsize)
+            members = block.count_members(sample, itemsize)
             block = replace(block, chunks=-(-sample.hw // (members * rows)))
         yield block
 
@@ -210,7 +210,7 @@ def _find_block(
     if not counts or sample.hw >= 2**31 // sample.c:
         return None
     groups = counts[0]
-    keep = make_block_tile(sample, groups, 1, itemsize).keep
+    keep = make_block_tile(sample, groups, 1, itemsize).runs
     most = _BLOCK_CHUNKS.get(keep)
     if most is None or (keep > 1 and sample.hw >= STREAM_POSITIONS):
         return None

@@ -11,10 +11,10 @@ def declare_forward_outputs(
     """The outputs of a forward pass whose y has the given dtype, one per field of `Forward`."""
     groups = (x.shape[0], sample.groups)
     return (
-        OutputSpec("y", dtype, as_x=True),
+        OutputSpec("y", dtype, has_x_layout=True),
         OutputSpec("mean", "float32", groups) if stats else None,
         OutputSpec("rstd", "float32", groups) if stats else None,
-        None if residual is None else OutputSpec("residual_out", x.dtype, as_x=True),
+        None if residual is None else OutputSpec("residual_out", x.dtype, has_x_layout=True),
         None,
     )
 
@@ -24,7 +24,7 @@ def declare_backward_outputs(x: Array, parameters: tuple[Array | None, ...], res
 
     A parameter that is None has no gradient.
     """
-    dx = OutputSpec("dx", x.dtype, as_x=True)
+    dx = OutputSpec("dx", x.dtype, has_x_layout=True)
     dweight, dbias, dscale, dshift = (
         None if parameter is None else OutputSpec(name, parameter.dtype, parameter.shape)
         for name, parameter in zip(("dweight", "dbias", "dscale", "dshift"), parameters, strict=True)

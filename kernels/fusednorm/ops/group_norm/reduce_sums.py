@@ -46,7 +46,7 @@ def plan_group_reduction(
     block_columns = min(SUMS_COLUMNS, next_power_of_2(sample.channels))
     block_splits = min(SUMS_ELEMENTS // block_columns, next_power_of_2(splits))
     arguments = (
-        *parts, affine.weight, affine.scale, *sums, sample.groups, sample.channels, splits, affine.stride
+        *parts, affine.weight, affine.scale, *sums, sample.groups, sample.channels, splits, affine.sample_stride
     )  # fmt: skip
     options = {
         "BLOCK_SPLITS": block_splits,
@@ -88,7 +88,7 @@ def plan_parameter_reductions(
         sums = allocate_pair(dz, samples, c) if wants_sums else (None, None)
         of_samples = (
             dz, dz_xhat, affine.weight, affine.bias, affine.scale, out.dscale, out.dshift, *sums, splits, c,
-            affine.stride,
+            affine.sample_stride,
         )  # fmt: skip
         launches.append(
             Launch(group_norm_reduce_samples_kernel, (samples * blocks,), of_samples, options | {"BESIDE": beside})

@@ -29,7 +29,7 @@ def plan_statistics(
     x: Array, sample: SampleShape, eps: float, residual: Array | None, mean: Array, rstd: Array
 ) -> list[Launch]:
     """The launches that compute only mean and rstd, for a backward pass that needs them and has none."""
-    return find_split_forward(sample, x.element_size()).statistics(x, sample, eps, residual, mean, rstd)
+    return find_split_forward(sample, x.element_size()).plan_statistics(x, sample, eps, residual, mean, rstd)
 
 
 def count_sweep_vectors(vec: int) -> int:

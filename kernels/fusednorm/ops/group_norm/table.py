@@ -27,11 +27,11 @@ FORWARD_CONTIGUOUS: dict[int, tuple[tuple[int, Contiguous], ...]] = {
         # 0.80-0.83 (2x640x32x32, 2x1280x16x16)
         (24576, GroupNormForwardResident(8, programs_per_sm=3)),
         # 0.91 (32x256x56x56)
-        (32768, GroupNormForwardResident(8, programs_per_sm=2, ahead_per_sm=1)),
+        (32768, GroupNormForwardResident(8, programs_per_sm=2, prefetch_distance_per_sm=1)),
         # 0.88 (16x320x64x64), 0.77 (2x320x64x64)
-        (49152, GroupNormForwardResident(8, programs_per_sm=2, ahead_per_sm=1)),
+        (49152, GroupNormForwardResident(8, programs_per_sm=2, prefetch_distance_per_sm=1)),
         # 0.87 (8x512x64x64)
-        (65536, GroupNormForwardResident(16, programs_per_sm=1, ahead_per_sm=1)),
+        (65536, GroupNormForwardResident(16, programs_per_sm=1, prefetch_distance_per_sm=1)),
         # 0.80 (8x640x64x64)
         (131072, GroupNormForwardCooperative(8, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),
         # 0.85 (1x512x128x128)
@@ -48,7 +48,7 @@ FORWARD_CONTIGUOUS: dict[int, tuple[tuple[int, Contiguous], ...]] = {
     4: (
         (12288, GroupNormForwardResident(8, programs_per_sm=2, writers=2)),
         (24576, GroupNormForwardResident(16, programs_per_sm=1, writers=2)),
-        (32768, GroupNormForwardResident(16, programs_per_sm=1, writers=2, ahead_per_sm=1)),
+        (32768, GroupNormForwardResident(16, programs_per_sm=1, writers=2, prefetch_distance_per_sm=1)),
         # 0.86 (16x320x64x64)
         (524288, GroupNormForwardCooperative(4, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),
         (2**31, GroupNormForwardCooperative(4, num_warps=8, programs_per_sm=2, lag=2, ahead=1)),
@@ -148,23 +148,23 @@ FORWARD_STREAM: dict[int, tuple[tuple[int, int, ForwardSampleStream], ...]] = {
 BACKWARD_STREAM: dict[int, tuple[tuple[int, int, BackwardSampleStream], ...]] = {
     2: (
         # 0.55
-        (128, 262144, BackwardSampleStream(4, chunks=4, apply_chunks=4, apply_pieces=2, splits=256)),
+        (128, 262144, BackwardSampleStream(4, chunks=4, apply_chunks=4, apply_fragments=2, splits=256)),
         # 0.57-0.58
-        (128, 2**21, BackwardSampleStream(4, chunks=4, apply_chunks=2, apply_pieces=4, splits=512)),
+        (128, 2**21, BackwardSampleStream(4, chunks=4, apply_chunks=2, apply_fragments=4, splits=512)),
         # 0.55
-        (256, 4096, BackwardSampleStream(4, chunks=4, apply_chunks=4, apply_pieces=2, splits=12)),
+        (256, 4096, BackwardSampleStream(4, chunks=4, apply_chunks=4, apply_fragments=2, splits=12)),
         # 0.55
-        (256, 65536, BackwardSampleStream(4, chunks=4, apply_chunks=4, apply_pieces=2, splits=160)),
+        (256, 65536, BackwardSampleStream(4, chunks=4, apply_chunks=4, apply_fragments=2, splits=160)),
         # 0.56
-        (320, 4096, BackwardSampleStream(4, chunks=2, apply_chunks=4, apply_pieces=2, splits=40)),
+        (320, 4096, BackwardSampleStream(4, chunks=2, apply_chunks=4, apply_fragments=2, splits=40)),
         # 0.58
-        (512, 4096, BackwardSampleStream(4, chunks=4, apply_chunks=4, apply_pieces=1, splits=64)),
+        (512, 4096, BackwardSampleStream(4, chunks=4, apply_chunks=4, apply_fragments=1, splits=64)),
         # 0.54
-        (512, 16384, BackwardSampleStream(4, chunks=4, apply_chunks=4, apply_pieces=2, splits=256)),
+        (512, 16384, BackwardSampleStream(4, chunks=4, apply_chunks=4, apply_fragments=2, splits=256)),
         # 0.50
-        (640, 1024, BackwardSampleStream(8, chunks=4, apply_chunks=4, apply_pieces=1, splits=40)),
+        (640, 1024, BackwardSampleStream(8, chunks=4, apply_chunks=4, apply_fragments=1, splits=40)),
         # 0.55
-        (960, 16384, BackwardSampleStream(4, chunks=4, apply_chunks=4, apply_pieces=2, splits=256)),
+        (960, 16384, BackwardSampleStream(4, chunks=4, apply_chunks=4, apply_fragments=2, splits=256)),
     ),
     4: (),
 }

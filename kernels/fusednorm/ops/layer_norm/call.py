@@ -40,7 +40,7 @@ class RowLayout(NamedTuple):
     sizes: tuple[int, ...]
 
     @classmethod
-    def of(cls, heads: str, cols: int, strides: tuple[int, ...], max_vec: int) -> "RowLayout":
+    def from_strides(cls, heads: str, cols: int, strides: tuple[int, ...], max_vec: int) -> "RowLayout":
         vec = compute_vector_width(max_vec, cols, *strides)
         sizes = (cols // vec, *[stride // vec for stride in strides])
         return cls(heads, vec, sizes)
@@ -80,25 +80,25 @@ class LayerNormCall:
         return count_multiprocessors(self.x.device)
 
     @property
-    def early(self) -> bool:
+    def can_start_early(self) -> bool:
         """Whether a kernel may start before the previous kernel ends."""
         return is_hopper_or_newer(self.x.device)
 
     @property
-    def strided(self) -> tuple[Array | None, ...]:
+    def strided_inputs(self) -> tuple[Array | None, ...]:
         """Inputs of x's shape, in the order of their strides in a launch."""
         return self.x, self.residual
 
-    def grid(self, programs: int) -> tuple[int, ...]:
+    def make_grid(self, programs: int) -> tuple[int, ...]:
         """The grid of `programs` programs for each head of x."""
         return (programs,) if self.x.ndim == 2 else (programs, self.x.shape[1])
 
-    def most_programs(self, programs_per_sm: int) -> int:
+    def compute_max_programs(self, programs_per_sm: int) -> int:
         """The number of programs for each head of x that can be resident at the same time."""
         resident = self.multiprocessors * programs_per_sm
         return resident if self.x.ndim == 2 else resident // self.x.shape[1]
 
-    def constexprs(self, vec: int) -> dict[str, object]:
+    def make_constexprs(self, vec: int) -> dict[str, object]:
         """Constexprs of every kernel with an epilogue and with sizes in units of `vec` elements."""
         return {
             "VEC": vec,
@@ -106,7 +106,7 @@ class LayerNormCall:
             **self.options.constexprs,
         }
 
-    def refuse_heads(self) -> None:
+    def check_no_heads(self) -> None:
         """Refuse heads, for kernels that do not support them.
 
         Raises:
@@ -118,37 +118,37 @@ class LayerNormCall:
                 "and for heads with parameters of their own"
             )
 
-    def layout_of_rows(self, max_vec: int = MAX_VEC) -> RowLayout:
+    def make_row_layout(self, max_vec: int = MAX_VEC) -> RowLayout:
         """The layout of rows, for kernels that do not support heads.
 
         Raises:
             UnsupportedShapeError: there are heads.
         """
-        self.refuse_heads()
-        return RowLayout.of("none", self.cols, list_row_strides(self.cols, *self.strided), max_vec)
+        self.check_no_heads()
+        return RowLayout.from_strides("none", self.cols, list_row_strides(self.cols, *self.strided_inputs), max_vec)
 
-    def layout_of_heads(self) -> RowLayout:
+    def make_head_layout(self) -> RowLayout:
         """The layout of rows, or of tokens with heads.
 
         Raises:
             UnsupportedShapeError: there are too many heads, or no kernel supports their strides.
         """
-        cols, tensors = self.cols, self.strided
+        cols, tensors = self.cols, self.strided_inputs
         if self.x.ndim == 2:
-            return RowLayout.of("none", cols, list_row_strides(cols, *tensors), MAX_VEC)
+            return RowLayout.from_strides("none", cols, list_row_strides(cols, *tensors), MAX_VEC)
         present = [tensor for tensor in tensors if tensor is not None]
         tokens, heads, _ = self.x.shape
         own_parameters = self.has_own_parameters
         if heads > MAX_HEADS:
             raise UnsupportedShapeError(f"there must be at most {MAX_HEADS} heads, got {heads}")
         if heads == 1 or all(tensor.stride(1) == cols for tensor in present):
-            return RowLayout.of(
+            return RowLayout.from_strides(
                 "own" if own_parameters else "shared", cols, list_row_strides(cols, *tensors), MAX_VEC
             )
         uniform = tokens == 1 or all(tensor.stride(0) == heads * tensor.stride(1) for tensor in present)
         if own_parameters and uniform:
             strides = tuple(cols if tensor is None else tensor.stride(1) for tensor in tensors)
-            return RowLayout.of("own_uniform", cols, strides, MAX_VEC)
+            return RowLayout.from_strides("own_uniform", cols, strides, MAX_VEC)
         raise UnsupportedShapeError(
             f"the heads of every token must lie {cols} elements apart, or all rows one constant stride apart, "
             f"got strides {', '.join(str(list(tensor.strides)) for tensor in present)}"
@@ -184,14 +184,14 @@ class LayerNormForwardCall(LayerNormCall):
         """
         if self.x.ndim > 2:
             raise UnsupportedShapeError("a float8 y needs rows one constant stride apart, and parameters [cols]")
-        return self.layout_of_rows(16 // self.itemsize)
+        return self.make_row_layout(16 // self.itemsize)
 
     @property
     def tensors(self) -> tuple[Array | None, ...]:
         """The first arguments of the kernels that do not split a row."""
         return self.x, self.residual, self.weight, self.bias, *self.outputs
 
-    def access(self, vec: int) -> dict[str, object]:
+    def make_access_options(self, vec: int) -> dict[str, object]:
         """GROUP, the number of columns that a thread loads at once, and NARROW, whether they have under 16 bytes.
 
         Rows that the split algorithm may also process are never NARROW, so that both algorithms give the same bits.
@@ -200,19 +200,19 @@ class LayerNormForwardCall(LayerNormCall):
         narrow = vec < group and self.cols < SINGLE_ROW_COLS
         return {"GROUP": vec if narrow else group, "NARROW": narrow}
 
-    def may_prefetch_rows(self, layout: RowLayout) -> bool:
+    def can_prefetch_rows(self, layout: RowLayout) -> bool:
         """Whether programs of one row each may prefetch rows and parameters into L2."""
         return layout.heads == "none" and can_prefetch(layout.vec, self.x, self.weight, self.bias, self.residual)
 
     @property
-    def program_a_row(self) -> RowDependence | None:
+    def one_row_dependence(self) -> RowDependence | None:
         """How a launch with one program per row depends on the number of rows; None with heads."""
         return _PROGRAM_A_ROW if len(self.x.shape) == 2 else None
 
-    def merges_as_equals(self, vec: int, access: dict[str, object], tensors: tuple[Array | None, ...]) -> bool:
+    def can_merge_equal_sets(self, vec: int, access: dict[str, object], tensors: tuple[Array | None, ...]) -> bool:
         """Whether the moments of lanes may be merged as moments of sets of equal size.
 
-        `access` and `tensors` are those of this call.
+        `make_access_options` and `tensors` are those of this call.
         """
         # Narrow accesses are not merged at all.
         return bool(access["NARROW"]) or has_one_lane_per_thread(min(16, vec * self.itemsize), *tensors)
@@ -229,17 +229,17 @@ class LayerNormBackwardCall(LayerNormCall):
     out: Backward[Array]
 
     @property
-    def strided(self) -> tuple[Array | None, ...]:
+    def strided_inputs(self) -> tuple[Array | None, ...]:
         """Inputs of x's shape, in the order of their strides in a launch."""
         return self.dy, self.x, self.residual, self.dresidual_out
 
     @property
     def tensors(self) -> tuple[Array | None, ...]:
         """The first arguments of the kernels that write dx."""
-        return *self.strided, self.weight, self.bias
+        return *self.strided_inputs, self.weight, self.bias
 
     @property
-    def gradients(self) -> tuple[Array | None, ...]:
+    def input_gradients(self) -> tuple[Array | None, ...]:
         """dx, and dresidual if it is a separate tensor."""
         return self.out.dx, None if self.out.dresidual is self.out.dx else self.out.dresidual
 
@@ -249,9 +249,9 @@ class LayerNormBackwardCall(LayerNormCall):
         return self.residual is None and self.options.activation == "none" and not self.options.dropout
 
     @property
-    def early_reduce(self) -> bool:
+    def can_reduce_early(self) -> bool:
         """Whether a kernel that adds up partials follows and may start before the previous kernel ends."""
-        return (self.out.dweight is not None or self.out.dbias is not None) and self.early
+        return (self.out.dweight is not None or self.out.dbias is not None) and self.can_start_early
 
 
 def list_row_strides(cols: int, *tensors: Array | None) -> tuple[int, ...]:

@@ -45,13 +45,13 @@ class ChainCall:
     def layout(self) -> RowLayout:
         """The layout of the rows."""
         cols = self.x.shape[1]
-        return RowLayout.of("none", cols, list_row_strides(cols, self.x), MAX_VEC)
+        return RowLayout.from_strides("none", cols, list_row_strides(cols, self.x), MAX_VEC)
 
-    def ahead(self, ahead_per_sm: int) -> int:
+    def compute_prefetch_distance(self, ahead_per_sm: int) -> int:
         """How many programs ahead of its own a program prefetches a row into L2."""
         return ahead_per_sm * count_multiprocessors(self.x.device)
 
-    def options(self, vec: int) -> dict[str, object]:
+    def make_constexprs(self, vec: int) -> dict[str, object]:
         """Constexprs of both kernels."""
         return {"NORMS": len(self.weights), "VEC": vec}
 
@@ -61,12 +61,12 @@ def plan_tile_chain(call: ChainCall, config: LayerNormForwardTile) -> list[Launc
     layout = call.layout
     rows, cols = call.x.shape
     options = {
-        **config.options(cols),
+        **config.make_options(cols),
         "PREFETCH": config.rows == 1 and can_prefetch(layout.vec, call.x),
-        **call.options(layout.vec),
+        **call.make_constexprs(layout.vec),
     }
-    arguments = (*call.tensors, call.ahead(TILE_AHEAD_PER_SM), rows, *layout.sizes, call.eps)
-    by_rows = RowDependence(config.rows, rows=len(call.tensors) + 1)
+    arguments = (*call.tensors, call.compute_prefetch_distance(TILE_AHEAD_PER_SM), rows, *layout.sizes, call.eps)
+    by_rows = RowDependence(config.rows, rows_index=len(call.tensors) + 1)
     return [Launch(layer_norm_chain_tile_kernel, (cdiv(rows, config.rows),), arguments, options, by_rows)]
 
 
@@ -75,11 +75,16 @@ def plan_sweep_chain(call: ChainCall, config: LayerNormForwardSweep) -> list[Lau
     layout = call.layout
     rows, cols = call.x.shape
     options = {
-        **config.options(cols, call.x.element_size()),
+        **config.make_options(cols, call.x.element_size()),
         "PREFETCH": can_prefetch(layout.vec, call.x),
-        **call.options(layout.vec),
+        **call.make_constexprs(layout.vec),
     }
-    arguments = (*call.tensors, call.ahead(config.ahead_per_sm), *layout.sizes, call.eps)
+    arguments = (
+        *call.tensors,
+        call.compute_prefetch_distance(config.prefetch_distance_per_sm),
+        *layout.sizes,
+        call.eps,
+    )
     return [Launch(layer_norm_chain_sweep_kernel, (rows,), arguments, options, RowDependence())]
 
 

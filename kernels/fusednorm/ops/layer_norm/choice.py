@@ -106,8 +106,8 @@ def _fit_residual(choice: LayerNormForwardResident, itemsize: int) -> LayerNormF
         programs = max(1, programs)  # In float32 the sum replaces the row in its registers.
     if not programs:
         return None
-    ahead = min(1, choice.ahead_per_sm)
-    return replace(choice, programs_per_sm=min(choice.programs_per_sm, programs), ahead_per_sm=ahead)
+    ahead = min(1, choice.prefetch_distance_per_sm)
+    return replace(choice, programs_per_sm=min(choice.programs_per_sm, programs), prefetch_distance_per_sm=ahead)
 
 
 def choose_statistics(cols: int, itemsize: int, multiprocessors: int, residual: bool) -> ForwardConfig:
@@ -190,7 +190,7 @@ def plan_backward(call: LayerNormBackwardCall, config: BackwardConfig | None = N
         case LayerNormBackwardTile():
             return plan_tile_backward(call, config)
         case LayerNormBackwardCooperative():
-            call.refuse_heads()
+            call.check_no_heads()
             call, statistics = _add_statistics(call)
             return statistics + plan_cooperative_backward(call, config)
         case LayerNormBackwardSplit():
@@ -213,6 +213,6 @@ def _add_statistics(call: LayerNormBackwardCall) -> tuple[LayerNormBackwardCall,
     mean = None if call.options.is_rms else new_workspace(call.x, call.rows)
     config = choose_statistics(call.cols, call.itemsize, call.multiprocessors, call.residual is not None)
     statistics = LayerNormForwardCall(
-        x=call.x, residual=call.residual, options=call.options.of_statistics, out=RowStatistics(mean, rstd)
+        x=call.x, residual=call.residual, options=call.options.statistics_options, out=RowStatistics(mean, rstd)
     )
     return replace(call, mean=mean, rstd=rstd), plan_forward(statistics, config)

@@ -8,10 +8,10 @@ def declare_forward_outputs(residual: Array | None, dtype: str, stats: bool, is_
     """The outputs of a forward pass whose y has the given dtype, one per field of `Forward`."""
     return (
         OutputSpec("y", dtype),
-        OutputSpec("mean", "float32", axes_less=1) if stats and not is_rms else None,
-        OutputSpec("rstd", "float32", axes_less=1) if stats else None,
+        OutputSpec("mean", "float32", dropped_axes=1) if stats and not is_rms else None,
+        OutputSpec("rstd", "float32", dropped_axes=1) if stats else None,
         None if residual is None else OutputSpec("residual_out", residual.dtype),
-        OutputSpec("scale", "float32", axes_less=1) if dtype == FLOAT8 else None,
+        OutputSpec("scale", "float32", dropped_axes=1) if dtype == FLOAT8 else None,
     )
 
 

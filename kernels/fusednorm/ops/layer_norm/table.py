@@ -33,24 +33,24 @@ FORWARD: dict[int, tuple[tuple[int, ForwardConfig], ...]] = {
         (768, LayerNormForwardTile(2, 3, 256, num_warps=1)),  # 1.02
         (1024, LayerNormForwardTile(1, 1, 1024, num_warps=1)),  # 1.00
         (1536, LayerNormForwardTile(1, 3, 512, num_warps=1)),  # 1.02
-        (2048, LayerNormForwardResident(4, num_warps=2, programs_per_sm=8, ahead_per_sm=2)),  # 1.01
-        (2560, LayerNormForwardResident(5, num_warps=2, programs_per_sm=10, ahead_per_sm=2)),  # 1.00
-        (3072, LayerNormForwardResident(3, num_warps=4, programs_per_sm=5, ahead_per_sm=2)),  # 1.01
+        (2048, LayerNormForwardResident(4, num_warps=2, programs_per_sm=8, prefetch_distance_per_sm=2)),  # 1.01
+        (2560, LayerNormForwardResident(5, num_warps=2, programs_per_sm=10, prefetch_distance_per_sm=2)),  # 1.00
+        (3072, LayerNormForwardResident(3, num_warps=4, programs_per_sm=5, prefetch_distance_per_sm=2)),  # 1.01
         (3584, LayerNormForwardTile(1, 7, 512, num_warps=2)),  # 1.01
-        (4096, LayerNormForwardResident(4, num_warps=4, programs_per_sm=4, ahead_per_sm=2)),  # 1.00
-        (5120, LayerNormForwardResident(5, num_warps=4, programs_per_sm=4, ahead_per_sm=2)),  # 1.00
-        (6144, LayerNormForwardResident(6, num_warps=4, programs_per_sm=4, ahead_per_sm=2)),  # 1.00
-        (7168, LayerNormForwardResident(7, num_warps=4, programs_per_sm=5, ahead_per_sm=1)),  # 1.00
-        (8192, LayerNormForwardResident(4, num_warps=8, programs_per_sm=3, ahead_per_sm=2)),  # 1.00
-        (10240, LayerNormForwardResident(5, num_warps=8, programs_per_sm=3, ahead_per_sm=1)),  # 1.00
-        (12288, LayerNormForwardResident(6, num_warps=8, programs_per_sm=3, ahead_per_sm=1)),  # 1.00
-        (14336, LayerNormForwardResident(7, num_warps=8, programs_per_sm=3, ahead_per_sm=1)),  # 1.00
-        (16384, LayerNormForwardResident(8, num_warps=8, programs_per_sm=2, ahead_per_sm=1)),  # 0.99
-        (20480, LayerNormForwardResident(5, num_warps=16, programs_per_sm=2, ahead_per_sm=1)),  # 0.99
-        (24576, LayerNormForwardResident(6, num_warps=16, programs_per_sm=2, ahead_per_sm=1)),  # 0.98
-        (32768, LayerNormForwardResident(8, num_warps=16, programs_per_sm=2, ahead_per_sm=1)),  # 0.98
-        (49152, LayerNormForwardResident(6, num_warps=32, programs_per_sm=1, ahead_per_sm=1)),  # 0.95
-        (65536, LayerNormForwardResident(8, num_warps=32, programs_per_sm=1, ahead_per_sm=1)),  # 0.91
+        (4096, LayerNormForwardResident(4, num_warps=4, programs_per_sm=4, prefetch_distance_per_sm=2)),  # 1.00
+        (5120, LayerNormForwardResident(5, num_warps=4, programs_per_sm=4, prefetch_distance_per_sm=2)),  # 1.00
+        (6144, LayerNormForwardResident(6, num_warps=4, programs_per_sm=4, prefetch_distance_per_sm=2)),  # 1.00
+        (7168, LayerNormForwardResident(7, num_warps=4, programs_per_sm=5, prefetch_distance_per_sm=1)),  # 1.00
+        (8192, LayerNormForwardResident(4, num_warps=8, programs_per_sm=3, prefetch_distance_per_sm=2)),  # 1.00
+        (10240, LayerNormForwardResident(5, num_warps=8, programs_per_sm=3, prefetch_distance_per_sm=1)),  # 1.00
+        (12288, LayerNormForwardResident(6, num_warps=8, programs_per_sm=3, prefetch_distance_per_sm=1)),  # 1.00
+        (14336, LayerNormForwardResident(7, num_warps=8, programs_per_sm=3, prefetch_distance_per_sm=1)),  # 1.00
+        (16384, LayerNormForwardResident(8, num_warps=8, programs_per_sm=2, prefetch_distance_per_sm=1)),  # 0.99
+        (20480, LayerNormForwardResident(5, num_warps=16, programs_per_sm=2, prefetch_distance_per_sm=1)),  # 0.99
+        (24576, LayerNormForwardResident(6, num_warps=16, programs_per_sm=2, prefetch_distance_per_sm=1)),  # 0.98
+        (32768, LayerNormForwardResident(8, num_warps=16, programs_per_sm=2, prefetch_distance_per_sm=1)),  # 0.98
+        (49152, LayerNormForwardResident(6, num_warps=32, programs_per_sm=1, prefetch_distance_per_sm=1)),  # 0.95
+        (65536, LayerNormForwardResident(8, num_warps=32, programs_per_sm=1, prefetch_distance_per_sm=1)),  # 0.91
         (524288, LayerNormForwardCooperative(4, num_warps=4, programs_per_sm=5, lag=2, ahead=1)),  # 0.77-0.87
         (2**31, LayerNormForwardCooperative(4, num_warps=8, programs_per_sm=2, lag=3, ahead=1)),  # 0.74
     ),
@@ -63,22 +63,22 @@ FORWARD: dict[int, tuple[tuple[int, ForwardConfig], ...]] = {
         (768, LayerNormForwardTile(1, 3, 256, num_warps=1)),  # 1.02
         (1024, LayerNormForwardTile(1, 1, 1024, num_warps=2)),  # 1.00
         (1536, LayerNormForwardTile(1, 3, 512, num_warps=2)),  # 1.00
-        (2048, LayerNormForwardResident(2, num_warps=4, programs_per_sm=4, ahead_per_sm=2)),  # 1.00
-        (2560, LayerNormForwardResident(3, num_warps=4, programs_per_sm=3, ahead_per_sm=2)),  # 1.00
-        (3072, LayerNormForwardResident(3, num_warps=4, programs_per_sm=4, ahead_per_sm=2)),  # 1.00
+        (2048, LayerNormForwardResident(2, num_warps=4, programs_per_sm=4, prefetch_distance_per_sm=2)),  # 1.00
+        (2560, LayerNormForwardResident(3, num_warps=4, programs_per_sm=3, prefetch_distance_per_sm=2)),  # 1.00
+        (3072, LayerNormForwardResident(3, num_warps=4, programs_per_sm=4, prefetch_distance_per_sm=2)),  # 1.00
         (3584, LayerNormForwardTile(1, 7, 512, num_warps=2)),  # 0.99
-        (4096, LayerNormForwardResident(2, num_warps=8, programs_per_sm=4, ahead_per_sm=2)),  # 1.00
-        (5120, LayerNormForwardResident(3, num_warps=8, programs_per_sm=3, ahead_per_sm=1)),  # 1.01
-        (6144, LayerNormForwardResident(3, num_warps=8, programs_per_sm=2, ahead_per_sm=1)),  # 1.00
-        (7168, LayerNormForwardResident(4, num_warps=8, programs_per_sm=3, ahead_per_sm=1)),  # 1.00
-        (8192, LayerNormForwardResident(4, num_warps=8, programs_per_sm=3, ahead_per_sm=1)),  # 1.00
-        (10240, LayerNormForwardResident(5, num_warps=8, programs_per_sm=2, ahead_per_sm=1)),  # 0.99
-        (12288, LayerNormForwardResident(3, num_warps=16, programs_per_sm=2, ahead_per_sm=1)),  # 1.00
-        (14336, LayerNormForwardResident(7, num_warps=8, programs_per_sm=2, ahead_per_sm=1)),  # 0.98
-        (16384, LayerNormForwardResident(4, num_warps=16, programs_per_sm=2, ahead_per_sm=1)),  # 0.98
-        (20480, LayerNormForwardResident(5, num_warps=16, programs_per_sm=1, ahead_per_sm=1)),  # 0.96
-        (24576, LayerNormForwardResident(3, num_warps=32, programs_per_sm=1, ahead_per_sm=1)),  # 0.97
-        (32768, LayerNormForwardResident(8, num_warps=16, programs_per_sm=1, ahead_per_sm=1)),  # 0.95
+        (4096, LayerNormForwardResident(2, num_warps=8, programs_per_sm=4, prefetch_distance_per_sm=2)),  # 1.00
+        (5120, LayerNormForwardResident(3, num_warps=8, programs_per_sm=3, prefetch_distance_per_sm=1)),  # 1.01
+        (6144, LayerNormForwardResident(3, num_warps=8, programs_per_sm=2, prefetch_distance_per_sm=1)),  # 1.00
+        (7168, LayerNormForwardResident(4, num_warps=8, programs_per_sm=3, prefetch_distance_per_sm=1)),  # 1.00
+        (8192, LayerNormForwardResident(4, num_warps=8, programs_per_sm=3, prefetch_distance_per_sm=1)),  # 1.00
+        (10240, LayerNormForwardResident(5, num_warps=8, programs_per_sm=2, prefetch_distance_per_sm=1)),  # 0.99
+        (12288, LayerNormForwardResident(3, num_warps=16, programs_per_sm=2, prefetch_distance_per_sm=1)),  # 1.00
+        (14336, LayerNormForwardResident(7, num_warps=8, programs_per_sm=2, prefetch_distance_per_sm=1)),  # 0.98
+        (16384, LayerNormForwardResident(4, num_warps=16, programs_per_sm=2, prefetch_distance_per_sm=1)),  # 0.98
+        (20480, LayerNormForwardResident(5, num_warps=16, programs_per_sm=1, prefetch_distance_per_sm=1)),  # 0.96
+        (24576, LayerNormForwardResident(3, num_warps=32, programs_per_sm=1, prefetch_distance_per_sm=1)),  # 0.97
+        (32768, LayerNormForwardResident(8, num_warps=16, programs_per_sm=1, prefetch_distance_per_sm=1)),  # 0.95
         (524288, LayerNormForwardCooperative(2, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),  # 0.85-0.92
         (2**31, LayerNormForwardCooperative(2, num_warps=8, programs_per_sm=2, lag=3, ahead=1)),  # 0.81
     ),
@@ -86,8 +86,8 @@ FORWARD: dict[int, tuple[tuple[int, ForwardConfig], ...]] = {
 # Rows that are too long for the resident programs together, and a single row from SINGLE_ROW_COLS on.  The parts
 # have the size of the slabs of the last entry above, so that a row has the same bits with both algorithms.
 FORWARD_SPLIT = {
-    2: LayerNormForwardSplit(4, num_warps=8, slab_chunks=2, slab_num_warps=4, rows=16),  # 0.54-0.60
-    4: LayerNormForwardSplit(2, num_warps=8, slab_chunks=1, slab_num_warps=4, rows=16),  # 0.48-0.61
+    2: LayerNormForwardSplit(4, num_warps=8, apply_chunks=2, apply_num_warps=4, rows=16),  # 0.54-0.60
+    4: LayerNormForwardSplit(2, num_warps=8, apply_chunks=1, apply_num_warps=4, rows=16),  # 0.48-0.61
 }
 
 # These entries replace those of FORWARD for rows of (first, last) columns whose size is no multiple of 16 bytes:
@@ -98,9 +98,9 @@ FORWARD_UNALIGNED: dict[int, tuple[tuple[int, int, ForwardConfig], ...]] = {
         (
             32769,
             53248,
-            LayerNormForwardResident(13, num_warps=16, programs_per_sm=1, ahead_per_sm=1),
+            LayerNormForwardResident(13, num_warps=16, programs_per_sm=1, prefetch_distance_per_sm=1),
         ),  # 0.50 (50257)
-        (53249, 65536, LayerNormForwardResident(16, num_warps=16, programs_per_sm=1, ahead_per_sm=1)),
+        (53249, 65536, LayerNormForwardResident(16, num_warps=16, programs_per_sm=1, prefetch_distance_per_sm=1)),
     ),
     4: ((513, 1024, LayerNormForwardResident(4, num_warps=1, programs_per_sm=12)),),  # 0.99 (1001)
 }
@@ -109,102 +109,105 @@ FORWARD_UNALIGNED: dict[int, tuple[tuple[int, int, ForwardConfig], ...]] = {
 FORWARD_WITH_RESIDUAL: dict[int, tuple[tuple[int, int, ForwardConfig], ...]] = {
     2: (),
     4: (
-        (12289, 14336, LayerNormForwardResident(4, num_warps=16, programs_per_sm=1, ahead_per_sm=1)),
+        (12289, 14336, LayerNormForwardResident(4, num_warps=16, programs_per_sm=1, prefetch_distance_per_sm=1)),
     ),  # 1.01, 7 x 8 warps 0.96
 }
 
 BACKWARD: dict[int, tuple[tuple[int, BackwardConfig], ...]] = {
     2: (
-        (16, LayerNormBackwardTile(32, 16, num_warps=2, stages=3, programs_per_sm=4, hold_weight=True)),
-        (64, LayerNormBackwardTile(16, 64, num_warps=2, stages=3, programs_per_sm=4, hold_weight=True)),
-        (128, LayerNormBackwardTile(16, 128, num_warps=2, stages=4, programs_per_sm=4, hold_weight=True)),
-        (256, LayerNormBackwardTile(2, 256, num_warps=1, stages=3, programs_per_sm=12, hold_weight=True)),  # 0.98
+        (16, LayerNormBackwardTile(32, 16, num_warps=2, stages=3, programs_per_sm=4, holds_weight=True)),
+        (64, LayerNormBackwardTile(16, 64, num_warps=2, stages=3, programs_per_sm=4, holds_weight=True)),
+        (128, LayerNormBackwardTile(16, 128, num_warps=2, stages=4, programs_per_sm=4, holds_weight=True)),
+        (256, LayerNormBackwardTile(2, 256, num_warps=1, stages=3, programs_per_sm=12, holds_weight=True)),  # 0.98
         (
             512,
-            LayerNormBackwardTile(2, 512, num_warps=2, stages=4, programs_per_sm=4, hold_weight=True, ahead=6),
+            LayerNormBackwardTile(2, 512, num_warps=2, stages=4, programs_per_sm=4, holds_weight=True, ahead=6),
         ),  # 0.98
-        (768, LayerNormBackwardTile(4, 1024, num_warps=4, stages=4, programs_per_sm=2, hold_weight=True)),  # 0.99
-        (1024, LayerNormBackwardTile(1, 1024, num_warps=2, stages=3, programs_per_sm=6, hold_weight=True)),  # 0.98
+        (768, LayerNormBackwardTile(4, 1024, num_warps=4, stages=4, programs_per_sm=2, holds_weight=True)),  # 0.99
+        (1024, LayerNormBackwardTile(1, 1024, num_warps=2, stages=3, programs_per_sm=6, holds_weight=True)),  # 0.98
         (
             2048,
-            LayerNormBackwardTile(1, 2048, num_warps=4, stages=4, programs_per_sm=2, hold_weight=True, ahead=6),
+            LayerNormBackwardTile(1, 2048, num_warps=4, stages=4, programs_per_sm=2, holds_weight=True, ahead=6),
         ),  # 0.99
         (
             2560,
-            LayerNormBackwardTile(1, 512, num_warps=4, stages=4, programs_per_sm=2, hold_weight=True, chunks=5),
+            LayerNormBackwardTile(1, 512, num_warps=4, stages=4, programs_per_sm=2, holds_weight=True, chunks=5),
         ),  # 0.98
         (
             3072,
-            LayerNormBackwardTile(1, 4096, num_warps=4, stages=3, programs_per_sm=2, hold_weight=True, ahead=3),
+            LayerNormBackwardTile(1, 4096, num_warps=4, stages=3, programs_per_sm=2, holds_weight=True, ahead=3),
         ),  # 0.98
         (
             4096,
-            LayerNormBackwardTile(1, 4096, num_warps=4, stages=4, programs_per_sm=1, hold_weight=True, ahead=6),
+            LayerNormBackwardTile(1, 4096, num_warps=4, stages=4, programs_per_sm=1, holds_weight=True, ahead=6),
         ),  # 0.98
         (
             5120,
-            LayerNormBackwardTile(1, 1024, num_warps=8, stages=3, programs_per_sm=2, hold_weight=True, chunks=5),
+            LayerNormBackwardTile(1, 1024, num_warps=8, stages=3, programs_per_sm=2, holds_weight=True, chunks=5),
         ),  # 0.94
-        (7168, LayerNormBackwardTile(1, 8192, num_warps=8, stages=4, programs_per_sm=1, hold_weight=True)),  # 0.97
+        (7168, LayerNormBackwardTile(1, 8192, num_warps=8, stages=4, programs_per_sm=1, holds_weight=True)),  # 0.97
         (
             8192,
-            LayerNormBackwardTile(1, 8192, num_warps=16, stages=4, programs_per_sm=1, hold_weight=False, ahead=4),
+            LayerNormBackwardTile(1, 8192, num_warps=16, stages=4, programs_per_sm=1, holds_weight=False, ahead=4),
         ),  # .97
         (
             12288,
-            LayerNormBackwardTile(1, 4096, num_warps=16, stages=3, programs_per_sm=1, hold_weight=True, chunks=3),
+            LayerNormBackwardTile(1, 4096, num_warps=16, stages=3, programs_per_sm=1, holds_weight=True, chunks=3),
         ),  # 0.93
         (65536, LayerNormBackwardCooperative(2048, num_warps=4, programs_per_sm=4, lag=2, ahead=1)),  # 0.79-0.86
         (2**31, LayerNormBackwardCooperative(2048, num_warps=4, programs_per_sm=4, lag=3, ahead=1)),  # 0.78
     ),
     4: (
-        (16, LayerNormBackwardTile(32, 16, num_warps=2, stages=3, programs_per_sm=4, hold_weight=True)),
-        (64, LayerNormBackwardTile(16, 64, num_warps=2, stages=3, programs_per_sm=4, hold_weight=True)),
-        (128, LayerNormBackwardTile(8, 128, num_warps=2, stages=3, programs_per_sm=4, hold_weight=True)),
-        (256, LayerNormBackwardTile(2, 256, num_warps=2, stages=3, programs_per_sm=6, hold_weight=True)),  # 0.98
-        (512, LayerNormBackwardTile(1, 512, num_warps=2, stages=3, programs_per_sm=6, hold_weight=True)),  # 0.99
+        (16, LayerNormBackwardTile(32, 16, num_warps=2, stages=3, programs_per_sm=4, holds_weight=True)),
+        (64, LayerNormBackwardTile(16, 64, num_warps=2, stages=3, programs_per_sm=4, holds_weight=True)),
+        (128, LayerNormBackwardTile(8, 128, num_warps=2, stages=3, programs_per_sm=4, holds_weight=True)),
+        (256, LayerNormBackwardTile(2, 256, num_warps=2, stages=3, programs_per_sm=6, holds_weight=True)),  # 0.98
+        (512, LayerNormBackwardTile(1, 512, num_warps=2, stages=3, programs_per_sm=6, holds_weight=True)),  # 0.99
         (
             768,
-            LayerNormBackwardTile(1, 256, num_warps=2, stages=3, programs_per_sm=4, hold_weight=True, chunks=3),
+            LayerNormBackwardTile(1, 256, num_warps=2, stages=3, programs_per_sm=4, holds_weight=True, chunks=3),
         ),  # 1.02
         (
             1024,
-            LayerNormBackwardTile(2, 1024, num_warps=4, stages=4, programs_per_sm=1, hold_weight=True, ahead=6),
+            LayerNormBackwardTile(2, 1024, num_warps=4, stages=4, programs_per_sm=1, holds_weight=True, ahead=6),
         ),  # 0.99
         (
             2048,
-            LayerNormBackwardTile(1, 2048, num_warps=4, stages=4, programs_per_sm=1, hold_weight=True, ahead=6),
+            LayerNormBackwardTile(1, 2048, num_warps=4, stages=4, programs_per_sm=1, holds_weight=True, ahead=6),
         ),  # 1.00
         (
             2560,
             LayerNormBackwardTile(
-                1, 512, num_warps=4, stages=4, programs_per_sm=1, hold_weight=True, chunks=5, ahead=4
+                1, 512, num_warps=4, stages=4, programs_per_sm=1, holds_weight=True, chunks=5, ahead=4
             ),
         ),  # 0.99
         (
             3072,
             LayerNormBackwardTile(
-                1, 1024, num_warps=4, stages=3, programs_per_sm=1, hold_weight=True, chunks=3, ahead=3
+                1, 1024, num_warps=4, stages=3, programs_per_sm=1, holds_weight=True, chunks=3, ahead=3
             ),
         ),  # 0.99
         (
             4096,
-            LayerNormBackwardTile(1, 4096, num_warps=16, stages=3, programs_per_sm=1, hold_weight=True, ahead=3),
+            LayerNormBackwardTile(1, 4096, num_warps=16, stages=3, programs_per_sm=1, holds_weight=True, ahead=3),
         ),  # 0.98
-        (5120, LayerNormBackwardTile(1, 8192, num_warps=8, stages=3, programs_per_sm=1, hold_weight=True)),  # 0.96
+        (5120, LayerNormBackwardTile(1, 8192, num_warps=8, stages=3, programs_per_sm=1, holds_weight=True)),  # 0.96
         (
             6144,
             LayerNormBackwardTile(
-                1, 2048, num_warps=16, stages=3, programs_per_sm=1, hold_weight=True, chunks=3, ahead=3
+                1, 2048, num_warps=16, stages=3, programs_per_sm=1, holds_weight=True, chunks=3, ahead=3
             ),
         ),  # 0.97
         (
             7168,
             LayerNormBackwardTile(
-                1, 1024, num_warps=16, stages=3, programs_per_sm=1, hold_weight=True, chunks=7, ahead=3
+                1, 1024, num_warps=16, stages=3, programs_per_sm=1, holds_weight=True, chunks=7, ahead=3
             ),
         ),  # 0.97
-        (8192, LayerNormBackwardTile(1, 8192, num_warps=16, stages=3, programs_per_sm=1, hold_weight=True)),  # 0.94
+        (
+            8192,
+            LayerNormBackwardTile(1, 8192, num_warps=16, stages=3, programs_per_sm=1, holds_weight=True),
+        ),  # 0.94
         (2**31, LayerNormBackwardCooperative(2048, num_warps=4, programs_per_sm=3, lag=2, ahead=1)),  # 0.92-0.94
     ),
 }
@@ -214,7 +217,7 @@ BACKWARD_UNALIGNED: dict[int, tuple[tuple[int, int, BackwardConfig], ...]] = {
         (
             513,
             1024,
-            LayerNormBackwardTile(2, 1024, num_warps=4, stages=3, programs_per_sm=4, hold_weight=True),
+            LayerNormBackwardTile(2, 1024, num_warps=4, stages=3, programs_per_sm=4, holds_weight=True),
         ),  # 0.67-0.75
         (
             12289,
@@ -226,7 +229,7 @@ BACKWARD_UNALIGNED: dict[int, tuple[tuple[int, int, BackwardConfig], ...]] = {
         (
             513,
             1024,
-            LayerNormBackwardTile(1, 1024, num_warps=4, stages=3, programs_per_sm=3, hold_weight=True),
+            LayerNormBackwardTile(1, 1024, num_warps=4, stages=3, programs_per_sm=3, holds_weight=True),
         ),  # 0.87-0.89
     ),
 }
@@ -267,11 +270,11 @@ TILES = (
 # reduces, as long as the rows of all programs fit well into L2; longer rows have one program.
 FLOAT8_SWEEP: dict[int, tuple[tuple[int, LayerNormForwardSweep], ...]] = {
     2: (
-        (65536, LayerNormForwardSweep(8192, num_warps=16, ahead_per_sm=1)),
+        (65536, LayerNormForwardSweep(8192, num_warps=16, prefetch_distance_per_sm=1)),
         (2**31, LayerNormForwardSweep(16384, num_warps=32)),
     ),
     4: (
-        (32768, LayerNormForwardSweep(4096, num_warps=16, ahead_per_sm=1)),
+        (32768, LayerNormForwardSweep(4096, num_warps=16, prefetch_distance_per_sm=1)),
         (2**31, LayerNormForwardSweep(8192, num_warps=32)),
     ),
 }
@@ -279,6 +282,6 @@ FLOAT8_SWEEP: dict[int, tuple[tuple[int, LayerNormForwardSweep], ...]] = {
 # Rows of chains that do not stay in registers: each thread has one access per chunk, which leaves registers for the
 # parameters of several norms.
 CHAIN_SWEEP = {
-    2: LayerNormForwardSweep(4096, num_warps=16, ahead_per_sm=1),
-    4: LayerNormForwardSweep(2048, num_warps=16, ahead_per_sm=1),
+    2: LayerNormForwardSweep(4096, num_warps=16, prefetch_distance_per_sm=1),
+    4: LayerNormForwardSweep(2048, num_warps=16, prefetch_distance_per_sm=1),
 }

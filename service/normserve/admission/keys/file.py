@@ -64,33 +64,33 @@ class _KeyTable(BaseModel):
 
     @field_validator("name")
     @classmethod
-    def _is_a_name(cls, name: str) -> str:
+    def _validate_name(cls, name: str) -> str:
         if re.fullmatch(KEY_NAME, name) is None:
             raise ValueError("must be 1 to 64 of the characters A-Z a-z 0-9 . _ -")
         return name
 
     @field_validator("sha256")
     @classmethod
-    def _is_a_digest(cls, sha256: str) -> str:
+    def _validate_sha256(cls, sha256: str) -> str:
         if re.fullmatch("[0-9A-Fa-f]{64}", sha256) is None:
             raise ValueError("must be 64 hexadecimal digits; normserve api-key NAME makes an entry")
         return sha256
 
     @field_validator("may")
     @classmethod
-    def _is_known(cls, may: list[str]) -> list[str]:
+    def _validate_scopes(cls, may: list[str]) -> list[str]:
         if len(set(may)) < len(may) or not set(may) <= set(KeyScope):
             raise ValueError("must be a list of " + ", ".join(KeyScope) + ", each once at most")
         return may
 
     @field_validator("expires")
     @classmethod
-    def _has_offset(cls, expires: datetime | None) -> datetime | None:
+    def _validate_expiry(cls, expires: datetime | None) -> datetime | None:
         if expires is not None and expires.tzinfo is None:
             raise ValueError("must be a date and a time with an offset, as in 2030-01-31T12:00:00Z")
         return expires
 
-    def key(self) -> ApiKey:
+    def to_api_key(self) -> ApiKey:
         return ApiKey(
             name=self.name,
             digest=bytes.fromhex(self.sha256),
@@ -121,7 +121,7 @@ def parse_keys(content: bytes) -> tuple[ApiKey, ...]:
         # Errors of the parser quote the file, which may contain a key.
         raise KeysFileError("it is not well-formed TOML in UTF-8") from None
     try:
-        keys = tuple(entry.key() for entry in _KeysDocument.model_validate(tables).keys)
+        keys = tuple(entry.to_api_key() for entry in _KeysDocument.model_validate(tables).keys)
     except ValidationError as error:
         raise KeysFileError(_describe_fault(error)) from None
     _require_unique("name", [key.name for key in keys])

@@ -19,23 +19,23 @@ class KeyringEntry:
     """A key that is known, and what it has used up.
 
     Attributes:
-        rate: what its requests are counted in, those that need no permit as well; None where they are not.
+        token_bucket: what its requests are counted in, those that need no permit as well; None where they are not.
     """
 
-    __slots__ = ("_callers", "key", "rate")
+    __slots__ = ("_identities", "key", "token_bucket")
 
     def __init__(self, key: ApiKey, rate: TokenBucket | None) -> None:
         self.key = key
-        self.rate = rate
-        self._callers: dict[str, ClientIdentity] = {}
+        self.token_bucket = rate
+        self._identities: dict[str, ClientIdentity] = {}
 
-    def caller(self, address: str) -> ClientIdentity:
+    def get_identity(self, address: str) -> ClientIdentity:
         """Who sends from that address with this key; remembered, since most come again and again."""
-        caller = self._callers.get(address)
+        caller = self._identities.get(address)
         if caller is None:
-            if len(self._callers) >= _MAX_CALLERS:
-                self._callers.clear()
-            caller = self._callers[address] = ClientIdentity(address, self.key.name, self.key.max_inflight_bytes)
+            if len(self._identities) >= _MAX_CALLERS:
+                self._identities.clear()
+            caller = self._identities[address] = ClientIdentity(address, self.key.name, self.key.max_inflight_bytes)
         return caller
 
     def require_valid(self, now: float) -> None:
@@ -50,16 +50,16 @@ class KeyringEntry:
         if not needed & self.key.scopes:
             raise ForbiddenError(f"the API key may not do this: it needs the scope {' or '.join(sorted(needed))}")
 
-    def take_request(self) -> None:
+    def take_token(self) -> None:
         """Raises: RateLimitedError: it has sent more requests a second than it may."""
-        rate = self.rate
+        rate = self.token_bucket
         if rate is None:
             return
-        if wait_s := rate.wait_s():
+        if wait_s := rate.refill_and_get_wait_s():
             raise RateLimitedError(
-                f"the API key may send {rate.per_second:g} requests a second, and has sent more", wait_s
+                f"the API key may send {rate.tokens_per_s:g} requests a second, and has sent more", wait_s
             )
-        rate.take()
+        rate.take_token()
 
 
 class Keyring:
@@ -80,28 +80,30 @@ class Keyring:
         self._by_token: dict[bytes, KeyringEntry] = {}
         self._by_name: dict[str, KeyringEntry] = {}
         self.version = 0
-        self.replace(keys)
+        self.replace_keys(keys)
 
     @classmethod
-    def of_one(cls, secret: str) -> "Keyring":
+    def from_secret(cls, secret: str) -> "Keyring":
         """One key that may do everything."""
         digest = hashlib.sha256(secret.encode()).digest()
         return cls([ApiKey(DEFAULT_NAME, digest, frozenset(KeyScope))])
 
     @property
-    def names(self) -> list[str]:
+    def key_names(self) -> list[str]:
         """Of every key."""
         return [grant.key.name for grant in self._by_digest.values()]
 
-    def replace(self, keys: Iterable[ApiKey]) -> None:
+    def replace_keys(self, keys: Iterable[ApiKey]) -> None:
         """Know these keys from now on and no others; what one has used up of its rate stays used up."""
-        rates = {grant.key.name: grant.rate for grant in self._by_digest.values()}
-        self._by_digest = {key.digest: KeyringEntry(key, self._rate(key, rates.get(key.name))) for key in keys}
+        rates = {grant.key.name: grant.token_bucket for grant in self._by_digest.values()}
+        self._by_digest = {
+            key.digest: KeyringEntry(key, self._make_token_bucket(key, rates.get(key.name))) for key in keys
+        }
         self._by_name = {grant.key.name: grant for grant in self._by_digest.values()}
         self._by_token = {}
         self.version += 1
 
-    def find(self, token: bytes) -> KeyringEntry | None:
+    def find_by_token(self, token: bytes) -> KeyringEntry | None:
         """What a key is known as; None if it is not."""
         grant = self._by_token.get(token)
         if grant is None:
@@ -110,13 +112,13 @@ class Keyring:
                 self._by_token[token] = grant
         return grant
 
-    def named(self, name: str) -> KeyringEntry | None:
+    def find_by_name(self, name: str) -> KeyringEntry | None:
         """What the key of that name is known as; None if there is none."""
         return self._by_name.get(name)
 
-    def _rate(self, key: ApiKey, before: TokenBucket | None) -> TokenBucket | None:
+    def _make_token_bucket(self, key: ApiKey, before: TokenBucket | None) -> TokenBucket | None:
         if key.requests_per_second is None:
             return None
-        if before is not None and before.per_second == key.requests_per_second:
+        if before is not None and before.tokens_per_s == key.requests_per_second:
             return before
         return TokenBucket(key.requests_per_second, self._clock)

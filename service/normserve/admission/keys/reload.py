@@ -23,8 +23,8 @@ class KeysFileReader:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._seen: _Fingerprint | None = None
-        self._warned = False
+        self._last_fingerprint: _Fingerprint | None = None
+        self._has_warned = False
 
     def read(self) -> tuple[ApiKey, ...]:
         """The keys of the file as it is now.
@@ -34,24 +34,24 @@ class KeysFileReader:
         Raises:
             KeysFileError: it cannot be read, or is not what it must be.
         """
-        self._seen = None
+        self._last_fingerprint = None
         try:
             with open_regular_file(self._path) as file:
                 before = os.fstat(file.fileno())
                 content = file.read(_MAX_BYTES + 1)
         except OSError as error:
             raise KeysFileError(f"{self._path}: {error.strerror or 'cannot be read'}") from None
-        self._warn_of_others(before.st_mode)
+        self._warn_if_world_accessible(before.st_mode)
         if len(content) > _MAX_BYTES:
             raise KeysFileError(f"{self._path}: it must be at most {_MAX_BYTES} bytes")
         try:
             keys = parse_keys(content)
         except KeysFileError as error:
             raise KeysFileError(f"{self._path}: {error}") from None
-        self._seen = _make_fingerprint(before)
+        self._last_fingerprint = _make_fingerprint(before)
         return keys
 
-    async def watch(self, apply: Callable[[tuple[ApiKey, ...]], None], every_s: float = _EVERY_S) -> None:
+    async def poll_changes(self, apply: Callable[[tuple[ApiKey, ...]], None], every_s: float = _EVERY_S) -> None:
         """Until cancelled, call `apply` with the keys of each new state of the file that is whole.
 
         A file that is not one of keys changes nothing, and is logged as an error, once, when a second look finds it
@@ -81,24 +81,24 @@ class KeysFileReader:
             now = _make_fingerprint(self._path.stat())
         except OSError:
             return self.read()
-        if now == self._seen:
+        if now == self._last_fingerprint:
             return None
         keys = self.read()
         try:
             if _make_fingerprint(self._path.stat()) != now:
                 # The file is being written: a part of it may look like a whole one with fewer keys.
-                self._seen = None
+                self._last_fingerprint = None
                 return None
         except OSError:
-            self._seen = None
+            self._last_fingerprint = None
             return None
         return keys
 
-    def _warn_of_others(self, mode: int) -> None:
+    def _warn_if_world_accessible(self, mode: int) -> None:
         exposed = bool(mode & (stat.S_IROTH | stat.S_IWOTH))
-        if exposed and not self._warned:
+        if exposed and not self._has_warned:
             log.warning("the file of API keys can be read or written by every user: %s", self._path)
-        self._warned = exposed
+        self._has_warned = exposed
 
 
 def _make_fingerprint(state: os.stat_result) -> _Fingerprint:

@@ -49,9 +49,9 @@ class CpuBackend:
     """Runs batches on the CPU, in the memory that the requests came in."""
 
     name = "torch"
-    depth = ONE_AT_A_TIME
-    compiled = None
-    device_memory = None
+    launch_depth = ONE_AT_A_TIME
+    compiled_classes = None
+    shareable_device = None
 
     def __init__(
         self, threads: int = 0, slabs: SlabPool | None = None, warm_sizes: Collection[int] = (1024,)
@@ -66,11 +66,11 @@ class CpuBackend:
         self._warm_sizes = warm_sizes
         self._slabs = slabs or SlabPool(max_idle_bytes=0)
         cores = len(os.sched_getaffinity(0))
-        self._threads = threads or max(1, cores - 1)
-        self.inline_bytes = _INLINE_BYTES if cores > 1 else _INLINE_BYTES_ON_ONE_CORE
+        self._thread_count = threads or max(1, cores - 1)
+        self.max_inline_bytes = _INLINE_BYTES if cores > 1 else _INLINE_BYTES_ON_ONE_CORE
 
     def start(self) -> DeviceDescription:
-        torch.set_num_threads(self._threads)
+        torch.set_num_threads(self._thread_count)
         for batch in make_warm_up_batches(self._warm_sizes):
             self.run(batch)
         return DeviceDescription(
@@ -80,7 +80,7 @@ class CpuBackend:
             versions={"python": platform.python_version(), "torch": str(torch.__version__)},
         )
 
-    def load(self, op: Op, weight: HostTensor, bias: HostTensor | None) -> ResidentParameters:
+    def load_parameters(self, op: Op, weight: HostTensor, bias: HostTensor | None) -> ResidentParameters:
         return ResidentParameters(
             view_as_torch(weight).clone(), None if bias is None else view_as_torch(bias).clone()
         )
@@ -88,51 +88,53 @@ class CpuBackend:
     def run(self, batch: Batch) -> BatchResult:
         if len(batch.jobs) == 1 and (known := find_prepared_job(batch.jobs[0])) is not None:
             return known.run()
-        return self._run(batch)
+        return self._run_batch(batch)
 
     @torch.inference_mode()
-    def _run(self, batch: Batch) -> BatchResult:
+    def _run_batch(self, batch: Batch) -> BatchResult:
         job = batch.jobs[0]
         began = time.perf_counter()
-        tensors = {name: move_channels_first(job.spec, name, self._gather(batch, name)) for name in job.tensors}
+        tensors = {
+            name: move_channels_first(job.spec, name, self._concatenate_rows(batch, name)) for name in job.tensors
+        }
         if job.layer is not None:
-            tensors |= collect_parameters(job.layer.resident)
+            tensors |= collect_parameters(job.layer.backend_parameters)
         ready = time.perf_counter()
-        outputs = run_operation(batch_invariant, job.spec, tensors, self._result_memory(batch))
+        outputs = run_operation(batch_invariant, job.spec, tensors, self._choose_result_memory(batch))
         computed = time.perf_counter()
         ordered = {
             name: to_host_tensor(restore_payload_order(job.spec, name, tensor)) for name, tensor in outputs.items()
         }
         shares = split_results(batch, ordered)
         return BatchResult(
-            outputs=shares,
+            results=shares,
             kernel_bytes=count_batch_kernel_bytes(batch, shares),
             copy_in_s=ready - began,
             kernel_s=computed - ready,
             copy_out_s=time.perf_counter() - computed,
         )
 
-    def launches_at_once(self, batch: Batch) -> bool:
+    def can_launch_without_waiting(self, batch: Batch) -> bool:
         return False
 
-    def compile(self, job: NormJob) -> None:
+    def compile_kernels(self, job: NormJob) -> None:
         """There is nothing to compile."""
 
-    def share(self, memory: memoryview) -> object:
+    def register_host_memory(self, memory: memoryview) -> object:
         """Kernels work in it as it is."""
         return None
 
-    def computes_alone(self, job: NormJob) -> bool:
+    def is_better_unbatched(self, job: NormJob) -> bool:
         # They share no launch in any case: gradients of parameters are sums over the rows.
         return job.spec.direction is PassDirection.BACKWARD and any(map(is_parameter, job.tensors))
 
-    def replay(self, recurrence: ReplaySlot) -> None:
+    def get_captured_launch(self, recurrence: ReplaySlot) -> None:
         return None
 
     def make_replayer(self) -> None:
         return None
 
-    def translate(self, error: Exception) -> NormserveError | None:
+    def translate_error(self, error: Exception) -> NormserveError | None:
         if isinstance(error, KernelInputError):
             return InvalidShapeError(str(error))
         exhausted = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
@@ -140,7 +142,7 @@ class CpuBackend:
             return DeviceOutOfMemoryError("there is not enough memory for this request now")
         return None
 
-    def memory_bytes(self) -> Mapping[str, int]:
+    def read_memory_bytes(self) -> Mapping[str, int]:
         try:
             pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
         except OSError:
@@ -148,7 +150,7 @@ class CpuBackend:
             return {}
         return {"resident": pages * resource.getpagesize()}
 
-    def _result_memory(self, batch: Batch) -> dict[str, Any]:
+    def _choose_result_memory(self, batch: Batch) -> dict[str, Any]:
         """Where rows go, if they are many: over what came, which is cached, to their place, or into a slab."""
         spec = batch.jobs[0].spec
         if spec.op is Op.GROUP_NORM or spec.direction is PassDirection.BACKWARD:
@@ -157,20 +159,20 @@ class CpuBackend:
         # Of several jobs the rows have been gathered in memory of their own.
         if len(batch.jobs) > 1 or job.may_overwrite:
             return {"memory_like": _reuse_input}
-        if job.places is not None:
-            place = job.places["y"]
+        if job.result_buffers is not None:
+            place = job.result_buffers["y"]
             return {"memory_like": lambda x: torch.frombuffer(place[: x.nbytes], dtype=x.dtype).view(x.shape)}
-        return {"memory_like": self._slab_like}
+        return {"memory_like": self._take_slab_like}
 
-    def _slab_like(self, tensor: Tensor) -> Tensor:
-        return self._slab(tensor.shape, tensor.dtype)
+    def _take_slab_like(self, tensor: Tensor) -> Tensor:
+        return self._take_slab_tensor(tensor.shape, tensor.dtype)
 
-    def _slab(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def _take_slab_tensor(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor in a slab, which returns to the pool when the result has been sent."""
         nbytes = prod(shape) * dtype.itemsize
-        return torch.frombuffer(self._slabs.take(nbytes)[:nbytes], dtype=dtype).view(shape)
+        return torch.frombuffer(self._slabs.borrow(nbytes)[:nbytes], dtype=dtype).view(shape)
 
-    def _gather(self, batch: Batch, name: str) -> Tensor:
+    def _concatenate_rows(self, batch: Batch, name: str) -> Tensor:
         if is_parameter(name):
             return view_as_torch(batch.jobs[0].tensors[name])
         rows = view_rows(batch, name)
@@ -180,7 +182,7 @@ class CpuBackend:
             return torch.cat(rows)
         # New memory of some MiB for each batch comes and goes, and the process's size with it.
         shape = (sum([len(part) for part in rows]), *rows[0].shape[1:])
-        return torch.cat(rows, out=self._slab(shape, rows[0].dtype))
+        return torch.cat(rows, out=self._take_slab_tensor(shape, rows[0].dtype))
 
 
 def _reuse_input(tensor: Tensor) -> Tensor:

@@ -21,12 +21,12 @@ from normserve.memory.host_tensors import HostTensor
 
 def find_prepared_job(job: NormJob) -> "PreparedCpuJob | None":
     """What is known of such jobs; None of those that come alone, are empty, or have no places for their results."""
-    recurrence = job.recurrence
+    recurrence = job.replay_slot
     if recurrence is None:
         return None
     known = recurrence.prepared
-    if known is None and job.places is not None and len(job.x.data):
-        known = recurrence.prepared = PreparedCpuJob(job, job.places)
+    if known is None and job.result_buffers is not None and len(job.x.data):
+        known = recurrence.prepared = PreparedCpuJob(job, job.result_buffers)
     return known if isinstance(known, PreparedCpuJob) else None
 
 
@@ -41,18 +41,18 @@ class PreparedCpuJob:
             for name, tensor in job.tensors.items()
         }
         if job.layer is not None:
-            tensors |= collect_parameters(job.layer.resident)
+            tensors |= collect_parameters(job.layer.backend_parameters)
         given = {name: (tensor.dtype, tensor.shape) for name, tensor in job.tensors.items()}
-        self._shares = {
+        self._results = {
             name: _trim_to_nbytes(HostTensor(dtype, shape, places[name]))
             for name, (dtype, shape) in results.infer_result_specs(spec, given, job.layer).items()
         }
-        self._kernel_bytes = (count_kernel_bytes(job, self._shares),)
-        self._targets = {
-            name: move_channels_first(spec, name, view_as_torch(self._shares[name], shape))
+        self._kernel_bytes = (count_kernel_bytes(job, self._results),)
+        self._result_tensors = {
+            name: move_channels_first(spec, name, view_as_torch(self._results[name], shape))
             for name, (_, shape) in infer_batch_result_specs(job, job.rows).items()
         }
-        y = self._targets.get("y")
+        y = self._result_tensors.get("y")
         # Large rows are written there as they are computed; that may be over x.
         of_library = {} if y is None or spec.op is Op.GROUP_NORM else {"memory_like": lambda _: y}
         self._call = bind_operation(batch_invariant, spec, tensors, of_library)
@@ -62,17 +62,17 @@ class PreparedCpuJob:
         began = time.perf_counter()
         outputs = self._call()
         computed = time.perf_counter()
-        for name, target in self._targets.items():
+        for name, target in self._result_tensors.items():
             output: Tensor = getattr(outputs, name)
             if output.data_ptr() != target.data_ptr():
                 target.copy_(output)
         return BatchResult(
-            outputs=(self._shares,),
+            results=(self._results,),
             kernel_bytes=self._kernel_bytes,
             copy_in_s=0.0,
             kernel_s=computed - began,
             copy_out_s=time.perf_counter() - computed,
-            are_placed=True,
+            has_filled_buffers=True,
         )
 
 

@@ -51,7 +51,7 @@ class BackgroundCompiler:
         self._compiler: subprocess.Popen[bytes] | None = None
         self._preparing: threading.Thread | None = None
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Start them if there is a device that a length was never compiled ahead for; beside what follows this."""
         # A machine with a GPU may have torch's build for CPUs alone, and no Triton.
         if load_cuda_driver() is None or find_spec("triton") is None:
@@ -72,10 +72,10 @@ class BackgroundCompiler:
         if model is None:
             return
         cache, about = _find_triton_cache(), f"{model.arch}-{model.multiprocessors}"
-        # A note of another version is taken for one of this: which it is `finish` sees.
+        # A note of another version is taken for one of this: which it is `wait` sees.
         missing = [each for each in self._lengths if not any((cache / _NOTES).glob(f"{about}-{each}-*"))]
         if missing:
-            self._start(model, missing, cache)
+            self._start_compiler(model, missing, cache)
         imported.wait()
         with contextlib.suppress(Exception):  # The next use of these reports why they fail.
             from triton.backends.nvidia.driver import CudaUtils
@@ -86,18 +86,18 @@ class BackgroundCompiler:
             # A module in C, compiled where it is not in the cache.
             CudaUtils()
 
-    def finish(self, model: CompileTarget) -> None:
+    def wait(self, model: CompileTarget) -> None:
         """Wait until all is compiled; what could not be is left to be compiled at its first use."""
         from fusednorm.warm.stamps import is_compiled
         from triton import knobs
 
-        self._await_preparation()
+        self._join_preparation()
         missing = [length for length in self._lengths if not is_compiled(*model, length, only_warm_up=True)]
         if not missing:
-            self.abandon()
+            self.stop()
             return
         if self._compiler is None:
-            self._start(model, missing, Path(knobs.cache.dir))
+            self._start_compiler(model, missing, Path(knobs.cache.dir))
         if self._compiler is None:
             return
         began = time.perf_counter()
@@ -105,25 +105,25 @@ class BackgroundCompiler:
             code = self._compiler.wait(_PATIENCE_S)
         except subprocess.TimeoutExpired:
             log.warning("compiling ahead takes longer than %g s and is given up", _PATIENCE_S)
-            self.abandon()
+            self.stop()
             return
         if code:
             log.warning("compiling ahead ended with %d: what is missing is compiled when it is needed", code)
         log.info("waited %.1f s for kernels to be compiled", time.perf_counter() - began)
 
-    def abandon(self) -> None:
+    def stop(self) -> None:
         """End them: what they compile is not needed."""
-        self._await_preparation()
+        self._join_preparation()
         if self._compiler is not None and self._compiler.poll() is None:
             # With all that it has started: they are a session.
             os.killpg(self._compiler.pid, signal.SIGKILL)
             self._compiler.wait()
 
-    def _await_preparation(self) -> None:
+    def _join_preparation(self) -> None:
         if self._preparing is not None:
             self._preparing.join()
 
-    def _start(self, model: CompileTarget, lengths: Collection[int], cache: Path) -> None:
+    def _start_compiler(self, model: CompileTarget, lengths: Collection[int], cache: Path) -> None:
         if not _is_writable(cache):
             return
         log.info("compiling kernels for rows of %s", ", ".join(map(str, lengths)))

@@ -85,9 +85,9 @@ class TritonBackend:
     name = "triton"
     # Of large batches one on each wire and one that is computed.  Of small ones one: most run where they come from,
     # and would not again if there were always another under way.
-    depth = LaunchDepth(4, {QueueLane.SMALL: 1, QueueLane.LARGE: 3})
+    launch_depth = LaunchDepth(4, {QueueLane.SMALL: 1, QueueLane.LARGE: 3})
     # Such a batch is on the device, and on the bus each way, for less time than two threads take to be told of it.
-    inline_bytes = 1024 * 1024
+    max_inline_bytes = 1024 * 1024
 
     def __init__(
         self,
@@ -103,24 +103,26 @@ class TritonBackend:
             ahead: what compiles them beside, if anything does.
         """
         self._warm_sizes = warm_sizes
-        self._ahead = ahead
-        self.compiled: set[Hashable] = set()
-        self.device_memory: ShareableDevice | None = None
+        self._background_compiler = ahead
+        self.compiled_classes: set[Hashable] = set()
+        self.shareable_device: ShareableDevice | None = None
         self._slabs = slabs or SlabPool(max_idle_bytes=0)
-        self._replays = GraphCache(CudaGraphCapturer())
-        self._workspaces: Iterator[ChunkExecutionContext] = iter(())
-        self._new_replayer: Callable[..., LaunchReplayer] | None = None
-        self._places = BatchBufferAllocator(self._slabs)
+        self._graph_cache = GraphCache(CudaGraphCapturer())
+        self._chunk_workspaces: Iterator[ChunkExecutionContext] = iter(())
+        self._replayer_class: Callable[..., LaunchReplayer] | None = None
+        self._buffer_allocator = BatchBufferAllocator(self._slabs)
         # What launches have run, each with the bytes of the slab that its results take.
-        self._ran: dict[Hashable, int] = {}
+        self._known_launches: dict[Hashable, int] = {}
 
     def start(self) -> DeviceDescription:
         # Samples of several clients share launches.
         fusednorm.require_batch_invariance(True)
-        segments = self._slabs.source.segments
+        segments = self._slabs.source.allocate_segment
         # torch pins powers of two, whatever it is asked for.
         allocate, steps = (allocate_pinned, 1) if segments is None else (make_pinned_allocator(segments), 4)
-        self._slabs.source = SlabAllocator(allocate, steps=steps, is_slow=True, segments=segments)
+        self._slabs.source = SlabAllocator(
+            allocate, sizes_per_doubling=steps, is_slow=True, allocate_segment=segments
+        )
         # Streams of their own for each lane: a small batch is not behind the copies of large ones.  Its own stages
         # take less time than streams take to wait for one another.
         self._pipelines = {
@@ -132,17 +134,17 @@ class TritonBackend:
         workspaces = [
             ChunkExecutionContext(CudaStreams(urgent=False), CudaGraphCapturer(), _DEVICE) for _ in range(2)
         ]
-        self._workspaces = itertools.cycle(workspaces)
-        self.device_memory = _find_shareable_device(torch.cuda.current_device())
+        self._chunk_workspaces = itertools.cycle(workspaces)
+        self.shareable_device = _find_shareable_device(torch.cuda.current_device())
         # While other processes compile.
-        self._new_replayer = build.load_extension()
+        self._replayer_class = build.load_extension()
         bandwidth = copy_bandwidth(device)
-        if self._ahead is not None:
+        if self._background_compiler is not None:
             model = _read_gpu(device)
-            self._ahead.finish(CompileTarget(model.arch, model.multiprocessors))
+            self._background_compiler.wait(CompileTarget(model.arch, model.multiprocessors))
         for batch in make_warm_up_batches(self._warm_sizes):
             self.run(batch).wait()
-            self.compiled.update(job.kernel_class() for job in batch.jobs)
+            self.compiled_classes.update(job.compute_kernel_class() for job in batch.jobs)
         return DeviceDescription(
             name=torch.cuda.get_device_name(),
             kind="cuda",
@@ -155,7 +157,7 @@ class TritonBackend:
             },
         )
 
-    def load(self, op: Op, weight: HostTensor, bias: HostTensor | None) -> ResidentParameters:
+    def load_parameters(self, op: Op, weight: HostTensor, bias: HostTensor | None) -> ResidentParameters:
         # A layer says which rows will come; their dtype is most likely its own.
         has_heads = len(weight.shape) > 1
         if (op, bias is None) in ((Op.LAYER_NORM, False), (Op.RMS_NORM, True)) and not has_heads:
@@ -170,15 +172,15 @@ class TritonBackend:
             view_as_torch(weight).cuda(), None if bias is None else view_as_torch(bias).cuda()
         )
 
-    def launches_at_once(self, batch: Batch) -> bool:
+    def can_launch_without_waiting(self, batch: Batch) -> bool:
         job = batch.jobs[0]
-        is_prepared = job.recurrence is not None and job.recurrence.prepared is not None
+        is_prepared = job.replay_slot is not None and job.replay_slot.prepared is not None
         if job.is_on_device or (is_prepared and len(batch.jobs) == 1):
             return is_prepared
-        nbytes = self._ran.get(_compute_launch_class(batch))
+        nbytes = self._known_launches.get(_compute_launch_class(batch))
         if nbytes is None or any(each.x.fortran_order for each in batch.jobs):
             return False
-        return (job.places is not None and len(batch.jobs) == 1) or self._slabs.has_idle(nbytes)
+        return (job.result_buffers is not None and len(batch.jobs) == 1) or self._slabs.has_idle(nbytes)
 
     def run(self, batch: Batch) -> PendingCudaLaunch:
         """Launch a batch.
@@ -186,74 +188,76 @@ class TritonBackend:
         It is computed where it lies, in its client's memory or packed in a slab, or copied, whole or in chunks.
         """
         job, is_alone = batch.jobs[0], len(batch.jobs) == 1
-        if is_alone and (prepared := self._prepared_launch(job)) is not None:
+        if is_alone and (prepared := self._get_client_memory_launch(job)) is not None:
             return prepared.start()
         began = time.perf_counter()
-        places = self._places.take(batch)
+        places = self._buffer_allocator.allocate(batch)
         pipeline = self._pipelines[batch.lane]
         if (call := get_in_place_call(places, fusednorm)) is not None:
-            parameters = {} if job.layer is None else collect_parameters(job.layer.resident)
+            parameters = {} if job.layer is None else collect_parameters(job.layer.backend_parameters)
             packed_s = time.perf_counter() - began
-            pending = pipeline.start_one(functools.partial(call, **parameters), places)
+            pending = pipeline.start_single_stage(functools.partial(call, **parameters), places)
         else:
             chunks = divide_rows(job, LAUNCHED) if is_alone else ()
             packed_s = time.perf_counter() - began
-            pending = self._start_copies(places, chunks, pipeline)
+            pending = self._start_copied_launch(places, chunks, pipeline)
         # While the device computes it.
-        shares = places.shares()
-        pending.expect(shares, places.kernel_bytes(shares), packed_s=packed_s, are_placed=places.slab is None)
+        shares = places.split_results()
+        pending.set_results(
+            shares, places.count_kernel_bytes(shares), packed_s=packed_s, are_placed=places.slab is None
+        )
         if not places.is_packed:
-            self._note(places)
+            self._record_launch(places)
         return pending
 
-    def _prepared_launch(self, job: NormJob) -> ClientMemoryLaunch | None:
+    def _get_client_memory_launch(self, job: NormJob) -> ClientMemoryLaunch | None:
         """The launch of a job in its client's memory; prepared once for those that follow."""
-        recurrence = job.recurrence
+        recurrence = job.replay_slot
         if recurrence is None:
-            return self._prepare_launch(job) if job.is_on_device else None
-        if not job.is_on_device and not recurrence.is_alone:
+            return self._prepare_client_memory_launch(job) if job.is_on_device else None
+        if not job.is_on_device and not recurrence.is_unbatched:
             return None
         if recurrence.prepared is None:
-            recurrence.prepared = self._prepare_launch(job)
+            recurrence.prepared = self._prepare_client_memory_launch(job)
         prepared = recurrence.prepared
         assert prepared is None or isinstance(prepared, ClientMemoryLaunch)
         return prepared
 
-    def _prepare_launch(self, job: NormJob) -> ClientMemoryLaunch | None:
+    def _prepare_client_memory_launch(self, job: NormJob) -> ClientMemoryLaunch | None:
         # On one stream whatever its size: graphs share memory, so that all of them follow one another.
         pipeline = self._pipelines[QueueLane.SMALL]
         return prepare_client_memory_launch(
-            self._places.own(job), fusednorm, pipeline, self._replays, self._workspaces
+            self._buffer_allocator.own(job), fusednorm, pipeline, self._graph_cache, self._chunk_workspaces
         )
 
     @torch.inference_mode()
-    def _start_copies(
+    def _start_copied_launch(
         self, places: BatchBuffers, chunks: Sequence[range], pipeline: StreamPipeline
     ) -> PendingCudaLaunch:
         def make_launches() -> Sequence[CopiedLaunch]:
             if not chunks:
                 return [make_whole_launch(places, fusednorm, _DEVICE)]
             return make_chunk_launches(
-                places.batch.jobs[0], chunks, places.results(), fusednorm, _make_device_tensors_like
+                places.batch.jobs[0], chunks, places.view_results(), fusednorm, _make_device_tensors_like
             )
 
-        return pipeline.start(make_launches, places)
+        return pipeline.start_launches(make_launches, places)
 
-    def _note(self, places: BatchBuffers) -> None:
+    def _record_launch(self, places: BatchBuffers) -> None:
         """A launch has run: nothing is compiled or loaded for its like."""
         key = _compute_launch_class(places.batch)
-        if key not in self._ran and not places.layout.is_empty:
-            if len(self._ran) >= _MOST_KNOWN:
-                self._ran.clear()
-            self._ran[key] = places.layout.results_bytes
+        if key not in self._known_launches and not places.layout.is_empty:
+            if len(self._known_launches) >= _MOST_KNOWN:
+                self._known_launches.clear()
+            self._known_launches[key] = places.layout.result_bytes
 
-    def computes_alone(self, job: NormJob) -> bool:
+    def is_better_unbatched(self, job: NormJob) -> bool:
         return is_computed_in_client_memory(job)
 
     @torch.inference_mode()
-    def compile(self, job: NormJob) -> None:
+    def compile_kernels(self, job: NormJob) -> None:
         compile_in_parallel(_read_gpu(torch.device(_DEVICE)), lambda: _call_on_meta_tensors(job))
-        parameters = {} if job.layer is None else collect_parameters(job.layer.resident)
+        parameters = {} if job.layer is None else collect_parameters(job.layer.backend_parameters)
         for count in _FEW_ROWS:
             rows = count * max(1, job.heads)
             tensors = {
@@ -266,25 +270,25 @@ class TritonBackend:
             run_operation(fusednorm, job.spec, {**inputs, **parameters})
         torch.cuda.current_stream().synchronize()
 
-    def share(self, memory: memoryview) -> object:
+    def register_host_memory(self, memory: memoryview) -> object:
         return register_memory(memory)
 
-    def replay(self, recurrence: ReplaySlot) -> CapturedLaunch | None:
+    def get_captured_launch(self, recurrence: ReplaySlot) -> CapturedLaunch | None:
         prepared = recurrence.prepared
-        if not isinstance(prepared, ClientMemoryLaunch) or (graph := prepared.graph) is None:
+        if not isinstance(prepared, ClientMemoryLaunch) or (graph := prepared.captured_graph) is None:
             return None
-        marks = [(part.arrived.cuda_event, part.computed.cuda_event) for part in prepared.marks]
+        marks = [(part.arrived.cuda_event, part.computed.cuda_event) for part in prepared.stage_events]
         stream = prepared.pipeline.compute_stream.cuda_stream
         return CapturedLaunch(graph.raw_cuda_graph_exec(), stream, marks, (graph, prepared))
 
     def make_replayer(self) -> LaunchReplayer | None:
-        if self._new_replayer is None:
+        if self._replayer_class is None:
             return None
         # Makes the device's context the thread's own.
         torch.cuda.set_device(torch.cuda.current_device())
-        return self._new_replayer(**driver.find_function_addresses())
+        return self._replayer_class(**driver.find_function_addresses())
 
-    def translate(self, error: Exception) -> NormserveError | None:
+    def translate_error(self, error: Exception) -> NormserveError | None:
         if isinstance(error, KernelInputError):
             return InvalidShapeError(str(error))
         if isinstance(error, torch.OutOfMemoryError | MemoryError) or "CUDA error: out of memory" in str(error):
@@ -295,7 +299,7 @@ class TritonBackend:
             return DeviceFailureError("the device has failed")
         return None
 
-    def memory_bytes(self) -> Mapping[str, int]:
+    def read_memory_bytes(self) -> Mapping[str, int]:
         free, total = torch.cuda.mem_get_info()
         return {
             "allocated": torch.cuda.memory_allocated(),
@@ -316,7 +320,7 @@ def _find_shareable_device(ordinal: int) -> ShareableDevice | None:
 
 def _compute_launch_class(batch: Batch) -> Hashable:
     """Launches that are equal in this run the same kernels in the same way."""
-    return batch.jobs[0].kernel_class(), sum([job.rows for job in batch.jobs])
+    return batch.jobs[0].compute_kernel_class(), sum([job.rows for job in batch.jobs])
 
 
 def _make_device_tensors_like(given: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -329,7 +333,7 @@ def _call_on_meta_tensors(job: NormJob) -> None:
     def make_meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    parameters = {} if job.layer is None else collect_parameters(job.layer.resident)
+    parameters = {} if job.layer is None else collect_parameters(job.layer.backend_parameters)
     named = {name: make_meta(tensor.shape, tensor.dtype) for name, tensor in parameters.items()}
     for count in _FEW_ROWS:
         rows = count * max(1, job.heads)

@@ -40,8 +40,8 @@ class ChunkLimits(NamedTuple):
     Of n chunks the first copy in and the last copy out overlap with nothing.
     """
 
-    least_bytes: int
-    most: int
+    min_bytes: int
+    max_count: int
 
 
 # The host takes about as long to launch a chunk as the bus takes to transfer 4 MiB each way.  More chunks would
@@ -56,18 +56,18 @@ class CopiedLaunch:
 
     def __init__(self, arriving: Copies, compute: Callable[[], Copies]) -> None:
         """Args: compute: makes the launch; what it returns brings the results to their places."""
-        self._arriving = arriving
+        self._input_copies = arriving
         self._compute = compute
-        self._leaving: Copies = ()
+        self._result_copies: Copies = ()
 
     def copy_in(self) -> None:
-        _enqueue_copies(self._arriving)
+        _enqueue_copies(self._input_copies)
 
     def compute(self) -> None:
-        self._leaving = self._compute()
+        self._result_copies = self._compute()
 
     def copy_out(self) -> None:
-        _enqueue_copies(self._leaving)
+        _enqueue_copies(self._result_copies)
 
 
 def _enqueue_copies(pairs: Copies) -> None:
@@ -85,13 +85,13 @@ def make_whole_launch(places: BatchBuffers, library: ModuleType, device: str) ->
     layout, batch = places.layout, places.batch
     arriving: list[tuple[Tensor, Tensor]] = []
     if places.is_packed:
-        buffer = torch.empty(layout.inputs_bytes, dtype=torch.uint8, device=device)
-        if layout.inputs_bytes:
-            arriving.append((buffer, places.packed_inputs()))
-        tensors = view_slices(buffer, layout, layout.inputs, 0)
+        buffer = torch.empty(layout.input_bytes, dtype=torch.uint8, device=device)
+        if layout.input_bytes:
+            arriving.append((buffer, places.view_packed_inputs()))
+        tensors = view_slices(buffer, layout, layout.input_specs, 0)
     else:
         tensors = {}
-        for name, (dtype, shape) in layout.inputs.items():
+        for name, (dtype, shape) in layout.input_specs.items():
             tensors[name] = whole = torch.empty(shape, dtype=TORCH_DTYPES[dtype], device=device)
             sources = [
                 view_as_torch(job.tensors[name], compute_launch_shape(job, name, job.rows))
@@ -104,19 +104,19 @@ def make_whole_launch(places: BatchBuffers, library: ModuleType, device: str) ->
         spec, layer = layout.spec, batch.jobs[0].layer
         inputs = {name: move_channels_first(spec, name, tensor) for name, tensor in tensors.items()}
         if layer is not None:
-            inputs |= collect_parameters(layer.resident)
-        if layout.is_empty or len(layout.results) == 1:
+            inputs |= collect_parameters(layer.backend_parameters)
+        if layout.is_empty or len(layout.result_specs) == 1:
             # In memory that the library takes: what has places for its results is called in twice the host's time
             # (18 and 9 µs, adr/0020).
             outputs = run_operation(library, spec, inputs)
             there = {name: restore_payload_order(spec, name, tensor) for name, tensor in outputs.items()}
         else:
-            buffer = torch.empty(layout.results_bytes, dtype=torch.uint8, device=device)
-            there = view_slices(buffer, layout, layout.results, layout.inputs_bytes)
+            buffer = torch.empty(layout.result_bytes, dtype=torch.uint8, device=device)
+            there = view_slices(buffer, layout, layout.result_specs, layout.input_bytes)
             bind_operation(library, spec, inputs, {"out": make_output_argument(spec, there)})()
             if places.slab is not None:
-                return [(places.packed_results(), buffer)]
-        return [(view_as_torch(place), there[name]) for name, place in places.results().items()]
+                return [(places.view_packed_results(), buffer)]
+        return [(view_as_torch(place), there[name]) for name, place in places.view_results().items()]
 
     return CopiedLaunch(arriving, compute)
 
@@ -144,7 +144,7 @@ def make_chunk_launches(
     if there is None:
         return ()
     own = {name: there[name] for name in came if is_parameter(name)}
-    parameters = own if job.layer is None else collect_parameters(job.layer.resident)
+    parameters = own if job.layer is None else collect_parameters(job.layer.backend_parameters)
     given = {name: tensor for name, tensor in came.items() if name not in own}
     unit = max(1, job.heads)
     counts = [len(chunk) // unit for chunk in chunks]
@@ -183,13 +183,13 @@ def divide_rows(job: NormJob, sizes: ChunkLimits) -> Sequence[range]:
 
     A gradient of parameters is a sum over all rows, and dropout's mask depends on a row's number.
     """
-    if job.spec.direction is not PassDirection.FORWARD or job.spec.dropout or job.nbytes < 2 * sizes.least_bytes:
+    if job.spec.direction is not PassDirection.FORWARD or job.spec.dropout or job.nbytes < 2 * sizes.min_bytes:
         return ()
     if any(tensor.fortran_order for tensor in job.tensors.values()):
         return ()
     unit = _count_aligned_rows(job)
     units = job.rows // unit
-    count = min(job.nbytes // sizes.least_bytes, sizes.most, units)
+    count = min(job.nbytes // sizes.min_bytes, sizes.max_count, units)
     if count < 2:
         return ()
     edges = [unit * (units * number // count) for number in range(count)]

@@ -15,13 +15,13 @@ class CudaStreams:
         self._priority = -1 if urgent else 0
         self._sleeps = not urgent
 
-    def stream(self) -> torch.cuda.Stream:
+    def make_stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(priority=self._priority)
 
-    def event(self) -> torch.cuda.Event:
+    def make_event(self) -> torch.cuda.Event:
         return torch.cuda.Event(enable_timing=True, blocking=self._sleeps)
 
-    def mark(self) -> torch.cuda.Event:
+    def make_graph_event(self) -> torch.cuda.Event:
         return torch.cuda.Event(enable_timing=True, external=True)
 
     def use(self, stream: torch.cuda.Stream) -> "_CurrentStream":

@@ -17,7 +17,7 @@ class CudaGraphCapturer:
     def __init__(self) -> None:
         # None of them is kept for this.
         self._alive: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
-        self._unended: torch.cuda.CUDAGraph | None = None
+        self._failed_graph: torch.cuda.CUDAGraph | None = None
 
     def capture(self, call: Callable[[], object]) -> torch.cuda.CUDAGraph:
         """What the call launches, recorded and not run; in the graph are addresses, and no tensor is held.
@@ -25,7 +25,7 @@ class CudaGraphCapturer:
         Raises:
             Exception: of the call, or of CUDA; the stream takes work as before.
         """
-        if self._unended is not None:
+        if self._failed_graph is not None:
             raise RuntimeError("an earlier capture could not be ended")
         # Held meanwhile: a pool lives as long as a graph of it, and then its handle is no good.
         other = next(iter(self._alive), None)
@@ -46,7 +46,7 @@ class CudaGraphCapturer:
         except BaseException:
             if not _has_ended_capture(graph):
                 # torch's allocator may go on asking it which memory is its own: it stays, and is the last.
-                self._unended = graph
+                self._failed_graph = graph
             raise
         self._alive.add(graph)
         return graph

@@ -51,18 +51,18 @@ class PendingCudaLaunch(PendingLaunch):
     """A batch on the device, which is over once its last event is."""
 
     __slots__ = (
-        "_are_placed",
-        "_began",
-        "_ended",
+        "_begin_event",
+        "_copy_out_event",
+        "_end_event",
         "_events",
-        "_held",
-        "_is_over",
+        "_has_filled_buffers",
+        "_is_complete",
         "_kernel_bytes",
-        "_leaving",
-        "_outputs",
         "_packed_s",
-        "_parts",
-        "_spare",
+        "_results",
+        "_retained",
+        "_spare_events",
+        "_stage_events",
     )
 
     def __init__(
@@ -84,11 +84,11 @@ class PendingCudaLaunch(PendingLaunch):
             held: what the stages work on; its memory is read and written until `wait` returns.
             events: those of them that `spare` takes once they are over.
         """
-        self._began, self._parts, self._leaving, self._ended = began, parts, leaving, ended
-        self._held, self._events, self._spare = held, events, spare
-        self._is_over = False
+        self._begin_event, self._stage_events, self._copy_out_event, self._end_event = began, parts, leaving, ended
+        self._retained, self._events, self._spare_events = held, events, spare
+        self._is_complete = False
 
-    def expect(
+    def set_results(
         self,
         outputs: tuple[Mapping[str, HostTensor], ...],
         kernel_bytes: tuple[int, ...],
@@ -100,48 +100,48 @@ class PendingCudaLaunch(PendingLaunch):
 
         Args: packed_s: that its tensors took to be gathered.
         """
-        self._outputs, self._kernel_bytes = outputs, kernel_bytes
-        self._packed_s, self._are_placed = packed_s, are_placed
+        self._results, self._kernel_bytes = outputs, kernel_bytes
+        self._packed_s, self._has_filled_buffers = packed_s, are_placed
 
-    def lands_within(self, seconds: float) -> bool:
-        self._is_over = _poll_event(self._ended, seconds)
-        return self._is_over
+    def poll(self, seconds: float) -> bool:
+        self._is_complete = _poll_event(self._end_event, seconds)
+        return self._is_complete
 
     def wait(self) -> BatchResult:
         """Block until it is over, and release what it worked on."""
-        if not self._is_over:
-            self._ended.synchronize()
-        self._held = None
-        copy_in_s, kernel_s, copy_out_s = self.measure()
+        if not self._is_complete:
+            self._end_event.synchronize()
+        self._retained = None
+        copy_in_s, kernel_s, copy_out_s = self.measure_stages()
         return BatchResult(
-            self._outputs,
+            self._results,
             self._kernel_bytes,
             self._packed_s + copy_in_s,
             kernel_s,
             copy_out_s,
-            self._are_placed,
+            self._has_filled_buffers,
         )
 
-    def measure(self) -> StageSeconds:
+    def measure_stages(self) -> StageSeconds:
         """Divide the time on the device among the stages, and give the events back; called once, when it is over.
 
         The times of several parts overlap, and their sum is the whole: copy-in is the time in which the next part
         is awaited and none is computed; copy-out is the time after the last part is computed.
         """
-        began = self._began
-        whole_s = began.elapsed_time(self._ended) / 1000
+        began = self._begin_event
+        whole_s = began.elapsed_time(self._end_event) / 1000
         took = StageSeconds(0.0, whole_s, 0.0)
-        if self._parts:
+        if self._stage_events:
             copy_in_s = compute_s = before = 0.0
-            for arrived, started, computed in self._parts:
+            for arrived, started, computed in self._stage_events:
                 arrived_s, computed_s = began.elapsed_time(arrived) / 1000, began.elapsed_time(computed) / 1000
                 started_s = arrived_s if started is arrived else began.elapsed_time(started) / 1000
                 copy_in_s += max(0.0, arrived_s - before)
                 compute_s += computed_s - max(before, started_s)
                 before = computed_s
-            leaving_s = before if self._leaving is None else began.elapsed_time(self._leaving) / 1000
+            leaving_s = before if self._copy_out_event is None else began.elapsed_time(self._copy_out_event) / 1000
             took = StageSeconds(copy_in_s, compute_s, whole_s - leaving_s)
-        self._spare.extend(self._events)
+        self._spare_events.extend(self._events)
         return took
 
 

@@ -47,7 +47,7 @@ def get_in_place_call(places: BatchBuffers, library: ModuleType) -> Call | None:
 
 def _make_call(layout: LaunchLayout, memory: PinnedArray, library: ModuleType) -> Call:
     spec = layout.spec
-    inputs = view_slices(memory.on_device, layout, layout.inputs, 0)
-    results = view_slices(memory.on_device, layout, layout.results, 0)
+    inputs = view_slices(memory.device_tensor, layout, layout.input_specs, 0)
+    results = view_slices(memory.device_tensor, layout, layout.result_specs, 0)
     came = {name: move_channels_first(spec, name, tensor) for name, tensor in inputs.items()}
     return bind_operation(library, spec, came, {"out": make_output_argument(spec, results)})

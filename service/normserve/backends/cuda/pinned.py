@@ -23,18 +23,18 @@ class PinnedArray(np.ndarray[tuple[int], np.dtype[np.uint8]]):
     """Memory of the host, and what the device sees of it.
 
     Attributes:
-        on_device: the same bytes as a tensor of the device, for as long as the memory is there.
+        device_tensor: the same bytes as a tensor of the device, for as long as the memory is there.
         calls: launches on parts of that tensor, kept for repeated launches; they are freed with the memory.
         registration: what has the driver know it, of memory that the driver did not make.
     """
 
-    on_device: Tensor
+    device_tensor: Tensor
     calls: dict[Any, Any]
     registration: "HostMemoryRegistration | None" = None
 
-    def piece(self, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    def view_tensor(self, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         """A contiguous tensor of the device from byte `start` on."""
-        return self.on_device[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        return self.device_tensor[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
 def allocate_pinned(nbytes: int) -> Bytes:
@@ -122,7 +122,7 @@ def view_on_device(memory: memoryview) -> Tensor:
 def attach_device_view(host: Tensor, on_device: Tensor) -> PinnedArray:
     """A tensor's memory, flat, that is `on_device` to the device."""
     memory = host.numpy().view(PinnedArray)
-    memory.on_device, memory.calls = on_device, {}
+    memory.device_tensor, memory.calls = on_device, {}
     return memory
 
 

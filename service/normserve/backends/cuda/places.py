@@ -35,23 +35,23 @@ class LaunchLayout:
     """A launch's tensors and results, and where each begins in a slab that has all of them, results last.
 
     Attributes:
-        inputs_bytes: of the tensors.
+        input_bytes: of the tensors.
         is_empty: x has no elements.
         kernel_bytes: for a job of so many rows, the fewest bytes of its share.
     """
 
     spec: NormSpec
-    inputs: Described
-    results: Described
+    input_specs: Described
+    result_specs: Described
     offsets: Mapping[str, int]
-    inputs_bytes: int
+    input_bytes: int
     nbytes: int
     is_empty: bool
     kernel_bytes: dict[int, int] = field(default_factory=dict)
 
     @property
-    def results_bytes(self) -> int:
-        return self.nbytes - self.inputs_bytes
+    def result_bytes(self) -> int:
+        return self.nbytes - self.input_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,45 +69,45 @@ class BatchBuffers:
     slab: memoryview | None
     is_packed: bool
 
-    def results(self) -> dict[str, HostTensor]:
+    def view_results(self) -> dict[str, HostTensor]:
         """The launch's results as the host sees them; they keep the slab from returning to its pool."""
         layout, slab = self.layout, self.slab
         if slab is None:
             job = self.batch.jobs[0]
-            assert job.places is not None
+            assert job.result_buffers is not None
             return make_tensors_in_buffers(
-                job.places, layout.results, DeviceTensor if job.is_on_device else HostTensor
+                job.result_buffers, layout.result_specs, DeviceTensor if job.is_on_device else HostTensor
             )
-        before = layout.inputs_bytes - self._first_result
+        before = layout.input_bytes - self._result_offset
         found = {}
-        for name, (dtype, shape) in layout.results.items():
+        for name, (dtype, shape) in layout.result_specs.items():
             start = layout.offsets[name] - before
             found[name] = HostTensor(dtype, shape, slab[start : start + prod(shape) * dtype.itemsize])
         return found
 
-    def shares(self) -> tuple[dict[str, HostTensor], ...]:
+    def split_results(self) -> tuple[dict[str, HostTensor], ...]:
         """Each job's results."""
-        return split_results(self.batch, self.results())
+        return split_results(self.batch, self.view_results())
 
-    def kernel_bytes(self, shares: Sequence[Mapping[str, HostTensor]]) -> tuple[int, ...]:
+    def count_kernel_bytes(self, shares: Sequence[Mapping[str, HostTensor]]) -> tuple[int, ...]:
         """For each job, the fewest bytes that its share of the launch must move."""
         return count_batch_kernel_bytes(self.batch, shares, self.layout.kernel_bytes)
 
-    def packed_inputs(self) -> Tensor:
+    def view_packed_inputs(self) -> Tensor:
         """The packed tensors as one of bytes."""
         assert self.slab is not None
-        return torch.frombuffer(self.slab, dtype=torch.uint8, count=self.layout.inputs_bytes)
+        return torch.frombuffer(self.slab, dtype=torch.uint8, count=self.layout.input_bytes)
 
-    def packed_results(self) -> Tensor:
+    def view_packed_results(self) -> Tensor:
         """All results in the slab as one tensor of bytes."""
         assert self.slab is not None
         return torch.frombuffer(
-            self.slab, dtype=torch.uint8, count=self.layout.results_bytes, offset=self._first_result
+            self.slab, dtype=torch.uint8, count=self.layout.result_bytes, offset=self._result_offset
         )
 
     @property
-    def _first_result(self) -> int:
-        return self.layout.inputs_bytes if self.is_packed else 0
+    def _result_offset(self) -> int:
+        return self.layout.input_bytes if self.is_packed else 0
 
 
 class BatchBufferAllocator:
@@ -117,28 +117,28 @@ class BatchBufferAllocator:
         self._slabs = slabs
         self._layouts: dict[Hashable, LaunchLayout] = {}
 
-    def take(self, batch: Batch) -> BatchBuffers:
+    def allocate(self, batch: Batch) -> BatchBuffers:
         """Memory for a batch's results; and small tensors are packed.
 
         Raises:
             MemoryError: there is none.
         """
-        layout = self._layout_of(batch)
+        layout = self._get_layout(batch)
         if is_packed(batch):
-            slab = self._slabs.take(layout.nbytes)
+            slab = self._slabs.borrow(layout.nbytes)
             pack_inputs(batch, slab, layout.offsets)
             return BatchBuffers(batch, layout, slab, is_packed=True)
-        is_placed = len(batch.jobs) == 1 and batch.jobs[0].places is not None
+        is_placed = len(batch.jobs) == 1 and batch.jobs[0].result_buffers is not None
         return BatchBuffers(
-            batch, layout, None if is_placed else self._slabs.take(layout.results_bytes), is_packed=False
+            batch, layout, None if is_placed else self._slabs.borrow(layout.result_bytes), is_packed=False
         )
 
     def own(self, job: NormJob) -> BatchBuffers:
         """Where a job alone has its tensors and wants its results; it has places for these."""
         batch = Batch((job,))
-        return BatchBuffers(batch, self._layout_of(batch), None, is_packed=False)
+        return BatchBuffers(batch, self._get_layout(batch), None, is_packed=False)
 
-    def _layout_of(self, batch: Batch) -> LaunchLayout:
+    def _get_layout(self, batch: Batch) -> LaunchLayout:
         job = batch.jobs[0]
         rows = sum([each.rows for each in batch.jobs])
         inputs = {

@@ -50,7 +50,7 @@ class ClientMemoryLaunch:
         results: where they lie.
         kernel_bytes: the fewest bytes that the launch must move.
         pipeline: whose compute stage's stream it is made on, always.
-        marks: of its parts, which are copied; none where nothing is.
+        stage_events: of its parts, which are copied; none where nothing is.
     """
 
     def __init__(
@@ -64,21 +64,21 @@ class ClientMemoryLaunch:
         self.results = results
         self.kernel_bytes = kernel_bytes
         self.pipeline = pipeline
-        self.marks = marks
-        self._repeated = repeated
+        self.stage_events = marks
+        self._repeated_call = repeated
 
     @property
-    def graph(self) -> Any:
+    def captured_graph(self) -> Any:
         """What is replayed; None before it has been captured."""
-        return self._repeated.graph
+        return self._repeated_call.graph
 
     def start(self) -> PendingCudaLaunch:
         """Launch it, of what its tensors hold then."""
-        pending = self.pipeline.start_one(self._repeated.make, self, self.marks)
+        pending = self.pipeline.start_single_stage(self._repeated_call.run, self, self.stage_events)
         # While the device computes it.
-        pending.expect((self.results,), (self.kernel_bytes,), are_placed=True)
-        if self._repeated.is_due:
-            self.pipeline.aside(self._repeated.capture)
+        pending.set_results((self.results,), (self.kernel_bytes,), are_placed=True)
+        if self._repeated_call.is_capture_due:
+            self.pipeline.run_on_compute_stream(self._repeated_call.capture)
         return pending
 
 
@@ -93,15 +93,15 @@ class ChunkExecutionContext:
             device: as torch names it.
         """
         self.pipeline = StreamPipeline(streams)
-        self.replays = GraphCache(graphs)
+        self.graph_cache = GraphCache(graphs)
         self._device = device
         self._memory: Tensor | None = None
         self._is_refused = False
 
-    def tensors_like(self, given: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    def make_tensors_like(self, given: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         """Tensors in its memory, which other jobs use as well; None without such memory."""
         if self._memory is None and not self._is_refused:
-            self.pipeline.aside(self._allocate)
+            self.pipeline.run_on_compute_stream(self._allocate)
         if self._memory is None:
             return None
         found, start = {}, 0
@@ -139,7 +139,7 @@ def prepare_client_memory_launch(
     workspace = next(workspaces, None) if chunks else None
     if not is_near and workspace is None:
         return None
-    (share,) = places.shares()
+    (share,) = places.split_results()
     nbytes = count_kernel_bytes(job, share)
     # What is made in inference mode can be used nowhere else.
     with torch.inference_mode(False):
@@ -147,12 +147,12 @@ def prepare_client_memory_launch(
             return ClientMemoryLaunch(
                 share, nbytes, pipeline, RepeatedCall(_make_call(places, library), job.spec, replays)
             )
-        parts = make_chunk_launches(job, chunks, places.results(), library, workspace.tensors_like)
+        parts = make_chunk_launches(job, chunks, places.view_results(), library, workspace.make_tensors_like)
         if not parts:
             return None
-        marks = workspace.pipeline.marks(len(parts))
-        put = functools.partial(workspace.pipeline.put, parts, marks)
-        repeated = RepeatedCall(put, job.spec, workspace.replays)
+        marks = workspace.pipeline.make_stage_events(len(parts))
+        put = functools.partial(workspace.pipeline.enqueue_launches, parts, marks)
+        repeated = RepeatedCall(put, job.spec, workspace.graph_cache)
         return ClientMemoryLaunch(share, nbytes, workspace.pipeline, repeated, marks)
 
 
@@ -170,7 +170,7 @@ def is_computed_in_place(job: NormJob) -> bool:
     if job.is_on_device:
         return True
     if (
-        job.recurrence is None
+        job.replay_slot is None
         or job.may_overwrite
         or not len(job.x.data)
         or (memory := _list_host_memory(job)) is None
@@ -185,7 +185,7 @@ def is_computed_in_place(job: NormJob) -> bool:
 
 def _divide_rows(job: NormJob) -> Sequence[range]:
     """The rows of each chunk of a large job in registered memory; none of any other."""
-    if job.is_on_device or job.recurrence is None or job.may_overwrite:
+    if job.is_on_device or job.replay_slot is None or job.may_overwrite:
         return ()
     chunks = divide_rows(job, REPLAYED)
     memory = _list_host_memory(job) if chunks else None
@@ -196,9 +196,9 @@ def _divide_rows(job: NormJob) -> Sequence[range]:
 
 def _list_host_memory(job: NormJob) -> Sequence[memoryview] | None:
     """Of the host, what a job's tensors take and its results; None without places for these."""
-    if job.places is None:
+    if job.result_buffers is None:
         return None
-    of_results = make_tensors_in_buffers(job.places, infer_batch_result_specs(job, job.rows))
+    of_results = make_tensors_in_buffers(job.result_buffers, infer_batch_result_specs(job, job.rows))
     return [tensor.data for tensor in (*job.tensors.values(), *of_results.values())]
 
 
@@ -208,12 +208,13 @@ def _make_call(places: BatchBuffers, library: ModuleType) -> Callable[[], object
     spec = layout.spec
     came = {
         name: move_channels_first(spec, name, _view_as_device_tensor(job.tensors[name].data, dtype, shape))
-        for name, (dtype, shape) in layout.inputs.items()
+        for name, (dtype, shape) in layout.input_specs.items()
     }
     if job.layer is not None:
-        came |= collect_parameters(job.layer.resident)
+        came |= collect_parameters(job.layer.backend_parameters)
     there = {
-        name: _view_as_device_tensor(each.data, each.dtype, each.shape) for name, each in places.results().items()
+        name: _view_as_device_tensor(each.data, each.dtype, each.shape)
+        for name, each in places.view_results().items()
     }
     if not layout.is_empty and not job.may_overwrite:
         return bind_operation(library, spec, came, {"out": make_output_argument(spec, there)})

@@ -54,7 +54,7 @@ class RepeatedCall:
         self._times = 0
         self._graph: CapturedGraph | None = None
 
-    def make(self) -> None:
+    def run(self) -> None:
         """Make the call, or replay it."""
         if self._graph is not None:
             try:
@@ -62,7 +62,7 @@ class RepeatedCall:
                 return
             except Exception as error:
                 # A device that has failed fails the call as well.
-                self._stay_as_it_is(error)
+                self._disable_graph(error)
         self._call()
         self._times += 1
 
@@ -72,7 +72,7 @@ class RepeatedCall:
         return self._graph
 
     @property
-    def is_due(self) -> bool:
+    def is_capture_due(self) -> bool:
         """Whether it was made so often that it is worth a graph now."""
         return self._times == _CALLS_BEFORE_CAPTURE
 
@@ -82,14 +82,14 @@ class RepeatedCall:
         try:
             self._graph = self._replays.capture(self, self._call)
         except Exception as error:
-            self._stay_as_it_is(error)
+            self._disable_graph(error)
 
-    def forget(self) -> None:
+    def release_graph(self) -> None:
         """Release the graph; the call gets another one in the same way."""
         if self._graph is not None:
             self._graph, self._times = None, 0
 
-    def _stay_as_it_is(self, error: Exception) -> None:
+    def _disable_graph(self, error: Exception) -> None:
         self._graph = None
         # The text alone: an error's frames hold the call's tensors.
         log.warning("%s is called and not replayed: %s: %s", self._what, type(error).__name__, str(error))
@@ -110,6 +110,6 @@ class GraphCache:
         if len(self._captured) >= _MOST_GRAPHS:
             oldest = self._captured.pop(0)()
             if oldest is not None:
-                oldest.forget()
+                oldest.release_graph()
         self._captured.append(weakref.ref(repeated))
         return graph

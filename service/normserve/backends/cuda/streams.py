@@ -22,9 +22,9 @@ class DeviceStream(Protocol):
 class StreamFactory(Protocol):
     """Where streams and events come from."""
 
-    def stream(self) -> DeviceStream: ...
-    def event(self) -> StreamEvent: ...
-    def mark(self) -> StreamEvent:
+    def make_stream(self) -> DeviceStream: ...
+    def make_event(self) -> StreamEvent: ...
+    def make_graph_event(self) -> StreamEvent:
         """An event that each replay of a graph records, if it was recorded in the graph's capture."""
 
     def use(self, stream: Any) -> AbstractContextManager[object]:
@@ -44,17 +44,17 @@ class StreamPipeline:
 
     def __init__(self, streams: StreamFactory, *, apart: bool = True) -> None:
         """Args: apart: each stage has a stream of its own; else all share one, which starts sooner."""
-        self._source = streams
-        self._streams = [streams.stream() for _ in range(3)] if apart else [streams.stream()] * 3
+        self._factory = streams
+        self._streams = [streams.make_stream() for _ in range(3)] if apart else [streams.make_stream()] * 3
         # Events of batches that are over; `PendingCudaLaunch.wait` adds them.
-        self._spare: list[StreamEvent] = []
+        self._spare_events: list[StreamEvent] = []
 
     @property
     def compute_stream(self) -> Any:
         """The compute stage's stream."""
         return self._streams[1]
 
-    def start(self, make_parts: Callable[[], Sequence[StagedLaunch]], held: object) -> PendingCudaLaunch:
+    def start_launches(self, make_parts: Callable[[], Sequence[StagedLaunch]], held: object) -> PendingCudaLaunch:
         """Put copy-in, compute and copy-out of each part on their streams; blocks for none.
 
         While a part is copied in, the one before it is copied out.
@@ -68,40 +68,43 @@ class StreamPipeline:
         on_way_in, _, on_way_out = self._streams
         events: list[StreamEvent] = []
         try:
-            with self._source.use(on_way_in):
+            with self._factory.use(on_way_in):
                 parts = make_parts()
-                began = self._mark(on_way_in, events)
-            marks, leaving = self._put(parts, events, are_measured_apart=len(parts) == 1)
-            with self._source.use(on_way_out):
-                ended = self._mark(on_way_out, events)
+                began = self._record_event(on_way_in, events)
+            marks, leaving = self._enqueue_stages(parts, events, are_measured_apart=len(parts) == 1)
+            with self._factory.use(on_way_out):
+                ended = self._record_event(on_way_out, events)
         except BaseException:
-            self._settle()
+            self._synchronise_streams()
             raise
-        return PendingCudaLaunch(began, marks, leaving, ended, held=(held, parts), events=events, spare=self._spare)
+        return PendingCudaLaunch(
+            began, marks, leaving, ended, held=(held, parts), events=events, spare=self._spare_events
+        )
 
-    def put(self, parts: Sequence[StagedLaunch], replayed: Sequence[StageEvents]) -> None:
+    def enqueue_launches(self, parts: Sequence[StagedLaunch], replayed: Sequence[StageEvents]) -> None:
         """Put copy-in, compute and copy-out of each part on their streams.
 
         They come after all that the compute stage's stream has, and before all that it gets afterwards.  It is the
         thread's, before and after, and what is put on the three streams can be captured from it.
 
-        Args: replayed: of each part; from `marks`.
+        Args: replayed: of each part; from `make_stage_events`.
         """
         on_way_in, on_device, on_way_out = self._streams
         events: list[StreamEvent] = []
-        begun = self._mark(on_device, events)
+        begun = self._record_event(on_device, events)
         on_way_in.wait_event(begun)
         on_way_out.wait_event(begun)
-        self._put(parts, events, replayed=replayed)
-        on_device.wait_event(self._mark(on_way_out, events))
-        with self._source.use(on_device):
+        self._enqueue_stages(parts, events, replayed=replayed)
+        on_device.wait_event(self._record_event(on_way_out, events))
+        with self._factory.use(on_device):
             # Waits that were put on a stream are for what an event was recorded after then.
-            self._spare += events
+            self._spare_events += events
 
-    def start_one(
+    def start_single_stage(
         self, stage: Callable[[], object], held: object, marks: Sequence[StageEvents] = ()
     ) -> PendingCudaLaunch:
-        """Put a stage alone on the compute stage's stream; as `start` with nothing to copy, in half of its steps.
+        """Put a stage alone on the compute stage's stream; as `start_launches` with nothing to copy, in half of its
+        steps.
 
         Args:
             held: stays alive until the batch is over.
@@ -110,26 +113,28 @@ class StreamPipeline:
         stream = self._streams[1]
         events: list[StreamEvent] = []
         try:
-            with self._source.use(stream):
-                began = self._mark(stream, events)
+            with self._factory.use(stream):
+                began = self._record_event(stream, events)
                 value = stage()
-                ended = self._mark(stream, events)
+                ended = self._record_event(stream, events)
         except BaseException:
-            self._settle()
+            self._synchronise_streams()
             raise
-        return PendingCudaLaunch(began, marks, None, ended, held=(held, value), events=events, spare=self._spare)
+        return PendingCudaLaunch(
+            began, marks, None, ended, held=(held, value), events=events, spare=self._spare_events
+        )
 
-    def marks(self, count: int) -> Sequence[StageEvents]:
+    def make_stage_events(self, count: int) -> Sequence[StageEvents]:
         """For so many parts, which each replay of a graph records."""
-        made = [(self._source.mark(), self._source.mark()) for _ in range(count)]
+        made = [(self._factory.make_graph_event(), self._factory.make_graph_event()) for _ in range(count)]
         return [StageEvents(arrived, arrived, computed) for arrived, computed in made]
 
-    def aside(self, work: Callable[[], object]) -> None:
+    def run_on_compute_stream(self, work: Callable[[], object]) -> None:
         """Do something with the compute stage's stream as the thread's own, in no batch's time."""
-        with self._source.use(self._streams[1]):
+        with self._factory.use(self._streams[1]):
             work()
 
-    def _put(
+    def _enqueue_stages(
         self,
         parts: Sequence[StagedLaunch],
         events: list[StreamEvent],
@@ -149,37 +154,37 @@ class StreamPipeline:
         marks: list[StageEvents] = []
         leaving = None
         for number, part in enumerate(parts):
-            with self._source.use(on_way_in):
+            with self._factory.use(on_way_in):
                 part.copy_in()
                 if replayed:
                     # Before what the next stage waits for: a capture ends with nothing that no stream waits for.
                     replayed[number].arrived.record(on_way_in)
-                arrived = started = self._mark(on_way_in, events)
-            with self._source.use(on_device):
+                arrived = started = self._record_event(on_way_in, events)
+            with self._factory.use(on_device):
                 if on_device is not on_way_in:
                     on_device.wait_event(arrived)
                 if are_measured_apart:
-                    started = self._mark(on_device, events)
+                    started = self._record_event(on_device, events)
                 part.compute()
                 if replayed:
                     replayed[number].computed.record(on_device)
-                computed = self._mark(on_device, events)
-            with self._source.use(on_way_out):
+                computed = self._record_event(on_device, events)
+            with self._factory.use(on_way_out):
                 if on_way_out is not on_device:
                     on_way_out.wait_event(computed)
                 if are_measured_apart:
-                    leaving = self._mark(on_way_out, events)
+                    leaving = self._record_event(on_way_out, events)
                 part.copy_out()
             marks.append(StageEvents(arrived, started, computed))
         return marks, leaving
 
-    def _mark(self, stream: DeviceStream, events: list[StreamEvent]) -> StreamEvent:
-        event = self._spare.pop() if self._spare else self._source.event()
+    def _record_event(self, stream: DeviceStream, events: list[StreamEvent]) -> StreamEvent:
+        event = self._spare_events.pop() if self._spare_events else self._factory.make_event()
         event.record(stream)
         events.append(event)
         return event
 
-    def _settle(self) -> None:
+    def _synchronise_streams(self) -> None:
         """What was put on the streams may still write to memory that the caller is about to give back."""
         for stream in self._streams:
             # The error that is on its way says more than the same device's next.

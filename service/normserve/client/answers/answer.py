@@ -39,11 +39,11 @@ class ApiResponse:
         """Of what was answered."""
         return len(self.body)
 
-    def content(self) -> list[memoryview]:
+    def list_memory(self) -> list[memoryview]:
         """The memory that what was answered lies in."""
         return [self.body]
 
-    def json(self) -> Any:
+    def parse_json(self) -> Any:
         """What the body says, if it is JSON.
 
         Raises:
@@ -54,18 +54,18 @@ class ApiResponse:
         except ValueError:
             raise UnexpectedAnswerError("the answer must be JSON, it is not") from None
 
-    def object(self) -> dict[str, Any]:
+    def parse_object(self) -> dict[str, Any]:
         """What the body says, if it is a JSON object.
 
         Raises:
             UnexpectedAnswerError: it is not.
         """
-        found = self.json()
+        found = self.parse_json()
         if not isinstance(found, dict):
             raise UnexpectedAnswerError("the answer must be a JSON object, it is not")
         return found
 
-    def tensors(self) -> dict[str, HostTensor]:
+    def read_tensors(self) -> dict[str, HostTensor]:
         """The tensors in the body, as views of it.
 
         Raises:
@@ -76,11 +76,11 @@ class ApiResponse:
             got = media_type if media_type in _FAMILIAR else "something else"
             raise UnexpectedAnswerError(f"the answer must be {SAFETENSORS}, got {got}")
         try:
-            return {entry.name: entry.result(self.body) for entry in _read_entries(self.body)}
+            return {entry.name: entry.view_result(self.body) for entry in _read_entries(self.body)}
         except NormserveError as error:
             raise UnexpectedAnswerError(f"the answer is not well-formed safetensors: {error.detail}") from error
 
-    def timing(self) -> Timing:
+    def read_timing(self) -> Timing:
         """What the headers say about how the request was served; what means nothing is taken as left out."""
         said = self.headers.get
         return Timing.later(

@@ -32,30 +32,30 @@ class ExpectedResult:
         is_optional: whether only the server knows if there is one.
         has_groups: whether the last size is a number of groups that only the server knows, and `shape` has that of
             the channels in its place, which it divides.
-        most_bytes: what it can have.
+        max_bytes: what it can have.
     """
 
     shape: tuple[int, ...]
     dtype: DType | None
     is_optional: bool = False
     has_groups: bool = False
-    most_bytes: int = field(init=False)
+    max_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
         itemsize = _WIDEST_BYTES if self.dtype is None else self.dtype.itemsize
-        object.__setattr__(self, "most_bytes", prod(self.shape) * itemsize)
+        object.__setattr__(self, "max_bytes", prod(self.shape) * itemsize)
 
-    def fault(self, tensor: HostTensor) -> str | None:
+    def find_fault(self, tensor: HostTensor) -> str | None:
         """Say what is wrong with a tensor's description; None when it is what was asked for."""
         if tensor.dtype is self.dtype and tensor.shape == self.shape:
             return None
         if self.dtype not in (None, tensor.dtype):
             return f"be {self.dtype.value}, got {tensor.dtype.value}" if self.dtype else None
-        if tensor.shape == self.shape or (self.has_groups and self._are_groups(tensor.shape)):
+        if tensor.shape == self.shape or (self.has_groups and self._is_group_shape(tensor.shape)):
             return None
         return f"be {list(self.shape)}, got {_format_shape(tensor.shape)}"
 
-    def _are_groups(self, shape: tuple[int, ...]) -> bool:
+    def _is_group_shape(self, shape: tuple[int, ...]) -> bool:
         *samples, channels = self.shape
         return shape[:-1] == tuple(samples) and shape[-1] > 0 and channels % shape[-1] == 0
 
@@ -64,13 +64,13 @@ class ExpectedResult:
 class ExpectedResults:
     """All of an answer's tensors, by their names in the API."""
 
-    outputs: Mapping[str, ExpectedResult]
+    by_name: Mapping[str, ExpectedResult]
 
     @functools.cached_property
-    def most_bytes(self) -> int:
+    def max_bytes(self) -> int:
         """What the answer can have as safetensors: their bytes, and the longest header that the codec reads."""
-        header = _LENGTH_BYTES + safetensors.REQUEST_LIMITS.header_bytes
-        return header + sum(output.most_bytes for output in self.outputs.values())
+        header = _LENGTH_BYTES + safetensors.REQUEST_LIMITS.max_header_bytes
+        return header + sum(output.max_bytes for output in self.by_name.values())
 
     def check(self, tensors: Mapping[str, HostTensor]) -> None:
         """Compare an answer's tensors with what was asked for.
@@ -79,18 +79,18 @@ class ExpectedResults:
             UnexpectedAnswerError: one is missing, is too many, or is of another shape or element type.
         """
         known = 0
-        for name, output in self.outputs.items():
+        for name, output in self.by_name.items():
             tensor = tensors.get(name)
             if tensor is None:
                 if output.is_optional:
                     continue
                 raise UnexpectedAnswerError(f"the answer must hold {name}, it does not")
-            if fault := output.fault(tensor):
+            if fault := output.find_fault(tensor):
                 raise UnexpectedAnswerError(f"the answer's {name} must {fault}")
             known += 1
         # Unknown names may be anything, so the message does not repeat them.
         if len(tensors) > known:
-            raise UnexpectedAnswerError(f"the answer must hold no more than {', '.join(self.outputs)}, it does")
+            raise UnexpectedAnswerError(f"the answer must hold no more than {', '.join(self.by_name)}, it does")
         if "mean" in tensors and "rstd" in tensors and tensors["mean"].shape != tensors["rstd"].shape:
             raise UnexpectedAnswerError("the answer's mean and rstd must be of one shape, they are not")
 
@@ -183,7 +183,7 @@ def _expect_numbered(
     for number in range(sum(name.startswith("x.") for name, *_ in described)):
         numbered = [each for each in described if _is_numbered(each[0], number)]
         own = [(name.partition(".")[0], dtype, shape) for name, dtype, shape in numbered]
-        for name, output in of_one(op, (*own, *shared), query).outputs.items():
+        for name, output in of_one(op, (*own, *shared), query).by_name.items():
             outputs[name if name in PARAMETER_GRADIENTS else f"{name}.{number}"] = output
     return ExpectedResults(outputs)
 

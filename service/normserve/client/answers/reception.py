@@ -45,35 +45,35 @@ class LimitedBody:
             UnexpectedAnswerError: the head alone says that it is not what was asked for.
         """
         self._is_error = status >= _FIRST_ERROR
-        self._most_bytes = DOCUMENT_BYTES if self._is_error else most_bytes
-        self._pieces = bytearray()
+        self._max_bytes = DOCUMENT_BYTES if self._is_error else most_bytes
+        self._content = bytearray()
         #: Whether the rest of the body is of use.
         self.is_wanted = True
         if is_compressed(headers):
             self._refuse("the answer must not be compressed, it is")
-        elif (length := parse_content_length(headers) or 0) > self._most_bytes:
-            self._refuse(f"the answer must have at most {self._most_bytes} bytes, {length} are announced")
+        elif (length := parse_content_length(headers) or 0) > self._max_bytes:
+            self._refuse(f"the answer must have at most {self._max_bytes} bytes, {length} are announced")
 
-    def take(self, piece: bytes | memoryview) -> None:
+    def append(self, piece: bytes | memoryview) -> None:
         """Take the next piece.
 
         Raises:
             UnexpectedAnswerError: that is more than there can be.
         """
-        if len(self._pieces) + len(piece) > self._most_bytes:
-            self._refuse(f"the answer must have at most {self._most_bytes} bytes, more came")
+        if len(self._content) + len(piece) > self._max_bytes:
+            self._refuse(f"the answer must have at most {self._max_bytes} bytes, more came")
         elif self.is_wanted:
-            self._pieces += piece
+            self._content += piece
 
-    def body(self) -> memoryview:
+    def get_body(self) -> memoryview:
         """All that was taken."""
-        return memoryview(self._pieces)
+        return memoryview(self._content)
 
     def _refuse(self, reason: str) -> None:
         if not self._is_error:
             raise UnexpectedAnswerError(reason)
         self.is_wanted = False
-        self._pieces = bytearray()
+        self._content = bytearray()
 
 
 def refuse_redirect(status: int) -> None:
@@ -106,7 +106,7 @@ class TransportErrorTranslator:
         if isinstance(error, httpx.TimeoutException | TimeoutError):
             if isinstance(error, httpx.ConnectTimeout) and not deadline.is_over():
                 raise ConnectionFailedError("no connection was made in time") from error
-            raise deadline.error() from error
+            raise deadline.make_error() from error
         if isinstance(error, httpx.NetworkError | httpx.ProxyError | OSError):
             raise ConnectionFailedError(quote_text(str(error), 200) or type(error).__name__) from error
         # What these say repeats what the server sent, so it stays out of the message and the chain of causes.

@@ -42,7 +42,7 @@ def put_layer(
 
 def layers() -> ApiCall[list[dict[str, Any]]]:
     """Return what is known of every registered layer."""
-    return ApiCall("GET", "/v1/layers", _read_layers, most_bytes=LIST_BYTES)
+    return ApiCall("GET", "/v1/layers", _read_layers, max_bytes=LIST_BYTES)
 
 
 def layer(name: str) -> ApiCall[dict[str, Any]]:
@@ -51,7 +51,7 @@ def layer(name: str) -> ApiCall[dict[str, Any]]:
     Raises:
         UnknownLayerError: there is none of that name.
     """
-    return ApiCall("GET", _make_layer_path(name), ApiResponse.object)
+    return ApiCall("GET", _make_layer_path(name), ApiResponse.parse_object)
 
 
 def delete_layer(name: str) -> ApiCall[None]:
@@ -65,7 +65,7 @@ def delete_layer(name: str) -> ApiCall[None]:
 
 def info() -> ApiCall[dict[str, Any]]:
     """Return the server's versions, backend, device, limits and measured copy bandwidth."""
-    return ApiCall("GET", "/v1/info", ApiResponse.object)
+    return ApiCall("GET", "/v1/info", ApiResponse.parse_object)
 
 
 def _make_layer_path(name: str) -> str:
@@ -77,7 +77,7 @@ def _is_created(answer: ApiResponse) -> bool:
 
 
 def _read_layers(answer: ApiResponse) -> list[dict[str, Any]]:
-    found = answer.object().get("layers")
+    found = answer.parse_object().get("layers")
     if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
         raise UnexpectedAnswerError("the answer must hold a list of layers, it does not")
     return found

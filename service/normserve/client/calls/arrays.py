@@ -200,7 +200,7 @@ def get_numpy_dtype(dtype: DType) -> np.dtype[Any]:
 
 def _convert_to_torch(tensor: HostTensor, like: Any) -> Any:
     if isinstance(tensor, TorchCudaTensor):
-        there = tensor.tensor
+        there = tensor.view_tensor
         return there if there.device == like.device else there.to(like.device)
     torch: Any = sys.modules["torch"]
     dtype = getattr(torch, tensor.dtype.value)

@@ -24,24 +24,24 @@ class ApiCall(Generic[R]):
 
     Attributes:
         method, path, params: as in HTTP; the path is relative to the server's URL.
-        understand: makes the result of a successful answer.
+        read_result: makes the result of a successful answer.
         tensors: what is sent, by the API's names; None is no body.
-        outputs: the tensors of a successful answer; None where it holds none.
+        expected_results: the tensors of a successful answer; None where it holds none.
         statuses: those of a successful answer.
-        most_bytes: what the body of a successful answer can have.
+        max_bytes: what the body of a successful answer can have.
     """
 
     method: str
     path: str
-    understand: Callable[[ApiResponse], R]
+    read_result: Callable[[ApiResponse], R]
     params: Mapping[str, str] = field(default_factory=dict)
     tensors: Mapping[str, HostTensor] | None = None
-    outputs: Mapping[str, ExpectedResult] | None = None
+    expected_results: Mapping[str, ExpectedResult] | None = None
     statuses: tuple[int, ...] = (200,)
-    most_bytes: int = DOCUMENT_BYTES
+    max_bytes: int = DOCUMENT_BYTES
 
     @property
-    def query(self) -> str:
+    def encoded_query(self) -> str:
         """The parameters as a URL has them."""
         return _encode_query(tuple(self.params.items())) if self.params else ""
 
@@ -50,7 +50,7 @@ class ApiCall(Generic[R]):
         """The path with its query."""
         return _make_target(self.path, tuple(self.params.items()))
 
-    def parts(self) -> list[bytes | memoryview] | None:
+    def encode_body(self) -> list[bytes | memoryview] | None:
         """The tensors as safetensors in pieces, of which all but the first are their own memory; None is no body.
 
         Raises:
@@ -58,7 +58,7 @@ class ApiCall(Generic[R]):
         """
         return None if self.tensors is None else _encode_tensors(self.tensors)
 
-    def read(self, answer: ApiResponse, api_key: str | None = None) -> R:
+    def read_response(self, answer: ApiResponse, api_key: str | None = None) -> R:
         """Return what the answer says.
 
         Args: api_key: what no error may repeat.
@@ -72,7 +72,7 @@ class ApiCall(Generic[R]):
         if answer.status not in self.statuses:
             expected = " or ".join(map(str, self.statuses))
             raise UnexpectedAnswerError(f"the answer's status must be {expected}, or an error, got {answer.status}")
-        return self.understand(answer)
+        return self.read_result(answer)
 
 
 # What callers ask for is often the same, but for the numbers in it.

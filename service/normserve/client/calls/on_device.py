@@ -10,26 +10,26 @@ class TorchCudaTensor(HostTensor):
     """A tensor in the memory of a device.
 
     Attributes:
-        tensor: torch's, of any strides.
+        view_tensor: torch's, of any strides.
         data: its bytes in the host's memory, copied there when they are first asked for.
     """
 
-    __slots__ = ("_copy", "tensor")
+    __slots__ = ("_copy", "view_tensor")
 
-    tensor: Any
+    view_tensor: Any
     _copy: memoryview | None
 
     def __init__(self, dtype: DType, tensor: Any) -> None:
         for name, value in (("dtype", dtype), ("shape", tuple(tensor.shape)), ("fortran_order", False)):
             object.__setattr__(self, name, value)
-        object.__setattr__(self, "tensor", tensor)
+        object.__setattr__(self, "view_tensor", tensor)
         object.__setattr__(self, "_copy", None)
 
     @property
     def data(self) -> memoryview:
         copy = self._copy
         if copy is None:
-            copy = copy_to_host_bytes(self.tensor)
+            copy = copy_to_host_bytes(self.view_tensor)
             object.__setattr__(self, "_copy", copy)
         return copy
 

@@ -257,10 +257,10 @@ def _make_forward_call(op: str, x: T, arguments: Mapping[str, object]) -> ApiCal
         )
         statistics = found.get("mean"), found.get("rstd")
         return ForwardResult(
-            found["y"], found.get("residual_out"), *statistics, answer.timing(), found.get("scale")
+            found["y"], found.get("residual_out"), *statistics, answer.read_timing(), found.get("scale")
         )
 
-    return ApiCall("POST", f"/v1/{op}", read_result, asked, sent, expected.outputs, most_bytes=expected.most_bytes)
+    return ApiCall("POST", f"/v1/{op}", read_result, asked, sent, expected.by_name, max_bytes=expected.max_bytes)
 
 
 def _make_backward_call(op: str, x: T, arguments: Mapping[str, object]) -> ApiCall[BackwardResult[T]]:
@@ -282,11 +282,11 @@ def _make_backward_call(op: str, x: T, arguments: Mapping[str, object]) -> ApiCa
         except TypeError as error:
             raise UnexpectedAnswerError(str(error)) from None
         dweight, dbias, dscale, dshift = (found.get(f"d{name}") for name in ("weight", "bias", "scale", "shift"))
-        timing, dresidual = answer.timing(), found.get("dresidual")
+        timing, dresidual = answer.read_timing(), found.get("dresidual")
         return BackwardResult(found["dx"], dweight, dbias, dscale, dshift, timing, dresidual)
 
     return ApiCall(
-        "POST", f"/v1/{op}/backward", read_result, asked, sent, expected.outputs, most_bytes=expected.most_bytes
+        "POST", f"/v1/{op}/backward", read_result, asked, sent, expected.by_name, max_bytes=expected.max_bytes
     )
 
 
@@ -321,7 +321,7 @@ def _split_arguments(arguments: Mapping[str, object]) -> tuple[dict[str, object]
 
 
 def _read_checked_tensors(answer: ApiResponse, expected: ExpectedResults) -> Mapping[str, HostTensor]:
-    results = answer.tensors()
+    results = answer.read_tensors()
     expected.check(results)
     return results
 

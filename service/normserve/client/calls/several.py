@@ -36,7 +36,7 @@ class ConcatenationPlan(NamedTuple):
     dtype: Any
     device: Any
 
-    def fill(self, memory: Any) -> Any:
+    def concatenate_into(self, memory: Any) -> Any:
         """The parts, one after another, in memory of this shape and dtype."""
         if isinstance(memory, np.ndarray):
             return np.concatenate(self.parts, out=memory)
@@ -60,9 +60,9 @@ class TensorListCall:
             ValueError: tensors cannot be joined.
         """
         self._arguments = dict(_signature(build).bind(*arguments, **named).arguments)
-        self._counts = [part.shape[0] if part.ndim > 1 else 0 for part in self._arguments["x"]]
+        self._row_counts = [part.shape[0] if part.ndim > 1 else 0 for part in self._arguments["x"]]
 
-    def places(self) -> Iterator[tuple[str, ConcatenationPlan]]:
+    def iterate_buffers(self) -> Iterator[tuple[str, ConcatenationPlan]]:
         """Buffers that are needed, by the arguments' names.
 
         Raises:
@@ -72,10 +72,10 @@ class TensorListCall:
             parts = self._arguments[name]
             if parts is None:
                 continue
-            if type(parts) not in SEVERAL or len(parts) != len(self._counts) or not parts:
-                raise ValueError(f"{name} must be as many tensors as x, {len(self._counts)}, at least one")
+            if type(parts) not in SEVERAL or len(parts) != len(self._row_counts) or not parts:
+                raise ValueError(f"{name} must be as many tensors as x, {len(self._row_counts)}, at least one")
             first = parts[0]
-            for number, (part, count) in enumerate(zip(parts, self._counts, strict=True)):
+            for number, (part, count) in enumerate(zip(parts, self._row_counts, strict=True)):
                 if (name == "x" and part.ndim < 2) or tuple(part.shape) != (count, *first.shape[1:]):
                     wanted = (
                         "of at least two axes, all but the first as x.0 has them" if name == "x" else "beside it"
@@ -84,15 +84,15 @@ class TensorListCall:
                 if part.dtype != first.dtype:
                     raise ValueError(f"{name}.{number} must be {first.dtype} as {name}.0 is, got {part.dtype}")
             device = first.device if getattr(first, "is_cuda", False) else None
-            yield name, ConcatenationPlan(parts, (sum(self._counts), *first.shape[1:]), first.dtype, device)
+            yield name, ConcatenationPlan(parts, (sum(self._row_counts), *first.shape[1:]), first.dtype, device)
 
-    def arguments(self, joined: Mapping[str, Any]) -> dict[str, Any]:
+    def make_arguments(self, joined: Mapping[str, Any]) -> dict[str, Any]:
         """Those of the call of one tensor, all by name."""
         return self._arguments | dict(joined)
 
-    def divided(self, result: R) -> R:
+    def split_result(self, result: R) -> R:
         """The result with a list of tensors, views of one, where it had one."""
-        ends = list(accumulate(self._counts, initial=0))
+        ends = list(accumulate(self._row_counts, initial=0))
         told: Any = result
         lists = {
             field.name: [value[start:stop] for start, stop in pairwise(ends)]

@@ -22,23 +22,23 @@ class ServerAddress:
 
     Attributes:
         host, port: of the socket; "localhost" and 0 of one in the file system.
-        tls: whether it is https.
+        is_tls: whether it is https.
         prefix: the path that stands before every request's.
         query: what stands behind it.
         socket_path: of a Unix domain socket; None is TCP.
-        shares_memory: it is the socket of clients that share memory with the server, which is no HTTP.
+        is_shared_memory: it is the socket of clients that share memory with the server, which is no HTTP.
     """
 
     host: str
     port: int
-    tls: bool = False
+    is_tls: bool = False
     prefix: str = ""
     query: str = ""
     socket_path: str | None = None
-    shares_memory: bool = False
+    is_shared_memory: bool = False
 
     @classmethod
-    def of(cls, url: str) -> "ServerAddress":
+    def parse_url(cls, url: str) -> "ServerAddress":
         """Read a URL.
 
         Raises:
@@ -49,7 +49,7 @@ class ServerAddress:
                 path = url.removeprefix(scheme)
                 if not path.isprintable() or not path.strip("/"):
                     raise ValueError(f"the URL must be {FORMS}")
-                return cls("localhost", 0, socket_path=path, shares_memory=scheme == _SHARED)
+                return cls("localhost", 0, socket_path=path, is_shared_memory=scheme == _SHARED)
         try:
             parsed = httpx.URL(url)
         except httpx.InvalidURL:
@@ -65,15 +65,15 @@ class ServerAddress:
     def host_header(self) -> str:
         """As the Host header has it: with a port that does not go without saying."""
         host = f"[{self.host}]" if ":" in self.host else self.host
-        is_usual = self.port == _PORTS["https" if self.tls else "http"]
+        is_usual = self.port == _PORTS["https" if self.is_tls else "http"]
         return host if is_usual or self.socket_path is not None else f"{host}:{self.port}"
 
     @property
-    def place(self) -> str:
+    def display_name(self) -> str:
         """For messages: HOST:PORT or the socket's path, nothing that is secret."""
         return self.socket_path if self.socket_path is not None else f"{self.host}:{self.port}"
 
-    def target(self, path: str) -> str:
+    def make_target(self, path: str) -> str:
         """What a request line asks for; `path` is below the server's URL, with its query."""
         if self.query:
             path += ("&" if "?" in path else "?") + self.query

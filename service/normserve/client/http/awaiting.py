@@ -33,65 +33,65 @@ class AsyncConnectionPool:
     def __init__(self, address: ServerAddress, trust: TlsSettings, most: int, keep_s: float) -> None:
         """Args: as `blocking.Sockets`."""
         self._address = address
-        self._trust = trust
-        self._most = most
-        self._keep_s = keep_s
+        self._tls_settings = trust
+        self._max_connections = most
+        self._idle_timeout_s = keep_s
         self._closed = False
-        self._process = 0
+        self._process_id = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._idle = IdleConnectionStack(most, keep_s)
 
-    async def take(self, deadline: Deadline, *, fresh: bool = False) -> tuple[ClientHttpConnection, bool]:
+    async def acquire(self, deadline: Deadline, *, fresh: bool = False) -> tuple[ClientHttpConnection, bool]:
         """As `blocking.Sockets.take`; the caller ends the waiting when the deadline is over."""
         loop = asyncio.get_running_loop()
-        if self._loop is not loop or self._process != os.getpid():
-            self._begin(loop)
-        free = self._free
+        if self._loop is not loop or self._process_id != os.getpid():
+            self._reset(loop)
+        free = self._free_slots
         await free.acquire()
         try:
             if self._closed:
                 raise RuntimeError("the client is closed")
-            if not fresh and (kept := self._idle.take()) is not None:
+            if not fresh and (kept := self._idle.pop()) is not None:
                 return kept, True
-            return await self._opened(deadline), False
+            return await self._open(deadline), False
         except BaseException:
             free.release()
             raise
 
-    def give(self, connection: ClientHttpConnection) -> None:
+    def release(self, connection: ClientHttpConnection) -> None:
         """Take a connection back."""
         if connection.is_reusable and not self._closed:
-            self._idle.give(connection)
+            self._idle.push(connection)
         else:
             connection.close()
-        self._free.release()
+        self._free_slots.release()
 
     def close(self) -> None:
         """Close all; those in use when they come back."""
         self._closed = True
-        self._idle.close()
+        self._idle.close_all()
 
-    def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self._process == os.getpid():
-            self._idle.close()
-        self._process, self._loop = os.getpid(), loop
-        self._free = asyncio.Semaphore(self._most)
-        self._idle = IdleConnectionStack(self._most, self._keep_s)
+    def _reset(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._process_id == os.getpid():
+            self._idle.close_all()
+        self._process_id, self._loop = os.getpid(), loop
+        self._free_slots = asyncio.Semaphore(self._max_connections)
+        self._idle = IdleConnectionStack(self._max_connections, self._idle_timeout_s)
 
-    async def _opened(self, deadline: Deadline) -> ClientHttpConnection:
+    async def _open(self, deadline: Deadline) -> ClientHttpConnection:
         try:
-            found = await self._places()
+            found = await self._resolve_addresses()
             for place in found:
                 try:
-                    return await self._opened_at(place, deadline, is_last=place == found[-1])
+                    return await self._open_at(place, deadline, is_last=place == found[-1])
                 except (OSError, httpx.ConnectTimeout) as error:
                     failure = error
             raise failure if found else OSError("the host has no address")
         # A UnicodeError is a name of which no query can be made: a part of it is too long.
         except (OSError, UnicodeError) as error:
-            raise httpx.ConnectError(f"{self._address.place}: {error}") from error
+            raise httpx.ConnectError(f"{self._address.display_name}: {error}") from error
 
-    async def _places(self) -> list[Place]:
+    async def _resolve_addresses(self) -> list[Place]:
         if self._address.socket_path is not None:
             return [(socket.AF_UNIX, self._address.socket_path)]
         loop = asyncio.get_running_loop()
@@ -99,14 +99,14 @@ class AsyncConnectionPool:
             await loop.getaddrinfo(self._address.host, self._address.port, type=socket.SOCK_STREAM)
         )
 
-    async def _opened_at(self, place: Place, deadline: Deadline, *, is_last: bool) -> ClientHttpConnection:
+    async def _open_at(self, place: Place, deadline: Deadline, *, is_last: bool) -> ClientHttpConnection:
         family, where = place
         made = make_socket(family)
         try:
-            async with asyncio.timeout(compute_attempt_s(deadline.left_s(), is_last=is_last)):
+            async with asyncio.timeout(compute_attempt_s(deadline.get_remaining_s(), is_last=is_last)):
                 await run_steps(connect(made, where))
-            if self._address.tls:
-                secured = wrap_tls(made, self._address, self._trust.context)
+            if self._address.is_tls:
+                secured = wrap_tls(made, self._address, self._tls_settings.context)
                 made = secured
                 await run_steps(do_handshake(secured))
             return ClientHttpConnection(made)
@@ -131,7 +131,7 @@ async def run_steps(steps: Steps[R]) -> R:
         outcome: R = await driven.outcome
         return outcome
     finally:
-        driven.end()
+        driven.remove_callbacks()
         steps.close()
 
 
@@ -148,21 +148,21 @@ class _StepRunner:
     def wait_for(self, descriptor: int, events: int) -> None:
         """Go on when one of these comes."""
         if self._events and has_error(descriptor):
-            self.end()
+            self.remove_callbacks()
         changed = events ^ self._events
         self._descriptor, self._events = descriptor, events
         if changed & READ:
             if events & READ:
-                self._loop.add_reader(descriptor, self._step, READ)
+                self._loop.add_reader(descriptor, self._run_step, READ)
             else:
                 self._loop.remove_reader(descriptor)
         if changed & WRITE:
             if events & WRITE:
-                self._loop.add_writer(descriptor, self._step, WRITE)
+                self._loop.add_writer(descriptor, self._run_step, WRITE)
             else:
                 self._loop.remove_writer(descriptor)
 
-    def end(self) -> None:
+    def remove_callbacks(self) -> None:
         """Wait for nothing more."""
         if self._events & READ:
             self._loop.remove_reader(self._descriptor)
@@ -170,17 +170,17 @@ class _StepRunner:
             self._loop.remove_writer(self._descriptor)
         self._events = 0
 
-    def _step(self, came: int) -> None:
+    def _run_step(self, came: int) -> None:
         # Both events of one turn of the loop call this, and the first may have been the last one.
         if self.outcome.done():
             return
         try:
             descriptor, events = self._steps.send(came)
         except StopIteration as stop:
-            self.end()
+            self.remove_callbacks()
             self.outcome.set_result(stop.value)
         except Exception as error:
-            self.end()
+            self.remove_callbacks()
             self.outcome.set_exception(error)
         else:
             self.wait_for(descriptor, events)

@@ -55,14 +55,14 @@ class ConnectionPool:
         keep_s: how long an idle connection is kept.
         """
         self._address = address
-        self._trust = trust
-        self._most = most
-        self._keep_s = keep_s
+        self._tls_settings = trust
+        self._max_connections = most
+        self._idle_timeout_s = keep_s
         self._closed = False
-        self._begin()
+        self._reset()
 
-    def take(self, deadline: Deadline, *, fresh: bool = False) -> tuple[ClientHttpConnection, bool]:
-        """Return a connection, and whether it was used before; `give` it back, whatever comes of it.
+    def acquire(self, deadline: Deadline, *, fresh: bool = False) -> tuple[ClientHttpConnection, bool]:
+        """Return a connection, and whether it was used before; `release` it back, whatever comes of it.
 
         Args:
             deadline: of opening it, and of waiting for another's.
@@ -73,76 +73,78 @@ class ConnectionPool:
             httpx.ConnectError: it cannot be opened.
             httpx.TimeoutException: not in time.
         """
-        if self._process != os.getpid():
-            self._begin()
-        free = self._free
-        left_s = deadline.left_s()
+        if self._process_id != os.getpid():
+            self._reset()
+        free = self._free_slots
+        left_s = deadline.get_remaining_s()
         # What a timeout of the system's own waits for has a limit.
         if not free.acquire(timeout=None if left_s is None else max(0.0, min(left_s, threading.TIMEOUT_MAX))):
             raise httpx.PoolTimeout(_LATE)
         try:
             if self._closed:
                 raise RuntimeError("the client is closed")
-            if not fresh and (kept := self._idle.take()) is not None:
+            if not fresh and (kept := self._idle.pop()) is not None:
                 return kept, True
-            return self._opened(deadline), False
+            return self._open(deadline), False
         except BaseException:
             free.release()
             raise
 
-    def give(self, connection: ClientHttpConnection) -> None:
+    def release(self, connection: ClientHttpConnection) -> None:
         """Take a connection back."""
         if connection.is_reusable and not self._closed:
-            self._idle.give(connection)
+            self._idle.push(connection)
         else:
             connection.close()
-        self._free.release()
+        self._free_slots.release()
 
     def close(self) -> None:
         """Close all; those in use when they come back."""
         self._closed = True
-        self._idle.close()
+        self._idle.close_all()
 
-    def _begin(self) -> None:
-        self._process = os.getpid()
-        self._free = threading.Semaphore(self._most)
-        self._idle = IdleConnectionStack(self._most, self._keep_s)
+    def _reset(self) -> None:
+        self._process_id = os.getpid()
+        self._free_slots = threading.Semaphore(self._max_connections)
+        self._idle = IdleConnectionStack(self._max_connections, self._idle_timeout_s)
 
-    def _opened(self, deadline: Deadline) -> ClientHttpConnection:
+    def _open(self, deadline: Deadline) -> ClientHttpConnection:
         try:
-            found = self._places()
+            found = self._resolve_addresses()
             for place in found:
                 try:
-                    return self._opened_at(place, deadline, is_last=place == found[-1])
+                    return self._open_at(place, deadline, is_last=place == found[-1])
                 except (OSError, httpx.ConnectTimeout) as error:
                     failure = error
             raise failure if found else OSError("the host has no address")
         # A UnicodeError is a name of which no query can be made: a part of it is too long.
         except (OSError, UnicodeError) as error:
-            raise httpx.ConnectError(f"{self._address.place}: {error}") from error
+            raise httpx.ConnectError(f"{self._address.display_name}: {error}") from error
 
-    def _places(self) -> list[Place]:
+    def _resolve_addresses(self) -> list[Place]:
         if self._address.socket_path is not None:
             return [(socket.AF_UNIX, self._address.socket_path)]
         return list_socket_addresses(
             socket.getaddrinfo(self._address.host, self._address.port, type=socket.SOCK_STREAM)
         )
 
-    def _opened_at(self, place: Place, deadline: Deadline, *, is_last: bool) -> ClientHttpConnection:
+    def _open_at(self, place: Place, deadline: Deadline, *, is_last: bool) -> ClientHttpConnection:
         family, where = place
         late = httpx.ConnectTimeout
         made = make_socket(family)
         try:
-            run_steps(connect(made, where), Deadline(compute_attempt_s(deadline.left_s(), is_last=is_last)), late)
-            if self._address.tls:
-                secured = wrap_tls(made, self._address, self._trust.context)
+            run_steps(
+                connect(made, where), Deadline(compute_attempt_s(deadline.get_remaining_s(), is_last=is_last)), late
+            )
+            if self._address.is_tls:
+                secured = wrap_tls(made, self._address, self._tls_settings.context)
                 made = secured
                 run_steps(do_handshake(secured), deadline, late)
             else:
                 made.setblocking(True)
                 made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _pack_timeval(_SENDING_S))
                 made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _pack_timeval(_RECEIVING_S))
-            return ClientHttpConnection(made, blocks=not self._address.tls)
+            return ClientHttpConnection(made, blocks=not self._address.is_tls)
         except BaseException:
             made.close()
             raise
@@ -154,7 +156,7 @@ def make_blocking_receiver(deadline: Deadline) -> BlockingReceive:
     def receive_into(connected: socket.socket, view: memoryview, /, *, whole: bool) -> int:
         flags = _ALL if whole else 0
         while True:
-            left_s = deadline.left_s()
+            left_s = deadline.get_remaining_s()
             if left_s is None or left_s >= _RECEIVING_S:
                 try:
                     return connected.recv_into(view, 0, flags)
@@ -188,7 +190,7 @@ def run_steps(steps: Steps[R], deadline: Deadline, late: type[httpx.TimeoutExcep
     try:
         descriptor, events = next(steps)
         while True:
-            left_s = deadline.left_s()
+            left_s = deadline.get_remaining_s()
             if left_s is not None and left_s <= 0:
                 raise late(_LATE)
             poll = select.poll()

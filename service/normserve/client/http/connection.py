@@ -48,9 +48,9 @@ class ClientHttpConnection(SocketReceiver):
         self.is_reusable = True
         self.idle_since = time.monotonic()
         self._send_flags = 0 if blocks else NOW
-        self._heads = ResponseHeadParser()
+        self._head_parser = ResponseHeadParser()
         # Of the parts of a request, by the first call.
-        self._already = 0
+        self._sent_at_once = 0
 
     def close(self) -> None:
         """Close it."""
@@ -77,10 +77,10 @@ class ClientHttpConnection(SocketReceiver):
             UnexpectedAnswerError: the answer is longer than that, or compressed.
             httpx.TransportError: there is none, or the answer is not HTTP.
         """
-        sent = yield from self.send([head, *parts])
-        answer = yield from self.head(fill)
+        sent = yield from self.send_request([head, *parts])
+        answer = yield from self.receive_head(fill)
         status, headers = answer.status, answer.headers
-        length, reception = answer.length, None
+        length, reception = answer.body_bytes, None
         # What is as it should be needs no second look.
         if status >= 400 or length is None or length > most_bytes or "content-encoding" in headers:
             reception = LimitedBody(status, headers, most_bytes)
@@ -89,34 +89,34 @@ class ClientHttpConnection(SocketReceiver):
                 # Not cleared before it is filled, which a bytearray would be.
                 room = np.empty(length, np.uint8).data
             body = room[:length]
-            yield from self._fill(body, fill)
-            self.end(answer, sent)
+            yield from self._receive_exactly(body, fill)
+            self.end_response(answer, sent)
             return ApiResponse(status, headers, body)
         reception = reception or LimitedBody(status, headers, most_bytes)
         while reception.is_wanted:
-            piece = yield from self.piece(answer)
+            piece = yield from self.receive_piece(answer)
             if piece is None:
-                self.end(answer, sent)
+                self.end_response(answer, sent)
                 break
-            reception.take(piece)
-        return ApiResponse(status, headers, reception.body())
+            reception.append(piece)
+        return ApiResponse(status, headers, reception.get_body())
 
-    def send(self, parts: Sequence[bytes | memoryview]) -> Steps[bool]:
+    def send_request(self, parts: Sequence[bytes | memoryview]) -> Steps[bool]:
         """Send these one after another; return whether all of it went, and not an answer came before.
 
         A server that refuses a request need not read it: what it says is more than that it no longer listens.
         """
         self.is_reusable = self.has_answered = False
-        self._failure = None
+        self._send_error = None
         turn = 0
         try:
-            if not self._tls and self._send_at_once(parts):
+            if not self._is_tls and self._send_without_waiting(parts):
                 return True
             views = [memoryview(part).cast("B") for part in parts if len(part)]
-            if self._tls:
+            if self._is_tls:
                 views = coalesce_small(views)
             else:
-                drop_sent(views, self._already)
+                drop_sent(views, self._sent_at_once)
             while views:
                 try:
                     sent = self._send_some(views)
@@ -128,104 +128,104 @@ class ClientHttpConnection(SocketReceiver):
                 else:
                     drop_sent(views, sent)
                     # Of a socket that took a part there is nothing more to ask for now.
-                    turn = turn + sent if self._tls else TURN_BYTES
+                    turn = turn + sent if self._is_tls else TURN_BYTES
                 if turn >= TURN_BYTES and views:
                     turn = 0
                     came = yield self._descriptor, READ | WRITE
-                    if came & ~WRITE and self._is_refused():
+                    if came & ~WRITE and self._receive_early_response():
                         return False
         except OSError as error:
-            self._failure = error
+            self._send_error = error
             return False
         return True
 
-    def head(self, fill: BlockingReceive | None = None) -> Steps[ResponseHead]:
+    def receive_head(self, fill: BlockingReceive | None = None) -> Steps[ResponseHead]:
         """Receive an answer's head; interim ones before it are left out.
 
         Args: fill: as in `exchange`.
         """
         while True:
-            raw = self._next_head()
-            while raw is None and self._stop - self._start <= HEAD_BYTES:
-                yield from self._receive_more(fill)
-                raw = self._next_head()
+            raw = self._take_head()
+            while raw is None and self._end - self._begin <= HEAD_BYTES:
+                yield from self._receive_to_buffer(fill)
+                raw = self._take_head()
             if raw is None or len(raw) > HEAD_BYTES:
                 raise httpx.RemoteProtocolError(f"an answer's header must be at most {HEAD_BYTES} bytes")
-            head = self._heads.read(raw)
+            head = self._head_parser.parse(raw)
             if head.status >= 200:
                 return head
             # A server may send these faster than they are read, and the time is looked at only in a wait.
             yield self._descriptor, READ | WRITE
 
-    def piece(self, head: ResponseHead) -> Steps[bytes | memoryview | None]:
+    def receive_piece(self, head: ResponseHead) -> Steps[bytes | memoryview | None]:
         """Receive the next piece of an answer's body; None is its end."""
         while True:
-            if head.length == 0 or (head.chunks is not None and head.chunks.is_complete):
+            if head.body_bytes == 0 or (head.chunk_decoder is not None and head.chunk_decoder.is_complete):
                 return None
-            if self._start == self._stop:
-                into = np.empty(min(_PIECE_BYTES, head.length or _PIECE_BYTES), np.uint8).data
-                if self._tls:
+            if self._begin == self._end:
+                into = np.empty(min(_PIECE_BYTES, head.body_bytes or _PIECE_BYTES), np.uint8).data
+                if self._is_tls:
                     # As between interim answers.
                     yield self._descriptor, READ | WRITE
                 got = yield from self._receive(into)
                 piece = into[:got]
             else:
-                piece = memoryview(bytes(self._take(head.length or _PIECE_BYTES)))
+                piece = memoryview(bytes(self._take_buffered(head.body_bytes or _PIECE_BYTES)))
             if not piece:
-                if head.length is None and head.chunks is None:
-                    head.length = 0
+                if head.body_bytes is None and head.chunk_decoder is None:
+                    head.body_bytes = 0
                     return None
-                raise self._ended()
-            if head.chunks is not None:
-                decoded = head.chunks.feed(bytes(piece))
+                raise self._make_end_error()
+            if head.chunk_decoder is not None:
+                decoded = head.chunk_decoder.decode(bytes(piece))
                 if not decoded:
                     continue
                 return decoded
-            if head.length is not None:
-                head.length -= len(piece)
+            if head.body_bytes is not None:
+                head.body_bytes -= len(piece)
             return piece
 
-    def end(self, head: ResponseHead, sent: bool) -> None:
+    def end_response(self, head: ResponseHead, sent: bool) -> None:
         """Say that an answer was read to its end.
 
         Args:
             head: of it.
-            sent: what `send` returned.
+            sent: what `send_request` returned.
         """
-        has_more = self._start < self._stop or (head.chunks is not None and head.chunks.has_more)
-        self.is_reusable = sent and head.stays and not has_more
+        has_more = self._begin < self._end or (head.chunk_decoder is not None and head.chunk_decoder.has_excess)
+        self.is_reusable = sent and head.is_keep_alive and not has_more
         self.idle_since = time.monotonic()
 
-    def _send_at_once(self, parts: Sequence[bytes | memoryview]) -> bool:
+    def _send_without_waiting(self, parts: Sequence[bytes | memoryview]) -> bool:
         """Send what the socket takes without a wait; return whether that is all."""
-        self._already = 0
+        self._sent_at_once = 0
         try:
-            self._already = self._socket.sendmsg(parts[:_MOST_PARTS], (), self._send_flags)
+            self._sent_at_once = self._socket.sendmsg(parts[:_MOST_PARTS], (), self._send_flags)
         except _LATER:
             return False
-        return self._already == sum(map(len, parts))
+        return self._sent_at_once == sum(map(len, parts))
 
     def _send_some(self, views: list[memoryview]) -> int:
-        if self._tls:
+        if self._is_tls:
             return self._socket.send(views[0])
         return self._socket.sendmsg(views[:_MOST_PARTS], (), self._send_flags)
 
-    def _is_refused(self) -> bool:
+    def _receive_early_response(self) -> bool:
         """Whether an answer that is no interim one came while there is more to send, or nothing can."""
         try:
-            if not self._receive_now():
+            if not self._receive_to_buffer_now():
                 return True
         except (*_LATER, ssl.SSLWantReadError):
             return False
         # Of an interim one the head is left out when it is whole; until then there is time.
-        while self._buffer.startswith(b"HTTP/1.1 1", self._start, self._stop) and self._next_head() is not None:
+        while self._buffer.startswith(b"HTTP/1.1 1", self._begin, self._end) and self._take_head() is not None:
             pass
-        if self._stop - self._start > HEAD_BYTES:
+        if self._end - self._begin > HEAD_BYTES:
             return True
-        beginning = bytes(self._buffer[self._start : min(self._stop, self._start + 10)])
+        beginning = bytes(self._buffer[self._begin : min(self._end, self._begin + 10)])
         return bool(beginning) and not b"HTTP/1.1 1".startswith(beginning)
 
-    def _next_head(self) -> bytes | None:
+    def _take_head(self) -> bytes | None:
         """Take the next head, if it is whole."""
-        end = self._buffer.find(b"\r\n\r\n", self._start, self._stop)
-        return None if end < 0 else bytes(self._take(end + 4 - self._start))
+        end = self._buffer.find(b"\r\n\r\n", self._begin, self._end)
+        return None if end < 0 else bytes(self._take_buffered(end + 4 - self._begin))

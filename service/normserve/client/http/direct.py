@@ -33,34 +33,34 @@ class RequestEncoder:
         """
         self.address = address
         # Compression would cost more time than the bytes that it saves: floats hardly shrink.
-        self._of_all = [
+        self._common_headers = [
             (b"Host", address.host_header.encode("ascii")),
             (b"Accept", b"*/*"),
             (b"Accept-Encoding", b"identity"),
             (b"User-Agent", b"normserve-client"),
         ]
         if userinfo:
-            self._of_all.append((b"Authorization", b"Basic " + base64.b64encode(userinfo.encode())))
+            self._common_headers.append((b"Authorization", b"Basic " + base64.b64encode(userinfo.encode())))
         elif api_key is not None:
-            self._of_all.append((b"Authorization", b"Bearer " + api_key.encode("ascii")))
+            self._common_headers.append((b"Authorization", b"Bearer " + api_key.encode("ascii")))
         # What callers ask for is often the same, but for the numbers in it.
-        self._head = functools.lru_cache(256)(self._made)
+        self._get_head = functools.lru_cache(256)(self._encode_head)
 
-    def request(self, call: ApiCall[Any]) -> tuple[bytes, list[bytes | memoryview]]:
+    def encode(self, call: ApiCall[Any]) -> tuple[bytes, list[bytes | memoryview]]:
         """A call's head and the parts of its body."""
-        parts = call.parts()
+        parts = call.encode_body()
         length = None if parts is None else sum(map(len, parts))
-        head = self._head(call.method, call.target, length)
+        head = self._get_head(call.method, call.target, length)
         if headers := get_current_headers():
             own = [b"%b: %b\r\n" % (name.encode("ascii"), value.encode("ascii")) for name, value in headers]
             # Before the empty line that ends the head.
             head = b"".join([head[:-2], *own, b"\r\n"])
         return head, parts or []
 
-    def _made(self, method: str, target: str, length: int | None) -> bytes:
+    def _encode_head(self, method: str, target: str, length: int | None) -> bytes:
         own = [] if length is None else [(b"Content-Type", _CONTENT_TYPE), (b"Content-Length", b"%d" % length)]
-        target = self.address.target(target)
-        return encode_request_head(method.encode("ascii"), target.encode("ascii"), [*self._of_all, *own])
+        target = self.address.make_target(target)
+        return encode_request_head(method.encode("ascii"), target.encode("ascii"), [*self._common_headers, *own])
 
 
 class DirectTransport:
@@ -72,21 +72,21 @@ class DirectTransport:
 
     def exchange(self, call: ApiCall[Any], deadline: Deadline) -> ApiResponse:
         """As `Transport.exchange`."""
-        head, parts = self._requests.request(call)
+        head, parts = self._requests.encode(call)
         fill = make_blocking_receiver(deadline)
         with TransportErrorTranslator(deadline):
             fresh = False
             while True:
-                connection, used = self._sockets.take(deadline, fresh=fresh)
+                connection, used = self._sockets.acquire(deadline, fresh=fresh)
                 try:
                     return _refuse_redirect(
-                        run_steps(connection.exchange(head, parts, call.most_bytes, fill=fill), deadline)
+                        run_steps(connection.exchange(head, parts, call.max_bytes, fill=fill), deadline)
                     )
                 except (httpx.NetworkError, httpx.RemoteProtocolError):
                     if not (used and _can_resend(call, connection)):
                         raise
                 finally:
-                    self._sockets.give(connection)
+                    self._sockets.release(connection)
                 fresh = True
 
     def close(self) -> None:
@@ -103,21 +103,19 @@ class AsyncDirectTransport:
 
     async def exchange(self, call: ApiCall[Any], deadline: Deadline) -> ApiResponse:
         """As `Transport.exchange`."""
-        head, parts = self._requests.request(call)
+        head, parts = self._requests.encode(call)
         with TransportErrorTranslator(deadline):
             fresh = False
-            async with deadline.ends():
+            async with deadline.make_asyncio_timeout():
                 while True:
-                    connection, used = await self._sockets.take(deadline, fresh=fresh)
+                    connection, used = await self._sockets.acquire(deadline, fresh=fresh)
                     try:
-                        return _refuse_redirect(
-                            await drive_tasks(connection.exchange(head, parts, call.most_bytes))
-                        )
+                        return _refuse_redirect(await drive_tasks(connection.exchange(head, parts, call.max_bytes)))
                     except (httpx.NetworkError, httpx.RemoteProtocolError):
                         if not (used and _can_resend(call, connection)):
                             raise
                     finally:
-                        self._sockets.give(connection)
+                        self._sockets.release(connection)
                     fresh = True
 
     async def close(self) -> None:

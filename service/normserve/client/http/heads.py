@@ -49,16 +49,16 @@ class ResponseHead:
     Attributes:
         status: of its first line.
         headers: by name in lower case; values of one name are joined by commas.
-        length: of the body; None where its end says itself.
-        chunks: reads a body in chunks; None where it is none.
-        stays: whether the server keeps the connection behind it.
+        body_bytes: of the body; None where its end says itself.
+        chunk_decoder: reads a body in chunks; None where it is none.
+        is_keep_alive: whether the server keeps the connection behind it.
     """
 
     status: int
     headers: dict[str, str]
-    length: int | None
-    chunks: "ChunkDecoder | None"
-    stays: bool
+    body_bytes: int | None
+    chunk_decoder: "ChunkDecoder | None"
+    is_keep_alive: bool
 
 
 class ResponseHeadParser:
@@ -74,24 +74,24 @@ class ResponseHeadParser:
         # They are tried in turn; one server sends few kinds of heads.
         self._patterns: list[tuple[re.Pattern[str], list[str]]] = []
 
-    def read(self, raw: bytes) -> ResponseHead:
+    def parse(self, raw: bytes) -> ResponseHead:
         """Read a head, the empty line at its end included.
 
         Raises:
             httpx.RemoteProtocolError: it is none.
         """
-        if (as_before := self._as_before(raw)) is not None:
+        if (as_before := self._parse_by_pattern(raw)) is not None:
             return as_before
         # Most other heads have each name once and a length, and need no Python call for each line.
         quick = _HeaderCollector()
         _run_parser(quick, raw)
-        headers = {_decode_lower(name): value.decode("latin-1") for name, value in quick.found.items()}
-        stays, found = quick.stays, None
+        headers = {_decode_lower(name): value.decode("latin-1") for name, value in quick.headers.items()}
+        stays, found = quick.is_keep_alive, None
         if raw.count(b"\r\n") != len(headers) + 2 or "transfer-encoding" in headers:
             found = _MessageCollector()
             _run_parser(found, raw)
             headers = {}
-            for name, value in found.fields:
+            for name, value in found.headers:
                 key, text = _decode_lower(name), value.decode("latin-1")
                 headers[key] = f"{headers[key]}, {text}" if key in headers else text
         status: int = quick.parser.get_status_code()
@@ -108,10 +108,10 @@ class ResponseHeadParser:
         elif "content-length" in headers:
             length = int(headers["content-length"])
             if found is None and stays:
-                self._learn(raw, quick.found)
+                self._add_pattern(raw, quick.headers)
         return ResponseHead(status, headers, length, chunks, stays)
 
-    def _as_before(self, raw: bytes) -> ResponseHead | None:
+    def _parse_by_pattern(self, raw: bytes) -> ResponseHead | None:
         """Read a head with the same lines as an earlier one, whatever their values; None for any other head."""
         if raw.isascii():
             text = raw.decode("ascii")
@@ -121,7 +121,7 @@ class ResponseHeadParser:
                     return ResponseHead(200, headers, int(headers["content-length"]), None, True)
         return None
 
-    def _learn(self, raw: bytes, names: Iterable[bytes]) -> None:
+    def _add_pattern(self, raw: bytes, names: Iterable[bytes]) -> None:
         """Remember the line names of a result's head, if each comes once and none is about the connection."""
         if len(self._patterns) >= _MOST_PATTERNS or not raw.startswith(_RESULT) or len(raw) > _LONGEST_LEARNT:
             return
@@ -159,14 +159,14 @@ class _HeaderCollector:
 
     def __init__(self) -> None:
         self.parser: Any = None
-        self.found: dict[bytes, bytes] = {}
+        self.headers: dict[bytes, bytes] = {}
         self.is_complete = False
-        self.stays = False
-        self.on_header = self.found.__setitem__
+        self.is_keep_alive = False
+        self.on_header = self.headers.__setitem__
 
     def on_headers_complete(self) -> None:
         self.is_complete = True
-        self.stays = self.parser.should_keep_alive()
+        self.is_keep_alive = self.parser.should_keep_alive()
 
 
 class _MessageCollector:
@@ -174,19 +174,19 @@ class _MessageCollector:
 
     def __init__(self) -> None:
         self.parser: Any = None
-        self.fields: list[tuple[bytes, bytes]] = []
+        self.headers: list[tuple[bytes, bytes]] = []
         self.is_complete = False
         self.pieces: list[bytes] = []
-        self.messages = 0
-        self.ended = 0
+        self.message_count = 0
+        self.ended_count = 0
 
     def on_message_begin(self) -> None:
-        self.messages += 1
+        self.message_count += 1
 
     def on_header(self, name: bytes, value: bytes) -> None:
         # Behind the body they are trailers, which are not read.
         if not self.is_complete:
-            self.fields.append((name, value))
+            self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         self.is_complete = True
@@ -195,7 +195,7 @@ class _MessageCollector:
         self.pieces.append(piece)
 
     def on_message_complete(self) -> None:
-        self.ended += 1
+        self.ended_count += 1
 
 
 class ChunkDecoder:
@@ -203,33 +203,33 @@ class ChunkDecoder:
 
     Attributes:
         is_complete: whether the last one was read.
-        has_more: whether more came than that, which is nothing that was asked for.
+        has_excess: whether more came than that, which is nothing that was asked for.
     """
 
     def __init__(self, found: _MessageCollector) -> None:
-        self._found = found
-        self._without_body = 0
+        self._collector = found
+        self._overhead_bytes = 0
         self.is_complete = False
-        self.has_more = False
+        self.has_excess = False
 
-    def feed(self, data: bytes) -> bytes:
+    def decode(self, data: bytes) -> bytes:
         """Return what of the body is in the next bytes that came.
 
         Raises:
             httpx.RemoteProtocolError: they are no chunks, or go on for long without any of the body.
         """
-        found = self._found
+        found = self._collector
         try:
             found.parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            if not found.ended:
+            if not found.ended_count:
                 raise httpx.RemoteProtocolError("the answer's chunks are malformed") from error
-            self.has_more = True
-        self.is_complete = found.ended > 0
-        self.has_more = self.has_more or found.messages > 1
+            self.has_excess = True
+        self.is_complete = found.ended_count > 0
+        self.has_excess = self.has_excess or found.message_count > 1
         piece, found.pieces = b"".join(found.pieces), []
         # Extensions and trailers are kept by the parser while they come.
-        self._without_body = 0 if piece else self._without_body + len(data)
-        if self._without_body > HEAD_BYTES:
+        self._overhead_bytes = 0 if piece else self._overhead_bytes + len(data)
+        if self._overhead_bytes > HEAD_BYTES:
             raise httpx.RemoteProtocolError("there are too many bytes between the answer's chunks")
         return piece

@@ -14,22 +14,22 @@ class IdleConnectionStack:
         most: kept at once.
         keep_s: how long one is kept.
         """
-        self._most = most
-        self._keep_s = keep_s
+        self._max_connections = most
+        self._idle_timeout_s = keep_s
         self._idle: collections.deque[ClientHttpConnection] = collections.deque()
 
-    def take(self) -> ClientHttpConnection | None:
+    def pop(self) -> ClientHttpConnection | None:
         """Return the connection that was used last, if one is still open."""
         while True:
             try:
                 kept = self._idle.pop()
             except IndexError:
                 return None
-            if time.monotonic() - kept.idle_since <= self._keep_s and kept.is_quiet():
+            if time.monotonic() - kept.idle_since <= self._idle_timeout_s and kept.is_quiet():
                 return kept
             kept.close()
 
-    def give(self, connection: ClientHttpConnection) -> None:
+    def push(self, connection: ClientHttpConnection) -> None:
         """Keep one more; those idle for long, and those beyond the limit, are closed."""
         self._idle.append(connection)
         while self._idle:
@@ -37,12 +37,15 @@ class IdleConnectionStack:
                 oldest = self._idle.popleft()
             except IndexError:
                 return
-            if len(self._idle) < self._most and time.monotonic() - oldest.idle_since <= self._keep_s:
+            if (
+                len(self._idle) < self._max_connections
+                and time.monotonic() - oldest.idle_since <= self._idle_timeout_s
+            ):
                 self._idle.appendleft(oldest)
                 return
             oldest.close()
 
-    def close(self) -> None:
+    def close_all(self) -> None:
         """Close all."""
         while self._idle:
             try:

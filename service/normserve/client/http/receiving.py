@@ -47,36 +47,36 @@ class SocketReceiver:
         self.has_answered = False
         self._socket = connected
         self._descriptor = connected.fileno()
-        self._tls = isinstance(connected, ssl.SSLSocket)
+        self._is_tls = isinstance(connected, ssl.SSLSocket)
         self._poll = select.poll()
         self._poll.register(self._descriptor, READ)
         # What came and was not taken yet lies between the two.
         self._buffer = bytearray(_FIRST_BYTES)
-        self._start = self._stop = 0
+        self._begin = self._end = 0
         # Why the last request was not sent; who had no answer to it is told.
-        self._failure: OSError | None = None
+        self._send_error: OSError | None = None
 
     def is_quiet(self) -> bool:
         """Whether an idle connection has nothing to read: neither its end nor unrequested bytes."""
         return not self._poll.poll(0)
 
-    def _take(self, most_bytes: int) -> memoryview:
+    def _take_buffered(self, most_bytes: int) -> memoryview:
         """What came, valid until more is received."""
-        begin = self._start
-        self._start = min(self._stop, begin + most_bytes)
-        return memoryview(self._buffer)[begin : self._start]
+        begin = self._begin
+        self._begin = min(self._end, begin + most_bytes)
+        return memoryview(self._buffer)[begin : self._begin]
 
-    def _receive_more(self, fill: BlockingReceive | None = None) -> Steps[None]:
-        if fill is not None and not self._tls:
-            if not self._receive_now(fill):
-                raise self._ended()
+    def _receive_to_buffer(self, fill: BlockingReceive | None = None) -> Steps[None]:
+        if fill is not None and not self._is_tls:
+            if not self._receive_to_buffer_now(fill):
+                raise self._make_end_error()
             return
         while True:
-            if not self._tls:
+            if not self._is_tls:
                 yield self._descriptor, READ
             try:
-                if not self._receive_now():
-                    raise self._ended()
+                if not self._receive_to_buffer_now():
+                    raise self._make_end_error()
                 return
             except ssl.SSLWantReadError:
                 yield self._descriptor, READ
@@ -85,33 +85,33 @@ class SocketReceiver:
             except (BlockingIOError, InterruptedError):
                 continue
             except OSError as error:
-                raise self._broken(error) from error
+                raise self._make_broken_error(error) from error
 
-    def _receive_now(self, fill: BlockingReceive | None = None) -> int:
+    def _receive_to_buffer_now(self, fill: BlockingReceive | None = None) -> int:
         """Receive what is there, or with `fill` what comes next, behind what was not taken yet."""
-        if self._start:
-            self._buffer[: self._stop - self._start] = self._buffer[self._start : self._stop]
-            self._start, self._stop = 0, self._stop - self._start
-        if self._stop == len(self._buffer):
+        if self._begin:
+            self._buffer[: self._end - self._begin] = self._buffer[self._begin : self._end]
+            self._begin, self._end = 0, self._end - self._begin
+        if self._end == len(self._buffer):
             self._buffer += bytes(len(self._buffer))
-        view = memoryview(self._buffer)[self._stop :]
-        got = self._recv_into(view) if fill is None else self._filled(fill, view, whole=False)
+        view = memoryview(self._buffer)[self._end :]
+        got = self._recv_into(view) if fill is None else self._receive_blocking(fill, view, whole=False)
         self.has_answered = self.has_answered or got > 0
-        self._stop += got
+        self._end += got
         return got
 
-    def _fill(self, view: memoryview, fill: BlockingReceive | None) -> Steps[None]:
-        already = self._take(len(view))
+    def _receive_exactly(self, view: memoryview, fill: BlockingReceive | None) -> Steps[None]:
+        already = self._take_buffered(len(view))
         view[: len(already)] = already
         view = view[len(already) :]
-        if self._tls:
-            yield from self._fill_in_turns(view)
+        if self._is_tls:
+            yield from self._receive_in_turns(view)
             return
         few = len(view) <= _LEAST_BYTES
         try:
             while view:
                 if fill is not None:
-                    got = self._filled(fill, view, whole=True)
+                    got = self._receive_blocking(fill, view, whole=True)
                 else:
                     if not few:
                         # The thread is not woken for less, except at the end.
@@ -119,24 +119,24 @@ class SocketReceiver:
                         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
                     got = yield from self._receive(view)
                 if not got:
-                    raise self._ended()
+                    raise self._make_end_error()
                 view = view[got:]
         finally:
             if fill is None and not few:
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
 
-    def _filled(self, fill: BlockingReceive, view: memoryview, *, whole: bool) -> int:
+    def _receive_blocking(self, fill: BlockingReceive, view: memoryview, *, whole: bool) -> int:
         try:
             return fill(self._socket, view, whole=whole)
         except OSError as error:
-            raise self._broken(error) from error
+            raise self._make_broken_error(error) from error
 
-    def _fill_in_turns(self, view: memoryview) -> Steps[None]:
+    def _receive_in_turns(self, view: memoryview) -> Steps[None]:
         turn = 0
         while view:
             got = yield from self._receive(view)
             if not got:
-                raise self._ended()
+                raise self._make_end_error()
             view = view[got:]
             turn += got
             if turn >= TURN_BYTES:
@@ -147,7 +147,7 @@ class SocketReceiver:
     def _receive(self, view: memoryview) -> Steps[int]:
         """Receive into memory; 0 is the end."""
         while True:
-            if not self._tls:
+            if not self._is_tls:
                 yield self._descriptor, READ
             try:
                 return self._recv_into(view)
@@ -158,17 +158,17 @@ class SocketReceiver:
             except (BlockingIOError, InterruptedError):
                 continue
             except OSError as error:
-                raise self._broken(error) from error
+                raise self._make_broken_error(error) from error
 
     def _recv_into(self, view: memoryview) -> int:
-        return self._socket.recv_into(view) if self._tls else self._socket.recv_into(view, 0, NOW)
+        return self._socket.recv_into(view) if self._is_tls else self._socket.recv_into(view, 0, NOW)
 
-    def _ended(self) -> httpx.TransportError:
-        if self._failure is not None and not self.has_answered:
-            return httpx.WriteError(str(self._failure))
+    def _make_end_error(self) -> httpx.TransportError:
+        if self._send_error is not None and not self.has_answered:
+            return httpx.WriteError(str(self._send_error))
         return IncompleteResponseError("the server closed the connection before its answer was complete")
 
-    def _broken(self, error: OSError) -> httpx.TransportError:
-        if self._failure is not None and not self.has_answered:
-            return httpx.WriteError(str(self._failure))
+    def _make_broken_error(self, error: OSError) -> httpx.TransportError:
+        if self._send_error is not None and not self.has_answered:
+            return httpx.WriteError(str(self._send_error))
         return httpx.ReadError(str(error))

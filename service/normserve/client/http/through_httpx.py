@@ -58,38 +58,38 @@ class HttpxTransport:
         options: of httpx's client.
         """
         hooks = {"response": [_refuse_redirect]}
-        self._http = httpx.Client(transport=transport, event_hooks=hooks, **_add_fixed_options(options))
-        enforce_deadlines(self._http)
+        self._client = httpx.Client(transport=transport, event_hooks=hooks, **_add_fixed_options(options))
+        enforce_deadlines(self._client)
 
     def exchange(self, call: ApiCall[Any], deadline: Deadline) -> ApiResponse:
         """As `Transport.exchange`."""
-        parts = call.parts()
-        request = self._http.build_request(
+        parts = call.encode_body()
+        request = self._client.build_request(
             call.method,
             call.path,
             params=call.params,
             headers=_make_request_headers(parts),
             content=None if parts is None else _split_chunks(parts),
-            extensions={"timeout": deadline.timeouts()},
+            extensions={"timeout": deadline.make_httpx_timeouts()},
         )
         with TransportErrorTranslator(deadline):
-            response = self._http.send(request, stream=True)
+            response = self._client.send(request, stream=True)
             try:
-                reception = LimitedBody(response.status_code, response.headers, call.most_bytes)
+                reception = LimitedBody(response.status_code, response.headers, call.max_bytes)
                 # As it comes: httpx's own iterators would decompress it.
                 pieces = cast(httpx.SyncByteStream, response.stream) if reception.is_wanted else ()
                 for piece in pieces:
                     deadline.check()
-                    reception.take(piece)
+                    reception.append(piece)
                     if not reception.is_wanted:
                         break
             finally:
                 response.close()
-        return ApiResponse(response.status_code, response.headers, reception.body())
+        return ApiResponse(response.status_code, response.headers, reception.get_body())
 
     def close(self) -> None:
         """Close all connections."""
-        self._http.close()
+        self._client.close()
 
 
 class AsyncHttpxTransport:
@@ -98,12 +98,12 @@ class AsyncHttpxTransport:
     def __init__(self, transport: httpx.AsyncBaseTransport | None = None, **options: Any) -> None:
         """Args: as `HttpxTransport`."""
         hooks = {"response": [_refuse_redirect_async]}
-        self._http = httpx.AsyncClient(transport=transport, event_hooks=hooks, **_add_fixed_options(options))
+        self._client = httpx.AsyncClient(transport=transport, event_hooks=hooks, **_add_fixed_options(options))
 
     async def exchange(self, call: ApiCall[Any], deadline: Deadline) -> ApiResponse:
         """As `Transport.exchange`."""
-        parts = call.parts()
-        request = self._http.build_request(
+        parts = call.encode_body()
+        request = self._client.build_request(
             call.method,
             call.path,
             params=call.params,
@@ -111,23 +111,23 @@ class AsyncHttpxTransport:
             content=None if parts is None else _split_chunks_async(parts),
         )
         with TransportErrorTranslator(deadline):
-            async with deadline.ends():
-                response = await self._http.send(request, stream=True)
+            async with deadline.make_asyncio_timeout():
+                response = await self._client.send(request, stream=True)
                 try:
-                    reception = LimitedBody(response.status_code, response.headers, call.most_bytes)
+                    reception = LimitedBody(response.status_code, response.headers, call.max_bytes)
                     if reception.is_wanted:
                         # As it comes: httpx's own iterators would decompress it.
                         async for piece in cast(httpx.AsyncByteStream, response.stream):
-                            reception.take(piece)
+                            reception.append(piece)
                             if not reception.is_wanted:
                                 break
                 finally:
                     await response.aclose()
-        return ApiResponse(response.status_code, response.headers, reception.body())
+        return ApiResponse(response.status_code, response.headers, reception.get_body())
 
     async def close(self) -> None:
         """Close all connections."""
-        await self._http.aclose()
+        await self._client.aclose()
 
 
 def _add_fixed_options(options: dict[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ def enforce_deadlines(http: httpx.Client) -> None:
 
 def _get_remaining_s(timeout: float | None, error: type[httpcore.TimeoutException]) -> float | None:
     """Seconds to wait at most."""
-    left_s = timeout.deadline.left_s() if isinstance(timeout, RemainingSeconds) else timeout
+    left_s = timeout.deadline.get_remaining_s() if isinstance(timeout, RemainingSeconds) else timeout
     if left_s is not None and left_s <= 0:
         raise error("the call's time is over")
     return left_s
@@ -42,7 +42,7 @@ class _DeadlineBackend(httpcore.NetworkBackend):
     """Opens sockets as another backend does."""
 
     def __init__(self, inner: httpcore.NetworkBackend) -> None:
-        self._inner = inner
+        self._backend = inner
 
     def connect_tcp(
         self,
@@ -58,7 +58,7 @@ class _DeadlineBackend(httpcore.NetworkBackend):
             left_s = _get_remaining_s(timeout, httpcore.ConnectTimeout)
             try:
                 return _DeadlineStream(
-                    self._inner.connect_tcp(address, port, left_s, local_address, socket_options)
+                    self._backend.connect_tcp(address, port, left_s, local_address, socket_options)
                 )
             except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
                 failure = error
@@ -68,7 +68,7 @@ class _DeadlineBackend(httpcore.NetworkBackend):
         self, path: str, timeout: float | None = None, socket_options: _Options = None
     ) -> httpcore.NetworkStream:
         left_s = _get_remaining_s(timeout, httpcore.ConnectTimeout)
-        return _DeadlineStream(self._inner.connect_unix_socket(path, left_s, socket_options))
+        return _DeadlineStream(self._backend.connect_unix_socket(path, left_s, socket_options))
 
 
 def _resolve_addresses(host: str, port: int) -> list[str]:
@@ -84,18 +84,18 @@ class _DeadlineStream(httpcore.NetworkStream):
     """Waits as long as another stream may."""
 
     def __init__(self, inner: httpcore.NetworkStream) -> None:
-        self._inner = inner
+        self._stream = inner
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        return self._inner.read(max_bytes, _get_remaining_s(timeout, httpcore.ReadTimeout))
+        return self._stream.read(max_bytes, _get_remaining_s(timeout, httpcore.ReadTimeout))
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
         # The inner stream would begin anew to wait whenever a part has gone.
-        connected = self._inner.get_extra_info("socket")
-        is_tls = self._inner.get_extra_info("ssl_object") is not None
+        connected = self._stream.get_extra_info("socket")
+        is_tls = self._stream.get_extra_info("ssl_object") is not None
         if is_tls and not isinstance(connected, ssl.SSLSocket):
             # TLS within a proxy's TLS: the socket takes what that stream makes of the bytes.
-            self._inner.write(buffer, _get_remaining_s(timeout, httpcore.WriteTimeout))
+            self._stream.write(buffer, _get_remaining_s(timeout, httpcore.WriteTimeout))
             return
         rest = memoryview(buffer)
         while rest:
@@ -109,13 +109,13 @@ class _DeadlineStream(httpcore.NetworkStream):
                 raise httpcore.WriteError(str(error)) from error
 
     def close(self) -> None:
-        self._inner.close()
+        self._stream.close()
 
     def start_tls(
         self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
     ) -> httpcore.NetworkStream:
         left_s = _get_remaining_s(timeout, httpcore.ConnectTimeout)
-        return _DeadlineStream(self._inner.start_tls(ssl_context, server_hostname, left_s))
+        return _DeadlineStream(self._stream.start_tls(ssl_context, server_hostname, left_s))
 
     def get_extra_info(self, info: str) -> Any:
-        return self._inner.get_extra_info(info)
+        return self._stream.get_extra_info(info)

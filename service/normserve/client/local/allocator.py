@@ -24,15 +24,15 @@ class MappedSegment:
     """One segment: where it is mapped, and which parts of it are free.
 
     Attributes:
-        memory: what keeps it mapped.
+        mapping: what keeps it mapped.
     """
 
     def __init__(self, number: int, memory: Any, address: int, nbytes: int) -> None:
         self.number = number
-        self.memory = memory
+        self.mapping = memory
         self.address = address
         self.nbytes = nbytes
-        self.holes = FreeRanges(nbytes)
+        self.free_ranges = FreeRanges(nbytes)
 
 
 class ArenaAllocator(ABC, Generic[B]):
@@ -44,134 +44,134 @@ class ArenaAllocator(ABC, Generic[B]):
 
     def __init__(self) -> None:
         self.nbytes = 0
-        self._parts: dict[int, MappedSegment] = {}
-        self._returned: deque[SegmentRange] = deque()
+        self._segments: dict[int, MappedSegment] = {}
+        self._returned_ranges: deque[SegmentRange] = deque()
         # Free, and not in the holes.
-        self._whole: set[SegmentRange] = set()
+        self._cached_ranges: set[SegmentRange] = set()
         self._lock = threading.Lock()
-        self._taken = 0
+        self._allocated_count = 0
         self._on_empty: Callable[[], None] | None = None
 
     @property
-    def segments(self) -> list[int]:
+    def segment_numbers(self) -> list[int]:
         """The numbers of all."""
-        return list(self._parts)
+        return list(self._segments)
 
-    def take(self, nbytes: int) -> B | None:
+    def allocate(self, nbytes: int) -> B | None:
         """A block of at least so many bytes; None where there is no space."""
-        blocks = self.take_all((nbytes,))
+        blocks = self.allocate_all((nbytes,))
         return None if blocks is None else blocks[0]
 
-    def take_all(self, sizes: Sequence[int]) -> list[B] | None:
+    def allocate_all(self, sizes: Sequence[int]) -> list[B] | None:
         """A block of at least so many bytes for each of several sizes; None where there is no space for all."""
-        places = self._find(sizes)
-        return None if places is None else self._blocks(places)
+        places = self._allocate_ranges(sizes)
+        return None if places is None else self._make_blocks(places)
 
-    def take_at(self, places: Sequence[SegmentRange]) -> list[B] | None:
+    def allocate_at(self, places: Sequence[SegmentRange]) -> list[B] | None:
         """A block at each of several places where blocks were before; None where one of them is in use."""
-        return self._blocks(places) if self._occupy(places) else None
+        return self._make_blocks(places) if self._allocate_exact_ranges(places) else None
 
     def locate_address(self, address: int) -> tuple[int, int] | None:
         """The segment and the offset of what begins at an address; None where the server cannot read it."""
-        for part in self._parts.values():
+        for part in self._segments.values():
             if part.address <= address < part.address + part.nbytes:
                 offset = address - part.address
                 return None if offset % ALIGNMENT else (part.number, offset)
         return None
 
-    def address(self, place: SegmentRange) -> int:
+    def get_address(self, place: SegmentRange) -> int:
         """That at which a place begins."""
-        return self._parts[place.segment].address + place.offset
+        return self._segments[place.segment].address + place.offset
 
-    def note_return(self, place: SegmentRange) -> None:
+    def queue_return(self, place: SegmentRange) -> None:
         """The last view of a place is gone."""
-        self._returned.append(place)
+        self._returned_ranges.append(place)
         if self._on_empty is not None:
-            self._look_if_empty()
+            self._check_empty()
 
-    def once_empty(self, then: Callable[[], None]) -> None:
+    def call_when_empty(self, then: Callable[[], None]) -> None:
         """Call this once no place is in use, which may be now; nothing may be taken from here on."""
         self._on_empty = then
-        self._look_if_empty()
+        self._check_empty()
 
-    def release_idle(self) -> list[int]:
+    def remove_idle_segments(self) -> list[int]:
         """Forget all segments in which no place is in use; their numbers, for the caller to free them."""
         with self._lock:
-            self._collect()
-            self._join_all()
-            idle = {number: part for number, part in self._parts.items() if part.holes.are_whole}
-            self._parts = {number: part for number, part in self._parts.items() if number not in idle}
+            self._collect_returned()
+            self._merge_cached()
+            idle = {number: part for number, part in self._segments.items() if part.free_ranges.is_all_free}
+            self._segments = {number: part for number, part in self._segments.items() if number not in idle}
             self.nbytes -= sum([part.nbytes for part in idle.values()])
         return list(idle)
 
     @abstractmethod
-    def _blocks(self, places: Sequence[SegmentRange]) -> list[B]:
+    def _make_blocks(self, places: Sequence[SegmentRange]) -> list[B]:
         """What keeps each of these places, and notes its return."""
 
-    def _add(self, part: MappedSegment) -> None:
+    def _add_segment(self, part: MappedSegment) -> None:
         with self._lock:
-            if part.number in self._parts:
+            if part.number in self._segments:
                 raise ValueError("a new segment has the number of another")
             # Other threads may be looking through it.
-            self._parts = {**self._parts, part.number: part}
+            self._segments = {**self._segments, part.number: part}
             self.nbytes += part.nbytes
 
-    def _find(self, sizes: Sequence[int]) -> Sequence[SegmentRange] | None:
+    def _allocate_ranges(self, sizes: Sequence[int]) -> Sequence[SegmentRange] | None:
         """Places of at least so many bytes, taken, with the lowest addresses; none where not all fit."""
         with self._lock:
-            self._collect()
-            self._join_all()
+            self._collect_returned()
+            self._merge_cached()
             places: list[SegmentRange] = []
             for nbytes in sizes:
-                place = self._cut(-(-nbytes // _LINE_BYTES) * _LINE_BYTES or _LINE_BYTES)
+                place = self._allocate_range(-(-nbytes // _LINE_BYTES) * _LINE_BYTES or _LINE_BYTES)
                 if place is None:
-                    self._whole.update(places)
+                    self._cached_ranges.update(places)
                     return None
                 places.append(place)
-            self._taken += len(places)
+            self._allocated_count += len(places)
         return places
 
-    def _occupy(self, places: Sequence[SegmentRange]) -> bool:
+    def _allocate_exact_ranges(self, places: Sequence[SegmentRange]) -> bool:
         """Take just these; False, and none is taken, where not all of them are free."""
         with self._lock:
-            self._collect()
-            if self._whole.issuperset(places):
-                self._whole.difference_update(places)
+            self._collect_returned()
+            if self._cached_ranges.issuperset(places):
+                self._cached_ranges.difference_update(places)
             else:
-                self._join_all()
+                self._merge_cached()
                 for index, place in enumerate(places):
-                    part = self._parts.get(place.segment)
-                    if part is None or not part.holes.cut(place.offset, place.offset + place.nbytes):
-                        self._whole.update(places[:index])
+                    part = self._segments.get(place.segment)
+                    if part is None or not part.free_ranges.allocate_at(place.offset, place.offset + place.nbytes):
+                        self._cached_ranges.update(places[:index])
                         return False
-            self._taken += len(places)
+            self._allocated_count += len(places)
         return True
 
-    def _cut(self, size: int) -> SegmentRange | None:
-        for part in self._parts.values():
-            start = part.holes.take(size)
+    def _allocate_range(self, size: int) -> SegmentRange | None:
+        for part in self._segments.values():
+            start = part.free_ranges.allocate(size)
             if start is not None:
                 return SegmentRange(part.number, start, size)
         return None
 
-    def _join_all(self) -> None:
-        while self._whole:
-            place = self._whole.pop()
-            self._parts[place.segment].holes.put(place.offset, place.offset + place.nbytes)
+    def _merge_cached(self) -> None:
+        while self._cached_ranges:
+            place = self._cached_ranges.pop()
+            self._segments[place.segment].free_ranges.free(place.offset, place.offset + place.nbytes)
 
-    def _collect(self) -> None:
-        while self._returned:
-            self._whole.add(self._returned.popleft())
-            self._taken -= 1
+    def _collect_returned(self) -> None:
+        while self._returned_ranges:
+            self._cached_ranges.add(self._returned_ranges.popleft())
+            self._allocated_count -= 1
 
-    def _look_if_empty(self) -> None:
+    def _check_empty(self) -> None:
         # The thread that holds the lock while another place returns checks again.
-        while self._returned or not self._taken:
+        while self._returned_ranges or not self._allocated_count:
             if not self._lock.acquire(blocking=False):
                 return
             try:
-                self._collect()
-                then = self._on_empty if not self._taken else None
+                self._collect_returned()
+                then = self._on_empty if not self._allocated_count else None
                 if then is not None:
                     self._on_empty = None
             finally:
@@ -179,5 +179,5 @@ class ArenaAllocator(ABC, Generic[B]):
             if then is not None:
                 then()
                 return
-            if not self._taken:
+            if not self._allocated_count:
                 return

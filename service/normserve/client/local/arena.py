@@ -16,30 +16,30 @@ class ArenaBlock(np.ndarray[tuple[int], np.dtype[np.uint8]]):
     """Bytes of the arena that were taken; an array whose base it is keeps it.
 
     Attributes:
-        place: where they lie, as the protocol says it.
+        segment_range: where they lie, as the protocol says it.
     """
 
-    __slots__ = ("home", "place")
+    __slots__ = ("arena", "segment_range")
 
-    home: "HostArena"
-    place: SegmentRange
+    arena: "HostArena"
+    segment_range: SegmentRange
 
     def __del__(self) -> None:
         # A slice of it, which is of this class as well, has no home.
-        if (home := getattr(self, "home", None)) is not None:
-            home.note_return(self.place)
+        if (home := getattr(self, "arena", None)) is not None:
+            home.queue_return(self.segment_range)
 
 
 class HostArena(ArenaAllocator[ArenaBlock]):
     """Segments of the host's memory, and the blocks in them.  Threads share one."""
 
-    def add(self, number: int, segment: HostSegment) -> None:
+    def add_segment(self, number: int, segment: HostSegment) -> None:
         """Take in what the server has made.
 
         Raises:
             ValueError: there is a segment of that number.
         """
-        self._add(
+        self._add_segment(
             MappedSegment(number, segment, ctypes.addressof(ctypes.c_char.from_buffer(segment)), len(segment))
         )
 
@@ -47,13 +47,13 @@ class HostArena(ArenaAllocator[ArenaBlock]):
         """As `locate_address` of these bytes."""
         return self.locate_address(_get_address(data))
 
-    def _blocks(self, places: Sequence[SegmentRange]) -> list[ArenaBlock]:
+    def _make_blocks(self, places: Sequence[SegmentRange]) -> list[ArenaBlock]:
         blocks = []
         for place in places:
             # Not in an array: numpy would take that for the base of arrays in the block, which they would not keep.
-            block = ArenaBlock((place.nbytes,), _BYTES, self._parts[place.segment].memory, place.offset)
-            block.place = place
-            block.home = self
+            block = ArenaBlock((place.nbytes,), _BYTES, self._segments[place.segment].mapping, place.offset)
+            block.segment_range = place
+            block.arena = self
             blocks.append(block)
         return blocks
 

@@ -23,24 +23,24 @@ class AsyncLocalClientConnection:
     """A connected socket, and the tasks that wait for responses on it.
 
     Attributes:
-        protocol, recurring, is_open: as of `link.Link`.
+        protocol, call_caches, is_open: as of `link.Link`.
     """
 
     def __init__(self, api_key: str | None) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.setblocking(False)
         self.protocol = LocalClientProtocol(api_key)
-        self.recurring = self.protocol.recurring
+        self.call_caches = self.protocol.call_caches
         self.is_open = True
         self._loop = asyncio.get_running_loop()
-        self._outgoing = SendQueue()
+        self._send_queue = SendQueue()
 
     @property
     def is_usable(self) -> bool:
         """Whether it is open, and of the event loop that runs."""
-        return self.is_open and self._is_here()
+        return self.is_open and self._is_on_own_loop()
 
-    def _is_here(self) -> bool:
+    def _is_on_own_loop(self) -> bool:
         try:
             return asyncio.get_running_loop() is self._loop
         except RuntimeError:
@@ -58,13 +58,13 @@ class AsyncLocalClientConnection:
             raise
         add_reader(self._loop, self._socket, self._receive)
         try:
-            await self.run(self.protocol.greet())
+            await self.run_exchanges(self.protocol.exchange_hello())
         except BaseException as error:
             self.protocol.fail(partial(ConnectionFailedError, quote_text(str(error), 200)))
             self._close()
             raise
 
-    async def run(self, exchanges: Exchanges[_R]) -> _R:
+    async def run_exchanges(self, exchanges: Exchanges[_R]) -> _R:
         """As `link.Link.run`."""
         reply = None
         try:
@@ -72,57 +72,57 @@ class AsyncLocalClientConnection:
                 step = exchanges.send(reply)
                 if isinstance(step, BusyStream):
                     reply = None
-                    await asyncio.to_thread(step.wait)
+                    await asyncio.to_thread(step.wait_idle)
                 else:
-                    reply = await self.request(step)
+                    reply = await self.send_and_wait(step)
         except StopIteration as done:
             result: _R = done.value
             return result
 
-    async def request(self, request: LocalRequest) -> LazyLocalResponse:
+    async def send_and_wait(self, request: LocalRequest) -> LazyLocalResponse:
         """As `link.Link.request`."""
         protocol = self.protocol
-        if protocol.failure is not None:
-            raise protocol.failure()
-        pending, frame = protocol.begin(request)
+        if protocol.make_failure is not None:
+            raise protocol.make_failure()
+        pending, frame = protocol.begin_request(request)
         answered = self._loop.create_future()
-        pending.wake = partial(_resolve, answered)
+        pending.on_done = partial(_resolve, answered)
         self._send(frame)
         try:
-            if request.meanwhile is not None:
-                request.meanwhile()
+            if request.on_sent is not None:
+                request.on_sent()
             await answered
         except BaseException:
             if self.is_open:
-                self._send(protocol.cancel(pending))
+                self._send(protocol.encode_cancel(pending))
             raise
-        if pending.reply is None:
-            assert protocol.failure is not None
-            raise protocol.failure()
-        return pending.reply
+        if pending.response is None:
+            assert protocol.make_failure is not None
+            raise protocol.make_failure()
+        return pending.response
 
-    def retire(self) -> None:
+    def close_when_unused(self) -> None:
         """Close, once nobody has a block of the arenas: neither a result nor a call that still waits."""
-        self.protocol.drop_used()
+        self.protocol.release_retained()
         if self.is_open:
-            self.protocol.once_unused(partial(self._from_anywhere, self._leave))
+            self.protocol.call_when_unused(partial(self._call_on_loop, self._free_segments_and_close))
 
-    def _from_anywhere(self, work: Callable[[], None]) -> None:
+    def _call_on_loop(self, work: Callable[[], None]) -> None:
         """A block may return on any thread, and its event loop may be over."""
-        if self._loop.is_closed() or self._is_here():
+        if self._loop.is_closed() or self._is_on_own_loop():
             work()
         else:
             self._loop.call_soon_threadsafe(work)
 
-    def _leave(self) -> None:
+    def _free_segments_and_close(self) -> None:
         """Give the arena back: no view of it is left."""
         if self.is_open:
-            self._send_last(self.protocol.leave())
+            self._try_send(self.protocol.encode_free_all())
             self._close()
             if not self._loop.is_closed():
                 self.protocol.fail(partial(ConnectionFailedError, "the connection has ended"))
 
-    def _send_last(self, frame: bytes) -> None:
+    def _try_send(self, frame: bytes) -> None:
         """Send what has no response, if the kernel takes it."""
         if frame:
             with suppress(OSError):
@@ -130,32 +130,32 @@ class AsyncLocalClientConnection:
 
     def _send(self, frame: bytes) -> None:
         try:
-            self._outgoing.push(self._socket, frame)
+            self._send_queue.add_and_send(self._socket, frame)
         except BlockingIOError:
-            self._loop.add_writer(self._socket, self._send_rest)
+            self._loop.add_writer(self._socket, self._send_queued)
         except OSError:
             # The server may have said why it closed; what is received says that.
-            self._outgoing.close()
+            self._send_queue.discard_all()
 
-    def _send_rest(self) -> None:
+    def _send_queued(self) -> None:
         try:
-            self._outgoing.send(self._socket)
+            self._send_queue.send_all(self._socket)
         except BlockingIOError:
             return
         except OSError:
-            self._outgoing.close()
+            self._send_queue.discard_all()
         self._loop.remove_writer(self._socket)
 
     def _receive(self) -> None:
         protocol = self.protocol
         try:
             data, ancillary, flags, _ = self._socket.recvmsg(*RECEIVED_AT_ONCE)
-            protocol.receive(data, ancillary, flags)
+            protocol.receive_data(data, ancillary, flags)
         except BlockingIOError:
             return
         except OSError as error:
             protocol.fail(partial(ConnectionFailedError, quote_text(str(error), 200)))
-        if protocol.failure is not None:
+        if protocol.make_failure is not None:
             self._close()
 
     def _close(self) -> None:
@@ -163,7 +163,7 @@ class AsyncLocalClientConnection:
         if not self._loop.is_closed():
             self._loop.remove_reader(self._socket)
             self._loop.remove_writer(self._socket)
-        self.protocol.close()
+        self.protocol.close_descriptors()
         self._socket.close()
 
 

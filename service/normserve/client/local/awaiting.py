@@ -22,79 +22,85 @@ class AsyncLocalTransport:
     def __init__(self, path: str, api_key: str | None) -> None:
         self._path = path
         self._api_key = api_key
-        self._connecting = asyncio.Lock()
-        self._link: AsyncLocalClientConnection | None = None
+        self._connect_lock = asyncio.Lock()
+        self._connection: AsyncLocalClientConnection | None = None
         self._finalizer: weakref.finalize[..., AsyncLocalTransport] | None = None
 
     async def exchange(self, call: ApiCall[Any], deadline: Deadline) -> ApiResponse:
         """As `Transport.exchange`."""
-        return await self._run(lambda protocol: protocol.exchange(call), deadline)
+        return await self._run_exchanges(lambda protocol: protocol.exchange_call(call), deadline)
 
-    def usable_link(self) -> AsyncLocalClientConnection | None:
-        """As `LocalTransport.usable_link`."""
-        link = self._link
+    def get_usable_connection(self) -> AsyncLocalClientConnection | None:
+        """As `LocalTransport.get_usable_connection`."""
+        link = self._connection
         return link if link is not None and link.is_usable else None
 
-    async def repeat(
+    async def exchange_cached(
         self, link: AsyncLocalClientConnection, recurring: CallCache, signature: Signature, deadline: Deadline
     ) -> Any:
-        """As `LocalTransport.repeat`."""
+        """As `LocalTransport.exchange_cached`."""
         key, elsewhere = signature
-        known = recurring.known.get(key)
+        known = recurring.calls.get(key)
         if known is None or not link.is_open:
             return None
         try:
-            async with deadline.ends():
-                if busy := recurring.busy():
-                    await asyncio.to_thread(busy.wait)
-                again = recurring.begin(known, elsewhere)
+            async with deadline.make_asyncio_timeout():
+                if busy := recurring.find_busy_stream():
+                    await asyncio.to_thread(busy.wait_idle)
+                again = recurring.begin_call(known, elsewhere)
                 if again is None:
                     return None
-                if elsewhere and (busy := recurring.busy()):
-                    await asyncio.to_thread(busy.wait)
-                reply = await link.request(LocalRequest(again.content, again, again.make_results))
+                if elsewhere and (busy := recurring.find_busy_stream()):
+                    await asyncio.to_thread(busy.wait_idle)
+                reply = await link.send_and_wait(LocalRequest(again.content, again, again.make_result_arrays))
         except TimeoutError:
-            raise deadline.error() from None
-        return recurring.end(key, again, reply, self._api_key)
+            raise deadline.make_error() from None
+        return recurring.end_call(key, again, reply, self._api_key)
 
-    async def memory(self, nbytes: int, deadline: Deadline) -> memoryview:
-        """As `LocalTransport.memory`."""
-        return await self._run(lambda protocol: protocol.memory(nbytes), deadline)
+    async def allocate_memory(self, nbytes: int, deadline: Deadline) -> memoryview:
+        """As `LocalTransport.allocate_memory`."""
+        return await self._run_exchanges(lambda protocol: protocol.allocate_memory(nbytes), deadline)
 
-    async def device_tensor(self, index: int, dtype: DType, shape: tuple[int, ...], deadline: Deadline) -> Any:
-        """As `LocalTransport.device_tensor`."""
-        return await self._run(lambda protocol: protocol.device_tensor(index, dtype, shape), deadline)
+    async def allocate_device_tensor(
+        self, index: int, dtype: DType, shape: tuple[int, ...], deadline: Deadline
+    ) -> Any:
+        """As `LocalTransport.allocate_device_tensor`."""
+        return await self._run_exchanges(
+            lambda protocol: protocol.allocate_device_tensor(index, dtype, shape), deadline
+        )
 
-    async def _run(self, exchanges: Callable[[LocalClientProtocol], Exchanges[_R]], deadline: Deadline) -> _R:
+    async def _run_exchanges(
+        self, exchanges: Callable[[LocalClientProtocol], Exchanges[_R]], deadline: Deadline
+    ) -> _R:
         try:
-            async with deadline.ends():
-                link = await self._connected()
-                return await link.run(exchanges(link.protocol))
+            async with deadline.make_asyncio_timeout():
+                link = await self._get_connection()
+                return await link.run_exchanges(exchanges(link.protocol))
         except TimeoutError:
-            raise deadline.error() from None
+            raise deadline.make_error() from None
 
     async def close(self) -> None:
         """End the connection, once no view of a result is left."""
-        self._forget()
-        self._link = None
+        self._retire_connection()
+        self._connection = None
 
-    async def _connected(self) -> AsyncLocalClientConnection:
-        link = self._link
+    async def _get_connection(self) -> AsyncLocalClientConnection:
+        link = self._connection
         if link is not None and link.is_usable:
             return link
-        async with self._connecting:
-            if self._link is None or not self._link.is_usable:
+        async with self._connect_lock:
+            if self._connection is None or not self._connection.is_usable:
                 link = AsyncLocalClientConnection(self._api_key)
                 await link.connect(self._path)
-                self._forget()
-                self._link = link
+                self._retire_connection()
+                self._connection = link
                 # Without a client there are no more requests, but views of results may be left.
-                self._finalizer = weakref.finalize(self, link.retire)
-            return self._link
+                self._finalizer = weakref.finalize(self, link.close_when_unused)
+            return self._connection
 
-    def _forget(self) -> None:
+    def _retire_connection(self) -> None:
         """Release a connection that cannot be used here any more."""
         if self._finalizer is not None:
             self._finalizer.detach()
-        if self._link is not None:
-            self._link.retire()
+        if self._connection is not None:
+            self._connection.close_when_unused()

@@ -19,21 +19,21 @@ class LocalTransport:
     def __init__(self, path: str, api_key: str | None) -> None:
         self._path = path
         self._api_key = api_key
-        self._connecting = threading.Lock()
-        self._link: LocalClientConnection | None = None
+        self._connect_lock = threading.Lock()
+        self._connection: LocalClientConnection | None = None
         self._finalizer: weakref.finalize[..., LocalTransport] | None = None
 
     def exchange(self, call: ApiCall[Any], deadline: Deadline) -> ApiResponse:
         """As `Transport.exchange`."""
-        link = self._connected(deadline)
-        return link.run(link.protocol.exchange(call), deadline)
+        link = self._get_connection(deadline)
+        return link.run_exchanges(link.protocol.exchange_call(call), deadline)
 
-    def usable_link(self) -> LocalClientConnection | None:
+    def get_usable_connection(self) -> LocalClientConnection | None:
         """The connection, if there is one that can be used."""
-        link = self._link
+        link = self._connection
         return None if link is None or not link.is_usable else link
 
-    def repeat(
+    def exchange_cached(
         self, link: LocalClientConnection, recurring: CallCache, signature: Signature, deadline: Deadline
     ) -> Any:
         """The result of a call that was answered before; None where that is not known.
@@ -47,29 +47,29 @@ class LocalTransport:
         """
         # No `Exchanges`, which would take a tenth of the client's time.
         key, elsewhere = signature
-        known = recurring.known.get(key)
+        known = recurring.calls.get(key)
         if known is None or not link.is_open:
             return None
-        if busy := recurring.busy():
-            busy.wait()
-        again = recurring.begin(known, elsewhere)
+        if busy := recurring.find_busy_stream():
+            busy.wait_idle()
+        again = recurring.begin_call(known, elsewhere)
         if again is None:
             return None
-        if elsewhere and (busy := recurring.busy()):
-            busy.wait()
-        reply = link.request(LocalRequest(again.content, again, again.make_results), deadline)
-        return recurring.end(key, again, reply, self._api_key)
+        if elsewhere and (busy := recurring.find_busy_stream()):
+            busy.wait_idle()
+        reply = link.send_and_wait(LocalRequest(again.content, again, again.make_result_arrays), deadline)
+        return recurring.end_call(key, again, reply, self._api_key)
 
-    def memory(self, nbytes: int, deadline: Deadline) -> memoryview:
+    def allocate_memory(self, nbytes: int, deadline: Deadline) -> memoryview:
         """Bytes of the arena, which are the caller's until the last view of them is gone.
 
         Raises:
             ClientError: the server has no more, or is not there.
         """
-        link = self._connected(deadline)
-        return link.run(link.protocol.memory(nbytes), deadline)
+        link = self._get_connection(deadline)
+        return link.run_exchanges(link.protocol.allocate_memory(nbytes), deadline)
 
-    def device_tensor(self, index: int, dtype: DType, shape: tuple[int, ...], deadline: Deadline) -> Any:
+    def allocate_device_tensor(self, index: int, dtype: DType, shape: tuple[int, ...], deadline: Deadline) -> Any:
         """A tensor in the arena in a device's memory; None where the server shares none of that device's.
 
         Args: index: the device's, as torch counts.
@@ -77,32 +77,32 @@ class LocalTransport:
         Raises:
             ClientError: the server has no more, or is not there.
         """
-        link = self._connected(deadline)
-        return link.run(link.protocol.device_tensor(index, dtype, shape), deadline)
+        link = self._get_connection(deadline)
+        return link.run_exchanges(link.protocol.allocate_device_tensor(index, dtype, shape), deadline)
 
     def close(self) -> None:
         """End the connection, once no view of a result is left."""
-        with self._connecting:
-            link, self._link = self._link, None
+        with self._connect_lock:
+            link, self._connection = self._connection, None
             if link is not None:
-                self._forget()
-                link.retire()
+                self._detach_finalizer()
+                link.close_when_unused()
 
-    def _connected(self, deadline: Deadline) -> LocalClientConnection:
-        link = self._link
+    def _get_connection(self, deadline: Deadline) -> LocalClientConnection:
+        link = self._connection
         if link is not None and link.is_usable:
             return link
-        deadline.acquire(self._connecting)
+        deadline.acquire_lock(self._connect_lock)
         try:
-            if self._link is None or not self._link.is_usable:
-                self._forget()
-                self._link = link = LocalClientConnection(self._path, self._api_key, deadline)
+            if self._connection is None or not self._connection.is_usable:
+                self._detach_finalizer()
+                self._connection = link = LocalClientConnection(self._path, self._api_key, deadline)
                 # Without a client there are no more requests, but views of results may be left.
-                self._finalizer = weakref.finalize(self, link.retire)
-            return self._link
+                self._finalizer = weakref.finalize(self, link.close_when_unused)
+            return self._connection
         finally:
-            self._connecting.release()
+            self._connect_lock.release()
 
-    def _forget(self) -> None:
+    def _detach_finalizer(self) -> None:
         if self._finalizer is not None:
             self._finalizer.detach()

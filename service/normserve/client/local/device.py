@@ -35,20 +35,20 @@ class DeviceBlock:
     """Bytes of the arena; what is made of them keeps the block.
 
     Attributes:
-        place: where they lie, as the protocol says it.
+        segment_range: where they lie, as the protocol says it.
     """
 
-    __slots__ = ("__cuda_array_interface__", "_home", "address", "place")
+    __slots__ = ("__cuda_array_interface__", "_arena", "address", "segment_range")
 
     __cuda_array_interface__: dict[str, object]
 
     def __init__(self, home: "DeviceArena", place: SegmentRange, address: int) -> None:
-        self.place = place
+        self.segment_range = place
         self.address = address
-        self._home = home
+        self._arena = home
 
     def __del__(self) -> None:
-        self._home.note_return(self.place)
+        self._arena.queue_return(self.segment_range)
 
 
 class _UnownedAddress:
@@ -92,7 +92,7 @@ class DeviceArena(ArenaAllocator[DeviceBlock]):
         # Told each time: a default device of torch's would have tensors made elsewhere, as copies.
         self._torch_device = self._torch.device(f"cuda:{device.ordinal}")
         # Blocks without a view, each with the stream that may still use it.
-        self._dying: deque[tuple[SegmentRange, _StreamKey]] = deque()
+        self._pending_returns: deque[tuple[SegmentRange, _StreamKey]] = deque()
         self._streams: dict[_StreamKey, Any] = {}
 
     def add_device_segment(self, number: int, descriptor: int, nbytes: int) -> None:
@@ -102,30 +102,32 @@ class DeviceArena(ArenaAllocator[DeviceBlock]):
             ValueError: the descriptor is of no such memory, or there is a segment of that number.
         """
         try:
-            segment = self._device.open(descriptor, nbytes, _ClientDeviceSegment)
+            segment = self._device.map_descriptor(descriptor, nbytes, _ClientDeviceSegment)
         except DeviceMemoryError as error:
             raise ValueError(f"the device's memory cannot be mapped: {error}") from None
-        self._add(MappedSegment(number, segment, segment.address, nbytes))
+        self._add_segment(MappedSegment(number, segment, segment.address, nbytes))
 
-    def _blocks(self, places: Sequence[SegmentRange]) -> list[DeviceBlock]:
-        return [DeviceBlock(self, place, self.address(place)) for place in places]
+    def _make_blocks(self, places: Sequence[SegmentRange]) -> list[DeviceBlock]:
+        return [DeviceBlock(self, place, self.get_address(place)) for place in places]
 
     def locate_tensor(self, tensor: Any) -> tuple[int, int] | None:
         """As `locate_address` of a contiguous tensor; None of any other."""
         return self.locate_address(tensor.data_ptr()) if tensor.is_contiguous() else None
 
-    def tensor(self, block: DeviceBlock, dtype: DType, shape: tuple[int, ...]) -> Any:
+    def make_tensor(self, block: DeviceBlock, dtype: DType, shape: tuple[int, ...]) -> Any:
         """A tensor in a block, which it keeps."""
         if math.prod(shape):
-            return self.maker(dtype, shape)(block)
+            return self.make_tensor_factory(dtype, shape)(block)
         return self._torch.empty(shape, dtype=getattr(self._torch, dtype.label), device=self._torch_device)
 
-    def view(self, place: SegmentRange, dtype: DType, shape: tuple[int, ...]) -> Any:
+    def make_unowned_tensor(self, place: SegmentRange, dtype: DType, shape: tuple[int, ...]) -> Any:
         """A tensor of at least one element at a place, which it does not keep; it can be written in any mode."""
         with self._torch.inference_mode(False):
-            return self.maker(dtype, shape)(_UnownedAddress(self.address(place)))
+            return self.make_tensor_factory(dtype, shape)(_UnownedAddress(self.get_address(place)))
 
-    def maker(self, dtype: DType, shape: tuple[int, ...]) -> Callable[["DeviceBlock | _UnownedAddress"], Any]:
+    def make_tensor_factory(
+        self, dtype: DType, shape: tuple[int, ...]
+    ) -> Callable[["DeviceBlock | _UnownedAddress"], Any]:
         """What makes a tensor in a block, which it keeps; of at least one element."""
         as_tensor, device, typestr = self._torch.as_tensor, self._torch_device, _TYPES[dtype]
         of_torch = getattr(self._torch, dtype.label) if dtype in _NOT_OF_OTHERS else None
@@ -142,7 +144,7 @@ class DeviceArena(ArenaAllocator[DeviceBlock]):
 
         return make
 
-    def fill(self, tensor: Any, source: Any) -> None:
+    def copy_into(self, tensor: Any, source: Any) -> None:
         """Copy to a tensor of the arena what another tensor, or memory of the host, has."""
         if isinstance(source, memoryview):
             if not len(source):
@@ -150,70 +152,72 @@ class DeviceArena(ArenaAllocator[DeviceBlock]):
             source = self._torch.frombuffer(source, dtype=tensor.dtype).view(tensor.shape)
         tensor.copy_(source)
 
-    def busy_stream(self) -> "BusyStream | None":
+    def find_busy_stream(self) -> "BusyStream | None":
         """What must be waited for before the server may read what the current stream writes, if anything.
 
         Raises:
             RuntimeError: the stream is being captured: the server is not a part of any graph.
         """
-        key = self._current_stream()
+        key = self._get_current_stream()
         if key is None:
             raise RuntimeError("a call of the service cannot be captured in a CUDA graph")
-        stream = self._stream(key)
+        stream = self._get_stream(key)
         with self._lock:
             # Those alone are sure to come before what is asked now: threads share streams.
-            dying = self._take_dying()
+            dying = self._take_pending_returns()
             is_idle = stream.query()
             if dying:
-                self._sort(dying, {key: is_idle})
+                self._return_idle(dying, {key: is_idle})
         return None if is_idle else BusyStream(self._torch.cuda, stream)
 
-    def note_return(self, place: SegmentRange) -> None:
+    def queue_return(self, place: SegmentRange) -> None:
         try:
-            key = self._current_stream()
+            key = self._get_current_stream()
             if key is None:
                 # A replay of the graph that is being captured uses this memory.
                 return
             if self._on_empty is None:
-                self._dying.append((place, key))
+                self._pending_returns.append((place, key))
                 return
-            self._stream(key).synchronize()
+            self._get_stream(key).synchronize()
         except Exception:
             # The process ends, or the device has failed: who knows what uses it still.
             return
-        super().note_return(place)
+        super().queue_return(place)
 
-    def once_empty(self, then: Callable[[], None]) -> None:
+    def call_when_empty(self, then: Callable[[], None]) -> None:
         with self._lock:
-            dying = self._take_dying()
+            dying = self._take_pending_returns()
             for key in {key for _, key in dying}:
-                self._stream(key).synchronize()
-            self._returned.extend(place for place, _ in dying)
-        super().once_empty(then)
+                self._get_stream(key).synchronize()
+            self._returned_ranges.extend(place for place, _ in dying)
+        super().call_when_empty(then)
 
-    def unmap(self) -> None:
+    def unmap_segments(self) -> None:
         """Unmap all segments; no block of them is in use."""
-        self._whole.clear()
-        self._parts.clear()
+        self._cached_ranges.clear()
+        self._segments.clear()
 
-    def _collect(self) -> None:
-        if self._dying:
-            dying = self._take_dying()
-            self._sort(dying, {key: self._stream(key).query() for key in {key for _, key in dying}})
-        super()._collect()
+    def _collect_returned(self) -> None:
+        if self._pending_returns:
+            dying = self._take_pending_returns()
+            self._return_idle(dying, {key: self._get_stream(key).query() for key in {key for _, key in dying}})
+        super()._collect_returned()
 
-    def _take_dying(self) -> list[tuple[SegmentRange, _StreamKey]]:
-        return [self._dying.popleft() for _ in range(len(self._dying))]
+    def _take_pending_returns(self) -> list[tuple[SegmentRange, _StreamKey]]:
+        return [self._pending_returns.popleft() for _ in range(len(self._pending_returns))]
 
-    def _sort(self, dying: list[tuple[SegmentRange, _StreamKey]], are_idle: Mapping[_StreamKey, bool]) -> None:
+    def _return_idle(
+        self, dying: list[tuple[SegmentRange, _StreamKey]], are_idle: Mapping[_StreamKey, bool]
+    ) -> None:
         """Places whose streams are idle have returned; the others go on waiting."""
         for place, key in dying:
             if are_idle.get(key):
-                self._returned.append(place)
+                self._returned_ranges.append(place)
             else:
-                self._dying.append((place, key))
+                self._pending_returns.append((place, key))
 
-    def _current_stream(self) -> _StreamKey | None:
+    def _get_current_stream(self) -> _StreamKey | None:
         """This thread's; None while it is captured."""
         inside = self._torch._C
         if inside._cuda_isCurrentStreamCapturing():
@@ -222,7 +226,7 @@ class DeviceArena(ArenaAllocator[DeviceBlock]):
         key: _StreamKey = inside._cuda_getCurrentStream(self.ordinal)
         return key
 
-    def _stream(self, key: _StreamKey) -> Any:
+    def _get_stream(self, key: _StreamKey) -> Any:
         stream = self._streams.get(key)
         if stream is None:
             number, index, kind = key
@@ -238,7 +242,7 @@ class BusyStream:
         self._cuda = cuda
         self._stream = stream
 
-    def wait(self) -> None:
+    def wait_idle(self) -> None:
         """Until what the stream has now is over."""
         give_up = time.perf_counter() + _SPIN_S
         while not self._stream.query():
@@ -254,7 +258,7 @@ def make_device_arena(offer: Any) -> DeviceArena | None:
     if not isinstance(offer, dict) or not isinstance(offer.get("uuid"), str):
         return None
     try:
-        return DeviceArena(ShareableDevice.find(offer["uuid"]))
+        return DeviceArena(ShareableDevice.find_by_uuid(offer["uuid"]))
     except DeviceMemoryError as error:
         log.warning("tensors on the device are copied through host memory: %s", error)
         return None

@@ -28,18 +28,18 @@ class DeviceCallMessage:
     """A call as a message.
 
     Attributes:
-        inputs: what keeps the memory that the server reads.
-        results: where each result will lie.
+        retained_inputs: what keeps the memory that the server reads.
+        result_blocks: where each result will lie.
     """
 
     message: Message
-    inputs: list[Any]
-    results: Mapping[str, DeviceBlock]
+    retained_inputs: list[Any]
+    result_blocks: Mapping[str, DeviceBlock]
 
 
 def get_device_x(call: ApiCall[Any]) -> TorchCudaTensor | None:
     """The x of a call that may be computed where it lies, on a device; None of any other call."""
-    if call.outputs is None or call.tensors is None:
+    if call.expected_results is None or call.tensors is None:
         return None
     x = call.tensors.get("x")
     return x if isinstance(x, TorchCudaTensor) else None
@@ -48,41 +48,43 @@ def get_device_x(call: ApiCall[Any]) -> TorchCudaTensor | None:
 def prepare_device_call(call: ApiCall[Any], arena: DeviceArena) -> DeviceNeeds[DeviceCallMessage]:
     """Put a call's tensors where the server finds them, each copied once if it does not lie there already."""
     assert call.tensors is not None
-    assert call.outputs is not None
-    if busy := arena.busy_stream():
+    assert call.expected_results is not None
+    if busy := arena.find_busy_stream():
         yield busy
     copies: list[Any] = []
     located = {}
     for name, tensor in call.tensors.items():
         located[name] = yield from _place_tensor(tensor, arena, copies)
     results = {}
-    for name, output in call.outputs.items():
-        results[name] = yield from allocate_device_block(arena, output.most_bytes)
-    if copies and (busy := arena.busy_stream()):
+    for name, output in call.expected_results.items():
+        results[name] = yield from allocate_device_block(arena, output.max_bytes)
+    if copies and (busy := arena.find_busy_stream()):
         yield busy
-    places = {name: block.place for name, block in results.items()}
+    places = {name: block.segment_range for name, block in results.items()}
     return DeviceCallMessage(make_compute_message(call, located, places), copies, results)
 
 
 def allocate_device_block(arena: DeviceArena, nbytes: int) -> DeviceNeeds[DeviceBlock]:
     """A block of the arena."""
-    while (block := arena.take(nbytes)) is None:
+    while (block := arena.allocate(nbytes)) is None:
         yield nbytes
     return block
 
 
 def _place_tensor(tensor: HostTensor, arena: DeviceArena, inputs: list[Any]) -> DeviceNeeds[TensorReference]:
-    source = tensor.tensor if isinstance(tensor, TorchCudaTensor) else None
+    source = tensor.view_tensor if isinstance(tensor, TorchCudaTensor) else None
     if source is not None and source.device.index == arena.ordinal:
         found = arena.locate_tensor(source)
         if found is not None:
             return TensorReference(*found, tensor.dtype.label, tensor.shape)
     block = yield from allocate_device_block(arena, tensor.nbytes)
-    there = arena.tensor(block, tensor.dtype, tensor.shape)
-    arena.fill(there, tensor.data if source is None else source)
+    there = arena.make_tensor(block, tensor.dtype, tensor.shape)
+    arena.copy_into(there, tensor.data if source is None else source)
     # Of no elements there is nothing that would keep the block.
     inputs += (block, there)
-    return TensorReference(block.place.segment, block.place.offset, tensor.dtype.label, tensor.shape)
+    return TensorReference(
+        block.segment_range.segment, block.segment_range.offset, tensor.dtype.label, tensor.shape
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,19 +93,19 @@ class DeviceArenaResponse(ArenaResponse):
 
     Attributes:
         arena: that they lie in.
-        blocks_on_device: where each does.
+        device_blocks: where each does.
     """
 
     arena: DeviceArena | None = None
-    blocks_on_device: Mapping[str, DeviceBlock] = field(default_factory=dict)
+    device_blocks: Mapping[str, DeviceBlock] = field(default_factory=dict)
 
-    def _tensor(self, name: str, located: TensorReference) -> HostTensor:
-        dtype, block = DTYPES.get(located.dtype), self.blocks_on_device.get(name)
+    def _make_tensor(self, name: str, located: TensorReference) -> HostTensor:
+        dtype, block = DTYPES.get(located.dtype), self.device_blocks.get(name)
         if dtype is None or block is None or self.arena is None:
             raise UnexpectedAnswerError("the answer's results must be those that were requested, they are not")
-        if prod(located.shape) * dtype.itemsize > block.place.nbytes:
+        if prod(located.shape) * dtype.itemsize > block.segment_range.nbytes:
             raise UnexpectedAnswerError(f"the answer's {quote_text(name, 64)} must fit into its place, it does not")
-        return TorchCudaTensor(dtype, self.arena.tensor(block, dtype, located.shape))
+        return TorchCudaTensor(dtype, self.arena.make_tensor(block, dtype, located.shape))
 
 
 def make_device_response(

@@ -11,27 +11,27 @@ class FreeRanges:
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
-        self._holes: list[tuple[int, int]] = [(0, nbytes)]
+        self._ranges: list[tuple[int, int]] = [(0, nbytes)]
 
     @property
-    def are_whole(self) -> bool:
+    def is_all_free(self) -> bool:
         """Whether all of the segment is free."""
-        return self._holes == [(0, self._nbytes)]
+        return self._ranges == [(0, self._nbytes)]
 
-    def take(self, nbytes: int) -> int | None:
+    def allocate(self, nbytes: int) -> int | None:
         """The offset of so many bytes; the first hole that has them is cut."""
-        for index, (start, stop) in enumerate(self._holes):
+        for index, (start, stop) in enumerate(self._ranges):
             if stop - start >= nbytes:
                 if stop - start == nbytes:
-                    del self._holes[index]
+                    del self._ranges[index]
                 else:
-                    self._holes[index] = (start + nbytes, stop)
+                    self._ranges[index] = (start + nbytes, stop)
                 return start
         return None
 
-    def cut(self, start: int, stop: int) -> bool:
+    def allocate_at(self, start: int, stop: int) -> bool:
         """Take just these, if all of them are free."""
-        holes = self._holes
+        holes = self._ranges
         index = bisect.bisect(holes, start, key=_start_of) - 1
         if index < 0 or holes[index][1] < stop:
             return False
@@ -42,9 +42,9 @@ class FreeRanges:
             holes.insert(index, (first, start))
         return True
 
-    def put(self, start: int, stop: int) -> None:
+    def free(self, start: int, stop: int) -> None:
         """These are free again."""
-        holes = self._holes
+        holes = self._ranges
         index = bisect.bisect(holes, (start, stop))
         if index < len(holes) and holes[index][0] == stop:
             stop = holes.pop(index)[1]

@@ -27,15 +27,15 @@ class CopiedInput:
 
     Attributes:
         name: in the API.
-        target: as `Memory.target` of a place.
+        make_copy_target: as `Memory.target` of a place.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    target: Callable[[SegmentRange], Any]
+    make_copy_target: Callable[[SegmentRange], Any]
 
-    def at(self, place: SegmentRange) -> TensorReference:
+    def make_reference(self, place: SegmentRange) -> TensorReference:
         return TensorReference(place.segment, place.offset, self.dtype, self.shape)
 
 
@@ -45,15 +45,15 @@ class ResultField:
 
     Attributes:
         name: in the API, and of the field that holds it.
-        position: of that field.
-        make: makes it in a block.
+        field_index: of that field.
+        make_array: makes it in a block.
     """
 
     name: str
-    position: int
+    field_index: int
     dtype: str
     shape: tuple[int, ...]
-    make: Callable[[Any], Any]
+    make_array: Callable[[Any], Any]
 
 
 @dataclass(slots=True)
@@ -61,16 +61,17 @@ class EncodedCall:
     """A call with places for copies and results.
 
     Attributes:
-        places: of each of them.
+        segment_ranges: of each of them.
         content: the message, encoded.
-        targets: of the copies.
-        results: as the last answer that was understood told them, encoded; an answer that says the same is as good.
+        copy_targets: of the copies.
+        encoded_results: as the last answer that was understood told them, encoded; an answer that says the same is
+            as good.
     """
 
-    places: Sequence[SegmentRange]
+    segment_ranges: Sequence[SegmentRange]
     content: msgspec.Raw
-    targets: Sequence[Any]
-    results: msgspec.Raw | None = None
+    copy_targets: Sequence[Any]
+    encoded_results: msgspec.Raw | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,38 +80,43 @@ class CachedCall:
 
     Attributes:
         message: without copies, and without places for the results.
-        kind: of what the client makes of the answer, a dataclass.
-        fields, timing: how many fields that has, and the position of `timing`.
-        copied: the tensors that are copied.
+        result_type: of what the client makes of the answer, a dataclass.
+        field_count, timing_index: how many fields that has, and the position of `timing_index`.
+        copied_inputs: the tensors that are copied.
         results: the tensors in the result.
-        sizes: bytes that each of the copies needs, and then each of the results.
-        asked: what was sent, with several places for these, the last ones at the end.
+        block_sizes: bytes that each of the copies needs, and then each of the results.
+        encoded_calls: what was sent, with several places for these, the last ones at the end.
     """
 
     message: frames.ComputeMessage
-    kind: Callable[..., Any]
-    fields: int
-    timing: int
-    copied: Sequence[CopiedInput]
+    result_type: Callable[..., Any]
+    field_count: int
+    timing_index: int
+    copied_inputs: Sequence[CopiedInput]
     results: Sequence[ResultField]
-    sizes: Sequence[int]
-    asked: list[EncodedCall] = field(default_factory=list)
+    block_sizes: Sequence[int]
+    encoded_calls: list[EncodedCall] = field(default_factory=list)
 
-    def at(self, places: Sequence[SegmentRange]) -> EncodedCall:
+    def encode_at(self, places: Sequence[SegmentRange]) -> EncodedCall:
         """The call with copies and results at places where they have not been lately."""
-        count = len(self.copied)
-        copies = {each.name: each.at(place) for each, place in zip(self.copied, places[:count], strict=True)}
+        count = len(self.copied_inputs)
+        copies = {
+            each.name: each.make_reference(place)
+            for each, place in zip(self.copied_inputs, places[:count], strict=True)
+        }
         named = {result.name: place for result, place in zip(self.results, places[count:], strict=True)}
         tensors = self.message.tensors | copies
         whole = msgspec.structs.replace(self.message, tensors=tensors, results=named)
-        targets = [copied.target(place) for copied, place in zip(self.copied, places[:count], strict=True)]
+        targets = [
+            copied.make_copy_target(place) for copied, place in zip(self.copied_inputs, places[:count], strict=True)
+        ]
         asked = EncodedCall(places, msgspec.Raw(msgspec.json.encode(whole)), targets)
-        if len(self.asked) >= _MOST_PLACES:
-            del self.asked[0]
-        self.asked.append(asked)
+        if len(self.encoded_calls) >= _MOST_PLACES:
+            del self.encoded_calls[0]
+        self.encoded_calls.append(asked)
         return asked
 
-    def fits(self, told: frames.LazyLocalResponse) -> bool:
+    def has_same_results(self, told: frames.LazyLocalResponse) -> bool:
         """Whether an answer's results are what they were before."""
         try:
             located = frames.decode_results(told)
@@ -127,41 +133,43 @@ class PendingCachedCall:
         content: the message, encoded.
     """
 
-    __slots__ = ("_asked", "_blocks", "_fields", "_known", "content")
+    __slots__ = ("_blocks", "_call", "_encoded_call", "_fields", "content")
 
     def __init__(self, known: CachedCall, blocks: Sequence[AllocatedBlock], asked: EncodedCall) -> None:
-        self._known = known
+        self._call = known
         self._blocks = blocks
-        self._asked = asked
-        self._fields: list[Any] = [None] * known.fields
+        self._encoded_call = asked
+        self._fields: list[Any] = [None] * known.field_count
         self.content = asked.content
 
-    def copy(self, elsewhere: Mapping[str, Any], copy: Callable[[Sequence[Any], Sequence[Any]], None]) -> None:
+    def copy_inputs(
+        self, elsewhere: Mapping[str, Any], copy: Callable[[Sequence[Any], Sequence[Any]], None]
+    ) -> None:
         """Copy what the call's tensors hold that lie elsewhere.
 
         Args: copy: as `Memory.copy`.
         """
-        copy(self._asked.targets, [elsewhere[copied.name] for copied in self._known.copied])
+        copy(self._encoded_call.copy_targets, [elsewhere[copied.name] for copied in self._call.copied_inputs])
 
-    def make_results(self) -> None:
+    def make_result_arrays(self) -> None:
         """Make the results' tensors, while the server computes what they hold."""
-        made, known, blocks = self._fields, self._known, self._blocks
-        if known.copied:
-            blocks = blocks[len(known.copied) :]
+        made, known, blocks = self._fields, self._call, self._blocks
+        if known.copied_inputs:
+            blocks = blocks[len(known.copied_inputs) :]
         for result, block in zip(known.results, blocks, strict=True):
-            made[result.position] = result.make(block)
+            made[result.field_index] = result.make_array(block)
 
-    def result(self, told: frames.LazyLocalResponse) -> Any:
+    def make_result(self, told: frames.LazyLocalResponse) -> Any:
         """The call's result; None where the answer is not what it was before."""
-        known = self._known
+        known = self._call
         if told.status != 200:
             return None
-        if told.results != self._asked.results:
-            if not known.fits(told):
+        if told.results != self._encoded_call.encoded_results:
+            if not known.has_same_results(told):
                 return None
             # A copy, because what was read keeps all of the answer.
             results = bytes(told.results)
             if len(results) <= _LONGEST_KEPT:
-                self._asked.results = msgspec.Raw(results)
-        self._fields[known.timing] = make_timing(told)
-        return known.kind(*self._fields)
+                self._encoded_call.encoded_results = msgspec.Raw(results)
+        self._fields[known.timing_index] = make_timing(told)
+        return known.result_type(*self._fields)

@@ -47,7 +47,7 @@ class LocalClientConnection:
 
     Attributes:
         protocol: what is sent and received.
-        recurring: the protocol's.
+        call_caches: the protocol's.
         is_open: nothing has failed, and it is not given back.
     """
 
@@ -59,24 +59,24 @@ class LocalClientConnection:
         """
         self._socket = socket.socket(socket.AF_UNIX)
         self.protocol = LocalClientProtocol(api_key)
-        self.recurring = self.protocol.recurring
+        self.call_caches = self.protocol.call_caches
         self.is_open = True
-        self._process = _process
-        self._sending = threading.Lock()
-        self._outgoing = SendQueue()
+        self._owner_process_id = _process
+        self._send_lock = threading.Lock()
+        self._send_queue = SendQueue()
         # Entered directly where no thread waits: a condition is Python code around it.
         self._lock = threading.Lock()
-        self._state = threading.Condition(self._lock)
+        self._received = threading.Condition(self._lock)
         self._is_receiving = False
-        self._waiting = 0
+        self._waiting_count = 0
         self._wait_s = _WAIT_S
-        self._writable = select.poll()
-        self._writable.register(self._socket, select.POLLOUT)
-        self._incoming = PollingReceiver(self._socket)
+        self._write_poll = select.poll()
+        self._write_poll.register(self._socket, select.POLLOUT)
+        self._receiver = PollingReceiver(self._socket)
         try:
-            self._set_wait(_WAIT_S)
+            self._set_receive_timeout(_WAIT_S)
             # A server that accepts nobody is waited for so long.
-            wait_s = max(SHORTEST_WAIT_S, min(_WAIT_S, deadline.left_s() or _WAIT_S))
+            wait_s = max(SHORTEST_WAIT_S, min(_WAIT_S, deadline.get_remaining_s() or _WAIT_S))
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _pack_timeval(wait_s))
             self._socket.connect(path)
         except OSError as error:
@@ -84,7 +84,7 @@ class LocalClientConnection:
             deadline.check()
             raise ConnectionFailedError(quote_text(f"{path}: {error}", 200)) from error
         try:
-            self.run(self.protocol.greet(), deadline)
+            self.run_exchanges(self.protocol.exchange_hello(), deadline)
         except BaseException:
             self._close()
             raise
@@ -92,13 +92,13 @@ class LocalClientConnection:
     @property
     def is_usable(self) -> bool:
         """Whether it is open, and this process's own: one that was forked has its parent's socket, and no other."""
-        return self.is_open and self._process == _process
+        return self.is_open and self._owner_process_id == _process
 
-    def run(self, exchanges: Exchanges[_R], deadline: Deadline) -> _R:
+    def run_exchanges(self, exchanges: Exchanges[_R], deadline: Deadline) -> _R:
         """Carry out exchanges; return their result.
 
         Raises:
-            ClientError: as `request`, or what the exchanges raise.
+            ClientError: as `send_and_wait`, or what the exchanges raise.
         """
         reply = None
         try:
@@ -106,123 +106,123 @@ class LocalClientConnection:
                 step = exchanges.send(reply)
                 if isinstance(step, BusyStream):
                     reply = None
-                    step.wait()
+                    step.wait_idle()
                 else:
-                    reply = self.request(step, deadline)
+                    reply = self.send_and_wait(step, deadline)
         except StopIteration as done:
             result: _R = done.value
             return result
 
-    def request(self, request: LocalRequest, deadline: Deadline) -> LazyLocalResponse:
+    def send_and_wait(self, request: LocalRequest, deadline: Deadline) -> LazyLocalResponse:
         """Send a request and wait for its response.
 
         Raises:
             ConnectionFailedError, UnexpectedAnswerError: the connection has ended, or is of no more use.
             RequestTimeoutError: there was no response in time.
         """
-        pending, frame = self.protocol.begin(request)
+        pending, frame = self.protocol.begin_request(request)
         try:
             self._send(frame, deadline)
-            if request.meanwhile is not None:
-                request.meanwhile()
-            return self._wait_for(pending, deadline)
+            if request.on_sent is not None:
+                request.on_sent()
+            return self._wait_response(pending, deadline)
         except BaseException:
             if self.is_open:
-                self._send_now(self.protocol.cancel(pending))
+                self._try_send(self.protocol.encode_cancel(pending))
             raise
 
-    def retire(self) -> None:
+    def close_when_unused(self) -> None:
         """Close, once nobody has a block of the arenas: neither a result nor a call that still waits."""
-        self.protocol.drop_used()
-        self.protocol.once_unused(self._leave)
+        self.protocol.release_retained()
+        self.protocol.call_when_unused(self._free_segments_and_close)
 
     def _send(self, frame: bytes, deadline: Deadline) -> None:
-        deadline.acquire(self._sending)
-        outgoing = self._outgoing
+        deadline.acquire_lock(self._send_lock)
+        outgoing = self._send_queue
         try:
             try:
-                outgoing.push(self._socket, frame, _AT_ONCE)
+                outgoing.add_and_send(self._socket, frame, _AT_ONCE)
             except BlockingIOError:
-                self._send_rest(deadline)
+                self._send_queued(deadline)
         except RequestTimeoutError:
             raise
         except OSError:
             # The server may have said why it closed; the thread that receives reads that.
-            outgoing.close()
+            outgoing.discard_all()
         finally:
-            self._sending.release()
+            self._send_lock.release()
 
-    def _send_rest(self, deadline: Deadline) -> None:
-        outgoing = self._outgoing
+    def _send_queued(self, deadline: Deadline) -> None:
+        outgoing = self._send_queue
         while outgoing:
             if not self._wait_writable(deadline):
-                if outgoing.is_cut:
+                if outgoing.has_partial_frame:
                     self._fail(partial(ConnectionFailedError, "a request was cut off"))
-                outgoing.close()
-                raise deadline.error()
+                outgoing.discard_all()
+                raise deadline.make_error()
             with suppress(BlockingIOError):
-                outgoing.send(self._socket, _AT_ONCE)
+                outgoing.send_all(self._socket, _AT_ONCE)
 
-    def _send_now(self, frame: bytes) -> None:
+    def _try_send(self, frame: bytes) -> None:
         """Send what has no response, if the kernel takes it: where another thread cannot send, nor can this one."""
-        if frame and self._sending.acquire(blocking=False):
+        if frame and self._send_lock.acquire(blocking=False):
             try:
-                if not self._outgoing:
+                if not self._send_queue:
                     with suppress(OSError):
                         self._socket.send(frame, _AT_ONCE)
             finally:
-                self._sending.release()
+                self._send_lock.release()
 
     def _wait_writable(self, deadline: Deadline) -> bool:
         """Wait until the server has read some of what it was sent; False where it does not in time."""
-        left_s = deadline.left_s()
+        left_s = deadline.get_remaining_s()
         if left_s is not None and left_s <= 0:
             return False
         wait_s = _WAIT_S if left_s is None else min(_WAIT_S, left_s)
-        self._writable.poll(math.ceil(wait_s * 1000))
+        self._write_poll.poll(math.ceil(wait_s * 1000))
         return True
 
-    def _wait_for(self, pending: PendingLocalRequest, deadline: Deadline) -> LazyLocalResponse:
+    def _wait_response(self, pending: PendingLocalRequest, deadline: Deadline) -> LazyLocalResponse:
         lock = self._lock
         while True:
             with lock:
-                while pending.reply is None and self._is_receiving:
-                    self._sleep(deadline)
-                if pending.reply is not None:
-                    return pending.reply
-                if self.protocol.failure is not None:
-                    raise self.protocol.failure()
+                while pending.response is None and self._is_receiving:
+                    self._wait_reception(deadline)
+                if pending.response is not None:
+                    return pending.response
+                if self.protocol.make_failure is not None:
+                    raise self.protocol.make_failure()
                 self._is_receiving = True
             try:
-                self._receive(deadline)
+                self._receive_response(deadline)
             finally:
                 with lock:
                     self._is_receiving = False
-                    if self._waiting:
-                        self._state.notify_all()
-            if pending.reply is not None:
-                return pending.reply
+                    if self._waiting_count:
+                        self._received.notify_all()
+            if pending.response is not None:
+                return pending.response
 
-    def _sleep(self, deadline: Deadline) -> None:
+    def _wait_reception(self, deadline: Deadline) -> None:
         """Wait until the receiving thread has received something."""
-        self._waiting += 1
+        self._waiting_count += 1
         try:
-            if not self._state.wait(deadline.left_s()):
-                raise deadline.error()
+            if not self._received.wait(deadline.get_remaining_s()):
+                raise deadline.make_error()
         finally:
-            self._waiting -= 1
+            self._waiting_count -= 1
 
-    def _receive(self, deadline: Deadline) -> None:
+    def _receive_response(self, deadline: Deadline) -> None:
         """Receive until a request is answered, or the connection has failed."""
-        incoming, protocol = self._incoming, self.protocol
-        while protocol.failure is None:
-            if incoming.is_soon:
+        incoming, protocol = self._receiver, self.protocol
+        while protocol.make_failure is None:
+            if incoming.is_prompt:
                 deadline.check()
             else:
-                self._limit_wait(deadline)
+                self._limit_receive_timeout(deadline)
             try:
                 data, ancillary, flags, _ = incoming.receive()
-                is_answered = protocol.receive(data, ancillary, flags)
+                is_answered = protocol.receive_data(data, ancillary, flags)
             except BlockingIOError:
                 continue
             except OSError as error:
@@ -232,21 +232,21 @@ class LocalClientConnection:
                 # It is unknown whether anything came.
                 self._fail(partial(ConnectionFailedError, "an answer was lost to an interruption"))
                 raise
-            if protocol.failure is not None:
+            if protocol.make_failure is not None:
                 self._close()
             if is_answered:
                 return
 
-    def _limit_wait(self, deadline: Deadline) -> None:
+    def _limit_receive_timeout(self, deadline: Deadline) -> None:
         """Let the next wait in the kernel end in time."""
-        left_s = deadline.left_s()
+        left_s = deadline.get_remaining_s()
         if left_s is not None and left_s <= 0:
-            raise deadline.error()
+            raise deadline.make_error()
         wait_s = _WAIT_S if left_s is None or left_s > _WAIT_S else left_s
         if wait_s != self._wait_s:
-            self._set_wait(wait_s)
+            self._set_receive_timeout(wait_s)
 
-    def _set_wait(self, seconds: float) -> None:
+    def _set_receive_timeout(self, seconds: float) -> None:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _pack_timeval(max(seconds, SHORTEST_WAIT_S)))
         self._wait_s = seconds
 
@@ -256,13 +256,13 @@ class LocalClientConnection:
 
     def _close(self) -> None:
         self.is_open = False
-        self.protocol.close()
+        self.protocol.close_descriptors()
         self._socket.close()
 
-    def _leave(self) -> None:
+    def _free_segments_and_close(self) -> None:
         """Give the arena back: no view of it is left."""
         if self.is_usable:
-            self._send_now(self.protocol.leave())
+            self._try_send(self.protocol.encode_free_all())
         self._close()
 
 

@@ -26,40 +26,40 @@ class AllocatedBlock(Protocol):
     """A block.
 
     Attributes:
-        place: its segment, offset and bytes.
+        segment_range: its segment, offset and bytes.
     """
 
-    place: SegmentRange
+    segment_range: SegmentRange
 
 
 class SharedArrayMemory(Protocol):
     """Shared memory, and one kind of arrays in it."""
 
-    def described(self, value: Any) -> tuple[Hashable, ...]:
+    def describe(self, value: Any) -> tuple[Hashable, ...]:
         """The place, dtype and shape of an array; () of what is not of this kind, or whose bytes are not as sent.
 
         The place is None where the array lies elsewhere, and must be copied.
         """
 
-    def located(self, tensor: HostTensor) -> tuple[int, int] | None:
+    def locate(self, tensor: HostTensor) -> tuple[int, int] | None:
         """The segment and the offset of a call's tensor; None where it lies elsewhere."""
 
-    def take_all(self, sizes: Sequence[int]) -> Sequence[AllocatedBlock] | None:
+    def allocate_all(self, sizes: Sequence[int]) -> Sequence[AllocatedBlock] | None:
         """A block of at least so many bytes for each of several sizes; None where there is no space for all."""
 
-    def take_at(self, places: Sequence[SegmentRange]) -> Sequence[AllocatedBlock] | None:
+    def allocate_at(self, places: Sequence[SegmentRange]) -> Sequence[AllocatedBlock] | None:
         """A block at each of several places where blocks were before; None where one of them is in use."""
 
-    def maker(self, dtype: DType, shape: tuple[int, ...]) -> Callable[[Any], Any]:
+    def make_array_factory(self, dtype: DType, shape: tuple[int, ...]) -> Callable[[Any], Any]:
         """What makes an array of at least one element for the caller in a block, which the array keeps."""
 
-    def target(self, dtype: DType, shape: tuple[int, ...], place: SegmentRange) -> Any:
-        """What `copy` copies to at a place, which it does not keep; of at least one element."""
+    def make_copy_target(self, dtype: DType, shape: tuple[int, ...], place: SegmentRange) -> Any:
+        """What `copy_all` copies to at a place, which it does not keep; of at least one element."""
 
-    def copy(self, targets: Sequence[Any], sources: Sequence[Any]) -> None:
+    def copy_all(self, targets: Sequence[Any], sources: Sequence[Any]) -> None:
         """Copy arrays that lie elsewhere, whose bytes follow one another."""
 
-    def busy(self) -> BusyStream | None:
+    def find_busy_stream(self) -> BusyStream | None:
         """What must end before the server may read what the caller has written, if anything."""
 
 
@@ -68,22 +68,22 @@ class _HostArrayMemory:
 
     def __init__(self, arena: HostArena) -> None:
         self._arena = arena
-        self.take_all, self.take_at = arena.take_all, arena.take_at
+        self.allocate_all, self.allocate_at = arena.allocate_all, arena.allocate_at
 
-    def located(self, tensor: HostTensor) -> tuple[int, int] | None:
+    def locate(self, tensor: HostTensor) -> tuple[int, int] | None:
         return self._arena.locate(tensor.data)
 
-    def target(self, dtype: DType, shape: tuple[int, ...], place: SegmentRange) -> tuple[int, int]:
-        return self._arena.address(place), prod(shape) * dtype.itemsize
+    def make_copy_target(self, dtype: DType, shape: tuple[int, ...], place: SegmentRange) -> tuple[int, int]:
+        return self._arena.get_address(place), prod(shape) * dtype.itemsize
 
-    def busy(self) -> None:
+    def find_busy_stream(self) -> None:
         return None
 
 
 class NumpyArrayMemory(_HostArrayMemory):
     """Memory of the host with numpy's arrays."""
 
-    def described(self, value: Any) -> tuple[Hashable, ...]:
+    def describe(self, value: Any) -> tuple[Hashable, ...]:
         if type(value) is not np.ndarray or not value.flags.c_contiguous:
             return ()
         dtype = value.dtype
@@ -91,11 +91,11 @@ class NumpyArrayMemory(_HostArrayMemory):
             return ()
         return self._arena.locate_address(arrays.get_address(value)), dtype, value.shape
 
-    def copy(self, targets: Sequence[tuple[int, int]], sources: Sequence[Any]) -> None:
+    def copy_all(self, targets: Sequence[tuple[int, int]], sources: Sequence[Any]) -> None:
         for (address, nbytes), source in zip(targets, sources, strict=True):
             ctypes.memmove(address, arrays.get_address(source), nbytes)
 
-    def maker(self, dtype: DType, shape: tuple[int, ...]) -> Callable[[ArenaBlock], Any]:
+    def make_array_factory(self, dtype: DType, shape: tuple[int, ...]) -> Callable[[ArenaBlock], Any]:
         of_numpy = arrays.get_numpy_dtype(dtype)
         return lambda block: np.ndarray(shape, of_numpy, block)
 
@@ -109,17 +109,17 @@ class TorchArrayMemory(_HostArrayMemory):
         self._torch = torch
         self._types = frozenset([torch.Tensor, torch.nn.Parameter])
 
-    def described(self, value: Any) -> tuple[Hashable, ...]:
+    def describe(self, value: Any) -> tuple[Hashable, ...]:
         if type(value) not in self._types or not value.is_cpu or value.is_neg() or not value.is_contiguous():
             return ()
         return self._arena.locate_address(value.data_ptr()), value.dtype, value.shape
 
-    def copy(self, targets: Sequence[tuple[int, int]], sources: Sequence[Any]) -> None:
+    def copy_all(self, targets: Sequence[tuple[int, int]], sources: Sequence[Any]) -> None:
         for (address, nbytes), source in zip(targets, sources, strict=True):
             # Not by torch's threads, which take milliseconds where there are more of them than cores.
             ctypes.memmove(address, source.data_ptr(), nbytes)
 
-    def maker(self, dtype: DType, shape: tuple[int, ...]) -> Callable[[ArenaBlock], Any]:
+    def make_array_factory(self, dtype: DType, shape: tuple[int, ...]) -> Callable[[ArenaBlock], Any]:
         # torch's own `frombuffer` knows no shape, and each view of a tensor takes as long as this.
         from_numpy = self._torch.from_numpy
         if dtype not in _SIZED:
@@ -136,12 +136,12 @@ class CudaArrayMemory:
         self._arena = arena
         torch: Any = sys.modules["torch"]
         self._types = frozenset([torch.Tensor, torch.nn.Parameter])
-        self.take_all, self.take_at = arena.take_all, arena.take_at
-        self.maker = arena.maker
+        self.allocate_all, self.allocate_at = arena.allocate_all, arena.allocate_at
+        self.make_array_factory = arena.make_tensor_factory
         self._copy_all = torch._foreach_copy_
-        self.busy = arena.busy_stream
+        self.find_busy_stream = arena.find_busy_stream
 
-    def described(self, value: Any) -> tuple[Hashable, ...]:
+    def describe(self, value: Any) -> tuple[Hashable, ...]:
         if type(value) not in self._types or not value.is_cuda or value.is_neg() or not value.is_contiguous():
             return ()
         place = self._arena.locate_address(value.data_ptr())
@@ -150,15 +150,15 @@ class CudaArrayMemory:
             return ()
         return place, value.dtype, value.shape
 
-    def target(self, dtype: DType, shape: tuple[int, ...], place: SegmentRange) -> Any:
-        return self._arena.view(place, dtype, shape)
+    def make_copy_target(self, dtype: DType, shape: tuple[int, ...], place: SegmentRange) -> Any:
+        return self._arena.make_unowned_tensor(place, dtype, shape)
 
-    def copy(self, targets: Sequence[Any], sources: Sequence[Any]) -> None:
+    def copy_all(self, targets: Sequence[Any], sources: Sequence[Any]) -> None:
         if len(targets) == 1:
             targets[0].copy_(sources[0].detach())
             return
         # In one launch, if they are of one type.
         self._copy_all(targets, [source.detach() for source in sources])
 
-    def located(self, tensor: HostTensor) -> tuple[int, int] | None:
-        return self._arena.locate_tensor(tensor.tensor) if isinstance(tensor, TorchCudaTensor) else None
+    def locate(self, tensor: HostTensor) -> tuple[int, int] | None:
+        return self._arena.locate_tensor(tensor.view_tensor) if isinstance(tensor, TorchCudaTensor) else None

@@ -43,13 +43,13 @@ class HostCallMessage:
     """A call as a message.
 
     Attributes:
-        inputs: blocks that tensors from elsewhere were copied to.
-        results: where each result will lie.
+        copied_inputs: blocks that tensors from elsewhere were copied to.
+        result_blocks: where each result will lie.
     """
 
     message: Message
-    inputs: list[ArenaBlock] = field(default_factory=list)
-    results: Mapping[str, ArenaBlock] = field(default_factory=dict)
+    copied_inputs: list[ArenaBlock] = field(default_factory=list)
+    result_blocks: Mapping[str, ArenaBlock] = field(default_factory=dict)
 
 
 def prepare_host_call(call: ApiCall[Any], arena: HostArena) -> Needs[HostCallMessage]:
@@ -68,16 +68,16 @@ def prepare_host_call(call: ApiCall[Any], arena: HostArena) -> Needs[HostCallMes
             if nbytes:
                 block[:nbytes] = np.frombuffer(tensor.data, np.uint8)
             inputs.append(block)
-            found = block.place.segment, block.place.offset
+            found = block.segment_range.segment, block.segment_range.offset
         located[name] = TensorReference(*found, tensor.dtype.label, tensor.shape)
-    if call.outputs is None:
+    if call.expected_results is None:
         return HostCallMessage(_make_administration_message(call, located), inputs)
     results, places = {}, {}
-    for name, output in call.outputs.items():
+    for name, output in call.expected_results.items():
         # What `taken` does, without a generator of its own: there is space except at first.
-        while (room := arena.take(output.most_bytes)) is None:
-            yield output.most_bytes
-        results[name], places[name] = room, room.place
+        while (room := arena.allocate(output.max_bytes)) is None:
+            yield output.max_bytes
+        results[name], places[name] = room, room.segment_range
     return HostCallMessage(make_compute_message(call, located, places), inputs, results)
 
 
@@ -86,7 +86,7 @@ def make_compute_message(
 ) -> frames.ComputeMessage:
     """The message of an operation."""
     op, direction = _parse_operation(call.path)
-    return frames.ComputeMessage(op, located, places, direction, call.query)
+    return frames.ComputeMessage(op, located, places, direction, call.encoded_query)
 
 
 def add_traceparent(message: Message | msgspec.Raw) -> Message | msgspec.Raw:
@@ -123,7 +123,7 @@ def _make_administration_message(call: ApiCall[Any], located: Mapping[str, Tenso
         case "DELETE", _:
             return frames.DeleteLayerMessage(name)
         case _:
-            return frames.PutLayerMessage(name, call.query, dict(located))
+            return frames.PutLayerMessage(name, call.encoded_query, dict(located))
 
 
 def _count_checked_bytes(name: str, tensor: HostTensor) -> int:
@@ -138,7 +138,7 @@ def _count_checked_bytes(name: str, tensor: HostTensor) -> int:
 
 def allocate_host_block(arena: HostArena, nbytes: int) -> Needs[ArenaBlock]:
     """A block of the arena."""
-    while (block := arena.take(nbytes)) is None:
+    while (block := arena.allocate(nbytes)) is None:
         yield nbytes
     return block
 
@@ -147,51 +147,51 @@ def allocate_host_block(arena: HostArena, nbytes: int) -> Needs[ArenaBlock]:
 class ArenaResponse(ApiResponse):
     """An answer whose tensors lie in the arena."""
 
-    told: frames.LocalResponse = field(default_factory=lambda: frames.LocalResponse(0))
-    blocks: Mapping[str, ArenaBlock] = field(default_factory=dict)
+    local_response: frames.LocalResponse = field(default_factory=lambda: frames.LocalResponse(0))
+    result_blocks: Mapping[str, ArenaBlock] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
         """Of all results."""
-        told = self._located().values()
+        told = self._decode_references().values()
         return sum(prod(each.shape) * DTYPES[each.dtype].itemsize for each in told if each.dtype in DTYPES)
 
-    def content(self) -> list[memoryview]:
+    def list_memory(self) -> list[memoryview]:
         """The memory of each result.
 
         Raises:
             UnexpectedAnswerError: the answer says what cannot be.
         """
-        return [tensor.data for tensor in self.tensors().values()]
+        return [tensor.data for tensor in self.read_tensors().values()]
 
-    def json(self) -> Any:
+    def parse_json(self) -> Any:
         """What the document says."""
-        return self.told.document
+        return self.local_response.document
 
-    def tensors(self) -> dict[str, HostTensor]:
+    def read_tensors(self) -> dict[str, HostTensor]:
         """The results, as views of their blocks, which they keep.
 
         Raises:
             UnexpectedAnswerError: the answer says what cannot be.
         """
-        return {name: self._tensor(name, each) for name, each in self._located().items()}
+        return {name: self._make_tensor(name, each) for name, each in self._decode_references().items()}
 
-    def timing(self) -> Timing:
+    def read_timing(self) -> Timing:
         """What the server says about how it answered."""
-        return make_timing(self.told)
+        return make_timing(self.local_response)
 
-    def _located(self) -> dict[str, TensorReference]:
+    def _decode_references(self) -> dict[str, TensorReference]:
         try:
-            return frames.decode_results(self.told)
+            return frames.decode_results(self.local_response)
         except MalformedPayloadError as error:
             raise UnexpectedAnswerError(f"the server sent a malformed answer: {error}") from None
 
-    def _tensor(self, name: str, located: TensorReference) -> HostTensor:
-        dtype, block = DTYPES.get(located.dtype), self.blocks.get(name)
+    def _make_tensor(self, name: str, located: TensorReference) -> HostTensor:
+        dtype, block = DTYPES.get(located.dtype), self.result_blocks.get(name)
         if dtype is None or block is None:
             raise UnexpectedAnswerError("the answer's results must be those that were requested, they are not")
         nbytes = prod(located.shape) * dtype.itemsize
-        if nbytes > block.place.nbytes:
+        if nbytes > block.segment_range.nbytes:
             raise UnexpectedAnswerError(f"the answer's {name} must fit into its place, it does not")
         # Through a memoryview, so that whatever is made of it keeps the block itself.
         return HostTensor(dtype, located.shape, block.data[:nbytes] if nbytes else _EMPTY)

@@ -18,25 +18,25 @@ class DeviceMemoryOffer:
     def __init__(self) -> None:
         self._offer: object = _UNKNOWN
         self._arena: DeviceArena | None = None
-        self._is_looked_for = False
+        self._is_arena_made = False
 
     @property
     def is_known(self) -> bool:
         """Whether the server has told: one that starts does not know yet."""
         return self._offer is not _UNKNOWN
 
-    def read_greeting(self, greeting: Any) -> None:
+    def read_hello_document(self, greeting: Any) -> None:
         """What the server's greeting says."""
         if isinstance(greeting, dict):
             self._offer = greeting.get("device", _UNKNOWN)
 
-    def arena(self, index: int) -> DeviceArena | None:
+    def get_arena(self, index: int) -> DeviceArena | None:
         """The arena in a device's memory; None where the server offers none of that device's.
 
         Args: index: the device's, as torch counts.
         """
-        if not self._is_looked_for and self.is_known:
-            self._is_looked_for = True
+        if not self._is_arena_made and self.is_known:
+            self._is_arena_made = True
             self._arena = make_device_arena(self._offer)
         arena = self._arena
         return arena if arena is not None and index == arena.ordinal else None
@@ -47,7 +47,7 @@ class DeviceMemoryOffer:
             raise ValueError("the server sent device memory that was not requested")
         self._arena.add_device_segment(number, descriptor, nbytes)
 
-    def once_empty(self, host: HostArena, then: Callable[[], None]) -> None:
+    def call_when_empty(self, host: HostArena, then: Callable[[], None]) -> None:
         """Call this once no block of any arena is in use; nothing may be taken from here on.
 
         Until then the connection is kept: the memory stays mapped for a captured graph, and a block in a reference
@@ -61,12 +61,12 @@ class DeviceMemoryOffer:
             then()
 
         _LEAVING[self] = finish
-        host.once_empty(finish if device is None else lambda: device.once_empty(finish))
+        host.call_when_empty(finish if device is None else lambda: device.call_when_empty(finish))
 
-    def given_up(self) -> Sequence[int]:
+    def unmap_segments(self) -> Sequence[int]:
         """The numbers of the device's segments, which are not mapped any more from here on."""
         if self._arena is None:
             return ()
-        numbers = self._arena.segments
-        self._arena.unmap()
+        numbers = self._arena.segment_numbers
+        self._arena.unmap_segments()
         return numbers

@@ -56,15 +56,15 @@ class LocalRequest(msgspec.Struct):
 
     Attributes:
         message: a `msgspec.Raw` is encoded already.
-        used: kept until the response arrives, even if the caller no longer waits for it.
-        meanwhile: called while the server works.
-        freed: numbers of segments that are freed before.
+        retained: kept until the response arrives, even if the caller no longer waits for it.
+        on_sent: called while the server works.
+        freed_segments: numbers of segments that are freed before.
     """
 
     message: Message | msgspec.Raw
-    used: object = None
-    meanwhile: Callable[[], None] | None = None
-    freed: Sequence[int] = ()
+    retained: object = None
+    on_sent: Callable[[], None] | None = None
+    freed_segments: Sequence[int] = ()
 
 
 Exchanges: TypeAlias = Generator[LocalRequest | BusyStream, Any, _R]
@@ -75,65 +75,65 @@ class PendingLocalRequest(msgspec.Struct):
     """A request that was begun, until the response arrives.
 
     Attributes:
-        used: as of `LocalRequest`.
-        reply: the response; None until it arrives.
-        wake: called on the receiving thread when the request is answered, or the connection fails.
+        retained: as of `LocalRequest`.
+        response: the response; None until it arrives.
+        on_done: called on the receiving thread when the request is answered, or the connection fails.
     """
 
     tag: int
-    used: object
-    reply: LazyLocalResponse | None = None
-    wake: Callable[[], None] | None = None
+    retained: object
+    response: LazyLocalResponse | None = None
+    on_done: Callable[[], None] | None = None
 
 
 class LocalClientProtocol:
     """The arenas, the requests and the responses of one connection.
 
-    Threads may share one if only one of them at a time calls `receive`.
+    Threads may share one if only one of them at a time calls `receive_data`.
 
     Attributes:
         arena: in the host's memory.
-        recurring: calls that are made again.
-        failure: makes the error with which the connection failed; None while it is usable.  Each caller gets an
-            error of its own, because an error that was raised refers to the frames that it passed through.
+        call_caches: calls that are made again.
+        make_failure: makes the error with which the connection failed; None while it is usable.  Each caller gets
+            an error of its own, because an error that was raised refers to the frames that it passed through.
     """
 
     def __init__(self, api_key: str | None) -> None:
         self.arena = HostArena()
-        self.recurring = CallCaches(self.arena)
-        self.failure: Callable[[], ClientError] | None = None
+        self.call_caches = CallCaches(self.arena)
+        self.make_failure: Callable[[], ClientError] | None = None
         self._api_key = api_key
-        self._offers = DeviceMemoryOffer()
+        self._device_offer = DeviceMemoryOffer()
         self._reader = FrameReader(DOCUMENT_BYTES)
         self._tags = itertools.count(1)
         self._pending: dict[int, PendingLocalRequest] = {}
         # Those that bring a segment each, by their tags.
-        self._growing: dict[int, frames.GrowArenaMessage] = {}
+        self._pending_grows: dict[int, frames.GrowArenaMessage] = {}
 
     @property
     def has_pending(self) -> bool:
         """Whether the server may still write to the arenas."""
         return bool(self._pending)
 
-    def begin(self, request: LocalRequest) -> tuple[PendingLocalRequest, bytes]:
+    def begin_request(self, request: LocalRequest) -> tuple[PendingLocalRequest, bytes]:
         """Begin a request; return what is pending and the bytes to be sent."""
         message = request.message
         tag = next(self._tags) % (TAGS - 1) + 1
         frame = frames.encode_frame(tag, add_traceparent(message) if TRACING in sys.modules else message)
-        if request.freed:
-            frame = _encode_frees(request.freed) + frame
+        if request.freed_segments:
+            frame = _encode_frees(request.freed_segments) + frame
         if isinstance(message, frames.GrowArenaMessage):
-            self._growing[tag] = message
+            self._pending_grows[tag] = message
         elif isinstance(message, frames.ListLayersMessage):
             self._reader.max_bytes = LIST_BYTES
-        pending = self._pending[tag] = PendingLocalRequest(tag, request.used)
+        pending = self._pending[tag] = PendingLocalRequest(tag, request.retained)
         return pending, frame
 
-    def cancel(self, pending: PendingLocalRequest) -> bytes:
+    def encode_cancel(self, pending: PendingLocalRequest) -> bytes:
         """Return the bytes to be sent when nobody waits for a request any more."""
         return frames.encode_frame(0, frames.CancelRequestMessage(pending.tag))
 
-    def receive(self, data: bytes, ancillary: Sequence[tuple[int, int, bytes]], flags: int) -> bool:
+    def receive_data(self, data: bytes, ancillary: Sequence[tuple[int, int, bytes]], flags: int) -> bool:
         """Take in what `recvmsg` returned; return whether a request was answered.
 
         If the server ended the connection, refused it or sent what it must not, the connection has failed.
@@ -141,18 +141,18 @@ class LocalClientProtocol:
         is_answered = False
         reader = self._reader
         if ancillary:
-            reader.max_descriptors = len(self._growing)
+            reader.max_descriptors = len(self._pending_grows)
         try:
             for tag, content in reader.feed(data, ancillary, flags):
                 reply = frames.decode_lazy_response(content)
-                if self._growing or reply.segment is not None:
-                    self._take_segment(self._growing.pop(tag, None), reply)
+                if self._pending_grows or reply.segment is not None:
+                    self._map_segment(self._pending_grows.pop(tag, None), reply)
                 pending = self._pending.pop(tag, None)
                 if pending is not None:
-                    pending.reply = reply
+                    pending.response = reply
                     is_answered = True
-                    if pending.wake is not None:
-                        pending.wake()
+                    if pending.on_done is not None:
+                        pending.on_done()
                 elif not tag and reply.status >= 400:
                     self.fail(partial(make_local_api_error, reply))
                     break
@@ -167,32 +167,32 @@ class LocalClientProtocol:
 
     def fail(self, failure: Callable[[], ClientError]) -> None:
         """End the connection with an error, unless it has failed; memory that clients can see stays as it is."""
-        if self.failure is not None:
+        if self.make_failure is not None:
             return
-        self.failure = failure
+        self.make_failure = failure
         for pending in list(self._pending.values()):
-            if pending.wake is not None:
-                pending.wake()
+            if pending.on_done is not None:
+                pending.on_done()
 
-    def close(self) -> None:
+    def close_descriptors(self) -> None:
         """Close the descriptors that came; the socket is closed."""
         self._reader.close()
 
-    def drop_used(self) -> None:
+    def release_retained(self) -> None:
         """Keep no memory for pending requests: their responses may never come."""
         # The server itself keeps the memory that it works in.
         for pending in list(self._pending.values()):
-            pending.used = None
+            pending.retained = None
 
-    def once_unused(self, leave: Callable[[], None]) -> None:
-        """Call `leave` once no block of the arenas is in use; nothing may be taken from here on."""
-        self._offers.once_empty(self.arena, leave)
+    def call_when_unused(self, leave: Callable[[], None]) -> None:
+        """Call `encode_free_all` once no block of the arenas is in use; nothing may be taken from here on."""
+        self._device_offer.call_when_empty(self.arena, leave)
 
-    def leave(self) -> bytes:
+    def encode_free_all(self) -> bytes:
         """Give up all segments, which are not in use; return the bytes to be sent."""
-        return _encode_frees([*self.arena.segments, *self._offers.given_up()])
+        return _encode_frees([*self.arena.segment_numbers, *self._device_offer.unmap_segments()])
 
-    def greet(self) -> Exchanges[None]:
+    def exchange_hello(self) -> Exchanges[None]:
         """Introduce the client; learn what the server offers.
 
         Raises:
@@ -200,43 +200,43 @@ class LocalClientProtocol:
         """
         reply = yield LocalRequest(frames.HelloMessage(VERSION, self._api_key))
         raise_for_status(reply)
-        self._offers.read_greeting(reply.document)
+        self._device_offer.read_hello_document(reply.document)
 
-    def exchange(self, call: ApiCall[Any]) -> Exchanges[ApiResponse]:
+    def exchange_call(self, call: ApiCall[Any]) -> Exchanges[ApiResponse]:
         """Make a call."""
         x = get_device_x(call)
-        arena = None if x is None else (yield from self._device_arena(x.tensor.device.index))
+        arena = None if x is None else (yield from self._find_device_arena(x.view_tensor.device.index))
         if arena is not None:
-            there = yield from self._filled_on_device(prepare_device_call(call, arena), arena)
-            return make_device_response((yield LocalRequest(there.message, there)), arena, there.results)
-        prepared = yield from self.filled(prepare_host_call(call, self.arena))
-        return make_arena_response((yield LocalRequest(prepared.message, prepared)), prepared.results)
+            there = yield from self._run_device_allocation(prepare_device_call(call, arena), arena)
+            return make_device_response((yield LocalRequest(there.message, there)), arena, there.result_blocks)
+        prepared = yield from self.run_host_allocation(prepare_host_call(call, self.arena))
+        return make_arena_response((yield LocalRequest(prepared.message, prepared)), prepared.result_blocks)
 
-    def memory(self, nbytes: int) -> Exchanges[memoryview]:
+    def allocate_memory(self, nbytes: int) -> Exchanges[memoryview]:
         """Take bytes of the arena, which are the caller's until the last view of them is gone."""
-        return (yield from self.filled(allocate_host_block(self.arena, nbytes))).data[:nbytes]
+        return (yield from self.run_host_allocation(allocate_host_block(self.arena, nbytes))).data[:nbytes]
 
-    def device_tensor(self, index: int, dtype: DType, shape: tuple[int, ...]) -> Exchanges[Any]:
+    def allocate_device_tensor(self, index: int, dtype: DType, shape: tuple[int, ...]) -> Exchanges[Any]:
         """Make a tensor in the arena in a device's memory; None where the server shares none of that device's.
 
         Args: index: the device's, as torch counts.
         """
-        arena = yield from self._device_arena(index)
+        arena = yield from self._find_device_arena(index)
         if arena is None:
             return None
         needs = allocate_device_block(arena, prod(shape) * dtype.itemsize)
-        return arena.tensor((yield from self._filled_on_device(needs, arena)), dtype, shape)
+        return arena.make_tensor((yield from self._run_device_allocation(needs, arena)), dtype, shape)
 
-    def filled(self, needs: Needs[_R]) -> Exchanges[_R]:
+    def run_host_allocation(self, needs: Needs[_R]) -> Exchanges[_R]:
         """Let what needs memory of the host have it; return its result."""
         try:
             while True:
-                yield from self._grow(next(needs))
+                yield from self._grow_host_arena(next(needs))
         except StopIteration as done:
             result: _R = done.value
             return result
 
-    def _filled_on_device(self, needs: DeviceNeeds[_R], arena: DeviceArena) -> Exchanges[_R]:
+    def _run_device_allocation(self, needs: DeviceNeeds[_R], arena: DeviceArena) -> Exchanges[_R]:
         """Let what needs memory of the device have it, and what it waits for be done; return its result."""
         try:
             while True:
@@ -244,38 +244,38 @@ class LocalClientProtocol:
                 if isinstance(lacking, BusyStream):
                     yield lacking
                 else:
-                    yield from self._grow_by(list_device_segment_sizes(lacking, arena.nbytes), "device")
+                    yield from self._request_segment(list_device_segment_sizes(lacking, arena.nbytes), "device")
         except StopIteration as done:
             result: _R = done.value
             return result
 
-    def _device_arena(self, index: int) -> Exchanges[DeviceArena | None]:
+    def _find_device_arena(self, index: int) -> Exchanges[DeviceArena | None]:
         """Find the arena in the memory of a device, by torch's number."""
-        if not self._offers.is_known:
-            yield from self.greet()
-        arena = self._offers.arena(index)
+        if not self._device_offer.is_known:
+            yield from self.exchange_hello()
+        arena = self._device_offer.get_arena(index)
         if arena is not None:
-            self.recurring.share_device(arena)
+            self.call_caches.add_device_cache(arena)
         return arena
 
-    def _grow(self, lacking: int) -> Exchanges[None]:
+    def _grow_host_arena(self, lacking: int) -> Exchanges[None]:
         try:
-            yield from self._grow_by(list_segment_sizes(lacking, self.arena.nbytes), "host")
+            yield from self._request_segment(list_segment_sizes(lacking, self.arena.nbytes), "host")
         except OverloadedError:
-            idle = self.arena.release_idle()
+            idle = self.arena.remove_idle_segments()
             if not idle:
                 raise
-            yield from self._grow_by(list_segment_sizes(lacking, self.arena.nbytes), "host", idle)
+            yield from self._request_segment(list_segment_sizes(lacking, self.arena.nbytes), "host", idle)
 
-    def _grow_by(
+    def _request_segment(
         self, sizes: Sequence[int], memory: Literal["host", "device"], freed: Sequence[int] = ()
     ) -> Exchanges[None]:
-        reply = yield LocalRequest(frames.GrowArenaMessage(sizes[0], memory), freed=freed)
+        reply = yield LocalRequest(frames.GrowArenaMessage(sizes[0], memory), freed_segments=freed)
         if reply.status >= 400 and sizes[1] < sizes[0]:
             reply = yield LocalRequest(frames.GrowArenaMessage(sizes[1], memory))
         raise_for_status(reply)
 
-    def _take_segment(self, request: frames.GrowArenaMessage | None, reply: LazyLocalResponse) -> None:
+    def _map_segment(self, request: frames.GrowArenaMessage | None, reply: LazyLocalResponse) -> None:
         """Map the segment that a response brings, if it brings one: as much of it as was requested, and no more."""
         if reply.segment is None:
             if request is not None and reply.status < 400:
@@ -288,11 +288,11 @@ class LocalClientProtocol:
         descriptor = self._reader.descriptors.popleft()
         try:
             if not reply.device:
-                self.arena.add(reply.segment, map_segment(descriptor, request.nbytes))
+                self.arena.add_segment(reply.segment, map_segment(descriptor, request.nbytes))
             elif reply.nbytes < request.nbytes:
                 raise ValueError(f"a segment must have at least {request.nbytes} bytes, it has {reply.nbytes}")
             else:
-                self._offers.add_device_segment(reply.segment, descriptor, reply.nbytes)
+                self._device_offer.add_device_segment(reply.segment, descriptor, reply.nbytes)
         finally:
             os.close(descriptor)
 

@@ -44,22 +44,22 @@ class CallCache:
     """Those of one connection with arrays of one kind.
 
     Attributes:
-        known: what is known of calls, by their keys.
-        busy: what must be waited for before `begin` asks for one again, and once more if anything was copied, if
-            there is anything.
+        calls: what is known of calls, by their keys.
+        find_busy_stream: what must be waited for before `begin_call` asks for one again, and once more if anything
+            was copied, if there is anything.
     """
 
     def __init__(self, memory: SharedArrayMemory) -> None:
         self._memory = memory
-        self._take_all, self._take_at = memory.take_all, memory.take_at
-        self.busy = memory.busy
-        self.known: dict[Hashable, CachedCall] = {}
+        self._take_all, self._take_at = memory.allocate_all, memory.allocate_at
+        self.find_busy_stream = memory.find_busy_stream
+        self.calls: dict[Hashable, CachedCall] = {}
 
-    def signature(
+    def compute_signature(
         self, build: Callable[..., object], arguments: Sequence[Any], named: Mapping[str, Any]
     ) -> Signature | None:
         """What a call is; None of one that is not known again."""
-        described = self._memory.described
+        described = self._memory.describe
         parts: list[Any] = [build]
         elsewhere: dict[str, Any] = {}
         for position, value in enumerate(arguments):
@@ -67,7 +67,7 @@ class CallCache:
             if kind in _PLAIN:
                 parts += (kind, value)
                 continue
-            said = described(value) or self._several(value)
+            said = described(value) or self._describe_sequence(value)
             if not said:
                 return None
             if said[0] is None:
@@ -80,7 +80,7 @@ class CallCache:
             if kind in _PLAIN:
                 parts += (name, kind, value)
                 continue
-            said = described(value) or self._several(value)
+            said = described(value) or self._describe_sequence(value)
             if not said:
                 return None
             if said[0] is None:
@@ -88,39 +88,39 @@ class CallCache:
             parts += (name, said)
         return tuple(parts), elsewhere
 
-    def _several(self, value: Any) -> tuple[Hashable, ...]:
+    def _describe_sequence(self, value: Any) -> tuple[Hashable, ...]:
         """Of a chain several tensors in shared memory, or names; () of anything else."""
         kind = type(value)
         if kind is not list and kind is not tuple:
             return ()
         parts: list[Hashable] = []
         for each in value:
-            said = (type(each), each) if each is None or type(each) is str else self._memory.described(each)
+            said = (type(each), each) if each is None or type(each) is str else self._memory.describe(each)
             if not said or said[0] is None:
                 return ()
             parts.append(said)
         return (kind, *parts)
 
-    def begin(self, known: CachedCall, elsewhere: Mapping[str, Any]) -> PendingCachedCall | None:
+    def begin_call(self, known: CachedCall, elsewhere: Mapping[str, Any]) -> PendingCachedCall | None:
         """Ask for a call again; None where it needs more memory than there is.
 
         Args: elsewhere: as of `Signature`; copied.
         """
-        for asked in known.asked:
-            blocks = self._take_at(asked.places)
+        for asked in known.encoded_calls:
+            blocks = self._take_at(asked.segment_ranges)
             if blocks is not None:
                 break
         else:
-            blocks = self._take_all(known.sizes)
+            blocks = self._take_all(known.block_sizes)
             if blocks is None:
                 return None
-            asked = known.at([block.place for block in blocks])
+            asked = known.encode_at([block.segment_range for block in blocks])
         again = PendingCachedCall(known, blocks, asked)
         if elsewhere:
-            again.copy(elsewhere, self._memory.copy)
+            again.copy_inputs(elsewhere, self._memory.copy_all)
         return again
 
-    def end(
+    def end_call(
         self, key: Hashable, again: PendingCachedCall, told: frames.LazyLocalResponse, api_key: str | None
     ) -> Any:
         """The call's result; None where it is not what it was before, and must be asked for anew.
@@ -130,30 +130,30 @@ class CallCache:
         Raises:
             ApiError: the server refused.
         """
-        result = again.result(told)
+        result = again.make_result(told)
         if result is not None:
             return result
-        self.known.pop(key, None)
+        self.calls.pop(key, None)
         if told.status < 400:
             return None
         refused = make_arena_response(told, {})
         raise make_api_error(refused.status, refused.headers, bytes(refused.body), api_key)
 
-    def learn(self, signature: Signature, call: ApiCall[Any], result: Any) -> None:
+    def add_call(self, signature: Signature, call: ApiCall[Any], result: Any) -> None:
         """Remember an operation that was answered."""
         key, elsewhere = signature
-        if call.outputs is None or call.tensors is None or not elsewhere.keys() <= call.tensors.keys():
+        if call.expected_results is None or call.tensors is None or not elsewhere.keys() <= call.tensors.keys():
             return
         located: dict[str, TensorReference] = {}
         copied: list[CopiedInput] = []
         sizes = []
         for name, tensor in call.tensors.items():
             if name in elsewhere:
-                target = functools.partial(self._memory.target, tensor.dtype, tensor.shape)
+                target = functools.partial(self._memory.make_copy_target, tensor.dtype, tensor.shape)
                 copied.append(CopiedInput(name, tensor.dtype.label, tensor.shape, target))
                 sizes.append(tensor.nbytes)
                 continue
-            there = self._memory.located(tensor)
+            there = self._memory.locate(tensor)
             if there is None:
                 # The connection has ended, and its arena with it.
                 return
@@ -167,13 +167,15 @@ class CallCache:
             dtype, shape = DType(str(tensor.dtype).removeprefix("torch.")), tuple(tensor.shape)
             if 0 in shape:
                 return
-            results.append(ResultField(name, position, dtype.label, shape, self._memory.maker(dtype, shape)))
+            results.append(
+                ResultField(name, position, dtype.label, shape, self._memory.make_array_factory(dtype, shape))
+            )
             sizes.append(prod(shape) * dtype.itemsize)
-        if len(self.known) >= _MOST_CALLS:
-            self.known.clear()
+        if len(self.calls) >= _MOST_CALLS:
+            self.calls.clear()
         # Not the call, which has its tensors.
         message, timing = make_compute_message(call, located, {}), names.index(_TIMING)
-        self.known[key] = CachedCall(message, type(result), len(names), timing, copied, results, sizes)
+        self.calls[key] = CachedCall(message, type(result), len(names), timing, copied, results, sizes)
 
 
 @functools.cache
@@ -193,8 +195,8 @@ class CallCaches:
         self._torch: CallCache | None = None
         self._cuda: CallCache | None = None
 
-    def of(self, x: object) -> CallCache | None:
-        """Those of the kind that x is; None of no array, and of a tensor on a device before `share_device`."""
+    def get_cache(self, x: object) -> CallCache | None:
+        """Those of the kind that x is; None of no array, and of a tensor on a device before `add_device_cache`."""
         if type(x) is np.ndarray:
             return self._numpy
         torch: Any = sys.modules.get("torch")
@@ -207,7 +209,7 @@ class CallCaches:
             self._torch = CallCache(TorchArrayMemory(self._arena))
         return self._torch
 
-    def share_device(self, arena: DeviceArena) -> None:
+    def add_device_cache(self, arena: DeviceArena) -> None:
         """Tensors in device memory can recur from now on."""
         if self._cuda is None:
             self._cuda = CallCache(CudaArrayMemory(arena))

@@ -28,12 +28,12 @@ class PollingReceiver:
     """Receives from a socket that blocks.
 
     Attributes:
-        is_soon: the last response came soon after it was waited for, so that the next one is polled for.
+        is_prompt: the last response came soon after it was waited for, so that the next one is polled for.
     """
 
     def __init__(self, connected: socket.socket) -> None:
         self._connected = connected
-        self.is_soon = False
+        self.is_prompt = False
         # For how long the one that is waited for was polled for, in vain.
         self._polled_s = 0.0
 
@@ -43,9 +43,9 @@ class PollingReceiver:
         Raises:
             BlockingIOError: nothing came; from now on it is waited for.
         """
-        return self._polled() if self.is_soon else self._awaited()
+        return self._poll() if self.is_prompt else self._wait()
 
-    def _polled(self) -> Any:
+    def _poll(self) -> Any:
         """What comes soon.
 
         A thread that sleeps takes longer to wake than a server with a GPU takes for a small request.  Other threads
@@ -64,12 +64,12 @@ class PollingReceiver:
                 return receive(*RECEIVED_AT_ONCE)
             except BlockingIOError:
                 if time.perf_counter() > give_up:
-                    self.is_soon, self._polled_s = False, _POLLED_S
+                    self.is_prompt, self._polled_s = False, _POLLED_S
                     raise
 
-    def _awaited(self) -> Any:
+    def _wait(self) -> Any:
         """What comes at some time."""
         began = time.perf_counter() - self._polled_s
         received = self._connected.recvmsg(*_RECEIVED)
-        self.is_soon, self._polled_s = _MAY_POLL and time.perf_counter() - began <= _SOON_S, 0.0
+        self.is_prompt, self._polled_s = _MAY_POLL and time.perf_counter() - began <= _SOON_S, 0.0
         return received

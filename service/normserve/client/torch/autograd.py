@@ -31,27 +31,27 @@ class ClientOperation:
 
     Attributes:
         client: runs it.
-        name: of the client's method that runs forward.
+        method_name: of the client's method that runs forward.
         options: what both passes are told beside tensors; `activation` is among it.
         out_dtype: of y; None is x's.
     """
 
-    __slots__ = ("client", "name", "options", "out_dtype")
+    __slots__ = ("client", "method_name", "options", "out_dtype")
 
     def __init__(self, client: Client, name: str, options: Mapping[str, object], out_dtype: str | None) -> None:
-        self.client, self.name, self.options, self.out_dtype = client, name, options, out_dtype
+        self.client, self.method_name, self.options, self.out_dtype = client, name, options, out_dtype
 
-    def forward(self, inputs: Sequence[Tensor | None], stats: bool | None) -> ForwardResult[Tensor]:
+    def run_forward(self, inputs: Sequence[Tensor | None], stats: bool | None) -> ForwardResult[Tensor]:
         """Args: inputs: those of `_INPUTS`."""
-        run: Callable[..., ForwardResult[Tensor]] = getattr(self.client, self.name)
-        named = dict(zip(_INPUTS[self.name], inputs, strict=True))
+        run: Callable[..., ForwardResult[Tensor]] = getattr(self.client, self.method_name)
+        named = dict(zip(_INPUTS[self.method_name], inputs, strict=True))
         return run(**named, **self.options, out_dtype=self.out_dtype, stats=stats)
 
-    def backward(self, dy: Tensor, saved: Sequence[Tensor | None]) -> BackwardResult[Tensor]:
+    def run_backward(self, dy: Tensor, saved: Sequence[Tensor | None]) -> BackwardResult[Tensor]:
         """Args: saved: those of `_INPUTS`, and the statistics."""
-        run: Callable[..., BackwardResult[Tensor]] = getattr(self.client, f"{self.name}_backward")
-        named = dict(zip((*_INPUTS[self.name], *_STATISTICS), saved, strict=True))
-        if self.name == "rms_norm":
+        run: Callable[..., BackwardResult[Tensor]] = getattr(self.client, f"{self.method_name}_backward")
+        named = dict(zip((*_INPUTS[self.method_name], *_STATISTICS), saved, strict=True))
+        if self.method_name == "rms_norm":
             del named["mean"]
         return run(dy=dy, **named, **self.options)
 
@@ -61,7 +61,7 @@ class _ServiceNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, operation: ClientOperation, *inputs: Tensor | None) -> Tensor:
-        result = operation.forward(inputs, stats=_has_kept_statistics(inputs[0]) or None)
+        result = operation.run_forward(inputs, stats=_has_kept_statistics(inputs[0]) or None)
         ctx.operation = operation
         statistics: Iterable[Tensor | None] = (result.mean, result.rstd)
         if not isinstance(operation.client._transport, LocalTransport):
@@ -101,7 +101,7 @@ class _BackwardWithoutDoubleBackward(torch.autograd.Function):
 
 
 def _compute_gradients(operation: ClientOperation, dy: Tensor, *saved: Tensor | None) -> tuple[Tensor | None, ...]:
-    result = operation.backward(dy, saved)
+    result = operation.run_backward(dy, saved)
     parameters: Iterable[Tensor | None] = (result.dweight, result.dbias, result.dscale, result.dshift)
     return _detach_view(result.dx), *map(_copy_from_response, parameters)
 
@@ -144,7 +144,7 @@ def _compute(operation: ClientOperation, inputs: Sequence[Tensor | None]) -> Ten
     if _needs_autograd(inputs):
         y: Tensor = _ServiceNorm.apply(operation, *inputs)  # type: ignore[no-untyped-call]
         return y
-    return _detach_view(operation.forward(inputs, stats=None).y)
+    return _detach_view(operation.run_forward(inputs, stats=None).y)
 
 
 def _needs_autograd(inputs: Sequence[Tensor | None]) -> bool:

@@ -29,7 +29,7 @@ class _ServiceModule(nn.Module):
 
     #: Added to the weight; of modules that normalise over the last axes alone.
     weight_offset: float = 0.0
-    _kept: _ClientHolder
+    _client_holder: _ClientHolder
 
     def __init__(self, *args: Any, client: Client, activation: ActivationName, **kwargs: Any) -> None:
         if activation not in ACTIVATIONS:
@@ -45,7 +45,7 @@ class _ServiceModule(nn.Module):
         Raises:
             RuntimeError: there is none, since the module was pickled.
         """
-        client = self._kept.client
+        client = self._client_holder.client
         if client is None:
             raise RuntimeError(
                 f"{type(self).__name__} has no client, which pickling leaves behind: set the module's `client`"
@@ -56,7 +56,7 @@ class _ServiceModule(nn.Module):
     def client(self, client: Client) -> None:
         if not isinstance(client, Client):
             raise TypeError(f"client must be a normserve.client.Client, got {type(client).__name__}")
-        self._kept = _ClientHolder(client)
+        self._client_holder = _ClientHolder(client)
 
     def extra_repr(self) -> str:
         """torch's, and what differs from torch's module."""
@@ -65,7 +65,7 @@ class _ServiceModule(nn.Module):
             text += f", weight_offset={self.weight_offset}"
         return text if self.activation == "none" else f"{text}, activation={self.activation!r}"
 
-    def _options(self, eps: float) -> dict[str, object]:
+    def _make_options(self, eps: float) -> dict[str, object]:
         return {"eps": eps, "activation": self.activation}
 
 
@@ -85,8 +85,8 @@ class _ServiceRowModule(_ServiceModule):
         for name, parameter in self.named_parameters(recurse=False):
             nn.init.constant_(parameter, 1.0 - self.weight_offset if name == "weight" else 0.0)
 
-    def _normalised(self, operation: str, x: Tensor, eps: float, **parameters: Tensor | None) -> Tensor:
-        shape, options = self.normalized_shape, self._options(eps)
+    def _normalise_rows(self, operation: str, x: Tensor, eps: float, **parameters: Tensor | None) -> Tensor:
+        shape, options = self.normalized_shape, self._make_options(eps)
         if self.weight_offset:
             options["weight_offset"] = self.weight_offset
         inputs = [
@@ -144,7 +144,7 @@ class LayerNorm(_ServiceRowModule, nn.LayerNorm):
             TypeError: input or a parameter is of another type.
             ClientError: see `normserve.client.errors`.
         """
-        return self._normalised("layer_norm", input, self.eps, weight=self.weight, bias=self.bias)
+        return self._normalise_rows("layer_norm", input, self.eps, weight=self.weight, bias=self.bias)
 
 
 class RMSNorm(_ServiceRowModule, nn.RMSNorm):
@@ -186,7 +186,7 @@ class RMSNorm(_ServiceRowModule, nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """As `LayerNorm.forward`."""
         eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps
-        return self._normalised("rms_norm", x, eps, weight=self.weight)
+        return self._normalise_rows("rms_norm", x, eps, weight=self.weight)
 
 
 class GroupNorm(_ServiceModule, nn.GroupNorm):
@@ -237,7 +237,7 @@ class GroupNorm(_ServiceModule, nn.GroupNorm):
         """
         x = input
         is_channels_last = x.dim() > 2 and not x.is_contiguous() and x.movedim(1, -1).is_contiguous()
-        options = self._options(self.eps)
+        options = self._make_options(self.eps)
         options |= {"num_groups": self.num_groups, "layout": "nhwc" if is_channels_last else "nchw"}
         if is_channels_last:
             x = x.movedim(1, -1)

@@ -25,8 +25,8 @@ def audit_layer_change(scope: Scope, exchange: HttpExchange) -> None:
     audit.log_layer_change(
         scope["method"],
         scope["path"],
-        record.error or results.get(record.status, "interrupted"),
-        key=exchange.caller.key,
-        address=exchange.caller.address,
+        record.error_code or results.get(record.status, "interrupted"),
+        key=exchange.client_identity.key,
+        address=exchange.client_identity.address,
         **exchange.log_fields,
     )

@@ -44,9 +44,9 @@ class RequestMiddleware:
         """
         self._app = app
         self._services = services
-        self._origins = origins
+        self._origin_policy = origins
         self._scopes = scopes
-        self._authorisation = authorisation
+        self._key_authorisation = authorisation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -57,66 +57,74 @@ class RequestMiddleware:
             await send({"type": "websocket.close", "code": 1008, "reason": ""})
             return
         headers: dict[bytes, bytes] = dict(scope["headers"])
-        exchange = self._exchange(scope, headers)
+        exchange = self._make_exchange(scope, headers)
         scope["state"]["exchange"] = exchange
         outgoing = _ResponseRecorder(send, exchange)
 
         async def receive_body() -> Message:
             message = await receive()
             if message["type"] == "http.disconnect":
-                exchange.client_left = True
+                exchange.is_client_disconnected = True
             return message
 
-        exchange.respond = outgoing.respond
+        exchange.send_response = outgoing.send_response
         try:
-            outgoing.shared, preflight = self._origins.admit(scope, headers)
+            outgoing.cors_headers, preflight = self._origin_policy.check_request(scope, headers)
             if preflight is None:
                 self._authorise(exchange)
-                await self._app(scope, receive_body, outgoing.send)
+                await self._app(scope, receive_body, outgoing.send_message)
             else:
                 exchange.record.op = "preflight"
-                await preflight(scope, receive_body, outgoing.send)
+                await preflight(scope, receive_body, outgoing.send_message)
         except Exception as error:
-            await outgoing.respond_problem(exchange.log_failure(error))
+            await outgoing.send_problem(exchange.log_failure(error))
         finally:
-            self._close(exchange, outgoing)
+            self._finish_exchange(exchange, outgoing)
 
-    def _exchange(self, scope: Scope, headers: dict[bytes, bytes]) -> HttpExchange:
+    def _make_exchange(self, scope: Scope, headers: dict[bytes, bytes]) -> HttpExchange:
         client = scope["client"]
         transport, address = ("unix", "unix") if client is None else ("tcp", client[0])
-        record = RequestRecord(transport=transport, began=scope["state"]["reception"].began)
+        record = RequestRecord(transport=transport, began_at=scope["state"]["reception"].began_at)
         request_id = choose_request_id(headers)
         return HttpExchange(
-            self._services, request_id, headers, ClientIdentity(address), record, scope, self._scopes.template
+            self._services,
+            request_id,
+            headers,
+            ClientIdentity(address),
+            record,
+            scope,
+            self._scopes.find_route_template,
         )
 
     def _authorise(self, exchange: HttpExchange) -> None:
         """Refuse a request that its key does not allow."""
-        if self._authorisation is None:
+        if self._key_authorisation is None:
             return
         scope = exchange.scope
-        needed = self._scopes.needed(scope)
+        needed = self._scopes.find_required_scopes(scope)
         if needed != PUBLIC:
             token = parse_bearer_token(exchange.headers)
-            self._authorisation.admit(exchange, token, needed, scope["method"], scope["path"])
+            self._key_authorisation.authorise_request(exchange, token, needed, scope["method"], scope["path"])
 
-    def _close(self, exchange: HttpExchange, outgoing: "_ResponseRecorder") -> None:
+    def _finish_exchange(self, exchange: HttpExchange, outgoing: "_ResponseRecorder") -> None:
         record = exchange.record
-        record.received = exchange.reception.received
-        if outgoing.started and "kernel" in record.stages:
-            record.stages["send"] = exchange.sending.seconds
+        record.received_bytes = exchange.incoming_body.received_bytes
+        if outgoing.has_started and "kernel" in record.stage_seconds:
+            record.stage_seconds["send"] = exchange.response_sender.send_s
         if record.op == UNMATCHED and record.status < 400:
             record.op = "docs"
         if record.op == LAYERS:
             audit_layer_change(exchange.scope, exchange)
-        exchange.account(is_delivered=bool(exchange.sending.is_delivered) and not exchange.client_left)
+        exchange.finish_request(
+            is_delivered=bool(exchange.response_sender.is_delivered) and not exchange.is_client_disconnected
+        )
 
 
 async def send_problem(error: NormserveError, exchange: HttpExchange, send: Send) -> None:
     """Answer with an error's problem document."""
-    exchange.record.error = error.code
+    exchange.record.error_code = error.code
     if isinstance(error, ClientLeftError):
-        exchange.client_left = True
+        exchange.is_client_disconnected = True
     status, headers, body = make_problem_response(error, exchange.request_id, exchange.path)
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
@@ -126,55 +134,55 @@ class _ResponseRecorder:
     """The response, with the headers that every response has.
 
     Attributes:
-        shared: headers for the page that sent the request, if a page did.
+        cors_headers: headers for the page that sent the request, if a page did.
     """
 
     def __init__(self, send: Send, exchange: HttpExchange) -> None:
         self._send = send
         self._exchange = exchange
-        self.started = False
-        self.shared: Headers = ()
+        self.has_started = False
+        self.cors_headers: Headers = ()
 
-    async def respond(self, status: int, headers: Headers, buffers: Buffers, nbytes: int) -> None:
+    async def send_response(self, status: int, headers: Headers, buffers: Buffers, nbytes: int) -> None:
         """Send a whole response to a request that has been received completely.
 
         Raises:
             MemoryError: there is no memory to send from; an error can still be sent.
         """
         exchange = self._exchange
-        self.started = True
-        exchange.end_work()
+        self.has_started = True
+        exchange.end_processing()
         exchange.record.status = status
-        exchange.record.sent = nbytes
-        named = (*headers, *self.shared, (b"x-request-id", exchange.request_id.encode()))
+        exchange.record.sent_bytes = nbytes
+        named = (*headers, *self.cors_headers, (b"x-request-id", exchange.request_id.encode()))
         try:
-            await exchange.sending.respond(status, named, buffers, nbytes)
+            await exchange.response_sender.send_response(status, named, buffers, nbytes)
         except Exception:
-            if not exchange.sending.has_begun:
-                self.started, exchange.record.sent = False, 0
+            if not exchange.response_sender.has_started:
+                self.has_started, exchange.record.sent_bytes = False, 0
             raise
 
-    async def respond_problem(self, error: NormserveError) -> None:
+    async def send_problem(self, error: NormserveError) -> None:
         """Answer with an error; if a response has already begun, the connection's end cuts it off."""
-        if not self.started:
-            await send_problem(error, self._exchange, self.send)
+        if not self.has_started:
+            await send_problem(error, self._exchange, self.send_message)
             return
-        self._exchange.record.error = error.code
-        self._exchange.client_left |= isinstance(error, ClientLeftError)
+        self._exchange.record.error_code = error.code
+        self._exchange.is_client_disconnected |= isinstance(error, ClientLeftError)
 
-    async def send(self, message: Message) -> None:
+    async def send_message(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            await self._start(message)
+            await self._send_start(message)
             return
-        self._exchange.record.sent += len(message.get("body", b""))
+        self._exchange.record.sent_bytes += len(message.get("body", b""))
         await self._send(message)
 
-    async def _start(self, message: Message) -> None:
-        self.started = True
-        self._exchange.end_work()
+    async def _send_start(self, message: Message) -> None:
+        self.has_started = True
+        self._exchange.end_processing()
         self._exchange.record.status = message["status"]
         named = (b"x-request-id", self._exchange.request_id.encode())
-        await self._send({**message, "headers": [*message["headers"], *self.shared, named]})
+        await self._send({**message, "headers": [*message["headers"], *self.cors_headers, named]})
 
 
 def parse_bearer_token(headers: Mapping[bytes, bytes]) -> bytes | None:

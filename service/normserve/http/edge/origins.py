@@ -46,10 +46,10 @@ class OriginPolicy:
             allows any.
         cors_origins: origins whose pages may send requests and read the responses, as `https://app.example`.
         """
-        self._hosts = (
+        self._known_hosts = (
             None if hosts is None else _LOOPBACK | {name for each in hosts if (name := _normalise_host(each))}
         )
-        self._accepted: set[bytes] = set()
+        self._accepted_hosts: set[bytes] = set()
         allowed = tuple(origin.lower() for origin in cors_origins)
         self._cors = CORSMiddleware(
             _ignore_call,
@@ -61,14 +61,14 @@ class OriginPolicy:
         )
         # A cached response may lack headers that another origin needs.
         vary = ((b"vary", b"Origin"),) if allowed else ()
-        self._plain: tuple[Headers, None] = (vary, None)
+        self._same_origin_result: tuple[Headers, None] = (vary, None)
         exposed = (b"access-control-expose-headers", ", ".join(_EXPOSED).encode())
-        self._shared: dict[bytes, Headers] = {
+        self._cors_headers: dict[bytes, Headers] = {
             origin.encode(): ((b"access-control-allow-origin", origin.encode()), exposed, *vary)
             for origin in allowed
         }
 
-    def admit(self, scope: Scope, headers: Mapping[bytes, bytes]) -> tuple[Headers, Response | None]:
+    def check_request(self, scope: Scope, headers: Mapping[bytes, bytes]) -> tuple[Headers, Response | None]:
         """The additional headers of the response; and the response itself, if this is a preflight request.
 
         Raises:
@@ -77,33 +77,37 @@ class OriginPolicy:
         """
         if scope["client"] is None:
             return (), None
-        if self._hosts is not None and (host := headers.get(b"host")) not in self._accepted and host is not None:
-            self._require_host(host, scope["path"])
+        if (
+            self._known_hosts is not None
+            and (host := headers.get(b"host")) not in self._accepted_hosts
+            and host is not None
+        ):
+            self._require_known_host(host, scope["path"])
         origin = headers.get(b"origin")
-        return self._plain if origin is None else self._admit_origin(origin, scope, headers)
+        return self._same_origin_result if origin is None else self._check_origin(origin, scope, headers)
 
-    def _require_host(self, host: bytes, path: str) -> None:
-        assert self._hosts is not None
+    def _require_known_host(self, host: bytes, path: str) -> None:
+        assert self._known_hosts is not None
         found = _parse_authority(host.decode("latin-1"))
-        if found is not None and found[0] in self._hosts:
-            if len(self._accepted) < _MOST_KEPT:
-                self._accepted.add(host)
+        if found is not None and found[0] in self._known_hosts:
+            if len(self._accepted_hosts) < _MOST_KEPT:
+                self._accepted_hosts.add(host)
         elif path not in _PROBES:
             raise MisdirectedRequestError(
                 "Host must be a name or an address that the server answers for, it is another;"
                 " the setting --allowed-hosts lists them"
             )
 
-    def _admit_origin(
+    def _check_origin(
         self, origin: bytes, scope: Scope, headers: Mapping[bytes, bytes]
     ) -> tuple[Headers, Response | None]:
-        shared = self._shared.get(origin)
+        shared = self._cors_headers.get(origin)
         if shared is None:
             if not _is_own_origin(origin, scope["scheme"], headers.get(b"host", b"")):
                 raise ForbiddenOriginError(
                     "Origin must be the server's own or one of the setting --cors-origins, it is another"
                 )
-            return self._plain
+            return self._same_origin_result
         if scope["method"] != "OPTIONS" or b"access-control-request-method" not in headers:
             return shared, None
         response = self._cors.preflight_response(RequestHeaders(scope=scope))

@@ -31,12 +31,12 @@ def require_expressible(
         UnexpectedTensorError: these inputs produce none of the requested outputs.
         TooLargeError: an output is requested as JSON and too long for it.
     """
-    if asked.outputs is None and asked.all_binary:
+    if asked.outputs is None and asked.is_binary_default:
         return
     given = {name: (tensor.dtype, tensor.shape) for name, tensor in job.tensors.items()}
     results = infer_result_specs(job.spec, given, job.layer)
     if several is not None:
-        results = several.described(results)
+        results = several.split_specs(results)
     wanted = _select_outputs(model, asked, results)
     if not wanted:
         raise UnexpectedTensorError(f"these inputs give {', '.join(results)}, and nothing that is requested")
@@ -88,4 +88,4 @@ def _select_outputs(
     order = {name: place for place, name in enumerate(list_output_names(model))}
     # Outputs of several tensors stay in the order of their numbers.
     names = results if len(results) == 1 else sorted(results, key=lambda name: order[name.partition(".")[0]])
-    return [RequestedOutput(name, asked.all_binary) for name in names]
+    return [RequestedOutput(name, asked.is_binary_default) for name in names]

@@ -96,7 +96,7 @@ class InferenceRequest:
     Attributes:
         layer: name of the layer whose parameters are used.
         outputs: None if all are requested.
-        all_binary: whether outputs are sent as binary by default.
+        is_binary_default: whether outputs are sent as binary by default.
         timeout_ms: None for the server's default.
         uses_regions: whether a tensor is read from or written to a region.
     """
@@ -105,7 +105,7 @@ class InferenceRequest:
     layer: str | None
     inputs: tuple[InputTensor, ...]
     outputs: tuple[RequestedOutput, ...] | None
-    all_binary: bool
+    is_binary_default: bool
     timeout_ms: float | None
     id: str | None
     uses_regions: bool = False

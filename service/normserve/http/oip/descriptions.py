@@ -55,7 +55,7 @@ def _describe_tensor(model: InferenceModel, layer: RegisteredLayer | None, name:
 
 def _describe_shape(model: InferenceModel, layer: RegisteredLayer | None, name: str) -> list[int]:
     size = _ANY if layer is None else layer.size
-    row = [size] if layer is None else list(layer.row)
+    row = [size] if layer is None else list(layer.parameter_shape)
     name = name[1:] if name in ("dweight", "dbias", "dscale", "dshift") else name
     of_groups = model.op is Op.GROUP_NORM
     if is_parameter(name):

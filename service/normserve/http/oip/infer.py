@@ -37,91 +37,93 @@ class InferenceRoutes:
     """Handles inference requests.
 
     Attributes:
-        prepared: JSON headers, and what they lead to.
+        prepared_calls: JSON headers, and what they lead to.
     """
 
-    bodies: BodyReader
-    models: ModelCatalogue
+    body_reader: BodyReader
+    model_catalogue: ModelCatalogue
     layers: LayerRegistry
     statistics: InferenceStatistics
-    shared: RegionTensorAccess
-    prepared: PreparedCallCache
+    region_tensors: RegionTensorAccess
+    prepared_calls: PreparedCallCache
 
-    def router(self) -> APIRouter:
+    def make_router(self) -> APIRouter:
         """The two paths, with a version and without."""
         router = APIRouter(tags=["open inference protocol"], route_class=DirectRoute)
         for path in ("/v2/models/{name}/infer", "/v2/models/{name}/versions/{version}/infer"):
             router.add_api_route(
                 path,
-                self.handle,
+                self.handle_request,
                 methods=["POST"],
                 summary="infer",
                 description="A JSON header, and behind it the tensors that it describes.",
             )
         return router
 
-    async def handle(self, request: Request) -> BuffersResponse:
+    async def handle_request(self, request: Request) -> BuffersResponse:
         """Check what can be checked before the body, then receive, compute and answer."""
         exchange: HttpExchange = request.scope["state"]["exchange"]
         exchange.record.transport = TRANSPORT
-        model = self.models.get(**request.path_params)
+        model = self.model_catalogue.find_model(**request.path_params)
         exchange.record.op, exchange.record.direction = model.op.label, model.direction.label
         try:
-            return await self._infer(exchange, model)
+            return await self._run_inference(exchange, model)
         except NormserveError:
-            self.statistics.note_failure(model.name, time.perf_counter() - exchange.record.began)
+            self.statistics.count_failure(model.name, time.perf_counter() - exchange.record.began_at)
             raise
 
-    async def _infer(self, exchange: HttpExchange, model: InferenceModel) -> BuffersResponse:
+    async def _run_inference(self, exchange: HttpExchange, model: InferenceModel) -> BuffersResponse:
         require_uncompressed(exchange.headers.get(b"content-encoding", b"").decode("latin-1"))
-        of_json = parse_json_length(exchange.headers.get(LENGTH), exchange.reception.announced)
+        of_json = parse_json_length(exchange.headers.get(LENGTH), exchange.incoming_body.content_length)
         # A layer that is removed while the body arrives stays valid for this request.
         layer = self.layers.get(model.name) if model.is_layer else None
-        body = await self.bodies.receive(exchange)
+        body = await self.body_reader.receive_operation_body(exchange)
         try:
-            row = None if layer is None else layer.row
-            asked = self._read(model, row, of_json, body, exchange.caller.tenant)
+            row = None if layer is None else layer.parameter_shape
+            asked = self._parse_request(model, row, of_json, body, exchange.client_identity.tenant_name)
         except MalformedPayloadError as error:
             # A body of JSON alone loses nothing that matters to `curl -d`.
             if of_json is None or not is_form_type(exchange.headers.get(b"content-type", b"").decode("latin-1")):
                 raise
             raise add_curl_hint(error, body) from None
         if layer is None and asked.layer is not None:
-            layer = self.layers.named(model.op, asked.layer)
+            layer = self.layers.resolve(model.op, asked.layer)
         shared = NONE
         if asked.uses_regions:
             exchange.record.transport = TRANSPORT_SYSTEM
-            shared = self.shared.find(exchange.caller, asked)
+            shared = self.region_tensors.bind_regions(exchange.client_identity, asked)
             if shared.is_on_device:
                 exchange.record.transport = TRANSPORT_CUDA
         brought = count_external_bytes(asked.inputs)
         if brought and exchange.permit is not None:
-            self.bodies.require_short(len(body) + brought)
+            self.body_reader.require_body_limit(len(body) + brought)
             exchange.permit.grow(brought)
-        copies = await self.shared.read(shared) if shared.inputs else {}
+        copies = await self.region_tensors.read_inputs(shared) if shared.inputs else {}
         tensors = build_tensors(asked.inputs, body, copies)
         tensors, several = (
             (tensors, None) if asked.uses_regions else concatenate_tensors(tensors, body, exchange.charge_copy)
         )
-        tenant, may_overwrite = exchange.caller.tenant, not body.readonly
-        job, cost = prepare_job(self.prepared, tenant, asked.spec, tensors, layer, may_overwrite=may_overwrite)
+        tenant, may_overwrite = exchange.client_identity.tenant_name, not body.readonly
+        job, cost = prepare_job(
+            self.prepared_calls, tenant, asked.spec, tensors, layer, may_overwrite=may_overwrite
+        )
         require_expressible(model, asked, job, several)
         if shared.outputs:
             job = assign_result_buffers(shared, job)
         exchange.charge_memory(job, cost, len(body) + brought)
-        exchange.begin_job(job, asked.timeout_ms)
+        exchange.submit_job(job, asked.timeout_ms)
         result = await exchange.await_result()
         began = time.perf_counter()
         if shared.outputs:
-            await self.shared.write(shared, result.tensors)
-        tensors = result.tensors if several is None else several.divided(result.tensors)
+            await self.region_tensors.write_outputs(shared, result.tensors)
+        tensors = result.tensors if several is None else several.split_results(result.tensors)
         buffers, media_type, headers = build_response(model, asked, tensors)
-        headers = [*headers, *record_result(exchange.record, result, began).headers()]
+        headers = [*headers, *record_result(exchange.record, result, began).make_headers()]
         ended = time.perf_counter()
-        self.statistics.note_success(model.name, result, ended - exchange.record.began, ended - began)
+        self.statistics.count_success(model.name, result, ended - exchange.record.began_at, ended - began)
         return BuffersResponse(buffers, media_type, headers)
 
-    def _read(
+    def _parse_request(
         self, model: InferenceModel, row: tuple[int, ...] | None, of_json: int | None, body: memoryview, tenant: str
     ) -> InferenceRequest:
         """Return the request in a body, checked against the model."""
@@ -133,11 +135,11 @@ class InferenceRoutes:
         if len(json) > _LONGEST_PREPARED:
             return _check_body(model, row, json, of_json, len(body))
         key = tenant, model, row, bytes(json), of_json, len(body)
-        asked: InferenceRequest | None = self.prepared.find(key)
+        asked: InferenceRequest | None = self.prepared_calls.find(key)
         if asked is None:
             asked = _check_body(model, row, json, of_json, len(body))
             if not any(type(each.source) is JsonSource for each in asked.inputs):
-                self.prepared.keep(key, asked, _PREPARED_BYTES + _BYTES_PER_JSON_BYTE * len(json), tenant)
+                self.prepared_calls.store(key, asked, _PREPARED_BYTES + _BYTES_PER_JSON_BYTE * len(json), tenant)
         return asked
 
 

@@ -38,7 +38,7 @@ class ModelCatalogue:
     def __init__(self, layers: LayerRegistry) -> None:
         self._layers = layers
 
-    def get(self, name: str, version: str | None = None) -> InferenceModel:
+    def find_model(self, name: str, version: str | None = None) -> InferenceModel:
         """The model of that name.
 
         Raises:
@@ -55,9 +55,9 @@ class ModelCatalogue:
             raise NotFoundError(f"every model has the version {VERSION} and no other")
         return model
 
-    def all(self) -> list[InferenceModel]:
+    def list_models(self) -> list[InferenceModel]:
         """Every model: the operations first, then the layers by name."""
-        layers = [each for each in self._layers.all() if each.name not in OPERATIONS]
+        layers = [each for each in self._layers.list_layers() if each.name not in OPERATIONS]
         return [*OPERATIONS.values(), *map(_make_layer_model, layers)]
 
 

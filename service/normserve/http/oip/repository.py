@@ -24,61 +24,62 @@ _JSON = msgspec.json.Decoder(dict[str, Any])
 class RepositoryRoutes:
     """The routes for the list of models and for layers."""
 
-    models: ModelCatalogue
-    changes: LayerChanges
-    bodies: BodyReader
+    model_catalogue: ModelCatalogue
+    layer_changes: LayerChanges
+    body_reader: BodyReader
 
-    def router(self) -> APIRouter:
+    def make_router(self) -> APIRouter:
         """The index, and the routes that load and unload models."""
         router = APIRouter(prefix="/v2/repository", tags=["open inference protocol"])
-        router.add_api_route("/index", self.index, methods=["POST"])
-        router.add_api_route("/models/{name}/load", self.load, methods=["POST"])
-        router.add_api_route("/models/{name}/unload", self.unload, methods=["POST"])
+        router.add_api_route("/index", self.list_models, methods=["POST"])
+        router.add_api_route("/models/{name}/load", self.load_model, methods=["POST"])
+        router.add_api_route("/models/{name}/unload", self.unload_model, methods=["POST"])
         return router
 
-    async def index(self, request: Request) -> JSONResponse:
+    async def list_models(self, request: Request) -> JSONResponse:
         """Every model; all of them are ready."""
         exchange = label_request(request, "repository")
-        said = await self._said(exchange)
+        said = await self._read_json(exchange)
         _require_known_fields(said, ("ready",))
         if not isinstance(said.get("ready", False), bool):
             raise InvalidParameterError("ready must be true or false")
         models = [
-            {"name": each.name, "version": VERSION, "state": _READY, "reason": ""} for each in self.models.all()
+            {"name": each.name, "version": VERSION, "state": _READY, "reason": ""}
+            for each in self.model_catalogue.list_models()
         ]
         return JSONResponse(models)
 
-    async def load(self, request: Request, name: str) -> Response:
+    async def load_model(self, request: Request, name: str) -> Response:
         """Do nothing for an existing model; no other can be loaded, and no parameters are allowed."""
         exchange = label_request(request, "repository")
-        parameters = _get_parameters(await self._said(exchange))
+        parameters = _get_parameters(await self._read_json(exchange))
         if parameters:
             raise InvalidParameterError(
                 "a model is loaded as it was registered, without config and files; PUT /v1/layers registers it"
             )
-        self.models.get(name)
+        self.model_catalogue.find_model(name)
         return JSONResponse({})
 
-    async def unload(self, request: Request, name: str) -> Response:
+    async def unload_model(self, request: Request, name: str) -> Response:
         """Remove a registered layer; requests that already use it are not affected."""
         exchange = label_request(request, "layers")
-        parameters = _get_parameters(await self._said(exchange))
+        parameters = _get_parameters(await self._read_json(exchange))
         _require_known_fields(parameters, ("unload_dependents",))
-        if not self.models.get(name).is_layer:
+        if not self.model_catalogue.find_model(name).is_layer:
             raise MalformedPayloadError(f"{name} is an operation, which cannot be unloaded; registered layers can")
-        exchange.begin_work()
-        await self.changes.remove(name)
+        exchange.begin_processing()
+        await self.layer_changes.remove(name)
         return JSONResponse({})
 
-    async def _said(self, exchange: HttpExchange) -> dict[str, Any]:
+    async def _read_json(self, exchange: HttpExchange) -> dict[str, Any]:
         """The body's JSON object; an empty one for no body.
 
         Raises:
             NormserveError: the body is not a JSON object, or too long.
         """
         require_uncompressed(exchange.headers.get(b"content-encoding", b"").decode("latin-1"))
-        require_json_limit(exchange.reception.announced or 0)
-        body = await self.bodies.read(exchange)
+        require_json_limit(exchange.incoming_body.content_length or 0)
+        body = await self.body_reader.receive_body(exchange)
         try:
             require_json_limit(len(body))
             return _JSON.decode(strip_byte_order_mark(body)) if body else {}

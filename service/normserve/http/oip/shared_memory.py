@@ -60,15 +60,15 @@ class SharedMemoryRoutes:
     """The handlers of these routes."""
 
     regions: RegionRegistry
-    device_memory: DeviceRegionOpener
-    bodies: BodyReader
+    device_regions: DeviceRegionOpener
+    body_reader: BodyReader
 
-    def router(self) -> APIRouter:
+    def make_router(self) -> APIRouter:
         """Both kinds of shared memory, with a region's name and without."""
         router = APIRouter(tags=["open inference protocol"], route_class=DirectRoute)
         for kind, register, status, unregister in (
-            ("system", self.register_system, self.status_system, self.unregister_system),
-            ("cuda", self.register_cuda, self.status_cuda, self.unregister_cuda),
+            ("system", self.register_system, self.list_system, self.unregister_system),
+            ("cuda", self.register_cuda, self.list_cuda, self.unregister_cuda),
         ):
             root = f"/v2/{kind}sharedmemory"
             each = f"{root}/region/{{region}}"
@@ -85,50 +85,52 @@ class SharedMemoryRoutes:
     async def register_system(self, request: Request) -> Response:
         """Open a file of shared memory and give a region of it a name."""
         exchange, name = _label_request(request, TRANSPORT_SYSTEM)
-        said: _SystemRegistration = await self._said(exchange, _SYSTEM)
+        said: _SystemRegistration = await self._read_registration(exchange, _SYSTEM)
         assert name is not None
         # The search of the process's mappings takes a millisecond.
-        region = await make_on_thread(self.regions.open, name, said.key, said.offset, said.byte_size)
-        self.regions.register(exchange.caller.key, name, region)
+        region = await make_on_thread(self.regions.open_file_region, name, said.key, said.offset, said.byte_size)
+        self.regions.register_region(exchange.client_identity.key, name, region)
         return Response()
 
     async def register_cuda(self, request: Request) -> Response:
         """Open device memory that the client has allocated and give it a name."""
         exchange, name = _label_request(request, TRANSPORT_CUDA)
-        said: _CudaRegistration = await self._said(exchange, _CUDA)
+        said: _CudaRegistration = await self._read_registration(exchange, _CUDA)
         assert name is not None
         require_region_name(name)
         handle = _decode_handle(said.raw_handle.b64)
-        region = await self.device_memory.open(exchange.caller, handle, said.device_id, said.byte_size)
-        self.regions.register(exchange.caller.key, name, region)
+        region = await self.device_regions.open_region(
+            exchange.client_identity, handle, said.device_id, said.byte_size
+        )
+        self.regions.register_region(exchange.client_identity.key, name, region)
         return Response()
 
-    async def status_system(self, request: Request) -> Response:
+    async def list_system(self, request: Request) -> Response:
         """The registered regions of system shared memory."""
         exchange, name = _label_request(request, TRANSPORT_SYSTEM)
-        return JSONResponse(self.regions.status(exchange.caller.key, FileRegion.kind, name))
+        return JSONResponse(self.regions.describe_regions(exchange.client_identity.key, FileRegion.kind, name))
 
-    async def status_cuda(self, request: Request) -> Response:
+    async def list_cuda(self, request: Request) -> Response:
         """The registered regions of CUDA memory."""
         exchange, name = _label_request(request, TRANSPORT_CUDA)
-        return JSONResponse(self.regions.status(exchange.caller.key, DeviceRegion.kind, name))
+        return JSONResponse(self.regions.describe_regions(exchange.client_identity.key, DeviceRegion.kind, name))
 
     async def unregister_system(self, request: Request) -> Response:
         """Unregister a region, or all; requests that already use them are not affected."""
         exchange, name = _label_request(request, TRANSPORT_SYSTEM)
-        self.regions.unregister(exchange.caller.key, FileRegion.kind, name)
+        self.regions.unregister_regions(exchange.client_identity.key, FileRegion.kind, name)
         return Response()
 
     async def unregister_cuda(self, request: Request) -> Response:
         """The same for CUDA memory, which is unmapped once no request uses it."""
         exchange, name = _label_request(request, TRANSPORT_CUDA)
-        self.regions.unregister(exchange.caller.key, DeviceRegion.kind, name)
+        self.regions.unregister_regions(exchange.client_identity.key, DeviceRegion.kind, name)
         return Response()
 
-    async def _said(self, exchange: HttpExchange, decoder: "msgspec.json.Decoder[_T]") -> _T:
-        _require_body_limit(exchange.reception.announced or 0)
-        body = await self.bodies.read(exchange)
-        exchange.begin_work()
+    async def _read_registration(self, exchange: HttpExchange, decoder: "msgspec.json.Decoder[_T]") -> _T:
+        _require_body_limit(exchange.incoming_body.content_length or 0)
+        body = await self.body_reader.receive_body(exchange)
+        exchange.begin_processing()
         _require_body_limit(len(body))
         try:
             return decoder.decode(strip_byte_order_mark(body))

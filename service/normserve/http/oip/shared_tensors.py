@@ -42,9 +42,9 @@ class RegionTensorAccess:
 
     regions: RegionRegistry
     transfer: RegionTransfer
-    device_memory: DeviceRegionOpener
+    device_regions: DeviceRegionOpener
 
-    def find(self, caller: ClientIdentity, asked: InferenceRequest) -> RegionBindings:
+    def bind_regions(self, caller: ClientIdentity, asked: InferenceRequest) -> RegionBindings:
         """The regions that a request names.
 
         Raises:
@@ -54,20 +54,22 @@ class RegionTensorAccess:
         """
         owner = caller.key
         inputs = {
-            each.name: self._span(owner, each.source)
+            each.name: self._find_range(owner, each.source)
             for each in asked.inputs
             if isinstance(each.source, RegionReference)
         }
         outputs = {
-            each.name: self._span(owner, each.region) for each in asked.outputs or () if each.region is not None
+            each.name: self._find_range(owner, each.region)
+            for each in asked.outputs or ()
+            if each.region is not None
         }
         for (one, first), (other, second) in itertools.combinations(outputs.items(), 2):
-            if first.overlaps(second):
+            if first.has_overlap(second):
                 raise UnusableRegionError(f"{one} and {other} would be written over each other")
         are_on_device = [isinstance(each.region, DeviceRegion) for each in (*inputs.values(), *outputs.values())]
         if not any(are_on_device):
             return RegionBindings(inputs, outputs)
-        self.device_memory.require_allowed(caller)
+        self.device_regions.require_local_client(caller)
         elsewhere = len(asked.inputs) - len(inputs) + len(asked.outputs or ()) - len(outputs)
         if elsewhere or not outputs or not all(are_on_device):
             raise UnusableRegionError(
@@ -76,7 +78,7 @@ class RegionTensorAccess:
             )
         return RegionBindings(inputs, outputs, is_on_device=True)
 
-    async def read(self, found: RegionBindings) -> dict[str, memoryview]:
+    async def read_inputs(self, found: RegionBindings) -> dict[str, memoryview]:
         """The inputs, by name: copies, or for CUDA memory the regions themselves.
 
         Raises:
@@ -85,9 +87,9 @@ class RegionTensorAccess:
         """
         if found.is_on_device:
             return {name: _view_device_range(span) for name, span in found.inputs.items()}
-        return dict(zip(found.inputs, await self.transfer.read([*found.inputs.values()]), strict=True))
+        return dict(zip(found.inputs, await self.transfer.read_ranges([*found.inputs.values()]), strict=True))
 
-    async def write(self, found: RegionBindings, results: Mapping[str, HostTensor]) -> None:
+    async def write_outputs(self, found: RegionBindings, results: Mapping[str, HostTensor]) -> None:
         """Copy results into their regions, if they are not there already.
 
         Raises:
@@ -95,12 +97,12 @@ class RegionTensorAccess:
             StorageError: there is no memory for a region.
         """
         if not found.is_on_device:
-            await self.transfer.write(
+            await self.transfer.write_ranges(
                 [(span, results[name].data) for name, span in found.outputs.items() if name in results]
             )
 
-    def _span(self, owner: str | None, said: RegionReference) -> RegionRange:
-        return self.regions.find(owner, said.name, said.offset, said.nbytes)
+    def _find_range(self, owner: str | None, said: RegionReference) -> RegionRange:
+        return self.regions.find_range(owner, said.name, said.offset, said.nbytes)
 
 
 def assign_result_buffers(found: RegionBindings, job: NormJob) -> NormJob:
@@ -131,7 +133,7 @@ def assign_result_buffers(found: RegionBindings, job: NormJob) -> NormJob:
         for other, theirs in found.inputs.items():
             if over.get(name) == other and theirs == span:
                 is_over = True
-            elif span.overlaps(theirs):
+            elif span.has_overlap(theirs):
                 raise UnusableRegionError(f"{name} would be written over {other}, which is still read")
     places = {name: _view_device_range(span) for name, span in found.outputs.items() if name in results}
     return NormJob(job.spec, job.tensors, job.layer, is_over, places)
@@ -146,4 +148,4 @@ def _count_result_bytes(job: NormJob) -> dict[str, int]:
 
 def _view_device_range(span: RegionRange) -> memoryview:
     assert isinstance(span.region, DeviceRegion)
-    return span.region.view(span.offset, span.nbytes)
+    return span.region.get_view(span.offset, span.nbytes)

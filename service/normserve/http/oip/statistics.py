@@ -30,7 +30,7 @@ class ModelStatistics:
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_STAGES, 0))
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_STAGES, 0.0))
 
-    def add(self, other: Mapping[str, Any]) -> None:
+    def add_counts(self, other: Mapping[str, Any]) -> None:
         """Add the counts of another process."""
         self.launches += other["launches"]
         self.last_ms = max(self.last_ms, other["last_ms"])
@@ -38,8 +38,8 @@ class ModelStatistics:
             self.counts[stage] += other["counts"][stage]
             self.seconds[stage] += other["seconds"][stage]
 
-    def plain(self) -> dict[str, Any]:
-        """The counts in the form that `add` takes."""
+    def to_dict(self) -> dict[str, Any]:
+        """The counts in the form that `add_counts` takes."""
         return {"launches": self.launches, "last_ms": self.last_ms, "counts": self.counts, "seconds": self.seconds}
 
 
@@ -48,18 +48,18 @@ class InferenceStatistics:
 
     def __init__(self, models: Callable[[], Iterable[str]]) -> None:
         """Args: models: the names of all models that exist."""
-        self._models = models
-        self._tallies: dict[str, ModelStatistics] = {}
-        self._most = _MOST_REMOVED
+        self._list_model_names = models
+        self._by_model: dict[str, ModelStatistics] = {}
+        self._max_models = _MOST_REMOVED
 
-    def note_success(self, model: str, result: NormResult, seconds: float, output_s: float) -> None:
+    def count_success(self, model: str, result: NormResult, seconds: float, output_s: float) -> None:
         """Count an inference that was computed.
 
         Args:
             seconds: from its header to its response.
             output_s: time to serialise the response.
         """
-        tally = self._tally(model)
+        tally = self._find_statistics(model)
         tally.launches += 1 / max(1, result.batch_size)
         tally.last_ms = time.time_ns() // 1_000_000
         for stage, took in (
@@ -72,35 +72,35 @@ class InferenceStatistics:
             tally.counts[stage] += 1
             tally.seconds[stage] += took
 
-    def note_failure(self, model: str, seconds: float) -> None:
+    def count_failure(self, model: str, seconds: float) -> None:
         """Count an inference that was refused or failed."""
-        tally = self._tally(model)
+        tally = self._find_statistics(model)
         tally.counts["fail"] += 1
         tally.seconds["fail"] += seconds
 
-    def plain(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """All counts, for another process to add."""
-        return {name: tally.plain() for name, tally in self._tallies.items()}
+        return {name: tally.to_dict() for name, tally in self._by_model.items()}
 
-    def _tally(self, model: str) -> ModelStatistics:
-        tally = self._tallies.get(model)
+    def _find_statistics(self, model: str) -> ModelStatistics:
+        tally = self._by_model.get(model)
         if tally is None:
-            if len(self._tallies) >= self._most:
-                self._forget_removed()
-            tally = self._tallies[model] = ModelStatistics()
+            if len(self._by_model) >= self._max_models:
+                self._remove_stale_models()
+            tally = self._by_model[model] = ModelStatistics()
         return tally
 
-    def _forget_removed(self) -> None:
+    def _remove_stale_models(self) -> None:
         """Forget the statistics of models that do not exist any more."""
-        existing = set(self._models())
-        self._tallies = {name: tally for name, tally in self._tallies.items() if name in existing}
-        self._most = len(self._tallies) + _MOST_REMOVED
+        existing = set(self._list_model_names())
+        self._by_model = {name: tally for name, tally in self._by_model.items() if name in existing}
+        self._max_models = len(self._by_model) + _MOST_REMOVED
 
 
 def make_document(models: Iterable[str], counted: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """The statistics of models in the protocol's form.
 
-    Args: counted: the counts of each process, from `InferenceStatistics.plain`.
+    Args: counted: the counts of each process, from `InferenceStatistics.to_dict`.
     """
     counted = list(counted)
     return {
@@ -113,7 +113,7 @@ def make_document(models: Iterable[str], counted: Iterable[Mapping[str, Any]]) -
 def _make_model_document(name: str, tallies: list[Mapping[str, Any]]) -> dict[str, Any]:
     total = ModelStatistics()
     for tally in tallies:
-        total.add(tally)
+        total.add_counts(tally)
     durations = {
         stage: {"count": total.counts[stage], "ns": round(total.seconds[stage] * 1e9)} for stage in _STAGES
     }

@@ -47,15 +47,15 @@ class PreparedHeader:
 
     Attributes:
         scope: the header as ASGI has it, but for what its connection says.
-        shared: headers of the response, for the page that sent the request.
+        cors_headers: headers of the response, for the page that sent the request.
         token: the API key that it brings.
         headers: its own.
     """
 
     scope: Scope
     operation: OperationEndpoint
-    head: OperationHead
-    shared: Headers
+    operation_head: OperationHead
+    cors_headers: Headers
     token: bytes | None
     headers: Mapping[bytes, bytes]
 
@@ -65,18 +65,18 @@ class OperationServices:
     """What these requests are answered with."""
 
     operations: Mapping[str, OperationEndpoint]
-    origins: OriginPolicy
-    authorisation: KeyAuthorisation | None
+    origin_policy: OriginPolicy
+    key_authorisation: KeyAuthorisation | None
     services: RequestServices
 
 
 class RelayedOperation(CallbackRequest):
     """One request under way, until its response has been sent."""
 
-    _form: ResponseFormat
+    _response_format: ResponseFormat
     # What the front end reads until it has sent it.
-    _held: Sequence[object] = ()
-    _is_lost = False
+    _retained: Sequence[object] = ()
+    _is_front_end_lost = False
 
     def __init__(
         self,
@@ -90,127 +90,127 @@ class RelayedOperation(CallbackRequest):
             op=prepared.operation.op.label,
             direction=prepared.operation.direction.label,
             transport="unix" if request.client is None else "tcp",
-            key=caller.key,
-            began=request.began,
+            key_name=caller.key,
+            began_at=request.began,
         )
         super().__init__(parts.services, request.request_id, prepared.headers, caller, record)
         self._front_end = front_end
         self._number = request.number
-        self._prepared = prepared
-        self._bodies = prepared.operation.bodies
+        self._header = prepared
+        self._body_reader = prepared.operation.body_reader
 
-    def begin(self, body: memoryview) -> None:
+    def begin_operation(self, body: memoryview) -> None:
         """Have it computed; it is answered then, or at once if something is wrong with it."""
         try:
-            layer = self.admit(len(body))
+            layer = self.admit_body(len(body))
         except Exception as error:
-            self.refuse(error)
+            self.respond_error(error)
             return
-        self.compute(body, layer, 0.0)
+        self.compute_body(body, layer, 0.0)
 
-    def admit(self, nbytes: int) -> RegisteredLayer | None:
+    def admit_body(self, nbytes: int) -> RegisteredLayer | None:
         """Take a permit for a body of so many bytes; the layer that the request names, if any.
 
         Raises:
             NormserveError: there is none for it, or something is wrong with its header.
         """
-        layer = self._prepared.operation.layer_of(self._prepared.head)
+        layer = self._header.operation.find_layer(self._header.operation_head)
         self.services.engine.require_ready()
-        self._bodies.admit(self, nbytes)
+        self._body_reader.acquire_permit(self, nbytes)
         return layer
 
-    def compute(self, body: memoryview, layer: RegisteredLayer | None, received_s: float) -> None:
+    def compute_body(self, body: memoryview, layer: RegisteredLayer | None, received_s: float) -> None:
         """Compute a received body and send its response.
 
         Args: received_s: seconds from the header to the end of the body.
         """
-        self.record.received = len(body)
-        self.note_received(received_s)
+        self.record.received_bytes = len(body)
+        self.record_received(received_s)
         try:
-            self._form = self._prepared.operation.begin(self, self._prepared.head, body, layer)
+            self._response_format = self._header.operation.begin_operation(
+                self, self._header.operation_head, body, layer
+            )
         except Exception as error:
-            self.refuse(error)
+            self.respond_error(error)
 
     def on_message(self, message: Any) -> None:
         """What the front end says about it."""
         match message:
             case messages.ResponseSent():
-                self._end(message)
+                self._finish_sent(message)
             case messages.ClientDisconnected():
-                self.withdraw()
+                self.cancel_job()
 
     def on_progress(self, nbytes: int) -> None:
         """Its body has come: there is none to tell."""
 
-    def on_lost(self) -> None:
+    def on_front_end_lost(self) -> None:
         """The front end is gone, and its clients with it."""
-        self._is_lost = True
+        self._is_front_end_lost = True
         if self.job is None:
-            self._end_unsent()
+            self._finish_unsent()
         else:
             # The device may work on it still: its permit is held as long.
-            self.withdraw()
+            self.cancel_job()
 
-    def _end_unsent(self) -> None:
-        self._end(messages.ResponseSent(self._number, 0.0, is_delivered=False))
+    def _finish_unsent(self) -> None:
+        self._finish_sent(messages.ResponseSent(self._number, 0.0, is_delivered=False))
 
-    def _end(self, sent: messages.ResponseSent) -> None:
+    def _finish_sent(self, sent: messages.ResponseSent) -> None:
         """The response has been sent, or never will be."""
-        if "kernel" in self.record.stages:
-            self.record.stages["send"] = sent.seconds
-        self._held = ()
-        self.account(is_delivered=sent.is_delivered)
-        self._front_end.end(self._number)
+        if "kernel" in self.record.stage_seconds:
+            self.record.stage_seconds["send"] = sent.seconds
+        self._retained = ()
+        self.finish_request(is_delivered=sent.is_delivered)
+        self._front_end.end_request(self._number)
 
-    def conclude(self, ended: NormResult | NormserveError, job: NormJob) -> None:
-        if self._is_lost:
-            self._end_unsent()
+    def conclude_job(self, ended: NormResult | NormserveError, job: NormJob) -> None:
+        if self._is_front_end_lost:
+            self._finish_unsent()
         else:
-            super().conclude(ended, job)
+            super().conclude_job(ended, job)
 
     def send_result(self, result: NormResult, job: NormJob) -> None:
-        buffers, measured = build_response(self.record, self._form, result)
+        buffers, measured = build_response(self.record, self._response_format, result)
         nbytes = sum(map(len, buffers))
-        self.record.status, self.record.sent = 200, nbytes
+        self.record.status, self.record.sent_bytes = 200, nbytes
         if nbytes <= INLINE_BYTES:
-            self._respond(measured, [b"".join(buffers)])
+            self._send_response(measured, [b"".join(buffers)])
             return
         told = [try_share_response_bytes(self._front_end, buffer) for buffer in buffers]
         if None in told:
-            self._copying = asyncio.get_running_loop().create_task(self._copy_and_respond(measured, buffers))
+            self._copy_task = asyncio.get_running_loop().create_task(self._copy_and_send(measured, buffers))
         else:
-            self._respond_parts(measured, [part for part in told if part is not None])
+            self._send_ranges(measured, [part for part in told if part is not None])
 
-    async def _copy_and_respond(self, measured: LaunchMeasurements, buffers: Buffers) -> None:
+    async def _copy_and_send(self, measured: LaunchMeasurements, buffers: Buffers) -> None:
         try:
-            self._respond_parts(
-                measured, [await share_response_bytes(self._front_end, buffer) for buffer in buffers]
-            )
+            self._send_ranges(measured, [await share_response_bytes(self._front_end, buffer) for buffer in buffers])
         except Exception as error:
-            self.refuse(error)
+            self.respond_error(error)
 
-    def _respond_parts(
+    def _send_ranges(
         self, measured: LaunchMeasurements, told: Sequence[tuple[bytes | messages.SharedSlabRange, object]]
     ) -> None:
-        self._held = [held for _, held in told]
-        self._respond(measured, [part for part, _ in told])
+        self._retained = [held for _, held in told]
+        self._send_response(measured, [part for part, _ in told])
 
-    def _respond(self, measured: LaunchMeasurements, body: list[bytes | messages.SharedSlabRange]) -> None:
-        media_type, shared = self._form.media_type, self._prepared.shared
-        self._front_end.send(messages.OperationResponse(self._number, media_type, measured, shared, body))
+    def _send_response(self, measured: LaunchMeasurements, body: list[bytes | messages.SharedSlabRange]) -> None:
+        media_type, shared = self._response_format.media_type, self._header.cors_headers
+        self._front_end.send_message(messages.OperationResponse(self._number, media_type, measured, shared, body))
 
     def send_problem(self, error: NormserveError) -> None:
         status, headers, body = make_problem_response(error, self.request_id)
-        self.record.sent = len(body)
-        named = [*headers, *self._prepared.shared, (b"x-request-id", self.request_id.encode())]
-        self._front_end.send(messages.ResponsePart(self._number, status, named, body, more=False))
+        self.record.sent_bytes = len(body)
+        named = [*headers, *self._header.cors_headers, (b"x-request-id", self.request_id.encode())]
+        self._front_end.send_message(messages.ResponsePart(self._number, status, named, body, more=False))
 
     def describe_span(self) -> "tuple[str, Attributes]":
-        scope = self._prepared.scope
+        scope = self._header.scope
         return describe_request_span(self, scope, scope["path"])
 
-    def describe_target(self) -> tuple[str, str]:
-        scope = self._prepared.scope
+    def describe_log_target(self) -> tuple[str, str]:
+        scope = self._header.scope
         return scope["method"], scope["path"]
 
 
@@ -218,31 +218,31 @@ class OperationDispatcher:
     """Finds out which requests can be answered so.
 
     Attributes:
-        parts: what they are answered with.
+        services: what they are answered with.
     """
 
     def __init__(self, parts: OperationServices) -> None:
-        self.parts = parts
+        self.services = parts
 
     def find_tenant(self, request: messages.RequestStarted, scope: Scope) -> str | None:
         """Return the tenant that sends a request; None if its key is missing or unknown."""
-        authorisation = self.parts.authorisation
+        authorisation = self.services.key_authorisation
         if authorisation is None:
-            return make_anonymous_identity(_get_client_address(request)).tenant
-        grant = authorisation.find(parse_bearer_token(dict(scope["headers"])))
-        return None if grant is None else grant.caller(_get_client_address(request)).tenant
+            return make_anonymous_identity(_get_client_address(request)).tenant_name
+        grant = authorisation.find_key_entry(parse_bearer_token(dict(scope["headers"])))
+        return None if grant is None else grant.get_identity(_get_client_address(request)).tenant_name
 
-    def prepare(self, scope: Scope, tenant: str) -> PreparedHeader | None:
+    def prepare_header(self, scope: Scope, tenant: str) -> PreparedHeader | None:
         """What a header says; None where it is for the application.
 
         Args: tenant: that sends it.
         """
-        operation = self.parts.operations.get(scope["path"])
+        operation = self.services.operations.get(scope["path"])
         if operation is None or scope["method"] != "POST":
             return None
         headers = dict(scope["headers"])
         try:
-            shared, preflight = self.parts.origins.admit(scope, headers)
+            shared, preflight = self.services.origin_policy.check_request(scope, headers)
             head = operation.prepare_head(scope["query_string"], headers, tenant)
         except Exception:
             # Whatever it is, the application meets it again, and answers.
@@ -251,40 +251,42 @@ class OperationDispatcher:
             return None
         return PreparedHeader(scope, operation, head, shared, parse_bearer_token(headers), headers)
 
-    def begin(
+    def begin_operation(
         self, front_end: FrontEndConnection, request: messages.RequestStarted, prepared: PreparedHeader
     ) -> RelayedOperation | None:
         """Begin a request whose body is there; None where the application must say why it may not."""
-        grant, caller = self._who(request, prepared)
+        grant, caller = self._find_client_identity(request, prepared)
         if caller is None:
             return None
         try:
             if grant is not None:
-                grant.take_request()
+                grant.take_token()
         except NormserveError:
             return None
-        direct = RelayedOperation(self.parts, front_end, request, prepared, caller)
+        direct = RelayedOperation(self.services, front_end, request, prepared, caller)
         assert request.body is not None
-        direct.begin(memoryview(request.body))
+        direct.begin_operation(memoryview(request.body))
         return direct
 
-    def caller(self, request: messages.RequestStarted, prepared: PreparedHeader) -> ClientIdentity | None:
+    def find_client_identity(
+        self, request: messages.RequestStarted, prepared: PreparedHeader
+    ) -> ClientIdentity | None:
         """Who sends a request; None where the application must say why it may not, and where requests are counted:
         what is handed over to the application would count twice.
         """
-        grant, caller = self._who(request, prepared)
-        return caller if grant is None or grant.rate is None else None
+        grant, caller = self._find_client_identity(request, prepared)
+        return caller if grant is None or grant.token_bucket is None else None
 
-    def _who(
+    def _find_client_identity(
         self, request: messages.RequestStarted, prepared: PreparedHeader
     ) -> tuple[KeyringEntry | None, ClientIdentity | None]:
         address = _get_client_address(request)
-        authorisation = self.parts.authorisation
+        authorisation = self.services.key_authorisation
         if authorisation is None:
             return None, make_anonymous_identity(address)
-        grant = authorisation.find(prepared.token)
+        grant = authorisation.find_key_entry(prepared.token)
         try:
-            return grant, authorisation.require(grant, prepared.token, _INFER).caller(address)
+            return grant, authorisation.require_scope(grant, prepared.token, _INFER).get_identity(address)
         except NormserveError:
             return grant, None
 

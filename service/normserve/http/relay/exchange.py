@@ -27,18 +27,18 @@ class FrontEndConnection(Protocol):
     """Where a request came from.
 
     Attributes:
-        slabs: memory that can be shared with it.
+        slab_pool: memory that can be shared with it.
     """
 
-    slabs: SlabPool
+    slab_pool: SlabPool
 
-    def end(self, number: int) -> None:
+    def end_request(self, number: int) -> None:
         """Nothing more is said about a request."""
 
-    def send(self, message: msgspec.Struct) -> None:
+    def send_message(self, message: msgspec.Struct) -> None:
         """Say something to it."""
 
-    def locate(self, view: memoryview) -> SlabLocation | None:
+    def locate_slab(self, view: memoryview) -> SlabLocation | None:
         """Where bytes lie, if it can reach them; it has that memory mapped from now on."""
 
 
@@ -46,142 +46,142 @@ class RelayedIncomingBody(IncomingBody):
     """A request's body, which a front end receives."""
 
     def __init__(self, front_end: FrontEndConnection, request: messages.RequestStarted) -> None:
-        super().__init__(request.announced, self._let_come)
+        super().__init__(request.announced, self._start_receiving)
         self._front_end = front_end
         self._number = request.number
-        self._early = request.body or bytearray()
+        self._initial_bytes = request.body or bytearray()
         # What the front end writes to: not reused before the front end says that it has stopped.
-        self._lent: memoryview | None = None
-        self._is_coming = False
-        self._piece: asyncio.Future[messages.BodyPart] | None = None
-        self._has_left = False
+        self._shared_memory: memoryview | None = None
+        self._is_requested = False
+        self._next_part: asyncio.Future[messages.BodyPart] | None = None
+        self._is_client_disconnected = False
         if request.body is not None or request.announced == 0:
-            self.complete()
-        self.began = self._ended = request.began
+            self.mark_complete()
+        self.began_at = self._ended_at = request.began
 
     @property
-    def is_lent(self) -> bool:
+    def is_memory_shared(self) -> bool:
         """Whether the front end may write to the body's memory."""
-        return self._lent is not None
+        return self._shared_memory is not None
 
-    async def into(self, make_room: Callable[[int], memoryview], **limits: float) -> memoryview:
+    async def receive_into(self, make_room: Callable[[int], memoryview], **limits: float) -> memoryview:
         def make(nbytes: int) -> memoryview:
             room = make_room(nbytes)
-            if self.announced is not None:
-                self._lend(room)
+            if self.content_length is not None:
+                self._share_memory(room)
             return room
 
-        return await super().into(make, **limits)
+        return await super().receive_into(make, **limits)
 
-    async def receive(self) -> Message:
+    async def receive_message(self) -> Message:
         """The next message, in ASGI's form."""
-        if self.is_complete and self._early:
-            body, self._early = bytes(self._early), bytearray()
+        if self.is_complete and self._initial_bytes:
+            body, self._initial_bytes = bytes(self._initial_bytes), bytearray()
             return {"type": "http.request", "body": body, "more_body": False}
-        self._piece = asyncio.get_running_loop().create_future()
-        if self._has_left:
+        self._next_part = asyncio.get_running_loop().create_future()
+        if self._is_client_disconnected:
             return {"type": "http.disconnect"}
-        self._front_end.send(messages.BodyPartRequest(self._number, all=False))
+        self._front_end.send_message(messages.BodyPartRequest(self._number, all=False))
         try:
-            piece = await self._piece
+            piece = await self._next_part
         except ClientLeftError:
             return {"type": "http.disconnect"}
         except asyncio.CancelledError:
-            self._front_end.send(messages.BodyStopRequest(self._number))
+            self._front_end.send_message(messages.BodyStopRequest(self._number))
             raise
         finally:
-            self._piece = None
+            self._next_part = None
         if not piece.more:
-            self.complete()
+            self.mark_complete()
         return {"type": "http.request", "body": piece.data, "more_body": piece.more}
 
-    def fail(self, error: NormserveError) -> None:
-        super().fail(error)
-        if self._is_coming:
-            self._is_coming = False
-            self._front_end.send(messages.BodyStopRequest(self._number))
+    def abort(self, error: NormserveError) -> None:
+        super().abort(error)
+        if self._is_requested:
+            self._is_requested = False
+            self._front_end.send_message(messages.BodyStopRequest(self._number))
 
     def on_progress(self, nbytes: int) -> None:
         """So many bytes have come to their place."""
-        if self.is_filling:
-            self.received = nbytes
+        if self.is_receiving:
+            self.received_bytes = nbytes
 
-    def on_received(self, message: messages.BodyReceived) -> None:
+    def on_body_received(self, message: messages.BodyReceived) -> None:
         """All of them have."""
-        self._is_coming, self._lent = False, None
-        if self.is_filling:
-            self.received = message.nbytes
-            self.complete()
-            self._ended = message.ended
+        self._is_requested, self._shared_memory = False, None
+        if self.is_receiving:
+            self.received_bytes = message.nbytes
+            self.mark_complete()
+            self._ended_at = message.ended
 
-    def on_piece(self, piece: messages.BodyPart) -> None:
+    def on_body_part(self, piece: messages.BodyPart) -> None:
         """The next of a body that has no place."""
-        if self._piece is not None:
-            if not self._piece.done():
-                self._piece.set_result(piece)
-        elif self.is_filling:
+        if self._next_part is not None:
+            if not self._next_part.done():
+                self._next_part.set_result(piece)
+        elif self.is_receiving:
             if piece.data:
-                self.append(piece.data)
+                self.append_part(piece.data)
             if not piece.more:
-                self._is_coming = False
-                self.complete()
+                self._is_requested = False
+                self.mark_complete()
 
-    def on_ended(self, *, left: bool) -> None:
+    def on_body_aborted(self, *, left: bool) -> None:
         """The rest will not come, and the place is not written to any more."""
-        self._is_coming, self._lent = False, None
+        self._is_requested, self._shared_memory = False, None
         if left:
-            self.on_left()
+            self.handle_disconnect()
 
-    def on_left(self) -> None:
+    def handle_disconnect(self) -> None:
         """The client has gone."""
-        self._has_left = True
-        if self._piece is not None and not self._piece.done():
-            self._piece.set_exception(ClientLeftError("the client left"))
+        self._is_client_disconnected = True
+        if self._next_part is not None and not self._next_part.done():
+            self._next_part.set_exception(ClientLeftError("the client left"))
         if not self.is_complete:
-            self.fail(ClientLeftError("the client left while its body was received"))
+            self.abort(ClientLeftError("the client left while its body was received"))
 
-    def _let_come(self) -> bytearray:
+    def _start_receiving(self) -> bytearray:
         """A route wants the body; what came already."""
-        if not self.is_complete and self.announced is None:
-            self._is_coming = True
-            self._front_end.send(messages.BodyPartRequest(self._number, all=True))
-        early, self._early = self._early, bytearray()
+        if not self.is_complete and self.content_length is None:
+            self._is_requested = True
+            self._front_end.send_message(messages.BodyPartRequest(self._number, all=True))
+        early, self._initial_bytes = self._initial_bytes, bytearray()
         return early
 
-    def _lend(self, room: memoryview) -> None:
+    def _share_memory(self, room: memoryview) -> None:
         """Have the body received there."""
-        assert self.announced is not None
-        self._is_coming = True
-        located = self._front_end.locate(room)
+        assert self.content_length is not None
+        self._is_requested = True
+        located = self._front_end.locate_slab(room)
         if located is None:
-            self._front_end.send(messages.BodyPartRequest(self._number, all=True))
+            self._front_end.send_message(messages.BodyPartRequest(self._number, all=True))
             return
-        self._lent = room
-        place = located.memory.number, located.offset
-        self._front_end.send(messages.BodyLocation(self._number, *place, self.announced))
+        self._shared_memory = room
+        place = located.slab.number, located.offset
+        self._front_end.send_message(messages.BodyLocation(self._number, *place, self.content_length))
 
 
 class RelayedResponseSender(ResponseSender):
     """A response, which a front end sends.
 
     Attributes:
-        is_answered: it has all of it.
+        is_response_complete: it has all of it.
     """
 
     def __init__(self, front_end: FrontEndConnection, number: int) -> None:
         super().__init__()
         self._front_end = front_end
         self._number = number
-        self._start: Message | None = None
-        self._sent: asyncio.Future[messages.ResponseSent] | None = None
-        self._seconds = 0.0
-        self.is_answered = False
+        self._start_message: Message | None = None
+        self._response_sent: asyncio.Future[messages.ResponseSent] | None = None
+        self._send_s = 0.0
+        self.is_response_complete = False
 
     @property
-    def seconds(self) -> float:
-        return self._seconds
+    def send_s(self) -> float:
+        return self._send_s
 
-    async def respond(self, status: int, headers: Headers, buffers: Buffers, nbytes: int) -> None:
+    async def send_response(self, status: int, headers: Headers, buffers: Buffers, nbytes: int) -> None:
         if self.is_delivered is not None:
             return
         # What is not shared is copied; that and the buffers live until they are sent.
@@ -191,52 +191,52 @@ class RelayedResponseSender(ResponseSender):
             parts.append(part)
             held.append(view)
         told = messages.CompleteResponse(self._number, status, list(headers), parts, nbytes)
-        self.is_answered = True
-        self._conclude(await self._say(told))
+        self.is_response_complete = True
+        self._record_sent(await self._send_and_wait(told))
 
-    async def send(self, message: Message) -> None:
+    async def send_message(self, message: Message) -> None:
         """The next message, of an application that answers the ASGI way."""
         if message["type"] == "http.response.start":
-            self._start = message
+            self._start_message = message
             return
         if self.is_delivered is not None:
             return
-        start, self._start = self._start, None
+        start, self._start_message = self._start_message, None
         status, headers = (0, []) if start is None else (start["status"], list(start["headers"]))
         data, more = message.get("body", b""), message.get("more_body", False)
-        self.is_answered = not more
-        sent = await self._say(messages.ResponsePart(self._number, status, headers, data, more))
+        self.is_response_complete = not more
+        sent = await self._send_and_wait(messages.ResponsePart(self._number, status, headers, data, more))
         if not more:
-            self._conclude(sent)
+            self._record_sent(sent)
 
-    def on_sent(self, sent: messages.ResponseSent) -> None:
+    def on_response_sent(self, sent: messages.ResponseSent) -> None:
         """What was said last has been taken by the kernel, or never will be."""
-        if self._sent is not None and not self._sent.done():
-            self._sent.set_result(sent)
+        if self._response_sent is not None and not self._response_sent.done():
+            self._response_sent.set_result(sent)
 
-    def on_left(self) -> None:
+    def handle_disconnect(self) -> None:
         """The client has gone."""
         if self.is_delivered is None:
             self.is_delivered = False
-            if self.on_departure is not None:
-                self.on_departure()
+            if self.on_disconnect is not None:
+                self.on_disconnect()
 
     def on_front_end_lost(self) -> None:
         """It will not be sent."""
-        self.on_left()
-        self.on_sent(messages.ResponseSent(self._number, self._seconds, is_delivered=False))
+        self.handle_disconnect()
+        self.on_response_sent(messages.ResponseSent(self._number, self._send_s, is_delivered=False))
 
-    async def _say(self, message: msgspec.Struct) -> messages.ResponseSent:
-        self._began = self._began or time.perf_counter()
-        self._sent = asyncio.get_running_loop().create_future()
-        self._front_end.send(message)
+    async def _send_and_wait(self, message: msgspec.Struct) -> messages.ResponseSent:
+        self._began_at = self._began_at or time.perf_counter()
+        self._response_sent = asyncio.get_running_loop().create_future()
+        self._front_end.send_message(message)
         try:
-            return await self._sent
+            return await self._response_sent
         finally:
-            self._sent = None
+            self._response_sent = None
 
-    def _conclude(self, sent: messages.ResponseSent) -> None:
-        self._seconds = sent.seconds
+    def _record_sent(self, sent: messages.ResponseSent) -> None:
+        self._send_s = sent.seconds
         if self.is_delivered is None:
             self.is_delivered = sent.is_delivered
 
@@ -249,7 +249,7 @@ async def share_response_bytes(
     if told is not None:
         return told
     view = memoryview(buffer)
-    copied = front_end.slabs.take(len(view))[: len(view)]
+    copied = front_end.slab_pool.borrow(len(view))[: len(view)]
     await asyncio.to_thread(_copy_bytes, view, copied)
     return _locate_range(front_end, copied) or (bytes(view), None)
 
@@ -264,15 +264,15 @@ def try_share_response_bytes(
     located = _locate_range(front_end, view)
     if located is not None or len(view) > _COPIED_HERE_BYTES:
         return located
-    copied = front_end.slabs.take(len(view))[: len(view)]
+    copied = front_end.slab_pool.borrow(len(view))[: len(view)]
     _copy_bytes(view, copied)
     # Memory that cannot be shared came of the pool: a driver's.
     return _locate_range(front_end, copied) or (bytes(view), None)
 
 
 def _locate_range(front_end: FrontEndConnection, view: memoryview) -> tuple[SharedSlabRange, memoryview] | None:
-    located = front_end.locate(view)
-    return None if located is None else (SharedSlabRange(located.memory.number, located.offset, len(view)), view)
+    located = front_end.locate_slab(view)
+    return None if located is None else (SharedSlabRange(located.slab.number, located.offset, len(view)), view)
 
 
 def _copy_bytes(source: memoryview, target: memoryview) -> None:

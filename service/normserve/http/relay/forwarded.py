@@ -22,15 +22,15 @@ class OwnerConnection(Protocol):
     """The process that a request is relayed to.
 
     Attributes:
-        memory: its, that is mapped here, by its number.
-        receiving: bodies that come to their places, by their requests.
+        mapped_memory: its, that is mapped here, by its number.
+        receiving_bodies: bodies that come to their places, by their requests.
     """
 
     link: RelayLink
-    memory: dict[int, memoryview]
-    receiving: dict[int, IncomingBody]
+    mapped_memory: dict[int, memoryview]
+    receiving_bodies: dict[int, IncomingBody]
 
-    def watch(self, number: int, reception: IncomingBody) -> None:
+    def start_progress_reports(self, number: int, reception: IncomingBody) -> None:
         """Report how much of a slow body has come."""
 
 
@@ -38,9 +38,9 @@ def decline_message(link: RelayLink, message: Any) -> None:
     """Answer messages about a request that no longer has a handler."""
     match message:
         case messages.OperationResponse() | messages.CompleteResponse() | messages.ResponsePart():
-            link.send(messages.ResponseSent(message.number, 0.0, is_delivered=False))
+            link.send_message(messages.ResponseSent(message.number, 0.0, is_delivered=False))
         case messages.BodyLocation() | messages.BodyPartRequest():
-            link.send(messages.BodyAborted(message.number, left=True))
+            link.send_message(messages.BodyAborted(message.number, left=True))
 
 
 class ForwardedRequest:
@@ -52,63 +52,63 @@ class ForwardedRequest:
         self._scope = scope
         self._receive, self._send = receive, send
         self._request_id = choose_request_id(dict(scope["headers"]))
-        self._reception: IncomingBody = scope["state"]["reception"]
-        self._sending: SocketResponseSender = scope["state"]["sending"]
+        self._incoming_body: IncomingBody = scope["state"]["reception"]
+        self._response_sender: SocketResponseSender = scope["state"]["sending"]
         # Whether the response has, and whether all of it is with the connection.
-        self._has_begun = self._is_complete = False
-        self._is_receiving = self._is_stopped = False
-        self._pulling: asyncio.Future[Any] | None = None
+        self._has_response_started = self._is_response_complete = False
+        self._is_body_receiving = self._is_body_cancelled = False
+        self._part_task: asyncio.Future[Any] | None = None
         # What was said and has not been done; None says that nothing more will be.
-        self._said: deque[Any] = deque()
-        self._waiting: asyncio.Future[None] | None = None
+        self._messages: deque[Any] = deque()
+        self._message_arrival: asyncio.Future[None] | None = None
 
-    async def run(self) -> bool:
+    async def relay(self) -> bool:
         """Relay it; False where it must be answered here, since the other process is gone."""
-        link, sending = self._owner.link, self._sending
-        if link.is_behind and not await self._is_taken():
+        link, sending = self._owner.link, self._response_sender
+        if link.is_backlogged and not await self._wait_link_writable():
             return True
-        sending.on_departure = self._tell_departure
-        link.send(await self._request())
+        sending.on_disconnect = self._report_disconnect
+        link.send_message(await self._make_request())
         message = None
         try:
-            while not self._is_complete and (message := await self._next()) is not None:
-                await self._do(message)
+            while not self._is_response_complete and (message := await self._wait_message()) is not None:
+                await self._handle_message(message)
         except BaseException:
-            self._tell_departure()
-            for each in (message, *self._said):
+            self._report_disconnect()
+            for each in (message, *self._messages):
                 decline_message(link, each)
             raise
         finally:
-            sending.on_departure = None
-        if not self._is_complete and self._has_begun:
-            await sending.cut_off()
-        return self._has_begun
+            sending.on_disconnect = None
+        if not self._is_response_complete and self._has_response_started:
+            await sending.abort_connection()
+        return self._has_response_started
 
-    async def _is_taken(self) -> bool:
+    async def _wait_link_writable(self) -> bool:
         """Wait until the other process has read earlier messages; False where the client left first."""
-        if self._sending.is_delivered is not None:
+        if self._response_sender.is_delivered is not None:
             return False
         left = asyncio.get_running_loop().create_future()
-        self._sending.on_departure = functools.partial(left.set_result, None)
-        drained = asyncio.ensure_future(self._owner.link.drained())
+        self._response_sender.on_disconnect = functools.partial(left.set_result, None)
+        drained = asyncio.ensure_future(self._owner.link.wait_flushed())
         try:
             await asyncio.wait((left, drained), return_when=asyncio.FIRST_COMPLETED)
         finally:
             drained.cancel()
-            self._sending.on_departure = None
+            self._response_sender.on_disconnect = None
         return not left.done()
 
     def on_message(self, message: Any) -> None:
         """What the other process says about it; None once that is gone."""
         if message is None or type(message) is messages.BodyStopRequest:
-            self._stop()
+            self._cancel_body()
         if type(message) is not messages.BodyStopRequest:
-            self._said.append(message)
-            if self._waiting is not None and not self._waiting.done():
-                self._waiting.set_result(None)
+            self._messages.append(message)
+            if self._message_arrival is not None and not self._message_arrival.done():
+                self._message_arrival.set_result(None)
 
-    async def _request(self) -> messages.RequestStarted:
-        scope, reception = self._scope, self._reception
+    async def _make_request(self) -> messages.RequestStarted:
+        scope, reception = self._scope, self._incoming_body
         head = messages.RequestHead(
             method=scope["method"],
             path=scope["path"],
@@ -120,121 +120,125 @@ class ForwardedRequest:
             server=scope["server"],
         )
         body = None
-        if reception.is_complete and reception.announced:
-            body = bytearray(await reception.into(_refuse_allocation, pause_s=_NO_LIMIT_S, total_s=_NO_LIMIT_S))
+        if reception.is_complete and reception.content_length:
+            body = bytearray(
+                await reception.receive_into(_refuse_allocation, pause_s=_NO_LIMIT_S, total_s=_NO_LIMIT_S)
+            )
         return messages.RequestStarted(
             self._number,
             messages.encode(head),
             scope["client"],
-            reception.announced,
+            reception.content_length,
             body,
-            reception.began,
+            reception.began_at,
             self._request_id,
         )
 
-    async def _next(self) -> Any:
-        if not self._said:
-            self._waiting = asyncio.get_running_loop().create_future()
-            await self._waiting
-        return self._said.popleft()
+    async def _wait_message(self) -> Any:
+        if not self._messages:
+            self._message_arrival = asyncio.get_running_loop().create_future()
+            await self._message_arrival
+        return self._messages.popleft()
 
-    async def _do(self, message: Any) -> None:
+    async def _handle_message(self, message: Any) -> None:
         match message:
             case messages.OperationResponse():
-                await self._respond(message.response(self._request_id))
+                await self._send_response(message.make_response(self._request_id))
             case messages.CompleteResponse():
-                await self._respond(message)
+                await self._send_response(message)
             case messages.ResponsePart():
-                await self._pass_on(message)
+                await self._send_part(message)
             case messages.BodyLocation():
-                await self._receive_into(message)
+                await self._receive_body(message)
             case messages.BodyPartRequest():
-                await self._pull(all_of_it=message.all)
+                await self._receive_parts(all_of_it=message.all)
             case messages.ResponseAborted():
-                self._has_begun = self._is_complete = True
-                await self._sending.cut_off()
+                self._has_response_started = self._is_response_complete = True
+                await self._response_sender.abort_connection()
 
-    async def _respond(self, message: messages.CompleteResponse) -> None:
-        self._has_begun = True
-        memory = self._owner.memory
+    async def _send_response(self, message: messages.CompleteResponse) -> None:
+        self._has_response_started = True
+        memory = self._owner.mapped_memory
         body = [
             memory[each.memory][each.offset : each.offset + each.nbytes]
             if isinstance(each, messages.SharedSlabRange)
             else each
             for each in message.body
         ]
-        await self._sending.respond(message.status, message.headers, body, message.nbytes)
-        self._tell_sent(is_last=True)
+        await self._response_sender.send_response(message.status, message.headers, body, message.nbytes)
+        self._report_sent(is_last=True)
 
-    async def _pass_on(self, message: messages.ResponsePart) -> None:
-        self._has_begun = True
+    async def _send_part(self, message: messages.ResponsePart) -> None:
+        self._has_response_started = True
         if message.status:
             start = {"type": "http.response.start", "status": message.status, "headers": message.headers}
             await self._send(start)
         await self._send({"type": "http.response.body", "body": message.data, "more_body": message.more})
-        self._tell_sent(is_last=not message.more)
+        self._report_sent(is_last=not message.more)
 
-    async def _receive_into(self, message: messages.BodyLocation) -> None:
-        room = self._owner.memory[message.memory][message.offset : message.offset + message.nbytes]
-        reception, link = self._reception, self._owner.link
+    async def _receive_body(self, message: messages.BodyLocation) -> None:
+        room = self._owner.mapped_memory[message.memory][message.offset : message.offset + message.nbytes]
+        reception, link = self._incoming_body, self._owner.link
         was_complete = reception.is_complete
-        self._is_receiving, self._is_stopped = True, False
-        self._owner.watch(self._number, reception)
+        self._is_body_receiving, self._is_body_cancelled = True, False
+        self._owner.start_progress_reports(self._number, reception)
         try:
-            body = await reception.into(lambda nbytes: room, pause_s=_NO_LIMIT_S, total_s=_NO_LIMIT_S)
+            body = await reception.receive_into(lambda nbytes: room, pause_s=_NO_LIMIT_S, total_s=_NO_LIMIT_S)
         except NormserveError as error:
-            left = isinstance(error, ClientLeftError) and not self._is_stopped
-            link.send(messages.BodyProgress({self._number: reception.received}))
-            link.send(messages.BodyAborted(self._number, left))
+            left = isinstance(error, ClientLeftError) and not self._is_body_cancelled
+            link.send_message(messages.BodyProgress({self._number: reception.received_bytes}))
+            link.send_message(messages.BodyAborted(self._number, left))
             return
         except asyncio.CancelledError:
-            link.send(messages.BodyAborted(self._number, left=True))
+            link.send_message(messages.BodyAborted(self._number, left=True))
             raise
         finally:
-            self._is_receiving = False
-            self._owner.receiving.pop(self._number, None)
+            self._is_body_receiving = False
+            self._owner.receiving_bodies.pop(self._number, None)
         if was_complete:
             # It came meanwhile, to where it was not asked for yet.
             room[: len(body)] = body
-        link.send(messages.BodyReceived(self._number, len(body), reception.began + reception.seconds))
+        link.send_message(messages.BodyReceived(self._number, len(body), reception.began_at + reception.receive_s))
 
-    async def _pull(self, *, all_of_it: bool) -> None:
-        self._is_stopped = False
+    async def _receive_parts(self, *, all_of_it: bool) -> None:
+        self._is_body_cancelled = False
         more = True
-        while more and not self._is_stopped:
-            self._pulling = asyncio.ensure_future(self._receive())
+        while more and not self._is_body_cancelled:
+            self._part_task = asyncio.ensure_future(self._receive())
             try:
-                message = await self._pulling
+                message = await self._part_task
             except asyncio.CancelledError:
-                if self._is_stopped:
+                if self._is_body_cancelled:
                     return
-                self._pulling.cancel()
+                self._part_task.cancel()
                 raise
             finally:
-                self._pulling = None
+                self._part_task = None
             if message["type"] == "http.disconnect":
-                self._owner.link.send(messages.BodyAborted(self._number, left=True))
+                self._owner.link.send_message(messages.BodyAborted(self._number, left=True))
                 return
             more = message.get("more_body", False)
-            self._owner.link.send(messages.BodyPart(self._number, message.get("body", b""), more))
-            await self._owner.link.drained()
+            self._owner.link.send_message(messages.BodyPart(self._number, message.get("body", b""), more))
+            await self._owner.link.wait_flushed()
             more = more and all_of_it
 
-    def _stop(self) -> None:
+    def _cancel_body(self) -> None:
         """No more of the body is wanted."""
-        self._is_stopped = True
-        if self._is_receiving:
-            self._reception.fail(NotReadyError("no more of the body is wanted"))
-        elif self._pulling is not None:
-            self._pulling.cancel()
+        self._is_body_cancelled = True
+        if self._is_body_receiving:
+            self._incoming_body.abort(NotReadyError("no more of the body is wanted"))
+        elif self._part_task is not None:
+            self._part_task.cancel()
 
-    def _tell_sent(self, *, is_last: bool) -> None:
-        self._is_complete = is_last
-        is_delivered = is_last and bool(self._sending.is_delivered)
-        self._owner.link.send(messages.ResponseSent(self._number, self._sending.seconds, is_delivered))
+    def _report_sent(self, *, is_last: bool) -> None:
+        self._is_response_complete = is_last
+        is_delivered = is_last and bool(self._response_sender.is_delivered)
+        self._owner.link.send_message(
+            messages.ResponseSent(self._number, self._response_sender.send_s, is_delivered)
+        )
 
-    def _tell_departure(self) -> None:
-        self._owner.link.send(messages.ClientDisconnected(self._number))
+    def _report_disconnect(self) -> None:
+        self._owner.link.send_message(messages.ClientDisconnected(self._number))
 
 
 def _refuse_allocation(nbytes: int) -> memoryview:

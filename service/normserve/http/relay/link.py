@@ -30,8 +30,9 @@ class RelayLink:
     owns the device each message by itself would take as long as a quarter of the work for its request.
 
     Attributes:
-        is_behind: the kernel does not take all that was said; who says things unasked waits or gathers meanwhile.
-        on_drained: told when it has taken all of it after that.
+        is_backlogged: the kernel does not take all that was said; who says things unasked waits or gathers
+            meanwhile.
+        on_flushed: told when it has taken all of it after that.
     """
 
     def __init__(
@@ -54,84 +55,84 @@ class RelayLink:
         connected.setblocking(False)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             connected.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
-        self._connected = connected
+        self._socket = connected
         self._decode = decoder.decode
         self._on_message = on_message
         self._on_end = on_end
-        self._lends = lends
-        self._polling = polling
+        self._shares_memory = lends
+        self._busy_poller = polling
         self._is_ending = False
         self._loop = asyncio.get_running_loop()
         # Python's `recvmsg` takes new memory of the asked length each time, which costs more than the call itself.
         self._read_buffer = memoryview(bytearray(_READ_BYTES))
-        self._reader = FrameReader(_MOST_BYTES, _MOST_DESCRIPTORS)
-        self._said: list[msgspec.Struct] = []
-        self._unsent = SendQueue()
-        self._is_flushing = False
-        self._drained: asyncio.Future[None] | None = None
+        self._frame_reader = FrameReader(_MOST_BYTES, _MOST_DESCRIPTORS)
+        self._pending_messages: list[msgspec.Struct] = []
+        self._send_queue = SendQueue()
+        self._is_flush_scheduled = False
+        self._flushed: asyncio.Future[None] | None = None
         self.is_open = True
-        self.is_behind = False
-        self.on_drained: Callable[[], None] = lambda: None
-        add_reader(self._loop, connected, self._receive)
+        self.is_backlogged = False
+        self.on_flushed: Callable[[], None] = lambda: None
+        add_reader(self._loop, connected, self._receive_messages)
 
-    def send(self, message: msgspec.Struct, descriptor: int | None = None) -> None:
+    def send_message(self, message: msgspec.Struct, descriptor: int | None = None) -> None:
         """Say something; nothing happens once the other is gone.
 
         Args: descriptor: comes along; it stays the caller's.
         """
         if not self.is_open or self._is_ending:
             return
-        self._said.append(message)
+        self._pending_messages.append(message)
         if descriptor is not None:
             # Until the kernel has taken it, nothing else may close it.
-            self._end_frame((os.dup(descriptor),))
-        if not self._is_flushing:
-            self._is_flushing = True
+            self._queue_frame((os.dup(descriptor),))
+        if not self._is_flush_scheduled:
+            self._is_flush_scheduled = True
             self._loop.call_soon(self._flush)
 
-    async def drained(self) -> None:
+    async def wait_flushed(self) -> None:
         """Over once all that was said has been taken by the kernel, or the other is gone."""
-        if self._is_flushing and self.is_open:
-            if self._drained is None:
-                self._drained = self._loop.create_future()
-            await asyncio.shield(self._drained)
+        if self._is_flush_scheduled and self.is_open:
+            if self._flushed is None:
+                self._flushed = self._loop.create_future()
+            await asyncio.shield(self._flushed)
 
-    def take_descriptor(self) -> int:
+    def pop_descriptor(self) -> int:
         """The next descriptor that came; the caller's from now on."""
-        return self._reader.descriptors.popleft()
+        return self._frame_reader.descriptors.popleft()
 
     def close(self) -> None:
         """End it from this side."""
         if not self.is_open:
             return
         self.is_open = False
-        self._loop.remove_reader(self._connected)
-        self._loop.remove_writer(self._connected)
-        self._connected.close()
-        self._forget()
+        self._loop.remove_reader(self._socket)
+        self._loop.remove_writer(self._socket)
+        self._socket.close()
+        self._discard_pending()
         self._on_end()
 
-    def _forget(self) -> None:
+    def _discard_pending(self) -> None:
         """Drop what was to be sent, and the descriptors that came."""
-        self._reader.close()
-        self._said.clear()
-        self._unsent.close()
-        self._settle()
+        self._frame_reader.close()
+        self._pending_messages.clear()
+        self._send_queue.discard_all()
+        self._resolve_flushed()
 
-    def _give_up(self) -> None:
+    def _end_after_fault(self) -> None:
         """End it after a fault of this side."""
-        if not self._lends:
+        if not self._shares_memory:
             self.close()
             return
         self._is_ending = True
-        self._loop.remove_writer(self._connected)
-        self._forget()
+        self._loop.remove_writer(self._socket)
+        self._discard_pending()
         with contextlib.suppress(OSError):
-            self._connected.shutdown(socket.SHUT_WR)
+            self._socket.shutdown(socket.SHUT_WR)
 
-    def _receive(self) -> None:
+    def _receive_messages(self) -> None:
         try:
-            nbytes, ancillary, flags, _ = self._connected.recvmsg_into(
+            nbytes, ancillary, flags, _ = self._socket.recvmsg_into(
                 [self._read_buffer], _RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC
             )
         except (BlockingIOError, InterruptedError):
@@ -141,16 +142,16 @@ class RelayLink:
         if not nbytes:
             self.close()
             return
-        if self._polling is not None and not self._is_ending:
-            self._polling.note_received()
+        if self._busy_poller is not None and not self._is_ending:
+            self._busy_poller.record_received()
         try:
-            found = self._reader.feed(self._read_buffer[:nbytes], ancillary, flags)
+            found = self._frame_reader.feed(self._read_buffer[:nbytes], ancillary, flags)
         except TooLargeError:
             # A descriptor was lost, since none is free: each that comes later would belong to another message.
             self.close()
             return
         if self._is_ending:
-            self._reader.close()
+            self._frame_reader.close()
             return
         try:
             for _, content in found:
@@ -160,7 +161,7 @@ class RelayLink:
                         return
         except BaseException:
             # The rest of what was read would be lost, and no request in it may wait for an answer.
-            self._give_up()
+            self._end_after_fault()
             raise
 
     def _flush(self) -> None:
@@ -168,39 +169,39 @@ class RelayLink:
         if not self.is_open or self._is_ending:
             return
         try:
-            while self._unsent or self._said:
-                if not self._unsent:
-                    self._end_frame()
-                self._unsent.send(self._connected)
+            while self._send_queue or self._pending_messages:
+                if not self._send_queue:
+                    self._queue_frame()
+                self._send_queue.send_all(self._socket)
         except (BlockingIOError, InterruptedError):
-            self.is_behind = True
-            self._loop.add_writer(self._connected, self._flush)
+            self.is_backlogged = True
+            self._loop.add_writer(self._socket, self._flush)
             return
         except OSError:
-            self._give_up()
+            self._end_after_fault()
             return
         except BaseException:
             # What cannot be encoded, for lack of memory, would be tried again for ever.
-            self._give_up()
+            self._end_after_fault()
             raise
-        self._is_flushing = False
-        if self._polling is not None:
-            self._polling.note_sent()
-        self._settle()
-        if self.is_behind:
-            self.is_behind = False
-            self._loop.remove_writer(self._connected)
-            self.on_drained()
+        self._is_flush_scheduled = False
+        if self._busy_poller is not None:
+            self._busy_poller.record_sent()
+        self._resolve_flushed()
+        if self.is_backlogged:
+            self.is_backlogged = False
+            self._loop.remove_writer(self._socket)
+            self.on_flushed()
 
-    def _end_frame(self, descriptors: tuple[int, ...] = ()) -> None:
+    def _queue_frame(self, descriptors: tuple[int, ...] = ()) -> None:
         """What has been said is one frame, with a descriptor of its last message."""
         frame = bytearray(PREFIX.size)
-        encode_into(self._said, frame, PREFIX.size)
+        encode_into(self._pending_messages, frame, PREFIX.size)
         PREFIX.pack_into(frame, 0, len(frame) - PREFIX.size, 0)
-        self._said.clear()
-        self._unsent.add(frame, descriptors)
+        self._pending_messages.clear()
+        self._send_queue.add(frame, descriptors)
 
-    def _settle(self) -> None:
-        if self._drained is not None:
-            self._drained.set_result(None)
-            self._drained = None
+    def _resolve_flushed(self) -> None:
+        if self._flushed is not None:
+            self._flushed.set_result(None)
+            self._flushed = None

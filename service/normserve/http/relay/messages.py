@@ -228,11 +228,11 @@ class OperationResponse(msgspec.Struct, array_like=True, tag=9, gc=False):
     shared: Sequence[tuple[bytes, bytes]]
     body: list[bytes | SharedSlabRange]
 
-    def response(self, request_id: str) -> CompleteResponse:
+    def make_response(self, request_id: str) -> CompleteResponse:
         """The same with its header, for a request of this id."""
         nbytes = sum([each.nbytes if isinstance(each, SharedSlabRange) else len(each) for each in self.body])
         headers = [
-            *make_response_headers(nbytes, self.media_type.encode(), self.measured.headers()),
+            *make_response_headers(nbytes, self.media_type.encode(), self.measured.make_headers()),
             *self.shared,
             (b"x-request-id", request_id.encode()),
         ]

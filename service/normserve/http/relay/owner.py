@@ -63,50 +63,57 @@ class RelayServer:
         prepared: keeps headers.
         polling: for messages of front ends; None where the event loop sleeps between them.
         """
-        self._shared = shared
-        self._slabs = slabs
+        self._shared_slabs = shared
+        self._slab_pool = slabs
         self._metrics = metrics
-        self._polling = polling
-        self._entrance: ASGIApp | None = None
-        self._direct: OperationDispatcher | None = None
-        self._prepared = prepared
+        self._busy_poller = polling
+        self._asgi_app: ASGIApp | None = None
+        self._dispatcher: OperationDispatcher | None = None
+        self._prepared_calls = prepared
         self._front_ends: set[_FrontEndSession] = set()
         self._is_ready = False
-        self._beating: asyncio.TimerHandle | None = None
+        self._heartbeat_timer: asyncio.TimerHandle | None = None
 
-    def relay_to(self, entrance: ASGIApp, direct: OperationDispatcher | None) -> None:
+    def set_application(self, entrance: ASGIApp, direct: OperationDispatcher | None) -> None:
         """Have requests answered, before there are any.
 
         Args:
             entrance: the application.
             direct: what answers plain requests; None where the application shall answer all.
         """
-        self._entrance, self._direct = entrance, direct
+        self._asgi_app, self._dispatcher = entrance, direct
 
     @property
-    def connections(self) -> int:
+    def connection_count(self) -> int:
         """Clients that are connected to front ends."""
-        return sum([each.connections for each in self._front_ends])
+        return sum([each.connection_count for each in self._front_ends])
 
-    def described(self) -> list[dict[str, int]]:
+    def describe_front_ends(self) -> list[dict[str, int]]:
         """Those that are there, by their index."""
         there = sorted((each.hello.index, each.hello.pid) for each in self._front_ends)
         return [{"index": index, "pid": pid} for index, pid in there]
 
-    def serve(self, connected: socket.socket) -> None:
+    def serve_front_end(self, connected: socket.socket) -> None:
         """A front end is there."""
-        of_all = self._shared, self._slabs, self._metrics, self._begin, self._admit, self._polling
+        of_all = (
+            self._shared_slabs,
+            self._slab_pool,
+            self._metrics,
+            self._begin_request,
+            self._admit_front_end,
+            self._busy_poller,
+        )
         front_end = _FrontEndSession(connected, *of_all)
-        front_end.on_gone = functools.partial(self._front_ends.discard, front_end)
+        front_end.on_lost = functools.partial(self._front_ends.discard, front_end)
         self._front_ends.add(front_end)
-        if self._beating is None:
-            self._beat()
+        if self._heartbeat_timer is None:
+            self._send_heartbeats()
 
-    def report(self, *, ready: bool) -> None:
+    def report_readiness(self, *, ready: bool) -> None:
         """Let front ends know whether this process takes work."""
         self._is_ready = ready
         for each in self._front_ends:
-            each.send(OwnerReadiness(ready))
+            each.send_message(OwnerReadiness(ready))
 
     async def close(self, within_s: float) -> None:
         """Let what is under way be answered, then end all links."""
@@ -115,38 +122,38 @@ class RelayServer:
             await asyncio.sleep(_POLL_S)
         for each in tuple(self._front_ends):
             each.close()
-        if self._beating is not None:
-            self._beating.cancel()
+        if self._heartbeat_timer is not None:
+            self._heartbeat_timer.cancel()
 
-    def _beat(self) -> None:
-        numbers = self._shared.ended()
+    def _send_heartbeats(self) -> None:
+        numbers = self._shared_slabs.take_ended_numbers()
         for each in self._front_ends:
-            each.forget(numbers)
-            each.beat(OwnerReadiness(self._is_ready))
-        self._beating = asyncio.get_running_loop().call_later(_BEAT_S, self._beat)
+            each.remove_memory(numbers)
+            each.send_heartbeat(OwnerReadiness(self._is_ready))
+        self._heartbeat_timer = asyncio.get_running_loop().call_later(_BEAT_S, self._send_heartbeats)
 
-    def _admit(self, front_end: "_FrontEndSession") -> None:
+    def _admit_front_end(self, front_end: "_FrontEndSession") -> None:
         """A front end has said which one it is; of two links with the same process the second is not needed."""
         if any(each.hello == front_end.hello for each in self._front_ends if each is not front_end):
             front_end.close()
         else:
-            front_end.send(OwnerReadiness(self._is_ready))
+            front_end.send_message(OwnerReadiness(self._is_ready))
 
-    def _begin(
+    def _begin_request(
         self, front_end: "_FrontEndSession", request: messages.RequestStarted
     ) -> RelayedOperation | RelayedRequest:
-        head = self._prepare_head(request)
-        if head.prepared is not None and self._direct is not None:
+        head = self._prepare_scope(request)
+        if head.header is not None and self._dispatcher is not None:
             if request.body is not None:
-                direct = self._direct.begin(front_end, request, head.prepared)
+                direct = self._dispatcher.begin_operation(front_end, request, head.header)
             else:
-                direct = self._receive(self._direct, front_end, request, head.scope, head.prepared)
+                direct = self._begin_shared_body(self._dispatcher, front_end, request, head.scope, head.header)
             if direct is not None:
                 return direct
-        assert self._entrance is not None
-        return RelayedRequest(front_end, request, head.scope, self._entrance)
+        assert self._asgi_app is not None
+        return RelayedRequest(front_end, request, head.scope, self._asgi_app)
 
-    def _receive(
+    def _begin_shared_body(
         self,
         direct: OperationDispatcher,
         front_end: "_FrontEndSession",
@@ -155,28 +162,28 @@ class RelayServer:
         prepared: PreparedHeader,
     ) -> RelayedOperation | None:
         """Begin a request whose body is to come; None where the application must see to it."""
-        caller = direct.caller(request, prepared) if request.announced else None
+        caller = direct.find_client_identity(request, prepared) if request.announced else None
         if caller is None:
             return None
 
         def hand_over(error: NormserveError, received: int) -> None:
-            assert self._entrance is not None
-            relayed = RelayedRequest(front_end, request, scope, self._entrance)
-            relayed.fail(error, received)
-            front_end.replace(request.number, relayed)
+            assert self._asgi_app is not None
+            relayed = RelayedRequest(front_end, request, scope, self._asgi_app)
+            relayed.abort_body(error, received)
+            front_end.replace_request(request.number, relayed)
 
-        asked = SharedBodyOperation(direct.parts, front_end, request, prepared, caller, hand_over)
+        asked = SharedBodyOperation(direct.services, front_end, request, prepared, caller, hand_over)
         assert request.announced is not None
-        return asked if asked.receive(request.announced) else None
+        return asked if asked.start_receiving(request.announced) else None
 
-    def _prepare_head(self, request: messages.RequestStarted) -> "_PreparedScope":
+    def _prepare_scope(self, request: messages.RequestStarted) -> "_PreparedScope":
         """Return what a header says, the same object for requests from an address with the same header.
 
         Only headers with a valid key are kept, where keys are required.
         """
         # None over a Unix socket, which decides as well.
         key = request.head, None if request.client is None else request.client[0]
-        known: _PreparedScope | None = self._prepared.find(key)
+        known: _PreparedScope | None = self._prepared_calls.find(key)
         if known is not None:
             return known
         head = messages.read_head(request.head)
@@ -194,12 +201,12 @@ class RelayServer:
             "headers": head.headers,
             "client": request.client,
         }
-        tenant = None if self._direct is None else self._direct.find_tenant(request, scope)
-        if self._direct is None or tenant is None:
+        tenant = None if self._dispatcher is None else self._dispatcher.find_tenant(request, scope)
+        if self._dispatcher is None or tenant is None:
             return _PreparedScope(scope, None)
-        known = _PreparedScope(scope, self._direct.prepare(scope, tenant))
+        known = _PreparedScope(scope, self._dispatcher.prepare_header(scope, tenant))
         nbytes = _HEAD_BYTES + _FIELD_BYTES * len(head.headers) + _BYTES_PER_HEAD_BYTE * len(request.head)
-        self._prepared.keep(key, known, nbytes, tenant)
+        self._prepared_calls.store(key, known, nbytes, tenant)
         return known
 
 
@@ -207,7 +214,7 @@ class _PreparedScope(NamedTuple):
     """What a header says: a scope but for what its connection says, and what there is to know of plain requests."""
 
     scope: Scope
-    prepared: PreparedHeader | None
+    header: PreparedHeader | None
 
 
 class _FrontEndSession:
@@ -215,8 +222,8 @@ class _FrontEndSession:
 
     Attributes:
         hello: which one it is.
-        connections: clients that are connected to it.
-        on_gone: told that it is gone.
+        connection_count: clients that are connected to it.
+        on_lost: told that it is gone.
     """
 
     def __init__(
@@ -229,95 +236,95 @@ class _FrontEndSession:
         on_hello: Callable[["_FrontEndSession"], None],
         polling: BusyPoller | None,
     ) -> None:
-        self.slabs = slabs
+        self.slab_pool = slabs
         self.hello = messages.FrontEndHello(-1, 0)
-        self.connections = 0
-        self.on_gone: Callable[[], None] = lambda: None
-        self._shared = shared
+        self.connection_count = 0
+        self.on_lost: Callable[[], None] = lambda: None
+        self._shared_slabs = shared
         self._metrics = metrics
         self._begin, self._on_hello = begin, on_hello
-        self._mapped: set[int] = set()
-        self._under_way: dict[int, RelayedOperation | RelayedRequest] = {}
+        self._mapped_numbers: set[int] = set()
+        self._requests: dict[int, RelayedOperation | RelayedRequest] = {}
         self._link = RelayLink(
-            connected, messages.from_front_end, self._on_message, self._on_end, lends=True, polling=polling
+            connected, messages.from_front_end, self._on_message, self._on_link_end, lends=True, polling=polling
         )
 
     @property
     def is_busy(self) -> bool:
         """Whether requests of it are under way."""
-        return bool(self._under_way)
+        return bool(self._requests)
 
-    def send(self, message: msgspec.Struct) -> None:
-        self._link.send(message)
+    def send_message(self, message: msgspec.Struct) -> None:
+        self._link.send_message(message)
 
-    def beat(self, readiness: OwnerReadiness) -> None:
+    def send_heartbeat(self, readiness: OwnerReadiness) -> None:
         """Send a heartbeat, unless earlier messages are still unsent."""
-        if not self._link.is_behind:
-            self._link.send(readiness)
+        if not self._link.is_backlogged:
+            self._link.send_message(readiness)
 
     def close(self) -> None:
         """End the link."""
         self._link.close()
 
-    def locate(self, view: memoryview) -> SlabLocation | None:
-        located = self._shared.locate(view)
-        if located is not None and located.memory.number not in self._mapped:
-            self._mapped.add(located.memory.number)
-            self._link.send(messages.SharedSlabAdded(located.memory.number), located.memory.descriptor)
+    def locate_slab(self, view: memoryview) -> SlabLocation | None:
+        located = self._shared_slabs.locate(view)
+        if located is not None and located.slab.number not in self._mapped_numbers:
+            self._mapped_numbers.add(located.slab.number)
+            self._link.send_message(messages.SharedSlabAdded(located.slab.number), located.slab.descriptor)
         return located
 
-    def forget(self, numbers: list[int]) -> None:
+    def remove_memory(self, numbers: list[int]) -> None:
         """Memory of these numbers is no more."""
-        mapped = self._mapped.intersection(numbers)
+        mapped = self._mapped_numbers.intersection(numbers)
         if mapped:
-            self._mapped -= mapped
-            self._link.send(messages.SharedSlabRemoved(list(mapped)))
+            self._mapped_numbers -= mapped
+            self._link.send_message(messages.SharedSlabRemoved(list(mapped)))
 
-    def replace(self, number: int, request: RelayedRequest) -> None:
+    def replace_request(self, number: int, request: RelayedRequest) -> None:
         """From now on the application answers a request."""
-        self._under_way[number] = request
+        self._requests[number] = request
 
-    def end(self, number: int) -> None:
+    def end_request(self, number: int) -> None:
         """Nothing more is said about a request."""
-        self._under_way.pop(number, None)
+        self._requests.pop(number, None)
 
     def _on_message(self, message: Any) -> None:
         kind = type(message)
         if kind in _OF_A_REQUEST:
-            if (request := self._under_way.get(message.number)) is not None:
+            if (request := self._requests.get(message.number)) is not None:
                 request.on_message(message)
         elif kind is messages.RequestStarted:
             try:
-                self._under_way[message.number] = self._begin(self, message)
+                self._requests[message.number] = self._begin(self, message)
             except Exception as error:
-                self._refuse(message, error)
+                self._refuse_request(message, error)
         elif kind is messages.FrontEndHello:
             self.hello = message
             self._on_hello(self)
         elif kind is messages.ConnectionCount:
-            self.connections = message.count
+            self.connection_count = message.count
         elif kind is messages.RefusalCount:
             for _ in range(message.count):
-                self._metrics.observe_request(RequestRecord(status=message.status, error=message.code))
+                self._metrics.observe_request(RequestRecord(status=message.status, error_code=message.code))
         elif kind is messages.LateDisconnectCount:
             for _ in range(message.count):
-                self._metrics.observe_late_departure()
+                self._metrics.observe_late_disconnect()
         else:
             assert kind is messages.BodyProgress
             for number, nbytes in message.received.items():
-                if (request := self._under_way.get(number)) is not None:
+                if (request := self._requests.get(number)) is not None:
                     request.on_progress(nbytes)
 
-    def _refuse(self, request: messages.RequestStarted, error: Exception) -> None:
+    def _refuse_request(self, request: messages.RequestStarted, error: Exception) -> None:
         """Answer a request that met an error of this server's own before it began."""
         log.error("unexpected error in a relayed request", exc_info=error)
         known = convert_unexpected_error(error)
         status, headers, body = make_problem_response(known, request.request_id)
-        self._metrics.observe_request(RequestRecord(status=status, error=known.code))
-        self.send(messages.ResponsePart(request.number, status, headers, body, more=False))
+        self._metrics.observe_request(RequestRecord(status=status, error_code=known.code))
+        self.send_message(messages.ResponsePart(request.number, status, headers, body, more=False))
 
-    def _on_end(self) -> None:
-        for request in tuple(self._under_way.values()):
-            request.on_lost()
-        self._under_way.clear()
-        self.on_gone()
+    def _on_link_end(self) -> None:
+        for request in tuple(self._requests.values()):
+            request.on_front_end_lost()
+        self._requests.clear()
+        self.on_lost()

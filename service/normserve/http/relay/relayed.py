@@ -19,56 +19,56 @@ class RelayedRequest:
         """Args: scope: but for what the connection says."""
         self._front_end = front_end
         self._number = request.number
-        self._entrance = entrance
-        self._reception = RelayedIncomingBody(front_end, request)
-        self._departure = RelayedResponseSender(front_end, request.number)
-        state = {"reception": self._reception, "sending": self._departure}
+        self._asgi_app = entrance
+        self._incoming_body = RelayedIncomingBody(front_end, request)
+        self._response_sender = RelayedResponseSender(front_end, request.number)
+        state = {"reception": self._incoming_body, "sending": self._response_sender}
         whole = {**scope, "client": request.client, "state": state}
-        self._is_over = False
-        self._task = asyncio.get_running_loop().create_task(self._answer(whole))
+        self._is_application_done = False
+        self._task = asyncio.get_running_loop().create_task(self._run_application(whole))
 
-    def fail(self, error: NormserveError, received: int) -> None:
+    def abort_body(self, error: NormserveError, received: int) -> None:
         """The body has been cut off, before the application knows of it, after so many bytes."""
-        self._reception.received = received
+        self._incoming_body.received_bytes = received
         if isinstance(error, ClientLeftError):
-            self._departure.on_left()
-        self._reception.fail(error)
+            self._response_sender.handle_disconnect()
+        self._incoming_body.abort(error)
 
     def on_progress(self, nbytes: int) -> None:
         """So many bytes of the body have come to their place."""
-        self._reception.on_progress(nbytes)
+        self._incoming_body.on_progress(nbytes)
 
     def on_message(self, message: Any) -> None:
         """What the front end says about it."""
         match message:
             case messages.ResponseSent():
-                self._departure.on_sent(message)
+                self._response_sender.on_response_sent(message)
             case messages.BodyReceived():
-                self._reception.on_received(message)
+                self._incoming_body.on_body_received(message)
             case messages.BodyPart():
-                self._reception.on_piece(message)
+                self._incoming_body.on_body_part(message)
             case messages.BodyAborted():
-                self._reception.on_ended(left=message.left)
+                self._incoming_body.on_body_aborted(left=message.left)
             case messages.ClientDisconnected():
-                self._reception.on_left()
-                self._departure.on_left()
-        self._settle()
+                self._incoming_body.handle_disconnect()
+                self._response_sender.handle_disconnect()
+        self._end_if_finished()
 
-    def on_lost(self) -> None:
+    def on_front_end_lost(self) -> None:
         """The front end is gone, and its clients with it."""
-        self._reception.on_ended(left=True)
-        self._departure.on_front_end_lost()
+        self._incoming_body.on_body_aborted(left=True)
+        self._response_sender.on_front_end_lost()
 
-    async def _answer(self, scope: Scope) -> None:
+    async def _run_application(self, scope: Scope) -> None:
         try:
-            await self._entrance(scope, self._reception.receive, self._departure.send)
+            await self._asgi_app(scope, self._incoming_body.receive_message, self._response_sender.send_message)
         finally:
-            if not self._departure.is_answered:
-                self._front_end.send(messages.ResponseAborted(self._number))
-            self._is_over = True
-            self._settle()
+            if not self._response_sender.is_response_complete:
+                self._front_end.send_message(messages.ResponseAborted(self._number))
+            self._is_application_done = True
+            self._end_if_finished()
 
-    def _settle(self) -> None:
+    def _end_if_finished(self) -> None:
         """It ends once it is answered and its body's memory is written to no more."""
-        if self._is_over and not self._reception.is_lent:
-            self._front_end.end(self._number)
+        if self._is_application_done and not self._incoming_body.is_memory_shared:
+            self._front_end.end_request(self._number)

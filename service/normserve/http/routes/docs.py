@@ -71,7 +71,7 @@ def _make_description(app: FastAPI, scopes: RouteScopes | None) -> dict[str, Any
             operation["operationId"] = make_operation_id(method, path)
             _describe_parameters(operation, path)
             _describe_responses(operation, method, path)
-            if scopes is not None and scopes.needs_key(method.upper(), path):
+            if scopes is not None and scopes.is_key_required(method.upper(), path):
                 operation["security"] = [{"key": []}]
     return description
 
@@ -131,18 +131,18 @@ def _describe_tensor_bodies(operation: dict[str, Any], *, is_forward: bool) -> N
 
 
 def _add_example(operation: dict[str, Any], example: RouteExample) -> None:
-    if example.request is not None:
-        content = {"application/json": {"schema": {"type": "object"}, "example": example.request}}
-        operation["requestBody"] = {"required": bool(example.request), "content": content}
+    if example.request_body is not None:
+        content = {"application/json": {"schema": {"type": "object"}, "example": example.request_body}}
+        operation["requestBody"] = {"required": bool(example.request_body), "content": content}
     (answer,) = [told for status, told in operation["responses"].items() if status.startswith("2")]
     answer["description"] = "Done."
     answer.pop("content", None)
-    if isinstance(example.answer, bytes):
+    if isinstance(example.response_body, bytes):
         schema = {"type": "string", "format": "binary"}
         answer["content"] = {example.media_type: {"schema": schema, "examples": _SAMPLE}}
-    elif example.answer is not None:
+    elif example.response_body is not None:
         answer["content"] = {
-            example.media_type: {"schema": _infer_schema(example.answer), "example": example.answer}
+            example.media_type: {"schema": _infer_schema(example.response_body), "example": example.response_body}
         }
 
 

@@ -30,14 +30,15 @@ class RouteExample:
     """A request and its response.
 
     Attributes:
-        answer: the response with status 200, or 201 for a new resource; None: it has no body.  Bytes are not shown.
+        response_body: the response with status 200, or 201 for a new resource; None: it has no body.  Bytes are not
+            shown.
         media_type: of the response.
-        request: the request's JSON; None if it has none.
+        request_body: the request's JSON; None if it has none.
     """
 
-    answer: Any = None
+    response_body: Any = None
     media_type: str = _JSON
-    request: Any = None
+    request_body: Any = None
 
 
 _LAYER = describe_layer(
@@ -48,7 +49,7 @@ _LAYER = describe_layer(
         dtype=DType.FLOAT32,
         has_bias=True,
         nbytes=2 * 768 * DType.FLOAT32.itemsize,
-        resident=None,
+        backend_parameters=None,
     )
 )
 _INFO = {
@@ -96,7 +97,7 @@ _INFER = RouteExample(
         "model_version": "1",
         "outputs": [{"name": "y", "datatype": "FP32", "shape": [2, 4], "data": _Y + _Y}],
     },
-    request={"inputs": [{"name": "x", "datatype": "FP32", "shape": [2, 4], "data": _X}]},
+    request_body={"inputs": [{"name": "x", "datatype": "FP32", "shape": [2, 4], "data": _X}]},
 )
 _MODEL = {
     "name": "encoder.LayerNorm",
@@ -142,10 +143,11 @@ _OF_INFERENCE_PROTOCOL = {
     "GET /v2/models/{name}/stats": RouteExample(_STATISTICS),
     "GET /v2/models/stats": RouteExample(_STATISTICS),
     "POST /v2/repository/index": RouteExample(
-        [{"name": "encoder.LayerNorm", "version": "1", "state": "READY", "reason": ""}], request={"ready": True}
+        [{"name": "encoder.LayerNorm", "version": "1", "state": "READY", "reason": ""}],
+        request_body={"ready": True},
     ),
-    "POST /v2/repository/models/{name}/load": RouteExample({}, request={}),
-    "POST /v2/repository/models/{name}/unload": RouteExample({}, request={}),
+    "POST /v2/repository/models/{name}/load": RouteExample({}, request_body={}),
+    "POST /v2/repository/models/{name}/unload": RouteExample({}, request_body={}),
 }
 _OF_REGIONS = {
     f"{method} /v2/{kind}sharedmemory{region}/{what}": example
@@ -154,7 +156,7 @@ _OF_REGIONS = {
         ("cuda", _CUDA_REGION, {"raw_handle": _HANDLE, **_CUDA_REGION}),
     )
     for method, region, what, example in (
-        ("POST", "/region/{region}", "register", RouteExample(request=asked)),
+        ("POST", "/region/{region}", "register", RouteExample(request_body=asked)),
         *(
             ("GET", region, "status", RouteExample([{"name": "input", **told}]))
             for region in ("", "/region/{region}")

@@ -27,43 +27,43 @@ class LayerRoutes:
 
     engine: Engine
     layers: LayerRegistry
-    changes: LayerChanges
-    bodies: BodyReader
+    layer_changes: LayerChanges
+    body_reader: BodyReader
 
-    def router(self) -> APIRouter:
+    def make_router(self) -> APIRouter:
         """The collection and its members."""
         router = APIRouter(prefix="/v1/layers", tags=["layers"])
-        router.add_api_route("", self.list_all, methods=["GET", "HEAD"], name="layers")
-        router.add_api_route("/{name}", self.show, methods=["GET", "HEAD"], name="layer")
-        router.add_api_route("/{name}", self.remove, methods=["DELETE"], status_code=204, name="remove layer")
+        router.add_api_route("", self.list_layers, methods=["GET", "HEAD"], name="layers")
+        router.add_api_route("/{name}", self.show_layer, methods=["GET", "HEAD"], name="layer")
+        router.add_api_route("/{name}", self.remove_layer, methods=["DELETE"], status_code=204, name="remove layer")
         binary = {SAFETENSORS: {"schema": {"type": "string", "format": "binary"}}}
         described = {
             "parameters": make_openapi_parameters(LAYER_PARAMETERS),
             "requestBody": {"required": True, "content": binary},
         }
         router.add_api_route(
-            "/{name}", self.register, methods=["PUT"], name="register layer", openapi_extra=described
+            "/{name}", self.register_layer, methods=["PUT"], name="register layer", openapi_extra=described
         )
         return router
 
-    async def list_all(self, request: Request) -> JSONResponse:
+    async def list_layers(self, request: Request) -> JSONResponse:
         """Every registered layer, by name."""
         _label_request(request)
-        return JSONResponse({"layers": [describe_layer(layer) for layer in self.layers.all()]})
+        return JSONResponse({"layers": [describe_layer(layer) for layer in self.layers.list_layers()]})
 
-    async def show(self, request: Request, name: str) -> JSONResponse:
+    async def show_layer(self, request: Request, name: str) -> JSONResponse:
         """One registered layer."""
         _label_request(request)
         return JSONResponse(describe_layer(self.layers.get(name)))
 
-    async def remove(self, request: Request, name: str) -> Response:
+    async def remove_layer(self, request: Request, name: str) -> Response:
         """Remove a layer; requests that already use it are not affected."""
         _label_request(request)
-        _get_exchange(request).begin_work()
-        await self.changes.remove(name)
+        _get_exchange(request).begin_processing()
+        await self.layer_changes.remove(name)
         return Response(status_code=204)
 
-    async def register(self, request: Request, name: str) -> JSONResponse:
+    async def register_layer(self, request: Request, name: str) -> JSONResponse:
         """Store a weight, and optionally a bias, under a name."""
         _label_request(request)
         if not is_layer_name(name):
@@ -74,16 +74,16 @@ class LayerRoutes:
         headers = request.headers
         content_type = headers.get("content-type", "")
         declared = parse_declared_format(content_type, headers.get("content-encoding", ""))
-        body = await self.bodies.read(_get_exchange(request))
+        body = await self.body_reader.receive_body(_get_exchange(request))
         try:
-            self._admit(request, declared or detect_format(body), len(body))
-            _get_exchange(request).begin_work()
-            layer, replaced = await self.changes.register(name, query, body)
+            self._charge_body(request, declared or detect_format(body), len(body))
+            _get_exchange(request).begin_processing()
+            layer, replaced = await self.layer_changes.register(name, query, body)
         except (MalformedPayloadError, UnsupportedMediaTypeError) as error:
             raise add_hints(error, body, declared, is_form=is_form_type(content_type)) from None
         return JSONResponse(describe_layer(layer), status_code=200 if replaced else 201)
 
-    def _admit(self, request: Request, body_format: str, nbytes: int) -> None:
+    def _charge_body(self, request: Request, body_format: str, nbytes: int) -> None:
         if body_format != SAFETENSORS:
             raise UnsupportedMediaTypeError(f"a layer's parameters must be {SAFETENSORS}, got {body_format}")
         _get_exchange(request).charge_copy(nbytes)

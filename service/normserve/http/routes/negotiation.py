@@ -83,7 +83,7 @@ class AcceptHeader:
             if media_range:
                 self._weights[CANONICAL.get(media_range, media_range)] = _parse_weight(arguments)
 
-    def choose(self, request_format: str) -> str:
+    def choose_format(self, request_format: str) -> str:
         """The format of the response to a request in `request_format`, which is preferred in a tie.
 
         Raises:
@@ -92,12 +92,12 @@ class AcceptHeader:
         if not self._weights:
             return request_format
         other = NPY if request_format == SAFETENSORS else SAFETENSORS
-        best = max((request_format, other), key=self._weigh)
-        if self._weigh(best) <= 0:
+        best = max((request_format, other), key=self._find_weight)
+        if self._find_weight(best) <= 0:
             raise NotAcceptableError(f"answers are {SAFETENSORS} or {NPY}, the Accept header takes neither")
         return best
 
-    def _weigh(self, media_type: str) -> float:
+    def _find_weight(self, media_type: str) -> float:
         for candidate in (media_type, "application/*", "*/*"):
             if candidate in self._weights:
                 return self._weights[candidate]

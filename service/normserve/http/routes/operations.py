@@ -57,18 +57,18 @@ _PAYLOAD_BYTES, _BYTES_PER_PAYLOAD_BYTE = 2**10, 6
 class OperationRoutes:
     """Creates the operations' handlers."""
 
-    bodies: BodyReader
+    body_reader: BodyReader
     layers: LayerRegistry
-    prepared: PreparedCallCache
+    prepared_calls: PreparedCallCache
 
-    def router(self) -> APIRouter:
+    def make_router(self) -> APIRouter:
         """Every operation in each of its directions."""
         router = APIRouter(tags=["operations"], route_class=DirectRoute)
-        for path, operation in self.by_path().items():
+        for path, operation in self.make_endpoints().items():
             op, direction = operation.op, operation.direction
             router.add_api_route(
                 path,
-                operation.handle,
+                operation.handle_request,
                 methods=["POST"],
                 name=f"{op.value} {direction.value}",
                 summary=f"{op.value}, {direction.value}",
@@ -79,10 +79,12 @@ class OperationRoutes:
             )
         return router
 
-    def by_path(self) -> "dict[str, OperationEndpoint]":
+    def make_endpoints(self) -> "dict[str, OperationEndpoint]":
         """Every operation in each of its directions, by path."""
         return {
-            _make_path(op, direction): OperationEndpoint(self.bodies, self.layers, self.prepared, op, direction)
+            _make_path(op, direction): OperationEndpoint(
+                self.body_reader, self.layers, self.prepared_calls, op, direction
+            )
             for op in Op
             for direction in op.passes
         }
@@ -97,34 +99,36 @@ class OperationEndpoint:
     """One operation in one direction.
 
     Attributes:
-        prepared: heads and payloads.
+        prepared_calls: heads and payloads.
     """
 
-    bodies: BodyReader
+    body_reader: BodyReader
     layers: LayerRegistry
-    prepared: PreparedCallCache
+    prepared_calls: PreparedCallCache
     op: Op
     direction: PassDirection
 
-    async def handle(self, request: Request) -> BuffersResponse:
+    async def handle_request(self, request: Request) -> BuffersResponse:
         """Read the head, check what can be checked before the body, then receive, compute and answer."""
         exchange: HttpExchange = request.scope["state"]["exchange"]
         exchange.record.op, exchange.record.direction = self.op.label, self.direction.label
-        head = self.prepare_head(request.scope["query_string"], exchange.headers, exchange.caller.tenant)
-        layer = self.layer_of(head)
-        body = await self.bodies.receive(exchange)
-        told = self.begin(exchange, head, body, layer)
+        head = self.prepare_head(
+            request.scope["query_string"], exchange.headers, exchange.client_identity.tenant_name
+        )
+        layer = self.find_layer(head)
+        body = await self.body_reader.receive_operation_body(exchange)
+        told = self.begin_operation(exchange, head, body, layer)
         result = await exchange.await_result()
         buffers, measured = build_response(exchange.record, told, result)
-        return BuffersResponse(buffers, told.media_type.encode(), measured.headers())
+        return BuffersResponse(buffers, told.media_type.encode(), measured.make_headers())
 
-    def layer_of(self, head: "OperationHead") -> RegisteredLayer | None:
+    def find_layer(self, head: "OperationHead") -> RegisteredLayer | None:
         """The layer that a request names, if it names one.
 
         Raises:
             UnknownLayerError: there is no layer of that name.
         """
-        return None if head.layer is None else self.layers.named(self.op, head.layer)
+        return None if head.layer is None else self.layers.resolve(self.op, head.layer)
 
     def prepare_head(self, query: bytes, headers: Mapping[bytes, bytes], tenant: str) -> "OperationHead":
         """Return what a request's head says; the same object for requests of a tenant that say the same.
@@ -134,14 +138,14 @@ class OperationEndpoint:
         """
         said = [query, *[headers.get(name, b"") for name in _ASKING_HEADERS]]
         key = (tenant, self.op, self.direction, *said)
-        head: OperationHead | None = self.prepared.find(key)
+        head: OperationHead | None = self.prepared_calls.find(key)
         if head is None:
             head = _parse_head(self.op, self.direction, *said)
             nbytes = _HEAD_BYTES + _BYTES_PER_HEAD_BYTE * sum(map(len, said))
-            self.prepared.keep(key, head, nbytes, tenant)
+            self.prepared_calls.store(key, head, nbytes, tenant)
         return head
 
-    def begin(
+    def begin_operation(
         self, request: RequestLifecycle, head: "OperationHead", body: memoryview, layer: RegisteredLayer | None
     ) -> ResponseFormat:
         """Begin to compute a received body; return the form of the response.
@@ -151,7 +155,7 @@ class OperationEndpoint:
         """
         job, cost, told = self.make_job(head, body, layer, request)
         request.charge_memory(job, cost, len(body))
-        request.begin_job(job, head.timeout_ms)
+        request.submit_job(job, head.timeout_ms)
         return told
 
     def make_job(
@@ -164,26 +168,26 @@ class OperationEndpoint:
         """
         header = get_payload_header(body)
         key = head, header, len(body)
-        known: PreparedPayload | None = self.prepared.find(key, layer) if header else None
+        known: PreparedPayload | None = self.prepared_calls.find(key, layer) if header else None
         if known is None:
-            entries, media_type = self._read_body(head, header, body, request.caller.tenant)
+            entries, media_type = self._parse_body(head, header, body, request.client_identity.tenant_name)
         else:
-            entries, media_type = known.entries, known.told.media_type
-        decoded = {name: entry.tensor(body) for name, entry in entries.items()}
+            entries, media_type = known.tensors, known.response_format.media_type
+        decoded = {name: entry.view_tensor(body) for name, entry in entries.items()}
         tensors, several = concatenate_tensors(decoded, body, request.charge_copy)
         may_overwrite = not body.readonly
         if known is not None:
-            return NormJob(known.spec, tensors, layer, may_overwrite), known.cost, known.told
+            return NormJob(known.spec, tensors, layer, may_overwrite), known.cost, known.response_format
         job, cost = make_validated_job(head.spec, tensors, layer, may_overwrite=may_overwrite)
         told = ResponseFormat(media_type, several)
         _require_expressible(told, job)
         if header:
             nbytes = _PAYLOAD_BYTES + _BYTES_PER_PAYLOAD_BYTE * len(header)
             value = PreparedPayload(entries, job.spec, cost, told)
-            self.prepared.keep(key, value, nbytes, request.caller.tenant, layer)
+            self.prepared_calls.store(key, value, nbytes, request.client_identity.tenant_name, layer)
         return job, cost, told
 
-    def _read_body(
+    def _parse_body(
         self, head: "OperationHead", header: bytes, body: memoryview, tenant: str
     ) -> tuple[Mapping[str, PayloadTensor], str]:
         """The tensors of a body, which often are those of requests with other heads, and its response's media type.
@@ -191,17 +195,17 @@ class OperationEndpoint:
         Args: header: of the payload; empty if it is not to be kept.
         """
         key = tenant, head.body_format, header, len(body)
-        entries: Mapping[str, PayloadTensor] | None = self.prepared.find(key) if header else None
+        entries: Mapping[str, PayloadTensor] | None = self.prepared_calls.find(key) if header else None
         try:
             body_format = head.body_format or detect_format(body)
-            media_type = head.accepted.choose(body_format)
+            media_type = head.accept_header.choose_format(body_format)
             if entries is not None:
                 return entries, media_type
             entries = parse_payload(body, body_format)
         except (MalformedPayloadError, UnsupportedMediaTypeError) as error:
             raise add_hints(error, body, head.body_format, is_form=head.is_form) from None
         if header:
-            self.prepared.keep(key, entries, _PAYLOAD_BYTES + _BYTES_PER_PAYLOAD_BYTE * len(header), tenant)
+            self.prepared_calls.store(key, entries, _PAYLOAD_BYTES + _BYTES_PER_PAYLOAD_BYTE * len(header), tenant)
         return entries, media_type
 
 
@@ -221,7 +225,7 @@ class OperationHead:
     spec: NormSpec
     layer: str | None
     body_format: str | None
-    accepted: AcceptHeader
+    accept_header: AcceptHeader
     timeout_ms: float | None
     is_form: bool
 
@@ -234,7 +238,7 @@ def _parse_head(
         spec=make_spec(op, direction, values),
         layer=find_layer_name(values),
         body_format=parse_declared_format(content_type.decode("latin-1"), content_encoding.decode("latin-1")),
-        accepted=AcceptHeader(accept.decode("latin-1")),
+        accept_header=AcceptHeader(accept.decode("latin-1")),
         timeout_ms=values.get("timeout_ms"),
         is_form=is_form_type(content_type.decode("latin-1")),
     )
@@ -244,7 +248,7 @@ def _require_expressible(told: ResponseFormat, job: NormJob) -> None:
     """Refuse, before the work, a response that its format cannot represent."""
     if told.media_type != NPY:
         return
-    if told.several is not None:
+    if told.tensor_split is not None:
         raise NotAcceptableError(f"npy holds one tensor: accept {SAFETENSORS}")
     dtype = job.spec.out_dtype or job.x.dtype
     if dtype in (DType.BFLOAT16, DType.FLOAT8_E4M3FN):
@@ -261,7 +265,7 @@ def build_response(
     if told.media_type == NPY:
         buffers = npy.encode(result.tensors["y" if "y" in result.tensors else "dx"])
     else:
-        tensors = result.tensors if told.several is None else told.several.divided(result.tensors)
+        tensors = result.tensors if told.tensor_split is None else told.tensor_split.split_results(result.tensors)
         buffers = safetensors.encode(tensors)
     return buffers, record_result(record, result, began)
 

@@ -45,38 +45,40 @@ class PageRoutes:
     """The handlers of the pages.
 
     Attributes:
-        with_key: whether the operations require an API key.  The page itself does not; if /metrics does, the page
-            asks its user for one.
-        with_certificate: whether TLS requires client certificates.
+        is_key_required: whether the operations require an API key.  The page itself does not; if /metrics does, the
+            page asks its user for one.
+        is_certificate_required: whether TLS requires client certificates.
     """
 
-    with_key: bool
-    with_certificate: bool = False
+    is_key_required: bool
+    is_certificate_required: bool = False
 
-    def router(self) -> APIRouter:
+    def make_router(self) -> APIRouter:
         """The pages and their files."""
         router = APIRouter(include_in_schema=False)
-        router.add_api_route("/", self.page, methods=_READS)
-        router.add_api_route("/docs", self.docs, methods=_READS)
-        router.add_api_route("/assets/{name}", self.asset, methods=_READS)
+        router.add_api_route("/", self.show_live_page, methods=_READS)
+        router.add_api_route("/docs", self.show_api_page, methods=_READS)
+        router.add_api_route("/assets/{name}", self.show_asset, methods=_READS)
         return router
 
-    async def page(self, request: Request) -> Response:
+    async def show_live_page(self, request: Request) -> Response:
         """The page, with example commands that use the same URL as this request."""
         _label_request(request, "page")
         url = str(request.base_url).rstrip("/")
-        lines = list_example_commands(url, with_key=self.with_key, with_certificate=self.with_certificate)
+        lines = list_example_commands(
+            url, with_key=self.is_key_required, with_certificate=self.is_certificate_required
+        )
         shown = "".join(f"<pre><code>{escape(line)}</code></pre>\n" for line in lines)
         text = Template(_FILES["index.html"][0].decode()).substitute(url=escape(url), commands=shown)
         content = text.encode()
         return _make_response(request, "html", content, _compute_etag(content))
 
-    async def docs(self, request: Request) -> Response:
+    async def show_api_page(self, request: Request) -> Response:
         """The documentation of the HTTP API, where requests can be tried."""
         _label_request(request, "docs")
         return _make_response(request, "html", *_FILES["docs.html"], _DOCS_POLICY)
 
-    async def asset(self, request: Request, name: str) -> Response:
+    async def show_asset(self, request: Request, name: str) -> Response:
         """Style, scripts and libraries."""
         _label_request(request, "asset")
         if name.endswith(".html") or name not in _FILES:

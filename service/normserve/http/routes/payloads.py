@@ -17,7 +17,7 @@ _NPY_LENGTH_END, _SAFETENSORS_LENGTH_END = 10, 8
 class PayloadTensor(Protocol):
     """One tensor as the payload's header describes it, its place checked."""
 
-    def tensor(self, body: memoryview) -> HostTensor:
+    def view_tensor(self, body: memoryview) -> HostTensor:
         """The tensor as a view of the body."""
 
 
@@ -26,20 +26,20 @@ class ResponseFormat(NamedTuple):
 
     Attributes:
         media_type: of the response.
-        several: how results are divided if x was sent as several tensors.
+        tensor_split: how results are divided if x was sent as several tensors.
     """
 
     media_type: str
-    several: TensorSplit | None
+    tensor_split: TensorSplit | None
 
 
 class PreparedPayload(NamedTuple):
     """What follows from a request's head, its payload's header and length, and its layer."""
 
-    entries: Mapping[str, PayloadTensor]
+    tensors: Mapping[str, PayloadTensor]
     spec: NormSpec
     cost: MemoryCost
-    told: ResponseFormat
+    response_format: ResponseFormat
 
 
 def parse_payload(body: memoryview, body_format: str) -> Mapping[str, PayloadTensor]:
@@ -60,5 +60,5 @@ def get_payload_header(body: memoryview) -> bytes:
         end = _NPY_LENGTH_END + int.from_bytes(start[_SAFETENSORS_LENGTH_END:], "little")
     else:
         end = _SAFETENSORS_LENGTH_END + int.from_bytes(start[:_SAFETENSORS_LENGTH_END], "little")
-    longest = min(len(body), safetensors.REQUEST_LIMITS.header_bytes)
+    longest = min(len(body), safetensors.REQUEST_LIMITS.max_header_bytes)
     return bytes(body[:end]) if end <= longest else b""

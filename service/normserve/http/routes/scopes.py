@@ -74,41 +74,47 @@ class RouteScopes:
     def __init__(self, routes: Sequence[BaseRoute], *, metrics_are_public: bool) -> None:
         """Args: routes: the application's own list, which may grow."""
         self._routes = routes
-        self._declared = {**DECLARED}
+        self._scopes_by_template = {**DECLARED}
         if metrics_are_public:
-            self._declared |= {(method, "/metrics"): PUBLIC for method in _READS}
+            self._scopes_by_template |= {(method, "/metrics"): PUBLIC for method in _READS}
         # A path without parameters is its own template.
-        self._exact = {place: needed for place, needed in self._declared.items() if "{" not in place[1]}
+        self._scopes_by_path = {
+            place: needed for place, needed in self._scopes_by_template.items() if "{" not in place[1]
+        }
 
-    def needs_key(self, method: str, template: str) -> bool:
+    def is_key_required(self, method: str, template: str) -> bool:
         """Whether a route needs a key, if keys are required."""
-        return self._declared.get((method, template)) != PUBLIC
+        return self._scopes_by_template.get((method, template)) != PUBLIC
 
-    def needed(self, scope: Scope) -> Needed | None:
+    def find_required_scopes(self, scope: Scope) -> Needed | None:
         """The scopes that a request needs; None if no key is sufficient, because the route declares no scope.
 
         A request that no route handles needs any key: clients without one cannot find out which paths exist.
         """
-        if scope["method"] == "OPTIONS" and self.needed({**scope, "method": "GET"}) == PUBLIC:
+        if scope["method"] == "OPTIONS" and self.find_required_scopes({**scope, "method": "GET"}) == PUBLIC:
             # Proxies check by this method whether a server is there.
             return PUBLIC
-        exact = self._exact.get((scope["method"], scope["path"]))
+        exact = self._scopes_by_path.get((scope["method"], scope["path"]))
         below = scope.get("root_path")
         if exact is not None and not below:
             return exact
-        route = self._route(scope)
-        needed = ANY_KEY if route is None else self._declared.get((scope["method"], getattr(route, "path", "")))
+        route = self._find_route(scope)
+        needed = (
+            ANY_KEY
+            if route is None
+            else self._scopes_by_template.get((scope["method"], getattr(route, "path", "")))
+        )
         # Below a root path direct routes are found by the whole path, and all others by what follows the root.
         return needed if exact is None or exact == needed else None
 
-    def template(self, scope: Scope) -> str:
+    def find_route_template(self, scope: Scope) -> str:
         """The path of the route that handles a request, with its parameters' names in place of their values."""
-        if not scope.get("root_path") and (scope["method"], scope["path"]) in self._exact:
+        if not scope.get("root_path") and (scope["method"], scope["path"]) in self._scopes_by_path:
             path: str = scope["path"]
             return path
-        return getattr(self._route(scope), "path", UNMATCHED)
+        return getattr(self._find_route(scope), "path", UNMATCHED)
 
-    def _route(self, scope: Scope) -> BaseRoute | None:
+    def _find_route(self, scope: Scope) -> BaseRoute | None:
         """The route that handles a request; None if there is none for this path and method."""
         for route in self._routes:
             if route.matches(scope)[0] is Match.FULL:

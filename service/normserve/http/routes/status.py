@@ -43,58 +43,58 @@ class StatusRoutes:
     """The handlers of these routes.
 
     Attributes:
-        stalls: whether operations still finish.
+        stall_detector: whether operations still finish.
         limits: the limits in `/v1/info`.
-        local: the values in `/v1/info` for clients on the same host; None if they cannot share memory.
-        front_ends: the HTTP processes in front of this one.
+        local_options: the values in `/v1/info` for clients on the same host; None if they cannot share memory.
+        describe_front_ends: the HTTP processes in front of this one.
     """
 
     engine: Engine
     layers: LayerRegistry
     metrics: Metrics
-    siblings: SiblingProcesses
-    stalls: StallDetector
+    sibling_processes: SiblingProcesses
+    stall_detector: StallDetector
     limits: dict[str, Any]
-    local: dict[str, Any] | None = None
-    front_ends: Callable[[], list[dict[str, int]]] = list
+    local_options: dict[str, Any] | None = None
+    describe_front_ends: Callable[[], list[dict[str, int]]] = list
 
-    def router(self) -> APIRouter:
+    def make_router(self) -> APIRouter:
         """Probes, metrics and information."""
         router = APIRouter(tags=["status"])
-        router.add_api_route("/livez", self.livez, methods=_READS)
-        router.add_api_route("/readyz", self.readyz, methods=_READS)
-        router.add_api_route("/metrics", self.scrape, methods=_READS)
-        router.add_api_route("/v1/info", self.info, methods=_READS)
-        router.add_api_route("/sample.npy", self.sample, methods=_READS)
+        router.add_api_route("/livez", self.show_liveness, methods=_READS)
+        router.add_api_route("/readyz", self.show_readiness, methods=_READS)
+        router.add_api_route("/metrics", self.show_metrics, methods=_READS)
+        router.add_api_route("/v1/info", self.show_info, methods=_READS)
+        router.add_api_route("/sample.npy", self.show_sample, methods=_READS)
         return router
 
-    def answer_siblings(self) -> None:
+    def register_sibling_handlers(self) -> None:
         """Send this process's metrics and information to the other processes of the fleet on request."""
 
         async def metrics(question: Question, at_end: AsyncExitStack) -> bytes:
             return self.metrics.render()
 
         async def info(question: Question, at_end: AsyncExitStack) -> bytes:
-            return json.dumps(self._process()).encode()
+            return json.dumps(self._describe_process()).encode()
 
-        self.siblings.handlers |= {"metrics": metrics, "info": info}
+        self.sibling_processes.handlers |= {"metrics": metrics, "info": info}
 
-    async def livez(self, request: Request) -> Response:
+    async def show_liveness(self, request: Request) -> Response:
         """200 while the process works."""
         _label_request(request, "livez")
         return Response("ok\n", media_type="text/plain")
 
-    async def readyz(self, request: Request) -> Response:
+    async def show_readiness(self, request: Request) -> Response:
         """200 once warmed up and while requests are accepted and finished, else 503 with the reason."""
         _label_request(request, "readyz")
         self.engine.require_ready()
-        self.stalls.require_progress()
+        self.stall_detector.require_progress()
         return Response("ready\n", media_type="text/plain")
 
-    async def scrape(self, request: Request) -> Response:
+    async def show_metrics(self, request: Request) -> Response:
         """All metrics, as Prometheus text or OpenMetrics; in a fleet, of all processes."""
         _label_request(request, "metrics")
-        text = await self.siblings.exposition(self.metrics.render())
+        text = await self.sibling_processes.render_metrics(self.metrics.render())
         if is_preferred(request.headers.get("accept", ""), OPEN_METRICS, "text/plain"):
             content, content_type = convert_to_open_metrics(text), OPEN_METRICS_CONTENT_TYPE
         else:
@@ -106,15 +106,15 @@ class StatusRoutes:
             headers["content-encoding"] = "gzip"
         return Response(content, headers=headers)
 
-    async def info(self, request: Request) -> JSONResponse:
+    async def show_info(self, request: Request) -> JSONResponse:
         """Versions, backend, device, limits and the measured copy bandwidth."""
         _label_request(request, "info")
-        return JSONResponse(await self.describe())
+        return JSONResponse(await self.describe_server())
 
-    async def describe(self) -> dict[str, Any]:
+    async def describe_server(self) -> dict[str, Any]:
         """The content of `/v1/info`, for all transports."""
-        device = self.engine.device
-        processes = await self._processes()
+        device = self.engine.device_description
+        processes = await self._describe_processes()
         return {
             "version": __version__,
             "state": self.engine.state.value,
@@ -127,31 +127,37 @@ class StatusRoutes:
             "operations": [op.value for op in Op],
             "dtypes": [dtype.value for dtype in FLOATS],
             "media_types": [SAFETENSORS, NPY],
-            "local": self._local(),
+            "local": self._describe_local(),
             **({} if processes is None else {"processes": processes}),
-            **({"front_ends": front_ends} if (front_ends := self.front_ends()) else {}),
+            **({"front_ends": front_ends} if (front_ends := self.describe_front_ends()) else {}),
         }
 
-    def _local(self) -> dict[str, Any] | None:
+    def _describe_local(self) -> dict[str, Any] | None:
         """How clients on the same host share memory, with the device's UUID if it is known."""
-        if self.local is None:
+        if self.local_options is None:
             return None
         engine = self.engine
-        memory = engine.device_memory if engine.device and self.local["max_device_bytes"] else None
-        return {**self.local, "device": None if memory is None else memory.uuid}
+        memory = (
+            engine.shareable_device
+            if engine.device_description and self.local_options["max_device_bytes"]
+            else None
+        )
+        return {**self.local_options, "device": None if memory is None else memory.uuid}
 
-    async def _processes(self) -> list[dict[str, Any]] | None:
+    async def _describe_processes(self) -> list[dict[str, Any]] | None:
         """Every process of the fleet, by its index; None if there is no fleet."""
-        place = self.siblings.place
+        place = self.sibling_processes.position
         if place is None or not place.is_shown:
             return None
-        answers = await self.siblings.request("info")
-        known = {place.index: self._process()} | {index: json.loads(answer) for index, answer in answers.items()}
+        answers = await self.sibling_processes.request_all("info")
+        known = {place.index: self._describe_process()} | {
+            index: json.loads(answer) for index, answer in answers.items()
+        }
         return [known.get(index, {"index": index, "state": "gone"}) for index in range(place.count)]
 
-    def _process(self) -> dict[str, Any]:
+    def _describe_process(self) -> dict[str, Any]:
         """This process of the fleet."""
-        place = self.siblings.place
+        place = self.sibling_processes.position
         assert place is not None
         return {
             "index": place.index,
@@ -161,7 +167,7 @@ class StatusRoutes:
             "state": self.engine.state.value,
         }
 
-    async def sample(self, request: Request) -> Response:
+    async def show_sample(self, request: Request) -> Response:
         """A small npy array, to try the operations with curl alone."""
         _label_request(request, "sample")
         rows, cols = _SAMPLE_SHAPE

@@ -18,20 +18,22 @@ class AsgiAdapter:
     """Wraps the application's entrance for a server that calls it with a plain scope."""
 
     def __init__(self, entrance: ASGIApp) -> None:
-        self._entrance = entrance
+        self._asgi_app = entrance
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._entrance(scope, receive, send)
+            await self._asgi_app(scope, receive, send)
             return
         body, response = _AsgiBody(scope, receive), AsgiResponseSender(send)
-        state = {**scope.get("state", {}), "reception": body.reception, "sending": response}
+        state = {**scope.get("state", {}), "reception": body.incoming_body, "sending": response}
         # The application takes a scope without a client for a connection of our own Unix socket.
         client = scope.get("client") or ("", 0)
         try:
-            await self._entrance({**scope, "state": state, "client": client}, body.receive, response.send)
+            await self._asgi_app(
+                {**scope, "state": state, "client": client}, body.receive_message, response.send_message
+            )
         finally:
-            body.stop()
+            body.stop_receiving()
 
 
 class _AsgiBody:
@@ -39,66 +41,66 @@ class _AsgiBody:
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
         self._receive = receive
-        self._pump: asyncio.Task[None] | None = None
-        self.reception = IncomingBody(parse_content_length(scope["headers"]), self._begin)
-        if self.reception.announced == 0:
-            self.reception.complete()
+        self._receive_task: asyncio.Task[None] | None = None
+        self.incoming_body = IncomingBody(parse_content_length(scope["headers"]), self._start_receiving)
+        if self.incoming_body.content_length == 0:
+            self.incoming_body.mark_complete()
 
-    async def receive(self) -> Message:
+    async def receive_message(self) -> Message:
         """The next message, in ASGI's form."""
-        self.stop()
+        self.stop_receiving()
         message = await self._receive()
         if message["type"] == "http.request" and not message.get("more_body", False):
-            self.reception.complete()
+            self.incoming_body.mark_complete()
         return message
 
-    def stop(self) -> None:
+    def stop_receiving(self) -> None:
         """Read no more of the body."""
-        if self._pump is not None:
-            self._pump.cancel()
+        if self._receive_task is not None:
+            self._receive_task.cancel()
 
-    def _begin(self) -> bytearray:
-        if not self.reception.is_complete:
-            self._pump = asyncio.get_running_loop().create_task(self._fill())
+    def _start_receiving(self) -> bytearray:
+        if not self.incoming_body.is_complete:
+            self._receive_task = asyncio.get_running_loop().create_task(self._receive_all())
         return bytearray()
 
-    async def _fill(self) -> None:
-        reception = self.reception
-        while reception.is_filling and not reception.is_complete:
+    async def _receive_all(self) -> None:
+        reception = self.incoming_body
+        while reception.is_receiving and not reception.is_complete:
             message = await self._receive()
             if message["type"] == "http.disconnect":
-                reception.fail(ClientLeftError("the client left while its body was received"))
+                reception.abort(ClientLeftError("the client left while its body was received"))
                 return
             # The reception may have failed meanwhile.
-            if reception.is_filling and (piece := message.get("body", b"")):
-                reception.append(piece)
+            if reception.is_receiving and (piece := message.get("body", b"")):
+                reception.append_part(piece)
             if not message.get("more_body", False):
-                reception.complete()
+                reception.mark_complete()
 
 
 class AsgiResponseSender(ResponseSender):
     """One response, sent through a server that does not report whether the client received it.
 
-    `on_departure` is never called: such a server cancels the call of a client that has left.
+    `on_disconnect` is never called: such a server cancels the call of a client that has left.
     """
 
     def __init__(self, send: Send) -> None:
         super().__init__()
         self._send = send
 
-    async def respond(self, status: int, headers: Headers, buffers: Buffers, nbytes: int) -> None:
-        await self.send({"type": "http.response.start", "status": status, "headers": list(headers)})
+    async def send_response(self, status: int, headers: Headers, buffers: Buffers, nbytes: int) -> None:
+        await self.send_message({"type": "http.response.start", "status": status, "headers": list(headers)})
         for buffer in buffers:
-            await self.send({"type": "http.response.body", "body": buffer, "more_body": True})
-        await self.send({"type": "http.response.body", "body": b"", "more_body": False})
+            await self.send_message({"type": "http.response.body", "body": buffer, "more_body": True})
+        await self.send_message({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def send(self, message: Message) -> None:
+    async def send_message(self, message: Message) -> None:
         """Forward a message, with its body as `bytes`, which ASGI requires: a server may pickle it."""
         if message["type"] == "http.response.start":
-            self._began = time.perf_counter()
+            self._began_at = time.perf_counter()
         if isinstance(message.get("body"), memoryview):
             message = {**message, "body": bytes(message["body"])}
         await self._send(message)
         if message["type"] == "http.response.body" and not message.get("more_body", False):
-            self._ended = time.perf_counter()
+            self._ended_at = time.perf_counter()
             self.is_delivered = True

@@ -24,21 +24,21 @@ class ChunkedBodyDecoder:
 
     Attributes:
         is_complete: the last chunk and the trailer section have been received.
-        remaining: bytes still to come of the current chunk.
+        remaining_chunk_bytes: bytes still to come of the current chunk.
     """
 
     def __init__(self) -> None:
         self.is_complete = False
-        self.remaining = 0
+        self.remaining_chunk_bytes = 0
         # Bytes still to come of the line end after a chunk's data.
-        self._line_end = b""
+        self._remaining_line_end = b""
         self._line = b""
         self._in_trailers = False
         self._trailer_bytes = 0
         self._framing_bytes = 0
         self._data_bytes = 0
 
-    def feed(self, received: bytes) -> tuple[bytes, int]:
+    def decode(self, received: bytes) -> tuple[bytes, int]:
         """Take the next bytes; return the data in them, and how many of them belong to this body.
 
         Raises:
@@ -48,22 +48,22 @@ class ChunkedBodyDecoder:
         pieces: list[bytes] = []
         at, end = 0, len(received)
         while at < end and not self.is_complete:
-            if self.remaining:
-                piece = received[at : at + self.remaining]
+            if self.remaining_chunk_bytes:
+                piece = received[at : at + self.remaining_chunk_bytes]
                 pieces.append(piece)
-                self.remaining -= len(piece)
+                self.remaining_chunk_bytes -= len(piece)
                 at += len(piece)
-            elif self._line_end:
-                piece = received[at : at + len(self._line_end)]
-                if not self._line_end.startswith(piece):
+            elif self._remaining_line_end:
+                piece = received[at : at + len(self._remaining_line_end)]
+                if not self._remaining_line_end.startswith(piece):
                     raise MalformedHttpError("a chunk's data must end where its size says, with CR LF")
-                self._line_end = self._line_end[len(piece) :]
+                self._remaining_line_end = self._remaining_line_end[len(piece) :]
                 at += len(piece)
             else:
-                at = self._take_line(received, at)
+                at = self._consume_line(received, at)
         return b"".join(pieces), at
 
-    def _take_line(self, received: bytes, at: int) -> int:
+    def _consume_line(self, received: bytes, at: int) -> int:
         """Take a line, or the received part of one; return where it ends."""
         limit = min(len(received), at + _MAX_LINE_BYTES - len(self._line))
         found = received.find(b"\n", at, limit)
@@ -78,27 +78,27 @@ class ChunkedBodyDecoder:
             return end
         self._line = b""
         if self._in_trailers:
-            self._end_trailer(line)
+            self._check_trailer_line(line)
         else:
-            self._begin_chunk(line)
+            self._parse_size_line(line)
         return end
 
-    def _begin_chunk(self, line: bytes) -> None:
+    def _parse_size_line(self, line: bytes) -> None:
         size = _SIZE_LINE.fullmatch(line)
         if size is None:
             raise MalformedHttpError("a chunk must begin with its size in hexadecimal digits and CR LF")
-        self.remaining = int(size[1], 16)
+        self.remaining_chunk_bytes = int(size[1], 16)
         # With the line end after the chunk's data.
         self._framing_bytes += len(line) + 2
-        self._data_bytes += self.remaining
+        self._data_bytes += self.remaining_chunk_bytes
         if self._framing_bytes > _FREE_FRAMING_BYTES + _FRAMING_BYTES_PER_BYTE * self._data_bytes:
             raise MalformedHttpError("the body has too many bytes around the data of its chunks")
-        if self.remaining:
-            self._line_end = b"\r\n"
+        if self.remaining_chunk_bytes:
+            self._remaining_line_end = b"\r\n"
         else:
             self._in_trailers = True
 
-    def _end_trailer(self, line: bytes) -> None:
+    def _check_trailer_line(self, line: bytes) -> None:
         self._trailer_bytes += len(line)
         if line == b"\r\n":
             self.is_complete = True

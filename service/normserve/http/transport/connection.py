@@ -24,14 +24,14 @@ class HttpConnection(asyncio.BufferedProtocol):
     `asyncio.Protocol`.
 
     Attributes:
-        on_lost: called when the connection has ended.
+        on_connection_lost: called when the connection has ended.
     """
 
     def __init__(self, manners: ConnectionPolicy, scratch: memoryview, **of_uvicorn: Any) -> None:
-        self._http = HttpParserProtocol(manners, **of_uvicorn)
+        self._protocol = HttpParserProtocol(manners, **of_uvicorn)
         self._scratch = scratch
-        self._filling: IncomingBody | None = None
-        self.on_lost: Callable[[], None] | None = None
+        self._direct_body: IncomingBody | None = None
+        self.on_connection_lost: Callable[[], None] | None = None
 
     def admit(self, address: str, beyond: str | None) -> float:
         """Admit the connection, before it is made; return the time for its handshake.
@@ -40,42 +40,42 @@ class HttpConnection(asyncio.BufferedProtocol):
             address: of the client, as the limits of connections have it.
             beyond: the limit that it exceeds: it takes the place of an idle one, or else is for a probe only.
         """
-        return self._http.admit(address, beyond)
+        return self._protocol.admit(address, beyond)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        http = self._http
-        self._filling = http.filling
-        if self._filling is not None:
-            return self._filling.room()
-        if http.unparsed:
-            return self._scratch[: http.unparsed]
-        if http.chunks is not None:
-            return self._scratch[: max(_TINY_CHUNKS_BYTES, http.chunks.remaining)]
+        http = self._protocol
+        self._direct_body = http.direct_body
+        if self._direct_body is not None:
+            return self._direct_body.get_free_buffer()
+        if http.remaining_body_bytes:
+            return self._scratch[: http.remaining_body_bytes]
+        if http.chunked_decoder is not None:
+            return self._scratch[: max(_TINY_CHUNKS_BYTES, http.chunked_decoder.remaining_chunk_bytes)]
         return self._scratch[:HEAD_BYTES]
 
     def buffer_updated(self, nbytes: int) -> None:
-        if self._filling is not None:
-            self._filling = None
-            self._http.filled(nbytes)
+        if self._direct_body is not None:
+            self._direct_body = None
+            self._protocol.count_direct_bytes(nbytes)
         else:
-            self._http.data_received(self._scratch[:nbytes])
+            self._protocol.data_received(self._scratch[:nbytes])
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self._http.connection_made(transport)
+        self._protocol.connection_made(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._http.connection_lost(exc)
-        if self.on_lost is not None:
-            self.on_lost()
+        self._protocol.connection_lost(exc)
+        if self.on_connection_lost is not None:
+            self.on_connection_lost()
 
     def eof_received(self) -> bool:
-        return self._http.eof_received()
+        return self._protocol.eof_received()
 
     def pause_writing(self) -> None:
-        self._http.pause_writing()
+        self._protocol.pause_writing()
 
     def resume_writing(self) -> None:
-        self._http.resume_writing()
+        self._protocol.resume_writing()
 
 
 def make_connection_factory(manners: ConnectionPolicy) -> Callable[..., HttpConnection]:

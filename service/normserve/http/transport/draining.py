@@ -35,20 +35,20 @@ class DiscardLimits:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         # Strangers have their own.
-        self._free = {False: _MAX_LONG_DRAINS, True: _MAX_LONG_DRAINS // _STRANGERS_SHARE}
+        self._free_slots = {False: _MAX_LONG_DRAINS, True: _MAX_LONG_DRAINS // _STRANGERS_SHARE}
 
-    def take(self, status: int) -> Callable[[], None] | None:
+    def acquire_slot(self, status: int) -> Callable[[], None] | None:
         """Take the place of a drain that may take long, after a response with this status.
 
         Returns: its release; None if all are taken.
         """
         is_stranger = status in _STRANGERS
-        if not self._free[is_stranger]:
+        if not self._free_slots[is_stranger]:
             return None
-        self._free[is_stranger] -= 1
+        self._free_slots[is_stranger] -= 1
 
         def release() -> None:
-            self._free[is_stranger] += 1
+            self._free_slots[is_stranger] += 1
 
         return release
 
@@ -63,21 +63,21 @@ class BodyDiscard:
         self._loop = loop
         self._limits = limits
         self._on_fault = on_fault
-        self._dropped_bytes = 0
-        self._watch: SlowTransferMonitor | None = None
-        self._release: Callable[[], None] | None = None
+        self._discarded_bytes = 0
+        self._monitor: SlowTransferMonitor | None = None
+        self._release_slot: Callable[[], None] | None = None
         self._completion: asyncio.Future[None] | None = None
 
-    async def wait_for_small(self) -> None:
+    async def wait_small_body(self) -> None:
         """Return when the body is complete, or has taken too long for a small one."""
         self._completion = self._loop.create_future()
-        timer = self._loop.call_later(_SHORT_S, self._end_wait)
+        timer = self._loop.call_later(_SHORT_S, self._resolve_wait)
         try:
             await self._completion
         finally:
             timer.cancel()
 
-    def limit(self, patience: ConnectionTimeouts, status: int, rest_bytes: int | None) -> bool:
+    def start_time_limit(self, patience: ConnectionTimeouts, status: int, rest_bytes: int | None) -> bool:
         """Limit the time of the rest; return whether it is likely to be enough.
 
         Args:
@@ -85,8 +85,8 @@ class BodyDiscard:
             rest_bytes: length of the rest; None if it is unknown.
         """
         if rest_bytes is None or rest_bytes <= self._limits.max_bytes:
-            self._release = self._limits.take(status)
-        is_long = self._release is not None
+            self._release_slot = self._limits.acquire_slot(status)
+        is_long = self._release_slot is not None
         pace = TransferProgress(
             time.perf_counter(),
             _SHORT_S,
@@ -94,26 +94,26 @@ class BodyDiscard:
             patience.min_bytes_per_s,
             _SHORT_S,
         )
-        self._watch = SlowTransferMonitor(
-            self._loop, pace, lambda: self._dropped_bytes, lambda fault: self._on_fault()
+        self._monitor = SlowTransferMonitor(
+            self._loop, pace, lambda: self._discarded_bytes, lambda fault: self._on_fault()
         )
         return is_long
 
-    def count(self, nbytes: int) -> None:
+    def count_bytes(self, nbytes: int) -> None:
         """Count received bytes."""
-        self._dropped_bytes += nbytes
-        if self._dropped_bytes > self._limits.max_bytes:
+        self._discarded_bytes += nbytes
+        if self._discarded_bytes > self._limits.max_bytes:
             self._on_fault()
 
     def stop(self) -> None:
         """End the drain: the body is complete, or the connection ends."""
-        if self._watch is not None:
-            self._watch.stop()
-        if self._release is not None:
-            self._release()
-            self._release = None
-        self._end_wait()
+        if self._monitor is not None:
+            self._monitor.stop()
+        if self._release_slot is not None:
+            self._release_slot()
+            self._release_slot = None
+        self._resolve_wait()
 
-    def _end_wait(self) -> None:
+    def _resolve_wait(self) -> None:
         if self._completion is not None and not self._completion.done():
             self._completion.set_result(None)

@@ -42,73 +42,73 @@ class ConnectionPolicy:
     """Limits and callbacks that all connections share.
 
     Attributes:
-        drains: limits of bodies that are dropped.
-        refuse: counts input that never became a request, and renders the response; the second argument is the
-            request target, as far as it was received.
-        idle: the connections that wait for a request.
-        on_late_departure: called when a client left without reading a response that the kernel had taken.
+        discard_limits: limits of bodies that are dropped.
+        render_refusal: counts input that never became a request, and renders the response; the second argument is
+            the request target, as far as it was received.
+        idle_connections: the connections that wait for a request.
+        on_late_disconnect: called when a client left without reading a response that the kernel had taken.
     """
 
-    patience: ConnectionTimeouts
-    drains: DiscardLimits
-    refuse: Callable[[NormserveError, str], bytes]
-    on_late_departure: Callable[[], None]
-    idle: IdleConnectionQueue = field(default_factory=IdleConnectionQueue)
+    timeouts: ConnectionTimeouts
+    discard_limits: DiscardLimits
+    render_refusal: Callable[[NormserveError, str], bytes]
+    on_late_disconnect: Callable[[], None]
+    idle_connections: IdleConnectionQueue = field(default_factory=IdleConnectionQueue)
 
 
 class ExchangeProtocol(HttpToolsProtocol):
     """Receives bodies and sends responses, in order, and disconnects clients that are late, slow or gone.
 
     Attributes:
-        unparsed: bytes still to come of a body of announced length.
-        chunks: a chunked body that is arriving.
+        remaining_body_bytes: bytes still to come of a body of announced length.
+        chunked_decoder: a chunked body that is arriving.
         address: of the client, as the limits of connections have it.
-        beyond: the limit of connections that this one exceeds; then it is for a probe only.
+        exceeded_limit: the limit of connections that this one exceeds; then it is for a probe only.
     """
 
     address = ""
-    beyond: str | None = None
+    exceeded_limit: str | None = None
 
     def __init__(self, manners: ConnectionPolicy, **of_uvicorn: Any) -> None:
         super().__init__(**of_uvicorn)
-        self._manners = manners
+        self._policy = manners
         self.url = b""
         # Whether a header has begun and is not complete.
-        self._header_began = False
+        self._is_header_open = False
         # Bytes that arrived in one piece with the last complete header.
-        self._bytes_behind_header = 0
-        self._header_watch = HeaderTimer(self.loop, manners.patience, self._header_is_late)
-        self._send_watch: SlowReaderMonitor | None = None
-        self._half_closed_watch: HalfClosedMonitor | None = None
-        self._reception: IncomingBody | None = None
-        self._sending: SocketResponseSender | None = None
+        self._bytes_after_header = 0
+        self._header_timer = HeaderTimer(self.loop, manners.timeouts, self._on_header_timeout)
+        self._slow_reader_monitor: SlowReaderMonitor | None = None
+        self._half_closed_monitor: HalfClosedMonitor | None = None
+        self._incoming_body: IncomingBody | None = None
+        self._response_sender: SocketResponseSender | None = None
         # Requests whose response is not complete: the current one, and those pipelined behind it.
-        self._unanswered: dict[SocketResponseSender, tuple[RequestResponseCycle, IncomingBody]] = {}
-        self._refusal: NormserveError | None = None
-        self._left_unread = False
+        self._open_exchanges: dict[SocketResponseSender, tuple[RequestResponseCycle, IncomingBody]] = {}
+        self._refusal_error: NormserveError | None = None
+        self._has_unread_response = False
         # The rest of the body of a refused request, which is the last one that came.
-        self._drain: BodyDiscard | None = None
-        self._lingering: asyncio.TimerHandle | None = None
+        self._body_discard: BodyDiscard | None = None
+        self._close_timer: asyncio.TimerHandle | None = None
         self._ignored_bytes = 0
         self._is_encrypted = False
-        self.unparsed = 0
-        self.chunks: ChunkedBodyDecoder | None = None
+        self.remaining_body_bytes = 0
+        self.chunked_decoder: ChunkedBodyDecoder | None = None
 
     def admit(self, address: str, beyond: str | None) -> float:
         """As `Connection.admit`."""
         self.address = address
-        patience, idle = self._manners.patience, self._manners.idle
+        patience, idle = self._policy.timeouts, self._policy.idle_connections
         if beyond is not None and not idle.close_oldest(None if beyond == "max_connections" else address):
-            self.beyond = beyond
+            self.exceeded_limit = beyond
             patience = replace(patience, header_s=min(patience.header_s, _HASTE_S))
-            self._header_watch = HeaderTimer(self.loop, patience, self._header_is_late)
+            self._header_timer = HeaderTimer(self.loop, patience, self._on_header_timeout)
         return patience.header_s
 
     @property
-    def filling(self) -> IncomingBody | None:
+    def direct_body(self) -> IncomingBody | None:
         """The body into whose memory the next bytes can be received directly, if there is one."""
-        reception = self._reception
-        return reception if self.unparsed and reception is not None and reception.is_filling else None
+        reception = self._incoming_body
+        return reception if self.remaining_body_bytes and reception is not None and reception.is_receiving else None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         connected = transport.get_extra_info("socket")
@@ -121,73 +121,79 @@ class ExchangeProtocol(HttpToolsProtocol):
         # two.  The end of its handshake may be unsent now.
         self._is_encrypted = transport.get_extra_info("ssl_object") is not None
         unseen = TLS_PORTION_BYTES if self._is_encrypted else 0
-        self._send_watch = SlowReaderMonitor(self.loop, self._manners.patience, transport, unseen_bytes=unseen)
+        self._slow_reader_monitor = SlowReaderMonitor(
+            self.loop, self._policy.timeouts, transport, unseen_bytes=unseen
+        )
         transport.set_write_buffer_limits(1 if self._is_encrypted else 0)
-        self._header_watch.start()
-        if self.beyond is None:
-            self._manners.idle.add(self)
+        self._header_timer.start()
+        if self.exceeded_limit is None:
+            self._policy.idle_connections.add_connection(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._manners.idle.discard(self)
-        self._header_watch.stop()
-        if self._lingering is not None:
-            self._lingering.cancel()
-        for watch in (self._send_watch, self._half_closed_watch):
+        self._policy.idle_connections.discard_connection(self)
+        self._header_timer.stop()
+        if self._close_timer is not None:
+            self._close_timer.cancel()
+        for watch in (self._slow_reader_monitor, self._half_closed_monitor):
             if watch is not None:
                 watch.stop()
         if self.timeout_keep_alive_task is not None:
             self.timeout_keep_alive_task.cancel()
-        if self._sending is not None and self._sending.is_delivered and (exc is not None or self._left_unread):
-            self._manners.on_late_departure()
-        for sending, (cycle, reception) in self._unanswered.items():
+        if (
+            self._response_sender is not None
+            and self._response_sender.is_delivered
+            and (exc is not None or self._has_unread_response)
+        ):
+            self._policy.on_late_disconnect()
+        for sending, (cycle, reception) in self._open_exchanges.items():
             cycle.disconnected = True
             cycle.message_event.set()
-            reception.fail(ClientLeftError("the client left while its body was received"))
-            sending.depart()
-        self._stop_drain()
-        self._unanswered.clear()
-        self._reception = self._sending = None
+            reception.abort(ClientLeftError("the client left while its body was received"))
+            sending.handle_disconnect()
+        self._stop_discard()
+        self._open_exchanges.clear()
+        self._incoming_body = self._response_sender = None
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client sends no more; return whether it may still read responses to its complete requests."""
         # A client that leaves in the middle of a response sends FIN first; a reset is visible by itself.
-        self._left_unread = count_unacknowledged_bytes(self.transport) > 0
-        whole = [cycle for cycle, _ in self._unanswered.values() if not cycle.more_body]
+        self._has_unread_response = count_unacknowledged_bytes(self.transport) > 0
+        whole = [cycle for cycle, _ in self._open_exchanges.values() if not cycle.more_body]
         if not whole or self.scheme == "https":
             return False
-        if self._refusal is None:
+        if self._refusal_error is None:
             whole[-1].keep_alive = False
-        if self._half_closed_watch is None:
+        if self._half_closed_monitor is None:
             if not can_detect_disconnect(self.transport):
-                next(iter(self._unanswered)).probe()
-            self._half_closed_watch = HalfClosedMonitor(self.loop, self.transport)
+                next(iter(self._open_exchanges)).send_probe()
+            self._half_closed_monitor = HalfClosedMonitor(self.loop, self.transport)
         return True
 
     @property
-    def _takes_requests(self) -> bool:
+    def _is_accepting_requests(self) -> bool:
         """Whether the next bytes can still become a request."""
-        if self._refusal is not None or self.transport.is_closing():
+        if self._refusal_error is not None or self.transport.is_closing():
             return False
         return self.cycle is None or self.cycle.keep_alive
 
-    def filled(self, nbytes: int) -> None:
-        """Count bytes that were received into the memory of `filling`."""
-        assert self._reception is not None
-        self.unparsed -= nbytes
-        self._reception.advance(nbytes)
-        if not self.unparsed:
-            self._end_body()
+    def count_direct_bytes(self, nbytes: int) -> None:
+        """Count bytes that were received into the memory of `direct_body`."""
+        assert self._incoming_body is not None
+        self.remaining_body_bytes -= nbytes
+        self._incoming_body.count_received(nbytes)
+        if not self.remaining_body_bytes:
+            self._complete_body()
 
     def on_body(self, body: bytes) -> None:
-        if self.transport.is_closing() or self._drain is not None:
+        if self.transport.is_closing() or self._body_discard is not None:
             return
-        if self._reception is not None and self._reception.is_filling:
-            self._reception.append(body)
+        if self._incoming_body is not None and self._incoming_body.is_receiving:
+            self._incoming_body.append_part(body)
         else:
             super().on_body(body)
 
-    def _end_body(self) -> None:
+    def _complete_body(self) -> None:
         """The request is complete."""
         if self.transport.is_closing():
             return
@@ -195,34 +201,34 @@ class ExchangeProtocol(HttpToolsProtocol):
         cycle.more_body = False
         if not cycle.response_complete:
             cycle.message_event.set()
-        if self._reception is not None:
-            self._reception.complete()
-        if self._drain is not None:
-            self._stop_drain()
+        if self._incoming_body is not None:
+            self._incoming_body.mark_complete()
+        if self._body_discard is not None:
+            self._stop_discard()
             if cycle.response_complete:
-                self._end_exchange(cycle)
+                self._wait_next_request(cycle)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        assert self._send_watch is not None
+        assert self._slow_reader_monitor is not None
         # The first unanswered one: earlier responses are sent, and later ones wait for it.
-        self._send_watch.start(next(iter(self._unanswered), None))
+        self._slow_reader_monitor.start(next(iter(self._open_exchanges), None))
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        assert self._send_watch is not None
-        self._send_watch.stop()
+        assert self._slow_reader_monitor is not None
+        self._slow_reader_monitor.stop()
 
     def shutdown(self) -> None:
-        if self._drain is not None:
+        if self._body_discard is not None:
             # The server waits for connections for a moment before it ends.
             self.cycle.keep_alive = False
             return
         super().shutdown()
         if self._is_encrypted and self.transport.is_closing():
-            self.loop.call_later(_TLS_END_S, self._end_tls)
+            self.loop.call_later(_TLS_END_S, self._abort_unfinished_tls)
 
-    def _end_tls(self) -> None:
+    def _abort_unfinished_tls(self) -> None:
         """Abort the connection of a client that does not answer the end of TLS, which it need not do."""
         if self.transport.get_extra_info("socket") is not None and not count_unacknowledged_bytes(self.transport):
             self.transport.abort()
@@ -233,36 +239,36 @@ class ExchangeProtocol(HttpToolsProtocol):
             self.transport.abort()
         super().timeout_keep_alive_handler()
 
-    def _attend(self, cycle: RequestResponseCycle, announced: int | None) -> None:
+    def _begin_exchange(self, cycle: RequestResponseCycle, announced: int | None) -> None:
         """Follow a request's body and response.
 
         Args: announced: bytes of the body; None if it is chunked.
         """
-        self._end_idleness()
-        reception = IncomingBody(announced, functools.partial(self._begin_body, cycle))
+        self._mark_busy()
+        reception = IncomingBody(announced, functools.partial(self._start_receiving, cycle))
         sending = SocketResponseSender(
-            self.transport, self.loop, cycle, is_encrypted=self._is_encrypted, close=self._close_after_body
+            self.transport, self.loop, cycle, is_encrypted=self._is_encrypted, close=self._close_after_discard
         )
         cycle.transport = sending  # type: ignore[assignment]
-        cycle.on_response = functools.partial(self._end_response, sending)
-        cycle.send_500_response = sending.cut_off  # type: ignore[method-assign]
+        cycle.on_response = functools.partial(self._finish_response, sending)
+        cycle.send_500_response = sending.abort_connection  # type: ignore[method-assign]
         cycle.scope["state"].update(reception=reception, sending=sending)
-        self._reception, self._sending = reception, sending
-        self._unanswered[sending] = cycle, reception
+        self._incoming_body, self._response_sender = reception, sending
+        self._open_exchanges[sending] = cycle, reception
         if announced is None:
-            self.chunks = ChunkedBodyDecoder()
+            self.chunked_decoder = ChunkedBodyDecoder()
         elif announced == 0:
-            self._end_body()
+            self._complete_body()
         else:
-            self.unparsed = announced
+            self.remaining_body_bytes = announced
             if announced > HEAD_BYTES:
                 # The rest of the body is not read before there is memory for it.
                 self.flow.pause_reading()
-        if announced is None or announced > self._bytes_behind_header:
+        if announced is None or announced > self._bytes_after_header:
             # The response may begin before the body is complete; the task that sends it has not run yet.
-            cycle.send = functools.partial(self._send, cycle, reception, cycle.send)  # type: ignore[method-assign]
+            cycle.send = functools.partial(self._send_message, cycle, reception, cycle.send)  # type: ignore[method-assign]
 
-    def _begin_body(self, cycle: RequestResponseCycle) -> bytearray:
+    def _start_receiving(self, cycle: RequestResponseCycle) -> bytearray:
         """Start to receive a body; return the bytes that were already received."""
         early, cycle.body = cycle.body, bytearray()
         if cycle.more_body:
@@ -272,7 +278,7 @@ class ExchangeProtocol(HttpToolsProtocol):
         cycle.waiting_for_100_continue = False
         return early
 
-    async def _send(
+    async def _send_message(
         self, cycle: RequestResponseCycle, reception: IncomingBody, send: ASGISendCallable, message: ASGISendEvent
     ) -> None:
         """Send a message of a response; before the first one, begin to drop the rest of the request's body."""
@@ -282,38 +288,38 @@ class ExchangeProtocol(HttpToolsProtocol):
                 # The client sends no body after a refusal.
                 cycle.keep_alive = False
             else:
-                await self._drop_body(cycle, reception, message["status"])
+                await self._discard_body(cycle, reception, message["status"])
         await send(message)
 
-    async def _drop_body(self, cycle: RequestResponseCycle, reception: IncomingBody, status: int) -> None:
+    async def _discard_body(self, cycle: RequestResponseCycle, reception: IncomingBody, status: int) -> None:
         """Drop the rest of a body from now on.
 
         The connection is kept for the next request if the rest arrives in time.
         """
-        self._drain = drain = BodyDiscard(self.loop, self._manners.drains, self.transport.close)
+        self._body_discard = drain = BodyDiscard(self.loop, self._policy.discard_limits, self.transport.close)
         cycle.body = bytearray()
         self.flow.resume_reading()
-        announced = reception.announced
+        announced = reception.content_length
         # It is unknown when the rest of a body that was cut off will arrive.
-        if announced is not None and announced <= SMALL_BODY_BYTES and not reception.is_cut_off:
-            await drain.wait_for_small()
-        if self._drain is None:
+        if announced is not None and announced <= SMALL_BODY_BYTES and not reception.is_aborted:
+            await drain.wait_small_body()
+        if self._body_discard is None:
             return
-        rest_bytes = None if self.chunks is not None else self.unparsed
-        if not drain.limit(self._manners.patience, status, rest_bytes):
+        rest_bytes = None if self.chunked_decoder is not None else self.remaining_body_bytes
+        if not drain.start_time_limit(self._policy.timeouts, status, rest_bytes):
             cycle.keep_alive = False
 
-    def _stop_drain(self) -> None:
-        if self._drain is not None:
-            self._drain.stop()
-            self._drain = None
+    def _stop_discard(self) -> None:
+        if self._body_discard is not None:
+            self._body_discard.stop()
+            self._body_discard = None
 
-    def _close_after_body(self) -> None:
+    def _close_after_discard(self) -> None:
         """Close the connection; if its last response is complete and its body is still dropped, after that."""
-        if self._drain is None or not self.cycle.response_complete:
+        if self._body_discard is None or not self.cycle.response_complete:
             self.transport.close()
 
-    def _end_exchange(self, cycle: RequestResponseCycle) -> None:
+    def _wait_next_request(self, cycle: RequestResponseCycle) -> None:
         """After a response, its body is complete, too: wait for the next request or close."""
         if not cycle.keep_alive:
             self.transport.close()
@@ -321,73 +327,73 @@ class ExchangeProtocol(HttpToolsProtocol):
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
-            self._manners.idle.add(self)
+            self._policy.idle_connections.add_connection(self)
 
-    def _end_idleness(self) -> None:
+    def _mark_busy(self) -> None:
         """A request has begun."""
         if self.timeout_keep_alive_task is not None:
             self._unset_keepalive_if_required()
-        self._manners.idle.discard(self)
+        self._policy.idle_connections.discard_connection(self)
 
-    def _end_response(self, sending: SocketResponseSender) -> None:
-        sending.finish()
-        self._unanswered.pop(sending, None)
+    def _finish_response(self, sending: SocketResponseSender) -> None:
+        sending.finish_response()
+        self._open_exchanges.pop(sending, None)
         self.on_response_complete()
-        if self._drain is not None:
+        if self._body_discard is not None:
             self._unset_keepalive_if_required()
-        elif self.timeout_keep_alive_task is not None and not self._header_began:
-            self._manners.idle.add(self)
+        elif self.timeout_keep_alive_task is not None and not self._is_header_open:
+            self._policy.idle_connections.add_connection(self)
         if self.pipeline:
             # Each response would otherwise allow another read full of small requests.
             self.flow.pause_reading()
-        elif self._refusal is not None and not self._unanswered:
-            self._refuse(self._refusal)
+        elif self._refusal_error is not None and not self._open_exchanges:
+            self._refuse_input(self._refusal_error)
 
-    def _header_is_late(self) -> None:
-        if self._header_began:
-            self._refuse(RequestTimeoutError("the header was not complete in time"))
+    def _on_header_timeout(self) -> None:
+        if self._is_header_open:
+            self._refuse_input(RequestTimeoutError("the header was not complete in time"))
         else:
             self.transport.close()
 
-    def _refuse(self, error: NormserveError) -> None:
+    def _refuse_input(self, error: NormserveError) -> None:
         """Answer invalid input with an error, after the responses to earlier requests, and close."""
         if self.transport.is_closing():
             return
-        self._header_began = False
-        self._header_watch.stop()
-        if self._drain is not None and self.cycle.response_complete:
+        self._is_header_open = False
+        self._header_timer.stop()
+        if self._body_discard is not None and self.cycle.response_complete:
             self.transport.close()
             return
         # An error in a body is the response to its request, unless a response has already begun.
-        cycle = self.cycle if self._unanswered and self.cycle.more_body else None
-        if cycle is not None and len(self._unanswered) > 1:
+        cycle = self.cycle if self._open_exchanges and self.cycle.more_body else None
+        if cycle is not None and len(self._open_exchanges) > 1:
             # Its processing has not begun: earlier requests are answered first.
             self.pipeline.popleft()
-            self._unanswered.popitem()
+            self._open_exchanges.popitem()
             cycle = None
-        if self._unanswered and cycle is None:
-            self._refusal = error
+        if self._open_exchanges and cycle is None:
+            self._refusal_error = error
             self.flow.pause_reading()
             return
         if cycle is None or not cycle.response_started:
-            self.transport.write(self._manners.refuse(error, self.url.decode("latin-1")))
+            self.transport.write(self._policy.render_refusal(error, self.url.decode("latin-1")))
         if cycle is None:
-            self._refusal = error
-            self._linger()
+            self._refusal_error = error
+            self._close_after_client()
         else:
             self.transport.close()
 
-    def _linger(self) -> None:
+    def _close_after_client(self) -> None:
         """Close the connection once its client has, or soon: what is still sent would reset the response."""
         if self._is_encrypted or self.transport.is_closing():
             # The end of TLS waits for the client's.
             self.transport.close()
             return
         self.transport.write_eof()
-        linger_s = _LINGER_S if self.beyond is None else _LINGER_BEYOND_S
-        self._lingering = self.loop.call_later(linger_s, self.transport.close)
+        linger_s = _LINGER_S if self.exceeded_limit is None else _LINGER_BEYOND_S
+        self._close_timer = self.loop.call_later(linger_s, self.transport.close)
 
-    def _ignore(self, nbytes: int) -> None:
+    def _ignore_bytes(self, nbytes: int) -> None:
         """Drop bytes that come after invalid input."""
         self._ignored_bytes += nbytes
         if self._ignored_bytes > _LINGER_BYTES:

@@ -20,20 +20,20 @@ class HalfClosedMonitor:
     def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
         self._loop = loop
         self._transport = transport
-        self._poll = select.poll()
-        self._poll.register(transport.get_extra_info("socket").fileno(), 0)
-        self._timer = loop.call_later(_FIRST_LOOK_S, self._look, _FIRST_LOOK_S)
+        self._poller = select.poll()
+        self._poller.register(transport.get_extra_info("socket").fileno(), 0)
+        self._timer = loop.call_later(_FIRST_LOOK_S, self._check_hangup, _FIRST_LOOK_S)
 
     def stop(self) -> None:
         self._timer.cancel()
 
-    def _look(self, pause_s: float) -> None:
+    def _check_hangup(self, pause_s: float) -> None:
         # With an empty event mask, only a hang-up or an error is reported.
-        if self._poll.poll(0):
+        if self._poller.poll(0):
             self._transport.abort()
             return
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        self._timer = self._loop.call_later(pause_s, self._look, pause_s)
+        self._timer = self._loop.call_later(pause_s, self._check_hangup, pause_s)
 
 
 def can_detect_disconnect(transport: asyncio.Transport) -> bool:

@@ -39,69 +39,72 @@ class HttpParserProtocol(ExchangeProtocol):
         self._header_tail = b""
         # The last complete header of a request with a body, as long as the parser is at its end.
         self._last_header: bytes | None = None
-        self._header_ended = False
-        self._singular: dict[bytes, bytes] = {}
-        self._repeated: bytes | None = None
+        self._is_header_complete = False
+        self._unrepeatable_fields: dict[bytes, bytes] = {}
+        self._repeated_field: bytes | None = None
 
     def data_received(self, data: memoryview) -> None:  # type: ignore[override]
         """Process the next received bytes, which are in scratch memory."""
         self._unset_keepalive_if_required()
-        had_begun = self._header_began
+        had_begun = self._is_header_open
         rest = data
         while len(rest):
-            if self.unparsed:
-                rest = self._take_announced(rest)
-            elif self.chunks is not None:
-                rest = self._take_chunks(self.chunks, rest)
-            elif self._takes_requests:
-                rest = self._take_header(rest)
+            if self.remaining_body_bytes:
+                rest = self._consume_sized_body(rest)
+            elif self.chunked_decoder is not None:
+                rest = self._consume_chunked_body(self.chunked_decoder, rest)
+            elif self._is_accepting_requests:
+                rest = self._consume_header(rest)
             else:
-                self._ignore(len(rest))
+                self._ignore_bytes(len(rest))
                 return
         # Most headers arrive complete and need no timeout.  Empty lines need one: they end the wait for the next
         # request, and begin the wait for its header.
-        begins = self._header_began and not had_begun
+        begins = self._is_header_open and not had_begun
         if begins or not (
-            self._unanswered or self._drain or self.timeout_keep_alive_task or self._header_watch.is_running
+            self._open_exchanges
+            or self._body_discard
+            or self.timeout_keep_alive_task
+            or self._header_timer.is_running
         ):
-            self._end_idleness()
-            self._header_watch.start()
+            self._mark_busy()
+            self._header_timer.start()
 
-    def _take_announced(self, data: memoryview) -> memoryview:
-        length = min(len(data), self.unparsed)
-        self.unparsed -= length
-        if self._drain is None:
+    def _consume_sized_body(self, data: memoryview) -> memoryview:
+        length = min(len(data), self.remaining_body_bytes)
+        self.remaining_body_bytes -= length
+        if self._body_discard is None:
             self.on_body(bytes(data[:length]))
         else:
-            self._drain.count(length)
-        if not self.unparsed:
-            self._end_body()
+            self._body_discard.count_bytes(length)
+        if not self.remaining_body_bytes:
+            self._complete_body()
         return data[length:]
 
-    def _take_chunks(self, chunks: ChunkedBodyDecoder, data: memoryview) -> memoryview:
+    def _consume_chunked_body(self, chunks: ChunkedBodyDecoder, data: memoryview) -> memoryview:
         try:
-            piece, length = chunks.feed(bytes(data))
+            piece, length = chunks.decode(bytes(data))
         except NormserveError as error:
-            self.chunks = None
-            self._refuse(error)
+            self.chunked_decoder = None
+            self._refuse_input(error)
             return data[:0]
-        if self._drain is not None:
-            self._drain.count(length)
+        if self._body_discard is not None:
+            self._body_discard.count_bytes(length)
         elif piece:
             self.on_body(piece)
         if chunks.is_complete:
-            self.chunks = None
-            self._end_body()
+            self.chunked_decoder = None
+            self._complete_body()
         return data[length:]
 
-    def _take_header(self, data: memoryview) -> memoryview:
+    def _consume_header(self, data: memoryview) -> memoryview:
         """Take bytes up to the end of a header, or of empty lines before it."""
-        end = self._end_of_header(data)
+        end = self._find_header_end(data)
         # Bytes beyond the limit are ignored, so that a refusal does not depend on how bytes arrive.
         piece = bytes(data[: min(end or len(data), _MAX_HEADER_BYTES - self._header_bytes)])
-        self._bytes_behind_header = len(data) - end
+        self._bytes_after_header = len(data) - end
         if piece == self._last_header:
-            self._begin_alike()
+            self._begin_identical_request()
             return data[end:]
         if self._last_header is not None:
             # The parser waits for a body that it never receives.
@@ -109,7 +112,7 @@ class HttpParserProtocol(ExchangeProtocol):
             self._last_header = None
         came_before = self._header_bytes
         self._header_bytes += len(piece)
-        self._header_ended = 0 < len(piece) == end
+        self._is_header_complete = 0 < len(piece) == end
         upgrades = False
         try:
             self.parser.feed_data(piece)
@@ -118,35 +121,35 @@ class HttpParserProtocol(ExchangeProtocol):
         except httptools.HttpParserError as error:
             if isinstance(error.__context__, MemoryError):
                 # One of our callbacks failed; the request is valid.
-                self._refuse(OverloadedError("there is no memory for a request now"))
+                self._refuse_input(OverloadedError("there is no memory for a request now"))
             else:
                 self.send_400_response("")
             return data[:0]
-        if self._header_ended:
+        if self._is_header_complete:
             self._header_tail = b""
-            if self._header_began:
+            if self._is_header_open:
                 self.send_400_response("")
-            elif upgrades or self.chunks is not None or (self.unparsed and came_before):
+            elif upgrades or self.chunked_decoder is not None or (self.remaining_body_bytes and came_before):
                 self.parser = httptools.HttpRequestParser(self)
-            elif self.unparsed:
+            elif self.remaining_body_bytes:
                 self._last_header = piece
         elif len(piece) < len(data):
-            self._refuse(HeadersTooLargeError(f"the header must be at most {_MAX_HEADER_BYTES} bytes"))
+            self._refuse_input(HeadersTooLargeError(f"the header must be at most {_MAX_HEADER_BYTES} bytes"))
         else:
             self._header_tail = (self._header_tail + piece[-3:])[-3:]
         return data[len(piece) :]
 
-    def _begin_alike(self) -> None:
+    def _begin_identical_request(self) -> None:
         """Begin a request whose header is identical to the last one: the parser is still at its end."""
         headers, url, expects = self.headers.copy(), self.url, self.expect_100_continue
         super().on_message_begin()
         self.headers += headers
         self.url, self.expect_100_continue = url, expects
-        self._header_watch.stop()
+        self._header_timer.stop()
         super().on_headers_complete()
-        self._attend(self.cycle, parse_body_length(self._singular))
+        self._begin_exchange(self.cycle, parse_body_length(self._unrepeatable_fields))
 
-    def _end_of_header(self, data: memoryview) -> int:
+    def _find_header_end(self, data: memoryview) -> int:
         """The position after the first empty line; 0 if there is none yet."""
         if (tail := self._header_tail) and (found := _find_end(tail + bytes(data[:3]))):
             return found.end() - len(tail)
@@ -155,50 +158,50 @@ class HttpParserProtocol(ExchangeProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._header_began = True
-        self._singular, self._repeated = {}, None
+        self._is_header_open = True
+        self._unrepeatable_fields, self._repeated_field = {}, None
 
     def on_header(self, name: bytes, value: bytes) -> None:
         name = name.lower()
         if name in SINGULAR:
-            if name in self._singular:
-                self._repeated = name
-            value = self._singular[name] = value.strip(b" \t")
+            if name in self._unrepeatable_fields:
+                self._repeated_field = name
+            value = self._unrepeatable_fields[name] = value.strip(b" \t")
         elif name == b"expect" and value.lower() == b"100-continue":
             self.expect_100_continue = True
         self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
-        self._header_watch.stop()
+        self._header_timer.stop()
         version = self.parser.get_http_version()
-        if self._repeated is not None:
-            fault: NormserveError | None = MalformedHttpError(f"{self._repeated.decode()} must be given once")
+        if self._repeated_field is not None:
+            fault: NormserveError | None = MalformedHttpError(f"{self._repeated_field.decode()} must be given once")
         else:
-            fault = find_head_fault(version, self._singular) or self._fault_beyond_limits()
-        if fault is not None or not self._header_ended:
-            self._refuse(fault or MalformedHttpError(_NO_HTTP))
+            fault = find_head_fault(version, self._unrepeatable_fields) or self._find_limit_fault()
+        if fault is not None or not self._is_header_complete:
+            self._refuse_input(fault or MalformedHttpError(_NO_HTTP))
             return
         if version == "1.0":
             self.expect_100_continue = False
         if not self.url.startswith(b"/"):
-            self._name_host_of_target()
+            self._set_host_from_target()
         super().on_headers_complete()
-        if self.beyond is not None:
+        if self.exceeded_limit is not None:
             self.cycle.keep_alive = False
-        self._header_bytes, self._header_began = 0, False
+        self._header_bytes, self._is_header_open = 0, False
         # uvicorn has created the application's task by now, which has not run yet.
-        self._attend(self.cycle, parse_body_length(self._singular))
+        self._begin_exchange(self.cycle, parse_body_length(self._unrepeatable_fields))
 
-    def _fault_beyond_limits(self) -> NormserveError | None:
+    def _find_limit_fault(self) -> NormserveError | None:
         """The error of a request that is no probe, on a connection beyond a limit."""
-        if self.beyond is None:
+        if self.exceeded_limit is None:
             return None
         is_probe = self.url.partition(b"?")[0] in PROBES and self.parser.get_method() in (b"GET", b"HEAD")
-        if is_probe and parse_body_length(self._singular) == 0:
+        if is_probe and parse_body_length(self._unrepeatable_fields) == 0:
             return None
-        return TooManyConnectionsError(self.beyond)
+        return TooManyConnectionsError(self.exceeded_limit)
 
-    def _name_host_of_target(self) -> None:
+    def _set_host_from_target(self) -> None:
         """With `GET http://name/path` the name applies, and not the Host field (RFC 9112, section 3.2.2)."""
         if target := _ABSOLUTE.match(self.url):
             self.headers[:] = [header for header in self.headers if header[0] != b"host"]
@@ -208,4 +211,4 @@ class HttpParserProtocol(ExchangeProtocol):
         """Do nothing: the parser, which sees no bodies, calls this at the end of a header."""
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(MalformedHttpError(_NO_HTTP))
+        self._refuse_input(MalformedHttpError(_NO_HTTP))

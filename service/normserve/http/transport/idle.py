@@ -24,15 +24,15 @@ class IdleConnectionQueue:
     """All idle connections of a process, in the order in which they became idle."""
 
     def __init__(self) -> None:
-        self._since: dict[IdleConnection, float] = {}
+        self._idle_since: dict[IdleConnection, float] = {}
 
-    def add(self, connection: IdleConnection) -> None:
+    def add_connection(self, connection: IdleConnection) -> None:
         """Begin the wait for a request."""
-        self._since[connection] = time.monotonic()
+        self._idle_since[connection] = time.monotonic()
 
-    def discard(self, connection: IdleConnection) -> None:
+    def discard_connection(self, connection: IdleConnection) -> None:
         """End the wait, if the connection is idle."""
-        self._since.pop(connection, None)
+        self._idle_since.pop(connection, None)
 
     def close_oldest(self, address: str | None) -> bool:
         """Close the connection that has been idle for longest; return whether there was one.
@@ -40,11 +40,11 @@ class IdleConnectionQueue:
         Args: address: of its client; None for any.
         """
         latest = time.monotonic() - _LEAST_IDLE_S
-        for connection, since in self._since.items():
+        for connection, since in self._idle_since.items():
             if since > latest:
                 return False
             if address is None or connection.address == address:
-                del self._since[connection]
+                del self._idle_since[connection]
                 connection.shutdown()
                 return True
         return False

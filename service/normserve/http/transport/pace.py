@@ -15,48 +15,48 @@ class TransferProgress:
     """The speed limits of one body, of a request or a response, and its progress so far.
 
     Attributes:
-        began: when the wait for it began, by `time.perf_counter`.
-        pause_s: longest time without a byte.
-        total_s: longest time for the whole body.
+        began_at: when the wait for it began, by `time.perf_counter`.
+        max_pause_s: longest time without a byte.
+        max_total_s: longest time for the whole body.
         min_bytes_per_s: minimum mean rate since the beginning; 0 for none.
         grace_s: time after which that rate applies.
-        unseen_bytes: bytes that may have been transferred without being counted yet; the rate allows for them.
+        uncounted_bytes: bytes that may have been transferred without being counted yet; the rate allows for them.
     """
 
-    began: float
-    pause_s: float
-    total_s: float
+    began_at: float
+    max_pause_s: float
+    max_total_s: float
     min_bytes_per_s: float = 0.0
     grace_s: float = 0.0
-    unseen_bytes: int = 0
-    _received: int = 0
-    _progressed: float = field(init=False)
+    uncounted_bytes: int = 0
+    _received_bytes: int = 0
+    _last_progress: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self._progressed = self.began
+        self._last_progress = self.began_at
 
-    def fault(self, now: float, received: int) -> str | None:
+    def find_fault(self, now: float, received: int) -> str | None:
         """The fault of a body of which `received` bytes have arrived; None if it is fast enough."""
-        if received != self._received:
-            self._received, self._progressed = received, now
-        if now >= self.began + self.total_s:
-            return f"the body had not come after {self.total_s:g} s"
-        if now >= self._progressed + self.pause_s:
-            return f"no more of the body came for {self.pause_s:g} s"
-        if now >= self._due(received):
+        if received != self._received_bytes:
+            self._received_bytes, self._last_progress = received, now
+        if now >= self.began_at + self.max_total_s:
+            return f"the body had not come after {self.max_total_s:g} s"
+        if now >= self._last_progress + self.max_pause_s:
+            return f"no more of the body came for {self.max_pause_s:g} s"
+        if now >= self._compute_due_time(received):
             return f"the body came at less than {self.min_bytes_per_s:g} bytes a second"
         return None
 
-    def next_look_s(self, now: float, received: int) -> float:
+    def compute_next_check_s(self, now: float, received: int) -> float:
         """The time until the next check of a body that is fast enough now."""
-        due = max(self._due(received), now + _SHORTEST_LOOK_S)
-        return max(0.0, min(self.began + self.total_s, self._progressed + self.pause_s, due) - now)
+        due = max(self._compute_due_time(received), now + _SHORTEST_LOOK_S)
+        return max(0.0, min(self.began_at + self.max_total_s, self._last_progress + self.max_pause_s, due) - now)
 
-    def _due(self, received: int) -> float:
+    def _compute_due_time(self, received: int) -> float:
         """The time at which more than `received` bytes must have arrived."""
         if not self.min_bytes_per_s:
-            return self.began + self.total_s
-        return self.began + max(self.grace_s, (received + self.unseen_bytes) / self.min_bytes_per_s)
+            return self.began_at + self.max_total_s
+        return self.began_at + max(self.grace_s, (received + self.uncounted_bytes) / self.min_bytes_per_s)
 
 
 class SlowTransferMonitor:
@@ -74,26 +74,26 @@ class SlowTransferMonitor:
         at_fault: called with a description of the fault.
         """
         self._loop = loop
-        self._pace = pace
-        self._passed = passed
-        self._at_fault = at_fault
-        self._arm(time.perf_counter())
+        self._progress = pace
+        self._count_bytes = passed
+        self._on_fault = at_fault
+        self._schedule_check(time.perf_counter())
 
     def stop(self) -> None:
         self._timer.cancel()
 
-    def _arm(self, now: float) -> None:
-        wait_s = self._pace.next_look_s(now, self._passed())
-        self._timer = self._loop.call_later(wait_s, self._look, self._look_again)
+    def _schedule_check(self, now: float) -> None:
+        wait_s = self._progress.compute_next_check_s(now, self._count_bytes())
+        self._timer = self._loop.call_later(wait_s, self._check_progress, self._schedule_second_check)
 
-    def _look(self, at_fault: Callable[[str], None]) -> None:
+    def _check_progress(self, at_fault: Callable[[str], None]) -> None:
         now = time.perf_counter()
-        fault = self._pace.fault(now, self._passed())
+        fault = self._progress.find_fault(now, self._count_bytes())
         if fault is None:
-            self._arm(now)
+            self._schedule_check(now)
         else:
             at_fault(fault)
 
-    def _look_again(self, fault: str) -> None:
+    def _schedule_second_check(self, fault: str) -> None:
         # After a stall of the server itself, its timers run before its sockets are read: check once more.
-        self._timer = self._loop.call_later(_SECOND_LOOK_S, self._look, self._at_fault)
+        self._timer = self._loop.call_later(_SECOND_LOOK_S, self._check_progress, self._on_fault)

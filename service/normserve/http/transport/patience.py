@@ -36,7 +36,7 @@ class HeaderTimer:
         self, loop: asyncio.AbstractEventLoop, patience: ConnectionTimeouts, on_late: Callable[[], None]
     ) -> None:
         self._loop = loop
-        self._patience = patience
+        self._timeouts = patience
         self._on_late = on_late
         self._timer: asyncio.TimerHandle | None = None
 
@@ -46,7 +46,7 @@ class HeaderTimer:
 
     def start(self) -> None:
         self.stop()
-        self._timer = self._loop.call_later(self._patience.header_s, self._on_late)
+        self._timer = self._loop.call_later(self._timeouts.header_s, self._on_late)
 
     def stop(self) -> None:
         if self._timer is not None:
@@ -67,10 +67,10 @@ class SlowReaderMonitor:
     ) -> None:
         """Args: unseen_bytes: bytes that may be sent before the transport reports them."""
         self._loop = loop
-        self._patience = patience
+        self._timeouts = patience
         self._transport = transport
-        self._unseen_bytes = unseen_bytes
-        self._watch: SlowTransferMonitor | None = None
+        self._uncounted_bytes = unseen_bytes
+        self._monitor: SlowTransferMonitor | None = None
 
     def start(self, response: SocketResponseSender | None) -> None:
         """Watch, because the kernel takes no more bytes for now.
@@ -81,29 +81,31 @@ class SlowReaderMonitor:
         unsent = self._transport.get_write_buffer_size
         if response is None:
             whole = unsent()
-            self._watch = SlowTransferMonitor(self._loop, self._pace(), lambda: whole - unsent(), self._abort)
+            self._monitor = SlowTransferMonitor(
+                self._loop, self._make_progress(), lambda: whole - unsent(), self._abort_transport
+            )
             return
-        if response.pace is None:
-            response.pace, response.unfinished = self._pace(), unsent()
-        self._watch = SlowTransferMonitor(
-            self._loop, response.pace, lambda: response.unfinished - unsent(), self._abort
+        if response.progress is None:
+            response.progress, response.pending_bytes = self._make_progress(), unsent()
+        self._monitor = SlowTransferMonitor(
+            self._loop, response.progress, lambda: response.pending_bytes - unsent(), self._abort_transport
         )
 
     def stop(self) -> None:
-        if self._watch is not None:
-            self._watch.stop()
-            self._watch = None
+        if self._monitor is not None:
+            self._monitor.stop()
+            self._monitor = None
 
-    def _pace(self) -> TransferProgress:
-        limits = self._patience
+    def _make_progress(self) -> TransferProgress:
+        limits = self._timeouts
         return TransferProgress(
             time.perf_counter(),
             limits.send_s,
             limits.transfer_s,
             limits.min_bytes_per_s,
             limits.grace_s,
-            self._unseen_bytes,
+            self._uncounted_bytes,
         )
 
-    def _abort(self, fault: str) -> None:
+    def _abort_transport(self, fault: str) -> None:
         self._transport.abort()

@@ -15,43 +15,43 @@ class IncomingBody:
     A body that is not requested here stays with uvicorn, as ASGI applications expect.
 
     Attributes:
-        announced: its length in bytes; None when it is chunked, 0 when there is none.
-        began: when the header was complete, by `time.perf_counter`.
-        received: number of bytes in the route's memory.
+        content_length: its length in bytes; None when it is chunked, 0 when there is none.
+        began_at: when the header was complete, by `time.perf_counter`.
+        received_bytes: number of bytes in the route's memory.
         is_complete: its last byte has arrived.
-        is_filling: received bytes belong to `room` and `append` here, not to uvicorn.
+        is_receiving: received bytes belong to `get_free_buffer` and `append_part` here, not to uvicorn.
     """
 
     def __init__(self, announced: int | None, begin: Callable[[], bytearray]) -> None:
         """Args: begin: starts to receive the body, and returns the bytes that were already received."""
-        self.announced = announced
-        self.began = time.perf_counter()
-        self.received = 0
+        self.content_length = announced
+        self.began_at = time.perf_counter()
+        self.received_bytes = 0
         self.is_complete = False
-        self.is_filling = False
-        self._ended = self.began
-        self._begin = begin
+        self.is_receiving = False
+        self._ended_at = self.began_at
+        self._begin_receiving = begin
         self._memory = memoryview(b"")
-        self._make_room: Callable[[int], memoryview] | None = None
-        self._arrival: asyncio.Future[None] | None = None
+        self._allocate: Callable[[int], memoryview] | None = None
+        self._completion: asyncio.Future[None] | None = None
         self._failure: NormserveError | None = None
 
     @property
-    def seconds(self) -> float:
+    def receive_s(self) -> float:
         """Seconds from the header to the last byte."""
-        return self._ended - self.began
+        return self._ended_at - self.began_at
 
     @property
-    def is_cut_off(self) -> bool:
+    def is_aborted(self) -> bool:
         """Whether the rest will not arrive, or is not wanted."""
         return self._failure is not None
 
-    def require_open(self) -> None:
-        """Raises: NormserveError: the error of `fail`, if it was called."""
+    def require_not_aborted(self) -> None:
+        """Raises: NormserveError: the error of `abort`, if it was called."""
         if self._failure is not None:
             raise copy.copy(self._failure)
 
-    async def into(
+    async def receive_into(
         self,
         make_room: Callable[[int], memoryview],
         *,
@@ -74,87 +74,87 @@ class IncomingBody:
         Raises:
             RequestTimeoutError: the client was too slow.
             ClientLeftError: the client disconnected.
-            NormserveError: what `fail` was called with.
+            NormserveError: what `abort` was called with.
         """
-        self.require_open()
-        early = self._begin()
+        self.require_not_aborted()
+        early = self._begin_receiving()
         if self.is_complete:
-            self.received = len(early)
+            self.received_bytes = len(early)
             return memoryview(early)
-        self._make_room = make_room
-        if self.announced is not None:
-            self._memory = make_room(self.announced)
-        self.is_filling = True
+        self._allocate = make_room
+        if self.content_length is not None:
+            self._memory = make_room(self.content_length)
+        self.is_receiving = True
         try:
-            self._take(early)
+            self._store(early)
             pace = TransferProgress(time.perf_counter(), pause_s, total_s, min_bytes_per_s, grace_s)
-            await self._completion(pace)
-            return self._memory[: self.received]
+            await self._wait_complete(pace)
+            return self._memory[: self.received_bytes]
         finally:
-            self._let_go()
+            self._release_memory()
 
-    def room(self) -> memoryview:
+    def get_free_buffer(self) -> memoryview:
         """The memory for the next bytes of an announced body."""
-        return self._memory[self.received : self.announced]
+        return self._memory[self.received_bytes : self.content_length]
 
-    def advance(self, nbytes: int) -> None:
-        """Count bytes that were written to `room`."""
-        self.received += nbytes
+    def count_received(self, nbytes: int) -> None:
+        """Count bytes that were written to `get_free_buffer`."""
+        self.received_bytes += nbytes
 
-    def append(self, data: bytes) -> None:
+    def append_part(self, data: bytes) -> None:
         """Add the next piece of a chunked body."""
         try:
-            self._take(data)
+            self._store(data)
         except NormserveError as error:
-            self.fail(error)
+            self.abort(error)
 
-    def complete(self) -> None:
+    def mark_complete(self) -> None:
         """The last byte has arrived."""
         self.is_complete = True
-        self._ended = time.perf_counter()
-        if self._arrival is not None and not self._arrival.done():
-            self._arrival.set_result(None)
+        self._ended_at = time.perf_counter()
+        if self._completion is not None and not self._completion.done():
+            self._completion.set_result(None)
 
-    def fail(self, error: NormserveError) -> None:
+    def abort(self, error: NormserveError) -> None:
         """The rest will not arrive, or is not wanted: later bytes go to uvicorn again."""
-        self.is_filling = False
+        self.is_receiving = False
         # A copy that is never raised: a traceback would hold the frame that waits for this body.
         self._failure = copy.copy(error)
         if not self.is_complete:
             # Other requests may wait for this memory.  A complete body belongs to the route, which has not run yet.
             self._memory = memoryview(b"")
-        if self._arrival is not None and not self._arrival.done():
-            self._arrival.set_exception(error)
+        if self._completion is not None and not self._completion.done():
+            self._completion.set_exception(error)
 
-    def _take(self, data: bytes | bytearray) -> None:
+    def _store(self, data: bytes | bytearray) -> None:
         if not data:
             return
-        end = self.received + len(data)
+        end = self.received_bytes + len(data)
         if end > len(self._memory):
-            assert self._make_room is not None
-            larger = self._make_room(end)
-            larger[: self.received] = self._memory[: self.received]
+            assert self._allocate is not None
+            larger = self._allocate(end)
+            larger[: self.received_bytes] = self._memory[: self.received_bytes]
             self._memory = larger
-        self._memory[self.received : end] = data
-        self.received = end
+        self._memory[self.received_bytes : end] = data
+        self.received_bytes = end
 
-    async def _completion(self, pace: TransferProgress) -> None:
+    async def _wait_complete(self, pace: TransferProgress) -> None:
         loop = asyncio.get_running_loop()
-        self._arrival = loop.create_future()
-        watch = SlowTransferMonitor(loop, pace, lambda: self.received, self._end)
+        self._completion = loop.create_future()
+        watch = SlowTransferMonitor(loop, pace, lambda: self.received_bytes, self._abort_slow)
         try:
-            await self._arrival
+            await self._completion
         finally:
             watch.stop()
 
-    def _end(self, fault: str) -> None:
-        self.fail(RequestTimeoutError(fault))
+    def _abort_slow(self, fault: str) -> None:
+        self.abort(RequestTimeoutError(fault))
 
-    def _let_go(self) -> None:
+    def _release_memory(self) -> None:
         """The slab must not live as long as the connection."""
-        self.is_filling = False
+        self.is_receiving = False
         self._memory = memoryview(b"")
-        self._make_room = self._arrival = None
+        self._allocate = self._completion = None
 
 
 def parse_content_length(headers: Iterable[tuple[bytes, bytes]]) -> int | None:

@@ -29,18 +29,18 @@ class ResponseSender(ABC):
     """The sending of a response, as the routes see it.
 
     Attributes:
-        on_departure: called if the client leaves before its response is complete.
+        on_disconnect: called if the client leaves before its response is complete.
         is_delivered: whether the last byte was taken while the client was connected; None before the end.
     """
 
     def __init__(self) -> None:
-        self._began = 0.0
-        self._ended = 0.0
-        self.on_departure: Callable[[], None] | None = None
+        self._began_at = 0.0
+        self._ended_at = 0.0
+        self.on_disconnect: Callable[[], None] | None = None
         self.is_delivered: bool | None = None
 
     @abstractmethod
-    async def respond(self, status: int, headers: Headers, buffers: Buffers, nbytes: int) -> None:
+    async def send_response(self, status: int, headers: Headers, buffers: Buffers, nbytes: int) -> None:
         """Send a whole response; returns when the last byte was taken.
 
         Args:
@@ -52,14 +52,14 @@ class ResponseSender(ABC):
         """
 
     @property
-    def has_begun(self) -> bool:
+    def has_started(self) -> bool:
         """Whether a response is on its way, so that no other one can be sent."""
-        return self._began > 0
+        return self._began_at > 0
 
     @property
-    def seconds(self) -> float:
+    def send_s(self) -> float:
         """Seconds from the first byte of the response until the last one was taken."""
-        return (self._ended or time.perf_counter()) - self._began if self._began else 0.0
+        return (self._ended_at or time.perf_counter()) - self._began_at if self._began_at else 0.0
 
 
 class SocketResponseSender(ResponseSender):
@@ -68,13 +68,13 @@ class SocketResponseSender(ResponseSender):
     The kernel takes the bytes.
 
     Attributes:
-        pace: the response's speed, since the kernel could take no more for the first time.
-        unfinished: bytes that were unsent then, and those written after them.
+        progress: the response's speed, since the kernel could take no more for the first time.
+        pending_bytes: bytes that were unsent then, and those written after them.
     """
 
     # Class attributes, because small responses need neither.
-    pace: TransferProgress | None = None
-    unfinished = 0
+    progress: TransferProgress | None = None
+    pending_bytes = 0
 
     def __init__(
         self,
@@ -88,39 +88,41 @@ class SocketResponseSender(ResponseSender):
         """Args: close: called to close the transport; None closes it at once."""
         super().__init__()
         self._transport = transport
-        self._portion_bytes = TLS_PORTION_BYTES if is_encrypted else _PORTION_BYTES
+        self._max_write_bytes = TLS_PORTION_BYTES if is_encrypted else _PORTION_BYTES
         self._loop = loop
         self._cycle: RequestResponseCycle | None = cycle
-        self._close = close
-        self._is_probed = False
-        self._was_closing = False
+        self._close_connection = close
+        self._has_sent_probe = False
+        self._was_closing_before = False
         self._is_closed = False
-        self._held: list[bytes | memoryview] = []
-        self._held_bytes = 0
+        self._buffered_data: list[bytes | memoryview] = []
+        self._buffered_bytes = 0
 
-    async def respond(self, status: int, headers: Headers, buffers: Buffers, nbytes: int) -> None:
+    async def send_response(self, status: int, headers: Headers, buffers: Buffers, nbytes: int) -> None:
         """Do in one step what uvicorn's cycle does for a response in several messages."""
         cycle = self._cycle
-        if cycle is None or not await self._can_write(cycle):
+        if cycle is None or not await self._wait_writable(cycle):
             return
         cycle.response_started, cycle.waiting_for_100_continue = True, False
         head = [b"%b: %b\r\n" % header for header in (*cycle.default_headers, *headers)]
         if not cycle.keep_alive:
             head.append(b"connection: close\r\n")
-        whole = [self._begin_with(STATUS_LINE[status]), *head, b"\r\n"]
+        whole = [self._start_with(STATUS_LINE[status]), *head, b"\r\n"]
         if nbytes <= _JOIN_BYTES:
             self._transport.write(b"".join([*whole, *buffers]))
         else:
-            for number, portion in enumerate(_split_into_writes([b"".join(whole), *buffers], self._portion_bytes)):
+            for number, portion in enumerate(
+                _split_into_writes([b"".join(whole), *buffers], self._max_write_bytes)
+            ):
                 # Let other tasks run between portions, even if the kernel took all of one.  Not after the last: the
                 # client may read it and leave before this task continues.
                 if number:
                     await asyncio.sleep(0)
                     if cycle.disconnected:
                         return
-                self.unfinished += sum(map(len, portion))
+                self.pending_bytes += sum(map(len, portion))
                 self._transport.writelines(portion)
-                if not await self._can_write(cycle):
+                if not await self._wait_writable(cycle):
                     return
         cycle.response_complete = True
         cycle.message_event.set()
@@ -128,7 +130,7 @@ class SocketResponseSender(ResponseSender):
             self.close()
         cycle.on_response()
 
-    async def _can_write(self, cycle: RequestResponseCycle) -> bool:
+    async def _wait_writable(self, cycle: RequestResponseCycle) -> bool:
         """Wait until the kernel has taken all earlier writes; return whether the client is connected."""
         if cycle.flow.write_paused and not cycle.disconnected:
             await cycle.flow.drain()
@@ -136,70 +138,70 @@ class SocketResponseSender(ResponseSender):
 
     def write(self, data: bytes | memoryview) -> None:
         """Send, or hold until more follows; data is held at most until the current step of the loop ends."""
-        if not self._began:
-            data = self._begin_with(data)
+        if not self._began_at:
+            data = self._start_with(data)
         if not len(data):
             return
-        self._held.append(data)
-        self._held_bytes += len(data)
-        if self._held_bytes > _JOIN_BYTES:
+        self._buffered_data.append(data)
+        self._buffered_bytes += len(data)
+        if self._buffered_bytes > _JOIN_BYTES:
             self.flush()
-        elif len(self._held) == 1:
+        elif len(self._buffered_data) == 1:
             self._loop.call_soon(self.flush)
 
-    def probe(self) -> None:
+    def send_probe(self) -> None:
         """Send the response's first bytes ahead, if it has not begun; a client that has gone resets them."""
-        if not self._began:
-            self._is_probed = True
+        if not self._began_at:
+            self._has_sent_probe = True
             self._transport.write(PROBE)
 
-    def _begin_with(self, data: bytes | memoryview) -> bytes | memoryview:
-        """The first data of the response, without the bytes that `probe` has sent."""
-        self._began = time.perf_counter()
-        return data[len(PROBE) :] if self._is_probed else data
+    def _start_with(self, data: bytes | memoryview) -> bytes | memoryview:
+        """The first data of the response, without the bytes that `send_probe` has sent."""
+        self._began_at = time.perf_counter()
+        return data[len(PROBE) :] if self._has_sent_probe else data
 
     def flush(self) -> None:
         """Send the data that is held."""
-        held, nbytes = self._held, self._held_bytes
+        held, nbytes = self._buffered_data, self._buffered_bytes
         if not nbytes:
             return
-        self._held, self._held_bytes = [], 0
+        self._buffered_data, self._buffered_bytes = [], 0
         if nbytes > _JOIN_BYTES:
-            self.unfinished += nbytes
+            self.pending_bytes += nbytes
             self._transport.writelines(held)
         else:
             self._transport.write(b"".join(held))
 
-    def finish(self) -> None:
+    def finish_response(self) -> None:
         """The response is complete, and the kernel has taken all data except what is held."""
         self.flush()
         if self.is_delivered is None:
-            was_closing = self._was_closing if self._is_closed else self._transport.is_closing()
+            was_closing = self._was_closing_before if self._is_closed else self._transport.is_closing()
             self.is_delivered = not was_closing
-            self._ended = time.perf_counter()
+            self._ended_at = time.perf_counter()
         self._cycle = None
 
-    def depart(self) -> None:
+    def handle_disconnect(self) -> None:
         """The client has gone."""
         self._cycle = None
-        self._held, self._held_bytes = [], 0
+        self._buffered_data, self._buffered_bytes = [], 0
         if self.is_delivered is None:
             self.is_delivered = False
-            if self.on_departure is not None:
-                self.on_departure()
+            if self.on_disconnect is not None:
+                self.on_disconnect()
 
     def is_closing(self) -> bool:
         return self._transport.is_closing()
 
-    async def cut_off(self) -> None:
+    async def abort_connection(self) -> None:
         """Send no response, if there is no memory for one: the client sees the connection end."""
         self._transport.abort()
 
     def close(self) -> None:
         """Called by uvicorn's cycle just before a connection's last response ends, or in place of its rest."""
         self.flush()
-        self._was_closing, self._is_closed = self._transport.is_closing(), True
-        (self._close or self._transport.close)()
+        self._was_closing_before, self._is_closed = self._transport.is_closing(), True
+        (self._close_connection or self._transport.close)()
 
 
 def _split_into_writes(buffers: Buffers, portion_bytes: int) -> Iterator[list[bytes | memoryview]]:

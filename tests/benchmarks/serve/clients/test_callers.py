@@ -23,7 +23,7 @@ def test_a_caller_sends_an_array_and_returns_one(name):
     server = RawServer([[ANSWER, next_request, ANSWER, next_request, ANSWER]])
     try:
         with asyncio.Runner() as runner, CALLERS[name](ServerEndpoint(server.url, "bench"), X, runner) as caller:
-            times = caller.times(3, 0.0)
+            times = caller.measure(3, 0.0)
     finally:
         server.close()
     assert len(times.seconds) == 3

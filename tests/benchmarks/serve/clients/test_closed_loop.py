@@ -70,7 +70,7 @@ def served(at_once: int, status: str = "200", delay_s: float = 0.0) -> Iterator[
 
 def test_connections_are_asked_side_by_side(client):
     with served(8) as server:
-        turn = client.turn(server, "a/b", b"1234", 0.1, 8)
+        turn = client.run_turn(server, "a/b", b"1234", 0.1, 8)
     # However long an answer took, a part of it counts.
     assert turn.per_second >= 8 / 60
     assert turn.p50_s > 0
@@ -80,15 +80,15 @@ def test_connections_are_asked_side_by_side(client):
 def test_connections_that_waited_long_do_not_count_as_fast_ones(client):
     # Each connection gets an answer in 0.4 s and then one every 0.04 s at most, of which 0.4 s count.
     with served(1, delay_s=0.4) as server:
-        turn = client.turn(server, "a/b", b"1234", 0.5, 8)
+        turn = client.run_turn(server, "a/b", b"1234", 0.5, 8)
     assert 0 < turn.per_second <= 8 * (0.75 + 0.1 / 0.04) / 0.4
 
 
 def test_an_error_is_no_answer(client):
     with served(1, "503") as server, pytest.raises(subprocess.CalledProcessError):
-        client.turn(server, "a/b", b"", 0.1)
+        client.run_turn(server, "a/b", b"", 0.1)
 
 
 def test_an_echo_gives_everything_back(client, folder):
     with launch.run_echo(CORES, compile_program(folder, "echo"), 100_000) as (echoing,):
-        assert client.turn(echoing, "", bytes(100_000), 0.01).per_second > 0
+        assert client.run_turn(echoing, "", bytes(100_000), 0.01).per_second > 0

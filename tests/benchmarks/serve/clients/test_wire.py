@@ -7,9 +7,9 @@ def test_memory_of_an_answer_outlives_the_leave_to_send_the_next_request():
     async def play(port: int) -> None:
         wire = await RawConnection.open(port)
         post = CheckedRequest("/v1/layer_norm", 2**14, PARAMETERS)
-        bodies = [(await post.by(wire, waits_for_leave=True)).body for _ in range(2)]
+        bodies = [(await post.send(wire, waits_for_leave=True)).body for _ in range(2)]
         assert bodies[0] is bodies[1]
-        wire.leave()
+        wire.close()
 
     against(Server(normalised), play)
 
@@ -19,9 +19,9 @@ def test_refused_body_is_not_sent():
 
     async def play(port: int) -> None:
         wire = await RawConnection.open(port)
-        answered = await CheckedRequest("/v1/layer_norm", 2**20, PARAMETERS).by(wire, waits_for_leave=True)
-        assert (answered.status, answered.stays_open) == (429, False)
-        wire.leave()
+        answered = await CheckedRequest("/v1/layer_norm", 2**20, PARAMETERS).send(wire, waits_for_leave=True)
+        assert (answered.status, answered.is_reusable) == (429, False)
+        wire.close()
 
     against(server, play)
     assert server.bodies == 0

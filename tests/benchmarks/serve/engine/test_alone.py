@@ -9,8 +9,8 @@ def test_requests_follow_one_another_and_slabs_come_home():
     async def play() -> None:
         engine = BareEngine("torch")
         assert await engine.start() == "cpu"
-        jobs = await engine.jobs(2**20, 2)
-        passage = await engine.turn(jobs, 0.0, passes=3)
+        jobs = await engine.make_jobs(2**20, 2)
+        passage = await engine.run_turn(jobs, 0.0, passes=3)
         assert passage.bytes_per_second > 0
         assert set(passage.stages_ms) == {"queue", "copy_in", "kernel", "copy_out", "elsewhere"}
         assert passage.stages_ms["kernel"] > 0

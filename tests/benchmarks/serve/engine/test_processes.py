@@ -13,5 +13,5 @@ def test_engines_run_side_by_side(devices, monkeypatch):
     monkeypatch.setattr(multiprocessing, "get_context", lambda method: context)
     with start_engines(devices, 2**20, 1) as started:
         for engine in started:
-            engine.go(0.01)
-        assert all(engine.bytes_per_second() > 0 for engine in started)
+            engine.start_turn(0.01)
+        assert all(engine.receive_rate() > 0 for engine in started)

@@ -12,7 +12,7 @@ from benchmarks.serve.processes import ready
 
 @pytest.mark.parametrize("request_", [ready.FORESEEN, *ready.UNFORESEEN], ids=lambda each: each.what)
 def test_a_body_is_what_its_request_says(request_):
-    tensors = safetensors.decode(memoryview(request_.body()))
+    tensors = safetensors.decode(memoryview(request_.encode_body()))
     assert {name: tensor.shape for name, tensor in tensors.items()} == dict(request_.shapes)
     assert all(any(bytes(tensor.data)) for tensor in tensors.values())
 

@@ -33,7 +33,7 @@ def test_an_answer_is_read_whole_however_it_comes(cuts):
 
         thread = threading.Thread(target=serve)
         thread.start()
-        assert bytes(RepeatedRequest(ours, b"request", 40).request()) == bytes(range(40))
+        assert bytes(RepeatedRequest(ours, b"request", 40).send()) == bytes(range(40))
         thread.join()
 
 
@@ -43,7 +43,7 @@ def test_half_an_answer_is_an_error():
         theirs.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 40\r\n\r\n")
         theirs.shutdown(socket.SHUT_WR)
         with pytest.raises(RuntimeError, match="closed"):
-            RepeatedRequest(ours, b"", 40).request()
+            RepeatedRequest(ours, b"", 40).send()
 
 
 def test_a_refusal_is_an_error():
@@ -51,4 +51,4 @@ def test_a_refusal_is_an_error():
     with ours, theirs:
         theirs.sendall(b"HTTP/1.1 429 Too Many Requests\r\ncontent-length: 0\r\n\r\n")
         with pytest.raises(RuntimeError, match="429"):
-            RepeatedRequest(ours, b"request", 40).request()
+            RepeatedRequest(ours, b"request", 40).send()

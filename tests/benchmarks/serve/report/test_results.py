@@ -7,12 +7,12 @@ from benchmarks.serve.report.results import CsvResults
 
 def test_a_part_that_fails_costs_no_other(tmp_path, capsys):
     results = CsvResults(tmp_path / "a.csv", ("size", "rate"))
-    with results.part("first"):
-        results.add({"size": 1, "rate": 2})
+    with results.run_part("first"):
+        results.add_row({"size": 1, "rate": 2})
         assert not results.exit_code
         raise RuntimeError("no such device")
-    with results.part("second"):
-        results.add({"size": 3, "rate": 4})
+    with results.run_part("second"):
+        results.add_row({"size": 3, "rate": 4})
     assert results.exit_code == 1
     said = capsys.readouterr().out
     assert "first failed" in said
@@ -25,5 +25,5 @@ def test_a_part_that_fails_costs_no_other(tmp_path, capsys):
 
 def test_rows_are_written_at_once(tmp_path):
     results = CsvResults(tmp_path / "a.csv", ("size",))
-    results.add({"size": 7})
+    results.add_row({"size": 7})
     assert (tmp_path / "a.csv").read_text().rstrip().endswith(",7")

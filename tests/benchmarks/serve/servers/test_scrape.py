@@ -27,7 +27,9 @@ def test_stages():
     metrics = Metrics()
     before = samples(metrics)
     for seconds in (0.002, 0.004):
-        metrics.observe_request(RequestRecord(op="layer_norm", direction="forward", stages={"recv": seconds}))
+        metrics.observe_request(
+            RequestRecord(op="layer_norm", direction="forward", stage_seconds={"recv": seconds})
+        )
     after = samples(metrics)
     told = scrape.compute_stage_ms(before, after)
     assert told["recv"] == 3

@@ -24,7 +24,7 @@ CELLS = {
 
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
 def test_kernels_are_few_enough_to_compile_at_once_and_come_in_the_order_of_the_cells(pass_):
-    kernels = select_distinct_kernels({cell: list(cell.configs()) for cell in CELLS[pass_]})
+    kernels = select_distinct_kernels({cell: list(cell.iterate_configs()) for cell in CELLS[pass_]})
     assert list(kernels) == CELLS[pass_]
     assert sum(map(len, kernels.values())) <= 450
 
@@ -32,7 +32,7 @@ def test_kernels_are_few_enough_to_compile_at_once_and_come_in_the_order_of_the_
 def test_kernels_that_cells_share_are_compiled_for_the_first():
     cell = GroupNormTuningCell("forward", (8, 512, 64, 64), "nchw", "bfloat16")
     fewer = GroupNormTuningCell("forward", (7, 512, 64, 64), "nchw", "bfloat16")
-    configs = list(cell.configs())
+    configs = list(cell.iterate_configs())
     kernels = select_distinct_kernels({cell: configs, fewer: configs})
     assert kernels[cell]
     assert not kernels[fewer]
@@ -89,5 +89,5 @@ def test_what_fails_is_written_with_its_error_and_what_lasts_ends_the_cell(devic
 
 
 def test_no_cell_is_begun_too_late(tmp_path):
-    time_item(TuningItem(SMALL, [GroupNormForwardSweep(4, 1)], tmp_path / "tune.csv", latest=0.0))
+    time_item(TuningItem(SMALL, [GroupNormForwardSweep(4, 1)], tmp_path / "tune.csv", deadline_s=0.0))
     assert not (tmp_path / "tune.csv").exists()

@@ -20,8 +20,10 @@ class Wire(LocalConnection):
     def grow_device(self, nbytes: int = MIB):
         answer = self.request(frames.GrowArenaMessage(nbytes, "device"))
         assert answer.status == 200, answer
-        mapped = ShareableDevice.find(answer.device).open(self._descriptors.pop(), answer.nbytes, DeviceSegment)
-        return answer.segment, torch.as_tensor(mapped.whole(), device="cuda").view(torch.float32)
+        mapped = ShareableDevice.find_by_uuid(answer.device).map_descriptor(
+            self._descriptors.pop(), answer.nbytes, DeviceSegment
+        )
+        return answer.segment, torch.as_tensor(mapped.view(), device="cuda").view(torch.float32)
 
 
 @pytest.fixture

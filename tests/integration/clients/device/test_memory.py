@@ -34,7 +34,7 @@ def test_nothing_is_copied_of_what_lies_there(serving, local):
     x = local.empty((512, 1024), torch.float32, device="cuda")
     x.normal_()
     weight = local.empty((1024,), device="cuda").fill_(2)
-    arena = local._transport._link.protocol._offers._arena
+    arena = local._transport._link.protocol._device_offer._arena
     copied = [metric(serving, "transfer_bytes_total", f'direction="{way}"') for way in ("in", "out")]
     taken = arena._taken
     y = local.layer_norm(x, weight).y
@@ -79,12 +79,12 @@ def test_a_place_is_not_used_again_while_a_stream_reads_it(serving, path):
         others = [client.layer_norm(ones, bias=nines).y for _ in range(3)]
         assert not side.query(), "the calls took longer than the stream, so that this test shows nothing"
         assert address not in [other.data_ptr() for other in others]
-        arena = client._transport._link.protocol._offers._arena
-        assert side.stream_id in [number for _, (number, *_) in arena._dying]
+        arena = client._transport._link.protocol._device_offer._arena
+        assert side.stream_id in [number for _, (number, *_) in arena._pending_returns]
         torch.cuda.synchronize()
         assert (kept == 7).all()
         client.layer_norm(ones)
-        assert side.stream_id not in [number for _, (number, *_) in arena._dying]
+        assert side.stream_id not in [number for _, (number, *_) in arena._pending_returns]
 
 
 def test_a_client_that_is_killed_leaves_nothing_behind(serving, path, local, until, settled):

@@ -67,7 +67,7 @@ NUMPY, TORCH = np.ones(1), torch.ones(1)
 
 def known(client, like=NUMPY):
     """How many calls with arrays of one kind are known that may come again."""
-    return len(client._transport._link.recurring.of(like).known)
+    return len(client._transport._connection.call_caches.get_cache(like).calls)
 
 
 def test_arrays_that_change_in_their_places_are_read_anew(client, http, there):
@@ -191,14 +191,14 @@ def test_another_connection_learns_for_itself(client, http, there, path):
     x = there[0]
     client.rms_norm(x)
     expected = client.rms_norm(x).y.copy()
-    link = client._transport._link
+    link = client._transport._connection
     link._socket.shutdown(2)
     with pytest.raises(ConnectionFailedError):
         client.rms_norm(x)
     # Its arena is the old one's: what lies there is copied now.
     for _ in range(2):
         np.testing.assert_array_equal(client.rms_norm(x).y, expected)
-    assert client._transport._link is not link
+    assert client._transport._connection is not link
     assert known(client) == 1
 
 
@@ -214,7 +214,7 @@ def test_tasks_that_are_cancelled_keep_their_places_until_they_are_answered(http
                 task.cancel()
                 found = (await client.rms_norm(x)).y
                 np.testing.assert_array_equal(found, right)
-            link = client._transport._link
+            link = client._transport._connection
             await client.info()
             assert not link.protocol.has_pending
 

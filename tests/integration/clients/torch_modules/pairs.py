@@ -33,15 +33,15 @@ class Watched(Client):
     calls = ()
     addresses = ()
 
-    def _run(self, call):
-        result = super()._run(call)
+    def _run_call(self, call):
+        result = super()._run_call(call)
         # Over shared memory, calls that come again are none.
         if not isinstance(self._transport, LocalTransport):
             self._watch(call, result)
         return result
 
-    def _run_again(self, transport, first, build, args, kwargs):
-        call, result = build(*args, **kwargs), super()._run_again(transport, first, build, args, kwargs)
+    def _run_cacheable(self, transport, first, build, args, kwargs):
+        call, result = build(*args, **kwargs), super()._run_cacheable(transport, first, build, args, kwargs)
         self._watch(call, result)
         return result
 

@@ -58,15 +58,15 @@ def test_every_entry_serves_the_largest_groups_of_its_class(itemsize):
 def test_what_programs_share_is_resident_and_covers_the_group(sample, itemsize):
     forward = choose_forward(sample, itemsize, MULTIPROCESSORS)
     if isinstance(forward, GroupNormForwardCooperative):
-        members = forward.members(sample)
-        slab = forward.chunks * forward.block
+        members = forward.count_members(sample)
+        slab = forward.chunks * forward.chunk_elements
         assert (members - 1) * slab < sample.group_length <= members * slab
         assert members <= MULTIPROCESSORS * forward.programs_per_sm
     elif isinstance(forward, ForwardCooperativeBlock):
-        assert forward.members(sample, itemsize) <= MULTIPROCESSORS * forward.programs_per_sm
+        assert forward.count_members(sample, itemsize) <= MULTIPROCESSORS * forward.programs_per_sm
     backward = choose_backward(sample, itemsize, MULTIPROCESSORS)
     if isinstance(backward, GroupNormBackwardCooperative | BackwardCooperativeBlock):
-        assert backward.members(sample, itemsize) <= MULTIPROCESSORS * backward.programs_per_sm
+        assert backward.count_members(sample, itemsize) <= MULTIPROCESSORS * backward.programs_per_sm
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
@@ -130,10 +130,10 @@ def test_streams_leave_few_lanes_without_columns(channels):
 @pytest.mark.parametrize("hw", [1, 40, 4096])
 def test_a_program_of_the_passes_that_do_not_wait_has_no_empty_piece(hw):
     contiguous = find_split_backward(SampleShape(4, 3, hw, channels_last=False), 2)
-    piece = contiguous.part_positions(2) // contiguous.pieces
-    assert contiguous.pieces <= -(-hw // piece)
+    piece = contiguous.count_range_positions(2) // contiguous.fragments
+    assert contiguous.fragments <= -(-hw // piece)
     last = find_split_backward(SampleShape(4, 8, hw, channels_last=True), 2)
-    assert last.pieces <= -(-hw // (last.chunks * last.rows(8)))
+    assert last.fragments <= -(-hw // (last.chunks * last.count_tile_rows(8)))
 
 
 def test_small_groups_go_several_to_a_program():

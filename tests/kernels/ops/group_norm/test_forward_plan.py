@@ -30,8 +30,10 @@ from tests.kernels.ops.group_norm.cases import channels_last
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs tensors of the host")
 
 N, GROUPS = 3, 2
-SPLIT = GroupNormForwardSplit(units=16, split_units=40, program_units=24, num_warps=4)
-COLUMNS = ForwardColumnSplit(width=8, rows=4, unroll=2, split_rows=16, apply_rows=8, run_rows=24, num_warps=4)
+SPLIT = GroupNormForwardSplit(tile_vectors=16, split_vectors=40, program_vectors=24, num_warps=4)
+COLUMNS = ForwardColumnSplit(
+    block_columns=8, tile_rows=4, unroll=2, split_rows=16, apply_rows=8, range_rows=24, num_warps=4
+)
 
 
 def plan(config, channels, hw, *, last=False, residual=None, stats=True, affine=True):
@@ -169,7 +171,7 @@ def test_split_groups_are_covered_by_their_parts(hw, splits, programs):
 
 @pytest.mark.parametrize(("channels", "hw", "wide"), [(1, WIDE_GROUP - 4, False), (1, WIDE_GROUP, True)])
 def test_long_groups_are_indexed_with_more_bits(channels, hw, wide):
-    whole = GroupNormForwardSplit(units=2**20, split_units=2**28, program_units=2**28, num_warps=4)
+    whole = GroupNormForwardSplit(tile_vectors=2**20, split_vectors=2**28, program_vectors=2**28, num_warps=4)
     x = torch.empty(1).expand(1, channels, hw)
     out = Forward(x, None, None)
     launches = plan_forward(

@@ -35,7 +35,7 @@ class Watched:
         self._task = asyncio.create_task(self._watch(file))
 
     async def _watch(self, file: KeysFileReader) -> None:
-        await file.watch(lambda keys: self.applied.append([key.name for key in keys]), every_s=0.001)
+        await file.poll_changes(lambda keys: self.applied.append([key.name for key in keys]), every_s=0.001)
 
     async def until(self, condition) -> None:
         async with asyncio.timeout(10):

@@ -75,8 +75,8 @@ def sample_jobs(
 
 def assert_same_bits_alone(backend: CpuBackend, jobs: list[NormJob]) -> None:
     together = backend.run(Batch(tuple(jobs)))
-    for job, outputs in zip(jobs, together.outputs, strict=True):
-        (alone,) = backend.run(Batch((job,))).outputs
+    for job, outputs in zip(jobs, together.results, strict=True):
+        (alone,) = backend.run(Batch((job,))).results
         assert alone.keys() == outputs.keys()
         for name in alone:
             assert alone[name].shape == outputs[name].shape
@@ -89,12 +89,12 @@ def test_the_sum_has_the_residuals_dtype_but_xs_of_groups(backend, op):
     x, residual = torch.randn(shape).bfloat16(), torch.randn(shape).half()
     tensors = {"x": host(x), "residual": host(residual)}
     forward = NormSpec(Op(op), PassDirection.FORWARD, eps=1e-5, num_groups=2)
-    (outputs,) = backend.run(Batch((NormJob(forward, tensors),))).outputs
+    (outputs,) = backend.run(Batch((NormJob(forward, tensors),))).results
     own = op != "group_norm"
     expected = (x.float() + residual.float()).to(torch.float16 if own else torch.bfloat16)
     assert torch.equal(back(outputs["residual_out"]), expected)
     backward = NormSpec(Op(op), PassDirection.BACKWARD, eps=1e-5, num_groups=2)
-    (outputs,) = backend.run(Batch((NormJob(backward, tensors | {"dy": host(x)}),))).outputs
+    (outputs,) = backend.run(Batch((NormJob(backward, tensors | {"dy": host(x)}),))).results
     assert outputs.keys() == ({"dx", "dresidual"} if own else {"dx"})
     assert back(outputs["dx"]).dtype == torch.bfloat16
     if own:
@@ -131,7 +131,7 @@ class TestCompany:
 
     def test_each_sample_keeps_its_own_scale_and_shift(self, backend):
         jobs = sample_jobs(PassDirection.FORWARD, ChannelLayout.NHWC, torch.float32, (6, 2, 5), "none", 3)
-        for job, outputs in zip(jobs, backend.run(Batch(tuple(jobs))).outputs, strict=True):
+        for job, outputs in zip(jobs, backend.run(Batch(tuple(jobs))).results, strict=True):
             given = {name: back(tensor) for name, tensor in job.tensors.items()}
             h = (given["x"] + given["residual"]).movedim(-1, 1)
             z = torch.nn.functional.group_norm(h, 3).movedim(1, -1)
@@ -156,20 +156,20 @@ class TestBackend:
         x = torch.randn(3, 5, 4)
         columns = HostTensor(DType.FLOAT32, (3, 5, 4), host(x.permute(2, 1, 0)).data, fortran_order=True)
         spec = NormSpec(Op.LAYER_NORM, PassDirection.FORWARD, eps=1e-5)
-        (outputs,) = backend.run(Batch((NormJob(spec, {"x": columns}),))).outputs
+        (outputs,) = backend.run(Batch((NormJob(spec, {"x": columns}),))).results
         torch.testing.assert_close(back(outputs["y"]), torch.nn.functional.layer_norm(x, (4,)))
 
     def test_layers_parameters_are_a_copy(self, backend):
         sent = host(torch.full((4,), 2.0))
-        resident = backend.load(Op.RMS_NORM, sent, None)
+        resident = backend.load_parameters(Op.RMS_NORM, sent, None)
         sent.data[:] = bytes(16)
         x = torch.randn(3, 4)
         job = NormJob(
             NormSpec(Op.RMS_NORM, PassDirection.FORWARD, eps=1e-6),
             {"x": host(x)},
-            layer(op=Op.RMS_NORM, resident=resident),
+            layer(op=Op.RMS_NORM, backend_parameters=resident),
         )
-        (outputs,) = backend.run(Batch((job,))).outputs
+        (outputs,) = backend.run(Batch((job,))).results
         expected = torch.nn.functional.rms_norm(x, (4,), torch.full((4,), 2.0), 1e-6)
         torch.testing.assert_close(back(outputs["y"]), expected)
 
@@ -213,7 +213,7 @@ class TestBackend:
         for may_overwrite in (False, True):
             tensors = {name: host(sent) for name in names}
             job = NormJob(NormSpec(op, PassDirection.FORWARD, eps=1e-5), tensors, None, may_overwrite)
-            (results[may_overwrite],) = backend.run(Batch((job,))).outputs
+            (results[may_overwrite],) = backend.run(Batch((job,))).results
             y = results[may_overwrite]["y"]
             assert (bytes(tensors["x"].data) == bytes(y.data)) == may_overwrite
             assert torch.equal(back(tensors["x"]), sent) == (not may_overwrite)
@@ -230,17 +230,17 @@ class TestBackend:
         backend = CpuBackend(1, slabs)
         together = backend.run(Batch(tuple(jobs)))
         assert (slabs.used_bytes > 0) == (scratch_bytes == 0)
-        for job, outputs in zip(jobs, together.outputs, strict=True):
-            (alone,) = backend.run(Batch((job,))).outputs
+        for job, outputs in zip(jobs, together.results, strict=True):
+            (alone,) = backend.run(Batch((job,))).results
             assert bytes(outputs["y"].data) == bytes(alone["y"].data)
         del together, outputs, alone
         assert slabs.used_bytes == 0
 
     def test_more_is_computed_where_it_came_in_when_there_is_one_core(self, monkeypatch):
         monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
-        several = CpuBackend().inline_bytes
+        several = CpuBackend().max_inline_bytes
         monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
-        assert 0 < several < CpuBackend().inline_bytes
+        assert 0 < several < CpuBackend().max_inline_bytes
 
     @pytest.mark.parametrize(
         ("error", "meaning"),
@@ -252,4 +252,4 @@ class TestBackend:
         ],
     )
     def test_errors_have_a_meaning(self, backend, error, meaning):
-        assert type(backend.translate(error)) is meaning
+        assert type(backend.translate_error(error)) is meaning

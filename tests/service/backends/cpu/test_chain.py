@@ -37,9 +37,9 @@ def test_it_is_the_oracles_result(dtype, shape, norms):
 def test_rows_have_the_same_bits_alone_and_together(monkeypatch):
     given = {"weight_0": torch.randn(48), "bias_2": torch.randn(48).half()}
     jobs = tuple(job(torch.randn(rows, 48), **given) for rows in (1, 4, 2))
-    alone = [back(CpuBackend(1).run(Batch((each,))).outputs[0]["y"]) for each in jobs]
+    alone = [back(CpuBackend(1).run(Batch((each,))).results[0]["y"]) for each in jobs]
     monkeypatch.setattr(pieces, "PIECE_ELEMENTS", 96)
-    together = CpuBackend(1).run(Batch(jobs)).outputs
+    together = CpuBackend(1).run(Batch(jobs)).results
     for got, want in zip(together, alone, strict=True):
         assert torch.equal(back(got["y"]), want)
 
@@ -47,14 +47,14 @@ def test_rows_have_the_same_bits_alone_and_together(monkeypatch):
 def test_large_rows_are_written_over_what_came():
     x = torch.randn(600, 1000)
     given = {"weight_0": torch.randn(1000), "weight_1": torch.randn(1000)}
-    expected = back(CpuBackend(1).run(Batch((job(x, **given),))).outputs[0]["y"])
+    expected = back(CpuBackend(1).run(Batch((job(x, **given),))).results[0]["y"])
     made = job(x.clone(), **given)
     reused = NormJob(made.spec, made.tensors, may_overwrite=True)
-    got = CpuBackend(1).run(Batch((reused,))).outputs[0]["y"]
+    got = CpuBackend(1).run(Batch((reused,))).results[0]["y"]
     assert torch.equal(back(got), expected)
     assert torch.equal(back(made.tensors["x"]), expected)
 
 
 def test_no_rows_at_all():
-    (got,) = CpuBackend(1).run(Batch((job(torch.randn(0, 4), weight_1=torch.randn(4)),))).outputs
+    (got,) = CpuBackend(1).run(Batch((job(torch.randn(0, 4), weight_1=torch.randn(4)),))).results
     assert got["y"].shape == (0, 4)

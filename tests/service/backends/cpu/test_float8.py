@@ -20,7 +20,7 @@ def run(op: Op, out_dtype: DType, *xs: torch.Tensor, **tensors: torch.Tensor) ->
     spec = NormSpec(op, PassDirection.FORWARD, 1e-5, activation="silu", out_dtype=out_dtype)
     sent = {name: host(tensor) for name, tensor in tensors.items()}
     jobs = tuple(NormJob(spec, {"x": host(x), **sent}) for x in xs)
-    return [{n: back(t) for n, t in each.items()} for each in CpuBackend(1).run(Batch(jobs)).outputs]
+    return [{n: back(t) for n, t in each.items()} for each in CpuBackend(1).run(Batch(jobs)).results]
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (5, 33), (2, 3, 1000), (3, 200_000)])
@@ -57,6 +57,6 @@ def test_rows_of_zeros_and_of_what_is_not_finite():
 
 def test_no_rows():
     spec = NormSpec(Op.RMS_NORM, PassDirection.FORWARD, 1e-6, out_dtype=DType.FLOAT8_E4M3FN)
-    (got,) = CpuBackend(1).run(Batch((NormJob(spec, {"x": host(torch.empty(0, 3, 8))}),))).outputs
+    (got,) = CpuBackend(1).run(Batch((NormJob(spec, {"x": host(torch.empty(0, 3, 8))}),))).results
     assert (got["y"].dtype, got["y"].shape) == (DType.FLOAT8_E4M3FN, (0, 3, 8))
     assert (got["scale"].dtype, got["scale"].shape) == (DType.FLOAT32, (0, 3))

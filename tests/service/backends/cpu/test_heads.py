@@ -28,14 +28,14 @@ def jobs_of(parameters, shapes, registered=None):
 @pytest.mark.parametrize("is_registered", [False, True])
 def test_tokens_of_several_requests_share_a_launch_with_the_bits_that_they_have_alone(parameters, is_registered):
     resident = ResidentParameters(*parameters.values())
-    registered = layer(size=COLS, heads=HEADS, resident=resident) if is_registered else None
+    registered = layer(size=COLS, heads=HEADS, backend_parameters=resident) if is_registered else None
     shapes = [(HEADS, COLS), (2, HEADS, COLS), (2, 1, HEADS, COLS)]
     jobs = jobs_of(parameters, shapes, registered)
-    assert len({job.batch_class() for job in jobs}) == 1
+    assert len({job.compute_batch_class() for job in jobs}) == 1
     backend = CpuBackend(1)
-    together = backend.run(Batch(tuple(jobs))).outputs
+    together = backend.run(Batch(tuple(jobs))).results
     for job, shape, share in zip(jobs, shapes, together, strict=True):
-        (alone,) = backend.run(Batch((job,))).outputs
+        (alone,) = backend.run(Batch((job,))).results
         assert {name: tensor.shape for name, tensor in share.items()} == {
             "y": shape,
             "mean": shape[:-1],
@@ -53,8 +53,8 @@ def test_parameters_of_one_head_are_not_those_of_all_rows(parameters):
     one = {name: tensor[:1] for name, tensor in parameters.items()}
     common = {name: tensor[0] for name, tensor in parameters.items()}
     (of_head,), (of_all,) = jobs_of(one, [(4, 1, COLS)]), jobs_of(common, [(4, 1, COLS)])
-    assert of_head.batch_class() != of_all.batch_class()
-    assert of_head.kernel_class() != of_all.kernel_class()
+    assert of_head.compute_batch_class() != of_all.compute_batch_class()
+    assert of_head.compute_kernel_class() != of_all.compute_kernel_class()
 
 
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])

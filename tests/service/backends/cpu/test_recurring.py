@@ -49,11 +49,11 @@ def placed(spec, tensors, of_layer=None) -> NormJob:
         name: memoryview(Memory(b"\7" * (4 * torch.Size(shape).numel() + 64)))
         for name, (_, shape) in described.items()
     }
-    return NormJob(spec, tensors, of_layer, places=places, recurrence=ReplaySlot())
+    return NormJob(spec, tensors, of_layer, result_buffers=places, replay_slot=ReplaySlot())
 
 
 def following(job: NormJob) -> NormJob:
-    return NormJob(job.spec, job.tensors, job.layer, job.may_overwrite, job.places, job.recurrence)
+    return NormJob(job.spec, job.tensors, job.layer, job.may_overwrite, job.result_buffers, job.replay_slot)
 
 
 def ran(backend: CpuBackend, job: NormJob) -> BatchResult:
@@ -67,16 +67,16 @@ def assert_same(backend: CpuBackend, job: NormJob) -> None:
     """A job in its places as one without any."""
     alone = ran(backend, NormJob(job.spec, recurring(job).tensors, job.layer))
     got = ran(backend, job)
-    (want,), (outputs,) = alone.outputs, got.outputs
+    (want,), (outputs,) = alone.results, got.results
     assert outputs.keys() == want.keys()
     assert got.kernel_bytes == alone.kernel_bytes
     for name, tensor in want.items():
-        assert job.places is not None
+        assert job.result_buffers is not None
         found = outputs[name]
         assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape), name
         assert bytes(found.data) == bytes(tensor.data), name
-        assert bytes(job.places[name][: tensor.nbytes]) == bytes(tensor.data), name
-        rest = bytes(job.places[name][tensor.nbytes :])
+        assert bytes(job.result_buffers[name][: tensor.nbytes]) == bytes(tensor.data), name
+        rest = bytes(job.result_buffers[name][tensor.nbytes :])
         assert rest == b"\7" * len(rest), name
 
 
@@ -87,7 +87,7 @@ def test_each_computes_what_the_memory_holds_then(backend, kind, every):
     for combination in islice(combinations(*kind), KINDS.index(kind) % every, None, every):
         first = recurring(combination.job)
         assert_same(backend, first)
-        assert first.recurrence.prepared is not None
+        assert first.replay_slot.prepared is not None
         half = len(first.x.data) // 2 // 16 * 16
         turned = bytes(first.x.data[half:]) + bytes(first.x.data[:half])
         first.x.data[:] = turned
@@ -98,13 +98,13 @@ def test_each_computes_what_the_memory_holds_then(backend, kind, every):
 def test_a_layers_parameters_are_used_and_its_gradients_placed(backend, rows):
     torch.manual_seed(2)
     weight, bias = torch.randn(1024), torch.randn(1024)
-    resident = backend.load(Op.LAYER_NORM, host(weight), host(bias))
-    of_layer = layer(size=1024, resident=resident)
+    resident = backend.load_parameters(Op.LAYER_NORM, host(weight), host(bias))
+    of_layer = layer(size=1024, backend_parameters=resident)
     x, dy = torch.randn(rows, 1024), torch.randn(rows, 1024)
     job = placed(FORWARD, {"x": host(x)}, of_layer)
     assert_same(backend, job)
     assert_same(backend, following(job))
-    y = back(HostTensor(job.x.dtype, job.x.shape, job.places["y"][: job.x.nbytes]))
+    y = back(HostTensor(job.x.dtype, job.x.shape, job.result_buffers["y"][: job.x.nbytes]))
     torch.testing.assert_close(y, torch.nn.functional.layer_norm(x, (1024,), weight, bias))
     backward = placed(
         NormSpec(Op.LAYER_NORM, PassDirection.BACKWARD, 1e-5), {"x": host(x), "dy": host(dy)}, of_layer
@@ -129,18 +129,18 @@ def test_x_is_written_over_where_that_is_its_place(backend, rows):
 
 def test_nothing_is_kept_of_what_is_empty_or_comes_in_company(backend):
     empty = placed(FORWARD, {"x": host(torch.empty(0, 8))})
-    (outputs,) = ran(backend, empty).outputs
+    (outputs,) = ran(backend, empty).results
     assert outputs["y"].shape == (0, 8)
-    assert empty.recurrence.prepared is None
+    assert empty.replay_slot.prepared is None
     jobs = [placed(FORWARD, {"x": host(torch.randn(2, 8))}) for _ in range(2)]
     batch = Batch(tuple(jobs))
-    assert not backend.run(batch).are_placed
-    assert jobs[0].recurrence.prepared is None
+    assert not backend.run(batch).has_filled_buffers
+    assert jobs[0].replay_slot.prepared is None
 
 
 def test_what_is_kept_goes_with_whoever_keeps_it(backend):
     job = placed(FORWARD, {"x": host(torch.randn(400, 1024))})
-    watched = weakref.ref(job.places["y"].obj)
+    watched = weakref.ref(job.result_buffers["y"].obj)
     gc.disable()
     try:
         ran(backend, job)
@@ -155,6 +155,6 @@ def test_jobs_that_could_share_no_launch_are_computed_alone(backend):
     x, weight = host(torch.randn(2, 8)), host(torch.randn(8))
     backward = NormSpec(Op.LAYER_NORM, PassDirection.BACKWARD, 1e-5)
     for spec, tensors in ((FORWARD, {"x": x}), (backward, {"x": x, "dy": x})):
-        assert not backend.computes_alone(placed(spec, tensors))
+        assert not backend.is_better_unbatched(placed(spec, tensors))
         job = placed(spec, tensors | {"weight": weight})
-        assert backend.computes_alone(job) == (job.batch_class() is None) == (spec is backward)
+        assert backend.is_better_unbatched(job) == (job.compute_batch_class() is None) == (spec is backward)

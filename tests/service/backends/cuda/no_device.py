@@ -31,13 +31,13 @@ class HostStreams:
     def __init__(self, *, urgent):
         pass
 
-    def stream(self):
+    def make_stream(self):
         return Instant()
 
-    def event(self):
+    def make_event(self):
         return Instant()
 
-    def mark(self):
+    def make_graph_event(self):
         return Instant()
 
     def use(self, stream):

@@ -25,14 +25,14 @@ class Client:
         self.ours.setblocking(False)
         self.theirs.settimeout(20)
         self.descriptor = self.ours.fileno()
-        self.replayer.open(self.descriptor)
-        self.replayer.read(self.descriptor, True)
+        self.replayer.add_connection(self.descriptor)
+        self.replayer.set_receiving(self.descriptor, True)
         self.held = ["what the launch reads"]
         self.learn()
 
     def learn(self, content=CONTENT, graph=7, results=RESULTS, *, stream=8, marks=(), held=None):
         held = self.held if held is None else held
-        self.replayer.learn(self.descriptor, content, graph, stream, marks, results, 5000, 100, held)
+        self.replayer.add_replay(self.descriptor, content, graph, stream, marks, results, 5000, 100, held)
 
     def serve(self, *, requests=MANY, nbytes=MANY, may_launch=True, poll_s=0.0, others=-1, most_s=1.0):
         return self.replayer.serve(requests, nbytes, may_launch, poll_s, others, most_s)

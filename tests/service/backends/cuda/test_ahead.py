@@ -46,8 +46,8 @@ def compilers(monkeypatch):
 
 def begin(compiling):
     """Begin, and wait until it is known what that starts."""
-    compiling.begin()
-    compiling._await_preparation()
+    compiling.start()
+    compiling._join_preparation()
 
 
 def note(*lengths):
@@ -60,7 +60,7 @@ def test_an_empty_cache_is_filled_from_the_begin_on(cache, compilers):
     compilers.program = f"import pathlib; pathlib.Path({str(cache.parent / 'ran')!r}).touch()"
     begin(compiling)
     assert compilers == [LENGTHS]
-    compiling.finish(MODEL)
+    compiling.wait(MODEL)
     assert compilers == [LENGTHS]
     assert (cache.parent / "ran").exists()
 
@@ -68,15 +68,15 @@ def test_an_empty_cache_is_filled_from_the_begin_on(cache, compilers):
 def test_a_full_cache_starts_nothing(cache, compilers):
     note(*LENGTHS)
     compiling = BackgroundCompiler(LENGTHS)
-    compiling.begin()
-    compiling.finish(MODEL)
+    compiling.start()
+    compiling.wait(MODEL)
     assert compilers == []
 
 
 def test_what_was_baked_with_more_is_enough(cache, compilers):
     for length in LENGTHS:
         stamps.record_compiled(*MODEL, length, only_warm_up=False)
-    BackgroundCompiler(LENGTHS).finish(MODEL)
+    BackgroundCompiler(LENGTHS).wait(MODEL)
     assert compilers == []
 
 
@@ -85,8 +85,8 @@ def test_what_was_baked_for_another_gpu_is_not(other, cache, compilers):
     for length in LENGTHS:
         stamps.record_compiled(*other, length, only_warm_up=True)
     compiling = BackgroundCompiler(LENGTHS)
-    compiling.begin()
-    compiling.finish(MODEL)
+    compiling.start()
+    compiling.wait(MODEL)
     assert compilers == [LENGTHS]
 
 
@@ -95,7 +95,7 @@ def test_what_is_missing_is_compiled(cache, compilers):
     compiling = BackgroundCompiler(LENGTHS)
     begin(compiling)
     assert compilers == [LENGTHS[1:]]
-    compiling.finish(MODEL)
+    compiling.wait(MODEL)
     assert compilers == [LENGTHS[1:]]
 
 
@@ -106,7 +106,7 @@ def test_what_another_version_compiled_is_compiled_again(cache, compilers, monke
     compiling = BackgroundCompiler(LENGTHS)
     begin(compiling)
     assert compilers == []
-    compiling.finish(MODEL)
+    compiling.wait(MODEL)
     assert compilers == [LENGTHS]
 
 
@@ -116,9 +116,9 @@ def test_what_another_version_compiled_is_compiled_again(cache, compilers, monke
 def test_a_compiler_that_fails_stops_nobody(program, cache, compilers, caplog):
     compilers.program = program
     compiling = BackgroundCompiler(LENGTHS)
-    compiling.begin()
+    compiling.start()
     with caplog.at_level(logging.WARNING):
-        compiling.finish(MODEL)
+        compiling.wait(MODEL)
     assert "compiled when it is needed" in caplog.text
 
 
@@ -126,9 +126,9 @@ def test_a_compiler_that_hangs_is_given_up(cache, compilers, monkeypatch, caplog
     monkeypatch.setattr(ahead, "_PATIENCE_S", 0.01)
     compilers.program = "import time; time.sleep(300)"
     compiling = BackgroundCompiler(LENGTHS)
-    compiling.begin()
+    compiling.start()
     with caplog.at_level(logging.WARNING):
-        compiling.finish(MODEL)
+        compiling.wait(MODEL)
     assert "given up" in caplog.text
     assert compiling._compiler.returncode is not None
 
@@ -136,16 +136,16 @@ def test_a_compiler_that_hangs_is_given_up(cache, compilers, monkeypatch, caplog
 def test_a_compiler_that_nobody_needs_is_ended(cache, compilers):
     compilers.program = "import time; time.sleep(300)"
     compiling = BackgroundCompiler(LENGTHS)
-    compiling.begin()
-    compiling.abandon()
+    compiling.start()
+    compiling.stop()
     assert compiling._compiler.returncode is not None
 
 
 def test_no_gpu_no_compiler(cache, compilers, monkeypatch):
     monkeypatch.setattr(ahead, "read_compile_target", lambda: None)
     compiling = BackgroundCompiler(LENGTHS)
-    compiling.begin()
-    compiling.abandon()
+    compiling.start()
+    compiling.stop()
     assert compilers == []
 
 
@@ -167,8 +167,8 @@ def test_no_triton_no_compiler(cache, compilers, monkeypatch):
 def test_a_cache_that_cannot_be_written_to_starts_nothing(cache, compilers, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     compiling = BackgroundCompiler(LENGTHS)
-    compiling.begin()
-    compiling.finish(MODEL)
+    compiling.start()
+    compiling.wait(MODEL)
     assert compilers == []
 
 
@@ -281,8 +281,8 @@ ahead.load_cuda_driver = object
 ahead.read_compile_target = lambda: ahead.CompileTarget(90, 132)
 ahead.make_compiler_command = lambda *_: ("true",)
 compiling = ahead.BackgroundCompiler((64,))
-compiling.begin()
-compiling._await_preparation()
+compiling.start()
+compiling._join_preparation()
 print(json.dumps(compiling._compiler.wait()))
 """
     assert compile_elsewhere(script) == 0

@@ -120,7 +120,7 @@ def test_layers_parameters_stay_on_the_device(backend):
     weight = torch.randn(256)
     resident = backend.load(Op.RMS_NORM, host(weight), None)
     x = torch.randn(5, 256)
-    registered = layer(op=Op.RMS_NORM, resident=resident)
+    registered = layer(op=Op.RMS_NORM, backend_parameters=resident)
     (got,) = run(backend, NormJob(NormSpec(Op.RMS_NORM, PassDirection.FORWARD, 1e-6), {"x": host(x)}, registered))
     torch.testing.assert_close(got["y"], torch.nn.functional.rms_norm(x, (256,), weight, 1e-6))
 
@@ -133,28 +133,31 @@ def test_a_layers_rows_compile_nothing_once_it_is_loaded(op, bias, backend, monk
     monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda **kernel: compiled.append(kernel["fn"].name))
     for rows in (1, 7, 500):
         x = {"x": host(torch.randn(rows, 1111))}
-        run(backend, NormJob(NormSpec(op, PassDirection.FORWARD, 1e-6), x, layer(op=op, resident=resident)))
+        run(
+            backend,
+            NormJob(NormSpec(op, PassDirection.FORWARD, 1e-6), x, layer(op=op, backend_parameters=resident)),
+        )
     assert compiled == []
 
 
 def test_out_of_memory_is_survived(backend):
     with pytest.raises(torch.OutOfMemoryError) as caught:
         torch.empty(2**50, dtype=torch.uint8, device="cuda")
-    assert isinstance(backend.translate(caught.value), DeviceOutOfMemoryError)
+    assert isinstance(backend.translate_error(caught.value), DeviceOutOfMemoryError)
     test_no_rows(backend)
 
 
 def test_errors_have_a_meaning(backend):
-    assert isinstance(backend.translate(KernelInputError("odd")), InvalidShapeError)
+    assert isinstance(backend.translate_error(KernelInputError("odd")), InvalidShapeError)
     dry = RuntimeError("CUDA error: out of memory")
-    assert isinstance(backend.translate(dry), DeviceOutOfMemoryError)
+    assert isinstance(backend.translate_error(dry), DeviceOutOfMemoryError)
     broken = RuntimeError("CUDA error: an illegal memory access was encountered")
-    assert isinstance(backend.translate(broken), DeviceFailureError)
-    assert backend.translate(ValueError("anything else")) is None
+    assert isinstance(backend.translate_error(broken), DeviceFailureError)
+    assert backend.translate_error(ValueError("anything else")) is None
 
 
 def test_memory_is_told(backend):
-    memory = backend.memory_bytes()
+    memory = backend.read_memory_bytes()
     assert memory["allocated"] <= memory["reserved"] <= memory["total"]
 
 
@@ -200,7 +203,7 @@ def test_large_jobs_have_the_same_bits_alone_together_and_at_their_places(backen
     jobs = [NormJob(spec, {"x": x, "weight": weight}) for x in given]
     for job, together in zip(jobs, run(backend, *jobs), strict=True):
         places = {name: memoryview(bytearray(job.nbytes)) for name in ("y", "mean", "rstd")}
-        placed = NormJob(spec, job.tensors, places=places)
+        placed = NormJob(spec, job.tensors, result_buffers=places)
         for alone in (run(backend, job)[0], run(backend, placed)[0]):
             assert all(torch.equal(tensor, alone[name]) for name, tensor in together.items())
         y = torch.frombuffer(places["y"], dtype=torch.float32, count=job.x.nbytes // 4)
@@ -223,7 +226,7 @@ def test_small_batches_run_on_whatever_thread_they_come_from(backend):
     spec = NormSpec(Op.LAYER_NORM, PassDirection.FORWARD, 1e-5)
     given = [torch.randn(rows, 4096) for rows in (1, 3)]
     batch = Batch(tuple(NormJob(spec, {"x": host(x)}) for x in given))
-    assert batch.nbytes <= backend.inline_bytes
+    assert batch.nbytes <= backend.max_inline_bytes
     with ThreadPoolExecutor(1) as elsewhere:
         executions = [elsewhere.submit(lambda: backend.run(batch).wait()).result(), backend.run(batch).wait()]
     for execution in executions:
@@ -256,7 +259,7 @@ def test_tokens_of_heads_have_the_same_bits_alone_and_together(backend):
     jobs = [
         NormJob(spec, {"x": host(torch.randn(tokens, 8, 128).half()), "weight": weight}) for tokens in (1, 5, 40)
     ]
-    assert len({job.batch_class() for job in jobs}) == 1
+    assert len({job.compute_batch_class() for job in jobs}) == 1
     for job, together in zip(jobs, run(backend, *jobs), strict=True):
         (alone,) = run(backend, job)
         assert together["y"].shape == job.x.shape

@@ -34,7 +34,7 @@ def small_chunks(slabs, monkeypatch):
 @pytest.fixture
 def run(backend):
     def run(job):
-        (results,) = backend.run(Batch((job,), QueueLane.LARGE)).wait().outputs
+        (results,) = backend.run(Batch((job,), QueueLane.LARGE)).wait().results
         return results
 
     return run
@@ -108,7 +108,7 @@ def test_what_is_not_divided(job, run, library):
 def test_jobs_that_share_a_launch_are_not_divided(backend, library):
     given = [torch.randn(rows, 64) for rows in (100, 60)]
     weight = torch.randn(64)
-    shares = backend.run(Batch(tuple([job_of(x=x, weight=weight) for x in given]), QueueLane.LARGE)).wait().outputs
+    shares = backend.run(Batch(tuple([job_of(x=x, weight=weight) for x in given]), QueueLane.LARGE)).wait().results
     assert len(library.written) == 1
     for x, outputs in zip(given, shares, strict=True):
         right = batch_invariant.layer_norm_forward(x, weight, eps=1e-5, stats=True)
@@ -131,7 +131,7 @@ def test_results_of_chunks_go_to_their_places(run, slabs):
     # Longer than the results: what is beyond stays as it is.
     places = {name: memoryview(bytearray(b"*" * 50_000)) for name in ("y", "residual_out", "mean", "rstd")}
     tensors = {"x": host(x), "residual": host(residual)}
-    results = run(NormJob(FORWARD, tensors, places=places))
+    results = run(NormJob(FORWARD, tensors, result_buffers=places))
     right = batch_invariant.layer_norm_forward(x, eps=1e-5, stats=True, residual=residual)
     equal(results, right, places)
     assert slabs.used_bytes == 0
@@ -144,10 +144,10 @@ def test_results_of_chunks_go_to_their_places(run, slabs):
 def test_the_engine_has_nothing_to_move_where_a_lone_job_has_places(backend, rows):
     tensors = {"x": host(torch.randn(rows, 32))}
     places = {name: memoryview(bytearray(50_000)) for name in ("y", "mean", "rstd")}
-    placed = backend.run(Batch((NormJob(FORWARD, tensors, places=places),), QueueLane.LARGE)).wait()
-    assert placed.are_placed
+    placed = backend.run(Batch((NormJob(FORWARD, tensors, result_buffers=places),), QueueLane.LARGE)).wait()
+    assert placed.has_filled_buffers
     elsewhere = backend.run(Batch((NormJob(FORWARD, tensors),), QueueLane.LARGE)).wait()
-    assert not elsewhere.are_placed
+    assert not elsewhere.has_filled_buffers
 
 
 def test_results_may_be_written_over_what_came(run):
@@ -155,14 +155,14 @@ def test_results_may_be_written_over_what_came(run):
     memory = memoryview(bytearray(x.numpy().tobytes()))
     tensor = HostTensor(DType.FLOAT32, (301, 32), memory)
     spec = NormSpec(Op.RMS_NORM, PassDirection.FORWARD, 1e-5)
-    results = run(NormJob(spec, {"x": tensor}, may_overwrite=True, places={"y": memory}))
+    results = run(NormJob(spec, {"x": tensor}, may_overwrite=True, result_buffers={"y": memory}))
     assert torch.equal(back(results["y"]), batch_invariant.rms_norm_forward(x, eps=1e-5).y)
 
 
 @pytest.mark.parametrize("layout", ChannelLayout)
 def test_samples_in_chunks_with_a_registered_layer(run, layout):
     resident = ResidentParameters(torch.randn(8), torch.randn(8))
-    registered = layer(op=Op.GROUP_NORM, size=8, num_groups=2, resident=resident)
+    registered = layer(op=Op.GROUP_NORM, size=8, num_groups=2, backend_parameters=resident)
     spec = NormSpec(Op.GROUP_NORM, PassDirection.FORWARD, 1e-5, 2, layout)
     x = torch.randn(25, 8, 5, 3) if layout is ChannelLayout.NCHW else torch.randn(25, 5, 3, 8)
     job = job_of(spec, registered, x=x, scale=torch.randn(25, 8))

@@ -56,7 +56,7 @@ def backend(slabs, library, graphs, monkeypatch):
 
 
 def host(tensor: torch.Tensor, slabs: SlabPool) -> HostTensor:
-    slab = slabs.take(tensor.nbytes)[: tensor.nbytes]
+    slab = slabs.borrow(tensor.nbytes)[: tensor.nbytes]
     slab[:] = memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
     return HostTensor(DTYPES[tensor.dtype], tuple(tensor.shape), slab)
 
@@ -74,22 +74,22 @@ def test_a_launch_that_ran_before_is_at_once_where_memory_for_its_results_is_idl
         return Batch((NormJob(FORWARD, {"x": tensor}),), QueueLane.LARGE)
 
     first = batch(1024)
-    assert not backend.launches_at_once(first)
+    assert not backend.can_launch_without_waiting(first)
     execution = backend.run(first).wait()
     # What came of it holds the memory of its results.
-    assert not backend.launches_at_once(first)
+    assert not backend.can_launch_without_waiting(first)
     del execution
-    assert backend.launches_at_once(first)
+    assert backend.can_launch_without_waiting(first)
     # Other numbers of rows may have other kernels, and what is turned round is copied on the host.
-    assert not backend.launches_at_once(batch(1025))
-    assert not backend.launches_at_once(batch(1024, turned=True))
+    assert not backend.can_launch_without_waiting(batch(1025))
+    assert not backend.can_launch_without_waiting(batch(1024, turned=True))
 
 
 def test_what_the_host_packs_is_never_launched_at_once(backend, slabs, monkeypatch):
     monkeypatch.setattr(slabs, "_max_idle_bytes", 2**30)
     batch = Batch((NormJob(FORWARD, {"x": host(torch.randn(3, 128), slabs)}),))
     backend.run(batch).wait()
-    assert not backend.launches_at_once(batch)
+    assert not backend.can_launch_without_waiting(batch)
 
 
 @pytest.mark.parametrize(
@@ -104,10 +104,10 @@ def test_each_job_gets_its_rows_and_all_slabs_come_home(backend, slabs, library,
     elapsed_s = time.perf_counter() - began
     # The three results lie in one piece of memory, from where one copy takes them.
     assert [len(pieces) for pieces in library.written] == [1]
-    assert len(execution.outputs) == len(execution.kernel_bytes) == len(rows)
+    assert len(execution.results) == len(execution.kernel_bytes) == len(rows)
     assert execution.kernel_s > 0
     assert execution.copy_in_s + execution.kernel_s + execution.copy_out_s <= elapsed_s
-    for x, outputs in zip(given, execution.outputs, strict=True):
+    for x, outputs in zip(given, execution.results, strict=True):
         right = batch_invariant.layer_norm_forward(x, weight, eps=1e-5, stats=True)
         for name in ("y", "mean", "rstd"):
             assert torch.equal(back(outputs[name]), getattr(right, name)), name
@@ -120,7 +120,7 @@ def test_each_job_gets_its_rows_and_all_slabs_come_home(backend, slabs, library,
 def test_one_result_is_written_in_place_or_where_the_library_likes(backend, slabs, library, lane):
     home = host(torch.randn(3 if lane is QueueLane.SMALL else 1100, 128), slabs)
     spec = replace(FORWARD, stats=False)
-    (outputs,) = backend.run(Batch((NormJob(spec, {"x": home}),), lane)).wait().outputs
+    (outputs,) = backend.run(Batch((NormJob(spec, {"x": home}),), lane)).wait().results
     assert len(library.written) == (lane is QueueLane.SMALL and slabs.source is not PLAIN)
     right = torch.nn.functional.layer_norm(back(home), (128,))
     torch.testing.assert_close(back(outputs["y"]), right)
@@ -132,7 +132,7 @@ def test_gradients_come_home_in_one_piece(backend, slabs, library, layout):
     given = {name: torch.randn(shape) for name in ("x", "dy", "residual")} | {"weight": torch.randn(8)}
     spec = NormSpec(Op.GROUP_NORM, PassDirection.BACKWARD, 1e-5, 2, layout)
     tensors = {name: host(tensor, slabs) for name, tensor in given.items()}
-    (outputs,) = backend.run(Batch((NormJob(spec, tensors),), QueueLane.LARGE)).wait().outputs
+    (outputs,) = backend.run(Batch((NormJob(spec, tensors),), QueueLane.LARGE)).wait().results
     assert [len(pieces) for pieces in library.written] == [1]
     first = {name: move_channels_first(spec, name, tensor).requires_grad_() for name, tensor in given.items()}
     y = torch.nn.functional.group_norm(first["x"] + first["residual"], 2, first["weight"])
@@ -144,7 +144,7 @@ def test_gradients_come_home_in_one_piece(backend, slabs, library, layout):
 
 def test_a_sum_of_another_type_is_written_as_it_goes(backend, slabs, library):
     tensors = {"x": host(torch.randn(3, 128).bfloat16(), slabs), "residual": host(torch.randn(3, 128), slabs)}
-    (outputs,) = backend.run(Batch((NormJob(FORWARD, tensors),))).wait().outputs
+    (outputs,) = backend.run(Batch((NormJob(FORWARD, tensors),))).wait().results
     assert library.written
     assert outputs["residual_out"].dtype is DType.FLOAT32
 
@@ -152,10 +152,10 @@ def test_a_sum_of_another_type_is_written_as_it_goes(backend, slabs, library):
 def test_channels_last_and_a_registered_layer(backend, slabs):
     weight, bias = torch.randn(8), torch.randn(8)
     resident = triton.ResidentParameters(weight, bias)
-    registered = layer(op=Op.GROUP_NORM, size=8, num_groups=2, resident=resident)
+    registered = layer(op=Op.GROUP_NORM, size=8, num_groups=2, backend_parameters=resident)
     spec = NormSpec(Op.GROUP_NORM, PassDirection.FORWARD, 1e-5, 2, ChannelLayout.NHWC)
     x = torch.randn(2, 5, 3, 8)
-    (outputs,) = backend.run(Batch((NormJob(spec, {"x": host(x, slabs)}, registered),))).wait().outputs
+    (outputs,) = backend.run(Batch((NormJob(spec, {"x": host(x, slabs)}, registered),))).wait().results
     right = torch.nn.functional.group_norm(x.movedim(-1, 1), 2, weight, bias).movedim(1, -1)
     torch.testing.assert_close(back(outputs["y"]), right)
 
@@ -226,7 +226,7 @@ def test_a_class_is_compiled_by_running_it_on_few_rows(backend, slabs, op, direc
 
     monkeypatch.setattr(triton, "compile_in_parallel", note_ahead)
     monkeypatch.setattr(triton, "bind_operation", noting_absent)
-    backend.compile(NormJob(spec, tensors))
+    backend.compile_kernels(NormJob(spec, tensors))
     assert planned == launched
     assert [each["x"][0] for each in launched] == [1, 2]
     assert {each["x"][1:] for each in launched} == {shape[1:]}
@@ -238,9 +238,9 @@ def test_out_of_memory_empties_the_cache_and_may_be_tried_again(backend, slabs, 
     emptied = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
     for error in (torch.OutOfMemoryError("none left"), RuntimeError("CUDA error: out of memory")):
-        meaning = backend.translate(error)
+        meaning = backend.translate_error(error)
         assert isinstance(meaning, DeviceOutOfMemoryError)
         assert meaning.retry_after_s > 0
     assert emptied == [True, True]
-    assert backend.translate(ValueError("odd")) is None
+    assert backend.translate_error(ValueError("odd")) is None
     assert len(emptied) == 2

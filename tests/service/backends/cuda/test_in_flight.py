@@ -18,7 +18,7 @@ def seconds_of(parts, *, leaving=None, ended):
         arriving = at(arrived)
         marks.append(StageEvents(arriving, arriving if started is None else at(started), at(computed)))
     last = None if leaving is None else at(leaving)
-    return tuple(PendingCudaLaunch(at(0), marks, last, at(ended), held=None, events=(), spare=[]).measure())
+    return tuple(PendingCudaLaunch(at(0), marks, last, at(ended), held=None, events=(), spare=[]).measure_stages())
 
 
 @pytest.mark.parametrize(

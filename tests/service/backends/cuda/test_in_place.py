@@ -53,7 +53,7 @@ class Workplaces:
 
     def prepare(self, batch):
         """A batch's places, and its launch there."""
-        places = self._places.take(batch)
+        places = self._places.allocate(batch)
         return places, get_in_place_call(places, self._library)
 
     def call(self, batch):
@@ -91,8 +91,8 @@ def test_device_sees_what_came_and_the_host_what_is_written(workplaces, slabs, c
     wanted = {name: torch.randn(sum(counts), 7).bfloat16() for name in ("y", "residual_out")}
     for name, tensor in wanted.items():
         getattr(out, name).copy_(tensor)
-    shares = places.shares()
-    assert len(shares) == len(places.kernel_bytes(shares)) == len(counts)
+    shares = places.split_results()
+    assert len(shares) == len(places.count_kernel_bytes(shares)) == len(counts)
     for name, tensor in wanted.items():
         for share, rows in zip(shares, tensor.split(counts), strict=True):
             assert share[name] == host(rows.clone())
@@ -107,7 +107,7 @@ def test_device_sees_what_came_and_the_host_what_is_written(workplaces, slabs, c
 
 def test_share_has_the_shape_that_came(workplaces):
     places, _ = workplaces.prepare(batch_of({"x": torch.randn(2, 3, 9)}, spec=replace(FORWARD, stats=True)))
-    (share,) = places.shares()
+    (share,) = places.split_results()
     assert {name: tensor.shape for name, tensor in share.items()} == {
         "y": (2, 3, 9),
         "mean": (2, 3),
@@ -129,7 +129,7 @@ def test_slab_that_comes_again_is_seen_as_before(workplaces):
         called = call()
         assert torch.equal(called["x"], x)
         called["out"].y.fill_(1)
-        (share,) = places.shares()
+        (share,) = places.split_results()
         assert bytes(share["y"].data) == torch.ones(18).numpy().tobytes()
         del places, share
 
@@ -158,7 +158,7 @@ def test_channels_last_is_seen_with_channels_first(workplaces):
     called = call()
     assert torch.equal(called["x"], x.movedim(-1, 1))
     assert called["out"].y.stride() == called["x"].stride()
-    (share,) = places.shares()
+    (share,) = places.split_results()
     assert share["y"].shape == x.shape
     assert called["out"].mean.shape == share["rstd"].shape == (2, 2)
 

@@ -77,7 +77,7 @@ def test_rows_of_any_length_in_place(backend, rows, cols, dtype):
     resident = backend.load(Op.LAYER_NORM, host(weight), host(bias))
     spec = NormSpec(Op.LAYER_NORM, PassDirection.FORWARD, 1e-5, stats=True)
     tensors = {"x": host(x), "residual": host(residual)}
-    (got,) = run(backend, NormJob(spec, tensors, layer(size=cols, resident=resident)))
+    (got,) = run(backend, NormJob(spec, tensors, layer(size=cols, backend_parameters=resident)))
     want = reference.layer_norm_forward(
         x, weight, bias, residual=residual, eps=1e-5, stats=True, precision=torch.float64
     )
@@ -100,10 +100,10 @@ def test_registered_memory_is_computed_where_it_is(backend, rows, dtype):
     # Often enough for its graph to be replayed.
     for _ in range(60):
         torch.frombuffer(x.data, dtype=dtype).normal_()
-        job = NormJob(spec, {"x": x}, places=places, recurrence=recurrence)
-        recurrence.is_alone = backend.computes_alone(job)
+        job = NormJob(spec, {"x": x}, result_buffers=places, replay_slot=recurrence)
+        recurrence.is_unbatched = backend.is_better_unbatched(job)
         execution = backend.run(Batch((job,))).wait()
-        assert execution.are_placed
+        assert execution.has_filled_buffers
     (got,) = execution.outputs
     copied = NormJob(spec, {"x": host(back(x))})
     assert torch.equal(back(got["y"]), run(backend, copied)[0]["y"])
@@ -115,7 +115,7 @@ def test_gradients_of_parameters_in_place(backend):
     resident = backend.load(Op.LAYER_NORM, host(weight), host(bias))
     x, dy = torch.randn(2, 9, 300)
     spec = NormSpec(Op.LAYER_NORM, PassDirection.BACKWARD, 1e-5)
-    job = NormJob(spec, {"x": host(x), "dy": host(dy)}, layer(size=300, resident=resident))
+    job = NormJob(spec, {"x": host(x), "dy": host(dy)}, layer(size=300, backend_parameters=resident))
     (got,) = run(backend, job)
     assert_right(got, reference.layer_norm_backward(dy, x, weight, bias, eps=1e-5, precision=torch.float64), False)
 
@@ -132,5 +132,5 @@ def test_memory_from_before_the_start_is_not_computed_in_place(backend, monkeypa
 def test_a_batch_says_when_it_is_over(backend):
     (job, _) = in_and_out(Op.LAYER_NORM, PassDirection.FORWARD, ChannelLayout.NCHW, torch.bfloat16)
     pending = backend.run(Batch((job,)))
-    assert pending.lands_within(10)
+    assert pending.poll(10)
     assert pending.wait().copy_out_s == 0

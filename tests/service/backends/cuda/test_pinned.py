@@ -11,12 +11,12 @@ def test_device_sees_pinned_memory_where_it_lies():
 
     with torch.inference_mode():
         memory = allocate_pinned(1 << 16)
-    assert not memory.on_device.is_inference()
-    assert memory.on_device.is_cuda
-    assert memory.on_device.data_ptr() == memory.ctypes.data
+    assert not memory.device_tensor.is_inference()
+    assert memory.device_tensor.is_cuda
+    assert memory.device_tensor.data_ptr() == memory.ctypes.data
     memory[:] = torch.arange(1 << 16).to(torch.uint8).numpy()
-    assert torch.equal(memory.on_device.cpu(), torch.arange(1 << 16).to(torch.uint8))
-    memory.on_device[100:200] = 7
+    assert torch.equal(memory.device_tensor.cpu(), torch.arange(1 << 16).to(torch.uint8))
+    memory.device_tensor[100:200] = 7
     torch.cuda.synchronize()
     assert set(memory[100:200].tolist()) == {7}
 

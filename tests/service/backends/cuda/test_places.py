@@ -43,10 +43,10 @@ class Launch:
         self.given: dict[str, torch.Tensor] = {}
         self.copies = [0, 0]
         part = make_whole_launch(taken, self, "cpu")
-        self.copies[0] = len(part._arriving)
+        self.copies[0] = len(part._input_copies)
         part.copy_in()
         part.compute()
-        self.copies[1] = len(part._leaving)
+        self.copies[1] = len(part._result_copies)
         part.copy_out()
 
     def layer_norm_forward(self, x, **options):
@@ -61,7 +61,7 @@ def test_small_jobs_are_copied_at_once_and_so_are_their_results(places, counts):
         {"x": torch.randn(rows, 7).bfloat16(), "residual": torch.randn(rows, 7), "weight": weight}
         for rows in counts
     ]
-    taken = places.take(batch_of(*jobs, spec=STATISTICS))
+    taken = places.allocate(batch_of(*jobs, spec=STATISTICS))
     launch = Launch(taken)
     assert launch.copies == [1, 1]
     for name in ("x", "residual"):
@@ -70,14 +70,14 @@ def test_small_jobs_are_copied_at_once_and_so_are_their_results(places, counts):
         # As kernels that load 16 bytes at once want it, wherever the buffer begins.
         assert launch.given[name].storage_offset() * launch.given[name].element_size() % 16 == 0
     assert torch.equal(launch.given["weight"], weight)
-    results = taken.results()
+    results = taken.view_results()
     for name in ("y", "residual_out", "mean", "rstd"):
         assert torch.equal(back(results[name]), getattr(launch.given["out"], name)), name
 
 
 def test_large_job_is_copied_from_where_it_lies(places, slabs):
     batch = batch_of({"x": torch.randn(100, 1024), "weight": torch.randn(1024)})
-    taken = places.take(batch)
+    taken = places.allocate(batch)
     assert not taken.is_packed
     launch = Launch(taken)
     assert launch.copies == [2, 1]
@@ -89,7 +89,7 @@ def test_large_job_is_copied_from_where_it_lies(places, slabs):
 def test_large_jobs_that_share_a_launch_are_copied_from_where_they_lie(places):
     weight = torch.randn(1024)
     jobs = [{"x": torch.randn(rows, 1024), "weight": weight} for rows in (80, 90, 100)]
-    launch = Launch(places.take(batch_of(*jobs)))
+    launch = Launch(places.allocate(batch_of(*jobs)))
     # Of the parameters, which are the same, once.
     assert launch.copies == [len(jobs) + 1, 1]
     assert torch.equal(launch.given["x"], torch.cat([job["x"] for job in jobs]))
@@ -99,15 +99,15 @@ def test_large_jobs_that_share_a_launch_are_copied_from_where_they_lie(places):
 def test_large_job_in_column_major_order_is_turned_round(places):
     x = torch.randn(300, 400)
     turned = HostTensor(DType.FLOAT32, (300, 400), host(x.t().contiguous()).data, fortran_order=True)
-    launch = Launch(places.take(Batch((NormJob(SPEC, {"x": turned}),))))
+    launch = Launch(places.allocate(Batch((NormJob(SPEC, {"x": turned}),))))
     assert torch.equal(launch.given["x"], x)
 
 
 def test_no_rows(places):
-    taken = places.take(batch_of({"x": torch.empty(0, 8)}, spec=STATISTICS))
+    taken = places.allocate(batch_of({"x": torch.empty(0, 8)}, spec=STATISTICS))
     launch = Launch(taken)
     assert not launch.given
-    assert {name: tensor.shape for name, tensor in taken.results().items()} == {
+    assert {name: tensor.shape for name, tensor in taken.view_results().items()} == {
         "y": (0, 8),
         "mean": (0,),
         "rstd": (0,),
@@ -117,13 +117,13 @@ def test_no_rows(places):
 def test_gradients_of_parameters_of_no_rows_are_zero(places):
     spec = NormSpec(Op.LAYER_NORM, PassDirection.BACKWARD, 1e-5)
     given = {"x": torch.empty(0, 8), "dy": torch.empty(0, 8), "weight": torch.randn(8)}
-    taken = places.take(batch_of(given, spec=spec))
+    taken = places.allocate(batch_of(given, spec=spec))
     Launch(taken)
-    assert back(taken.results()["dweight"]).tolist() == [0.0] * 8
+    assert back(taken.view_results()["dweight"]).tolist() == [0.0] * 8
 
 
 def test_a_slab_returns_with_the_last_result_in_it(places, slabs):
-    results = places.take(batch_of({"x": torch.randn(5, 3)}, spec=STATISTICS)).results()
+    results = places.allocate(batch_of({"x": torch.randn(5, 3)}, spec=STATISTICS)).view_results()
     assert slabs.used_bytes > 0
     del results["y"], results["rstd"]
     assert slabs.used_bytes > 0
@@ -134,11 +134,11 @@ def test_a_slab_returns_with_the_last_result_in_it(places, slabs):
 def test_results_of_a_large_job_go_to_its_own_places_and_nothing_behind_them(places, slabs):
     x = torch.randn(100, 1024)
     memory = {name: memoryview(bytearray(b"\xff" * 500_000)) for name in ("y", "mean", "rstd")}
-    job = NormJob(STATISTICS, {"x": host(x)}, places=memory)
-    taken = places.take(Batch((job,)))
+    job = NormJob(STATISTICS, {"x": host(x)}, result_buffers=memory)
+    taken = places.allocate(Batch((job,)))
     assert slabs.used_bytes == 0
     launch = Launch(taken)
-    for name, tensor in taken.results().items():
+    for name, tensor in taken.view_results().items():
         assert tensor.data.obj is memory[name].obj
         assert torch.equal(back(tensor), getattr(launch.given["out"], name)), name
         assert set(memory[name][len(tensor.data) :]) == {255}
@@ -148,15 +148,15 @@ def test_gradients_have_the_dtype_of_the_layer_that_each_batch_names(places):
     spec = NormSpec(Op.LAYER_NORM, PassDirection.BACKWARD, 1e-5)
     given = {"x": host(torch.randn(2, 8)), "dy": host(torch.randn(2, 8))}
     for dtype in (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT32):
-        taken = places.take(Batch((NormJob(spec, given, layer(size=8, dtype=dtype)),)))
-        assert taken.results()["dweight"].dtype is dtype
+        taken = places.allocate(Batch((NormJob(spec, given, layer(size=8, dtype=dtype)),)))
+        assert taken.view_results()["dweight"].dtype is dtype
 
 
 def test_results_of_a_job_on_the_device_lie_on_the_device(places, slabs):
     memory = memoryview(bytearray(2 * 24 * 4))
     x = DeviceTensor(DType.FLOAT32, (2, 3, 4), memory[:96])
-    taken = places.own(NormJob(SPEC, {"x": x}, places={"y": memory[96:]}))
-    (share,) = taken.shares()
+    taken = places.own(NormJob(SPEC, {"x": x}, result_buffers={"y": memory[96:]}))
+    (share,) = taken.split_results()
     assert share["y"] == DeviceTensor(DType.FLOAT32, (2, 3, 4), memory[96:])
     assert isinstance(share["y"], DeviceTensor)
     assert slabs.used_bytes == 0
@@ -168,4 +168,4 @@ def test_without_memory_for_results_nothing_is_launched(places, slabs):
 
     slabs.source = type(slabs.source)(refuse, 4, False, None)
     with pytest.raises(MemoryError):
-        places.take(batch_of({"x": torch.randn(100, 1024)}))
+        places.allocate(batch_of({"x": torch.randn(100, 1024)}))

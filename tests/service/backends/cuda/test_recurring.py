@@ -41,9 +41,9 @@ def job_in(memory, recurrence, rows=3, start=0):
     x = HostTensor(DType.FLOAT32, (rows, 128), memory[start : start + nbytes])
     torch.frombuffer(x.data, dtype=torch.float32).normal_()
     place = memory[start + nbytes : start + 2 * nbytes + 100]
-    job = NormJob(SPEC, {"x": x}, places={"y": place}, recurrence=recurrence)
+    job = NormJob(SPEC, {"x": x}, result_buffers={"y": place}, replay_slot=recurrence)
     if recurrence is not None:
-        recurrence.is_alone = recurring.is_computed_in_place(job)
+        recurrence.is_unbatched = recurring.is_computed_in_place(job)
     return job
 
 
@@ -52,9 +52,9 @@ def run(backend, *jobs):
 
 
 def assert_placed(execution, job):
-    (outputs,) = execution.outputs
-    assert execution.are_placed
-    assert outputs["y"].data.obj is job.places["y"].obj
+    (outputs,) = execution.results
+    assert execution.has_filled_buffers
+    assert outputs["y"].data.obj is job.result_buffers["y"].obj
     right = torch.nn.functional.layer_norm(back(job.x), (128,))
     torch.testing.assert_close(back(outputs["y"]), right)
 
@@ -62,12 +62,12 @@ def assert_placed(execution, job):
 def test_a_job_is_computed_where_its_tensors_are_and_is_prepared_once(backend, slabs, library, memory):
     recurrence = ReplaySlot()
     first = job_in(memory, recurrence)
-    assert not backend.launches_at_once(Batch((first,)))
+    assert not backend.can_launch_without_waiting(Batch((first,)))
     assert_placed(run(backend, first), first)
     prepared = recurrence.prepared
     assert isinstance(prepared, recurring.ClientMemoryLaunch)
     again = job_in(memory, recurrence)
-    assert backend.launches_at_once(Batch((again,)))
+    assert backend.can_launch_without_waiting(Batch((again,)))
     assert_placed(run(backend, again), again)
     assert recurrence.prepared is prepared
     # Into their place at once, without memory of the server's.
@@ -83,11 +83,11 @@ def test_what_is_not_computed_there(backend, memory):
         "in memory that kernels cannot access": job_in(other, ReplaySlot()),
         "large": job_in(memory, ReplaySlot(), rows=3000),
         "not to come again": job_in(memory, None),
-        "without a place": NormJob(SPEC, {"x": job_in(memory, None).x}, recurrence=ReplaySlot()),
+        "without a place": NormJob(SPEC, {"x": job_in(memory, None).x}, replay_slot=ReplaySlot()),
     }
     for what, job in jobs.items():
         run(backend, job)
-        assert job.recurrence is None or job.recurrence.prepared is None, what
+        assert job.replay_slot is None or job.replay_slot.prepared is None, what
 
 
 @pytest.mark.parametrize("slabs", ["copied"], indirect=True)
@@ -98,10 +98,10 @@ def test_the_kernel_does_not_write_over_what_it_reads(backend, memory, library, 
     if is_on_device:
         x = DeviceTensor(x.dtype, x.shape, x.data)
     recurrence = ReplaySlot()
-    job = NormJob(SPEC, {"x": x}, None, may_overwrite=True, places={"y": x.data}, recurrence=recurrence)
-    recurrence.is_alone = backend.computes_alone(job)
-    assert recurrence.is_alone == is_on_device
-    (outputs,) = run(backend, job).outputs
+    job = NormJob(SPEC, {"x": x}, None, may_overwrite=True, result_buffers={"y": x.data}, replay_slot=recurrence)
+    recurrence.is_unbatched = backend.is_better_unbatched(job)
+    assert recurrence.is_unbatched == is_on_device
+    (outputs,) = run(backend, job).results
     assert library.written == []
     torch.testing.assert_close(back(outputs["y"]), right)
 
@@ -112,10 +112,10 @@ def test_jobs_that_share_a_launch_are_copied_even_if_they_came_alone_before(back
     for number, each in enumerate(recurrences):
         run(backend, job_in(memory, each, start=number * 2**16))
     jobs = tuple(job_in(memory, each, start=number * 2**16) for number, each in enumerate(recurrences))
-    assert not backend.launches_at_once(Batch(jobs, QueueLane.SMALL))
+    assert not backend.can_launch_without_waiting(Batch(jobs, QueueLane.SMALL))
     execution = run(backend, *jobs)
-    assert not execution.are_placed
-    for job, outputs in zip(jobs, execution.outputs, strict=True):
+    assert not execution.has_filled_buffers
+    for job, outputs in zip(jobs, execution.results, strict=True):
         right = torch.nn.functional.layer_norm(back(job.x), (128,))
         torch.testing.assert_close(back(outputs["y"]), right)
 
@@ -124,12 +124,12 @@ def test_jobs_that_share_a_launch_are_copied_even_if_they_came_alone_before(back
 def test_what_is_captured_can_be_replayed_by_others(backend, memory, graphs, monkeypatch):
     monkeypatch.setattr(replays, "_CALLS_BEFORE_CAPTURE", 2)
     recurrence = ReplaySlot()
-    assert backend.replay(recurrence) is None
+    assert backend.get_captured_launch(recurrence) is None
     run(backend, job_in(memory, recurrence))
-    assert backend.replay(recurrence) is None
+    assert backend.get_captured_launch(recurrence) is None
     run(backend, job_in(memory, recurrence))
     [graph] = graphs.alive
-    replay = backend.replay(recurrence)
+    replay = backend.get_captured_launch(recurrence)
     assert (replay.graph, replay.stream) == (id(graph), Instant.cuda_stream)
     # It is kept, and so is the memory that it reads, for as long as somebody may launch it.
     kept = weakref.ref(recurrence.prepared)
@@ -158,7 +158,7 @@ def test_a_capture_falls_into_no_jobs_time(backend, memory, graphs, monkeypatch)
     monkeypatch.setattr(replays, "_CALLS_BEFORE_CAPTURE", 1)
     seen = []
     pipeline = backend._pipelines[QueueLane.SMALL]
-    start_one, capture = pipeline.start_one, graphs.capture
+    start_one, capture = pipeline.start_single_stage, graphs.capture
 
     def noting_flight(*stages):
         seen.append("flight begins")
@@ -170,7 +170,7 @@ def test_a_capture_falls_into_no_jobs_time(backend, memory, graphs, monkeypatch)
         seen.append("capture")
         return capture(call)
 
-    monkeypatch.setattr(pipeline, "start_one", noting_flight)
+    monkeypatch.setattr(pipeline, "start_single_stage", noting_flight)
     monkeypatch.setattr(graphs, "capture", noting_capture)
     run(backend, job_in(memory, ReplaySlot()))
     assert seen == ["flight begins", "flight is on its way", "capture"]
@@ -196,10 +196,10 @@ def test_without_the_extension_nothing_is_replayed_by_others(backend):
 @pytest.mark.parametrize("slabs", ["copied"], indirect=True)
 def test_what_is_computed_alone_shares_no_launch(backend, memory):
     there, elsewhere = job_in(memory, ReplaySlot()), job_in(memoryview(bytearray(2**16)), ReplaySlot())
-    assert backend.computes_alone(there)
-    assert there.batch_class() is None
-    assert not backend.computes_alone(elsewhere)
-    assert elsewhere.batch_class() is not None
+    assert backend.is_better_unbatched(there)
+    assert there.compute_batch_class() is None
+    assert not backend.is_better_unbatched(elsewhere)
+    assert elsewhere.compute_batch_class() is not None
 
 
 @pytest.mark.parametrize(
@@ -213,5 +213,5 @@ def test_parameters_are_read_where_they_are_unless_many_programs_would_read_long
     x = HostTensor(DType.FLOAT32, (rows, cols), memory[: 4 * rows * cols])
     weight = HostTensor(DType.FLOAT32, (cols,), memory[2**21 : 2**21 + 4 * cols])
     places = {"y": memory[2**21 + 2**12 :][: 4 * rows * cols]}
-    job = NormJob(SPEC, {"x": x, "weight": weight}, places=places, recurrence=ReplaySlot())
+    job = NormJob(SPEC, {"x": x, "weight": weight}, result_buffers=places, replay_slot=ReplaySlot())
     assert recurring.is_computed_in_place(job) == is_read

@@ -35,7 +35,7 @@ def spaces(backend, graphs, monkeypatch):
     monkeypatch.setattr(recurring, "_MOST_HOST_BYTES", 0)
     monkeypatch.setattr(recurring, "is_registered", lambda memory: not memory.readonly)
     made = [ChunkExecutionContext(HostStreams(urgent=False), graphs, "cpu") for _ in range(2)]
-    backend._workspaces = iter(2 * made)
+    backend._chunk_workspaces = iter(2 * made)
     return made
 
 
@@ -46,9 +46,9 @@ def job_in(memory, recurrence, registered=None, **changes):
         name: memory[start * NBYTES : (start + 1) * NBYTES] for start, name in enumerate(("y", "mean", "rstd"), 1)
     }
     spec = replace(FORWARD, **changes)
-    job = NormJob(spec, {"x": x}, registered, places=places, recurrence=recurrence)
+    job = NormJob(spec, {"x": x}, registered, result_buffers=places, replay_slot=recurrence)
     if recurrence is not None:
-        recurrence.is_alone = recurring.is_computed_in_client_memory(job)
+        recurrence.is_unbatched = recurring.is_computed_in_client_memory(job)
     return job
 
 
@@ -62,13 +62,13 @@ def run(backend, *jobs):
 
 
 def assert_right(execution, job):
-    (outputs,) = execution.outputs
-    assert execution.are_placed
+    (outputs,) = execution.results
+    assert execution.has_filled_buffers
     x = back(job.x)
     torch.testing.assert_close(back(outputs["y"]), torch.nn.functional.layer_norm(x, (COLS,)))
     torch.testing.assert_close(back(outputs["mean"]), x.mean(1))
     for name, tensor in outputs.items():
-        assert tensor.data.obj is job.places[name].obj
+        assert tensor.data.obj is job.result_buffers[name].obj
 
 
 def test_each_job_is_computed_of_what_lies_there_then_and_captured_in_the_end(backend, memory, library, graphs):
@@ -81,9 +81,9 @@ def test_each_job_is_computed_of_what_lies_there_then_and_captured_in_the_end(ba
     # In nine chunks.
     assert len(library.written) == 9 * 6
     assert isinstance(recurrence.prepared, ClientMemoryLaunch)
-    assert backend.launches_at_once(Batch((job,), QueueLane.LARGE))
-    replay = backend.replay(recurrence)
-    assert len(replay.marks) == 9
+    assert backend.can_launch_without_waiting(Batch((job,), QueueLane.LARGE))
+    replay = backend.get_captured_launch(recurrence)
+    assert len(replay.stage_events) == 9
 
 
 def test_jobs_take_turns_with_the_memory_of_the_device(backend, memory):
@@ -99,9 +99,9 @@ def test_jobs_take_turns_with_the_memory_of_the_device(backend, memory):
 
 def test_parameters_of_layers_are_used(backend, memory):
     weight, bias = torch.randn(COLS), torch.randn(COLS)
-    named = replace(layer(size=COLS), resident=ResidentParameters(weight, bias))
+    named = replace(layer(size=COLS), backend_parameters=ResidentParameters(weight, bias))
     job = job_in(memory, ReplaySlot(), named)
-    (outputs,) = run(backend, job).outputs
+    (outputs,) = run(backend, job).results
     torch.testing.assert_close(
         back(outputs["y"]), torch.nn.functional.layer_norm(back(job.x), (COLS,), weight, bias)
     )
@@ -119,26 +119,34 @@ def test_stages_are_measured(backend, memory):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"recurrence": None},
-        {"places": None},
+        {"replay_slot": None},
+        {"result_buffers": None},
         {"may_overwrite": True},
-        {"tensors": {"x": host(torch.randn(ROWS, COLS))}, "places": {"y": memoryview(bytes(NBYTES))}},
+        {"tensors": {"x": host(torch.randn(ROWS, COLS))}, "result_buffers": {"y": memoryview(bytes(NBYTES))}},
     ],
     ids=["not to come again", "no place", "over x", "memory that is not registered"],
 )
 def test_what_is_computed_in_another_way(backend, memory, spaces, changes):
     job = job_in(memory, ReplaySlot(), stats=False)
-    given = {name: getattr(job, name) for name in ("tensors", "places", "recurrence", "may_overwrite")} | changes
-    other = NormJob(job.spec, given["tensors"], None, given["may_overwrite"], given["places"], given["recurrence"])
+    given = {
+        name: getattr(job, name) for name in ("tensors", "result_buffers", "replay_slot", "may_overwrite")
+    } | changes
+    other = NormJob(
+        job.spec, given["tensors"], None, given["may_overwrite"], given["result_buffers"], given["replay_slot"]
+    )
     assert (
-        recurring.prepare_client_memory_launch(backend._places.own(other), None, None, None, iter(spaces)) is None
+        recurring.prepare_client_memory_launch(backend._buffer_allocator.own(other), None, None, None, iter(spaces))
+        is None
     )
 
 
 def test_what_does_not_fit_is_computed_in_another_way(backend, memory, spaces, monkeypatch):
     monkeypatch.setattr(recurring, "_MOST_CHUNKED_BYTES", 2 * NBYTES)
     job = job_in(memory, ReplaySlot(), stats=False)
-    assert recurring.prepare_client_memory_launch(backend._places.own(job), None, None, None, iter(spaces)) is None
+    assert (
+        recurring.prepare_client_memory_launch(backend._buffer_allocator.own(job), None, None, None, iter(spaces))
+        is None
+    )
 
 
 def test_without_memory_of_the_device_jobs_are_computed_in_another_way(backend, memory, library, monkeypatch):
@@ -150,7 +158,9 @@ def test_without_memory_of_the_device_jobs_are_computed_in_another_way(backend, 
     for _ in range(2):
         job = job_in(memory, ReplaySlot())
         assert (
-            recurring.prepare_client_memory_launch(backend._places.own(job), library, None, None, iter([place]))
+            recurring.prepare_client_memory_launch(
+                backend._buffer_allocator.own(job), library, None, None, iter([place])
+            )
             is None
         )
 
@@ -164,7 +174,7 @@ def test_the_thread_stays_on_the_stream_that_is_captured():
             return super().use(stream)
 
     pipeline = StreamPipeline(Streams(urgent=False))
-    pipeline.put([CopiedLaunch((), lambda: ())] * 2, pipeline.marks(2))
+    pipeline.enqueue_launches([CopiedLaunch((), lambda: ())] * 2, pipeline.make_stage_events(2))
     assert used[-1] is pipeline.compute_stream
 
 
@@ -174,8 +184,8 @@ def test_parameters_that_come_along_are_read_anew_each_time(backend, memory):
         job = job_in(memory, recurrence, stats=False)
         weight = HostTensor(DType.FLOAT32, (COLS,), memory[3 * NBYTES : 3 * NBYTES + 4 * COLS])
         torch.frombuffer(weight.data, dtype=torch.float32).normal_()
-        job = NormJob(job.spec, {"x": job.x, "weight": weight}, None, False, job.places, recurrence)
-        (outputs,) = run(backend, job).outputs
+        job = NormJob(job.spec, {"x": job.x, "weight": weight}, None, False, job.result_buffers, recurrence)
+        (outputs,) = run(backend, job).results
         right = torch.nn.functional.layer_norm(back(job.x), (COLS,), back(weight))
         torch.testing.assert_close(back(outputs["y"]), right)
-    assert recurrence.prepared.graph is not None
+    assert recurrence.prepared.captured_graph is not None

@@ -27,12 +27,12 @@ def test_a_known_request_is_launched_and_answered(client):
     assert answer.stages_ms["kernel"] == 0.25
     assert set(answer.stages_ms) == {"recv", "queue", "copy_in", "kernel", "copy_out"}
     assert (answer.kernel_bytes, answer.kernel_bandwidth) == (5000, 5000 / 0.25e-3)
-    [(held, [sample])] = client.replayer.samples()
+    [(held, [sample])] = client.replayer.take_samples()
     assert held is client.held
     received, launched, *stages, answering, ended = sample
     assert before < received < launched < answering < ended < time.perf_counter()
     assert stages == [0, 0.25e-3, 0]
-    assert client.replayer.samples() == []
+    assert client.replayer.take_samples() == []
 
 
 def test_each_answer_has_a_name_of_its_own(client):
@@ -55,10 +55,10 @@ def test_a_frame_that_is_not_whole_goes_to_the_caller_and_so_does_its_rest(clien
     whole = frame(1, CONTENT)
     client.theirs.sendall(whole[:length])
     assert client.serve() == [(RECEIVED, client.descriptor, 0, 0, whole[:length])]
-    client.replayer.hold(client.descriptor, True, False)
+    client.replayer.set_caller_state(client.descriptor, True, False)
     client.theirs.sendall(whole[length:] + whole)
     assert client.serve() == [(RECEIVED, client.descriptor, 0, 0, whole[length:] + whole)]
-    client.replayer.hold(client.descriptor, False, False)
+    client.replayer.set_caller_state(client.descriptor, False, False)
     client.theirs.sendall(whole)
     assert client.serve() == []
     assert client.driver.launched == [7]
@@ -92,16 +92,16 @@ def test_a_launch_that_has_not_ended_is_answered_in_a_later_turn(client):
     client.driver.ends_at_once = False
     client.send(CONTENT, CONTENT)
     assert client.serve(most_s=0.01) == []
-    assert client.replayer.state() == (2, 200, 0)
-    assert client.replayer.flights(client.descriptor) == 2
+    assert client.replayer.count_all() == (2, 200, 0)
+    assert client.replayer.count_launches(client.descriptor) == 2
     assert not client.has_answer()
     client.driver.end()
     assert client.serve(most_s=0.01) == []
-    assert client.replayer.state() == (1, 100, 1)
+    assert client.replayer.count_all() == (1, 100, 1)
     assert [tag for tag, _ in client.answers(1)] == [1]
     client.driver.end()
     client.serve(most_s=0.01)
-    assert client.replayer.state() == (0, 0, 2)
+    assert client.replayer.count_all() == (0, 0, 2)
     assert [tag for tag, _ in client.answers(1)] == [2]
     # Those of the first two are used again.
     client.driver.ends_at_once = True
@@ -115,7 +115,7 @@ def test_more_launches_than_are_watched_are_for_the_caller(client):
     client.send(*[CONTENT] * 40)
     [(kind, _, _, _, rest)] = client.serve()
     assert (kind, rest[:8]) == (RECEIVED, frames.PREFIX.pack(len(CONTENT), 33))
-    assert client.replayer.state() == (32, 3200, 0)
+    assert client.replayer.count_all() == (32, 3200, 0)
     client.driver.end(32)
     client.serve()
     assert [tag for tag, _ in client.answers(32)] == [*range(1, 33)]
@@ -127,7 +127,7 @@ def test_launches_of_one_stream_do_not_wait_for_those_of_another(client):
     client.send(b"slow", CONTENT, b"slow", CONTENT)
     client.serve(most_s=0.01)
     assert [tag for tag, _ in client.answers(2)] == [2, 4]
-    assert client.replayer.state() == (2, 200, 2)
+    assert client.replayer.count_all() == (2, 200, 2)
     client.driver.slow.clear()
     client.serve(most_s=0.01)
     assert [tag for tag, _ in client.answers(2)] == [1, 3]
@@ -143,7 +143,7 @@ def test_a_launch_in_parts_is_measured_by_its_marks(client):
     assert answer.stages_ms | {"queue": 0} == pytest.approx(
         {"recv": 0, "queue": 0, "copy_in": 3, "kernel": 1 + 4, "copy_out": 2}
     )
-    [(_, [sample])] = client.replayer.samples()
+    [(_, [sample])] = client.replayer.take_samples()
     assert sample[2:5] == pytest.approx((3e-3, 5e-3, 2e-3))
 
 
@@ -157,7 +157,7 @@ def test_marks_that_are_no_pairs_of_handles_are_refused(client, marks):
 
 
 def test_answers_follow_those_that_the_caller_has_not_sent(client):
-    client.replayer.hold(client.descriptor, False, True)
+    client.replayer.set_caller_state(client.descriptor, False, True)
     client.send(CONTENT)
     [(kind, descriptor, _, _, whole)] = client.serve()
     assert (kind, descriptor) == (UNSENT, client.descriptor)
@@ -184,7 +184,7 @@ def test_what_cannot_be_launched_is_for_the_caller(client, function):
     client.driver.codes[function] = 2
     client.send(CONTENT)
     assert client.serve() == [(RECEIVED, client.descriptor, 0, 0, frame(1, CONTENT))]
-    assert client.replayer.state() == (0, 0, 0)
+    assert client.replayer.count_all() == (0, 0, 0)
     client.driver.codes.clear()
     client.send(CONTENT)
     assert client.serve() == []
@@ -198,16 +198,16 @@ def test_a_launch_that_fails_is_reported_with_its_code(client, function):
     assert (kind, descriptor, tag, code) == (FAILED, client.descriptor, 1, 700)
     assert held is client.held
     assert not client.has_answer()
-    assert client.replayer.state() == (0, 0, 0)
+    assert client.replayer.count_all() == (0, 0, 0)
 
 
 def test_a_connection_that_is_not_read_keeps_its_frames(client):
-    client.replayer.read(client.descriptor, False)
-    client.replayer.read(client.descriptor, False)
+    client.replayer.set_receiving(client.descriptor, False)
+    client.replayer.set_receiving(client.descriptor, False)
     client.send(CONTENT)
     assert client.serve() == []
     assert client.driver.launched == []
-    client.replayer.read(client.descriptor, True)
+    client.replayer.set_receiving(client.descriptor, True)
     client.serve()
     assert client.driver.launched == [7]
 
@@ -248,7 +248,7 @@ def test_other_threads_run_while_it_serves_and_may_not_use_it(client):
         while not client.driver.launched:
             time.sleep(0.001)
         try:
-            client.replayer.samples()
+            client.replayer.take_samples()
         except RuntimeError as error:
             refused.append(error)
         client.driver.end()
@@ -258,7 +258,7 @@ def test_other_threads_run_while_it_serves_and_may_not_use_it(client):
     assert client.serve(most_s=20.0) == []
     thread.join()
     assert len(refused) == 1
-    assert client.replayer.state()[2] == 1
+    assert client.replayer.count_all()[2] == 1
 
 
 def test_a_source_that_does_not_compile_leaves_requests_to_python(monkeypatch, caplog):

@@ -38,8 +38,8 @@ class Scene:
 
     def send(self, times=1):
         for _ in range(times):
-            self.repeated.make()
-            if self.repeated.is_due:
+            self.repeated.run()
+            if self.repeated.is_capture_due:
                 self.repeated.capture()
 
 
@@ -103,8 +103,8 @@ def test_what_the_call_itself_raises_is_the_callers(graphs):
     repeated = RepeatedCall(fail, "it", GraphCache(graphs))
     for _ in range(2 * SOON):
         with pytest.raises(RuntimeError, match="launch failure"):
-            repeated.make()
-        assert not repeated.is_due
+            repeated.run()
+        assert not repeated.is_capture_due
 
 
 def test_so_many_graphs_live_and_the_oldest_goes(graphs, monkeypatch):

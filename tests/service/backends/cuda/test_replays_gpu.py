@@ -124,9 +124,9 @@ class Caller:
             name: take(dtype.itemsize * prod(shape))
             for name, (dtype, shape) in infer_result_specs(self.spec, described, self.registered).items()
         }
-        job = NormJob(self.spec, given, self.registered, places=places, recurrence=self.recurrence)
-        self.recurrence.is_alone = self.backend.computes_alone(job)
-        assert self.recurrence.is_alone
+        job = NormJob(self.spec, given, self.registered, result_buffers=places, replay_slot=self.recurrence)
+        self.recurrence.is_unbatched = self.backend.is_better_unbatched(job)
+        assert self.recurrence.is_unbatched
         return computed(self.backend, job)
 
 
@@ -192,7 +192,7 @@ def test_every_replay_is_right_and_has_the_calls_bits(backend, graphs, memory, s
     if has_layer:
         parameters = {"weight": torch.randn(size), "bias": torch.randn(size)}
         resident = backend.load(spec.op, host(parameters["weight"]), host(parameters["bias"]))
-        registered = layer(op=spec.op, size=size, num_groups=spec.num_groups, resident=resident)
+        registered = layer(op=spec.op, size=size, num_groups=spec.num_groups, backend_parameters=resident)
     names = ("x", "residual") if spec.direction is PassDirection.FORWARD else ("x", "dy")
     caller = Caller(backend, memory, spec, registered)
     for number in range(SOON + 50):
@@ -215,7 +215,7 @@ def test_layers_take_turns(backend, graphs, memory):
     for _ in range(2):
         weight, bias = torch.randn(2, 768)
         resident = backend.load(Op.LAYER_NORM, host(weight), host(bias))
-        caller = Caller(backend, memory, registered=layer(size=768, resident=resident))
+        caller = Caller(backend, memory, registered=layer(size=768, backend_parameters=resident))
         layers.append((weight, bias, caller))
     for number in range(SOON + 20):
         for weight, bias, caller in layers:
@@ -231,7 +231,7 @@ def test_layer_that_is_deleted_is_freed_and_another_takes_its_place(backend, gra
     for turn in range(3):
         weight, bias = torch.randn(2, 640)
         resident = backend.load(Op.LAYER_NORM, host(weight), host(bias))
-        caller = Caller(backend, memory, registered=layer(size=640, resident=resident))
+        caller = Caller(backend, memory, registered=layer(size=640, backend_parameters=resident))
         for number in range(SOON + 10):
             x = torch.randn(3, 640)
             got = caller.call({"x": x})

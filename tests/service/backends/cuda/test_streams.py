@@ -21,17 +21,17 @@ class FakeDevice:
         self.events = 0
         self.reached = 0
 
-    def stream(self):
+    def make_stream(self):
         made = FakeStream(self, NAMES[len(self.streams) % 3])
         self.streams.append(made)
         return made
 
-    def event(self):
+    def make_event(self):
         self.events += 1
         return FakeEvent(self, self.events)
 
-    def mark(self):
-        return self.event()
+    def make_graph_event(self):
+        return self.make_event()
 
     @contextlib.contextmanager
     def use(self, stream):
@@ -114,7 +114,7 @@ def start(device, pipeline, names="x", broken=None, held=None):
         assert device.current.name == "in"
         return [FakePart(device, name, broken if name == names[-1] and broken else ()) for name in names]
 
-    return pipeline.start(make_parts, held)
+    return pipeline.start_launches(make_parts, held)
 
 
 def test_each_stage_is_on_its_stream_behind_the_one_before(device, pipeline):
@@ -169,8 +169,8 @@ def test_stages_are_timed_without_their_waits(device, pipeline):
 
 def test_what_was_gathered_on_the_host_counts_as_copied_in(device, pipeline):
     pending = start(device, pipeline)
-    pending.expect(({"y": 1},), (7,), packed_s=0.5, are_placed=True)
-    assert pending.wait() == BatchResult(({"y": 1},), (7,), 1.5, 1.0, 1.0, are_placed=True)
+    pending.set_results(({"y": 1},), (7,), packed_s=0.5, are_placed=True)
+    assert pending.wait() == BatchResult(({"y": 1},), (7,), 1.5, 1.0, 1.0, has_filled_buffers=True)
 
 
 def test_parts_of_a_batch_wait_for_their_own_stages_alone(device, pipeline):
@@ -202,9 +202,9 @@ def test_stages_of_parts_that_overlap_add_up_to_the_whole(device, pipeline):
     del held
     assert alive() is not None
     device.reached = 5
-    assert not pending.lands_within(0)
+    assert not pending.poll(0)
     device.reached = 6
-    assert pending.lands_within(0)
+    assert pending.poll(0)
     # From 1 to 4 parts came, for 1 of which one was computed; the other was computed at 5, and 6 was the end.
     assert stage_seconds(pending) == (2.0, 2.0, 1.0)
     assert alive() is None
@@ -216,9 +216,9 @@ def test_stages_of_parts_that_overlap_add_up_to_the_whole(device, pipeline):
 
 
 def test_parts_that_are_captured_come_between_what_the_compute_stream_has_and_gets(device, pipeline):
-    marks = pipeline.marks(2)
+    marks = pipeline.make_stage_events(2)
     device.current = device.streams[1]
-    pipeline.put([FakePart(device, name) for name in "ab"], marks)
+    pipeline.enqueue_launches([FakePart(device, name) for name in "ab"], marks)
     assert device.log == [
         ("compute", "reaches", 5),
         ("in", "waits for", 5),
@@ -256,14 +256,14 @@ def test_a_part_that_fails_settles_the_streams(device, pipeline, broken):
 
 def test_stage_alone_takes_two_moments_and_the_others_no_time(device):
     pipeline = StreamPipeline(device, apart=False)
-    pending = pipeline.start_one(lambda: device.log.append((device.current.name, "runs", "x")), None)
+    pending = pipeline.start_single_stage(lambda: device.log.append((device.current.name, "runs", "x")), None)
     assert device.log == [("in", "reaches", 1), ("in", "runs", "x"), ("in", "reaches", 2)]
     assert stage_seconds(pending) == (0.0, 1.0, 0.0)
 
 
 def test_what_is_done_aside_has_the_stream_and_no_moments(device):
     pipeline = StreamPipeline(device)
-    pipeline.aside(lambda: device.log.append((device.current.name, "runs", "aside")))
+    pipeline.run_on_compute_stream(lambda: device.log.append((device.current.name, "runs", "aside")))
     assert device.log == [("compute", "runs", "aside")]
     assert device.current is None
 
@@ -280,12 +280,12 @@ def test_events_of_a_batch_that_is_over_serve_the_next(device, pipeline):
 def test_batch_is_watched_for_as_long_as_the_caller_says(device, pipeline):
     pending = start(device, pipeline)
     began = time.perf_counter()
-    assert not pending.lands_within(0.01)
+    assert not pending.poll(0.01)
     assert time.perf_counter() - began >= 0.01
     device.reached = 5
-    assert not pending.lands_within(0)
+    assert not pending.poll(0)
     device.reached = 6
-    assert pending.lands_within(0)
+    assert pending.poll(0)
     stage_seconds(pending)
     assert not [entry for entry in device.log if entry[0] == "host"]
 
@@ -304,10 +304,10 @@ def test_what_the_stages_work_on_lives_until_the_batch_is_over(device, pipeline)
 
     given = Memory()
     alive.append(weakref.ref(given))
-    pending = pipeline.start(make_parts, given)
+    pending = pipeline.start_launches(make_parts, given)
     alone = Memory()
     alive.append(weakref.ref(alone))
-    other = pipeline.start_one(lambda: None, alone)
+    other = pipeline.start_single_stage(lambda: None, alone)
     del given, alone
     assert all(memory() is not None for memory in alive)
     stage_seconds(pending)
@@ -317,7 +317,7 @@ def test_what_the_stages_work_on_lives_until_the_batch_is_over(device, pipeline)
 
 def test_parts_that_cannot_be_made_leave_the_stream(device, pipeline):
     with pytest.raises(ZeroDivisionError):
-        pipeline.start(lambda: 1 / 0, None)
+        pipeline.start_launches(lambda: 1 / 0, None)
     assert device.current is None
 
 
@@ -346,12 +346,12 @@ def test_failed_stage_alone_settles_the_streams_as_well(device):
         raise ValueError("bad")
 
     with pytest.raises(ValueError, match="bad"):
-        StreamPipeline(device, apart=False).start_one(fail, None)
+        StreamPipeline(device, apart=False).start_single_stage(fail, None)
     assert ("host", "settles", device.streams[0].name) in device.log
 
 
 def stage_seconds(pending):
     """Wait for a batch, and how long its stages took."""
-    pending.expect((), (), are_placed=False)
+    pending.set_results((), (), are_placed=False)
     execution = pending.wait()
     return execution.copy_in_s, execution.kernel_s, execution.copy_out_s

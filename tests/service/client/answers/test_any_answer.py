@@ -227,4 +227,4 @@ def test_any_problem_document(body, status, headers):
 @settings(max_examples=100)
 def test_any_timing(headers):
     named = {name.decode(): value.decode() for name, value in headers}
-    check_timing(ApiResponse(200, named, memoryview(b"")).timing())
+    check_timing(ApiResponse(200, named, memoryview(b"")).read_timing())

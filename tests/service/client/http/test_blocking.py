@@ -111,12 +111,12 @@ def room(sockets) -> int:
     taken = []
     try:
         while True:
-            taken.append(sockets.take(late())[0])
+            taken.append(sockets.acquire(late())[0])
     except httpx.PoolTimeout:
         return len(taken)
     finally:
         for each in taken:
-            sockets.give(each)
+            sockets.release(each)
 
 
 def test_so_many_connections_are_in_use_at_once_and_no_more(sockets):
@@ -125,12 +125,12 @@ def test_so_many_connections_are_in_use_at_once_and_no_more(sockets):
 
 
 def test_who_waited_in_vain_takes_nothing(sockets):
-    taken = [sockets.take(in_time())[0] for _ in range(2)]
+    taken = [sockets.acquire(in_time())[0] for _ in range(2)]
     for _ in range(3):
         with pytest.raises(httpx.PoolTimeout):
-            sockets.take(late())
+            sockets.acquire(late())
     for each in taken:
-        sockets.give(each)
+        sockets.release(each)
     assert room(sockets) == 2
 
 
@@ -138,40 +138,40 @@ def test_a_connection_that_cannot_be_made_takes_no_place(nowhere):
     sockets = ConnectionPool(nowhere, TlsSettings(False), 2, 30.0)
     for _ in range(5):
         with pytest.raises(httpx.ConnectError):
-            sockets.take(in_time())
+            sockets.acquire(in_time())
     sockets.close()
 
 
 def test_who_waits_is_woken_by_whoever_gives_back(sockets):
-    taken = [sockets.take(in_time())[0] for _ in range(2)]
+    taken = [sockets.acquire(in_time())[0] for _ in range(2)]
     with ThreadPoolExecutor(2) as threads:
-        waiting = [threads.submit(sockets.take, in_time()) for _ in range(2)]
+        waiting = [threads.submit(sockets.acquire, in_time()) for _ in range(2)]
         for each in taken:
-            sockets.give(each)
+            sockets.release(each)
         again = [each.result(20) for each in waiting]
     assert [was_used for _, was_used in again] == [True, True]
     for each, _ in again:
-        sockets.give(each)
+        sockets.release(each)
     assert room(sockets) == 2
 
 
 def test_what_comes_back_to_a_closed_client_is_closed(sockets):
-    connection, _ = sockets.take(in_time())
-    idle, _ = sockets.take(in_time())
-    sockets.give(idle)
+    connection, _ = sockets.acquire(in_time())
+    idle, _ = sockets.acquire(in_time())
+    sockets.release(idle)
     sockets.close()
     assert not idle.is_reusable
     assert connection.is_reusable
-    sockets.give(connection)
+    sockets.release(connection)
     assert not connection.is_reusable
     for _ in range(3):
         with pytest.raises(RuntimeError, match="closed"):
-            sockets.take(late())
+            sockets.acquire(late())
 
 
 def test_a_connection_that_must_be_new_is(sockets):
-    kept, _ = sockets.take(in_time())
-    sockets.give(kept)
-    fresh, was_used = sockets.take(in_time(), fresh=True)
+    kept, _ = sockets.acquire(in_time())
+    sockets.release(kept)
+    fresh, was_used = sockets.acquire(in_time(), fresh=True)
     assert (fresh is kept, was_used) == (False, False)
-    sockets.give(fresh)
+    sockets.release(fresh)

@@ -39,17 +39,17 @@ def rounds(steps, endless, count=10):
 
 def test_interim_answers_without_end_let_others_go_on():
     endless = EndlessSocket(INTERIM * 10)
-    rounds(ClientHttpConnection(endless).head(), endless)
+    rounds(ClientHttpConnection(endless).receive_head(), endless)
 
 
 @pytest.mark.parametrize("piece", [b"1;a=b\r\nx\r\n", b"1;" + b"a" * 100], ids=["small chunks", "extensions"])
 def test_a_body_of_small_chunks_lets_others_go_on(piece):
     endless = EndlessSocket(piece)
     connection = ClientHttpConnection(endless)
-    head = ResponseHeadParser().read(CHUNKED)
+    head = ResponseHeadParser().parse(CHUNKED)
 
     def body():
-        while (yield from connection.piece(head)) is not None:
+        while (yield from connection.receive_piece(head)) is not None:
             pass
 
     rounds(body(), endless)

@@ -10,7 +10,7 @@ from normserve.client.http.heads import HEAD_BYTES, ResponseHeadParser, encode_r
 
 def read_head(raw):
     """Read a head that is the first of its connection."""
-    return ResponseHeadParser().read(raw)
+    return ResponseHeadParser().parse(raw)
 
 
 def head(*lines):
@@ -19,13 +19,13 @@ def head(*lines):
 
 def test_a_head_says_how_its_body_ends():
     plain = read_head(head(b"HTTP/1.1 200 OK", b"Content-Length: 5", b"X-Name: a", b"x-name: b"))
-    assert (plain.status, plain.length, plain.chunks, plain.stays) == (200, 5, None, True)
+    assert (plain.status, plain.body_bytes, plain.chunk_decoder, plain.is_keep_alive) == (200, 5, None, True)
     assert plain.headers == {"content-length": "5", "x-name": "a, b"}
     chunked = read_head(head(b"HTTP/1.1 200 OK", b"Transfer-Encoding: Chunked"))
-    assert (chunked.length, chunked.stays) == (None, True)
-    assert chunked.chunks is not None
+    assert (chunked.body_bytes, chunked.is_keep_alive) == (None, True)
+    assert chunked.chunk_decoder is not None
     until_close = read_head(head(b"HTTP/1.1 200 OK"))
-    assert (until_close.length, until_close.chunks, until_close.stays) == (None, None, False)
+    assert (until_close.body_bytes, until_close.chunk_decoder, until_close.is_keep_alive) == (None, None, False)
 
 
 @pytest.mark.parametrize(
@@ -38,13 +38,13 @@ def test_a_head_says_how_its_body_ends():
     ],
 )
 def test_a_head_says_whether_the_connection_stays(lines, stays):
-    assert read_head(head(*lines, b"Content-Length: 0")).stays is stays
+    assert read_head(head(*lines, b"Content-Length: 0")).is_keep_alive is stays
 
 
 def test_no_body_comes_where_none_can():
-    assert read_head(head(b"HTTP/1.1 204 No Content")).length == 0
-    assert read_head(head(b"HTTP/1.1 304 Not Modified", b"Content-Length: 7")).length == 0
-    assert read_head(head(b"HTTP/1.1 103 Early Hints", b"Link: x")).length == 0
+    assert read_head(head(b"HTTP/1.1 204 No Content")).body_bytes == 0
+    assert read_head(head(b"HTTP/1.1 304 Not Modified", b"Content-Length: 7")).body_bytes == 0
+    assert read_head(head(b"HTTP/1.1 103 Early Hints", b"Link: x")).body_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -73,24 +73,24 @@ def test_what_is_no_head_is_refused(lines):
 
 
 def chunks():
-    return read_head(head(b"HTTP/1.1 200 OK", b"Transfer-Encoding: chunked")).chunks
+    return read_head(head(b"HTTP/1.1 200 OK", b"Transfer-Encoding: chunked")).chunk_decoder
 
 
 def test_chunks_are_read_however_they_are_cut():
     body = b"5\r\nhello\r\n1;name=value\r\n!\r\n0\r\nTrailer: x\r\n\r\n"
     for step in (1, 2, 7, len(body)):
         reader = chunks()
-        read = b"".join(reader.feed(body[start : start + step]) for start in range(0, len(body), step))
+        read = b"".join(reader.decode(body[start : start + step]) for start in range(0, len(body), step))
         assert read == b"hello!"
         assert reader.is_complete
-        assert not reader.has_more
+        assert not reader.has_excess
 
 
 @pytest.mark.parametrize("more", [b"x", b"HTTP/1.1 200 OK\r\n"])
 def test_what_comes_behind_the_last_chunk_is_noticed(more):
     reader = chunks()
-    assert reader.feed(b"1\r\na\r\n0\r\n\r\n" + more) == b"a"
-    assert (reader.is_complete, reader.has_more) == (True, True)
+    assert reader.decode(b"1\r\na\r\n0\r\n\r\n" + more) == b"a"
+    assert (reader.is_complete, reader.has_excess) == (True, True)
 
 
 @pytest.mark.parametrize(
@@ -98,15 +98,15 @@ def test_what_comes_behind_the_last_chunk_is_noticed(more):
 )
 def test_what_are_no_chunks_is_refused(body):
     with pytest.raises(httpx.RemoteProtocolError):
-        chunks().feed(body)
+        chunks().decode(body)
 
 
 @pytest.mark.parametrize("beginning", [b"5;name=", b"0\r\nTrailer: "])
 def test_what_is_no_body_is_bounded(beginning):
     reader = chunks()
-    reader.feed(beginning + b"x" * (HEAD_BYTES - len(beginning)))
+    reader.decode(beginning + b"x" * (HEAD_BYTES - len(beginning)))
     with pytest.raises(httpx.RemoteProtocolError):
-        reader.feed(b"x")
+        reader.decode(b"x")
 
 
 def test_a_request_s_head_is_what_it_was_given():
@@ -146,23 +146,23 @@ ANSWER = (
 def learnt():
     """A reader of one head before."""
     reader = ResponseHeadParser()
-    reader.read(head(*ANSWER))
+    reader.parse(head(*ANSWER))
     assert len(reader._patterns) == 1
     return reader
 
 
 def outcome(raw, reader):
     try:
-        found = reader.read(raw)
+        found = reader.parse(raw)
     except httpx.RemoteProtocolError:
         return None
-    return found.status, found.headers, found.length, found.chunks is None, found.stays
+    return found.status, found.headers, found.body_bytes, found.chunk_decoder is None, found.is_keep_alive
 
 
 def test_a_head_like_one_before_is_read_without_the_parser(learnt, monkeypatch):
     monkeypatch.setattr(heads, "_run_parser", None)
-    again = learnt.read(head(*ANSWER[:2], b"X-Request-ID: d: e", b"Content-Length: 17"))
-    assert (again.status, again.length, again.chunks, again.stays) == (200, 17, None, True)
+    again = learnt.parse(head(*ANSWER[:2], b"X-Request-ID: d: e", b"Content-Length: 17"))
+    assert (again.status, again.body_bytes, again.chunk_decoder, again.is_keep_alive) == (200, 17, None, True)
     assert again.headers == {
         "server-timing": "recv;dur=0.25, kernel;dur=1.5",
         "x-request-id": "d: e",
@@ -209,7 +209,7 @@ def test_a_head_changed_anywhere_is_read_as_the_parser_reads_it(data):
     for _ in range(data.draw(st.integers(1, 4))):
         raw[data.draw(st.integers(0, len(raw) - 5))] = data.draw(st.integers(0, 255))
     reader = ResponseHeadParser()
-    reader.read(head(*ANSWER))
+    reader.parse(head(*ANSWER))
     assert outcome(bytes(raw), reader) == outcome(bytes(raw), ResponseHeadParser())
 
 
@@ -225,13 +225,13 @@ def test_a_head_changed_anywhere_is_read_as_the_parser_reads_it(data):
 )
 def test_of_other_heads_nothing_is_remembered(lines):
     reader = ResponseHeadParser()
-    reader.read(head(*lines))
+    reader.parse(head(*lines))
     assert reader._patterns == []
 
 
 def fill(reader):
     for number in range(20):
-        reader.read(head(b"HTTP/1.1 200 OK", b"Content-Length: 5", b"X-%d: a" % number))
+        reader.parse(head(b"HTTP/1.1 200 OK", b"Content-Length: 5", b"X-%d: a" % number))
 
 
 def test_of_many_kinds_of_heads_few_are_remembered():
@@ -243,6 +243,6 @@ def test_of_many_kinds_of_heads_few_are_remembered():
 def test_what_one_server_sends_is_not_remembered_for_another(monkeypatch):
     fill(ResponseHeadParser())
     other = ResponseHeadParser()
-    other.read(head(*ANSWER))
+    other.parse(head(*ANSWER))
     monkeypatch.setattr(heads, "_run_parser", None)
-    assert other.read(head(*ANSWER)).length == 4096
+    assert other.parse(head(*ANSWER)).body_bytes == 4096

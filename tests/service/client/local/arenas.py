@@ -15,5 +15,5 @@ def arena():
     for number in (3, 7):
         descriptor, segment = make_segment(SEGMENT, HostSegment)
         os.close(descriptor)
-        arena.add(number, segment)
+        arena.add_segment(number, segment)
     return arena

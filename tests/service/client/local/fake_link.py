@@ -15,16 +15,16 @@ class FakeLink:
     def request(self, recurring, signature):
         """What the clients do, each in its own way."""
         key, elsewhere = signature
-        known = recurring.known.get(key)
+        known = recurring.calls.get(key)
         if known is None:
             return None
-        recurring.busy()
-        again = recurring.begin(known, elsewhere)
+        recurring.find_busy_stream()
+        again = recurring.begin_call(known, elsewhere)
         if again is None:
             return None
         told = self._answer(msgspec.json.decode(bytes(again.content), type=frames.ComputeMessage))
-        again.make_results()
-        return recurring.end(key, again, told, "the key")
+        again.make_result_arrays()
+        return recurring.end_call(key, again, told, "the key")
 
     def _answer(self, asked):
         self.asked.append(asked)

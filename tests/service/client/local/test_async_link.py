@@ -35,7 +35,7 @@ def test_a_request_that_the_server_closed_without_reading_fails_at_once(tmp_path
         link = AsyncLocalClientConnection(None)
         await link.connect(path)
         answered, unread = await asyncio.gather(
-            *[asyncio.wait_for(link.request(LocalRequest(frames.GetInfoMessage())), 10) for _ in range(2)],
+            *[asyncio.wait_for(link.send_and_wait(LocalRequest(frames.GetInfoMessage())), 10) for _ in range(2)],
             return_exceptions=True,
         )
         assert answered.status == 200
@@ -63,10 +63,10 @@ def test_requests_that_the_kernel_does_not_take_at_once_are_sent_in_their_order(
         await link.connect(path)
         link._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
         request = LocalRequest(frames.ComputeMessage("layer_norm", located, {}))
-        replies = await asyncio.wait_for(asyncio.gather(*[link.request(request) for _ in range(5)]), 20)
+        replies = await asyncio.wait_for(asyncio.gather(*[link.send_and_wait(request) for _ in range(5)]), 20)
         assert [reply.document for reply in replies] == 5 * [200]
         assert heard == sorted(heard)
-        link.retire()
+        link.close_when_unused()
 
     path = str(tmp_path / "server.sock")
     with serving(path, answer):
@@ -77,13 +77,13 @@ def test_a_task_that_waits_while_the_connection_is_given_back_is_told_at_once(tm
     async def run(path):
         link = AsyncLocalClientConnection(None)
         await link.connect(path)
-        waiting = asyncio.create_task(link.request(LocalRequest(frames.GetInfoMessage())))
+        waiting = asyncio.create_task(link.send_and_wait(LocalRequest(frames.GetInfoMessage())))
         await asyncio.sleep(0)
-        link.retire()
+        link.close_when_unused()
         with pytest.raises(ConnectionFailedError):
             await asyncio.wait_for(waiting, 20)
         with pytest.raises(ConnectionFailedError):
-            await link.request(LocalRequest(frames.GetInfoMessage()))
+            await link.send_and_wait(LocalRequest(frames.GetInfoMessage()))
 
     path = str(tmp_path / "server.sock")
     with serving(path, lambda *_: None):

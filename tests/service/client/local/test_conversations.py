@@ -415,12 +415,12 @@ def test_what_waits_for_a_server_that_does_not_read_is_sent_once_it_does(tmp_pat
     async def main():
         link = AsyncLocalClientConnection(None)
         await link.connect(path)
-        asked = [asyncio.create_task(link.request(LocalRequest(long))) for _ in range(40)]
+        asked = [asyncio.create_task(link.send_and_wait(LocalRequest(long))) for _ in range(40)]
         await asyncio.sleep(0.01)
         reads.set()
         answers = await asyncio.gather(*asked)
         assert [each.status for each in answers] == [200] * 40
-        link.retire()
+        link.close_when_unused()
 
     with serving(path, server):
         asyncio.run(asyncio.wait_for(main(), 30))

@@ -41,8 +41,8 @@ def arena(fake, server):
 
 
 def grow(arena, server, number, nbytes=GRANULARITY):
-    segment = server.make(nbytes, DeviceSegment)
-    descriptor = server.export(segment)
+    segment = server.allocate(nbytes, DeviceSegment)
+    descriptor = server.export_descriptor(segment)
     try:
         arena.add_device_segment(number, descriptor, len(segment))
     finally:
@@ -51,7 +51,7 @@ def grow(arena, server, number, nbytes=GRANULARITY):
 
 
 def taken(arena, nbytes):
-    block = arena.take(nbytes)
+    block = arena.allocate(nbytes)
     assert block is not None
     return block
 
@@ -66,8 +66,8 @@ def finished(needs):
 @pytest.mark.parametrize("dtype", DType)
 def test_a_tensor_keeps_its_place_until_its_last_view_is_gone(arena, dtype):
     block = taken(arena, 2**20)
-    place = block.place
-    tensor = arena.tensor(block, dtype, (4, 8))
+    place = block.segment_range
+    tensor = arena.make_tensor(block, dtype, (4, 8))
     assert tensor.dtype == getattr(torch, dtype.value)
     assert arena.locate_tensor(tensor) == (3, place.offset)
     assert arena.locate_tensor(tensor[2:]) == (3, place.offset + 16 * dtype.itemsize)
@@ -76,21 +76,21 @@ def test_a_tensor_keeps_its_place_until_its_last_view_is_gone(arena, dtype):
     view = tensor[1:].view(-1)
     del block, tensor
     gc.collect()
-    assert arena.take(GRANULARITY) is None
+    assert arena.allocate(GRANULARITY) is None
     del view
     gc.collect()
-    assert taken(arena, GRANULARITY).place.offset == 0
+    assert taken(arena, GRANULARITY).segment_range.offset == 0
 
 
 def test_a_place_waits_for_the_stream_that_it_died_on(arena, fake):
     block = taken(arena, GRANULARITY)
     fake.stream.is_busy = True
     del block
-    assert arena.take(1) is None
+    assert arena.allocate(1) is None
     busy, fake.stream = fake.stream, type(fake.stream)()
-    assert arena.take(1) is None
+    assert arena.allocate(1) is None
     busy.is_busy = False
-    assert arena.take(GRANULARITY) is not None
+    assert arena.allocate(GRANULARITY) is not None
 
 
 def test_a_place_that_died_in_a_capture_is_never_used_again(arena, fake):
@@ -98,7 +98,7 @@ def test_a_place_that_died_in_a_capture_is_never_used_again(arena, fake):
     fake.stream.is_captured = True
     del block
     fake.stream.is_captured = False
-    assert arena.take(1) is None
+    assert arena.allocate(1) is None
 
 
 def test_what_another_thread_puts_on_the_stream_meanwhile_is_not_taken_for_done(arena, fake):
@@ -114,16 +114,16 @@ def test_what_another_thread_puts_on_the_stream_meanwhile_is_not_taken_for_done(
 
     del late
     fake.stream.query = interrupted
-    assert arena.busy_stream() is None
+    assert arena.find_busy_stream() is None
     fake.stream.query = query
-    assert arena._returned
-    assert len(arena._dying) == 1
+    assert arena._returned_ranges
+    assert len(arena._pending_returns) == 1
 
 
 def test_a_call_is_not_captured(arena, fake):
     fake.stream.is_captured = True
     with pytest.raises(RuntimeError, match="captured"):
-        arena.busy_stream()
+        arena.find_busy_stream()
     fake.stream.is_captured = False
 
 
@@ -132,7 +132,7 @@ def test_the_end_waits_for_the_device(arena, fake):
     early, late = taken(arena, 64), taken(arena, 64)
     fake.stream.is_busy = True
     del early
-    arena.once_empty(lambda: ended.append(True))
+    arena.call_when_empty(lambda: ended.append(True))
     assert not ended
     assert fake.stream.waits == 1
     fake.stream.is_busy = True
@@ -145,7 +145,7 @@ def test_what_is_mapped_goes_after_the_device_is_done(arena, fake):
     # Arenas of tests before may be in reference cycles.
     gc.collect()
     before = fake.synchronised
-    arena.unmap()
+    arena.unmap_segments()
     gc.collect()
     assert fake.synchronised == before + 1
 
@@ -156,7 +156,7 @@ def test_what_is_mapped_goes_at_once_while_torch_has_not_initialised_cuda(arena,
     before, driver = fake.synchronised, arena._device.driver
     fake.cuda.is_initialized = lambda: False
     assert driver.mappings
-    arena.unmap()
+    arena.unmap_segments()
     gc.collect()
     assert fake.synchronised == before
     assert not driver.mappings
@@ -208,7 +208,7 @@ class OnFake:
 
 
 def test_calls_name_what_lies_there_and_copy_the_rest(arena):
-    x = arena.tensor(taken(arena, 4096), DType.FLOAT32, (4, 256)).fill_(2)
+    x = arena.make_tensor(taken(arena, 4096), DType.FLOAT32, (4, 256)).fill_(2)
     call = call_of(x, weight=torch.ones(256))
     assert get_device_x(call) is not None
     prepared = finished(prepare_device_call(call, arena))
@@ -216,11 +216,11 @@ def test_calls_name_what_lies_there_and_copy_the_rest(arena):
     assert message.tensors["x"] == frames.TensorReference(3, 0, "float32", (4, 256))
     weight = message.tensors["weight"]
     assert weight.segment == 3
-    assert len(prepared.inputs) == 2
-    assert prepared.inputs[1].tolist() == [1.0] * 256
+    assert len(prepared.retained_inputs) == 2
+    assert prepared.retained_inputs[1].tolist() == [1.0] * 256
     answer = frames.LocalResponse(200, results={"y": frames.TensorReference(3, 64, "float32", (4, 256))})
-    tensors = make_device_response(answer, arena, prepared.results).tensors()
-    found = arena.locate_tensor(tensors["y"].tensor)
+    tensors = make_device_response(answer, arena, prepared.result_blocks).read_tensors()
+    found = arena.locate_tensor(tensors["y"].view_tensor)
     assert found == (3, message.results["y"].offset)
 
 
@@ -230,7 +230,7 @@ def test_calls_wait_for_the_stream_and_ask_for_memory(arena, fake, server):
     needs = prepare_device_call(call_of(x), arena)
     busy = next(needs)
     assert isinstance(busy, BusyStream)
-    busy.wait()
+    busy.wait_idle()
     assert fake.stream.waits == 1
     assert next(needs) == 2 * GRANULARITY
     grow(arena, server, 4, 2 * GRANULARITY)
@@ -249,9 +249,9 @@ def test_calls_wait_for_the_stream_and_ask_for_memory(arena, fake, server):
 )
 def test_answers_that_lie(arena, located):
     prepared = finished(prepare_device_call(call_of(torch.ones(4, 256)), arena))
-    answer = make_device_response(frames.LocalResponse(200, results={"y": located}), arena, prepared.results)
+    answer = make_device_response(frames.LocalResponse(200, results={"y": located}), arena, prepared.result_blocks)
     with pytest.raises(UnexpectedAnswerError):
-        answer.tensors()
+        answer.read_tensors()
     unknown = frames.LocalResponse(200, results={"z": frames.TensorReference(3, 0, "float32", (4,))})
     with pytest.raises(UnexpectedAnswerError):
-        make_device_response(unknown, arena, prepared.results).tensors()
+        make_device_response(unknown, arena, prepared.result_blocks).read_tensors()

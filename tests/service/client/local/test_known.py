@@ -27,29 +27,31 @@ def here(request):
     descriptor, segment = make_segment(2**20, HostSegment)
     os.close(descriptor)
     arena = HostArena()
-    arena.add(5, segment)
+    arena.add_segment(5, segment)
 
     def make(value, shape=(4, 256)):
         array = np.full(shape, value, np.float32)
         return array if request.param == "numpy" else torch.from_numpy(array)
 
-    return SimpleNamespace(arena=arena, recurring=CallCache(MEMORIES[request.param](arena)), make=make)
+    return SimpleNamespace(arena=arena, call_caches=CallCache(MEMORIES[request.param](arena)), make=make)
 
 
 def learn(here, *arguments, **named):
-    signature = here.recurring.signature(operations.layer_norm, arguments, named)
+    signature = here.call_caches.compute_signature(operations.layer_norm, arguments, named)
     result = ForwardResult(here.make(0), None, None, None, Timing())
-    here.recurring.learn(signature, operations.layer_norm(*arguments, **named), result)
+    here.call_caches.add_call(signature, operations.layer_norm(*arguments, **named), result)
 
 
 def ask(here, link, *arguments, **named):
-    return link.request(here.recurring, here.recurring.signature(operations.layer_norm, arguments, named))
+    return link.request(
+        here.call_caches, here.call_caches.compute_signature(operations.layer_norm, arguments, named)
+    )
 
 
 def held(here, located):
     """What the arena has at a place."""
-    part = here.arena._parts[located.segment]
-    return np.ndarray(located.shape, located.dtype, part.memory, located.offset)
+    part = here.arena._segments[located.segment]
+    return np.ndarray(located.shape, located.dtype, part.mapping, located.offset)
 
 
 def test_a_call_is_known_wherever_its_tensors_lie(here):
@@ -68,18 +70,18 @@ def test_a_long_answer_is_not_kept(here):
     learn(here, here.make(1))
     link = FakeLink()
     assert ask(here, link, here.make(2)) is not None
-    (asked,) = next(iter(here.recurring.known.values())).asked
-    kept = asked.results
+    (asked,) = next(iter(here.call_caches.calls.values())).encoded_calls
+    kept = asked.encoded_results
     assert kept is not None
     place = link.asked[0].results["y"]
     found = {"y": frames.TensorReference(place.segment, place.offset, "float32", link.shape)}
     link.written = msgspec.json.encode(found) + b" " * 2**19
     assert ask(here, link, here.make(3)) is not None
-    assert bytes(asked.results) == bytes(kept)
+    assert bytes(asked.encoded_results) == bytes(kept)
 
 
 def test_some_tensors_lie_in_shared_memory_and_some_elsewhere(here):
-    shared = np.frombuffer(here.arena.take(1024).data, np.float32, 256)
+    shared = np.frombuffer(here.arena.allocate(1024).data, np.float32, 256)
     shared[:] = 2
     weight = shared if isinstance(here.make(0), np.ndarray) else torch.from_numpy(shared)
     learn(here, here.make(1), weight)
@@ -93,7 +95,7 @@ def test_some_tensors_lie_in_shared_memory_and_some_elsewhere(here):
 
 def test_what_lies_at_no_multiple_of_an_elements_size_is_copied(here):
     learn(here, here.make(1))
-    x = np.frombuffer(here.arena.take(8192).data[4:], np.float32, 1024).reshape(4, 256)
+    x = np.frombuffer(here.arena.allocate(8192).data[4:], np.float32, 1024).reshape(4, 256)
     x[:] = 3
     link = FakeLink()
     ask(here, link, x if isinstance(here.make(0), np.ndarray) else torch.from_numpy(x))
@@ -119,11 +121,13 @@ def test_parameters_that_are_arrays_are_no_part_of_a_known_call(here):
         here.make(1),
         eps=np.array(0.5, np.float32) if isinstance(here.make(0), np.ndarray) else torch.tensor(0.5),
     )
-    assert not here.recurring.known
+    assert not here.call_caches.calls
 
 
 def test_several_parameters_that_lie_elsewhere_are_not_known(here):
-    signature = here.recurring.signature(operations.layer_norm_chain, (here.make(1), [here.make(2, (256,))]), {})
+    signature = here.call_caches.compute_signature(
+        operations.layer_norm_chain, (here.make(1), [here.make(2, (256,))]), {}
+    )
     assert signature is None
 
 
@@ -131,8 +135,8 @@ def test_several_parameters_that_lie_elsewhere_are_not_known(here):
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16])
 def test_tensors_of_every_type_of_torch_are_copied(here, dtype):
     source = torch.arange(1.0, 15.0).to(getattr(torch, dtype.label)).view(2, 7)
-    memory, block = TorchArrayMemory(here.arena), here.arena.take(source.nbytes)
-    memory.copy([memory.target(dtype, (2, 7), block.place)], [source])
+    memory, block = TorchArrayMemory(here.arena), here.arena.allocate(source.nbytes)
+    memory.copy_all([memory.make_copy_target(dtype, (2, 7), block.segment_range)], [source])
     assert torch.equal(torch.frombuffer(block.data, dtype=source.dtype)[:14].view(2, 7), source)
 
 

@@ -110,7 +110,7 @@ def test_what_follows_a_frame_that_was_cut_is_not_sent(tmp_path):
             heard.wait(20)
             message = msgspec.Raw(msgspec.json.encode(frames.ComputeMessage("layer_norm", LONG, {})))
             with pytest.raises(RequestTimeoutError):
-                link.request(LocalRequest(message), Deadline(0.1))
+                link.send_and_wait(LocalRequest(message), Deadline(0.1))
             # Nobody knows where a next frame would begin.
             assert not link.is_usable
         finally:
@@ -140,8 +140,8 @@ def test_an_answer_is_taken_back_when_what_is_done_meanwhile_raises(tmp_path):
         link = LocalClientConnection(path, None, Deadline(20))
         try:
             with pytest.raises(StopError):
-                link.request(LocalRequest(frames.GetInfoMessage(), meanwhile=stop), Deadline(20))
-            assert link.request(LocalRequest(frames.ListLayersMessage()), Deadline(20)).document == "layers"
+                link.send_and_wait(LocalRequest(frames.GetInfoMessage(), on_sent=stop), Deadline(20))
+            assert link.send_and_wait(LocalRequest(frames.ListLayersMessage()), Deadline(20)).document == "layers"
             assert [message for _, message in heard[:2]] == [
                 frames.GetInfoMessage(),
                 frames.CancelRequestMessage(heard[0][0]),
@@ -186,7 +186,7 @@ def test_a_server_that_sends_other_things_does_not_hold_a_call_past_its_timeout(
         link = LocalClientConnection(path, None, Deadline(20))
         try:
             with pytest.raises(RequestTimeoutError):
-                link.request(LocalRequest(frames.GetInfoMessage()), Deadline(0.1))
+                link.send_and_wait(LocalRequest(frames.GetInfoMessage()), Deadline(0.1))
         finally:
             link._socket.close()
 
@@ -224,11 +224,11 @@ def test_a_thread_that_cannot_send_does_not_hold_others_past_their_timeouts(tmp_
         for thread in threads:
             thread.start()
         try:
-            while not link._sending.locked():
+            while not link._send_lock.locked():
                 time.sleep(0.001)
             stops(5)
             with pytest.raises(RequestTimeoutError):
-                link.request(LocalRequest(message), Deadline(0.05))
+                link.send_and_wait(LocalRequest(message), Deadline(0.05))
         finally:
             over.set()
             for thread in threads:
@@ -252,10 +252,10 @@ def test_a_request_of_which_nothing_could_be_sent_costs_no_connection(tmp_path, 
             stops(15)
             for _ in range(30):
                 with pytest.raises(RequestTimeoutError):
-                    link.request(LocalRequest(frames.GetInfoMessage()), Deadline(0.005))
+                    link.send_and_wait(LocalRequest(frames.GetInfoMessage()), Deadline(0.005))
             assert link.is_usable
             reads.set()
-            assert link.request(LocalRequest(frames.GetInfoMessage()), Deadline(20)).status == 200
+            assert link.send_and_wait(LocalRequest(frames.GetInfoMessage()), Deadline(20)).status == 200
         finally:
             reads.set()
             link._socket.close()
@@ -290,6 +290,6 @@ def test_an_answer_that_brings_no_memory_is_no_answer_to_a_request_for_it(tmp_pa
 
 def ask(link, message, timeout_s):
     try:
-        link.request(LocalRequest(message), Deadline(timeout_s))
+        link.send_and_wait(LocalRequest(message), Deadline(timeout_s))
     except (RequestTimeoutError, ConnectionFailedError):
         return

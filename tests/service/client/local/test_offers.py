@@ -19,17 +19,17 @@ class Link:
         self.socket = socket.socket()
         descriptor, segment = make_segment(2**16, HostSegment)
         os.close(descriptor)
-        self.arena.add(0, segment)
+        self.arena.add_segment(0, segment)
 
-    def leave(self) -> None:
+    def encode_free_all(self) -> None:
         self.socket.close()
 
 
 def test_a_block_in_a_reference_cycle_leaves_no_open_socket():
     link = Link()
-    cycle: list[object] = [link.arena.take(64)]
+    cycle: list[object] = [link.arena.allocate(64)]
     cycle.append(cycle)
-    DeviceMemoryOffer().once_empty(link.arena, link.leave)
+    DeviceMemoryOffer().call_when_empty(link.arena, link.encode_free_all)
     left = weakref.ref(link)
     del link
     with warnings.catch_warnings(record=True) as warned:
@@ -43,17 +43,17 @@ def test_a_block_in_a_reference_cycle_leaves_no_open_socket():
 
 def test_memory_that_a_captured_graph_uses_stays_mapped():
     link = Link()
-    block = link.arena.take(64)
+    block = link.arena.allocate(64)
     assert block is not None
     # As device memory whose last view died while a graph was captured: it does not return.
-    place, block.home = block.place, None
-    DeviceMemoryOffer().once_empty(link.arena, link.leave)
+    place, block.arena = block.segment_range, None
+    DeviceMemoryOffer().call_when_empty(link.arena, link.encode_free_all)
     left = weakref.ref(link)
     del link, block
     gc.collect()
     kept = left()
     assert kept is not None
-    kept.arena.note_return(place)
+    kept.arena.queue_return(place)
     del kept
     gc.collect()
     assert left() is None

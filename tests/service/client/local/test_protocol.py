@@ -48,39 +48,39 @@ def descriptors():
 def protocol(descriptors):
     made = LocalClientProtocol(None)
     yield made
-    made.close()
-    made.arena._parts.clear()
+    made.close_descriptors()
+    made.arena._segments.clear()
 
 
 @pytest.fixture
 def growing(protocol):
     """A protocol that has requested a segment, and that request."""
-    pending, _ = protocol.begin(LocalRequest(frames.GrowArenaMessage(SEGMENT)))
+    pending, _ = protocol.begin_request(LocalRequest(frames.GrowArenaMessage(SEGMENT)))
     return protocol, pending
 
 
 def answer(protocol, pending, answered, count=0, part=slice(None), nbytes=SEGMENT, flags=0):
     """Receive an answer, or a part of it, with so many segments; return whether a request was answered."""
     ancillary = rights(*[memory(nbytes) for _ in range(count)]) if count else []
-    return protocol.receive(frames.encode_frame(pending.tag, answered)[part], ancillary, flags)
+    return protocol.receive_data(frames.encode_frame(pending.tag, answered)[part], ancillary, flags)
 
 
 def raised(protocol):
     """The error with which the protocol has failed."""
-    assert protocol.failure is not None
-    return protocol.failure()
+    assert protocol.make_failure is not None
+    return protocol.make_failure()
 
 
 def begun(protocol, message=None):
-    return protocol.begin(LocalRequest(frames.GetInfoMessage() if message is None else message))[0]
+    return protocol.begin_request(LocalRequest(frames.GetInfoMessage() if message is None else message))[0]
 
 
 def test_answers_in_any_order_belong_to_their_requests(protocol):
     first, second = begun(protocol), begun(protocol)
     assert answer(protocol, second, frames.LocalResponse(200, document=2))
-    assert first.reply is None
+    assert first.response is None
     assert answer(protocol, first, frames.LocalResponse(200, document=1))
-    assert (first.reply.document, second.reply.document) == (1, 2)
+    assert (first.response.document, second.response.document) == (1, 2)
     assert not protocol.has_pending
 
 
@@ -88,10 +88,10 @@ def test_who_waits_is_woken_by_the_answer_and_by_the_end(protocol):
     woken = []
     pending = [begun(protocol) for _ in range(2)]
     for number, each in enumerate(pending):
-        each.wake = lambda number=number: woken.append(number)
+        each.on_done = lambda number=number: woken.append(number)
     answer(protocol, pending[1], frames.LocalResponse(200))
     assert woken == [1]
-    protocol.receive(b"", [], 0)
+    protocol.receive_data(b"", [], 0)
     assert woken == [1, 0]
     assert isinstance(raised(protocol), ConnectionFailedError)
 
@@ -101,16 +101,16 @@ def test_what_a_request_uses_is_kept_until_its_answer_though_nobody_waits(protoc
         pass
 
     used = Used()
-    pending, _ = protocol.begin(LocalRequest(frames.GetInfoMessage(), used))
-    ((_, content),) = FrameReader(2**20).feed(protocol.cancel(pending))
+    pending, _ = protocol.begin_request(LocalRequest(frames.GetInfoMessage(), used))
+    ((_, content),) = FrameReader(2**20).feed(protocol.encode_cancel(pending))
     assert frames.decode_messages(content) == (frames.CancelRequestMessage(pending.tag),)
-    assert pending.used is used
-    protocol.drop_used()
-    assert pending.used is None
+    assert pending.retained is used
+    protocol.release_retained()
+    assert pending.retained is None
 
 
 def test_segments_are_freed_before_the_request_that_wants_others(protocol):
-    pending, data = protocol.begin(LocalRequest(frames.GrowArenaMessage(SEGMENT), freed=(3, 4)))
+    pending, data = protocol.begin_request(LocalRequest(frames.GrowArenaMessage(SEGMENT), freed_segments=(3, 4)))
     sent = [(tag, *frames.decode_messages(content)) for tag, content in FrameReader(2**20).feed(data)]
     assert sent == [
         (0, frames.FreeSegmentMessage(3)),
@@ -121,10 +121,10 @@ def test_segments_are_freed_before_the_request_that_wants_others(protocol):
 
 def test_a_refusal_of_the_connection_is_the_error_of_all_requests(protocol):
     pending = begun(protocol)
-    assert not protocol.receive(
+    assert not protocol.receive_data(
         frames.encode_frame(0, frames.LocalResponse(403, problem={"code": "forbidden"})), [], 0
     )
-    assert pending.reply is None
+    assert pending.response is None
     first, second = raised(protocol), raised(protocol)
     assert isinstance(first, ApiError)
     assert first.code == "forbidden"
@@ -132,8 +132,8 @@ def test_a_refusal_of_the_connection_is_the_error_of_all_requests(protocol):
 
 
 def test_the_first_failure_stays(protocol):
-    protocol.receive(b"", [], 0)
-    protocol.receive(frames.PREFIX.pack(2, 1) + b"no", [], 0)
+    protocol.receive_data(b"", [], 0)
+    protocol.receive_data(frames.PREFIX.pack(2, 1) + b"no", [], 0)
     assert isinstance(raised(protocol), ConnectionFailedError)
 
 
@@ -203,17 +203,17 @@ def test_an_answer_whose_descriptor_was_lost_is_none(growing):
 def test_only_a_list_may_be_long(protocol):
     head = frames.PREFIX.pack(DOCUMENT_BYTES + 1, 9)
     begun(protocol, frames.ListLayersMessage())
-    protocol.receive(head, [], 0)
-    assert protocol.failure is None
+    protocol.receive_data(head, [], 0)
+    assert protocol.make_failure is None
     other = LocalClientProtocol(None)
     begun(other)
-    other.receive(head, [], 0)
+    other.receive_data(head, [], 0)
     assert "at most" in str(raised(other))
 
 
 def test_a_segment_on_a_device_is_no_smaller_than_requested(protocol):
     opened = []
-    protocol._offers.add_device_segment = lambda number, descriptor, nbytes: opened.append((number, nbytes))
+    protocol._device_offer.add_device_segment = lambda number, descriptor, nbytes: opened.append((number, nbytes))
     first, second = [begun(protocol, frames.GrowArenaMessage(SEGMENT, "device")) for _ in range(2)]
     assert answer(protocol, first, frames.LocalResponse(200, segment=0, device="ab", nbytes=2 * SEGMENT), 1)
     assert opened == [(0, 2 * SEGMENT)]

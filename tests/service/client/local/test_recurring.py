@@ -57,16 +57,16 @@ def recurring(arena):
 
 
 def shown(arena) -> Shown:
-    block = arena.take(4096)
-    return arena.tensor(block, DType.FLOAT32, (4, 256)).as_subclass(Shown)
+    block = arena.allocate(4096)
+    return arena.make_tensor(block, DType.FLOAT32, (4, 256)).as_subclass(Shown)
 
 
 def learnt(recurring, arena, x, **options):
-    signature = recurring.signature(operations.layer_norm, (x,), options)
+    signature = recurring.compute_signature(operations.layer_norm, (x,), options)
     call = operations.layer_norm(x.as_subclass(torch.Tensor), **options)
     object.__setattr__(call, "tensors", {"x": TorchCudaTensor(DType.FLOAT32, x)})
-    y = arena.tensor(arena.take(4096), DType.FLOAT32, (4, 256))
-    recurring.learn(signature, call, ForwardResult(y, None, None, None, Timing()))
+    y = arena.make_tensor(arena.allocate(4096), DType.FLOAT32, (4, 256))
+    recurring.add_call(signature, call, ForwardResult(y, None, None, None, Timing()))
     return signature
 
 
@@ -102,7 +102,7 @@ def test_results_lie_where_they_lay_before(recurring, arena):
         del first
         first = link.request(recurring, signature)
         assert place() == one
-        arena.take(100)
+        arena.allocate(100)
         del second
         second = link.request(recurring, signature)
         assert place() == other
@@ -114,7 +114,7 @@ def test_calls_differ_by_all_that_they_say(recurring, arena):
     x, y = shown(arena), shown(arena)
 
     def key(*arguments, **named):
-        return recurring.signature(operations.layer_norm, arguments, named)[0]
+        return recurring.compute_signature(operations.layer_norm, arguments, named)[0]
 
     keys = [
         key(x),
@@ -128,24 +128,24 @@ def test_calls_differ_by_all_that_they_say(recurring, arena):
     ]
     assert len(set(keys)) == len(keys)
     assert key(x, bias=None) == key(x)
-    assert recurring.signature(operations.rms_norm, (x,), {})[0] != key(x)
+    assert recurring.compute_signature(operations.rms_norm, (x,), {})[0] != key(x)
 
 
 @pytest.mark.parametrize("strange", [torch.ones(4), [1], object(), SimpleNamespace(is_cuda=True)])
 def test_calls_with_anything_else_are_not_known(recurring, arena, strange):
     x = shown(arena)
-    assert recurring.signature(operations.layer_norm, (x,), {"bias": strange}) is None
-    assert recurring.signature(operations.layer_norm, (x[:, 1:],), {}) is None
+    assert recurring.compute_signature(operations.layer_norm, (x,), {"bias": strange}) is None
+    assert recurring.compute_signature(operations.layer_norm, (x[:, 1:],), {}) is None
 
 
 def test_a_tensor_of_the_same_device_that_lies_elsewhere_is_copied(recurring, arena):
     made = [torch.full((4, 256), value).as_subclass(Shown) for value in (1.0, 2.0, 3.0)]
     signature, link = learnt(recurring, arena, made[0]), FakeLink()
     for x in made[1:]:
-        assert recurring.signature(operations.layer_norm, (x,), {})[0] == signature[0]
-        assert link.request(recurring, recurring.signature(operations.layer_norm, (x,), {})) is not None
+        assert recurring.compute_signature(operations.layer_norm, (x,), {})[0] == signature[0]
+        assert link.request(recurring, recurring.compute_signature(operations.layer_norm, (x,), {})) is not None
         place = link.asked[-1].tensors["x"]
-        there = bytes_at(arena._parts[place.segment].address + place.offset, x.nbytes)
+        there = bytes_at(arena._segments[place.segment].address + place.offset, x.nbytes)
         assert torch.equal(torch.frombuffer(there, dtype=torch.float32).view(4, 256), x.as_subclass(torch.Tensor))
     assert link.asked[0] == link.asked[1]
 
@@ -181,9 +181,9 @@ def test_a_result_that_another_stream_still_reads_is_not_written_over(recurring,
 def test_tensors_of_another_device_are_not_known(recurring, arena):
     x = torch.ones(4, 256).as_subclass(Shown)
     x.index = 1
-    assert recurring.signature(operations.layer_norm, (x,), {}) is None
+    assert recurring.compute_signature(operations.layer_norm, (x,), {}) is None
     x.index = 0
-    assert recurring.signature(operations.layer_norm, (x,), {}) is not None
+    assert recurring.compute_signature(operations.layer_norm, (x,), {}) is not None
 
 
 def test_answers_that_changed_are_asked_for_anew(recurring, arena):
@@ -249,15 +249,15 @@ def test_no_tensor_is_kept(recurring, arena):
     gc.collect()
     assert alive() is None
     assert FakeLink().request(recurring, signature) is not None
-    arena.busy_stream()
+    arena.find_busy_stream()
     gc.collect()
-    assert arena.take(2**21) is not None
+    assert arena.allocate(2**21) is not None
 
 
 def test_an_arena_that_is_full_is_the_slow_ways_to_enlarge(recurring, arena):
     signature = learnt(recurring, arena, shown(arena))
     gc.collect()
-    kept = arena.take(2**21 - 2048)
+    kept = arena.allocate(2**21 - 2048)
     assert kept is not None
     assert FakeLink().request(recurring, signature) is None
     del kept
@@ -267,11 +267,11 @@ def test_an_arena_that_is_full_is_the_slow_ways_to_enlarge(recurring, arena):
 def test_each_kind_of_arrays_has_its_own_recurring_calls(arena):
     kinds = CallCaches(HostArena())
     on_device = shown(arena)
-    assert kinds.of(on_device) is None
-    kinds.share_device(arena)
+    assert kinds.get_cache(on_device) is None
+    kinds.add_device_cache(arena)
     first = [np.ones(1), torch.ones(1), on_device]
-    found = [kinds.of(x) for x in first]
-    assert [kinds.of(x) for x in first] == found
+    found = [kinds.get_cache(x) for x in first]
+    assert [kinds.get_cache(x) for x in first] == found
     assert len(set(map(id, found))) == len(first)
     for other in (None, "x", np.float32(1), HostTensor(DType.FLOAT32, (), memoryview(bytes(4)))):
-        assert kinds.of(other) is None
+        assert kinds.get_cache(other) is None

@@ -60,7 +60,7 @@ def test_an_answer_that_does_not_come_soon_is_waited_for_and_so_is_the_next(ends
     monkeypatch.setattr(sockets, "_POLLED_S", 0.0)
     with pytest.raises(BlockingIOError):
         incoming.receive()
-    assert not incoming.is_soon
+    assert not incoming.is_prompt
     thread = threading.Thread(target=lambda: (time.sleep(0.05), theirs.send(ANSWER)))
     thread.start()
     assert received(incoming) == ANSWER
@@ -82,7 +82,7 @@ def test_for_how_long_an_answer_was_polled_for_counts_as_waiting(ends, monkeypat
     monkeypatch.setattr(sockets, "_SOON_S", 0.0005)
     theirs.send(ANSWER)
     assert received(incoming) == ANSWER
-    assert not incoming.is_soon
+    assert not incoming.is_prompt
 
 
 def test_other_threads_run_while_an_answer_is_polled_for(ends, monkeypatch):

@@ -172,7 +172,7 @@ def test_who_may_not_does_not_get_to_the_application(is_allowed):
     class Authorisation:
         asked = ()
 
-        def admit(self, exchange, token, needed, method, path):
+        def authorise_request(self, exchange, token, needed, method, path):
             self.asked = token, needed, method, path
             if not is_allowed:
                 raise UnauthorizedError("no")
@@ -204,21 +204,21 @@ def test_however_a_request_ends_its_permit_is_given_back_and_its_work_is_over(en
     async def app(scene, scope, receive, send):
         exchange = scope["state"]["exchange"]
         exchange.permit = scene.limits.acquire(100)
-        exchange.begin_work()
+        exchange.begin_processing()
         assert not scene.progress.is_idle
         await ends(scene, scope, receive, send)
 
     scene = Scene(app)
     scene.ask()
-    assert (scene.limits.requests, scene.limits.bytes) == (0, 0)
+    assert (scene.limits.request_count, scene.limits.used_bytes) == (0, 0)
     assert scene.progress.is_idle
-    assert scene.progress.idle_s == 0
+    assert scene.progress.stalled_s == 0
     assert len(scene.records) == 1
 
 
 def test_work_is_over_when_the_response_begins():
     async def app(scene, scope, receive, send):
-        scope["state"]["exchange"].begin_work()
+        scope["state"]["exchange"].begin_processing()
         await send(START)
         assert scene.progress.is_idle
         await send({"type": "http.response.body", "body": b""})
@@ -230,16 +230,22 @@ def test_what_is_sent_is_counted():
     scene = Scene(answers)
     assert scene.ask()[2] == b"a result, whole"
     (record,) = scene.records
-    assert (record.status, record.sent, record.error, record.op, record.transport) == (200, 15, None, "docs", "tcp")
+    assert (record.status, record.sent_bytes, record.error_code, record.op, record.transport) == (
+        200,
+        15,
+        None,
+        "docs",
+        "tcp",
+    )
 
 
 def test_a_whole_response_is_counted_and_has_the_headers_of_all():
     async def app(scene, scope, receive, send):
         exchange = scope["state"]["exchange"]
-        exchange.begin_work()
+        exchange.begin_processing()
         exchange.record.op = "layer_norm"
-        exchange.record.stages["kernel"] = 0.5
-        await exchange.respond(201, [(b"a", b"b")], [b"abc", b"de"], 5)
+        exchange.record.stage_seconds["kernel"] = 0.5
+        await exchange.send_response(201, [(b"a", b"b")], [b"abc", b"de"], 5)
         assert scene.progress.is_idle
 
     scene = Scene(app, origins=["http://page.example"])
@@ -247,8 +253,8 @@ def test_a_whole_response_is_counted_and_has_the_headers_of_all():
     assert (status, headers[b"a"], headers[b"x-request-id"], body) == (201, b"b", b"asked", b"abcde")
     assert headers[b"access-control-allow-origin"] == b"http://page.example"
     (record,) = scene.records
-    assert (record.status, record.sent, record.op) == (201, 5, "layer_norm")
-    assert record.stages["send"] >= 0
+    assert (record.status, record.sent_bytes, record.op) == (201, 5, "layer_norm")
+    assert record.stage_seconds["send"] >= 0
 
 
 @pytest.mark.parametrize(
@@ -271,13 +277,13 @@ def test_a_client_that_leaves_is_counted_as_gone():
     assert scene.records[0].status == 499
     scene = Scene(raising(ClientLeftError("gone")))
     scene.ask()
-    assert (scene.records[0].status, scene.records[0].error) == (499, "client_left")
+    assert (scene.records[0].status, scene.records[0].error_code) == (499, "client_left")
 
 
 def test_a_response_that_breaks_off_is_counted_as_not_delivered_with_its_error():
     scene = Scene(raising(OverloadedError("later", 1.0), begun=True))
     assert scene.ask()[2] == b""
-    assert (scene.records[0].status, scene.records[0].error) == (499, "overloaded")
+    assert (scene.records[0].status, scene.records[0].error_code) == (499, "overloaded")
 
 
 def test_errors_are_told_to_pages_too():
@@ -286,7 +292,7 @@ def test_errors_are_told_to_pages_too():
     assert (status, headers[b"retry-after"]) == (429, b"7")
     assert headers[b"access-control-allow-origin"] == b"http://page.example"
     assert json.loads(body)["detail"] == "later"
-    assert (scene.records[0].status, scene.records[0].sent) == (429, len(body))
+    assert (scene.records[0].status, scene.records[0].sent_bytes) == (429, len(body))
 
 
 def test_a_page_that_asks_whether_it_may_is_answered_without_the_application():

@@ -11,7 +11,7 @@ def admitted(origins, *, scope=None, **headers):
     """What `admit` gives for these headers; underscores in their names are dashes."""
     sent = {name.replace("_", "-").encode(): value.encode("latin-1") for name, value in headers.items()}
     whole = {**SCOPE, **(scope or {}), "headers": list(sent.items())}
-    return origins.admit(whole, sent)
+    return origins.check_request(whole, sent)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_known_hosts_are_few():
     origins = OriginPolicy(["localhost"])
     for port in range(2000):
         admitted(origins, host=f"localhost:{port}")
-    assert len(origins._accepted) == 1024
+    assert len(origins._accepted_hosts) == 1024
 
 
 @pytest.mark.parametrize(

@@ -138,11 +138,11 @@ def test_another_layer_of_the_name_is_checked_anew(counts):
 
 def test_a_tenant_with_endless_json_evicts_nothing_of_another(counts):
     async def body(owner, asking):
-        owner.relays._prepared.max_bytes = 2**18
+        owner.relays._prepared_calls.max_bytes = 2**18
         assert await asking.status(said(), client=("127.0.0.2", 1)) == 200
         for number in range(100):
             await asking.status(said(id=f"{number}"), client=("127.0.0.3", 1))
-            assert owner.relays._prepared.nbytes <= 2**18
+            assert owner.relays._prepared_calls.nbytes <= 2**18
         before = dict(counts)
         assert await asking.status(said(), client=("127.0.0.2", 2)) == 200
         assert counts == before
@@ -152,15 +152,15 @@ def test_a_tenant_with_endless_json_evicts_nothing_of_another(counts):
 
 def test_key_and_rate_are_checked_for_each_request_with_the_same_json(counts):
     async def body(owner, asking):
-        keys = owner.service.keys
+        keys = owner.service.keyring
         assert await asking.status(said()) == 200
         assert await asking.status(said(), key=None) == 401
-        grant = keys.find(KEY)
-        keys.replace([replace(grant.key, requests_per_second=1e-6)])
+        grant = keys.find_by_token(KEY)
+        keys.replace_keys([replace(grant.key, requests_per_second=1e-6)])
         assert [await asking.status(said()) for _ in range(2)] == [200, 429]
-        keys.replace([replace(grant.key, scopes=frozenset())])
+        keys.replace_keys([replace(grant.key, scopes=frozenset())])
         assert await asking.status(said()) == 403
-        keys.replace([])
+        keys.replace_keys([])
         assert await asking.status(said()) == 401
         assert counts == {"parsed": 1, "checked": 1}
 

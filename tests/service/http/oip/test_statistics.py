@@ -16,13 +16,13 @@ def statistics():
 
 
 def of_model(*counted):
-    (model,) = make_document(["m"], [each.plain() for each in counted])["model_stats"]
+    (model,) = make_document(["m"], [each.to_dict() for each in counted])["model_stats"]
     return model
 
 
 def test_inferences_that_share_a_launch_are_one_execution_and_each_waits_for_it(statistics):
     for _ in range(4):
-        statistics.note_success("m", result(4), 3.0, 0.5)
+        statistics.count_success("m", result(4), 3.0, 0.5)
     model = of_model(statistics)
     assert (model["inference_count"], model["execution_count"]) == (4, 1)
     assert model["last_inference"] > 1.7e12
@@ -40,15 +40,15 @@ def test_inferences_that_share_a_launch_are_one_execution_and_each_waits_for_it(
 
 def test_counts_of_several_processes_are_added_and_the_last_is_the_latest(statistics):
     other = InferenceStatistics(lambda: ["m"])
-    statistics.note_success("m", result(1), 1.0, 0.0)
-    other.note_success("m", result(1), 2.0, 0.0)
-    other.note_failure("m", 4.0)
-    other.note_failure("another", 8.0)
+    statistics.count_success("m", result(1), 1.0, 0.0)
+    other.count_success("m", result(1), 2.0, 0.0)
+    other.count_failure("m", 4.0)
+    other.count_failure("another", 8.0)
     model = of_model(statistics, other, InferenceStatistics(lambda: []))
     assert (model["inference_count"], model["execution_count"]) == (2, 2)
     assert model["inference_stats"]["success"] == {"count": 2, "ns": 3 * 10**9}
     assert model["inference_stats"]["fail"] == {"count": 1, "ns": 4 * 10**9}
-    assert model["last_inference"] == max(each.plain()["m"]["last_ms"] for each in (statistics, other))
+    assert model["last_inference"] == max(each.to_dict()["m"]["last_ms"] for each in (statistics, other))
 
 
 def test_a_model_that_nothing_was_asked_of_has_zeros(statistics):
@@ -69,15 +69,15 @@ def counted(models, monkeypatch):
 
 
 def test_removed_models_are_forgotten_and_all_others_kept(counted, models):
-    counted.note_failure("layer_norm", 1.0)
+    counted.count_failure("layer_norm", 1.0)
     for number in range(50):
         models.append(f"layer {number}")
-        counted.note_failure(f"layer {number}", 1.0)
+        counted.count_failure(f"layer {number}", 1.0)
         models.pop()
     models += [f"kept {number}" for number in range(20)]
     for name in models[1:]:
-        counted.note_failure(name, 1.0)
-    kept = counted.plain()
+        counted.count_failure(name, 1.0)
+    kept = counted.to_dict()
     assert set(models) <= kept.keys()
     assert len(kept) <= len(models) + 3
     assert kept["layer_norm"]["counts"]["fail"] == 1

@@ -9,16 +9,16 @@ from normserve.memory.slabs import SlabPool
 class FakeFrontEnd:
     def __init__(self, source=None):
         self.shared = SharedSlabRegistry()
-        self.slabs = SlabPool(max_idle_bytes=2**20, source=source or self.shared.source())
+        self.slab_pool = SlabPool(max_idle_bytes=2**20, source=source or self.shared.make_source())
         self.said = []
 
-    def send(self, message):
+    def send_message(self, message):
         self.said.append(message)
 
-    def locate(self, view):
+    def locate_slab(self, view):
         return self.shared.locate(view)
 
-    def end(self, number):
+    def end_request(self, number):
         self.said.append(("end", number))
 
     def write(self, receive, data):
@@ -37,6 +37,6 @@ class FakeFrontEnd:
         return b"".join(parts)
 
     def _memory(self, number):
-        (memory,) = [each for each in self.shared._live.values() if each.number == number]
+        (memory,) = [each for each in self.shared._slabs_by_address.values() if each.number == number]
         place = (np.ctypeslib.ctypes.c_char * memory.nbytes).from_address(memory.address)
         return np.frombuffer(place, np.uint8)

@@ -48,7 +48,7 @@ class SpokenFor:
         self.ended = 0
         self._request_ids: dict[int, str] = {}
         self.link = RelayLink(connected, messages.from_owner, self.heard.append, self._end)
-        self.link.send(messages.FrontEndHello(index, 1000 + index))
+        self.link.send_message(messages.FrontEndHello(index, 1000 + index))
 
     def _end(self) -> None:
         self.ended += 1
@@ -73,7 +73,7 @@ class SpokenFor:
         came = bytearray(body) if body else None
         encoded = messages.encode(head)
         request_id = self._request_ids[number] = choose_request_id(dict(headers))
-        self.link.send(
+        self.link.send_message(
             messages.RequestStarted(number, encoded, client, announced, came, time.perf_counter(), request_id)
         )
 
@@ -85,9 +85,11 @@ class SpokenFor:
         """The response to a request, which is sent as soon as it comes."""
         await until(lambda: [each for each in self.said_of(number) if isinstance(each, ANSWERS)])
         (answer,) = [each for each in self.said_of(number) if isinstance(each, ANSWERS)]
-        self.link.send(messages.ResponseSent(number, 0.001, is_delivered=True))
+        self.link.send_message(messages.ResponseSent(number, 0.001, is_delivered=True))
         return (
-            answer.response(self._request_ids[number]) if isinstance(answer, messages.OperationResponse) else answer
+            answer.make_response(self._request_ids[number])
+            if isinstance(answer, messages.OperationResponse)
+            else answer
         )
 
 
@@ -104,7 +106,7 @@ class OwnerScene:
         self.service: ApplicationServices = self.app.state.service
         self.relays: RelayServer = self.app.state.relays
         if not is_direct:
-            self.relays.relay_to(self.app.state.entrance, None)
+            self.relays.set_application(self.app.state.entrance, None)
         self.records: list[Any] = []
         observe = self.service.metrics.observe_request
 
@@ -117,26 +119,30 @@ class OwnerScene:
 
     async def open(self) -> None:
         await self.service.engine.start()
-        self.service.engine.open()
-        self.relays.report(ready=True)
+        self.service.engine.accept_jobs()
+        self.relays.report_readiness(ready=True)
 
     def front_end(self) -> SpokenFor:
         here, there = socket.socketpair()
-        self.relays.serve(there)
+        self.relays.serve_front_end(there)
         self._front_ends.append(SpokenFor(here, len(self._front_ends)))
         return self._front_ends[-1]
 
     async def close(self) -> None:
         for each in self._front_ends:
             each.link.close()
-        await until(lambda: not self.relays.described())
+        await until(lambda: not self.relays.describe_front_ends())
         await self.relays.close(0)
 
     @property
     def is_idle(self) -> bool:
         """Nothing is admitted any more."""
-        limits = self.service.limits
-        return (limits.requests, limits.bytes, self.service.stalls.requests.idle_s) == (0, 0, 0.0)
+        limits = self.service.admission_budget
+        return (
+            limits.request_count,
+            limits.used_bytes,
+            self.service.stall_detector.request_progress.stalled_s,
+        ) == (0, 0, 0.0)
 
 
 Play = Callable[[OwnerScene], Coroutine[Any, Any, None]]

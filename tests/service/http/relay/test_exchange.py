@@ -26,7 +26,9 @@ def front_end():
 
 async def begun(reception, front_end, **limits):
     """A body that is being received, once the front end knows of it."""
-    task = asyncio.get_running_loop().create_task(reception.into(front_end.slabs.take, **{**PATIENT, **limits}))
+    task = asyncio.get_running_loop().create_task(
+        reception.receive_into(front_end.slab_pool.borrow, **{**PATIENT, **limits})
+    )
     while not front_end.said:
         await asyncio.sleep(0)
     return task
@@ -36,10 +38,10 @@ def test_a_body_that_came_along_is_where_it_is(front_end):
     async def run():
         reception = RelayedIncomingBody(front_end, asked(5, bytearray(b"whole")))
         assert reception.is_complete
-        body = await reception.into(front_end.slabs.take, **PATIENT)
+        body = await reception.receive_into(front_end.slab_pool.borrow, **PATIENT)
         assert bytes(body) == b"whole"
         assert not body.readonly
-        assert (reception.received, reception.seconds, front_end.said) == (5, 0, [])
+        assert (reception.received_bytes, reception.receive_s, front_end.said) == (5, 0, [])
 
     asyncio.run(run())
 
@@ -50,14 +52,14 @@ def test_a_body_comes_to_its_place(front_end):
         task = await begun(reception, front_end)
         (receive,) = front_end.said
         assert (receive.number, receive.nbytes) == (3, 100 * KIB)
-        assert reception.is_lent
+        assert reception.is_memory_shared
         reception.on_progress(50 * KIB)
-        assert reception.received == 50 * KIB
+        assert reception.received_bytes == 50 * KIB
         front_end.write(receive, b"y" * 100 * KIB)
-        reception.on_received(messages.BodyReceived(3, 100 * KIB, ended=4.0))
+        reception.on_body_received(messages.BodyReceived(3, 100 * KIB, ended=4.0))
         assert bytes(await task) == b"y" * 100 * KIB
-        assert reception.seconds == 2.5
-        assert not reception.is_lent
+        assert reception.receive_s == 2.5
+        assert not reception.is_memory_shared
 
     asyncio.run(run())
 
@@ -67,16 +69,16 @@ def test_a_place_is_nobody_elses_until_the_front_end_lets_it_go(front_end, error
     async def run():
         reception = RelayedIncomingBody(front_end, asked(100 * KIB))
         task = await begun(reception, front_end)
-        reception.fail(error)
+        reception.abort(error)
         with pytest.raises(type(error)):
             await task
         del task
         assert front_end.said[-1] == messages.BodyStopRequest(3)
-        assert reception.is_lent
-        assert front_end.slabs.used_bytes > 0
-        reception.on_ended(left=False)
-        assert not reception.is_lent
-        assert front_end.slabs.used_bytes == 0
+        assert reception.is_memory_shared
+        assert front_end.slab_pool.used_bytes > 0
+        reception.on_body_aborted(left=False)
+        assert not reception.is_memory_shared
+        assert front_end.slab_pool.used_bytes == 0
 
     asyncio.run(run())
 
@@ -85,11 +87,11 @@ def test_one_that_was_whole_before_it_was_stopped_lets_its_place_go_too(front_en
     async def run():
         reception = RelayedIncomingBody(front_end, asked(100 * KIB))
         task = await begun(reception, front_end)
-        reception.fail(OverloadedError("share"))
-        reception.on_received(messages.BodyReceived(3, 100 * KIB, ended=4.0))
+        reception.abort(OverloadedError("share"))
+        reception.on_body_received(messages.BodyReceived(3, 100 * KIB, ended=4.0))
         with pytest.raises(OverloadedError):
             await task
-        assert not reception.is_lent
+        assert not reception.is_memory_shared
         assert not reception.is_complete
 
     asyncio.run(run())
@@ -104,9 +106,9 @@ def test_a_body_comes_in_pieces(source):
         task = await begun(reception, front_end)
         assert front_end.said == [messages.BodyPartRequest(3, all=True)]
         for piece, more in ((b"one", True), (b"", True), (b"two", True), (b"end", False)):
-            reception.on_piece(messages.BodyPart(3, piece, more))
+            reception.on_body_part(messages.BodyPart(3, piece, more))
         assert bytes(await task) == b"onetwoend"
-        assert not reception.is_lent
+        assert not reception.is_memory_shared
 
     asyncio.run(run())
 
@@ -116,11 +118,11 @@ def test_a_client_that_leaves_ends_its_body(front_end, announced):
     async def run():
         reception = RelayedIncomingBody(front_end, asked(announced))
         task = await begun(reception, front_end)
-        reception.on_ended(left=True)
+        reception.on_body_aborted(left=True)
         with pytest.raises(ClientLeftError):
             await task
-        assert not reception.is_lent
-        assert (await reception.receive())["type"] == "http.disconnect"
+        assert not reception.is_memory_shared
+        assert (await reception.receive_message())["type"] == "http.disconnect"
 
     asyncio.run(run())
 
@@ -139,13 +141,13 @@ def test_a_body_that_is_too_slow_is_cut_off_by_what_has_come(front_end):
 def test_what_nobody_wants_is_pulled_piece_by_piece(front_end):
     async def run():
         reception = RelayedIncomingBody(front_end, asked(100 * KIB))
-        receiving = asyncio.get_running_loop().create_task(reception.receive())
+        receiving = asyncio.get_running_loop().create_task(reception.receive_message())
         await asyncio.sleep(0)
         assert front_end.said == [messages.BodyPartRequest(3, all=False)]
-        reception.on_piece(messages.BodyPart(3, b"some", more=True))
+        reception.on_body_part(messages.BodyPart(3, b"some", more=True))
         assert await receiving == {"type": "http.request", "body": b"some", "more_body": True}
         assert not reception.is_complete
-        late = asyncio.get_running_loop().create_task(reception.receive())
+        late = asyncio.get_running_loop().create_task(reception.receive_message())
         await asyncio.sleep(0)
         late.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -159,22 +161,22 @@ def test_what_nobody_wants_is_pulled_piece_by_piece(front_end):
 def test_large_results_are_told_by_where_they_lie(front_end):
     async def run():
         departure = RelayedResponseSender(front_end, 3)
-        slab = front_end.slabs.take(100 * KIB)[: 100 * KIB]
+        slab = front_end.slab_pool.borrow(100 * KIB)[: 100 * KIB]
         header = b"head"
         sending = asyncio.get_running_loop().create_task(
-            departure.respond(200, [(b"a", b"b")], [header, slab], 4 + 100 * KIB)
+            departure.send_response(200, [(b"a", b"b")], [header, slab], 4 + 100 * KIB)
         )
         await asyncio.sleep(0)
         (told,) = front_end.said
-        number = front_end.locate(slab).memory.number
+        number = front_end.locate_slab(slab).slab.number
         assert told.body == [b"head", messages.SharedSlabRange(number, 0, 100 * KIB)]
         del slab
-        assert front_end.slabs.used_bytes > 0
-        departure.on_sent(messages.ResponseSent(3, 0.25, is_delivered=True))
+        assert front_end.slab_pool.used_bytes > 0
+        departure.on_response_sent(messages.ResponseSent(3, 0.25, is_delivered=True))
         await sending
         del sending
-        assert (departure.seconds, departure.is_delivered, departure.is_answered) == (0.25, True, True)
-        assert front_end.slabs.used_bytes == 0
+        assert (departure.send_s, departure.is_delivered, departure.is_response_complete) == (0.25, True, True)
+        assert front_end.slab_pool.used_bytes == 0
 
     asyncio.run(run())
 
@@ -184,14 +186,14 @@ def test_results_elsewhere_are_copied_to_where_they_can_be_reached(front_end, nb
     async def run():
         departure = RelayedResponseSender(front_end, 3)
         y = np.arange(nbytes, dtype=np.uint8)
-        sending = asyncio.get_running_loop().create_task(departure.respond(200, [], [memoryview(y)], nbytes))
+        sending = asyncio.get_running_loop().create_task(departure.send_response(200, [], [memoryview(y)], nbytes))
         while not front_end.said:
             await asyncio.sleep(0.001)
         (part,) = front_end.said[0].body
-        (memory,) = [each for each in front_end.shared._live.values() if each.number == part.memory]
+        (memory,) = [each for each in front_end.shared._slabs_by_address.values() if each.number == part.memory]
         there = (np.ctypeslib.ctypes.c_ubyte * nbytes).from_address(memory.address + part.offset)
         assert (np.frombuffer(there, np.uint8) == y).all()
-        departure.on_sent(messages.ResponseSent(3, 0.25, is_delivered=True))
+        departure.on_response_sent(messages.ResponseSent(3, 0.25, is_delivered=True))
         await sending
 
     asyncio.run(run())
@@ -201,12 +203,12 @@ def test_a_client_that_has_left_is_sent_nothing(front_end):
     async def run():
         departure = RelayedResponseSender(front_end, 3)
         left = []
-        departure.on_departure = lambda: left.append(True)
-        departure.on_left()
-        departure.on_left()
-        await departure.respond(200, [], [b"x"], 1)
-        await departure.send({"type": "http.response.start", "status": 200, "headers": []})
-        await departure.send({"type": "http.response.body", "body": b"x"})
+        departure.on_disconnect = lambda: left.append(True)
+        departure.handle_disconnect()
+        departure.handle_disconnect()
+        await departure.send_response(200, [], [b"x"], 1)
+        await departure.send_message({"type": "http.response.start", "status": 200, "headers": []})
+        await departure.send_message({"type": "http.response.body", "body": b"x"})
         assert (front_end.said, left, departure.is_delivered) == ([], [True], False)
 
     asyncio.run(run())
@@ -215,7 +217,7 @@ def test_a_client_that_has_left_is_sent_nothing(front_end):
 def test_a_front_end_that_is_gone_ends_what_waits_for_it(front_end):
     async def run():
         departure = RelayedResponseSender(front_end, 3)
-        sending = asyncio.get_running_loop().create_task(departure.respond(200, [], [b"x"], 1))
+        sending = asyncio.get_running_loop().create_task(departure.send_response(200, [], [b"x"], 1))
         await asyncio.sleep(0)
         departure.on_front_end_lost()
         await sending
@@ -228,14 +230,14 @@ def test_messages_of_a_response_go_along_one_by_one(front_end):
     async def run():
         departure = RelayedResponseSender(front_end, 3)
         start = {"type": "http.response.start", "status": 404, "headers": [(b"a", b"b")]}
-        await departure.send(start)
+        await departure.send_message(start)
         for body, more in ((b"one", True), (b"two", False)):
             sending = asyncio.get_running_loop().create_task(
-                departure.send({"type": "http.response.body", "body": body, "more_body": more})
+                departure.send_message({"type": "http.response.body", "body": body, "more_body": more})
             )
             await asyncio.sleep(0)
-            assert departure.is_answered is not more
-            departure.on_sent(messages.ResponseSent(3, 0.5, is_delivered=not more))
+            assert departure.is_response_complete is not more
+            departure.on_response_sent(messages.ResponseSent(3, 0.5, is_delivered=not more))
             await sending
         assert front_end.said == [
             messages.ResponsePart(3, 404, [(b"a", b"b")], b"one", more=True),

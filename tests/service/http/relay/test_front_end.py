@@ -24,7 +24,7 @@ class Owner:
 
     def __init__(self, front_end: RelayApplication) -> None:
         here, there = socket.socketpair()
-        front_end.connect(here)
+        front_end.connect_owner(here)
         self.heard: list[Any] = []
         self.link = RelayLink(there, messages.from_front_end, self.heard.append, lambda: None)
 
@@ -37,26 +37,26 @@ class Owner:
 
     def is_slow(self) -> None:
         """It reads nothing, and more has been said than the kernel takes."""
-        asyncio.get_running_loop().remove_reader(self.link._connected)
+        asyncio.get_running_loop().remove_reader(self.link._socket)
 
     def reads_again(self) -> None:
-        asyncio.get_running_loop().add_reader(self.link._connected, self.link._receive)
+        asyncio.get_running_loop().add_reader(self.link._socket, self.link._receive_messages)
 
 
 class FakeSending:
     """What becomes of a response."""
 
-    seconds = 0.25
+    send_s = 0.25
 
     def __init__(self) -> None:
-        self.on_departure: Any = None
+        self.on_disconnect: Any = None
         self.is_delivered: bool | None = None
         self.headers: dict[bytes, bytes] = {}
         self.responses: list[Any] = []
         self.is_cut_off = False
         self.error: Exception | None = None
 
-    async def respond(self, status: int, headers: Any, buffers: Any, nbytes: int) -> None:
+    async def send_response(self, status: int, headers: Any, buffers: Any, nbytes: int) -> None:
         if self.error is not None:
             raise self.error
         self.headers = dict(headers)
@@ -64,13 +64,13 @@ class FakeSending:
         if self.is_delivered is None:
             self.is_delivered = True
 
-    async def cut_off(self) -> None:
+    async def abort_connection(self) -> None:
         self.is_cut_off = True
 
-    def depart(self) -> None:
+    def handle_disconnect(self) -> None:
         self.is_delivered = False
-        if self.on_departure is not None:
-            self.on_departure()
+        if self.on_disconnect is not None:
+            self.on_disconnect()
 
 
 class Asked:
@@ -79,7 +79,7 @@ class Asked:
     def __init__(self, front_end: RelayApplication, body: bytes = b"") -> None:
         self.sending = FakeSending()
         reception = IncomingBody(len(body), lambda: bytearray(body))
-        reception.complete()
+        reception.mark_complete()
         self.sent: list[Any] = []
         scope = {
             "type": "http",
@@ -109,8 +109,8 @@ async def fill(owner: Owner, front_end: RelayApplication) -> None:
     """Have more to say than the kernel takes."""
     owner.is_slow()
     link = front_end._owners[0].link
-    while not link.is_behind:
-        link.send(messages.BodyPart(10**6, bytes(2**20), more=True))
+    while not link.is_backlogged:
+        link.send_message(messages.BodyPart(10**6, bytes(2**20), more=True))
         await asyncio.sleep(0)
 
 
@@ -123,7 +123,7 @@ def test_a_request_goes_along_and_its_response_comes_back():
         assert (request.body, request.announced) == (b"whole", 5)
         assert messages.read_head(request.head).path == "/v1/layer_norm"
         assert front_end.is_busy
-        owner.link.send(messages.CompleteResponse(request.number, 200, [], [b"of ", b"it"], 5))
+        owner.link.send_message(messages.CompleteResponse(request.number, 200, [], [b"of ", b"it"], 5))
         await asked.task
         assert asked.sending.responses == [(200, b"of it")]
         assert await owner.hear(messages.ResponseSent) == [
@@ -142,7 +142,7 @@ def test_a_result_is_sent_under_the_requests_own_id():
         asked = Asked(front_end, b"whole")
         (request,) = await owner.hear(messages.RequestStarted)
         assert re.fullmatch("[0-9a-f]{32}", request.request_id)
-        owner.link.send(
+        owner.link.send_message(
             messages.OperationResponse(request.number, "application/x-npy", MEASURED, [], [b"of ", b"it"])
         )
         await asked.task
@@ -160,16 +160,16 @@ def test_a_request_waits_for_a_process_that_is_behind():
         owner = Owner(front_end)
         await fill(owner, front_end)
         link = front_end._owners[0].link
-        said = len(link._said)
+        said = len(link._pending_messages)
         stays, leaves = Asked(front_end), Asked(front_end)
         await asyncio.sleep(0.01)
         # However many come and go meanwhile, they take no memory of the link.
-        leaves.sending.depart()
+        leaves.sending.handle_disconnect()
         await leaves.task
-        assert len(link._said) <= said
+        assert len(link._pending_messages) <= said
         owner.reads_again()
         (request,) = await owner.hear(messages.RequestStarted)
-        owner.link.send(messages.CompleteResponse(request.number, 200, [], [b"y"], 1))
+        owner.link.send_message(messages.CompleteResponse(request.number, 200, [], [b"y"], 1))
         await stays.task
         assert stays.sending.responses == [(200, b"y")]
         assert owner.heard_of(messages.ClientDisconnected) == leaves.sending.responses == []
@@ -198,12 +198,12 @@ def test_what_a_process_counts_is_gathered_while_it_is_behind():
         owner = Owner(front_end)
         await fill(owner, front_end)
         link = front_end._owners[0].link
-        said = len(link._said)
+        said = len(link._pending_messages)
         for _ in range(1000):
-            front_end.count_connections(1)
+            front_end.adjust_connection_count(1)
             front_end.count_refusal(HeadersTooLargeError("it is"))
-            front_end.count_late_departure()
-        assert len(link._said) <= said
+            front_end.count_late_disconnect()
+        assert len(link._pending_messages) <= said
         owner.reads_again()
         assert await owner.hear(messages.LateDisconnectCount) == [messages.LateDisconnectCount(1000)]
         assert owner.heard_of(messages.ConnectionCount) == [messages.ConnectionCount(1000)]
@@ -217,7 +217,7 @@ def test_what_no_process_was_there_to_count_the_next_one_does():
     async def run():
         front_end = RelayApplication(0)
         gone = Owner(front_end)
-        front_end.count_connections(3)
+        front_end.adjust_connection_count(3)
         await gone.hear(messages.ConnectionCount)
         gone.link.close()
         await until(lambda: not front_end._owners)
@@ -227,8 +227,8 @@ def test_what_no_process_was_there_to_count_the_next_one_does():
             assert each.sent[0]["status"] == 503
             assert b"retry-after" in dict(each.sent[0]["headers"])
             assert json.loads(each.sent[1]["body"])["code"] == "not_ready"
-        front_end.count_late_departure()
-        front_end.count_connections(-1)
+        front_end.count_late_disconnect()
+        front_end.adjust_connection_count(-1)
         owner = Owner(front_end)
         assert await owner.hear(messages.LateDisconnectCount) == [messages.LateDisconnectCount(1)]
         assert owner.heard_of(messages.RefusalCount) == [messages.RefusalCount(503, "not_ready", 2)]
@@ -242,7 +242,7 @@ def test_of_two_processes_the_one_that_is_left_counts():
     async def run():
         front_end = RelayApplication(0)
         first, second = Owner(front_end), Owner(front_end)
-        front_end.count_connections(3)
+        front_end.adjust_connection_count(3)
         assert await first.hear(messages.ConnectionCount) == [messages.ConnectionCount(3)]
         first.link.close()
         assert await second.hear(messages.ConnectionCount) == [messages.ConnectionCount(3)]
@@ -270,7 +270,7 @@ def test_a_response_that_was_begun_is_cut_off_when_its_process_ends():
         owner = Owner(front_end)
         asked = Asked(front_end)
         (request,) = await owner.hear(messages.RequestStarted)
-        owner.link.send(messages.ResponsePart(request.number, 200, [], b"a part", more=True))
+        owner.link.send_message(messages.ResponsePart(request.number, 200, [], b"a part", more=True))
         assert await owner.hear(messages.ResponseSent) == [
             messages.ResponseSent(request.number, 0.25, is_delivered=False)
         ]
@@ -288,9 +288,9 @@ def test_a_client_that_leaves_is_told_of_at_once():
         owner = Owner(front_end)
         asked = Asked(front_end)
         (request,) = await owner.hear(messages.RequestStarted)
-        asked.sending.depart()
+        asked.sending.handle_disconnect()
         assert await owner.hear(messages.ClientDisconnected) == [messages.ClientDisconnected(request.number)]
-        owner.link.send(messages.CompleteResponse(request.number, 200, [], [b"y"], 1))
+        owner.link.send_message(messages.CompleteResponse(request.number, 200, [], [b"y"], 1))
         await asked.task
         assert await owner.hear(messages.ResponseSent) == [
             messages.ResponseSent(request.number, 0.25, is_delivered=False)
@@ -309,7 +309,7 @@ def test_a_fault_of_a_request_ends_it_on_the_other_side():
         asked = Asked(front_end)
         asked.sending.error = ZeroDivisionError()
         (request,) = await owner.hear(messages.RequestStarted)
-        owner.link.send(messages.CompleteResponse(request.number, 200, [], [b"y"], 1))
+        owner.link.send_message(messages.CompleteResponse(request.number, 200, [], [b"y"], 1))
         with pytest.raises(ZeroDivisionError):
             await asked.task
         assert await owner.hear(messages.ResponseSent) == [
@@ -337,7 +337,7 @@ def test_what_is_said_of_a_request_that_is_over_is_answered(said, answer):
         front_end = RelayApplication(0)
         owner = Owner(front_end)
         for each in (messages.BodyStopRequest(77), messages.ResponseAborted(77), said):
-            owner.link.send(each)
+            owner.link.send_message(each)
         assert await owner.hear(type(answer)) == [answer]
         assert [type(each) for each in owner.heard] == [messages.FrontEndHello, type(answer)]
         owner.link.close()

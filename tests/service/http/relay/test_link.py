@@ -25,7 +25,7 @@ class End:
     def _hear(self, message):
         if message == self.faulty:
             raise ZeroDivisionError
-        descriptor = self.link.take_descriptor() if isinstance(message, messages.SharedSlabAdded) else None
+        descriptor = self.link.pop_descriptor() if isinstance(message, messages.SharedSlabAdded) else None
         self.heard.append(message if descriptor is None else (message.number, os.fstat(descriptor).st_ino))
         if descriptor is not None:
             os.close(descriptor)
@@ -65,14 +65,14 @@ def test_messages_and_descriptors_come_in_order():
         owner, front_end = linked()
         files = [os.memfd_create("one"), os.memfd_create("two")]
         inodes = [os.fstat(each).st_ino for each in files]
-        owner.link.send(messages.OwnerReadiness(True))
-        owner.link.send(messages.SharedSlabAdded(1), files[0])
-        owner.link.send(messages.BodyPartRequest(7, all=True))
-        owner.link.send(messages.SharedSlabAdded(2), files[1])
+        owner.link.send_message(messages.OwnerReadiness(True))
+        owner.link.send_message(messages.SharedSlabAdded(1), files[0])
+        owner.link.send_message(messages.BodyPartRequest(7, all=True))
+        owner.link.send_message(messages.SharedSlabAdded(2), files[1])
         # They stay the caller's.
         for each in files:
             os.close(each)
-        owner.link.send(messages.SharedSlabRemoved([1]))
+        owner.link.send_message(messages.SharedSlabRemoved([1]))
         await until(lambda: len(front_end.heard) == 5)
         assert front_end.heard == [
             messages.OwnerReadiness(True),
@@ -97,12 +97,12 @@ def test_a_descriptor_that_was_sent_is_the_callers_and_the_others_alone(is_full)
     async def run():
         owner, front_end = linked()
         if is_full:
-            owner.link.send(messages.ResponsePart(1, 200, [], bytes(2**24), more=False))
+            owner.link.send_message(messages.ResponsePart(1, 200, [], bytes(2**24), more=False))
         file = os.memfd_create("sent")
         for number in range(5):
-            owner.link.send(messages.SharedSlabAdded(number), file)
+            owner.link.send_message(messages.SharedSlabAdded(number), file)
         await until(lambda: len(front_end.heard) == 5 + is_full)
-        await owner.link.drained()
+        await owner.link.wait_flushed()
         assert len(open_files("sent")) == 1
         os.close(file)
         owner.link.close()
@@ -115,10 +115,10 @@ def test_descriptors_that_nobody_has_taken_are_closed_with_the_link():
     async def run():
         owner, front_end = linked()
         # Who hears of them takes none.
-        front_end.link.take_descriptor = lambda: os.open(os.devnull, os.O_RDONLY)
+        front_end.link.pop_descriptor = lambda: os.open(os.devnull, os.O_RDONLY)
         file = os.memfd_create("left")
         for number in range(3):
-            owner.link.send(messages.SharedSlabAdded(number), file)
+            owner.link.send_message(messages.SharedSlabAdded(number), file)
         os.close(file)
         await until(lambda: len(front_end.heard) == 3)
         assert len(open_files("left")) == 3
@@ -136,11 +136,11 @@ def test_more_than_the_kernel_takes_waits_and_comes_whole():
         file = os.memfd_create("late")
         inode = os.fstat(file).st_ino
         for number in range(30):
-            owner.link.send(messages.ResponsePart(number, 200, [], data, more=False))
-        owner.link.send(messages.SharedSlabAdded(3), file)
-        owner.link.send(messages.ResponseAborted(31))
+            owner.link.send_message(messages.ResponsePart(number, 200, [], data, more=False))
+        owner.link.send_message(messages.SharedSlabAdded(3), file)
+        owner.link.send_message(messages.ResponseAborted(31))
         os.close(file)
-        drained = asyncio.get_running_loop().create_task(owner.link.drained())
+        drained = asyncio.get_running_loop().create_task(owner.link.wait_flushed())
         await until(lambda: len(front_end.heard) == 32)
         await drained
         assert [each.number for each in front_end.heard[:30]] == list(range(30))
@@ -175,14 +175,14 @@ def test_the_end_is_told_once_and_nothing_is_said_after_it(closes):
     async def run():
         owner, front_end = linked()
         file = os.memfd_create("unsent")
-        owner.link.send(messages.SharedSlabAdded(1), file)
+        owner.link.send_message(messages.SharedSlabAdded(1), file)
         os.close(file)
         (owner if closes == "here" else front_end).link.close()
         await until(lambda: owner.ended and front_end.ended)
-        owner.link.send(messages.OwnerReadiness(True))
+        owner.link.send_message(messages.OwnerReadiness(True))
         owner.link.close()
         front_end.link.close()
-        await owner.link.drained()
+        await owner.link.wait_flushed()
         assert (owner.ended, front_end.ended) == (1, 1)
         # What went along with a message that nobody took is closed.
         await until(lambda: not [each for each in Path("/proc/self/fd").iterdir() if "unsent" in named(each)])
@@ -194,8 +194,8 @@ def test_what_waits_for_room_is_let_go_when_the_other_is_gone():
     async def run():
         owner, front_end = linked()
         for number in range(30):
-            owner.link.send(messages.ResponsePart(number, 200, [], bytes(2**20), more=False))
-        drained = asyncio.get_running_loop().create_task(owner.link.drained())
+            owner.link.send_message(messages.ResponsePart(number, 200, [], bytes(2**20), more=False))
+        drained = asyncio.get_running_loop().create_task(owner.link.wait_flushed())
         await asyncio.sleep(0)
         front_end.link.close()
         await asyncio.wait_for(drained, 20)
@@ -210,15 +210,15 @@ def test_a_lost_descriptor_ends_the_link_before_another_takes_its_place():
     async def run():
         owner, front_end = linked()
         # It reads when descriptors are short, not before.
-        asyncio.get_running_loop().remove_reader(front_end.link._connected)
+        asyncio.get_running_loop().remove_reader(front_end.link._socket)
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         with Path("/dev/zero").open("rb") as file:
-            owner.link.send(messages.SharedSlabAdded(1), file.fileno())
-            owner.link.send(messages.SharedSlabAdded(2), file.fileno())
-            await until(lambda: not owner.link._unsent)
+            owner.link.send_message(messages.SharedSlabAdded(1), file.fileno())
+            owner.link.send_message(messages.SharedSlabAdded(2), file.fileno())
+            await until(lambda: not owner.link._send_queue)
             resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
             try:
-                front_end.link._receive()
+                front_end.link._receive_messages()
             finally:
                 resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         assert (front_end.ended, front_end.heard) == (1, [])
@@ -235,7 +235,7 @@ def test_a_callback_that_raises_ends_the_link():
         faults = faults_of(asyncio.get_running_loop())
         front_end.faulty = messages.ResponseAborted(2)
         for number in range(1, 5):
-            owner.link.send(messages.ResponseAborted(number))
+            owner.link.send_message(messages.ResponseAborted(number))
         await until(lambda: owner.ended and front_end.ended)
         assert front_end.heard == [messages.ResponseAborted(1)]
         assert (owner.ended, front_end.ended, faults) == (1, 1, [ZeroDivisionError])
@@ -247,13 +247,13 @@ def test_a_message_that_cannot_be_encoded_ends_the_link():
     async def run():
         owner, front_end = linked()
         faults = faults_of(asyncio.get_running_loop())
-        owner.link.send(messages.ResponseAborted(object()))
-        owner.link.send(messages.ResponseAborted(1))
+        owner.link.send_message(messages.ResponseAborted(object()))
+        owner.link.send_message(messages.ResponseAborted(1))
         await until(lambda: owner.ended and front_end.ended)
         assert (front_end.heard, faults) == ([], [TypeError])
         # Nothing is kept for it any more.
-        owner.link.send(messages.ResponseAborted(2))
-        assert not owner.link._said
+        owner.link.send_message(messages.ResponseAborted(2))
+        assert not owner.link._pending_messages
 
     asyncio.run(run())
 
@@ -261,14 +261,14 @@ def test_a_message_that_cannot_be_encoded_ends_the_link():
 def test_a_long_backlog_is_heard_in_one_go_and_in_order():
     async def run():
         owner, front_end = linked()
-        asyncio.get_running_loop().remove_reader(front_end.link._connected)
-        while not owner.link.is_behind:
-            owner.link.send(messages.ResponsePart(0, 200, [], bytes(2**20), more=True))
+        asyncio.get_running_loop().remove_reader(front_end.link._socket)
+        while not owner.link.is_backlogged:
+            owner.link.send_message(messages.ResponsePart(0, 200, [], bytes(2**20), more=True))
             await asyncio.sleep(0)
         said = [messages.ResponsePart(number, 0, [], bytes([number]) * 2**18, more=True) for number in range(64)]
         for each in said:
-            owner.link.send(each)
-        asyncio.get_running_loop().add_reader(front_end.link._connected, front_end.link._receive)
+            owner.link.send_message(each)
+        asyncio.get_running_loop().add_reader(front_end.link._socket, front_end.link._receive_messages)
         await until(lambda: front_end.heard and front_end.heard[-1].number == 63)
         assert front_end.heard[-64:] == said
         owner.link.close()
@@ -297,16 +297,16 @@ def test_what_is_lent_stays_so_until_the_other_side_has_ended_the_link():
         owner, front_end = linked(lends=True)
         loop = asyncio.get_running_loop()
         faults = faults_of(loop)
-        loop.remove_reader(front_end.link._connected)
+        loop.remove_reader(front_end.link._socket)
         owner.faulty = messages.ClientDisconnected(1)
-        front_end.link.send(messages.ClientDisconnected(1))
-        front_end.link.send(messages.ClientDisconnected(2))
+        front_end.link.send_message(messages.ClientDisconnected(1))
+        front_end.link.send_message(messages.ClientDisconnected(2))
         await until(lambda: faults)
-        front_end.link.send(messages.ClientDisconnected(3))
-        owner.link.send(messages.ResponseAborted(3))
+        front_end.link.send_message(messages.ClientDisconnected(3))
+        owner.link.send_message(messages.ResponseAborted(3))
         await asyncio.sleep(0.05)
         assert (owner.ended, owner.heard) == (0, [])
-        loop.add_reader(front_end.link._connected, front_end.link._receive)
+        loop.add_reader(front_end.link._socket, front_end.link._receive_messages)
         await until(lambda: owner.ended)
         assert (owner.ended, front_end.ended, front_end.heard) == (1, 1, [])
         assert faults == [ZeroDivisionError]
@@ -319,16 +319,16 @@ def test_it_says_when_it_is_behind_and_when_not_any_more():
         owner, front_end = linked()
         loop = asyncio.get_running_loop()
         drained = []
-        owner.link.on_drained = lambda: drained.append(owner.link.is_behind)
-        owner.link.send(messages.ResponseAborted(1))
+        owner.link.on_flushed = lambda: drained.append(owner.link.is_backlogged)
+        owner.link.send_message(messages.ResponseAborted(1))
         await until(lambda: front_end.heard)
-        assert not owner.link.is_behind
-        loop.remove_reader(front_end.link._connected)
+        assert not owner.link.is_backlogged
+        loop.remove_reader(front_end.link._socket)
         for number in range(30):
-            owner.link.send(messages.ResponsePart(number, 200, [], bytes(2**20), more=False))
-        await until(lambda: owner.link.is_behind)
+            owner.link.send_message(messages.ResponsePart(number, 200, [], bytes(2**20), more=False))
+        await until(lambda: owner.link.is_backlogged)
         assert drained == []
-        loop.add_reader(front_end.link._connected, front_end.link._receive)
+        loop.add_reader(front_end.link._socket, front_end.link._receive_messages)
         await until(lambda: drained)
         assert drained == [False]
         owner.link.close()
@@ -342,10 +342,10 @@ def test_what_comes_and_what_leaves_is_noted_for_polling():
 
     async def run():
         here, there = linked(polling=polling)
-        here.link.send(messages.OwnerReadiness(True))
+        here.link.send_message(messages.OwnerReadiness(True))
         await until(lambda: there.heard)
         assert polling.noted == ["sent"]
-        there.link.send(messages.ConnectionCount(3))
+        there.link.send_message(messages.ConnectionCount(3))
         await until(lambda: here.heard)
         assert polling.noted == ["sent", "received"]
         here.link.close()
@@ -361,7 +361,7 @@ def test_a_process_that_ends_with_messages_unread_is_noticed(lends, nbytes, loop
     async def run():
         here, there = socket.socketpair()
         owner = End(here, messages.from_front_end, lends=lends)
-        owner.link.send(messages.ResponsePart(1, 200, [], bytes(nbytes), more=False))
+        owner.link.send_message(messages.ResponsePart(1, 200, [], bytes(nbytes), more=False))
         await asyncio.sleep(0.01)
         there.send(b"the beginning of a frame")
         there.close()

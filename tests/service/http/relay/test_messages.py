@@ -16,13 +16,13 @@ def test_a_result_gets_its_header_where_it_is_sent():
     shared = ((b"vary", b"origin"),)
     body = [b"header", messages.SharedSlabRange(1, 64, 100)]
     result = sent(messages.OperationResponse(7, "application/x-npy", MEASURED, shared, body))
-    assert result.response("asked") == messages.CompleteResponse(
+    assert result.make_response("asked") == messages.CompleteResponse(
         7,
         200,
         [
             (b"content-type", b"application/x-npy"),
             (b"content-length", b"106"),
-            *MEASURED.headers(),
+            *MEASURED.make_headers(),
             *shared,
             (b"x-request-id", b"asked"),
         ],

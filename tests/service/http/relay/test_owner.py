@@ -20,7 +20,7 @@ async def test_an_operation_is_answered(owner):
     front_end = owner.front_end()
     front_end.request(7)
     await until(lambda: owner.executor.running)
-    assert owner.service.limits.requests == 1
+    assert owner.service.admission_budget.request_count == 1
     owner.executor.finish()
     answer = await front_end.answer(7)
     assert (answer.status, answer.nbytes) == (200, sum(map(len, answer.body)))
@@ -35,18 +35,18 @@ async def test_what_goes_wrong_as_a_request_begins_ends_that_one_alone(owner):
     def fail(*_: object) -> None:
         raise ZeroDivisionError
 
-    begin, owner.relays._direct.begin = owner.relays._direct.begin, fail
+    begin, owner.relays._dispatcher.begin_operation = owner.relays._dispatcher.begin_operation, fail
     front_end.request(1)
     answer = await front_end.answer(1)
     assert answer.status == 500
     assert json.loads(answer.data)["code"] == "internal"
-    owner.relays._direct.begin = begin
+    owner.relays._dispatcher.begin_operation = begin
     front_end.request(2)
     await until(lambda: owner.executor.running)
     owner.executor.finish()
     assert (await front_end.answer(2)).status == 200
     await until(lambda: owner.is_idle)
-    assert [(each.status, each.error) for each in owner.records] == [(500, "internal"), (200, None)]
+    assert [(each.status, each.error_code) for each in owner.records] == [(500, "internal"), (200, None)]
 
 
 @either_way
@@ -56,18 +56,18 @@ async def test_what_goes_wrong_later_ends_the_link_and_all_that_was_on_it(owner)
     loop.call_exception_handler = lambda context: faults.append(type(context.get("exception")))
     front_end.request(1)
     await until(lambda: owner.executor.running)
-    front_end.link.send(messages.ConnectionCount(3))
-    await until(lambda: owner.relays.connections == 3)
+    front_end.link.send_message(messages.ConnectionCount(3))
+    await until(lambda: owner.relays.connection_count == 3)
     (there,) = [each for each in owner.relays._front_ends if each.hello.index == 0]
-    there._under_way[1].on_progress = None
-    front_end.link.send(messages.BodyProgress({1: 6}))
+    there._requests[1].on_progress = None
+    front_end.link.send_message(messages.BodyProgress({1: 6}))
     await until(lambda: front_end.ended)
     assert faults == [TypeError]
-    await until(lambda: owner.relays.described() == [{"index": 1, "pid": 1001}])
+    await until(lambda: owner.relays.describe_front_ends() == [{"index": 1, "pid": 1001}])
     owner.executor.finish()
     await until(lambda: owner.is_idle)
     assert [each.status for each in owner.records] == [499]
-    assert owner.relays.connections == 0
+    assert owner.relays.connection_count == 0
     other.request(1)
     await until(lambda: owner.executor.running)
     owner.executor.finish()
@@ -78,18 +78,18 @@ async def test_what_goes_wrong_later_ends_the_link_and_all_that_was_on_it(owner)
 async def test_what_front_ends_count_is_in_the_metrics(owner):
     one, other = owner.front_end(), owner.front_end()
     before = samples(owner)
-    one.link.send(messages.ConnectionCount(3))
-    other.link.send(messages.ConnectionCount(2))
-    one.link.send(messages.RefusalCount(431, "headers_too_large", 4))
-    one.link.send(messages.LateDisconnectCount(5))
-    await until(lambda: owner.relays.connections == 5)
+    one.link.send_message(messages.ConnectionCount(3))
+    other.link.send_message(messages.ConnectionCount(2))
+    one.link.send_message(messages.RefusalCount(431, "headers_too_large", 4))
+    one.link.send_message(messages.LateDisconnectCount(5))
+    await until(lambda: owner.relays.connection_count == 5)
     await until(lambda: len(owner.records) == 4)
     read = samples(owner)
     assert read['normserve_errors_total{cause="headers_too_large"}'] == 4
     late = 'normserve_cancelled_total{stage="send"}'
     assert read[late] == before[late] + 5
     one.link.close()
-    await until(lambda: owner.relays.connections == 2)
+    await until(lambda: owner.relays.connection_count == 2)
     # What it counted is counted still.
     assert samples(owner)['normserve_errors_total{cause="headers_too_large"}'] == 4
 
@@ -99,7 +99,7 @@ async def test_readiness_is_told_at_once_and_with_every_beat(owner):
     front_end = owner.front_end()
     await until(lambda: front_end.heard)
     assert set(map(repr, front_end.heard)) == {repr(messages.OwnerReadiness(True))}
-    owner.relays.report(ready=False)
+    owner.relays.report_readiness(ready=False)
     await until(lambda: messages.OwnerReadiness(False) in front_end.heard)
     said = len(front_end.heard)
     await until(lambda: len(front_end.heard) > said)
@@ -109,16 +109,16 @@ async def test_readiness_is_told_at_once_and_with_every_beat(owner):
 async def test_a_front_end_that_reads_nothing_is_not_told_more_and_more(owner):
     front_end = owner.front_end()
     await until(lambda: front_end.heard)
-    asyncio.get_running_loop().remove_reader(front_end.link._connected)
+    asyncio.get_running_loop().remove_reader(front_end.link._socket)
     (there,) = owner.relays._front_ends
-    while not there._link.is_behind:
-        there.send(messages.ResponsePart(9, 200, [], bytes(2**20), more=True))
+    while not there._link.is_backlogged:
+        there.send_message(messages.ResponsePart(9, 200, [], bytes(2**20), more=True))
         await asyncio.sleep(0)
-    unsent = len(there._link._said)
+    unsent = len(there._link._pending_messages)
     for _ in range(100):
-        owner.relays._beating.cancel()
-        owner.relays._beat()
-    assert len(there._link._said) <= unsent
+        owner.relays._heartbeat_timer.cancel()
+        owner.relays._send_heartbeats()
+    assert len(there._link._pending_messages) <= unsent
 
 
 @either_way
@@ -216,7 +216,7 @@ def test_a_key_is_checked_for_each_request_with_the_same_header(parsed):
     async def play(owner):
         front_end = owner.front_end()
         assert await statuses_of(front_end, [1], head=1, key=KEY) == [400]
-        owner.service.keys.replace([])
+        owner.service.keyring.replace_keys([])
         assert await statuses_of(front_end, [2], head=1, key=KEY) == [401]
         assert parsed == [1]
 
@@ -225,7 +225,7 @@ def test_a_rate_is_checked_for_each_request_with_the_same_header(parsed):
     @with_a_key
     async def play(owner):
         front_end = owner.front_end()
-        key = owner.service.keys.find(KEY).key
-        owner.service.keys.replace([replace(key, requests_per_second=1e-6)])
+        key = owner.service.keyring.find_by_token(KEY).key
+        owner.service.keyring.replace_keys([replace(key, requests_per_second=1e-6)])
         assert await statuses_of(front_end, [1, 2, 3], head=1, key=KEY) == [400, 429, 429]
         assert parsed == [1]

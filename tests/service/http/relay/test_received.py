@@ -42,10 +42,10 @@ class Owner:
         self.front_end = FakeFrontEnd(source)
         self.limits = AdmissionBudget(max_requests=4, max_bytes=max_bytes)
         engine = self.scene.engine
-        bodies = BodyReader(self.front_end.slabs, 2**23, pause_s=20.0, total_s=total_s)
-        kept = PreparedCallCache(2**20, self.scene.metrics.prepared_call_counters("process"))
-        operations = OperationRoutes(bodies, LayerRegistry(max_layers=4, max_bytes=2**20), kept).by_path()
-        admission, progress = MemoryAdmission(engine, 2**30), engine.launches
+        bodies = BodyReader(self.front_end.slab_pool, 2**23, max_pause_s=20.0, max_total_s=total_s)
+        kept = PreparedCallCache(2**20, self.scene.metrics.get_prepared_call_counters("process"))
+        operations = OperationRoutes(bodies, LayerRegistry(max_layers=4, max_bytes=2**20), kept).make_endpoints()
+        admission, progress = MemoryAdmission(engine, 2**30), engine.launch_progress
         services = RequestServices(engine, self.limits, admission, progress, self.scene.metrics, 20_000)
         direct = OperationDispatcher(OperationServices(operations, OriginPolicy((), ()), None, services))
         scope = {
@@ -58,11 +58,11 @@ class Owner:
             "client": ("127.0.0.1", 1),
         }
         self.handed_over = []
-        prepared = direct.prepare(scope, "127.0.0.1")
+        prepared = direct.prepare_header(scope, "127.0.0.1")
         assert prepared is not None
         self.body = npy(X)
         self.asked = SharedBodyOperation(
-            direct.parts,
+            direct.services,
             self.front_end,
             messages.RequestStarted(
                 NUMBER, b"", ("127.0.0.1", 1), len(self.body), None, time.perf_counter(), "asked"
@@ -75,8 +75,8 @@ class Owner:
     async def started(self) -> messages.BodyLocation:
         """Let the body come; where."""
         await self.scene.engine.start()
-        self.scene.engine.open()
-        assert self.asked.receive(len(self.body))
+        self.scene.engine.accept_jobs()
+        assert self.asked.start_receiving(len(self.body))
         (receive,) = self.said(messages.BodyLocation)
         return receive
 
@@ -108,22 +108,22 @@ def test_a_body_comes_to_its_place_and_is_answered_from_where_the_result_lies():
     async def play(owner):
         receive = await owner.started()
         owner.asked.on_progress(100)
-        assert (owner.asked.received, owner.limits.bytes) == (100, len(owner.body))
+        assert (owner.asked.received_bytes, owner.limits.used_bytes) == (100, len(owner.body))
         owner.come(receive, owner.body)
         await turn()
         owner.scene.executor.finish()
         await turn()
         (result,) = owner.said(messages.OperationResponse)
-        response = result.response("asked")
+        response = result.make_response("asked")
         assert response.status == 200
         assert (b"content-length", b"%d" % response.nbytes) in response.headers
         np.testing.assert_array_equal(np.load(io.BytesIO(owner.front_end.body_of(response))), X)
         # What is long is read from shared memory.
         assert any(isinstance(part, messages.SharedSlabRange) for part in response.body)
-        assert owner.front_end.slabs.used_bytes > 0
+        assert owner.front_end.slab_pool.used_bytes > 0
         owner.asked.on_message(messages.ResponseSent(NUMBER, 0.25, is_delivered=True))
         assert owner.front_end.said[-1] == ("end", NUMBER)
-        assert (owner.limits.requests, owner.count(code="200", op="layer_norm")) == (0, 1)
+        assert (owner.limits.request_count, owner.count(code="200", op="layer_norm")) == (0, 1)
 
     played(play)
 
@@ -131,12 +131,12 @@ def test_a_body_comes_to_its_place_and_is_answered_from_where_the_result_lies():
 def test_what_would_be_refused_is_the_applications():
     async def play(owner):
         await owner.scene.engine.start()
-        owner.scene.engine.open()
+        owner.scene.engine.accept_jobs()
         held = owner.limits.acquire(2**24 - 10)
-        assert not owner.asked.receive(len(owner.body))
+        assert not owner.asked.start_receiving(len(owner.body))
         assert owner.front_end.said == []
         held.release()
-        assert owner.asked.receive(len(owner.body))
+        assert owner.asked.start_receiving(len(owner.body))
 
     played(play)
 
@@ -144,12 +144,12 @@ def test_what_would_be_refused_is_the_applications():
 def test_a_server_that_drains_begins_nothing():
     async def play(owner):
         await owner.scene.engine.start()
-        owner.scene.engine.open()
-        owner.scene.engine.close()
+        owner.scene.engine.accept_jobs()
+        owner.scene.engine.start_draining()
         with pytest.raises(DrainingError):
             owner.scene.engine.require_ready()
-        assert not owner.asked.receive(len(owner.body))
-        assert owner.limits.requests == 0
+        assert not owner.asked.start_receiving(len(owner.body))
+        assert owner.limits.request_count == 0
 
     played(play)
 
@@ -163,21 +163,23 @@ def test_memory_that_takes_long_to_make_is_the_applications_to_make():
 
     async def play(owner):
         await owner.scene.engine.start()
-        owner.scene.engine.open()
-        assert not owner.asked.receive(len(owner.body))
-        assert (made, owner.limits.requests, owner.front_end.said) == ([], 0, [])
+        owner.scene.engine.accept_jobs()
+        assert not owner.asked.start_receiving(len(owner.body))
+        assert (made, owner.limits.request_count, owner.front_end.said) == ([], 0, [])
 
-    played(play, source=SlabAllocator(allocate, steps=4, is_slow=True))
+    played(play, source=SlabAllocator(allocate, sizes_per_doubling=4, is_slow=True))
 
 
 def test_memory_that_no_front_end_can_reach_is_not_used():
     async def play(owner):
         await owner.scene.engine.start()
-        owner.scene.engine.open()
-        assert not owner.asked.receive(len(owner.body))
-        assert (owner.limits.requests, owner.front_end.slabs.used_bytes) == (0, 0)
+        owner.scene.engine.accept_jobs()
+        assert not owner.asked.start_receiving(len(owner.body))
+        assert (owner.limits.request_count, owner.front_end.slab_pool.used_bytes) == (0, 0)
 
-    played(play, source=SlabAllocator(lambda nbytes: np.empty(nbytes, np.uint8), steps=4, is_slow=False))
+    played(
+        play, source=SlabAllocator(lambda nbytes: np.empty(nbytes, np.uint8), sizes_per_doubling=4, is_slow=False)
+    )
 
 
 def test_a_body_that_is_nonsense_is_refused():
@@ -188,7 +190,7 @@ def test_a_body_that_is_nonsense_is_refused():
         assert answer.status == 400
         assert not answer.more
         owner.asked.on_message(messages.ResponseSent(NUMBER, 0.0, is_delivered=True))
-        assert (owner.limits.requests, owner.count(code="400")) == (0, 1)
+        assert (owner.limits.request_count, owner.count(code="400")) == (0, 1)
 
     played(play)
 
@@ -200,12 +202,12 @@ def test_a_slow_body_is_stopped_and_the_application_says_so_once_its_place_is_fr
         while not owner.said(messages.BodyStopRequest):
             await asyncio.sleep(0.01)
         # The permit is home, the memory not before the front end has let go.
-        assert owner.limits.requests == 0
-        assert owner.front_end.slabs.used_bytes > 0
+        assert owner.limits.request_count == 0
+        assert owner.front_end.slab_pool.used_bytes > 0
         assert owner.handed_over == []
         owner.asked.on_message(messages.BodyAborted(NUMBER, left=False))
         assert owner.handed_over == [(RequestTimeoutError, 500)]
-        assert owner.front_end.slabs.used_bytes == 0
+        assert owner.front_end.slab_pool.used_bytes == 0
         assert owner.count() == 0
 
     played(play, total_s=0.02)
@@ -214,14 +216,14 @@ def test_a_slow_body_is_stopped_and_the_application_says_so_once_its_place_is_fr
 def test_a_body_gives_way_to_a_newcomer_though_it_became_whole_meanwhile():
     async def play(owner):
         receive = await owner.started()
-        owner.asked.fail(OverloadedError("another's share"))
-        owner.asked.fail(RequestTimeoutError("slow as well"))
+        owner.asked.abort(OverloadedError("another's share"))
+        owner.asked.abort(RequestTimeoutError("slow as well"))
         assert len(owner.said(messages.BodyStopRequest)) == 1
         owner.come(receive, owner.body)
         await turn()
         assert owner.scene.executor.running == []
         assert owner.handed_over == [(OverloadedError, 0)]
-        assert owner.limits.requests == 0
+        assert owner.limits.request_count == 0
 
     played(play)
 
@@ -250,7 +252,7 @@ def test_only_a_body_that_is_not_whole_gives_way_to_who_has_less(is_whole):
             permit.release()
             owner.asked.on_message(messages.BodyAborted(NUMBER, left=False))
             assert owner.handed_over == [(OverloadedError, 0)]
-        assert (owner.limits.requests, owner.limits.bytes) == (0, 0)
+        assert (owner.limits.request_count, owner.limits.used_bytes) == (0, 0)
 
     # What is computed of the body counts, too.
     played(play, max_bytes=int(2.2 * X.nbytes) if is_whole else int(1.2 * X.nbytes))
@@ -282,7 +284,7 @@ def test_a_client_that_leaves_while_it_sends():
         assert owner.handed_over == []
         owner.asked.on_message(messages.BodyAborted(NUMBER, left=True))
         assert owner.handed_over == [(ClientLeftError, 700)]
-        assert (owner.limits.requests, owner.front_end.slabs.used_bytes) == (0, 0)
+        assert (owner.limits.request_count, owner.front_end.slab_pool.used_bytes) == (0, 0)
 
     played(play)
 
@@ -295,7 +297,7 @@ def test_a_client_that_leaves_while_it_is_computed():
         await turn()
         assert owner.scene.executor.running == []
         owner.asked.on_message(messages.ResponseSent(NUMBER, 0.0, is_delivered=False))
-        assert (owner.limits.requests, owner.count(code="499")) == (0, 1)
+        assert (owner.limits.request_count, owner.count(code="499")) == (0, 1)
 
     played(play)
 
@@ -303,8 +305,8 @@ def test_a_client_that_leaves_while_it_is_computed():
 def test_a_front_end_that_is_lost_while_it_receives():
     async def play(owner):
         await owner.started()
-        owner.asked.on_lost()
-        assert (owner.limits.requests, owner.count(code="499")) == (0, 1)
+        owner.asked.on_front_end_lost()
+        assert (owner.limits.request_count, owner.count(code="499")) == (0, 1)
         text = owner.scene.metrics.render().decode()
         assert 'normserve_errors_total{cause="client_left"} 1.0' in text
         assert 'normserve_cancelled_total{stage="recv"} 1.0' in text

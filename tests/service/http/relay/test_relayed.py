@@ -30,14 +30,16 @@ class Application:
         self.scope = scope
         if self._receives:
             try:
-                await scope["state"]["reception"].into(self._front_end.slabs.take, pause_s=20.0, total_s=20.0)
+                await scope["state"]["reception"].receive_into(
+                    self._front_end.slab_pool.borrow, pause_s=20.0, total_s=20.0
+                )
             except Exception as error:
                 self.refused = type(error).__name__
         await self.proceed.wait()
         if self._error is not None:
             raise self._error
         if self._responds:
-            await scope["state"]["sending"].respond(200, [], [b"y"], 1)
+            await scope["state"]["sending"].send_response(200, [], [b"y"], 1)
 
 
 def play(test):
@@ -90,8 +92,8 @@ async def test_its_number_is_free_once_its_body_has_no_place_any_more(front_end)
     relayed = RelayedRequest(front_end, asked(100_000), SCOPE, application)
     await turn()
     relayed.on_progress(50)
-    assert application.scope["state"]["reception"].received == 50
-    relayed._reception.fail(OverloadedError("no"))
+    assert application.scope["state"]["reception"].received_bytes == 50
+    relayed._incoming_body.abort(OverloadedError("no"))
     application.proceed.set()
     await turn()
     assert [type(each) for each in front_end.said[1:]] == [messages.BodyStopRequest, messages.ResponseAborted]
@@ -106,8 +108,8 @@ async def test_a_front_end_that_is_gone_ends_its_body_and_its_response(front_end
     other = RelayedRequest(front_end, asked(0), SCOPE, responding)
     responding.proceed.set()
     await turn()
-    one.on_lost()
-    other.on_lost()
+    one.on_front_end_lost()
+    other.on_front_end_lost()
     receiving.proceed.set()
     await turn()
     assert one._task.done()
@@ -122,7 +124,7 @@ async def test_a_client_that_has_left_is_noticed_by_body_and_response(front_end)
     relayed = RelayedRequest(front_end, asked(100_000), SCOPE, application)
     await turn()
     left = []
-    application.scope["state"]["sending"].on_departure = lambda: left.append(1)
+    application.scope["state"]["sending"].on_disconnect = lambda: left.append(1)
     relayed.on_message(messages.ClientDisconnected(3))
     application.proceed.set()
     await turn()

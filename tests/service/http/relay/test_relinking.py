@@ -23,14 +23,14 @@ async def until(condition):
 def relays():
     shared = SharedSlabRegistry()
     metrics = Metrics()
-    prepared = PreparedCallCache(2**20, metrics.prepared_call_counters("process"))
-    return RelayServer(shared, SlabPool(max_idle_bytes=0, source=shared.source()), metrics, prepared)
+    prepared = PreparedCallCache(2**20, metrics.get_prepared_call_counters("process"))
+    return RelayServer(shared, SlabPool(max_idle_bytes=0, source=shared.make_source()), metrics, prepared)
 
 
 def link(front_end, owner):
     here, there = socket.socketpair()
-    front_end.connect(here)
-    owner.serve(there)
+    front_end.connect_owner(here)
+    owner.serve_front_end(there)
 
 
 def test_a_second_link_with_the_same_process_is_ended_without_another_being_wanted():
@@ -38,11 +38,11 @@ def test_a_second_link_with_the_same_process_is_ended_without_another_being_want
         front_end, owner, lost = RelayApplication(1), relays(), []
         front_end.on_link_lost = lambda: lost.append(1)
         link(front_end, owner)
-        await until(lambda: front_end._owners[0].was_heard)
+        await until(lambda: front_end._owners[0].has_sent_message)
         (kept,) = front_end._owners
         link(front_end, owner)
         await until(lambda: front_end._owners == [kept])
-        assert owner.described() == [{"index": 1, "pid": os.getpid()}]
+        assert owner.describe_front_ends() == [{"index": 1, "pid": os.getpid()}]
         assert lost == []
         await owner.close(0)
         await until(lambda: lost == [1])
@@ -55,8 +55,8 @@ def test_processes_of_their_own_keep_theirs():
         first, second, owner = RelayApplication(0), RelayApplication(1), relays()
         link(first, owner)
         link(second, owner)
-        await until(lambda: all(each._owners[0].was_heard for each in (first, second)))
-        assert [each["index"] for each in owner.described()] == [0, 1]
+        await until(lambda: all(each._owners[0].has_sent_message for each in (first, second)))
+        assert [each["index"] for each in owner.describe_front_ends()] == [0, 1]
         await owner.close(0)
 
     asyncio.run(run())
@@ -67,11 +67,11 @@ def test_memory_that_cannot_be_mapped_ends_the_link():
         front_end, lost = RelayApplication(0), []
         front_end.on_link_lost = lambda: lost.append(1)
         here, there = socket.socketpair()
-        front_end.connect(here)
+        front_end.connect_owner(here)
         owner = RelayLink(there, messages.from_front_end, lambda message: None, lambda: None)
         descriptor = os.open("/dev/zero", os.O_RDONLY)
-        owner.send(messages.OwnerReadiness(is_ready=True))
-        owner.send(messages.SharedSlabAdded(1), descriptor)
+        owner.send_message(messages.OwnerReadiness(is_ready=True))
+        owner.send_message(messages.SharedSlabAdded(1), descriptor)
         os.close(descriptor)
         await until(lambda: not owner.is_open)
         assert lost == [1]

@@ -47,9 +47,17 @@ def plain(answer) -> tuple:
 
 def noted(record) -> tuple:
     """What is counted of a request, without its times."""
-    stages = frozenset(record.stages)
-    of_it = record.op, record.direction, record.dtype, record.transport, record.status, record.error, record.key
-    return *of_it, stages, record.waiting_in, record.received, record.sent
+    stages = frozenset(record.stage_seconds)
+    of_it = (
+        record.op,
+        record.direction,
+        record.dtype,
+        record.transport,
+        record.status,
+        record.error_code,
+        record.key_name,
+    )
+    return *of_it, stages, record.current_stage, record.received_bytes, record.sent_bytes
 
 
 def is_answered_or_runs(owner: OwnerScene, front_end, number: int) -> bool:
@@ -77,21 +85,21 @@ async def asked(owner: OwnerScene, count: int, error, before, options):
 
 
 def drain(owner: OwnerScene) -> None:
-    owner.service.engine.close()
+    owner.service.engine.start_draining()
 
 
 def break_down(owner: OwnerScene) -> None:
     def fail(*_: object) -> None:
         raise ZeroDivisionError("0x7f0123456789")
 
-    owner.service.engine.begin = fail
+    owner.service.engine.submit = fail
 
 
 def exhaust_memory(owner: OwnerScene) -> None:
     def allocate(nbytes: int) -> None:
         raise MemoryError(nbytes)
 
-    slabs = owner.service.slabs
+    slabs = owner.service.slab_pool
     slabs.source = dataclasses.replace(slabs.source, allocate=allocate)
 
 
@@ -138,7 +146,13 @@ OTHERS = {
     "draining": (503, {}, None, drain, {}),
     "unexpected": (500, {}, None, break_down, {}),
     "no memory to send from": (503, {"body": npy(np.ones((64, 1024), np.float32))}, None, exhaust_memory, {}),
-    "overloaded": (429, {}, None, lambda owner: owner.service.limits.acquire(1), {"max_inflight_requests": 1}),
+    "overloaded": (
+        429,
+        {},
+        None,
+        lambda owner: owner.service.admission_budget.acquire(1),
+        {"max_inflight_requests": 1},
+    ),
     "too large": (413, {}, None, None, {"max_body_bytes": len(BODY) - 1}),
     "more than there may be": (429, {}, None, None, {"max_inflight_bytes": len(BODY) - 1}),
     "a key": (200, {"headers": headers(authorization="Bearer secret")}, None, None, KEY),

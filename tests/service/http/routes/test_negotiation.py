@@ -44,25 +44,25 @@ def test_the_most_wanted_format_answers_and_the_requests_own_wins_a_tie(header, 
     text, said = header
     other = SAFETENSORS if request_format == NPY else NPY
     if not said:
-        assert AcceptHeader(text).choose(request_format) == request_format
+        assert AcceptHeader(text).choose_format(request_format) == request_format
     elif wanted(said, request_format) == wanted(said, other) == 0:
         with pytest.raises(NotAcceptableError):
-            AcceptHeader(text).choose(request_format)
+            AcceptHeader(text).choose_format(request_format)
     else:
         best = request_format if wanted(said, request_format) >= wanted(said, other) else other
-        assert AcceptHeader(text).choose(request_format) == best
+        assert AcceptHeader(text).choose_format(request_format) == best
 
 
 @given(st.text(st.characters(codec="latin-1"), max_size=200))
 def test_any_header_is_an_answer_or_a_refusal(text):
     with contextlib.suppress(NotAcceptableError):
-        assert AcceptHeader(text).choose(NPY) in (NPY, SAFETENSORS)
+        assert AcceptHeader(text).choose_format(NPY) in (NPY, SAFETENSORS)
 
 
 @pytest.mark.parametrize("quality", ["nan", "inf", "-1", "2", "1e400", "", "x", "0x1"])
 def test_a_quality_that_is_none_never_wins(quality):
     accepted = AcceptHeader(f"{NPY};q={quality}, {SAFETENSORS};q=1")
-    assert accepted.choose(SAFETENSORS) == SAFETENSORS
+    assert accepted.choose_format(SAFETENSORS) == SAFETENSORS
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def no_copy(nbytes: int) -> None:
 
 
 def operation(max_bytes: int = 2**20) -> OperationEndpoint:
-    prepared = PreparedCallCache(max_bytes, Metrics().prepared_call_counters("process"))
+    prepared = PreparedCallCache(max_bytes, Metrics().get_prepared_call_counters("process"))
     return OperationEndpoint(None, None, prepared, Op.LAYER_NORM, PassDirection.FORWARD)
 
 
@@ -53,7 +53,7 @@ OPERATION = operation()
 
 
 def sender(charge_copy=no_copy, address: str = "here") -> SimpleNamespace:
-    return SimpleNamespace(caller=ClientIdentity(address), charge_copy=charge_copy)
+    return SimpleNamespace(client_identity=ClientIdentity(address), charge_copy=charge_copy)
 
 
 def made(asked: OperationHead, body, of_layer=None, charge_copy=no_copy) -> tuple:
@@ -147,7 +147,7 @@ def test_several_tensors_are_joined_and_charged_each_time(has_residual):
     body = packed(**dict(ordered))
     for _ in range(2):
         job, _, told = made(asked, body, charge_copy=charged.append)
-        assert (job.x.shape, told.several.counts) == ((3, 4), (1, 2))
+        assert (job.x.shape, told.tensor_split.counts) == ((3, 4), (1, 2))
     assert charged == ([48, 48] * 2 if has_residual else [])
 
 
@@ -178,12 +178,12 @@ def test_payloads_with_long_headers_are_kept_within_their_bytes(monkeypatch):
         text = json.dumps(metadata | {"x": {"dtype": "F32", "shape": [3, 4], "data_offsets": [0, 48]}}).encode()
         body = len(text).to_bytes(8, "little") + text + bytes(48)
         here.make_job(asked, memoryview(bytearray(body)), None, sender(address=address))
-        assert here.prepared.nbytes <= 2**20
+        assert here.prepared_calls.nbytes <= 2**20
 
     ask(0, "mine")
     for number in range(1, 200):
         ask(number, "hostile")
-    assert here.prepared.nbytes > 2**19
+    assert here.prepared_calls.nbytes > 2**19
     assert len(parsed) == 200
     ask(0, "mine")
     ask(199, "hostile")
@@ -200,7 +200,7 @@ def test_heads_are_kept_for_each_tenant(monkeypatch):
     mine = here.prepare_head(b"eps=1", headers, "mine")
     for number in range(1000):
         here.prepare_head(b"eps=%d" % (number + 2), headers, "hostile")
-    assert here.prepared.nbytes <= 2**20
+    assert here.prepared_calls.nbytes <= 2**20
     assert len(parsed) == 1001
     assert here.prepare_head(b"eps=1", headers, "mine") is mine
     assert here.prepare_head(b"eps=1", {}, "mine") is not mine

@@ -105,14 +105,14 @@ class Application:
     async def serve(self, scope, send) -> None:
         reception, sending = scope["state"]["reception"], scope["state"]["sending"]
         try:
-            body = bytes(await reception.into(self._slab, pause_s=60, total_s=60))
+            body = bytes(await reception.receive_into(self._slab, pause_s=60, total_s=60))
         except NormserveError:
             # The connection says the rest.
             return
         target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
         self.requests.append(Request(scope["method"], target, tuple(scope["headers"]), body))
         answer = b"%d" % len(body)
-        await sending.respond(200, [(b"content-length", b"%d" % len(answer))], [answer], len(answer))
+        await sending.send_response(200, [(b"content-length", b"%d" % len(answer))], [answer], len(answer))
 
     @staticmethod
     def _slab(nbytes: int) -> memoryview:

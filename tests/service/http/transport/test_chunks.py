@@ -13,7 +13,7 @@ def taken(stream: bytes, *places: int) -> tuple[bytes, int, type[NormserveError]
     ends = [*sorted(places), len(stream)]
     for start, end in zip([0, *ends], ends, strict=False):
         try:
-            piece, length = body.feed(stream[start:end])
+            piece, length = body.decode(stream[start:end])
         except NormserveError as error:
             return b"", 0, type(error), False
         data, used = data + piece, used + length

@@ -27,7 +27,7 @@ class Refusing:
     async def serve(self, scope, send) -> None:
         self.requests.append(scope["path"])
         if self._is_cut_off:
-            scope["state"]["reception"].fail(OverloadedError("others need its memory"))
+            scope["state"]["reception"].abort(OverloadedError("others need its memory"))
         await send({"type": "http.response.start", "status": self._status, "headers": [(b"content-length", b"2")]})
         await send({"type": "http.response.body", "body": b"no", "more_body": False})
 

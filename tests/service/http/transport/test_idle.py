@@ -37,9 +37,9 @@ class Idle:
 def test_the_oldest_one_is_closed_first(clock):
     connections, waiting = IdleConnectionQueue(), [Idle(address) for address in "aabba"]
     for connection in waiting:
-        connections.add(connection)
+        connections.add_connection(connection)
         clock.now += 1
-    connections.discard(waiting[0])
+    connections.discard_connection(waiting[0])
     assert connections.close_oldest("b")
     assert connections.close_oldest(None)
     assert [each.is_closed for each in waiting] == [False, True, True, False, False]
@@ -51,8 +51,8 @@ def test_the_oldest_one_is_closed_first(clock):
 def test_one_that_was_used_again_is_the_youngest(clock):
     connections, waiting = IdleConnectionQueue(), [Idle("a"), Idle("a")]
     for connection in (*waiting, waiting[0]):
-        connections.discard(connection)
-        connections.add(connection)
+        connections.discard_connection(connection)
+        connections.add_connection(connection)
         clock.now += 2
     assert connections.close_oldest(None)
     assert [each.is_closed for each in waiting] == [False, True]
@@ -60,7 +60,7 @@ def test_one_that_was_used_again_is_the_youngest(clock):
 
 def test_one_between_two_requests_is_not_idle(clock):
     connections = IdleConnectionQueue()
-    connections.add(Idle("a"))
+    connections.add_connection(Idle("a"))
     clock.now += 0.9
     assert not connections.close_oldest(None)
     clock.now += 0.2

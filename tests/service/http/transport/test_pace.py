@@ -6,18 +6,18 @@ from normserve.http.transport.pace import TransferProgress
 
 @pytest.fixture
 def pace() -> TransferProgress:
-    return TransferProgress(began=100.0, pause_s=30, total_s=300, min_bytes_per_s=1000, grace_s=10)
+    return TransferProgress(began_at=100.0, max_pause_s=30, max_total_s=300, min_bytes_per_s=1000, grace_s=10)
 
 
 def ended(pace: TransferProgress, bytes_per_s: float, *, every_s: float) -> float | None:
     """After how long a body is ended of which a piece comes every so often; looks are taken when they must be."""
-    now, look = pace.began, pace.began
-    while now < pace.began + 1000:
+    now, look = pace.began_at, pace.began_at
+    while now < pace.began_at + 1000:
         now = look
-        received = int((now - pace.began) // every_s * every_s * bytes_per_s)
-        if pace.fault(now, received) is not None:
-            return now - pace.began
-        wait_s = pace.next_look_s(now, received)
+        received = int((now - pace.began_at) // every_s * every_s * bytes_per_s)
+        if pace.find_fault(now, received) is not None:
+            return now - pace.began_at
+        wait_s = pace.compute_next_check_s(now, received)
         assert wait_s > 0
         look = now + wait_s
     return None
@@ -28,15 +28,15 @@ def test_single_bytes_keep_no_body_alive(pace):
 
 
 def test_nor_does_a_large_piece_for_long(pace):
-    assert pace.fault(100.1, 20_000) is None
-    assert pace.next_look_s(100.1, 20_000) == pytest.approx(19.9)
-    assert pace.fault(119.9, 20_001) is None
-    assert "less than 1000 bytes a second" in pace.fault(120.1, 20_002)
+    assert pace.find_fault(100.1, 20_000) is None
+    assert pace.compute_next_check_s(100.1, 20_000) == pytest.approx(19.9)
+    assert pace.find_fault(119.9, 20_001) is None
+    assert "less than 1000 bytes a second" in pace.find_fault(120.1, 20_002)
 
 
 def test_the_rate_counts_after_a_while(pace):
-    assert pace.fault(109.9, 0) is None
-    assert pace.fault(110.1, 0) is not None
+    assert pace.find_fault(109.9, 0) is None
+    assert pace.find_fault(110.1, 0) is not None
 
 
 @pytest.mark.parametrize("bytes_per_s", [1010, 5000, 1e9])
@@ -50,18 +50,20 @@ def test_a_body_that_is_just_too_slow_is_ended(pace):
 
 @pytest.mark.parametrize("min_bytes_per_s", [0, 1])
 def test_a_pause_ends_even_what_was_fast(min_bytes_per_s):
-    pace = TransferProgress(began=100.0, pause_s=30, total_s=300, min_bytes_per_s=min_bytes_per_s, grace_s=10)
-    assert pace.fault(105.0, 10**9) is None
-    assert pace.fault(134.9, 10**9) is None
-    assert "no more of the body came for 30 s" in pace.fault(135.0, 10**9)
+    pace = TransferProgress(
+        began_at=100.0, max_pause_s=30, max_total_s=300, min_bytes_per_s=min_bytes_per_s, grace_s=10
+    )
+    assert pace.find_fault(105.0, 10**9) is None
+    assert pace.find_fault(134.9, 10**9) is None
+    assert "no more of the body came for 30 s" in pace.find_fault(135.0, 10**9)
 
 
 def test_without_a_least_rate_single_bytes_have_all_the_time():
-    pace = TransferProgress(began=100.0, pause_s=30, total_s=300)
+    pace = TransferProgress(began_at=100.0, max_pause_s=30, max_total_s=300)
     assert ended(pace, 1 / 11, every_s=11) == pytest.approx(300)
 
 
 def test_it_is_looked_at_seldom(pace):
     """However close a body is to the least rate."""
-    assert pace.fault(149.999, 50_000) is None
-    assert pace.next_look_s(149.999, 50_000) == pytest.approx(0.1)
+    assert pace.find_fault(149.999, 50_000) is None
+    assert pace.compute_next_check_s(149.999, 50_000) == pytest.approx(0.1)

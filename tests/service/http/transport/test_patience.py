@@ -67,7 +67,7 @@ class Stage:
     def hand(self, response: SocketResponseSender | None, nbytes: int, taken: int = 0) -> None:
         """Give the transport a portion, of which the kernel takes so much at once."""
         if response is not None:
-            response.unfinished += nbytes
+            response.pending_bytes += nbytes
         self.transport.unsent = nbytes - taken
         if self.transport.unsent:
             self.watch.start(response)

@@ -85,7 +85,7 @@ def test_header_and_large_body_leave_together_as_they_are(wire, sending):
     sending.write(b"start of body")
     assert wire.writes == []
     sending.write(body)
-    sending.finish()
+    sending.finish_response()
     assert len(wire.writes) == 1
     assert wire.writes[0][:2] == [b"header", b"start of body"]
     assert wire.writes[0][2] is body
@@ -94,7 +94,7 @@ def test_header_and_large_body_leave_together_as_they_are(wire, sending):
 def test_small_response_is_one_write(wire, sending):
     sending.write(b"header")
     sending.write(b"body")
-    sending.finish()
+    sending.finish_response()
     assert wire.writes == [b"headerbody"]
 
 
@@ -107,16 +107,16 @@ def test_nothing_is_held_beyond_the_step_of_the_loop(wire, sending, loop):
 
 def test_response_is_delivered_while_the_client_is_there(wire, sending):
     sending.write(b"all")
-    sending.finish()
+    sending.finish_response()
     assert sending.is_delivered
-    sending.depart()
+    sending.handle_disconnect()
     assert sending.is_delivered
 
 
 def test_last_response_of_a_connection_is_delivered_though_the_server_closes(wire, sending):
     sending.write(b"all")
     sending.close()
-    sending.finish()
+    sending.finish_response()
     assert wire.writes == [b"all"]
     assert sending.is_delivered
 
@@ -124,15 +124,15 @@ def test_last_response_of_a_connection_is_delivered_though_the_server_closes(wir
 def test_response_that_ends_while_the_connection_closes_is_not_delivered(wire, sending):
     sending.write(b"all")
     wire.closing = True
-    sending.finish()
+    sending.finish_response()
     assert sending.is_delivered is False
 
 
 def test_departure_is_told_once_and_before_the_end_only(sending):
     told: list[None] = []
-    sending.on_departure = lambda: told.append(None)
-    sending.depart()
-    sending.depart()
+    sending.on_disconnect = lambda: told.append(None)
+    sending.handle_disconnect()
+    sending.handle_disconnect()
     assert len(told) == 1
     assert sending.is_delivered is False
 
@@ -141,22 +141,22 @@ class TestProbe:
     """The first bytes of a response may go ahead of it, once and without a trace."""
 
     def test_of_a_whole_response(self, wire, sending, loop):
-        sending.probe()
+        sending.send_probe()
         assert wire.writes == [b"HTTP/1.1 "]
-        loop.run_until_complete(sending.respond(200, HEADERS, [b"body"], 4))
+        loop.run_until_complete(sending.send_response(200, HEADERS, [b"body"], 4))
         assert b"".join(wire.writes) == HEAD + b"\r\nbody"
 
     def test_of_a_response_in_messages(self, wire, sending):
-        sending.probe()
+        sending.send_probe()
         sending.write(b"HTTP/1.1 404 Not Found\r\n\r\n")
         sending.write(b"HTTP/1.1 is text here")
-        sending.finish()
+        sending.finish_response()
         assert b"".join(wire.writes) == b"HTTP/1.1 404 Not Found\r\n\r\nHTTP/1.1 is text here"
 
     def test_none_behind_the_start(self, wire, sending):
         sending.write(b"HTTP/1.1 200 OK\r\n")
-        sending.probe()
-        sending.finish()
+        sending.send_probe()
+        sending.finish_response()
         assert wire.writes == [b"HTTP/1.1 200 OK\r\n"]
 
 
@@ -166,7 +166,7 @@ HEAD = b"HTTP/1.1 200 OK\r\ndate: today\r\ncontent-type: application/x-npy\r\nco
 
 class TestWholeResponses:
     def test_small_one_is_one_write(self, wire, sending, cycle, loop):
-        loop.run_until_complete(sending.respond(200, HEADERS, [b"bo", memoryview(b"dy")], 4))
+        loop.run_until_complete(sending.send_response(200, HEADERS, [b"bo", memoryview(b"dy")], 4))
         assert wire.writes == [HEAD + b"\r\nbody"]
         assert (cycle.response_started, cycle.response_complete, cycle.ends) == (True, True, 1)
         assert cycle.message_event.is_set()
@@ -175,7 +175,7 @@ class TestWholeResponses:
 
     def test_large_one_is_one_write_of_the_buffers_as_they_are(self, wire, sending, loop):
         body = memoryview(bytearray(2**20))
-        loop.run_until_complete(sending.respond(200, HEADERS, [b"head", body], 2**20 + 4))
+        loop.run_until_complete(sending.send_response(200, HEADERS, [b"head", body], 2**20 + 4))
         assert wire.writes[0][:2] == [HEAD + b"\r\n", b"head"]
         assert wire.writes[0][2] is body
 
@@ -184,7 +184,7 @@ class TestWholeResponses:
         turns = []
 
         async def respond():
-            responding = asyncio.create_task(sending.respond(200, HEADERS, [b"head", body], len(body) + 4))
+            responding = asyncio.create_task(sending.send_response(200, HEADERS, [b"head", body], len(body) + 4))
             while not responding.done():
                 await asyncio.sleep(0)
                 turns.append(len(wire.writes))
@@ -197,20 +197,20 @@ class TestWholeResponses:
 
     def test_what_tls_encrypts_at_once_is_less(self, wire, cycle, loop):
         sending = SocketResponseSender(wire, loop, cycle, is_encrypted=True)
-        loop.run_until_complete(sending.respond(200, HEADERS, [memoryview(bytearray(2**20))], 2**20))
+        loop.run_until_complete(sending.send_response(200, HEADERS, [memoryview(bytearray(2**20))], 2**20))
         assert max(sum(map(len, write)) for write in wire.writes) == 2**18
 
     def test_only_what_is_large_is_counted(self, wire, sending, cycle, loop):
-        loop.run_until_complete(sending.respond(200, HEADERS, [b"body"], 4))
+        loop.run_until_complete(sending.send_response(200, HEADERS, [b"body"], 4))
         assert not {"pace", "unfinished"} & vars(sending).keys()
         large = SocketResponseSender(wire, loop, cycle)
-        loop.run_until_complete(large.respond(200, HEADERS, [bytes(5 * 2**20)], 5 * 2**20))
-        assert large.unfinished == len(HEAD) + 2 + 5 * 2**20
+        loop.run_until_complete(large.send_response(200, HEADERS, [bytes(5 * 2**20)], 5 * 2**20))
+        assert large.pending_bytes == len(HEAD) + 2 + 5 * 2**20
 
     def test_large_one_is_complete_when_the_kernel_has_it(self, wire, sending, cycle, loop):
         async def respond():
             wire.writelines = lambda buffers: cycle.flow.taken.clear()
-            responding = asyncio.create_task(sending.respond(200, HEADERS, [bytes(2**20)], 2**20))
+            responding = asyncio.create_task(sending.send_response(200, HEADERS, [bytes(2**20)], 2**20))
             await asyncio.sleep(0)
             assert cycle.response_started
             assert not cycle.response_complete
@@ -222,15 +222,15 @@ class TestWholeResponses:
 
     def test_last_of_a_connection_says_so_and_closes(self, wire, sending, cycle, loop):
         cycle.keep_alive = False
-        loop.run_until_complete(sending.respond(200, HEADERS, [b"body"], 4))
-        sending.finish()
+        loop.run_until_complete(sending.send_response(200, HEADERS, [b"body"], 4))
+        sending.finish_response()
         assert wire.writes == [HEAD + b"connection: close\r\n\r\nbody"]
         assert wire.closing
         assert sending.is_delivered
 
     def test_nothing_is_sent_to_a_client_that_has_left(self, wire, sending, cycle, loop):
         cycle.disconnected = True
-        loop.run_until_complete(sending.respond(200, HEADERS, [b"body"], 4))
-        sending.depart()
-        loop.run_until_complete(sending.respond(200, HEADERS, [b"body"], 4))
+        loop.run_until_complete(sending.send_response(200, HEADERS, [b"body"], 4))
+        sending.handle_disconnect()
+        loop.run_until_complete(sending.send_response(200, HEADERS, [b"body"], 4))
         assert (wire.writes, cycle.ends) == ([], 0)

@@ -27,13 +27,13 @@ from fusednorm.ops.group_norm.sample import SampleShape, compute_access_width
 class BlockTile:
     """A chunk of a block of columns: `rows` positions of `vectors` accesses of `vec` elements.
 
-    Each thread has separate sums for `keep` runs of its columns; no run spans two groups.
+    Each thread has separate sums for `runs` runs of its columns; no run spans two groups.
     """
 
     vec: int
     vectors: int
     rows: int
-    keep: int
+    runs: int
 
 
 def make_block_tile(sample: SampleShape, block_groups: int, num_warps: int, itemsize: int) -> BlockTile:
@@ -54,7 +54,7 @@ def make_block_options(
         "CV": tile.vectors,
         "ROWS": tile.rows,
         "EVEN": columns == tile.vectors * tile.vec and sample.c % columns == 0,
-        "KEEP": tile.keep,
+        "KEEP": tile.runs,
         "GROUPS": next_power_of_2(block_groups),
         "num_warps": num_warps,
     }

@@ -79,35 +79,36 @@ def find_measured_stream(entries: Iterable[tuple[int, int, Config]], sample: Sam
 
 @dataclass(frozen=True, slots=True)
 class StreamPartition:
-    """How programs of `lanes` lanes divide a streamed sample: a position has `units` vectors of `vec` columns.
+    """How programs of `lanes` lanes divide a streamed sample: a position has `position_vectors` vectors of `vec`
+    columns.
 
-    Remaining lanes, too few for another position, are `idle`.
+    Remaining lanes, too few for another position, are `has_idle_lanes`.
 
     Attributes:
         positions: the number of positions of a tile.
-        step: positions that a program adds up at a time; each program has every `splits`th step.
+        step_positions: positions that a program adds up at a time; each program has every `splits`th step.
         apply_chunks: tiles of a piece that is written.
-        is_cut_finer: whether there are more splits than in the configuration, because of few samples.
+        has_extra_splits: whether there are more splits than in the configuration, because of few samples.
     """
 
     vec: int
-    units: int
+    position_vectors: int
     lanes: int
     positions: int
-    step: int
+    step_positions: int
     splits: int
     apply_chunks: int
-    is_cut_finer: bool
+    has_extra_splits: bool
 
     @property
-    def idle(self) -> bool:
-        return self.lanes % self.units != 0
+    def has_idle_lanes(self) -> bool:
+        return self.lanes % self.position_vectors != 0
 
-    def tile(self, num_warps: int) -> dict[str, object]:
+    def make_tile_options(self, num_warps: int) -> dict[str, object]:
         """Constexprs of the kernels that stream a sample, and their number of warps."""
         return {"VEC": self.vec, "LANES": self.lanes, "num_warps": num_warps}
 
-    def moments(self, sample: SampleShape) -> dict[str, int]:
+    def make_moment_options(self, sample: SampleShape) -> dict[str, int]:
         """Constexprs of kernels that compute moments of its groups: tile sizes for groups and runs of a group.
 
         A lane has separate sums for runs of its columns, each within one group.

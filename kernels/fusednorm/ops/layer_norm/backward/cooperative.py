@@ -38,11 +38,11 @@ class LayerNormBackwardCooperative:
 
 def plan_cooperative_backward(call: LayerNormBackwardCall, config: LayerNormBackwardCooperative) -> list[Launch]:
     """The launches of a pass with known mean and rstd; the first launch is cooperative."""
-    layout = call.layout_of_rows()
+    layout = call.make_row_layout()
     members = cdiv(call.cols, config.block_n)
     most_groups = call.multiprocessors * config.programs_per_sm // members
     groups = min(call.rows, most_groups)
-    partials = PartialGradients.of(call.x, call.out, call.has_own_parameters, groups)
+    partials = PartialGradients.allocate(call.x, call.out, call.has_own_parameters, groups)
     depth = next_power_of_2(2 * config.lag)
     options = {
         "BLOCK_N": config.block_n,
@@ -51,20 +51,20 @@ def plan_cooperative_backward(call: LayerNormBackwardCall, config: LayerNormBack
         "DEPTH": depth,
         "LAG": config.lag,
         "AHEAD": config.ahead if can_prefetch(layout.vec, call.x, call.dy) else 0,
-        "EARLY_REDUCE": call.early_reduce,
+        "EARLY_REDUCE": call.can_reduce_early,
         "IS_RMS": call.options.is_rms,
         "num_warps": config.num_warps,
-        **call.constexprs(layout.vec),
+        **call.make_constexprs(layout.vec),
         **make_cooperative_options(config),
     }
     arguments = (
-        *call.tensors, call.mean, call.rstd, *call.gradients, partials.dweight, partials.dbias,
+        *call.tensors, call.mean, call.rstd, *call.input_gradients, partials.dweight, partials.dbias,
         get_exchange_buffer(call.x.device, depth * groups * members), call.rows, members, *layout.sizes,
         *call.options.dropout_arguments,
     )  # fmt: skip
     return [
         Launch(layer_norm_backward_cooperative_kernel, (groups * members,), arguments, options),
-        *plan_partial_reduction(partials, call.out, call.early, most_groups),
+        *plan_partial_reduction(partials, call.out, call.can_start_early, most_groups),
     ]
 
 

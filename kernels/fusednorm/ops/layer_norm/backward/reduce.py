@@ -33,7 +33,7 @@ class PartialGradients:
     dbias: Array | None
 
     @classmethod
-    def of(
+    def allocate(
         cls, x: Array, out: Backward[Array], own: bool, programs: int, most: int | None = None
     ) -> "PartialGradients":
         """Partials of `programs` programs (per head of x, if any), with room for `most` programs if that is set.
@@ -76,7 +76,7 @@ def plan_partial_reduction(
     grid = (cdiv(size, tile["BLOCK_N"]), len(gradients))
     arguments = (partials.dweight, partials.dbias, out.dweight, out.dbias, partials.count, size)
     if by_rows is not None:
-        by_rows = replace(by_rows, grid=False, rows=None, programs=4)
+        by_rows = replace(by_rows, scales_grid=False, rows_index=None, programs_index=4)
     options = tile | make_early_options(early)
     return [Launch(layer_norm_backward_reduce_kernel, grid, arguments, options, by_rows)]
 

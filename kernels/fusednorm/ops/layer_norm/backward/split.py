@@ -35,11 +35,11 @@ class LayerNormBackwardSplit:
 
 def plan_split_backward(call: LayerNormBackwardCall, config: LayerNormBackwardSplit) -> list[Launch]:
     """The launches of a pass over rows of any length."""
-    layout = call.layout_of_rows()
+    layout = call.make_row_layout()
     slabs = cdiv(call.cols, config.block_n)
     most_tiles = max(1, call.multiprocessors * config.programs_per_sm // slabs)
     tiles = min(cdiv(call.rows, config.rows), most_tiles)
-    partials = PartialGradients.of(call.x, call.out, call.has_own_parameters, tiles)
+    partials = PartialGradients.allocate(call.x, call.out, call.has_own_parameters, tiles)
     constants = new_workspace(call.x, call.rows, 4)
     sums = Launch(
         layer_norm_backward_split_sums_kernel,
@@ -54,14 +54,14 @@ def plan_split_backward(call: LayerNormBackwardCall, config: LayerNormBackwardSp
             "EVEN": call.cols % config.rows_block_n == 0,
             "IS_RMS": call.options.is_rms,
             "num_warps": config.rows_num_warps,
-            **call.constexprs(layout.vec),
+            **call.make_constexprs(layout.vec),
         },
     )  # fmt: skip
     apply = Launch(
         layer_norm_backward_split_apply_kernel,
         (slabs, tiles),
         (
-            *call.tensors, constants, *call.gradients, partials.dweight, partials.dbias,
+            *call.tensors, constants, *call.input_gradients, partials.dweight, partials.dbias,
             call.rows, *layout.sizes, *call.options.dropout_arguments,
         ),
         {
@@ -70,10 +70,10 @@ def plan_split_backward(call: LayerNormBackwardCall, config: LayerNormBackwardSp
             "EVEN": call.cols % config.block_n == 0,
             "STAGES": config.stages,
             "num_warps": config.num_warps,
-            **call.constexprs(layout.vec),
+            **call.make_constexprs(layout.vec),
         },
     )  # fmt: skip
-    return [sums, apply, *plan_partial_reduction(partials, call.out, call.early, most_tiles)]
+    return [sums, apply, *plan_partial_reduction(partials, call.out, call.can_start_early, most_tiles)]
 
 
 @triton.jit(

@@ -31,7 +31,7 @@ SHARED_BYTES_PER_SM = 200 << 10
 class LayerNormBackwardTile:
     """Persistent programs over tiles of `rows` rows by `chunks` blocks, `stages` - 1 tiles ahead in shared memory.
 
-    `hold_weight` keeps weight in registers for all tiles; otherwise each tile loads it again from L1.  A program
+    `holds_weight` keeps weight in registers for all tiles; otherwise each tile loads it again from L1.  A program
     prefetches its tile `ahead` iterations later into L2.
     """
 
@@ -40,11 +40,11 @@ class LayerNormBackwardTile:
     num_warps: int
     stages: int
     programs_per_sm: int
-    hold_weight: bool
+    holds_weight: bool
     chunks: int = 1
     ahead: int = 0
 
-    def stages_of(self, column_bytes: int) -> int:
+    def compute_stages(self, column_bytes: int) -> int:
         """The number of stages that fit into shared memory, with `column_bytes` for each column of a tile.
 
         The tables assume that only x and dy use it; residuals and parameters not held in registers use it too.
@@ -57,15 +57,15 @@ class LayerNormBackwardTile:
 
 def plan_tile_backward(call: LayerNormBackwardCall, config: LayerNormBackwardTile) -> list[Launch]:
     """The launches of a pass over rows that fit a tile."""
-    layout = call.layout_of_heads()
-    pipelined = list(call.strided)
-    if not config.hold_weight:
+    layout = call.make_head_layout()
+    pipelined = list(call.strided_inputs)
+    if not config.holds_weight:
         pipelined += [call.weight, call.bias if call.options.activation != "none" else None]
     column_bytes = sum(tensor.element_size() for tensor in pipelined if tensor is not None)
-    most = max(1, call.most_programs(config.programs_per_sm))
+    most = max(1, call.compute_max_programs(config.programs_per_sm))
     programs = min(cdiv(call.rows, config.rows), most)
     # Without heads the allocation is the same for any number of rows, on which only the number of programs depends.
-    partials = PartialGradients.of(
+    partials = PartialGradients.allocate(
         call.x, call.out, call.has_own_parameters, programs, most if call.x.ndim == 2 else None
     )
     cols, dy_row, x_row, *_ = layout.sizes
@@ -75,22 +75,22 @@ def plan_tile_backward(call: LayerNormBackwardCall, config: LayerNormBackwardTil
         "CHUNKS": config.chunks,
         "BLOCK_N": config.block_n,
         "EVEN": call.cols == config.chunks * config.block_n,
-        "STAGES": config.stages_of(column_bytes),
+        "STAGES": config.compute_stages(column_bytes),
         "AHEAD": config.ahead if is_dense and can_prefetch(layout.vec, call.x, call.dy) else 0,
-        "EARLY_REDUCE": call.early_reduce,
-        "HOLD_WEIGHT": config.hold_weight,
+        "EARLY_REDUCE": call.can_reduce_early,
+        "HOLD_WEIGHT": config.holds_weight,
         "HEADS": layout.heads,
         "IS_RMS": call.options.is_rms,
         "num_warps": config.num_warps,
-        **call.constexprs(layout.vec),
+        **call.make_constexprs(layout.vec),
     }
-    tensors = (*call.tensors, call.mean, call.rstd, *call.gradients, partials.dweight, partials.dbias)
+    tensors = (*call.tensors, call.mean, call.rstd, *call.input_gradients, partials.dweight, partials.dbias)
     arguments = (*tensors, call.rows, *layout.sizes, call.options.eps, *call.options.dropout_arguments)
-    by_rows = RowDependence(config.rows, most, rows=len(tensors)) if call.x.ndim == 2 else None
+    by_rows = RowDependence(config.rows, most, rows_index=len(tensors)) if call.x.ndim == 2 else None
     return [
-        Launch(layer_norm_backward_tile_kernel, call.grid(programs), arguments, options, by_rows),
+        Launch(layer_norm_backward_tile_kernel, call.make_grid(programs), arguments, options, by_rows),
         *plan_partial_reduction(
-            partials, call.out, call.early, call.multiprocessors * config.programs_per_sm, by_rows
+            partials, call.out, call.can_start_early, call.multiprocessors * config.programs_per_sm, by_rows
         ),
     ]
 

@@ -43,25 +43,25 @@ class LayerNormForwardCooperative:
         return 256 * self.num_warps
 
     @property
-    def slab(self) -> int:
+    def range_cols(self) -> int:
         """Columns of a program."""
         return self.chunks * self.block_n
 
 
 def plan_cooperative_forward(call: LayerNormForwardCall, config: LayerNormForwardCooperative) -> list[Launch]:
     """The cooperative launch of a pass over rows that fit the resident programs together."""
-    layout = call.layout_of_rows()
-    members = cdiv(call.cols, config.slab)
+    layout = call.make_row_layout()
+    members = cdiv(call.cols, config.range_cols)
     resident = call.multiprocessors * config.programs_per_sm
     programs = min(call.rows, resident // members) * members
     slots = next_power_of_2(members)
     depth = next_power_of_2(2 * config.lag)
-    access, tensors = call.access(layout.vec), call.tensors
-    merges_as_equals = call.merges_as_equals(layout.vec, access, tensors)
+    access, tensors = call.make_access_options(layout.vec), call.tensors
+    merges_as_equals = call.can_merge_equal_sets(layout.vec, access, tensors)
     options = {
         "FULL": count_full_range_chunks(call.cols, config.block_n, config.chunks, merges_as_equals),
         # Each member is one lane of a reduction; EQUAL_SLABS says whether all lanes have the same weight.
-        "EQUAL_SLABS": call.cols == config.slab * slots and slots <= 32 * config.num_warps,
+        "EQUAL_SLABS": call.cols == config.range_cols * slots and slots <= 32 * config.num_warps,
         "SLOTS": slots,
         "BLOCK_N": config.block_n,
         "CHUNKS": config.chunks,
@@ -71,7 +71,7 @@ def plan_cooperative_forward(call: LayerNormForwardCall, config: LayerNormForwar
         "AHEAD": config.ahead if can_prefetch(layout.vec, call.x, call.residual) else 0,
         "IS_RMS": call.options.is_rms,
         "num_warps": config.num_warps,
-        **call.constexprs(layout.vec),
+        **call.make_constexprs(layout.vec),
         **make_cooperative_options(config),
     }
     buffer = get_exchange_buffer(call.x.device, depth * programs)

@@ -19,13 +19,13 @@ class LayerNormForwardResident:
     """One row per program, held in the dtype of memory as `chunks` chunks, 8 columns per thread in a chunk.
 
     Registers are limited so that `programs_per_sm` programs are resident on a multiprocessor.  A program prefetches
-    the row (number of multiprocessors * `ahead_per_sm`) rows later into L2.
+    the row (number of multiprocessors * `prefetch_distance_per_sm`) rows later into L2.
     """
 
     chunks: int
     num_warps: int
     programs_per_sm: int
-    ahead_per_sm: int = 0
+    prefetch_distance_per_sm: int = 0
 
     @property
     def block_n(self) -> int:
@@ -35,26 +35,32 @@ class LayerNormForwardResident:
 
 def plan_resident_forward(call: LayerNormForwardCall, config: LayerNormForwardResident) -> list[Launch]:
     """The launch of a pass over rows that fit the registers of one program."""
-    layout, tensors = call.layout_of_heads(), call.tensors
-    access = call.access(layout.vec)
-    merges_as_equals = call.merges_as_equals(layout.vec, access, tensors)
+    layout, tensors = call.make_head_layout(), call.tensors
+    access = call.make_access_options(layout.vec)
+    merges_as_equals = call.can_merge_equal_sets(layout.vec, access, tensors)
     options = {
         "FULL": count_full_chunks(call.cols, config.block_n, config.chunks, merges_as_equals),
         "BLOCK_N": config.block_n,
         "CHUNKS": config.chunks,
         **access,
-        "PREFETCH": call.may_prefetch_rows(layout),
+        "PREFETCH": call.can_prefetch_rows(layout),
         "ALONE": config.programs_per_sm == 1,
         "HEADS": layout.heads,
         "IS_RMS": call.options.is_rms,
         "num_warps": config.num_warps,
         "maxnreg": compute_max_registers(config),
-        **call.constexprs(layout.vec),
+        **call.make_constexprs(layout.vec),
     }
-    ahead = config.ahead_per_sm * call.multiprocessors
+    ahead = config.prefetch_distance_per_sm * call.multiprocessors
     arguments = (*tensors, ahead, *layout.sizes, call.options.eps, *call.options.dropout_arguments)
     return [
-        Launch(layer_norm_forward_resident_kernel, call.grid(call.rows), arguments, options, call.program_a_row)
+        Launch(
+            layer_norm_forward_resident_kernel,
+            call.make_grid(call.rows),
+            arguments,
+            options,
+            call.one_row_dependence,
+        )
     ]
 
 

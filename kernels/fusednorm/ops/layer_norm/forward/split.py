@@ -42,13 +42,13 @@ class LayerNormForwardSplit:
     """A kernel for the moments of parts of rows, then a kernel for slabs of up to `rows` rows.
 
     A part has the fewest pieces of `chunks` chunks for which a row has at most MAX_PARTS parts; a slab has
-    `slab_chunks` chunks.  A chunk is 8 columns per thread; each kernel has its own number of warps.
+    `apply_chunks` chunks.  A chunk is 8 columns per thread; each kernel has its own number of warps.
     """
 
     chunks: int
     num_warps: int
-    slab_chunks: int
-    slab_num_warps: int
+    apply_chunks: int
+    apply_num_warps: int
     rows: int
 
     @property
@@ -57,9 +57,9 @@ class LayerNormForwardSplit:
         return 256 * self.num_warps
 
     @property
-    def slab_block_n(self) -> int:
+    def apply_chunk_cols(self) -> int:
         """Columns of a chunk of a slab."""
-        return 256 * self.slab_num_warps
+        return 256 * self.apply_num_warps
 
 
 def count_parts_per_program(parts: int) -> int:
@@ -71,9 +71,9 @@ def plan_split_forward(call: LayerNormForwardCall, config: LayerNormForwardSplit
     """The two launches of a pass over rows of any length; only the first if just the statistics are wanted."""
     y, residual_out, mean, rstd = call.outputs
     x, residual, rows, cols = call.x, call.residual, call.rows, call.cols
-    layout = call.layout_of_rows()
-    options = {"GROUP": 16 // call.itemsize, "IS_RMS": call.options.is_rms, **call.constexprs(layout.vec)}
-    early = y is not None and call.early
+    layout = call.make_row_layout()
+    options = {"GROUP": 16 // call.itemsize, "IS_RMS": call.options.is_rms, **call.make_constexprs(layout.vec)}
+    early = y is not None and call.can_start_early
     prefetches = can_prefetch(layout.vec, x, residual)
     lane_a_thread = has_one_lane_per_thread(min(16, layout.vec * call.itemsize), x, residual)
 
@@ -106,7 +106,7 @@ def plan_split_forward(call: LayerNormForwardCall, config: LayerNormForwardSplit
     if y is None:
         return [statistics]
 
-    slab = config.slab_chunks * config.slab_block_n
+    slab = config.apply_chunks * config.apply_chunk_cols
     row_tiles = cdiv(rows, config.rows)
     return [
         statistics,
@@ -118,12 +118,12 @@ def plan_split_forward(call: LayerNormForwardCall, config: LayerNormForwardSplit
                 *call.options.dropout_arguments,
             ),
             {
-                "FULL": 0 if cols % slab else config.slab_chunks,
-                "BLOCK_N": config.slab_block_n,
-                "CHUNKS": config.slab_chunks,
+                "FULL": 0 if cols % slab else config.apply_chunks,
+                "BLOCK_N": config.apply_chunk_cols,
+                "CHUNKS": config.apply_chunks,
                 "ROWS": config.rows,
                 "PREFETCH": prefetches,
-                "num_warps": config.slab_num_warps,
+                "num_warps": config.apply_num_warps,
                 **options,
                 **make_early_options(early),
             },

@@ -26,14 +26,14 @@ class LayerNormForwardSweep:
     where programs may not wait, and only the statistics of shorter rows, for a cooperative backward; `ForwardSplit`
     would be slower there.
 
-    A program prefetches the row (number of multiprocessors * `ahead_per_sm`) rows later into L2.
+    A program prefetches the row (number of multiprocessors * `prefetch_distance_per_sm`) rows later into L2.
     """
 
     block_n: int
     num_warps: int
-    ahead_per_sm: int = 0
+    prefetch_distance_per_sm: int = 0
 
-    def options(self, cols: int, itemsize: int) -> dict[str, object]:
+    def make_options(self, cols: int, itemsize: int) -> dict[str, object]:
         """Options of a kernel over rows of `cols` elements of `itemsize` bytes."""
         return {
             "BLOCK_N": self.block_n,
@@ -45,17 +45,21 @@ class LayerNormForwardSweep:
 
 def plan_sweep_forward(call: LayerNormForwardCall, config: LayerNormForwardSweep) -> list[Launch]:
     """The launch of a pass over rows of any length."""
-    layout = call.layout_of_heads() if call.scale is None else call.layout_of_float8()
+    layout = call.make_head_layout() if call.scale is None else call.layout_of_float8()
     options = {
-        **config.options(call.cols, call.itemsize),
-        "PREFETCH": call.may_prefetch_rows(layout),
+        **config.make_options(call.cols, call.itemsize),
+        "PREFETCH": call.can_prefetch_rows(layout),
         "HEADS": layout.heads,
         "IS_RMS": call.options.is_rms,
-        **call.constexprs(layout.vec),
+        **call.make_constexprs(layout.vec),
     }
-    ahead = config.ahead_per_sm * call.multiprocessors
+    ahead = config.prefetch_distance_per_sm * call.multiprocessors
     arguments = (*call.tensors, call.scale, ahead, *layout.sizes, call.options.eps, *call.options.dropout_arguments)
-    return [Launch(layer_norm_forward_sweep_kernel, call.grid(call.rows), arguments, options, call.program_a_row)]
+    return [
+        Launch(
+            layer_norm_forward_sweep_kernel, call.make_grid(call.rows), arguments, options, call.one_row_dependence
+        )
+    ]
 
 
 @triton.jit(

@@ -34,7 +34,7 @@ class LayerNormForwardTile:
     block_n: int
     num_warps: int
 
-    def options(self, cols: int) -> dict[str, object]:
+    def make_options(self, cols: int) -> dict[str, object]:
         """Options of a kernel over tiles of rows of `cols` columns."""
         return {
             "ROWS": self.rows,
@@ -47,20 +47,20 @@ class LayerNormForwardTile:
 
 def plan_tile_forward(call: LayerNormForwardCall, config: LayerNormForwardTile) -> list[Launch]:
     """The launch of a pass over rows that fit a tile."""
-    layout = call.layout_of_heads() if call.scale is None else call.layout_of_float8()
+    layout = call.make_head_layout() if call.scale is None else call.layout_of_float8()
     ahead = None
     if call.scale is not None and config.rows == 1 and can_prefetch(layout.vec, call.x, call.residual):
         ahead = TILE_AHEAD_PER_SM * call.multiprocessors
     options = {
-        **config.options(call.cols),
+        **config.make_options(call.cols),
         "HEADS": layout.heads,
         "IS_RMS": call.options.is_rms,
-        **call.constexprs(layout.vec),
+        **call.make_constexprs(layout.vec),
     }
     scalars = (ahead, call.rows, *layout.sizes, call.options.eps, *call.options.dropout_arguments)
     arguments = (*call.tensors, call.scale, *scalars)
-    by_rows = RowDependence(config.rows, rows=len(call.tensors) + 2) if call.x.ndim == 2 else None
-    grid = call.grid(cdiv(call.rows, config.rows))
+    by_rows = RowDependence(config.rows, rows_index=len(call.tensors) + 2) if call.x.ndim == 2 else None
+    grid = call.make_grid(cdiv(call.rows, config.rows))
     return [Launch(layer_norm_forward_tile_kernel, grid, arguments, options, by_rows)]
 
 

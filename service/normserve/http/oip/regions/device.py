@@ -19,12 +19,12 @@ class DeviceRegion(IpcAllocation):
 
     Attributes:
         device_id: the client's value.
-        home: receives the region's size once it is closed; a queue, because unlike a lock it is reentrant.
+        closed_sizes: receives the region's size once it is closed; a queue, because unlike a lock it is reentrant.
     """
 
     kind: Kind = "cuda"
     device_id = 0
-    home: "queue.SimpleQueue[int] | None" = None
+    closed_sizes: "queue.SimpleQueue[int] | None" = None
 
     @property
     def start(self) -> int:
@@ -36,29 +36,29 @@ class DeviceRegion(IpcAllocation):
         """The region's size."""
         return len(self)
 
-    def described(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """The region's fields in the protocol, without its name."""
         return {"device_id": self.device_id, "byte_size": self.nbytes}
 
-    def shares_memory_with(self, other: object) -> bool:
+    def is_in_same_memory(self, other: object) -> bool:
         """Whether addresses can be compared; the driver maps an allocation once, however often it is opened."""
         return isinstance(other, DeviceRegion)
 
-    def require_present(self, offset: int, nbytes: int) -> None:
+    def require_range(self, offset: int, nbytes: int) -> None:
         """Raises: UnusableRegionError: a tensor cannot begin at this offset."""
         if (self.address + offset) % ALIGNMENT:
             raise UnusableRegionError(
                 f"the offset in a region of CUDA memory must be a multiple of {ALIGNMENT}, got {offset}"
             )
 
-    def view(self, offset: int, nbytes: int) -> memoryview:
+    def get_view(self, offset: int, nbytes: int) -> memoryview:
         """Bytes of the region; they keep it mapped."""
-        return self.whole()[offset : offset + nbytes]
+        return self.view()[offset : offset + nbytes]
 
     def __del__(self) -> None:
         super().__del__()
-        if self.home is not None:
-            self.home.put(self.nbytes)
+        if self.closed_sizes is not None:
+            self.closed_sizes.put(self.nbytes)
 
 
 class DeviceRegionOpener:
@@ -70,12 +70,12 @@ class DeviceRegionOpener:
         self._engine = engine
 
     @property
-    def is_on(self) -> bool:
+    def is_enabled(self) -> bool:
         """Whether regions may be registered; also false without a device, or before it has started."""
         engine = self._engine
-        return self._is_allowed and engine.device is not None and engine.device_memory is not None
+        return self._is_allowed and engine.device_description is not None and engine.shareable_device is not None
 
-    def require_allowed(self, caller: ClientIdentity) -> None:
+    def require_local_client(self, caller: ClientIdentity) -> None:
         """Refuse clients for which no memory may be opened.
 
         Raises:
@@ -87,7 +87,7 @@ class DeviceRegionOpener:
         if not is_local_address(caller.address):
             raise ForbiddenError("CUDA shared memory is for clients that come over loopback or a Unix socket")
 
-    async def open(self, caller: ClientIdentity, handle: bytes, device_id: int, nbytes: int) -> DeviceRegion:
+    async def open_region(self, caller: ClientIdentity, handle: bytes, device_id: int, nbytes: int) -> DeviceRegion:
         """Open memory that is to be registered.
 
         Args:
@@ -99,9 +99,9 @@ class DeviceRegionOpener:
             ForbiddenError: the client is connected over a network.
             NotReadyError, DrainingError: the server is not ready.
         """
-        self.require_allowed(caller)
+        self.require_local_client(caller)
         self._engine.require_ready()
-        device = self._engine.device_memory
+        device = self._engine.shareable_device
         if device is None:
             raise UnusableRegionError("the server has no device whose memory could be registered")
         try:

@@ -19,11 +19,11 @@ class FileRegion:
         key: the client's value.
         start: offset of the region in the file, in bytes.
         nbytes: the region's size.
-        home: receives the region's size once it is closed; a queue, because unlike a lock it is reentrant.
+        closed_sizes: receives the region's size once it is closed; a queue, because unlike a lock it is reentrant.
     """
 
     kind: Kind = "system"
-    home: "queue.SimpleQueue[int] | None" = None
+    closed_sizes: "queue.SimpleQueue[int] | None" = None
 
     def __init__(self, descriptor: int, key: str, start: int, nbytes: int) -> None:
         """Args: descriptor: of the file; closed with the region."""
@@ -31,15 +31,15 @@ class FileRegion:
         self.key, self.start, self.nbytes = key, start, nbytes
         self._inode = os.fstat(descriptor).st_ino
 
-    def described(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """The region's fields in the protocol, without its name."""
         return {"key": self.key, "offset": self.start, "byte_size": self.nbytes}
 
-    def shares_memory_with(self, other: object) -> bool:
+    def is_in_same_memory(self, other: object) -> bool:
         """Whether both are parts of one file."""
         return isinstance(other, FileRegion) and self._inode == other._inode
 
-    def require_present(self, offset: int, nbytes: int) -> None:
+    def require_range(self, offset: int, nbytes: int) -> None:
         """Raises: UnusableRegionError: the file no longer has these bytes of the region."""
         size = os.fstat(self._descriptor).st_size
         if self.start + offset + nbytes > size:
@@ -75,7 +75,7 @@ class FileRegion:
             UnusableRegionError: the file is too short; it is not extended.
             StorageError: there is no memory for the file.
         """
-        self.require_present(offset, len(data))
+        self.require_range(offset, len(data))
         position, end = self.start + offset, self.start + offset + len(data)
         try:
             while position < end:
@@ -88,5 +88,5 @@ class FileRegion:
 
     def __del__(self) -> None:
         os.close(self._descriptor)
-        if self.home is not None:
-            self.home.put(self.nbytes)
+        if self.closed_sizes is not None:
+            self.closed_sizes.put(self.nbytes)

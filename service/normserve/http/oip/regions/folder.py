@@ -32,7 +32,7 @@ class SharedMemoryFolder:
         self._device = os.fstat(self._descriptor).st_dev
         self._uid = os.geteuid()
 
-    def open(self, key: str, start: int, nbytes: int) -> FileRegion:
+    def open_region(self, key: str, start: int, nbytes: int) -> FileRegion:
         """Open a region of a file.
 
         Args:
@@ -44,16 +44,16 @@ class SharedMemoryFolder:
             UnusableRegionError: the name is not allowed, there is no such file, the server may not use it, or the
                 region exceeds it.  The message does not say why an existing file may not be used.
         """
-        name = self._name(key)
+        name = self._parse_key(key)
         try:
             # Opening something that is not a regular file can have side effects.
-            self._require_usable(os.stat(name, dir_fd=self._descriptor, follow_symlinks=False))
+            self._require_usable_file(os.stat(name, dir_fd=self._descriptor, follow_symlinks=False))
             descriptor = os.open(name, _FLAGS, dir_fd=self._descriptor)
         except OSError:
             raise UnusableRegionError(_REFUSED) from None
         region = FileRegion(descriptor, key, start, nbytes)
         status = os.fstat(descriptor)
-        self._require_usable(status)
+        self._require_usable_file(status)
         if _is_mapped_here(status):
             raise UnusableRegionError(_REFUSED)
         if not nbytes or start + nbytes > status.st_size:
@@ -67,7 +67,7 @@ class SharedMemoryFolder:
         """Close the folder; nothing can be opened afterwards."""
         os.close(self._descriptor)
 
-    def _name(self, key: str) -> str:
+    def _parse_key(self, key: str) -> str:
         found = _KEY.fullmatch(key)
         if found is None or not found[1].startswith(self.prefix):
             raise UnusableRegionError(
@@ -76,7 +76,7 @@ class SharedMemoryFolder:
             )
         return found[1]
 
-    def _require_usable(self, status: os.stat_result) -> None:
+    def _require_usable_file(self, status: os.stat_result) -> None:
         """Require a regular file on the same file system, of this user, without hard links."""
         if (
             not stat.S_ISREG(status.st_mode)

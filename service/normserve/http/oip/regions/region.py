@@ -11,25 +11,25 @@ class MemoryRegion(Protocol):
 
     Attributes:
         kind: the kind of shared memory.
-        home: receives the region's size once it is closed.
+        closed_sizes: receives the region's size once it is closed.
     """
 
     kind: Kind
-    home: "queue.SimpleQueue[int] | None"
+    closed_sizes: "queue.SimpleQueue[int] | None"
 
     @property
     def start(self) -> int:
-        """The region's first byte, in the memory that `shares_memory_with` compares."""
+        """The region's first byte, in the memory that `is_in_same_memory` compares."""
 
     @property
     def nbytes(self) -> int:
         """The region's size."""
 
-    def described(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """The region's fields in the protocol, without its name."""
 
-    def shares_memory_with(self, other: object) -> bool:
+    def is_in_same_memory(self, other: object) -> bool:
         """Whether `start` of both regions is an offset in the same memory."""
 
-    def require_present(self, offset: int, nbytes: int) -> None:
+    def require_range(self, offset: int, nbytes: int) -> None:
         """Raises: UnusableRegionError: a tensor cannot be at this place in the region."""

@@ -29,10 +29,10 @@ class RegionRange(NamedTuple):
     offset: int
     nbytes: int
 
-    def overlaps(self, other: "RegionRange") -> bool:
+    def has_overlap(self, other: "RegionRange") -> bool:
         """Whether the parts have a byte in common, as far as the registrations show."""
         return (
-            self.region.shares_memory_with(other.region)
+            self.region.is_in_same_memory(other.region)
             and self.region.start + self.offset < other.region.start + other.offset + other.nbytes
             and other.region.start + other.offset < self.region.start + self.offset + self.nbytes
         )
@@ -47,7 +47,8 @@ class _RegionName:
 
 
 class RegionRegistry:
-    """Registers regions of both kinds and finds them; belongs to the event loop's thread, except for `open`.
+    """Registers regions of both kinds and finds them; belongs to the event loop's thread, except for
+    `open_file_region`.
 
     An unregistered region stays open for the requests that have found it, and counts until they are done.
     """
@@ -69,27 +70,27 @@ class RegionRegistry:
         self._shares_device_memory = shares_device_memory
         self._max_bytes, self._max_regions = max_bytes, max_regions
         self._regions: dict[_RegionName, MemoryRegion] = {}
-        self._closed: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._open_bytes = self._open_regions = 0
+        self._closed_sizes: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._open_bytes = self._open_count = 0
 
     @property
-    def is_on(self) -> bool:
+    def is_enabled(self) -> bool:
         """Whether regions of system shared memory may be registered."""
         return self._folder is not None
 
     @property
     def open_bytes(self) -> int:
         """The bytes of all open regions."""
-        self._collect()
+        self._collect_closed()
         return self._open_bytes
 
     @property
-    def open_regions(self) -> int:
+    def open_count(self) -> int:
         """The number of open regions: registered, or unregistered and in use."""
-        self._collect()
-        return self._open_regions
+        self._collect_closed()
+        return self._open_count
 
-    def open(self, name: str, key: str, start: int, nbytes: int) -> FileRegion:
+    def open_file_region(self, name: str, key: str, start: int, nbytes: int) -> FileRegion:
         """Open system shared memory that is to be registered; any thread may call this.
 
         Raises:
@@ -98,9 +99,9 @@ class RegionRegistry:
         if self._folder is None:
             raise UnusableRegionError(OFF)
         require_region_name(name)
-        return self._folder.open(key, start, nbytes)
+        return self._folder.open_region(key, start, nbytes)
 
-    def register(self, owner: str | None, name: str, region: MemoryRegion) -> None:
+    def register_region(self, owner: str | None, name: str, region: MemoryRegion) -> None:
         """Give an open region a name.
 
         Args: owner: the name of the client's API key, None if no key is required.
@@ -114,8 +115,8 @@ class RegionRegistry:
             raise UnusableRegionError(
                 f"a region with the name {_format_label(name)} is registered: unregister it first"
             )
-        self._collect()
-        if self._open_regions >= self._max_regions:
+        self._collect_closed()
+        if self._open_count >= self._max_regions:
             raise OverloadedError(
                 f"no more than {self._max_regions} regions are registered at once", _RETRY_AFTER_S
             )
@@ -125,23 +126,23 @@ class RegionRegistry:
                 f" registered: no more than {self._max_bytes} are",
                 _RETRY_AFTER_S,
             )
-        region.home = self._closed
-        self._open_regions += 1
+        region.closed_sizes = self._closed_sizes
+        self._open_count += 1
         self._open_bytes += region.nbytes
         self._regions[named] = region
 
-    def unregister(self, owner: str | None, kind: Kind, name: str | None = None) -> None:
+    def unregister_regions(self, owner: str | None, kind: Kind, name: str | None = None) -> None:
         """Remove a region, or all regions of a kind of this owner; a missing region is no error."""
         for named in [*self._regions] if name is None else [_RegionName(owner, name)]:
             region = self._regions.get(named)
             if named.owner == owner and region is not None and region.kind == kind:
                 del self._regions[named]
 
-    def close(self) -> None:
+    def unregister_all(self) -> None:
         """Remove the regions of all clients."""
         self._regions.clear()
 
-    def find(self, owner: str | None, name: str, offset: int, nbytes: int) -> RegionRange:
+    def find_range(self, owner: str | None, name: str, offset: int, nbytes: int) -> RegionRange:
         """A part of a region, for as long as the caller needs it.
 
         Raises:
@@ -149,17 +150,17 @@ class RegionRegistry:
         """
         region = self._regions.get(_RegionName(owner, name))
         if region is None:
-            raise self._unknown(name)
+            raise self._make_unknown_error(name)
         # Python integers do not overflow.
         if offset < 0 or nbytes < 0 or offset + nbytes > region.nbytes:
             raise UnusableRegionError(
                 f"{nbytes} bytes at offset {offset} do not lie within the {region.nbytes} bytes of the region"
                 f" {_format_label(name)}"
             )
-        region.require_present(offset, nbytes)
+        region.require_range(offset, nbytes)
         return RegionRange(region, offset, nbytes)
 
-    def status(self, owner: str | None, kind: Kind, name: str | None = None) -> list[dict[str, Any]]:
+    def describe_regions(self, owner: str | None, kind: Kind, name: str | None = None) -> list[dict[str, Any]]:
         """The registered regions of a kind in the protocol's form: all, or the one of this name.
 
         Raises:
@@ -170,19 +171,19 @@ class RegionRegistry:
             return [_describe_named(each, region) for each, region in mine if region.kind == kind]
         region = self._regions.get(_RegionName(owner, name))
         if region is None or region.kind != kind:
-            raise self._unknown(name)
+            raise self._make_unknown_error(name)
         return [_describe_named(name, region)]
 
-    def _unknown(self, name: str) -> UnusableRegionError:
-        may_register = self.is_on or self._shares_device_memory
+    def _make_unknown_error(self, name: str) -> UnusableRegionError:
+        may_register = self.is_enabled or self._shares_device_memory
         return UnusableRegionError(
             f"no region with the name {_format_label(name)} is registered" if may_register else OFF
         )
 
-    def _collect(self) -> None:
-        while not self._closed.empty():
-            self._open_bytes -= self._closed.get()
-            self._open_regions -= 1
+    def _collect_closed(self) -> None:
+        while not self._closed_sizes.empty():
+            self._open_bytes -= self._closed_sizes.get()
+            self._open_count -= 1
 
 
 def require_region_name(name: str) -> None:
@@ -192,7 +193,7 @@ def require_region_name(name: str) -> None:
 
 
 def _describe_named(name: str, region: MemoryRegion) -> dict[str, Any]:
-    return {"name": name, **region.described()}
+    return {"name": name, **region.describe()}
 
 
 def _format_label(name: str) -> str:

@@ -21,9 +21,9 @@ _ALIGNMENT = 64
 class RegionTransfer:
     """Copies between regions and the server's own memory; long copies run on other threads."""
 
-    slabs: SlabPool
+    slab_pool: SlabPool
 
-    async def read(self, spans: Sequence[RegionRange]) -> list[memoryview]:
+    async def read_ranges(self, spans: Sequence[RegionRange]) -> list[memoryview]:
         """Copy parts of regions into a slab; return for each part its place there, which nothing else writes.
 
         The caller's permit covers their bytes.
@@ -36,7 +36,7 @@ class RegionTransfer:
         for span in spans:
             starts.append(end)
             end += -(-span.nbytes // _ALIGNMENT) * _ALIGNMENT
-        slab = await self._slab(end)
+        slab = await self._borrow_slab(end)
         places = [slab[start : start + span.nbytes] for start, span in zip(starts, spans, strict=True)]
         if end <= _LONG_BYTES:
             for span, place in zip(spans, places, strict=True):
@@ -50,7 +50,7 @@ class RegionTransfer:
         await asyncio.gather(*pieces)
         return places
 
-    async def write(self, results: Sequence[tuple[RegionRange, memoryview]]) -> None:
+    async def write_ranges(self, results: Sequence[tuple[RegionRange, memoryview]]) -> None:
         """Copy results into parts of regions, each from the part's beginning.
 
         Raises:
@@ -62,12 +62,12 @@ class RegionTransfer:
         else:
             await asyncio.to_thread(_write_results, results)
 
-    async def _slab(self, nbytes: int) -> memoryview:
+    async def _borrow_slab(self, nbytes: int) -> memoryview:
         try:
-            if not self.slabs.source.is_slow or nbytes < _LONG_BYTES:
-                return self.slabs.take(nbytes)
-            idle = self.slabs.take_idle(nbytes)
-            return await make_on_thread(self.slabs.take, nbytes) if idle is None else idle
+            if not self.slab_pool.source.is_slow or nbytes < _LONG_BYTES:
+                return self.slab_pool.borrow(nbytes)
+            idle = self.slab_pool.borrow_idle(nbytes)
+            return await make_on_thread(self.slab_pool.borrow, nbytes) if idle is None else idle
         except MemoryError:
             raise OverloadedError(f"there is no memory for tensors of {nbytes} bytes now") from None
 

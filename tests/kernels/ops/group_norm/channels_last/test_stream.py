@@ -24,16 +24,23 @@ def partition(
 
 def test_many_samples_are_streamed_as_the_configuration_says():
     many = partition(16)
-    assert (many.splits, many.apply_chunks, many.is_cut_finer) == (80, 8, False)
+    assert (many.splits, many.apply_chunks, many.has_extra_splits) == (80, 8, False)
     # 40 vectors of 8 channels: three positions on 128 lanes, eight lanes idle, two tiles a step.
-    assert (many.vec, many.units, many.lanes, many.positions, many.step, many.idle) == (8, 40, 128, 3, 6, True)
+    assert (
+        many.vec,
+        many.position_vectors,
+        many.lanes,
+        many.positions,
+        many.step_positions,
+        many.has_idle_lanes,
+    ) == (8, 40, 128, 3, 6, True)
 
 
 @pytest.mark.parametrize(("samples", "turns"), [(1, 2), (2, 4)])
 def test_few_samples_are_cut_finer_in_parts_of_as_many_steps(samples, turns):
     few = partition(samples)
-    steps = -(-SAMPLE.hw // few.step)
-    assert few.is_cut_finer
+    steps = -(-SAMPLE.hw // few.step_positions)
+    assert few.has_extra_splits
     assert few.splits == -(-steps // turns)
     assert samples * few.splits * 4 >= 132 * 7
 

@@ -160,10 +160,10 @@ def test_a_call_has_one_workspace(pass_, replaying, plans, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "new_empty", noted)
     result = operands.call(pass_, **OPTIONS)
     (workspace,) = [t for t in made if not any(t is r for r in result)]
-    assert workspace.numel() == known.recipe.words
+    assert workspace.numel() == known.template.scratch_words
     start = workspace.data_ptr()
-    assert all(offset < 4 * known.recipe.words for offset in known.recipe.offsets)
-    assert {start + offset for offset in known.recipe.offsets} <= set(replaying.values)
+    assert all(offset < 4 * known.template.scratch_words for offset in known.template.offsets)
+    assert {start + offset for offset in known.template.offsets} <= set(replaying.values)
 
 
 def own(argument):

@@ -154,16 +154,16 @@ def test_a_differentiable_call_is_repeated_in_both_passes(device, forbid_plans):
 
 def test_known_launches_go_straight_to_the_driver(device):
     Call((2, 320, 64, 64), 32, device, True).both()
-    starts = [start for known in replay._KNOWN.values() for start in known.recipe.starts]
+    starts = [start for known in replay._KNOWN.values() for start in known.template.launches]
     assert len(starts) > 2
     for start in starts:
-        assert start.kernel.launcher.call is start.kernel.kernel.run.launch
+        assert start.kernel.launcher.function is start.kernel.compiled_kernel.run.launch
 
 
 def test_hooks_see_every_launch(device):
     call = Call((2, 320, 64, 64), 32, device, True)
     wanted = call.both()
-    launches = sum(len(known.recipe.starts) for known in replay._KNOWN.values())
+    launches = sum(len(known.template.launches) for known in replay._KNOWN.values())
     with watched() as seen:
         assert_same(call.both(), wanted)
     assert len(seen) == launches

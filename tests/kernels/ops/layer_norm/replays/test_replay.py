@@ -177,18 +177,18 @@ for itemsize, dtype in ((2, torch.bfloat16), (4, torch.float32)):
                 launches = list(plan(rows, cols, dtype, residual, stats))
                 keys.add(tuple(prepared._make_key(l, 0)[0] for l in launches))
                 for number, launch in enumerate(launches):
-                    rule = launch.by_rows
+                    rule = launch.row_dependence
                     if rule is None:
                         continue
-                    programs = min(-(-rows // rule.tile), rule.most)
-                    named = {rule.rows: rows, rule.programs: programs}
+                    programs = min(-(-rows // rule.tile_rows), rule.max_programs)
+                    named = {rule.rows_index: rows, rule.programs_index: programs}
                     values = enumerate(launch.arguments)
                     numbers = {place: value for place, value in values if not isinstance(value, Array)}
                     if any(numbers.pop(place) != value for place, value in named.items() if place is not None):
                         wrong.append(("argument", cols, rows, number))
-                    if rule.grid and launch.grid != (programs,):
+                    if rule.scales_grid and launch.grid != (programs,):
                         wrong.append(("grid", cols, rows, number))
-                    fixed.add((number, tuple(numbers.items()), () if rule.grid else launch.grid))
+                    fixed.add((number, tuple(numbers.items()), () if rule.scales_grid else launch.grid))
             if len(keys) != 1 or len(fixed) > len(launches):
                 wrong.append(("rows", str(dtype), cols, residual, stats, len(keys), len(fixed)))
 print(json.dumps([shapes, wrong]))

@@ -32,15 +32,17 @@ class Sides:
     def __init__(self) -> None:
         self.client, self.server = ShareableDevice(0, FakeDriver()), ShareableDevice(0, FakeDriver())
         self.address = self.client.driver.allocate(NBYTES)
-        self.engine = SimpleNamespace(device=object(), device_memory=self.server, require_ready=lambda: None)
+        self.engine = SimpleNamespace(
+            device_description=object(), shareable_device=self.server, require_ready=lambda: None
+        )
         self.memory = DeviceRegionOpener(True, self.engine)
         self.regions = RegionRegistry(None, 2**40, shares_device_memory=True)
         self.tensors = RegionTensorAccess(self.regions, RegionTransfer(SlabPool(max_idle_bytes=0)), self.memory)
 
     def register(self, name="r", caller=HERE, nbytes=NBYTES) -> None:
         handle = allocation_of(self.client, self.address).handle
-        region = asyncio.run(self.memory.open(caller, handle, 3, nbytes))
-        self.regions.register(caller.key, name, region)
+        region = asyncio.run(self.memory.open_region(caller, handle, 3, nbytes))
+        self.regions.register_region(caller.key, name, region)
 
     @property
     def opened(self) -> int:
@@ -82,30 +84,30 @@ def test_memory_is_opened_for_clients_of_this_host_and_used_by_no_other(sides):
         sides.register(caller=REMOTE)
     assert not sides.opened
     sides.register()
-    assert sides.tensors.find(HERE, asked()).is_on_device
+    assert sides.tensors.bind_regions(HERE, asked()).is_on_device
     with pytest.raises(ForbiddenError, match="loopback or a Unix socket"):
-        sides.tensors.find(REMOTE, asked())
+        sides.tensors.bind_regions(REMOTE, asked())
 
 
 def test_what_a_request_found_stays_mapped(sides):
     sides.register()
-    found = sides.tensors.find(HERE, asked())
-    places = asyncio.run(sides.tensors.read(found))
-    sides.regions.unregister(None, "cuda")
-    assert (sides.opened, sides.regions.open_regions, sides.regions.open_bytes) == (1, 1, NBYTES)
+    found = sides.tensors.bind_regions(HERE, asked())
+    places = asyncio.run(sides.tensors.read_inputs(found))
+    sides.regions.unregister_regions(None, "cuda")
+    assert (sides.opened, sides.regions.open_count, sides.regions.open_bytes) == (1, 1, NBYTES)
     with pytest.raises(UnusableRegionError, match="no region"):
-        sides.tensors.find(HERE, asked())
+        sides.tensors.bind_regions(HERE, asked())
     del found
     assert sides.opened == 1
     del places
-    assert (sides.opened, sides.regions.open_regions, sides.regions.open_bytes) == (0, 0, 0)
+    assert (sides.opened, sides.regions.open_count, sides.regions.open_bytes) == (0, 0, 0)
 
 
 def test_nothing_stays_mapped_in_the_end(sides):
     for name in ("a", "b"):
         sides.register(name)
     assert sides.opened == 2
-    sides.regions.close()
+    sides.regions.unregister_all()
     assert sides.opened == 0
 
 
@@ -134,45 +136,45 @@ def test_before_the_server_is_ready(sides):
         raise NotReadyError("warming up")
 
     sides.engine.require_ready = refuse
-    sides.engine.device = None
+    sides.engine.device_description = None
     with pytest.raises(NotReadyError):
         sides.register()
-    assert not sides.memory.is_on
+    assert not sides.memory.is_enabled
 
 
 def test_switched_off():
-    memory = DeviceRegionOpener(False, SimpleNamespace(device=object(), device_memory=object()))
-    assert not memory.is_on
+    memory = DeviceRegionOpener(False, SimpleNamespace(device_description=object(), shareable_device=object()))
+    assert not memory.is_enabled
     with pytest.raises(UnusableRegionError, match="--oip-cuda-shared-memory"):
-        memory.require_allowed(HERE)
+        memory.require_local_client(HERE)
 
 
 def test_a_tensor_cannot_begin_anywhere(sides):
     sides.register()
     with pytest.raises(UnusableRegionError, match="multiple of 16"):
-        sides.tensors.find(HERE, asked(y=RegionReference("r", 4104, 96)))
+        sides.tensors.bind_regions(HERE, asked(y=RegionReference("r", 4104, 96)))
 
 
 def test_a_tensor_in_the_body_is_none_on_the_device(sides):
     sides.register()
     with pytest.raises(UnusableRegionError, match="all be in regions"):
-        sides.tensors.find(HERE, asked(x=BinarySource(0)))
+        sides.tensors.bind_regions(HERE, asked(x=BinarySource(0)))
     with pytest.raises(UnusableRegionError, match="all be in regions"):
-        sides.tensors.find(HERE, asked(y=None))
+        sides.tensors.bind_regions(HERE, asked(y=None))
 
 
 @pytest.mark.parametrize(("offset", "is_over"), [(4096, False), (96, False), (0, True)])
 def test_a_job_on_the_device_has_places(sides, offset, is_over):
     sides.register()
-    found = sides.tensors.find(HERE, asked(y=RegionReference("r", offset, 96)))
-    x = asyncio.run(sides.tensors.read(found))["x"]
+    found = sides.tensors.bind_regions(HERE, asked(y=RegionReference("r", offset, 96)))
+    x = asyncio.run(sides.tensors.read_inputs(found))["x"]
     job = assign_result_buffers(
         found, NormJob(SPEC, {"x": DeviceTensor(DType.FLOAT32, (2, 12), x)}, may_overwrite=True)
     )
     assert job.is_on_device
     assert job.may_overwrite == is_over
-    region = sides.regions.find(None, "r", 0, 1).region
+    region = sides.regions.find_range(None, "r", 0, 1).region
     assert isinstance(region, DeviceRegion)
-    place = job.places["y"].__cuda_array_interface__
+    place = job.result_buffers["y"].__cuda_array_interface__
     assert place["data"] == (region.address + offset, False)
     assert place["shape"] == (96,)

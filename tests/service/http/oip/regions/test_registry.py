@@ -35,7 +35,7 @@ def path(tmp_path):
 
 
 def register(regions, name="r", key=KEY, start=0, nbytes=100, owner=None):
-    regions.register(owner, name, regions.open(name, key, start, nbytes))
+    regions.register_region(owner, name, regions.open_file_region(name, key, start, nbytes))
 
 
 def read(span) -> bytes:
@@ -52,11 +52,11 @@ def descriptors() -> int:
 @pytest.mark.parametrize("key", [KEY, "/" + KEY])
 def test_reads_and_writes_what_the_name_stands_for(regions, path, key):
     register(regions, key=key, start=10, nbytes=50)
-    span = regions.find(None, "r", 5, 20)
+    span = regions.find_range(None, "r", 5, 20)
     assert read(span) == bytes(range(15, 35))
     span.region.write(span.offset, memoryview(b"new"))
     assert path.read_bytes()[14:19] == bytes([14, *b"new", 18])
-    assert regions.status(None, "system") == [{"name": "r", "key": key, "offset": 10, "byte_size": 50}]
+    assert regions.describe_regions(None, "system") == [{"name": "r", "key": key, "offset": 10, "byte_size": 50}]
 
 
 def test_what_multiprocessing_makes_can_be_registered():
@@ -64,7 +64,7 @@ def test_what_multiprocessing_makes_can_be_registered():
     shared.write_bytes(b"x" * 8)
     folder = SharedMemoryFolder("ns-")
     try:
-        assert folder.open(shared.name, 0, 8).nbytes == 8
+        assert folder.open_region(shared.name, 0, 8).nbytes == 8
     finally:
         shared.unlink()
         folder.close()
@@ -169,51 +169,51 @@ def test_a_region_lies_within_its_file(regions, path, start, nbytes):
 def test_a_span_lies_within_its_region(regions, path, offset, nbytes):
     register(regions, start=25, nbytes=50)
     with pytest.raises(UnusableRegionError, match="do not lie within the 50 bytes"):
-        regions.find(None, "r", offset, nbytes)
+        regions.find_range(None, "r", offset, nbytes)
 
 
 def test_a_file_that_shrinks_is_an_error_wherever_it_does(regions, path):
     register(regions)
-    span = regions.find(None, "r", 50, 50)
+    span = regions.find_range(None, "r", 50, 50)
     os.truncate(path, 60)
     with pytest.raises(UnusableRegionError, match="become 60 bytes"):
-        regions.find(None, "r", 50, 50)
+        regions.find_range(None, "r", 50, 50)
     with pytest.raises(UnusableRegionError, match="become shorter"):
         read(span)
     with pytest.raises(UnusableRegionError, match="become 60 bytes"):
         span.region.write(span.offset, memoryview(bytes(50)))
     assert path.stat().st_size == 60
-    assert read(regions.find(None, "r", 10, 20)) == bytes(range(10, 30))
+    assert read(regions.find_range(None, "r", 10, 20)) == bytes(range(10, 30))
 
 
 def test_a_file_that_grows_shows_no_more_of_itself(regions, path):
     register(regions)
     os.truncate(path, 1000)
     with pytest.raises(UnusableRegionError, match="do not lie within the 100 bytes"):
-        regions.find(None, "r", 0, 101)
+        regions.find_range(None, "r", 0, 101)
 
 
 def test_a_file_that_is_removed_or_replaced_stays_what_it_was(regions, path):
     register(regions)
     path.unlink()
     path.symlink_to("/etc/passwd")
-    assert read(regions.find(None, "r", 0, 100)) == bytes(range(100))
+    assert read(regions.find_range(None, "r", 0, 100)) == bytes(range(100))
 
 
 def test_a_name_is_taken_once(regions, path):
     register(regions)
     with pytest.raises(UnusableRegionError, match="unregister it first"):
         register(regions, start=5, nbytes=5)
-    assert regions.status(None, "system", "r")[0]["byte_size"] == 100
-    assert regions.open_regions == 1
+    assert regions.describe_regions(None, "system", "r")[0]["byte_size"] == 100
+    assert regions.open_count == 1
 
 
 def test_a_name_that_is_the_key_of_another_region_is_only_a_name(regions, path):
     (path.parent / "ns-b").write_bytes(b"b" * 10)
     register(regions, name="ns-b", key="ns-a")
     register(regions, name="ns-a", key="ns-b", nbytes=10)
-    assert read(regions.find(None, "ns-b", 0, 3)) == bytes([0, 1, 2])
-    assert read(regions.find(None, "ns-a", 0, 3)) == b"bbb"
+    assert read(regions.find_range(None, "ns-b", 0, 3)) == bytes([0, 1, 2])
+    assert read(regions.find_range(None, "ns-a", 0, 3)) == b"bbb"
 
 
 @pytest.mark.parametrize("name", ["", "a" * 257, "a\0", "a\nb", "\x1b[31m", "\u202e"])
@@ -225,27 +225,27 @@ def test_names_are_printable_and_short(regions, path, name):
 def test_keys_have_names_of_their_own(regions, path):
     register(regions, owner="one")
     register(regions, owner="two", nbytes=50)
-    assert regions.status("two", "system") == [{"name": "r", "key": KEY, "offset": 0, "byte_size": 50}]
-    regions.unregister("two", "system")
-    assert regions.find("one", "r", 0, 100)
+    assert regions.describe_regions("two", "system") == [{"name": "r", "key": KEY, "offset": 0, "byte_size": 50}]
+    regions.unregister_regions("two", "system")
+    assert regions.find_range("one", "r", 0, 100)
     for owner in ("two", None):
         with pytest.raises(UnusableRegionError, match="no region with the name 'r'"):
-            regions.find(owner, "r", 0, 1)
+            regions.find_range(owner, "r", 0, 1)
 
 
 def test_what_is_in_use_stays_open_and_counts_until_it_is_not(regions, path):
     before = descriptors()
     register(regions)
-    span = regions.find(None, "r", 0, 100)
-    regions.unregister(None, "system", "r")
-    regions.unregister(None, "system", "r")
-    regions.unregister(None, "system")
+    span = regions.find_range(None, "r", 0, 100)
+    regions.unregister_regions(None, "system", "r")
+    regions.unregister_regions(None, "system", "r")
+    regions.unregister_regions(None, "system")
     with pytest.raises(UnusableRegionError, match="no region"):
-        regions.find(None, "r", 0, 1)
+        regions.find_range(None, "r", 0, 1)
     assert read(span) == bytes(range(100))
-    assert (regions.open_regions, regions.open_bytes, descriptors()) == (1, 100, before + 1)
+    assert (regions.open_count, regions.open_bytes, descriptors()) == (1, 100, before + 1)
     del span
-    assert (regions.open_regions, regions.open_bytes, descriptors()) == (0, 0, before)
+    assert (regions.open_count, regions.open_bytes, descriptors()) == (0, 0, before)
 
 
 def test_number_and_bytes_are_bounded_and_come_back(regions, path):
@@ -257,29 +257,29 @@ def test_number_and_bytes_are_bounded_and_come_back(regions, path):
         with pytest.raises(OverloadedError, match="no more than 4 regions"):
             register(regions, name=f"more {count}", nbytes=1)
     assert descriptors() == before + 4
-    regions.unregister(None, "system", "0")
+    regions.unregister_regions(None, "system", "0")
     with pytest.raises(OverloadedError, match="701 more bytes do not fit beside 300"):
         register(regions, nbytes=701)
     register(regions, nbytes=700)
-    regions.unregister(None, "system")
-    assert (regions.open_regions, regions.open_bytes, descriptors()) == (0, 0, before)
+    regions.unregister_regions(None, "system")
+    assert (regions.open_count, regions.open_bytes, descriptors()) == (0, 0, before)
 
 
 def test_spans_of_one_file_overlap_whatever_they_are_registered_as(regions, path):
     register(regions, name="whole")
     register(regions, name="end", start=50, nbytes=50)
-    assert regions.find(None, "whole", 40, 20).overlaps(regions.find(None, "end", 0, 5))
-    assert not regions.find(None, "whole", 40, 10).overlaps(regions.find(None, "end", 0, 5))
+    assert regions.find_range(None, "whole", 40, 20).has_overlap(regions.find_range(None, "end", 0, 5))
+    assert not regions.find_range(None, "whole", 40, 10).has_overlap(regions.find_range(None, "end", 0, 5))
 
 
 def test_without_a_folder_it_says_how_to_switch_it_on():
     regions = RegionRegistry(None, 1000)
     for use in (
-        lambda: regions.open("r", KEY, 0, 1),
-        lambda: regions.find(None, "r", 0, 1),
-        lambda: regions.status(None, "system", "r"),
+        lambda: regions.open_file_region("r", KEY, 0, 1),
+        lambda: regions.find_range(None, "r", 0, 1),
+        lambda: regions.describe_regions(None, "system", "r"),
     ):
         with pytest.raises(UnusableRegionError, match="--oip-shared-memory PREFIX"):
             use()
-    regions.unregister(None, "system")
-    assert regions.status(None, "system") == []
+    regions.unregister_regions(None, "system")
+    assert regions.describe_regions(None, "system") == []

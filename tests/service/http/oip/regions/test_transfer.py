@@ -21,8 +21,8 @@ def span(tmp_path):
     def make(content: bytes, name: str = "ns-a") -> RegionRange:
         (tmp_path / name).write_bytes(content)
         regions = RegionRegistry(folder, 2**40)
-        regions.register(None, "r", regions.open("r", name, 0, len(content)))
-        return regions.find(None, "r", 0, len(content))
+        regions.register_region(None, "r", regions.open_file_region("r", name, 0, len(content)))
+        return regions.find_range(None, "r", 0, len(content))
 
     yield make
     folder.close()
@@ -40,10 +40,10 @@ def test_parts_come_into_one_slab_and_go_back(span, slabs, nbytes, tmp_path):
 
     async def both_ways() -> list[bytes]:
         spans = [span(first), span(second, "ns-b")]
-        places = await transfer.read(spans)
+        places = await transfer.read_ranges(spans)
         read = [bytes(place) for place in places]
         assert 0 < slabs.used_bytes < 2 * nbytes + 200_000
-        await transfer.write([(spans[0], memoryview(second)[: min(nbytes, 100)])])
+        await transfer.write_ranges([(spans[0], memoryview(second)[: min(nbytes, 100)])])
         return read
 
     assert asyncio.run(both_ways()) == [first, second]
@@ -70,8 +70,8 @@ def test_what_is_long_is_copied_beside_the_event_loop(span, slabs, monkeypatch):
 
     async def both_ways(content: bytes) -> None:
         part = span(content)
-        [place] = await RegionTransfer(slabs).read([part])
-        await RegionTransfer(slabs).write([(part, place)])
+        [place] = await RegionTransfer(slabs).read_ranges([part])
+        await RegionTransfer(slabs).write_ranges([(part, place)])
 
     asyncio.run(both_ways(bytes(2 * MIB)))
     assert {*threads} == {("preadv", True), ("pwrite", True)}
@@ -93,9 +93,9 @@ def test_a_file_that_shrinks_before_it_is_read_or_written_is_an_error(span, slab
         return ""
 
     transfer = RegionTransfer(slabs)
-    assert "become shorter" in asyncio.run(refused(transfer.read([part])))
+    assert "become shorter" in asyncio.run(refused(transfer.read_ranges([part])))
     assert slabs.used_bytes == 0
-    assert "become 10 bytes" in asyncio.run(refused(transfer.write([(part, memoryview(bytes(nbytes)))])))
+    assert "become 10 bytes" in asyncio.run(refused(transfer.write_ranges([(part, memoryview(bytes(nbytes)))])))
 
 
 def test_slow_memory_is_made_beside_the_event_loop(span, slabs):
@@ -105,8 +105,8 @@ def test_slow_memory_is_made_beside_the_event_loop(span, slabs):
         threads.append(threading.get_ident())
         return allocate_plain(nbytes)
 
-    slabs.source = SlabAllocator(allocate, steps=1, is_slow=True)
-    asyncio.run(RegionTransfer(slabs).read([span(bytes(2 * MIB))]))
+    slabs.source = SlabAllocator(allocate, sizes_per_doubling=1, is_slow=True)
+    asyncio.run(RegionTransfer(slabs).read_ranges([span(bytes(2 * MIB))]))
     assert threads
     assert threads[0] != threading.get_ident()
 
@@ -120,11 +120,11 @@ def test_no_memory_for_the_tensors_or_for_the_pages_is_said_so(span, slabs, monk
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", fail)
         with pytest.raises(StorageError):
-            asyncio.run(RegionTransfer(slabs).write([(part, memoryview(b"1"))]))
+            asyncio.run(RegionTransfer(slabs).write_ranges([(part, memoryview(b"1"))]))
 
     def allocate(nbytes):
         raise MemoryError
 
-    slabs.source = SlabAllocator(allocate, steps=4, is_slow=False)
+    slabs.source = SlabAllocator(allocate, sizes_per_doubling=4, is_slow=False)
     with pytest.raises(OverloadedError):
-        asyncio.run(RegionTransfer(slabs).read([part]))
+        asyncio.run(RegionTransfer(slabs).read_ranges([part]))

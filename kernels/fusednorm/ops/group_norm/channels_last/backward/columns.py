@@ -25,7 +25,7 @@ _SIZES = ["splits", "blocks", "pieces", "hw", "column_units", "groups", "channel
 class BackwardColumnSplit(GroupNormBackwardConfig):
     """Slabs of `columns` columns, a power of two, one per program, in a kernel for sums and a kernel for dx.
 
-    A slab is `pieces` pieces of `chunks` tiles; a tile has one vector per thread.
+    A slab is `fragments` pieces of `chunks` tiles; a tile has one vector per thread.
 
     It is the only algorithm for C above 512 vectors (see `ForwardColumns`) if programs may not wait, if C is not a
     multiple of 16 bytes, or if samples are too large to share.
@@ -33,22 +33,22 @@ class BackwardColumnSplit(GroupNormBackwardConfig):
 
     columns: int
     chunks: int
-    pieces: int
+    fragments: int
     num_warps: int
 
-    def rows(self, vec: int) -> int:
+    def count_tile_rows(self, vec: int) -> int:
         """Positions of a tile of vectors of `vec` elements."""
         return 32 * self.num_warps * vec // self.columns
 
-    def launches(self, call: GroupNormBackwardCall) -> list[Launch]:
+    def plan_launches(self, call: GroupNormBackwardCall) -> list[Launch]:
         sample = call.sample
         vec = compute_access_width(call.x.element_size(), sample.c)
-        slab_rows = self.pieces * self.chunks * self.rows(vec)
+        slab_rows = self.fragments * self.chunks * self.count_tile_rows(vec)
         splits = cdiv(sample.hw, slab_rows)
         blocks = cdiv(sample.c, self.columns)
         shape = (
-            splits, blocks, self.pieces, sample.hw, sample.c // vec, sample.groups, sample.channels,
-            call.affine.stride, *call.options.dropout_arguments,
+            splits, blocks, self.fragments, sample.hw, sample.c // vec, sample.groups, sample.channels,
+            call.affine.sample_stride, *call.options.dropout_arguments,
         )  # fmt: skip
         options = {
             "GROUP": vec,
@@ -57,7 +57,7 @@ class BackwardColumnSplit(GroupNormBackwardConfig):
             "CHUNKS": self.chunks,
             "EVEN": sample.c % self.columns == 0 and sample.hw % slab_rows == 0,
             "LABELS": count_max_overlaps(sample.channels, vec),
-            "EARLY": call.early,
+            "EARLY": call.can_start_early,
             "num_warps": self.num_warps,
             **call.gradient_options,
         }

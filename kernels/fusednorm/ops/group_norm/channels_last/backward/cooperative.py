@@ -18,62 +18,63 @@ from fusednorm.ops.group_norm.sample import MAX_OFFSET, SampleShape, can_stay_in
 class BackwardCooperativeBlock(GroupNormBackwardConfig):
     """Programs that share channels-last groups: a block of `columns` columns over a slab of positions each.
 
-    A slab is `pieces` pieces, a piece `chunks` tiles; a tile has one 16-byte vector of x per thread.  Blocks with
-    parts of the same group form a bundle.  `programs_per_sm`, `lag` and `ahead` are those of `BackwardCooperative`.
+    A slab is `fragments` pieces, a piece `chunks` tiles; a tile has one 16-byte vector of x per thread.  Blocks
+    with parts of the same group form a bundle.  `programs_per_sm`, `lag` and `ahead` are those of
+    `BackwardCooperative`.
     """
 
     columns: int
     chunks: int
-    pieces: int
+    fragments: int
     num_warps: int
     programs_per_sm: int
     lag: int
     ahead: int
 
-    def vectors(self, itemsize: int) -> int:
+    def count_vectors(self, itemsize: int) -> int:
         """The number of adjacent threads along the columns; some of them may have no column."""
         return next_power_of_2(self.columns * itemsize // 16)
 
-    def rows(self, itemsize: int) -> int:
+    def count_tile_rows(self, itemsize: int) -> int:
         """Positions of a tile."""
-        return 32 * self.num_warps // self.vectors(itemsize)
+        return 32 * self.num_warps // self.count_vectors(itemsize)
 
-    def slab_rows(self, itemsize: int) -> int:
+    def count_range_rows(self, itemsize: int) -> int:
         """Positions of a slab."""
-        return self.pieces * self.chunks * self.rows(itemsize)
+        return self.fragments * self.chunks * self.count_tile_rows(itemsize)
 
-    def splits(self, sample: SampleShape, itemsize: int) -> int:
+    def count_splits(self, sample: SampleShape, itemsize: int) -> int:
         """Slabs of a block."""
-        return -(-sample.hw // self.slab_rows(itemsize))
+        return -(-sample.hw // self.count_range_rows(itemsize))
 
-    def bundle_blocks(self, sample: SampleShape) -> int:
+    def count_bundle_blocks(self, sample: SampleShape) -> int:
         """Blocks of a bundle: the fewest that hold whole groups."""
         blocks = sample.channels // gcd(self.columns, sample.channels)
         return min(blocks, -(-sample.c // self.columns))
 
-    def members(self, sample: SampleShape, itemsize: int) -> int:
+    def count_members(self, sample: SampleShape, itemsize: int) -> int:
         """Programs that share a bundle of blocks."""
-        return self.splits(sample, itemsize) * self.bundle_blocks(sample)
+        return self.count_splits(sample, itemsize) * self.count_bundle_blocks(sample)
 
-    def fits(self, sample: SampleShape, itemsize: int, multiprocessors: int) -> bool:
+    def can_run(self, sample: SampleShape, itemsize: int, multiprocessors: int) -> bool:
         """Whether a bundle's members are resident together, and a piece is still in L2 when it is read again."""
         programs = self.programs_per_sm * multiprocessors
         return (
             sample.c * itemsize % 16 == 0
-            and self.members(sample, itemsize) <= programs
-            and can_stay_in_l2(32 * self.num_warps, self.chunks * (self.pieces + self.lag), programs)
+            and self.count_members(sample, itemsize) <= programs
+            and can_stay_in_l2(32 * self.num_warps, self.chunks * (self.fragments + self.lag), programs)
             and sample.hw < MAX_OFFSET
         )
 
-    def padded_width(self, sample: SampleShape, itemsize: int) -> int:
+    def compute_padded_width(self, sample: SampleShape, itemsize: int) -> int:
         """Columns of the tiles of all blocks."""
-        return -(-sample.c // self.columns) * self.vectors(itemsize) * (16 // itemsize)
+        return -(-sample.c // self.columns) * self.count_vectors(itemsize) * (16 // itemsize)
 
-    def launches(self, call: GroupNormBackwardCall) -> list[Launch]:
+    def plan_launches(self, call: GroupNormBackwardCall) -> list[Launch]:
         sample, itemsize = call.sample, call.x.element_size()
         group = 16 // itemsize
-        splits, members = self.splits(sample, itemsize), self.members(sample, itemsize)
-        blocks = self.bundle_blocks(sample)
+        splits, members = self.count_splits(sample, itemsize), self.count_members(sample, itemsize)
+        blocks = self.count_bundle_blocks(sample)
         bundle_groups = min(blocks * self.columns, sample.c) // sample.channels
         bundles = cdiv(sample.groups, bundle_groups)
         units = call.n * bundles
@@ -81,25 +82,25 @@ class BackwardCooperativeBlock(GroupNormBackwardConfig):
         teams = max(1, min(units, resident // members))
         # If so, no other block has columns of its group.
         direct = self.columns == sample.channels
-        depth = next_power_of_2((2 if direct else 1) * cdiv(self.lag, self.pieces))
+        depth = next_power_of_2((2 if direct else 1) * cdiv(self.lag, self.fragments))
         overlap = min(blocks, count_max_overlaps(self.columns, sample.channels))
-        partial = call.wanted_parts(splits)
+        partial = call.allocate_wanted_partials(splits)
         pairs = teams * depth * bundle_groups * (splits * overlap + 1)
         arguments = (
             *call.inputs, call.dresidual_out, call.parameters, call.mean, call.rstd, call.out.dx, *partial,
             get_exchange_buffer(call.x.device, cdiv(pairs, 2)),
             units, members, splits, sample.hw, sample.c // group, sample.groups, sample.channels,
             bundles, bundle_groups, bundle_groups * sample.channels // group, blocks, self.columns // group,
-            call.affine.stride, *call.options.dropout_arguments,
+            call.affine.sample_stride, *call.options.dropout_arguments,
         )  # fmt: skip
-        whole = self.columns // group == self.vectors(itemsize) and sample.c % (blocks * self.columns) == 0
+        whole = self.columns // group == self.count_vectors(itemsize) and sample.c % (blocks * self.columns) == 0
         options = {
             "GROUP": group,
-            "CV": self.vectors(itemsize),
+            "CV": self.count_vectors(itemsize),
             "LANES": 32 * self.num_warps,
             "CHUNKS": self.chunks,
-            "PIECES": self.pieces,
-            "EVEN": whole and sample.hw % self.slab_rows(itemsize) == 0,
+            "PIECES": self.fragments,
+            "EVEN": whole and sample.hw % self.count_range_rows(itemsize) == 0,
             "LABELS": count_max_overlaps(sample.channels, group),
             "SPAN": next_power_of_2(min(bundle_groups, count_max_overlaps(sample.channels, self.columns))),
             "OVERLAP": overlap,
@@ -108,12 +109,12 @@ class BackwardCooperativeBlock(GroupNormBackwardConfig):
             "DEPTH": depth,
             "LAG": self.lag,
             "AHEAD": self.ahead,
-            "EARLY": call.early,
+            "EARLY": call.can_start_early,
             "num_warps": self.num_warps,
             **make_cooperative_options(self),
             **call.gradient_options,
         }
         return [
             Launch(group_norm_nhwc_backward_cooperative_kernel, (teams * members,), arguments, options),
-            *plan_parameter_reductions(partial, call.affine, call.out, splits, call.early),
+            *plan_parameter_reductions(partial, call.affine, call.out, splits, call.can_start_early),
         ]

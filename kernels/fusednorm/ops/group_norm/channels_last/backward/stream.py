@@ -34,35 +34,37 @@ from fusednorm.ops.group_norm.sample import allocate_statistics
 class BackwardSampleStream(GroupNormBackwardConfig):
     """Sums over up to `splits` parts of each channels-last sample, with all columns of a position in a tile.
 
-    A thread has `chunks` accesses per step; for dx a program has `apply_pieces` pieces of `apply_chunks` accesses.
+    A thread has `chunks` accesses per step; for dx a program has `apply_fragments` pieces of `apply_chunks`
+    accesses.
     """
 
     num_warps: int
     chunks: int
     apply_chunks: int
-    apply_pieces: int
+    apply_fragments: int
     splits: int
 
-    def launches(self, call: GroupNormBackwardCall) -> list[Launch]:
+    def plan_launches(self, call: GroupNormBackwardCall) -> list[Launch]:
         sample = call.sample
         partition = make_stream_partition(sample, call.x.element_size(), self, call.n, call.x.device)
-        parts = call.parts(partition.splits)
+        parts = call.allocate_partials(partition.splits)
         sums_of_groups = allocate_statistics(call.x, sample)
         piece = partition.positions * partition.apply_chunks
-        pieces = 1 if partition.is_cut_finer else self.apply_pieces
+        pieces = 1 if partition.has_extra_splits else self.apply_fragments
         programs = cdiv(sample.hw, piece * pieces)
-        epilogue = (call.affine.stride, *call.options.dropout_arguments)
+        epilogue = (call.affine.sample_stride, *call.options.dropout_arguments)
         sums = (
-            *call.inputs, call.parameters, call.mean, call.rstd, *parts, sample.hw, partition.units,
+            *call.inputs, call.parameters, call.mean, call.rstd, *parts, sample.hw, partition.position_vectors,
             sample.groups, sample.channels, partition.splits, *epilogue,
         )  # fmt: skip
         apply = (
             *call.inputs, call.dresidual_out, call.parameters, call.mean, call.rstd, *sums_of_groups,
-            call.out.dx, sample.hw, partition.units, sample.groups, sample.channels, call.n, pieces, *epilogue,
+            call.out.dx, sample.hw, partition.position_vectors, sample.groups, sample.channels, call.n, pieces,
+            *epilogue,
         )  # fmt: skip
         options = {
-            **partition.tile(self.num_warps),
-            "IDLE": partition.idle,
+            **partition.make_tile_options(self.num_warps),
+            "IDLE": partition.has_idle_lanes,
             "LABELS": count_max_overlaps(sample.channels, partition.vec),
             "PREFETCH": can_prefetch(sample.c, *call.inputs),
             **call.gradient_options,
@@ -70,22 +72,26 @@ class BackwardSampleStream(GroupNormBackwardConfig):
         sums_options = {
             **options,
             "POSITIONS": partition.positions,
-            "COLUMNS": partition.vec * next_power_of_2(partition.units),
+            "COLUMNS": partition.vec * next_power_of_2(partition.position_vectors),
             "CHUNKS": self.chunks,
-            "WHOLE": sample.hw % partition.step == 0,
-            "EARLY": call.early,
+            "WHOLE": sample.hw % partition.step_positions == 0,
+            "EARLY": call.can_start_early,
         }
         apply_options = {
             **options,
             "CHUNKS": partition.apply_chunks,
             "WHOLE": sample.hw % (piece * pieces) == 0,
-            **make_early_options(call.early),
+            **make_early_options(call.can_start_early),
         }
         return [
             Launch(group_norm_nhwc_backward_stream_sums_kernel, (call.n * partition.splits,), sums, sums_options),
-            plan_group_reduction(parts, call.affine, sample, partition.splits, sums_of_groups, call.early),
+            plan_group_reduction(
+                parts, call.affine, sample, partition.splits, sums_of_groups, call.can_start_early
+            ),
             Launch(group_norm_nhwc_backward_stream_apply_kernel, (call.n * programs,), apply, apply_options),
-            *plan_parameter_reductions(parts, call.affine, call.out, partition.splits, call.early, beside=True),
+            *plan_parameter_reductions(
+                parts, call.affine, call.out, partition.splits, call.can_start_early, beside=True
+            ),
         ]
 
 

@@ -28,50 +28,50 @@ from fusednorm.ops.group_norm.sample import SampleShape, allocate_statistics, al
 
 @dataclass(frozen=True, slots=True)
 class ForwardColumnSplit(GroupNormForwardConfig):
-    """Blocks of `width` columns: statistics, then y.
+    """Blocks of `block_columns` columns: statistics, then y.
 
-    Statistics are over `split_rows` positions in tiles of `rows`, `unroll` tiles per step; y is written in runs of
-    `run_rows` positions in tiles of `apply_rows`.
+    Statistics are over `split_rows` positions in tiles of `tile_rows`, `unroll` tiles per step; y is written in
+    runs of `range_rows` positions in tiles of `apply_rows`.
 
     It is the only algorithm for C above 512 vectors (2048 channels in float32, 4096 in 16 bits, fewer if C is not a
     multiple of a vector) whose blocks do not fit one program and programs may not or cannot share and, with its
     first kernel, for statistics that were not saved.
     """
 
-    width: int
-    rows: int
+    block_columns: int
+    tile_rows: int
     unroll: int
     split_rows: int
     apply_rows: int
-    run_rows: int
+    range_rows: int
     num_warps: int
 
-    def launches(self, call: GroupNormForwardCall) -> list[Launch]:
+    def plan_launches(self, call: GroupNormForwardCall) -> list[Launch]:
         sample, out = call.sample, call.out
         if out.mean is None or out.rstd is None:
             mean, rstd = allocate_statistics(call.x, sample)
         else:
             mean, rstd = out.mean, out.rstd
         rest = new_workspace(call.x, *mean.shape)
-        blocks = cdiv(sample.c, self.width)
-        runs = cdiv(sample.hw, self.run_rows)
-        tile = self._tile(sample, call.x.element_size())
+        blocks = cdiv(sample.c, self.block_columns)
+        runs = cdiv(sample.hw, self.range_rows)
+        tile = self._make_tile_options(sample, call.x.element_size())
         arguments = (
             *call.tensors, mean, rest, rstd, sample.hw, sample.c // tile["VEC"], sample.groups, sample.channels,
-            runs, self.run_rows, blocks, call.affine.stride, *call.options.dropout_arguments,
+            runs, self.range_rows, blocks, call.affine.sample_stride, *call.options.dropout_arguments,
         )  # fmt: skip
         options = {
             "ROWS": self.apply_rows,
             **tile,
-            **make_early_options(call.early),
+            **make_early_options(call.can_start_early),
             **call.options.constexprs,
         }
         return [
-            *self.statistics(call.x, sample, call.options.eps, call.residual, mean, rstd, rest),
+            *self.plan_statistics(call.x, sample, call.options.eps, call.residual, mean, rstd, rest),
             Launch(group_norm_nhwc_columns_apply_kernel, (call.n * runs * blocks,), arguments, options),
         ]
 
-    def statistics(
+    def plan_statistics(
         self,
         x: Array,
         sample: SampleShape,
@@ -86,14 +86,14 @@ class ForwardColumnSplit(GroupNormForwardConfig):
         If `rest` is given, it gets the rounding error of the mean.
         """
         splits = cdiv(sample.hw, self.split_rows)
-        blocks = cdiv(sample.c, self.width)
-        tile = self._tile(sample, x.element_size())
+        blocks = cdiv(sample.c, self.block_columns)
+        tile = self._make_tile_options(sample, x.element_size())
         parts = allocate_triple(x, x.shape[0], splits, sample.c)
         arguments = (
             x, residual, *parts, sample.hw, sample.c // tile["VEC"], splits, self.split_rows, blocks
         )  # fmt: skip
         options = {
-            "ROWS": self.rows,
+            "ROWS": self.tile_rows,
             "UNROLL": self.unroll,
             "EARLY": is_hopper_or_newer(x.device),
             **tile,
@@ -106,12 +106,12 @@ class ForwardColumnSplit(GroupNormForwardConfig):
             ),
         ]
 
-    def _tile(self, sample: SampleShape, itemsize: int) -> Mapping[str, int]:
+    def _make_tile_options(self, sample: SampleShape, itemsize: int) -> Mapping[str, int]:
         vec = compute_access_width(itemsize, sample.c)
         return {
             "VEC": vec,
-            "CV": self.width // vec,
-            "EVEN": sample.c % self.width == 0,
+            "CV": self.block_columns // vec,
+            "EVEN": sample.c % self.block_columns == 0,
             "num_warps": self.num_warps,
         }
 

@@ -43,27 +43,27 @@ class ForwardCooperativeBlock(GroupNormForwardConfig):
     lag: int
     ahead: int
 
-    def members(self, sample: SampleShape, itemsize: int) -> int:
+    def count_members(self, sample: SampleShape, itemsize: int) -> int:
         """Programs that share a block."""
         rows = make_block_tile(sample, self.block_groups, self.num_warps, itemsize).rows
         return -(-sample.hw // (self.chunks * rows))
 
-    def is_resident(self, sample: SampleShape, itemsize: int, multiprocessors: int, waits: bool) -> bool:
-        return waits and self.members(sample, itemsize) <= multiprocessors * self.programs_per_sm
+    def can_be_resident(self, sample: SampleShape, itemsize: int, multiprocessors: int, waits: bool) -> bool:
+        return waits and self.count_members(sample, itemsize) <= multiprocessors * self.programs_per_sm
 
-    def fitted(self, call: GroupNormForwardCall) -> Self | None:
+    def fit_to_registers(self, call: GroupNormForwardCall) -> Self | None:
         sample, size = call.sample, call.x.element_size()
         tile = make_block_tile(sample, self.block_groups, self.num_warps, size)
         slabs = 1 if self.lag == 0 else 2
         held = slabs * self.chunks * tile.vec * call.held_bytes
-        return fit_resident_programs(self, call, held, members=self.members(sample, size))
+        return fit_resident_programs(self, call, held, members=self.count_members(sample, size))
 
-    def launches(self, call: GroupNormForwardCall) -> list[Launch]:
+    def plan_launches(self, call: GroupNormForwardCall) -> list[Launch]:
         sample = call.sample
         blocks = cdiv(sample.groups, self.block_groups)
         units = call.n * blocks
         tile = make_block_tile(sample, self.block_groups, self.num_warps, call.x.element_size())
-        members = self.members(sample, call.x.element_size())
+        members = self.count_members(sample, call.x.element_size())
         depth = next_power_of_2(max(2, 2 * self.lag))
         programs = min(units, count_multiprocessors(call.x.device) * self.programs_per_sm // members) * members
         options = {
@@ -82,7 +82,7 @@ class ForwardCooperativeBlock(GroupNormForwardConfig):
         arguments = (
             *call.tensors, *call.statistics, buffer, units, members, sample.hw, sample.c // tile.vec,
             sample.groups, sample.channels, blocks, self.block_groups, call.options.eps,
-            call.affine.stride, *call.options.dropout_arguments,
+            call.affine.sample_stride, *call.options.dropout_arguments,
         )  # fmt: skip
         return [Launch(group_norm_nhwc_cooperative_kernel, (programs,), arguments, options)]
 

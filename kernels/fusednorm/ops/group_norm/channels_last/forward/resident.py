@@ -41,11 +41,11 @@ class ForwardResidentBlock(GroupNormForwardConfig):
     programs_per_sm: int
     writers: int = 1
 
-    def fitted(self, call: GroupNormForwardCall) -> Self | None:
+    def fit_to_registers(self, call: GroupNormForwardCall) -> Self | None:
         tile = make_block_tile(call.sample, self.block_groups, self.num_warps, call.x.element_size())
         return fit_resident_programs(self, call, cdiv(call.sample.hw, tile.rows) * tile.vec * call.held_bytes)
 
-    def launches(self, call: GroupNormForwardCall) -> list[Launch]:
+    def plan_launches(self, call: GroupNormForwardCall) -> list[Launch]:
         sample = call.sample
         blocks = cdiv(sample.groups, self.block_groups)
         units = call.n * blocks
@@ -53,7 +53,7 @@ class ForwardResidentBlock(GroupNormForwardConfig):
         tile = make_block_tile(sample, self.block_groups, self.num_warps, call.x.element_size())
         arguments = (
             *call.tensors, *call.statistics, writers, sample.hw, sample.c // tile.vec, sample.groups,
-            sample.channels, blocks, self.block_groups, call.options.eps, call.affine.stride,
+            sample.channels, blocks, self.block_groups, call.options.eps, call.affine.sample_stride,
             *call.options.dropout_arguments,
         )  # fmt: skip
         options = {

@@ -39,22 +39,23 @@ class ForwardSampleStream(GroupNormForwardConfig):
     apply_chunks: int
     splits: int
 
-    def launches(self, call: GroupNormForwardCall) -> list[Launch]:
+    def plan_launches(self, call: GroupNormForwardCall) -> list[Launch]:
         sample, x, out = call.sample, call.x, call.out
         partition = make_stream_partition(sample, x.element_size(), self, call.n, x.device)
         parts = allocate_triple(x, call.n, partition.splits, sample.groups)
         coefficients = new_workspace(x, 3, call.n, sample.c)
         piece = partition.positions * partition.apply_chunks
         moments = (
-            x, call.residual, *parts, sample.hw, partition.units, sample.groups, sample.channels, partition.splits
+            x, call.residual, *parts, sample.hw, partition.position_vectors, sample.groups, sample.channels,
+            partition.splits
         )  # fmt: skip
         reduce = (
             *parts, *call.tensors[2:6], out.mean, out.rstd, coefficients, sample.hw, sample.groups,
-            sample.channels, partition.splits, partition.step, call.affine.stride, call.n * sample.c,
-            call.options.eps,
+            sample.channels, partition.splits, partition.step_positions, call.affine.sample_stride,
+            call.n * sample.c, call.options.eps,
         )  # fmt: skip
         apply = (
-            x, call.residual, out.y, out.residual_out, coefficients, sample.hw, partition.units, call.n,
+            x, call.residual, out.y, out.residual_out, coefficients, sample.hw, partition.position_vectors, call.n,
             *call.options.dropout_arguments,
         )  # fmt: skip
         return [
@@ -63,11 +64,11 @@ class ForwardSampleStream(GroupNormForwardConfig):
                 (call.n * partition.splits,),
                 moments,
                 {
-                    **partition.tile(self.num_warps),
-                    **partition.moments(sample),
+                    **partition.make_tile_options(self.num_warps),
+                    **partition.make_moment_options(sample),
                     "CHUNKS": self.chunks,
-                    "WHOLE": sample.hw % partition.step == 0,
-                    "EARLY": call.early,
+                    "WHOLE": sample.hw % partition.step_positions == 0,
+                    "EARLY": call.can_start_early,
                 },
             ),
             Launch(
@@ -77,8 +78,8 @@ class ForwardSampleStream(GroupNormForwardConfig):
                 {
                     "SPLITS": next_power_of_2(partition.splits),
                     "BLOCK_CHANNELS": min(_REDUCE_CHANNELS, next_power_of_2(sample.channels)),
-                    "num_warps": 1 if partition.is_cut_finer else _REDUCE_WARPS,
-                    **make_early_options(call.early),
+                    "num_warps": 1 if partition.has_extra_splits else _REDUCE_WARPS,
+                    **make_early_options(call.can_start_early),
                 },
             ),
             Launch(
@@ -86,11 +87,11 @@ class ForwardSampleStream(GroupNormForwardConfig):
                 (call.n * cdiv(sample.hw, piece),),
                 apply,
                 {
-                    **partition.tile(self.num_warps),
-                    "IDLE": partition.idle,
+                    **partition.make_tile_options(self.num_warps),
+                    "IDLE": partition.has_idle_lanes,
                     "CHUNKS": partition.apply_chunks,
                     "WHOLE": sample.hw % piece == 0,
-                    **make_early_options(call.early),
+                    **make_early_options(call.can_start_early),
                     **call.options.constexprs,
                 },
             ),

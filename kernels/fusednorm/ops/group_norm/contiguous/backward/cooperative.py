@@ -34,62 +34,63 @@ from fusednorm.ops.group_norm.sample import MAX_OFFSET, SampleShape, can_stay_in
 class GroupNormBackwardCooperative(GroupNormBackwardConfig):
     """Programs that share a contiguous group, parts of `channels` neighbouring channels each.
 
-    A part is `pieces` pieces, a piece `chunks` tiles along its channels, a tile one 16-byte vector of x per thread.
-    `programs_per_sm` programs are resident on a multiprocessor, and exchange the group's sums.  A program reads a
-    piece again `lag` pieces after it posted the part's sums, and prefetches the piece `ahead` pieces later into L2.
+    A part is `fragments` pieces, a piece `chunks` tiles along its channels, a tile one 16-byte vector of x per
+    thread. `programs_per_sm` programs are resident on a multiprocessor, and exchange the group's sums.  A program
+    reads a piece again `lag` pieces after it posted the part's sums, and prefetches the piece `ahead` pieces later
+    into L2.
     """
 
     channels: int
     chunks: int
-    pieces: int
+    fragments: int
     num_warps: int
     programs_per_sm: int
     lag: int
     ahead: int
 
     @property
-    def units(self) -> int:
+    def channel_threads(self) -> int:
         """The number of adjacent threads along a channel."""
         return 32 * self.num_warps // self.channels
 
-    def part_positions(self, itemsize: int) -> int:
+    def count_range_positions(self, itemsize: int) -> int:
         """Positions of a part."""
-        return self.pieces * self.chunks * self.units * (16 // itemsize)
+        return self.fragments * self.chunks * self.channel_threads * (16 // itemsize)
 
-    def members(self, sample: SampleShape, itemsize: int) -> int:
+    def count_members(self, sample: SampleShape, itemsize: int) -> int:
         """Programs that share a group."""
-        parts = -(-sample.hw // self.part_positions(itemsize))
+        parts = -(-sample.hw // self.count_range_positions(itemsize))
         return parts * -(-sample.channels // self.channels)
 
-    def padded_length(self, sample: SampleShape, itemsize: int) -> int:
+    def compute_padded_length(self, sample: SampleShape, itemsize: int) -> int:
         """Elements of all members' tiles."""
-        return self.members(sample, itemsize) * self.channels * self.part_positions(itemsize)
+        return self.count_members(sample, itemsize) * self.channels * self.count_range_positions(itemsize)
 
-    def fits(self, sample: SampleShape, itemsize: int, multiprocessors: int) -> bool:
+    def can_run(self, sample: SampleShape, itemsize: int, multiprocessors: int) -> bool:
         """Whether a group's members are resident together, and a piece is still in L2 when it is read again."""
         programs = self.programs_per_sm * multiprocessors
         return (
             sample.hw * itemsize % 16 == 0
-            and self.members(sample, itemsize) <= programs
-            and can_stay_in_l2(32 * self.num_warps, self.chunks * (self.pieces + self.lag), programs)
+            and self.count_members(sample, itemsize) <= programs
+            and can_stay_in_l2(32 * self.num_warps, self.chunks * (self.fragments + self.lag), programs)
             and self.channels * sample.hw < MAX_OFFSET
         )
 
-    def launches(self, call: GroupNormBackwardCall) -> list[Launch]:
+    def plan_launches(self, call: GroupNormBackwardCall) -> list[Launch]:
         sample, itemsize = call.sample, call.x.element_size()
         vec = call.channel_vec
-        members = self.members(sample, itemsize)
-        parts = cdiv(sample.hw, self.part_positions(itemsize))
+        members = self.count_members(sample, itemsize)
+        parts = cdiv(sample.hw, self.count_range_positions(itemsize))
         resident = count_multiprocessors(call.x.device) * self.programs_per_sm
         rows = call.n * sample.groups
         # The device refuses the launch if a team is not resident.
         teams = max(1, min(rows, resident // members))
-        depth = next_power_of_2(2 * cdiv(self.lag, self.pieces))
-        partial = call.wanted_parts(parts)
+        depth = next_power_of_2(2 * cdiv(self.lag, self.fragments))
+        partial = call.allocate_wanted_partials(parts)
         arguments = (
             *call.inputs, call.dresidual_out, call.parameters, call.mean, call.rstd, call.out.dx, *partial,
             get_exchange_buffer(call.x.device, depth * teams * members),
-            rows, members, parts, sample.hw // vec, sample.groups, sample.channels, call.affine.stride,
+            rows, members, parts, sample.hw // vec, sample.groups, sample.channels, call.affine.sample_stride,
             *call.options.dropout_arguments,
         )  # fmt: skip
         options = {
@@ -98,20 +99,20 @@ class GroupNormBackwardCooperative(GroupNormBackwardConfig):
             "LANES": 32 * self.num_warps,
             "GROUP": 16 // itemsize,
             "CHUNKS": self.chunks,
-            "PIECES": self.pieces,
-            "EVEN": sample.hw % self.part_positions(itemsize) == 0 and sample.channels % self.channels == 0,
+            "PIECES": self.fragments,
+            "EVEN": sample.hw % self.count_range_positions(itemsize) == 0 and sample.channels % self.channels == 0,
             "SLOTS": next_power_of_2(members),
             "DEPTH": depth,
             "LAG": self.lag,
             "AHEAD": self.ahead if can_prefetch(vec, call.x, call.dy) else 0,
-            "EARLY": call.early,
+            "EARLY": call.can_start_early,
             "num_warps": self.num_warps,
             **make_cooperative_options(self),
             **call.gradient_options,
         }
         return [
             Launch(group_norm_nchw_backward_cooperative_kernel, (teams * members,), arguments, options),
-            *plan_parameter_reductions(partial, call.affine, call.out, parts, call.early),
+            *plan_parameter_reductions(partial, call.affine, call.out, parts, call.can_start_early),
         ]
 
 

@@ -32,21 +32,21 @@ class GroupNormBackwardSplit(GroupNormBackwardConfig):
 
     channels: int
     chunks: int
-    pieces: int
+    fragments: int
     num_warps: int
 
-    def part_positions(self, itemsize: int) -> int:
+    def count_range_positions(self, itemsize: int) -> int:
         """Positions of a part."""
-        return self.pieces * self.chunks * (32 * self.num_warps // self.channels) * (16 // itemsize)
+        return self.fragments * self.chunks * (32 * self.num_warps // self.channels) * (16 // itemsize)
 
-    def launches(self, call: GroupNormBackwardCall) -> list[Launch]:
+    def plan_launches(self, call: GroupNormBackwardCall) -> list[Launch]:
         sample, itemsize = call.sample, call.x.element_size()
         vec = call.channel_vec
-        parts = cdiv(sample.hw, self.part_positions(itemsize))
+        parts = cdiv(sample.hw, self.count_range_positions(itemsize))
         blocks = cdiv(sample.channels, self.channels)
         shape = (
-            parts, blocks, self.pieces, sample.hw // vec, sample.groups, sample.channels, call.affine.stride,
-            *call.options.dropout_arguments,
+            parts, blocks, self.fragments, sample.hw // vec, sample.groups, sample.channels,
+            call.affine.sample_stride, *call.options.dropout_arguments,
         )  # fmt: skip
         options = {
             "VEC": vec,
@@ -54,8 +54,8 @@ class GroupNormBackwardSplit(GroupNormBackwardConfig):
             "LANES": 32 * self.num_warps,
             "GROUP": 16 // itemsize,
             "CHUNKS": self.chunks,
-            "EVEN": sample.hw % self.part_positions(itemsize) == 0 and sample.channels % self.channels == 0,
-            "EARLY": call.early,
+            "EVEN": sample.hw % self.count_range_positions(itemsize) == 0 and sample.channels % self.channels == 0,
+            "EARLY": call.can_start_early,
             "num_warps": self.num_warps,
             **call.gradient_options,
         }

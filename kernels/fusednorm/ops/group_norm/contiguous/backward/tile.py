@@ -32,15 +32,15 @@ class GroupNormBackwardTile(GroupNormBackwardConfig):
     positions: int
     num_warps: int
 
-    takes_statistics: ClassVar[bool] = False
+    needs_statistics: ClassVar[bool] = False
 
-    def launches(self, call: GroupNormBackwardCall) -> list[Launch]:
+    def plan_launches(self, call: GroupNormBackwardCall) -> list[Launch]:
         vec, sample = call.channel_vec, call.sample
         rows = call.n * sample.groups
-        parts = call.wanted_parts(1)
+        parts = call.allocate_wanted_partials(1)
         arguments = (
             *call.inputs, call.dresidual_out, call.parameters, call.mean, call.rstd, call.out.dx, *parts,
-            rows, sample.hw // vec, sample.groups, sample.channels, call.affine.stride, call.options.eps,
+            rows, sample.hw // vec, sample.groups, sample.channels, call.affine.sample_stride, call.options.eps,
             *call.options.dropout_arguments,
         )  # fmt: skip
         options = {
@@ -48,14 +48,14 @@ class GroupNormBackwardTile(GroupNormBackwardConfig):
             "ROWS": self.rows,
             "CHANNELS": self.channels,
             "POSITIONS": self.positions,
-            "EARLY": call.early,
+            "EARLY": call.can_start_early,
             "num_warps": self.num_warps,
             **call.gradient_options,
         }
         grid = (cdiv(rows, self.rows),)
         return [
             Launch(group_norm_nchw_backward_tile_kernel, grid, arguments, options),
-            *plan_parameter_reductions(parts, call.affine, call.out, 1, call.early),
+            *plan_parameter_reductions(parts, call.affine, call.out, 1, call.can_start_early),
         ]
 
 

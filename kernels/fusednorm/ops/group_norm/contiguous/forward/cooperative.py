@@ -41,47 +41,49 @@ class GroupNormForwardCooperative(GroupNormForwardConfig):
     ahead: int
 
     @property
-    def block(self) -> int:
+    def chunk_elements(self) -> int:
         """Elements of a chunk."""
         return 256 * self.num_warps
 
-    def members(self, sample: SampleShape) -> int:
+    def count_members(self, sample: SampleShape) -> int:
         """Programs that share a group."""
-        return -(-sample.frame_length // (self.chunks * self.block))
+        return -(-sample.frame_length // (self.chunks * self.chunk_elements))
 
-    def is_resident(self, sample: SampleShape, itemsize: int, multiprocessors: int, waits: bool) -> bool:
-        return waits and self.members(sample) <= multiprocessors * self.programs_per_sm
+    def can_be_resident(self, sample: SampleShape, itemsize: int, multiprocessors: int, waits: bool) -> bool:
+        return waits and self.count_members(sample) <= multiprocessors * self.programs_per_sm
 
-    def fitted(self, call: GroupNormForwardCall) -> Self | None:
+    def fit_to_registers(self, call: GroupNormForwardCall) -> Self | None:
         slabs = 1 if self.lag == 0 else 2
         # A vector in two channels needs the parameters of both.
         extra = 48 if call.sample.hw * call.x.element_size() % 16 else 0
         return fit_resident_programs(
-            self, call, slabs * self.chunks * 8 * call.held_bytes, extra, self.members(call.sample)
+            self, call, slabs * self.chunks * 8 * call.held_bytes, extra, self.count_members(call.sample)
         )
 
-    def launches(self, call: GroupNormForwardCall) -> list[Launch]:
+    def plan_launches(self, call: GroupNormForwardCall) -> list[Launch]:
         rows, sample = call.n * call.sample.groups, call.sample
-        slab = self.chunks * self.block
-        members = self.members(sample)
+        slab = self.chunks * self.chunk_elements
+        members = self.count_members(sample)
         slots = next_power_of_2(members)
         depth = next_power_of_2(max(2, 2 * self.lag))
         programs = min(rows, count_multiprocessors(call.x.device) * self.programs_per_sm // members) * members
         arguments = (
             *call.tensors, *call.statistics, get_exchange_buffer(call.x.device, depth * programs), rows, members,
-            call.group_units, *call.piece_indexing, call.options.eps, *call.options.dropout_arguments,
+            call.group_vectors, *call.fragment_indexing, call.options.eps, *call.options.dropout_arguments,
         )  # fmt: skip
         options = {
-            **call.chunk_options(self.block, self.chunks, self.num_warps),
-            "FULL": count_full_range_chunks(sample.group_length, self.block, self.chunks, call.has_lane_a_thread),
-            "LANE_A_THREAD": call.has_lane_a_thread,
+            **call.make_chunk_options(self.chunk_elements, self.chunks, self.num_warps),
+            "FULL": count_full_range_chunks(
+                sample.group_length, self.chunk_elements, self.chunks, call.has_one_lane_per_thread
+            ),
+            "LANE_A_THREAD": call.has_one_lane_per_thread,
             "EQUAL": sample.group_length == slab * slots and slots <= 32 * self.num_warps,
             "SKEWED": call.is_skewed,
             "SLOTS": slots,
             "DEPTH": depth,
             "LAG": self.lag,
             "AHEAD": self.ahead if call.can_prefetch_groups else 0,
-            "PARAMETERS": call.parameters_mode(self.block, slab),
+            "PARAMETERS": call.find_parameter_unit(self.chunk_elements, slab),
             **make_cooperative_options(self),
             **call.options.constexprs,
         }

@@ -33,38 +33,41 @@ class GroupNormForwardResident(GroupNormForwardConfig):
 
     Registers are limited so that `programs_per_sm` programs are resident on a multiprocessor.  Launches with fewer
     programs than half the multiprocessors use up to `writers` programs per group.  A program prefetches the group
-    (number of multiprocessors * `ahead_per_sm`) groups later into L2.
+    (number of multiprocessors * `prefetch_distance_per_sm`) groups later into L2.
     """
 
     num_warps: int
     programs_per_sm: int
     writers: int = 1
-    ahead_per_sm: int = 0
+    prefetch_distance_per_sm: int = 0
 
     @property
-    def block(self) -> int:
+    def chunk_elements(self) -> int:
         """Elements of a chunk."""
         return 256 * self.num_warps
 
-    def fitted(self, call: GroupNormForwardCall) -> Self | None:
-        chunks = cdiv(call.sample.frame_length, self.block)
+    def fit_to_registers(self, call: GroupNormForwardCall) -> Self | None:
+        chunks = cdiv(call.sample.frame_length, self.chunk_elements)
         return fit_resident_programs(self, call, chunks * 8 * call.held_bytes)
 
-    def launches(self, call: GroupNormForwardCall) -> list[Launch]:
+    def plan_launches(self, call: GroupNormForwardCall) -> list[Launch]:
         rows, sample = call.n * call.sample.groups, call.sample
         multiprocessors = count_multiprocessors(call.x.device)
         writers = count_writers(rows, self.writers, multiprocessors)
-        chunks = cdiv(sample.frame_length, self.block)
+        chunks = cdiv(sample.frame_length, self.chunk_elements)
         arguments = (
-            *call.tensors, *call.statistics, writers, self.ahead_per_sm * multiprocessors if writers == 1 else 0,
-            call.group_units, *call.piece_indexing, call.options.eps, *call.options.dropout_arguments,
+            *call.tensors, *call.statistics, writers,
+            self.prefetch_distance_per_sm * multiprocessors if writers == 1 else 0,
+            call.group_vectors, *call.fragment_indexing, call.options.eps, *call.options.dropout_arguments,
         )  # fmt: skip
         options = {
-            **call.chunk_options(self.block, chunks, self.num_warps),
-            "FULL": count_full_chunks(sample.group_length, self.block, chunks, call.has_lane_a_thread),
+            **call.make_chunk_options(self.chunk_elements, chunks, self.num_warps),
+            "FULL": count_full_chunks(
+                sample.group_length, self.chunk_elements, chunks, call.has_one_lane_per_thread
+            ),
             "SKEWED": call.is_skewed,
             "PREFETCH": call.can_prefetch_groups,
-            "PARAMETERS": call.parameters_mode(self.block, self.block * chunks),
+            "PARAMETERS": call.find_parameter_unit(self.chunk_elements, self.chunk_elements * chunks),
             "SHARED": writers > 1,
             # Shared groups are few, so each program has a multiprocessor of its own.
             "maxnreg": compute_max_registers(replace(self, programs_per_sm=1) if writers > 1 else self),

@@ -21,60 +21,61 @@ from fusednorm.ops.group_norm.sample import WIDE_GROUP, SampleShape, allocate_tr
 
 @dataclass(frozen=True, slots=True)
 class GroupNormForwardSplit(GroupNormForwardConfig):
-    """Statistics over parts of `split_units` vectors, then y in runs of `program_units` vectors; tiles of `units`.
+    """Statistics over parts of `split_vectors` vectors, then y in runs of `program_vectors` vectors; tiles of
+    `tile_vectors`.
 
     It is the only algorithm for groups above 256 KiB if programs may not wait or all programs together cannot hold
     a group (on 132 multiprocessors from about 2**22 16-bit or 2**20 float32 elements on, fewer with fused
     operations) and, with its first kernel, for statistics that were not saved.
     """
 
-    units: int
-    split_units: int
-    program_units: int
+    tile_vectors: int
+    split_vectors: int
+    program_vectors: int
     num_warps: int
 
-    def launches(self, call: GroupNormForwardCall) -> list[Launch]:
-        parts, splits, partial = self._parts(call.x, call.sample, call.residual)
-        programs = cdiv(call.group_units, self.program_units)
+    def plan_launches(self, call: GroupNormForwardCall) -> list[Launch]:
+        parts, splits, partial = self._plan_partial_moments(call.x, call.sample, call.residual)
+        programs = cdiv(call.group_vectors, self.program_vectors)
         arguments = (
-            *call.tensors, *parts, *call.statistics, call.group_units, *call.channel_indexing,
-            splits, self.split_units, programs, self.program_units,
+            *call.tensors, *parts, *call.statistics, call.group_vectors, *call.channel_indexing,
+            splits, self.split_vectors, programs, self.program_vectors,
             call.options.eps, *call.options.dropout_arguments,
         )  # fmt: skip
         options = {
             "BLOCK_SPLITS": min(REDUCE_BLOCK, next_power_of_2(splits)),
             "WIDE": call.sample.group_length >= WIDE_GROUP,
-            **make_early_options(call.early),
-            **call.contiguous_options(self.units, self.num_warps),
+            **make_early_options(call.can_start_early),
+            **call.make_contiguous_options(self.tile_vectors, self.num_warps),
         }
         grid = (call.n * call.sample.groups * programs,)
         return [partial, Launch(group_norm_nchw_split_apply_kernel, grid, arguments, options)]
 
-    def statistics(
+    def plan_statistics(
         self, x: Array, sample: SampleShape, eps: float, residual: Array | None, mean: Array, rstd: Array
     ) -> list[Launch]:
         """The launches that compute only mean and rstd."""
         vec = compute_access_width(x.element_size(), sample.group_length)
-        parts, splits, partial = self._parts(x, sample, residual)
+        parts, splits, partial = self._plan_partial_moments(x, sample, residual)
         reduce = plan_moment_reduction(
-            parts, splits, mean, rstd, eps, 1, self.split_units * vec, sample.group_length
+            parts, splits, mean, rstd, eps, 1, self.split_vectors * vec, sample.group_length
         )
         return [partial, reduce]
 
-    def _parts(
+    def _plan_partial_moments(
         self, x: Array, sample: SampleShape, residual: Array | None
     ) -> tuple[tuple[Array, Array, Array], int, Launch]:
         """Moments of parts of contiguous groups, [N, splits, groups] each, the number of splits, and the launch."""
         vec = compute_access_width(x.element_size(), sample.group_length)
         group_units = sample.group_length // vec
-        splits = cdiv(group_units, self.split_units)
+        splits = cdiv(group_units, self.split_vectors)
         parts = allocate_triple(x, x.shape[0], splits, sample.groups)
         arguments = (
-            x, residual, *parts, group_units, sample.groups, sample.channels, splits, self.split_units
+            x, residual, *parts, group_units, sample.groups, sample.channels, splits, self.split_vectors
         )  # fmt: skip
         options = {
             "VEC": vec,
-            "UNITS": self.units,
+            "UNITS": self.tile_vectors,
             "WIDE": sample.group_length >= WIDE_GROUP,
             "EARLY": is_hopper_or_newer(x.device),
             "num_warps": self.num_warps,

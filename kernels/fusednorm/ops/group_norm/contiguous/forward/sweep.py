@@ -12,21 +12,21 @@ from fusednorm.ops.group_norm.contiguous.ranges import normalise_range, range_mo
 
 @dataclass(frozen=True, slots=True)
 class GroupNormForwardSweep(GroupNormForwardConfig):
-    """One group per program, read twice in tiles of `units` vectors.
+    """One group per program, read twice in tiles of `tile_vectors` vectors.
 
     If programs may not wait, it is the only algorithm for groups up to 256 KiB that do not fit registers.  If they
     may, it is for a 16-bit x with a float32 residual and dropout whose channels are not multiples of 16 bytes.
     """
 
-    units: int
+    tile_vectors: int
     num_warps: int
 
-    def launches(self, call: GroupNormForwardCall) -> list[Launch]:
+    def plan_launches(self, call: GroupNormForwardCall) -> list[Launch]:
         arguments = (
-            *call.tensors, *call.statistics, call.group_units, *call.channel_indexing,
+            *call.tensors, *call.statistics, call.group_vectors, *call.channel_indexing,
             call.options.eps, *call.options.dropout_arguments,
         )  # fmt: skip
-        options = call.contiguous_options(self.units, self.num_warps)
+        options = call.make_contiguous_options(self.tile_vectors, self.num_warps)
         return [Launch(group_norm_nchw_sweep_kernel, (call.n * call.sample.groups,), arguments, options)]
 
 

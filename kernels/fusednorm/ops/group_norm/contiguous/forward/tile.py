@@ -16,19 +16,19 @@ from fusednorm.ops.group_norm.contiguous.ranges import store_normalised
 
 @dataclass(frozen=True, slots=True)
 class GroupNormForwardTile(GroupNormForwardConfig):
-    """`rows` whole groups per program, each padded to `units` vectors, in registers."""
+    """`rows` whole groups per program, each padded to `tile_vectors` vectors, in registers."""
 
     rows: int
-    units: int
+    tile_vectors: int
     num_warps: int
 
-    def launches(self, call: GroupNormForwardCall) -> list[Launch]:
+    def plan_launches(self, call: GroupNormForwardCall) -> list[Launch]:
         rows = call.n * call.sample.groups
         arguments = (
-            *call.tensors, *call.statistics, rows, call.group_units, *call.channel_indexing,
+            *call.tensors, *call.statistics, rows, call.group_vectors, *call.channel_indexing,
             call.options.eps, *call.options.dropout_arguments,
         )  # fmt: skip
-        options = {"ROWS": self.rows, **call.contiguous_options(self.units, self.num_warps)}
+        options = {"ROWS": self.rows, **call.make_contiguous_options(self.tile_vectors, self.num_warps)}
         return [Launch(group_norm_nchw_tile_kernel, (cdiv(rows, self.rows),), arguments, options)]
 
 

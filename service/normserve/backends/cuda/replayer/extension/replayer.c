@@ -91,7 +91,7 @@ static PyObject *replayer_fileno(Replayer *self, PyObject *nothing)
     return PyLong_FromLong(self->epoll);
 }
 
-static PyObject *replayer_open(Replayer *self, PyObject *arguments)
+static PyObject *replayer_add_connection(Replayer *self, PyObject *arguments)
 {
     int descriptor;
     if (!PyArg_ParseTuple(arguments, "i", &descriptor) || !may_use(self))
@@ -103,7 +103,7 @@ static PyObject *replayer_open(Replayer *self, PyObject *arguments)
     Py_RETURN_NONE;
 }
 
-static PyObject *replayer_read(Replayer *self, PyObject *arguments)
+static PyObject *replayer_set_receiving(Replayer *self, PyObject *arguments)
 {
     int descriptor, wanted;
     if (!PyArg_ParseTuple(arguments, "ip", &descriptor, &wanted) || connection_of(self, descriptor) == NULL)
@@ -115,7 +115,7 @@ static PyObject *replayer_read(Replayer *self, PyObject *arguments)
     Py_RETURN_NONE;
 }
 
-static PyObject *replayer_hold(Replayer *self, PyObject *arguments)
+static PyObject *replayer_set_caller_state(Replayer *self, PyObject *arguments)
 {
     int descriptor, is_within_frame, is_behind;
     if (!PyArg_ParseTuple(arguments, "ipp", &descriptor, &is_within_frame, &is_behind))
@@ -128,7 +128,7 @@ static PyObject *replayer_hold(Replayer *self, PyObject *arguments)
     Py_RETURN_NONE;
 }
 
-static PyObject *replayer_close(Replayer *self, PyObject *arguments)
+static PyObject *replayer_remove_connection(Replayer *self, PyObject *arguments)
 {
     Connection *connection = argument_of(self, arguments);
     if (connection == NULL)
@@ -162,7 +162,7 @@ static bool add_marks(Request *request, PyObject *pairs)
     return !PyErr_Occurred();
 }
 
-static PyObject *replayer_learn(Replayer *self, PyObject *arguments)
+static PyObject *replayer_add_replay(Replayer *self, PyObject *arguments)
 {
     int descriptor;
     const char *content, *results;
@@ -195,7 +195,7 @@ static PyObject *replayer_learn(Replayer *self, PyObject *arguments)
     Py_RETURN_NONE;
 }
 
-static PyObject *replayer_forget(Replayer *self, PyObject *arguments)
+static PyObject *replayer_remove_replays(Replayer *self, PyObject *arguments)
 {
     Connection *connection = argument_of(self, arguments);
     if (connection == NULL)
@@ -204,7 +204,7 @@ static PyObject *replayer_forget(Replayer *self, PyObject *arguments)
     Py_RETURN_NONE;
 }
 
-static PyObject *replayer_forget_all(Replayer *self, PyObject *nothing)
+static PyObject *replayer_remove_all_replays(Replayer *self, PyObject *nothing)
 {
     if (!may_use(self))
         return NULL;
@@ -259,7 +259,7 @@ static PyObject *replayer_serve(Replayer *self, PyObject *arguments)
     return events;
 }
 
-static PyObject *replayer_samples(Replayer *self, PyObject *nothing)
+static PyObject *replayer_take_samples(Replayer *self, PyObject *nothing)
 {
     if (!may_use(self))
         return NULL;
@@ -286,13 +286,13 @@ static PyObject *replayer_samples(Replayer *self, PyObject *nothing)
     return found;
 }
 
-static PyObject *replayer_flights(Replayer *self, PyObject *arguments)
+static PyObject *replayer_count_launches(Replayer *self, PyObject *arguments)
 {
     Connection *connection = argument_of(self, arguments);
     return connection == NULL ? NULL : PyLong_FromLong(connection->flights);
 }
 
-static PyObject *replayer_state(Replayer *self, PyObject *nothing)
+static PyObject *replayer_count_all(Replayer *self, PyObject *nothing)
 {
     return Py_BuildValue("nLn", (Py_ssize_t)self->flight_count, (long long)self->admitted_bytes,
         (Py_ssize_t)self->sample_count);
@@ -300,17 +300,17 @@ static PyObject *replayer_state(Replayer *self, PyObject *nothing)
 
 static PyMethodDef methods[] = {
     {"fileno", (PyCFunction)replayer_fileno, METH_NOARGS, NULL},
-    {"open", (PyCFunction)replayer_open, METH_VARARGS, NULL},
-    {"close", (PyCFunction)replayer_close, METH_VARARGS, NULL},
-    {"read", (PyCFunction)replayer_read, METH_VARARGS, NULL},
-    {"hold", (PyCFunction)replayer_hold, METH_VARARGS, NULL},
-    {"learn", (PyCFunction)replayer_learn, METH_VARARGS, NULL},
-    {"forget", (PyCFunction)replayer_forget, METH_VARARGS, NULL},
-    {"forget_all", (PyCFunction)replayer_forget_all, METH_NOARGS, NULL},
+    {"add_connection", (PyCFunction)replayer_add_connection, METH_VARARGS, NULL},
+    {"remove_connection", (PyCFunction)replayer_remove_connection, METH_VARARGS, NULL},
+    {"set_receiving", (PyCFunction)replayer_set_receiving, METH_VARARGS, NULL},
+    {"set_caller_state", (PyCFunction)replayer_set_caller_state, METH_VARARGS, NULL},
+    {"add_replay", (PyCFunction)replayer_add_replay, METH_VARARGS, NULL},
+    {"remove_replays", (PyCFunction)replayer_remove_replays, METH_VARARGS, NULL},
+    {"remove_all_replays", (PyCFunction)replayer_remove_all_replays, METH_NOARGS, NULL},
     {"serve", (PyCFunction)replayer_serve, METH_VARARGS, NULL},
-    {"samples", (PyCFunction)replayer_samples, METH_NOARGS, NULL},
-    {"flights", (PyCFunction)replayer_flights, METH_VARARGS, NULL},
-    {"state", (PyCFunction)replayer_state, METH_NOARGS, NULL},
+    {"take_samples", (PyCFunction)replayer_take_samples, METH_NOARGS, NULL},
+    {"count_launches", (PyCFunction)replayer_count_launches, METH_VARARGS, NULL},
+    {"count_all", (PyCFunction)replayer_count_all, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
