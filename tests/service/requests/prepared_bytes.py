@@ -129,7 +129,7 @@ def local(prepared: PreparedCallCache) -> dict[str, Call]:
     at = arena.add_segment(memoryview(segment))
     engine = SimpleNamespace(require_ready=lambda: None, is_better_unbatched=lambda job: True)
     operations = OperationPlanner(engine, None)
-    connection = SimpleNamespace(_prepared=prepared)
+    connection = SimpleNamespace(_prepared_calls=prepared)
 
     def compute(
         number: int, op: str, query: str, tensors: dict[str, tuple[int, ...]], results: int

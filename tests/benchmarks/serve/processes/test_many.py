@@ -52,7 +52,7 @@ def processes():
 
 @pytest.mark.slow
 def test_processes_work_until_they_are_told_and_one_that_is_killed_harms_no_other(processes):
-    assert all(each.ready() > 0 for each in processes)
+    assert all(each.wait_until_ready() > 0 for each in processes)
     assert all(one["calls"] and not one["errors"] for one in _run_turn(processes, 0.1))
     errors, worst = _measure_kill(processes)
     assert errors == 0

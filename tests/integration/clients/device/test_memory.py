@@ -34,11 +34,11 @@ def test_nothing_is_copied_of_what_lies_there(serving, local):
     x = local.empty((512, 1024), torch.float32, device="cuda")
     x.normal_()
     weight = local.empty((1024,), device="cuda").fill_(2)
-    arena = local._transport._link.protocol._device_offer._arena
+    arena = local._transport._connection.protocol._device_offer._arena
     copied = [metric(serving, "transfer_bytes_total", f'direction="{way}"') for way in ("in", "out")]
-    taken = arena._taken
+    taken = arena._allocated_count
     y = local.layer_norm(x, weight).y
-    assert arena._taken == taken + 1
+    assert arena._allocated_count == taken + 1
     assert arena.locate_tensor(y) is not None
     torch.testing.assert_close(y, 2 * nn.functional.layer_norm(x, (1024,)), rtol=1e-5, atol=1e-5)
     assert [metric(serving, "transfer_bytes_total", f'direction="{way}"') for way in ("in", "out")] == copied
@@ -46,7 +46,7 @@ def test_nothing_is_copied_of_what_lies_there(serving, local):
     torch.testing.assert_close(again, nn.functional.layer_norm(y, (1024,)), rtol=1e-5, atol=1e-5)
     del y, again
     gc.collect()
-    assert arena._find((1,)) is not None
+    assert arena._allocate_ranges((1,)) is not None
 
 
 def test_what_the_stream_still_writes_is_waited_for(local):
@@ -79,7 +79,7 @@ def test_a_place_is_not_used_again_while_a_stream_reads_it(serving, path):
         others = [client.layer_norm(ones, bias=nines).y for _ in range(3)]
         assert not side.query(), "the calls took longer than the stream, so that this test shows nothing"
         assert address not in [other.data_ptr() for other in others]
-        arena = client._transport._link.protocol._device_offer._arena
+        arena = client._transport._connection.protocol._device_offer._arena
         assert side.stream_id in [number for _, (number, *_) in arena._pending_returns]
         torch.cuda.synchronize()
         assert (kept == 7).all()

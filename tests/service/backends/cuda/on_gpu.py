@@ -23,4 +23,4 @@ def run(backend, *jobs: NormJob) -> list[dict[str, torch.Tensor]]:
     """The jobs' results, of one launch."""
     execution = backend.run(Batch(jobs)).wait()
     assert execution.kernel_s > 0
-    return [{name: back(tensor) for name, tensor in outputs.items()} for outputs in execution.outputs]
+    return [{name: back(tensor) for name, tensor in outputs.items()} for outputs in execution.results]

@@ -99,7 +99,7 @@ def test_threads_take_turns_on_a_lane(backend):
     def one_of(number: int) -> None:
         lane = QueueLane.LARGE if number % 5 == 0 else QueueLane.SMALL
         x = torch.randn(700 if lane is QueueLane.LARGE else 2, 1024)
-        (outputs,) = backend.run(Batch((NormJob(spec, {"x": host(x)}),), lane)).wait().outputs
+        (outputs,) = backend.run(Batch((NormJob(spec, {"x": host(x)}),), lane)).wait().results
         torch.testing.assert_close(
             back(outputs["y"]), torch.nn.functional.layer_norm(x, (1024,)), rtol=0, atol=3e-5
         )
@@ -113,12 +113,12 @@ def test_threads_take_turns_on_a_lane(backend):
 def test_no_rows(backend):
     spec = NormSpec(Op.LAYER_NORM, PassDirection.FORWARD, 1e-5)
     job = NormJob(spec, {"x": host(torch.empty(0, 8))})
-    assert backend.run(Batch((job,))).wait().outputs[0]["y"].shape == (0, 8)
+    assert backend.run(Batch((job,))).wait().results[0]["y"].shape == (0, 8)
 
 
 def test_layers_parameters_stay_on_the_device(backend):
     weight = torch.randn(256)
-    resident = backend.load(Op.RMS_NORM, host(weight), None)
+    resident = backend.load_parameters(Op.RMS_NORM, host(weight), None)
     x = torch.randn(5, 256)
     registered = layer(op=Op.RMS_NORM, backend_parameters=resident)
     (got,) = run(backend, NormJob(NormSpec(Op.RMS_NORM, PassDirection.FORWARD, 1e-6), {"x": host(x)}, registered))
@@ -128,7 +128,7 @@ def test_layers_parameters_stay_on_the_device(backend):
 @pytest.mark.parametrize(("op", "bias"), [(Op.LAYER_NORM, torch.randn(1111)), (Op.RMS_NORM, None)])
 def test_a_layers_rows_compile_nothing_once_it_is_loaded(op, bias, backend, monkeypatch):
     parameters = torch.randn(1111), bias
-    resident = backend.load(op, *(None if p is None else host(p) for p in parameters))
+    resident = backend.load_parameters(op, *(None if p is None else host(p) for p in parameters))
     compiled = []
     monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda **kernel: compiled.append(kernel["fn"].name))
     for rows in (1, 7, 500):
@@ -173,7 +173,7 @@ def test_a_compiled_classes_jobs_compile_nothing(op, direction, backend, monkeyp
         spec = NormSpec(op, direction, 1e-5, 8 if op is Op.GROUP_NORM else 0, activation="silu")
         return NormJob(spec, {name: host(tensor) for name, tensor in tensors.items()})
 
-    backend.compile(asked(3))
+    backend.compile_kernels(asked(3))
     compiled = []
     monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda **kernel: compiled.append(kernel["fn"].name))
     for rows in (1, 2, 100):
@@ -190,7 +190,7 @@ def test_batches_overlap_and_stay_apart(backend):
         lane = QueueLane.LARGE if number % 2 else QueueLane.SMALL
         flights.append((x, backend.run(Batch((NormJob(spec, {"x": host(x)}),), lane))))
     for x, flight in flights:
-        (outputs,) = flight.wait().outputs
+        (outputs,) = flight.wait().results
         torch.testing.assert_close(
             back(outputs["y"]), torch.nn.functional.layer_norm(x, (1024,)), rtol=0, atol=3e-5
         )
@@ -213,11 +213,11 @@ def test_large_jobs_have_the_same_bits_alone_together_and_at_their_places(backen
 def test_slabs_are_pinned_and_come_home(backend):
     slabs = backend._slabs
     spec = NormSpec(Op.RMS_NORM, PassDirection.FORWARD, 1e-5)
-    slab = torch.frombuffer(slabs.take(2**22), dtype=torch.float32)
+    slab = torch.frombuffer(slabs.borrow(2**22), dtype=torch.float32)
     assert slab.is_pinned()
     x = HostTensor(DType.FLOAT32, (1024, 1024), slab.view(torch.uint8).numpy().data)
     execution = backend.run(Batch((NormJob(spec, {"x": x}),), QueueLane.LARGE)).wait()
-    assert torch.frombuffer(execution.outputs[0]["y"].data, dtype=torch.float32).is_pinned()
+    assert torch.frombuffer(execution.results[0]["y"].data, dtype=torch.float32).is_pinned()
     del x, slab, execution
     assert slabs.used_bytes == 0
 
@@ -231,7 +231,7 @@ def test_small_batches_run_on_whatever_thread_they_come_from(backend):
         executions = [elsewhere.submit(lambda: backend.run(batch).wait()).result(), backend.run(batch).wait()]
     for execution in executions:
         assert min(execution.copy_in_s, execution.kernel_s) > 0
-        for x, outputs in zip(given, execution.outputs, strict=True):
+        for x, outputs in zip(given, execution.results, strict=True):
             want = torch.nn.functional.layer_norm(x, (4096,))
             torch.testing.assert_close(back(outputs["y"]), want, rtol=0, atol=3e-5)
 

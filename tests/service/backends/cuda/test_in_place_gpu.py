@@ -56,7 +56,7 @@ def in_and_out(op: Op, direction: PassDirection, layout: ChannelLayout, dtype: t
 )
 def test_in_place_the_bits_are_those_of_copies(backend, op, direction, layout, dtype, monkeypatch):
     jobs = in_and_out(op, direction, layout, dtype)
-    assert in_place.get_in_place_call(backend._places.take(Batch(tuple(jobs))), fusednorm) is not None
+    assert in_place.get_in_place_call(backend._buffer_allocator.allocate(Batch(tuple(jobs))), fusednorm) is not None
     together = run(backend, *jobs)
     alone = [run(backend, job)[0] for job in jobs]
     monkeypatch.setattr(in_place, "MOST_BYTES", 0)
@@ -74,7 +74,7 @@ def test_in_place_the_bits_are_those_of_copies(backend, op, direction, layout, d
 def test_rows_of_any_length_in_place(backend, rows, cols, dtype):
     x, residual = torch.randn(2, rows, cols).to(dtype)
     weight, bias = torch.randn(2, cols)
-    resident = backend.load(Op.LAYER_NORM, host(weight), host(bias))
+    resident = backend.load_parameters(Op.LAYER_NORM, host(weight), host(bias))
     spec = NormSpec(Op.LAYER_NORM, PassDirection.FORWARD, 1e-5, stats=True)
     tensors = {"x": host(x), "residual": host(residual)}
     (got,) = run(backend, NormJob(spec, tensors, layer(size=cols, backend_parameters=resident)))
@@ -90,7 +90,7 @@ def test_registered_memory_is_computed_where_it_is(backend, rows, dtype):
     descriptor, segment = make_segment(2**22, HostSegment)
     os.close(descriptor)
     memory = memoryview(segment)
-    registration = backend.share(memory)
+    registration = backend.register_host_memory(memory)
     assert registration is not None
     nbytes = rows * 1024 * dtype.itemsize
     shape, recurrence = (rows, 1024), ReplaySlot()
@@ -104,7 +104,7 @@ def test_registered_memory_is_computed_where_it_is(backend, rows, dtype):
         recurrence.is_unbatched = backend.is_better_unbatched(job)
         execution = backend.run(Batch((job,))).wait()
         assert execution.has_filled_buffers
-    (got,) = execution.outputs
+    (got,) = execution.results
     copied = NormJob(spec, {"x": host(back(x))})
     assert torch.equal(back(got["y"]), run(backend, copied)[0]["y"])
     del registration
@@ -112,7 +112,7 @@ def test_registered_memory_is_computed_where_it_is(backend, rows, dtype):
 
 def test_gradients_of_parameters_in_place(backend):
     weight, bias = torch.randn(2, 300)
-    resident = backend.load(Op.LAYER_NORM, host(weight), host(bias))
+    resident = backend.load_parameters(Op.LAYER_NORM, host(weight), host(bias))
     x, dy = torch.randn(2, 9, 300)
     spec = NormSpec(Op.LAYER_NORM, PassDirection.BACKWARD, 1e-5)
     job = NormJob(spec, {"x": host(x), "dy": host(dy)}, layer(size=300, backend_parameters=resident))
@@ -123,8 +123,8 @@ def test_gradients_of_parameters_in_place(backend):
 def test_memory_from_before_the_start_is_not_computed_in_place(backend, monkeypatch):
     (job, _) = in_and_out(Op.RMS_NORM, PassDirection.FORWARD, ChannelLayout.NCHW, torch.float32)
     (want,) = run(backend, job)
-    monkeypatch.setattr(backend._places, "_slabs", SlabPool(max_idle_bytes=0))
-    assert in_place.get_in_place_call(backend._places.take(Batch((job,))), fusednorm) is None
+    monkeypatch.setattr(backend._buffer_allocator, "_slabs", SlabPool(max_idle_bytes=0))
+    assert in_place.get_in_place_call(backend._buffer_allocator.allocate(Batch((job,))), fusednorm) is None
     (got,) = run(backend, job)
     assert all(torch.equal(got[name], want[name]) for name in want)
 

@@ -69,7 +69,7 @@ def backend():
 @pytest.fixture
 def graphs(backend, monkeypatch):
     counting = Counting()
-    monkeypatch.setattr(backend._replays, "_graphs", counting)
+    monkeypatch.setattr(backend._graph_cache, "_graphs", counting)
     return counting
 
 
@@ -79,7 +79,7 @@ def memory(backend):
     descriptor, segment = make_segment(2**22, HostSegment)
     os.close(descriptor)
     made = memoryview(segment)
-    registration = backend.share(made)
+    registration = backend.register_host_memory(made)
     assert registration is not None
     yield made
     del registration
@@ -91,7 +91,7 @@ def seeded():
 
 
 def computed(backend, job: NormJob) -> dict[str, torch.Tensor]:
-    (outputs,) = backend.run(Batch((job,))).wait().outputs
+    (outputs,) = backend.run(Batch((job,))).wait().results
     return {name: back(tensor) for name, tensor in outputs.items()}
 
 
@@ -191,7 +191,7 @@ def test_every_replay_is_right_and_has_the_calls_bits(backend, graphs, memory, s
     parameters, registered = {}, None
     if has_layer:
         parameters = {"weight": torch.randn(size), "bias": torch.randn(size)}
-        resident = backend.load(spec.op, host(parameters["weight"]), host(parameters["bias"]))
+        resident = backend.load_parameters(spec.op, host(parameters["weight"]), host(parameters["bias"]))
         registered = layer(op=spec.op, size=size, num_groups=spec.num_groups, backend_parameters=resident)
     names = ("x", "residual") if spec.direction is PassDirection.FORWARD else ("x", "dy")
     caller = Caller(backend, memory, spec, registered)
@@ -214,7 +214,7 @@ def test_layers_take_turns(backend, graphs, memory):
     layers = []
     for _ in range(2):
         weight, bias = torch.randn(2, 768)
-        resident = backend.load(Op.LAYER_NORM, host(weight), host(bias))
+        resident = backend.load_parameters(Op.LAYER_NORM, host(weight), host(bias))
         caller = Caller(backend, memory, registered=layer(size=768, backend_parameters=resident))
         layers.append((weight, bias, caller))
     for number in range(SOON + 20):
@@ -230,7 +230,7 @@ def test_layer_that_is_deleted_is_freed_and_another_takes_its_place(backend, gra
     gone = []
     for turn in range(3):
         weight, bias = torch.randn(2, 640)
-        resident = backend.load(Op.LAYER_NORM, host(weight), host(bias))
+        resident = backend.load_parameters(Op.LAYER_NORM, host(weight), host(bias))
         caller = Caller(backend, memory, registered=layer(size=640, backend_parameters=resident))
         for number in range(SOON + 10):
             x = torch.randn(3, 640)
