@@ -129,6 +129,8 @@ class ServerProcess:
         if self.process.poll() is None:
             self.process.kill()
             self.wait()
+        # A test may have killed it: what it wrote last is still read.
+        self._reader.join(5)
         assert self.process.stdout is not None
         self.process.stdout.close()
 
