@@ -4,7 +4,7 @@ import functools
 import ipaddress
 from dataclasses import dataclass
 
-# Of an IPv6 address: who has one has at least all others that begin alike.
+# Prefix length of an IPv6 tenant: the owner of one address has at least all others with the same prefix.
 _IPV6_NETWORK_BITS = 64
 
 
@@ -14,8 +14,8 @@ class ClientIdentity:
 
     Attributes:
         address: the client's IP address; `unix` on a Unix socket.
-        key: the name of its API key, never the key itself; None where no key was given or none is asked for.
-        max_inflight_bytes: of all requests with its key together; None where there is no such limit.
+        key: the name of its API key, never the key itself; None if no key was given or none is required.
+        max_inflight_bytes: limit of the bytes of all requests with its key together; None is no limit.
     """
 
     address: str
@@ -24,7 +24,7 @@ class ClientIdentity:
 
     @property
     def tenant_name(self) -> str:
-        """Whose share of the server's capacity the request takes: its key's, without one its address's.
+        """The name of the tenant to which the request is charged: by its key, or without a key by its address.
 
         IPv6 addresses of one /64 network are one tenant.
         """
@@ -35,13 +35,13 @@ class ClientIdentity:
 
 @functools.lru_cache(maxsize=1024)
 def make_anonymous_identity(address: str) -> ClientIdentity:
-    """A caller without a key; the same object each time, since each address sends many requests."""
+    """Return the identity of a caller without a key, cached because each address sends many requests."""
     return ClientIdentity(address)
 
 
 @functools.lru_cache(maxsize=1024)
 def _format_ipv6_prefix(address: str) -> str:
-    """The tenant of an IPv6 address."""
+    """Return the tenant's name for an IPv6 address: its /64 network, or the IPv4 address that it maps."""
     try:
         parsed = ipaddress.IPv6Address(address)
     except ValueError:

@@ -18,17 +18,17 @@ from normserve.admission.revocation import (
 from normserve.admission.tenants import Tenant, TenantTable
 from normserve.errors import NormserveError, OverloadedError, RequestTimeoutError, TooLargeError
 
-# What was given back longer ago hardly counts for the rate.
+# Time constant of the release rate: older releases hardly count.
 _MEMORY_S = 10.0
 _LONGEST_WAIT_S = 60.0
-# A tenant below its share comes next; so long its place is kept from those above theirs.
+# Wait suggested to a tenant below its share, which has priority meanwhile over tenants above theirs.
 _SHORTEST_WAIT_S = 1.0
-# At all bodies while one may stall.
+# Inspections of all bodies in the time that makes a slow body stalled.
 _LOOKS = 8
 
 
 class ReleaseRate:
-    """How many requests and bytes a second leave, of late: means that forget exponentially."""
+    """The recent rates at which requests and bytes are released, as exponentially weighted means."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -37,7 +37,7 @@ class ReleaseRate:
         self._bytes = 0.0
 
     def record_release(self, nbytes: int, requests: int = 1) -> None:
-        """A request has left now, or several, and so many bytes with them."""
+        """Record that requests have released their permits with `nbytes` in all."""
         now = self._clock()
         kept = math.exp((self._updated_at - now) / _MEMORY_S)
         self._requests = self._requests * kept + requests
@@ -45,17 +45,17 @@ class ReleaseRate:
         self._updated_at = now
 
     def estimate_seconds_for_requests(self, requests: int) -> float:
-        """How long so many will take to leave; 0 while nothing is known."""
+        """Estimate the seconds until this number of requests is released; 0 without recent releases."""
         return self._estimate_seconds(requests, self._requests)
 
     def estimate_seconds_for_bytes(self, nbytes: int) -> float:
-        """How long so many will take to leave; 0 while nothing is known."""
+        """Estimate the seconds until `nbytes` are released; 0 without recent releases."""
         return self._estimate_seconds(nbytes, self._bytes)
 
     def _estimate_seconds(self, amount: float, left: float) -> float:
         now = self._clock()
         remembered = left * math.exp((self._updated_at - now) / _MEMORY_S)
-        # Since the start, less than the whole memory has been filled.
+        # Soon after the start, the means cover less than the time constant.
         span = _MEMORY_S * (1 - math.exp((self._started_at - now) / _MEMORY_S))
         return amount * span / remembered if remembered else 0.0
 
@@ -76,8 +76,8 @@ class AdmissionBudget:
         on_revoked: Callable[[str], None] = lambda reason: None,
     ) -> None:
         """Args:
-        stall_s: a body that came too slowly for so long gives way to a newcomer.
-        on_revoked: told each time a permit is taken away, and why: one of `revocation.REASONS`.
+        stall_s: a body that was too slow for this time can be aborted for another request.
+        on_revoked: called for each revoked permit with the reason, one of `revocation.REASONS`.
         """
         self._max_requests = max_requests
         self._max_bytes = max_bytes
@@ -95,19 +95,19 @@ class AdmissionBudget:
 
     @property
     def tenant_count(self) -> int:
-        """Those that hold something, or were refused of late and are not forgotten yet."""
+        """The number of tenants that hold permits or were refused recently."""
         return self._tenants.sharing_count
 
     def acquire(self, nbytes: int, tenant: str = "", max_inflight_bytes: int | None = None) -> "Permit":
         """Admit one request that brings `nbytes`.
 
         Args:
-            tenant: whose share it takes.
-            max_inflight_bytes: of all requests of that tenant together, whatever is free; None is no limit.
+            tenant: the tenant to which the request is charged.
+            max_inflight_bytes: limit of the bytes of all that tenant's requests together; None is no limit.
 
         Raises:
-            OverloadedError: the budget of requests or of bytes is spent, or the tenant's own is; it says when what
-                is inside now will have left, at the rate of late.
+            OverloadedError: the budget of requests or of bytes is spent, or the tenant's own is; its retry time is
+                the estimated time until the current requests have been released.
             TooLargeError: `max_inflight_bytes` is less than `nbytes`.
         """
         holder = self._tenants_by_name.get(tenant) or self._tenants.add_tenant(tenant)
@@ -132,22 +132,22 @@ class AdmissionBudget:
 
     @property
     def free_capacity(self) -> tuple[int, int]:
-        """Requests and bytes that are free, and that nobody has a better claim to."""
+        """The free requests and bytes of the budget; none while a refused tenant has priority."""
         if self._tenants.priority_count:
             return 0, 0
         return self._max_requests - self.request_count, self._max_bytes - self.used_bytes
 
     def adjust_unpermitted(self, requests: int, nbytes: int) -> None:
-        """Count requests without permits, which found `free_capacity`; negative numbers give that back."""
+        """Charge requests without permits that fit into `free_capacity`; negative numbers release them."""
         self.request_count += requests
         self.used_bytes += nbytes
 
     def record_unpermitted_release(self, requests: int, nbytes: int) -> None:
-        """So many requests without permits have left, and so many bytes with them."""
+        """Record the release of requests without permits for the release rate."""
         self._release_rate.record_release(nbytes, requests)
 
     def grow_permit(self, permit: "Permit", nbytes: int) -> None:
-        """Take more bytes for a permit that is held; see `Permit.grow`."""
+        """Add bytes to an unreleased permit; see `Permit.grow`."""
         holder = permit.tenant
         if permit.max_inflight_bytes is not None:
             self._require_tenant_limit(permit.max_inflight_bytes, holder, nbytes)
@@ -158,16 +158,16 @@ class AdmissionBudget:
         permit.nbytes += nbytes
 
     def release_permit(self, permit: "Permit") -> None:
-        """Called once by each permit that was not revoked."""
+        """Release a permit that was not revoked; each permit calls this once."""
         self._subtract_permit(permit)
         self._release_rate.record_release(permit.nbytes)
 
     def start_receiving(self, permit: "Permit", body: RevocableBody, due_bytes_per_s: float) -> None:
-        """A permit's body is being received; see `Permit.start_receiving`."""
+        """Make a permit revocable while its body is received; see `Permit.start_receiving`."""
         self._body_rates[permit] = BodyRate(body, due_bytes_per_s, self._stall_s, self._clock())
 
     def end_receiving(self, permit: "Permit") -> None:
-        """It has been received, or will not be."""
+        """End the time in which a permit is revocable: its body is complete, or will not be."""
         del self._body_rates[permit]
 
     def _subtract_permit(self, permit: "Permit") -> None:
@@ -190,12 +190,14 @@ class AdmissionBudget:
         )
 
     def _make_room(self, holder: Tenant, requests: int, nbytes: int, asking: "Permit | None") -> None:
-        """Let a tenant have so much more although others want it too, or it is not there.
+        """Revoke permits of unfinished bodies until a tenant's request fits; refuse it if that is not possible.
 
-        Args: asking: the permit that grows; it gives nothing up for itself.
+        Also refuse a tenant beyond its share while another tenant has priority.
+
+        Args: asking: the permit that grows, which is not revoked; None for a new request.
 
         Raises:
-            OverloadedError: it may not.
+            OverloadedError: the request is refused.
         """
         now = self._clock()
         tenants = self._tenants
@@ -209,7 +211,7 @@ class AdmissionBudget:
             revoked = choose_permits_to_revoke(
                 ((permit, inflow) for permit, inflow in self._body_rates.items() if permit is not asking),
                 lacking,
-                # Only who is within its share may take from those that are above theirs.
+                # Only for a tenant within its share are permits of tenants above theirs revoked.
                 share if is_within else None,
                 now,
                 looks_at_all=not lacking.is_covered and self._claim_inspection(now),
@@ -224,7 +226,7 @@ class AdmissionBudget:
         raise error
 
     def _claim_inspection(self, now: float) -> bool:
-        """A flood of those that are refused need not look at each body each time."""
+        """Return whether all bodies may be inspected now, which is limited in case many requests are refused."""
         if now < self._next_inspection_at:
             return False
         self._next_inspection_at = now + self._stall_s / _LOOKS
@@ -265,18 +267,19 @@ def _clamp_retry_after(seconds: float) -> float:
 
 
 class Permit:
-    """The right of one request to be inside.
+    """The right of one request to be in progress, and to use memory.
 
-    Release it when the last byte is out, or once the client is gone and the device no longer works for it.
-    While the request's body is being received, from `start_receiving` to `complete_body`, it may be revoked.
+    Release it when the response's last byte is sent, or once the client has disconnected and the device no longer
+    works on the request.  While the request's body is being received, from `start_receiving` to `complete_body`,
+    it may be revoked.
 
     Attributes:
-        tenant: who holds it.
-        max_inflight_bytes: of all requests of that one together; None is no limit.
-        nbytes: of the budget, that it holds.
+        tenant: the tenant to which the permit is charged.
+        max_inflight_bytes: limit of the bytes of all that tenant's requests together; None is no limit.
+        nbytes: the bytes of the budget that the permit holds.
     """
 
-    # Of the class, as long as nothing else is said: most permits never are anything else.
+    # Defaults are class attributes, since most permits never change them.
     max_inflight_bytes: int | None = None
     _is_receiving = False
     _is_revoked = False
@@ -287,10 +290,10 @@ class Permit:
         self.nbytes = nbytes
 
     def grow(self, nbytes: int) -> None:
-        """Ask for more bytes: of a body whose length was not announced, or for what its computation takes.
+        """Take more bytes, for a body of unannounced length or for the memory of the computation.
 
         Raises:
-            OverloadedError: a budget is spent, or the permit was revoked; it holds what it held.
+            OverloadedError: a budget is spent, or the permit was revoked; `nbytes` is unchanged.
             TooLargeError: the tenant's own budget is less than `nbytes`.
         """
         if self._is_revoked:
@@ -299,28 +302,28 @@ class Permit:
             self._budget.grow_permit(self, nbytes)
 
     def start_receiving(self, body: RevocableBody, due_bytes_per_s: float) -> None:
-        """The body is being received from now on: others may be given what it holds.
+        """Make the permit revocable from now on, while its body is received.
 
-        Args: due_bytes_per_s: a body that comes more slowly is not waited for while others want its place.
+        Args: due_bytes_per_s: a body that is slower than this can be aborted for another request.
         """
         if self._budget is not None:
             self._is_receiving = True
             self._budget.start_receiving(self, body, due_bytes_per_s)
 
     def complete_body(self) -> None:
-        """The body is whole: the permit can no longer be revoked."""
+        """Make the permit irrevocable, because its body is complete."""
         if self._is_receiving and self._budget is not None:
             self._is_receiving = False
             self._budget.end_receiving(self)
 
     def revoke(self) -> None:
-        """Called by the limits, which have taken everything back."""
+        """Mark the permit as revoked; the budget calls this, and takes back all requests and bytes."""
         self.complete_body()
         self._budget = None
         self._is_revoked = True
 
     def release(self) -> None:
-        """Give everything back; a second call does nothing, nor does one for what was revoked."""
+        """Release the permit's request and bytes; do nothing if it was released or revoked before."""
         if self._is_receiving:
             self.complete_body()
         limits, self._budget = self._budget, None

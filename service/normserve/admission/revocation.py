@@ -7,30 +7,30 @@ from typing import NamedTuple, Protocol, TypeVar
 from normserve.admission.tenants import Tenant, TenantShare
 from normserve.errors import NormserveError
 
-#: Why a body gave way: it came too slowly, or its tenant had more than its share and the newcomer's less.
+#: Why a body was aborted: it was too slow, or its tenant was above its share and the new request's tenant within.
 STALLED, SHARE = REASONS = ("stalled", "share")
 
 
 class RevocableBody(Protocol):
-    """A request's body as it is received.
+    """A request's body while it is received.
 
     Attributes:
-        received_bytes: bytes that have come.
-        is_complete: its last byte has come.
+        received_bytes: the number of received bytes.
+        is_complete: whether the last byte has been received.
     """
 
     received_bytes: int
     is_complete: bool
 
     def abort(self, error: NormserveError) -> None:
-        """End it: its memory is freed at once, and the caller that waits for it gets the error."""
+        """Abort the body: its memory is freed at once, and the caller that waits for the body gets the error."""
 
 
 class BodyRate:
-    """How fast a body comes.  It is looked at only where others want its place, and costs nothing before.
+    """The rate at which a body is received, measured only when another request needs its memory.
 
     Attributes:
-        is_stalled: it came more slowly than it was due, when it was last looked at.
+        is_stalled: whether the body was slower than its due rate at the last measurement.
     """
 
     def __init__(self, body: RevocableBody, due_bytes_per_s: float, stall_s: float, now: float) -> None:
@@ -44,7 +44,10 @@ class BodyRate:
         self._bytes_per_s: float | None = None
 
     def measure_relative_rate(self, now: float) -> float:
-        """Its rate of late over the one that is due; that of a body which has just begun as if it had for long."""
+        """Return the body's recent rate, divided by its due rate.
+
+        In the first `stall_s` seconds, the received bytes are divided by `stall_s`.
+        """
         came, span = self.body.received_bytes - self._received_bytes, now - self._measured_since
         if span >= self._stall_s:
             rate = self._bytes_per_s = came / span
@@ -56,14 +59,14 @@ class BodyRate:
 
 
 class RevocablePermit(Protocol):
-    """A permit, as far as it matters here."""
+    """The attributes of a permit that the choice depends on."""
 
     tenant: Tenant
     nbytes: int
 
 
 class CapacityShortfall(NamedTuple):
-    """What the newcomer needs beyond what is free; 0 or less of what there is enough of."""
+    """The requests and bytes that a new request needs beyond the free ones; 0 or less if enough are free."""
 
     request_count: int
     nbytes: int
@@ -73,11 +76,11 @@ class CapacityShortfall(NamedTuple):
         return self.request_count <= 0 and self.nbytes <= 0
 
     def subtract_permit(self, held: RevocablePermit) -> "CapacityShortfall":
-        """What still lacks once a permit is revoked."""
+        """Return the shortfall that remains once a permit is revoked."""
         return CapacityShortfall(self.request_count - 1, self.nbytes - held.nbytes)
 
     def add_permit(self, held: RevocablePermit) -> "CapacityShortfall":
-        """What lacks if a permit is not revoked after all."""
+        """Return the shortfall without the revocation of a permit."""
         return CapacityShortfall(self.request_count + 1, self.nbytes + held.nbytes)
 
 
@@ -92,15 +95,16 @@ def choose_permits_to_revoke(
     *,
     looks_at_all: bool = True,
 ) -> list[tuple[_H, str]] | None:
-    """The permits to revoke and why; None where all that could be are too few.
+    """Choose the permits to revoke, with the reasons; return None if the shortfall cannot be covered.
 
-    Stalled ones come first, then the others of tenants above their share; among them the slowest, the largest of
-    equally slow ones.
+    Stalled bodies are aborted first, then others of tenants above their share; each time the slowest first, and the
+    largest of equally slow ones.
 
     Args:
-        receiving: those whose body is not known to be whole.
-        share: each tenant's, if the newcomer may take from those that hold more.
-        looks_at_all: also at bodies that did not stall when they were last looked at, which takes its time.
+        receiving: the permits whose body may be incomplete.
+        share: each tenant's share, if permits of tenants above it may be revoked; else None.
+        looks_at_all: whether to measure also bodies that were not stalled at their last measurement, which takes
+            longer.
     """
     if lacking.is_covered:
         return []
@@ -125,7 +129,10 @@ def _rank_candidates(
     now: float,
     looks_at_all: bool,
 ) -> list[tuple[bool, float, int, _H]]:
-    """Those that may give way in the order in which they do, each behind what that order is by; none if too few."""
+    """List revocable permits in the order of revocation, each after its sort keys; none if they are too few.
+
+    The keys are whether the body is not stalled, its relative rate, and the negative bytes of the permit.
+    """
     possible = [
         (held, inflow)
         for held, inflow in receiving
@@ -146,21 +153,24 @@ def _rank_candidates(
 
 
 def _is_above_share(tenant: Tenant, share: TenantShare | None) -> bool:
-    """Whether a tenant has more than its share of anything."""
+    """Return whether a tenant has more than its share of requests or of bytes."""
     return share is not None and (tenant.request_count > share.max_requests or tenant.used_bytes > share.max_bytes)
 
 
 def _is_above_share_of_shortfall(
     share: TenantShare | None, lacking: CapacityShortfall, requests: int, nbytes: int
 ) -> bool:
-    """Whether a tenant has more than its share of what lacks."""
+    """Return whether a tenant has more than its share of a resource that has a shortfall."""
     return share is not None and not share.is_enough_for(
         requests if lacking.request_count > 0 else 0, nbytes if lacking.nbytes > 0 else 0
     )
 
 
 def _drop_unneeded(chosen: list[tuple[_H, str]], lacking: CapacityShortfall) -> list[tuple[_H, str]]:
-    """Without those that help nothing, or that a larger one, chosen after them, has made superfluous."""
+    """Return the chosen permits without those that the shortfall does not need.
+
+    A permit may be unneeded because a larger one was chosen after it.
+    """
     kept = []
     for held, reason in chosen:
         if lacking.add_permit(held).is_covered:

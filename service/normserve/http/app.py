@@ -45,7 +45,7 @@ from normserve.settings import Settings
 
 # How long the device's thread may take to finish its current work once no request waits for it.
 _STOP_S = 2.0
-# Memory for what is prepared of requests over HTTP, of all clients together.
+# Memory for the prepared calls of all HTTP clients together.
 _PREPARED_BYTES = 16 * 2**20
 # How long a collector may take to accept the last traces.
 _LAST_TRACES_S = 2.0
@@ -54,7 +54,7 @@ _LAST_TRACES_S = 2.0
 def create_app(
     settings: Settings, make_backend: Callable[[], Backend] | None = None, siblings: SiblingProcesses | None = None
 ) -> FastAPI:
-    """The application; a server calls `app.state.entrance`, and `app.state.service` has the objects that it uses.
+    """Create the application: `app.state.entrance` is the ASGI entrance, `app.state.service` the shared objects.
 
     Args:
         make_backend: called on the thread that will own the device; by default the settings choose the backend.
@@ -132,7 +132,7 @@ def create_app(
 def _make_inference_routers(
     service: ApplicationServices, bodies: BodyReader, prepared: PreparedCallCache
 ) -> list[APIRouter]:
-    """The routers of the paths below `/v2`."""
+    """Make the routers of the paths below `/v2`."""
     models = ModelCatalogue(service.layers)
     statistics = InferenceStatistics(lambda: [model.name for model in models.list_models()])
     regions = service.regions

@@ -34,7 +34,7 @@ class BodyReader:
 
     Attributes:
         max_body_bytes: limit of one body.
-        max_pause_s, max_total_s: longest pause within a body, and longest time for the whole body.
+        max_pause_s, max_total_s: longest pause within a body, and longest time for the complete body.
         min_bytes_per_s, grace_s: minimum mean rate of a body, and the time after which it applies.
     """
 
@@ -46,7 +46,7 @@ class BodyReader:
     grace_s: float = 0.0
 
     async def receive_operation_body(self, exchange: HttpExchange) -> memoryview:
-        """Receive the body of an operation whose head is valid; the server's work on the request begins then.
+        """Receive the body of an operation whose head is valid, then begin the request's processing.
 
         Raises:
             NormserveError: the request is not admitted, or its body does not arrive.
@@ -58,11 +58,11 @@ class BodyReader:
         return body
 
     async def receive_body(self, exchange: HttpExchange) -> memoryview:
-        """Acquire a permit, and only then receive the body.  After an error the permit is released.
+        """Acquire a permit, then receive the body.  After an error the permit is released.
 
         Raises:
             TooLargeError: the body is longer than allowed; if its length is announced, it is refused unread.
-            OverloadedError: there is no permit or no memory, or they were taken away for other requests.
+            OverloadedError: there is no permit or no memory, or the permit was revoked for another request.
             RequestTimeoutError: the client was too slow.
             ClientLeftError: the client disconnected.
         """
@@ -96,17 +96,17 @@ class BodyReader:
         return body
 
     def acquire_permit(self, request: RequestLifecycle, nbytes: int) -> Permit:
-        """Take a permit for a body of so many bytes.
+        """Take a permit for a body of `nbytes`.
 
         Raises:
-            TooLargeError: no body may be this long, or none of this client.
+            TooLargeError: `nbytes` exceeds the limit of all bodies or of this client.
             OverloadedError: there is no permit.
         """
         self.require_body_limit(nbytes)
         return request.acquire_permit(nbytes)
 
     def compute_due_bytes_per_s(self, announced: int) -> float:
-        """The rate below which a body may lose its permit to other requests: it would not be complete in time."""
+        """Return the rate below which a body's permit may be revoked: the body would not be complete in time."""
         return max(self.min_bytes_per_s, announced / self.max_total_s, _SLOWEST)
 
     def require_body_limit(self, nbytes: int) -> None:
@@ -127,8 +127,9 @@ class _BodyBuffer:
     slab: memoryview | None = None
 
     async def allocate_ahead(self) -> None:
-        """Allocate slow memory on another thread, while the event loop serves other requests: pinning takes
-        milliseconds, and other requests take microseconds.
+        """Allocate slow memory on another thread, while the event loop serves other requests.
+
+        Pinning memory takes milliseconds, and other requests take microseconds.
 
         Raises:
             OverloadedError: there is no memory.
@@ -141,7 +142,7 @@ class _BodyBuffer:
             self.slab = await make_on_thread(self._borrow_slab, self.content_length)
 
     def allocate(self, nbytes: int) -> memoryview:
-        """A slab of `nbytes`, within the permit; larger if the body's length is unknown."""
+        """Return a slab of `nbytes`; for a body of unknown length a larger one, for which the permit grows."""
         if self.slab is not None:
             slab, self.slab = self.slab, None
             return slab

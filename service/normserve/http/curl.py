@@ -10,33 +10,33 @@ _EXAMINED_BYTES = 4096
 
 
 def make_example_line(url: str, *, with_key: bool, with_certificate: bool = False) -> str:
-    """A command line that normalises the sample with only curl and a shell."""
+    """Format a command line that normalises the sample with only curl and a shell."""
     curl = make_curl_command(url, with_certificate=with_certificate)
     key = ' -H "Authorization: Bearer $NORMSERVE_API_KEY"' if with_key else ""
     return f"{curl} {url}/sample.npy | {curl}{key} --data-binary @- -D - -o y.npy {url}/v1/layer_norm"
 
 
 def make_curl_command(url: str, *, with_certificate: bool) -> str:
-    """curl with its TLS options: the server's certificate authority, and a client certificate with its key."""
+    """Format curl with its TLS options: the server's certificate authority, and a client certificate."""
     if not url.startswith("https:"):
         return "curl -s"
     return "curl -s --cacert ca.pem" + (" --cert client.pem" if with_certificate else "")
 
 
 def is_form_type(content_type: str) -> bool:
-    """Whether a Content-Type is curl's default for a body."""
+    """Return whether a Content-Type is curl's default for a body."""
     return content_type.partition(";")[0].strip().lower() == _FORM
 
 
 def add_curl_hint(error: NormserveError, body: memoryview) -> NormserveError:
-    """An error about a body that was sent as a form, with a hint if `curl -d` seems to have changed the body."""
+    """Add a hint to an error about a body that was sent as a form, if `curl -d` seems to have changed the body."""
     if not _is_altered_by_curl(body):
         return error
     return type(error)(f"{error.detail}; curl leaves out line breaks and zeros with -d, not with --data-binary")
 
 
 def _is_altered_by_curl(body: memoryview) -> bool:
-    """Whether a body may be a file sent with `curl -d @FILE`, which removes zero bytes and line breaks.
+    """Return whether a body may be sent with `curl -d @FILE`, which removes zero bytes and line breaks.
 
     Args: body: a format with such bytes near its beginning: npy, safetensors or another binary format.
     """

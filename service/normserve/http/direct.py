@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 class DirectRoute(APIRoute):
     """A FastAPI route, documented like any other, that calls its handler without solving dependencies.
 
-    There are none to solve: the handlers read query and body themselves.  It halves the time that a small
+    The handlers read query and body themselves, so they have no dependencies.  This halves the time that a small
     request spends in the framework.
     """
 

@@ -24,11 +24,11 @@ class HttpExchange(RequestLifecycle):
     A task runs the route, which awaits the result of a job; errors are raised to the edge, which sends them.
 
     Attributes:
-        scope: the request as ASGI has it.
+        scope: the request's ASGI scope.
         path: the request's path, without the application's root path.
         incoming_body: receives the request's body.
         response_sender: sends the response.
-        send_response: sends a whole response: status, headers, the body in pieces, and its length in bytes.
+        send_response: sends a complete response: status, headers, the body in pieces, and its length in bytes.
         is_client_disconnected: the connection ended before the response was complete.
     """
 
@@ -56,13 +56,13 @@ class HttpExchange(RequestLifecycle):
         self._find_route_template = find_route
 
     async def await_result(self) -> NormResult:
-        """Wait for the result of the job that has just been begun, unless the client leaves before it runs.
+        """Wait for the result of the submitted job; cancel the job if the client disconnects before it runs.
 
         Raises:
-            NormserveError: the deadline passes, the client leaves, or the device reports an error.
+            NormserveError: the deadline passes, the client disconnects, or the device reports an error.
         """
         self._result = asyncio.get_running_loop().create_future()
-        # A job that already runs is waited for: the permit is held as long as the device works.
+        # A running job is awaited: the permit is held as long as the device works.
         self.response_sender.on_disconnect = self.cancel_job
         try:
             return await self._result

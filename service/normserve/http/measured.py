@@ -1,4 +1,4 @@
-"""What is measured of a computation, and how the headers of its response say it."""
+"""The measurements of a computation, and the response headers that contain them."""
 
 import time
 from typing import NamedTuple
@@ -11,7 +11,7 @@ _TIMING = b", ".join(b"%b;dur=%%.9f" % stage for stage in (b"recv", b"queue", b"
 
 
 class LaunchMeasurements(NamedTuple):
-    """Seconds by stage, and the rest of what `NormResult` says of the launch."""
+    """The seconds of each stage of a request, and the measurements of its launch in `NormResult`."""
 
     recv_s: float
     queue_s: float
@@ -23,7 +23,7 @@ class LaunchMeasurements(NamedTuple):
     batch_size: int
 
     def make_headers(self) -> Headers:
-        """The headers of a response that say this."""
+        """Return the response headers with these measurements."""
         return [
             (b"server-timing", _TIMING % tuple([1000 * seconds for seconds in self[:5]])),
             (b"x-kernel-bytes", b"%d" % self.kernel_bytes),
@@ -33,7 +33,7 @@ class LaunchMeasurements(NamedTuple):
 
 
 def record_result(record: RequestRecord, result: NormResult, began: float) -> LaunchMeasurements:
-    """Write a result's times into the request's record; return what the headers of its response say.
+    """Write a result's times into the request's record; return the measurements for the response's headers.
 
     Args: began: when serialisation of the response began, by `time.perf_counter`.
     """

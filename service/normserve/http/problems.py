@@ -27,7 +27,7 @@ _CLOSING = (
 )
 
 NO_SNIFFING = (b"x-content-type-options", b"nosniff")
-"""On every response: browsers must use the declared content type."""
+"""A header of every response: browsers must use the declared content type."""
 
 
 def make_problem_response(
@@ -35,7 +35,7 @@ def make_problem_response(
 ) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
     """Render an error as a response: its status, its headers and its body.
 
-    Args: target: the request's path, or its whole target; empty if unknown.
+    Args: target: the request's path, or its complete target; empty if unknown.
     """
     status = get_status(error)
     is_plain = _INFERENCE_PROTOCOL.match(target) is not None
@@ -54,7 +54,7 @@ def make_problem_response(
 
 
 def render_problem_response(error: NormserveError, target: str = "") -> bytes:
-    """The whole response, in bytes, to input that never became a request.
+    """Render the complete response to invalid input that is not a request, as bytes.
 
     Args: target: the request target, as far as it was received.
     """

@@ -8,12 +8,12 @@ from normserve.http.transport import Buffers, Headers
 
 
 def make_response_headers(nbytes: int, media_type: bytes, headers: Headers) -> list[tuple[bytes, bytes]]:
-    """The headers of a response of `nbytes`, without those that every response has."""
+    """Return the headers of a response of `nbytes`, without those that every response has."""
     return [(b"content-type", media_type), (b"content-length", b"%d" % nbytes), *headers]
 
 
 class BuffersResponse(Response):
-    """A body in several buffers, sent without a copy; complete when the kernel has taken the last of them.
+    """A response whose body is in several buffers, sent without a copy; complete when the kernel has taken all.
 
     For requests whose body has been received: it does not use ASGI messages.
     """

@@ -129,7 +129,7 @@ class ApplicationServices:
         )
 
     def _load_keyring(self) -> Keyring | None:
-        """The accepted API keys; None if no key is required."""
+        """Return the accepted API keys; None if no key is required."""
         if self._keys_file is not None:
             keys = Keyring(self._keys_file.read())
         elif self.settings.api_key is not None:

@@ -1,4 +1,4 @@
-"""The same application in several processes that another program starts, stops and sends requests to.
+"""Replicas: processes of one application that another program starts, stops and sends requests to.
 
 Such replicas know neither their number nor each other's addresses; they share a `ReplicaStateTable`.
 """
@@ -16,18 +16,18 @@ from normserve.metrics.exposition import merge_expositions
 from normserve.peers.siblings import SiblingProcesses
 from normserve.settings import Settings
 
-# How old the metrics of others may be that one scrape shows.
+# Interval at which replicas publish metrics, so the largest age of another's metrics in a scrape.
 _POST_S = 2.0
-# Who has said nothing for so long is gone.
+# A replica that has published nothing for this long is regarded as ended.
 _FRESH_S = 10.0
 _ANSWER_S = 2.0
 
-#: Notes a process's text on the board, under a number that grows; what all have there comes back.
+#: Publishes a process's text in the table under an increasing number; returns the texts of all replicas.
 BoardCall = Callable[[str, int, bytes], Awaitable[Mapping[str, bytes]]]
 
 
 class ReplicaScaling(BaseModel):
-    """How many replicas there may be, and what each of them gets."""
+    """The number of replicas, and the resources of each."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -44,11 +44,11 @@ class ReplicaScaling(BaseModel):
         return self
 
     def make_replica_settings(self, settings: Settings) -> Settings:
-        """What one replica is told: its device, and no more threads than cores are its own.
+        """Return one replica's settings: its device, and by default no more threads than it has cores.
 
         Raises:
-            ValueError: they ask for clients that share memory, which is with one process on one host, or for front
-                ends, where Ray's proxies have the connections.
+            ValueError: the settings enable clients that share memory, which needs one process on their host, or
+                front ends, although Ray's proxies have the connections.
         """
         if settings.local is not None:
             raise ValueError(
@@ -73,12 +73,12 @@ class ReplicaScaling(BaseModel):
         backend = "triton" if self.device == "gpu" else "torch"
         threads = settings.cpu_threads or max(1, int(self.cpus_per_replica))
         own = {"backend": backend, "cpu_threads": threads, "uds": None, "devices": ""}
-        # Where Ray's proxy listens is nothing that the settings say.
+        # The settings do not have the address at which Ray's proxy listens.
         own["allowed_hosts"] = settings.allowed_hosts or "*"
         return settings.model_copy(update=own)
 
     def make_deployment_options(self, settings: Settings) -> dict[str, Any]:
-        """What Ray Serve is told about the deployment."""
+        """Return the options of the deployment for Ray Serve."""
         return {
             "ray_actor_options": {"num_cpus": self.cpus_per_replica, "num_gpus": int(self.device == "gpu")},
             "autoscaling_config": {
@@ -86,7 +86,7 @@ class ReplicaScaling(BaseModel):
                 "max_replicas": self.max_replicas,
                 "target_ongoing_requests": self.target_ongoing_requests,
             },
-            # Beyond what a replica admits, so that it is the one that refuses, with its own error.
+            # More than a replica admits, so that the replica refuses requests, with its own error.
             "max_ongoing_requests": 2 * settings.max_inflight_requests,
             "graceful_shutdown_timeout_s": settings.drain_s,
             "health_check_period_s": 2.0,
@@ -94,14 +94,14 @@ class ReplicaScaling(BaseModel):
 
 
 class ReplicaStateTable:
-    """What each replica last said of itself, as Prometheus' text."""
+    """The last published metrics of each replica, as Prometheus text."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._states: dict[str, tuple[int, float, bytes]] = {}
 
     def publish(self, process: str, number: int, text: bytes) -> dict[str, bytes]:
-        """Note a text unless a later one of the same process is there; give those of all that still speak."""
+        """Store a process's text unless a later one is stored; return the texts of all live replicas."""
         now = self._clock()
         if process not in self._states or self._states[process][0] < number:
             self._states[process] = (number, now, text)
@@ -110,7 +110,7 @@ class ReplicaStateTable:
 
 
 class ReplicaSiblings(SiblingProcesses):
-    """The others, as one replica sees them: on the board, where each has a name that labels its metrics, too."""
+    """The other replicas, which share the state table; each has a name there that also labels its metrics."""
 
     def __init__(self, name: str, exchange: BoardCall) -> None:
         super().__init__(None)
@@ -119,16 +119,16 @@ class ReplicaSiblings(SiblingProcesses):
         self._version = 0
 
     async def render_metrics(self, own: bytes) -> bytes:
-        """The text of all that speak; of this one alone while the board does not answer.
+        """Return the metrics of all live replicas; only this replica's if the state table does not answer.
 
-        Whoever is asked next shows no less of this one than is shown now, so that no counter seems to fall.
+        This replica's metrics are published first, so that no counter decreases if another replica is scraped next.
         """
         texts = dict(await self._publish(own))
         texts[self._name] = own
         return merge_expositions(texts, texts)
 
     async def publish_regularly(self, render: Callable[[], bytes]) -> None:
-        """Tell the board of oneself until cancelled."""
+        """Publish this replica's metrics at intervals until cancelled."""
         while True:
             await self._publish(render())
             await asyncio.sleep(_POST_S)
@@ -140,7 +140,7 @@ class ReplicaSiblings(SiblingProcesses):
         return {}
 
     def require_changeable_layers(self) -> NoReturn:
-        """Raises: MethodNotAllowedError: a replica that is started later would not know of the change."""
+        """Raises: MethodNotAllowedError: a replica that is started later would not have the change."""
         raise MethodNotAllowedError(
             "layers come from the checkpoint here: replicas come and go, and one registered by a request "
             "would be known to one of them only",

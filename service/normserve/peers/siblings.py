@@ -1,4 +1,4 @@
-"""The processes of one server, as each of them sees the others.
+"""The processes of one server, and the connections between them.
 
 Every process owns a device and its own copy of the registered layers.  They communicate over Unix domain sockets
 in a folder that only the server's user may enter, with frames that no HTTP server accepts, so that a client's
@@ -29,10 +29,10 @@ log = logging.getLogger(__name__)
 
 Question = Mapping[str, str]
 
-#: Answers a question; what it pushes is called when the connection ends, however it does.
+#: Answers a request; the callbacks that it pushes are called when the connection ends for any reason.
 Handler = Callable[[Question, contextlib.AsyncExitStack], Awaitable[bytes]]
 
-# One that starts or hangs must not hold up a scrape for longer than Prometheus waits.
+# A process that starts or hangs must not delay a scrape for longer than Prometheus waits.
 _ANSWER_S = 2.0
 _PEER = struct.Struct("3i")
 _READ_BYTES = 64 * 1024
@@ -43,14 +43,14 @@ _GOOD, _BAD = b"+", b"-"
 
 @dataclass(frozen=True, slots=True)
 class FleetPosition:
-    """Which process of a fleet this one is.
+    """The index of this process in its fleet, with its device and the fleet's folder.
 
     Attributes:
-        index, count: this one among all.
-        device: what it owns, as `--devices` names it.
-        restarts: how often one in this place has ended before it was to.
-        folder: of the fleet's sockets and registered layers.
-        is_shown: clients see which process is which.
+        index, count: this process's index, and the number of processes.
+        device: the device that it owns, as `--devices` names it.
+        restarts: how often the process with this index has ended unexpectedly.
+        folder: the folder of the fleet's sockets and registered layers.
+        is_shown: whether clients see which process is which.
     """
 
     index: int
@@ -61,19 +61,19 @@ class FleetPosition:
     is_shown: bool = True
 
     def get_socket_path(self, index: int) -> Path:
-        """Where the sibling of that index listens."""
+        """Return the path of the socket on which the process with this index listens."""
         return self.folder / f"{index}.sock"
 
 
 class SiblingRefusedError(Exception):
-    """A sibling answered that it cannot."""
+    """A sibling refused a request, or its answer is malformed."""
 
 
 class FrameStream:
     """Frames that are exchanged over a connection of an event loop."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, max_bytes: int) -> None:
-        """Args: max_bytes: of the content of a received frame."""
+        """Args: max_bytes: limit of the content of a received frame."""
         self._reader, self._writer = reader, writer
         self._frame_reader = FrameReader(max_bytes)
         self._received_frames: deque[bytes] = deque()
@@ -82,12 +82,12 @@ class FrameStream:
         """Send a frame.
 
         Raises:
-            ConnectionError: the other process is gone.
+            ConnectionError: the other process has ended.
         """
         try:
             self._writer.write(PREFIX.pack(len(content), 0) + content)
         except RuntimeError as error:
-            # What uvloop says of a connection that has ended meanwhile.
+            # uvloop raises this if the connection has ended meanwhile.
             raise ConnectionResetError("the other process has ended") from error
         await self._writer.drain()
 
@@ -126,12 +126,12 @@ class SiblingConnection:
         self._stream = FrameStream(reader, writer, _ANSWER_BYTES)
 
     async def send_request(self, question: Question, timeout_s: float) -> bytes:
-        """What the sibling answers.
+        """Send a request to the sibling; return the content of its response.
 
         Raises:
-            RefusedError: it said why it cannot, or what is no answer.
-            ConnectionError: it is gone.
-            TimeoutError: it said nothing in time.
+            SiblingRefusedError: the sibling refused the request, or its response is malformed.
+            ConnectionError: the sibling has ended.
+            TimeoutError: the sibling did not answer in time.
         """
         async with asyncio.timeout(timeout_s):
             await self._stream.send_frame(json.dumps(question).encode())
@@ -142,7 +142,7 @@ class SiblingConnection:
             return answer[1:]
         if answer[:1] == _BAD:
             raise SiblingRefusedError(answer[1:].decode(errors="replace"))
-        # It is there, and must not count as gone.
+        # The sibling runs, and must not count as ended.
         raise SiblingRefusedError("its answer is malformed")
 
     def close(self) -> None:
@@ -151,11 +151,11 @@ class SiblingConnection:
 
 
 class SiblingProcesses:
-    """The other processes; none where there is no fleet.
+    """The other processes of the fleet; none if there is no fleet.
 
     Attributes:
-        process_label: what this one's metrics are labelled with.
-        handlers: what this one answers to each question.
+        process_label: the label of this process's metrics.
+        handlers: the handlers of the siblings' requests, by request name.
     """
 
     def __init__(self, place: FleetPosition | None) -> None:
@@ -165,12 +165,12 @@ class SiblingProcesses:
         self._serve_tasks: set[asyncio.Task[None]] = set()
 
     async def start_listening(self) -> asyncio.Server | None:
-        """Answer the siblings' questions from now on; a socket that an earlier process left is replaced."""
+        """Answer the siblings' requests from now on; a socket that an earlier process left is replaced."""
         if self.position is None:
             return None
 
         def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            # Of a task of its own, the stream would tell the loop that it was cancelled at the loop's end.
+            # A task that the stream created would report its cancellation at the loop's end as an error.
             task = asyncio.get_running_loop().create_task(self._serve_connection(reader, writer))
             self._serve_tasks.add(task)
             task.add_done_callback(self._serve_tasks.discard)
@@ -181,7 +181,7 @@ class SiblingProcesses:
         """Raises: NormserveError: layers cannot be registered or removed here."""
 
     async def request_all(self, what: str) -> dict[int, bytes]:
-        """What the others answer, by index; without those that do not."""
+        """Send a request to all siblings; return the responses by index, without siblings that did not answer."""
 
         async def answer(index: int) -> bytes | None:
             try:
@@ -195,7 +195,10 @@ class SiblingProcesses:
         return {index: content for index, content in zip(others, answers, strict=True) if content is not None}
 
     async def render_metrics(self, own: bytes) -> bytes:
-        """The metrics' rendered text that answers a scrape: of every process."""
+        """Return the metrics text of all processes, in answer to a scrape.
+
+        Args: own: the metrics text of this process.
+        """
         if self.position is None or not self.position.is_shown:
             return own
         texts = {str(index): text for index, text in (await self.request_all("metrics")).items()}
@@ -205,10 +208,10 @@ class SiblingProcesses:
 
     @contextlib.asynccontextmanager
     async def connect_all(self) -> AsyncIterator[list[SiblingConnection]]:
-        """Connections to all siblings that are there.
+        """Connect to all siblings that listen, until the context ends.
 
         Raises:
-            OSError: this process cannot make them: descriptors may be exhausted.
+            OSError: this process cannot open connections: descriptors may be exhausted.
         """
         async with contextlib.AsyncExitStack() as stack:
             links = []
@@ -232,7 +235,7 @@ class SiblingProcesses:
         return [] if place is None else [index for index in range(place.count) if index != place.index]
 
     async def _serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer one connection's questions until it ends."""
+        """Answer the requests of one connection until it ends."""
         try:
             if not _is_same_user(writer):
                 log.warning("a process of another user tried to connect as one of the fleet")
@@ -257,7 +260,7 @@ class SiblingProcesses:
 
 
 def _is_same_user(writer: asyncio.StreamWriter) -> bool:
-    """Whether the process at the other end is this user's: the folder lets no other in, and this asks again."""
+    """Return whether the peer process has this user: a second check, as the folder keeps other users out."""
     connected = writer.get_extra_info("socket")
     _, user, _ = _PEER.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     return bool(user == os.getuid())

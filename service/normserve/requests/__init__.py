@@ -1,1 +1,1 @@
-"""Processing of requests that is the same for all transports: parameters, charges, layers to be registered."""
+"""Processing of requests that all transports share: parameters, charges, layers to be registered."""

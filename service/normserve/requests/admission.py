@@ -1,4 +1,4 @@
-"""Charges a request for the memory of its computation before it is computed, or refuses it."""
+"""Charges for the memory of a request's computation, before the computation begins."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from normserve.jobs.job import NormJob
 from normserve.jobs.memory_cost import MemoryCost
 
 UNCHARGED_BYTES = 64 * 1024
-"""Results and temporaries of so many bytes are bounded by the number of requests."""
+"""Limit of results and temporaries that are not charged, since the number of requests bounds them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,23 +17,23 @@ class MemoryAdmission:
     """Charges requests whose bodies have been admitted and received.
 
     Attributes:
-        max_bytes: inside at once: of bodies, results and temporaries.
+        max_bytes: limit of bodies, results and temporaries of all requests in progress.
     """
 
     engine: Engine
     max_bytes: int
 
     def charge_job(self, permit: Permit | None, job: NormJob, cost: MemoryCost, body_bytes: int) -> None:
-        """Have the request's permit cover its results and temporaries, too, unless they are few.
+        """Grow the request's permit by its results and temporaries, unless they are small.
 
         Raises:
-            TooLargeError: it never will; it says what the request takes.
-            OverloadedError: not now.
+            TooLargeError: the request needs more than `max_bytes`; the message has the bytes that it needs.
+            OverloadedError: the budget has too few free bytes now.
         """
         if cost.result_bytes + cost.temporary_bytes <= UNCHARGED_BYTES:
             return
         if job.x.fortran_order:
-            # Turned round in memory of its own.
+            # The tensor is transposed into a separate buffer.
             cost = cost._replace(temporary_bytes=cost.temporary_bytes + job.x.nbytes)
         device = self.engine.device_description
         if device is not None and device.kind == "cpu":
@@ -49,11 +49,11 @@ class MemoryAdmission:
             permit.grow(nbytes)
 
     def charge_copy(self, permit: Permit | None, body_bytes: int) -> None:
-        """Have the request's permit cover a copy of its body, too.
+        """Grow the request's permit by a copy of its body.
 
         Raises:
-            TooLargeError: it never will.
-            OverloadedError: not now.
+            TooLargeError: the body and its copy need more than `max_bytes`.
+            OverloadedError: the budget has too few free bytes now.
         """
         if 2 * body_bytes > self.max_bytes:
             raise TooLargeError(

@@ -1,4 +1,4 @@
-"""Decides by API key whether a request is allowed, the same for every transport."""
+"""Authorisation of requests by API key, for all transports."""
 
 import time
 from collections.abc import Set
@@ -13,18 +13,18 @@ class KeyAuthorisation:
     """Admits requests by their keys, where keys are required."""
 
     def __init__(self, keys: Keyring, place: str) -> None:
-        """Args: place: where clients give their key, for the message to those who give none."""
+        """Args: place: where a request must have its key, for the error message to clients without one."""
         self._keyring = keys
         self._key_location = place
         # Separate, so that guessed keys do not crowd out log lines about known keys.
         self._unknown_key_refusals, self._known_key_refusals = KeyRefusalLog(), KeyRefusalLog()
 
     def find_key_entry(self, token: bytes | None, key_name: str | None = None) -> KeyringEntry | None:
-        """Return what a request's key is known as; None if it is not.
+        """Return the keyring's entry of a request's key; None if the key is not accepted.
 
         Args:
             token: the key, None if the request has none.
-            key_name: the name of the key that is used in its place.
+            key_name: the name of the key that is used if the request has none.
         """
         if token is not None:
             return self._keyring.find_by_token(token)
@@ -33,7 +33,7 @@ class KeyAuthorisation:
     def require_scope(
         self, grant: KeyringEntry | None, token: bytes | None, needed: Set[KeyScope] | None
     ) -> KeyringEntry:
-        """Return the grant if it allows a request; counts and logs nothing.
+        """Return the entry if its key allows a request, without counting or logging it.
 
         Args: needed: scopes of which one is sufficient; None if none is.
 
@@ -61,12 +61,12 @@ class KeyAuthorisation:
         path: str,
         key_name: str | None = None,
     ) -> None:
-        """Admit a request, and write its caller into it.
+        """Authorise a request by its key, and set the request's caller.
 
         Args:
             token, key_name: as for `find_key_entry`.
             needed: as for `require_scope`.
-            method, path: by which the audit trail names a request that is refused.
+            method, path: the names of a refused request in the audit log.
 
         Raises:
             UnauthorizedError: the key is missing, unknown or expired.

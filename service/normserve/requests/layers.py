@@ -1,4 +1,4 @@
-"""A layer to be registered, from its query and payload, and the description of a registered layer."""
+"""Loading of a layer from its query and payload, and the description of a registered layer."""
 
 from typing import Any
 
@@ -12,18 +12,20 @@ from normserve.requests.parameters import LAYER_PARAMETERS, make_spec, parse_que
 
 
 def require_layer_query(query: bytes) -> None:
-    """Raises: InvalidParameterError: no layer can be described so."""
+    """Raises: InvalidParameterError: the query does not describe a layer."""
     _parse_spec(query)
 
 
 async def load_layer(
     engine: Engine, layers: LayerRegistry, name: str, query: bytes, body: memoryview
 ) -> RegisteredLayer:
-    """The layer that a query and a safetensors body describe, its parameters on the device; not registered yet.
+    """Load a layer's parameters from a safetensors body onto the device, without registering the layer.
+
+    Args: query: the layer's operation and options.
 
     Raises:
         TooLargeError: `layers` is full.
-        NormserveError: by what is wrong with them, or with the device.
+        NormserveError: the query or the body is invalid, or the device failed.
     """
     spec = _parse_spec(query)
     weight, bias = check_layer_parameters(spec.op, safetensors.decode(body))
@@ -45,7 +47,7 @@ async def load_layer(
 
 
 def describe_layer(layer: RegisteredLayer) -> dict[str, Any]:
-    """A registered layer as JSON tells of it."""
+    """Describe a registered layer as a JSON object."""
     options = {
         option.name: getattr(layer.spec, option.name)
         for option in LAYER_OPTIONS
@@ -63,7 +65,7 @@ def describe_layer(layer: RegisteredLayer) -> dict[str, Any]:
 
 
 def _parse_spec(query: bytes) -> NormSpec:
-    """The operation of a layer, with the options that it has."""
+    """Parse the operation and the options of a layer."""
     values = parse_query(query, LAYER_PARAMETERS)
     if "op" not in values:
         raise InvalidParameterError("op must be given: " + ", ".join(op.value for op in LAYER_OPS))

@@ -1,4 +1,4 @@
-"""The life of a request, from its permit to its line in the access log, the same for every transport."""
+"""The lifecycle of a request, from its permit to its line in the access log, for all transports."""
 
 import logging
 import time
@@ -32,11 +32,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RequestServices:
-    """The objects that every request is served with.
+    """The objects that all requests share.
 
     Attributes:
         request_progress: counts the requests that have been received completely and have no response yet.
-        timeout_ms: from a request's arrival to its start on the device, unless the request says otherwise.
+        timeout_ms: default limit of the time from a request's arrival to its start on the device.
         tracer: None if requests are not traced.
         is_logged: whether the access log has a line for each request.
     """
@@ -54,8 +54,8 @@ class RequestServices:
 class RequestLifecycle(ABC):
     """One request: it is admitted, charged for memory, computed, answered and accounted for.
 
-    A transport derives from it.  It says in `conclude_job` how what became of the job reaches the client, and calls
-    `finish_request` once the response has been sent or never will be.
+    A transport's subclass sends the result or the error of the job in `conclude_job`, and calls `finish_request`
+    once the response has been sent or never will be.
 
     Attributes:
         request_id: the client's own, if it sent a valid one.
@@ -88,7 +88,7 @@ class RequestLifecycle(ABC):
 
     @abstractmethod
     def conclude_job(self, ended: NormResult | NormserveError, job: NormJob) -> None:
-        """Respond with a job's result or with its error; called by the engine, later than in `submit_job`."""
+        """Respond with a job's result or error; the engine calls this after `submit_job` has returned."""
 
     @abstractmethod
     def describe_span(self) -> "tuple[str, Attributes]":
@@ -104,10 +104,10 @@ class RequestLifecycle(ABC):
         return make_log_fields(self.request_id, self.record.trace_id, self.headers)
 
     def acquire_permit(self, nbytes: int) -> Permit:
-        """Take a permit for a request that brings so many bytes, and return it.
+        """Take a permit for a request with `nbytes`, and return it.
 
         Raises:
-            OverloadedError, TooLargeError: the server or the caller's key has too much inside.
+            OverloadedError, TooLargeError: the server's budget or that of the caller's key is exceeded.
         """
         caller = self.client_identity
         self.permit = permit = self.services.admission_budget.acquire(
@@ -116,12 +116,12 @@ class RequestLifecycle(ABC):
         return permit
 
     def record_received(self, seconds: float) -> None:
-        """Write into the record that the body has been received, within so many seconds of its header."""
+        """Record that the body was received completely, `seconds` after the header."""
         self.record.stage_seconds["recv"] = seconds
         self.record.current_stage = "parse"
 
     def begin_processing(self) -> None:
-        """The request has been received completely: from now on the server is responsible for a response.
+        """Count the request as completely received: from now on the server is responsible for a response.
 
         A second call does nothing.
         """
@@ -130,7 +130,7 @@ class RequestLifecycle(ABC):
             self.services.request_progress.begin_work()
 
     def end_processing(self) -> None:
-        """The response is ready, or no longer wanted; a second call does nothing."""
+        """Count the request as processed: its response is ready or not needed.  A second call does nothing."""
         if self._is_processing:
             self._is_processing = False
             self.services.request_progress.end_work()
@@ -166,7 +166,7 @@ class RequestLifecycle(ABC):
         return self.record.began_at + wait_ms / 1000
 
     def submit_job(self, job: NormJob, timeout_ms: float | None) -> None:
-        """Begin a job that has been charged; `conclude_job` is called with what becomes of it.
+        """Submit a charged job to the engine, which later calls `conclude_job` with its result or error.
 
         Args: timeout_ms: None for the server's default.
 
@@ -179,12 +179,12 @@ class RequestLifecycle(ABC):
         self.job = job
 
     def cancel_job(self) -> None:
-        """Refuse the job if it waits, since nobody wants it; one that runs has its result."""
+        """Cancel the job if it is queued; a running job still ends with its result."""
         if self.job is not None:
             self.services.engine.cancel(self.job)
 
     def log_failure(self, error: BaseException) -> NormserveError:
-        """Log an error that is the server's own; return what the client is told."""
+        """Log an error of the server itself; return the error for the client."""
         if isinstance(error, NormserveError):
             if get_status(error) == HTTPStatus.INTERNAL_SERVER_ERROR:
                 failures.log_failure(error.detail, self._make_failure_fields())
@@ -195,7 +195,7 @@ class RequestLifecycle(ABC):
     def finish_request(self, *, is_delivered: bool) -> None:
         """End the request, whose response has been sent or never will be.
 
-        Its work is over, its permit is released, and it is traced, counted and logged.
+        The processing ends, the permit is released, and the request is traced, counted and logged.
         """
         services, record = self.services, self.record
         self.end_processing()
@@ -225,7 +225,7 @@ class RequestLifecycle(ABC):
 class CallbackRequest(RequestLifecycle):
     """A request that is answered from the engine's callback, without a task that waits.
 
-    A transport derives from it, and says how a result and a problem are sent.
+    A transport's subclass sends results and problems.
     """
 
     @abstractmethod
@@ -234,10 +234,10 @@ class CallbackRequest(RequestLifecycle):
 
     @abstractmethod
     def send_problem(self, error: NormserveError) -> None:
-        """Send an error, which the record has already."""
+        """Send an error, which has been written into the record."""
 
     def respond_error(self, error: BaseException) -> None:
-        """Send an error; if it is the server's own, log it."""
+        """Send an error, and log an error of the server itself."""
         known = self.log_failure(error)
         self.record.error_code, self.record.status = known.code, get_status(known)
         self.send_problem(known)

@@ -14,7 +14,7 @@ from normserve.layers.registry import LAYER_NAMES, is_layer_name
 
 _DEFAULT_EPS = {Op.LAYER_NORM: 1e-5, Op.RMS_NORM: 1e-6, Op.GROUP_NORM: 1e-5, Op.LAYER_NORM_CHAIN: 1e-5}
 _MAX_FIELDS = 64
-# What an error repeats of a name.
+# Longest part of a name that an error repeats.
 _MAX_NAMED = 64
 
 
@@ -50,7 +50,7 @@ _TIMEOUT = RequestParameter(
 )
 
 Parameters = Mapping[str, RequestParameter]
-"""Those that something takes, by name."""
+"""The accepted parameters, by name."""
 
 LAYER_PARAMETERS: Parameters = {"op": _OP} | {
     option.name: next(iter(option.request_parameters.values())) for option in LAYER_OPTIONS
@@ -59,14 +59,14 @@ LAYER_PARAMETERS: Parameters = {"op": _OP} | {
 
 @functools.cache
 def list_operation_parameters(op: Op, direction: PassDirection) -> Parameters:
-    """The parameters that one operation takes."""
+    """List the parameters that one operation takes."""
     layer = {"layers": _LAYERS} if op is Op.LAYER_NORM_CHAIN else {"layer": _LAYER}
     options = {option.name: option.request_parameters[op] for option in list_options(op, direction)}
     return {**options, **layer, "timeout_ms": _TIMEOUT}
 
 
 def make_openapi_parameters(parameters: Parameters) -> list[dict[str, Any]]:
-    """The parameters as OpenAPI describes them."""
+    """Describe the parameters in the form of OpenAPI."""
     return [
         {"name": name, "in": "query", "required": False, "description": each.doc, "schema": each.schema}
         for name, each in parameters.items()
@@ -74,19 +74,19 @@ def make_openapi_parameters(parameters: Parameters) -> list[dict[str, Any]]:
 
 
 def parse_query(raw: bytes, parameters: Parameters) -> dict[str, Any]:
-    """Read a query string.
+    """Parse a query string.
 
     Raises:
-        InvalidParameterError: a name is unknown or repeated, or a value is not what it must be.
+        InvalidParameterError: a name is unknown or repeated, or a value is invalid.
     """
     return parse_parameters(_split_query(raw), parameters)
 
 
 def parse_parameters(pairs: Iterable[tuple[str, str]], parameters: Parameters) -> dict[str, Any]:
-    """Read parameters by name and text, from wherever they came.
+    """Parse parameters that are given as pairs of name and text.
 
     Raises:
-        InvalidParameterError: a name is unknown or repeated, or a value is not what it must be.
+        InvalidParameterError: a name is unknown or repeated, or a value is invalid.
     """
     values: dict[str, Any] = {}
     for name, text in pairs:
@@ -116,16 +116,16 @@ def _describe_unknown_name(name: str, known: Collection[str]) -> str:
 
 
 def suggest_name(name: str, known: Collection[str]) -> str:
-    """The end of an error about an unknown name: the known one that may have been meant, else all of them."""
+    """Format the end of an error about an unknown name: the closest known name, else all of them."""
     closest = difflib.get_close_matches(name[:_MAX_NAMED], known, n=1)
     return f"the closest is {closest[0]!r}" if closest else f"expected {', '.join(known)}"
 
 
 def make_spec(op: Op, direction: PassDirection, values: dict[str, Any]) -> NormSpec:
-    """The operation that parsed parameters ask for; with a layer, what that says is still missing.
+    """Make the spec of an operation from parsed parameters; a layer's own options are added later.
 
     Raises:
-        InvalidParameterError: they contradict one another, or one is missing.
+        InvalidParameterError: parameters contradict one another, or one is missing.
     """
     if find_layer_name(values) is not None:
         given = [option.name for option in LAYER_OPTIONS if option.name in values]
@@ -142,5 +142,5 @@ def make_spec(op: Op, direction: PassDirection, values: dict[str, Any]) -> NormS
 
 
 def find_layer_name(values: dict[str, Any]) -> str | None:
-    """The registered layer that parsed parameters name, or the chain's layers joined by commas, if any."""
+    """Return the name of the registered layer in parsed parameters, or a chain's names joined by commas, if any."""
     return values.get("layers") or values.get("layer")

@@ -1,4 +1,4 @@
-"""Prepared calls: what a request's bytes lead to, kept for the requests that say the same."""
+"""Prepared calls: the results of parsing and checking a request's bytes, kept for identical requests."""
 
 import weakref
 from collections import OrderedDict
@@ -7,15 +7,15 @@ from typing import Any
 
 from normserve.metrics.prepared_calls import PreparedCallCounters
 
-# An entry of more than this fraction of all bytes would cost more entries than it is worth.
+# An entry of more than this fraction of all bytes is not kept: it would evict too many others.
 _LARGEST_FRACTION = 8
 
 
 class PreparedCallCache:
     """The prepared calls of one owner, a process or a connection, by keys that are made of requests' bytes.
 
-    An entry holds only what follows from its key and from the registered layer that it was prepared with; it is
-    stale once another layer, or none, has that name.  Keys, scopes, rates, permits and deadlines are no part of an
+    An entry depends only on its key and on the registered layer that it was prepared with; it is stale once another
+    layer, or none, has that name.  Keys, scopes, rates, permits and deadlines are no part of an
     entry: they are checked for each request.
 
     An entry belongs to the tenant that it was prepared for.  If all entries together have more than `max_bytes`,
@@ -25,8 +25,8 @@ class PreparedCallCache:
     Not thread-safe: it belongs to the event loop's thread.
 
     Attributes:
-        max_bytes: of all entries.
-        nbytes: of the entries that are there, as estimated by those who prepared them.
+        max_bytes: limit of the bytes of all entries.
+        nbytes: the bytes of the present entries, as estimated by the callers of `store`.
     """
 
     def __init__(self, max_bytes: int, counters: PreparedCallCounters) -> None:
@@ -40,14 +40,14 @@ class PreparedCallCache:
         return len(self._entries)
 
     def find(self, key: Hashable, layer: object = None) -> Any:
-        """Return what was prepared for a key; None if it is not there, or stale.
+        """Return the prepared call of a key; None if it is missing or stale.
 
         Args: layer: the registered layer that the request names, if any.
         """
         entry = self._entries.get(key)
         if entry is not None:
             reference = entry.layer
-            # The reference of a layer that is gone is None as well.
+            # The reference to a deleted layer returns None as well.
             if reference is layer or (reference is not None and reference() is layer is not None):
                 self._hits.value += 1
                 entry.is_recently_found = True
@@ -57,12 +57,12 @@ class PreparedCallCache:
         return None
 
     def store(self, key: Hashable, value: object, nbytes: int, tenant: str = "", layer: object = None) -> None:
-        """Keep what was prepared for a key.
+        """Keep a prepared call under a key, unless it is too large.
 
         Args:
             nbytes: an upper bound of the memory of key and value.
-            tenant: for whose request it was prepared.
-            layer: the registered layer that it was prepared with, if any; not held by this.
+            tenant: the sender of the request for which it was prepared.
+            layer: the registered layer that it was prepared with, if any; the cache refers to it weakly.
         """
         if nbytes > self.max_bytes // _LARGEST_FRACTION:
             return
@@ -89,7 +89,7 @@ class PreparedCallCache:
         return holder.nbytes * len(self._tenants) > self.max_bytes
 
     def _find_over_share(self) -> "_TenantEntries":
-        """Return a tenant with more than an equal share; there is one while there are too many bytes."""
+        """Return a tenant with more than an equal share, which exists while the entries exceed `max_bytes`."""
         while True:
             tenant, holder = next(iter(self._tenants.items()))
             if self._is_over_share(holder):
@@ -98,7 +98,7 @@ class PreparedCallCache:
             self._tenants.move_to_end(tenant)
 
     def _evict_oldest(self, holder: "_TenantEntries") -> None:
-        """Discard the oldest of a tenant's entries that was not found since it was kept or passed over."""
+        """Evict the oldest of a tenant's entries that was not found since it was stored or last passed over."""
         entries = holder.entries
         key, entry = entries.popitem(last=False)
         while entry.is_recently_found:
@@ -123,7 +123,7 @@ class _PreparedCall:
 
     Attributes:
         layer: a weak reference to the layer that it was prepared with, None without one.
-        is_recently_found: whether it was found since it was kept, or since it was last passed over.
+        is_recently_found: whether it was found since it was stored, or since it was last passed over.
     """
 
     __slots__ = ("is_recently_found", "layer", "nbytes", "tenant", "value")

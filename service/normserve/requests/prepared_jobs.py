@@ -1,4 +1,4 @@
-"""Jobs whose tensors are alike are checked once."""
+"""Validation of jobs, done once for jobs whose tensors have equal names, dtypes and shapes."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ from normserve.jobs.validation import make_validated_job
 from normserve.memory.host_tensors import HostTensor
 from normserve.requests.prepared_calls import PreparedCallCache
 
-# A check that is kept takes less than this, for each tensor, and for each axis of it.
+# Bounds of a kept check's memory: in all, for each tensor, and for each axis.
 _CHECK_BYTES, _TENSOR_BYTES, _AXIS_BYTES = 2**10, 2**8, 2**6
 
 
@@ -21,11 +21,11 @@ def prepare_job(
     *,
     may_overwrite: bool = False,
 ) -> tuple[NormJob, MemoryCost]:
-    """Do as `make_validated_job`, without its checks where tensors of these names, types and shapes passed before.
+    """Make a job as `make_validated_job` does; skip checks that equal names, dtypes and shapes have passed before.
 
     Args:
-        prepared: keeps the checks.
-        tenant: whose request it is.
+        prepared: the cache of passed checks.
+        tenant: the sender of the request.
 
     Raises:
         InvalidRequestError: as `make_validated_job`.

@@ -18,16 +18,16 @@ T = TypeVar("T")
 
 
 class TensorSplit(NamedTuple):
-    """How many tensors there are of each name, and how long each is along the first axis."""
+    """The lengths of the numbered tensors along the first axis, in the order of their numbers."""
 
     counts: tuple[int, ...]
 
     def split_results(self, results: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
-        """Results as they are told: each tensor's own, and gradients of parameters, which are sums over all."""
+        """Split results into those of each numbered tensor; gradients of parameters stay sums over all tensors."""
         return self._split_each(results, _cut_rows)
 
     def split_specs(self, results: Mapping[str, tuple[DType, tuple[int, ...]]]) -> dict[str, tuple[DType, Any]]:
-        """The same of dtypes and shapes."""
+        """Split the dtypes and shapes of results as `split_results` splits the results."""
         return self._split_each(results, lambda told, start, stop: (told[0], (stop - start, *told[1][1:])))
 
     def _split_each(self, results: Mapping[str, T], cut: Callable[[T, int, int], T]) -> dict[str, T]:
@@ -46,14 +46,14 @@ class TensorSplit(NamedTuple):
 def concatenate_tensors(
     tensors: Mapping[str, HostTensor], body: memoryview, charge: Callable[[int], None]
 ) -> tuple[Mapping[str, HostTensor], TensorSplit | None]:
-    """One x of several, and with it all that belongs to its rows or samples; unchanged where x came as one.
+    """Join numbered tensors, as x.0 and x.1, along the first axis; leave tensors with a single x unchanged.
 
     Args:
-        body: where tensors may lie one after another.
-        charge: called with the bytes of each copy before it is made; may refuse it.
+        body: the buffer of the tensors; those that are adjacent in it are joined without a copy.
+        charge: called with the bytes of each copy before it is made; may raise to refuse the copy.
 
     Raises:
-        InvalidRequestError: by a tensor that is missing, too many, or unlike the others of its name.
+        InvalidRequestError: a numbered tensor is missing, unexpected, or differs from the others of its name.
     """
     if "x.0" not in tensors or "x" in tensors:
         return tensors, None
@@ -82,7 +82,7 @@ def _parse_number(name: str, digits: str) -> int:
 
 
 def _check_numbered_x(group: Mapping[int, HostTensor], numbers: range) -> tuple[int, ...]:
-    """The lengths along the first axis."""
+    """Check the numbered x; return their lengths along the first axis."""
     for number in numbers:
         if number not in group:
             raise MissingTensorError(f"x.{number} is missing, although x.{max(group)} was sent")
@@ -124,7 +124,7 @@ def _concatenate_numbered(
 
 
 def _find_adjacent(parts: Sequence[memoryview], body: memoryview) -> int | None:
-    """Where in the body they begin that lie there one after another; None of any others."""
+    """Return the offset in the body at which adjacent parts begin; None if they are not adjacent in it."""
     starts = [_get_address(part) for part in parts]
     if any(start + len(part) != after for part, (start, after) in zip(parts, pairwise(starts), strict=False)):
         return None

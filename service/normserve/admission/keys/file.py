@@ -18,7 +18,7 @@ KEY_NAME = r"[A-Za-z0-9._-]{1,64}"
 
 
 class KeyScope(StrEnum):
-    """What a key may do."""
+    """A permission of an API key."""
 
     INFER = "infer"
     LAYERS = "layers"
@@ -26,7 +26,7 @@ class KeyScope(StrEnum):
 
 
 class KeysFileError(ValueError):
-    """The file of API keys cannot be read, or is not what it must be.  Its text repeats no value of the file."""
+    """The file of API keys cannot be read, or is invalid.  The message repeats no value of the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +34,12 @@ class ApiKey:
     """One API key, without the key itself.
 
     Attributes:
-        name: what logs and metrics call it.
+        name: the key's name in logs and metrics.
         digest: SHA-256 of the key, 32 bytes.
-        scopes: what it may do.
-        expires: from when on it is refused, in seconds since 1970; None for never.
-        requests_per_second: as many requests are let through, on average; None for any number.
-        max_inflight_bytes: bytes of its requests inside at once; None for as many as the server takes.
+        scopes: the key's permissions.
+        expires: the time from which it is refused, in seconds since 1970; None for never.
+        requests_per_second: limit of its mean request rate; None for no limit.
+        max_inflight_bytes: limit of the bytes of all its requests in progress; None for the server's limit.
     """
 
     name: str
@@ -51,7 +51,7 @@ class ApiKey:
 
 
 class _KeyTable(BaseModel):
-    """A table of the file."""
+    """One `[[keys]]` table of the file."""
 
     model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
 
@@ -102,7 +102,7 @@ class _KeyTable(BaseModel):
 
 
 class _KeysDocument(BaseModel):
-    """The whole file."""
+    """The content of a file of keys."""
 
     model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
 
@@ -110,10 +110,10 @@ class _KeysDocument(BaseModel):
 
 
 def parse_keys(content: bytes) -> tuple[ApiKey, ...]:
-    """The keys of a file's content, in its order.
+    """Parse the content of a file of keys; the keys are in the order of the file.
 
     Raises:
-        KeysFileError: it is no such file; says where.
+        KeysFileError: the content is invalid; the message has the position of the first fault.
     """
     try:
         tables = tomllib.loads(content.decode())
@@ -130,7 +130,7 @@ def parse_keys(content: bytes) -> tuple[ApiKey, ...]:
 
 
 def _describe_fault(error: ValidationError) -> str:
-    """The first fault, by where it is: `keys[2].sha256: …`."""
+    """Format the first fault with its position in the file, as `keys[2].sha256: …`."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     # An unknown field may be a key that was written in the wrong place.
     known = {*_KeysDocument.model_fields, *_KeyTable.model_fields}

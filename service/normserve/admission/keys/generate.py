@@ -10,15 +10,15 @@ _RANDOM_BYTES = 32
 
 
 def generate_key() -> str:
-    """A key of 256 random bits."""
+    """Generate a key of 256 random bits."""
     return secrets.token_urlsafe(_RANDOM_BYTES)
 
 
 def format_key_table(name: str, key: str) -> str:
-    """The TOML table of a key that may run the operations.
+    """Format the TOML table of a key with the scope `infer`.
 
     Raises:
-        ValueError: no key can have that name.
+        ValueError: the name is invalid.
     """
     if not re.fullmatch(KEY_NAME, name):
         raise ValueError("a key's name must be 1 to 64 of the characters A-Z a-z 0-9 . _ -")

@@ -16,10 +16,10 @@ _MAX_CALLERS = 256
 
 
 class KeyringEntry:
-    """A key that is known, and what it has used up.
+    """One accepted key, with its token bucket and its callers.
 
     Attributes:
-        token_bucket: what its requests are counted in, those that need no permit as well; None where they are not.
+        token_bucket: limits the rate of its requests, also of those that need no permit; None without a limit.
     """
 
     __slots__ = ("_identities", "key", "token_bucket")
@@ -30,7 +30,7 @@ class KeyringEntry:
         self._identities: dict[str, ClientIdentity] = {}
 
     def get_identity(self, address: str) -> ClientIdentity:
-        """Who sends from that address with this key; remembered, since most come again and again."""
+        """Return the identity of a client with this key and address, cached because clients send many requests."""
         caller = self._identities.get(address)
         if caller is None:
             if len(self._identities) >= _MAX_CALLERS:
@@ -39,19 +39,19 @@ class KeyringEntry:
         return caller
 
     def require_valid(self, now: float) -> None:
-        """Raises: UnauthorizedError: it has expired by `now`, in seconds since 1970."""
+        """Raises: UnauthorizedError: the key has expired by `now`, in seconds since 1970."""
         expires = self.key.expires
         if expires is not None and now >= expires:
             raise UnauthorizedError("the API key has expired")
 
     def require_scope(self, needed: Set[KeyScope], now: float) -> None:
-        """Raises: UnauthorizedError: it has expired.  ForbiddenError: it has none of these scopes."""
+        """Raises: UnauthorizedError: the key has expired.  ForbiddenError: it has none of these scopes."""
         self.require_valid(now)
         if not needed & self.key.scopes:
             raise ForbiddenError(f"the API key may not do this: it needs the scope {' or '.join(sorted(needed))}")
 
     def take_token(self) -> None:
-        """Raises: RateLimitedError: it has sent more requests a second than it may."""
+        """Raises: RateLimitedError: the key has sent more requests a second than it may."""
         rate = self.token_bucket
         if rate is None:
             return
@@ -63,15 +63,15 @@ class KeyringEntry:
 
 
 class Keyring:
-    """Every key that the server knows.  Not thread-safe: it belongs to the event loop's thread.
+    """All accepted API keys.  Not thread-safe: it belongs to the event loop's thread.
 
-    Keys are found by their SHA-256, so how long a look-up takes tells of a guess only how its hash compares, from
-    which nothing can be learnt about the key.  Tokens that were right are remembered, to spare them the hashing; to
-    be compared with one of those byte by byte, a guess must have the same keyed 64-bit hash (SipHash) first.  There
-    is one for each key at most, and none for wrong ones: clients without a key add nothing.
+    Keys are found by their SHA-256, so the time of a look-up depends only on how the hash of a guess compares, from
+    which nothing can be learnt about the key.  Valid tokens are cached, so that they are hashed once; a guess is
+    compared with a cached token byte by byte only if both have the same keyed 64-bit hash (SipHash).  The cache has
+    at most one token for each key, and no invalid ones: clients without a key add nothing.
 
     Attributes:
-        version: another number after each change.
+        version: a number that each change of the keys increments.
     """
 
     def __init__(self, keys: Iterable[ApiKey], clock: Callable[[], float] = time.monotonic) -> None:
@@ -84,17 +84,17 @@ class Keyring:
 
     @classmethod
     def from_secret(cls, secret: str) -> "Keyring":
-        """One key that may do everything."""
+        """Make a keyring of one key that has all scopes."""
         digest = hashlib.sha256(secret.encode()).digest()
         return cls([ApiKey(DEFAULT_NAME, digest, frozenset(KeyScope))])
 
     @property
     def key_names(self) -> list[str]:
-        """Of every key."""
+        """The names of all accepted keys."""
         return [grant.key.name for grant in self._by_digest.values()]
 
     def replace_keys(self, keys: Iterable[ApiKey]) -> None:
-        """Know these keys from now on and no others; what one has used up of its rate stays used up."""
+        """Accept only these keys from now on; a key whose rate limit is unchanged keeps its token bucket."""
         rates = {grant.key.name: grant.token_bucket for grant in self._by_digest.values()}
         self._by_digest = {
             key.digest: KeyringEntry(key, self._make_token_bucket(key, rates.get(key.name))) for key in keys
@@ -104,7 +104,7 @@ class Keyring:
         self.version += 1
 
     def find_by_token(self, token: bytes) -> KeyringEntry | None:
-        """What a key is known as; None if it is not."""
+        """Return the entry of a key; None if the key is not accepted."""
         grant = self._by_token.get(token)
         if grant is None:
             grant = self._by_digest.get(hashlib.sha256(token).digest())
@@ -113,7 +113,7 @@ class Keyring:
         return grant
 
     def find_by_name(self, name: str) -> KeyringEntry | None:
-        """What the key of that name is known as; None if there is none."""
+        """Return the entry of the key with this name; None if there is none."""
         return self._by_name.get(name)
 
     def _make_token_bucket(self, key: ApiKey, before: TokenBucket | None) -> TokenBucket | None:

@@ -19,7 +19,7 @@ _Fingerprint = tuple[int, ...]
 
 
 class KeysFileReader:
-    """A file of keys, and which state of it was read last."""
+    """Reads a file of keys, and reads it again when its fingerprint changes."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -27,12 +27,12 @@ class KeysFileReader:
         self._has_warned = False
 
     def read(self) -> tuple[ApiKey, ...]:
-        """The keys of the file as it is now.
+        """Read the keys from the file.
 
-        A file that cannot be used counts as not seen, and is read again at the next look.
+        After an error, the next poll reads the file again even if it has not changed.
 
         Raises:
-            KeysFileError: it cannot be read, or is not what it must be.
+            KeysFileError: the file cannot be read, or is invalid.
         """
         self._last_fingerprint = None
         try:
@@ -52,16 +52,16 @@ class KeysFileReader:
         return keys
 
     async def poll_changes(self, apply: Callable[[tuple[ApiKey, ...]], None], every_s: float = _EVERY_S) -> None:
-        """Until cancelled, call `apply` with the keys of each new state of the file that is whole.
+        """Poll the file until cancelled; call `apply` with the keys of each changed and valid version.
 
-        A file that is not one of keys changes nothing, and is logged as an error, once, when a second look finds it
-        the same: one that is being written in place is empty or incomplete for a moment.
+        An invalid file leaves the keys as they are, and is logged once as an error when the next poll finds the
+        same fault: a file that is being written in place is empty or incomplete for a moment.
         """
         found = logged = None
         while True:
             await asyncio.sleep(every_s)
             try:
-                # A file may lie where reading takes long.
+                # The file may be on a slow file system.
                 keys = await asyncio.to_thread(self._read_if_changed)
             except Exception as error:
                 # Whatever it is: a server that stopped reading the file would never learn of a revoked key.
@@ -86,7 +86,7 @@ class KeysFileReader:
         keys = self.read()
         try:
             if _make_fingerprint(self._path.stat()) != now:
-                # The file is being written: a part of it may look like a whole one with fewer keys.
+                # The file is being written: a part of it may be valid, with fewer keys.
                 self._last_fingerprint = None
                 return None
         except OSError:

@@ -37,7 +37,7 @@ _FRAMEWORKS_ERRORS: dict[int, type[NormserveError]] = {
 
 
 class ProblemResponse(Response):
-    """An error, answered by the edge's `send_problem`."""
+    """A response that the edge's `send_problem` sends for an error."""
 
     def __init__(self, error: NormserveError, exchange: HttpExchange) -> None:
         super().__init__(status_code=500)
@@ -73,18 +73,21 @@ async def handle_validation_error(request: Request, error: Exception) -> Respons
 
 
 async def handle_unexpected_error(request: Request, error: Exception) -> Response:
-    """Answer in place of the framework's bare text; the framework raises the error again, and the edge logs it."""
+    """Answer an unexpected error with a problem document; the framework raises it again, and the edge logs it."""
     return await handle_normserve_error(request, convert_unexpected_error(error))
 
 
 async def handle_normserve_error(request: Request, error: Exception) -> Response:
-    """Answer before FastAPI's own layers see the error; errors of direct routes reach the edge unchanged."""
+    """Answer an error of a route before FastAPI's own layers see it.
+
+    Errors of direct routes reach the edge unchanged.
+    """
     assert isinstance(error, NormserveError)
     return ProblemResponse(error, request.state.exchange)
 
 
 def _describe_missing_path(request: Request) -> str:
-    """The message for a path that has no route, with the closest path that has one."""
+    """Format the message for a path without a route, with the closest path that has one."""
     closest, similarity = "", _CLOSE
     for template in {getattr(route, "path", "") for route in request.app.state.routes}:
         asked, known = _strip_path_parameters(request.url.path[:_LONGEST_COMPARED], template)
@@ -95,7 +98,7 @@ def _describe_missing_path(request: Request) -> str:
 
 
 def _strip_path_parameters(path: str, template: str) -> tuple[str, str]:
-    """A request's path and a route's, both without the segments in which the route has a parameter."""
+    """Return a request's path and a route's, both without the segments in which the route has a parameter."""
     known = template.split("/")
     is_parameter = [segment.startswith("{") for segment in known]
     asked = itertools.zip_longest(path.split("/"), is_parameter)

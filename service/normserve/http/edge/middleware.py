@@ -27,7 +27,7 @@ _names = random.Random()
 
 
 class RequestMiddleware:
-    """Wraps the application."""
+    """The middleware that wraps the application."""
 
     def __init__(
         self,
@@ -38,8 +38,8 @@ class RequestMiddleware:
         authorisation: KeyAuthorisation | None = None,
     ) -> None:
         """Args:
-        origins: which hosts and origins a request may name.
-        scopes: the permissions that each route requires of a key.
+        origins: decides about the hosts and origins that requests name.
+        scopes: the scopes that each route requires of a key.
         authorisation: None if no keys are required.
         """
         self._app = app
@@ -121,7 +121,7 @@ class RequestMiddleware:
 
 
 async def send_problem(error: NormserveError, exchange: HttpExchange, send: Send) -> None:
-    """Answer with an error's problem document."""
+    """Send an error's problem document as the response."""
     exchange.record.error_code = error.code
     if isinstance(error, ClientLeftError):
         exchange.is_client_disconnected = True
@@ -131,10 +131,10 @@ async def send_problem(error: NormserveError, exchange: HttpExchange, send: Send
 
 
 class _ResponseRecorder:
-    """The response, with the headers that every response has.
+    """Sends a response with the headers that every response has, and records it.
 
     Attributes:
-        cors_headers: headers for the page that sent the request, if a page did.
+        cors_headers: headers for the web page that sent the request, if a page did.
     """
 
     def __init__(self, send: Send, exchange: HttpExchange) -> None:
@@ -144,7 +144,7 @@ class _ResponseRecorder:
         self.cors_headers: Headers = ()
 
     async def send_response(self, status: int, headers: Headers, buffers: Buffers, nbytes: int) -> None:
-        """Send a whole response to a request that has been received completely.
+        """Send a complete response to a request that has been received completely.
 
         Raises:
             MemoryError: there is no memory to send from; an error can still be sent.
@@ -163,7 +163,7 @@ class _ResponseRecorder:
             raise
 
     async def send_problem(self, error: NormserveError) -> None:
-        """Answer with an error; if a response has already begun, the connection's end cuts it off."""
+        """Send an error response; if a response has already begun, only record the error."""
         if not self.has_started:
             await send_problem(error, self._exchange, self.send_message)
             return
@@ -186,13 +186,13 @@ class _ResponseRecorder:
 
 
 def parse_bearer_token(headers: Mapping[bytes, bytes]) -> bytes | None:
-    """The token of `Authorization: Bearer TOKEN`; None without such a header."""
+    """Return the token of `Authorization: Bearer TOKEN`; None without such a header."""
     scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
     return token.strip(b" ") or None if scheme.lower() == b"bearer" else None
 
 
 def choose_request_id(headers: Mapping[bytes, bytes]) -> str:
-    """The id of a request: the client's own, if it is valid."""
+    """Return the request id that the client sent, if it is valid, else a random one."""
     given = headers.get(b"x-request-id", b"")
     if given and _SANE_ID.fullmatch(given):
         return given.decode()

@@ -19,7 +19,7 @@ from normserve.errors import ForbiddenOriginError, MisdirectedRequestError
 from normserve.http.transport import Headers
 
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
-# Kubernetes names a pod's address; these answers tell a page nothing.
+# Kubernetes names a pod's address; a web page learns nothing from these responses.
 _PROBES = ("/livez", "/readyz", "/v2/health/live", "/v2/health/ready")
 
 _METHODS = ("DELETE", "GET", "HEAD", "POST", "PUT")
@@ -69,11 +69,11 @@ class OriginPolicy:
         }
 
     def check_request(self, scope: Scope, headers: Mapping[bytes, bytes]) -> tuple[Headers, Response | None]:
-        """The additional headers of the response; and the response itself, if this is a preflight request.
+        """Check a request's host and origin; return the response's CORS headers, and for a preflight the response.
 
         Raises:
             MisdirectedRequestError: the request names a host that is not the server's.
-            ForbiddenOriginError: a page sent it that may not.
+            ForbiddenOriginError: the request is from a page whose origin is not allowed.
         """
         if scope["client"] is None:
             return (), None
@@ -120,7 +120,7 @@ class OriginPolicy:
 
 
 def list_allowed_hosts(host: str, allowed: str) -> list[str] | None:
-    """The hosts of a server, in the form that `OriginPolicy` takes.
+    """List the hosts of a server, in the form that `OriginPolicy` takes.
 
     Args:
         host: the address that it listens on.
@@ -135,7 +135,7 @@ def list_allowed_hosts(host: str, allowed: str) -> list[str] | None:
 
 
 async def _ignore_call(*_: object) -> None:
-    """A placeholder for the application: the middleware is used for its responses and wraps nothing."""
+    """Do nothing, in place of an application: the CORS middleware is used for its responses and wraps nothing."""
 
 
 def _is_loopback_host(host: str) -> bool:
@@ -146,7 +146,7 @@ def _is_loopback_host(host: str) -> bool:
 
 
 def _is_own_origin(origin: bytes, scheme: str, host: bytes) -> bool:
-    """Whether an origin is this server, under the host name of the request.
+    """Return whether an origin is this server, under the host name of the request.
 
     A server that uses plain HTTP may be behind a proxy that uses TLS.
     """
@@ -161,14 +161,14 @@ def _is_own_origin(origin: bytes, scheme: str, host: bytes) -> bool:
 
 
 def _normalise_host(host: str) -> str | None:
-    """A name or an address of the settings in the form of `_parse_authority`; None if it is neither."""
+    """Return a name or an address of the settings in the form of `_parse_authority`; None if it is neither."""
     bare = host.count(":") > 1 and not host.startswith("[")
     found = _parse_authority(f"[{host}]" if bare else host)
     return None if found is None else found[0]
 
 
 def _parse_authority(text: str) -> tuple[str, int | None] | None:
-    """Name and port of `name[:port]`, in one form for all spellings; None if it has another form."""
+    """Parse name and port of `name[:port]`, in one form for all spellings; return None if it has another form."""
     if len(text) > _LONGEST_AUTHORITY or (found := _AUTHORITY.fullmatch(text.lower())) is None:
         return None
     name, port = found[1], int(found[2]) if found[2] else None

@@ -1,4 +1,4 @@
-"""The response to an inference request: its results, each in the JSON or in binary after it."""
+"""The response to an inference request: its results, each in the JSON or as binary data after it."""
 
 from collections.abc import Mapping, Sequence
 from math import prod
@@ -23,7 +23,7 @@ _JSON, _BINARY = b"application/json", b"application/octet-stream"
 def require_expressible(
     model: InferenceModel, asked: InferenceRequest, job: NormJob, several: TensorSplit | None = None
 ) -> None:
-    """Refuse, before the work, a request whose response cannot have the requested form.
+    """Refuse a request whose response cannot have the requested form, before the computation.
 
     Args: several: how results are divided if x was sent as several tensors.
 
@@ -48,7 +48,7 @@ def require_expressible(
 def build_response(
     model: InferenceModel, asked: InferenceRequest, results: Mapping[str, HostTensor]
 ) -> tuple[Buffers, bytes, Headers]:
-    """A response's body in pieces, its media type, and the header with the length of the JSON.
+    """Build a response: the body in pieces, its media type, and the header with the length of the JSON.
 
     Raises:
         NotAcceptableError: JSON cannot represent a value of a result.
@@ -82,7 +82,7 @@ def build_response(
 def _select_outputs(
     model: InferenceModel, asked: InferenceRequest, results: Mapping[str, object]
 ) -> Sequence[RequestedOutput]:
-    """The outputs to send: those of the requested ones that exist."""
+    """List the requested outputs that exist; all results if no outputs are named."""
     if asked.outputs is not None:
         return [each for each in asked.outputs if each.name in results]
     order = {name: place for place, name in enumerate(list_output_names(model))}

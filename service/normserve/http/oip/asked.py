@@ -80,8 +80,8 @@ class RequestedOutput:
     """One requested output tensor.
 
     Attributes:
-        is_binary: whether it is sent after the JSON, and not in it.
-        region: where it is written instead of being sent.
+        is_binary: whether it is sent after the JSON instead of in it.
+        region: the region that it is written to instead of being sent.
     """
 
     name: str
@@ -114,7 +114,7 @@ class InferenceRequest:
 def check_request(
     model: InferenceModel, header: InferenceHeader, json_bytes: int, body_bytes: int
 ) -> InferenceRequest:
-    """Check a header.
+    """Check a header against its model.
 
     Args: body_bytes: length of the JSON and everything after it.
 
@@ -147,7 +147,7 @@ def check_request(
 
 
 def make_raw_request(model: InferenceModel, row: tuple[int, ...] | None, body_bytes: int) -> InferenceRequest:
-    """The request of a body that consists of x alone: float32, rows of the model's length or one row.
+    """Make the request of a body that consists of x alone: float32, rows of the model's length or one row.
 
     Args: row: the shape of a layer's row, [N], or [H, N] with heads; None: one row of any length.
 
@@ -172,12 +172,12 @@ def make_raw_request(model: InferenceModel, row: tuple[int, ...] | None, body_by
 
 
 def list_input_names(model: InferenceModel) -> tuple[str, ...]:
-    """The inputs of a model."""
+    """List the input names of a model."""
     return list_tensor_names(model.op, model.direction, with_layer=model.is_layer)
 
 
 def list_output_names(model: InferenceModel) -> tuple[str, ...]:
-    """The possible outputs of a model, in their order."""
+    """List the names of a model's possible outputs, in the order of responses."""
     if model.direction is PassDirection.BACKWARD:
         of_input = [f"d{name}" for name in (*PARAMETERS, "scale", "shift") if name in list_input_names(model)]
         return ("dx", *of_input) if model.op is Op.GROUP_NORM else ("dx", "dresidual", *of_input)
@@ -191,7 +191,7 @@ def _find_layer_name(model: InferenceModel, values: dict[str, Any]) -> str | Non
 
 
 def _make_spec(model: InferenceModel, values: dict[str, Any]) -> NormSpec:
-    """The spec without the values that a layer fixes, which are added when the job is made."""
+    """Make the spec without the values that a layer fixes, which are added when the job is made."""
     layer = {"layer": model.name} if model.is_layer else {}
     return make_spec(model.op, model.direction, values | layer)
 
@@ -204,7 +204,7 @@ def _pop_flag(given: dict[str, Value], name: str) -> bool:
 
 
 def _pop_timeout_ms(given: dict[str, Value]) -> float | None:
-    """The timeout in milliseconds; 0 microseconds mean the server's default."""
+    """Remove the timeout from `given`; return it in milliseconds, or None for the server's default."""
     value = given.pop("timeout", 0)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_TIMEOUT_US:
         raise InvalidParameterError("timeout must be a whole number of microseconds, a day at most")
@@ -231,7 +231,7 @@ def _list_parameters(model: InferenceModel) -> Parameters:
 
 
 def _format_query_value(value: Value) -> str:
-    """A parameter in the form of a query's value."""
+    """Format a parameter as a value of a query."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     return str(value)
@@ -254,7 +254,7 @@ def _check_output(model: InferenceModel, header: OutputHeader, all_binary: bool)
 
 
 def _check_inputs(headers: Iterable[InputHeader], json_bytes: int, body_bytes: int) -> tuple[InputTensor, ...]:
-    """The inputs in order; binary ones follow the JSON one after another, up to the body's last byte."""
+    """Check the inputs, in order; binary ones must follow the JSON one after another, up to the body's end."""
     inputs = []
     position = json_bytes
     for header in headers:

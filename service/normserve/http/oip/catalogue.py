@@ -45,7 +45,7 @@ class ModelRoutes:
     device_regions: DeviceRegionOpener
 
     def make_router(self) -> APIRouter:
-        """The routes, all of which only read."""
+        """Make the routes, all of which only read."""
         router = APIRouter(tags=["open inference protocol"])
         router.add_api_route("/v2", self.show_server, methods=_READS)
         # As the protocol's own OpenAPI document writes the path.
@@ -127,7 +127,7 @@ class ModelRoutes:
         )
 
     async def _collect_counts(self) -> list[dict[str, object]]:
-        """The counts of each process of the fleet that answers."""
+        """Collect the counts of each process of the fleet that answers."""
         if self.sibling_processes.position is None:
             return [self.statistics.to_dict()]
         answers = await self.sibling_processes.request_all(_QUESTION)

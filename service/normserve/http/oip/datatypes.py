@@ -8,7 +8,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def parse_datatype(name: str, datatype: str) -> DType:
-    """The element type of the tensor `name`.
+    """Return the element type of the tensor `name`.
 
     Raises:
         UnsupportedDtypeError: the server does not support it.

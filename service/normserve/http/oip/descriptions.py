@@ -14,7 +14,7 @@ _ANY = -1
 
 
 def describe_model(model: InferenceModel, layer: RegisteredLayer | None) -> dict[str, Any]:
-    """The model metadata.  An arbitrary size is -1; x may also have any other rank.
+    """Make the metadata of a model.  An arbitrary size is -1; x may also have any other rank.
 
     Args: layer: the registered layer, if the model is one.
     """
@@ -28,7 +28,7 @@ def describe_model(model: InferenceModel, layer: RegisteredLayer | None) -> dict
 
 
 def describe_configuration(model: InferenceModel, layer: RegisteredLayer | None) -> dict[str, Any]:
-    """The model configuration, as far as it applies to this server."""
+    """Make the configuration of a model, as far as it applies to this server."""
     required = ("x", "dy")
 
     def describe_tensor(name: str) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def describe_configuration(model: InferenceModel, layer: RegisteredLayer | None)
 
 
 def _describe_tensor(model: InferenceModel, layer: RegisteredLayer | None, name: str) -> dict[str, Any]:
-    """One tensor.  The server accepts other types as well; this is the most usual one."""
+    """Describe one tensor.  The server accepts other types as well; this is the most usual one."""
     dtype = DType.FLOAT32
     if layer is not None and model.direction is PassDirection.FORWARD and name not in STATISTICS:
         dtype = layer.dtype

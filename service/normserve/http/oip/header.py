@@ -15,12 +15,12 @@ LENGTH = b"inference-header-content-length"
 """The header field with the number of bytes of JSON in the body."""
 
 MAX_JSON_BYTES = 4 * 2**20
-"""Parsing JSON delays all clients; larger tensors must be sent as binary data."""
+"""Limit of a request's JSON, whose parsing delays all clients; larger tensors must be sent as binary data."""
 
 MAX_TENSORS = 64
 """Limit of the inputs, and of the outputs, of one request."""
 
-# Colons, which are counted before anything is decoded: as many tensors as there may be have less than a third.
+# Limit of colons, which are counted before decoding: the most tensors that are allowed need less than a third.
 _MAX_FIELDS = 4096
 _MAX_DIGITS = 18
 
@@ -32,7 +32,7 @@ _NO_DATA = msgspec.Raw(b"")
 
 
 class InputParameters(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """The place of an input's bytes, if they are not in the JSON."""
+    """The location of an input's bytes, if they are not in the JSON."""
 
     binary_data_size: Size | None = None
     shared_memory_region: str | None = None
@@ -51,7 +51,7 @@ class InputHeader(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class OutputParameters(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """The requested place of an output's bytes."""
+    """The requested location of an output's bytes."""
 
     binary_data: bool | None = None
     classification: int = 0
@@ -68,7 +68,7 @@ class OutputHeader(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class InferenceHeader(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """A whole request without its binary data.
+    """A complete request without its binary data.
 
     Attributes:
         model_name, model_version: some clients repeat here the values of the path.
@@ -87,10 +87,10 @@ _DECODER = msgspec.json.Decoder(InferenceHeader)
 
 
 def parse_json_length(said: bytes | None, announced: int | None) -> int | None:
-    """The number of bytes of JSON in a body, from its header; None if the whole body is JSON.
+    """Parse the number of bytes of JSON in a body from its header; return None if the complete body is JSON.
 
     Args:
-        said: the value of `LENGTH`, None if it is absent.
+        said: the value of the header field `LENGTH`, None if it is absent.
         announced: the body's length, None if it is unknown.
 
     Raises:
@@ -148,7 +148,7 @@ def strip_byte_order_mark(text: bytes | memoryview) -> bytes | memoryview:
 
 
 def _make_format_error(told: str) -> MalformedPayloadError | InvalidParameterError:
-    """The error for JSON of another form; for an unknown field it says which are known."""
+    """Make the error for JSON of another form; for an unknown field, its message has the closest known one."""
     _, unknown, rest = told.partition("unknown field `")
     where = told.rpartition(" - at `")[2].rstrip("`") if " - at `" in told else "$"
     if not unknown:

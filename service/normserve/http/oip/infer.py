@@ -28,7 +28,7 @@ from normserve.requests.several import concatenate_tensors
 
 # Of longer JSON most is data, which is not sent again.
 _LONGEST_PREPARED = 4 * 2**10
-# A prepared call takes less than this, and for each byte of its JSON.
+# Bounds of a prepared call's memory: in all, and for each byte of its JSON.
 _PREPARED_BYTES, _BYTES_PER_JSON_BYTE = 2**11, 10
 
 
@@ -37,7 +37,7 @@ class InferenceRoutes:
     """Handles inference requests.
 
     Attributes:
-        prepared_calls: JSON headers, and what they lead to.
+        prepared_calls: the cache of parsed and checked JSON headers.
     """
 
     body_reader: BodyReader
@@ -48,7 +48,7 @@ class InferenceRoutes:
     prepared_calls: PreparedCallCache
 
     def make_router(self) -> APIRouter:
-        """The two paths, with a version and without."""
+        """Make the routes of the two paths, with a version and without."""
         router = APIRouter(tags=["open inference protocol"], route_class=DirectRoute)
         for path in ("/v2/models/{name}/infer", "/v2/models/{name}/versions/{version}/infer"):
             router.add_api_route(

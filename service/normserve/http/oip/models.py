@@ -39,7 +39,7 @@ class ModelCatalogue:
         self._layers = layers
 
     def find_model(self, name: str, version: str | None = None) -> InferenceModel:
-        """The model of that name.
+        """Return the model with this name.
 
         Raises:
             NotFoundError: there is no such model, or not in this version.
@@ -56,7 +56,7 @@ class ModelCatalogue:
         return model
 
     def list_models(self) -> list[InferenceModel]:
-        """Every model: the operations first, then the layers by name."""
+        """List every model: the operations first, then the layers by name."""
         layers = [each for each in self._layers.list_layers() if each.name not in OPERATIONS]
         return [*OPERATIONS.values(), *map(_make_layer_model, layers)]
 

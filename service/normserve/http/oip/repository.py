@@ -29,7 +29,7 @@ class RepositoryRoutes:
     body_reader: BodyReader
 
     def make_router(self) -> APIRouter:
-        """The index, and the routes that load and unload models."""
+        """Make the route of the index, and those that load and unload models."""
         router = APIRouter(prefix="/v2/repository", tags=["open inference protocol"])
         router.add_api_route("/index", self.list_models, methods=["POST"])
         router.add_api_route("/models/{name}/load", self.load_model, methods=["POST"])
@@ -72,7 +72,7 @@ class RepositoryRoutes:
         return JSONResponse({})
 
     async def _read_json(self, exchange: HttpExchange) -> dict[str, Any]:
-        """The body's JSON object; an empty one for no body.
+        """Read the body's JSON object; return an empty one for no body.
 
         Raises:
             NormserveError: the body is not a JSON object, or too long.

@@ -64,7 +64,7 @@ class SharedMemoryRoutes:
     body_reader: BodyReader
 
     def make_router(self) -> APIRouter:
-        """Both kinds of shared memory, with a region's name and without."""
+        """Make the routes for both kinds of shared memory, with a region's name and without."""
         router = APIRouter(tags=["open inference protocol"], route_class=DirectRoute)
         for kind, register, status, unregister in (
             ("system", self.register_system, self.list_system, self.unregister_system),

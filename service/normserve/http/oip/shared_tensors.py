@@ -15,7 +15,7 @@ from normserve.jobs.job import NormJob, PassDirection
 from normserve.jobs.results import infer_result_specs
 from normserve.memory.host_tensors import HostTensor
 
-# Results that a kernel may write over an input, at exactly the same bytes.
+# Results that a kernel may write over an input, if both have exactly the same byte range.
 _WRITTEN_OVER = {PassDirection.FORWARD: {"y": "x"}, PassDirection.BACKWARD: {"dx": "x"}}
 
 
@@ -24,7 +24,7 @@ class RegionBindings:
     """The regions of a request's tensors, by name; they stay open even if they are unregistered.
 
     Attributes:
-        is_on_device: whether all inputs, and the places of all results, are in regions of CUDA memory.
+        is_on_device: whether all inputs and all result buffers are in regions of CUDA memory.
     """
 
     inputs: Mapping[str, RegionRange]
@@ -33,7 +33,7 @@ class RegionBindings:
 
 
 NONE = RegionBindings({}, {})
-"""For a request that names no region."""
+"""The bindings of a request that names no region."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class RegionTensorAccess:
     device_regions: DeviceRegionOpener
 
     def bind_regions(self, caller: ClientIdentity, asked: InferenceRequest) -> RegionBindings:
-        """The regions that a request names.
+        """Find the regions that a request names.
 
         Raises:
             UnusableRegionError: a region is missing or has no such part, two outputs overlap, or only some of the
@@ -79,7 +79,7 @@ class RegionTensorAccess:
         return RegionBindings(inputs, outputs, is_on_device=True)
 
     async def read_inputs(self, found: RegionBindings) -> dict[str, memoryview]:
-        """The inputs, by name: copies, or for CUDA memory the regions themselves.
+        """Return the inputs by name: copies, or for CUDA memory views of the regions.
 
         Raises:
             UnusableRegionError: a region has become shorter.
@@ -90,7 +90,7 @@ class RegionTensorAccess:
         return dict(zip(found.inputs, await self.transfer.read_ranges([*found.inputs.values()]), strict=True))
 
     async def write_outputs(self, found: RegionBindings, results: Mapping[str, HostTensor]) -> None:
-        """Copy results into their regions, if they are not there already.
+        """Copy results into their regions, unless these are on the device and have the results.
 
         Raises:
             UnusableRegionError: a region has become shorter.
@@ -106,9 +106,9 @@ class RegionTensorAccess:
 
 
 def assign_result_buffers(found: RegionBindings, job: NormJob) -> NormJob:
-    """The job, with the places of its results if it is computed on the device.
+    """Return the job, with result buffers in its regions if these are on the device.
 
-    This happens before the work, so that a result that cannot be written costs none.
+    This happens before the computation, so that none is wasted on a result that cannot be written.
 
     Raises:
         UnusableRegionError: a region is too small for a result; or, on the device, a result has no region or would
@@ -140,7 +140,7 @@ def assign_result_buffers(found: RegionBindings, job: NormJob) -> NormJob:
 
 
 def _count_result_bytes(job: NormJob) -> dict[str, int]:
-    """Bytes of each result."""
+    """Count the bytes of each result."""
     given = {name: (tensor.dtype, tensor.shape) for name, tensor in job.tensors.items()}
     results = infer_result_specs(job.spec, given, job.layer)
     return {name: dtype.itemsize * prod(shape) for name, (dtype, shape) in results.items()}

@@ -12,7 +12,7 @@ from normserve.memory.host_tensors import HostTensor
 def build_tensors(
     inputs: tuple[InputTensor, ...], body: memoryview, shared: Mapping[str, memoryview]
 ) -> Mapping[str, HostTensor]:
-    """The tensors by name; binary ones are views of the body.
+    """Build the tensors by name; binary ones are views of the body.
 
     Args: shared: the tensors in regions, by name: copies, or `DeviceMemoryView` of the regions themselves.
 
@@ -35,5 +35,5 @@ def _build_tensor(each: InputTensor, body: memoryview, shared: Mapping[str, memo
 
 
 def count_external_bytes(inputs: tuple[InputTensor, ...]) -> int:
-    """Bytes of the tensors that are in other memory than the body."""
+    """Count the bytes of the tensors whose memory is not the body."""
     return sum([each.nbytes for each in inputs if type(each.source) is not BinarySource])

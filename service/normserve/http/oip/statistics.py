@@ -8,7 +8,7 @@ from typing import Any
 from normserve.http.oip.models import VERSION
 from normserve.jobs.job import NormResult
 
-# Names of models include those of layers, which are registered and removed: so many of removed ones may be kept.
+# Limit of kept statistics of removed models, since layers, which are models, are registered and removed.
 _MOST_REMOVED = 1024
 _STAGES = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output")
 # Results are never kept for the next request.
@@ -39,7 +39,7 @@ class ModelStatistics:
             self.seconds[stage] += other["seconds"][stage]
 
     def to_dict(self) -> dict[str, Any]:
-        """The counts in the form that `add_counts` takes."""
+        """Return the counts in the form that `add_counts` takes."""
         return {"launches": self.launches, "last_ms": self.last_ms, "counts": self.counts, "seconds": self.seconds}
 
 
@@ -79,7 +79,7 @@ class InferenceStatistics:
         tally.seconds["fail"] += seconds
 
     def to_dict(self) -> dict[str, Any]:
-        """All counts, for another process to add."""
+        """Return all counts, for another process to add."""
         return {name: tally.to_dict() for name, tally in self._by_model.items()}
 
     def _find_statistics(self, model: str) -> ModelStatistics:
@@ -91,14 +91,14 @@ class InferenceStatistics:
         return tally
 
     def _remove_stale_models(self) -> None:
-        """Forget the statistics of models that do not exist any more."""
+        """Remove the statistics of models that do not exist any more."""
         existing = set(self._list_model_names())
         self._by_model = {name: tally for name, tally in self._by_model.items() if name in existing}
         self._max_models = len(self._by_model) + _MOST_REMOVED
 
 
 def make_document(models: Iterable[str], counted: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The statistics of models in the protocol's form.
+    """Make the statistics of models in the protocol's form.
 
     Args: counted: the counts of each process, from `InferenceStatistics.to_dict`.
     """

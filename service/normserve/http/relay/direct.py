@@ -1,7 +1,7 @@
 """Relayed operations that are answered from a callback of the engine, without a task.
 
 Most relayed requests are plain operations.  The application's layers, with their objects for each request, take
-longer than the rest of the work for it in this process.  Here, everything that depends only on the header is
+longer than all other work for the request in this process.  Here, everything that depends only on the header is
 computed once per header.  All other requests are handled by the application.
 """
 
@@ -43,13 +43,13 @@ _INFER = frozenset([KeyScope.INFER])
 
 @dataclass(frozen=True, slots=True)
 class PreparedHeader:
-    """What a header says of all the requests that have it.
+    """The results of parsing a header, shared by all requests with an identical header.
 
     Attributes:
-        scope: the header as ASGI has it, but for what its connection says.
-        cors_headers: headers of the response, for the page that sent the request.
-        token: the API key that it brings.
-        headers: its own.
+        scope: the header as an ASGI scope, without the data of its connection.
+        cors_headers: headers of the response, for the web page that sent the request.
+        token: the API key in the header.
+        headers: the request's headers by name.
     """
 
     scope: Scope
@@ -62,7 +62,7 @@ class PreparedHeader:
 
 @dataclass(frozen=True, slots=True)
 class OperationServices:
-    """What these requests are answered with."""
+    """The objects that all directly answered requests use."""
 
     operations: Mapping[str, OperationEndpoint]
     origin_policy: OriginPolicy
@@ -71,10 +71,10 @@ class OperationServices:
 
 
 class RelayedOperation(CallbackRequest):
-    """One request under way, until its response has been sent."""
+    """One request in progress, until its response has been sent."""
 
     _response_format: ResponseFormat
-    # What the front end reads until it has sent it.
+    # Memory that the front end reads until it has sent the response.
     _retained: Sequence[object] = ()
     _is_front_end_lost = False
 
@@ -100,7 +100,7 @@ class RelayedOperation(CallbackRequest):
         self._body_reader = prepared.operation.body_reader
 
     def begin_operation(self, body: memoryview) -> None:
-        """Have it computed; it is answered then, or at once if something is wrong with it."""
+        """Submit the request's computation; answer an invalid or refused request at once."""
         try:
             layer = self.admit_body(len(body))
         except Exception as error:
@@ -109,10 +109,10 @@ class RelayedOperation(CallbackRequest):
         self.compute_body(body, layer, 0.0)
 
     def admit_body(self, nbytes: int) -> RegisteredLayer | None:
-        """Take a permit for a body of so many bytes; the layer that the request names, if any.
+        """Take a permit for a body of `nbytes`; return the registered layer that the request names, if any.
 
         Raises:
-            NormserveError: there is none for it, or something is wrong with its header.
+            NormserveError: no permit or no such layer is available, or the engine is not ready.
         """
         layer = self._header.operation.find_layer(self._header.operation_head)
         self.services.engine.require_ready()
@@ -122,7 +122,7 @@ class RelayedOperation(CallbackRequest):
     def compute_body(self, body: memoryview, layer: RegisteredLayer | None, received_s: float) -> None:
         """Compute a received body and send its response.
 
-        Args: received_s: seconds from the header to the end of the body.
+        Args: received_s: seconds from the end of the header to the end of the body.
         """
         self.record.received_bytes = len(body)
         self.record_received(received_s)
@@ -134,7 +134,7 @@ class RelayedOperation(CallbackRequest):
             self.respond_error(error)
 
     def on_message(self, message: Any) -> None:
-        """What the front end says about it."""
+        """Handle a message of the front end about this request."""
         match message:
             case messages.ResponseSent():
                 self._finish_sent(message)
@@ -142,22 +142,22 @@ class RelayedOperation(CallbackRequest):
                 self.cancel_job()
 
     def on_progress(self, nbytes: int) -> None:
-        """Its body has come: there is none to tell."""
+        """Do nothing: the body was received with the header."""
 
     def on_front_end_lost(self) -> None:
-        """The front end is gone, and its clients with it."""
+        """Cancel the request: its front end, and with it the client's connection, has ended."""
         self._is_front_end_lost = True
         if self.job is None:
             self._finish_unsent()
         else:
-            # The device may work on it still: its permit is held as long.
+            # The device may still work on the job: its permit is held until then.
             self.cancel_job()
 
     def _finish_unsent(self) -> None:
         self._finish_sent(messages.ResponseSent(self._number, 0.0, is_delivered=False))
 
     def _finish_sent(self, sent: messages.ResponseSent) -> None:
-        """The response has been sent, or never will be."""
+        """Finish a request whose response has been sent, or never will be."""
         if "kernel" in self.record.stage_seconds:
             self.record.stage_seconds["send"] = sent.seconds
         self._retained = ()
@@ -215,10 +215,10 @@ class RelayedOperation(CallbackRequest):
 
 
 class OperationDispatcher:
-    """Finds out which requests can be answered so.
+    """Decides which requests are answered without the application, and begins them.
 
     Attributes:
-        services: what they are answered with.
+        services: the objects that these requests use.
     """
 
     def __init__(self, parts: OperationServices) -> None:
@@ -233,9 +233,9 @@ class OperationDispatcher:
         return None if grant is None else grant.get_identity(_get_client_address(request)).tenant_name
 
     def prepare_header(self, scope: Scope, tenant: str) -> PreparedHeader | None:
-        """What a header says; None where it is for the application.
+        """Parse and check a header; return None if the application must handle its requests.
 
-        Args: tenant: that sends it.
+        Args: tenant: the sender of the request.
         """
         operation = self.services.operations.get(scope["path"])
         if operation is None or scope["method"] != "POST":
@@ -245,7 +245,7 @@ class OperationDispatcher:
             shared, preflight = self.services.origin_policy.check_request(scope, headers)
             head = operation.prepare_head(scope["query_string"], headers, tenant)
         except Exception:
-            # Whatever it is, the application meets it again, and answers.
+            # In the application the error occurs again, and is answered.
             return None
         if preflight is not None:
             return None
@@ -254,7 +254,7 @@ class OperationDispatcher:
     def begin_operation(
         self, front_end: FrontEndConnection, request: messages.RequestStarted, prepared: PreparedHeader
     ) -> RelayedOperation | None:
-        """Begin a request whose body is there; None where the application must say why it may not."""
+        """Begin a request that has its body; return None if the application must refuse the request."""
         grant, caller = self._find_client_identity(request, prepared)
         if caller is None:
             return None
@@ -271,8 +271,10 @@ class OperationDispatcher:
     def find_client_identity(
         self, request: messages.RequestStarted, prepared: PreparedHeader
     ) -> ClientIdentity | None:
-        """Who sends a request; None where the application must say why it may not, and where requests are counted:
-        what is handed over to the application would count twice.
+        """Return the sender of a request; None if the application must handle the request.
+
+        The application refuses keys that do not allow the request.  It also handles keys with a rate limit, which
+        would count a request twice if the request were passed on to the application later.
         """
         grant, caller = self._find_client_identity(request, prepared)
         return caller if grant is None or grant.token_bucket is None else None

@@ -17,29 +17,29 @@ from normserve.memory.shared_slabs import SlabLocation
 from normserve.memory.slabs import SlabPool
 
 INLINE_BYTES = 16 * 1024
-"""Shorter pieces of a response go along with the message."""
+"""Limit of a response piece that is sent in the message itself, in bytes."""
 
-# To copy more would hold up the event loop for longer than a small request does.
+# Copying more would block the event loop for longer than a small request does.
 _COPIED_HERE_BYTES = 256 * 1024
 
 
 class FrontEndConnection(Protocol):
-    """Where a request came from.
+    """The connection to the front end that relays a request.
 
     Attributes:
-        slab_pool: memory that can be shared with it.
+        slab_pool: memory that can be shared with the front end.
     """
 
     slab_pool: SlabPool
 
     def end_request(self, number: int) -> None:
-        """Nothing more is said about a request."""
+        """Ignore later messages about a request."""
 
     def send_message(self, message: msgspec.Struct) -> None:
-        """Say something to it."""
+        """Send a message to the front end."""
 
     def locate_slab(self, view: memoryview) -> SlabLocation | None:
-        """Where bytes lie, if it can reach them; it has that memory mapped from now on."""
+        """Locate bytes in shared memory, and have the front end map their slab; return None for other memory."""
 
 
 class RelayedIncomingBody(IncomingBody):
@@ -50,7 +50,7 @@ class RelayedIncomingBody(IncomingBody):
         self._front_end = front_end
         self._number = request.number
         self._initial_bytes = request.body or bytearray()
-        # What the front end writes to: not reused before the front end says that it has stopped.
+        # The range that the front end writes to: not reused before the front end reports that it has stopped.
         self._shared_memory: memoryview | None = None
         self._is_requested = False
         self._next_part: asyncio.Future[messages.BodyPart] | None = None
@@ -74,7 +74,7 @@ class RelayedIncomingBody(IncomingBody):
         return await super().receive_into(make, **limits)
 
     async def receive_message(self) -> Message:
-        """The next message, in ASGI's form."""
+        """Return the next ASGI message."""
         if self.is_complete and self._initial_bytes:
             body, self._initial_bytes = bytes(self._initial_bytes), bytearray()
             return {"type": "http.request", "body": body, "more_body": False}
@@ -102,12 +102,12 @@ class RelayedIncomingBody(IncomingBody):
             self._front_end.send_message(messages.BodyStopRequest(self._number))
 
     def on_progress(self, nbytes: int) -> None:
-        """So many bytes have come to their place."""
+        """Record that the body's first `nbytes` are in its slab."""
         if self.is_receiving:
             self.received_bytes = nbytes
 
     def on_body_received(self, message: messages.BodyReceived) -> None:
-        """All of them have."""
+        """Complete the body, which is now in its slab."""
         self._is_requested, self._shared_memory = False, None
         if self.is_receiving:
             self.received_bytes = message.nbytes
@@ -115,7 +115,7 @@ class RelayedIncomingBody(IncomingBody):
             self._ended_at = message.ended
 
     def on_body_part(self, piece: messages.BodyPart) -> None:
-        """The next of a body that has no place."""
+        """Accept the next piece of a body that is not received into a slab."""
         if self._next_part is not None:
             if not self._next_part.done():
                 self._next_part.set_result(piece)
@@ -127,13 +127,13 @@ class RelayedIncomingBody(IncomingBody):
                 self.mark_complete()
 
     def on_body_aborted(self, *, left: bool) -> None:
-        """The rest will not come, and the place is not written to any more."""
+        """End the reception: the front end no longer writes to the body's slab."""
         self._is_requested, self._shared_memory = False, None
         if left:
             self.handle_disconnect()
 
     def handle_disconnect(self) -> None:
-        """The client has gone."""
+        """Abort an incomplete body, whose client has disconnected."""
         self._is_client_disconnected = True
         if self._next_part is not None and not self._next_part.done():
             self._next_part.set_exception(ClientLeftError("the client left"))
@@ -141,7 +141,7 @@ class RelayedIncomingBody(IncomingBody):
             self.abort(ClientLeftError("the client left while its body was received"))
 
     def _start_receiving(self) -> bytearray:
-        """A route wants the body; what came already."""
+        """Start to receive the body for a route; return the bytes that were received with the header."""
         if not self.is_complete and self.content_length is None:
             self._is_requested = True
             self._front_end.send_message(messages.BodyPartRequest(self._number, all=True))
@@ -149,7 +149,7 @@ class RelayedIncomingBody(IncomingBody):
         return early
 
     def _share_memory(self, room: memoryview) -> None:
-        """Have the body received there."""
+        """Have the body received into `room`, or in pieces if that memory cannot be shared."""
         assert self.content_length is not None
         self._is_requested = True
         located = self._front_end.locate_slab(room)
@@ -165,7 +165,7 @@ class RelayedResponseSender(ResponseSender):
     """A response, which a front end sends.
 
     Attributes:
-        is_response_complete: it has all of it.
+        is_response_complete: the front end has been given the complete response.
     """
 
     def __init__(self, front_end: FrontEndConnection, number: int) -> None:
@@ -184,7 +184,7 @@ class RelayedResponseSender(ResponseSender):
     async def send_response(self, status: int, headers: Headers, buffers: Buffers, nbytes: int) -> None:
         if self.is_delivered is not None:
             return
-        # What is not shared is copied; that and the buffers live until they are sent.
+        # Buffers that are not shared are copied; the copies and the buffers live until they are sent.
         parts, held = [], []
         for buffer in buffers:
             part, view = await share_response_bytes(self._front_end, buffer)
@@ -195,7 +195,7 @@ class RelayedResponseSender(ResponseSender):
         self._record_sent(await self._send_and_wait(told))
 
     async def send_message(self, message: Message) -> None:
-        """The next message, of an application that answers the ASGI way."""
+        """Send the next ASGI message of the application."""
         if message["type"] == "http.response.start":
             self._start_message = message
             return
@@ -210,19 +210,19 @@ class RelayedResponseSender(ResponseSender):
             self._record_sent(sent)
 
     def on_response_sent(self, sent: messages.ResponseSent) -> None:
-        """What was said last has been taken by the kernel, or never will be."""
+        """End the wait for the last message's bytes, which the kernel has taken or never will."""
         if self._response_sent is not None and not self._response_sent.done():
             self._response_sent.set_result(sent)
 
     def handle_disconnect(self) -> None:
-        """The client has gone."""
+        """Mark the response as not delivered, because its client has disconnected."""
         if self.is_delivered is None:
             self.is_delivered = False
             if self.on_disconnect is not None:
                 self.on_disconnect()
 
     def on_front_end_lost(self) -> None:
-        """It will not be sent."""
+        """End the response, which the front end cannot send any more."""
         self.handle_disconnect()
         self.on_response_sent(messages.ResponseSent(self._number, self._send_s, is_delivered=False))
 
@@ -244,7 +244,7 @@ class RelayedResponseSender(ResponseSender):
 async def share_response_bytes(
     front_end: FrontEndConnection, buffer: bytes | memoryview
 ) -> tuple[bytes | SharedSlabRange, object]:
-    """A piece of a response as it is told; with it what must live until it has been sent."""
+    """Return a response piece in the form of a message, and the object that must live until it has been sent."""
     told = try_share_response_bytes(front_end, buffer)
     if told is not None:
         return told
@@ -257,7 +257,7 @@ async def share_response_bytes(
 def try_share_response_bytes(
     front_end: FrontEndConnection, buffer: bytes | memoryview
 ) -> tuple[bytes | SharedSlabRange, object] | None:
-    """`share_response_bytes`; None where the event loop should not wait for it."""
+    """Do as `share_response_bytes`, without a long copy; return None if one would be needed."""
     if len(buffer) <= INLINE_BYTES:
         return bytes(buffer), None
     view = memoryview(buffer)
@@ -266,7 +266,7 @@ def try_share_response_bytes(
         return located
     copied = front_end.slab_pool.borrow(len(view))[: len(view)]
     _copy_bytes(view, copied)
-    # Memory that cannot be shared came of the pool: a driver's.
+    # The pool may return memory that cannot be shared, which a driver allocated.
     return _locate_range(front_end, copied) or (bytes(view), None)
 
 
@@ -276,5 +276,5 @@ def _locate_range(front_end: FrontEndConnection, view: memoryview) -> tuple[Shar
 
 
 def _copy_bytes(source: memoryview, target: memoryview) -> None:
-    # Unlike a memoryview's own, this copy leaves Python's lock to others.
+    # Unlike a copy by memoryview, this one releases the GIL.
     np.frombuffer(target, np.uint8)[:] = np.frombuffer(source, np.uint8)

@@ -1,4 +1,4 @@
-"""A request that a front end relays, on the side of its connection."""
+"""A request that a front end relays, in the process that has the client's connection."""
 
 import asyncio
 import functools
@@ -19,11 +19,11 @@ _NO_LIMIT_S = 7 * 86400.0
 
 
 class OwnerConnection(Protocol):
-    """The process that a request is relayed to.
+    """The connection to the process that a request is relayed to.
 
     Attributes:
-        mapped_memory: its, that is mapped here, by its number.
-        receiving_bodies: bodies that come to their places, by their requests.
+        mapped_memory: slabs of that process that are mapped in this one, by slab number.
+        receiving_bodies: bodies that are being received into slabs, by request number.
     """
 
     link: RelayLink
@@ -31,7 +31,7 @@ class OwnerConnection(Protocol):
     receiving_bodies: dict[int, IncomingBody]
 
     def start_progress_reports(self, number: int, reception: IncomingBody) -> None:
-        """Report how much of a slow body has come."""
+        """Report the number of received bytes of a body regularly, if it is slow."""
 
 
 def decline_message(link: RelayLink, message: Any) -> None:
@@ -44,7 +44,7 @@ def decline_message(link: RelayLink, message: Any) -> None:
 
 
 class ForwardedRequest:
-    """One request, from the side of its connection."""
+    """One request and its response, in the process that has the client's connection."""
 
     def __init__(self, owner: OwnerConnection, number: int, scope: Scope, receive: Receive, send: Send) -> None:
         self._owner = owner
@@ -54,16 +54,16 @@ class ForwardedRequest:
         self._request_id = choose_request_id(dict(scope["headers"]))
         self._incoming_body: IncomingBody = scope["state"]["reception"]
         self._response_sender: SocketResponseSender = scope["state"]["sending"]
-        # Whether the response has, and whether all of it is with the connection.
+        # Whether the response has started, and whether the connection has all of it.
         self._has_response_started = self._is_response_complete = False
         self._is_body_receiving = self._is_body_cancelled = False
         self._part_task: asyncio.Future[Any] | None = None
-        # What was said and has not been done; None says that nothing more will be.
+        # Messages that have not been handled; None means that no more will be received.
         self._messages: deque[Any] = deque()
         self._message_arrival: asyncio.Future[None] | None = None
 
     async def relay(self) -> bool:
-        """Relay it; False where it must be answered here, since the other process is gone."""
+        """Relay the request; return False if the other process ended before it began a response."""
         link, sending = self._owner.link, self._response_sender
         if link.is_backlogged and not await self._wait_link_writable():
             return True
@@ -85,7 +85,7 @@ class ForwardedRequest:
         return self._has_response_started
 
     async def _wait_link_writable(self) -> bool:
-        """Wait until the other process has read earlier messages; False where the client left first."""
+        """Wait until the kernel has taken earlier messages; return False if the client disconnected first."""
         if self._response_sender.is_delivered is not None:
             return False
         left = asyncio.get_running_loop().create_future()
@@ -99,7 +99,7 @@ class ForwardedRequest:
         return not left.done()
 
     def on_message(self, message: Any) -> None:
-        """What the other process says about it; None once that is gone."""
+        """Handle a message of the other process about this request; None means that the process has ended."""
         if message is None or type(message) is messages.BodyStopRequest:
             self._cancel_body()
         if type(message) is not messages.BodyStopRequest:
@@ -196,7 +196,7 @@ class ForwardedRequest:
             self._is_body_receiving = False
             self._owner.receiving_bodies.pop(self._number, None)
         if was_complete:
-            # It came meanwhile, to where it was not asked for yet.
+            # The body was received before its slab was assigned, into another buffer.
             room[: len(body)] = body
         link.send_message(messages.BodyReceived(self._number, len(body), reception.began_at + reception.receive_s))
 
@@ -223,7 +223,7 @@ class ForwardedRequest:
             more = more and all_of_it
 
     def _cancel_body(self) -> None:
-        """No more of the body is wanted."""
+        """Stop the reception of the body."""
         self._is_body_cancelled = True
         if self._is_body_receiving:
             self._incoming_body.abort(NotReadyError("no more of the body is wanted"))

@@ -23,21 +23,21 @@ from normserve.http.relay.link import RelayLink
 from normserve.http.transport import IncomingBody
 from normserve.memory.segments import map_segment
 
-# How often the process that owns the device learns how far bodies are that take their time.
+# Interval between reports of the received bytes of slow bodies to the process that owns the device.
 _PROGRESS_S = 0.02
-# Who has given no sign for so long gets no requests, where there is another.
+# An owner that has sent no readiness message for this long gets no requests if another owner is ready.
 _QUIET_S = 3.0
 
 
 class RelayApplication:
-    """Relays requests, in turn to each process that owns a device and takes work.
+    """Relays requests, in turn to each process that owns a device and accepts work.
 
     Attributes:
-        on_link_lost: told that a link has ended which was in use, though its process may still be there.
+        on_link_lost: called when a link that was in use has ended, though its process may still run.
     """
 
     def __init__(self, index: int) -> None:
-        """Args: index: of all front ends, this one's."""
+        """Args: index: this front end's index among all front ends."""
         self._index = index
         self.on_link_lost: Callable[[], None] = lambda: None
         self._owners: list[_OwnerSession] = []
@@ -45,7 +45,7 @@ class RelayApplication:
         self._unreported_refusals: Counter[tuple[int, str]] = Counter()
         self._unreported_disconnects = 0
         self._connection_count = 0
-        # Nothing here is left to other threads.
+        # No other thread of this process has work.
         self._busy_poller = make_busy_poller()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -55,11 +55,11 @@ class RelayApplication:
 
     @property
     def is_busy(self) -> bool:
-        """Whether requests are under way."""
+        """Whether requests are in progress."""
         return any(owner.is_busy for owner in self._owners)
 
     def connect_owner(self, connected: socket.socket) -> None:
-        """A process that owns a device is there."""
+        """Begin to relay to a process that owns a device."""
         owner = _OwnerSession(connected, self._busy_poller)
         owner.on_lost = functools.partial(self._remove_owner, owner)
         owner.link.send_message(messages.FrontEndHello(self._index, os.getpid()))
@@ -69,31 +69,31 @@ class RelayApplication:
 
     def _remove_owner(self, owner: "_OwnerSession") -> None:
         self._owners.remove(owner)
-        # The next one in its place counts from now on.
+        # From now on, the counts go to another owner.
         self._report_counts()
-        # A second link with the same process is ended by that before it says anything.
+        # The owner ends a second link with the same process before it sends any message.
         if owner.has_sent_message:
             self.on_link_lost()
 
     def count_refusal(self, error: NormserveError) -> None:
-        """What never became a request for the other process was answered with an error."""
+        """Count an error response to input that was not relayed to the other process."""
         self._unreported_refusals[get_status(error), error.code] += 1
         self._report_counts()
 
     def count_late_disconnect(self) -> None:
-        """A client left with a response that it had not read."""
+        """Count a client that disconnected without reading its response."""
         self._unreported_disconnects += 1
         self._report_counts()
 
     def adjust_connection_count(self, change: int) -> None:
-        """So many more are open than before."""
+        """Add `change` to the number of open connections."""
         self._connection_count += change
         self._report_counts()
 
     async def _refuse_request(self, scope: Scope, send: Send) -> None:
         """Answer a request while there is no process to relay to.
 
-        The answer is the same for all, and needs no check of host or key.  The next process counts it.
+        The response is the same for all requests, and needs no check of host or key.  The next owner counts it.
         """
         error = NotReadyError("the process that owns the device is starting again")
         self.count_refusal(error)
@@ -104,7 +104,7 @@ class RelayApplication:
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
     def _report_counts(self) -> None:
-        """Let the first owner know what it counts; one that is behind learns it at once later."""
+        """Send the counts to the first owner; if its link is backlogged, they are sent after the backlog."""
         if not self._owners or self._owners[0].link.is_backlogged:
             return
         owner = self._owners[0]
@@ -119,7 +119,7 @@ class RelayApplication:
         self._unreported_disconnects = 0
 
     def _choose_owner(self) -> "_OwnerSession | None":
-        """The one whose turn it is of those that take work; else one that says why it does not."""
+        """Return the next of the owners that accept work; without any, one that refuses requests with a reason."""
         owners = self._owners
         if len(owners) > 1:
             owners = [each for each in owners if each.is_ready] or owners
@@ -127,11 +127,11 @@ class RelayApplication:
 
 
 class _OwnerSession:
-    """One process that owns a device.
+    """The link to one process that owns a device, and the requests that are relayed to it.
 
     Attributes:
-        on_lost: told that it is gone.
-        reported_connections: how many clients it knows to be connected.
+        on_lost: called when the link has ended.
+        reported_connections: the number of connected clients that was last sent to the process.
     """
 
     def __init__(self, connected: socket.socket, polling: BusyPoller | None) -> None:
@@ -149,16 +149,16 @@ class _OwnerSession:
 
     @property
     def has_sent_message(self) -> bool:
-        """It has said something."""
+        """Whether the process has sent a message."""
         return self._last_message_at > 0
 
     @property
     def is_ready(self) -> bool:
-        """It takes work, and has said so of late."""
+        """Whether the process accepts work and has reported so recently."""
         return self._is_reported_ready and time.monotonic() - self._last_message_at < _QUIET_S
 
     async def relay_request(self, scope: Scope, receive: Receive, send: Send) -> bool:
-        """Relay a request; False where it must be answered here, since the other process is gone."""
+        """Relay a request; return False if the other process ended before it began a response."""
         number = next(self._request_numbers)
         relayed = self._requests[number] = ForwardedRequest(self, number, scope, receive, send)
         try:
@@ -168,11 +168,11 @@ class _OwnerSession:
 
     @property
     def is_busy(self) -> bool:
-        """Whether requests are under way."""
+        """Whether requests are in progress."""
         return bool(self._requests)
 
     def start_progress_reports(self, number: int, reception: IncomingBody) -> None:
-        """Tell how far a body is, if it takes its time."""
+        """Report the number of received bytes of a body regularly, if it is slow."""
         self.receiving_bodies[number] = reception
         if self._progress_timer is None:
             self._progress_timer = asyncio.get_running_loop().call_later(_PROGRESS_S, self._report_progress)
@@ -196,7 +196,7 @@ class _OwnerSession:
                 try:
                     self.mapped_memory[message.number] = memoryview(map_segment(descriptor, is_there_at_once=False))
                 except (ValueError, MemoryError):
-                    # Requests whose bytes lie there could never be answered; without the link they end now.
+                    # Requests with bytes in this slab could never be answered; without the link they end now.
                     self.link.close()
                 finally:
                     os.close(descriptor)

@@ -18,21 +18,22 @@ from normserve.sockets import add_reader
 _READ_BYTES = 256 * 1024
 _MOST_DESCRIPTORS = 64
 _RIGHTS_BYTES = compute_ancillary_bytes(_MOST_DESCRIPTORS)
-# The other process is trusted: as many as a prefix can say.
+# The other process is trusted: the largest number that a prefix can have.
 _MOST_BYTES = 2**32 - 1
 _BUFFER_BYTES = 4 * 2**20
 
 
 class RelayLink:
-    """A connected Unix socket.  What is said in one turn of the event loop leaves together, at its end.
+    """A connected Unix socket that carries messages in both directions.
 
-    Messages that leave together are one frame, a list, which is encoded and decoded at once: in the process that
-    owns the device each message by itself would take as long as a quarter of the work for its request.
+    The messages of one iteration of the event loop are sent together at its end, as one frame: a list that is
+    encoded and decoded at once.  In the process that owns the device, one frame for each message would take as long
+    as a quarter of the work for its request.
 
     Attributes:
-        is_backlogged: the kernel does not take all that was said; who says things unasked waits or gathers
-            meanwhile.
-        on_flushed: told when it has taken all of it after that.
+        is_backlogged: the kernel has not taken all messages; meanwhile, senders of unsolicited messages wait or
+            gather them.
+        on_flushed: called when the kernel has taken all messages after a backlog.
     """
 
     def __init__(
@@ -46,10 +47,10 @@ class RelayLink:
         polling: BusyPoller | None = None,
     ) -> None:
         """Args:
-        on_message: is given each message as it comes; if it raises, the link ends.
-        on_end: told once that the other process is gone, or has ended the link.
-        lends: the other writes to memory of this process.  After a fault here, it is still lent until the other
-            has ended the link.
+        on_message: called with each received message; if it raises, the link ends.
+        on_end: called once when the link has ended, from either side.
+        lends: the other process writes to memory of this one.  After a fault here, that memory stays shared until
+            the other process has ended the link.
         polling: None where the event loop sleeps between messages.
         """
         connected.setblocking(False)
@@ -63,7 +64,7 @@ class RelayLink:
         self._busy_poller = polling
         self._is_ending = False
         self._loop = asyncio.get_running_loop()
-        # Python's `recvmsg` takes new memory of the asked length each time, which costs more than the call itself.
+        # Python's `recvmsg` allocates a buffer of the requested length each time, which costs more than the call.
         self._read_buffer = memoryview(bytearray(_READ_BYTES))
         self._frame_reader = FrameReader(_MOST_BYTES, _MOST_DESCRIPTORS)
         self._pending_messages: list[msgspec.Struct] = []
@@ -76,9 +77,9 @@ class RelayLink:
         add_reader(self._loop, connected, self._receive_messages)
 
     def send_message(self, message: msgspec.Struct, descriptor: int | None = None) -> None:
-        """Say something; nothing happens once the other is gone.
+        """Send a message at the end of this iteration of the event loop; do nothing once the link has ended.
 
-        Args: descriptor: comes along; it stays the caller's.
+        Args: descriptor: a file descriptor to send with the message; the caller still owns and closes it.
         """
         if not self.is_open or self._is_ending:
             return
@@ -91,18 +92,18 @@ class RelayLink:
             self._loop.call_soon(self._flush)
 
     async def wait_flushed(self) -> None:
-        """Over once all that was said has been taken by the kernel, or the other is gone."""
+        """Wait until the kernel has taken all messages, or the link has ended."""
         if self._is_flush_scheduled and self.is_open:
             if self._flushed is None:
                 self._flushed = self._loop.create_future()
             await asyncio.shield(self._flushed)
 
     def pop_descriptor(self) -> int:
-        """The next descriptor that came; the caller's from now on."""
+        """Return the next received file descriptor, which the caller now owns."""
         return self._frame_reader.descriptors.popleft()
 
     def close(self) -> None:
-        """End it from this side."""
+        """End the link from this side."""
         if not self.is_open:
             return
         self.is_open = False
@@ -113,14 +114,14 @@ class RelayLink:
         self._on_end()
 
     def _discard_pending(self) -> None:
-        """Drop what was to be sent, and the descriptors that came."""
+        """Discard unsent messages and received descriptors."""
         self._frame_reader.close()
         self._pending_messages.clear()
         self._send_queue.discard_all()
         self._resolve_flushed()
 
     def _end_after_fault(self) -> None:
-        """End it after a fault of this side."""
+        """End the link after a fault of this side."""
         if not self._shares_memory:
             self.close()
             return
@@ -147,7 +148,7 @@ class RelayLink:
         try:
             found = self._frame_reader.feed(self._read_buffer[:nbytes], ancillary, flags)
         except TooLargeError:
-            # A descriptor was lost, since none is free: each that comes later would belong to another message.
+            # A descriptor was lost, since none is free: each later one would be taken for another message's.
             self.close()
             return
         if self._is_ending:
@@ -160,12 +161,12 @@ class RelayLink:
                     if not self.is_open:
                         return
         except BaseException:
-            # The rest of what was read would be lost, and no request in it may wait for an answer.
+            # The remaining messages are lost, and no request among them may wait for a response.
             self._end_after_fault()
             raise
 
     def _flush(self) -> None:
-        """Send what is unsent, as much of it as the kernel takes."""
+        """Send as many of the unsent bytes as the kernel takes."""
         if not self.is_open or self._is_ending:
             return
         try:
@@ -181,7 +182,7 @@ class RelayLink:
             self._end_after_fault()
             return
         except BaseException:
-            # What cannot be encoded, for lack of memory, would be tried again for ever.
+            # Messages that cannot be encoded, for lack of memory, would be tried again for ever.
             self._end_after_fault()
             raise
         self._is_flush_scheduled = False
@@ -194,7 +195,7 @@ class RelayLink:
             self.on_flushed()
 
     def _queue_frame(self, descriptors: tuple[int, ...] = ()) -> None:
-        """What has been said is one frame, with a descriptor of its last message."""
+        """Encode all pending messages as one frame, with the descriptors of the last message."""
         frame = bytearray(PREFIX.size)
         encode_into(self._pending_messages, frame, PREFIX.size)
         PREFIX.pack_into(frame, 0, len(frame) - PREFIX.size, 0)

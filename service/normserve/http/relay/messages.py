@@ -13,7 +13,7 @@ from normserve.http.responses import make_response_headers
 
 
 class RequestHead(msgspec.Struct, array_like=True, gc=False):
-    """What a request's header says, beside what its connection says of it: the same for many requests."""
+    """A request's header, without the data of its connection, so that many requests have equal heads."""
 
     method: str
     path: str
@@ -29,13 +29,13 @@ class RequestStarted(msgspec.Struct, array_like=True, tag=0, gc=False):
     """A request whose header is complete.
 
     Attributes:
-        number: of all that this front end sends, this one's.
+        number: the request's number among all requests of this front end.
         head: a `RequestHead` in MessagePack.
         client: address and port; None on a Unix socket.
-        announced: bytes of its body; None where it is chunked.
-        body: if it came whole with the header.
+        announced: the length of its body in bytes; None if the body is chunked.
+        body: the body, if it was received completely with the header.
         began: when the header was complete, by `time.perf_counter`.
-        request_id: what an `OperationResponse` names it.
+        request_id: the id that the response to an operation has in its `x-request-id` header.
     """
 
     number: int
@@ -48,7 +48,7 @@ class RequestStarted(msgspec.Struct, array_like=True, tag=0, gc=False):
 
 
 class BodyReceived(msgspec.Struct, array_like=True, tag=1, gc=False):
-    """A body is whole, in the place that it was given; `ended` is when, by `time.perf_counter`."""
+    """A body that has been received completely into its slab, at the time `ended` of `time.perf_counter`."""
 
     number: int
     nbytes: int
@@ -56,13 +56,13 @@ class BodyReceived(msgspec.Struct, array_like=True, tag=1, gc=False):
 
 
 class BodyProgress(msgspec.Struct, array_like=True, tag=2, gc=False):
-    """How many bytes have come of bodies that take their time, by their requests."""
+    """The bytes received so far of slow bodies, by request number."""
 
     received: dict[int, int]
 
 
 class BodyPart(msgspec.Struct, array_like=True, tag=3, gc=False):
-    """The next of a body that has no place, as ASGI hands it out."""
+    """The next piece of a body that is not received into a slab, as in an ASGI message."""
 
     number: int
     data: bytes
@@ -70,9 +70,9 @@ class BodyPart(msgspec.Struct, array_like=True, tag=3, gc=False):
 
 
 class BodyAborted(msgspec.Struct, array_like=True, tag=4, gc=False):
-    """A body that was to be received will not be; nothing is written to its place any more.
+    """The end of an incomplete reception: the front end no longer writes to the body's slab.
 
-    Attributes: left: the client has gone.
+    Attributes: left: whether the client has disconnected.
     """
 
     number: int
@@ -80,17 +80,17 @@ class BodyAborted(msgspec.Struct, array_like=True, tag=4, gc=False):
 
 
 class ClientDisconnected(msgspec.Struct, array_like=True, tag=5, gc=False):
-    """The client has gone before its response was complete."""
+    """A client that disconnected before its response was complete."""
 
     number: int
 
 
 class ResponseSent(msgspec.Struct, array_like=True, tag=6, gc=False):
-    """What was given to be sent has been taken by the kernel, or never will be.
+    """The end of sending a response or a part: the kernel has taken all its bytes, or never will.
 
     Attributes:
         seconds: since the response's first byte.
-        is_delivered: the client was there when the last byte was taken.
+        is_delivered: the client was connected when the kernel took the response's last byte.
     """
 
     number: int
@@ -99,7 +99,7 @@ class ResponseSent(msgspec.Struct, array_like=True, tag=6, gc=False):
 
 
 class RefusalCount(msgspec.Struct, array_like=True, tag=7, gc=False):
-    """So many times a front end has answered with an error what never became a request here."""
+    """The number of times that a front end answered with this error without relaying a request."""
 
     status: int
     code: str
@@ -107,19 +107,19 @@ class RefusalCount(msgspec.Struct, array_like=True, tag=7, gc=False):
 
 
 class LateDisconnectCount(msgspec.Struct, array_like=True, tag=8, gc=False):
-    """So many clients left with a response that the kernel had taken and that they had not read."""
+    """The number of clients that disconnected without reading a response that the kernel had taken."""
 
     count: int
 
 
 class ConnectionCount(msgspec.Struct, array_like=True, tag=9, gc=False):
-    """How many clients are connected now."""
+    """The number of clients that are connected now."""
 
     count: int
 
 
 class FrontEndHello(msgspec.Struct, array_like=True, tag=10, gc=False):
-    """The first message: which front end this is, and its process."""
+    """The first message of a front end: its index, and the id of its process."""
 
     index: int
     pid: int
@@ -141,25 +141,25 @@ FromFrontEnd = (
 
 
 class OwnerReadiness(msgspec.Struct, array_like=True, tag=0, gc=False):
-    """Whether the process takes work."""
+    """The readiness of the owner: whether it accepts work."""
 
     is_ready: bool
 
 
 class SharedSlabAdded(msgspec.Struct, array_like=True, tag=1, gc=False):
-    """Memory to be mapped, known by its number from now on; its descriptor comes along."""
+    """A slab to map, with the number that later messages use; its file descriptor is sent with the message."""
 
     number: int
 
 
 class SharedSlabRemoved(msgspec.Struct, array_like=True, tag=2, gc=False):
-    """Memory of which nothing will be said any more."""
+    """Slabs that no later message refers to, by number."""
 
     numbers: list[int]
 
 
 class BodyLocation(msgspec.Struct, array_like=True, tag=3, gc=False):
-    """Let a body of announced length come, into its place."""
+    """A request to receive a body of announced length into this range of a shared slab."""
 
     number: int
     memory: int
@@ -168,20 +168,23 @@ class BodyLocation(msgspec.Struct, array_like=True, tag=3, gc=False):
 
 
 class BodyPartRequest(msgspec.Struct, array_like=True, tag=4, gc=False):
-    """Let a body come in pieces: the next one, or all."""
+    """A request to receive a body in pieces: the next one, or all."""
 
     number: int
     all: bool
 
 
 class BodyStopRequest(msgspec.Struct, array_like=True, tag=5, gc=False):
-    """The rest of a body is not wanted.  If it had a place, `BodyAborted` answers, or `BodyReceived` was sent."""
+    """A request to stop the reception of a body.
+
+    If the body is received into a slab, `BodyAborted` answers, or `BodyReceived` was sent before.
+    """
 
     number: int
 
 
 class SharedSlabRange(msgspec.Struct, array_like=True, gc=False):
-    """Bytes that lie in shared memory."""
+    """A range of bytes in a shared slab."""
 
     memory: int
     offset: int
@@ -189,7 +192,7 @@ class SharedSlabRange(msgspec.Struct, array_like=True, gc=False):
 
 
 class CompleteResponse(msgspec.Struct, array_like=True, tag=6, gc=False):
-    """A whole response; its body in pieces, of which short ones are here."""
+    """A complete response; its body is in pieces, of which short ones are part of the message."""
 
     number: int
     status: int
@@ -199,7 +202,7 @@ class CompleteResponse(msgspec.Struct, array_like=True, tag=6, gc=False):
 
 
 class ResponsePart(msgspec.Struct, array_like=True, tag=7, gc=False):
-    """A piece of a response, as ASGI has it; with the first come status and headers, else the status is 0."""
+    """A piece of a response, as in an ASGI message; the first has status and headers, others the status 0."""
 
     number: int
     status: int
@@ -209,17 +212,17 @@ class ResponsePart(msgspec.Struct, array_like=True, tag=7, gc=False):
 
 
 class ResponseAborted(msgspec.Struct, array_like=True, tag=8, gc=False):
-    """The application has nothing more to say to a request, though its response is not complete."""
+    """A response that stays incomplete, because the application has ended without completing it."""
 
     number: int
 
 
 class OperationResponse(msgspec.Struct, array_like=True, tag=9, gc=False):
-    """A whole response with the result of an operation; the front end makes its header.
+    """A complete response with the result of an operation; the front end makes its header.
 
     Attributes:
-        shared: headers for the page that sent the request.
-        body: as of `CompleteResponse`.
+        shared: CORS headers for the web page that sent the request.
+        body: as in `CompleteResponse`.
     """
 
     number: int
@@ -229,7 +232,7 @@ class OperationResponse(msgspec.Struct, array_like=True, tag=9, gc=False):
     body: list[bytes | SharedSlabRange]
 
     def make_response(self, request_id: str) -> CompleteResponse:
-        """The same with its header, for a request of this id."""
+        """Return the response with its header, for the request with this id."""
         nbytes = sum([each.nbytes if isinstance(each, SharedSlabRange) else len(each) for each in self.body])
         headers = [
             *make_response_headers(nbytes, self.media_type.encode(), self.measured.make_headers()),

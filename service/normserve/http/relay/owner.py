@@ -28,10 +28,10 @@ from normserve.requests.prepared_calls import PreparedCallCache
 
 log = logging.getLogger(__name__)
 
-# A prepared header takes less than this, for each of its fields, and for each byte of the message that brought it.
+# Bounds of a prepared header's memory: in all, for each field, and for each byte of the message with the header.
 _HEAD_BYTES, _FIELD_BYTES, _BYTES_PER_HEAD_BYTE = 2**11, 2**8, 3
 _POLL_S = 0.02
-# How often front ends get a heartbeat, and are told of memory that the pool has freed.
+# Interval between heartbeats to front ends, which also report slabs that the pool has freed.
 _BEAT_S = 0.5
 
 _OF_A_REQUEST = frozenset(
@@ -59,9 +59,9 @@ class RelayServer:
         polling: BusyPoller | None = None,
     ) -> None:
         """Args:
-        slabs: whose memory is of `shared`.
-        prepared: keeps headers.
-        polling: for messages of front ends; None where the event loop sleeps between them.
+        slabs: a pool whose memory is from `shared`.
+        prepared: the cache of prepared headers.
+        polling: for messages of front ends; None if the event loop sleeps between them.
         """
         self._shared_slabs = shared
         self._slab_pool = slabs
@@ -75,26 +75,26 @@ class RelayServer:
         self._heartbeat_timer: asyncio.TimerHandle | None = None
 
     def set_application(self, entrance: ASGIApp, direct: OperationDispatcher | None) -> None:
-        """Have requests answered, before there are any.
+        """Set the application that answers requests, before the first request.
 
         Args:
             entrance: the application.
-            direct: what answers plain requests; None where the application shall answer all.
+            direct: answers plain requests; None if the application answers all.
         """
         self._asgi_app, self._dispatcher = entrance, direct
 
     @property
     def connection_count(self) -> int:
-        """Clients that are connected to front ends."""
+        """The number of clients that are connected to front ends."""
         return sum([each.connection_count for each in self._front_ends])
 
     def describe_front_ends(self) -> list[dict[str, int]]:
-        """Those that are there, by their index."""
+        """Return the index and process id of each connected front end, sorted by index."""
         there = sorted((each.hello.index, each.hello.pid) for each in self._front_ends)
         return [{"index": index, "pid": pid} for index, pid in there]
 
     def serve_front_end(self, connected: socket.socket) -> None:
-        """A front end is there."""
+        """Begin to serve a front end over a connected socket."""
         of_all = (
             self._shared_slabs,
             self._slab_pool,
@@ -110,13 +110,13 @@ class RelayServer:
             self._send_heartbeats()
 
     def report_readiness(self, *, ready: bool) -> None:
-        """Let front ends know whether this process takes work."""
+        """Report to all front ends whether this process accepts work."""
         self._is_ready = ready
         for each in self._front_ends:
             each.send_message(OwnerReadiness(ready))
 
     async def close(self, within_s: float) -> None:
-        """Let what is under way be answered, then end all links."""
+        """Wait up to `within_s` seconds until all requests are answered, then end all links."""
         give_up = asyncio.get_running_loop().time() + within_s
         while any(each.is_busy for each in self._front_ends) and asyncio.get_running_loop().time() < give_up:
             await asyncio.sleep(_POLL_S)
@@ -133,7 +133,7 @@ class RelayServer:
         self._heartbeat_timer = asyncio.get_running_loop().call_later(_BEAT_S, self._send_heartbeats)
 
     def _admit_front_end(self, front_end: "_FrontEndSession") -> None:
-        """A front end has said which one it is; of two links with the same process the second is not needed."""
+        """Answer a front end's hello with the readiness; close a second link to the same process."""
         if any(each.hello == front_end.hello for each in self._front_ends if each is not front_end):
             front_end.close()
         else:
@@ -161,7 +161,7 @@ class RelayServer:
         scope: Scope,
         prepared: PreparedHeader,
     ) -> RelayedOperation | None:
-        """Begin a request whose body is to come; None where the application must see to it."""
+        """Begin a request whose body is not received yet; return None if the application must handle it."""
         caller = direct.find_client_identity(request, prepared) if request.announced else None
         if caller is None:
             return None
@@ -177,11 +177,11 @@ class RelayServer:
         return asked if asked.start_receiving(request.announced) else None
 
     def _prepare_scope(self, request: messages.RequestStarted) -> "_PreparedScope":
-        """Return what a header says, the same object for requests from an address with the same header.
+        """Return the scope of a header; requests from one address with identical headers share the object.
 
         Only headers with a valid key are kept, where keys are required.
         """
-        # None over a Unix socket, which decides as well.
+        # The address is None for a Unix socket; the key includes that, too.
         key = request.head, None if request.client is None else request.client[0]
         known: _PreparedScope | None = self._prepared_calls.find(key)
         if known is not None:
@@ -211,19 +211,19 @@ class RelayServer:
 
 
 class _PreparedScope(NamedTuple):
-    """What a header says: a scope but for what its connection says, and what there is to know of plain requests."""
+    """A header as an ASGI scope without its connection's state, with the prepared header of a plain request."""
 
     scope: Scope
     header: PreparedHeader | None
 
 
 class _FrontEndSession:
-    """One front end, and the requests of it that are under way.
+    """The link to one front end, and its requests in progress.
 
     Attributes:
-        hello: which one it is.
-        connection_count: clients that are connected to it.
-        on_lost: told that it is gone.
+        hello: the front end's index and process id.
+        connection_count: the number of clients that are connected to the front end.
+        on_lost: called when the link has ended.
     """
 
     def __init__(
@@ -251,7 +251,7 @@ class _FrontEndSession:
 
     @property
     def is_busy(self) -> bool:
-        """Whether requests of it are under way."""
+        """Whether requests of this front end are in progress."""
         return bool(self._requests)
 
     def send_message(self, message: msgspec.Struct) -> None:
@@ -274,18 +274,18 @@ class _FrontEndSession:
         return located
 
     def remove_memory(self, numbers: list[int]) -> None:
-        """Memory of these numbers is no more."""
+        """Report to the front end which of these slabs it can unmap."""
         mapped = self._mapped_numbers.intersection(numbers)
         if mapped:
             self._mapped_numbers -= mapped
             self._link.send_message(messages.SharedSlabRemoved(list(mapped)))
 
     def replace_request(self, number: int, request: RelayedRequest) -> None:
-        """From now on the application answers a request."""
+        """Have the application answer a request from now on."""
         self._requests[number] = request
 
     def end_request(self, number: int) -> None:
-        """Nothing more is said about a request."""
+        """Ignore later messages about a request."""
         self._requests.pop(number, None)
 
     def _on_message(self, message: Any) -> None:
@@ -316,7 +316,7 @@ class _FrontEndSession:
                     request.on_progress(nbytes)
 
     def _refuse_request(self, request: messages.RequestStarted, error: Exception) -> None:
-        """Answer a request that met an error of this server's own before it began."""
+        """Answer a request that could not begin because of an error of the server."""
         log.error("unexpected error in a relayed request", exc_info=error)
         known = convert_unexpected_error(error)
         status, headers, body = make_problem_response(known, request.request_id)

@@ -18,11 +18,11 @@ HandOver = Callable[[NormserveError, int], None]
 
 
 class SharedBodyOperation(RelayedOperation):
-    """One request under way, from the first byte of its body on.
+    """One request in progress, from the first byte of its body on.
 
     Attributes:
-        received_bytes: bytes of the body that have come.
-        is_complete: all of them have.
+        received_bytes: the bytes of the body that have been received.
+        is_complete: whether the body has been received completely.
     """
 
     def __init__(
@@ -34,12 +34,12 @@ class SharedBodyOperation(RelayedOperation):
         caller: ClientIdentity,
         hand_over: HandOver,
     ) -> None:
-        """Args: hand_over: has the application answer the request, whose body was cut off after so many bytes."""
+        """Args: hand_over: has the application answer an aborted request, by its error and the received bytes."""
         super().__init__(parts, front_end, request, prepared, caller)
         self._began_at = request.began
         self._hand_to_application = hand_over
         self._layer: RegisteredLayer | None = None
-        # What the front end writes to: not reused before the front end says that it has stopped.
+        # The range that the front end writes to: not reused before the front end reports that it has stopped.
         self._shared_memory: memoryview | None = None
         self._monitor: SlowTransferMonitor | None = None
         self._failure: NormserveError | None = None
@@ -47,9 +47,9 @@ class SharedBodyOperation(RelayedOperation):
         self.is_complete = False
 
     def start_receiving(self, announced: int) -> bool:
-        """Let the body come; False where the application must see to it, which has not begun then.
+        """Start to receive the body; return False, with nothing begun, if the application must handle the request.
 
-        It must where the request is to be refused, and where memory for it takes long to make.
+        The application handles requests that must be refused, and bodies whose memory takes long to allocate.
         """
         bodies = self._body_reader
         try:
@@ -75,28 +75,28 @@ class SharedBodyOperation(RelayedOperation):
         return True
 
     def on_progress(self, nbytes: int) -> None:
-        """So many bytes of the body have come to their place."""
+        """Record that the body's first `nbytes` are in its slab."""
         self.received_bytes = nbytes
 
     def on_message(self, message: Any) -> None:
-        """What the front end says about it."""
+        """Handle a message of the front end about this request."""
         match message:
             case messages.BodyReceived() if self._failure is None:
                 self._complete_body(message)
             case messages.BodyReceived() | messages.BodyAborted():
-                # Nothing is written to its place any more.
+                # The front end no longer writes to the slab.
                 self._shared_memory = None
                 self.abort(ClientLeftError("the client left while its body was received"))
                 assert self._failure is not None
                 self._hand_to_application(self._failure, self.received_bytes)
             case messages.ClientDisconnected() if not self.is_complete:
-                # The body's end says so, too.
+                # `BodyAborted` or `BodyReceived` follows.
                 pass
             case _:
                 super().on_message(message)
 
     def on_front_end_lost(self) -> None:
-        """The front end is gone, and its clients with it."""
+        """Cancel the request: its front end, and with it the client's connection, has ended."""
         self._stop_monitor()
         if not self.is_complete:
             self.record.error_code = ClientLeftError.code
@@ -104,7 +104,7 @@ class SharedBodyOperation(RelayedOperation):
         super().on_front_end_lost()
 
     def abort(self, error: NormserveError) -> None:
-        """The rest of the body is not wanted; the application says why, once its place is written to no more."""
+        """Stop the reception; the application answers with `error` once the front end has stopped writing."""
         if self._failure is not None:
             return
         self._failure = error
@@ -115,7 +115,7 @@ class SharedBodyOperation(RelayedOperation):
             self._front_end.send_message(messages.BodyStopRequest(self._number))
 
     def _complete_body(self, message: messages.BodyReceived) -> None:
-        """The body is whole."""
+        """Compute the complete body; its permit can no longer be revoked."""
         assert self.permit is not None
         assert self._shared_memory is not None
         self._stop_monitor()
@@ -133,7 +133,7 @@ class SharedBodyOperation(RelayedOperation):
 
 
 def _allocate_body(slabs: SlabPool, nbytes: int) -> memoryview | None:
-    """Memory for a body; None where there is none at once."""
+    """Return memory for a body; None if none is available at once."""
     if slabs.source.is_slow:
         return slabs.borrow_idle(nbytes)
     try:

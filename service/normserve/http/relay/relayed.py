@@ -11,12 +11,12 @@ from normserve.http.relay.exchange import FrontEndConnection, RelayedIncomingBod
 
 
 class RelayedRequest:
-    """A request that the application answers, as any other."""
+    """A relayed request that the application answers like any other request."""
 
     def __init__(
         self, front_end: FrontEndConnection, request: messages.RequestStarted, scope: Scope, entrance: ASGIApp
     ) -> None:
-        """Args: scope: but for what the connection says."""
+        """Args: scope: the ASGI scope without the data of the connection."""
         self._front_end = front_end
         self._number = request.number
         self._asgi_app = entrance
@@ -28,18 +28,18 @@ class RelayedRequest:
         self._task = asyncio.get_running_loop().create_task(self._run_application(whole))
 
     def abort_body(self, error: NormserveError, received: int) -> None:
-        """The body has been cut off, before the application knows of it, after so many bytes."""
+        """Abort the body after `received` bytes, before the application begins."""
         self._incoming_body.received_bytes = received
         if isinstance(error, ClientLeftError):
             self._response_sender.handle_disconnect()
         self._incoming_body.abort(error)
 
     def on_progress(self, nbytes: int) -> None:
-        """So many bytes of the body have come to their place."""
+        """Record that the body's first `nbytes` are in its slab."""
         self._incoming_body.on_progress(nbytes)
 
     def on_message(self, message: Any) -> None:
-        """What the front end says about it."""
+        """Handle a message of the front end about this request."""
         match message:
             case messages.ResponseSent():
                 self._response_sender.on_response_sent(message)
@@ -55,7 +55,7 @@ class RelayedRequest:
         self._end_if_finished()
 
     def on_front_end_lost(self) -> None:
-        """The front end is gone, and its clients with it."""
+        """Abort the request: its front end, and with it the client's connection, has ended."""
         self._incoming_body.on_body_aborted(left=True)
         self._response_sender.on_front_end_lost()
 
@@ -69,6 +69,6 @@ class RelayedRequest:
             self._end_if_finished()
 
     def _end_if_finished(self) -> None:
-        """It ends once it is answered and its body's memory is written to no more."""
+        """End the request once it is answered and the front end no longer writes to the body's slab."""
         if self._is_application_done and not self._incoming_body.is_memory_shared:
             self._front_end.end_request(self._number)

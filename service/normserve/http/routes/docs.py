@@ -39,7 +39,7 @@ _REQUEST_ID = "2688c9a37667b02a0161b9894444878d"
 
 
 def make_openapi_getter(app: FastAPI, scopes: RouteScopes | None) -> Callable[[], dict[str, Any]]:
-    """A function that creates the application's description once.
+    """Make a function that creates the application's description once.
 
     Args:
         scopes: which routes require an API key; None if no keys are required.
@@ -77,12 +77,12 @@ def _make_description(app: FastAPI, scopes: RouteScopes | None) -> dict[str, Any
 
 
 def make_operation_id(method: str, path: str) -> str:
-    """The name of an operation in generated clients: its method and path, not the name in the server's code."""
+    """Make the name of an operation in generated clients from its method and path, not from the server's code."""
     return "_".join([method, *re.findall(r"\w+", path)])
 
 
 def _list_routes_without_head(app: FastAPI) -> Iterator[APIRoute]:
-    """The routes, without HEAD, which every GET route also accepts."""
+    """List the routes, without HEAD, which every GET route also accepts."""
     for route in app.routes:
         if isinstance(route, APIRoute) and route.include_in_schema:
             alone = copy.copy(route)
@@ -153,7 +153,7 @@ def _infer_schema(value: object) -> dict[str, Any]:
 
 
 def _describe_problems() -> dict[str, Any]:
-    """The error responses of all paths but those below `/v2`."""
+    """Describe the error responses of all paths but those below `/v2`."""
     shown = {
         error.code: {
             "summary": f"{STATUSES[type(error)]} {error.code}",

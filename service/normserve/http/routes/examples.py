@@ -168,12 +168,12 @@ _EXAMPLES: Mapping[str, RouteExample] = {**_OF_STATUS, **_OF_LAYERS, **_OF_INFER
 
 
 def find_example(method: str, path: str) -> RouteExample | None:
-    """The example of a route, in any version of a model; None for operations, whose bodies are not JSON."""
+    """Return the example of a route, in any version of a model; None for operations, whose bodies are not JSON."""
     return _EXAMPLES.get(f"{method} {path.replace('/versions/{version}', '')}")
 
 
 def make_command_line(op: Op, direction: PassDirection) -> str:
-    """A command to try an operation: curl, or Python if the operation needs more than the sample."""
+    """Make a command to try an operation: curl, or Python if the operation needs more than the sample."""
     if op is Op.LAYER_NORM_CHAIN:
         return "normserve.client.Client(URL).layer_norm_chain(x, [weight, weight])"
     if direction is PassDirection.FORWARD:

@@ -31,7 +31,7 @@ class LayerRoutes:
     body_reader: BodyReader
 
     def make_router(self) -> APIRouter:
-        """The collection and its members."""
+        """Make the routes of the collection and of its members."""
         router = APIRouter(prefix="/v1/layers", tags=["layers"])
         router.add_api_route("", self.list_layers, methods=["GET", "HEAD"], name="layers")
         router.add_api_route("/{name}", self.show_layer, methods=["GET", "HEAD"], name="layer")

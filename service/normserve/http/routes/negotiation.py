@@ -22,7 +22,7 @@ _LENGTH_END = 8
 
 
 def parse_declared_format(content_type: str, content_encoding: str) -> str | None:
-    """The format that the headers announce; None if the body's first bytes decide.
+    """Return the format that the headers declare; None if the body's first bytes decide.
 
     Raises:
         UnsupportedMediaTypeError: the format is not supported, or the body is compressed.
@@ -37,11 +37,11 @@ def parse_declared_format(content_type: str, content_encoding: str) -> str | Non
 
 
 def detect_format(body: memoryview) -> str:
-    """The format of an undeclared body, from its first bytes.
+    """Detect the format of an undeclared body from its first bytes.
 
     Raises:
         MalformedPayloadError: there is no body.
-        UnsupportedMediaTypeError: they are of neither format.
+        UnsupportedMediaTypeError: the body has neither format.
     """
     if not body:
         raise MalformedPayloadError("the body must be safetensors or npy, got none")
@@ -53,7 +53,7 @@ def detect_format(body: memoryview) -> str:
 
 
 def add_hints(error: NormserveError, body: memoryview, declared: str | None, *, is_form: bool) -> NormserveError:
-    """An error about a body that cannot be read, with hints from its first bytes about the cause.
+    """Add hints from a body's first bytes to an error about the cause that it cannot be read.
 
     Args:
         declared: the format of Content-Type; None if it has none.
@@ -74,7 +74,7 @@ def add_hints(error: NormserveError, body: memoryview, declared: str | None, *, 
 
 
 class AcceptHeader:
-    """What a client accepts, from its Accept header."""
+    """The media types that a client accepts, with their weights, from its Accept header."""
 
     def __init__(self, accept: str) -> None:
         self._weights: dict[str, float] = {}
@@ -84,7 +84,7 @@ class AcceptHeader:
                 self._weights[CANONICAL.get(media_range, media_range)] = _parse_weight(arguments)
 
     def choose_format(self, request_format: str) -> str:
-        """The format of the response to a request in `request_format`, which is preferred in a tie.
+        """Choose the format of the response to a request in `request_format`, which is preferred in a tie.
 
         Raises:
             NotAcceptableError: the client accepts neither format.
@@ -105,7 +105,7 @@ class AcceptHeader:
 
 
 def is_preferred(accept: str, media_type: str, default: str) -> bool:
-    """Whether a client names `media_type`, with at least the weight of `default`."""
+    """Return whether a client names `media_type`, with at least the weight of `default`."""
     weights = {media_type: 0.0, default: 0.0}
     for item in accept.split(","):
         named, *arguments = (part.strip().lower() for part in item.split(";"))

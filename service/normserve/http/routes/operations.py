@@ -46,10 +46,10 @@ from normserve.requests.several import concatenate_tensors
 
 # Header fields that, besides the query, define the request.
 _ASKING_HEADERS = (b"content-type", b"content-encoding", b"accept")
-# A prepared head takes less than this, and for each byte of its key: an Accept header of short media ranges is the
-# worst.
+# Bounds of a prepared head's memory: in all, and for each byte of its key.  An Accept header of short media ranges
+# needs most.
 _HEAD_BYTES, _BYTES_PER_HEAD_BYTE = 2**10, 48
-# A prepared payload, for each byte of its header.
+# Bounds of a prepared payload's memory: in all, and for each byte of its header.
 _PAYLOAD_BYTES, _BYTES_PER_PAYLOAD_BYTE = 2**10, 6
 
 
@@ -62,7 +62,7 @@ class OperationRoutes:
     prepared_calls: PreparedCallCache
 
     def make_router(self) -> APIRouter:
-        """Every operation in each of its directions."""
+        """Make the routes of every operation in each direction."""
         router = APIRouter(tags=["operations"], route_class=DirectRoute)
         for path, operation in self.make_endpoints().items():
             op, direction = operation.op, operation.direction
@@ -80,7 +80,7 @@ class OperationRoutes:
         return router
 
     def make_endpoints(self) -> "dict[str, OperationEndpoint]":
-        """Every operation in each of its directions, by path."""
+        """Make the endpoints of every operation in each direction, by path."""
         return {
             _make_path(op, direction): OperationEndpoint(
                 self.body_reader, self.layers, self.prepared_calls, op, direction
@@ -99,7 +99,7 @@ class OperationEndpoint:
     """One operation in one direction.
 
     Attributes:
-        prepared_calls: heads and payloads.
+        prepared_calls: the cache of prepared heads and payloads.
     """
 
     body_reader: BodyReader
@@ -123,7 +123,7 @@ class OperationEndpoint:
         return BuffersResponse(buffers, told.media_type.encode(), measured.make_headers())
 
     def find_layer(self, head: "OperationHead") -> RegisteredLayer | None:
-        """The layer that a request names, if it names one.
+        """Return the registered layer that a request names, if any.
 
         Raises:
             UnknownLayerError: there is no layer of that name.
@@ -131,7 +131,7 @@ class OperationEndpoint:
         return None if head.layer is None else self.layers.resolve(self.op, head.layer)
 
     def prepare_head(self, query: bytes, headers: Mapping[bytes, bytes], tenant: str) -> "OperationHead":
-        """Return what a request's head says; the same object for requests of a tenant that say the same.
+        """Parse a request's head, or return the cached object of an identical head of this tenant.
 
         Raises:
             NormserveError: the head is invalid.
@@ -148,10 +148,10 @@ class OperationEndpoint:
     def begin_operation(
         self, request: RequestLifecycle, head: "OperationHead", body: memoryview, layer: RegisteredLayer | None
     ) -> ResponseFormat:
-        """Begin to compute a received body; return the form of the response.
+        """Submit the job of a received body; return the form of the response.
 
         Raises:
-            NormserveError: the body is invalid, takes too much memory, or is late.
+            NormserveError: the body is invalid, takes too much memory, or its deadline has passed.
         """
         job, cost, told = self.make_job(head, body, layer, request)
         request.charge_memory(job, cost, len(body))
@@ -161,7 +161,7 @@ class OperationEndpoint:
     def make_job(
         self, head: "OperationHead", body: memoryview, layer: RegisteredLayer | None, request: RequestLifecycle
     ) -> tuple[NormJob, MemoryCost, ResponseFormat]:
-        """The job of a request's body, its memory cost, and the form of its response.
+        """Make the job of a request's body; return it with its memory cost and the form of the response.
 
         Raises:
             NormserveError: the body is invalid, does not fit head and layer, or needs a copy that is refused.
@@ -190,9 +190,9 @@ class OperationEndpoint:
     def _parse_body(
         self, head: "OperationHead", header: bytes, body: memoryview, tenant: str
     ) -> tuple[Mapping[str, PayloadTensor], str]:
-        """The tensors of a body, which often are those of requests with other heads, and its response's media type.
+        """Parse a body; return its tensors, cached for requests with other heads, and the response's media type.
 
-        Args: header: of the payload; empty if it is not to be kept.
+        Args: header: the payload's header; empty if the parsed tensors are not cached.
         """
         key = tenant, head.body_format, header, len(body)
         entries: Mapping[str, PayloadTensor] | None = self.prepared_calls.find(key) if header else None
@@ -211,12 +211,12 @@ class OperationEndpoint:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OperationHead:
-    """A request's head, checked as far as possible without the body; the same object for many requests.
+    """A request's head, checked as far as possible without the body; identical requests share the object.
 
-    Compared by identity, which is quick: prepared payloads are found by it.
+    Heads are compared by identity, which is fast: they are keys of prepared payloads.
 
     Attributes:
-        layer: its name; for a chain the names, joined by commas.
+        layer: the name of a registered layer, or for a chain the names, joined by commas; None without one.
         body_format: None if the body's first bytes decide.
         timeout_ms: None for the server's default.
         is_form: whether Content-Type is that of a form.
@@ -245,7 +245,7 @@ def _parse_head(
 
 
 def _require_expressible(told: ResponseFormat, job: NormJob) -> None:
-    """Refuse, before the work, a response that its format cannot represent."""
+    """Refuse a job whose result the response's format cannot represent, before the computation."""
     if told.media_type != NPY:
         return
     if told.tensor_split is not None:
@@ -260,7 +260,7 @@ def _require_expressible(told: ResponseFormat, job: NormJob) -> None:
 def build_response(
     record: RequestRecord, told: ResponseFormat, result: NormResult
 ) -> tuple[Buffers, LaunchMeasurements]:
-    """The response of a result: the body in pieces, and what its headers say of the computation."""
+    """Build the response of a result: the body in pieces, and the measurements for the headers."""
     began = time.perf_counter()
     if told.media_type == NPY:
         buffers = npy.encode(result.tensors["y" if "y" in result.tensors else "dx"])

@@ -54,7 +54,7 @@ class PageRoutes:
     is_certificate_required: bool = False
 
     def make_router(self) -> APIRouter:
-        """The pages and their files."""
+        """Make the routes of the pages and of their files."""
         router = APIRouter(include_in_schema=False)
         router.add_api_route("/", self.show_live_page, methods=_READS)
         router.add_api_route("/docs", self.show_api_page, methods=_READS)
@@ -87,7 +87,7 @@ class PageRoutes:
 
 
 def list_example_commands(url: str, *, with_key: bool, with_certificate: bool = False) -> list[str]:
-    """Shell commands to try the server; the first is the one that the server prints at start."""
+    """List shell commands to try the server; the server prints the first one at start."""
     key = '-H "Authorization: Bearer $NORMSERVE_API_KEY" ' if with_key else ""
     curl = make_curl_command(url, with_certificate=with_certificate)
     sample = f"{curl} {url}/sample.npy | {curl} {key}--data-binary @- -o y.npy"
@@ -116,7 +116,7 @@ def _label_request(request: Request, route: str) -> None:
 
 
 def _read_files() -> dict[str, tuple[bytes, str]]:
-    """Each file and its tag."""
+    """Read each file, and compute its entity tag."""
     folder = files("normserve.http") / "page"
     own = {name.rpartition("/")[2]: (folder / name).read_bytes() for name in (*_SOURCES, *_VENDORED)}
     swagger = {name: (swagger_ui_path / name).read_bytes() for name in _SWAGGER}

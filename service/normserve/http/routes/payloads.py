@@ -1,4 +1,4 @@
-"""The header of a payload, and what it leads to."""
+"""The header of a payload, and the prepared payload that follows from it."""
 
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
@@ -15,17 +15,17 @@ _NPY_LENGTH_END, _SAFETENSORS_LENGTH_END = 10, 8
 
 
 class PayloadTensor(Protocol):
-    """One tensor as the payload's header describes it, its place checked."""
+    """One tensor in the payload's header, with a validated byte range."""
 
     def view_tensor(self, body: memoryview) -> HostTensor:
-        """The tensor as a view of the body."""
+        """Return the tensor as a view of the body."""
 
 
 class ResponseFormat(NamedTuple):
     """The form of a response.
 
     Attributes:
-        media_type: of the response.
+        media_type: the media type of the response.
         tensor_split: how results are divided if x was sent as several tensors.
     """
 
@@ -34,7 +34,7 @@ class ResponseFormat(NamedTuple):
 
 
 class PreparedPayload(NamedTuple):
-    """What follows from a request's head, its payload's header and length, and its layer."""
+    """The results of checking a request's head, its payload's header and length, and its layer."""
 
     tensors: Mapping[str, PayloadTensor]
     spec: NormSpec
@@ -43,7 +43,7 @@ class PreparedPayload(NamedTuple):
 
 
 def parse_payload(body: memoryview, body_format: str) -> Mapping[str, PayloadTensor]:
-    """The tensors of a body.
+    """Parse the header of a body; return the tensors by name.
 
     Raises:
         MalformedPayloadError, TooLargeError: as the formats' readers do.
@@ -54,7 +54,7 @@ def parse_payload(body: memoryview, body_format: str) -> Mapping[str, PayloadTen
 
 
 def get_payload_header(body: memoryview) -> bytes:
-    """A body up to its tensors' data; empty where that is too long, or not clear without more parsing."""
+    """Return the bytes of a body before its tensors' data; empty if they are too many or need more parsing."""
     start = bytes(body[:_NPY_LENGTH_END])
     if start.startswith(_NPY_START):
         end = _NPY_LENGTH_END + int.from_bytes(start[_SAFETENSORS_LENGTH_END:], "little")

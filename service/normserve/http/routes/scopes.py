@@ -26,7 +26,7 @@ _PROBES = ("/livez", "/readyz", "/v2/health/live", "/v2/health/ready")
 
 
 def _list_route_scopes() -> Iterator[tuple[Sequence[str], str, Needed]]:
-    """Methods, path template, accepted scopes."""
+    """List the methods, the path template and the accepted scopes of each route."""
     for op in Op:
         for direction in op.passes:
             yield ("POST",), f"/v1/{op.value}" + ("" if direction is PassDirection.FORWARD else "/backward"), _INFER
@@ -72,7 +72,7 @@ class RouteScopes:
     """
 
     def __init__(self, routes: Sequence[BaseRoute], *, metrics_are_public: bool) -> None:
-        """Args: routes: the application's own list, which may grow."""
+        """Args: routes: the list of the application itself, to which routes may be added later."""
         self._routes = routes
         self._scopes_by_template = {**DECLARED}
         if metrics_are_public:
@@ -83,16 +83,16 @@ class RouteScopes:
         }
 
     def is_key_required(self, method: str, template: str) -> bool:
-        """Whether a route needs a key, if keys are required."""
+        """Return whether a route needs a key, if keys are required."""
         return self._scopes_by_template.get((method, template)) != PUBLIC
 
     def find_required_scopes(self, scope: Scope) -> Needed | None:
-        """The scopes that a request needs; None if no key is sufficient, because the route declares no scope.
+        """Return the scopes that a request needs; None if no key is sufficient, as the route declares no scope.
 
         A request that no route handles needs any key: clients without one cannot find out which paths exist.
         """
         if scope["method"] == "OPTIONS" and self.find_required_scopes({**scope, "method": "GET"}) == PUBLIC:
-            # Proxies check by this method whether a server is there.
+            # Proxies use this method to check whether a server answers.
             return PUBLIC
         exact = self._scopes_by_path.get((scope["method"], scope["path"]))
         below = scope.get("root_path")
@@ -104,18 +104,18 @@ class RouteScopes:
             if route is None
             else self._scopes_by_template.get((scope["method"], getattr(route, "path", "")))
         )
-        # Below a root path direct routes are found by the whole path, and all others by what follows the root.
+        # Below a root path, direct routes are found by the full path, and all others by the path after the root.
         return needed if exact is None or exact == needed else None
 
     def find_route_template(self, scope: Scope) -> str:
-        """The path of the route that handles a request, with its parameters' names in place of their values."""
+        """Return the path of a request's route, with its parameters' names in place of their values."""
         if not scope.get("root_path") and (scope["method"], scope["path"]) in self._scopes_by_path:
             path: str = scope["path"]
             return path
         return getattr(self._find_route(scope), "path", UNMATCHED)
 
     def _find_route(self, scope: Scope) -> BaseRoute | None:
-        """The route that handles a request; None if there is none for this path and method."""
+        """Return the route that handles a request; None if there is none for this path and method."""
         for route in self._routes:
             if route.matches(scope)[0] is Match.FULL:
                 return route

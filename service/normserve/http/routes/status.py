@@ -59,7 +59,7 @@ class StatusRoutes:
     describe_front_ends: Callable[[], list[dict[str, int]]] = list
 
     def make_router(self) -> APIRouter:
-        """Probes, metrics and information."""
+        """Make the routes of probes, metrics and information."""
         router = APIRouter(tags=["status"])
         router.add_api_route("/livez", self.show_liveness, methods=_READS)
         router.add_api_route("/readyz", self.show_readiness, methods=_READS)
@@ -112,7 +112,7 @@ class StatusRoutes:
         return JSONResponse(await self.describe_server())
 
     async def describe_server(self) -> dict[str, Any]:
-        """The content of `/v1/info`, for all transports."""
+        """Describe the server, as in `/v1/info`, for all transports."""
         device = self.engine.device_description
         processes = await self._describe_processes()
         return {
@@ -133,7 +133,7 @@ class StatusRoutes:
         }
 
     def _describe_local(self) -> dict[str, Any] | None:
-        """How clients on the same host share memory, with the device's UUID if it is known."""
+        """Describe the memory sharing with clients on this host, with the device's UUID if one is available."""
         if self.local_options is None:
             return None
         engine = self.engine
@@ -145,7 +145,7 @@ class StatusRoutes:
         return {**self.local_options, "device": None if memory is None else memory.uuid}
 
     async def _describe_processes(self) -> list[dict[str, Any]] | None:
-        """Every process of the fleet, by its index; None if there is no fleet."""
+        """Describe every process of the fleet, by its index; return None if there is no fleet."""
         place = self.sibling_processes.position
         if place is None or not place.is_shown:
             return None
@@ -156,7 +156,7 @@ class StatusRoutes:
         return [known.get(index, {"index": index, "state": "gone"}) for index in range(place.count)]
 
     def _describe_process(self) -> dict[str, Any]:
-        """This process of the fleet."""
+        """Describe this process of the fleet."""
         place = self.sibling_processes.position
         assert place is not None
         return {

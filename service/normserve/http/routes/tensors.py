@@ -24,7 +24,7 @@ _DOCS_OF_GROUPS = {
 
 
 def describe_tensors(op: Op, direction: PassDirection) -> str:
-    """The tensors that a body of one operation may contain, as Markdown."""
+    """Describe the tensors that a body of one operation may contain, as Markdown."""
     docs = _DOCS | _DOCS_OF_GROUPS if op is Op.GROUP_NORM else _DOCS
     docs |= {name: f"optional, `[N]`, of norm {name[-1]} of the chain" for name in CHAIN_PARAMETERS}
     lines = [f"- `{name}`: {docs[name]}" for name in list_tensor_names(op, direction)]

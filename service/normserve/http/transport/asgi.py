@@ -37,7 +37,7 @@ class AsgiAdapter:
 
 
 class _AsgiBody:
-    """One request's body: passed to its reception once a route requests it there, else as ASGI messages."""
+    """One request's body, passed to an `IncomingBody` once a route requests it there, else as ASGI messages."""
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
         self._receive = receive
@@ -47,7 +47,7 @@ class _AsgiBody:
             self.incoming_body.mark_complete()
 
     async def receive_message(self) -> Message:
-        """The next message, in ASGI's form."""
+        """Return the next ASGI message."""
         self.stop_receiving()
         message = await self._receive()
         if message["type"] == "http.request" and not message.get("more_body", False):
@@ -55,7 +55,7 @@ class _AsgiBody:
         return message
 
     def stop_receiving(self) -> None:
-        """Read no more of the body."""
+        """Stop to read the body."""
         if self._receive_task is not None:
             self._receive_task.cancel()
 
@@ -71,7 +71,7 @@ class _AsgiBody:
             if message["type"] == "http.disconnect":
                 reception.abort(ClientLeftError("the client left while its body was received"))
                 return
-            # The reception may have failed meanwhile.
+            # The reception may have been aborted meanwhile.
             if reception.is_receiving and (piece := message.get("body", b"")):
                 reception.append_part(piece)
             if not message.get("more_body", False):
@@ -81,7 +81,7 @@ class _AsgiBody:
 class AsgiResponseSender(ResponseSender):
     """One response, sent through a server that does not report whether the client received it.
 
-    `on_disconnect` is never called: such a server cancels the call of a client that has left.
+    `on_disconnect` is never called: such a server cancels the call of a disconnected client.
     """
 
     def __init__(self, send: Send) -> None:

@@ -23,14 +23,14 @@ class ChunkedBodyDecoder:
     how they were split in transit.
 
     Attributes:
-        is_complete: the last chunk and the trailer section have been received.
-        remaining_chunk_bytes: bytes still to come of the current chunk.
+        is_complete: whether the last chunk and the trailer section have been received.
+        remaining_chunk_bytes: bytes of the current chunk that are still to be received.
     """
 
     def __init__(self) -> None:
         self.is_complete = False
         self.remaining_chunk_bytes = 0
-        # Bytes still to come of the line end after a chunk's data.
+        # Bytes of the line end after a chunk's data that are still to be received.
         self._remaining_line_end = b""
         self._line = b""
         self._in_trailers = False
@@ -39,7 +39,7 @@ class ChunkedBodyDecoder:
         self._data_bytes = 0
 
     def decode(self, received: bytes) -> tuple[bytes, int]:
-        """Take the next bytes; return the data in them, and how many of them belong to this body.
+        """Decode the next bytes; return the data in them, and the number of bytes that belong to this body.
 
         Raises:
             MalformedHttpError: the bytes are not chunked, or the framing takes too many bytes for the data.
@@ -64,7 +64,7 @@ class ChunkedBodyDecoder:
         return b"".join(pieces), at
 
     def _consume_line(self, received: bytes, at: int) -> int:
-        """Take a line, or the received part of one; return where it ends."""
+        """Process a line, or the received part of a line; return the position after it."""
         limit = min(len(received), at + _MAX_LINE_BYTES - len(self._line))
         found = received.find(b"\n", at, limit)
         end = found + 1 if found >= 0 else limit

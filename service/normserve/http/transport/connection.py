@@ -1,4 +1,4 @@
-"""A connection: selects the memory that the next bytes are received into."""
+"""A connection, which selects the memory for the next received bytes."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from normserve.http.transport.reception import IncomingBody
 
 # Bytes per read of a chunked or an unwanted body.
 _PIECE_BYTES = 256 * 1024
-# Chunks of one byte take a microsecond each; all clients wait while those of one read are decoded.
+# Chunks of one byte take a microsecond each; all clients wait while the chunks of a read are decoded.
 _TINY_CHUNKS_BYTES = 32 * 1024
 
 
@@ -37,8 +37,9 @@ class HttpConnection(asyncio.BufferedProtocol):
         """Admit the connection, before it is made; return the time for its handshake.
 
         Args:
-            address: of the client, as the limits of connections have it.
-            beyond: the limit that it exceeds: it takes the place of an idle one, or else is for a probe only.
+            address: the client's address, in the form that the limits of connections use.
+            beyond: the limit that the connection exceeds, None within all; an idle connection is then closed, or
+                this one is restricted to one probe.
         """
         return self._protocol.admit(address, beyond)
 
@@ -79,7 +80,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
 
 def make_connection_factory(manners: ConnectionPolicy) -> Callable[..., HttpConnection]:
-    """The factory that uvicorn calls for each accepted connection."""
+    """Make the factory that uvicorn calls for each accepted connection."""
     scratch = memoryview(bytearray(_PIECE_BYTES))
 
     def make_connection(**of_uvicorn: Any) -> HttpConnection:

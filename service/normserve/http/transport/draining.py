@@ -1,7 +1,7 @@
-"""The rest of a refused body is received and dropped.
+"""Reception and discarding of the remaining bytes of refused bodies.
 
-Many clients read a response only when they have sent their whole request.  If the connection were closed before,
-they would get a reset in place of the response.
+Many clients read a response only when they have sent their request completely.  If the connection were closed
+before, they would get a reset in place of the response.
 """
 
 import asyncio
@@ -11,16 +11,19 @@ from collections.abc import Callable
 from normserve.http.transport.pace import SlowTransferMonitor, TransferProgress
 from normserve.http.transport.patience import ConnectionTimeouts
 
-# Time for the rest of a body that gets no more, and longest pause of any.
+# Time for a body without a slot for a long drain, and longest pause of any body.
 _SHORT_S = 2.0
 
 SMALL_BODY_BYTES = 2**20
-"""The response waits for a body up to this size: a client that reads while it sends would otherwise stop sending,
-and another connection costs more than the rest of the body."""
+"""Largest body that is received completely before the response is sent, in bytes.
+
+A client that reads while it sends would otherwise stop sending, and another connection costs more than the
+remaining bytes of the body.
+"""
 
 # As many as requests are usually in progress at once.
 _MAX_LONG_DRAINS = 256
-# Statuses of requests that were refused before anything but their caller was looked at.
+# Statuses of requests that were refused by their key or host, before anything else was checked.
 _STRANGERS = frozenset({401, 403, 421})
 _STRANGERS_SHARE = 4
 
@@ -34,13 +37,13 @@ class DiscardLimits:
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        # Strangers have their own.
+        # Requests with these statuses have separate slots.
         self._free_slots = {False: _MAX_LONG_DRAINS, True: _MAX_LONG_DRAINS // _STRANGERS_SHARE}
 
     def acquire_slot(self, status: int) -> Callable[[], None] | None:
-        """Take the place of a drain that may take long, after a response with this status.
+        """Take a slot for a long drain, after a response with this status.
 
-        Returns: its release; None if all are taken.
+        Returns: a function that releases the slot; None if all slots are taken.
         """
         is_stranger = status in _STRANGERS
         if not self._free_slots[is_stranger]:
@@ -54,7 +57,7 @@ class DiscardLimits:
 
 
 class BodyDiscard:
-    """One body whose rest is dropped, until it is complete, too slow or too long."""
+    """The discarding of one body's remaining bytes, until it is complete, too slow or too long."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, limits: DiscardLimits, on_fault: Callable[[], None]
@@ -69,7 +72,7 @@ class BodyDiscard:
         self._completion: asyncio.Future[None] | None = None
 
     async def wait_small_body(self) -> None:
-        """Return when the body is complete, or has taken too long for a small one."""
+        """Wait until the body is complete, or has taken too long for a small one."""
         self._completion = self._loop.create_future()
         timer = self._loop.call_later(_SHORT_S, self._resolve_wait)
         try:
@@ -78,11 +81,11 @@ class BodyDiscard:
             timer.cancel()
 
     def start_time_limit(self, patience: ConnectionTimeouts, status: int, rest_bytes: int | None) -> bool:
-        """Limit the time of the rest; return whether it is likely to be enough.
+        """Limit the time for the remaining bytes; return whether it is likely to be enough.
 
         Args:
-            status: of the response.
-            rest_bytes: length of the rest; None if it is unknown.
+            status: the status of the response.
+            rest_bytes: the number of remaining bytes; None if it is unknown.
         """
         if rest_bytes is None or rest_bytes <= self._limits.max_bytes:
             self._release_slot = self._limits.acquire_slot(status)

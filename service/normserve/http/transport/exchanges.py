@@ -26,12 +26,12 @@ from normserve.http.transport.sending import TLS_PORTION_BYTES, SocketResponseSe
 # Bytes per read while a header is expected: enough for it and a small body, and few enough that most of a large
 # body, whose first bytes arrive with the header and must be copied, is received directly into its own memory.
 HEAD_BYTES = 16 * 1024
-# Time for a handshake, and for a header, on a connection beyond the limits: others wait for its place.
+# Time for a handshake, and for a header, on a connection beyond the limits.
 _HASTE_S = 1.0
 _UNIX_BUFFER_BYTES = 4 * 2**20
 _TLS_END_S = 0.2
-# Time and bytes for a client until it reads the response to invalid input; less time where others wait for the
-# connection's place.
+# Time and bytes for a client until it reads the response to invalid input; the shorter time is for a connection
+# beyond the limits.
 _LINGER_S, _LINGER_BEYOND_S = 1.0, 0.1
 _LINGER_BYTES = 8 * 2**20
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -42,11 +42,11 @@ class ConnectionPolicy:
     """Limits and callbacks that all connections share.
 
     Attributes:
-        discard_limits: limits of bodies that are dropped.
-        render_refusal: counts input that never became a request, and renders the response; the second argument is
+        discard_limits: limits of discarded bodies.
+        render_refusal: counts invalid input that is not a request, and renders the response; the second argument is
             the request target, as far as it was received.
         idle_connections: the connections that wait for a request.
-        on_late_disconnect: called when a client left without reading a response that the kernel had taken.
+        on_late_disconnect: called when a client disconnected without reading a response that the kernel had taken.
     """
 
     timeouts: ConnectionTimeouts
@@ -57,13 +57,13 @@ class ConnectionPolicy:
 
 
 class ExchangeProtocol(HttpToolsProtocol):
-    """Receives bodies and sends responses, in order, and disconnects clients that are late, slow or gone.
+    """Receives bodies and sends responses, in order, and disconnects clients that are late or slow.
 
     Attributes:
-        remaining_body_bytes: bytes still to come of a body of announced length.
-        chunked_decoder: a chunked body that is arriving.
-        address: of the client, as the limits of connections have it.
-        exceeded_limit: the limit of connections that this one exceeds; then it is for a probe only.
+        remaining_body_bytes: bytes that are still to be received of a body of announced length.
+        chunked_decoder: the decoder of a chunked body that is being received.
+        address: the client's address, in the form that the limits of connections use.
+        exceeded_limit: the limit of connections that this one exceeds; it is then restricted to one probe.
     """
 
     address = ""
@@ -86,7 +86,7 @@ class ExchangeProtocol(HttpToolsProtocol):
         self._open_exchanges: dict[SocketResponseSender, tuple[RequestResponseCycle, IncomingBody]] = {}
         self._refusal_error: NormserveError | None = None
         self._has_unread_response = False
-        # The rest of the body of a refused request, which is the last one that came.
+        # The remaining body of a refused request, which is the last received one.
         self._body_discard: BodyDiscard | None = None
         self._close_timer: asyncio.TimerHandle | None = None
         self._ignored_bytes = 0
@@ -95,7 +95,7 @@ class ExchangeProtocol(HttpToolsProtocol):
         self.chunked_decoder: ChunkedBodyDecoder | None = None
 
     def admit(self, address: str, beyond: str | None) -> float:
-        """As `Connection.admit`."""
+        """Do as `HttpConnection.admit`."""
         self.address = address
         patience, idle = self._policy.timeouts, self._policy.idle_connections
         if beyond is not None and not idle.close_oldest(None if beyond == "max_connections" else address):
@@ -156,8 +156,8 @@ class ExchangeProtocol(HttpToolsProtocol):
         self._incoming_body = self._response_sender = None
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends no more; return whether it may still read responses to its complete requests."""
-        # A client that leaves in the middle of a response sends FIN first; a reset is visible by itself.
+        """Handle the end of the client's data; return whether it may still read responses to complete requests."""
+        # A client that disconnects in the middle of a response sends FIN first; a reset is visible by itself.
         self._has_unread_response = count_unacknowledged_bytes(self.transport) > 0
         whole = [cycle for cycle, _ in self._open_exchanges.values() if not cycle.more_body]
         if not whole or self.scheme == "https":
@@ -194,7 +194,7 @@ class ExchangeProtocol(HttpToolsProtocol):
             super().on_body(body)
 
     def _complete_body(self) -> None:
-        """The request is complete."""
+        """Mark the request as complete; end the discarding of its body."""
         if self.transport.is_closing():
             return
         cycle = self.cycle
@@ -240,9 +240,9 @@ class ExchangeProtocol(HttpToolsProtocol):
         super().timeout_keep_alive_handler()
 
     def _begin_exchange(self, cycle: RequestResponseCycle, announced: int | None) -> None:
-        """Follow a request's body and response.
+        """Set up the reception of a request's body and the sending of its response.
 
-        Args: announced: bytes of the body; None if it is chunked.
+        Args: announced: the length of the body in bytes; None if it is chunked.
         """
         self._mark_busy()
         reception = IncomingBody(announced, functools.partial(self._start_receiving, cycle))
@@ -262,7 +262,7 @@ class ExchangeProtocol(HttpToolsProtocol):
         else:
             self.remaining_body_bytes = announced
             if announced > HEAD_BYTES:
-                # The rest of the body is not read before there is memory for it.
+                # More of the body is not read before it has memory.
                 self.flow.pause_reading()
         if announced is None or announced > self._bytes_after_header:
             # The response may begin before the body is complete; the task that sends it has not run yet.
@@ -281,7 +281,7 @@ class ExchangeProtocol(HttpToolsProtocol):
     async def _send_message(
         self, cycle: RequestResponseCycle, reception: IncomingBody, send: ASGISendCallable, message: ASGISendEvent
     ) -> None:
-        """Send a message of a response; before the first one, begin to drop the rest of the request's body."""
+        """Send a message of a response; before the first one, begin to discard an unfinished request body."""
         is_connected = not (cycle.disconnected or self.transport.is_closing())
         if message["type"] == "http.response.start" and cycle.more_body and is_connected:
             if cycle.waiting_for_100_continue and not cycle.body:
@@ -292,15 +292,15 @@ class ExchangeProtocol(HttpToolsProtocol):
         await send(message)
 
     async def _discard_body(self, cycle: RequestResponseCycle, reception: IncomingBody, status: int) -> None:
-        """Drop the rest of a body from now on.
+        """Discard the remaining bytes of a body from now on.
 
-        The connection is kept for the next request if the rest arrives in time.
+        The connection is kept for the next request if the body is completed in time.
         """
         self._body_discard = drain = BodyDiscard(self.loop, self._policy.discard_limits, self.transport.close)
         cycle.body = bytearray()
         self.flow.resume_reading()
         announced = reception.content_length
-        # It is unknown when the rest of a body that was cut off will arrive.
+        # It is unknown when the remaining bytes of an aborted body will arrive.
         if announced is not None and announced <= SMALL_BODY_BYTES and not reception.is_aborted:
             await drain.wait_small_body()
         if self._body_discard is None:
@@ -315,12 +315,12 @@ class ExchangeProtocol(HttpToolsProtocol):
             self._body_discard = None
 
     def _close_after_discard(self) -> None:
-        """Close the connection; if its last response is complete and its body is still dropped, after that."""
+        """Close the connection, unless a body is still being discarded after a complete response."""
         if self._body_discard is None or not self.cycle.response_complete:
             self.transport.close()
 
     def _wait_next_request(self, cycle: RequestResponseCycle) -> None:
-        """After a response, its body is complete, too: wait for the next request or close."""
+        """Wait for the next request or close, after a complete response and request body."""
         if not cycle.keep_alive:
             self.transport.close()
         else:
@@ -330,7 +330,7 @@ class ExchangeProtocol(HttpToolsProtocol):
             self._policy.idle_connections.add_connection(self)
 
     def _mark_busy(self) -> None:
-        """A request has begun."""
+        """Mark the connection as busy, because a request has begun."""
         if self.timeout_keep_alive_task is not None:
             self._unset_keepalive_if_required()
         self._policy.idle_connections.discard_connection(self)
@@ -384,9 +384,9 @@ class ExchangeProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _close_after_client(self) -> None:
-        """Close the connection once its client has, or soon: what is still sent would reset the response."""
+        """Close the connection after its client, or soon: data received after a close would reset the response."""
         if self._is_encrypted or self.transport.is_closing():
-            # The end of TLS waits for the client's.
+            # The TLS shutdown waits for that of the client.
             self.transport.close()
             return
         self.transport.write_eof()
@@ -394,7 +394,7 @@ class ExchangeProtocol(HttpToolsProtocol):
         self._close_timer = self.loop.call_later(linger_s, self.transport.close)
 
     def _ignore_bytes(self, nbytes: int) -> None:
-        """Drop bytes that come after invalid input."""
+        """Discard bytes that follow invalid input, up to a limit."""
         self._ignored_bytes += nbytes
         if self._ignored_bytes > _LINGER_BYTES:
             self.transport.close()

@@ -4,17 +4,17 @@ import asyncio
 import select
 import socket
 
-# Every response begins with these bytes, so they can be sent ahead of it.  If the client has gone, its host answers
-# them with a reset; otherwise it accepts them.
+# Every response begins with these bytes, so they can be sent ahead of it.  The host of a disconnected client
+# answers them with a reset; otherwise it accepts them.
 PROBE = b"HTTP/1.1 "
 
 _FIRST_LOOK_S, _LONGEST_PAUSE_S = 0.005, 0.5
 
 
 class HalfClosedMonitor:
-    """Aborts a transport whose client has gone.
+    """Aborts a transport once its client has disconnected.
 
-    The end of the client's data does not show whether it has gone, and the event loop detects nothing beyond that.
+    The end of the client's data does not show whether it still reads, and the event loop detects nothing else.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
@@ -37,5 +37,5 @@ class HalfClosedMonitor:
 
 
 def can_detect_disconnect(transport: asyncio.Transport) -> bool:
-    """Whether the kernel reports by itself that the client has gone, without anything being sent."""
+    """Return whether the kernel reports a disconnected client without any data being sent."""
     return bool(transport.get_extra_info("socket").family == socket.AF_UNIX)

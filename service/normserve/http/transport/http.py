@@ -21,7 +21,7 @@ from normserve.http.transport.exchanges import ConnectionPolicy, ExchangeProtoco
 from normserve.http.transport.request_head import SINGULAR, find_head_fault, parse_body_length
 
 PROBES = frozenset({b"/livez", b"/readyz", b"/v2/health/live", b"/v2/health/ready", b"/metrics"})
-"""Paths that are answered on connections beyond the limits, too."""
+"""Paths that are answered even on connections beyond the limits."""
 
 _MAX_HEADER_BYTES = 64 * 1024
 _ABSOLUTE = re.compile(rb"[A-Za-z][A-Za-z0-9+.-]*://([^/?#]*)")
@@ -30,7 +30,7 @@ _find_end = re.compile(rb"\r\n\r\n").search
 
 
 class HttpParserProtocol(ExchangeProtocol):
-    """Parses headers; bodies are received around the parser."""
+    """Parses headers; bodies bypass the parser."""
 
     def __init__(self, manners: ConnectionPolicy, **of_uvicorn: Any) -> None:
         super().__init__(manners, **of_uvicorn)
@@ -98,7 +98,7 @@ class HttpParserProtocol(ExchangeProtocol):
         return data[length:]
 
     def _consume_header(self, data: memoryview) -> memoryview:
-        """Take bytes up to the end of a header, or of empty lines before it."""
+        """Parse bytes up to the end of a header, or of empty lines before it; return the remaining bytes."""
         end = self._find_header_end(data)
         # Bytes beyond the limit are ignored, so that a refusal does not depend on how bytes arrive.
         piece = bytes(data[: min(end or len(data), _MAX_HEADER_BYTES - self._header_bytes)])
@@ -150,7 +150,7 @@ class HttpParserProtocol(ExchangeProtocol):
         self._begin_exchange(self.cycle, parse_body_length(self._unrepeatable_fields))
 
     def _find_header_end(self, data: memoryview) -> int:
-        """The position after the first empty line; 0 if there is none yet."""
+        """Return the position after the first empty line; 0 if there is none yet."""
         if (tail := self._header_tail) and (found := _find_end(tail + bytes(data[:3]))):
             return found.end() - len(tail)
         found = _find_end(data)
@@ -193,7 +193,7 @@ class HttpParserProtocol(ExchangeProtocol):
         self._begin_exchange(self.cycle, parse_body_length(self._unrepeatable_fields))
 
     def _find_limit_fault(self) -> NormserveError | None:
-        """The error of a request that is no probe, on a connection beyond a limit."""
+        """Return the error of a connection beyond a limit, unless the request is a probe."""
         if self.exceeded_limit is None:
             return None
         is_probe = self.url.partition(b"?")[0] in PROBES and self.parser.get_method() in (b"GET", b"HEAD")
@@ -202,7 +202,7 @@ class HttpParserProtocol(ExchangeProtocol):
         return TooManyConnectionsError(self.exceeded_limit)
 
     def _set_host_from_target(self) -> None:
-        """With `GET http://name/path` the name applies, and not the Host field (RFC 9112, section 3.2.2)."""
+        """Replace the Host field by the host of a target like `http://name/path` (RFC 9112, section 3.2.2)."""
         if target := _ABSOLUTE.match(self.url):
             self.headers[:] = [header for header in self.headers if header[0] != b"host"]
             self.headers.append((b"host", target[1]))

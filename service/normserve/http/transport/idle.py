@@ -1,4 +1,4 @@
-"""Connections that wait for a request give way to new ones."""
+"""Idle connections, which are closed when a new connection exceeds a limit."""
 
 import time
 from typing import Protocol
@@ -11,13 +11,13 @@ class IdleConnection(Protocol):
     """A connection without a request.
 
     Attributes:
-        address: of its client, as the limits of connections have it.
+        address: the client's address, in the form that the limits of connections use.
     """
 
     address: str
 
     def shutdown(self) -> None:
-        """Close it."""
+        """Close the connection."""
 
 
 class IdleConnectionQueue:
@@ -27,17 +27,17 @@ class IdleConnectionQueue:
         self._idle_since: dict[IdleConnection, float] = {}
 
     def add_connection(self, connection: IdleConnection) -> None:
-        """Begin the wait for a request."""
+        """Add a connection that begins to wait for a request."""
         self._idle_since[connection] = time.monotonic()
 
     def discard_connection(self, connection: IdleConnection) -> None:
-        """End the wait, if the connection is idle."""
+        """Remove a connection, if it is in the queue."""
         self._idle_since.pop(connection, None)
 
     def close_oldest(self, address: str | None) -> bool:
         """Close the connection that has been idle for longest; return whether there was one.
 
-        Args: address: of its client; None for any.
+        Args: address: the address of its client; None for any client.
         """
         latest = time.monotonic() - _LEAST_IDLE_S
         for connection, since in self._idle_since.items():

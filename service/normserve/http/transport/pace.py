@@ -1,4 +1,4 @@
-"""Whether a client sends its body, or reads its response, fast enough."""
+"""Speed limits of clients that send a body or read a response."""
 
 import asyncio
 import time
@@ -17,7 +17,7 @@ class TransferProgress:
     Attributes:
         began_at: when the wait for it began, by `time.perf_counter`.
         max_pause_s: longest time without a byte.
-        max_total_s: longest time for the whole body.
+        max_total_s: longest time for the complete body.
         min_bytes_per_s: minimum mean rate since the beginning; 0 for none.
         grace_s: time after which that rate applies.
         uncounted_bytes: bytes that may have been transferred without being counted yet; the rate allows for them.
@@ -36,7 +36,7 @@ class TransferProgress:
         self._last_progress = self.began_at
 
     def find_fault(self, now: float, received: int) -> str | None:
-        """The fault of a body of which `received` bytes have arrived; None if it is fast enough."""
+        """Describe the fault of a body of which `received` bytes have arrived; None if it is fast enough."""
         if received != self._received_bytes:
             self._received_bytes, self._last_progress = received, now
         if now >= self.began_at + self.max_total_s:
@@ -48,12 +48,12 @@ class TransferProgress:
         return None
 
     def compute_next_check_s(self, now: float, received: int) -> float:
-        """The time until the next check of a body that is fast enough now."""
+        """Return the seconds until the next check of a body that is fast enough now."""
         due = max(self._compute_due_time(received), now + _SHORTEST_LOOK_S)
         return max(0.0, min(self.began_at + self.max_total_s, self._last_progress + self.max_pause_s, due) - now)
 
     def _compute_due_time(self, received: int) -> float:
-        """The time at which more than `received` bytes must have arrived."""
+        """Return the time at which more than `received` bytes must have arrived."""
         if not self.min_bytes_per_s:
             return self.began_at + self.max_total_s
         return self.began_at + max(self.grace_s, (received + self.uncounted_bytes) / self.min_bytes_per_s)

@@ -15,11 +15,11 @@ class IncomingBody:
     A body that is not requested here stays with uvicorn, as ASGI applications expect.
 
     Attributes:
-        content_length: its length in bytes; None when it is chunked, 0 when there is none.
+        content_length: the body's length in bytes; None when it is chunked, 0 when there is none.
         began_at: when the header was complete, by `time.perf_counter`.
         received_bytes: number of bytes in the route's memory.
-        is_complete: its last byte has arrived.
-        is_receiving: received bytes belong to `get_free_buffer` and `append_part` here, not to uvicorn.
+        is_complete: whether the last byte has been received.
+        is_receiving: whether received bytes belong to `get_free_buffer` and `append_part` here, not to uvicorn.
     """
 
     def __init__(self, announced: int | None, begin: Callable[[], bytearray]) -> None:
@@ -38,12 +38,12 @@ class IncomingBody:
 
     @property
     def receive_s(self) -> float:
-        """Seconds from the header to the last byte."""
+        """The seconds from the end of the header to the last byte of the body."""
         return self._ended_at - self.began_at
 
     @property
     def is_aborted(self) -> bool:
-        """Whether the rest will not arrive, or is not wanted."""
+        """Whether the reception was aborted, so that the body stays incomplete or unused."""
         return self._failure is not None
 
     def require_not_aborted(self) -> None:
@@ -60,21 +60,22 @@ class IncomingBody:
         min_bytes_per_s: float = 0.0,
         grace_s: float = 0.0,
     ) -> memoryview:
-        """Receive the whole body.
+        """Receive the body completely.
 
-        A body that arrived in one piece with its header is returned in place, without a call of `make_room`.
+        A body that was received in one piece with its header is returned without a copy and
+        without a call of `make_room`.
 
         Args:
             make_room: allocates memory of at least this many bytes; called again when a chunked body outgrows it.
                 It may raise any error.
             pause_s: longest pause of the client.
-            total_s: longest time for the whole body.
+            total_s: longest time for the complete body.
             min_bytes_per_s: minimum mean rate, after `grace_s`; 0 for none.
 
         Raises:
             RequestTimeoutError: the client was too slow.
             ClientLeftError: the client disconnected.
-            NormserveError: what `abort` was called with.
+            NormserveError: the error that `abort` was called with.
         """
         self.require_not_aborted()
         early = self._begin_receiving()
@@ -94,7 +95,7 @@ class IncomingBody:
             self._release_memory()
 
     def get_free_buffer(self) -> memoryview:
-        """The memory for the next bytes of an announced body."""
+        """Return the memory for the next bytes of an announced body."""
         return self._memory[self.received_bytes : self.content_length]
 
     def count_received(self, nbytes: int) -> None:
@@ -109,14 +110,14 @@ class IncomingBody:
             self.abort(error)
 
     def mark_complete(self) -> None:
-        """The last byte has arrived."""
+        """Mark the body as complete: its last byte has been received."""
         self.is_complete = True
         self._ended_at = time.perf_counter()
         if self._completion is not None and not self._completion.done():
             self._completion.set_result(None)
 
     def abort(self, error: NormserveError) -> None:
-        """The rest will not arrive, or is not wanted: later bytes go to uvicorn again."""
+        """Abort the reception with an error; later bytes of the body are passed to uvicorn again."""
         self.is_receiving = False
         # A copy that is never raised: a traceback would hold the frame that waits for this body.
         self._failure = copy.copy(error)
@@ -151,14 +152,14 @@ class IncomingBody:
         self.abort(RequestTimeoutError(fault))
 
     def _release_memory(self) -> None:
-        """The slab must not live as long as the connection."""
+        """Release the slab, which must not live as long as the connection."""
         self.is_receiving = False
         self._memory = memoryview(b"")
         self._allocate = self._completion = None
 
 
 def parse_content_length(headers: Iterable[tuple[bytes, bytes]]) -> int | None:
-    """A body's length from its header; the parser has refused contradictory headers."""
+    """Parse a body's length in bytes from headers that are not contradictory; return None for a chunked body."""
     length = 0
     for name, value in headers:
         if name == b"content-length":

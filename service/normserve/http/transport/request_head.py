@@ -5,15 +5,15 @@ from collections.abc import Mapping
 from normserve.errors import MalformedHttpError, NormserveError, UnsupportedTransferEncodingError
 
 SINGULAR = frozenset({b"authorization", b"content-length", b"host", b"transfer-encoding"})
-"""Fields that must not be repeated: two readers of the same bytes could see different requests."""
+"""Fields that must not be repeated, as two parsers of one header could see different requests."""
 
 
 def find_head_fault(version: str, singular: Mapping[bytes, bytes]) -> NormserveError | None:
-    """The error of a request that the parser accepts but the server refuses; None if it is valid.
+    """Return the error of a request that the parser accepts but the server refuses; None if it is valid.
 
     Args:
-        version: of HTTP, as in "1.1".
-        singular: its fields that may appear once, by lower-case name.
+        version: the HTTP version, as in "1.1".
+        singular: the request's fields that may appear once, by lower-case name.
     """
     if version != "1.1" and version != "1.0":
         return MalformedHttpError("this server speaks HTTP/1.1 and HTTP/1.0")
@@ -33,7 +33,7 @@ def find_head_fault(version: str, singular: Mapping[bytes, bytes]) -> NormserveE
 
 
 def parse_body_length(singular: Mapping[bytes, bytes]) -> int | None:
-    """The announced length of the body of a valid request; None when it is chunked."""
+    """Return the announced body length of a valid request, in bytes; None if the body is chunked."""
     if b"transfer-encoding" in singular:
         return None
     return int(singular.get(b"content-length", 0))

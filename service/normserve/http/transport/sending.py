@@ -26,11 +26,11 @@ TLS_PORTION_BYTES = 256 * 2**10
 
 
 class ResponseSender(ABC):
-    """The sending of a response, as the routes see it.
+    """The interface through which routes send a response.
 
     Attributes:
-        on_disconnect: called if the client leaves before its response is complete.
-        is_delivered: whether the last byte was taken while the client was connected; None before the end.
+        on_disconnect: called if the client disconnects before its response is complete.
+        is_delivered: whether the kernel took the last byte while the client was connected; None before the end.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class ResponseSender(ABC):
 
     @abstractmethod
     async def send_response(self, status: int, headers: Headers, buffers: Buffers, nbytes: int) -> None:
-        """Send a whole response; returns when the last byte was taken.
+        """Send a complete response; return when the kernel has taken the last byte.
 
         Args:
             headers: all but those that every response has; content-length is `nbytes`.
@@ -53,23 +53,21 @@ class ResponseSender(ABC):
 
     @property
     def has_started(self) -> bool:
-        """Whether a response is on its way, so that no other one can be sent."""
+        """Whether a response has started, so that no other one can be sent."""
         return self._began_at > 0
 
     @property
     def send_s(self) -> float:
-        """Seconds from the first byte of the response until the last one was taken."""
+        """The seconds from the first byte of the response until the kernel took the last one."""
         return (self._ended_at or time.perf_counter()) - self._began_at if self._began_at else 0.0
 
 
 class SocketResponseSender(ResponseSender):
     """Replaces the transport in uvicorn's cycle and gathers writes, so that header and body are sent together.
 
-    The kernel takes the bytes.
-
     Attributes:
-        progress: the response's speed, since the kernel could take no more for the first time.
-        pending_bytes: bytes that were unsent then, and those written after them.
+        progress: the response's speed, from the first time that the kernel could take no more bytes.
+        pending_bytes: the bytes that were unsent at that time, and those written after them.
     """
 
     # Class attributes, because small responses need neither.
@@ -137,7 +135,7 @@ class SocketResponseSender(ResponseSender):
         return not cycle.disconnected
 
     def write(self, data: bytes | memoryview) -> None:
-        """Send, or hold until more follows; data is held at most until the current step of the loop ends."""
+        """Send data, or buffer it until more follows, at most until the current step of the event loop ends."""
         if not self._began_at:
             data = self._start_with(data)
         if not len(data):
@@ -150,18 +148,18 @@ class SocketResponseSender(ResponseSender):
             self._loop.call_soon(self.flush)
 
     def send_probe(self) -> None:
-        """Send the response's first bytes ahead, if it has not begun; a client that has gone resets them."""
+        """Send the first bytes of a response that has not begun; the host of a disconnected client resets them."""
         if not self._began_at:
             self._has_sent_probe = True
             self._transport.write(PROBE)
 
     def _start_with(self, data: bytes | memoryview) -> bytes | memoryview:
-        """The first data of the response, without the bytes that `send_probe` has sent."""
+        """Start the response; return its first data without the bytes that `send_probe` has sent."""
         self._began_at = time.perf_counter()
         return data[len(PROBE) :] if self._has_sent_probe else data
 
     def flush(self) -> None:
-        """Send the data that is held."""
+        """Send the buffered data."""
         held, nbytes = self._buffered_data, self._buffered_bytes
         if not nbytes:
             return
@@ -173,7 +171,7 @@ class SocketResponseSender(ResponseSender):
             self._transport.write(b"".join(held))
 
     def finish_response(self) -> None:
-        """The response is complete, and the kernel has taken all data except what is held."""
+        """Finish a complete response: send buffered data, after the kernel has taken all earlier data."""
         self.flush()
         if self.is_delivered is None:
             was_closing = self._was_closing_before if self._is_closed else self._transport.is_closing()
@@ -182,7 +180,7 @@ class SocketResponseSender(ResponseSender):
         self._cycle = None
 
     def handle_disconnect(self) -> None:
-        """The client has gone."""
+        """Drop buffered data, and mark an unfinished response as not delivered: the client has disconnected."""
         self._cycle = None
         self._buffered_data, self._buffered_bytes = [], 0
         if self.is_delivered is None:
@@ -194,18 +192,18 @@ class SocketResponseSender(ResponseSender):
         return self._transport.is_closing()
 
     async def abort_connection(self) -> None:
-        """Send no response, if there is no memory for one: the client sees the connection end."""
+        """Abort the connection, in place of a response for which there is no memory."""
         self._transport.abort()
 
     def close(self) -> None:
-        """Called by uvicorn's cycle just before a connection's last response ends, or in place of its rest."""
+        """Close the connection; uvicorn's cycle calls this just before its last response ends, or to cut it off."""
         self.flush()
         self._was_closing_before, self._is_closed = self._transport.is_closing(), True
         (self._close_connection or self._transport.close)()
 
 
 def _split_into_writes(buffers: Buffers, portion_bytes: int) -> Iterator[list[bytes | memoryview]]:
-    """The buffers in order, `portion_bytes` at a time."""
+    """Split the buffers, in order, into lists of `portion_bytes` each."""
     portion: list[bytes | memoryview] = []
     room = portion_bytes
     for buffer in buffers:
@@ -220,6 +218,6 @@ def _split_into_writes(buffers: Buffers, portion_bytes: int) -> Iterator[list[by
 
 
 def count_unacknowledged_bytes(transport: asyncio.Transport) -> int:
-    """Bytes that the kernel has taken and the client's host has not acknowledged."""
+    """Return the number of bytes that the kernel has taken and the client's host has not acknowledged."""
     answer = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
     return int(struct.unpack("i", answer)[0])

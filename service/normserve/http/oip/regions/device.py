@@ -18,7 +18,7 @@ class DeviceRegion(IpcAllocation):
     """A region that stays mapped while anything refers to it: a registration, a request, a launch.
 
     Attributes:
-        device_id: the client's value.
+        device_id: the client's number of the device.
         closed_sizes: receives the region's size once it is closed; a queue, because unlike a lock it is reentrant.
     """
 
@@ -33,15 +33,15 @@ class DeviceRegion(IpcAllocation):
 
     @property
     def nbytes(self) -> int:
-        """The region's size."""
+        """The region's size in bytes."""
         return len(self)
 
     def describe(self) -> dict[str, Any]:
-        """The region's fields in the protocol, without its name."""
+        """Return the region's fields in the protocol, without its name."""
         return {"device_id": self.device_id, "byte_size": self.nbytes}
 
     def is_in_same_memory(self, other: object) -> bool:
-        """Whether addresses can be compared; the driver maps an allocation once, however often it is opened."""
+        """Return whether addresses can be compared; an allocation that is opened repeatedly is mapped once."""
         return isinstance(other, DeviceRegion)
 
     def require_range(self, offset: int, nbytes: int) -> None:
@@ -52,7 +52,7 @@ class DeviceRegion(IpcAllocation):
             )
 
     def get_view(self, offset: int, nbytes: int) -> memoryview:
-        """Bytes of the region; they keep it mapped."""
+        """Return a view of a range of the region, which keeps the region mapped."""
         return self.view()[offset : offset + nbytes]
 
     def __del__(self) -> None:
@@ -76,7 +76,7 @@ class DeviceRegionOpener:
         return self._is_allowed and engine.device_description is not None and engine.shareable_device is not None
 
     def require_local_client(self, caller: ClientIdentity) -> None:
-        """Refuse clients for which no memory may be opened.
+        """Refuse clients whose memory must not be opened.
 
         Raises:
             UnusableRegionError: the server registers no CUDA memory.
@@ -88,7 +88,7 @@ class DeviceRegionOpener:
             raise ForbiddenError("CUDA shared memory is for clients that come over loopback or a Unix socket")
 
     async def open_region(self, caller: ClientIdentity, handle: bytes, device_id: int, nbytes: int) -> DeviceRegion:
-        """Open memory that is to be registered.
+        """Open device memory for a registration.
 
         Args:
             device_id: the client's number of the device, which may differ here: the handle identifies the device.
@@ -113,7 +113,7 @@ class DeviceRegionOpener:
 
 
 def is_local_address(address: str) -> bool:
-    """Whether a caller's address is loopback or a Unix socket."""
+    """Return whether a caller's address is loopback or a Unix socket."""
     if address == "unix":
         return True
     try:

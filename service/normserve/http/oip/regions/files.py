@@ -16,9 +16,9 @@ class FileRegion:
     error, whereas an access to a mapping would kill the process.
 
     Attributes:
-        key: the client's value.
+        key: the file's name, as the client sent it.
         start: offset of the region in the file, in bytes.
-        nbytes: the region's size.
+        nbytes: the region's size in bytes.
         closed_sizes: receives the region's size once it is closed; a queue, because unlike a lock it is reentrant.
     """
 
@@ -26,17 +26,17 @@ class FileRegion:
     closed_sizes: "queue.SimpleQueue[int] | None" = None
 
     def __init__(self, descriptor: int, key: str, start: int, nbytes: int) -> None:
-        """Args: descriptor: of the file; closed with the region."""
+        """Args: descriptor: the file's descriptor, which is closed with the region."""
         self._descriptor = descriptor
         self.key, self.start, self.nbytes = key, start, nbytes
         self._inode = os.fstat(descriptor).st_ino
 
     def describe(self) -> dict[str, Any]:
-        """The region's fields in the protocol, without its name."""
+        """Return the region's fields in the protocol, without its name."""
         return {"key": self.key, "offset": self.start, "byte_size": self.nbytes}
 
     def is_in_same_memory(self, other: object) -> bool:
-        """Whether both are parts of one file."""
+        """Return whether both regions are parts of one file."""
         return isinstance(other, FileRegion) and self._inode == other._inode
 
     def require_range(self, offset: int, nbytes: int) -> None:
@@ -51,7 +51,7 @@ class FileRegion:
         """Copy bytes of the region.
 
         Args:
-            offset: in the region.
+            offset: offset in the region, in bytes.
             into: the target; its length is the number of bytes copied.
 
         Raises:
@@ -68,7 +68,7 @@ class FileRegion:
         """Copy bytes into the region.
 
         Args:
-            offset: in the region.
+            offset: offset in the region, in bytes.
             data: a view of single bytes.
 
         Raises:

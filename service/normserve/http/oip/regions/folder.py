@@ -1,4 +1,4 @@
-"""The files that clients may register as system shared memory, and how they are opened."""
+"""The folder of the files that clients may register as system shared memory."""
 
 import os
 import re
@@ -38,7 +38,7 @@ class SharedMemoryFolder:
         Args:
             key: the file's name, with or without a slash before it.
             start: offset of the region in the file, in bytes.
-            nbytes: the region's size.
+            nbytes: the region's size in bytes.
 
         Raises:
             UnusableRegionError: the name is not allowed, there is no such file, the server may not use it, or the
@@ -88,7 +88,7 @@ class SharedMemoryFolder:
 
 
 def _is_mapped_here(status: os.stat_result) -> bool:
-    """Whether this process has mapped the file: a library may have created it, under any name."""
+    """Return whether this process has mapped the file: a library may have created it, under any name."""
     device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}".encode()
     inode = b"%d" % status.st_ino
     with _MAPPINGS.open("rb") as mappings:

@@ -19,17 +19,17 @@ class MemoryRegion(Protocol):
 
     @property
     def start(self) -> int:
-        """The region's first byte, in the memory that `is_in_same_memory` compares."""
+        """The address or offset of the first byte, in the memory that `is_in_same_memory` compares."""
 
     @property
     def nbytes(self) -> int:
-        """The region's size."""
+        """The region's size in bytes."""
 
     def describe(self) -> dict[str, Any]:
-        """The region's fields in the protocol, without its name."""
+        """Return the region's fields in the protocol, without its name."""
 
     def is_in_same_memory(self, other: object) -> bool:
-        """Whether `start` of both regions is an offset in the same memory."""
+        """Return whether the `start` of both regions refers to one memory, so that they can be compared."""
 
     def require_range(self, offset: int, nbytes: int) -> None:
-        """Raises: UnusableRegionError: a tensor cannot be at this place in the region."""
+        """Raises: UnusableRegionError: this range of the region cannot be used for a tensor."""

@@ -19,10 +19,10 @@ OFF = "this server shares no memory by names; its operator can allow that with -
 
 
 class RegionRange(NamedTuple):
-    """A part of a region.
+    """A byte range of a region.
 
     Attributes:
-        offset: of the part in the region, in bytes.
+        offset: offset of the range in the region, in bytes.
     """
 
     region: MemoryRegion
@@ -30,7 +30,7 @@ class RegionRange(NamedTuple):
     nbytes: int
 
     def has_overlap(self, other: "RegionRange") -> bool:
-        """Whether the parts have a byte in common, as far as the registrations show."""
+        """Return whether the ranges have a byte in common, as far as the registrations show."""
         return (
             self.region.is_in_same_memory(other.region)
             and self.region.start + self.offset < other.region.start + other.offset + other.nbytes
@@ -47,10 +47,10 @@ class _RegionName:
 
 
 class RegionRegistry:
-    """Registers regions of both kinds and finds them; belongs to the event loop's thread, except for
-    `open_file_region`.
+    """Registers regions of both kinds and finds them by name.
 
-    An unregistered region stays open for the requests that have found it, and counts until they are done.
+    It belongs to the event loop's thread, except for `open_file_region`.  An unregistered region stays open for the
+    requests that have found it, and counts until they have ended.
     """
 
     def __init__(
@@ -91,10 +91,10 @@ class RegionRegistry:
         return self._open_count
 
     def open_file_region(self, name: str, key: str, start: int, nbytes: int) -> FileRegion:
-        """Open system shared memory that is to be registered; any thread may call this.
+        """Open system shared memory for a registration; any thread may call this.
 
         Raises:
-            UnusableRegionError: it cannot be registered under this name, or at all.
+            UnusableRegionError: the memory cannot be registered under this name, or at all.
         """
         if self._folder is None:
             raise UnusableRegionError(OFF)
@@ -102,7 +102,7 @@ class RegionRegistry:
         return self._folder.open_region(key, start, nbytes)
 
     def register_region(self, owner: str | None, name: str, region: MemoryRegion) -> None:
-        """Give an open region a name.
+        """Register an open region under a name.
 
         Args: owner: the name of the client's API key, None if no key is required.
 
@@ -143,10 +143,10 @@ class RegionRegistry:
         self._regions.clear()
 
     def find_range(self, owner: str | None, name: str, offset: int, nbytes: int) -> RegionRange:
-        """A part of a region, for as long as the caller needs it.
+        """Return a range of a region, which stays open while the caller refers to the range.
 
         Raises:
-            UnusableRegionError: there is no such region, it has no such part, or its file no longer has it.
+            UnusableRegionError: there is no such region, or it or its file does not have this range.
         """
         region = self._regions.get(_RegionName(owner, name))
         if region is None:
@@ -161,7 +161,7 @@ class RegionRegistry:
         return RegionRange(region, offset, nbytes)
 
     def describe_regions(self, owner: str | None, kind: Kind, name: str | None = None) -> list[dict[str, Any]]:
-        """The registered regions of a kind in the protocol's form: all, or the one of this name.
+        """Describe the registered regions of a kind in the protocol's form: all, or the one with this name.
 
         Raises:
             UnusableRegionError: there is no such region.

@@ -24,9 +24,9 @@ class RegionTransfer:
     slab_pool: SlabPool
 
     async def read_ranges(self, spans: Sequence[RegionRange]) -> list[memoryview]:
-        """Copy parts of regions into a slab; return for each part its place there, which nothing else writes.
+        """Copy ranges of regions into a slab; return a view of the slab for each range.
 
-        The caller's permit covers their bytes.
+        Nothing else writes to the views.  The caller's permit covers their bytes.
 
         Raises:
             UnusableRegionError: a file is too short.
@@ -51,11 +51,11 @@ class RegionTransfer:
         return places
 
     async def write_ranges(self, results: Sequence[tuple[RegionRange, memoryview]]) -> None:
-        """Copy results into parts of regions, each from the part's beginning.
+        """Copy results into ranges of regions, each from the beginning of its range.
 
         Raises:
             UnusableRegionError: a file is too short.
-            StorageError: there is no memory for it.
+            StorageError: there is no memory for a file.
         """
         if sum([len(data) for _, data in results]) <= _LONG_BYTES:
             _write_results(results)
